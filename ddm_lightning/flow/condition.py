@@ -1,0 +1,93 @@
+"""What a velocity field is conditioned on: a pooled text vector or a class a row, or the learned null."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+KINDS = ("text", "class", "none")
+
+
+@dataclass(frozen=True)
+class ConditionSpec:
+    """The kind of condition that a network takes, as artifacts record it.
+
+    Raises:
+        ValueError: unknown ``kind``, or a ``size`` that does not suit it.
+    """
+
+    kind: str
+    """``text``, ``class`` or ``none``."""
+    size: int
+    """Width of the text vector, or number of classes; 0 for ``none``."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"condition kind {self.kind!r} is none of {', '.join(KINDS)}")
+        # bool passes isinstance(…, int), and a file from elsewhere may hold anything.
+        if type(self.size) is not int or (self.size < 1) != (self.kind == "none") or self.size < 0:
+            raise ValueError(f"condition size {self.size!r} does not suit kind {self.kind!r}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON: ``{"kind": …, "size": …}``."""
+        return {"kind": self.kind, "size": self.size}
+
+    @classmethod
+    def from_dict(cls, value: Mapping[str, Any]) -> ConditionSpec:
+        """The inverse of ``to_dict``; raises ``ValueError`` unless ``value`` has exactly its keys."""
+        if set(value) != {"kind", "size"}:
+            raise ValueError(f"a condition has the keys kind and size, not {', '.join(map(str, value)) or 'none'}")
+        return cls(kind=value["kind"], size=value["size"])
+
+
+# Tensors have no truth value, so a generated __eq__ would raise.
+@dataclass(frozen=True, eq=False)
+class Condition:
+    """One condition a row; where a whole batch is unconditional, ``None`` may stand for it.
+
+    Raises:
+        ValueError: ``values`` and ``keep`` differ in their number of rows.
+    """
+
+    values: Float[Tensor, "b size"] | Int[Tensor, " b"]
+    """Text vectors, or classes (int64)."""
+    keep: Bool[Tensor, " b"]
+    """False where the network's learned null replaces the value."""
+
+    def __post_init__(self) -> None:
+        if len(self.values) != len(self.keep):
+            raise ValueError(f"{len(self.values)} conditions, but {len(self.keep)} flags that keep them")
+
+    @classmethod
+    def of(cls, values: Float[Tensor, "b size"] | Int[Tensor, " b"]) -> Condition:
+        """All rows kept."""
+        return cls(values, torch.ones(len(values), dtype=torch.bool, device=values.device))
+
+    @classmethod
+    def cat(cls, conditions: Sequence[Condition]) -> Condition:
+        """The rows of all ``conditions``, in order."""
+        return cls(torch.cat([c.values for c in conditions]), torch.cat([c.keep for c in conditions]))
+
+    def dropped(self, mask: Bool[Tensor, " b"]) -> Condition:
+        """The rows in ``mask`` become null; rows that were null stay so."""
+        return Condition(self.values, self.keep & ~mask)
+
+    def null(self) -> Condition:
+        """Every row null: the unconditional branch of guidance (Ho and Salimans, 2207.12598)."""
+        return Condition(self.values, torch.zeros_like(self.keep))
+
+    def rows(self, index: Int[Tensor, " n"] | Bool[Tensor, " b"] | slice) -> Condition:
+        """The chosen rows, in the order of ``index``."""
+        return Condition(self.values[index], self.keep[index])
+
+    def to(self, device: torch.device | str) -> Condition:
+        """The same condition on ``device``."""
+        return Condition(self.values.to(device), self.keep.to(device))
+
+    def __len__(self) -> int:
+        return len(self.keep)
