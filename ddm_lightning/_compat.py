@@ -1,0 +1,84 @@
+"""Lets torchvision be imported beside a torch that its compiled extension does not fit.
+
+torchmetrics (hence Lightning), clean-fid and Streaming import torchvision whenever it is installed.
+On a machine with a CPU torch, pip pairs it with a torchvision built for CUDA. Its extension ``_C``
+then cannot be loaded, its operators do not exist, and ``import torchvision`` ends in ``RuntimeError:
+operator torchvision::nms does not exist``, because it registers shape functions for operators that
+are not there. Declaring those operators, without any code behind them, is all that is missing:
+nothing in this package calls them.
+
+Importing this module imports nothing but the standard library.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.library import Library
+
+# torch forgets the operators of a Library that is garbage collected.
+_declared: list[Library] = []
+
+# torchvision.ops.nms takes these; a shape function is registered by name, so that the other
+# operators (qnms) are served by the same words.
+_SCHEMA = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+
+
+def ensure_torchvision_importable() -> bool:
+    """Make ``import torchvision`` work; call it before Lightning, torchmetrics or Streaming is imported.
+
+    A torchvision whose extension fits is left alone. Where it does not fit, ``torchvision.transforms``
+    and ``torchvision.models`` work, while ``torchvision.ops.nms`` and ``torchvision.io`` raise as they
+    do in any torchvision without its extension. Calling it again does nothing.
+
+    Returns:
+        Whether torchvision is installed and can now be imported.
+    """
+    if "torchvision" in sys.modules or _declared:
+        return True
+    spec = importlib.util.find_spec("torchvision")
+    if spec is None or spec.origin is None:
+        return False
+    folder = Path(spec.origin).parent
+    if not _extension_loads(folder):
+        _declare_operators(folder / "_meta_registrations.py")
+    return True
+
+
+def _extension_loads(folder: Path) -> bool:
+    """Whether ``_C`` of the torchvision in ``folder`` loads; then it defines the operators itself.
+
+    This has to be tried first: operators that are declared twice are an error.
+    """
+    import torch
+
+    names = {*EXTENSION_SUFFIXES, ".so", ".pyd", ".dll"}
+    for candidate in sorted(folder / f"_C{suffix}" for suffix in names):
+        if candidate.is_file():
+            try:
+                torch.ops.load_library(str(candidate))
+            except OSError:
+                continue
+            return True
+    return False
+
+
+def _declare_operators(registrations: Path) -> None:
+    """Declare each operator for which ``registrations`` registers a shape function unconditionally."""
+    import torch
+
+    if not registrations.is_file():
+        return
+    code = registrations.read_text(encoding="utf-8")
+    names = set(re.findall(r"""register_fake\(\s*["']torchvision::(\w+)["']""", code))
+    library = torch.library.Library("torchvision", "FRAGMENT")
+    for name in sorted(names):
+        if not hasattr(torch.ops.torchvision, name):
+            library.define(name + _SCHEMA)
+    _declared.append(library)

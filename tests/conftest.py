@@ -1,0 +1,45 @@
+"""What holds for every test: one thread, shapes checked at run time, quick tests first."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+
+# Before torch is imported: two OpenMP threads on two shared cores are slower than one.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from ddm_lightning._compat import ensure_torchvision_importable
+
+ensure_torchvision_importable()
+
+import pytest
+import torch
+from jaxtyping import config, install_import_hook
+
+torch.set_num_threads(1)
+
+# Before any test module imports them, so that every annotation in them is checked at each call.
+install_import_hook(
+    ["ddm_lightning.flow", "ddm_lightning.networks", "ddm_lightning.ensemble"], "runtime_types.check_types"
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run ``slow`` tests last, and skip what this machine cannot run."""
+    without_gpu = pytest.mark.skip(reason="needs a CUDA device")
+    without_slurm = pytest.mark.skip(reason="needs SLURM's sbatch")
+    for item in items:
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(without_gpu)
+        if item.get_closest_marker("slurm") and shutil.which("sbatch") is None:
+            item.add_marker(without_slurm)
+    items.sort(key=lambda item: item.get_closest_marker("slow") is not None)
+
+
+@pytest.fixture
+def unchecked_types() -> Iterator[None]:
+    """For a test that hands in a wrong shape or type to see what the code itself says of it."""
+    config.update("jaxtyping_disable", True)
+    yield
+    config.update("jaxtyping_disable", False)
