@@ -1,0 +1,82 @@
+"""Weights on disk: safetensors only, hashed, finite, and never unpickled."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from ddm_lightning.errors import UserError
+from ddm_lightning.files import atomic_write, sha256_file
+
+
+def save_weights(path: Path, state_dict: Mapping[str, Tensor]) -> str:
+    """Write ``state_dict`` to ``path``, whole or not at all.
+
+    Returns:
+        The file's SHA-256.
+
+    Raises:
+        UserError: a weight is not finite.
+    """
+    # Copies, because safetensors refuses tensors that share memory (tied weights).
+    state = {key: value.detach().to("cpu", copy=True).contiguous() for key, value in state_dict.items()}
+    bad = _first_non_finite(state)
+    if bad is not None:
+        raise UserError(f"{path}: weight {bad!r} is not finite, the training diverged; lower its learning rate")
+    atomic_write(path, lambda temporary: save_file(state, temporary))
+    return sha256_file(path)
+
+
+def load_weights(path: Path, sha256: str, remedy: str) -> dict[str, Tensor]:
+    """Read weights onto the CPU.
+
+    Args:
+        path: the safetensors file.
+        sha256: what its hash must be.
+        remedy: what the user can do about a bad file; ends every error line.
+
+    Raises:
+        UserError: the file is missing, a pickle, not the hashed one, damaged, or holds a weight that is not finite.
+    """
+    if not path.is_file():
+        raise UserError(f"{path}: the weights are missing; {remedy}")
+    _refuse_pickle(path, remedy)
+    found = sha256_file(path)
+    if found != sha256:
+        raise UserError(
+            f"{path}: SHA-256 is {found[:12]}…, but {sha256[:12]}… was recorded: "
+            f"the file is damaged, cut short or another one; {remedy}"
+        )
+    try:
+        state = load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path}: not a whole safetensors file ({error}); {remedy}") from None
+    bad = _first_non_finite(state)
+    if bad is not None:
+        raise UserError(f"{path}: weight {bad!r} is not finite; {remedy}")
+    return state
+
+
+def _refuse_pickle(path: Path, remedy: str) -> None:
+    """Refuse what ``torch.save`` or ``pickle`` wrote, by its first bytes and without opening it as such."""
+    with path.open("rb") as stream:
+        head = stream.read(9)
+    is_zip, is_pickle = head.startswith(b"PK\x03\x04"), re.match(rb"\x80[\x02-\x05]", head) is not None
+    # Safetensors begins with 8 bytes of length, which may look like anything, and then with JSON.
+    if (is_zip or is_pickle) and head[8:] != b"{":
+        kind = "a PyTorch checkpoint (a zip of pickles)" if is_zip else "a pickle"
+        raise UserError(f"{path}: is {kind}, which can run code, expected safetensors; it was not loaded; {remedy}")
+
+
+def _first_non_finite(state: Mapping[str, Tensor]) -> str | None:
+    for key, value in state.items():
+        # Through float64, because isfinite knows no 8-bit floats.
+        if value.is_floating_point() and not bool(torch.isfinite(value.double()).all()):
+            return key
+    return None

@@ -1,0 +1,77 @@
+"""Small artifacts for tests, and what tests say of bad ones."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ddm_lightning.artifacts import ArtifactMeta, write_artifact
+from ddm_lightning.errors import UserError
+from ddm_lightning.flow.condition import ConditionSpec
+from ddm_lightning.networks import EXPERTS, ROUTERS
+
+PARAMS = {"width": 8, "depth": 1, "num_heads": 2, "patch_size": 2}
+SHAPE = (3, 4, 4)
+TEXT = ConditionSpec("text", 5)
+
+
+def make_network(role: str, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    if role == "router":
+        network = ROUTERS.build("router-dit", PARAMS, x_shape=SHAPE, condition=TEXT, num_clusters=2)
+    else:
+        network = EXPERTS.build("dit", PARAMS, x_shape=SHAPE, condition=TEXT)
+    for parameter in network.parameters():  # away from adaLN-Zero, where every output is 0
+        nn.init.normal_(parameter, std=0.2)
+    return network
+
+
+def make_meta(member: str = "expert-0") -> ArtifactMeta:
+    role = member.partition("-")[0]
+    return ArtifactMeta(
+        member=member,
+        role=role,
+        network="router-dit" if role == "router" else "dit",
+        params=dict(PARAMS),
+        x_shape=SHAPE,
+        condition=TEXT.to_dict(),
+        num_clusters=2,
+        prediction=None if role == "router" else "velocity",
+        timestep_shift=1.5,
+        image_encoder={"name": "pixels", "params": {}},
+        normalisation={"scale": 1 / 127.5, "shift": 127.5},
+        caption_encoder={"name": "hashed-words", "params": {"size": 5}},
+        partition_sha256="ab" * 32,
+        step=7,
+        num_samples=56,
+        metrics={"validation_loss": 0.5},
+    )
+
+
+def put(folder: Path, member: str = "expert-0", **changes: Any) -> Path:
+    meta = replace(make_meta(member), **changes)
+    write_artifact(folder, make_network(meta.role).state_dict(), meta)
+    return folder
+
+
+def edit(path: Path, **changes: Any) -> None:
+    document = json.loads(path.read_text())
+    document.update(changes)
+    path.write_text(json.dumps({key: value for key, value in document.items() if value is not ...}))
+
+
+def refused(call: Callable[[], object], *words: str | Path) -> str:
+    with pytest.raises(UserError) as caught:
+        call()
+    line = str(caught.value)
+    assert "\n" not in line
+    for word in words:
+        assert str(word) in line
+    return line
