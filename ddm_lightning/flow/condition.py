@@ -29,8 +29,7 @@ class ConditionSpec:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ValueError(f"condition kind {self.kind!r} is none of {', '.join(KINDS)}")
-        # bool passes isinstance(…, int), and a file from elsewhere may hold anything.
-        if type(self.size) is not int or (self.size < 1) != (self.kind == "none") or self.size < 0:
+        if self.size < 0 or (self.size == 0) != (self.kind == "none"):
             raise ValueError(f"condition size {self.size!r} does not suit kind {self.kind!r}")
 
     def to_dict(self) -> dict[str, Any]:
@@ -39,29 +38,25 @@ class ConditionSpec:
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> ConditionSpec:
-        """The inverse of ``to_dict``; raises ``ValueError`` unless ``value`` has exactly its keys."""
+        """The inverse of ``to_dict``; raises ``ValueError`` unless ``value`` has exactly its keys and types."""
         if set(value) != {"kind", "size"}:
             raise ValueError(f"a condition has the keys kind and size, not {', '.join(map(str, value)) or 'none'}")
-        return cls(kind=value["kind"], size=value["size"])
+        kind, size = value["kind"], value["size"]
+        # JSON's true is an int to isinstance.
+        if not isinstance(kind, str) or not isinstance(size, int) or isinstance(size, bool):
+            raise ValueError(f"a condition's kind is a word and its size a whole number, not {kind!r} and {size!r}")
+        return cls(kind=kind, size=size)
 
 
 # Tensors have no truth value, so a generated __eq__ would raise.
 @dataclass(frozen=True, eq=False)
 class Condition:
-    """One condition a row; where a whole batch is unconditional, ``None`` may stand for it.
-
-    Raises:
-        ValueError: ``values`` and ``keep`` differ in their number of rows.
-    """
+    """One condition a row; where a whole batch is unconditional, ``None`` may stand for it."""
 
     values: Float[Tensor, "b size"] | Int[Tensor, " b"]
     """Text vectors, or classes (int64)."""
     keep: Bool[Tensor, " b"]
     """False where the network's learned null replaces the value."""
-
-    def __post_init__(self) -> None:
-        if len(self.values) != len(self.keep):
-            raise ValueError(f"{len(self.values)} conditions, but {len(self.keep)} flags that keep them")
 
     @classmethod
     def of(cls, values: Float[Tensor, "b size"] | Int[Tensor, " b"]) -> Condition:

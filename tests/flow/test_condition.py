@@ -23,10 +23,11 @@ def test_spec_survives_json(spec: ConditionSpec) -> None:
         ("none", -1),
         ("text", 2.0),
         ("class", True),
+        (None, 0),
         ("text", "4"),
     ],
 )
-def test_spec_refuses_what_does_not_fit(kind: str, size: int) -> None:
+def test_spec_refuses_what_does_not_fit(kind: object, size: object) -> None:
     with pytest.raises(ValueError, match="condition"):
         ConditionSpec.from_dict({"kind": kind, "size": size})
 
@@ -40,7 +41,7 @@ def test_spec_refuses_other_keys(value: dict[str, object]) -> None:
 def test_dropping_only_adds_nulls_and_leaves_the_original() -> None:
     condition = Condition.of(torch.arange(4))
     once = condition.dropped(torch.tensor([True, False, False, True]))
-    twice = once.dropped(torch.tensor([False, True, False, False]))
+    twice = once.dropped(torch.tensor([True, True, False, False]))
     assert condition.keep.tolist() == [True] * 4
     assert once.keep.tolist() == [False, True, True, False]
     assert twice.keep.tolist() == [False, False, True, False]
@@ -49,19 +50,14 @@ def test_dropping_only_adds_nulls_and_leaves_the_original() -> None:
 
 
 def test_rows_and_cat_move_values_with_their_flags() -> None:
-    text = Condition(torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]), torch.tensor([True, False, True]))
+    text = Condition(torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]), torch.tensor([True, False, False]))
     picked = text.rows(torch.tensor([2, 1]))
-    assert picked.values.tolist() == [[5.0, 6.0], [3.0, 4.0]] and picked.keep.tolist() == [True, False]
+    assert picked.values.tolist() == [[5.0, 6.0], [3.0, 4.0]] and picked.keep.tolist() == [False, False]
     joined = Condition.cat([picked, text.rows(slice(0, 1)), text.rows(torch.tensor([False, False, True]))])
     assert len(joined) == 4
-    assert joined.values[:, 0].tolist() == [5.0, 3.0, 1.0, 5.0] and joined.keep.tolist() == [True, False, True, True]
+    assert joined.values[:, 0].tolist() == [5.0, 3.0, 1.0, 5.0] and joined.keep.tolist() == [False, False, True, False]
 
 
 def test_moving_takes_values_and_flags() -> None:
     moved = Condition.of(torch.tensor([1, 2])).to("meta")
     assert moved.values.device.type == "meta" and moved.keep.device.type == "meta"
-
-
-def test_values_and_flags_must_match() -> None:
-    with pytest.raises(ValueError, match="3 conditions, but 2 flags"):
-        Condition(torch.zeros(3, 2), torch.ones(2, dtype=torch.bool))
