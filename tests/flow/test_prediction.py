@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ddm_lightning.flow.path import interpolate
+from ddm_lightning.flow.prediction import (
+    MIN_DATA_SCALE,
+    MIN_NOISE_SCALE,
+    PREDICTIONS,
+    to_velocity,
+    training_target,
+)
+
+
+def draw(num: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    x_0, noise = (torch.randn(num, 2, 3, generator=generator, dtype=torch.float64) for _ in range(2))
+    return x_0, noise
+
+
+@pytest.mark.parametrize("kind", PREDICTIONS)
+def test_an_exact_prediction_gives_the_exact_velocity(kind: str) -> None:
+    t = torch.linspace(MIN_NOISE_SCALE, 1 - MIN_DATA_SCALE, 50, dtype=torch.float64)
+    x_0, noise = draw(50)
+    velocity = to_velocity(training_target(x_0, noise, kind), interpolate(x_0, noise, t), t, kind)
+    torch.testing.assert_close(velocity, noise - x_0, rtol=0, atol=1e-11)
+
+
+def test_targets_are_what_their_names_say() -> None:
+    x_0, noise = draw(2)
+    assert torch.equal(training_target(x_0, noise, "x_0"), x_0)
+    assert torch.equal(training_target(x_0, noise, "epsilon"), noise)
+    assert torch.equal(training_target(x_0, noise, "velocity"), noise - x_0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "largest"), [("velocity", 1), ("epsilon", 1 + 1 / MIN_DATA_SCALE), ("x_0", 1 / MIN_NOISE_SCALE)]
+)
+def test_an_error_of_the_network_is_amplified_a_bounded_number_of_times(kind: str, largest: float) -> None:
+    t = torch.tensor([0.0, 1e-12, 1e-4, 0.5, 1 - 1e-4, 1 - 1e-12, 1.0], dtype=torch.float64)
+    x_0, noise = draw(len(t))
+    x_t, exact = interpolate(x_0, noise, t), training_target(x_0, noise, kind)
+    error = to_velocity(exact + 1.0, x_t, t, kind) - to_velocity(exact, x_t, t, kind)
+    assert error.abs().max() <= 1.0001 * largest
+    assert error.isfinite().all()
+
+
+def test_exact_epsilon_at_pure_noise_means_centred_data() -> None:
+    _, noise = draw(3)
+    assert torch.equal(to_velocity(noise, noise, torch.ones(3, dtype=torch.float64), "epsilon"), noise)
+
+
+def test_unknown_kind_is_named() -> None:
+    x_0, noise = draw(1)
+    with pytest.raises(ValueError, match="'score' is none of velocity, epsilon, x_0"):
+        to_velocity(x_0, noise, torch.ones(1), "score")
+    with pytest.raises(ValueError, match="'score' is none of"):
+        training_target(x_0, noise, "score")
