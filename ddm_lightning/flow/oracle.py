@@ -1,0 +1,94 @@
+"""The exact velocity and cluster posterior of a finite data set: what a perfect ensemble would compute."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from ddm_lightning.flow.path import expand_time
+
+
+class FiniteSetOracle:
+    """Closed forms for a data set of n equally likely points in K clusters (DDM, 2501.05450).
+
+    With noise, x_t given point i is N((1-t)·x_0^i, t²I), so ``p(i | x_t) = softmax_i(-|x_t - (1-t)·x_0^i|²/2t²)``.
+    A set's velocity is the mean of ``(x_t - x_0^i)/t`` under those weights and the posterior of a cluster is their
+    sum over its points, which contains the cluster's share of the data. Computed in float64, returned in x_t's dtype.
+
+    Args:
+        points: the data set; any shape a point.
+        labels: the cluster of each point, 0 … K-1; a cluster may be empty.
+        num_clusters: K.
+        chunk_size: points taken at once; memory is about ``b·chunk_size`` numbers beside the points.
+
+    Raises:
+        ValueError: no points, or a label outside 0 … K-1.
+    """
+
+    def __init__(
+        self,
+        points: Float[Tensor, "n *shape"],
+        labels: Int[Tensor, " n"],
+        num_clusters: int,
+        chunk_size: int = 4096,
+    ) -> None:
+        if not len(points):
+            raise ValueError("a set without points has no velocity")
+        if labels.min() < 0 or labels.max() >= num_clusters:
+            raise ValueError(f"labels must lie in 0 … {num_clusters - 1}")
+        # Sorted by cluster, so that a cluster is a slice and nothing is copied a call.
+        order = torch.argsort(labels, stable=True)
+        self._points = points[order].flatten(1).double()
+        self._half_squares = self._points.square().sum(1) / 2
+        ends = torch.bincount(labels, minlength=num_clusters).cumsum(0).tolist()
+        self._slices = list(zip([0, *ends[:-1]], ends, strict=True))
+        self._chunk_size = chunk_size
+
+    def velocity(self, x_t: Float[Tensor, "b *shape"], t: Float[Tensor, " b"]) -> Float[Tensor, "b *shape"]:
+        """The velocity of the whole set; raises ``ValueError`` unless every t > 0."""
+        return self._velocity(x_t, t, 0, len(self._points))
+
+    def cluster_velocity(
+        self, k: int, x_t: Float[Tensor, "b *shape"], t: Float[Tensor, " b"]
+    ) -> Float[Tensor, "b *shape"]:
+        """The velocity of cluster ``k`` alone; raises ``ValueError`` if it is empty, or unless every t > 0."""
+        start, end = self._slices[k]
+        if start == end:
+            raise ValueError(f"cluster {k} is empty and has no velocity")
+        return self._velocity(x_t, t, start, end)
+
+    def cluster_posterior(self, x_t: Float[Tensor, "b *shape"], t: Float[Tensor, " b"]) -> Float[Tensor, "b k"]:
+        """``p(k | x_t, t)`` for every cluster, 0 for an empty one; raises ``ValueError`` unless every t > 0."""
+        evidence = x_t.new_full((len(x_t), len(self._slices)), -torch.inf, dtype=torch.float64)
+        for k, (start, end) in enumerate(self._slices):
+            for logits, _ in self._chunks(x_t, t, start, end):
+                evidence[:, k] = torch.logaddexp(evidence[:, k], logits.logsumexp(1))
+        return evidence.softmax(1).to(x_t.dtype)
+
+    def _velocity(
+        self, x_t: Float[Tensor, "b *shape"], t: Float[Tensor, " b"], start: int, end: int
+    ) -> Float[Tensor, "b *shape"]:
+        total = x_t.new_full((len(x_t), 1), -torch.inf, dtype=torch.float64)
+        mean = x_t.new_zeros((len(x_t), self._points.shape[1]), dtype=torch.float64)
+        for logits, points in self._chunks(x_t, t, start, end):
+            # A running mean, weighted by evidence: each chunk moves it by its share of the total so far.
+            chunk = logits.logsumexp(1, keepdim=True)
+            total = torch.logaddexp(total, chunk)
+            mean = mean + (chunk - total).exp() * (logits.softmax(1) @ points - mean)
+        return ((x_t.double() - mean.reshape(x_t.shape)) / expand_time(t.double(), x_t)).to(x_t.dtype)
+
+    def _chunks(
+        self, x_t: Float[Tensor, "b *shape"], t: Float[Tensor, " b"], start: int, end: int
+    ) -> Iterator[tuple[Float[Tensor, "b c"], Float[Tensor, "c d"]]]:
+        """Chunks of points with their log-likelihoods, less the term -|x_t|²/2t² that all points share."""
+        if (t <= 0).any():
+            raise ValueError("the oracle needs t > 0: at t = 0 a finite set has no density")
+        rows, time = x_t.flatten(1).double(), t.double()[:, None]
+        for first in range(start, end, self._chunk_size):
+            chunk = slice(first, min(first + self._chunk_size, end))
+            points = self._points[chunk]
+            products = (1 - time) * (rows @ points.T) - (1 - time) ** 2 * self._half_squares[chunk]
+            yield products / time**2, points
