@@ -7,15 +7,17 @@ neither torch nor Lightning.
 
 from __future__ import annotations
 
+import functools
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from ddm_lightning import schema
 from ddm_lightning.errors import UserError
 
 
@@ -158,7 +160,7 @@ class IslandConfig:
     strategy: str = "auto"
     """``auto``, ``single``, ``ddp`` or ``fsdp`` (FSDP2 inside the node)."""
     precision: str = "32-true"
-    """Lightning's precision: ``32-true``, ``bf16-mixed`` …"""
+    """Lightning's precision: ``32-true``, ``bf16-mixed``, ``bf16-true``, ``16-mixed`` or ``64-true``."""
     attention: str = "auto"
     """Attention back end: ``auto`` (what runs), ``sdpa`` or ``xformers``."""
     compile: bool = False
@@ -172,11 +174,11 @@ class IslandConfig:
     log_every_n_steps: int = 50
     """Steps between two points of a TensorBoard curve."""
     validate_every_n_steps: int = 1000
-    """Steps between two validations on held-out samples."""
-    sample_every_n_steps: int = 1000
-    """Steps between two sample grids in TensorBoard."""
+    """Steps between two validations on held-out samples, each with its pictures in TensorBoard."""
     checkpoint_every_n_steps: int = 500
     """Steps between two checkpoints; what a killed member loses at most."""
+    log_sample_ids: bool = False
+    """Whether each step's sample ids are written to ``sample_ids.txt``, a line a step."""
     keep_checkpoints: int = 2
     """Checkpoints kept; the older ones stand in when the newest is damaged."""
 
@@ -234,48 +236,49 @@ _CHOICES = {
     "router.timesteps.density": ("logit-normal", "uniform"),
     "expert.train.schedule": ("constant", "linear", "cosine"),
     "router.train.schedule": ("constant", "linear", "cosine"),
+    "island.accelerator": ("auto", "cpu", "gpu"),
     "island.strategy": ("auto", "single", "ddp", "fsdp"),
+    "island.precision": ("32-true", "bf16-mixed", "bf16-true", "16-mixed", "64-true"),
     "island.attention": ("auto", "sdpa", "xformers"),
     "sample.strategy": ("full", "top-1", "top-k", "bayes"),
     "sample.solver": ("euler", "heun", "ancestral"),
 }
 
-# (key, lowest allowed, highest allowed); None is open.
-_RANGES: tuple[tuple[str, float | None, float | None], ...] = (
-    ("prepare.partition.num_clusters", 1, None),
-    ("prepare.partition.num_fine_centroids", 1, None),
-    ("prepare.partition.num_iterations", 1, None),
-    ("prepare.partition.fit_fraction", 1e-6, 1),
-    ("prepare.partition.max_largest_over_mean", 1, None),
-    ("prepare.held_out_fraction", 0, 0.5),
-    ("prepare.shards.max_bytes", 1024, None),
-    ("condition.dropout", 0, 1),
-    ("sample.top_k", 1, None),
-    ("sample.num_steps", 1, None),
-    ("sample.num_per_prompt", 1, None),
-    ("island.devices", 1, None),
-    ("island.num_threads", 1, None),
-    ("island.num_workers", 0, None),
-    ("island.log_every_n_steps", 1, None),
-    ("island.validate_every_n_steps", 1, None),
-    ("island.sample_every_n_steps", 1, None),
-    ("island.checkpoint_every_n_steps", 1, None),
-    ("island.keep_checkpoints", 1, None),
-    *(
-        entry
-        for role in ("expert", "router")
-        for entry in (
-            (f"{role}.timesteps.std", 1e-6, None),
-            (f"{role}.timesteps.shift", 1e-6, None),
-            (f"{role}.train.max_steps", 1, None),
-            (f"{role}.train.global_batch_size", 1, None),
-            (f"{role}.train.learning_rate", 0, None),
-            (f"{role}.train.weight_decay", 0, None),
-            (f"{role}.train.warmup_steps", 0, None),
-            (f"{role}.train.ema_decay", 0, 1),
-        )
-    ),
-)
+# Lowest and highest value allowed; None is open.
+_RANGES: dict[str, tuple[float | None, float | None]] = {
+    "seed": (0, 2**63 - 1),
+    "prepare.partition.num_clusters": (1, None),
+    "prepare.partition.num_fine_centroids": (1, None),
+    "prepare.partition.num_iterations": (1, None),
+    "prepare.partition.fit_fraction": (1e-6, 1),
+    "prepare.partition.max_largest_over_mean": (1, None),
+    "prepare.held_out_fraction": (0, 0.5),
+    "prepare.shards.max_bytes": (1024, None),
+    "condition.dropout": (0, 1),
+    "sample.top_k": (1, None),
+    "sample.num_steps": (1, None),
+    "sample.num_per_prompt": (1, None),
+    "sample.guidance_scale": (0, None),
+    "island.devices": (1, None),
+    "island.num_threads": (1, None),
+    "island.num_workers": (0, None),
+    "island.log_every_n_steps": (1, None),
+    "island.validate_every_n_steps": (1, None),
+    "island.checkpoint_every_n_steps": (1, None),
+    "island.keep_checkpoints": (1, None),
+}
+for _role in ("expert", "router"):
+    _RANGES |= {
+        f"{_role}.timesteps.std": (1e-6, None),
+        f"{_role}.timesteps.shift": (1e-6, None),
+        f"{_role}.train.max_steps": (1, None),
+        f"{_role}.train.global_batch_size": (1, None),
+        f"{_role}.train.learning_rate": (0, None),
+        f"{_role}.train.weight_decay": (0, None),
+        f"{_role}.train.warmup_steps": (0, None),
+        f"{_role}.train.gradient_clip_norm": (1e-12, None),
+        f"{_role}.train.ema_decay": (0, 0.9999999),
+    }
 
 
 def load_experiment(path: str | Path, overrides: Sequence[str] = ()) -> Experiment:
@@ -292,120 +295,87 @@ def load_experiment(path: str | Path, overrides: Sequence[str] = ()) -> Experime
         UserError: missing file, YAML syntax, unknown key, wrong type, missing value or contradiction.
     """
     path = Path(path)
-    config = OmegaConf.structured(Experiment)
-    config = _merge(config, _read_yaml(path), str(path))
-    for override in overrides:
-        key, equals, _ = override.partition("=")
-        if not equals or not key:
-            raise UserError(f"{path}: override {override!r} is not of the form key=value")
-        try:
-            change = OmegaConf.from_dotlist([override])
-        except (OmegaConfBaseException, yaml.YAMLError) as error:
-            raise UserError(f"{path}: override {override!r} cannot be read: {_first_line(error)}") from None
-        config = _merge(config, change, f"{path} with {override!r}")
-    missing = sorted(OmegaConf.missing_keys(config))
-    if missing:
-        raise UserError(f"{path}: key {missing[0]!r} is missing; give it a value ({_doc_hint(missing[0])})")
+    changes = [(str(path), schema.read_yaml(path))]
+    changes += [(f"{path} with {text!r}", schema.read_override(text, str(path))) for text in overrides]
     try:
-        OmegaConf.resolve(config)
-        experiment = OmegaConf.to_object(config)
+        merged = OmegaConf.structured(Experiment)
+        for source, change in changes:
+            schema.check(OmegaConf.to_container(change, resolve=False), Experiment, "", source)
+            merged = OmegaConf.merge(merged, change)
+        schema.check_complete(OmegaConf.to_container(merged, resolve=False), Experiment, str(path))
+        resolved = OmegaConf.to_container(merged, resolve=True)
     except OmegaConfBaseException as error:
-        raise UserError(f"{path}: key {error.full_key!r}: {_first_line(error)}") from None
-    assert isinstance(experiment, Experiment)
+        problem = schema.first_line(error)
+        raise UserError(f"{path}: key {error.full_key!r}: {problem}; mend the reference ${{…}} in it") from None
+    schema.check(resolved, Experiment, "", str(path), references=False)
+    experiment: Experiment = schema.build(resolved, Experiment)
     _check(experiment, path)
     return experiment
 
 
-def _read_yaml(path: Path) -> DictConfig:
-    try:
-        loaded = OmegaConf.load(path)
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such experiment file; see experiments/ for examples") from None
-    except IsADirectoryError:
-        raise UserError(f"{path}: is a folder; give an experiment file (*.yaml)") from None
-    except yaml.MarkedYAMLError as error:
-        where = f" at line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise UserError(f"{path}: YAML syntax{where}: {error.problem}; mend the file") from None
-    except (UnicodeDecodeError, OSError, yaml.YAMLError, OmegaConfBaseException) as error:
-        raise UserError(f"{path}: cannot be read: {_first_line(error)}") from None
-    if not isinstance(loaded, DictConfig):
-        raise UserError(f"{path}: the top level must be a mapping of keys; see experiments/tiny_2x.yaml")
-    return loaded
-
-
-def _merge(config: Any, change: DictConfig, source: str) -> Any:
-    try:
-        return OmegaConf.merge(config, change)
-    except OmegaConfBaseException as error:
-        key = error.full_key or str(error.key)
-        problem = _first_line(error)
-        if "not in" in problem:
-            owner = type(OmegaConf.select(config, key.rpartition(".")[0]) if "." in key else config)
-            known = error.parent_node if error.parent_node is not None else None
-            names = ", ".join(str(k) for k in known) if isinstance(known, DictConfig) else owner.__name__
-            raise UserError(f"{source}: unknown key {key!r}; known there: {names}") from None
-        raise UserError(f"{source}: key {key!r}: {problem}; {_doc_hint(key)}") from None
-    except (ValueError, TypeError) as error:
-        raise UserError(f"{source}: {_first_line(error)}") from None
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
-def _doc_hint(key: str) -> str:
-    return f"its meaning is under {key.rpartition('.')[2]!r} in ddm_lightning/config.py"
-
-
 def _check(experiment: Experiment, path: Path) -> None:
-    config = OmegaConf.structured(experiment)
+    """Refuse values out of range and fields that contradict each other."""
+
+    def value_of(key: str) -> Any:
+        return functools.reduce(getattr, key.split("."), experiment)
 
     def refuse(key: str, problem: str) -> None:
-        raise UserError(f"{path}: key {key!r} = {OmegaConf.select(config, key)!r}: {problem}")
+        raise UserError(f"{path}: key {key!r} = {value_of(key)!r}: {problem}")
 
     for key, choices in _CHOICES.items():
-        if OmegaConf.select(config, key) not in choices:
+        if value_of(key) not in choices:
             refuse(key, f"must be one of {', '.join(choices)}")
-    for key, low, high in _RANGES:
-        value = OmegaConf.select(config, key)
-        if (low is not None and value < low) or (high is not None and value > high):
-            bounds = " and ".join(
-                text for text, bound in ((f"at least {low}", low), (f"at most {high}", high)) if bound is not None
-            )
-            refuse(key, f"must be {bounds}")
+    for key, (low, high) in _RANGES.items():
+        value = value_of(key)
+        if value is not None and low is not None and value < low:
+            refuse(key, f"must be at least {low}")
+        if value is not None and high is not None and value > high:
+            refuse(key, f"must be at most {high}")
+    if not re.fullmatch(r"[A-Za-z0-9_][\w.-]*", experiment.name):
+        refuse("name", "names a folder: use letters, digits, '_', '-' and '.' only")
+    if not experiment.run_dir:
+        refuse("run_dir", "must name a folder")
+    compression = experiment.prepare.shards.compression
+    if compression is not None and not re.fullmatch(r"(br|bz2|gz|zstd)(:\d+)?|snappy", compression):
+        refuse("prepare.shards.compression", "must be br, bz2, gz, snappy or zstd, a level behind a colon, or null")
 
+    island, sample, condition = experiment.island, experiment.sample, experiment.condition
     num_clusters = experiment.prepare.partition.num_clusters
-    train = experiment.expert.train
-    if train.global_batch_size % num_clusters:
+    if num_clusters > experiment.prepare.partition.num_fine_centroids:
+        refuse("prepare.partition.num_clusters", "exceeds num_fine_centroids, which are grouped into clusters")
+    batch = experiment.expert.train.global_batch_size
+    if batch % num_clusters:
         refuse(
             "expert.train.global_batch_size",
-            f"must be divisible by prepare.partition.num_clusters = {num_clusters}, because each expert takes 1/K of it",
+            f"must be divisible by prepare.partition.num_clusters = {num_clusters}: each expert takes 1/K of it",
         )
-    for role, part in (("expert", train.global_batch_size // num_clusters), ("router", experiment.router.train.global_batch_size)):
-        if part % experiment.island.devices:
+    for role, part in (("expert", batch // num_clusters), ("router", experiment.router.train.global_batch_size)):
+        if part % island.devices:
             refuse("island.devices", f"must divide the {role}'s {part} samples a step; change one of them")
-    if num_clusters > experiment.prepare.partition.num_fine_centroids:
-        refuse("prepare.partition.num_clusters", "exceeds prepare.partition.num_fine_centroids, which are grouped into clusters")
-    if experiment.sample.top_k > num_clusters:
+    if island.strategy == "single" and island.devices > 1:
+        refuse("island.devices", "island.strategy = 'single' uses one; set ddp or fsdp")
+    if island.attention == "xformers" and island.accelerator == "cpu":
+        refuse("island.attention", "runs on CUDA devices only; set sdpa or auto")
+    if sample.strategy == "top-k" and sample.top_k > num_clusters:
         refuse("sample.top_k", f"exceeds the number of experts, {num_clusters}")
-    if experiment.sample.strategy == "bayes" and experiment.sample.solver != "ancestral":
+    if sample.strategy == "bayes" and sample.solver != "ancestral":
         refuse("sample.solver", "strategy 'bayes' filters along a stochastic chain; set sample.solver=ancestral")
-    if experiment.condition.kind == "text" and experiment.prepare.caption_encoder is None:
+    if condition.kind == "text" and experiment.prepare.caption_encoder is None:
         refuse("condition.kind", "needs prepare.caption_encoder, which is null")
-    if experiment.sample.prompts and experiment.condition.kind != "text":
+    if sample.prompts and condition.kind != "text":
         refuse("condition.kind", "sample.prompts are texts, which only a text condition reads; remove them")
+    if sample.guidance_scale != 1 and (condition.kind == "none" or condition.dropout == 0):
+        refuse("sample.guidance_scale", "needs a condition.kind to guide by and condition.dropout above 0; set 1")
 
 
 def to_dict(experiment: Experiment) -> dict[str, Any]:
     """The experiment as plain nested dicts, ready for YAML or JSON."""
-    container = OmegaConf.to_container(OmegaConf.structured(experiment), resolve=True)
-    assert isinstance(container, dict)
-    return {str(key): value for key, value in container.items()}
+    return asdict(experiment)
 
 
 def to_yaml(experiment: Experiment) -> str:
     """The resolved experiment as YAML."""
-    return OmegaConf.to_yaml(OmegaConf.structured(experiment), resolve=True)
+    return OmegaConf.to_yaml(OmegaConf.create(to_dict(experiment)))
 
 
 def changed_keys(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
@@ -417,7 +387,7 @@ def changed_keys(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
         flat = {}
         for key, inner in value.items():
             flat.update(flatten(inner, f"{prefix}.{key}" if prefix else str(key)))
-        return flat or {prefix: {}}
+        return flat
 
     before, after = flatten(old, ""), flatten(new, "")
     return sorted(

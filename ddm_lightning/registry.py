@@ -7,10 +7,12 @@ stranger can start nothing that this machine's owner did not install.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
-from typing import Any, TypeVar
+from types import UnionType
+from typing import Any, TypeVar, get_args
 
+from ddm_lightning import schema
 from ddm_lightning.errors import UserError
 
 Factory = TypeVar("Factory", bound=Callable[..., Any])
@@ -48,13 +50,20 @@ class Registry:
         """The factory called ``name``; a built-in wins over an entry point of the same name.
 
         Raises:
-            UserError: nobody registered ``name``.
+            UserError: nobody registered ``name``, or the package that did cannot be imported.
         """
         if name in self._built_in:
             return self._built_in[name]
         for entry in entry_points(group=self.group):
             if entry.name == name:
-                factory: Callable[..., Any] = entry.load()
+                try:
+                    factory: Callable[..., Any] = entry.load()
+                except (ImportError, AttributeError) as error:
+                    package = entry.dist.name if entry.dist else entry.value
+                    raise UserError(
+                        f"{self.kind} {name!r} of the package {package!r} cannot be imported: {error}; "
+                        f"mend or reinstall that package"
+                    ) from error
                 return factory
         raise UserError(
             f"unknown {self.kind} {name!r}; known: {', '.join(self.names()) or 'none'} "
@@ -65,22 +74,52 @@ class Registry:
         """Call the factory ``name`` with the user's ``params`` and the trainer's ``context``.
 
         Raises:
-            UserError: unknown name, unknown or missing parameter, or a ``ValueError`` of the factory.
+            UserError: what ``check`` refuses, or a ``TypeError`` or ``ValueError`` of the factory.
         """
-        factory = self.get(name)
         self.check(name, params, **context)
         try:
-            return factory(**context, **params)
+            return self.get(name)(**context, **params)
         except (TypeError, ValueError) as error:
-            raise UserError(f"{self.kind} {name!r} refuses its params: {error}") from error
+            raise UserError(f"{self.kind} {name!r} refuses its params: {error}; change them") from error
 
     def check(self, name: str, params: dict[str, Any], **context: Any) -> None:
-        """Refuse ``params`` that the factory ``name`` does not take, without calling it."""
-        factory = self.get(name)
-        accepted = inspect.signature(factory).parameters
-        offered = [key for key in accepted if key not in context]
-        if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values()):
-            return
+        """Refuse ``params`` that the factory ``name`` does not take, without calling it.
+
+        Only the names of ``context`` matter. Types are checked where the factory annotates a plain one.
+
+        Raises:
+            UserError: unknown name, unknown, missing or wrongly typed parameter.
+        """
+        accepted = _signature(self.get(name))
+        is_open = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
+        named = {key: p for key, p in accepted.items() if p.kind in _BY_NAME}
+        offered = ", ".join(key for key in named if key not in context) or "none"
         for key in params:
-            if key in context or key not in accepted:
-                raise UserError(f"{self.kind} {name!r} has no parameter {key!r}; it takes: {', '.join(offered) or 'none'}")
+            if key in context or not (key in named or is_open):
+                raise UserError(f"{self.kind} {name!r} has no parameter {key!r}; it takes: {offered}")
+        for key in context:
+            if not (key in named or is_open):
+                raise UserError(
+                    f"{self.kind} {name!r} does not take {key!r}, which every {self.kind} is given; mend it"
+                )
+        for key, parameter in named.items():
+            if parameter.default is inspect.Parameter.empty and key not in params and key not in context:
+                raise UserError(f"{self.kind} {name!r} needs the parameter {key!r}; add it to its params")
+            if key in params and _is_plain(parameter.annotation):
+                schema.check(params[key], parameter.annotation, f"params.{key}", f"{self.kind} {name!r}")
+
+
+_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+def _signature(factory: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    try:
+        return inspect.signature(factory, eval_str=True).parameters
+    except NameError:  # An annotation imported for type checkers only: then types stay unchecked.
+        return inspect.signature(factory).parameters
+
+
+def _is_plain(annotation: Any) -> bool:
+    options = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
+    plain = [option for option in options if option is not type(None)]
+    return len(plain) == 1 and plain[0] in (bool, int, float, str)
