@@ -1,0 +1,81 @@
+"""From artifacts to something that samples."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from ddm_lightning.artifacts import (
+    ENSEMBLE_FILE,
+    MEMBER_FILE,
+    ArtifactMeta,
+    build_network,
+    read_artifact,
+    read_ensemble,
+)
+from ddm_lightning.ensemble.ensemble import Ensemble
+from ddm_lightning.errors import UserError
+
+
+@dataclass(frozen=True)
+class LoadedMember:
+    """One member's network and description."""
+
+    network: nn.Module
+    """In evaluation mode."""
+    meta: ArtifactMeta
+    """Its ``member.json``."""
+
+
+@dataclass(frozen=True)
+class LoadedEnsemble:
+    """What samples, and what its experts have in common."""
+
+    ensemble: Ensemble
+    """The experts and the router."""
+    meta: ArtifactMeta
+    """The first expert's ``member.json``; x_shape, condition, shift and encoders are the same in all."""
+
+
+def load_member(folder: Path, device: torch.device | str = "cpu") -> LoadedMember:
+    """Load one artifact.
+
+    Raises:
+        UserError: the artifact cannot be trusted or used; see ``read_artifact`` and ``build_network``.
+    """
+    meta, state = read_artifact(folder)
+    return LoadedMember(build_network(meta, state, folder / MEMBER_FILE).to(device), meta)
+
+
+def load_single(folder: Path, device: torch.device | str = "cpu") -> LoadedEnsemble:
+    """Load the monolith, or one expert alone, as an ensemble of one: every strategy then evaluates just it.
+
+    Raises:
+        UserError: as ``load_member``, or the artifact is a router.
+    """
+    member = load_member(folder, device)
+    if member.meta.role == "router":
+        raise UserError(f"{folder / MEMBER_FILE}: is a router, which draws no pictures; give an expert or the monolith")
+    return LoadedEnsemble(Ensemble([member.network], None, [1.0]), member.meta)
+
+
+def load_ensemble(run_dir: Path, device: torch.device | str = "cpu") -> LoadedEnsemble:
+    """Load the ensemble that ``run_dir/ensemble.json`` lists.
+
+    Raises:
+        UserError: the manifest or one of its artifacts cannot be trusted or used; see ``read_ensemble``.
+    """
+    manifest = read_ensemble(run_dir / ENSEMBLE_FILE)
+    networks = {member: load_member(folder, device).network for member, folder in manifest.folders.items()}
+    router = networks.pop("router", None)
+    metas = manifest.metas
+    ensemble = Ensemble(
+        list(networks.values()),
+        router,
+        manifest.priors,
+        router_conditional="router" not in metas or metas["router"].condition["kind"] != "none",
+    )
+    return LoadedEnsemble(ensemble, metas["expert-0"])

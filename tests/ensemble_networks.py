@@ -1,0 +1,76 @@
+"""Networks with known answers: exact experts and routers of finite sets, and experts that count their rows."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ddm_lightning.flow.condition import Condition
+from ddm_lightning.flow.oracle import FiniteSetOracle
+from ddm_lightning.flow.path import noise_from_velocity, x_0_from_velocity
+
+
+class ExactExpert(nn.Module):
+    """The velocity of one cluster of a finite set, told as any kind of prediction; counts the rows it sees."""
+
+    def __init__(self, oracle: FiniteSetOracle, k: int, prediction: str = "velocity") -> None:
+        super().__init__()
+        self.oracle, self.k, self.prediction, self.num_rows = oracle, k, prediction, 0
+
+    def forward(self, x_t: Tensor, t: Tensor, _: Condition | None) -> Tensor:
+        self.num_rows += len(x_t)
+        velocity = self.oracle.cluster_velocity(self.k, x_t, t)
+        if self.prediction == "epsilon":
+            return noise_from_velocity(x_t, velocity, t)
+        return x_0_from_velocity(x_t, velocity, t) if self.prediction == "x_0" else velocity
+
+
+class ExactRouter(nn.Module):
+    """Logits of the exact cluster posterior of a finite set."""
+
+    def __init__(self, oracle: FiniteSetOracle) -> None:
+        super().__init__()
+        self.oracle = oracle
+
+    def forward(self, x_t: Tensor, t: Tensor, _: Condition | None) -> Tensor:
+        return self.oracle.cluster_posterior(x_t, t).log()
+
+
+class Aimed(nn.Module):
+    """An expert whose samples all end at ``scale`` times their condition's value: v = (x_t - scale·c)/t; null is 0."""
+
+    prediction = "velocity"
+
+    def __init__(self, scale: float = 1.0) -> None:
+        super().__init__()
+        self.scale, self.num_rows, self.times = scale, 0, set[float]()
+        self.first: Tensor | None = None
+
+    def forward(self, x_t: Tensor, t: Tensor, condition: Condition | None) -> Tensor:
+        self.num_rows += len(x_t)
+        self.times |= set(t.tolist())
+        self.first = x_t if self.first is None else self.first
+        aim = torch.zeros(len(x_t)) if condition is None else condition.values[:, 0] * condition.keep
+        shape = (-1, *(1 for _ in x_t.shape[1:]))
+        return (x_t - self.scale * aim.reshape(shape)) / t.reshape(shape)
+
+
+class FixedRouter(nn.Module):
+    """The same logits for every row; keeps the conditions that it is given."""
+
+    def __init__(self, logits: list[float]) -> None:
+        super().__init__()
+        self.logits = torch.tensor(logits)
+        self.conditions: list[Condition | None] = []
+
+    def forward(self, x_t: Tensor, _: Tensor, condition: Condition | None) -> Tensor:
+        self.conditions.append(condition)
+        return self.logits.expand(len(x_t), -1)
+
+
+def finite_set(sizes: list[int], dim: int, seed: int, spread: float = 2.0) -> tuple[Tensor, Tensor]:
+    """Points and labels of clusters of the given sizes around random centres, float64."""
+    generator = torch.Generator().manual_seed(seed)
+    centres = spread * torch.randn(len(sizes), dim, generator=generator, dtype=torch.float64)
+    labels = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
+    return centres[labels] + 0.5 * torch.randn(len(labels), dim, generator=generator, dtype=torch.float64), labels
