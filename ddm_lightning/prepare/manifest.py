@@ -1,0 +1,109 @@
+"""``prepared/manifest.json``: what the shards of a run hold and how to read them."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ddm_lightning.errors import UserError
+from ddm_lightning.files import atomic_write_json, read_json
+from ddm_lightning.run_folder import RunFolder
+
+FORMAT_VERSION = 1
+TRAIN, HELD_OUT = "train", "held-out"
+_REMEDY = "run prepare first: python -m ddm_lightning prepare -c FILE"
+
+
+@dataclass(frozen=True)
+class ClusterSamples:
+    """Samples of one cluster."""
+
+    train: int
+    held_out: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Everything about the shards that loading, training and sampling need to know."""
+
+    source: dict[str, Any]
+    """Name and parameters."""
+    attribution: str
+    """Credit that the source's licence asks for."""
+    image_encoder: dict[str, Any]
+    """Name and parameters."""
+    x_shape: tuple[int, int, int]
+    """Channels, height, width of ``x_0``."""
+    normalisation: dict[str, float]
+    """``x_0 = (stored - shift) * scale``, float32."""
+    caption_encoder: dict[str, Any] | None
+    """Name and parameters; None when the shards hold no text vectors."""
+    text_size: int
+    """Entries of a text vector; 0 for none."""
+    num_classes: int
+    """Labels run from 0 to this minus 1."""
+    features: dict[str, Any]
+    """Name and parameters of the feature network that made the clusters."""
+    num_samples: int
+    """Samples of all clusters, held-out ones included."""
+    clusters: tuple[ClusterSamples, ...]
+    """Samples of each cluster."""
+    priors: tuple[float, ...]
+    """Each cluster's share of the samples."""
+    index_sha256: dict[str, str]
+    """SHA-256 of each ``index.json``, by its folder below ``shards/`` ("cluster-0/train")."""
+    partition_sha256: str
+    """SHA-256 of ``partition.safetensors``; artifacts carry it to show that they belong together."""
+    versions: dict[str, str]
+    """Versions of the packages that shaped all this."""
+    format_version: int = FORMAT_VERSION
+
+    @property
+    def num_clusters(self) -> int:
+        """K."""
+        return len(self.clusters)
+
+    def write(self, run_dir: Path) -> None:
+        """Write ``prepared/manifest.json``, whole or not at all."""
+        atomic_write_json(manifest_path(run_dir), dataclasses.asdict(self))
+
+    @classmethod
+    def read(cls, run_dir: Path) -> Manifest:
+        """Read what ``write`` wrote.
+
+        Raises:
+            UserError: no manifest, or one that this version cannot read.
+        """
+        path = manifest_path(run_dir)
+        stored = read_json(path, "the manifest of the prepared shards", _REMEDY)
+        version = stored.get("format_version") if isinstance(stored, dict) else None
+        if version != FORMAT_VERSION:
+            raise UserError(f"{path}: format_version {version!r} is not {FORMAT_VERSION}; delete it and {_REMEDY}")
+        fields = {field.name for field in dataclasses.fields(cls)}
+        if stored.keys() != fields:
+            odd = ", ".join(sorted(stored.keys() ^ fields))
+            raise UserError(f"{path}: keys missing or unknown: {odd}; delete it and {_REMEDY}")
+        try:
+            channels, height, width = (int(extent) for extent in stored.pop("x_shape"))
+            clusters = tuple(ClusterSamples(**entry) for entry in stored.pop("clusters"))
+            priors = tuple(float(share) for share in stored.pop("priors"))
+        except (TypeError, ValueError) as error:
+            raise UserError(f"{path}: cannot be read ({error}); delete it and {_REMEDY}") from None
+        return cls(x_shape=(channels, height, width), clusters=clusters, priors=priors, **stored)
+
+
+def manifest_path(run_dir: Path) -> Path:
+    """Where the manifest of a run lies."""
+    return RunFolder(run_dir).prepared / "manifest.json"
+
+
+def shard_name(cluster: int, split: str) -> str:
+    """The folder of one cluster's shards below ``shards/``; ``split`` is ``TRAIN`` or ``HELD_OUT``."""
+    return f"cluster-{cluster}/{split}"
+
+
+def shard_folder(run_dir: Path, cluster: int, split: str) -> Path:
+    """The MDS folder of one cluster's samples."""
+    return RunFolder(run_dir).shards / shard_name(cluster, split)
