@@ -309,18 +309,22 @@ def load_experiment(path: str | Path, overrides: Sequence[str] = ()) -> Experime
         raise UserError(f"{path}: key {error.full_key!r}: {problem}; mend the reference ${{…}} in it") from None
     schema.check(resolved, Experiment, "", str(path), references=False)
     experiment: Experiment = schema.build(resolved, Experiment)
-    _check(experiment, path)
+    check_experiment(experiment, path)
     return experiment
 
 
-def _check(experiment: Experiment, path: Path) -> None:
-    """Refuse values out of range and fields that contradict each other."""
+def check_experiment(experiment: Experiment, source: str | Path) -> None:
+    """Refuse values out of range and fields that contradict each other.
+
+    Raises:
+        UserError: the line names ``source``, key and remedy.
+    """
 
     def value_of(key: str) -> Any:
         return functools.reduce(getattr, key.split("."), experiment)
 
     def refuse(key: str, problem: str) -> None:
-        raise UserError(f"{path}: key {key!r} = {value_of(key)!r}: {problem}")
+        raise UserError(f"{source}: key {key!r} = {value_of(key)!r}: {problem}")
 
     for key, choices in _CHOICES.items():
         if value_of(key) not in choices:
@@ -345,10 +349,8 @@ def _check(experiment: Experiment, path: Path) -> None:
         refuse("prepare.partition.num_clusters", "exceeds num_fine_centroids, which are grouped into clusters")
     batch = experiment.expert.train.global_batch_size
     if batch % num_clusters:
-        refuse(
-            "expert.train.global_batch_size",
-            f"must be divisible by prepare.partition.num_clusters = {num_clusters}: each expert takes 1/K of it",
-        )
+        problem = f"must be divisible by prepare.partition.num_clusters = {num_clusters}: each expert takes 1/K of it"
+        refuse("expert.train.global_batch_size", problem)
     for role, part in (("expert", batch // num_clusters), ("router", experiment.router.train.global_batch_size)):
         if part % island.devices:
             refuse("island.devices", f"must divide the {role}'s {part} samples a step; change one of them")

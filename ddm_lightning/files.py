@@ -56,15 +56,19 @@ def atomic_folder(path: Path) -> Iterator[Path]:
     """Yield an empty temporary folder that becomes ``path`` (replacing it) when the block ends well."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".tmp-{path.name}-", dir=path.parent))
+    replaced = temporary.with_name(f"{temporary.name}-replaced")
     try:
         yield temporary
         temporary.chmod(0o755)
+        for written in (*temporary.rglob("*"), temporary):
+            _flush(written)
         if path.exists():
-            shutil.rmtree(path)
+            os.replace(path, replaced)  # A rename, because removing a large folder takes its time.
         os.replace(temporary, path)
         _flush(path.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+        shutil.rmtree(replaced, ignore_errors=True)
 
 
 def read_json(path: Path, what: str, remedy: str) -> Any:

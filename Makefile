@@ -1,0 +1,55 @@
+# The only commands a contributor needs; `make` alone lists them.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+# Stamps in .venv: a second call installs nothing unless setup.py changed.
+DEMO := $(VENV)/.demo-installed
+TEST := $(VENV)/.test-installed
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test lint type imports format clean
+.DELETE_ON_ERROR:
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@echo "  (PYTHON=python3.12 make ... picks the interpreter that makes $(VENV))"
+
+install: $(TEST) ## make .venv with everything that the demo and the tests need
+
+demo: $(DEMO) ## train text-to-emoji, four experts and a router, on this machine's CPU
+	$(BIN)/python -m ddm_lightning fit -c experiments/emoji_4x.yaml
+
+test: $(TEST) lint type imports ## what CI runs: lint, types, import rules, tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and not slurm"
+
+lint: $(TEST) ## ruff: rules and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+type: $(TEST) ## mypy
+	$(BIN)/python -m mypy ddm_lightning $(wildcard benchmarks/*.py)
+
+imports: $(TEST) ## import-linter: imports point one way
+	$(BIN)/lint-imports --no-logo
+
+format: $(TEST) ## let ruff mend what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean: ## remove caches and build outputs; .venv and runs stay
+	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	find . -name __pycache__ -not -path './$(VENV)/*' -not -path './runs/*' -prune -exec rm -rf {} +
+
+$(DEMO): setup.py
+	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
+	@echo "Installing into $(VENV); the first time takes a minute or two."
+	$(PIP) install --quiet --no-compile --editable '.[demo]'
+	touch $@
+
+$(TEST): setup.py
+	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
+	@echo "Installing into $(VENV); the first time takes a minute or two."
+	$(PIP) install --quiet --no-compile --editable '.[test]'
+	touch $(DEMO) $@
