@@ -1,0 +1,117 @@
+"""What a diffusion transformer reads: patches, their positions, the time and the condition."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ddm_lightning.flow.condition import Condition, ConditionSpec
+
+_MAX_PERIOD = 10_000.0
+
+
+def patchify(x: Float[Tensor, "b c h w"], patch_size: int) -> Float[Tensor, "b n p"]:
+    """Cut ``x`` into square patches, row by row; one patch is flattened as (channel, row, column).
+
+    A linear layer on these equals a strided convolution on ``x``, and is faster on a CPU.
+    """
+    b, c, h, w = x.shape
+    rows, columns = h // patch_size, w // patch_size
+    cut = x.reshape(b, c, rows, patch_size, columns, patch_size).permute(0, 2, 4, 1, 3, 5)
+    return cut.reshape(b, rows * columns, c * patch_size**2)
+
+
+def unpatchify(
+    patches: Float[Tensor, "b n p"], x_shape: tuple[int, int, int], patch_size: int
+) -> Float[Tensor, "b c h w"]:
+    """The inverse of ``patchify`` for ``x`` of shape ``x_shape`` = (c, h, w)."""
+    c, h, w = x_shape
+    grid = patches.unflatten(1, (h // patch_size, w // patch_size)).unflatten(3, (c, patch_size, patch_size))
+    return grid.permute(0, 3, 1, 4, 2, 5).reshape(-1, c, h, w)
+
+
+def sincos_positions(width: int, rows: int, columns: int) -> Float[Tensor, "n width"]:
+    """Fixed 2-D positions, row by row: half of ``width`` codes the column, half the row, each as sines, then cosines.
+
+    The layout of DiT (Peebles and Xie, 2212.09748) and MAE (He et al., 2111.06377).
+
+    Raises:
+        ValueError: ``width`` is not divisible by 4.
+    """
+    if width % 4:
+        raise ValueError(f"width = {width} must be divisible by 4, for sines and cosines of two coordinates")
+    frequencies = _MAX_PERIOD ** (-torch.arange(width // 4, dtype=torch.float64) / (width // 4))
+    row, column = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
+    angles = [coordinate.reshape(-1, 1) * frequencies for coordinate in (column, row)]
+    return torch.cat([wave(angle) for angle in angles for wave in (torch.sin, torch.cos)], dim=1).float()
+
+
+def sinusoidal(t: Float[Tensor, " b"], size: int) -> Float[Tensor, "b size"]:
+    """Cosines, then sines of 1000·t at ``size`` / 2 geometric frequencies (Vaswani et al., 1706.03762, section 3.5).
+
+    Raises:
+        ValueError: ``t`` is narrower than 32 bits.
+    """
+    if t.dtype not in (torch.float32, torch.float64):
+        # bfloat16 has 8 significant bits: t = 0.937 would silently become 0.9375, t = 0.999 would become 1.
+        raise ValueError(f"t is {t.dtype}; times must reach the network in float32")
+    half = size // 2
+    frequencies = torch.exp(-math.log(_MAX_PERIOD) / half * torch.arange(half, dtype=t.dtype, device=t.device))
+    angles = (1000 * t)[:, None] * frequencies
+    return torch.cat([angles.cos(), angles.sin()], dim=1)
+
+
+class TimestepEmbedding(nn.Module):
+    """Time to vector: ``sinusoidal`` in float32, then a two-layer MLP (Peebles and Xie, 2212.09748)."""
+
+    def __init__(self, width: int, num_frequencies: int = 256) -> None:
+        super().__init__()
+        self.num_frequencies = num_frequencies
+        self.hidden = nn.Linear(num_frequencies, width)
+        self.out = nn.Linear(width, width)
+
+    def initialise(self) -> None:
+        """Normal(0.02) weights."""
+        nn.init.normal_(self.hidden.weight, std=0.02)
+        nn.init.normal_(self.out.weight, std=0.02)
+
+    def forward(self, t: Float[Tensor, " b"]) -> Float[Tensor, "b width"]:
+        """One vector a row; raises ``ValueError`` for a ``t`` narrower than 32 bits."""
+        waves = sinusoidal(t, self.num_frequencies).to(self.hidden.weight.dtype)
+        embedded: Tensor = self.out(functional.silu(self.hidden(waves)))
+        return embedded
+
+
+class ConditionEmbedding(nn.Module):
+    """Condition to vector: a linear layer for text, a table for classes; a learned null where it is dropped.
+
+    Text vectors arrive with unit variance an entry (unit norm times the root of their size), hence no normalisation.
+    Built only for a ``spec`` of kind ``text`` or ``class``: without a condition there is nothing to embed.
+    """
+
+    def __init__(self, spec: ConditionSpec, width: int) -> None:
+        super().__init__()
+        self.embed: nn.Linear | nn.Embedding = (
+            nn.Linear(spec.size, width) if spec.kind == "text" else nn.Embedding(spec.size, width)
+        )
+        self.null = nn.Parameter(torch.empty(width))
+
+    def initialise(self) -> None:
+        """Normal(0.02) weights and null."""
+        nn.init.normal_(self.embed.weight, std=0.02)
+        nn.init.normal_(self.null, std=0.02)
+
+    def forward(self, condition: Condition | None, num_rows: int) -> Float[Tensor, "b width"]:
+        """One vector a row of ``num_rows``; ``None`` gives the null in all."""
+        null = self.null.expand(num_rows, -1)
+        if condition is None:
+            return null
+        values = condition.values
+        if isinstance(self.embed, nn.Linear):
+            # Text vectors may be stored in float16.
+            values = values.to(self.embed.weight.dtype)
+        return torch.where(condition.keep[:, None], self.embed(values), null)

@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ddm_lightning.errors import UserError
+from ddm_lightning.networks.attention import BACKENDS, attention, set_attention
+from ddm_lightning.networks.blocks import SelfAttention
+
+
+def heads(seed: int, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def by_numpy(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = np.einsum("bnhd,bmhd->bhnm", q.numpy(), k.numpy()) / np.sqrt(q.shape[-1])
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    return torch.from_numpy(np.einsum("bhnm,bmhd->bnhd", weights, v.numpy()))
+
+
+@pytest.mark.parametrize("backend", ["auto", "sdpa"])
+def test_equals_the_formula(backend: str) -> None:
+    q, k, v = heads(0, 2, 5, 3, 4), heads(1, 2, 7, 3, 4), heads(2, 2, 7, 3, 4)
+    torch.testing.assert_close(attention(q, k, v, backend), by_numpy(q, k, v))
+
+
+def test_unknown_backend_is_refused() -> None:
+    q = heads(0, 1, 2, 1, 4)
+    with pytest.raises(UserError, match=r"'flash'.*island\.attention.*auto, sdpa, xformers"):
+        attention(q, q, q, "flash")
+
+
+def test_xformers_on_a_cpu_names_the_remedy() -> None:
+    q = heads(0, 1, 2, 1, 4)
+    with pytest.raises(UserError, match=r"CUDA device, not 'cpu'; set island\.attention=sdpa"):
+        attention(q, q, q, "xformers")
+
+
+def xformers_stub(monkeypatch: pytest.MonkeyPatch, kernel: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+    stub = ModuleType("xformers.ops")
+    stub.memory_efficient_attention = kernel  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "xformers", ModuleType("xformers"))
+    monkeypatch.setitem(sys.modules, "xformers.ops", stub)
+
+
+def test_xformers_gets_its_own_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[int, ...]] = []
+
+    def kernel(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        seen.extend(tuple(part.shape) for part in (q, k, v))
+        return q + 0
+
+    xformers_stub(monkeypatch, kernel)
+    with FakeTensorMode():  # tensors that are on a CUDA device by name only
+        q, k = torch.empty(2, 5, 3, 4, device="cuda"), torch.empty(2, 7, 3, 4, device="cuda")
+        assert attention(q, k, k, "xformers").shape == (2, 5, 3, 4)
+    assert seen == [(2, 5, 3, 4), (2, 7, 3, 4), (2, 7, 3, 4)]
+
+
+def test_xformers_without_a_kernel_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    def kernel(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        raise NotImplementedError("No operator found")
+
+    xformers_stub(monkeypatch, kernel)
+    with FakeTensorMode():
+        q = torch.empty(1, 2, 1, 4, device="cuda")
+        with pytest.raises(UserError, match=r"no kernel for queries \(1, 2, 1, 4\).*island\.attention=sdpa"):
+            attention(q, q, q, "xformers")
+
+
+def test_xformers_that_is_not_installed_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "xformers.ops", None)
+    with FakeTensorMode():
+        q = torch.empty(1, 2, 1, 4, device="cuda")
+        with pytest.raises(UserError, match=r"cannot be imported.*island\.attention=sdpa"):
+            attention(q, q, q, "xformers")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.float16, 2e-3), (torch.bfloat16, 2e-2)])
+def test_xformers_agrees_with_sdpa_and_the_formula(dtype: torch.dtype, tolerance: float) -> None:
+    pytest.importorskip("xformers.ops")
+    q, k, v = (heads(seed, 2, 37, 4, 32).to(dtype) for seed in range(3))
+    expected = by_numpy(q.double(), k.double(), v.double())
+    for backend in ("sdpa", "xformers"):
+        out = attention(q.cuda(), k.cuda(), v.cuda(), backend)
+        assert out.dtype == dtype
+        torch.testing.assert_close(out.cpu().double(), expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_set_attention_reaches_every_layer(backend: str) -> None:
+    network = nn.Sequential(SelfAttention(8, 2, False), nn.Sequential(SelfAttention(8, 2, False)), nn.Linear(8, 8))
+    assert set_attention(network, backend) == 2
+    assert [part.attention_backend for part in network.modules() if isinstance(part, SelfAttention)] == [backend] * 2
+
+
+def test_set_attention_is_obeyed() -> None:
+    layer = SelfAttention(8, 2, False)
+    set_attention(layer, "xformers")
+    with pytest.raises(UserError, match="xformers"):
+        layer(torch.zeros(1, 3, 8))
+
+
+def test_set_attention_refuses_an_unknown_backend_and_changes_nothing() -> None:
+    layer = SelfAttention(8, 2, False)
+    with pytest.raises(UserError, match="unknown attention back end 'fast'"):
+        set_attention(layer, "fast")
+    assert layer.attention_backend == "auto"
+
+
+def test_set_attention_leaves_networks_without_attention_alone() -> None:
+    assert set_attention(nn.Linear(2, 2), "sdpa") == 0

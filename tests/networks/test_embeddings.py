@@ -1,0 +1,140 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+
+from ddm_lightning.flow.condition import Condition, ConditionSpec
+from ddm_lightning.networks.embeddings import (
+    ConditionEmbedding,
+    TimestepEmbedding,
+    patchify,
+    sincos_positions,
+    sinusoidal,
+    unpatchify,
+)
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def test_linear_on_patches_is_a_strided_convolution() -> None:
+    x, weight = random(2, 3, 6, 10), random(7, 3, 2, 2, seed=1)
+    by_convolution = functional.conv2d(x, weight, stride=2).flatten(2).transpose(1, 2)
+    torch.testing.assert_close(functional.linear(patchify(x, 2), weight.flatten(1)), by_convolution)
+
+
+@pytest.mark.parametrize("shape", [(3, 6, 6), (4, 8, 4), (1, 2, 10)])
+def test_unpatchify_inverts_patchify(shape: tuple[int, int, int]) -> None:
+    x = random(3, *shape)
+    patches = patchify(x, 2)
+    assert patches.shape == (3, shape[1] * shape[2] // 4, shape[0] * 4)
+    assert torch.equal(unpatchify(patches, shape, 2), x)
+
+
+def test_positions_equal_a_second_implementation() -> None:
+    width, rows, columns = 12, 3, 5
+    expected = np.empty((rows, columns, width))
+    for row in range(rows):
+        for column in range(columns):
+            for i in range(3):
+                frequency = 10000 ** (-i / 3)
+                expected[row, column, i] = math.sin(column * frequency)
+                expected[row, column, 3 + i] = math.cos(column * frequency)
+                expected[row, column, 6 + i] = math.sin(row * frequency)
+                expected[row, column, 9 + i] = math.cos(row * frequency)
+    positions = sincos_positions(width, rows, columns)
+    assert positions.dtype == torch.float32
+    np.testing.assert_allclose(positions.numpy(), expected.reshape(rows * columns, width), atol=1e-6)
+
+
+def test_likeness_of_positions_depends_on_their_offset_alone() -> None:
+    positions = sincos_positions(32, 6, 6).double().reshape(6, 6, 32)
+    likeness = [float(positions[i, j] @ positions[i + 2, j + 1]) for i in range(4) for j in range(5)]
+    assert max(likeness) - min(likeness) < 1e-5
+    assert abs(likeness[0] - float(positions[0, 0] @ positions[1, 2])) < 1e-5  # rows and columns count alike
+    assert likeness[0] < float(positions[0, 0] @ positions[0, 0]) - 1
+
+
+@pytest.mark.parametrize("width", [2, 6, 31])
+def test_positions_refuse_a_width_they_cannot_fill(width: int) -> None:
+    with pytest.raises(ValueError, match=f"width = {width} must be divisible by 4"):
+        sincos_positions(width, 2, 2)
+
+
+def test_sinusoidal_equals_the_formula() -> None:
+    t = torch.tensor([0.0, 0.25, 0.937, 1.0], dtype=torch.float64)
+    waves = sinusoidal(t, 8)
+    for row, time in enumerate(t.tolist()):
+        angles = [1000 * time / 10000 ** (i / 4) for i in range(4)]
+        expected = [math.cos(angle) for angle in angles] + [math.sin(angle) for angle in angles]
+        torch.testing.assert_close(waves[row], torch.tensor(expected, dtype=torch.float64))
+
+
+def test_sinusoidal_is_accurate_in_float32() -> None:
+    t = torch.linspace(0, 1, 1001)
+    torch.testing.assert_close(sinusoidal(t, 256).double(), sinusoidal(t.double(), 256), atol=2e-4, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rounded_times_are_refused(dtype: torch.dtype) -> None:
+    with pytest.raises(ValueError, match="float32"):
+        TimestepEmbedding(8)(torch.tensor([0.937]).to(dtype))
+
+
+def test_times_are_embedded_before_they_are_rounded() -> None:
+    embedding = TimestepEmbedding(16).bfloat16()
+    near = embedding(torch.tensor([0.9360, 0.9365]))  # equal in bfloat16
+    assert near.dtype == torch.bfloat16
+    assert not torch.equal(near[0], near[1])
+
+
+def made(spec: ConditionSpec) -> ConditionEmbedding:
+    torch.manual_seed(0)
+    embedding = ConditionEmbedding(spec, 6)
+    embedding.initialise()
+    return embedding
+
+
+def test_text_goes_through_a_linear_layer() -> None:
+    embedding = made(ConditionSpec("text", 5))
+    text = random(3, 5).float()
+    expected = text @ embedding.embed.weight.T + embedding.embed.bias  # type: ignore[union-attr, operator]
+    torch.testing.assert_close(embedding(Condition.of(text), 3), expected)
+
+
+def test_text_may_be_stored_in_half_precision() -> None:
+    embedding = made(ConditionSpec("text", 5))
+    text = random(3, 5).half()
+    assert torch.equal(embedding(Condition.of(text), 3), embedding(Condition.of(text.float()), 3))
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_classes_are_looked_up(dtype: torch.dtype) -> None:
+    embedding = made(ConditionSpec("class", 4))
+    classes = torch.tensor([3, 0, 3], dtype=dtype)
+    assert torch.equal(embedding(Condition.of(classes), 3), embedding.embed.weight[[3, 0, 3]])
+
+
+@pytest.mark.parametrize("spec", [ConditionSpec("text", 5), ConditionSpec("class", 4)])
+def test_dropped_rows_are_the_learned_null(spec: ConditionSpec) -> None:
+    embedding = made(spec)
+    values = random(3, 5).float() if spec.kind == "text" else torch.tensor([1, 2, 3])
+    kept = Condition.of(values)
+    mixed = embedding(kept.dropped(torch.tensor([False, True, False])), 3)
+    assert torch.equal(mixed[[0, 2]], embedding(kept, 3)[[0, 2]])
+    assert torch.equal(mixed[1], embedding.null)
+    assert torch.equal(embedding(None, 2), embedding.null.expand(2, -1))
+
+
+def test_null_learns_from_dropped_rows_and_the_embedding_from_kept_ones() -> None:
+    embedding = made(ConditionSpec("class", 4))
+    condition = Condition(torch.tensor([1, 2, 3]), torch.tensor([True, False, True]))
+    embedding(condition, 3).sum().backward()
+    assert embedding.null.grad is not None and embedding.embed.weight.grad is not None
+    assert torch.equal(embedding.null.grad, torch.ones(6))
+    assert embedding.embed.weight.grad.sum(1).tolist() == [0, 6, 0, 6]

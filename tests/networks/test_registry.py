@@ -1,0 +1,21 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from ddm_lightning.networks.registry import EXPERTS, ROUTERS
+
+
+def test_groups_are_the_documented_ones() -> None:
+    assert (EXPERTS.group, ROUTERS.group) == ("ddm_lightning.experts", "ddm_lightning.routers")
+
+
+def test_importing_the_registry_alone_finds_the_built_ins() -> None:
+    """Artifacts name networks; whoever reads one need not know which module registers them."""
+    script = (
+        "from ddm_lightning.networks.registry import EXPERTS, ROUTERS; import sys;"
+        "EXPERTS.get('dit'); ROUTERS.get('router-dit');"
+        "print(*[name for name in ('lightning', 'streaming', 'xformers', 'torchvision') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ""
