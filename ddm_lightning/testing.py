@@ -1,0 +1,177 @@
+"""The contract of plug-in experts, for the tests of whoever writes one.
+
+from functools import partial
+from ddm_lightning.testing import check_expert
+
+def test_contract() -> None:
+    check_expert(partial(MyExpert, width=32), x_shape=(4, 8, 8))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors import torch as safetensors
+from torch import Tensor, nn
+
+from ddm_lightning.flow.condition import KINDS, Condition, ConditionSpec
+from ddm_lightning.flow.prediction import PREDICTIONS
+
+_SPECS = {spec.kind: spec for spec in (ConditionSpec("none", 0), ConditionSpec("class", 5), ConditionSpec("text", 6))}
+_NUM_ROWS = 4
+_NUM_KEPT = 3
+
+
+def check_expert(
+    factory: Callable[..., Any], *, x_shape: tuple[int, int, int] = (3, 8, 8), kinds: Sequence[str] = KINDS
+) -> None:
+    """Check on a CPU that the experts which ``factory`` builds can be trained, stored and mixed with others.
+
+    Asked of each: the declared prediction, the output's shape and type, that ``condition=None`` is the null condition
+    in every row, that the condition matters, that rows do not see each other in ``eval`` mode, that a gradient
+    reaches every parameter, and that ``state_dict`` alone, through safetensors, rebuilds the expert. Zero initial
+    weights are fine: all weights are perturbed once first. The global generator is left as it was.
+
+    Args:
+        factory: called as ``factory(x_shape=…, condition=…)``; bind its other parameters with ``functools.partial``.
+        x_shape: (channels, height, width) of a sample that the expert can take.
+        kinds: the kinds of condition that the expert can take.
+
+    Raises:
+        AssertionError: one line that says what is wrong, and for which kind of condition.
+    """
+    for kind in kinds:
+        with torch.random.fork_rng(devices=[]), _context(f"expert for x_shape={x_shape}, condition {kind!r}"):
+            torch.manual_seed(0)
+            _check(factory, x_shape, _SPECS[kind])
+
+
+@contextmanager
+def _context(what: str) -> Iterator[None]:
+    try:
+        yield
+    except AssertionError as error:
+        raise AssertionError(f"{what}: {error}") from error.__cause__
+
+
+@contextmanager
+def _running(what: str) -> Iterator[None]:
+    """Turn what a plug-in raises into a line that says what it was asked for."""
+    try:
+        yield
+    except (
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+        SafetensorError,
+    ) as error:
+        raise AssertionError(f"{what} raises {type(error).__name__}: {error}") from error
+
+
+def _require(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise AssertionError(otherwise)
+
+
+def _check(factory: Callable[..., Any], x_shape: tuple[int, int, int], spec: ConditionSpec) -> None:
+    expert = _build(factory, x_shape, spec)
+    with torch.no_grad():
+        for parameter in expert.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    x_t, t = torch.randn(_NUM_ROWS, *x_shape), torch.linspace(0.1, 0.9, _NUM_ROWS)
+    condition = _condition(spec)
+    _check_gradients(expert, x_t, t, condition)
+    expert.eval()
+    with torch.no_grad():
+        out = _forward(expert, x_t, t, condition)
+        _check_output(out, x_t)
+        _check_rows(expert, x_t, t, condition, out)
+        if condition is not None:
+            _check_condition(expert, x_t, t, condition, out)
+        _check_state(expert, _build(factory, x_shape, spec), x_t, t, condition, out)
+
+
+def _build(factory: Callable[..., Any], x_shape: tuple[int, int, int], spec: ConditionSpec) -> nn.Module:
+    with _running("the factory"):
+        expert = factory(x_shape=x_shape, condition=spec)
+    _require(isinstance(expert, nn.Module), f"the factory returns a {type(expert).__name__}, not an nn.Module")
+    prediction = getattr(expert, "prediction", None)
+    choices = ", ".join(PREDICTIONS)
+    _require(prediction in PREDICTIONS, f"its attribute 'prediction' is {prediction!r}, not one of {choices}")
+    return expert
+
+
+def _condition(spec: ConditionSpec) -> Condition | None:
+    """Rows of which the last is null."""
+    if spec.kind == "none":
+        return None
+    text = spec.kind == "text"
+    values = torch.randn(_NUM_ROWS, spec.size) if text else torch.randint(spec.size, (_NUM_ROWS,))
+    return Condition(values, torch.arange(_NUM_ROWS) < _NUM_KEPT)
+
+
+def _forward(expert: nn.Module, x_t: Tensor, t: Tensor, condition: Condition | None) -> Any:
+    with _running(f"forward with {'a condition' if condition is not None else 'condition=None'}"):
+        return expert(x_t, t, condition)
+
+
+def _agree(a: Tensor, b: Tensor) -> bool:
+    """Equal but for the order in which a batch's size makes kernels sum."""
+    return torch.allclose(a, b, rtol=1e-3, atol=1e-4 * float(b.abs().max()))
+
+
+def _check_output(out: Any, x_t: Tensor) -> None:
+    _require(isinstance(out, Tensor), f"forward returns a {type(out).__name__}, not a tensor")
+    _require(out.shape == x_t.shape, f"forward returns shape {tuple(out.shape)} for x_t of shape {tuple(x_t.shape)}")
+    _require(out.dtype == x_t.dtype, f"forward returns {out.dtype} for x_t of {x_t.dtype}")
+    _require(bool(out.isfinite().all()), "forward returns numbers that are not finite")
+
+
+def _check_gradients(expert: nn.Module, x_t: Tensor, t: Tensor, condition: Condition | None) -> None:
+    expert.train()
+    out = _forward(expert, x_t, t, condition)
+    _check_output(out, x_t)
+    with _running("backward"):
+        (out * torch.randn_like(out)).sum().backward()
+    for name, parameter in expert.named_parameters():
+        if parameter.requires_grad:
+            reached = parameter.grad is not None and bool((parameter.grad != 0).any())
+            _require(reached, f"no gradient reaches parameter {name!r}")
+            _require(
+                parameter.grad is None or bool(parameter.grad.isfinite().all()), f"gradient of {name!r} not finite"
+            )
+
+
+def _check_rows(expert: nn.Module, x_t: Tensor, t: Tensor, condition: Condition | None, out: Tensor) -> None:
+    for row in range(_NUM_ROWS):
+        chosen = torch.tensor([row])
+        part = None if condition is None else condition.rows(chosen)
+        alone = _forward(expert, x_t[chosen], t[chosen], part)
+        _require(_agree(alone, out[chosen]), "a row's output depends on the other rows of its batch")
+
+
+def _check_condition(expert: nn.Module, x_t: Tensor, t: Tensor, condition: Condition, out: Tensor) -> None:
+    unconditional = _forward(expert, x_t, t, None)
+    _require(
+        _agree(_forward(expert, x_t, t, condition.null()), unconditional),
+        "condition=None differs from a condition whose rows are all null",
+    )
+    _require(not _agree(out[:_NUM_KEPT], unconditional[:_NUM_KEPT]), "the condition does not change the output")
+
+
+def _check_state(
+    expert: nn.Module, fresh: nn.Module, x_t: Tensor, t: Tensor, condition: Condition | None, out: Tensor
+) -> None:
+    with _running("state_dict, saved as safetensors,"):
+        stored = safetensors.save(expert.state_dict())
+    with _running("load_state_dict"):
+        fresh.load_state_dict(safetensors.load(stored))
+    again = _forward(fresh.eval(), x_t, t, condition)
+    _require(_agree(again, out), "an expert rebuilt from the state_dict answers differently: some state is not in it")
