@@ -71,7 +71,9 @@ def filter_chain(
     An expert that knows its cluster steps by the kernel q_k(x_s | x_t) = N(μ_k, σ²I) of ``reverse_kernel``, with
     its own estimate of x_0. The mixture's step is Σ_k w_k q_k with w_k = p(k | x_t), so a step draws k ~ w, then
     x_s ~ q_k, and by Bayes' rule p(k | x_s) ∝ w_k · q_k(x_s | x_t). The kernel is Gaussian only in the limit of
-    small steps; that is the method's one approximation. The last step, to s = 0, takes the drawn expert's estimate.
+    small steps; that is the method's one approximation. (Exact experts, four unequal 2-D clusters, 20 steps: the total
+    variation between w and the exact posterior, averaged over samples, is 0.001 on average over the steps and 0.003 to
+    0.005 at the worst step; it grows as clusters overlap.) The last step, to s = 0, takes the drawn expert's estimate.
     The discrete-time relative of SuperDiff's density-weighted OR (2412.17762), with priors and pruning.
 
     Args:

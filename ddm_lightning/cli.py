@@ -1,0 +1,230 @@
+"""The command line: one thin function a command. ``--help`` imports neither torch nor Lightning."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from ddm_lightning.errors import UserError
+
+if TYPE_CHECKING:
+    from ddm_lightning.config import Experiment
+    from ddm_lightning.run_folder import RunFolder
+
+INTERRUPTED = 130
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of every command."""
+    parser = argparse.ArgumentParser(
+        prog="ddm_lightning",
+        description="Train decentralized diffusion models: K experts and a router, each alone on its island.",
+    )
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+
+    def add(name: str, text: str) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=text, description=text)
+        command.add_argument("-c", "--config", required=True, metavar="FILE", help="experiment file (see experiments/)")
+        command.add_argument(
+            "overrides", nargs="*", metavar="key=value", help="settings that win over the file, such as island.devices=8"
+        )
+        return command
+
+    add("prepare", "Cluster the data set and write one folder of shards a cluster.")
+    fit = add("fit", "Train the members (member=expert-3 or member=all, the default) and assemble the ensemble.")
+    fit.add_argument("--jobs", type=int, default=None, help="members trained at the same time (default: what fits here)")
+    sample = add("sample", "Draw pictures from the ensemble.")
+    sample.add_argument("--prompt", action="append", default=None, help="what to draw; may be repeated, a row each")
+    sample.add_argument("--strategy", default=None, help="full, top-1, top-k or bayes")
+    sample.add_argument("--num", type=int, default=None, help="pictures a row")
+    sample.add_argument("--out", default=None, metavar="PNG", help="file to write (default: in the run folder)")
+    add("status", "Show how far each member is.")
+    add("config", "Print the experiment with every default and override resolved.")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Returns:
+        0 on success, 1 when a member failed, 2 on bad input, 130 after Ctrl-C.
+    """
+    options = _parse(arguments)
+    try:
+        return _COMMANDS[options.command](options)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on where it stopped", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = build_parser()
+    options, rest = parser.parse_known_args(arguments)
+    # argparse takes one run of positionals; overrides may also stand between and behind options.
+    strays = [text for text in rest if text.startswith("-") or "=" not in text]
+    if strays:
+        parser.error(f"unrecognized arguments: {' '.join(strays)}; settings are given as key=value")
+    options.overrides = [*options.overrides, *rest]
+    return options
+
+
+def _load(options: argparse.Namespace) -> Experiment:
+    from ddm_lightning.config import load_experiment
+
+    return load_experiment(options.config, options.overrides)
+
+
+def _config(options: argparse.Namespace) -> int:
+    from ddm_lightning.config import to_yaml
+
+    print(to_yaml(_load(options)), end="")
+    return 0
+
+
+def _prepare(options: argparse.Namespace) -> int:
+    experiment = _load(options)
+    run = _prepared(experiment)
+    print(f"shards: {run.shards}\npartition: {run.prepared / 'clusters.png'}, {run.prepared / 'manifest.json'}")
+    print(f"next: python -m ddm_lightning fit -c {options.config}")
+    return 0
+
+
+def _prepared(experiment: Experiment) -> RunFolder:
+    from ddm_lightning.plugins import check_plugins
+    from ddm_lightning.prepare.progress import RichReporter
+    from ddm_lightning.prepare.stages import prepare
+    from ddm_lightning.run_folder import open_run
+
+    check_plugins(experiment)
+    run = open_run(experiment, create=True)
+    with RichReporter() as reporter:
+        prepare(experiment, run.root, reporter)
+    return run
+
+
+def _fit(options: argparse.Namespace) -> int:
+    chosen = [text for text in options.overrides if text.startswith("member=")]
+    options.overrides = [text for text in options.overrides if not text.startswith("member=")]
+    experiment = _load(options)
+
+    from ddm_lightning.members import parse_members
+
+    members = parse_members(chosen[-1].removeprefix("member=") if chosen else "all", experiment)
+    if options.jobs is not None and options.jobs < 1:
+        raise UserError(f"--jobs {options.jobs}: must be at least 1")
+    return _fit_one(members[0], experiment) if len(members) == 1 else _fit_several(members, experiment, options)
+
+
+def _fit_one(member: str, experiment: Experiment) -> int:
+    from ddm_lightning.plugins import check_plugins
+    from ddm_lightning.prepare.manifest import Manifest
+    from ddm_lightning.run_folder import RunFolder, open_run
+
+    check_plugins(experiment)
+    Manifest.read(RunFolder.of(experiment).root)  # an island is handed prepared shards; it does not make them
+    run = open_run(experiment, create=True)
+
+    from ddm_lightning.training.fit import fit_member
+
+    status = fit_member(member, experiment, run, show_progress=sys.stderr.isatty())
+    if status.state == "stopped":
+        return INTERRUPTED
+    print(f"artifact: {run.artifact(member)}\ncurves: tensorboard --logdir {run.root}")
+    return 0
+
+
+def _fit_several(members: list[str], experiment: Experiment, options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    console = Console()
+    run = _prepared(experiment)
+
+    from ddm_lightning.islands.local import FitInterruptedError, default_jobs, fit_members
+    from ddm_lightning.islands.status import members_table
+    from ddm_lightning.members import ensemble_members
+    from ddm_lightning.training.fit import is_finished
+
+    try:
+        failures = fit_members(members, experiment, run, options.jobs or default_jobs(experiment), console)
+    except FitInterruptedError:
+        raise KeyboardInterrupt from None
+    console.print(members_table(experiment, run))
+    for member, reason in failures.items():
+        print(f"{member}: {reason}", file=sys.stderr)
+    if failures:
+        print(f"logs: {run.root / 'members'}; the same command trains what is unfinished", file=sys.stderr)
+        return 1
+    if all(is_finished(member, run) for member in ensemble_members(experiment)):
+        from ddm_lightning.artifacts import write_ensemble
+        from ddm_lightning.prepare.manifest import Manifest
+
+        folders = [run.artifact(member) for member in ensemble_members(experiment)]
+        write_ensemble(run.root, folders, Manifest.read(run.root).priors)
+        path = _draw(experiment, run, experiment.sample.prompts, None)
+        print(f"ensemble: {run.ensemble}\nsamples: {path}")
+        if (run.prepared / "clusters.png").exists():
+            print(f"clusters: {run.prepared / 'clusters.png'}")
+        print(f"next: python -m ddm_lightning sample -c {options.config} --prompt …")
+    print(f"curves: tensorboard --logdir {os.path.dirname(run.root) or run.root}")
+    return 0
+
+
+def _draw(experiment: Experiment, run: RunFolder, prompts: Sequence[str], out: str | None) -> str:
+    import torch
+
+    from ddm_lightning.ensemble.load import load_ensemble
+    from ddm_lightning.evaluation.samples import row_conditions, save_sample_grid
+    from ddm_lightning.evaluation.samples import sample_grid as draw
+    from ddm_lightning.prepare.manifest import Manifest
+
+    torch.set_num_threads(max(1, experiment.island.num_threads))
+    rows = row_conditions(prompts, experiment, Manifest.read(run.root))
+    image = draw(load_ensemble(run.root), experiment, rows, experiment.sample)
+    return str(save_sample_grid(image, run.samples, experiment.sample.strategy, out))
+
+
+def _sample(options: argparse.Namespace) -> int:
+    experiment = _load(options)
+
+    from ddm_lightning.config import check_experiment
+    from ddm_lightning.run_folder import open_run
+
+    changes = {
+        key: value
+        for key, value in (("strategy", options.strategy), ("num_per_prompt", options.num))
+        if value is not None
+    }
+    experiment.sample = replace(experiment.sample, **changes)
+    if experiment.sample.strategy == "bayes":
+        experiment.sample = replace(experiment.sample, solver="ancestral")
+    check_experiment(experiment, options.config)
+    run = open_run(experiment, create=False)
+    path = _draw(experiment, run, options.prompt or experiment.sample.prompts, options.out)
+    print(f"samples: {path}")
+    return 0
+
+
+def _status(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    experiment = _load(options)
+
+    from ddm_lightning.run_folder import open_run
+
+    run = open_run(experiment, create=False)
+
+    from ddm_lightning.islands.status import members_table
+
+    Console().print(members_table(experiment, run))
+    print(f"curves: tensorboard --logdir {run.root}")
+    return 0
+
+
+_COMMANDS = {"prepare": _prepare, "fit": _fit, "sample": _sample, "status": _status, "config": _config}

@@ -1,0 +1,1 @@
+"""Looking at and scoring what the ensemble and the monolith produce."""

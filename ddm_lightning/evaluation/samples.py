@@ -1,0 +1,101 @@
+"""Labelled grids of pictures drawn from a finished ensemble."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from PIL import Image
+
+from ddm_lightning.config import Experiment, SampleConfig
+from ddm_lightning.ensemble.load import LoadedEnsemble
+from ddm_lightning.ensemble.sampler import sample
+from ddm_lightning.errors import UserError
+from ddm_lightning.flow.condition import Condition
+from ddm_lightning.pictures import labelled_grid, save_png
+from ddm_lightning.prepare.manifest import Manifest
+from ddm_lightning.prepare.registry import CAPTION_ENCODERS, IMAGE_ENCODERS
+
+# Pictures computed at once; changes no picture.
+BATCH_SIZE = 64
+
+
+def prompt_condition(prompts: Sequence[str], experiment: Experiment) -> Condition:
+    """The pooled text vectors of ``prompts``, by the experiment's caption encoder.
+
+    Raises:
+        UserError: the experiment is not conditioned on text, or a prompt is empty.
+    """
+    plugin = experiment.prepare.caption_encoder
+    if experiment.condition.kind != "text" or plugin is None:
+        raise UserError(f"--prompt: {experiment.name} is conditioned on {experiment.condition.kind!r}, not on text")
+    if any(not prompt.strip() for prompt in prompts):
+        raise UserError("--prompt: a prompt is empty; say what to draw")
+    encoder = CAPTION_ENCODERS.build(plugin.name, plugin.params)
+    return Condition.of(torch.from_numpy(encoder.encode(list(prompts))))
+
+
+def row_conditions(prompts: Sequence[str], experiment: Experiment, manifest: Manifest) -> list[tuple[str, Condition | None]]:
+    """The rows of a sample grid: the prompts, or every class, or one unconditional row."""
+    kind = experiment.condition.kind
+    if kind == "text" and prompts:
+        condition = prompt_condition(prompts, experiment)
+        return [(prompt, condition.rows(torch.tensor([i]))) for i, prompt in enumerate(prompts)]
+    if kind == "class":
+        return [(f"class {c}", Condition.of(torch.tensor([c]))) for c in range(manifest.num_classes)]
+    return [("no condition", None)]
+
+
+def sample_grid(
+    loaded: LoadedEnsemble,
+    experiment: Experiment,
+    rows: Sequence[tuple[str, Condition | None]],
+    settings: SampleConfig,
+) -> Image.Image:
+    """Draw ``settings.num_per_prompt`` pictures a row.
+
+    Args:
+        rows: label and condition (one row of it) of each grid row.
+        settings: strategy, solver, steps, guidance and number of columns.
+    """
+    columns = settings.num_per_prompt
+    condition = None
+    if rows[0][1] is not None:
+        repeats = [c.rows(torch.zeros(columns, dtype=torch.int64)) for _, c in rows if c is not None]
+        condition = Condition.cat(repeats)
+    x_0 = sample(
+        loaded.ensemble,
+        condition,
+        columns * len(rows),
+        loaded.meta.x_shape,
+        strategy=settings.strategy,
+        top_k=settings.top_k,
+        solver=settings.solver,
+        num_steps=settings.num_steps,
+        shift=loaded.meta.timestep_shift,
+        guidance_scale=settings.guidance_scale,
+        seed=experiment.seed,
+        batch_size=BATCH_SIZE,
+    )
+    encoder = IMAGE_ENCODERS.build(experiment.prepare.image_encoder.name, experiment.prepare.image_encoder.params)
+    images = encoder.decode(x_0)
+    title = f"{settings.strategy}, {settings.solver}, {settings.num_steps} steps, guidance {settings.guidance_scale:g}"
+    return labelled_grid(
+        [(label, list(images[i * columns : (i + 1) * columns])) for i, (label, _) in enumerate(rows)], title=title
+    )
+
+
+def save_sample_grid(image: Image.Image, folder: Path, name: str, out: str | None) -> Path:
+    """Write the grid to ``out``, or to ``folder/name.png``.
+
+    Raises:
+        UserError: ``out`` is no ``.png``, or its folder is missing.
+    """
+    path = Path(out) if out else folder / f"{name}.png"
+    if path.suffix != ".png":
+        raise UserError(f"--out {out}: give a file that ends in .png")
+    if out and not path.parent.is_dir():
+        raise UserError(f"--out {out}: folder {path.parent} does not exist; make it first")
+    save_png(path, image)
+    return path

@@ -1,0 +1,1 @@
+"""Where members train: on this machine, a process each, and how far they are."""

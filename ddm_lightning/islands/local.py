@@ -1,0 +1,164 @@
+"""Several members on this machine: a process each, which share nothing while they train."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import torch
+from rich.console import Console
+from rich.progress import Progress, TaskID
+
+from ddm_lightning.config import Experiment
+from ddm_lightning.islands.status import member_status
+from ddm_lightning.members import batch_size_of, config_of
+from ddm_lightning.networks.flops import flops_per_sample
+from ddm_lightning.prepare.manifest import Manifest
+from ddm_lightning.run_folder import RunFolder
+from ddm_lightning.training.callbacks import note, progress_columns
+from ddm_lightning.training.fit import build_member_network, is_finished, member_condition
+from ddm_lightning.training.strategy import resolve_accelerator
+
+POLL_SECONDS = 0.5
+STOP_SECONDS = 60.0
+
+
+@dataclass
+class _Child:
+    member: str
+    process: subprocess.Popen[bytes]
+    slot: int
+    log: Path
+
+
+class FitInterruptedError(Exception):
+    """Ctrl-C or SIGTERM: the members left checkpoints and stopped."""
+
+
+def member_training_flops(member: str, experiment: Experiment, manifest: Manifest) -> float:
+    """Measured FLOPs of a member's whole training: forward and backward of every sample it sees."""
+    per_sample = flops_per_sample(
+        build_member_network(member, experiment, manifest),
+        (manifest.x_shape[0], manifest.x_shape[1], manifest.x_shape[2]),
+        member_condition(member, experiment, manifest),
+        backward=True,
+    )
+    return per_sample * batch_size_of(member, experiment) * config_of(member, experiment).train.max_steps
+
+
+def default_jobs(experiment: Experiment) -> int:
+    """Members that fit beside each other here: by GPUs, or by cores."""
+    island = experiment.island
+    if resolve_accelerator(island.accelerator) == "gpu":
+        return max(1, torch.cuda.device_count() // island.devices)
+    return max(1, (os.cpu_count() or 1) // (island.num_threads * island.devices))
+
+
+def fit_members(
+    members: Sequence[str], experiment: Experiment, run: RunFolder, jobs: int, console: Console
+) -> dict[str, str]:
+    """Train ``members``, ``jobs`` at a time, the longest first; finished ones are passed over.
+
+    A member that fails leaves the others alone.
+
+    Returns:
+        For each member that did not finish, why: its error line, or the signal that ended it.
+
+    Raises:
+        FitInterruptedError: Ctrl-C or SIGTERM; the children were told to leave a checkpoint and did.
+        UserError: the shards are not prepared, or a network's name or params are unknown.
+    """
+    manifest = Manifest.read(run.root)
+    waiting = [member for member in members if not is_finished(member, run)]
+    waiting.sort(key=lambda member: -member_training_flops(member, experiment, manifest))
+    running: list[_Child] = []
+    failures: dict[str, str] = {}
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        with Progress(*progress_columns(), console=console) as progress:
+            tasks = {member: _task(progress, member, experiment, run) for member in members}
+            while waiting or running:
+                free = [slot for slot in range(jobs) if slot not in {child.slot for child in running}]
+                for slot in free[: len(waiting)]:
+                    running.append(_start(waiting.pop(0), slot, experiment, run))
+                _wait_for_any(running)
+                for child in list(running):
+                    code = child.process.poll()
+                    _show(progress, tasks[child.member], child.member, experiment, run)
+                    if code is not None:
+                        running.remove(child)
+                        if not is_finished(child.member, run):
+                            failures[child.member] = _failure(child, code)
+    except KeyboardInterrupt:
+        _stop(running, console)
+        raise FitInterruptedError from None
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+    return failures
+
+
+def _start(member: str, slot: int, experiment: Experiment, run: RunFolder) -> _Child:
+    island = experiment.island
+    folder = run.member(member)
+    folder.mkdir(parents=True, exist_ok=True)
+    environment = dict(os.environ, OMP_NUM_THREADS=str(island.num_threads), PYTHONUNBUFFERED="1")
+    if resolve_accelerator(island.accelerator) == "gpu":
+        first = slot * island.devices
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(str(first + i) for i in range(island.devices))
+    command = [sys.executable, "-m", "ddm_lightning", "fit", "-c", str(run.experiment), f"member={member}"]
+    log = folder / "log.txt"
+    with log.open("ab") as stream:
+        # A session of its own: a Ctrl-C in the terminal reaches the parent alone, which stops them in order.
+        process = subprocess.Popen(
+            command, stdout=stream, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environment, start_new_session=True
+        )
+    return _Child(member, process, slot, log)
+
+
+def _wait_for_any(running: list[_Child]) -> None:
+    """Sleep until a child ends, at most for one poll."""
+    try:
+        running[0].process.wait(POLL_SECONDS)
+    except subprocess.TimeoutExpired:
+        return
+
+
+def _task(progress: Progress, member: str, experiment: Experiment, run: RunFolder) -> TaskID:
+    status = member_status(member, experiment, run)
+    state = status.state if is_finished(member, run) else "waiting"
+    return progress.add_task(member, total=status.max_steps, completed=status.step, note=state)
+
+
+def _show(progress: Progress, task: TaskID, member: str, experiment: Experiment, run: RunFolder) -> None:
+    status = member_status(member, experiment, run)
+    progress.update(task, completed=status.step, note=note(status) if status.step else status.state)
+
+
+def _failure(child: _Child, code: int) -> str:
+    if code < 0:
+        return f"ended by {signal.Signals(-code).name}; the same command resumes it"
+    lines = child.log.read_text(encoding="utf-8", errors="replace").splitlines()
+    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    return errors[-1] if errors and code == 2 else f"exit code {code}; see {child.log}"
+
+
+def _stop(running: list[_Child], console: Console) -> None:
+    console.print("stopping: each member finishes its step and leaves a checkpoint")
+    for child in running:
+        child.process.terminate()
+    for child in running:
+        try:
+            child.process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            child.process.kill()
+            child.process.wait()

@@ -1,0 +1,47 @@
+"""The table of members."""
+
+from __future__ import annotations
+
+from rich.table import Table
+
+from ddm_lightning.config import Experiment
+from ddm_lightning.members import MONOLITH, config_of, ensemble_members
+from ddm_lightning.run_folder import RunFolder
+from ddm_lightning.training.status import MemberStatus
+
+
+def member_status(member: str, experiment: Experiment, run: RunFolder) -> MemberStatus:
+    """The newest status that ``member`` wrote."""
+    return MemberStatus.read(run.member(member), member, config_of(member, experiment).train.max_steps)
+
+
+def shown_members(experiment: Experiment, run: RunFolder) -> list[str]:
+    """The ensemble's members, and the monolith once it has been started."""
+    return ensemble_members(experiment) + ([MONOLITH] if run.member(MONOLITH).exists() else [])
+
+
+def members_table(experiment: Experiment, run: RunFolder) -> Table:
+    """Steps, losses, router accuracy, time and speed of each member."""
+    table = Table(title=str(run.root), title_justify="left")
+    for heading in ("member", "state", "step", "train loss", "held-out loss", "accuracy", "time", "samples/s"):
+        table.add_column(heading, justify="left" if heading in ("member", "state") else "right")
+    for member in shown_members(experiment, run):
+        status = member_status(member, experiment, run)
+        metrics = status.metrics
+        accuracy = metrics.get("held_out/accuracy_conditional", metrics.get("held_out/accuracy"))
+        minutes, seconds = divmod(round(status.seconds), 60)
+        table.add_row(
+            member,
+            status.shown_state(),
+            f"{status.step}/{status.max_steps}",
+            _figure(metrics.get("train/loss"), ".4f"),
+            _figure(metrics.get("held_out/loss"), ".4f"),
+            _figure(accuracy, ".1%"),
+            f"{minutes}:{seconds:02d}",
+            _figure(status.samples_per_second or None, ".0f"),
+        )
+    return table
+
+
+def _figure(value: float | None, form: str) -> str:
+    return "–" if value is None else format(value, form)

@@ -1,0 +1,1 @@
+"""Streaming of prepared shards: one cluster, several, or all."""

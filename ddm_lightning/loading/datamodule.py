@@ -1,0 +1,165 @@
+"""The LightningDataModule: prepared shards of one cluster, of several, or of all, as batches."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ddm_lightning.loading.streaming import open_streams, set_rank_environment  # isort: skip (its shim goes first)
+
+import lightning as L
+import numpy as np
+import torch
+from streaming import StreamingDataLoader
+from torch import Tensor
+
+from ddm_lightning.errors import UserError
+from ddm_lightning.prepare.manifest import HELD_OUT, TRAIN
+from ddm_lightning.prepare.verify import verify_shards
+
+
+def collate(samples: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
+    """Stack MDS samples into tensors.
+
+    Returns:
+        ``x_0`` as stored (``[b c h w]``), ``sample_id`` int64 ``[b]``, ``cluster`` int64 ``[b]``, ``label``
+        int64 ``[b]`` and, where captions were encoded, ``text`` float32 ``[b d]``.
+    """
+    # sample_id goes first: StreamingDataLoader counts samples by the first value of a batch.
+    batch = {
+        name: torch.tensor([int(sample[name]) for sample in samples], dtype=torch.int64)
+        for name in ("sample_id", "cluster", "label")
+    }
+    batch["x_0"] = torch.from_numpy(np.stack([sample["x_0"] for sample in samples]))
+    if "text" in samples[0]:
+        batch["text"] = torch.from_numpy(np.stack([sample["text"] for sample in samples])).float()
+    return batch
+
+
+class ClusterDataModule(L.LightningDataModule):
+    """Streams the MDS shards of some clusters.
+
+    Several clusters are mixed in their natural proportions (every sample once an epoch), which is what
+    the router and the monolith train on.
+
+    Args:
+        shards: folder or URL that holds ``cluster-{k}/train`` and ``cluster-{k}/held-out``.
+        clusters: the clusters k to stream.
+        batch_size: samples an optimizer step, over all ranks.
+        seed: of the sample order.
+        cache: folder of this member alone, for shards fetched from a URL.
+        num_workers: data-loading processes of one rank.
+        held_out_clusters: clusters whose held-out samples are validated on (those that have any).
+        index_sha256: what the manifest says of each ``index.json``, by ``cluster-{k}/{split}``.
+    """
+
+    def __init__(
+        self,
+        shards: str | Path,
+        clusters: Sequence[int],
+        batch_size: int,
+        seed: int,
+        cache: Path,
+        num_workers: int = 0,
+        held_out_clusters: Sequence[int] = (),
+        index_sha256: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__()
+        self.shards = str(shards)
+        self.clusters = list(clusters)
+        self.batch_size = batch_size
+        self.seed = seed
+        self.cache = cache
+        self.num_workers = num_workers
+        self.held_out_clusters = list(held_out_clusters)
+        self.index_sha256 = dict(index_sha256 or {})
+
+    def prepare_data(self) -> None:
+        """Check every local shard against its index before anything trains on it.
+
+        Raises:
+            UserError: a shard is missing, truncated or fails its hash; the line names it.
+        """
+        if self._is_remote():
+            return  # Streaming checks the hash of what it fetches
+        for split, clusters in ((TRAIN, self.clusters), (HELD_OUT, self.held_out_clusters)):
+            for cluster in clusters:
+                name = f"cluster-{cluster}/{split}"
+                verify_shards(Path(self.shards) / name, index_sha256=self.index_sha256.get(name))
+
+    def train_dataloader(self) -> StreamingDataLoader:
+        """Shuffled batches of exactly ``batch_size / world_size`` samples.
+
+        Raises:
+            UserError: the clusters hold fewer samples than one batch.
+        """
+        loader = self._loader(TRAIN, self.clusters, shuffle=True)
+        if len(loader.dataset) < self._rank_batch_size():
+            raise UserError(
+                f"{self.shards}: clusters {self.clusters} hold {loader.dataset.size} training samples, fewer than the "
+                f"{self.batch_size} of one step; lower global_batch_size or num_clusters"
+            )
+        return loader
+
+    def val_dataloader(self) -> StreamingDataLoader | list[Any]:
+        """Held-out samples in a fixed order; an empty list when there are none."""
+        if not self.held_out_clusters:
+            return []
+        return self._loader(HELD_OUT, self.held_out_clusters, shuffle=False)
+
+    def teardown(self, stage: str) -> None:
+        """Remove this process's view of the cache (the fetched shards stay)."""
+        shutil.rmtree(self._view(), ignore_errors=True)
+
+    def _is_remote(self) -> bool:
+        return "://" in self.shards
+
+    def _rank_batch_size(self) -> int:
+        return self.batch_size // (self.trainer.world_size if self.trainer else 1)
+
+    def _view(self) -> Path:
+        return self.cache / f"view-{os.getppid() if self._spawned() else os.getpid()}"
+
+    def _spawned(self) -> bool:
+        # Ranks that Lightning's launcher started share the view of the rank that started them.
+        return self.trainer is not None and self.trainer.local_rank > 0
+
+    def _folder(self, cluster: int, split: str) -> tuple[str | None, Path]:
+        name = f"cluster-{cluster}/{split}"
+        if not self._is_remote():
+            return None, Path(self.shards) / name
+        # Streaming refuses a local folder that a killed process of its own had registered. A link that is
+        # new for each process leads to the same store, so what was fetched before is not fetched again.
+        store, link = self.cache / "store" / name, self._view() / name
+        store.mkdir(parents=True, exist_ok=True)
+        link.parent.mkdir(parents=True, exist_ok=True)
+        if not link.is_symlink():
+            link.symlink_to(store.resolve(), target_is_directory=True)
+        return f"{self.shards.rstrip('/')}/{name}", link
+
+    def _loader(self, split: str, clusters: Sequence[int], shuffle: bool) -> StreamingDataLoader:
+        local_rank = 0
+        if self.trainer is not None:
+            local_rank = self.trainer.local_rank
+            set_rank_environment(
+                self.trainer.global_rank, self.trainer.world_size, local_rank, self.trainer.num_devices
+            )
+        dataset = open_streams(
+            [self._folder(cluster, split) for cluster in clusters],
+            batch_size=self._rank_batch_size(),
+            shuffle=shuffle,
+            seed=self.seed,
+            is_local_leader=local_rank == 0,
+        )
+        return StreamingDataLoader(
+            dataset,
+            batch_size=self._rank_batch_size(),
+            num_workers=self.num_workers,
+            collate_fn=collate,
+            drop_last=shuffle,
+            pin_memory=torch.cuda.is_available(),
+            persistent_workers=self.num_workers > 0,
+        )

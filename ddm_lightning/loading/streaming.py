@@ -1,0 +1,140 @@
+"""StreamingDataset that fails loudly: a damaged shard raises instead of hanging or ending the epoch.
+
+It leans on private names of mosaicml-streaming 0.13 (setup.py pins ``<0.14``);
+``tests/loading/test_streaming.py`` fails when one of them goes.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+from ddm_lightning._compat import ensure_torchvision_importable
+
+ensure_torchvision_importable()
+
+from filelock import FileLock  # noqa: E402
+from streaming import Stream, StreamingDataset  # noqa: E402
+from streaming.base.dataset import _ShardState  # noqa: E402
+
+# Locks, threads and iterators of the parent process are useless, some deadly, after a fork.
+_PER_PROCESS = ("_cache_filelock", "_executor", "_event", "_iterator", "_errors")
+
+
+class SafeStreamingDataset(StreamingDataset):
+    """A StreamingDataset whose errors reach the consumer, whatever the number of workers.
+
+    Differences from its base:
+
+    - a shard that is missing, truncated or fails its hash raises ``RuntimeError`` in the training
+      process (0.13.0: the epoch ends early without workers, and hangs with them);
+    - one instance may be iterated in the main process and then in forked workers;
+    - a shard that was seen on disk is not locked again for each of its samples.
+    """
+
+    def _forget_parent(self) -> None:
+        if self.__dict__.get("_owner_pid") != os.getpid():
+            for name in _PER_PROCESS:
+                self.__dict__.pop(name, None)
+            self._shared_barrier.__dict__.pop("lock", None)
+            self._owner_pid = os.getpid()
+            self._seen_local: set[int] = set()
+
+    def on_exception(self, future: Future[Any]) -> None:
+        """Keep a background thread's exception for the consumer, then stop the other threads."""
+        error = future.exception()
+        if error is not None:
+            self.__dict__.setdefault("_errors", []).append(error)
+        super().on_exception(future)
+
+    def prepare_shard(self, shard_id: int, blocking: bool = True) -> None:
+        """Make a shard present on local disk (base class), without a lock once it was seen there."""
+        self._forget_parent()
+        if (
+            shard_id in self._seen_local
+            and not self.cache_limit
+            and self._shard_states[shard_id] == _ShardState.LOCAL
+        ):
+            return
+        try:
+            super().prepare_shard(shard_id, blocking)
+        except BaseException:
+            # Left at PREPARING, every other worker would wait for this shard for ever.
+            self._shard_states[shard_id] = _ShardState.REMOTE
+            raise
+        if self._shard_states[shard_id] == _ShardState.LOCAL:
+            self._seen_local.add(shard_id)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """Every sample of this rank and worker.
+
+        Raises:
+            RuntimeError: a background thread failed; the message carries its cause.
+        """
+        self._forget_parent()
+        yield from super().__iter__()
+        event = self.__dict__.get("_event")
+        if event is not None and event.is_set():
+            causes = "; ".join(str(error) for error in self.__dict__.get("_errors", ())) or "unknown cause"
+            raise RuntimeError(f"streaming stopped before the end of the epoch: {causes}")
+
+
+def set_rank_environment(rank: int, world_size: int, local_rank: int, local_world_size: int) -> None:
+    """Tell Streaming about the ranks, before a dataset is built.
+
+    Streaming reads these four variables and nothing else; Lightning's own launcher sets only some of
+    them, and then every rank streams the same samples (Lightning #20140, streaming #740).
+    """
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_RANK=str(local_rank),
+        LOCAL_WORLD_SIZE=str(local_world_size),
+    )
+
+
+def open_streams(
+    folders: list[tuple[str | None, Path]],
+    *,
+    batch_size: int,
+    shuffle: bool,
+    seed: int,
+    is_local_leader: bool,
+) -> SafeStreamingDataset:
+    """Open MDS folders as one dataset; each epoch gives every sample once.
+
+    Args:
+        folders: ``(remote, local)`` of each stream; ``remote`` is None where ``local`` holds the shards.
+        batch_size: samples a step on this rank.
+        shuffle: whether each epoch has an order of its own.
+        seed: of that order; it does not depend on the number of ranks or workers.
+        is_local_leader: whether this process is the node's first rank.
+    """
+
+    def build() -> SafeStreamingDataset:
+        dataset = SafeStreamingDataset(
+            streams=[
+                Stream(remote=remote, local=str(local), validate_hash="xxh64" if remote else None)
+                for remote, local in folders
+            ],
+            batch_size=batch_size,
+            shuffle=shuffle,
+            shuffle_seed=seed,
+            num_canonical_nodes=1,
+        )
+        for stream, (remote, _) in zip(dataset.streams, folders, strict=True):
+            if remote is not None:
+                # A client opened for index.json and inherited by forked workers hangs them (sftp).
+                stream._downloader.clean_up()
+        return dataset
+
+    # Two constructions at the same moment race for a shared-memory name (0.13.0). The leader alone takes
+    # the lock, because the node's other ranks meet it at barriers inside the constructor.
+    if not is_local_leader:
+        return build()
+    with FileLock(Path(tempfile.gettempdir()) / "ddm_lightning_streaming.lock"):
+        return build()

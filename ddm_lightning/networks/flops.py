@@ -1,0 +1,38 @@
+"""Measured floating-point operations of a network; a multiply-add is 2."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from ddm_lightning.flow.condition import Condition, ConditionSpec
+
+
+def _example_condition(condition: ConditionSpec, num: int) -> Condition | None:
+    if condition.kind == "none":
+        return None
+    if condition.kind == "class":
+        return Condition.of(torch.zeros(num, dtype=torch.int64, device="meta"))
+    return Condition.of(torch.zeros(num, condition.size, device="meta"))
+
+
+def flops_per_sample(
+    network: nn.Module, x_shape: tuple[int, int, int], condition: ConditionSpec, *, backward: bool
+) -> float:
+    """Floating-point operations of one sample's forward pass, or of forward and backward.
+
+    Counted by ``torch.utils.flop_counter`` on the meta device, so nothing is computed; the optimizer
+    step (elementwise) is not part of it.
+    """
+    num = 2  # a batch of one may take a shortcut
+    meta = copy.deepcopy(network).to("meta").train(backward)
+    x_t = torch.zeros(num, *x_shape, device="meta")
+    t = torch.zeros(num, device="meta")
+    with FlopCounterMode(display=False) as counter, torch.set_grad_enabled(backward):
+        output = meta(x_t, t, _example_condition(condition, num))
+        if backward:
+            output.sum().backward()
+    return counter.get_total_flops() / num

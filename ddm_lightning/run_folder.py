@@ -1,0 +1,89 @@
+"""The run folder: everything one experiment file produced, and where each thing lies in it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from ddm_lightning.config import Experiment, changed_keys, to_dict, to_yaml
+from ddm_lightning.errors import UserError
+from ddm_lightning.files import atomic_write_text
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Paths below one run folder."""
+
+    root: Path
+
+    @classmethod
+    def of(cls, experiment: Experiment) -> RunFolder:
+        """The experiment's run folder, unchecked."""
+        return cls(Path(experiment.run_dir))
+
+    @property
+    def experiment(self) -> Path:
+        """The resolved experiment that this folder belongs to."""
+        return self.root / "experiment.yaml"
+
+    @property
+    def prepared(self) -> Path:
+        """What ``prepare`` writes."""
+        return self.root / "prepared"
+
+    @property
+    def shards(self) -> Path:
+        """The MDS shards, one folder a cluster."""
+        return self.prepared / "shards"
+
+    @property
+    def ensemble(self) -> Path:
+        """The ensemble's manifest."""
+        return self.root / "ensemble.json"
+
+    @property
+    def samples(self) -> Path:
+        """Pictures drawn from the ensemble."""
+        return self.root / "samples"
+
+    def member(self, name: str) -> Path:
+        """Everything that one member writes; no other member reads or writes below it while training."""
+        return self.root / "members" / name
+
+    def artifact(self, name: str) -> Path:
+        """What a finished member hands over."""
+        return self.member(name) / "artifact"
+
+
+def open_run(experiment: Experiment, *, create: bool) -> RunFolder:
+    """The experiment's run folder, after a check that it was made by the same experiment.
+
+    Args:
+        create: whether to leave the resolved experiment in the folder, which is made when it is missing.
+
+    Raises:
+        UserError: the folder belongs to a different experiment (the line names the keys that changed),
+            or is missing and ``create`` is false.
+    """
+    run = RunFolder.of(experiment)
+    new = to_dict(experiment)
+    if not run.experiment.exists():
+        if not create:
+            raise UserError(f"{run.root}: no run here; start it with: python -m ddm_lightning fit -c FILE")
+        atomic_write_text(run.experiment, to_yaml(experiment))
+        return run
+    try:
+        old = yaml.safe_load(run.experiment.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{run.experiment}: cannot be read ({str(error).splitlines()[0]}); restore or delete it") from None
+    changed = changed_keys(old if isinstance(old, dict) else {}, new)
+    if changed:
+        raise UserError(
+            f"{run.experiment}: the experiment changed since this run folder was made: {', '.join(changed)}; "
+            f"set those keys back, or train into another folder with run_dir=…"
+        )
+    if create and old != new:
+        atomic_write_text(run.experiment, to_yaml(experiment))  # only free sections differ: members read them from here
+    return run

@@ -1,0 +1,1 @@
+"""One member's training: LightningModules, their callbacks, checkpoints and strategy."""

@@ -1,0 +1,170 @@
+"""Lightning callbacks of one member: status and curves, disjoint ranks, a stop on request."""
+
+from __future__ import annotations
+
+from ddm_lightning._compat import ensure_torchvision_importable
+
+ensure_torchvision_importable()
+
+import signal  # noqa: E402
+import time  # noqa: E402
+from pathlib import Path  # noqa: E402
+from types import FrameType  # noqa: E402
+from typing import Any  # noqa: E402
+
+import lightning as L  # noqa: E402
+import torch  # noqa: E402
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from ddm_lightning.training.module import MemberModule  # noqa: E402
+from ddm_lightning.training.status import MemberStatus  # noqa: E402
+
+
+def progress_columns() -> tuple[Any, ...]:
+    """The columns of every training progress bar: name, bar, steps, ETA, newest figures."""
+    return (
+        TextColumn("{task.description:<10}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[note]}"),
+    )
+
+
+class Reporter(L.Callback):
+    """Every ``every_n_steps``: averages to TensorBoard, ``status.json``, and a progress bar with an ETA.
+
+    This is where the host waits for the device; no other step does.
+    """
+
+    def __init__(self, folder: Path, status: MemberStatus, batch_size: int, every_n_steps: int, show: bool) -> None:
+        self.folder = folder
+        self.status = status
+        self.batch_size = batch_size
+        self.every_n_steps = every_n_steps
+        self.show = show
+        self._bar: Progress | None = None
+        self._earlier_seconds = status.seconds
+
+    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        """Start the clock and the bar."""
+        self._first_step, self._start = trainer.global_step, time.monotonic()
+        self.status.state, self.status.step = "training", trainer.global_step
+        if trainer.is_global_zero:
+            self.status.write(self.folder)
+            if self.show:
+                self._bar = Progress(*progress_columns())
+                self._bar.start()
+                self._task = self._bar.add_task(
+                    self.status.member, total=self.status.max_steps, completed=trainer.global_step, note=""
+                )
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
+        """Report when it is time to."""
+        if trainer.global_step % self.every_n_steps == 0 or trainer.global_step == self.status.max_steps:
+            self._report(trainer, module)
+
+    def on_validation_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        """Keep the held-out figures for the status and the artifact."""
+        held_out = {k: float(v) for k, v in trainer.callback_metrics.items() if k.startswith("held_out/")}
+        self.status.metrics.update(held_out)
+
+    def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        """Take the bar down; the training loop ended by itself or on request."""
+        self._report(trainer, module)
+        if self._bar is not None:
+            self._bar.stop()
+
+    def on_exception(self, trainer: L.Trainer, module: L.LightningModule, exception: BaseException) -> None:
+        """Leave the word that training failed."""
+        if self._bar is not None:
+            self._bar.stop()
+        self.status.state = "failed"
+        if trainer.is_global_zero:
+            self.status.write(self.folder)
+
+    def _report(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        assert isinstance(module, MemberModule)
+        averages = module.drain("train/")
+        elapsed = time.monotonic() - self._start
+        steps = trainer.global_step - self._first_step
+        self.status.step = trainer.global_step
+        self.status.seconds = self._earlier_seconds + elapsed
+        self.status.samples_per_second = steps * self.batch_size / elapsed if elapsed > 0 else 0.0
+        self.status.metrics.update(averages)
+        if not trainer.is_global_zero:
+            return
+        if averages and trainer.logger is not None:
+            rates = {
+                "train/learning_rate": trainer.optimizers[0].param_groups[0]["lr"],
+                "train/samples_per_second": self.status.samples_per_second,
+            }
+            trainer.logger.log_metrics({**averages, **rates}, step=trainer.global_step)
+        self.status.write(self.folder)
+        if self._bar is not None:
+            self._bar.update(self._task, completed=trainer.global_step, note=note(self.status))
+
+
+def note(status: MemberStatus) -> str:
+    """The newest figures of a member in a few words."""
+    loss = status.metrics.get("train/loss")
+    return f"loss {loss:.4f}  {status.samples_per_second:.0f} samples/s" if loss is not None else status.state
+
+
+class DisjointRanks(L.Callback):
+    """Stops the run when two ranks received the same sample in the first batch (Lightning #20140)."""
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, module: L.LightningModule, batch: dict[str, Tensor], batch_idx: int
+    ) -> None:
+        """Compare the first batch's sample ids over all ranks."""
+        if trainer.world_size == 1 or getattr(self, "_checked", False):
+            return
+        self._checked = True
+        ids = module.all_gather(batch["sample_id"]).flatten()
+        if len(torch.unique(ids)) != len(ids):
+            raise RuntimeError("ranks stream the same samples: RANK and LOCAL_WORLD_SIZE did not reach Streaming")
+
+
+class SampleLog(L.Callback):
+    """Writes each step's sample ids to a text file, a line a step: proof of what was trained on."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, module: L.LightningModule, batch: dict[str, Tensor], batch_idx: int
+    ) -> None:
+        """Append ``step: ids``."""
+        with self.path.open("a", encoding="utf-8") as stream:
+            stream.write(f"{trainer.global_step}: {' '.join(str(i) for i in batch['sample_id'].tolist())}\n")
+
+
+class StopOnRequest(L.Callback):
+    """SIGTERM or Ctrl-C: finish the step, leave a checkpoint, stop."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.requested = False
+        self._previous: dict[int, Any] = {}
+
+    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        """Take the two signals over from Lightning while training runs."""
+
+        def request(number: int, frame: FrameType | None) -> None:
+            self.requested = True
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._previous[number] = signal.signal(number, request)
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
+        """Leave a checkpoint where the rolling ones are taken too, then stop."""
+        if self.requested and not trainer.should_stop:
+            trainer.save_checkpoint(self.folder / f"step-{trainer.global_step:08d}.ckpt")
+            trainer.should_stop = True
+
+    def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        """Give the signals back."""
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)

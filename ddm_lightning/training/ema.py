@@ -1,0 +1,92 @@
+"""Exponential moving average of the weights, kept in the optimizer's state.
+
+There it needs no code of its own to be saved, resumed or resharded, and a sharded parameter averages
+its local shard without communication.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+KEY = "ema"
+STEPS = "ema_steps"
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def track_ema(optimizer: Optimizer, decay: float) -> None:
+    """Average every parameter after each step of ``optimizer``.
+
+    The decay warms up as ``min(decay, (1 + n) / (10 + n))`` over steps n, so that the first thousand
+    steps are not dominated by the initial weights.
+    """
+    for group in optimizer.param_groups:
+        group.setdefault(STEPS, 0)
+
+    def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for group in optimizer.param_groups:
+            steps = group[STEPS]
+            averages, values = [], []
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = optimizer.state[parameter]
+                if KEY not in state:
+                    # A clone keeps the parameter's own (perhaps uneven) sharding.
+                    state[KEY] = parameter.detach().clone()
+                averages.append(_local(state[KEY]))
+                values.append(_local(parameter.detach()))
+            if averages:
+                torch._foreach_lerp_(averages, values, 1.0 - min(decay, (1 + steps) / (10 + steps)))
+            group[STEPS] = steps + 1
+
+    optimizer.register_step_post_hook(after_step)
+
+
+def ema_tensors(module: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+    """The averages by parameter name, sharded as the parameters are; a parameter never stepped is itself."""
+    return {
+        name: optimizer.state.get(parameter, {}).get(KEY, parameter.detach())
+        for name, parameter in module.named_parameters()
+    }
+
+
+def gathered_ema(module: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+    """The whole averages on the CPU, fp32; a collective: every rank calls it."""
+    return {
+        name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().float().cpu().clone()
+        for name, value in ema_tensors(module, optimizer).items()
+    }
+
+
+@contextmanager
+def ema_weights(module: nn.Module, optimizer: Optimizer) -> Iterator[None]:
+    """Within the block ``module`` carries its averaged weights; afterwards its own, bit for bit."""
+    for part in module.modules():
+        if hasattr(part, "reshard"):
+            part.reshard()  # FSDP2 leaves gathered plain tensors behind a forward without a backward
+    averages = ema_tensors(module, optimizer)
+    own = {name: _local(parameter.detach()).clone() for name, parameter in module.named_parameters()}
+
+    def load(values: dict[str, Tensor]) -> None:
+        for part in module.modules():
+            if hasattr(part, "reshard"):
+                part.reshard()
+        with torch.no_grad():
+            for name, parameter in module.named_parameters():
+                _local(parameter.detach()).copy_(_local(values[name]))
+
+    load(averages)
+    try:
+        yield
+    finally:
+        load(own)

@@ -1,0 +1,39 @@
+"""The flow-matching expert (and the monolith: the same module on all clusters)."""
+
+from __future__ import annotations
+
+from ddm_lightning.training.module import NUM_VALIDATION_TIMESTEPS, MemberModule, Noised  # isort: skip (shim)
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ddm_lightning.flow.prediction import training_target
+
+
+class ExpertModule(MemberModule):
+    """Regresses the velocity ``ε − x_0`` (or what its network declares to predict) at ``x_t``.
+
+    Source: McAllister et al., arXiv 2501.05450, section 3; the loss is the mean squared error in fp32.
+    """
+
+    def _loss(self, noised: Noised) -> Tensor:
+        prediction = self.network(noised.x_t, noised.t, noised.condition)
+        kind = getattr(self.network, "prediction", "velocity")
+        return F.mse_loss(prediction.float(), training_target(noised.x_0, noised.noise, kind))
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        """Mean squared error of one batch."""
+        loss = self._loss(self.noised(batch))
+        self.accumulate("train/loss", loss)
+        return loss
+
+    @torch.no_grad()
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        """Held-out loss at 8 fixed stratified timesteps, so that curves of any two runs compare."""
+        num = len(batch["sample_id"])
+        for index in range(NUM_VALIDATION_TIMESTEPS):
+            noised = self.validation_noised(batch, batch_idx, index)
+            loss = self._loss(noised) * num
+            self.accumulate("held_out/loss", loss, num)
+            self.accumulate(f"held_out/loss_t{(index + 0.5) / NUM_VALIDATION_TIMESTEPS:.3f}", loss, num)

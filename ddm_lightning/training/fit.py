@@ -1,0 +1,267 @@
+"""Train one member in this process, from prepared shards to an artifact."""
+
+from __future__ import annotations
+
+from ddm_lightning._compat import ensure_torchvision_importable
+
+ensure_torchvision_importable()
+
+import logging  # noqa: E402
+import os  # noqa: E402
+import warnings  # noqa: E402
+from typing import Any  # noqa: E402
+
+import lightning as L  # noqa: E402
+import torch  # noqa: E402
+from filelock import FileLock, Timeout  # noqa: E402
+from lightning.pytorch.loggers import TensorBoardLogger  # noqa: E402
+from rich.console import Console  # noqa: E402
+from torch import nn  # noqa: E402
+
+from ddm_lightning import artifacts  # noqa: E402
+from ddm_lightning.config import Experiment, to_dict  # noqa: E402
+from ddm_lightning.errors import UserError  # noqa: E402
+from ddm_lightning.flow.condition import ConditionSpec  # noqa: E402
+from ddm_lightning.flow.randomness import keyed_generator  # noqa: E402
+from ddm_lightning.loading.datamodule import ClusterDataModule  # noqa: E402
+from ddm_lightning.members import ROUTER, batch_size_of, clusters_of, config_of, role_of  # noqa: E402
+from ddm_lightning.networks.registry import EXPERTS, ROUTERS  # noqa: E402
+from ddm_lightning.prepare.manifest import Manifest  # noqa: E402
+from ddm_lightning.run_folder import RunFolder  # noqa: E402
+from ddm_lightning.training.callbacks import DisjointRanks, Reporter, SampleLog, StopOnRequest  # noqa: E402
+from ddm_lightning.training.checkpoints import AtomicCheckpointIO, newest_checkpoint, rolling_checkpoints  # noqa: E402
+from ddm_lightning.training.ema import gathered_ema  # noqa: E402
+from ddm_lightning.training.expert import ExpertModule  # noqa: E402
+from ddm_lightning.training.module import MemberModule, MemberSpec  # noqa: E402
+from ddm_lightning.training.pictures import PictureLogger  # noqa: E402
+from ddm_lightning.training.router import RouterModule  # noqa: E402
+from ddm_lightning.training.status import MemberStatus  # noqa: E402
+from ddm_lightning.training.strategy import choose_strategy, resolve_accelerator  # noqa: E402
+
+
+def condition_spec(experiment: Experiment, manifest: Manifest) -> ConditionSpec:
+    """What the experts see besides ``x_t`` and t."""
+    sizes = {"text": manifest.text_size, "class": manifest.num_classes, "none": 0}
+    return ConditionSpec(experiment.condition.kind, sizes[experiment.condition.kind])
+
+
+def member_condition(member: str, experiment: Experiment, manifest: Manifest) -> ConditionSpec:
+    """``condition_spec`` for one member; an unconditional router sees none."""
+    if member == ROUTER and not experiment.router.conditional:
+        return ConditionSpec("none", 0)
+    return condition_spec(experiment, manifest)
+
+
+def build_member_network(member: str, experiment: Experiment, manifest: Manifest) -> nn.Module:
+    """The member's network with initial weights drawn from the experiment's seed and the member's role.
+
+    All experts start from the same weights, as the monolith does.
+
+    Raises:
+        UserError: unknown network name, or params that it does not take.
+    """
+    plugin = config_of(member, experiment).network
+    context: dict[str, Any] = {
+        "x_shape": tuple(manifest.x_shape),
+        "condition": member_condition(member, experiment, manifest),
+    }
+    registry = EXPERTS
+    if member == ROUTER:
+        registry = ROUTERS
+        context["num_clusters"] = experiment.prepare.partition.num_clusters
+    role = "router" if member == ROUTER else "expert"
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(keyed_generator(experiment.seed, "initial weights", role).initial_seed())
+        network: nn.Module = registry.build(plugin.name, plugin.params, **context)
+    return network
+
+
+def build_module(member: str, experiment: Experiment, manifest: Manifest) -> MemberModule:
+    """The member's LightningModule, untrained."""
+    config = config_of(member, experiment)
+    spec = MemberSpec(
+        member=member,
+        seed=experiment.seed,
+        train=config.train,
+        timesteps=config.timesteps,
+        condition=member_condition(member, experiment, manifest),
+        dropout=experiment.condition.dropout,
+        scale=manifest.normalisation["scale"],
+        shift=manifest.normalisation["shift"],
+        attention=experiment.island.attention,
+        compile=experiment.island.compile,
+    )
+    kind = RouterModule if member == ROUTER else ExpertModule
+    return kind(build_member_network(member, experiment, manifest), spec)
+
+
+def build_data(member: str, experiment: Experiment, manifest: Manifest, run: RunFolder) -> ClusterDataModule:
+    """The member's LightningDataModule."""
+    clusters = clusters_of(member, experiment)
+    return ClusterDataModule(
+        shards=experiment.island.shards or run.shards,
+        clusters=clusters,
+        batch_size=batch_size_of(member, experiment),
+        seed=experiment.seed,
+        cache=run.member(member) / "cache",
+        num_workers=experiment.island.num_workers,
+        index_sha256=manifest.index_sha256,
+        held_out_clusters=[k for k in clusters if manifest.clusters[k].held_out > 0],
+    )
+
+
+def is_finished(member: str, run: RunFolder) -> bool:
+    """Whether the member has handed over its artifact."""
+    return (run.artifact(member) / "member.json").exists()
+
+
+def fit_member(member: str, experiment: Experiment, run: RunFolder, *, show_progress: bool) -> MemberStatus:
+    """Train ``member`` to its last step, from its newest checkpoint if there is one, and write its artifact.
+
+    Returns:
+        Its status: ``done``, or ``stopped`` when SIGTERM or Ctrl-C asked for it.
+
+    Raises:
+        UserError: not prepared, damaged shards, unknown network, or the member is being trained elsewhere.
+    """
+    console = Console(stderr=True)
+    folder = run.member(member)
+    config = config_of(member, experiment)
+    status = MemberStatus.read(folder, member, config.train.max_steps)
+    if is_finished(member, run):
+        console.print(f"{member} is finished: {run.artifact(member)}")
+        return status
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / ".lock")
+    if _leads():
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            raise UserError(f"{folder}: {member} is being trained by another process; wait for it or stop it") from None
+    try:
+        return _fit_locked(member, experiment, run, status, console, show_progress)
+    finally:
+        lock.release()
+
+
+def _quieten() -> None:
+    """Hide what Lightning says about every run of this kind, so that what is left is worth reading."""
+    for message in (
+        r".*does not have many workers.*",
+        r".*isinstance\(treespec, LeafSpec\).*",
+        r".*`IterableDataset` has `__len__` defined.*",
+        r".*is smaller than the logging interval.*",
+    ):
+        warnings.filterwarnings("ignore", message=message)
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)
+
+
+def _leads() -> bool:
+    """Whether this process was started by the user; ranks that Lightning starts run the same command line."""
+    return int(os.environ.get("LOCAL_RANK", "0")) == 0
+
+
+def _fit_locked(
+    member: str, experiment: Experiment, run: RunFolder, status: MemberStatus, console: Console, show_progress: bool
+) -> MemberStatus:
+    island, config, folder = experiment.island, config_of(member, experiment), run.member(member)
+    if resolve_accelerator(island.accelerator) == "cpu":
+        torch.set_num_threads(island.num_threads)
+    manifest = Manifest.read(run.root)
+    data = build_data(member, experiment, manifest, run)
+    module = build_module(member, experiment, manifest)
+    num_parameters = sum(p.numel() for p in module.network.parameters())
+    strategy, reason = choose_strategy(island, num_parameters)
+    console.print(f"{member}: {num_parameters / 1e6:.2f} M parameters, {reason}")
+
+    checkpoints = folder / "checkpoints"
+    resume, lines = newest_checkpoint(checkpoints)
+    for line in lines:
+        console.print(line, soft_wrap=True)
+    resumed_step = int(resume.stem.removeprefix("step-")) if resume else 0
+    if resume:
+        console.print(f"{member}: resumes at step {resumed_step}")
+    status.state = "starting"
+    if _leads():
+        status.write(folder)
+
+    batch_size = batch_size_of(member, experiment)
+    reporter = Reporter(folder, status, batch_size, island.log_every_n_steps, show_progress)
+    stop = StopOnRequest(checkpoints)
+    callbacks: list[L.Callback] = [
+        reporter,
+        stop,
+        DisjointRanks(),
+        rolling_checkpoints(checkpoints, island.checkpoint_every_n_steps, island.keep_checkpoints),
+        PictureLogger(experiment),
+    ]
+    if island.log_sample_ids:
+        callbacks.append(SampleLog(folder / "sample_ids.txt"))
+    _quieten()
+    trainer = L.Trainer(
+        accelerator=resolve_accelerator(island.accelerator),
+        devices=island.devices,
+        strategy=strategy,
+        precision=island.precision,  # type: ignore[arg-type]  # Lightning lists the strings in a Literal and checks them
+        max_steps=config.train.max_steps,
+        max_epochs=-1,
+        val_check_interval=island.validate_every_n_steps,
+        check_val_every_n_epoch=None,
+        num_sanity_val_steps=0,
+        logger=TensorBoardLogger(folder, name="", version="tensorboard", purge_step=resumed_step + 1 if resume else None),
+        callbacks=callbacks,
+        plugins=[AtomicCheckpointIO()],
+        log_every_n_steps=island.log_every_n_steps,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+    )
+    trainer.fit(module, datamodule=data, ckpt_path=resume)
+
+    if stop.requested:
+        status.state = "stopped"
+        if trainer.is_global_zero:
+            status.write(folder)
+        console.print(f"{member}: stopped at step {trainer.global_step}; the same command resumes it")
+        return status
+    weights = gathered_ema(module.network, trainer.optimizers[0])
+    if trainer.is_global_zero:
+        prediction = getattr(module.network, "prediction", "velocity")
+        _hand_over(member, experiment, manifest, run, weights, prediction, status)
+        status.state = "done"
+        status.write(folder)
+    return status
+
+
+def _hand_over(
+    member: str,
+    experiment: Experiment,
+    manifest: Manifest,
+    run: RunFolder,
+    weights: dict[str, torch.Tensor],
+    prediction: str,
+    status: MemberStatus,
+) -> None:
+    config = to_dict(experiment)
+    section = config["router" if member == ROUTER else "expert"]
+    network = section["network"]
+    meta = artifacts.ArtifactMeta(
+        member=member,
+        role=role_of(member),
+        network=network["name"],
+        params=network["params"],
+        x_shape=manifest.x_shape,
+        condition=member_condition(member, experiment, manifest).to_dict(),
+        num_clusters=experiment.prepare.partition.num_clusters,
+        prediction=None if member == ROUTER else prediction,
+        timestep_shift=section["timesteps"]["shift"],
+        image_encoder=config["prepare"]["image_encoder"],
+        normalisation=manifest.normalisation,
+        caption_encoder=config["prepare"]["caption_encoder"],
+        partition_sha256=manifest.partition_sha256,
+        step=status.step,
+        num_samples=status.step * batch_size_of(member, experiment),
+        metrics=status.metrics,
+    )
+    artifacts.write_artifact(run.artifact(member), weights, meta)
+

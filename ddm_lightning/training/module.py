@@ -1,0 +1,181 @@
+"""What every member's LightningModule does: noising, optimiser, EMA, clipping, device-side averages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ddm_lightning._compat import ensure_torchvision_importable
+
+ensure_torchvision_importable()
+
+import lightning as L  # noqa: E402
+import torch  # noqa: E402
+from jaxtyping import Float  # noqa: E402
+from lightning.pytorch.strategies import ModelParallelStrategy  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
+
+from ddm_lightning.config import TimestepsConfig, TrainConfig  # noqa: E402
+from ddm_lightning.flow.condition import Condition, ConditionSpec  # noqa: E402
+from ddm_lightning.flow.path import interpolate  # noqa: E402
+from ddm_lightning.flow.randomness import keyed_generator  # noqa: E402
+from ddm_lightning.flow.timesteps import sample_timesteps, stratified_timesteps  # noqa: E402
+from ddm_lightning.networks.attention import set_attention  # noqa: E402
+from ddm_lightning.training.ema import ema_weights, track_ema  # noqa: E402
+from ddm_lightning.training.optimizer import build_optimizer, build_schedule  # noqa: E402
+from ddm_lightning.training.strategy import compile_blocks, shard_blocks  # noqa: E402
+
+NUM_VALIDATION_TIMESTEPS = 8
+
+
+@dataclass(frozen=True)
+class MemberSpec:
+    """What one member's module needs to know besides its network."""
+
+    member: str
+    """Its name, which also keys its noise."""
+    seed: int
+    """The experiment's seed."""
+    train: TrainConfig
+    """Optimisation."""
+    timesteps: TimestepsConfig
+    """Training timesteps."""
+    condition: ConditionSpec
+    """What it is conditioned on."""
+    dropout: float
+    """Probability of dropping a sample's condition."""
+    scale: float
+    """``x_0 = (stored - shift) · scale``."""
+    shift: float
+    """See ``scale``."""
+    attention: str = "auto"
+    """Attention back end on this island."""
+    compile: bool = False
+    """Whether blocks are compiled on this island."""
+
+
+@dataclass(frozen=True)
+class Noised:
+    """A batch on the path between data and noise."""
+
+    x_t: Float[Tensor, "b c h w"]
+    t: Float[Tensor, " b"]
+    noise: Float[Tensor, "b c h w"]
+    x_0: Float[Tensor, "b c h w"]
+    condition: Condition | None
+
+
+class MemberModule(L.LightningModule):
+    """Base of the experts' and the router's modules.
+
+    All randomness of a step (timesteps, noise, dropped conditions, the network's own dropout) is keyed by
+    (seed, member, global rank, step): ranks differ, and a resumed run repeats nothing and skips nothing.
+
+    Args:
+        network: the built network; sharding and compilation are applied to it in ``configure_model``.
+        spec: the member.
+    """
+
+    def __init__(self, network: nn.Module, spec: MemberSpec) -> None:
+        super().__init__()
+        self.network = network
+        self.spec = spec
+        self._configured = False
+        self._sums: dict[str, Tensor] = {}
+        self._counts: dict[str, int] = {}
+
+    def configure_model(self) -> None:
+        """Apply the island's choices to the network: attention, compiled blocks, shards."""
+        if self._configured:
+            return
+        self._configured = True
+        set_attention(self.network, self.spec.attention)
+        if self.spec.compile:
+            compile_blocks(self.network)
+        if self._trainer is not None and isinstance(self.trainer.strategy, ModelParallelStrategy):
+            shard_blocks(self.network, self.device_mesh["data_parallel"])
+
+    def configure_optimizers(self) -> Any:
+        """AdamW with EMA in its state, and the learning-rate schedule."""
+        optimizer = build_optimizer(self.network, self.spec.train)
+        track_ema(optimizer, self.spec.train.ema_decay)
+        schedule = build_schedule(optimizer, self.spec.train)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        """Clip by the global norm, also of sharded gradients, and average the norm for the log."""
+        limit = self.spec.train.gradient_clip_norm
+        gradients = [p for p in self.network.parameters() if p.grad is not None]
+        # An infinite limit measures without clipping.
+        norm = nn.utils.clip_grad_norm_(gradients, float("inf") if limit is None else limit)
+        self.accumulate("train/gradient_norm", norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+
+    def on_train_batch_start(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        """Key the global generator (a network's own dropout) by the step."""
+        torch.manual_seed(self._generator("network", torch.device("cpu")).initial_seed())
+
+    def noised(self, batch: dict[str, Tensor]) -> Noised:
+        """Draw this step's timesteps, noise and dropped conditions for a batch."""
+        x_0 = self.normalised(batch)
+        config, device = self.spec.timesteps, x_0.device
+        generator = self._generator("noise", device)
+        t = sample_timesteps(
+            len(x_0), config.density, config.mean, config.std, config.shift, generator=generator, device=device
+        )
+        noise = torch.randn(x_0.shape, generator=generator, device=device)
+        condition = self.condition(batch)
+        if condition is not None:
+            condition = condition.dropped(torch.rand(len(x_0), generator=generator, device=device) < self.spec.dropout)
+        return Noised(interpolate(x_0, noise, t), t, noise, x_0, condition)
+
+    def validation_noised(self, batch: dict[str, Tensor], batch_idx: int, index: int) -> Noised:
+        """The batch at the ``index``-th of 8 fixed timesteps, with noise that never changes."""
+        x_0 = self.normalised(batch)
+        t = stratified_timesteps(NUM_VALIDATION_TIMESTEPS)[index].to(x_0.device).expand(len(x_0))
+        generator = keyed_generator(self.spec.seed, "validation", batch_idx, index, self.global_rank, device=x_0.device)
+        noise = torch.randn(x_0.shape, generator=generator, device=x_0.device)
+        return Noised(interpolate(x_0, noise, t), t, noise, x_0, self.condition(batch))
+
+    def normalised(self, batch: dict[str, Tensor]) -> Float[Tensor, "b c h w"]:
+        """``x_0`` of a batch, in fp32 and in the units that the networks model."""
+        return (batch["x_0"].float() - self.spec.shift) * self.spec.scale
+
+    def condition(self, batch: dict[str, Tensor]) -> Condition | None:
+        """The condition of a batch, nothing dropped."""
+        if self.spec.condition.kind == "none":
+            return None
+        return Condition.of(batch["text"] if self.spec.condition.kind == "text" else batch["label"])
+
+    def accumulate(self, name: str, value: Tensor, count: int = 1) -> None:
+        """Add a sum of ``count`` values to a running average, without leaving the device."""
+        value = value.detach().float()
+        self._sums[name] = self._sums[name] + value if name in self._sums else value
+        self._counts[name] = self._counts.get(name, 0) + count
+
+    def drain(self, prefix: str) -> dict[str, float]:
+        """The averages accumulated under ``prefix``, reset; the one place where the host waits for the device."""
+        names = [name for name in self._sums if name.startswith(prefix)]
+        averages = {name: float(self._sums.pop(name)) / self._counts.pop(name) for name in names}
+        return dict(sorted(averages.items()))
+
+    def ema_weights(self) -> Any:
+        """Context in which the network carries its averaged weights."""
+        return ema_weights(self.network, self.trainer.optimizers[0])
+
+    def on_validation_start(self) -> None:
+        """Validate the averaged weights: they are what the artifact will hold."""
+        self._swap = self.ema_weights()
+        self._swap.__enter__()
+
+    def on_validation_end(self) -> None:
+        """Take the training weights back."""
+        self._swap.__exit__(None, None, None)
+
+    def on_validation_epoch_end(self) -> None:
+        """Log the held-out averages."""
+        self.log_dict(self.drain("held_out/"), sync_dist=True)
+
+    def _generator(self, purpose: str, device: torch.device) -> torch.Generator:
+        return keyed_generator(
+            self.spec.seed, self.spec.member, purpose, self.global_rank, self.global_step, device=device
+        )

@@ -1,0 +1,106 @@
+"""What people look at while a member trains: sample grids and routing heat maps, in TensorBoard."""
+
+from __future__ import annotations
+
+from ddm_lightning._compat import ensure_torchvision_importable
+
+ensure_torchvision_importable()
+
+from typing import Any  # noqa: E402
+
+import lightning as L  # noqa: E402
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+from jaxtyping import Float  # noqa: E402
+from lightning.pytorch.loggers import TensorBoardLogger  # noqa: E402
+from matplotlib.figure import Figure  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from ddm_lightning.config import Experiment  # noqa: E402
+from ddm_lightning.flow.field import VelocityField  # noqa: E402
+from ddm_lightning.flow.prediction import to_velocity  # noqa: E402
+from ddm_lightning.flow.randomness import keyed_generator  # noqa: E402
+from ddm_lightning.flow.solvers import integrate  # noqa: E402
+from ddm_lightning.flow.timesteps import sampling_times  # noqa: E402
+from ddm_lightning.pictures import labelled_grid  # noqa: E402
+from ddm_lightning.prepare.registry import IMAGE_ENCODERS  # noqa: E402
+from ddm_lightning.training.module import MemberModule  # noqa: E402
+from ddm_lightning.training.router import RouterModule  # noqa: E402
+
+NUM_COLUMNS = 8
+
+
+class PictureLogger(L.Callback):
+    """At each validation: held-out pictures above samples under their conditions, or the router's heat map.
+
+    It runs before the module takes its training weights back, so what is seen is what the artifact holds.
+    """
+
+    def __init__(self, experiment: Experiment) -> None:
+        self.experiment = experiment
+        self._batch: dict[str, Tensor] | None = None
+
+    def on_validation_batch_start(
+        self, trainer: L.Trainer, module: L.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Keep the first held-out batch for its pictures and conditions."""
+        if batch_idx == 0:
+            self._batch = {name: value[:NUM_COLUMNS] for name, value in batch.items()}
+
+    @torch.no_grad()
+    def on_validation_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        """Draw; every rank computes (a sharded network needs all), the first one logs."""
+        logger = trainer.logger
+        if isinstance(module, RouterModule):
+            if trainer.is_global_zero and isinstance(logger, TensorBoardLogger) and module.confusion is not None:
+                figure = routing_heat_map(module.confusion.cpu())
+                logger.experiment.add_figure("held_out/routing", figure, trainer.global_step)
+            return
+        assert isinstance(module, MemberModule)
+        if self._batch is None:
+            return
+        encoder = IMAGE_ENCODERS.build(
+            self.experiment.prepare.image_encoder.name, self.experiment.prepare.image_encoder.params
+        )
+        rows = [
+            (name, list(encoder.decode(x_0.float().cpu())))
+            for name, x_0 in (("held out", module.normalised(self._batch)), ("sampled", self._sampled(module)))
+        ]
+        if trainer.is_global_zero and isinstance(logger, TensorBoardLogger):
+            grid = np.asarray(labelled_grid(rows))
+            logger.experiment.add_image("samples", grid, trainer.global_step, dataformats="HWC")
+
+    def _sampled(self, module: MemberModule) -> Float[Tensor, "b c h w"]:
+        assert self._batch is not None
+        shape, device = self._batch["x_0"].shape, self._batch["x_0"].device
+        condition = module.condition(self._batch)
+        kind = getattr(module.network, "prediction", "velocity")
+
+        def velocity(x_t: Tensor, t: Tensor) -> Tensor:
+            return to_velocity(module.network(x_t, t, condition).float(), x_t, t, kind)
+
+        field: VelocityField = velocity
+        noise = torch.randn(
+            shape, generator=keyed_generator(self.experiment.seed, "pictures", device=device), device=device
+        )
+        times = sampling_times(self.experiment.sample.num_steps, module.spec.timesteps.shift, device=device)
+        return integrate(field, noise, times)
+
+
+def routing_heat_map(confusion: Float[Tensor, "t k k"]) -> Figure:
+    """A panel a timestep: rows are the true clusters, columns the mean probability of being routed there."""
+    num_times, num_clusters, _ = confusion.shape
+    figure = Figure(figsize=(2.1 * num_times, 2.6), layout="constrained")
+    for index, axis in enumerate(figure.subplots(1, num_times, squeeze=False)[0]):
+        rows = confusion[index] / confusion[index].sum(1, keepdim=True).clamp_min(1e-9)
+        axis.imshow(rows.numpy(), vmin=0, vmax=1, cmap="viridis")
+        axis.set_title(f"t = {(index + 0.5) / num_times:.2f}", fontsize=9)
+        axis.set_xticks(range(num_clusters))
+        axis.set_yticks(range(num_clusters))
+        axis.set_xlabel("routed to", fontsize=8)
+        for row in range(num_clusters):
+            for column in range(num_clusters):
+                share = float(rows[row, column])
+                axis.text(column, row, f"{share:.2f}", ha="center", va="center", fontsize=6, color="w" if share < 0.6 else "k")
+    figure.get_axes()[0].set_ylabel("true cluster", fontsize=8)
+    return figure

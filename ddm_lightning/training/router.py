@@ -1,0 +1,56 @@
+"""The router: a classifier of noisy samples by cluster."""
+
+from __future__ import annotations
+
+from ddm_lightning.training.module import NUM_VALIDATION_TIMESTEPS, MemberModule  # isort: skip (shim)
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+class RouterModule(MemberModule):
+    """Cross-entropy on the cluster of the noised sample (arXiv 2501.05450, section 3.2).
+
+    It trains on the natural mixture of clusters, so its probabilities contain the cluster priors.
+    """
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        """Cross-entropy of one batch, in nats."""
+        noised = self.noised(batch)
+        logits = self.network(noised.x_t, noised.t, noised.condition).float()
+        loss = F.cross_entropy(logits, batch["cluster"])
+        self.accumulate("train/loss", loss)
+        self.accumulate("train/accuracy", (logits.argmax(1) == batch["cluster"]).float().mean())
+        return loss
+
+    def on_validation_start(self) -> None:
+        """Start a fresh confusion table."""
+        super().on_validation_start()
+        self.confusion: Tensor | None = None
+
+    @torch.no_grad()
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        """Held-out NLL and accuracy at 8 fixed timesteps: without the condition and, if it sees one, with it."""
+        num, cluster = len(batch["sample_id"]), batch["cluster"]
+        for index in range(NUM_VALIDATION_TIMESTEPS):
+            noised = self.validation_noised(batch, batch_idx, index)
+            branches = {"": None} | ({"_conditional": noised.condition} if noised.condition is not None else {})
+            for suffix, condition in branches.items():
+                logits = self.network(noised.x_t, noised.t, condition).float()
+                nll = F.cross_entropy(logits, cluster, reduction="sum")
+                hits = (logits.argmax(1) == cluster).float().sum()
+                at = f"t{(index + 0.5) / NUM_VALIDATION_TIMESTEPS:.3f}"
+                self.accumulate(f"held_out/loss{suffix}", nll, num)
+                self.accumulate(f"held_out/accuracy{suffix}", hits, num)
+                self.accumulate(f"held_out/loss{suffix}_{at}", nll, num)
+                self.accumulate(f"held_out/accuracy{suffix}_{at}", hits, num)
+                if not suffix:
+                    self._add_confusion(index, cluster, logits.softmax(1))
+
+    def _add_confusion(self, index: int, cluster: Tensor, probabilities: Tensor) -> None:
+        """Sum the probabilities by true cluster: ``confusion[timestep, true, routed]``."""
+        num_clusters = probabilities.shape[1]
+        if self.confusion is None:
+            self.confusion = probabilities.new_zeros(NUM_VALIDATION_TIMESTEPS, num_clusters, num_clusters)
+        self.confusion[index].index_add_(0, cluster, probabilities)

@@ -1,0 +1,71 @@
+"""One member's state as a small JSON file that others may read at any moment."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ddm_lightning.files import atomic_write_json, read_json
+
+
+@dataclass
+class MemberStatus:
+    """Where one member's training stands."""
+
+    member: str
+    """Its name."""
+    max_steps: int
+    """Optimizer steps that it will take."""
+    state: str = "waiting"
+    """``waiting``, ``starting``, ``training``, ``stopped`` (on request), ``failed`` or ``done``."""
+    step: int = 0
+    """Optimizer steps taken."""
+    seconds: float = 0.0
+    """Training time, summed over restarts."""
+    samples_per_second: float = 0.0
+    """Training samples a second since the last start, over all devices."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Newest logged averages."""
+    pid: int = 0
+    """Process that trains it."""
+    updated: float = 0.0
+    """Unix time of the last write."""
+
+    def write(self, folder: Path) -> None:
+        """Write ``status.json`` in the member's folder."""
+        self.updated = time.time()
+        self.pid = os.getpid()
+        atomic_write_json(folder / "status.json", asdict(self))
+
+    @classmethod
+    def read(cls, folder: Path, member: str, max_steps: int) -> MemberStatus:
+        """The status in a member's folder; a fresh one when it has not started.
+
+        Raises:
+            UserError: the file is damaged.
+        """
+        path = folder / "status.json"
+        if not path.exists():
+            return cls(member, max_steps)
+        loaded: dict[str, Any] = read_json(path, "the member's status", "delete it; training rewrites it")
+        known = cls.__dataclass_fields__
+        return cls(**{key: value for key, value in loaded.items() if key in known})
+
+    def shown_state(self) -> str:
+        """The state, corrected when the process that wrote it is gone."""
+        if self.state in ("starting", "training") and not _alive(self.pid):
+            return "killed"
+        return self.state
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

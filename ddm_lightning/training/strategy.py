@@ -1,0 +1,68 @@
+"""How one island's devices train one member together: plain functions applied to a built module."""
+
+from __future__ import annotations
+
+from ddm_lightning._compat import ensure_torchvision_importable
+
+ensure_torchvision_importable()
+
+import torch  # noqa: E402
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.distributed.device_mesh import DeviceMesh  # noqa: E402
+from torch.distributed.fsdp import fully_shard  # noqa: E402
+
+from ddm_lightning.config import IslandConfig  # noqa: E402
+from ddm_lightning.errors import UserError  # noqa: E402
+
+# fp32 weight, gradient, two AdamW moments and the EMA.
+BYTES_PER_PARAMETER = 20
+
+
+def resolve_accelerator(accelerator: str) -> str:
+    """``gpu`` or ``cpu`` for ``auto``; other names as they are."""
+    return ("gpu" if torch.cuda.is_available() else "cpu") if accelerator == "auto" else accelerator
+
+
+def choose_strategy(island: IslandConfig, num_parameters: int) -> tuple[Strategy | str, str]:
+    """Lightning's strategy for this island, and one line that says why.
+
+    Raises:
+        UserError: ``single`` with several devices.
+    """
+    devices, name = island.devices, island.strategy
+    if name == "single" and devices > 1:
+        raise UserError(f"key 'island.strategy' = 'single' uses one device, island.devices = {devices}; set one of them")
+    if devices == 1 and name in ("auto", "single"):
+        return "auto", "one device"
+    if name == "auto":
+        needed = BYTES_PER_PARAMETER * num_parameters
+        name = "ddp" if needed < 0.5 * _device_bytes(island) else "fsdp"
+        reason = f"weights, gradients, AdamW and EMA take {needed / 1e9:.1f} GB a device unsharded"
+    else:
+        reason = "asked for by island.strategy"
+    if name == "ddp":
+        return DDPStrategy(), f"DDP over {devices} devices: {reason}"
+    strategy = ModelParallelStrategy(
+        data_parallel_size=devices, tensor_parallel_size=1, save_distributed_checkpoint=False
+    )
+    return strategy, f"FSDP2 over {devices} devices: {reason}"
+
+
+def _device_bytes(island: IslandConfig) -> int:
+    if resolve_accelerator(island.accelerator) == "gpu":
+        return int(torch.cuda.get_device_properties(0).total_memory)
+    return 16 * 1024**3  # a CPU is for tests; its memory is shared by the ranks
+
+
+def compile_blocks(network: nn.Module) -> None:
+    """Compile each transformer block in place (regional compilation: one graph serves all blocks)."""
+    for block in getattr(network, "blocks", ()):
+        block.compile()
+
+
+def shard_blocks(network: nn.Module, mesh: DeviceMesh) -> None:
+    """Shard each block, then the rest (FSDP2), over ``mesh``."""
+    for block in getattr(network, "blocks", ()):
+        fully_shard(block, mesh=mesh)
+    fully_shard(network, mesh=mesh)

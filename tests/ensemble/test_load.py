@@ -1,0 +1,106 @@
+"""From a run folder to an ensemble that computes what the trained networks computed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from artifact_files import PARAMS, SHAPE, edit, make_meta, make_network, put, refused
+
+from ddm_lightning.artifacts import write_artifact, write_ensemble
+from ddm_lightning.ensemble import load_ensemble, load_member, load_single, sample
+from ddm_lightning.ensemble.ensemble import Ensemble
+from ddm_lightning.flow.condition import Condition, ConditionSpec
+from ddm_lightning.networks import ROUTERS
+
+PRIORS = [0.25, 0.75]
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """A run of two experts and a router, all different."""
+    folders = []
+    for seed, member in enumerate(["expert-0", "expert-1", "router"]):
+        meta = make_meta(member)
+        folders.append(tmp_path / "run" / member)
+        write_artifact(folders[-1], make_network(meta.role, seed).state_dict(), meta)
+    write_ensemble(tmp_path / "run", folders, PRIORS)
+    return tmp_path / "run"
+
+
+def inputs() -> tuple[torch.Tensor, torch.Tensor, Condition]:
+    generator = torch.Generator().manual_seed(0)
+    x_t, text = torch.randn(6, *SHAPE, generator=generator), torch.randn(6, 5, generator=generator)
+    return x_t, torch.linspace(0.1, 1, 6), Condition(text, torch.arange(6) % 3 > 0)
+
+
+@pytest.mark.parametrize("strategy", ["full", "top-1"])
+def test_the_loaded_ensemble_computes_what_was_trained(run_dir: Path, strategy: str) -> None:
+    loaded = load_ensemble(run_dir)
+    trained = Ensemble([make_network("expert", 0), make_network("expert", 1)], make_network("router", 2), PRIORS)
+    x_t, t, condition = inputs()
+    expected = trained.velocity(x_t, t, condition, strategy=strategy, guidance_scale=2.0)
+    got = loaded.ensemble.velocity(x_t, t, condition, strategy=strategy, guidance_scale=2.0)
+    assert torch.equal(got, expected) and got.abs().sum() > 0
+    assert loaded.ensemble.priors.tolist() == PRIORS
+    assert loaded.meta.member == "expert-0" and loaded.meta.timestep_shift == 1.5
+
+
+@pytest.mark.parametrize(("strategy", "solver"), [("top-1", "euler"), ("bayes", "ancestral")])
+def test_it_samples(run_dir: Path, strategy: str, solver: str) -> None:
+    loaded = load_ensemble(run_dir)
+    condition = Condition.of(torch.randn(3, loaded.meta.condition["size"]))
+    got = sample(
+        loaded.ensemble,
+        condition,
+        3,
+        loaded.meta.x_shape,
+        strategy=strategy,
+        solver=solver,
+        num_steps=4,
+        shift=loaded.meta.timestep_shift,
+        guidance_scale=2.0,
+        seed=0,
+        batch_size=2,
+    )
+    assert got.shape == (3, *SHAPE) and got.isfinite().all()
+
+
+def test_a_router_without_a_condition_is_given_none(run_dir: Path) -> None:
+    router = ROUTERS.build("router-dit", PARAMS, x_shape=SHAPE, condition=ConditionSpec("none", 0), num_clusters=2)
+    put_meta = make_meta("router")
+    put_meta.condition.update(kind="none", size=0)
+    write_artifact(run_dir / "router", router.state_dict(), put_meta)
+    write_ensemble(run_dir, [run_dir / member for member in ("expert-0", "expert-1", "router")], PRIORS)
+    assert load_ensemble(run_dir).ensemble.velocity(*inputs(), strategy="full").shape == (6, *SHAPE)
+
+
+def test_without_a_router(run_dir: Path) -> None:
+    write_ensemble(run_dir, [run_dir / "expert-0", run_dir / "expert-1"], PRIORS)
+    ensemble = load_ensemble(run_dir).ensemble
+    refused(lambda: ensemble.velocity(*inputs(), strategy="full"), "no router", "member=router", "bayes")
+
+
+@pytest.mark.parametrize("member", ["monolith", "expert-1"])
+def test_a_single_member_is_an_ensemble_of_itself(run_dir: Path, member: str) -> None:
+    if member == "monolith":
+        write_artifact(run_dir / member, make_network("monolith", 1).state_dict(), make_meta("monolith"))
+    loaded = load_single(run_dir / member)
+    x_t, t, condition = inputs()
+    expected = make_network("expert", 1).eval()(x_t, t, condition)
+    assert torch.equal(loaded.ensemble.velocity(x_t, t, condition, strategy="top-1"), expected)
+    assert torch.equal(load_member(run_dir / member).network(x_t, t, condition), expected)
+    assert loaded.meta.member == member
+
+
+def test_bad_folders_are_named(run_dir: Path) -> None:
+    refused(lambda: load_single(run_dir / "router"), run_dir / "router" / "member.json", "give an expert")
+    refused(lambda: load_member(run_dir / "expert-7"), run_dir / "expert-7" / "member.json", "is missing", "fetch")
+    refused(lambda: load_ensemble(run_dir.parent), run_dir.parent / "ensemble.json", "is missing", "fit")
+    weights = run_dir / "expert-1" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-8])
+    refused(lambda: load_ensemble(run_dir), weights, "SHA-256", "fetch this artifact again")
+    put(run_dir / "expert-1", "expert-1", network="dit")
+    edit(run_dir / "expert-1" / "member.json", network="unheard-of")
+    refused(lambda: load_member(run_dir / "expert-1"), run_dir / "expert-1" / "member.json", "unheard-of", "install")

@@ -1,0 +1,145 @@
+"""The sampler: every strategy and solver, noise that belongs to the picture, conditions that stay with their rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from ensemble_networks import Aimed, FixedRouter
+from torch import Tensor, nn
+
+from ddm_lightning.ensemble.ensemble import Ensemble
+from ddm_lightning.ensemble.sampler import sample
+from ddm_lightning.errors import UserError
+from ddm_lightning.flow.condition import Condition
+
+SHAPE = (2, 3, 3)
+WAYS = [
+    *((strategy, solver) for strategy in ("full", "top-1", "top-k") for solver in ("euler", "heun", "ancestral")),
+    ("bayes", "ancestral"),
+]
+
+
+class Linear(nn.Module):
+    """The exact expert of x_0 ~ N(mean, std²I)."""
+
+    prediction = "velocity"
+
+    def __init__(self, mean: float, std: float) -> None:
+        super().__init__()
+        self.mean, self.std = mean, std
+
+    def forward(self, x_t: Tensor, t: Tensor, _: Condition | None) -> Tensor:
+        time = t.reshape(-1, 1, 1, 1)
+        gain = 1 / ((1 - time) ** 2 * self.std**2 + time**2)
+        return (time - (1 - time) * self.std**2) * gain * (x_t - (1 - time) * self.mean) - self.mean
+
+
+class ByBrightness(nn.Module):
+    """A router that reads x_t: two clusters, bright and dark."""
+
+    def forward(self, x_t: Tensor, *_: Tensor | Condition | None) -> Tensor:
+        bright = 4 * x_t.mean((1, 2, 3))
+        return torch.stack([bright, -bright], dim=1)
+
+
+def two() -> Ensemble:
+    return Ensemble([Linear(1.0, 0.3), Linear(-1.0, 0.2)], ByBrightness(), [0.25, 0.75])
+
+
+def draw(ensemble: Ensemble, num: int = 7, condition: Condition | None = None, **changes: Any) -> Tensor:
+    options: dict[str, Any] = {"strategy": "full", "num_steps": 8, "shift": 1.5, "seed": 0, "batch_size": 64}
+    return sample(ensemble, condition, num, SHAPE, **{**options, **changes})
+
+
+@pytest.mark.parametrize(("strategy", "solver"), WAYS)
+def test_neither_batch_size_nor_number_changes_a_sample(strategy: str, solver: str) -> None:
+    whole = draw(two(), strategy=strategy, solver=solver)
+    assert whole.shape == (7, *SHAPE) and whole.dtype == torch.float32 and whole.isfinite().all()
+    for batch_size in (1, 3):
+        assert torch.allclose(draw(two(), strategy=strategy, solver=solver, batch_size=batch_size), whole, atol=1e-5)
+    assert torch.allclose(draw(two(), 4, strategy=strategy, solver=solver), whole[:4], atol=1e-5)
+    assert not torch.allclose(draw(two(), strategy=strategy, solver=solver, seed=1), whole, atol=1e-2)
+    assert len({round(row.sum().item(), 4) for row in whole}) == 7
+
+
+def test_every_way_starts_from_the_same_noise() -> None:
+    starts: list[Tensor] = []
+    for strategy, solver in WAYS:
+        expert = Aimed()
+        draw(Ensemble([expert], None, [1.0]), strategy=strategy, solver=solver)
+        assert expert.first is not None
+        starts.append(expert.first)
+    assert all(torch.equal(start, starts[0]) for start in starts)
+
+
+def test_the_ode_of_a_gaussian_is_solved() -> None:
+    # The flow keeps each sample's quantile: x_0 = mean + std·x_1, and x_1 is what an expert sees first.
+    expert = Aimed()
+    draw(Ensemble([expert], None, [1.0]))
+    assert expert.first is not None
+    got = draw(Ensemble([Linear(1.0, 0.3)], None, [1.0]), solver="heun", num_steps=100)
+    assert torch.allclose(got, 1.0 + 0.3 * expert.first, atol=2e-3)
+
+
+def test_the_shift_moves_the_times() -> None:
+    expert = Aimed()
+    draw(Ensemble([expert], None, [1.0]), num_steps=4, shift=3.0)
+    # s·t/(1 + (s-1)·t) at t = 1, 3/4, 1/2, 1/4.
+    assert sorted(expert.times) == pytest.approx([0.5, 0.75, 0.9, 1.0])
+
+
+@pytest.mark.parametrize(("strategy", "solver"), WAYS)
+@pytest.mark.parametrize("scale", [1.0, 2.0])
+def test_conditions_stay_with_their_rows(strategy: str, solver: str, scale: float) -> None:
+    values = torch.tensor([3.0, -1.0, 0.5, 7.0, 2.0])
+    condition = Condition(values[:, None], torch.tensor([True, True, True, False, True]))
+    ensemble = Ensemble([Aimed(1.0), Aimed(1.0)], ByBrightness(), [0.5, 0.5])
+    got = draw(ensemble, 5, condition, strategy=strategy, solver=solver, guidance_scale=scale, batch_size=2)
+    ends = scale * values * condition.keep
+    assert torch.allclose(got, ends.reshape(-1, 1, 1, 1).expand(-1, *SHAPE), atol=1e-4)
+
+
+def test_top_1_evaluates_one_expert_a_row_and_step() -> None:
+    ensemble = two()
+    draw(ensemble, strategy="top-1", batch_size=3)
+    assert ensemble.expert_rows == 7 * 8
+
+
+@pytest.mark.parametrize(("router_prior", "shares"), [(True, (0.9, 0.1)), (False, (0.25, 0.75))])
+def test_bayes_starts_from_the_router_or_the_priors(router_prior: bool, shares: tuple[float, float]) -> None:
+    router = FixedRouter([0.9, 0.1])
+    router.logits = router.logits.log()
+    condition = Condition.of(torch.ones(600, 1))
+    ensemble = Ensemble([Aimed(5.0), Aimed(-5.0)], router, [0.25, 0.75])
+    got = draw(
+        ensemble, 600, condition, strategy="bayes", solver="ancestral", router_prior=router_prior, batch_size=600
+    )
+    share = (got.mean((1, 2, 3)) > 0).float().mean().item()
+    assert share == pytest.approx(shares[0], abs=4 * (shares[0] * shares[1] / 600) ** 0.5)
+    assert len(router.conditions) == int(router_prior)  # one batch, asked once
+
+
+def test_bayes_needs_no_router() -> None:
+    ensemble = Ensemble([Linear(1.0, 0.3), Linear(-1.0, 0.2)], None, [0.25, 0.75])
+    got = draw(ensemble, 400, strategy="bayes", solver="ancestral")
+    assert (got.mean((1, 2, 3)) > 0).float().mean().item() == pytest.approx(0.25, abs=0.087)
+
+
+@pytest.mark.parametrize(("strategy", "solver"), WAYS)
+def test_progress_rises_to_the_number_of_samples(strategy: str, solver: str) -> None:
+    seen: list[float] = []
+    draw(two(), 5, strategy=strategy, solver=solver, batch_size=2, progress=seen.append)
+    assert seen[0] == 0 and seen[-1] == 5 and seen == sorted(seen) and len(set(seen)) == 3 * 8 + 1
+
+
+def test_refusals() -> None:
+    with pytest.raises(UserError, match=r"set sample\.solver=ancestral"):
+        draw(two(), strategy="bayes", solver="euler")
+    with pytest.raises(UserError, match=r"sample\.solver 'magic' is none of euler, heun, ancestral"):
+        draw(two(), solver="magic")
+    with pytest.raises(UserError, match=r"sample\.strategy 'magic' is none of"):
+        draw(two(), strategy="magic")
+    with pytest.raises(ValueError, match="3 conditions for 7 samples"):
+        draw(two(), condition=Condition.of(torch.ones(3, 1)))

@@ -1,0 +1,57 @@
+import dataclasses
+import json
+
+import pytest
+
+from ddm_lightning.errors import UserError
+from ddm_lightning.prepare.manifest import ClusterSamples, Manifest, manifest_path, shard_folder
+
+
+def manifest():
+    return Manifest(
+        source={"name": "blobs", "params": {"num_samples": 10}},
+        attribution="drawn by nobody",
+        image_encoder={"name": "pixels", "params": {}},
+        x_shape=(3, 8, 8),
+        normalisation={"scale": 1 / 127.5, "shift": 127.5},
+        caption_encoder=None,
+        text_size=0,
+        num_classes=4,
+        features={"name": "pooled-pixels", "params": {}},
+        num_samples=10,
+        clusters=(ClusterSamples(5, 1), ClusterSamples(3, 1)),
+        priors=(0.6, 0.4),
+        index_sha256={"cluster-0/train": "ab"},
+        partition_sha256="cd",
+        versions={"torch": "2"},
+    )
+
+
+def test_what_was_written_is_read(tmp_path):
+    manifest().write(tmp_path)
+    read = Manifest.read(tmp_path)
+    assert read == manifest()
+    assert read.num_clusters == 2 and read.format_version == 1
+    assert shard_folder(tmp_path, 1, "held-out") == tmp_path / "prepared" / "shards" / "cluster-1" / "held-out"
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (None, "is missing; run prepare first"),
+        ("not json", "cannot be read"),
+        ({"format_version": 99}, "format_version 99 is not 1"),
+        ({"surprise": 1}, "missing or unknown: surprise"),
+        ({"x_shape": [1, 2]}, "cannot be read"),
+        ({"clusters": [{"train": 1}]}, "cannot be read"),
+    ],
+)
+def test_a_manifest_that_cannot_be_read_is_one_line(tmp_path, change, problem):
+    path = manifest_path(tmp_path)
+    if change is not None:
+        path.parent.mkdir()
+        content = change if isinstance(change, str) else json.dumps({**dataclasses.asdict(manifest()), **change})
+        path.write_text(content)
+    with pytest.raises(UserError, match=problem) as refusal:
+        Manifest.read(tmp_path)
+    assert str(path) in str(refusal.value) and "\n" not in str(refusal.value)

@@ -1,0 +1,111 @@
+import re
+
+import numpy as np
+import pytest
+
+from ddm_lightning.errors import UserError
+from ddm_lightning.prepare import packages
+from ddm_lightning.prepare.registry import SOURCES
+
+
+def build(name, **params):
+    return SOURCES.build(name, params)
+
+
+@pytest.fixture(scope="module")
+def openmoji():
+    return build("openmoji", image_size=16)
+
+
+@pytest.fixture(scope="module")
+def by_caption(openmoji):
+    return {record.caption: record for record in openmoji}
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "size"), [("blobs", {"num_samples": 30}, 16), ("digits", {}, 8), ("openmoji", {"image_size": 16}, 16)]
+)
+def test_every_source_keeps_the_contract(name, params, size, openmoji):
+    source = openmoji if name == "openmoji" else build(name, **params)
+    records = list(source)
+    assert len(records) == len(source)
+    assert len({record.key for record in records}) == len(records), "keys are unique"
+    for record in records:
+        assert record.image.dtype == np.uint8 and record.image.shape == (size, size, 3)
+        assert record.caption and 0 <= record.label < source.num_classes
+    again = list(source)
+    assert [record.key for record in again] == [record.key for record in records]
+    np.testing.assert_array_equal(again[-1].image, records[-1].image)
+
+
+def test_openmoji_has_the_pictures_the_demo_asks_for(openmoji, by_caption):
+    assert 1850 <= len(openmoji) <= 1950
+    assert {"red apple", "flag: Japan", "flag: Scotland", "grinning face", "mechanic", "eight o'clock"} <= by_caption.keys()
+    assert not any("skin tone" in caption or ":" in caption.removeprefix("flag:") for caption in by_caption)
+    assert "CC BY-SA 4.0" in openmoji.attribution
+
+
+def test_openmoji_pictures_show_what_they_say(by_caption):
+    apple = by_caption["red apple"].image.astype(int)
+    red, green, blue = apple[4:12, 4:12].mean((0, 1))
+    assert red > green + 60 and red > blue + 60
+    face = by_caption["grinning face"].image.astype(int)
+    assert face[:, :, 0].mean() > face[:, :, 2].mean() + 40, "yellow"
+    japan = by_caption["flag: Japan"].image.astype(int)
+    assert japan[8, 8, 0] > japan[8, 8, 1] + 80, "a red disc in the middle"
+    assert (japan[0] > 240).all(), "the flag is centred on white"
+
+
+def test_digits_are_those_of_scikit_learn():
+    from sklearn.datasets import load_digits
+
+    reference = load_digits()
+    records = list(build("digits"))
+    assert [record.label for record in records] == reference.target.tolist()
+    assert records[4].caption == f"digit {['zero', 'one', 'two', 'three', 'four'][reference.target[4]]}"
+    pixels = np.stack([record.image for record in records])
+    np.testing.assert_allclose(pixels[..., 1] / 255 * 16, reference.images, atol=0.05)
+    assert (pixels == pixels[..., :1]).all()
+
+
+def test_blobs_show_their_caption_and_grow_by_appending():
+    few, many = list(build("blobs", num_samples=20, num_kinds=20)), list(build("blobs", num_samples=60, num_kinds=20))
+    for one, other in zip(few, many, strict=False):
+        np.testing.assert_array_equal(one.image, other.image)
+    channel = {"red": 0, "green": 1, "blue": 2}
+    seen = set()
+    for record in many:
+        colour, shape = record.caption.split()
+        seen.add(shape)
+        painted = record.image[(record.image.max(2) - record.image.min(2)) > 50].astype(int)
+        assert len(painted) >= 8
+        if colour in channel:
+            assert (painted.argmax(1) == channel[colour]).all()
+    assert seen == {"disc", "square", "cross", "ring"}
+    assert len({record.caption for record in build("blobs", num_samples=2000, num_kinds=20, image_size=4)}) == 20
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "problem"),
+    [
+        ("blobs", {"num_kinds": 21}, "num_kinds must be from 1 to 20"),
+        ("blobs", {"num_samples": 0}, "num_samples must be at least 1"),
+        ("openmoji", {"image_size": 4}, "image_size must be at least 8"),
+        ("openmoji", {"imagesize": 24}, "no parameter 'imagesize'"),
+        ("openemoji", {}, "unknown source 'openemoji'"),
+    ],
+)
+def test_bad_parameters_are_one_line(name, params, problem):
+    with pytest.raises(UserError, match=re.escape(problem)) as refusal:
+        build(name, **params)
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("name", ["openmoji", "digits"])
+def test_a_missing_package_names_the_command_that_installs_it(name, monkeypatch):
+    def nothing_installed(package):
+        raise packages.PackageNotFoundError(package)
+
+    monkeypatch.setattr(packages, "distribution", nothing_installed)
+    with pytest.raises(UserError, match=re.escape("pip install 'ddm_lightning[demo]'")):
+        build(name)
