@@ -44,8 +44,8 @@ TEST = [
     "pytest>=8",
     "beartype>=0.18",
     "hypothesis>=6",
-    "ruff>=0.8",
-    "mypy>=1.13",
+    "ruff>=0.17,<0.18",
+    "mypy>=2.4,<2.5",
     "import-linter>=2.1",
     "types-PyYAML",
 ]

@@ -1,0 +1,91 @@
+"""Every experiment file loads, says what it is, and names only plug-ins that exist or admits that they do not."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from ddm_lightning.config import Experiment, load_experiment
+from ddm_lightning.networks.registry import EXPERTS, ROUTERS
+from ddm_lightning.plugins import check_plugins
+from ddm_lightning.prepare.registry import CAPTION_ENCODERS, FEATURES, IMAGE_ENCODERS, SOURCES
+
+FOLDER = Path(__file__).parents[1] / "experiments"
+FILES = sorted(FOLDER.glob("*.yaml"))
+
+
+def header(path: Path) -> str:
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return "\n".join(lines[: next(index for index, line in enumerate(lines) if not line.startswith("#"))])
+
+
+def not_built_in(experiment: Experiment) -> set[str]:
+    prepare = experiment.prepare
+    named = [
+        (SOURCES, prepare.source),
+        (IMAGE_ENCODERS, prepare.image_encoder),
+        (CAPTION_ENCODERS, prepare.caption_encoder),
+        (FEATURES, prepare.features),
+        (EXPERTS, experiment.expert.network),
+        (ROUTERS, experiment.router.network),
+    ]
+    return {plugin.name for registry, plugin in named if plugin and plugin.name not in registry.names()}
+
+
+def test_the_files_are_there() -> None:
+    assert {path.stem for path in FILES} >= {"emoji_4x", "tiny_2x", "imagenet_8x", "laion_8x"}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_a_file_loads_under_its_own_name(path: Path) -> None:
+    experiment = load_experiment(path)
+    assert experiment.name == path.stem
+    assert experiment.run_dir == f"runs/{path.stem}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("word", ["What it does", "Hardware, time", "Expected", "Command"])
+def test_a_header_says_what_how_long_how_good_and_how(path: Path, word: str) -> None:
+    assert re.search(rf"^# {word}\s+\S", header(path), re.MULTILINE)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_a_header_holds_the_exact_command(path: Path) -> None:
+    assert f"python -m ddm_lightning fit -c experiments/{path.name}" in header(path)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_plug_ins_are_built_in_or_the_header_says_that_they_are_not(path: Path) -> None:
+    experiment = load_experiment(path)
+    absent = not_built_in(experiment)
+    if absent:
+        listed = re.search(r"^# Not built in yet\s+(.+?)\n# [A-Z]", header(path), re.MULTILINE | re.DOTALL)
+        assert listed is not None
+        names = set(re.findall(r"`([\w-]+)`", listed.group(1))) - {"config", "prepare", "fit"}
+        assert names == absent
+    else:
+        assert "Not built in yet" not in header(path)
+        check_plugins(experiment)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_the_data_folder_has_a_recipe_for_every_source(path: Path) -> None:
+    recipes = (FOLDER.parent / "data" / "README.md").read_text(encoding="utf-8")
+    assert f"experiments/{path.name}" in recipes
+    assert f"`{load_experiment(path).prepare.source.name}`" in recipes
+
+
+@pytest.mark.parametrize(("stem", "batch_of_an_expert"), [("imagenet_8x", 32), ("laion_8x", 128)])
+def test_the_papers_settings_are_the_papers(stem: str, batch_of_an_expert: int) -> None:
+    experiment = load_experiment(FOLDER / f"{stem}.yaml")
+    partition, train = experiment.prepare.partition, experiment.expert.train
+    assert partition.num_clusters == 8
+    assert (partition.num_fine_centroids, partition.fit_fraction) == (1024, 0.05)
+    assert train.global_batch_size // partition.num_clusters == batch_of_an_expert
+    assert train.max_steps == 800_000
+    size = {"width": 1152, "depth": 28, "num_heads": 16, "patch_size": 2}  # DiT-XL/2
+    assert experiment.expert.network.params == size
+    assert not experiment.router.conditional
+    assert experiment.sample.strategy == "top-1"
