@@ -92,7 +92,7 @@ def filter_chain(
         raise ValueError(f"{initial.shape[-1]} initial weights for {num_clusters} experts")
     steps = intervals(times)
     rows = torch.arange(len(x_1), device=x_1.device)
-    # Logarithms in float64: a log-likelihood ratio of 10⁴ pixels overflows exp and drowns in float32.
+    # Logarithms, because likelihoods of many pixels underflow; float64, because their ratio is a small difference.
     log_weights = _pruned(initial.to(x_1.device, torch.float64).log().expand(len(x_1), num_clusters))
     history: list[Tensor] = []
     num_evaluated = 0
@@ -116,7 +116,7 @@ def filter_chain(
         x_s = means[rows, drawn]
         if s > 0:
             x_s = x_s + (variance.sqrt() * noise(i)).to(x_s.dtype)
-            squares = (x_s[:, None] - means).flatten(2).double().square().sum(dim=2)
+            squares = (x_s[:, None] - means).flatten(2).square().sum(dim=2, dtype=torch.float64)
             log_weights = _pruned(log_weights - squares / (2 * variance))
         x_t = x_s
     return BayesSamples(x_t, torch.stack(history), num_evaluated / (len(x_1) * len(steps)))

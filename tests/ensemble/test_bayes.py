@@ -207,3 +207,21 @@ def test_experts_that_disagree_over_many_pixels_stay_finite() -> None:
     ends = got.x_0.mean((1, 2, 3))
     assert torch.allclose(got.x_0, ends.round().reshape(-1, 1, 1, 1).expand_as(got.x_0), atol=1e-4)
     assert set(ends.round().tolist()) == {-3.0, 0.0, 3.0}
+
+
+def test_float32_states_lose_no_weight() -> None:
+    # Two experts that hardly differ over 2⁸ · 2⁸ latents: their likelihoods' ratio is a difference of large sums.
+    generator = torch.Generator().manual_seed(0)
+    x_1, noise, aim, step = (torch.randn(8, 4, 256, 256, generator=generator) for _ in range(4))
+    aims = [aim, aim + 4e-3 * step]
+
+    def run_in(dtype: torch.dtype) -> Tensor:
+        experts: list[VelocityField] = [lambda x_t, t, a=a: (x_t - a.to(x_t)) / t[0] for a in aims]  # type: ignore[misc]
+        start, drift = x_1.to(dtype), noise.to(dtype)
+        ways = {"noise": lambda _: drift, "uniform": lambda _: torch.full((8,), 0.5)}
+        priors = torch.tensor([0.5, 0.5])
+        return sample_bayes(experts, start, torch.tensor([1.0, 0.5, 0.0]), initial=priors, **ways).weights[1]
+
+    single, double = run_in(torch.float32), run_in(torch.float64)
+    assert ((double > 0.2) & (double < 0.8)).any()
+    assert torch.allclose(single, double, atol=2e-4)
