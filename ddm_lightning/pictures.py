@@ -20,7 +20,7 @@ Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
 
 
 def labelled_grid(
-    rows: Sequence[tuple[str, Sequence[UInt8[np.ndarray, "h w c"]]]],
+    rows: Sequence[tuple[str, Sequence[UInt8[np.ndarray, "h w 3"]]]],
     scale: int = 3,
     title: str = "",
     *,
@@ -31,7 +31,7 @@ def labelled_grid(
     """Rows of pictures with a label on the left of each.
 
     Args:
-        rows: label and pictures; all pictures of one size, with 3 channels. A row may have fewer than others.
+        rows: label and pictures; all pictures of one size. A row may have fewer than others.
         scale: enlargement.
         title: line above the grid.
         columns: labels above the columns.
@@ -42,7 +42,7 @@ def labelled_grid(
         ValueError: no picture at all, or pictures of different sizes.
     """
     shapes = {picture.shape for _, pictures in rows for picture in pictures}
-    if len(shapes) != 1 or {len(shape) for shape in shapes} != {3}:
+    if len(shapes) != 1 or any(len(shape) != 3 or shape[2] != 3 for shape in shapes):
         raise ValueError(f"a grid needs pictures [h w 3] of one size; got shapes {sorted(shapes)}")
     height, width, _ = shapes.pop()
     cell_height, cell_width = height * scale, width * scale

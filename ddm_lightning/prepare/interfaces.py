@@ -8,7 +8,7 @@ are loaded on first use. ``packages`` names the distributions whose version shap
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Float, Shaped, UInt8
@@ -17,6 +17,7 @@ from torch import Tensor
 from ddm_lightning.prepare.records import Record
 
 
+@runtime_checkable
 class Source(Protocol):
     """A data set of pictures of one size."""
 
@@ -35,6 +36,7 @@ class Source(Protocol):
         ...
 
 
+@runtime_checkable
 class ImageEncoder(Protocol):
     """What turns pictures into the tensors that the experts model, and back.
 
@@ -61,6 +63,7 @@ class ImageEncoder(Protocol):
         ...
 
 
+@runtime_checkable
 class CaptionEncoder(Protocol):
     """What turns a caption into one vector of unit variance per entry: L2 norm sqrt(size)."""
 
@@ -72,6 +75,7 @@ class CaptionEncoder(Protocol):
         ...
 
 
+@runtime_checkable
 class Features(Protocol):
     """What turns a picture into the vector by which it is clustered."""
 

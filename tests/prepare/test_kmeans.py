@@ -29,7 +29,9 @@ def test_squared_distances_agree_with_cdist():
     torch.testing.assert_close(squared_distances(x, centroids), torch.cdist(x, centroids).square())
 
 
-@pytest.mark.parametrize(("num", "num_clusters", "seed"), [(40, 4, 0), (60, 6, 1), (200, 20, 2), (24, 24, 3), (300, 6, 4)])
+@pytest.mark.parametrize(
+    ("num", "num_clusters", "seed"), [(40, 4, 0), (60, 6, 1), (200, 20, 2), (24, 24, 3), (300, 6, 4)]
+)
 def test_equal_clusters_cost_what_the_hungarian_method_pays(num, num_clusters, seed):
     x = cloud(num, 3, seed)
     centroids = 0.5 * torch.randn(num_clusters, 3, generator=generator(seed + 100), dtype=torch.float64)
@@ -95,9 +97,7 @@ def test_a_limit_that_does_not_bind_leaves_the_nearest_cluster():
 @pytest.mark.parametrize(("num_clusters", "dims"), [(3, 2), (8, 16)])
 def test_without_a_limit_inertia_matches_scikit_learn(num_clusters, dims):
     x = torch.randn(600, dims, generator=generator(5), dtype=torch.float64) + 100
-    centroids, assignment = balanced_kmeans(
-        x, num_clusters, generator=generator(), num_iterations=100, num_restarts=10
-    )
+    centroids, assignment = balanced_kmeans(x, num_clusters, generator=generator(), num_iterations=100, num_restarts=10)
     reference = KMeans(num_clusters, n_init=10, random_state=0).fit(x.numpy()).inertia_
     assert inertia(x, centroids, assignment) == pytest.approx(reference, rel=0.02)
     torch.testing.assert_close(centroids[2], x[assignment == 2].mean(0))
@@ -145,7 +145,8 @@ def test_fewer_distinct_samples_than_clusters_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("total", "num_clusters", "ratio", "expected"), [(100, 4, 1.05, 26), (10, 4, 1.05, 3), (10, 5, 1.0, 2), (7, 2, 9.0, 31)]
+    ("total", "num_clusters", "ratio", "expected"),
+    [(100, 4, 1.05, 26), (10, 4, 1.05, 3), (10, 5, 1.0, 2), (7, 2, 9.0, 31)],
 )
 def test_capacity_counts_whole_samples(total, num_clusters, ratio, expected):
     assert capacity(total, num_clusters, ratio) == expected

@@ -23,7 +23,8 @@ def by_caption(openmoji):
 
 
 @pytest.mark.parametrize(
-    ("name", "params", "size"), [("blobs", {"num_samples": 30}, 16), ("digits", {}, 8), ("openmoji", {"image_size": 16}, 16)]
+    ("name", "params", "size"),
+    [("blobs", {"num_samples": 30}, 16), ("digits", {}, 8), ("openmoji", {"image_size": 16}, 16)],
 )
 def test_every_source_keeps_the_contract(name, params, size, openmoji):
     source = openmoji if name == "openmoji" else build(name, **params)
@@ -40,7 +41,14 @@ def test_every_source_keeps_the_contract(name, params, size, openmoji):
 
 def test_openmoji_has_the_pictures_the_demo_asks_for(openmoji, by_caption):
     assert 1850 <= len(openmoji) <= 1950
-    assert {"red apple", "flag: Japan", "flag: Scotland", "grinning face", "mechanic", "eight o'clock"} <= by_caption.keys()
+    assert {
+        "red apple",
+        "flag: Japan",
+        "flag: Scotland",
+        "grinning face",
+        "mechanic",
+        "eight o'clock",
+    } <= by_caption.keys()
     assert not any("skin tone" in caption or ":" in caption.removeprefix("flag:") for caption in by_caption)
     assert "CC BY-SA 4.0" in openmoji.attribution
 

@@ -74,7 +74,12 @@ def test_compressed_shards_may_lie_packed_or_unpacked(tmp_path):
 
 @pytest.mark.parametrize(
     ("content", "problem"),
-    [(None, "missing"), ("{", "cannot be read"), ("[]", "no index of MDS shards"), ('{"shards": [{}]}', "no index of MDS")],
+    [
+        (None, "missing"),
+        ("{", "cannot be read"),
+        ("[]", "no index of MDS shards"),
+        ('{"shards": [{}]}', "no index of MDS"),
+    ],
 )
 def test_an_index_that_is_none_is_named(folder, content, problem):
     index = folder / "index.json"
