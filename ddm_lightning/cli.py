@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -30,13 +29,16 @@ def build_parser() -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=text, description=text)
         command.add_argument("-c", "--config", required=True, metavar="FILE", help="experiment file (see experiments/)")
         command.add_argument(
-            "overrides", nargs="*", metavar="key=value", help="settings that win over the file, such as island.devices=8"
+            "overrides",
+            nargs="*",
+            metavar="key=value",
+            help="settings that win over the file: island.devices=8",
         )
         return command
 
     add("prepare", "Cluster the data set and write one folder of shards a cluster.")
     fit = add("fit", "Train the members (member=expert-3 or member=all, the default) and assemble the ensemble.")
-    fit.add_argument("--jobs", type=int, default=None, help="members trained at the same time (default: what fits here)")
+    fit.add_argument("--jobs", type=int, default=None, help="members trained at once (default: what fits here)")
     sample = add("sample", "Draw pictures from the ensemble.")
     sample.add_argument("--prompt", action="append", default=None, help="what to draw; may be repeated, a row each")
     sample.add_argument("--strategy", default=None, help="full, top-1, top-k or bayes")
@@ -104,9 +106,17 @@ def _prepared(experiment: Experiment) -> RunFolder:
 
     check_plugins(experiment)
     run = open_run(experiment, create=True)
+    _limit_threads(experiment)
     with RichReporter() as reporter:
         prepare(experiment, run.root, reporter)
     return run
+
+
+def _limit_threads(experiment: Experiment) -> None:
+    """As the members do: on a shared machine more threads than quiet cores are slower than one."""
+    import torch
+
+    torch.set_num_threads(experiment.island.num_threads)
 
 
 def _fit(options: argparse.Namespace) -> int:
@@ -172,19 +182,17 @@ def _fit_several(members: list[str], experiment: Experiment, options: argparse.N
         if (run.prepared / "clusters.png").exists():
             print(f"clusters: {run.prepared / 'clusters.png'}")
         print(f"next: python -m ddm_lightning sample -c {options.config} --prompt …")
-    print(f"curves: tensorboard --logdir {os.path.dirname(run.root) or run.root}")
+    print(f"curves: tensorboard --logdir {run.root}")
     return 0
 
 
 def _draw(experiment: Experiment, run: RunFolder, prompts: Sequence[str], out: str | None) -> str:
-    import torch
-
     from ddm_lightning.ensemble.load import load_ensemble
     from ddm_lightning.evaluation.samples import row_conditions, save_sample_grid
     from ddm_lightning.evaluation.samples import sample_grid as draw
     from ddm_lightning.prepare.manifest import Manifest
 
-    torch.set_num_threads(max(1, experiment.island.num_threads))
+    _limit_threads(experiment)
     rows = row_conditions(prompts, experiment, Manifest.read(run.root))
     image = draw(load_ensemble(run.root), experiment, rows, experiment.sample)
     return str(save_sample_grid(image, run.samples, experiment.sample.strategy, out))

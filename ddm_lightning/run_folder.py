@@ -77,7 +77,9 @@ def open_run(experiment: Experiment, *, create: bool) -> RunFolder:
     try:
         old = yaml.safe_load(run.experiment.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{run.experiment}: cannot be read ({str(error).splitlines()[0]}); restore or delete it") from None
+        raise UserError(
+            f"{run.experiment}: cannot be read ({str(error).splitlines()[0]}); restore or delete it"
+        ) from None
     changed = changed_keys(old if isinstance(old, dict) else {}, new)
     if changed:
         raise UserError(

@@ -36,7 +36,9 @@ def prompt_condition(prompts: Sequence[str], experiment: Experiment) -> Conditio
     return Condition.of(torch.from_numpy(encoder.encode(list(prompts))))
 
 
-def row_conditions(prompts: Sequence[str], experiment: Experiment, manifest: Manifest) -> list[tuple[str, Condition | None]]:
+def row_conditions(
+    prompts: Sequence[str], experiment: Experiment, manifest: Manifest
+) -> list[tuple[str, Condition | None]]:
     """The rows of a sample grid: the prompts, or every class, or one unconditional row."""
     kind = experiment.condition.kind
     if kind == "text" and prompts:

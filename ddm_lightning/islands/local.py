@@ -80,7 +80,7 @@ def fit_members(
     running: list[_Child] = []
     failures: dict[str, str] = {}
 
-    def interrupt(number: int, frame: FrameType | None) -> None:
+    def interrupt(_number: int, _frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
     previous = signal.signal(signal.SIGTERM, interrupt)
@@ -120,7 +120,12 @@ def _start(member: str, slot: int, experiment: Experiment, run: RunFolder) -> _C
     with log.open("ab") as stream:
         # A session of its own: a Ctrl-C in the terminal reaches the parent alone, which stops them in order.
         process = subprocess.Popen(
-            command, stdout=stream, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environment, start_new_session=True
+            command,
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            env=environment,
+            start_new_session=True,
         )
     return _Child(member, process, slot, log)
 

@@ -8,8 +8,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ddm_lightning.loading.streaming import open_streams, set_rank_environment  # isort: skip (its shim goes first)
-
 import lightning as L
 import numpy as np
 import torch
@@ -17,6 +15,7 @@ from streaming import StreamingDataLoader
 from torch import Tensor
 
 from ddm_lightning.errors import UserError
+from ddm_lightning.loading.streaming import SafeStreamingDataset, open_streams, set_rank_environment
 from ddm_lightning.prepare.manifest import HELD_OUT, TRAIN
 from ddm_lightning.prepare.verify import verify_shards
 
@@ -97,9 +96,11 @@ class ClusterDataModule(L.LightningDataModule):
             UserError: the clusters hold fewer samples than one batch.
         """
         loader = self._loader(TRAIN, self.clusters, shuffle=True)
-        if len(loader.dataset) < self._rank_batch_size():
+        dataset = loader.dataset
+        assert isinstance(dataset, SafeStreamingDataset)
+        if dataset.size < self.batch_size:
             raise UserError(
-                f"{self.shards}: clusters {self.clusters} hold {loader.dataset.size} training samples, fewer than the "
+                f"{self.shards}: clusters {self.clusters} hold {dataset.size} training samples, fewer than the "
                 f"{self.batch_size} of one step; lower global_batch_size or num_clusters"
             )
         return loader

@@ -13,13 +13,9 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from ddm_lightning._compat import ensure_torchvision_importable
-
-ensure_torchvision_importable()
-
-from filelock import FileLock  # noqa: E402
-from streaming import Stream, StreamingDataset  # noqa: E402
-from streaming.base.dataset import _ShardState  # noqa: E402
+from filelock import FileLock
+from streaming import Stream, StreamingDataset
+from streaming.base.dataset import _ShardState
 
 # Locks, threads and iterators of the parent process are useless, some deadly, after a fork.
 _PER_PROCESS = ("_cache_filelock", "_executor", "_event", "_iterator", "_errors")
@@ -54,11 +50,7 @@ class SafeStreamingDataset(StreamingDataset):
     def prepare_shard(self, shard_id: int, blocking: bool = True) -> None:
         """Make a shard present on local disk (base class), without a lock once it was seen there."""
         self._forget_parent()
-        if (
-            shard_id in self._seen_local
-            and not self.cache_limit
-            and self._shard_states[shard_id] == _ShardState.LOCAL
-        ):
+        if shard_id in self._seen_local and not self.cache_limit and self._shard_states[shard_id] == _ShardState.LOCAL:
             return
         try:
             super().prepare_shard(shard_id, blocking)

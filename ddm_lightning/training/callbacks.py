@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from ddm_lightning._compat import ensure_torchvision_importable
+import signal
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Any
 
-ensure_torchvision_importable()
+import lightning as L
+import torch
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor
 
-import signal  # noqa: E402
-import time  # noqa: E402
-from pathlib import Path  # noqa: E402
-from types import FrameType  # noqa: E402
-from typing import Any  # noqa: E402
-
-import lightning as L  # noqa: E402
-import torch  # noqa: E402
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn  # noqa: E402
-from torch import Tensor  # noqa: E402
-
-from ddm_lightning.training.module import MemberModule  # noqa: E402
-from ddm_lightning.training.status import MemberStatus  # noqa: E402
+from ddm_lightning.training.module import MemberModule
+from ddm_lightning.training.status import MemberStatus
 
 
 def progress_columns() -> tuple[Any, ...]:
@@ -122,7 +118,9 @@ class DisjointRanks(L.Callback):
         if trainer.world_size == 1 or getattr(self, "_checked", False):
             return
         self._checked = True
-        ids = module.all_gather(batch["sample_id"]).flatten()
+        gathered = module.all_gather(batch["sample_id"])
+        assert isinstance(gathered, Tensor)
+        ids = gathered.flatten()
         if len(torch.unique(ids)) != len(ids):
             raise RuntimeError("ranks stream the same samples: RANK and LOCAL_WORLD_SIZE did not reach Streaming")
 
@@ -152,7 +150,7 @@ class StopOnRequest(L.Callback):
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Take the two signals over from Lightning while training runs."""
 
-        def request(number: int, frame: FrameType | None) -> None:
+        def request(_number: int, _frame: FrameType | None) -> None:
             self.requested = True
 
         for number in (signal.SIGTERM, signal.SIGINT):

@@ -7,15 +7,11 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-from ddm_lightning._compat import ensure_torchvision_importable
+import torch
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.pytorch.callbacks import ModelCheckpoint
 
-ensure_torchvision_importable()
-
-import torch  # noqa: E402
-from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO  # noqa: E402
-from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
-
-from ddm_lightning.files import atomic_write  # noqa: E402
+from ddm_lightning.files import atomic_write
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -60,7 +56,7 @@ def newest_checkpoint(folder: Path) -> tuple[Path | None, list[str]]:
         Its path (None when there is none) and a line for each damaged one that was passed over; those are
         renamed to ``*.damaged``, so that a rolling save never counts them.
     """
-    lines = []
+    lines: list[str] = []
     for path in sorted(folder.glob("step-*.ckpt"), reverse=True):
         problem = _damage(path)
         if problem is None:

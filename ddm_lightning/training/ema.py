@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -32,7 +33,7 @@ def track_ema(optimizer: Optimizer, decay: float) -> None:
     for group in optimizer.param_groups:
         group.setdefault(STEPS, 0)
 
-    def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def after_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         for group in optimizer.param_groups:
             steps = group[STEPS]
             averages, values = [], []
@@ -68,19 +69,22 @@ def gathered_ema(module: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
     }
 
 
+def _reshard(module: nn.Module) -> None:
+    """Shard again what a forward pass without a backward pass left gathered, in plain tensors (FSDP2)."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
+
+
 @contextmanager
 def ema_weights(module: nn.Module, optimizer: Optimizer) -> Iterator[None]:
     """Within the block ``module`` carries its averaged weights; afterwards its own, bit for bit."""
-    for part in module.modules():
-        if hasattr(part, "reshard"):
-            part.reshard()  # FSDP2 leaves gathered plain tensors behind a forward without a backward
+    _reshard(module)
     averages = ema_tensors(module, optimizer)
     own = {name: _local(parameter.detach()).clone() for name, parameter in module.named_parameters()}
 
     def load(values: dict[str, Tensor]) -> None:
-        for part in module.modules():
-            if hasattr(part, "reshard"):
-                part.reshard()
+        _reshard(module)
         with torch.no_grad():
             for name, parameter in module.named_parameters():
                 _local(parameter.detach()).copy_(_local(values[name]))

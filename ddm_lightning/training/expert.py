@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from ddm_lightning.training.module import NUM_VALIDATION_TIMESTEPS, MemberModule, Noised  # isort: skip (shim)
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from ddm_lightning.flow.prediction import training_target
+from ddm_lightning.training.module import NUM_VALIDATION_TIMESTEPS, MemberModule, Noised
 
 
 class ExpertModule(MemberModule):

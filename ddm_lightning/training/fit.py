@@ -2,41 +2,37 @@
 
 from __future__ import annotations
 
-from ddm_lightning._compat import ensure_torchvision_importable
+import logging
+import os
+import warnings
+from typing import Any
 
-ensure_torchvision_importable()
+import lightning as L
+import torch
+from filelock import FileLock, Timeout
+from lightning.pytorch.loggers import TensorBoardLogger
+from rich.console import Console
+from torch import nn
 
-import logging  # noqa: E402
-import os  # noqa: E402
-import warnings  # noqa: E402
-from typing import Any  # noqa: E402
-
-import lightning as L  # noqa: E402
-import torch  # noqa: E402
-from filelock import FileLock, Timeout  # noqa: E402
-from lightning.pytorch.loggers import TensorBoardLogger  # noqa: E402
-from rich.console import Console  # noqa: E402
-from torch import nn  # noqa: E402
-
-from ddm_lightning import artifacts  # noqa: E402
-from ddm_lightning.config import Experiment, to_dict  # noqa: E402
-from ddm_lightning.errors import UserError  # noqa: E402
-from ddm_lightning.flow.condition import ConditionSpec  # noqa: E402
-from ddm_lightning.flow.randomness import keyed_generator  # noqa: E402
-from ddm_lightning.loading.datamodule import ClusterDataModule  # noqa: E402
-from ddm_lightning.members import ROUTER, batch_size_of, clusters_of, config_of, role_of  # noqa: E402
-from ddm_lightning.networks.registry import EXPERTS, ROUTERS  # noqa: E402
-from ddm_lightning.prepare.manifest import Manifest  # noqa: E402
-from ddm_lightning.run_folder import RunFolder  # noqa: E402
-from ddm_lightning.training.callbacks import DisjointRanks, Reporter, SampleLog, StopOnRequest  # noqa: E402
-from ddm_lightning.training.checkpoints import AtomicCheckpointIO, newest_checkpoint, rolling_checkpoints  # noqa: E402
-from ddm_lightning.training.ema import gathered_ema  # noqa: E402
-from ddm_lightning.training.expert import ExpertModule  # noqa: E402
-from ddm_lightning.training.module import MemberModule, MemberSpec  # noqa: E402
-from ddm_lightning.training.pictures import PictureLogger  # noqa: E402
-from ddm_lightning.training.router import RouterModule  # noqa: E402
-from ddm_lightning.training.status import MemberStatus  # noqa: E402
-from ddm_lightning.training.strategy import choose_strategy, resolve_accelerator  # noqa: E402
+from ddm_lightning import artifacts
+from ddm_lightning.config import Experiment, to_dict
+from ddm_lightning.errors import UserError
+from ddm_lightning.flow.condition import ConditionSpec
+from ddm_lightning.flow.randomness import keyed_generator
+from ddm_lightning.loading.datamodule import ClusterDataModule
+from ddm_lightning.members import ROUTER, batch_size_of, clusters_of, config_of, role_of
+from ddm_lightning.networks.registry import EXPERTS, ROUTERS
+from ddm_lightning.prepare.manifest import Manifest
+from ddm_lightning.run_folder import RunFolder
+from ddm_lightning.training.callbacks import DisjointRanks, Reporter, SampleLog, StopOnRequest
+from ddm_lightning.training.checkpoints import AtomicCheckpointIO, newest_checkpoint, rolling_checkpoints
+from ddm_lightning.training.ema import gathered_ema
+from ddm_lightning.training.expert import ExpertModule
+from ddm_lightning.training.module import MemberModule, MemberSpec
+from ddm_lightning.training.pictures import PictureLogger
+from ddm_lightning.training.router import RouterModule
+from ddm_lightning.training.status import MemberStatus
+from ddm_lightning.training.strategy import choose_strategy, resolve_accelerator
 
 
 def condition_spec(experiment: Experiment, manifest: Manifest) -> ConditionSpec:
@@ -208,7 +204,9 @@ def _fit_locked(
         val_check_interval=island.validate_every_n_steps,
         check_val_every_n_epoch=None,
         num_sanity_val_steps=0,
-        logger=TensorBoardLogger(folder, name="", version="tensorboard", purge_step=resumed_step + 1 if resume else None),
+        logger=TensorBoardLogger(
+            folder, name="", version="tensorboard", purge_step=resumed_step + 1 if resume else None
+        ),
         callbacks=callbacks,
         plugins=[AtomicCheckpointIO()],
         log_every_n_steps=island.log_every_n_steps,
@@ -264,4 +262,3 @@ def _hand_over(
         metrics=status.metrics,
     )
     artifacts.write_artifact(run.artifact(member), weights, meta)
-

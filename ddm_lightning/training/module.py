@@ -5,25 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ddm_lightning._compat import ensure_torchvision_importable
+import lightning as L
+import torch
+from jaxtyping import Float
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import Tensor, nn
 
-ensure_torchvision_importable()
-
-import lightning as L  # noqa: E402
-import torch  # noqa: E402
-from jaxtyping import Float  # noqa: E402
-from lightning.pytorch.strategies import ModelParallelStrategy  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
-
-from ddm_lightning.config import TimestepsConfig, TrainConfig  # noqa: E402
-from ddm_lightning.flow.condition import Condition, ConditionSpec  # noqa: E402
-from ddm_lightning.flow.path import interpolate  # noqa: E402
-from ddm_lightning.flow.randomness import keyed_generator  # noqa: E402
-from ddm_lightning.flow.timesteps import sample_timesteps, stratified_timesteps  # noqa: E402
-from ddm_lightning.networks.attention import set_attention  # noqa: E402
-from ddm_lightning.training.ema import ema_weights, track_ema  # noqa: E402
-from ddm_lightning.training.optimizer import build_optimizer, build_schedule  # noqa: E402
-from ddm_lightning.training.strategy import compile_blocks, shard_blocks  # noqa: E402
+from ddm_lightning.config import TimestepsConfig, TrainConfig
+from ddm_lightning.flow.condition import Condition, ConditionSpec
+from ddm_lightning.flow.path import interpolate
+from ddm_lightning.flow.randomness import keyed_generator
+from ddm_lightning.flow.timesteps import sample_timesteps, stratified_timesteps
+from ddm_lightning.networks.attention import set_attention
+from ddm_lightning.training.ema import ema_weights, track_ema
+from ddm_lightning.training.optimizer import build_optimizer, build_schedule
+from ddm_lightning.training.strategy import compile_blocks, shard_blocks
 
 NUM_VALIDATION_TIMESTEPS = 8
 
@@ -93,7 +89,9 @@ class MemberModule(L.LightningModule):
         if self.spec.compile:
             compile_blocks(self.network)
         if self._trainer is not None and isinstance(self.trainer.strategy, ModelParallelStrategy):
-            shard_blocks(self.network, self.device_mesh["data_parallel"])
+            mesh = self.device_mesh
+            assert mesh is not None  # ModelParallelStrategy makes it
+            shard_blocks(self.network, mesh["data_parallel"])
 
     def configure_optimizers(self) -> Any:
         """AdamW with EMA in its state, and the learning-rate schedule."""
@@ -119,6 +117,9 @@ class MemberModule(L.LightningModule):
         x_0 = self.normalised(batch)
         config, device = self.spec.timesteps, x_0.device
         generator = self._generator("noise", device)
+        if self.spec.train.horizontal_flip:
+            flipped = torch.rand(len(x_0), generator=generator, device=device) < 0.5
+            x_0 = torch.where(flipped[:, None, None, None], x_0.flip(-1), x_0)
         t = sample_timesteps(
             len(x_0), config.density, config.mean, config.std, config.shift, generator=generator, device=device
         )

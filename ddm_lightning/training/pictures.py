@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-from ddm_lightning._compat import ensure_torchvision_importable
+from typing import Any
 
-ensure_torchvision_importable()
+import lightning as L
+import numpy as np
+import torch
+from jaxtyping import Float
+from lightning.pytorch.loggers import TensorBoardLogger
+from matplotlib.figure import Figure
+from torch import Tensor
 
-from typing import Any  # noqa: E402
-
-import lightning as L  # noqa: E402
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-from jaxtyping import Float  # noqa: E402
-from lightning.pytorch.loggers import TensorBoardLogger  # noqa: E402
-from matplotlib.figure import Figure  # noqa: E402
-from torch import Tensor  # noqa: E402
-
-from ddm_lightning.config import Experiment  # noqa: E402
-from ddm_lightning.flow.field import VelocityField  # noqa: E402
-from ddm_lightning.flow.prediction import to_velocity  # noqa: E402
-from ddm_lightning.flow.randomness import keyed_generator  # noqa: E402
-from ddm_lightning.flow.solvers import integrate  # noqa: E402
-from ddm_lightning.flow.timesteps import sampling_times  # noqa: E402
-from ddm_lightning.pictures import labelled_grid  # noqa: E402
-from ddm_lightning.prepare.registry import IMAGE_ENCODERS  # noqa: E402
-from ddm_lightning.training.module import MemberModule  # noqa: E402
-from ddm_lightning.training.router import RouterModule  # noqa: E402
+from ddm_lightning.config import Experiment
+from ddm_lightning.flow.field import VelocityField
+from ddm_lightning.flow.prediction import to_velocity
+from ddm_lightning.flow.randomness import keyed_generator
+from ddm_lightning.flow.solvers import integrate
+from ddm_lightning.flow.timesteps import sampling_times
+from ddm_lightning.pictures import labelled_grid
+from ddm_lightning.prepare.registry import IMAGE_ENCODERS
+from ddm_lightning.training.module import MemberModule
+from ddm_lightning.training.router import RouterModule
 
 NUM_COLUMNS = 8
 
@@ -101,6 +97,8 @@ def routing_heat_map(confusion: Float[Tensor, "t k k"]) -> Figure:
         for row in range(num_clusters):
             for column in range(num_clusters):
                 share = float(rows[row, column])
-                axis.text(column, row, f"{share:.2f}", ha="center", va="center", fontsize=6, color="w" if share < 0.6 else "k")
+                axis.text(
+                    column, row, f"{share:.2f}", ha="center", va="center", fontsize=6, color="w" if share < 0.6 else "k"
+                )
     figure.get_axes()[0].set_ylabel("true cluster", fontsize=8)
     return figure

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from ddm_lightning.training.module import NUM_VALIDATION_TIMESTEPS, MemberModule  # isort: skip (shim)
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from ddm_lightning.training.module import NUM_VALIDATION_TIMESTEPS, MemberModule
 
 
 class RouterModule(MemberModule):

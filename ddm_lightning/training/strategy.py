@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from ddm_lightning._compat import ensure_torchvision_importable
+import torch
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 
-ensure_torchvision_importable()
-
-import torch  # noqa: E402
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy  # noqa: E402
-from torch import nn  # noqa: E402
-from torch.distributed.device_mesh import DeviceMesh  # noqa: E402
-from torch.distributed.fsdp import fully_shard  # noqa: E402
-
-from ddm_lightning.config import IslandConfig  # noqa: E402
-from ddm_lightning.errors import UserError  # noqa: E402
+from ddm_lightning.config import IslandConfig
+from ddm_lightning.errors import UserError
 
 # fp32 weight, gradient, two AdamW moments and the EMA.
 BYTES_PER_PARAMETER = 20
@@ -32,7 +28,9 @@ def choose_strategy(island: IslandConfig, num_parameters: int) -> tuple[Strategy
     """
     devices, name = island.devices, island.strategy
     if name == "single" and devices > 1:
-        raise UserError(f"key 'island.strategy' = 'single' uses one device, island.devices = {devices}; set one of them")
+        raise UserError(
+            f"key 'island.strategy' = 'single' uses one device, island.devices = {devices}; set one of them"
+        )
     if devices == 1 and name in ("auto", "single"):
         return "auto", "one device"
     if name == "auto":
