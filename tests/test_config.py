@@ -171,6 +171,16 @@ def test_a_bad_reference_is_refused(path: Path, override: str, line: str) -> Non
     assert refusal(path, override).startswith(line)
 
 
+def test_what_a_reference_brings_is_checked_too(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    override = "expert.train.learning_rate=${oc.env:DDM_LIGHTNING_RATE}"
+    monkeypatch.setenv("DDM_LIGHTNING_RATE", "0.25")
+    assert load_experiment(path, [override]).expert.train.learning_rate == 0.25
+    monkeypatch.setenv("DDM_LIGHTNING_RATE", "nan")
+    assert refusal(path, override) == (
+        ": key 'expert.train.learning_rate': must be a finite number, is nan; change the value"
+    )
+
+
 @pytest.mark.parametrize(
     ("overrides", "line"),
     [
