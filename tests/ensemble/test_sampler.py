@@ -83,6 +83,13 @@ def test_the_ode_of_a_gaussian_is_solved() -> None:
     assert torch.allclose(got, 1.0 + 0.3 * expert.first, atol=2e-3)
 
 
+def test_the_ancestral_chain_of_a_gaussian_has_its_mean_and_spread() -> None:
+    # Each step's noise must be new: repeated noise would widen the samples several times. The chain itself leaves
+    # them a little narrow, the less the more steps it takes.
+    got = draw(Ensemble([Linear(1.0, 0.3)], None, [1.0]), 200, solver="ancestral", num_steps=100)
+    assert got.mean().item() == pytest.approx(1.0, abs=0.02) and got.std().item() == pytest.approx(0.3, rel=0.1)
+
+
 def test_the_shift_moves_the_times() -> None:
     expert = Aimed()
     draw(Ensemble([expert], None, [1.0]), num_steps=4, shift=3.0)
