@@ -154,7 +154,7 @@ def write_artifact(folder: Path, state_dict: Mapping[str, Tensor], meta: Artifac
         ValueError: ``meta`` holds something that ``read_artifact`` would refuse.
     """
     with atomic_folder(folder) as temporary:
-        meta = replace(meta, model_sha256=save_weights(temporary / WEIGHTS_FILE, state_dict))
+        meta = replace(meta, model_sha256=save_weights(temporary / WEIGHTS_FILE, state_dict, str(folder)))
         document = _to_json(meta)
         problem = _member_problem(document)
         if problem is not None:

@@ -15,8 +15,13 @@ from ddm_lightning.errors import UserError
 from ddm_lightning.files import atomic_write, sha256_file
 
 
-def save_weights(path: Path, state_dict: Mapping[str, Tensor]) -> str:
+def save_weights(path: Path, state_dict: Mapping[str, Tensor], owner: str) -> str:
     """Write ``state_dict`` to ``path``, whole or not at all.
+
+    Args:
+        path: where to; may be a temporary name, so error lines name ``owner`` instead.
+        state_dict: the weights.
+        owner: whose weights they are.
 
     Returns:
         The file's SHA-256.
@@ -28,7 +33,7 @@ def save_weights(path: Path, state_dict: Mapping[str, Tensor]) -> str:
     state = {key: value.detach().to("cpu", copy=True).contiguous() for key, value in state_dict.items()}
     bad = _first_non_finite(state)
     if bad is not None:
-        raise UserError(f"{path}: weight {bad!r} is not finite, the training diverged; lower its learning rate")
+        raise UserError(f"{owner}: weight {bad!r} is not finite, the training diverged; lower its learning rate")
     atomic_write(path, lambda temporary: save_file(state, temporary))
     return sha256_file(path)
 
