@@ -39,7 +39,9 @@ def test_writing_replaces_the_artifact_or_leaves_it(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="'step' must be an integer"):
         write_artifact(tmp_path / "a", {"w": torch.ones(1)}, replace(make_meta(), step=-1))
     refused(
-        lambda: write_artifact(tmp_path / "a", {"w": torch.tensor([torch.nan])}, make_meta()), "'w'", "learning rate"
+        lambda: write_artifact(tmp_path / "a", {"w": torch.tensor([torch.nan])}, make_meta()),
+        f"{tmp_path / 'a'}: weight 'w'",
+        "learning rate",
     )
     assert read_artifact(tmp_path / "a")[0].step == 2
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
