@@ -174,7 +174,7 @@ class RandomKeys(Good):
         (OtherShape, r"returns shape \(4, 6, 8, 8\) for x_t of shape \(4, 3, 8, 8\)"),
         (OtherType, "returns torch.float64 for x_t of torch.float32"),
         (ManyOutputs, "returns a tuple, not a tensor"),
-        (NotFinite, "not finite"),
+        (NotFinite, "returns numbers that are not finite"),
         (DeadParameter, "no gradient reaches parameter 'unused'"),
         (ZeroGradient, "no gradient reaches parameter 'unused'"),
         (InfiniteGradient, "gradient of 'unused' not finite"),
