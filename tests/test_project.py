@@ -1,0 +1,91 @@
+"""What the files around the package promise each other."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def text(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def setup_list(name: str) -> list[str]:
+    """A list of requirements in setup.py, without running it."""
+    for node in ast.parse(text("setup.py")).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name:
+            return [item.value for item in node.value.elts if isinstance(item, ast.Constant)]
+    raise AssertionError(f"setup.py has no {name}")
+
+
+def section(document: str, title: str) -> str:
+    return document.split(f"\n## {title}\n")[1].split("\n## ")[0]
+
+
+def test_make_without_a_target_lists_every_target() -> None:
+    done = subprocess.run(["make", "-C", str(ROOT)], check=True, capture_output=True, text=True)
+    targets = re.findall(r"^([a-z]+):", text("Makefile"), re.MULTILINE)
+    assert {"help", "install", "demo", "test", "lint", "format", "type", "clean"} <= set(targets)
+    assert re.findall(r"^  make ([a-z]+) ", done.stdout, re.MULTILINE) == targets
+
+
+def test_continuous_integration_runs_what_make_test_runs() -> None:
+    assert os.access(ROOT / ".ci" / "run", os.X_OK)
+    assert "set -euo pipefail" in text(".ci/run")
+    assert "make test" in text(".ci/run")
+    assert "run: .ci/run" in text(".github/workflows/test.yml")
+
+
+def test_the_contributors_guide_draws_the_layers_that_import_linter_holds() -> None:
+    layers = re.search(r"^layers = \[\n(.+?)^\]", text("pyproject.toml"), re.MULTILINE | re.DOTALL)
+    assert layers is not None
+    held = re.findall(r'"([^"]+)"', layers.group(1))
+    drawn = re.findall(r"^    (.+)$", section(text("CONTRIBUTING.md"), "Imports point one way"), re.MULTILINE)
+    assert [re.split(r" {3,}", line)[0].strip() for line in drawn] == held
+
+
+def test_every_bound_is_explained() -> None:
+    pins = section(text("CONTRIBUTING.md"), "Pins")
+    bounded = [line for line in setup_list("REQUIRED") if re.search(r"<|==|!=", line.partition(";")[0])]
+    for requirement in bounded:
+        name, bounds = re.match(r"([\w.-]+)(.*)", requirement.partition(";")[0]).groups()
+        row = next((row for row in pins.splitlines() if row.startswith("|") and f"`{name}" in row), None)
+        assert row is not None, name
+        for upper in re.findall(r"(?:<|==)[\d.]+", bounds):
+            assert upper in row, requirement
+
+
+@pytest.mark.parametrize("group", ["experts", "routers", "sources", "image_encoders", "caption_encoders", "features"])
+def test_the_contributors_guide_lists_the_built_in_plug_ins(group: str) -> None:
+    from ddm_lightning.networks import registry as networks
+    from ddm_lightning.prepare import registry as prepare
+
+    registry = getattr(networks if group in ("experts", "routers") else prepare, group.upper())
+    assert registry.group == f"ddm_lightning.{group}"
+    row = next(row for row in text("CONTRIBUTING.md").splitlines() if row.startswith(f"| `ddm_lightning.{group}`"))
+    assert set(re.findall(r"`([\w-]+)`", row.split("|")[2])) == set(registry.names())
+
+
+def test_the_licence_is_apache_2_and_the_pictures_are_credited() -> None:
+    assert "Apache License\n                           Version 2.0" in text("LICENSE")
+    assert "All emojis designed by OpenMoji" in text("NOTICE")
+    assert "CC BY-SA 4.0" in text("NOTICE")
+
+
+def test_no_picture_and_no_weights_are_committed() -> None:
+    if not (ROOT / ".git").exists():
+        pytest.skip("no checkout of git")
+    done = subprocess.run(["git", "-C", str(ROOT), "ls-files"], check=True, capture_output=True, text=True)
+    files = done.stdout.splitlines()
+    heavy = [
+        name for name in files if Path(name).suffix in {".svg", ".ttf", ".jpg", ".npy", ".mds", ".safetensors", ".pt"}
+    ]
+    assert heavy == []
+    assert [name for name in files if name.startswith("data/")] == ["data/README.md"]
