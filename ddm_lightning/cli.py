@@ -193,8 +193,9 @@ def _draw(experiment: Experiment, run: RunFolder, prompts: Sequence[str], out: s
     from ddm_lightning.prepare.manifest import Manifest
 
     _limit_threads(experiment)
-    rows = row_conditions(prompts, experiment, Manifest.read(run.root))
-    image = draw(load_ensemble(run.root), experiment, rows, experiment.sample)
+    manifest = Manifest.read(run.root)
+    rows = row_conditions(prompts, experiment, manifest)
+    image = draw(load_ensemble(run.root), experiment, rows, experiment.sample, manifest.attribution)
     return str(save_sample_grid(image, run.samples, experiment.sample.strategy, out))
 
 

@@ -81,7 +81,7 @@ def read_json(path: Path, what: str, remedy: str) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{path}: {what} is missing; {remedy}") from None
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise UserError(f"{path}: {what} cannot be read ({error}); {remedy}") from None
 
 

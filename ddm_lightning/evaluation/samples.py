@@ -54,12 +54,14 @@ def sample_grid(
     experiment: Experiment,
     rows: Sequence[tuple[str, Condition | None]],
     settings: SampleConfig,
+    credit: str = "",
 ) -> Image.Image:
     """Draw ``settings.num_per_prompt`` pictures a row.
 
     Args:
         rows: label and condition (one row of it) of each grid row.
         settings: strategy, solver, steps, guidance and number of columns.
+        credit: of the data set, printed below the grid.
     """
     columns = settings.num_per_prompt
     condition = None
@@ -83,9 +85,8 @@ def sample_grid(
     encoder = IMAGE_ENCODERS.build(experiment.prepare.image_encoder.name, experiment.prepare.image_encoder.params)
     images = encoder.decode(x_0)
     title = f"{settings.strategy}, {settings.solver}, {settings.num_steps} steps, guidance {settings.guidance_scale:g}"
-    return labelled_grid(
-        [(label, list(images[i * columns : (i + 1) * columns])) for i, (label, _) in enumerate(rows)], title=title
-    )
+    pictures = [(label, list(images[i * columns : (i + 1) * columns])) for i, (label, _) in enumerate(rows)]
+    return labelled_grid(pictures, title=title, footer=f"Trained on: {credit}" if credit else "")
 
 
 def save_sample_grid(image: Image.Image, folder: Path, name: str, out: str | None) -> Path:
