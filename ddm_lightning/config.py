@@ -148,7 +148,9 @@ class RouterConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
     """Optimisation."""
     conditional: bool = True
-    """Whether the router sees the condition, which is dropped as often as the experts' (published routers do not)."""
+    """Whether the router sees the condition (published routers do not)."""
+    condition_dropout: float = 0.5
+    """Probability of the learned null in its training: it has to route with and without a condition."""
 
 
 @dataclass
@@ -257,6 +259,7 @@ _RANGES: dict[str, tuple[float | None, float | None]] = {
     "prepare.held_out_fraction": (0, 0.5),
     "prepare.shards.max_bytes": (1024, None),
     "condition.dropout": (0, 1),
+    "router.condition_dropout": (0, 1),
     "sample.top_k": (1, None),
     "sample.num_steps": (1, None),
     "sample.num_per_prompt": (1, None),

@@ -48,6 +48,10 @@ def member_condition(member: str, experiment: Experiment, manifest: Manifest) ->
     return condition_spec(experiment, manifest)
 
 
+def _condition_dropout(member: str, experiment: Experiment) -> float:
+    return experiment.router.condition_dropout if member == ROUTER else experiment.condition.dropout
+
+
 def build_member_network(member: str, experiment: Experiment, manifest: Manifest) -> nn.Module:
     """The member's network with initial weights drawn from the experiment's seed and the member's role.
 
@@ -81,7 +85,7 @@ def build_module(member: str, experiment: Experiment, manifest: Manifest) -> Mem
         train=config.train,
         timesteps=config.timesteps,
         condition=member_condition(member, experiment, manifest),
-        dropout=experiment.condition.dropout,
+        dropout=_condition_dropout(member, experiment),
         scale=manifest.normalisation["scale"],
         shift=manifest.normalisation["shift"],
         attention=experiment.island.attention,
