@@ -16,7 +16,8 @@ SCRIPT = Path(__file__).with_name("killed_prepare.py")
 @pytest.fixture(scope="module")
 def result(tmp_path_factory):
     folder = tmp_path_factory.mktemp("killed")
-    environment = {**os.environ, "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"}
+    search = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "PYTHONPATH": search, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, str(SCRIPT), str(folder)], env=environment, capture_output=True, text=True, timeout=300
     )

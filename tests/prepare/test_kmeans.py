@@ -103,6 +103,13 @@ def test_without_a_limit_inertia_matches_scikit_learn(num_clusters, dims):
     torch.testing.assert_close(centroids[2], x[assignment == 2].mean(0))
 
 
+def test_a_mean_far_from_zero_costs_no_precision():
+    x = torch.randn(200, 2, generator=generator(8))
+    near, far = (balanced_kmeans(x + offset, 5, generator=generator())[1] for offset in (0, 8192))
+    # Adding the offset itself rounds to 2^-11, so a sample on a border may change sides.
+    assert (near == far).float().mean() > 0.98
+
+
 @pytest.mark.parametrize("limit", [1.0, 1.1, math.inf])
 def test_planted_clusters_of_equal_size_are_found(limit):
     centres = torch.tensor([[0.0, 0.0], [10.0, 0.0], [0.0, 10.0], [10.0, 10.0]])
