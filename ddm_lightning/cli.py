@@ -92,19 +92,19 @@ def _config(options: argparse.Namespace) -> int:
 
 def _prepare(options: argparse.Namespace) -> int:
     experiment = _load(options)
-    run = _prepared(experiment)
+    run = _prepared(experiment, options)
     print(f"shards: {run.shards}\npartition: {run.prepared / 'clusters.png'}, {run.prepared / 'manifest.json'}")
     print(f"next: python -m ddm_lightning fit -c {options.config}")
     return 0
 
 
-def _prepared(experiment: Experiment) -> RunFolder:
+def _prepared(experiment: Experiment, options: argparse.Namespace) -> RunFolder:
     from ddm_lightning.plugins import check_plugins
     from ddm_lightning.prepare.progress import RichReporter
     from ddm_lightning.prepare.stages import prepare
     from ddm_lightning.run_folder import open_run
 
-    check_plugins(experiment)
+    check_plugins(experiment, options.config)
     run = open_run(experiment, create=True)
     _limit_threads(experiment)
     with RichReporter() as reporter:
@@ -129,15 +129,17 @@ def _fit(options: argparse.Namespace) -> int:
     members = parse_members(chosen[-1].removeprefix("member=") if chosen else "all", experiment)
     if options.jobs is not None and options.jobs < 1:
         raise UserError(f"--jobs {options.jobs}: must be at least 1")
-    return _fit_one(members[0], experiment) if len(members) == 1 else _fit_several(members, experiment, options)
+    return (
+        _fit_one(members[0], experiment, options) if len(members) == 1 else _fit_several(members, experiment, options)
+    )
 
 
-def _fit_one(member: str, experiment: Experiment) -> int:
+def _fit_one(member: str, experiment: Experiment, options: argparse.Namespace) -> int:
     from ddm_lightning.plugins import check_plugins
     from ddm_lightning.prepare.manifest import Manifest
     from ddm_lightning.run_folder import RunFolder, open_run
 
-    check_plugins(experiment)
+    check_plugins(experiment, options.config)
     Manifest.read(RunFolder.of(experiment).root)  # an island is handed prepared shards; it does not make them
     run = open_run(experiment, create=True)
 
@@ -154,7 +156,7 @@ def _fit_several(members: list[str], experiment: Experiment, options: argparse.N
     from rich.console import Console
 
     console = Console()
-    run = _prepared(experiment)
+    run = _prepared(experiment, options)
 
     from ddm_lightning.islands.local import FitInterruptedError, default_jobs, fit_members
     from ddm_lightning.islands.status import members_table

@@ -231,9 +231,6 @@ class Experiment:
     """Sampling."""
 
 
-# Sections that may change between two starts of one run: they shape no weight's meaning.
-FREE_SECTIONS = ("run_dir", "island", "sample")
-
 _CHOICES = {
     "condition.kind": ("text", "class", "none"),
     "expert.timesteps.density": ("logit-normal", "uniform"),
@@ -383,22 +380,3 @@ def to_dict(experiment: Experiment) -> dict[str, Any]:
 def to_yaml(experiment: Experiment) -> str:
     """The resolved experiment as YAML."""
     return OmegaConf.to_yaml(OmegaConf.create(to_dict(experiment)))
-
-
-def changed_keys(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """Dotted keys whose values differ, outside the sections that may change between two starts."""
-
-    def flatten(value: Any, prefix: str) -> dict[str, Any]:
-        if not isinstance(value, dict):
-            return {prefix: value}
-        flat = {}
-        for key, inner in value.items():
-            flat.update(flatten(inner, f"{prefix}.{key}" if prefix else str(key)))
-        return flat
-
-    before, after = flatten(old, ""), flatten(new, "")
-    return sorted(
-        key
-        for key in before.keys() | after.keys()
-        if before.get(key) != after.get(key) and key.split(".")[0] not in FREE_SECTIONS
-    )

@@ -9,11 +9,15 @@ from ddm_lightning.prepare.registry import CAPTION_ENCODERS, FEATURES, IMAGE_ENC
 from ddm_lightning.registry import Registry
 
 
-def check_plugins(experiment: Experiment) -> None:
+def check_plugins(experiment: Experiment, source: str) -> None:
     """Refuse an unknown name, or params that a plug-in does not take.
 
+    Args:
+        experiment: the resolved experiment.
+        source: the file it came from, for the error line.
+
     Raises:
-        UserError: naming the key of the experiment file.
+        UserError: naming ``source`` and the key.
     """
     prepare = experiment.prepare
     network = {"x_shape": None, "condition": None}
@@ -31,4 +35,4 @@ def check_plugins(experiment: Experiment) -> None:
         try:
             registry.check(plugin.name, plugin.params, **context)
         except UserError as error:
-            raise UserError(f"key {key!r}: {error}") from None
+            raise UserError(f"{source}: key {key!r}: {error}") from None

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
 
-from ddm_lightning.config import Experiment, changed_keys, to_dict, to_yaml
+from ddm_lightning.config import Experiment, to_dict, to_yaml
 from ddm_lightning.errors import UserError
 from ddm_lightning.files import atomic_write_text
+
+# Sections that may change between two starts of one run: they shape no weight's meaning.
+FREE_SECTIONS = ("run_dir", "island", "sample")
 
 
 @dataclass(frozen=True)
@@ -89,3 +93,22 @@ def open_run(experiment: Experiment, *, create: bool) -> RunFolder:
     if create and old != new:
         atomic_write_text(run.experiment, to_yaml(experiment))  # only free sections differ: members read them from here
     return run
+
+
+def changed_keys(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """Dotted keys whose values differ, outside the sections that may change between two starts."""
+
+    def flatten(value: Any, prefix: str) -> dict[str, Any]:
+        if not isinstance(value, dict):
+            return {prefix: value}
+        flat = {}
+        for key, inner in value.items():
+            flat.update(flatten(inner, f"{prefix}.{key}" if prefix else str(key)))
+        return flat
+
+    before, after = flatten(old, ""), flatten(new, "")
+    return sorted(
+        key
+        for key in before.keys() | after.keys()
+        if before.get(key) != after.get(key) and key.split(".")[0] not in FREE_SECTIONS
+    )

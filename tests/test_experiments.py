@@ -67,7 +67,7 @@ def test_plug_ins_are_built_in_or_the_header_says_that_they_are_not(path: Path) 
         assert names == absent
     else:
         assert "Not built in yet" not in header(path)
-        check_plugins(experiment)
+        check_plugins(experiment, str(path))
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)

@@ -1,0 +1,142 @@
+"""How well a router knows the cluster of a noisy sample, and how honest its probabilities are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from jaxtyping import Float, Int
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+
+from ddm_lightning.flow.condition import Condition
+from ddm_lightning.flow.path import interpolate
+from ddm_lightning.flow.randomness import keyed_generator
+
+TIMES = (0.0, 0.25, 0.5, 0.75, 0.9, 0.95)
+NUM_BINS = 15
+BATCH_SIZE = 256
+
+Classifier: TypeAlias = Callable[[Float[Tensor, "n c h w"], float], Float[Tensor, "n K"]]
+"""``classifier(x_t, t)``: log-probabilities of the clusters, for a whole set of noised samples in its order."""
+
+
+@dataclass(frozen=True, eq=False)
+class RoutingScore:
+    """A classifier's figures at one time."""
+
+    t: float
+    """Noise level."""
+    accuracy: float
+    """Share of samples whose most probable cluster is theirs."""
+    nll: float
+    """Mean negative log-probability of the true cluster, in nats."""
+    calibration_error: float
+    """Mean absolute difference of confidence and accuracy over bins of confidence (ECE, Guo et al., 1706.04599)."""
+    confidence: Float[Tensor, " bins"]
+    """Mean probability of the most probable cluster in each bin; 0 in an empty one."""
+    hits: Float[Tensor, " bins"]
+    """Accuracy in each bin; 0 in an empty one."""
+    share: Float[Tensor, " bins"]
+    """Part of the samples in each bin."""
+
+
+def score(
+    log_probabilities: Float[Tensor, "n K"], clusters: Int[Tensor, " n"], t: float, num_bins: int = NUM_BINS
+) -> RoutingScore:
+    """Score predictions against the true clusters, in ``num_bins`` equal bins of confidence."""
+    log_probabilities = log_probabilities.double()
+    confidence, routed = log_probabilities.exp().max(1)
+    hit = (routed == clusters).double()
+    nll = -log_probabilities.gather(1, clusters[:, None]).mean()
+    # Bins are open on the left, so that a confidence of 1 has one.
+    index = ((confidence * num_bins).ceil().long() - 1).clamp(0, num_bins - 1)
+    count = torch.bincount(index, minlength=num_bins).double()
+    in_bin = count.clamp_min(1)
+    mean_confidence = torch.bincount(index, confidence, num_bins) / in_bin
+    mean_hits = torch.bincount(index, hit, num_bins) / in_bin
+    share = count / len(clusters)
+    error = (share * (mean_confidence - mean_hits).abs()).sum()
+    return RoutingScore(t, float(hit.mean()), float(nll), float(error), mean_confidence, mean_hits, share)
+
+
+def score_by_time(
+    classifier: Classifier,
+    x_0: Float[Tensor, "n c h w"],
+    clusters: Int[Tensor, " n"],
+    *,
+    times: Sequence[float] = TIMES,
+    num_draws: int = 8,
+    seed: int = 0,
+) -> list[RoutingScore]:
+    """Score ``classifier`` at each time on ``num_draws`` noisy versions of every sample.
+
+    The noise depends on ``seed`` and the draw alone: every classifier, and every time, meets the same.
+    """
+    scores = []
+    for t in times:
+        predicted = [classifier(noised(x_0, t, draw, seed), t) for draw in range(num_draws)]
+        scores.append(score(torch.cat(predicted), clusters.repeat(num_draws), t))
+    return scores
+
+
+def noised(
+    x_0: Float[Tensor, "n c h w"], t: float, draw: int, seed: int, purpose: str = "routing"
+) -> Float[Tensor, "n c h w"]:
+    """``x_t`` of every sample, from the noise of one draw; another ``purpose`` has other noise."""
+    noise = torch.randn(x_0.shape, generator=keyed_generator(seed, purpose, draw))
+    return interpolate(x_0, noise, torch.full((len(x_0),), t))
+
+
+def router_classifier(router: nn.Module, condition: Condition | None) -> Classifier:
+    """A trained router as a classifier; ``condition`` is one a sample, or None for the null condition in all."""
+    device = next((parameter.device for parameter in router.parameters()), torch.device("cpu"))
+
+    @torch.no_grad()
+    def classify(x_t: Float[Tensor, "n c h w"], t: float) -> Float[Tensor, "n K"]:
+        logits = []
+        for first in range(0, len(x_t), BATCH_SIZE):
+            rows = slice(first, first + BATCH_SIZE)
+            part = None if condition is None else condition.rows(rows).to(device)
+            x = x_t[rows].to(device)
+            logits.append(router(x, torch.full((len(x),), t, device=device), part).double().cpu())
+        # Not through the probabilities: those of a router that is sure and wrong underflow to 0.
+        return torch.cat(logits).log_softmax(1)
+
+    router.eval()
+    return classify
+
+
+def routing_figure(scores: Mapping[str, Sequence[RoutingScore]], majority: float, num_clusters: int) -> Figure:
+    """Accuracy by time, NLL by time, and confidence against accuracy over all times.
+
+    Args:
+        scores: of each classifier, by the name that the legend shows.
+        majority: share of the largest cluster, the accuracy of who always names it.
+        num_clusters: K.
+    """
+    figure = Figure(figsize=(13, 4), layout="constrained")
+    accuracy, nll, reliability = figure.subplots(1, 3)
+    for name, by_time in scores.items():
+        times = [at.t for at in by_time]
+        accuracy.plot(times, [at.accuracy for at in by_time], "o-", label=name)
+        nll.plot(times, [at.nll for at in by_time], "o-", label=name)
+        share = torch.stack([at.share for at in by_time])
+        filled = share.sum(0) > 0
+        pooled = [
+            ((share * torch.stack(parts)).sum(0) / share.sum(0).clamp_min(1e-12))[filled].numpy()
+            for parts in ([at.confidence for at in by_time], [at.hits for at in by_time])
+        ]
+        reliability.plot(*pooled, "o-", label=name)
+    accuracy.axhline(majority, color="0.6", linestyle=":", label="largest cluster")
+    nll.axhline(float(torch.tensor(float(num_clusters)).log()), color="0.6", linestyle=":", label="uniform")
+    reliability.plot([0, 1], [0, 1], color="0.6", linestyle=":", label="honest")
+    accuracy.set(title="held-out accuracy", xlabel="t (1 is noise)", ylim=(0, 1))
+    nll.set(title="held-out NLL (nats)", xlabel="t (1 is noise)", ylim=(0, None))
+    reliability.set(title="reliability, all t", xlabel="confidence", ylabel="accuracy", xlim=(0, 1), ylim=(0, 1))
+    for axis in (accuracy, nll, reliability):
+        axis.legend(fontsize=8)
+        axis.grid(alpha=0.3)
+    return figure

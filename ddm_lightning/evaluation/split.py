@@ -1,0 +1,80 @@
+"""All samples of one side of the data set, training or held out, in memory and in a fixed order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from ddm_lightning.errors import UserError
+from ddm_lightning.flow.condition import Condition
+from ddm_lightning.loading.streaming import open_streams
+from ddm_lightning.prepare.manifest import HELD_OUT, Manifest, shard_name
+from ddm_lightning.prepare.verify import verify_shards
+from ddm_lightning.run_folder import RunFolder
+
+
+@dataclass(frozen=True, eq=False)
+class Split:
+    """Samples in the order of the source."""
+
+    sample_ids: Int[Tensor, " n"]
+    """Position in the source."""
+    clusters: Int[Tensor, " n"]
+    """The cluster of each."""
+    labels: Int[Tensor, " n"]
+    """The source's label of each."""
+    captions: list[str]
+    """The caption of each."""
+    x_0: Float[Tensor, "n c h w"]
+    """As the experts model it, float32."""
+    texts: Float[Tensor, "n size"] | None
+    """Pooled text vectors, float32; None when the shards hold none."""
+
+    def __len__(self) -> int:
+        return len(self.sample_ids)
+
+    def condition(self, kind: str) -> Condition | None:
+        """The samples' own conditions of a ``condition.kind``; None for ``none``."""
+        if kind == "none":
+            return None
+        if kind == "class":
+            return Condition.of(self.labels)
+        assert self.texts is not None, "check_experiment asks for a caption encoder"
+        return Condition.of(self.texts)
+
+
+def read_split(run: RunFolder, manifest: Manifest, side: str) -> Split:
+    """Read the shards of all clusters; ``side`` is ``TRAIN`` or ``HELD_OUT`` of ``prepare.manifest``.
+
+    Raises:
+        UserError: a shard is missing or damaged, or there are no samples on this side.
+    """
+    counts = [cluster.held_out if side == HELD_OUT else cluster.train for cluster in manifest.clusters]
+    names = [shard_name(k, side) for k, count in enumerate(counts) if count]
+    if not names:
+        raise UserError(f"{run.shards}: no {side} samples; set prepare.held_out_fraction above 0 and prepare again")
+    for name in names:
+        verify_shards(run.shards / name, index_sha256=manifest.index_sha256[name])
+    folders = [(None, run.shards / name) for name in names]
+    dataset = open_streams(folders, batch_size=1, shuffle=False, seed=0, is_local_leader=True)
+    samples = sorted((dataset[i] for i in range(dataset.size)), key=lambda sample: int(sample["sample_id"]))
+
+    def integers(column: str) -> Int[Tensor, " n"]:
+        return torch.tensor([int(sample[column]) for sample in samples], dtype=torch.int64)
+
+    stored = torch.from_numpy(np.stack([sample["x_0"] for sample in samples])).float()
+    texts = None
+    if "text" in samples[0]:
+        texts = torch.from_numpy(np.stack([sample["text"] for sample in samples])).float()
+    return Split(
+        sample_ids=integers("sample_id"),
+        clusters=integers("cluster"),
+        labels=integers("label"),
+        captions=[str(sample["caption"]) for sample in samples],
+        x_0=(stored - manifest.normalisation["shift"]) * manifest.normalisation["scale"],
+        texts=texts,
+    )
