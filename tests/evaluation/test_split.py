@@ -1,0 +1,58 @@
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from ddm_lightning.config import load_experiment
+from ddm_lightning.errors import UserError
+from ddm_lightning.evaluation.split import read_split
+from ddm_lightning.prepare.encoders.pixels import Pixels
+from ddm_lightning.prepare.manifest import HELD_OUT, TRAIN, Manifest
+from ddm_lightning.prepare.stages import prepare
+from ddm_lightning.prepare.steps import Prepared
+from ddm_lightning.run_folder import RunFolder
+
+
+EXPERIMENTS = Path(__file__).parents[2] / "experiments"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    root = tmp_path_factory.mktemp("run")
+    prepare(load_experiment(EXPERIMENTS / "tiny_2x.yaml", [f"run_dir={root}"]), root)
+    return RunFolder(root)
+
+
+def test_both_sides_are_the_whole_source_with_its_pictures_clusters_and_texts(run):
+    manifest, prepared = Manifest.read(run.root), Prepared(run.prepared)
+    sides = [read_split(run, manifest, side) for side in (TRAIN, HELD_OUT)]
+    assert sum(len(side) for side in sides) == manifest.num_samples
+    assert len(sides[1]) == sum(cluster.held_out for cluster in manifest.clusters)
+    _, captions, labels = prepared.records()
+    for side in sides:
+        ids = side.sample_ids.numpy()
+        assert (np.diff(ids) > 0).all()
+        assert np.array_equal(Pixels().decode(side.x_0), prepared.images[ids])
+        assert np.array_equal(side.clusters.numpy(), prepared.clusters[ids])
+        assert side.captions == [captions[i] for i in ids]
+        assert side.labels.tolist() == [labels[i] for i in ids]
+        np.testing.assert_allclose(side.texts.numpy(), prepared.texts[ids], rtol=1e-3)
+    assert not set(sides[0].sample_ids.tolist()) & set(sides[1].sample_ids.tolist())
+
+
+def test_conditions_by_kind(run):
+    side = read_split(run, Manifest.read(run.root), HELD_OUT)
+    assert side.condition("none") is None
+    assert torch.equal(side.condition("class").values, side.labels)
+    assert torch.equal(side.condition("text").values, side.texts)
+
+
+def test_a_damaged_shard_is_named(run, tmp_path):
+    copy = RunFolder(tmp_path / "copy")
+    shutil.copytree(run.root, copy.root)
+    shard = copy.shards / "cluster-1" / "train" / "shard.00000.mds"
+    shard.write_bytes(shard.read_bytes()[:-1] + b"x")
+    with pytest.raises(UserError, match=r"cluster-1/train/shard\.00000\.mds"):
+        read_split(copy, Manifest.read(copy.root), TRAIN)
