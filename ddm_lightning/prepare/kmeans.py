@@ -115,10 +115,12 @@ def _auction(
     prices = cost.new_zeros(num_clusters)
     step = _AUCTION_STEP * float(cost.std())
     load = loads(assignment, weights, num_clusters)
+    # What is less than half a sample prices push to and fro without end; a swap mends it at once.
+    least_excess = float(weights.mean()) / 2
     for _ in range(_RISES_PER_CLUSTER * num_clusters):
         crowded = int(load.argmax())
         excess = float(load[crowded]) - limit
-        if excess <= 0:
+        if excess < least_excess:
             break
         members = (assignment == crowded).nonzero().squeeze(1)
         offers = cost[members] + prices
@@ -138,15 +140,21 @@ def _auction(
 def _repair(
     cost: Float[Tensor, "n k"], weights: Float[Tensor, "n"], assignment: Int64[Tensor, "n"], limit: float
 ) -> Int64[Tensor, "n"]:
-    """Bring crowded clusters under the limit by the cheapest single moves, then by swaps."""
+    """Bring crowded clusters under the limit by the cheapest moves and swaps of single samples.
+
+    Where none gets a pair of clusters under the limit, one that at least lowers the greater of the two
+    will do. Every change lowers the sum of squared loads, so that this ends.
+    """
     num_clusters = cost.shape[1]
     load = loads(assignment, weights, num_clusters)
     while float(load.max()) > limit:
         crowded = int(load.argmax())
-        change = _cheapest_move(cost, weights, assignment, load, crowded, limit)
-        if change is None:
-            change = _cheapest_swap(cost, weights, assignment, load, crowded, limit)
-        if change is None:
+        for bound in (limit, float(load[crowded]) * (1 - 1e-6)):
+            change = _cheapest_move(cost, weights, assignment, load, crowded, bound)
+            change = change or _cheapest_swap(cost, weights, assignment, load, crowded, bound)
+            if change:
+                break
+        else:
             break
         for sample, cluster in change:
             assignment[sample] = cluster

