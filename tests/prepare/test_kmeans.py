@@ -81,6 +81,14 @@ def test_crowding_that_no_price_can_undo_is_mended_by_swaps():
     assert loads(assignment, weights, 3).tolist() == [11.0, 11.0, 11.0]
 
 
+def test_a_detour_over_another_crowded_cluster_is_found():
+    """After the auction no single move or swap reaches the limit here."""
+    weights = torch.tensor([3.0, 10.0, 1.0, 7.0, 9.0, 5.0])
+    cost = torch.tensor([[49.0, 62, 57], [89, 95, 27], [52, 61, 69], [36, 12, 27], [26, 98, 17], [67, 99, 16]])
+    limit = capacity(float(weights.sum()), 3, 1.1)
+    assert loads(balanced_assignment(cost, weights, limit), weights, 3).max() <= limit == 12
+
+
 def test_impossible_limits_come_as_near_as_they_can():
     weights = torch.tensor([5.0, 1.0, 1.0])
     assignment = balanced_assignment(torch.tensor([[0.0, 1.0]]).repeat(3, 1), weights, 4.0)
