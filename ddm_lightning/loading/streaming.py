@@ -10,15 +10,44 @@ import os
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import Future
+from ctypes import Array, c_char
+from multiprocessing.sharedctypes import RawArray
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 from filelock import FileLock
 from streaming import Stream, StreamingDataset
 from streaming.base.dataset import _ShardState
 
+from ddm_lightning.errors import UserError
+from ddm_lightning.schema import first_line
+
 # Locks, threads and iterators of the parent process are useless, some deadly, after a fork.
-_PER_PROCESS = ("_cache_filelock", "_executor", "_event", "_iterator", "_errors")
+_PER_PROCESS = ("_cache_filelock", "_executor", "_event", "_iterator")
+_CAUSE_BYTES = 2048
+_READ_ERRORS = (OSError, ValueError, IndexError, RuntimeError)
+
+
+class ShardError(UserError):
+    """Shards that cannot be read; one line, also when it comes out of a worker process."""
+
+    def __init__(self, message: str) -> None:
+        # DataLoader raises a worker's exception again with the worker's traceback for a message: the last
+        # line of it is what was raised there.
+        last = message.rstrip().rpartition("\n")[2]
+        super().__init__(last.removeprefix(f"{__name__}.{type(self).__name__}: "))
+
+
+class _Failure(Event):
+    """The event on which Streaming's threads stop, set in every worker as soon as one has failed."""
+
+    def __init__(self, cause: Array[c_char]) -> None:
+        super().__init__()
+        self._cause = cause
+
+    def is_set(self) -> bool:
+        return super().is_set() or self._cause[0] != b"\0"
 
 
 class SafeStreamingDataset(StreamingDataset):
@@ -26,11 +55,17 @@ class SafeStreamingDataset(StreamingDataset):
 
     Differences from its base:
 
-    - a shard that is missing, truncated or fails its hash raises ``RuntimeError`` in the training
-      process (0.13.0: the epoch ends early without workers, and hangs with them);
+    - a shard that is missing, truncated or fails its hash raises ``ShardError`` in the training
+      process (0.13.0: the epoch ends early without workers, and hangs with them), now and at each later
+      iteration;
     - one instance may be iterated in the main process and then in forked workers;
     - a shard that was seen on disk is not locked again for each of its samples.
     """
+
+    def __init__(self, **settings: Any) -> None:
+        # Shared with the workers: one that waits for a shard at which another failed would wait for ever.
+        self._cause = RawArray(c_char, _CAUSE_BYTES)
+        super().__init__(**settings)
 
     def _forget_parent(self) -> None:
         if self.__dict__.get("_owner_pid") != os.getpid():
@@ -39,24 +74,45 @@ class SafeStreamingDataset(StreamingDataset):
             self._shared_barrier.__dict__.pop("lock", None)
             self._owner_pid = os.getpid()
             self._seen_local: set[int] = set()
+            self._event = _Failure(self._cause)
 
     def on_exception(self, future: Future[Any]) -> None:
-        """Keep a background thread's exception for the consumer, then stop the other threads."""
+        """Keep a background thread's exception for the consumer; it stops the threads of every worker."""
         error = future.exception()
         if error is not None:
-            self.__dict__.setdefault("_errors", []).append(error)
-        super().on_exception(future)
+            self._fail(first_line(error))
+
+    def get_item(self, sample_id: int, retry: int = 7) -> Any:
+        """A sample by its index (base class); where that fails, the shard is named."""
+        try:
+            return super().get_item(sample_id, retry)
+        except _READ_ERRORS as error:
+            self._fail(self._named(self.spanner[sample_id][0], error))
+            raise
+
+    def _named(self, shard_id: int, error: BaseException) -> str:
+        shard = self.shards[shard_id]
+        return f"{os.path.join(shard.dirname, shard.split, shard.raw_data.basename)}: {first_line(error)}"
+
+    def _fail(self, cause: str) -> None:
+        if not self._cause.value:  # the first cause is the cause
+            self._cause.value = cause.encode("utf-8", errors="replace")[: _CAUSE_BYTES - 1]
 
     def prepare_shard(self, shard_id: int, blocking: bool = True) -> None:
         """Make a shard present on local disk (base class), without a lock once it was seen there."""
         self._forget_parent()
-        if shard_id in self._seen_local and not self.cache_limit and self._shard_states[shard_id] == _ShardState.LOCAL:
+        if (
+            shard_id in self._seen_local
+            and not self.cache_limit
+            and self._shard_states[shard_id] == _ShardState.LOCAL
+        ):
             return
         try:
             super().prepare_shard(shard_id, blocking)
-        except BaseException:
+        except BaseException as error:
             # Left at PREPARING, every other worker would wait for this shard for ever.
             self._shard_states[shard_id] = _ShardState.REMOTE
+            self._fail(self._named(shard_id, error))
             raise
         if self._shard_states[shard_id] == _ShardState.LOCAL:
             self._seen_local.add(shard_id)
@@ -65,14 +121,16 @@ class SafeStreamingDataset(StreamingDataset):
         """Every sample of this rank and worker.
 
         Raises:
-            RuntimeError: a background thread failed; the message carries its cause.
+            ShardError: a shard cannot be read; the line carries the cause.
         """
         self._forget_parent()
-        yield from super().__iter__()
-        event = self.__dict__.get("_event")
-        if event is not None and event.is_set():
-            causes = "; ".join(str(error) for error in self.__dict__.get("_errors", ())) or "unknown cause"
-            raise RuntimeError(f"streaming stopped before the end of the epoch: {causes}")
+        try:
+            yield from super().__iter__()
+        except _READ_ERRORS as error:
+            self._fail(first_line(error))
+        if self._event.is_set():
+            cause = self._cause.value.decode("utf-8", errors="replace")
+            raise ShardError(f"a shard cannot be read: {cause}; mend or fetch it, then the same command resumes")
 
 
 def set_rank_environment(rank: int, world_size: int, local_rank: int, local_world_size: int) -> None:

@@ -130,3 +130,21 @@ def test_a_missing_package_names_the_command_that_installs_it(registry, name, mo
 def test_bad_parameters_are_refused(registry, name, params):
     with pytest.raises(UserError, match="refuses its params"):
         registry.build(name, params)
+
+
+def test_pixels_are_scaled_to_the_size_asked_for():
+    encoder = IMAGE_ENCODERS.build("pixels", {"image_size": 6})
+    halves = np.zeros((2, 24, 24, 3), np.uint8)
+    halves[0, :, 12:] = 200
+    halves[1, 12:] = 100
+    stored = encoder.encode(halves)
+    assert encoder.x_shape(24) == (3, 6, 6) == stored.shape[1:]
+    # Away from the edge, a block's mean; Lanczos rings beside it.
+    assert (stored[0, :, :, [0, 5]] == np.array([0, 200]).reshape(2, 1, 1)).all()
+    assert (stored[1, :, [0, 5]] == np.array([0, 100]).reshape(2, 1, 1)).all()
+    assert (
+        IMAGE_ENCODERS.build("pixels", {"image_size": 24}).encode(halves).tolist()
+        == halves.transpose(0, 3, 1, 2).tolist()
+    )
+    with pytest.raises(UserError, match="image_size = 0 must be at least 1"):
+        IMAGE_ENCODERS.build("pixels", {"image_size": 0})

@@ -1,9 +1,10 @@
-"""The image encoder that leaves pictures as they are: the experts model pixels."""
+"""The image encoder that keeps pixels: the experts model the pictures themselves, perhaps smaller."""
 
 from __future__ import annotations
 
 import numpy as np
 from jaxtyping import Float, UInt8
+from PIL import Image
 from torch import Tensor
 
 from ddm_lightning.prepare.registry import IMAGE_ENCODERS
@@ -11,21 +12,39 @@ from ddm_lightning.prepare.registry import IMAGE_ENCODERS
 
 @IMAGE_ENCODERS.register("pixels")
 class Pixels:
-    """Stores uint8 pixels, channels first; ``x_0`` runs from -1 to 1."""
+    """Stores uint8 pixels, channels first; ``x_0`` runs from -1 to 1.
+
+    Args:
+        image_size: height and width to which pictures are scaled (Lanczos); None leaves them as they are. The feature
+            network sees the source's own pictures in any case, so that a small model need not mean poor clusters.
+
+    Raises:
+        ValueError: an ``image_size`` below 1.
+    """
 
     packages: tuple[str, ...] = ()
     dtype = "uint8"
 
-    def __init__(self) -> None:
+    def __init__(self, image_size: int | None = None) -> None:
+        if image_size is not None and image_size < 1:
+            raise ValueError(f"image_size = {image_size} must be at least 1")
+        self.image_size = image_size
         self.normalisation = {"scale": 1 / 127.5, "shift": 127.5}
 
     def x_shape(self, image_size: int) -> tuple[int, int, int]:
         """Channels, height and width."""
-        return (3, image_size, image_size)
+        size = self.image_size or image_size
+        return (3, size, size)
 
     def encode(self, images: UInt8[np.ndarray, "n h w 3"]) -> UInt8[np.ndarray, "n 3 h w"]:
         """Channels first."""
+        if self.image_size is not None and images.shape[1:3] != (self.image_size, self.image_size):
+            images = np.stack([self._scaled(image) for image in images])
         return np.ascontiguousarray(images.transpose(0, 3, 1, 2))
+
+    def _scaled(self, image: UInt8[np.ndarray, "h w 3"]) -> UInt8[np.ndarray, "height width 3"]:
+        assert self.image_size is not None
+        return np.asarray(Image.fromarray(image).resize((self.image_size, self.image_size), Image.Resampling.LANCZOS))
 
     def decode(self, x_0: Float[Tensor, "n 3 h w"]) -> UInt8[np.ndarray, "n h w 3"]:
         """Rounded to the nearest pixel value; values outside -1 to 1 are clamped."""
