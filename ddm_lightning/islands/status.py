@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rich import box
 from rich.table import Table
 
 from ddm_lightning.config import Experiment
@@ -22,9 +23,10 @@ def shown_members(experiment: Experiment, run: RunFolder) -> list[str]:
 
 def members_table(experiment: Experiment, run: RunFolder) -> Table:
     """Steps, losses, router accuracy, time and speed of each member."""
-    table = Table(title=str(run.root), title_justify="left")
-    for heading in ("member", "state", "step", "train loss", "held-out loss", "accuracy", "time", "samples/s"):
-        table.add_column(heading, justify="left" if heading in ("member", "state") else "right")
+    # Narrow enough for the 80 columns that a log file or a pipe is given.
+    table = Table(title=str(run.root), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in ("member", "state", "step", "loss", "held out", "accuracy", "time", "samples/s"):
+        table.add_column(heading, justify="left" if heading in ("member", "state") else "right", no_wrap=True)
     for member in shown_members(experiment, run):
         status = member_status(member, experiment, run)
         metrics = status.metrics

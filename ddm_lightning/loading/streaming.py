@@ -92,7 +92,8 @@ class SafeStreamingDataset(StreamingDataset):
 
     def _named(self, shard_id: int, error: BaseException) -> str:
         shard = self.shards[shard_id]
-        return f"{os.path.join(shard.dirname, shard.split, shard.raw_data.basename)}: {first_line(error)}"
+        raw, _ = shard.file_pairs[0]
+        return f"{Path(shard.dirname, shard.split, raw.basename)}: {first_line(error)}"
 
     def _fail(self, cause: str) -> None:
         if not self._cause.value:  # the first cause is the cause
@@ -101,11 +102,7 @@ class SafeStreamingDataset(StreamingDataset):
     def prepare_shard(self, shard_id: int, blocking: bool = True) -> None:
         """Make a shard present on local disk (base class), without a lock once it was seen there."""
         self._forget_parent()
-        if (
-            shard_id in self._seen_local
-            and not self.cache_limit
-            and self._shard_states[shard_id] == _ShardState.LOCAL
-        ):
+        if shard_id in self._seen_local and not self.cache_limit and self._shard_states[shard_id] == _ShardState.LOCAL:
             return
         try:
             super().prepare_shard(shard_id, blocking)

@@ -151,6 +151,7 @@ def _quieten() -> None:
         r".*isinstance\(treespec, LeafSpec\).*",
         r".*`IterableDataset` has `__len__` defined.*",
         r".*is smaller than the logging interval.*",
+        r"Checkpoint directory .* exists and is not empty.*",
     ):
         warnings.filterwarnings("ignore", message=message)
     logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)
