@@ -1,0 +1,182 @@
+import multiprocessing
+from importlib.metadata import version
+
+import pytest
+import torch
+from deadline import within
+from loading.mds import damage, rank_environment, write_mds  # noqa: F401
+
+from ddm_lightning.loading.streaming import SafeStreamingDataset, ShardError, open_streams
+
+from streaming import StreamingDataLoader, StreamingDataset  # isort: skip (after the shim)
+from streaming.base.dataset import _ShardState  # isort: skip
+
+pytestmark = [
+    pytest.mark.usefixtures("rank_environment"),
+    # Python 3.12 says so of every fork beside Streaming's threads.
+    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
+    # Streaming leaves the closing of the files that it hashes to the garbage collector.
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore:Exception ignored in. <_io.FileIO:pytest.PytestUnraisableExceptionWarning"),
+]
+NUM_SAMPLES = 100
+
+
+@pytest.fixture
+def folder(tmp_path):
+    write_mds(tmp_path / "shards", range(NUM_SAMPLES))
+    assert len(list((tmp_path / "shards").glob("*.mds"))) == 6
+    return tmp_path / "shards"
+
+
+def open_folder(folder, *, remote=None, shuffle=True, batch_size=8, seed=3):
+    return open_streams([(remote, folder)], batch_size=batch_size, shuffle=shuffle, seed=seed, is_local_leader=True)
+
+
+def loader_of(dataset, num_workers, batch_size=8):
+    return StreamingDataLoader(
+        dataset,
+        batch_size=batch_size,
+        num_workers=num_workers,
+        persistent_workers=num_workers > 0,
+        collate_fn=lambda batch: torch.tensor([int(sample["sample_id"]) for sample in batch]),
+    )
+
+
+def lists(batches):
+    return [batch.tolist() for batch in batches]
+
+
+def batches(dataset, num_workers, batch_size=8):
+    loader = loader_of(dataset, num_workers, batch_size)
+    try:
+        return lists(loader)
+    finally:
+        loader.__del__()  # an error's traceback would keep the workers until the garbage collector comes round
+
+
+def flat(nested):
+    return [item for batch in nested for item in batch]
+
+
+def test_every_sample_exactly_once_whatever_the_workers_in_turn_on_one_instance(folder):
+    dataset = open_folder(folder)
+    epochs = []
+    with within(60):
+        for num_workers in (0, 2, 0, 2):
+            epochs.append(flat(batches(dataset, num_workers)))
+    for epoch in epochs:
+        assert sorted(epoch) == list(range(NUM_SAMPLES))
+    assert len({tuple(epoch) for epoch in epochs}) == 4  # each epoch has an order of its own
+
+
+def test_the_order_depends_on_the_seed_and_not_on_the_workers(folder):
+    with within(60):
+        serial, parallel, other = (
+            batches(open_folder(folder, seed=seed), num_workers) for num_workers, seed in ((0, 3), (2, 3), (0, 4))
+        )
+    assert serial == parallel
+    assert serial != other
+
+
+def test_without_shuffling_every_epoch_is_in_the_shards_order(folder):
+    dataset = open_folder(folder, shuffle=False)
+    assert flat(batches(dataset, 0)) == flat(batches(dataset, 0)) == list(range(NUM_SAMPLES))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("kind", ["missing", "truncated", "flipped"])
+def test_a_damaged_remote_shard_raises_within_seconds(folder, tmp_path, kind, num_workers):
+    name = damage(folder, kind)
+    dataset = open_folder(tmp_path / "cache", remote=str(folder))
+    with within(20), pytest.raises(ShardError) as caught:
+        batches(dataset, num_workers)
+    line = str(caught.value)
+    assert line.startswith("a shard cannot be read: ")
+    assert name in line
+    assert "\n" not in line
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("kind", ["missing", "truncated"])
+def test_a_damaged_local_shard_raises_within_seconds(folder, kind, num_workers):
+    name = damage(folder, kind)
+    with within(20), pytest.raises(ShardError, match=name):
+        batches(open_folder(folder), num_workers)
+
+
+def test_every_worker_stops_where_one_failed(folder, tmp_path):
+    """The worker that did not fail has its batch asked for first, and waits for the shard at which the other failed."""
+    damage(folder, "missing")
+    for attempt in range(3):
+        dataset = open_folder(tmp_path / f"cache-{attempt}", remote=str(folder), seed=attempt)
+        with within(20), pytest.raises(ShardError, match="No such file"):
+            batches(dataset, 2)
+
+
+def test_what_failed_stays_failed(folder):
+    name = damage(folder, "missing")
+    dataset = open_folder(folder)
+    for num_workers in (0, 0, 2):
+        with within(20), pytest.raises(ShardError, match=name):
+            batches(dataset, num_workers)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_seen", [1, 5])
+def test_resuming_gives_exactly_what_was_left(folder, num_workers, num_seen):
+    loader = loader_of(open_folder(folder), num_workers)
+    with within(60):
+        first = lists(loader)
+        iterator = iter(loader)
+        seen = lists(next(iterator) for _ in range(num_seen))
+        state = loader.state_dict()
+        rest = lists(iterator)
+        third = lists(loader)
+
+        again = loader_of(open_folder(folder), num_workers)
+        again.load_state_dict(state)
+        assert lists(again) == rest
+        assert lists(again) == third
+    assert sorted(flat(seen + rest)) == list(range(NUM_SAMPLES))
+    assert first != seen + rest
+
+
+def _open_at_once(folder, gate, results):
+    gate.wait()
+    try:
+        results.put(sorted(flat(batches(open_folder(folder), 0))) == list(range(NUM_SAMPLES)))
+    except BaseException as error:  # noqa: BLE001
+        results.put(repr(error))
+
+
+def test_processes_that_open_shards_at_the_same_moment_do_not_collide(folder):
+    context = multiprocessing.get_context("fork")
+    gate, results = context.Barrier(12), context.Queue()
+    children = [context.Process(target=_open_at_once, args=(folder, gate, results)) for _ in range(12)]
+    for child in children:
+        child.start()
+    with within(60):
+        assert [results.get() for _ in children] == [True] * len(children)
+        for child in children:
+            child.join()
+
+
+def test_the_private_names_that_it_leans_on_exist(folder, tmp_path):
+    assert version("mosaicml-streaming").startswith("0.13.")
+    assert {state.name for state in _ShardState} >= {"REMOTE", "PREPARING", "LOCAL"}
+    for name in ("on_exception", "prepare_shard", "__iter__"):
+        assert name in vars(SafeStreamingDataset)
+        assert name in vars(StreamingDataset), f"{name} is overridden, but is gone from the base"
+    dataset = open_folder(tmp_path / "cache", remote=str(folder))
+    plain = StreamingDataset(local=str(folder), batch_size=8)
+    iterator = iter(plain)
+    next(iterator)
+    for name in ("_cache_filelock", "_executor", "_event", "_iterator"):
+        assert name in plain.__dict__, name
+    assert "lock" in plain._shared_barrier.__dict__
+    assert not plain._event.is_set()
+    assert callable(dataset.streams[0]._downloader.clean_up)
+    assert dataset._shard_states[0] == _ShardState.REMOTE
+    dataset.prepare_shard(0)
+    assert dataset._shard_states[0] == _ShardState.LOCAL
