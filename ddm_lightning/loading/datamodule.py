@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from collections.abc import Mapping, Sequence
@@ -15,9 +16,10 @@ from streaming import StreamingDataLoader
 from torch import Tensor
 
 from ddm_lightning.errors import UserError
+from ddm_lightning.files import sha256_file
 from ddm_lightning.loading.streaming import SafeStreamingDataset, open_streams, set_rank_environment
 from ddm_lightning.prepare.manifest import HELD_OUT, TRAIN
-from ddm_lightning.prepare.verify import verify_shards
+from ddm_lightning.prepare.verify import remove_damaged, verify_shards
 
 
 def collate(samples: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
@@ -45,7 +47,8 @@ class ClusterDataModule(L.LightningDataModule):
     the router and the monolith train on.
 
     Args:
-        shards: folder or URL that holds ``cluster-{k}/train`` and ``cluster-{k}/held-out``.
+        shards: folder, or URL of a folder, that holds ``cluster-{k}/train`` and ``cluster-{k}/held-out``. What a
+            URL names (``s3://``, ``sftp://`` …; ``file://`` for a mounted folder) is fetched as it is needed.
         clusters: the clusters k to stream.
         batch_size: samples an optimizer step, over all ranks.
         seed: of the sample order.
@@ -75,19 +78,31 @@ class ClusterDataModule(L.LightningDataModule):
         self.num_workers = num_workers
         self.held_out_clusters = list(held_out_clusters)
         self.index_sha256 = dict(index_sha256 or {})
+        self._starter = os.getpid()
 
     def prepare_data(self) -> None:
-        """Check every local shard against its index before anything trains on it.
+        """Check every shard that lies here against its index before anything trains on it.
+
+        Of fetched ones, those that differ are removed, and so is what was fetched for an earlier preparation:
+        Streaming checks what it fetches, and never again.
 
         Raises:
-            UserError: a shard is missing, truncated or fails its hash; the line names it.
+            UserError: a local shard is missing, truncated or fails its hash; the line names it.
         """
-        if self._is_remote():
-            return  # Streaming checks the hash of what it fetches
+        for view in self.cache.glob("view-*"):
+            shutil.rmtree(view)  # of a killed process: the member's lock says that no other is alive
         for split, clusters in ((TRAIN, self.clusters), (HELD_OUT, self.held_out_clusters)):
             for cluster in clusters:
                 name = f"cluster-{cluster}/{split}"
-                verify_shards(Path(self.shards) / name, index_sha256=self.index_sha256.get(name))
+                if not self._is_remote():
+                    verify_shards(Path(self.shards) / name, index_sha256=self.index_sha256.get(name))
+                elif (self._store(name) / "index.json").exists():
+                    remove_damaged(self._store(name), index_sha256=self.index_sha256.get(name))
+
+    def setup(self, stage: str) -> None:
+        """Agree with the other ranks on the name of this start."""
+        if self.trainer is not None:
+            self._starter = self.trainer.strategy.broadcast(os.getpid())
 
     def train_dataloader(self) -> StreamingDataLoader:
         """Shuffled batches of exactly ``batch_size / world_size`` samples.
@@ -121,25 +136,35 @@ class ClusterDataModule(L.LightningDataModule):
     def _rank_batch_size(self) -> int:
         return self.batch_size // (self.trainer.world_size if self.trainer else 1)
 
-    def _view(self) -> Path:
-        return self.cache / f"view-{os.getppid() if self._spawned() else os.getpid()}"
+    def _store(self, name: str) -> Path:
+        return self.cache / "store" / name
 
-    def _spawned(self) -> bool:
-        # Ranks that Lightning's launcher started share the view of the rank that started them.
-        return self.trainer is not None and self.trainer.local_rank > 0
+    def _view(self) -> Path:
+        return self.cache / f"view-{self._starter}"
 
     def _folder(self, cluster: int, split: str) -> tuple[str | None, Path]:
         name = f"cluster-{cluster}/{split}"
         if not self._is_remote():
             return None, Path(self.shards) / name
         # Streaming refuses a local folder that a killed process of its own had registered. A link that is
-        # new for each process leads to the same store, so what was fetched before is not fetched again.
-        store, link = self.cache / "store" / name, self._view() / name
+        # new for each start leads to the same store, so what was fetched before is not fetched again.
+        store, link = self._store(name), self._view() / name
         store.mkdir(parents=True, exist_ok=True)
         link.parent.mkdir(parents=True, exist_ok=True)
-        if not link.is_symlink():
+        with contextlib.suppress(FileExistsError):  # another rank was first
             link.symlink_to(store.resolve(), target_is_directory=True)
-        return f"{self.shards.rstrip('/')}/{name}", link
+        return f"{self.shards.removeprefix('file://').rstrip('/')}/{name}", link
+
+    def _check_fetched(self, split: str, clusters: Sequence[int]) -> None:
+        """Refuse an index that was fetched and is not the manifest's: its clusters are others."""
+        for cluster in clusters:
+            name = f"cluster-{cluster}/{split}"
+            wanted = self.index_sha256.get(name)
+            if wanted is not None and sha256_file(self._store(name) / "index.json") != wanted:
+                raise UserError(
+                    f"{self.shards}/{name}/index.json: differs from what the manifest says: the shards there are of "
+                    f"another preparation; put this run's prepared/shards there"
+                )
 
     def _loader(self, split: str, clusters: Sequence[int], shuffle: bool) -> StreamingDataLoader:
         local_rank = 0
@@ -155,6 +180,8 @@ class ClusterDataModule(L.LightningDataModule):
             seed=self.seed,
             is_local_leader=local_rank == 0,
         )
+        if self._is_remote():
+            self._check_fetched(split, clusters)
         return StreamingDataLoader(
             dataset,
             batch_size=self._rank_batch_size(),

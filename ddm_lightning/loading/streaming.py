@@ -6,6 +6,7 @@ It leans on private names of mosaicml-streaming 0.13 (setup.py pins ``<0.14``);
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
+from botocore.exceptions import BotoCoreError, ClientError
 from filelock import FileLock
 from streaming import Stream, StreamingDataset
 from streaming.base.dataset import _ShardState
@@ -160,6 +162,9 @@ def open_streams(
         shuffle: whether each epoch has an order of its own.
         seed: of that order; it does not depend on the number of ranks or workers.
         is_local_leader: whether this process is the node's first rank.
+
+    Raises:
+        ShardError: an index cannot be fetched or read, or no such scheme of URLs is known.
     """
 
     def build() -> SafeStreamingDataset:
@@ -181,7 +186,12 @@ def open_streams(
 
     # Two constructions at the same moment race for a shared-memory name (0.13.0). The leader alone takes
     # the lock, because the node's other ranks meet it at barriers inside the constructor.
-    if not is_local_leader:
-        return build()
-    with FileLock(Path(tempfile.gettempdir()) / "ddm_lightning_streaming.lock"):
-        return build()
+    lock = FileLock(Path(tempfile.gettempdir()) / "ddm_lightning_streaming.lock")
+    try:
+        with lock if is_local_leader else contextlib.nullcontext():
+            return build()
+    except (*_READ_ERRORS, BotoCoreError, ClientError) as error:
+        places = ", ".join(str(remote or local) for remote, local in folders)
+        raise ShardError(
+            f"{places}: shards cannot be opened: {first_line(error)}; check key 'island.shards'"
+        ) from error

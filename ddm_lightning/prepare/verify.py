@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,36 @@ def verify_shards(folder: Path, hashes: bool = True, *, index_sha256: str | None
         for entry in present:
             _check_file(folder / entry["basename"], entry, hashes)
     return sum(samples for samples, _ in shards)
+
+
+def remove_damaged(folder: Path, *, index_sha256: str | None = None) -> list[Path]:
+    """Remove from a folder of fetched shards what differs from its ``index.json``, so that it is fetched again.
+
+    Args:
+        folder: where shards are fetched to, perhaps not all of them yet.
+        index_sha256: what the manifest says about ``index.json``; where it is another, everything goes.
+
+    Returns:
+        What was removed.
+    """
+    index = folder / "index.json"
+    try:
+        if index_sha256 is not None and sha256_file(index) != index_sha256:
+            raise ValueError
+        files = [entry for shard in json.loads(index.read_text(encoding="utf-8"))["shards"] for entry in _files(shard)]
+    except (KeyError, TypeError, ValueError):
+        shutil.rmtree(folder)
+        return [folder]
+    removed = []
+    for entry in files:
+        path = inside(folder, entry["basename"], index)
+        try:
+            if path.is_file():
+                _check_file(path, entry, hashes=True)
+        except UserError:
+            path.unlink()
+            removed.append(path)
+    return removed
 
 
 def _files(shard: dict[str, Any]) -> list[dict[str, Any]]:

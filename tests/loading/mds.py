@@ -45,8 +45,8 @@ def write_mds(folder, ids, cluster=0, *, columns=COLUMNS, shard_bytes=1 << 11, c
 
 
 def damage(folder, kind):
-    """Harm the third shard; its name."""
-    path = sorted(folder.glob("shard.*.mds*"))[2]
+    """Harm the third shard, or the only one; its name."""
+    path = sorted(folder.glob("shard.*.mds*"))[:3][-1]
     content = path.read_bytes()
     if kind == "missing":
         path.unlink()
