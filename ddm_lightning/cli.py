@@ -99,17 +99,23 @@ def _prepare(options: argparse.Namespace) -> int:
 
 
 def _prepared(experiment: Experiment, options: argparse.Namespace) -> RunFolder:
-    from ddm_lightning.plugins import check_plugins
+    from ddm_lightning.plugins import check_networks, check_plugins
     from ddm_lightning.prepare.progress import RichReporter
     from ddm_lightning.prepare.stages import prepare
-    from ddm_lightning.run_folder import open_run
+    from ddm_lightning.run_folder import RunFolder, open_run, refuse_changed
 
     check_plugins(experiment, options.config)
-    run = open_run(experiment, create=True)
+    refuse_changed(experiment)
     _limit_threads(experiment)
     with RichReporter() as reporter:
-        prepare(experiment, run.root, reporter)
-    return run
+        prepare(
+            experiment,
+            RunFolder.of(experiment).root,
+            reporter,
+            check=lambda sizes: check_networks(experiment, sizes, options.config),
+        )
+    # Not before: what prepare refuses may be changed without taking another folder.
+    return open_run(experiment, create=True)
 
 
 def _limit_threads(experiment: Experiment) -> None:
@@ -135,17 +141,23 @@ def _fit(options: argparse.Namespace) -> int:
 
 
 def _fit_one(member: str, experiment: Experiment, options: argparse.Namespace) -> int:
-    from ddm_lightning.plugins import check_plugins
+    from ddm_lightning.plugins import check_networks, check_plugins
     from ddm_lightning.prepare.manifest import Manifest
-    from ddm_lightning.run_folder import RunFolder, open_run
+    from ddm_lightning.run_folder import RunFolder, open_run, refuse_changed
 
     check_plugins(experiment, options.config)
-    Manifest.read(RunFolder.of(experiment).root)  # an island is handed prepared shards; it does not make them
-    run = open_run(experiment, create=True)
+    refuse_changed(experiment)
+    run = RunFolder.of(experiment)
+    manifest = Manifest.read(run.root)  # an island is handed prepared shards; it does not make them
+    if not run.experiment.exists():
+        check_networks(experiment, manifest, options.config)
+    open_run(experiment, create=True)
 
-    from ddm_lightning.training.fit import fit_member
+    from ddm_lightning.training.fit import fit_member, leads
 
     status = fit_member(member, experiment, run, show_progress=sys.stderr.isatty())
+    if not leads():
+        return 0  # a rank that Lightning started: the one that started it speaks, and is killed at any other code
     if status.state == "stopped":
         return INTERRUPTED
     print(f"artifact: {run.artifact(member)}\ncurves: tensorboard --logdir {run.root}")

@@ -164,7 +164,7 @@ class IslandConfig:
     strategy: str = "auto"
     """``auto``, ``single``, ``ddp`` or ``fsdp`` (FSDP2 inside the node)."""
     precision: str = "32-true"
-    """Lightning's precision: ``32-true``, ``bf16-mixed``, ``bf16-true``, ``16-mixed`` or ``64-true``."""
+    """Lightning's precision: ``32-true``, ``bf16-mixed``, ``16-mixed`` or ``64-true``; weights stay fp32 or wider."""
     attention: str = "auto"
     """Attention back end: ``auto`` (what runs), ``sdpa`` or ``xformers``."""
     compile: bool = False
@@ -174,7 +174,7 @@ class IslandConfig:
     num_workers: int = 0
     """Data-loading processes of one rank."""
     shards: str | None = None
-    """URL or folder from which the shards are fetched (``s3://…``); null reads the run's own folder."""
+    """URL (``s3://…``, ``file://…``) from which shards are fetched, or folder with them; null: the run's own."""
     log_every_n_steps: int = 50
     """Steps between two points of a TensorBoard curve."""
     validate_every_n_steps: int = 1000
@@ -182,7 +182,7 @@ class IslandConfig:
     checkpoint_every_n_steps: int = 500
     """Steps between two checkpoints; what a killed member loses at most."""
     log_sample_ids: bool = False
-    """Whether each step's sample ids are written to ``sample_ids.txt``, a line a step."""
+    """Whether each step's sample ids are written to ``sample_ids.txt`` (``sample_ids-0.txt`` …, one a device)."""
     keep_checkpoints: int = 2
     """Checkpoints kept; the older ones stand in when the newest is damaged."""
 
@@ -239,7 +239,7 @@ _CHOICES = {
     "router.train.schedule": ("constant", "linear", "cosine"),
     "island.accelerator": ("auto", "cpu", "gpu"),
     "island.strategy": ("auto", "single", "ddp", "fsdp"),
-    "island.precision": ("32-true", "bf16-mixed", "bf16-true", "16-mixed", "64-true"),
+    "island.precision": ("32-true", "bf16-mixed", "16-mixed", "64-true"),
     "island.attention": ("auto", "sdpa", "xformers"),
     "sample.strategy": ("full", "top-1", "top-k", "bayes"),
     "sample.solver": ("euler", "heun", "ancestral"),

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -12,7 +15,9 @@ import lightning as L
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
+from ddm_lightning.training.checkpoints import RollingCheckpoints
 from ddm_lightning.training.module import MemberModule
 from ddm_lightning.training.status import MemberStatus
 
@@ -73,22 +78,24 @@ class Reporter(L.Callback):
             self._bar.stop()
 
     def on_exception(self, trainer: L.Trainer, module: L.LightningModule, exception: BaseException) -> None:
-        """Leave the word that training failed."""
+        """Leave the word that training failed, or was stopped before its first step."""
         if self._bar is not None:
             self._bar.stop()
-        self.status.state = "failed"
+        self.status.state = "stopped" if isinstance(exception, StopRequested) else "failed"
         if trainer.is_global_zero:
             self.status.write(self.folder)
 
     def _report(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         assert isinstance(module, MemberModule)
+        module.check_finite()
         averages = module.drain("train/")
         elapsed = time.monotonic() - self._start
         steps = trainer.global_step - self._first_step
         self.status.step = trainer.global_step
         self.status.seconds = self._earlier_seconds + elapsed
         self.status.samples_per_second = steps * self.batch_size / elapsed if elapsed > 0 else 0.0
-        self.status.metrics.update(averages)
+        # A norm may overflow in a step that 16-bit scaling then skips; JSON knows no infinity.
+        self.status.metrics.update({name: value for name, value in averages.items() if math.isfinite(value)})
         if not trainer.is_global_zero:
             return
         if averages and trainer.logger is not None:
@@ -118,51 +125,95 @@ class DisjointRanks(L.Callback):
         if trainer.world_size == 1 or getattr(self, "_checked", False):
             return
         self._checked = True
-        gathered = module.all_gather(batch["sample_id"])
-        assert isinstance(gathered, Tensor)
-        ids = gathered.flatten()
+        gathered = [torch.empty_like(batch["sample_id"]) for _ in range(trainer.world_size)]
+        torch.distributed.all_gather(gathered, batch["sample_id"])
+        ids = torch.cat(gathered)
         if len(torch.unique(ids)) != len(ids):
             raise RuntimeError("ranks stream the same samples: RANK and LOCAL_WORLD_SIZE did not reach Streaming")
 
 
 class SampleLog(L.Callback):
-    """Writes each step's sample ids to a text file, a line a step: proof of what was trained on."""
+    """Writes each step's sample ids to a text file, a line a step: proof of what was trained on.
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    The file is ``sample_ids.txt``, or with several devices ``sample_ids-0.txt`` and so on, one a rank.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
 
     def on_train_batch_start(
         self, trainer: L.Trainer, module: L.LightningModule, batch: dict[str, Tensor], batch_idx: int
     ) -> None:
         """Append ``step: ids``."""
-        with self.path.open("a", encoding="utf-8") as stream:
+        name = "sample_ids.txt" if trainer.world_size == 1 else f"sample_ids-{trainer.global_rank}.txt"
+        with (self.folder / name).open("a", encoding="utf-8") as stream:
             stream.write(f"{trainer.global_step}: {' '.join(str(i) for i in batch['sample_id'].tolist())}\n")
 
 
-class StopOnRequest(L.Callback):
-    """SIGTERM or Ctrl-C: finish the step, leave a checkpoint, stop."""
+class StopRequested(BaseException):
+    """SIGTERM or Ctrl-C outside of the training steps, where there is nothing to save."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.requested = False
-        self._previous: dict[int, Any] = {}
+
+class StopOnRequest(L.Callback):
+    """SIGTERM or Ctrl-C: finish the step, leave a checkpoint, stop.
+
+    Several ranks agree on the step after which they stop, whichever of them got the signal.
+    """
+
+    def __init__(self, checkpoints: RollingCheckpoints) -> None:
+        self.checkpoints = checkpoints
+        self.stopped = False
+        self._training = False
+        self._requested = False
+        self._hosts: ProcessGroup | None = None
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Within the block the two signals come here.
+
+        Raises:
+            StopRequested: one came while no steps were being taken.
+        """
+        self._previous = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+        self._listen()
+        try:
+            yield
+        finally:
+            for number, handler in self._previous.items():
+                signal.signal(number, handler)
+
+    def _listen(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._request)
+
+    def _request(self, _number: int, _frame: FrameType | None) -> None:
+        if not self._training:
+            raise StopRequested
+        self._requested = True
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Take the two signals over from Lightning while training runs."""
-
-        def request(_number: int, _frame: FrameType | None) -> None:
-            self.requested = True
-
-        for number in (signal.SIGTERM, signal.SIGINT):
-            self._previous[number] = signal.signal(number, request)
+        """Take SIGTERM back from Lightning."""
+        self._training = True
+        self._listen()
+        if trainer.world_size > 1:
+            # On the hosts: on the devices it would wait for their queues at each step.
+            self._hosts = torch.distributed.new_group(backend="gloo")
 
     def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
         """Leave a checkpoint where the rolling ones are taken too, then stop."""
-        if self.requested and not trainer.should_stop:
-            trainer.save_checkpoint(self.folder / f"step-{trainer.global_step:08d}.ckpt")
+        if self._agreed() and not self.stopped:
+            self.stopped = trainer.global_step < trainer.max_steps
+            self.checkpoints.save(trainer)
             trainer.should_stop = True
+            trainer.limit_val_batches = 0  # Lightning validates before it stops; the checkpoint's successor does not
 
     def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Give the signals back."""
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
+        """No more steps to finish."""
+        self._training = False
+
+    def _agreed(self) -> bool:
+        if self._hosts is None:
+            return self._requested
+        flag = torch.tensor(int(self._requested))
+        torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, group=self._hosts)
+        return bool(flag)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import zipfile
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Checkpoint
 
 from ddm_lightning.files import atomic_write
+from ddm_lightning.training.module import MemberModule
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -22,18 +25,39 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         atomic_write(Path(path), lambda temporary: torch.save(checkpoint, temporary))
 
 
-def rolling_checkpoints(folder: Path, every_n_steps: int, keep: int) -> ModelCheckpoint:
-    """Lightning's callback, set to keep the ``keep`` newest checkpoints, named by step."""
-    return ModelCheckpoint(
-        dirpath=folder,
-        filename="step-{step:08d}",
-        auto_insert_metric_name=False,
-        every_n_train_steps=every_n_steps,
-        save_on_train_epoch_end=False,
-        monitor="step",
-        mode="max",
-        save_top_k=keep,
-    )
+class RollingCheckpoints(Checkpoint):
+    """Saves every ``every_n_steps`` steps and keeps the ``keep`` newest checkpoints, named by step.
+
+    Lightning's own callback, told to keep a few, puts a save off until the next validation (2.6), and after
+    a kill it knows only the files that the checkpoint it resumed from had recorded.
+    """
+
+    def __init__(self, folder: Path, every_n_steps: int, keep: int) -> None:
+        self.folder = folder
+        self.every_n_steps = every_n_steps
+        self.keep = keep
+        self._newest_step = -1
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
+        """Save when it is time to."""
+        if trainer.global_step % self.every_n_steps == 0:
+            self.save(trainer)
+
+    def save(self, trainer: L.Trainer) -> None:
+        """Save this step, once, and remove what is too old; a collective: every rank calls it.
+
+        Raises:
+            UserError: training diverged; what is kept are checkpoints from before.
+        """
+        if trainer.global_step == self._newest_step:
+            return
+        assert isinstance(trainer.lightning_module, MemberModule)
+        trainer.lightning_module.check_finite()
+        self._newest_step = trainer.global_step
+        trainer.save_checkpoint(self.folder / f"step-{trainer.global_step:08d}.ckpt", weights_only=False)
+        if trainer.is_global_zero:
+            for path in sorted(self.folder.glob("step-*.ckpt"))[: -self.keep]:
+                path.unlink()
 
 
 def _damage(path: Path) -> str | None:
@@ -61,6 +85,7 @@ def newest_checkpoint(folder: Path) -> tuple[Path | None, list[str]]:
         problem = _damage(path)
         if problem is None:
             return path, lines
-        path.rename(path.with_suffix(".damaged"))
+        with contextlib.suppress(FileNotFoundError):  # another rank was first
+            path.rename(path.with_suffix(".damaged"))
         lines.append(f"{path}: damaged checkpoint ({problem}); falling back to the one before it")
     return None, lines

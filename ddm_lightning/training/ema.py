@@ -28,7 +28,7 @@ def track_ema(optimizer: Optimizer, decay: float) -> None:
     """Average every parameter after each step of ``optimizer``.
 
     The decay warms up as ``min(decay, (1 + n) / (10 + n))`` over steps n, so that the first thousand
-    steps are not dominated by the initial weights.
+    steps are not dominated by the initial weights. The first average is the weights after the first step.
     """
     for group in optimizer.param_groups:
         group.setdefault(STEPS, 0)

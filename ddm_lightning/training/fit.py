@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import warnings
 from typing import Any
 
@@ -22,10 +23,10 @@ from ddm_lightning.flow.randomness import keyed_generator
 from ddm_lightning.loading.datamodule import ClusterDataModule
 from ddm_lightning.members import ROUTER, batch_size_of, clusters_of, config_of, role_of
 from ddm_lightning.networks.registry import EXPERTS, ROUTERS
-from ddm_lightning.prepare.manifest import Manifest
+from ddm_lightning.prepare.manifest import DataSizes, Manifest
 from ddm_lightning.run_folder import RunFolder
-from ddm_lightning.training.callbacks import DisjointRanks, Reporter, SampleLog, StopOnRequest
-from ddm_lightning.training.checkpoints import AtomicCheckpointIO, newest_checkpoint, rolling_checkpoints
+from ddm_lightning.training.callbacks import DisjointRanks, Reporter, SampleLog, StopOnRequest, StopRequested
+from ddm_lightning.training.checkpoints import AtomicCheckpointIO, RollingCheckpoints, newest_checkpoint
 from ddm_lightning.training.ema import gathered_ema
 from ddm_lightning.training.expert import ExpertModule
 from ddm_lightning.training.module import MemberModule, MemberSpec
@@ -35,13 +36,13 @@ from ddm_lightning.training.status import MemberStatus
 from ddm_lightning.training.strategy import choose_strategy, resolve_accelerator
 
 
-def condition_spec(experiment: Experiment, manifest: Manifest) -> ConditionSpec:
+def condition_spec(experiment: Experiment, manifest: Manifest | DataSizes) -> ConditionSpec:
     """What the experts see besides ``x_t`` and t."""
     sizes = {"text": manifest.text_size, "class": manifest.num_classes, "none": 0}
     return ConditionSpec(experiment.condition.kind, sizes[experiment.condition.kind])
 
 
-def member_condition(member: str, experiment: Experiment, manifest: Manifest) -> ConditionSpec:
+def member_condition(member: str, experiment: Experiment, manifest: Manifest | DataSizes) -> ConditionSpec:
     """``condition_spec`` for one member; an unconditional router sees none."""
     if member == ROUTER and not experiment.router.conditional:
         return ConditionSpec("none", 0)
@@ -52,7 +53,7 @@ def _condition_dropout(member: str, experiment: Experiment) -> float:
     return experiment.router.condition_dropout if member == ROUTER else experiment.condition.dropout
 
 
-def build_member_network(member: str, experiment: Experiment, manifest: Manifest) -> nn.Module:
+def build_member_network(member: str, experiment: Experiment, manifest: Manifest | DataSizes) -> nn.Module:
     """The member's network with initial weights drawn from the experiment's seed and the member's role.
 
     All experts start from the same weights, as the monolith does.
@@ -124,7 +125,7 @@ def fit_member(member: str, experiment: Experiment, run: RunFolder, *, show_prog
     Raises:
         UserError: not prepared, damaged shards, unknown network, or the member is being trained elsewhere.
     """
-    console = Console(stderr=True)
+    console = Console(stderr=True, quiet=not leads())
     folder = run.member(member)
     config = config_of(member, experiment)
     status = MemberStatus.read(folder, member, config.train.max_steps)
@@ -133,7 +134,7 @@ def fit_member(member: str, experiment: Experiment, run: RunFolder, *, show_prog
         return status
     folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / ".lock")
-    if _leads():
+    if leads():
         try:
             lock.acquire(timeout=0)
         except Timeout:
@@ -154,10 +155,11 @@ def _quieten() -> None:
         r"Checkpoint directory .* exists and is not empty.*",
     ):
         warnings.filterwarnings("ignore", message=message)
-    logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)
+    for name in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.distributed"):
+        logging.getLogger(name).setLevel(logging.WARNING)
 
 
-def _leads() -> bool:
+def leads() -> bool:
     """Whether this process was started by the user; ranks that Lightning starts run the same command line."""
     return int(os.environ.get("LOCAL_RANK", "0")) == 0
 
@@ -183,21 +185,22 @@ def _fit_locked(
     if resume:
         console.print(f"{member}: resumes at step {resumed_step}")
     status.state = "starting"
-    if _leads():
+    if leads():
         status.write(folder)
 
     batch_size = batch_size_of(member, experiment)
     reporter = Reporter(folder, status, batch_size, island.log_every_n_steps, show_progress)
-    stop = StopOnRequest(checkpoints)
+    rolling = RollingCheckpoints(checkpoints, island.checkpoint_every_n_steps, island.keep_checkpoints)
+    stop = StopOnRequest(rolling)
     callbacks: list[L.Callback] = [
         reporter,
         stop,
         DisjointRanks(),
-        rolling_checkpoints(checkpoints, island.checkpoint_every_n_steps, island.keep_checkpoints),
+        rolling,
         PictureLogger(experiment),
     ]
     if island.log_sample_ids:
-        callbacks.append(SampleLog(folder / "sample_ids.txt"))
+        callbacks.append(SampleLog(folder))
     _quieten()
     trainer = L.Trainer(
         accelerator=resolve_accelerator(island.accelerator),
@@ -219,14 +222,22 @@ def _fit_locked(
         enable_model_summary=False,
         use_distributed_sampler=False,
     )
-    trainer.fit(module, datamodule=data, ckpt_path=resume)
+    try:
+        with stop.listening():
+            trainer.fit(module, datamodule=data, ckpt_path=resume, weights_only=True)
+    except StopRequested:
+        stop.stopped = True
+    finally:
+        if not trainer.state.finished and trainer.strategy.launcher is not None:
+            trainer.strategy.launcher.kill(signal.SIGKILL)  # ranks that would wait for this one
 
-    if stop.requested:
+    if stop.stopped:
         status.state = "stopped"
         if trainer.is_global_zero:
             status.write(folder)
         console.print(f"{member}: stopped at step {trainer.global_step}; the same command resumes it")
         return status
+    status.step = trainer.global_step
     weights = gathered_ema(module.network, trainer.optimizers[0])
     if trainer.is_global_zero:
         prediction = getattr(module.network, "prediction", "velocity")

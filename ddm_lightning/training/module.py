@@ -12,6 +12,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 
 from ddm_lightning.config import TimestepsConfig, TrainConfig
+from ddm_lightning.errors import UserError
 from ddm_lightning.flow.condition import Condition, ConditionSpec
 from ddm_lightning.flow.path import interpolate
 from ddm_lightning.flow.randomness import keyed_generator
@@ -158,6 +159,19 @@ class MemberModule(L.LightningModule):
         names = [name for name in self._sums if name.startswith(prefix)]
         averages = {name: float(self._sums.pop(name)) / self._counts.pop(name) for name in names}
         return dict(sorted(averages.items()))
+
+    def check_finite(self) -> None:
+        """Refuse to report, or to keep, what follows from a loss that is not finite.
+
+        Raises:
+            UserError: training diverged since the last report.
+        """
+        loss = self._sums.get("train/loss")
+        if loss is not None and not bool(torch.isfinite(loss)):
+            raise UserError(
+                f"{self.spec.member}: the training loss is not finite by step {self.global_step}, training diverged; "
+                f"lower its learning_rate and train into another folder with run_dir=…"
+            )
 
     def ema_weights(self) -> Any:
         """Context in which the network carries its averaged weights."""
