@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from ddm_lightning.config import Experiment, PluginConfig
 from ddm_lightning.errors import UserError
+from ddm_lightning.members import ROUTER, expert_name
 from ddm_lightning.networks import EXPERTS, ROUTERS
+from ddm_lightning.prepare.manifest import DataSizes, Manifest
 from ddm_lightning.prepare.registry import CAPTION_ENCODERS, FEATURES, IMAGE_ENCODERS, SOURCES
 from ddm_lightning.registry import Registry
+from ddm_lightning.training.fit import build_member_network
 
 
 def check_plugins(experiment: Experiment, source: str) -> None:
@@ -36,3 +39,24 @@ def check_plugins(experiment: Experiment, source: str) -> None:
             registry.check(plugin.name, plugin.params, **context)
         except UserError as error:
             raise UserError(f"{source}: key {key!r}: {error}") from None
+
+
+def check_networks(experiment: Experiment, sizes: DataSizes | Manifest, source: str) -> None:
+    """Refuse values that a network turns down only when it is built, such as heads that do not divide its width.
+
+    Args:
+        experiment: the resolved experiment.
+        sizes: of the data.
+        source: the file it came from, for the error line.
+
+    Raises:
+        UserError: naming ``source`` and the key.
+    """
+    for key, member in (("expert.network", expert_name(0)), ("router.network", ROUTER)):
+        try:
+            build_member_network(member, experiment, sizes)
+        except UserError as error:
+            raise UserError(f"{source}: key {key!r}: {error}") from None
+        except (RuntimeError, ArithmeticError) as error:  # torch's, for a width of 0 and the like
+            problem = str(error).partition("\n")[0]
+            raise UserError(f"{source}: key {key!r}: cannot be built: {problem}; change its params") from None

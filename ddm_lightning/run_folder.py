@@ -72,27 +72,43 @@ def open_run(experiment: Experiment, *, create: bool) -> RunFolder:
             or is missing and ``create`` is false.
     """
     run = RunFolder.of(experiment)
-    new = to_dict(experiment)
-    if not run.experiment.exists():
-        if not create:
-            raise UserError(f"{run.root}: no run here; start it with: python -m ddm_lightning fit -c FILE")
+    if not (run.experiment.exists() or create):
+        raise UserError(f"{run.root}: no run here; start it with: python -m ddm_lightning fit -c FILE")
+    refuse_changed(experiment)
+    if create and _recorded(run) != to_dict(experiment):
+        # Members read it from here; where it is there already, only free sections differ.
         atomic_write_text(run.experiment, to_yaml(experiment))
-        return run
+    return run
+
+
+def refuse_changed(experiment: Experiment) -> None:
+    """Check that the experiment's run folder, where there is one, was made by the same experiment.
+
+    Raises:
+        UserError: the folder belongs to a different experiment; the line names the keys that changed.
+    """
+    run = RunFolder.of(experiment)
+    if not run.experiment.exists():
+        return
+    changed = changed_keys(_recorded(run), to_dict(experiment))
+    if changed:
+        raise UserError(
+            f"{run.experiment}: the experiment changed since this run folder was made: {', '.join(changed)}; "
+            f"set those keys back, or train into another folder with run_dir=…"
+        )
+
+
+def _recorded(run: RunFolder) -> dict[str, Any]:
+    """The experiment that the folder was made by; empty for a folder that is yet to be made."""
+    if not run.experiment.exists():
+        return {}
     try:
         old = yaml.safe_load(run.experiment.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(
             f"{run.experiment}: cannot be read ({str(error).splitlines()[0]}); restore or delete it"
         ) from None
-    changed = changed_keys(old if isinstance(old, dict) else {}, new)
-    if changed:
-        raise UserError(
-            f"{run.experiment}: the experiment changed since this run folder was made: {', '.join(changed)}; "
-            f"set those keys back, or train into another folder with run_dir=…"
-        )
-    if create and old != new:
-        atomic_write_text(run.experiment, to_yaml(experiment))  # only free sections differ: members read them from here
-    return run
+    return old if isinstance(old, dict) else {}
 
 
 def changed_keys(old: dict[str, Any], new: dict[str, Any]) -> list[str]:

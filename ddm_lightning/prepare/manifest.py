@@ -25,6 +25,18 @@ class ClusterSamples:
 
 
 @dataclass(frozen=True)
+class DataSizes:
+    """What a network has to know of the data."""
+
+    x_shape: tuple[int, int, int]
+    """Channels, height, width of ``x_0``."""
+    text_size: int
+    """Entries of a text vector; 0 for none."""
+    num_classes: int
+    """Labels run from 0 to this minus 1."""
+
+
+@dataclass(frozen=True)
 class Manifest:
     """Everything about the shards that loading, training and sampling need to know."""
 

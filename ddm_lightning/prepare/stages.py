@@ -24,7 +24,15 @@ from ddm_lightning.errors import UserError
 from ddm_lightning.files import atomic_write_json, read_json, sha256_file, sha256_json
 from ddm_lightning.prepare import steps
 from ddm_lightning.prepare.interfaces import CaptionEncoder, Features, ImageEncoder, Source
-from ddm_lightning.prepare.manifest import HELD_OUT, TRAIN, ClusterSamples, Manifest, manifest_path, shard_name
+from ddm_lightning.prepare.manifest import (
+    HELD_OUT,
+    TRAIN,
+    ClusterSamples,
+    DataSizes,
+    Manifest,
+    manifest_path,
+    shard_name,
+)
 from ddm_lightning.prepare.partition import Partition, check_sizes
 from ddm_lightning.prepare.progress import Reporter, SilentReporter
 from ddm_lightning.prepare.registry import CAPTION_ENCODERS, FEATURES, IMAGE_ENCODERS, SOURCES
@@ -39,7 +47,12 @@ _STAGES_VERSION = 1
 _COMMON_PACKAGES = ("ddm_lightning", "torch", "numpy", "pillow", "mosaicml-streaming")
 
 
-def prepare(experiment: Experiment, run_dir: Path, reporter: Reporter | None = None) -> Manifest:
+def prepare(
+    experiment: Experiment,
+    run_dir: Path,
+    reporter: Reporter | None = None,
+    check: Callable[[DataSizes], None] | None = None,
+) -> Manifest:
     """Bring ``run_dir``/prepared up to date with the experiment.
 
     Several processes may call it at once: one works, the others wait and find the work done.
@@ -48,13 +61,14 @@ def prepare(experiment: Experiment, run_dir: Path, reporter: Reporter | None = N
         experiment: its ``prepare`` section and its seed say what to make.
         run_dir: the run folder.
         reporter: hears of progress; None is silent.
+        check: called before anything is written, to refuse what will not fit the data.
 
     Raises:
         UserError: bad input; nothing is written, or, where only a stage can find out (features that do not
             cluster evenly enough), no further stage.
     """
     preparation = _Preparation(experiment, run_dir, reporter or SilentReporter())
-    preparation.bring_up_to_date()
+    preparation.bring_up_to_date(check)
     return Manifest.read(run_dir)
 
 
@@ -146,13 +160,15 @@ class _Preparation:
             ),
         ]
 
-    def bring_up_to_date(self) -> None:
+    def bring_up_to_date(self, check: Callable[[DataSizes], None] | None = None) -> None:
         """Run the stages that have no record, one process at a time."""
         folder = self.prepared.folder
         if not self._pending():
             self.reporter.say(f"{folder}: up to date, nothing to do")
             return
         self._check_before_writing()
+        if check is not None:
+            check(self._sizes())
         folder.mkdir(parents=True, exist_ok=True)
         lock = FileLock(folder / ".lock")
         try:
@@ -200,6 +216,16 @@ class _Preparation:
         is_read = self._is_recorded(self.stages[0])
         check_sizes(self.config.partition, len(self.prepared.images) if is_read else len(self.source))
         self.reporter.say(f"plug-ins: ready in {time.monotonic() - start:.1f} s")
+
+    def _sizes(self) -> DataSizes:
+        """Of the data that is going to be written, by the first picture."""
+        first = next(iter(self.source), None)
+        if first is None:
+            raise UserError(f"source {self.config.source.name!r}: yields no samples; mend the source")
+        captions = self.caption_encoder
+        return DataSizes(
+            self.image_encoder.x_shape(first.image.shape[0]), captions.size if captions else 0, self.source.num_classes
+        )
 
     def _sweep(self) -> None:
         """Remove what a killed process left half-written; the lock says that nobody is writing now."""
