@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 from ddm_lightning.errors import UserError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from ddm_lightning.config import Experiment
     from ddm_lightning.run_folder import RunFolder
 
@@ -173,8 +175,8 @@ def _fit_several(members: list[str], experiment: Experiment, options: argparse.N
     from ddm_lightning.islands.local import FitInterruptedError, default_jobs, fit_members
     from ddm_lightning.islands.status import members_table
     from ddm_lightning.members import ensemble_members
-    from ddm_lightning.training.fit import is_finished
 
+    before = _bytes_of(run.ensemble)
     try:
         failures = fit_members(members, experiment, run, options.jobs or default_jobs(experiment), console)
     except FitInterruptedError:
@@ -185,14 +187,18 @@ def _fit_several(members: list[str], experiment: Experiment, options: argparse.N
     if failures:
         print(f"logs: {run.root / 'members'}; the same command trains what is unfinished", file=sys.stderr)
         return 1
-    if all(is_finished(member, run) for member in ensemble_members(experiment)):
+    if all(run.is_finished(member) for member in ensemble_members(experiment)):
         from ddm_lightning.artifacts import write_ensemble
         from ddm_lightning.prepare.manifest import Manifest
 
         folders = [run.artifact(member) for member in ensemble_members(experiment)]
         write_ensemble(run.root, folders, Manifest.read(run.root).priors)
-        path = _draw(experiment, run, experiment.sample.prompts, None)
-        print(f"ensemble: {run.ensemble}\nsamples: {path}")
+        grid = _grid(experiment, run)
+        if _bytes_of(run.ensemble) == before and grid.exists():
+            print("all members are finished and their pictures drawn: nothing to do")
+        else:
+            _draw(experiment, run, experiment.sample.prompts, grid)
+        print(f"ensemble: {run.ensemble}\nsamples: {grid}")
         if (run.prepared / "clusters.png").exists():
             print(f"clusters: {run.prepared / 'clusters.png'}")
         print(f"next: python -m ddm_lightning sample -c {options.config} --prompt …")
@@ -200,23 +206,33 @@ def _fit_several(members: list[str], experiment: Experiment, options: argparse.N
     return 0
 
 
-def _draw(experiment: Experiment, run: RunFolder, prompts: Sequence[str], out: str | None) -> str:
+def _bytes_of(path: Path) -> bytes | None:
+    return path.read_bytes() if path.exists() else None
+
+
+def _grid(experiment: Experiment, run: RunFolder) -> Path:
+    return run.samples / f"{experiment.sample.strategy}.png"
+
+
+def _draw(experiment: Experiment, run: RunFolder, prompts: Sequence[str], path: Path) -> None:
     from ddm_lightning.ensemble.load import load_ensemble
-    from ddm_lightning.evaluation.samples import row_conditions, save_sample_grid
+    from ddm_lightning.evaluation.samples import row_conditions
     from ddm_lightning.evaluation.samples import sample_grid as draw
+    from ddm_lightning.pictures import save_png
     from ddm_lightning.prepare.manifest import Manifest
 
     _limit_threads(experiment)
     manifest = Manifest.read(run.root)
     rows = row_conditions(prompts, experiment, manifest)
-    image = draw(load_ensemble(run.root), experiment, rows, experiment.sample, manifest.attribution)
-    return str(save_sample_grid(image, run.samples, experiment.sample.strategy, out))
+    save_png(path, draw(load_ensemble(run.root), experiment, rows, experiment.sample, manifest.attribution))
 
 
 def _sample(options: argparse.Namespace) -> int:
     experiment = _load(options)
 
     from ddm_lightning.config import check_experiment
+    from ddm_lightning.evaluation.samples import check_out
+    from ddm_lightning.members import ensemble_members
     from ddm_lightning.run_folder import open_run
 
     changes = {
@@ -227,9 +243,16 @@ def _sample(options: argparse.Namespace) -> int:
     experiment.sample = replace(experiment.sample, **changes)
     if experiment.sample.strategy == "bayes":
         experiment.sample = replace(experiment.sample, solver="ancestral")
-    check_experiment(experiment, options.config)
+    check_experiment(experiment, f"{options.config} with --strategy or --num" if changes else options.config)
     run = open_run(experiment, create=False)
-    path = _draw(experiment, run, options.prompt or experiment.sample.prompts, options.out)
+    path = _grid(experiment, run) if options.out is None else check_out(options.out)
+    unfinished = [member for member in ensemble_members(experiment) if not run.is_finished(member)]
+    if unfinished and not run.ensemble.exists():
+        raise UserError(
+            f"{run.ensemble}: is not there yet, because these members are not finished: {', '.join(unfinished)}; "
+            f"train them: python -m ddm_lightning fit -c {options.config}"
+        )
+    _draw(experiment, run, options.prompt or experiment.sample.prompts, path)
     print(f"samples: {path}")
     return 0
 

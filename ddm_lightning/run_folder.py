@@ -60,6 +60,10 @@ class RunFolder:
         """What a finished member hands over."""
         return self.member(name) / "artifact"
 
+    def is_finished(self, name: str) -> bool:
+        """Whether the member has handed over its artifact."""
+        return (self.artifact(name) / "member.json").exists()
+
 
 def open_run(experiment: Experiment, *, create: bool) -> RunFolder:
     """The experiment's run folder, after a check that it was made by the same experiment.

@@ -13,7 +13,7 @@ from ddm_lightning.ensemble.load import LoadedEnsemble
 from ddm_lightning.ensemble.sampler import sample
 from ddm_lightning.errors import UserError
 from ddm_lightning.flow.condition import Condition
-from ddm_lightning.pictures import labelled_grid, save_png
+from ddm_lightning.pictures import labelled_grid
 from ddm_lightning.prepare.manifest import Manifest
 from ddm_lightning.prepare.registry import CAPTION_ENCODERS, IMAGE_ENCODERS
 
@@ -39,9 +39,13 @@ def prompt_condition(prompts: Sequence[str], experiment: Experiment) -> Conditio
 def row_conditions(
     prompts: Sequence[str], experiment: Experiment, manifest: Manifest
 ) -> list[tuple[str, Condition | None]]:
-    """The rows of a sample grid: the prompts, or every class, or one unconditional row."""
+    """The rows of a sample grid: the prompts, or every class, or one unconditional row.
+
+    Raises:
+        UserError: as ``prompt_condition``.
+    """
     kind = experiment.condition.kind
-    if kind == "text" and prompts:
+    if prompts:
         condition = prompt_condition(prompts, experiment)
         return [(prompt, condition.rows(torch.tensor([i]))) for i, prompt in enumerate(prompts)]
     if kind == "class":
@@ -89,16 +93,15 @@ def sample_grid(
     return labelled_grid(pictures, title=title, footer=f"Trained on: {credit}" if credit else "")
 
 
-def save_sample_grid(image: Image.Image, folder: Path, name: str, out: str | None) -> Path:
-    """Write the grid to ``out``, or to ``folder/name.png``.
+def check_out(out: str) -> Path:
+    """The picture file that the user asked for.
 
     Raises:
         UserError: ``out`` is no ``.png``, or its folder is missing.
     """
-    path = Path(out) if out else folder / f"{name}.png"
-    if path.suffix != ".png":
-        raise UserError(f"--out {out}: give a file that ends in .png")
-    if out and not path.parent.is_dir():
-        raise UserError(f"--out {out}: folder {path.parent} does not exist; make it first")
-    save_png(path, image)
+    path = Path(out)
+    if path.suffix != ".png" or path.is_dir():
+        raise UserError(f"--out {out!r}: give a file that ends in .png")
+    if not path.parent.is_dir():
+        raise UserError(f"--out {out!r}: folder {path.parent} does not exist; make it first")
     return path

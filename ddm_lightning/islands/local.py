@@ -22,7 +22,7 @@ from ddm_lightning.networks.flops import flops_per_sample
 from ddm_lightning.prepare.manifest import Manifest
 from ddm_lightning.run_folder import RunFolder
 from ddm_lightning.training.callbacks import note, progress_columns
-from ddm_lightning.training.fit import build_member_network, is_finished, member_condition
+from ddm_lightning.training.fit import build_member_network, member_condition
 from ddm_lightning.training.strategy import resolve_accelerator
 
 POLL_SECONDS = 0.5
@@ -64,7 +64,26 @@ def default_jobs(experiment: Experiment) -> int:
     island = experiment.island
     if resolve_accelerator(island.accelerator) == "gpu":
         return max(1, torch.cuda.device_count() // island.devices)
-    return max(1, (os.cpu_count() or 1) // (island.num_threads * island.devices))
+    return max(1, _num_cores() // (island.num_threads * island.devices))
+
+
+def _num_cores() -> int:
+    """Cores that this process may use, which a scheduler may have limited; macOS knows only how many there are."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def gpus_of_slot(slot: int, devices: int, visible: str | None, count: int) -> str:
+    """``CUDA_VISIBLE_DEVICES`` of the members that train in ``slot``.
+
+    Args:
+        slot: from 0; slots beyond the last GPU share the first ones.
+        devices: GPUs that one member trains on.
+        visible: this process's own ``CUDA_VISIBLE_DEVICES``, whose entries are handed on.
+        count: GPUs that this process sees.
+    """
+    names = [name.strip() for name in visible.split(",")][:count] if visible else [str(i) for i in range(count)]
+    first = slot % max(1, count // devices) * devices
+    return ",".join(names[first : first + devices])
 
 
 def fit_members(
@@ -82,7 +101,7 @@ def fit_members(
         UserError: the shards are not prepared, or a network's name or params are unknown.
     """
     manifest = Manifest.read(run.root)
-    waiting = [member for member in members if not is_finished(member, run)]
+    waiting = [member for member in members if not run.is_finished(member)]
     waiting.sort(key=lambda member: -member_training_flops(member, experiment, manifest))
     running: list[_Child] = []
     failures: dict[str, str] = {}
@@ -104,12 +123,13 @@ def fit_members(
                     _show(progress, tasks[child.member], child.member, experiment, run)
                     if code is not None:
                         running.remove(child)
-                        if not is_finished(child.member, run):
+                        if not run.is_finished(child.member):
                             failures[child.member] = _failure(child, code)
     except KeyboardInterrupt:
-        _stop(running, console)
         raise FitInterruptedError from None
     finally:
+        if running:
+            _stop(running, console)
         signal.signal(signal.SIGTERM, previous)
     return failures
 
@@ -120,8 +140,9 @@ def _start(member: str, slot: int, experiment: Experiment, run: RunFolder) -> _C
     folder.mkdir(parents=True, exist_ok=True)
     environment = dict(os.environ, OMP_NUM_THREADS=str(island.num_threads), PYTHONUNBUFFERED="1", **_KEEP_HEAP)
     if resolve_accelerator(island.accelerator) == "gpu":
-        first = slot * island.devices
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(str(first + i) for i in range(island.devices))
+        environment["CUDA_VISIBLE_DEVICES"] = gpus_of_slot(
+            slot, island.devices, os.environ.get("CUDA_VISIBLE_DEVICES"), torch.cuda.device_count()
+        )
     command = [sys.executable, "-m", "ddm_lightning", "fit", "-c", str(run.experiment), f"member={member}"]
     log = folder / "log.txt"
     with log.open("ab") as stream:
@@ -147,7 +168,7 @@ def _wait_for_any(running: list[_Child]) -> None:
 
 def _task(progress: Progress, member: str, experiment: Experiment, run: RunFolder) -> TaskID:
     status = member_status(member, experiment, run)
-    state = status.state if is_finished(member, run) else "waiting"
+    state = status.state if run.is_finished(member) else "waiting"
     return progress.add_task(member, total=status.max_steps, completed=status.step, note=state)
 
 

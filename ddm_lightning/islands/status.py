@@ -5,6 +5,7 @@ from __future__ import annotations
 from rich import box
 from rich.table import Table
 
+from ddm_lightning.artifacts import read_meta
 from ddm_lightning.config import Experiment
 from ddm_lightning.members import MONOLITH, config_of, ensemble_members
 from ddm_lightning.run_folder import RunFolder
@@ -12,8 +13,12 @@ from ddm_lightning.training.status import MemberStatus
 
 
 def member_status(member: str, experiment: Experiment, run: RunFolder) -> MemberStatus:
-    """The newest status that ``member`` wrote."""
-    return MemberStatus.read(run.member(member), member, config_of(member, experiment).train.max_steps)
+    """The newest status that ``member`` wrote; for an artifact that came without one, what the artifact says."""
+    status = MemberStatus.read(run.member(member), member, config_of(member, experiment).train.max_steps)
+    if status.state != "done" and run.is_finished(member):
+        meta = read_meta(run.artifact(member))
+        status.state, status.step, status.metrics = "done", meta.step, dict(meta.metrics)
+    return status
 
 
 def shown_members(experiment: Experiment, run: RunFolder) -> list[str]:
