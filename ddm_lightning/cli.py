@@ -63,6 +63,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except (PermissionError, NotADirectoryError, FileExistsError) as error:
+        print(f"error: {error.filename}: {error.strerror}; check run_dir, or free the path", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("interrupted; the same command goes on where it stopped", file=sys.stderr)
         return INTERRUPTED

@@ -34,6 +34,8 @@ _KEEP_HEAP = {
     "MALLOC_TOP_PAD_": str(2**26),
 }
 STOP_SECONDS = 60.0
+# Exit code of a member that was told to stop and left a checkpoint.
+STOPPED = 130
 
 
 @dataclass
@@ -180,6 +182,8 @@ def _show(progress: Progress, task: TaskID, member: str, experiment: Experiment,
 def _failure(child: _Child, code: int) -> str:
     if code < 0:
         return f"ended by {signal.Signals(-code).name}; the same command resumes it"
+    if code == STOPPED:
+        return "stopped on request; the same command resumes it"
     lines = child.log.read_text(encoding="utf-8", errors="replace").splitlines()
     errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     return errors[-1] if errors and code == 2 else f"exit code {code}; see {child.log}"

@@ -113,7 +113,7 @@ def build_data(member: str, experiment: Experiment, manifest: Manifest, run: Run
 
 def is_finished(member: str, run: RunFolder) -> bool:
     """Whether the member has handed over its artifact."""
-    return (run.artifact(member) / "member.json").exists()
+    return run.is_finished(member)
 
 
 def fit_member(member: str, experiment: Experiment, run: RunFolder, *, show_progress: bool) -> MemberStatus:
