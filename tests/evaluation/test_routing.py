@@ -10,6 +10,7 @@ from ddm_lightning.evaluation.routing import (
     routing_figure,
     score,
     score_by_time,
+    standard_error,
 )
 from ddm_lightning.flow.condition import Condition
 from ddm_lightning.flow.oracle import FiniteSetOracle
@@ -75,6 +76,13 @@ def test_every_time_and_classifier_meets_the_same_noise():
     assert not torch.allclose(seen[0], seen[1])
     assert torch.equal(noised(x_0, 0.0, draw=1, seed=0), x_0)
     assert not torch.equal(noised(x_0, 1.0, 0, 0), noised(x_0, 1.0, 0, 0, purpose="probe"))
+
+
+def test_the_standard_error_counts_samples_and_not_draws():
+    by_sample = torch.randn(50, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    expected = float(by_sample.std() / 50**0.5)
+    assert standard_error(by_sample, num_draws=1) == pytest.approx(expected)
+    assert standard_error(by_sample.repeat(4), num_draws=4) == pytest.approx(expected)
 
 
 class Echo(torch.nn.Module):

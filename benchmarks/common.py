@@ -1,0 +1,201 @@
+"""What every benchmark shares: its command line, its results file, its tables, and a trained run to measure."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from ddm_lightning.config import Experiment, load_experiment
+from ddm_lightning.errors import UserError
+from ddm_lightning.files import atomic_write_json, atomic_write_text
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+INTERRUPTED = 130
+
+
+def parser(description: str, *, config: str | None = None) -> argparse.ArgumentParser:
+    """The options that all benchmarks have; ``config`` is the experiment file that is taken without ``-c``."""
+    made = argparse.ArgumentParser(description=description)
+    made.add_argument("-c", "--config", metavar="FILE", default=config, required=config is None, help="experiment file")
+    made.add_argument("--json", metavar="OUT", type=Path, help="write commit, device, command and figures here")
+    made.add_argument("--quick", action="store_true", help="about a minute; the same ratios with less certainty")
+    made.add_argument("overrides", nargs="*", metavar="key=value", help="settings that win over the file")
+    return made
+
+
+def parse(made: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Parse and check what all benchmarks have.
+
+    Raises:
+        UserError: an override that is no ``key=value``, or a result that could not be written.
+    """
+    options = made.parse_intermixed_args(arguments)
+    for text in options.overrides:
+        if "=" not in text:
+            raise UserError(f"{text}: settings are given as key=value")
+    if options.json is not None and options.json.suffix != ".json":
+        raise UserError(f"--json {options.json}: give a file that ends in .json")
+    return options
+
+
+def run(main: Callable[[Sequence[str] | None], None]) -> int:
+    """Call a benchmark: a user's mistake is one line and exit code 2, Ctrl-C and SIGTERM leave what is finished."""
+
+    def interrupt(_number: int, _frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, interrupt)
+    try:
+        main(None)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on where it stopped", file=sys.stderr)
+        return INTERRUPTED
+    return 0
+
+
+def load(options: argparse.Namespace, *overrides: str) -> Experiment:
+    """The experiment of ``-c`` with the user's overrides and then ours."""
+    return load_experiment(options.config, [*options.overrides, *overrides])
+
+
+def call(command: str, options: argparse.Namespace, *overrides: str) -> None:
+    """Run a command of ``ddm_lightning`` as a user would, on the experiment of ``load``.
+
+    Raises:
+        UserError: it failed; it has said why.
+    """
+    arguments = [command, "-c", str(options.config), *options.overrides, *overrides]
+    # A session of its own: a Ctrl-C in the terminal reaches us alone, and we pass it on once.
+    process = subprocess.Popen([sys.executable, "-m", "ddm_lightning", *arguments], start_new_session=True)
+    try:
+        code = process.wait()
+    except KeyboardInterrupt:
+        process.send_signal(signal.SIGINT)
+        process.wait()
+        raise
+    if code == INTERRUPTED:
+        raise KeyboardInterrupt
+    if code:
+        raise UserError(f"python -m ddm_lightning {shlex.join(arguments)}: ended with code {code}; see above")
+
+
+def console() -> Console:
+    """Where tables go; wide enough for them where nothing says how wide it is."""
+    return Console() if sys.stdout.isatty() else Console(width=130)
+
+
+def progress(console: Console) -> Progress:
+    """Bars with what is done, the time that took and the time that is left."""
+    return Progress(
+        TextColumn("{task.description:<22}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        console=console,
+    )
+
+
+class Report:
+    """A table for people, and named figures for programs."""
+
+    def __init__(self, title: str, headings: Sequence[str]) -> None:
+        self.title = title
+        self.headings = list(headings)
+        self.rows: list[list[str]] = []
+        self.notes: list[str] = []
+        self.figures: dict[str, float] = {}
+
+    def row(self, *cells: str) -> None:
+        """Add a row of the table."""
+        self.rows.append(list(cells))
+
+    def note(self, line: str) -> None:
+        """Add a line below the table."""
+        self.notes.append(line)
+
+    def show(self, console: Console) -> None:
+        """Print the table and its notes."""
+        table = Table(title=self.title, title_justify="left")
+        for index, heading in enumerate(self.headings):
+            table.add_column(heading, justify="left" if index == 0 else "right")
+        for cells in self.rows:
+            table.add_row(*cells)
+        console.print(table)
+        for line in self.notes:
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def write(self, path: Path | None) -> None:
+        """Write the figures to ``path`` and the table to the Markdown file beside it; None writes nothing."""
+        if path is None:
+            return
+        origin = {"commit": commit(), "device": device(), "command": command()}
+        atomic_write_json(path, {**origin, "figures": self.figures})
+        atomic_write_text(path.with_suffix(".md"), self._markdown(origin))
+        print(f"results: {path}, {path.with_suffix('.md')}")
+
+    def _markdown(self, origin: Mapping[str, str]) -> str:
+        alignment = [":--", *["--:"] * (len(self.headings) - 1)]
+        table = [f"| {' | '.join(cells)} |" for cells in (self.headings, alignment, *self.rows)]
+        notes = [line for note in self.notes for line in (note, "")]
+        facts = [f"- {name}: `{value}`" for name, value in origin.items()]
+        return "\n".join([f"# {self.title}", "", *table, "", *notes, *facts, ""])
+
+
+def commit() -> str:
+    """The commit of this repository, ``+changes`` behind it when tracked files outside ``results/`` differ."""
+
+    def git(*arguments: str) -> str | None:
+        done = subprocess.run(["git", "-C", str(REPOSITORY), *arguments], capture_output=True, text=True, check=False)
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    try:
+        name = git("rev-parse", "HEAD")
+        changes = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results")
+    except FileNotFoundError:
+        return "unknown: git is not installed"
+    return "unknown: no git repository" if name is None else name + ("+changes" if changes else "")
+
+
+def device() -> str:
+    """The processor, the GPU if torch sees one, and torch's version."""
+    model = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        names = [
+            line.partition(":")[2].strip() for line in info.read_text().splitlines() if line.startswith("model name")
+        ]
+        model = names[0] if names else model
+    parts = [f"{model}, {os.cpu_count()} cores"]
+    if torch.cuda.is_available():
+        parts.append(torch.cuda.get_device_name())
+    return ", ".join([*parts, f"torch {torch.__version__}"])
+
+
+def command() -> str:
+    """What was typed, from the repository's root."""
+    script = Path(sys.argv[0]).resolve()
+    shown = script.relative_to(REPOSITORY) if script.is_relative_to(REPOSITORY) else script
+    return shlex.join(["python", str(shown), *sys.argv[1:]])
+
+
+def by_time(prefix: str, times: Sequence[float], values: Sequence[float]) -> dict[str, float]:
+    """Figures such as ``router_accuracy_t0.50``."""
+    return {f"{prefix}_t{t:.2f}": value for t, value in zip(times, values, strict=True)}

@@ -1,0 +1,257 @@
+"""The ensemble beside a monolith of the same training FLOPs: kernel distances of their pictures to held-out ones.
+
+Trains what is missing: the ensemble as ``fit`` does, then the monolith with the members' total measured FLOPs, the
+router's included. Then every method draws the same number of pictures from the same noise for the same held-out
+conditions. Features are EfficientNet-Lite0's, the distance is KID: no FID.
+
+    python benchmarks/flop_matched.py -c experiments/emoji_4x.yaml --json benchmarks/results/flop_matched.json
+
+``--quick`` draws few pictures from what is trained; if anything is not, it trains all of it for a few steps, in a
+folder of its own, which shows that FLOPs match but says nothing of quality.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from common import Report, call, console, load, parse, parser, progress, run
+from drawing import METHODS, Cache, Drawn, Method, Settings, draw, real_features
+from jaxtyping import UInt8
+from matplotlib.figure import Figure
+from monolith import budget, check_monolith, fit_monolith, monolith_flops
+from torch import Tensor
+
+from ddm_lightning.config import Experiment, check_experiment
+from ddm_lightning.ensemble.load import load_ensemble, load_single
+from ddm_lightning.errors import UserError
+from ddm_lightning.evaluation.figures import save_figure
+from ddm_lightning.evaluation.kid import KernelDistance, kernel_distance
+from ddm_lightning.evaluation.split import Split, read_split
+from ddm_lightning.files import sha256_file
+from ddm_lightning.flow.randomness import keyed_generator
+from ddm_lightning.members import MONOLITH, ROUTER
+from ddm_lightning.prepare.manifest import HELD_OUT, TRAIN, Manifest
+from ddm_lightning.prepare.registry import IMAGE_ENCODERS
+from ddm_lightning.run_folder import RunFolder, open_run
+from ddm_lightning.training.fit import is_finished
+from ddm_lightning.training.strategy import resolve_accelerator
+
+QUICK_NUM = 128
+# Steps of each member that --quick trains.
+QUICK_STEPS = 20
+NUM_SHOWN = 12
+REAL = "real pictures"
+
+
+def main(arguments: Sequence[str] | None) -> None:
+    """Run the benchmark."""
+    made = parser(__doc__ or "")
+    made.add_argument("--num", type=int, default=None, help=f"pictures a method (1000; {QUICK_NUM} with --quick)")
+    made.add_argument("--guidance", type=float, default=1.0, metavar="SCALE", help="classifier-free guidance (1: none)")
+    options = parse(made, arguments)
+    num = options.num or (QUICK_NUM if options.quick else 1000)
+    if num < NUM_SHOWN:
+        raise UserError(f"--num {num}: must be at least {NUM_SHOWN}")
+    experiment = load(options)
+    experiment.sample = replace(experiment.sample, guidance_scale=options.guidance)
+    check_experiment(experiment, options.config)
+    experiment, folder = _trained(experiment, options)
+    torch.set_num_threads(experiment.island.num_threads)
+    settings = Settings(num, experiment.sample.num_steps, options.guidance, experiment.seed)
+    _compare(experiment, folder, settings, options)
+
+
+def _trained(experiment: Experiment, options: Namespace) -> tuple[Experiment, RunFolder]:
+    """The experiment with a finished ensemble and a finished monolith of the same FLOPs."""
+    folder, ours = RunFolder.of(experiment), []
+    if options.quick and not (folder.ensemble.exists() and is_finished(MONOLITH, folder)):
+        call("prepare", options)
+        quick = RunFolder(folder.root / "benchmarks" / "quick")
+        quick.root.mkdir(parents=True, exist_ok=True)
+        if not quick.prepared.exists():
+            quick.prepared.symlink_to(os.path.relpath(folder.prepared, quick.root), target_is_directory=True)
+        ours = [f"run_dir={quick.root}"]
+        ours += [
+            f"{role}.train.{key}"
+            for role in ("expert", "router")
+            for key in (f"max_steps={QUICK_STEPS}", "warmup_steps=0")
+        ]
+        sample = experiment.sample
+        experiment, folder = load(options, *ours), quick
+        experiment.sample = sample
+    if not folder.ensemble.exists():
+        call("fit", options, *ours)
+    open_run(experiment, create=False)
+    spent = budget(experiment, folder)
+    check_monolith(folder, spent.monolith_steps)
+    if not is_finished(MONOLITH, folder):
+        print(f"monolith: {spent.monolith_steps} steps cost the ensemble's {spent.ensemble:.3e} FLOP")
+        fit_monolith(experiment, folder, spent.monolith_steps)
+    return experiment, folder
+
+
+def _compare(experiment: Experiment, folder: RunFolder, settings: Settings, options: Namespace) -> None:
+    manifest = Manifest.read(folder.root)
+    held_out, train = (read_split(folder, manifest, side) for side in (HELD_OUT, TRAIN))
+    device = "cuda" if resolve_accelerator(experiment.island.accelerator) == "gpu" else "cpu"
+    models = {
+        False: (load_ensemble(folder.root, device), sha256_file(folder.ensemble)),
+        True: (load_single(folder.artifact(MONOLITH), device), sha256_file(folder.artifact(MONOLITH) / "member.json")),
+    }
+    encoder = IMAGE_ENCODERS.build(experiment.prepare.image_encoder.name, experiment.prepare.image_encoder.params)
+    cache = Cache(folder.root / "benchmarks" / "flop_matched")
+    rows = _condition_rows(held_out, settings)
+    condition = held_out.condition(experiment.condition.kind)
+    condition = None if condition is None else condition.rows(rows)
+
+    real = real_features(cache, "held-out", held_out.x_0, encoder)
+    half = torch.randperm(len(train), generator=keyed_generator(settings.seed, "floor"))[: len(train) // 2]
+    floor = kernel_distance(real_features(cache, "train", train.x_0, encoder)[half], real)
+    drawn: dict[str, Drawn] = {}
+    methods = [method for method in METHODS if not (method.control and options.quick)]
+    with progress(console()) as bars:
+        tasks = [bars.add_task(method.name, total=settings.num, start=False) for method in methods]
+        for method, task in zip(methods, tasks, strict=True):
+            bars.start_task(task)
+            loaded, weights = models[method.monolith]
+            drawn[method.name] = draw(
+                method,
+                loaded,
+                weights,
+                condition,
+                settings,
+                encoder,
+                cache,
+                lambda done, task=task: bars.update(task, completed=round(done)),  # type: ignore[misc]
+            )
+    distances = {name: kernel_distance(found.features, real) for name, found in drawn.items()}
+    report = _report(methods, distances, floor, drawn, settings, len(held_out))
+    _add_training(report, experiment, folder)
+    path = folder.root / "benchmarks" / "flop_matched.png"
+    # The bar beside the held-out pictures is that of training pictures: what a perfect model would reach.
+    pictures = {REAL: encoder.decode(held_out.x_0[rows[:NUM_SHOWN]])}
+    pictures |= {name: found.images[:NUM_SHOWN] for name, found in drawn.items()}
+    save_figure(path, comparison_figure({REAL: floor, **distances}, pictures, manifest.attribution))
+    report.show(console())
+    print(f"figure: {path}")
+    report.write(options.json)
+
+
+def _condition_rows(held_out: Split, settings: Settings) -> Tensor:
+    """Held-out samples whose conditions are used: all of them again and again, in an order of their own."""
+    order = torch.randperm(len(held_out), generator=keyed_generator(settings.seed, "conditions"))
+    return order.repeat(-(-settings.num // len(order)))[: settings.num]
+
+
+def _report(
+    methods: Sequence[Method],
+    distances: Mapping[str, KernelDistance],
+    floor: KernelDistance,
+    drawn: Mapping[str, Drawn],
+    settings: Settings,
+    num_held_out: int,
+) -> Report:
+    report = Report(
+        f"KID on EfficientNet-Lite0 features, {settings.num} pictures against {num_held_out} held-out ones",
+        ["method", "KID", "less the monolith's", "experts a step", "GFLOP a step"],
+    )
+    figures: dict[str, float] = {}
+    for method in methods:
+        found, pictures = distances[method.name], drawn[method.name]
+        other = "monolith_ancestral" if method.solver == "ancestral" else "monolith"
+        difference, spread = found.minus(distances[other])
+        report.row(
+            f"{method.name} ({method.solver})",
+            f"{found.value:.4f} ± {found.spread:.4f}",
+            "" if method.monolith else f"{difference:+.4f} ± {spread:.4f}",
+            f"{pictures.experts_a_step:.2f}",
+            f"{pictures.gflop_a_step:.4f}",
+        )
+        figures |= {f"kid_{method.name}": found.value, f"kid_spread_{method.name}": found.spread}
+        figures[f"gflop_a_step_{method.name}"] = pictures.gflop_a_step
+        figures[f"experts_a_step_{method.name}"] = pictures.experts_a_step
+        if not method.monolith:
+            figures |= {f"kid_{method.name}_minus_{other}": difference}
+            figures |= {f"kid_spread_{method.name}_minus_{other}": spread}
+    report.row("half of the training pictures", f"{floor.value:.4f} ± {floor.spread:.4f}", "", "", "")
+    report.figures = {
+        **figures,
+        "kid_floor": floor.value,
+        "kid_spread_floor": floor.spread,
+        "num_pictures": settings.num,
+        "num_held_out": num_held_out,
+        "num_steps": settings.num_steps,
+        "guidance_scale": settings.guidance_scale,
+    }
+    report.note(
+        f"{settings.num_steps} steps, guidance {settings.guidance_scale:g}, the same noise and held-out conditions for "
+        "all; ± is one standard error. The monolith's KID is taken off under the same kind of solver, against the same "
+        "held-out pictures, so that the difference is surer than either. The clusters were made by the same network's "
+        "features."
+    )
+    return report
+
+
+def _add_training(report: Report, experiment: Experiment, folder: RunFolder) -> None:
+    spent = budget(experiment, folder)
+    ratio = spent.ensemble / monolith_flops(experiment, folder)
+    report.figures |= {
+        "ensemble_over_monolith_flops": ratio,
+        "training_tflop_ensemble": spent.ensemble / 1e12,
+        "training_tflop_router": spent.members[ROUTER] / 1e12,
+        "monolith_steps": spent.monolith_steps,
+    }
+    report.note(
+        f"Training: the ensemble's {spent.ensemble:.3e} FLOP are {ratio:.4f} of the monolith's in "
+        f"{spent.monolith_steps} steps; the router is {spent.members[ROUTER] / spent.ensemble:.1%} of the ensemble's."
+    )
+
+
+def comparison_figure(
+    distances: Mapping[str, KernelDistance],
+    pictures: Mapping[str, UInt8[np.ndarray, "n h w 3"]],
+    attribution: str,
+) -> Figure:
+    """A row for each name: its distance as a bar with the standard error, and some of its pictures.
+
+    Args:
+        distances: by name; the first one is what real pictures reach.
+        pictures: the same names, as many pictures of one size for each.
+        attribution: the credit that real pictures ask for.
+    """
+    names = list(pictures)
+    _, height, width, _ = pictures[names[0]].shape
+    num = len(pictures[names[0]])
+    row = 0.9  # inches
+    figure = Figure(figsize=(5 + num * row * width / height, len(names) * row + 0.8), layout="constrained")
+    bars, strips = figure.subplots(1, 2, width_ratios=[4, num * row * width / height], sharey=True)
+    bars.barh(
+        range(len(names)),
+        [distances[name].value for name in names],
+        xerr=[distances[name].spread for name in names],
+        color=["0.8", *("tab:orange" if "monolith" in name else "tab:blue" for name in names[1:])],
+        capsize=3,
+        height=0.6,
+    )
+    bars.set(yticks=range(len(names)), yticklabels=names, ylim=(len(names) - 0.5, -0.5))
+    bars.set_xlabel("KID on EfficientNet-Lite0 features, less is better")
+    gap = ((1, 1), (1, 1), (0, 0))
+    mosaic = [
+        np.concatenate([np.pad(picture, gap, constant_values=255) for picture in pictures[name]], 1) for name in names
+    ]
+    strips.imshow(
+        np.concatenate(mosaic), extent=(0, num, len(names) - 0.5, -0.5), aspect="auto", interpolation="nearest"
+    )
+    strips.set_xticks([])
+    strips.set_xlabel(attribution, fontsize=7)
+    return figure
+
+
+if __name__ == "__main__":
+    sys.exit(run(main))

@@ -1,0 +1,171 @@
+"""The trained router beside a linear probe, on the same held-out samples with the same noise, by time.
+
+Both see the noisy sample and t, and nothing else; what the router does with the condition is printed beside.
+
+    python benchmarks/router.py -c experiments/emoji_4x.yaml --json benchmarks/results/router.json
+"""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+
+import probe
+import torch
+from common import Report, by_time, call, console, load, parse, parser, progress, run
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from ddm_lightning.config import Experiment
+from ddm_lightning.ensemble.load import load_member
+from ddm_lightning.errors import UserError
+from ddm_lightning.evaluation.figures import save_figure
+from ddm_lightning.evaluation.routing import (
+    TIMES,
+    Classifier,
+    RoutingScore,
+    router_classifier,
+    routing_figure,
+    score_by_time,
+    standard_error,
+)
+from ddm_lightning.evaluation.split import Split, read_split
+from ddm_lightning.members import ROUTER
+from ddm_lightning.prepare.manifest import HELD_OUT, TRAIN, Manifest
+from ddm_lightning.run_folder import RunFolder, open_run
+from ddm_lightning.training.fit import is_finished
+
+NUM_DRAWS = 8
+WINS_UP_TO = 0.9
+ROUTER_NAME, CONDITIONAL_NAME, PROBE_NAME = "router", "router with condition", "linear probe"
+
+Scores = Mapping[str, Sequence[RoutingScore]]
+
+
+def main(arguments: Sequence[str] | None) -> None:
+    """Run the benchmark."""
+    options = parse(parser(__doc__ or ""), arguments)
+    experiment = load(options)
+    folder = RunFolder.of(experiment)
+    network = _trained_router(folder, experiment, options)
+    torch.set_num_threads(experiment.island.num_threads)
+    manifest = Manifest.read(folder.root)
+    held_out = read_split(folder, manifest, HELD_OUT)
+    training = _training(read_split(folder, manifest, TRAIN), experiment, quick=options.quick)
+
+    def scores_of(classifier: Classifier) -> list[RoutingScore]:
+        return score_by_time(classifier, held_out.x_0, held_out.clusters, num_draws=NUM_DRAWS, seed=experiment.seed)
+
+    scores = {ROUTER_NAME: scores_of(router_classifier(network, None))}
+    condition = held_out.condition(experiment.condition.kind)
+    if experiment.router.conditional and condition is not None:
+        scores[CONDITIONAL_NAME] = scores_of(router_classifier(network, condition))
+    by_accuracy, by_nll = _probes(training)
+    scores[PROBE_NAME] = scores_of(by_nll)
+
+    report = _report(scores, scores_of(by_accuracy), held_out)
+    path = folder.root / "benchmarks" / "router.png"
+    save_figure(path, routing_figure(scores, report.figures["majority_share"], manifest.num_clusters))
+    report.show(console())
+    print(f"figure: {path}")
+    report.write(options.json)
+
+
+def _trained_router(folder: RunFolder, experiment: Experiment, options: Namespace) -> nn.Module:
+    if not is_finished(ROUTER, folder):
+        call("prepare", options)
+        call("fit", options, f"member={ROUTER}")
+    open_run(experiment, create=False)
+    member = load_member(folder.artifact(ROUTER))
+    if member.meta.partition_sha256 != Manifest.read(folder.root).partition_sha256:
+        raise UserError(f"{folder.artifact(ROUTER)}: was trained on another partition than {folder.prepared} holds")
+    return member.network
+
+
+def _training(split: Split, experiment: Experiment, *, quick: bool) -> probe.Training:
+    if quick:
+        return probe.Training(
+            split.x_0, split.clusters, experiment.seed, num_folds=3, strengths=(1e-3, 1e-2), draws=(1,)
+        )
+    # What the router may do to see more of the data, the probe may do too.
+    mirrors = (False, True) if experiment.router.train.horizontal_flip else (False,)
+    return probe.Training(split.x_0, split.clusters, experiment.seed, mirrors=mirrors)
+
+
+def _probes(training: probe.Training) -> tuple[Classifier, Classifier]:
+    """Classifiers that take at each time the probe that was fitted for it, the best by accuracy and by NLL."""
+    fitted: dict[float, tuple[probe.Probe, probe.Probe]] = {}
+    with progress(console()) as bars:
+        task = bars.add_task("fits of linear probes", total=probe.num_fits(training, TIMES))
+        for t in TIMES:
+            best, best_nll, *choices = probe.fit_probe(training, t, lambda fits: bars.advance(task, fits))
+            fitted[t] = best, best_nll
+            chosen = ", ".join(
+                f"C {choice.strength:g} on {choice.num_draws} draws{' and mirrored' if choice.mirrored else ''}"
+                for choice in choices
+            )
+            bars.console.print(
+                f"t = {t:g}: best probe by accuracy and by NLL: {chosen}", highlight=False, soft_wrap=True
+            )
+
+    def by_accuracy(x_t: Float[Tensor, "n c h w"], t: float) -> Float[Tensor, "n K"]:
+        return fitted[t][0].log_probabilities(probe.features(x_t))
+
+    def by_nll(x_t: Float[Tensor, "n c h w"], t: float) -> Float[Tensor, "n K"]:
+        return fitted[t][1].log_probabilities(probe.features(x_t))
+
+    return by_accuracy, by_nll
+
+
+def _report(scores: Scores, probe_accuracy: Sequence[RoutingScore], held_out: Split) -> Report:
+    """The table; ``probe_accuracy`` are the scores of the probe that was chosen by accuracy."""
+    router, of_probe = scores[ROUTER_NAME], scores[PROBE_NAME]
+    conditional = scores.get(CONDITIONAL_NAME)
+    report = Report(
+        "Router and linear probe on held-out samples",
+        ["t", "router acc.", "probe", "difference", "router NLL", "probe", "difference", "router ECE", "probe"]
+        + (["acc. | condition", "NLL | condition"] if conditional else []),
+    )
+    wins = True
+    for i, t in enumerate(TIMES):
+        better_hits, worse_loss = router[i].hit - probe_accuracy[i].hit, router[i].loss - of_probe[i].loss
+        if t <= WINS_UP_TO:
+            wins = wins and float(better_hits.mean()) > 0 > float(worse_loss.mean())
+        cells = [
+            f"{t:.2f}",
+            f"{router[i].accuracy:.3f}",
+            f"{probe_accuracy[i].accuracy:.3f}",
+            f"{float(better_hits.mean()):+.3f} ± {standard_error(better_hits, NUM_DRAWS):.3f}",
+            f"{router[i].nll:.3f}",
+            f"{of_probe[i].nll:.3f}",
+            f"{float(worse_loss.mean()):+.3f} ± {standard_error(worse_loss, NUM_DRAWS):.3f}",
+            f"{router[i].calibration_error:.3f}",
+            f"{of_probe[i].calibration_error:.3f}",
+        ]
+        report.row(*cells, *([f"{conditional[i].accuracy:.3f}", f"{conditional[i].nll:.3f}"] if conditional else []))
+    majority = float(held_out.clusters.bincount().max() / len(held_out))
+    report.figures = {
+        **by_time("router_accuracy", TIMES, [at.accuracy for at in router]),
+        **by_time("probe_accuracy", TIMES, [at.accuracy for at in probe_accuracy]),
+        **by_time("router_nll", TIMES, [at.nll for at in router]),
+        **by_time("probe_nll", TIMES, [at.nll for at in of_probe]),
+        **by_time("router_ece", TIMES, [at.calibration_error for at in router]),
+        **by_time("probe_ece", TIMES, [at.calibration_error for at in of_probe]),
+        **(by_time("router_accuracy_conditional", TIMES, [at.accuracy for at in conditional]) if conditional else {}),
+        **(by_time("router_nll_conditional", TIMES, [at.nll for at in conditional]) if conditional else {}),
+        f"router_wins_up_to_{WINS_UP_TO:g}": float(wins),
+        "majority_share": majority,
+        "num_held_out": len(held_out),
+    }
+    report.note(
+        f"{len(held_out)} held-out samples, {NUM_DRAWS} noise draws of each; ± is one standard error of the difference "
+        f"over samples. Always the largest cluster: {majority:.3f}. Router and probe see the noisy sample and t alone; "
+        "the probe's accuracy and NLL are each of the probe that cross-validation chose for it."
+    )
+    report.note(f"The router {'wins' if wins else 'does not win'} by accuracy and NLL at every t up to {WINS_UP_TO:g}.")
+    return report
+
+
+if __name__ == "__main__":
+    sys.exit(run(main))

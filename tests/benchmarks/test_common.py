@@ -1,0 +1,95 @@
+import json
+import subprocess
+import sys
+from argparse import Namespace
+
+import common
+import pytest
+
+from ddm_lightning.errors import UserError
+
+
+def test_settings_may_stand_between_and_behind_options():
+    options = common.parse(common.parser("text"), ["seed=1", "-c", "a.yaml", "name=b", "--quick"])
+    assert (options.config, options.overrides, options.quick, options.json) == (
+        "a.yaml",
+        ["seed=1", "name=b"],
+        True,
+        None,
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [(["-c", "a.yaml", "seed"], "key=value"), (["-c", "a.yaml", "--json", "out.txt"], "ends in .json")],
+)
+def test_bad_arguments_are_one_line(arguments, words):
+    with pytest.raises(UserError, match=words):
+        common.parse(common.parser("text"), arguments)
+
+
+def test_an_experiment_is_asked_for_unless_there_is_a_usual_one(capsys):
+    with pytest.raises(SystemExit):
+        common.parse(common.parser("text"), [])
+    assert "-c/--config" in capsys.readouterr().err
+    assert common.parse(common.parser("text", config="usual.yaml"), []).config == "usual.yaml"
+
+
+def test_exit_codes(capsys, monkeypatch):
+    monkeypatch.setattr(common.signal, "signal", lambda *_: None)
+
+    def refuse(_):
+        raise UserError("file: key: remedy")
+
+    def interrupted(_):
+        raise KeyboardInterrupt
+
+    assert common.run(lambda _: None) == 0
+    assert common.run(refuse) == 2
+    assert capsys.readouterr().err == "error: file: key: remedy\n"
+    assert common.run(interrupted) == common.INTERRUPTED
+
+
+def test_a_failing_command_is_told_and_a_succeeding_one_is_not(tmp_path, capfd):
+    with pytest.raises(UserError, match=r"config -c .*missing\.yaml: ended with code 2"):
+        common.call("config", Namespace(config=tmp_path / "missing.yaml", overrides=[]))
+    assert "missing.yaml" in capfd.readouterr().err
+
+
+def test_results_hold_origin_and_figures_and_the_table_lies_beside(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [str(common.REPOSITORY / "benchmarks" / "x.py"), "-c", "a b.yaml"])
+    report = common.Report("Title", ["t", "value"])
+    report.row("0.50", "1.25")
+    report.note("A note.")
+    report.figures = common.by_time("value", [0.5, 0.95], [1.25, 2.0])
+    report.write(tmp_path / "new" / "out.json")
+    written = json.loads((tmp_path / "new" / "out.json").read_text())
+    assert list(written) == ["commit", "device", "command", "figures"]
+    assert written["figures"] == {"value_t0.50": 1.25, "value_t0.95": 2.0}
+    assert written["command"] == "python benchmarks/x.py -c 'a b.yaml'"
+    assert "torch" in written["device"]
+    markdown = (tmp_path / "new" / "out.md").read_text()
+    assert "| t | value |\n| :-- | --: |\n| 0.50 | 1.25 |\n\nA note.\n" in markdown
+    assert f"- commit: `{written['commit']}`" in markdown
+
+
+def test_the_commit_says_whether_tracked_files_differ(tmp_path, monkeypatch):
+    def git(*arguments):
+        identity = ["-c", "user.name=n", "-c", "user.email=e@example.org"]
+        done = subprocess.run(["git", *identity, *arguments], cwd=tmp_path, check=True, capture_output=True, text=True)
+        return done.stdout.strip()
+
+    monkeypatch.setattr(common, "REPOSITORY", tmp_path)
+    git("init", "-q")
+    (tmp_path / "code.py").write_text("1")
+    (tmp_path / "benchmarks" / "results").mkdir(parents=True)
+    result = tmp_path / "benchmarks" / "results" / "a.json"
+    result.write_text("1")
+    git("add", ".")
+    git("commit", "-q", "-m", "first")
+    head = git("rev-parse", "HEAD")
+    (tmp_path / "untracked").write_text("1")
+    result.write_text("2")
+    assert common.commit() == head
+    (tmp_path / "code.py").write_text("2")
+    assert common.commit() == f"{head}+changes"

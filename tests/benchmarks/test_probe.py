@@ -1,0 +1,75 @@
+import probe
+import pytest
+import torch
+
+
+def gaussians(num, seed, distance=1.5):
+    """Two clusters of 2×2 pictures with one covariance: the posterior is exactly a logistic regression."""
+    generator = torch.Generator().manual_seed(seed)
+    clusters = torch.arange(num) % 2
+    x_0 = torch.randn(num, 1, 2, 2, generator=generator)
+    x_0[:, 0, 0, 0] += distance * clusters
+    return x_0, clusters
+
+
+def bayes_nll(x_t, clusters, t, distance=1.5):
+    variance = (1 - t) ** 2 + t**2
+    shift = (1 - t) * distance
+    logit = shift * (x_t[:, 0, 0, 0] - shift / 2) / variance
+    return torch.nn.functional.binary_cross_entropy_with_logits(logit, clusters.float())
+
+
+def nll_of(fitted, x_t, clusters):
+    return float(-fitted.log_probabilities(probe.features(x_t)).gather(1, clusters[:, None]).mean())
+
+
+@pytest.mark.parametrize("t", [0.0, 0.5])
+def test_it_comes_close_to_the_bayes_classifier_where_that_is_linear(t):
+    training = probe.Training(*gaussians(600, seed=0), seed=0, draws=(1,))
+    _, fitted, _, _ = probe.fit_probe(training, t, lambda _: None)
+    x_0, clusters = gaussians(4000, seed=1)
+    x_t = probe.noised(x_0, t, draw=0, seed=7)
+    exact, found = float(bayes_nll(x_t, clusters, t)), nll_of(fitted, x_t, clusters)
+    assert exact - 0.005 < found < exact + 0.02
+    assert found < 0.69  # it has learned something
+
+
+def test_no_noisy_version_of_a_validated_sample_is_trained_on():
+    # Clusters that are pure chance: who has seen another version of a sample knows its cluster by heart.
+    x_0 = torch.randn(80, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    clusters = torch.arange(80) % 2
+    training = probe.Training(x_0, clusters, seed=0, draws=(4,), mirrors=(True,), strengths=(1.0,))
+    results = probe._path(training, 0.1, 4, True, lambda _: None)
+    assert [accuracy for accuracy, _ in results.values()] == [pytest.approx(0.5, abs=0.2)]
+
+
+def test_folds_have_their_share_of_each_cluster():
+    clusters = torch.tensor([0] * 50 + [1] * 25)
+    training = probe.Training(torch.zeros(75, 1, 2, 2), clusters, seed=0)
+    folds = probe._folds(training)
+    assert [int(((folds == f) & (clusters == 0)).sum()) for f in range(5)] == [10] * 5
+    assert [int(((folds == f) & (clusters == 1)).sum()) for f in range(5)] == [5] * 5
+
+
+def test_ticks_add_up_and_draws_without_noise_are_not_repeated():
+    training = probe.Training(*gaussians(60, seed=0), seed=0, num_folds=3, mirrors=(False, True))
+    ticks = []
+    for t in (0.0, 0.5):
+        probe.fit_probe(training, t, ticks.append)
+    assert sum(ticks) == probe.num_fits(training, (0.0, 0.5)) == (1 + 2) * 2 * 3 * 5
+
+
+def test_strengths_are_passed_over_once_two_in_a_row_improved_nothing():
+    # Pictures that are all the same: no strength is better than the first.
+    training = probe.Training(torch.zeros(20, 1, 2, 2), torch.arange(20) % 2, seed=0, num_folds=2)
+    ticks = []
+    results = probe._path(training, 0.0, 1, False, ticks.append)
+    assert [choice.strength for choice in results] == [1e-4, 1e-3, 1e-2]
+    assert ticks == [1, 1, 1, 1, 1, 1, 2, 2]
+
+
+def test_features_are_means_of_pixels():
+    x_t = torch.arange(2 * 32 * 32.0).reshape(1, 2, 32, 32)
+    found = probe.features(x_t)
+    assert found.shape == (1, 2 * 16 * 16)
+    assert found[0, 0] == pytest.approx(float(x_t[0, 0, :2, :2].mean()))
