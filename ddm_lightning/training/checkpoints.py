@@ -14,6 +14,7 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.callbacks import Checkpoint
 
 from ddm_lightning.files import atomic_write
+from ddm_lightning.schema import first_line
 from ddm_lightning.training.module import MemberModule
 
 
@@ -69,7 +70,7 @@ def _damage(path: Path) -> str | None:
             return f"its part {bad} fails its check sum"
         torch.load(path, map_location="meta", weights_only=True)
     except (zipfile.BadZipFile, OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        return str(error).splitlines()[0]
+        return first_line(error)
     return None
 
 
@@ -80,12 +81,16 @@ def newest_checkpoint(folder: Path) -> tuple[Path | None, list[str]]:
         Its path (None when there is none) and a line for each damaged one that was passed over; those are
         renamed to ``*.damaged``, so that a rolling save never counts them.
     """
+    for unfinished in folder.glob(".tmp-*"):  # of a killed process: the member's lock says that no other is alive
+        unfinished.unlink(missing_ok=True)
     lines: list[str] = []
-    for path in sorted(folder.glob("step-*.ckpt"), reverse=True):
+    paths = sorted(folder.glob("step-*.ckpt"), reverse=True)
+    for path in paths:
         problem = _damage(path)
         if problem is None:
             return path, lines
         with contextlib.suppress(FileNotFoundError):  # another rank was first
             path.rename(path.with_suffix(".damaged"))
-        lines.append(f"{path}: damaged checkpoint ({problem}); falling back to the one before it")
+        next_best = "starting afresh" if path == paths[-1] else "falling back to the one before it"
+        lines.append(f"{path}: damaged checkpoint ({problem}); {next_best}")
     return None, lines

@@ -1,0 +1,80 @@
+import os
+import signal
+from types import SimpleNamespace
+
+import pytest
+import torch
+from training.members import batch, expert
+
+from ddm_lightning.training.callbacks import SampleLog, StopOnRequest, StopRequested
+from ddm_lightning.training.checkpoints import RollingCheckpoints
+
+
+class Saves(RollingCheckpoints):
+    def __init__(self):
+        self.steps = []
+
+    def save(self, trainer):
+        self.steps.append(trainer.global_step)
+
+
+def trainer_at(step, **settings):
+    defaults = {"world_size": 1, "max_steps": 10, "should_stop": False, "limit_val_batches": 1.0, "global_rank": 0}
+    return SimpleNamespace(**{**defaults, "global_step": step, **settings})
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_between_steps_saves_at_the_end_of_the_step_and_stops_without_validating(number):
+    saves = Saves()
+    stop, trainer = StopOnRequest(saves), trainer_at(4)
+    with stop.listening():
+        stop.on_train_start(trainer, None)
+        stop.on_train_batch_end(trainer, None)
+        assert (saves.steps, trainer.should_stop) == ([], False)
+        os.kill(os.getpid(), number)
+        trainer.global_step = 5
+        stop.on_train_batch_end(trainer, None)
+        stop.on_train_end(trainer, None)
+    assert saves.steps == [5]
+    assert stop.stopped
+    assert trainer.should_stop
+    assert trainer.limit_val_batches == 0
+
+
+def test_a_signal_in_the_last_step_does_not_keep_the_member_from_ending():
+    stop, trainer = StopOnRequest(Saves()), trainer_at(10)
+    with stop.listening():
+        stop.on_train_start(trainer, None)
+        os.kill(os.getpid(), signal.SIGTERM)
+        stop.on_train_batch_end(trainer, None)
+    assert not stop.stopped
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_outside_of_the_steps_stops_at_once(number):
+    stop = StopOnRequest(Saves())
+    with pytest.raises(StopRequested), stop.listening():
+        os.kill(os.getpid(), number)
+    with pytest.raises(StopRequested), stop.listening():
+        stop.on_train_start(trainer_at(0), None)
+        stop.on_train_end(trainer_at(10), None)
+        os.kill(os.getpid(), number)
+
+
+def test_the_signals_are_given_back():
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    stop = StopOnRequest(Saves())
+    with stop.listening():
+        stop.on_train_start(trainer_at(0), None)
+        assert signal.getsignal(signal.SIGINT) != before[1]
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
+
+
+def test_sample_ids_are_written_a_line_a_step_and_a_file_a_rank(tmp_path):
+    log = SampleLog(tmp_path)
+    part = {"sample_id": torch.tensor([3, 1, 2])}
+    log.on_train_batch_start(trainer_at(0), expert(), part, 0)
+    log.on_train_batch_start(trainer_at(1), expert(), batch(2), 1)
+    log.on_train_batch_start(trainer_at(1, world_size=2, global_rank=1), expert(), part, 1)
+    assert (tmp_path / "sample_ids.txt").read_text() == "0: 3 1 2\n1: 0 1\n"
+    assert (tmp_path / "sample_ids-1.txt").read_text() == "1: 3 1 2\n"

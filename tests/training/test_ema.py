@@ -1,0 +1,122 @@
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from ddm_lightning.training.ema import KEY, ema_tensors, ema_weights, gathered_ema, track_ema
+
+
+def network(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+
+
+def optimizer_of(module, decay=0.9):
+    matrices = [p for p in module.parameters() if p.ndim == 2]
+    vectors = [p for p in module.parameters() if p.ndim == 1]
+    optimizer = torch.optim.AdamW([{"params": matrices}, {"params": vectors}], lr=0.1)
+    track_ema(optimizer, decay)
+    return optimizer
+
+
+def take_step(module, optimizer, seed):
+    generator = torch.Generator().manual_seed(seed)
+    optimizer.zero_grad()
+    module(torch.randn(5, 3, generator=generator)).square().mean().backward()
+    optimizer.step()
+
+
+def closed_form(weights, decay):
+    """The average as one weighted sum, in float64: w_i · Π_{j>i} d_j, with d_j = min(decay, (1 + j) / (10 + j))."""
+    decays = np.minimum(decay, (1 + np.arange(len(weights))) / (10 + np.arange(len(weights))))
+    decays[0] = 0.0  # the average begins as the weights after the first step
+    shares = (1 - decays) * np.append(np.cumprod(decays[::-1])[::-1][1:], 1.0)
+    assert shares.sum() == pytest.approx(1)
+    return np.tensordot(shares, np.stack(weights), axes=1)
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.5, 0.999])
+def test_it_is_the_closed_form_in_float64(decay):
+    module = network()
+    optimizer = optimizer_of(module, decay)
+    history = {name: [] for name, _ in module.named_parameters()}
+    for step in range(40):
+        take_step(module, optimizer, step)
+        for name, parameter in module.named_parameters():
+            history[name].append(parameter.detach().double().numpy().copy())
+    averages = gathered_ema(module, optimizer)
+    assert set(averages) == set(history)
+    for name, weights in history.items():
+        np.testing.assert_allclose(averages[name].double().numpy(), closed_form(weights, decay), rtol=2e-6, atol=2e-7)
+
+
+def test_a_long_average_moves_by_its_decay():
+    """0.9999 is 1 - 1e-4: one step moves the average by 1e-4 of the way, which a 16-bit average would round away."""
+    module = network()
+    optimizer = optimizer_of(module, 0.9999)
+    take_step(module, optimizer, 0)
+    for group in optimizer.param_groups:
+        group["ema_steps"] = 10**6
+    before = gathered_ema(module, optimizer)
+    take_step(module, optimizer, 1)
+    after = gathered_ema(module, optimizer)
+    for name, parameter in module.named_parameters():
+        moved = (after[name].double() - before[name].double()).numpy()
+        np.testing.assert_allclose(moved, 1e-4 * (parameter.detach() - before[name]).double().numpy(), atol=1e-7)
+        assert np.abs(moved).max() > 1e-6
+
+
+def test_it_is_resumed_with_the_optimizer():
+    straight, stopped = network(), network()
+    straight_optimizer, optimizer = optimizer_of(straight), optimizer_of(stopped)
+    for step in range(9):
+        take_step(straight, straight_optimizer, step)
+    for step in range(4):
+        take_step(stopped, optimizer, step)
+    resumed = network(seed=1)
+    resumed.load_state_dict(stopped.state_dict())
+    resumed_optimizer = optimizer_of(resumed)
+    resumed_optimizer.load_state_dict(optimizer.state_dict())
+    for step in range(4, 9):
+        take_step(resumed, resumed_optimizer, step)
+    expected = gathered_ema(straight, straight_optimizer)
+    for name, average in gathered_ema(resumed, resumed_optimizer).items():
+        assert torch.equal(average, expected[name])
+
+
+def test_a_parameter_without_gradients_is_its_own_average():
+    module = network()
+    optimizer = optimizer_of(module)
+    module[1].weight.requires_grad_(False)
+    take_step(module, optimizer, 0)
+    averages = ema_tensors(module, optimizer)
+    assert torch.equal(averages["1.weight"], module[1].weight)
+    assert KEY not in optimizer.state[module[1].weight]
+
+
+def test_the_weights_are_lent_and_come_back_bit_for_bit():
+    module = network()
+    optimizer = optimizer_of(module)
+    for step in range(5):
+        take_step(module, optimizer, step)
+    own = {name: value.clone() for name, value in module.state_dict().items()}
+    averages = gathered_ema(module, optimizer)
+    with pytest.raises(KeyError), ema_weights(module, optimizer):
+        for name, value in module.state_dict().items():
+            assert torch.equal(value, averages[name])
+            assert not torch.equal(value, own[name])
+        raise KeyError
+    for name, value in module.state_dict().items():
+        assert torch.equal(value, own[name])
+    assert all(torch.equal(value, averages[name]) for name, value in gathered_ema(module, optimizer).items())
+
+
+def test_what_is_gathered_is_a_copy():
+    module = network()
+    optimizer = optimizer_of(module)
+    take_step(module, optimizer, 0)
+    before = gathered_ema(module, optimizer)
+    kept = {name: value.clone() for name, value in before.items()}
+    for step in range(1, 4):
+        take_step(module, optimizer, step)
+    assert all(torch.equal(value, kept[name]) for name, value in before.items())

@@ -1,0 +1,189 @@
+import numpy as np
+import pytest
+import torch
+from training.members import SCALE, SHIFT, Recorder, at, batch, expert
+
+from ddm_lightning.config import TimestepsConfig, TrainConfig
+from ddm_lightning.errors import UserError
+from ddm_lightning.flow.condition import ConditionSpec
+
+NUM_TIMES = 8
+
+
+def drawn(module, num=6):
+    noised = module.noised(batch(num))
+    return noised.noise, noised.t, noised.condition.keep
+
+
+def test_equal_keys_repeat_the_step_and_nothing_else_does():
+    module = expert(step=5, rank=1, dropout=0.5)
+    torch.manual_seed(1)
+    first = drawn(module)
+    torch.manual_seed(2)  # the global generator has no part in it
+    assert all(torch.equal(a, b) for a, b in zip(first, drawn(module), strict=True))
+    others = [
+        drawn(expert(step=6, rank=1, dropout=0.5)),
+        drawn(expert(step=5, rank=0, dropout=0.5)),
+        drawn(expert(step=5, rank=1, dropout=0.5, seed=8)),
+        drawn(expert(step=5, rank=1, dropout=0.5, member="expert-1")),
+    ]
+    for noise, t, _ in others:
+        assert not torch.equal(noise, first[0])
+        assert not torch.equal(t, first[1])
+
+
+def test_noise_of_ranks_and_steps_is_independent():
+    num = 512
+    streams = [drawn(expert(step=step, rank=rank), num) for step, rank in ((0, 0), (0, 1), (1, 0), (1, 1))]
+    flat = np.stack([noise.flatten().numpy() for noise, _, _ in streams])
+    correlation = np.corrcoef(flat) - np.eye(len(flat))
+    assert np.abs(correlation).max() < 5 / np.sqrt(flat.shape[1])
+    np.testing.assert_allclose(flat.mean(1), 0, atol=0.04)
+    np.testing.assert_allclose(flat.std(1), 1, atol=0.03)
+
+
+def test_the_batch_lies_on_the_straight_path():
+    noised = expert().noised(batch())
+    x_0 = (batch()["x_0"].numpy().astype(np.float64) - 127.5) / 127.5
+    t = noised.t.double().numpy()[:, None, None, None]
+    np.testing.assert_allclose(noised.x_0.numpy(), x_0, atol=1e-6)
+    np.testing.assert_allclose(noised.x_t.numpy(), (1 - t) * x_0 + t * noised.noise.double().numpy(), atol=1e-6)
+    assert noised.x_t.dtype == noised.t.dtype == torch.float32
+    assert x_0.min() >= -1
+    assert x_0.max() <= 1
+
+
+def test_timesteps_follow_their_density():
+    t = expert(timesteps=TimestepsConfig(mean=0.5, std=0.8)).noised(batch(4000)).t.double().numpy()
+    logit = np.log(t) - np.log1p(-t)
+    assert logit.mean() == pytest.approx(0.5, abs=0.05)
+    assert logit.std() == pytest.approx(0.8, abs=0.04)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1, 0.5, 1.0])
+def test_conditions_are_dropped_as_often_as_asked(dropout):
+    num, steps = 500, 40
+    kept = torch.cat([expert(step=step, dropout=dropout).noised(batch(num)).condition.keep for step in range(steps)])
+    spread = 4 * np.sqrt(dropout * (1 - dropout) / (num * steps))
+    assert abs((~kept).double().mean().item() - dropout) <= spread
+
+
+def test_dropping_is_independent_of_noise_and_time():
+    """A generator used twice from its beginning would tie the three together."""
+    noised = expert(dropout=0.5).noised(batch(4000))
+    keep = noised.condition.keep.double().numpy()
+    for other in (noised.t.double().numpy(), noised.noise[:, 0, 0, 0].double().numpy()):
+        assert abs(np.corrcoef(keep, other)[0, 1]) < 0.06
+
+
+@pytest.mark.parametrize(("kind", "size", "name"), [("text", 6, "text"), ("class", 5, "label")])
+def test_the_condition_is_the_batchs(kind, size, name):
+    condition = expert(condition=ConditionSpec(kind, size)).noised(batch()).condition
+    assert torch.equal(condition.values, batch()[name])
+    assert expert(condition=ConditionSpec("none", 0)).noised(batch()).condition is None
+
+
+def test_half_of_the_pictures_are_mirrored_left_to_right_when_asked():
+    plain = expert(train=TrainConfig(1, 1)).noised(batch(400)).x_0
+    mirrored = expert(train=TrainConfig(1, 1, horizontal_flip=True)).noised(batch(400)).x_0
+    same = (mirrored == plain).flatten(1).all(1)
+    flipped = (mirrored == plain.flip(3)).flatten(1).all(1)
+    assert bool((same ^ flipped).all())
+    assert 150 < int(flipped.sum()) < 250
+
+
+def test_validation_is_the_same_at_every_step_and_for_every_member():
+    first = [expert().validation_noised(batch(), 2, index) for index in range(NUM_TIMES)]
+    later = [expert(step=99, member="expert-3").validation_noised(batch(), 2, index) for index in range(NUM_TIMES)]
+    for index, (a, b) in enumerate(zip(first, later, strict=True)):
+        assert torch.equal(a.noise, b.noise)
+        assert torch.equal(a.x_t, b.x_t)
+        np.testing.assert_allclose(a.t.numpy(), (index + 0.5) / NUM_TIMES)
+        assert bool(a.condition.keep.all())
+    noises = {noised.noise.numpy().tobytes() for noised in first}
+    noises.add(expert().validation_noised(batch(), 3, 0).noise.numpy().tobytes())
+    noises.add(expert(rank=1).validation_noised(batch(), 2, 0).noise.numpy().tobytes())
+    assert len(noises) == NUM_TIMES + 2
+
+
+@pytest.mark.parametrize("prediction", ["velocity", "epsilon", "x_0"])
+def test_the_loss_is_the_mean_squared_error_of_what_is_predicted(prediction):
+    network = Recorder(prediction)
+    module = expert(network)
+    loss = module.training_step(batch(), 0)
+    ((x_t, t, _),) = network.calls
+    x_0 = batch()["x_0"].double().numpy() * SCALE - SHIFT * SCALE
+    times = t.double().numpy()[:, None, None, None]
+    noise = (x_t.double().numpy() - (1 - times) * x_0) / times
+    target = {"velocity": noise - x_0, "epsilon": noise, "x_0": x_0}[prediction]
+    assert loss.item() == pytest.approx(np.mean((0.7 * x_t.double().numpy() - target) ** 2), rel=1e-4)
+    loss.backward()
+    assert network.gain.grad is not None
+    assert module.drain("train/") == {"train/loss": pytest.approx(loss.item())}
+
+
+def test_held_out_losses_weigh_samples_and_not_batches():
+    network = Recorder()
+    module = expert(network)
+    batches = [batch(6, seed=1), batch(2, seed=2)]
+    for index, part in enumerate(batches):
+        module.validation_step(part, index)
+    squares = {index: [] for index in range(NUM_TIMES)}
+    for call, (x_t, t, condition) in enumerate(network.calls):
+        part = batches[call // NUM_TIMES]
+        x_0 = (part["x_0"].double() - SHIFT) * SCALE
+        times = t.double()[:, None, None, None]
+        noise = (x_t.double() - (1 - times) * x_0) / times
+        squares[call % NUM_TIMES] += (0.7 * x_t.double() - (noise - x_0)).square().mean((1, 2, 3)).tolist()
+        assert bool(condition.keep.all())
+    figures = module.drain("held_out/")
+    for index, values in squares.items():
+        assert len(values) == 8
+        assert figures[f"held_out/loss_t{(index + 0.5) / 8:.3f}"] == pytest.approx(np.mean(values), rel=1e-4)
+    assert figures["held_out/loss"] == pytest.approx(np.mean(list(squares.values())), rel=1e-4)
+    assert len(figures) == 1 + NUM_TIMES
+
+
+def test_averages_are_drained_by_prefix_and_start_anew():
+    module = expert()
+    for value in (1.0, 2.0, 6.0):
+        module.accumulate("train/a", torch.tensor(value))
+    module.accumulate("held_out/b", torch.tensor(10.0), 4)
+    assert module.drain("train/") == {"train/a": 3.0}
+    assert module.drain("train/") == {}
+    assert module.drain("held_out/") == {"held_out/b": 2.5}
+
+
+def test_a_networks_own_dropout_is_keyed_by_the_step():
+    def draw(step, rank=0):
+        module = expert(step=step, rank=rank)
+        module.on_train_batch_start(batch(), 0)
+        return torch.rand(4)
+
+    torch.manual_seed(5)
+    assert torch.equal(draw(3), draw(3))
+    assert not torch.equal(draw(3), draw(4))
+    assert not torch.equal(draw(3), draw(3, rank=1))
+
+
+@pytest.mark.parametrize("limit", [None, 0.5, 100.0])
+def test_gradients_are_clipped_by_their_global_norm(limit):
+    network = Recorder()
+    network.other = torch.nn.Parameter(torch.ones(3))
+    module = expert(network, train=TrainConfig(1, 1, gradient_clip_norm=limit))
+    network.gain.grad, network.other.grad = torch.tensor(2.0), torch.tensor([1.0, 2.0, 4.0])
+    module.configure_gradient_clipping(None)
+    factor = 1.0 if limit is None else min(1.0, limit / 5.0)
+    np.testing.assert_allclose(network.other.grad.numpy(), factor * np.array([1.0, 2.0, 4.0]), rtol=1e-5)
+    assert network.gain.grad.item() == pytest.approx(2.0 * factor, rel=1e-5)
+    assert module.drain("train/") == {"train/gradient_norm": pytest.approx(5.0)}
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_loss_that_is_not_finite_is_a_line_with_a_remedy(value):
+    module = at(expert(member="router"), 40)
+    module.accumulate("train/loss", torch.tensor(1.0))
+    module.check_finite()
+    module.accumulate("train/loss", torch.tensor(value))
+    with pytest.raises(UserError, match=r"router: .*not finite by step 40.*lower its learning_rate"):
+        module.check_finite()

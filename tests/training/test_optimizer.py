@@ -1,0 +1,70 @@
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from ddm_lightning.config import TrainConfig
+from ddm_lightning.training.optimizer import build_optimizer, build_schedule, learning_rate_factor
+
+
+def network():
+    module = nn.Sequential(nn.Conv2d(2, 3, 1), nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 1, bias=False))
+    module.register_parameter("frozen", nn.Parameter(torch.ones(2, 2), requires_grad=False))
+    return module
+
+
+def test_every_trained_parameter_is_in_one_group_and_only_matrices_decay():
+    module = network()
+    groups = build_optimizer(module, TrainConfig(1, 1, learning_rate=0.3, weight_decay=0.2)).param_groups
+    grouped = [(id(p), group["weight_decay"], group["lr"]) for group in groups for p in group["params"]]
+    expected = [(id(p), 0.2 if p.ndim >= 2 else 0.0, 0.3) for p in module.parameters() if p.requires_grad]
+    assert sorted(grouped) == sorted(expected)
+
+
+def test_with_zero_gradients_matrices_shrink_and_vectors_stay():
+    module = nn.Linear(3, 3)
+    before = {name: p.detach().clone() for name, p in module.named_parameters()}
+    optimizer = build_optimizer(module, TrainConfig(1, 1, learning_rate=0.5, weight_decay=0.1))
+    for parameter in module.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    torch.testing.assert_close(module.weight.detach(), before["weight"] * (1 - 0.5 * 0.1))
+    assert torch.equal(module.bias.detach(), before["bias"])
+
+
+def test_a_network_of_vectors_alone_has_one_group():
+    assert len(build_optimizer(nn.LayerNorm(3), TrainConfig(1, 1)).param_groups) == 1
+
+
+def expected_factor(schedule, step, warmup, total):
+    if step < warmup:
+        return (step + 1) / warmup
+    rest = (step - warmup) / (total - warmup)
+    return {"constant": 1.0, "linear": 1 - rest, "cosine": math.cos(math.pi * rest / 2) ** 2}[schedule]
+
+
+@pytest.mark.parametrize("warmup", [0, 1, 7])
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
+def test_the_learning_rate_of_each_step(schedule, warmup):
+    train = TrainConfig(20, 1, learning_rate=0.4, warmup_steps=warmup, schedule=schedule)
+    parameter = nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([parameter], lr=train.learning_rate)
+    scheduler = build_schedule(optimizer, train)
+    used = []
+    for _ in range(20):
+        used.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    assert used == pytest.approx([0.4 * expected_factor(schedule, step, warmup, 20) for step in range(20)])
+    assert all(rate > 0 for rate in used)
+
+
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
+def test_behind_the_last_step_and_in_a_run_of_warmup_alone_it_stays_in_range(schedule):
+    factor = learning_rate_factor(TrainConfig(20, 1, warmup_steps=5, schedule=schedule))
+    assert factor(20) == pytest.approx(1.0 if schedule == "constant" else 0.0, abs=1e-12)
+    assert 0 <= factor(1000) <= 1
+    only_warmup = learning_rate_factor(TrainConfig(5, 1, warmup_steps=5, schedule=schedule))
+    assert [only_warmup(step) for step in range(5)] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+    assert 0 <= only_warmup(5) <= 1

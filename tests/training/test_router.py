@@ -1,0 +1,90 @@
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from training.members import batch, router
+
+from ddm_lightning.flow.condition import ConditionSpec
+
+NUM_TIMES, NUM_CLUSTERS = 8, 3
+
+
+class LinearRouter(nn.Module):
+    """Logits by a fixed linear map of the pixels, shifted when a condition is seen."""
+
+    def __init__(self):
+        super().__init__()
+        generator = torch.Generator().manual_seed(3)
+        self.weight = nn.Parameter(0.3 * torch.randn(48, NUM_CLUSTERS, generator=generator))
+        self.calls = []
+
+    def forward(self, x_t, t, condition):
+        self.calls.append((x_t, t, condition))
+        logits = x_t.flatten(1) @ self.weight
+        return logits if condition is None else logits + condition.values[:, :NUM_CLUSTERS] * condition.keep[:, None]
+
+
+def log_softmax(logits):
+    shifted = logits - logits.max(1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(1, keepdims=True))
+
+
+def expected_logits(network, x_t, part, is_conditional):
+    logits = x_t.double().flatten(1).numpy() @ network.weight.detach().double().numpy()
+    return logits + part["text"].double().numpy()[:, :NUM_CLUSTERS] if is_conditional else logits
+
+
+def test_the_loss_is_the_cross_entropy_of_the_cluster():
+    network = LinearRouter()
+    module = router(network, dropout=0.0)
+    part = batch(16)
+    loss = module.training_step(part, 0)
+    ((x_t, _, _),) = network.calls
+    logits = expected_logits(network, x_t, part, is_conditional=True)
+    rows = np.arange(16), part["cluster"].numpy()
+    assert loss.item() == pytest.approx(-log_softmax(logits)[rows].mean(), rel=1e-4)
+    accuracy = (logits.argmax(1) == rows[1]).mean()
+    assert module.drain("train/") == {
+        "train/loss": pytest.approx(loss.item()),
+        "train/accuracy": pytest.approx(accuracy),
+    }
+
+
+@pytest.mark.parametrize("kind", ["text", "none"])
+def test_held_out_figures_and_confusion_against_numpy(kind):
+    network = LinearRouter()
+    module = router(network, condition=ConditionSpec(kind, 6 if kind == "text" else 0))
+    module.confusion = None
+    batches = [batch(10, seed=1), batch(3, seed=2)]
+    for index, part in enumerate(batches):
+        module.validation_step(part, index)
+    branches = [""] if kind == "none" else ["", "_conditional"]
+    nll = {(suffix, time): [] for suffix in branches for time in range(NUM_TIMES)}
+    hits = {key: [] for key in nll}
+    confusion = np.zeros((NUM_TIMES, NUM_CLUSTERS, NUM_CLUSTERS))
+    calls = iter(network.calls)
+    for part in batches:
+        true = part["cluster"].numpy()
+        for time in range(NUM_TIMES):
+            for suffix in branches:
+                x_t, t, condition = next(calls)
+                assert (condition is None) == (suffix == "")
+                np.testing.assert_allclose(t.numpy(), (time + 0.5) / NUM_TIMES)
+                logits = expected_logits(network, x_t, part, suffix != "")
+                nll[suffix, time] += (-log_softmax(logits)[np.arange(len(true)), true]).tolist()
+                hits[suffix, time] += (logits.argmax(1) == true).tolist()
+                if not suffix:
+                    np.add.at(confusion[time], true, np.exp(log_softmax(logits)))
+    figures = module.drain("held_out/")
+    for suffix, time in nll:
+        at = f"{suffix}_t{(time + 0.5) / NUM_TIMES:.3f}"
+        assert figures[f"held_out/loss{at}"] == pytest.approx(np.mean(nll[suffix, time]), rel=1e-4)
+        assert figures[f"held_out/accuracy{at}"] == pytest.approx(np.mean(hits[suffix, time]))
+    for suffix in branches:
+        everything = [nll[suffix, time] for time in range(NUM_TIMES)]
+        assert figures[f"held_out/loss{suffix}"] == pytest.approx(np.mean(everything), rel=1e-4)
+    assert len(figures) == len(branches) * 2 * (1 + NUM_TIMES)
+    np.testing.assert_allclose(module.confusion.numpy(), confusion, rtol=1e-4, atol=1e-5)
+    # Rows are true clusters: each holds as many samples as there are of it.
+    counts = np.bincount(torch.cat([part["cluster"] for part in batches]).numpy(), minlength=NUM_CLUSTERS)
+    np.testing.assert_allclose(module.confusion.sum(2).numpy(), np.tile(counts, (NUM_TIMES, 1)), rtol=1e-4)

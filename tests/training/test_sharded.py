@@ -1,0 +1,159 @@
+"""FSDP2 on two processes against one process that is given the same gradients."""
+
+import multiprocessing
+import os
+import socket
+import traceback
+
+import pytest
+import torch
+import torch.distributed as dist
+from deadline import within
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from ddm_lightning.config import TrainConfig
+from ddm_lightning.training.ema import ema_tensors, ema_weights, gathered_ema, track_ema
+from ddm_lightning.training.optimizer import build_optimizer
+from ddm_lightning.training.strategy import shard_blocks
+
+WORLD = 2
+TRAIN = TrainConfig(10, 4, learning_rate=0.1, weight_decay=0.05, ema_decay=0.9)
+
+
+class Uneven(nn.Module):
+    """Every first dimension is odd, one is 1: two ranks hold unequal parts, or nothing."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList([nn.Linear(3, 5), nn.Linear(5, 7)])
+        self.head = nn.Linear(7, 1)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.head(x)
+
+
+def optimizer_of(network):
+    optimizer = build_optimizer(network, TRAIN)
+    track_ema(optimizer, TRAIN.ema_decay)
+    return optimizer
+
+
+def inputs(step):
+    return torch.randn(8, 3, generator=torch.Generator().manual_seed(step))
+
+
+def gathered(value):
+    return (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
+
+
+def step(network, optimizer, x, clip):
+    optimizer.zero_grad()
+    network(x).square().mean().backward()
+    norm = nn.utils.clip_grad_norm_(network.parameters(), clip)
+    gradients = {name: gathered(p.grad) for name, p in network.named_parameters()}
+    optimizer.step()
+    return gathered(norm), gradients
+
+
+def close(sharded, single):
+    assert sharded.keys() == single.keys()
+    for name, value in single.items():
+        torch.testing.assert_close(
+            sharded[name], value, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+def shard(network):
+    shard_blocks(network, init_device_mesh("cpu", (WORLD,)))
+    return network
+
+
+def averages_and_clipping(rank):
+    sharded, single = shard(Uneven()), Uneven()
+    optimizer, reference = optimizer_of(sharded), optimizer_of(single)
+    sizes = {name: p.to_local().shape[0] for name, p in sharded.named_parameters()}
+    for number in range(6):
+        x = inputs(number)
+        # The mean of two halves' gradients is the whole batch's; the limit is well below the norm.
+        norm, gradients = step(sharded, optimizer, x.chunk(WORLD)[rank], clip=0.05)
+        expected_norm, expected = step(single, reference, x, clip=0.05)
+        torch.testing.assert_close(norm, expected_norm, rtol=1e-5, atol=0)
+        assert norm > 0.05
+        close(gradients, expected)
+    averages = ema_tensors(sharded, optimizer)
+    for name, value in averages.items():
+        assert isinstance(value, DTensor)
+        assert value.to_local().shape[0] == sizes[name]
+    close(gathered_ema(sharded, optimizer), gathered_ema(single, reference))
+    return sizes
+
+
+def lending_after_a_forward(rank):
+    """A forward without a backward, as in validation, leaves whole parameters behind."""
+    network = shard(Uneven())
+    optimizer = optimizer_of(network)
+    for number in range(3):
+        step(network, optimizer, inputs(number).chunk(WORLD)[rank], clip=1.0)
+    own = {name: gathered(p) for name, p in network.named_parameters()}
+    averages = gathered_ema(network, optimizer)
+    with torch.no_grad():
+        network(inputs(9))
+    single = Uneven()
+    with ema_weights(network, optimizer), torch.no_grad():
+        lent = network(inputs(9))
+        single.load_state_dict(averages)
+        torch.testing.assert_close(lent, single(inputs(9)))
+    after = {name: gathered(p) for name, p in network.named_parameters()}
+    assert all(torch.equal(after[name], value) for name, value in own.items())
+    assert not torch.equal(own["head.weight"], averages["head.weight"])
+    step(network, optimizer, inputs(4).chunk(WORLD)[rank], clip=1.0)
+
+
+def _in_rank(rank, port, task, results):
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(WORLD))
+    try:
+        dist.init_process_group("gloo", rank=rank, world_size=WORLD)
+        results.put((rank, task(rank), None))
+        dist.destroy_process_group()
+    except BaseException:  # noqa: BLE001
+        results.put((rank, None, traceback.format_exc()))
+
+
+def in_two_processes(task):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = multiprocessing.get_context("fork")
+    results = context.Queue()
+    ranks = [context.Process(target=_in_rank, args=(rank, port, task, results)) for rank in range(WORLD)]
+    for process in ranks:
+        process.start()
+    try:
+        with within(60):
+            answers = [results.get() for _ in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()
+    for _, _, problem in answers:
+        assert problem is None, problem
+    return {rank: answer for rank, answer, _ in answers}
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+
+
+def test_unevenly_sharded_averages_and_clipped_gradients_are_those_of_one_process():
+    sizes = in_two_processes(averages_and_clipping)
+    assert sizes[0]["blocks.0.weight"] == 3
+    assert sizes[1]["blocks.0.weight"] == 2
+    assert (sizes[0]["head.weight"], sizes[1]["head.weight"]) == (1, 0)
+
+
+def test_sharded_weights_are_lent_to_a_validation_and_come_back():
+    in_two_processes(lending_after_a_forward)

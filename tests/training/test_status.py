@@ -1,0 +1,47 @@
+import os
+import subprocess
+import sys
+
+import pytest
+
+from ddm_lightning.errors import UserError
+from ddm_lightning.training.status import MemberStatus
+
+
+def gone():
+    """The id of a process that has ended."""
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+def test_what_is_written_is_read(tmp_path):
+    status = MemberStatus("router", 40, "training", 7, 1.5, 30.0, {"train/loss": 0.25})
+    status.write(tmp_path)
+    read = MemberStatus.read(tmp_path, "router", 40)
+    assert read == status
+    assert read.pid == os.getpid()
+    assert [path.name for path in tmp_path.iterdir()] == ["status.json"]
+
+
+def test_before_the_first_write_it_waits(tmp_path):
+    assert MemberStatus.read(tmp_path, "router", 40) == MemberStatus("router", 40)
+
+
+def test_a_damaged_one_is_named_with_a_remedy(tmp_path):
+    (tmp_path / "status.json").write_text('{"member": "rou')
+    with pytest.raises(UserError, match=r"status\.json: .*delete it"):
+        MemberStatus.read(tmp_path, "router", 40)
+
+
+@pytest.mark.parametrize("state", ["starting", "training"])
+def test_a_process_that_is_gone_was_killed(tmp_path, state):
+    status = MemberStatus("router", 40, state, pid=os.getpid())
+    assert status.shown_state() == state
+    status.pid = gone()
+    assert status.shown_state() == "killed"
+
+
+@pytest.mark.parametrize("state", ["waiting", "stopped", "failed", "done"])
+def test_other_states_need_no_process(state):
+    assert MemberStatus("router", 40, state, pid=gone()).shown_state() == state

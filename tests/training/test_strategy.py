@@ -1,0 +1,61 @@
+import pytest
+import torch
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from torch import nn
+
+from ddm_lightning.config import IslandConfig
+from ddm_lightning.errors import UserError
+from ddm_lightning.training.strategy import BYTES_PER_PARAMETER, choose_strategy, compile_blocks, resolve_accelerator
+
+GIGABYTE = 1024**3
+
+
+def island(**settings):
+    return IslandConfig(accelerator="cpu", **settings)
+
+
+@pytest.mark.parametrize("name", ["auto", "single"])
+def test_one_device_needs_no_strategy(name):
+    assert choose_strategy(island(strategy=name), 10**12) == ("auto", "one device")
+
+
+def test_single_with_several_devices_is_refused():
+    with pytest.raises(UserError, match=r"island\.strategy.*island\.devices = 2"):
+        choose_strategy(island(strategy="single", devices=2), 1)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("ddp", DDPStrategy), ("fsdp", ModelParallelStrategy)])
+@pytest.mark.parametrize("devices", [1, 2])
+def test_what_is_asked_for_is_taken(name, kind, devices):
+    strategy, reason = choose_strategy(island(strategy=name, devices=devices), 1)
+    assert isinstance(strategy, kind)
+    assert f"over {devices} devices: asked for by island.strategy" in reason
+
+
+def test_auto_shards_what_takes_half_of_a_device():
+    # A CPU counts as 16 GiB; weight, gradient, two moments and the average take 4 bytes each.
+    assert BYTES_PER_PARAMETER == 5 * 4
+    fits = 8 * GIGABYTE // 20 - 1
+    assert isinstance(choose_strategy(island(devices=2), fits)[0], DDPStrategy)
+    strategy, reason = choose_strategy(island(devices=2), fits + 2)
+    assert isinstance(strategy, ModelParallelStrategy)
+    assert "8.6 GB a device unsharded" in reason
+
+
+def test_auto_accelerator_is_what_is_there():
+    assert resolve_accelerator("auto") == ("gpu" if torch.cuda.is_available() else "cpu")
+    assert resolve_accelerator("cpu") == "cpu"
+
+
+def test_each_block_is_compiled_in_place_and_nothing_else(monkeypatch):
+    compiled = []
+    monkeypatch.setattr(nn.Module, "compile", lambda self: compiled.append(self))
+    network = nn.Module()
+    network.blocks = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+    network.head = nn.Linear(2, 2)
+    before = list(network.state_dict())
+    compile_blocks(network)
+    assert compiled == list(network.blocks)
+    assert list(network.state_dict()) == before
+    compile_blocks(nn.Linear(2, 2))  # a plug-in need not have blocks
+    assert len(compiled) == 2
