@@ -16,6 +16,7 @@ ensure_torchvision_importable()
 import pytest
 import torch
 from jaxtyping import config, install_import_hook
+from tiny_runs import finished_run as finished_run
 
 torch.set_num_threads(1)
 

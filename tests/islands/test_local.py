@@ -1,0 +1,187 @@
+"""Members as processes of the real command line: killed, interrupted, resumed, started twice."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import signal
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from deadline import within
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tiny_runs import MEMBERS, STEPS, TINY, finish, read_status, settings, start
+
+from ddm_lightning.cli import main
+from ddm_lightning.config import load_experiment
+from ddm_lightning.islands import local
+
+KILLED = "expert-1"
+OTHERS = tuple(member for member in MEMBERS if member != KILLED)
+
+
+def wait_for_step(run: Path, member: str, step: int, parent: subprocess.Popen[str]) -> int:
+    """Wait until the member trains beyond ``step`` steps; returns its process id."""
+    while True:
+        status = read_status(run, member)
+        if status.get("state") == "training" and status["step"] >= step:
+            return status["pid"]
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            parent.wait(0.05)
+            raise AssertionError(parent.communicate())
+
+
+def call(command: str, run: Path, *more: str) -> tuple[int, str, str]:
+    """Exit code and output of the command line in this process."""
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        code = main([command, *settings(run), *more])
+    return code, out.getvalue(), err.getvalue()
+
+
+def losses(run: Path, member: str) -> list[tuple[int, float]]:
+    events = EventAccumulator(str(run / "members" / member / "tensorboard"), size_guidance={"scalars": 0})
+    events.Reload()
+    return [(event.step, event.value) for event in events.Scalars("train/loss")]
+
+
+def weights(run: Path, member: str) -> bytes:
+    return (run / "members" / member / "artifact" / "model.safetensors").read_bytes()
+
+
+def sample_ids(run: Path, member: str) -> list[tuple[int, str]]:
+    lines = (run / "members" / member / "sample_ids.txt").read_text(encoding="utf-8").splitlines()
+    return [(int(step), ids) for step, _, ids in (line.partition(": ") for line in lines)]
+
+
+@pytest.fixture(scope="module")
+def disturbed(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    """One run, one disturbance after another, with what was seen at each: kill -9, a second fit, Ctrl-C, peace."""
+    seen = SimpleNamespace(run=tmp_path_factory.mktemp("disturbed") / "run")
+    members = seen.run / "members"
+    with within(240):
+        # Of the three, this one and another start at once and the third takes the free place.
+        parent = start("fit", seen.run, "--jobs", "2")
+        os.kill(wait_for_step(seen.run, KILLED, 60, parent), signal.SIGKILL)
+        seen.out_killed, seen.err_killed = finish(parent, code=1)
+        seen.finished_by_others = [member for member in OTHERS if (members / member / "artifact").exists()]
+        seen.log_killed = (members / KILLED / "log.txt").read_text(encoding="utf-8")
+        seen.ids_killed = len(sample_ids(seen.run, KILLED))
+        _, seen.status_killed, _ = call("status", seen.run)
+
+        parent = start("fit", seen.run)
+        pid = wait_for_step(seen.run, KILLED, 120, parent)
+        os.kill(pid, signal.SIGSTOP)  # holds its lock for as long as the second one takes
+        seen.code_second, _, seen.err_second = call("fit", seen.run, f"member={KILLED}")
+        os.kill(pid, signal.SIGCONT)
+        parent.send_signal(signal.SIGINT)
+        seen.out_interrupted, seen.err_interrupted = finish(parent, code=130)
+        seen.status_interrupted = read_status(seen.run, KILLED)
+        seen.checkpoints_interrupted = [path.name for path in (members / KILLED / "checkpoints").iterdir()]
+
+        seen.out_resumed, seen.err_resumed = finish(start("fit", seen.run))
+    seen.log = (members / KILLED / "log.txt").read_text(encoding="utf-8")
+    return seen
+
+
+@pytest.mark.slow
+def test_the_parent_names_the_killed_member_and_the_signal(disturbed: SimpleNamespace) -> None:
+    lines = disturbed.err_killed.splitlines()
+    assert f"{KILLED}: ended by SIGKILL; the same command resumes it" in lines
+    assert not [line for line in lines if line.startswith(OTHERS)]
+    assert f"{KILLED}   killed" in disturbed.out_killed
+    assert f"{KILLED}   killed" in disturbed.status_killed
+
+
+@pytest.mark.slow
+def test_the_others_neither_stop_nor_change_by_a_bit(disturbed: SimpleNamespace, finished_run: Path) -> None:
+    assert disturbed.finished_by_others == list(OTHERS)
+    for member in OTHERS:
+        undisturbed = losses(finished_run, member)
+        assert [step for step, _ in undisturbed] == list(range(5, STEPS[member] + 1, 5))
+        assert losses(disturbed.run, member) == undisturbed
+        assert weights(disturbed.run, member) == weights(finished_run, member)
+
+
+@pytest.mark.slow
+def test_the_killed_one_resumes_with_the_same_samples_to_the_same_bits(
+    disturbed: SimpleNamespace, finished_run: Path
+) -> None:
+    assert "resumes at step" not in disturbed.log_killed
+    resumed_at = [int(line.rpartition(" ")[2]) for line in disturbed.log.splitlines() if "resumes at step" in line]
+    assert len(resumed_at) == 2  # after kill -9, after Ctrl-C
+    assert 40 <= resumed_at[0] <= disturbed.ids_killed  # step 60 was reported, perhaps not yet saved
+    assert resumed_at[0] % 20 == 0
+    undisturbed = dict(sample_ids(finished_run, KILLED))
+    assert sorted(undisturbed) == list(range(STEPS[KILLED]))
+    assert len(set(undisturbed.values())) > 0.9 * STEPS[KILLED]  # batches differ, so that agreement means something
+    ids = sample_ids(disturbed.run, KILLED)
+    assert {step for step, _ in ids} == set(range(STEPS[KILLED]))
+    assert len(ids) >= STEPS[KILLED] + disturbed.ids_killed - resumed_at[0]
+    assert ids[disturbed.ids_killed][0] == resumed_at[0]
+    for step, of_step in ids:
+        assert of_step == undisturbed[step]
+    assert dict(losses(disturbed.run, KILLED)) == dict(losses(finished_run, KILLED))
+    assert weights(disturbed.run, KILLED) == weights(finished_run, KILLED)
+
+
+@pytest.mark.slow
+def test_finished_members_are_passed_over(disturbed: SimpleNamespace) -> None:
+    for member in OTHERS:
+        log = (disturbed.run / "members" / member / "log.txt").read_text(encoding="utf-8")
+        assert log.count("M parameters") == 1
+    assert (disturbed.run / "ensemble.json").exists()
+    assert str(disturbed.run / "samples" / "top-1.png") in disturbed.out_resumed
+
+
+@pytest.mark.slow
+def test_ctrl_c_leaves_a_checkpoint_and_says_how_to_go_on(disturbed: SimpleNamespace) -> None:
+    assert disturbed.err_interrupted.splitlines() == ["interrupted; the same command goes on where it stopped"]
+    assert "each member finishes its step and leaves a checkpoint" in disturbed.out_interrupted
+    status = disturbed.status_interrupted
+    assert status["state"] == "stopped"
+    assert 120 <= status["step"] < STEPS[KILLED]
+    assert f"step-{status['step']:08d}.ckpt" in disturbed.checkpoints_interrupted
+    assert f"{KILLED}: resumes at step {status['step']}" in disturbed.log
+
+
+@pytest.mark.slow
+def test_a_member_is_trained_once_at_a_time(disturbed: SimpleNamespace) -> None:
+    assert disturbed.code_second == 2
+    assert disturbed.err_second.splitlines() == [
+        f"error: {disturbed.run / 'members' / KILLED}: {KILLED} is being trained by another process; "
+        f"wait for it or stop it"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("slot", "devices", "visible", "count", "expected"),
+    [
+        (0, 1, None, 4, "0"),
+        (3, 1, None, 4, "3"),
+        (1, 2, None, 4, "2,3"),
+        (0, 1, "2,3", 2, "2"),
+        (1, 1, "2,3", 2, "3"),
+        (1, 1, "GPU-aa, GPU-bb", 2, "GPU-bb"),
+        (2, 1, None, 2, "0"),
+        (1, 1, None, 1, "0"),
+        (1, 2, "4,5,6", 3, "4,5"),
+    ],
+)
+def test_members_get_gpus_that_are_there(
+    slot: int, devices: int, visible: str | None, count: int, expected: str
+) -> None:
+    assert local.gpus_of_slot(slot, devices, visible, count) == expected
+
+
+def test_as_many_jobs_as_cores_that_this_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    experiment = load_experiment(TINY, ["island.accelerator=cpu"])
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)))
+    assert local.default_jobs(experiment) == 6
+    experiment.island.num_threads = 4
+    assert local.default_jobs(experiment) == 1
+    experiment.island.num_threads = 12
+    assert local.default_jobs(experiment) == 1

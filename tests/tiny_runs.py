@@ -1,0 +1,77 @@
+"""The tiny experiment through the real command line: one finished run, shared by all tests, and copies of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+TINY = ROOT / "experiments" / "tiny_2x.yaml"
+MEMBERS = ("expert-0", "expert-1", "router")
+# Long enough to be met in mid-training.
+STEPS = {"expert-0": 240, "expert-1": 240, "router": 120}
+SETTINGS = (
+    f"expert.train.max_steps={STEPS['expert-0']}",
+    f"router.train.max_steps={STEPS['router']}",
+    "island.log_sample_ids=true",
+    "island.log_every_n_steps=5",
+    "island.checkpoint_every_n_steps=20",
+    "island.validate_every_n_steps=100",
+)
+
+
+def settings(run_dir: Path) -> list[str]:
+    """What follows the command's name to address ``run_dir``."""
+    return ["-c", str(TINY), f"run_dir={run_dir}", *SETTINGS]
+
+
+def start(command: str, run_dir: Path, *more: str) -> subprocess.Popen[str]:
+    """The command line in a process of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "ddm_lightning", command, *settings(run_dir), *more],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=dict(os.environ, OMP_NUM_THREADS="1", COLUMNS="200"),
+        cwd=ROOT,
+    )
+
+
+def finish(process: subprocess.Popen[str], code: int = 0, seconds: float = 300) -> tuple[str, str]:
+    """What the process printed, after a check of its exit code."""
+    out, err = process.communicate(timeout=seconds)
+    assert process.returncode == code, f"exit code {process.returncode}\n{out}\n{err}"
+    return out, err
+
+
+def read_status(run_dir: Path, member: str) -> dict:
+    """The member's status.json; empty before it is written."""
+    path = run_dir / "members" / member / "status.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def copy_run(finished: Path, to: Path, *unfinished: str) -> Path:
+    """A copy of a run at another place, in which ``unfinished`` members have checkpoints but no artifact."""
+    shutil.copytree(finished, to)
+    record = to / "experiment.yaml"
+    record.write_text(record.read_text(encoding="utf-8").replace(str(finished), str(to)), encoding="utf-8")
+    for member in unfinished:
+        shutil.rmtree(to / "members" / member / "artifact")
+        (to / "ensemble.json").unlink(missing_ok=True)
+    return to
+
+
+@pytest.fixture(scope="session")
+def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Prepared, trained, assembled and drawn without any disturbance. Not to be changed: copy it."""
+    run_dir = tmp_path_factory.mktemp("tiny") / "undisturbed"
+    out, err = finish(start("fit", run_dir))
+    run_dir.with_suffix(".out").write_text(out, encoding="utf-8")
+    run_dir.with_suffix(".err").write_text(err, encoding="utf-8")
+    return run_dir
