@@ -119,7 +119,7 @@ def test_what_prepare_refused_may_be_put_right_in_the_same_folder(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
-    uneven = ["prepare.source.params.num_samples=97", "prepare.partition.max_largest_over_mean=1"]
+    uneven = ["prepare.partition.num_fine_centroids=2", "prepare.partition.max_largest_over_mean=1"]
     assert main(["prepare", "-c", str(TINY), f"run_dir={run}", *uneven]) == 2
     assert "prepare.partition.max_largest_over_mean" in capsys.readouterr().err
     assert not (run / "experiment.yaml").exists()
