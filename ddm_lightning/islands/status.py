@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rich import box
 from rich.table import Table
+from rich.text import Text
 
 from ddm_lightning.artifacts import read_meta
 from ddm_lightning.config import Experiment
@@ -29,7 +30,7 @@ def shown_members(experiment: Experiment, run: RunFolder) -> list[str]:
 def members_table(experiment: Experiment, run: RunFolder) -> Table:
     """Steps, losses, router accuracy, time and speed of each member."""
     # Narrow enough for the 80 columns that a log file or a pipe is given.
-    table = Table(title=str(run.root), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(title=Text(str(run.root)), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in ("member", "state", "step", "loss", "held out", "accuracy", "time", "samples/s"):
         table.add_column(heading, justify="left" if heading in ("member", "state") else "right", no_wrap=True)
     for member in shown_members(experiment, run):

@@ -125,7 +125,8 @@ def fit_member(member: str, experiment: Experiment, run: RunFolder, *, show_prog
     Raises:
         UserError: not prepared, damaged shards, unknown network, or the member is being trained elsewhere.
     """
-    console = Console(stderr=True, quiet=not leads())
+    # Paths stay whole and as they are, also in a log file, which passes for 80 columns.
+    console = Console(stderr=True, quiet=not leads(), soft_wrap=True, markup=False, highlight=False)
     folder = run.member(member)
     config = config_of(member, experiment)
     status = MemberStatus.read(folder, member, config.train.max_steps)
