@@ -30,7 +30,9 @@ def shown_members(experiment: Experiment, run: RunFolder) -> list[str]:
 def members_table(experiment: Experiment, run: RunFolder) -> Table:
     """Steps, losses, router accuracy, time and speed of each member."""
     # Narrow enough for the 80 columns that a log file or a pipe is given.
-    table = Table(title=Text(str(run.root)), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(
+        title=Text(str(run.root)), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0)
+    )
     for heading in ("member", "state", "step", "loss", "held out", "accuracy", "time", "samples/s"):
         table.add_column(heading, justify="left" if heading in ("member", "state") else "right", no_wrap=True)
     for member in shown_members(experiment, run):
