@@ -100,6 +100,11 @@ def console() -> Console:
     return Console() if sys.stdout.isatty() else Console(width=130)
 
 
+def use_all_threads() -> None:
+    """One process has the machine: all cores, unless OMP_NUM_THREADS says otherwise. Training leaves it at one."""
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1))
+
+
 def progress(console: Console) -> Progress:
     """Bars with what is done, the time that took and the time that is left."""
     return Progress(

@@ -6,8 +6,8 @@ conditions. Features are EfficientNet-Lite0's, the distance is KID: no FID.
 
     python benchmarks/flop_matched.py -c experiments/emoji_4x.yaml --json benchmarks/results/flop_matched.json
 
-``--quick`` draws few pictures from what is trained; if anything is not, it trains all of it for a few steps, in a
-folder of its own, which shows that FLOPs match but says nothing of quality.
+``--quick`` draws few pictures in few steps from what is trained; if anything is not, it trains all of it for a few
+steps, in a folder of its own, which shows that FLOPs match but says nothing of quality.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from common import Report, call, console, load, parse, parser, progress, run
+from common import Report, call, console, load, parse, parser, progress, run, use_all_threads
 from drawing import METHODS, Cache, Drawn, Method, Settings, draw, real_features
 from jaxtyping import UInt8
 from matplotlib.figure import Figure
@@ -42,7 +42,7 @@ from ddm_lightning.run_folder import RunFolder, open_run
 from ddm_lightning.training.fit import is_finished
 from ddm_lightning.training.strategy import resolve_accelerator
 
-QUICK_NUM = 128
+QUICK_NUM, QUICK_SAMPLING_STEPS = 64, 20
 # Steps of each member that --quick trains.
 QUICK_STEPS = 20
 NUM_SHOWN = 12
@@ -62,8 +62,10 @@ def main(arguments: Sequence[str] | None) -> None:
     experiment.sample = replace(experiment.sample, guidance_scale=options.guidance)
     check_experiment(experiment, options.config)
     experiment, folder = _trained(experiment, options)
-    torch.set_num_threads(experiment.island.num_threads)
-    settings = Settings(num, experiment.sample.num_steps, options.guidance, experiment.seed)
+    use_all_threads()
+    num_steps = experiment.sample.num_steps
+    num_steps = min(num_steps, QUICK_SAMPLING_STEPS) if options.quick else num_steps
+    settings = Settings(num, num_steps, options.guidance, experiment.seed)
     _compare(experiment, folder, settings, options)
 
 
@@ -112,7 +114,8 @@ def _compare(experiment: Experiment, folder: RunFolder, settings: Settings, opti
 
     real = real_features(cache, "held-out", held_out.x_0, encoder)
     half = torch.randperm(len(train), generator=keyed_generator(settings.seed, "floor"))[: len(train) // 2]
-    floor = kernel_distance(real_features(cache, "train", train.x_0, encoder)[half], real)
+    half = half[:QUICK_NUM] if options.quick else half
+    floor = kernel_distance(real_features(cache, "half-of-train", train.x_0[half], encoder), real)
     drawn: dict[str, Drawn] = {}
     methods = [method for method in METHODS if not (method.control and options.quick)]
     with progress(console()) as bars:

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 
 import torch
-from common import REPOSITORY, Report, by_time, call, console, load, parse, parser, run
+from common import REPOSITORY, Report, by_time, call, console, load, parse, parser, run, use_all_threads
 from torch import Tensor
 
 from ddm_lightning.ensemble.ensemble import Ensemble
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None) -> None:
         ours += [f"{role}.train.max_steps={QUICK_STEPS}" for role in ("expert", "router")]
     experiment = load(options, *ours)
     call("fit", options, *ours)
-    torch.set_num_threads(experiment.island.num_threads)
+    use_all_threads()
     folder = RunFolder.of(experiment)
     split = read_split(folder, Manifest.read(folder.root), TRAIN)
     report = measure(load_ensemble(folder.root).ensemble, split, experiment.seed)

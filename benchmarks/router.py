@@ -12,8 +12,7 @@ from argparse import Namespace
 from collections.abc import Mapping, Sequence
 
 import probe
-import torch
-from common import Report, by_time, call, console, load, parse, parser, progress, run
+from common import Report, by_time, call, console, load, parse, parser, progress, run, use_all_threads
 from jaxtyping import Float
 from torch import Tensor, nn
 
@@ -49,7 +48,7 @@ def main(arguments: Sequence[str] | None) -> None:
     experiment = load(options)
     folder = RunFolder.of(experiment)
     network = _trained_router(folder, experiment, options)
-    torch.set_num_threads(experiment.island.num_threads)
+    use_all_threads()
     manifest = Manifest.read(folder.root)
     held_out = read_split(folder, manifest, HELD_OUT)
     training = _training(read_split(folder, manifest, TRAIN), experiment, quick=options.quick)
