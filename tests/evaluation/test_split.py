@@ -14,7 +14,6 @@ from ddm_lightning.prepare.stages import prepare
 from ddm_lightning.prepare.steps import Prepared
 from ddm_lightning.run_folder import RunFolder
 
-
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 
 
