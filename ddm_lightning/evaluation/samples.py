@@ -17,6 +17,8 @@ from ddm_lightning.pictures import labelled_grid
 from ddm_lightning.prepare.manifest import Manifest
 from ddm_lightning.prepare.registry import CAPTION_ENCODERS, IMAGE_ENCODERS
 
+# Height in pixels at which small pictures are shown.
+CELL_SIZE = 72
 # Pictures computed at once; changes no picture.
 BATCH_SIZE = 64
 
@@ -90,7 +92,8 @@ def sample_grid(
     images = encoder.decode(x_0)
     title = f"{settings.strategy}, {settings.solver}, {settings.num_steps} steps, guidance {settings.guidance_scale:g}"
     pictures = [(label, list(images[i * columns : (i + 1) * columns])) for i, (label, _) in enumerate(rows)]
-    return labelled_grid(pictures, title=title, footer=f"Trained on: {credit}" if credit else "")
+    scale = max(1, CELL_SIZE // images.shape[1])
+    return labelled_grid(pictures, scale, title, footer=f"Trained on: {credit}" if credit else "")
 
 
 def check_out(out: str) -> Path:
