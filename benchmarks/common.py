@@ -158,7 +158,11 @@ class Report:
 
     def _markdown(self, origin: Mapping[str, str]) -> str:
         alignment = [":--", *["--:"] * (len(self.headings) - 1)]
-        table = [f"| {' | '.join(cells)} |" for cells in (self.headings, alignment, *self.rows)]
+        bar = "\\|"  # a bar in a cell would end it
+        table = [
+            f"| {' | '.join(cell.replace('|', bar) for cell in cells)} |"
+            for cells in (self.headings, alignment, *self.rows)
+        ]
         notes = [line for note in self.notes for line in (note, "")]
         facts = [f"- {name}: `{value}`" for name, value in origin.items()]
         return "\n".join([f"# {self.title}", "", *table, "", *notes, *facts, ""])
