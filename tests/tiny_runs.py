@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -38,14 +41,26 @@ def start(command: str, run_dir: Path, *more: str) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=dict(os.environ, OMP_NUM_THREADS="1", COLUMNS="200"),
+        env=dict(os.environ, OMP_NUM_THREADS="1", COLUMNS="200", PYTHONFAULTHANDLER="1"),
         cwd=ROOT,
     )
 
 
+@contextmanager
+def ended_on_failure(process: subprocess.Popen[str]) -> Iterator[None]:
+    """Leave no process behind when the block fails, and show what the process was doing."""
+    try:
+        yield
+    except BaseException:
+        process.send_signal(signal.SIGABRT)  # Python's fault handler answers with the stack
+        print(*process.communicate(timeout=10), sep="\n")
+        raise
+
+
 def finish(process: subprocess.Popen[str], code: int = 0, seconds: float = 300) -> tuple[str, str]:
     """What the process printed, after a check of its exit code."""
-    out, err = process.communicate(timeout=seconds)
+    with ended_on_failure(process):
+        out, err = process.communicate(timeout=seconds)
     assert process.returncode == code, f"exit code {process.returncode}\n{out}\n{err}"
     return out, err
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
+import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -78,7 +78,7 @@ class ClusterDataModule(L.LightningDataModule):
         self.num_workers = num_workers
         self.held_out_clusters = list(held_out_clusters)
         self.index_sha256 = dict(index_sha256 or {})
-        self._starter = os.getpid()
+        self._start = uuid.uuid4().hex[:8]
 
     def prepare_data(self) -> None:
         """Check every shard that lies here against its index before anything trains on it.
@@ -102,7 +102,7 @@ class ClusterDataModule(L.LightningDataModule):
     def setup(self, stage: str) -> None:
         """Agree with the other ranks on the name of this start."""
         if self.trainer is not None:
-            self._starter = self.trainer.strategy.broadcast(os.getpid())
+            self._start = self.trainer.strategy.broadcast(self._start)
 
     def train_dataloader(self) -> StreamingDataLoader:
         """Shuffled batches of exactly ``batch_size / world_size`` samples.
@@ -140,7 +140,7 @@ class ClusterDataModule(L.LightningDataModule):
         return self.cache / "store" / name
 
     def _view(self) -> Path:
-        return self.cache / f"view-{self._starter}"
+        return self.cache / f"view-{self._start}"
 
     def _folder(self, cluster: int, split: str) -> tuple[str | None, Path]:
         name = f"cluster-{cluster}/{split}"

@@ -67,9 +67,11 @@ class Reporter(L.Callback):
             self._report(trainer, module)
 
     def on_validation_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Keep the held-out figures for the status and the artifact."""
+        """Log the held-out figures, and keep them for the status and the artifact."""
         held_out = {k: float(v) for k, v in trainer.callback_metrics.items() if k.startswith("held_out/")}
         self.status.metrics.update(held_out)
+        if trainer.logger is not None:
+            trainer.logger.log_metrics(held_out, step=trainer.global_step)
 
     def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Take the bar down; the training loop ended by itself or on request."""
@@ -88,7 +90,7 @@ class Reporter(L.Callback):
     def _report(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         assert isinstance(module, MemberModule)
         module.check_finite()
-        averages = module.drain("train/")
+        averages = _over_ranks(module.drain("train/"), trainer)
         elapsed = time.monotonic() - self._start
         steps = trainer.global_step - self._first_step
         self.status.step = trainer.global_step
@@ -107,6 +109,15 @@ class Reporter(L.Callback):
         self.status.write(self.folder)
         if self._bar is not None:
             self._bar.update(self._task, completed=trainer.global_step, note=note(self.status))
+
+
+def _over_ranks(averages: dict[str, float], trainer: L.Trainer) -> dict[str, float]:
+    """The mean over ranks; a collective: every rank reports at the same steps."""
+    if trainer.world_size == 1 or not averages:
+        return averages
+    values = torch.tensor(list(averages.values()), device=trainer.strategy.root_device)
+    torch.distributed.all_reduce(values)
+    return dict(zip(averages, (values / trainer.world_size).tolist(), strict=True))
 
 
 def note(status: MemberStatus) -> str:

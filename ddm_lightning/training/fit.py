@@ -35,6 +35,8 @@ from ddm_lightning.training.router import RouterModule
 from ddm_lightning.training.status import MemberStatus
 from ddm_lightning.training.strategy import choose_strategy, resolve_accelerator
 
+WORKERS_OUTLIVE_SECONDS = 15.0
+
 
 def condition_spec(experiment: Experiment, manifest: Manifest | DataSizes) -> ConditionSpec:
     """What the experts see besides ``x_t`` and t."""
@@ -137,7 +139,8 @@ def fit_member(member: str, experiment: Experiment, run: RunFolder, *, show_prog
     lock = FileLock(folder / ".lock")
     if leads():
         try:
-            lock.acquire(timeout=0)
+            # Loading processes of a killed one live on for some seconds, and hold its lock.
+            lock.acquire(timeout=WORKERS_OUTLIVE_SECONDS if experiment.island.num_workers else 0)
         except Timeout:
             raise UserError(f"{folder}: {member} is being trained by another process; wait for it or stop it") from None
     try:
@@ -185,10 +188,6 @@ def _fit_locked(
     resumed_step = int(resume.stem.removeprefix("step-")) if resume else 0
     if resume:
         console.print(f"{member}: resumes at step {resumed_step}")
-    status.state = "starting"
-    if leads():
-        status.write(folder)
-
     batch_size = batch_size_of(member, experiment)
     reporter = Reporter(folder, status, batch_size, island.log_every_n_steps, show_progress)
     rolling = RollingCheckpoints(checkpoints, island.checkpoint_every_n_steps, island.keep_checkpoints)
@@ -225,6 +224,9 @@ def _fit_locked(
     )
     try:
         with stop.listening():
+            status.state = "starting"
+            if leads():
+                status.write(folder)
             trainer.fit(module, datamodule=data, ckpt_path=resume, weights_only=True)
     except StopRequested:
         stop.stopped = True

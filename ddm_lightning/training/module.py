@@ -187,8 +187,8 @@ class MemberModule(L.LightningModule):
         self._swap.__exit__(None, None, None)
 
     def on_validation_epoch_end(self) -> None:
-        """Log the held-out averages."""
-        self.log_dict(self.drain("held_out/"), sync_dist=True)
+        """Average over the ranks what was held out; ``Reporter`` logs it (Lightning itself would one step early)."""
+        self.log_dict(self.drain("held_out/"), sync_dist=True, logger=False)
 
     def _generator(self, purpose: str, device: torch.device) -> torch.Generator:
         return keyed_generator(

@@ -1,0 +1,300 @@
+"""One member from shards to artifact: interrupted in every way, and refused where it cannot go on."""
+
+import contextlib
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+
+import pytest
+from deadline import within
+from loading.mds import damage
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tiny_runs import TINY, copy_run, finish, read_status, start
+
+from ddm_lightning.cli import main
+from ddm_lightning.ensemble.load import load_member
+
+RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+SHORT = (
+    "expert.train.max_steps=20",
+    "island.log_every_n_steps=5",
+    "island.validate_every_n_steps=12",
+    "island.checkpoint_every_n_steps=6",
+)
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),  # of Streaming, which hashes files without closing them
+    pytest.mark.filterwarnings("ignore:Exception ignored in. <_io.FileIO:pytest.PytestUnraisableExceptionWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def rank_environment(monkeypatch):
+    for name in RANK_VARIABLES:
+        monkeypatch.setenv(name, "0")  # so that it is put back
+        monkeypatch.delenv(name)
+
+
+def fit(run, *more, name="expert-0"):
+    return main(["fit", "-c", str(TINY), f"run_dir={run}", f"member={name}", *SHORT, *more])
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    run = tmp_path_factory.mktemp("prepared")
+    assert main(["prepare", "-c", str(TINY), f"run_dir={run}"]) == 0
+    return run / "prepared"
+
+
+@pytest.fixture
+def run(prepared, tmp_path):
+    """Shards and nothing else, so that any training setting fits."""
+    shutil.copytree(prepared, tmp_path / "run" / "prepared")
+    return tmp_path / "run"
+
+
+@pytest.fixture(scope="module")
+def finished(prepared, tmp_path_factory):
+    run = tmp_path_factory.mktemp("finished") / "run"
+    shutil.copytree(prepared, run / "prepared")
+    saved = {name: os.environ.pop(name, None) for name in RANK_VARIABLES}
+    assert fit(run) == 0
+    os.environ.update({name: value for name, value in saved.items() if value is not None})
+    return run
+
+
+@pytest.fixture
+def interrupted(finished, tmp_path):
+    """As a member's folder is left by a kill between its last step and its artifact."""
+    return copy_run(finished, tmp_path / "interrupted", "expert-0")
+
+
+def member(run, *parts):
+    return run.joinpath("members", "expert-0", *parts)
+
+
+def weights(run):
+    return member(run, "artifact", "model.safetensors").read_bytes()
+
+
+def checkpoints(run):
+    return sorted(path.name for path in member(run, "checkpoints").iterdir())
+
+
+def test_what_a_finished_member_leaves(finished):
+    loaded = load_member(member(finished, "artifact"))
+    assert (loaded.meta.step, loaded.meta.num_samples) == (20, 20 * 8)
+    assert {"train/loss", "held_out/loss", "train/gradient_norm"} <= set(loaded.meta.metrics)
+    assert all(math.isfinite(value) for value in loaded.meta.metrics.values())
+    assert checkpoints(finished) == ["step-00000012.ckpt", "step-00000018.ckpt"]
+    status = read_status(finished, "expert-0")
+    assert (status["state"], status["step"]) == ("done", 20)
+    assert status["metrics"] == loaded.meta.metrics
+
+
+def test_its_curves_and_pictures_are_in_tensorboard(finished):
+    events = EventAccumulator(str(member(finished, "tensorboard")))
+    events.Reload()
+    assert [event.step for event in events.Scalars("train/loss")] == [5, 10, 15, 20]
+    assert [event.step for event in events.Scalars("held_out/loss")] == [12]
+    assert len([tag for tag in events.Tags()["scalars"] if tag.startswith("held_out/loss_t0.")]) == 8
+    rates = [event.value for event in events.Scalars("train/learning_rate")]
+    assert rates == pytest.approx([2e-3 * min(1, (step + 1) / 10) for step in (5, 10, 15, 20)])
+    (picture,) = events.Images("samples")
+    assert picture.step == 12
+    assert picture.encoded_image_string.startswith(b"\x89PNG")
+
+
+def test_the_router_trains_on_all_clusters(run):
+    assert fit(run, "router.train.max_steps=12", name="router") == 0
+    loaded = load_member(run / "members/router/artifact")
+    assert (loaded.meta.role, loaded.meta.step, loaded.meta.num_samples) == ("router", 12, 12 * 16)
+    assert {"held_out/accuracy", "held_out/accuracy_conditional", "held_out/loss_t0.062"} <= set(loaded.meta.metrics)
+    events = EventAccumulator(str(run / "members/router/tensorboard"))
+    events.Reload()
+    assert [picture.step for picture in events.Images("held_out/routing")] == [12]
+
+
+def test_the_monolith_trains_on_all_clusters_with_all_of_the_batch(finished, run):
+    assert fit(run, name="monolith") == 0
+    loaded = load_member(run / "members/monolith/artifact")
+    expert = load_member(member(finished, "artifact"))
+    assert (loaded.meta.role, loaded.meta.num_samples) == ("monolith", 20 * 16)
+    assert [p.shape for p in loaded.network.parameters()] == [p.shape for p in expert.network.parameters()]
+
+
+def test_a_finished_member_is_not_trained_again(finished, capsys):
+    before = {path: path.stat().st_mtime_ns for path in member(finished).rglob("*") if path.is_file()}
+    assert fit(finished) == 0
+    assert {path: path.stat().st_mtime_ns for path in member(finished).rglob("*") if path.is_file()} == before
+    assert "expert-0 is finished" in " ".join(capsys.readouterr().err.split())
+
+
+def test_steps_that_a_kill_took_are_made_up_for(finished, interrupted):
+    assert fit(interrupted) == 0
+    assert weights(interrupted) == weights(finished)
+
+
+def test_a_kill_between_the_last_step_and_the_artifact_costs_nothing(finished, tmp_path):
+    run = copy_run(finished, tmp_path / "run", "expert-0")
+    assert fit(run, "island.checkpoint_every_n_steps=20") == 0  # leaves one at the last step
+    assert checkpoints(run) == ["step-00000018.ckpt", "step-00000020.ckpt"]
+    again = copy_run(run, tmp_path / "again", "expert-0")
+    member(again, "status.json").unlink()
+    assert fit(again) == 0
+    assert weights(again) == weights(finished)
+    meta = json.loads(member(again, "artifact", "member.json").read_text())
+    assert (meta["step"], meta["num_samples"]) == (20, 160)
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def test_a_truncated_checkpoint_falls_back_to_the_one_before_and_says_so(finished, interrupted, capsys):
+    newest = member(interrupted, "checkpoints", "step-00000018.ckpt")
+    cut(newest)
+    assert fit(interrupted) == 0
+    said = capsys.readouterr().err
+    assert f"{newest}: damaged checkpoint (" in said
+    assert "falling back to the one before it" in said
+    assert "expert-0: resumes at step 12" in said
+    assert weights(interrupted) == weights(finished)
+    assert "step-00000018.damaged" in checkpoints(interrupted)
+
+
+def test_with_all_checkpoints_damaged_it_starts_afresh_and_says_so(finished, interrupted, capsys):
+    for path in member(interrupted, "checkpoints").iterdir():
+        cut(path)
+    assert fit(interrupted) == 0
+    said = capsys.readouterr().err
+    assert said.count("damaged checkpoint") == 2
+    assert "starting afresh" in said
+    assert "resumes" not in said
+    assert weights(interrupted) == weights(finished)
+
+
+def test_shards_from_a_url_train_the_same_weights(finished, run, tmp_path, capsys):
+    shards = shutil.move(run / "prepared" / "shards", tmp_path / "elsewhere")
+    assert fit(run, f"island.shards=file://{shards}") == 0
+    assert weights(run) == weights(finished)
+    assert [path.name for path in member(run, "cache").iterdir()] == ["store"]
+    name = next((member(run, "cache") / "store").rglob("*.mds"))
+    assert name.exists()
+
+
+def refusal(capsys):
+    """The one error line."""
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    return line
+
+
+@pytest.mark.parametrize("kind", ["missing", "truncated", "flipped"])
+def test_a_damaged_shard_is_named(run, capsys, kind):
+    folder = run / "prepared/shards/cluster-0/train"
+    name = damage(folder, kind)
+    with within(60):
+        assert fit(run) == 2
+    assert f"{folder / name}: shard is {'missing' if kind == 'missing' else 'damaged'}" in refusal(capsys)
+    assert read_status(run, "expert-0")["state"] == "failed"
+    assert not member(run, "artifact").exists()
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_damaged_shard_at_a_url_is_named(run, tmp_path, capsys, num_workers):
+    shards = shutil.move(run / "prepared" / "shards", tmp_path / "elsewhere")
+    name = damage(shards / "cluster-0/train", "flipped")
+    with within(60):
+        assert fit(run, f"island.shards=file://{shards}", f"island.num_workers={num_workers}") == 2
+    line = refusal(capsys)
+    assert name in line
+    assert "Checksum failure" in line
+    assert read_status(run, "expert-0")["state"] == "failed"
+
+
+def test_a_cluster_smaller_than_a_batch_is_refused(run, capsys):
+    assert fit(run, "expert.train.global_batch_size=128") == 2
+    assert "fewer than the 64 of one step; lower global_batch_size or num_clusters" in refusal(capsys)
+
+
+def test_a_diverged_training_says_so_and_keeps_its_checkpoints_from_before(run, capsys):
+    assert fit(run, "expert.train.learning_rate=1e30", "island.log_every_n_steps=7") == 2
+    line = refusal(capsys)
+    assert "expert-0: the training loss is not finite by step 6" in line
+    assert "learning_rate" in line
+    assert not member(run, "checkpoints").exists()
+    assert read_status(run, "expert-0")["state"] == "failed"
+
+
+def test_mixed_precision_trains(finished, run):
+    assert fit(run, "island.precision=bf16-mixed") == 0
+    mixed, exact = (
+        load_member(member(run, "artifact")).meta.metrics,
+        load_member(member(finished, "artifact")).meta.metrics,
+    )
+    assert mixed["held_out/loss"] == pytest.approx(exact["held_out/loss"], rel=0.05)
+    assert mixed != exact
+
+
+def until(is_true, process):
+    """Wait for something that the process is going to do."""
+    with within(300):
+        while not is_true():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(0.02)
+                raise AssertionError(process.communicate())
+
+
+def until_step(run, step, process):
+    until(lambda: read_status(run, "expert-0").get("step", -1) >= step, process)
+
+
+@pytest.mark.slow
+def test_killed_within_an_epoch_and_stopped_it_ends_in_the_same_bits(finished_run, tmp_path):
+    """Three starts: killed by -9, stopped by SIGTERM, both while worker processes load, then let alone."""
+    run = copy_run(finished_run, tmp_path / "run", "expert-0")
+    shutil.rmtree(member(run))
+    process = start("fit", run, "member=expert-0", "island.checkpoint_every_n_steps=7", "island.num_workers=2")
+    until_step(run, 30, process)
+    process.kill()
+    _, said = finish(process, code=-signal.SIGKILL)
+    assert "resumes" not in said
+    killed_at = int(checkpoints(run)[-1][5:13])
+    assert killed_at % 7 == 0
+    assert killed_at % 5  # five steps are an epoch of this cluster
+
+    process = start("fit", run, "member=expert-0", "island.checkpoint_every_n_steps=11", "island.num_workers=2")
+    until_step(run, killed_at + 50, process)
+    process.terminate()
+    _, said = finish(process, code=130)
+    stopped_at = read_status(run, "expert-0")["step"]
+    assert f"expert-0: resumes at step {killed_at}\n" in said
+    assert f"expert-0: stopped at step {stopped_at}; the same command resumes it\n" in said
+    assert checkpoints(run)[-1] == f"step-{stopped_at:08d}.ckpt"
+    assert len(checkpoints(run)) == 2
+    assert killed_at + 50 <= stopped_at < 400
+    assert read_status(run, "expert-0")["state"] == "stopped"
+
+    _, said = finish(start("fit", run, "member=expert-0"))
+    assert f"expert-0: resumes at step {stopped_at}\n" in said
+    assert weights(run) == weights(finished_run)
+    expected = dict(line.split(": ") for line in member(finished_run, "sample_ids.txt").read_text().splitlines())
+    lines = [line.split(": ") for line in member(run, "sample_ids.txt").read_text().splitlines()]
+    assert {step for step, _ in lines} == set(expected)
+    assert all(ids == expected[step] for step, ids in lines)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_before_the_first_step_stops_cleanly(finished_run, tmp_path, number):
+    run = copy_run(finished_run, tmp_path / "run", "expert-0")
+    shutil.rmtree(member(run))
+    process = start("fit", run, "member=expert-0")
+    until(lambda: read_status(run, "expert-0").get("state") == "starting", process)
+    process.send_signal(number)
+    _, said = finish(process, code=130)
+    assert "the same command resumes it" in said
+    assert read_status(run, "expert-0")["state"] == "stopped"
