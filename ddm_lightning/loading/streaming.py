@@ -7,6 +7,7 @@ It leans on private names of mosaicml-streaming 0.13 (setup.py pins ``<0.14``);
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import tempfile
 from collections.abc import Iterator
@@ -20,7 +21,10 @@ from typing import Any
 from botocore.exceptions import BotoCoreError, ClientError
 from filelock import FileLock
 from streaming import Stream, StreamingDataset
+from streaming.base.constant import RESUME
 from streaming.base.dataset import _ShardState
+from streaming.base.shared import SharedMemory, _get_path
+from streaming.base.world import World
 
 from ddm_lightning.errors import UserError
 from ddm_lightning.schema import first_line
@@ -61,7 +65,8 @@ class SafeStreamingDataset(StreamingDataset):
       process (0.13.0: the epoch ends early without workers, and hangs with them), now and at each later
       iteration;
     - one instance may be iterated in the main process and then in forked workers;
-    - a shard that was seen on disk is not locked again for each of its samples.
+    - a shard that was seen on disk is not locked again for each of its samples;
+    - a resumed run opens no file at each epoch that it never closes.
     """
 
     def __init__(self, **settings: Any) -> None:
@@ -115,6 +120,26 @@ class SafeStreamingDataset(StreamingDataset):
             raise
         if self._shard_states[shard_id] == _ShardState.LOCAL:
             self._seen_local.add(shard_id)
+
+    def _resume(self, world: World, epoch: int) -> tuple[int, int]:
+        """Epoch and sample at which the next iteration begins (base class), for ``epoch`` or the one resumed in.
+
+        The base class leaves the shared memory open: two file descriptors an epoch and a checkpoint, in a
+        resumed run, until there are no more.
+        """
+        state: dict[str, Any] = {"epoch": -1}
+        with contextlib.suppress(FileNotFoundError):  # nothing was resumed
+            shared = SharedMemory(_get_path(self._shm_prefix_int, RESUME), create=False, auto_cleanup=False)
+            state = json.loads(bytes(shared.buf).partition(b"\0")[0])
+            shared.cleanup()
+        sample = 0
+        if state["epoch"] >= epoch:
+            epoch, sample = state["epoch"], state["sample_in_epoch"]
+            self.num_canonical_nodes = state["num_canonical_nodes"]
+            self.shuffle_seed = state["shuffle_seed"]
+            self.initial_physical_nodes = state["initial_physical_nodes"]
+        self._set_shuffle_block_size(world)
+        return epoch, sample
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Every sample of this rank and worker.

@@ -1,5 +1,7 @@
+import gc
 import multiprocessing
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 import torch
@@ -142,6 +144,23 @@ def test_resuming_gives_exactly_what_was_left(folder, num_workers, num_seen):
     assert first != seen + rest
 
 
+def test_a_resumed_run_opens_no_more_files_however_long_it_runs(folder):
+    loader = loader_of(open_folder(folder), 0)
+    lists(loader)
+    loader.load_state_dict(loader.state_dict())
+
+    def num_open():
+        gc.collect()
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    lists(loader)
+    before = num_open()
+    for _ in range(5):
+        lists(loader)
+        loader.state_dict()
+    assert num_open() == before
+
+
 def _open_at_once(folder, gate, results):
     gate.wait()
     try:
@@ -165,7 +184,7 @@ def test_processes_that_open_shards_at_the_same_moment_do_not_collide(folder):
 def test_the_private_names_that_it_leans_on_exist(folder, tmp_path):
     assert version("mosaicml-streaming").startswith("0.13.")
     assert {state.name for state in _ShardState} >= {"REMOTE", "PREPARING", "LOCAL"}
-    for name in ("on_exception", "prepare_shard", "__iter__"):
+    for name in ("on_exception", "prepare_shard", "get_item", "_resume", "__iter__"):
         assert name in vars(SafeStreamingDataset)
         assert name in vars(StreamingDataset), f"{name} is overridden, but is gone from the base"
     dataset = open_folder(tmp_path / "cache", remote=str(folder))
@@ -178,5 +197,7 @@ def test_the_private_names_that_it_leans_on_exist(folder, tmp_path):
     assert not plain._event.is_set()
     assert callable(dataset.streams[0]._downloader.clean_up)
     assert dataset._shard_states[0] == _ShardState.REMOTE
+    assert isinstance(dataset._shm_prefix_int, int)
+    assert callable(dataset._set_shuffle_block_size)
     dataset.prepare_shard(0)
     assert dataset._shard_states[0] == _ShardState.LOCAL
