@@ -1,0 +1,122 @@
+"""Two devices that train one member together: ``island.devices=2`` on two processes of this machine's CPU."""
+
+import contextlib
+import shutil
+import signal
+import subprocess
+from types import SimpleNamespace
+
+import pytest
+import torch
+from deadline import within
+from loading.mds import damage
+from tiny_runs import finish, read_status, start
+
+from ddm_lightning.ensemble.load import load_member
+
+STEPS = 40
+SETTINGS = (
+    "member=expert-0",
+    f"expert.train.max_steps={STEPS}",
+    "island.devices=2",
+    "island.log_every_n_steps=2",
+    "island.validate_every_n_steps=25",
+    "island.checkpoint_every_n_steps=7",
+)
+
+pytestmark = pytest.mark.slow
+
+
+def new_run(finished_run, folder):
+    shutil.copytree(finished_run / "prepared", folder / "prepared")
+    return folder
+
+
+def fit(run, strategy):
+    return start("fit", run, *SETTINGS, f"island.strategy={strategy}")
+
+
+def state_of(run):
+    return load_member(run / "members/expert-0/artifact").network.state_dict()
+
+
+def until_step(run, step, process):
+    with within(300):
+        while read_status(run, "expert-0").get("step", -1) < step:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(0.02)
+                raise AssertionError(process.communicate())
+
+
+@pytest.fixture(scope="module")
+def pair(finished_run, tmp_path_factory):
+    """One member by FSDP2, let alone and then interrupted, and by DDP."""
+    root = tmp_path_factory.mktemp("devices")
+    seen = SimpleNamespace(fsdp=new_run(finished_run, root / "fsdp"), ddp=new_run(finished_run, root / "ddp"))
+    seen.fsdp_said = finish(fit(seen.fsdp, "fsdp"))
+    seen.ddp_said = finish(fit(seen.ddp, "ddp"))
+    return seen
+
+
+def rank_ids(run, rank):
+    lines = (run / f"members/expert-0/sample_ids-{rank}.txt").read_text().splitlines()
+    return {int(step): [int(i) for i in ids.split()] for step, _, ids in (line.partition(": ") for line in lines)}
+
+
+def test_ranks_stream_different_samples(pair):
+    for run in (pair.fsdp, pair.ddp):
+        first, second = rank_ids(run, 0), rank_ids(run, 1)
+        assert list(first) == list(second) == list(range(STEPS))
+        for step in range(STEPS):
+            assert len(first[step]) == len(second[step]) == 4
+            assert not set(first[step]) & set(second[step])
+    assert rank_ids(pair.fsdp, 1) == rank_ids(pair.ddp, 1)
+
+
+def test_sharded_and_replicated_training_end_in_the_same_weights(pair):
+    """Data, noise and first weights are equal, so that what sharding does to gradients and averages is what differs."""
+    sharded, replicated = state_of(pair.fsdp), state_of(pair.ddp)
+    assert sharded.keys() == replicated.keys()
+    for name, value in replicated.items():
+        torch.testing.assert_close(
+            sharded[name], value, rtol=1e-3, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
+def test_two_devices_speak_with_one_voice(pair, strategy):
+    out, err = getattr(pair, f"{strategy}_said")
+    assert out.count("artifact: ") == 1
+    assert err.count("M parameters") == 1
+    assert {"fsdp": "FSDP2 over 2 devices", "ddp": "DDP over 2 devices"}[strategy] in err
+    status = read_status(getattr(pair, strategy), "expert-0")
+    assert (status["state"], status["step"]) == ("done", STEPS)
+    assert "held_out/loss" in status["metrics"]
+
+
+def test_one_signal_stops_both_and_they_resume_to_the_same_bits(pair, finished_run, tmp_path):
+    run = new_run(finished_run, tmp_path / "run")
+    process = fit(run, "fsdp")
+    until_step(run, 10, process)
+    process.send_signal(signal.SIGTERM)
+    _, err = finish(process, code=130)
+    stopped_at = read_status(run, "expert-0")["step"]
+    assert err.count(f"expert-0: stopped at step {stopped_at}; the same command resumes it") == 1
+    assert 10 <= stopped_at < STEPS
+    assert sorted((run / "members/expert-0/checkpoints").iterdir())[-1].name == f"step-{stopped_at:08d}.ckpt"
+
+    _, err = finish(fit(run, "fsdp"))
+    assert err.count(f"expert-0: resumes at step {stopped_at}\n") == 1
+    name = "members/expert-0/artifact/model.safetensors"
+    assert (run / name).read_bytes() == (pair.fsdp / name).read_bytes()
+    assert rank_ids(run, 0) == rank_ids(pair.fsdp, 0)
+    assert rank_ids(run, 1) == rank_ids(pair.fsdp, 1)
+
+
+def test_a_damaged_shard_ends_both_with_one_line(finished_run, tmp_path):
+    run = new_run(finished_run, tmp_path / "run")
+    name = damage(run / "prepared/shards/cluster-0/train", "flipped")
+    with within(300):
+        _, err = finish(fit(run, "ddp"), code=2)
+    (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert f"cluster-0/train/{name}: shard is damaged" in line
