@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,12 +19,22 @@ if TYPE_CHECKING:
 
 INTERRUPTED = 130
 
+_EXAMPLES = """\
+from pictures to an ensemble, on this machine:
+  python -m ddm_lightning fit -c experiments/emoji_4x.yaml
+  python -m ddm_lightning sample -c experiments/emoji_4x.yaml --prompt "red apple" --num 8
+one member alone, as on an island of its own (needs the prepared shards):
+  python -m ddm_lightning fit -c experiments/emoji_4x.yaml member=expert-2 island.shards=/data/shards
+"""
+
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of every command."""
     parser = argparse.ArgumentParser(
         prog="ddm_lightning",
         description="Train decentralized diffusion models: K experts and a router, each alone on its island.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
 
@@ -88,6 +99,11 @@ def _load(options: argparse.Namespace) -> Experiment:
     return load_experiment(options.config, options.overrides)
 
 
+def _command(name: str, options: argparse.Namespace) -> str:
+    """A command to type next, with the file and the overrides of this one."""
+    return shlex.join(["python", "-m", "ddm_lightning", name, "-c", options.config, *options.overrides])
+
+
 def _config(options: argparse.Namespace) -> int:
     from ddm_lightning.config import to_yaml
 
@@ -99,7 +115,7 @@ def _prepare(options: argparse.Namespace) -> int:
     experiment = _load(options)
     run = _prepared(experiment, options)
     print(f"shards: {run.shards}\npartition: {run.prepared / 'clusters.png'}, {run.prepared / 'manifest.json'}")
-    print(f"next: python -m ddm_lightning fit -c {options.config}")
+    print(f"next: {_command('fit', options)}")
     return 0
 
 
@@ -204,7 +220,7 @@ def _fit_several(members: list[str], experiment: Experiment, options: argparse.N
         print(f"ensemble: {run.ensemble}\nsamples: {grid}")
         if (run.prepared / "clusters.png").exists():
             print(f"clusters: {run.prepared / 'clusters.png'}")
-        print(f"next: python -m ddm_lightning sample -c {options.config} --prompt …")
+        print(f"next: {_command('sample', options)} --prompt …")
     print(f"curves: tensorboard --logdir {run.root}")
     return 0
 
@@ -238,22 +254,20 @@ def _sample(options: argparse.Namespace) -> int:
     from ddm_lightning.members import ensemble_members
     from ddm_lightning.run_folder import open_run
 
-    changes = {
-        key: value
-        for key, value in (("strategy", options.strategy), ("num_per_prompt", options.num))
-        if value is not None
-    }
-    experiment.sample = replace(experiment.sample, **changes)
-    if experiment.sample.strategy == "bayes":
-        experiment.sample = replace(experiment.sample, solver="ancestral")
-    check_experiment(experiment, f"{options.config} with --strategy or --num" if changes else options.config)
+    if options.strategy is not None:
+        solver = "ancestral" if options.strategy == "bayes" else experiment.sample.solver
+        experiment.sample = replace(experiment.sample, strategy=options.strategy, solver=solver)
+        check_experiment(experiment, f"--strategy {options.strategy}")
+    if options.num is not None:
+        experiment.sample = replace(experiment.sample, num_per_prompt=options.num)
+        check_experiment(experiment, f"--num {options.num}")
     run = open_run(experiment, create=False)
     path = _grid(experiment, run) if options.out is None else check_out(options.out)
     unfinished = [member for member in ensemble_members(experiment) if not run.is_finished(member)]
     if unfinished and not run.ensemble.exists():
         raise UserError(
             f"{run.ensemble}: is not there yet, because these members are not finished: {', '.join(unfinished)}; "
-            f"train them: python -m ddm_lightning fit -c {options.config}"
+            f"train them: {_command('fit', options)}"
         )
     _draw(experiment, run, options.prompt or experiment.sample.prompts, path)
     print(f"samples: {path}")

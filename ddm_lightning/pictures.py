@@ -13,7 +13,7 @@ from ddm_lightning.files import atomic_write
 
 _GAP, _MARGIN = 4, 12
 _FONT_SIZE, _TITLE_SIZE, _FOOTER_SIZE = 15, 20, 12
-_MAX_LABEL_WIDTH = 260
+_MAX_LABEL_WIDTH, _MAX_LABEL_LINES = 260, 4
 _INK, _PALE_INK, _PAPER = (20, 20, 20), (110, 110, 110), (255, 255, 255)
 
 Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
@@ -49,8 +49,10 @@ def labelled_grid(
     font, title_font, footer_font = (_font(size) for size in (_FONT_SIZE, _TITLE_SIZE, _FOOTER_SIZE))
     num_columns = max(len(pictures) for _, pictures in rows)
 
-    labels = [_shorten(label, font, _MAX_LABEL_WIDTH) for label, _ in rows]
-    grid_left = _MARGIN + max(_width(label, font) for label in labels) + (_MARGIN if any(labels) else 0)
+    most_lines = max(1, min(_MAX_LABEL_LINES, cell_height // (_FONT_SIZE + _GAP)))
+    labels = [_wrap(label, font, _MAX_LABEL_WIDTH, most_lines) for label, _ in rows]
+    grid_left = _MARGIN + max((_width(line, font) for lines in labels for line in lines), default=0)
+    grid_left += _MARGIN if any(labels) else 0
     grid_width = num_columns * (cell_width + _GAP) - _GAP
     full_width = max(grid_left + grid_width, _MARGIN + _width(title, title_font)) + _MARGIN
     footer_lines = _wrap(footer, footer_font, full_width - 2 * _MARGIN)
@@ -67,7 +69,8 @@ def labelled_grid(
     resampling = Image.Resampling.LANCZOS if smooth else Image.Resampling.NEAREST
     for row, (label, (_, pictures)) in enumerate(zip(labels, rows, strict=True)):
         top = grid_top + row * (cell_height + _GAP)
-        draw.text((grid_left - _MARGIN, top + cell_height // 2), label, _INK, font=font, anchor="rm")
+        place = (grid_left - _MARGIN, top + cell_height // 2)
+        draw.multiline_text(place, "\n".join(label), _INK, font=font, anchor="rm", align="right", spacing=_GAP)
         for column, picture in enumerate(pictures):
             enlarged = Image.fromarray(np.ascontiguousarray(picture)).resize((cell_width, cell_height), resampling)
             canvas.paste(enlarged, (grid_left + column * (cell_width + _GAP), top))
@@ -99,8 +102,8 @@ def _shorten(text: str, font: Font, width: int) -> str:
     return text.rstrip() + "..."
 
 
-def _wrap(text: str, font: Font, width: int) -> list[str]:
-    """``text`` in lines of at most ``width`` pixels, broken between words."""
+def _wrap(text: str, font: Font, width: int, most_lines: int | None = None) -> list[str]:
+    """``text`` in lines of at most ``width`` pixels, broken between words; what is too long is cut."""
     lines: list[str] = []
     for paragraph in text.splitlines():
         line = ""
@@ -111,4 +114,6 @@ def _wrap(text: str, font: Font, width: int) -> list[str]:
                 longer = word
             line = longer
         lines.append(line)
-    return lines
+    if most_lines is not None and len(lines) > most_lines:
+        lines[most_lines - 1 :] = [" ".join(lines[most_lines - 1 :])]
+    return [_shorten(line, font, width) for line in lines]

@@ -77,7 +77,7 @@ def open_run(experiment: Experiment, *, create: bool) -> RunFolder:
     """
     run = RunFolder.of(experiment)
     if not (run.experiment.exists() or create):
-        raise UserError(f"{run.root}: no run here; start it with: python -m ddm_lightning fit -c FILE")
+        raise UserError(f"{run.root}: no run here; start it with fit and the same FILE and settings")
     refuse_changed(experiment)
     if create and _recorded(run) != to_dict(experiment):
         # Members read it from here; where it is there already, only free sections differ.

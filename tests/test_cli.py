@@ -134,8 +134,8 @@ def test_prepare_names_its_results_and_the_next_command(capsys: pytest.CaptureFi
     for path in (run / "prepared" / "shards", run / "prepared" / "clusters.png", run / "prepared" / "manifest.json"):
         assert str(path) in out
         assert path.exists()
-    assert f"next: python -m ddm_lightning fit -c {TINY}" in out
-    assert "up to date, nothing to do" in called(capsys, "prepare", *settings(run))
+    assert f"next: python -m ddm_lightning fit {shlex.join(settings(run))}\n" in out
+    assert "up to date" in called(capsys, "prepare", *settings(run))
     table = called(capsys, "status", *settings(run))
     for member, steps in STEPS.items():
         assert re.search(rf"^ ?{member} +waiting +0/{steps} +– +– +– +0:00 +–", table, re.MULTILINE), table
@@ -147,7 +147,7 @@ def test_the_first_fit_names_everything_that_it_left(finished_run: Path) -> None
         f"ensemble: {finished_run / 'ensemble.json'}",
         f"samples: {finished_run / 'samples' / 'top-1.png'}",
         f"clusters: {finished_run / 'prepared' / 'clusters.png'}",
-        f"next: python -m ddm_lightning sample -c {TINY} --prompt …",
+        f"next: python -m ddm_lightning sample {shlex.join(settings(finished_run))} --prompt …",
         f"curves: tensorboard --logdir {finished_run}",
     ):
         assert line in out.splitlines()
@@ -190,7 +190,7 @@ def test_a_second_fit_does_nothing_and_says_so(
 
     monkeypatch.setattr("ddm_lightning.islands.local._start", start)
     out = called(capsys, "fit", *settings(run))
-    assert "up to date, nothing to do" in out
+    assert "up to date" in out
     assert "all members are finished and their pictures drawn: nothing to do" in out
     assert (run / "samples" / "top-1.png").stat().st_mtime_ns == modified
     assert {path: path.read_bytes() for path in before} == before

@@ -89,6 +89,11 @@ class ClusterDataModule(L.LightningDataModule):
         Raises:
             UserError: a local shard is missing, truncated or fails its hash; the line names it.
         """
+        if not self._is_remote() and not Path(self.shards).is_dir():
+            raise UserError(
+                f"{self.shards}: no shards here; copy the run's prepared/shards here, "
+                "or set island.shards to the folder or URL where they lie"
+            )
         for view in self.cache.glob("view-*"):
             shutil.rmtree(view)  # of a killed process: the member's lock says that no other is alive
         for split, clusters in ((TRAIN, self.clusters), (HELD_OUT, self.held_out_clusters)):

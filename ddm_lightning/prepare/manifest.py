@@ -13,7 +13,7 @@ from ddm_lightning.run_folder import RunFolder
 
 FORMAT_VERSION = 1
 TRAIN, HELD_OUT = "train", "held-out"
-_REMEDY = "run prepare first: python -m ddm_lightning prepare -c FILE"
+_REMEDY = "run prepare first, with the same FILE and settings"
 
 
 @dataclass(frozen=True)

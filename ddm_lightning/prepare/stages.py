@@ -164,7 +164,7 @@ class _Preparation:
         """Run the stages that have no record, one process at a time."""
         folder = self.prepared.folder
         if not self._pending():
-            self.reporter.say(f"{folder}: up to date, nothing to do")
+            self.reporter.say(f"{folder}: up to date")
             return
         self._check_before_writing()
         if check is not None:
@@ -182,7 +182,6 @@ class _Preparation:
                 self._run(pending[0])
         finally:
             lock.release()
-        self.reporter.say(f"clusters: {self.prepared.grid}")
         if self.source.attribution:
             self.reporter.say(self.source.attribution)
 

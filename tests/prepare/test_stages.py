@@ -93,7 +93,7 @@ def test_a_second_run_does_nothing_and_needs_no_plug_in(tmp_path, monkeypatch):
     second, listener = run(tiny_experiment(), tmp_path)
     assert second == first
     assert state_of(tmp_path) == before
-    assert listener.lines == [f"{tmp_path / 'prepared'}: up to date, nothing to do"]
+    assert listener.lines == [f"{tmp_path / 'prepared'}: up to date"]
 
 
 def changed(**changes):
