@@ -239,6 +239,5 @@ def test_a_url_that_leads_nowhere_is_an_error_line(tmp_path, url, words):
 
 
 def test_an_island_that_was_handed_no_shards_is_told_where_to_say_so(tmp_path):
-    data = module_of(str(tmp_path / "nowhere"), [0], 5, tmp_path)
     with pytest.raises(UserError, match=r"nowhere: no shards here; .*island\.shards"):
-        data.prepare_data()
+        module_of(str(tmp_path / "nowhere"), [0], 5, tmp_path).prepare_data()
