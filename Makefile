@@ -22,7 +22,7 @@ demo: $(DEMO) ## train text-to-emoji, four experts and a router, on this machine
 	$(BIN)/python -m ddm_lightning fit -c experiments/emoji_4x.yaml
 
 test: $(TEST) lint type imports ## what CI runs: lint, types, import rules, tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and not slurm"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu and not slurm"
 
 lint: $(TEST) ## ruff: rules and format
 	$(BIN)/ruff check .

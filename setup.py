@@ -42,6 +42,7 @@ DEMO = [
 TEST = [
     *DEMO,
     "pytest>=8",
+    "pytest-xdist>=3.6",
     "beartype>=0.18",
     "hypothesis>=6",
     "ruff>=0.17,<0.18",

@@ -16,6 +16,7 @@ ensure_torchvision_importable()
 import pytest
 import torch
 from jaxtyping import config, install_import_hook
+from tiny_runs import RANK_VARIABLES
 from tiny_runs import finished_run as finished_run
 
 torch.set_num_threads(1)
@@ -36,6 +37,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.get_closest_marker("slurm") and shutil.which("sbatch") is None:
             item.add_marker(without_slurm)
     items.sort(key=lambda item: item.get_closest_marker("slow") is not None)
+
+
+@pytest.fixture(autouse=True)
+def _own_environment() -> Iterator[None]:
+    """What training tells Streaming about ranks must not reach the next test, nor a process that it starts."""
+    for name in RANK_VARIABLES:  # a fixture of the whole module may have left them
+        os.environ.pop(name, None)
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
 
 
 @pytest.fixture

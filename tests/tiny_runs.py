@@ -13,10 +13,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 ROOT = Path(__file__).parents[1]
 TINY = ROOT / "experiments" / "tiny_2x.yaml"
 MEMBERS = ("expert-0", "expert-1", "router")
+RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 # Long enough to be met in mid-training.
 STEPS = {"expert-0": 240, "expert-1": 240, "router": 120}
 SETTINGS = (
@@ -36,12 +38,13 @@ def settings(run_dir: Path) -> list[str]:
 
 def start(command: str, run_dir: Path, *more: str) -> subprocess.Popen[str]:
     """The command line in a process of its own."""
+    environment = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
     return subprocess.Popen(
         [sys.executable, "-m", "ddm_lightning", command, *settings(run_dir), *more],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=dict(os.environ, OMP_NUM_THREADS="1", COLUMNS="200", PYTHONFAULTHANDLER="1"),
+        env=dict(environment, OMP_NUM_THREADS="1", COLUMNS="200", PYTHONFAULTHANDLER="1"),
         cwd=ROOT,
     )
 
@@ -85,8 +88,13 @@ def copy_run(finished: Path, to: Path, *unfinished: str) -> Path:
 @pytest.fixture(scope="session")
 def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Prepared, trained, assembled and drawn without any disturbance. Not to be changed: copy it."""
-    run_dir = tmp_path_factory.mktemp("tiny") / "undisturbed"
-    out, err = finish(start("fit", run_dir))
-    run_dir.with_suffix(".out").write_text(out, encoding="utf-8")
-    run_dir.with_suffix(".err").write_text(err, encoding="utf-8")
+    base = tmp_path_factory.getbasetemp()
+    # One for all processes of pytest-xdist: whoever comes first makes it.
+    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    run_dir = base / "tiny" / "undisturbed"
+    with FileLock(base / "tiny.lock"):
+        if not run_dir.with_suffix(".out").exists():
+            out, err = finish(start("fit", run_dir))
+            run_dir.with_suffix(".err").write_text(err, encoding="utf-8")
+            run_dir.with_suffix(".out").write_text(out, encoding="utf-8")
     return run_dir

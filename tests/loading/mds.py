@@ -1,10 +1,8 @@
 """Small MDS folders whose every sample is known."""
 
-import os
 import resource
 
 import numpy as np
-import pytest
 
 from ddm_lightning._compat import ensure_torchvision_importable
 
@@ -24,7 +22,6 @@ COLUMNS = {
     "caption": "str",
     "text": "ndarray:float16:6",
 }
-RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
 def sample(sample_id, cluster):
@@ -61,13 +58,3 @@ def damage(folder, kind):
         middle = len(content) // 2
         path.write_bytes(content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
     return path.name
-
-
-@pytest.fixture
-def rank_environment(monkeypatch):
-    """What Streaming reads, unset and put back."""
-    for name in RANK_VARIABLES:
-        monkeypatch.delenv(name, raising=False)
-    yield
-    for name in RANK_VARIABLES:
-        os.environ.pop(name, None)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 from deadline import within
-from loading.mds import COLUMNS, damage, rank_environment, sample, write_mds  # noqa: F401
+from loading.mds import COLUMNS, damage, sample, write_mds
 
 from ddm_lightning.errors import UserError
 from ddm_lightning.files import sha256_file
@@ -13,7 +13,6 @@ from ddm_lightning.loading.datamodule import ClusterDataModule
 from ddm_lightning.loading.streaming import ShardError
 
 pytestmark = [
-    pytest.mark.usefixtures("rank_environment"),
     # Python 3.12 says so of every fork beside Streaming's threads.
     pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
     # Streaming leaves the closing of the files that it hashes to the garbage collector.

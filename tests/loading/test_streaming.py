@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from deadline import within
-from loading.mds import damage, rank_environment, write_mds  # noqa: F401
+from loading.mds import damage, write_mds
 
 from ddm_lightning.loading.streaming import SafeStreamingDataset, ShardError, open_streams
 
@@ -14,7 +14,6 @@ from streaming import StreamingDataLoader, StreamingDataset  # isort: skip (afte
 from streaming.base.dataset import _ShardState  # isort: skip
 
 pytestmark = [
-    pytest.mark.usefixtures("rank_environment"),
     # Python 3.12 says so of every fork beside Streaming's threads.
     pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
     # Streaming leaves the closing of the files that it hashes to the garbage collector.

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import math
-import os
 import shutil
 import signal
 import subprocess
@@ -17,7 +16,6 @@ from tiny_runs import TINY, copy_run, finish, read_status, start
 from ddm_lightning.cli import main
 from ddm_lightning.ensemble.load import load_member
 
-RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 SHORT = (
     "expert.train.max_steps=20",
     "island.log_every_n_steps=5",
@@ -29,13 +27,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::ResourceWarning"),  # of Streaming, which hashes files without closing them
     pytest.mark.filterwarnings("ignore:Exception ignored in. <_io.FileIO:pytest.PytestUnraisableExceptionWarning"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def rank_environment(monkeypatch):
-    for name in RANK_VARIABLES:
-        monkeypatch.setenv(name, "0")  # so that it is put back
-        monkeypatch.delenv(name)
 
 
 def fit(run, *more, name="expert-0"):
@@ -60,9 +51,7 @@ def run(prepared, tmp_path):
 def finished(prepared, tmp_path_factory):
     run = tmp_path_factory.mktemp("finished") / "run"
     shutil.copytree(prepared, run / "prepared")
-    saved = {name: os.environ.pop(name, None) for name in RANK_VARIABLES}
     assert fit(run) == 0
-    os.environ.update({name: value for name, value in saved.items() if value is not None})
     return run
 
 
