@@ -1,25 +1,26 @@
 """What the plug-ins of ``prepare`` have to offer.
 
-Each is built from its name and plain parameters. Building one has to be cheap and to raise ``UserError``
-when a package is missing (``packages.require``), because all are built before anything is written; weights
-are loaded on first use. ``packages`` names the distributions whose version shapes the result.
+Each is built from its name and plain parameters, in several processes at once. Building one has to be cheap and
+to raise ``UserError`` when a package or a path is missing (``packages.require``), because all are built before
+anything is written; weights are loaded on first use. ``packages`` names the distributions whose version shapes
+the result. The same input has to give the same bytes, in whatever process and order parts are worked on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Float, Shaped, UInt8
 from torch import Tensor
 
-from ddm_lightning.prepare.records import Record
+from ddm_lightning.prepare.records import Broken, Part, Record
 
 
 @runtime_checkable
 class Source(Protocol):
-    """A data set of pictures of one size."""
+    """A data set of captioned pictures, in parts."""
 
     packages: tuple[str, ...]
     attribution: str
@@ -27,12 +28,12 @@ class Source(Protocol):
     num_classes: int
     """Labels run from 0 to this minus 1; 1 when the data set has none."""
 
-    def __len__(self) -> int:
-        """Samples."""
+    def parts(self) -> Sequence[Part]:
+        """The parts, in the same order each time. Lists files; opens no sample."""
         ...
 
-    def __iter__(self) -> Iterator[Record]:
-        """The samples, in the same order each time."""
+    def read(self, part: Part) -> Iterator[Record | Broken]:
+        """Every sample of one part, in the same order each time; what cannot be read comes as ``Broken``."""
         ...
 
 
@@ -40,15 +41,22 @@ class Source(Protocol):
 class ImageEncoder(Protocol):
     """What turns pictures into the tensors that the experts model, and back.
 
-    ``encode`` gives what the shards store, as ``dtype``; the experts model
-    ``x_0 = (stored - shift) * scale`` in float32, with both from ``normalisation``.
+    ``encode`` gives what the shards store, as ``dtype``. With ``stores = "x_0"`` the experts model
+    ``x_0 = (stored - shift) * scale`` in float32; with ``stores = "posterior"`` the stored channels are the
+    mean, then the standard deviation, of a Gaussian from which ``stored`` is drawn anew at each step.
     """
 
     packages: tuple[str, ...]
     dtype: str
     """NumPy name of the stored numbers."""
-    normalisation: dict[str, float]
-    """``scale`` and ``shift``."""
+    stores: str
+    """``x_0`` ([n c h w] is stored) or ``posterior`` ([n 2c h w])."""
+    normalisation: dict[str, float | list[float]]
+    """``scale`` and ``shift``, a number or one a channel."""
+
+    def provenance(self) -> dict[str, str]:
+        """Where weights come from, for the manifest: ``weights_sha256``, ``revision``; empty without weights."""
+        ...
 
     def x_shape(self, image_size: int) -> tuple[int, int, int]:
         """Channels, height and width of ``x_0`` for square pictures of ``image_size`` pixels."""
@@ -65,13 +73,33 @@ class ImageEncoder(Protocol):
 
 @runtime_checkable
 class CaptionEncoder(Protocol):
-    """What turns a caption into one vector of unit variance per entry: L2 norm sqrt(size)."""
+    """What turns captions into what the shards store of them, and into one vector of unit variance per entry.
+
+    The vector (L2 norm about sqrt(size)) is what pooled-text networks are conditioned on. An encoder whose
+    ``columns`` hold ``text`` stores that vector; one that stores token ids computes it while training.
+    """
 
     packages: tuple[str, ...]
     size: int
+    """Entries of the vector."""
+    columns: dict[str, str]
+    """Column -> MDS encoding of what ``encode`` gives, such as ``{"text": "ndarray:float16:512"}``; names begin
+    with ``text``."""
 
-    def encode(self, captions: Sequence[str]) -> Float[np.ndarray, "n size"]:
-        """Captions to vectors, float32."""
+    def provenance(self) -> dict[str, str]:
+        """Where weights come from, for the manifest: ``weights_sha256``, ``revision``; empty without weights."""
+        ...
+
+    def encode(self, captions: Sequence[str]) -> dict[str, np.ndarray]:
+        """Captions, of any length and script, to one row of each column a caption."""
+        ...
+
+    def vectors(self, captions: Sequence[str]) -> Float[np.ndarray, "n size"]:
+        """Captions to vectors, float32: what a prompt is conditioned on."""
+        ...
+
+    def vectors_of_stored(self, stored: Mapping[str, Tensor]) -> Float[Tensor, "n size"]:
+        """Rows of the columns, on any device, to vectors there, float32; ``stored["text"]`` where that is stored."""
         ...
 
 
@@ -81,6 +109,10 @@ class Features(Protocol):
 
     packages: tuple[str, ...]
     size: int
+
+    def provenance(self) -> dict[str, str]:
+        """Where weights come from, for the manifest: ``weights_sha256``, ``revision``; empty without weights."""
+        ...
 
     def encode(self, images: UInt8[np.ndarray, "n h w 3"]) -> Float[np.ndarray, "n size"]:
         """Pictures to vectors, float32."""

@@ -1,8 +1,10 @@
-"""What a source yields."""
+"""What a source yields, and in which pieces."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from jaxtyping import UInt8
@@ -15,8 +17,40 @@ class Record:
     key: str
     """Name of the sample that stays the same when others are added or removed; it decides what is held out."""
     image: UInt8[np.ndarray, "h w 3"]
-    """RGB picture."""
+    """RGB picture of any size."""
     caption: str
     """What the picture shows; empty when nobody said."""
     label: int
     """Class, from 0 to the source's ``num_classes`` - 1."""
+    group: str | None = None
+    """Samples of one group are held out together (tiles that overlap, frames of one film); None: by ``key`` alone."""
+
+
+@dataclass(frozen=True)
+class Broken:
+    """A sample that cannot be used: counted by cause, listed in ``prepared/broken.jsonl``, and left out."""
+
+    key: str
+    """Its name, as near as it is known: a key, or the file that it is in."""
+    cause: str
+    """A few words that many samples share ("empty file", "truncated picture"), by which they are counted."""
+    detail: str = ""
+    """One line more, of this sample alone."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A piece of a source that can be read on its own: a tar, a row group, a block of files.
+
+    What is prepared of a part is kept until its ``fingerprint`` or the configuration changes, so parts
+    should be small enough to do again (thousands of samples) and their names should not depend on other parts.
+    """
+
+    name: str
+    """Unique in the source, the same at each call."""
+    fingerprint: str
+    """Changes when the part's content may have changed: sizes and times, an ETag, a version."""
+    num_samples: int | None
+    """Samples in it, broken ones included; None when only reading tells."""
+    where: Mapping[str, Any] = field(default_factory=dict)
+    """What ``read`` needs to find it again in another process: plain JSON."""

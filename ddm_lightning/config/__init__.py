@@ -1,0 +1,42 @@
+"""The experiment file.
+
+``load_experiment`` merges a YAML file with overrides, checks types and names against the dataclasses, then checks
+what one field asks of another. Importing this package imports neither torch nor Lightning.
+"""
+
+from __future__ import annotations
+
+from ddm_lightning.config.check import check_experiment
+from ddm_lightning.config.data import PartitionConfig, PicturesConfig, PrepareConfig, ShardsConfig
+from ddm_lightning.config.experiment import (
+    ConditionConfig,
+    Experiment,
+    ExpertConfig,
+    IslandConfig,
+    RouterConfig,
+    SampleConfig,
+    TimestepsConfig,
+    TrainConfig,
+)
+from ddm_lightning.config.load import load_experiment, to_dict, to_yaml
+from ddm_lightning.config.plugin import PluginConfig
+
+__all__ = [
+    "ConditionConfig",
+    "Experiment",
+    "ExpertConfig",
+    "IslandConfig",
+    "PartitionConfig",
+    "PicturesConfig",
+    "PluginConfig",
+    "PrepareConfig",
+    "RouterConfig",
+    "SampleConfig",
+    "ShardsConfig",
+    "TimestepsConfig",
+    "TrainConfig",
+    "check_experiment",
+    "load_experiment",
+    "to_dict",
+    "to_yaml",
+]

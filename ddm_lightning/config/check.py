@@ -1,0 +1,129 @@
+"""What a value may be, and what one field of an experiment asks of another."""
+
+from __future__ import annotations
+
+import functools
+import re
+from pathlib import Path
+from typing import Any
+
+from ddm_lightning.config.experiment import Experiment
+from ddm_lightning.errors import UserError
+
+CHOICES = {
+    "prepare.pictures.aspect": ("crop", "pad", "stretch"),
+    "prepare.partition.kind": ("kmeans", "random", "labels", "existing"),
+    "prepare.partition.metric": ("spherical", "euclidean"),
+    "prepare.engine": ("local", "ray"),
+    "condition.kind": ("text", "class", "none"),
+    "expert.timesteps.density": ("logit-normal", "uniform"),
+    "router.timesteps.density": ("logit-normal", "uniform"),
+    "expert.train.schedule": ("constant", "linear", "cosine"),
+    "router.train.schedule": ("constant", "linear", "cosine"),
+    "island.accelerator": ("auto", "cpu", "gpu"),
+    "island.strategy": ("auto", "single", "ddp", "fsdp"),
+    "island.precision": ("32-true", "bf16-mixed", "16-mixed", "64-true"),
+    "island.attention": ("auto", "sdpa", "xformers"),
+    "sample.strategy": ("full", "top-1", "top-k", "bayes"),
+    "sample.solver": ("euler", "heun", "ancestral"),
+}
+
+# Lowest and highest value allowed; None is open.
+RANGES: dict[str, tuple[float | None, float | None]] = {
+    "seed": (0, 2**63 - 1),
+    "prepare.partition.num_clusters": (1, None),
+    "prepare.partition.num_fine_centroids": (1, None),
+    "prepare.partition.num_iterations": (1, None),
+    "prepare.partition.fit_fraction": (1e-6, 1),
+    "prepare.partition.max_largest_over_mean": (1, None),
+    "prepare.pictures.size": (8, None),
+    "prepare.held_out_fraction": (0, 0.5),
+    "prepare.max_bad_fraction": (0, 1),
+    "prepare.num_processes": (0, None),
+    "prepare.shards.max_bytes": (1024, None),
+    "condition.dropout": (0, 1),
+    "router.condition_dropout": (0, 1),
+    "sample.top_k": (1, None),
+    "sample.num_steps": (1, None),
+    "sample.num_per_prompt": (1, None),
+    "sample.guidance_scale": (0, None),
+    "island.devices": (1, None),
+    "island.num_threads": (1, None),
+    "island.num_workers": (0, None),
+    "island.log_every_n_steps": (1, None),
+    "island.validate_every_n_steps": (1, None),
+    "island.checkpoint_every_n_steps": (1, None),
+    "island.keep_checkpoints": (1, None),
+}
+for _role in ("expert", "router"):
+    RANGES |= {
+        f"{_role}.timesteps.std": (1e-6, None),
+        f"{_role}.timesteps.shift": (1e-6, None),
+        f"{_role}.train.max_steps": (1, None),
+        f"{_role}.train.global_batch_size": (1, None),
+        f"{_role}.train.learning_rate": (0, None),
+        f"{_role}.train.weight_decay": (0, None),
+        f"{_role}.train.warmup_steps": (0, None),
+        f"{_role}.train.gradient_clip_norm": (1e-12, None),
+        f"{_role}.train.ema_decay": (0, 0.9999999),
+    }
+
+
+def check_experiment(experiment: Experiment, source: str | Path) -> None:
+    """Refuse values out of range and fields that contradict each other.
+
+    Raises:
+        UserError: the line names ``source``, key and remedy.
+    """
+
+    def value_of(key: str) -> Any:
+        return functools.reduce(getattr, key.split("."), experiment)
+
+    def refuse(key: str, problem: str) -> None:
+        raise UserError(f"{source}: key {key!r} = {value_of(key)!r}: {problem}")
+
+    for key, choices in CHOICES.items():
+        if value_of(key) not in choices:
+            refuse(key, f"must be one of {', '.join(choices)}")
+    for key, (low, high) in RANGES.items():
+        value = value_of(key)
+        if value is not None and low is not None and value < low:
+            refuse(key, f"must be at least {low}")
+        if value is not None and high is not None and value > high:
+            refuse(key, f"must be at most {high}")
+    if not re.fullmatch(r"[A-Za-z0-9_][\w.-]*", experiment.name):
+        refuse("name", "names a folder: use letters, digits, '_', '-' and '.' only")
+    if not experiment.run_dir:
+        refuse("run_dir", "must name a folder")
+    compression = experiment.prepare.shards.compression
+    if compression is not None and not re.fullmatch(r"(br|bz2|gz|zstd)(:\d+)?|snappy", compression):
+        refuse("prepare.shards.compression", "must be br, bz2, gz, snappy or zstd, a level behind a colon, or null")
+
+    island, sample, condition = experiment.island, experiment.sample, experiment.condition
+    partition = experiment.prepare.partition
+    num_clusters = partition.num_clusters
+    if (partition.kind == "existing") != (partition.path is not None):
+        refuse("prepare.partition.path", "belongs to prepare.partition.kind = existing; set both or neither")
+    if partition.kind == "kmeans" and num_clusters > partition.num_fine_centroids:
+        refuse("prepare.partition.num_clusters", "exceeds num_fine_centroids, which are grouped into clusters")
+    batch = experiment.expert.train.global_batch_size
+    if batch % num_clusters:
+        problem = f"must be divisible by prepare.partition.num_clusters = {num_clusters}: each expert takes 1/K of it"
+        refuse("expert.train.global_batch_size", problem)
+    for role, part in (("expert", batch // num_clusters), ("router", experiment.router.train.global_batch_size)):
+        if part % island.devices:
+            refuse("island.devices", f"must divide the {role}'s {part} samples a step; change one of them")
+    if island.strategy == "single" and island.devices > 1:
+        refuse("island.devices", "island.strategy = 'single' uses one; set ddp or fsdp")
+    if island.attention == "xformers" and island.accelerator == "cpu":
+        refuse("island.attention", "runs on CUDA devices only; set sdpa or auto")
+    if sample.strategy == "top-k" and sample.top_k > num_clusters:
+        refuse("sample.top_k", f"exceeds the number of experts, {num_clusters}")
+    if sample.strategy == "bayes" and sample.solver != "ancestral":
+        refuse("sample.solver", "strategy 'bayes' filters along a stochastic chain; set sample.solver=ancestral")
+    if condition.kind == "text" and experiment.prepare.caption_encoder is None:
+        refuse("condition.kind", "needs prepare.caption_encoder, which is null")
+    if sample.prompts and condition.kind != "text":
+        refuse("condition.kind", "sample.prompts are texts, which only a text condition reads; remove them")
+    if sample.guidance_scale != 1 and (condition.kind == "none" or condition.dropout == 0):
+        refuse("sample.guidance_scale", "needs a condition.kind to guide by and condition.dropout above 0; set 1")

@@ -1,0 +1,164 @@
+"""The experiment file: dataclasses are its schema, and the line under a field is its documentation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from omegaconf import MISSING
+
+from ddm_lightning.config.data import PrepareConfig
+from ddm_lightning.config.plugin import PluginConfig
+
+
+@dataclass
+class ConditionConfig:
+    """What the experts are conditioned on."""
+
+    kind: str = "none"
+    """``text`` (pooled caption vector), ``class`` (label) or ``none``."""
+    dropout: float = 0.1
+    """Probability of replacing a sample's condition by the learned null, for guidance."""
+
+
+@dataclass
+class TimestepsConfig:
+    """The density of training timesteps; t = 0 is data, t = 1 is noise."""
+
+    density: str = "logit-normal"
+    """``logit-normal`` or ``uniform``."""
+    mean: float = 0.0
+    """Mean of logit(t), for ``logit-normal``."""
+    std: float = 1.0
+    """Standard deviation of logit(t), for ``logit-normal``."""
+    shift: float = 1.0
+    """Resolution shift s: t -> s·t / (1 + (s-1)·t); sampling uses the same."""
+
+
+@dataclass
+class TrainConfig:
+    """One member's optimisation; everything is counted in samples and optimizer steps."""
+
+    max_steps: int = MISSING
+    """Optimizer steps."""
+    global_batch_size: int = MISSING
+    """Samples a step. For experts: of the equal-FLOP monolith; one expert takes 1/K of it."""
+    learning_rate: float = 1e-4
+    """Peak learning rate of AdamW."""
+    weight_decay: float = 0.0
+    """Weight decay of AdamW, applied to matrices only."""
+    warmup_steps: int = 0
+    """Steps of linear warm-up."""
+    schedule: str = "constant"
+    """After the warm-up: ``constant``, ``linear`` (to 0) or ``cosine`` (to 0)."""
+    gradient_clip_norm: float | None = 1.0
+    """Global gradient-norm limit; null for none."""
+    horizontal_flip: bool = False
+    """Whether half of the training samples are mirrored; not for pictures with letters in them."""
+    ema_decay: float = 0.9999
+    """Decay a step of the exponential moving average of the weights."""
+
+
+@dataclass
+class ExpertConfig:
+    """The experts, and the monolith that they are compared with."""
+
+    network: PluginConfig = field(default_factory=PluginConfig)
+    """The network, by its name in the registry of experts."""
+    timesteps: TimestepsConfig = field(default_factory=TimestepsConfig)
+    """Training timesteps."""
+    train: TrainConfig = field(default_factory=TrainConfig)
+    """Optimisation."""
+
+
+@dataclass
+class RouterConfig:
+    """The router p(cluster | noisy latent, t, condition)."""
+
+    network: PluginConfig = field(default_factory=PluginConfig)
+    """The network, by its name in the registry of routers."""
+    timesteps: TimestepsConfig = field(default_factory=lambda: TimestepsConfig(density="uniform"))
+    """Training timesteps."""
+    train: TrainConfig = field(default_factory=TrainConfig)
+    """Optimisation."""
+    conditional: bool = True
+    """Whether the router sees the condition (published routers do not)."""
+    condition_dropout: float = 0.5
+    """Probability of the learned null in its training: it has to route with and without a condition."""
+
+
+@dataclass
+class IslandConfig:
+    """What the machine that trains a member is and does; may differ from island to island."""
+
+    accelerator: str = "auto"
+    """Lightning's accelerator: ``auto``, ``cpu``, ``gpu``."""
+    devices: int = 1
+    """Devices of the node that train one member together."""
+    strategy: str = "auto"
+    """``auto``, ``single``, ``ddp`` or ``fsdp`` (FSDP2 inside the node)."""
+    precision: str = "32-true"
+    """Lightning's precision: ``32-true``, ``bf16-mixed``, ``16-mixed`` or ``64-true``; weights stay fp32 or wider."""
+    attention: str = "auto"
+    """Attention back end: ``auto`` (what runs), ``sdpa`` or ``xformers``."""
+    compile: bool = False
+    """Whether each transformer block is compiled."""
+    num_threads: int = 1
+    """Torch threads of one process on a CPU."""
+    num_workers: int = 0
+    """Data-loading processes of one rank."""
+    shards: str | None = None
+    """URL (``s3://…``, ``file://…``) from which shards are fetched, or folder with them; null: the run's own."""
+    log_every_n_steps: int = 50
+    """Steps between two points of a TensorBoard curve."""
+    validate_every_n_steps: int = 1000
+    """Steps between two validations on held-out samples, each with its pictures in TensorBoard."""
+    checkpoint_every_n_steps: int = 500
+    """Steps between two checkpoints; what a killed member loses at most."""
+    log_sample_ids: bool = False
+    """Whether each step's sample ids are written to ``sample_ids.txt`` (``sample_ids-0.txt`` …, one a device)."""
+    keep_checkpoints: int = 2
+    """Checkpoints kept; the older ones stand in when the newest is damaged."""
+
+
+@dataclass
+class SampleConfig:
+    """How pictures are drawn from the ensemble."""
+
+    strategy: str = "top-1"
+    """``full``, ``top-1``, ``top-k`` or ``bayes``."""
+    top_k: int = 2
+    """Experts kept by ``top-k``."""
+    solver: str = "euler"
+    """``euler``, ``heun`` (the ODE) or ``ancestral`` (stochastic; ``bayes`` uses no other)."""
+    num_steps: int = 50
+    """Steps from noise to data."""
+    guidance_scale: float = 1.0
+    """Classifier-free guidance; 1 is none."""
+    prompts: list[str] = field(default_factory=list)
+    """Rows of the sample grid that ``fit`` leaves."""
+    num_per_prompt: int = 8
+    """Columns of that grid."""
+
+
+@dataclass
+class Experiment:
+    """A whole decentralized training: K experts and a router, one file."""
+
+    name: str = MISSING
+    """Name of the experiment, of its run folder too."""
+    run_dir: str = "runs/${name}"
+    """Folder of everything that the experiment produces."""
+    seed: int = 0
+    """Seed of the partition, the initial weights, the sample order, noise and timesteps."""
+    prepare: PrepareConfig = field(default_factory=PrepareConfig)
+    """From a source to shards."""
+    condition: ConditionConfig = field(default_factory=ConditionConfig)
+    """What the members are conditioned on."""
+    expert: ExpertConfig = field(default_factory=ExpertConfig)
+    """The experts and the monolith."""
+    router: RouterConfig = field(default_factory=RouterConfig)
+    """The router."""
+    island: IslandConfig = field(default_factory=IslandConfig)
+    """The machine."""
+    sample: SampleConfig = field(default_factory=SampleConfig)
+    """Sampling."""
