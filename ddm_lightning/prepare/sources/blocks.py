@@ -1,0 +1,35 @@
+"""Parts of a source whose samples are numbered: blocks of one size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ddm_lightning.prepare.records import Part
+
+BLOCK_SIZE = 512
+
+
+def block_parts(
+    num_samples: int, fingerprint: str | Callable[[int, int], str], block_size: int = BLOCK_SIZE, prefix: str = "block"
+) -> list[Part]:
+    """Samples 0 to ``num_samples`` - 1 in blocks, the last one shorter.
+
+    A block is named ``<prefix>-<number of its first sample>``, whatever else there is, so that a set that grows at
+    its end keeps the parts it had.
+
+    Args:
+        fingerprint: of all samples alike (a version), or a function of a block's first sample and the one behind
+            its last.
+    """
+    parts = []
+    for start in range(0, num_samples, block_size):
+        stop = min(start + block_size, num_samples)
+        own = fingerprint if isinstance(fingerprint, str) else fingerprint(start, stop)
+        where = {"start": start, "stop": stop}
+        parts.append(Part(f"{prefix}-{start:09}", f"{own}; samples {start} to {stop}", stop - start, where))
+    return parts
+
+
+def block_of(part: Part) -> range:
+    """The numbers of the samples in a part of ``block_parts``."""
+    return range(part.where["start"], part.where["stop"])

@@ -1,0 +1,30 @@
+import json
+
+import pytest
+
+from ddm_lightning.prepare.sources.blocks import block_of, block_parts
+
+
+@pytest.mark.parametrize("num_samples", [0, 1, 511, 512, 513, 1300])
+def test_blocks_hold_every_sample_once_and_in_order(num_samples):
+    parts = block_parts(num_samples, "v1")
+    assert [index for part in parts for index in block_of(part)] == list(range(num_samples))
+    assert [part.num_samples for part in parts] == [512] * (num_samples // 512) + [num_samples % 512] * (
+        num_samples % 512 > 0
+    )
+    assert len({part.name for part in parts}) == len(parts)
+    for part in parts:
+        assert json.loads(json.dumps(dict(part.where))) == part.where
+
+
+def test_a_set_that_grows_changes_its_last_block_alone():
+    before, after = block_parts(700, "v1"), block_parts(900, "v1")
+    assert before[0] == after[0]
+    assert before[1].name == after[1].name and before[1].fingerprint != after[1].fingerprint
+
+
+def test_a_fingerprint_may_depend_on_the_block():
+    parts = block_parts(5, lambda start, stop: "abcde"[start:stop], block_size=2)
+    changed = block_parts(5, lambda start, stop: "abcxe"[start:stop], block_size=2)
+    assert [one == other for one, other in zip(parts, changed, strict=True)] == [True, False, True]
+    assert {part.fingerprint for part in parts}.isdisjoint(part.fingerprint for part in block_parts(5, "v2"))
