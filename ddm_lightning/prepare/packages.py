@@ -8,8 +8,8 @@ from pathlib import Path
 from ddm_lightning.errors import UserError
 
 
-def require(wanted_by: str, *names: str) -> None:
-    """Refuse to go on without the distributions ``names``, which the extra ``demo`` installs.
+def require(wanted_by: str, *names: str, extra: str = "demo") -> None:
+    """Refuse to go on without the distributions ``names``, which ``extra`` installs.
 
     Raises:
         UserError: one is not installed; the line says how to install it.
@@ -19,7 +19,7 @@ def require(wanted_by: str, *names: str) -> None:
             distribution(name)
         except PackageNotFoundError:
             raise UserError(
-                f"{wanted_by} needs the package {name!r}; install it with: pip install 'ddm_lightning[demo]'"
+                f"{wanted_by} needs the package {name!r}; install it with: pip install 'ddm_lightning[{extra}]'"
             ) from None
 
 

@@ -1,0 +1,174 @@
+"""Files of a source, in a local folder or behind any URL that fsspec knows."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from fsspec.core import has_magic, url_to_fs
+
+from ddm_lightning.errors import UserError
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
+
+_KEY = "key 'prepare.source.params.path'"
+# What back ends call the state of a file, best first; "created" is all that some have.
+_STATE = (
+    "ETag",
+    "etag",
+    "sha256",
+    "md5Hash",
+    "content_md5",
+    "LastModified",
+    "last_modified",
+    "mtime",
+    "updated",
+    "created",
+)
+_READ_AT_ONCE = 32
+
+
+class Files:
+    """The files under ``path``: a folder, one file, or a pattern with ``*``; hidden ones are left out.
+
+    Raises:
+        UserError: ``path`` does not exist, cannot be read, or its protocol is unknown or needs a package.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        filesystem, inner = self._filesystem()
+        if has_magic(inner):
+            self._root = inner[: re.search(r"[*?\[]", inner).start()].rpartition("/")[0]  # type: ignore[union-attr]
+            return
+        try:
+            info = filesystem.info(inner)
+        except Exception as error:
+            raise self.unreadable(error) from error
+        # A web server calls everything a file.
+        self._is_folder = info["type"] == "directory" or (str(info["name"]).startswith("http") and path.endswith("/"))
+        self._root = inner.rstrip("/") if self._is_folder else inner.rpartition("/")[0]
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the files lie on this machine and can be memory-mapped."""
+        return "file" in _protocols(self._filesystem()[0])
+
+    @cached_property
+    def states(self) -> dict[str, str]:
+        """Path relative to the folder -> what changes when the file does (size and ETag or time); sorted.
+
+        Raises:
+            UserError: the folder cannot be listed.
+        """
+        filesystem, inner = self._filesystem()
+        try:
+            if has_magic(inner):
+                found = filesystem.glob(inner, detail=True)
+            elif self._is_folder:
+                found = filesystem.find(inner, detail=True)
+            else:
+                found = {inner: filesystem.info(inner)}
+        except Exception as error:
+            raise self.unreadable(error) from error
+        states = {self._relative(name): _state(info) for name, info in found.items() if info["type"] == "file"}
+        return {name: states[name] for name in sorted(states) if not _is_hidden(name)}
+
+    def ending(self, *suffixes: str) -> list[str]:
+        """Relative paths of the files that end in one of ``suffixes``, sorted.
+
+        Raises:
+            UserError: there is none.
+        """
+        names = [name for name in self.states if name.lower().endswith(suffixes)]
+        if not names:
+            raise UserError(f"{_KEY}: no file that ends in {' or '.join(suffixes)} in {self.shown()}; change the path")
+        return names
+
+    def open(self, relative: str) -> BinaryIO:
+        """The file, to be read from the start; it can seek.
+
+        Raises:
+            UserError: it cannot be opened.
+        """
+        filesystem, _ = self._filesystem()
+        try:
+            file: BinaryIO = filesystem.open(self.inner_path(relative), "rb")
+        except Exception as error:
+            raise self.unreadable(error, relative) from error
+        return file
+
+    def content(self, relative: str) -> bytes:
+        """What the file holds. Raises what its back end raises."""
+        content: bytes = self._filesystem()[0].cat_file(self.inner_path(relative))
+        return content
+
+    def contents(self, paths: Sequence[str]) -> Iterator[bytes | Exception]:
+        """What each file holds, or why it cannot be read; remote ones are fetched several at a time."""
+        filesystem, _ = self._filesystem()
+        for start in range(0, len(paths), _READ_AT_ONCE):
+            batch = [self.inner_path(path) for path in paths[start : start + _READ_AT_ONCE]]
+            # cat() would take brackets in a name for a pattern.
+            yield from filesystem.cat_ranges(batch, None, None, on_error="return")
+
+    def inner_path(self, relative: str) -> str:
+        """The file's path as its file system writes it."""
+        return f"{self._root}/{relative}"
+
+    def shown(self, relative: str = "") -> str:
+        """The URL for a message, without a password."""
+        url = re.sub(r"(://[^/:@]*):[^/@]*@", r"\1:***@", self.path)
+        return repr(f"{url.rstrip('/')}: {relative}" if relative else url)
+
+    def unreadable(self, error: Exception, relative: str = "") -> UserError:
+        """The line for a file or folder that cannot be read."""
+        if isinstance(error, FileNotFoundError):
+            return UserError(f"{_KEY}: {self.shown(relative)} does not exist; change the path")
+        problem = " ".join(f"{type(error).__name__}: {error}".split())
+        return UserError(
+            f"{_KEY}: {self.shown(relative)} cannot be read: {problem}; mend the address or the access to it"
+        )
+
+    def _filesystem(self) -> tuple[AbstractFileSystem, str]:
+        # Asked for anew each time: fsspec keeps it, and makes another one after a fork, as it has to be.
+        try:
+            filesystem, inner = url_to_fs(self.path)
+        except ImportError as error:
+            package = getattr(error.__cause__, "name", None) or error.name or str(error)
+            raise UserError(
+                f"{_KEY}: {self.shown()} needs the package {package!r}; install it with: pip install {package}"
+            ) from error
+        except Exception as error:
+            raise self.unreadable(error) from error
+        return filesystem, inner
+
+    def _relative(self, name: str) -> str:
+        return name.removeprefix(self._root).lstrip("/")
+
+
+def read_anywhere(url: str) -> bytes:
+    """What a local path or an fsspec URL holds. Raises what its back end raises."""
+    filesystem, inner = url_to_fs(url)
+    content: bytes = filesystem.cat_file(inner)
+    return content
+
+
+def is_absolute(path: str) -> bool:
+    """Whether ``path`` is a URL or starts at the root."""
+    return "://" in path or path.startswith("/")
+
+
+def _protocols(filesystem: AbstractFileSystem) -> tuple[str, ...]:
+    return (filesystem.protocol,) if isinstance(filesystem.protocol, str) else tuple(filesystem.protocol)
+
+
+def _state(info: dict[str, Any]) -> str:
+    state = next((f"{name} {info[name]}" for name in _STATE if info.get(name) is not None), "")
+    return f"{info.get('size')} bytes, {state}"
+
+
+def _is_hidden(relative: str) -> bool:
+    return any(part.startswith(".") or part in ("__MACOSX", "Thumbs.db") for part in relative.split("/"))
