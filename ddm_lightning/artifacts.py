@@ -39,8 +39,13 @@ def _is_condition(value: Any) -> bool:
 
 
 def _is_normalisation(value: Any) -> bool:
-    numbers = isinstance(value, dict) and all(map(checks.is_number, value.values()))
-    return numbers and set(value) == {"scale", "shift"} and value["scale"] != 0
+    def numbers(entry: Any) -> list[Any]:
+        return entry if isinstance(entry, list) else [entry]
+
+    if not isinstance(value, dict) or set(value) != {"scale", "shift"}:
+        return False
+    every = [*numbers(value["scale"]), *numbers(value["shift"])]
+    return all(map(checks.is_number, every)) and 0 not in numbers(value["scale"]) and value["scale"] != []
 
 
 _SHARED_BY_ALL = ("partition_sha256", "num_clusters", "x_shape", "image_encoder", "normalisation")
@@ -63,7 +68,7 @@ _MEMBER_CHECKS: dict[str, checks.Check] = {
     "prediction": checks.optional(checks.one_of(PREDICTIONS)),
     "timestep_shift": checks.POSITIVE,
     "image_encoder": checks.PLUGIN,
-    "normalisation": (_is_normalisation, "an object of a scale other than 0 and a shift"),
+    "normalisation": (_is_normalisation, "an object of a scale other than 0 and a shift, numbers or one a channel"),
     "caption_encoder": checks.optional(checks.PLUGIN),
     "partition_sha256": checks.SHA256,
     "step": checks.integer(0),
@@ -111,7 +116,7 @@ class ArtifactMeta:
     """Resolution shift of the training timesteps; sampling uses the experts'."""
     image_encoder: dict[str, Any]
     """``{"name": …, "params": …}`` of what made x_0 from pictures, and decodes it."""
-    normalisation: dict[str, float]
+    normalisation: dict[str, float | list[float]]
     """``{"scale": …, "shift": …}``: x_0 = (stored - shift) · scale."""
     caption_encoder: dict[str, Any] | None
     """``{"name": …, "params": …}`` of what made text vectors from prompts; None without text."""

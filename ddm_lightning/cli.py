@@ -49,7 +49,8 @@ def build_parser() -> argparse.ArgumentParser:
         )
         return command
 
-    add("prepare", "Cluster the data set and write one folder of shards a cluster.")
+    prepare = add("prepare", "Cluster the data set and write one folder of shards a cluster.")
+    prepare.add_argument("--dry-run", action="store_true", help="print stages, samples, bytes and hours; write nothing")
     fit = add("fit", "Train the members (member=expert-3 or member=all, the default) and assemble the ensemble.")
     fit.add_argument("--jobs", type=int, default=None, help="members trained at once (default: what fits here)")
     sample = add("sample", "Draw pictures from the ensemble.")
@@ -113,9 +114,31 @@ def _config(options: argparse.Namespace) -> int:
 
 def _prepare(options: argparse.Namespace) -> int:
     experiment = _load(options)
+    if options.dry_run:
+        return _dry_run(experiment, options)
     run = _prepared(experiment, options)
-    print(f"shards: {run.shards}\npartition: {run.prepared / 'clusters.png'}, {run.prepared / 'manifest.json'}")
+    print(f"shards: {run.shards}\nreport: {run.prepared / 'report' / 'report.html'}, {run.prepared / 'clusters.png'}")
     print(f"next: {_command('fit', options)}")
+    return 0
+
+
+def _dry_run(experiment: Experiment, options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from ddm_lightning.plugins import check_plugins
+    from ddm_lightning.prepare.dry_run import dry_run, dry_run_table
+    from ddm_lightning.prepare.engine import num_processes_for
+    from ddm_lightning.run_folder import RunFolder, refuse_changed
+
+    check_plugins(experiment, options.config)
+    refuse_changed(experiment)
+    _limit_threads(experiment)
+    plan = dry_run(experiment, RunFolder.of(experiment).root)
+    num_processes = num_processes_for(experiment.prepare.num_processes, plan.num_parts, plan.num_samples)
+    Console().print(dry_run_table(plan, num_processes))
+    print(f"stages to run: {', '.join(plan.stages) or 'none, all is up to date'}")
+    print(f"parts to encode: {plan.num_unfinished_parts} of {plan.num_parts}")
+    print("nothing was written")
     return 0
 
 

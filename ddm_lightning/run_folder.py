@@ -14,6 +14,8 @@ from ddm_lightning.files import atomic_write_text
 
 # Sections that may change between two starts of one run: they shape no weight's meaning.
 FREE_SECTIONS = ("run_dir", "island", "sample")
+# Who prepares and where shards are uploaded to changes no byte of them.
+FREE_KEYS = ("prepare.engine", "prepare.num_processes", "prepare.shards.remote")
 
 
 @dataclass(frozen=True)
@@ -130,5 +132,5 @@ def changed_keys(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     return sorted(
         key
         for key in before.keys() | after.keys()
-        if before.get(key) != after.get(key) and key.split(".")[0] not in FREE_SECTIONS
+        if before.get(key) != after.get(key) and key.split(".")[0] not in FREE_SECTIONS and key not in FREE_KEYS
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -12,6 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ddm_lightning import schema
 from ddm_lightning.config.check import check_experiment
+from ddm_lightning.config.data import PrepareConfig
 from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.errors import UserError
 
@@ -56,3 +58,14 @@ def to_dict(experiment: Experiment) -> dict[str, Any]:
 def to_yaml(experiment: Experiment) -> str:
     """The resolved experiment as YAML."""
     return OmegaConf.to_yaml(OmegaConf.create(to_dict(experiment)))
+
+
+def prepare_to_json(config: PrepareConfig) -> str:
+    """The ``prepare`` section as JSON, for another process."""
+    return json.dumps(asdict(config), sort_keys=True)
+
+
+def prepare_from_json(text: str) -> PrepareConfig:
+    """The inverse of ``prepare_to_json``."""
+    section: PrepareConfig = schema.build(json.loads(text), PrepareConfig)
+    return section

@@ -35,7 +35,7 @@ def prompt_condition(prompts: Sequence[str], experiment: Experiment) -> Conditio
     if any(not prompt.strip() for prompt in prompts):
         raise UserError("--prompt: a prompt is empty; say what to draw")
     encoder = CAPTION_ENCODERS.build(plugin.name, plugin.params)
-    return Condition.of(torch.from_numpy(encoder.encode(list(prompts))))
+    return Condition.of(torch.from_numpy(encoder.vectors(list(prompts))))
 
 
 def row_conditions(

@@ -14,6 +14,7 @@ from ddm_lightning.errors import UserError
 from ddm_lightning.flow.condition import Condition
 from ddm_lightning.loading.streaming import open_streams
 from ddm_lightning.prepare.manifest import HELD_OUT, Manifest, shard_name
+from ddm_lightning.prepare.stored import StoredForm
 from ddm_lightning.prepare.verify import verify_shards
 from ddm_lightning.run_folder import RunFolder
 
@@ -76,6 +77,6 @@ def read_split(run: RunFolder, manifest: Manifest, side: str) -> Split:
         clusters=integers("cluster"),
         labels=integers("label"),
         captions=[str(sample["caption"]) for sample in samples],
-        x_0=(stored - manifest.normalisation["shift"]) * manifest.normalisation["scale"],
+        x_0=StoredForm(manifest.stores, manifest.normalisation).mean(stored),
         texts=texts,
     )

@@ -11,7 +11,7 @@ from ddm_lightning.errors import UserError
 from ddm_lightning.files import atomic_write_json, read_json
 from ddm_lightning.run_folder import RunFolder
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 TRAIN, HELD_OUT = "train", "held-out"
 _REMEDY = "run prepare first, with the same FILE and settings"
 
@@ -44,26 +44,42 @@ class Manifest:
     """Name and parameters."""
     attribution: str
     """Credit that the source's licence asks for."""
+    pictures: dict[str, Any]
+    """Size in pixels of the square pictures that were encoded, and what was done to other aspect ratios."""
     image_encoder: dict[str, Any]
     """Name and parameters."""
+    stores: str
+    """``x_0``, or ``posterior``: the mean, then the standard deviation of what ``x_0`` is drawn from."""
     x_shape: tuple[int, int, int]
     """Channels, height, width of ``x_0``."""
-    normalisation: dict[str, float]
-    """``x_0 = (stored - shift) * scale``, float32."""
+    normalisation: dict[str, float | list[float]]
+    """``x_0 = (stored - shift) * scale``, float32; a number each, or one a channel."""
+    statistics: dict[str, list[float]]
+    """Mean and standard deviation of ``x_0``, a channel each: near 0 and 1 where the encoder suits the data."""
     caption_encoder: dict[str, Any] | None
     """Name and parameters; None when the shards hold no text vectors."""
     text_size: int
     """Entries of a text vector; 0 for none."""
+    columns: dict[str, str]
+    """The MDS encoding of each column besides ``sample_id``, ``cluster`` and ``caption``."""
     num_classes: int
     """Labels run from 0 to this minus 1."""
     features: dict[str, Any]
     """Name and parameters of the feature network that made the clusters."""
+    provenance: dict[str, dict[str, str]]
+    """Hashes and revisions of the weights of encoders and feature network."""
+    num_read: int
+    """Samples of the source, broken ones included."""
+    broken: dict[str, int]
+    """Samples left out, by cause."""
     num_samples: int
     """Samples of all clusters, held-out ones included."""
     clusters: tuple[ClusterSamples, ...]
     """Samples of each cluster."""
     priors: tuple[float, ...]
     """Each cluster's share of the samples."""
+    seed: int
+    """Of the partition and of the samples' order."""
     index_sha256: dict[str, str]
     """SHA-256 of each ``index.json``, by its folder below ``shards/`` ("cluster-0/train")."""
     partition_sha256: str

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 import numpy as np
 from jaxtyping import Int, Shaped
@@ -13,13 +14,20 @@ class Rows:
 
     Args:
         arrays: at least one; equal in dtype and in all but the first dimension. Memory maps stay on disk.
+        kept: for each array the rows that count, ascending; None, for one or for all, keeps every row.
     """
 
-    def __init__(self, arrays: Sequence[Shaped[np.ndarray, "n ..."]]) -> None:
+    def __init__(
+        self,
+        arrays: Sequence[Shaped[np.ndarray, "n ..."]],
+        kept: Sequence[Int[np.ndarray, "m"] | None] | None = None,
+    ) -> None:
         if not arrays or len({(array.dtype, array.shape[1:]) for array in arrays}) != 1:
             raise ValueError("rows need at least one array, all of one dtype and row shape")
         self.arrays = list(arrays)
-        self.starts = np.concatenate([[0], np.cumsum([len(array) for array in arrays])])
+        self.kept = [None] * len(self.arrays) if kept is None else list(kept)
+        sizes = [len(a if k is None else k) for a, k in zip(self.arrays, self.kept, strict=True)]
+        self.starts = np.concatenate([[0], np.cumsum(sizes)])
 
     def __len__(self) -> int:
         return int(self.starts[-1])
@@ -28,6 +36,11 @@ class Rows:
     def row_shape(self) -> tuple[int, ...]:
         """Shape of one row."""
         return tuple(self.arrays[0].shape[1:])
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row."""
+        return int(np.prod(self.row_shape, dtype=np.int64)) * self.dtype.itemsize
 
     @property
     def dtype(self) -> np.dtype:
@@ -47,13 +60,17 @@ class Rows:
         # By position, so that a disk is read forwards.
         order = rows.argsort(kind="stable")
         ends = np.searchsorted(rows[order], self.starts)
-        for array, start, first, last in zip(self.arrays, self.starts, ends, ends[1:], strict=False):
+        for index, (first, last) in enumerate(pairwise(ends)):
             chosen = order[first:last]
-            out[chosen] = array[rows[chosen] - start]
+            out[chosen] = self._pick(index, rows[chosen] - self.starts[index])
         return out
 
     def blocks(self, num_rows: int) -> Iterator[Shaped[np.ndarray, "m ..."]]:
         """All rows in order, at most ``num_rows`` at a time, never across two arrays."""
-        for array in self.arrays:
-            for start in range(0, len(array), num_rows):
-                yield array[start : start + num_rows]
+        for index, (first, last) in enumerate(pairwise(self.starts)):
+            for start in range(0, int(last - first), num_rows):
+                yield self._pick(index, slice(start, min(start + num_rows, int(last - first))))
+
+    def _pick(self, index: int, which: Int[np.ndarray, "m"] | slice) -> Shaped[np.ndarray, "m ..."]:
+        kept = self.kept[index]
+        return self.arrays[index][which if kept is None else kept[which]]

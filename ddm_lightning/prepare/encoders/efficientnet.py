@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ddm_lightning.errors import UserError
+from ddm_lightning.files import sha256_file
 from ddm_lightning.prepare.packages import file_of, require
 from ddm_lightning.prepare.registry import FEATURES
 
@@ -117,6 +118,10 @@ class EfficientNetFeatures:
         self.path = Path(path) if path else file_of(_PACKAGE, _WEIGHTS)
         if not self.path.is_file():
             raise UserError(f"{self.path}: the weights of 'efficientnet-lite0' are missing; set its parameter 'path'")
+
+    def provenance(self) -> dict[str, str]:
+        """The hash of the weights."""
+        return {"weights_sha256": sha256_file(self.path)}
 
     @cached_property
     def _network(self) -> EfficientNetLite0:

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from ddm_lightning.prepare.registry import IMAGE_ENCODERS
 
+_SCALE, _SHIFT = 1 / 127.5, 127.5
+
 
 @IMAGE_ENCODERS.register("pixels")
 class Pixels:
@@ -24,12 +26,17 @@ class Pixels:
 
     packages: tuple[str, ...] = ()
     dtype = "uint8"
+    stores = "x_0"
 
     def __init__(self, image_size: int | None = None) -> None:
         if image_size is not None and image_size < 1:
             raise ValueError(f"image_size = {image_size} must be at least 1")
         self.image_size = image_size
-        self.normalisation = {"scale": 1 / 127.5, "shift": 127.5}
+        self.normalisation: dict[str, float | list[float]] = {"scale": _SCALE, "shift": _SHIFT}
+
+    def provenance(self) -> dict[str, str]:
+        """Nothing: there are no weights."""
+        return {}
 
     def x_shape(self, image_size: int) -> tuple[int, int, int]:
         """Channels, height and width."""
@@ -48,5 +55,5 @@ class Pixels:
 
     def decode(self, x_0: Float[Tensor, "n 3 h w"]) -> UInt8[np.ndarray, "n h w 3"]:
         """Rounded to the nearest pixel value; values outside -1 to 1 are clamped."""
-        stored = x_0.detach().float().cpu() / self.normalisation["scale"] + self.normalisation["shift"]
+        stored = x_0.detach().float().cpu() / _SCALE + _SHIFT
         return np.ascontiguousarray(stored.round().clamp(0, 255).byte().permute(0, 2, 3, 1).numpy())

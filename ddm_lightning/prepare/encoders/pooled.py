@@ -21,6 +21,10 @@ class PooledPixels:
         self.grid = grid
         self.size = 3 * grid * grid
 
+    def provenance(self) -> dict[str, str]:
+        """Nothing: there are no weights."""
+        return {}
+
     def encode(self, images: UInt8[np.ndarray, "n h w 3"]) -> Float[np.ndarray, "n size"]:
         """Pictures to mean colours."""
         pixels = torch.from_numpy(np.array(images)).permute(0, 3, 1, 2).float() / 255

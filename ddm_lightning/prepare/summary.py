@@ -1,0 +1,106 @@
+"""The last stage: the report that people look at, and the manifest that everything after ``prepare`` reads."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import numpy as np
+
+from ddm_lightning.config import Experiment
+from ddm_lightning.files import read_json
+from ddm_lightning.prepare.encode import FEATURES
+from ddm_lightning.prepare.ledger import Ledger
+from ddm_lightning.prepare.manifest import HELD_OUT, TRAIN, ClusterSamples, Manifest, shard_name
+from ddm_lightning.prepare.partition import Partition
+from ddm_lightning.prepare.plugins import Plugins
+from ddm_lightning.prepare.prepared import Prepared
+from ddm_lightning.prepare.report import Cost, ReportData, save_cluster_grid, write_report
+from ddm_lightning.prepare.steps import samples_of
+from ddm_lightning.prepare.verify import verify_shards
+
+
+def write_pictures(experiment: Experiment, plugins: Plugins, prepared: Prepared) -> None:
+    """``clusters.png`` and ``report/``."""
+    config = experiment.prepare
+    title = f"{experiment.name}: clusters of {config.source.name}, by {config.features.name}"
+    attribution = plugins.source.attribution
+    partition = Partition.load(prepared.partition_file)
+    thumbnails, rows = prepared.thumbnails()
+    captions = prepared.texts("captions")
+    clusters = prepared.clusters
+    counts = np.bincount(clusters, minlength=partition.num_clusters)
+    save_cluster_grid(
+        prepared.grid,
+        thumbnails,
+        clusters[rows],
+        partition.num_clusters,
+        counts=counts,
+        title=title,
+        attribution=attribution,
+        seed=experiment.seed,
+    )
+    columns = samples_of(prepared, plugins).columns.items()
+    costs = {name: Cost(num_bytes=len(rows) * rows.row_bytes) for name, rows in columns}
+    data = ReportData(
+        thumbnails=thumbnails,
+        thumbnail_rows=rows,
+        captions=[captions[int(row)] for row in rows],
+        features=prepared.rows(FEATURES, "features"),
+        clusters=clusters,
+        centroids=partition.centroids.float().numpy(),
+        metric=partition.metric,
+        counts=counts,
+        num_read=prepared.index["num_read"],
+        broken=prepared.index["broken"],
+        out_of_cluster_fraction=partition.out_of_cluster_fraction,
+        facts={
+            "source": config.source.name,
+            "features": config.features.name,
+            "image encoder": config.image_encoder.name,
+        },
+        costs=costs,
+    )
+    write_report(prepared.report, data, title=title, attribution=attribution, seed=experiment.seed)
+
+
+def manifest_of(experiment: Experiment, plugins: Plugins, prepared: Prepared, ledger: Ledger) -> Manifest:
+    """What the shards hold and how to read them."""
+    config = experiment.prepare
+    partition = Partition.load(prepared.partition_file)
+    indices = {
+        name.removeprefix("shards/").removesuffix("/index.json"): entry["sha256"]
+        for name, entry in ledger.files("shards").items()
+        if name.endswith("/index.json")
+    }
+    samples = {name: verify_shards(prepared.shards / name, hashes=False) for name in indices}
+    clusters = tuple(
+        ClusterSamples(samples.get(shard_name(k, TRAIN), 0), samples.get(shard_name(k, HELD_OUT), 0))
+        for k in range(partition.num_clusters)
+    )
+    encoder, captions = plugins.image_encoder, plugins.caption_encoder
+    total = sum(cluster.train + cluster.held_out for cluster in clusters)
+    return Manifest(
+        source=asdict(config.source),
+        attribution=plugins.source.attribution,
+        pictures={**asdict(config.pictures), "size": prepared.picture_size},
+        image_encoder=asdict(config.image_encoder),
+        stores=encoder.stores,
+        x_shape=encoder.x_shape(prepared.picture_size),
+        normalisation=encoder.normalisation,
+        statistics=read_json(prepared.statistics_file, "the statistics of x_0", "run prepare again"),
+        caption_encoder=asdict(config.caption_encoder) if config.caption_encoder else None,
+        text_size=captions.size if captions else 0,
+        columns=dict(samples_of(prepared, plugins).encodings),
+        num_classes=plugins.source.num_classes,
+        features=asdict(config.features),
+        provenance=plugins.provenance(),
+        num_read=prepared.index["num_read"],
+        broken=prepared.index["broken"],
+        num_samples=prepared.num_samples,
+        clusters=clusters,
+        priors=tuple((cluster.train + cluster.held_out) / total for cluster in clusters),
+        seed=experiment.seed,
+        index_sha256=indices,
+        partition_sha256=ledger.files("partition")["partition.safetensors"]["sha256"],
+        versions=plugins.versions(),
+    )
