@@ -1,0 +1,371 @@
+import io
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from scipy.spatial.distance import cdist
+from sklearn.metrics import silhouette_samples
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from ddm_lightning.prepare.report import PAGE, TENSORBOARD, Cost, ReportData, measures, save_cluster_grid, write_report
+from ddm_lightning.prepare.report.grids import picture_map, pictures_shown
+from ddm_lightning.prepare.report.markup import amount, duration, escape, picture_bytes, shorten
+from ddm_lightning.prepare.report.measures import measure, prepared, principal_plane, silhouette, some_rows
+from ddm_lightning.prepare.rows import Rows
+
+METRICS = {"spherical": "cosine", "euclidean": "euclidean"}
+VOID = {"meta", "img", "source", "br", "link", "input"}
+
+
+def data_of(sizes=(40, 25, 1), size=6, metric="spherical", captions="a caption", thumbnails=None, **changes):
+    """Clusters around random points; the features in two arrays, as parts give them."""
+    generator = np.random.default_rng(3)
+    clusters = generator.permutation(np.repeat(np.arange(len(sizes)), sizes)).astype(np.int32)
+    centroids = generator.normal(size=(len(sizes), size)).astype(np.float32)
+    features = (centroids[clusters] + 0.7 * generator.normal(size=(len(clusters), size))).astype(np.float32)
+    rows = np.arange(len(clusters)) if thumbnails is None else np.asarray(thumbnails, dtype=np.int64)
+    pictures = generator.integers(0, 256, (len(clusters), 8, 8, 3), dtype=np.uint8)
+    texts = [f"{captions} {row}" for row in rows] if captions else []
+    data = ReportData(
+        thumbnails=pictures[rows],
+        thumbnail_rows=rows,
+        captions=texts,
+        features=Rows([features[:20], features[20:]]),
+        clusters=clusters,
+        centroids=centroids,
+        metric=metric,
+        counts=np.bincount(clusters, minlength=len(sizes)),
+        num_read=len(clusters),
+    )
+    return replace(data, **changes)
+
+
+def write(folder, data, seed=0, title="a title", attribution="drawn by somebody"):
+    return write_report(folder, data, title=title, attribution=attribution, seed=seed)
+
+
+class Page(HTMLParser):
+    """Fails on a page that is not well nested; keeps tags, attributes and text."""
+
+    def __init__(self, path):
+        super().__init__(convert_charrefs=True)
+        self.open, self.tags, self.attributes, self.words = [], [], [], []
+        self.html = path.read_text(encoding="utf-8")
+        self.feed(self.html)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        self.attributes += [(tag, name, value) for name, value in attributes]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] != "style":
+            self.words.append(data)
+
+    @property
+    def text(self):
+        return " ".join(" ".join(self.words).split())
+
+    def values(self, *names):
+        return [value for _, name, value in self.attributes if name in names]
+
+
+@pytest.mark.parametrize("metric", METRICS)
+def test_silhouettes_are_those_of_scikit_learn(metric, monkeypatch):
+    monkeypatch.setattr(measures, "_ROWS_AT_ONCE", 16)
+    generator = np.random.default_rng(0)
+    features = generator.normal(size=(90, 5))
+    features[3] = 0
+    features[7] = features[8]
+    clusters = generator.integers(0, 4, 90)
+    clusters[clusters == 2] = 5  # cluster 2 is empty, and one cluster holds a single sample
+    clusters[50] = 2
+    ours = silhouette(prepared(features, metric), torch.from_numpy(clusters), metric)
+    np.testing.assert_allclose(ours, silhouette_samples(features, clusters, metric=METRICS[metric]), atol=1e-9)
+    assert ours[50] == 0
+
+
+@pytest.mark.parametrize("metric", METRICS)
+def test_samples_in_one_place_have_no_silhouette_and_neither_does_a_single_cluster(metric):
+    same = prepared(np.full((30, 7), 0.1), metric)
+    assert (silhouette(same, torch.arange(30) % 3, metric) == 0).all()
+    assert silhouette(same, torch.ones(30, dtype=torch.int64), metric).isnan().all()
+
+
+@pytest.mark.parametrize("metric", METRICS)
+def test_neighbours_are_the_nearest_other_centroids(metric):
+    data = data_of((30, 20, 12, 1), metric=metric)
+    measured = measure(data, seed=0)
+    features = data.features.take(np.arange(data.num_samples))
+    expected = np.zeros((4, 4))
+    for row, feature in enumerate(features):
+        apart = cdist([feature], data.centroids, METRICS[metric])[0]
+        own = data.clusters[row]
+        others = [k for k in range(4) if k != own]
+        expected[own, min(others, key=lambda k: apart[k])] += 1 / data.counts[own]
+    np.testing.assert_allclose(measured.second_choices, expected, atol=1e-12)
+    between = cdist(data.centroids, data.centroids, METRICS[metric])
+    np.testing.assert_allclose(measured.centroid_distances, between, atol=1e-6)
+    for k in range(4):
+        expected_mean = measured.silhouettes[data.clusters == k].mean()
+        assert measured.cluster_silhouettes[k] == pytest.approx(expected_mean)
+
+
+def test_the_map_is_the_plane_of_the_two_largest_singular_values():
+    x = np.random.default_rng(1).normal(size=(50, 6)) * [5, 1, 3, 1, 1, 1] + 4
+    projection = principal_plane(torch.from_numpy(x))
+    _, singular, axes = np.linalg.svd(x - x.mean(0), full_matrices=False)
+    signs = np.sign([axis[np.abs(axis).argmax()] for axis in axes[:2]])
+    np.testing.assert_allclose(projection(torch.from_numpy(x)), (x - x.mean(0)) @ axes[:2].T * signs, atol=1e-9)
+    np.testing.assert_allclose(projection.explained, np.square(singular)[:2] / np.square(singular).sum())
+
+
+def test_features_of_one_number_still_have_a_map():
+    x = torch.tensor([[1.0], [2.0], [4.0]], dtype=torch.float64)
+    positions = principal_plane(x)(x)
+    np.testing.assert_allclose(positions[:, 0] - positions[0, 0], [0, 1, 3])
+    assert (positions[:, 1] == 0).all()
+
+
+def test_rows_are_drawn_evenly_and_once():
+    rows = some_rows(1000, 400, seed=1)
+    assert len(set(rows)) == 400 and (np.diff(rows) > 0).all()
+    assert 420 < rows.mean() < 580
+    np.testing.assert_array_equal(rows, some_rows(1000, 400, seed=1))
+    assert list(some_rows(5, 400, seed=1)) == [0, 1, 2, 3, 4]
+
+
+def test_a_large_data_set_is_measured_in_part(tmp_path, monkeypatch):
+    monkeypatch.setattr(measures, "MOST_ROWS", 30)
+    data = data_of((300, 200))
+    measured = measure(data, seed=0)
+    assert len(measured.rows) == len(measured.silhouettes) == len(measured.positions) == 30
+    write(tmp_path / "report", data)
+    assert "30 samples, drawn evenly" in Page(tmp_path / "report" / PAGE).text
+
+
+def test_the_page_stands_alone_and_is_well_formed(tmp_path):
+    data = data_of(
+        broken={"truncated picture": 3, "empty file": 11},
+        num_read=80,
+        out_of_cluster_fraction=0.02,
+        facts={"source": "some pictures", "features": "some network"},
+        costs={"partition": Cost(seconds=66.0, num_bytes=660), "shards": Cost(num_bytes=6600)},
+    )
+    write(tmp_path / "report", data)
+    page = Page(tmp_path / "report" / PAGE)
+    assert {"script", "link", "iframe", "object"}.isdisjoint(page.tags)
+    images = page.values("src", "srcset")
+    assert len(images) >= 2 * 4 + 1 + 36 + 25 + 1
+    assert all(re.fullmatch(r"data:image/(png|jpeg);base64,[\w+/=]+", image) for image in images)
+    ids = page.values("id")
+    assert len(set(ids)) == len(ids) == 3
+    assert {f"#{name}" for name in ids} == set(page.values("href"))
+    assert "url(" not in page.html and "http://" not in page.html and "@import" not in page.html
+    for words in (
+        "66 samples in 3 clusters",
+        "source some pictures",
+        "left out 14 (17.50%)",
+        "largest over mean 1.818",
+        "dealt at random 2.0% of the samples",
+        "empty file 11 13.75% truncated picture 3 3.75%",
+        "partition 66 s 1 s 11.6 days 1,829 days",  # 66 samples: a second each
+        "shards 6.6 kB 100 B 100 MB 15.8 GB",
+        "together 7.26 kB 110 B 110 MB 17.4 GB",
+        "drawn by somebody",
+    ):
+        assert words in page.text, words
+
+
+def test_each_cluster_names_its_neighbours_and_its_silhouette(tmp_path):
+    data = data_of((40, 25, 30, 20, 10))
+    write(tmp_path / "report", data)
+    text = Page(tmp_path / "report" / PAGE).text
+    measured = measure(data, seed=0)
+    for k, count in enumerate(data.counts):
+        apart = measured.centroid_distances[k]
+        nearest = sorted((j for j in range(5) if j != k), key=lambda j: apart[j])[:3]
+        told = [
+            f"cluster {j} (distance {apart[j]:.3f}, second choice of {measured.second_choices[k, j]:.0%})"
+            for j in nearest
+        ]
+        heading = f"Cluster {k} {count} samples · {count / 125:.1%} of all · {count / 25:.3f} times the mean"
+        assert (
+            f"{heading} · silhouette {measured.cluster_silhouettes[k]:.3f} Nearest by centroid: {'; '.join(told)}"
+            in text
+        )
+
+
+def test_what_strangers_wrote_is_text(tmp_path):
+    evil = """</bdi><script>alert("1")</script><img src=x onerror='alert(2)'>" onload="alert(3)"""
+    data = data_of(captions=evil, facts={evil: evil}, broken={evil: 1}, costs={evil: Cost(1.0, 1)})
+    write(tmp_path / "report", data, title=evil, attribution=evil)
+    page = Page(tmp_path / "report" / PAGE)
+    assert "script" not in page.tags
+    assert not [name for _, name, _ in page.attributes if name.startswith("on")]
+    assert page.text.count("alert(2)") >= 8 + 6
+    assert any(evil in value for value in page.values("alt"))
+
+
+def test_long_and_strange_captions_become_short_lines():
+    assert shorten("  two\n\n lines\x00 ") == "two lines"
+    assert shorten("x" * 120) == "x" * 120
+    assert shorten("x" * 121) == "x" * 120 + "…"
+    assert len(shorten("word " * 20_000)) <= 121
+    assert shorten(" " * 100_000 + "x") == "…"
+    family = "\U0001f468\u200d\U0001f469\u200d\U0001f467"
+    assert shorten(family * 5_000, 7) == family + "\U0001f468…"
+    assert shorten(family, 5) == family
+    assert shorten("مرحبا بالعالم") == "مرحبا بالعالم"
+    assert escape("<a & 'b'> \"c\" \ud800") == "&lt;a &amp; &#x27;b&#x27;&gt; &quot;c&quot; ?"
+
+
+def test_the_same_input_gives_the_same_bytes(tmp_path):
+    first, second, other = (write(tmp_path / name, data_of(), seed) for name, seed in (("a", 1), ("b", 1), ("c", 2)))
+    names = [path.name for path in first]
+    assert names == [path.name for path in second]
+    assert set(names) == {
+        *("sizes.png", "silhouette.png", "neighbours.png", "map.png", "map_pictures.png"),
+        *("cluster-0.png", "cluster-1.png", "cluster-2.png", PAGE),
+    }
+    for one, two in zip(first, second, strict=True):
+        assert one.read_bytes() == two.read_bytes(), one.name
+    assert first[-1].read_bytes() != other[-1].read_bytes(), "the seed chooses the pictures"
+    assert {path.name for path in (tmp_path / "a").iterdir()} == {*names, TENSORBOARD}
+    for path in first[:-1]:
+        Image.open(path).verify()
+
+
+def test_a_report_replaces_the_one_before(tmp_path):
+    write(tmp_path / "report", data_of((20, 20, 20), metric="euclidean"))
+    write(tmp_path / "report", data_of((20, 20), metric="euclidean"))
+    assert not (tmp_path / "report" / "cluster-2.png").exists()
+    assert len(list((tmp_path / "report" / TENSORBOARD).iterdir())) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["report"]
+
+
+def test_one_cluster_has_neither_neighbours_nor_silhouettes(tmp_path):
+    names = {path.name for path in write(tmp_path / "report", data_of((30,)))}
+    assert names == {"sizes.png", "map.png", "map_pictures.png", "cluster-0.png", PAGE}
+    text = Page(tmp_path / "report" / PAGE).text
+    assert "30 samples in 1 cluster: there is nothing to tell apart." in text
+    assert "nan" not in text and "Nearest by centroid" not in text
+
+
+def test_nothing_to_show_is_said(tmp_path):
+    data = data_of((30, 20), captions="")
+    some = np.flatnonzero(data.clusters == 0)[:5]
+    written = write(tmp_path / "some", data_of((30, 20), captions="", thumbnails=some))
+    page = Page(tmp_path / "some" / PAGE)
+    assert {"cluster-0.png", "map_pictures.png"} <= {path.name for path in written}
+    assert "cluster-1.png" not in {path.name for path in written}
+    assert page.text.count("None of its pictures is among those kept") == 1
+    assert page.values("title") == [] and "li" not in page.tags
+    assert "None: every sample of the source could be read." in page.text
+    assert "What it cost" not in page.text
+
+    written = write(tmp_path / "none", data_of((30, 20), thumbnails=[]), attribution="")
+    page = Page(tmp_path / "none" / PAGE)
+    assert {path.name for path in written} == {"sizes.png", "silhouette.png", "neighbours.png", "map.png", PAGE}
+    assert page.text.count("None of its pictures is among those kept") == 2
+    assert "footer" not in page.tags
+
+
+def test_an_empty_cluster_is_shown_as_such(tmp_path):
+    write(tmp_path / "report", data_of((30, 0, 20)))
+    text = Page(tmp_path / "report" / PAGE).text
+    assert "0 samples · 0.0% of all · 0.000 times the mean · silhouette –" in text
+    assert "nan" not in text
+
+
+def test_tensorboard_shows_the_pictures_and_a_curve_over_clusters(tmp_path):
+    data = data_of()
+    written = write(tmp_path / "report", data)
+    events = EventAccumulator(str(tmp_path / "report" / TENSORBOARD), size_guidance={"images": 0}).Reload()
+    assert set(events.Tags()["images"]) == {f"partition/{path.stem}" for path in written if path.suffix == ".png"}
+    samples = events.Scalars("partition/samples")
+    assert [(event.step, event.value) for event in samples] == list(enumerate(data.counts))
+    means = [event.value for event in events.Scalars("partition/silhouette")]
+    np.testing.assert_allclose(means, measure(data, 0).cluster_silhouettes, rtol=1e-5)
+    [shown] = events.Images("partition/sizes")
+    stored = Image.open(tmp_path / "report" / "sizes.png").convert("RGB")
+    np.testing.assert_array_equal(Image.open(io.BytesIO(shown.encoded_image_string)), stored)
+
+
+def test_many_clusters_are_shown_with_fewer_pictures_each():
+    data = data_of((40, 30) + (12,) * 98)
+    assert {len(shown) for shown in pictures_shown(data, seed=0)} == {11}
+    two = data_of((40, 30))
+    shown = pictures_shown(two, seed=0)
+    assert [len(indices) for indices in shown] == [36, 30]
+    for cluster, indices in enumerate(shown):
+        assert len(set(indices)) == len(indices)
+        assert (two.clusters[two.thumbnail_rows[indices]] == cluster).all()
+
+
+def test_the_map_of_pictures_shows_the_one_nearest_to_the_centre_of_a_cell():
+    colours = np.array([(200, 0, 0), (0, 200, 0), (0, 0, 200), (90, 90, 90)], dtype=np.uint8)
+    pictures = np.broadcast_to(colours[:, None, None], (4, 5, 5, 3))
+    # 20 by 14 cells of 48 pixels: the first two share one, of which the second lies nearer to the middle.
+    positions = np.array([[0, 0], [0.5, 0.5], [20, 14], [0, 14]])
+    pixels = np.asarray(picture_map(pictures, positions, [(1, 2, 3)] * 4))
+    assert pixels.shape == (14 * 48, 20 * 48, 4)
+    assert (pixels[13 * 48 + 24, 24] == [0, 200, 0, 255]).all()
+    assert (pixels[24, 19 * 48 + 24] == [0, 0, 200, 255]).all()
+    assert (pixels[24, 24] == [90, 90, 90, 255]).all()
+    assert (pixels[2, 24] == [1, 2, 3, 255]).all()
+    assert (pixels[..., 3] > 0).sum() == 3 * 46 * 46, "the other cells are clear"
+
+
+def test_a_picture_is_stored_in_the_smaller_format():
+    flat = np.full((64, 64, 3), (10, 200, 30), dtype=np.uint8)
+    noise = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
+    assert (np.asarray(Image.open(io.BytesIO(picture_bytes(flat)))) == flat).all()
+    assert Image.open(io.BytesIO(picture_bytes(noise))).format == "JPEG"
+
+
+def test_the_grid_of_all_clusters_counts_all_samples(tmp_path):
+    data = data_of((20, 10))
+    clusters = data.clusters[data.thumbnail_rows]
+
+    def grid(name, **counts):
+        path = tmp_path / f"{name}.png"
+        save_cluster_grid(path, data.thumbnails, clusters, 2, title="t", attribution="a", seed=0, **counts)
+        return path.read_bytes()
+
+    assert grid("a") == grid("b", counts=np.array([20, 10])) != grid("c", counts=np.array([2000, 1000]))
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [(0, "0 B"), (999, "999 B"), (999.96, "1 kB"), (118_000, "118 kB"), (1.3e12, "1.3 TB"), (2.5e18, "2,500 PB")],
+)
+def test_bytes_are_written_in_the_unit_that_fits(value, expected):
+    assert amount(value) == expected
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [(2e-6, "2 µs"), (0.0125, "12.5 ms"), (90, "90 s"), (150, "2.5 min"), (9000, "2.5 h"), (864e5, "1,000 days")],
+)
+def test_durations_are_written_in_the_unit_that_fits(value, expected):
+    assert duration(value) == expected
+
+
+def test_what_does_not_belong_together_is_refused():
+    with pytest.raises(ValueError, match="65 rows"):
+        data_of(thumbnail_rows=np.arange(65))
+    with pytest.raises(ValueError, match="2 captions"):
+        replace(data_of(), captions=["a", "b"])
+    with pytest.raises(ValueError, match="metric 'cosine'"):
+        data_of(metric="cosine")
