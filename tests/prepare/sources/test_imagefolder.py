@@ -1,0 +1,128 @@
+import json
+import re
+
+import numpy as np
+import pytest
+from source_files import CAPTIONS, bad_pictures, encoded, noise, read_all, write
+
+from ddm_lightning.errors import UserError
+from ddm_lightning.prepare.records import Broken
+from ddm_lightning.prepare.registry import SOURCES
+
+
+def build(folder, **params):
+    return SOURCES.build("imagefolder", {"path": folder, **params})
+
+
+def samples(folder, **params):
+    found = read_all(build(folder, **params), lambda: build(folder, **params))
+    assert len({sample.key for sample in found}) == len(found)
+    return {sample.key: sample for sample in found}
+
+
+def lines(*rows):
+    return "\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
+
+
+def test_folders_are_classes_in_alphabetical_order(folder):
+    pictures = {name: noise(5, 4, 3, seed=i) for i, name in enumerate(["dog/1.png", "cat/2.png", "dog/deep/3.PNG"])}
+    write(folder, {name: encoded(pixels) for name, pixels in pictures.items()})
+    found = samples(folder)
+    assert list(found) == ["cat/2.png", "dog/1.png", "dog/deep/3.PNG"]
+    assert [record.label for record in found.values()] == [0, 1, 1] and build(folder).num_classes == 2
+    for name, pixels in pictures.items():
+        np.testing.assert_array_equal(found[name].image, pixels)
+        assert found[name].caption == ""
+
+
+def test_without_folders_there_are_no_classes(folder):
+    write(folder, {"a.png": encoded(noise(2, 2, 3)), "b.png": encoded(noise(2, 2, 3))})
+    assert build(folder).num_classes == 1 and {record.label for record in samples(folder).values()} == {0}
+
+
+def test_a_picture_outside_the_class_folders_is_counted(folder):
+    write(folder, {"a.png": encoded(noise(2, 2, 3)), "x/b.png": encoded(noise(2, 2, 3))})
+    found = samples(folder)
+    assert found["a.png"].cause == "outside the class folders" and found["x/b.png"].label == 0
+    assert not any(isinstance(sample, Broken) for sample in samples(folder, labels=False).values())
+
+
+def test_captions_from_text_files_arrive_unchanged(folder):
+    for name, caption in CAPTIONS.items():
+        write(folder, {f"{name}.png": encoded(noise(2, 2, 3)), f"{name}.txt": caption})
+    write(folder, {"none.png": encoded(noise(2, 2, 3)), "bom.png": encoded(noise(2, 2, 3))})
+    write(folder, {"bom.txt": b"\xef\xbb\xbf" + "a café\r\n".encode()})
+    found = {key.removesuffix(".png"): record.caption for key, record in samples(folder).items()}
+    assert found == {**CAPTIONS, "none": "", "bom": "a café"}
+    assert len(found["long"]) == 100_000
+
+
+def test_a_caption_that_is_no_utf8_is_counted(folder):
+    write(folder, {"a.png": encoded(noise(2, 2, 3)), "a.txt": "café".encode("latin-1")})
+    assert samples(folder)["a.png"].cause == "caption is no UTF-8"
+
+
+@pytest.mark.parametrize("name", ["captions.jsonl", "metadata.jsonl"])
+def test_captions_from_jsonl_arrive_unchanged(folder, name):
+    write(folder, {f"{key}.png": encoded(noise(2, 2, 3)) for key in (*CAPTIONS, "unlisted")})
+    write(folder, {"plain.txt": "not this one"})
+    rows = [{"file_name": f"{key}.png", "text": caption} for key, caption in CAPTIONS.items()]
+    write(folder, {name: lines(*rows, {"file_name": "gone.png", "text": "?"}) + "\n\n"})
+    found = samples(folder, caption_column="text")
+    gone = found.pop("gone.png")
+    assert (gone.cause, gone.key) == ("missing file", "gone.png")
+    captions = {key.removesuffix(".png"): record.caption for key, record in found.items()}
+    assert captions == {**CAPTIONS, "unlisted": ""}
+
+
+@pytest.mark.parametrize(
+    ("files", "problem"),
+    [
+        (
+            {"captions.jsonl": lines({"file_name": "a.png", "text": "x", "url": "y"})},
+            "'prepare.source.params.caption_column': {} has no column 'caption'; it has: file_name, text, url",
+        ),
+        ({"captions.jsonl": "{}\nnonsense"}, "captions.jsonl': line 1: needs a 'file_name'"),
+        ({"captions.jsonl": lines({"file_name": "a.png"}) + "\n{nonsense"}, "captions.jsonl': line 2: no JSON"),
+        ({"captions.jsonl": b'{"file_name": "\xff"}'}, "captions.jsonl': line 1: no JSON"),
+        (
+            {"captions.jsonl": lines(*[{"file_name": "a.png", "caption": "x"}] * 2)},
+            "line 2: needs a 'file_name' that no",
+        ),
+        ({"captions.jsonl": lines({"file_name": "a.png", "caption": 7})}, "line 1: 'caption' is no text"),
+        ({"captions.jsonl": "", "metadata.jsonl": ""}, "both captions.jsonl and metadata.jsonl are there; keep one"),
+    ],
+)
+def test_a_caption_file_that_cannot_be_used_is_refused(folder, files, problem):
+    write(folder, {"a.png": encoded(noise(2, 2, 3)), **files})
+    with pytest.raises(UserError, match=re.escape(problem.format(repr(f"{folder}: captions.jsonl")))) as refusal:
+        build(folder).parts()
+    assert "\n" not in str(refusal.value)
+
+
+def test_bad_pictures_are_counted_by_cause_and_odd_ones_are_read(folder):
+    expected = bad_pictures()
+    write(folder, {name: content for name, (content, _) in expected.items()})
+    write(folder, {"drawing.svg": "<svg/>", "raw.heic": b"\0\0\0\x18ftypheic"})
+    found = samples(folder)
+    causes = {key: getattr(sample, "cause", None) for key, sample in found.items()}
+    expected_causes = {name: cause for name, (_, cause) in expected.items()}
+    assert causes == {**expected_causes, "drawing.svg": "no picture", "raw.heic": "no picture"}
+    assert found["dot.png"].image.shape == (1, 1, 3)
+    np.testing.assert_array_equal(found["moving.gif"].image[0, 0], [255, 0, 0])
+    np.testing.assert_array_equal(found["deep.png"].image[..., 0], noise(4, 4))
+
+
+def test_parts_are_blocks_that_change_with_what_they_hold(tmp_path):
+    folder = str(tmp_path)
+    pixels = encoded(noise(1, 1, 3))
+    write(folder, {f"{i:04}.png": pixels for i in range(600)})
+    write(folder, {"0599.txt": "before"})
+    before = build(folder).parts()
+    assert [part.num_samples for part in before] == [512, 88]
+    write(folder, {"0599.txt": "afterwards"})
+    after = build(folder).parts()
+    assert before[0] == after[0] and before[1].fingerprint != after[1].fingerprint
+    assert before[1].name == after[1].name
+    write(folder, {"captions.jsonl": lines({"file_name": "0000.png", "caption": "new"})})
+    assert build(folder).parts()[0].fingerprint != before[0].fingerprint

@@ -1,0 +1,336 @@
+"""Parquet, Hugging Face and MDS: what their own writers wrote."""
+
+import re
+import shutil
+
+import datasets
+import fsspec
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+from PIL import Image
+from source_files import CAPTIONS, bad_pictures, encoded, noise, read_all, write
+from streaming import MDSWriter
+
+from ddm_lightning.errors import UserError
+from ddm_lightning.prepare.records import Broken
+from ddm_lightning.prepare.registry import SOURCES
+
+NAMES = ["cat", "dog", "cow"]
+
+
+def build(source, folder, **params):
+    return SOURCES.build(source, {"path": str(folder), **params})
+
+
+def samples(source, folder, **params):
+    return read_all(build(source, folder, **params), lambda: build(source, folder, **params))
+
+
+def rows(num_rows):
+    return [{"image": encoded(noise(3, 4, 3, seed=i)), "caption": f"row {i}", "label": i % 3} for i in range(num_rows)]
+
+
+def write_parquet(folder, name, table, **options):
+    if not isinstance(table, pyarrow.Table):
+        table = pyarrow.Table.from_pylist(table)
+    sink = pyarrow.BufferOutputStream()
+    pyarrow.parquet.write_table(table, sink, **options)
+    write(str(folder), {name: sink.getvalue().to_pybytes()})
+
+
+def write_arrow(folder, table, file_format=False):
+    sink = pyarrow.BufferOutputStream()
+    table = pyarrow.Table.from_pylist(table)
+    with (pyarrow.ipc.new_file if file_format else pyarrow.ipc.new_stream)(sink, table.schema) as writer:
+        writer.write_table(table, max_chunksize=100)
+    write(str(folder), {"0.arrow": sink.getvalue().to_pybytes()})
+
+
+def write_mds(folder, columns, table, **options):
+    with MDSWriter(out=str(folder), columns=columns, **options) as writer:
+        for row in table:
+            writer.write(row)
+
+
+MDS = {"image": "bytes", "caption": "str", "label": "int"}
+FILES = {"parquet": "0.parquet", "huggingface": "0.arrow", "mds": "shard.00000.mds"}
+
+
+def write_any(source, folder, table):
+    if source == "parquet":
+        write_parquet(folder, "0.parquet", table, row_group_size=100)
+    elif source == "huggingface":
+        write_arrow(folder, table)
+    else:
+        write_mds(folder, {name: MDS[name] for name in table[0]}, table)
+
+
+@pytest.fixture(params=FILES)
+def source(request):
+    return request.param
+
+
+def test_rows_come_back_in_parts_of_512(source, tmp_path):
+    table = rows(1300)
+    write_any(source, tmp_path, table)
+    params = {"label_column": "label", "num_classes": 3, "group_column": "caption"}
+    found = samples(source, tmp_path, **params)
+    assert [record.key for record in found] == [f"{FILES[source]}:{i}" for i in range(1300)]
+    assert [record.caption for record in found] == [row["caption"] for row in table]
+    assert [record.group for record in found] == [row["caption"] for row in table]
+    assert [record.label for record in found] == [row["label"] for row in table]
+    for index in (0, 511, 512, 1299):
+        np.testing.assert_array_equal(found[index].image, noise(3, 4, 3, seed=index))
+    sizes = [part.num_samples for part in build(source, tmp_path, **params).parts()]
+    assert sizes == ([600, 600, 100] if source == "parquet" else [512, 512, 276]), "whole row groups of 100"
+
+
+def test_captions_arrive_unchanged(source, tmp_path):
+    table = [{"image": encoded(noise(2, 2, 3)), "caption": caption} for caption in CAPTIONS.values()]
+    write_any(source, tmp_path, table)
+    assert [record.caption for record in samples(source, tmp_path)] == list(CAPTIONS.values())
+    assert {record.caption for record in samples(source, tmp_path, caption_column=None)} == {""}
+
+
+def test_bad_pictures_are_counted_by_cause_and_odd_ones_are_read(source, tmp_path):
+    expected = bad_pictures()
+    write_any(source, tmp_path, [{"image": content, "caption": name} for name, (content, _) in expected.items()])
+    found = samples(source, tmp_path)
+    assert [getattr(sample, "cause", None) for sample in found] == [cause for _, cause in expected.values()]
+
+
+def test_keys_from_a_column_and_unknown_classes(source, tmp_path):
+    table = rows(4)
+    table[2]["label"] = 3
+    write_any(source, tmp_path, table)
+    found = samples(source, tmp_path, key_column="caption", label_column="label", class_names=NAMES)
+    assert [sample.key for sample in found] == [f"row {i}" for i in range(4)]
+    assert [getattr(sample, "cause", None) for sample in found] == [None, None, "unknown class", None]
+    assert found[1].label == 1
+
+
+@pytest.mark.parametrize(
+    ("params", "role", "missing"),
+    [
+        ({"image_column": "jpg"}, "image_column", "jpg"),
+        ({"caption_column": "text"}, "caption_column", "text"),
+        ({"caption_column": ["caption", "text"]}, "caption_column", "text"),
+        ({"label_column": "class", "num_classes": 2}, "label_column", "class"),
+        ({"key_column": "id"}, "key_column", "id"),
+        ({"group_column": "film"}, "group_column", "film"),
+    ],
+)
+def test_a_missing_column_is_refused_by_name(source, tmp_path, params, role, missing):
+    write_any(source, tmp_path, rows(2))
+    problem = f"key 'prepare.source.params.{role}': '{tmp_path}: "
+    with pytest.raises(UserError, match=re.escape(problem)) as refusal:
+        build(source, tmp_path, **params).parts()
+    assert f"has no column '{missing}'; it has: image, caption, label" in str(refusal.value).replace(
+        "caption, image", "image, caption"
+    )
+
+
+def test_a_column_without_pictures_is_refused(source, tmp_path):
+    write_any(source, tmp_path, rows(2))
+    with pytest.raises(UserError, match=r"image_column': 'label' of .* holds int"):
+        build(source, tmp_path, image_column="label").parts()
+
+
+def test_paths_are_relative_to_the_folder(source, tmp_path):
+    pixels = noise(3, 3, 3)
+    write("memory://elsewhere", {"b.png": encoded(pixels)})
+    there = ["pictures/a.png", str(tmp_path / "pictures/a.png"), "memory://elsewhere/b.png"]
+    table = [{"image": path, "caption": ""} for path in (*there, "gone.png", "nonsense://a")]
+    if source == "mds":
+        write_mds(tmp_path, {"image": "str", "caption": "str"}, table)
+    else:
+        write_any(source, tmp_path, table)
+    write(str(tmp_path), {"pictures/a.png": encoded(pixels)})
+    found = samples(source, tmp_path)
+    for record in found[:3]:
+        np.testing.assert_array_equal(record.image, pixels)
+    assert [sample.cause for sample in found[3:]] == ["missing file", "unreadable file"]
+    fsspec.filesystem("memory").store.clear()
+
+
+def test_several_captions(tmp_path):
+    image = encoded(noise(2, 2, 3))
+    table = [
+        {"image": image, "long": "a long one", "short": ["one", "two"]},
+        {"image": image, "long": None, "short": ["one", "two"]},
+        {"image": image, "long": "", "short": []},
+        {"image": image, "long": None, "short": None},
+    ]
+    write_parquet(tmp_path, "a.parquet", table)
+    found = samples("parquet", tmp_path, caption_column=["long", "short"])
+    assert [record.caption for record in found] == ["a long one", "one", "", ""]
+
+
+def test_null_cells_are_counted(tmp_path):
+    whole = {"image": encoded(noise(2, 2, 3)), "caption": "x", "label": 0, "id": "a", "film": "f"}
+    table = [{**whole, name: None} for name in ("image", "caption", "label", "id", "film")]
+    write_parquet(tmp_path, "a.parquet", table)
+    params = {"label_column": "label", "num_classes": 1, "key_column": "id", "group_column": "film"}
+    found = samples("parquet", tmp_path, **params)
+    assert [getattr(sample, "cause", None) for sample in found] == [
+        "no picture",
+        None,
+        "no label",
+        "no key",
+        "no group",
+    ]
+
+
+@pytest.mark.parametrize("to", ["parquet", "huggingface"])
+def test_what_hugging_face_wrote(to, tmp_path):
+    pictures = [noise(3, 4, 3, seed=i) for i in range(40)]
+    features = datasets.Features(
+        {"picture": datasets.Image(), "text": datasets.Value("string"), "kind": datasets.ClassLabel(names=NAMES)}
+    )
+    columns = {"picture": [Image.fromarray(p) for p in pictures], "text": [f"é {i}" for i in range(40)]}
+    data = datasets.Dataset.from_dict({**columns, "kind": [i % 3 for i in range(40)]}, features=features)
+    data = data.select(range(39, -1, -1))
+    if to == "parquet":
+        data.to_parquet(str(tmp_path / "a.parquet"), batch_size=16)
+    else:
+        data.save_to_disk(str(tmp_path), num_shards=3)
+        shutil.copy(tmp_path / "data-00000-of-00003.arrow", tmp_path / "data-00000-of-00004.arrow")
+        shutil.copy(tmp_path / "data-00000-of-00003.arrow", tmp_path / "cache-1.arrow")
+    params = {"image_column": "picture", "caption_column": "text", "label_column": "kind"}
+    found = samples(to, tmp_path, **params)
+    assert build(to, tmp_path, **params).num_classes == 3
+    assert [record.caption for record in found] == data["text"][:]
+    assert [record.label for record in found] == data["kind"][:]
+    for record, expected in zip(found, data["picture"], strict=True):
+        np.testing.assert_array_equal(record.image, np.asarray(expected))
+
+
+def test_splits_of_a_dataset_dict(tmp_path):
+    def split(word):
+        return datasets.Dataset.from_dict({"image": [encoded(noise(2, 2, 3))] * 2, "caption": [word] * 2})
+
+    both = datasets.DatasetDict(train=split("train"), test=split("test"))
+    both.save_to_disk(str(tmp_path / "both"))
+    assert {record.caption for record in samples("huggingface", tmp_path / "both", split="test")} == {"test"}
+    for params in ({}, {"split": "validation"}):
+        with pytest.raises(UserError, match=re.escape("'prepare.source.params.split'")) as refusal:
+            build("huggingface", tmp_path / "both", **params).parts()
+        assert "has the splits test, train; name one" in str(refusal.value)
+    datasets.DatasetDict(train=split("train")).save_to_disk(str(tmp_path / "one"))
+    assert len(samples("huggingface", tmp_path / "one")) == 2
+
+
+def test_arrow_files_and_those_behind_a_url(tmp_path, folder):
+    table = rows(250)
+    write_arrow(tmp_path, table, file_format=True)
+    expected = [record.caption for record in samples("huggingface", tmp_path)]
+    assert expected == [row["caption"] for row in table]
+    for file_format in (True, False):
+        write_arrow(folder, table, file_format)
+        assert [record.caption for record in samples("huggingface", folder)] == expected
+
+
+def test_parquet_behind_a_url_with_pictures_elsewhere(folder):
+    write(folder + "-pictures", {"x/a.png": encoded(noise(3, 3, 3))})
+    write_parquet(folder, "sub/a.parquet", [{"path": "x/a.png", "caption": "a"}])
+    params = {"image_column": "path", "image_root": folder + "-pictures/"}
+    (found,) = samples("parquet", folder, **params)
+    np.testing.assert_array_equal(found.image, noise(3, 3, 3))
+    assert found.key == "sub/a.parquet:0"
+
+
+def test_mds_behind_a_url(folder, tmp_path):
+    write_mds(tmp_path / "made", MDS, rows(30))
+    write(folder, {f"0/{path.name}": path.read_bytes() for path in (tmp_path / "made").iterdir()})
+    assert [record.caption for record in samples("mds", folder)] == [f"row {i}" for i in range(30)]
+
+
+@pytest.mark.parametrize("compression", [None, "zstd:3", "gz", "br:4"])
+def test_mds_of_several_compressed_shards_in_folders(tmp_path, compression):
+    for cluster in ("00", "01"):
+        write_mds(tmp_path / cluster, MDS, rows(50), size_limit=2500, compression=compression, hashes=["sha1"])
+    found = samples("mds", tmp_path, label_column="label", num_classes=3)
+    assert [record.caption for record in found] == [f"row {i}" for i in range(50)] * 2
+    assert len({record.key for record in found}) == 100 and found[0].key == "00/shard.00000.mds:0"
+    for index, record in enumerate(found[:50]):
+        np.testing.assert_array_equal(record.image, noise(3, 4, 3, seed=index))
+
+
+@pytest.mark.parametrize("encoding", ["jpeg", "png", "pil"])
+def test_mds_encodings_of_pictures(tmp_path, encoding):
+    image = Image.fromarray(noise(8, 8, 4), "CMYK") if encoding == "pil" else Image.fromarray(noise(8, 8, 3))
+    columns = {"image": encoding, "caption": "str", "kind": "uint8", "id": "int32"}
+    write_mds(tmp_path, columns, [{"image": image, "caption": "x", "kind": np.uint8(1), "id": np.int32(7)}])
+    (found,) = samples("mds", tmp_path, label_column="kind", num_classes=2, key_column="id")
+    from streaming.base.format.mds.encodings import mds_decode, mds_encode
+
+    expected = mds_decode(encoding, mds_encode(encoding, image)).convert("RGB")
+    np.testing.assert_array_equal(found.image, np.asarray(expected))
+    assert (found.key, found.label) == ("7", 1)
+
+
+def test_pickled_columns_are_never_read(tmp_path):
+    write_mds(tmp_path, {"image": "bytes", "caption": "pkl"}, [{"image": b"", "caption": "x"}])
+    with pytest.raises(UserError, match="column 'caption' is pickled"):
+        build("mds", tmp_path).parts()
+
+
+def test_damage_inside_a_table_breaks_its_rows_and_no_others(source, tmp_path):
+    write_any(source, tmp_path, rows(1100))
+    path = tmp_path / FILES[source]
+    content = bytearray(path.read_bytes())
+    if source == "mds":
+        content[4 + 4 * 700 : 8 + 4 * 700] = b"\xff" * 4  # an offset
+    else:
+        at = content.index(encoded(noise(3, 4, 3, seed=700)))
+        around = (at - 6000, at + 6000) if source == "parquet" else (0, 0)
+        content[slice(*around)] = b"\xff" * (around[1] - around[0])
+        if source == "huggingface":  # the file ends in the middle, behind what parts() counted
+            source_before = build(source, tmp_path)
+            parts = source_before.parts()
+            path.write_bytes(bytes(content[:at]))
+            found = [sample for part in parts for sample in source_before.read(part)]
+    if source != "huggingface":
+        path.write_bytes(bytes(content))
+        found = samples(source, tmp_path)
+    assert len(found) == 1100, "every row is accounted for"
+    broken = [index for index, sample in enumerate(found) if isinstance(sample, Broken)]
+    assert 700 in broken and 0 < len(broken) <= 600 and 0 not in broken
+    assert {found[index].cause for index in broken} <= {"damaged table", "damaged shard"}
+    assert found[700].key == f"{FILES[source]}:700"
+
+
+def test_a_file_that_is_none_is_refused(source, tmp_path):
+    write_any(source, tmp_path, rows(3))
+    path = tmp_path / ("index.json" if source == "mds" else FILES[source])
+    path.write_bytes(path.read_bytes()[:-20] if source != "huggingface" else b"nonsense")
+    with pytest.raises(UserError, match=re.escape(path.name)) as refusal:
+        build(source, tmp_path).parts()
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_missing_shard_is_refused(tmp_path):
+    write_mds(tmp_path, MDS, rows(3))
+    (tmp_path / "shard.00000.mds").unlink()
+    with pytest.raises(UserError, match=r"shard\.00000\.mds' does not exist"):
+        build("mds", tmp_path).parts()
+
+
+def test_labels_need_classes(source, tmp_path):
+    write_any(source, tmp_path, rows(2))
+    with pytest.raises(UserError, match="num_classes or class_names"):
+        build(source, tmp_path, label_column="label").num_classes
+
+
+def test_a_missing_package_names_the_extra(monkeypatch, tmp_path):
+    from ddm_lightning.prepare import packages
+
+    def nothing_installed(name):
+        raise packages.PackageNotFoundError(name)
+
+    monkeypatch.setattr(packages, "distribution", nothing_installed)
+    for name in ("parquet", "huggingface"):
+        with pytest.raises(UserError, match=re.escape("pip install 'ddm_lightning[arrow]'")):
+            build(name, tmp_path)

@@ -1,0 +1,91 @@
+import os
+import re
+
+import fsspec
+import pytest
+from fsspec.implementations.local import LocalFileSystem
+from source_files import write
+
+from ddm_lightning.errors import UserError
+from ddm_lightning.prepare.registry import SOURCES
+from ddm_lightning.prepare.sources.urls import Files
+
+KEY = "key 'prepare.source.params.path'"
+
+
+class ServerDownError(Exception):
+    """Of no known base class, as those of some back ends."""
+
+
+class Refusing(LocalFileSystem):
+    protocol = ("refusing",)
+
+    def info(self, path, **kwargs):
+        raise ServerDownError("503\nslow down")
+
+
+fsspec.register_implementation("refusing", Refusing, clobber=True)
+fsspec.register_implementation("absent", "no_such_package_there.FileSystem", errtxt="Install it", clobber=True)
+
+
+def test_files_are_listed_by_their_path_in_the_folder(folder):
+    names = ["b.txt", "a/x [1].txt", "a/deep/y*.txt", ".hidden", "a/.git/z.txt", "__MACOSX/b.txt"]
+    write(folder, {name: name for name in names})
+    for path in (folder, folder + "/"):
+        files = Files(path)
+        assert list(files.states) == ["a/deep/y*.txt", "a/x [1].txt", "b.txt"]
+        assert list(files.contents(list(files.states))) == [name.encode() for name in files.states]
+        assert files.content("a/x [1].txt") == b"a/x [1].txt" == files.open("a/x [1].txt").read()
+        assert files.is_local == ("memory" not in folder)
+
+
+def test_one_file_and_patterns(folder):
+    write(folder, {"0.tar": "zero", "1.tar": "one", "1.json": "{}", "sub/2.tar": "two"})
+    assert list(Files(f"{folder}/1.tar").states) == ["1.tar"]
+    assert Files(f"{folder}/1.tar").content("1.tar") == b"one"
+    pattern = Files(f"{folder}/*.tar")
+    assert list(pattern.states) == ["0.tar", "1.tar"] and pattern.content("0.tar") == b"zero"
+    assert list(Files(f"{folder}/s*/*.tar").states) == ["sub/2.tar"]
+
+
+def test_the_state_of_a_file_changes_with_the_file(tmp_path):
+    write(str(tmp_path), {"a": "same size", "b": "other"})
+    before = Files(str(tmp_path)).states
+    (tmp_path / "a").write_text("SAME SIZE")
+    os.utime(tmp_path / "a", (1, 1))
+    (tmp_path / "b").chmod(0o600)
+    after = Files(str(tmp_path)).states
+    assert before["a"] != after["a"] and before["b"] == after["b"]
+
+
+def test_a_missing_file_comes_as_what_it_is(folder):
+    write(folder, {"a": "1"})
+    there, missing = Files(folder).contents(["a", "b"])
+    assert there == b"1" and isinstance(missing, FileNotFoundError)
+    with pytest.raises(UserError, match="does not exist"):
+        Files(folder).open("b")
+
+
+@pytest.mark.parametrize("source", ["imagefolder", "webdataset", "parquet", "huggingface", "mds"])
+@pytest.mark.parametrize(
+    ("path", "problem"),
+    [
+        ("/nowhere/at/all", "'/nowhere/at/all' does not exist"),
+        ("memory://nothing/here", "'memory://nothing/here' does not exist"),
+        ("nonsense://bucket/a", "'nonsense://bucket/a' cannot be read: ValueError: Protocol not known: nonsense"),
+        ("absent://bucket/a", "needs the package 'no_such_package_there'; install it with: pip install no_such_"),
+        ("refusing:///bucket/a", "'refusing:///bucket/a' cannot be read: ServerDownError: 503 slow down"),
+        ("absent://me:secret@host/a", "'absent://me:***@host/a'"),
+    ],
+)
+def test_an_unreadable_url_is_one_line_that_names_url_and_key(source, path, problem):
+    with pytest.raises(UserError, match=re.escape(problem)) as refusal:
+        SOURCES.build(source, {"path": path})
+    assert KEY in str(refusal.value) and "\n" not in str(refusal.value) and "secret" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("source", ["imagefolder", "webdataset", "parquet", "huggingface", "mds"])
+def test_a_folder_without_what_is_looked_for_is_refused(source, folder):
+    write(folder, {"notes.txt": "nothing"})
+    with pytest.raises(UserError, match=re.escape(KEY)):
+        SOURCES.build(source, {"path": folder}).parts()

@@ -1,0 +1,212 @@
+import io
+import json
+import re
+import tarfile
+import warnings
+
+import numpy as np
+import pytest
+from source_files import CAPTIONS, bad_pictures, encoded, noise, read_all, write
+
+from ddm_lightning.errors import UserError
+from ddm_lightning.prepare.records import Broken
+from ddm_lightning.prepare.registry import SOURCES
+
+
+def tar_of(files, format=tarfile.PAX_FORMAT):
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w", format=format) as tar:
+        for name, content in files:
+            member = tarfile.TarInfo(name)
+            content = content.encode() if isinstance(content, str) else content
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+    return buffer.getvalue()
+
+
+def laion(num_samples, first=0):
+    """What img2dataset writes."""
+    files = []
+    for index in range(first, first + num_samples):
+        key, caption = f"{index:09}", f"caption {index}"
+        about = {
+            "caption": caption,
+            "url": f"https://host/{index}",
+            "key": key,
+            "status": "success",
+            "class": index % 3,
+        }
+        files += [
+            (f"{key}.jpg", encoded(noise(8, 8, 3, seed=index), "JPEG")),
+            (f"{key}.txt", caption),
+            (f"{key}.json", json.dumps(about)),
+        ]
+    return files
+
+
+def samples(folder, **params):
+    def build():
+        return SOURCES.build("webdataset", {"path": folder, **params})
+
+    return read_all(build(), build)
+
+
+def test_tars_of_img2dataset(folder):
+    write(folder, {"00000.tar": tar_of(laion(3)), "00001.tar": tar_of(laion(2, first=3)), "00000_stats.json": "{}"})
+    write(folder, {"00000.parquet": b"?"})
+    found = samples(folder, label_column="class", num_classes=3, group_column="url")
+    assert [record.key for record in found] == [f"0000{i // 3}.tar/{i:09}" for i in range(5)]
+    assert [record.caption for record in found] == [f"caption {i}" for i in range(5)]
+    assert [record.label for record in found] == [0, 1, 2, 0, 1]
+    assert [record.group for record in found] == [f"https://host/{i}" for i in range(5)]
+    assert all(record.image.shape == (8, 8, 3) for record in found)
+    assert len(SOURCES.build("webdataset", {"path": folder}).parts()) == 2
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # the library leaves files open
+def test_samples_are_those_that_the_webdataset_library_finds(tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import webdataset
+
+    png = encoded(noise(4, 4, 3))
+    files = [
+        ("a/one.png", png), ("a/one.txt", "1"), ("a/one.seg.png", png), ("b/one.png", png), ("b/one.txt", "2"),
+        ("two.TXT", "3"), ("two.Png", png), ("__meta__/x.png", png),
+        ("__v.png", png), ("__v.txt", "6"), ("a/.hidden.png", png), ("a.b/three.x.txt", "no"),
+        ("a.b/three.png", png), ("a.b/three.txt", "4"), ("./four.png", png), ("./four.txt", "ü" * 200),
+        ("x" * 150 + ".png", png), ("x" * 150 + ".txt", "5"),
+    ]  # fmt: skip
+    path = tmp_path / "a.tar"
+    for format in (tarfile.PAX_FORMAT, tarfile.GNU_FORMAT):
+        path.write_bytes(tar_of(files, format))
+        peer = webdataset.WebDataset(str(path), shardshuffle=False, empty_check=False).decode("rgb8")
+        # The library makes a sample "a/" of the hidden file, which macOS puts beside each picture.
+        rows = [sample for sample in peer if not sample["__key__"].endswith("/")]
+        expected = [(f"a.tar/{row['__key__']}", row["txt"], row["png"]) for row in rows]
+        found = samples(str(path))
+        assert [(record.key, record.caption) for record in found] == [row[:2] for row in expected]
+        for record, (_, _, pixels) in zip(found, expected, strict=True):
+            np.testing.assert_array_equal(record.image, pixels)
+
+
+def test_captions_arrive_unchanged_from_text_and_from_json(folder):
+    png = encoded(noise(2, 2, 3))
+    files = []
+    for key, caption in CAPTIONS.items():
+        files += [(f"{key}.png", png), (f"{key}.txt", caption), (f"{key}.json", json.dumps({"long": caption[::-1]}))]
+    write(folder, {"a.tar": tar_of(files)})
+    assert [record.caption for record in samples(folder)] == list(CAPTIONS.values())
+    assert [record.caption for record in samples(folder, caption_column="long")] == [
+        caption[::-1] for caption in CAPTIONS.values()
+    ]
+    assert {record.caption for record in samples(folder, caption_column=None)} == {""}
+
+
+def test_every_bad_sample_is_counted(folder):
+    png = encoded(noise(2, 2, 3))
+    files = []
+    for name, (content, _) in bad_pictures().items():
+        files += [(name, content), (f"{name.partition('.')[0]}.txt", "x")]
+    files += [
+        ("latin.png", png), ("latin.txt", "café".encode("latin-1")),
+        ("text.txt", "no picture"),
+        ("both.png", png), ("both.jpg", png), ("both.txt", "x"),
+        ("bare.png", png),
+        ("json.png", png), ("json.txt", "x"), ("json.json", "{"),
+        ("null.png", png), ("null.json", '{"caption": null}'),
+        ("noname", "?"),
+        ("twice.png", png), ("twice.txt", "x"), ("twice.png", png), ("twice.txt", "y"),
+    ]  # fmt: skip
+    write(folder, {"a.tar": tar_of(files)})
+    found = samples(folder)
+    causes = [(sample.key.removeprefix("a.tar/"), getattr(sample, "cause", None)) for sample in found]
+    assert causes == [
+        *((name.partition(".")[0], cause) for name, (_, cause) in bad_pictures().items()),
+        ("latin", "caption is no UTF-8"),
+        ("text", "no picture"),
+        ("both", "several pictures"),
+        ("bare", "no caption"),
+        ("json", "damaged JSON"),
+        ("null", None),
+        ("noname", "no extension"),
+        ("twice", None),
+        ("twice", None),
+    ]
+    assert [record.caption for record in found if record.key == "a.tar/null"] == [""]
+    chosen = {sample.key: sample for sample in samples(folder, image_column="png")}
+    assert chosen["a.tar/both"].image.shape == (2, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("label", "expected"),
+    [("2", 2), ("dog", 1), ("7", "unknown class"), ("x", "unknown class"), ("-1", "unknown class")],
+)
+def test_labels_in_a_member(tmp_path, label, expected):
+    files = [("a.png", encoded(noise(2, 2, 3))), ("a.txt", ""), ("a.cls", label)]
+    write(str(tmp_path), {"a.tar": tar_of(files)})
+    (found,) = samples(str(tmp_path), label_column="cls", class_names=["cat", "dog", "cow"])
+    assert (found.cause if isinstance(found, Broken) else found.label) == expected
+
+
+def test_a_tar_cut_anywhere_gives_what_was_before_and_says_that_something_is_missing(tmp_path):
+    whole = tar_of(laion(4))
+    write(str(tmp_path), {"1.tar": tar_of(laion(2, first=10))})
+    with tarfile.open(fileobj=io.BytesIO(whole)) as tar:
+        starts = [member.offset for member in tar]
+    end = starts[-1] + 1024
+    for length in (*starts, *(start + 300 for start in starts), *(start + 700 for start in starts), end):
+        write(str(tmp_path), {"0.tar": whole[:length]})
+        found = samples(str(tmp_path))
+        keys = [record.key for record in found if not isinstance(record, Broken)]
+        num_whole = sum(start + 512 <= length for start in starts[3::3])
+        assert keys[:-2] == [f"0.tar/{i:09}" for i in range(num_whole)]
+        assert keys[-2:] == ["1.tar/000000010", "1.tar/000000011"], "the next tar is read"
+        broken = [sample for sample in found if isinstance(sample, Broken)]
+        assert {sample.cause for sample in broken} == {"damaged tar"} and broken[-1].key == "0.tar"
+
+
+def test_a_damaged_header_in_the_middle_is_no_end(tmp_path):
+    whole = bytearray(tar_of(laion(4)))
+    with tarfile.open(fileobj=io.BytesIO(bytes(whole))) as tar:
+        at = [member.offset for member in tar][10]
+    whole[at + 148] ^= 0xFF
+    write(str(tmp_path), {"a.tar": bytes(whole)})
+    found = samples(str(tmp_path))
+    assert [getattr(sample, "cause", None) for sample in found] == [None, None, None, "damaged tar", "damaged tar"]
+    with tarfile.open(tmp_path / "a.tar") as tar:
+        assert len(tar.getmembers()) == 10, "which tarfile alone takes for the end"
+
+
+def test_tars_joined_with_cat_are_read_to_the_last(tmp_path):
+    write(str(tmp_path), {"a.tar": tar_of(laion(2)) + tar_of(laion(2, first=2)), "b.tar": tar_of([]), "c.tar": b""})
+    found = samples(str(tmp_path))
+    assert [sample.key for sample in found] == [*(f"a.tar/{i:09}" for i in range(4)), "c.tar"]
+    assert found[-1].cause == "damaged tar"
+
+
+def test_a_connection_that_breaks_is_no_damaged_tar(tmp_path, monkeypatch):
+    write(str(tmp_path), {"a.tar": tar_of(laion(2))})
+    source = SOURCES.build("webdataset", {"path": str(tmp_path)})
+
+    class Cut(io.BytesIO):
+        def read(self, size=-1):
+            raise ConnectionResetError("reset by peer")
+
+    monkeypatch.setattr(source.files, "open", lambda _: Cut())
+    with pytest.raises(UserError, match=re.escape("a.tar' cannot be read: ConnectionResetError: reset by peer")):
+        list(source.read(source.parts()[0]))
+
+
+@pytest.mark.parametrize(
+    ("params", "problem"),
+    [
+        ({"label_column": "cls"}, "label_column needs either num_classes or class_names"),
+        ({"label_column": "cls", "num_classes": 2, "class_names": ["a"]}, "label_column needs either"),
+        ({"num_classes": 2}, "need a label_column"),
+        ({"label_column": "cls", "num_classes": 0}, "at least one class"),
+    ],
+)
+def test_contradictory_params(tmp_path, params, problem):
+    with pytest.raises(UserError, match=re.escape(problem)):
+        SOURCES.build("webdataset", {"path": str(tmp_path), **params})

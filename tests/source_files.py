@@ -1,0 +1,71 @@
+"""Pictures, captions and folders that tests of sources share."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import fsspec
+import numpy as np
+from PIL import Image
+
+CAPTIONS = {
+    "plain": "a red apple",
+    "empty": "",
+    "emoji": "👩🏽‍🚀 in 🛰️, e\u0301 and é",
+    "rtl": "חתול \u200fقطة\u200e cat",
+    "long": "word " * 19_999 + "final",
+    "lines": 'two\nlines, a "quote", a\ttab',
+}
+"""Captions that have to arrive unchanged."""
+
+
+def noise(*shape, seed=0):
+    return np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
+
+
+def encoded(image, format="PNG", **options):
+    """An array or a Pillow picture as bytes."""
+    buffer = io.BytesIO()
+    (image if isinstance(image, Image.Image) else Image.fromarray(image)).save(buffer, format, **options)
+    return buffer.getvalue()
+
+
+def write(url, files):
+    """Write ``{relative path: bytes or text}`` under a folder, local or not."""
+    filesystem, root = fsspec.core.url_to_fs(url)
+    for name, content in files.items():
+        path = f"{root}/{name}"
+        filesystem.makedirs(path.rpartition("/")[0], exist_ok=True)
+        filesystem.pipe_file(path, content.encode() if isinstance(content, str) else content)
+
+
+def bad_pictures():
+    """Name -> (content, cause); None where a picture comes out."""
+    moving = [Image.new("RGB", (4, 4), colour) for colour in ("red", "blue")]
+    whole = encoded(noise(30, 30, 3), "JPEG")
+    palette = Image.fromarray(noise(4, 4), "P")
+    palette.putpalette(noise(256, 3).ravel().tolist())
+    return {
+        "zero.jpg": (b"", "empty file"),
+        "cut.jpg": (whole[: len(whole) // 2], "truncated picture"),
+        "page.jpg": (b"<html>404</html>", "no picture"),
+        "cmyk.jpg": (encoded(Image.fromarray(noise(4, 4, 4), "CMYK"), "JPEG"), None),
+        "palette.png": (encoded(palette), None),
+        "deep.png": (encoded(noise(4, 4).astype(np.uint16) * 257), None),
+        "moving.gif": (encoded(moving[0], "GIF", save_all=True, append_images=moving[1:]), None),
+        "dot.png": (encoded(noise(1, 1, 3)), None),
+    }
+
+
+def read_all(source, build_again):
+    """Everything a source yields; each part is read by a source of its own, as other processes do."""
+    parts = source.parts()
+    assert len({part.name for part in parts}) == len(parts)
+    found = []
+    for part in parts:
+        assert json.loads(json.dumps(dict(part.where))) == dict(part.where), "plain JSON"
+        samples = list(build_again().read(part))
+        assert part.num_samples in (None, len(samples))
+        found += samples
+    return found
