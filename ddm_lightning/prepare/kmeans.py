@@ -104,7 +104,7 @@ def balanced_assignment(cost: Float[Tensor, "n k"], weights: Float[Tensor, "n"],
     if math.isinf(limit) or num_clusters == 1:
         return assignment
     assignment = _auction(cost, weights, assignment, limit)
-    return _repair(cost, weights, assignment, limit)
+    return repair(cost, weights, assignment, limit)
 
 
 def _auction(
@@ -137,7 +137,7 @@ def _auction(
     return assignment
 
 
-def _repair(
+def repair(
     cost: Float[Tensor, "n k"], weights: Float[Tensor, "n"], assignment: Int64[Tensor, "n"], limit: float
 ) -> Int64[Tensor, "n"]:
     """Bring crowded clusters under the limit by the cheapest moves and swaps of single samples.

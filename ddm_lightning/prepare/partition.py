@@ -1,19 +1,20 @@
-"""The partition of a data set into K clusters, as data.
+"""The partition of a data set into K clusters, as data: how a sample is assigned, and how many each cluster holds.
 
-Two stages, as in MoDE (arXiv 2404.16030), whose code the DDM paper (arXiv 2501.05450) used: balanced
-k-means of a part of the samples to fine centroids, then balanced k-means of the fine centroids to K
-clusters. A sample belongs to the cluster of its nearest fine centroid. The second stage weighs a fine
-centroid by the samples that it holds, because what has to be balanced is samples, not centroids.
+``kmeans`` is balanced k-means of the features in two stages, ``random`` the ablation of the DDM paper
+(arXiv 2501.05450), ``labels`` packs whole classes, ``existing`` takes another run's partition for new data.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Bool, Float, Int, Int32, Int64, Shaped
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
@@ -21,22 +22,33 @@ from torch import Tensor
 from ddm_lightning.config import PartitionConfig
 from ddm_lightning.errors import UserError
 from ddm_lightning.files import atomic_write
-from ddm_lightning.prepare.kmeans import balanced_kmeans, capacity, squared_distances
+from ddm_lightning.prepare.kmeans import capacity
+from ddm_lightning.prepare.nearest import ROWS_AT_ONCE, nearest, read
+from ddm_lightning.prepare.rows import Rows
+from ddm_lightning.prepare.rules import ClusterOfLabel, KeyHash, NearestCentroid, Rule, rule_of
+from ddm_lightning.prepare.two_stage import fit_fine, group_fine, num_fitted
 
-FORMAT_VERSION = 1
-# Keeps a pile of near-duplicates from ending in one cell that no grouping can then balance.
-_FINE_LARGEST_OVER_MEAN = 2.0
-_CLUSTER_RESTARTS = 10
-_ROWS_AT_ONCE = 4096
+FORMAT_VERSION = 2
+
+Tick = Callable[[int, int], None]
+"""Called with rows read and rows to read, in all passes."""
+
+
+def no_tick(done: int, total: int) -> None:
+    """Tells nobody."""
 
 
 @dataclass(frozen=True)
 class Partition:
-    """Fine centroids, the cluster of each, and how many samples of the data set each cluster holds."""
+    """How samples are assigned, and how many of the data set's samples each cluster holds."""
 
-    fine_centroids: Float[Tensor, "f d"]
-    cluster_of_fine: Int64[Tensor, "f"]
+    rule: Rule
     counts: Int64[Tensor, "k"]
+
+    @property
+    def kind(self) -> str:
+        """``kmeans``, ``random`` or ``labels``."""
+        return self.rule.kind
 
     @property
     def num_clusters(self) -> int:
@@ -48,21 +60,42 @@ class Partition:
         """Each cluster's share of the samples, float64."""
         return self.counts.double() / self.counts.sum()
 
-    def assign(self, features: Float[Tensor, "n d"]) -> Int64[Tensor, "n"]:
-        """The cluster of each sample, by its nearest fine centroid; features need not be normalised."""
-        nearest = nearest_fine(features, self.fine_centroids)
-        return self.cluster_of_fine[nearest]
+    def assign(
+        self,
+        features: Shaped[np.ndarray, "n d"],
+        labels: Int[np.ndarray, "n"],
+        keys: Sequence[str],
+        device: str = "cpu",
+    ) -> Int32[np.ndarray, "n"]:
+        """The cluster of each sample. It hangs on the sample alone, not on the block that it comes in.
+
+        Raises:
+            UserError: features of another size or not finite, or a class without a cluster.
+        """
+        return self.rule.assign(features, labels, keys, device).astype(np.int32)
+
+    def outside(
+        self, features: Shaped[np.ndarray, "n d"], clusters: Int[np.ndarray, "n"], device: str = "cpu"
+    ) -> Bool[np.ndarray, "n"] | None:
+        """Which samples are nearer to the mean of another cluster than to their own's; None but for ``kmeans``."""
+        if not isinstance(self.rule, NearestCentroid):
+            return None
+        return nearest(features, self.rule.centroids, self.rule.metric, device).numpy() != clusters
 
     def save(self, path: Path) -> None:
         """Write a safetensors file, whole or not at all; the same partition gives the same bytes."""
-        tensors = {
-            "fine_centroids": self.fine_centroids.contiguous(),
-            "cluster_of_fine": self.cluster_of_fine.contiguous(),
-            "counts": self.counts.contiguous(),
+        tensors = {**self.rule.tensors(), "counts": self.counts}
+        header = {
+            "kind": "partition",
+            "format_version": FORMAT_VERSION,
+            "rule": self.kind,
+            "settings": self.rule.settings(),
         }
         # One metadata key only: safetensors writes several in no fixed order.
-        metadata = {"ddm_lightning": json.dumps({"kind": "partition", "format_version": FORMAT_VERSION})}
-        atomic_write(path, lambda temporary: temporary.write_bytes(save(tensors, metadata)))
+        data = save(
+            {name: tensor.contiguous() for name, tensor in tensors.items()}, {"ddm_lightning": json.dumps(header)}
+        )
+        atomic_write(path, lambda temporary: temporary.write_bytes(data))
 
     @classmethod
     def load(cls, path: Path) -> Partition:
@@ -74,12 +107,16 @@ class Partition:
         remedy = "run prepare again"
         try:
             with safe_open(path, framework="pt") as stored:
-                metadata = json.loads((stored.metadata() or {}).get("ddm_lightning", "{}"))
-                if metadata.get("kind") != "partition" or metadata.get("format_version") != FORMAT_VERSION:
+                header = json.loads((stored.metadata() or {}).get("ddm_lightning", "{}"))
+                if header.get("kind") != "partition" or header.get("format_version") != FORMAT_VERSION:
                     raise UserError(f"{path}: is no partition of format {FORMAT_VERSION}; {remedy}")
-                return cls(*(stored.get_tensor(name) for name in ("fine_centroids", "cluster_of_fine", "counts")))
+                tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
+            counts = tensors["counts"]
+            return cls(rule_of(header["rule"], tensors, header["settings"], len(counts)), counts)
         except FileNotFoundError:
             raise UserError(f"{path}: the partition is missing; {remedy}") from None
+        except KeyError as error:
+            raise UserError(f"{path}: the partition lacks {error}; {remedy}") from None
         except (SafetensorError, ValueError, OSError) as error:
             raise UserError(f"{path}: the partition cannot be read ({error}); {remedy}") from None
 
@@ -96,98 +133,188 @@ def check_sizes(config: PartitionConfig, num_samples: int) -> None:
             f"key '{prefix}.num_clusters' = {config.num_clusters}: the source has only {num_samples} samples; "
             "use fewer clusters or more samples"
         )
+    if config.kind != "kmeans":
+        return
     if config.num_fine_centroids > num_samples:
         raise UserError(
             f"key '{prefix}.num_fine_centroids' = {config.num_fine_centroids}: "
             f"the source has only {num_samples} samples; use fewer fine centroids"
         )
-    if config.num_fine_centroids > _num_fitted(config, num_samples):
+    if config.num_fine_centroids > num_fitted(config, num_samples):
         raise UserError(
-            f"key '{prefix}.fit_fraction' = {config.fit_fraction}: leaves {_num_fitted(config, num_samples)} of "
+            f"key '{prefix}.fit_fraction' = {config.fit_fraction}: leaves {num_fitted(config, num_samples)} of "
             f"{num_samples} samples for {config.num_fine_centroids} fine centroids; raise it"
         )
 
 
-def fit_partition(features: Float[Tensor, "n d"], config: PartitionConfig, seed: int) -> Partition:
-    """Split the data set; the same features, config and seed give the same partition.
+def fit_partition(
+    rows: Rows,
+    config: PartitionConfig,
+    seed: int,
+    *,
+    labels: Int[np.ndarray, "n"],
+    keys: Sequence[str],
+    features: str = "",
+    tick: Tick = no_tick,
+) -> Partition:
+    """Split the data set; the same samples, config and seed give the same partition.
 
     Args:
-        features: one row a sample, any scale; rows are L2-normalised. Read in blocks, so it may be a memory map.
-        config: sizes, iterations and the limit of the largest cluster.
-        seed: of the samples that are fitted and of the starting centroids.
+        rows: features, one row a sample, float16 or float32; memory maps stay on disk. ``random`` and ``labels`` do
+            not look at them.
+        config: kind, sizes, iterations and the limit of the largest cluster.
+        seed: of all that is drawn.
+        labels: classes.
+        keys: names that stay the same; ``random`` hangs on them.
+        features: what made the features; ``existing`` refuses a partition that was made of others.
+        tick: hears of progress.
 
     Raises:
-        UserError: more parts than (distinct) samples, or a largest cluster over the configured limit.
+        UserError: more parts than (distinct) samples or classes, features that are not finite, a largest cluster
+            over the configured limit, or an existing partition that does not fit.
     """
-    num_samples = len(features)
-    check_sizes(config, num_samples)
+    check_sizes(config, len(rows))
+    rule: Rule
+    if config.kind == "kmeans":
+        rule, counts = _two_stages(rows, config, seed, features, tick)
+    else:
+        rule = _rule(rows, config, seed, labels, keys, features)
+        unknown = Partition(rule, torch.zeros(config.num_clusters, dtype=torch.int64))
+        clusters = np.empty(len(rows), np.int64)
+        for at, block in _blocks(unknown, rows, tick):
+            clusters[at] = unknown.assign(block, labels[at], keys[at], config.device)
+        counts = torch.from_numpy(np.bincount(clusters, minlength=config.num_clusters))
+    _check_balance(counts, config)
+    return Partition(rule, counts)
+
+
+class Assigned(NamedTuple):
+    """What one pass over samples finds."""
+
+    clusters: Int32[np.ndarray, "n"]
+    out_of_cluster_fraction: float | None
+    """Share that ``Partition.outside`` finds ; None for other kinds than ``kmeans``."""
+
+
+def assign_rows(
+    partition: Partition,
+    rows: Rows,
+    labels: Int[np.ndarray, "n"],
+    keys: Sequence[str],
+    *,
+    device: str = "cpu",
+    tick: Tick = no_tick,
+) -> Assigned:
+    """The cluster of each sample, by one pass over features that may be larger than memory.
+
+    Raises:
+        UserError: features of another size or not finite, or a class without a cluster.
+    """
+    clusters = np.empty(len(rows), np.int32)
+    num_outside = 0
+    for at, block in _blocks(partition, rows, tick):
+        clusters[at] = partition.assign(block, labels[at], keys[at], device)
+        outside = partition.outside(block, clusters[at], device)
+        num_outside += 0 if outside is None else int(outside.sum())
+    return Assigned(clusters, num_outside / len(rows) if isinstance(partition.rule, NearestCentroid) else None)
+
+
+def _blocks(partition: Partition, rows: Rows, tick: Tick) -> Iterator[tuple[slice, Shaped[np.ndarray, "m d"]]]:
+    """Blocks of features and where they lie; without features where these are not looked at."""
+    if not isinstance(partition.rule, NearestCentroid):
+        yield slice(0, len(rows)), np.empty((len(rows), 0))
+        return
+    for start in range(0, len(rows), ROWS_AT_ONCE):
+        stop = min(start + ROWS_AT_ONCE, len(rows))
+        yield slice(start, stop), read(rows, start, stop)
+        tick(stop, len(rows))
+
+
+def _two_stages(
+    rows: Rows, config: PartitionConfig, seed: int, features: str, tick: Tick
+) -> tuple[NearestCentroid, Int64[Tensor, "k"]]:
     generator = torch.Generator().manual_seed(seed)
-    rows = torch.randperm(num_samples, generator=generator)[: _num_fitted(config, num_samples)].sort().values
+    num_read, size = 0, num_fitted(config, len(rows))
+    total = config.num_iterations * size + len(rows)
+
+    def advance(num_rows: int = size) -> None:
+        nonlocal num_read
+        num_read += num_rows
+        tick(num_read, total)
+
+    fine = fit_fine(rows, config, generator, advance)
+    num_read = total - len(rows)
+    per_fine = torch.zeros(len(fine), dtype=torch.int64)
+    for start in range(0, len(rows), ROWS_AT_ONCE):
+        block = read(rows, start, min(start + ROWS_AT_ONCE, len(rows)))
+        per_fine += nearest(block, fine, config.metric, config.device, first=start).bincount(minlength=len(fine))
+        advance(len(block))
+    rule = group_fine(fine, per_fine, config, generator, features)
+    counts = torch.zeros(config.num_clusters, dtype=torch.int64).index_add_(0, rule.cluster_of_fine, per_fine)
+    return rule, counts
+
+
+def _rule(
+    rows: Rows,
+    config: PartitionConfig,
+    seed: int,
+    labels: Int[np.ndarray, "n"],
+    keys: Sequence[str],
+    features: str,
+) -> Rule:
+    if config.kind == "random":
+        return KeyHash.equal(keys, config.num_clusters, seed)
+    if config.kind == "existing":
+        return _existing(config, rows, features)
+    limit = capacity(float(len(labels)), config.num_clusters, config.max_largest_over_mean)
     try:
-        fine, _ = balanced_kmeans(
-            _normalise(features[rows]),
-            config.num_fine_centroids,
-            generator=generator,
-            num_iterations=config.num_iterations,
-            max_largest_over_mean=_FINE_LARGEST_OVER_MEAN,
-        )
-        nearest = nearest_fine(features, fine)
-        per_fine = nearest.bincount(minlength=len(fine))
-        _, cluster_of_fine = balanced_kmeans(
-            fine.double(),
-            config.num_clusters,
-            generator=generator,
-            weights=per_fine.double(),
-            num_iterations=config.num_iterations,
-            max_largest_over_mean=config.max_largest_over_mean,
-            num_restarts=_CLUSTER_RESTARTS,
-        )
+        return ClusterOfLabel.packed(labels, config.num_clusters, limit)
     except ValueError as error:
         raise UserError(
-            f"key 'prepare.partition.num_fine_centroids' = {config.num_fine_centroids}: {error}; "
-            "use fewer, or remove duplicates from the source"
+            f"key 'prepare.partition.num_clusters' = {config.num_clusters}: {error}; "
+            "use fewer clusters or prepare.partition.kind = kmeans"
         ) from None
-    cluster_of_fine = _largest_first(cluster_of_fine, per_fine, config.num_clusters)
-    counts = torch.zeros(config.num_clusters, dtype=torch.int64).index_add_(0, cluster_of_fine, per_fine)
-    _check_balance(counts, config)
-    return Partition(fine, cluster_of_fine, counts)
 
 
-def nearest_fine(features: Float[Tensor, "n d"], fine_centroids: Float[Tensor, "f d"]) -> Int64[Tensor, "n"]:
-    """The nearest fine centroid of each L2-normalised row, a block of rows at a time."""
-    nearest = [
-        squared_distances(_normalise(block), fine_centroids).argmin(1) for block in features.split(_ROWS_AT_ONCE)
-    ]
-    return torch.cat(nearest)
-
-
-def _num_fitted(config: PartitionConfig, num_samples: int) -> int:
-    return max(1, round(config.fit_fraction * num_samples))
-
-
-def _normalise(features: Float[Tensor, "n d"]) -> Float[Tensor, "n d"]:
-    return torch.nn.functional.normalize(features.float(), dim=1)
-
-
-def _largest_first(cluster_of_fine: Tensor, per_fine: Tensor, num_clusters: int) -> Tensor:
-    """Number the clusters by size, so that their names do not hang on the order in which they were drawn."""
-    counts = torch.zeros(num_clusters, dtype=torch.int64).index_add_(0, cluster_of_fine, per_fine)
-    rank = torch.empty_like(counts)
-    rank[counts.argsort(descending=True, stable=True)] = torch.arange(num_clusters)
-    return rank[cluster_of_fine]
+def _existing(config: PartitionConfig, rows: Rows, features: str) -> Rule:
+    """The rule of another run's partition, if it fits this data set."""
+    assert config.path is not None, "check_experiment asks for it"
+    key = f"key 'prepare.partition.path' = {config.path!r}"
+    found = Partition.load(Path(config.path))
+    rule = found.rule
+    if found.num_clusters != config.num_clusters:
+        raise UserError(f"{key}: has {found.num_clusters} clusters; set prepare.partition.num_clusters to that")
+    if isinstance(rule, NearestCentroid):
+        size = rule.fine_centroids.shape[1]
+        remedy = "set prepare.features to those of the other run"
+        if (size,) != rows.row_shape:
+            raise UserError(
+                f"{key}: was made of features with {size} entries, these have {rows.row_shape[0]}; {remedy}"
+            )
+        if features and rule.features and features != rule.features:
+            raise UserError(f"{key}: was made of features {rule.features!r}, these are {features!r}; {remedy}")
+    return rule
 
 
 def _check_balance(counts: Int64[Tensor, "k"], config: PartitionConfig) -> None:
+    """Refuse empty clusters and, unless another run made them, too large ones."""
     total, largest = int(counts.sum()), int(counts.max())
     if int(counts.min()) == 0:
+        remedy = {
+            "existing": "add samples of the kind that it holds",
+            "random": "use fewer clusters, or give the samples different keys",
+        }.get(config.kind, "use fewer clusters or raise prepare.partition.num_fine_centroids")
         raise UserError(
-            f"key 'prepare.partition.num_clusters' = {config.num_clusters}: a cluster stays empty; "
-            "use fewer clusters or raise prepare.partition.num_fine_centroids"
+            f"key 'prepare.partition.num_clusters' = {config.num_clusters}: a cluster stays empty; {remedy}"
         )
     # Whole samples cannot be split more evenly than the mean rounded up.
-    if largest > capacity(float(total), config.num_clusters, config.max_largest_over_mean):
+    limit = capacity(float(total), config.num_clusters, config.max_largest_over_mean)
+    if config.kind != "existing" and largest > limit:
+        remedy = {
+            "labels": "or use prepare.partition.kind = kmeans, because whole classes divide no better",
+            "random": "or give the samples different keys",
+        }.get(config.kind, "or prepare.partition.num_fine_centroids for finer pieces")
         raise UserError(
             f"key 'prepare.partition.max_largest_over_mean' = {config.max_largest_over_mean}: the largest cluster has "
-            f"{largest} samples, {largest / (total / config.num_clusters):.3f} times the mean; raise this key, "
-            "or prepare.partition.num_fine_centroids for finer pieces"
+            f"{largest} samples, {largest / (total / config.num_clusters):.3f} times the mean; raise this key, {remedy}"
         )

@@ -1,0 +1,205 @@
+"""Features block by block, and the nearest of many centroids, decided the same way on every machine."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int64, Shaped
+from torch import Tensor
+
+from ddm_lightning.errors import UserError
+from ddm_lightning.prepare.rows import Rows
+
+# Entries of one matrix of rows times centroids: 32 MB in float32, whatever the number of centroids.
+_SCORES_AT_ONCE = 1 << 23
+_MOST_ROWS, _LEAST_ROWS = 8192, 256
+# Rows that are read at a time where nothing else decides.
+ROWS_AT_ONCE = 4096
+# Scattered rows, slow to read in every pass, are kept in memory up to this size.
+_KEPT_BYTES = 1 << 30
+
+
+def rows_at_once(num_centroids: int) -> int:
+    """Rows that are compared with so many centroids at a time."""
+    return max(_LEAST_ROWS, min(_MOST_ROWS, _SCORES_AT_ONCE // max(1, num_centroids)))
+
+
+def prepared(features: Shaped[np.ndarray, "n d"], metric: str, device: str = "cpu") -> Float[Tensor, "n d"]:
+    """Features as they are compared: float32 on the device; rows of unit length where the metric is spherical."""
+    # A copy, because torch does not like memory that it may not write to.
+    x = torch.from_numpy(np.array(features, dtype=np.float32)).to(device)
+    return torch.nn.functional.normalize(x, dim=1) if metric == "spherical" else x
+
+
+class FeatureBlocks:
+    """Some or all rows of features as float32, in blocks that do not depend on how the rows are split into arrays.
+
+    Memory maps stay on disk, and pages that have been read are handed back to the system, so that what
+    a process holds is bounded; rows that are scattered are read once and kept up to 1 GiB.
+
+    Args:
+        rows: features, float16 or float32.
+        metric: ``spherical`` or ``euclidean``.
+        num_rows: rows of a block.
+        device: torch device on which the blocks come.
+        chosen: ascending numbers of the rows to take; None takes all.
+    """
+
+    def __init__(
+        self, rows: Rows, metric: str, num_rows: int, device: str = "cpu", chosen: Int64[np.ndarray, "m"] | None = None
+    ) -> None:
+        self.rows, self.metric, self.num_rows, self.device, self.chosen = rows, metric, num_rows, device, chosen
+        self._kept: np.ndarray | None = None
+        if chosen is not None and len(self) * rows.row_shape[0] * rows.dtype.itemsize <= _KEPT_BYTES:
+            self._kept = rows.take(chosen)
+            release(rows, 0, len(rows))
+
+    def __len__(self) -> int:
+        return len(self.rows) if self.chosen is None else len(self.chosen)
+
+    def __iter__(self) -> Iterator[Float[Tensor, "m d"]]:
+        """The blocks in order, as they are stored; on the CPU each lies where the one before it was."""
+        # One buffer, because fresh memory of this size costs about as much as filling it.
+        buffer = np.empty((min(self.num_rows, len(self)), *self.rows.row_shape), np.float32)
+        for start in range(0, len(self), self.num_rows):
+            stop = min(start + self.num_rows, len(self))
+            self._read_into(buffer[: stop - start], start)
+            yield torch.from_numpy(buffer[: stop - start]).to(self.device)
+
+    def sample(self, size: int, generator: torch.Generator) -> Float[Tensor, "m d"]:
+        """At most ``size`` different rows, drawn by the generator, in the order drawn.
+
+        Raises:
+            UserError: one is not finite.
+        """
+        drawn = torch.randperm(len(self), generator=generator)[:size].numpy()
+        numbers = drawn if self.chosen is None else self.chosen[drawn]
+        x = prepared(self.rows.take(numbers), self.metric, self.device)
+        release(self.rows, 0, len(self.rows))
+        fine = torch.isfinite(x).all(1)
+        if not bool(fine.all()):
+            raise not_finite(int(numbers[int((~fine).nonzero()[0])]))
+        return x
+
+    def number(self, position: int) -> int:
+        """Which of all rows the row at this position is."""
+        return position if self.chosen is None else int(self.chosen[position])
+
+    def _read_into(self, out: Float[np.ndarray, "m d"], start: int) -> None:
+        stop = start + len(out)
+        if self._kept is not None:
+            out[:] = self._kept[start:stop]
+        elif self.chosen is None:
+            read_into(out, self.rows, start)
+        else:
+            numbers = self.chosen[start:stop]
+            out[:] = self.rows.take(numbers)
+            release(self.rows, int(numbers[0]), int(numbers[-1]) + 1)
+
+
+def not_finite(row: int | str) -> UserError:
+    """The refusal of features that hold NaN or infinity."""
+    return UserError(
+        f"features of sample {row}: values that are not finite, or too large for float32; "
+        "check the weights of prepare.features"
+    )
+
+
+def read(rows: Rows, start: int, stop: int) -> Shaped[np.ndarray, "m d"]:
+    """A copy of the rows ``start`` to ``stop`` - 1, across arrays; pages of memory maps are handed back."""
+    out = np.empty((stop - start, *rows.row_shape), rows.dtype)
+    read_into(out, rows, start)
+    return out
+
+
+def read_into(out: Shaped[np.ndarray, "m d"], rows: Rows, start: int) -> None:
+    """Fill ``out`` with the rows from ``start`` on, across arrays; pages of memory maps are handed back."""
+    stop = start + len(out)
+    for array, first in zip(rows.arrays, rows.starts.tolist(), strict=False):
+        low, high = max(start, first), min(stop, first + len(array))
+        if low < high:
+            out[low - start : high - start] = array[low - first : high - first]
+    release(rows, start, stop)
+
+
+def release(rows: Rows, start: int, stop: int) -> None:
+    """Hand pages of memory maps back to the system, which keeps them in its cache while there is room.
+
+    Otherwise every page that was ever read counts as this process's memory until the system runs short.
+    Maps opened copy-on-write are left alone, because what was written into them would be lost.
+    """
+    for array, first in zip(rows.arrays, rows.starts.tolist(), strict=False):
+        low, high = max(start, first), min(stop, first + len(array))
+        if low < high and isinstance(array, np.memmap) and array.mode in ("r", "r+"):
+            _release(array, low - first, high - first)
+
+
+def _release(array: np.memmap, start: int, stop: int) -> None:
+    base: Any = array
+    while base is not None and not isinstance(base, mmap.mmap):
+        base = getattr(base, "base", None)
+    if base is None or not array.flags.c_contiguous or not hasattr(mmap, "MADV_DONTNEED"):
+        return
+    row_bytes = array.nbytes // len(array)
+    begin = array.ctypes.data - np.frombuffer(base, np.uint8).ctypes.data
+    page = (begin + start * row_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    base.madvise(mmap.MADV_DONTNEED, page, begin + stop * row_bytes - page)
+
+
+def nearest(
+    features: Shaped[np.ndarray, "n d"],
+    centroids: Float[Tensor, "k d"],
+    metric: str,
+    device: str = "cpu",
+    first: int = 0,
+) -> Int64[Tensor, "n"]:
+    """The nearest centroid of each row by Euclidean distance, the first of those equally near.
+
+    A float32 product decides wherever its rounding cannot matter; the rest, a row in some hundreds, is done
+    again in float64. So the answer does not hang on block, threads, processor or device.
+
+    Raises:
+        UserError: features that are not finite; the line says in which row, the first one being number ``first``.
+    """
+    # Centred, because |x|² + |c|² - 2xc loses digits when the mean is large against the spread.
+    centre = centroids.double().mean(0)
+    near = (centroids.double() - centre).float().to(device)
+    half = near.double().square().sum(1).div(2).float()
+    # Twice the bound of a dot product's rounding (Higham 2002, eq. 3.5), with room for the subtractions'.
+    tolerance = 2 * (centroids.shape[1] + 16) * 2.0**-24 * float((2 * half.max()).sqrt())
+    reach = float((2 * half.max()).sqrt() + centre.norm())
+    found = [torch.empty(0, dtype=torch.int64)]
+    step = rows_at_once(len(centroids)) // 2
+    for start in range(0, len(features), step):
+        block = features[start : start + step]
+        x = prepared(block, metric, device).sub_(centre.float().to(device))
+        scores = torch.addmm(half, x, near.T, alpha=-1)
+        least, index = scores.min(1)
+        if not bool(torch.isfinite(least).all()):
+            raise not_finite(first + start + int((~torch.isfinite(least)).nonzero()[0]))
+        second = scores.scatter_(1, index.unsqueeze(1), torch.inf).amin(1)
+        doubtful = (second - least <= tolerance * (x.norm(dim=1) + reach)).cpu()
+        index = index.cpu()
+        if bool(doubtful.any()):
+            index[doubtful] = _nearest_in_float64(block[doubtful.numpy()], centroids, metric)
+        found.append(index)
+    return torch.cat(found)
+
+
+def _nearest_in_float64(
+    features: Shaped[np.ndarray, "n d"], centroids: Float[Tensor, "k d"], metric: str
+) -> Int64[Tensor, "n"]:
+    x = torch.from_numpy(np.array(features, dtype=np.float64))
+    x = torch.nn.functional.normalize(x, dim=1) if metric == "spherical" else x
+    centre = centroids.double().mean(0)
+    x, near = x - centre, centroids.double() - centre
+    half = near.square().sum(1) / 2
+    scores = torch.addmm(half, x, near.T, alpha=-1)
+    size = x.norm(dim=1, keepdim=True) + (2 * half.max()).sqrt() + centre.norm()
+    # What float64 cannot tell apart either is as near as the nearest.
+    ties = scores <= scores.min(1, keepdim=True).values + 2.0**-44 * size.square()
+    return ties.int().argmax(1)
