@@ -177,7 +177,7 @@ def test_the_page_stands_alone_and_is_well_formed(tmp_path):
         "source some pictures",
         "left out 14 (17.50%)",
         "largest over mean 1.818",
-        "dealt at random 2.0% of the samples",
+        "out of cluster 2.0% of the samples are nearer to another cluster's mean",
         "empty file 11 13.75% truncated picture 3 3.75%",
         "partition 66 s 1 s 11.6 days 1,829 days",  # 66 samples: a second each
         "shards 6.6 kB 100 B 100 MB 15.8 GB",

@@ -98,7 +98,7 @@ def _key_figures(data: ReportData, measures: Measures) -> str:
         ("clusters", f"{data.num_clusters:,}"),
         ("largest over mean", f"{_largest_over_mean(data):.3f}"),
         ("smallest over mean", f"{data.counts.min() / data.counts.mean():.3f}"),
-        ("dealt at random", f"{data.out_of_cluster_fraction:.1%} of the samples"),
+        ("out of cluster", f"{data.out_of_cluster_fraction:.1%} of the samples are nearer to another cluster's mean"),
         ("distance", "cosine" if data.metric == "spherical" else "Euclidean"),
         ("feature", f"{data.features.row_shape[0]:,} numbers"),
         ("mean silhouette", _number(float(np.mean(measures.silhouettes)))),
