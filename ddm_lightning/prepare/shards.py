@@ -45,19 +45,20 @@ def held_out_samples(
     """Which samples no member trains on: those whose hash is below ``fraction`` of its range.
 
     The hash is of the sample's key, or of its group, and of nothing else, so that samples stay on their side when
-    the data set grows or the clusters change, and a group stays together. With a fraction above 0, a cluster of at
-    least two groups has one on either side.
+    the data set grows or the clusters change, and a group stays together. Every cluster has samples to train on, and,
+    with a fraction above 0, one of at least two groups has held-out ones too, unless another cluster trains on these.
     """
     held_out = split_hash < np.uint64(int(fraction * 2.0**64))
-    for cluster in range(num_clusters):
-        members = np.flatnonzero(clusters == cluster)
-        if not len(members):
-            continue
-        ranks = split_hash[members]
-        if fraction > 0 and ranks.min() != ranks.max() and not held_out[members].any():
+    members = [np.flatnonzero(clusters == cluster) for cluster in range(num_clusters)]
+    members = [rows for rows in members if len(rows)]
+    for rows in members:
+        ranks = split_hash[rows]
+        if fraction > 0 and ranks.min() != ranks.max() and not held_out[rows].any():
             held_out[split_hash == ranks.min()] = True
-        if held_out[members].all():
-            held_out[split_hash == ranks.max()] = False
+    # After that, because a group of several clusters may have been all that one of them trains on.
+    for rows in members:
+        if held_out[rows].all():
+            held_out[split_hash == split_hash[rows].max()] = False
     return held_out
 
 

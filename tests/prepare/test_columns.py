@@ -1,0 +1,77 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ddm_lightning.prepare.columns import GrowingArray, Strings, open_array
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, 1, 4)])
+@pytest.mark.parametrize("sizes", [[], [0], [1], [3, 0, 9, 100]])
+@pytest.mark.parametrize("dtype", ["uint8", "float16", "uint64"])
+def test_a_grown_array_is_what_numpy_would_have_saved(tmp_path, shape, sizes, dtype):
+    random = np.random.default_rng(0)
+    blocks = [random.integers(0, 256, (size, *shape)).astype(dtype) for size in sizes]
+    path = tmp_path / "column.npy"
+    with GrowingArray(path, np.dtype(dtype), shape) as array:
+        for block in blocks:
+            array.append(block)
+        assert array.num_rows == sum(sizes)
+    expected = np.concatenate([np.empty((0, *shape), dtype), *blocks])
+    np.testing.assert_array_equal(np.load(path), expected, strict=True)
+    np.testing.assert_array_equal(open_array(path), expected, strict=True)
+
+
+def test_rows_are_cast_to_the_type_of_the_file_and_may_lie_anyhow(tmp_path):
+    rows = np.arange(24.0).reshape(4, 6)[:, ::2]
+    with GrowingArray(tmp_path / "a.npy", np.dtype("float16"), (3,)) as array:
+        array.append(rows)
+        array.append(np.asfortranarray(rows))
+        with pytest.raises(ValueError, match="shape"):
+            array.append(rows[:, :2])
+    np.testing.assert_array_equal(np.load(tmp_path / "a.npy"), np.concatenate([rows, rows]).astype(np.float16))
+
+
+def test_the_header_has_room_for_any_number_of_rows(tmp_path):
+    """The file is written from its beginning; a header that grew would overwrite the first rows."""
+    with GrowingArray(tmp_path / "a.npy", np.dtype("int32"), (1,)) as array:
+        first = array._file.tell()
+        array.num_rows = 10**18
+        array._file.seek(0)
+        array._write_header()
+        assert array._file.tell() == first
+        array.num_rows = 0
+
+
+def test_writing_into_an_open_array_does_not_reach_the_file(tmp_path):
+    np.save(tmp_path / "a.npy", np.arange(5))
+    opened = open_array(tmp_path / "a.npy")
+    opened[:] = 0
+    np.testing.assert_array_equal(np.load(tmp_path / "a.npy"), np.arange(5))
+
+
+texts = st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=20), max_size=8)
+
+
+@given(texts)
+def test_strings_come_back_one_by_one_and_in_slices(tmp_path_factory, values):
+    folder = tmp_path_factory.mktemp("strings")
+    Strings.write(folder, "captions", iter(values))
+    found = Strings(folder, "captions")
+    assert list(found) == values and len(found) == len(values)
+    for index in range(-len(values), len(values)):
+        assert found[index] == values[index]
+    for part in (slice(None), slice(1, 3), slice(None, None, -1), slice(-2, None), slice(5, 2)):
+        assert found[part] == values[part]
+    for index in (len(values), -len(values) - 1):
+        with pytest.raises(IndexError):
+            found[index]
+
+
+def test_a_string_of_any_length_is_kept_and_one_that_is_no_text_refused(tmp_path):
+    values = ["x" * 100_000, "", "\U0001f468\u200d\U0001f680", "\u200f\u05e9\u05dc\u05d5\u05dd", "a\0b\n"]
+    Strings.write(tmp_path, "a", values)
+    assert list(Strings(tmp_path, "a")) == values
+    with pytest.raises(UnicodeEncodeError):
+        Strings.write(tmp_path, "b", ["\ud800"])
+    assert not (tmp_path / "b.bin").exists()

@@ -1,0 +1,96 @@
+import numpy as np
+import pytest
+from PIL import Image
+
+from ddm_lightning.prepare.squares import ASPECTS, to_square
+
+
+def noise(height, width, seed=0):
+    return np.random.default_rng(seed).integers(60, 190, (height, width, 3), dtype=np.uint8)
+
+
+def lanczos(length, start, span, size):
+    """The matrix [size, length] that scales ``span`` pixels from ``start`` on to ``size``, from Lanczos-3's formula."""
+    scale = span / size
+    centres = start + (np.arange(size) + 0.5) * scale
+    distance = (np.arange(length) + 0.5 - centres[:, None]) / max(1.0, scale)
+    weights = np.where(np.abs(distance) < 3, np.sinc(distance) * np.sinc(distance / 3), 0)
+    return weights / weights.sum(1, keepdims=True)
+
+
+def scaled(image, rows, columns):
+    return np.einsum("ih,jw,hwc->ijc", rows, columns, image.astype(float)).clip(0, 255)
+
+
+def assert_near(found, expected):
+    # Pillow rounds its weights, and once between the two directions.
+    assert found.dtype == np.uint8 and found.shape == expected.shape
+    assert np.abs(found - expected).max() <= 2
+
+
+SHAPES = [(20, 31), (31, 20), (7, 8), (8, 7), (33, 33), (5, 64), (64, 5), (3, 2)]
+
+
+@pytest.mark.parametrize("size", [1, 8, 9])
+@pytest.mark.parametrize(("height", "width"), SHAPES)
+def test_crop_scales_the_square_in_the_middle(height, width, size):
+    side = min(height, width)
+    rows = lanczos(height, (height - side) / 2, side, size)
+    columns = lanczos(width, (width - side) / 2, side, size)
+    image = noise(height, width)
+    assert_near(to_square(image, size, "crop"), scaled(image, rows, columns))
+
+
+@pytest.mark.parametrize("size", [1, 8, 9])
+@pytest.mark.parametrize(("height", "width"), SHAPES)
+def test_stretch_scales_each_side_by_itself(height, width, size):
+    image = noise(height, width)
+    expected = scaled(image, lanczos(height, 0, height, size), lanczos(width, 0, width, size))
+    assert_near(to_square(image, size, "stretch"), expected)
+
+
+@pytest.mark.parametrize(
+    ("height", "width", "size", "top", "left", "inner"),
+    [
+        (20, 40, 10, 2, 0, (5, 10)),
+        (40, 20, 10, 0, 2, (10, 5)),
+        (30, 20, 9, 0, 1, (9, 6)),
+        (1, 100, 8, 3, 0, (1, 8)),
+        (12, 12, 6, 0, 0, (6, 6)),
+        (2, 4, 16, 4, 0, (8, 16)),
+    ],
+)
+def test_pad_keeps_the_whole_picture_on_white(height, width, size, top, left, inner):
+    image = noise(height, width)
+    found = to_square(image, size, "pad")
+    rows, columns = lanczos(height, 0, height, inner[0]), lanczos(width, 0, width, inner[1])
+    window = found[top : top + inner[0], left : left + inner[1]]
+    assert_near(window, scaled(image, rows, columns))
+    white = found.astype(int).sum() - window.astype(int).sum()
+    assert white == 255 * 3 * (size * size - inner[0] * inner[1])
+
+
+def test_what_crop_and_stretch_do_is_what_pillow_does_by_hand():
+    image = noise(30, 50)
+    small = (12, 12)
+    by_hand = {
+        "crop": Image.fromarray(image).crop((10, 0, 40, 30)).resize(small, Image.Resampling.LANCZOS),
+        "stretch": Image.fromarray(image).resize(small, Image.Resampling.LANCZOS),
+    }
+    np.testing.assert_array_equal(to_square(image, 12, "stretch"), by_hand["stretch"])
+    # A crop before the scaling cannot see beyond its edge, a box can: they agree inside.
+    difference = to_square(image, 12, "crop")[:, 2:-2].astype(int) - np.asarray(by_hand["crop"])[:, 2:-2]
+    assert np.abs(difference).max() <= 1
+
+
+@pytest.mark.parametrize("aspect", ASPECTS)
+def test_one_pixel_becomes_a_plain_square_and_the_right_size_stays_as_it_is(aspect):
+    pixel = np.array([[[10, 20, 30]]], np.uint8)
+    np.testing.assert_array_equal(to_square(pixel, 5, aspect), np.broadcast_to(pixel, (5, 5, 3)))
+    image = noise(9, 9)
+    np.testing.assert_array_equal(to_square(image, 9, aspect), image)
+
+
+def test_an_unknown_aspect_is_refused():
+    with pytest.raises(ValueError, match="'fit' is none of crop, pad, stretch"):
+        to_square(noise(4, 4), 4, "fit")
