@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
 from pathlib import PurePosixPath
+from typing import Any
 
 from ddm_lightning.errors import UserError
 from ddm_lightning.prepare.records import Broken, Part, Record
@@ -49,7 +50,7 @@ class ImageFolder:
         """The first-level folders that hold pictures."""
         return sorted({name.partition("/")[0] for name in self._pictures if "/" in name}) if self.labels else []
 
-    @property
+    @cached_property
     def num_classes(self) -> int:
         """Folders, at least 1."""
         return max(1, len(self.class_names))
@@ -63,6 +64,8 @@ class ImageFolder:
 
     def read(self, part: Part) -> Iterator[Record | Broken]:
         """Pictures of the block."""
+        # So that no worker has to list the folder again.
+        self.num_classes = part.where["num_classes"]
         names, labels, captions = part.where["files"], part.where["labels"], part.where["captions"]
         texts = self.files.contents(
             [_text_file(name) for name, found in zip(names, captions, strict=True) if found is True]
@@ -131,12 +134,13 @@ class ImageFolder:
             return self._captions.get(name, "")
         return _text_file(name) in self.files.states
 
-    def _where(self, names: list[str], block: range) -> dict[str, list]:
+    def _where(self, names: list[str], block: range) -> dict[str, Any]:
         chosen = [names[index] for index in block]
         return {
             "files": chosen,
             "labels": [self._label(name) for name in chosen],
             "captions": [self._caption(name) for name in chosen],
+            "num_classes": self.num_classes,
         }
 
     def _label(self, name: str) -> int:

@@ -35,6 +35,14 @@ def test_folders_are_classes_in_alphabetical_order(folder):
         assert found[name].caption == ""
 
 
+def test_a_worker_does_not_list_the_folder_again(folder, monkeypatch):
+    write(folder, {f"{name}/a.png": encoded(noise(2, 2, 3)) for name in ("cat", "dog")})
+    (part,) = build(folder).parts()
+    worker = build(folder)
+    monkeypatch.setattr(type(worker.files), "states", property(lambda _: pytest.fail("lists the folder")))
+    assert [record.label for record in worker.read(part)] == [0, 1] and worker.num_classes == 2
+
+
 def test_without_folders_there_are_no_classes(folder):
     write(folder, {"a.png": encoded(noise(2, 2, 3)), "b.png": encoded(noise(2, 2, 3))})
     assert build(folder).num_classes == 1 and {record.label for record in samples(folder).values()} == {0}
