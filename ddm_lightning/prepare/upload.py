@@ -6,6 +6,7 @@ So a folder that has an index is whole, and an upload that was stopped goes on w
 from __future__ import annotations
 
 import posixpath
+import shutil
 import stat
 import tempfile
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ from urllib.parse import unquote, urlsplit
 
 from ddm_lightning._compat import ensure_torchvision_importable
 from ddm_lightning.errors import UserError
-from ddm_lightning.files import sha256_file
+from ddm_lightning.files import atomic_write, sha256_file
 from ddm_lightning.schema import first_line
 
 _KEY = "key 'prepare.shards.remote'"
@@ -150,18 +151,35 @@ def _store(shards: Path, remote: str) -> _Store:
     scheme = urlsplit(remote).scheme
     if scheme == "sftp":
         return _SFTPStore(shards, remote)
-    if scheme == "file":
-        remote = remote.removeprefix("file://")
-    return _CloudStore(shards, remote)
+    return _FolderStore(shards, remote) if scheme == "file" else _CloudStore(shards, remote)
+
+
+class _FolderStore:
+    """A mounted folder."""
+
+    def __init__(self, shards: Path, remote: str) -> None:
+        self._shards, self._root = shards, Path(remote.removeprefix("file://"))
+        self._root.mkdir(parents=True, exist_ok=True)
+
+    def names(self) -> set[str] | None:
+        """As ``_Store``."""
+        return {path.relative_to(self._root).as_posix() for path in self._root.rglob("*") if path.is_file()}
+
+    def put(self, name: str) -> None:
+        """As ``_Store``; the file appears whole."""
+        atomic_write(self._root / name, lambda temporary: shutil.copyfile(self._shards / name, temporary))
+
+    def close(self) -> None:
+        """Nothing is open."""
 
 
 class _CloudStore:
-    """What Streaming can upload to: S3, GCS, OCI, Azure and their like, and mounted folders."""
+    """What Streaming can upload to: S3, GCS, OCI, Azure and their like."""
 
     def __init__(self, shards: Path, remote: str) -> None:
         from streaming.base.storage.upload import CloudUploader
 
-        self._prefix = remote if "://" not in remote else urlsplit(remote).path.lstrip("/")
+        self._prefix = urlsplit(remote).path.lstrip("/")
         self._uploader = CloudUploader.get((str(shards), remote), keep_local=True, exist_ok=True, retry=_ATTEMPTS)
 
     def names(self) -> set[str] | None:
