@@ -67,7 +67,8 @@ def encode_part(job: PartJob, plugins: Plugins, tick: Tick) -> None:
     if pictured:
         _encode_pictures(job, pictured, state, plugins, tick)
     if CAPTIONS in job.wanted:
-        _encode_captions(job, state, plugins, tick)
+        # After the pictures, the samples have been counted already.
+        _encode_captions(job, state, plugins, tick if not pictured else lambda _: None)
 
 
 def encode_part_in_process(job: PartJob) -> None:

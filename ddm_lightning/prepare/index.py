@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,13 @@ from ddm_lightning.prepare.records import Broken
 _ENOUGH = 1000
 
 
-def write_index(prepared: Prepared, max_bad_fraction: float) -> None:
+def write_index(prepared: Prepared, groups: Collection[str], max_bad_fraction: float) -> None:
     """``index.json`` (samples, counts by cause, rows left out) and ``broken.jsonl`` (each broken sample).
+
+    Args:
+        prepared: whose parts are encoded.
+        groups: the groups of columns in use; what failed in another, left by an earlier configuration, is no matter.
+        max_bad_fraction: how large a part of the samples may be broken.
 
     Raises:
         UserError: too many samples are broken, none is left, or pictures differ in size from part to part.
@@ -36,7 +41,7 @@ def write_index(prepared: Prepared, max_bad_fraction: float) -> None:
         raise UserError(f"the source has pictures of several sizes ({several}); set prepare.pictures.size")
     dropped: dict[int, dict[int, str]] = {}
     for number, state in enumerate(prepared.states):
-        unfit = {row: cause for group in state.values() for row, cause in group.get("unfit", {}).items()}
+        unfit = {row: cause for name in groups for row, cause in state[name].get("unfit", {}).items()}
         if unfit:
             dropped[number] = {int(row): cause for row, cause in unfit.items()}
     _drop_duplicates(prepared, dropped)

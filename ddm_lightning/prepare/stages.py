@@ -23,6 +23,7 @@ from ddm_lightning.errors import UserError
 from ddm_lightning.files import atomic_write_json, sha256_file, sha256_json
 from ddm_lightning.prepare import steps
 from ddm_lightning.prepare.encode import CAPTIONS, FEATURES, LATENTS, RECORDS, is_whole, read_state
+from ddm_lightning.prepare.encodings import bytes_per_sample
 from ddm_lightning.prepare.index import write_index
 from ddm_lightning.prepare.ledger import Ledger, Stage
 from ddm_lightning.prepare.manifest import DataSizes, Manifest, manifest_path
@@ -106,7 +107,7 @@ class Preparation:
                 "index",
                 lambda: [self._group_files(*self._group_keys()), config.max_bad_fraction],
                 ("index.json", "broken.jsonl"),
-                lambda: write_index(Prepared(self.prepared.folder), config.max_bad_fraction),
+                lambda: write_index(Prepared(self.prepared.folder), self._group_keys(), config.max_bad_fraction),
             ),
             Stage(
                 "partition",
@@ -305,7 +306,10 @@ class Preparation:
 
         prepared = Prepared(self.prepared.folder)
         write_pictures(self.experiment, self.plugins, prepared)
-        manifest_of(self.experiment, self.plugins, prepared, self.ledger).write(self.run_dir)
+        manifest = manifest_of(self.experiment, self.plugins, prepared, self.ledger)
+        manifest.write(self.run_dir)
+        sizes = ", ".join(f"{name} {bytes_per_sample({name: text})}" for name, text in manifest.columns.items())
+        self.reporter.say(f"bytes a sample: {sizes}, and its caption")
         self.reporter.advance("report", prepared.num_samples, prepared.num_samples)
 
     def _tick(self, stage: str) -> Callable[[int, int], None]:

@@ -1,0 +1,303 @@
+import json
+import shutil
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from prepare.listed import Listed, Listener, experiment_of, plug_in, record, records
+from prepare.tiny_experiment import tiny_experiment
+
+from ddm_lightning.config import PluginConfig
+from ddm_lightning.errors import UserError
+from ddm_lightning.files import sha256_file
+from ddm_lightning.prepare import prepare
+from ddm_lightning.prepare.encode import key_hash, read_state
+from ddm_lightning.prepare.prepared import Prepared
+from ddm_lightning.prepare.progress import SilentReporter
+from ddm_lightning.prepare.records import Broken
+from ddm_lightning.prepare.registry import CAPTION_ENCODERS, FEATURES, IMAGE_ENCODERS, SOURCES
+
+pytestmark = pytest.mark.usefixtures("quick_prepare")
+
+
+@pytest.fixture
+def source():
+    return Listed({"one": records(20), "two": [Broken("x", "empty file"), *records(15, "b")], "none": []})
+
+
+@pytest.fixture
+def experiment(source, monkeypatch):
+    return experiment_of(plug_in(monkeypatch, SOURCES, source), max_bad_fraction=0.5)
+
+
+def groups_written(folder):
+    """When each group of each part was written."""
+    states = {path.parent.name: read_state(path.parent) for path in sorted(folder.glob("prepared/parts/*/part.json"))}
+    return {
+        (part, group): max((folder / "prepared" / "parts" / part / name).stat().st_mtime_ns for name in entry["files"])
+        for part, state in states.items()
+        for group, entry in state.items()
+        if entry["files"]
+    }
+
+
+def rewritten(folder, work):
+    """The (part, group)s whose files are others after ``work``."""
+    before = groups_written(folder)
+    work()
+    after = groups_written(folder)
+    assert before.keys() == after.keys()
+    return {key for key in after if after[key] != before[key]}
+
+
+def both(*groups):
+    return {(part, group) for part in ("00000", "00001") for group in groups}
+
+
+def test_columns_hold_what_source_and_encoders_give(tmp_path, experiment, source):
+    prepare(experiment, tmp_path)
+    prepared = Prepared(tmp_path / "prepared")
+    expected = [one for samples in source.samples.values() for one in samples if not isinstance(one, Broken)]
+    images = np.stack([one.image for one in expected])
+    everyone = np.arange(35)
+    np.testing.assert_array_equal(prepared.rows("latents", "x_0").take(everyone), images.transpose(0, 3, 1, 2))
+    np.testing.assert_array_equal(
+        prepared.rows("features", "features").take(everyone), FEATURES.build("pooled-pixels", {}).encode(images)
+    )
+    captions = CAPTION_ENCODERS.build("hashed-words", {"size": 8}).encode([one.caption for one in expected])
+    np.testing.assert_array_equal(prepared.rows("captions", "text").take(everyone), captions["text"])
+    assert list(prepared.texts("keys")) == [one.key for one in expected]
+    assert list(prepared.texts("captions")) == [one.caption for one in expected]
+    hashes = prepared.rows("records", "key_hash").take(everyone)
+    np.testing.assert_array_equal(hashes, np.array([key_hash(one.key) for one in expected], np.uint64))
+    assert len(set(hashes.tolist())) == 35 and (hashes > 2**63).any()
+
+
+def test_a_group_decides_over_the_key_on_which_side_a_sample_falls(tmp_path, monkeypatch):
+    tiles = [record(f"t{i}", group=f"region {i // 5}") for i in range(40)]
+    alone = [record(f"s{i}", group="" if i % 2 else None) for i in range(10)]
+    prepare(experiment_of(plug_in(monkeypatch, SOURCES, Listed({"one": tiles + alone}))), tmp_path)
+    split = Prepared(tmp_path / "prepared").rows("records", "split_hash").take(np.arange(50)).tolist()
+    assert split[:40] == [key_hash(f"region {i // 5}") for i in range(40)]
+    assert split[40:] == [key_hash(f"s{i}") for i in range(10)]
+
+
+@pytest.mark.parametrize(
+    ("change", "groups"),
+    [
+        ({"caption_encoder": PluginConfig("hashed-words", {"size": 4})}, ["captions"]),
+        ({"features": PluginConfig("pooled-pixels", {"grid": 2})}, ["features"]),
+        ({"image_encoder": PluginConfig("pixels", {"image_size": 4})}, ["latents"]),
+        ({"horizontal_flips": True}, ["latents"]),
+    ],
+)
+def test_a_change_computes_its_group_again_and_no_other(tmp_path, experiment, change, groups):
+    prepare(experiment, tmp_path / "run")
+    for name, value in change.items():
+        setattr(experiment.prepare, name, value)
+    assert rewritten(tmp_path / "run", lambda: prepare(experiment, tmp_path / "run")) == both(*groups)
+    prepare(experiment, tmp_path / "fresh")
+    assert digests(tmp_path / "run") == digests(tmp_path / "fresh")
+
+
+def digests(run):
+    """Columns and shards by content."""
+    files = [p for kind in ("parts", "shards") for p in sorted((run / "prepared" / kind).rglob("*")) if p.is_file()]
+    return {p.relative_to(run).as_posix(): sha256_file(p) for p in files if p.name != "part.json"}
+
+
+def test_new_captions_do_not_read_the_source(tmp_path, experiment, source):
+    prepare(experiment, tmp_path)
+    source.read = lambda _: pytest.fail("pictures are not needed")
+    experiment.prepare.caption_encoder = PluginConfig("hashed-words", {"size": 4})
+    prepare(experiment, tmp_path)
+
+
+def test_only_the_part_that_changed_is_done_again(tmp_path, experiment, source):
+    prepare(experiment, tmp_path)
+    source.samples["two"] = records(18, "b")
+    source.fingerprints["two"] = "2"
+    done = rewritten(tmp_path, lambda: prepare(experiment, tmp_path))
+    assert done == {("00001", group) for group in ("records", "latents", "captions", "features")}
+    assert Prepared(tmp_path / "prepared").num_samples == 38
+
+
+def test_parts_that_are_gone_leave_nothing(tmp_path, experiment, source):
+    prepare(experiment, tmp_path)
+    assert len(list((tmp_path / "prepared" / "parts").iterdir())) == 3
+    del source.samples["two"], source.samples["none"]
+    manifest = prepare(experiment, tmp_path)
+    assert [path.name for path in (tmp_path / "prepared" / "parts").iterdir()] == ["00000"]
+    assert manifest.num_samples == 20 and manifest.broken == {}
+
+
+@pytest.mark.parametrize("damage", ["missing", "truncated", "no state", "state is no JSON", "state is a list"])
+def test_a_part_that_lost_something_is_mended(tmp_path, experiment, damage):
+    first = prepare(experiment, tmp_path)
+    before = groups_written(tmp_path)
+    part = tmp_path / "prepared" / "parts" / "00001"
+    column = part / "features" / "features.npy"
+    if damage == "missing":
+        column.unlink()
+    elif damage == "truncated":
+        column.write_bytes(column.read_bytes()[:-1])
+    elif damage == "no state":
+        (part / "part.json").unlink()
+    else:
+        (part / "part.json").write_text("[]" if "list" in damage else "{")
+    assert prepare(experiment, tmp_path) == first
+    after = groups_written(tmp_path)
+    groups = ["features"] if damage in ("missing", "truncated") else ["captions", "features", "latents", "records"]
+    assert {key for key in after if after[key] != before[key]} == {("00001", group) for group in groups}
+
+
+class Stopped(BaseException):
+    """As if the process were gone."""
+
+
+@pytest.mark.parametrize("group", ["latents", "features", "captions"])
+def test_stopped_in_between_it_keeps_the_parts_that_are_whole(tmp_path, experiment, source, monkeypatch, group):
+    registry, name = {
+        "latents": (IMAGE_ENCODERS, "pixels"),
+        "features": (FEATURES, "pooled-pixels"),
+        "captions": (CAPTION_ENCODERS, "hashed-words"),
+    }[group]
+    real = registry.get(name)
+
+    class Stopping(real):
+        def encode(self, given):
+            if len(given) == 15:
+                raise Stopped
+            return super().encode(given)
+
+    monkeypatch.setitem(registry._built_in, name, Stopping)
+    with pytest.raises(Stopped):
+        prepare(experiment, tmp_path / "run")
+    parts = tmp_path / "run" / "prepared" / "parts"
+    assert sorted(read_state(parts / "00000")) == ["captions", "features", "latents", "records"]
+    # Captions come after the pictures, whose columns are whole by then.
+    whole = {"features", "latents", "records"} if group == "captions" else set()
+    assert read_state(parts / "00001").keys() == whole
+    assert {path.name for path in (parts / "00001").iterdir()} == {"part.json", *whole}
+    monkeypatch.setitem(registry._built_in, name, real)
+    source.reads.clear()
+    prepare(experiment, tmp_path / "run")
+    assert source.reads == ["none"] if group == "captions" else ["two", "none"]
+    prepare(experiment, tmp_path / "fresh")
+    assert digests(tmp_path / "run") == digests(tmp_path / "fresh")
+
+
+def test_a_source_that_gives_other_samples_under_the_same_fingerprint_is_named(tmp_path, experiment, source):
+    prepare(experiment, tmp_path)
+    source.samples["two"] = records(14, "b")
+    listed = source.parts()
+    listed[1] = replace(listed[1], num_samples=16)
+    source.parts = lambda: listed
+    experiment.prepare.features = PluginConfig("pooled-pixels", {"grid": 2})
+    with pytest.raises(UserError, match=r"part 'two' of the source: gives 14 samples, it gave 15 before.*delete"):
+        prepare(experiment, tmp_path)
+    shutil.rmtree(tmp_path / "prepared" / "parts" / "00001")
+    assert prepare(experiment, tmp_path).num_samples == 34
+
+
+def test_thumbnails_are_the_lowest_hashes_and_no_larger_than_needed(tmp_path, monkeypatch):
+    from ddm_lightning.prepare import steps
+
+    monkeypatch.setattr(steps, "_MAX_THUMBNAILS", 40)
+    monkeypatch.setattr(steps, "_MIN_THUMBNAILS_A_PART", 3)
+    samples = records(50, size=120)
+    source = Listed({"one": samples, "two": records(50, "b", size=120)})
+    prepare(experiment_of(plug_in(monkeypatch, SOURCES, source)), tmp_path)
+    folder = tmp_path / "prepared" / "parts" / "00000" / "records"
+    lowest = sorted(range(50), key=lambda row: key_hash(samples[row].key))[:20]
+    assert np.load(folder / "thumbnail_rows.npy").tolist() == sorted(lowest)
+    pictures = np.load(folder / "thumbnails.npy")
+    assert pictures.shape == (20, 96, 96, 3)
+    means = [samples[row].image.mean((0, 1)) for row in sorted(lowest)]
+    np.testing.assert_allclose(pictures.mean((1, 2)), means, atol=1.5)
+
+
+def test_flips_store_the_encoding_of_the_mirrored_picture(tmp_path, monkeypatch):
+    pixels = IMAGE_ENCODERS.build("pixels", {})
+
+    class Lopsided(type(pixels)):
+        """Not symmetric: the mirror of its output is not its output for the mirror."""
+
+        def encode(self, images):
+            return super().encode(images + np.arange(8, dtype=np.uint8)[:, None])
+
+    source = Listed({"one": records(20)})
+    experiment = experiment_of(
+        plug_in(monkeypatch, SOURCES, source),
+        image_encoder=plug_in(monkeypatch, IMAGE_ENCODERS, Lopsided()),
+        horizontal_flips=True,
+    )
+    manifest = prepare(experiment, tmp_path)
+    assert manifest.columns["x_0_flipped"] == manifest.columns["x_0"] == "ndarray:uint8:3,8,8"
+    prepared = Prepared(tmp_path / "prepared")
+    found = prepared.rows("latents", "x_0_flipped").take(np.arange(20))
+    mirrored = np.stack([one.image[:, ::-1] for one in source.samples["one"]])
+    np.testing.assert_array_equal(found, Lopsided().encode(mirrored))
+    assert (found != prepared.rows("latents", "x_0").take(np.arange(20))[..., ::-1]).any()
+
+
+def test_pictures_of_any_size_become_squares(tmp_path, monkeypatch):
+    sizes = [(8, 8), (9, 20), (1, 1), (200, 3), (7, 7), (64, 65)]
+    samples = [record(f"a{i}", size=sizes[i % len(sizes)]) for i in range(24)]
+    samples.insert(5, Broken("x", "truncated picture"))
+    experiment = experiment_of(plug_in(monkeypatch, SOURCES, Listed({"one": samples})), max_bad_fraction=0.1)
+    for aspect in ("crop", "pad", "stretch"):
+        experiment.prepare.pictures.size, experiment.prepare.pictures.aspect = 10, aspect
+        manifest = prepare(experiment, tmp_path)
+        assert manifest.pictures == {"size": 10, "aspect": aspect} and manifest.x_shape == (3, 10, 10)
+        assert (manifest.num_samples, manifest.broken) == (24, {"truncated picture": 1})
+    experiment.prepare.pictures.size = None
+    with pytest.raises(UserError, match=r"'a1' has 20 x 9 pixels and is not square; set prepare\.pictures\.size"):
+        prepare(experiment, tmp_path / "as they are")
+
+
+@pytest.mark.parametrize(
+    ("sample", "problem"),
+    [
+        (record("odd", size=9), r"'odd' has 9 x 9 pixels and others have 8 x 8; set prepare\.pictures\.size"),
+        (record("odd", image=np.zeros((8, 8, 3))), r"'odd' is no uint8 RGB picture \(float64 \[8, 8, 3\]\)"),
+        (record("odd", image=np.zeros((8, 8), np.uint8)), r"'odd' is no uint8 RGB picture \(uint8 \[8, 8\]\)"),
+        (record("odd", image=np.zeros((8, 8, 4), np.uint8)), r"'odd' is no uint8 RGB picture \(uint8 \[8, 8, 4\]\)"),
+        (record("odd", image=np.zeros((0, 8, 3), np.uint8)), r"'odd' is no uint8 RGB picture \(uint8 \[0, 8, 3\]\)"),
+        (record("odd", label=4), "'odd' has label 4, outside 0 to 3"),
+        (record("odd", label=-1), "'odd' has label -1, outside 0 to 3"),
+    ],
+)
+def test_a_source_that_breaks_its_contract_is_named(tmp_path, monkeypatch, sample, problem):
+    source = Listed({"good": records(20), "bad": [*records(5, "b"), sample]})
+    experiment = experiment_of(plug_in(monkeypatch, SOURCES, source))
+    with pytest.raises(UserError, match=problem) as refusal:
+        prepare(experiment, tmp_path)
+    assert "source 'made-up': sample" in str(refusal.value) and "\n" not in str(refusal.value)
+    parts = tmp_path / "prepared" / "parts"
+    assert len(read_state(parts / "00000")) == 4 and read_state(parts / "00001") == {}
+    assert [path.name for path in (parts / "00001").iterdir()] == ["part.json"]
+    source.samples["bad"].pop()
+    source.fingerprints["bad"] = "2"
+    listener = Listener()
+    assert prepare(experiment, tmp_path, listener).num_samples == 25
+
+
+def test_progress_is_told_in_samples(tmp_path, monkeypatch):
+    source = Listed({"one": records(300), "two": records(300, "b")})
+    experiment = experiment_of(plug_in(monkeypatch, SOURCES, source))
+    listener = Listener()
+    prepare(experiment, tmp_path, listener)
+    ticks = [(done, total) for stage, done, total in listener.ticks if stage == "encode"]
+    assert ticks[-1] == (600, 600) and {total for _, total in ticks} == {600}
+    done = [done for done, _ in ticks]
+    assert done == sorted(done) and set(done) == {256, 300, 556, 600}
+
+
+def test_the_report_of_the_blobs_is_made_of_their_parts(tmp_path):
+    """Parts of the built-in source that is cut into blocks."""
+    experiment = tiny_experiment(num_samples=1100)
+    prepare(experiment, tmp_path, SilentReporter())
+    parts = json.loads((tmp_path / "prepared" / "parts.json").read_text())
+    assert [part["num_samples"] for part in parts] == [512, 512, 76]
+    assert Prepared(tmp_path / "prepared").states[2]["records"]["num_rows"] == 76

@@ -1,0 +1,243 @@
+import json
+
+import numpy as np
+import pytest
+from prepare.listed import Listed, Listener, experiment_of, plug_in, record, records
+
+from ddm_lightning.errors import UserError
+from ddm_lightning.prepare import encode, prepare, steps
+from ddm_lightning.prepare.index import check_broken
+from ddm_lightning.prepare.manifest import Manifest
+from ddm_lightning.prepare.prepared import Prepared
+from ddm_lightning.prepare.records import Broken
+from ddm_lightning.prepare.registry import CAPTION_ENCODERS, FEATURES, IMAGE_ENCODERS, SOURCES
+
+pytestmark = pytest.mark.usefixtures("quick_prepare")
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """Prepare given parts; gives the manifest, the folder and what ``broken.jsonl`` lists."""
+
+    def prepared_of(parts, **changes):
+        changes = {"max_bad_fraction": 0.9, **changes}
+        experiment = experiment_of(plug_in(monkeypatch, SOURCES, Listed(parts)), **changes)
+        manifest = prepare(experiment, tmp_path)
+        prepared = Prepared(tmp_path / "prepared")
+        return manifest, prepared, [json.loads(line) for line in prepared.broken_file.read_text().splitlines()]
+
+    return prepared_of
+
+
+def sick(plug_in_class, sick_rows, **attributes):
+    """A plug-in whose output is not finite for pictures, or captions, that ``sick_rows`` picks."""
+
+    class Sick(plug_in_class):
+        def encode(self, given):
+            rows = super().encode(given)
+            bad = np.array([sick_rows(one) for one in given], bool)
+            for array in rows.values() if isinstance(rows, dict) else [rows]:
+                array[bad, ..., 0] = np.nan
+            return rows
+
+    return Sick(**attributes)
+
+
+def test_the_first_bearer_of_a_key_stays_within_a_part_and_across_parts(run):
+    first = [record("x", caption="first x"), *records(20), record("x", caption="second x")]
+    second = [*records(20, "b"), record("a3", caption="another a3"), record("x", caption="third x")]
+    manifest, prepared, broken = run({"one": first, "two": second})
+    assert manifest.broken == {"duplicate key": 3}
+    assert (manifest.num_read, manifest.num_samples) == (44, 41)
+    keys, captions = list(prepared.texts("keys")), list(prepared.texts("captions"))
+    assert keys == ["x", *(f"a{i}" for i in range(20)), *(f"b{i}" for i in range(20))]
+    assert captions[0] == "first x" and captions[4] == "picture of a3"
+    assert [(line["part"], line["key"]) for line in broken] == [("one", "x"), ("two", "a3"), ("two", "x")]
+    assert {line["cause"] for line in broken} == {"duplicate key"}
+
+
+def test_a_key_whose_first_bearer_cannot_be_used_is_given_to_the_second(run, monkeypatch):
+    features = FEATURES.build("pooled-pixels", {})
+    white = np.full((8, 8, 3), 255, np.uint8)
+    plugin = plug_in(monkeypatch, FEATURES, sick(type(features), lambda image: bool((image == 255).all())))
+    first = [record("x", image=white, caption="sick"), *records(20), record("x", caption="well")]
+    manifest, prepared, _ = run({"one": first}, features=plugin)
+    assert manifest.broken == {"features are not finite": 1}
+    assert dict(zip(prepared.texts("keys"), prepared.texts("captions"), strict=True))["x"] == "well"
+
+
+def test_keys_of_one_hash_that_differ_both_stay(run, monkeypatch):
+    monkeypatch.setattr(encode, "key_hash", lambda text: 2**63 + len(text))
+    manifest, prepared, _ = run({"one": records(30), "two": [*records(10, "b"), record("a7")]})
+    assert manifest.broken == {"duplicate key": 1} and manifest.num_samples == 40
+    assert len(set(prepared.texts("keys"))) == 40
+
+
+def test_what_is_broken_is_counted_by_cause_listed_and_left_out(run, monkeypatch):
+    sources = {
+        "one": [
+            Broken("p", "empty file"),
+            *records(15),
+            Broken("q", "truncated picture", "12 of 99 bytes"),
+            record("lone", caption="\ud800"),
+        ],
+        "nothing": [Broken("r", "empty file")],
+        "two": records(15, "b"),
+    }
+    pixels, pooled = IMAGE_ENCODERS.build("pixels", {}), FEATURES.build("pooled-pixels", {})
+    words = CAPTION_ENCODERS.build("hashed-words", {})
+    first = {name: record(name).image for name in ("a2", "b3")}
+
+    class Floats(type(pixels)):
+        dtype = "float32"
+
+        def encode(self, images):
+            bad = np.array([np.array_equal(image, first["a2"]) for image in images])
+            rows = images.transpose(0, 3, 1, 2).astype(np.float32)
+            rows[bad, 0, 0, 0] = np.inf
+            return rows
+
+    manifest, prepared, broken = run(
+        sources,
+        image_encoder=plug_in(monkeypatch, IMAGE_ENCODERS, Floats()),
+        features=plug_in(monkeypatch, FEATURES, sick(type(pooled), lambda image: np.array_equal(image, first["b3"]))),
+        caption_encoder=plug_in(
+            monkeypatch, CAPTION_ENCODERS, sick(type(words), lambda text: text == "picture of a5", size=8)
+        ),
+    )
+    assert manifest.broken == {
+        "empty file": 2,
+        "encoded caption is not finite": 1,
+        "encoded picture is not finite": 1,
+        "features are not finite": 1,
+        "text that UTF-8 cannot hold": 1,
+        "truncated picture": 1,
+    }
+    assert (manifest.num_read, manifest.num_samples) == (34, 27)
+    expected = {
+        ("one", "p", "empty file", ""),
+        ("one", "q", "truncated picture", "12 of 99 bytes"),
+        ("nothing", "r", "empty file", ""),
+        ("one", "a2", "encoded picture is not finite", ""),
+        ("one", "a5", "encoded caption is not finite", ""),
+        ("two", "b3", "features are not finite", ""),
+    }
+    found = {(line["part"], line["key"], line["cause"], line["detail"]) for line in broken}
+    (lone,) = found - expected
+    assert lone[2] == "text that UTF-8 cannot hold" and expected < found and len(broken) == 7
+    keys = {*(f"a{i}" for i in range(15)), *(f"b{i}" for i in range(15))} - {"a2", "a5", "b3"}
+    assert set(prepared.texts("keys")) == keys
+    x_0 = prepared.rows("latents", "x_0").take(np.arange(27))
+    for key, row in zip(prepared.texts("keys"), x_0, strict=True):
+        np.testing.assert_array_equal(row, record(key).image.transpose(2, 0, 1))
+
+
+def test_rows_left_out_of_a_column_that_is_gone_come_back(run, monkeypatch):
+    """Without the caption encoder nobody minds that it failed on a caption."""
+    words = CAPTION_ENCODERS.build("hashed-words", {})
+    sick_words = plug_in(monkeypatch, CAPTION_ENCODERS, sick(type(words), lambda text: text == "picture of a5", size=8))
+    manifest, *_ = run({"one": records(30)}, caption_encoder=sick_words)
+    assert manifest.num_samples == 29
+    manifest, *_ = run({"one": records(30)}, caption_encoder=None)
+    assert manifest.num_samples == 30 and manifest.broken == {}
+
+
+def test_nothing_is_broken_and_the_list_is_empty(run):
+    manifest, prepared, broken = run({"one": records(20)}, max_bad_fraction=0.0)
+    assert manifest.broken == {} and broken == [] and prepared.index["dropped"] == {}
+
+
+def test_what_is_left_out_has_no_part_in_partition_and_shards(run, tmp_path, monkeypatch):
+    clean = Listed({"one": records(20), "two": records(20, "b"), "three": records(5, "c")})
+    expected = prepare(experiment_of(plug_in(monkeypatch, SOURCES, clean, "clean")), tmp_path / "clean")
+    dirty = {
+        "one": [record("a0"), Broken("x", "empty file"), *records(20)],
+        "two": [*records(3), *records(20, "b"), record("b1")],
+        "three": [*records(9, "b"), *records(5, "c")],
+    }
+    manifest, prepared, _ = run(dirty)
+    assert manifest.broken == {"duplicate key": 14, "empty file": 1}
+    np.testing.assert_array_equal(prepared.clusters, Prepared(tmp_path / "clean" / "prepared").clusters)
+    assert manifest.index_sha256 == expected.index_sha256
+    assert manifest.partition_sha256 == expected.partition_sha256
+
+
+def test_thumbnails_are_of_rows_that_are_kept(run):
+    _, prepared, _ = run({"one": [record("a4"), *records(20)], "two": [*records(5), *records(12, "b")]})
+    pictures, rows = prepared.thumbnails()
+    keys = prepared.texts("keys")
+    assert len(rows) and len(set(rows.tolist())) == len(rows)
+    for picture, row in zip(pictures, rows.tolist(), strict=True):
+        np.testing.assert_array_equal(picture, record(keys[row]).image)
+
+
+def bad_and_good(num_bad, num_good):
+    return [*(Broken(f"bad{i}", "empty file") for i in range(num_bad)), *records(num_good)]
+
+
+def test_too_many_broken_samples_stop_it_before_the_partition(run, tmp_path):
+    with pytest.raises(UserError, match=r"4 of 40 samples cannot be used \(empty file: 4\)") as refusal:
+        run({"one": bad_and_good(4, 36)}, max_bad_fraction=0.09)
+    assert "broken.jsonl" in str(refusal.value) and "prepare.max_bad_fraction = 0.09" in str(refusal.value)
+    assert len((tmp_path / "prepared" / "broken.jsonl").read_text().splitlines()) == 4, "to be looked at"
+    assert not (tmp_path / "prepared" / "index.json").exists()
+    with pytest.raises(UserError, match="run prepare first"):
+        Manifest.read(tmp_path)
+    manifest, *_ = run({"one": bad_and_good(4, 36)}, max_bad_fraction=0.1)
+    assert manifest.num_samples == 36
+
+
+def test_far_too_many_broken_samples_stop_it_early(monkeypatch, tmp_path):
+    parts = {f"part {i}": [Broken(f"{i}-{j}", "unreadable URL") for j in range(600)] for i in range(5)}
+    source = Listed({**parts, "good": records(10)})
+    experiment = experiment_of(plug_in(monkeypatch, SOURCES, source), max_bad_fraction=0.2)
+    with pytest.raises(UserError, match="1200 of 1200 samples cannot be used"):
+        prepare(experiment, tmp_path)
+    assert source.reads.count("part 1") >= 1 and "part 2" not in source.reads
+
+
+def test_the_fraction_counts_after_enough_samples_and_is_not_exceeded_by_being_met():
+    check_broken({"empty file": 500}, 999, 0.1, "here")
+    check_broken({"empty file": 60, "truncated picture": 40}, 1000, 0.1, "here")
+    with pytest.raises(UserError, match=r"here: 101 of 1000.*\(empty file: 60, truncated picture: 41\)"):
+        check_broken({"truncated picture": 41, "empty file": 60}, 1000, 0.1, "here")
+    with pytest.raises(UserError, match="1 of 1 samples"):
+        check_broken({"empty file": 1}, 1, 0.5, "here", enough=1)
+
+
+@pytest.mark.parametrize("sized", [True, False])
+def test_a_source_of_which_nothing_is_left_is_refused(tmp_path, monkeypatch, sized):
+    parts = {"one": [Broken("a", "empty file")] * 13, "two": [Broken("b", "empty file")] * 13}
+    source = Listed(parts, sized=sized)
+    experiment = experiment_of(plug_in(monkeypatch, SOURCES, source), max_bad_fraction=1.0)
+    with pytest.raises(UserError, match=r"yields no samples; mend prepare\.source"):
+        prepare(experiment, tmp_path)
+
+
+def test_a_source_without_parts_is_refused_before_anything_is_written(tmp_path, monkeypatch):
+    with pytest.raises(UserError, match=r"'made-up': has no samples; mend prepare\.source"):
+        prepare(experiment_of(plug_in(monkeypatch, SOURCES, Listed({}))), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_parts_of_several_picture_sizes_are_named(run):
+    with pytest.raises(UserError, match=r"8 pixels in 'one', 12 pixels in 'three'.*set prepare.pictures.size"):
+        run({"one": records(20), "two": [Broken("x", "empty file")], "three": records(20, "c", size=12)})
+
+
+def test_the_columns_of_all_parts_have_one_row_a_sample(run, monkeypatch):
+    monkeypatch.setattr(steps, "_MAX_THUMBNAILS", 0)
+    _, prepared, _ = run({"one": records(21), "two": [], "three": records(14, "c")})
+    for group, name in (("records", "label"), ("latents", "x_0"), ("features", "features"), ("captions", "text")):
+        assert len(prepared.rows(group, name)) == len(prepared.clusters) == 35
+    assert len(prepared.thumbnails()[1]) == 16 + 14, "at least 16 a part"
+
+
+def test_a_second_run_reads_nothing(tmp_path, monkeypatch):
+    source = Listed({"one": [Broken("x", "empty file"), *records(30)]})
+    experiment = experiment_of(plug_in(monkeypatch, SOURCES, source), max_bad_fraction=0.5)
+    prepare(experiment, tmp_path)
+    reads = len(source.reads)
+    listener = Listener()
+    prepare(experiment, tmp_path, listener)
+    assert listener.lines == [f"{tmp_path / 'prepared'}: up to date"] and len(source.reads) == reads
