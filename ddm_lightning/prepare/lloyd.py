@@ -8,6 +8,7 @@ centroid of an empty or nearly empty cell is moved to split the most crowded one
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -16,12 +17,13 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from ddm_lightning.prepare.nearest import FeatureBlocks, not_finite, rows_at_once
+from ddm_lightning.prepare.nearest import FeatureBlocks, in_order, not_finite, rows_at_once
 from ddm_lightning.prepare.rows import Rows
 
-# Rows a centroid of the sample that gives the starting centroids.
-_START_ROWS = 8
-_DRAWN_AT_ONCE = 32
+# Rows a centroid of the sample that gives the starting centroids; the second where the first holds too many duplicates.
+_START_ROWS = (8, 64)
+# Draws of starting centroids: one at a time up to so many clusters, more at a time beyond.
+_DRAWS = 64
 # The last iterations only settle.
 _SETTLING_ITERATIONS = 2
 # A cell that is lighter than this, against the mean, may be given up to split a crowded one.
@@ -73,20 +75,31 @@ def lloyd_kmeans(
         UserError: features that are not finite.
     """
     blocks = FeatureBlocks(rows, metric, rows_at_once(num_clusters), device, chosen)
-    sample = blocks.sample(_START_ROWS * num_clusters, generator)
-    # Centred, because |x|² + |c|² - 2xc loses digits when the mean is large against the spread; the mean of unit
-    # vectors is not.
-    centre = sample.mean(0) if metric == "euclidean" else None
-    centroids = plus_plus(sample if centre is None else sample - centre, num_clusters, generator)
+    centroids, centre = _start(blocks, num_clusters, generator)
     for iteration in range(num_iterations):
-        cells, bad = _pass(blocks, centroids, centre)
-        if bad is not None:
-            raise not_finite(blocks.number(bad))
+        cells = _pass(blocks, centroids, centre)
         centroids = _means(cells, centroids)
         if iteration < num_iterations - _SETTLING_ITERATIONS:
             centroids = _relocated(centroids, cells, max_largest_over_mean, generator)
         tick()
     return (centroids if centre is None else centroids + centre).cpu()
+
+
+def _start(
+    blocks: FeatureBlocks, num_clusters: int, generator: torch.Generator
+) -> tuple[Float[Tensor, "k d"], Float[Tensor, "d"] | None]:
+    """Starting centroids, and where they are centred if that is not the origin."""
+    for rows_a_centroid in _START_ROWS:
+        sample = blocks.sample(rows_a_centroid * num_clusters, generator)
+        # Centred, because |x|² + |c|² - 2xc loses digits when the mean is large against the spread; the mean of
+        # unit vectors is not.
+        centre = sample.mean(0) if blocks.metric == "euclidean" else None
+        try:
+            return plus_plus(sample if centre is None else sample - centre, num_clusters, generator), centre
+        except ValueError:
+            if len(sample) == len(blocks) or rows_a_centroid == _START_ROWS[-1]:
+                raise
+    raise AssertionError
 
 
 def plus_plus(x: Float[Tensor, "n d"], num_clusters: int, generator: torch.Generator) -> Float[Tensor, "k d"]:
@@ -103,8 +116,10 @@ def plus_plus(x: Float[Tensor, "n d"], num_clusters: int, generator: torch.Gener
     # Below this a float32 distance is rounding: such samples are taken for equal.
     noise = 8 * torch.finfo(x.dtype).eps * float(norms.max())
     while len(chosen) < num_clusters:
-        odds = torch.ones(len(x)) if len(chosen) == 0 else torch.where(nearest > noise, nearest, 0).cpu()
-        wanted = min(_DRAWN_AT_ONCE, num_clusters - len(chosen), int((odds > 0).sum()))
+        first = len(chosen) == 0
+        odds = torch.ones(len(x)) if first else torch.where(nearest > noise, nearest, 0).cpu()
+        at_once = 1 if first else math.ceil(num_clusters / _DRAWS)
+        wanted = min(at_once, num_clusters - len(chosen), int((odds > 0).sum()))
         if wanted == 0:
             raise ValueError(f"only {len(chosen)} distinct samples among {len(x)} drawn for {num_clusters} clusters")
         drawn = x[torch.multinomial(odds, wanted, generator=generator).to(x.device)]
@@ -116,42 +131,51 @@ def plus_plus(x: Float[Tensor, "n d"], num_clusters: int, generator: torch.Gener
     return chosen
 
 
-def _pass(
-    blocks: FeatureBlocks, centroids: Float[Tensor, "k d"], centre: Float[Tensor, "d"] | None
-) -> tuple[Cells, int | None]:
-    """Assign every sample and add it up; and the position of the first sample that is not finite, or None.
+def _pass(blocks: FeatureBlocks, centroids: Float[Tensor, "k d"], centre: Float[Tensor, "d"] | None) -> Cells:
+    """Assign every sample and add it up; the metric is Euclidean where there is a ``centre``, and else spherical.
 
-    The metric is Euclidean where there is a ``centre``, which is taken off the samples, and else spherical. Rows
-    are not divided by their norms then: for x of any length, the nearest c to x/|x| has the least |x||c|²/2 - xc.
+    Raises:
+        UserError: a sample that is not finite.
     """
-    num_clusters = len(centroids)
+    num_clusters, dim = centroids.shape
+    half = centroids.square().sum(1) / 2
+    own = threading.local()
+
+    def of_block(start: int) -> tuple[Tensor, Tensor, Tensor]:
+        if not hasattr(own, "rows"):
+            # Kept, because fresh memory of this size costs about as much as filling it.
+            own.rows = np.empty((min(blocks.num_rows, len(blocks)), dim), np.float32)
+            own.scores = centroids.new_empty(len(own.rows), num_clusters)
+        x = blocks.read(start, own.rows)
+        x = x if centre is None else x.sub_(centre)
+        squares = torch.linalg.vecdot(x, x)
+        # Rows are not divided by their norms: the c nearest to x/|x| has the least |x||c|²/2 - xc. The bound is
+        # normalize()'s.
+        scale = squares.sqrt().clamp_(min=1e-12) if centre is None else torch.ones_like(squares)
+        scores = torch.mul(scale.unsqueeze(1), half, out=own.scores[: len(x)]).addmm_(x, centroids.T, alpha=-1)
+        least, index = scores.min(1)
+        finite = torch.isfinite(least)
+        if not bool(finite.all()):
+            raise not_finite(blocks.number(start + int((~finite).nonzero()[0])))
+        counts = index.bincount(minlength=num_clusters)
+        order, starts = index.argsort(stable=True), counts.cumsum(0) - counts
+        cost = squares.div_(scale).add_(least, alpha=2).div_(scale)
+        sums = _sums(x, order, starts, scale.reciprocal()[order])
+        return counts, sums, _sums(cost.unsqueeze(1), order, starts, torch.ones_like(cost)).squeeze(1)
+
     counts = torch.zeros(num_clusters, dtype=torch.int64, device=centroids.device)
     # Float64, because of the many blocks; within a block few samples meet in a cell.
     sums = torch.zeros_like(centroids, dtype=torch.float64)
     costs = sums.new_zeros(num_clusters)
-    half = centroids.square().sum(1) / 2
-    buffer = centroids.new_empty(min(blocks.num_rows, len(blocks)), num_clusters)
-    for number, x in enumerate(blocks):
-        x = x if centre is None else x.sub_(centre)
-        squares = torch.linalg.vecdot(x, x)
-        # 1e-12 is where normalize() stops too.
-        scale = squares.sqrt().clamp_(min=1e-12) if centre is None else torch.ones_like(squares)
-        scores = torch.mul(scale.unsqueeze(1), half, out=buffer[: len(x)]).addmm_(x, centroids.T, alpha=-1)
-        least, index = scores.min(1)
-        fine = torch.isfinite(least)
-        if not bool(fine.all()):
-            return Cells(counts, sums, costs), number * blocks.num_rows + int((~fine).nonzero()[0])
-        found = index.bincount(minlength=num_clusters)
-        order, starts = index.argsort(stable=True), found.cumsum(0) - found
-        counts += found
-        # Not index_add_, which is slower here and adds in no fixed order on a GPU.
-        sums += _sums(x, order, starts, scale.reciprocal()[order])
-        cost = squares.div_(scale).add_(least, alpha=2).div_(scale)
-        costs += _sums(cost.unsqueeze(1), order, starts, torch.ones_like(cost)).squeeze(1)
-    return Cells(counts, sums, costs), None
+    for block_counts, block_sums, block_costs in in_order(of_block, blocks.starts, blocks.device):
+        counts += block_counts
+        sums += block_sums
+        costs += block_costs
+    return Cells(counts, sums, costs)
 
 
 def _sums(x: Tensor, order: Tensor, starts: Tensor, weights: Tensor) -> Tensor:
+    # Not index_add_, which is slower here and adds in no fixed order on a GPU.
     return torch.nn.functional.embedding_bag(order, x, starts, mode="sum", per_sample_weights=weights)
 
 

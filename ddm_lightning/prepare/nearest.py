@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import pairwise
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -17,8 +20,11 @@ from ddm_lightning.prepare.rows import Rows
 # Entries of one matrix of rows times centroids: 32 MB in float32, whatever the number of centroids.
 _SCORES_AT_ONCE = 1 << 23
 _MOST_ROWS, _LEAST_ROWS = 8192, 256
+T = TypeVar("T")
+
 # Rows that are read at a time where nothing else decides.
 ROWS_AT_ONCE = 4096
+_SCATTERED_AT_ONCE = 1024
 # Scattered rows, slow to read in every pass, are kept in memory up to this size.
 _KEPT_BYTES = 1 << 30
 
@@ -55,20 +61,21 @@ class FeatureBlocks:
         self.rows, self.metric, self.num_rows, self.device, self.chosen = rows, metric, num_rows, device, chosen
         self._kept: np.ndarray | None = None
         if chosen is not None and len(self) * rows.row_shape[0] * rows.dtype.itemsize <= _KEPT_BYTES:
-            self._kept = rows.take(chosen)
-            release(rows, 0, len(rows))
+            self._kept = gather(rows, chosen)
 
     def __len__(self) -> int:
         return len(self.rows) if self.chosen is None else len(self.chosen)
 
-    def __iter__(self) -> Iterator[Float[Tensor, "m d"]]:
-        """The blocks in order, as they are stored; on the CPU each lies where the one before it was."""
-        # One buffer, because fresh memory of this size costs about as much as filling it.
-        buffer = np.empty((min(self.num_rows, len(self)), *self.rows.row_shape), np.float32)
-        for start in range(0, len(self), self.num_rows):
-            stop = min(start + self.num_rows, len(self))
-            self._read_into(buffer[: stop - start], start)
-            yield torch.from_numpy(buffer[: stop - start]).to(self.device)
+    @property
+    def starts(self) -> range:
+        """Where the blocks begin."""
+        return range(0, len(self), self.num_rows)
+
+    def read(self, start: int, buffer: Float[np.ndarray, "r d"]) -> Float[Tensor, "m d"]:
+        """The block that begins at ``start``, as it is stored; on the CPU it lies in ``buffer``."""
+        block = buffer[: min(self.num_rows, len(self) - start)]
+        self._read_into(block, start)
+        return torch.from_numpy(block).to(self.device)
 
     def sample(self, size: int, generator: torch.Generator) -> Float[Tensor, "m d"]:
         """At most ``size`` different rows, drawn by the generator, in the order drawn.
@@ -78,8 +85,7 @@ class FeatureBlocks:
         """
         drawn = torch.randperm(len(self), generator=generator)[:size].numpy()
         numbers = drawn if self.chosen is None else self.chosen[drawn]
-        x = prepared(self.rows.take(numbers), self.metric, self.device)
-        release(self.rows, 0, len(self.rows))
+        x = prepared(gather(self.rows, numbers), self.metric, self.device)
         fine = torch.isfinite(x).all(1)
         if not bool(fine.all()):
             raise not_finite(int(numbers[int((~fine).nonzero()[0])]))
@@ -96,9 +102,30 @@ class FeatureBlocks:
         elif self.chosen is None:
             read_into(out, self.rows, start)
         else:
-            numbers = self.chosen[start:stop]
-            out[:] = self.rows.take(numbers)
-            release(self.rows, int(numbers[0]), int(numbers[-1]) + 1)
+            out[:] = gather(self.rows, self.chosen[start:stop])
+
+
+def in_order(work: Callable[[int], T], items: Iterable[int], device: str) -> Iterator[T]:
+    """``work`` of each item, in order, by as many threads as torch uses, each of which computes alone.
+
+    Threads that share one operation wait for each other at each; with others on the machine they mostly wait. And
+    what one thread computes does not hang on how many there are.
+    """
+    num_threads = torch.get_num_threads()
+    if num_threads == 1 or device != "cpu":
+        yield from map(work, items)
+        return
+    ready: deque[Future[T]] = deque()
+    try:
+        with ThreadPoolExecutor(num_threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            for item in items:
+                ready.append(pool.submit(work, item))
+                if len(ready) > 2 * num_threads:  # what is done and not yet used is bounded
+                    yield ready.popleft().result()
+            while ready:
+                yield ready.popleft().result()
+    finally:
+        torch.set_num_threads(num_threads)
 
 
 def not_finite(row: int | str) -> UserError:
@@ -116,13 +143,28 @@ def read(rows: Rows, start: int, stop: int) -> Shaped[np.ndarray, "m d"]:
     return out
 
 
+def gather(rows: Rows, numbers: Int64[np.ndarray, "m"]) -> Shaped[np.ndarray, "m d"]:
+    """A copy of scattered rows, in the order given; pages of memory maps are handed back.
+
+    Some at a time, because a system maps 64 KB or more around each row.
+    """
+    out = np.empty((len(numbers), *rows.row_shape), rows.dtype)
+    order = numbers.argsort(kind="stable")
+    for start in range(0, len(order), _SCATTERED_AT_ONCE):
+        places = order[start : start + _SCATTERED_AT_ONCE]
+        out[places] = rows.take(numbers[places])
+        release(rows, int(numbers[places[0]]), int(numbers[places[-1]]) + 1)
+    return out
+
+
 def read_into(out: Shaped[np.ndarray, "m d"], rows: Rows, start: int) -> None:
     """Fill ``out`` with the rows from ``start`` on, across arrays; pages of memory maps are handed back."""
     stop = start + len(out)
-    for array, first in zip(rows.arrays, rows.starts.tolist(), strict=False):
-        low, high = max(start, first), min(stop, first + len(array))
+    for array, kept, (first, last) in zip(rows.arrays, rows.kept, pairwise(rows.starts.tolist()), strict=True):
+        low, high = max(start, first), min(stop, last)
         if low < high:
-            out[low - start : high - start] = array[low - first : high - first]
+            which = slice(low - first, high - first)
+            out[low - start : high - start] = array[which if kept is None else kept[which]]
     release(rows, start, stop)
 
 
@@ -132,10 +174,10 @@ def release(rows: Rows, start: int, stop: int) -> None:
     Otherwise every page that was ever read counts as this process's memory until the system runs short.
     Maps opened copy-on-write are left alone, because what was written into them would be lost.
     """
-    for array, first in zip(rows.arrays, rows.starts.tolist(), strict=False):
-        low, high = max(start, first), min(stop, first + len(array))
+    for array, kept, (first, last) in zip(rows.arrays, rows.kept, pairwise(rows.starts.tolist()), strict=True):
+        low, high = max(start, first) - first, min(stop, last) - first
         if low < high and isinstance(array, np.memmap) and array.mode in ("r", "r+"):
-            _release(array, low - first, high - first)
+            _release(array, *((low, high) if kept is None else (int(kept[low]), int(kept[high - 1]) + 1)))
 
 
 def _release(array: np.memmap, start: int, stop: int) -> None:

@@ -26,7 +26,7 @@ from ddm_lightning.prepare.kmeans import capacity
 from ddm_lightning.prepare.nearest import ROWS_AT_ONCE, nearest, read
 from ddm_lightning.prepare.rows import Rows
 from ddm_lightning.prepare.rules import ClusterOfLabel, KeyHash, NearestCentroid, Rule, rule_of
-from ddm_lightning.prepare.two_stage import fit_fine, group_fine, num_fitted
+from ddm_lightning.prepare.two_stage import count_fine, fit_fine, group_fine, num_fitted
 
 FORMAT_VERSION = 2
 
@@ -244,11 +244,7 @@ def _two_stages(
 
     fine = fit_fine(rows, config, generator, advance)
     num_read = total - len(rows)
-    per_fine = torch.zeros(len(fine), dtype=torch.int64)
-    for start in range(0, len(rows), ROWS_AT_ONCE):
-        block = read(rows, start, min(start + ROWS_AT_ONCE, len(rows)))
-        per_fine += nearest(block, fine, config.metric, config.device, first=start).bincount(minlength=len(fine))
-        advance(len(block))
+    per_fine = count_fine(rows, fine, config, advance)
     rule = group_fine(fine, per_fine, config, generator, features)
     counts = torch.zeros(config.num_clusters, dtype=torch.int64).index_add_(0, rule.cluster_of_fine, per_fine)
     return rule, counts

@@ -1,0 +1,135 @@
+"""One side of ``partition.py`` in a process of its own, so that its memory is its own: prints one line of JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ddm_lightning.config import PartitionConfig
+from ddm_lightning.prepare.partition import assign_rows, fit_partition
+from ddm_lightning.prepare.rows import Rows
+from ddm_lightning.prepare.two_stage import count_fine, fit_fine, group_fine
+
+_ROWS_AT_ONCE = 16_384
+
+
+def ours(data: Path, out: Path, seed: int, settings: dict[str, Any]) -> dict[str, float]:
+    """The fine stage, timed alone, then the rest of the partition."""
+    rows = Rows([np.load(data, mmap_mode="r")])
+    config = _config(settings)
+    generator = torch.Generator().manual_seed(seed)
+    torch.set_num_threads(settings["num_threads"])
+    clock = Clock()
+    fine = fit_fine(rows, config, generator)
+    found = clock.read()
+    np.save(out, fine.numpy())
+    rest = Clock()
+    per_fine = count_fine(rows, fine, config)
+    rule = group_fine(fine, per_fine, config, generator)
+    found["rest_seconds"] = rest.read()["seconds"]
+    counts = np.bincount(rule.cluster_of_fine.numpy(), per_fine.numpy(), minlength=config.num_clusters)
+    return {**found, "largest_over_mean": float(counts.max() / counts.mean())}
+
+
+def faiss(data: Path, out: Path, seed: int, settings: dict[str, Any]) -> dict[str, float]:
+    """Its k-means on all samples; it wants them in memory."""
+    import faiss as library
+
+    x = np.load(data)
+    library.omp_set_num_threads(settings["num_threads"])
+    fitted = library.Kmeans(
+        x.shape[1], settings["num_fine"], niter=settings["iterations"], seed=seed, max_points_per_centroid=len(x)
+    )
+    clock = Clock()
+    fitted.train(x)
+    found = clock.read()
+    np.save(out, np.asarray(fitted.centroids))
+    return found
+
+
+def sklearn(data: Path, out: Path, seed: int, settings: dict[str, Any]) -> dict[str, float]:
+    """Mini batches, as many passes over all samples as the others have iterations."""
+    from sklearn.cluster import MiniBatchKMeans
+
+    x = np.load(data)
+    fitted = MiniBatchKMeans(
+        settings["num_fine"],
+        init="random",
+        n_init=1,
+        max_iter=settings["iterations"],
+        max_no_improvement=None,
+        batch_size=8192,
+        random_state=seed,
+        compute_labels=False,
+    )
+    clock = Clock()
+    fitted.fit(x)
+    found = clock.read()
+    np.save(out, fitted.cluster_centers_)
+    return found
+
+
+def inertia(data: Path, out: Path, _seed: int, _settings: dict[str, Any]) -> dict[str, float]:
+    """Mean squared distance from the nearest of the centroids in ``out``, by NumPy."""
+    centroids = np.load(out).astype(np.float32)
+    x = np.load(data, mmap_mode="r")
+    squares = np.square(centroids).sum(1)
+    total = 0.0
+    for start in range(0, len(x), _ROWS_AT_ONCE):
+        block = np.asarray(x[start : start + _ROWS_AT_ONCE])
+        nearest = (squares - 2 * block @ centroids.T).min(1)
+        total += float((nearest + np.square(block).sum(1)).sum(dtype=np.float64))
+    return {"inertia": total / len(x)}
+
+
+def memory(data: Path, _out: Path, seed: int, settings: dict[str, Any]) -> dict[str, float]:
+    """A whole partition, and all samples assigned, of features that are split into ten memory maps."""
+    x = np.load(data, mmap_mode="r")
+    ends = np.linspace(0, len(x), 11).astype(int)
+    rows = Rows([x[start:stop] for start, stop in pairwise(ends)])
+    torch.set_num_threads(settings["num_threads"])
+    labels, keys = np.zeros(len(x), np.int64), [""] * len(x)
+    clock = Clock()
+    partition = fit_partition(rows, _config(settings), seed, labels=labels, keys=keys)
+    clusters = assign_rows(partition, rows, labels, keys).clusters
+    assert np.array_equal(np.bincount(clusters), partition.counts.numpy())
+    return clock.read()
+
+
+class Clock:
+    """Seconds, of the wall and of all cores, since it was made."""
+
+    def __init__(self) -> None:
+        self.start = time.perf_counter(), time.process_time()
+
+    def read(self) -> dict[str, float]:
+        """Both."""
+        return {"seconds": time.perf_counter() - self.start[0], "cpu_seconds": time.process_time() - self.start[1]}
+
+
+def peak_gb() -> float:
+    """The most memory that this process has held, pages of files that it has mapped included, in 10^9 bytes."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0]) * 1024 / 1e9
+
+
+def _config(settings: dict[str, Any]) -> PartitionConfig:
+    return PartitionConfig(
+        num_clusters=settings["num_clusters"],
+        num_fine_centroids=settings["num_fine"],
+        num_iterations=settings["iterations"],
+    )
+
+
+if __name__ == "__main__":
+    SIDES = {side.__name__: side for side in (ours, faiss, sklearn, inertia, memory)}
+    NAME, DATA, OUT, SEED, SETTINGS = sys.argv[1:]
+    RESULT = SIDES[NAME](Path(DATA), Path(OUT), int(SEED), json.loads(SETTINGS))
+    print(json.dumps({**RESULT, "peak_gb": peak_gb()}))

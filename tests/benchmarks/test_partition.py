@@ -1,0 +1,41 @@
+import json
+
+import numpy as np
+import partition
+import pytest
+
+from ddm_lightning.errors import UserError
+
+
+@pytest.mark.slow
+def test_quick_ends_with_every_figure(tmp_path):
+    pytest.importorskip("faiss")
+    out = tmp_path / "partition.json"
+    partition.main(["--quick", "--folder", str(tmp_path), "--json", str(out)])
+    figures = json.loads(out.read_text())["figures"]
+    assert set(partition.BARS) <= set(figures)
+    assert figures["inertia_over_faiss"] <= partition.BARS["inertia_over_faiss"]
+    assert figures["largest_over_mean"] <= partition.BARS["largest_over_mean"]
+    assert figures["peak_gb"] < 1
+    assert figures["inertia_over_faiss"] == pytest.approx(figures["inertia_ours"] / figures["inertia_faiss"])
+    assert [path.name for path in tmp_path.iterdir() if path.suffix not in (".json", ".md")] == []
+
+
+def test_the_mixture_is_uneven_and_the_same_each_time():
+    first, again = (np.concatenate(list(partition.mixture(30_000, 8))) for _ in range(2))
+    assert np.array_equal(first, again) and first.dtype == np.float32 and len(first) == 30_000
+    np.testing.assert_allclose(np.linalg.norm(first, axis=1), 1, rtol=1e-5)
+    assert len(np.unique(first, axis=0)) == 30_000
+
+
+def test_a_disk_too_small_is_told_before_anything_is_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(partition.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 10**6}))
+    with pytest.raises(UserError, match=r"3\.1 GB are needed there"):
+        partition.write_features(tmp_path / "x.npy", 1_000_000, 768, np.dtype(np.float32))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ratios_are_of_rounds_and_spreads_are_shown():
+    found = {"ours": [{"seconds": s} for s in (2, 3, 10)], "faiss": [{"seconds": s} for s in (1, 3, 4)]}
+    assert partition._ratio(found, "seconds", "faiss") == 2
+    assert partition._spread([1, 2, 9], ".1f") == "2.0 (1.0–9.0)"

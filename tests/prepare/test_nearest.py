@@ -1,0 +1,119 @@
+import mmap
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from ddm_lightning.prepare import nearest as module
+from ddm_lightning.prepare.nearest import gather, in_order, nearest, read, release
+from ddm_lightning.prepare.rows import Rows
+
+
+def near_ties(num, dims, seed=0):
+    """Samples all but halfway between two centroids, closer than float32 can tell."""
+    random = np.random.default_rng(seed)
+    centroids = random.standard_normal((10, dims))
+    pairs = np.stack([random.permutation(10)[:2] for _ in range(num)])
+    x = centroids[pairs].mean(1) + 1e-7 * random.standard_normal((num, dims))
+    return x.astype(np.float32), torch.from_numpy(centroids).float()
+
+
+def in_float64(x, centroids, metric):
+    x = x.astype(np.float64)
+    x = x / np.linalg.norm(x, axis=1, keepdims=True) if metric == "spherical" else x
+    return np.square(x[:, None] - centroids.double().numpy()).sum(2)
+
+
+@pytest.mark.parametrize("offset", [0.0, 300.0])
+def test_near_ties_are_decided_in_float64(offset):
+    x, centroids = near_ties(2000, 32)
+    x, centroids = x + np.float32(offset), centroids + offset
+    distances = in_float64(x, centroids, "euclidean")
+    found = nearest(x, centroids, "euclidean").numpy()
+    assert (distances[np.arange(2000), found] <= distances.min(1) * (1 + 1e-9)).all()
+    # Otherwise the test shows nothing.
+    by_float32 = torch.cdist(torch.from_numpy(x), centroids).argmin(1).numpy()
+    assert (by_float32 != distances.argmin(1)).sum() > 20
+
+
+@pytest.mark.parametrize("metric", ["spherical", "euclidean"])
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+def test_it_agrees_with_a_direct_computation(metric, dtype):
+    x = np.random.default_rng(0).standard_normal((700, 20)).astype(dtype)
+    centroids = torch.randn(50, 20, generator=torch.Generator().manual_seed(0))
+    assert nearest(x, centroids, metric).tolist() == in_float64(x, centroids, metric).argmin(1).tolist()
+
+
+@pytest.mark.parametrize("metric", ["spherical", "euclidean"])
+def test_the_block_and_the_threads_change_nothing(metric):
+    x, centroids = near_ties(3000, 16, seed=1)
+    whole = nearest(x, centroids, metric)
+    for size in (1, 7, 1000):
+        blocks = [nearest(x[start : start + size], centroids, metric) for start in range(0, 300 * size, size)[:50]]
+        assert torch.cat(blocks).tolist() == whole[: len(torch.cat(blocks))].tolist()
+    torch.set_num_threads(2)
+    try:
+        assert torch.equal(nearest(x, centroids, metric), whole)
+    finally:
+        torch.set_num_threads(1)
+
+
+def test_equal_centroids_and_a_zero_row_have_a_first_one():
+    centroids = torch.tensor([[2.0, 0.0], [1.0, 0.0], [1.0, 0.0]])
+    assert nearest(np.array([[1, 0], [0, 0], [1.2, 0]], np.float32), centroids, "euclidean").tolist() == [1, 1, 1]
+    assert nearest(np.zeros((1, 2), np.float32), centroids, "spherical").tolist() == [1]
+    assert nearest(np.zeros((1, 2), np.float32), centroids[:1], "euclidean").tolist() == [0]
+    assert nearest(np.zeros((0, 2), np.float32), centroids, "euclidean").tolist() == []
+
+
+def test_rows_are_read_across_arrays_and_in_any_order(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_SCATTERED_AT_ONCE", 10)
+    x = np.arange(60.0, dtype=np.float32).reshape(30, 2)
+    np.save(tmp_path / "x.npy", x)
+    on_disk = np.load(tmp_path / "x.npy", mmap_mode="r")
+    rows = Rows([on_disk[:3], on_disk[3:4], x[4:]])
+    assert np.array_equal(read(rows, 2, 29), x[2:29])
+    numbers = np.random.default_rng(0).permutation(30)[:25]
+    assert np.array_equal(gather(rows, numbers), x[numbers])
+
+
+def resident(path):
+    """Bytes of the file that this process has mapped in."""
+    sizes, found = {}, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split()[0] and ":" not in line.split()[0]:
+            found = line.endswith(str(path))
+        elif found and line.startswith("Rss:"):
+            sizes[len(sizes)] = int(line.split()[1]) * 1024
+    return sum(sizes.values())
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists() or not hasattr(mmap, "MADV_DONTNEED"), reason="Linux only")
+@pytest.mark.parametrize("mode", ["r", "c"])
+def test_pages_that_were_read_are_handed_back(tmp_path, mode):
+    path = tmp_path / "x.npy"
+    np.save(path, np.ones((4096, 512), np.float32))
+    x = np.load(path, mmap_mode=mode)
+    rows = Rows([x[:1000], x[1000:]])
+    if mode == "c":
+        x[5] = 2
+    assert float(x.sum()) > 0 and resident(path) > 7e6
+    read(rows, 0, 4096)
+    if mode == "r":
+        assert resident(path) < 1e5
+    else:
+        assert float(x[5, 0]) == 2, "what was written into a private map must not be lost"
+    release(rows, 0, 4096)
+    assert float(x[4095, 511]) == 1
+
+
+def test_work_comes_back_in_order_with_its_errors():
+    torch.set_num_threads(2)
+    try:
+        assert list(in_order(lambda item: item * item, range(50), "cpu")) == [item * item for item in range(50)]
+        with pytest.raises(ZeroDivisionError):
+            list(in_order(lambda item: 1 // (item - 7), range(50), "cpu"))
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(1)
