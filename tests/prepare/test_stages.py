@@ -1,38 +1,27 @@
 import io
+import json
 import shutil
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
+from prepare.listed import Listener
 from prepare.tiny_experiment import tiny_experiment
 from rich.console import Console
+from streaming.base.format import reader_from_json
 
-from ddm_lightning.config import PluginConfig
+from ddm_lightning.config import PartitionConfig, PicturesConfig, PluginConfig, ShardsConfig
 from ddm_lightning.errors import UserError
 from ddm_lightning.files import sha256_file
-from ddm_lightning.prepare import Manifest, Record, prepare, shard_folder, verify_shards
+from ddm_lightning.prepare import Manifest, prepare, shard_folder, verify_shards
 from ddm_lightning.prepare.partition import Partition
+from ddm_lightning.prepare.prepared import Prepared
 from ddm_lightning.prepare.progress import RichReporter, SilentReporter
-from ddm_lightning.prepare.registry import FEATURES, SOURCES
-from ddm_lightning.prepare.steps import Prepared
+from ddm_lightning.prepare.registry import CAPTION_ENCODERS, FEATURES, IMAGE_ENCODERS, SOURCES
 
-EVERYTHING = ["source", "features", "captions", "partition", "shards", "report"]
+EVERYTHING = ["source", "encode", "index", "partition", "shards", "report"]
 
-
-class Listener(SilentReporter):
-    def __init__(self):
-        self.lines, self.ticks = [], []
-
-    def say(self, line):
-        self.lines.append(line)
-
-    def advance(self, stage, done, total):
-        self.ticks.append((stage, done, total))
-
-    @property
-    def stages(self):
-        return [line.partition(":")[0] for line in self.lines if ": done in" in line]
+pytestmark = pytest.mark.usefixtures("quick_prepare")
 
 
 def run(experiment, folder):
@@ -58,7 +47,11 @@ def test_manifest_files_and_partition_agree(tmp_path):
     partition = Partition.load(prepared.partition_file)
     assert manifest.partition_sha256 == sha256_file(prepared.partition_file)
     assert manifest.priors == tuple(partition.priors.tolist())
-    np.testing.assert_array_equal(partition.assign(torch.from_numpy(prepared.features)), prepared.clusters)
+    features = prepared.rows("features", "features").take(np.arange(60))
+    labels = prepared.rows("records", "label").take(np.arange(60))
+    clusters = partition.assign(features, labels, prepared.texts("keys"))
+    np.testing.assert_array_equal(clusters, prepared.clusters)
+    np.testing.assert_array_equal(np.bincount(clusters), partition.counts)
     assert partition.counts.max() <= 1.1 * 30
     for name, digest in manifest.index_sha256.items():
         folder = tmp_path / "prepared" / "shards" / name
@@ -68,32 +61,54 @@ def test_manifest_files_and_partition_agree(tmp_path):
         assert folder == shard_folder(tmp_path, int(cluster), split)
         assert verify_shards(folder, index_sha256=digest) == expected > 0
     assert len(manifest.index_sha256) == 4
-    for stage in EVERYTHING:
-        assert [t for t in listener.ticks if t[0] == stage][-1][1:] == (60, 60)
+    for stage in ("encode", "partition", "shards", "report"):
+        last = [t for t in listener.ticks if t[0] == stage][-1]
+        assert last[1] == last[2], last
+    pixels = np.stack(list(stored_pictures(tmp_path))) / 127.5 - 1
+    np.testing.assert_allclose(manifest.statistics["mean"], pixels.mean((0, 2, 3)), rtol=1e-9)
+    np.testing.assert_allclose(manifest.statistics["std"], pixels.std((0, 2, 3)), rtol=1e-9)
+    assert manifest.columns == {"x_0": "ndarray:uint8:3,8,8", "label": "int32", "text": "ndarray:float16:8"}
+    assert (manifest.num_read, manifest.broken, manifest.stores) == (60, {}, "x_0")
+    assert manifest.pictures == {"size": 8, "aspect": "crop"}
+    assert manifest.provenance == {"image_encoder": {}, "caption_encoder": {}, "features": {}}
 
 
-def test_features_and_captions_are_those_of_the_records(tmp_path):
-    run(tiny_experiment(), tmp_path)
-    prepared = Prepared(tmp_path / "prepared")
-    records = list(SOURCES.build("blobs", {"num_samples": 60, "image_size": 8}))
-    np.testing.assert_array_equal(prepared.images, np.stack([record.image for record in records]))
-    assert prepared.records() == tuple(
-        [getattr(record, name) for record in records] for name in ("key", "caption", "label")
-    )
-    np.testing.assert_allclose(
-        prepared.features, FEATURES.build("pooled-pixels", {}).encode(prepared.images), rtol=1e-6
-    )
+def stored_pictures(run):
+    for index in sorted((run / "prepared" / "shards").glob("*/*/index.json")):
+        folder = index.parent
+        for shard in json.loads(index.read_text())["shards"]:
+            reader = reader_from_json(str(folder.parent), folder.name, shard)
+            yield from (reader[i]["x_0"] for i in range(reader.samples))
 
 
-def test_a_second_run_does_nothing_and_needs_no_plug_in(tmp_path, monkeypatch):
+def test_a_second_run_does_nothing_and_loads_no_encoder(tmp_path, monkeypatch):
     first, _ = run(tiny_experiment(), tmp_path)
     before = state_of(tmp_path)
-    for registry in (SOURCES, FEATURES):
+    for registry in (IMAGE_ENCODERS, CAPTION_ENCODERS, FEATURES):
         monkeypatch.setattr(registry, "build", lambda *_: pytest.fail("nothing is to be built"))
+    monkeypatch.setattr(type(SOURCES.build("blobs", {})), "read", lambda *_: pytest.fail("nothing is to be read"))
     second, listener = run(tiny_experiment(), tmp_path)
     assert second == first
     assert state_of(tmp_path) == before
     assert listener.lines == [f"{tmp_path / 'prepared'}: up to date"]
+
+
+def test_a_source_that_is_gone_leaves_what_was_made_of_it(tmp_path, monkeypatch):
+    """The shards outlive the disk that the pictures came on; only new work needs them."""
+    first, _ = run(tiny_experiment(), tmp_path)
+
+    def gone(_):
+        raise UserError("/media/stick: is not there")
+
+    monkeypatch.setattr(type(SOURCES.build("blobs", {})), "parts", gone)
+    again, listener = run(tiny_experiment(), tmp_path)
+    assert again == first
+    assert listener.lines[0].startswith("the source cannot be listed (/media/stick: is not there)")
+    assert listener.lines[1:] == [f"{tmp_path / 'prepared'}: up to date"]
+    changed_clusters, listener = run(changed(seed=1), tmp_path)
+    assert listener.stages == ["partition", "shards", "report"] and changed_clusters.num_samples == 60
+    with pytest.raises(UserError, match="is not there"):
+        run(tiny_experiment(), tmp_path / "elsewhere")
 
 
 def changed(**changes):
@@ -108,9 +123,18 @@ def changed(**changes):
     ("changes", "rerun"),
     [
         ({"num_samples": 70}, EVERYTHING),
-        ({"features": PluginConfig("pooled-pixels", {"grid": 2})}, ["features", "partition", "shards", "report"]),
-        ({"caption_encoder": PluginConfig("hashed-words", {"size": 4})}, ["captions", "shards", "report"]),
+        ({"features": PluginConfig("pooled-pixels", {"grid": 2})}, [*EVERYTHING[1:]]),
+        # Whether all captions could be encoded decides which samples there are, so these are counted anew.
+        ({"caption_encoder": PluginConfig("hashed-words", {"size": 4})}, ["encode", "index", "shards", "report"]),
+        ({"caption_encoder": None}, ["encode", "index", "shards", "report"]),
+        ({"horizontal_flips": True}, ["encode", "index", "shards", "report"]),
+        ({"pictures": PicturesConfig(size=6)}, EVERYTHING[1:]),
+        ({"max_bad_fraction": 0.5}, ["index", "report"]),
+        ({"partition": PartitionConfig(kind="random", num_clusters=2, max_largest_over_mean=1.5)}, EVERYTHING[3:]),
+        ({"partition": PartitionConfig(kind="labels", num_clusters=2, max_largest_over_mean=1.5)}, EVERYTHING[3:]),
         ({"held_out_fraction": 0.2}, ["shards", "report"]),
+        ({"shards": ShardsConfig(compression="zstd:3")}, ["shards", "report"]),
+        ({"num_processes": 7}, []),
         ({"seed": 1}, ["partition", "shards", "report"]),
     ],
 )
@@ -123,30 +147,32 @@ def test_a_change_runs_again_what_hangs_on_it_and_gives_what_a_fresh_run_gives(t
 
 
 def test_the_same_bytes_upstream_spare_the_stages_below(tmp_path):
-    run(tiny_experiment(), tmp_path)
-    (tmp_path / "prepared" / "features.npy").unlink()
-    _, listener = run(tiny_experiment(), tmp_path)
+    first, _ = run(tiny_experiment(), tmp_path)
+    (tmp_path / "prepared" / "parts" / "00000" / "features" / "features.npy").unlink()
+    again, listener = run(tiny_experiment(), tmp_path)
     # The report rewrites the manifest, which is taken away while anything changes.
-    assert listener.stages == ["features", "report"]
+    assert listener.stages == ["encode", "report"] and again == first
 
 
 def test_a_change_that_was_stopped_half_way_and_taken_back_leaves_no_trace(tmp_path):
     first, _ = run(tiny_experiment(), tmp_path)
 
+    partition = tmp_path / "prepared" / "partition.safetensors"
+
     class Stopped(SilentReporter):
         def advance(self, stage, done, total):
-            if (stage, done) == ("partition", total):
+            if stage == "partition" and sha256_file(partition) != first.partition_sha256:
                 raise KeyboardInterrupt
 
     # Another seed writes another partition of the same size, and is stopped before that is recorded.
     with pytest.raises(KeyboardInterrupt):
         prepare(tiny_experiment(seed=1), tmp_path, Stopped())
-    assert sha256_file(tmp_path / "prepared" / "partition.safetensors") != first.partition_sha256
+    assert sha256_file(partition) != first.partition_sha256
     with pytest.raises(UserError, match="run prepare first"):
         Manifest.read(tmp_path)
     again, listener = run(tiny_experiment(), tmp_path)
     assert again == first
-    assert sha256_file(tmp_path / "prepared" / "partition.safetensors") == first.partition_sha256
+    assert sha256_file(partition) == first.partition_sha256
     assert listener.stages == ["partition", "report"]
 
 
@@ -169,7 +195,8 @@ def test_without_a_caption_encoder_there_is_no_text(tmp_path):
     experiment.condition.kind = "class"
     manifest, listener = run(experiment, tmp_path)
     assert manifest.text_size == 0 and manifest.caption_encoder is None
-    assert "captions" not in listener.stages
+    assert listener.stages == EVERYTHING and "text" not in manifest.columns
+    assert not (tmp_path / "prepared" / "parts" / "00000" / "captions").exists()
 
 
 def bad(key, value):
@@ -225,62 +252,6 @@ def test_an_unbalanced_partition_stops_before_the_shards_and_leaves_no_manifest(
     assert listener.stages == ["partition", "shards", "report"]
 
 
-class Faulty:
-    """A source that breaks its contract in a way that is chosen by name."""
-
-    packages, attribution, num_classes = (), "", 2
-
-    def __init__(self, fault):
-        self.fault = fault
-
-    def __len__(self):
-        return 20
-
-    def __iter__(self):
-        for index in range({"few": 19, "many": 21}.get(self.fault, 20)):
-            image = np.zeros((8, 8, 3), np.uint8)
-            label = 0
-            if index == 5:
-                image = {
-                    "size": np.zeros((9, 9, 3), np.uint8),
-                    "dtype": image.astype(float),
-                    "grey": image[..., 0],
-                }.get(self.fault, image)
-                label = 2 if self.fault == "label" else 0
-            yield Record(str(index), image, "", label)
-
-
-@pytest.mark.parametrize(
-    ("fault", "problem"),
-    [
-        ("few", "yields 19 samples, its length says 20"),
-        ("many", "more than the 20 samples"),
-        ("size", r"'5' has shape \[9, 9, 3\]"),
-        ("dtype", "no square uint8 RGB"),
-        ("grey", "no square uint8 RGB"),
-        ("label", "'5' has label 2, outside 0 to 1"),
-    ],
-)
-def test_a_source_that_breaks_its_contract_is_named(tmp_path, monkeypatch, unchecked_types, fault, problem):
-    monkeypatch.setattr(SOURCES, "build", lambda *_: Faulty(fault))
-    with pytest.raises(UserError, match=problem):
-        prepare(tiny_experiment(), tmp_path)
-    assert not (tmp_path / "prepared" / "source").exists()
-
-
-def test_features_that_are_not_finite_are_refused(tmp_path, monkeypatch):
-    class Broken:
-        packages, size = (), 4
-
-        def encode(self, images):
-            return np.full((len(images), 4), np.nan, np.float32)
-
-    monkeypatch.setattr(FEATURES, "build", lambda *_: Broken())
-    with pytest.raises(UserError, match="not finite"):
-        prepare(tiny_experiment(), tmp_path)
-    assert not (tmp_path / "prepared" / "features.npy").exists()
-
-
 def test_the_picture_of_the_clusters_credits_the_source(tmp_path):
     """The credit is in the manifest and takes room at the foot of the picture."""
     plain, _ = run(tiny_experiment(), tmp_path / "plain")
@@ -323,7 +294,7 @@ def test_openmoji_falls_into_four_balanced_clusters_that_differ_in_what_they_sho
     assert "CC BY-SA 4.0" in manifest.attribution
 
     prepared = Prepared(tmp_path / "prepared")
-    _, captions, _ = prepared.records()
+    captions = prepared.texts("captions")
     is_flag = np.array([caption.startswith("flag: ") for caption in captions])
     is_face = np.array([caption.endswith("face") for caption in captions])
     for kind in (is_flag, is_face):
