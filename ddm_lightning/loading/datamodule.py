@@ -10,52 +10,54 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-import numpy as np
 import torch
-from streaming import StreamingDataLoader
-from torch import Tensor
 
 from ddm_lightning.errors import UserError
 from ddm_lightning.files import sha256_file
-from ddm_lightning.loading.streaming import SafeStreamingDataset, open_streams, set_rank_environment
+from ddm_lightning.loading import preflight
+from ddm_lightning.loading.leftovers import note_end, note_start, remove_leftovers
+from ddm_lightning.loading.local import LocalLoader, is_packed, open_shards, unpack
+from ddm_lightning.loading.order import Ranks
+from ddm_lightning.loading.streaming import (
+    SafeStreamingLoader,
+    open_streams,
+    set_rank_environment,
+)
 from ddm_lightning.prepare.manifest import HELD_OUT, TRAIN
 from ddm_lightning.prepare.verify import remove_damaged, verify_shards
 
-
-def collate(samples: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
-    """Stack MDS samples into tensors.
-
-    Returns:
-        ``x_0`` as stored (``[b c h w]``), ``sample_id`` int64 ``[b]``, ``cluster`` int64 ``[b]``, ``label``
-        int64 ``[b]`` and, where captions were encoded, ``text`` float32 ``[b d]``.
-    """
-    # sample_id goes first: StreamingDataLoader counts samples by the first value of a batch.
-    batch = {
-        name: torch.tensor([int(sample[name]) for sample in samples], dtype=torch.int64)
-        for name in ("sample_id", "cluster", "label")
-    }
-    batch["x_0"] = torch.from_numpy(np.stack([sample["x_0"] for sample in samples]))
-    if "text" in samples[0]:
-        batch["text"] = torch.from_numpy(np.stack([sample["text"] for sample in samples])).float()
-    return batch
+AUTO, STREAMING, LOCAL = LOADERS = ("auto", "streaming", "local")
 
 
 class ClusterDataModule(L.LightningDataModule):
-    """Streams the MDS shards of some clusters.
+    """Batches of the MDS shards of some clusters.
 
     Several clusters are mixed in their natural proportions (every sample once an epoch), which is what
-    the router and the monolith train on.
+    the router and the monolith train on. A batch holds every column of fixed size: ``sample_id``, ``cluster`` and
+    ``label`` int64 ``[b]``, ``text`` float32 ``[b d]``, and as they are stored ``x_0`` (``[b c h w]``) and what else
+    there is (``x_0_flipped``, ``text_ids``, ``text_tokens`` …). Captions are left out.
+
+    Batches and their order are the same with either back end, any number of workers and, step by step, any
+    number of ranks; the loaders' ``state_dict`` goes on exactly with any of these.
 
     Args:
         shards: folder, or URL of a folder, that holds ``cluster-{k}/train`` and ``cluster-{k}/held-out``. What a
-            URL names (``s3://``, ``sftp://`` …; ``file://`` for a mounted folder) is fetched as it is needed.
-        clusters: the clusters k to stream.
+            URL names (``s3://``, ``sftp://``, ``gs://``, ``hf://`` …; ``file://`` for a mounted folder) is fetched as
+            it is needed.
+        clusters: the clusters k to load.
         batch_size: samples an optimizer step, over all ranks.
         seed: of the sample order.
-        cache: folder of this member alone, for shards fetched from a URL.
+        cache: folder of this member alone, for shards fetched from a URL or unpacked.
         num_workers: data-loading processes of one rank.
         held_out_clusters: clusters whose held-out samples are validated on (those that have any).
         index_sha256: what the manifest says of each ``index.json``, by ``cluster-{k}/{split}``.
+        loader: ``local`` (reads a folder directly), ``streaming`` (Streaming's back ends) or ``auto`` (``local`` where
+            the shards lie in a folder).
+        num_canonical_nodes: parts of the shards that take turns in the order; with one a node, no node needs
+            another's. The order depends on it.
+
+    Raises:
+        UserError: no such loader, or ``local`` for a URL.
     """
 
     def __init__(
@@ -68,6 +70,8 @@ class ClusterDataModule(L.LightningDataModule):
         num_workers: int = 0,
         held_out_clusters: Sequence[int] = (),
         index_sha256: Mapping[str, str] | None = None,
+        loader: str = AUTO,
+        num_canonical_nodes: int = 1,
     ) -> None:
         super().__init__()
         self.shards = str(shards)
@@ -78,13 +82,24 @@ class ClusterDataModule(L.LightningDataModule):
         self.num_workers = num_workers
         self.held_out_clusters = list(held_out_clusters)
         self.index_sha256 = dict(index_sha256 or {})
+        self.num_canonical_nodes = num_canonical_nodes
+        if loader not in LOADERS:
+            raise UserError(f"key 'island.loader' = {loader!r}: give one of {', '.join(LOADERS)}")
+        if loader == LOCAL and self._is_remote():
+            raise UserError(
+                f"key 'island.loader' = 'local' reads no URL ({self.shards}); use 'auto', or copy the shards here "
+                "and set island.shards to their folder"
+            )
+        self.loader = loader if loader != AUTO else STREAMING if self._is_remote() else LOCAL
         self._start = uuid.uuid4().hex[:8]
+        self._numbers: list[int] = []
 
     def prepare_data(self) -> None:
         """Check every shard that lies here against its index before anything trains on it.
 
         Of fetched ones, those that differ are removed, and so is what was fetched for an earlier preparation:
-        Streaming checks what it fetches, and never again.
+        Streaming checks what it fetches, and never again. What a killed start of this member left in shared memory is
+        removed.
 
         Raises:
             UserError: a local shard is missing, truncated or fails its hash; the line names it.
@@ -96,50 +111,59 @@ class ClusterDataModule(L.LightningDataModule):
             )
         for view in self.cache.glob("view-*"):
             shutil.rmtree(view)  # of a killed process: the member's lock says that no other is alive
+        remove_leftovers(self.cache)
         for split, clusters in ((TRAIN, self.clusters), (HELD_OUT, self.held_out_clusters)):
             for cluster in clusters:
                 name = f"cluster-{cluster}/{split}"
+                sha256 = self.index_sha256.get(name)
                 if not self._is_remote():
-                    verify_shards(Path(self.shards) / name, index_sha256=self.index_sha256.get(name))
+                    verify_shards(Path(self.shards) / name, index_sha256=sha256)
+                if self._is_unpacked_here(name):
+                    unpack(Path(self.shards) / name, self._store(name), index_sha256=sha256)
                 elif (self._store(name) / "index.json").exists():
-                    remove_damaged(self._store(name), index_sha256=self.index_sha256.get(name))
+                    remove_damaged(self._store(name), index_sha256=sha256)
 
     def setup(self, stage: str) -> None:
         """Agree with the other ranks on the name of this start."""
         if self.trainer is not None:
             self._start = self.trainer.strategy.broadcast(self._start)
 
-    def train_dataloader(self) -> StreamingDataLoader:
+    def train_dataloader(self) -> LocalLoader | SafeStreamingLoader:
         """Shuffled batches of exactly ``batch_size / world_size`` samples.
 
         Raises:
-            UserError: the clusters hold fewer samples than one batch.
+            UserError: the clusters hold fewer samples than one batch, the ranks cannot share a batch equally, or
+                the disk or the shared memory is too small.
         """
         loader = self._loader(TRAIN, self.clusters, shuffle=True)
-        dataset = loader.dataset
-        assert isinstance(dataset, SafeStreamingDataset)
-        if dataset.size < self.batch_size:
-            raise UserError(
-                f"{self.shards}: clusters {self.clusters} hold {dataset.size} training samples, fewer than the "
-                f"{self.batch_size} of one step; lower global_batch_size or num_clusters"
-            )
+        preflight.check_samples(f"{self.shards}: clusters {self.clusters}", len(loader.shards), self.batch_size)
         return loader
 
-    def val_dataloader(self) -> StreamingDataLoader | list[Any]:
+    def val_dataloader(self) -> LocalLoader | SafeStreamingLoader | list[Any]:
         """Held-out samples in a fixed order; an empty list when there are none."""
         if not self.held_out_clusters:
             return []
         return self._loader(HELD_OUT, self.held_out_clusters, shuffle=False)
 
     def teardown(self, stage: str) -> None:
-        """Remove this process's view of the cache (the fetched shards stay)."""
+        """Remove this process's view of the cache (the fetched shards stay), and its lock files."""
+        for number in self._numbers:
+            note_end(self.cache, number)
+        self._numbers.clear()
         shutil.rmtree(self._view(), ignore_errors=True)
+
+    def ranks(self) -> Ranks:
+        """Which rank this is; the only one without a trainer."""
+        trainer = self.trainer
+        if trainer is None:
+            return Ranks()
+        return Ranks(trainer.num_nodes, trainer.world_size // trainer.num_nodes, trainer.global_rank)
 
     def _is_remote(self) -> bool:
         return "://" in self.shards
 
-    def _rank_batch_size(self) -> int:
-        return self.batch_size // (self.trainer.world_size if self.trainer else 1)
+    def _is_unpacked_here(self, name: str) -> bool:
+        return self.loader == LOCAL and is_packed(Path(self.shards) / name)
 
     def _store(self, name: str) -> Path:
         return self.cache / "store" / name
@@ -148,8 +172,9 @@ class ClusterDataModule(L.LightningDataModule):
         return self.cache / f"view-{self._start}"
 
     def _folder(self, cluster: int, split: str) -> tuple[str | None, Path]:
+        """Where Streaming fetches shards from, and to; from nowhere if they can be read where they lie."""
         name = f"cluster-{cluster}/{split}"
-        if not self._is_remote():
+        if not self._is_remote() and not is_packed(Path(self.shards) / name):
             return None, Path(self.shards) / name
         # Streaming refuses a local folder that a killed process of its own had registered. A link that is
         # new for each start leads to the same store, so what was fetched before is not fetched again.
@@ -171,28 +196,61 @@ class ClusterDataModule(L.LightningDataModule):
                     f"another preparation; put this run's prepared/shards there"
                 )
 
-    def _loader(self, split: str, clusters: Sequence[int], shuffle: bool) -> StreamingDataLoader:
-        local_rank = 0
+    def _loader(self, split: str, clusters: Sequence[int], shuffle: bool) -> LocalLoader | SafeStreamingLoader:
+        ranks = self.ranks()
+        preflight.check_nodes(self.num_canonical_nodes, ranks.num_nodes)
+        settings: dict[str, Any] = {
+            "num_workers": self.num_workers,
+            "pin_memory": torch.cuda.is_available(),
+            "persistent_workers": self.num_workers > 0,
+        }
+        return (self._local if self.loader == LOCAL else self._streaming)(split, clusters, shuffle, ranks, settings)
+
+    def _local(
+        self, split: str, clusters: Sequence[int], shuffle: bool, ranks: Ranks, settings: Mapping[str, Any]
+    ) -> LocalLoader:
+        names = [f"cluster-{cluster}/{split}" for cluster in clusters]
+        folders = [self._store(name) if self._is_unpacked_here(name) else Path(self.shards) / name for name in names]
+        shards = open_shards(folders)
+        self._check_shared_memory(0, shards.bytes_per_sample, ranks)
+        return LocalLoader(
+            shards,
+            ranks=ranks,
+            batch_size=preflight.rank_batch_size(self.batch_size, ranks),
+            seed=self.seed,
+            shuffle=shuffle,
+            full=shuffle,
+            num_canonical_nodes=self.num_canonical_nodes,
+            **settings,
+        )
+
+    def _streaming(
+        self, split: str, clusters: Sequence[int], shuffle: bool, ranks: Ranks, settings: Mapping[str, Any]
+    ) -> SafeStreamingLoader:
+        batch_size = preflight.rank_batch_size(self.batch_size, ranks)
         if self.trainer is not None:
-            local_rank = self.trainer.local_rank
-            set_rank_environment(
-                self.trainer.global_rank, self.trainer.world_size, local_rank, self.trainer.num_devices
-            )
+            set_rank_environment(ranks.rank, ranks.num_ranks, ranks.rank_of_node, ranks.ranks_per_node)
+        folders = [self._folder(cluster, split) for cluster in clusters]
         dataset = open_streams(
-            [self._folder(cluster, split) for cluster in clusters],
-            batch_size=self._rank_batch_size(),
+            folders,
+            batch_size=batch_size,
             shuffle=shuffle,
             seed=self.seed,
-            is_local_leader=local_rank == 0,
+            is_local_leader=ranks.rank_of_node == 0,
+            full=shuffle,
+            num_canonical_nodes=self.num_canonical_nodes,
         )
+        if ranks.rank_of_node == 0:
+            self._numbers.append(dataset.shared_memory_number)
+            note_start(self.cache, dataset.shared_memory_number, [str(local) for _, local in folders])
         if self._is_remote():
             self._check_fetched(split, clusters)
-        return StreamingDataLoader(
-            dataset,
-            batch_size=self._rank_batch_size(),
-            num_workers=self.num_workers,
-            collate_fn=collate,
-            drop_last=shuffle,
-            pin_memory=torch.cuda.is_available(),
-            persistent_workers=self.num_workers > 0,
-        )
+            self.cache.mkdir(parents=True, exist_ok=True)
+            preflight.check_disk(self.cache, dataset.missing_bytes(), f"the shards that are to be fetched from {split}")
+        self._check_shared_memory(dataset.size, dataset.rows.bytes_per_sample, ranks)
+        return SafeStreamingLoader(dataset, **settings)
+
+    def _check_shared_memory(self, num_ordered: int, bytes_per_sample: int, ranks: Ranks) -> None:
+        batch_bytes = bytes_per_sample * (self.batch_size // ranks.num_ranks)
+        needed = preflight.shared_memory_bytes(num_ordered, batch_bytes, self.num_workers, ranks.ranks_per_node)
+        preflight.check_shared_memory(needed)

@@ -1,4 +1,4 @@
-"""StreamingDataset that fails loudly: a damaged shard raises instead of hanging or ending the epoch.
+"""The ``streaming`` back end: Streaming's index, downloads and resumption; our order, whole batches, loud failures.
 
 It leans on private names of mosaicml-streaming 0.13 (setup.py pins ``<0.14``);
 ``tests/loading/test_streaming.py`` fails when one of them goes.
@@ -10,43 +10,45 @@ import contextlib
 import json
 import os
 import tempfile
-from collections.abc import Iterator
-from concurrent.futures import Future
+from collections.abc import Iterator, Sequence
 from ctypes import Array, c_char
 from multiprocessing.sharedctypes import RawArray
 from pathlib import Path
-from threading import Event
+from threading import Event, Thread
+from time import sleep
 from typing import Any
 
-from botocore.exceptions import BotoCoreError, ClientError
+import numpy as np
 from filelock import FileLock
-from streaming import Stream, StreamingDataset
-from streaming.base.constant import RESUME
+from jaxtyping import Int
+from streaming import Stream, StreamingDataLoader, StreamingDataset
+from streaming.base.constant import RESUME, TICK
 from streaming.base.dataset import _ShardState
+from streaming.base.format.mds import MDSReader
 from streaming.base.shared import SharedMemory, _get_path
+from streaming.base.storage.download import SFTPDownloader
 from streaming.base.world import World
+from torch import Tensor
 
 from ddm_lightning.errors import UserError
+from ddm_lightning.files import inside
+from ddm_lightning.loading.errors import ShardError, unreadable
+from ddm_lightning.loading.mds import Layout, ShardFile, Shards
+from ddm_lightning.loading.order import Ranks, epoch_order, num_steps, steps
+from ddm_lightning.loading.sftp import PatientSFTPDownloader
+from ddm_lightning.loading.workers import as_it_is, workers_end_with_an_error
 from ddm_lightning.schema import first_line
 
-# Locks, threads and iterators of the parent process are useless, some deadly, after a fork.
-_PER_PROCESS = ("_cache_filelock", "_executor", "_event", "_iterator")
+# Locks of the parent process are useless, some deadly, after a fork.
+_PER_PROCESS = ("_cache_filelock",)
 _CAUSE_BYTES = 2048
-_READ_ERRORS = (OSError, ValueError, IndexError, RuntimeError)
-
-
-class ShardError(UserError):
-    """Shards that cannot be read; one line, also when it comes out of a worker process."""
-
-    def __init__(self, message: str) -> None:
-        # DataLoader raises a worker's exception again with the worker's traceback for a message: the last
-        # line of it is what was raised there.
-        last = message.rstrip().rpartition("\n")[2]
-        super().__init__(last.removeprefix(f"{__name__}.{type(self).__name__}: "))
+_ATTEMPTS = 3
+# How long a server may be silent; the S3 client tries five times itself.
+SILENT_SECONDS = 20.0
 
 
 class _Failure(Event):
-    """The event on which Streaming's threads stop, set in every worker as soon as one has failed."""
+    """The event on which a process stops, set in every worker as soon as one has failed."""
 
     def __init__(self, cause: Array[c_char]) -> None:
         super().__init__()
@@ -57,22 +59,48 @@ class _Failure(Event):
 
 
 class SafeStreamingDataset(StreamingDataset):
-    """A StreamingDataset whose errors reach the consumer, whatever the number of workers.
+    """A StreamingDataset of whole batches, whose errors reach the consumer, whatever the number of workers.
 
     Differences from its base:
 
+    - it iterates batches (``Shards.take``), not samples, each gathered from memory maps, and its length is in batches;
+      for a DataLoader with ``batch_size=None``;
+    - its order is ``loading.order``'s, in which ranks share no sample where steps are full;
     - a shard that is missing, truncated or fails its hash raises ``ShardError`` in the training
       process (0.13.0: the epoch ends early without workers, and hangs with them), now and at each later
       iteration;
     - one instance may be iterated in the main process and then in forked workers;
-    - a shard that was seen on disk is not locked again for each of its samples;
+    - no thread, lock or open file for each sample: one thread fetches ahead while there are shards to fetch;
     - a resumed run opens no file at each epoch that it never closes.
+
+    Args:
+        full: whether samples that fill no step of all ranks are left out.
+        settings: of StreamingDataset.
     """
 
-    def __init__(self, **settings: Any) -> None:
+    def __init__(self, *, full: bool, **settings: Any) -> None:
         # Shared with the workers: one that waits for a shard at which another failed would wait for ever.
         self._cause = RawArray(c_char, _CAUSE_BYTES)
+        self._full = full
         super().__init__(**settings)
+        self.rows = Shards([_file(shard) for shard in self.shards])
+
+    def __len__(self) -> int:
+        """Batches of this rank in an epoch."""
+        return num_steps(self.size, self._parallel_rank_world.num_ranks, self.batch_size or 1, full=self._full)
+
+    @property
+    def shared_memory_number(self) -> int:
+        """The number with which the names of its shared memory begin."""
+        return int(self._shm_prefix_int)
+
+    def missing_bytes(self) -> int:
+        """Bytes of the shards that are still to be fetched, unpacked."""
+        return sum(
+            file.num_bytes
+            for file, state in zip(self.rows.files, self._shard_states.numpy(), strict=True)
+            if state != _ShardState.LOCAL
+        )
 
     def _forget_parent(self) -> None:
         if self.__dict__.get("_owner_pid") != os.getpid():
@@ -80,37 +108,36 @@ class SafeStreamingDataset(StreamingDataset):
                 self.__dict__.pop(name, None)
             self._shared_barrier.__dict__.pop("lock", None)
             self._owner_pid = os.getpid()
-            self._seen_local: set[int] = set()
+            self._ready = np.zeros(self.num_shards, dtype=bool)
             self._event = _Failure(self._cause)
 
-    def on_exception(self, future: Future[Any]) -> None:
-        """Keep a background thread's exception for the consumer; it stops the threads of every worker."""
-        error = future.exception()
-        if error is not None:
-            self._fail(first_line(error))
-
     def get_item(self, sample_id: int, retry: int = 7) -> Any:
-        """A sample by its index (base class); where that fails, the shard is named."""
+        """One sample with all its columns by its index (base class); where that fails, the shard is named."""
         try:
             return super().get_item(sample_id, retry)
-        except _READ_ERRORS as error:
+        except (OSError, ValueError, IndexError, RuntimeError) as error:
             self._fail(self._named(self.spanner[sample_id][0], error))
             raise
 
     def _named(self, shard_id: int, error: BaseException) -> str:
-        shard = self.shards[shard_id]
-        raw, _ = shard.file_pairs[0]
-        return f"{Path(shard.dirname, shard.split, raw.basename)}: {first_line(error)}"
+        """Where the shard should have come from, and the first line of what went wrong."""
+        stream, shard = self.streams[self.stream_per_shard[shard_id]], self.shards[shard_id]
+        raw, packed = shard.file_pairs[0]
+        place = f"{stream.remote}/{(packed or raw).basename}" if stream.remote else str(self.rows.files[shard_id].path)
+        last = getattr(error, "last_exception", None)  # the S3 client says how often it tried, and this says why
+        return f"{place}: {first_line(error)}" + (f": {first_line(last)}" if last is not None else "")
 
     def _fail(self, cause: str) -> None:
         if not self._cause.value:  # the first cause is the cause
             self._cause.value = cause.encode("utf-8", errors="replace")[: _CAUSE_BYTES - 1]
 
+    def _check(self) -> None:
+        if self._event.is_set():
+            raise unreadable(self._cause.value.decode("utf-8", errors="replace"))
+
     def prepare_shard(self, shard_id: int, blocking: bool = True) -> None:
-        """Make a shard present on local disk (base class), without a lock once it was seen there."""
+        """Make a shard present on local disk (base class)."""
         self._forget_parent()
-        if shard_id in self._seen_local and not self.cache_limit and self._shard_states[shard_id] == _ShardState.LOCAL:
-            return
         try:
             super().prepare_shard(shard_id, blocking)
         except BaseException as error:
@@ -118,8 +145,23 @@ class SafeStreamingDataset(StreamingDataset):
             self._shard_states[shard_id] = _ShardState.REMOTE
             self._fail(self._named(shard_id, error))
             raise
-        if self._shard_states[shard_id] == _ShardState.LOCAL:
-            self._seen_local.add(shard_id)
+
+    def _is_ready(self, shard_id: int) -> bool:
+        """Whether the shard lies here unpacked. That stays so: nothing is evicted."""
+        if not self._ready[shard_id]:
+            local = self._shard_states[shard_id] == _ShardState.LOCAL
+            self._ready[shard_id] = local and self.rows.files[shard_id].path.is_file()
+        return bool(self._ready[shard_id])
+
+    def _fetch(self, shard_ids: list[int], stop: Event) -> None:
+        """Fetch what another worker is not fetching. In a thread of its own."""
+        for shard_id in shard_ids:
+            if stop.is_set() or self._event.is_set():
+                return
+            try:
+                self.prepare_shard(shard_id, blocking=False)
+            except Exception:  # noqa: BLE001  # prepare_shard has told the consumer
+                return
 
     def _resume(self, world: World, epoch: int) -> tuple[int, int]:
         """Epoch and sample at which the next iteration begins (base class), for ``epoch`` or the one resumed in.
@@ -138,23 +180,109 @@ class SafeStreamingDataset(StreamingDataset):
             self.num_canonical_nodes = state["num_canonical_nodes"]
             self.shuffle_seed = state["shuffle_seed"]
             self.initial_physical_nodes = state["initial_physical_nodes"]
-        self._set_shuffle_block_size(world)
         return epoch, sample
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Every sample of this rank and worker.
+    def _get_work(self, epoch: int, sample_in_epoch: int) -> Int[np.ndarray, "m batch"]:
+        """What this worker gives of the rest of an epoch, a row a batch, filled up with -1.
+
+        One process of the node computes the order, and all take their part of it from shared memory.
+        """
+        world = self._unique_worker_world
+        shared: Sequence[SharedMemory | None]
+        if world.is_local_leader:
+            work = self._work(world, epoch, sample_in_epoch)
+            shared = self._share_work(work)
+            self._shared_barrier(world.workers_per_node)
+        else:
+            self._shared_barrier(world.workers_per_node)
+            work, *shared = self._attach_work()
+        mine = work[world.node, world.rank_of_node, world.worker_of_rank].copy()
+        del work
+        self._shared_barrier(world.workers_per_node)
+        for memory in shared:
+            if memory is not None:
+                memory.cleanup()
+        return mine
+
+    def _work(
+        self, world: World, epoch: int, sample_in_epoch: int
+    ) -> Int[np.ndarray, "nodes ranks workers batches batch"]:
+        assert self.batch_size is not None and self.num_canonical_nodes is not None
+        order = epoch_order(
+            self.rows.sizes,
+            seed=self.shuffle_seed,
+            epoch=epoch,
+            shuffle=self.shuffle,
+            num_canonical_nodes=self.num_canonical_nodes,
+        )
+        ranks = Ranks(world.num_nodes, world.ranks_per_node)
+        table = steps(order[sample_in_epoch:], ranks, self.batch_size, full=self._full)
+        # A DataLoader asks its workers in turn.
+        idle = -table.shape[2] % world.workers_per_rank
+        table = np.pad(table, ((0, 0), (0, 0), (0, idle), (0, 0)), constant_values=-1)
+        turns = table.reshape(*table.shape[:2], -1, world.workers_per_rank, self.batch_size)
+        return np.ascontiguousarray(turns.transpose(0, 1, 3, 2, 4))
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        """Every batch of this rank and worker.
 
         Raises:
             ShardError: a shard cannot be read; the line carries the cause.
         """
         self._forget_parent()
+        self._check()
+        self._unique_worker_world = self._unique_rank_world.detect_workers()
+        self._parallel_worker_world = self._unique_worker_world
+        epoch, sample_in_epoch = self._resume_incr_epoch()
+        work = self._get_work(epoch, sample_in_epoch)
+        stop = Event()
+        wanted = self.rows.shards_of(work[work >= 0])
+        distinct, first = np.unique(wanted, return_index=True)
+        missing = [shard_id for shard_id in distinct[first.argsort()].tolist() if not self._is_ready(shard_id)]
+        if missing:
+            Thread(target=self._fetch, args=(missing, stop), daemon=True).start()
         try:
-            yield from super().__iter__()
-        except _READ_ERRORS as error:
+            for row in work:
+                ids = row[row >= 0]
+                if len(ids):
+                    yield self._take(ids)
+        finally:
+            stop.set()
+
+    def _take(self, ids: Int[np.ndarray, "m"]) -> dict[str, Tensor]:
+        shard_ids = self.rows.shards_of(ids)
+        for shard_id in shard_ids[~self._ready[shard_ids]].tolist():
+            while not self._is_ready(shard_id):
+                self._check()
+                sleep(TICK)
+        self._check()
+        try:
+            return self.rows.take(ids)
+        except (OSError, ValueError) as error:
             self._fail(first_line(error))
-        if self._event.is_set():
-            cause = self._cause.value.decode("utf-8", errors="replace")
-            raise ShardError(f"a shard cannot be read: {cause}; mend or fetch it, then the same command resumes")
+            raise unreadable(first_line(error)) from error
+
+
+class SafeStreamingLoader(StreamingDataLoader):
+    """A StreamingDataLoader of a SafeStreamingDataset's batches; an error ends its workers at once."""
+
+    def __init__(self, dataset: SafeStreamingDataset, **settings: Any) -> None:
+        super().__init__(dataset, batch_size=None, collate_fn=as_it_is, **settings)
+        self.shards = dataset.rows
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:  # type: ignore[override]  # as StreamingDataLoader does
+        """What is left of the epoch resumed in, or the next one."""
+        with workers_end_with_an_error(self):
+            yield from super().__iter__()
+
+
+def _file(shard: Any) -> ShardFile:
+    folder = Path(shard.dirname, shard.split)
+    if not isinstance(shard, MDSReader):
+        raise UserError(f"{folder}: holds shards that are not MDS; prepare them anew")
+    layout = Layout.of(shard.column_names, shard.column_encodings, shard.column_sizes)
+    path = inside(folder, shard.raw_data.basename, folder / "index.json")
+    return ShardFile(path, shard.samples, shard.raw_data.bytes, layout)
 
 
 def set_rank_environment(rank: int, world_size: int, local_rank: int, local_world_size: int) -> None:
@@ -178,6 +306,8 @@ def open_streams(
     shuffle: bool,
     seed: int,
     is_local_leader: bool,
+    full: bool = False,
+    num_canonical_nodes: int = 1,
 ) -> SafeStreamingDataset:
     """Open MDS folders as one dataset; each epoch gives every sample once.
 
@@ -187,6 +317,8 @@ def open_streams(
         shuffle: whether each epoch has an order of its own.
         seed: of that order; it does not depend on the number of ranks or workers.
         is_local_leader: whether this process is the node's first rank.
+        full: whether samples that fill no step of all ranks are left out.
+        num_canonical_nodes: into how many parts the shards are split that take turns (``loading.order``).
 
     Raises:
         ShardError: an index cannot be fetched or read, or no such scheme of URLs is known.
@@ -194,14 +326,12 @@ def open_streams(
 
     def build() -> SafeStreamingDataset:
         dataset = SafeStreamingDataset(
-            streams=[
-                Stream(remote=remote, local=str(local), validate_hash="xxh64" if remote else None)
-                for remote, local in folders
-            ],
+            streams=[_stream(remote, local) for remote, local in folders],
             batch_size=batch_size,
             shuffle=shuffle,
             shuffle_seed=seed,
-            num_canonical_nodes=1,
+            num_canonical_nodes=num_canonical_nodes,
+            full=full,
         )
         for stream, (remote, _) in zip(dataset.streams, folders, strict=True):
             if remote is not None:
@@ -215,8 +345,23 @@ def open_streams(
     try:
         with lock if is_local_leader else contextlib.nullcontext():
             return build()
-    except (*_READ_ERRORS, BotoCoreError, ClientError) as error:
+    except UserError:
+        raise
+    except Exception as error:  # whatever a client of a storage service raises
         places = ", ".join(str(remote or local) for remote, local in folders)
         raise ShardError(
             f"{places}: shards cannot be opened: {first_line(error)}; check key 'island.shards'"
         ) from error
+
+
+def _stream(remote: str | None, local: Path) -> Stream:
+    stream = Stream(
+        remote=remote,
+        local=str(local),
+        validate_hash="xxh64" if remote else None,
+        download_retry=_ATTEMPTS if remote and "://" in remote else 1,
+        download_timeout=SILENT_SECONDS,
+    )
+    if isinstance(stream._downloader, SFTPDownloader):
+        stream._downloader = PatientSFTPDownloader()
+    return stream

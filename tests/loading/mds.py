@@ -3,6 +3,7 @@
 import resource
 
 import numpy as np
+import pytest
 
 from ddm_lightning._compat import ensure_torchvision_importable
 
@@ -14,6 +15,14 @@ from streaming import MDSWriter  # noqa: E402
 _limit, _most = resource.getrlimit(resource.RLIMIT_NOFILE)
 resource.setrlimit(resource.RLIMIT_NOFILE, (max(_limit, min(_most, 1 << 16)), _most))
 
+# What Streaming warns of, for ``pytestmark``.
+WARNINGS = [
+    # Python 3.12 says so of every fork beside Streaming's threads.
+    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
+    # Streaming leaves the closing of the files that it hashes to the garbage collector.
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore:Exception ignored in. <_io.FileIO:pytest.PytestUnraisableExceptionWarning"),
+]
 COLUMNS = {
     "x_0": "ndarray:uint8:3,4,4",
     "sample_id": "int64",

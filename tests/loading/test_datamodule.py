@@ -5,20 +5,14 @@ import numpy as np
 import pytest
 import torch
 from deadline import within
-from loading.mds import COLUMNS, damage, sample, write_mds
+from loading.mds import COLUMNS, WARNINGS, damage, sample, write_mds
 
 from ddm_lightning.errors import UserError
 from ddm_lightning.files import sha256_file
 from ddm_lightning.loading.datamodule import ClusterDataModule
-from ddm_lightning.loading.streaming import ShardError
+from ddm_lightning.loading.errors import ShardError
 
-pytestmark = [
-    # Python 3.12 says so of every fork beside Streaming's threads.
-    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
-    # Streaming leaves the closing of the files that it hashes to the garbage collector.
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),
-    pytest.mark.filterwarnings("ignore:Exception ignored in. <_io.FileIO:pytest.PytestUnraisableExceptionWarning"),
-]
+pytestmark = WARNINGS
 # Unequal clusters: 70, 20 and 36 training samples, 5, 3 and 0 held-out ones.
 TRAIN = {0: range(70), 1: range(100, 120), 2: range(200, 236)}
 HELD_OUT = {0: range(70, 75), 1: range(120, 123)}
@@ -50,12 +44,18 @@ def ids(batches):
     return [i for batch in batches for i in batch["sample_id"].tolist()]
 
 
+@pytest.fixture(params=["local", "streaming"])
+def back_end(request):
+    return request.param
+
+
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("clusters", [[1], [0, 2], [0, 1, 2]], ids=str)
-def test_one_cluster_several_or_all_in_their_natural_proportions(shards, tmp_path, clusters, num_workers):
+def test_one_cluster_several_or_all_in_their_natural_proportions(shards, tmp_path, clusters, num_workers, back_end):
     expected = sorted(i for cluster in clusters for i in TRAIN[cluster])
     batch_size = 6 if clusters == [0, 1, 2] else 2  # divides the samples
-    loader = module_of(shards, clusters, batch_size, tmp_path, num_workers=num_workers).train_dataloader()
+    settings = {"num_workers": num_workers, "loader": back_end}
+    loader = module_of(shards, clusters, batch_size, tmp_path, **settings).train_dataloader()
     with within(60):
         first, second = list(loader), list(loader)
     assert sorted(ids(first)) == sorted(ids(second)) == expected
@@ -67,8 +67,8 @@ def test_one_cluster_several_or_all_in_their_natural_proportions(shards, tmp_pat
         assert all(set(half) == set(clusters) for half in halves)
 
 
-def test_batches_hold_what_was_written(shards, tmp_path):
-    for batch in module_of(shards, [0, 1], 9, tmp_path).train_dataloader():
+def test_batches_hold_what_was_written(shards, tmp_path, back_end):
+    for batch in module_of(shards, [0, 1], 9, tmp_path, loader=back_end).train_dataloader():
         assert {name: value.dtype for name, value in batch.items()} == {
             "sample_id": torch.int64,
             "cluster": torch.int64,
@@ -92,8 +92,10 @@ def test_without_captions_there_is_no_text(tmp_path):
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_every_training_batch_is_full_and_what_is_left_over_waits_for_another_epoch(shards, tmp_path, num_workers):
-    loader = module_of(shards, [1], 8, tmp_path, num_workers=num_workers).train_dataloader()
+def test_every_training_batch_is_full_and_what_is_left_over_waits_for_another_epoch(
+    shards, tmp_path, num_workers, back_end
+):
+    loader = module_of(shards, [1], 8, tmp_path, num_workers=num_workers, loader=back_end).train_dataloader()
     assert len(loader) == 2
     seen = set()
     with within(60):
@@ -106,19 +108,20 @@ def test_every_training_batch_is_full_and_what_is_left_over_waits_for_another_ep
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_one_batch_is_enough_and_less_is_refused(shards, tmp_path, num_workers):
-    loader = module_of(shards, [1], 20, tmp_path, num_workers=num_workers).train_dataloader()
+def test_one_batch_is_enough_and_less_is_refused(shards, tmp_path, num_workers, back_end):
+    loader = module_of(shards, [1], 20, tmp_path, num_workers=num_workers, loader=back_end).train_dataloader()
     with within(60):
         assert [sorted(ids([batch])) for batch in loader] == [list(TRAIN[1])]
     with pytest.raises(
         UserError, match=r"clusters \[1\] hold 20 training samples, fewer than the 21 .*global_batch_size"
     ):
-        module_of(shards, [1], 21, tmp_path).train_dataloader()
+        module_of(shards, [1], 21, tmp_path, loader=back_end).train_dataloader()
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_held_out_samples_come_once_each_in_one_order(shards, tmp_path, num_workers):
-    data = module_of(shards, [0, 1, 2], 3, tmp_path, held_out_clusters=[0, 1], num_workers=num_workers)
+def test_held_out_samples_come_once_each_in_one_order(shards, tmp_path, num_workers, back_end):
+    settings = {"held_out_clusters": [0, 1], "num_workers": num_workers, "loader": back_end}
+    data = module_of(shards, [0, 1, 2], 3, tmp_path, **settings)
     loader = data.val_dataloader()
     with within(60):
         orders = [ids(loader), ids(loader)]
@@ -129,9 +132,73 @@ def test_no_held_out_samples_means_no_validation(shards, tmp_path):
     assert module_of(shards, [2], 3, tmp_path).val_dataloader() == []
 
 
-def test_the_order_follows_the_seed(shards, tmp_path):
-    orders = [ids(module_of(shards, [0], 7, tmp_path, seed=seed).train_dataloader()) for seed in (1, 1, 2)]
-    assert orders[0] == orders[1] != orders[2]
+def test_the_order_follows_the_seed_and_not_the_back_end(shards, tmp_path):
+    orders = [
+        ids(module_of(shards, [0, 2], 7, tmp_path, seed=seed, loader=back_end).train_dataloader())
+        for seed, back_end in ((1, "local"), (1, "local"), (1, "streaming"), (2, "local"))
+    ]
+    assert orders[0] == orders[1] == orders[2] != orders[3]
+
+
+@pytest.mark.parametrize("second", ["local", "streaming"])
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_seen", [0, 3, 10])
+def test_either_back_end_goes_on_where_either_was_stopped(shards, tmp_path, back_end, second, num_workers, num_seen):
+    loader = module_of(shards, [0, 2], 10, tmp_path, num_workers=num_workers, loader=back_end).train_dataloader()
+    with within(60):
+        first = ids(loader)
+        iterator = iter(loader)
+        seen = [ids([next(iterator)]) for _ in range(num_seen)]
+        state = loader.state_dict()
+        rest = [ids([batch]) for batch in iterator]
+        third = ids(loader)
+
+        again = module_of(shards, [0, 2], 10, tmp_path, loader=second).train_dataloader()
+        again.load_state_dict(state)
+        assert again.state_dict()["sample_in_epoch"] == state["sample_in_epoch"]
+        if num_seen:  # else nothing of the second epoch was asked for yet: it is at the end of the first
+            assert [ids([batch]) for batch in again] == rest
+        else:
+            assert list(again) == []
+            assert [ids([batch]) for batch in again] == rest
+        assert ids(again) == third
+    assert len(seen) + len(rest) == 10
+    assert len(set(first) | {i for batch in seen + rest for i in batch}) > len(first)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_compressed_shards_on_this_machine_are_unpacked_once(tmp_path, back_end, num_workers):
+    folder = write_mds(tmp_path / "shards/cluster-0/train", range(60), compression="zstd:3")
+    before = {path.name for path in folder.iterdir()}
+    settings = {"loader": back_end, "num_workers": num_workers}
+    order = ids(module_of(tmp_path / "shards", [0], 6, tmp_path, **settings).train_dataloader())
+    assert sorted(order) == list(range(60))
+    assert {path.name for path in folder.iterdir()} == before  # nothing is added beside them
+    store = tmp_path / "cache/store/cluster-0/train"
+    unpacked = {path: path.stat().st_mtime_ns for path in store.glob("*.mds")}
+    assert len(unpacked) == 4
+    assert ids(module_of(tmp_path / "shards", [0], 6, tmp_path, **settings).train_dataloader()) == order
+    assert {path: path.stat().st_mtime_ns for path in store.glob("*.mds")} == unpacked
+    damaged = damage(store, "flipped")
+    assert ids(module_of(tmp_path / "shards", [0], 6, tmp_path, **settings).train_dataloader()) == order
+    assert (store / damaged).stat().st_mtime_ns != unpacked[store / damaged]
+
+
+def test_which_back_end_it_is(shards, tmp_path):
+    assert module_of(shards, [0], 7, tmp_path).loader == "local"
+    assert remote_module(shards, tmp_path).loader == "streaming"
+    with pytest.raises(UserError, match=r"'island.loader' = 'local' reads no URL \(s3://bucket/x\); use 'auto'"):
+        module_of("s3://bucket/x", [0], 7, tmp_path, loader="local")
+    with pytest.raises(UserError, match=r"'island.loader' = 'lokal': give one of auto, streaming, local"):
+        module_of(shards, [0], 7, tmp_path, loader="lokal")
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_shard_that_goes_while_it_is_being_read(shards, tmp_path, back_end, num_workers):
+    data = module_of(shards, [0], 7, tmp_path, loader=back_end, num_workers=num_workers)
+    name = damage(shards / "cluster-0/train", "missing")
+    with within(20), pytest.raises(ShardError, match=f"a shard cannot be read: .*{name}.*; mend or fetch it"):
+        list(data.train_dataloader())
 
 
 @pytest.mark.parametrize("kind", ["missing", "truncated", "flipped"])
@@ -192,7 +259,7 @@ def test_a_start_after_a_kill_finds_its_store_and_removes_the_old_view(shards, t
     view.rename(view.with_name("view-1"))  # as if another process had left it
     data = remote_module(shards, tmp_path)
     assert ids(data.train_dataloader()) == order
-    assert {path.name for path in (tmp_path / "cache").iterdir()} == {"store", data._view().name}
+    assert {path.name for path in (tmp_path / "cache").iterdir()} == {"store", "starts", data._view().name}
 
 
 @pytest.mark.parametrize("kind", ["truncated", "flipped"])

@@ -1,25 +1,21 @@
 import gc
 import multiprocessing
+import time
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-import torch
 from deadline import within
-from loading.mds import damage, write_mds
+from loading.mds import WARNINGS, damage, write_mds
 
-from ddm_lightning.loading.streaming import SafeStreamingDataset, ShardError, open_streams
+from ddm_lightning.loading.errors import ShardError
+from ddm_lightning.loading.streaming import SafeStreamingDataset, SafeStreamingLoader, open_streams
 
-from streaming import StreamingDataLoader, StreamingDataset  # isort: skip (after the shim)
+from streaming import StreamingDataset  # isort: skip (after the shim)
 from streaming.base.dataset import _ShardState  # isort: skip
+from streaming.base.storage.download import LocalDownloader  # isort: skip
 
-pytestmark = [
-    # Python 3.12 says so of every fork beside Streaming's threads.
-    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
-    # Streaming leaves the closing of the files that it hashes to the garbage collector.
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),
-    pytest.mark.filterwarnings("ignore:Exception ignored in. <_io.FileIO:pytest.PytestUnraisableExceptionWarning"),
-]
+pytestmark = WARNINGS
 NUM_SAMPLES = 100
 
 
@@ -34,26 +30,16 @@ def open_folder(folder, *, remote=None, shuffle=True, batch_size=8, seed=3):
     return open_streams([(remote, folder)], batch_size=batch_size, shuffle=shuffle, seed=seed, is_local_leader=True)
 
 
-def loader_of(dataset, num_workers, batch_size=8):
-    return StreamingDataLoader(
-        dataset,
-        batch_size=batch_size,
-        num_workers=num_workers,
-        persistent_workers=num_workers > 0,
-        collate_fn=lambda batch: torch.tensor([int(sample["sample_id"]) for sample in batch]),
-    )
+def loader_of(dataset, num_workers):
+    return SafeStreamingLoader(dataset, num_workers=num_workers, persistent_workers=num_workers > 0)
 
 
 def lists(batches):
-    return [batch.tolist() for batch in batches]
+    return [batch["sample_id"].tolist() for batch in batches]
 
 
-def batches(dataset, num_workers, batch_size=8):
-    loader = loader_of(dataset, num_workers, batch_size)
-    try:
-        return lists(loader)
-    finally:
-        loader.__del__()  # an error's traceback would keep the workers until the garbage collector comes round
+def batches(dataset, num_workers):
+    return lists(loader_of(dataset, num_workers))
 
 
 def flat(nested):
@@ -106,6 +92,15 @@ def test_a_damaged_local_shard_raises_within_seconds(folder, kind, num_workers):
         batches(open_folder(folder), num_workers)
 
 
+def test_the_workers_end_with_the_error(folder):
+    damage(folder, "missing")
+    loader = loader_of(open_folder(folder), 2)
+    with within(20), pytest.raises(ShardError) as caught:
+        list(loader)
+    assert caught.tb is not None  # and with it everything that the error's frames hold
+    assert not multiprocessing.active_children()
+
+
 def test_every_worker_stops_where_one_failed(folder, tmp_path):
     """The worker that did not fail has its batch asked for first, and waits for the shard at which the other failed."""
     damage(folder, "missing")
@@ -121,6 +116,52 @@ def test_what_failed_stays_failed(folder):
     for num_workers in (0, 0, 2):
         with within(20), pytest.raises(ShardError, match=name):
             batches(dataset, num_workers)
+
+
+def test_one_sample_has_its_caption_too(folder):
+    dataset = open_folder(folder)
+    for number in (0, 99):
+        assert dataset[number]["caption"] == f"number {number}"
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_the_length_is_that_of_an_epoch_in_batches(folder, num_workers):
+    for full, expected in ((False, 13), (True, 12)):
+        dataset = open_streams([(None, folder)], batch_size=8, shuffle=True, seed=0, is_local_leader=True, full=full)
+        loader = loader_of(dataset, num_workers)
+        assert len(loader) == len(dataset) == len(lists(loader)) == expected
+
+
+def test_a_shard_is_fetched_once_however_many_workers_want_it(folder, tmp_path, monkeypatch):
+    fetched = tmp_path / "fetched"
+    download = LocalDownloader._download_file_impl
+
+    def note(self, remote, local, timeout):
+        with fetched.open("a") as stream:
+            stream.write(f"{Path(local).name}\n")
+        time.sleep(0.01)
+        download(self, remote, local, timeout)
+
+    monkeypatch.setattr(LocalDownloader, "_download_file_impl", note)
+    dataset = open_folder(tmp_path / "cache", remote=str(folder))
+    with within(60):
+        for num_workers in (2, 0):
+            assert sorted(flat(batches(dataset, num_workers))) == list(range(NUM_SAMPLES))
+    names = fetched.read_text().split()
+    assert sorted(names) == sorted({path.name for path in folder.glob("*.mds")} | {"index.json.tmp"})
+
+
+def test_an_abandoned_epoch_fetches_no_more(folder, tmp_path, monkeypatch):
+    download = LocalDownloader._download_file_impl
+    monkeypatch.setattr(LocalDownloader, "_download_file_impl", lambda *call: (time.sleep(0.05), download(*call))[1])
+    dataset = open_folder(tmp_path / "cache", remote=str(folder), shuffle=False)
+    iterator = iter(dataset)
+    next(iterator)
+    iterator.close()
+    time.sleep(0.1)
+    here = len(list((tmp_path / "cache").glob("*.mds")))
+    time.sleep(0.3)
+    assert len(list((tmp_path / "cache").glob("*.mds"))) == here < 6
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -183,20 +224,20 @@ def test_processes_that_open_shards_at_the_same_moment_do_not_collide(folder):
 def test_the_private_names_that_it_leans_on_exist(folder, tmp_path):
     assert version("mosaicml-streaming").startswith("0.13.")
     assert {state.name for state in _ShardState} >= {"REMOTE", "PREPARING", "LOCAL"}
-    for name in ("on_exception", "prepare_shard", "get_item", "_resume", "__iter__"):
+    for name in ("prepare_shard", "get_item", "_resume", "_get_work", "__iter__", "__len__"):
         assert name in vars(SafeStreamingDataset)
         assert name in vars(StreamingDataset), f"{name} is overridden, but is gone from the base"
     dataset = open_folder(tmp_path / "cache", remote=str(folder))
     plain = StreamingDataset(local=str(folder), batch_size=8)
     iterator = iter(plain)
     next(iterator)
-    for name in ("_cache_filelock", "_executor", "_event", "_iterator"):
+    for name in ("_cache_filelock", "_event"):
         assert name in plain.__dict__, name
     assert "lock" in plain._shared_barrier.__dict__
     assert not plain._event.is_set()
     assert callable(dataset.streams[0]._downloader.clean_up)
     assert dataset._shard_states[0] == _ShardState.REMOTE
     assert isinstance(dataset._shm_prefix_int, int)
-    assert callable(dataset._set_shuffle_block_size)
+    assert list(Path("/dev/shm").glob(f"{dataset.shared_memory_number:06}_locals"))
     dataset.prepare_shard(0)
     assert dataset._shard_states[0] == _ShardState.LOCAL

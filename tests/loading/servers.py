@@ -1,0 +1,142 @@
+"""Real servers on loopback, and a connection to them that can be cut or fall silent."""
+
+import os
+import shutil
+import socket
+import struct
+import subprocess
+import threading
+import time
+import urllib.request
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+SSHD = shutil.which("sshd", path=os.environ.get("PATH", "") + ":/usr/sbin:/usr/local/sbin")
+_RESET = struct.pack("ii", 1, 0)
+
+
+class Line:
+    """A TCP port that passes all on to another one, until it is told otherwise.
+
+    ``fail(num_bytes, times, silent)``: the next ``times`` connections (None: all) end with a reset, or fall silent,
+    once the server has sent ``num_bytes`` on them.
+    """
+
+    def __init__(self, port):
+        self._target = port
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        self.num_failed = 0
+        self._left, self._num_bytes, self._silent = 0, 0, False
+        self._closed = threading.Event()
+        self._lock = threading.Lock()
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def fail(self, num_bytes, times=None, *, silent=False):
+        self._num_bytes, self._silent = num_bytes, silent
+        self._left = float("inf") if times is None else times
+
+    def close(self):
+        self._closed.set()
+        self._listener.close()
+
+    def _accept(self):
+        while not self._closed.is_set():
+            with suppress(OSError):
+                client, _ = self._listener.accept()
+                server = socket.create_connection(("127.0.0.1", self._target))
+                threading.Thread(target=self._pass, args=(client, server, False), daemon=True).start()
+                threading.Thread(target=self._pass, args=(server, client, True), daemon=True).start()
+
+    def _pass(self, source, sink, is_answer):
+        num_sent = 0
+        with suppress(OSError):
+            while block := source.recv(1 << 12):
+                num_sent += len(block)
+                if is_answer and num_sent > self._num_bytes and self._takes_one():
+                    if self._silent:
+                        self._closed.wait()
+                    sink.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+                    break
+                sink.sendall(block)
+        for end in (source, sink):
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+            end.close()
+
+    def _takes_one(self):
+        with self._lock:
+            if self._left <= 0:
+                return False
+            self._left -= 1
+            self.num_failed += 1
+            return True
+
+
+@contextmanager
+def s3(shards, tmp_path, monkeypatch):
+    """moto's S3 with the folder ``shards`` in a bucket: its URL, and the line to it."""
+    import boto3
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    _, port = server.get_host_and_port()
+    # All of moto's servers in one process share what they hold.
+    urllib.request.urlopen(urllib.request.Request(f"http://127.0.0.1:{port}/moto-api/reset", method="POST")).close()
+    line = Line(port)
+    for name, value in {
+        "AWS_ACCESS_KEY_ID": "anybody",
+        "AWS_SECRET_ACCESS_KEY": "anything",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "S3_ENDPOINT_URL": f"http://127.0.0.1:{line.port}",
+    }.items():
+        monkeypatch.setenv(name, value)
+    try:
+        client = boto3.client("s3", endpoint_url=f"http://127.0.0.1:{port}")
+        client.create_bucket(Bucket="pictures")
+        for path in shards.rglob("*.*"):
+            client.upload_file(str(path), "pictures", f"run/{path.relative_to(shards)}")
+        client.close()
+        yield "s3://pictures/run", line
+    finally:
+        line.close()
+        server.stop()
+
+
+@contextmanager
+def sftp(shards, tmp_path, monkeypatch):
+    """OpenSSH's server with a key of its own, for the user who runs the tests: the URL of ``shards``, and the line."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    line = Line(port)
+    for name in ("host", "user"):
+        subprocess.run(
+            ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(tmp_path / name)], check=True, timeout=20
+        )
+    (tmp_path / "authorized").write_text((tmp_path / "user.pub").read_text())
+    host = (tmp_path / "host.pub").read_text()
+    (tmp_path / "known").write_text(f"[127.0.0.1]:{line.port} {host}")
+    (tmp_path / "sshd.conf").write_text(
+        f"Port {port}\nListenAddress 127.0.0.1\nHostKey {tmp_path / 'host'}\nPidFile none\nStrictModes no\nUsePAM no\n"
+        f"AuthorizedKeysFile {tmp_path / 'authorized'}\nPasswordAuthentication no\nSubsystem sftp internal-sftp\n"
+        "PermitRootLogin yes\nMaxStartups 100\n"
+    )
+    if os.geteuid() == 0:
+        Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)  # it separates its privileges there
+    with (tmp_path / "sshd.log").open("w") as log:
+        server = subprocess.Popen([SSHD, "-D", "-e", "-f", str(tmp_path / "sshd.conf")], stderr=log)
+    monkeypatch.setenv("COMPOSER_SFTP_KEY_FILE", str(tmp_path / "user"))
+    monkeypatch.setenv("COMPOSER_SFTP_KNOWN_HOSTS_FILE", str(tmp_path / "known"))
+    try:
+        for _ in range(100):
+            with suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+                break
+            time.sleep(0.05)
+        import getpass
+
+        yield f"sftp://{getpass.getuser()}@127.0.0.1:{line.port}{shards}", line
+    finally:
+        line.close()
+        server.terminate()
+        server.wait()

@@ -1,0 +1,144 @@
+import json
+import multiprocessing
+import os
+import signal
+import tempfile
+from pathlib import Path
+
+import pytest
+from deadline import within
+from loading.mds import WARNINGS, write_mds
+
+from ddm_lightning.loading.datamodule import ClusterDataModule
+from ddm_lightning.loading.leftovers import SHARED_MEMORY, note_start, remove_leftovers
+
+pytestmark = WARNINGS
+
+
+def files_of(number):
+    """Shared memory and lock files with this number."""
+    places = (SHARED_MEMORY, Path(tempfile.gettempdir()))
+    return {path.name for place in places for path in place.glob(f"{number:06}_*")}
+
+
+def module_of(shards, cache, num_workers=0):
+    return ClusterDataModule(shards, [0], 5, seed=0, cache=cache, num_workers=num_workers, loader="streaming")
+
+
+def _read_for_ever(shards, cache, numbers):
+    os.setsid()
+    data = module_of(shards, cache, num_workers=2)
+    data.prepare_data()
+    loader = data.train_dataloader()
+    while True:
+        for batch in loader:
+            numbers.put((loader.dataset.shared_memory_number, batch["sample_id"].tolist()))
+
+
+@pytest.fixture
+def shards(tmp_path):
+    write_mds(tmp_path / "shards/cluster-0/train", range(100))
+    return f"file://{tmp_path}/shards"
+
+
+def test_two_members_on_one_node_and_one_is_killed(shards, tmp_path):
+    """The other one goes on; the killed one's next start removes what it had left, and nothing else."""
+    context = multiprocessing.get_context("fork")
+    queues = [context.Queue(20), context.Queue(20)]
+    members = [
+        context.Process(target=_read_for_ever, args=(shards, tmp_path / f"expert-{k}/cache", queues[k])) for k in (0, 1)
+    ]
+    for member in members:
+        member.start()
+    try:
+        with within(60):
+            killed, other = (queue.get()[0] for queue in queues)
+            assert killed != other
+            kept = files_of(other)
+            os.killpg(members[0].pid, signal.SIGKILL)  # as the scheduler or the OOM killer does
+            members[0].join()
+            assert {name[7:] for name in files_of(killed)} > {"locals", "next_epoch", "barrier_filelock"}
+
+            epochs = [[queues[1].get()[1] for _ in range(20)] for _ in range(3)]
+            remove_leftovers(tmp_path / "expert-1/cache")  # of the living
+            assert files_of(other) >= kept
+            assert files_of(killed)
+            again = module_of(shards, tmp_path / "expert-0/cache")
+            again.prepare_data()
+            assert not files_of(killed)
+            assert files_of(other) >= kept
+            found = [i for batch in again.train_dataloader() for i in batch["sample_id"].tolist()]
+            assert sorted(found) == list(range(100))
+            epochs += [[queues[1].get()[1] for _ in range(20)] for _ in range(3)]
+    finally:
+        for member in members:
+            if member.is_alive():
+                os.killpg(member.pid, signal.SIGKILL)
+                member.join()
+        remove_leftovers(tmp_path / "expert-1/cache")
+    # The first batch was taken from the queue before: epochs are shifted by one.
+    batches = [batch for epoch in epochs for batch in epoch][19:]
+    for first in range(0, len(batches) - 19, 20):
+        assert sorted(i for batch in batches[first : first + 20] for i in batch) == list(range(100))
+
+
+def test_a_member_that_ends_leaves_no_lock_file(shards, tmp_path):
+    data = module_of(shards, tmp_path / "cache")
+    data.prepare_data()
+    loader = data.train_dataloader()
+    number = loader.dataset.shared_memory_number
+    assert len(list(loader)) == 20
+    assert any("lock" in name for name in files_of(number))
+    assert len(list((tmp_path / "cache/starts").iterdir())) == 1
+    data.teardown("fit")
+    assert not (tmp_path / "cache/starts").exists()
+    assert not any("lock" in name for name in files_of(number))
+
+
+def fake_memory(number, folders):
+    text = "\0".join([*folders, str(number)]).encode()
+    (SHARED_MEMORY / f"{number:06}_locals").write_bytes((4 + len(text)).to_bytes(4, "little") + text)
+    lock = Path(tempfile.gettempdir()) / f"{number:06}_barrier_filelock"
+    lock.touch()
+    return lock
+
+
+def die(cache, **changes):
+    """Make the record look like that of a process that is no more."""
+    (path,) = (cache / "starts").iterdir()
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"born": "1"} | changes))
+
+
+@pytest.mark.parametrize(
+    ("there", "changes", "is_removed"),
+    [
+        (["/mine"], {}, True),
+        (["/mine"], {"pid": 1 << 22}, True),  # above the largest pid
+        (["/another's"], {}, False),  # who has taken the number since
+        (["/mine"], {"boot": "before"}, False),  # shared memory did not outlive the machine's restart
+    ],
+)
+def test_only_what_a_dead_start_had_is_removed(tmp_path, there, changes, is_removed):
+    number = 999_000 + os.getpid() % 997
+    lock = fake_memory(number, there)
+    try:
+        note_start(tmp_path, number, ["/mine"])
+        assert remove_leftovers(tmp_path) == []  # this process lives
+        assert len(list((tmp_path / "starts").iterdir())) == 1
+        die(tmp_path, **changes)
+        removed = remove_leftovers(tmp_path)
+        assert bool(removed) == is_removed
+        assert lock.exists() != is_removed
+        assert not list((tmp_path / "starts").iterdir())
+    finally:
+        for path in (lock, SHARED_MEMORY / f"{number:06}_locals"):
+            path.unlink(missing_ok=True)
+
+
+def test_a_record_that_was_cut_short_is_dropped(tmp_path):
+    (tmp_path / "starts").mkdir()
+    for name, text in (("1-1.json", "{"), ("2-2.json", "{}"), ("3-3.json", "[]")):
+        (tmp_path / "starts" / name).write_text(text)
+    assert remove_leftovers(tmp_path) == []
+    assert not list((tmp_path / "starts").iterdir())
+    assert remove_leftovers(tmp_path / "nowhere") == []
