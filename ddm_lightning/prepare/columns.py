@@ -53,9 +53,22 @@ class GrowingArray:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._file.seek(0)
-        self._write_header()
-        self._file.close()
+        try:
+            if error is None:
+                self._file.seek(0)
+                self._write_header()
+        finally:
+            try:
+                self._file.close()
+            except OSError:
+                if error is None:  # else of the same full disk
+                    raise
+
+
+def save_array(path: Path, array: Shaped[np.ndarray, "n ..."]) -> None:
+    """Write an ``.npy`` file. ``numpy.save`` would not say of a full disk that it is full."""
+    with GrowingArray(path, array.dtype, array.shape[1:]) as file:
+        file.append(array)
 
 
 def open_array(path: Path) -> Shaped[np.ndarray, "n ..."]:
@@ -98,7 +111,7 @@ class Strings(Sequence[str]):
         blob, ends = _files(folder, name)
         encoded = [value.encode("utf-8") for value in values]
         blob.write_bytes(b"".join(encoded))
-        np.save(ends, np.cumsum([len(value) for value in encoded], dtype=np.uint64))
+        save_array(ends, np.cumsum([len(value) for value in encoded], dtype=np.uint64))
 
 
 def _files(folder: Path, name: str) -> tuple[Path, Path]:

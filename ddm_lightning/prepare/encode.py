@@ -23,7 +23,7 @@ from PIL import Image
 
 from ddm_lightning.errors import UserError
 from ddm_lightning.files import atomic_folder, atomic_write_json, sha256_file
-from ddm_lightning.prepare.columns import GrowingArray, Strings
+from ddm_lightning.prepare.columns import GrowingArray, Strings, save_array
 from ddm_lightning.prepare.plugins import Plugins, plugins_of
 from ddm_lightning.prepare.reading import SAMPLES_AT_ONCE, Reading
 from ddm_lightning.prepare.records import Part, Record
@@ -194,8 +194,10 @@ class _Arrays:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        for array in self._arrays.values():
-            array.__exit__(*error)
+        with ExitStack() as stack:
+            for array in self._arrays.values():
+                stack.push(array.__exit__)
+            stack.__exit__(*error)
 
 
 class _Texts:
@@ -225,8 +227,8 @@ class _Texts:
         Strings.write(folder, "captions", self._captions)
         shown = sorted(((-row, image) for _, row, image in self._thumbnails), key=lambda pair: pair[0])
         if shown:
-            np.save(folder / "thumbnails.npy", np.stack([image for _, image in shown]))
-            np.save(folder / "thumbnail_rows.npy", np.array([row for row, _ in shown], np.int64))
+            save_array(folder / "thumbnails.npy", np.stack([image for _, image in shown]))
+            save_array(folder / "thumbnail_rows.npy", np.array([row for row, _ in shown], np.int64))
         with (folder / "broken.jsonl").open("w", encoding="utf-8") as lines:
             for broken in reading.broken:
                 lines.write(json.dumps(asdict(broken)) + "\n")

@@ -88,6 +88,7 @@ def _begin() -> None:
     """First thing in a process of ``run_local``."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches all: die quietly, the parent speaks
     _one_thread()
+    _own_gpu()
     parent = multiprocessing.parent_process()
     assert parent is not None
 
@@ -102,3 +103,12 @@ def _one_thread() -> None:
     import torch
 
     torch.set_num_threads(1)
+
+
+def _own_gpu() -> None:
+    """Processes take the GPUs in turn: ``cuda`` then means another one in each."""
+    import torch
+
+    if torch.cuda.is_available():
+        number = multiprocessing.current_process()._identity[0] - 1
+        torch.cuda.set_device(number % torch.cuda.device_count())

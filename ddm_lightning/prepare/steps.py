@@ -13,6 +13,7 @@ from jaxtyping import Int32
 
 from ddm_lightning.config.load import prepare_to_json
 from ddm_lightning.files import atomic_folder, atomic_write, atomic_write_json, sha256_json
+from ddm_lightning.prepare.columns import save_array
 from ddm_lightning.prepare.encode import (
     CAPTIONS,
     FEATURES,
@@ -112,7 +113,7 @@ def write_partition(plugins: Plugins, seed: int, prepared: Prepared, tick: Tick)
     else:
         clusters, fraction = assign_rows(partition, features, labels, keys, device=config.partition.device)
     partition.save(prepared.partition_file)
-    atomic_write(prepared.clusters_file, lambda path: np.save(path, clusters))
+    atomic_write(prepared.clusters_file, lambda path: save_array(path, clusters))
     atomic_write_json(prepared.partition_facts_file, {"out_of_cluster_fraction": fraction})
     tick(len(features), len(features))
 
