@@ -131,7 +131,8 @@ def test_a_missing_command_or_file_is_told_with_the_usage(capsys: pytest.Capture
 def test_prepare_names_its_results_and_the_next_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     run = tmp_path / "run"
     out = called(capsys, "prepare", *settings(run))
-    for path in (run / "prepared" / "shards", run / "prepared" / "clusters.png", run / "prepared" / "manifest.json"):
+    for name in ("shards", "clusters.png", "report/report.html"):
+        path = run / "prepared" / name
         assert str(path) in out
         assert path.exists()
     assert f"next: python -m ddm_lightning fit {shlex.join(settings(run))}\n" in out

@@ -69,7 +69,8 @@ def test_refuses_sets_that_have_no_halves():
 def test_noise_and_blur_raise_the_distance_of_real_pictures():
     from ddm_lightning.prepare.sources.blobs import Blobs
 
-    pictures = np.stack([record.image for record in Blobs(num_samples=96, image_size=16)])
+    source = Blobs(num_samples=96, image_size=16)
+    pictures = np.stack([record.image for part in source.parts() for record in source.read(part)])
     rng = np.random.default_rng(0)
     noisy = np.clip(pictures[:48] + rng.normal(0, 40, pictures[:48].shape), 0, 255).astype(np.uint8)
     real = picture_features(pictures[48:])

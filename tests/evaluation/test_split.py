@@ -8,10 +8,11 @@ import torch
 from ddm_lightning.config import load_experiment
 from ddm_lightning.errors import UserError
 from ddm_lightning.evaluation.split import read_split
-from ddm_lightning.prepare.encoders.pixels import Pixels
+from ddm_lightning.prepare.encoders import HashedWords, Pixels
 from ddm_lightning.prepare.manifest import HELD_OUT, TRAIN, Manifest
+from ddm_lightning.prepare.prepared import Prepared
 from ddm_lightning.prepare.stages import prepare
-from ddm_lightning.prepare.steps import Prepared
+from ddm_lightning.prepare.sources import Blobs
 from ddm_lightning.run_folder import RunFolder
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
@@ -26,18 +27,20 @@ def run(tmp_path_factory):
 
 def test_both_sides_are_the_whole_source_with_its_pictures_clusters_and_texts(run):
     manifest, prepared = Manifest.read(run.root), Prepared(run.prepared)
+    source = Blobs(num_samples=96, image_size=8)
+    records = [record for part in source.parts() for record in source.read(part)]
+    images, texts = np.stack([r.image for r in records]), HashedWords(size=16).vectors([r.caption for r in records])
     sides = [read_split(run, manifest, side) for side in (TRAIN, HELD_OUT)]
     assert sum(len(side) for side in sides) == manifest.num_samples
     assert len(sides[1]) == sum(cluster.held_out for cluster in manifest.clusters)
-    _, captions, labels = prepared.records()
     for side in sides:
         ids = side.sample_ids.numpy()
         assert (np.diff(ids) > 0).all()
-        assert np.array_equal(Pixels().decode(side.x_0), prepared.images[ids])
+        assert np.array_equal(Pixels().decode(side.x_0), images[ids])
         assert np.array_equal(side.clusters.numpy(), prepared.clusters[ids])
-        assert side.captions == [captions[i] for i in ids]
-        assert side.labels.tolist() == [labels[i] for i in ids]
-        np.testing.assert_allclose(side.texts.numpy(), prepared.texts[ids], rtol=1e-3)
+        assert side.captions == [records[i].caption for i in ids]
+        assert side.labels.tolist() == [records[i].label for i in ids]
+        np.testing.assert_allclose(side.texts.numpy(), texts[ids], rtol=1e-3)
     assert not set(sides[0].sample_ids.tolist()) & set(sides[1].sample_ids.tolist())
 
 
