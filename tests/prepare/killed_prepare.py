@@ -1,23 +1,32 @@
-"""Run as a script: kill ``prepare`` with SIGKILL at every moment that matters, run it again, print what it leaves.
+"""Run as a script: kill ``prepare`` with SIGKILL, run it again, print what it leaves.
 
-Children are forked from one process that has imported everything, which makes a trial cost a fraction of a second.
+Once at every moment that matters, at 20 random ones, and with processes of its own at work. Children are forked
+from one process that has imported everything, which makes a trial cost a fraction of a second.
 """
 
 import json
 import os
+import random
+import shutil
 import signal
 import sys
+import time
+from functools import partial
 from pathlib import Path
 
 from prepare.tiny_experiment import tiny_experiment
 
 from ddm_lightning._compat import ensure_torchvision_importable
-from ddm_lightning.files import sha256_file
-from ddm_lightning.prepare import prepare
+from ddm_lightning.files import sha256_file, sha256_json
+from ddm_lightning.prepare import engine, prepare, summary
 from ddm_lightning.prepare.progress import SilentReporter
+from ddm_lightning.prepare.sources import blobs
+from ddm_lightning.prepare.sources.blocks import block_parts
 
 ensure_torchvision_importable()
 import streaming  # noqa: E402, F401  once, before the forks
+
+NUM_RANDOM = 20
 
 
 class Deadly(SilentReporter):
@@ -39,18 +48,29 @@ class Deadly(SilentReporter):
         self._moment(f"after {Path(target).name} appeared")
 
     def advance(self, stage, done, total):
-        if stage != "source" or done in (1, total // 2):
-            self._moment(f"{stage}: {done} of {total}")
+        self._moment(f"{stage}: {done} of {total}")
 
     def say(self, line):
         self.lines.append(line)
 
 
+class DeadlyAtStage(SilentReporter):
+    """Kills itself, or all its processes, when a stage has some of its samples done."""
+
+    def __init__(self, stage, kill):
+        self.stage, self.kill = stage, kill
+
+    def advance(self, stage, done, total):
+        if stage == self.stage and 0 < done < total:
+            self.kill()
+
+
 def in_child(work):
-    """Start ``work`` in a forked child; gives its process id."""
+    """Start ``work`` in a forked child, which leads a process group; gives its process id."""
     child = os.fork()
     if child == 0:
         try:
+            os.setpgid(0, 0)
             work()
             os._exit(0)
         finally:
@@ -62,15 +82,122 @@ def signal_of(child):
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
+def alive(group):
+    """Processes of a group that still run; zombies, which wait for their parent to look, do not."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, process_group = stat.read_text().rpartition(")")[2].split()[:3]
+        except OSError:
+            continue
+        if int(process_group) == group and state != "Z":
+            found.append(int(stat.parent.name))
+    return found
+
+
+def seconds_until_gone(group, most=20):
+    """How long processes outlive the one that led them; those that do not go are ended here."""
+    start = time.monotonic()
+    while alive(group) and time.monotonic() - start < most:
+        time.sleep(0.02)
+    seconds = time.monotonic() - start
+    for process in alive(group):
+        os.kill(process, signal.SIGKILL)
+    return seconds
+
+
 def files_of(run):
-    """Hashes of everything but the record of the stages, which holds times."""
-    files = {p.relative_to(run).as_posix(): sha256_file(p) for p in sorted(run.rglob("*")) if p.is_file()}
-    return {name: digest for name, digest in files.items() if not name.endswith(("stages.json", ".lock"))}
+    """Hashes of everything, but for the lock and the times that records hold."""
+    return {
+        path.relative_to(run).as_posix(): without_times(path)
+        for path in sorted(run.rglob("*"))
+        if path.is_file() and path.name != ".lock"
+    }
+
+
+def without_times(path):
+    if path.name not in ("part.json", "stages.json"):
+        return sha256_file(path)
+    content = json.loads(path.read_text())
+    for entry in content.values():
+        del entry["seconds"]
+    if path.name == "stages.json":
+        # What is written in more than one go differs in its order only.
+        content = dict(sorted(content.items()))
+    return sha256_json(content)
+
+
+def light_report(folder, *_, **__):
+    folder.mkdir(exist_ok=True)
+    (folder / "report.html").write_text("a light stand-in")
+
+
+def light_grid(path, *_, **__):
+    path.write_bytes(b"another")
+
+
+def kill_at_every_moment(folder, run, moments):
+    for at in range(len(moments)):
+        name = f"killed-{at}"
+        died = signal_of(in_child(lambda name=name, at=at: run(name, at)))
+        went_on = signal_of(in_child(lambda name=name: run(name)))
+        lines = json.loads((folder / f"{name}.json").read_text())[1]
+        yield {"at": moments[at], "died": died, "went_on": went_on, "lines": lines, "files": files_of(folder / name)}
+
+
+def kill_at_random(folder, run, seconds):
+    draw = random.Random(0)
+    for number in range(NUM_RANDOM):
+        name = f"random-{number}"
+        child = in_child(lambda name=name: run(name))
+        time.sleep(draw.uniform(0, seconds))
+        os.kill(child, signal.SIGKILL)
+        died = signal_of(child)
+        there = (folder / name / "prepared").exists()
+        went_on = signal_of(in_child(lambda name=name: run(name)))
+        yield {"died": died, "went_on": went_on, "was_begun": there, "files": files_of(folder / name)}
+
+
+def kill_with_processes(folder, experiment):
+    """Two processes work on the parts, or the shards, when the one that started them is killed, or all of them are."""
+    engine.WORTH_PROCESSES = experiment.prepare.num_processes = 1
+    prepare(experiment, folder / "large")
+    yield files_of(folder / "large")
+    for stage, whole_group in (("encode", True), ("encode", False), ("shards", False)):
+        name = f"{stage}-{'group' if whole_group else 'parent'}"
+        if stage == "shards":  # and nothing else to be done
+            shutil.copytree(folder / "large", folder / name)
+            shutil.rmtree(folder / name / "prepared" / "shards")
+
+        def kill(whole_group=whole_group):
+            (os.killpg if whole_group else os.kill)(os.getpid(), signal.SIGKILL)
+
+        experiment.prepare.num_processes = 2
+        child = in_child(
+            lambda name=name, stage=stage, kill=kill: prepare(experiment, folder / name, DeadlyAtStage(stage, kill))
+        )
+        started, ended = 0, (0, 0)
+        while ended == (0, 0):
+            started = max(started, len(alive(child)))
+            ended = os.waitpid(child, os.WNOHANG)
+            time.sleep(0.02)
+        outlived = seconds_until_gone(child)
+        experiment.prepare.num_processes = 1
+        went_on = signal_of(in_child(lambda name=name: prepare(experiment, folder / name)))
+        yield {
+            "at": name,
+            "died": os.waitstatus_to_exitcode(ended[1]),
+            "started": started,
+            "outlived": outlived,
+            "went_on": went_on,
+            "files": files_of(folder / name),
+        }
 
 
 def main(folder):
-    # A killed process loses nothing that it wrote; waiting for the disk would be most of the time here.
+    # A killed process loses nothing that it wrote; waiting for the disk, and charts, would be most of the time here.
     os.fsync = lambda _: None
+    summary.write_report, summary.save_cluster_grid = light_report, light_grid
     experiment = tiny_experiment()
 
     def run(name, dies_at=-1):
@@ -78,17 +205,15 @@ def main(folder):
         prepare(experiment, folder / name, reporter)
         (folder / f"{name}.json").write_text(json.dumps([reporter.moments, reporter.lines]))
 
-    assert signal_of(in_child(lambda: run("reference"))) == 0
+    def child_run(name):
+        start = time.monotonic()
+        assert signal_of(in_child(lambda: run(name))) == 0
+        return time.monotonic() - start
+
+    child_run("reference")
     moments = json.loads((folder / "reference.json").read_text())[0]
-    result = {"reference": files_of(folder / "reference"), "moments": moments, "trials": []}
-    for at in range(len(moments)):
-        name = f"killed-{at}"
-        died = signal_of(in_child(lambda name=name, at=at: run(name, at)))
-        went_on = signal_of(in_child(lambda name=name: run(name)))
-        lines = json.loads((folder / f"{name}.json").read_text())[1]
-        result["trials"].append(
-            {"at": moments[at], "died": died, "went_on": went_on, "lines": lines, "files": files_of(folder / name)}
-        )
+    result = {"reference": files_of(folder / "reference"), "moments": moments}
+    result["trials"] = list(kill_at_every_moment(folder, run, moments))
 
     # Several at once in one folder.
     def together(number):
@@ -100,6 +225,14 @@ def main(folder):
     result["shared_codes"] = [signal_of(child) for child in children]
     result["shared_files"] = files_of(folder / "shared")
     result["shared_lines"] = [json.loads((folder / f"shared-{n}.json").read_text()) for n in range(3)]
+
+    # The same samples in three parts.
+    blobs.block_parts = partial(block_parts, block_size=20)
+    seconds = child_run("parts")
+    result["parts"] = files_of(folder / "parts")
+    result["random"] = list(kill_at_random(folder, run, seconds))
+    blobs.block_parts = partial(block_parts, block_size=100)
+    result["large"], *result["processes"] = kill_with_processes(folder, tiny_experiment(num_samples=1200))
     print(json.dumps(result))
 
 
