@@ -17,7 +17,7 @@ from ddm_lightning.prepare.partition import assign_rows, fit_partition
 from ddm_lightning.prepare.rows import Rows
 from ddm_lightning.prepare.two_stage import count_fine, fit_fine, group_fine
 
-_ROWS_AT_ONCE = 16_384
+_ROWS_AT_ONCE = 4096
 
 
 def ours(data: Path, out: Path, seed: int, settings: dict[str, Any]) -> dict[str, float]:
@@ -80,12 +80,13 @@ def inertia(data: Path, out: Path, _seed: int, _settings: dict[str, Any]) -> dic
     """Mean squared distance from the nearest of the centroids in ``out``, by NumPy."""
     centroids = np.load(out).astype(np.float32)
     x = np.load(data, mmap_mode="r")
-    squares = np.square(centroids).sum(1)
+    squares, doubled = np.square(centroids).sum(1), np.ascontiguousarray(-2 * centroids.T)
     total = 0.0
     for start in range(0, len(x), _ROWS_AT_ONCE):
         block = np.asarray(x[start : start + _ROWS_AT_ONCE])
-        nearest = (squares - 2 * block @ centroids.T).min(1)
-        total += float((nearest + np.square(block).sum(1)).sum(dtype=np.float64))
+        scores = block @ doubled
+        scores += squares
+        total += float(scores.min(1).sum(dtype=np.float64) + np.square(block).sum(dtype=np.float64))
     return {"inertia": total / len(x)}
 
 

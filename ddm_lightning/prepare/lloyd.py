@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from ddm_lightning.prepare.nearest import FeatureBlocks, in_order, not_finite, rows_at_once
+from ddm_lightning.prepare.nearest import FeatureBlocks, in_order, not_finite, one_thread, rows_at_once
 from ddm_lightning.prepare.rows import Rows
 
 # Rows a centroid of the sample that gives the starting centroids; the second where the first holds too many duplicates.
@@ -89,17 +89,20 @@ def _start(
     blocks: FeatureBlocks, num_clusters: int, generator: torch.Generator
 ) -> tuple[Float[Tensor, "k d"], Float[Tensor, "d"] | None]:
     """Starting centroids, and where they are centred if that is not the origin."""
-    for rows_a_centroid in _START_ROWS:
+    last = len(_START_ROWS) - 1
+    for attempt, rows_a_centroid in enumerate(_START_ROWS):
         sample = blocks.sample(rows_a_centroid * num_clusters, generator)
         # Centred, because |x|² + |c|² - 2xc loses digits when the mean is large against the spread; the mean of
         # unit vectors is not.
         centre = sample.mean(0) if blocks.metric == "euclidean" else None
         try:
-            return plus_plus(sample if centre is None else sample - centre, num_clusters, generator), centre
+            with one_thread():
+                start = plus_plus(sample if centre is None else sample - centre, num_clusters, generator)
+            return start, centre
         except ValueError:
-            if len(sample) == len(blocks) or rows_a_centroid == _START_ROWS[-1]:
+            if len(sample) == len(blocks) or attempt == last:
                 raise
-    raise AssertionError
+    raise AssertionError("the last attempt returns or raises")
 
 
 def plus_plus(x: Float[Tensor, "n d"], num_clusters: int, generator: torch.Generator) -> Float[Tensor, "k d"]:

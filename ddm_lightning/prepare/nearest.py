@@ -6,6 +6,7 @@ import mmap
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -103,6 +104,17 @@ class FeatureBlocks:
             read_into(out, self.rows, start)
         else:
             out[:] = gather(self.rows, self.chosen[start:stop])
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Small operations do not wait for a second thread, and their results do not hang on how many there are."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
 
 
 def in_order(work: Callable[[int], T], items: Iterable[int], device: str) -> Iterator[T]:

@@ -198,8 +198,8 @@ def rule_of(kind: str, tensors: Mapping[str, Tensor], settings: Mapping[str, Any
 def hashes(keys: Sequence[str], seed: int) -> Int64[np.ndarray, "n"]:
     """63 bits a key that look random, and others for each seed."""
     secret = str(seed).encode()
-    # Named, because the same keys are hashed elsewhere to hold samples out, and the two have to be independent.
-    digests = (blake2b(key.encode(), digest_size=8, key=secret, person=b"partition").digest() for key in keys)
+    # The secret also makes it independent of the plain hash of the same keys that decides who is held out.
+    digests = (blake2b(key.encode(), digest_size=8, key=secret).digest() for key in keys)
     return (np.frombuffer(b"".join(digests), dtype=">u8") >> np.uint64(1)).astype(np.int64)
 
 

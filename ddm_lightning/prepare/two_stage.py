@@ -21,7 +21,7 @@ from ddm_lightning.config import PartitionConfig
 from ddm_lightning.errors import UserError
 from ddm_lightning.prepare.kmeans import balanced_kmeans
 from ddm_lightning.prepare.lloyd import lloyd_kmeans
-from ddm_lightning.prepare.nearest import ROWS_AT_ONCE, in_order, nearest, not_finite, prepared, read
+from ddm_lightning.prepare.nearest import ROWS_AT_ONCE, in_order, nearest, not_finite, one_thread, prepared, read
 from ddm_lightning.prepare.rows import Rows
 from ddm_lightning.prepare.rules import NearestCentroid, largest_first
 
@@ -53,13 +53,14 @@ def fit_fine(
             fine = torch.isfinite(x).all(1)
             if not bool(fine.all()):
                 raise not_finite(int(numbers[~fine][0]))
-            centroids, _ = balanced_kmeans(
-                x,
-                num_fine,
-                generator=generator,
-                num_iterations=config.num_iterations,
-                max_largest_over_mean=_FINE_LARGEST_OVER_MEAN,
-            )
+            with one_thread():
+                centroids, _ = balanced_kmeans(
+                    x,
+                    num_fine,
+                    generator=generator,
+                    num_iterations=config.num_iterations,
+                    max_largest_over_mean=_FINE_LARGEST_OVER_MEAN,
+                )
             return centroids
         return lloyd_kmeans(
             rows,
@@ -115,15 +116,16 @@ def group_fine(
         UserError: fewer distinct centroids than clusters.
     """
     try:
-        _, cluster_of_fine = balanced_kmeans(
-            fine.double(),
-            config.num_clusters,
-            generator=generator,
-            weights=per_fine.double(),
-            num_iterations=config.num_iterations,
-            max_largest_over_mean=config.max_largest_over_mean,
-            num_restarts=_CLUSTER_RESTARTS,
-        )
+        with one_thread():
+            _, cluster_of_fine = balanced_kmeans(
+                fine.double(),
+                config.num_clusters,
+                generator=generator,
+                weights=per_fine.double(),
+                num_iterations=config.num_iterations,
+                max_largest_over_mean=config.max_largest_over_mean,
+                num_restarts=_CLUSTER_RESTARTS,
+            )
     except ValueError as error:
         raise UserError(
             f"key 'prepare.partition.num_clusters' = {config.num_clusters}: {error}; "

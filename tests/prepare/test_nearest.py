@@ -67,6 +67,15 @@ def test_equal_centroids_and_a_zero_row_have_a_first_one():
     assert nearest(np.zeros((0, 2), np.float32), centroids, "euclidean").tolist() == []
 
 
+def test_what_only_rounding_tells_apart_is_equally_near():
+    """Sums of the same numbers in many orders: mathematically all centroids are equally near."""
+    random = np.random.default_rng(0)
+    numbers = random.standard_normal(64)
+    centroids = torch.from_numpy(np.stack([random.permutation(numbers) for _ in range(40)])).float()
+    x = np.linspace(0.1, 3, 50, dtype=np.float32)[:, None] * np.ones((1, 64), np.float32)
+    assert set(nearest(x, centroids, "euclidean").tolist()) == {0}
+
+
 def test_rows_are_read_across_arrays_and_in_any_order(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "_SCATTERED_AT_ONCE", 10)
     x = np.arange(60.0, dtype=np.float32).reshape(30, 2)

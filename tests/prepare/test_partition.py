@@ -143,6 +143,7 @@ def test_random_clusters_are_equal_and_hang_on_seed_and_key_alone(tmp_path):
     new = read.assign(np.empty((4000, 0)), np.zeros(4000, np.int64), [f"new-{number}" for number in range(4000)])
     assert np.bincount(new).min() > 900
     assert fit(features, config(1, kind="random")).counts.tolist() == [1003]
+    assert fit(features[:1000], config(4, kind="random")).counts.tolist() == [250] * 4
 
 
 def test_a_random_cluster_says_nothing_of_who_is_held_out():
@@ -165,6 +166,12 @@ def test_whole_classes_are_packed_evenly():
     found = partition.assign(features, labels, keys_of(180))
     assert all(len(set(found[labels == label].tolist())) == 1 for label in set(labels.tolist()))
     assert np.bincount(found).tolist() == [60, 60, 60]
+
+
+def test_packing_mends_what_greed_does():
+    # The largest first to the emptiest gives 7 and 5.
+    table = ClusterOfLabel.packed(np.repeat(np.arange(5), [3, 3, 2, 2, 2]), 2, 6).cluster_of_label
+    assert np.bincount(table.numpy(), [3, 3, 2, 2, 2]).tolist() == [6, 6]
 
 
 @pytest.mark.parametrize("seed", range(3))
