@@ -217,7 +217,7 @@ def nearest(
     again in float64. So the answer does not hang on block, threads, processor or device.
 
     Raises:
-        UserError: features that are not finite; the line says in which row, the first one being number ``first``.
+        UserError: features that are not finite; the line has the row's ``name_of``.
     """
     # Centred, because |x|² + |c|² - 2xc loses digits when the mean is large against the spread.
     centre = centroids.double().mean(0)
@@ -234,7 +234,7 @@ def nearest(
         scores = torch.addmm(half, x, near.T, alpha=-1)
         least, index = scores.min(1)
         if not bool(torch.isfinite(least).all()):
-            raise not_finite(first + start + int((~torch.isfinite(least)).nonzero()[0]))
+            raise not_finite(name_of(start + int((~torch.isfinite(least)).nonzero()[0])))
         second = scores.scatter_(1, index.unsqueeze(1), torch.inf).amin(1)
         doubtful = (second - least <= tolerance * (x.norm(dim=1) + reach)).cpu()
         index = index.cpu()

@@ -61,7 +61,8 @@ class NearestCentroid:
                 f"partition of features with {size} entries: these have {features.shape[1]}; "
                 "use the features that it was made of"
             )
-        return self.cluster_of_fine[nearest(features, self.fine_centroids, self.metric, device)].numpy()
+        found = nearest(features, self.fine_centroids, self.metric, device, name_of=lambda row: repr(keys[row]))
+        return self.cluster_of_fine[found].numpy()
 
     def tensors(self) -> dict[str, Tensor]:
         """Both stages' centroids, and how they hang together."""

@@ -95,7 +95,7 @@ def count_fine(
 
     def of_block(start: int) -> Int64[Tensor, "m"]:
         block = read(rows, start, min(start + ROWS_AT_ONCE, len(rows)))
-        return nearest(block, fine, config.metric, config.device, first=start)
+        return nearest(block, fine, config.metric, config.device, name_of=lambda row: start + row)
 
     for found in in_order(of_block, range(0, len(rows), ROWS_AT_ONCE), config.device):
         per_fine += found.bincount(minlength=len(fine))

@@ -298,7 +298,8 @@ def test_a_partition_over_the_limit_is_refused_with_the_figure():
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("fraction", [1.0, 0.2])
 @pytest.mark.parametrize("metric", ["spherical", "euclidean"])
-def test_features_that_are_not_finite_are_refused_by_number(value, fraction, metric):
+def test_features_that_are_not_finite_are_refused_by_number(value, fraction, metric, monkeypatch):
+    monkeypatch.setattr(two_stage, "ROWS_AT_ONCE", 50)
     features, _ = directions([200, 200])
     features[123, 5] = value
     with pytest.raises(UserError, match=r"features of sample 123: .*not finite"):
@@ -311,7 +312,7 @@ def test_features_of_another_size_or_not_finite_are_not_assigned():
     with pytest.raises(UserError, match="features with 16 entries: these have 3"):
         assign(partition, features[:, :3])
     features[7] = np.nan
-    with pytest.raises(UserError, match="sample 7"):
+    with pytest.raises(UserError, match="features of sample 'sample-7'"):
         assign(partition, features)
 
 
