@@ -209,7 +209,7 @@ def nearest(
     centroids: Float[Tensor, "k d"],
     metric: str,
     device: str = "cpu",
-    first: int = 0,
+    name_of: Callable[[int], int | str] = int,
 ) -> Int64[Tensor, "n"]:
     """The nearest centroid of each row by Euclidean distance, the first of those equally near.
 
