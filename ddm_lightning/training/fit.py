@@ -83,8 +83,18 @@ def build_member_network(member: str, experiment: Experiment, manifest: Manifest
 
 
 def build_module(member: str, experiment: Experiment, manifest: Manifest) -> MemberModule:
-    """The member's LightningModule, untrained."""
+    """The member's LightningModule, untrained.
+
+    Raises:
+        UserError: as ``build_member_network``, or flips that the shards have no encodings of.
+    """
     config = config_of(member, experiment)
+    if config.train.horizontal_flip and manifest.stores == "posterior" and "x_0_flipped" not in manifest.columns:
+        section = "router" if member == ROUTER else "expert"
+        raise UserError(
+            f"key '{section}.train.horizontal_flip': a mirrored latent is not the latent of the mirrored picture, which "
+            "the shards do not hold; prepare with prepare.horizontal_flips=true, or set it to false"
+        )
     spec = MemberSpec(
         member=member,
         seed=experiment.seed,

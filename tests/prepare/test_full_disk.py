@@ -1,0 +1,41 @@
+"""A disk that fills up while ``prepare`` writes: a real one, a tmpfs of half a megabyte."""
+
+import subprocess
+
+import pytest
+from tiny_runs import TINY
+
+from ddm_lightning.cli import main
+
+pytestmark = pytest.mark.slow
+LARGER = ("prepare.source.params.num_samples=2000", "prepare.source.params.image_size=16")
+
+
+def mount(*arguments):
+    return subprocess.run(["mount", *arguments], capture_output=True, timeout=20, check=False).returncode == 0
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if not mount("-t", "tmpfs", "-o", "size=600k", "tmpfs", str(folder)):
+        pytest.skip("needs the right to mount a tmpfs")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True, timeout=20)
+
+
+def test_a_full_disk_is_one_line_and_with_more_room_the_same_command_goes_on(small_disk, tmp_path, capsys):
+    def prepare(run):
+        return main(["prepare", "-c", str(TINY), f"run_dir={run}", *LARGER])
+
+    assert prepare(small_disk / "run") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and "is full; free some space" in line
+    assert not list(small_disk.rglob(".tmp-*")), "nothing half-written is left behind"
+    assert mount("-o", "remount,size=60m", str(small_disk))
+    assert prepare(small_disk / "run") == 0
+    assert prepare(tmp_path / "elsewhere") == 0
+    for path in (tmp_path / "elsewhere/prepared/shards").rglob("*.*"):
+        same = small_disk / "run" / path.relative_to(tmp_path / "elsewhere")
+        assert same.read_bytes() == path.read_bytes()
