@@ -92,8 +92,8 @@ def build_module(member: str, experiment: Experiment, manifest: Manifest) -> Mem
     if config.train.horizontal_flip and manifest.stores == "posterior" and "x_0_flipped" not in manifest.columns:
         section = "router" if member == ROUTER else "expert"
         raise UserError(
-            f"key '{section}.train.horizontal_flip': a mirrored latent is not the latent of the mirrored picture, which "
-            "the shards do not hold; prepare with prepare.horizontal_flips=true, or set it to false"
+            f"key '{section}.train.horizontal_flip': a mirrored latent is not the latent of the mirrored picture, and "
+            "the shards do not hold that one; prepare with prepare.horizontal_flips=true, or set it to false"
         )
     spec = MemberSpec(
         member=member,
