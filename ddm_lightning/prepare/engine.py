@@ -73,15 +73,20 @@ def run_ray(work: Callable[[Job], Result], jobs: Sequence[Job]) -> Iterator[tupl
 
     def one(row: dict[str, Any]) -> dict[str, Any]:
         _one_thread()
-        return {"number": row["number"], "result": pickle.dumps(work(pickle.loads(row["job"])))}  # noqa: S301  our own
+        outcome: tuple[Result | None, Exception | None]
+        try:
+            outcome = (work(pickle.loads(row["job"])), None)  # noqa: S301  our own
+        except (UserError, OSError) as error:
+            outcome = (None, error)  # Ray would wrap it, with its traceback, in an error of its own
+        return {"number": row["number"], "outcome": pickle.dumps(outcome)}
 
     # As bytes, because Ray would make columns of what it knows.
     rows = [{"number": number, "job": pickle.dumps(job)} for number, job in enumerate(jobs)]
-    try:
-        for row in from_items(rows, override_num_blocks=len(rows)).map(one).iter_rows():
-            yield int(row["number"]), pickle.loads(row["result"])  # noqa: S301  our own
-    except ray.exceptions.RayTaskError as error:
-        raise error.cause if isinstance(error.cause, UserError) else error from None
+    for row in from_items(rows, override_num_blocks=len(rows)).map(one).iter_rows():
+        result, error = pickle.loads(row["outcome"])  # noqa: S301  our own
+        if error is not None:
+            raise error
+        yield int(row["number"]), result
 
 
 def _begin() -> None:

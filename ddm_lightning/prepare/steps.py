@@ -99,10 +99,11 @@ def write_partition(plugins: Plugins, seed: int, prepared: Prepared, tick: Tick)
     labels, keys = prepared.rows(RECORDS, "label").take(np.arange(len(features))), prepared.texts("keys")
     name = sha256_json(asdict(config.features))
     partition = fit_partition(features, config.partition, seed, labels=labels, keys=keys, features=name, tick=tick)
+    partition.save(prepared.partition_file)
     num_processes = num_processes_for(config.num_processes, len(prepared.full_parts), len(features))
     if config.engine == "ray" or (num_processes > 1 and config.partition.device == "cpu"):
         jobs = [
-            _AssignJob(prepared.folder, position, partition, config.partition.device)
+            _AssignJob(prepared.folder, position, config.partition.device)
             for position in range(len(prepared.full_parts))
         ]
         ready = run_ray(_assign, jobs) if config.engine == "ray" else run_local(_assign, jobs, num_processes)
@@ -112,7 +113,6 @@ def write_partition(plugins: Plugins, seed: int, prepared: Prepared, tick: Tick)
         fraction = None if None in outside else sum(count or 0 for count in outside) / len(features)
     else:
         clusters, fraction = assign_rows(partition, features, labels, keys, device=config.partition.device)
-    partition.save(prepared.partition_file)
     atomic_write(prepared.clusters_file, lambda path: save_array(path, clusters))
     atomic_write_json(prepared.partition_facts_file, {"out_of_cluster_fraction": fraction})
     tick(len(features), len(features))
@@ -120,11 +120,10 @@ def write_partition(plugins: Plugins, seed: int, prepared: Prepared, tick: Tick)
 
 @dataclass(frozen=True)
 class _AssignJob:
-    """One part whose samples find their clusters."""
+    """One part whose samples find their clusters; the partition lies in its file, tensors in jobs are shared memory."""
 
     prepared: Path
     position: int
-    partition: Partition
     device: str
 
 
@@ -132,7 +131,7 @@ def _assign(job: _AssignJob) -> tuple[Int32[np.ndarray, "n"], int | None]:
     prepared = Prepared(job.prepared)
     labels = prepared.part_rows(job.position, RECORDS, "label")
     found = assign_rows(
-        job.partition,
+        Partition.load(prepared.partition_file),
         prepared.part_rows(job.position, FEATURES, "features"),
         labels.take(np.arange(len(labels))),
         prepared.part_texts(job.position, "keys"),

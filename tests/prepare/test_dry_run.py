@@ -1,0 +1,121 @@
+import io
+
+import pytest
+from prepare.listed import Listed, experiment_of, plug_in, record, records
+from prepare.tiny_experiment import tiny_experiment
+from rich.console import Console
+
+from ddm_lightning.config import PluginConfig
+from ddm_lightning.errors import UserError
+from ddm_lightning.prepare import prepare
+from ddm_lightning.prepare.dry_run import dry_run, dry_run_table
+from ddm_lightning.prepare.prepared import Prepared
+from ddm_lightning.prepare.records import Broken
+from ddm_lightning.prepare.registry import SOURCES
+
+pytestmark = pytest.mark.usefixtures("quick_prepare")
+EVERYTHING = ("source", "encode", "index", "partition", "shards", "report")
+
+
+def state_of(folder):
+    """Everything that would betray a file that was written."""
+    stats = {path: path.stat() for path in sorted(folder.rglob("*"))}
+    return {path: (stat.st_ino, stat.st_mtime_ns, stat.st_size) for path, stat in stats.items()}
+
+
+def bytes_of(plan):
+    return {estimate.name: estimate.bytes_per_sample for estimate in plan.estimates}
+
+
+def test_nothing_is_written_before_or_after_a_run(tmp_path):
+    experiment = tiny_experiment(num_samples=600)
+    plan = dry_run(experiment, tmp_path / "run")
+    assert list(tmp_path.iterdir()) == []
+    assert plan.stages == EVERYTHING
+    assert (plan.num_parts, plan.num_unfinished_parts, plan.num_samples) == (2, 2, 600)
+    prepare(experiment, tmp_path / "run")
+    before = state_of(tmp_path)
+    plan = dry_run(experiment, tmp_path / "run")
+    assert (plan.stages, plan.num_unfinished_parts) == ((), 0)
+    experiment.prepare.features = PluginConfig("pooled-pixels", {"grid": 2})
+    plan = dry_run(experiment, tmp_path / "run")
+    assert (plan.stages, plan.num_unfinished_parts) == (EVERYTHING[1:], 2)
+    experiment.prepare.held_out_fraction = 0.2
+    assert state_of(tmp_path) == before
+
+
+@pytest.mark.parametrize("horizontal_flips", [False, True])
+@pytest.mark.parametrize("caption_encoder", [None, PluginConfig("hashed-words", {"size": 6})])
+def test_bytes_a_sample_are_those_that_prepare_writes(tmp_path, horizontal_flips, caption_encoder):
+    experiment = tiny_experiment(num_samples=60)
+    experiment.prepare.horizontal_flips, experiment.prepare.caption_encoder = horizontal_flips, caption_encoder
+    told = bytes_of(dry_run(experiment, tmp_path))
+    prepare(experiment, tmp_path)
+    prepared = Prepared(tmp_path / "prepared")
+
+    def on_disk(group):
+        headers = 128  # of each .npy file
+        paths = list((prepared.part_folder(0) / group).glob("*.npy"))
+        return (sum(path.stat().st_size for path in paths) - headers * len(paths)) / 60
+
+    assert told["encoded pictures"] == on_disk("latents") == 192 * (1 + horizontal_flips)
+    assert told["features"] == on_disk("features") == 4 * 48
+    if caption_encoder is None:
+        assert "encoded captions" not in told
+    else:
+        assert told["encoded captions"] == on_disk("captions") == 2 * 6
+    texts = sum(
+        len(f"{key}{caption}") for key, caption in zip(prepared.texts("keys"), prepared.texts("captions"), strict=True)
+    )
+    assert told["pictures read, captions kept"] == texts // 60
+
+
+def test_a_source_that_does_not_know_its_size_is_estimated_by_the_sample(tmp_path, monkeypatch):
+    parts = {"broken": [Broken("x", "empty file")] * 3, "good": records(5, caption="é")}
+    source = plug_in(monkeypatch, SOURCES, Listed(parts, sized=False))
+    plan = dry_run(experiment_of(source), tmp_path)
+    assert (plan.num_samples, plan.num_parts) == (None, 2)
+    assert bytes_of(plan)["pictures read, captions kept"] == 2 + 2, "two letters of key, two bytes of caption"
+    text = printed(dry_run_table(plan, 2))
+    assert "unknown, until it is read" in text and "–" in text
+
+
+def test_only_the_first_samples_are_read(tmp_path, monkeypatch):
+    source = Listed({"one": records(100), "two": records(100, "b")})
+    seen = []
+    source.read = lambda part: (seen.append(one.key) or one for one in source.samples[part.name])
+    dry_run(experiment_of(plug_in(monkeypatch, SOURCES, source)), tmp_path)
+    assert seen == [f"a{index}" for index in range(64)]
+
+
+def test_a_source_of_which_nothing_can_be_read_is_told(tmp_path, monkeypatch):
+    source = plug_in(monkeypatch, SOURCES, Listed({"one": [Broken("x", "empty file")] * 20}))
+    with pytest.raises(UserError, match=r"no sample can be read; mend prepare\.source"):
+        dry_run(experiment_of(source), tmp_path)
+
+
+@pytest.mark.parametrize("image_encoder", ["vae", "pixels"])
+def test_what_prepare_refuses_a_dry_run_refuses(tmp_path, monkeypatch, image_encoder):
+    samples = records(20) if image_encoder == "vae" else [record("wide", size=(8, 9))]
+    source = plug_in(monkeypatch, SOURCES, Listed({"one": samples * 20}))
+    with pytest.raises(UserError, match="unknown image encoder" if image_encoder == "vae" else "is not square"):
+        dry_run(experiment_of(source, image_encoder=PluginConfig(image_encoder)), tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def printed(table):
+    console = Console(file=io.StringIO(), width=120)
+    console.print(table)
+    return console.file.getvalue()
+
+
+def test_the_table_multiplies_by_hand(tmp_path):
+    from ddm_lightning.prepare.dry_run import DryRun, Estimate
+
+    estimates = (Estimate("encoded pictures", 8192, 0.036), Estimate("features", 4096, 0.018))
+    text = printed(dry_run_table(DryRun(EVERYTHING, 1000, 1000, 1_000_000, estimates), 4))
+    rows = {line.split("  ")[1].strip(): line.split() for line in text.splitlines() if line.startswith("  ")}
+    assert "1,000 parts, samples: 1,000,000" in text
+    assert rows["encoded pictures"][-4:] == ["8,192", "36.00", "8.192", "2.50"]
+    assert rows["features"][-4:] == ["4,096", "18.00", "4.096", "1.25"]
+    assert rows["in all"][-4:] == ["12,288", "54.00", "12.288", "3.75"]

@@ -1,0 +1,117 @@
+import errno
+import multiprocessing
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from prepare.engine_work import complain, die, fill_the_disk, square
+from prepare.listed import Listener
+from prepare.tiny_experiment import tiny_experiment
+
+from ddm_lightning.errors import UserError
+from ddm_lightning.files import sha256_file
+from ddm_lightning.prepare import Manifest, engine, prepare, steps
+from ddm_lightning.prepare.engine import WORTH_PROCESSES, num_processes_for, run_local, run_ray
+
+
+@pytest.mark.parametrize(
+    ("wanted", "jobs", "samples", "expected"),
+    [
+        (4, 10, None, 4),
+        (4, 10, WORTH_PROCESSES, 4),
+        (4, 10, WORTH_PROCESSES - 1, 1),
+        (4, 3, WORTH_PROCESSES, 3),
+        (4, 0, WORTH_PROCESSES, 1),
+        (1, 10, 10**9, 1),
+        (0, 1000, 10**9, 6),
+    ],
+)
+def test_so_many_processes_are_worth_starting(monkeypatch, wanted, jobs, samples, expected):
+    monkeypatch.setattr(os, "cpu_count", lambda: 6)
+    assert num_processes_for(wanted, jobs, samples) == expected
+
+
+@pytest.mark.slow
+def test_each_job_is_done_once_by_processes_of_one_thread_that_are_gone_afterwards():
+    jobs = [{"number": number, "rows": np.arange(number)} for number in range(9)]
+    results = dict(run_local(square, jobs, 2))
+    assert sorted(results) == list(range(9))
+    for number, (told, process, threads, rows) in results.items():
+        assert told == number and process != os.getpid() and threads == 1
+        np.testing.assert_array_equal(rows, np.arange(number) ** 2)
+    assert not multiprocessing.active_children()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("work", "kind", "problem"),
+    [
+        (complain, UserError, "^key 'x': is wrong; mend it$"),
+        (die, UserError, r"^a process of prepare was killed, .*lower prepare\.num_processes"),
+        (fill_the_disk, OSError, "No space left.*'/somewhere/0'"),
+    ],
+)
+def test_what_goes_wrong_in_a_process_comes_out_as_it_is(work, kind, problem):
+    jobs = range(1) if work is fill_the_disk else range(4)
+    with pytest.raises(kind, match=problem) as failure:
+        list(run_local(work, jobs, 2))
+    assert "\n" not in str(failure.value)
+    assert kind is UserError or failure.value.errno == errno.ENOSPC
+    assert not multiprocessing.active_children()
+
+
+def files_of(run):
+    """Every file by content, but for the records of times."""
+    files = [path for path in sorted((run / "prepared").rglob("*")) if path.is_file()]
+    return {
+        path.relative_to(run).as_posix(): sha256_file(path)
+        for path in files
+        if path.name not in ("part.json", "stages.json", ".lock")
+    }
+
+
+def small(**changes):
+    experiment = tiny_experiment(num_samples=1100)
+    for name, value in changes.items():
+        setattr(experiment.prepare, name, value)
+    return experiment
+
+
+@pytest.mark.slow
+def test_two_processes_write_the_same_bytes_as_one(tmp_path, monkeypatch, quick_prepare):
+    one = prepare(small(num_processes=1), tmp_path / "one")
+    monkeypatch.setattr(engine, "WORTH_PROCESSES", 1)
+    used = []
+    monkeypatch.setattr(steps, "run_local", lambda *arguments: used.append(arguments) or run_local(*arguments))
+    listener = Listener()
+    two = prepare(small(num_processes=2), tmp_path / "two", listener)
+    assert [(work.__name__, len(jobs), num) for work, jobs, num in used] == [
+        ("encode_part_in_process", 3, 2),
+        ("_assign", 3, 2),
+        ("_write_split_in_process", 4, 2),
+    ]
+    assert two == one
+    assert files_of(tmp_path / "two") == files_of(tmp_path / "one")
+    shard_ticks = [done for stage, done, _ in listener.ticks if stage == "shards"]
+    assert shard_ticks[-1] == 1100 and shard_ticks == sorted(shard_ticks)
+
+
+@pytest.mark.slow
+# Ray's own:
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning", "ignore::FutureWarning")
+def test_ray_writes_the_same_bytes_and_a_mistake_is_one_line(tmp_path, monkeypatch, quick_prepare):
+    ray = pytest.importorskip("ray")
+    search = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(search))  # for the functions of engine_work.py
+    one = prepare(small(num_processes=1), tmp_path / "one")
+    try:
+        assert prepare(small(engine="ray"), tmp_path / "ray") == one
+        assert files_of(tmp_path / "ray") == files_of(tmp_path / "one")
+        assert Manifest.read(tmp_path / "ray") == one
+        with pytest.raises(UserError, match=r"^key 'x': is wrong; mend it$"):
+            list(run_ray(complain, range(4)))
+        with pytest.raises(OSError, match="No space left"):
+            list(run_ray(fill_the_disk, range(1)))
+    finally:
+        ray.shutdown()
