@@ -6,6 +6,7 @@ from training.members import SCALE, SHIFT, Recorder, at, batch, expert
 from ddm_lightning.config import TimestepsConfig, TrainConfig
 from ddm_lightning.errors import UserError
 from ddm_lightning.flow.condition import ConditionSpec
+from ddm_lightning.prepare.stored import StoredForm
 
 NUM_TIMES = 8
 
@@ -90,6 +91,94 @@ def test_half_of_the_pictures_are_mirrored_left_to_right_when_asked():
     flipped = (mirrored == plain.flip(3)).flatten(1).all(1)
     assert bool((same ^ flipped).all())
     assert 150 < int(flipped.sum()) < 250
+
+
+def test_the_mirrored_pictures_own_encoding_is_used_where_it_is_stored():
+    """An encoder is not symmetric: the mirrored latent is not the latent of the mirrored picture."""
+    num = 400
+    stored = batch(num)
+    stored["x_0_flipped"] = 255 - batch(num, seed=1)["x_0"]
+    module = expert(train=TrainConfig(1, 1, horizontal_flip=True))
+    found = module.noised(stored).x_0
+    itself = (found == (stored["x_0"].float() - SHIFT) * SCALE).flatten(1).all(1)
+    flipped = (found == (stored["x_0_flipped"].float() - SHIFT) * SCALE).flatten(1).all(1)
+    assert bool((itself ^ flipped).all())
+    assert 150 < int(flipped.sum()) < 250
+    # The same samples as where the shards hold no such column, and none without the setting.
+    mirrored = module.noised(batch(num)).x_0
+    assert torch.equal(flipped, (mirrored != (batch(num)["x_0"].float() - SHIFT) * SCALE).flatten(1).any(1))
+    plain = expert(train=TrainConfig(1, 1)).noised(stored).x_0
+    assert torch.equal(plain, (stored["x_0"].float() - SHIFT) * SCALE)
+
+
+POSTERIOR = StoredForm("posterior", {"scale": [0.5, 2.0, 1.0], "shift": [0.0, -1.0, 3.0]})
+
+
+def posterior_batch(num=6):
+    drawn = torch.Generator().manual_seed(3)
+    mean, spread = torch.randn(num, 3, 4, 4, generator=drawn), torch.rand(num, 3, 4, 4, generator=drawn) + 0.5
+    return {**batch(num), "x_0": torch.cat([mean, spread], 1).half()}
+
+
+def test_a_posterior_is_drawn_anew_at_each_step_by_the_keyed_generator():
+    stored = posterior_batch()
+
+    def x_0(step=5, rank=1, **changes):
+        return expert(step=step, rank=rank, stored=POSTERIOR, **changes).noised(stored).x_0
+
+    torch.manual_seed(1)
+    first = x_0()
+    torch.manual_seed(2)
+    assert torch.equal(first, x_0()), "a resumed step draws what it drew"
+    for other in (x_0(step=6), x_0(rank=0), x_0(seed=8), x_0(member="expert-1")):
+        assert not torch.isclose(other, first).any(1).all()
+    noised = expert(step=5, rank=1, stored=POSTERIOR).noised(stored)
+    t = noised.t[:, None, None, None]
+    torch.testing.assert_close(noised.x_t, (1 - t) * noised.x_0 + t * noised.noise)
+
+
+def test_draws_of_a_posterior_have_its_mean_and_spread_and_nothing_of_the_noise():
+    stored = {name: values[:1].expand(4000, *values.shape[1:]) for name, values in posterior_batch().items()}
+    noised = expert(stored=POSTERIOR).noised(stored)
+    mean, spread = POSTERIOR.mean(stored["x_0"][:1])[0].numpy(), POSTERIOR.spread(stored["x_0"][:1])[0].numpy()
+    z = (noised.x_0.numpy() - mean) / spread
+    assert np.abs(z.mean(0)).max() < 5 / np.sqrt(4000) and np.abs(z.std(0) - 1).max() < 5 / np.sqrt(8000)
+    for other in (noised.noise.numpy()[:, 1, 2, 2], noised.noise.numpy()[:, 0, 0, 0], noised.t.numpy()):
+        assert abs(np.corrcoef(z[:, 0, 0, 0], other)[0, 1]) < 0.08
+
+
+def test_validation_looks_at_the_mean_of_a_posterior():
+    stored = posterior_batch()
+    mean = (stored["x_0"][:, :3].double().numpy() - np.reshape([0.0, -1.0, 3.0], (3, 1, 1))) * np.reshape(
+        [0.5, 2.0, 1.0], (3, 1, 1)
+    )
+    for step in (0, 9):
+        module = expert(step=step, stored=POSTERIOR)
+        np.testing.assert_allclose(module.validation_noised(stored, 2, 3).x_0.numpy(), mean, rtol=1e-6, atol=1e-6)
+        np.testing.assert_allclose(module.normalised(stored).numpy(), mean, rtol=1e-6, atol=1e-6)
+
+
+class OnlineText:
+    """Counts the ids of a caption: what a text network does in a way that can be checked."""
+
+    def vectors_of_stored(self, stored):
+        return torch.nn.functional.one_hot(stored["text_ids"].long(), 6).sum(1).float()
+
+
+def test_token_ids_become_vectors_while_training():
+    stored = {name: values for name, values in batch().items() if name != "text"}
+    stored["text_ids"] = torch.tensor([[0, 1], [5, 5], [2, 3], [4, 0], [1, 1], [3, 5]], dtype=torch.int32)
+    expected = np.zeros((6, 6), np.float32)
+    for row, ids in enumerate(stored["text_ids"].tolist()):
+        for number in ids:
+            expected[row, number] += 1
+    module = expert(caption_encoder=OnlineText())
+    np.testing.assert_array_equal(module.noised(stored).condition.values.numpy(), expected)
+    np.testing.assert_array_equal(module.validation_noised(stored, 0, 0).condition.values.numpy(), expected)
+    # Vectors that are stored win: they are not computed twice.
+    both = {**stored, "text": batch()["text"]}
+    assert torch.equal(module.noised(both).condition.values, both["text"])
+    assert expert(caption_encoder=OnlineText(), condition=ConditionSpec("none", 0)).noised(stored).condition is None
 
 
 def test_validation_is_the_same_at_every_step_and_for_every_member():
