@@ -1,0 +1,59 @@
+"""The last stage with the real report; the other tests of ``prepare`` put a light one in its place."""
+
+import json
+
+import numpy as np
+import pytest
+from PIL import Image
+from prepare.tiny_experiment import tiny_experiment
+
+from ddm_lightning.prepare import prepare, summary
+from ddm_lightning.prepare.prepared import Prepared
+from ddm_lightning.prepare.report import write_report
+from ddm_lightning.prepare.verify import verify_shards
+
+
+@pytest.mark.slow
+def test_report_and_manifest_agree_with_the_files(tmp_path, monkeypatch):
+    told = []
+    monkeypatch.setattr(
+        summary, "write_report", lambda *args, **options: (told.append((args, options)), write_report(*args, **options))
+    )
+    manifest = prepare(tiny_experiment(), tmp_path)
+    prepared = Prepared(tmp_path / "prepared")
+    (((folder, data), options),) = told
+    assert folder == tmp_path / "prepared" / "report" and "tiny" in options["title"] and "blobs" in options["title"]
+    page = (folder / "report.html").read_text(encoding="utf-8")
+    assert page.lstrip().lower().startswith("<!doctype html") and "pooled-pixels" in page
+    for picture in [*folder.glob("*.png"), tmp_path / "prepared" / "clusters.png"]:
+        with Image.open(picture) as image:
+            image.verify()
+    assert data.num_samples == manifest.num_samples == 60 and data.num_clusters == 2
+    np.testing.assert_array_equal(data.counts, np.bincount(prepared.clusters))
+    assert data.costs["x_0"].num_bytes == 60 * 3 * 8 * 8 and data.costs["text"].num_bytes == 60 * 8 * 2
+    facts = json.loads((tmp_path / "prepared" / "partition.json").read_text())
+    assert data.out_of_cluster_fraction == facts["out_of_cluster_fraction"]
+    for row, caption in zip(data.thumbnail_rows.tolist(), data.captions, strict=True):
+        assert caption == prepared.texts("captions")[row]
+    for name, digest in manifest.index_sha256.items():
+        cluster, split = name.removeprefix("cluster-").split("/")
+        expected = manifest.clusters[int(cluster)]
+        number = verify_shards(prepared.shards / name, index_sha256=digest)
+        assert number == (expected.train if split == "train" else expected.held_out)
+
+
+@pytest.mark.parametrize("kind", ["random", "labels"])
+def test_a_partition_that_does_not_look_at_features_is_shown_by_the_means_of_its_clusters(
+    tmp_path, monkeypatch, quick_prepare, kind
+):
+    told = []
+    light = summary.write_report
+    monkeypatch.setattr(summary, "write_report", lambda folder, data, **_: (told.append(data), light(folder, data)))
+    experiment = tiny_experiment()
+    experiment.prepare.partition.kind = kind
+    experiment.prepare.partition.max_largest_over_mean = 1.5
+    prepare(experiment, tmp_path)
+    prepared = Prepared(tmp_path / "prepared")
+    features = prepared.rows("features", "features").take(np.arange(60))
+    expected = [features[prepared.clusters == k].mean(0) for k in range(2)]
+    np.testing.assert_allclose(told[0].centroids, expected, rtol=1e-5)
