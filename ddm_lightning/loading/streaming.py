@@ -12,6 +12,7 @@ import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from ctypes import Array, c_char
+from functools import partial
 from multiprocessing.sharedctypes import RawArray
 from pathlib import Path
 from threading import Event, Thread
@@ -36,7 +37,7 @@ from ddm_lightning.loading.errors import ShardError, unreadable
 from ddm_lightning.loading.mds import Layout, ShardFile, Shards
 from ddm_lightning.loading.order import Ranks, epoch_order, num_steps, steps
 from ddm_lightning.loading.sftp import PatientSFTPDownloader
-from ddm_lightning.loading.workers import as_it_is, workers_end_with_an_error
+from ddm_lightning.loading.workers import as_it_is, end_with_parent, workers_end_with_an_error
 from ddm_lightning.schema import first_line
 
 # Locks of the parent process are useless, some deadly, after a fork.
@@ -267,7 +268,8 @@ class SafeStreamingLoader(StreamingDataLoader):
     """A StreamingDataLoader of a SafeStreamingDataset's batches; an error ends its workers at once."""
 
     def __init__(self, dataset: SafeStreamingDataset, **settings: Any) -> None:
-        super().__init__(dataset, batch_size=None, collate_fn=as_it_is, **settings)
+        watched = partial(end_with_parent, os.getpid())
+        super().__init__(dataset, batch_size=None, collate_fn=as_it_is, worker_init_fn=watched, **settings)
         self.shards = dataset.rows
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:  # type: ignore[override]  # as StreamingDataLoader does

@@ -221,6 +221,31 @@ def test_processes_that_open_shards_at_the_same_moment_do_not_collide(folder):
             child.join()
 
 
+def _wait_for_ever(folder):
+    dataset = open_folder(folder)
+    dataset._shard_states[3] = _ShardState.PREPARING  # by a process that was killed
+    (folder / "shard.00003.mds").unlink()
+    batches(dataset, 2)
+
+
+def _children(pid):
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def test_workers_that_wait_end_with_their_parent(folder):
+    process = multiprocessing.get_context("fork").Process(target=_wait_for_ever, args=(folder,))
+    process.start()
+    with within(30):
+        while len(workers := _children(process.pid)) < 2:
+            time.sleep(0.05)
+        time.sleep(1)
+        assert process.is_alive()
+        process.kill()
+        process.join()
+        while any(Path(f"/proc/{worker}").exists() for worker in workers):
+            time.sleep(0.05)
+
+
 def test_the_private_names_that_it_leans_on_exist(folder, tmp_path):
     assert version("mosaicml-streaming").startswith("0.13.")
     assert {state.name for state in _ShardState} >= {"REMOTE", "PREPARING", "LOCAL"}
