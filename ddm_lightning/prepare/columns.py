@@ -79,7 +79,23 @@ def open_array(path: Path) -> Shaped[np.ndarray, "n ..."]:
     return mapped
 
 
-class Strings(Sequence[str]):
+class Texts(Sequence[str]):
+    """Strings of which each is read when it is asked for; a subclass says how."""
+
+    def text(self, index: int) -> str:
+        """The string at ``index``, from 0 to ``len(self)`` - 1."""
+        raise NotImplementedError
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[str]: ...
+    def __getitem__(self, index: int | slice) -> str | list[str]:
+        found = range(len(self))[index]
+        return self.text(found) if isinstance(found, int) else [self.text(i) for i in found]
+
+
+class Strings(Texts):
     """Strings in two files, ``NAME.bin`` (UTF-8, one behind the other) and ``NAME-ends.npy``; read one at a time."""
 
     def __init__(self, folder: Path, name: str) -> None:
@@ -90,14 +106,8 @@ class Strings(Sequence[str]):
     def __len__(self) -> int:
         return len(self._ends)
 
-    @overload
-    def __getitem__(self, index: int) -> str: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[str]: ...
-    def __getitem__(self, index: int | slice) -> str | list[str]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        index = range(len(self))[index]
+    def text(self, index: int) -> str:
+        """As ``Texts``."""
         start = int(self._ends[index - 1]) if index else 0
         return self._bytes[start : int(self._ends[index])].tobytes().decode("utf-8")
 

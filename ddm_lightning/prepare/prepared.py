@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int, UInt8
 
 from ddm_lightning.files import atomic_write_json
-from ddm_lightning.prepare.columns import Strings, open_array
+from ddm_lightning.prepare.columns import Strings, Texts, open_array
 from ddm_lightning.prepare.encode import RECORDS, read_state
 from ddm_lightning.prepare.records import Part
 from ddm_lightning.prepare.rows import Rows
@@ -133,7 +133,7 @@ class Prepared:
         return int(self.index["picture_size"])
 
 
-class _PartTexts(Sequence[str]):
+class _PartTexts(Texts):
     """Strings of several parts."""
 
     def __init__(self, parts: Sequence[Strings], kept: Sequence[Int[np.ndarray, "m"] | None]) -> None:
@@ -144,17 +144,8 @@ class _PartTexts(Sequence[str]):
     def __len__(self) -> int:
         return int(self._starts[-1])
 
-    @overload
-    def __getitem__(self, index: int) -> str: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[str]: ...
-    def __getitem__(self, index: int | slice) -> str | list[str]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        index = range(len(self))[index]
+    def text(self, index: int) -> str:
+        """As ``Texts``."""
         number = int(np.searchsorted(self._starts, index, side="right")) - 1
         row, kept = index - int(self._starts[number]), self._kept[number]
-        return self._parts[number][row if kept is None else int(kept[row])]
-
-    def __iter__(self) -> Iterator[str]:
-        return (self[i] for i in range(len(self)))
+        return self._parts[number].text(row if kept is None else int(kept[row]))
