@@ -22,6 +22,7 @@ CHOICES = {
     "router.train.schedule": ("constant", "linear", "cosine"),
     "island.accelerator": ("auto", "cpu", "gpu"),
     "island.strategy": ("auto", "single", "ddp", "fsdp"),
+    "island.loader": ("auto", "local", "streaming"),
     "island.precision": ("32-true", "bf16-mixed", "16-mixed", "64-true"),
     "island.attention": ("auto", "sdpa", "xformers"),
     "sample.strategy": ("full", "top-1", "top-k", "bayes"),

@@ -108,6 +108,8 @@ class IslandConfig:
     """Data-loading processes of one rank."""
     shards: str | None = None
     """URL (``s3://…``, ``file://…``) from which shards are fetched, or folder with them; null: the run's own."""
+    loader: str = "auto"
+    """Who reads the shards: ``local`` (directly, from memory maps), ``streaming`` (also from URLs) or ``auto``."""
     log_every_n_steps: int = 50
     """Steps between two points of a TensorBoard curve."""
     validate_every_n_steps: int = 1000

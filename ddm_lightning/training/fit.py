@@ -130,6 +130,7 @@ def build_data(member: str, experiment: Experiment, manifest: Manifest, run: Run
         cache=run.member(member) / "cache",
         num_workers=experiment.island.num_workers,
         index_sha256=manifest.index_sha256,
+        loader=experiment.island.loader,
         held_out_clusters=[k for k in clusters if manifest.clusters[k].held_out > 0],
     )
 
