@@ -11,8 +11,8 @@ from ddm_lightning.evaluation.split import read_split
 from ddm_lightning.prepare.encoders import HashedWords, Pixels
 from ddm_lightning.prepare.manifest import HELD_OUT, TRAIN, Manifest
 from ddm_lightning.prepare.prepared import Prepared
-from ddm_lightning.prepare.stages import prepare
 from ddm_lightning.prepare.sources import Blobs
+from ddm_lightning.prepare.stages import prepare
 from ddm_lightning.run_folder import RunFolder
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"

@@ -200,6 +200,19 @@ def test_a_source_that_gives_other_samples_under_the_same_fingerprint_is_named(t
     assert prepare(experiment, tmp_path).num_samples == 34
 
 
+def test_captions_of_rows_that_are_gone_are_not_taken_for_those_of_new_ones(tmp_path, experiment, source):
+    """Left by a caption encoder that was taken out of the file while the records were made anew."""
+    encoder = experiment.prepare.caption_encoder
+    prepare(experiment, tmp_path)
+    experiment.prepare.caption_encoder = None
+    source.samples["two"] = [Broken("x", "empty file"), Broken("y", "empty file"), *records(14, "b")]
+    shutil.rmtree(tmp_path / "prepared" / "parts" / "00001" / "records")
+    prepare(experiment, tmp_path)
+    experiment.prepare.caption_encoder = encoder
+    prepare(experiment, tmp_path)
+    assert len(Prepared(tmp_path / "prepared").rows("captions", "text")) == 34
+
+
 def test_thumbnails_are_the_lowest_hashes_and_no_larger_than_needed(tmp_path, monkeypatch):
     from ddm_lightning.prepare import steps
 
