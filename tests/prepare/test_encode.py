@@ -10,7 +10,7 @@ from prepare.tiny_experiment import tiny_experiment
 from ddm_lightning.config import PluginConfig
 from ddm_lightning.errors import UserError
 from ddm_lightning.files import sha256_file
-from ddm_lightning.prepare import prepare
+from ddm_lightning.prepare import encode, prepare
 from ddm_lightning.prepare.encode import key_hash, read_state
 from ddm_lightning.prepare.prepared import Prepared
 from ddm_lightning.prepare.progress import SilentReporter
@@ -207,10 +207,37 @@ def test_captions_of_rows_that_are_gone_are_not_taken_for_those_of_new_ones(tmp_
     experiment.prepare.caption_encoder = None
     source.samples["two"] = [Broken("x", "empty file"), Broken("y", "empty file"), *records(14, "b")]
     shutil.rmtree(tmp_path / "prepared" / "parts" / "00001" / "records")
+    source.reads.clear()
     prepare(experiment, tmp_path)
+    assert source.reads == ["two"], "once for all columns"
     experiment.prepare.caption_encoder = encoder
     prepare(experiment, tmp_path)
     assert len(Prepared(tmp_path / "prepared").rows("captions", "text")) == 34
+
+
+def test_a_change_that_was_stopped_and_taken_back_leaves_no_column_of_it(tmp_path, experiment, monkeypatch):
+    """The files of the change are there, of the same size, and nothing has said so yet."""
+    prepare(experiment, tmp_path)
+    before = digests(tmp_path)
+    features = experiment.prepare.features
+    pooled = FEATURES.get("pooled-pixels")
+
+    class Brighter(pooled):
+        def encode(self, images):
+            return super().encode(images) + 1
+
+    def stopped(*_):
+        raise Stopped
+
+    with monkeypatch.context() as patch:
+        experiment.prepare.features = plug_in(patch, FEATURES, Brighter(), "brighter")
+        patch.setattr(encode, "_record", stopped)
+        with pytest.raises(Stopped):
+            prepare(experiment, tmp_path)
+    assert digests(tmp_path) != before
+    experiment.prepare.features = features
+    prepare(experiment, tmp_path)
+    assert digests(tmp_path) == before
 
 
 def test_thumbnails_are_the_lowest_hashes_and_no_larger_than_needed(tmp_path, monkeypatch):
