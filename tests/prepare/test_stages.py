@@ -16,7 +16,7 @@ from ddm_lightning.files import sha256_file
 from ddm_lightning.prepare import Manifest, prepare, shard_folder, steps, verify_shards
 from ddm_lightning.prepare.partition import Partition
 from ddm_lightning.prepare.prepared import Prepared
-from ddm_lightning.prepare.progress import RichReporter, SilentReporter
+from ddm_lightning.prepare.progress import RichReporter
 from ddm_lightning.prepare.registry import CAPTION_ENCODERS, FEATURES, IMAGE_ENCODERS, SOURCES
 
 EVERYTHING = ["source", "encode", "index", "partition", "shards", "report"]
