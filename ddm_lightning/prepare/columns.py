@@ -72,10 +72,10 @@ def save_array(path: Path, array: Shaped[np.ndarray, "n ..."]) -> None:
 
 
 def open_array(path: Path) -> Shaped[np.ndarray, "n ..."]:
-    """A memory map of an ``.npy`` file, copy-on-write because torch warns of arrays that it could not write to."""
+    """A read-only memory map of an ``.npy`` file."""
     if np.lib.format.open_memmap(path, mode="r").size == 0:  # type: ignore[no-untyped-call]
         return np.load(path, allow_pickle=False)  # a mapping cannot be empty
-    mapped: np.ndarray = np.load(path, mmap_mode="c", allow_pickle=False)
+    mapped: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
     return mapped
 
 

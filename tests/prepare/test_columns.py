@@ -46,7 +46,8 @@ def test_the_header_has_room_for_any_number_of_rows(tmp_path):
 def test_writing_into_an_open_array_does_not_reach_the_file(tmp_path):
     np.save(tmp_path / "a.npy", np.arange(5))
     opened = open_array(tmp_path / "a.npy")
-    opened[:] = 0
+    with pytest.raises(ValueError, match="read-only"):
+        opened[:] = 0
     np.testing.assert_array_equal(np.load(tmp_path / "a.npy"), np.arange(5))
 
 
