@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 # Rows that are read at a time where nothing else decides.
 ROWS_AT_ONCE = 4096
-_SCATTERED_AT_ONCE = 1024
+_SCATTERED_AT_ONCE = 128
 # Scattered rows, slow to read in every pass, are kept in memory up to this size.
 _KEPT_BYTES = 1 << 30
 
@@ -158,7 +158,7 @@ def read(rows: Rows, start: int, stop: int) -> Shaped[np.ndarray, "m d"]:
 def gather(rows: Rows, numbers: Int64[np.ndarray, "m"]) -> Shaped[np.ndarray, "m d"]:
     """A copy of scattered rows, in the order given; pages of memory maps are handed back.
 
-    Some at a time, because a system maps 64 KB or more around each row.
+    Some at a time, because a system may map a megabyte around each row.
     """
     out = np.empty((len(numbers), *rows.row_shape), rows.dtype)
     order = numbers.argsort(kind="stable")
