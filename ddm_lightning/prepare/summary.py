@@ -55,7 +55,7 @@ def write_pictures(experiment: Experiment, plugins: Plugins, prepared: Prepared)
         features=features,
         clusters=clusters,
         centroids=_centroids(partition, features, clusters),
-        metric=config.partition.metric,
+        metric=partition.rule.metric if isinstance(partition.rule, NearestCentroid) else config.partition.metric,
         counts=counts,
         num_read=prepared.index["num_read"],
         broken=prepared.index["broken"],
