@@ -9,7 +9,7 @@ DEMO := $(VENV)/.demo-installed
 TEST := $(VENV)/.test-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint type imports format clean
+.PHONY: help install demo test test-long lint type imports format clean
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -22,7 +22,10 @@ demo: $(DEMO) ## train text-to-emoji, four experts and a router, on this machine
 	$(BIN)/python -m ddm_lightning fit -c experiments/emoji_4x.yaml
 
 test: $(TEST) lint type imports ## what CI runs: lint, types, import rules, tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu and not slurm"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not long and not gpu and not slurm"
+
+test-long: $(TEST) ## the tests that take minutes: kills at every moment, quick runs of benchmarks
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "long and not gpu and not slurm"
 
 lint: $(TEST) ## ruff: rules and format
 	$(BIN)/ruff check .

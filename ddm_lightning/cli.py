@@ -203,6 +203,7 @@ def _fit_one(member: str, experiment: Experiment, options: argparse.Namespace) -
     if not run.experiment.exists():
         check_networks(experiment, manifest, options.config)
     open_run(experiment, create=True)
+    _refuse_stale([member], run)
 
     from ddm_lightning.training.fit import fit_member, leads
 
@@ -215,11 +216,26 @@ def _fit_one(member: str, experiment: Experiment, options: argparse.Namespace) -
     return 0
 
 
+def _refuse_stale(members: Sequence[str], run: RunFolder) -> None:
+    """A finished member is passed over; not one that was trained on clusters which are no longer there."""
+    from ddm_lightning.artifacts import read_meta
+    from ddm_lightning.prepare.manifest import Manifest
+
+    wanted = Manifest.read(run.root).partition_sha256
+    for member in members:
+        if run.is_finished(member) and read_meta(run.artifact(member)).partition_sha256 != wanted:
+            raise UserError(
+                f"{run.artifact(member)}: was trained on clusters that have changed since; "
+                f"remove {run.root / 'members'} to train anew, or use another folder with run_dir=…"
+            )
+
+
 def _fit_several(members: list[str], experiment: Experiment, options: argparse.Namespace) -> int:
     from rich.console import Console
 
     console = Console()
     run = _prepared(experiment, options)
+    _refuse_stale(members, run)
 
     from ddm_lightning.islands.local import FitInterruptedError, default_jobs, fit_members
     from ddm_lightning.islands.status import members_table

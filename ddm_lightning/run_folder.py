@@ -94,13 +94,14 @@ def refuse_changed(experiment: Experiment) -> None:
         UserError: the folder belongs to a different experiment; the line names the keys that changed.
     """
     run = RunFolder.of(experiment)
-    if not run.experiment.exists():
+    # What was only prepared can be prepared anew: it knows what hangs on a changed key.
+    if not run.experiment.exists() or not (run.root / "members").exists():
         return
     changed = changed_keys(_recorded(run), to_dict(experiment))
     if changed:
         raise UserError(
             f"{run.experiment}: the experiment changed since this run folder was made: {', '.join(changed)}; "
-            f"set those keys back, or train into another folder with run_dir=…"
+            f"set those keys back, or use another folder with run_dir=…"
         )
 
 

@@ -8,7 +8,7 @@ import yaml
 from ddm_lightning import schema
 from ddm_lightning.config import Experiment, load_experiment, to_dict
 from ddm_lightning.errors import UserError
-from ddm_lightning.run_folder import FREE_SECTIONS, changed_keys, open_run
+from ddm_lightning.run_folder import FREE_SECTIONS, changed_keys, open_run, refuse_changed
 
 TINY = Path(__file__).parents[1] / "experiments" / "tiny_2x.yaml"
 
@@ -55,6 +55,8 @@ def test_a_missing_folder_is_not_made_by_who_only_looks(tmp_path: Path) -> None:
 def test_another_experiment_is_refused_by_its_keys_and_changes_nothing(tmp_path: Path) -> None:
     run = open_run(tiny(tmp_path), create=True)
     before = run.experiment.read_bytes()
+    refuse_changed(tiny(tmp_path, "seed=5"))  # nothing was trained
+    run.member("expert-0").mkdir(parents=True)
     with pytest.raises(UserError) as caught:
         open_run(tiny(tmp_path, "seed=5", "expert.train.max_steps=61"), create=True)
     line = str(caught.value)
@@ -77,6 +79,7 @@ def test_free_sections_reach_the_members_through_the_folder(tmp_path: Path) -> N
 def test_a_damaged_record_is_no_licence_to_go_on(tmp_path: Path, text: str) -> None:
     run = open_run(tiny(tmp_path), create=True)
     run.experiment.write_text(text)
+    run.member("expert-0").mkdir(parents=True)
     with pytest.raises(UserError, match=r"experiment\.yaml"):
         open_run(tiny(tmp_path), create=True)
     assert run.experiment.read_text() == text

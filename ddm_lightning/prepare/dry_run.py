@@ -69,7 +69,7 @@ def dry_run(experiment: Experiment, run_dir: Path) -> DryRun:
     records, images = first
     num = len(records)
     texts = sum(len(f"{record.key}{record.caption}".encode()) for record in records)
-    estimates = [Estimate("pictures read, captions kept", texts // num, seconds / num)]
+    estimates = [Estimate("keys and captions", texts // num, seconds / num)]
     latents, spent = _timed(lambda: latent_rows(plugins, images))
     estimates.append(Estimate("encoded pictures", sum(map(_row_bytes, latents.values())), spent / num))
     encoder = plugins.caption_encoder
@@ -102,7 +102,7 @@ def dry_run_table(plan: DryRun, num_processes: int) -> Table:
         num_processes: over how many processes the time is spread.
     """
     samples = "unknown, until it is read" if plan.num_samples is None else f"{plan.num_samples:,}"
-    table = Table(title=f"{plan.num_parts:,} parts, samples: {samples}", box=box.SIMPLE_HEAD, title_justify="left")
+    table = Table(title=f"parts: {plan.num_parts:,}, samples: {samples}", box=box.SIMPLE_HEAD, title_justify="left")
     for heading in ("", "bytes/sample", "ms/sample", "GB in all", f"hours by {num_processes}"):
         table.add_column(heading, justify="left" if not heading else "right")
     for estimate in plan.estimates:

@@ -16,6 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from filelock import FileLock, Timeout
 
 from ddm_lightning.config import Experiment
@@ -156,9 +157,24 @@ class Preparation:
                 # Without the manifest nobody takes a folder in the middle of a change for a finished one.
                 manifest_path(self.run_dir).unlink(missing_ok=True)
                 seconds = self.ledger.run(stage)
-                self.reporter.say(f"{stage.name}: done in {seconds:.1f} s")
+                self.reporter.say(f"{stage.name}: done in {seconds:.1f} s{self._found(stage.name)}")
         if self.plugins.source.attribution:
             self.reporter.say(self.plugins.source.attribution)
+
+    def _found(self, stage: str) -> str:
+        """What a person wants to know of a stage, besides that it is done."""
+        prepared = Prepared(self.prepared.folder)
+        if stage == "index":
+            index = prepared.index
+            causes = ", ".join(f"{cause}: {count}" for cause, count in index["broken"].items())
+            left_out = f"; left out: {causes}; see {prepared.broken_file}" if causes else ""
+            return f": {index['num_samples']} of {index['num_read']} samples{left_out}"
+        if stage == "partition":
+            sizes = np.bincount(prepared.clusters, minlength=self.config.partition.num_clusters)
+            return f": {len(sizes)} clusters of {sizes.min()} to {sizes.max()} samples"
+        if stage == "upload":
+            return f": every file was read back; islands stream them with island.shards={self.config.shards.remote}"
+        return ""
 
     def pending(self) -> list[str]:
         """Names of the stages that would run now, as far as that can be told: what hangs on one of them runs too."""

@@ -65,6 +65,7 @@ def test_all_sides_give_the_same_samples(tmp_path, text_size):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_ours_are_the_fastest(tmp_path):
     pytest.importorskip("litdata")
     pytest.importorskip("webdataset")

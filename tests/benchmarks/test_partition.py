@@ -8,6 +8,7 @@ from ddm_lightning.errors import UserError
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_quick_ends_with_every_figure(tmp_path):
     pytest.importorskip("faiss")
     out = tmp_path / "partition.json"

@@ -74,7 +74,7 @@ def disturbed(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     """One run, one disturbance after another, with what was seen at each: kill -9, a second fit, Ctrl-C, peace."""
     seen = SimpleNamespace(run=tmp_path_factory.mktemp("disturbed") / "run")
     members = seen.run / "members"
-    with within(240):
+    with within(600):
         # Of the three, this one and another start at once and the third takes the free place.
         parent = start("fit", seen.run, "--jobs", "2")
         os.kill(wait_for_step(seen.run, KILLED, 60, parent), signal.SIGKILL)

@@ -67,7 +67,7 @@ def test_bytes_a_sample_are_those_that_prepare_writes(tmp_path, horizontal_flips
     texts = sum(
         len(f"{key}{caption}") for key, caption in zip(prepared.texts("keys"), prepared.texts("captions"), strict=True)
     )
-    assert told["pictures read, captions kept"] == texts // 60
+    assert told["keys and captions"] == texts // 60
 
 
 def test_a_source_that_does_not_know_its_size_is_estimated_by_the_sample(tmp_path, monkeypatch):
@@ -75,7 +75,7 @@ def test_a_source_that_does_not_know_its_size_is_estimated_by_the_sample(tmp_pat
     source = plug_in(monkeypatch, SOURCES, Listed(parts, sized=False))
     plan = dry_run(experiment_of(source), tmp_path)
     assert (plan.num_samples, plan.num_parts) == (None, 2)
-    assert bytes_of(plan)["pictures read, captions kept"] == 2 + 2, "two letters of key, two bytes of caption"
+    assert bytes_of(plan)["keys and captions"] == 2 + 2, "two letters of key, two bytes of caption"
     text = printed(dry_run_table(plan, 2))
     assert "unknown, until it is read" in text and "–" in text
 
@@ -115,7 +115,7 @@ def test_the_table_multiplies_by_hand(tmp_path):
     estimates = (Estimate("encoded pictures", 8192, 0.036), Estimate("features", 4096, 0.018))
     text = printed(dry_run_table(DryRun(EVERYTHING, 1000, 1000, 1_000_000, estimates), 4))
     rows = {line.split("  ")[1].strip(): line.split() for line in text.splitlines() if line.startswith("  ")}
-    assert "1,000 parts, samples: 1,000,000" in text
+    assert "parts: 1,000, samples: 1,000,000" in text
     assert rows["encoded pictures"][-4:] == ["8,192", "36.00", "8.192", "2.50"]
     assert rows["features"][-4:] == ["4,096", "18.00", "4.096", "1.25"]
     assert rows["in all"][-4:] == ["12,288", "54.00", "12.288", "3.75"]

@@ -79,6 +79,7 @@ def small(**changes):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_two_processes_write_the_same_bytes_as_one(tmp_path, monkeypatch, quick_prepare):
     one = prepare(small(num_processes=1), tmp_path / "one")
     monkeypatch.setattr(engine, "WORTH_PROCESSES", 1)
@@ -100,6 +101,7 @@ def test_two_processes_write_the_same_bytes_as_one(tmp_path, monkeypatch, quick_
 @pytest.mark.slow
 # Ray's own:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning", "ignore::FutureWarning")
+@pytest.mark.long
 def test_ray_writes_the_same_bytes_and_a_mistake_is_one_line(tmp_path, monkeypatch, quick_prepare):
     ray = pytest.importorskip("ray")
     search = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 TESTS = Path(__file__).parents[1]
 SCRIPT = Path(__file__).with_name("killed_prepare.py")
