@@ -371,3 +371,17 @@ def test_sample_names_the_members_that_are_missing(refuse: Refuse, finished_run:
     assert line.startswith(f"{run / 'ensemble.json'}: ")
     assert "not finished: expert-1, router;" in line
     assert f"fit -c {TINY}" in line
+
+
+@pytest.mark.parametrize("more", [[], ["member=expert-1"]])
+def test_a_finished_member_of_other_clusters_is_not_passed_over(
+    refuse: Refuse, finished_run: Path, tmp_path: Path, more: list[str]
+) -> None:
+    run = copy_run(finished_run, tmp_path / "run")
+    manifest = run / "prepared" / "manifest.json"
+    document = json.loads(manifest.read_text(encoding="utf-8"))
+    document["partition_sha256"] = "0" * 64
+    manifest.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    line = refuse("fit", *settings(run), *more)
+    member = "expert-1" if more else "expert-0"
+    assert line.startswith(f"{run / 'members' / member / 'artifact'}: was trained on clusters that have changed since; ")
