@@ -384,4 +384,6 @@ def test_a_finished_member_of_other_clusters_is_not_passed_over(
     manifest.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
     line = refuse("fit", *settings(run), *more)
     member = "expert-1" if more else "expert-0"
-    assert line.startswith(f"{run / 'members' / member / 'artifact'}: was trained on clusters that have changed since; ")
+    assert line.startswith(
+        f"{run / 'members' / member / 'artifact'}: was trained on clusters that have changed since; "
+    )
