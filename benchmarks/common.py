@@ -15,12 +15,13 @@ from types import FrameType
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
 from ddm_lightning.config import Experiment, load_experiment
 from ddm_lightning.errors import UserError
 from ddm_lightning.files import atomic_write_json, atomic_write_text
+from ddm_lightning.progress import TimeColumn
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 INTERRUPTED = 130
@@ -111,9 +112,7 @@ def progress(console: Console) -> Progress:
         TextColumn("{task.description:<22}"),
         BarColumn(),
         MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
+        TimeColumn(),
         console=console,
     )
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from ddm_lightning.errors import UserError
 from ddm_lightning.loading.leftovers import SHARED_MEMORY
 from ddm_lightning.loading.order import Ranks
+from ddm_lightning.units import amount
 
 # Batches that wait in a worker's queue (DataLoader's prefetch_factor) and the one in use.
 _BATCHES_A_WORKER = 3
@@ -64,7 +65,7 @@ def check_disk(folder: Path, num_bytes: int, what: str) -> None:
     free = shutil.disk_usage(folder).free
     if free < num_bytes:
         raise UserError(
-            f"{folder}: {what} need {_size(num_bytes)}, but {_size(free)} are free on this disk; "
+            f"{folder}: {what} need {amount(num_bytes)}, but {amount(free)} are free on this disk; "
             "free some, or put run_dir on a larger disk"
         )
 
@@ -85,14 +86,6 @@ def check_shared_memory(num_bytes: int) -> None:
     free = shutil.disk_usage(SHARED_MEMORY).free
     if free < num_bytes:
         raise UserError(
-            f"{SHARED_MEMORY}: loading needs {_size(num_bytes)} of shared memory, but {_size(free)} are free; "
+            f"{SHARED_MEMORY}: loading needs {amount(num_bytes)} of shared memory, but {amount(free)} are free; "
             "lower island.num_workers, or give the container more (docker run --shm-size, mount -o remount,size=...)"
         )
-
-
-def _size(num_bytes: float) -> str:
-    for unit in ("bytes", "KB", "MB", "GB"):
-        if num_bytes < 1000:
-            return f"{num_bytes:.0f} {unit}" if unit == "bytes" else f"{num_bytes:.1f} {unit}"
-        num_bytes /= 1000
-    return f"{num_bytes:.1f} TB"

@@ -18,6 +18,7 @@ from ddm_lightning.prepare.encode import latent_rows
 from ddm_lightning.prepare.progress import SilentReporter
 from ddm_lightning.prepare.reading import Reading
 from ddm_lightning.prepare.stages import Preparation
+from ddm_lightning.units import amount, duration
 
 _TRIED = 64
 Result = TypeVar("Result")
@@ -103,7 +104,7 @@ def dry_run_table(plan: DryRun, num_processes: int) -> Table:
     """
     samples = "unknown, until it is read" if plan.num_samples is None else f"{plan.num_samples:,}"
     table = Table(title=f"parts: {plan.num_parts:,}, samples: {samples}", box=box.SIMPLE_HEAD, title_justify="left")
-    for heading in ("", "bytes/sample", "ms/sample", "GB in all", f"hours by {num_processes}"):
+    for heading in ("", "bytes a sample", "a sample", "in all", f"by {num_processes}"):
         table.add_column(heading, justify="left" if not heading else "right")
     for estimate in plan.estimates:
         table.add_row(*_cells(estimate, plan.num_samples, num_processes))
@@ -118,9 +119,9 @@ def dry_run_table(plan: DryRun, num_processes: int) -> Table:
 
 
 def _cells(estimate: Estimate, num_samples: int | None, num_processes: int) -> tuple[str, ...]:
-    size = hours = "–"
+    size = time_in_all = "–"
     if num_samples is not None:
-        size = f"{estimate.bytes_per_sample * num_samples / 1e9:,.3f}"
-        hours = f"{estimate.seconds_per_sample * num_samples / 3600 / num_processes:,.2f}"
-    per_sample = (f"{estimate.bytes_per_sample:,}", f"{1000 * estimate.seconds_per_sample:,.2f}")
-    return (estimate.name, *per_sample, size, hours)
+        size = amount(estimate.bytes_per_sample * num_samples)
+        time_in_all = duration(estimate.seconds_per_sample * num_samples / num_processes)
+    per_sample = (f"{estimate.bytes_per_sample:,}", duration(estimate.seconds_per_sample))
+    return (estimate.name, *per_sample, size, time_in_all)

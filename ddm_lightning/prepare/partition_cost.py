@@ -9,6 +9,8 @@ class PartitionCost(NamedTuple):
     """Of two-stage k-means with the assignment of all samples."""
 
     seconds: float
+    flops: float
+    """Floating-point operations, a multiply-add is two."""
     bytes: int
     """Read from the disk, in all passes."""
 
@@ -42,5 +44,5 @@ def partition_cost(
     """
     sample_passes = num_samples * (iterations * fit_fraction + 2)
     num_bytes = round(sample_passes * dim * bytes_per_number)
-    seconds = 2 * sample_passes * dim * num_fine / (gflops * 1e9) + num_bytes / (disk_gb_per_s * 1e9)
-    return PartitionCost(seconds, num_bytes)
+    flops = 2 * sample_passes * dim * num_fine
+    return PartitionCost(flops / (gflops * 1e9) + num_bytes / (disk_gb_per_s * 1e9), flops, num_bytes)

@@ -12,9 +12,9 @@ from rich.progress import (
     Progress,
     TaskID,
     TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
 )
+
+from ddm_lightning.progress import TimeColumn
 
 
 @runtime_checkable
@@ -48,9 +48,7 @@ class RichReporter:
             TextColumn("{task.description:<10}"),
             BarColumn(),
             MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
+            TimeColumn(),
             console=console,
             transient=True,
         )

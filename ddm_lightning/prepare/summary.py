@@ -11,11 +11,11 @@ from ddm_lightning.config import Experiment
 from ddm_lightning.files import read_json
 from ddm_lightning.prepare.encode import FEATURES
 from ddm_lightning.prepare.ledger import Ledger
-from ddm_lightning.prepare.manifest import HELD_OUT, TRAIN, ClusterSamples, Manifest, shard_name
+from ddm_lightning.prepare.manifest import HELD_OUT, OUT_OF_CLUSTER, TRAIN, ClusterSamples, Manifest, shard_name
 from ddm_lightning.prepare.partition import Partition
 from ddm_lightning.prepare.plugins import Plugins
 from ddm_lightning.prepare.prepared import Prepared
-from ddm_lightning.prepare.report import Cost, ReportData, save_cluster_grid, write_report
+from ddm_lightning.prepare.report import Cost, KMeansSettings, ReportData, save_cluster_grid, write_report
 from ddm_lightning.prepare.rows import Rows
 from ddm_lightning.prepare.rules import NearestCentroid
 from ddm_lightning.prepare.steps import samples_of
@@ -59,13 +59,21 @@ def write_pictures(experiment: Experiment, plugins: Plugins, prepared: Prepared)
         counts=counts,
         num_read=prepared.index["num_read"],
         broken=prepared.index["broken"],
-        out_of_cluster_fraction=facts["out_of_cluster_fraction"] or 0.0,
+        num_without_caption=prepared.index["num_without_caption"],
+        displaced_fraction=facts["displaced_fraction"] or 0.0,
         facts={
             "source": config.source.name,
             "features": config.features.name,
             "image encoder": config.image_encoder.name,
         },
         costs=costs,
+        kmeans=KMeansSettings(
+            num_fine=config.partition.num_fine_centroids,
+            iterations=config.partition.num_iterations,
+            fit_fraction=config.partition.fit_fraction,
+        )
+        if config.partition.kind == "kmeans"
+        else None,
     )
     write_report(prepared.report, data, title=title, attribution=attribution, seed=experiment.seed)
 
@@ -93,7 +101,7 @@ def manifest_of(experiment: Experiment, plugins: Plugins, prepared: Prepared, le
     }
     samples = {name: verify_shards(prepared.shards / name, hashes=False) for name in indices}
     clusters = tuple(
-        ClusterSamples(samples.get(shard_name(k, TRAIN), 0), samples.get(shard_name(k, HELD_OUT), 0))
+        ClusterSamples(*(samples.get(shard_name(k, split), 0) for split in (TRAIN, HELD_OUT, OUT_OF_CLUSTER)))
         for k in range(partition.num_clusters)
     )
     encoder, captions = plugins.image_encoder, plugins.caption_encoder
@@ -116,6 +124,7 @@ def manifest_of(experiment: Experiment, plugins: Plugins, prepared: Prepared, le
         num_read=prepared.index["num_read"],
         broken=prepared.index["broken"],
         num_samples=prepared.num_samples,
+        num_without_caption=prepared.index["num_without_caption"],
         clusters=clusters,
         priors=tuple((cluster.train + cluster.held_out) / total for cluster in clusters),
         seed=experiment.seed,

@@ -13,10 +13,11 @@ from typing import Any
 
 import lightning as L
 import torch
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from ddm_lightning.progress import TimeColumn
 from ddm_lightning.training.checkpoints import RollingCheckpoints
 from ddm_lightning.training.module import MemberModule
 from ddm_lightning.training.status import MemberStatus
@@ -28,7 +29,7 @@ def progress_columns() -> tuple[Any, ...]:
         TextColumn("{task.description:<10}"),
         BarColumn(),
         MofNCompleteColumn(),
-        TimeRemainingColumn(),
+        TimeColumn(),
         TextColumn("{task.fields[note]}"),
     )
 

@@ -20,6 +20,15 @@ class Cost:
     """Written to disk."""
 
 
+@dataclass(frozen=True)
+class KMeansSettings:
+    """What the time of two-stage k-means hangs on, besides samples and features."""
+
+    num_fine: int
+    iterations: int
+    fit_fraction: float
+
+
 @dataclass(frozen=True, eq=False)
 class ReportData:
     """A prepared data set as the report sees it: n samples, K clusters, m of the pictures.
@@ -47,12 +56,16 @@ class ReportData:
     """Samples of the source, the broken ones included."""
     broken: Mapping[str, int] = field(default_factory=dict)
     """Cause -> samples that were left out."""
-    out_of_cluster_fraction: float = 0.0
-    """Share of the samples that are nearer to another cluster's mean: the price of equal sizes (MoDE has 2 %)."""
+    num_without_caption: int = 0
+    """Prepared samples whose caption is empty."""
+    displaced_fraction: float = 0.0
+    """Share of the samples that are nearer to another cluster's mean: the price of equal sizes."""
     facts: Mapping[str, str] = field(default_factory=dict)
     """Names to be printed, such as ``{"source": "openmoji", "features": "efficientnet-lite0"}``."""
     costs: Mapping[str, Cost] = field(default_factory=dict)
     """Stage or column -> what it cost."""
+    kmeans: KMeansSettings | None = None
+    """None where the partition is none of k-means."""
 
     def __post_init__(self) -> None:
         num = len(self.thumbnails)

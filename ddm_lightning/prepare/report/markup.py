@@ -85,27 +85,3 @@ def data_url(image: bytes) -> str:
     """PNG or JPEG bytes as a URL that needs no network."""
     kind = "png" if image.startswith(b"\x89PNG") else "jpeg"
     return f"data:image/{kind};base64,{base64.b64encode(image).decode('ascii')}"
-
-
-def amount(num_bytes: float) -> str:
-    """Bytes in the unit that fits, powers of 1000."""
-    units = ("B", "kB", "MB", "GB", "TB", "PB")
-    power = 0
-    while round(num_bytes, 1) >= 1000 and power < len(units) - 1:
-        num_bytes /= 1000
-        power += 1
-    return f"{_digits(num_bytes)} {units[power]}"
-
-
-def duration(seconds: float) -> str:
-    """Seconds in the unit that fits."""
-    units = (("days", 86400.0, 2), ("h", 3600.0, 2), ("min", 60.0, 2), ("s", 1.0, 1), ("ms", 1e-3, 1))
-    for unit, length, least in units:
-        if seconds >= least * length:
-            return f"{_digits(seconds / length)} {unit}"
-    return f"{_digits(seconds * 1e6)} µs"
-
-
-def _digits(value: float) -> str:
-    """Three digits, or all of them before the point."""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

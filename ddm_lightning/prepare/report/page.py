@@ -9,13 +9,12 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Int64
 
+from ddm_lightning.prepare.partition_cost import partition_cost
 from ddm_lightning.prepare.report.data import ReportData
 from ddm_lightning.prepare.report.figures import cluster_colours
 from ddm_lightning.prepare.report.markup import (
-    amount,
     chart,
     data_url,
-    duration,
     escape,
     table,
     text_of,
@@ -23,9 +22,12 @@ from ddm_lightning.prepare.report.markup import (
 )
 from ddm_lightning.prepare.report.measures import Measures
 from ddm_lightning.prepare.report.style import STYLE
+from ddm_lightning.units import amount, duration, operations
 
 _NEIGHBOURS = 3
 _CAPTIONS = 8
+_RATES, _DISK = (100.0, 10_000.0), 1.0  # of the cost model: GFLOP/s, GB/s
+_FEW = 0.05
 _SCALES = (("for 1 M", 1e6), ("for 158 M", 158e6))
 # Whatever a caption may bring in, the page loads and runs nothing.
 _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
@@ -70,7 +72,8 @@ def page(
         f'<main>\n<div class="pair">{_key_figures(data, measures)}{_overview(data, measures)}</div>\n'
         f"<h2>How the clusters lie</h2>\n{_charts(measures, charts)}"
         f"<h2>The clusters</h2>\n{clusters}"
-        f"<h2>Samples left out</h2>\n{_broken(data)}{_costs(data)}</main>\n{credit}</body>\n</html>\n"
+        f"<h2>Samples left out</h2>\n{_broken(data)}{_costs(data)}{_kmeans_cost(data)}</main>\n"
+        f"{credit}</body>\n</html>\n"
     )
 
 
@@ -95,10 +98,11 @@ def _key_figures(data: ReportData, measures: Measures) -> str:
         ("samples read", f"{data.num_read:,}"),
         ("left out", f"{left_out:,} ({left_out / max(1, data.num_read):.2%})"),
         ("samples prepared", f"{data.num_samples:,}"),
+        ("without a caption", f"{data.num_without_caption:,} ({data.num_without_caption / data.num_samples:.2%})"),
         ("clusters", f"{data.num_clusters:,}"),
         ("largest over mean", f"{_largest_over_mean(data):.3f}"),
         ("smallest over mean", f"{data.counts.min() / data.counts.mean():.3f}"),
-        ("out of cluster", f"{data.out_of_cluster_fraction:.1%} of the samples are nearer to another cluster's mean"),
+        ("displaced", f"{data.displaced_fraction:.1%} of the samples are nearer to another cluster's mean"),
         ("distance", "cosine" if data.metric == "spherical" else "Euclidean"),
         ("feature", f"{data.features.row_shape[0]:,} numbers"),
         ("mean silhouette", _number(float(np.mean(measures.silhouettes)))),
@@ -215,6 +219,43 @@ def _costs(data: ReportData) -> str:
         f'<h2>What it cost</h2>\n<div class="pair">{cards}</div>\n<p class="pale">Extrapolated in proportion to the '
         "number of samples, with the workers that this run had; N machines like it take an Nth of the time. "
         "158 million samples are what the paper trained on (arXiv 2501.05450).</p>\n"
+    )
+
+
+def _kmeans_cost(data: ReportData) -> str:
+    """Work and time of the partition by the model of ``partition_cost``, here and on the paper's data set."""
+    if data.kmeans is None:
+        return ""
+    settings = data.kmeans
+    (dim,) = data.features.row_shape
+    number = data.features.row_bytes // dim
+    paper, fitted = (158_000_000, 1024), f"158 M × 1,024, fitted on {settings.fit_fraction:.3g} of them"
+    sizes = [("here", data.num_samples, dim, settings.fit_fraction, number), (fitted, *paper, settings.fit_fraction, 2)]
+    if settings.fit_fraction > _FEW:
+        sizes.append((f"158 M × 1,024, fitted on {_FEW} of them", *paper, _FEW, 2))
+    rows = []
+    for name, num, width, fraction, size in sizes:
+        costs = [
+            partition_cost(
+                num,
+                width,
+                settings.num_fine,
+                settings.iterations,
+                gflops,
+                _DISK,
+                fit_fraction=fraction,
+                bytes_per_number=size,
+            )
+            for gflops in _RATES
+        ]
+        times = (duration(cost.seconds) for cost in costs)
+        rows.append([name, operations(costs[0].flops), amount(costs[0].bytes), *times])
+    head = ["samples × features", "work", "read", *(f"at {operations(gflops * 1e9)}/s" for gflops in _RATES)]
+    return (
+        f'<h2>What a partition costs</h2>\n<div class="card">{table(head, rows)}</div>\n<p class="pale">A model, not a '
+        f"measurement: {settings.iterations} passes over the fitted samples and two over all, each a product with "
+        f"{settings.num_fine:,} fine centroids, and features read at {_DISK:g} GB/s. benchmarks/partition.py "
+        "measures the rate of a machine.</p>\n"
     )
 
 
