@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import overload
 
 import numpy as np
-from jaxtyping import Shaped
+from jaxtyping import Shaped, UInt64
 
 
 class GrowingArray:
@@ -105,6 +105,10 @@ class Strings(Texts):
 
     def __len__(self) -> int:
         return len(self._ends)
+
+    def num_bytes(self) -> UInt64[np.ndarray, "n"]:
+        """Length of each string in UTF-8."""
+        return np.diff(self._ends, prepend=np.uint64(0))
 
     def text(self, index: int) -> str:
         """As ``Texts``."""

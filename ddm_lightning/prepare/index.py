@@ -59,12 +59,13 @@ def write_index(prepared: Prepared, groups: Collection[str], max_bad_fraction: f
                 lines.write(json.dumps(entry, ensure_ascii=False) + "\n")
 
     atomic_write(prepared.broken_file, write)
-    check_broken(dict(counts), num_read, max_bad_fraction, str(prepared.broken_file), enough=1)
+    check_broken(dict(counts), num_read, max_bad_fraction, prepared.broken_file, enough=1)
     if num_samples == 0:
         raise UserError("the source yields no samples; mend prepare.source")
     found = {
         "num_read": num_read,
         "num_samples": num_samples,
+        "num_without_caption": _num_without_caption(prepared, dropped),
         "picture_size": next(iter(sizes)),
         "broken": dict(sorted(counts.items())),
         "dropped": {str(number): sorted(rows) for number, rows in sorted(dropped.items())},
@@ -72,8 +73,16 @@ def write_index(prepared: Prepared, groups: Collection[str], max_bad_fraction: f
     atomic_write_json(prepared.index_file, found)
 
 
+def _num_without_caption(prepared: Prepared, dropped: dict[int, dict[int, str]]) -> int:
+    number_of = 0
+    for number in prepared.full_parts:
+        sizes = Strings(prepared.part_folder(number) / RECORDS, "captions").num_bytes()
+        number_of += int(np.count_nonzero(np.delete(sizes, list(dropped.get(number, {}))) == 0))
+    return number_of
+
+
 def check_broken(
-    counts: dict[str, int], num_read: int, max_bad_fraction: float, where: str, enough: int = _ENOUGH
+    counts: dict[str, int], num_read: int, max_bad_fraction: float, listed: Path, enough: int = _ENOUGH
 ) -> None:
     """Refuse to go on when too many samples are broken.
 
@@ -81,7 +90,7 @@ def check_broken(
         counts: broken samples by cause.
         num_read: samples read, broken ones included.
         max_bad_fraction: how large a part of them may be broken.
-        where: file or folder in which the broken samples are listed.
+        listed: file in which broken samples are listed, a JSON object a line.
         enough: samples that have to be read before the fraction counts.
 
     Raises:
@@ -91,9 +100,17 @@ def check_broken(
     if num_read >= enough and num_broken > max_bad_fraction * num_read:
         causes = ", ".join(f"{cause}: {count}" for cause, count in sorted(counts.items(), key=lambda item: -item[1]))
         raise UserError(
-            f"{where}: {num_broken} of {num_read} samples cannot be used ({causes}), more than "
-            f"prepare.max_bad_fraction = {max_bad_fraction:g} allows; mend the source or raise it"
+            f"{listed}: {num_broken} of {num_read} samples cannot be used ({causes}), more than "
+            f"prepare.max_bad_fraction = {max_bad_fraction:g} allows; mend the source or raise it{_first(listed)}"
         )
+
+
+def _first(listed: Path) -> str:
+    """The first broken sample, as an example."""
+    with listed.open(encoding="utf-8") as lines:
+        found = json.loads(next(lines, "{}"))
+    detail = f" ({found['detail']})" if found.get("detail") else ""
+    return f". For example {found['key']!r}: {found['cause']}{detail}" if found else ""
 
 
 def _drop_duplicates(prepared: Prepared, dropped: dict[int, dict[int, str]]) -> None:

@@ -196,13 +196,27 @@ def test_far_too_many_broken_samples_stop_it_early(monkeypatch, tmp_path):
     assert source.reads.count("part 1") >= 1 and "part 2" not in source.reads
 
 
-def test_the_fraction_counts_after_enough_samples_and_is_not_exceeded_by_being_met():
-    check_broken({"empty file": 500}, 999, 0.1, "here")
-    check_broken({"empty file": 60, "truncated picture": 40}, 1000, 0.1, "here")
-    with pytest.raises(UserError, match=r"here: 101 of 1000.*\(empty file: 60, truncated picture: 41\)"):
-        check_broken({"truncated picture": 41, "empty file": 60}, 1000, 0.1, "here")
-    with pytest.raises(UserError, match="1 of 1 samples"):
-        check_broken({"empty file": 1}, 1, 0.5, "here", enough=1)
+def test_the_fraction_counts_after_enough_samples_and_is_not_exceeded_by_being_met(tmp_path):
+    here = tmp_path / "broken.jsonl"
+    here.write_text(json.dumps({"key": "a.png", "cause": "empty file", "detail": "0 bytes"}) + "\n{}")
+    check_broken({"empty file": 500}, 999, 0.1, here)
+    check_broken({"empty file": 60, "truncated picture": 40}, 1000, 0.1, here)
+    with pytest.raises(UserError) as refusal:
+        check_broken({"truncated picture": 41, "empty file": 60}, 1000, 0.1, here)
+    assert str(refusal.value) == (
+        f"{here}: 101 of 1000 samples cannot be used (empty file: 60, truncated picture: 41), more than "
+        "prepare.max_bad_fraction = 0.1 allows; mend the source or raise it. "
+        "For example 'a.png': empty file (0 bytes)"
+    )
+    here.write_text("")
+    with pytest.raises(UserError, match=r"1 of 1 samples.*raise it$"):
+        check_broken({"empty file": 1}, 1, 0.5, here, enough=1)
+
+
+def test_empty_captions_are_counted_of_the_samples_that_can_be_used(run):
+    first = [record("a", caption=""), record("b", caption="b"), record("b", caption="")]
+    manifest, prepared, _ = run({"one": first, "two": records(20), "three": [record("c", caption="")]})
+    assert manifest.num_without_caption == 2 and prepared.index["num_without_caption"] == 2
 
 
 @pytest.mark.parametrize("sized", [True, False])

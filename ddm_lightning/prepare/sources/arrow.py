@@ -62,12 +62,17 @@ def records(
     columns: Columns,
     labels: Labels,
     fetch: Callable[[str], bytes],
+    raise_failure: Callable[[], None],
 ) -> Iterator[Record | Broken]:
     """Rows as records; those that cannot be read because the file is damaged are ``Broken``, each of them.
 
     Args:
         first_row: number in the file of the first row that ``batches`` give.
         num_rows: rows that ``batches`` should give in all; None when only reading tells.
+        raise_failure: raises what stopped the reading, if it was not the file's content.
+
+    Raises:
+        UserError: the file cannot be fetched to its end.
     """
     import pyarrow
 
@@ -79,6 +84,7 @@ def records(
                     yield columns.record(values, f"{file}:{row}", labels, fetch)
                     row += 1
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise_failure()
         detail = " ".join(str(error).split())
         last = row + 1 if num_rows is None else first_row + num_rows
         for lost in range(row, last):

@@ -12,7 +12,7 @@ from ddm_lightning.prepare.records import Broken, Record
 from ddm_lightning.prepare.sources.decode import decode, rgb
 from ddm_lightning.prepare.sources.text import caption_in
 
-_PARAMS = "prepare.source.params"
+PARAMS = "prepare.source.params"
 
 
 class Labels:
@@ -84,7 +84,7 @@ class Columns:
         for role, name in roles:
             if name not in columns:
                 raise UserError(
-                    f"key '{_PARAMS}.{role}': {place} has no column {name!r}; it has: {', '.join(columns) or 'none'}"
+                    f"key '{PARAMS}.{role}': {place} has no column {name!r}; it has: {', '.join(columns) or 'none'}"
                 )
 
     def record(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ from ddm_lightning.prepare.registry import SOURCES
 from ddm_lightning.prepare.sources.arrow import check_schema, labels_of, records
 from ddm_lightning.prepare.sources.blocks import block_parts
 from ddm_lightning.prepare.sources.columns import Columns, Labels
-from ddm_lightning.prepare.sources.urls import Files, is_absolute, read_anywhere
+from ddm_lightning.prepare.sources.urls import Files, WatchedFile, is_absolute, read_anywhere
 
 if TYPE_CHECKING:
     import pyarrow
@@ -79,8 +79,12 @@ class HuggingFace:
     def read(self, part: Part) -> Iterator[Record | Broken]:
         """Rows of the block."""
         file, start, stop = part.where["file"], part.where["start"], part.where["stop"]
-        batches = self._rows(file, start, stop)
-        yield from records(batches, start, part.num_samples, file, self.columns, self._labels, self._fetch)
+        labels = self._labels  # which opens a file
+        with self._open(file) as source:
+            batches = _rows(source, start, stop)
+            yield from records(
+                batches, start, part.num_samples, file, self.columns, labels, self._fetch, _failure_of(source)
+            )
 
     @cached_property
     def _arrow_files(self) -> list[str]:
@@ -124,38 +128,32 @@ class HuggingFace:
     def _schema(self, file: str) -> pyarrow.Schema:
         import pyarrow
 
-        try:
-            with self._open(file) as source:
+        with self._open(file) as source:
+            try:
                 return _reader(source).schema
-        except (pyarrow.ArrowException, OSError) as error:
-            raise self._damaged(error, file) from error
+            except (pyarrow.ArrowException, OSError) as error:
+                _failure_of(source)()
+                raise self._damaged(error, file) from error
 
     def _count(self, file: str) -> int:
         import pyarrow
 
-        try:
-            with self._open(file) as source:
-                return sum(batch.num_rows for batch in _batches(source))
-        except (pyarrow.ArrowException, OSError) as error:
-            raise self._damaged(error, file) from error
-
-    def _rows(self, file: str, start: int, stop: int | None) -> Iterator[pyarrow.RecordBatch]:
-        """Rows ``start`` to ``stop`` - 1."""
-        first = 0
         with self._open(file) as source:
-            for batch in _batches(source):
-                if stop is not None and first >= stop:
-                    return
-                behind = batch.num_rows if stop is None else min(batch.num_rows, stop - first)
-                skipped = max(0, start - first)
-                if skipped < behind:
-                    yield batch.slice(skipped, behind - skipped)
-                first += batch.num_rows
+            try:
+                return sum(batch.num_rows for batch in _batches(source))
+            except (pyarrow.ArrowException, OSError) as error:
+                _failure_of(source)()
+                raise self._damaged(error, file) from error
 
     def _open(self, file: str) -> Any:
         import pyarrow
 
-        return pyarrow.memory_map(self.files.inner_path(file)) if self.files.is_local else self.files.open(file)
+        if not self.files.is_local:
+            return self.files.open(file)
+        try:
+            return pyarrow.memory_map(self.files.inner_path(file))
+        except (pyarrow.ArrowException, OSError) as error:  # an empty file cannot be mapped
+            raise self._damaged(error, file) from error
 
     def _damaged(self, error: Exception, file: str) -> UserError:
         problem = " ".join(str(error).split())
@@ -172,6 +170,24 @@ def _reader(source: Any) -> Any:
     is_file = source.read(len(_FILE_FORMAT)) == _FILE_FORMAT
     source.seek(0)
     return pyarrow.ipc.open_file(source) if is_file else pyarrow.ipc.open_stream(source)
+
+
+def _rows(source: Any, start: int, stop: int | None) -> Iterator[pyarrow.RecordBatch]:
+    """Rows ``start`` to ``stop`` - 1."""
+    first = 0
+    for batch in _batches(source):
+        if stop is not None and first >= stop:
+            return
+        behind = batch.num_rows if stop is None else min(batch.num_rows, stop - first)
+        skipped = max(0, start - first)
+        if skipped < behind:
+            yield batch.slice(skipped, behind - skipped)
+        first += batch.num_rows
+
+
+def _failure_of(source: Any) -> Callable[[], None]:
+    """What raises the network's error; a memory map has none."""
+    return source.raise_failure if isinstance(source, WatchedFile) else lambda: None
 
 
 def _batches(source: Any) -> Iterator[pyarrow.RecordBatch]:

@@ -14,6 +14,7 @@ from ddm_lightning.errors import UserError
 from ddm_lightning.prepare.records import Broken, Part, Record
 from ddm_lightning.prepare.registry import SOURCES
 from ddm_lightning.prepare.sources.blocks import block_of, block_parts
+from ddm_lightning.prepare.sources.columns import PARAMS
 from ddm_lightning.prepare.sources.decode import decode
 from ddm_lightning.prepare.sources.text import caption_in, caption_of
 from ddm_lightning.prepare.sources.urls import Files
@@ -75,7 +76,7 @@ class ImageFolder:
             if isinstance(caption, Broken):
                 yield caption
             elif label < 0:
-                yield Broken(name, "outside the class folders")
+                yield Broken(name, "outside the class folders", f"set {PARAMS}.labels=false if folders are no classes")
             elif isinstance(data, Exception):
                 yield _unread(data, name)
             else:

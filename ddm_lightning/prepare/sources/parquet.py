@@ -13,7 +13,7 @@ from ddm_lightning.prepare.registry import SOURCES
 from ddm_lightning.prepare.sources.arrow import ROWS_AT_ONCE, check_schema, labels_of, records
 from ddm_lightning.prepare.sources.blocks import BLOCK_SIZE
 from ddm_lightning.prepare.sources.columns import Columns, Labels
-from ddm_lightning.prepare.sources.urls import Files, is_absolute, read_anywhere
+from ddm_lightning.prepare.sources.urls import Files, WatchedFile, is_absolute, read_anywhere
 
 if TYPE_CHECKING:
     import pyarrow.parquet
@@ -79,7 +79,14 @@ class Parquet:
             table = self._table(opened, file)
             batches = table.iter_batches(ROWS_AT_ONCE, row_groups=part.where["row_groups"], columns=self.columns.names)
             yield from records(
-                batches, part.where["first_row"], part.num_samples, file, self.columns, self._labels, self._fetch
+                batches,
+                part.where["first_row"],
+                part.num_samples,
+                file,
+                self.columns,
+                self._labels,
+                self._fetch,
+                opened.raise_failure,
             )
 
     @cached_property
@@ -99,13 +106,14 @@ class Parquet:
         with self.files.open(first) as opened:
             return labels_of(self._table(opened, first).schema_arrow, *self._classes)
 
-    def _table(self, opened: object, file: str) -> pyarrow.parquet.ParquetFile:
+    def _table(self, opened: WatchedFile, file: str) -> pyarrow.parquet.ParquetFile:
         import pyarrow
         from pyarrow.parquet import ParquetFile
 
         try:
             return ParquetFile(opened)
         except (pyarrow.ArrowException, OSError) as error:
+            opened.raise_failure()
             problem = " ".join(str(error).split())
             raise UserError(f"{self.files.shown(file)} is no whole Parquet file: {problem}; fetch it again") from error
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -88,7 +89,7 @@ class Files:
             raise UserError(f"{_KEY}: no file that ends in {' or '.join(suffixes)} in {self.shown()}; change the path")
         return names
 
-    def open(self, relative: str) -> BinaryIO:
+    def open(self, relative: str) -> WatchedFile:
         """The file, to be read from the start; it can seek.
 
         Raises:
@@ -99,7 +100,7 @@ class Files:
             file: BinaryIO = filesystem.open(self.inner_path(relative), "rb")
         except Exception as error:
             raise self.unreadable(error, relative) from error
-        return file
+        return WatchedFile(file, lambda error: self.unreadable(error, relative))
 
     def content(self, relative: str) -> bytes:
         """What the file holds. Raises what its back end raises."""
@@ -141,12 +142,64 @@ class Files:
             raise UserError(
                 f"{_KEY}: {self.shown()} needs the package {package!r}; install it with: pip install {package}"
             ) from error
+        except ValueError as error:
+            raise UserError(
+                f"{_KEY}: {self.shown()} has a protocol that fsspec does not know; give a local path, or a URL such as "
+                "s3://, gs://, hf://, sftp:// or https://"
+            ) from error
         except Exception as error:
             raise self.unreadable(error) from error
         return filesystem, inner
 
     def _relative(self, name: str) -> str:
         return name.removeprefix(self._root).lstrip("/")
+
+
+class WatchedFile(io.RawIOBase):
+    """A file that remembers what stopped it: a parser that reads from it may take a cut connection for damage."""
+
+    def __init__(self, file: BinaryIO, as_user_error: Callable[[Exception], UserError]) -> None:
+        super().__init__()
+        self._file, self._as_user_error = file, as_user_error
+        self._failure: Exception | None = None
+
+    def read(self, size: int = -1, /) -> bytes:
+        """As any file."""
+        try:
+            return self._file.read(size)
+        except Exception as error:
+            self._failure = error
+            raise
+
+    def seek(self, offset: int, whence: int = 0, /) -> int:
+        """As any file."""
+        return self._file.seek(offset, whence)
+
+    def tell(self) -> int:
+        """As any file."""
+        return self._file.tell()
+
+    def readable(self) -> bool:
+        """It is."""
+        return True
+
+    def seekable(self) -> bool:
+        """It is."""
+        return True
+
+    def close(self) -> None:
+        """As any file."""
+        self._file.close()
+        super().close()
+
+    def raise_failure(self) -> None:
+        """Tell a parser's error from that of the network.
+
+        Raises:
+            UserError: reading has failed before.
+        """
+        if self._failure is not None:
+            raise self._as_user_error(self._failure) from self._failure
 
 
 def read_anywhere(url: str) -> bytes:

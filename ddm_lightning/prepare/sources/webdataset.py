@@ -11,8 +11,8 @@ from typing import Any, BinaryIO
 
 from ddm_lightning.prepare.records import Broken, Part, Record
 from ddm_lightning.prepare.registry import SOURCES
-from ddm_lightning.prepare.sources.columns import Labels, record
-from ddm_lightning.prepare.sources.urls import Files
+from ddm_lightning.prepare.sources.columns import PARAMS, Labels, record
+from ddm_lightning.prepare.sources.urls import Files, WatchedFile
 
 _PICTURES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "jp2", "avif", "ppm", "img")
 _ABSENT = object()
@@ -66,12 +66,13 @@ class WebDataset:
             UserError: the tar cannot be fetched to its end.
         """
         name = part.where["file"]
-        try:
-            with self.files.open(name) as file:
+        with self.files.open(name) as file:
+            try:
                 for key, members in samples_of(file):
                     yield self._sample(f"{name}/{key}" if key else name, members)
-        except OSError as error:  # the network, not the tar
-            raise self.files.unreadable(error, name) from error
+            except Exception:
+                file.raise_failure()
+                raise
 
     def _sample(self, key: str, members: dict[str, bytes] | Broken) -> Record | Broken:
         if isinstance(members, Broken):
@@ -81,22 +82,25 @@ class WebDataset:
         except ValueError as error:
             return Broken(key, "damaged JSON", str(error))
         there = f"it has the extensions {', '.join(members)}"
+        if isinstance(about, dict) and about:
+            there += f" and, in its JSON, {', '.join(map(str, about))}"
         wanted = [self.image_column] if self.image_column else _PICTURES
         pictures = [extension for extension in wanted if extension in members]
         if len(pictures) != 1:
-            return Broken(key, "several pictures" if pictures else "no picture", there)
+            return Broken(key, "several pictures" if pictures else "no picture", f"{there}; set {PARAMS}.image_column")
         caption = _cell(self.caption_column, members, about)
         if caption is _ABSENT and self.caption_column == "txt":  # img2dataset writes no .txt when there is no caption
             caption = _cell("caption", members, about)
         label = _cell(self.labels.column, members, about)
         group = _cell(self.group_column, members, about)
-        for column, cell in (("caption", caption), ("label", label), ("group", group)):
+        named = (self.caption_column, caption), (self.labels.column, label), (self.group_column, group)
+        for role, (column, cell) in zip(("caption", "label", "group"), named, strict=True):
             if cell is _ABSENT:
-                return Broken(key, f"no {column}", there)
+                return Broken(key, f"no {role}", f"no {column!r}: {there}; mend {PARAMS}.{role}_column")
         return record(key, members[pictures[0]], caption, self.labels, label, group)
 
 
-def samples_of(file: BinaryIO) -> Iterator[tuple[str, dict[str, bytes] | Broken]]:
+def samples_of(file: BinaryIO | WatchedFile) -> Iterator[tuple[str, dict[str, bytes] | Broken]]:
     """Key and members (extension -> content) of every sample in a tar, and ``Broken`` where a sample is none.
 
     Files that stand side by side and are equal up to the first dot of their name are one sample. Folders, links,
@@ -124,7 +128,7 @@ def samples_of(file: BinaryIO) -> Iterator[tuple[str, dict[str, bytes] | Broken]
     except (tarfile.TarError, EOFError, UnicodeDecodeError) as error:
         if members:
             yield key, Broken(key, "damaged tar", "the sample behind which, or in which, the damage lies")
-        yield "", Broken("", "damaged tar", f"nothing behind {key or 'its start'!r} can be read: {error}")
+        yield "", Broken("", "rest of a damaged tar", f"nothing behind {key or 'its start'!r} can be read: {error}")
         return
     if members:
         yield key, members

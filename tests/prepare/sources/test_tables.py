@@ -1,5 +1,6 @@
 """Parquet, Hugging Face and MDS: what their own writers wrote."""
 
+import io
 import re
 import shutil
 
@@ -301,6 +302,34 @@ def test_damage_inside_a_table_breaks_its_rows_and_no_others(source, tmp_path):
     assert 700 in broken and 0 < len(broken) <= 600 and 0 not in broken
     assert {found[index].cause for index in broken} <= {"damaged table", "damaged shard"}
     assert found[700].key == f"{FILES[source]}:700"
+
+
+@pytest.mark.parametrize("num_bytes", [0, 20_000])
+@pytest.mark.parametrize("source", ["parquet", "huggingface"])
+def test_a_connection_that_breaks_is_no_damaged_table(monkeypatch, source, num_bytes):
+    write_any(source, "memory://cut", rows(1100))
+    built, again = build(source, "memory://cut"), build(source, "memory://cut")
+    parts = built.parts()
+
+    class Cut(io.BytesIO):
+        left = num_bytes
+
+        def read(self, size=-1):
+            content = super().read(size)
+            # The end of the file is where its table of contents lies.
+            self.left -= len(content) if self.tell() < len(self.getvalue()) - 2_000 or not num_bytes else 0
+            if self.left < 0:
+                raise ConnectionResetError("reset by peer")
+            return content
+
+    store = fsspec.filesystem("memory")
+    monkeypatch.setattr(type(store), "_open", lambda self, path, *_, **__: Cut(self.store[path].getvalue()))
+    with pytest.raises(UserError, match="cannot be read: ConnectionResetError: reset by peer; mend the address"):
+        for part in parts:
+            assert not [found for found in built.read(part) if isinstance(found, Broken)]
+    if num_bytes == 0:
+        with pytest.raises(UserError, match="cannot be read: ConnectionResetError: reset by peer"):
+            again.parts()
 
 
 def test_a_file_that_is_none_is_refused(source, tmp_path):

@@ -72,7 +72,7 @@ def test_a_missing_file_comes_as_what_it_is(folder):
     [
         ("/nowhere/at/all", "'/nowhere/at/all' does not exist"),
         ("memory://nothing/here", "'memory://nothing/here' does not exist"),
-        ("nonsense://bucket/a", "'nonsense://bucket/a' cannot be read: ValueError: Protocol not known: nonsense"),
+        ("nonsense://bucket/a", "'nonsense://bucket/a' has a protocol that fsspec does not know; give a local path"),
         ("absent://bucket/a", "needs the package 'no_such_package_there'; install it with: pip install no_such_"),
         ("refusing:///bucket/a", "'refusing:///bucket/a' cannot be read: ServerDownError: 503 slow down"),
         ("absent://me:secret@host/a", "'absent://me:***@host/a'"),

@@ -4,6 +4,7 @@ import re
 import tarfile
 import warnings
 
+import fsspec
 import numpy as np
 import pytest
 from source_files import CAPTIONS, bad_pictures, encoded, noise, read_all, write
@@ -163,7 +164,8 @@ def test_a_tar_cut_anywhere_gives_what_was_before_and_says_that_something_is_mis
         assert keys[:-2] == [f"0.tar/{i:09}" for i in range(num_whole)]
         assert keys[-2:] == ["1.tar/000000010", "1.tar/000000011"], "the next tar is read"
         broken = [sample for sample in found if isinstance(sample, Broken)]
-        assert {sample.cause for sample in broken} == {"damaged tar"} and broken[-1].key == "0.tar"
+        assert {sample.cause for sample in broken[:-1]} <= {"damaged tar"}
+        assert (broken[-1].key, broken[-1].cause) == ("0.tar", "rest of a damaged tar")
 
 
 def test_a_damaged_header_in_the_middle_is_no_end(tmp_path):
@@ -173,7 +175,8 @@ def test_a_damaged_header_in_the_middle_is_no_end(tmp_path):
     whole[at + 148] ^= 0xFF
     write(str(tmp_path), {"a.tar": bytes(whole)})
     found = samples(str(tmp_path))
-    assert [getattr(sample, "cause", None) for sample in found] == [None, None, None, "damaged tar", "damaged tar"]
+    causes = [getattr(sample, "cause", None) for sample in found]
+    assert causes == [None, None, None, "damaged tar", "rest of a damaged tar"]
     with tarfile.open(tmp_path / "a.tar") as tar:
         assert len(tar.getmembers()) == 10, "which tarfile alone takes for the end"
 
@@ -182,7 +185,7 @@ def test_tars_joined_with_cat_are_read_to_the_last(tmp_path):
     write(str(tmp_path), {"a.tar": tar_of(laion(2)) + tar_of(laion(2, first=2)), "b.tar": tar_of([]), "c.tar": b""})
     found = samples(str(tmp_path))
     assert [sample.key for sample in found] == [*(f"a.tar/{i:09}" for i in range(4)), "c.tar"]
-    assert found[-1].cause == "damaged tar"
+    assert found[-1].cause == "rest of a damaged tar"
 
 
 def test_a_connection_that_breaks_is_no_damaged_tar(tmp_path, monkeypatch):
@@ -193,7 +196,8 @@ def test_a_connection_that_breaks_is_no_damaged_tar(tmp_path, monkeypatch):
         def read(self, size=-1):
             raise ConnectionResetError("reset by peer")
 
-    monkeypatch.setattr(source.files, "open", lambda _: Cut())
+    files = fsspec.filesystem("file")
+    monkeypatch.setattr(type(files), "open", lambda *_: Cut())
     with pytest.raises(UserError, match=re.escape("a.tar' cannot be read: ConnectionResetError: reset by peer")):
         list(source.read(source.parts()[0]))
 
