@@ -37,6 +37,7 @@ RANGES: dict[str, tuple[float | None, float | None]] = {
     "prepare.partition.num_iterations": (1, None),
     "prepare.partition.fit_fraction": (1e-6, 1),
     "prepare.partition.max_largest_over_mean": (1, None),
+    "prepare.partition.out_of_cluster_fraction": (0, 0.5),
     "prepare.pictures.size": (8, None),
     "prepare.held_out_fraction": (0, 0.5),
     "prepare.max_bad_fraction": (0, 1),
@@ -105,8 +106,12 @@ def check_experiment(experiment: Experiment, source: str | Path) -> None:
     num_clusters = partition.num_clusters
     if (partition.kind == "existing") != (partition.path is not None):
         refuse("prepare.partition.path", "belongs to prepare.partition.kind = existing; set both or neither")
-    if partition.kind == "kmeans" and num_clusters > partition.num_fine_centroids:
-        refuse("prepare.partition.num_clusters", "exceeds num_fine_centroids, which are grouped into clusters")
+    num_fine = partition.num_fine_centroids
+    if partition.kind == "kmeans" and num_clusters > num_fine:
+        refuse(
+            "prepare.partition.num_clusters",
+            f"exceeds num_fine_centroids = {num_fine}, which are grouped into clusters",
+        )
     batch = experiment.expert.train.global_batch_size
     if batch % num_clusters:
         problem = f"must be divisible by prepare.partition.num_clusters = {num_clusters}: each expert takes 1/K of it"

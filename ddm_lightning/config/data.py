@@ -42,6 +42,8 @@ class PartitionConfig:
     """Iterations of each k-means stage."""
     max_largest_over_mean: float = 1.05
     """Largest cluster allowed, as a multiple of N/K samples; a partition above it is refused."""
+    out_of_cluster_fraction: float = 0.0
+    """Part of each expert's training samples that is drawn from the other clusters (MoDE: 0.02)."""
 
 
 @dataclass

@@ -23,7 +23,7 @@ from ddm_lightning.loading.streaming import (
     open_streams,
     set_rank_environment,
 )
-from ddm_lightning.prepare.manifest import HELD_OUT, TRAIN
+from ddm_lightning.prepare.manifest import HELD_OUT, OUT_OF_CLUSTER, TRAIN, shard_name
 from ddm_lightning.prepare.verify import remove_damaged, verify_shards
 
 AUTO, STREAMING, LOCAL = LOADERS = ("auto", "streaming", "local")
@@ -50,6 +50,7 @@ class ClusterDataModule(L.LightningDataModule):
         cache: folder of this member alone, for shards fetched from a URL or unpacked.
         num_workers: data-loading processes of one rank.
         held_out_clusters: clusters whose held-out samples are validated on (those that have any).
+        out_of_cluster: clusters for whose experts samples of other clusters were drawn; these are trained on, too.
         index_sha256: what the manifest says of each ``index.json``, by ``cluster-{k}/{split}``.
         loader: ``local`` (reads a folder directly), ``streaming`` (Streaming's back ends) or ``auto`` (``local`` where
             the shards lie in a folder).
@@ -69,6 +70,7 @@ class ClusterDataModule(L.LightningDataModule):
         cache: Path,
         num_workers: int = 0,
         held_out_clusters: Sequence[int] = (),
+        out_of_cluster: Sequence[int] = (),
         index_sha256: Mapping[str, str] | None = None,
         loader: str = AUTO,
         num_canonical_nodes: int = 1,
@@ -81,6 +83,10 @@ class ClusterDataModule(L.LightningDataModule):
         self.cache = cache
         self.num_workers = num_workers
         self.held_out_clusters = list(held_out_clusters)
+        self.out_of_cluster = list(out_of_cluster)
+        self._training = [shard_name(k, TRAIN) for k in self.clusters]
+        self._training += [shard_name(k, OUT_OF_CLUSTER) for k in self.out_of_cluster]
+        self._held_out = [shard_name(k, HELD_OUT) for k in self.held_out_clusters]
         self.index_sha256 = dict(index_sha256 or {})
         self.num_canonical_nodes = num_canonical_nodes
         if loader not in LOADERS:
@@ -112,16 +118,14 @@ class ClusterDataModule(L.LightningDataModule):
         for view in self.cache.glob("view-*"):
             shutil.rmtree(view)  # of a killed process: the member's lock says that no other is alive
         remove_leftovers(self.cache)
-        for split, clusters in ((TRAIN, self.clusters), (HELD_OUT, self.held_out_clusters)):
-            for cluster in clusters:
-                name = f"cluster-{cluster}/{split}"
-                sha256 = self.index_sha256.get(name)
-                if not self._is_remote():
-                    verify_shards(Path(self.shards) / name, index_sha256=sha256)
-                if self._is_unpacked_here(name):
-                    unpack(Path(self.shards) / name, self._store(name), index_sha256=sha256)
-                elif (self._store(name) / "index.json").exists():
-                    remove_damaged(self._store(name), index_sha256=sha256)
+        for name in (*self._training, *self._held_out):
+            sha256 = self.index_sha256.get(name)
+            if not self._is_remote():
+                verify_shards(Path(self.shards) / name, index_sha256=sha256)
+            if self._is_unpacked_here(name):
+                unpack(Path(self.shards) / name, self._store(name), index_sha256=sha256)
+            elif (self._store(name) / "index.json").exists():
+                remove_damaged(self._store(name), index_sha256=sha256)
 
     def setup(self, stage: str) -> None:
         """Agree with the other ranks on the name of this start."""
@@ -135,15 +139,13 @@ class ClusterDataModule(L.LightningDataModule):
             UserError: the clusters hold fewer samples than one batch, the ranks cannot share a batch equally, or
                 the disk or the shared memory is too small.
         """
-        loader = self._loader(TRAIN, self.clusters, shuffle=True)
+        loader = self._loader(self._training, shuffle=True)
         preflight.check_samples(f"{self.shards}: clusters {self.clusters}", len(loader.shards), self.batch_size)
         return loader
 
     def val_dataloader(self) -> LocalLoader | SafeStreamingLoader | list[Any]:
         """Held-out samples in a fixed order; an empty list when there are none."""
-        if not self.held_out_clusters:
-            return []
-        return self._loader(HELD_OUT, self.held_out_clusters, shuffle=False)
+        return self._loader(self._held_out, shuffle=False) if self._held_out else []
 
     def teardown(self, stage: str) -> None:
         """Remove this process's view of the cache (the fetched shards stay), and its lock files."""
@@ -171,9 +173,8 @@ class ClusterDataModule(L.LightningDataModule):
     def _view(self) -> Path:
         return self.cache / f"view-{self._start}"
 
-    def _folder(self, cluster: int, split: str) -> tuple[str | None, Path]:
+    def _folder(self, name: str) -> tuple[str | None, Path]:
         """Where Streaming fetches shards from, and to; from nowhere if they can be read where they lie."""
-        name = f"cluster-{cluster}/{split}"
         if not self._is_remote() and not is_packed(Path(self.shards) / name):
             return None, Path(self.shards) / name
         # Streaming refuses a local folder that a killed process of its own had registered. A link that is
@@ -185,10 +186,9 @@ class ClusterDataModule(L.LightningDataModule):
             link.symlink_to(store.resolve(), target_is_directory=True)
         return f"{self.shards.removeprefix('file://').rstrip('/')}/{name}", link
 
-    def _check_fetched(self, split: str, clusters: Sequence[int]) -> None:
+    def _check_fetched(self, names: Sequence[str]) -> None:
         """Refuse an index that was fetched and is not the manifest's: its clusters are others."""
-        for cluster in clusters:
-            name = f"cluster-{cluster}/{split}"
+        for name in names:
             wanted = self.index_sha256.get(name)
             if wanted is not None and sha256_file(self._store(name) / "index.json") != wanted:
                 raise UserError(
@@ -196,7 +196,7 @@ class ClusterDataModule(L.LightningDataModule):
                     f"another preparation; put this run's prepared/shards there"
                 )
 
-    def _loader(self, split: str, clusters: Sequence[int], shuffle: bool) -> LocalLoader | SafeStreamingLoader:
+    def _loader(self, names: Sequence[str], shuffle: bool) -> LocalLoader | SafeStreamingLoader:
         ranks = self.ranks()
         preflight.check_nodes(self.num_canonical_nodes, ranks.num_nodes)
         settings: dict[str, Any] = {
@@ -204,12 +204,9 @@ class ClusterDataModule(L.LightningDataModule):
             "pin_memory": torch.cuda.is_available(),
             "persistent_workers": self.num_workers > 0,
         }
-        return (self._local if self.loader == LOCAL else self._streaming)(split, clusters, shuffle, ranks, settings)
+        return (self._local if self.loader == LOCAL else self._streaming)(names, shuffle, ranks, settings)
 
-    def _local(
-        self, split: str, clusters: Sequence[int], shuffle: bool, ranks: Ranks, settings: Mapping[str, Any]
-    ) -> LocalLoader:
-        names = [f"cluster-{cluster}/{split}" for cluster in clusters]
+    def _local(self, names: Sequence[str], shuffle: bool, ranks: Ranks, settings: Mapping[str, Any]) -> LocalLoader:
         folders = [self._store(name) if self._is_unpacked_here(name) else Path(self.shards) / name for name in names]
         shards = open_shards(folders)
         self._check_shared_memory(0, shards.bytes_per_sample, ranks)
@@ -225,12 +222,12 @@ class ClusterDataModule(L.LightningDataModule):
         )
 
     def _streaming(
-        self, split: str, clusters: Sequence[int], shuffle: bool, ranks: Ranks, settings: Mapping[str, Any]
+        self, names: Sequence[str], shuffle: bool, ranks: Ranks, settings: Mapping[str, Any]
     ) -> SafeStreamingLoader:
         batch_size = preflight.rank_batch_size(self.batch_size, ranks)
         if self.trainer is not None:
             set_rank_environment(ranks.rank, ranks.num_ranks, ranks.rank_of_node, ranks.ranks_per_node)
-        folders = [self._folder(cluster, split) for cluster in clusters]
+        folders = [self._folder(name) for name in names]
         dataset = open_streams(
             folders,
             batch_size=batch_size,
@@ -244,9 +241,11 @@ class ClusterDataModule(L.LightningDataModule):
             self._numbers.append(dataset.shared_memory_number)
             note_start(self.cache, dataset.shared_memory_number, [str(local) for _, local in folders])
         if self._is_remote():
-            self._check_fetched(split, clusters)
+            self._check_fetched(names)
             self.cache.mkdir(parents=True, exist_ok=True)
-            preflight.check_disk(self.cache, dataset.missing_bytes(), f"the shards that are to be fetched from {split}")
+            preflight.check_disk(
+                self.cache, dataset.missing_bytes(), f"the shards still to be fetched of {', '.join(names)}"
+            )
         self._check_shared_memory(dataset.size, dataset.rows.bytes_per_sample, ranks)
         return SafeStreamingLoader(dataset, **settings)
 

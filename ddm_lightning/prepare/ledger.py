@@ -11,7 +11,7 @@ from typing import Any
 from ddm_lightning.files import atomic_write_json, read_json, sha256_file, sha256_json
 
 # Part of every stage's hash: raise it when a stage comes to write something else.
-STAGES_VERSION = 2
+STAGES_VERSION = 3
 
 
 @dataclass(frozen=True)

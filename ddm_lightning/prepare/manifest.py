@@ -11,8 +11,9 @@ from ddm_lightning.errors import UserError
 from ddm_lightning.files import atomic_write_json, read_json
 from ddm_lightning.run_folder import RunFolder
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 TRAIN, HELD_OUT = "train", "held-out"
+OUT_OF_CLUSTER = "out-of-cluster"
 _REMEDY = "run prepare first, with the same FILE and settings"
 
 
@@ -22,6 +23,8 @@ class ClusterSamples:
 
     train: int
     held_out: int
+    out_of_cluster: int = 0
+    """Training samples of other clusters that its expert trains on, too."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,8 @@ class Manifest:
     """Samples left out, by cause."""
     num_samples: int
     """Samples of all clusters, held-out ones included."""
+    num_without_caption: int
+    """Those whose caption is empty."""
     clusters: tuple[ClusterSamples, ...]
     """Samples of each cluster."""
     priors: tuple[float, ...]
@@ -128,7 +133,7 @@ def manifest_path(run_dir: Path) -> Path:
 
 
 def shard_name(cluster: int, split: str) -> str:
-    """The folder of one cluster's shards below ``shards/``; ``split`` is ``TRAIN`` or ``HELD_OUT``."""
+    """A folder of one cluster's shards below ``shards/``: its ``TRAIN``, ``HELD_OUT`` or ``OUT_OF_CLUSTER`` samples."""
     return f"cluster-{cluster}/{split}"
 
 

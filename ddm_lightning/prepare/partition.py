@@ -192,8 +192,8 @@ class Assigned(NamedTuple):
     """What one pass over samples finds."""
 
     clusters: Int32[np.ndarray, "n"]
-    out_of_cluster_fraction: float | None
-    """Share that ``Partition.outside`` finds ; None for other kinds than ``kmeans``."""
+    displaced_fraction: float | None
+    """Share that ``Partition.outside`` finds; None for other kinds than ``kmeans``."""
 
 
 def assign_rows(

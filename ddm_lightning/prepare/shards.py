@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float64, Int, UInt64
 from ddm_lightning._compat import ensure_torchvision_importable
 from ddm_lightning.config import ShardsConfig
 from ddm_lightning.errors import UserError
-from ddm_lightning.prepare.manifest import HELD_OUT, TRAIN, shard_name
+from ddm_lightning.prepare.manifest import HELD_OUT, OUT_OF_CLUSTER, TRAIN, shard_name
 from ddm_lightning.prepare.rows import Rows
 
 _SAMPLES_AT_ONCE = 256
@@ -71,6 +71,7 @@ class Samples:
     encodings: Mapping[str, str]
     """The MDS encoding of each."""
     captions: Sequence[str]
+    clusters: Int[np.ndarray, "n"]
 
 
 @dataclass(frozen=True)
@@ -93,11 +94,18 @@ class Moments:
 
 
 def split_orders(
-    held_out: Bool[np.ndarray, "n"], clusters: Int[np.ndarray, "n"], num_clusters: int, seed: int
+    held_out: Bool[np.ndarray, "n"],
+    clusters: Int[np.ndarray, "n"],
+    num_clusters: int,
+    seed: int,
+    out_of_cluster_fraction: float = 0.0,
 ) -> list[tuple[int, str, Int[np.ndarray, "m"]]]:
     """Cluster, split and samples of each folder, in an order drawn from ``seed``; empty ones are left out.
 
-    Shuffled, so that a reader that takes samples as they come sees no sorted data.
+    Shuffled, so that a reader that takes samples as they come sees no sorted data. ``OUT_OF_CLUSTER`` are training
+    samples of other clusters, each at most once, so many that they are ``out_of_cluster_fraction`` of what the
+    cluster's expert trains on (MoDE, arXiv 2404.16030), or all there are. They stay in the folders of their own
+    clusters, too, so that whoever reads all clusters sees each sample once.
     """
     orders = []
     for cluster in range(num_clusters):
@@ -105,6 +113,12 @@ def split_orders(
             ids = np.flatnonzero((clusters == cluster) & side)
             if len(ids):
                 orders.append((cluster, split, np.random.default_rng([seed, cluster, split_index]).permutation(ids)))
+        own = np.count_nonzero((clusters == cluster) & ~held_out)
+        num_others = round(own * out_of_cluster_fraction / (1 - out_of_cluster_fraction))
+        others = np.flatnonzero((clusters != cluster) & ~held_out)
+        drawn = np.random.default_rng([seed, cluster, 2]).permutation(others)[:num_others]
+        if len(drawn):
+            orders.append((cluster, OUT_OF_CLUSTER, drawn))
     return orders
 
 
@@ -118,7 +132,7 @@ def write_split(
     model_x_0: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]],
     tick: Callable[[int], None],
 ) -> Moments:
-    """Write ``folder``/cluster-k/{train,held-out}.
+    """Write ``folder``/cluster-k/{train,held-out,out-of-cluster}.
 
     Columns: those of ``samples``, ``sample_id`` (the sample's row), ``cluster`` and ``caption``.
 
@@ -149,7 +163,8 @@ def write_split(
             moments = part if moments is None else moments + part
             for row, sample_id in enumerate(chosen.tolist()):
                 sample: dict[str, Any] = {name: values[row] for name, values in block.items()}
-                sample |= {"sample_id": sample_id, "cluster": cluster, "caption": samples.captions[sample_id]}
+                sample |= {"sample_id": sample_id, "caption": samples.captions[sample_id]}
+                sample["cluster"] = int(samples.clusters[sample_id])
                 writer.write(sample)
             tick(len(chosen))
     assert moments is not None

@@ -21,7 +21,7 @@ from filelock import FileLock, Timeout
 
 from ddm_lightning.config import Experiment
 from ddm_lightning.errors import UserError
-from ddm_lightning.files import atomic_write_json, sha256_file, sha256_json
+from ddm_lightning.files import atomic_write_json, read_json, sha256_file, sha256_json
 from ddm_lightning.prepare import steps
 from ddm_lightning.prepare.encode import CAPTIONS, FEATURES, LATENTS, RECORDS, is_whole, read_state
 from ddm_lightning.prepare.encodings import bytes_per_sample
@@ -36,6 +36,7 @@ from ddm_lightning.prepare.records import Part, Record
 from ddm_lightning.prepare.shards import check_compression
 from ddm_lightning.prepare.upload import upload_shards
 from ddm_lightning.run_folder import RunFolder
+from ddm_lightning.units import amount
 
 
 def prepare(
@@ -76,6 +77,7 @@ class Preparation:
         self.ledger = Ledger(self.prepared.folder)
         self.parts = self._list_parts()
         self._states: list[dict[str, Any]] = []
+        self._num_kept = 0
         self.stages = self._plan()
 
     def _list_parts(self) -> list[Part]:
@@ -95,6 +97,7 @@ class Preparation:
         config, seed = self.config, self.experiment.seed
         shards = {
             "held_out_fraction": config.held_out_fraction,
+            "out_of_cluster_fraction": config.partition.out_of_cluster_fraction,
             "max_bytes": config.shards.max_bytes,
             "compression": config.shards.compression,
             "seed": seed,
@@ -164,16 +167,27 @@ class Preparation:
     def _found(self, stage: str) -> str:
         """What a person wants to know of a stage, besides that it is done."""
         prepared = Prepared(self.prepared.folder)
+        if stage == "encode":
+            kept = f", {self._num_kept} of them kept from before" if self._num_kept else ""
+            return f": {len(self.parts)} parts{kept}"
         if stage == "index":
             index = prepared.index
             causes = ", ".join(f"{cause}: {count}" for cause, count in index["broken"].items())
             left_out = f"; left out: {causes}; see {prepared.broken_file}" if causes else ""
-            return f": {index['num_samples']} of {index['num_read']} samples{left_out}"
+            without = (
+                f", {index['num_without_caption']} of them without a caption" if index["num_without_caption"] else ""
+            )
+            return f": {index['num_samples']} of {index['num_read']} samples{without}{left_out}"
         if stage == "partition":
             sizes = np.bincount(prepared.clusters, minlength=self.config.partition.num_clusters)
             return f": {len(sizes)} clusters of {sizes.min()} to {sizes.max()} samples"
         if stage == "upload":
-            return f": every file was read back; islands stream them with island.shards={self.config.shards.remote}"
+            uploaded = read_json(prepared.uploaded_file, "the record of the upload", "run prepare again")["sha256"]
+            size = amount(sum((prepared.shards / name).stat().st_size for name in uploaded))
+            return (
+                f": {len(uploaded)} files, {size}, each read back; "
+                f"islands stream them with island.shards={self.config.shards.remote}"
+            )
         return ""
 
     def pending(self) -> list[str]:
@@ -227,6 +241,7 @@ class Preparation:
 
     def _partition_inputs(self) -> dict[str, Any]:
         inputs = {**asdict(self.config.partition), "features": asdict(self.config.features)}
+        del inputs["out_of_cluster_fraction"]  # the shards' alone
         path = self.config.partition.path
         # Another run's partition may have been made anew.
         return {**inputs, "existing": sha256_file(Path(path)) if path and Path(path).is_file() else None}
@@ -300,7 +315,9 @@ class Preparation:
         self.prepared.write_parts(self.parts)
 
     def _run_encode(self) -> None:
-        steps.encode(self.plugins, self.prepared, self.parts, self.unfinished_parts(), self._tick("encode"))
+        wanted = self.unfinished_parts()
+        steps.encode(self.plugins, self.prepared, self.parts, wanted, self._tick("encode"))
+        self._num_kept = len(self.parts) - len(wanted)
 
     def _run_partition(self) -> None:
         steps.write_partition(

@@ -26,6 +26,7 @@ from ddm_lightning.prepare.encode import (
 )
 from ddm_lightning.prepare.engine import num_processes_for, run_local, run_ray
 from ddm_lightning.prepare.index import check_broken
+from ddm_lightning.prepare.manifest import OUT_OF_CLUSTER
 from ddm_lightning.prepare.partition import Partition, assign_rows, fit_partition
 from ddm_lightning.prepare.plugins import Plugins, plugins_of
 from ddm_lightning.prepare.prepared import Prepared
@@ -67,7 +68,7 @@ def encode(
         done += state["num_read"]
         counts.update(state["broken"])
         advance(0)
-        check_broken(counts, done, config.max_bad_fraction, str(prepared.folder / "parts"))
+        check_broken(counts, done, config.max_bad_fraction, job.folder / RECORDS / "broken.jsonl")
 
 
 def _work_on_parts(
@@ -89,7 +90,7 @@ def _work_on_parts(
 
 
 def write_partition(plugins: Plugins, seed: int, prepared: Prepared, tick: Tick) -> None:
-    """``partition.safetensors``, ``clusters.npy`` and ``partition.json`` (the out-of-cluster fraction).
+    """``partition.safetensors``, ``clusters.npy`` and ``partition.json`` (the displaced fraction).
 
     Raises:
         UserError: as ``fit_partition``.
@@ -114,7 +115,7 @@ def write_partition(plugins: Plugins, seed: int, prepared: Prepared, tick: Tick)
     else:
         clusters, fraction = assign_rows(partition, features, labels, keys, device=config.partition.device)
     atomic_write(prepared.clusters_file, lambda path: save_array(path, clusters))
-    atomic_write_json(prepared.partition_facts_file, {"out_of_cluster_fraction": fraction})
+    atomic_write_json(prepared.partition_facts_file, {"displaced_fraction": fraction})
     tick(len(features), len(features))
 
 
@@ -137,7 +138,7 @@ def _assign(job: _AssignJob) -> tuple[Int32[np.ndarray, "n"], int | None]:
         prepared.part_texts(job.position, "keys"),
         device=job.device,
     )
-    fraction = found.out_of_cluster_fraction
+    fraction = found.displaced_fraction
     return found.clusters, None if fraction is None else round(fraction * len(labels))
 
 
@@ -154,27 +155,29 @@ class _SplitJob:
 
 
 def write_shards(plugins: Plugins, seed: int, prepared: Prepared, tick: Tick) -> None:
-    """``shards/cluster-k/{train,held-out}`` and ``statistics.json``, whole or not at all."""
+    """``shards/cluster-k/{train,held-out,out-of-cluster}`` and ``statistics.json``, whole or not at all."""
     config = plugins.config
     num_samples = prepared.num_samples
     num_clusters = config.partition.num_clusters
     split_hash = prepared.rows(RECORDS, "split_hash")
+    clusters = prepared.clusters
     held_out = held_out_samples(
-        split_hash.take(np.arange(num_samples)), prepared.clusters, num_clusters, config.held_out_fraction
+        split_hash.take(np.arange(num_samples)), clusters, num_clusters, config.held_out_fraction
     )
-    orders = split_orders(held_out, prepared.clusters, num_clusters, seed)
+    orders = split_orders(held_out, clusters, num_clusters, seed, config.partition.out_of_cluster_fraction)
+    num_written = sum(len(order) for _, _, order in orders)
     moments: dict[int, Moments] = {}
     done = 0
 
     def advance(num: int) -> None:
         nonlocal done
         done += num
-        tick(done, num_samples)
+        tick(done, num_written)
 
     with atomic_folder(prepared.shards) as folder:
         text = prepare_to_json(config)
         jobs = [_SplitJob(prepared.folder, folder, cluster, split, order, text) for cluster, split, order in orders]
-        num_processes = num_processes_for(config.num_processes, len(jobs), num_samples)
+        num_processes = num_processes_for(config.num_processes, len(jobs), num_written)
         if num_processes > 1:
             for number, sums in run_local(_write_split_in_process, jobs, num_processes):
                 moments[number] = sums
@@ -183,7 +186,8 @@ def write_shards(plugins: Plugins, seed: int, prepared: Prepared, tick: Tick) ->
             samples = samples_of(prepared, plugins)
             for number, job in enumerate(jobs):
                 moments[number] = _write_split(job, samples, plugins, advance)
-        first, *others = (moments[number] for number in range(len(jobs)))
+        # Each sample once: those out of cluster are in the sums of their own.
+        first, *others = (moments[number] for number, job in enumerate(jobs) if job.split != OUT_OF_CLUSTER)
         statistics = sum(others, first).statistics()
     atomic_write_json(prepared.statistics_file, statistics)
 
@@ -216,4 +220,4 @@ def samples_of(prepared: Prepared, plugins: Plugins) -> Samples:
     columns["label"], encodings["label"] = prepared.rows(RECORDS, "label"), "int32"
     for name, encoding in (captions.columns if captions else {}).items():
         columns[name], encodings[name] = prepared.rows(CAPTIONS, name), encoding
-    return Samples(columns, encodings, prepared.texts("captions"))
+    return Samples(columns, encodings, prepared.texts("captions"), prepared.clusters)

@@ -132,6 +132,8 @@ def build_data(member: str, experiment: Experiment, manifest: Manifest, run: Run
         index_sha256=manifest.index_sha256,
         loader=experiment.island.loader,
         held_out_clusters=[k for k in clusters if manifest.clusters[k].held_out > 0],
+        # Whoever trains on all clusters sees each sample once.
+        out_of_cluster=[k for k in clusters if role_of(member) == "expert" and manifest.clusters[k].out_of_cluster > 0],
     )
 
 

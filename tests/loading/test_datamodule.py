@@ -118,6 +118,17 @@ def test_one_batch_is_enough_and_less_is_refused(shards, tmp_path, num_workers, 
         module_of(shards, [1], 21, tmp_path, loader=back_end).train_dataloader()
 
 
+def test_an_expert_trains_on_the_samples_of_other_clusters_that_were_drawn_for_it(shards, tmp_path, back_end):
+    write_mds(shards / "cluster-1/out-of-cluster", [3, 4, 201, 202])
+    data = module_of(shards, [1], 6, tmp_path, loader=back_end, out_of_cluster=[1], held_out_clusters=[1])
+    data.prepare_data()
+    assert sorted(ids(data.train_dataloader())) == [3, 4, *TRAIN[1], 201, 202]
+    assert sorted(ids(data.val_dataloader())) == list(HELD_OUT[1])
+    shutil.rmtree(shards / "cluster-1/out-of-cluster")
+    with pytest.raises(UserError, match="cluster-1/out-of-cluster"):
+        data.prepare_data()
+
+
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_held_out_samples_come_once_each_in_one_order(shards, tmp_path, num_workers, back_end):
     settings = {"held_out_clusters": [0, 1], "num_workers": num_workers, "loader": back_end}

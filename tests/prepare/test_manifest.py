@@ -26,6 +26,7 @@ def manifest():
         num_read=12,
         broken={"empty file": 2},
         num_samples=10,
+        num_without_caption=2,
         clusters=(ClusterSamples(5, 1), ClusterSamples(3, 1)),
         priors=(0.6, 0.4),
         seed=3,
@@ -39,7 +40,7 @@ def test_what_was_written_is_read(tmp_path):
     manifest().write(tmp_path)
     read = Manifest.read(tmp_path)
     assert read == manifest()
-    assert read.num_clusters == 2 and read.format_version == 2
+    assert read.num_clusters == 2 and read.format_version == 3
     assert shard_folder(tmp_path, 1, "held-out") == tmp_path / "prepared" / "shards" / "cluster-1" / "held-out"
 
 
@@ -48,8 +49,8 @@ def test_what_was_written_is_read(tmp_path):
     [
         (None, "is missing; run prepare first"),
         ("not json", "cannot be read"),
-        ({"format_version": 99}, "format_version 99 is not 2"),
-        ({"format_version": 1}, "format_version 1 is not 2; delete it and run prepare"),
+        ({"format_version": 99}, "format_version 99 is not 3"),
+        ({"format_version": 1}, "format_version 1 is not 3; delete it and run prepare"),
         ({"surprise": 1}, "missing or unknown: surprise"),
         ({"x_shape": [1, 2]}, "cannot be read"),
         ({"clusters": [{"train": 1}]}, "cannot be read"),

@@ -123,7 +123,7 @@ def test_one_pass_assigns_all_and_measures_who_is_nearer_to_another_cluster():
     points = features.astype(np.float64) / np.linalg.norm(features, axis=1, keepdims=True)
     distances = np.linalg.norm(points[:, None] - partition.rule.centroids.numpy(), axis=2)
     expected = float((distances.argmin(1) != found.clusters).mean())
-    assert found.out_of_cluster_fraction == pytest.approx(expected) and 0 < expected < 0.5
+    assert found.displaced_fraction == pytest.approx(expected) and 0 < expected < 0.5
     assert ticks[-1] == (500, 500)
 
 

@@ -36,7 +36,7 @@ def columns():
 def samples(columns):
     encodings = {"x_0": "ndarray:uint8:3,6,6", "label": "int32", "text": "ndarray:float16:4"}
     halves = {name: Rows([rows[:20], rows[20:]]) for name, rows in columns.items()}
-    return Samples(halves, encodings, [f"caption {i}, Åland" for i in range(NUM)])
+    return Samples(halves, encodings, [f"caption {i}, Åland" for i in range(NUM)], CLUSTERS)
 
 
 CLUSTERS = np.random.default_rng(1).integers(0, K, NUM)
@@ -52,6 +52,35 @@ def write(folder, samples, *, seed=0, tick=lambda _: None, model_x_0=units, **sh
     orders = split_orders(held_out, CLUSTERS, K, seed)
     config = ShardsConfig(**shards)
     return [write_split(folder, samples, *order, config, model_x_0, tick) for order in orders], orders
+
+
+def test_samples_of_other_clusters_are_a_given_part_of_what_an_expert_trains_on():
+    held_out = np.random.default_rng(2).random(NUM) < 0.3
+    fraction = 0.25
+    orders = split_orders(held_out, CLUSTERS, K, 0, fraction)
+    extra = [(cluster, ids) for cluster, split, ids in orders if split == "out-of-cluster"]
+    assert [cluster for cluster, _ in extra] == list(range(K))
+    for cluster, ids in extra:
+        own = np.count_nonzero((cluster == CLUSTERS) & ~held_out)
+        assert abs(len(ids) - fraction * (own + len(ids))) < 1 and len(set(ids.tolist())) == len(ids)
+        assert (CLUSTERS[ids] != cluster).all() and not held_out[ids].any()
+    others = [order for order in orders if order[1] != "out-of-cluster"]
+    for without, order in zip(split_orders(held_out, CLUSTERS, K, 0), others, strict=True):
+        assert without[:2] == order[:2] and np.array_equal(without[2], order[2])
+    again, other = (split_orders(held_out, CLUSTERS, K, seed, fraction)[2][2].tolist() for seed in (0, 1))
+    assert again == extra[0][1].tolist() != other
+
+
+def test_there_may_be_fewer_samples_of_other_clusters_than_asked_for_or_none():
+    clusters = np.array([0] * 9 + [1])
+    orders = split_orders(np.zeros(10, bool), clusters, 2, 0, 0.5)
+    assert [(cluster, split, len(ids)) for cluster, split, ids in orders] == [
+        (0, "train", 9),
+        (0, "out-of-cluster", 1),
+        (1, "train", 1),
+        (1, "out-of-cluster", 1),
+    ]
+    assert [split for _, split, _ in split_orders(np.zeros(10, bool), np.zeros(10, int), 1, 0, 0.5)] == ["train"]
 
 
 def hashes(folder):

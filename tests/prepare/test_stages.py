@@ -18,7 +18,10 @@ from ddm_lightning.prepare.partition import Partition
 from ddm_lightning.prepare.prepared import Prepared
 from ddm_lightning.prepare.progress import RichReporter
 from ddm_lightning.prepare.registry import CAPTION_ENCODERS, FEATURES, IMAGE_ENCODERS, SOURCES
+from ddm_lightning.run_folder import RunFolder
+from ddm_lightning.training.fit import build_data
 
+MIXED = PartitionConfig(num_clusters=2, num_fine_centroids=12, max_largest_over_mean=1.1, out_of_cluster_fraction=0.25)
 EVERYTHING = ["source", "encode", "index", "partition", "shards", "report"]
 
 pytestmark = pytest.mark.usefixtures("quick_prepare")
@@ -71,6 +74,27 @@ def test_manifest_files_and_partition_agree(tmp_path):
     assert (manifest.num_read, manifest.broken, manifest.stores) == (60, {}, "x_0")
     assert manifest.pictures == {"size": 8, "aspect": "crop"}
     assert manifest.provenance == {"image_encoder": {}, "caption_encoder": {}, "features": {}}
+
+
+def test_samples_for_the_experts_of_other_clusters_change_nothing_else(tmp_path):
+    without, _ = run(tiny_experiment(), tmp_path / "without")
+    mixed, listener = run(changed(partition=MIXED, num_processes=1), tmp_path / "mixed")
+    last = [tick for tick in listener.ticks if tick[0] == "shards"][-1]
+    drawn = [round(cluster.train / 3) for cluster in without.clusters]
+    assert [cluster.out_of_cluster for cluster in mixed.clusters] == drawn
+    assert last[1] == last[2] == 60 + sum(drawn)
+    assert (mixed.num_samples, mixed.priors, mixed.statistics) == (60, without.priors, without.statistics)
+    common = {name: digest for name, digest in mixed.index_sha256.items() if "out-of-cluster" not in name}
+    assert common == without.index_sha256
+    members = changed(partition=MIXED, num_processes=1)
+    for member, folders in (("expert-1", [1]), ("router", []), ("monolith", [])):
+        data = build_data(member, members, mixed, RunFolder(tmp_path / "mixed"))
+        data.prepare_data()
+        seen = [i for batch in data.train_dataloader() for i in batch["sample_id"].tolist()]
+        assert len(set(seen)) == len(seen) == data.batch_size * (len(seen) // data.batch_size)
+        clusters = {int(k) for batch in data.train_dataloader() for k in batch["cluster"]}
+        assert clusters == {0, 1}, member
+        assert data.out_of_cluster == folders
 
 
 def stored_pictures(run):
@@ -132,6 +156,7 @@ def changed(**changes):
         ({"max_bad_fraction": 0.5}, ["index", "report"]),
         ({"partition": PartitionConfig(kind="random", num_clusters=2, max_largest_over_mean=1.5)}, EVERYTHING[3:]),
         ({"partition": PartitionConfig(kind="labels", num_clusters=2, max_largest_over_mean=1.5)}, EVERYTHING[3:]),
+        ({"partition": MIXED}, ["shards", "report"]),
         ({"held_out_fraction": 0.2}, ["shards", "report"]),
         ({"shards": ShardsConfig(compression="zstd:3")}, ["shards", "report"]),
         ({"num_processes": 7}, []),
