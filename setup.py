@@ -96,5 +96,5 @@ setup(
         "test": TEST,
         "dev": [*TEST, "pre-commit>=4"],
     },
-    entry_points={"console_scripts": ["ddm-lightning = ddm_lightning.cli:main"]},
+    entry_points={"console_scripts": ["ddm-lightning = ddm_lightning.__main__:run"]},
 )

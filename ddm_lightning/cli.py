@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from ddm_lightning import startup
 from ddm_lightning.errors import UserError
 
 if TYPE_CHECKING:
@@ -207,6 +208,7 @@ def _fit_one(member: str, experiment: Experiment, options: argparse.Namespace) -
 
     from ddm_lightning.training.fit import fit_member, leads
 
+    startup.end_imports()
     status = fit_member(member, experiment, run, show_progress=sys.stderr.isatty())
     if not leads():
         return 0  # a rank that Lightning started: the one that started it speaks, and is killed at any other code

@@ -60,6 +60,7 @@ def test_too_few_pictures_are_refused_before_anything_is_trained(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_from_nothing_to_figures_and_nothing_is_trained_or_drawn_twice(tmp_path):
     run, out = tmp_path / "run", tmp_path / "out.json"
     arguments = ["-c", TINY, "--num", "16", "--json", str(out)]

@@ -40,6 +40,7 @@ def test_errors_are_relative():
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_trained_ensemble_is_close_to_the_exact_velocity(tmp_path):
     out = tmp_path / "oracle.json"
     steps = ["expert.train.max_steps=700", "router.train.max_steps=300"]

@@ -54,7 +54,8 @@ def test_two_members_on_one_node_and_one_is_killed(shards, tmp_path):
         with within(60):
             killed, other = (queue.get()[0] for queue in queues)
             assert killed != other
-            kept = files_of(other)
+            # The epoch's order comes and goes with each epoch.
+            kept = {name for name in files_of(other) if not name.endswith(("epoch_shape", "epoch_data"))}
             os.killpg(members[0].pid, signal.SIGKILL)  # as the scheduler or the OOM killer does
             members[0].join()
             assert {name[7:] for name in files_of(killed)} > {"locals", "next_epoch", "barrier_filelock"}

@@ -24,7 +24,7 @@ SETTINGS = (
     "island.checkpoint_every_n_steps=7",
 )
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 
 def new_run(finished_run, folder):
