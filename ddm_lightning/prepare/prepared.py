@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import cached_property
@@ -48,9 +50,14 @@ class Prepared:
         """Write ``parts.json``."""
         atomic_write_json(self.parts_file, [asdict(part) for part in parts])
 
+    def folder_of(self, part: Part) -> Path:
+        """The columns of a part; by its name, so that they stay when parts come and go before it."""
+        readable = re.sub(r"[^A-Za-z0-9-]+", "-", part.name)[-32:].strip("-")
+        return self.folder / "parts" / f"{readable}-{hashlib.sha256(part.name.encode()).hexdigest()[:16]}"
+
     def part_folder(self, number: int) -> Path:
-        """The columns of one part."""
-        return self.folder / "parts" / f"{number:05}"
+        """The columns of one of ``parts``."""
+        return self.folder_of(self.parts[number])
 
     @cached_property
     def states(self) -> list[dict[str, Any]]:

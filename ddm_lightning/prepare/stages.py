@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import shutil
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -91,6 +92,9 @@ class Preparation:
             raise
         if not parts:
             raise UserError(f"source {self.config.source.name!r}: has no samples; mend prepare.source")
+        name, times = Counter(part.name for part in parts).most_common(1)[0]
+        if times > 1:
+            raise UserError(f"source {self.config.source.name!r}: has {times} parts named {name!r}; mend the source")
         return parts
 
     def _plan(self) -> list[Stage]:
@@ -198,7 +202,7 @@ class Preparation:
     def _next_stage(self) -> Stage | None:
         """The first stage whose record is missing or does not fit, by what is on the disk now."""
         self.ledger.read()
-        self._states = [read_state(self.prepared.part_folder(number)) for number in range(len(self.parts))]
+        self._states = [read_state(self.prepared.folder_of(part)) for part in self.parts]
         for stage in self.stages:
             if not self.ledger.is_done(stage) or (stage.name == "encode" and self.unfinished_parts()):
                 return stage
@@ -208,7 +212,7 @@ class Preparation:
         """Groups of columns yet to be computed, each with its key, by the number of the part."""
         wanted = {}
         for number, (part, state) in enumerate(zip(self.parts, self._states, strict=True)):
-            folder = self.prepared.part_folder(number)
+            folder = self.prepared.folder_of(part)
             keys = {name: sha256_json([asdict(part), inputs]) for name, inputs in self._group_keys().items()}
             missing = {
                 name: key
@@ -309,8 +313,9 @@ class Preparation:
                 path.unlink()
 
     def _run_source(self) -> None:
-        for folder in sorted(self.prepared.folder.glob("parts/*")):
-            if int(folder.name) >= len(self.parts):
+        wanted = {self.prepared.folder_of(part) for part in self.parts}
+        for folder in self.prepared.folder.glob("parts/*"):
+            if folder not in wanted:
                 shutil.rmtree(folder)
         self.prepared.write_parts(self.parts)
 

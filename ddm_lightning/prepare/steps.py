@@ -52,7 +52,7 @@ def encode(
     max_thumbnails = max(_MIN_THUMBNAILS_A_PART, _MAX_THUMBNAILS // len(parts))
     text = prepare_to_json(config)
     jobs = [
-        PartJob(parts[number], prepared.part_folder(number), keys, max_thumbnails, text)
+        PartJob(parts[number], prepared.folder_of(parts[number]), keys, max_thumbnails, text)
         for number, keys in wanted.items()
     ]
     sizes = [job.part.num_samples for job in jobs]

@@ -6,6 +6,7 @@ import numpy as np
 from prepare.tiny_experiment import tiny_experiment
 
 from ddm_lightning.config import PluginConfig
+from ddm_lightning.prepare.prepared import Prepared
 from ddm_lightning.prepare.progress import SilentReporter
 from ddm_lightning.prepare.records import Part, Record
 
@@ -29,6 +30,12 @@ class Listed:
     def read(self, part):
         self.reads.append(part.name)
         yield from self.samples[part.name]
+
+
+def part_folder(run, name):
+    """Where the columns of a part lie."""
+    prepared = Prepared(run / "prepared")
+    return prepared.folder_of(next(part for part in prepared.parts if part.name == name))
 
 
 def record(key, *, size=8, label=0, caption=None, group=None, image=None):

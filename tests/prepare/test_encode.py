@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from prepare.listed import Listed, Listener, experiment_of, plug_in, record, records
+from prepare.listed import Listed, Listener, experiment_of, part_folder, plug_in, record, records
 from prepare.tiny_experiment import tiny_experiment
 
 from ddm_lightning.config import PluginConfig
@@ -32,11 +32,11 @@ def experiment(source, monkeypatch):
 
 def groups_written(folder):
     """When each group of each part was written."""
-    states = {path.parent.name: read_state(path.parent) for path in sorted(folder.glob("prepared/parts/*/part.json"))}
+    folders = {part.name: part_folder(folder, part.name) for part in Prepared(folder / "prepared").parts}
     return {
-        (part, group): max((folder / "prepared" / "parts" / part / name).stat().st_mtime_ns for name in entry["files"])
-        for part, state in states.items()
-        for group, entry in state.items()
+        (part, group): max((path / name).stat().st_mtime_ns for name in entry["files"])
+        for part, path in folders.items()
+        for group, entry in read_state(path).items()
         if entry["files"]
     }
 
@@ -51,7 +51,7 @@ def rewritten(folder, work):
 
 
 def both(*groups):
-    return {(part, group) for part in ("00000", "00001") for group in groups}
+    return {(part, group) for part in ("one", "two") for group in groups}
 
 
 def test_columns_hold_what_source_and_encoders_give(tmp_path, experiment, source):
@@ -118,8 +118,33 @@ def test_only_the_part_that_changed_is_done_again(tmp_path, experiment, source):
     source.samples["two"] = records(18, "b")
     source.fingerprints["two"] = "2"
     done = rewritten(tmp_path, lambda: prepare(experiment, tmp_path))
-    assert done == {("00001", group) for group in ("records", "latents", "captions", "features")}
+    assert done == {("two", group) for group in ("records", "latents", "captions", "features")}
     assert Prepared(tmp_path / "prepared").num_samples == 38
+
+
+def test_a_part_in_front_of_the_others_is_all_there_is_to_do(tmp_path, experiment, source):
+    prepare(experiment, tmp_path / "run")
+    before = groups_written(tmp_path / "run")
+    source.samples = {"zero / new.tar": records(7, "z"), **source.samples}
+    source.fingerprints["zero / new.tar"] = "1"
+    source.reads.clear()
+    listener = Listener()
+    prepare(experiment, tmp_path / "run", listener)
+    assert source.reads == ["zero / new.tar"]
+    assert any(line.endswith(": 4 parts, 3 of them kept from before") for line in listener.lines)
+    after = groups_written(tmp_path / "run")
+    assert {key: after[key] for key in before} == before
+    folder = part_folder(tmp_path / "run", "zero / new.tar")
+    assert folder.parent == part_folder(tmp_path / "run", "one").parent and folder.name.startswith("zero-new-tar-")
+    prepare(experiment, tmp_path / "fresh")
+    assert digests(tmp_path / "run") == digests(tmp_path / "fresh")
+
+
+def test_two_parts_of_one_name_are_refused(tmp_path, experiment, source):
+    listed = source.parts()
+    source.parts = lambda: [*listed, listed[1]]
+    with pytest.raises(UserError, match="source 'made-up': has 2 parts named 'two'; mend the source"):
+        prepare(experiment, tmp_path)
 
 
 def test_parts_that_are_gone_leave_nothing(tmp_path, experiment, source):
@@ -127,7 +152,7 @@ def test_parts_that_are_gone_leave_nothing(tmp_path, experiment, source):
     assert len(list((tmp_path / "prepared" / "parts").iterdir())) == 3
     del source.samples["two"], source.samples["none"]
     manifest = prepare(experiment, tmp_path)
-    assert [path.name for path in (tmp_path / "prepared" / "parts").iterdir()] == ["00000"]
+    assert list((tmp_path / "prepared" / "parts").iterdir()) == [part_folder(tmp_path, "one")]
     assert manifest.num_samples == 20 and manifest.broken == {}
 
 
@@ -135,7 +160,7 @@ def test_parts_that_are_gone_leave_nothing(tmp_path, experiment, source):
 def test_a_part_that_lost_something_is_mended(tmp_path, experiment, damage):
     first = prepare(experiment, tmp_path)
     before = groups_written(tmp_path)
-    part = tmp_path / "prepared" / "parts" / "00001"
+    part = part_folder(tmp_path, "two")
     column = part / "features" / "features.npy"
     if damage == "missing":
         column.unlink()
@@ -148,7 +173,7 @@ def test_a_part_that_lost_something_is_mended(tmp_path, experiment, damage):
     assert prepare(experiment, tmp_path) == first
     after = groups_written(tmp_path)
     groups = ["features"] if damage in ("missing", "truncated") else ["captions", "features", "latents", "records"]
-    assert {key for key in after if after[key] != before[key]} == {("00001", group) for group in groups}
+    assert {key for key in after if after[key] != before[key]} == {("two", group) for group in groups}
 
 
 class Stopped(BaseException):
@@ -173,12 +198,12 @@ def test_stopped_in_between_it_keeps_the_parts_that_are_whole(tmp_path, experime
     monkeypatch.setitem(registry._built_in, name, Stopping)
     with pytest.raises(Stopped):
         prepare(experiment, tmp_path / "run")
-    parts = tmp_path / "run" / "prepared" / "parts"
-    assert sorted(read_state(parts / "00000")) == ["captions", "features", "latents", "records"]
+    one, two = (part_folder(tmp_path / "run", name) for name in ("one", "two"))
+    assert sorted(read_state(one)) == ["captions", "features", "latents", "records"]
     # Captions come after the pictures, whose columns are whole by then.
     whole = {"features", "latents", "records"} if group == "captions" else set()
-    assert read_state(parts / "00001").keys() == whole
-    assert {path.name for path in (parts / "00001").iterdir()} == {"part.json", *whole}
+    assert read_state(two).keys() == whole
+    assert {path.name for path in two.iterdir()} == {"part.json", *whole}
     monkeypatch.setitem(registry._built_in, name, real)
     source.reads.clear()
     prepare(experiment, tmp_path / "run")
@@ -196,7 +221,7 @@ def test_a_source_that_gives_other_samples_under_the_same_fingerprint_is_named(t
     experiment.prepare.features = PluginConfig("pooled-pixels", {"grid": 2})
     with pytest.raises(UserError, match=r"part 'two' of the source: gives 14 samples, it gave 15 before.*delete"):
         prepare(experiment, tmp_path)
-    shutil.rmtree(tmp_path / "prepared" / "parts" / "00001")
+    shutil.rmtree(part_folder(tmp_path, "two"))
     assert prepare(experiment, tmp_path).num_samples == 34
 
 
@@ -206,7 +231,7 @@ def test_captions_of_rows_that_are_gone_are_not_taken_for_those_of_new_ones(tmp_
     prepare(experiment, tmp_path)
     experiment.prepare.caption_encoder = None
     source.samples["two"] = [Broken("x", "empty file"), Broken("y", "empty file"), *records(14, "b")]
-    shutil.rmtree(tmp_path / "prepared" / "parts" / "00001" / "records")
+    shutil.rmtree(part_folder(tmp_path, "two") / "records")
     source.reads.clear()
     prepare(experiment, tmp_path)
     assert source.reads == ["two"], "once for all columns"
@@ -248,7 +273,7 @@ def test_thumbnails_are_the_lowest_hashes_and_no_larger_than_needed(tmp_path, mo
     samples = records(50, size=120)
     source = Listed({"one": samples, "two": records(50, "b", size=120)})
     prepare(experiment_of(plug_in(monkeypatch, SOURCES, source)), tmp_path)
-    folder = tmp_path / "prepared" / "parts" / "00000" / "records"
+    folder = part_folder(tmp_path, "one") / "records"
     lowest = sorted(range(50), key=lambda row: key_hash(samples[row].key))[:20]
     assert np.load(folder / "thumbnail_rows.npy").tolist() == sorted(lowest)
     pictures = np.load(folder / "thumbnails.npy")
@@ -314,9 +339,9 @@ def test_a_source_that_breaks_its_contract_is_named(tmp_path, monkeypatch, sampl
     with pytest.raises(UserError, match=problem) as refusal:
         prepare(experiment, tmp_path)
     assert "source 'made-up': sample" in str(refusal.value) and "\n" not in str(refusal.value)
-    parts = tmp_path / "prepared" / "parts"
-    assert len(read_state(parts / "00000")) == 4 and read_state(parts / "00001") == {}
-    assert [path.name for path in (parts / "00001").iterdir()] == ["part.json"]
+    good, bad = (part_folder(tmp_path, name) for name in ("good", "bad"))
+    assert len(read_state(good)) == 4 and read_state(bad) == {}
+    assert [path.name for path in bad.iterdir()] == ["part.json"]
     source.samples["bad"].pop()
     source.fingerprints["bad"] = "2"
     listener = Listener()

@@ -173,7 +173,7 @@ def test_a_change_runs_again_what_hangs_on_it_and_gives_what_a_fresh_run_gives(t
 
 def test_the_same_bytes_upstream_spare_the_stages_below(tmp_path):
     first, _ = run(tiny_experiment(), tmp_path)
-    (tmp_path / "prepared" / "parts" / "00000" / "features" / "features.npy").unlink()
+    (Prepared(tmp_path / "prepared").part_folder(0) / "features" / "features.npy").unlink()
     again, listener = run(tiny_experiment(), tmp_path)
     # The report rewrites the manifest, which is taken away while anything changes.
     assert listener.stages == ["encode", "report"] and again == first
@@ -220,7 +220,7 @@ def test_without_a_caption_encoder_there_is_no_text(tmp_path):
     manifest, listener = run(experiment, tmp_path)
     assert manifest.text_size == 0 and manifest.caption_encoder is None
     assert listener.stages == EVERYTHING and "text" not in manifest.columns
-    assert not (tmp_path / "prepared" / "parts" / "00000" / "captions").exists()
+    assert not (Prepared(tmp_path / "prepared").part_folder(0) / "captions").exists()
 
 
 def bad(key, value):
@@ -301,7 +301,7 @@ def test_progress_bars_and_lines_reach_the_terminal(tmp_path):
     with RichReporter(Console(file=output, force_terminal=True, width=100)) as reporter:
         prepare(tiny_experiment(), tmp_path, reporter)
     text = output.getvalue()
-    assert "60/60" in text and "left" in text
+    assert "60/60" in text and "took" in text
     assert all(f"{stage}: done in" in text for stage in EVERYTHING)
 
 

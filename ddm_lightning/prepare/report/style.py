@@ -13,6 +13,7 @@ h1 { font-size: 1.6rem; line-height: 1.25; margin: 0 0 .5rem; }
 h2 { font-size: 1.2rem; margin: 2.25rem 0 .75rem; }
 section > h3, .card > h3 { font-size: 1.05rem; margin: 0 0 .25rem; }
 p { margin: .25rem 0 .75rem; max-width: 48rem; }
+header p { max-width: none; }
 a { color: var(--accent); }
 .pale, figcaption, footer { color: var(--pale); font-size: .875rem; }
 .card { background: var(--paper); border: 1px solid var(--line); border-radius: .5rem; padding: 1rem;
