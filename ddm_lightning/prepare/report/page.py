@@ -159,9 +159,9 @@ def _charts(measures: Measures, charts: Charts) -> str:
     text = f'<div class="pair">{figures}</div>\n'
     if charts.picture_map is not None:
         text += (
-            f'<figure class="card" style="margin: 1rem 0 0"><img src="{data_url(charts.picture_map)}" '
-            'style="max-width: 60rem" alt="Pictures where they lie on the map."><figcaption>Pictures where they lie on '
-            "the map, framed in the colour of their cluster.</figcaption></figure>\n"
+            '<figure class="card" style="margin: 1rem 0 0"><h3>Pictures in the plane of most variance</h3>'
+            f'<img src="{data_url(charts.picture_map)}" style="max-width: 60rem" alt="Pictures where they lie on the map.">'
+            "<figcaption>Pictures where they lie on the map, framed in the colour of their cluster.</figcaption></figure>\n"
         )
     return text
 
