@@ -160,8 +160,9 @@ def _charts(measures: Measures, charts: Charts) -> str:
     if charts.picture_map is not None:
         text += (
             '<figure class="card" style="margin: 1rem 0 0"><h3>Pictures in the plane of most variance</h3>'
-            f'<img src="{data_url(charts.picture_map)}" style="max-width: 60rem" alt="Pictures where they lie on the map.">'
-            "<figcaption>Pictures where they lie on the map, framed in the colour of their cluster.</figcaption></figure>\n"
+            f'<img src="{data_url(charts.picture_map)}" style="max-width: 60rem" '
+            'alt="Pictures where they lie on the map."><figcaption>Pictures where they lie on the map, framed in the '
+            "colour of their cluster.</figcaption></figure>\n"
         )
     return text
 
