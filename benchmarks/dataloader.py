@@ -1,8 +1,8 @@
 """How fast batches come from local disk: our two back ends beside StreamingDataset, WebDataset and LitData.
 
 Latents of 4×32×32 fp16, and then the same with a pooled text vector of 768 fp16, in batches of 256 shuffled samples.
-Each loader is timed with 0, 1 and 2 workers, and its best number of workers counts. Each timing is one whole epoch,
-after one that warms up, in a process of its own; rounds go through all loaders, every second one backwards.
+Each loader is timed with 0, 1 and 2 workers, and its best number of workers counts. Each timing is of whole epochs, a
+second or more, after one that warms up, in a process of its own; rounds go through all loaders, every second one backwards.
 
     python benchmarks/dataloader.py --json benchmarks/results/dataloader.json
 """
@@ -32,7 +32,7 @@ from ddm_lightning.prepare import packages
 WORKERS = (0, 1, 2)
 TEXT_SIZE = 768
 NUM_SAMPLES, NUM_ROUNDS = 160 * BATCH_SIZE, 5
-QUICK_SAMPLES, QUICK_ROUNDS = 32 * BATCH_SIZE, 1
+QUICK_SAMPLES, QUICK_ROUNDS = 16 * BATCH_SIZE, 1
 _SECONDS = 300.0
 Speeds = Mapping[tuple[str, int], Sequence[float]]
 
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None) -> None:
     num_samples, num_rounds = (QUICK_SAMPLES, QUICK_ROUNDS) if options.quick else (NUM_SAMPLES, NUM_ROUNDS)
     report = Report(
         f"Samples a second of {num_samples:,} in shuffled batches of {BATCH_SIZE}: median (lowest to highest) of "
-        f"{num_rounds} epochs",
+        f"{num_rounds} timing{'s' if num_rounds > 1 else ''}",
         ["samples", "loader", *(f"{workers} workers" for workers in WORKERS), "best"],
     )
     shown = console()

@@ -176,22 +176,25 @@ SIDES = {
 
 
 def samples_per_second(side: Side, data: Data, folder: Path, num_workers: int, clock: Callable[[], float]) -> float:
-    """Speed of one whole epoch, after another one that warms up.
+    """Speed of whole epochs, after one that warms up: of one, or of as many as take a second.
 
     Raises:
-        RuntimeError: the epoch was not every sample once.
+        RuntimeError: an epoch was not every sample once.
     """
     loader = side.build(data, folder / data.name / side.format, num_workers)
     for _ in loader:
         pass
-    seen = []
-    start = clock()
-    for batch in loader:
-        seen.append(batch["sample_id"])
-    seconds = clock() - start
-    ids = torch.cat([torch.as_tensor(ids) for ids in seen]).sort().values
-    if not torch.equal(ids, torch.arange(data.num_samples)):
-        raise RuntimeError(f"{side.title}, {num_workers} workers: {len(ids)} samples are not each of them once")
+    seconds, num_epochs = 0.0, 0
+    while seconds < 1:
+        seen = []
+        start = clock()
+        for batch in loader:
+            seen.append(batch["sample_id"])
+        seconds += clock() - start
+        num_epochs += 1
+        ids = torch.cat([torch.as_tensor(ids) for ids in seen]).sort().values
+        if not torch.equal(ids, torch.arange(data.num_samples)):
+            raise RuntimeError(f"{side.title}, {num_workers} workers: {len(ids)} samples are not each of them once")
     if isinstance(loader, LocalLoader):
         assert len(loader) * BATCH_SIZE == data.num_samples
-    return data.num_samples / seconds
+    return num_epochs * data.num_samples / seconds
