@@ -2,7 +2,8 @@
 
 Latents of 4×32×32 fp16, and then the same with a pooled text vector of 768 fp16, in batches of 256 shuffled samples.
 Each loader is timed with 0, 1 and 2 workers, and its best number of workers counts. Each timing is of whole epochs, a
-second or more, after one that warms up, in a process of its own; rounds go through all loaders, every second one backwards.
+second or more, after one that warms up, in a process of its own; rounds go through all loaders, every second one
+backwards.
 
     python benchmarks/dataloader.py --json benchmarks/results/dataloader.json
 """
