@@ -39,8 +39,8 @@ from ddm_lightning.members import MONOLITH, ROUTER
 from ddm_lightning.prepare.manifest import HELD_OUT, TRAIN, Manifest
 from ddm_lightning.prepare.registry import IMAGE_ENCODERS
 from ddm_lightning.run_folder import RunFolder, open_run
+from ddm_lightning.training.devices import resolve_accelerator
 from ddm_lightning.training.fit import is_finished
-from ddm_lightning.training.strategy import resolve_accelerator
 
 QUICK_NUM, QUICK_SAMPLING_STEPS = 64, 20
 # Steps of each member that --quick trains.

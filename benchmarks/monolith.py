@@ -12,7 +12,8 @@ from ddm_lightning.members import MONOLITH, batch_size_of, ensemble_members
 from ddm_lightning.networks.flops import flops_per_sample
 from ddm_lightning.prepare.manifest import Manifest
 from ddm_lightning.run_folder import RunFolder
-from ddm_lightning.training.fit import build_member_network, fit_member, member_condition
+from ddm_lightning.training.fit import fit_member
+from ddm_lightning.training.member_network import build_member_network, member_condition
 from ddm_lightning.training.status import MemberStatus
 
 

@@ -9,7 +9,7 @@ from ddm_lightning.networks import EXPERTS, ROUTERS
 from ddm_lightning.prepare.manifest import DataSizes, Manifest
 from ddm_lightning.prepare.registry import CAPTION_ENCODERS, FEATURES, IMAGE_ENCODERS, SOURCES
 from ddm_lightning.registry import Registry
-from ddm_lightning.training.fit import build_member_network
+from ddm_lightning.training.member_network import build_member_network
 
 
 def check_plugins(experiment: Experiment, source: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 
-from rich.progress import ProgressColumn, Task
+from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, Task, TextColumn
 from rich.text import Text
 
 
@@ -24,3 +24,14 @@ class TimeColumn(ProgressColumn):
 
 def _clock(seconds: float | None) -> str:
     return str(timedelta(seconds=int(seconds or 0)))
+
+
+def member_columns() -> tuple[ProgressColumn, ...]:
+    """The columns of every training progress bar: name, bar, steps, time, newest figures."""
+    return (
+        TextColumn("{task.description:<10}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeColumn(),
+        TextColumn("{task.fields[note]}"),
+    )

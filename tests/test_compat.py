@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[1]
 
 def run(code: str, *options: str) -> subprocess.CompletedProcess[str]:
     """``code`` in a fresh interpreter, which has imported nothing yet."""
+    code = f"import gc; gc.disable()  # imports are a third faster without\n{code}"
     return subprocess.run([sys.executable, *options, "-c", code], check=False, capture_output=True, text=True, cwd=ROOT)
 
 

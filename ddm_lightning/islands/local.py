@@ -17,13 +17,11 @@ from rich.progress import Progress, TaskID
 
 from ddm_lightning.config import Experiment
 from ddm_lightning.islands.status import member_status
-from ddm_lightning.members import batch_size_of, config_of
-from ddm_lightning.networks.flops import flops_per_sample
 from ddm_lightning.prepare.manifest import Manifest
+from ddm_lightning.progress import member_columns
 from ddm_lightning.run_folder import RunFolder
-from ddm_lightning.training.callbacks import note, progress_columns
-from ddm_lightning.training.fit import build_member_network, member_condition
-from ddm_lightning.training.strategy import resolve_accelerator
+from ddm_lightning.training.devices import resolve_accelerator
+from ddm_lightning.training.member_network import member_training_flops
 
 POLL_SECONDS = 0.5
 # glibc gives a step's activations back to the system and faults their pages in again at the next step; kept, a small
@@ -48,17 +46,6 @@ class _Child:
 
 class FitInterruptedError(Exception):
     """Ctrl-C or SIGTERM: the members left checkpoints and stopped."""
-
-
-def member_training_flops(member: str, experiment: Experiment, manifest: Manifest) -> float:
-    """Measured FLOPs of a member's whole training: forward and backward of every sample it sees."""
-    per_sample = flops_per_sample(
-        build_member_network(member, experiment, manifest),
-        (manifest.x_shape[0], manifest.x_shape[1], manifest.x_shape[2]),
-        member_condition(member, experiment, manifest),
-        backward=True,
-    )
-    return per_sample * batch_size_of(member, experiment) * config_of(member, experiment).train.max_steps
 
 
 def default_jobs(experiment: Experiment) -> int:
@@ -113,7 +100,7 @@ def fit_members(
 
     previous = signal.signal(signal.SIGTERM, interrupt)
     try:
-        with Progress(*progress_columns(), console=console) as progress:
+        with Progress(*member_columns(), console=console) as progress:
             tasks = {member: _task(progress, member, experiment, run) for member in members}
             while waiting or running:
                 free = [slot for slot in range(jobs) if slot not in {child.slot for child in running}]
@@ -176,7 +163,7 @@ def _task(progress: Progress, member: str, experiment: Experiment, run: RunFolde
 
 def _show(progress: Progress, task: TaskID, member: str, experiment: Experiment, run: RunFolder) -> None:
     status = member_status(member, experiment, run)
-    progress.update(task, completed=status.step, note=note(status) if status.step else status.state)
+    progress.update(task, completed=status.step, note=status.note() if status.step else status.state)
 
 
 def _failure(child: _Child, code: int) -> str:

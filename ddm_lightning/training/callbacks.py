@@ -13,25 +13,14 @@ from typing import Any
 
 import lightning as L
 import torch
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import Progress
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ddm_lightning.progress import TimeColumn
+from ddm_lightning.progress import member_columns
 from ddm_lightning.training.checkpoints import RollingCheckpoints
 from ddm_lightning.training.module import MemberModule
 from ddm_lightning.training.status import MemberStatus
-
-
-def progress_columns() -> tuple[Any, ...]:
-    """The columns of every training progress bar: name, bar, steps, ETA, newest figures."""
-    return (
-        TextColumn("{task.description:<10}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeColumn(),
-        TextColumn("{task.fields[note]}"),
-    )
 
 
 class Reporter(L.Callback):
@@ -56,7 +45,7 @@ class Reporter(L.Callback):
         if trainer.is_global_zero:
             self.status.write(self.folder)
             if self.show:
-                self._bar = Progress(*progress_columns())
+                self._bar = Progress(*member_columns())
                 self._bar.start()
                 self._task = self._bar.add_task(
                     self.status.member, total=self.status.max_steps, completed=trainer.global_step, note=""
@@ -109,7 +98,7 @@ class Reporter(L.Callback):
             trainer.logger.log_metrics({**averages, **rates}, step=trainer.global_step)
         self.status.write(self.folder)
         if self._bar is not None:
-            self._bar.update(self._task, completed=trainer.global_step, note=note(self.status))
+            self._bar.update(self._task, completed=trainer.global_step, note=self.status.note())
 
 
 def _over_ranks(averages: dict[str, float], trainer: L.Trainer) -> dict[str, float]:
@@ -119,12 +108,6 @@ def _over_ranks(averages: dict[str, float], trainer: L.Trainer) -> dict[str, flo
     values = torch.tensor(list(averages.values()), device=trainer.strategy.root_device)
     torch.distributed.all_reduce(values)
     return dict(zip(averages, (values / trainer.world_size).tolist(), strict=True))
-
-
-def note(status: MemberStatus) -> str:
-    """The newest figures of a member in a few words."""
-    loss = status.metrics.get("train/loss")
-    return f"loss {loss:.4f}  {status.samples_per_second:.0f} samples/s" if loss is not None else status.state
 
 
 class DisjointRanks(L.Callback):

@@ -6,80 +6,40 @@ import logging
 import os
 import signal
 import warnings
-from typing import Any
 
 import lightning as L
 import torch
 from filelock import FileLock, Timeout
 from lightning.pytorch.loggers import TensorBoardLogger
 from rich.console import Console
-from torch import nn
 
 from ddm_lightning import artifacts
 from ddm_lightning.config import Experiment, to_dict
 from ddm_lightning.errors import UserError
-from ddm_lightning.flow.condition import ConditionSpec
-from ddm_lightning.flow.randomness import keyed_generator
 from ddm_lightning.loading.datamodule import ClusterDataModule
 from ddm_lightning.members import ROUTER, batch_size_of, clusters_of, config_of, role_of
-from ddm_lightning.networks.registry import EXPERTS, ROUTERS
 from ddm_lightning.prepare.interfaces import CaptionEncoder
-from ddm_lightning.prepare.manifest import DataSizes, Manifest
+from ddm_lightning.prepare.manifest import Manifest
 from ddm_lightning.prepare.registry import CAPTION_ENCODERS
 from ddm_lightning.prepare.stored import StoredForm
 from ddm_lightning.run_folder import RunFolder
 from ddm_lightning.training.callbacks import DisjointRanks, Reporter, SampleLog, StopOnRequest, StopRequested
 from ddm_lightning.training.checkpoints import AtomicCheckpointIO, RollingCheckpoints, newest_checkpoint
+from ddm_lightning.training.devices import resolve_accelerator
 from ddm_lightning.training.ema import gathered_ema
 from ddm_lightning.training.expert import ExpertModule
+from ddm_lightning.training.member_network import build_member_network, member_condition
 from ddm_lightning.training.module import MemberModule, MemberSpec
 from ddm_lightning.training.pictures import PictureLogger
 from ddm_lightning.training.router import RouterModule
 from ddm_lightning.training.status import MemberStatus
-from ddm_lightning.training.strategy import choose_strategy, resolve_accelerator
+from ddm_lightning.training.strategy import choose_strategy
 
 WORKERS_OUTLIVE_SECONDS = 15.0
 
 
-def condition_spec(experiment: Experiment, manifest: Manifest | DataSizes) -> ConditionSpec:
-    """What the experts see besides ``x_t`` and t."""
-    sizes = {"text": manifest.text_size, "class": manifest.num_classes, "none": 0}
-    return ConditionSpec(experiment.condition.kind, sizes[experiment.condition.kind])
-
-
-def member_condition(member: str, experiment: Experiment, manifest: Manifest | DataSizes) -> ConditionSpec:
-    """``condition_spec`` for one member; an unconditional router sees none."""
-    if member == ROUTER and not experiment.router.conditional:
-        return ConditionSpec("none", 0)
-    return condition_spec(experiment, manifest)
-
-
 def _condition_dropout(member: str, experiment: Experiment) -> float:
     return experiment.router.condition_dropout if member == ROUTER else experiment.condition.dropout
-
-
-def build_member_network(member: str, experiment: Experiment, manifest: Manifest | DataSizes) -> nn.Module:
-    """The member's network with initial weights drawn from the experiment's seed and the member's role.
-
-    All experts start from the same weights, as the monolith does.
-
-    Raises:
-        UserError: unknown network name, or params that it does not take.
-    """
-    plugin = config_of(member, experiment).network
-    context: dict[str, Any] = {
-        "x_shape": tuple(manifest.x_shape),
-        "condition": member_condition(member, experiment, manifest),
-    }
-    registry = EXPERTS
-    if member == ROUTER:
-        registry = ROUTERS
-        context["num_clusters"] = experiment.prepare.partition.num_clusters
-    role = "router" if member == ROUTER else "expert"
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(keyed_generator(experiment.seed, "initial weights", role).initial_seed())
-        network: nn.Module = registry.build(plugin.name, plugin.params, **context)
-    return network
 
 
 def build_module(member: str, experiment: Experiment, manifest: Manifest) -> MemberModule:

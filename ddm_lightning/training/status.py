@@ -60,6 +60,11 @@ class MemberStatus:
             return "killed"
         return self.state
 
+    def note(self) -> str:
+        """The newest figures in a few words."""
+        loss = self.metrics.get("train/loss")
+        return f"loss {loss:.4f}  {self.samples_per_second:.0f} samples/s" if loss is not None else self.state
+
 
 def _alive(pid: int) -> bool:
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -10,14 +9,10 @@ from torch.distributed.fsdp import fully_shard
 
 from ddm_lightning.config import IslandConfig
 from ddm_lightning.errors import UserError
+from ddm_lightning.training.devices import device_bytes
 
 # fp32 weight, gradient, two AdamW moments and the EMA.
 BYTES_PER_PARAMETER = 20
-
-
-def resolve_accelerator(accelerator: str) -> str:
-    """``gpu`` or ``cpu`` for ``auto``; other names as they are."""
-    return ("gpu" if torch.cuda.is_available() else "cpu") if accelerator == "auto" else accelerator
 
 
 def choose_strategy(island: IslandConfig, num_parameters: int) -> tuple[Strategy | str, str]:
@@ -35,7 +30,7 @@ def choose_strategy(island: IslandConfig, num_parameters: int) -> tuple[Strategy
         return "auto", "one device"
     if name == "auto":
         needed = BYTES_PER_PARAMETER * num_parameters
-        name = "ddp" if needed < 0.5 * _device_bytes(island) else "fsdp"
+        name = "ddp" if needed < 0.5 * device_bytes(island.accelerator) else "fsdp"
         reason = f"weights, gradients, AdamW and EMA take {needed / 1e9:.1f} GB a device unsharded"
     else:
         reason = "asked for by island.strategy"
@@ -45,12 +40,6 @@ def choose_strategy(island: IslandConfig, num_parameters: int) -> tuple[Strategy
         data_parallel_size=devices, tensor_parallel_size=1, save_distributed_checkpoint=False
     )
     return strategy, f"FSDP2 over {devices} devices: {reason}"
-
-
-def _device_bytes(island: IslandConfig) -> int:
-    if resolve_accelerator(island.accelerator) == "gpu":
-        return int(torch.cuda.get_device_properties(0).total_memory)
-    return 16 * 1024**3  # a CPU is for tests; its memory is shared by the ranks
 
 
 def compile_blocks(network: nn.Module) -> None:

@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -171,6 +172,11 @@ def test_a_member_is_trained_once_at_a_time(disturbed: SimpleNamespace) -> None:
         f"error: {disturbed.run / 'members' / KILLED}: {KILLED} is being trained by another process; "
         f"wait for it or stop it"
     ]
+
+
+def test_what_launches_members_starts_without_lightning() -> None:
+    code = "import sys, ddm_lightning.islands.local, ddm_lightning.plugins; sys.exit('lightning' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.mark.parametrize(

@@ -242,6 +242,7 @@ def until_step(run, step, process):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_killed_within_an_epoch_and_stopped_it_ends_in_the_same_bits(finished_run, tmp_path):
     """Three starts: killed by -9, stopped by SIGTERM, both while worker processes load, then let alone."""
     run = copy_run(finished_run, tmp_path / "run", "expert-0")

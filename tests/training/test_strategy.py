@@ -5,7 +5,8 @@ from torch import nn
 
 from ddm_lightning.config import IslandConfig
 from ddm_lightning.errors import UserError
-from ddm_lightning.training.strategy import BYTES_PER_PARAMETER, choose_strategy, compile_blocks, resolve_accelerator
+from ddm_lightning.training.devices import resolve_accelerator
+from ddm_lightning.training.strategy import BYTES_PER_PARAMETER, choose_strategy, compile_blocks
 
 GIGABYTE = 1024**3
 
