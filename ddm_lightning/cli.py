@@ -60,6 +60,9 @@ def build_parser() -> argparse.ArgumentParser:
     sample.add_argument("--strategy", default=None, help="full, top-1, top-k or bayes")
     sample.add_argument("--num", type=int, default=None, help="pictures a row")
     sample.add_argument("--out", default=None, metavar="PNG", help="file to write (default: in the run folder)")
+    replay = add("replay", "Take a step once more that was left out because its gradient was not finite.")
+    replay.add_argument("--step", type=int, default=None, help="which one (default: the last that was left out)")
+    replay.add_argument("--rank", type=int, default=0, help="whose samples, if several devices train the member")
     add("status", "Show how far each member is.")
     add("config", "Print the experiment with every default and override resolved.")
     return parser
@@ -177,14 +180,19 @@ def _limit_threads(experiment: Experiment) -> None:
     torch.set_num_threads(experiment.island.num_threads)
 
 
-def _fit(options: argparse.Namespace) -> int:
+def _load_for_members(options: argparse.Namespace) -> tuple[Experiment, list[str]]:
+    """The experiment, and the members that ``member=`` names, which is taken out of the overrides."""
     chosen = [text for text in options.overrides if text.startswith("member=")]
     options.overrides = [text for text in options.overrides if not text.startswith("member=")]
     experiment = _load(options)
 
     from ddm_lightning.members import parse_members
 
-    members = parse_members(chosen[-1].removeprefix("member=") if chosen else "all", experiment)
+    return experiment, parse_members(chosen[-1].removeprefix("member=") if chosen else "all", experiment)
+
+
+def _fit(options: argparse.Namespace) -> int:
+    experiment, members = _load_for_members(options)
     if options.jobs is not None and options.jobs < 1:
         raise UserError(f"--jobs {options.jobs}: must be at least 1")
     return (
@@ -338,4 +346,30 @@ def _status(options: argparse.Namespace) -> int:
     return 0
 
 
-_COMMANDS = {"prepare": _prepare, "fit": _fit, "sample": _sample, "status": _status, "config": _config}
+def _replay(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    experiment, members = _load_for_members(options)
+    if len(members) != 1:
+        raise UserError("replay: name the member whose step it was, such as member=expert-0")
+
+    from ddm_lightning.run_folder import open_run
+
+    run = open_run(experiment, create=False)
+
+    from ddm_lightning.training.replay import replay_step, replay_table
+
+    replay = replay_step(members[0], experiment, run, options.step, options.rank)
+    print(f"step {replay.skipped.step} of {members[0]}, rank {replay.skipped.rank}, with {replay.weights}")
+    Console().print(replay_table(replay))
+    return 0
+
+
+_COMMANDS = {
+    "prepare": _prepare,
+    "fit": _fit,
+    "sample": _sample,
+    "replay": _replay,
+    "status": _status,
+    "config": _config,
+}

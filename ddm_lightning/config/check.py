@@ -67,6 +67,7 @@ for _role in ("expert", "router"):
         f"{_role}.train.weight_decay": (0, None),
         f"{_role}.train.warmup_steps": (0, None),
         f"{_role}.train.gradient_clip_norm": (1e-12, None),
+        f"{_role}.train.max_skipped_steps": (0, None),
         f"{_role}.train.ema_decay": (0, 0.9999999),
     }
 

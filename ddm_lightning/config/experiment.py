@@ -52,6 +52,8 @@ class TrainConfig:
     """After the warm-up: ``constant``, ``linear`` (to 0) or ``cosine`` (to 0)."""
     gradient_clip_norm: float | None = 1.0
     """Global gradient-norm limit; null for none."""
+    max_skipped_steps: int = 10
+    """Steps in succession whose gradient is not finite and that are left out; one more ends the training."""
     horizontal_flip: bool = False
     """Whether half of the training samples are mirrored; not for pictures with letters in them."""
     ema_decay: float = 0.9999

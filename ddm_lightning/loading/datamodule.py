@@ -154,6 +154,21 @@ class ClusterDataModule(L.LightningDataModule):
         self._numbers.clear()
         shutil.rmtree(self._view(), ignore_errors=True)
 
+    def training_folders(self) -> list[Path]:
+        """Where the training shards lie on this machine, uncompressed; call ``prepare_data`` before.
+
+        Raises:
+            UserError: they were never fetched here.
+        """
+        folders = [
+            self._store(name) if self._is_remote() or self._is_unpacked_here(name) else Path(self.shards) / name
+            for name in self._training
+        ]
+        missing = [folder for folder in folders if not (folder / "index.json").exists()]
+        if missing:
+            raise UserError(f"{missing[0]}: no shards here; run this where the member was trained")
+        return folders
+
     def ranks(self) -> Ranks:
         """Which rank this is; the only one without a trainer."""
         trainer = self.trainer

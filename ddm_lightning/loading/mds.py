@@ -7,7 +7,7 @@ JSON, and the samples. A sample is the sizes of its columns of variable size, ui
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,9 @@ _SCALARS = {"int": "int64"}
 _TEXT = ("str", "json")
 # First, because a StreamingDataLoader counts samples by the first value of a batch.
 _ID = "sample_id"
+
+
+_IDS_AT_ONCE = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -143,7 +146,7 @@ class _Map:
         self._sizes: np.ndarray = np.ndarray((size - 3,), np.dtype((np.void, 4)), content, strides=(1,))
 
     def gather(self, rows: Int[np.ndarray, "m"], out: dict[str, np.ndarray], places: Int[np.ndarray, "m"]) -> None:
-        """Copy the columns of ``rows`` to ``places`` in ``out``, one item a sample."""
+        """Copy the columns that ``out`` has of ``rows`` to ``places`` there, one item a sample."""
         begin = self._offsets[rows].astype(np.int64)
         # Where fixed-size columns begin that lie behind the first v columns of variable size.
         shifts = [begin + 4 * self._layout.num_variable]
@@ -154,6 +157,8 @@ class _Map:
             for variable in range(self._layout.num_variable):
                 shifts.append(shifts[-1] + self._sizes[begin + 4 * variable].view(np.uint32))
         for column in self._layout.columns:
+            if column.name not in out:
+                continue
             items = self._items[column.name]
             out[column.name][places] = items[shifts[column.variable_before] + column.fixed_before]
 
@@ -192,8 +197,28 @@ class Shards:
         """Which shard each sample is in."""
         return np.searchsorted(self._starts, ids, side="right") - 1
 
-    def take(self, ids: Int[np.ndarray, "m"]) -> dict[str, Tensor]:
+    def find(self, sample_ids: Int[np.ndarray, "m"]) -> Int[np.ndarray, "m"]:
+        """Where samples lie, for ``take``; reads every sample's id, and nothing else.
+
+        Raises:
+            KeyError: a sample is not there.
+            ValueError, OSError: as ``take``.
+        """
+        places: dict[int, int] = {}
+        wanted = set(sample_ids.tolist())
+        for start in range(0, len(self), _IDS_AT_ONCE):
+            rows = np.arange(start, min(start + _IDS_AT_ONCE, len(self)))
+            for row, found in enumerate(self.take(rows, ("sample_id",))["sample_id"].tolist()):
+                if found in wanted:
+                    places[found] = start + row
+        return np.array([places[sample_id] for sample_id in sample_ids.tolist()], np.int64)
+
+    def take(self, ids: Int[np.ndarray, "m"], names: Collection[str] | None = None) -> dict[str, Tensor]:
         """One batch, in the order of ``ids``.
+
+        Args:
+            ids: places of the samples.
+            names: columns; None for all.
 
         Returns:
             ``sample_id`` int64 ``[m]`` first; then every other column of fixed size: whole numbers as int64 ``[m]``,
@@ -202,7 +227,7 @@ class Shards:
         Raises:
             ValueError, OSError: a shard is not as the index says; the message begins with its path.
         """
-        columns = self.layout.columns
+        columns = [column for column in self.layout.columns if names is None or column.name in names]
         batch = {column.name: np.empty((len(ids), *column.shape), column.dtype) for column in columns}
         items = {
             column.name: batch[column.name].reshape(len(ids), -1).view((np.void, column.num_bytes)).reshape(-1)

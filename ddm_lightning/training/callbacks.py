@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 
 from ddm_lightning.progress import member_columns
 from ddm_lightning.training.checkpoints import RollingCheckpoints
+from ddm_lightning.training.guard import skipped_file
 from ddm_lightning.training.module import MemberModule
 from ddm_lightning.training.status import MemberStatus
 
@@ -73,14 +74,22 @@ class Reporter(L.Callback):
         """Leave the word that training failed, or was stopped before its first step."""
         if self._bar is not None:
             self._bar.stop()
+        self._write_skipped(trainer, module)
         self.status.state = "stopped" if isinstance(exception, StopRequested) else "failed"
         if trainer.is_global_zero:
             self.status.write(self.folder)
 
+    def _write_skipped(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        assert isinstance(module, MemberModule)
+        module.guard.write(skipped_file(self.folder, trainer.global_rank, trainer.world_size))
+
     def _report(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         assert isinstance(module, MemberModule)
-        module.check_finite()
-        averages = _over_ranks(module.drain("train/"), trainer)
+        module.guard.settle()
+        self._write_skipped(trainer, module)
+        averages = module.drain("train/")
+        if averages:
+            averages["train/skipped_steps"] = module.guard.num_skipped
         elapsed = time.monotonic() - self._start
         steps = trainer.global_step - self._first_step
         self.status.step = trainer.global_step
@@ -99,15 +108,6 @@ class Reporter(L.Callback):
         self.status.write(self.folder)
         if self._bar is not None:
             self._bar.update(self._task, completed=trainer.global_step, note=self.status.note())
-
-
-def _over_ranks(averages: dict[str, float], trainer: L.Trainer) -> dict[str, float]:
-    """The mean over ranks; a collective: every rank reports at the same steps."""
-    if trainer.world_size == 1 or not averages:
-        return averages
-    values = torch.tensor(list(averages.values()), device=trainer.strategy.root_device)
-    torch.distributed.all_reduce(values)
-    return dict(zip(averages, (values / trainer.world_size).tolist(), strict=True))
 
 
 class DisjointRanks(L.Callback):

@@ -53,7 +53,7 @@ class RollingCheckpoints(Checkpoint):
         if trainer.global_step == self._newest_step:
             return
         assert isinstance(trainer.lightning_module, MemberModule)
-        trainer.lightning_module.check_finite()
+        trainer.lightning_module.guard.settle()
         self._newest_step = trainer.global_step
         trainer.save_checkpoint(self.folder / f"step-{trainer.global_step:08d}.ckpt", weights_only=False)
         if trainer.is_global_zero:

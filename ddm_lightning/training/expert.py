@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -16,16 +17,12 @@ class ExpertModule(MemberModule):
     Source: McAllister et al., arXiv 2501.05450, section 3; the loss is the mean squared error in fp32.
     """
 
-    def _loss(self, noised: Noised) -> Tensor:
+    def losses(self, noised: Noised, batch: dict[str, Tensor]) -> Float[Tensor, " b"]:
+        """Mean squared error of each sample."""
         prediction = self.network(noised.x_t, noised.t, noised.condition)
         kind = getattr(self.network, "prediction", "velocity")
-        return F.mse_loss(prediction.float(), training_target(noised.x_0, noised.noise, kind))
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        """Mean squared error of one batch."""
-        loss = self._loss(self.noised(batch))
-        self.accumulate("train/loss", loss)
-        return loss
+        target = training_target(noised.x_0, noised.noise, kind)
+        return F.mse_loss(prediction.float(), target, reduction="none").flatten(1).mean(1)
 
     @torch.no_grad()
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
@@ -33,6 +30,6 @@ class ExpertModule(MemberModule):
         num = len(batch["sample_id"])
         for index in range(NUM_VALIDATION_TIMESTEPS):
             noised = self.validation_noised(batch, batch_idx, index)
-            loss = self._loss(noised) * num
+            loss = self.losses(noised, batch).sum()
             self.accumulate("held_out/loss", loss, num)
             self.accumulate(f"held_out/loss_t{(index + 0.5) / NUM_VALIDATION_TIMESTEPS:.3f}", loss, num)

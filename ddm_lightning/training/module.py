@@ -12,7 +12,6 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 
 from ddm_lightning.config import TimestepsConfig, TrainConfig
-from ddm_lightning.errors import UserError
 from ddm_lightning.flow.condition import Condition, ConditionSpec
 from ddm_lightning.flow.path import interpolate
 from ddm_lightning.flow.randomness import keyed_generator
@@ -21,6 +20,7 @@ from ddm_lightning.networks.attention import set_attention
 from ddm_lightning.prepare.interfaces import CaptionEncoder
 from ddm_lightning.prepare.stored import StoredForm
 from ddm_lightning.training.ema import ema_weights, track_ema
+from ddm_lightning.training.guard import FiniteGuard
 from ddm_lightning.training.optimizer import build_optimizer, build_schedule
 from ddm_lightning.training.strategy import compile_blocks, shard_blocks
 
@@ -81,7 +81,9 @@ class MemberModule(L.LightningModule):
         self.spec = spec
         self._configured = False
         self._sums: dict[str, Tensor] = {}
-        self._counts: dict[str, int] = {}
+        self._guard: FiniteGuard | None = None
+        self.replayed: tuple[int, int] | None = None
+        """Rank and step whose randomness is drawn, in place of the Trainer's."""
 
     def configure_model(self) -> None:
         """Apply the island's choices to the network: attention, compiled blocks, shards."""
@@ -103,13 +105,24 @@ class MemberModule(L.LightningModule):
         schedule = build_schedule(optimizer, self.spec.train)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
+    @property
+    def guard(self) -> FiniteGuard:
+        """What leaves out steps whose gradient is not finite."""
+        if self._guard is None:
+            self._guard = FiniteGuard(self.spec.member, self.global_rank, self.spec.train.max_skipped_steps)
+        return self._guard
+
     def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
-        """Clip by the global norm, also of sharded gradients, and average the norm for the log."""
+        """Clip by the global norm, also of sharded gradients; a step without a finite one is left out."""
         limit = self.spec.train.gradient_clip_norm
         gradients = [p for p in self.network.parameters() if p.grad is not None]
         # An infinite limit measures without clipping.
         norm = nn.utils.clip_grad_norm_(gradients, float("inf") if limit is None else limit)
-        self.accumulate("train/gradient_norm", norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        self.accumulate("train/gradient_norm", norm)
+        # A gradient scaler of 16-bit floats looks for its scale by steps that it leaves out itself.
+        if self.trainer.scaler is None:
+            self.guard.judge(optimizer, norm)
 
     def on_train_batch_start(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         """Key the global generator (a network's own dropout) by the step."""
@@ -135,6 +148,26 @@ class MemberModule(L.LightningModule):
             condition = condition.dropped(torch.rand(len(x_0), generator=generator, device=device) < self.spec.dropout)
         return Noised(interpolate(x_0, noise, t), t, noise, x_0, condition)
 
+    def losses(self, noised: Noised, batch: dict[str, Tensor]) -> Float[Tensor, " b"]:
+        """The loss of each sample, fp32; a subclass says which."""
+        raise NotImplementedError
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        """The mean loss of one batch."""
+        noised = self.noised(batch)
+        losses = self.losses(noised, batch)
+        loss = losses.mean()
+        self.guard.saw(self.global_step, batch["sample_id"], noised.t, losses)
+        self.accumulate("train/loss", loss)
+        self._accumulate_by_time(noised.t, losses.detach())
+        return loss
+
+    def _accumulate_by_time(self, t: Float[Tensor, " b"], losses: Float[Tensor, " b"]) -> None:
+        """Training loss in as many equal parts of [0, 1] as validation has timesteps, at whose middles those lie."""
+        part = torch.arange(NUM_VALIDATION_TIMESTEPS, device=t.device)[:, None]
+        within = (t * NUM_VALIDATION_TIMESTEPS).long().clamp(max=NUM_VALIDATION_TIMESTEPS - 1) == part
+        self.accumulate("train/loss_by_time", torch.where(within, losses, 0.0).sum(1), within.sum(1))
+
     def validation_noised(self, batch: dict[str, Tensor], batch_idx: int, index: int) -> Noised:
         """The batch at the ``index``-th of 8 fixed timesteps, with noise that never changes."""
         x_0 = self.normalised(batch)
@@ -157,30 +190,33 @@ class MemberModule(L.LightningModule):
             return Condition.of(self.spec.caption_encoder.vectors_of_stored(batch))
         return Condition.of(batch["text"])
 
-    def accumulate(self, name: str, value: Tensor, count: int = 1) -> None:
-        """Add a sum of ``count`` values to a running average, without leaving the device."""
+    def accumulate(self, name: str, value: Float[Tensor, "*times"], count: int | Tensor = 1) -> None:
+        """Add a sum of ``count`` values to a running average, without leaving the device; not if it is not finite.
+
+        Args:
+            name: of the average; of a row of averages, one a timestep, the name ends in ``_by_time``.
+            value: the sum, or sums.
+            count: how many values are summed.
+        """
         value = value.detach().float()
-        self._sums[name] = self._sums[name] + value if name in self._sums else value
-        self._counts[name] = self._counts.get(name, 0) + count
+        finite = value.isfinite()
+        pair = torch.stack([torch.where(finite, value, 0.0), finite * count])
+        self._sums[name] = self._sums[name] + pair if name in self._sums else pair
 
     def drain(self, prefix: str) -> dict[str, float]:
-        """The averages accumulated under ``prefix``, reset; the one place where the host waits for the device."""
-        names = [name for name in self._sums if name.startswith(prefix)]
-        averages = {name: float(self._sums.pop(name)) / self._counts.pop(name) for name in names}
-        return dict(sorted(averages.items()))
+        """The averages over all ranks of what was accumulated under ``prefix``, reset; without those of no value.
 
-    def check_finite(self) -> None:
-        """Refuse to report, or to keep, what follows from a loss that is not finite.
-
-        Raises:
-            UserError: training diverged since the last report.
+        Here the host waits for the device; a collective, for which every rank has to have the same names.
         """
-        loss = self._sums.get("train/loss")
-        if loss is not None and not bool(torch.isfinite(loss)):
-            raise UserError(
-                f"{self.spec.member}: the training loss is not finite by step {self.global_step}, training diverged; "
-                f"lower its learning_rate and train into another folder with run_dir=…"
-            )
+        drained = {name: self._sums.pop(name) for name in sorted(self._sums) if name.startswith(prefix)}
+        if not drained:
+            return {}
+        table = torch.cat([pair.view(2, -1) for pair in drained.values()], dim=1)
+        if self.trainer.world_size > 1:
+            torch.distributed.all_reduce(table)
+        sums, counts = table.tolist()
+        names = [one for name, pair in drained.items() for one in _names(name, pair.view(2, -1).shape[1])]
+        return {name: total / count for name, total, count in zip(names, sums, counts, strict=True) if count}
 
     def ema_weights(self) -> Any:
         """Context in which the network carries its averaged weights."""
@@ -197,9 +233,14 @@ class MemberModule(L.LightningModule):
 
     def on_validation_epoch_end(self) -> None:
         """Average over the ranks what was held out; ``Reporter`` logs it (Lightning itself would one step early)."""
-        self.log_dict(self.drain("held_out/"), sync_dist=True, logger=False)
+        self.log_dict(self.drain("held_out/"), logger=False)
 
     def _generator(self, purpose: str, device: torch.device) -> torch.Generator:
-        return keyed_generator(
-            self.spec.seed, self.spec.member, purpose, self.global_rank, self.global_step, device=device
-        )
+        rank, step = self.replayed or (self.global_rank, self.global_step)
+        return keyed_generator(self.spec.seed, self.spec.member, purpose, rank, step, device=device)
+
+
+def _names(name: str, num: int) -> list[str]:
+    if num == 1:
+        return [name]
+    return [f"{name.removesuffix('_by_time')}_t{(index + 0.5) / num:.3f}" for index in range(num)]

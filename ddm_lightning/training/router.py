@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
-from ddm_lightning.training.module import NUM_VALIDATION_TIMESTEPS, MemberModule
+from ddm_lightning.training.module import NUM_VALIDATION_TIMESTEPS, MemberModule, Noised
 
 
 class RouterModule(MemberModule):
@@ -15,14 +16,12 @@ class RouterModule(MemberModule):
     It trains on the natural mixture of clusters, so its probabilities contain the cluster priors.
     """
 
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        """Cross-entropy of one batch, in nats."""
-        noised = self.noised(batch)
+    def losses(self, noised: Noised, batch: dict[str, Tensor]) -> Float[Tensor, " b"]:
+        """Cross-entropy of each sample, in nats."""
         logits = self.network(noised.x_t, noised.t, noised.condition).float()
-        loss = F.cross_entropy(logits, batch["cluster"])
-        self.accumulate("train/loss", loss)
-        self.accumulate("train/accuracy", (logits.argmax(1) == batch["cluster"]).float().mean())
-        return loss
+        if self.training:
+            self.accumulate("train/accuracy", (logits.argmax(1) == batch["cluster"]).float().mean())
+        return F.cross_entropy(logits, batch["cluster"], reduction="none")
 
     def on_validation_start(self) -> None:
         """Start a fresh confusion table."""

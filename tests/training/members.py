@@ -54,7 +54,7 @@ def router(network, step=0, rank=0, **changes):
 
 def at(module, step, rank=0):
     """As a Trainer would number it."""
-    module._trainer = SimpleNamespace(global_step=step, global_rank=rank)
+    module._trainer = SimpleNamespace(global_step=step, global_rank=rank, world_size=1, scaler=None)
     return module
 
 

@@ -1,5 +1,6 @@
 import os
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -74,7 +75,10 @@ def test_one_step_is_saved_once(tmp_path):
 def test_a_diverged_step_is_not_kept(tmp_path):
     trainer, rolling = FakeTrainer(), RollingCheckpoints(tmp_path, 5, 2)
     trainer.take(5, rolling)
-    trainer.lightning_module.accumulate("train/loss", torch.tensor(float("nan")))
+    guard = trainer.lightning_module.guard
+    for step in range(guard.max_in_succession + 1):
+        guard.saw(step, torch.tensor([0]), torch.tensor([0.5]), torch.tensor([1.0]))
+        guard.judge(SimpleNamespace(), torch.tensor(float("nan")))
     with pytest.raises(UserError, match="not finite"):
         trainer.take(5, rolling)
     assert names(tmp_path) == ["step-00000005.ckpt"]

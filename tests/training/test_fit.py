@@ -3,18 +3,24 @@
 import contextlib
 import json
 import math
+import re
 import shutil
 import signal
 import subprocess
 
+import numpy as np
 import pytest
 from deadline import within
 from loading.mds import damage
+from streaming import MDSWriter
+from streaming.base.format import reader_from_json
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny_runs import TINY, copy_run, finish, read_status, start
 
 from ddm_lightning.cli import main
 from ddm_lightning.ensemble.load import load_member
+from ddm_lightning.files import sha256_file
+from ddm_lightning.training.guard import read_skipped
 
 SHORT = (
     "expert.train.max_steps=20",
@@ -210,12 +216,62 @@ def test_a_cluster_smaller_than_a_batch_is_refused(run, capsys):
 
 
 def test_a_diverged_training_says_so_and_keeps_its_checkpoints_from_before(run, capsys):
-    assert fit(run, "expert.train.learning_rate=1e30", "island.log_every_n_steps=7") == 2
+    settings = ("expert.train.learning_rate=1e30", "expert.train.max_skipped_steps=2", "island.log_every_n_steps=7")
+    assert fit(run, *settings) == 2
     line = refusal(capsys)
-    assert "expert-0: the training loss is not finite by step 6" in line
-    assert "learning_rate" in line
+    assert re.search(r"expert-0: \d steps in succession, up to step 5, had a gradient that is not finite", line)
+    assert "lower its learning_rate" in line
+    assert [skipped.step for skipped in read_skipped(member(run, "skipped_steps.jsonl"))] == [1, 2, 3, 4, 5]
     assert not member(run, "checkpoints").exists()
     assert read_status(run, "expert-0")["state"] == "failed"
+
+
+def plant_nan(run, sample_index):
+    """Spoil the text of one training sample of cluster 0; returns its id."""
+    folder, name = run / "prepared/shards/cluster-0/train", "cluster-0/train"
+    shards = json.loads((folder / "index.json").read_text())["shards"]
+    readers = [reader_from_json(str(folder.parent), folder.name, shard) for shard in shards]
+    samples = [dict(reader[i]) for reader in readers for i in range(reader.samples)]
+    text = np.array(samples[sample_index]["text"])
+    text[0] = np.nan
+    samples[sample_index]["text"] = text
+    columns = dict(zip(shards[0]["column_names"], shards[0]["column_encodings"], strict=True))
+    shutil.rmtree(folder)
+    with MDSWriter(out=str(folder), columns=columns, hashes=["sha1", "xxh64"]) as writer:
+        for sample in samples:
+            writer.write(sample)
+    manifest = run / "prepared/manifest.json"
+    stored = json.loads(manifest.read_text())
+    stored["index_sha256"][name] = sha256_file(folder / "index.json")
+    manifest.write_text(json.dumps(stored))
+    return int(samples[sample_index]["sample_id"])
+
+
+def test_a_sample_that_is_not_finite_costs_its_steps_and_is_found_by_one_command(run, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    planted = plant_nan(run, 3)
+    assert fit(run, "condition.dropout=0.0") == 0
+    skipped = read_skipped(member(run, "skipped_steps.jsonl"))
+    assert 1 <= len(skipped) < 20
+    assert all(planted in one.sample_ids for one in skipped)
+    assert all(math.isnan(one.losses[one.sample_ids.index(planted)]) for one in skipped)
+    assert sum(not math.isfinite(loss) for one in skipped for loss in one.losses) == len(skipped)
+    status = read_status(run, "expert-0")
+    assert status["metrics"]["train/skipped_steps"] == len(skipped) and math.isfinite(status["metrics"]["train/loss"])
+    load_member(member(run, "artifact"))  # refuses weights that are not finite
+
+    capsys.readouterr()
+    command = ["replay", "-c", str(TINY), f"run_dir={run}", "member=expert-0", "condition.dropout=0.0"]
+    assert main([*command, *SHORT]) == 0
+    out = capsys.readouterr().out
+    rows = [line.split() for line in out.splitlines() if re.match(r" *\d+ ", line)]
+    assert len(rows) == 8 and f"step {skipped[-1].step} of expert-0, rank 0, with {member(run)}" in out
+    assert rows[0][0] == str(planted) and rows[0][2:] == ["text", "nan", "nan"]
+    by_id = {row[0]: row for row in rows}
+    for sample_id, t in zip(skipped[-1].sample_ids, skipped[-1].t, strict=True):
+        assert float(by_id[str(sample_id)][1]) == pytest.approx(t, abs=1e-4)
+    assert main([*command, *SHORT, "--step", "12345"]) == 2
+    assert "step 12345 of rank 0 was not left out; those that were: " in refusal(capsys)
 
 
 def test_mixed_precision_trains(finished, run):

@@ -1,0 +1,129 @@
+"""A step that was left out, taken once more: which of its samples is to blame, and for what."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from rich import box
+from rich.table import Table
+from torch import Tensor
+
+from ddm_lightning.config import Experiment
+from ddm_lightning.errors import UserError
+from ddm_lightning.loading.datamodule import ClusterDataModule
+from ddm_lightning.loading.local import open_shards
+from ddm_lightning.prepare.manifest import Manifest
+from ddm_lightning.run_folder import RunFolder
+from ddm_lightning.training.fit import build_data, build_module
+from ddm_lightning.training.guard import SkippedStep, read_skipped
+from ddm_lightning.training.module import MemberModule, Noised
+
+
+@dataclass(frozen=True)
+class ReplayedSample:
+    """One sample of the step."""
+
+    sample_id: int
+    t: float
+    not_finite: tuple[str, ...]
+    """Columns of the shards that hold numbers which are not finite."""
+    loss: float
+    gradient_norm: float
+    """Of this sample's loss alone."""
+
+
+@dataclass(frozen=True)
+class Replay:
+    """A step that was left out, with the weights of the nearest checkpoint."""
+
+    skipped: SkippedStep
+    weights: str
+    """Which weights it was replayed with."""
+    samples: list[ReplayedSample]
+
+
+def replay_step(member: str, experiment: Experiment, run: RunFolder, step: int | None, rank: int) -> Replay:
+    """Take a step once more that ``FiniteGuard`` left out, with the same samples, times, noise and dropped conditions.
+
+    Args:
+        member: whose step.
+        experiment: of the run.
+        run: the run folder.
+        step: which one; None for the last.
+        rank: whose part of the batch.
+
+    Raises:
+        UserError: no such step was left out, or its samples are not on this machine.
+    """
+    skipped = _find(run.member(member), step, rank)
+    manifest = Manifest.read(run.root)
+    module = build_module(member, experiment, manifest)
+    weights = _load_nearest(module, run.member(member) / "checkpoints", skipped.step)
+    batch = _samples(build_data(member, experiment, manifest, run), skipped)
+    module.replayed = (skipped.rank, skipped.step)
+    # The keyed draws are of a device's own generator.
+    noised = module.noised(batch)
+    found = []
+    for row, sample_id in enumerate(skipped.sample_ids):
+        # Alone: in a batch, zero times a neighbour's NaN is NaN.
+        module.zero_grad()
+        one = slice(row, row + 1)
+        condition = None if noised.condition is None else noised.condition.rows(one)
+        alone = Noised(noised.x_t[one], noised.t[one], noised.noise[one], noised.x_0[one], condition)
+        loss = module.losses(alone, {name: rows[one] for name, rows in batch.items()}).sum()
+        loss.backward()
+        squares = [p.grad.double().square().sum() for p in module.network.parameters() if p.grad is not None]
+        norm = math.sqrt(float(torch.stack(squares).sum())) if squares else 0.0
+        columns = (name for name, rows in batch.items() if not bool(rows[row].isfinite().all()))
+        found.append(ReplayedSample(sample_id, float(noised.t[row]), tuple(columns), float(loss.detach()), norm))
+    return Replay(skipped, weights, found)
+
+
+def _find(folder: Path, step: int | None, rank: int) -> SkippedStep:
+    files = sorted(folder.glob("skipped_steps*.jsonl"))
+    skipped = [one for file in files for one in read_skipped(file) if one.rank == rank]
+    chosen = [one for one in skipped if step is None or one.step == step]
+    if not chosen:
+        there = ", ".join(str(one.step) for one in skipped) or "none"
+        which = "a step" if step is None else f"step {step}"
+        raise UserError(f"{folder}: {which} of rank {rank} was not left out; those that were: {there}")
+    return max(chosen, key=lambda one: one.step)
+
+
+def _load_nearest(module: MemberModule, checkpoints: Path, step: int) -> str:
+    """Weights of the checkpoint nearest to ``step``: skipped steps change none, and others little."""
+    paths = sorted(checkpoints.glob("step-*.ckpt"), key=lambda path: abs(int(path.stem.removeprefix("step-")) - step))
+    if not paths:
+        return "the initial weights"
+    module.load_state_dict(torch.load(paths[0], map_location="cpu", weights_only=True)["state_dict"])
+    return str(paths[0])
+
+
+def _samples(data: ClusterDataModule, skipped: SkippedStep) -> dict[str, Tensor]:
+    data.prepare_data()
+    folders = data.training_folders()
+    shards = open_shards(folders)
+    try:
+        return shards.take(shards.find(np.array(skipped.sample_ids)))
+    except KeyError as error:
+        raise UserError(f"{folders[0]}: sample {error} is not there; replay where the member was trained") from None
+
+
+def replay_table(replay: Replay) -> Table:
+    """A row a sample, the ones to blame first."""
+    table = Table(box=box.SIMPLE_HEAD)
+    for heading in ("sample", "t", "not finite in the shards", "loss", "gradient norm"):
+        table.add_column(heading, justify="left" if heading.startswith("not") else "right")
+    for sample in sorted(replay.samples, key=lambda sample: math.isfinite(sample.gradient_norm)):
+        table.add_row(
+            str(sample.sample_id),
+            f"{sample.t:.4f}",
+            ", ".join(sample.not_finite),
+            f"{sample.loss:.4g}",
+            f"{sample.gradient_norm:.4g}",
+        )
+    return table

@@ -1,0 +1,118 @@
+import json
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from ddm_lightning.config import TrainConfig
+from ddm_lightning.errors import UserError
+from ddm_lightning.training.ema import ema_tensors, track_ema
+from ddm_lightning.training.guard import FiniteGuard, SkippedStep, read_skipped
+from ddm_lightning.training.optimizer import build_optimizer
+
+NAN = float("nan")
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+
+
+def state_of(module, optimizer):
+    moments = [value for state in optimizer.state.values() for name, value in state.items() if name != "ema"]
+    return [*(p.detach().clone() for p in module.parameters()), *(torch.as_tensor(m).clone() for m in moments)]
+
+
+def take(module, optimizer, guard, step, spoil=False):
+    """One step as the module takes it."""
+    generator = torch.Generator().manual_seed(step)
+    x = torch.randn(5, 3, generator=generator)
+    if spoil:
+        x[3, 1] = NAN
+    losses = module(x).square().mean(1)
+    guard.saw(step, torch.arange(5) + 10 * step, torch.linspace(0.1, 0.9, 5), losses)
+    optimizer.zero_grad()
+    losses.mean().backward()
+    norm = nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+    guard.judge(optimizer, norm)
+    optimizer.step()
+
+
+def test_a_step_without_a_finite_gradient_changes_nothing_and_the_others_go_on_as_if_it_had_not_been():
+    runs = []
+    for steps in ([0, 1, "bad", 2, 3], [0, 1, 2, 3]):
+        module = network()
+        optimizer = build_optimizer(module, TrainConfig(10, 5, learning_rate=0.1, weight_decay=0.1))
+        guard = FiniteGuard("expert-0", 0, 3)
+        for step in steps:
+            before = state_of(module, optimizer)
+            take(module, optimizer, guard, 99 if step == "bad" else step, spoil=step == "bad")
+            changed = [not torch.equal(a, b) for a, b in zip(before, state_of(module, optimizer), strict=False)]
+            assert not any(changed) if step == "bad" else all(changed[:4])
+        runs.append(state_of(module, optimizer))
+    for one, other in zip(*runs, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_averages_stay_finite():
+    module = network()
+    optimizer = build_optimizer(module, TrainConfig(10, 5, learning_rate=0.1))
+    track_ema(optimizer, 0.9)
+    guard = FiniteGuard("expert-0", 0, 3)
+    for step in range(6):
+        take(module, optimizer, guard, step, spoil=step % 2 == 1)
+    assert all(bool(average.isfinite().all()) for average in ema_tensors(module, optimizer).values())
+
+
+def test_what_was_left_out_is_told_once_the_host_looks(tmp_path):
+    module, path = network(), tmp_path / "skipped_steps.jsonl"
+    optimizer, guard = build_optimizer(module, TrainConfig(10, 5)), FiniteGuard("expert-0", 1, 3)
+    for step in range(7, 12):
+        take(module, optimizer, guard, step, spoil=step in (8, 11))
+    guard.write(path)
+    assert not path.exists() and guard.num_skipped == 0, "nobody has looked yet"
+    guard.settle()
+    guard.write(path)
+    assert guard.num_skipped == 2
+    first, second = read_skipped(path)
+    assert (first.step, second.step, first.rank) == (8, 11, 1)
+    assert first.sample_ids == [80, 81, 82, 83, 84]
+    assert first.t == pytest.approx([0.1, 0.3, 0.5, 0.7, 0.9])
+    assert [math.isfinite(loss) for loss in first.losses] == [True, True, True, False, True]
+    json.loads(path.read_text().splitlines()[0], parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
+
+    # A resumed training takes step 11 once more.
+    again = FiniteGuard("expert-0", 1, 3)
+    for step in (11, 12):
+        take(module, optimizer, again, step, spoil=True)
+    again.settle()
+    again.write(path)
+    assert [skipped.step for skipped in read_skipped(path)] == [8, 11, 12]
+
+
+def test_too_many_in_succession_end_the_training_and_single_ones_do_not():
+    module = network()
+    optimizer, guard = build_optimizer(module, TrainConfig(10, 5)), FiniteGuard("expert-0", 0, 2)
+    for step in range(12):
+        take(module, optimizer, guard, step, spoil=step % 3 != 0)
+    guard.settle()
+    assert guard.num_skipped == 8
+    for step in (12, 13):
+        take(module, optimizer, guard, step, spoil=step == 13)
+    guard.settle()
+    take(module, optimizer, guard, 14, spoil=True)
+    guard.settle()  # succession is counted over looks
+    take(module, optimizer, guard, 15, spoil=True)
+    with pytest.raises(UserError, match=r"expert-0: 3 steps in succession, up to step 15.*lower its learning_rate"):
+        guard.settle()
+    assert all(bool(p.isfinite().all()) for p in module.parameters())
+
+
+def test_a_line_that_was_cut_is_passed_over(tmp_path):
+    path = tmp_path / "skipped_steps.jsonl"
+    whole = SkippedStep(3, 0, [1, 2], [0.5, 0.25], [1.0, NAN])
+    path.write_text(f'{whole.line()}\n[1]\n{{"step": 4}}\n{whole.line()[:-9]}')
+    (found,) = read_skipped(path)
+    assert found.step == 3 and found.losses[0] == 1.0 and math.isnan(found.losses[1])
+    assert read_skipped(tmp_path / "none") == []
