@@ -102,6 +102,8 @@ class IslandConfig:
     """Lightning's precision: ``32-true``, ``bf16-mixed``, ``16-mixed`` or ``64-true``; weights stay fp32 or wider."""
     attention: str = "auto"
     """Attention back end: ``auto`` (what runs), ``sdpa`` or ``xformers``."""
+    activation_checkpointing: bool = False
+    """Whether activations within a block are computed again in the backward pass: less memory, a third more work."""
     compile: bool = False
     """Whether each transformer block is compiled."""
     num_threads: int = 1

@@ -65,6 +65,7 @@ def build_module(member: str, experiment: Experiment, manifest: Manifest) -> Mem
         stored=StoredForm(manifest.stores, manifest.normalisation),
         caption_encoder=_online_encoder(experiment, manifest),
         attention=experiment.island.attention,
+        activation_checkpointing=experiment.island.activation_checkpointing,
         compile=experiment.island.compile,
     )
     kind = RouterModule if member == ROUTER else ExpertModule

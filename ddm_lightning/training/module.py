@@ -22,7 +22,7 @@ from ddm_lightning.prepare.stored import StoredForm
 from ddm_lightning.training.ema import ema_weights, track_ema
 from ddm_lightning.training.guard import FiniteGuard
 from ddm_lightning.training.optimizer import build_optimizer, build_schedule
-from ddm_lightning.training.strategy import compile_blocks, shard_blocks
+from ddm_lightning.training.strategy import checkpoint_blocks, compile_blocks, shard_blocks
 
 NUM_VALIDATION_TIMESTEPS = 8
 
@@ -49,6 +49,8 @@ class MemberSpec:
     """What makes text vectors of what the shards store, where that is not the vectors themselves."""
     attention: str = "auto"
     """Attention back end on this island."""
+    activation_checkpointing: bool = False
+    """Whether blocks compute their activations twice on this island."""
     compile: bool = False
     """Whether blocks are compiled on this island."""
 
@@ -91,6 +93,8 @@ class MemberModule(L.LightningModule):
             return
         self._configured = True
         set_attention(self.network, self.spec.attention)
+        if self.spec.activation_checkpointing:
+            checkpoint_blocks(self.network)
         if self.spec.compile:
             compile_blocks(self.network)
         if self._trainer is not None and isinstance(self.trainer.strategy, ModelParallelStrategy):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
 
 from ddm_lightning.config import IslandConfig
 from ddm_lightning.errors import UserError
@@ -40,6 +43,13 @@ def choose_strategy(island: IslandConfig, num_parameters: int) -> tuple[Strategy
         data_parallel_size=devices, tensor_parallel_size=1, save_distributed_checkpoint=False
     )
     return strategy, f"FSDP2 over {devices} devices: {reason}"
+
+
+def checkpoint_blocks(network: nn.Module) -> None:
+    """Keep of each block its input alone and compute the rest once more in the backward pass (Chen, 1604.06174)."""
+    for block in getattr(network, "blocks", ()):
+        # In place of a wrapper, so that weights keep their names.
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
 
 
 def compile_blocks(network: nn.Module) -> None:

@@ -5,8 +5,11 @@ from torch import nn
 
 from ddm_lightning.config import IslandConfig
 from ddm_lightning.errors import UserError
+from ddm_lightning.flow.condition import ConditionSpec
+from ddm_lightning.networks.dit import DiT
+from ddm_lightning.networks.flops import _on_meta, flops_per_sample
 from ddm_lightning.training.devices import resolve_accelerator
-from ddm_lightning.training.strategy import BYTES_PER_PARAMETER, choose_strategy, compile_blocks
+from ddm_lightning.training.strategy import BYTES_PER_PARAMETER, checkpoint_blocks, choose_strategy, compile_blocks
 
 GIGABYTE = 1024**3
 
@@ -60,3 +63,49 @@ def test_each_block_is_compiled_in_place_and_nothing_else(monkeypatch):
     assert list(network.state_dict()) == before
     compile_blocks(nn.Linear(2, 2))  # a plug-in need not have blocks
     assert len(compiled) == 2
+
+
+def small_dit():
+    torch.manual_seed(0)
+    network = DiT(
+        x_shape=(3, 8, 8),
+        condition=ConditionSpec("none", 0),
+        width=32,
+        depth=2,
+        num_heads=2,
+        patch_size=2,
+        qk_norm=True,
+    )
+    for parameter in network.parameters():
+        nn.init.normal_(parameter, std=0.05)  # no gradient is zero by adaLN-Zero
+    return network
+
+
+def test_checkpointed_blocks_give_the_same_gradients_under_the_same_names_for_one_more_forward_pass():
+    x, t = torch.randn(4, 3, 8, 8), torch.rand(4)
+    gradients, flops = [], []
+    for is_checkpointed in (False, True):
+        network = small_dit()
+        names = list(network.state_dict())
+        if is_checkpointed:
+            checkpoint_blocks(network)
+        network(x, t, None).square().mean().backward()
+        gradients.append({name: parameter.grad for name, parameter in network.named_parameters()})
+        assert list(network.state_dict()) == names
+        flops.append(flops_per_sample(network, (3, 8, 8), ConditionSpec("none", 0), backward=True))
+        with torch.no_grad():
+            assert torch.isfinite(network(x, t, None)).all()
+    for name, gradient in gradients[0].items():
+        assert gradient.abs().max() > 0, name
+        assert torch.equal(gradient, gradients[1][name]), name
+    forward = flops_per_sample(small_dit(), (3, 8, 8), ConditionSpec("none", 0), backward=False)
+    assert 0.8 * forward < flops[1] - flops[0] < forward
+
+
+def test_counting_flops_takes_no_memory_of_the_weights_and_leaves_them_alone():
+    network = small_dit()
+    before = {name: value.clone() for name, value in network.state_dict().items()}
+    flops_per_sample(network, (3, 8, 8), ConditionSpec("none", 0), backward=True)
+    assert all(torch.equal(value, before[name]) for name, value in network.state_dict().items())
+    assert all(parameter.grad is None for parameter in network.parameters())
+    assert all(part.device.type == "meta" for part in _on_meta(network).state_dict().values())
