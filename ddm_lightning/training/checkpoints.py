@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import pickle
+import shutil
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -17,13 +20,28 @@ from ddm_lightning.files import atomic_write
 from ddm_lightning.schema import first_line
 from ddm_lightning.training.module import MemberModule
 
+_FULL_BYTES = 1 << 20
+
 
 class AtomicCheckpointIO(TorchCheckpointIO):
     """Writes a checkpoint under a temporary name, flushes it, then renames it."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
-        """Save ``checkpoint`` to the local file ``path``, whole or not at all."""
-        atomic_write(Path(path), lambda temporary: torch.save(checkpoint, temporary))
+        """Save ``checkpoint`` to the local file ``path``, whole or not at all.
+
+        Raises:
+            OSError: the disk is full, or fails.
+        """
+
+        def write(temporary: Path) -> None:
+            try:
+                torch.save(checkpoint, temporary)
+            except RuntimeError as error:  # of torch's own writer, which does not say why
+                is_full = shutil.disk_usage(temporary.parent).free < _FULL_BYTES
+                number = errno.ENOSPC if is_full else errno.EIO
+                raise OSError(number, os.strerror(number), str(path)) from error
+
+        atomic_write(Path(path), write)
 
 
 class RollingCheckpoints(Checkpoint):
@@ -61,7 +79,7 @@ class RollingCheckpoints(Checkpoint):
                 path.unlink()
 
 
-def _damage(path: Path) -> str | None:
+def damage_of(path: Path) -> str | None:
     """Why ``path`` is no whole checkpoint, or None."""
     try:
         with zipfile.ZipFile(path) as archive:
@@ -86,7 +104,7 @@ def newest_checkpoint(folder: Path) -> tuple[Path | None, list[str]]:
     lines: list[str] = []
     paths = sorted(folder.glob("step-*.ckpt"), reverse=True)
     for path in paths:
-        problem = _damage(path)
+        problem = damage_of(path)
         if problem is None:
             return path, lines
         with contextlib.suppress(FileNotFoundError):  # another rank was first

@@ -1,5 +1,7 @@
+import errno
 import os
 import pickle
+import subprocess
 from types import SimpleNamespace
 
 import pytest
@@ -173,3 +175,19 @@ def test_only_the_first_rank_removes(tmp_path):
     trainer.save_checkpoint = lambda _path, **_settings: None
     trainer.take(1, rolling)
     assert len(names(tmp_path)) == 3
+
+
+def test_a_full_disk_is_told_as_such_and_leaves_what_was_there(tmp_path):
+    options = ["-t", "tmpfs", "-o", "size=2m", "tmpfs", str(tmp_path)]
+    if subprocess.run(["mount", *options], capture_output=True, timeout=20, check=False).returncode:
+        pytest.skip("needs the right to mount a tmpfs")
+    try:
+        save = AtomicCheckpointIO().save_checkpoint
+        save({"weights": torch.ones(1000)}, tmp_path / "step-1.ckpt")
+        with pytest.raises(OSError, match="No space left on device") as full:
+            save({"weights": torch.ones(1_000_000)}, tmp_path / "step-2.ckpt")
+        assert full.value.errno == errno.ENOSPC and full.value.filename == str(tmp_path / "step-2.ckpt")
+        assert names(tmp_path) == ["step-1.ckpt"]
+        assert torch.load(tmp_path / "step-1.ckpt")["weights"].sum() == 1000
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True, timeout=20)

@@ -1,0 +1,45 @@
+import json
+import signal
+
+import kills
+import pytest
+
+from ddm_lightning.errors import UserError
+
+
+def test_stops_are_random_in_order_and_of_every_kind():
+    found = kills.endings(20, 1000, [kills.KILL, kills.TERMINATE, kills.FULL_DISK], seed=0)
+    steps = [ending.at_step for ending in found if ending.at_step is not None]
+    assert len(found) == 20 and steps == sorted(steps) and len(set(steps)) == len(steps) == 18
+    assert {ending.kind for ending in found} == {kills.KILL, kills.TERMINATE, kills.FULL_DISK}
+    assert all(ending.kind == kills.KILL and ending.delay <= 6 for ending in found if ending.at_step is None)
+    assert found == kills.endings(20, 1000, [kills.KILL, kills.TERMINATE, kills.FULL_DISK], seed=0)
+    assert found != kills.endings(20, 1000, [kills.KILL, kills.TERMINATE, kills.FULL_DISK], seed=1)
+
+
+@pytest.mark.parametrize(
+    ("code", "said", "what"),
+    [
+        (0, "", "done"),
+        (-signal.SIGKILL, "", kills.KILL),
+        (130, "stopped at step 7", kills.TERMINATE),
+        (2, "error: /x: is full; free some space, then the same command goes on", kills.FULL_DISK),
+    ],
+)
+def test_how_a_training_ended(code, said, what):
+    assert kills._what_ended(code, said) == what
+
+
+def test_any_other_end_is_an_error():
+    with pytest.raises(UserError, match="ended with code 1: Traceback"):
+        kills._what_ended(1, "Traceback")
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_quick_ends_in_the_same_weights(tmp_path):
+    kills.main(["--quick", "--json", str(tmp_path / "kills.json")])
+    figures = json.loads((tmp_path / "kills.json").read_text())["figures"]
+    assert figures["num_stops"] == kills.QUICK_KILLS and figures["same_weights"] == 1
+    assert figures["unreadable_checkpoints"] == 0 < figures["checkpoints_read"]
+    assert 0 < figures["goodput_steps"] <= 1
