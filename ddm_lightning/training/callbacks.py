@@ -145,12 +145,15 @@ class SampleLog(L.Callback):
             stream.write(f"{trainer.global_step}: {' '.join(str(i) for i in batch['sample_id'].tolist())}\n")
 
 
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, *([signal.SIGUSR1] if hasattr(signal, "SIGUSR1") else []))
+
+
 class StopRequested(BaseException):
-    """SIGTERM or Ctrl-C outside of the training steps, where there is nothing to save."""
+    """SIGTERM, SIGUSR1 or Ctrl-C outside of the training steps, where there is nothing to save."""
 
 
 class StopOnRequest(L.Callback):
-    """SIGTERM or Ctrl-C: finish the step, leave a checkpoint, stop.
+    """SIGTERM, SIGUSR1 (SLURM's warning) or Ctrl-C: finish the step, leave a checkpoint, stop.
 
     Several ranks agree on the step after which they stop, whichever of them got the signal.
     """
@@ -164,12 +167,12 @@ class StopOnRequest(L.Callback):
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Within the block the two signals come here.
+        """Within the block these signals come here.
 
         Raises:
             StopRequested: one came while no steps were being taken.
         """
-        self._previous = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+        self._previous = {number: signal.getsignal(number) for number in _SIGNALS}
         self._listen()
         try:
             yield
@@ -178,7 +181,7 @@ class StopOnRequest(L.Callback):
                 signal.signal(number, handler)
 
     def _listen(self) -> None:
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in _SIGNALS:
             signal.signal(number, self._request)
 
     def _request(self, _number: int, _frame: FrameType | None) -> None:

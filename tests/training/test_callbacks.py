@@ -23,7 +23,7 @@ def trainer_at(step, **settings):
     return SimpleNamespace(**{**defaults, "global_step": step, **settings})
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_a_signal_between_steps_saves_at_the_end_of_the_step_and_stops_without_validating(number):
     saves = Saves()
     stop, trainer = StopOnRequest(saves), trainer_at(4)
@@ -50,7 +50,7 @@ def test_a_signal_in_the_last_step_does_not_keep_the_member_from_ending():
     assert not stop.stopped
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_a_signal_outside_of_the_steps_stops_at_once(number):
     stop = StopOnRequest(Saves())
     with pytest.raises(StopRequested), stop.listening():
@@ -62,12 +62,12 @@ def test_a_signal_outside_of_the_steps_stops_at_once(number):
 
 
 def test_the_signals_are_given_back():
-    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)]
     stop = StopOnRequest(Saves())
     with stop.listening():
         stop.on_train_start(trainer_at(0), None)
         assert signal.getsignal(signal.SIGINT) != before[1]
-    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)] == before
 
 
 def test_sample_ids_are_written_a_line_a_step_and_a_file_a_rank(tmp_path):

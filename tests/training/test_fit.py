@@ -334,7 +334,7 @@ def test_killed_within_an_epoch_and_stopped_it_ends_in_the_same_bits(finished_ru
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGINT])
 def test_a_signal_before_the_first_step_stops_cleanly(finished_run, tmp_path, number):
     run = copy_run(finished_run, tmp_path / "run", "expert-0")
     shutil.rmtree(member(run))
