@@ -15,7 +15,7 @@ CHOICES = {
     "prepare.partition.kind": ("kmeans", "random", "labels", "existing"),
     "prepare.partition.metric": ("spherical", "euclidean"),
     "prepare.engine": ("local", "ray"),
-    "condition.kind": ("text", "class", "none"),
+    "condition.kind": ("text", "tokens", "class", "none"),
     "expert.timesteps.density": ("logit-normal", "uniform"),
     "router.timesteps.density": ("logit-normal", "uniform"),
     "expert.train.schedule": ("constant", "linear", "cosine"),
@@ -128,9 +128,10 @@ def check_experiment(experiment: Experiment, source: str | Path) -> None:
         refuse("sample.top_k", f"exceeds the number of experts, {num_clusters}")
     if sample.strategy == "bayes" and sample.solver != "ancestral":
         refuse("sample.solver", "strategy 'bayes' filters along a stochastic chain; set sample.solver=ancestral")
-    if condition.kind == "text" and experiment.prepare.caption_encoder is None:
+    reads_text = condition.kind in ("text", "tokens")
+    if reads_text and experiment.prepare.caption_encoder is None:
         refuse("condition.kind", "needs prepare.caption_encoder, which is null")
-    if sample.prompts and condition.kind != "text":
-        refuse("condition.kind", "sample.prompts are texts, which only a text condition reads; remove them")
+    if sample.prompts and not reads_text:
+        refuse("condition.kind", "sample.prompts are texts, which only text and tokens read; remove them")
     if sample.guidance_scale != 1 and (condition.kind == "none" or condition.dropout == 0):
         refuse("sample.guidance_scale", "needs a condition.kind to guide by and condition.dropout above 0; set 1")

@@ -15,7 +15,7 @@ class ConditionConfig:
     """What the experts are conditioned on."""
 
     kind: str = "none"
-    """``text`` (pooled caption vector), ``class`` (label) or ``none``."""
+    """``text`` (pooled caption vector), ``tokens`` (a vector a token), ``class`` (label) or ``none``."""
     dropout: float = 0.1
     """Probability of replacing a sample's condition by the learned null, for guidance."""
 

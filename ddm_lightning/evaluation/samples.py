@@ -24,18 +24,19 @@ BATCH_SIZE = 64
 
 
 def prompt_condition(prompts: Sequence[str], experiment: Experiment) -> Condition:
-    """The pooled text vectors of ``prompts``, by the experiment's caption encoder.
+    """The text vectors, or tokens, of ``prompts``, by the experiment's caption encoder.
 
     Raises:
         UserError: the experiment is not conditioned on text, or a prompt is empty.
     """
-    plugin = experiment.prepare.caption_encoder
-    if experiment.condition.kind != "text" or plugin is None:
-        raise UserError(f"--prompt: {experiment.name} is conditioned on {experiment.condition.kind!r}, not on text")
+    plugin, kind = experiment.prepare.caption_encoder, experiment.condition.kind
+    if kind not in ("text", "tokens") or plugin is None:
+        raise UserError(f"--prompt: {experiment.name} is conditioned on {kind!r}, not on text")
     if any(not prompt.strip() for prompt in prompts):
         raise UserError("--prompt: a prompt is empty; say what to draw")
     encoder = CAPTION_ENCODERS.build(plugin.name, plugin.params)
-    return Condition.of(torch.from_numpy(encoder.vectors(list(prompts))))
+    encode = encoder.tokens if kind == "tokens" else encoder.vectors
+    return Condition.of(torch.from_numpy(encode(list(prompts))))
 
 
 def row_conditions(

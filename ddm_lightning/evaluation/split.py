@@ -45,6 +45,8 @@ class Split:
             return None
         if kind == "class":
             return Condition.of(self.labels)
+        if kind == "tokens":
+            raise UserError("key 'condition.kind' = 'tokens': this benchmark reads pooled vectors only; use text")
         assert self.texts is not None, "check_experiment asks for a caption encoder"
         return Condition.of(self.texts)
 

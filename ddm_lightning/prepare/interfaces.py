@@ -82,6 +82,8 @@ class CaptionEncoder(Protocol):
     packages: tuple[str, ...]
     size: int
     """Entries of the vector."""
+    token_shape: tuple[int, int] | None
+    """Tokens of a caption and entries of each, where the shards hold what gives them; None where they do not."""
     columns: dict[str, str]
     """Column -> MDS encoding of what ``encode`` gives, such as ``{"text": "ndarray:float16:512"}``; names begin
     with ``text``."""
@@ -100,6 +102,14 @@ class CaptionEncoder(Protocol):
 
     def vectors_of_stored(self, stored: Mapping[str, Tensor]) -> Float[Tensor, "n size"]:
         """Rows of the columns, on any device, to vectors there, float32; ``stored["text"]`` where that is stored."""
+        ...
+
+    def tokens(self, captions: Sequence[str]) -> Float[np.ndarray, "n m width"]:
+        """Captions to a vector a token, float32, zero behind a caption's end; only with a ``token_shape``."""
+        ...
+
+    def tokens_of_stored(self, stored: Mapping[str, Tensor]) -> Float[Tensor, "n m width"]:
+        """Rows of the columns, on any device, to ``tokens`` there; only with a ``token_shape``."""
         ...
 
 

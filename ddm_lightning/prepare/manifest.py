@@ -35,6 +35,8 @@ class DataSizes:
     """Channels, height, width of ``x_0``."""
     text_size: int
     """Entries of a text vector; 0 for none."""
+    token_shape: tuple[int, int] | None
+    """Tokens of a caption and entries of each; None where the shards hold no tokens."""
     num_classes: int
     """Labels run from 0 to this minus 1."""
 
@@ -63,6 +65,8 @@ class Manifest:
     """Name and parameters; None when the shards hold no text vectors."""
     text_size: int
     """Entries of a text vector; 0 for none."""
+    token_shape: tuple[int, int] | None
+    """Tokens of a caption and entries of each; None where the shards hold no tokens."""
     columns: dict[str, str]
     """The MDS encoding of each column besides ``sample_id``, ``cluster`` and ``caption``."""
     num_classes: int
@@ -122,9 +126,13 @@ class Manifest:
             channels, height, width = (int(extent) for extent in stored.pop("x_shape"))
             clusters = tuple(ClusterSamples(**entry) for entry in stored.pop("clusters"))
             priors = tuple(float(share) for share in stored.pop("priors"))
-        except (TypeError, ValueError) as error:
+            tokens = stored.pop("token_shape")
+            token_shape = None if tokens is None else (int(tokens[0]), int(tokens[1]))
+        except (TypeError, ValueError, IndexError, KeyError) as error:
             raise UserError(f"{path}: cannot be read ({error}); delete it and {_REMEDY}") from None
-        return cls(x_shape=(channels, height, width), clusters=clusters, priors=priors, **stored)
+        return cls(
+            x_shape=(channels, height, width), clusters=clusters, priors=priors, token_shape=token_shape, **stored
+        )
 
 
 def manifest_path(run_dir: Path) -> Path:

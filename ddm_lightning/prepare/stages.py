@@ -270,6 +270,12 @@ class Preparation:
             raise UserError(
                 f"key 'condition.kind' = 'class': source {self.config.source.name!r} has no classes; use text or none"
             )
+        captions = self.plugins.caption_encoder
+        if self.experiment.condition.kind == "tokens" and (captions is None or captions.token_shape is None):
+            raise UserError(
+                "key 'condition.kind' = 'tokens': prepare.caption_encoder stores one vector a caption; use clip-text "
+                "or t5-text with store: tokens (or ids, encoded while training), or condition.kind = text"
+            )
         sizes = [part.num_samples for part in self.parts]
         if None not in sizes:
             check_sizes(self.config.partition, sum(size or 0 for size in sizes))
@@ -286,7 +292,10 @@ class Preparation:
             size = first.image.shape[0]
         captions = self.plugins.caption_encoder
         return DataSizes(
-            self.plugins.image_encoder.x_shape(size), captions.size if captions else 0, self.plugins.source.num_classes
+            self.plugins.image_encoder.x_shape(size),
+            captions.size if captions else 0,
+            captions.token_shape if captions else None,
+            self.plugins.source.num_classes,
         )
 
     @contextmanager

@@ -117,6 +117,7 @@ def manifest_of(experiment: Experiment, plugins: Plugins, prepared: Prepared, le
         statistics=read_json(prepared.statistics_file, "the statistics of x_0", "run prepare again"),
         caption_encoder=asdict(config.caption_encoder) if config.caption_encoder else None,
         text_size=captions.size if captions else 0,
+        token_shape=captions.token_shape if captions else None,
         columns=dict(samples_of(prepared, plugins).encodings),
         num_classes=plugins.source.num_classes,
         features=asdict(config.features),

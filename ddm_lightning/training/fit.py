@@ -74,7 +74,8 @@ def build_module(member: str, experiment: Experiment, manifest: Manifest) -> Mem
 
 def _online_encoder(experiment: Experiment, manifest: Manifest) -> CaptionEncoder | None:
     plugin = experiment.prepare.caption_encoder
-    if experiment.condition.kind != "text" or plugin is None or "text" in manifest.columns:
+    column = {"text": "text", "tokens": "text_tokens"}.get(experiment.condition.kind)
+    if column is None or plugin is None or column in manifest.columns:
         return None
     encoder: CaptionEncoder = CAPTION_ENCODERS.build(plugin.name, plugin.params)
     return encoder

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from ddm_lightning.config import Experiment
+from ddm_lightning.errors import UserError
 from ddm_lightning.flow.condition import ConditionSpec
 from ddm_lightning.flow.randomness import keyed_generator
 from ddm_lightning.members import ROUTER, batch_size_of, config_of
@@ -18,8 +19,13 @@ from ddm_lightning.prepare.manifest import DataSizes, Manifest
 
 def condition_spec(experiment: Experiment, manifest: Manifest | DataSizes) -> ConditionSpec:
     """What the experts see besides ``x_t`` and t."""
-    sizes = {"text": manifest.text_size, "class": manifest.num_classes, "none": 0}
-    return ConditionSpec(experiment.condition.kind, sizes[experiment.condition.kind])
+    kind = experiment.condition.kind
+    if kind == "tokens":
+        if manifest.token_shape is None:
+            raise UserError("key 'condition.kind' = 'tokens': the shards hold no tokens; prepare them with some")
+        length, size = manifest.token_shape
+        return ConditionSpec(kind, size, length)
+    return ConditionSpec(kind, {"text": manifest.text_size, "class": manifest.num_classes, "none": 0}[kind])
 
 
 def member_condition(member: str, experiment: Experiment, manifest: Manifest | DataSizes) -> ConditionSpec:

@@ -190,8 +190,11 @@ class MemberModule(L.LightningModule):
             return None
         if self.spec.condition.kind == "class":
             return Condition.of(batch["label"])
-        if "text" not in batch and self.spec.caption_encoder is not None:
-            return Condition.of(self.spec.caption_encoder.vectors_of_stored(batch))
+        encoder = self.spec.caption_encoder
+        if self.spec.condition.kind == "tokens":
+            return Condition.of(batch["text_tokens"] if encoder is None else encoder.tokens_of_stored(batch))
+        if "text" not in batch and encoder is not None:
+            return Condition.of(encoder.vectors_of_stored(batch))
         return Condition.of(batch["text"])
 
     def accumulate(self, name: str, value: Float[Tensor, "*times"], count: int | Tensor = 1) -> None:

@@ -19,6 +19,7 @@ def manifest():
         statistics={"mean": [0.1, 0.0, -0.2], "std": [1.0, 0.9, 1.1]},
         caption_encoder=None,
         text_size=0,
+        token_shape=(3, 4),
         columns={"x_0": "ndarray:uint8:3,8,8", "label": "int32"},
         num_classes=4,
         features={"name": "pooled-pixels", "params": {}},

