@@ -89,8 +89,8 @@ class JointBlock(nn.Module):
 
     def forward(
         self, x: Float[Tensor, "b n d"], text: Float[Tensor, "b m d"], conditioning: Float[Tensor, "b d"]
-    ) -> tuple[Float[Tensor, "b n d"], Float[Tensor, "b m d"]]:
-        """Patches and text tokens after the block; the last block leaves the text as it is.
+    ) -> tuple[Float[Tensor, "b n d"], Float[Tensor, "b m d"] | None]:
+        """Patches and text tokens after the block; None for the text that leaves the last block.
 
         Args:
             x: the patches.
@@ -109,9 +109,9 @@ class JointBlock(nn.Module):
         attended = attention(q, k, v, self.attention_backend)
         num_patches = x.shape[1]
         x = self.patches.answer(x, attended[:, :num_patches], of_patches)
-        if isinstance(self.text, Stream):
-            text = self.text.answer(text, attended[:, num_patches:], of_text)
-        return x, text
+        if isinstance(self.text, ReadStream):
+            return x, None
+        return x, self.text.answer(text, attended[:, num_patches:], of_text)
 
 
 class PooledText(nn.Module):
