@@ -21,7 +21,12 @@ from torch import Tensor, nn
 from ddm_lightning.flow.condition import KINDS, Condition, ConditionSpec
 from ddm_lightning.flow.prediction import PREDICTIONS
 
-_SPECS = {spec.kind: spec for spec in (ConditionSpec("none", 0), ConditionSpec("class", 5), ConditionSpec("text", 6))}
+_SPECS = {
+    "none": ConditionSpec("none", 0),
+    "class": ConditionSpec("class", 5),
+    "text": ConditionSpec("text", 6),
+    "tokens": ConditionSpec("tokens", 6, length=3),
+}
 _NUM_ROWS = 4
 _NUM_KEPT = 3
 
@@ -112,8 +117,10 @@ def _condition(spec: ConditionSpec) -> Condition | None:
     """Rows of which the last is null."""
     if spec.kind == "none":
         return None
-    text = spec.kind == "text"
-    values = torch.randn(_NUM_ROWS, spec.size) if text else torch.randint(spec.size, (_NUM_ROWS,))
+    if spec.kind == "class":
+        values = torch.randint(spec.size, (_NUM_ROWS,))
+    else:
+        values = torch.randn(_NUM_ROWS, *((spec.length,) if spec.length else ()), spec.size)
     return Condition(values, torch.arange(_NUM_ROWS) < _NUM_KEPT)
 
 

@@ -20,7 +20,7 @@ class Good(nn.Module):
         self.time = nn.Parameter(torch.zeros(channels))
         if condition.kind != "none":
             self.null = nn.Parameter(torch.randn(channels))
-        if condition.kind == "text":
+        if condition.kind in ("text", "tokens"):
             self.embed = nn.Linear(condition.size, channels)
         elif condition.kind == "class":
             self.embed = nn.Embedding(condition.size, channels)
@@ -30,7 +30,9 @@ class Good(nn.Module):
             return torch.zeros(1)[:, None]
         if condition is None:
             return self.null.expand(num_rows, -1)
-        return torch.where(condition.keep[:, None], self.embed(condition.values), self.null)
+        embedded = self.embed(condition.values)
+        embedded = embedded.mean(1) if embedded.ndim == 3 else embedded
+        return torch.where(condition.keep[:, None], embedded, self.null)
 
     def forward(self, x_t: Tensor, t: Tensor, condition: Condition | None) -> Tensor:
         shift = self.shift(condition, len(x_t)) + t[:, None] * self.time
@@ -62,6 +64,20 @@ def test_an_expert_may_take_some_kinds_and_shapes_only() -> None:
             super().__init__(x_shape=x_shape, condition=condition)
 
     check_expert(TextOnly, x_shape=(4, 2, 6), kinds=("text",))
+
+
+def test_tokens_are_handed_over_as_a_sequence() -> None:
+    class TakesTokens(Good):
+        shapes: set[tuple[int, ...]] = set()
+
+        def shift(self, condition: Condition | None, num_rows: int) -> Tensor:
+            if condition is not None:
+                self.shapes.add(tuple(condition.values.shape[1:]))
+            return super().shift(condition, num_rows)
+
+    check_expert(TakesTokens, kinds=("tokens",))
+    ((length, size),) = TakesTokens.shapes
+    assert length > 1 and length != size
 
 
 class NoPrediction(Good):

@@ -1,4 +1,4 @@
-"""What a velocity field is conditioned on: a pooled text vector or a class a row, or the learned null."""
+"""What a velocity field is conditioned on: a pooled text vector, text tokens or a class a row, or the learned null."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-KINDS = ("text", "class", "none")
+KINDS = ("text", "tokens", "class", "none")
 
 
 @dataclass(frozen=True)
@@ -18,34 +18,43 @@ class ConditionSpec:
     """The kind of condition that a network takes, as artifacts record it.
 
     Raises:
-        ValueError: unknown ``kind``, or a ``size`` that does not suit it.
+        ValueError: unknown ``kind``, or a ``size`` or ``length`` that does not suit it.
     """
 
     kind: str
-    """``text``, ``class`` or ``none``."""
+    """``text``, ``tokens``, ``class`` or ``none``."""
     size: int
-    """Width of the text vector, or number of classes; 0 for ``none``."""
+    """Features of the text vector or of one text token, or number of classes; 0 for ``none``."""
+    length: int = 0
+    """Text tokens a row; 0 for the other kinds."""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ValueError(f"condition kind {self.kind!r} is none of {', '.join(KINDS)}")
         if self.size < 0 or (self.size == 0) != (self.kind == "none"):
             raise ValueError(f"condition size {self.size!r} does not suit kind {self.kind!r}")
+        if self.length < 0 or (self.length > 0) != (self.kind == "tokens"):
+            raise ValueError(f"condition length {self.length!r} does not suit kind {self.kind!r}")
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON: ``{"kind": …, "size": …}``."""
-        return {"kind": self.kind, "size": self.size}
+        """Plain JSON: ``{"kind": …, "size": …}``, and ``length`` for ``tokens``."""
+        return {"kind": self.kind, "size": self.size} | ({"length": self.length} if self.length else {})
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> ConditionSpec:
         """The inverse of ``to_dict``; raises ``ValueError`` unless ``value`` has exactly its keys and types."""
-        if set(value) != {"kind", "size"}:
-            raise ValueError(f"a condition has the keys kind and size, not {', '.join(map(str, value)) or 'none'}")
-        kind, size = value["kind"], value["size"]
-        # JSON's true is an int to isinstance.
-        if not isinstance(kind, str) or not isinstance(size, int) or isinstance(size, bool):
-            raise ValueError(f"a condition's kind is a word and its size a whole number, not {kind!r} and {size!r}")
-        return cls(kind=kind, size=size)
+        if set(value) - {"length"} != {"kind", "size"}:
+            raise ValueError(
+                f"a condition has the keys kind and size, for tokens length, not {', '.join(map(str, value)) or 'none'}"
+            )
+        kind, size, length = value["kind"], value["size"], value.get("length", 0)
+        if not isinstance(kind, str):
+            raise ValueError(f"a condition's kind is a word, not {kind!r}")
+        for name, number in (("size", size), ("length", length)):
+            # JSON's true is an int to isinstance.
+            if not isinstance(number, int) or isinstance(number, bool):
+                raise ValueError(f"a condition's {name} is a whole number, not {number!r}")
+        return cls(kind=kind, size=size, length=length)
 
 
 # Tensors have no truth value, so a generated __eq__ would raise.
@@ -53,13 +62,13 @@ class ConditionSpec:
 class Condition:
     """One condition a row; where a whole batch is unconditional, ``None`` may stand for it."""
 
-    values: Float[Tensor, "b size"] | Int[Tensor, " b"]
-    """Text vectors, or classes (int64)."""
+    values: Float[Tensor, "b size"] | Float[Tensor, "b m size"] | Int[Tensor, " b"]
+    """Text vectors, text tokens, or classes (int64)."""
     keep: Bool[Tensor, " b"]
     """False where the network's learned null replaces the value."""
 
     @classmethod
-    def of(cls, values: Float[Tensor, "b size"] | Int[Tensor, " b"]) -> Condition:
+    def of(cls, values: Float[Tensor, "b size"] | Float[Tensor, "b m size"] | Int[Tensor, " b"]) -> Condition:
         """All rows kept."""
         return cls(values, torch.ones(len(values), dtype=torch.bool, device=values.device))
 

@@ -1,14 +1,15 @@
 """Networks in pure torch; a model file knows nothing of sharding, compilation or training.
 
-- ``dit``, ``router_dit``: the built-in expert and router; importing this package registers them
-- ``trunk``, ``blocks``, ``embeddings``: what both are made of
+- ``dit``, ``mmdit``, ``router_dit``: the built-in experts and router; importing this package registers them
+- ``trunk``, ``blocks``, ``embeddings``, ``recipe``: what they are made of
 - ``attention``: one function, several back ends
 - ``registry``: networks by name, other packages' included
 """
 
 from ddm_lightning.networks.attention import set_attention
 from ddm_lightning.networks.dit import DiT
+from ddm_lightning.networks.mmdit import MMDiT
 from ddm_lightning.networks.registry import EXPERTS, ROUTERS
 from ddm_lightning.networks.router_dit import RouterDiT
 
-__all__ = ["EXPERTS", "ROUTERS", "DiT", "RouterDiT", "set_attention"]
+__all__ = ["EXPERTS", "ROUTERS", "DiT", "MMDiT", "RouterDiT", "set_attention"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional
@@ -41,6 +42,23 @@ def attention(
     if backend == "xformers":
         return _xformers(q, k, v)
     raise _unknown(backend)
+
+
+def rotate(x: Float[Tensor, "b n h d"], rotation: Float[Tensor, "#b n 2 half"]) -> Float[Tensor, "b n h d"]:
+    """Turn each pair of features (i, i + d/2) of queries or keys by its token's angle (Su et al., 2104.09864, eq. 34).
+
+    A query's product with a key then depends on the difference of their angles alone.
+
+    Args:
+        x: queries or keys.
+        rotation: cosines, then sines, as ``embeddings.axial_rotation`` gives them; a row of ``x`` may have its own.
+
+    Returns:
+        The turned ones, in the type of ``x``; the product is taken in the wider of the two types.
+    """
+    cosine, sine = rotation[:, :, None].unbind(3)
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([first * cosine - second * sine, first * sine + second * cosine], dim=-1).to(x.dtype)
 
 
 def set_attention(module: nn.Module, backend: str) -> int:

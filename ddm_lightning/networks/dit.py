@@ -7,15 +7,31 @@ from torch import Tensor
 
 from ddm_lightning.flow.condition import Condition, ConditionSpec
 from ddm_lightning.networks.embeddings import unpatchify
+from ddm_lightning.networks.recipe import Recipe, choose_size
 from ddm_lightning.networks.registry import EXPERTS
 from ddm_lightning.networks.trunk import Trunk
 
 
 @EXPERTS.register("dit")
 class DiT(Trunk):
-    """Predicts the velocity of ``x_t``; the parameters are those of ``Trunk``.
+    """Predicts the velocity of ``x_t``.
 
-    DiT-XL/2 is width 1152, depth 28, num_heads 16, patch_size 2; DiT-B/2 is width 768, depth 12, num_heads 12.
+    DiT-XL/2 is size XL, patch_size 2. With modulation single and the 77 x 768 tokens of CLIP it has 608M parameters and
+    is the expert of Paris (2510.03434: 605M; the last layer projects its modulation from the time, 2.7M, where
+    PixArt-alpha adds the time to a table).
+
+    Args:
+        x_shape: (channels, height, width) of ``x_t``; height and width in pixels or latent cells.
+        condition: what the network is conditioned on.
+        patch_size: edge of a square patch, in cells of ``x_t``.
+        size: ``S``, ``B``, ``L`` or ``XL`` in place of the next three (``recipe.SIZES``).
+        width: features of a token.
+        depth: number of blocks.
+        num_heads: attention heads of a block.
+        mlp_ratio, qk_norm, rope, mlp, norm, modulation: see ``recipe.Recipe``.
+
+    Raises:
+        ValueError: sizes that do not fit each other, or a word that is no choice.
     """
 
     prediction = "velocity"
@@ -25,22 +41,24 @@ class DiT(Trunk):
         *,
         x_shape: tuple[int, int, int],
         condition: ConditionSpec,
-        width: int,
-        depth: int,
-        num_heads: int,
         patch_size: int,
+        size: str | None = None,
+        width: int | None = None,
+        depth: int | None = None,
+        num_heads: int | None = None,
         mlp_ratio: float = 4.0,
         qk_norm: bool = False,
+        rope: bool = False,
+        mlp: str = "gelu",
+        norm: str = "layer",
+        modulation: str = "zero",
     ) -> None:
         super().__init__(
             x_shape=x_shape,
             condition=condition,
-            width=width,
-            depth=depth,
-            num_heads=num_heads,
+            size=choose_size(size, width=width, depth=depth, num_heads=num_heads),
             patch_size=patch_size,
-            mlp_ratio=mlp_ratio,
-            qk_norm=qk_norm,
+            recipe=Recipe(mlp_ratio, qk_norm, rope, mlp, norm, modulation),
             out_features=x_shape[0] * patch_size**2,
         )
         self.initialise()
@@ -54,5 +72,5 @@ class DiT(Trunk):
             ValueError: a shape other than ``x_shape``, a ``t`` narrower than 32 bits, a condition where none is taken.
         """
         conditioning = self.conditioning(t, condition)
-        patches = self.final(self.run(self.tokens(x_t), conditioning), conditioning)
-        return unpatchify(patches, self.x_shape, self.patch_size).to(x_t.dtype)
+        tokens = self.run(self.tokens(x_t), conditioning, self.rotation, condition)
+        return unpatchify(self.final(tokens, conditioning), self.x_shape, self.patch_size).to(x_t.dtype)

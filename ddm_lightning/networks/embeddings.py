@@ -44,10 +44,30 @@ def sincos_positions(width: int, rows: int, columns: int) -> Float[Tensor, "n wi
     """
     if width % 4:
         raise ValueError(f"width = {width} must be divisible by 4, for sines and cosines of two coordinates")
-    frequencies = _MAX_PERIOD ** (-torch.arange(width // 4, dtype=torch.float64) / (width // 4))
-    row, column = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
-    angles = [coordinate.reshape(-1, 1) * frequencies for coordinate in (column, row)]
+    angles = _angles(width // 4, rows, columns)
     return torch.cat([wave(angle) for angle in angles for wave in (torch.sin, torch.cos)], dim=1).float()
+
+
+def axial_rotation(head_size: int, rows: int, columns: int) -> Float[Tensor, "1 n 2 half"]:
+    """Cosines and sines of the angles by which ``attention.rotate`` turns the pairs of a head's features, row by row.
+
+    The rotary positions of RoFormer (Su et al., 2104.09864) on two axes (Heo et al., 2403.13298, section 3.2): the
+    first half of the pairs codes the column, the second the row, at the frequencies of ``sincos_positions``.
+
+    Raises:
+        ValueError: ``head_size`` is not divisible by 4.
+    """
+    if head_size % 4:
+        raise ValueError(f"rope needs width / num_heads = {head_size} to be divisible by 4, for pairs on two axes")
+    angles = torch.cat(_angles(head_size // 4, rows, columns), dim=1)
+    return torch.stack([angles.cos(), angles.sin()], dim=1).float()[None]
+
+
+def _angles(num_frequencies: int, rows: int, columns: int) -> list[Tensor]:
+    """Of the columns, then of the rows: each [rows * columns, num_frequencies], in float64."""
+    frequencies = _MAX_PERIOD ** (-torch.arange(num_frequencies, dtype=torch.float64) / num_frequencies)
+    row, column = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
+    return [coordinate.reshape(-1, 1) * frequencies for coordinate in (column, row)]
 
 
 def sinusoidal(t: Float[Tensor, " b"], size: int) -> Float[Tensor, "b size"]:
@@ -90,13 +110,14 @@ class ConditionEmbedding(nn.Module):
     """Condition to vector: a linear layer for text, a table for classes; a learned null where it is dropped.
 
     Text vectors arrive with unit variance an entry (unit norm times the root of their size), hence no normalisation.
-    Built only for a ``spec`` of kind ``text`` or ``class``: without a condition there is nothing to embed.
+    Of text tokens it reads the mean; ``TokenEmbedding`` keeps them apart. Not for kind ``none``: without a condition
+    there is nothing to embed.
     """
 
     def __init__(self, spec: ConditionSpec, width: int) -> None:
         super().__init__()
         self.embed: nn.Linear | nn.Embedding = (
-            nn.Linear(spec.size, width) if spec.kind == "text" else nn.Embedding(spec.size, width)
+            nn.Embedding(spec.size, width) if spec.kind == "class" else nn.Linear(spec.size, width)
         )
         self.null = nn.Parameter(torch.empty(width))
 
@@ -114,4 +135,38 @@ class ConditionEmbedding(nn.Module):
         if isinstance(self.embed, nn.Linear):
             # Text vectors may be stored in float16.
             values = values.to(self.embed.weight.dtype)
+            values = values.mean(1) if values.ndim == 3 else values
         return torch.where(condition.keep[:, None], self.embed(values), null)
+
+
+class TokenEmbedding(nn.Module):
+    """Text tokens to what blocks attend to: a linear layer; one learned null, repeated, where the text is dropped.
+
+    Built only for a ``spec`` of kind ``tokens``.
+    """
+
+    def __init__(self, spec: ConditionSpec, width: int) -> None:
+        super().__init__()
+        self.shape = (spec.length, spec.size)
+        self.embed = nn.Linear(spec.size, width)
+        self.null = nn.Parameter(torch.empty(width))
+
+    def initialise(self) -> None:
+        """Normal(0.02) weights and null."""
+        nn.init.normal_(self.embed.weight, std=0.02)
+        nn.init.normal_(self.null, std=0.02)
+
+    def forward(self, condition: Condition | None, num_rows: int) -> Float[Tensor, "b m width"]:
+        """One sequence a row of ``num_rows``; ``None`` gives the null in all.
+
+        Raises:
+            ValueError: tokens of another number or size than the network was built for.
+        """
+        if condition is None:
+            return self.null.expand(num_rows, self.shape[0], -1)
+        values = condition.values
+        if values.shape[1:] != self.shape:
+            raise ValueError(f"the network reads text tokens of shape {self.shape}, not {tuple(values.shape[1:])}")
+        # Text tokens may be stored in float16.
+        embedded = self.embed(values.to(self.embed.weight.dtype))
+        return torch.where(condition.keep[:, None, None], embedded, self.null)

@@ -16,6 +16,8 @@ def _example_condition(condition: ConditionSpec, num: int) -> Condition | None:
         return None
     if condition.kind == "class":
         return Condition.of(torch.zeros(num, dtype=torch.int64, device="meta"))
+    if condition.kind == "tokens":
+        return Condition.of(torch.zeros(num, condition.length, condition.size, device="meta"))
     return Condition.of(torch.zeros(num, condition.size, device="meta"))
 
 

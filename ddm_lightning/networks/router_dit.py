@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
 
 from ddm_lightning.flow.condition import Condition, ConditionSpec
+from ddm_lightning.networks.recipe import Recipe, choose_size
 from ddm_lightning.networks.registry import ROUTERS
 from ddm_lightning.networks.trunk import Trunk
 
@@ -19,7 +20,7 @@ class RouterDiT(Trunk):
     """Logits of p(cluster | x_t, t, condition), as in Decentralized Diffusion Models (2501.05450).
 
     A learned class token without a position joins the patches; a linear layer, zero at the start (every cluster is
-    equally likely), reads it after the last block. The parameters are those of ``Trunk``, and:
+    equally likely), reads it after the last block. The parameters are those of ``DiT``, and:
 
     Args:
         num_clusters: K.
@@ -39,12 +40,17 @@ class RouterDiT(Trunk):
         x_shape: tuple[int, int, int],
         condition: ConditionSpec,
         num_clusters: int,
-        width: int,
-        depth: int,
-        num_heads: int,
         patch_size: int,
+        size: str | None = None,
+        width: int | None = None,
+        depth: int | None = None,
+        num_heads: int | None = None,
         mlp_ratio: float = 4.0,
         qk_norm: bool = False,
+        rope: bool = False,
+        mlp: str = "gelu",
+        norm: str = "layer",
+        modulation: str = "zero",
         dropout: float = 0.0,
         text_dropout: float = 0.0,
     ) -> None:
@@ -53,20 +59,18 @@ class RouterDiT(Trunk):
                 raise ValueError(f"{name} = {share} must be at least 0 and below 1")
         if text_dropout and condition.kind != "text":
             raise ValueError(f"text_dropout = {text_dropout} needs a text condition, not {condition.kind!r}")
+        chosen = choose_size(size, width=width, depth=depth, num_heads=num_heads)
         super().__init__(
             x_shape=x_shape,
             condition=condition,
-            width=width,
-            depth=depth,
-            num_heads=num_heads,
+            size=chosen,
             patch_size=patch_size,
-            mlp_ratio=mlp_ratio,
-            qk_norm=qk_norm,
+            recipe=Recipe(mlp_ratio, qk_norm, rope, mlp, norm, modulation),
             out_features=num_clusters,
         )
         self.dropout = dropout
         self.text_dropout = text_dropout
-        self.class_token = nn.Parameter(torch.empty(width))
+        self.class_token = nn.Parameter(torch.empty(chosen.width))
         self.initialise()
 
     def initialise(self) -> None:
@@ -85,18 +89,32 @@ class RouterDiT(Trunk):
         if condition is not None and self.training and self.text_dropout:
             condition = replace(condition, values=functional.dropout(condition.values, self.text_dropout))
         conditioning = self.conditioning(t, condition)
-        patches = self.tokens(x_t)
+        patches, rotation = self.tokens(x_t), self.rotation
         if self.training and self.dropout:
-            patches = drop_tokens(patches, self.dropout)
+            kept = draw_kept(patches, self.dropout)
+            patches = pick(patches, kept)
+            rotation = None if rotation is None else rotation[0, kept]
         class_token = self.class_token.to(patches.dtype).expand(len(patches), 1, -1)
-        tokens = self.run(torch.cat([class_token, patches], dim=1), conditioning)
+        tokens = torch.cat([class_token, patches], dim=1)
+        if rotation is not None:
+            rotation = torch.cat([_unturned(rotation), rotation], dim=1)
+        tokens = self.run(tokens, conditioning, rotation, condition)
         logits: Tensor = self.final(tokens[:, :1], conditioning)[:, 0]
         return logits
 
 
-def drop_tokens(tokens: Float[Tensor, "b n d"], dropout: float) -> Float[Tensor, "b kept d"]:
-    """A random ``1 - dropout`` of each row's tokens, at least one, in random order."""
-    b, n, d = tokens.shape
+def draw_kept(tokens: Float[Tensor, "b n d"], dropout: float) -> Int[Tensor, "b kept"]:
+    """Which of each row's tokens stay: a random ``1 - dropout`` of them, at least one, in random order."""
+    b, n, _ = tokens.shape
     num_kept = max(1, round(n * (1 - dropout)))
-    kept = torch.rand(b, n, device=tokens.device).argsort(dim=1)[:, :num_kept]
-    return tokens.gather(1, kept[:, :, None].expand(-1, -1, d))
+    return torch.rand(b, n, device=tokens.device).argsort(dim=1)[:, :num_kept]
+
+
+def pick(tokens: Float[Tensor, "b n d"], kept: Int[Tensor, "b kept"]) -> Float[Tensor, "b kept d"]:
+    """The tokens at ``kept``, row by row."""
+    return tokens.gather(1, kept[:, :, None].expand(-1, -1, tokens.shape[2]))
+
+
+def _unturned(rotation: Float[Tensor, "r n 2 half"]) -> Float[Tensor, "r 1 2 half"]:
+    """The rotation by no angle, of a class token: cosines 1, sines 0."""
+    return torch.stack([torch.ones_like(rotation[:, :1, 0]), torch.zeros_like(rotation[:, :1, 0])], dim=2)

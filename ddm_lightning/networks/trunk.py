@@ -1,6 +1,8 @@
-"""What the expert and the router share: from a noisy sample to tokens, blocks, and the start of training."""
+"""What the built-in networks share: from a noisy sample to tokens, blocks, and the start of training."""
 
 from __future__ import annotations
+
+from typing import Protocol, runtime_checkable
 
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -8,48 +10,51 @@ from torch.nn import functional
 
 from ddm_lightning.flow.condition import Condition, ConditionSpec
 from ddm_lightning.networks.blocks import DiTBlock, FinalLayer
-from ddm_lightning.networks.embeddings import ConditionEmbedding, TimestepEmbedding, patchify, sincos_positions
+from ddm_lightning.networks.embeddings import (
+    ConditionEmbedding,
+    TimestepEmbedding,
+    TokenEmbedding,
+    axial_rotation,
+    patchify,
+    sincos_positions,
+)
+from ddm_lightning.networks.recipe import Recipe, Size
 
 
-class Trunk(nn.Module):
-    """The parts of a diffusion transformer (Peebles and Xie, 2212.09748), which ``DiT`` and ``RouterDiT`` put together.
+@runtime_checkable
+class _Initialised(Protocol):
+    """A part with a start of its own, after the one that all linear layers get."""
 
-    Whoever extends it calls ``initialise`` when all its own parameters are there.
+    def initialise(self) -> None: ...
+
+
+class PatchTransformer(nn.Module):
+    """What reads patches and the time: the part that does not depend on how blocks are made.
+
+    Whoever extends it adds ``blocks`` and calls ``initialise`` when all parameters are there.
 
     Args:
         x_shape: (channels, height, width) of ``x_t``; height and width in pixels or latent cells.
-        condition: what the network is conditioned on.
-        width: features of a token.
-        depth: number of blocks.
-        num_heads: attention heads of a block.
+        size: width, depth and heads.
         patch_size: edge of a square patch, in cells of ``x_t``.
-        mlp_ratio: hidden features of a block's MLP over ``width``.
-        qk_norm: whether queries and keys are normalised.
-        out_features: outputs a token.
+        mlp_ratio: hidden features of a block's MLP over its width.
+        rope: whether blocks turn queries and keys by ``rotation``, and patches get no ``positions``.
 
     Raises:
         ValueError: sizes that do not fit each other.
     """
 
-    positions: Tensor
+    positions: Tensor | None
+    rotation: Float[Tensor, "1 n 2 half"] | None
 
     def __init__(
-        self,
-        *,
-        x_shape: tuple[int, int, int],
-        condition: ConditionSpec,
-        width: int,
-        depth: int,
-        num_heads: int,
-        patch_size: int,
-        mlp_ratio: float,
-        qk_norm: bool,
-        out_features: int,
+        self, *, x_shape: tuple[int, int, int], size: Size, patch_size: int, mlp_ratio: float, rope: bool = False
     ) -> None:
         super().__init__()
-        for name, size in (("width", width), ("depth", depth), ("num_heads", num_heads), ("patch_size", patch_size)):
-            if size < 1:
-                raise ValueError(f"{name} = {size} must be at least 1")
+        depth, width, num_heads = size
+        for name, number in (("width", width), ("depth", depth), ("num_heads", num_heads), ("patch_size", patch_size)):
+            if number < 1:
+                raise ValueError(f"{name} = {number} must be at least 1")
         channels, height_cells, width_cells = x_shape
         if height_cells % patch_size or width_cells % patch_size:
             raise ValueError(
@@ -62,12 +67,12 @@ class Trunk(nn.Module):
         self.x_shape = x_shape
         self.patch_size = patch_size
         self.patch_embedding = nn.Linear(channels * patch_size**2, width)
-        positions = sincos_positions(width, height_cells // patch_size, width_cells // patch_size)
+        rows, columns = height_cells // patch_size, width_cells // patch_size
+        positions = None if rope else sincos_positions(width, rows, columns)
+        rotation = axial_rotation(width // num_heads, rows, columns) if rope else None
         self.register_buffer("positions", positions, persistent=False)
+        self.register_buffer("rotation", rotation, persistent=False)
         self.time_embedding = TimestepEmbedding(width)
-        self.condition_embedding = None if condition.kind == "none" else ConditionEmbedding(condition, width)
-        self.blocks = nn.ModuleList(DiTBlock(width, num_heads, mlp_ratio, qk_norm) for _ in range(depth))
-        self.final = FinalLayer(width, out_features)
 
     def initialise(self) -> None:
         """Draw all weights anew from torch's global generator, by adaLN-Zero (section 3.2) and DiT's own ranges.
@@ -79,11 +84,11 @@ class Trunk(nn.Module):
                 nn.init.xavier_uniform_(part.weight)
                 nn.init.zeros_(part.bias)
         for part in self.modules():
-            if isinstance(part, (TimestepEmbedding, ConditionEmbedding, DiTBlock, FinalLayer)):
+            if part is not self and isinstance(part, _Initialised):
                 part.initialise()
 
     def tokens(self, x_t: Float[Tensor, "b c h w"]) -> Float[Tensor, "b n d"]:
-        """Embedded patches with their positions.
+        """Embedded patches, with their positions unless these are rotary.
 
         Raises:
             ValueError: ``x_t`` is not of the shape that the network was built for.
@@ -91,8 +96,55 @@ class Trunk(nn.Module):
         if x_t.shape[1:] != self.x_shape:
             raise ValueError(f"the network reads samples of shape {self.x_shape}, not {tuple(x_t.shape[1:])}")
         patches = patchify(x_t, self.patch_size).to(self.patch_embedding.weight.dtype)
-        embedded: Tensor = self.patch_embedding(patches) + self.positions
-        return embedded
+        embedded: Tensor = self.patch_embedding(patches)
+        return embedded if self.positions is None else embedded + self.positions
+
+
+class Trunk(PatchTransformer):
+    """The parts of a diffusion transformer (Peebles and Xie, 2212.09748), which ``DiT`` and ``RouterDiT`` put together.
+
+    A text vector or a class modulates the blocks together with the time. Text tokens are read by cross-attention in
+    each block instead, as in PixArt-alpha (Chen et al., 2310.00426), and the time alone modulates.
+
+    Args:
+        x_shape: (channels, height, width) of ``x_t``; height and width in pixels or latent cells.
+        condition: what the network is conditioned on.
+        size: width, depth and heads.
+        patch_size: edge of a square patch, in cells of ``x_t``.
+        recipe: how blocks are made.
+        out_features: outputs a token.
+
+    Raises:
+        ValueError: sizes that do not fit each other.
+    """
+
+    def __init__(
+        self,
+        *,
+        x_shape: tuple[int, int, int],
+        condition: ConditionSpec,
+        size: Size,
+        patch_size: int,
+        recipe: Recipe,
+        out_features: int,
+    ) -> None:
+        super().__init__(
+            x_shape=x_shape, size=size, patch_size=patch_size, mlp_ratio=recipe.mlp_ratio, rope=recipe.rope
+        )
+        depth, width, num_heads = size
+        reads_tokens = condition.kind == "tokens"
+        is_vector = condition.kind in ("text", "class")
+        self.condition_embedding = ConditionEmbedding(condition, width) if is_vector else None
+        self.token_embedding = TokenEmbedding(condition, width) if reads_tokens else None
+        self.shared_modulation = nn.Linear(width, 6 * width) if recipe.modulation == "single" else None
+        self.blocks = nn.ModuleList(DiTBlock(width, num_heads, recipe, reads_tokens) for _ in range(depth))
+        self.final = FinalLayer(width, out_features, recipe.norm)
+
+    def initialise(self) -> None:
+        """As ``PatchTransformer``; a shared modulation starts at zero like those of blocks."""
+        super().initialise()
+        if self.shared_modulation is not None:
+            nn.init.zeros_(self.shared_modulation.weight)
 
     def conditioning(self, t: Float[Tensor, " b"], condition: Condition | None) -> Float[Tensor, "b d"]:
         """The vector that modulates all blocks; its SiLU is taken once, here.
@@ -103,12 +155,31 @@ class Trunk(nn.Module):
         summed: Tensor = self.time_embedding(t)
         if self.condition_embedding is not None:
             summed = summed + self.condition_embedding(condition, len(t))
-        elif condition is not None:
+        elif condition is not None and self.token_embedding is None:
             raise ValueError("the network was built without a condition and is given one; pass None")
         return functional.silu(summed)
 
-    def run(self, tokens: Float[Tensor, "b n d"], conditioning: Float[Tensor, "b d"]) -> Float[Tensor, "b n d"]:
-        """``tokens`` through all blocks."""
+    def run(
+        self,
+        tokens: Float[Tensor, "b n d"],
+        conditioning: Float[Tensor, "b d"],
+        rotation: Float[Tensor, "#b n 2 half"] | None,
+        condition: Condition | None,
+    ) -> Float[Tensor, "b n d"]:
+        """``tokens`` through all blocks.
+
+        Args:
+            tokens: patches, and what else joins them.
+            conditioning: what ``conditioning`` returns.
+            rotation: the angles of ``tokens``; None unless positions are rotary.
+            condition: text tokens to attend to; a condition of another kind is in ``conditioning`` already.
+
+        Raises:
+            ValueError: text tokens of another shape than the network was built for.
+        """
+        context = None if self.token_embedding is None else self.token_embedding(condition, len(tokens))
+        if self.shared_modulation is not None:
+            conditioning = self.shared_modulation(conditioning)
         for block in self.blocks:
-            tokens = block(tokens, conditioning)
+            tokens = block(tokens, conditioning, rotation, context)
         return tokens

@@ -8,9 +8,42 @@ import torch
 from ddm_lightning.flow.condition import Condition, ConditionSpec
 
 
-@pytest.mark.parametrize("spec", [ConditionSpec("text", 512), ConditionSpec("class", 10), ConditionSpec("none", 0)])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        ConditionSpec("text", 512),
+        ConditionSpec("tokens", 768, length=77),
+        ConditionSpec("class", 10),
+        ConditionSpec("none", 0),
+    ],
+)
 def test_spec_survives_json(spec: ConditionSpec) -> None:
     assert ConditionSpec.from_dict(json.loads(json.dumps(spec.to_dict()))) == spec
+
+
+def test_a_length_is_written_for_tokens_alone() -> None:
+    """Artifacts from before there were tokens are read, and would be written again byte by byte."""
+    old = '{"kind": "text", "size": 512}'
+    assert json.dumps(ConditionSpec.from_dict(json.loads(old)).to_dict()) == old
+    assert ConditionSpec("tokens", 768, length=77).to_dict() == {"kind": "tokens", "size": 768, "length": 77}
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "length"),
+    [
+        ("tokens", 4, 0),
+        ("tokens", 4, -1),
+        ("tokens", 0, 3),
+        ("tokens", 4, 3.0),
+        ("tokens", 4, True),
+        ("tokens", 4, None),
+        ("text", 4, 3),
+        ("none", 0, 1),
+    ],
+)
+def test_spec_refuses_a_length_that_does_not_fit(kind: str, size: int, length: object) -> None:
+    with pytest.raises(ValueError, match="condition"):
+        ConditionSpec.from_dict({"kind": kind, "size": size, "length": length})
 
 
 @pytest.mark.parametrize(
@@ -32,7 +65,9 @@ def test_spec_refuses_what_does_not_fit(kind: object, size: object) -> None:
         ConditionSpec.from_dict({"kind": kind, "size": size})
 
 
-@pytest.mark.parametrize("value", [{}, {"kind": "none"}, {"kind": "none", "size": 0, "code": "x"}])
+@pytest.mark.parametrize(
+    "value", [{}, {"kind": "none"}, {"kind": "none", "size": 0, "code": "x"}, {"kind": "tokens", "length": 3}]
+)
 def test_spec_refuses_other_keys(value: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="keys kind and size"):
         ConditionSpec.from_dict(value)
@@ -56,6 +91,15 @@ def test_rows_and_cat_move_values_with_their_flags() -> None:
     joined = Condition.cat([picked, text.rows(slice(0, 1)), text.rows(torch.tensor([False, False, True]))])
     assert len(joined) == 4
     assert joined.values[:, 0].tolist() == [5.0, 3.0, 1.0, 5.0] and joined.keep.tolist() == [False, False, True, False]
+
+
+def test_rows_of_tokens_stay_whole() -> None:
+    tokens = Condition.of(torch.arange(24.0).reshape(3, 4, 2)).dropped(torch.tensor([False, True, False]))
+    assert len(tokens) == 3
+    joined = Condition.cat([tokens.rows(torch.tensor([2, 1])), tokens.null().rows(slice(0, 1))])
+    assert torch.equal(joined.values, torch.arange(24.0).reshape(3, 4, 2)[[2, 1, 0]])
+    assert joined.keep.tolist() == [True, False, False]
+    assert joined.to("meta").values.shape == (3, 4, 2)
 
 
 def test_moving_takes_values_and_flags() -> None:

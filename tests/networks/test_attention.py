@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import cmath
 import sys
 from collections.abc import Callable
 from types import ModuleType
@@ -11,8 +12,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ddm_lightning.errors import UserError
-from ddm_lightning.networks.attention import BACKENDS, attention, set_attention
+from ddm_lightning.networks.attention import BACKENDS, attention, rotate, set_attention
 from ddm_lightning.networks.blocks import SelfAttention
+from ddm_lightning.networks.embeddings import axial_rotation
 
 
 def heads(seed: int, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -30,6 +32,55 @@ def by_numpy(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def test_equals_the_formula(backend: str) -> None:
     q, k, v = heads(0, 2, 5, 3, 4), heads(1, 2, 7, 3, 4), heads(2, 2, 7, 3, 4)
     torch.testing.assert_close(attention(q, k, v, backend), by_numpy(q, k, v))
+
+
+def by_complex_numbers(x: Tensor, rows: int, columns: int) -> Tensor:
+    """Pairs of features as complex numbers, each times e^(i angle), in Python's double precision."""
+    turned, half = x.clone(), x.shape[-1] // 2
+    for token in range(rows * columns):
+        row, column = divmod(token, columns)
+        for pair in range(half):
+            coordinate, index = (column, pair) if pair < half // 2 else (row, pair - half // 2)
+            factor = cmath.exp(1j * coordinate * 10000 ** (-index / (half // 2)))
+            for batch in range(x.shape[0]):
+                for head in range(x.shape[2]):
+                    a, b = x[batch, token, head, pair].item(), x[batch, token, head, pair + half].item()
+                    product = complex(a, b) * factor
+                    turned[batch, token, head, pair] = product.real
+                    turned[batch, token, head, pair + half] = product.imag
+    return turned
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(3, 2), (1, 5)])
+def test_rotation_equals_complex_numbers(rows: int, columns: int) -> None:
+    x = heads(0, 2, rows * columns, 2, 8)
+    turned = rotate(x, axial_rotation(8, rows, columns))
+    torch.testing.assert_close(turned, by_complex_numbers(x, rows, columns), rtol=0, atol=1e-6)
+
+
+def test_rotated_products_depend_on_the_offset_alone() -> None:
+    q, k = (heads(seed, 1, 1, 1, 16).expand(1, 36, 1, 16) for seed in (0, 1))
+    q, k = (rotate(x, axial_rotation(16, 6, 6)).reshape(6, 6, 16) for x in (q, k))
+    products = torch.stack([q[i, j] @ k[i + 2, j + 1] for i in range(4) for j in range(5)])
+    assert products.max() - products.min() < 1e-5
+    others = torch.stack([q[0, 0] @ k[0, 0], q[0, 0] @ k[1, 2], q[0, 0] @ k[1, 0], q[0, 0] @ k[0, 1]])
+    assert (others - products[0]).abs().min() > 1e-2
+
+
+def test_rotation_keeps_type_and_length() -> None:
+    x = heads(0, 2, 6, 2, 8)
+    rotation = axial_rotation(8, 3, 2)
+    torch.testing.assert_close(rotate(x, rotation).norm(dim=-1), x.norm(dim=-1), rtol=1e-6, atol=0)
+    narrow = rotate(x.bfloat16(), rotation)
+    assert narrow.dtype == torch.bfloat16
+    torch.testing.assert_close(narrow.double(), rotate(x, rotation), rtol=1e-2, atol=3e-2)
+
+
+def test_rows_may_be_rotated_differently() -> None:
+    x, rotation = heads(0, 2, 6, 2, 8), axial_rotation(8, 3, 2)
+    each = torch.cat([rotation, rotation.flip(1)])
+    torch.testing.assert_close(rotate(x, each)[0], rotate(x, rotation)[0])
+    torch.testing.assert_close(rotate(x, each)[1], rotate(x.flip(1), rotation)[1].flip(0))
 
 
 def test_unknown_backend_is_refused() -> None:

@@ -1,10 +1,33 @@
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
 
-from ddm_lightning.networks.blocks import DiTBlock, FinalLayer, SelfAttention, modulate
+from ddm_lightning.flow.condition import Condition, ConditionSpec
+from ddm_lightning.networks.attention import rotate
+from ddm_lightning.networks.blocks import (
+    CrossAttention,
+    DiTBlock,
+    FinalLayer,
+    SelfAttention,
+    SwiGLU,
+    modulate,
+    plain_mlp,
+)
+from ddm_lightning.networks.embeddings import axial_rotation
+from ddm_lightning.networks.recipe import CHOICES, Recipe, Size
+from ddm_lightning.networks.trunk import Trunk
+
+RECIPES = [
+    Recipe(4.0, qk_norm, rope, *words)
+    for qk_norm in (False, True)
+    for rope in (False, True)
+    for words in itertools.product(*CHOICES.values())
+]
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -62,35 +85,158 @@ def test_self_attention_runs_in_mixed_precision(qk_norm: bool) -> None:
     assert layer.bfloat16()(x.bfloat16()).dtype == torch.bfloat16
 
 
-def test_block_equals_the_formula() -> None:
+def mean_square(x: Tensor) -> Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+
+
+def silu(x: Tensor) -> Tensor:
+    return x / (1 + (-x).exp())
+
+
+def attended(layer: CrossAttention, x: Tensor, context: Tensor) -> Tensor:
+    """Softmax head by head, written out."""
+    size = x.shape[-1] // layer.num_heads
+    q = x @ layer.q.weight.T + layer.q.bias
+    k, v = (context @ layer.kv.weight.T + layer.kv.bias).chunk(2, dim=-1)
+    outs = []
+    for head in range(layer.num_heads):
+        part = slice(head * size, (head + 1) * size)
+        scores = (q[..., part] @ k[..., part].transpose(1, 2) / size**0.5).exp()
+        outs.append(scores / scores.sum(-1, keepdim=True) @ v[..., part])
+    return torch.cat(outs, dim=-1) @ layer.out.weight.T + layer.out.bias
+
+
+def by_formula(block: DiTBlock, recipe: Recipe, x: Tensor, conditioning: Tensor, context: Tensor | None) -> Tensor:
     """Peebles and Xie, figure 3: shift, scale and gate of the attention, then of the MLP."""
-    block = randomised(DiTBlock(12, 3, mlp_ratio=2.0, qk_norm=False))
-    x, conditioning = random(2, 5, 12), random(2, 12, seed=1)
-    six = conditioning @ block.modulation.weight.T + block.modulation.bias
+    norm = {"layer": standardised, "rms": mean_square}[recipe.norm]
+    if recipe.modulation == "single":
+        six = conditioning + torch.cat([block.modulation.table[i] for i in range(6)])
+    else:
+        six = conditioning @ block.modulation.weight.T + block.modulation.bias
     shift_1, scale_1, gate_1, shift_2, scale_2, gate_2 = (six[:, None, 12 * i : 12 * (i + 1)] for i in range(6))
-    inner = standardised(x) * (1 + scale_1) + shift_1
-    expected = x + gate_1 * by_torch(block.attention)(inner, inner, inner, need_weights=False)[0]
+    inner = norm(x) * (1 + scale_1) + shift_1
+    x = x + gate_1 * by_torch(block.attention)(inner, inner, inner, need_weights=False)[0]
+    if context is not None:
+        x = x + attended(block.cross_attention, x, context)
+    inner = norm(x) * (1 + scale_2) + shift_2
+    if recipe.mlp == "swiglu":
+        gate, up = (inner @ block.mlp.gate_up.weight.T + block.mlp.gate_up.bias).chunk(2, dim=-1)
+        return x + gate_2 * ((silu(gate) * up) @ block.mlp.down.weight.T + block.mlp.down.bias)
     first, second = block.mlp[0], block.mlp[2]
-    hidden = (standardised(expected) * (1 + scale_2) + shift_2) @ first.weight.T + first.bias
-    hidden = hidden * 0.5 * (1 + torch.erf(hidden / 2**0.5))
-    expected = expected + gate_2 * (hidden @ second.weight.T + second.bias)
-    torch.testing.assert_close(block(x, conditioning), expected)
     assert first.out_features == 24
+    hidden = inner @ first.weight.T + first.bias
+    hidden = hidden * 0.5 * (1 + torch.erf(hidden / 2**0.5))
+    return x + gate_2 * (hidden @ second.weight.T + second.bias)
 
 
-def test_block_starts_as_the_identity() -> None:
-    block = DiTBlock(12, 3, mlp_ratio=4.0, qk_norm=False)
-    nn.init.zeros_(block.modulation.bias)
-    block.initialise()
-    x = random(2, 5, 12).float()
-    assert torch.equal(block(x, torch.ones(2, 12)), x)
+@pytest.mark.parametrize("reads_tokens", [False, True])
+@pytest.mark.parametrize("modulation", ["zero", "single"])
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+@pytest.mark.parametrize("mlp", ["gelu", "swiglu"])
+def test_block_equals_the_formula(mlp: str, norm: str, modulation: str, reads_tokens: bool) -> None:
+    recipe = Recipe(mlp_ratio=2.0, mlp=mlp, norm=norm, modulation=modulation)
+    block = randomised(DiTBlock(12, 3, recipe, reads_tokens))
+    x, conditioning = random(2, 5, 12), random(2, 72 if modulation == "single" else 12, seed=1)
+    context = random(2, 4, 12, seed=2) if reads_tokens else None
+    torch.testing.assert_close(
+        block(x, conditioning, context=context), by_formula(block, recipe, x, conditioning, context)
+    )
 
 
-def test_final_layer_equals_the_formula() -> None:
-    final = randomised(FinalLayer(12, 7))
+def test_rms_modulation_takes_no_mean_off() -> None:
+    x, zero = random(2, 5, 8) + 3, torch.zeros(2, 1, 8).double()
+    torch.testing.assert_close(modulate(x, zero, zero, "rms"), mean_square(x))
+    assert (modulate(x, zero, zero, "rms") - modulate(x, zero, zero)).abs().min() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("width", "hidden", "gated"),
+    # 2/3 of hidden, up to a multiple of 64, or of 8 for narrow ones.
+    [(1152, 4608, 3072), (1024, 4096, 2752), (768, 3072, 2048), (384, 1536, 1024), (16, 64, 48), (12, 24, 16)],
+)
+def test_a_gated_mlp_has_about_as_many_parameters(width: int, hidden: int, gated: int) -> None:
+    with torch.device("meta"):
+        mlp, plain = SwiGLU(width, hidden), plain_mlp(width, hidden)
+    assert mlp.down.in_features == gated and mlp.gate_up.out_features == 2 * gated
+    if width > 100:
+        gated_count, plain_count = (sum(p.numel() for p in part.parameters()) for part in (mlp, plain))
+        assert gated_count == pytest.approx(plain_count, rel=0.01)
+
+
+def test_cross_attention_equals_that_of_torch() -> None:
+    layer = randomised(CrossAttention(12, 3, qk_norm=False))
+    oracle = nn.MultiheadAttention(12, 3, batch_first=True).double()
+    weight = torch.cat([layer.q.weight, layer.kv.weight])
+    pairs = {"in_proj_weight": weight, "in_proj_bias": torch.cat([layer.q.bias, layer.kv.bias])}
+    oracle.load_state_dict(pairs | {"out_proj.weight": layer.out.weight, "out_proj.bias": layer.out.bias})
+    x, context = random(2, 5, 12), random(2, 4, 12, seed=1)
+    torch.testing.assert_close(layer(x, context), oracle(x, context, context, need_weights=False)[0])
+
+
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_qk_norm_serves_cross_attention_too(qk_norm: bool) -> None:
+    layer = randomised(CrossAttention(12, 3, qk_norm=qk_norm))
+    x, context = random(2, 5, 12), random(2, 4, 12, seed=1)
+    before = layer(x, context)
+    layer.q.weight.data *= 100
+    layer.q.bias.data *= 100
+    assert torch.allclose(layer(x, context), before, rtol=0, atol=1e-4) == qk_norm
+
+
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_self_attention_rotates_what_its_norms_leave(qk_norm: bool) -> None:
+    """The norms' weights act on features that mean something, so they come before the rotation."""
+    layer, x = randomised(SelfAttention(24, 3, qk_norm=qk_norm)), random(2, 6, 24)
+    rotation = axial_rotation(8, 3, 2)
+    q, k, v = (x @ layer.qkv.weight.T + layer.qkv.bias).reshape(2, 6, 3, 3, 8).unbind(2)
+    if qk_norm:
+        q, k = mean_square(q) * layer.query_norm.weight, mean_square(k) * layer.key_norm.weight
+    q, k = rotate(q, rotation), rotate(k, rotation)
+    weights = (torch.einsum("bnhd,bmhd->bhnm", q, k) / 8**0.5).softmax(-1)
+    expected = torch.einsum("bhnm,bmhd->bnhd", weights, v).flatten(2) @ layer.out.weight.T + layer.out.bias
+    torch.testing.assert_close(layer(x, rotation), expected)
+    assert (layer(x, rotation) - layer(x)).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+@pytest.mark.parametrize("reads_tokens", [False, True])
+def test_block_starts_as_the_identity(recipe: Recipe, reads_tokens: bool) -> None:
+    spec = ConditionSpec("tokens", 6, length=3) if reads_tokens else ConditionSpec("text", 6)
+    torch.manual_seed(0)
+    trunk = Trunk(x_shape=(3, 4, 4), condition=spec, size=Size(2, 16, 2), patch_size=2, recipe=recipe, out_features=12)
+    trunk.initialise()
+    x, conditioning = torch.randn(2, 4, 16), torch.randn(2, 16)
+    condition = Condition.of(torch.randn(2, 3, 6)) if reads_tokens else None
+    assert torch.equal(trunk.run(x, conditioning, trunk.rotation, condition), x)
+    for block in trunk.blocks:  # and only their zeros make them so
+        modulation = block.modulation.table if recipe.modulation == "single" else block.modulation.bias
+        nn.init.ones_(modulation)
+    assert not torch.equal(trunk.run(x, conditioning, trunk.rotation, condition), x)
+
+
+@pytest.mark.parametrize("reads_tokens", [False, True])
+@pytest.mark.parametrize("modulation", ["zero", "single"])
+@pytest.mark.parametrize(("mlp", "norm"), [("gelu", "layer"), ("swiglu", "rms")])
+def test_gradients_of_a_block_are_those_of_finite_differences(
+    mlp: str, norm: str, modulation: str, reads_tokens: bool
+) -> None:
+    recipe = Recipe(2.0, qk_norm=True, mlp=mlp, norm=norm, modulation=modulation)
+    block = randomised(DiTBlock(8, 2, recipe, reads_tokens))
+    rotation = axial_rotation(4, 3, 1).double()
+    inputs = [random(2, 3, 8), random(2, 48 if modulation == "single" else 8, seed=1)]
+    inputs += [random(2, 2, 8, seed=2)] if reads_tokens else []
+    inputs = [part.requires_grad_() for part in inputs]
+    assert torch.autograd.gradcheck(
+        lambda x, conditioning, *context: block(x, conditioning, rotation, *context), inputs, fast_mode=True
+    )
+
+
+@pytest.mark.parametrize(("norm", "oracle"), [("layer", standardised), ("rms", mean_square)])
+def test_final_layer_equals_the_formula(norm: str, oracle: Callable[[Tensor], Tensor]) -> None:
+    final = randomised(FinalLayer(12, 7, norm))
     x, conditioning = random(2, 5, 12), random(2, 12, seed=1)
     two = conditioning @ final.modulation.weight.T + final.modulation.bias
-    inner = standardised(x) * (1 + two[:, None, 12:]) + two[:, None, :12]
+    inner = oracle(x) * (1 + two[:, None, 12:]) + two[:, None, :12]
     torch.testing.assert_close(final(x, conditioning), inner @ final.out.weight.T + final.out.bias)
 
 

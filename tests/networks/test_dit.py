@@ -10,10 +10,12 @@ from torch import nn
 from ddm_lightning.errors import UserError
 from ddm_lightning.flow.condition import Condition, ConditionSpec
 from ddm_lightning.networks import EXPERTS, DiT
+from ddm_lightning.networks.blocks import modulate
 from ddm_lightning.testing import check_expert
 
 SMALL = {"width": 16, "depth": 2, "num_heads": 2, "patch_size": 2}
 NONE, TEXT, CLASSES = ConditionSpec("none", 0), ConditionSpec("text", 6), ConditionSpec("class", 1000)
+TOKENS = ConditionSpec("tokens", 6, length=3)
 
 
 def perturbed(**changes: object) -> DiT:
@@ -27,28 +29,21 @@ def perturbed(**changes: object) -> DiT:
 
 
 @pytest.mark.parametrize("x_shape", [(3, 8, 8), (4, 4, 10)])
-@pytest.mark.parametrize("qk_norm", [False, True])
-def test_keeps_the_contract_of_experts(x_shape: tuple[int, int, int], qk_norm: bool) -> None:
-    check_expert(partial(DiT, **SMALL, qk_norm=qk_norm), x_shape=x_shape)
-
-
 @pytest.mark.parametrize(
-    ("width", "depth", "num_heads", "published"),
-    # The released DiT-XL/2 reports 675,129,632: its fixed positions (256 of 1152) and its 4 channels of learned
-    # variances (16 outputs a patch) are no parameters here.
-    [(1152, 28, 16, 675_129_632 - 256 * 1152 - 16 * (1152 + 1)), (768, 12, 12, None)],
+    "options",
+    [
+        {},
+        {"qk_norm": True},
+        {"rope": True},
+        {"mlp": "swiglu"},
+        {"norm": "rms"},
+        {"modulation": "single"},
+        {"qk_norm": True, "rope": True, "mlp": "swiglu", "norm": "rms", "modulation": "single"},
+    ],
+    ids=str,
 )
-def test_parameter_counts_are_the_published_ones(width: int, depth: int, num_heads: int, published: int | None) -> None:
-    with torch.device("meta"):
-        network = DiT(
-            x_shape=(4, 32, 32), condition=CLASSES, width=width, depth=depth, num_heads=num_heads, patch_size=2
-        )
-    count = sum(parameter.numel() for parameter in network.parameters())
-    if published is not None:
-        assert count == published
-    else:
-        assert round(count / 1e6) == 130  # DiT-B/2: table 4 of Peebles and Xie
-    assert len(network.blocks) == depth
+def test_keeps_the_contract_of_experts(x_shape: tuple[int, int, int], options: dict[str, object]) -> None:
+    check_expert(partial(DiT, **SMALL, **options), x_shape=x_shape)
 
 
 def test_starts_at_velocity_zero() -> None:
@@ -100,6 +95,42 @@ def test_patches_know_where_they_are() -> None:
     torch.testing.assert_close(network(x.roll(2, -1), t, None).roll(-2, -1), network(x, t, None))
 
 
+def test_rotated_patches_know_where_they_are_to_each_other() -> None:
+    network = perturbed(rope=True, width=64, qk_norm=True)
+    assert network.positions is None and "rotation" not in network.state_dict()
+    x, t = torch.randn(1, 3, 8, 8), torch.tensor([0.5])
+    rolled = network(x.roll(2, -1), t, None).roll(-2, -1)
+    assert (rolled - network(x, t, None)).abs().max() > 1e-2
+    network.rotation[:, :, 0], network.rotation[:, :, 1] = 1, 0
+    torch.testing.assert_close(network(x.roll(2, -1), t, None).roll(-2, -1), network(x, t, None), atol=1e-4, rtol=1e-4)
+
+
+def test_a_shared_modulation_reaches_each_block_with_its_own_table() -> None:
+    network = perturbed(modulation="single", condition=TEXT).double()
+    x = torch.randn(2, 3, 8, 8).double()
+    conditioning = network.conditioning(torch.rand(2), Condition.of(torch.randn(2, 6)))
+    shared = conditioning @ network.shared_modulation.weight.T + network.shared_modulation.bias
+    tokens = expected = network.tokens(x)
+    for block in network.blocks:
+        six = (shared.reshape(2, 6, 16) + block.modulation.table)[:, :, None].unbind(1)
+        inner = modulate(expected, six[0], six[1])
+        expected = expected + six[2] * block.attention(inner)
+        expected = expected + six[5] * block.mlp(modulate(expected, six[3], six[4]))
+    torch.testing.assert_close(network.run(tokens, conditioning, None, None), expected)
+    assert not torch.equal(network.blocks[0].modulation.table, network.blocks[1].modulation.table)
+
+
+def test_time_alone_modulates_where_text_tokens_are_attended_to() -> None:
+    network = perturbed(condition=TOKENS)
+    t = torch.rand(2)
+    condition = Condition.of(torch.randn(2, 3, 6))
+    assert torch.equal(network.conditioning(t, condition), network.conditioning(t, None))
+    x = torch.randn(2, 3, 8, 8)
+    assert (network(x, t, condition) - network(x, t, None)).abs().max() > 1e-2
+    # A set to the cross-attention: what tells tokens' places apart is their encoder's business.
+    torch.testing.assert_close(network(x, t, Condition.of(condition.values.flip(1))), network(x, t, condition))
+
+
 def test_time_matters() -> None:
     network = perturbed()
     x = torch.randn(1, 3, 8, 8).expand(2, -1, -1, -1)
@@ -107,9 +138,15 @@ def test_time_matters() -> None:
     assert (early - late).abs().max() > 1e-2
 
 
-def test_mixed_precision_answers_in_the_type_of_x_t() -> None:
-    network = perturbed(condition=TEXT, qk_norm=True)
-    x, t, condition = torch.randn(2, 3, 8, 8), torch.rand(2), Condition.of(torch.randn(2, 6))
+@pytest.mark.parametrize(
+    ("spec", "options"),
+    [(TEXT, {}), (TOKENS, {}), (TOKENS, {"rope": True, "mlp": "swiglu", "norm": "rms", "modulation": "single"})],
+    ids=["text", "tokens", "all"],
+)
+def test_mixed_precision_answers_in_the_type_of_x_t(spec: ConditionSpec, options: dict[str, object]) -> None:
+    network = perturbed(condition=spec, qk_norm=True, **options)
+    values = torch.randn(2, 3, 6) if spec is TOKENS else torch.randn(2, 6)
+    x, t, condition = torch.randn(2, 3, 8, 8), torch.rand(2), Condition.of(values)
     exact = network(x, t, condition)
     with torch.autocast("cpu", torch.bfloat16):
         mixed = network(x, t, condition)
@@ -149,6 +186,13 @@ def test_a_condition_is_refused_where_none_is_taken() -> None:
         ({"patch_size": 0}, "patch_size = 0 must be at least 1"),
         ({"patch_size": 3}, "patch_size = 3 must divide the 8x8 cells"),
         ({"mlp_ratio": 0.0}, "mlp_ratio = 0.0"),
+        ({"rope": True, "num_heads": 8}, "rope needs width / num_heads = 2 to be divisible by 4"),
+        ({"mlp": "relu"}, "mlp = 'relu' is none of gelu, swiglu"),
+        ({"norm": "batch"}, "norm = 'batch' is none of layer, rms"),
+        ({"modulation": "adaLN"}, "modulation = 'adaLN' is none of zero, single"),
+        ({"size": "S"}, "size = 'S' sets width, depth and num_heads: remove it or width, depth, num_heads"),
+        ({"size": "M"}, "size = 'M' is none of S, B, L, XL"),
+        ({"depth": None}, r"needs size \(S, B, L, XL\), or width, depth and num_heads; there is no depth"),
     ],
 )
 def test_sizes_that_do_not_fit_are_one_clear_line(changes: dict[str, float], message: str) -> None:

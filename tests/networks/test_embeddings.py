@@ -11,6 +11,8 @@ from ddm_lightning.flow.condition import Condition, ConditionSpec
 from ddm_lightning.networks.embeddings import (
     ConditionEmbedding,
     TimestepEmbedding,
+    TokenEmbedding,
+    axial_rotation,
     patchify,
     sincos_positions,
     sinusoidal,
@@ -64,6 +66,11 @@ def test_likeness_of_positions_depends_on_their_offset_alone() -> None:
 def test_positions_refuse_a_width_they_cannot_fill(width: int) -> None:
     with pytest.raises(ValueError, match=f"width = {width} must be divisible by 4"):
         sincos_positions(width, 2, 2)
+
+
+def test_heads_that_two_axes_do_not_fill_are_refused() -> None:
+    with pytest.raises(ValueError, match="num_heads = 6 to be divisible by 4"):
+        axial_rotation(6, 2, 2)
 
 
 def test_sinusoidal_equals_the_formula() -> None:
@@ -138,3 +145,37 @@ def test_null_learns_from_dropped_rows_and_the_embedding_from_kept_ones() -> Non
     assert embedding.null.grad is not None and embedding.embed.weight.grad is not None
     assert torch.equal(embedding.null.grad, torch.ones(6))
     assert embedding.embed.weight.grad.sum(1).tolist() == [0, 6, 0, 6]
+
+
+def test_a_vector_of_tokens_is_that_of_their_mean() -> None:
+    tokens = random(3, 4, 5).float()
+    as_tokens, as_text = made(ConditionSpec("tokens", 5, length=4)), made(ConditionSpec("text", 5))
+    torch.testing.assert_close(as_tokens(Condition.of(tokens), 3), as_text(Condition.of(tokens.mean(1)), 3))
+
+
+def made_of_tokens() -> TokenEmbedding:
+    torch.manual_seed(0)
+    embedding = TokenEmbedding(ConditionSpec("tokens", 5, length=4), 6)
+    embedding.initialise()
+    return embedding
+
+
+def test_each_token_goes_through_a_linear_layer() -> None:
+    embedding, tokens = made_of_tokens(), random(3, 4, 5).half()  # as they may be stored
+    expected = tokens.float() @ embedding.embed.weight.T + embedding.embed.bias
+    torch.testing.assert_close(embedding(Condition.of(tokens), 3), expected)
+    assert embedding.embed.weight.std().item() == pytest.approx(0.02, rel=0.4)
+
+
+def test_dropped_tokens_are_the_learned_null_repeated() -> None:
+    embedding, kept = made_of_tokens(), Condition.of(random(3, 4, 5).float())
+    mixed = embedding(kept.dropped(torch.tensor([False, True, False])), 3)
+    assert torch.equal(mixed[[0, 2]], embedding(kept, 3)[[0, 2]])
+    assert torch.equal(mixed[1], embedding.null.expand(4, -1))
+    assert torch.equal(embedding(None, 2), embedding.null.expand(2, 4, -1))
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 5), (2, 4, 6), (2, 5)])
+def test_tokens_of_another_shape_are_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"tokens of shape \(4, 5\), not \("):
+        made_of_tokens()(Condition.of(random(*shape).float()), 2)

@@ -1,0 +1,202 @@
+"""The expert of two streams: MM-DiT, the transformer of Stable Diffusion 3 (Esser et al., 2403.03206, section 4)."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ddm_lightning.flow.condition import Condition, ConditionSpec
+from ddm_lightning.networks.attention import attention
+from ddm_lightning.networks.blocks import FinalLayer, head_norm, modulate, normalised, plain_mlp
+from ddm_lightning.networks.embeddings import TokenEmbedding, unpatchify
+from ddm_lightning.networks.recipe import Size
+from ddm_lightning.networks.registry import EXPERTS
+from ddm_lightning.networks.trunk import PatchTransformer
+
+
+class ReadStream(nn.Module):
+    """The last text stream: its tokens are attended to, and nobody asks what became of them."""
+
+    def __init__(self, width: int, num_heads: int, qk_norm: bool) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.modulation = nn.Linear(width, 2 * width)
+        self.kv = nn.Linear(width, 2 * width)
+        self.key_norm = head_norm(width, num_heads, qk_norm)
+
+    def heads(
+        self, x: Float[Tensor, "b n d"], modulation: Float[Tensor, "b 1 twofold"]
+    ) -> tuple[Float[Tensor, "b n h e"], Float[Tensor, "b n h e"]]:
+        """Keys and values."""
+        shift, scale = modulation.chunk(2, dim=-1)
+        k, v = self.kv(modulate(x, shift, scale)).unflatten(2, (2, self.num_heads, -1)).unbind(2)
+        return normalised(k, self.key_norm), v
+
+
+class Stream(nn.Module):
+    """What one kind of token has of its own in a block: modulation, projections and MLP."""
+
+    def __init__(self, width: int, num_heads: int, mlp_ratio: float, qk_norm: bool) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.modulation = nn.Linear(width, 6 * width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.query_norm = head_norm(width, num_heads, qk_norm)
+        self.key_norm = head_norm(width, num_heads, qk_norm)
+        self.mlp = plain_mlp(width, int(width * mlp_ratio))
+
+    def heads(
+        self, x: Float[Tensor, "b n d"], modulation: Float[Tensor, "b 1 sixfold"]
+    ) -> tuple[Float[Tensor, "b n h e"], Float[Tensor, "b n h e"], Float[Tensor, "b n h e"]]:
+        """Queries, keys and values."""
+        shift, scale = modulation.chunk(6, dim=-1)[:2]
+        q, k, v = self.qkv(modulate(x, shift, scale)).unflatten(2, (3, self.num_heads, -1)).unbind(2)
+        return normalised(q, self.query_norm), normalised(k, self.key_norm), v
+
+    def answer(
+        self,
+        x: Float[Tensor, "b n d"],
+        attended: Float[Tensor, "b n h e"],
+        modulation: Float[Tensor, "b 1 sixfold"],
+    ) -> Float[Tensor, "b n d"]:
+        """``x`` after what was attended to, and after the MLP."""
+        gate, mlp_shift, mlp_scale, mlp_gate = modulation.chunk(6, dim=-1)[2:]
+        x = torch.addcmul(x, gate, self.out(attended.flatten(2)))
+        return torch.addcmul(x, mlp_gate, self.mlp(modulate(x, mlp_shift, mlp_scale)))
+
+
+class JointBlock(nn.Module):
+    """Patches and text tokens, each by weights of their own, attend to both (figure 2b).
+
+    The unit that is compiled and sharded.
+    """
+
+    def __init__(self, width: int, num_heads: int, mlp_ratio: float, qk_norm: bool, is_last: bool) -> None:
+        super().__init__()
+        self.attention_backend = "auto"
+        self.patches = Stream(width, num_heads, mlp_ratio, qk_norm)
+        self.text: Stream | ReadStream = (
+            ReadStream(width, num_heads, qk_norm) if is_last else Stream(width, num_heads, mlp_ratio, qk_norm)
+        )
+
+    def initialise(self) -> None:
+        """The block starts as the identity."""
+        nn.init.zeros_(self.patches.modulation.weight)
+        nn.init.zeros_(self.text.modulation.weight)
+
+    def forward(
+        self, x: Float[Tensor, "b n d"], text: Float[Tensor, "b m d"], conditioning: Float[Tensor, "b d"]
+    ) -> tuple[Float[Tensor, "b n d"], Float[Tensor, "b m d"] | None]:
+        """Patches and text tokens after the block; None for the text that leaves the last block.
+
+        Args:
+            x: the patches.
+            text: the text tokens.
+            conditioning: what time and text became, after the SiLU that all blocks share.
+        """
+        of_patches = self.patches.modulation(conditioning)[:, None]
+        of_text = self.text.modulation(conditioning)[:, None]
+        q, k, v = self.patches.heads(x, of_patches)
+        if isinstance(self.text, ReadStream):
+            text_k, text_v = self.text.heads(text, of_text)
+        else:
+            text_q, text_k, text_v = self.text.heads(text, of_text)
+            q = torch.cat([q, text_q], dim=1)
+        k, v = torch.cat([k, text_k], dim=1), torch.cat([v, text_v], dim=1)
+        attended = attention(q, k, v, self.attention_backend)
+        num_patches = x.shape[1]
+        x = self.patches.answer(x, attended[:, :num_patches], of_patches)
+        if isinstance(self.text, ReadStream):
+            return x, None
+        return x, self.text.answer(text, attended[:, num_patches:], of_text)
+
+
+class PooledText(nn.Module):
+    """The mean of embedded text tokens through a two-layer MLP: what modulates together with the time."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.hidden = nn.Linear(width, width)
+        self.out = nn.Linear(width, width)
+
+    def initialise(self) -> None:
+        """Normal(0.02) weights."""
+        nn.init.normal_(self.hidden.weight, std=0.02)
+        nn.init.normal_(self.out.weight, std=0.02)
+
+    def forward(self, text: Float[Tensor, "b m d"]) -> Float[Tensor, "b d"]:
+        """One vector a row."""
+        pooled: Tensor = self.out(functional.silu(self.hidden(text.mean(1))))
+        return pooled
+
+
+@EXPERTS.register("mmdit")
+class MMDiT(PatchTransformer):
+    """Predicts the velocity of ``x_t`` under a condition of kind ``tokens``.
+
+    Stable Diffusion 3 modulates by the time and a pooled text vector; here the mean of the embedded tokens stands for
+    the latter. Positions are fixed and added to the patches; text tokens have those that their encoder gave them.
+
+    Width 1792, depth 26, num_heads 28, patch_size 2 has 3.0 billion parameters: an expert of the size of the largest in
+    Decentralized Diffusion Models (2501.05450), eight of which have 24 billion.
+
+    Args:
+        x_shape: (channels, height, width) of ``x_t``; height and width in pixels or latent cells.
+        condition: the size and number of the text tokens.
+        width: features of a token, of either stream.
+        depth: number of blocks.
+        num_heads: attention heads of a block.
+        patch_size: edge of a square patch, in cells of ``x_t``.
+        mlp_ratio: hidden features of a block's MLPs over ``width``.
+        qk_norm: whether queries and keys are normalised, in each stream by weights of its own (section 5.3.2).
+
+    Raises:
+        ValueError: sizes that do not fit each other, or a condition of another kind.
+    """
+
+    prediction = "velocity"
+
+    def __init__(
+        self,
+        *,
+        x_shape: tuple[int, int, int],
+        condition: ConditionSpec,
+        width: int,
+        depth: int,
+        num_heads: int,
+        patch_size: int,
+        mlp_ratio: float = 4.0,
+        qk_norm: bool = False,
+    ) -> None:
+        if condition.kind != "tokens":
+            raise ValueError(
+                f"its second stream reads text tokens: it needs condition.kind=tokens, not {condition.kind}"
+            )
+        super().__init__(
+            x_shape=x_shape, size=Size(depth, width, num_heads), patch_size=patch_size, mlp_ratio=mlp_ratio
+        )
+        self.token_embedding = TokenEmbedding(condition, width)
+        self.pooled_text = PooledText(width)
+        self.blocks = nn.ModuleList(
+            JointBlock(width, num_heads, mlp_ratio, qk_norm, is_last=index == depth - 1) for index in range(depth)
+        )
+        self.final = FinalLayer(width, x_shape[0] * patch_size**2)
+        self.initialise()
+
+    def forward(
+        self, x_t: Float[Tensor, "b c h w"], t: Float[Tensor, " b"], condition: Condition | None
+    ) -> Float[Tensor, "b c h w"]:
+        """The velocity, in the type of ``x_t``; a ``condition`` of ``None`` is the learned null in every row.
+
+        Raises:
+            ValueError: a shape other than ``x_shape``, a ``t`` narrower than 32 bits, text tokens of another shape.
+        """
+        text = self.token_embedding(condition, len(x_t))
+        conditioning = functional.silu(self.time_embedding(t) + self.pooled_text(text))
+        x = self.tokens(x_t)
+        for block in self.blocks:
+            x, text = block(x, text, conditioning)
+        return unpatchify(self.final(x, conditioning), self.x_shape, self.patch_size).to(x_t.dtype)

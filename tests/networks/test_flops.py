@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ddm_lightning.flow.condition import ConditionSpec
+from ddm_lightning.networks import DiT, MMDiT, RouterDiT
+from ddm_lightning.networks.flops import flops_per_sample
+
+SMALL = {"width": 16, "depth": 3, "num_heads": 2, "patch_size": 2}
+SHAPE, N, D, L = (3, 8, 8), 16, 16, 3  # sample, patches, width, depth
+SPECS = [ConditionSpec("none", 0), ConditionSpec("class", 5), ConditionSpec("text", 6), ConditionSpec("tokens", 6, 7)]
+ALL_OPTIONS = {"rope": True, "mlp": "swiglu", "norm": "rms", "modulation": "single", "qk_norm": True}
+
+
+def dit(condition: ConditionSpec, **options: object) -> float:
+    network = DiT(x_shape=SHAPE, condition=condition, **SMALL, **options)
+    return flops_per_sample(network, SHAPE, condition, backward=False)
+
+
+def by_hand(spec: ConditionSpec, *, single: bool, gated: int) -> int:
+    """Multiply-adds of a sample, twice; ``gated`` features of a SwiGLU, 0 for a plain MLP."""
+    m = spec.length
+    ends = N * 12 * D + 256 * D + D * D + 2 * D * D + N * D * 12  # patches, time, head
+    ends += 6 * D if spec.kind == "text" else m * 6 * D
+    block = N * 4 * D * D + 2 * N * N * D + N * (3 * D * gated if gated else 8 * D * D)
+    if m:
+        block += 2 * N * D * D + 2 * m * D * D + 2 * N * m * D
+    return 2 * (ends + L * block + (1 if single else L) * 6 * D * D)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.kind)
+def test_a_forward_pass_is_counted(spec: ConditionSpec) -> None:
+    assert dit(spec) == by_hand(spec, single=False, gated=0)
+    assert dit(spec, **ALL_OPTIONS) == by_hand(spec, single=True, gated=48)
+    assert dit(spec, rope=True, norm="rms", qk_norm=True) == dit(spec)
+
+
+def test_a_forward_pass_of_two_streams_is_counted() -> None:
+    spec, m = SPECS[3], 7
+    network = MMDiT(x_shape=SHAPE, condition=spec, **SMALL)
+    ends = N * 12 * D + 256 * D + D * D + 2 * D * D + N * D * 12 + m * 6 * D + 2 * D * D
+    both = (N + m) * 12 * D * D + 2 * (N + m) ** 2 * D + 12 * D * D
+    last = N * 12 * D * D + m * 2 * D * D + 2 * N * (N + m) * D + 8 * D * D
+    assert flops_per_sample(network, SHAPE, spec, backward=False) == 2 * (ends + (L - 1) * both + last)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.kind)
+def test_a_backward_pass_costs_about_twice_as_much(spec: ConditionSpec) -> None:
+    networks = [DiT(x_shape=SHAPE, condition=spec, **SMALL, **ALL_OPTIONS)]
+    networks += [RouterDiT(x_shape=SHAPE, condition=spec, num_clusters=2, **SMALL, **ALL_OPTIONS)]
+    networks += [MMDiT(x_shape=SHAPE, condition=spec, **SMALL)] if spec.kind == "tokens" else []
+    for network in networks:
+        both = flops_per_sample(network, SHAPE, spec, backward=True)
+        assert 2.5 < both / flops_per_sample(network, SHAPE, spec, backward=False) < 3.5
+        assert all(parameter.device == torch.device("cpu") for parameter in network.parameters())

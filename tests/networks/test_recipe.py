@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ddm_lightning.errors import UserError
+from ddm_lightning.flow.condition import Condition, ConditionSpec
+from ddm_lightning.networks import EXPERTS, ROUTERS, DiT, RouterDiT
+from ddm_lightning.networks.recipe import SIZES
+
+SMALL = {"width": 16, "depth": 2, "num_heads": 2, "patch_size": 2}
+CLASSES = ConditionSpec("class", 1000)
+CLIP = ConditionSpec("tokens", 768, length=77)
+LATENT = (4, 32, 32)
+
+
+def count(network: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in network.parameters())
+
+
+def built(size: str, patch_size: int, condition: ConditionSpec = CLASSES, **options: object) -> DiT:
+    with torch.device("meta"):
+        return DiT(x_shape=LATENT, condition=condition, size=size, patch_size=patch_size, **options)
+
+
+def learned_variances(width: int, patch_size: int) -> int:
+    """The original's second half of the output, which nothing here learns."""
+    return 4 * patch_size**2 * (width + 1)
+
+
+@pytest.mark.parametrize(
+    ("size", "width", "millions"),
+    [("S", 384, (33,)), ("B", 768, (130, 131)), ("L", 1024, (458, 459)), ("XL", 1152, (675, 676))],
+)
+@pytest.mark.parametrize("patch_size", [2, 4, 8])
+def test_parameter_counts_are_the_published_ones(
+    size: str, width: int, millions: tuple[int, ...], patch_size: int
+) -> None:
+    """The rounded ones of Peebles and Xie; the fixed positions are no parameters to them either."""
+    total = count(built(size, patch_size)) + learned_variances(width, patch_size)
+    assert round(total / 1e6) in millions
+    depth, _, _ = SIZES[size]
+    patches, out = 4 * patch_size**2, 8 * patch_size**2
+    embeddings = (patches + 1) * width + (256 + 1) * width + (width + 1) * width + 1001 * width
+    a_block = 6 * (width + 1) * width + 4 * (width + 1) * width + 4 * (width + 1) * width + (4 * width + 1) * width
+    assert total == embeddings + depth * a_block + 2 * (width + 1) * width + (width + 1) * out
+
+
+def test_the_released_network_has_as_many_parameters() -> None:
+    """DiT-XL/2 is reported with 675,129,632, its 16 x 16 fixed positions among them."""
+    ours = built("XL", 2)
+    assert count(ours) + learned_variances(1152, 2) + 256 * 1152 == 675_129_632
+    assert len(ours.blocks) == 28 and ours.blocks[0].attention.num_heads == 16
+
+
+def test_the_expert_of_paris_has_as_many_parameters() -> None:
+    """605 million with adaLN-single (2510.03434)."""
+    assert count(built("XL", 2, CLIP, modulation="single")) == pytest.approx(605e6, rel=0.01)
+
+
+def test_a_size_is_its_three_numbers() -> None:
+    for name, heads in (("S", 6), ("B", 12), ("L", 16), ("XL", 16)):
+        depth, width, _ = SIZES[name]
+        with torch.device("meta"):
+            numbers = DiT(x_shape=LATENT, condition=CLASSES, width=width, depth=depth, num_heads=heads, patch_size=4)
+        assert str(built(name, 4)) == str(numbers)
+        assert built(name, 4).blocks[0].attention.num_heads == heads
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"size": "S", "depth": 3}, "size = 'S' sets width, depth and num_heads: remove it or depth"),
+        ({"size": "XXL"}, "size = 'XXL' is none of S, B, L, XL"),
+        ({}, r"needs size \(S, B, L, XL\), or width, depth and num_heads; there is no width, depth, num_heads"),
+        ({"width": 8, "num_heads": 2}, "there is no depth"),
+        ({"size": 3}, "key 'params.size': must be a text"),
+    ],
+)
+def test_a_size_and_numbers_exclude_each_other(params: dict[str, object], message: str) -> None:
+    context = {"x_shape": LATENT, "condition": CLASSES}
+    with pytest.raises(UserError, match=f"^expert 'dit'.*{message}"):
+        EXPERTS.build("dit", {"patch_size": 2, **params}, **context)
+    with pytest.raises(UserError, match=f"^router 'router-dit'.*{message}"):
+        ROUTERS.build("router-dit", {"patch_size": 2, **params}, num_clusters=2, **context)
+
+
+def recorded(network: nn.Module, condition: Condition) -> tuple[float, Tensor]:
+    """The size of the initial weights, and the answer of others that a formula gives."""
+    start = sum(value.double().abs().sum().item() for value in network.state_dict().values())
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.add_(torch.linspace(-0.2, 0.2, parameter.numel()).sin().reshape(parameter.shape))
+        x = torch.linspace(-2, 2, 2 * 3 * 64).cos().reshape(2, 3, 8, 8)
+        return start, network(x, torch.tensor([0.2, 0.7]), condition)
+
+
+def block_keys(index: int, *norms: str) -> list[str]:
+    parts = ["modulation", "attention.qkv", "attention.out", *norms, "mlp.0", "mlp.2"]
+    return [f"blocks.{index}.{key}" for part in parts for key in both(part)]
+
+
+def both(part: str) -> list[str]:
+    return [f"{part}.weight"] if part.endswith("norm") else [f"{part}.weight", f"{part}.bias"]
+
+
+FIRST = [key for part in ("patch_embedding", "time_embedding.hidden", "time_embedding.out") for key in both(part)]
+LAST = [*both("final.modulation"), *both("final.out")]
+
+
+def test_without_options_an_expert_is_what_it_was_before_there_were_any() -> None:
+    """Recorded then: names and order of the weights, initial values, output."""
+    torch.manual_seed(0)
+    network = DiT(x_shape=(3, 8, 8), condition=ConditionSpec("text", 6), **SMALL)
+    condition = ["condition_embedding.null", *both("condition_embedding.embed")]
+    assert list(network.state_dict()) == [*FIRST, *condition, *block_keys(0), *block_keys(1), *LAST]
+    text = torch.linspace(-1, 1, 12).reshape(2, 6)
+    start, out = recorded(network, Condition(text, torch.tensor([True, False])))
+    assert start == pytest.approx(1017.0570942178165, rel=1e-6)
+    expected = [
+        [3.8978524208068848, 3.101238250732422, 3.897925853729248, 3.101278066635132],
+        [2.941588878631592, 2.3516993522644043, 2.9417080879211426, 2.3517725467681885],
+    ]
+    torch.testing.assert_close(out[:, 0, 3, 2:6], torch.tensor(expected), rtol=1e-5, atol=0)
+    assert out.double().sum().item() == pytest.approx(374.42920984327793, rel=1e-5)
+
+
+def test_without_options_a_router_is_what_it_was_before_there_were_any() -> None:
+    torch.manual_seed(0)
+    spec = ConditionSpec("class", 5)
+    network = RouterDiT(x_shape=(3, 8, 8), condition=spec, num_clusters=3, qk_norm=True, **SMALL)
+    norms = ("attention.query_norm", "attention.key_norm")
+    condition = ["condition_embedding.null", "condition_embedding.embed.weight"]
+    blocks = [*block_keys(0, *norms), *block_keys(1, *norms)]
+    assert list(network.state_dict()) == ["class_token", *FIRST, *condition, *blocks, *LAST]
+    start, out = recorded(network, Condition(torch.tensor([1, 4]), torch.tensor([True, False])))
+    assert start == pytest.approx(1054.1799034536948, rel=1e-6)
+    expected = [
+        [7.771871089935303, 4.542479515075684, 1.2289882898330688],
+        [5.874666690826416, 3.5332186222076416, 1.1263560056686401],
+    ]
+    torch.testing.assert_close(out, torch.tensor(expected), rtol=1e-5, atol=0)
