@@ -9,7 +9,7 @@ from ddm_lightning.networks import EXPERTS, ROUTERS
 from ddm_lightning.prepare.manifest import DataSizes, Manifest
 from ddm_lightning.prepare.registry import CAPTION_ENCODERS, FEATURES, IMAGE_ENCODERS, SOURCES
 from ddm_lightning.registry import Registry
-from ddm_lightning.training.member_network import build_member_network
+from ddm_lightning.training.member_network import planned_network
 
 
 def check_plugins(experiment: Experiment, source: str) -> None:
@@ -54,7 +54,7 @@ def check_networks(experiment: Experiment, sizes: DataSizes | Manifest, source: 
     """
     for key, member in (("expert.network", expert_name(0)), ("router.network", ROUTER)):
         try:
-            build_member_network(member, experiment, sizes)
+            planned_network(member, experiment, sizes)
         except UserError as error:
             raise UserError(f"{source}: key {key!r}: {error}") from None
         except (RuntimeError, ArithmeticError) as error:  # torch's, for a width of 0 and the like

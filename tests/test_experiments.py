@@ -6,11 +6,15 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from ddm_lightning.config import Experiment, load_experiment
+from ddm_lightning.networks.flops import flops_per_sample
 from ddm_lightning.networks.registry import EXPERTS, ROUTERS
 from ddm_lightning.plugins import check_plugins
+from ddm_lightning.prepare.manifest import DataSizes
 from ddm_lightning.prepare.registry import CAPTION_ENCODERS, FEATURES, IMAGE_ENCODERS, SOURCES
+from ddm_lightning.training.member_network import build_member_network, member_condition
 
 FOLDER = Path(__file__).parents[1] / "experiments"
 FILES = sorted(FOLDER.glob("*.yaml"))
@@ -35,7 +39,7 @@ def not_built_in(experiment: Experiment) -> set[str]:
 
 
 def test_the_files_are_there() -> None:
-    assert {path.stem for path in FILES} >= {"emoji_4x", "tiny_2x", "imagenet_8x", "laion_8x"}
+    assert {path.stem for path in FILES} >= {"emoji_4x", "tiny_2x", "imagenet_8x", "laion_8x", "paris_8x", "laion_24b"}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
@@ -85,7 +89,33 @@ def test_the_papers_settings_are_the_papers(stem: str, batch_of_an_expert: int) 
     assert (partition.num_fine_centroids, partition.fit_fraction) == (1024, 0.05)
     assert train.global_batch_size // partition.num_clusters == batch_of_an_expert
     assert train.max_steps == 800_000
-    size = {"width": 1152, "depth": 28, "num_heads": 16, "patch_size": 2}  # DiT-XL/2
-    assert experiment.expert.network.params == size
+    assert experiment.expert.network.params == {"size": "XL", "patch_size": 2}
     assert not experiment.router.conditional
     assert experiment.sample.strategy == "top-1"
+
+
+# What the header says by arithmetic: parameters in millions, GFLOP a sample forward and backward, FLOP an expert.
+LARGE = {
+    "imagenet_8x": (675, 712, 1.8e19),
+    "laion_8x": (675, 712, 7.3e19),
+    "paris_8x": (608.3, 867, 7.8e19),
+    "laion_24b": (2980, 2055, 2.1e20),
+}
+
+
+@pytest.mark.parametrize("stem", LARGE)
+def test_the_arithmetic_of_a_header_is_right(stem: str) -> None:
+    millions, gflop, in_all = LARGE[stem]
+    experiment = load_experiment(FOLDER / f"{stem}.yaml")
+    sizes = DataSizes((4, 32, 32), 768, (77, 768), 1000)
+    with torch.device("meta"):
+        network = build_member_network("expert-0", experiment, sizes)
+    condition = member_condition("expert-0", experiment, sizes)
+    assert sum(p.numel() for p in network.parameters()) / 1e6 == pytest.approx(millions, rel=2e-3)
+    per_sample = flops_per_sample(network, sizes.x_shape, condition, backward=True)
+    assert per_sample / 1e9 == pytest.approx(gflop, rel=2e-3)
+    train = experiment.expert.train
+    samples = train.max_steps * train.global_batch_size / experiment.prepare.partition.num_clusters
+    assert samples * per_sample == pytest.approx(in_all, rel=0.03)
+    text = " ".join(header(FOLDER / f"{stem}.yaml").replace("#", " ").split())
+    assert f"{gflop:,} GFLOP a sample" in text and f"{in_all:.1e}".replace("e+", "e") in text

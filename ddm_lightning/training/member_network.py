@@ -59,10 +59,25 @@ def build_member_network(member: str, experiment: Experiment, manifest: Manifest
     return network
 
 
+def planned_network(member: str, experiment: Experiment, manifest: Manifest | DataSizes) -> nn.Module:
+    """The member's network without numbers, for whoever only plans: billions of parameters then take no memory.
+
+    A plug-in that cannot be built so is built as it is.
+
+    Raises:
+        UserError: as ``build_member_network``.
+    """
+    try:
+        with torch.device("meta"):
+            return build_member_network(member, experiment, manifest)
+    except (RuntimeError, ArithmeticError):
+        return build_member_network(member, experiment, manifest)
+
+
 def member_training_flops(member: str, experiment: Experiment, manifest: Manifest) -> float:
     """Measured FLOPs of a member's whole training: forward and backward of every sample it sees."""
     per_sample = flops_per_sample(
-        build_member_network(member, experiment, manifest),
+        planned_network(member, experiment, manifest),
         (manifest.x_shape[0], manifest.x_shape[1], manifest.x_shape[2]),
         member_condition(member, experiment, manifest),
         backward=True,

@@ -10,6 +10,7 @@ import subprocess
 
 import numpy as np
 import pytest
+import torch
 from deadline import within
 from loading.mds import damage
 from streaming import MDSWriter
@@ -18,7 +19,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tiny_runs import TINY, copy_run, finish, read_status, start
 
 from ddm_lightning.cli import main
+from ddm_lightning.config import load_experiment
 from ddm_lightning.ensemble.load import load_member
+from ddm_lightning.evaluation.samples import prompt_condition
 from ddm_lightning.files import sha256_file
 from ddm_lightning.training.guard import read_skipped
 
@@ -224,6 +227,33 @@ def test_a_diverged_training_says_so_and_keeps_its_checkpoints_from_before(run, 
     assert [skipped.step for skipped in read_skipped(member(run, "skipped_steps.jsonl"))] == [1, 2, 3, 4, 5]
     assert not member(run, "checkpoints").exists()
     assert read_status(run, "expert-0")["state"] == "failed"
+
+
+def test_an_expert_reads_tokens(tmp_path):
+    """Stored by the shards; a caption in another order of words is another condition."""
+    run = tmp_path / "run"
+    tokens = ("prepare.caption_encoder.params.max_tokens=3", "condition.kind=tokens", "router.conditional=false")
+    recipe = [f"expert.network.params.{key}={value}" for key, value in (("modulation", "single"), ("rope", "true"))]
+    assert main(["prepare", "-c", str(TINY), f"run_dir={run}", *SHORT, *tokens, *recipe]) == 0
+    assert fit(run, *tokens, *recipe) == 0
+    loaded = load_member(member(run, "artifact"))
+    assert (loaded.meta.condition, loaded.meta.step) == ({"kind": "tokens", "size": 16, "length": 3}, 20)
+    experiment = load_experiment(TINY, [f"run_dir={run}", *SHORT, *tokens])
+    conditions = [prompt_condition([prompt], experiment) for prompt in ("red disc", "disc red", "red disc")]
+    assert conditions[0].values.shape == (1, 3, 16) and bool((conditions[0].values[0, 2] == 0).all())
+    x_t, t = torch.randn(1, 3, 8, 8), torch.tensor([0.5])
+    with torch.no_grad():
+        first, other, again = (loaded.network(x_t, t, condition) for condition in conditions)
+    assert torch.equal(first, again) and first.shape == x_t.shape
+    assert torch.isfinite(other).all()
+
+
+def test_tokens_that_the_shards_do_not_have_are_asked_for_before_anything_is_written(tmp_path, capsys):
+    arguments = ["prepare", "-c", str(TINY), f"run_dir={tmp_path / 'run'}", "condition.kind=tokens"]
+    assert main(arguments) == 2
+    line = refusal(capsys)
+    assert "prepare.caption_encoder stores one vector a caption" in line and "store: tokens" in line
+    assert not (tmp_path / "run").exists()
 
 
 def plant_nan(run, sample_index):
