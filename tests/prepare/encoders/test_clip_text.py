@@ -97,6 +97,22 @@ def test_ids_give_while_training_the_vectors_that_are_stored(saved, kind):
     torch.nn.Linear(online.size, 1)(vectors).sum().backward()  # they can be trained upon
 
 
+@pytest.mark.parametrize("kind", ["plain", "t5"])
+def test_tokens_are_the_same_of_a_prompt_of_stored_states_and_of_stored_ids(saved, kind):
+    ids, states = (build(saved[kind], store=store, max_tokens=20) for store in ("ids", "tokens"))
+    assert ids.token_shape == states.token_shape == (20, 16) and build(saved[kind]).token_shape is None
+    prompt = states.tokens(CAPTIONS)
+    assert prompt.shape == (7, 20, 16) and prompt.dtype == np.float32
+
+    def of_stored(encoder):
+        stored = {name: torch.from_numpy(value) for name, value in encoder.encode(CAPTIONS).items()}
+        return encoder.tokens_of_stored(stored)
+
+    np.testing.assert_allclose(of_stored(ids), prompt, atol=1e-5)
+    np.testing.assert_allclose(of_stored(states), prompt, atol=4e-3)
+    assert not of_stored(ids).is_inference() and not of_stored(ids).requires_grad
+
+
 @pytest.mark.parametrize("kind", ["projected", "t5"])
 @pytest.mark.parametrize("store", ["pooled", "tokens", "ids"])
 def test_columns_declare_what_is_stored(saved, kind, store):
