@@ -96,6 +96,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = build_parser()
+    if not (sys.argv[1:] if arguments is None else arguments):
+        parser.print_help(sys.stderr)
+        raise SystemExit(2)
     options, rest = parser.parse_known_args(arguments)
     # argparse takes one run of positionals; overrides may also stand between and behind options.
     strays = [text for text in rest if text.startswith("-") or "=" not in text]

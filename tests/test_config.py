@@ -206,7 +206,7 @@ def test_what_a_reference_brings_is_checked_too(path: Path, monkeypatch: pytest.
         (["sample.strategy=top-k", "sample.top_k=3"], "'sample.top_k' = 3: exceeds the number of experts, 2"),
         (["sample.strategy=bayes"], "'sample.solver' = 'euler': strategy 'bayes' filters"),
         (["sample.solver=rk4"], "'sample.solver' = 'rk4': must be one of euler, heun, ancestral"),
-        (["condition.kind=picture"], "'condition.kind' = 'picture': must be one of text, class, none"),
+        (["condition.kind=picture"], "'condition.kind' = 'picture': must be one of text, tokens, class, none"),
         (["condition.kind=text"], "'condition.kind' = 'text': needs prepare.caption_encoder, which is null"),
         (["sample.prompts=[a]"], "'condition.kind' = 'none': sample.prompts are texts"),
         (["sample.guidance_scale=2"], "'sample.guidance_scale' = 2.0: needs a condition.kind to guide by"),
@@ -324,3 +324,26 @@ def test_every_key_is_read_somewhere() -> None:
 def test_every_checked_key_exists() -> None:
     for key in [*CHOICES, *RANGES]:
         assert schema.doc(Experiment, key), key
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["prepare.source.name=webdataset", "prepare.source.params.path=tars"],
+        ["prepare.source.params.path=tars", "prepare.source.name=webdataset"],
+        ["prepare.source={name: webdataset, params: {path: tars}}"],
+    ],
+)
+def test_a_plug_in_of_another_name_takes_none_of_the_files_params(overrides):
+    loaded = load_experiment(ROOT / "experiments" / "folder_4x.yaml", overrides)
+    assert (loaded.prepare.source.name, loaded.prepare.source.params) == ("webdataset", {"path": "tars"})
+    # The same name merges.
+    same = load_experiment(
+        ROOT / "experiments" / "folder_4x.yaml", ["prepare.source={name: imagefolder, params: {path: x}}"]
+    )
+    assert same.prepare.source.params == {"path": "x", "labels": False}
+
+
+def test_a_batch_that_does_not_divide_is_refused_with_one_that_does():
+    with pytest.raises(UserError, match=r"= 64: must be divisible by .* = 3.*set expert\.train\.global_batch_size=66"):
+        load_experiment(ROOT / "experiments" / "folder_4x.yaml", ["prepare.partition.num_clusters=3"])

@@ -115,7 +115,11 @@ def check_experiment(experiment: Experiment, source: str | Path) -> None:
         )
     batch = experiment.expert.train.global_batch_size
     if batch % num_clusters:
-        problem = f"must be divisible by prepare.partition.num_clusters = {num_clusters}: each expert takes 1/K of it"
+        nearest = -(-batch // num_clusters) * num_clusters
+        problem = (
+            f"must be divisible by prepare.partition.num_clusters = {num_clusters}, each expert takes 1/K of it; "
+            f"set expert.train.global_batch_size={nearest}"
+        )
         refuse("expert.train.global_batch_size", problem)
     for role, part in (("expert", batch // num_clusters), ("router", experiment.router.train.global_batch_size)):
         if part % island.devices:

@@ -8,13 +8,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ddm_lightning import schema
 from ddm_lightning.config.check import check_experiment
 from ddm_lightning.config.data import PrepareConfig
 from ddm_lightning.config.experiment import Experiment
+from ddm_lightning.config.plugin import PluginConfig
 from ddm_lightning.errors import UserError
 
 
@@ -23,7 +24,8 @@ def load_experiment(path: str | Path, overrides: Sequence[str] = ()) -> Experime
 
     Args:
         path: the YAML file.
-        overrides: ``key=value`` pairs in OmegaConf's dot-list form; they win over the file.
+        overrides: ``key=value`` pairs in OmegaConf's dot-list form; they win over the file. Mappings merge, but a
+            plug-in of another ``name`` takes none of the params of the one before.
 
     Returns:
         The experiment as plain dataclasses, every interpolation resolved.
@@ -33,11 +35,14 @@ def load_experiment(path: str | Path, overrides: Sequence[str] = ()) -> Experime
     """
     path = Path(path)
     changes = [(str(path), schema.read_yaml(path))]
-    changes += [(f"{path} with {text!r}", schema.read_override(text, str(path))) for text in overrides]
+    # A name first: it takes away params, also where it was typed behind them.
+    ordered = sorted(overrides, key=lambda text: not text.partition("=")[0].endswith(".name"))
+    changes += [(f"{path} with {text!r}", schema.read_override(text, str(path))) for text in ordered]
     try:
         merged = OmegaConf.structured(Experiment)
         for source, change in changes:
             schema.check(OmegaConf.to_container(change, resolve=False), Experiment, "", source)
+            _forget_params(merged, change)
             merged = OmegaConf.merge(merged, change)
         schema.check_complete(OmegaConf.to_container(merged, resolve=False), Experiment, str(path))
         resolved = OmegaConf.to_container(merged, resolve=True)
@@ -48,6 +53,20 @@ def load_experiment(path: str | Path, overrides: Sequence[str] = ()) -> Experime
     experiment: Experiment = schema.build(resolved, Experiment)
     check_experiment(experiment, path)
     return experiment
+
+
+def _forget_params(merged: Any, change: Any) -> None:
+    """Empty the params of each plug-in that ``change`` gives another name."""
+    for key in change:
+        # As they are: references cannot be followed before all is merged.
+        node, given = merged._get_node(key), change._get_node(key)
+        if not all(isinstance(one, DictConfig) and not one._is_none() for one in (node, given)):
+            continue
+        if OmegaConf.get_type(node) is PluginConfig:
+            if "name" in given and not OmegaConf.is_missing(node, "name") and given["name"] != node["name"]:
+                node["params"] = {}
+        else:
+            _forget_params(node, given)
 
 
 def to_dict(experiment: Experiment) -> dict[str, Any]:

@@ -62,11 +62,14 @@ def dry_run(experiment: Experiment, run_dir: Path) -> DryRun:
     num_samples = None if None in sizes else sum(size or 0 for size in sizes)
 
     start = time.monotonic()
-    chunks = (chunk for part in parts for chunk in Reading(part, plugins, lambda _: None, at_once=_TRIED).chunks())
-    first = next(chunks, None)
+    readings = [Reading(part, plugins, lambda _: None, at_once=_TRIED) for part in parts]
+    first = next((chunk for reading in readings for chunk in reading.chunks()), None)
     seconds = time.monotonic() - start
     if first is None:
-        raise UserError(f"source {plugins.config.source.name!r}: no sample can be read; mend prepare.source")
+        broken = next((one for reading in readings for one in reading.broken), None)
+        said = [broken.cause, *([broken.detail] if broken.detail else [])] if broken else []
+        example = f" (for example {broken.key!r}: {'; '.join(said)})" if broken else ""
+        raise UserError(f"source {plugins.config.source.name!r}: no sample can be read{example}; mend prepare.source")
     records, images = first
     num = len(records)
     texts = sum(len(f"{record.key}{record.caption}".encode()) for record in records)
@@ -80,6 +83,8 @@ def dry_run(experiment: Experiment, run_dir: Path) -> DryRun:
         estimates.append(Estimate("encoded captions", sum(map(_row_bytes, columns.values())), spent / num))
     features, spent = _timed(lambda: plugins.features.encode(images))
     estimates.append(Estimate("features", _row_bytes(features), spent / num))
+    in_shards = texts // num + sum(one.bytes_per_sample for one in estimates[1:-1])
+    estimates.append(Estimate("shards", in_shards, 0.0))
     unfinished = len(preparation.unfinished_parts())
     return DryRun(tuple(stages), len(parts), unfinished, num_samples, tuple(estimates))
 
@@ -104,7 +109,13 @@ def dry_run_table(plan: DryRun, num_processes: int) -> Table:
     """
     samples = "unknown, until it is read" if plan.num_samples is None else f"{plan.num_samples:,}"
     table = Table(title=f"parts: {plan.num_parts:,}, samples: {samples}", box=box.SIMPLE_HEAD, title_justify="left")
-    for heading in ("", "bytes a sample", "a sample", "in all", f"by {num_processes}"):
+    for heading in (
+        "",
+        "bytes a sample",
+        "a sample",
+        "in all",
+        f"with {num_processes} process{'es' if num_processes > 1 else ''}",
+    ):
         table.add_column(heading, justify="left" if not heading else "right")
     for estimate in plan.estimates:
         table.add_row(*_cells(estimate, plan.num_samples, num_processes))
@@ -123,5 +134,7 @@ def _cells(estimate: Estimate, num_samples: int | None, num_processes: int) -> t
     if num_samples is not None:
         size = amount(estimate.bytes_per_sample * num_samples)
         time_in_all = duration(estimate.seconds_per_sample * num_samples / num_processes)
-    per_sample = (f"{estimate.bytes_per_sample:,}", duration(estimate.seconds_per_sample))
+    measured = estimate.seconds_per_sample > 0
+    time_in_all = time_in_all if measured else "–"
+    per_sample = (f"{estimate.bytes_per_sample:,}", duration(estimate.seconds_per_sample) if measured else "–")
     return (estimate.name, *per_sample, size, time_in_all)

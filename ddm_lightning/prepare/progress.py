@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from types import TracebackType
 from typing import Protocol, runtime_checkable
 
@@ -15,6 +16,8 @@ from rich.progress import (
 )
 
 from ddm_lightning.progress import TimeColumn
+
+_SECONDS_BETWEEN_LINES = 60.0
 
 
 @runtime_checkable
@@ -53,6 +56,7 @@ class RichReporter:
             transient=True,
         )
         self._bars: dict[str, TaskID] = {}
+        self._told = time.monotonic()
 
     def __enter__(self) -> RichReporter:
         self._progress.start()
@@ -68,6 +72,10 @@ class RichReporter:
         if stage not in self._bars:
             self._bars[stage] = self._progress.add_task(stage, total=total)
         self._progress.update(self._bars[stage], completed=done, total=total)
+        # A log shows no bars: a line a minute instead.
+        if not self._progress.console.is_terminal and time.monotonic() > self._told + _SECONDS_BETWEEN_LINES:
+            self._told = time.monotonic()
+            self.say(f"{stage}: {done:,} of {total:,}")
 
     def say(self, line: str) -> None:
         """Print above the bars, as it is."""

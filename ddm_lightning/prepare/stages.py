@@ -17,18 +17,18 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from filelock import FileLock, Timeout
 
 from ddm_lightning.config import Experiment
 from ddm_lightning.errors import UserError
-from ddm_lightning.files import atomic_write_json, read_json, sha256_file, sha256_json
+from ddm_lightning.files import atomic_write_json, sha256_file, sha256_json
 from ddm_lightning.prepare import steps
 from ddm_lightning.prepare.encode import CAPTIONS, FEATURES, LATENTS, RECORDS, is_whole, read_state
 from ddm_lightning.prepare.encodings import bytes_per_sample
 from ddm_lightning.prepare.index import write_index
 from ddm_lightning.prepare.ledger import Ledger, Stage
 from ddm_lightning.prepare.manifest import DataSizes, Manifest, manifest_path
+from ddm_lightning.prepare.outcome import outcome
 from ddm_lightning.prepare.partition import check_sizes
 from ddm_lightning.prepare.plugins import Plugins
 from ddm_lightning.prepare.prepared import Prepared
@@ -37,7 +37,6 @@ from ddm_lightning.prepare.records import Part, Record
 from ddm_lightning.prepare.shards import check_compression
 from ddm_lightning.prepare.upload import upload_shards
 from ddm_lightning.run_folder import RunFolder
-from ddm_lightning.units import amount
 
 
 def prepare(
@@ -86,7 +85,9 @@ class Preparation:
             parts = list(self.plugins.source.parts())
         except UserError as error:
             # The shards outlive what they were made of.
-            if manifest_path(self.run_dir).exists():
+            if manifest_path(self.run_dir).exists() and Manifest.read(self.run_dir).source == asdict(
+                self.config.source
+            ):
                 self.reporter.say(f"the source cannot be listed ({error}); what was prepared of it is used")
                 return self.prepared.parts
             raise
@@ -96,6 +97,11 @@ class Preparation:
         if times > 1:
             raise UserError(f"source {self.config.source.name!r}: has {times} parts named {name!r}; mend the source")
         return parts
+
+    def _is_prepared_of_this_source(self) -> bool:
+        if not manifest_path(self.run_dir).exists():
+            return False
+        return Manifest.read(self.run_dir).source == asdict(self.config.source)
 
     def _plan(self) -> list[Stage]:
         config, seed = self.config, self.experiment.seed
@@ -164,35 +170,10 @@ class Preparation:
                 # Without the manifest nobody takes a folder in the middle of a change for a finished one.
                 manifest_path(self.run_dir).unlink(missing_ok=True)
                 seconds = self.ledger.run(stage)
-                self.reporter.say(f"{stage.name}: done in {seconds:.1f} s{self._found(stage.name)}")
+                found = outcome(stage.name, Prepared(self.prepared.folder), self.config, self._num_kept)
+                self.reporter.say(f"{stage.name}: done in {seconds:.1f} s{found}")
         if self.plugins.source.attribution:
             self.reporter.say(self.plugins.source.attribution)
-
-    def _found(self, stage: str) -> str:
-        """What a person wants to know of a stage, besides that it is done."""
-        prepared = Prepared(self.prepared.folder)
-        if stage == "encode":
-            kept = f", {self._num_kept} of them kept from before" if self._num_kept else ""
-            return f": {len(self.parts)} parts{kept}"
-        if stage == "index":
-            index = prepared.index
-            causes = ", ".join(f"{cause}: {count}" for cause, count in index["broken"].items())
-            left_out = f"; left out: {causes}; see {prepared.broken_file}" if causes else ""
-            without = (
-                f", {index['num_without_caption']} of them without a caption" if index["num_without_caption"] else ""
-            )
-            return f": {index['num_samples']} of {index['num_read']} samples{without}{left_out}"
-        if stage == "partition":
-            sizes = np.bincount(prepared.clusters, minlength=self.config.partition.num_clusters)
-            return f": {len(sizes)} clusters of {sizes.min()} to {sizes.max()} samples"
-        if stage == "upload":
-            uploaded = read_json(prepared.uploaded_file, "the record of the upload", "run prepare again")["sha256"]
-            size = amount(sum((prepared.shards / name).stat().st_size for name in uploaded))
-            return (
-                f": {len(uploaded)} files, {size}, each read back; "
-                f"islands stream them with island.shards={self.config.shards.remote}"
-            )
-        return ""
 
     def pending(self) -> list[str]:
         """Names of the stages that would run now, as far as that can be told: what hangs on one of them runs too."""
@@ -279,7 +260,8 @@ class Preparation:
         sizes = [part.num_samples for part in self.parts]
         if None not in sizes:
             check_sizes(self.config.partition, sum(size or 0 for size in sizes))
-        self.reporter.say(f"plug-ins: ready in {time.monotonic() - start:.1f} s")
+        if time.monotonic() - start > 1:
+            self.reporter.say(f"plug-ins: ready in {time.monotonic() - start:.1f} s")
 
     def _sizes(self) -> DataSizes:
         """Of the data that is going to be written, by the first picture that can be read."""

@@ -19,7 +19,7 @@ from ddm_lightning.prepare.report import Cost, KMeansSettings, ReportData, save_
 from ddm_lightning.prepare.rows import Rows
 from ddm_lightning.prepare.rules import NearestCentroid
 from ddm_lightning.prepare.steps import samples_of
-from ddm_lightning.prepare.verify import verify_shards
+from ddm_lightning.prepare.verify import num_samples_of, verify_shards
 
 _MOST_FOR_MEANS = 20_000
 
@@ -60,6 +60,7 @@ def write_pictures(experiment: Experiment, plugins: Plugins, prepared: Prepared)
         num_read=prepared.index["num_read"],
         broken=prepared.index["broken"],
         num_without_caption=prepared.index["num_without_caption"],
+        num_out_of_cluster=num_samples_of(prepared.shards.glob(f"*/{OUT_OF_CLUSTER}")),
         displaced_fraction=facts["displaced_fraction"] or 0.0,
         facts={
             "source": config.source.name,

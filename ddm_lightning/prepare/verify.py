@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -96,3 +97,9 @@ def _check_file(path: Path, entry: dict[str, Any], hashes: bool) -> None:
                 digest.update(block)
         if digest.hexdigest() != entry["sha1"]:
             raise UserError(f"{path}: shard is damaged: its SHA-1 differs from the one in index.json; {_REMEDY}")
+
+
+def num_samples_of(folders: Iterable[Path]) -> int:
+    """Samples of some MDS folders, by their indices."""
+    indices = (json.loads((folder / "index.json").read_text(encoding="utf-8")) for folder in folders)
+    return sum(int(shard["samples"]) for index in indices for shard in index["shards"])

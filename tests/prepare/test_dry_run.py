@@ -90,7 +90,7 @@ def test_only_the_first_samples_are_read(tmp_path, monkeypatch):
 
 def test_a_source_of_which_nothing_can_be_read_is_told(tmp_path, monkeypatch):
     source = plug_in(monkeypatch, SOURCES, Listed({"one": [Broken("x", "empty file")] * 20}))
-    with pytest.raises(UserError, match=r"no sample can be read; mend prepare\.source"):
+    with pytest.raises(UserError, match=r"no sample can be read \(for example 'x': empty file\); mend prepare\.source"):
         dry_run(experiment_of(source), tmp_path)
 
 

@@ -169,6 +169,7 @@ def test_the_page_stands_alone_and_is_well_formed(tmp_path):
         num_read=80,
         displaced_fraction=0.02,
         num_without_caption=11,
+        num_out_of_cluster=7,
         kmeans=KMeansSettings(num_fine=100, iterations=3, fit_fraction=1.0),
         facts={"source": "some pictures", "features": "some network"},
         costs={"partition": Cost(seconds=66.0, num_bytes=660), "shards": Cost(num_bytes=6600)},
@@ -189,6 +190,8 @@ def test_the_page_stands_alone_and_is_well_formed(tmp_path):
         "left out 14 (17.50%)",
         "largest over mean 1.818",
         "without a caption 11 (16.67%)",
+        "for other experts, too 7 samples",
+        "measured on 66 samples, all of them",
         "displaced 2.0% of the samples are nearer to another cluster's mean",
         "empty file 11 13.75% truncated picture 3 3.75%",
         "partition 66 s 1 s 11.6 days 1,829 days",  # 66 samples: a second each
@@ -196,8 +199,8 @@ def test_the_page_stands_alone_and_is_well_formed(tmp_path):
         "together 7.26 kB 110 B 110 MB 17.4 GB",
         # 66 x (3 + 2) x 6 numbers of 4 bytes, 1 GB/s; 2 x 100 operations each.
         "here 396 kFLOP 7.92 kB 11.9 µs 7.96 µs",
-        "158 M × 1,024, fitted on 1 of them 162 TFLOP 1.62 TB 53.9 min 27.2 min",
-        "158 M × 1,024, fitted on 0.05 of them 69.6 TFLOP 696 GB",
+        "158 M × 1,024, fitted on 100% of them 162 TFLOP 1.62 TB 53.9 min 27.2 min",
+        "158 M × 1,024, fitted on 5% of them 69.6 TFLOP 696 GB",
         "drawn by somebody",
     ):
         assert words in page.text, words

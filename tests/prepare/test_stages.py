@@ -1,5 +1,6 @@
 import io
 import json
+import re
 import shutil
 
 import numpy as np
@@ -103,6 +104,14 @@ def stored_pictures(run):
         for shard in json.loads(index.read_text())["shards"]:
             reader = reader_from_json(str(folder.parent), folder.name, shard)
             yield from (reader[i]["x_0"] for i in range(reader.samples))
+
+
+def test_lines_tell_what_each_stage_found(tmp_path):
+    _, listener = run(changed(partition=MIXED, num_processes=1), tmp_path)
+    said = {line.partition(":")[0]: line for line in listener.lines}
+    assert said["encode"].endswith(" s: 1 part") and said["index"].endswith(": 60 of 60 samples")
+    assert re.search(r": 60 samples, \d+ of them once more for another cluster's expert, [\d.]+ kB$", said["shards"])
+    assert "plug-ins" not in said
 
 
 def test_a_second_run_does_nothing_and_loads_no_encoder(tmp_path, monkeypatch):

@@ -58,6 +58,8 @@ class ReportData:
     """Cause -> samples that were left out."""
     num_without_caption: int = 0
     """Prepared samples whose caption is empty."""
+    num_out_of_cluster: int = 0
+    """Samples that the experts of other clusters train on, too, each counted as often as it is."""
     displaced_fraction: float = 0.0
     """Share of the samples that are nearer to another cluster's mean: the price of equal sizes."""
     facts: Mapping[str, str] = field(default_factory=dict)

@@ -93,12 +93,14 @@ def _summary(data: ReportData, measures: Measures) -> str:
 
 def _key_figures(data: ReportData, measures: Measures) -> str:
     left_out = sum(data.broken.values())
+    drawn = "drawn evenly" if len(measures.rows) < data.num_samples else "all of them"
     rows = [(escape(name), text_of(value)) for name, value in data.facts.items()]
     rows += [
         ("samples read", f"{data.num_read:,}"),
         ("left out", f"{left_out:,} ({left_out / max(1, data.num_read):.2%})"),
         ("samples prepared", f"{data.num_samples:,}"),
         ("without a caption", f"{data.num_without_caption:,} ({data.num_without_caption / data.num_samples:.2%})"),
+        *([("for other experts, too", f"{data.num_out_of_cluster:,} samples")] if data.num_out_of_cluster else []),
         ("clusters", f"{data.num_clusters:,}"),
         ("largest over mean", f"{_largest_over_mean(data):.3f}"),
         ("smallest over mean", f"{data.counts.min() / data.counts.mean():.3f}"),
@@ -106,7 +108,7 @@ def _key_figures(data: ReportData, measures: Measures) -> str:
         ("distance", "cosine" if data.metric == "spherical" else "Euclidean"),
         ("feature", f"{data.features.row_shape[0]:,} numbers"),
         ("mean silhouette", _number(float(np.mean(measures.silhouettes)))),
-        ("measured on", f"{len(measures.rows):,} samples, drawn evenly"),
+        ("measured on", f"{len(measures.rows):,} samples, {drawn}"),
     ]
     return f'<div class="card facts"><h3>Key figures</h3>{table(["", ""], rows, texts=2)}</div>\n'
 
@@ -216,10 +218,10 @@ def _costs(data: ReportData) -> str:
     )
     if not cards:
         return ""
+    workers = ", with the workers that this run had; N machines like it take an Nth of the time" if seconds else ""
     return (
         f'<h2>What it cost</h2>\n<div class="pair">{cards}</div>\n<p class="pale">Extrapolated in proportion to the '
-        "number of samples, with the workers that this run had; N machines like it take an Nth of the time. "
-        "158 million samples are what the paper trained on (arXiv 2501.05450).</p>\n"
+        f"number of samples{workers}. 158 million samples are what the paper trained on (arXiv 2501.05450).</p>\n"
     )
 
 
@@ -230,10 +232,10 @@ def _kmeans_cost(data: ReportData) -> str:
     settings = data.kmeans
     (dim,) = data.features.row_shape
     number = data.features.row_bytes // dim
-    paper, fitted = (158_000_000, 1024), f"158 M × 1,024, fitted on {settings.fit_fraction:.3g} of them"
+    paper, fitted = (158_000_000, 1024), f"158 M × 1,024, fitted on {settings.fit_fraction:.0%} of them"
     sizes = [("here", data.num_samples, dim, settings.fit_fraction, number), (fitted, *paper, settings.fit_fraction, 2)]
     if settings.fit_fraction > _FEW:
-        sizes.append((f"158 M × 1,024, fitted on {_FEW} of them", *paper, _FEW, 2))
+        sizes.append((f"158 M × 1,024, fitted on {_FEW:.0%} of them", *paper, _FEW, 2))
     rows = []
     for name, num, width, fraction, size in sizes:
         costs = [
@@ -253,8 +255,9 @@ def _kmeans_cost(data: ReportData) -> str:
         rows.append([name, operations(costs[0].flops), amount(costs[0].bytes), *times])
     head = ["samples × features", "work", "read", *(f"at {operations(gflops * 1e9)}/s" for gflops in _RATES)]
     return (
-        f'<h2>What a partition costs</h2>\n<div class="card">{table(head, rows)}</div>\n<p class="pale">A model, not a '
-        f"measurement: {settings.iterations} passes over the fitted samples and two over all, each a product with "
+        "<h2>What a partition costs, here and at the size of the paper</h2>\n"
+        f'<div class="card">{table(head, rows)}</div>\n<p class="pale">A model, not a measurement: '
+        f"{settings.iterations} passes over the fitted samples and two over all, each a product with "
         f"{settings.num_fine:,} fine centroids, and features read at {_DISK:g} GB/s. benchmarks/partition.py "
         "measures the rate of a machine.</p>\n"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import tarfile
@@ -9,6 +10,7 @@ from collections.abc import Iterator
 from tarfile import EmptyHeaderError, EOFHeaderError, HeaderError, ReadError  # type: ignore[attr-defined]
 from typing import Any, BinaryIO
 
+from ddm_lightning.errors import UserError
 from ddm_lightning.prepare.records import Broken, Part, Record
 from ddm_lightning.prepare.registry import SOURCES
 from ddm_lightning.prepare.sources.columns import PARAMS, Labels, record
@@ -16,6 +18,7 @@ from ddm_lightning.prepare.sources.urls import Files, WatchedFile
 
 _PICTURES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "jp2", "avif", "ppm", "img")
 _ABSENT = object()
+_FIRST = 64
 _META = re.compile(r"__[^/]*__(/|$)")
 
 
@@ -24,7 +27,8 @@ class WebDataset:
     """Samples of tars, read in one pass and never unpacked; the key is ``<tar>/<name of the files without extension>``.
 
     A part is a tar. Columns are extensions (``txt``, ``cls``) or, where no file has that extension, keys of the
-    sample's ``.json``.
+    sample's ``.json``. A sample without its caption has an empty one; where none of the first samples has a column that
+    was named, the name is taken for a mistake.
 
     Args:
         path: a folder, one tar, or a pattern such as ``s3://bucket/laion/*.tar``.
@@ -55,8 +59,13 @@ class WebDataset:
         self.files = Files(path)
 
     def parts(self) -> list[Part]:
-        """One a tar."""
+        """One a tar; looks into the first.
+
+        Raises:
+            UserError: no tar, or its first samples lack a column.
+        """
         names = self.files.ending(".tar")
+        self._check_columns(names[0])
         return [Part(name, self.files.states[name], None, {"file": name}) for name in names]
 
     def read(self, part: Part) -> Iterator[Record | Broken]:
@@ -73,6 +82,32 @@ class WebDataset:
             except Exception:
                 file.raise_failure()
                 raise
+
+    def _check_columns(self, name: str) -> None:
+        with self.files.open(name) as file:
+            try:
+                found = [
+                    members for _, members in itertools.islice(samples_of(file), _FIRST) if isinstance(members, dict)
+                ]
+            except Exception:
+                file.raise_failure()
+                raise
+        there = dict.fromkeys(column for members in found for column in (*members, *_about(members)))
+        named = {
+            "image": self.image_column,
+            "caption": self.caption_column,
+            "label": self.labels.column,
+            "group": self.group_column,
+        }
+        if self.caption_column == "txt" and "caption" in there:  # img2dataset writes no .txt when there is no caption
+            del named["caption"]
+        for role, column in named.items():
+            if found and column is not None and column not in there:
+                raise UserError(
+                    f"key '{PARAMS}.{role}_column': none of the first {len(found)} samples of {self.files.shown(name)} "
+                    f"has {column!r}; they have: {', '.join(there)}"
+                    + ("; or set it to null" if role != "image" else "")
+                )
 
     def _sample(self, key: str, members: dict[str, bytes] | Broken) -> Record | Broken:
         if isinstance(members, Broken):
@@ -93,8 +128,8 @@ class WebDataset:
             caption = _cell("caption", members, about)
         label = _cell(self.labels.column, members, about)
         group = _cell(self.group_column, members, about)
-        named = (self.caption_column, caption), (self.labels.column, label), (self.group_column, group)
-        for role, (column, cell) in zip(("caption", "label", "group"), named, strict=True):
+        caption = None if caption is _ABSENT else caption
+        for role, column, cell in (("label", self.labels.column, label), ("group", self.group_column, group)):
             if cell is _ABSENT:
                 return Broken(key, f"no {role}", f"no {column!r}: {there}; mend {PARAMS}.{role}_column")
         return record(key, members[pictures[0]], caption, self.labels, label, group)
@@ -132,6 +167,15 @@ def samples_of(file: BinaryIO | WatchedFile) -> Iterator[tuple[str, dict[str, by
         return
     if members:
         yield key, members
+
+
+def _about(members: dict[str, bytes]) -> dict[str, Any]:
+    """What the sample's ``.json`` says; nothing where there is none."""
+    try:
+        about = json.loads(members.get("json", b"{}"))
+    except ValueError:
+        return {}
+    return about if isinstance(about, dict) else {}
 
 
 class _Member(tarfile.TarInfo):

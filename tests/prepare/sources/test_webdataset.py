@@ -127,7 +127,7 @@ def test_every_bad_sample_is_counted(folder):
         ("latin", "caption is no UTF-8"),
         ("text", "no picture"),
         ("both", "several pictures"),
-        ("bare", "no caption"),
+        ("bare", None),
         ("json", "damaged JSON"),
         ("null", None),
         ("noname", "no extension"),
@@ -214,3 +214,34 @@ def test_a_connection_that_breaks_is_no_damaged_tar(tmp_path, monkeypatch):
 def test_contradictory_params(tmp_path, params, problem):
     with pytest.raises(UserError, match=re.escape(problem)):
         SOURCES.build("webdataset", {"path": str(tmp_path), **params})
+
+
+@pytest.mark.parametrize(
+    ("params", "line"),
+    [
+        (
+            {"caption_column": "text"},
+            "caption_column': none of the first 2 samples of .*a.tar' has 'text'; they have: ",
+        ),
+        (
+            {"image_column": "webp"},
+            "image_column': none of the first 2 samples .* has 'webp'; they have: jpg, txt, json,",
+        ),
+        ({"label_column": "cls", "num_classes": 2}, "label_column': none of .* has 'cls'; .*; or set it to null"),
+        ({"group_column": "album"}, "group_column': none of .* has 'album'"),
+    ],
+)
+def test_a_column_that_the_first_samples_lack_is_refused_before_anything_is_read(tmp_path, params, line):
+    write(str(tmp_path), {"a.tar": tar_of(laion(2))})
+    with pytest.raises(UserError, match=line):
+        SOURCES.build("webdataset", {"path": str(tmp_path), **params}).parts()
+
+
+def test_samples_without_a_caption_have_an_empty_one_where_others_have_one(tmp_path):
+    picture = encoded(noise(2, 2, 3))
+    write(str(tmp_path), {"a.tar": tar_of([("a.png", picture), ("a.txt", "a cat"), ("b.png", picture)])})
+    assert [record.caption for record in samples(str(tmp_path))] == ["a cat", ""]
+    write(str(tmp_path), {"a.tar": tar_of([("a.png", picture), ("b.png", picture)])})
+    with pytest.raises(UserError, match=r"caption_column.*has 'txt'; they have: png; or set it to null"):
+        samples(str(tmp_path))
+    assert [record.caption for record in samples(str(tmp_path), caption_column=None)] == ["", ""]
