@@ -80,6 +80,7 @@ class MemberModule(L.LightningModule):
         self.network = network
         self.spec = spec
         self._configured = False
+        self._clipped: list[nn.Parameter] = []
         self._sums: dict[str, Tensor] = {}
         self._counts: dict[str, int] = {}
 
@@ -106,14 +107,15 @@ class MemberModule(L.LightningModule):
     def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
         """Clip by the global norm, also of sharded gradients, and average the norm for the log."""
         limit = self.spec.train.gradient_clip_norm
-        gradients = [p for p in self.network.parameters() if p.grad is not None]
+        if not self._clipped:
+            self._clipped = list(self.network.parameters())  # a walk through all modules: once
         # An infinite limit measures without clipping.
-        norm = nn.utils.clip_grad_norm_(gradients, float("inf") if limit is None else limit)
+        norm = nn.utils.clip_grad_norm_(self._clipped, float("inf") if limit is None else limit)
         self.accumulate("train/gradient_norm", norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
     def on_train_batch_start(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         """Key the global generator (a network's own dropout) by the step."""
-        torch.manual_seed(self._generator("network", torch.device("cpu")).initial_seed())
+        _seed(self._generator("network", torch.device("cpu")).initial_seed(), self.device)
 
     def noised(self, batch: dict[str, Tensor]) -> Noised:
         """Draw this step's timesteps, noise and dropped conditions for a batch."""
@@ -203,3 +205,16 @@ class MemberModule(L.LightningModule):
         return keyed_generator(
             self.spec.seed, self.spec.member, purpose, self.global_rank, self.global_step, device=device
         )
+
+
+def _seed(seed: int, device: torch.device) -> None:
+    """``torch.manual_seed`` for a step on ``device``: on hosts whose GPU is not in use it costs a millisecond.
+
+    For each kind of device that is not started it writes down the whole call stack.
+    """
+    if device.type not in ("cpu", "cuda"):
+        torch.manual_seed(seed)
+        return
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.manual_seed(seed)
