@@ -15,7 +15,7 @@ from ddm_lightning.config import TimestepsConfig, TrainConfig
 from ddm_lightning.errors import UserError
 from ddm_lightning.flow.condition import Condition, ConditionSpec
 from ddm_lightning.flow.path import interpolate
-from ddm_lightning.flow.randomness import keyed_generator
+from ddm_lightning.flow.randomness import keyed_generator, keyed_seed
 from ddm_lightning.flow.timesteps import sample_timesteps, stratified_timesteps
 from ddm_lightning.networks.attention import set_attention
 from ddm_lightning.prepare.interfaces import CaptionEncoder
@@ -115,7 +115,7 @@ class MemberModule(L.LightningModule):
 
     def on_train_batch_start(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         """Key the global generator (a network's own dropout) by the step."""
-        _seed(self._generator("network", torch.device("cpu")).initial_seed(), self.device)
+        _seed(keyed_seed(*self._key("network")), self.device)
 
     def noised(self, batch: dict[str, Tensor]) -> Noised:
         """Draw this step's timesteps, noise and dropped conditions for a batch."""
@@ -202,9 +202,10 @@ class MemberModule(L.LightningModule):
         self.log_dict(self.drain("held_out/"), sync_dist=True, logger=False)
 
     def _generator(self, purpose: str, device: torch.device) -> torch.Generator:
-        return keyed_generator(
-            self.spec.seed, self.spec.member, purpose, self.global_rank, self.global_step, device=device
-        )
+        return keyed_generator(*self._key(purpose), device=device)
+
+    def _key(self, purpose: str) -> tuple[int, str, str, int, int]:
+        return self.spec.seed, self.spec.member, purpose, self.global_rank, self.global_step
 
 
 def _seed(seed: int, device: torch.device) -> None:
