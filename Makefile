@@ -9,7 +9,7 @@ DEMO := $(VENV)/.demo-installed
 TEST := $(VENV)/.test-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-long lint type imports format clean
+.PHONY: help install demo test test-long bench-gpu lint type imports format clean
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -26,6 +26,9 @@ test: $(TEST) lint type imports ## what CI runs: lint, types, import rules, test
 
 test-long: $(TEST) ## the tests that take minutes: kills at every moment, quick runs of benchmarks
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "long and not gpu and not slurm"
+
+bench-gpu: $(TEST) ## what a step costs on a GPU, to benchmarks/results/step_gpu.json
+	$(BIN)/python benchmarks/step.py --device cuda --json benchmarks/results/step_gpu.json
 
 lint: $(TEST) ## ruff: rules and format
 	$(BIN)/ruff check .

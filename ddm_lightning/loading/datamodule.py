@@ -11,6 +11,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from torch import Tensor
 
 from ddm_lightning.errors import UserError
 from ddm_lightning.files import sha256_file
@@ -146,6 +147,12 @@ class ClusterDataModule(L.LightningDataModule):
     def val_dataloader(self) -> LocalLoader | SafeStreamingLoader | list[Any]:
         """Held-out samples in a fixed order; an empty list when there are none."""
         return self._loader(self._held_out, shuffle=False) if self._held_out else []
+
+    def transfer_batch_to_device(
+        self, batch: dict[str, Tensor], device: torch.device, dataloader_idx: int
+    ) -> dict[str, Tensor]:
+        """The columns on ``device``; Lightning would look for tensors in whatever a batch may be."""
+        return {name: value.to(device, non_blocking=device.type == "cuda") for name, value in batch.items()}
 
     def teardown(self, stage: str) -> None:
         """Remove this process's view of the cache (the fetched shards stay), and its lock files."""

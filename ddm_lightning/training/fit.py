@@ -6,11 +6,13 @@ import logging
 import os
 import signal
 import warnings
+from pathlib import Path
 
 import lightning as L
 import torch
 from filelock import FileLock, Timeout
 from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.strategies import Strategy
 from rich.console import Console
 
 from ddm_lightning import artifacts
@@ -154,29 +156,30 @@ def leads() -> bool:
     return int(os.environ.get("LOCAL_RANK", "0")) == 0
 
 
-def _fit_locked(
-    member: str, experiment: Experiment, run: RunFolder, status: MemberStatus, console: Console, show_progress: bool
-) -> MemberStatus:
-    island, config, folder = experiment.island, config_of(member, experiment), run.member(member)
-    if resolve_accelerator(island.accelerator) == "cpu":
-        torch.set_num_threads(island.num_threads)
-    manifest = Manifest.read(run.root)
-    data = build_data(member, experiment, manifest, run)
-    module = build_module(member, experiment, manifest)
-    num_parameters = sum(p.numel() for p in module.network.parameters())
-    strategy, reason = choose_strategy(island, num_parameters)
-    console.print(f"{member}: {num_parameters / 1e6:.2f} M parameters, {reason}")
+def build_trainer(
+    member: str,
+    experiment: Experiment,
+    folder: Path,
+    status: MemberStatus,
+    strategy: Strategy | str,
+    resumed_step: int = 0,
+    *,
+    show_progress: bool = False,
+) -> tuple[L.Trainer, StopOnRequest]:
+    """The Trainer of one member, and the callback that stops it on request.
 
-    checkpoints = folder / "checkpoints"
-    resume, lines = newest_checkpoint(checkpoints)
-    for line in lines:
-        console.print(line, soft_wrap=True)
-    resumed_step = int(resume.stem.removeprefix("step-")) if resume else 0
-    if resume:
-        console.print(f"{member}: resumes at step {resumed_step}")
-    batch_size = batch_size_of(member, experiment)
-    reporter = Reporter(folder, status, batch_size, island.log_every_n_steps, show_progress)
-    rolling = RollingCheckpoints(checkpoints, island.checkpoint_every_n_steps, island.keep_checkpoints)
+    Args:
+        member: its name.
+        experiment: what it is trained for and on.
+        folder: where checkpoints, curves and ``status.json`` go.
+        status: kept up to date.
+        strategy: what ``choose_strategy`` says.
+        resumed_step: step of the checkpoint that it will go on from; 0 for none.
+        show_progress: whether there is a progress bar.
+    """
+    island, config = experiment.island, config_of(member, experiment)
+    reporter = Reporter(folder, status, batch_size_of(member, experiment), island.log_every_n_steps, show_progress)
+    rolling = RollingCheckpoints(folder / "checkpoints", island.checkpoint_every_n_steps, island.keep_checkpoints)
     stop = StopOnRequest(rolling)
     callbacks: list[L.Callback] = [
         reporter,
@@ -188,6 +191,9 @@ def _fit_locked(
     if island.log_sample_ids:
         callbacks.append(SampleLog(folder))
     _quieten()
+    logger = TensorBoardLogger(
+        folder, name="", version="tensorboard", purge_step=resumed_step + 1 if resumed_step else None
+    )
     trainer = L.Trainer(
         accelerator=resolve_accelerator(island.accelerator),
         devices=island.devices,
@@ -198,15 +204,38 @@ def _fit_locked(
         val_check_interval=island.validate_every_n_steps,
         check_val_every_n_epoch=None,
         num_sanity_val_steps=0,
-        logger=TensorBoardLogger(
-            folder, name="", version="tensorboard", purge_step=resumed_step + 1 if resume else None
-        ),
+        logger=logger,
         callbacks=callbacks,
         plugins=[AtomicCheckpointIO()],
         log_every_n_steps=island.log_every_n_steps,
         enable_progress_bar=False,
         enable_model_summary=False,
         use_distributed_sampler=False,
+    )
+    return trainer, stop
+
+
+def _fit_locked(
+    member: str, experiment: Experiment, run: RunFolder, status: MemberStatus, console: Console, show_progress: bool
+) -> MemberStatus:
+    island, folder = experiment.island, run.member(member)
+    if resolve_accelerator(island.accelerator) == "cpu":
+        torch.set_num_threads(island.num_threads)
+    manifest = Manifest.read(run.root)
+    data = build_data(member, experiment, manifest, run)
+    module = build_module(member, experiment, manifest)
+    num_parameters = sum(p.numel() for p in module.network.parameters())
+    strategy, reason = choose_strategy(island, num_parameters)
+    console.print(f"{member}: {num_parameters / 1e6:.2f} M parameters, {reason}")
+
+    resume, lines = newest_checkpoint(folder / "checkpoints")
+    for line in lines:
+        console.print(line, soft_wrap=True)
+    resumed_step = int(resume.stem.removeprefix("step-")) if resume else 0
+    if resume:
+        console.print(f"{member}: resumes at step {resumed_step}")
+    trainer, stop = build_trainer(
+        member, experiment, folder, status, strategy, resumed_step, show_progress=show_progress
     )
     try:
         with stop.listening():

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ddm_lightning.config import TimestepsConfig, TrainConfig
 from ddm_lightning.flow.condition import Condition, ConditionSpec
 from ddm_lightning.flow.path import interpolate
-from ddm_lightning.flow.randomness import keyed_generator
+from ddm_lightning.flow.randomness import keyed_generator, keyed_seed
 from ddm_lightning.flow.timesteps import sample_timesteps, stratified_timesteps
 from ddm_lightning.networks.attention import set_attention
 from ddm_lightning.prepare.interfaces import CaptionEncoder
@@ -82,6 +82,7 @@ class MemberModule(L.LightningModule):
         self.network = network
         self.spec = spec
         self._configured = False
+        self._clipped: list[nn.Parameter] = []
         self._sums: dict[str, Tensor] = {}
         self._guard: FiniteGuard | None = None
         self.replayed: tuple[int, int] | None = None
@@ -119,9 +120,10 @@ class MemberModule(L.LightningModule):
     def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
         """Clip by the global norm, also of sharded gradients; a step without a finite one is left out."""
         limit = self.spec.train.gradient_clip_norm
-        gradients = [p for p in self.network.parameters() if p.grad is not None]
+        if not self._clipped:
+            self._clipped = list(self.network.parameters())  # a walk through all modules: once
         # An infinite limit measures without clipping.
-        norm = nn.utils.clip_grad_norm_(gradients, float("inf") if limit is None else limit)
+        norm = nn.utils.clip_grad_norm_(self._clipped, float("inf") if limit is None else limit)
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         self.accumulate("train/gradient_norm", norm)
         # A gradient scaler of 16-bit floats looks for its scale by steps that it leaves out itself.
@@ -130,7 +132,7 @@ class MemberModule(L.LightningModule):
 
     def on_train_batch_start(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         """Key the global generator (a network's own dropout) by the step."""
-        torch.manual_seed(self._generator("network", torch.device("cpu")).initial_seed())
+        _seed(keyed_seed(*self._key("network")), self.device)
 
     def noised(self, batch: dict[str, Tensor]) -> Noised:
         """Draw this step's timesteps, noise and dropped conditions for a batch."""
@@ -243,8 +245,24 @@ class MemberModule(L.LightningModule):
         self.log_dict(self.drain("held_out/"), logger=False)
 
     def _generator(self, purpose: str, device: torch.device) -> torch.Generator:
+        return keyed_generator(*self._key(purpose), device=device)
+
+    def _key(self, purpose: str) -> tuple[int, str, str, int, int]:
         rank, step = self.replayed or (self.global_rank, self.global_step)
-        return keyed_generator(self.spec.seed, self.spec.member, purpose, rank, step, device=device)
+        return self.spec.seed, self.spec.member, purpose, rank, step
+
+
+def _seed(seed: int, device: torch.device) -> None:
+    """``torch.manual_seed`` for a step on ``device``: on hosts whose GPU is not in use it costs a millisecond.
+
+    For each kind of device that is not started it writes down the whole call stack.
+    """
+    if device.type not in ("cpu", "cuda"):
+        torch.manual_seed(seed)
+        return
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.manual_seed(seed)
 
 
 def _names(name: str, num: int) -> list[str]:

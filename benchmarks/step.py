@@ -1,0 +1,215 @@
+"""What one optimizer step costs: our loop beside a bare one, our network beside diffusers', FSDP2 beside DDP.
+
+Sides take turns in one process, a few steps each; ratios are medians over groups of turns that lie side by side. On a
+GPU the networks are those of DiT-XL/2 in bfloat16 with compiled blocks, and its speed and memory are measured, too.
+
+    python benchmarks/step.py --json benchmarks/results/step.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from common import REPOSITORY, Report, call, console, load, parse, run
+
+from ddm_lightning import startup
+from ddm_lightning._compat import ensure_torchvision_importable
+
+ensure_torchvision_importable()
+
+import step_gpu  # noqa: E402  # after torchvision has been made importable
+import step_loops  # noqa: E402
+import step_networks  # noqa: E402
+import step_sharded  # noqa: E402
+from step_clock import Seconds, grouped, median, ratio, ratios  # noqa: E402
+from step_networks import Sizes  # noqa: E402
+
+LOOP_BAR = 1.02
+NETWORK_BAR = {"cpu": 0.9, "cuda": 0.6}
+STEPS_A_TURN, TURNS_A_GROUP = 5, 5
+HEADINGS = ["", "ours, ms a step", "the other, ms a step", "ratio"]
+SMALL = Sizes(width=384, depth=6, num_heads=6, patch_size=2, channels=4, edge=16, batch_size=4)
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A member to train, on coloured shapes."""
+
+    end: str
+    """Behind the names of its figures."""
+    width: int
+    depth: int
+    num_heads: int
+    patch_size: int
+    image_size: int
+    text_size: int
+    batch_size: int
+
+    def overrides(self, folder: Path, num_groups: int, device: str, num_samples: int) -> list[str]:
+        """Of ``tiny_2x.yaml``: two clusters, so half of the global batch is the expert's."""
+        network = (
+            f"width: {self.width}, depth: {self.depth}, num_heads: {self.num_heads}, patch_size: {self.patch_size}"
+        )
+        num_steps = num_groups * TURNS_A_GROUP * STEPS_A_TURN
+        return [
+            f"run_dir={folder}",
+            f"prepare.source.params={{num_samples: {num_samples}, image_size: {self.image_size}}}",
+            f"prepare.caption_encoder.params.size={self.text_size}",
+            f"expert.network={{name: dit, params: {{{network}}}}}",
+            f"expert.train.max_steps={num_steps}",
+            f"expert.train.global_batch_size={2 * self.batch_size}",
+            f"island.accelerator={'gpu' if device == 'cuda' else 'cpu'}",
+            f"island.precision={'bf16-mixed' if device == 'cuda' else '32-true'}",
+            f"island.compile={'true' if device == 'cuda' else 'false'}",
+            f"island.log_every_n_steps={TURNS_A_GROUP * STEPS_A_TURN}",
+            # Neither validates nor saves: what they cost is not the loop's.
+            f"island.validate_every_n_steps={num_steps + 1}",
+            f"island.checkpoint_every_n_steps={num_steps + 1}",
+        ]
+
+
+LOOPS = {
+    "cpu": Loop("", 256, 4, 4, 2, image_size=16, text_size=64, batch_size=8),
+    "cuda": Loop("", 1152, 28, 16, 2, image_size=32, text_size=768, batch_size=16),
+}
+DEMO = Loop("_demo", 128, 4, 4, 4, image_size=24, text_size=512, batch_size=16)
+
+
+def main(arguments: Sequence[str] | None) -> None:
+    """Run the benchmark."""
+    # As the command line does: nothing that was imported is looked at again when garbage is collected.
+    startup.begin()
+    startup.end_imports()
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--json", metavar="OUT", type=Path, help="write commit, device, command and figures here")
+    made.add_argument("--quick", action="store_true", help="about a minute; the same ratios with less certainty")
+    made.add_argument("--device", choices=("cpu", "cuda"), default=None, help="default: cuda where there is one")
+    made.set_defaults(overrides=[], config=str(REPOSITORY / "experiments" / "tiny_2x.yaml"))
+    options = parse(made, arguments)
+    name = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    torch.set_num_threads(1)
+    report = Report(f"One optimizer step on {name}, one thread", HEADINGS)
+    with tempfile.TemporaryDirectory(prefix="step-") as folder:
+        for loop in (LOOPS[name], DEMO):
+            num_groups = 3 if options.quick else 16
+            # Epochs of some 100 steps; in the quick run of 20, and each change of epochs costs.
+            num_samples = (40 if options.quick else 200) * loop.batch_size
+            overrides = loop.overrides(Path(folder) / f"run{loop.end}", num_groups, name, num_samples)
+            add_loop(report, loop, trained(options, overrides))
+    networks = step_gpu.XL2 if name == "cuda" else SMALL
+    add_networks(report, networks, torch.device(name), num_rounds=3 if options.quick else 30)
+    sharded = step_sharded.measure(SMALL, 4 if options.quick else 20, 1 if options.quick else 2)
+    add_sharded(report, sharded)
+    if name == "cuda":
+        step_gpu.measure(report, step_gpu.XL2, torch.device(name), 5 if options.quick else 20, 10)
+    else:
+        report.note("DiT-XL/2 in bfloat16 is measured on a GPU only: make bench-gpu.")
+    report.note(
+        "Ratios are medians (lowest to highest) over groups of turns side by side; in brackets behind them the same of "
+        "CPU seconds, which others on the machine disturb less. Times are medians."
+    )
+    report.show(console())
+    report.write(options.json)
+
+
+def trained(options: Namespace, overrides: Sequence[str]) -> step_loops.Trained:
+    """Prepare the data in a process of its own, then train by both loops."""
+    call("prepare", options, *overrides)
+    return step_loops.train(load(options, *overrides), STEPS_A_TURN)
+
+
+def add_loop(report: Report, loop: Loop, trained: step_loops.Trained) -> None:
+    """A row and the figures of the loops; the first group warms up."""
+    turns = trained.turns
+    steps = TURNS_A_GROUP * turns.steps
+    ours, bare = (grouped(side, TURNS_A_GROUP, steps)[1:] for side in (turns.ours, turns.bare))
+    title = (
+        f"Trainer beside a bare loop{loop.end.replace('_', ', ')}: width {loop.width}, depth {loop.depth}, "
+        f"{(loop.image_size // loop.patch_size) ** 2} tokens, batch {loop.batch_size}"
+    )
+    _row(report, title, ours, bare)
+    figure = f"trainer_over_bare_loop{loop.end}"
+    report.figures |= {
+        figure: ratio(ours, bare),
+        f"{figure}_cpu_seconds": ratio(ours, bare, "cpu"),
+        f"seconds_trainer{loop.end}": median(ours),
+        f"seconds_bare_loop{loop.end}": median(bare),
+        f"same_weights{loop.end}": float(same(trained)),
+    }
+    if not loop.end:
+        _bar(report, figure, LOOP_BAR)
+    same_words = "bit for bit the same" if same(trained) else "not the same"
+    report.note(f"{figure}: weights and averages of both are {same_words} after {len(turns.ours) * turns.steps} steps.")
+
+
+def same(trained: step_loops.Trained) -> bool:
+    """Whether both loops ended in the same weights and the same averages of them."""
+    ours, bare = trained.weights
+    pairs = [(ours[name], bare[name]) for name in bare] + list(zip(*trained.averages, strict=True))
+    return ours.keys() == bare.keys() and all(torch.equal(a, b) for a, b in pairs)
+
+
+def add_networks(report: Report, sizes: Sizes, device: torch.device, num_rounds: int) -> None:
+    """Rows and figures of our network beside diffusers'."""
+    sides = {
+        "ours": step_networks.our_side(sizes),
+        "diffusers": step_networks.diffusers_side(sizes, nearest=False),
+        "diffusers_nearest": step_networks.diffusers_side(sizes, nearest=True),
+    }
+    on_gpu = device.type == "cuda"
+    steps = {
+        name: step_networks.Step(side, sizes, device, half=on_gpu, compiled=on_gpu and name == "ours")
+        for name, side in sides.items()
+    }
+    found = step_networks.in_turn(steps, num_rounds, 10 if on_gpu else 1)
+    millions = {name: side.num_parameters / 1e6 for name, side in sides.items()}
+    for name in ("diffusers", "diffusers_nearest"):
+        title = (
+            f"DiT beside {sides[name].title}: {millions['ours']:.2f} M and {millions[name]:.2f} M parameters, {sizes}"
+        )
+        _row(report, title, found["ours"], found[name])
+        report.figures |= {
+            f"ours_over_{name}": ratio(found["ours"], found[name]),
+            f"ours_over_{name}_cpu_seconds": ratio(found["ours"], found[name], "cpu"),
+        }
+    report.figures |= {f"seconds_{name}": median(values) for name, values in found.items()}
+    report.figures |= {f"parameters_{name}": side.num_parameters for name, side in sides.items()}
+    _bar(report, "ours_over_diffusers", NETWORK_BAR[device.type])
+    report.note(
+        "Forward, backward and fused AdamW. In diffusers' AdaLayerNormZero each block has its own embedder of time and "
+        "class; where it is shared, each block still calls it, and parameters are as many as ours."
+    )
+
+
+def add_sharded(report: Report, found: dict[str, list[Seconds]]) -> None:
+    """The row and the figures of two processes."""
+    title = f"FSDP2 beside DDP, {step_sharded.WORLD} processes on gloo: {SMALL} a process"
+    _row(report, title, found["fsdp2"], found["ddp"])
+    report.figures |= {
+        "fsdp2_over_ddp": ratio(found["fsdp2"], found["ddp"]),
+        "seconds_fsdp2": median(found["fsdp2"]),
+        "seconds_ddp": median(found["ddp"]),
+    }
+
+
+def _row(report: Report, title: str, ours: Sequence[Seconds], others: Sequence[Seconds]) -> None:
+    each = ratios(ours, others)
+    shown = f"{statistics.median(each):.3f} ({min(each):.3f} to {max(each):.3f}) [{ratio(ours, others, 'cpu'):.3f}]"
+    report.row(title, f"{1000 * median(ours):.1f}", f"{1000 * median(others):.1f}", shown)
+
+
+def _bar(report: Report, figure: str, bar: float) -> None:
+    value = report.figures[figure]
+    report.note(f"{figure} {value:.3f}, bar {bar:g}: {'met' if value <= bar else 'not met'}.")
+
+
+if __name__ == "__main__":
+    sys.exit(run(main))

@@ -1,0 +1,49 @@
+"""DiT-XL/2 on one GPU: samples a second, attention back ends, memory against the plan."""
+
+from __future__ import annotations
+
+import gc
+
+import torch
+from common import Report
+from step_clock import median
+from step_networks import Sizes, Step, in_turn, our_side, peak_bytes, planned_bytes
+
+from ddm_lightning.errors import UserError
+from ddm_lightning.training.ema import track_ema
+
+XL2 = Sizes(width=1152, depth=28, num_heads=16, patch_size=2, channels=4, edge=32, batch_size=32)
+ATTENTION = ("sdpa", "xformers")
+
+
+def measure(report: Report, sizes: Sizes, device: torch.device, num_rounds: int, steps_a_turn: int) -> None:
+    """A row and figures for each back end that runs here, under bfloat16 autocast with compiled blocks.
+
+    Each has the device to itself: its peak is not another's.
+    """
+    for attention in ATTENTION:
+        gc.collect()  # what earlier parts left on the device is not this one's
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        side = our_side(sizes, attention)
+        step = Step(side, sizes, device, half=True, compiled=device.type == "cuda")
+        track_ema(step.optimizer, 0.9999)
+        try:
+            seconds = in_turn({attention: step}, num_rounds, steps_a_turn)[attention]
+        except (UserError, RuntimeError) as error:
+            report.note(f"Attention by {attention} did not run on {device}: {str(error).splitlines()[0]}")
+            continue
+        middle = median(seconds)
+        report.figures[f"seconds_xl2_{attention}"] = middle
+        report.row(f"DiT-XL/2, {attention}: {sizes}", f"{1000 * middle:.1f}", "", f"{sizes.batch_size / middle:,.1f}/s")
+        planned, peak = planned_bytes(sizes, side.num_parameters), peak_bytes(step)
+        if attention == ATTENTION[0]:
+            report.figures |= {
+                "samples_per_second_xl2": sizes.batch_size / middle,
+                "parameters_xl2": side.num_parameters,
+                "planned_gb_xl2": planned / 1e9,
+            }
+        if peak is not None:
+            report.figures |= {f"peak_gb_xl2_{attention}": peak / 1e9, f"peak_over_planned_{attention}": peak / planned}
+            report.note(f"Memory of DiT-XL/2 with {attention}: {peak / 1e9:.1f} GB of {planned / 1e9:.1f} planned.")
+        del side, step

@@ -1,0 +1,192 @@
+"""Our training loop and a bare one around the same network, which take turns and end in the same weights."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning as L
+import torch
+from step_clock import Clock, Seconds, now, since
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ddm_lightning.config import Experiment, TrainConfig
+from ddm_lightning.flow.condition import Condition
+from ddm_lightning.flow.path import interpolate
+from ddm_lightning.flow.randomness import keyed_generator
+from ddm_lightning.flow.timesteps import sample_timesteps
+from ddm_lightning.members import config_of
+from ddm_lightning.networks.attention import set_attention
+from ddm_lightning.prepare.manifest import Manifest
+from ddm_lightning.prepare.stored import StoredForm
+from ddm_lightning.run_folder import RunFolder
+from ddm_lightning.training.devices import resolve_accelerator
+from ddm_lightning.training.fit import build_data, build_module, build_trainer
+from ddm_lightning.training.member_network import build_member_network
+from ddm_lightning.training.optimizer import build_optimizer, build_schedule
+from ddm_lightning.training.status import MemberStatus
+from ddm_lightning.training.strategy import compile_blocks
+
+MEMBER = "expert-0"
+Batch = dict[str, Tensor]
+
+
+class BareLoop:
+    """What one would write without a trainer: the next batch, and nothing but the step itself.
+
+    Args:
+        experiment: how ``MEMBER`` is trained.
+        manifest: of its data.
+        batches: those of its steps, in order.
+        device: where it trains.
+    """
+
+    def __init__(
+        self, experiment: Experiment, manifest: Manifest, batches: Iterator[Batch], device: torch.device
+    ) -> None:
+        config = config_of(MEMBER, experiment)
+        self.train: TrainConfig = config.train
+        self.timesteps = config.timesteps
+        self.seed, self.dropout = experiment.seed, experiment.condition.dropout
+        self.kind = experiment.condition.kind
+        self.half = experiment.island.precision == "bf16-mixed"
+        self.device = device
+        self.batches = batches
+        self.stored = StoredForm(manifest.stores, manifest.normalisation)
+        self.network = build_member_network(MEMBER, experiment, manifest).to(device)
+        set_attention(self.network, experiment.island.attention)
+        if experiment.island.compile:
+            compile_blocks(self.network)
+        self.optimizer = build_optimizer(self.network, self.train)
+        self.schedule = build_schedule(self.optimizer, self.train)
+        self.parameters: list[Tensor] = list(self.network.parameters())
+        self.averages: list[Tensor] = []
+        self.step = 0
+
+    def take(self, num_steps: int) -> None:
+        """Take the next ``num_steps`` steps."""
+        for _ in range(num_steps):
+            batch = next(self.batches)
+            generator = keyed_generator(self.seed, MEMBER, "noise", 0, self.step, device=self.device)
+            x_0 = self.stored.mean(batch["x_0"].to(self.device, non_blocking=True))
+            config, num = self.timesteps, len(x_0)
+            t = sample_timesteps(
+                num, config.density, config.mean, config.std, config.shift, generator=generator, device=self.device
+            )
+            noise = torch.randn(x_0.shape, generator=generator, device=self.device)
+            condition = None
+            if self.kind != "none":
+                values = batch["text" if self.kind == "text" else "label"].to(self.device, non_blocking=True)
+                dropped = torch.rand(num, generator=generator, device=self.device) < self.dropout
+                condition = Condition(values, ~dropped)
+            with self._precision():
+                predicted = self.network(interpolate(x_0, noise, t), t, condition)
+                loss = functional.mse_loss(predicted.float(), noise - x_0)
+            self.optimizer.zero_grad()
+            loss.backward()
+            if self.train.gradient_clip_norm is not None:
+                nn.utils.clip_grad_norm_(self.parameters, self.train.gradient_clip_norm)
+            self.optimizer.step()
+            self._average()
+            self.schedule.step()
+            self.step += 1
+
+    def _precision(self) -> AbstractContextManager[Any]:
+        return torch.autocast(self.device.type, torch.bfloat16) if self.half else nullcontext()
+
+    @torch.no_grad()
+    def _average(self) -> None:
+        decay = min(self.train.ema_decay, (1 + self.step) / (10 + self.step))
+        if not self.averages:
+            self.averages = [parameter.detach().clone() for parameter in self.parameters]
+        torch._foreach_lerp_(self.averages, self.parameters, 1.0 - decay)
+
+
+@dataclass
+class Turns:
+    """What turns of equally many steps took."""
+
+    steps: int
+    """Steps of one turn."""
+    ours: list[Seconds] = field(default_factory=list)
+    """Of each turn of the Trainer."""
+    bare: list[Seconds] = field(default_factory=list)
+    """Of each turn of the bare loop."""
+
+
+class TakeTurns(L.Callback):
+    """Stops the Trainer's clock every ``steps`` steps, while the bare loop takes as many.
+
+    A turn of the Trainer's lasts from the beginning of a step to the same place of a later one: everything that it
+    does between steps is in it.
+    """
+
+    def __init__(self, bare: BareLoop, steps: int, clock: Clock = now) -> None:
+        self.bare = bare
+        self.clock = clock
+        self.turns = Turns(steps)
+        self._start: Seconds | None = None
+
+    def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
+        """Change sides when it is time to."""
+        if trainer.global_step % self.turns.steps == 0:
+            self._end_of_turn()
+            start = self.clock()
+            self.bare.take(self.turns.steps)
+            self.turns.bare.append(since(start, self.bare.device, self.clock))
+            self._start = self.clock()
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
+        """The last turn has no next step."""
+        if trainer.global_step == trainer.max_steps:
+            self._end_of_turn()
+
+    def _end_of_turn(self) -> None:
+        if self._start is not None:
+            self.turns.ours.append(since(self._start, self.bare.device, self.clock))
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What both sides ended with."""
+
+    turns: Turns
+    weights: tuple[dict[str, Tensor], dict[str, Tensor]]
+    """Ours, the bare loop's."""
+    averages: tuple[list[Tensor], list[Tensor]]
+    """Of the weights, in the order of the parameters."""
+    num_parameters: int
+
+
+def train(experiment: Experiment, steps: int, clock: Clock = now) -> Trained:
+    """Train ``MEMBER`` of a prepared run as ``fit`` does, and by the bare loop, in turns of ``steps`` steps."""
+    run = RunFolder.of(experiment)
+    manifest = Manifest.read(run.root)
+    config = config_of(MEMBER, experiment).train
+    device = torch.device("cuda" if resolve_accelerator(experiment.island.accelerator) == "gpu" else "cpu")
+    folder = run.member(MEMBER)
+    folder.mkdir(parents=True, exist_ok=True)
+    data = build_data(MEMBER, experiment, manifest, run)
+    data.prepare_data()
+    loader = data.train_dataloader()
+    batches = itertools.chain.from_iterable(iter(loader) for _ in itertools.count())
+    bare = BareLoop(experiment, manifest, batches, device)
+
+    module = build_module(MEMBER, experiment, manifest)
+    trainer, _ = build_trainer(MEMBER, experiment, folder, MemberStatus(MEMBER, config.max_steps), "auto")
+    turns = TakeTurns(bare, steps, clock)
+    # Behind all others, so that the end of the last step is the end of its turn.
+    trainer.callbacks.append(turns)  # type: ignore[attr-defined]  # Lightning's list of callbacks
+    trainer.fit(module, datamodule=build_data(MEMBER, experiment, manifest, run))
+    state = trainer.optimizers[0].state
+    parameters = list(module.network.parameters())
+    return Trained(
+        turns.turns,
+        (module.network.state_dict(), bare.network.state_dict()),
+        ([state[parameter]["ema"] for parameter in parameters], bare.averages),
+        sum(parameter.numel() for parameter in parameters),
+    )

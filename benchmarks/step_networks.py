@@ -1,0 +1,193 @@
+"""One training step of a network by itself: ours, and diffusers' of the same sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+from step_clock import Clock, Seconds, now, since, total
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ddm_lightning.config import TrainConfig
+from ddm_lightning.flow.condition import Condition, ConditionSpec
+from ddm_lightning.networks import DiT, set_attention
+from ddm_lightning.training.optimizer import build_optimizer
+from ddm_lightning.training.strategy import BYTES_PER_PARAMETER, compile_blocks
+
+NUM_CLASSES = 10
+# Korthikanti et al., 2205.05198, equation 1, for 16-bit activations without attention maps, which the fused kernels do
+# not keep: an upper bound for us, who have no dropout masks.
+_ACTIVATION_BYTES = 34
+_BF16_BYTES = 2
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A class-conditional DiT and a batch for it."""
+
+    width: int
+    depth: int
+    num_heads: int
+    patch_size: int
+    channels: int
+    edge: int
+    """Height and width of a latent, in cells."""
+    batch_size: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Patches of a latent."""
+        return (self.edge // self.patch_size) ** 2
+
+    @property
+    def x_shape(self) -> tuple[int, int, int]:
+        """Of one latent."""
+        return self.channels, self.edge, self.edge
+
+    def __str__(self) -> str:
+        return (
+            f"width {self.width}, depth {self.depth}, {self.num_heads} heads, {self.num_tokens} tokens, "
+            f"batch {self.batch_size}"
+        )
+
+
+@dataclass(frozen=True)
+class Side:
+    """A network, and how it is called for its prediction at ``(x_t, t, classes)``."""
+
+    title: str
+    network: nn.Module
+    predict: Callable[[Tensor, Tensor, Tensor], Tensor]
+
+    @property
+    def num_parameters(self) -> int:
+        """Shared ones count once."""
+        return sum(parameter.numel() for parameter in self.network.parameters())
+
+
+def our_side(sizes: Sizes, attention: str = "auto", wrap: Callable[[nn.Module], nn.Module] | None = None) -> Side:
+    """Our DiT, its parts spread over processes by ``wrap``."""
+    network = DiT(
+        x_shape=sizes.x_shape,
+        condition=ConditionSpec("class", NUM_CLASSES),
+        width=sizes.width,
+        depth=sizes.depth,
+        num_heads=sizes.num_heads,
+        patch_size=sizes.patch_size,
+    )
+    set_attention(network, attention)
+    wrapped = network if wrap is None else wrap(network)
+
+    def predict(x_t: Tensor, t: Tensor, classes: Tensor) -> Tensor:
+        predicted: Tensor = wrapped(x_t, t, Condition.of(classes))
+        return predicted
+
+    return Side("ours", wrapped, predict)
+
+
+def diffusers_side(sizes: Sizes, *, nearest: bool) -> Side:
+    """``diffusers.DiTTransformer2DModel``, as it is or with what differs from ours taken away.
+
+    As it is, every block has an embedder of time and class of its own, and the GELU is the tanh approximation; with
+    ``nearest`` the blocks share the first one's embedder (each still calls it), and the GELU is the exact one.
+    """
+    from diffusers import DiTTransformer2DModel
+
+    network = DiTTransformer2DModel(
+        num_attention_heads=sizes.num_heads,
+        attention_head_dim=sizes.width // sizes.num_heads,
+        in_channels=sizes.channels,
+        out_channels=sizes.channels,
+        num_layers=sizes.depth,
+        sample_size=sizes.edge,
+        patch_size=sizes.patch_size,
+        num_embeds_ada_norm=NUM_CLASSES,
+        activation_fn="gelu" if nearest else "gelu-approximate",
+    )
+    if nearest:
+        for block in network.transformer_blocks:
+            block.norm1.emb = network.transformer_blocks[0].norm1.emb
+
+    def predict(x_t: Tensor, t: Tensor, classes: Tensor) -> Tensor:
+        predicted: Tensor = network(x_t, (1000 * t).long(), classes, return_dict=False)[0]
+        return predicted
+
+    title = "diffusers, shared embedder, exact GELU" if nearest else "diffusers"
+    return Side(title, network.train(), predict)
+
+
+class Step:
+    """Forward, backward and a step of fused AdamW on fixed random data.
+
+    Args:
+        side: what is trained.
+        sizes: its batch.
+        device: where.
+        half: whether under bfloat16 autocast.
+        compiled: whether our blocks are compiled.
+    """
+
+    def __init__(self, side: Side, sizes: Sizes, device: torch.device, *, half: bool, compiled: bool) -> None:
+        self.side, self.device, self.half = side, device, half
+        side.network.to(device)
+        if compiled:
+            compile_blocks(side.network)
+        self.optimizer = build_optimizer(side.network, TrainConfig(1, sizes.batch_size))
+        generator = torch.Generator().manual_seed(0)
+        shape = (sizes.batch_size, *sizes.x_shape)
+        self.x_t, self.target = (torch.randn(shape, generator=generator).to(device) for _ in range(2))
+        self.t = torch.rand(sizes.batch_size, generator=generator).to(device)
+        self.classes = torch.randint(NUM_CLASSES, (sizes.batch_size,), generator=generator).to(device)
+
+    def take(self) -> None:
+        """One step."""
+        with torch.autocast(self.device.type, torch.bfloat16) if self.half else nullcontext():
+            predicted = self.side.predict(self.x_t, self.t, self.classes)
+            loss = functional.mse_loss(predicted.float(), self.target)
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+
+    def seconds(self, num_steps: int, clock: Clock = now) -> Seconds:
+        """Of one step, on average over ``num_steps``."""
+        start = clock()
+        for _ in range(num_steps):
+            self.take()
+        return total([since(start, self.device, clock)], num_steps)
+
+
+def in_turn(
+    steps: Mapping[str, Step], num_rounds: int, steps_a_turn: int, clock: Clock = now
+) -> dict[str, list[Seconds]]:
+    """Seconds a step of each side, one value a round; every second round goes backwards.
+
+    Two turns of each warm up.
+    """
+    for step in steps.values():
+        step.seconds(2 * steps_a_turn, clock)
+    found: dict[str, list[Seconds]] = {name: [] for name in steps}
+    for number in range(num_rounds):
+        for name in list(steps)[:: 1 if number % 2 == 0 else -1]:
+            found[name].append(steps[name].seconds(steps_a_turn, clock))
+    return found
+
+
+def planned_bytes(sizes: Sizes, num_parameters: int) -> int:
+    """Memory that a step in bfloat16 needs at its peak, estimated.
+
+    Weights, gradients, AdamW, EMA, bfloat16 copies of the weights, and activations.
+    """
+    activations = _ACTIVATION_BYTES * sizes.batch_size * sizes.num_tokens * sizes.width * sizes.depth
+    return (BYTES_PER_PARAMETER + _BF16_BYTES) * num_parameters + activations
+
+
+def peak_bytes(step: Step) -> int | None:
+    """The most that torch held on a GPU during a step; None on other devices."""
+    if step.device.type != "cuda":
+        return None
+    torch.cuda.reset_peak_memory_stats(step.device)
+    step.seconds(1)
+    return torch.cuda.max_memory_allocated(step.device)

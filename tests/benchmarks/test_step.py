@@ -1,0 +1,110 @@
+from argparse import Namespace
+
+import pytest
+import step
+import step_gpu
+import step_networks
+import step_sharded
+import torch
+from common import REPOSITORY, Report
+from step_clock import Seconds, grouped, ratio
+from step_loops import Trained, Turns
+from step_networks import Sizes
+
+TINY = Sizes(width=16, depth=2, num_heads=2, patch_size=2, channels=3, edge=4, batch_size=2)
+CPU = torch.device("cpu")
+pytestmark = [
+    # Of diffusers' imports.
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+
+
+def walls(*values):
+    return [Seconds(value, 2 * value) for value in values]
+
+
+def ended(turns, weights=((1.0,), (1.0,))):
+    ours, bare = ({"w": torch.tensor(side)} for side in weights)
+    return Trained(turns, (ours, bare), ([ours["w"]], [bare["w"]]), 1)
+
+
+def test_a_ratio_is_the_median_of_ratios_side_by_side_and_not_the_ratio_of_medians():
+    assert ratio(walls(1, 2, 30), walls(1, 1, 10)) == 2
+    assert ratio(walls(1, 8, 9), walls(10, 2, 3)) == 3
+    assert ratio([Seconds(1, 6)], [Seconds(1, 2)], "cpu") == 3
+
+
+def test_turns_make_whole_groups():
+    assert grouped(walls(1, 2, 3, 4, 5), 2, 10) == [Seconds(0.3, 0.6), Seconds(0.7, 1.4)]
+
+
+def test_figures_of_the_loops_leave_the_first_group_out():
+    a_group = step.TURNS_A_GROUP
+    turns = Turns(
+        step.STEPS_A_TURN, walls(*[50.0] * a_group, *[3.0] * a_group), walls(*[1.0] * a_group, *[2.0] * a_group)
+    )
+    report = Report("", step.HEADINGS)
+    step.add_loop(report, step.LOOPS["cpu"], ended(turns))
+    assert report.figures["trainer_over_bare_loop"] == pytest.approx(1.5)
+    assert report.figures["seconds_bare_loop"] == pytest.approx(2 / step.STEPS_A_TURN)
+    assert any("not met" in note for note in report.notes)
+
+
+def test_other_weights_are_told():
+    assert step.same(ended(Turns(1)))
+    assert not step.same(ended(Turns(1), ((1.0,), (1.0001,))))
+
+
+@pytest.mark.slow
+def test_both_loops_end_in_the_same_weights(tmp_path):
+    loop = step.Loop("", 16, 1, 2, 4, image_size=8, text_size=8, batch_size=4)
+    overrides = loop.overrides(tmp_path / "run", 1, "cpu", 40)
+    options = Namespace(config=str(REPOSITORY / "experiments" / "tiny_2x.yaml"), overrides=[])
+    trained = step.trained(options, overrides)
+    assert step.same(trained)
+    assert len(trained.turns.ours) == len(trained.turns.bare) == step.TURNS_A_GROUP
+    # They moved: the average lags behind the weights.
+    weights = dict(trained.weights[0])
+    assert not torch.equal(trained.averages[0][0], next(iter(weights.values())))
+
+
+def test_parameters_are_as_many_as_by_hand():
+    d, depth, inputs = TINY.width, TINY.depth, TINY.channels * TINY.patch_size**2
+    embedder = (256 * d + d) + (d * d + d) + (step_networks.NUM_CLASSES + 1) * d
+    block = (6 * d * d + 6 * d) + (3 * d * d + 3 * d) + (d * d + d) + (4 * d * d + 4 * d) + (4 * d * d + d)
+    whole = (inputs * d + d) + embedder + depth * block + (2 * d * d + 2 * d) + (inputs * d + inputs)
+    assert step_networks.our_side(TINY).num_parameters == whole
+    assert step_networks.diffusers_side(TINY, nearest=True).num_parameters == whole
+    assert step_networks.diffusers_side(TINY, nearest=False).num_parameters == whole + (depth - 1) * embedder
+
+
+def test_a_side_trains_and_planned_memory_is_that_of_its_parameters_and_activations():
+    side = step_networks.our_side(TINY)
+    before = [parameter.detach().clone() for parameter in side.network.parameters()]
+    taken = step_networks.Step(side, TINY, CPU, half=False, compiled=False)
+    found = step_networks.in_turn({"a": taken}, 3, 2)
+    assert len(found["a"]) == 3 and all(seconds.wall > 0 for seconds in found["a"])
+    assert any(not torch.equal(a, b) for a, b in zip(before, side.network.parameters(), strict=True))
+    assert step_networks.planned_bytes(TINY, 100) == 22 * 100 + 34 * 2 * 4 * 16 * 2
+
+
+def test_networks_are_compared_on_a_cpu():
+    report = Report("", step.HEADINGS)
+    step.add_networks(report, TINY, CPU, num_rounds=2)
+    assert {"ours_over_diffusers", "ours_over_diffusers_nearest", "parameters_diffusers"} <= report.figures.keys()
+
+
+def test_the_gpu_part_runs_on_a_cpu_and_says_what_did_not():
+    report = Report("", step.HEADINGS)
+    step_gpu.measure(report, TINY, CPU, 1, 1)
+    assert report.figures["samples_per_second_xl2"] == pytest.approx(
+        TINY.batch_size / report.figures["seconds_xl2_sdpa"]
+    )
+    assert any("xformers" in note and "CUDA" in note for note in report.notes)
+
+
+@pytest.mark.long
+def test_two_processes_answer():
+    found = step_sharded.measure(TINY, 2, 1)
+    assert {name: len(values) for name, values in found.items()} == {"ddp": 2, "fsdp2": 2}
