@@ -90,7 +90,7 @@ def main(arguments: Sequence[str] | None) -> None:
     startup.end_imports()
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--json", metavar="OUT", type=Path, help="write commit, device, command and figures here")
-    made.add_argument("--quick", action="store_true", help="about a minute; the same ratios with less certainty")
+    made.add_argument("--quick", action="store_true", help="one to two minutes; the same ratios with less certainty")
     made.add_argument("--device", choices=("cpu", "cuda"), default=None, help="default: cuda where there is one")
     made.set_defaults(overrides=[], config=str(REPOSITORY / "experiments" / "tiny_2x.yaml"))
     options = parse(made, arguments)
