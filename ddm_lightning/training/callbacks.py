@@ -21,6 +21,7 @@ from ddm_lightning.progress import member_columns
 from ddm_lightning.training.checkpoints import RollingCheckpoints
 from ddm_lightning.training.guard import skipped_file
 from ddm_lightning.training.module import MemberModule
+from ddm_lightning.training.speed import Speed
 from ddm_lightning.training.status import MemberStatus
 
 
@@ -30,8 +31,11 @@ class Reporter(L.Callback):
     This is where the host waits for the device; no other step does.
     """
 
-    def __init__(self, folder: Path, status: MemberStatus, batch_size: int, every_n_steps: int, show: bool) -> None:
+    def __init__(
+        self, folder: Path, status: MemberStatus, batch_size: int, every_n_steps: int, show: bool, speed: Speed
+    ) -> None:
         self.folder = folder
+        self.speed = speed
         self.status = status
         self.batch_size = batch_size
         self.every_n_steps = every_n_steps
@@ -102,7 +106,7 @@ class Reporter(L.Callback):
         if averages and trainer.logger is not None:
             rates = {
                 "train/learning_rate": trainer.optimizers[0].param_groups[0]["lr"],
-                "train/samples_per_second": self.status.samples_per_second,
+                **self.speed.read(trainer.global_step),
             }
             trainer.logger.log_metrics({**averages, **rates}, step=trainer.global_step)
         self.status.write(self.folder)

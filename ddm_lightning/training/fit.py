@@ -20,11 +20,13 @@ from ddm_lightning.config import Experiment, to_dict
 from ddm_lightning.errors import UserError
 from ddm_lightning.loading.datamodule import ClusterDataModule
 from ddm_lightning.members import ROUTER, batch_size_of, clusters_of, config_of, role_of
+from ddm_lightning.networks.flops import flops_per_sample
 from ddm_lightning.prepare.interfaces import CaptionEncoder
 from ddm_lightning.prepare.manifest import Manifest
 from ddm_lightning.prepare.registry import CAPTION_ENCODERS
 from ddm_lightning.prepare.stored import StoredForm
 from ddm_lightning.run_folder import RunFolder
+from ddm_lightning.schema import first_line
 from ddm_lightning.training.callbacks import DisjointRanks, Reporter, SampleLog, StopOnRequest, StopRequested
 from ddm_lightning.training.checkpoints import AtomicCheckpointIO, RollingCheckpoints, newest_checkpoint
 from ddm_lightning.training.devices import resolve_accelerator
@@ -34,8 +36,10 @@ from ddm_lightning.training.member_network import build_member_network, member_c
 from ddm_lightning.training.module import MemberModule, MemberSpec
 from ddm_lightning.training.pictures import PictureLogger
 from ddm_lightning.training.router import RouterModule
+from ddm_lightning.training.speed import UNKNOWN_COST, Speed, StepCost
 from ddm_lightning.training.status import MemberStatus
-from ddm_lightning.training.strategy import choose_strategy
+from ddm_lightning.training.strategy import CHECKPOINT_BYTES_PER_PARAMETER, choose_strategy
+from ddm_lightning.units import amount
 
 WORKERS_OUTLIVE_SECONDS = 15.0
 
@@ -164,6 +168,7 @@ def build_trainer(
     strategy: Strategy | str,
     resumed_step: int = 0,
     *,
+    cost: StepCost = UNKNOWN_COST,
     show_progress: bool = False,
 ) -> tuple[L.Trainer, StopOnRequest]:
     """The Trainer of one member, and the callback that stops it on request.
@@ -175,10 +180,13 @@ def build_trainer(
         status: kept up to date.
         strategy: what ``choose_strategy`` says.
         resumed_step: step of the checkpoint that it will go on from; 0 for none.
+        cost: of a sample, for MFU.
         show_progress: whether there is a progress bar.
     """
     island, config = experiment.island, config_of(member, experiment)
-    reporter = Reporter(folder, status, batch_size_of(member, experiment), island.log_every_n_steps, show_progress)
+    batch_size = batch_size_of(member, experiment)
+    speed = Speed(batch_size, cost)
+    reporter = Reporter(folder, status, batch_size, island.log_every_n_steps, show_progress, speed)
     rolling = RollingCheckpoints(folder / "checkpoints", island.checkpoint_every_n_steps, island.keep_checkpoints)
     stop = StopOnRequest(rolling)
     callbacks: list[L.Callback] = [
@@ -190,6 +198,7 @@ def build_trainer(
     ]
     if island.log_sample_ids:
         callbacks.append(SampleLog(folder))
+    callbacks.append(speed)  # behind all that takes time
     _quieten()
     logger = TensorBoardLogger(
         folder, name="", version="tensorboard", purge_step=resumed_step + 1 if resumed_step else None
@@ -215,6 +224,20 @@ def build_trainer(
     return trainer, stop
 
 
+def _cost(member: str, experiment: Experiment, manifest: Manifest, module: MemberModule) -> tuple[StepCost, str]:
+    """Work of a sample, and a line that says it; of a plug-in that is computed by unknown operations there is none."""
+    island, condition = experiment.island, member_condition(member, experiment, manifest)
+    try:
+        forward, whole = (
+            flops_per_sample(module.network, manifest.x_shape, condition, backward=backward)
+            for backward in (False, True)
+        )
+    except (RuntimeError, NotImplementedError) as error:
+        return UNKNOWN_COST, f"its FLOPs cannot be counted ({first_line(error)}), so no MFU is shown"
+    recomputed = forward if island.activation_checkpointing else 0.0
+    return StepCost.of(whole, recomputed, island.accelerator, island.precision, island.devices)
+
+
 def _fit_locked(
     member: str, experiment: Experiment, run: RunFolder, status: MemberStatus, console: Console, show_progress: bool
 ) -> MemberStatus:
@@ -226,7 +249,10 @@ def _fit_locked(
     module = build_module(member, experiment, manifest)
     num_parameters = sum(p.numel() for p in module.network.parameters())
     strategy, reason = choose_strategy(island, num_parameters)
-    console.print(f"{member}: {num_parameters / 1e6:.2f} M parameters, {reason}")
+    size = amount(CHECKPOINT_BYTES_PER_PARAMETER * num_parameters)
+    console.print(f"{member}: {num_parameters / 1e6:.2f} M parameters, {reason}; a checkpoint takes {size}")
+    cost, line = _cost(member, experiment, manifest, module)
+    console.print(f"{member}: {line}")
 
     resume, lines = newest_checkpoint(folder / "checkpoints")
     for line in lines:
@@ -235,7 +261,7 @@ def _fit_locked(
     if resume:
         console.print(f"{member}: resumes at step {resumed_step}")
     trainer, stop = build_trainer(
-        member, experiment, folder, status, strategy, resumed_step, show_progress=show_progress
+        member, experiment, folder, status, strategy, resumed_step, cost=cost, show_progress=show_progress
     )
     try:
         with stop.listening():

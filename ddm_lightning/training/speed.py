@@ -38,6 +38,9 @@ class StepCost:
         return cls(flops, recomputed_flops, num_devices * peak * 1e12), line
 
 
+UNKNOWN_COST = StepCost(0.0, 0.0, None)
+
+
 class Speed(L.Callback):
     """Samples a second, MFU, HFU, data wait and memory since the last report; has to be the last callback.
 

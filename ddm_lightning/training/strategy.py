@@ -16,6 +16,8 @@ from ddm_lightning.training.devices import device_bytes
 
 # fp32 weight, gradient, two AdamW moments and the EMA.
 BYTES_PER_PARAMETER = 20
+# The same without the gradient.
+CHECKPOINT_BYTES_PER_PARAMETER = 16
 
 
 def choose_strategy(island: IslandConfig, num_parameters: int) -> tuple[Strategy | str, str]:

@@ -101,6 +101,12 @@ def test_its_curves_and_pictures_are_in_tensorboard(finished):
     assert len([tag for tag in events.Tags()["scalars"] if tag.startswith("held_out/loss_t0.")]) == 8
     rates = [event.value for event in events.Scalars("train/learning_rate")]
     assert rates == pytest.approx([2e-3 * min(1, (step + 1) / 10) for step in (5, 10, 15, 20)])
+    for name in ("samples_per_second", "data_wait", "memory_gb", "skipped_steps", "gradient_norm"):
+        assert [event.step for event in events.Scalars(f"train/{name}")] == [5, 10, 15, 20], name
+    assert all(event.value > 0 for event in events.Scalars("train/samples_per_second"))
+    assert {event.value for event in events.Scalars("train/skipped_steps")} == {0}
+    assert "train/mfu" not in events.Tags()["scalars"], "the peak of a CPU is not known"
+    assert len([tag for tag in events.Tags()["scalars"] if tag.startswith("train/loss_t0.")]) >= 6
     (picture,) = events.Images("samples")
     assert picture.step == 12
     assert picture.encoded_image_string.startswith(b"\x89PNG")
