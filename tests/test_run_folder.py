@@ -25,7 +25,10 @@ def test_changed_keys_names_what_changes_the_training_and_nothing_else() -> None
         ("expert.network.params.depth=7", ["expert.network.params.depth"]),
         ("router.network.params.depth=7", ["router.network.params.depth"]),
         ("expert.network.params.qk_norm=true", ["expert.network.params.qk_norm"]),
-        ("prepare.caption_encoder.name=other", ["prepare.caption_encoder.name"]),
+        (
+            "prepare.caption_encoder.name=other",  # another name takes none of the params
+            ["prepare.caption_encoder.name", "prepare.caption_encoder.params.size"],
+        ),
         ("run_dir=elsewhere", []),
         ("island.devices=2", []),
         ("sample.num_steps=7", []),
