@@ -105,7 +105,9 @@ def fit_members(
             while waiting or running:
                 free = [slot for slot in range(jobs) if slot not in {child.slot for child in running}]
                 for slot in free[: len(waiting)]:
-                    running.append(_start(waiting.pop(0), slot, experiment, run))
+                    member = waiting.pop(0)
+                    progress.start_task(tasks[member])
+                    running.append(_start(member, slot, experiment, run))
                 _wait_for_any(running)
                 for child in list(running):
                     code = child.process.poll()
@@ -158,7 +160,7 @@ def _wait_for_any(running: list[_Child]) -> None:
 def _task(progress: Progress, member: str, experiment: Experiment, run: RunFolder) -> TaskID:
     status = member_status(member, experiment, run)
     state = status.state if run.is_finished(member) else "waiting"
-    return progress.add_task(member, total=status.max_steps, completed=status.step, note=state)
+    return progress.add_task(member, start=False, total=status.max_steps, completed=status.step, note=state)
 
 
 def _show(progress: Progress, task: TaskID, member: str, experiment: Experiment, run: RunFolder) -> None:
