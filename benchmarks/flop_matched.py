@@ -25,6 +25,7 @@ from drawing import METHODS, Cache, Drawn, Method, Settings, draw, real_features
 from jaxtyping import UInt8
 from matplotlib.figure import Figure
 from monolith import budget, check_monolith, fit_monolith, monolith_flops
+from rich.progress import TaskID
 from torch import Tensor
 
 from ddm_lightning.config import Experiment, check_experiment
@@ -123,6 +124,10 @@ def _compare(experiment: Experiment, folder: RunFolder, settings: Settings, opti
         for method, task in zip(methods, tasks, strict=True):
             bars.start_task(task)
             loaded, weights = models[method.monolith]
+
+            def advance(done: float, task: TaskID = task) -> None:
+                bars.update(task, completed=round(done))
+
             drawn[method.name] = draw(
                 method,
                 loaded,
@@ -131,7 +136,7 @@ def _compare(experiment: Experiment, folder: RunFolder, settings: Settings, opti
                 settings,
                 encoder,
                 cache,
-                lambda done, task=task: bars.update(task, completed=round(done)),  # type: ignore[misc]
+                advance,
             )
     distances = {name: kernel_distance(found.features, real) for name, found in drawn.items()}
     report = _report(methods, distances, floor, drawn, settings, len(held_out))

@@ -85,13 +85,12 @@ def sinusoidal(t: Float[Tensor, " b"], size: int) -> Float[Tensor, "b size"]:
     return torch.cat([angles.cos(), angles.sin()], dim=1)
 
 
-class TimestepEmbedding(nn.Module):
-    """Time to vector: ``sinusoidal`` in float32, then a two-layer MLP (Peebles and Xie, 2212.09748)."""
+class TwoLayers(nn.Module):
+    """A vector through a linear layer, a SiLU and another linear layer; normal(0.02) weights."""
 
-    def __init__(self, width: int, num_frequencies: int = 256) -> None:
+    def __init__(self, size: int, width: int) -> None:
         super().__init__()
-        self.num_frequencies = num_frequencies
-        self.hidden = nn.Linear(num_frequencies, width)
+        self.hidden = nn.Linear(size, width)
         self.out = nn.Linear(width, width)
 
     def initialise(self) -> None:
@@ -99,11 +98,22 @@ class TimestepEmbedding(nn.Module):
         nn.init.normal_(self.hidden.weight, std=0.02)
         nn.init.normal_(self.out.weight, std=0.02)
 
+    def project(self, vectors: Float[Tensor, "b size"]) -> Float[Tensor, "b width"]:
+        """One vector a row."""
+        projected: Tensor = self.out(functional.silu(self.hidden(vectors)))
+        return projected
+
+
+class TimestepEmbedding(TwoLayers):
+    """Time to vector: ``sinusoidal`` in float32, then a two-layer MLP (Peebles and Xie, 2212.09748)."""
+
+    def __init__(self, width: int, num_frequencies: int = 256) -> None:
+        super().__init__(num_frequencies, width)
+        self.num_frequencies = num_frequencies
+
     def forward(self, t: Float[Tensor, " b"]) -> Float[Tensor, "b width"]:
         """One vector a row; raises ``ValueError`` for a ``t`` narrower than 32 bits."""
-        waves = sinusoidal(t, self.num_frequencies).to(self.hidden.weight.dtype)
-        embedded: Tensor = self.out(functional.silu(self.hidden(waves)))
-        return embedded
+        return self.project(sinusoidal(t, self.num_frequencies).to(self.hidden.weight.dtype))
 
 
 class ConditionEmbedding(nn.Module):

@@ -10,7 +10,7 @@ from torch.nn import functional
 from ddm_lightning.flow.condition import Condition, ConditionSpec
 from ddm_lightning.networks.attention import attention
 from ddm_lightning.networks.blocks import FinalLayer, head_norm, modulate, normalised, plain_mlp
-from ddm_lightning.networks.embeddings import TokenEmbedding, unpatchify
+from ddm_lightning.networks.embeddings import TokenEmbedding, TwoLayers, unpatchify
 from ddm_lightning.networks.recipe import Size
 from ddm_lightning.networks.registry import EXPERTS
 from ddm_lightning.networks.trunk import PatchTransformer
@@ -114,23 +114,15 @@ class JointBlock(nn.Module):
         return x, self.text.answer(text, attended[:, num_patches:], of_text)
 
 
-class PooledText(nn.Module):
+class PooledText(TwoLayers):
     """The mean of embedded text tokens through a two-layer MLP: what modulates together with the time."""
 
     def __init__(self, width: int) -> None:
-        super().__init__()
-        self.hidden = nn.Linear(width, width)
-        self.out = nn.Linear(width, width)
-
-    def initialise(self) -> None:
-        """Normal(0.02) weights."""
-        nn.init.normal_(self.hidden.weight, std=0.02)
-        nn.init.normal_(self.out.weight, std=0.02)
+        super().__init__(width, width)
 
     def forward(self, text: Float[Tensor, "b m d"]) -> Float[Tensor, "b d"]:
         """One vector a row."""
-        pooled: Tensor = self.out(functional.silu(self.hidden(text.mean(1))))
-        return pooled
+        return self.project(text.mean(1))
 
 
 @EXPERTS.register("mmdit")

@@ -17,12 +17,12 @@ class ExpertModule(MemberModule):
     Source: McAllister et al., arXiv 2501.05450, section 3; the loss is the mean squared error in fp32.
     """
 
-    def losses(self, noised: Noised, batch: dict[str, Tensor]) -> Float[Tensor, " b"]:
+    def measure(self, noised: Noised, batch: dict[str, Tensor]) -> dict[str, Float[Tensor, " b"]]:
         """Mean squared error of each sample."""
         prediction = self.network(noised.x_t, noised.t, noised.condition)
         kind = getattr(self.network, "prediction", "velocity")
         target = training_target(noised.x_0, noised.noise, kind)
-        return F.mse_loss(prediction.float(), target, reduction="none").flatten(1).mean(1)
+        return {"loss": F.mse_loss(prediction.float(), target, reduction="none").flatten(1).mean(1)}
 
     @torch.no_grad()
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
@@ -30,6 +30,6 @@ class ExpertModule(MemberModule):
         num = len(batch["sample_id"])
         for index in range(NUM_VALIDATION_TIMESTEPS):
             noised = self.validation_noised(batch, batch_idx, index)
-            loss = self.losses(noised, batch).sum()
+            loss = self.measure(noised, batch)["loss"].sum()
             self.accumulate("held_out/loss", loss, num)
             self.accumulate(f"held_out/loss_t{(index + 0.5) / NUM_VALIDATION_TIMESTEPS:.3f}", loss, num)

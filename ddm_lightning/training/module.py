@@ -126,9 +126,12 @@ class MemberModule(L.LightningModule):
         norm = nn.utils.clip_grad_norm_(self._clipped, float("inf") if limit is None else limit)
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         self.accumulate("train/gradient_norm", norm)
-        # A gradient scaler of 16-bit floats looks for its scale by steps that it leaves out itself.
-        if self.trainer.scaler is None:
+        if self._judges_steps():
             self.guard.judge(optimizer, norm)
+
+    def _judges_steps(self) -> bool:
+        """Not where a gradient scaler of 16-bit floats looks for its scale by steps that it leaves out itself."""
+        return self.trainer.scaler is None
 
     def on_train_batch_start(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         """Key the global generator (a network's own dropout) by the step."""
@@ -154,19 +157,21 @@ class MemberModule(L.LightningModule):
             condition = condition.dropped(torch.rand(len(x_0), generator=generator, device=device) < self.spec.dropout)
         return Noised(interpolate(x_0, noise, t), t, noise, x_0, condition)
 
-    def losses(self, noised: Noised, batch: dict[str, Tensor]) -> Float[Tensor, " b"]:
-        """The loss of each sample, fp32; a subclass says which."""
+    def measure(self, noised: Noised, batch: dict[str, Tensor]) -> dict[str, Float[Tensor, " b"]]:
+        """``loss`` of each sample, fp32, and what else a subclass shows a curve of."""
         raise NotImplementedError
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """The mean loss of one batch."""
         noised = self.noised(batch)
-        losses = self.losses(noised, batch)
-        loss = losses.mean()
-        self.guard.saw(self.global_step, batch["sample_id"], noised.t, losses)
-        self.accumulate("train/loss", loss)
-        self._accumulate_by_time(noised.t, losses.detach())
-        return loss
+        measured = self.measure(noised, batch)
+        means = {name: values.mean() for name, values in measured.items()}
+        if self._judges_steps():
+            self.guard.saw(self.global_step, batch["sample_id"], noised.t, measured["loss"])
+        for name, mean in means.items():
+            self.accumulate(f"train/{name}", mean)
+        self._accumulate_by_time(noised.t, measured["loss"].detach())
+        return means["loss"]
 
     def _accumulate_by_time(self, t: Float[Tensor, " b"], losses: Float[Tensor, " b"]) -> None:
         """Training loss in as many equal parts of [0, 1] as validation has timesteps, at whose middles those lie."""

@@ -74,7 +74,7 @@ def replay_step(member: str, experiment: Experiment, run: RunFolder, step: int |
         one = slice(row, row + 1)
         condition = None if noised.condition is None else noised.condition.rows(one)
         alone = Noised(noised.x_t[one], noised.t[one], noised.noise[one], noised.x_0[one], condition)
-        loss = module.losses(alone, {name: rows[one] for name, rows in batch.items()}).sum()
+        loss = module.measure(alone, {name: rows[one] for name, rows in batch.items()})["loss"].sum()
         loss.backward()
         squares = [p.grad.double().square().sum() for p in module.network.parameters() if p.grad is not None]
         norm = math.sqrt(float(torch.stack(squares).sum())) if squares else 0.0

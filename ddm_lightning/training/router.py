@@ -16,12 +16,11 @@ class RouterModule(MemberModule):
     It trains on the natural mixture of clusters, so its probabilities contain the cluster priors.
     """
 
-    def losses(self, noised: Noised, batch: dict[str, Tensor]) -> Float[Tensor, " b"]:
-        """Cross-entropy of each sample, in nats."""
+    def measure(self, noised: Noised, batch: dict[str, Tensor]) -> dict[str, Float[Tensor, " b"]]:
+        """Cross-entropy of each sample, in nats, and whether its cluster is the likeliest."""
         logits = self.network(noised.x_t, noised.t, noised.condition).float()
-        if self.training:
-            self.accumulate("train/accuracy", (logits.argmax(1) == batch["cluster"]).float().mean())
-        return F.cross_entropy(logits, batch["cluster"], reduction="none")
+        hits = (logits.argmax(1) == batch["cluster"]).float()
+        return {"loss": F.cross_entropy(logits, batch["cluster"], reduction="none"), "accuracy": hits}
 
     def on_validation_start(self) -> None:
         """Start a fresh confusion table."""

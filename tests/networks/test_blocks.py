@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from networks.small import random, randomised
 from torch import Tensor, nn
 
 from ddm_lightning.flow.condition import Condition, ConditionSpec
@@ -28,17 +29,6 @@ RECIPES = [
     for rope in (False, True)
     for words in itertools.product(*CHOICES.values())
 ]
-
-
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def randomised(module: nn.Module) -> nn.Module:
-    module.double()
-    for seed, parameter in enumerate(module.parameters()):
-        parameter.data = 0.3 * random(*parameter.shape, seed=100 + seed)
-    return module
 
 
 def standardised(x: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from networks.small import moved
 from torch import nn
 
 from ddm_lightning.errors import UserError
@@ -21,11 +22,7 @@ TOKENS = ConditionSpec("tokens", 6, length=3)
 def perturbed(**changes: object) -> DiT:
     """A small network that has left its zeros."""
     torch.manual_seed(0)
-    network = DiT(**({"x_shape": (3, 8, 8), "condition": NONE} | SMALL | changes))
-    with torch.no_grad():
-        for parameter in network.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    return network
+    return moved(DiT(**({"x_shape": (3, 8, 8), "condition": NONE} | SMALL | changes)))
 
 
 @pytest.mark.parametrize("x_shape", [(3, 8, 8), (4, 4, 10)])

@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from networks.small import moved, random, randomised
 from torch import Tensor, nn
 
 from ddm_lightning.errors import UserError
@@ -16,24 +17,9 @@ SMALL = {"width": 16, "depth": 2, "num_heads": 2, "patch_size": 2}
 TOKENS = ConditionSpec("tokens", 6, length=3)
 
 
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def randomised(module: nn.Module) -> nn.Module:
-    module.double()
-    for seed, parameter in enumerate(module.parameters()):
-        parameter.data = 0.3 * random(*parameter.shape, seed=100 + seed)
-    return module
-
-
 def perturbed(**changes: object) -> MMDiT:
     torch.manual_seed(0)
-    network = MMDiT(**({"x_shape": (3, 8, 8), "condition": TOKENS} | SMALL | changes))
-    with torch.no_grad():
-        for parameter in network.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    return network
+    return moved(MMDiT(**({"x_shape": (3, 8, 8), "condition": TOKENS} | SMALL | changes)))
 
 
 @pytest.mark.parametrize("x_shape", [(3, 8, 8), (4, 4, 10)])

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from networks.small import moved
 
 from ddm_lightning.errors import UserError
 from ddm_lightning.flow.condition import Condition, ConditionSpec
@@ -16,11 +17,7 @@ ALL_OPTIONS = {"rope": True, "mlp": "swiglu", "norm": "rms", "modulation": "sing
 def perturbed(**changes: object) -> RouterDiT:
     """A small router that has left its zeros."""
     torch.manual_seed(0)
-    network = RouterDiT(**({"x_shape": (3, 8, 8), "condition": NONE, "num_clusters": 4} | SMALL | changes))
-    with torch.no_grad():
-        for parameter in network.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    return network
+    return moved(RouterDiT(**({"x_shape": (3, 8, 8), "condition": NONE, "num_clusters": 4} | SMALL | changes)))
 
 
 def batch(num: int) -> tuple[torch.Tensor, torch.Tensor]:

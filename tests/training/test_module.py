@@ -3,7 +3,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from training.members import SCALE, SHIFT, Recorder, batch, expert
+from training.members import SCALE, SHIFT, Recorder, at, batch, expert
 
 from ddm_lightning.config import TimestepsConfig, TrainConfig
 from ddm_lightning.flow.condition import ConditionSpec
@@ -258,6 +258,16 @@ def test_what_is_not_finite_is_in_no_average(value):
     module.accumulate("train/b_by_time", torch.tensor([2.0, value, 0.0]), torch.tensor([4, 5, 0]))
     module.accumulate("train/c", torch.tensor(value))
     assert module.drain("train/") == {"train/a": 3.5, "train/b_t0.167": 0.5}
+
+
+def test_where_a_gradient_scaler_leaves_out_steps_nothing_is_kept_of_them():
+    module, optimizer = expert(), SimpleNamespace()
+    for step in range(3):
+        at(module, step)
+        module.trainer.scaler = object()
+        module.training_step(batch(), 0).backward()
+        module.configure_gradient_clipping(optimizer)
+    assert module.guard._seen == [] and not hasattr(optimizer, "found_inf")
 
 
 def test_a_networks_own_dropout_is_keyed_by_the_step():

@@ -165,8 +165,15 @@ class WatchedFile(io.RawIOBase):
 
     def read(self, size: int = -1, /) -> bytes:
         """As any file."""
+        return self._watched(self._file.read, size)
+
+    def readline(self, size: int | None = -1, /) -> bytes:
+        """As any file; ``io``'s own would ask for one byte after the other."""
+        return self._watched(self._file.readline, -1 if size is None else size)
+
+    def _watched(self, read: Callable[[int], bytes], size: int) -> bytes:
         try:
-            return self._file.read(size)
+            return read(size)
         except Exception as error:
             self._failure = error
             raise

@@ -1,3 +1,4 @@
+import io
 import os
 import re
 
@@ -8,7 +9,7 @@ from source_files import write
 
 from ddm_lightning.errors import UserError
 from ddm_lightning.prepare.registry import SOURCES
-from ddm_lightning.prepare.sources.urls import Files
+from ddm_lightning.prepare.sources.urls import Files, WatchedFile
 
 KEY = "key 'prepare.source.params.path'"
 
@@ -64,6 +65,28 @@ def test_a_missing_file_comes_as_what_it_is(folder):
     assert there == b"1" and isinstance(missing, FileNotFoundError)
     with pytest.raises(UserError, match="does not exist"):
         Files(folder).open("b")
+
+
+def test_lines_are_read_as_lines_and_what_stops_them_is_remembered():
+    class Lines(io.BytesIO):
+        calls = 0
+
+        def read(self, size=-1):
+            pytest.fail("a line is not read byte by byte")
+
+        def readline(self, size=-1):
+            self.calls += 1
+            if self.calls == 4:
+                raise ConnectionResetError("reset by peer")
+            return super().readline(size)
+
+    watched = WatchedFile(Lines(b"one\ntwo\nthree\nfour\n"), lambda error: UserError(f"told: {error}"))
+    watched.raise_failure()
+    assert [next(watched) for _ in range(3)] == [b"one\n", b"two\n", b"three\n"]
+    with pytest.raises(ConnectionResetError):
+        next(watched)
+    with pytest.raises(UserError, match="told: reset by peer"):
+        watched.raise_failure()
 
 
 @pytest.mark.parametrize("source", ["imagefolder", "webdataset", "parquet", "huggingface", "mds"])
