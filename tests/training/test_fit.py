@@ -306,6 +306,10 @@ def test_a_sample_that_is_not_finite_costs_its_steps_and_is_found_by_one_command
     by_id = {row[0]: row for row in rows}
     for sample_id, t in zip(skipped[-1].sample_ids, skipped[-1].t, strict=True):
         assert float(by_id[str(sample_id)][1]) == pytest.approx(t, abs=1e-4)
+    for path in member(run, "checkpoints").iterdir():
+        path.write_bytes(b"damaged")
+    assert main([*command, *SHORT]) == 0
+    assert "with the initial weights" in capsys.readouterr().out
     assert main([*command, *SHORT, "--step", "12345"]) == 2
     assert "step 12345 of rank 0 was not left out; those that were: " in refusal(capsys)
 
