@@ -18,7 +18,11 @@ from ddm_lightning.prepare.manifest import DataSizes, Manifest
 
 
 def condition_spec(experiment: Experiment, manifest: Manifest | DataSizes) -> ConditionSpec:
-    """What the experts see besides ``x_t`` and t."""
+    """What the experts see besides ``x_t`` and t.
+
+    Raises:
+        UserError: tokens are asked for and the shards hold none.
+    """
     kind = experiment.condition.kind
     if kind == "tokens":
         if manifest.token_shape is None:

@@ -25,8 +25,11 @@ class KMeansSettings:
     """What the time of two-stage k-means hangs on, besides samples and features."""
 
     num_fine: int
+    """Fine centroids."""
     iterations: int
+    """Of the fine stage."""
     fit_fraction: float
+    """Part of the samples on which they are fitted."""
 
 
 @dataclass(frozen=True, eq=False)
