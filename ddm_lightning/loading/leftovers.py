@@ -2,7 +2,7 @@
 
 Streaming names its shared memory by a number that is the machine's, not the run's, and its own cleaning
 (``clean_stale_shared_memory``) unlinks what other runs are using. Here each start writes down its number and who it
-is, and only what a dead start of this member had is removed.
+is, and only what a dead start of this member had is removed, and what no start can be using.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from streaming.base.constant import BARRIER_FILELOCK, CACHE_FILELOCK, LOCALS
+from streaming.base.constant import BARRIER_FILELOCK, CACHE_FILELOCK, LOCALS, SHM_TO_CLEAN
 from streaming.base.shared.prefix import _unpack_locals
 
 from ddm_lightning.files import atomic_write_json
@@ -89,6 +89,32 @@ def remove_leftovers(cache: Path) -> list[Path]:
                     left.unlink()
                     removed.append(left)
         path.unlink()
+    return removed
+
+
+def remove_unowned() -> list[Path]:
+    """Remove shared memory of Streaming's with numbers that nobody has: there is neither their folders nor a lock file.
+
+    Streaming 0.13.0 takes such a number and then reads an old place to resume at, or dies of an epoch's order that is
+    there already. A construction notes its folders first and they are the last to go, so whoever lives has them; call
+    this while none can begin (``open_streams`` has the lock). What belongs to another user stays.
+
+    Returns:
+        What was removed.
+    """
+    owned: dict[str, bool] = {}
+    removed: list[Path] = []
+    for path in sorted(SHARED_MEMORY.glob("[0-9]*_*")):
+        number, _, name = path.name.partition("_")
+        if not number.isdecimal() or name not in SHM_TO_CLEAN:
+            continue
+        if number not in owned:
+            signs = (SHARED_MEMORY / f"{number}_{LOCALS}", *_locks(int(number)))
+            owned[number] = any(sign.exists() for sign in signs)
+        if not owned[number]:
+            with contextlib.suppress(FileNotFoundError, PermissionError):
+                path.unlink()
+                removed.append(path)
     return removed
 
 

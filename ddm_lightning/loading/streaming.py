@@ -29,11 +29,12 @@ from streaming.base.format.mds import MDSReader
 from streaming.base.shared import SharedMemory, _get_path
 from streaming.base.storage.download import SFTPDownloader
 from streaming.base.world import World
-from torch import Tensor
+from torch import Tensor, distributed
 
 from ddm_lightning.errors import UserError
 from ddm_lightning.files import inside
 from ddm_lightning.loading.errors import ShardError, unreadable
+from ddm_lightning.loading.leftovers import remove_unowned
 from ddm_lightning.loading.mds import Layout, ShardFile, Shards
 from ddm_lightning.loading.order import Ranks, epoch_order, num_steps, steps
 from ddm_lightning.loading.sftp import PatientSFTPDownloader
@@ -141,6 +142,9 @@ class SafeStreamingDataset(StreamingDataset):
         self._forget_parent()
         try:
             super().prepare_shard(shard_id, blocking)
+            path = self.rows.files[shard_id].path
+            if self._shard_states[shard_id] == _ShardState.LOCAL and not path.is_file():
+                raise FileNotFoundError(f"{path} is not there although it was fetched; was its folder removed?")
         except BaseException as error:
             # Left at PREPARING, every other worker would wait for this shard for ever.
             self._shard_states[shard_id] = _ShardState.REMOTE
@@ -341,11 +345,16 @@ def open_streams(
                 stream._downloader.clean_up()
         return dataset
 
-    # Two constructions at the same moment race for a shared-memory name (0.13.0). The leader alone takes
-    # the lock, because the node's other ranks meet it at barriers inside the constructor.
+    # Two constructions at the same moment race for a shared-memory number (0.13.0). The leader alone takes the
+    # lock, because the node's other ranks meet it at barriers inside the constructor; they look for the number
+    # only once it has the lock, as all of them must find the same one.
     lock = FileLock(Path(tempfile.gettempdir()) / "ddm_lightning_streaming.lock")
     try:
         with lock if is_local_leader else contextlib.nullcontext():
+            if is_local_leader:
+                remove_unowned()
+            if distributed.is_available() and distributed.is_initialized():
+                distributed.barrier()
             return build()
     except UserError:
         raise

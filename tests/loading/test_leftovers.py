@@ -1,6 +1,8 @@
+import itertools
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import tempfile
 from pathlib import Path
@@ -10,7 +12,8 @@ from deadline import within
 from loading.mds import WARNINGS, write_mds
 
 from ddm_lightning.loading.datamodule import ClusterDataModule
-from ddm_lightning.loading.leftovers import SHARED_MEMORY, note_start, remove_leftovers
+from ddm_lightning.loading.errors import ShardError
+from ddm_lightning.loading.leftovers import SHARED_MEMORY, note_end, note_start, remove_leftovers, remove_unowned
 
 pytestmark = WARNINGS
 
@@ -96,6 +99,17 @@ def test_a_member_that_ends_leaves_no_lock_file(shards, tmp_path):
     assert not any("lock" in name for name in files_of(number))
 
 
+@pytest.fixture
+def number():
+    """A number that nobody has, nor the next one; what the test leaves there goes."""
+    number = 998_000 + 2 * (os.getpid() % 997)
+    yield number
+    for taken in (number, number + 1):
+        for place in (SHARED_MEMORY, Path(tempfile.gettempdir())):
+            for path in place.glob(f"{taken:06}_*"):
+                path.unlink()
+
+
 def fake_memory(number, folders):
     text = "\0".join([*folders, str(number)]).encode()
     (SHARED_MEMORY / f"{number:06}_locals").write_bytes((4 + len(text)).to_bytes(4, "little") + text)
@@ -119,21 +133,16 @@ def die(cache, **changes):
         (["/mine"], {"boot": "before"}, False),  # shared memory did not outlive the machine's restart
     ],
 )
-def test_only_what_a_dead_start_had_is_removed(tmp_path, there, changes, is_removed):
-    number = 999_000 + os.getpid() % 997
+def test_only_what_a_dead_start_had_is_removed(tmp_path, number, there, changes, is_removed):
     lock = fake_memory(number, there)
-    try:
-        note_start(tmp_path, number, ["/mine"])
-        assert remove_leftovers(tmp_path) == []  # this process lives
-        assert len(list((tmp_path / "starts").iterdir())) == 1
-        die(tmp_path, **changes)
-        removed = remove_leftovers(tmp_path)
-        assert bool(removed) == is_removed
-        assert lock.exists() != is_removed
-        assert not list((tmp_path / "starts").iterdir())
-    finally:
-        for path in (lock, SHARED_MEMORY / f"{number:06}_locals"):
-            path.unlink(missing_ok=True)
+    note_start(tmp_path, number, ["/mine"])
+    assert remove_leftovers(tmp_path) == []  # this process lives
+    assert len(list((tmp_path / "starts").iterdir())) == 1
+    die(tmp_path, **changes)
+    removed = remove_leftovers(tmp_path)
+    assert bool(removed) == is_removed
+    assert lock.exists() != is_removed
+    assert not list((tmp_path / "starts").iterdir())
 
 
 def test_a_record_that_was_cut_short_is_dropped(tmp_path):
@@ -143,3 +152,45 @@ def test_a_record_that_was_cut_short_is_dropped(tmp_path):
     assert remove_leftovers(tmp_path) == []
     assert not list((tmp_path / "starts").iterdir())
     assert remove_leftovers(tmp_path / "nowhere") == []
+
+
+@pytest.mark.parametrize("owner", [None, "locals", "barrier_filelock", "cache_filelock"])
+def test_memory_that_nobody_owns_is_removed(number, owner):
+    left = [SHARED_MEMORY / f"{number:06}_{name}" for name in ("resume", "epoch_shape", "shard_states")]
+    strange = SHARED_MEMORY / f"{number:06}_of_another_program"
+    for path in (*left, strange):
+        path.touch()
+    if owner is not None:
+        place = SHARED_MEMORY if owner == "locals" else Path(tempfile.gettempdir())
+        (place / f"{number:06}_{owner}").touch()
+    removed = remove_unowned()
+    assert [path in removed for path in left] == [owner is None] * 3
+    assert [path.exists() for path in left] == [owner is not None] * 3
+    assert strange.exists()
+
+
+def test_what_a_dead_process_left_under_a_free_number_does_no_harm(shards, tmp_path, number, monkeypatch):
+    """Streaming would resume where that process was, or end at an order of the epoch that is there already."""
+    monkeypatch.setattr("streaming.base.shared.prefix._each_prefix_int", lambda: itertools.count(number))
+    data = module_of(shards, tmp_path / "first")
+    first = data.train_dataloader()
+    note_end(tmp_path / "first", number)  # without lock files, as long as the process lives: the next number is taken
+    assert first.dataset.shared_memory_number == number
+    order = {"num_canonical_nodes": 1, "shuffle_seed": 1, "initial_physical_nodes": 1}
+    for name, content in (
+        ("epoch_shape", bytes(40)),
+        ("epoch_data", bytes(8)),
+        ("resume", json.dumps({"epoch": 7, "sample_in_epoch": 95, **order}).encode() + b"\0"),
+    ):
+        (SHARED_MEMORY / f"{number + 1:06}_{name}").write_bytes(content)
+    second = module_of(shards, tmp_path / "second").train_dataloader()
+    assert second.dataset.shared_memory_number == number + 1
+    lists = [[batch["sample_id"].tolist() for batch in loader] for loader in (first, second)]
+    assert lists[0] == lists[1]
+
+
+def test_a_cache_that_was_removed_while_training_is_told(shards, tmp_path):
+    loader = module_of(shards, tmp_path / "cache").train_dataloader()
+    shutil.rmtree(tmp_path / "cache")
+    with within(20), pytest.raises(ShardError, match=r"store/cluster-0/train/shard.0000.\.mds is not there"):
+        list(loader)
