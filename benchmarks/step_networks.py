@@ -15,7 +15,7 @@ from ddm_lightning.config import TrainConfig
 from ddm_lightning.flow.condition import Condition, ConditionSpec
 from ddm_lightning.networks import DiT, set_attention
 from ddm_lightning.training.optimizer import build_optimizer
-from ddm_lightning.training.strategy import BYTES_PER_PARAMETER, compile_blocks
+from ddm_lightning.training.strategy import compile_blocks, training_bytes
 
 NUM_CLASSES = 10
 # Korthikanti et al., 2205.05198, equation 1, for 16-bit activations without attention maps, which the fused kernels do
@@ -181,7 +181,7 @@ def planned_bytes(sizes: Sizes, num_parameters: int) -> int:
     Weights, gradients, AdamW, EMA, bfloat16 copies of the weights, and activations.
     """
     activations = _ACTIVATION_BYTES * sizes.batch_size * sizes.num_tokens * sizes.width * sizes.depth
-    return (BYTES_PER_PARAMETER + _BF16_BYTES) * num_parameters + activations
+    return training_bytes(num_parameters) + _BF16_BYTES * num_parameters + activations
 
 
 def peak_bytes(step: Step) -> int | None:

@@ -63,6 +63,9 @@ def build_parser() -> argparse.ArgumentParser:
     replay = add("replay", "Take a step once more that was left out because its gradient was not finite.")
     replay.add_argument("--step", type=int, default=None, help="which one (default: the last that was left out)")
     replay.add_argument("--rank", type=int, default=0, help="whose samples, if several devices train the member")
+    ema = add("ema", "Compare widths of the average of a finished member's weights by held-out loss.")
+    ema.add_argument("--width", action="append", type=float, default=None, help="one to compare; may be repeated")
+    ema.add_argument("--use", type=float, default=None, metavar="WIDTH", help="hand over the average of this width")
     add("status", "Show how far each member is.")
     add("config", "Print the experiment with every default and override resolved.")
     return parser
@@ -368,11 +371,35 @@ def _replay(options: argparse.Namespace) -> int:
     return 0
 
 
+def _ema(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    experiment, members = _load_for_members(options)
+    if len(members) != 1:
+        raise UserError("ema: name the member whose weights they are, such as member=expert-0")
+
+    from ddm_lightning.run_folder import open_run
+
+    run = open_run(experiment, create=False)
+    _limit_threads(experiment)
+
+    from ddm_lightning.training.ema_choice import compare_widths, hand_over_width, widths_table
+
+    if options.use is None:
+        Console().print(widths_table(compare_widths(members[0], experiment, run, options.width)))
+        print(f"next: {_command('ema', options)} member={members[0]} --use WIDTH")
+        return 0
+    hand_over_width(members[0], experiment, run, options.use)
+    print(f"artifact: {run.artifact(members[0])}\nnext, to take it into the ensemble: {_command('fit', options)}")
+    return 0
+
+
 _COMMANDS = {
     "prepare": _prepare,
     "fit": _fit,
     "sample": _sample,
     "replay": _replay,
+    "ema": _ema,
     "status": _status,
     "config": _config,
 }

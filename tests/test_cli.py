@@ -21,7 +21,7 @@ from ddm_lightning.config import load_experiment, to_dict
 from ddm_lightning.members import parse_members
 
 HELP = Path(__file__).with_name("help.txt")
-COMMANDS = ("prepare", "fit", "sample", "replay", "status", "config")
+COMMANDS = ("prepare", "fit", "sample", "replay", "ema", "status", "config")
 
 
 def called(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:

@@ -69,6 +69,7 @@ for _role in ("expert", "router"):
         f"{_role}.train.gradient_clip_norm": (1e-12, None),
         f"{_role}.train.max_skipped_steps": (0, None),
         f"{_role}.train.ema_decay": (0, 0.9999999),
+        f"{_role}.train.ema_snapshots": (1, None),
     }
 
 
@@ -121,6 +122,12 @@ def check_experiment(experiment: Experiment, source: str | Path) -> None:
             f"set expert.train.global_batch_size={nearest}"
         )
         refuse("expert.train.global_batch_size", problem)
+    for role, train in (("expert", experiment.expert.train), ("router", experiment.router.train)):
+        for width in train.ema_widths:
+            if not 0.005 <= width <= 0.288:
+                refuse(f"{role}.train.ema_widths", "each is a share of the training, from 0.005 to 0.288")
+        if len(set(train.ema_widths)) < len(train.ema_widths):
+            refuse(f"{role}.train.ema_widths", "holds a width twice")
     for role, part in (("expert", batch // num_clusters), ("router", experiment.router.train.global_batch_size)):
         if part % island.devices:
             refuse("island.devices", f"must divide the {role}'s {part} samples a step; change one of them")

@@ -57,7 +57,11 @@ class TrainConfig:
     horizontal_flip: bool = False
     """Whether half of the training samples are mirrored; not for pictures with letters in them."""
     ema_decay: float = 0.9999
-    """Decay a step of the exponential moving average of the weights."""
+    """Decay a step of the exponential moving average of the weights, which the artifact holds."""
+    ema_widths: list[float] = field(default_factory=list)
+    """Widths of power-function averages kept besides, a copy of the weights each; EDM2: 0.05 and 0.1."""
+    ema_snapshots: int = 16
+    """Snapshots of those averages in the course of training; the command ``ema`` makes any width of them."""
 
 
 @dataclass

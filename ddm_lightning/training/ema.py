@@ -6,7 +6,7 @@ its local shard without communication.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,56 +16,72 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from ddm_lightning.training.ema_profiles import decay as power_decay
+from ddm_lightning.training.ema_profiles import exponent_of
+
 KEY = "ema"
 STEPS = "ema_steps"
+
+
+def width_key(width: float) -> str:
+    """Under which the power-function average of a width is kept."""
+    return f"{KEY}_{width:g}"
 
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def track_ema(optimizer: Optimizer, decay: float) -> None:
-    """Average every parameter after each step of ``optimizer``.
+def track_ema(optimizer: Optimizer, decay: float, widths: Sequence[float] = ()) -> None:
+    """Average every parameter after each step of ``optimizer``, under ``KEY`` and each ``width_key``.
 
-    The decay warms up as ``min(decay, (1 + n) / (10 + n))`` over steps n, so that the first thousand
-    steps are not dominated by the initial weights. The first average is the weights after the first step.
+    The first average is the weights after the first step.
+
+    Args:
+        optimizer: in whose state the averages are kept.
+        decay: of the exponential average. It warms up as ``min(decay, (1 + n) / (10 + n))`` over steps n, so that the
+            first thousand steps are not dominated by the initial weights.
+        widths: of power-function averages (``ema_profiles``).
     """
+    exponents = {width_key(width): exponent_of(width) for width in widths}
     for group in optimizer.param_groups:
         group.setdefault(STEPS, 0)
 
     def after_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         for group in optimizer.param_groups:
             steps = group[STEPS]
-            averages, values = [], []
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                state = optimizer.state[parameter]
-                if KEY not in state:
-                    # A clone keeps the parameter's own (perhaps uneven) sharding.
-                    state[KEY] = parameter.detach().clone()
-                averages.append(_local(state[KEY]))
-                values.append(_local(parameter.detach()))
-            if averages:
-                torch._foreach_lerp_(averages, values, 1.0 - min(decay, (1 + steps) / (10 + steps)))
+            kept = {KEY: min(decay, (1 + steps) / (10 + steps))}
+            kept |= {key: power_decay(exponent, steps + 1) for key, exponent in exponents.items()}
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            values = [_local(parameter.detach()) for parameter in parameters]
+            for key, share in kept.items():
+                averages = []
+                for parameter in parameters:
+                    state = optimizer.state[parameter]
+                    if key not in state:
+                        # A clone keeps the parameter's own (perhaps uneven) sharding.
+                        state[key] = parameter.detach().clone()
+                    averages.append(_local(state[key]))
+                if averages:
+                    torch._foreach_lerp_(averages, values, 1.0 - share)
             group[STEPS] = steps + 1
 
     optimizer.register_step_post_hook(after_step)
 
 
-def ema_tensors(module: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+def ema_tensors(module: nn.Module, optimizer: Optimizer, key: str = KEY) -> dict[str, Tensor]:
     """The averages by parameter name, sharded as the parameters are; a parameter never stepped is itself."""
     return {
-        name: optimizer.state.get(parameter, {}).get(KEY, parameter.detach())
+        name: optimizer.state.get(parameter, {}).get(key, parameter.detach())
         for name, parameter in module.named_parameters()
     }
 
 
-def gathered_ema(module: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+def gathered_ema(module: nn.Module, optimizer: Optimizer, key: str = KEY) -> dict[str, Tensor]:
     """The whole averages on the CPU, fp32; a collective: every rank calls it."""
     return {
         name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().float().cpu().clone()
-        for name, value in ema_tensors(module, optimizer).items()
+        for name, value in ema_tensors(module, optimizer, key).items()
     }
 
 

@@ -31,6 +31,7 @@ from ddm_lightning.training.callbacks import DisjointRanks, Reporter, SampleLog,
 from ddm_lightning.training.checkpoints import AtomicCheckpointIO, RollingCheckpoints, newest_checkpoint
 from ddm_lightning.training.devices import resolve_accelerator
 from ddm_lightning.training.ema import gathered_ema
+from ddm_lightning.training.ema_snapshots import EmaSnapshots
 from ddm_lightning.training.expert import ExpertModule
 from ddm_lightning.training.member_network import build_member_network, member_condition
 from ddm_lightning.training.module import MemberModule, MemberSpec
@@ -38,7 +39,7 @@ from ddm_lightning.training.pictures import PictureLogger
 from ddm_lightning.training.router import RouterModule
 from ddm_lightning.training.speed import UNKNOWN_COST, Speed, StepCost
 from ddm_lightning.training.status import MemberStatus
-from ddm_lightning.training.strategy import CHECKPOINT_BYTES_PER_PARAMETER, choose_strategy
+from ddm_lightning.training.strategy import checkpoint_bytes, choose_strategy
 from ddm_lightning.units import amount
 
 WORKERS_OUTLIVE_SECONDS = 15.0
@@ -191,6 +192,8 @@ def build_trainer(
     stop = StopOnRequest(rolling)
     callbacks: list[L.Callback] = [
         reporter,
+        # Before what saves checkpoints, so that one who resumes from such a step has its snapshot.
+        *([EmaSnapshots(folder, config.train)] if config.train.ema_widths else []),
         stop,
         DisjointRanks(),
         rolling,
@@ -248,8 +251,9 @@ def _fit_locked(
     data = build_data(member, experiment, manifest, run)
     module = build_module(member, experiment, manifest)
     num_parameters = sum(p.numel() for p in module.network.parameters())
-    strategy, reason = choose_strategy(island, num_parameters)
-    size = amount(CHECKPOINT_BYTES_PER_PARAMETER * num_parameters)
+    num_widths = len(module.spec.train.ema_widths)
+    strategy, reason = choose_strategy(island, num_parameters, num_widths)
+    size = amount(checkpoint_bytes(num_parameters, num_widths))
     console.print(f"{member}: {num_parameters / 1e6:.2f} M parameters, {reason}; a checkpoint takes {size}")
     cost, line = _cost(member, experiment, manifest, module)
     console.print(f"{member}: {line}")

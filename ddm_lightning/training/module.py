@@ -104,9 +104,9 @@ class MemberModule(L.LightningModule):
             shard_blocks(self.network, mesh["data_parallel"])
 
     def configure_optimizers(self) -> Any:
-        """AdamW with EMA in its state, and the learning-rate schedule."""
+        """AdamW with the EMAs in its state, and the learning-rate schedule."""
         optimizer = build_optimizer(self.network, self.spec.train)
-        track_ema(optimizer, self.spec.train.ema_decay)
+        track_ema(optimizer, self.spec.train.ema_decay, self.spec.train.ema_widths)
         schedule = build_schedule(optimizer, self.spec.train)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
@@ -226,7 +226,7 @@ class MemberModule(L.LightningModule):
         if not drained:
             return {}
         table = torch.cat([pair.view(2, -1) for pair in drained.values()], dim=1)
-        if self.trainer.world_size > 1:
+        if self._trainer is not None and self.trainer.world_size > 1:
             torch.distributed.all_reduce(table)
         sums, counts = table.tolist()
         names = [one for name, pair in drained.items() for one in _names(name, pair.view(2, -1).shape[1])]

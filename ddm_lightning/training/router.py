@@ -16,6 +16,9 @@ class RouterModule(MemberModule):
     It trains on the natural mixture of clusters, so its probabilities contain the cluster priors.
     """
 
+    confusion: Tensor | None = None
+    """Of the validation so far (``_add_confusion``)."""
+
     def measure(self, noised: Noised, batch: dict[str, Tensor]) -> dict[str, Float[Tensor, " b"]]:
         """Cross-entropy of each sample, in nats, and whether its cluster is the likeliest."""
         logits = self.network(noised.x_t, noised.t, noised.condition).float()
@@ -25,7 +28,7 @@ class RouterModule(MemberModule):
     def on_validation_start(self) -> None:
         """Start a fresh confusion table."""
         super().on_validation_start()
-        self.confusion: Tensor | None = None
+        self.confusion = None
 
     @torch.no_grad()
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:

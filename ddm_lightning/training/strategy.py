@@ -14,14 +14,27 @@ from ddm_lightning.config import IslandConfig
 from ddm_lightning.errors import UserError
 from ddm_lightning.training.devices import device_bytes
 
-# fp32 weight, gradient, two AdamW moments and the EMA.
-BYTES_PER_PARAMETER = 20
-# The same without the gradient.
-CHECKPOINT_BYTES_PER_PARAMETER = 16
+# All of it is fp32.
+BYTES_PER_NUMBER = 4
 
 
-def choose_strategy(island: IslandConfig, num_parameters: int) -> tuple[Strategy | str, str]:
+def checkpoint_bytes(num_parameters: int, num_widths: int) -> int:
+    """Weights, two AdamW moments, the EMA and ``num_widths`` power-function averages."""
+    return BYTES_PER_NUMBER * (4 + num_widths) * num_parameters
+
+
+def training_bytes(num_parameters: int, num_widths: int = 0) -> int:
+    """What a training keeps in memory besides activations, unsharded: a checkpoint's contents and the gradients."""
+    return checkpoint_bytes(num_parameters, num_widths) + BYTES_PER_NUMBER * num_parameters
+
+
+def choose_strategy(island: IslandConfig, num_parameters: int, num_widths: int = 0) -> tuple[Strategy | str, str]:
     """Lightning's strategy for this island, and one line that says why.
+
+    Args:
+        island: what it has.
+        num_parameters: of the network.
+        num_widths: power-function averages that are kept besides the EMA.
 
     Raises:
         UserError: ``single`` with several devices.
@@ -34,7 +47,7 @@ def choose_strategy(island: IslandConfig, num_parameters: int) -> tuple[Strategy
     if devices == 1 and name in ("auto", "single"):
         return "auto", "one device"
     if name == "auto":
-        needed = BYTES_PER_PARAMETER * num_parameters
+        needed = training_bytes(num_parameters, num_widths)
         name = "ddp" if needed < 0.5 * device_bytes(island.accelerator) else "fsdp"
         reason = f"weights, gradients, AdamW and EMA take {needed / 1e9:.1f} GB a device unsharded"
     else:

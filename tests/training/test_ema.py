@@ -3,7 +3,7 @@ import pytest
 import torch
 from torch import nn
 
-from ddm_lightning.training.ema import KEY, ema_tensors, ema_weights, gathered_ema, track_ema
+from ddm_lightning.training.ema import KEY, ema_tensors, ema_weights, gathered_ema, track_ema, width_key
 
 
 def network(seed=0):
@@ -48,6 +48,30 @@ def test_it_is_the_closed_form_in_float64(decay):
     assert set(averages) == set(history)
     for name, weights in history.items():
         np.testing.assert_allclose(averages[name].double().numpy(), closed_form(weights, decay), rtol=2e-6, atol=2e-7)
+
+
+def test_power_function_averages_are_kept_beside_it():
+    """By the recursion in float64 with exponents that were solved for elsewhere; the exponential one is as without."""
+    module, plain = network(), network()
+    without = optimizer_of(plain)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+    track_ema(optimizer, 0.9, [0.2, 0.1])
+    history = {name: [] for name, _ in module.named_parameters()}
+    for step in range(60):
+        take_step(module, optimizer, step)
+        take_step(plain, without, step)
+        for name, parameter in module.named_parameters():
+            history[name].append(parameter.detach().double().numpy().copy())
+    for exponent, width in ((1.826214, 0.2), (6.937204, 0.1)):
+        expected = {name: np.zeros_like(weights[0]) for name, weights in history.items()}
+        for name, weights in history.items():
+            for step, value in enumerate(weights, start=1):
+                kept = (1 - 1 / step) ** (exponent + 1)
+                expected[name] = kept * expected[name] + (1 - kept) * value
+        for name, average in gathered_ema(module, optimizer, width_key(width)).items():
+            np.testing.assert_allclose(average.double().numpy(), expected[name], rtol=1e-4, atol=1e-5)
+    undisturbed = gathered_ema(plain, without)
+    assert all(torch.equal(value, undisturbed[name]) for name, value in gathered_ema(module, optimizer).items())
 
 
 def test_a_long_average_moves_by_its_decay():

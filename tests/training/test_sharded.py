@@ -14,12 +14,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from ddm_lightning.config import TrainConfig
-from ddm_lightning.training.ema import ema_tensors, ema_weights, gathered_ema, track_ema
+from ddm_lightning.training.ema import KEY, ema_tensors, ema_weights, gathered_ema, track_ema, width_key
 from ddm_lightning.training.optimizer import build_optimizer
 from ddm_lightning.training.strategy import shard_blocks
 
 WORLD = 2
-TRAIN = TrainConfig(10, 4, learning_rate=0.1, weight_decay=0.05, ema_decay=0.9)
+TRAIN = TrainConfig(10, 4, learning_rate=0.1, weight_decay=0.05, ema_decay=0.9, ema_widths=[0.1])
 
 
 class Uneven(nn.Module):
@@ -39,7 +39,7 @@ class Uneven(nn.Module):
 
 def optimizer_of(network):
     optimizer = build_optimizer(network, TRAIN)
-    track_ema(optimizer, TRAIN.ema_decay)
+    track_ema(optimizer, TRAIN.ema_decay, TRAIN.ema_widths)
     return optimizer
 
 
@@ -85,11 +85,11 @@ def averages_and_clipping(rank):
         torch.testing.assert_close(norm, expected_norm, rtol=1e-5, atol=0)
         assert norm > 0.05
         close(gradients, expected)
-    averages = ema_tensors(sharded, optimizer)
-    for name, value in averages.items():
-        assert isinstance(value, DTensor)
-        assert value.to_local().shape[0] == sizes[name]
-    close(gathered_ema(sharded, optimizer), gathered_ema(single, reference))
+    for key in (KEY, width_key(0.1)):
+        for name, value in ema_tensors(sharded, optimizer, key).items():
+            assert isinstance(value, DTensor)
+            assert value.to_local().shape[0] == sizes[name]
+        close(gathered_ema(sharded, optimizer, key), gathered_ema(single, reference, key))
     return sizes
 
 

@@ -9,7 +9,7 @@ from ddm_lightning.flow.condition import ConditionSpec
 from ddm_lightning.networks.dit import DiT
 from ddm_lightning.networks.flops import _on_meta, flops_per_sample
 from ddm_lightning.training.devices import resolve_accelerator
-from ddm_lightning.training.strategy import BYTES_PER_PARAMETER, checkpoint_blocks, choose_strategy, compile_blocks
+from ddm_lightning.training.strategy import checkpoint_blocks, checkpoint_bytes, choose_strategy, compile_blocks
 
 GIGABYTE = 1024**3
 
@@ -38,12 +38,13 @@ def test_what_is_asked_for_is_taken(name, kind, devices):
 
 def test_auto_shards_what_takes_half_of_a_device():
     # A CPU counts as 16 GiB; weight, gradient, two moments and the average take 4 bytes each.
-    assert BYTES_PER_PARAMETER == 5 * 4
+    assert [checkpoint_bytes(1, num_widths) for num_widths in (0, 2)] == [4 * 4, 6 * 4]
     fits = 8 * GIGABYTE // 20 - 1
     assert isinstance(choose_strategy(island(devices=2), fits)[0], DDPStrategy)
     strategy, reason = choose_strategy(island(devices=2), fits + 2)
     assert isinstance(strategy, ModelParallelStrategy)
     assert "8.6 GB a device unsharded" in reason
+    assert isinstance(choose_strategy(island(devices=2), fits, num_widths=1)[0], ModelParallelStrategy)
 
 
 def test_auto_accelerator_is_what_is_there():

@@ -1,0 +1,164 @@
+"""The command ``ema``: widths of the average compared, and one handed over, after the training."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_runs import TINY
+
+from ddm_lightning.artifacts import read_artifact, write_artifact
+from ddm_lightning.cli import main
+from ddm_lightning.config import TrainConfig
+from ddm_lightning.files import sha256_file
+from ddm_lightning.training.ema_snapshots import snapshot_steps
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),  # of Streaming, which hashes files without closing them
+    pytest.mark.filterwarnings("ignore:Exception ignored in. <_io.FileIO:pytest.PytestUnraisableExceptionWarning"),
+]
+
+SHORT = (
+    "expert.train.max_steps=40",
+    "expert.train.ema_widths=[0.1,0.2]",
+    "expert.train.ema_snapshots=4",
+    "router.train.max_steps=8",
+    "router.train.ema_widths=[0.15]",
+    "island.log_every_n_steps=20",
+    "island.validate_every_n_steps=40",
+    "island.checkpoint_every_n_steps=15",
+)
+
+
+def command(name, run, *more, member="expert-0"):
+    return main([name, "-c", str(TINY), f"run_dir={run}", *([f"member={member}"] if member else []), *SHORT, *more])
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    run = tmp_path_factory.mktemp("trained")
+    assert main(["prepare", "-c", str(TINY), f"run_dir={run}"]) == 0
+    for member in ("expert-0", "router"):
+        assert command("fit", run, member=member) == 0
+    return run
+
+
+@pytest.fixture
+def run(trained, tmp_path):
+    shutil.copytree(trained, tmp_path / "run")
+    return tmp_path / "run"
+
+
+def snapshots(run, member="expert-0"):
+    return sorted(path.name for path in (run / "members" / member / "ema").glob("*.safetensors"))
+
+
+def test_snapshots_lie_at_equal_distances_up_to_the_last_step(trained):
+    assert snapshots(trained) == [
+        f"width-{width}-step-{step:08d}.safetensors" for width in ("0.1", "0.2") for step in (10, 20, 30, 40)
+    ]
+    assert snapshots(trained, "router") == [f"width-0.15-step-{step:08d}.safetensors" for step in range(1, 9)]
+    assert snapshot_steps(TrainConfig(7, 4, ema_snapshots=3)) == [2, 5, 7]
+    assert snapshot_steps(TrainConfig(2, 4, ema_snapshots=16)) == [1, 2]
+
+
+def test_a_killed_training_leaves_the_same_snapshots(trained, run):
+    member = run / "members/expert-0"
+    shutil.rmtree(member / "artifact")
+    for path in (*member.glob("ema/*.safetensors"), *member.glob("checkpoints/*")):
+        if int(path.stem.rpartition("-")[2]) > 15:
+            path.unlink()
+    assert len(snapshots(run)) == 2
+    assert command("fit", run) == 0
+    assert snapshots(run) == snapshots(trained)
+    for name in snapshots(run):
+        assert sha256_file(member / "ema" / name) == sha256_file(trained / "members/expert-0/ema" / name)
+
+
+def losses_of(lines):
+    """The figure in each row of the table."""
+    rows = [line.replace("lowest", "").split() for line in lines if "of the artifact" in line or " width 0." in line]
+    return [float(row[-1]) for row in rows]
+
+
+def test_widths_are_compared_by_held_out_loss_and_change_nothing(run, capsys):
+    before = sha256_file(run / "members/expert-0/artifact/model.safetensors")
+    capsys.readouterr()
+    assert command("ema", run, "--width", "0.1", "--width", "0.13") == 0
+    lines = capsys.readouterr().out.splitlines()
+    meta, _ = read_artifact(run / "members/expert-0/artifact")
+    losses = losses_of(lines)
+    assert len(losses) == 3
+    assert losses[0] == pytest.approx(meta.metrics["held_out/loss"], abs=2e-5)
+    assert sum("lowest" in line for line in lines) == 1
+    assert "--use WIDTH" in lines[-1]
+    assert sha256_file(run / "members/expert-0/artifact/model.safetensors") == before
+
+
+def test_the_loss_of_a_width_is_that_of_its_weights(run, capsys):
+    """Its last snapshot, as an artifact of its own."""
+    artifact = run / "members/expert-0/artifact"
+    meta, _ = read_artifact(artifact)
+    stored = load_file(run / "members/expert-0/ema/width-0.2-step-00000040.safetensors")
+    assert command("ema", run, "--use", "0.2") == 0
+    chosen, weights = read_artifact(artifact)
+    assert weights.keys() == stored.keys()
+    for name, value in stored.items():
+        torch.testing.assert_close(weights[name], value, rtol=1e-5, atol=1e-6)
+    assert chosen.metrics["ema_width"] == 0.2
+    status = json.loads((run / "members/expert-0/status.json").read_text())
+    assert status["metrics"]["held_out/loss"] == chosen.metrics["held_out/loss"] != meta.metrics["held_out/loss"]
+    assert status["state"] == "done"
+
+    write_artifact(artifact, stored, meta)
+    capsys.readouterr()
+    assert command("ema", run, "--width", "0.2") == 0
+    of_artifact, of_width = losses_of(capsys.readouterr().out.splitlines())
+    assert of_artifact == pytest.approx(of_width, abs=2e-5)
+
+
+def test_a_router_has_its_accuracy_beside_the_loss(run, capsys):
+    assert command("ema", run, "--width", "0.15", member="router") == 0
+    assert "accuracy" in capsys.readouterr().out
+
+
+def damage_first(run):
+    path = run / "members/expert-0/ema/width-0.1-step-00000010.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def leave(run):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("arguments", "change", "words"),
+    [
+        (["--use", "0.3"], leave, ["width 0.3", "at most 0.289"]),
+        (["--width", "-1"], leave, ["width -1", "above 0"]),
+        (["--use", "0.1"], damage_first, ["width-0.1-step-00000010.safetensors", "SHA-256"]),
+        (["--use", "0.1"], lambda run: shutil.rmtree(run / "members/expert-0/ema"), ["ema_widths", "no snapshots"]),
+        (
+            ["--use", "0.1"],
+            lambda run: (run / "members/expert-0/ema/snapshots.json").write_text('{"../x": "0"}'),
+            ["snapshots.json", "no list"],
+        ),
+        (["--use", "0.1"], lambda run: shutil.rmtree(run / "members/expert-0/artifact"), ["not finished"]),
+    ],
+)
+def test_bad_input_is_one_line_and_changes_nothing(run, capsys, arguments, change, words):
+    change(run)
+    artifact = run / "members/expert-0/artifact/model.safetensors"
+    before = sha256_file(artifact) if artifact.exists() else None
+    capsys.readouterr()
+    assert command("ema", run, *arguments) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("error: ")
+    assert all(word in error for word in words), error
+    assert (sha256_file(artifact) if artifact.exists() else None) == before
+
+
+def test_one_member_has_to_be_named(run, capsys):
+    assert command("ema", run, member=None) == 2
+    assert "member=expert-0" in capsys.readouterr().err

@@ -1,0 +1,67 @@
+import numpy as np
+import pytest
+from scipy.integrate import quad
+
+from ddm_lightning.training.ema_profiles import WIDEST, Snapshot, decay, exponent_of, shares, width_of
+
+
+@pytest.mark.parametrize("exponent", [0.0, 0.5, 3.0, 6.94, 16.97, 60.0])
+def test_a_width_is_the_standard_deviation_of_its_profile(exponent):
+    """Of p(τ) ∝ τ^γ on [0, 1], by numerical integration."""
+
+    def moment(power):
+        return quad(lambda tau: (exponent + 1) * tau ** (exponent + power), 0, 1, epsabs=1e-13)[0]
+
+    deviation = (moment(2) - moment(1) ** 2) ** 0.5
+    assert width_of(exponent) == pytest.approx(deviation, rel=1e-9)
+    assert exponent_of(deviation) == pytest.approx(exponent, rel=1e-6, abs=1e-6)
+
+
+def test_the_published_exponents():
+    """EDM2, section 3.1: widths of 5 % and 10 % are exponents of 16.97 and 6.94."""
+    assert exponent_of(0.05) == pytest.approx(16.97, abs=0.005)
+    assert exponent_of(0.10) == pytest.approx(6.94, abs=0.005)
+    assert exponent_of(WIDEST) == pytest.approx(0, abs=1e-6)
+
+
+@pytest.mark.parametrize("width", [0.0, -0.1, 0.3])
+def test_widths_that_no_profile_has(width):
+    with pytest.raises(ValueError, match=r"at most 0\.2887"):
+        exponent_of(width)
+
+
+def test_the_recursion_weighs_steps_by_their_power():
+    """Written out, step τ of 2000 has the share ∫ of the profile over (τ − 1, τ], to 1/t."""
+    exponent, num = 6.94, 2000
+    kept = np.array([decay(exponent, step) for step in range(1, num + 1)])
+    written_out = (1 - kept) * np.append(np.cumprod(kept[::-1])[::-1][1:], 1.0)
+    assert written_out.sum() == pytest.approx(1)
+    edges = (np.arange(num + 1) / num) ** (exponent + 1)
+    np.testing.assert_allclose(written_out, np.diff(edges), atol=1e-9 + 1e-3 * np.diff(edges).max())
+
+
+def averaged(values, width):
+    """The average after each step."""
+    exponent, average, found = exponent_of(width), np.zeros_like(values[0]), []
+    for step, value in enumerate(values, start=1):
+        kept = decay(exponent, step)
+        average = kept * average + (1 - kept) * value
+        found.append(average)
+    return found
+
+
+@pytest.mark.parametrize("width", [0.03, 0.05, 0.07, 0.1, 0.15, 0.2])
+def test_any_width_is_made_of_snapshots_of_two(width):
+    """Of random walks, as weights are: against the average that was kept all the time."""
+    walks = np.cumsum(np.random.default_rng(0).normal(size=(4000, 50)), axis=0)
+    kept = {tracked: averaged(walks, tracked) for tracked in (0.05, 0.1)}
+    snapshots = [Snapshot(tracked, step) for tracked in kept for step in range(250, 4001, 250)]
+    stored = np.stack([kept[snapshot.width][snapshot.step - 1] for snapshot in snapshots])
+    exact = averaged(walks, width)[-1]
+    error = np.linalg.norm(shares(snapshots, width, 4000) @ stored - exact) / np.linalg.norm(exact - walks[-1])
+    assert error < 0.02
+
+
+def test_a_width_that_was_kept_is_its_own_last_snapshot():
+    snapshots = [Snapshot(width, step) for width in (0.05, 0.1) for step in (100, 200, 300)]
+    np.testing.assert_allclose(shares(snapshots, 0.1, 300), [0, 0, 0, 0, 0, 1], atol=1e-8)
