@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,6 +22,25 @@ def build_optimizer(network: nn.Module, train: TrainConfig) -> AdamW:
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
     return AdamW([g for g in groups if g["params"]], lr=train.learning_rate, fused=True)
+
+
+def numbered_by_module(state: dict[str, Any], optimizer: torch.optim.Optimizer, module: nn.Module) -> dict[str, Any]:
+    """An optimizer's ``state_dict`` whose parameters are numbered in the order of ``module.parameters()``.
+
+    PyTorch numbers them in the order of the groups. A sharded training, which looks for them by name, takes the
+    numbers for those of the module (Lightning 2.6) and would give a parameter the moments of another one.
+    """
+    number = {parameter: index for index, parameter in enumerate(module.parameters())}
+    saved = [index for group in state["param_groups"] for index in group["params"]]
+    live = [number[parameter] for group in optimizer.param_groups for parameter in group["params"]]
+    renumbered = dict(zip(saved, live, strict=True))
+    return {
+        **state,
+        "state": {renumbered[index]: entry for index, entry in state["state"].items()},
+        "param_groups": [
+            {**group, "params": [renumbered[index] for index in group["params"]]} for group in state["param_groups"]
+        ],
+    }
 
 
 def learning_rate_factor(train: TrainConfig) -> Callable[[int], float]:

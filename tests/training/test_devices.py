@@ -1,6 +1,7 @@
 """Two devices that train one member together: ``island.devices=2`` on two processes of this machine's CPU."""
 
 import contextlib
+import json
 import shutil
 import signal
 import subprocess
@@ -32,8 +33,8 @@ def new_run(finished_run, folder):
     return folder
 
 
-def fit(run, strategy):
-    return start("fit", run, *SETTINGS, f"island.strategy={strategy}")
+def fit(run, strategy, *more):
+    return start("fit", run, *SETTINGS, f"island.strategy={strategy}", *more)
 
 
 def state_of(run):
@@ -59,7 +60,11 @@ def pair(finished_run, tmp_path_factory):
 
 
 def rank_ids(run, rank):
-    lines = (run / f"members/expert-0/sample_ids-{rank}.txt").read_text().splitlines()
+    return ids_by_step(run / f"members/expert-0/sample_ids-{rank}.txt")
+
+
+def ids_by_step(path):
+    lines = path.read_text().splitlines()
     return {int(step): [int(i) for i in ids.split()] for step, _, ids in (line.partition(": ") for line in lines)}
 
 
@@ -111,6 +116,42 @@ def test_one_signal_stops_both_and_they_resume_to_the_same_bits(pair, finished_r
     assert (run / name).read_bytes() == (pair.fsdp / name).read_bytes()
     assert rank_ids(run, 0) == rank_ids(pair.fsdp, 0)
     assert rank_ids(run, 1) == rank_ids(pair.fsdp, 1)
+
+
+def test_two_ranks_then_one_then_two_train_one_member(pair, finished_run, tmp_path):
+    """No sample is lost, none comes twice, and every weight and average goes on from where the others left it."""
+    run, num_steps = new_run(finished_run, tmp_path / "run"), 23 * 7
+    longer = f"expert.train.max_steps={num_steps}"
+    stops = []
+    for ranks, step in (("fsdp", 12), ("single", 60)):
+        process = fit(run, ranks, longer, f"island.devices={1 if ranks == 'single' else 2}")
+        until_step(run, step, process)
+        process.send_signal(signal.SIGTERM)
+        _, err = finish(process, code=130)
+        stops.append(read_status(run, "expert-0")["step"])
+        assert f"stopped at step {stops[-1]}" in err
+    _, err = finish(fit(run, "fsdp", longer))
+    assert f"resumes at step {stops[-1]}\n" in err
+    assert 12 <= stops[0] < 60 <= stops[1] < num_steps
+
+    by_two = [rank_ids(run, rank) for rank in (0, 1)]
+    by_one = ids_by_step(run / "members/expert-0/sample_ids.txt")
+    assert list(by_one) == list(range(*stops))
+    assert list(by_two[0]) == list(by_two[1]) == [*range(stops[0]), *range(stops[1], num_steps)]
+    steps = [by_one[n] if n in by_one else by_two[0][n] + by_two[1][n] for n in range(num_steps)]
+    for step in range(STEPS):  # the order is that of two ranks all the way
+        assert set(steps[step]) == set(rank_ids(pair.fsdp, 0)[step] + rank_ids(pair.fsdp, 1)[step])
+    manifest = json.loads((run / "prepared/manifest.json").read_text())
+    per_epoch = manifest["clusters"][0]["train"] // 8
+    for first in range(0, num_steps - per_epoch + 1, per_epoch):
+        epoch = [i for step in steps[first : first + per_epoch] for i in step]
+        assert len(set(epoch)) == len(epoch) == 8 * per_epoch
+
+    checkpoint = torch.load(max((run / "members/expert-0/checkpoints").iterdir()), weights_only=True)
+    (optimizer,) = checkpoint["optimizer_states"]
+    assert {group["ema_steps"] for group in optimizer["param_groups"]} == {num_steps}
+    assert {int(state["step"]) for state in optimizer["state"].values()} == {num_steps}
+    assert checkpoint["global_step"] == num_steps
 
 
 def test_a_damaged_shard_ends_both_with_one_line(finished_run, tmp_path):
