@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Callable
+from typing import Any
 
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
 from torch import nn
@@ -60,17 +61,35 @@ def choose_strategy(island: IslandConfig, num_parameters: int, num_widths: int =
     return strategy, f"FSDP2 over {devices} devices: {reason}"
 
 
+class _Recomputed:
+    """A block's forward pass, taken once more in the backward pass.
+
+    A class of ours, because a compiler enters no partial of torch's and would compile nothing, and a copy of a block
+    has to call itself, which a closure would not.
+    """
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        self.forward = forward
+
+    def __call__(self, *inputs: Any) -> Any:
+        return checkpoint(self.forward, *inputs, use_reentrant=False)
+
+
 def checkpoint_blocks(network: nn.Module) -> None:
     """Keep of each block its input alone and compute the rest once more in the backward pass (Chen, 1604.06174)."""
     for block in getattr(network, "blocks", ()):
-        # In place of a wrapper, so that weights keep their names.
-        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+        # In place of a module around it, so that weights keep their names.
+        block.forward = _Recomputed(block.forward)
 
 
-def compile_blocks(network: nn.Module) -> None:
-    """Compile each transformer block in place (regional compilation: one graph serves all blocks)."""
+def compile_blocks(network: nn.Module, backend: str = "inductor") -> None:
+    """Compile each transformer block in place (regional compilation: one graph serves all blocks).
+
+    A block that does not fit into one graph ends the first step with an error that names the line: in parts it would be
+    slow without a word.
+    """
     for block in getattr(network, "blocks", ()):
-        block.compile()
+        block.compile(fullgraph=True, backend=backend)
 
 
 def shard_blocks(network: nn.Module, mesh: DeviceMesh) -> None:

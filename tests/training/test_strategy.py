@@ -54,7 +54,7 @@ def test_auto_accelerator_is_what_is_there():
 
 def test_each_block_is_compiled_in_place_and_nothing_else(monkeypatch):
     compiled = []
-    monkeypatch.setattr(nn.Module, "compile", lambda self: compiled.append(self))
+    monkeypatch.setattr(nn.Module, "compile", lambda self, **_: compiled.append(self))
     network = nn.Module()
     network.blocks = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
     network.head = nn.Linear(2, 2)

@@ -1,0 +1,89 @@
+"""Blocks compiled as one graph each; a program, because the tests' run-time checks of shapes cannot be traced.
+
+Prints a line of JSON a network: whether its gradients are those of no compiler, and what the compiler counted.
+"""
+
+from __future__ import annotations
+
+import json
+
+import torch
+from torch import nn
+
+from ddm_lightning.flow.condition import Condition, ConditionSpec
+from ddm_lightning.networks import DiT, MMDiT, RouterDiT
+from ddm_lightning.training.strategy import checkpoint_blocks, compile_blocks
+
+SMALL = {"x_shape": (3, 8, 8), "width": 32, "depth": 2, "num_heads": 2, "patch_size": 2}
+TEXT, TOKENS = ConditionSpec("text", 6), ConditionSpec("tokens", 6, length=3)
+EVERY_OPTION = {"qk_norm": True, "rope": True, "mlp": "swiglu", "norm": "rms", "modulation": "single"}
+NETWORKS = {
+    "dit": (DiT, TEXT, {}),
+    "dit with every option": (DiT, TOKENS, EVERY_OPTION),
+    "router": (RouterDiT, TEXT, {"num_clusters": 4}),
+    "mmdit": (MMDiT, TOKENS, {"qk_norm": True}),
+}
+
+
+def built(name: str) -> nn.Module:
+    """A network that has left its zeros."""
+    torch.manual_seed(0)
+    kind, condition, options = NETWORKS[name]
+    network = kind(**SMALL, condition=condition, **options)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return network
+
+
+def gradients(network: nn.Module, condition: ConditionSpec, num: int) -> dict[str, torch.Tensor]:
+    """Of a loss of ``num`` samples."""
+    generator = torch.Generator().manual_seed(num)
+    x, t = torch.randn(num, 3, 8, 8, generator=generator), torch.rand(num, generator=generator)
+    shape = (num, condition.length, 6) if condition.kind == "tokens" else (num, 6)
+    network.zero_grad()
+    network(x, t, Condition.of(torch.randn(shape, generator=generator))).square().mean().backward()
+    return {name: parameter.grad.clone() for name, parameter in network.named_parameters()}
+
+
+def compare(name: str, is_checkpointed: bool) -> dict[str, object]:
+    """A compiled network beside one that is not, in two sizes of the batch."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    network, plain = built(name), built(name)
+    if is_checkpointed:
+        checkpoint_blocks(network)
+    # Without code generation, which has tests of its own and takes a minute.
+    compile_blocks(network, backend="eager")
+    is_close = True
+    for num in (4, 3):
+        expected = gradients(plain, NETWORKS[name][1], num)
+        found = gradients(network, NETWORKS[name][1], num)
+        is_close &= all(torch.allclose(found[key], value, rtol=1e-4, atol=1e-6) for key, value in expected.items())
+    counters = torch._dynamo.utils.counters
+    return {"is_close": is_close, "breaks": len(counters["graph_break"]), "graphs": counters["stats"]["unique_graphs"]}
+
+
+def refuses_a_break() -> bool:
+    """Whether a block in two graphs is an error."""
+
+    class Breaks(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            torch._dynamo.graph_break()
+            return x
+
+    network = nn.Module()
+    network.blocks = nn.ModuleList([Breaks()])
+    compile_blocks(network, backend="eager")
+    try:
+        network.blocks[0](torch.ones(1))
+    except torch._dynamo.exc.Unsupported:
+        return True
+    return False
+
+
+if __name__ == "__main__":
+    for name in NETWORKS:
+        for is_checkpointed in (False, True):
+            print(json.dumps([name, is_checkpointed, compare(name, is_checkpointed)]))
+    print(json.dumps(["break", False, {"refused": refuses_a_break()}]))
