@@ -62,7 +62,9 @@ class Reporter(L.Callback):
             self._report(trainer, module)
 
     def on_validation_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Log the held-out figures, and keep them for the status and the artifact."""
+        """Log the held-out figures, and keep them for the status and the artifact; not of a validation cut short."""
+        if trainer.should_stop:
+            return
         held_out = {k: float(v) for k, v in trainer.callback_metrics.items() if k.startswith("held_out/")}
         self.status.metrics.update(held_out)
         if trainer.logger is not None:
@@ -159,7 +161,8 @@ class StopRequested(BaseException):
 class StopOnRequest(L.Callback):
     """SIGTERM, SIGUSR1 (SLURM's warning) or Ctrl-C: finish the step, leave a checkpoint, stop.
 
-    Several ranks agree on the step after which they stop, whichever of them got the signal.
+    A validation is cut short, as its step has a checkpoint already (``RollingCheckpoints``), but not the last one, with
+    which training is over. Several ranks agree on where they stop, whichever of them got the signal.
     """
 
     def __init__(self, checkpoints: RollingCheckpoints) -> None:
@@ -208,6 +211,17 @@ class StopOnRequest(L.Callback):
             self.checkpoints.save(trainer)
             trainer.should_stop = True
             trainer.limit_val_batches = 0  # Lightning validates before it stops; the checkpoint's successor does not
+
+    def on_validation_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        """End the validation if it is to end."""
+        if self.cuts_validation(trainer):
+            raise StopIteration  # as held-out batches do that come to their end
+
+    def cuts_validation(self, trainer: L.Trainer) -> bool:
+        """Whether the validation that is under way is to end here; a collective: every rank asks."""
+        if self._training and trainer.global_step < trainer.max_steps and self._agreed():
+            self.stopped = trainer.should_stop = True
+        return trainer.should_stop
 
     def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """No more steps to finish."""

@@ -47,19 +47,22 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 class RollingCheckpoints(Checkpoint):
     """Saves every ``every_n_steps`` steps and keeps the ``keep`` newest checkpoints, named by step.
 
+    It saves before each validation, too, so that one may be cut short at any moment.
+
     Lightning's own callback, told to keep a few, puts a save off until the next validation (2.6), and after
     a kill it knows only the files that the checkpoint it resumed from had recorded.
     """
 
-    def __init__(self, folder: Path, every_n_steps: int, keep: int) -> None:
+    def __init__(self, folder: Path, every_n_steps: int, keep: int, validate_every_n_steps: int) -> None:
         self.folder = folder
+        self.validate_every_n_steps = validate_every_n_steps
         self.every_n_steps = every_n_steps
         self.keep = keep
         self._newest_step = -1
 
     def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
         """Save when it is time to."""
-        if trainer.global_step % self.every_n_steps == 0:
+        if trainer.global_step % self.every_n_steps == 0 or trainer.global_step % self.validate_every_n_steps == 0:
             self.save(trainer)
 
     def save(self, trainer: L.Trainer) -> None:

@@ -188,7 +188,12 @@ def build_trainer(
     batch_size = batch_size_of(member, experiment)
     speed = Speed(batch_size, cost)
     reporter = Reporter(folder, status, batch_size, island.log_every_n_steps, show_progress, speed)
-    rolling = RollingCheckpoints(folder / "checkpoints", island.checkpoint_every_n_steps, island.keep_checkpoints)
+    rolling = RollingCheckpoints(
+        folder / "checkpoints",
+        island.checkpoint_every_n_steps,
+        island.keep_checkpoints,
+        island.validate_every_n_steps,
+    )
     stop = StopOnRequest(rolling)
     callbacks: list[L.Callback] = [
         reporter,
@@ -197,7 +202,7 @@ def build_trainer(
         stop,
         DisjointRanks(),
         rolling,
-        PictureLogger(experiment),
+        PictureLogger(experiment, stop),
     ]
     if island.log_sample_ids:
         callbacks.append(SampleLog(folder))

@@ -20,10 +20,15 @@ from ddm_lightning.flow.solvers import integrate
 from ddm_lightning.flow.timesteps import sampling_times
 from ddm_lightning.pictures import labelled_grid
 from ddm_lightning.prepare.registry import IMAGE_ENCODERS
+from ddm_lightning.training.callbacks import StopOnRequest
 from ddm_lightning.training.module import MemberModule
 from ddm_lightning.training.router import RouterModule
 
 NUM_COLUMNS = 8
+
+
+class _CutShortError(Exception):
+    """Sampling is to end at once."""
 
 
 class PictureLogger(L.Callback):
@@ -32,8 +37,9 @@ class PictureLogger(L.Callback):
     It runs before the module takes its training weights back, so what is seen is what the artifact holds.
     """
 
-    def __init__(self, experiment: Experiment) -> None:
+    def __init__(self, experiment: Experiment, stop: StopOnRequest) -> None:
         self.experiment = experiment
+        self.stop = stop
         self._batch: dict[str, Tensor] | None = None
 
     def on_validation_batch_start(
@@ -46,6 +52,8 @@ class PictureLogger(L.Callback):
     @torch.no_grad()
     def on_validation_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Draw; every rank computes (a sharded network needs all), the first one logs."""
+        if trainer.should_stop:
+            return
         logger = trainer.logger
         if isinstance(module, RouterModule):
             if trainer.is_global_zero and isinstance(logger, TensorBoardLogger) and module.confusion is not None:
@@ -58,9 +66,13 @@ class PictureLogger(L.Callback):
         encoder = IMAGE_ENCODERS.build(
             self.experiment.prepare.image_encoder.name, self.experiment.prepare.image_encoder.params
         )
+        try:
+            sampled = self._sampled(module)
+        except _CutShortError:
+            return
         rows = [
             (name, list(encoder.decode(x_0.float().cpu())))
-            for name, x_0 in (("held out", module.normalised(self._batch)), ("sampled", self._sampled(module)))
+            for name, x_0 in (("held out", module.normalised(self._batch)), ("sampled", sampled))
         ]
         if trainer.is_global_zero and isinstance(logger, TensorBoardLogger):
             grid = np.asarray(labelled_grid(rows))
@@ -73,6 +85,8 @@ class PictureLogger(L.Callback):
         kind = getattr(module.network, "prediction", "velocity")
 
         def velocity(x_t: Tensor, t: Tensor) -> Tensor:
+            if self.stop.cuts_validation(module.trainer):
+                raise _CutShortError
             return to_velocity(module.network(x_t, t, condition).float(), x_t, t, kind)
 
         field: VelocityField = velocity

@@ -46,7 +46,7 @@ def write(folder, *steps):
 
 
 def test_the_newest_few_are_kept(tmp_path):
-    trainer, rolling = FakeTrainer(), RollingCheckpoints(tmp_path, 10, 2)
+    trainer, rolling = FakeTrainer(), RollingCheckpoints(tmp_path, 10, 2, 100)
     trainer.take(9, rolling)
     assert names(tmp_path) == []
     trainer.take(1, rolling)
@@ -56,16 +56,22 @@ def test_the_newest_few_are_kept(tmp_path):
     assert trainer.saved == [10, 20, 30]
 
 
+def test_each_validation_has_a_checkpoint_before_it(tmp_path):
+    trainer, rolling = FakeTrainer(), RollingCheckpoints(tmp_path, 10, 9, 15)
+    trainer.take(30, rolling)
+    assert trainer.saved == [10, 15, 20, 30]
+
+
 def test_those_of_an_earlier_start_are_counted_too(tmp_path):
     write(tmp_path, 4, 8, 11)
-    trainer, rolling = FakeTrainer(), RollingCheckpoints(tmp_path, 3, 2)
+    trainer, rolling = FakeTrainer(), RollingCheckpoints(tmp_path, 3, 2, 100)
     trainer.global_step = 11
     trainer.take(1, rolling)
     assert names(tmp_path) == ["step-00000011.ckpt", "step-00000012.ckpt"]
 
 
 def test_one_step_is_saved_once(tmp_path):
-    trainer, rolling = FakeTrainer(), RollingCheckpoints(tmp_path, 5, 2)
+    trainer, rolling = FakeTrainer(), RollingCheckpoints(tmp_path, 5, 2, 100)
     trainer.take(5, rolling)
     rolling.save(trainer)
     assert trainer.saved == [5]
@@ -75,7 +81,7 @@ def test_one_step_is_saved_once(tmp_path):
 
 
 def test_a_diverged_step_is_not_kept(tmp_path):
-    trainer, rolling = FakeTrainer(), RollingCheckpoints(tmp_path, 5, 2)
+    trainer, rolling = FakeTrainer(), RollingCheckpoints(tmp_path, 5, 2, 100)
     trainer.take(5, rolling)
     guard = trainer.lightning_module.guard
     for step in range(guard.max_in_succession + 1):
@@ -170,7 +176,7 @@ def test_what_a_killed_save_left_is_swept(tmp_path):
 
 def test_only_the_first_rank_removes(tmp_path):
     write(tmp_path, 1, 2, 3)
-    trainer, rolling = FakeTrainer(), RollingCheckpoints(tmp_path, 1, 1)
+    trainer, rolling = FakeTrainer(), RollingCheckpoints(tmp_path, 1, 1, 100)
     trainer.is_global_zero = False
     trainer.save_checkpoint = lambda _path, **_settings: None
     trainer.take(1, rolling)

@@ -1,0 +1,124 @@
+"""A request to stop that comes while held-out samples are looked at, or pictures drawn."""
+
+import json
+import os
+import shutil
+import signal
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tiny_runs import TINY
+
+from ddm_lightning.cli import main
+from ddm_lightning.training import pictures
+from ddm_lightning.training.expert import ExpertModule
+
+SHORT = (
+    "expert.train.max_steps=20",
+    "island.log_every_n_steps=5",
+    "island.validate_every_n_steps=8",
+    "island.checkpoint_every_n_steps=20",
+)
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),  # of Streaming, which hashes files without closing them
+    pytest.mark.filterwarnings("ignore:Exception ignored in. <_io.FileIO:pytest.PytestUnraisableExceptionWarning"),
+]
+
+
+def fit(run):
+    return main(["fit", "-c", str(TINY), f"run_dir={run}", "member=expert-0", *SHORT])
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    run = tmp_path_factory.mktemp("prepared")
+    assert main(["prepare", "-c", str(TINY), f"run_dir={run}"]) == 0
+    return run / "prepared"
+
+
+@pytest.fixture(scope="module")
+def undisturbed(prepared, tmp_path_factory):
+    run = tmp_path_factory.mktemp("undisturbed")
+    shutil.copytree(prepared, run / "prepared")
+    assert fit(run) == 0
+    return run
+
+
+@pytest.fixture
+def run(prepared, tmp_path):
+    shutil.copytree(prepared, tmp_path / "run" / "prepared")
+    return tmp_path / "run"
+
+
+def weights(run):
+    return (run / "members/expert-0/artifact/model.safetensors").read_bytes()
+
+
+def status(run):
+    return json.loads((run / "members/expert-0/status.json").read_text())
+
+
+def logged(run, kind, tag):
+    """Steps at which something was logged."""
+    events = EventAccumulator(str(run / "members/expert-0/tensorboard"))
+    events.Reload()
+    return [event.step for event in getattr(events, kind)(tag)] if tag in events.Tags()[kind.lower()] else []
+
+
+def in_held_out_batches(monkeypatch, at_step):
+    """SIGTERM in the first held-out batch of ``at_step``."""
+    step_of, seen = ExpertModule.validation_step, []
+
+    def validation_step(self, batch, batch_idx):
+        seen.append(self.global_step)
+        if self.global_step == at_step and seen.count(at_step) == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        step_of(self, batch, batch_idx)
+
+    monkeypatch.setattr(ExpertModule, "validation_step", validation_step)
+    return seen
+
+
+def in_drawing(monkeypatch, at_step):
+    """SIGTERM while the third velocity of the pictures of ``at_step`` is computed."""
+    integrate, seen = pictures.integrate, []
+
+    def watched(field, noise, times):
+        seen.append([])
+
+        def velocity(x_t, t):
+            seen[-1].append(t)
+            if len(seen) * 8 == at_step and len(seen[-1]) == 3:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return field(x_t, t)
+
+        return integrate(velocity, noise, times)
+
+    monkeypatch.setattr(pictures, "integrate", watched)
+    return seen
+
+
+@pytest.mark.parametrize("place", [in_held_out_batches, in_drawing])
+def test_it_ends_at_once_and_resumes_to_the_same_bits(undisturbed, run, monkeypatch, capsys, place):
+    with monkeypatch.context() as patched:
+        seen = place(patched, 8)
+        assert fit(run) == 130
+    assert "expert-0: stopped at step 8; the same command resumes it" in capsys.readouterr().err
+    assert (status(run)["state"], status(run)["step"]) == ("stopped", 8)
+    assert [path.name for path in (run / "members/expert-0/checkpoints").iterdir()] == ["step-00000008.ckpt"]
+    assert len(seen[-1] if place is in_drawing else seen) <= 3
+    assert logged(run, "Images", "samples") == []
+    assert logged(run, "Scalars", "held_out/loss") == ([8] if place is in_drawing else [])
+    assert fit(run) == 0
+    assert weights(run) == weights(undisturbed)
+
+
+def test_the_last_validation_is_not_cut_short(run, monkeypatch):
+    """Training is over, and the artifact takes its figures from there."""
+    with monkeypatch.context() as patched:
+        in_held_out_batches(patched, 16)
+        last = [*SHORT, "expert.train.max_steps=16"]
+        assert main(["fit", "-c", str(TINY), f"run_dir={run}", "member=expert-0", *last]) == 0
+    assert status(run)["state"] == "done"
+    assert logged(run, "Scalars", "held_out/loss") == [8, 16]
