@@ -43,9 +43,9 @@ class TrainConfig:
     global_batch_size: int = MISSING
     """Samples a step. For experts: of the equal-FLOP monolith; one expert takes 1/K of it."""
     learning_rate: float = 1e-4
-    """Peak learning rate of AdamW."""
+    """Peak learning rate."""
     weight_decay: float = 0.0
-    """Weight decay of AdamW, applied to matrices only."""
+    """Weight decay, applied to matrices only."""
     warmup_steps: int = 0
     """Steps of linear warm-up."""
     schedule: str = "constant"
@@ -106,10 +106,12 @@ class IslandConfig:
     """Lightning's precision: ``32-true``, ``bf16-mixed``, ``16-mixed`` or ``64-true``; weights stay fp32 or wider."""
     attention: str = "auto"
     """Attention back end: ``auto`` (what runs), ``sdpa`` or ``xformers``."""
+    micro_batch_size: int | None = None
+    """Samples that a device computes at once: gradients of a step are summed over parts; null for all of them."""
     activation_checkpointing: bool = False
     """Whether activations within a block are computed again in the backward pass: less memory, a third more work."""
     compile: bool = False
-    """Whether each transformer block is compiled."""
+    """Whether each transformer block is compiled, as one graph."""
     num_threads: int = 1
     """Torch threads of one process on a CPU."""
     num_workers: int = 0

@@ -74,6 +74,7 @@ def build_module(member: str, experiment: Experiment, manifest: Manifest) -> Mem
         attention=experiment.island.attention,
         activation_checkpointing=experiment.island.activation_checkpointing,
         compile=experiment.island.compile,
+        micro_batch_size=experiment.island.micro_batch_size,
     )
     kind = RouterModule if member == ROUTER else ExpertModule
     return kind(build_member_network(member, experiment, manifest), spec)

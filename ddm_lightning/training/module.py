@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,6 +55,8 @@ class MemberSpec:
     """Whether blocks compute their activations twice on this island."""
     compile: bool = False
     """Whether blocks are compiled on this island."""
+    micro_batch_size: int | None = None
+    """At most so many samples are computed at once on this island; None for a device's whole share of a step."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,11 @@ class Noised:
     noise: Float[Tensor, "b c h w"]
     x_0: Float[Tensor, "b c h w"]
     condition: Condition | None
+
+    def rows(self, rows: slice) -> Noised:
+        """Some of the samples."""
+        condition = None if self.condition is None else self.condition.rows(rows)
+        return Noised(self.x_t[rows], self.t[rows], self.noise[rows], self.x_0[rows], condition)
 
 
 class MemberModule(L.LightningModule):
@@ -170,16 +179,56 @@ class MemberModule(L.LightningModule):
         raise NotImplementedError
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        """The mean loss of one batch."""
+        """The mean loss of one batch, or of the last part of it when the gradients of the others are there already."""
         noised = self.noised(batch)
-        measured = self.measure(noised, batch)
-        means = {name: values.mean() for name, values in measured.items()}
+        parts = self._parts(len(noised.t))
+        if self.spec.micro_batch_size is not None:
+            self.network.zero_grad()  # in place of optimizer_zero_grad
+        if len(parts) == 1:
+            measured = self.measure(noised, batch)
+            loss = measured["loss"].mean()
+        else:
+            measured, loss = self._measure_parts(noised, batch, parts)
         if self._judges_steps():
             self.guard.saw(self.global_step, batch["sample_id"], noised.t, measured["loss"])
-        for name, mean in means.items():
-            self.accumulate(f"train/{name}", mean)
+        for name, values in measured.items():
+            self.accumulate(f"train/{name}", values.mean())
         self._accumulate_by_time(noised.t, measured["loss"].detach())
-        return means["loss"]
+        return loss
+
+    def _parts(self, num: int) -> list[slice]:
+        """Of nearly equal size, so that compiled blocks see two sizes at most."""
+        num_parts = 1 if self.spec.micro_batch_size is None else math.ceil(num / self.spec.micro_batch_size)
+        edges = [num * part // num_parts for part in range(num_parts + 1)]
+        return [slice(*pair) for pair in itertools.pairwise(edges)]
+
+    def _measure_parts(
+        self, noised: Noised, batch: dict[str, Tensor], parts: list[slice]
+    ) -> tuple[dict[str, Float[Tensor, " b"]], Float[Tensor, ""]]:
+        """``measure`` part by part, one part's activations at a time: gradient accumulation within the step.
+
+        Randomness was drawn for the whole step and Lightning sees one step, so that samples, noise, callbacks and
+        checkpoints are those of a step in one part. DDP reduces gradients in the last backward pass alone.
+        """
+        found: list[dict[str, Tensor]] = []
+
+        def loss_of(rows: slice) -> Float[Tensor, ""]:
+            measured = self.measure(noised.rows(rows), {name: values[rows] for name, values in batch.items()})
+            found.append({name: values.detach() for name, values in measured.items()})
+            return measured["loss"].sum() / len(noised.t)
+
+        *first, last = parts
+        for rows in first:
+            loss = loss_of(rows)
+            with torch.autocast(self.device.type, enabled=False):  # a backward pass takes its types from the forward
+                self.trainer.strategy.backward(loss, None)
+        loss = loss_of(last)
+        return {name: torch.cat([one[name] for one in found]) for name in found[0]}, loss
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: torch.optim.Optimizer) -> None:
+        """Not where parts of this step have left their gradients: Lightning asks for it behind ``training_step``."""
+        if self.spec.micro_batch_size is None:
+            super().optimizer_zero_grad(epoch, batch_idx, optimizer)
 
     def _accumulate_by_time(self, t: Float[Tensor, " b"], losses: Float[Tensor, " b"]) -> None:
         """Training loss in as many equal parts of [0, 1] as validation has timesteps, at whose middles those lie."""

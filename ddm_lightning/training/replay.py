@@ -21,7 +21,7 @@ from ddm_lightning.run_folder import RunFolder
 from ddm_lightning.training.checkpoints import damage_of
 from ddm_lightning.training.fit import build_data, build_module
 from ddm_lightning.training.guard import SkippedStep, read_skipped
-from ddm_lightning.training.module import MemberModule, Noised
+from ddm_lightning.training.module import MemberModule
 
 
 @dataclass(frozen=True)
@@ -73,9 +73,7 @@ def replay_step(member: str, experiment: Experiment, run: RunFolder, step: int |
         # Alone: in a batch, zero times a neighbour's NaN is NaN.
         module.zero_grad()
         one = slice(row, row + 1)
-        condition = None if noised.condition is None else noised.condition.rows(one)
-        alone = Noised(noised.x_t[one], noised.t[one], noised.noise[one], noised.x_0[one], condition)
-        loss = module.measure(alone, {name: rows[one] for name, rows in batch.items()})["loss"].sum()
+        loss = module.measure(noised.rows(one), {name: rows[one] for name, rows in batch.items()})["loss"].sum()
         loss.backward()
         squares = [p.grad.double().square().sum() for p in module.network.parameters() if p.grad is not None]
         norm = math.sqrt(float(torch.stack(squares).sum())) if squares else 0.0

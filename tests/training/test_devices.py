@@ -154,6 +154,20 @@ def test_two_ranks_then_one_then_two_train_one_member(pair, finished_run, tmp_pa
     assert checkpoint["global_step"] == num_steps
 
 
+@pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
+def test_a_step_in_parts_is_the_step(pair, finished_run, tmp_path, strategy):
+    """Four samples a rank, three at most at once: the same samples and noise, and the sum of the same gradients."""
+    run = new_run(finished_run, tmp_path / "run")
+    finish(fit(run, strategy, "island.micro_batch_size=3"))
+    whole = getattr(pair, strategy)
+    assert rank_ids(run, 1) == rank_ids(whole, 1)
+    expected = state_of(whole)
+    for name, value in state_of(run).items():
+        torch.testing.assert_close(
+            value, expected[name], rtol=1e-3, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
 def test_a_damaged_shard_ends_both_with_one_line(finished_run, tmp_path):
     run = new_run(finished_run, tmp_path / "run")
     name = damage(run / "prepared/shards/cluster-0/train", "flipped")
