@@ -20,6 +20,8 @@ CHOICES = {
     "router.timesteps.density": ("logit-normal", "uniform"),
     "expert.train.schedule": ("constant", "linear", "cosine"),
     "router.train.schedule": ("constant", "linear", "cosine"),
+    "expert.train.optimizer": ("adamw", "muon"),
+    "router.train.optimizer": ("adamw", "muon"),
     "island.accelerator": ("auto", "cpu", "gpu"),
     "island.strategy": ("auto", "single", "ddp", "fsdp"),
     "island.loader": ("auto", "local", "streaming"),

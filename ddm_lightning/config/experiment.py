@@ -42,6 +42,8 @@ class TrainConfig:
     """Optimizer steps."""
     global_batch_size: int = MISSING
     """Samples a step. For experts: of the equal-FLOP monolith; one expert takes 1/K of it."""
+    optimizer: str = "adamw"
+    """``adamw``, or ``muon`` for the matrices of the blocks and AdamW for the rest."""
     learning_rate: float = 1e-4
     """Peak learning rate."""
     weight_decay: float = 0.0

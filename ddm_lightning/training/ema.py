@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from ddm_lightning.training.ema_profiles import decay as power_decay
 from ddm_lightning.training.ema_profiles import exponent_of
+from ddm_lightning.training.shards import local
 
 KEY = "ema"
 STEPS = "ema_steps"
@@ -26,10 +27,6 @@ STEPS = "ema_steps"
 def width_key(width: float) -> str:
     """Under which the power-function average of a width is kept."""
     return f"{KEY}_{width:g}"
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def track_ema(optimizer: Optimizer, decay: float, widths: Sequence[float] = ()) -> None:
@@ -53,7 +50,7 @@ def track_ema(optimizer: Optimizer, decay: float, widths: Sequence[float] = ()) 
             kept = {KEY: min(decay, (1 + steps) / (10 + steps))}
             kept |= {key: power_decay(exponent, steps + 1) for key, exponent in exponents.items()}
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-            values = [_local(parameter.detach()) for parameter in parameters]
+            values = [local(parameter.detach()) for parameter in parameters]
             for key, share in kept.items():
                 averages = []
                 for parameter in parameters:
@@ -61,7 +58,7 @@ def track_ema(optimizer: Optimizer, decay: float, widths: Sequence[float] = ()) 
                     if key not in state:
                         # A clone keeps the parameter's own (perhaps uneven) sharding.
                         state[key] = parameter.detach().clone()
-                    averages.append(_local(state[key]))
+                    averages.append(local(state[key]))
                 if averages:
                     torch._foreach_lerp_(averages, values, 1.0 - share)
             group[STEPS] = steps + 1
@@ -97,13 +94,13 @@ def ema_weights(module: nn.Module, optimizer: Optimizer) -> Iterator[None]:
     """Within the block ``module`` carries its averaged weights; afterwards its own, bit for bit."""
     _reshard(module)
     averages = ema_tensors(module, optimizer)
-    own = {name: _local(parameter.detach()).clone() for name, parameter in module.named_parameters()}
+    own = {name: local(parameter.detach()).clone() for name, parameter in module.named_parameters()}
 
     def load(values: dict[str, Tensor]) -> None:
         _reshard(module)
         with torch.no_grad():
             for name, parameter in module.named_parameters():
-                _local(parameter.detach()).copy_(_local(values[name]))
+                local(parameter.detach()).copy_(local(values[name]))
 
     load(averages)
     try:

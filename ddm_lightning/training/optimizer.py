@@ -1,4 +1,4 @@
-"""AdamW with decay on matrices only, and its learning-rate schedule."""
+"""AdamW or Muon with decay on matrices only, and the learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -6,25 +6,38 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
-from torch.optim import AdamW
+from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from ddm_lightning.config import TrainConfig
+from ddm_lightning.errors import UserError
+from ddm_lightning.training.muon import MuonWithAdamW, is_muon_matrix
 
 
-def build_optimizer(network: nn.Module, train: TrainConfig) -> AdamW:
-    """Fused AdamW; weight decay applies to parameters of two or more dimensions."""
-    parameters = [p for p in network.parameters() if p.requires_grad]
+def build_optimizer(network: nn.Module, train: TrainConfig) -> Optimizer:
+    """Fused AdamW, or Muon for what it is for; weight decay applies to parameters of two or more dimensions.
+
+    Raises:
+        UserError: Muon for a network that has no blocks.
+    """
+    named = [(name, p) for name, p in network.named_parameters() if p.requires_grad]
+    hidden = [p for name, p in named if train.optimizer == "muon" and is_muon_matrix(name, p)]
+    taken = set(map(id, hidden))
+    others = [p for _, p in named if id(p) not in taken]
     groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": train.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for p in others if p.ndim >= 2], "weight_decay": train.weight_decay},
+        {"params": [p for p in others if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return AdamW([g for g in groups if g["params"]], lr=train.learning_rate, fused=True)
+    groups = [group for group in groups if group["params"]]
+    if train.optimizer == "adamw":
+        return AdamW(groups, lr=train.learning_rate, fused=True)
+    if not hidden:
+        raise UserError("key 'train.optimizer' = 'muon': this network has no matrices in 'blocks'; set adamw")
+    return MuonWithAdamW([{"params": hidden, "weight_decay": train.weight_decay}], groups, lr=train.learning_rate)
 
 
-def numbered_by_module(state: dict[str, Any], optimizer: torch.optim.Optimizer, module: nn.Module) -> dict[str, Any]:
+def numbered_by_module(state: dict[str, Any], optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
     """An optimizer's ``state_dict`` whose parameters are numbered in the order of ``module.parameters()``.
 
     PyTorch numbers them in the order of the groups. A sharded training, which looks for them by name, takes the
@@ -59,6 +72,6 @@ def learning_rate_factor(train: TrainConfig) -> Callable[[int], float]:
     return factor
 
 
-def build_schedule(optimizer: torch.optim.Optimizer, train: TrainConfig) -> LambdaLR:
+def build_schedule(optimizer: Optimizer, train: TrainConfig) -> LambdaLR:
     """``learning_rate_factor`` as a scheduler that steps once an optimizer step."""
     return LambdaLR(optimizer, learning_rate_factor(train))

@@ -1,0 +1,135 @@
+import pytest
+import torch
+from torch import nn
+from torch.optim import AdamW, Muon
+
+from ddm_lightning.config import TrainConfig
+from ddm_lightning.errors import UserError
+from ddm_lightning.training.ema import gathered_ema, track_ema
+from ddm_lightning.training.muon import MuonWithAdamW
+from ddm_lightning.training.optimizer import build_optimizer, build_schedule, numbered_by_module
+
+TRAIN = TrainConfig(20, 4, optimizer="muon", learning_rate=0.02, weight_decay=0.1, warmup_steps=5, schedule="cosine")
+
+
+class Network(nn.Module):
+    def __init__(self, seed=0):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first = nn.Linear(6, 8)
+        self.blocks = nn.ModuleList([nn.Linear(8, 12), nn.Linear(12, 8)])
+        self.last = nn.Linear(8, 3)
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.last(x)
+
+
+def backward(network, step):
+    network.zero_grad()
+    network(torch.randn(5, 6, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+
+
+def values(network):
+    return {name: parameter.detach().clone() for name, parameter in network.named_parameters()}
+
+
+def same(first, second):
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def moments(network, optimizer):
+    return {
+        f"{name}.{key}": value.clone()
+        for name, parameter in network.named_parameters()
+        for key, value in optimizer.state[parameter].items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
+def test_it_takes_the_steps_of_torchs_two_optimizers():
+    network, reference = Network(), Network()
+    optimizer = build_optimizer(network, TRAIN)
+    assert isinstance(optimizer, MuonWithAdamW)
+    schedule = build_schedule(optimizer, TRAIN)
+    hidden = [block.weight for block in reference.blocks]
+    edges = [reference.first.weight, reference.last.weight]
+    vectors = [parameter for parameter in reference.parameters() if parameter.ndim == 1]
+    muon = Muon(hidden, lr=0.02, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    adamw = AdamW([{"params": edges, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}], lr=0.02)
+    schedules = [build_schedule(muon, TRAIN), build_schedule(adamw, TRAIN)]
+    for step in range(12):
+        backward(network, step)
+        optimizer.step()
+        schedule.step()
+        backward(reference, step)
+        for one in (muon, adamw, *schedules):
+            one.step()
+    for name, value in values(reference).items():
+        torch.testing.assert_close(values(network)[name], value, rtol=1e-5, atol=1e-6)
+
+
+def test_each_parameter_is_in_one_group_and_matrices_alone_decay():
+    network = Network()
+    groups = build_optimizer(network, TRAIN).param_groups
+    names = {id(parameter): name for name, parameter in network.named_parameters()}
+    assert [sorted(names[id(p)] for p in group["params"]) for group in groups] == [
+        ["blocks.0.weight", "blocks.1.weight"],
+        ["first.weight", "last.weight"],
+        ["blocks.0.bias", "blocks.1.bias", "first.bias", "last.bias"],
+    ]
+    assert [group["weight_decay"] for group in groups] == [0.1, 0.1, 0.0]
+
+
+@pytest.mark.parametrize("bad_step", [0, 3])
+def test_a_step_that_is_left_out_leaves_nothing_behind(bad_step):
+    """As if it had never been, though its gradients are NaN; in the first step, when there are no moments yet."""
+    network, never = Network(), Network()
+    optimizer, undisturbed = build_optimizer(network, TRAIN), build_optimizer(never, TRAIN)
+    for step in range(6):
+        if step == bad_step:
+            backward(network, 99)
+            for parameter in network.parameters():
+                parameter.grad[..., 0] = float("nan")
+            before, held = values(network), moments(network, optimizer)
+            optimizer.found_inf = torch.tensor(1.0)
+            optimizer.step()
+            assert same(values(network), before)
+            after = moments(network, optimizer)
+            assert all(torch.equal(after[name], value) for name, value in held.items())
+            assert all(bool(value.isfinite().all()) for value in after.values())
+        for one, moved in ((network, optimizer), (never, undisturbed)):
+            backward(one, step)
+            moved.found_inf = torch.tensor(0.0)
+            moved.step()
+    assert same(values(network), values(never))
+
+
+def test_it_is_resumed_to_the_bit_with_its_averages():
+    straight, stopped = Network(), Network()
+    optimizers = [build_optimizer(straight, TRAIN), build_optimizer(stopped, TRAIN)]
+    for optimizer in optimizers:
+        track_ema(optimizer, 0.9)
+    for step in range(10):
+        backward(straight, step)
+        optimizers[0].step()
+    for step in range(4):
+        backward(stopped, step)
+        optimizers[1].step()
+    resumed = Network(seed=1)
+    resumed.load_state_dict(stopped.state_dict())
+    optimizer = build_optimizer(resumed, TRAIN)
+    track_ema(optimizer, 0.9)
+    optimizer.load_state_dict(numbered_by_module(optimizers[1].state_dict(), optimizers[1], stopped))
+    for step in range(4, 10):
+        backward(resumed, step)
+        optimizer.step()
+    assert same(values(resumed), values(straight))
+    assert same(gathered_ema(resumed, optimizer), gathered_ema(straight, optimizers[0]))
+
+
+def test_a_network_without_blocks_is_refused():
+    with pytest.raises(UserError, match="no matrices in 'blocks'"):
+        build_optimizer(nn.Linear(3, 3), TRAIN)
