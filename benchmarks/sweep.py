@@ -1,0 +1,231 @@
+"""Which learning rate and batch size a member should have: one is trained at each pair of a small grid.
+
+Every training sees as many samples as the experiment's own, unless ``--samples`` says otherwise; warm-up and the decay
+of the average are scaled with the batch, so that they last for as many samples, too. Judged by the held-out loss of
+the averaged weights.
+
+    python benchmarks/sweep.py -c experiments/emoji_4x.yaml --json benchmarks/results/sweep_emoji_4x.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+
+from common import Report, call, console, load, parse, parser, progress, run
+from matplotlib.figure import Figure
+
+from ddm_lightning.config import Experiment
+from ddm_lightning.errors import UserError
+from ddm_lightning.files import atomic_write
+from ddm_lightning.members import ROUTER, batch_size_of, config_of, parse_members
+from ddm_lightning.run_folder import RunFolder
+from ddm_lightning.training.status import MemberStatus
+
+FACTORS = (0.5, 1.0, 2.0)
+QUICK_SAMPLES = 1600
+LOSS = "held_out/loss"
+
+
+@dataclass(frozen=True)
+class Point:
+    """One training of the grid."""
+
+    rate: float
+    """Peak learning rate."""
+    batch: int
+    """Samples a step of this member."""
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """Its folder."""
+        return f"rate-{self.rate:g}-batch-{self.batch}-seed-{self.seed}"
+
+
+def main(arguments: Sequence[str] | None) -> None:
+    """Run the benchmark."""
+    made = parser(__doc__ or "")
+    made.add_argument("--member", default="expert-0", help="which one is trained")
+    made.add_argument("--samples", type=int, default=None, help="samples a training sees (default: the experiment's)")
+    made.add_argument("--seeds", type=int, default=1, help="trainings a pair")
+    made.add_argument("--jobs", type=int, default=2, help="trainings at once")
+    for name, what in (("rates", "learning rates"), ("batches", "batch sizes")):
+        made.add_argument(
+            f"--{name}", type=float, nargs="+", default=FACTORS, help=f"{what}, over the experiment's own"
+        )
+    options = parse(made, arguments)
+    sweep = Sweep(options)
+    call("prepare", options)
+    report = Report(
+        f"Held-out loss of {options.member} of {sweep.experiment.name} after {sweep.num_samples:,} samples",
+        ["learning rate", *(f"batch {batch}" for batch in sweep.batches)],
+    )
+    losses = sweep.losses()
+    sweep.fill(report, losses)
+    report.show(console())
+    report.write(options.json)
+    picture = sweep.folder / "sweep.png"
+    figure = drawn(losses, report.title)
+    atomic_write(picture, lambda path: figure.savefig(path, dpi=120))
+    print(f"picture: {picture}")
+
+
+class Sweep:
+    """The grid of one member, trained in a folder beside the experiment's run.
+
+    Raises:
+        UserError: an unknown member, or a batch that comes to no whole number of samples.
+    """
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.experiment: Experiment = load(options)
+        members = parse_members(options.member, self.experiment)
+        if len(members) != 1:
+            raise UserError(f"--member {options.member}: name one member, such as expert-0")
+        self.member = members[0]
+        train = config_of(self.member, self.experiment).train
+        self.own = Point(train.learning_rate, batch_size_of(self.member, self.experiment), self.experiment.seed)
+        self.num_samples = options.samples or (QUICK_SAMPLES if options.quick else train.max_steps * self.own.batch)
+        sizes = [factor * self.own.batch for factor in options.batches]
+        if any(size != int(size) or size < 1 for size in sizes):
+            raise UserError(f"--batches {options.batches}: times {self.own.batch} samples is no whole number")
+        self.batches = [int(size) for size in sizes]
+        self.rates = [factor * self.own.rate for factor in options.rates]
+        self.run = RunFolder.of(self.experiment)
+        self.folder = self.run.root / "benchmarks" / "sweep" / f"{self.member}-{self.num_samples}-samples"
+
+    def points(self) -> Iterator[Point]:
+        """All trainings."""
+        for batch in self.batches:
+            for rate in self.rates:
+                for seed in range(self.options.seeds):
+                    yield Point(rate, batch, self.experiment.seed + seed)
+
+    def losses(self) -> dict[Point, float]:
+        """Train what is not trained yet; the held-out loss of each."""
+        points = list(self.points())
+        with progress(console()) as bars, ThreadPoolExecutor(self.options.jobs) as pool:
+            task = bars.add_task("trainings", total=len(points))
+            found = {}
+            waiting = {pool.submit(self._loss, point): point for point in points}
+            try:
+                for done in as_completed(waiting):
+                    found[waiting[done]] = done.result()
+                    bars.advance(task)
+            except BaseException:
+                pool.shutdown(cancel_futures=True)  # those under way end by the signal that they were sent, too
+                raise
+        return {point: found[point] for point in points}
+
+    def _loss(self, point: Point) -> float:
+        run = RunFolder(self.folder / point.name)
+        if not run.is_finished(self.member):
+            self._train(point, run)
+        status = MemberStatus.read(run.member(self.member), self.member, 0)
+        if LOSS not in status.metrics:
+            raise UserError(f"{run.root}: {self.member} has no held-out samples; see prepare.held_out_fraction")
+        return status.metrics[LOSS]
+
+    def _train(self, point: Point, run: RunFolder) -> None:
+        if not (run.prepared / "manifest.json").exists():
+            # The shards themselves are read where they are.
+            shutil.rmtree(run.root, ignore_errors=True)
+            run.prepared.mkdir(parents=True)
+            shutil.copy(self.run.prepared / "manifest.json", run.prepared)
+        arguments = ["fit", "-c", str(self.options.config), *self.options.overrides, *self.settings(point, run)]
+        done = subprocess.run(
+            [sys.executable, "-m", "ddm_lightning", *arguments], capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            raise UserError(f"{run.root}: training ended with code {done.returncode}: {done.stderr[-2000:]}")
+
+    def settings(self, point: Point, run: RunFolder) -> list[str]:
+        """What makes the experiment that of ``point``."""
+        section = "router" if self.member == ROUTER else "expert"
+        train = config_of(self.member, self.experiment).train
+        longer = self.own.batch / point.batch
+        steps = round(self.num_samples / point.batch)
+        total = point.batch * train.global_batch_size // self.own.batch
+        values = {
+            "max_steps": steps,
+            "learning_rate": point.rate,
+            "global_batch_size": total,
+            "warmup_steps": round(train.warmup_steps * steps / train.max_steps),
+            "ema_decay": train.ema_decay ** (1 / longer),
+        }
+        return [
+            f"member={self.member}",
+            f"run_dir={run.root}",
+            f"seed={point.seed}",
+            f"island.shards={self.run.shards.resolve()}",
+            f"island.validate_every_n_steps={steps}",
+            *(f"{section}.train.{key}={json.dumps(value)}" for key, value in values.items()),
+        ]
+
+    def fill(self, report: Report, losses: dict[Point, float]) -> None:
+        """Table, figures and the best pair."""
+        means = mean_over_seeds(losses)
+        best = min(means, key=means.__getitem__)
+        for rate in self.rates:
+            report.row(
+                f"{rate:g}",
+                *(
+                    f"{means[rate, batch]:.4f}{' (lowest)' if (rate, batch) == best else ''}"
+                    f"{' (the experiment)' if (rate, batch) == (self.own.rate, self.own.batch) else ''}"
+                    for batch in self.batches
+                ),
+            )
+        for (rate, batch), loss in means.items():
+            report.figures[f"loss_rate_{rate:g}_batch_{batch}"] = loss
+        report.figures |= {"best_rate": best[0], "best_batch": best[1]}
+        own = means.get((self.own.rate, self.own.batch))
+        if own is not None:
+            report.figures["experiment_over_best"] = own / means[best]
+            report.note(f"The experiment's own pair has {own / means[best]:.3f} times the lowest loss.")
+        spread = [max(group) - min(group) for group in by_pair(losses).values()]
+        if self.options.seeds > 1:
+            report.figures["largest_spread_over_seeds"] = max(spread)
+            report.note(f"Means of {self.options.seeds} seeds, which differ by up to {max(spread):.4f}.")
+
+
+def by_pair(losses: dict[Point, float]) -> dict[tuple[float, int], list[float]]:
+    """Losses of all seeds of a pair."""
+    grouped: dict[tuple[float, int], list[float]] = {}
+    for point, loss in losses.items():
+        grouped.setdefault((point.rate, point.batch), []).append(loss)
+    return grouped
+
+
+def mean_over_seeds(losses: dict[Point, float]) -> dict[tuple[float, int], float]:
+    """By learning rate and batch size."""
+    return {pair: sum(group) / len(group) for pair, group in by_pair(losses).items()}
+
+
+def drawn(losses: dict[Point, float], title: str) -> Figure:
+    """A curve a batch size over the learning rate, a dot a training."""
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axis = figure.subplots()
+    means = mean_over_seeds(losses)
+    for index, batch in enumerate(sorted({batch for _, batch in means})):
+        rates = sorted(rate for rate, size in means if size == batch)
+        axis.plot(rates, [means[rate, batch] for rate in rates], color=f"C{index}", label=f"{batch} samples a step")
+        dots = [(point.rate, loss) for point, loss in losses.items() if point.batch == batch]
+        axis.plot(*zip(*dots, strict=True), "o", color=f"C{index}", markersize=4)
+    axis.set_xscale("log")
+    axis.set_xlabel("peak learning rate")
+    axis.set_ylabel("held-out loss of the averaged weights")
+    axis.set_title(title, fontsize=9)
+    axis.legend()
+    return figure
+
+
+if __name__ == "__main__":
+    sys.exit(run(main))
