@@ -113,7 +113,7 @@ class MemberModule(L.LightningModule):
             shard_blocks(self.network, mesh["data_parallel"])
 
     def configure_optimizers(self) -> Any:
-        """AdamW with the EMAs in its state, and the learning-rate schedule."""
+        """AdamW or Muon with the EMAs in its state, and the learning-rate schedule."""
         optimizer = build_optimizer(self.network, self.spec.train)
         track_ema(optimizer, self.spec.train.ema_decay, self.spec.train.ema_widths)
         schedule = build_schedule(optimizer, self.spec.train)
@@ -137,6 +137,9 @@ class MemberModule(L.LightningModule):
     def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
         """Clip by the global norm, also of sharded gradients; a step without a finite one is left out."""
         limit = self.spec.train.gradient_clip_norm
+        if self.trainer.scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
+            # Lightning leaves that to fused kernels, which do it behind this: the limit would be of scaled gradients.
+            self.trainer.scaler.unscale_(optimizer)
         if not self._clipped:
             self._clipped = list(self.network.parameters())  # a walk through all modules: once
         # An infinite limit measures without clipping.
@@ -207,8 +210,9 @@ class MemberModule(L.LightningModule):
     ) -> tuple[dict[str, Float[Tensor, " b"]], Float[Tensor, ""]]:
         """``measure`` part by part, one part's activations at a time: gradient accumulation within the step.
 
-        Randomness was drawn for the whole step and Lightning sees one step, so that samples, noise, callbacks and
-        checkpoints are those of a step in one part. DDP reduces gradients in the last backward pass alone.
+        Times, noise and dropped conditions were drawn for the whole step and Lightning sees one step, so that samples,
+        noise, callbacks and checkpoints are those of a step in one part. DDP reduces gradients in the last backward
+        pass alone.
         """
         found: list[dict[str, Tensor]] = []
 

@@ -8,6 +8,7 @@ from training.members import SCALE, SHIFT, Recorder, at, batch, expert
 from ddm_lightning.config import TimestepsConfig, TrainConfig
 from ddm_lightning.flow.condition import ConditionSpec
 from ddm_lightning.prepare.stored import StoredForm
+from ddm_lightning.training.optimizer import build_optimizer
 
 NUM_TIMES = 8
 
@@ -295,3 +296,22 @@ def test_gradients_are_clipped_by_their_global_norm(limit):
     np.testing.assert_allclose(network.other.grad.numpy(), factor * np.array([1.0, 2.0, 4.0]), rtol=1e-5)
     assert network.gain.grad.item() == pytest.approx(2.0 * factor, rel=1e-5)
     assert module.drain("train/") == {"train/gradient_norm": pytest.approx(5.0)}
+
+
+@pytest.mark.parametrize("limit", [0.05, None])
+def test_a_scaled_gradient_is_clipped_by_its_own_norm(limit):
+    """The fused optimizer and a scaler beside plain float32: the same limit, the same step."""
+    ends = []
+    for scale in (None, 1024.0):
+        module = expert(train=TrainConfig(1, 1, gradient_clip_norm=limit, learning_rate=0.1))
+        optimizer = build_optimizer(module.network, module.spec.train)
+        scaler = None if scale is None else torch.amp.GradScaler("cpu", init_scale=scale)
+        module.trainer.scaler = scaler
+        loss = 3 * module.network.gain
+        (loss if scaler is None else scaler.scale(loss)).backward()
+        module.configure_gradient_clipping(optimizer)
+        assert module.network.gain.grad.item() == pytest.approx(3.0 if limit is None else limit, rel=1e-4)
+        optimizer.step() if scaler is None else scaler.step(optimizer)
+        ends.append(module.network.gain.item())
+        assert module.drain("train/")["train/gradient_norm"] == pytest.approx(3.0)
+    assert ends[0] == pytest.approx(ends[1], rel=1e-6)
