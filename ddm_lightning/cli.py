@@ -65,7 +65,9 @@ def build_parser() -> argparse.ArgumentParser:
     replay.add_argument("--rank", type=int, default=0, help="whose samples, if several devices train the member")
     ema = add("ema", "Compare widths of the average of a finished member's weights by held-out loss.")
     ema.add_argument("--width", action="append", type=float, default=None, help="one to compare; may be repeated")
-    ema.add_argument("--use", type=float, default=None, metavar="WIDTH", help="hand over the average of this width")
+    ema.add_argument(
+        "--use", default=None, metavar="WIDTH", help="hand over the average of this width; original takes that back"
+    )
     add("status", "Show how far each member is.")
     add("config", "Print the experiment with every default and override resolved.")
     return parser
@@ -207,6 +209,7 @@ def _fit(options: argparse.Namespace) -> int:
 
 
 def _fit_one(member: str, experiment: Experiment, options: argparse.Namespace) -> int:
+    from ddm_lightning.islands.assembly import refuse_stale
     from ddm_lightning.plugins import check_networks, check_plugins
     from ddm_lightning.prepare.manifest import Manifest
     from ddm_lightning.run_folder import RunFolder, open_run, refuse_changed
@@ -218,7 +221,7 @@ def _fit_one(member: str, experiment: Experiment, options: argparse.Namespace) -
     if not run.experiment.exists():
         check_networks(experiment, manifest, options.config)
     open_run(experiment, create=True)
-    _refuse_stale([member], run)
+    refuse_stale([member], run)
 
     from ddm_lightning.training.fit import fit_member, leads
 
@@ -232,26 +235,14 @@ def _fit_one(member: str, experiment: Experiment, options: argparse.Namespace) -
     return 0
 
 
-def _refuse_stale(members: Sequence[str], run: RunFolder) -> None:
-    """A finished member is passed over; not one that was trained on clusters which are no longer there."""
-    from ddm_lightning.artifacts import read_meta
-    from ddm_lightning.prepare.manifest import Manifest
-
-    wanted = Manifest.read(run.root).partition_sha256
-    for member in members:
-        if run.is_finished(member) and read_meta(run.artifact(member)).partition_sha256 != wanted:
-            raise UserError(
-                f"{run.artifact(member)}: was trained on clusters that have changed since; "
-                f"remove {run.root / 'members'} to train anew, or use another folder with run_dir=…"
-            )
-
-
 def _fit_several(members: list[str], experiment: Experiment, options: argparse.Namespace) -> int:
     from rich.console import Console
 
+    from ddm_lightning.islands.assembly import assemble, refuse_stale
+
     console = Console()
     run = _prepared(experiment, options)
-    _refuse_stale(members, run)
+    refuse_stale(members, run)
 
     from ddm_lightning.islands.local import FitInterruptedError, default_jobs, fit_members
     from ddm_lightning.islands.status import members_table
@@ -269,11 +260,7 @@ def _fit_several(members: list[str], experiment: Experiment, options: argparse.N
         print(f"logs: {run.root / 'members'}; the same command trains what is unfinished", file=sys.stderr)
         return 1
     if all(run.is_finished(member) for member in ensemble_members(experiment)):
-        from ddm_lightning.artifacts import write_ensemble
-        from ddm_lightning.prepare.manifest import Manifest
-
-        folders = [run.artifact(member) for member in ensemble_members(experiment)]
-        write_ensemble(run.root, folders, Manifest.read(run.root).priors)
+        assemble(experiment, run)
         grid = _grid(experiment, run)
         if _bytes_of(run.ensemble) == before and grid.exists():
             print("all members are finished and their pictures drawn: nothing to do")
@@ -377,21 +364,40 @@ def _ema(options: argparse.Namespace) -> int:
     experiment, members = _load_for_members(options)
     if len(members) != 1:
         raise UserError("ema: name the member whose weights they are, such as member=expert-0")
+    if options.use is not None and options.width is not None:
+        raise UserError("ema: --width compares and --use hands over; give one of them")
 
+    from ddm_lightning.members import ensemble_members
     from ddm_lightning.run_folder import open_run
 
     run = open_run(experiment, create=False)
     _limit_threads(experiment)
 
-    from ddm_lightning.training.ema_choice import compare_widths, hand_over_width, widths_table
+    from ddm_lightning.islands.assembly import assemble
+    from ddm_lightning.training.ema_choice import Averages, widths_table
 
+    member = members[0]
+    averages = Averages(member, experiment, run)
     if options.use is None:
-        Console().print(widths_table(compare_widths(members[0], experiment, run, options.width)))
-        print(f"next: {_command('ema', options)} member={members[0]} --use WIDTH")
+        Console().print(widths_table(averages.compare(options.width)))
+        print(f"next: {_command('ema', options)} member={member} --use WIDTH")
         return 0
-    hand_over_width(members[0], experiment, run, options.use)
-    print(f"artifact: {run.artifact(members[0])}\nnext, to take it into the ensemble: {_command('fit', options)}")
+    if options.use == "original":
+        averages.use_original()
+    else:
+        averages.use(_number("--use", options.use))
+    print(f"artifact: {run.artifact(member)}")
+    if run.ensemble.exists() and member in ensemble_members(experiment):
+        assemble(experiment, run)
+        print(f"ensemble: {run.ensemble}\nnext: {_command('sample', options)} --prompt …")
     return 0
+
+
+def _number(option: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise UserError(f"{option} {text}: give a width such as 0.08, or original") from None
 
 
 _COMMANDS = {

@@ -128,9 +128,9 @@ def check_experiment(experiment: Experiment, source: str | Path) -> None:
     for role, train in (("expert", experiment.expert.train), ("router", experiment.router.train)):
         for width in train.ema_widths:
             if not 0.005 <= width <= 0.288:
-                refuse(f"{role}.train.ema_widths", "each is a share of the training, from 0.005 to 0.288")
-        if len(set(train.ema_widths)) < len(train.ema_widths):
-            refuse(f"{role}.train.ema_widths", "holds a width twice")
+                refuse(f"{role}.train.ema_widths", "each has to be a share of the training, from 0.005 to 0.288")
+        if len({f"{width:g}" for width in train.ema_widths}) < len(train.ema_widths):
+            refuse(f"{role}.train.ema_widths", "holds a width twice; remove one of them")
     for role, part in (("expert", batch // num_clusters), ("router", experiment.router.train.global_batch_size)):
         if part % island.devices:
             refuse("island.devices", f"must divide the {role}'s {part} samples a step; change one of them")

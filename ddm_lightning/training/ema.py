@@ -74,12 +74,21 @@ def ema_tensors(module: nn.Module, optimizer: Optimizer, key: str = KEY) -> dict
     }
 
 
-def gathered_ema(module: nn.Module, optimizer: Optimizer, key: str = KEY) -> dict[str, Tensor]:
-    """The whole averages on the CPU, fp32; a collective: every rank calls it."""
-    return {
-        name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().float().cpu().clone()
-        for name, value in ema_tensors(module, optimizer, key).items()
-    }
+def gathered_ema(module: nn.Module, optimizer: Optimizer, key: str = KEY, *, keeps: bool = True) -> dict[str, Tensor]:
+    """The whole averages on the CPU, fp32; a collective: every rank calls it.
+
+    Args:
+        module: the network.
+        optimizer: its optimizer.
+        key: which averages.
+        keeps: whether this rank wants them; one that only takes part gets nothing.
+    """
+    gathered: dict[str, Tensor] = {}
+    for name, value in ema_tensors(module, optimizer, key).items():
+        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        if keeps:
+            gathered[name] = whole.detach().float().cpu().clone()
+    return gathered
 
 
 def _reshard(module: nn.Module) -> None:

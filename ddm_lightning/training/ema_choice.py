@@ -2,123 +2,180 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
+from filelock import FileLock, Timeout
 from rich import box
 from rich.progress import track
 from rich.table import Table
 from torch import Tensor
 
-from ddm_lightning.artifacts import read_artifact, read_meta, write_artifact
+from ddm_lightning.artifacts import ArtifactMeta, build_network, read_artifact, read_meta, write_artifact
 from ddm_lightning.config import Experiment
 from ddm_lightning.errors import UserError
-from ddm_lightning.loading.datamodule import ClusterDataModule
-from ddm_lightning.members import config_of
+from ddm_lightning.files import atomic_folder
+from ddm_lightning.members import ROUTER, config_of
 from ddm_lightning.prepare.manifest import Manifest
 from ddm_lightning.run_folder import RunFolder
 from ddm_lightning.training.devices import resolve_accelerator
 from ddm_lightning.training.ema_profiles import WIDEST
-from ddm_lightning.training.ema_snapshots import Snapshots
+from ddm_lightning.training.ema_snapshots import FOLDER, Snapshots
 from ddm_lightning.training.fit import build_data, build_module
-from ddm_lightning.training.module import MemberModule
-from ddm_lightning.training.status import MemberStatus
 
 DEFAULT_WIDTHS = (0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.25)
-_WIDTH = "ema_width"
+WIDTH = "ema_width"
+"""In the metrics of an artifact whose weights are an average of that width."""
+_ORIGINAL = "artifact"
+_LOSS, _ACCURACY = "held_out/loss", "held_out/accuracy"
+_AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 
 @dataclass(frozen=True)
 class Average:
     """Held-out figures of one average of a member's weights."""
 
-    width: float | None
-    """None for what the artifact holds."""
+    name: str
     metrics: Mapping[str, float]
 
+    @property
+    def loss(self) -> float:
+        """Infinite where it is not finite at some timestep."""
+        return self.metrics.get(_LOSS, math.inf)
 
-def compare_widths(
-    member: str, experiment: Experiment, run: RunFolder, widths: Sequence[float] | None = None
-) -> list[Average]:
-    """Held-out figures of the artifact's weights, then of each width's.
+
+class Averages:
+    """The averages of one finished member, and the held-out samples by which they are compared.
+
+    Figures are measured on one device, in the island's precision, with the same samples, times and noise for all.
 
     Args:
         member: a finished one, trained with ``train.ema_widths``.
         experiment: of the run.
         run: the run folder.
-        widths: which to compare; None for ``DEFAULT_WIDTHS``.
 
     Raises:
-        UserError: not finished, no snapshots or damaged ones, no held-out samples here, or an impossible width.
+        UserError: not finished, trained on clusters that are no longer there, no snapshots, or no held-out samples.
     """
-    for width in widths or ():
+
+    def __init__(self, member: str, experiment: Experiment, run: RunFolder) -> None:
+        self.member, self.experiment, self.run = member, experiment, run
+        if not run.is_finished(member):
+            raise UserError(f"{run.artifact(member)}: {member} is not finished; fit it first")
+        self.meta: ArtifactMeta = read_meta(run.artifact(member))
+        section = "router" if member == ROUTER else "expert"
+        self.snapshots = Snapshots(run.member(member), section, config_of(member, experiment).train)
+        self.manifest = Manifest.read(run.root)
+        if self.meta.partition_sha256 != self.manifest.partition_sha256:
+            raise UserError(f"{run.artifact(member)}: was trained on clusters that have changed since; fit it anew")
+
+    def compare(self, widths: Sequence[float] | None) -> list[Average]:
+        """Figures of the artifact's weights, then of each width's; None for those of ``DEFAULT_WIDTHS`` that fit.
+
+        Raises:
+            UserError: an impossible width, or a damaged snapshot.
+        """
+        for width in widths or ():
+            _check(width)
+        chosen = widths or [width for width in DEFAULT_WIDTHS if self.snapshots.fits(width)]
+        now = self.meta.metrics.get(WIDTH)
+        name = "of the artifact" if now is None else f"of the artifact (width {now:g})"
+        _, weights = read_artifact(self.run.artifact(self.member))
+        with self._measuring() as measure:
+            found = [Average(name, measure(weights))]
+            for width in track(chosen, description=f"{self.member}: widths", transient=True):
+                found.append(Average(f"width {width:g}", measure(self.snapshots.weights(width))))
+        return found
+
+    def use(self, width: float) -> None:
+        """Replace the artifact's weights by the average of ``width``, and its held-out figures by theirs.
+
+        The artifact of the training is kept in the member's folder ``ema``, for ``use_original``.
+
+        Raises:
+            UserError: as ``compare``.
+        """
         _check(width)
-    snapshots = _snapshots(member, run)
-    manifest = Manifest.read(run.root)
-    module = build_module(member, experiment, manifest)
-    module.configure_model()
-    data = build_data(member, experiment, manifest, run)
-    data.prepare_data()
-    device = torch.device("cuda" if resolve_accelerator(experiment.island.accelerator) == "gpu" else "cpu")
-    try:
-        found = [Average(None, _held_out(module, read_artifact(run.artifact(member))[1], data, device))]
-        if not found[0].metrics:
-            raise UserError(f"{run.root}: {member} has no held-out samples here; prepare with a held_out_fraction")
-        for width in track(widths or DEFAULT_WIDTHS, description=f"{member}: widths", transient=True):
-            found.append(Average(width, _held_out(module, snapshots.weights(width), data, device)))
-    finally:
-        data.teardown("validate")
-    return found
+        weights = self.snapshots.weights(width)
+        with self._measuring() as measure:
+            metrics = {**self.meta.metrics, **measure(weights), WIDTH: width}
+        if not self._original.exists():
+            with atomic_folder(self._original) as temporary:
+                shutil.copytree(self.run.artifact(self.member), temporary, dirs_exist_ok=True)
+        write_artifact(self.run.artifact(self.member), weights, replace(self.meta, metrics=metrics))
 
+    def use_original(self) -> None:
+        """Take back what ``use`` did.
 
-def hand_over_width(member: str, experiment: Experiment, run: RunFolder, width: float) -> None:
-    """Replace the weights of a member's artifact by the average of ``width``, and its held-out figures by theirs.
+        Raises:
+            UserError: the artifact that the training had handed over is damaged.
+        """
+        if self._original.exists():
+            meta, weights = read_artifact(self._original)
+            write_artifact(self.run.artifact(self.member), weights, meta)
 
-    Raises:
-        UserError: as ``compare_widths``.
-    """
-    metrics = dict(compare_widths(member, experiment, run, [width])[-1].metrics) | {_WIDTH: width}
-    meta = read_meta(run.artifact(member))
-    weights = _snapshots(member, run).weights(width)
-    write_artifact(run.artifact(member), weights, replace(meta, metrics={**meta.metrics, **metrics}))
-    status = MemberStatus.read(run.member(member), member, config_of(member, experiment).train.max_steps)
-    status.metrics.update(metrics)
-    status.write(run.member(member))
+    @property
+    def _original(self) -> Path:
+        return self.run.member(self.member) / FOLDER / _ORIGINAL
+
+    @contextmanager
+    def _measuring(self) -> Iterator[Callable[[Mapping[str, Tensor]], dict[str, float]]]:
+        """Within the block: what gives the held-out figures of weights."""
+        lock = FileLock(self.run.member(self.member) / ".lock")
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            raise UserError(f"{lock.lock_file}: {self.member} is in use by another process; wait for it") from None
+        data = build_data(self.member, self.experiment, self.manifest, self.run)
+        try:
+            if not data.held_out_clusters:
+                raise UserError(
+                    f"{self.run.root}: {self.member} has no held-out samples to compare by; prepare another folder "
+                    "with prepare.held_out_fraction"
+                )
+            data.prepare_data()
+            module = build_module(self.member, self.experiment, self.manifest)
+            module.configure_model()
+            island = self.experiment.island
+            device = torch.device("cuda" if resolve_accelerator(island.accelerator) == "gpu" else "cpu")
+            batches = data.val_dataloader()
+            dtype = _AUTOCAST.get(island.precision)
+
+            def measure(weights: Mapping[str, Tensor]) -> dict[str, float]:
+                # Built as an ensemble builds it, so that weights which do not fit are told as there.
+                module.network.load_state_dict(build_network(self.meta, weights).state_dict())
+                module.to(device).eval()
+                with nullcontext() if dtype is None else torch.autocast(device.type, dtype):
+                    for index, batch in enumerate(batches):
+                        module.validation_step(data.transfer_batch_to_device(batch, device, 0), index)
+                return module.drain("held_out/")
+
+            yield measure
+        finally:
+            data.teardown("validate")
+            lock.release()
 
 
 def _check(width: float) -> None:
     if not 0 < width <= WIDEST:
-        raise UserError(f"width {width:g}: is a share of the training, above 0 and at most {WIDEST:.3f}")
-
-
-def _snapshots(member: str, run: RunFolder) -> Snapshots:
-    if not run.is_finished(member):
-        raise UserError(f"{run.artifact(member)}: {member} is not finished; fit it first")
-    return Snapshots(run.member(member))
-
-
-def _held_out(
-    module: MemberModule, weights: Mapping[str, Tensor], data: ClusterDataModule, device: torch.device
-) -> dict[str, float]:
-    module.network.load_state_dict(dict(weights))
-    module.to(device).eval()
-    for index, batch in enumerate(data.val_dataloader()):
-        module.validation_step(data.transfer_batch_to_device(batch, device, 0), index)
-    return module.drain("held_out/")
+        raise UserError(f"width {width:g}: is a share of the training, above 0 and at most {WIDEST:.4f}")
 
 
 def widths_table(averages: Sequence[Average]) -> Table:
     """A row an average, the best held-out loss marked."""
     table = Table(box=box.SIMPLE_HEAD)
-    accuracy = "held_out/accuracy" in averages[0].metrics
+    accuracy = any(_ACCURACY in average.metrics for average in averages)
     for heading in ("average", "held-out loss", *(["accuracy"] if accuracy else []), ""):
         table.add_column(heading, justify="right" if heading else "left")
-    best = min(averages, key=lambda average: average.metrics["held_out/loss"])
+    best = min(averages, key=lambda average: average.loss)
     for average in averages:
-        name = "of the artifact" if average.width is None else f"width {average.width:g}"
-        figures = [f"{average.metrics['held_out/loss']:.5f}"]
+        figures = [f"{average.loss:.5f}"]
         if accuracy:
-            figures.append(f"{average.metrics['held_out/accuracy']:.4f}")
-        table.add_row(name, *figures, "lowest" if average is best else "")
+            figures.append(f"{average.metrics.get(_ACCURACY, math.nan):.4f}")
+        table.add_row(average.name, *figures, "lowest" if average is best else "")
     return table

@@ -46,22 +46,35 @@ class Snapshot:
     step: int
 
 
-def shares(snapshots: Sequence[Snapshot], width: float, step: int) -> Float[np.ndarray, " n"]:
-    """How much of each snapshot makes the average of another ``width`` at ``step``, the nearest in least squares.
+@dataclass(frozen=True)
+class Mixture:
+    """How snapshots make an average of another width."""
+
+    shares: Float[np.ndarray, " n"]
+    """Of each snapshot, in float64; they sum to 1, and some are negative."""
+    misfit: float
+    """Norm of what the mixture's profile differs by from the wanted one, over the norm of that."""
+
+
+def mixture(snapshots: Sequence[Snapshot], width: float, step: int) -> Mixture:
+    """The mixture of snapshots nearest to the average of another ``width`` at ``step``, in least squares of profiles.
 
     The profiles' inner products are those of functions of continuous time.
-
-    Returns:
-        A share a snapshot, in float64; some are negative.
     """
     exponents = np.array([exponent_of(snapshot.width) for snapshot in snapshots])
     steps = np.array([snapshot.step for snapshot in snapshots], dtype=np.float64)
+    wanted, last = np.array(exponent_of(width)), np.array(float(step))
     products = _products(exponents[:, None], steps[:, None], exponents[None], steps[None])
-    wanted = _products(exponents, steps, np.array(exponent_of(width)), np.array(float(step)))
-    # Profiles of neighbouring snapshots are nearly the same: the least squares of a matrix scaled to ones in its
-    # diagonal lose fewest digits.
+    aims = _products(exponents, steps, wanted, last)
+    # Neighbouring profiles are nearly the same: with ones in the diagonal fewest digits are lost.
     scale = np.sqrt(np.diagonal(products))
-    return np.linalg.lstsq(products / np.outer(scale, scale), wanted / scale, rcond=1e-14)[0] / scale
+    # The shares have to sum to 1 (a Lagrange multiplier), or weights would be multiplied by their sum.
+    border = scale.min() / scale
+    system = np.block([[products / np.outer(scale, scale), border[:, None]], [border[None], np.zeros((1, 1))]])
+    solved = np.linalg.lstsq(system, np.append(aims / scale, scale.min()), rcond=1e-14)[0][:-1] / scale
+    whole = float(_products(wanted, last, wanted, last))
+    rest = whole - 2 * solved @ aims + solved @ products @ solved
+    return Mixture(solved, float(np.sqrt(max(0.0, rest) / whole)))
 
 
 def _products(

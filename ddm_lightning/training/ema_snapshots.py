@@ -14,21 +14,20 @@ from ddm_lightning.config import TrainConfig
 from ddm_lightning.errors import UserError
 from ddm_lightning.files import atomic_write_json, read_json
 from ddm_lightning.training.ema import gathered_ema, width_key
-from ddm_lightning.training.ema_profiles import Snapshot, shares
+from ddm_lightning.training.ema_profiles import Mixture, Snapshot, mixture
 from ddm_lightning.training.module import MemberModule
 from ddm_lightning.weights import load_weights, save_weights
 
 FOLDER = "ema"
+LARGEST_MISFIT = 0.05
 _INDEX = "snapshots.json"
 _NAME = re.compile(r"width-(0\.\d+)-step-(\d{8,})\.safetensors")
-_REMEDY = "remove that folder and artifact/, then train the member again"
 
 
 def snapshot_steps(train: TrainConfig) -> list[int]:
     """Optimizer steps after which averages are written: equal distances, the last step among them."""
-    return sorted(
-        {round(train.max_steps * part / train.ema_snapshots) for part in range(1, train.ema_snapshots + 1)} - {0}
-    )
+    num = train.ema_snapshots
+    return sorted({round(train.max_steps * part / num) for part in range(1, num + 1)} - {0})
 
 
 class EmaSnapshots(L.Callback):
@@ -38,6 +37,11 @@ class EmaSnapshots(L.Callback):
         self.folder = folder / FOLDER
         self.widths = train.ema_widths
         self.steps = frozenset(snapshot_steps(train))
+        self._sha256: dict[str, str] = {}
+
+    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        """Go on with the list of an earlier start."""
+        self._sha256 = _read_index(self.folder)
 
     def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: object) -> None:
         """Write when it is time to; a resumed training writes what it passes once more, to the same bytes."""
@@ -45,66 +49,84 @@ class EmaSnapshots(L.Callback):
             return
         assert isinstance(module, MemberModule)
         for width in self.widths:
-            weights = gathered_ema(module.network, trainer.optimizers[0], width_key(width))
+            weights = gathered_ema(
+                module.network, trainer.optimizers[0], width_key(width), keeps=trainer.is_global_zero
+            )
             if trainer.is_global_zero:
                 name = _name(Snapshot(width, trainer.global_step))
-                sha256 = save_weights(self.folder / name, weights, str(self.folder / name))
-                atomic_write_json(self.folder / _INDEX, {**_read_index(self.folder), name: sha256})
+                self._sha256[name] = save_weights(self.folder / name, weights, str(self.folder / name))
+                atomic_write_json(self.folder / _INDEX, self._sha256)
 
 
 def _name(snapshot: Snapshot) -> str:
     return f"width-{snapshot.width:g}-step-{snapshot.step:08d}.safetensors"
 
 
-def _snapshot(name: str) -> Snapshot:
-    found = _NAME.fullmatch(name)
-    assert found is not None  # _read_index has looked
-    return Snapshot(float(found[1]), int(found[2]))
+def _remedy(folder: Path) -> str:
+    return f"remove {folder.parent}, then train the member again"
 
 
 def _read_index(folder: Path) -> dict[str, str]:
     path = folder / _INDEX
     if not path.exists():
         return {}
-    index = read_json(path, "the list of snapshots", _REMEDY)
+    index = read_json(path, "the list of snapshots", _remedy(folder))
     is_hash = checks.SHA256[0]
     if not isinstance(index, dict) or not all(_NAME.fullmatch(name) and is_hash(index[name]) for name in index):
-        raise UserError(f"{path}: is no list of snapshots and their hashes; {_REMEDY}")
+        raise UserError(f"{path}: is no list of snapshots and their hashes; {_remedy(folder)}")
     return index
 
 
 class Snapshots:
-    """The snapshots of one member.
+    """The snapshots of one finished member.
 
     Args:
         folder: the member's.
+        section: of the experiment that describes it, ``expert`` or ``router``, for error lines.
+        train: how it was trained.
 
     Raises:
-        UserError: there are none, or their list is damaged.
+        UserError: none are kept, or one is missing.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, section: str, train: TrainConfig) -> None:
         self.folder = folder / FOLDER
-        self._sha256 = _read_index(self.folder)
-        if not self._sha256:
+        if not train.ema_widths:
             raise UserError(
-                f"{self.folder}: no snapshots of averages; train with key 'train.ema_widths', such as [0.05, 0.1]"
+                f"key '{section}.train.ema_widths' is empty, so {folder} has no averages to choose from; train in "
+                f"another folder (run_dir=…) with {section}.train.ema_widths=[0.05,0.1]"
             )
-        self._listed = {_snapshot(name): name for name in sorted(self._sha256)}
-        self.step = max(snapshot.step for snapshot in self._listed)
+        self._sha256 = _read_index(self.folder)
+        self.step = train.max_steps
         """The last one's."""
+        self._all = [Snapshot(width, step) for width in train.ema_widths for step in snapshot_steps(train)]
+        for snapshot in self._all:
+            if _name(snapshot) not in self._sha256:
+                raise UserError(f"{self.folder / _name(snapshot)}: this snapshot is missing; {_remedy(self.folder)}")
+
+    def fits(self, width: float) -> bool:
+        """Whether the snapshots make an average of ``width`` to ``LARGEST_MISFIT``."""
+        return self._mixture(width).misfit <= LARGEST_MISFIT
+
+    def _mixture(self, width: float) -> Mixture:
+        return mixture(self._all, width, self.step)
 
     def weights(self, width: float) -> dict[str, Tensor]:
         """Weights averaged over the whole training with any ``width``, float32; memory is that of two copies.
 
         Raises:
-            UserError: a snapshot is missing or damaged.
+            UserError: the snapshots make no such average, or one of them is missing or damaged.
         """
-        listed = list(self._listed)
+        found = self._mixture(width)
+        if found.misfit > LARGEST_MISFIT:
+            raise UserError(
+                f"width {width:g}: snapshots of {sorted({snapshot.width for snapshot in self._all})} make its profile "
+                f"to {found.misfit:.0%} only; choose one that is nearer to theirs, or train with more ema_snapshots"
+            )
         total: dict[str, Tensor] = {}
-        for snapshot, share in zip(listed, shares(listed, width, self.step), strict=True):
-            name = self._listed[snapshot]
-            state = load_weights(self.folder / name, self._sha256[name], _REMEDY)
+        for snapshot, share in zip(self._all, found.shares, strict=True):
+            name = _name(snapshot)
+            state = load_weights(self.folder / name, self._sha256[name], _remedy(self.folder))
             for key, value in state.items():
                 total[key] = torch.add(total.get(key, torch.zeros_like(value)), value, alpha=float(share))
         return total

@@ -292,7 +292,7 @@ def _fit_locked(
         console.print(f"{member}: stopped at step {trainer.global_step}; the same command resumes it")
         return status
     status.step = trainer.global_step
-    weights = gathered_ema(module.network, trainer.optimizers[0])
+    weights = gathered_ema(module.network, trainer.optimizers[0], keeps=trainer.is_global_zero)
     if trainer.is_global_zero:
         prediction = getattr(module.network, "prediction", "velocity")
         _hand_over(member, experiment, manifest, run, weights, prediction, status)

@@ -8,9 +8,10 @@ import torch
 from safetensors.torch import load_file
 from tiny_runs import TINY
 
-from ddm_lightning.artifacts import read_artifact, write_artifact
+from ddm_lightning.artifacts import read_artifact
 from ddm_lightning.cli import main
 from ddm_lightning.config import TrainConfig
+from ddm_lightning.ensemble.load import load_ensemble
 from ddm_lightning.files import sha256_file
 from ddm_lightning.training.ema_snapshots import snapshot_steps
 
@@ -96,10 +97,12 @@ def test_widths_are_compared_by_held_out_loss_and_change_nothing(run, capsys):
     assert sha256_file(run / "members/expert-0/artifact/model.safetensors") == before
 
 
-def test_the_loss_of_a_width_is_that_of_its_weights(run, capsys):
-    """Its last snapshot, as an artifact of its own."""
+def test_a_width_is_handed_over_and_taken_back(run, capsys):
+    """Its weights are those of its last snapshot, and its loss is what an artifact of them has."""
     artifact = run / "members/expert-0/artifact"
-    meta, _ = read_artifact(artifact)
+    files = ("model.safetensors", "member.json")
+    before = {name: sha256_file(artifact / name) for name in files}
+    status = (run / "members/expert-0/status.json").read_bytes()
     stored = load_file(run / "members/expert-0/ema/width-0.2-step-00000040.safetensors")
     assert command("ema", run, "--use", "0.2") == 0
     chosen, weights = read_artifact(artifact)
@@ -107,15 +110,29 @@ def test_the_loss_of_a_width_is_that_of_its_weights(run, capsys):
     for name, value in stored.items():
         torch.testing.assert_close(weights[name], value, rtol=1e-5, atol=1e-6)
     assert chosen.metrics["ema_width"] == 0.2
-    status = json.loads((run / "members/expert-0/status.json").read_text())
-    assert status["metrics"]["held_out/loss"] == chosen.metrics["held_out/loss"] != meta.metrics["held_out/loss"]
-    assert status["state"] == "done"
 
-    write_artifact(artifact, stored, meta)
     capsys.readouterr()
     assert command("ema", run, "--width", "0.2") == 0
-    of_artifact, of_width = losses_of(capsys.readouterr().out.splitlines())
-    assert of_artifact == pytest.approx(of_width, abs=2e-5)
+    out = capsys.readouterr().out
+    assert "of the artifact (width 0.2)" in out
+    of_artifact, of_width = losses_of(out.splitlines())
+    assert of_artifact == of_width == pytest.approx(chosen.metrics["held_out/loss"], abs=1e-5)
+
+    assert command("ema", run, "--use", "0.1") == 0  # not the first choice: the training's artifact stays
+    assert command("ema", run, "--use", "original") == 0
+    assert {name: sha256_file(artifact / name) for name in files} == before
+    assert (run / "members/expert-0/status.json").read_bytes() == status
+
+
+def test_an_ensemble_takes_the_new_weights(run):
+    assert command("fit", run, member="expert-1") == 0
+    assert command("fit", run, member=None) == 0
+    before = (run / "ensemble.json").read_bytes()
+    assert command("ema", run, "--use", "0.2") == 0
+    assert (run / "ensemble.json").read_bytes() != before
+    load_ensemble(run)
+    assert command("ema", run, "--use", "original") == 0
+    assert (run / "ensemble.json").read_bytes() == before
 
 
 def test_a_router_has_its_accuracy_beside_the_loss(run, capsys):
@@ -128,6 +145,13 @@ def damage_first(run):
     path.write_bytes(path.read_bytes()[:-1])
 
 
+def forget_first(run):
+    path = run / "members/expert-0/ema/snapshots.json"
+    index = json.loads(path.read_text())
+    del index["width-0.1-step-00000010.safetensors"]
+    path.write_text(json.dumps(index))
+
+
 def leave(run):
     pass
 
@@ -135,10 +159,14 @@ def leave(run):
 @pytest.mark.parametrize(
     ("arguments", "change", "words"),
     [
-        (["--use", "0.3"], leave, ["width 0.3", "at most 0.289"]),
+        (["--use", "0.3"], leave, ["width 0.3", "at most 0.2887"]),
         (["--width", "-1"], leave, ["width -1", "above 0"]),
+        (["--use", "wide"], leave, ["--use wide", "0.08"]),
+        (["--use", "0.01"], leave, ["width 0.01", "[0.1, 0.2]", "ema_snapshots"]),
+        (["--use", "0.1", "--width", "0.1"], leave, ["give one of them"]),
         (["--use", "0.1"], damage_first, ["width-0.1-step-00000010.safetensors", "SHA-256"]),
-        (["--use", "0.1"], lambda run: shutil.rmtree(run / "members/expert-0/ema"), ["ema_widths", "no snapshots"]),
+        (["--use", "0.1"], forget_first, ["width-0.1-step-00000010.safetensors", "missing", "remove"]),
+        (["--use", "0.1"], lambda run: shutil.rmtree(run / "members/expert-0/ema"), ["is missing", "remove"]),
         (
             ["--use", "0.1"],
             lambda run: (run / "members/expert-0/ema/snapshots.json").write_text('{"../x": "0"}'),

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 from scipy.integrate import quad
 
-from ddm_lightning.training.ema_profiles import WIDEST, Snapshot, decay, exponent_of, shares, width_of
+from ddm_lightning.training.ema_profiles import WIDEST, Snapshot, decay, exponent_of, mixture, width_of
 
 
 @pytest.mark.parametrize("exponent", [0.0, 0.5, 3.0, 6.94, 16.97, 60.0])
@@ -50,18 +50,41 @@ def averaged(values, width):
     return found
 
 
+@pytest.mark.parametrize("offset", [0.0, 1000.0])
 @pytest.mark.parametrize("width", [0.03, 0.05, 0.07, 0.1, 0.15, 0.2])
-def test_any_width_is_made_of_snapshots_of_two(width):
-    """Of random walks, as weights are: against the average that was kept all the time."""
-    walks = np.cumsum(np.random.default_rng(0).normal(size=(4000, 50)), axis=0)
+def test_any_width_is_made_of_snapshots_of_two(width, offset):
+    """Of random walks, as weights are, about 0 or far from it: against the average that was kept all the time."""
+    walks = offset + np.cumsum(np.random.default_rng(0).normal(size=(4000, 50)), axis=0)
     kept = {tracked: averaged(walks, tracked) for tracked in (0.05, 0.1)}
     snapshots = [Snapshot(tracked, step) for tracked in kept for step in range(250, 4001, 250)]
     stored = np.stack([kept[snapshot.width][snapshot.step - 1] for snapshot in snapshots])
     exact = averaged(walks, width)[-1]
-    error = np.linalg.norm(shares(snapshots, width, 4000) @ stored - exact) / np.linalg.norm(exact - walks[-1])
+    found = mixture(snapshots, width, 4000)
+    error = np.linalg.norm(found.shares @ stored - exact) / np.linalg.norm(exact - walks[-1])
+    assert found.shares.sum() == pytest.approx(1, abs=1e-9)
     assert error < 0.02
+    assert found.misfit < 0.05
+
+
+@pytest.mark.parametrize("width", [0.02, 0.25])
+def test_the_misfit_is_that_of_the_profiles(width):
+    """By numerical integration of profiles on a fine grid of times."""
+    snapshots = [Snapshot(tracked, step) for tracked in (0.05, 0.1) for step in range(1, 17)]
+    times = (np.arange(160_000) + 0.5) / 10_000
+
+    def profile(of, step):
+        exponent = exponent_of(of)
+        return np.where(times < step, (exponent + 1) / step * (times / step) ** exponent, 0.0)
+
+    found = mixture(snapshots, width, 16)
+    made = sum(share * profile(one.width, one.step) for share, one in zip(found.shares, snapshots, strict=True))
+    wanted = profile(width, 16)
+    assert found.misfit == pytest.approx(np.linalg.norm(made - wanted) / np.linalg.norm(wanted), rel=1e-3)
+    assert found.misfit > 0.05
 
 
 def test_a_width_that_was_kept_is_its_own_last_snapshot():
     snapshots = [Snapshot(width, step) for width in (0.05, 0.1) for step in (100, 200, 300)]
-    np.testing.assert_allclose(shares(snapshots, 0.1, 300), [0, 0, 0, 0, 0, 1], atol=1e-8)
+    found = mixture(snapshots, 0.1, 300)
+    np.testing.assert_allclose(found.shares, [0, 0, 0, 0, 0, 1], atol=1e-8)
+    assert found.misfit == pytest.approx(0, abs=1e-6)

@@ -1,0 +1,37 @@
+"""What the members handed over, made one ensemble."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ddm_lightning.artifacts import read_meta, write_ensemble
+from ddm_lightning.config import Experiment
+from ddm_lightning.errors import UserError
+from ddm_lightning.members import ensemble_members
+from ddm_lightning.prepare.manifest import Manifest
+from ddm_lightning.run_folder import RunFolder
+
+
+def assemble(experiment: Experiment, run: RunFolder) -> None:
+    """Write ``ensemble.json`` over the artifacts of all members, which have to be finished.
+
+    Raises:
+        UserError: artifacts that do not belong together, or damaged ones.
+    """
+    folders = [run.artifact(member) for member in ensemble_members(experiment)]
+    write_ensemble(run.root, folders, Manifest.read(run.root).priors)
+
+
+def refuse_stale(members: Sequence[str], run: RunFolder) -> None:
+    """A finished member is passed over; not one that was trained on clusters which are no longer there.
+
+    Raises:
+        UserError: naming the artifact.
+    """
+    wanted = Manifest.read(run.root).partition_sha256
+    for member in members:
+        if run.is_finished(member) and read_meta(run.artifact(member)).partition_sha256 != wanted:
+            raise UserError(
+                f"{run.artifact(member)}: was trained on clusters that have changed since; "
+                f"remove {run.root / 'members'} to train anew, or use another folder with run_dir=…"
+            )
