@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from ddm_lightning.config import Experiment, PluginConfig
 from ddm_lightning.errors import UserError
-from ddm_lightning.members import ROUTER, expert_name
+from ddm_lightning.members import ROUTER, config_of, expert_name
 from ddm_lightning.networks import EXPERTS, ROUTERS
 from ddm_lightning.prepare.manifest import DataSizes, Manifest
 from ddm_lightning.prepare.registry import CAPTION_ENCODERS, FEATURES, IMAGE_ENCODERS, SOURCES
 from ddm_lightning.registry import Registry
 from ddm_lightning.training.member_network import planned_network
+from ddm_lightning.training.muon import has_muon_matrices
 
 
 def check_plugins(experiment: Experiment, source: str) -> None:
@@ -54,9 +55,14 @@ def check_networks(experiment: Experiment, sizes: DataSizes | Manifest, source: 
     """
     for key, member in (("expert.network", expert_name(0)), ("router.network", ROUTER)):
         try:
-            planned_network(member, experiment, sizes)
+            network = planned_network(member, experiment, sizes)
         except UserError as error:
             raise UserError(f"{source}: key {key!r}: {error}") from None
         except (RuntimeError, ArithmeticError) as error:  # torch's, for a width of 0 and the like
             problem = str(error).partition("\n")[0]
             raise UserError(f"{source}: key {key!r}: cannot be built: {problem}; change its params") from None
+        if config_of(member, experiment).train.optimizer == "muon" and not has_muon_matrices(network):
+            section = key.partition(".")[0]
+            raise UserError(
+                f"{source}: key '{section}.train.optimizer' = 'muon': {key} has no matrices in 'blocks'; set adamw"
+            )

@@ -107,6 +107,14 @@ def test_a_setting_that_cannot_be(refuse: Refuse, tmp_path: Path, command: str, 
     assert list(tmp_path.iterdir()) == []
 
 
+def test_muon_for_a_network_without_blocks(refuse: Refuse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ddm_lightning.plugins.planned_network", lambda *_: torch.nn.Linear(2, 2))
+    line = refuse("prepare", "-c", TINY, f"run_dir={tmp_path / 'run'}", "router.train.optimizer=muon")
+    assert line.startswith(f"{TINY}: key 'router.train.optimizer' = 'muon'")
+    assert "set adamw" in line
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_text_that_is_no_setting(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["fit", "-c", str(TINY), f"run_dir={tmp_path / 'run'}", "--jobs", "2", "sed"])

@@ -109,7 +109,7 @@ class IslandConfig:
     attention: str = "auto"
     """Attention back end: ``auto`` (what runs), ``sdpa`` or ``xformers``."""
     micro_batch_size: int | None = None
-    """Samples that a device computes at once: gradients of a step are summed over parts; null for all of them."""
+    """Samples of a training step that a device computes at once, summing gradients over parts; null for all of them."""
     activation_checkpointing: bool = False
     """Whether activations within a block are computed again in the backward pass: less memory, a third more work."""
     compile: bool = False

@@ -207,10 +207,10 @@ class StopOnRequest(L.Callback):
     def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
         """Leave a checkpoint where the rolling ones are taken too, then stop."""
         if self._agreed() and not self.stopped:
-            self.stopped = trainer.global_step < trainer.max_steps
             self.checkpoints.save(trainer)
-            trainer.should_stop = True
-            trainer.limit_val_batches = 0  # Lightning validates before it stops; the checkpoint's successor does not
+            if trainer.global_step < trainer.max_steps:
+                self.stopped = trainer.should_stop = True
+                trainer.limit_val_batches = 0  # Lightning validates before it stops; who resumes here does not
 
     def on_validation_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
         """End the validation if it is to end."""

@@ -76,6 +76,11 @@ class MuonWithAdamW(Optimizer):
             local(matrix).copy_(torch.where(counts, local(matrix), old))
 
 
+def has_muon_matrices(network: nn.Module) -> bool:
+    """Whether there is anything in ``network`` for Muon."""
+    return any(is_muon_matrix(name, parameter) for name, parameter in network.named_parameters())
+
+
 def is_muon_matrix(name: str, parameter: nn.Parameter) -> bool:
     """Whether a parameter is a matrix within a block: not an embedding, the first or the last layer."""
     return parameter.ndim == 2 and min(parameter.shape) > 1 and name.partition(".")[0] == "blocks"

@@ -11,7 +11,6 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from ddm_lightning.config import TrainConfig
-from ddm_lightning.errors import UserError
 from ddm_lightning.training.muon import MuonWithAdamW, is_muon_matrix
 
 
@@ -19,7 +18,7 @@ def build_optimizer(network: nn.Module, train: TrainConfig) -> Optimizer:
     """Fused AdamW, or Muon for what it is for; weight decay applies to parameters of two or more dimensions.
 
     Raises:
-        UserError: Muon for a network that has no blocks.
+        ValueError: Muon for a network that has nothing for it (``has_muon_matrices``).
     """
     named = [(name, p) for name, p in network.named_parameters() if p.requires_grad]
     hidden = [p for name, p in named if train.optimizer == "muon" and is_muon_matrix(name, p)]
@@ -32,8 +31,6 @@ def build_optimizer(network: nn.Module, train: TrainConfig) -> Optimizer:
     groups = [group for group in groups if group["params"]]
     if train.optimizer == "adamw":
         return AdamW(groups, lr=train.learning_rate, fused=True)
-    if not hidden:
-        raise UserError("key 'train.optimizer' = 'muon': this network has no matrices in 'blocks'; set adamw")
     return MuonWithAdamW([{"params": hidden, "weight_decay": train.weight_decay}], groups, lr=train.learning_rate)
 
 

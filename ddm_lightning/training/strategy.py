@@ -71,8 +71,8 @@ class _Recomputed:
     def __init__(self, forward: Callable[..., Any]) -> None:
         self.forward = forward
 
-    def __call__(self, *inputs: Any) -> Any:
-        return checkpoint(self.forward, *inputs, use_reentrant=False)
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        return checkpoint(self.forward, *inputs, use_reentrant=False, **named)
 
 
 def checkpoint_blocks(network: nn.Module) -> None:

@@ -118,26 +118,40 @@ def test_one_signal_stops_both_and_they_resume_to_the_same_bits(pair, finished_r
     assert rank_ids(run, 1) == rank_ids(pair.fsdp, 1)
 
 
+def saved(run, step):
+    """The optimizer's state of a checkpoint: of each parameter, by its number in the module."""
+    path = run / f"members/expert-0/checkpoints/step-{step:08d}.ckpt"
+    checkpoint = torch.load(path, weights_only=True)
+    assert checkpoint["global_step"] == step
+    return checkpoint["optimizer_states"][0]
+
+
 def test_two_ranks_then_one_then_two_train_one_member(pair, finished_run, tmp_path):
-    """No sample is lost, none comes twice, and every weight and average goes on from where the others left it."""
+    """No sample is lost, none comes twice, and every moment and average goes on from where the others left it."""
     run, num_steps = new_run(finished_run, tmp_path / "run"), 23 * 7
-    longer = f"expert.train.max_steps={num_steps}"
-    stops = []
-    for ranks, step in (("fsdp", 12), ("single", 60)):
-        process = fit(run, ranks, longer, f"island.devices={1 if ranks == 'single' else 2}")
-        until_step(run, step, process)
+    more = (
+        f"expert.train.max_steps={num_steps}",
+        "expert.train.ema_widths=[0.1]",
+        "expert.train.ema_snapshots=4",
+        "island.keep_checkpoints=99",
+    )
+    stops = [0]
+    for ranks in ("fsdp", "single"):
+        process = fit(run, ranks, *more, f"island.devices={1 if ranks == 'single' else 2}")
+        until_step(run, stops[-1] + 12, process)
         process.send_signal(signal.SIGTERM)
         _, err = finish(process, code=130)
         stops.append(read_status(run, "expert-0")["step"])
         assert f"stopped at step {stops[-1]}" in err
-    _, err = finish(fit(run, "fsdp", longer))
+    _, err = finish(fit(run, "fsdp", *more))
     assert f"resumes at step {stops[-1]}\n" in err
-    assert 12 <= stops[0] < 60 <= stops[1] < num_steps
+    _, first_stop, second_stop = stops
+    assert 12 <= first_stop < second_stop < num_steps
 
     by_two = [rank_ids(run, rank) for rank in (0, 1)]
     by_one = ids_by_step(run / "members/expert-0/sample_ids.txt")
-    assert list(by_one) == list(range(*stops))
-    assert list(by_two[0]) == list(by_two[1]) == [*range(stops[0]), *range(stops[1], num_steps)]
+    assert list(by_one) == list(range(first_stop, second_stop))
+    assert list(by_two[0]) == list(by_two[1]) == [*range(first_stop), *range(second_stop, num_steps)]
     steps = [by_one[n] if n in by_one else by_two[0][n] + by_two[1][n] for n in range(num_steps)]
     for step in range(STEPS):  # the order is that of two ranks all the way
         assert set(steps[step]) == set(rank_ids(pair.fsdp, 0)[step] + rank_ids(pair.fsdp, 1)[step])
@@ -147,11 +161,17 @@ def test_two_ranks_then_one_then_two_train_one_member(pair, finished_run, tmp_pa
         epoch = [i for step in steps[first : first + per_epoch] for i in step]
         assert len(set(epoch)) == len(epoch) == 8 * per_epoch
 
-    checkpoint = torch.load(max((run / "members/expert-0/checkpoints").iterdir()), weights_only=True)
-    (optimizer,) = checkpoint["optimizer_states"]
-    assert {group["ema_steps"] for group in optimizer["param_groups"]} == {num_steps}
-    assert {int(state["step"]) for state in optimizer["state"].values()} == {num_steps}
-    assert checkpoint["global_step"] == num_steps
+    for stop in (first_stop, second_stop):
+        before, after = saved(run, stop)["state"], saved(run, 7 * (stop // 7 + 1))["state"]
+        assert before.keys() == after.keys()
+        for number, state in before.items():
+            for key in ("exp_avg_sq", "ema", "ema_0.1"):
+                one, other = state[key].flatten().double(), after[number][key].flatten().double()
+                # Of another parameter, or of none, they would not be alike; the second moment moves by 1/1000 a step.
+                assert float(one @ other / (one.norm() * other.norm()).clamp_min(1e-30)) > 0.8, (number, key)
+    last = saved(run, num_steps)
+    assert {group["ema_steps"] for group in last["param_groups"]} == {num_steps}
+    assert {int(state["step"]) for state in last["state"].values()} == {num_steps}
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
@@ -164,7 +184,7 @@ def test_a_step_in_parts_is_the_step(pair, finished_run, tmp_path, strategy):
     expected = state_of(whole)
     for name, value in state_of(run).items():
         torch.testing.assert_close(
-            value, expected[name], rtol=1e-3, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
+            value, expected[name], rtol=1e-3, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}"
         )
 
 

@@ -21,6 +21,7 @@ SHORT = (
     "island.log_sample_ids=true",
     "island.log_every_n_steps=20",
     "island.validate_every_n_steps=20",
+    "island.checkpoint_every_n_steps=10",
 )
 
 
@@ -88,11 +89,15 @@ def test_it_may_change_between_two_starts(whole, run):
     """It belongs to the machine, not to the experiment."""
     shutil.copytree(whole / "members", run / "members")
     shutil.copy(whole / "experiment.yaml", run)
-    shutil.rmtree(run / "members/expert-0/artifact")
-    fit(run, 2)
+    member = run / "members/expert-0"
+    shutil.rmtree(member / "artifact")
+    (member / "checkpoints/step-00000020.ckpt").unlink()
+    assert fit(run, 2) == member
+    steps = [int(line.partition(":")[0]) for line in (member / "sample_ids.txt").read_text().splitlines()]
+    assert steps == [*range(20), *range(10, 20)]
 
 
-def test_mixed_precision_scales_each_part(whole, run):
+def test_mixed_precision_works_in_parts(whole, run):
     """In bfloat16, to its own precision."""
     figures = metrics(fit(run, 3, "island.precision=bf16-mixed"))
     assert figures["train/loss"] == pytest.approx(metrics(whole / "members/expert-0")["train/loss"], rel=0.05)

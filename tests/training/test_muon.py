@@ -1,12 +1,15 @@
+import json
+
 import pytest
 import torch
+from tiny_runs import TINY
 from torch import nn
 from torch.optim import AdamW, Muon
 
+from ddm_lightning.cli import main
 from ddm_lightning.config import TrainConfig
-from ddm_lightning.errors import UserError
 from ddm_lightning.training.ema import gathered_ema, track_ema
-from ddm_lightning.training.muon import MuonWithAdamW
+from ddm_lightning.training.muon import MuonWithAdamW, has_muon_matrices
 from ddm_lightning.training.optimizer import build_optimizer, build_schedule, numbered_by_module
 
 TRAIN = TrainConfig(20, 4, optimizer="muon", learning_rate=0.02, weight_decay=0.1, warmup_steps=5, schedule="cosine")
@@ -130,6 +133,23 @@ def test_it_is_resumed_to_the_bit_with_its_averages():
     assert same(gathered_ema(resumed, optimizer), gathered_ema(straight, optimizers[0]))
 
 
-def test_a_network_without_blocks_is_refused():
-    with pytest.raises(UserError, match="no matrices in 'blocks'"):
-        build_optimizer(nn.Linear(3, 3), TRAIN)
+def test_only_matrices_within_blocks_are_for_it():
+    assert has_muon_matrices(Network())
+    assert not has_muon_matrices(nn.Linear(3, 3))
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")  # of Streaming, which hashes files without closing them
+@pytest.mark.filterwarnings("ignore:Exception ignored in. <_io.FileIO:pytest.PytestUnraisableExceptionWarning")
+def test_a_member_trains_with_it(tmp_path):
+    settings = (
+        f"run_dir={tmp_path}",
+        "expert.train.optimizer=muon",
+        "expert.train.max_steps=40",
+        "island.log_every_n_steps=20",
+        "island.validate_every_n_steps=40",
+    )
+    assert main(["prepare", "-c", str(TINY), *settings]) == 0
+    assert main(["fit", "-c", str(TINY), "member=expert-0", *settings]) == 0
+    metrics = json.loads((tmp_path / "members/expert-0/status.json").read_text())["metrics"]
+    assert metrics["held_out/loss"] > 0
+    assert metrics["train/skipped_steps"] == 0

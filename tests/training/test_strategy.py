@@ -110,3 +110,16 @@ def test_counting_flops_takes_no_memory_of_the_weights_and_leaves_them_alone():
     assert all(torch.equal(value, before[name]) for name, value in network.state_dict().items())
     assert all(parameter.grad is None for parameter in network.parameters())
     assert all(part.device.type == "meta" for part in _on_meta(network).state_dict().values())
+
+
+def test_a_checkpointed_block_takes_named_inputs():
+    class Block(nn.Module):
+        def forward(self, x, *, factor):
+            return factor * x
+
+    network = nn.Module()
+    network.blocks = nn.ModuleList([Block()])
+    checkpoint_blocks(network)
+    x = torch.ones(2, requires_grad=True)
+    network.blocks[0](x, factor=3.0).sum().backward()
+    assert x.grad.tolist() == [3.0, 3.0]
