@@ -18,6 +18,8 @@ import torch
 from jaxtyping import config, install_import_hook
 from tiny_runs import RANK_VARIABLES
 from tiny_runs import finished_run as finished_run
+from tiny_runs import tiny_prepared as tiny_prepared
+from tiny_runs import tiny_run as tiny_run
 
 torch.set_num_threads(1)
 

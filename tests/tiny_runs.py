@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
+from ddm_lightning.cli import main
+
 ROOT = Path(__file__).parents[1]
 TINY = ROOT / "experiments" / "tiny_2x.yaml"
 MEMBERS = ("expert-0", "expert-1", "router")
@@ -98,3 +100,18 @@ def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
             run_dir.with_suffix(".err").write_text(err, encoding="utf-8")
             run_dir.with_suffix(".out").write_text(out, encoding="utf-8")
     return run_dir
+
+
+@pytest.fixture(scope="session")
+def tiny_prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder ``prepared`` of the tiny experiment. Not to be changed: copy it."""
+    run = tmp_path_factory.mktemp("tiny_prepared")
+    assert main(["prepare", "-c", str(TINY), f"run_dir={run}"]) == 0
+    return run / "prepared"
+
+
+@pytest.fixture
+def tiny_run(tiny_prepared: Path, tmp_path: Path) -> Path:
+    """A run folder with shards and nothing else, so that any training setting fits."""
+    shutil.copytree(tiny_prepared, tmp_path / "run" / "prepared")
+    return tmp_path / "run"

@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from loading.mds import WARNINGS
 from safetensors.torch import load_file
 from tiny_runs import TINY
 
@@ -15,10 +16,7 @@ from ddm_lightning.ensemble.load import load_ensemble
 from ddm_lightning.files import sha256_file
 from ddm_lightning.training.ema_snapshots import snapshot_steps
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),  # of Streaming, which hashes files without closing them
-    pytest.mark.filterwarnings("ignore:Exception ignored in. <_io.FileIO:pytest.PytestUnraisableExceptionWarning"),
-]
+pytestmark = WARNINGS
 
 SHORT = (
     "expert.train.max_steps=40",
@@ -37,9 +35,9 @@ def command(name, run, *more, member="expert-0"):
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
+def trained(tiny_prepared, tmp_path_factory):
     run = tmp_path_factory.mktemp("trained")
-    assert main(["prepare", "-c", str(TINY), f"run_dir={run}"]) == 0
+    shutil.copytree(tiny_prepared, run / "prepared")
     for member in ("expert-0", "router"):
         assert command("fit", run, member=member) == 0
     return run

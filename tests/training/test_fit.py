@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from deadline import within
-from loading.mds import damage
+from loading.mds import WARNINGS, damage
 from streaming import MDSWriter
 from streaming.base.format import reader_from_json
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -32,10 +32,7 @@ SHORT = (
     "island.checkpoint_every_n_steps=6",
 )
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),  # of Streaming, which hashes files without closing them
-    pytest.mark.filterwarnings("ignore:Exception ignored in. <_io.FileIO:pytest.PytestUnraisableExceptionWarning"),
-]
+pytestmark = WARNINGS
 
 
 def fit(run, *more, name="expert-0"):
@@ -43,23 +40,9 @@ def fit(run, *more, name="expert-0"):
 
 
 @pytest.fixture(scope="module")
-def prepared(tmp_path_factory):
-    run = tmp_path_factory.mktemp("prepared")
-    assert main(["prepare", "-c", str(TINY), f"run_dir={run}"]) == 0
-    return run / "prepared"
-
-
-@pytest.fixture
-def run(prepared, tmp_path):
-    """Shards and nothing else, so that any training setting fits."""
-    shutil.copytree(prepared, tmp_path / "run" / "prepared")
-    return tmp_path / "run"
-
-
-@pytest.fixture(scope="module")
-def finished(prepared, tmp_path_factory):
+def finished(tiny_prepared, tmp_path_factory):
     run = tmp_path_factory.mktemp("finished") / "run"
-    shutil.copytree(prepared, run / "prepared")
+    shutil.copytree(tiny_prepared, run / "prepared")
     assert fit(run) == 0
     return run
 
@@ -112,19 +95,19 @@ def test_its_curves_and_pictures_are_in_tensorboard(finished):
     assert picture.encoded_image_string.startswith(b"\x89PNG")
 
 
-def test_the_router_trains_on_all_clusters(run):
-    assert fit(run, "router.train.max_steps=12", name="router") == 0
-    loaded = load_member(run / "members/router/artifact")
+def test_the_router_trains_on_all_clusters(tiny_run):
+    assert fit(tiny_run, "router.train.max_steps=12", name="router") == 0
+    loaded = load_member(tiny_run / "members/router/artifact")
     assert (loaded.meta.role, loaded.meta.step, loaded.meta.num_samples) == ("router", 12, 12 * 16)
     assert {"held_out/accuracy", "held_out/accuracy_conditional", "held_out/loss_t0.062"} <= set(loaded.meta.metrics)
-    events = EventAccumulator(str(run / "members/router/tensorboard"))
+    events = EventAccumulator(str(tiny_run / "members/router/tensorboard"))
     events.Reload()
     assert [picture.step for picture in events.Images("held_out/routing")] == [12]
 
 
-def test_the_monolith_trains_on_all_clusters_with_all_of_the_batch(finished, run):
-    assert fit(run, name="monolith") == 0
-    loaded = load_member(run / "members/monolith/artifact")
+def test_the_monolith_trains_on_all_clusters_with_all_of_the_batch(finished, tiny_run):
+    assert fit(tiny_run, name="monolith") == 0
+    loaded = load_member(tiny_run / "members/monolith/artifact")
     expert = load_member(member(finished, "artifact"))
     assert (loaded.meta.role, loaded.meta.num_samples) == ("monolith", 20 * 16)
     assert [p.shape for p in loaded.network.parameters()] == [p.shape for p in expert.network.parameters()]
@@ -181,12 +164,12 @@ def test_with_all_checkpoints_damaged_it_starts_afresh_and_says_so(finished, int
     assert weights(interrupted) == weights(finished)
 
 
-def test_shards_from_a_url_train_the_same_weights(finished, run, tmp_path, capsys):
-    shards = shutil.move(run / "prepared" / "shards", tmp_path / "elsewhere")
-    assert fit(run, f"island.shards=file://{shards}") == 0
-    assert weights(run) == weights(finished)
-    assert [path.name for path in member(run, "cache").iterdir()] == ["store"]
-    name = next((member(run, "cache") / "store").rglob("*.mds"))
+def test_shards_from_a_url_train_the_same_weights(finished, tiny_run, tmp_path, capsys):
+    shards = shutil.move(tiny_run / "prepared" / "shards", tmp_path / "elsewhere")
+    assert fit(tiny_run, f"island.shards=file://{shards}") == 0
+    assert weights(tiny_run) == weights(finished)
+    assert [path.name for path in member(tiny_run, "cache").iterdir()] == ["store"]
+    name = next((member(tiny_run, "cache") / "store").rglob("*.mds"))
     assert name.exists()
 
 
@@ -197,42 +180,42 @@ def refusal(capsys):
 
 
 @pytest.mark.parametrize("kind", ["missing", "truncated", "flipped"])
-def test_a_damaged_shard_is_named(run, capsys, kind):
-    folder = run / "prepared/shards/cluster-0/train"
+def test_a_damaged_shard_is_named(tiny_run, capsys, kind):
+    folder = tiny_run / "prepared/shards/cluster-0/train"
     name = damage(folder, kind)
     with within(60):
-        assert fit(run) == 2
+        assert fit(tiny_run) == 2
     assert f"{folder / name}: shard is {'missing' if kind == 'missing' else 'damaged'}" in refusal(capsys)
-    assert read_status(run, "expert-0")["state"] == "failed"
-    assert not member(run, "artifact").exists()
+    assert read_status(tiny_run, "expert-0")["state"] == "failed"
+    assert not member(tiny_run, "artifact").exists()
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_damaged_shard_at_a_url_is_named(run, tmp_path, capsys, num_workers):
-    shards = shutil.move(run / "prepared" / "shards", tmp_path / "elsewhere")
+def test_a_damaged_shard_at_a_url_is_named(tiny_run, tmp_path, capsys, num_workers):
+    shards = shutil.move(tiny_run / "prepared" / "shards", tmp_path / "elsewhere")
     name = damage(shards / "cluster-0/train", "flipped")
     with within(60):
-        assert fit(run, f"island.shards=file://{shards}", f"island.num_workers={num_workers}") == 2
+        assert fit(tiny_run, f"island.shards=file://{shards}", f"island.num_workers={num_workers}") == 2
     line = refusal(capsys)
     assert name in line
     assert "Checksum failure" in line
-    assert read_status(run, "expert-0")["state"] == "failed"
+    assert read_status(tiny_run, "expert-0")["state"] == "failed"
 
 
-def test_a_cluster_smaller_than_a_batch_is_refused(run, capsys):
-    assert fit(run, "expert.train.global_batch_size=128") == 2
+def test_a_cluster_smaller_than_a_batch_is_refused(tiny_run, capsys):
+    assert fit(tiny_run, "expert.train.global_batch_size=128") == 2
     assert "fewer than the 64 of one step; lower global_batch_size or num_clusters" in refusal(capsys)
 
 
-def test_a_diverged_training_says_so_and_keeps_its_checkpoints_from_before(run, capsys):
+def test_a_diverged_training_says_so_and_keeps_its_checkpoints_from_before(tiny_run, capsys):
     settings = ("expert.train.learning_rate=1e30", "expert.train.max_skipped_steps=2", "island.log_every_n_steps=7")
-    assert fit(run, *settings) == 2
+    assert fit(tiny_run, *settings) == 2
     line = refusal(capsys)
     assert re.search(r"expert-0: \d steps in succession, up to step 5, had a gradient that is not finite", line)
     assert "lower its learning_rate" in line
-    assert [skipped.step for skipped in read_skipped(member(run, "skipped_steps.jsonl"))] == [1, 2, 3, 4, 5]
-    assert not member(run, "checkpoints").exists()
-    assert read_status(run, "expert-0")["state"] == "failed"
+    assert [skipped.step for skipped in read_skipped(member(tiny_run, "skipped_steps.jsonl"))] == [1, 2, 3, 4, 5]
+    assert not member(tiny_run, "checkpoints").exists()
+    assert read_status(tiny_run, "expert-0")["state"] == "failed"
 
 
 def test_an_expert_reads_tokens(tmp_path):
@@ -283,30 +266,30 @@ def plant_nan(run, sample_index):
     return int(samples[sample_index]["sample_id"])
 
 
-def test_a_sample_that_is_not_finite_costs_its_steps_and_is_found_by_one_command(run, capsys, monkeypatch):
+def test_a_sample_that_is_not_finite_costs_its_steps_and_is_found_by_one_command(tiny_run, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
-    planted = plant_nan(run, 3)
-    assert fit(run, "condition.dropout=0.0") == 0
-    skipped = read_skipped(member(run, "skipped_steps.jsonl"))
+    planted = plant_nan(tiny_run, 3)
+    assert fit(tiny_run, "condition.dropout=0.0") == 0
+    skipped = read_skipped(member(tiny_run, "skipped_steps.jsonl"))
     assert 1 <= len(skipped) < 20
     assert all(planted in one.sample_ids for one in skipped)
     assert all(math.isnan(one.losses[one.sample_ids.index(planted)]) for one in skipped)
     assert sum(not math.isfinite(loss) for one in skipped for loss in one.losses) == len(skipped)
-    status = read_status(run, "expert-0")
+    status = read_status(tiny_run, "expert-0")
     assert status["metrics"]["train/skipped_steps"] == len(skipped) and math.isfinite(status["metrics"]["train/loss"])
-    load_member(member(run, "artifact"))  # refuses weights that are not finite
+    load_member(member(tiny_run, "artifact"))  # refuses weights that are not finite
 
     capsys.readouterr()
-    command = ["replay", "-c", str(TINY), f"run_dir={run}", "member=expert-0", "condition.dropout=0.0"]
+    command = ["replay", "-c", str(TINY), f"run_dir={tiny_run}", "member=expert-0", "condition.dropout=0.0"]
     assert main([*command, *SHORT]) == 0
     out = capsys.readouterr().out
     rows = [line.split() for line in out.splitlines() if re.match(r" *\d+ ", line)]
-    assert len(rows) == 8 and f"step {skipped[-1].step} of expert-0, rank 0, with {member(run)}" in out
+    assert len(rows) == 8 and f"step {skipped[-1].step} of expert-0, rank 0, with {member(tiny_run)}" in out
     assert rows[0][0] == str(planted) and rows[0][2:] == ["text", "nan", "nan"]
     by_id = {row[0]: row for row in rows}
     for sample_id, t in zip(skipped[-1].sample_ids, skipped[-1].t, strict=True):
         assert float(by_id[str(sample_id)][1]) == pytest.approx(t, abs=1e-4)
-    for path in member(run, "checkpoints").iterdir():
+    for path in member(tiny_run, "checkpoints").iterdir():
         path.write_bytes(b"damaged")
     assert main([*command, *SHORT]) == 0
     assert "with the initial weights" in capsys.readouterr().out
@@ -314,10 +297,10 @@ def test_a_sample_that_is_not_finite_costs_its_steps_and_is_found_by_one_command
     assert "step 12345 of rank 0 was not left out; those that were: " in refusal(capsys)
 
 
-def test_mixed_precision_trains(finished, run):
-    assert fit(run, "island.precision=bf16-mixed") == 0
+def test_mixed_precision_trains(finished, tiny_run):
+    assert fit(tiny_run, "island.precision=bf16-mixed") == 0
     mixed, exact = (
-        load_member(member(run, "artifact")).meta.metrics,
+        load_member(member(tiny_run, "artifact")).meta.metrics,
         load_member(member(finished, "artifact")).meta.metrics,
     )
     assert mixed["held_out/loss"] == pytest.approx(exact["held_out/loss"], rel=0.05)

@@ -6,6 +6,7 @@ import shutil
 import signal
 
 import pytest
+from loading.mds import WARNINGS
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny_runs import TINY
 
@@ -20,10 +21,7 @@ SHORT = (
     "island.checkpoint_every_n_steps=20",
 )
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),  # of Streaming, which hashes files without closing them
-    pytest.mark.filterwarnings("ignore:Exception ignored in. <_io.FileIO:pytest.PytestUnraisableExceptionWarning"),
-]
+pytestmark = WARNINGS
 
 
 def fit(run):
@@ -31,24 +29,11 @@ def fit(run):
 
 
 @pytest.fixture(scope="module")
-def prepared(tmp_path_factory):
-    run = tmp_path_factory.mktemp("prepared")
-    assert main(["prepare", "-c", str(TINY), f"run_dir={run}"]) == 0
-    return run / "prepared"
-
-
-@pytest.fixture(scope="module")
-def undisturbed(prepared, tmp_path_factory):
+def undisturbed(tiny_prepared, tmp_path_factory):
     run = tmp_path_factory.mktemp("undisturbed")
-    shutil.copytree(prepared, run / "prepared")
+    shutil.copytree(tiny_prepared, run / "prepared")
     assert fit(run) == 0
     return run
-
-
-@pytest.fixture
-def run(prepared, tmp_path):
-    shutil.copytree(prepared, tmp_path / "run" / "prepared")
-    return tmp_path / "run"
 
 
 def weights(run):
@@ -100,19 +85,19 @@ def in_drawing(monkeypatch, at_step):
 
 
 @pytest.mark.parametrize("place", [in_held_out_batches, in_drawing])
-def test_it_ends_at_once_and_resumes_to_the_same_bits(undisturbed, run, monkeypatch, capsys, place):
+def test_it_ends_at_once_and_resumes_to_the_same_bits(undisturbed, tiny_run, monkeypatch, capsys, place):
     with monkeypatch.context() as patched:
         seen = place(patched, 8)
-        assert fit(run) == 130
+        assert fit(tiny_run) == 130
     # Of two held-out batches the first, or of the pictures' velocities those up to the signal.
     assert (seen == [8]) if place is in_held_out_batches else ([len(times) for times in seen] == [3])
     assert "expert-0: stopped at step 8; the same command resumes it" in capsys.readouterr().err
-    assert (status(run)["state"], status(run)["step"]) == ("stopped", 8)
-    assert [path.name for path in (run / "members/expert-0/checkpoints").iterdir()] == ["step-00000008.ckpt"]
-    assert logged(run, "Images", "samples") == []
-    assert logged(run, "Scalars", "held_out/loss") == ([8] if place is in_drawing else [])
-    assert fit(run) == 0
-    assert weights(run) == weights(undisturbed)
+    assert (status(tiny_run)["state"], status(tiny_run)["step"]) == ("stopped", 8)
+    assert [path.name for path in (tiny_run / "members/expert-0/checkpoints").iterdir()] == ["step-00000008.ckpt"]
+    assert logged(tiny_run, "Images", "samples") == []
+    assert logged(tiny_run, "Scalars", "held_out/loss") == ([8] if place is in_drawing else [])
+    assert fit(tiny_run) == 0
+    assert weights(tiny_run) == weights(undisturbed)
 
 
 def in_the_last_step(monkeypatch, at_step):
@@ -128,11 +113,11 @@ def in_the_last_step(monkeypatch, at_step):
 
 
 @pytest.mark.parametrize("place", [in_held_out_batches, in_the_last_step])
-def test_the_last_validation_is_not_cut_short(run, monkeypatch, place):
+def test_the_last_validation_is_not_cut_short(tiny_run, monkeypatch, place):
     """Training is over, and the artifact takes its figures from there."""
     with monkeypatch.context() as patched:
         place(patched, 16)
         last = [*SHORT, "expert.train.max_steps=16"]
-        assert main(["fit", "-c", str(TINY), f"run_dir={run}", "member=expert-0", *last]) == 0
-    assert status(run)["state"] == "done"
-    assert logged(run, "Scalars", "held_out/loss") == [8, 16]
+        assert main(["fit", "-c", str(TINY), f"run_dir={tiny_run}", "member=expert-0", *last]) == 0
+    assert status(tiny_run)["state"] == "done"
+    assert logged(tiny_run, "Scalars", "held_out/loss") == [8, 16]

@@ -5,15 +5,13 @@ import shutil
 
 import pytest
 import torch
+from loading.mds import WARNINGS
 from tiny_runs import TINY
 
 from ddm_lightning.cli import main
 from ddm_lightning.ensemble.load import load_member
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),  # of Streaming, which hashes files without closing them
-    pytest.mark.filterwarnings("ignore:Exception ignored in. <_io.FileIO:pytest.PytestUnraisableExceptionWarning"),
-]
+pytestmark = WARNINGS
 
 SHORT = (
     "expert.train.max_steps=20",
@@ -40,26 +38,13 @@ def fit(run, size, *more, member="expert-0"):
 
 
 @pytest.fixture(scope="module")
-def prepared(tmp_path_factory):
-    run = tmp_path_factory.mktemp("prepared")
-    assert main(["prepare", "-c", str(TINY), f"run_dir={run}"]) == 0
-    return run / "prepared"
-
-
-@pytest.fixture(scope="module")
-def whole(prepared, tmp_path_factory):
+def whole(tiny_prepared, tmp_path_factory):
     """Experts and router, each step in one part."""
     run = tmp_path_factory.mktemp("whole")
-    shutil.copytree(prepared, run / "prepared")
+    shutil.copytree(tiny_prepared, run / "prepared")
     for member in ("expert-0", "router"):
         fit(run, "null", member=member)
     return run
-
-
-@pytest.fixture
-def run(prepared, tmp_path):
-    shutil.copytree(prepared, tmp_path / "run" / "prepared")
-    return tmp_path / "run"
 
 
 def metrics(member):
@@ -67,9 +52,9 @@ def metrics(member):
 
 
 @pytest.mark.parametrize("member", ["expert-0", "router"])
-def test_parts_give_the_weights_of_the_whole(whole, run, member):
+def test_parts_give_the_weights_of_the_whole(whole, tiny_run, member):
     """Of 8 samples, or the router's 16, 3 at most at once, so that the parts are unequal."""
-    parts, expected = fit(run, 3, member=member), whole / "members" / member
+    parts, expected = fit(tiny_run, 3, member=member), whole / "members" / member
     assert (parts / "sample_ids.txt").read_text() == (expected / "sample_ids.txt").read_text()
     reference = load_member(expected / "artifact").network.state_dict()
     for name, value in load_member(parts / "artifact").network.state_dict().items():
@@ -80,29 +65,29 @@ def test_parts_give_the_weights_of_the_whole(whole, run, member):
         assert value == pytest.approx(figures[name], rel=1e-3, abs=1e-6), name
 
 
-def test_one_part_is_the_whole_to_the_bit(whole, run):
+def test_one_part_is_the_whole_to_the_bit(whole, tiny_run):
     name = "artifact/model.safetensors"
-    assert (fit(run, 64) / name).read_bytes() == (whole / "members/expert-0" / name).read_bytes()
+    assert (fit(tiny_run, 64) / name).read_bytes() == (whole / "members/expert-0" / name).read_bytes()
 
 
-def test_it_may_change_between_two_starts(whole, run):
+def test_it_may_change_between_two_starts(whole, tiny_run):
     """It belongs to the machine, not to the experiment."""
-    shutil.copytree(whole / "members", run / "members")
-    shutil.copy(whole / "experiment.yaml", run)
-    member = run / "members/expert-0"
+    shutil.copytree(whole / "members", tiny_run / "members")
+    shutil.copy(whole / "experiment.yaml", tiny_run)
+    member = tiny_run / "members/expert-0"
     shutil.rmtree(member / "artifact")
     (member / "checkpoints/step-00000020.ckpt").unlink()
-    assert fit(run, 2) == member
+    assert fit(tiny_run, 2) == member
     steps = [int(line.partition(":")[0]) for line in (member / "sample_ids.txt").read_text().splitlines()]
     assert steps == [*range(20), *range(10, 20)]
 
 
-def test_mixed_precision_works_in_parts(whole, run):
+def test_mixed_precision_works_in_parts(whole, tiny_run):
     """In bfloat16, to its own precision."""
-    figures = metrics(fit(run, 3, "island.precision=bf16-mixed"))
+    figures = metrics(fit(tiny_run, 3, "island.precision=bf16-mixed"))
     assert figures["train/loss"] == pytest.approx(metrics(whole / "members/expert-0")["train/loss"], rel=0.05)
 
 
-def test_a_size_of_zero_is_refused(run, capsys):
-    assert main(["fit", "-c", str(TINY), f"run_dir={run}", "member=expert-0", "island.micro_batch_size=0"]) == 2
+def test_a_size_of_zero_is_refused(tiny_run, capsys):
+    assert main(["fit", "-c", str(TINY), f"run_dir={tiny_run}", "member=expert-0", "island.micro_batch_size=0"]) == 2
     assert "'island.micro_batch_size' = 0: must be at least 1" in capsys.readouterr().err
