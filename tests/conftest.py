@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 from collections.abc import Iterator
 
@@ -22,6 +23,8 @@ from tiny_runs import tiny_prepared as tiny_prepared
 from tiny_runs import tiny_run as tiny_run
 
 torch.set_num_threads(1)
+# Streaming keeps the shared memory of every dataset open until the process ends, and these tests make hundreds.
+resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
 
 # Before any test module imports them, so that every annotation in them is checked at each call.
 install_import_hook(

@@ -7,13 +7,18 @@ is, and only what a dead start of this member had is removed, and what no start 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from streaming.base.constant import BARRIER_FILELOCK, CACHE_FILELOCK, LOCALS, SHM_TO_CLEAN
+from streaming.base.shared import SharedMemory
+from streaming.base.shared import prefix as numbers
 from streaming.base.shared.prefix import _unpack_locals
 
 from ddm_lightning.files import atomic_write_json
@@ -116,6 +121,29 @@ def remove_unowned() -> list[Path]:
                 path.unlink()
                 removed.append(path)
     return removed
+
+
+@contextlib.contextmanager
+def search_closes_what_it_opens() -> Iterator[None]:
+    """Close the memory of other numbers, which Streaming looks into for a free one.
+
+    It leaves that open until the process ends (0.13.0): six files a number that somebody has, or a killed process had.
+    """
+    searched: list[SharedMemory] = []
+
+    class Searched(SharedMemory):
+        def __init__(self, *arguments: Any, **settings: Any) -> None:
+            super().__init__(*arguments, **settings)
+            searched.append(self)
+
+    numbers.SharedMemory = Searched  # type: ignore[attr-defined]  # a name that its functions look up
+    try:
+        yield
+    finally:
+        numbers.SharedMemory = SharedMemory  # type: ignore[attr-defined]  # as it was
+        for memory in searched[:-1]:  # the last is that of the number which was taken
+            memory.cleanup()
+            atexit.unregister(memory.cleanup)
 
 
 def _folders_of(memory: Path) -> list[str] | None:

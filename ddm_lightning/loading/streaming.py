@@ -34,7 +34,7 @@ from torch import Tensor, distributed
 from ddm_lightning.errors import UserError
 from ddm_lightning.files import inside
 from ddm_lightning.loading.errors import ShardError, unreadable
-from ddm_lightning.loading.leftovers import remove_unowned
+from ddm_lightning.loading.leftovers import remove_unowned, search_closes_what_it_opens
 from ddm_lightning.loading.mds import Layout, ShardFile, Shards
 from ddm_lightning.loading.order import Ranks, epoch_order, num_steps, steps
 from ddm_lightning.loading.sftp import PatientSFTPDownloader
@@ -355,7 +355,8 @@ def open_streams(
                 remove_unowned()
             if distributed.is_available() and distributed.is_initialized():
                 distributed.barrier()
-            return build()
+            with search_closes_what_it_opens():
+                return build()
     except UserError:
         raise
     except Exception as error:  # whatever a client of a storage service raises

@@ -194,3 +194,24 @@ def test_a_cache_that_was_removed_while_training_is_told(shards, tmp_path):
     shutil.rmtree(tmp_path / "cache")
     with within(20), pytest.raises(ShardError, match=r"store/cluster-0/train/shard.0000.\.mds is not there"):
         list(loader)
+
+
+def test_looking_for_a_number_leaves_no_memory_of_others_open(shards, tmp_path, monkeypatch):
+    """Of killed processes there may be hundreds, and each dataset looks into all of them."""
+    taken = [900_000 + os.getpid() % 997 * 100 + i for i in range(20)]
+    monkeypatch.setattr("streaming.base.shared.prefix._each_prefix_int", lambda: itertools.count(taken[0]))
+    for number in taken:
+        fake_memory(number, ["/another's"]).unlink()  # no lock file, or it would not look
+
+    def num_open():
+        return len([path for path in Path("/proc/self/fd").iterdir() if "_locals" in os.path.realpath(path)])
+
+    try:
+        before = num_open()
+        loader = module_of(shards, tmp_path / "cache").train_dataloader()
+        assert loader.dataset.shared_memory_number == taken[-1] + 1
+        assert num_open() == before + 2  # its own, and the map of it
+        assert len(list(loader)) == 20
+    finally:
+        for number in taken:
+            (SHARED_MEMORY / f"{number:06}_locals").unlink()
