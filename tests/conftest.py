@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import shutil
+import signal
 from collections.abc import Iterator
 
 # Before torch is imported: two OpenMP threads on two shared cores are slower than one.
@@ -23,6 +24,9 @@ from tiny_runs import tiny_prepared as tiny_prepared
 from tiny_runs import tiny_run as tiny_run
 
 torch.set_num_threads(1)
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # So a shell starts what runs in its background, and every program started here would be deaf to Ctrl-C.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 # Streaming keeps the shared memory of every dataset open until the process ends, and these tests make hundreds.
 resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
 
