@@ -199,6 +199,14 @@ def _load_for_members(options: argparse.Namespace) -> tuple[Experiment, list[str
     return experiment, parse_members(chosen[-1].removeprefix("member=") if chosen else "all", experiment)
 
 
+def _load_for_member(options: argparse.Namespace) -> tuple[Experiment, str]:
+    """``_load_for_members`` for a command that takes one."""
+    experiment, members = _load_for_members(options)
+    if len(members) != 1:
+        raise UserError(f"{options.command}: name the member, such as member=expert-0")
+    return experiment, members[0]
+
+
 def _fit(options: argparse.Namespace) -> int:
     experiment, members = _load_for_members(options)
     if options.jobs is not None and options.jobs < 1:
@@ -248,7 +256,6 @@ def _fit_several(members: list[str], experiment: Experiment, options: argparse.N
     from ddm_lightning.islands.status import members_table
     from ddm_lightning.members import ensemble_members
 
-    before = _bytes_of(run.ensemble)
     try:
         failures = fit_members(members, experiment, run, options.jobs or default_jobs(experiment), console)
     except FitInterruptedError:
@@ -260,9 +267,9 @@ def _fit_several(members: list[str], experiment: Experiment, options: argparse.N
         print(f"logs: {run.root / 'members'}; the same command trains what is unfinished", file=sys.stderr)
         return 1
     if all(run.is_finished(member) for member in ensemble_members(experiment)):
-        assemble(experiment, run)
+        is_new = assemble(experiment, run)
         grid = _grid(experiment, run)
-        if _bytes_of(run.ensemble) == before and grid.exists():
+        if grid.exists() and not is_new:
             print("all members are finished and their pictures drawn: nothing to do")
         else:
             _draw(experiment, run, experiment.sample.prompts, grid)
@@ -274,25 +281,15 @@ def _fit_several(members: list[str], experiment: Experiment, options: argparse.N
     return 0
 
 
-def _bytes_of(path: Path) -> bytes | None:
-    return path.read_bytes() if path.exists() else None
-
-
 def _grid(experiment: Experiment, run: RunFolder) -> Path:
     return run.samples / f"{experiment.sample.strategy}.png"
 
 
 def _draw(experiment: Experiment, run: RunFolder, prompts: Sequence[str], path: Path) -> None:
-    from ddm_lightning.ensemble.load import load_ensemble
-    from ddm_lightning.evaluation.samples import row_conditions
-    from ddm_lightning.evaluation.samples import sample_grid as draw
-    from ddm_lightning.pictures import save_png
-    from ddm_lightning.prepare.manifest import Manifest
+    from ddm_lightning.evaluation.samples import draw_run
 
     _limit_threads(experiment)
-    manifest = Manifest.read(run.root)
-    rows = row_conditions(prompts, experiment, manifest)
-    save_png(path, draw(load_ensemble(run.root), experiment, rows, experiment.sample, manifest.attribution))
+    draw_run(run.root, experiment, prompts, path)
 
 
 def _sample(options: argparse.Namespace) -> int:
@@ -342,9 +339,7 @@ def _status(options: argparse.Namespace) -> int:
 def _replay(options: argparse.Namespace) -> int:
     from rich.console import Console
 
-    experiment, members = _load_for_members(options)
-    if len(members) != 1:
-        raise UserError("replay: name the member whose step it was, such as member=expert-0")
+    experiment, member = _load_for_member(options)
 
     from ddm_lightning.run_folder import open_run
 
@@ -352,8 +347,8 @@ def _replay(options: argparse.Namespace) -> int:
 
     from ddm_lightning.training.replay import replay_step, replay_table
 
-    replay = replay_step(members[0], experiment, run, options.step, options.rank)
-    print(f"step {replay.skipped.step} of {members[0]}, rank {replay.skipped.rank}, with {replay.weights}")
+    replay = replay_step(member, experiment, run, options.step, options.rank)
+    print(f"step {replay.skipped.step} of {member}, rank {replay.skipped.rank}, with {replay.weights}")
     Console().print(replay_table(replay))
     return 0
 
@@ -361,9 +356,7 @@ def _replay(options: argparse.Namespace) -> int:
 def _ema(options: argparse.Namespace) -> int:
     from rich.console import Console
 
-    experiment, members = _load_for_members(options)
-    if len(members) != 1:
-        raise UserError("ema: name the member whose weights they are, such as member=expert-0")
+    experiment, member = _load_for_member(options)
     if options.use is not None and options.width is not None:
         raise UserError("ema: --width compares and --use hands over; give one of them")
 
@@ -376,28 +369,17 @@ def _ema(options: argparse.Namespace) -> int:
     from ddm_lightning.islands.assembly import assemble
     from ddm_lightning.training.ema_choice import Averages, widths_table
 
-    member = members[0]
     averages = Averages(member, experiment, run)
     if options.use is None:
         Console().print(widths_table(averages.compare(options.width)))
         print(f"next: {_command('ema', options)} member={member} --use WIDTH")
         return 0
-    if options.use == "original":
-        averages.use_original()
-    else:
-        averages.use(_number("--use", options.use))
+    averages.use_by_name(options.use)
     print(f"artifact: {run.artifact(member)}")
     if run.ensemble.exists() and member in ensemble_members(experiment):
         assemble(experiment, run)
         print(f"ensemble: {run.ensemble}\nnext: {_command('sample', options)} --prompt …")
     return 0
-
-
-def _number(option: str, text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise UserError(f"{option} {text}: give a width such as 0.08, or original") from None
 
 
 _COMMANDS = {

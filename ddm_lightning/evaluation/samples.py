@@ -9,11 +9,11 @@ import torch
 from PIL import Image
 
 from ddm_lightning.config import Experiment, SampleConfig
-from ddm_lightning.ensemble.load import LoadedEnsemble
+from ddm_lightning.ensemble.load import LoadedEnsemble, load_ensemble
 from ddm_lightning.ensemble.sampler import sample
 from ddm_lightning.errors import UserError
 from ddm_lightning.flow.condition import Condition
-from ddm_lightning.pictures import labelled_grid
+from ddm_lightning.pictures import labelled_grid, save_png
 from ddm_lightning.prepare.manifest import Manifest
 from ddm_lightning.prepare.registry import CAPTION_ENCODERS, IMAGE_ENCODERS
 
@@ -109,3 +109,15 @@ def check_out(out: str) -> Path:
     if not path.parent.is_dir():
         raise UserError(f"--out {out!r}: folder {path.parent} does not exist; make it first")
     return path
+
+
+def draw_run(run_dir: Path, experiment: Experiment, prompts: Sequence[str], path: Path) -> None:
+    """Write the grid of a run's ensemble to the PNG ``path``, a row a prompt.
+
+    Raises:
+        UserError: no ensemble, a damaged artifact, or a prompt that is empty.
+    """
+    manifest = Manifest.read(run_dir)
+    rows = row_conditions(prompts, experiment, manifest)
+    grid = sample_grid(load_ensemble(run_dir), experiment, rows, experiment.sample, manifest.attribution)
+    save_png(path, grid)

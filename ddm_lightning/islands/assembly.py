@@ -12,14 +12,19 @@ from ddm_lightning.prepare.manifest import Manifest
 from ddm_lightning.run_folder import RunFolder
 
 
-def assemble(experiment: Experiment, run: RunFolder) -> None:
+def assemble(experiment: Experiment, run: RunFolder) -> bool:
     """Write ``ensemble.json`` over the artifacts of all members, which have to be finished.
+
+    Returns:
+        Whether it differs from what was there.
 
     Raises:
         UserError: artifacts that do not belong together, or damaged ones.
     """
     folders = [run.artifact(member) for member in ensemble_members(experiment)]
+    before = run.ensemble.read_bytes() if run.ensemble.exists() else None
     write_ensemble(run.root, folders, Manifest.read(run.root).priors)
+    return run.ensemble.read_bytes() != before
 
 
 def refuse_stale(members: Sequence[str], run: RunFolder) -> None:
