@@ -28,7 +28,7 @@ from ddm_lightning.errors import UserError
 from ddm_lightning.files import sha256_file
 from ddm_lightning.prepare.stages import prepare
 from ddm_lightning.run_folder import RunFolder
-from ddm_lightning.training.checkpoints import damage_of
+from ddm_lightning.training.checkpoint_files import damage_of
 from ddm_lightning.training.status import MemberStatus
 
 MEMBER = "expert-0"

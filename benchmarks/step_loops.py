@@ -29,7 +29,7 @@ from ddm_lightning.training.fit import build_data, build_module, build_trainer
 from ddm_lightning.training.member_network import build_member_network
 from ddm_lightning.training.optimizer import build_optimizer, build_schedule
 from ddm_lightning.training.status import MemberStatus
-from ddm_lightning.training.strategy import compile_blocks
+from ddm_lightning.training.strategy import choose_strategy, compile_blocks
 
 MEMBER = "expert-0"
 Batch = dict[str, Tensor]
@@ -177,7 +177,8 @@ def train(experiment: Experiment, steps: int, clock: Clock = now) -> Trained:
     bare = BareLoop(experiment, manifest, batches, device)
 
     module = build_module(MEMBER, experiment, manifest)
-    trainer, _ = build_trainer(MEMBER, experiment, folder, MemberStatus(MEMBER, config.max_steps), "auto")
+    strategy, _ = choose_strategy(experiment.island, sum(p.numel() for p in module.parameters()))
+    trainer, _ = build_trainer(MEMBER, experiment, folder, MemberStatus(MEMBER, config.max_steps), strategy)
     turns = TakeTurns(bare, steps, clock)
     # Behind all others, so that the end of the last step is the end of its turn.
     trainer.callbacks.append(turns)  # type: ignore[attr-defined]  # Lightning's list of callbacks

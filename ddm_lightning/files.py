@@ -56,10 +56,18 @@ def atomic_folder(path: Path) -> Iterator[Path]:
     """Yield an empty temporary folder that becomes ``path`` (replacing it) when the block ends well."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".tmp-{path.name}-", dir=path.parent))
-    replaced = temporary.with_name(f"{temporary.name}-replaced")
     try:
         yield temporary
         temporary.chmod(0o755)
+        move_folder(temporary, path)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def move_folder(temporary: Path, path: Path) -> None:
+    """Flush all of ``temporary``, then rename it to ``path`` on the same disk, which it replaces."""
+    replaced = temporary.with_name(f"{temporary.name}-replaced")
+    try:
         for written in (*temporary.rglob("*"), temporary):
             _flush(written)
         if path.exists():
@@ -67,7 +75,6 @@ def atomic_folder(path: Path) -> Iterator[Path]:
         os.replace(temporary, path)
         _flush(path.parent)
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
         shutil.rmtree(replaced, ignore_errors=True)
 
 

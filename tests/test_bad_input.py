@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoint_folders import cut
 from tiny_runs import MEMBERS, STEPS, TINY, copy_run, settings
 
 from ddm_lightning.cli import main
@@ -240,7 +241,7 @@ def test_truncated_checkpoints_are_passed_over(
 ) -> None:
     older, newest = sorted((unfinished / CHECKPOINTS).glob("*.ckpt"))
     for path in (newest, older)[:num_truncated]:
-        truncate(path)
+        cut(path)
     code, err = fit_expert_0(unfinished, capsys)
     assert code == 0
     lines = err.splitlines()

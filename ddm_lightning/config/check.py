@@ -59,6 +59,7 @@ RANGES: dict[str, tuple[float | None, float | None]] = {
     "island.validate_every_n_steps": (1, None),
     "island.checkpoint_every_n_steps": (1, None),
     "island.keep_checkpoints": (1, None),
+    "island.milestone_every_n_steps": (1, None),
 }
 for _role in ("expert", "router"):
     RANGES |= {

@@ -132,6 +132,8 @@ class IslandConfig:
     """Whether each step's sample ids are written to ``sample_ids.txt`` (``sample_ids-0.txt`` …, one a device)."""
     keep_checkpoints: int = 2
     """Checkpoints kept; the older ones stand in when the newest is damaged."""
+    milestone_every_n_steps: int | None = None
+    """Steps between two checkpoints that are kept for good; null for none."""
 
 
 @dataclass

@@ -1,75 +1,70 @@
-"""Rolling checkpoints that are whole or absent, and the search for the newest one that can be read."""
+"""Rolling checkpoints, and the search for the newest one that can be read."""
 
 from __future__ import annotations
 
 import contextlib
-import errno
-import os
-import pickle
 import shutil
-import zipfile
 from pathlib import Path
 from typing import Any
 
 import lightning as L
-import torch
-from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.callbacks import Checkpoint
 
-from ddm_lightning.files import atomic_write
-from ddm_lightning.schema import first_line
+from ddm_lightning.training.checkpoint_files import TEMPORARY, damage_of
 from ddm_lightning.training.module import MemberModule
-
-_FULL_BYTES = 1 << 20
-
-
-class AtomicCheckpointIO(TorchCheckpointIO):
-    """Writes a checkpoint under a temporary name, flushes it, then renames it."""
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
-        """Save ``checkpoint`` to the local file ``path``, whole or not at all.
-
-        Raises:
-            OSError: the disk is full, or fails.
-        """
-
-        def write(temporary: Path) -> None:
-            try:
-                torch.save(checkpoint, temporary)
-            except RuntimeError as error:  # of torch's own writer, which does not say why
-                is_full = shutil.disk_usage(temporary.parent).free < _FULL_BYTES
-                number = errno.ENOSPC if is_full else errno.EIO
-                raise OSError(number, os.strerror(number), str(path)) from error
-
-        atomic_write(Path(path), write)
+from ddm_lightning.training.strategies import BackgroundCheckpoints
 
 
 class RollingCheckpoints(Checkpoint):
-    """Saves every ``every_n_steps`` steps and keeps the ``keep`` newest checkpoints, named by step.
+    """Saves every ``every_n_steps`` steps, before each validation and on request; named by step.
 
-    It saves before each validation, too, so that one may be cut short at any moment.
+    They are written in the background. One before each validation lets that be cut short at any moment.
 
     Lightning's own callback, told to keep a few, puts a save off until the next validation (2.6), and after
     a kill it knows only the files that the checkpoint it resumed from had recorded.
+
+    Args:
+        folder: of the member's checkpoints.
+        every_n_steps: between two of them.
+        keep: the newest so many are kept,
+        milestone_every_n_steps: and each one of a multiple of so many steps; None for no such ones.
+        validate_every_n_steps: when it is validated.
     """
 
-    def __init__(self, folder: Path, every_n_steps: int, keep: int, validate_every_n_steps: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        every_n_steps: int,
+        keep: int,
+        validate_every_n_steps: int,
+        milestone_every_n_steps: int | None = None,
+    ) -> None:
         self.folder = folder
-        self.validate_every_n_steps = validate_every_n_steps
-        self.every_n_steps = every_n_steps
         self.keep = keep
+        self.milestone_every_n_steps = milestone_every_n_steps
+        self.due = [n for n in (every_n_steps, validate_every_n_steps, milestone_every_n_steps) if n is not None]
         self._newest_step = -1
 
+    def setup(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
+        """Too old ones are removed once a new one is there."""
+        _strategy(trainer).checkpoint_written = self.remove_old
+
     def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
-        """Save when it is time to."""
-        if trainer.global_step % self.every_n_steps == 0 or trainer.global_step % self.validate_every_n_steps == 0:
+        """Save when it is time to.
+
+        Raises:
+            OSError: an earlier one could not be written.
+        """
+        _strategy(trainer).checkpoints.raise_failure()
+        if any(trainer.global_step % n == 0 for n in self.due):
             self.save(trainer)
 
     def save(self, trainer: L.Trainer) -> None:
-        """Save this step, once, and remove what is too old; a collective: every rank calls it.
+        """Save this step, once; a collective: every rank calls it.
 
         Raises:
             UserError: training diverged; what is kept are checkpoints from before.
+            OSError: an earlier one could not be written.
         """
         if trainer.global_step == self._newest_step:
             return
@@ -77,22 +72,35 @@ class RollingCheckpoints(Checkpoint):
         trainer.lightning_module.guard.settle()
         self._newest_step = trainer.global_step
         trainer.save_checkpoint(self.folder / f"step-{trainer.global_step:08d}.ckpt", weights_only=False)
-        if trainer.is_global_zero:
-            for path in sorted(self.folder.glob("step-*.ckpt"))[: -self.keep]:
-                path.unlink()
+
+    def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        """Wait for the one that is being written."""
+        _strategy(trainer).checkpoints.wait()
+
+    def on_exception(self, trainer: L.Trainer, module: L.LightningModule, exception: BaseException) -> None:
+        """Wait for it here, too; several ranks would wait for one that failed, and end by the signal for them."""
+        writer = getattr(trainer.strategy, "checkpoints", None)  # none before the strategy is set up
+        if writer is not None and trainer.world_size == 1:
+            with contextlib.suppress(OSError):  # the exception at hand is the one to show
+                writer.wait()
+
+    def remove_old(self) -> None:
+        """Remove all but the newest few and the milestones."""
+        for path in sorted(self.folder.glob("step-*.ckpt"))[: -self.keep]:
+            if self.milestone_every_n_steps is None or step_of(path) % self.milestone_every_n_steps:
+                gone = path.with_name(f"{TEMPORARY}{path.name}-old")
+                path.rename(gone)  # half of a folder would pass for a damaged checkpoint
+                shutil.rmtree(gone)
 
 
-def damage_of(path: Path) -> str | None:
-    """Why ``path`` is no whole checkpoint, or None."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            bad = archive.testzip()  # reads all of it against its check sums
-        if bad is not None:
-            return f"its part {bad} fails its check sum"
-        torch.load(path, map_location="meta", weights_only=True)
-    except (zipfile.BadZipFile, OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        return first_line(error)
-    return None
+def _strategy(trainer: L.Trainer) -> BackgroundCheckpoints:
+    assert isinstance(trainer.strategy, BackgroundCheckpoints)
+    return trainer.strategy
+
+
+def step_of(path: Path) -> int:
+    """Optimizer steps before the checkpoint at ``path``."""
+    return int(path.stem.removeprefix("step-"))
 
 
 def newest_checkpoint(folder: Path) -> tuple[Path | None, list[str]]:
@@ -102,8 +110,9 @@ def newest_checkpoint(folder: Path) -> tuple[Path | None, list[str]]:
         Its path (None when there is none) and a line for each damaged one that was passed over; those are
         renamed to ``*.damaged``, so that a rolling save never counts them.
     """
-    for unfinished in folder.glob(".tmp-*"):  # of a killed process: the member's lock says that no other is alive
-        unfinished.unlink(missing_ok=True)
+    # Of a killed process: the member's lock says that no other is alive.
+    for unfinished in folder.glob(f"{TEMPORARY}*"):
+        shutil.rmtree(unfinished, ignore_errors=True)
     lines: list[str] = []
     paths = sorted(folder.glob("step-*.ckpt"), reverse=True)
     for path in paths:

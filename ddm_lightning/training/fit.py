@@ -12,7 +12,6 @@ import lightning as L
 import torch
 from filelock import FileLock, Timeout
 from lightning.pytorch.loggers import TensorBoardLogger
-from lightning.pytorch.strategies import Strategy
 from rich.console import Console
 
 from ddm_lightning import artifacts
@@ -28,7 +27,7 @@ from ddm_lightning.prepare.stored import StoredForm
 from ddm_lightning.run_folder import RunFolder
 from ddm_lightning.schema import first_line
 from ddm_lightning.training.callbacks import DisjointRanks, Reporter, SampleLog, StopOnRequest, StopRequested
-from ddm_lightning.training.checkpoints import AtomicCheckpointIO, RollingCheckpoints, newest_checkpoint
+from ddm_lightning.training.checkpoints import RollingCheckpoints, newest_checkpoint, step_of
 from ddm_lightning.training.devices import resolve_accelerator
 from ddm_lightning.training.ema import gathered_ema
 from ddm_lightning.training.ema_snapshots import EmaSnapshots
@@ -39,6 +38,7 @@ from ddm_lightning.training.pictures import PictureLogger
 from ddm_lightning.training.router import RouterModule
 from ddm_lightning.training.speed import UNKNOWN_COST, Speed, StepCost
 from ddm_lightning.training.status import MemberStatus
+from ddm_lightning.training.strategies import BackgroundCheckpoints
 from ddm_lightning.training.strategy import checkpoint_bytes, choose_strategy
 from ddm_lightning.units import amount
 
@@ -167,7 +167,7 @@ def build_trainer(
     experiment: Experiment,
     folder: Path,
     status: MemberStatus,
-    strategy: Strategy | str,
+    strategy: BackgroundCheckpoints,
     resumed_step: int = 0,
     *,
     cost: StepCost = UNKNOWN_COST,
@@ -194,6 +194,7 @@ def build_trainer(
         island.checkpoint_every_n_steps,
         island.keep_checkpoints,
         island.validate_every_n_steps,
+        island.milestone_every_n_steps,
     )
     stop = StopOnRequest(rolling)
     callbacks: list[L.Callback] = [
@@ -224,7 +225,6 @@ def build_trainer(
         num_sanity_val_steps=0,
         logger=logger,
         callbacks=callbacks,
-        plugins=[AtomicCheckpointIO()],
         log_every_n_steps=island.log_every_n_steps,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -267,7 +267,7 @@ def _fit_locked(
     resume, lines = newest_checkpoint(folder / "checkpoints")
     for line in lines:
         console.print(line, soft_wrap=True)
-    resumed_step = int(resume.stem.removeprefix("step-")) if resume else 0
+    resumed_step = step_of(resume) if resume else 0
     if resume:
         console.print(f"{member}: resumes at step {resumed_step}")
     trainer, stop = build_trainer(

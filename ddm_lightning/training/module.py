@@ -23,7 +23,7 @@ from ddm_lightning.prepare.interfaces import CaptionEncoder
 from ddm_lightning.prepare.stored import StoredForm
 from ddm_lightning.training.ema import ema_weights, track_ema
 from ddm_lightning.training.guard import FiniteGuard
-from ddm_lightning.training.optimizer import build_optimizer, build_schedule, numbered_by_module
+from ddm_lightning.training.optimizer import build_optimizer, build_schedule
 from ddm_lightning.training.strategy import checkpoint_blocks, compile_blocks, shard_blocks
 
 NUM_VALIDATION_TIMESTEPS = 8
@@ -118,14 +118,6 @@ class MemberModule(L.LightningModule):
         track_ema(optimizer, self.spec.train.ema_decay, self.spec.train.ema_widths)
         schedule = build_schedule(optimizer, self.spec.train)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Make the optimizer's state one that any number of ranks resumes from, sharded or not."""
-        if not isinstance(self.trainer.strategy, ModelParallelStrategy):  # which numbers them so itself
-            checkpoint["optimizer_states"] = [
-                numbered_by_module(state, optimizer, self)
-                for state, optimizer in zip(checkpoint["optimizer_states"], self.trainer.optimizers, strict=True)
-            ]
 
     @property
     def guard(self) -> FiniteGuard:

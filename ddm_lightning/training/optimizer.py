@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 from torch import nn
 from torch.optim import AdamW, Optimizer
@@ -32,25 +31,6 @@ def build_optimizer(network: nn.Module, train: TrainConfig) -> Optimizer:
     if train.optimizer == "adamw":
         return AdamW(groups, lr=train.learning_rate, fused=True)
     return MuonWithAdamW([{"params": hidden, "weight_decay": train.weight_decay}], groups, lr=train.learning_rate)
-
-
-def numbered_by_module(state: dict[str, Any], optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
-    """An optimizer's ``state_dict`` whose parameters are numbered in the order of ``module.parameters()``.
-
-    PyTorch numbers them in the order of the groups. A sharded training, which looks for them by name, takes the
-    numbers for those of the module (Lightning 2.6) and would give a parameter the moments of another one.
-    """
-    number = {parameter: index for index, parameter in enumerate(module.parameters())}
-    saved = [index for group in state["param_groups"] for index in group["params"]]
-    live = [number[parameter] for group in optimizer.param_groups for parameter in group["params"]]
-    renumbered = dict(zip(saved, live, strict=True))
-    return {
-        **state,
-        "state": {renumbered[index]: entry for index, entry in state["state"].items()},
-        "param_groups": [
-            {**group, "params": [renumbered[index] for index in group["params"]]} for group in state["param_groups"]
-        ],
-    }
 
 
 def learning_rate_factor(train: TrainConfig) -> Callable[[int], float]:

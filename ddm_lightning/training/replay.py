@@ -18,9 +18,11 @@ from ddm_lightning.loading.datamodule import ClusterDataModule
 from ddm_lightning.loading.local import open_shards
 from ddm_lightning.prepare.manifest import Manifest
 from ddm_lightning.run_folder import RunFolder
-from ddm_lightning.training.checkpoints import damage_of
+from ddm_lightning.training.checkpoint_files import damage_of
+from ddm_lightning.training.checkpoints import step_of
 from ddm_lightning.training.fit import build_data, build_module
 from ddm_lightning.training.guard import SkippedStep, read_skipped
+from ddm_lightning.training.member_state import load_tensors
 from ddm_lightning.training.module import MemberModule
 
 
@@ -95,11 +97,11 @@ def _find(folder: Path, step: int | None, rank: int) -> SkippedStep:
 
 def _load_nearest(module: MemberModule, checkpoints: Path, step: int) -> str:
     """Weights of the whole checkpoint nearest to ``step``: skipped steps change none, and others little."""
-    paths = sorted(checkpoints.glob("step-*.ckpt"), key=lambda path: abs(int(path.stem.removeprefix("step-")) - step))
+    paths = sorted(checkpoints.glob("step-*.ckpt"), key=lambda path: abs(step_of(path) - step))
     nearest = next((path for path in paths if damage_of(path) is None), None)
     if nearest is None:
         return "the initial weights"
-    module.load_state_dict(torch.load(nearest, map_location="cpu", weights_only=True)["state_dict"])
+    load_tensors(nearest, module)
     return str(nearest)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -13,7 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from ddm_lightning.config import IslandConfig
 from ddm_lightning.errors import UserError
-from ddm_lightning.training.devices import device_bytes
+from ddm_lightning.training.devices import device_bytes, resolve_accelerator
+from ddm_lightning.training.strategies import BackgroundCheckpoints, OneDevice, Replicated, Sharded
 
 # All of it is fp32.
 BYTES_PER_NUMBER = 4
@@ -29,7 +30,9 @@ def training_bytes(num_parameters: int, num_widths: int = 0) -> int:
     return checkpoint_bytes(num_parameters, num_widths) + BYTES_PER_NUMBER * num_parameters
 
 
-def choose_strategy(island: IslandConfig, num_parameters: int, num_widths: int = 0) -> tuple[Strategy | str, str]:
+def choose_strategy(
+    island: IslandConfig, num_parameters: int, num_widths: int = 0
+) -> tuple[BackgroundCheckpoints, str]:
     """Lightning's strategy for this island, and one line that says why.
 
     Args:
@@ -46,7 +49,7 @@ def choose_strategy(island: IslandConfig, num_parameters: int, num_widths: int =
             f"key 'island.strategy' = 'single' uses one device, island.devices = {devices}; set one of them"
         )
     if devices == 1 and name in ("auto", "single"):
-        return "auto", "one device"
+        return OneDevice(_one_device(island.accelerator)), "one device"
     if name == "auto":
         needed = training_bytes(num_parameters, num_widths)
         name = "ddp" if needed < 0.5 * device_bytes(island.accelerator) else "fsdp"
@@ -54,11 +57,14 @@ def choose_strategy(island: IslandConfig, num_parameters: int, num_widths: int =
     else:
         reason = "asked for by island.strategy"
     if name == "ddp":
-        return DDPStrategy(), f"DDP over {devices} devices: {reason}"
-    strategy = ModelParallelStrategy(
-        data_parallel_size=devices, tensor_parallel_size=1, save_distributed_checkpoint=False
-    )
+        return Replicated(), f"DDP over {devices} devices: {reason}"
+    strategy = Sharded(data_parallel_size=devices, tensor_parallel_size=1)
     return strategy, f"FSDP2 over {devices} devices: {reason}"
+
+
+def _one_device(accelerator: str) -> torch.device:
+    kind = resolve_accelerator(accelerator)
+    return torch.device("cuda", 0) if kind == "gpu" else torch.device(kind)
 
 
 class _Recomputed:

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from checkpoint_folders import state_by_parameter
 from deadline import within
 from loading.mds import damage
 from tiny_runs import finish, read_status, start
@@ -119,11 +120,11 @@ def test_one_signal_stops_both_and_they_resume_to_the_same_bits(pair, finished_r
 
 
 def saved(run, step):
-    """The optimizer's state of a checkpoint: of each parameter, by its number in the module."""
+    """The optimizer's state of a checkpoint: of each parameter by name, and its groups."""
     path = run / f"members/expert-0/checkpoints/step-{step:08d}.ckpt"
-    checkpoint = torch.load(path, weights_only=True)
-    assert checkpoint["global_step"] == step
-    return checkpoint["optimizer_states"][0]
+    rest = torch.load(path / "rest.pt", weights_only=True)
+    assert rest["global_step"] == step
+    return SimpleNamespace(state=state_by_parameter(path), groups=rest["groups"])
 
 
 def test_two_ranks_then_one_then_two_train_one_member(pair, finished_run, tmp_path):
@@ -162,16 +163,16 @@ def test_two_ranks_then_one_then_two_train_one_member(pair, finished_run, tmp_pa
         assert len(set(epoch)) == len(epoch) == 8 * per_epoch
 
     for stop in (first_stop, second_stop):
-        before, after = saved(run, stop)["state"], saved(run, 7 * (stop // 7 + 1))["state"]
+        before, after = saved(run, stop).state, saved(run, 7 * (stop // 7 + 1)).state
         assert before.keys() == after.keys()
-        for number, state in before.items():
+        for name, state in before.items():
             for key in ("exp_avg_sq", "ema", "ema_0.1"):
-                one, other = state[key].flatten().double(), after[number][key].flatten().double()
+                one, other = state[key].flatten().double(), after[name][key].flatten().double()
                 # Of another parameter, or of none, they would not be alike; the second moment moves by 1/1000 a step.
-                assert float(one @ other / (one.norm() * other.norm()).clamp_min(1e-30)) > 0.8, (number, key)
+                assert float(one @ other / (one.norm() * other.norm()).clamp_min(1e-30)) > 0.8, (name, key)
     last = saved(run, num_steps)
-    assert {group["ema_steps"] for group in last["param_groups"]} == {num_steps}
-    assert {int(state["step"]) for state in last["state"].values()} == {num_steps}
+    assert {group["ema_steps"] for group in last.groups} == {num_steps}
+    assert {int(state["step"]) for state in last.state.values()} == {num_steps}
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "ddp"])

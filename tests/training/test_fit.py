@@ -11,6 +11,7 @@ import subprocess
 import numpy as np
 import pytest
 import torch
+from checkpoint_folders import cut
 from deadline import within
 from loading.mds import WARNINGS, damage
 from streaming import MDSWriter
@@ -135,10 +136,6 @@ def test_a_kill_between_the_last_step_and_the_artifact_costs_nothing(finished, t
     assert weights(again) == weights(finished)
     meta = json.loads(member(again, "artifact", "member.json").read_text())
     assert (meta["step"], meta["num_samples"]) == (20, 160)
-
-
-def cut(path):
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
 def test_a_truncated_checkpoint_falls_back_to_the_one_before_and_says_so(finished, interrupted, capsys):
@@ -290,7 +287,7 @@ def test_a_sample_that_is_not_finite_costs_its_steps_and_is_found_by_one_command
     for sample_id, t in zip(skipped[-1].sample_ids, skipped[-1].t, strict=True):
         assert float(by_id[str(sample_id)][1]) == pytest.approx(t, abs=1e-4)
     for path in member(tiny_run, "checkpoints").iterdir():
-        path.write_bytes(b"damaged")
+        cut(path)
     assert main([*command, *SHORT]) == 0
     assert "with the initial weights" in capsys.readouterr().out
     assert main([*command, *SHORT, "--step", "12345"]) == 2

@@ -5,12 +5,13 @@ import torch
 from tiny_runs import TINY
 from torch import nn
 from torch.optim import AdamW, Muon
+from training.saved import load, save
 
 from ddm_lightning.cli import main
 from ddm_lightning.config import TrainConfig
 from ddm_lightning.training.ema import gathered_ema, track_ema
 from ddm_lightning.training.muon import MuonWithAdamW, has_muon_matrices
-from ddm_lightning.training.optimizer import build_optimizer, build_schedule, numbered_by_module
+from ddm_lightning.training.optimizer import build_optimizer, build_schedule
 
 TRAIN = TrainConfig(20, 4, optimizer="muon", learning_rate=0.02, weight_decay=0.1, warmup_steps=5, schedule="cosine")
 
@@ -110,7 +111,7 @@ def test_a_step_that_is_left_out_leaves_nothing_behind(bad_step):
     assert same(values(network), values(never))
 
 
-def test_it_is_resumed_to_the_bit_with_its_averages():
+def test_it_is_resumed_to_the_bit_with_its_averages(tmp_path):
     straight, stopped = Network(), Network()
     optimizers = [build_optimizer(straight, TRAIN), build_optimizer(stopped, TRAIN)]
     for optimizer in optimizers:
@@ -122,10 +123,10 @@ def test_it_is_resumed_to_the_bit_with_its_averages():
         backward(stopped, step)
         optimizers[1].step()
     resumed = Network(seed=1)
-    resumed.load_state_dict(stopped.state_dict())
     optimizer = build_optimizer(resumed, TRAIN)
     track_ema(optimizer, 0.9)
-    optimizer.load_state_dict(numbered_by_module(optimizers[1].state_dict(), optimizers[1], stopped))
+    save(tmp_path / "step", stopped, optimizers[1])
+    load(tmp_path / "step", resumed, optimizer)
     for step in range(4, 10):
         backward(resumed, step)
         optimizer.step()

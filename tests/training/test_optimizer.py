@@ -3,10 +3,9 @@ import math
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel, OptimStateKeyType
 
 from ddm_lightning.config import TrainConfig
-from ddm_lightning.training.optimizer import build_optimizer, build_schedule, learning_rate_factor, numbered_by_module
+from ddm_lightning.training.optimizer import build_optimizer, build_schedule, learning_rate_factor
 
 
 def network():
@@ -69,23 +68,3 @@ def test_behind_the_last_step_and_in_a_run_of_warmup_alone_it_stays_in_range(sch
     only_warmup = learning_rate_factor(TrainConfig(5, 1, warmup_steps=5, schedule=schedule))
     assert [only_warmup(step) for step in range(5)] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
     assert 0 <= only_warmup(5) <= 1
-
-
-def test_saved_moments_have_the_numbers_of_the_modules_parameters():
-    """As PyTorch's own translation to names has it, which sharded training loads by; and a plain optimizer loads it."""
-    torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3), nn.Linear(3, 2))
-    optimizer = build_optimizer(module, TrainConfig(10, 4, learning_rate=0.1))
-    module(torch.randn(5, 3)).square().mean().backward()
-    optimizer.step()
-    own = optimizer.state_dict()
-    saved = numbered_by_module(own, optimizer, module)
-    named = FullyShardedDataParallel.rekey_optim_state_dict(saved, OptimStateKeyType.PARAM_NAME, module)
-    for name, parameter in module.named_parameters():
-        assert torch.equal(named["state"][name]["exp_avg"], optimizer.state[parameter]["exp_avg"]), name
-    again = build_optimizer(module, TrainConfig(10, 4, learning_rate=0.1))
-    again.load_state_dict(saved)
-    for parameter in module.parameters():
-        assert torch.equal(again.state[parameter]["exp_avg"], optimizer.state[parameter]["exp_avg"])
-    decays = [[group["weight_decay"] for group in state["param_groups"]] for state in (saved, own)]
-    assert decays[0] == decays[1]

@@ -14,9 +14,12 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from training.saved import load, save
 
 from ddm_lightning.config import TrainConfig
+from ddm_lightning.training.checkpoint_files import damage_of
 from ddm_lightning.training.ema import KEY, ema_tensors, ema_weights, gathered_ema, track_ema, width_key
+from ddm_lightning.training.member_state import tensors_of
 from ddm_lightning.training.optimizer import build_optimizer
 from ddm_lightning.training.strategy import shard_blocks
 
@@ -134,6 +137,47 @@ def muon_and_its_left_out_steps(rank):
         torch.testing.assert_close(sharded[name], value, rtol=0.05, atol=0.01)
 
 
+def checkpoints_of_either_kind(folder):
+    """What two ranks saved, unevenly, one reads, and the other way round; a save goes on while steps are taken."""
+
+    def task(rank):
+        hosts = dist.new_group(backend="gloo")
+        sharded, single = shard(Uneven()), Uneven()
+        optimizer, reference = optimizer_of(sharded), optimizer_of(single)
+        for number in range(3):
+            step(sharded, optimizer, inputs(number).chunk(WORLD)[rank], clip=0.05)
+            step(single, reference, inputs(number + 5), clip=0.05)
+        by_two = {name: gathered(value) for name, value in tensors_of(sharded, optimizer).items()}
+        by_one = {name: value.clone() for name, value in tensors_of(single, reference).items()}
+
+        def meanwhile():
+            step(sharded, optimizer, inputs(3).chunk(WORLD)[rank], clip=0.05)
+
+        save(folder / "two", sharded, optimizer, hosts, leads=rank == 0, meanwhile=meanwhile)
+        if rank == 0:
+            save(folder / "one", single, reference)
+        dist.barrier()
+        assert damage_of(folder / "two") is None
+        other = Uneven()
+        others = optimizer_of(other)
+        load(folder / "two", other, others)
+        found = tensors_of(other, others)
+        load(folder / "one", sharded, optimizer, hosts)
+        resharded = {name: gathered(value) for name, value in tensors_of(sharded, optimizer).items()}
+        for loaded, expected in ((found, by_two), (resharded, by_one)):
+            assert loaded.keys() == expected.keys()
+            assert all(torch.equal(loaded[name], value) for name, value in expected.items())
+        assert {group["ema_steps"] for group in others.param_groups} == {3}
+        # Both go on alike: what was loaded is sharded as it has to be.
+        x = inputs(9)
+        step(sharded, optimizer, x.chunk(WORLD)[rank], clip=0.05)
+        step(single, reference, x, clip=0.05)
+        close(gathered_ema(sharded, optimizer), gathered_ema(single, reference))
+        return sorted(path.name for path in (folder / "two").iterdir())
+
+    return task
+
+
 def losses_of_twenty_steps(rank):
     """Of FSDP2, DDP and one process on the same 20 batches; no dimension is shared equally."""
     networks = {"fsdp": shard(Uneven()), "ddp": DistributedDataParallel(Uneven()), "one": Uneven()}
@@ -201,6 +245,13 @@ def test_losses_over_twenty_steps_are_those_of_one_process():
         assert losses["one"][-1] < 0.5 * losses["one"][0]  # they do not agree for want of learning
         for name in ("fsdp", "ddp"):
             assert losses[name] == pytest.approx(losses["one"], rel=1e-5, abs=1e-6), name
+
+
+def test_checkpoints_are_read_by_any_number_of_ranks(tmp_path):
+    files = in_two_processes(checkpoints_of_either_kind(tmp_path))[0]
+    assert [name for name in files if not name.startswith("shard-")] == ["files.json", "rest.pt"]
+    assert len(files) == 4  # each rank wrote its own
+    assert not list(tmp_path.glob(".tmp*"))
 
 
 def test_muon_on_unevenly_sharded_matrices_is_that_of_one_process():

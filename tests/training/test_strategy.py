@@ -1,6 +1,6 @@
 import pytest
 import torch
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from torch import nn
 
 from ddm_lightning.config import IslandConfig
@@ -19,8 +19,10 @@ def island(**settings):
 
 
 @pytest.mark.parametrize("name", ["auto", "single"])
-def test_one_device_needs_no_strategy(name):
-    assert choose_strategy(island(strategy=name), 10**12) == ("auto", "one device")
+def test_one_device_needs_no_choice(name):
+    strategy, reason = choose_strategy(island(strategy=name), 10**12)
+    assert isinstance(strategy, SingleDeviceStrategy)
+    assert (strategy.root_device, reason) == (torch.device("cpu"), "one device")
 
 
 def test_single_with_several_devices_is_refused():
