@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from ddm_lightning.config import Experiment, to_dict, to_yaml
+from ddm_lightning.config import Experiment, to_dict, to_yaml, with_defaults
 from ddm_lightning.errors import UserError
 from ddm_lightning.files import atomic_write_text
 
@@ -97,7 +97,7 @@ def refuse_changed(experiment: Experiment) -> None:
     # What was only prepared can be prepared anew: it knows what hangs on a changed key.
     if not run.experiment.exists() or not (run.root / "members").exists():
         return
-    changed = changed_keys(_recorded(run), to_dict(experiment))
+    changed = changed_keys(with_defaults(_recorded(run)), to_dict(experiment))
     if changed:
         raise UserError(
             f"{run.experiment}: the experiment changed since this run folder was made: {', '.join(changed)}; "

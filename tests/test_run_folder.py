@@ -69,6 +69,23 @@ def test_another_experiment_is_refused_by_its_keys_and_changes_nothing(tmp_path:
     assert run.experiment.read_bytes() == before
 
 
+def test_a_folder_of_an_older_version_lacks_keys_that_have_their_defaults_now(tmp_path: Path) -> None:
+    run = open_run(tiny(tmp_path), create=True)
+    record = yaml.safe_load(run.experiment.read_text())
+    del record["expert"]["min_snr_gamma"], record["router"]["train"]["optimizer"]
+    run.experiment.write_text(yaml.safe_dump(record))
+    run.member("expert-0").mkdir(parents=True)
+    assert open_run(tiny(tmp_path), create=True) == run
+    assert load_experiment(run.experiment) == tiny(tmp_path)
+    run.experiment.write_text(yaml.safe_dump(record))
+    with pytest.raises(UserError, match=r"changed since this run folder was made: expert\.min_snr_gamma;"):
+        open_run(tiny(tmp_path, "expert.min_snr_gamma=5"), create=True)
+    record["no_such_key"] = 1
+    run.experiment.write_text(yaml.safe_dump(record))
+    with pytest.raises(UserError, match="no_such_key"):
+        open_run(tiny(tmp_path), create=True)
+
+
 def test_free_sections_reach_the_members_through_the_folder(tmp_path: Path) -> None:
     open_run(tiny(tmp_path), create=True)
     changed = tiny(tmp_path, "island.num_workers=2")

@@ -18,7 +18,7 @@ from ddm_lightning.config.experiment import (
     TimestepsConfig,
     TrainConfig,
 )
-from ddm_lightning.config.load import load_experiment, to_dict, to_yaml
+from ddm_lightning.config.load import load_experiment, to_dict, to_yaml, with_defaults
 from ddm_lightning.config.plugin import PluginConfig
 
 __all__ = [
@@ -39,4 +39,5 @@ __all__ = [
     "load_experiment",
     "to_dict",
     "to_yaml",
+    "with_defaults",
 ]

@@ -74,6 +74,17 @@ def to_dict(experiment: Experiment) -> dict[str, Any]:
     return asdict(experiment)
 
 
+def with_defaults(recorded: dict[str, Any]) -> dict[str, Any]:
+    """What an older version wrote, with the defaults of the keys that it did not know yet."""
+    try:
+        merged = OmegaConf.merge(OmegaConf.structured(Experiment), OmegaConf.create(recorded))
+        filled = OmegaConf.to_container(merged, resolve=False)
+    except OmegaConfBaseException:  # keys that are gone, or values that are none
+        return recorded
+    assert isinstance(filled, dict)
+    return {str(key): value for key, value in filled.items()}
+
+
 def to_yaml(experiment: Experiment) -> str:
     """The resolved experiment as YAML."""
     return OmegaConf.to_yaml(OmegaConf.create(to_dict(experiment)))
