@@ -222,6 +222,8 @@ def test_what_a_reference_brings_is_checked_too(path: Path, monkeypatch: pytest.
         (["router.train.schedule=step"], "'router.train.schedule' = 'step': must be one of constant, linear, cosine"),
         (["expert.train.ema_decay=1"], "'expert.train.ema_decay' = 1.0: must be at most "),
         (["expert.train.gradient_clip_norm=0"], "'expert.train.gradient_clip_norm' = 0.0: must be at least "),
+        (["expert.min_snr_gamma=0"], "'expert.min_snr_gamma' = 0.0: must be at least 1e-06"),
+        (["island.milestone_every_n_steps=0"], "'island.milestone_every_n_steps' = 0: must be at least 1"),
         (["router.train.max_steps=0"], "'router.train.max_steps' = 0: must be at least 1"),
         (["router.timesteps.shift=0"], "'router.timesteps.shift' = 0.0: must be at least "),
         (["seed=-1"], "'seed' = -1: must be at least 0"),

@@ -60,6 +60,7 @@ RANGES: dict[str, tuple[float | None, float | None]] = {
     "island.checkpoint_every_n_steps": (1, None),
     "island.keep_checkpoints": (1, None),
     "island.milestone_every_n_steps": (1, None),
+    "expert.min_snr_gamma": (1e-6, None),
 }
 for _role in ("expert", "router"):
     RANGES |= {

@@ -74,6 +74,8 @@ class ExpertConfig:
     """The network, by its name in the registry of experts."""
     timesteps: TimestepsConfig = field(default_factory=TimestepsConfig)
     """Training timesteps."""
+    min_snr_gamma: float | None = None
+    """Cap of the loss's weight min(SNR, gamma) over timesteps (Min-SNR; there 5); null: all weigh the same."""
     train: TrainConfig = field(default_factory=TrainConfig)
     """Optimisation."""
 

@@ -34,7 +34,7 @@ def to_velocity(
         return prediction - (x_t - time * prediction) / (1 - time).clamp(min=MIN_DATA_SCALE)
     if kind == "x_0":
         return (x_t - prediction) / time.clamp(min=MIN_NOISE_SCALE)
-    raise _unknown(kind)
+    raise unknown_prediction(kind)
 
 
 def training_target(
@@ -51,8 +51,9 @@ def training_target(
         return noise
     if kind == "x_0":
         return x_0
-    raise _unknown(kind)
+    raise unknown_prediction(kind)
 
 
-def _unknown(kind: str) -> ValueError:
+def unknown_prediction(kind: str) -> ValueError:
+    """The error of a word that is none of ``PREDICTIONS``."""
     return ValueError(f"prediction {kind!r} is none of {', '.join(PREDICTIONS)}")

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ddm_lightning.flow.prediction import training_target
+from ddm_lightning.flow.weighting import min_snr_weights
 from ddm_lightning.training.module import NUM_VALIDATION_TIMESTEPS, MemberModule, Noised
 
 
@@ -20,9 +21,18 @@ class ExpertModule(MemberModule):
     def measure(self, noised: Noised, batch: dict[str, Tensor]) -> dict[str, Float[Tensor, " b"]]:
         """Mean squared error of each sample."""
         prediction = self.network(noised.x_t, noised.t, noised.condition)
-        kind = getattr(self.network, "prediction", "velocity")
-        target = training_target(noised.x_0, noised.noise, kind)
+        target = training_target(noised.x_0, noised.noise, self.prediction)
         return {"loss": F.mse_loss(prediction.float(), target, reduction="none").flatten(1).mean(1)}
+
+    @property
+    def prediction(self) -> str:
+        """What the network declares to predict."""
+        return getattr(self.network, "prediction", "velocity")
+
+    def weighted(self, losses: Float[Tensor, " b"], t: Float[Tensor, " b"]) -> Float[Tensor, " b"]:
+        """By Min-SNR, where that is asked for."""
+        gamma = self.spec.min_snr_gamma
+        return losses if gamma is None else losses * min_snr_weights(t, gamma, self.prediction)
 
     @torch.no_grad()
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:

@@ -70,6 +70,7 @@ def build_module(member: str, experiment: Experiment, manifest: Manifest) -> Mem
         condition=member_condition(member, experiment, manifest),
         dropout=_condition_dropout(member, experiment),
         stored=StoredForm(manifest.stores, manifest.normalisation),
+        min_snr_gamma=None if member == ROUTER else experiment.expert.min_snr_gamma,
         caption_encoder=_online_encoder(experiment, manifest),
         attention=experiment.island.attention,
         activation_checkpointing=experiment.island.activation_checkpointing,

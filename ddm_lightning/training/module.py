@@ -47,6 +47,8 @@ class MemberSpec:
     """Probability of dropping a sample's condition."""
     stored: StoredForm
     """How the shards hold ``x_0``."""
+    min_snr_gamma: float | None = None
+    """Cap of the loss's weight over timesteps; None for equal weights."""
     caption_encoder: CaptionEncoder | None = None
     """What makes text vectors of what the shards store, where that is not the vectors themselves."""
     attention: str = "auto"
@@ -173,6 +175,10 @@ class MemberModule(L.LightningModule):
         """``loss`` of each sample, fp32, and what else a subclass shows a curve of."""
         raise NotImplementedError
 
+    def weighted(self, losses: Float[Tensor, " b"], t: Float[Tensor, " b"]) -> Float[Tensor, " b"]:
+        """The losses as they count in training; curves show them as they are."""
+        return losses
+
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """The mean loss of one batch, or of the last part of it when the gradients of the others are there already."""
         noised = self.noised(batch)
@@ -181,7 +187,7 @@ class MemberModule(L.LightningModule):
             self.network.zero_grad()  # in place of optimizer_zero_grad
         if len(parts) == 1:
             measured = self.measure(noised, batch)
-            loss = measured["loss"].mean()
+            loss = self.weighted(measured["loss"], noised.t).mean()
         else:
             measured, loss = self._measure_parts(noised, batch, parts)
         if self._judges_steps():
@@ -211,7 +217,7 @@ class MemberModule(L.LightningModule):
         def loss_of(rows: slice) -> Float[Tensor, ""]:
             measured = self.measure(noised.rows(rows), {name: values[rows] for name, values in batch.items()})
             found.append({name: values.detach() for name, values in measured.items()})
-            return measured["loss"].sum() / len(noised.t)
+            return self.weighted(measured["loss"], noised.t[rows]).sum() / len(noised.t)
 
         *first, last = parts
         for rows in first:

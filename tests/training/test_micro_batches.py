@@ -82,6 +82,19 @@ def test_it_may_change_between_two_starts(whole, tiny_run):
     assert steps == [*range(20), *range(10, 20)]
 
 
+def test_weights_over_timesteps_count_in_parts_as_in_the_whole(whole, tiny_prepared, tmp_path):
+    weighted = []
+    for size in ("null", 3):
+        run = tmp_path / f"weighted-{size}"
+        shutil.copytree(tiny_prepared, run / "prepared")
+        weighted.append(load_member(fit(run, size, "expert.min_snr_gamma=5") / "artifact").network.state_dict())
+    one, parts = weighted
+    other = load_member(whole / "members/expert-0/artifact").network.state_dict()
+    for name, value in parts.items():
+        torch.testing.assert_close(value, one[name], rtol=1e-3, atol=1e-4)
+    assert max(float((value - other[name]).abs().max()) for name, value in one.items()) > 5e-3
+
+
 def test_mixed_precision_works_in_parts(whole, tiny_run):
     """In bfloat16, to its own precision."""
     figures = metrics(fit(tiny_run, 3, "island.precision=bf16-mixed"))

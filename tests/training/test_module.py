@@ -197,6 +197,24 @@ def test_validation_is_the_same_at_every_step_and_for_every_member():
     assert len(noises) == NUM_TIMES + 2
 
 
+@pytest.mark.parametrize(
+    ("prediction", "gamma"), [("velocity", 5.0), ("velocity", 0.1), ("epsilon", 5.0), ("x_0", 5.0)]
+)
+def test_a_weighted_loss_counts_in_the_gradient_and_not_in_the_curve(prediction, gamma):
+    plain, weighted = (expert(Recorder(prediction), min_snr_gamma=g) for g in (None, gamma))
+    losses = [module.training_step(batch(), 0) for module in (plain, weighted)]
+    noised = plain.noised(batch())
+    snr = ((1 - noised.t) / noised.t).double() ** 2
+    share = {"velocity": noised.t.double() ** 2, "epsilon": 1 / snr, "x_0": 1.0}[prediction]
+    each = plain.measure(noised, batch())["loss"].double()
+    expected = torch.clamp(snr, max=gamma) * share * each
+    assert losses[1].item() == pytest.approx(expected.mean().item(), rel=1e-5)
+    assert losses[1].item() != pytest.approx(losses[0].item(), rel=1e-2)
+    assert plain.drain("train/") == pytest.approx(weighted.drain("train/"))
+    for a, b in zip(*(module.validation_noised(batch(), 0, 3).x_t for module in (plain, weighted)), strict=True):
+        assert torch.equal(a, b)
+
+
 @pytest.mark.parametrize("prediction", ["velocity", "epsilon", "x_0"])
 def test_the_loss_is_the_mean_squared_error_of_what_is_predicted(prediction):
     network = Recorder(prediction)
