@@ -23,7 +23,7 @@ CHOICES = {
     "expert.train.optimizer": ("adamw", "muon"),
     "router.train.optimizer": ("adamw", "muon"),
     "island.accelerator": ("auto", "cpu", "gpu"),
-    "island.strategy": ("auto", "single", "ddp", "fsdp"),
+    "island.strategy": ("auto", "single", "ddp", "fsdp", "fsdp-shard-grad-op"),
     "island.loader": ("auto", "local", "streaming"),
     "island.precision": ("32-true", "bf16-mixed", "16-mixed", "64-true"),
     "island.attention": ("auto", "sdpa", "xformers"),

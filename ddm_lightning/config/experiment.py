@@ -105,7 +105,7 @@ class IslandConfig:
     devices: int = 1
     """Devices of the node that train one member together."""
     strategy: str = "auto"
-    """``auto``, ``single``, ``ddp`` or ``fsdp`` (FSDP2 inside the node)."""
+    """``auto`` (by memory), ``single``, ``ddp``, ``fsdp`` (FSDP2) or ``fsdp-shard-grad-op`` (weights stay gathered)."""
     precision: str = "32-true"
     """Lightning's precision: ``32-true``, ``bf16-mixed``, ``16-mixed`` or ``64-true``; weights stay fp32 or wider."""
     attention: str = "auto"

@@ -10,7 +10,6 @@ from typing import Any
 import lightning as L
 import torch
 from jaxtyping import Float
-from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 
 from ddm_lightning.config import TimestepsConfig, TrainConfig
@@ -24,6 +23,7 @@ from ddm_lightning.prepare.stored import StoredForm
 from ddm_lightning.training.ema import ema_weights, track_ema
 from ddm_lightning.training.guard import FiniteGuard
 from ddm_lightning.training.optimizer import build_optimizer, build_schedule
+from ddm_lightning.training.strategies import Sharded
 from ddm_lightning.training.strategy import checkpoint_blocks, compile_blocks, shard_blocks
 
 NUM_VALIDATION_TIMESTEPS = 8
@@ -109,10 +109,10 @@ class MemberModule(L.LightningModule):
             checkpoint_blocks(self.network)
         if self.spec.compile:
             compile_blocks(self.network)
-        if self._trainer is not None and isinstance(self.trainer.strategy, ModelParallelStrategy):
+        if self._trainer is not None and isinstance(self.trainer.strategy, Sharded):
             mesh = self.device_mesh
-            assert mesh is not None  # ModelParallelStrategy makes it
-            shard_blocks(self.network, mesh["data_parallel"])
+            assert mesh is not None  # Lightning makes it
+            shard_blocks(self.network, mesh["data_parallel"], gathered=self.trainer.strategy.gathered)
 
     def configure_optimizers(self) -> Any:
         """AdamW or Muon with the EMAs in its state, and the learning-rate schedule."""

@@ -92,7 +92,16 @@ class Replicated(BackgroundCheckpoints, DDPStrategy):
 
 
 class Sharded(BackgroundCheckpoints, ModelParallelStrategy):
-    """FSDP2: each rank saves its shards."""
+    """FSDP2: each rank saves its shards.
+
+    Args:
+        devices: that share the weights.
+        gathered: whether weights stay whole from the forward to the backward pass (``strategy.shard_blocks``).
+    """
+
+    def __init__(self, devices: int, *, gathered: bool) -> None:
+        super().__init__(data_parallel_size=devices, tensor_parallel_size=1)
+        self.gathered = gathered
 
     def _group(self) -> ProcessGroup:
         # On the hosts and for checkpoints alone: they are written while training uses the other one.

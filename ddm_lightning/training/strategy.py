@@ -50,16 +50,28 @@ def choose_strategy(
         )
     if devices == 1 and name in ("auto", "single"):
         return OneDevice(_one_device(island.accelerator)), "one device"
+    reason = "asked for by island.strategy"
     if name == "auto":
-        needed = training_bytes(num_parameters, num_widths)
-        name = "ddp" if needed < 0.5 * device_bytes(island.accelerator) else "fsdp"
-        reason = f"weights, gradients, AdamW and EMA take {needed / 1e9:.1f} GB a device unsharded"
-    else:
-        reason = "asked for by island.strategy"
+        name, reason = _by_memory(island, num_parameters, num_widths)
     if name == "ddp":
         return Replicated(), f"DDP over {devices} devices: {reason}"
-    strategy = Sharded(data_parallel_size=devices, tensor_parallel_size=1)
-    return strategy, f"FSDP2 over {devices} devices: {reason}"
+    gathered = name == "fsdp-shard-grad-op"
+    strategy = Sharded(devices, gathered=gathered)
+    weights = "weights stay gathered until the backward pass" if gathered else "weights are gathered block by block"
+    return strategy, f"FSDP2 over {devices} devices, {weights}: {reason}"
+
+
+def _by_memory(island: IslandConfig, num_parameters: int, num_widths: int) -> tuple[str, str]:
+    """What communicates least of that which leaves half of a device to activations."""
+    unsharded = training_bytes(num_parameters, num_widths)
+    weights = BYTES_PER_NUMBER * num_parameters
+    room = 0.5 * device_bytes(island.accelerator)
+    reason = f"weights, gradients, AdamW and EMA take {unsharded / 1e9:.1f} GB a device unsharded"
+    if unsharded < room:
+        return "ddp", reason
+    # Gathered weights come on top of the shards, and so do a block's whole gradients, which are far less.
+    name = "fsdp-shard-grad-op" if weights + unsharded / island.devices < room else "fsdp"
+    return name, reason
 
 
 def _one_device(accelerator: str) -> torch.device:
@@ -98,8 +110,16 @@ def compile_blocks(network: nn.Module, backend: str = "inductor") -> None:
         block.compile(fullgraph=True, backend=backend)
 
 
-def shard_blocks(network: nn.Module, mesh: DeviceMesh) -> None:
-    """Shard each block, then the rest (FSDP2), over ``mesh``."""
+def shard_blocks(network: nn.Module, mesh: DeviceMesh, *, gathered: bool = False) -> None:
+    """Shard each block, then the rest (FSDP2), over ``mesh``.
+
+    Args:
+        network: in place.
+        mesh: of the devices.
+        gathered: whether weights stay whole from the forward to the backward pass: more memory, a third less
+            communication (ZeRO-2 in place of ZeRO-3: Rajbhandari et al., 1910.02054).
+    """
+    again = False if gathered else None  # None: blocks, but not the rest, which the backward pass begins with
     for block in getattr(network, "blocks", ()):
-        fully_shard(block, mesh=mesh)
-    fully_shard(network, mesh=mesh)
+        fully_shard(block, mesh=mesh, reshard_after_forward=again)
+    fully_shard(network, mesh=mesh, reshard_after_forward=again)

@@ -73,8 +73,8 @@ def close(sharded, single):
         )
 
 
-def shard(network):
-    shard_blocks(network, init_device_mesh("cpu", (WORLD,)))
+def shard(network, gathered=False):
+    shard_blocks(network, init_device_mesh("cpu", (WORLD,)), gathered=gathered)
     return network
 
 
@@ -178,9 +178,25 @@ def checkpoints_of_either_kind(folder):
     return task
 
 
+def what_is_whole_after_a_forward(rank):
+    found = {}
+    for gathered in (False, True):
+        network = shard(Uneven(), gathered=gathered)
+        loss = network(inputs(0).chunk(WORLD)[rank]).square().mean()
+        found[gathered] = sorted(name for name, p in network.named_parameters() if not isinstance(p, DTensor))
+        loss.backward()
+        assert all(isinstance(p, DTensor) for p in network.parameters())
+    return found
+
+
 def losses_of_twenty_steps(rank):
     """Of FSDP2, DDP and one process on the same 20 batches; no dimension is shared equally."""
-    networks = {"fsdp": shard(Uneven()), "ddp": DistributedDataParallel(Uneven()), "one": Uneven()}
+    networks = {
+        "fsdp": shard(Uneven()),
+        "gathered": shard(Uneven(), gathered=True),
+        "ddp": DistributedDataParallel(Uneven()),
+        "one": Uneven(),
+    }
     optimizers = {name: optimizer_of(network) for name, network in networks.items()}
     losses = {name: [] for name in networks}
     for number in range(20):
@@ -243,7 +259,7 @@ def test_unevenly_sharded_averages_and_clipped_gradients_are_those_of_one_proces
 def test_losses_over_twenty_steps_are_those_of_one_process():
     for losses in in_two_processes(losses_of_twenty_steps).values():
         assert losses["one"][-1] < 0.5 * losses["one"][0]  # they do not agree for want of learning
-        for name in ("fsdp", "ddp"):
+        for name in ("fsdp", "gathered", "ddp"):
             assert losses[name] == pytest.approx(losses["one"], rel=1e-5, abs=1e-6), name
 
 
@@ -252,6 +268,12 @@ def test_checkpoints_are_read_by_any_number_of_ranks(tmp_path):
     assert [name for name in files if not name.startswith("shard-")] == ["files.json", "rest.pt"]
     assert len(files) == 4  # each rank wrote its own
     assert not list(tmp_path.glob(".tmp*"))
+
+
+def test_weights_stay_gathered_where_that_is_asked_for():
+    for found in in_two_processes(what_is_whole_after_a_forward).values():
+        assert found[False] == ["head.bias", "head.weight"]  # the backward pass begins with them
+        assert found[True] == sorted(name for name, _ in Uneven().named_parameters())
 
 
 def test_muon_on_unevenly_sharded_matrices_is_that_of_one_process():

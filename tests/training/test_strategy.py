@@ -30,12 +30,20 @@ def test_single_with_several_devices_is_refused():
         choose_strategy(island(strategy="single", devices=2), 1)
 
 
-@pytest.mark.parametrize(("name", "kind"), [("ddp", DDPStrategy), ("fsdp", ModelParallelStrategy)])
+@pytest.mark.parametrize(
+    ("name", "kind", "said"),
+    [
+        ("ddp", DDPStrategy, ""),
+        ("fsdp", ModelParallelStrategy, ", weights are gathered block by block"),
+        ("fsdp-shard-grad-op", ModelParallelStrategy, ", weights stay gathered until the backward pass"),
+    ],
+)
 @pytest.mark.parametrize("devices", [1, 2])
-def test_what_is_asked_for_is_taken(name, kind, devices):
+def test_what_is_asked_for_is_taken(name, kind, said, devices):
     strategy, reason = choose_strategy(island(strategy=name, devices=devices), 1)
     assert isinstance(strategy, kind)
-    assert f"over {devices} devices: asked for by island.strategy" in reason
+    assert f"over {devices} devices{said}: asked for by island.strategy" in reason
+    assert getattr(strategy, "gathered", False) == (name == "fsdp-shard-grad-op")
 
 
 def test_auto_shards_what_takes_half_of_a_device():
@@ -46,6 +54,11 @@ def test_auto_shards_what_takes_half_of_a_device():
     strategy, reason = choose_strategy(island(devices=2), fits + 2)
     assert isinstance(strategy, ModelParallelStrategy)
     assert "8.6 GB a device unsharded" in reason
+    # Of 20 bytes 4 are whole and 20 shared by two: 14 a parameter, beside 8 GiB.
+    assert strategy.gathered
+    assert choose_strategy(island(devices=2), 8 * GIGABYTE // 14 - 1)[0].gathered
+    assert not choose_strategy(island(devices=2), 8 * GIGABYTE // 14 + 1)[0].gathered
+    assert choose_strategy(island(devices=4), 8 * GIGABYTE // 14 + 1)[0].gathered
     assert isinstance(choose_strategy(island(devices=2), fits, num_widths=1)[0], ModelParallelStrategy)
 
 
