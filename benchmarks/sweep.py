@@ -11,26 +11,22 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 
-from common import Report, call, console, load, parse, parser, progress, run
+from common import Report, call, console, load, parse, parser, run
 from matplotlib.figure import Figure
+from trainings import Trainings
 
 from ddm_lightning.config import Experiment
 from ddm_lightning.errors import UserError
 from ddm_lightning.files import atomic_write
 from ddm_lightning.members import ROUTER, batch_size_of, config_of, parse_members
 from ddm_lightning.run_folder import RunFolder
-from ddm_lightning.training.status import MemberStatus
 
 FACTORS = (0.5, 1.0, 2.0)
 QUICK_SAMPLES = 1600
-LOSS = "held_out/loss"
 
 
 @dataclass(frozen=True)
@@ -99,8 +95,9 @@ class Sweep:
             raise UserError(f"--batches {options.batches}: times {self.own.batch} samples is no whole number")
         self.batches = [int(size) for size in sizes]
         self.rates = [factor * self.own.rate for factor in options.rates]
-        self.run = RunFolder.of(self.experiment)
-        self.folder = self.run.root / "benchmarks" / "sweep" / f"{self.member}-{self.num_samples}-samples"
+        run = RunFolder.of(self.experiment)
+        self.trainings = Trainings(options, run, self.member)
+        self.folder = run.root / "benchmarks" / "sweep" / f"{self.member}-{self.num_samples}-samples"
 
     def points(self) -> Iterator[Point]:
         """All trainings."""
@@ -111,43 +108,11 @@ class Sweep:
 
     def losses(self) -> dict[Point, float]:
         """Train what is not trained yet; the held-out loss of each."""
-        points = list(self.points())
-        with progress(console()) as bars, ThreadPoolExecutor(self.options.jobs) as pool:
-            task = bars.add_task("trainings", total=len(points))
-            found = {}
-            waiting = {pool.submit(self._loss, point): point for point in points}
-            try:
-                for done in as_completed(waiting):
-                    found[waiting[done]] = done.result()
-                    bars.advance(task)
-            except BaseException:
-                pool.shutdown(cancel_futures=True)  # those under way end by the signal that they were sent, too
-                raise
-        return {point: found[point] for point in points}
+        folders = {point: self.folder / point.name for point in self.points()}
+        found = self.trainings.losses({folder: self.settings(point) for point, folder in folders.items()})
+        return {point: found[folder] for point, folder in folders.items()}
 
-    def _loss(self, point: Point) -> float:
-        run = RunFolder(self.folder / point.name)
-        if not run.is_finished(self.member):
-            self._train(point, run)
-        status = MemberStatus.read(run.member(self.member), self.member, 0)
-        if LOSS not in status.metrics:
-            raise UserError(f"{run.root}: {self.member} has no held-out samples; see prepare.held_out_fraction")
-        return status.metrics[LOSS]
-
-    def _train(self, point: Point, run: RunFolder) -> None:
-        if not (run.prepared / "manifest.json").exists():
-            # The shards themselves are read where they are.
-            shutil.rmtree(run.root, ignore_errors=True)
-            run.prepared.mkdir(parents=True)
-            shutil.copy(self.run.prepared / "manifest.json", run.prepared)
-        arguments = ["fit", "-c", str(self.options.config), *self.options.overrides, *self.settings(point, run)]
-        done = subprocess.run(
-            [sys.executable, "-m", "ddm_lightning", *arguments], capture_output=True, text=True, check=False
-        )
-        if done.returncode:
-            raise UserError(f"{run.root}: training ended with code {done.returncode}: {done.stderr[-2000:]}")
-
-    def settings(self, point: Point, run: RunFolder) -> list[str]:
+    def settings(self, point: Point) -> list[str]:
         """What makes the experiment that of ``point``."""
         section = "router" if self.member == ROUTER else "expert"
         train = config_of(self.member, self.experiment).train
@@ -162,10 +127,7 @@ class Sweep:
             "ema_decay": train.ema_decay ** (1 / longer),
         }
         return [
-            f"member={self.member}",
-            f"run_dir={run.root}",
             f"seed={point.seed}",
-            f"island.shards={self.run.shards.resolve()}",
             f"island.validate_every_n_steps={steps}",
             *(f"{section}.train.{key}={json.dumps(value)}" for key, value in values.items()),
         ]

@@ -36,7 +36,7 @@ def test_every_training_sees_as_many_samples(tmp_path, member, section, share):
     own = getattr(made.experiment, section).train
     assert made.num_samples == own.max_steps * own.global_batch_size // share
     for point in made.points():
-        settings = made.settings(point, made.run)
+        settings = made.settings(point)
         train = f"{section}.train"
         steps, total = setting(settings, f"{train}.max_steps"), setting(settings, f"{train}.global_batch_size")
         assert steps * total // share == made.num_samples

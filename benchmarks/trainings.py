@@ -1,0 +1,80 @@
+"""Trainings of one member under other settings, each in a run folder of its own, judged by their held-out loss."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+
+from common import console, progress
+
+from ddm_lightning.errors import UserError
+from ddm_lightning.run_folder import RunFolder
+from ddm_lightning.training.status import MemberStatus
+
+LOSS = "held_out/loss"
+
+
+class Trainings:
+    """Trains by the command line, as a user would.
+
+    Args:
+        options: of the benchmark: ``config``, ``overrides`` and ``jobs``.
+        run: the experiment's, prepared; its shards are read where they are.
+        member: which one is trained.
+    """
+
+    def __init__(self, options: Namespace, run: RunFolder, member: str) -> None:
+        self.options, self.run, self.member = options, run, member
+
+    def losses(self, settings: Mapping[Path, Sequence[str]]) -> dict[Path, float]:
+        """Train what is not trained yet; the held-out loss of each.
+
+        Args:
+            settings: by run folder, what makes the experiment that of this training.
+
+        Raises:
+            UserError: a training failed, or has no held-out samples.
+        """
+        with progress(console()) as bars, ThreadPoolExecutor(self.options.jobs) as pool:
+            task = bars.add_task("trainings", total=len(settings))
+            found = {}
+            waiting = {pool.submit(self._loss, folder, keys): folder for folder, keys in settings.items()}
+            try:
+                for done in as_completed(waiting):
+                    found[waiting[done]] = done.result()
+                    bars.advance(task)
+            except BaseException:
+                pool.shutdown(cancel_futures=True)  # those under way end by the signal that they were sent, too
+                raise
+        return {folder: found[folder] for folder in settings}
+
+    def in_folder(self, folder: Path) -> list[str]:
+        """What has the member trained in ``folder``, on the shards of the experiment's run."""
+        return [f"member={self.member}", f"run_dir={folder}", f"island.shards={self.run.shards.resolve()}"]
+
+    def _loss(self, folder: Path, settings: Sequence[str]) -> float:
+        run = RunFolder(folder)
+        if not run.is_finished(self.member):
+            self._train(run, settings)
+        status = MemberStatus.read(run.member(self.member), self.member, 0)
+        if LOSS not in status.metrics:
+            raise UserError(f"{run.root}: {self.member} has no held-out samples; see prepare.held_out_fraction")
+        return status.metrics[LOSS]
+
+    def _train(self, run: RunFolder, settings: Sequence[str]) -> None:
+        if not (run.prepared / "manifest.json").exists():
+            # The shards themselves are read where they are.
+            shutil.rmtree(run.root, ignore_errors=True)
+            run.prepared.mkdir(parents=True)
+            shutil.copy(self.run.prepared / "manifest.json", run.prepared)
+        arguments = ["-c", str(self.options.config), *self.options.overrides, *self.in_folder(run.root), *settings]
+        done = subprocess.run(
+            [sys.executable, "-m", "ddm_lightning", "fit", *arguments], capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            raise UserError(f"{run.root}: training ended with code {done.returncode}: {done.stderr[-2000:]}")
