@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from step_clock import Clock, Seconds, now, since, total
@@ -159,8 +160,17 @@ class Step:
         return total([since(start, self.device, clock)], num_steps)
 
 
+class Timed(Protocol):
+    """What takes turns."""
+
+    device: torch.device
+
+    def seconds(self, num_steps: int, clock: Clock = now) -> Seconds:
+        """Of one step, on average over ``num_steps``."""
+
+
 def in_turn(
-    steps: Mapping[str, Step], num_rounds: int, steps_a_turn: int, clock: Clock = now
+    steps: Mapping[str, Timed], num_rounds: int, steps_a_turn: int, clock: Clock = now
 ) -> dict[str, list[Seconds]]:
     """Seconds a step of each side, one value a round; every second round goes backwards.
 
@@ -184,7 +194,7 @@ def planned_bytes(sizes: Sizes, num_parameters: int) -> int:
     return training_bytes(num_parameters) + _BF16_BYTES * num_parameters + activations
 
 
-def peak_bytes(step: Step) -> int | None:
+def peak_bytes(step: Timed) -> int | None:
     """The most that torch held on a GPU during a step; None on other devices."""
     if step.device.type != "cuda":
         return None
