@@ -1,0 +1,201 @@
+"""What a training step costs under one setting and under another: time, work, parameters and memory."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from step_clock import Clock, Seconds, now, since, total
+from step_networks import NUM_CLASSES, Sizes, in_turn, peak_bytes
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ddm_lightning.config import Experiment
+from ddm_lightning.errors import UserError
+from ddm_lightning.flow.condition import Condition, ConditionSpec
+from ddm_lightning.members import batch_size_of
+from ddm_lightning.networks import set_attention
+from ddm_lightning.networks.flops import flops_per_sample
+from ddm_lightning.prepare.manifest import DataSizes, Manifest
+from ddm_lightning.training.ema import track_ema
+from ddm_lightning.training.member_network import build_member_network, member_condition
+from ddm_lightning.training.optimizer import build_optimizer
+from ddm_lightning.training.strategy import checkpoint_blocks, compile_blocks
+
+PRECISIONS = ("32-true", "bf16-mixed")
+
+
+class TrainingStep:
+    """All of an expert's step but its loader and its noise, on fixed random data.
+
+    Forward and backward in parts as the island says, clipping, the optimizer and the averages.
+
+    Args:
+        member: the expert.
+        experiment: how it is trained.
+        sizes: of its data.
+        device: where.
+
+    Raises:
+        UserError: a network that refuses its params, or a precision that needs more than autocast.
+    """
+
+    def __init__(self, member: str, experiment: Experiment, sizes: Manifest | DataSizes, device: torch.device) -> None:
+        island, self.train, self.device = experiment.island, experiment.expert.train, device
+        if island.precision not in PRECISIONS:
+            raise UserError(
+                f"key 'island.precision' = {island.precision!r}: steps are timed in {' and '.join(PRECISIONS)}; set one"
+            )
+        self.half, self.compiled = island.precision == "bf16-mixed", island.compile
+        self.network = build_member_network(member, experiment, sizes)
+        condition = member_condition(member, experiment, sizes)
+        self.flops = flops_per_sample(self.network, sizes.x_shape, condition, backward=True)
+        if island.activation_checkpointing:
+            self.flops += flops_per_sample(self.network, sizes.x_shape, condition, backward=False)
+            checkpoint_blocks(self.network)
+        self.network.to(device)
+        set_attention(self.network, island.attention)
+        if island.compile:
+            compile_blocks(self.network)
+        self.parameters = list(self.network.parameters())
+        self.optimizer = build_optimizer(self.network, self.train)
+        track_ema(self.optimizer, self.train.ema_decay, self.train.ema_widths)
+        num = batch_size_of(member, experiment)
+        part = island.micro_batch_size or num
+        self.parts = [slice(start, start + part) for start in range(0, num, part)]
+        generator = torch.Generator().manual_seed(0)
+        self.x_t, self.target = (torch.randn(num, *sizes.x_shape, generator=generator).to(device) for _ in range(2))
+        self.t = torch.rand(num, generator=generator).to(device)
+        self.condition = _random_condition(condition, num, generator, device)
+
+    @property
+    def num_parameters(self) -> int:
+        """Of the network."""
+        return sum(parameter.numel() for parameter in self.parameters)
+
+    def take(self) -> None:
+        """One step."""
+        self.optimizer.zero_grad()
+        for rows in self.parts:
+            condition = None if self.condition is None else self.condition.rows(rows)
+            with self._precision():
+                predicted = self.network(self.x_t[rows], self.t[rows], condition)
+                loss = functional.mse_loss(predicted.float(), self.target[rows], reduction="sum") / self.target.numel()
+            loss.backward()
+        limit = self.train.gradient_clip_norm
+        norm = nn.utils.clip_grad_norm_(self.parameters, float("inf") if limit is None else limit)
+        # As the training's guard does: Muon keeps a copy for a step that is left out.
+        self.optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]  # fused optimizers read it
+        self.optimizer.step()
+
+    def seconds(self, num_steps: int, clock: Clock = now) -> Seconds:
+        """Of one step, on average over ``num_steps``."""
+        start = clock()
+        for _ in range(num_steps):
+            self.take()
+        return total([since(start, self.device, clock)], num_steps)
+
+    def _precision(self) -> AbstractContextManager[Any]:
+        return torch.autocast(self.device.type, torch.bfloat16) if self.half else nullcontext()
+
+
+def _random_condition(
+    spec: ConditionSpec, num: int, generator: torch.Generator, device: torch.device
+) -> Condition | None:
+    if spec.kind == "none":
+        return None
+    values: Tensor
+    if spec.kind == "class":
+        values = torch.randint(spec.size, (num,), generator=generator)
+    else:
+        shape = (num, spec.length, spec.size) if spec.kind == "tokens" else (num, spec.size)
+        values = torch.randn(shape, generator=generator)
+    return Condition.of(values.to(device))
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one side."""
+
+    seconds: list[Seconds]
+    """Of a step, a value a round."""
+    num_parameters: int
+    flops: float
+    """Forward and backward of a sample, what is computed twice counted twice."""
+    peak: int | None
+    """The most bytes that a step holds on a GPU; None elsewhere."""
+
+
+class Costs:
+    """Steps of the experiment, beside which those of other settings take turns.
+
+    Args:
+        base: the experiment's own step, on a device that holds nothing else.
+        num_rounds: turns of each side.
+        steps_a_turn: steps of one turn.
+    """
+
+    def __init__(self, base: Callable[[], TrainingStep], num_rounds: int, steps_a_turn: int) -> None:
+        self.num_rounds, self.steps_a_turn = num_rounds, steps_a_turn
+        self.base, self.base_peak = _measured(base)
+
+    def beside(self, other: Callable[[], TrainingStep]) -> tuple[Cost, Cost]:
+        """The experiment's cost and that of ``other``, which is made here.
+
+        Raises:
+            UserError, RuntimeError: it does not run on this device.
+        """
+        step, peak = _measured(other)
+        found = in_turn({"base": self.base, "other": step}, self.num_rounds, self.steps_a_turn)
+        return _cost(self.base, found["base"], self.base_peak), _cost(step, found["other"], peak)
+
+
+def _measured(make: Callable[[], TrainingStep]) -> tuple[TrainingStep, int | None]:
+    """A step, and the most memory that it holds on a GPU beside what was there before it."""
+    gc.collect()  # what an earlier one left is not this one's
+    before = 0
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_allocated()
+    step = make()
+    if step.compiled:
+        torch.compiler.reset()  # all blocks share the code that is compiled, and torch refuses many kinds of them
+        # Each side has kernels for its own batch, as it would have alone.
+        torch._dynamo.config.automatic_dynamic_shapes = False
+    step.take()  # after which moments and averages are there
+    peak = peak_bytes(step)
+    return step, None if peak is None else peak - before
+
+
+def _cost(step: TrainingStep, seconds: list[Seconds], peak: int | None) -> Cost:
+    return Cost(seconds, step.num_parameters, step.flops, peak)
+
+
+def large(sizes: Sizes, num_clusters: int) -> tuple[list[str], DataSizes]:
+    """Settings that make the network of an experiment a class-conditional DiT of ``sizes`` in bfloat16, and its data.
+
+    What else the experiment chooses stays.
+    """
+    params = {
+        "size": "null",
+        "width": sizes.width,
+        "depth": sizes.depth,
+        "num_heads": sizes.num_heads,
+        "patch_size": sizes.patch_size,
+    }
+    settings = [
+        "expert.network.name=dit",
+        *(f"expert.network.params.{key}={value}" for key, value in params.items()),
+        f"expert.train.global_batch_size={sizes.batch_size * num_clusters}",
+        "condition.kind=class",
+        "sample.prompts=[]",
+        "sample.guidance_scale=1",
+        "island.accelerator=auto",
+        "island.devices=1",
+        "island.precision=bf16-mixed",
+    ]
+    return settings, DataSizes(sizes.x_shape, 0, None, NUM_CLASSES)

@@ -1,0 +1,102 @@
+"""What an option brings: the held-out loss of an expert that is trained with it, beside that of one without."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from common import load
+from recipe_options import MEMBER, Option, options_of
+from trainings import Trainings
+
+from ddm_lightning.errors import UserError
+from ddm_lightning.members import batch_size_of
+from ddm_lightning.prepare.manifest import Manifest
+from ddm_lightning.run_folder import RunFolder, refuse_changed
+
+BASE = "experiment"
+"""The name of the training with no option."""
+QUICK_SAMPLES = 1600
+
+
+class Difference(NamedTuple):
+    """A mean over seeds."""
+
+    mean: float
+    error: float | None
+    """Its standard error; None of one seed."""
+
+
+class Effect:
+    """Trainings of an expert in folders beside the experiment's run, on equally many samples.
+
+    Raises:
+        UserError: fewer samples than a step takes.
+    """
+
+    def __init__(self, options: Namespace) -> None:
+        self.options = options
+        self.experiment = load(options)
+        train, batch = self.experiment.expert.train, batch_size_of(MEMBER, self.experiment)
+        samples = QUICK_SAMPLES if options.quick else train.max_steps * batch
+        self.num_samples: int = samples if options.samples is None else options.samples
+        if self.num_samples < batch:
+            raise UserError(f"--samples {self.num_samples}: a step of {MEMBER} takes {batch}")
+        self.num_steps = round(self.num_samples / batch)
+        run = RunFolder.of(self.experiment)
+        self.trainings = Trainings(options, run, MEMBER)
+        self.folder = run.root / "benchmarks" / "recipe" / f"{MEMBER}-{self.num_samples}-samples"
+        found = options_of(self.experiment, Manifest.read(run.root))
+        self.found = [option for option in found if option.brings]
+        self.title = f"loss of {MEMBER} after {self.num_samples:,} samples"
+
+    def losses(self, options: Sequence[Option]) -> dict[str, list[float]]:
+        """By the option's name and as ``BASE``: the held-out loss at each seed. Trains what is not trained yet.
+
+        Raises:
+            UserError: what is trained already is of another experiment, or a training failed.
+        """
+        if not options:
+            return {}
+        tried: dict[str, Option | None] = {BASE: None} | {option.name: option for option in options}
+        folders = {name: [self.folder / f"{name}-seed-{seed}" for seed in self.seeds] for name in tried}
+        settings = {
+            folder: self.settings(option, seed)
+            for name, option in tried.items()
+            for folder, seed in zip(folders[name], self.seeds, strict=True)
+        }
+        for folder, keys in settings.items():
+            self._check(folder, keys)
+        found = self.trainings.losses(settings)
+        return {name: [found[folder] for folder in of_seeds] for name, of_seeds in folders.items()}
+
+    @property
+    def seeds(self) -> range:
+        """The experiment's and those behind it."""
+        return range(self.experiment.seed, self.experiment.seed + self.options.seeds)
+
+    def settings(self, option: Option | None, seed: int) -> list[str]:
+        """What makes the experiment that of ``option``; None: but for the number of its steps, as it is."""
+        train = self.experiment.expert.train
+        return [
+            f"seed={seed}",
+            f"expert.train.max_steps={self.num_steps}",
+            f"expert.train.warmup_steps={round(train.warmup_steps * self.num_steps / train.max_steps)}",
+            f"island.validate_every_n_steps={self.num_steps}",
+            *([] if option is None else [option.setting]),
+        ]
+
+    def _check(self, folder: Path, settings: Sequence[str]) -> None:
+        """A finished training is kept, so it has to be one of this experiment."""
+        refuse_changed(load(self.options, f"run_dir={folder}", *settings))
+
+
+def difference(losses: Sequence[float], base: Sequence[float]) -> Difference:
+    """Between trainings of the same seed, which have initial weights, samples and noise in common."""
+    each = [ours - theirs for ours, theirs in zip(losses, base, strict=True)]
+    error = statistics.stdev(each) / math.sqrt(len(each)) if len(each) > 1 else None
+    return Difference(statistics.fmean(each), error)

@@ -1,0 +1,170 @@
+"""Costs and losses of options as a table, as figures and as a picture."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from common import Report
+from matplotlib.figure import Figure
+from recipe_cost import Cost
+from recipe_effect import BASE, Difference, difference
+from recipe_options import Option
+from step_clock import Seconds, median, ratio, ratios
+
+COST_HEADINGS = ["ms a step", "over the experiment's", "parameters", "FLOPs"]
+PEAK_HEADINGS = ["peak, GB"]
+LOSS_HEADINGS = ["loss", "difference"]
+
+
+@dataclass(frozen=True)
+class Results:
+    """By the option's name; what was not measured is absent."""
+
+    costs: Mapping[str, tuple[Cost, Cost]]
+    """The experiment's, and that with the option, whose turns lay side by side."""
+    losses: Mapping[str, Sequence[float]]
+    """One a seed; ``BASE`` is the experiment's."""
+
+    @property
+    def base_seconds(self) -> list[Seconds]:
+        """Turns of the experiment beside all options."""
+        return [turn for base, _ in self.costs.values() for turn in base.seconds]
+
+    @property
+    def has_peak(self) -> bool:
+        """Whether memory was measured."""
+        return any(base.peak is not None for base, _ in self.costs.values())
+
+    def difference(self, name: str) -> Difference | None:
+        """Of the loss with an option from the experiment's; below 0 it is better."""
+        return difference(self.losses[name], self.losses[BASE]) if name in self.losses else None
+
+    def report(self, title: str, options: Sequence[Option]) -> Report:
+        """A row an option, in this order, behind the experiment's own."""
+        headings = [""]
+        if self.costs:
+            headings += COST_HEADINGS + (PEAK_HEADINGS if self.has_peak else [])
+        if self.losses:
+            headings += LOSS_HEADINGS
+        report = Report(title, headings)
+        report.row("the experiment", *self._base_cells(report.figures))
+        for option in options:
+            if option.name in self.costs or option.name in self.losses:
+                report.row(option.name, *self._cells(option.name, report.figures))
+        self._notes(report)
+        return report
+
+    def _base_cells(self, figures: dict[str, float]) -> list[str]:
+        cells = []
+        if self.costs:
+            base = next(iter(self.costs.values()))[0]
+            seconds = median(self.base_seconds)
+            figures |= {"seconds": seconds, "parameters": base.num_parameters, "flops_a_sample": base.flops}
+            cells += [f"{1000 * seconds:.1f}", "", f"{base.num_parameters / 1e6:.3f} M", f"{base.flops / 1e9:.3f} G"]
+            if base.peak is not None:
+                figures["peak_gb"] = base.peak / 1e9
+                cells.append(f"{base.peak / 1e9:.2f}")
+        if self.losses:
+            loss = statistics.fmean(self.losses[BASE])
+            figures["loss"] = loss
+            cells += [f"{loss:.4f}", ""]
+        return cells
+
+    def _cells(self, name: str, figures: dict[str, float]) -> list[str]:
+        cells = []
+        if self.costs:
+            cells += self._cost_cells(name, figures)
+        if self.losses:
+            cells += self._loss_cells(name, figures)
+        return cells
+
+    def _cost_cells(self, name: str, figures: dict[str, float]) -> list[str]:
+        if name not in self.costs:
+            return [""] * (len(COST_HEADINGS) + self.has_peak)
+        base, cost = self.costs[name]
+        each = ratios(cost.seconds, base.seconds)
+        middle = statistics.median(each)
+        shown = f"{middle:.3f} ({min(each):.2f} to {max(each):.2f})"
+        if not self.has_peak:  # a GPU's work is not in them
+            of_cpu = ratio(cost.seconds, base.seconds, "cpu")
+            figures[f"seconds_over_experiment_{name}_cpu_seconds"] = of_cpu
+            shown += f" [{of_cpu:.3f}]"
+        parameters, flops = cost.num_parameters / base.num_parameters, cost.flops / base.flops
+        figures |= {
+            f"seconds_over_experiment_{name}": middle,
+            f"parameters_over_experiment_{name}": parameters,
+            f"flops_over_experiment_{name}": flops,
+        }
+        cells = [f"{1000 * median(cost.seconds):.1f}", shown, f"{parameters:.3f}", f"{flops:.3f}"]
+        if base.peak is not None and cost.peak is not None:
+            figures |= {
+                f"peak_gb_{name}": cost.peak / 1e9,
+                f"peak_over_experiment_{name}": cost.peak / base.peak,
+            }
+            cells.append(f"{cost.peak / 1e9:.2f}")
+        return cells
+
+    def _loss_cells(self, name: str, figures: dict[str, float]) -> list[str]:
+        less = self.difference(name)
+        if less is None:
+            return [""] * len(LOSS_HEADINGS)
+        loss = statistics.fmean(self.losses[name])
+        figures |= {f"loss_{name}": loss, f"loss_less_experiment_{name}": less.mean}
+        shown = f"{less.mean:+.4f}"
+        if less.error is not None:
+            figures[f"loss_less_experiment_error_{name}"] = less.error
+            shown += f" ± {less.error:.4f}"
+        return [f"{loss:.4f}", shown]
+
+    def _notes(self, report: Report) -> None:
+        if self.costs:
+            report.note(
+                "A step is forward, backward, clipping, optimizer and averages on fixed data. Ratios of times are "
+                "medians (lowest to highest) over rounds in which both take turns; in square brackets, on a CPU, the "
+                "same of CPU seconds, which others on the machine disturb less. Parameters and FLOPs (forward and "
+                "backward of a sample, without the optimizer's) are ratios to the experiment's, too."
+            )
+        if self.losses:
+            report.note(
+                "The loss is that of the averaged weights on held-out samples, at 8 fixed timesteps and unweighted, "
+                "however they were trained; below 0 a difference speaks for the option. What changes no more than "
+                "rounding is not trained."
+            )
+            num_seeds = len(self.losses[BASE])
+            report.note(
+                "One training each: how much of a difference is chance is not known (--seeds 3)."
+                if num_seeds == 1
+                else f"Means of {num_seeds} seeds; ± is one standard error of differences between equal seeds."
+            )
+
+
+def drawn(results: Results, options: Sequence[Option], title: str) -> Figure:
+    """A bar an option: left its cost, right its loss less the experiment's, a dot a seed."""
+    names = [option.name for option in options]
+    figure = Figure(figsize=(10, 1.5 + 0.35 * len(names)), layout="constrained")
+    left, right = figure.subplots(1, 2, sharey=True)
+    for row, name in enumerate(names):
+        if name in results.costs:
+            base, cost = results.costs[name]
+            each = ratios(cost.seconds, base.seconds)
+            middle = statistics.median(each)
+            left.barh(row, middle - 1, left=1, color="C0")
+            left.plot([min(each), max(each)], [row, row], color="black", linewidth=1)
+        less = results.difference(name)
+        if less is not None:
+            right.barh(row, less.mean, color="C2" if less.mean < 0 else "C3")
+            pairs = zip(results.losses[name], results.losses[BASE], strict=True)
+            dots = [loss - base for loss, base in pairs]
+            right.plot(dots, [row] * len(dots), "o", color="black", markersize=3)
+    left.set_yticks(range(len(names)), names)
+    left.invert_yaxis()
+    for axis, middle, label in (
+        (left, 1, "seconds a step over the experiment's"),
+        (right, 0, "held-out loss less the experiment's"),
+    ):
+        axis.axvline(middle, color="black", linewidth=0.8)
+        axis.set_xlabel(label)
+    figure.suptitle(title, fontsize=9)
+    return figure

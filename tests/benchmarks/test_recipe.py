@@ -1,0 +1,287 @@
+import dataclasses
+import json
+from types import SimpleNamespace
+
+import pytest
+import recipe
+import recipe_cost
+import recipe_effect
+import recipe_options
+import torch
+from common import REPOSITORY
+from recipe_cost import Cost, TrainingStep
+from recipe_effect import BASE, difference
+from recipe_results import Results, drawn
+from step_clock import Seconds
+from step_networks import Sizes
+from tiny_runs import TINY
+
+from ddm_lightning.config import load_experiment, to_dict, to_yaml
+from ddm_lightning.errors import UserError
+from ddm_lightning.networks.recipe import Recipe
+from ddm_lightning.prepare.manifest import DataSizes
+from ddm_lightning.run_folder import RunFolder
+
+MEMBER = recipe_options.MEMBER
+CPU = torch.device("cpu")
+PICTURES = DataSizes((3, 8, 8), 16, None, 4)
+SMALL = Sizes(width=16, depth=2, num_heads=2, patch_size=2, channels=4, edge=4, batch_size=4)
+
+
+def experiment(*overrides, config=TINY):
+    return load_experiment(config, overrides)
+
+
+def options(run_dir, *overrides, **changes):
+    settings = {
+        "config": str(TINY),
+        "overrides": [f"run_dir={run_dir}", *overrides],
+        "compile": False,
+        "only": None,
+        "samples": None,
+        "seeds": 1,
+        "jobs": 1,
+        "quick": True,
+        "json": None,
+    }
+    return SimpleNamespace(**{**settings, **changes})
+
+
+def names(*overrides, sizes=PICTURES, **more):
+    return {option.name: option for option in recipe_options.options_of(experiment(*overrides), sizes, **more)}
+
+
+def flat(value, prefix=""):
+    if not isinstance(value, dict):
+        return {prefix: value}
+    return {key: one for name, inner in value.items() for key, one in flat(inner, f"{prefix}.{name}").items()}
+
+
+def test_each_option_changes_one_key_of_the_experiment():
+    before = flat(to_dict(experiment()))
+    for option in names(on_gpu=True, compiles=True).values():
+        after = flat(to_dict(experiment(option.setting)))
+        changed = {key for key in before.keys() | after.keys() if before.get(key) != after.get(key)}
+        assert changed == {f".{option.key}"}
+
+
+@pytest.mark.parametrize(
+    ("changed", "back"),
+    [
+        ("expert.network.params.rope=true", "no_rope"),
+        ("expert.network.params.mlp=swiglu", "mlp_gelu"),
+        ("expert.train.optimizer=muon", "optimizer_adamw"),
+        ("expert.train.weight_decay=0.5", "no_weight_decay"),
+        ("expert.train.gradient_clip_norm=null", "gradient_clip_norm_1.0"),
+        ("expert.train.ema_widths=[0.1]", "no_ema_widths"),
+        ("island.precision=bf16-mixed", "precision_32-true"),
+        ("island.micro_batch_size=2", "no_micro_batch_size"),
+        ("island.attention=xformers", "attention_sdpa"),
+        ("island.compile=true", "no_compile"),
+    ],
+)
+def test_what_is_chosen_already_can_be_left_out(changed, back):
+    more = {"on_gpu": True, "compiles": True}
+    before, after = names(**more), names(changed, **more)
+    key = changed.partition("=")[0]
+    (gone,) = [name for name, option in before.items() if option.key == key]
+    assert after.keys() == before.keys() - {gone} | {back}
+
+
+def test_every_choice_of_a_recipe_is_an_option():
+    """But the ratio of the MLP, which is a size."""
+    found = {option.key.rpartition(".")[2] for option in names().values()}
+    assert {field.name for field in dataclasses.fields(Recipe)} - found == {"mlp_ratio"}
+    assert {"rope", "mlp_swiglu", "modulation_single", "no_gradient_clip_norm", "micro_batch_size_4"} <= names().keys()
+
+
+def test_only_what_the_network_takes_and_the_data_allow():
+    tokens = DataSizes((3, 8, 8), 16, (4, 16), 4)
+    overrides = [
+        "expert.network={name: mmdit, params: {width: 32, depth: 2, num_heads: 2, patch_size: 4}}",
+        "condition.kind=tokens",
+    ]
+    found = names(*overrides, sizes=tokens).values()
+    assert [option.name for option in found if option.key.startswith(recipe_options.PARAMS)] == ["qk_norm"]
+    assert "micro_batch_size_1" not in names("expert.train.global_batch_size=2")
+
+
+def test_an_unknown_name_is_one_line():
+    both = names()
+    one, other = [both["rope"], both["optimizer_muon"]], [both["rope"], both["density_uniform"]]
+    chosen = recipe_options.chosen(["rope", "density_uniform"], one, other)
+    assert [[option.name for option in found] for found in chosen] == [["rope"], ["rope", "density_uniform"]]
+    with pytest.raises(UserError, match=r"--only ropes: not among .* rope, optimizer_muon"):
+        recipe_options.chosen(["ropes"], one, other)
+
+
+def step_of(*overrides, sizes=PICTURES):
+    return TrainingStep(MEMBER, experiment(*overrides), sizes, CPU)
+
+
+def weights_after(step, num_steps=3):
+    for _ in range(num_steps):
+        step.take()
+    return torch.cat([parameter.detach().flatten() for parameter in step.parameters])
+
+
+def test_a_step_trains_and_follows_its_settings():
+    """What saves memory changes nothing but rounding; what is an option of its own changes the weights."""
+    whole = weights_after(step_of())
+    for key in (
+        "island.micro_batch_size=3",
+        "island.activation_checkpointing=true",
+        "expert.train.ema_widths=[0.1]",
+    ):
+        assert torch.allclose(weights_after(step_of(key)), whole, rtol=0, atol=1e-6), key
+    for key in ("expert.train.optimizer=muon", "island.precision=bf16-mixed", "expert.train.weight_decay=10"):
+        assert not torch.allclose(weights_after(step_of(key)), whole, rtol=0, atol=1e-6), key
+    step = step_of("expert.train.ema_widths=[0.1]")
+    step.take()
+    assert {"ema", "ema_0.1"} <= step.optimizer.state[step.parameters[0]].keys()
+
+
+@pytest.mark.parametrize("kind", ["none", "class", "tokens"])
+def test_a_step_is_given_a_condition_of_its_kind(kind):
+    sizes = DataSizes((3, 8, 8), 16, (4, 16), 4)
+    step = step_of(f"condition.kind={kind}", "sample.prompts=[]", sizes=sizes)
+    assert torch.isfinite(weights_after(step, 1)).all()
+
+
+def test_a_block_that_is_computed_twice_costs_a_forward_pass_more():
+    plain, twice = step_of().flops, step_of("island.activation_checkpointing=true").flops
+    # Backward is twice forward, but for the first layer's input, which needs no gradient.
+    assert 4 / 3 <= twice / plain < 1.36
+
+
+def test_a_precision_that_takes_a_scaler_is_refused():
+    with pytest.raises(UserError, match=r"'island.precision' = '16-mixed': .*32-true and bf16-mixed"):
+        step_of("island.precision=16-mixed")
+
+
+def test_sides_take_turns_and_a_refusal_is_a_note(tiny_run, monkeypatch):
+    monkeypatch.setattr(recipe, "QUICK_ROUNDS", 2)
+    timing = recipe.Timing(options(tiny_run), SMALL, CPU)
+    found = {option.name: option for option in timing.found}
+    assert not found.keys() & {"density_uniform", "weight_decay_0.1", "compile", "attention_xformers"}
+    refused = recipe_options.Option("island.attention", "xformers", costs=True, brings=False)
+    costs = timing.costs([found["modulation_single"], refused])
+    ((base, cost),) = costs.values()
+    assert len(base.seconds) == len(cost.seconds) == 2
+    assert cost.num_parameters < base.num_parameters and cost.flops < base.flops and cost.peak is None
+    assert ["attention_xformers did not run on cpu" in note for note in timing.notes] == [True]
+
+
+@pytest.mark.parametrize("config", ["emoji_4x", "tiny_2x", "paris_8x"])
+def test_on_a_gpu_an_experiment_has_the_sizes_that_are_compared(config):
+    """What it chooses besides stays, and what is typed wins."""
+    file = REPOSITORY / "experiments" / f"{config}.yaml"
+    own = experiment(config=file)
+    settings, sizes = recipe_cost.large(SMALL, own.prepare.partition.num_clusters)
+    typed = ["expert.network.params.qk_norm=true", "expert.network.params.depth=1", "island.compile=false"]
+    large = experiment(*settings, *typed, config=file)
+    assert large.expert.train.learning_rate == own.expert.train.learning_rate
+    step = TrainingStep(MEMBER, large, sizes, CPU)
+    assert step.half and step.x_t.shape == (4, 4, 4, 4) and len(step.network.blocks) == 1
+    assert step.network.blocks[0].attention.query_norm is not None
+    assert torch.isfinite(weights_after(step, 1)).all()
+
+
+def test_trainings_differ_in_one_option_and_see_as_many_samples(tiny_run):
+    made = recipe_effect.Effect(options(tiny_run, "seed=5", samples=240, seeds=2))
+    found = {option.name: option for option in made.found}
+    assert not found.keys() & {"micro_batch_size_4", "activation_checkpointing", "ema_widths"}
+    base, rope = made.settings(None, 5), made.settings(found["rope"], 5)
+    assert set(rope) - set(base) == {"expert.network.params.rope=true"}
+    assert list(made.seeds) == [5, 6]
+    # Half of 60 steps, and half of 10 of warm-up.
+    assert {"expert.train.max_steps=30", "expert.train.warmup_steps=5", "seed=5"} <= set(base)
+    with pytest.raises(UserError, match=f"--samples 7: a step of {MEMBER} takes 8"):
+        recipe_effect.Effect(options(tiny_run, samples=7))
+
+
+def test_losses_are_by_seed_and_none_is_trained_for_no_option(tiny_run, monkeypatch):
+    made = recipe_effect.Effect(options(tiny_run, samples=80, seeds=2))
+    asked = []
+
+    def losses(settings):
+        asked.extend(settings)
+        return {folder: float(index) for index, folder in enumerate(settings)}
+
+    monkeypatch.setattr(made.trainings, "losses", losses)
+    assert made.losses([]) == {} and not asked
+    rope = next(option for option in made.found if option.name == "rope")
+    assert made.losses([rope]) == {BASE: [0.0, 1.0], "rope": [2.0, 3.0]}
+    assert [folder.name for folder in asked] == [f"{BASE}-seed-0", f"{BASE}-seed-1", "rope-seed-0", "rope-seed-1"]
+
+
+def test_kept_trainings_of_another_experiment_are_refused(tiny_run):
+    made = recipe_effect.Effect(options(tiny_run, samples=80))
+    run = RunFolder(made.folder / f"{BASE}-seed-0")
+    (run.root / "members").mkdir(parents=True)
+    run.experiment.write_text(to_yaml(experiment(*made.settings(None, 0), "expert.train.learning_rate=1")))
+    with pytest.raises(UserError, match=r"changed since .*: expert.train.learning_rate"):
+        made.losses(made.found[:1])
+
+
+def test_differences_are_between_equal_seeds():
+    assert difference([1.0, 3.0], [0.5, 2.5]) == (0.5, 0.0)
+    assert difference([1.0, 2.0], [0.0, 2.0]) == pytest.approx((0.5, 0.5))
+    assert difference([1.0], [3.0]) == (-2.0, None)
+
+
+def a_cost(*walls, parameters=2_000_000, peak=None):
+    return Cost([Seconds(wall, 2 * wall) for wall in walls], parameters, 3e9, peak)
+
+
+def test_rows_and_figures_of_what_was_measured():
+    found = names()
+    rows = [found[name] for name in ("rope", "optimizer_muon", "density_uniform", "norm_rms")]
+    costs = {
+        "rope": (a_cost(1, 1, 10), a_cost(1, 2, 30)),
+        "optimizer_muon": (a_cost(2, 2, 2), a_cost(3, 3, 3, parameters=1_000_000)),
+    }
+    losses = {BASE: [0.5, 0.7], "rope": [0.4, 0.4], "density_uniform": [0.5, 0.5]}
+    results = Results(costs, losses)
+    report = results.report("Title", rows)
+    figures = report.figures
+    assert figures["seconds_over_experiment_rope"] == 2  # not 30 / 10, nor 2 / 1 of medians
+    assert figures["parameters_over_experiment_optimizer_muon"] == 0.5
+    assert figures["seconds"] == 2  # in the middle of all its turns
+    assert figures["loss_less_experiment_rope"] == pytest.approx(-0.2)
+    assert figures["loss_less_experiment_error_rope"] == pytest.approx(0.1)
+    assert not [name for name in figures if "peak" in name or "norm_rms" in name]
+    assert [cells[0] for cells in report.rows] == ["the experiment", "rope", "optimizer_muon", "density_uniform"]
+    assert {len(cells) for cells in report.rows} == {len(report.headings)} == {7}
+    assert report.rows[2][-2:] == ["", ""] and report.rows[3][1:5] == [""] * 4
+    left, right = drawn(results, rows, "Title").get_axes()
+    assert (len(left.patches), len(right.patches)) == (2, 2)
+    only_costs = Results({"rope": (a_cost(1, peak=4), a_cost(1, peak=2))}, {}).report("Title", rows)
+    assert only_costs.figures["peak_over_experiment_rope"] == 0.5
+    assert {len(cells) for cells in only_costs.rows} == {len(only_costs.headings)} == {6}
+    assert not [name for name in only_costs.figures if "loss" in name or "cpu" in name]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [(["--seeds", "0"], "--seeds 0: must be at least 1"), (["--device", "cuda"], "torch sees no CUDA device")],
+)
+def test_bad_arguments_are_one_line(arguments, words, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UserError, match=words):
+        recipe.main(["-c", str(TINY), *arguments])
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_quick_times_and_trains(tmp_path):
+    arguments = ["-c", str(TINY), f"run_dir={tmp_path / 'run'}", "--quick", "--train", "--samples", "160"]
+    arguments += ["--json", str(tmp_path / "recipe.json"), "--only", "norm_rms", "schedule_cosine"]
+    recipe.main(arguments)
+    figures = json.loads((tmp_path / "recipe.json").read_text())["figures"]
+    assert figures["seconds_over_experiment_norm_rms"] > 0
+    assert len({figures["loss"], figures["loss_norm_rms"], figures["loss_schedule_cosine"]}) == 3
+    assert list((tmp_path / "run").glob("benchmarks/recipe/expert-0-160-samples/recipe.png"))
+    recipe.main(arguments)  # finds all of them trained
+    again = json.loads((tmp_path / "recipe.json").read_text())["figures"]
+    assert again["loss_norm_rms"] == figures["loss_norm_rms"]
