@@ -19,7 +19,7 @@ from ddm_lightning.training.muon import has_muon_matrices
 
 MEMBER = "expert-0"
 PARAMS, TRAIN, ISLAND = "expert.network.params", "expert.train", "island"
-DECAY, CLIP, WIDTHS = 0.1, 1.0, [0.05, 0.1]
+DECAY, CLIP, MIN_SNR, WIDTHS = 0.1, 1.0, 5.0, [0.05, 0.1]
 """What an experiment that has none is given."""
 
 
@@ -114,6 +114,7 @@ def _training(experiment: Experiment, sizes: Manifest | DataSizes) -> Iterator[O
     yield Option(f"{TRAIN}.ema_widths", [] if train.ema_widths else WIDTHS, costs=True, brings=False)
     others: dict[str, list[Any]] = {
         "expert.timesteps.density": _words("expert.timesteps.density", expert.timesteps.density),
+        "expert.min_snr_gamma": [MIN_SNR if expert.min_snr_gamma is None else None],
         f"{TRAIN}.schedule": _words(f"{TRAIN}.schedule", train.schedule),
         f"{TRAIN}.weight_decay": [0.0 if train.weight_decay else DECAY],
         f"{TRAIN}.gradient_clip_norm": [CLIP if train.gradient_clip_norm is None else None],

@@ -1,0 +1,110 @@
+"""Thousands of steps in half precision: is any loss or gradient not finite, and does memory grow?
+
+A loss that is not finite has a gradient that is not, and each step with such a one is left out and written down: those
+are counted, and curves have none of them.
+
+    python benchmarks/soak.py -c experiments/emoji_4x.yaml --json benchmarks/results/soak_emoji_4x.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from common import Report, call, console, load, parse, parser, run
+from trainings import LOSS, Trainings
+
+from ddm_lightning._compat import ensure_torchvision_importable
+from ddm_lightning.run_folder import RunFolder
+
+ensure_torchvision_importable()
+
+from ddm_lightning.ensemble.load import load_member  # noqa: E402  # after torchvision has been made importable
+from ddm_lightning.training.guard import read_skipped  # noqa: E402
+
+MEMBER = "expert-0"
+NUM_STEPS, QUICK_STEPS = 10_000, 300
+MEMORY = "train/memory_gb"
+CURVES = ("train/loss", "train/gradient_norm", LOSS, MEMORY)
+SETTLED = 0.1
+"""Share of the training after which memory is to have its size: a validation and checkpoints lie before."""
+
+Curve = Sequence[tuple[int, float]]
+
+
+def main(arguments: Sequence[str] | None) -> None:
+    """Run the benchmark."""
+    made = parser(__doc__ or "")
+    made.add_argument("--steps", type=int, default=None, help=f"optimizer steps (default: {NUM_STEPS})")
+    made.add_argument("--precision", default="bf16-mixed", help="Lightning's word for it (default: bf16-mixed)")
+    options = parse(made, arguments)
+    options.jobs = 1
+    steps = options.steps or (QUICK_STEPS if options.quick else NUM_STEPS)
+    experiment = load(options)
+    call("prepare", options)
+    run_of = RunFolder.of(experiment)
+    folder = run_of.root / "benchmarks" / "soak" / f"{MEMBER}-{options.precision}-{steps}-steps"
+    every = max(1, round(SETTLED * steps))
+    settings = [
+        f"expert.train.max_steps={steps}",
+        f"island.precision={options.precision}",
+        f"island.validate_every_n_steps={every}",
+        f"island.checkpoint_every_n_steps={every}",
+    ]
+    Trainings(options, run_of, MEMBER).losses({folder: settings})
+    report = _report(experiment.name, RunFolder(folder), steps, options)
+    report.show(console())
+    report.write(options.json)
+
+
+def _report(name: str, soaked: RunFolder, steps: int, options: argparse.Namespace) -> Report:
+    member = soaked.member(MEMBER)
+    num_skipped = sum(len(read_skipped(path)) for path in member.glob("skipped_steps*.jsonl"))
+    weights = load_member(soaked.artifact(MEMBER)).network.state_dict()
+    report = Report(f"{steps:,} steps of {MEMBER} of {name} in {options.precision}", ["", "first", "highest", "last"])
+    report.figures |= {
+        "steps": steps,
+        "skipped_steps": num_skipped,
+        "weights_not_finite": sum(int((~value.isfinite()).sum()) for value in weights.values()),
+        **figures(curves(member / "tensorboard"), steps),
+    }
+    for curve, points in curves(member / "tensorboard").items():
+        values = [value for _, value in points]
+        report.row(curve, *(f"{value:.4g}" for value in (values[0], max(values), values[-1])))
+    report.note(
+        f"Steps left out because a gradient was not finite: {num_skipped}; averaged weights that are not finite: "
+        f"{report.figures['weights_not_finite']:.0f}."
+    )
+    report.note(
+        f"The most memory held grew by {report.figures['memory_growth_gb']:.3f} GB in the last "
+        f"{1 - SETTLED:.0%} of the steps."
+    )
+    return report
+
+
+def curves(folder: Path) -> dict[str, Curve]:
+    """Steps and values from TensorBoard's files."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    events.Reload()
+    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in CURVES}
+
+
+def figures(found: Mapping[str, Curve], steps: int) -> dict[str, float]:
+    """Memory, and what else curves say of the whole training."""
+    memory = [(step, value) for step, value in found[MEMORY] if step >= SETTLED * steps]
+    return {
+        "memory_gb": memory[-1][1],
+        "memory_growth_gb": memory[-1][1] - memory[0][1],
+        "highest_gradient_norm": max(value for _, value in found["train/gradient_norm"]),
+        "held_out_loss": found[LOSS][-1][1],
+    }
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    sys.exit(run(main))
