@@ -182,6 +182,9 @@ def drawn(losses: dict[Point, float], title: str) -> Figure:
         dots = [(point.rate, loss) for point, loss in losses.items() if point.batch == batch]
         axis.plot(*zip(*dots, strict=True), "o", color=f"C{index}", markersize=4)
     axis.set_xscale("log")
+    rates = sorted({rate for rate, _ in means})
+    axis.set_xticks(rates, [f"{rate:g}" for rate in rates])
+    axis.set_xticks([], minor=True)
     axis.set_xlabel("peak learning rate")
     axis.set_ylabel("held-out loss of the averaged weights")
     axis.set_title(title, fontsize=9)
