@@ -2,7 +2,7 @@
 
 Every training sees as many samples as the experiment's own, unless ``--samples`` says otherwise; warm-up and the decay
 of the average are scaled with the batch, so that they last for as many samples, too. Judged by the held-out loss of
-the averaged weights.
+the averaged weights and, where there are prompts, by how many pictures follow theirs.
 
     python benchmarks/sweep.py -c experiments/emoji_4x.yaml --json benchmarks/results/sweep_emoji_4x.json
 """
@@ -15,7 +15,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from common import Report, call, console, load, parse, parser, run
+from common import Report, call, console, load, parse, parser, progress, run
+from following import Prompts
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from trainings import Trainings
 
@@ -27,6 +29,7 @@ from ddm_lightning.run_folder import RunFolder
 
 FACTORS = (0.5, 1.0, 2.0)
 QUICK_SAMPLES = 1600
+NUM_PROMPTS, QUICK_PROMPTS = 128, 8
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,7 @@ def main(arguments: Sequence[str] | None) -> None:
     made.add_argument("--samples", type=int, default=None, help="samples a training sees (default: the experiment's)")
     made.add_argument("--seeds", type=int, default=1, help="trainings a pair")
     made.add_argument("--jobs", type=int, default=2, help="trainings at once")
+    made.add_argument("--prompts", type=int, default=None, help=f"pictures of each expert (default: {NUM_PROMPTS})")
     for name, what in (("rates", "learning rates"), ("batches", "batch sizes")):
         made.add_argument(
             f"--{name}", type=float, nargs="+", default=FACTORS, help=f"{what}, over the experiment's own"
@@ -64,11 +68,12 @@ def main(arguments: Sequence[str] | None) -> None:
         ["learning rate", *(f"batch {batch}" for batch in sweep.batches)],
     )
     losses = sweep.losses()
-    sweep.fill(report, losses)
+    followed = sweep.followed()
+    sweep.fill(report, losses, followed)
     report.show(console())
     report.write(options.json)
     picture = sweep.folder / "sweep.png"
-    figure = drawn(losses, report.title)
+    figure = drawn(losses, followed, report.title)
     atomic_write(picture, lambda path: figure.savefig(path, dpi=120))
     print(f"picture: {picture}")
 
@@ -112,6 +117,21 @@ class Sweep:
         found = self.trainings.losses({folder: self.settings(point) for point, folder in folders.items()})
         return {point: found[folder] for point, folder in folders.items()}
 
+    def followed(self) -> dict[Point, float]:
+        """The share of an expert's pictures that follow their prompts; nothing of a router, or without prompts."""
+        kind = self.experiment.condition.kind
+        if self.member == ROUTER or kind not in ("text", "class"):
+            return {}
+        num = self.options.prompts or (QUICK_PROMPTS if self.options.quick else NUM_PROMPTS)
+        points = list(self.points())
+        with progress(console()) as bars:
+            task = bars.add_task("pictures", total=len(points))
+            prompts, found = Prompts(self.experiment, self.trainings.run, self.member, num), {}
+            for point in points:
+                found[point] = prompts.followed(RunFolder(self.folder / point.name).artifact(self.member))
+                bars.advance(task)
+        return found
+
     def settings(self, point: Point) -> list[str]:
         """What makes the experiment that of ``point``."""
         section = "router" if self.member == ROUTER else "expert"
@@ -132,15 +152,23 @@ class Sweep:
             *(f"{section}.train.{key}={json.dumps(value)}" for key, value in values.items()),
         ]
 
-    def fill(self, report: Report, losses: dict[Point, float]) -> None:
+    def fill(self, report: Report, losses: dict[Point, float], followed: dict[Point, float]) -> None:
         """Table, figures and the best pair."""
-        means = mean_over_seeds(losses)
+        means, shares = mean_over_seeds(losses), mean_over_seeds(followed)
         best = min(means, key=means.__getitem__)
+        for (rate, batch), share in shares.items():
+            report.figures[f"followed_rate_{rate:g}_batch_{batch}"] = share
+        if shares:
+            report.note(
+                "In brackets: of pictures of training prompts by the expert alone, the share that lies nearest to a "
+                "training picture of the same prompt."
+            )
         for rate in self.rates:
             report.row(
                 f"{rate:g}",
                 *(
-                    f"{means[rate, batch]:.4f}{' (lowest)' if (rate, batch) == best else ''}"
+                    f"{means[rate, batch]:.4f}{f' [{shares[rate, batch]:.0%}]' if shares else ''}"
+                    f"{' (lowest)' if (rate, batch) == best else ''}"
                     f"{' (the experiment)' if (rate, batch) == (self.own.rate, self.own.batch) else ''}"
                     for batch in self.batches
                 ),
@@ -171,25 +199,32 @@ def mean_over_seeds(losses: dict[Point, float]) -> dict[tuple[float, int], float
     return {pair: sum(group) / len(group) for pair, group in by_pair(losses).items()}
 
 
-def drawn(losses: dict[Point, float], title: str) -> Figure:
-    """A curve a batch size over the learning rate, a dot a training."""
-    figure = Figure(figsize=(6, 4), layout="constrained")
-    axis = figure.subplots()
-    means = mean_over_seeds(losses)
+def drawn(losses: dict[Point, float], followed: dict[Point, float], title: str) -> Figure:
+    """Curves a batch size over the learning rate, a dot a training: losses, and beside them shares where there are."""
+    panels = {"held-out loss of the averaged weights": losses}
+    if followed:
+        panels["share of pictures that follow their prompts"] = followed
+    figure = Figure(figsize=(6 * len(panels), 4), layout="constrained")
+    figure.suptitle(title, fontsize=9)
+    for axis, (name, values) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
+        _panel(axis, name, values)
+    return figure
+
+
+def _panel(axis: Axes, name: str, values: dict[Point, float]) -> None:
+    means = mean_over_seeds(values)
     for index, batch in enumerate(sorted({batch for _, batch in means})):
         rates = sorted(rate for rate, size in means if size == batch)
         axis.plot(rates, [means[rate, batch] for rate in rates], color=f"C{index}", label=f"{batch} samples a step")
-        dots = [(point.rate, loss) for point, loss in losses.items() if point.batch == batch]
+        dots = [(point.rate, loss) for point, loss in values.items() if point.batch == batch]
         axis.plot(*zip(*dots, strict=True), "o", color=f"C{index}", markersize=4)
     axis.set_xscale("log")
     rates = sorted({rate for rate, _ in means})
     axis.set_xticks(rates, [f"{rate:g}" for rate in rates])
     axis.set_xticks([], minor=True)
     axis.set_xlabel("peak learning rate")
-    axis.set_ylabel("held-out loss of the averaged weights")
-    axis.set_title(title, fontsize=9)
+    axis.set_ylabel(name)
     axis.legend()
-    return figure
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ def options(tmp_path, *overrides, **changes):
         "rates": [0.5, 1.0],
         "batches": [0.5, 2.0],
         "quick": False,
+        "prompts": None,
         "json": None,
     }
     return SimpleNamespace(**{**settings, **changes})
@@ -60,7 +61,8 @@ def test_the_lowest_mean_is_best():
         for rate, seed, loss in ((1.0, 0, 0.5), (1.0, 1, 0.1), (2.0, 0, 0.2), (2.0, 1, 0.2))
     }
     assert sweep.mean_over_seeds(points) == pytest.approx({(1.0, 8): 0.3, (2.0, 8): 0.2})
-    assert len(sweep.drawn(points, "title").get_axes()) == 1
+    assert len(sweep.drawn(points, {}, "title").get_axes()) == 1
+    assert len(sweep.drawn(points, points, "title").get_axes()) == 2
 
 
 @pytest.mark.slow
@@ -72,6 +74,8 @@ def test_quick_trains_each_pair_once(tmp_path, capsys):
     losses = {name: loss for name, loss in figures.items() if name.startswith("loss_")}
     assert len(losses) == 9 and all(loss > 0 for loss in losses.values())
     assert len(set(losses.values())) == 9
+    shares = [share for name, share in figures.items() if name.startswith("followed_")]
+    assert len(shares) == 9 and all(0 <= share <= 1 for share in shares)
     best = f"loss_rate_{figures['best_rate']:g}_batch_{figures['best_batch']}"
     assert losses[best] == min(losses.values())
     assert list((tmp_path / "run").glob("benchmarks/sweep/*/sweep.png"))
