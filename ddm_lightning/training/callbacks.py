@@ -224,7 +224,8 @@ class StopOnRequest(L.Callback):
         return trainer.should_stop
 
     def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """No more steps to finish."""
+        """No more steps to finish; one more signal does not end what is being written."""
+        self.checkpoints.on_train_end(trainer, module)
         self._training = False
 
     def _agreed(self) -> bool:

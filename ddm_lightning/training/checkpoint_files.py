@@ -13,7 +13,7 @@ import pickle
 import shutil
 import warnings
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -37,8 +37,14 @@ from ddm_lightning.schema import first_line
 
 FILES, REST = "files.json", "rest.pt"
 TEMPORARY = ".tmp-"
+SUFFIX = ".safetensors"
+_OTHERS_TAKE_SECONDS = 60.0
 # A file is put together in memory while no other Python thread runs: of this size that takes 20 ms.
 _MOST_BYTES_A_FILE = 64 << 20
+
+
+# One process needs no process group. Once for all: a filter for a while, in a thread, is one for all threads.
+warnings.filterwarnings("ignore", "torch.distributed is disabled")
 
 
 class _HashingWriter(HuggingFaceStorageWriter):
@@ -46,6 +52,8 @@ class _HashingWriter(HuggingFaceStorageWriter):
 
     def __init__(self, folder: Path, rest: bytes, tensors: Mapping[str, Tensor]) -> None:
         super().__init__(str(folder), fqn_to_index_mapping=_files_of(tensors), save_distributed=True)
+        # Tensors are on the host already; what copies them there ahead of time would queue on the first GPU.
+        self.per_thread_copy_ahead = 0
         self.folder, self.rest = folder, rest
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
@@ -122,24 +130,21 @@ class CheckpointWriter:
         self.wait()
         packed = BytesIO()
         torch.save(rest, packed)
-        staged = self._stager.stage(tensors)
+        staged = self._stager.stage({name: value.contiguous() for name, value in tensors.items()})
         assert isinstance(staged, dict)  # no future: staging is not asynchronous
         self._pending = self._thread.submit(self._write, path, staged, packed.getvalue(), done)
 
     def _write(self, path: Path, tensors: dict[str, Tensor], rest: bytes, done: Callable[[], object]) -> None:
         temporary = path.with_name(TEMPORARY + path.name)
-        if self.leads:
-            shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir(parents=True, exist_ok=True)
         try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "torch.distributed is disabled")
-                save(
-                    dict(tensors),
-                    storage_writer=_HashingWriter(temporary, rest, tensors),
-                    process_group=self.group,
-                    no_dist=self.group is None,
-                )
+            if self.leads and temporary.exists():
+                shutil.rmtree(temporary)  # files of another number of ranks would pass for this one's
+            save(
+                dict(tensors),
+                storage_writer=_HashingWriter(temporary, rest, tensors),
+                process_group=self.group,
+                no_dist=self.group is None,
+            )
             if self.leads:
                 move_folder(temporary, path)
                 done()
@@ -168,13 +173,21 @@ class CheckpointWriter:
         Raises:
             OSError: the disk is full, or fails.
         """
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            pending.result()
+        if self._pending is not None:
+            try:
+                self._pending.result()
+            finally:
+                if self._pending.done():  # a signal ends the waiting, not the writing
+                    self._pending = None
+
+    def wait_after_failure(self) -> None:
+        """Wait for what is under way, whatever becomes of it; not for ever, as another rank may have no part in it."""
+        if self._pending is not None:
+            wait([self._pending], None if self.group is None else _OTHERS_TAKE_SECONDS)
 
     def close(self) -> None:
-        """End the thread behind what is under way."""
-        self._thread.shutdown(wait=False)
+        """End the thread behind what is under way, and wait for that where it does not take others."""
+        self._thread.shutdown(wait=self.group is None)
         self._stager.close()
 
 
@@ -196,23 +209,21 @@ def stored_sizes(path: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
 
 def read_tensors(path: Path, into: dict[str, Tensor], group: ProcessGroup | None = None) -> None:
     """Fill tensors, sharded or not, with those of ``path`` by the same names; a collective of ``group``."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        reader = HuggingFaceStorageReader(str(path))
-        load(into, storage_reader=reader, process_group=group, no_dist=group is None)
+    reader = HuggingFaceStorageReader(str(path))
+    load(into, storage_reader=reader, process_group=group, no_dist=group is None)
 
 
 def damage_of(path: Path) -> str | None:
     """Why ``path`` is no whole checkpoint, or None."""
-    if not path.is_dir():
-        return "a file, as older versions wrote"
     try:
         sums = json.loads((path / FILES).read_text(encoding="utf-8"))
         if not isinstance(sums, dict) or REST not in sums or not all(SHA256[0](value) for value in sums.values()):
             return f"{FILES} is no list of files and hashes"
-        there = {found.name for found in path.iterdir()} - {FILES}
-        if there != sums.keys():
-            return f"{min(there ^ sums.keys())} is {'not listed' if there - sums.keys() else 'missing'}"
+        there = {found.name for found in path.iterdir()}
+        for name in sorted(sums.keys() - there):
+            return f"{name} is missing"
+        for name in sorted(name for name in there - sums.keys() if name.endswith(SUFFIX)):
+            return f"{name} is not of it"  # and would be read
         for name, expected in sums.items():
             if sha256_file(path / name) != expected:
                 return f"{name} is not what was written"

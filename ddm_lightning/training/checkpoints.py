@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.callbacks import Checkpoint
 
+from ddm_lightning.errors import UserError
 from ddm_lightning.training.checkpoint_files import TEMPORARY, damage_of
 from ddm_lightning.training.module import MemberModule
 from ddm_lightning.training.strategies import BackgroundCheckpoints
@@ -78,11 +78,10 @@ class RollingCheckpoints(Checkpoint):
         _strategy(trainer).checkpoints.wait()
 
     def on_exception(self, trainer: L.Trainer, module: L.LightningModule, exception: BaseException) -> None:
-        """Wait for it here, too; several ranks would wait for one that failed, and end by the signal for them."""
+        """Wait for it here, too; the exception at hand is the one to show."""
         writer = getattr(trainer.strategy, "checkpoints", None)  # none before the strategy is set up
-        if writer is not None and trainer.world_size == 1:
-            with contextlib.suppress(OSError):  # the exception at hand is the one to show
-                writer.wait()
+        if writer is not None:
+            writer.wait_after_failure()
 
     def remove_old(self) -> None:
         """Remove all but the newest few and the milestones."""
@@ -90,7 +89,7 @@ class RollingCheckpoints(Checkpoint):
             if self.milestone_every_n_steps is None or step_of(path) % self.milestone_every_n_steps:
                 gone = path.with_name(f"{TEMPORARY}{path.name}-old")
                 path.rename(gone)  # half of a folder would pass for a damaged checkpoint
-                shutil.rmtree(gone)
+                shutil.rmtree(gone, ignore_errors=True)  # the next start looks again
 
 
 def _strategy(trainer: L.Trainer) -> BackgroundCheckpoints:
@@ -103,24 +102,39 @@ def step_of(path: Path) -> int:
     return int(path.stem.removeprefix("step-"))
 
 
-def newest_checkpoint(folder: Path) -> tuple[Path | None, list[str]]:
+def newest_checkpoint(folder: Path, *, leads: bool = True) -> tuple[Path | None, list[str]]:
     """The newest readable checkpoint of a folder.
 
+    Args:
+        folder: of the member's checkpoints.
+        leads: whether this process is the first of its member; others, which it starts, take what it has left.
+
     Returns:
-        Its path (None when there is none) and a line for each damaged one that was passed over; those are
-        renamed to ``*.damaged``, so that a rolling save never counts them.
+        Its path (None when there is none) and a line for each damaged one that was passed over; the last of those is
+        kept as ``*.damaged``, which no rolling save counts.
+
+    Raises:
+        UserError: an older version wrote it.
     """
+    if not leads:
+        return max(folder.glob("step-*.ckpt"), default=None), []
     # Of a killed process: the member's lock says that no other is alive.
     for unfinished in folder.glob(f"{TEMPORARY}*"):
         shutil.rmtree(unfinished, ignore_errors=True)
     lines: list[str] = []
     paths = sorted(folder.glob("step-*.ckpt"), reverse=True)
     for path in paths:
+        if path.is_file():
+            raise UserError(
+                f"{path}: an older version wrote this checkpoint, and this one reads folders; finish the member with "
+                f"that version, or remove {folder} to start it afresh"
+            )
         problem = damage_of(path)
         if problem is None:
             return path, lines
-        with contextlib.suppress(FileNotFoundError):  # another rank was first
-            path.rename(path.with_suffix(".damaged"))
+        for earlier in folder.glob("*.damaged"):
+            shutil.rmtree(earlier, ignore_errors=True)
+        path.rename(path.with_suffix(".damaged"))
         next_best = "starting afresh" if path == paths[-1] else "falling back to the one before it"
         lines.append(f"{path}: damaged checkpoint ({problem}); {next_best}")
     return None, lines

@@ -261,11 +261,12 @@ def _fit_locked(
     num_widths = len(module.spec.train.ema_widths)
     strategy, reason = choose_strategy(island, num_parameters, num_widths)
     size = amount(checkpoint_bytes(num_parameters, num_widths))
-    console.print(f"{member}: {num_parameters / 1e6:.2f} M parameters, {reason}; a checkpoint takes {size}")
+    console.print(f"{member}: {num_parameters / 1e6:.2f} M parameters, {reason}")
+    console.print(f"{member}: a checkpoint takes {size} of the disk and of the host's memory")
     cost, line = _cost(member, experiment, manifest, module)
     console.print(f"{member}: {line}")
 
-    resume, lines = newest_checkpoint(folder / "checkpoints")
+    resume, lines = newest_checkpoint(folder / "checkpoints", leads=leads())
     for line in lines:
         console.print(line, soft_wrap=True)
     resumed_step = step_of(resume) if resume else 0

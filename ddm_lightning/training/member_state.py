@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from ddm_lightning.errors import UserError
 from ddm_lightning.training.checkpoint_files import read_tensors, stored_sizes
+from ddm_lightning.training.shards import local
 
 _MODEL, _OPTIMIZER = "model/", "optimizer/"
 
@@ -19,9 +20,20 @@ _MODEL, _OPTIMIZER = "model/", "optimizer/"
 def tensors_of(module: nn.Module, optimizer: Optimizer | None = None) -> dict[str, Tensor]:
     """``model/NAME`` and ``optimizer/KEY/NAME`` of all of ``module``; tensors share memory with what they are of.
 
-    By name, because PyTorch numbers an optimizer's parameters in the order of its groups, which is not the module's.
+    By name, because PyTorch numbers an optimizer's parameters in the order of its groups, which is not the module's. A
+    tensor of two names is there once, by the first.
+
+    Raises:
+        UserError: the network keeps what is no tensor.
     """
-    found = {_MODEL + name: value.detach() for name, value in module.state_dict().items()}
+    found, seen = {}, set()
+    for name, value in module.state_dict().items():
+        if not isinstance(value, Tensor):
+            raise UserError(f"the network's state_dict has {name}, a {type(value).__name__}: it may hold tensors only")
+        place = (local(value).data_ptr(), value.shape)
+        if place not in seen or not local(value).numel():
+            found[_MODEL + name] = value.detach()
+        seen.add(place)
     if optimizer is not None:
         for name, parameter in module.named_parameters():
             for key, value in optimizer.state.get(parameter, {}).items():
@@ -41,10 +53,11 @@ def load_groups(module: nn.Module, optimizer: Optimizer, groups: list[dict[str, 
     """Set the optimizer's groups to what ``named_groups`` returned.
 
     Raises:
-        UserError: they group other parameters, or have other settings.
+        UserError: they group other parameters, or have settings that this one does not know.
     """
     own = named_groups(module, optimizer)
-    if [(group["params"], group.keys()) for group in groups] != [(group["params"], group.keys()) for group in own]:
+    same = [group["params"] for group in groups] == [group["params"] for group in own]
+    if not same or any(saved.keys() - now.keys() for saved, now in zip(groups, own, strict=True)):
         raise UserError(f"{source}: is the checkpoint of another optimizer; remove it, or set the experiment back")
     for live, group in zip(optimizer.param_groups, groups, strict=True):
         live.update({key: value for key, value in group.items() if key != "params"})

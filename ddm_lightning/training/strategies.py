@@ -27,6 +27,8 @@ class BackgroundCheckpoints(Strategy):
     def setup(self, trainer: L.Trainer) -> None:
         """Set up the strategy, then what writes its checkpoints."""
         super().setup(trainer)
+        assert self.lightning_module is not None
+        tensors_of(self.lightning_module)  # now rather than at the first save
         self._hosts = self._group()
         from_device = self.root_device.type == "cuda"
         self.checkpoints = CheckpointWriter(self._hosts, leads=self.is_global_zero, from_device=from_device)
@@ -63,7 +65,7 @@ class BackgroundCheckpoints(Strategy):
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load tensors in place, and return the rest."""
-        path, module, (optimizer,) = Path(checkpoint_path), self.lightning_module, self.optimizers
+        path, module, (optimizer,) = Path(self.broadcast(checkpoint_path)), self.lightning_module, self.optimizers
         assert module is not None
         rest = read_rest(path)
         load_tensors(path, module, optimizer, self._hosts)

@@ -3,6 +3,7 @@ import json
 import os
 import pickle
 import shutil
+import signal
 import subprocess
 import threading
 
@@ -96,6 +97,41 @@ def test_one_that_is_there_is_replaced(tmp_path):
     assert stored(tmp_path / "step-1")[0]["w"].sum() == 3
 
 
+def test_what_lies_beside_its_files_does_no_harm(tmp_path):
+    path = write(tmp_path / "step-1")
+    (path / ".DS_Store").write_bytes(b"")
+    assert damage_of(path) is None
+
+
+def test_tensors_that_are_views_are_saved(tmp_path):
+    tensors = {"model/turned": torch.arange(6.0).view(2, 3).T, "model/rows": torch.ones(1, 3).expand(4, 3)}
+    found = stored(write(tmp_path / "step-1", tensors))[0]
+    assert all(torch.equal(found[name], value) for name, value in tensors.items())
+
+
+def test_a_signal_ends_the_waiting_and_not_the_writing(tmp_path, monkeypatch):
+    may_end = threading.Event()
+    moved = checkpoint_files.move_folder
+    monkeypatch.setattr(checkpoint_files, "move_folder", lambda *paths: [may_end.wait(20), moved(*paths)])
+    writer = CheckpointWriter(None, leads=True, from_device=False)
+    writer.start(tmp_path / "step-1", {"w": torch.zeros(3)}, None, lambda: None)
+
+    def interrupt(_number, _frame):
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(KeyboardInterrupt):
+            writer.wait()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert not (tmp_path / "step-1").exists()
+    threading.Timer(0.1, may_end.set).start()
+    writer.close()
+    assert damage_of(tmp_path / "step-1") is None
+
+
 def flip(path):
     content = path.read_bytes()
     middle = len(content) // 2
@@ -115,7 +151,6 @@ HARM = {
     "no-hash": lambda path: (path / "files.json").write_text('{"rest.pt": 5}'),
     "one-more": lambda path: (path / "more.safetensors").write_bytes(b""),
     "empty": lambda path: [file.unlink() for file in path.iterdir()],
-    "a-file": lambda path: [shutil.rmtree(path), path.write_bytes(b"old")],
     "gone": shutil.rmtree,
 }
 

@@ -1,3 +1,4 @@
+from concurrent.futures import wait
 from types import SimpleNamespace
 
 import pytest
@@ -108,8 +109,31 @@ def test_a_diverged_step_is_not_kept(tmp_path):
 def test_a_save_that_failed_ends_training_at_a_later_step(tmp_path):
     trainer = FakeTrainer(RollingCheckpoints(tmp_path / "folder", 5, 2, 100))
     (tmp_path / "folder").write_text("no folder")
+    trainer.global_step = 4
     with pytest.raises(OSError, match="folder"):
-        trainer.take(9)
+        trainer.take(1)
+    trainer.global_step = 5
+    trainer.rolling._newest_step = -1
+    trainer.rolling.save(trainer)
+    wait([trainer.strategy.checkpoints._pending])
+    with pytest.raises(OSError, match="folder"):  # at the next step, not at the next save
+        trainer.rolling.on_train_batch_end(at(trainer, 6), trainer.lightning_module)
+
+
+def at(trainer, step):
+    trainer.global_step = step
+    return trainer
+
+
+def test_what_an_old_one_leaves_behind_does_not_end_training(tmp_path, monkeypatch):
+    def in_use(path, ignore_errors=False):
+        if not ignore_errors:
+            raise OSError(39, "Directory not empty", str(path))
+
+    trainer = FakeTrainer(RollingCheckpoints(tmp_path, 1, 1, 100))
+    monkeypatch.setattr("ddm_lightning.training.checkpoints.shutil.rmtree", in_use)
+    trainer.take(3)
+    assert [name for name in names(tmp_path) if name.startswith("step")] == ["step-00000003.ckpt"]
 
 
 def test_an_exception_waits_for_the_one_that_is_being_written(tmp_path):
@@ -138,6 +162,33 @@ def test_a_damaged_one_gives_way_to_the_one_before(tmp_path):
     assert "\n" not in line
     assert names(tmp_path) == ["step-00000010.ckpt", "step-00000020.damaged"]
     assert newest_checkpoint(tmp_path) == (path, [])  # said once
+
+
+def test_a_step_that_is_damaged_twice_is_told_twice_and_kept_once(tmp_path):
+    for _ in range(2):
+        write(tmp_path, 10, 20)
+        cut(tmp_path / "step-00000020.ckpt")
+        path, lines = newest_checkpoint(tmp_path)
+        assert (path, len(lines)) == (tmp_path / "step-00000010.ckpt", 1)
+    assert names(tmp_path) == ["step-00000010.ckpt", "step-00000020.damaged"]
+
+
+def test_one_of_an_older_version_is_refused_and_stays(tmp_path):
+    write(tmp_path, 10)
+    (tmp_path / "step-00000020.ckpt").write_bytes(b"old")
+    with pytest.raises(UserError, match=r"step-00000020\.ckpt: an older version wrote this checkpoint"):
+        newest_checkpoint(tmp_path)
+    assert names(tmp_path) == ["step-00000010.ckpt", "step-00000020.ckpt"]
+
+
+def test_other_ranks_take_what_the_first_has_left_and_touch_nothing(tmp_path):
+    assert newest_checkpoint(tmp_path, leads=False) == (None, [])
+    write(tmp_path, 10, 20)
+    cut(tmp_path / "step-00000020.ckpt")
+    (tmp_path / ".tmp-step-00000030.ckpt").mkdir()
+    before = names(tmp_path)
+    assert newest_checkpoint(tmp_path, leads=False) == (tmp_path / "step-00000020.ckpt", [])
+    assert names(tmp_path) == before
 
 
 def test_when_all_are_damaged_training_starts_afresh_and_says_so(tmp_path):

@@ -4,6 +4,8 @@ import json
 import os
 import shutil
 import signal
+import threading
+import time
 
 import pytest
 from loading.mds import WARNINGS
@@ -11,7 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tiny_runs import TINY
 
 from ddm_lightning.cli import main
-from ddm_lightning.training import pictures
+from ddm_lightning.training import checkpoint_files, pictures
 from ddm_lightning.training.expert import ExpertModule
 
 SHORT = (
@@ -96,6 +98,29 @@ def test_it_ends_at_once_and_resumes_to_the_same_bits(undisturbed, tiny_run, mon
     assert [path.name for path in (tiny_run / "members/expert-0/checkpoints").iterdir()] == ["step-00000008.ckpt"]
     assert logged(tiny_run, "Images", "samples") == []
     assert logged(tiny_run, "Scalars", "held_out/loss") == ([8] if place is in_drawing else [])
+    assert fit(tiny_run) == 0
+    assert weights(tiny_run) == weights(undisturbed)
+
+
+def test_a_second_signal_does_not_end_the_writing_of_the_checkpoint(undisturbed, tiny_run, monkeypatch, capsys):
+    with monkeypatch.context() as patched:
+        in_the_last_step(patched, 13)  # a step that saves by request alone
+        moved, signals = checkpoint_files.move_folder, []
+
+        def slowly(temporary, path):
+            if path.name == "step-00000013.ckpt":
+                for _ in range(2):
+                    time.sleep(0.2)
+                    os.kill(os.getpid(), signal.SIGTERM)
+                    signals.append(path.exists())
+            moved(temporary, path)
+
+        patched.setattr(checkpoint_files, "move_folder", slowly)
+        assert fit(tiny_run) == 130
+    assert signals == [False, False]
+    assert "expert-0: stopped at step 13; the same command resumes it" in capsys.readouterr().err
+    assert (tiny_run / "members/expert-0/checkpoints/step-00000013.ckpt").is_dir()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("checkpoint")]
     assert fit(tiny_run) == 0
     assert weights(tiny_run) == weights(undisturbed)
 

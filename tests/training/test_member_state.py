@@ -99,6 +99,43 @@ def test_a_checkpoint_of_another_network_is_refused_and_changes_nothing(tmp_path
     assert all(torch.equal(module.state_dict()[name], value) for name, value in before.items())
 
 
+def test_tied_weights_are_stored_once_and_stay_tied(tmp_path):
+    def tied(seed):
+        made = network(seed)
+        made.append(nn.Linear(2, 3))
+        made.append(nn.Linear(3, 2, bias=False))
+        made[4].weight = made[2].weight
+        return made
+
+    module, optimizer = trained(3, tied(0))
+    save(tmp_path / "step", module, optimizer)
+    assert "model/2.weight" in stored(tmp_path / "step")[0] and "model/4.weight" not in stored(tmp_path / "step")[0]
+    other = tied(1)
+    load(tmp_path / "step", other, optimizer_of(other))
+    assert other[4].weight is other[2].weight
+    assert torch.equal(other[4].weight, module[2].weight)
+
+
+def test_what_is_no_tensor_is_refused():
+    class Counting(nn.Linear):
+        def get_extra_state(self):
+            return {"count": 3}
+
+    with pytest.raises(UserError, match=r"state_dict has 0\._extra_state, a dict: it may hold tensors only"):
+        tensors_of(nn.Sequential(Counting(2, 2)))
+
+
+def test_a_setting_that_torch_adds_later_keeps_its_default(tmp_path):
+    module, optimizer = trained(3)
+    for group in optimizer.param_groups:
+        del group["decoupled_weight_decay"]
+    save(tmp_path / "step", module, optimizer)
+    other = network(seed=1)
+    new = optimizer_of(other)
+    load(tmp_path / "step", other, new)
+    assert all(group["decoupled_weight_decay"] for group in new.param_groups)
+
+
 def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path):
     class Blocks(nn.Module):
         def __init__(self):

@@ -46,6 +46,17 @@ def test_what_is_asked_for_is_taken(name, kind, said, devices):
     assert getattr(strategy, "gathered", False) == (name == "fsdp-shard-grad-op")
 
 
+def test_under_ddp_the_first_rank_alone_saves(tmp_path, monkeypatch):
+    """The others have no part in it: a strategy that knows no module yet would fail if it tried."""
+    strategy, _ = choose_strategy(island(strategy="ddp", devices=2), 1)
+    monkeypatch.setattr(type(strategy), "is_global_zero", False)
+    strategy.save_checkpoint({}, tmp_path / "step-1.ckpt")
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setattr(type(strategy), "is_global_zero", True)
+    with pytest.raises(ValueError, match="not enough values"):
+        strategy.save_checkpoint({}, tmp_path / "step-1.ckpt")
+
+
 def test_auto_shards_what_takes_half_of_a_device():
     # A CPU counts as 16 GiB; weight, gradient, two moments and the average take 4 bytes each.
     assert [checkpoint_bytes(1, num_widths) for num_widths in (0, 2)] == [4 * 4, 6 * 4]
