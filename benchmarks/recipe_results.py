@@ -166,5 +166,6 @@ def drawn(results: Results, options: Sequence[Option], title: str) -> Figure:
     ):
         axis.axvline(middle, color="black", linewidth=0.8)
         axis.set_xlabel(label)
+        axis.locator_params(axis="x", nbins=5)  # as many as can be read
     figure.suptitle(title, fontsize=9)
     return figure

@@ -30,7 +30,7 @@ NUM_STEPS, QUICK_STEPS = 10_000, 300
 MEMORY = "train/memory_gb"
 CURVES = ("train/loss", "train/gradient_norm", LOSS, MEMORY)
 SETTLED = 0.1
-"""Share of the training after which memory is to have its size: a validation and checkpoints lie before."""
+"""Share of the training before the first validation."""
 
 Curve = Sequence[tuple[int, float]]
 
@@ -79,8 +79,9 @@ def _report(name: str, soaked: RunFolder, steps: int, options: argparse.Namespac
         f"{report.figures['weights_not_finite']:.0f}."
     )
     report.note(
-        f"The most memory held grew by {report.figures['memory_growth_gb']:.3f} GB in the last "
-        f"{1 - SETTLED:.0%} of the steps."
+        f"The most memory held grew by {report.figures['memory_growth_gb']:.4f} GB in the last {1 - SETTLED:.0%} of the "
+        f"steps, in which the first pictures are drawn, and by {report.figures['memory_growth_last_half_gb']:.4f} GB in "
+        "the last half."
     )
     return report
 
@@ -96,10 +97,15 @@ def curves(folder: Path) -> dict[str, Curve]:
 
 def figures(found: Mapping[str, Curve], steps: int) -> dict[str, float]:
     """Memory, and what else curves say of the whole training."""
-    memory = [(step, value) for step, value in found[MEMORY] if step >= SETTLED * steps]
+    most = found[MEMORY][-1][1]
+
+    def growth(share: float) -> float:
+        return most - next(value for step, value in found[MEMORY] if step >= share * steps)
+
     return {
-        "memory_gb": memory[-1][1],
-        "memory_growth_gb": memory[-1][1] - memory[0][1],
+        "memory_gb": most,
+        "memory_growth_gb": growth(SETTLED),
+        "memory_growth_last_half_gb": growth(0.5),
         "highest_gradient_norm": max(value for _, value in found["train/gradient_norm"]),
         "held_out_loss": found[LOSS][-1][1],
     }

@@ -15,6 +15,7 @@ def test_memory_counts_from_where_it_is_to_have_settled():
     assert soak.figures(found, 100) == {
         "memory_gb": 1.0,
         "memory_growth_gb": 0.25,
+        "memory_growth_last_half_gb": 0.25,
         "highest_gradient_norm": 11.0,
         "held_out_loss": 1.5,
     }
