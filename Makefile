@@ -27,8 +27,12 @@ test: $(TEST) lint type imports ## what CI runs: lint, types, import rules, test
 test-long: $(TEST) ## the tests that take minutes: kills at every moment, quick runs of benchmarks
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "long and not gpu and not slurm"
 
-bench-gpu: $(TEST) ## what a step costs on a GPU, to benchmarks/results/step_gpu.json
+bench-gpu: $(TEST) ## steps, recipe, MFU and checkpoints on a GPU, to benchmarks/results
 	$(BIN)/python benchmarks/step.py --device cuda --json benchmarks/results/step_gpu.json
+	$(BIN)/python benchmarks/mfu.py --device cuda -c experiments/imagenet_8x.yaml --batch 32 64 128 --json benchmarks/results/mfu_imagenet_8x.json
+	$(BIN)/python benchmarks/mfu.py --device cuda -c experiments/laion_24b.yaml --batch 4 8 16 32 --json benchmarks/results/mfu_laion_24b.json
+	$(BIN)/python benchmarks/recipe.py --device cuda -c experiments/emoji_4x.yaml --json benchmarks/results/recipe_gpu.json island.compile=true
+	$(BIN)/python benchmarks/checkpoints.py --device cuda --json benchmarks/results/checkpoints_gpu.json
 
 lint: $(TEST) ## ruff: rules and format
 	$(BIN)/ruff check .

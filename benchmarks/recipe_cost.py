@@ -53,7 +53,7 @@ class TrainingStep:
         self.half, self.compiled = island.precision == "bf16-mixed", island.compile
         self.network = build_member_network(member, experiment, sizes)
         condition = member_condition(member, experiment, sizes)
-        self.flops = flops_per_sample(self.network, sizes.x_shape, condition, backward=True)
+        self.flops = self.model_flops = flops_per_sample(self.network, sizes.x_shape, condition, backward=True)
         if island.activation_checkpointing:
             self.flops += flops_per_sample(self.network, sizes.x_shape, condition, backward=False)
             checkpoint_blocks(self.network)
@@ -141,7 +141,7 @@ class Costs:
 
     def __init__(self, base: Callable[[], TrainingStep], num_rounds: int, steps_a_turn: int) -> None:
         self.num_rounds, self.steps_a_turn = num_rounds, steps_a_turn
-        self.base, self.base_peak = _measured(base)
+        self.base, self.base_peak = measured(base)
 
     def beside(self, other: Callable[[], TrainingStep]) -> tuple[Cost, Cost]:
         """The experiment's cost and that of ``other``, which is made here.
@@ -149,12 +149,12 @@ class Costs:
         Raises:
             UserError, RuntimeError: it does not run on this device.
         """
-        step, peak = _measured(other)
+        step, peak = measured(other)
         found = in_turn({"base": self.base, "other": step}, self.num_rounds, self.steps_a_turn)
         return _cost(self.base, found["base"], self.base_peak), _cost(step, found["other"], peak)
 
 
-def _measured(make: Callable[[], TrainingStep]) -> tuple[TrainingStep, int | None]:
+def measured(make: Callable[[], TrainingStep]) -> tuple[TrainingStep, int | None]:
     """A step, and the most memory that it holds on a GPU beside what was there before it."""
     gc.collect()  # what an earlier one left is not this one's
     before = 0

@@ -1,0 +1,109 @@
+"""How fast one device trains the expert of an experiment: samples a second, MFU and HFU, memory beside weights' own.
+
+All of a step but the loader and the noise, on random latents of 4 x 32 x 32 and 77 text tokens, with the precision, the
+compiled blocks and the activation checkpointing that the experiment has; no data has to be there.
+
+    python benchmarks/mfu.py -c experiments/laion_24b.yaml --batch 8 --json benchmarks/results/mfu_laion_24b.json
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from common import Report, console, load, parse, parser, run
+
+from ddm_lightning import startup
+from ddm_lightning._compat import ensure_torchvision_importable
+
+ensure_torchvision_importable()
+
+from recipe_cost import TrainingStep, measured  # noqa: E402  # after torchvision has been made importable
+from step_clock import median  # noqa: E402
+from step_networks import in_turn  # noqa: E402
+
+from ddm_lightning.config import Experiment  # noqa: E402
+from ddm_lightning.errors import UserError  # noqa: E402
+from ddm_lightning.prepare.manifest import DataSizes  # noqa: E402
+from ddm_lightning.training.devices import peak_of_this_device  # noqa: E402
+from ddm_lightning.training.strategy import training_bytes  # noqa: E402
+
+MEMBER = "expert-0"
+LATENTS = DataSizes((4, 32, 32), 768, (77, 768), 1000)
+"""Of pictures of 256 x 256 through Stable Diffusion's VAE, and of captions through CLIP ViT-L/14."""
+ROUNDS, QUICK_ROUNDS, STEPS_A_TURN = 20, 3, 5
+
+
+def main(arguments: Sequence[str] | None) -> None:
+    """Run the benchmark."""
+    startup.begin()
+    startup.end_imports()
+    made = parser(__doc__ or "")
+    made.add_argument("--device", choices=("cpu", "cuda"), default=None, help="default: cuda where there is one")
+    made.add_argument("--batch", type=int, nargs="+", default=[32], help="samples a step; several are tried in turn")
+    options = parse(made, arguments)
+    name = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device cuda: torch sees no CUDA device here; give --device cpu")
+    own = load(options)
+    report = Report(
+        f"{MEMBER} of {own.name} on one {name} device, {own.island.precision}",
+        ["samples a step", "ms a step", "samples/s", "MFU", "HFU", "peak, GB"],
+    )
+    for batch in options.batch:
+        if batch < 1:
+            raise UserError(f"--batch {batch}: must be at least 1")
+        settings = ("island.devices=1", "island.strategy=auto")
+        total = batch * own.prepare.partition.num_clusters
+        experiment = load(options, f"expert.train.global_batch_size={total}", *settings)
+        try:
+            add(report, experiment, batch, torch.device(name), QUICK_ROUNDS if options.quick else ROUNDS)
+        except torch.OutOfMemoryError:
+            report.row(str(batch), "out of memory", "", "", "", "")
+    report.show(console())
+    report.write(options.json)
+
+
+def add(
+    report: Report,
+    experiment: Experiment,
+    batch: int,
+    device: torch.device,
+    num_rounds: int,
+    sizes: DataSizes = LATENTS,
+) -> None:
+    """A row and the figures of one batch size."""
+    step, peak = measured(partial(TrainingStep, MEMBER, experiment, sizes, device))
+    seconds = median(in_turn({"step": step}, num_rounds, STEPS_A_TURN)["step"])
+    described, peak_flops = peak_of_this_device("gpu" if device.type == "cuda" else "cpu", experiment.island.precision)
+    report.figures |= {
+        f"samples_per_second_{batch}": batch / seconds,
+        f"seconds_{batch}": seconds,
+        "parameters": step.num_parameters,
+        "gflop_a_sample": step.model_flops / 1e9,
+        "gb_of_weights_and_state": training_bytes(step.num_parameters) / 1e9,
+    }
+    shares = ["", ""]
+    if peak_flops is not None:
+        report.figures |= {
+            f"mfu_{batch}": step.model_flops * batch / seconds / (peak_flops * 1e12),
+            f"hfu_{batch}": step.flops * batch / seconds / (peak_flops * 1e12),
+        }
+        shares = [f"{report.figures[f'{name}_{batch}']:.1%}" for name in ("mfu", "hfu")]
+    if peak is not None:
+        report.figures[f"peak_gb_{batch}"] = peak / 1e9
+    shown = "" if peak is None else f"{peak / 1e9:.1f}"
+    report.row(str(batch), f"{1000 * seconds:.1f}", f"{batch / seconds:,.1f}", *shares, shown)
+    known = (
+        "its peak is not known, so there is no MFU." if peak_flops is None else f"{peak_flops:g} TFLOP/s at its peak."
+    )
+    size = f"{step.num_parameters / 1e6:,.0f} M parameters, {step.model_flops / 1e9:,.1f} GFLOP a sample"
+    line = f"{size}, {described}: {known}"
+    if line not in report.notes:
+        report.note(line)
+
+
+if __name__ == "__main__":
+    sys.exit(run(main))

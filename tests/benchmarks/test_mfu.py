@@ -1,0 +1,45 @@
+import mfu
+import pytest
+import torch
+from common import Report
+from tiny_runs import TINY
+
+from ddm_lightning.config import load_experiment
+from ddm_lightning.errors import UserError
+from ddm_lightning.prepare.manifest import DataSizes
+
+SIZES = DataSizes((3, 8, 8), 16, (4, 16), 4)
+
+
+def measured(*overrides):
+    report = Report("", [""] * 6)
+    experiment = load_experiment(TINY, ["expert.train.global_batch_size=8", *overrides])
+    mfu.add(report, experiment, 4, torch.device("cpu"), 1, SIZES)
+    return report
+
+
+def test_shares_are_of_the_named_peak_and_recomputation_counts_in_hfu_alone(monkeypatch):
+    monkeypatch.setattr(mfu, "peak_of_this_device", lambda *_: ("A100", 2e-6))
+    figures = measured("island.activation_checkpointing=true").figures
+    rate = figures["gflop_a_sample"] * 1e9 * figures["samples_per_second_4"]
+    assert figures["mfu_4"] == pytest.approx(rate / 2e6)
+    assert figures["hfu_4"] / figures["mfu_4"] == pytest.approx(4 / 3, rel=0.02)
+    assert figures["samples_per_second_4"] == pytest.approx(4 / figures["seconds_4"])
+    assert figures["gb_of_weights_and_state"] == pytest.approx(20e-9 * figures["parameters"])
+
+
+def test_of_an_unknown_device_there_is_no_share():
+    report = measured()
+    assert not any(name.startswith(("mfu", "hfu", "peak")) for name in report.figures)
+    assert "so there is no MFU" in report.notes[0]
+
+
+def test_bad_input_is_one_line(capsys):
+    for arguments, line in (
+        (["--batch", "0"], "--batch 0: must be at least 1"),
+        (["--device", "cuda"], "torch sees no CUDA device"),
+    ):
+        if "cuda" in arguments and torch.cuda.is_available():
+            continue
+        with pytest.raises(UserError, match=line):
+            mfu.main(["-c", str(TINY), *arguments])
