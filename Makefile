@@ -13,7 +13,7 @@ TEST := $(VENV)/.test-installed
 .DELETE_ON_ERROR:
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo "  (PYTHON=python3.12 make ... picks the interpreter that makes $(VENV))"
 
 install: $(TEST) ## make .venv with everything that the demo and the tests need
