@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from step_clock import Clock, Seconds, now, since, total
-from step_networks import NUM_CLASSES, Sizes, in_turn, peak_bytes
+from step_clock import Seconds
+from step_networks import NUM_CLASSES, Sizes, Timed, in_turn, peak_bytes
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -29,7 +29,7 @@ from ddm_lightning.training.strategy import checkpoint_blocks, compile_blocks
 PRECISIONS = ("32-true", "bf16-mixed")
 
 
-class TrainingStep:
+class TrainingStep(Timed):
     """All of an expert's step but its loader and its noise, on fixed random data.
 
     Forward and backward in parts as the island says, clipping, the optimizer and the averages.
@@ -91,13 +91,6 @@ class TrainingStep:
         # As the training's guard does: Muon keeps a copy for a step that is left out.
         self.optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]  # fused optimizers read it
         self.optimizer.step()
-
-    def seconds(self, num_steps: int, clock: Clock = now) -> Seconds:
-        """Of one step, on average over ``num_steps``."""
-        start = clock()
-        for _ in range(num_steps):
-            self.take()
-        return total([since(start, self.device, clock)], num_steps)
 
     def _precision(self) -> AbstractContextManager[Any]:
         return torch.autocast(self.device.type, torch.bfloat16) if self.half else nullcontext()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from step_clock import Clock, Seconds, now, since, total
@@ -120,7 +119,24 @@ def diffusers_side(sizes: Sizes, *, nearest: bool) -> Side:
     return Side(title, network.train(), predict)
 
 
-class Step:
+class Timed:
+    """What takes turns."""
+
+    device: torch.device
+
+    def take(self) -> None:
+        """One step."""
+        raise NotImplementedError
+
+    def seconds(self, num_steps: int, clock: Clock = now) -> Seconds:
+        """Of one step, on average over ``num_steps``."""
+        start = clock()
+        for _ in range(num_steps):
+            self.take()
+        return total([since(start, self.device, clock)], num_steps)
+
+
+class Step(Timed):
     """Forward, backward and a step of fused AdamW on fixed random data.
 
     Args:
@@ -151,22 +167,6 @@ class Step:
         self.optimizer.zero_grad()
         loss.backward()
         self.optimizer.step()
-
-    def seconds(self, num_steps: int, clock: Clock = now) -> Seconds:
-        """Of one step, on average over ``num_steps``."""
-        start = clock()
-        for _ in range(num_steps):
-            self.take()
-        return total([since(start, self.device, clock)], num_steps)
-
-
-class Timed(Protocol):
-    """What takes turns."""
-
-    device: torch.device
-
-    def seconds(self, num_steps: int, clock: Clock = now) -> Seconds:
-        """Of one step, on average over ``num_steps``."""
 
 
 def in_turn(

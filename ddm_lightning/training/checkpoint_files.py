@@ -1,7 +1,8 @@
 """A checkpoint on disk: a folder that is whole or absent, written in the background while training goes on.
 
 The folder holds safetensors files of each rank's shards (torch's distributed checkpoint, which any number of ranks
-reads), ``rest.pt`` with the Trainer's own state, and ``files.json`` with the hash of each file. No pickle is read.
+reads), ``rest.pt`` with the Trainer's own state, and ``files.json`` with the hash of each file. Reading it runs no
+code: ``rest.pt`` is read as weights alone.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
-from torch.distributed.tensor import DTensor
 
 from ddm_lightning.checks import SHA256
 from ddm_lightning.files import atomic_write_json, move_folder, sha256_file
 from ddm_lightning.schema import first_line
+from ddm_lightning.training.shards import local
 
 FILES, REST = "files.json", "rest.pt"
 TEMPORARY = ".tmp-"
@@ -41,7 +42,6 @@ SUFFIX = ".safetensors"
 _OTHERS_TAKE_SECONDS = 60.0
 # A file is put together in memory while no other Python thread runs: of this size that takes 20 ms.
 _MOST_BYTES_A_FILE = 64 << 20
-
 
 # One process needs no process group. Once for all: a filter for a while, in a thread, is one for all threads.
 warnings.filterwarnings("ignore", "torch.distributed is disabled")
@@ -83,7 +83,7 @@ def _files_of(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     """The number of the file that holds each tensor, from 1."""
     numbers, number, filled = {}, 1, 0
     for name, tensor in tensors.items():
-        here = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        here = local(tensor)
         if filled and filled + here.nbytes > _MOST_BYTES_A_FILE:
             number, filled = number + 1, 0
         numbers[name] = number
@@ -172,6 +172,7 @@ class CheckpointWriter:
 
         Raises:
             OSError: the disk is full, or fails.
+            RuntimeError: anything else that kept it from being written.
         """
         if self._pending is not None:
             try:

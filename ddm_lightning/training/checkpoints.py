@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from ddm_lightning.errors import UserError
 from ddm_lightning.training.checkpoint_files import TEMPORARY, damage_of
 from ddm_lightning.training.module import MemberModule
-from ddm_lightning.training.strategies import BackgroundCheckpoints
+from ddm_lightning.training.saving_strategies import BackgroundCheckpoints
 
 
 class RollingCheckpoints(Checkpoint):

@@ -36,9 +36,9 @@ from ddm_lightning.training.member_network import build_member_network, member_c
 from ddm_lightning.training.module import MemberModule, MemberSpec
 from ddm_lightning.training.pictures import PictureLogger
 from ddm_lightning.training.router import RouterModule
+from ddm_lightning.training.saving_strategies import BackgroundCheckpoints
 from ddm_lightning.training.speed import UNKNOWN_COST, Speed, StepCost
 from ddm_lightning.training.status import MemberStatus
-from ddm_lightning.training.strategies import BackgroundCheckpoints
 from ddm_lightning.training.strategy import checkpoint_bytes, choose_strategy
 from ddm_lightning.units import amount
 

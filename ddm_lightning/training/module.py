@@ -23,7 +23,7 @@ from ddm_lightning.prepare.stored import StoredForm
 from ddm_lightning.training.ema import ema_weights, track_ema
 from ddm_lightning.training.guard import FiniteGuard
 from ddm_lightning.training.optimizer import build_optimizer, build_schedule
-from ddm_lightning.training.strategies import Sharded
+from ddm_lightning.training.saving_strategies import Sharded
 from ddm_lightning.training.strategy import checkpoint_blocks, compile_blocks, shard_blocks
 
 NUM_VALIDATION_TIMESTEPS = 8

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from ddm_lightning.config import IslandConfig
 from ddm_lightning.errors import UserError
 from ddm_lightning.training.devices import device_bytes, resolve_accelerator
-from ddm_lightning.training.strategies import BackgroundCheckpoints, OneDevice, Replicated, Sharded
+from ddm_lightning.training.saving_strategies import BackgroundCheckpoints, OneDevice, Replicated, Sharded
 
 # All of it is fp32.
 BYTES_PER_NUMBER = 4

@@ -9,7 +9,7 @@ from training.members import expert
 from ddm_lightning.errors import UserError
 from ddm_lightning.training.checkpoint_files import CheckpointWriter
 from ddm_lightning.training.checkpoints import RollingCheckpoints, newest_checkpoint
-from ddm_lightning.training.strategies import OneDevice
+from ddm_lightning.training.saving_strategies import OneDevice
 
 
 class FakeTrainer:

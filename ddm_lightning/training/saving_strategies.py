@@ -25,7 +25,11 @@ class BackgroundCheckpoints(Strategy):
     _hosts: ProcessGroup | None = None
 
     def setup(self, trainer: L.Trainer) -> None:
-        """Set up the strategy, then what writes its checkpoints."""
+        """Set up the strategy, then what writes its checkpoints.
+
+        Raises:
+            UserError: the network keeps what no checkpoint holds.
+        """
         super().setup(trainer)
         assert self.lightning_module is not None
         tensors_of(self.lightning_module)  # now rather than at the first save
@@ -64,7 +68,11 @@ class BackgroundCheckpoints(Strategy):
         self.checkpoints.start(Path(filepath), tensors_of(module, optimizer), checkpoint, self.checkpoint_written)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load tensors in place, and return the rest."""
+        """Load tensors in place, and return the rest.
+
+        Raises:
+            UserError: the checkpoint is of another network or optimizer.
+        """
         path, module, (optimizer,) = Path(self.broadcast(checkpoint_path)), self.lightning_module, self.optimizers
         assert module is not None
         rest = read_rest(path)
