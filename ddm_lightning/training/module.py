@@ -183,8 +183,6 @@ class MemberModule(L.LightningModule):
         """The mean loss of one batch, or of the last part of it when the gradients of the others are there already."""
         noised = self.noised(batch)
         parts = self._parts(len(noised.t))
-        if self.spec.micro_batch_size is not None:
-            self.network.zero_grad()  # in place of optimizer_zero_grad
         if len(parts) == 1:
             measured = self.measure(noised, batch)
             loss = self.weighted(measured["loss"], noised.t).mean()
@@ -227,10 +225,14 @@ class MemberModule(L.LightningModule):
         loss = loss_of(last)
         return {name: torch.cat([one[name] for one in found]) for name in found[0]}, loss
 
-    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: torch.optim.Optimizer) -> None:
-        """Not where parts of this step have left their gradients: Lightning asks for it behind ``training_step``."""
-        if self.spec.micro_batch_size is None:
-            super().optimizer_zero_grad(epoch, batch_idx, optimizer)
+    def optimizer_step(self, *args: Any, **named: Any) -> None:
+        """Gradients are freed behind the step: neither a validation nor the next forward pass has to hold them."""
+        super().optimizer_step(*args, **named)
+        for parameter in self._clipped:
+            parameter.grad = None
+
+    def optimizer_zero_grad(self, *_: Any) -> None:
+        """Nothing: Lightning asks for it behind ``training_step``, in which parts of a step leave their gradients."""
 
     def _accumulate_by_time(self, t: Float[Tensor, " b"], losses: Float[Tensor, " b"]) -> None:
         """Training loss in as many equal parts of [0, 1] as validation has timesteps, at whose middles those lie."""
