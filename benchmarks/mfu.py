@@ -1,4 +1,4 @@
-"""How fast one device trains the expert of an experiment: samples a second, MFU and HFU, memory beside weights' own.
+"""How fast one device trains the expert of an experiment: samples a second, MFU and HFU, memory beside the plan.
 
 All of a step but the loader and the noise, on random latents of 4 x 32 x 32 and 77 text tokens, with the precision, the
 compiled blocks and the activation checkpointing that the experiment has; no data has to be there.
@@ -22,6 +22,7 @@ ensure_torchvision_importable()
 
 from recipe_cost import TrainingStep, measured  # noqa: E402  # after torchvision has been made importable
 from step_clock import median  # noqa: E402
+from step_memory import peak_bytes, planned_bytes  # noqa: E402
 from step_networks import in_turn  # noqa: E402
 
 from ddm_lightning.config import Experiment  # noqa: E402
@@ -50,7 +51,7 @@ def main(arguments: Sequence[str] | None) -> None:
     own = load(options)
     report = Report(
         f"{MEMBER} of {own.name} on one {name} device, {own.island.precision}",
-        ["samples a step", "ms a step", "samples/s", "MFU", "HFU", "peak, GB"],
+        ["samples a step", "ms a step", "samples/s", "MFU", "HFU", "planned, GB", "peak, GB"],
     )
     for batch in options.batch:
         if batch < 1:
@@ -61,7 +62,7 @@ def main(arguments: Sequence[str] | None) -> None:
         try:
             add(report, experiment, batch, torch.device(name), QUICK_ROUNDS if options.quick else ROUNDS)
         except torch.OutOfMemoryError:
-            report.row(str(batch), "out of memory", "", "", "", "")
+            report.row(str(batch), "out of memory", *[""] * 5)
     report.show(console())
     report.write(options.json)
 
@@ -75,7 +76,8 @@ def add(
     sizes: DataSizes = LATENTS,
 ) -> None:
     """A row and the figures of one batch size."""
-    step, peak = measured(partial(TrainingStep, MEMBER, experiment, sizes, device))
+    step, _ = measured(partial(TrainingStep, MEMBER, experiment, sizes, device))
+    planned, peak = planned_bytes(step), peak_bytes(step)
     seconds = median(in_turn({"step": step}, num_rounds, STEPS_A_TURN)["step"])
     described, peak_flops = peak_of_this_device("gpu" if device.type == "cuda" else "cpu", experiment.island.precision)
     report.figures |= {
@@ -84,6 +86,9 @@ def add(
         "parameters": step.num_parameters,
         "gflop_a_sample": step.model_flops / 1e9,
         "gb_of_weights_and_state": training_bytes(step.num_parameters) / 1e9,
+        f"planned_gb_{batch}": planned / 1e9,
+        f"peak_gb_{batch}": peak / 1e9,
+        f"peak_over_planned_{batch}": peak / planned,
     }
     shares = ["", ""]
     if peak_flops is not None:
@@ -92,10 +97,8 @@ def add(
             f"hfu_{batch}": step.flops * batch / seconds / (peak_flops * 1e12),
         }
         shares = [f"{report.figures[f'{name}_{batch}']:.1%}" for name in ("mfu", "hfu")]
-    if peak is not None:
-        report.figures[f"peak_gb_{batch}"] = peak / 1e9
-    shown = "" if peak is None else f"{peak / 1e9:.1f}"
-    report.row(str(batch), f"{1000 * seconds:.1f}", f"{batch / seconds:,.1f}", *shares, shown)
+    memory = [f"{planned / 1e9:.2f}", f"{peak / 1e9:.2f}"]
+    report.row(str(batch), f"{1000 * seconds:.1f}", f"{batch / seconds:,.1f}", *shares, *memory)
     known = (
         "its peak is not known, so there is no MFU." if peak_flops is None else f"{peak_flops:g} TFLOP/s at its peak."
     )

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 from step_clock import Seconds
-from step_networks import NUM_CLASSES, Sizes, Timed, in_turn, peak_bytes
+from step_memory import peak_bytes
+from step_networks import NUM_CLASSES, Sizes, Timed, in_turn
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -67,6 +68,7 @@ class TrainingStep(Timed):
         num = batch_size_of(member, experiment)
         part = island.micro_batch_size or num
         self.parts = [slice(start, start + part) for start in range(0, num, part)]
+        self.num_parts = len(self.parts)
         generator = torch.Generator().manual_seed(0)
         self.x_t, self.target = (torch.randn(num, *sizes.x_shape, generator=generator).to(device) for _ in range(2))
         self.t = torch.rand(num, generator=generator).to(device)
@@ -77,15 +79,19 @@ class TrainingStep(Timed):
         """Of the network."""
         return sum(parameter.numel() for parameter in self.parameters)
 
+    def loss(self, part: int = 0) -> Tensor:
+        """What a part of the batch adds to the mean over all of it."""
+        rows = self.parts[part]
+        condition = None if self.condition is None else self.condition.rows(rows)
+        with self._precision():
+            predicted = self.network(self.x_t[rows], self.t[rows], condition)
+            return functional.mse_loss(predicted.float(), self.target[rows], reduction="sum") / self.target.numel()
+
     def take(self) -> None:
         """One step."""
         self.optimizer.zero_grad()
-        for rows in self.parts:
-            condition = None if self.condition is None else self.condition.rows(rows)
-            with self._precision():
-                predicted = self.network(self.x_t[rows], self.t[rows], condition)
-                loss = functional.mse_loss(predicted.float(), self.target[rows], reduction="sum") / self.target.numel()
-            loss.backward()
+        for part in range(self.num_parts):
+            self.loss(part).backward()
         limit = self.train.gradient_clip_norm
         norm = nn.utils.clip_grad_norm_(self.parameters, float("inf") if limit is None else limit)
         # As the training's guard does: Muon keeps a copy for a step that is left out.
@@ -148,20 +154,17 @@ class Costs:
 
 
 def measured(make: Callable[[], TrainingStep]) -> tuple[TrainingStep, int | None]:
-    """A step, and the most memory that it holds on a GPU beside what was there before it."""
+    """A step, and the most memory that it holds on a GPU; None on a CPU, where measuring takes a profiler."""
     gc.collect()  # what an earlier one left is not this one's
-    before = 0
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
-        before = torch.cuda.memory_allocated()
     step = make()
     if step.compiled:
         torch.compiler.reset()  # all blocks share the code that is compiled, and torch refuses many kinds of them
         # Each side has kernels for its own batch, as it would have alone.
         torch._dynamo.config.automatic_dynamic_shapes = False
     step.take()  # after which moments and averages are there
-    peak = peak_bytes(step)
-    return step, None if peak is None else peak - before
+    return step, peak_bytes(step) if step.device.type == "cuda" else None
 
 
 def _cost(step: TrainingStep, seconds: list[Seconds], peak: int | None) -> Cost:

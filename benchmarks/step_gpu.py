@@ -7,7 +7,8 @@ import gc
 import torch
 from common import Report
 from step_clock import median
-from step_networks import Sizes, Step, in_turn, our_side, peak_bytes, planned_bytes
+from step_memory import peak_bytes, planned_bytes
+from step_networks import Sizes, Step, in_turn, our_side
 
 from ddm_lightning.errors import UserError
 from ddm_lightning.training.ema import track_ema
@@ -36,14 +37,16 @@ def measure(report: Report, sizes: Sizes, device: torch.device, num_rounds: int,
         middle = median(seconds)
         report.figures[f"seconds_xl2_{attention}"] = middle
         report.row(f"DiT-XL/2, {attention}: {sizes}", f"{1000 * middle:.1f}", "", f"{sizes.batch_size / middle:,.1f}/s")
-        planned, peak = planned_bytes(sizes, side.num_parameters), peak_bytes(step)
+        planned, peak = planned_bytes(step), peak_bytes(step)
         if attention == ATTENTION[0]:
             report.figures |= {
                 "samples_per_second_xl2": sizes.batch_size / middle,
                 "parameters_xl2": side.num_parameters,
-                "planned_gb_xl2": planned / 1e9,
             }
-        if peak is not None:
-            report.figures |= {f"peak_gb_xl2_{attention}": peak / 1e9, f"peak_over_planned_{attention}": peak / planned}
-            report.note(f"Memory of DiT-XL/2 with {attention}: {peak / 1e9:.1f} GB of {planned / 1e9:.1f} planned.")
+        report.figures |= {
+            f"planned_gb_xl2_{attention}": planned / 1e9,
+            f"peak_gb_xl2_{attention}": peak / 1e9,
+            f"peak_over_planned_{attention}": peak / planned,
+        }
+        report.note(f"Memory of DiT-XL/2 with {attention}: {peak / 1e9:.1f} GB of {planned / 1e9:.1f} planned.")
         del side, step

@@ -10,18 +10,15 @@ import torch
 from step_clock import Clock, Seconds, now, since, total
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.optim import Optimizer
 
 from ddm_lightning.config import TrainConfig
 from ddm_lightning.flow.condition import Condition, ConditionSpec
 from ddm_lightning.networks import DiT, set_attention
 from ddm_lightning.training.optimizer import build_optimizer
-from ddm_lightning.training.strategy import compile_blocks, training_bytes
+from ddm_lightning.training.strategy import compile_blocks
 
 NUM_CLASSES = 10
-# Korthikanti et al., 2205.05198, equation 1, for 16-bit activations without attention maps, which the fused kernels do
-# not keep: an upper bound for us, who have no dropout masks.
-_ACTIVATION_BYTES = 34
-_BF16_BYTES = 2
 
 
 @dataclass(frozen=True)
@@ -120,9 +117,17 @@ def diffusers_side(sizes: Sizes, *, nearest: bool) -> Side:
 
 
 class Timed:
-    """What takes turns."""
+    """A training step, which takes turns with others."""
 
     device: torch.device
+    network: nn.Module
+    optimizer: Optimizer
+    num_parts = 1
+    """In which the batch goes through the network."""
+
+    def loss(self) -> Tensor:
+        """Of a part of the batch: a forward pass."""
+        raise NotImplementedError
 
     def take(self) -> None:
         """One step."""
@@ -149,23 +154,26 @@ class Step(Timed):
 
     def __init__(self, side: Side, sizes: Sizes, device: torch.device, *, half: bool, compiled: bool) -> None:
         self.side, self.device, self.half = side, device, half
-        side.network.to(device)
+        self.network = side.network.to(device)
         if compiled:
-            compile_blocks(side.network)
-        self.optimizer = build_optimizer(side.network, TrainConfig(1, sizes.batch_size))
+            compile_blocks(self.network)
+        self.optimizer = build_optimizer(self.network, TrainConfig(1, sizes.batch_size))
         generator = torch.Generator().manual_seed(0)
         shape = (sizes.batch_size, *sizes.x_shape)
         self.x_t, self.target = (torch.randn(shape, generator=generator).to(device) for _ in range(2))
         self.t = torch.rand(sizes.batch_size, generator=generator).to(device)
         self.classes = torch.randint(NUM_CLASSES, (sizes.batch_size,), generator=generator).to(device)
 
-    def take(self) -> None:
-        """One step."""
+    def loss(self) -> Tensor:
+        """Of the batch."""
         with torch.autocast(self.device.type, torch.bfloat16) if self.half else nullcontext():
             predicted = self.side.predict(self.x_t, self.t, self.classes)
-            loss = functional.mse_loss(predicted.float(), self.target)
+            return functional.mse_loss(predicted.float(), self.target)
+
+    def take(self) -> None:
+        """One step."""
         self.optimizer.zero_grad()
-        loss.backward()
+        self.loss().backward()
         self.optimizer.step()
 
 
@@ -183,21 +191,3 @@ def in_turn(
         for name in list(steps)[:: 1 if number % 2 == 0 else -1]:
             found[name].append(steps[name].seconds(steps_a_turn, clock))
     return found
-
-
-def planned_bytes(sizes: Sizes, num_parameters: int) -> int:
-    """Memory that a step in bfloat16 needs at its peak, estimated.
-
-    Weights, gradients, AdamW, EMA, bfloat16 copies of the weights, and activations.
-    """
-    activations = _ACTIVATION_BYTES * sizes.batch_size * sizes.num_tokens * sizes.width * sizes.depth
-    return training_bytes(num_parameters) + _BF16_BYTES * num_parameters + activations
-
-
-def peak_bytes(step: Timed) -> int | None:
-    """The most that torch held on a GPU during a step; None on other devices."""
-    if step.device.type != "cuda":
-        return None
-    torch.cuda.reset_peak_memory_stats(step.device)
-    step.seconds(1)
-    return torch.cuda.max_memory_allocated(step.device)

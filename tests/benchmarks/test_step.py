@@ -79,14 +79,13 @@ def test_parameters_are_as_many_as_by_hand():
     assert step_networks.diffusers_side(TINY, nearest=False).num_parameters == whole + (depth - 1) * embedder
 
 
-def test_a_side_trains_and_planned_memory_is_that_of_its_parameters_and_activations():
+def test_a_side_trains():
     side = step_networks.our_side(TINY)
     before = [parameter.detach().clone() for parameter in side.network.parameters()]
     taken = step_networks.Step(side, TINY, CPU, half=False, compiled=False)
     found = step_networks.in_turn({"a": taken}, 3, 2)
     assert len(found["a"]) == 3 and all(seconds.wall > 0 for seconds in found["a"])
     assert any(not torch.equal(a, b) for a, b in zip(before, side.network.parameters(), strict=True))
-    assert step_networks.planned_bytes(TINY, 100) == 22 * 100 + 34 * 2 * 4 * 16 * 2
 
 
 def test_networks_are_compared_on_a_cpu():
