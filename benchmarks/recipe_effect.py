@@ -6,7 +6,6 @@ import math
 import statistics
 from argparse import Namespace
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 from common import load
@@ -16,7 +15,7 @@ from trainings import Trainings
 from ddm_lightning.errors import UserError
 from ddm_lightning.members import batch_size_of
 from ddm_lightning.prepare.manifest import Manifest
-from ddm_lightning.run_folder import RunFolder, refuse_changed
+from ddm_lightning.run_folder import RunFolder
 
 BASE = "experiment"
 """The name of the training with no option."""
@@ -69,8 +68,6 @@ class Effect:
             for name, option in tried.items()
             for folder, seed in zip(folders[name], self.seeds, strict=True)
         }
-        for folder, keys in settings.items():
-            self._check(folder, keys)
         found = self.trainings.losses(settings)
         return {name: [found[folder] for folder in of_seeds] for name, of_seeds in folders.items()}
 
@@ -89,10 +86,6 @@ class Effect:
             f"island.validate_every_n_steps={self.num_steps}",
             *([] if option is None else [option.setting]),
         ]
-
-    def _check(self, folder: Path, settings: Sequence[str]) -> None:
-        """A finished training is kept, so it has to be one of this experiment."""
-        refuse_changed(load(self.options, f"run_dir={folder}", *settings))
 
 
 def difference(losses: Sequence[float], base: Sequence[float]) -> Difference:

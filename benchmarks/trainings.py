@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
-from common import console, progress
+from common import console, load, progress
 
 from ddm_lightning.errors import UserError
-from ddm_lightning.run_folder import RunFolder
+from ddm_lightning.run_folder import RunFolder, refuse_changed
 from ddm_lightning.training.status import MemberStatus
 
 LOSS = "held_out/loss"
@@ -38,8 +38,10 @@ class Trainings:
             settings: by run folder, what makes the experiment that of this training.
 
         Raises:
-            UserError: a training failed, or has no held-out samples.
+            UserError: what is trained already is of another experiment, a training failed, or has no held-out samples.
         """
+        for folder, keys in settings.items():
+            refuse_changed(load(self.options, f"run_dir={folder}", *keys))
         with progress(console()) as bars, ThreadPoolExecutor(self.options.jobs) as pool:
             task = bars.add_task("trainings", total=len(settings))
             found = {}

@@ -5,7 +5,9 @@ import pytest
 import sweep
 from tiny_runs import TINY
 
+from ddm_lightning.config import load_experiment, to_yaml
 from ddm_lightning.errors import UserError
+from ddm_lightning.run_folder import RunFolder
 
 
 def options(tmp_path, *overrides, **changes):
@@ -46,6 +48,16 @@ def test_every_training_sees_as_many_samples(tmp_path, member, section, share):
         assert decay**steps == pytest.approx(own.ema_decay**own.max_steps)
         assert setting(settings, f"{train}.warmup_steps") == 10 * steps // own.max_steps
     assert {point.rate / own.learning_rate for point in made.points()} == {0.5, 1.0}
+
+
+def test_kept_trainings_of_another_experiment_are_refused(tmp_path):
+    made = sweep.Sweep(options(tmp_path))
+    point = next(made.points())
+    run = RunFolder(made.folder / point.name)
+    (run.root / "members").mkdir(parents=True)
+    run.experiment.write_text(to_yaml(load_experiment(TINY, [*made.settings(point), "expert.network.params.depth=9"])))
+    with pytest.raises(UserError, match=r"changed since .*: expert.network.params.depth"):
+        made.losses()
 
 
 def test_batches_that_are_no_number_of_samples(tmp_path):
