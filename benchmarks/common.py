@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+import re
 import shlex
 import signal
 import subprocess
@@ -43,7 +44,10 @@ def parse(made: argparse.ArgumentParser, arguments: Sequence[str] | None) -> arg
     Raises:
         UserError: an override that is no ``key=value``, or a result that could not be written.
     """
-    options = made.parse_intermixed_args(arguments)
+    words = sys.argv[1:] if arguments is None else arguments
+    # In front, where no option that takes several values takes them for its own.
+    settings = [word for word in words if re.match(r"[\w.]+=", word)]
+    options = made.parse_intermixed_args([*settings, *(word for word in words if word not in settings)])
     for text in options.overrides:
         if "=" not in text:
             raise UserError(f"{text}: settings are given as key=value")

@@ -19,6 +19,13 @@ def test_settings_may_stand_between_and_behind_options():
     )
 
 
+def test_an_option_of_several_values_takes_no_setting_for_one():
+    made = common.parser("text")
+    made.add_argument("--batch", type=int, nargs="+")
+    options = common.parse(made, ["-c", "a.yaml", "--batch", "4", "8", "expert.network.params.size=S", "seed=1"])
+    assert (options.batch, options.overrides) == ([4, 8], ["expert.network.params.size=S", "seed=1"])
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [(["-c", "a.yaml", "seed"], "key=value"), (["-c", "a.yaml", "--json", "out.txt"], "ends in .json")],
