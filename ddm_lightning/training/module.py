@@ -24,7 +24,7 @@ from ddm_lightning.training.ema import ema_weights, track_ema
 from ddm_lightning.training.guard import FiniteGuard
 from ddm_lightning.training.optimizer import build_optimizer, build_schedule
 from ddm_lightning.training.saving_strategies import Sharded
-from ddm_lightning.training.strategy import checkpoint_blocks, compile_blocks, shard_blocks
+from ddm_lightning.training.strategy import HALF, checkpoint_blocks, compile_blocks, shard_blocks
 
 NUM_VALIDATION_TIMESTEPS = 8
 
@@ -112,7 +112,12 @@ class MemberModule(L.LightningModule):
         if self._trainer is not None and isinstance(self.trainer.strategy, Sharded):
             mesh = self.device_mesh
             assert mesh is not None  # Lightning makes it
-            shard_blocks(self.network, mesh["data_parallel"], gathered=self.trainer.strategy.gathered)
+            shard_blocks(
+                self.network,
+                mesh["data_parallel"],
+                gathered=self.trainer.strategy.gathered,
+                half=self.trainer.precision in HALF,
+            )
 
     def configure_optimizers(self) -> Any:
         """AdamW or Muon with the EMAs in its state, and the learning-rate schedule."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from ddm_lightning.config import IslandConfig
@@ -18,6 +19,8 @@ from ddm_lightning.training.saving_strategies import BackgroundCheckpoints, OneD
 
 # All of it is fp32.
 BYTES_PER_NUMBER = 4
+HALF = ("bf16-mixed",)
+"""Precisions under which sharded weights are gathered in two bytes; float16 has too small a range for a copy."""
 
 
 def checkpoint_bytes(num_parameters: int, num_widths: int) -> int:
@@ -64,7 +67,7 @@ def choose_strategy(
 def _by_memory(island: IslandConfig, num_parameters: int, num_widths: int) -> tuple[str, str]:
     """What communicates least of that which leaves half of a device to activations."""
     unsharded = training_bytes(num_parameters, num_widths)
-    weights = BYTES_PER_NUMBER * num_parameters
+    weights = (2 if island.precision in HALF else BYTES_PER_NUMBER) * num_parameters
     room = 0.5 * device_bytes(island.accelerator)
     reason = f"weights, gradients, AdamW and EMA take {unsharded / 1e9:.1f} GB a device unsharded"
     if unsharded < room:
@@ -110,7 +113,7 @@ def compile_blocks(network: nn.Module, backend: str = "inductor") -> None:
         block.compile(fullgraph=True, backend=backend)
 
 
-def shard_blocks(network: nn.Module, mesh: DeviceMesh, *, gathered: bool = False) -> None:
+def shard_blocks(network: nn.Module, mesh: DeviceMesh, *, gathered: bool = False, half: bool = False) -> None:
     """Shard each block, then the rest (FSDP2), over ``mesh``.
 
     Args:
@@ -118,8 +121,13 @@ def shard_blocks(network: nn.Module, mesh: DeviceMesh, *, gathered: bool = False
         mesh: of the devices.
         gathered: whether weights stay whole from the forward to the backward pass: more memory, a third less
             communication (ZeRO-2 in place of ZeRO-3: Rajbhandari et al., 1910.02054).
+        half: whether weights are gathered in bfloat16, in which autocast wants nearly all of them; shards, gradients
+            and their sums over devices stay float32.
     """
+    # Inputs stay as they are: a time in bfloat16 has two digits.
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False) if half else None
+    sharded = partial(fully_shard, mesh=mesh, mp_policy=policy or MixedPrecisionPolicy())
     again = False if gathered else None  # None: blocks, but not the rest, which the backward pass begins with
     for block in getattr(network, "blocks", ()):
-        fully_shard(block, mesh=mesh, reshard_after_forward=again)
-    fully_shard(network, mesh=mesh, reshard_after_forward=again)
+        sharded(block, reshard_after_forward=again)
+    sharded(network, reshard_after_forward=again)

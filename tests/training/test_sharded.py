@@ -17,6 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from training.saved import load, save
 
 from ddm_lightning.config import TrainConfig
+from ddm_lightning.flow.condition import Condition, ConditionSpec
+from ddm_lightning.networks import DiT
 from ddm_lightning.training.checkpoint_files import damage_of
 from ddm_lightning.training.ema import KEY, ema_tensors, ema_weights, gathered_ema, track_ema, width_key
 from ddm_lightning.training.member_state import tensors_of
@@ -215,6 +217,55 @@ def losses_of_twenty_steps(rank):
     return losses
 
 
+def a_dit_in_bfloat16(rank):
+    """Losses of FSDP2, whose weights are gathered in bfloat16, and of one process, both under autocast."""
+
+    def built():
+        torch.manual_seed(0)
+        network = DiT(
+            x_shape=(3, 8, 8),
+            condition=ConditionSpec("class", 5),
+            width=32,
+            depth=2,
+            num_heads=2,
+            patch_size=2,
+            qk_norm=True,
+        )
+        for parameter in network.parameters():
+            parameter.data.add_(0.1 * torch.randn_like(parameter))
+        return network
+
+    seen = set()
+    sharded, single = built(), built()
+    qkv = sharded.blocks[0].attention.qkv
+    qkv.register_forward_hook(lambda part, inputs, _: seen.add((part.weight.dtype, inputs[0].dtype)))
+    sharded.time_embedding.register_forward_hook(lambda _, inputs, __: seen.add(inputs[0].dtype))
+    shard_blocks(sharded, init_device_mesh("cpu", (WORLD,)), gathered=True, half=True)
+    optimizers = [build_optimizer(network, replace(TRAIN, learning_rate=3e-3)) for network in (sharded, single)]
+    losses = []
+    for number in range(8):
+        generator = torch.Generator().manual_seed(number)
+        x, t = torch.randn(4, 3, 8, 8, generator=generator), torch.rand(4, generator=generator)
+        classes = torch.randint(5, (4,), generator=generator)
+        found = []
+        for network, optimizer in zip((sharded, single), optimizers, strict=True):
+            rows = slice(2 * rank, 2 * rank + 2) if network is sharded else slice(None)
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = (network(x[rows], t[rows], Condition.of(classes[rows])).float() - x[rows]).square().mean()
+            loss.backward()
+            nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+            assert {p.grad.dtype for p in network.parameters()} == {torch.float32}
+            optimizer.step()
+            mean = loss.detach().clone()
+            if network is sharded:
+                dist.all_reduce(mean)
+                mean /= WORLD
+            found.append(float(mean))
+        losses.append(found)
+    return losses, seen
+
+
 def _in_rank(rank, port, task, results):
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(WORLD))
     try:
@@ -261,6 +312,14 @@ def test_losses_over_twenty_steps_are_those_of_one_process():
         assert losses["one"][-1] < 0.5 * losses["one"][0]  # they do not agree for want of learning
         for name in ("fsdp", "gathered", "ddp"):
             assert losses[name] == pytest.approx(losses["one"], rel=1e-5, abs=1e-6), name
+
+
+def test_under_autocast_weights_are_gathered_in_bfloat16_and_times_stay():
+    for losses, seen in in_two_processes(a_dit_in_bfloat16).values():
+        ours, expected = zip(*losses, strict=True)
+        assert expected[-1] < 0.8 * expected[0]
+        assert ours == pytest.approx(expected, rel=0.005)
+        assert seen == {torch.float32, (torch.bfloat16, torch.float32)}
 
 
 def test_checkpoints_are_read_by_any_number_of_ranks(tmp_path):

@@ -70,6 +70,10 @@ def test_auto_shards_what_takes_half_of_a_device():
     assert choose_strategy(island(devices=2), 8 * GIGABYTE // 14 - 1)[0].gathered
     assert not choose_strategy(island(devices=2), 8 * GIGABYTE // 14 + 1)[0].gathered
     assert choose_strategy(island(devices=4), 8 * GIGABYTE // 14 + 1)[0].gathered
+    # In bfloat16 2 of the 4.
+    half = island(devices=2, precision="bf16-mixed")
+    assert choose_strategy(half, 8 * GIGABYTE // 12 - 1)[0].gathered
+    assert not choose_strategy(half, 8 * GIGABYTE // 12 + 1)[0].gathered
     assert isinstance(choose_strategy(island(devices=2), fits, num_widths=1)[0], ModelParallelStrategy)
 
 
