@@ -81,6 +81,14 @@ def test_the_data_folder_has_a_recipe_for_every_source(path: Path) -> None:
     assert f"`{load_experiment(path).prepare.source.name}`" in recipes
 
 
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_experts_that_read_tokens_are_given_some(path: Path) -> None:
+    experiment = load_experiment(path)
+    if experiment.condition.kind == "tokens":  # `prepare` refuses other captions, but weights are not at hand here
+        captions = experiment.prepare.caption_encoder
+        assert captions is not None and captions.params["store"] in ("tokens", "ids")
+
+
 @pytest.mark.parametrize(("stem", "batch_of_an_expert"), [("imagenet_8x", 32), ("laion_8x", 128)])
 def test_the_papers_settings_are_the_papers(stem: str, batch_of_an_expert: int) -> None:
     experiment = load_experiment(FOLDER / f"{stem}.yaml")
