@@ -82,6 +82,7 @@ class Averages:
         """
         for width in widths or ():
             _check(width)
+            self.snapshots.check(width)
         chosen = widths or [width for width in DEFAULT_WIDTHS if self.snapshots.fits(width)]
         now = self.meta.metrics.get(WIDTH)
         name = "of the artifact" if now is None else f"of the artifact (width {now:g})"

@@ -108,6 +108,19 @@ class Snapshots:
         """Whether the snapshots make an average of ``width`` to ``LARGEST_MISFIT``."""
         return self._mixture(width).misfit <= LARGEST_MISFIT
 
+    def check(self, width: float) -> None:
+        """Refuse a ``width`` that the snapshots do not fit.
+
+        Raises:
+            UserError: the snapshots make no such average.
+        """
+        misfit = self._mixture(width).misfit
+        if misfit > LARGEST_MISFIT:
+            raise UserError(
+                f"width {width:g}: snapshots of {sorted({snapshot.width for snapshot in self._all})} miss its profile "
+                f"by {misfit:.0%}; choose one that is nearer to theirs, or train with more ema_snapshots"
+            )
+
     def _mixture(self, width: float) -> Mixture:
         return mixture(self._all, width, self.step)
 
@@ -117,14 +130,10 @@ class Snapshots:
         Raises:
             UserError: the snapshots make no such average, or one of them is missing or damaged.
         """
-        found = self._mixture(width)
-        if found.misfit > LARGEST_MISFIT:
-            raise UserError(
-                f"width {width:g}: snapshots of {sorted({snapshot.width for snapshot in self._all})} make its profile "
-                f"to {found.misfit:.0%} only; choose one that is nearer to theirs, or train with more ema_snapshots"
-            )
+        self.check(width)
+        shares = self._mixture(width).shares
         total: dict[str, Tensor] = {}
-        for snapshot, share in zip(self._all, found.shares, strict=True):
+        for snapshot, share in zip(self._all, shares, strict=True):
             name = _name(snapshot)
             state = load_weights(self.folder / name, self._sha256[name], _remedy(self.folder))
             for key, value in state.items():
