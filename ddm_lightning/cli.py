@@ -60,10 +60,12 @@ def build_parser() -> argparse.ArgumentParser:
     sample.add_argument("--strategy", default=None, help="full, top-1, top-k or bayes")
     sample.add_argument("--num", type=int, default=None, help="pictures a row")
     sample.add_argument("--out", default=None, metavar="PNG", help="file to write (default: in the run folder)")
-    replay = add("replay", "Take a step once more that was left out because its gradient was not finite.")
+    replay = add(
+        "replay", "Take a step of member=expert-3 once more that was left out because its gradient was not finite."
+    )
     replay.add_argument("--step", type=int, default=None, help="which one (default: the last that was left out)")
     replay.add_argument("--rank", type=int, default=0, help="whose samples, if several devices train the member")
-    ema = add("ema", "Compare widths of the average of a finished member's weights by held-out loss.")
+    ema = add("ema", "Compare widths of the average of a finished member's weights (member=expert-3) by held-out loss.")
     ema.add_argument("--width", action="append", type=float, default=None, help="one to compare; may be repeated")
     ema.add_argument(
         "--use", default=None, metavar="WIDTH", help="hand over the average of this width; original takes that back"
@@ -239,6 +241,7 @@ def _fit_one(member: str, experiment: Experiment, options: argparse.Namespace) -
         return 0  # a rank that Lightning started: the one that started it speaks, and is killed at any other code
     if status.state == "stopped":
         return INTERRUPTED
+    _say_skipped([member], run, options)
     print(f"artifact: {run.artifact(member)}\ncurves: tensorboard --logdir {run.root}")
     return 0
 
@@ -261,6 +264,7 @@ def _fit_several(members: list[str], experiment: Experiment, options: argparse.N
     except FitInterruptedError:
         raise KeyboardInterrupt from None
     console.print(members_table(experiment, run))
+    _say_skipped(members, run, options)
     for member, reason in failures.items():
         print(f"{member}: {reason}", file=sys.stderr)
     if failures:
@@ -279,6 +283,13 @@ def _fit_several(members: list[str], experiment: Experiment, options: argparse.N
         print(f"next: {_command('sample', options)} --prompt …")
     print(f"curves: tensorboard --logdir {run.root}")
     return 0
+
+
+def _say_skipped(members: Sequence[str], run: RunFolder, options: argparse.Namespace) -> None:
+    from ddm_lightning.islands.status import skipped_lines
+
+    for line in skipped_lines(members, run, _command("replay", options)):
+        print(line)
 
 
 def _grid(experiment: Experiment, run: RunFolder) -> Path:
@@ -329,9 +340,10 @@ def _status(options: argparse.Namespace) -> int:
 
     run = open_run(experiment, create=False)
 
-    from ddm_lightning.islands.status import members_table
+    from ddm_lightning.islands.status import members_table, shown_members
 
     Console().print(members_table(experiment, run))
+    _say_skipped(shown_members(experiment, run), run, options)
     print(f"curves: tensorboard --logdir {run.root}")
     return 0
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich import box
 from rich.table import Table
 from rich.text import Text
@@ -10,6 +12,7 @@ from ddm_lightning.artifacts import read_meta
 from ddm_lightning.config import Experiment
 from ddm_lightning.members import MONOLITH, config_of, ensemble_members
 from ddm_lightning.run_folder import RunFolder
+from ddm_lightning.training.guard import skipped_of
 from ddm_lightning.training.status import MemberStatus
 
 
@@ -51,6 +54,17 @@ def members_table(experiment: Experiment, run: RunFolder) -> Table:
             _figure(status.samples_per_second or None, ".0f"),
         )
     return table
+
+
+def skipped_lines(members: Sequence[str], run: RunFolder, replay: str) -> list[str]:
+    """A line for each of ``members`` that left steps out; ``replay`` is the command that looks into them."""
+    lines = []
+    for member in members:
+        num = len({skipped.step for skipped in skipped_of(run.member(member))})
+        if num:
+            steps = "1 step" if num == 1 else f"{num} steps"
+            lines.append(f"{member}: left out {steps} without a finite gradient; see {replay} member={member}")
+    return lines
 
 
 def _figure(value: float | None, form: str) -> str:

@@ -139,6 +139,11 @@ def read_skipped(path: Path) -> list[SkippedStep]:
     return found
 
 
+def skipped_of(folder: Path) -> list[SkippedStep]:
+    """What all ranks of the member in ``folder`` wrote."""
+    return [skipped for path in sorted(folder.glob("skipped_steps*.jsonl")) for skipped in read_skipped(path)]
+
+
 def skipped_file(folder: Path, rank: int, num_ranks: int) -> Path:
     """Where a rank writes: ``skipped_steps.jsonl``, or with several ``skipped_steps-0.jsonl`` and so on."""
     return folder / ("skipped_steps.jsonl" if num_ranks == 1 else f"skipped_steps-{rank}.jsonl")

@@ -21,7 +21,7 @@ from ddm_lightning.run_folder import RunFolder
 from ddm_lightning.training.checkpoint_files import damage_of
 from ddm_lightning.training.checkpoints import step_of
 from ddm_lightning.training.fit import build_data, build_module
-from ddm_lightning.training.guard import SkippedStep, read_skipped
+from ddm_lightning.training.guard import SkippedStep, skipped_of
 from ddm_lightning.training.member_state import load_tensors
 from ddm_lightning.training.module import MemberModule
 
@@ -85,13 +85,13 @@ def replay_step(member: str, experiment: Experiment, run: RunFolder, step: int |
 
 
 def _find(folder: Path, step: int | None, rank: int) -> SkippedStep:
-    files = sorted(folder.glob("skipped_steps*.jsonl"))
-    skipped = [one for file in files for one in read_skipped(file) if one.rank == rank]
+    skipped = [one for one in skipped_of(folder) if one.rank == rank]
+    if not skipped:
+        raise UserError(f"{folder}: no step of rank {rank} was left out, so there is none to replay")
     chosen = [one for one in skipped if step is None or one.step == step]
     if not chosen:
-        there = ", ".join(str(one.step) for one in skipped) or "none"
-        which = "a step" if step is None else f"step {step}"
-        raise UserError(f"{folder}: {which} of rank {rank} was not left out; those that were: {there}")
+        there = ", ".join(str(one.step) for one in skipped)
+        raise UserError(f"{folder}: step {step} of rank {rank} was not left out; those that were: {there}")
     return max(chosen, key=lambda one: one.step)
 
 

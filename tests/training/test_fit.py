@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -298,9 +299,14 @@ def test_a_sample_that_is_not_finite_costs_its_steps_and_is_found_by_one_command
     assert status["metrics"]["train/skipped_steps"] == len(skipped) and math.isfinite(status["metrics"]["train/loss"])
     load_member(member(tiny_run, "artifact"))  # refuses weights that are not finite
 
-    capsys.readouterr()
-    command = ["replay", "-c", str(TINY), f"run_dir={tiny_run}", "member=expert-0", "condition.dropout=0.0"]
-    assert main([*command, *SHORT]) == 0
+    settings = ["-c", str(TINY), f"run_dir={tiny_run}", "condition.dropout=0.0", *SHORT]
+    steps = "1 step" if len(skipped) == 1 else f"{len(skipped)} steps"
+    told = f"expert-0: left out {steps} without a finite gradient; see python -m ddm_lightning replay -c {TINY} "
+    assert told in capsys.readouterr().out
+    assert main(["status", *settings]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith(told)]
+    assert main(shlex.split(line.partition("see python -m ddm_lightning ")[2])) == 0, "the command as it is printed"
+    command = ["replay", "member=expert-0", *settings]
     out = capsys.readouterr().out
     rows = [line.split() for line in out.splitlines() if re.match(r" *\d+ ", line)]
     assert len(rows) == 8 and f"step {skipped[-1].step} of expert-0, rank 0, with {member(tiny_run)}" in out
@@ -310,10 +316,12 @@ def test_a_sample_that_is_not_finite_costs_its_steps_and_is_found_by_one_command
         assert float(by_id[str(sample_id)][1]) == pytest.approx(t, abs=1e-4)
     for path in member(tiny_run, "checkpoints").iterdir():
         cut(path)
-    assert main([*command, *SHORT]) == 0
+    assert main(command) == 0
     assert "with the initial weights" in capsys.readouterr().out
-    assert main([*command, *SHORT, "--step", "12345"]) == 2
+    assert main([*command, "--step", "12345"]) == 2
     assert "step 12345 of rank 0 was not left out; those that were: " in refusal(capsys)
+    assert main([*command, "--rank", "1"]) == 2
+    assert "no step of rank 1 was left out, so there is none to replay" in refusal(capsys)
 
 
 def test_mixed_precision_trains(finished, tiny_run):
