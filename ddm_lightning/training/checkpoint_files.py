@@ -22,11 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
@@ -103,13 +103,10 @@ class CheckpointWriter:
 
     def __init__(self, group: ProcessGroup | None, *, leads: bool, from_device: bool) -> None:
         self.group, self.leads = group, leads
-        options = StagingOptions(
-            use_pinned_memory=from_device,
-            use_shared_memory=False,
-            use_async_staging=False,
-            use_non_blocking_copy=from_device,
-        )
-        self._stager = DefaultStager(options)
+        self.from_device = from_device
+        # What is behind torch's DefaultStager, which with torch 2.11 gives its memory back after each copy and cannot
+        # make a second one.
+        self._stager = StateDictStager(pin_memory=from_device)
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._pending: Future[None] | None = None
 
@@ -130,8 +127,9 @@ class CheckpointWriter:
         self.wait()
         packed = BytesIO()
         torch.save(rest, packed)
-        staged = self._stager.stage({name: value.contiguous() for name, value in tensors.items()})
-        assert isinstance(staged, dict)  # no future: staging is not asynchronous
+        staged = self._stager.stage({name: value.contiguous() for name, value in tensors.items()}, self.from_device)
+        if self.from_device:
+            torch.accelerator.synchronize()  # copies are queued behind the step, and the next one changes tensors
         self._pending = self._thread.submit(self._write, path, staged, packed.getvalue(), done)
 
     def _write(self, path: Path, tensors: dict[str, Tensor], rest: bytes, done: Callable[[], object]) -> None:

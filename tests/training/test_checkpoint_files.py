@@ -97,6 +97,22 @@ def test_one_that_is_there_is_replaced(tmp_path):
     assert stored(tmp_path / "step-1")[0]["w"].sum() == 3
 
 
+def test_each_copy_is_of_its_moment_and_lies_where_the_last_one_did(tmp_path, monkeypatch):
+    seen = []  # to page-lock the host's memory anew would take longer than to copy
+    monkeypatch.setattr(
+        CheckpointWriter, "_write", lambda *given: seen.append((given[2]["w"].data_ptr(), given[2]["w"].tolist()))
+    )
+    writer, w = CheckpointWriter(None, leads=True, from_device=False), torch.zeros(2)
+    for _ in range(2):
+        writer.start(tmp_path / "step-1", {"w": w}, None, lambda: None)
+        w += 1
+    writer.wait()
+    writer.close()
+    (first, then), (second, now) = seen
+    assert (then, now) == ([0.0, 0.0], [1.0, 1.0])
+    assert first == second != w.data_ptr()
+
+
 def test_what_lies_beside_its_files_does_no_harm(tmp_path):
     path = write(tmp_path / "step-1")
     (path / ".DS_Store").write_bytes(b"")
