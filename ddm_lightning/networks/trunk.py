@@ -97,7 +97,8 @@ class PatchTransformer(nn.Module):
             raise ValueError(f"the network reads samples of shape {self.x_shape}, not {tuple(x_t.shape[1:])}")
         patches = patchify(x_t, self.patch_size).to(self.patch_embedding.weight.dtype)
         embedded: Tensor = self.patch_embedding(patches)
-        return embedded if self.positions is None else embedded + self.positions
+        # In float32 under autocast, too: positions make it so, and without them blocks would add up in half precision.
+        return embedded.to(patches.dtype) if self.positions is None else embedded + self.positions
 
 
 class Trunk(PatchTransformer):

@@ -154,6 +154,16 @@ def test_mixed_precision_answers_in_the_type_of_x_t(spec: ConditionSpec, options
     assert (narrow - exact).norm() / exact.norm() < 0.1
 
 
+@pytest.mark.parametrize("rope", [False, True])
+def test_blocks_add_up_in_float32_in_mixed_precision(rope: bool) -> None:
+    network, seen = perturbed(condition=TEXT, rope=rope, norm="rms"), []
+    for block in network.blocks:
+        block.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        network(torch.randn(2, 3, 8, 8), torch.rand(2), Condition.of(torch.randn(2, 6)))
+    assert set(seen) == {torch.float32}
+
+
 def test_attention_backend_reaches_the_network() -> None:
     network = perturbed()
     for block in network.blocks:
