@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 from typing import Any
 
@@ -15,6 +16,7 @@ from ddm_lightning.errors import UserError
 BACKENDS = ("auto", "sdpa", "xformers")
 
 _REMEDY = "set island.attention=sdpa"
+_loaded: Any = None  # of xformers.ops
 
 
 def attention(
@@ -72,6 +74,8 @@ def set_attention(module: nn.Module, backend: str) -> int:
     """
     if backend not in BACKENDS:
         raise _unknown(backend)
+    if backend == "xformers":
+        _load_ahead()
     listeners: list[Any] = [part for part in module.modules() if hasattr(part, "attention_backend")]
     for part in listeners:
         part.attention_backend = backend
@@ -82,12 +86,19 @@ def _unknown(backend: str) -> UserError:
     return UserError(f"unknown attention back end {backend!r}; island.attention is one of: {', '.join(BACKENDS)}")
 
 
+def _load_ahead() -> None:
+    """Import what compiled code cannot import; where that fails, whoever attends says so."""
+    global _loaded
+    with contextlib.suppress(ImportError):
+        _loaded = importlib.import_module("xformers.ops")
+
+
 def _xformers(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     if not q.is_cuda:
         raise UserError(f"attention back end 'xformers' needs a CUDA device, not {q.device.type!r}; {_REMEDY}")
     try:
         # Only here, because importing it takes over a second and warns on machines without CUDA.
-        ops = importlib.import_module("xformers.ops")
+        ops = _loaded if torch.compiler.is_compiling() else importlib.import_module("xformers.ops")
         attended: Tensor = ops.memory_efficient_attention(q, k, v)
     except ImportError as error:
         raise UserError(f"attention back end 'xformers' cannot be imported ({error}); {_REMEDY}") from error

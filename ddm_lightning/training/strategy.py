@@ -17,6 +17,9 @@ from ddm_lightning.errors import UserError
 from ddm_lightning.training.devices import device_bytes, resolve_accelerator
 from ddm_lightning.training.saving_strategies import BackgroundCheckpoints, OneDevice, Replicated, Sharded
 
+# Kinds of calls that a block is compiled for: training, validation and pictures, each with few or one or many samples,
+# and the last block where it differs. Beyond torch's 8 a block that has to be one graph would end the training.
+_MOST_KINDS_OF_CALLS = 64
 # All of it is fp32.
 BYTES_PER_NUMBER = 4
 HALF = ("bf16-mixed",)
@@ -110,6 +113,7 @@ def compile_blocks(network: nn.Module, backend: str = "inductor") -> None:
     slow without a word.
     """
     for block in getattr(network, "blocks", ()):
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST_KINDS_OF_CALLS)
         block.compile(fullgraph=True, backend=backend)
 
 

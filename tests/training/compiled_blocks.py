@@ -6,12 +6,16 @@ Prints a line of JSON a network: whether its gradients are those of no compiler,
 from __future__ import annotations
 
 import json
+import sys
+from types import ModuleType
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ddm_lightning.flow.condition import Condition, ConditionSpec
-from ddm_lightning.networks import DiT, MMDiT, RouterDiT
+from ddm_lightning.networks import DiT, MMDiT, RouterDiT, set_attention
+from ddm_lightning.networks.attention import attention
 from ddm_lightning.training.strategy import checkpoint_blocks, compile_blocks
 
 SMALL = {"x_shape": (3, 8, 8), "width": 32, "depth": 2, "num_heads": 2, "patch_size": 2}
@@ -64,6 +68,41 @@ def compare(name: str, is_checkpointed: bool) -> dict[str, object]:
     return {"is_close": is_close, "breaks": len(counters["graph_break"]), "graphs": counters["stats"]["unique_graphs"]}
 
 
+def kinds_of_calls(name: str) -> int:
+    """How many graphs training, validation and pictures take under autocast, with batches of one, few and many."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    network, condition = built(name), NETWORKS[name][1]
+    compile_blocks(network, backend="eager")
+    for num, trains, half in ((4, True, True), (4, False, True), (3, False, True), (1, False, True), (5, False, False)):
+        shape = (num, condition.length, 6) if condition.kind == "tokens" else (num, 6)
+        with torch.autocast("cpu", torch.bfloat16, enabled=half), torch.set_grad_enabled(trains):
+            network(torch.zeros(num, 3, 8, 8), torch.full((num,), 0.5), Condition.of(torch.zeros(shape)))
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def takes_xformers() -> bool:
+    """Whether a graph calls xformers; tensors are on a CUDA device by name only."""
+    stub = ModuleType("xformers.ops")
+    stub.memory_efficient_attention = lambda q, k, v: q + k + v  # type: ignore[attr-defined]
+    sys.modules["xformers.ops"] = stub
+    torch._dynamo.reset()
+
+    class Attends(nn.Module):
+        attention_backend = "auto"
+
+        def forward(self, q: torch.Tensor) -> torch.Tensor:
+            return attention(q, q, q, self.attention_backend)
+
+    network = nn.Module()
+    network.blocks = nn.ModuleList([Attends()])
+    set_attention(network, "xformers")
+    compile_blocks(network, backend="eager")
+    with FakeTensorMode():
+        q = torch.empty(2, 16, 4, 8, device="cuda")
+    return network.blocks[0](q).shape == q.shape
+
+
 def refuses_a_break() -> bool:
     """Whether a block in two graphs is an error."""
 
@@ -86,4 +125,6 @@ if __name__ == "__main__":
     for name in NETWORKS:
         for is_checkpointed in (False, True):
             print(json.dumps([name, is_checkpointed, compare(name, is_checkpointed)]))
+        print(json.dumps([name, "kinds", {"graphs": kinds_of_calls(name)}]))
+    print(json.dumps(["xformers", False, {"taken": takes_xformers()}]))
     print(json.dumps(["break", False, {"refused": refuses_a_break()}]))

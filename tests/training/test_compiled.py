@@ -29,3 +29,13 @@ def test_each_block_is_one_graph_with_the_gradients_of_no_compiler(found, name, 
 
 def test_a_block_in_two_graphs_is_an_error(found):
     assert found["break", False]["refused"]
+
+
+@pytest.mark.parametrize(("name", "most"), [("dit", 5), ("dit with every option", 5), ("router", 5), ("mmdit", 10)])
+def test_no_validation_ends_a_training_by_torch_s_limit_of_graphs(found, name, most):
+    # The last block of an MM-DiT is of another kind. torch's own limit is 8.
+    assert 4 <= found[name, "kinds"]["graphs"] <= most
+
+
+def test_a_graph_calls_xformers(found):
+    assert found["xformers", False]["taken"]
