@@ -87,6 +87,7 @@ class Saved:
         )
         still, num_steps = time.perf_counter() - start, 0
         while not written:
+            self.writer.raise_failure()  # of a full disk, for one
             self.step.seconds(1)
             num_steps += 1
         passed = time.perf_counter() - start

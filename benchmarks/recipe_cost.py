@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from step_clock import Seconds
 from step_memory import peak_bytes
-from step_networks import NUM_CLASSES, Sizes, Timed, in_turn
+from step_networks import NUM_CLASSES, Sizes, Timed, forget_compiled, in_turn
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -52,7 +52,8 @@ class TrainingStep(Timed):
                 f"key 'island.precision' = {island.precision!r}: steps are timed in {' and '.join(PRECISIONS)}; set one"
             )
         self.half, self.compiled = island.precision == "bf16-mixed", island.compile
-        self.network = build_member_network(member, experiment, sizes)
+        with device:  # billions of weights are drawn there in no time
+            self.network = build_member_network(member, experiment, sizes)
         condition = member_condition(member, experiment, sizes)
         self.flops = self.model_flops = flops_per_sample(self.network, sizes.x_shape, condition, backward=True)
         if island.activation_checkpointing:
@@ -160,9 +161,7 @@ def measured(make: Callable[[], TrainingStep]) -> tuple[TrainingStep, int | None
         torch.cuda.empty_cache()
     step = make()
     if step.compiled:
-        torch.compiler.reset()  # all blocks share the code that is compiled, and torch refuses many kinds of them
-        # Each side has kernels for its own batch, as it would have alone.
-        torch._dynamo.config.automatic_dynamic_shapes = False
+        forget_compiled()
     step.take()  # after which moments and averages are there
     return step, peak_bytes(step) if step.device.type == "cuda" else None
 

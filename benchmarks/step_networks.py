@@ -116,6 +116,16 @@ def diffusers_side(sizes: Sizes, *, nearest: bool) -> Side:
     return Side(title, network.train(), predict)
 
 
+def forget_compiled() -> None:
+    """Have what is compiled from here on get kernels for its own sizes, as it would have alone.
+
+    All blocks share the code that is compiled: torch would take sizes of two networks for one that varies, with slow
+    kernels for any, and refuses many kinds. What was compiled before is compiled once more when it is called.
+    """
+    torch.compiler.reset()
+    torch._dynamo.config.automatic_dynamic_shapes = False
+
+
 class Timed:
     """A training step, which takes turns with others."""
 
@@ -156,6 +166,7 @@ class Step(Timed):
         self.side, self.device, self.half = side, device, half
         self.network = side.network.to(device)
         if compiled:
+            forget_compiled()
             compile_blocks(self.network)
         self.optimizer = build_optimizer(self.network, TrainConfig(1, sizes.batch_size))
         generator = torch.Generator().manual_seed(0)
