@@ -3,6 +3,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# Runs the benchmarks of a GPU; another than ours is taken as it is, and nothing is installed.
+GPU_PYTHON ?= $(BIN)/python
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Stamps in .venv: a second call installs nothing unless setup.py changed.
 DEMO := $(VENV)/.demo-installed
@@ -27,12 +29,13 @@ test: $(TEST) lint type imports ## what CI runs: lint, types, import rules, test
 test-long: $(TEST) ## the tests that take minutes: kills at every moment, quick runs of benchmarks
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "long and not gpu and not slurm"
 
-bench-gpu: $(TEST) ## steps, recipe, MFU and checkpoints on a GPU, to benchmarks/results
-	$(BIN)/python benchmarks/step.py --device cuda --json benchmarks/results/step_gpu.json
-	$(BIN)/python benchmarks/mfu.py --device cuda -c experiments/imagenet_8x.yaml --batch 32 64 128 --json benchmarks/results/mfu_imagenet_8x.json
-	$(BIN)/python benchmarks/mfu.py --device cuda -c experiments/laion_24b.yaml --batch 4 8 16 32 --json benchmarks/results/mfu_laion_24b.json
-	$(BIN)/python benchmarks/recipe.py --device cuda -c experiments/emoji_4x.yaml --json benchmarks/results/recipe_gpu.json island.compile=true
-	$(BIN)/python benchmarks/checkpoints.py --device cuda --json benchmarks/results/checkpoints_gpu.json
+bench-gpu: export PYTHONPATH := $(CURDIR):$(PYTHONPATH)
+bench-gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(TEST)) ## steps, recipe, MFU and checkpoints on a GPU, to benchmarks/results
+	$(GPU_PYTHON) benchmarks/step.py --device cuda --json benchmarks/results/step_gpu.json
+	$(GPU_PYTHON) benchmarks/mfu.py --device cuda -c experiments/imagenet_8x.yaml --batch 32 64 128 --json benchmarks/results/mfu_imagenet_8x.json
+	$(GPU_PYTHON) benchmarks/mfu.py --device cuda -c experiments/laion_24b.yaml --batch 4 8 16 32 --json benchmarks/results/mfu_laion_24b.json
+	$(GPU_PYTHON) benchmarks/recipe.py --device cuda -c experiments/emoji_4x.yaml --json benchmarks/results/recipe_gpu.json island.compile=true
+	$(GPU_PYTHON) benchmarks/checkpoints.py --device cuda --json benchmarks/results/checkpoints_gpu.json
 
 lint: $(TEST) ## ruff: rules and format
 	$(BIN)/ruff check .
