@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import statistics
 import sys
 import tempfile
@@ -78,10 +79,11 @@ class Saved:
     def in_background(self, step_seconds: float) -> Cost:
         """As training does it."""
         written: list[float] = []
+        path = self.folder / "background"
+        shutil.rmtree(path, ignore_errors=True)  # the disk holds one of each way, not two
         start = time.perf_counter()
         network, optimizer = self.step.side.network, self.step.optimizer
         rest = {"groups": named_groups(network, optimizer)}
-        path = self.folder / "background"
         self.writer.start(
             path, tensors_of(network, optimizer), rest, lambda: written.append(time.perf_counter() - start)
         )
@@ -96,6 +98,7 @@ class Saved:
 
     def waited_for(self) -> Cost:
         """One file by ``torch.save``, flushed and renamed: what Lightning's Trainer does, and the flush."""
+        (self.folder / "waited-for").unlink(missing_ok=True)
         start = time.perf_counter()
         state = {"model": self.step.side.network.state_dict(), "optimizer": self.step.optimizer.state_dict()}
         temporary = self.folder / ".tmp-waited-for"
