@@ -97,8 +97,11 @@ class PatchTransformer(nn.Module):
             raise ValueError(f"the network reads samples of shape {self.x_shape}, not {tuple(x_t.shape[1:])}")
         patches = patchify(x_t, self.patch_size).to(self.patch_embedding.weight.dtype)
         embedded: Tensor = self.patch_embedding(patches)
-        # In float32 under autocast, too: positions make it so, and without them blocks would add up in half precision.
-        return embedded.to(patches.dtype) if self.positions is None else embedded + self.positions
+        if self.positions is not None:
+            return embedded + self.positions
+        # In float32 under autocast, too, as positions would make it: else blocks would add up in half precision.
+        assert self.rotation is not None
+        return embedded.to(self.rotation.dtype)
 
 
 class Trunk(PatchTransformer):

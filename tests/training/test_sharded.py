@@ -230,6 +230,7 @@ def a_dit_in_bfloat16(rank):
             num_heads=2,
             patch_size=2,
             qk_norm=True,
+            rope=True,
         )
         for parameter in network.parameters():
             parameter.data.add_(0.1 * torch.randn_like(parameter))
@@ -239,6 +240,7 @@ def a_dit_in_bfloat16(rank):
     sharded, single = built(), built()
     qkv = sharded.blocks[0].attention.qkv
     qkv.register_forward_hook(lambda part, inputs, _: seen.add((part.weight.dtype, inputs[0].dtype)))
+    sharded.blocks[0].register_forward_hook(lambda *call: seen.add(call[-1].dtype))
     sharded.time_embedding.register_forward_hook(lambda _, inputs, __: seen.add(inputs[0].dtype))
     shard_blocks(sharded, init_device_mesh("cpu", (WORLD,)), gathered=True, half=True)
     optimizers = [build_optimizer(network, replace(TRAIN, learning_rate=3e-3)) for network in (sharded, single)]
