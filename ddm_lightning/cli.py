@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import errno
 import shlex
 import sys
 from collections.abc import Sequence
@@ -11,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ddm_lightning import startup
-from ddm_lightning.errors import UserError
+from ddm_lightning.errors import UserError, line_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -84,17 +83,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     try:
         return _COMMANDS[options.command](options)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except (PermissionError, NotADirectoryError, FileExistsError) as error:
-        print(f"error: {error.filename}: {error.strerror}; check run_dir, or free the path", file=sys.stderr)
-        return 2
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+    except (UserError, OSError) as error:
+        line = line_of(error)
+        if line is None:
             raise
-        place = error.filename or "the disk of the run folder"  # a write through an open file does not say
-        print(f"error: {place}: is full; free some space, then the same command goes on", file=sys.stderr)
+        print(f"error: {line}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted; the same command goes on where it stopped", file=sys.stderr)
@@ -233,7 +226,8 @@ def _fit_one(member: str, experiment: Experiment, options: argparse.Namespace) -
     open_run(experiment, create=True)
     refuse_stale([member], run)
 
-    from ddm_lightning.training.fit import fit_member, leads
+    from ddm_lightning.training.fit import fit_member
+    from ddm_lightning.training.ranks import leads
 
     startup.end_imports()
     status = fit_member(member, experiment, run, show_progress=sys.stderr.isatty())

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import signal
 import warnings
 from pathlib import Path
 
@@ -35,6 +33,7 @@ from ddm_lightning.training.expert import ExpertModule
 from ddm_lightning.training.member_network import build_member_network, member_condition
 from ddm_lightning.training.module import MemberModule, MemberSpec
 from ddm_lightning.training.pictures import PictureLogger
+from ddm_lightning.training.ranks import OwnProcesses, check_launch, handing_over, leads, speaking_for_all
 from ddm_lightning.training.router import RouterModule
 from ddm_lightning.training.saving_strategies import BackgroundCheckpoints
 from ddm_lightning.training.speed import UNKNOWN_COST, Speed, StepCost
@@ -120,8 +119,11 @@ def fit_member(member: str, experiment: Experiment, run: RunFolder, *, show_prog
         Its status: ``done``, or ``stopped`` when SIGTERM or Ctrl-C asked for it.
 
     Raises:
-        UserError: not prepared, damaged shards, unknown network, or the member is being trained elsewhere.
+        UserError: not prepared, damaged shards, unknown network, the member is being trained elsewhere, or torchrun
+            started another number of ranks.
+        RuntimeError: another rank failed.
     """
+    check_launch(experiment.island.devices)
     # Paths stay whole and as they are, also in a log file, which passes for 80 columns.
     console = Console(stderr=True, quiet=not leads(), soft_wrap=True, markup=False, highlight=False)
     folder = run.member(member)
@@ -139,7 +141,8 @@ def fit_member(member: str, experiment: Experiment, run: RunFolder, *, show_prog
         except Timeout:
             raise UserError(f"{folder}: {member} is being trained by another process; wait for it or stop it") from None
     try:
-        return _fit_locked(member, experiment, run, status, console, show_progress)
+        with handing_over():
+            return _fit_locked(member, experiment, run, status, console, show_progress)
     finally:
         lock.release()
 
@@ -156,11 +159,6 @@ def _quieten() -> None:
         warnings.filterwarnings("ignore", message=message)
     for name in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.distributed"):
         logging.getLogger(name).setLevel(logging.WARNING)
-
-
-def leads() -> bool:
-    """Whether this process was started by the user; ranks that Lightning starts run the same command line."""
-    return int(os.environ.get("LOCAL_RANK", "0")) == 0
 
 
 def build_trainer(
@@ -226,6 +224,7 @@ def build_trainer(
         num_sanity_val_steps=0,
         logger=logger,
         callbacks=callbacks,
+        plugins=[OwnProcesses()],
         log_every_n_steps=island.log_every_n_steps,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -275,17 +274,17 @@ def _fit_locked(
     trainer, stop = build_trainer(
         member, experiment, folder, status, strategy, resumed_step, cost=cost, show_progress=show_progress
     )
-    try:
-        with stop.listening():
-            status.state = "starting"
-            if leads():
-                status.write(folder)
-            trainer.fit(module, datamodule=data, ckpt_path=resume, weights_only=True)
-    except StopRequested:
-        stop.stopped = True
-    finally:
-        if not trainer.state.finished and trainer.strategy.launcher is not None:
-            trainer.strategy.launcher.kill(signal.SIGKILL)  # ranks that would wait for this one
+    with speaking_for_all(trainer):
+        try:
+            with stop.listening():
+                status.state = "starting"
+                if leads():
+                    status.write(folder)
+                trainer.fit(module, datamodule=data, ckpt_path=resume, weights_only=True)
+        except StopRequested:
+            stop.stopped = True
+        leader = trainer.is_global_zero
+        weights = {} if stop.stopped else gathered_ema(module.network, trainer.optimizers[0], keeps=leader)
 
     if stop.stopped:
         status.state = "stopped"
@@ -294,7 +293,6 @@ def _fit_locked(
         console.print(f"{member}: stopped at step {trainer.global_step}; the same command resumes it")
         return status
     status.step = trainer.global_step
-    weights = gathered_ema(module.network, trainer.optimizers[0], keeps=trainer.is_global_zero)
     if trainer.is_global_zero:
         prediction = getattr(module.network, "prediction", "velocity")
         _hand_over(member, experiment, manifest, run, weights, prediction, status)

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from ddm_lightning.training.checkpoint_files import CheckpointWriter, read_rest
 from ddm_lightning.training.member_state import load_groups, load_tensors, named_groups, tensors_of
+from ddm_lightning.training.ranks import RankLauncher
 
 
 class BackgroundCheckpoints(Strategy):
@@ -100,6 +101,11 @@ class OneDevice(BackgroundCheckpoints, SingleDeviceStrategy):
 class Replicated(BackgroundCheckpoints, DDPStrategy):
     """DDP: each rank has everything, and the first one saves it."""
 
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        if not self.cluster_environment.creates_processes_externally:
+            self._launcher = RankLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+
 
 class Sharded(BackgroundCheckpoints, ModelParallelStrategy):
     """FSDP2: each rank saves its shards.
@@ -112,6 +118,11 @@ class Sharded(BackgroundCheckpoints, ModelParallelStrategy):
     def __init__(self, devices: int, *, gathered: bool) -> None:
         super().__init__(data_parallel_size=devices, tensor_parallel_size=1)
         self.gathered = gathered
+
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        if not self.cluster_environment.creates_processes_externally:
+            self._launcher = RankLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def _group(self) -> ProcessGroup:
         # On the hosts and for checkpoints alone: they are written while training uses the other one.

@@ -1,0 +1,53 @@
+"""The command line, in which one rank fails while a checkpoint is written: ``FAILS`` is its number, how, and the step.
+
+A file to be run, because ranks are started by the command line of the first.
+"""
+
+import errno
+import os
+import signal
+import sys
+
+from ddm_lightning.cli import main
+from ddm_lightning.training import checkpoint_files
+
+
+def full(path):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+
+def bug(path):
+    raise ValueError(f"a mistake in {path.name}")
+
+
+def killed(path):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fail_at(step, fail):
+    """Behind this rank's tensors for a signal, else before the ranks work together: the others learn nothing of it."""
+    name = f"step-{step:08d}.ckpt"
+    kind, method = (
+        (checkpoint_files._HashingWriter, "write_data")
+        if fail is killed
+        else (checkpoint_files.CheckpointWriter, "_write")
+    )
+    before = getattr(kind, method)
+
+    def patched(self, *arguments):
+        path = self.folder if fail is killed else arguments[0]
+        if fail is not killed and path.name == name:
+            fail(path)
+        written = before(self, *arguments)
+        if path.name.endswith(name):
+            fail(path)
+        return written
+
+    setattr(kind, method, patched)
+
+
+if __name__ == "__main__":
+    rank, how, at_step = os.environ["FAILS"].split()
+    if os.environ.get("LOCAL_RANK", "0") == rank:
+        fail_at(int(at_step), {"full": full, "bug": bug, "killed": killed}[how])
+    sys.exit(main())

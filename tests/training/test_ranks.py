@@ -1,0 +1,185 @@
+"""One of two ranks fails while a checkpoint is written; ranks that other programs start."""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from loading.mds import WARNINGS
+from tiny_runs import RANK_VARIABLES, ROOT, TINY, finish, read_status
+
+from ddm_lightning.cli import main
+
+SETTINGS = (
+    "member=expert-0",
+    "expert.train.max_steps=20",
+    "island.accelerator=cpu",
+    "island.devices=2",
+    "island.log_every_n_steps=5",
+    "island.validate_every_n_steps=100",
+    "island.checkpoint_every_n_steps=5",
+)
+TRAINS_SECONDS = 90
+"""On a busy machine; in half of a minute on a quiet one."""
+
+pytestmark = WARNINGS
+
+
+def start(run, *more, program=("-m", "ddm_lightning"), **variables):
+    environment = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
+    command = [sys.executable, *program, "fit", "-c", str(TINY), f"run_dir={run}", *SETTINGS, *more]
+    variables = {**environment, "OMP_NUM_THREADS": "1", "COLUMNS": "200", "PYTHONPATH": str(ROOT), **variables}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, env=variables, cwd=ROOT, **pipes)
+
+
+def fit_and_fail(run, strategy, rank, how, code):
+    """What it says of a failure at its second checkpoint, after which nothing is left running."""
+    program = (str(Path(__file__).with_name("failing_rank.py")),)
+    process = start(run, f"island.strategy={strategy}", program=program, FAILS=f"{rank} {how} 10")
+    # It ends with the last of the ranks, all of which write to it.
+    return finish(process, code, TRAINS_SECONDS)[1]
+
+
+def checkpoints(run):
+    return [path.name for path in sorted((run / "members/expert-0/checkpoints").glob("step-*"))]
+
+
+def resume(run):
+    said = finish(start(run, "island.strategy=fsdp"), 0, TRAINS_SECONDS)[1]
+    assert said.count("expert-0: resumes at step 5\n") == 1
+    assert read_status(run, "expert-0")["state"] == "done"
+    assert not list((run / "members/expert-0/checkpoints").glob(".tmp*"))
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.parametrize(("strategy", "rank"), [("fsdp", 1), ("ddp", 0)])
+def test_a_full_disk_of_one_rank_is_said_once_and_ends_both(tiny_run, strategy, rank):
+    said = fit_and_fail(tiny_run, strategy, rank, "full", code=2)
+    path = tiny_run / "members/expert-0/checkpoints/step-00000010.ckpt"
+    assert said.splitlines()[3:] == [f"error: {path}: is full; free some space, then the same command goes on"]
+    assert read_status(tiny_run, "expert-0")["state"] == "failed"
+    assert checkpoints(tiny_run) == ["step-00000005.ckpt"]
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_a_mistake_in_one_rank_is_shown_with_its_place(tiny_run):
+    said = fit_and_fail(tiny_run, "fsdp", 1, "bug", code=1)
+    assert said.rstrip().endswith("ValueError: a mistake in step-00000010.ckpt")
+    assert said.count("in bug\n") == 1
+    assert "RuntimeError: rank 1: Traceback" in said
+    assert checkpoints(tiny_run) == ["step-00000005.ckpt"]
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_killed_at_a_checkpoint_ends_the_other_and_the_one_before_is_resumed(tiny_run, rank):
+    said = fit_and_fail(tiny_run, "fsdp", rank, "killed", code=2 if rank else -signal.SIGKILL)
+    line = "error: rank 1 of 2 was ended by SIGKILL; the same command goes on at the newest checkpoint"
+    assert said.splitlines()[3:] == ([line] if rank else [])
+    assert checkpoints(tiny_run) == ["step-00000005.ckpt"]
+    resume(tiny_run)
+
+
+def artifact(run):
+    return (run / "members/expert-0/artifact/model.safetensors").read_bytes()
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_ranks_are_its_own_within_a_job_of_slurm_and_those_of_torchrun_else(tiny_run, tmp_path):
+    """Two tasks were asked for, as ``sbatch --ntasks=2`` does, and the command is run once."""
+    other = tmp_path / "other"
+    shutil.copytree(tiny_run / "prepared", other / "prepared")
+    job = {"SLURM_NTASKS": "2", "SLURM_JOB_NAME": "train", "SLURM_JOB_ID": "5", "SLURM_PROCID": "0"}
+    nodes = {"SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_NODELIST": "localhost"}
+    out, _ = finish(start(tiny_run, "island.strategy=fsdp", **job, **nodes), 0, TRAINS_SECONDS)
+    assert out.count("artifact: ") == 1
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    ranks = [start(other, "island.strategy=fsdp", RANK=n, LOCAL_RANK=n, GROUP_RANK="0", **common) for n in "01"]
+    outs = [finish(process, 0, TRAINS_SECONDS)[0] for process in ranks]
+    assert [out.count("artifact: ") for out in outs] == [1, 0]
+    assert artifact(other) == artifact(tiny_run)
+
+
+def test_another_number_of_ranks_than_devices_is_refused(tiny_run, monkeypatch, capsys):
+    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "4"}.items():
+        monkeypatch.setenv(name, value)
+    assert main(["fit", "-c", str(TINY), f"run_dir={tiny_run}", *SETTINGS]) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert "4 processes of fit were started, as torchrun does, and island.devices = 2; run it once" in line
+    assert not (tiny_run / "members").exists()
+
+
+STUCK = """
+import os, subprocess, sys, time
+from ddm_lightning._compat import ensure_torchvision_importable
+ensure_torchvision_importable()
+from ddm_lightning.training import ranks
+ranks._POLL_SECONDS, ranks._UNWIND_SECONDS = 0.05, 0.3
+
+class Launcher(ranks.RankLauncher):
+    def _call_children_scripts(self):
+        commands = [["sleep", "99"], [sys.executable, "-c", sys.argv[1]]]
+        self.procs = [subprocess.Popen(command) for command in commands]
+        print(self.procs[0].pid, flush=True)
+
+Launcher(ranks.OwnProcesses(), 3, 1).launch(time.sleep, 99)
+"""
+HANDS_OVER = """
+import os
+from ddm_lightning.errors import UserError
+from ddm_lightning.training.ranks import handing_over
+os.environ["LOCAL_RANK"] = "2"
+with handing_over():
+    raise UserError("a shard is damaged")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("child", "code", "line"),
+    [
+        (HANDS_OVER, 2, "error: a shard is damaged"),
+        ("import os; os.abort()", 2, "error: rank 2 of 3 was ended by SIGABRT; the same command goes on at the newest"),
+        ("raise SystemExit(7)", 1, "error: rank 2 ended with exit code 7"),
+    ],
+)
+def test_one_that_waits_for_a_lost_rank_for_ever_is_ended(tmp_path, child, code, line):
+    """As in a collective of GPUs, which notice nothing."""
+    variables = dict(os.environ, TMPDIR=str(tmp_path), PYTHONPATH=str(ROOT))
+    command = [sys.executable, "-c", STUCK, child]
+    ended = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stderr.startswith(line), ended.stderr.count("\n")) == (code, True, 1), ended.stderr
+    assert list(tmp_path.iterdir()) == []
+    other = Path(f"/proc/{ended.stdout.strip()}/stat")
+    assert not other.exists() or other.read_text().split()[2] == "Z"
+
+
+ORPHAN = """
+import os, time
+from ddm_lightning.training import ranks
+ranks._POLL_SECONDS = 0.05
+os.environ[ranks.STARTED_BY] = "1:" + os.environ["TMPDIR"] + "/reasons"
+with ranks.handing_over():
+    time.sleep(99)
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_ends_when_the_first_one_is_gone(tmp_path):
+    variables = dict(os.environ, TMPDIR=str(tmp_path), PYTHONPATH=str(ROOT), LOCAL_RANK="1")
+    (tmp_path / "reasons").mkdir()
+    ended = subprocess.run([sys.executable, "-c", ORPHAN], env=variables, timeout=60, check=False)
+    assert (ended.returncode, list(tmp_path.iterdir())) == (1, [])
