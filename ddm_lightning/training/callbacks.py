@@ -116,6 +116,40 @@ class Reporter(L.Callback):
             self._bar.update(self._task, completed=trainer.global_step, note=self.status.note())
 
 
+class MissedValidation(L.Callback):
+    """Makes up for a validation that a stop or a kill has cut short: after a resume it comes before the next step.
+
+    Lightning counts it as taken, because the checkpoint is older than its first batch. Last among the callbacks, so
+    that the others are ready for it, and that what they do with its end is done.
+
+    Args:
+        folder: the member's.
+        status: knows the newest validation.
+        validate_every_n_steps: when it is validated.
+    """
+
+    def __init__(self, folder: Path, status: MemberStatus, validate_every_n_steps: int) -> None:
+        self.folder, self.status, self.every_n_steps = folder, status, validate_every_n_steps
+
+    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        """Validate now if that was due; every rank has read the same status."""
+        step = trainer.global_step
+        if step == 0 or step % self.every_n_steps or step <= self.status.validated_step:
+            return
+        loop = trainer.fit_loop.epoch_loop.val_loop
+        loop.restarting = False
+        trainer.validating = True
+        loop.run()
+        trainer.training = True
+
+    def on_validation_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        """Remember one that was not cut short."""
+        if not trainer.should_stop:
+            self.status.validated_step = trainer.global_step
+            if trainer.is_global_zero:
+                self.status.write(self.folder)
+
+
 class DisjointRanks(L.Callback):
     """Stops the run when two ranks received the same sample in the first batch (Lightning #20140)."""
 

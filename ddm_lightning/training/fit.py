@@ -24,7 +24,14 @@ from ddm_lightning.prepare.registry import CAPTION_ENCODERS
 from ddm_lightning.prepare.stored import StoredForm
 from ddm_lightning.run_folder import RunFolder
 from ddm_lightning.schema import first_line
-from ddm_lightning.training.callbacks import DisjointRanks, Reporter, SampleLog, StopOnRequest, StopRequested
+from ddm_lightning.training.callbacks import (
+    DisjointRanks,
+    MissedValidation,
+    Reporter,
+    SampleLog,
+    StopOnRequest,
+    StopRequested,
+)
 from ddm_lightning.training.checkpoints import RollingCheckpoints, newest_checkpoint, step_of
 from ddm_lightning.training.devices import resolve_accelerator
 from ddm_lightning.training.ema import gathered_ema
@@ -208,6 +215,7 @@ def build_trainer(
     if island.log_sample_ids:
         callbacks.append(SampleLog(folder))
     callbacks.append(speed)  # behind all that takes time
+    callbacks.append(MissedValidation(folder, status, island.validate_every_n_steps))
     _quieten()
     logger = TensorBoardLogger(
         folder, name="", version="tensorboard", purge_step=resumed_step + 1 if resumed_step else None

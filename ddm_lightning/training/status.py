@@ -29,6 +29,8 @@ class MemberStatus:
     """Training samples a second since the last start, over all devices."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Newest logged averages."""
+    validated_step: int = 0
+    """Step of the newest validation that came to its end."""
     pid: int = 0
     """Process that trains it."""
     updated: float = 0.0
