@@ -8,7 +8,13 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy, Strategy
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    ModelParallelStrategy,
+    ParallelStrategy,
+    SingleDeviceStrategy,
+    Strategy,
+)
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
@@ -98,16 +104,20 @@ class OneDevice(BackgroundCheckpoints, SingleDeviceStrategy):
     """One device."""
 
 
-class Replicated(BackgroundCheckpoints, DDPStrategy):
-    """DDP: each rank has everything, and the first one saves it."""
+class SeveralRanks(BackgroundCheckpoints, ParallelStrategy):
+    """What DDP and FSDP2 have in common: the first rank starts the others on its node, and speaks for them."""
 
     def _configure_launcher(self) -> None:
-        assert self.cluster_environment is not None
+        assert self.cluster_environment is not None and self.parallel_devices is not None
         if not self.cluster_environment.creates_processes_externally:
-            self._launcher = RankLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+            self._launcher = RankLauncher(self.cluster_environment, len(self.parallel_devices), num_nodes=1)
 
 
-class Sharded(BackgroundCheckpoints, ModelParallelStrategy):
+class Replicated(SeveralRanks, DDPStrategy):
+    """DDP: each rank has everything, and the first one saves it."""
+
+
+class Sharded(SeveralRanks, ModelParallelStrategy):
     """FSDP2: each rank saves its shards.
 
     Args:
@@ -118,11 +128,6 @@ class Sharded(BackgroundCheckpoints, ModelParallelStrategy):
     def __init__(self, devices: int, *, gathered: bool) -> None:
         super().__init__(data_parallel_size=devices, tensor_parallel_size=1)
         self.gathered = gathered
-
-    def _configure_launcher(self) -> None:
-        assert self.cluster_environment is not None
-        if not self.cluster_environment.creates_processes_externally:
-            self._launcher = RankLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def _group(self) -> ProcessGroup:
         # On the hosts and for checkpoints alone: they are written while training uses the other one.
