@@ -46,8 +46,10 @@ def parse(made: argparse.ArgumentParser, arguments: Sequence[str] | None) -> arg
     """
     words = sys.argv[1:] if arguments is None else arguments
     # In front, where no option that takes several values takes them for its own.
-    settings = [word for word in words if re.match(r"[\w.]+=", word)]
-    options = made.parse_intermixed_args([*settings, *(word for word in words if word not in settings)])
+    files = {index for index, word in enumerate(words, 1) if word in ("-c", "--config", "--json")}
+    behind = [index for index, word in enumerate(words) if index not in files and re.match(r"[\w.][\w.-]*=", word)]
+    rest = [word for index, word in enumerate(words) if index not in behind]
+    options = made.parse_intermixed_args([*(words[index] for index in behind), *rest])
     for text in options.overrides:
         if "=" not in text:
             raise UserError(f"{text}: settings are given as key=value")

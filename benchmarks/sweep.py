@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -95,6 +96,12 @@ class Sweep:
         train = config_of(self.member, self.experiment).train
         self.own = Point(train.learning_rate, batch_size_of(self.member, self.experiment), self.experiment.seed)
         self.num_samples = options.samples or (QUICK_SAMPLES if options.quick else train.max_steps * self.own.batch)
+        for name in ("seeds", "jobs", "samples", "prompts"):
+            number = getattr(options, name)
+            if number is not None and number < 1:
+                raise UserError(f"--{name} {number}: must be at least 1")
+        if not all(factor > 0 and math.isfinite(factor) for factor in (*options.rates, *options.batches)):
+            raise UserError("--rates and --batches: each is a multiple of the experiment's own, above 0")
         sizes = [factor * self.own.batch for factor in options.batches]
         if any(size != int(size) or size < 1 for size in sizes):
             raise UserError(f"--batches {options.batches}: times {self.own.batch} samples is no whole number")

@@ -240,13 +240,23 @@ def _fit_one(member: str, experiment: Experiment, options: argparse.Namespace) -
     return 0
 
 
+def _is_collected(members: Sequence[str], experiment: Experiment) -> bool:
+    """Whether artifacts of all members lie beside a manifest in a folder in which nothing was prepared."""
+    from ddm_lightning.run_folder import RunFolder
+
+    run = RunFolder.of(experiment)
+    was_handed = (run.prepared / "manifest.json").exists() and not (run.prepared / "parts.json").exists()
+    return was_handed and all(run.is_finished(member) for member in members)
+
+
 def _fit_several(members: list[str], experiment: Experiment, options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from ddm_lightning.islands.assembly import assemble, refuse_stale
+    from ddm_lightning.run_folder import open_run
 
     console = Console()
-    run = _prepared(experiment, options)
+    run = open_run(experiment, create=True) if _is_collected(members, experiment) else _prepared(experiment, options)
     refuse_stale(members, run)
 
     from ddm_lightning.islands.local import FitInterruptedError, default_jobs, fit_members

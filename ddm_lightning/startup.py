@@ -8,13 +8,23 @@ from __future__ import annotations
 
 import atexit
 import gc
+import os
+import signal
 
 _WHILE_IMPORTING = (100_000, 50, 100)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, *([signal.SIGUSR1] if hasattr(signal, "SIGUSR1") else []))
+"""That ask a training to leave a checkpoint and stop: a terminal's, a scheduler's, SLURM's warning."""
+STARTED_BY = "DDM_LIGHTNING_STARTED_BY"
+"""In the environment of ranks that the first one started: its process id, and the folder that takes their reasons."""
 _default = gc.get_threshold()
 
 
 def begin() -> None:
     """Collect seldom until ``end_imports``; called where the process starts."""
+    if STARTED_BY in os.environ:
+        # A terminal sends them to all ranks; the first one decides, also for those that are still importing.
+        for number in STOP_SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
     gc.set_threshold(*_WHILE_IMPORTING)
     atexit.register(gc.freeze)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -211,6 +212,25 @@ def test_fit_assembles_artifacts_that_islands_handed_over(
     assert "all members are finished" not in out
     assert (run / "ensemble.json").read_bytes() == manifest
     assert (run / "samples" / "top-1.png").read_bytes() == picture
+
+
+def test_artifacts_beside_a_manifest_are_assembled_without_the_source(
+    capsys: pytest.CaptureFixture[str], finished_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    (run / "prepared").mkdir(parents=True)
+    shutil.copy(finished_run / "prepared" / "manifest.json", run / "prepared")
+    for member in MEMBERS:
+        shutil.copytree(finished_run / "members" / member / "artifact", run / "members" / member / "artifact")
+
+    def prepare(*_: object, **__: object) -> None:
+        raise AssertionError("something was prepared")
+
+    monkeypatch.setattr("ddm_lightning.prepare.stages.prepare", prepare)
+    called(capsys, "fit", *settings(run))
+    assert (run / "ensemble.json").read_bytes() == (finished_run / "ensemble.json").read_bytes()
+    picture = (run / "samples" / "top-1.png").read_bytes()
+    assert picture == (finished_run / "samples" / "top-1.png").read_bytes()
 
 
 @pytest.mark.parametrize("strategy", ["full", "top-1", "top-k", "bayes"])

@@ -133,9 +133,11 @@ def check_experiment(experiment: Experiment, source: str | Path) -> None:
                 refuse(f"{role}.train.ema_widths", "each has to be a share of the training, from 0.005 to 0.288")
         if len({f"{width:g}" for width in train.ema_widths}) < len(train.ema_widths):
             refuse(f"{role}.train.ema_widths", "holds a width twice; remove one of them")
-    for role, part in (("expert", batch // num_clusters), ("router", experiment.router.train.global_batch_size)):
+    of_expert = f"expert's {batch // num_clusters} samples a step ({batch} over {num_clusters} experts)"
+    of_router = f"router's {experiment.router.train.global_batch_size} samples a step"
+    for whose, part in ((of_expert, batch // num_clusters), (of_router, experiment.router.train.global_batch_size)):
         if part % island.devices:
-            refuse("island.devices", f"must divide the {role}'s {part} samples a step; change one of them")
+            refuse("island.devices", f"must divide the {whose}; change one of them")
     if island.strategy == "single" and island.devices > 1:
         refuse("island.devices", "island.strategy = 'single' uses one; set ddp or fsdp")
     if island.attention == "xformers" and island.accelerator == "cpu":

@@ -20,6 +20,7 @@ from ddm_lightning.islands.status import member_status
 from ddm_lightning.prepare.manifest import Manifest
 from ddm_lightning.progress import member_columns
 from ddm_lightning.run_folder import RunFolder
+from ddm_lightning.startup import STOP_SIGNALS
 from ddm_lightning.training.devices import resolve_accelerator
 from ddm_lightning.training.member_network import member_training_flops
 
@@ -45,7 +46,7 @@ class _Child:
 
 
 class FitInterruptedError(Exception):
-    """Ctrl-C or SIGTERM: the members left checkpoints and stopped."""
+    """Ctrl-C, SIGTERM or SIGUSR1: the members left checkpoints and stopped."""
 
 
 def default_jobs(experiment: Experiment) -> int:
@@ -86,7 +87,7 @@ def fit_members(
         For each member that did not finish, why: its error line, or the signal that ended it.
 
     Raises:
-        FitInterruptedError: Ctrl-C or SIGTERM; the children were told to leave a checkpoint and did.
+        FitInterruptedError: Ctrl-C, SIGTERM or SIGUSR1; the children were told to leave a checkpoint and did.
         UserError: the shards are not prepared, or a network's name or params are unknown.
     """
     manifest = Manifest.read(run.root)
@@ -98,7 +99,8 @@ def fit_members(
     def interrupt(_number: int, _frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    previous = signal.signal(signal.SIGTERM, interrupt)
+    # Ctrl-C, too: a shell has a command that it starts in the background ignore it.
+    previous = {number: signal.signal(number, interrupt) for number in STOP_SIGNALS}
     try:
         with Progress(*member_columns(), console=console) as progress:
             tasks = {member: _task(progress, member, experiment, run) for member in members}
@@ -121,7 +123,8 @@ def fit_members(
     finally:
         if running:
             _stop(running, console)
-        signal.signal(signal.SIGTERM, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
     return failures
 
 

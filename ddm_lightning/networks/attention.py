@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 from typing import Any
 
@@ -70,7 +69,7 @@ def set_attention(module: nn.Module, backend: str) -> int:
         How many submodules listen; 0 for a network that attends in its own way, or not at all.
 
     Raises:
-        UserError: unknown ``backend``.
+        UserError: unknown ``backend``, or ``xformers`` where it is not installed.
     """
     if backend not in BACKENDS:
         raise _unknown(backend)
@@ -87,10 +86,12 @@ def _unknown(backend: str) -> UserError:
 
 
 def _load_ahead() -> None:
-    """Import what compiled code cannot import; where that fails, whoever attends says so."""
+    """Import what compiled code cannot import."""
     global _loaded
-    with contextlib.suppress(ImportError):
+    try:
         _loaded = importlib.import_module("xformers.ops")
+    except ImportError as error:
+        raise UserError(f"attention back end 'xformers' cannot be imported ({error}); {_REMEDY}") from error
 
 
 def _xformers(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -30,7 +30,8 @@ def modulate(
 def normalised(x: Float[Tensor, "b n h d"], norm: nn.RMSNorm | None) -> Float[Tensor, "b n h d"]:
     """Queries or keys after ``norm``, in their own type.
 
-    Under autocast the norm works in its weight's float32; xformers then wants one type for queries, keys and values.
+    Under autocast the norm works in its weight's type, float32 unless FSDP2 gathers it in bfloat16; xformers then wants
+    one type for queries, keys and values.
     """
     if norm is None:
         return x

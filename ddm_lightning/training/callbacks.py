@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,15 +19,20 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ddm_lightning.progress import member_columns
+from ddm_lightning.startup import STOP_SIGNALS
 from ddm_lightning.training.checkpoints import RollingCheckpoints
 from ddm_lightning.training.guard import skipped_file
 from ddm_lightning.training.module import MemberModule
 from ddm_lightning.training.speed import Speed
 from ddm_lightning.training.status import MemberStatus
 
+LINE_SECONDS = 60.0
+
 
 class Reporter(L.Callback):
     """Every ``every_n_steps``: averages to TensorBoard, ``status.json``, and a progress bar with an ETA.
+
+    Where no bar is shown, a line a minute.
 
     This is where the host waits for the device; no other step does.
     """
@@ -46,6 +52,7 @@ class Reporter(L.Callback):
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Start the clock and the bar."""
         self._first_step, self._start = trainer.global_step, time.monotonic()
+        self._said = self._start
         self.status.state, self.status.step = "training", trainer.global_step
         if trainer.is_global_zero:
             self.status.write(self.folder)
@@ -114,6 +121,15 @@ class Reporter(L.Callback):
         self.status.write(self.folder)
         if self._bar is not None:
             self._bar.update(self._task, completed=trainer.global_step, note=self.status.note())
+        elif time.monotonic() - self._said >= LINE_SECONDS:
+            self._say(trainer.global_step)
+
+    def _say(self, step: int) -> None:
+        """A line for a job's log."""
+        self._said = time.monotonic()
+        print(
+            f"{self.status.member}: step {step:,} of {self.status.max_steps:,}  {self.status.note()}", file=sys.stderr
+        )
 
 
 class MissedValidation(L.Callback):
@@ -185,9 +201,6 @@ class SampleLog(L.Callback):
             stream.write(f"{trainer.global_step}: {' '.join(str(i) for i in batch['sample_id'].tolist())}\n")
 
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, *([signal.SIGUSR1] if hasattr(signal, "SIGUSR1") else []))
-
-
 class StopRequested(BaseException):
     """SIGTERM, SIGUSR1 or Ctrl-C outside of the training steps, where there is nothing to save."""
 
@@ -213,7 +226,7 @@ class StopOnRequest(L.Callback):
         Raises:
             StopRequested: one came while no steps were being taken.
         """
-        self._previous = {number: signal.getsignal(number) for number in _SIGNALS}
+        self._previous = {number: signal.getsignal(number) for number in STOP_SIGNALS}
         self._listen()
         try:
             yield
@@ -222,7 +235,7 @@ class StopOnRequest(L.Callback):
                 signal.signal(number, handler)
 
     def _listen(self) -> None:
-        for number in _SIGNALS:
+        for number in STOP_SIGNALS:
             signal.signal(number, self._request)
 
     def _request(self, _number: int, _frame: FrameType | None) -> None:

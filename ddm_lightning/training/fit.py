@@ -146,7 +146,8 @@ def fit_member(member: str, experiment: Experiment, run: RunFolder, *, show_prog
             # Loading processes of a killed one live on for some seconds, and hold its lock.
             lock.acquire(timeout=WORKERS_OUTLIVE_SECONDS if experiment.island.num_workers else 0)
         except Timeout:
-            raise UserError(f"{folder}: {member} is being trained by another process; wait for it or stop it") from None
+            other = f"another process ({status.pid})" if status.pid else "another process"
+            raise UserError(f"{folder}: {member} is being trained by {other}; wait for it or stop it") from None
     try:
         with handing_over():
             return _fit_locked(member, experiment, run, status, console, show_progress)
@@ -162,6 +163,7 @@ def _quieten() -> None:
         r".*`IterableDataset` has `__len__` defined.*",
         r".*is smaller than the logging interval.*",
         r"Checkpoint directory .* exists and is not empty.*",
+        r"It is recommended to use `self.log\(.*sync_dist=True\)`.*",  # ``drain`` has summed over ranks
     ):
         warnings.filterwarnings("ignore", message=message)
     for name in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.distributed"):
@@ -279,6 +281,7 @@ def _fit_locked(
     resumed_step = step_of(resume) if resume else 0
     if resume:
         console.print(f"{member}: resumes at step {resumed_step}")
+    status.validated_step = min(status.validated_step, resumed_step)  # what comes behind it comes again
     trainer, stop = build_trainer(
         member, experiment, folder, status, strategy, resumed_step, cost=cost, show_progress=show_progress
     )

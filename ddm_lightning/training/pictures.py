@@ -87,7 +87,10 @@ class PictureLogger(L.Callback):
         def velocity(x_t: Tensor, t: Tensor) -> Tensor:
             if self.stop.cuts_validation(module.trainer):
                 raise _CutShortError
-            return to_velocity(module.network(x_t, t, condition).float(), x_t, t, kind)
+            # As in a validation step: sharded weights may be there in bfloat16 alone.
+            with module.trainer.precision_plugin.forward_context():
+                predicted = module.network(x_t, t, condition).float()
+            return to_velocity(predicted, x_t, t, kind)
 
         field: VelocityField = velocity
         noise = torch.randn(

@@ -30,9 +30,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from ddm_lightning.errors import UserError, line_of
 from ddm_lightning.files import atomic_write_json
+from ddm_lightning.startup import STARTED_BY
 
-STARTED_BY = "DDM_LIGHTNING_STARTED_BY"
-"""Of ranks that the first one started: its process id, and the folder that takes their reasons."""
 _POLL_SECONDS = 0.5
 # A rank's loss shows in the others within so long, and where it does they end by themselves within the second.
 _NOTICE_SECONDS = 3.0
@@ -40,26 +39,36 @@ _UNWIND_SECONDS = 20.0
 _EXIT_SECONDS = 5.0
 
 
+def _number(name: str, default: int) -> int:
+    text = os.environ.get(name, str(default))
+    if not text.isdecimal():
+        raise UserError(f"environment variable {name}={text}: has to be a number; unset it, or start fit by torchrun")
+    return int(text)
+
+
 def leads() -> bool:
     """Whether this process is the first rank; the others, which it starts, run the same command line."""
-    return int(os.environ.get("LOCAL_RANK", "0")) == 0
+    return _number("LOCAL_RANK", 0) == 0
 
 
 def _num_started_by_another() -> int:
     """Ranks that torchrun or the like has started; 1 where none has."""
     if STARTED_BY in os.environ or "LOCAL_RANK" not in os.environ:
         return 1
-    return max(int(os.environ.get("WORLD_SIZE", "1")), int(os.environ["LOCAL_RANK"]) + 1)
+    return max(_number("WORLD_SIZE", 1), _number("LOCAL_RANK", 0) + 1)
 
 
 def check_launch(devices: int) -> None:
     """Look whether ranks that another program has started are as many as there are devices.
 
     Raises:
-        UserError: they are more or fewer.
+        UserError: they are more or fewer, or on several nodes.
     """
     number = _num_started_by_another()
-    if number not in (1, devices):
+    by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and STARTED_BY not in os.environ
+    if number > _number("LOCAL_WORLD_SIZE", number):
+        raise UserError("processes of fit were started on several nodes; a member trains on one, its island")
+    if number != devices and (number > 1 or by_torchrun):
         raise UserError(
             f"{number} processes of fit were started, as torchrun does, and island.devices = {devices}; "
             "run it once, without torchrun, and it starts a process for each device"
@@ -125,7 +134,8 @@ class RankLauncher(_SubprocessScriptLauncher):
         found = [failure for failure in said.values() if failure.known]
         for rank, code in ended.items():
             if code < 0:
-                name = f"rank {rank} of {self.num_processes} was ended by {signal.Signals(-code).name}"
+                known = {number.value: number.name for number in signal.Signals}
+                name = f"rank {rank} of {self.num_processes} was ended by {known.get(-code, f'signal {-code}')}"
                 found.append(RankFailure(f"{name}; the same command goes on at the newest checkpoint", known=True))
         found += [RankFailure(f"rank {rank}: {failure.text}", known=False) for rank, failure in said.items()]
         found += [RankFailure(f"rank {rank} ended with exit code {code}", known=False) for rank, code in ended.items()]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ddm_lightning.errors import UserError
 from ddm_lightning.files import atomic_write_json, read_json
 
 
@@ -52,9 +53,17 @@ class MemberStatus:
         path = folder / "status.json"
         if not path.exists():
             return cls(member, max_steps)
-        loaded: dict[str, Any] = read_json(path, "the member's status", "delete it; training rewrites it")
-        known = cls.__dataclass_fields__
-        return cls(**{key: value for key, value in loaded.items() if key in known})
+        remedy = "delete it; training rewrites it"
+        loaded: dict[str, Any] = read_json(path, "the member's status", remedy)
+        fresh = cls(member, max_steps)
+        if not isinstance(loaded, dict):
+            raise UserError(f"{path}: the member's status is no object; {remedy}")
+        for key, value in loaded.items():
+            own = getattr(fresh, key, None)
+            fits = (int, float) if isinstance(own, float) else type(own)
+            if key in cls.__dataclass_fields__ and not isinstance(value, fits):
+                raise UserError(f"{path}: key {key!r} = {value!r} is no {type(own).__name__}; {remedy}")
+        return replace(fresh, **{key: value for key, value in loaded.items() if key in cls.__dataclass_fields__})
 
     def shown_state(self) -> str:
         """The state, corrected when the process that wrote it is gone."""

@@ -24,6 +24,8 @@ def test_an_option_of_several_values_takes_no_setting_for_one():
     made.add_argument("--batch", type=int, nargs="+")
     options = common.parse(made, ["-c", "a.yaml", "--batch", "4", "8", "expert.network.params.size=S", "seed=1"])
     assert (options.batch, options.overrides) == ([4, 8], ["expert.network.params.size=S", "seed=1"])
+    options = common.parse(made, ["-c", "a=b.yaml", "--json", "run=1/x.json", "--batch", "4", "key-x.b=2"])
+    assert (options.config, str(options.json), options.overrides) == ("a=b.yaml", "run=1/x.json", ["key-x.b=2"])
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,13 @@ def test_kept_trainings_of_another_experiment_are_refused(tmp_path):
 def test_batches_that_are_no_number_of_samples(tmp_path):
     with pytest.raises(UserError, match="times 8 samples is no whole number"):
         sweep.Sweep(options(tmp_path, batches=[0.3]))
+    for name in ("seeds", "jobs", "samples", "prompts"):
+        with pytest.raises(UserError, match=f"--{name} 0: must be at least 1"):
+            sweep.Sweep(options(tmp_path, **{name: 0}))
+    for name in ("rates", "batches"):
+        for factor in (float("nan"), float("inf"), 0.0, -1.0):
+            with pytest.raises(UserError, match="--rates and --batches: each is a multiple"):
+                sweep.Sweep(options(tmp_path, **{name: [1.0, factor]}))
     with pytest.raises(UserError, match="name one member"):
         sweep.Sweep(options(tmp_path, member="all"))
 

@@ -60,6 +60,15 @@ def pair(finished_run, tmp_path_factory):
     return seen
 
 
+def test_sharded_experts_train_in_bfloat16_validate_and_draw(finished_run, tmp_path):
+    """Weights are gathered in bfloat16 alone, and pictures are drawn by a callback."""
+    run = new_run(finished_run, tmp_path / "half")
+    settings = ("island.precision=bf16-mixed", "expert.train.max_steps=6", "island.validate_every_n_steps=3")
+    finish(fit(run, "fsdp", *settings, "island.micro_batch_size=3"))
+    status = read_status(run, "expert-0")
+    assert (status["state"], status["validated_step"]) == ("done", 6)
+
+
 def rank_ids(run, rank):
     return ids_by_step(run / f"members/expert-0/sample_ids-{rank}.txt")
 

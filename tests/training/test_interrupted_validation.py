@@ -6,6 +6,7 @@ import shutil
 import signal
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 from loading.mds import WARNINGS
@@ -14,7 +15,9 @@ from tiny_runs import TINY
 
 from ddm_lightning.cli import main
 from ddm_lightning.training import checkpoint_files, pictures
+from ddm_lightning.training.callbacks import MissedValidation
 from ddm_lightning.training.expert import ExpertModule
+from ddm_lightning.training.status import MemberStatus
 
 SHORT = (
     "expert.train.max_steps=20",
@@ -179,3 +182,28 @@ def test_the_last_validation_is_not_cut_short(tiny_run, monkeypatch, place):
         assert main(["fit", "-c", str(TINY), f"run_dir={tiny_run}", "member=expert-0", *last]) == 0
     assert status(tiny_run)["state"] == "done"
     assert logged(tiny_run, "Scalars", "held_out/loss") == [8, 16]
+
+
+@pytest.mark.parametrize(("step", "validated", "again"), [(16, 8, 1), (16, 16, 0), (12, 8, 0), (0, 0, 0)])
+def test_only_what_was_due_and_missed_is_made_up_for(tmp_path, step, validated, again):
+    taken = []
+    loop = SimpleNamespace(run=lambda: taken.append(loop.restarting), restarting=True)
+    epoch = SimpleNamespace(val_loop=loop)
+    trainer = SimpleNamespace(global_step=step, fit_loop=SimpleNamespace(epoch_loop=epoch))
+    status = MemberStatus("expert-0", 20, validated_step=validated)
+    MissedValidation(tmp_path, status, 8).on_train_start(trainer, None)
+    assert taken == [False] * again
+
+
+def test_a_point_behind_the_checkpoint_that_is_resumed_does_not_count(undisturbed, tmp_path, monkeypatch):
+    """It is taken out of the curves, and comes again or is made up for."""
+    run = tmp_path / "run"
+    shutil.copytree(undisturbed, run)
+    member = run / "members/expert-0"
+    shutil.rmtree(member / "artifact")
+    shutil.rmtree(member / "checkpoints/step-00000020.ckpt")
+    (member / "status.json").write_text(json.dumps({**status(run), "validated_step": 24}))
+    seen = []
+    monkeypatch.setattr(MissedValidation, "on_train_start", lambda self, *_: seen.append(self.status.validated_step))
+    assert fit(run) == 0
+    assert seen == [16]

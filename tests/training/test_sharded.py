@@ -243,6 +243,8 @@ def a_dit_in_bfloat16(rank):
     sharded.blocks[0].register_forward_hook(lambda *call: seen.add(call[-1].dtype))
     sharded.time_embedding.register_forward_hook(lambda _, inputs, __: seen.add(inputs[0].dtype))
     shard_blocks(sharded, init_device_mesh("cpu", (WORLD,)), gathered=True, half=True)
+    for part in (sharded, *sharded.blocks):
+        assert part._get_fsdp_state()._mp_policy.reduce_dtype == torch.float32
     optimizers = [build_optimizer(network, replace(TRAIN, learning_rate=3e-3)) for network in (sharded, single)]
     losses = []
     for number in range(8):

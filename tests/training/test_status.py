@@ -34,6 +34,26 @@ def test_a_damaged_one_is_named_with_a_remedy(tmp_path):
         MemberStatus.read(tmp_path, "router", 40)
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[1, 2]", "is no object"),
+        ('{"validated_step": "abc"}', "key 'validated_step' = 'abc' is no int"),
+        ('{"validated_step": null}', "key 'validated_step' = None is no int"),
+        ('{"metrics": 3}', "key 'metrics' = 3 is no dict"),
+    ],
+)
+def test_what_is_no_status_is_refused(tmp_path, text, words):
+    (tmp_path / "status.json").write_text(text)
+    with pytest.raises(UserError, match=rf"status\.json: .*{words}; delete it"):
+        MemberStatus.read(tmp_path, "router", 40)
+
+
+def test_keys_that_are_missing_or_unknown_are_none_of_its_business(tmp_path):
+    (tmp_path / "status.json").write_text('{"step": 7, "seconds": 3, "later": {}}')
+    assert MemberStatus.read(tmp_path, "router", 40) == MemberStatus("router", 40, step=7, seconds=3)
+
+
 @pytest.mark.parametrize("state", ["starting", "training"])
 def test_a_process_that_is_gone_was_killed(tmp_path, state):
     status = MemberStatus("router", 40, state, pid=os.getpid())
