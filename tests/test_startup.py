@@ -1,5 +1,8 @@
+import os
 import subprocess
 import sys
+
+from ddm_lightning import startup
 
 CODE = """
 import gc
@@ -12,6 +15,21 @@ assert gc.get_threshold()[0] > 10 * before[0]
 startup.end_imports()
 assert gc.get_threshold() == before and gc.get_freeze_count() > 1000
 """
+
+
+IGNORED = """
+import signal
+from ddm_lightning import startup
+startup.begin()
+raise SystemExit(sum(signal.getsignal(number) == signal.SIG_IGN for number in startup.STOP_SIGNALS))
+"""
+
+
+def test_ranks_that_are_starting_leave_signals_to_the_first_one():
+    for variables, number in (({}, 0), ({startup.STARTED_BY: "1:/nowhere"}, len(startup.STOP_SIGNALS))):
+        environment = {name: value for name, value in os.environ.items() if name != startup.STARTED_BY}
+        done = subprocess.run([sys.executable, "-c", IGNORED], env={**environment, **variables}, check=False)
+        assert done.returncode == number
 
 
 def test_the_collector_waits_for_the_imports_and_is_then_as_before():
