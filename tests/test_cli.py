@@ -16,7 +16,7 @@ import yaml
 from PIL import Image
 from tiny_runs import MEMBERS, ROOT, STEPS, TINY, copy_run, settings
 
-from ddm_lightning import cli
+from ddm_lightning import cli, commands
 from ddm_lightning.cli import build_parser, main
 from ddm_lightning.config import load_experiment, to_dict
 from ddm_lightning.members import parse_members
@@ -61,7 +61,7 @@ def unified(text: str) -> str:
 
 
 def test_every_command_is_in_the_help() -> None:
-    assert set(cli._COMMANDS) == set(COMMANDS)
+    assert set(commands.COMMANDS) == set(COMMANDS)
     for command in COMMANDS:
         assert build_parser().parse_args([command, "-c", "file"]).command == command
 

@@ -1,0 +1,322 @@
+"""What each command does: one thin function, which imports what it needs when it is called."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from ddm_lightning import startup
+from ddm_lightning.errors import UserError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from ddm_lightning.config import Experiment
+    from ddm_lightning.run_folder import RunFolder
+
+INTERRUPTED = 130
+
+
+def _load(options: argparse.Namespace) -> Experiment:
+    from ddm_lightning.config import load_experiment
+
+    return load_experiment(options.config, options.overrides)
+
+
+def _command(name: str, options: argparse.Namespace) -> str:
+    """A command to type next, with the file and the overrides of this one."""
+    return shlex.join(["python", "-m", "ddm_lightning", name, "-c", options.config, *options.overrides])
+
+
+def _config(options: argparse.Namespace) -> int:
+    from ddm_lightning.config import to_yaml
+
+    print(to_yaml(_load(options)), end="")
+    return 0
+
+
+def _prepare(options: argparse.Namespace) -> int:
+    experiment = _load(options)
+    if options.dry_run:
+        return _dry_run(experiment, options)
+    run = _prepared(experiment, options)
+    print(f"shards: {run.shards}\nreport: {run.prepared / 'report' / 'report.html'}, {run.prepared / 'clusters.png'}")
+    print(f"next: {_command('fit', options)}")
+    return 0
+
+
+def _dry_run(experiment: Experiment, options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from ddm_lightning.plugins import check_plugins
+    from ddm_lightning.prepare.dry_run import dry_run, dry_run_table
+    from ddm_lightning.prepare.engine import num_processes_for
+    from ddm_lightning.run_folder import RunFolder, refuse_changed
+
+    check_plugins(experiment, options.config)
+    refuse_changed(experiment)
+    _limit_threads(experiment)
+    plan = dry_run(experiment, RunFolder.of(experiment).root)
+    num_processes = num_processes_for(experiment.prepare.num_processes, plan.num_parts, plan.num_samples)
+    Console().print(dry_run_table(plan, num_processes))
+    print(f"stages to run: {', '.join(plan.stages) or 'none, all is up to date'}")
+    print(f"parts to encode: {plan.num_unfinished_parts} of {plan.num_parts}")
+    print("nothing was written")
+    return 0
+
+
+def _prepared(experiment: Experiment, options: argparse.Namespace) -> RunFolder:
+    from ddm_lightning.plugins import check_networks, check_plugins
+    from ddm_lightning.prepare.progress import RichReporter
+    from ddm_lightning.prepare.stages import prepare
+    from ddm_lightning.run_folder import RunFolder, open_run, refuse_changed
+
+    check_plugins(experiment, options.config)
+    refuse_changed(experiment)
+    _limit_threads(experiment)
+    with RichReporter() as reporter:
+        prepare(
+            experiment,
+            RunFolder.of(experiment).root,
+            reporter,
+            check=lambda sizes: check_networks(experiment, sizes, options.config),
+        )
+    # Not before: what prepare refuses may be changed without taking another folder.
+    return open_run(experiment, create=True)
+
+
+def _limit_threads(experiment: Experiment) -> None:
+    """As the members do: on a shared machine more threads than quiet cores are slower than one."""
+    import torch
+
+    torch.set_num_threads(experiment.island.num_threads)
+
+
+def _load_for_members(options: argparse.Namespace) -> tuple[Experiment, list[str]]:
+    """The experiment, and the members that ``member=`` names, which is taken out of the overrides."""
+    chosen = [text for text in options.overrides if text.startswith("member=")]
+    options.overrides = [text for text in options.overrides if not text.startswith("member=")]
+    experiment = _load(options)
+
+    from ddm_lightning.members import parse_members
+
+    return experiment, parse_members(chosen[-1].removeprefix("member=") if chosen else "all", experiment)
+
+
+def _load_for_member(options: argparse.Namespace) -> tuple[Experiment, str]:
+    """``_load_for_members`` for a command that takes one."""
+    experiment, members = _load_for_members(options)
+    if len(members) != 1:
+        raise UserError(f"{options.command}: name the member, such as member=expert-0")
+    return experiment, members[0]
+
+
+def _fit(options: argparse.Namespace) -> int:
+    experiment, members = _load_for_members(options)
+    if options.jobs is not None and options.jobs < 1:
+        raise UserError(f"--jobs {options.jobs}: must be at least 1")
+    return (
+        _fit_one(members[0], experiment, options) if len(members) == 1 else _fit_several(members, experiment, options)
+    )
+
+
+def _fit_one(member: str, experiment: Experiment, options: argparse.Namespace) -> int:
+    from ddm_lightning.islands.assembly import refuse_stale
+    from ddm_lightning.plugins import check_networks, check_plugins
+    from ddm_lightning.prepare.manifest import Manifest
+    from ddm_lightning.run_folder import RunFolder, open_run, refuse_changed
+
+    check_plugins(experiment, options.config)
+    refuse_changed(experiment)
+    run = RunFolder.of(experiment)
+    manifest = Manifest.read(run.root)  # an island is handed prepared shards; it does not make them
+    if not run.experiment.exists():
+        check_networks(experiment, manifest, options.config)
+    open_run(experiment, create=True)
+    refuse_stale([member], run)
+
+    from ddm_lightning.training.fit import fit_member
+    from ddm_lightning.training.ranks import leads
+
+    startup.end_imports()
+    status = fit_member(member, experiment, run, show_progress=sys.stderr.isatty())
+    if not leads():
+        return 0  # a rank that Lightning started: the one that started it speaks, and is killed at any other code
+    if status.state == "stopped":
+        return INTERRUPTED
+    _say_skipped([member], run, options)
+    print(f"artifact: {run.artifact(member)}\ncurves: tensorboard --logdir {run.root}")
+    return 0
+
+
+def _is_collected(members: Sequence[str], experiment: Experiment) -> bool:
+    """Whether artifacts of all members lie beside a manifest in a folder in which nothing was prepared."""
+    from ddm_lightning.run_folder import RunFolder
+
+    run = RunFolder.of(experiment)
+    was_handed = (run.prepared / "manifest.json").exists() and not (run.prepared / "parts.json").exists()
+    return was_handed and all(run.is_finished(member) for member in members)
+
+
+def _fit_several(members: list[str], experiment: Experiment, options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from ddm_lightning.islands.assembly import assemble, refuse_stale
+    from ddm_lightning.run_folder import open_run
+
+    console = Console()
+    run = open_run(experiment, create=True) if _is_collected(members, experiment) else _prepared(experiment, options)
+    refuse_stale(members, run)
+
+    from ddm_lightning.islands.local import FitInterruptedError, default_jobs, fit_members
+    from ddm_lightning.islands.status import members_table
+    from ddm_lightning.members import ensemble_members
+
+    try:
+        failures = fit_members(members, experiment, run, options.jobs or default_jobs(experiment), console)
+    except FitInterruptedError:
+        raise KeyboardInterrupt from None
+    console.print(members_table(experiment, run))
+    _say_skipped(members, run, options)
+    for member, reason in failures.items():
+        print(f"{member}: {reason}", file=sys.stderr)
+    if failures:
+        print(f"logs: {run.root / 'members'}; the same command trains what is unfinished", file=sys.stderr)
+        return 1
+    if all(run.is_finished(member) for member in ensemble_members(experiment)):
+        is_new = assemble(experiment, run)
+        grid = _grid(experiment, run)
+        if grid.exists() and not is_new:
+            print("all members are finished and their pictures drawn: nothing to do")
+        else:
+            _draw(experiment, run, experiment.sample.prompts, grid)
+        print(f"ensemble: {run.ensemble}\nsamples: {grid}")
+        if (run.prepared / "clusters.png").exists():
+            print(f"clusters: {run.prepared / 'clusters.png'}")
+        print(f"next: {_command('sample', options)} --prompt …")
+    print(f"curves: tensorboard --logdir {run.root}")
+    return 0
+
+
+def _say_skipped(members: Sequence[str], run: RunFolder, options: argparse.Namespace) -> None:
+    from ddm_lightning.islands.status import skipped_lines
+
+    for line in skipped_lines(members, run, _command("replay", options)):
+        print(line)
+
+
+def _grid(experiment: Experiment, run: RunFolder) -> Path:
+    return run.samples / f"{experiment.sample.strategy}.png"
+
+
+def _draw(experiment: Experiment, run: RunFolder, prompts: Sequence[str], path: Path) -> None:
+    from ddm_lightning.evaluation.samples import draw_run
+
+    _limit_threads(experiment)
+    draw_run(run.root, experiment, prompts, path)
+
+
+def _sample(options: argparse.Namespace) -> int:
+    experiment = _load(options)
+
+    from ddm_lightning.config import check_experiment
+    from ddm_lightning.evaluation.samples import check_out
+    from ddm_lightning.members import ensemble_members
+    from ddm_lightning.run_folder import open_run
+
+    if options.strategy is not None:
+        solver = "ancestral" if options.strategy == "bayes" else experiment.sample.solver
+        experiment.sample = replace(experiment.sample, strategy=options.strategy, solver=solver)
+        check_experiment(experiment, f"--strategy {options.strategy}")
+    if options.num is not None:
+        experiment.sample = replace(experiment.sample, num_per_prompt=options.num)
+        check_experiment(experiment, f"--num {options.num}")
+    run = open_run(experiment, create=False)
+    path = _grid(experiment, run) if options.out is None else check_out(options.out)
+    unfinished = [member for member in ensemble_members(experiment) if not run.is_finished(member)]
+    if unfinished and not run.ensemble.exists():
+        raise UserError(
+            f"{run.ensemble}: is not there yet, because these members are not finished: {', '.join(unfinished)}; "
+            f"train them: {_command('fit', options)}"
+        )
+    _draw(experiment, run, options.prompt or experiment.sample.prompts, path)
+    print(f"samples: {path}")
+    return 0
+
+
+def _status(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    experiment = _load(options)
+
+    from ddm_lightning.run_folder import open_run
+
+    run = open_run(experiment, create=False)
+
+    from ddm_lightning.islands.status import members_table, shown_members
+
+    Console().print(members_table(experiment, run))
+    _say_skipped(shown_members(experiment, run), run, options)
+    print(f"curves: tensorboard --logdir {run.root}")
+    return 0
+
+
+def _replay(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    experiment, member = _load_for_member(options)
+
+    from ddm_lightning.run_folder import open_run
+
+    run = open_run(experiment, create=False)
+
+    from ddm_lightning.training.replay import replay_step, replay_table
+
+    replay = replay_step(member, experiment, run, options.step, options.rank)
+    print(f"step {replay.skipped.step} of {member}, rank {replay.skipped.rank}, with {replay.weights}")
+    Console().print(replay_table(replay))
+    return 0
+
+
+def _ema(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    experiment, member = _load_for_member(options)
+    if options.use is not None and options.width is not None:
+        raise UserError("ema: --width compares and --use hands over; give one of them")
+
+    from ddm_lightning.members import ensemble_members
+    from ddm_lightning.run_folder import open_run
+
+    run = open_run(experiment, create=False)
+    _limit_threads(experiment)
+
+    from ddm_lightning.islands.assembly import assemble
+    from ddm_lightning.training.ema_choice import Averages, widths_table
+
+    averages = Averages(member, experiment, run)
+    if options.use is None:
+        Console().print(widths_table(averages.compare(options.width)))
+        print(f"next: {_command('ema', options)} member={member} --use WIDTH")
+        return 0
+    averages.use_by_name(options.use)
+    print(f"artifact: {run.artifact(member)}")
+    if run.ensemble.exists() and member in ensemble_members(experiment):
+        assemble(experiment, run)
+        print(f"ensemble: {run.ensemble}\nnext: {_command('sample', options)} --prompt …")
+    return 0
+
+
+COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = {
+    "prepare": _prepare,
+    "fit": _fit,
+    "sample": _sample,
+    "replay": _replay,
+    "ema": _ema,
+    "status": _status,
+    "config": _config,
+}
