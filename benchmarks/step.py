@@ -40,6 +40,19 @@ SMALL = Sizes(width=384, depth=6, num_heads=6, patch_size=2, channels=4, edge=16
 
 
 @dataclass(frozen=True)
+class Networks:
+    """What our network is compared with diffusers' in."""
+
+    sizes: Sizes
+    end: str = ""
+    """Behind the names of its figures."""
+    half: bool = False
+    """Under bfloat16 autocast, both."""
+    compiled: bool = False
+    """Our blocks, as ``island.compile`` has them."""
+
+
+@dataclass(frozen=True)
 class Loop:
     """A member to train, on coloured shapes."""
 
@@ -80,6 +93,10 @@ LOOPS = {
     "cpu": Loop("", 256, 4, 4, 2, image_size=16, text_size=64, batch_size=8),
     "cuda": Loop("", 1152, 28, 16, 2, image_size=32, text_size=768, batch_size=16),
 }
+NETWORKS = {
+    "cpu": (Networks(SMALL), Networks(SMALL, "_bf16", half=True), Networks(SMALL, "_bf16_compiled", True, True)),
+    "cuda": (Networks(step_gpu.XL2, half=True, compiled=True),),
+}
 DEMO = Loop("_demo", 128, 4, 4, 4, image_size=24, text_size=512, batch_size=16)
 
 
@@ -92,6 +109,9 @@ def main(arguments: Sequence[str] | None) -> None:
     made.add_argument("--json", metavar="OUT", type=Path, help="write commit, device, command and figures here")
     made.add_argument("--quick", action="store_true", help="one to two minutes; the same ratios with less certainty")
     made.add_argument("--device", choices=("cpu", "cuda"), default=None, help="default: cuda where there is one")
+    made.add_argument(
+        "--original", metavar="FOLDER", type=Path, help="a checkout of facebookresearch/DiT to measure too"
+    )
     made.set_defaults(overrides=[], config=str(REPOSITORY / "experiments" / "tiny_2x.yaml"))
     options = parse(made, arguments)
     name = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -104,14 +124,19 @@ def main(arguments: Sequence[str] | None) -> None:
             num_samples = (40 if options.quick else 200) * loop.batch_size
             overrides = loop.overrides(Path(folder) / f"run{loop.end}", num_groups, name, num_samples)
             add_loop(report, loop, trained(options, overrides))
-    networks = step_gpu.XL2 if name == "cuda" else SMALL
-    add_networks(report, networks, torch.device(name), num_rounds=3 if options.quick else 30)
+    num_rounds = 3 if options.quick else 30
+    for kind in NETWORKS[name]:
+        add_networks(report, kind, torch.device(name), num_rounds, options.original)
     sharded = step_sharded.measure(SMALL, 4 if options.quick else 20, 1 if options.quick else 2)
     add_sharded(report, sharded)
     if name == "cuda":
         step_gpu.measure(report, step_gpu.XL2, torch.device(name), 5 if options.quick else 20, 10)
     else:
         report.note("DiT-XL/2 in bfloat16 is measured on a GPU only: make bench-gpu.")
+    report.note(
+        "DiT beside others: forward, backward and fused AdamW. In diffusers' AdaLayerNormZero each block has its own "
+        "embedder of time and class; where it is shared, each block still calls it, and parameters are as many as ours."
+    )
     report.note(
         "Ratios are medians (lowest to highest) over groups of turns side by side; in brackets behind them the same of "
         "CPU seconds, which others on the machine disturb less. Times are medians."
@@ -161,36 +186,39 @@ def same(trained: step_loops.Trained) -> bool:
     return ours.keys() == bare.keys() and all(torch.equal(a.cpu(), b.cpu()) for a, b in pairs)
 
 
-def add_networks(report: Report, sizes: Sizes, device: torch.device, num_rounds: int) -> None:
-    """Rows and figures of our network beside diffusers'."""
+def add_networks(
+    report: Report, kind: Networks, device: torch.device, num_rounds: int, original: Path | None = None
+) -> None:
+    """Rows and figures of our network beside diffusers' and, where its folder is given, the original one."""
     sides = {
-        "ours": step_networks.our_side(sizes),
-        "diffusers": step_networks.diffusers_side(sizes, nearest=False),
-        "diffusers_nearest": step_networks.diffusers_side(sizes, nearest=True),
+        "ours": step_networks.our_side(kind.sizes),
+        "diffusers": step_networks.diffusers_side(kind.sizes, nearest=False),
+        "diffusers_nearest": step_networks.diffusers_side(kind.sizes, nearest=True),
     }
-    on_gpu = device.type == "cuda"
+    if original is not None:
+        sides["original"] = step_networks.original_side(kind.sizes, original)
     steps = {
-        name: step_networks.Step(side, sizes, device, half=on_gpu, compiled=on_gpu and name == "ours")
+        name: step_networks.Step(side, kind.sizes, device, half=kind.half, compiled=kind.compiled and name == "ours")
         for name, side in sides.items()
     }
-    found = step_networks.in_turn(steps, num_rounds, 10 if on_gpu else 1)
+    found = step_networks.in_turn(steps, num_rounds, 10 if device.type == "cuda" else 1)
     millions = {name: side.num_parameters / 1e6 for name, side in sides.items()}
-    for name in ("diffusers", "diffusers_nearest"):
+    precision = "bfloat16" if kind.half else "32 bits"
+    ours = f"DiT{', compiled,' if kind.compiled else ''} beside"
+    for name in list(sides)[1:]:
         title = (
-            f"DiT beside {sides[name].title}: {millions['ours']:.2f} M and {millions[name]:.2f} M parameters, {sizes}"
+            f"{ours} {sides[name].title}, {precision}: {millions['ours']:.2f} M and {millions[name]:.2f} M parameters, "
+            f"{kind.sizes}"
         )
         _row(report, title, found["ours"], found[name])
+        figure = f"ours_over_{name}{kind.end}"
         report.figures |= {
-            f"ours_over_{name}": ratio(found["ours"], found[name]),
-            f"ours_over_{name}_cpu_seconds": ratio(found["ours"], found[name], "cpu"),
+            figure: ratio(found["ours"], found[name]),
+            f"{figure}_cpu_seconds": ratio(found["ours"], found[name], "cpu"),
         }
-    report.figures |= {f"seconds_{name}": median(values) for name, values in found.items()}
+    report.figures |= {f"seconds_{name}{kind.end}": median(values) for name, values in found.items()}
     report.figures |= {f"parameters_{name}": side.num_parameters for name, side in sides.items()}
-    _bar(report, "ours_over_diffusers", NETWORK_BAR[device.type])
-    report.note(
-        "Forward, backward and fused AdamW. In diffusers' AdaLayerNormZero each block has its own embedder of time and "
-        "class; where it is shared, each block still calls it, and parameters are as many as ours."
-    )
+    _bar(report, f"ours_over_diffusers{kind.end}", NETWORK_BAR[device.type])
 
 
 def add_sharded(report: Report, found: dict[str, list[Seconds]]) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from step_clock import Clock, Seconds, now, since, total
@@ -13,6 +16,7 @@ from torch.nn import functional
 from torch.optim import Optimizer
 
 from ddm_lightning.config import TrainConfig
+from ddm_lightning.errors import UserError
 from ddm_lightning.flow.condition import Condition, ConditionSpec
 from ddm_lightning.networks import DiT, set_attention
 from ddm_lightning.training.optimizer import build_optimizer
@@ -116,6 +120,43 @@ def diffusers_side(sizes: Sizes, *, nearest: bool) -> Side:
     return Side(title, network.train(), predict)
 
 
+def original_side(sizes: Sizes, folder: Path) -> Side:
+    """The DiT of its authors, https://github.com/facebookresearch/DiT, checked out at ``folder``.
+
+    Its licence is not for commerce, so nothing here brings it. Weights start where ours do: blocks are the identity.
+
+    Raises:
+        UserError: it is not there, or is not what it was.
+    """
+    path = folder / "models.py"
+    spec = importlib.util.spec_from_file_location("original_dit", path)
+    try:
+        assert spec is not None and spec.loader is not None  # it ends in .py
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        network: nn.Module = module.DiT(
+            input_size=sizes.edge,
+            patch_size=sizes.patch_size,
+            in_channels=sizes.channels,
+            hidden_size=sizes.width,
+            depth=sizes.depth,
+            num_heads=sizes.num_heads,
+            num_classes=NUM_CLASSES,
+            learn_sigma=False,
+        )
+    except (OSError, ImportError, AttributeError, TypeError) as error:
+        raise UserError(
+            f"--original {folder}: {type(error).__name__}: {error}; give a checkout of facebookresearch/DiT, "
+            "which needs timm"
+        ) from error
+
+    def predict(x_t: Tensor, t: Tensor, classes: Tensor) -> Tensor:
+        predicted: Tensor = network(x_t, 1000 * t, classes)
+        return predicted
+
+    return Side("the original DiT", network.train(), predict)
+
+
 def forget_compiled() -> None:
     """Have what is compiled from here on get kernels for its own sizes, as it would have alone.
 
@@ -126,7 +167,7 @@ def forget_compiled() -> None:
     torch._dynamo.config.automatic_dynamic_shapes = False
 
 
-class Timed:
+class Timed(ABC):
     """A training step, which takes turns with others."""
 
     device: torch.device
@@ -135,13 +176,13 @@ class Timed:
     num_parts = 1
     """In which the batch goes through the network."""
 
+    @abstractmethod
     def loss(self) -> Tensor:
         """Of a part of the batch: a forward pass."""
-        raise NotImplementedError
 
+    @abstractmethod
     def take(self) -> None:
         """One step."""
-        raise NotImplementedError
 
     def seconds(self, num_steps: int, clock: Clock = now) -> Seconds:
         """Of one step, on average over ``num_steps``."""

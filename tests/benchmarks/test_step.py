@@ -11,6 +11,8 @@ from step_clock import Seconds, grouped, ratio
 from step_loops import Trained, Turns
 from step_networks import Sizes
 
+from ddm_lightning.errors import UserError
+
 TINY = Sizes(width=16, depth=2, num_heads=2, patch_size=2, channels=3, edge=4, batch_size=2)
 CPU = torch.device("cpu")
 pytestmark = [
@@ -88,10 +90,57 @@ def test_a_side_trains():
     assert any(not torch.equal(a, b) for a, b in zip(before, side.network.parameters(), strict=True))
 
 
-def test_networks_are_compared_on_a_cpu():
+def test_networks_are_compared_in_both_precisions():
     report = Report("", step.HEADINGS)
-    step.add_networks(report, TINY, CPU, num_rounds=2)
-    assert {"ours_over_diffusers", "ours_over_diffusers_nearest", "parameters_diffusers"} <= report.figures.keys()
+    step.add_networks(report, step.Networks(TINY), CPU, num_rounds=2)
+    step.add_networks(report, step.Networks(TINY, "_bf16", half=True), CPU, num_rounds=2)
+    assert {
+        "ours_over_diffusers",
+        "ours_over_diffusers_nearest",
+        "parameters_diffusers",
+        "ours_over_diffusers_bf16",
+        "seconds_diffusers_nearest_bf16",
+    } <= report.figures.keys()
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_half_precision_is_that_of_the_products_in_a_step(half):
+    taken = step_networks.Step(step_networks.our_side(TINY), TINY, CPU, half=half, compiled=False)
+    seen = []
+    product = next(module for module in taken.network.modules() if isinstance(module, torch.nn.Linear))
+    product.register_forward_hook(lambda *called: seen.append(called[-1].dtype))
+    assert taken.loss().dtype == torch.float32
+    assert seen == [torch.bfloat16 if half else torch.float32]
+
+
+ORIGINAL = """
+import torch
+class DiT(torch.nn.Module):
+    def __init__(self, input_size, patch_size, in_channels, hidden_size, depth, num_heads, num_classes, learn_sigma):
+        super().__init__()
+        assert not learn_sigma
+        self.scale = torch.nn.Parameter(torch.ones(in_channels, 1, 1))
+        self.embed = torch.nn.Embedding(num_classes, 1)
+    def forward(self, x, t, y):
+        assert t.max() > 1
+        return self.scale * x + t[:, None, None, None] / 1000 + self.embed(y)[..., None, None]
+"""
+
+
+def test_the_original_is_measured_where_it_lies(tmp_path):
+    (tmp_path / "models.py").write_text(ORIGINAL)
+    report = Report("", step.HEADINGS)
+    step.add_networks(report, step.Networks(TINY), CPU, 2, tmp_path)
+    assert report.figures["parameters_original"] == TINY.channels + step_networks.NUM_CLASSES
+    assert report.figures["ours_over_original"] > 0
+
+
+@pytest.mark.parametrize("source", [None, "import of_no_such_package", "DiT = 3", "class DiT: pass"])
+def test_no_original_is_one_line(tmp_path, source):
+    if source is not None:
+        (tmp_path / "models.py").write_text(source)
+    with pytest.raises(UserError, match=r"--original .*: .*give a checkout of facebookresearch/DiT"):
+        step_networks.original_side(TINY, tmp_path)
 
 
 def test_the_gpu_part_runs_on_a_cpu_and_says_what_did_not():
