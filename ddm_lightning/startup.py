@@ -1,4 +1,4 @@
-"""A quick start and a quick end of each process.
+"""How each process starts and ends: quickly, and not without the one that it belongs to.
 
 Lightning and Streaming bring some 4,700 modules. While they are imported nothing is garbage, yet the collector looks at
 them again and again, and once more when the process ends: a third of the time of both.
@@ -10,12 +10,19 @@ import atexit
 import gc
 import os
 import signal
+import sys
+import threading
+import time
 
 _WHILE_IMPORTING = (100_000, 50, 100)
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, *([signal.SIGUSR1] if hasattr(signal, "SIGUSR1") else []))
 """That ask a training to leave a checkpoint and stop: a terminal's, a scheduler's, SLURM's warning."""
 STARTED_BY = "DDM_LIGHTNING_STARTED_BY"
 """In the environment of ranks that the first one started: its process id, and the folder that takes their reasons."""
+FITTED_BY = "DDM_LIGHTNING_FITTED_BY"
+"""In the environment of members that the ``fit`` of several started: its process id."""
+PARENT_SECONDS = 1.0
+"""Between two looks whether that one is still there."""
 _default = gc.get_threshold()
 
 
@@ -25,8 +32,18 @@ def begin() -> None:
         # A terminal sends them to all ranks; the first one decides, also for those that are still importing.
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
+    if parent := os.environ.pop(FITTED_BY, None):  # not for those that this one starts
+        threading.Thread(target=_stop_with, args=(int(parent),), name="parent", daemon=True).start()
     gc.set_threshold(*_WHILE_IMPORTING)
     atexit.register(gc.freeze)
+
+
+def _stop_with(parent: int) -> None:
+    """A member that nobody waits for any more, as its ``fit`` was killed, holds cores that the next ``fit`` wants."""
+    while os.getppid() == parent:
+        time.sleep(PARENT_SECONDS)
+    print("the fit that started this is gone: stopping, as after SIGTERM", file=sys.stderr, flush=True)
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def end_imports() -> None:

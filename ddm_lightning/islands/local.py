@@ -20,7 +20,7 @@ from ddm_lightning.islands.status import member_status
 from ddm_lightning.prepare.manifest import Manifest
 from ddm_lightning.progress import member_columns
 from ddm_lightning.run_folder import RunFolder
-from ddm_lightning.startup import STOP_SIGNALS
+from ddm_lightning.startup import FITTED_BY, STOP_SIGNALS
 from ddm_lightning.training.devices import resolve_accelerator
 from ddm_lightning.training.member_network import member_training_flops
 
@@ -133,6 +133,7 @@ def _start(member: str, slot: int, experiment: Experiment, run: RunFolder) -> _C
     folder = run.member(member)
     folder.mkdir(parents=True, exist_ok=True)
     environment = dict(os.environ, OMP_NUM_THREADS=str(island.num_threads), PYTHONUNBUFFERED="1", **_KEEP_HEAP)
+    environment[FITTED_BY] = str(os.getpid())
     if resolve_accelerator(island.accelerator) == "gpu":
         environment["CUDA_VISIBLE_DEVICES"] = gpus_of_slot(
             slot, island.devices, os.environ.get("CUDA_VISIBLE_DEVICES"), torch.cuda.device_count()

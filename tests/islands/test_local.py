@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,6 +18,7 @@ from deadline import within
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny_runs import MEMBERS, STEPS, TINY, ended_on_failure, finish, read_status, settings, start
 
+from ddm_lightning import startup
 from ddm_lightning.cli import main
 from ddm_lightning.config import load_experiment
 from ddm_lightning.islands import local
@@ -48,6 +50,14 @@ def wait_until_pending(pid: int, number: signal.Signals, parent: subprocess.Pope
             raise AssertionError(parent.communicate())
 
 
+def wait_until_gone(pid: int) -> None:
+    """Return when the process, which is another's child by now, has ended."""
+    with contextlib.suppress(ProcessLookupError):
+        while True:
+            os.kill(pid, 0)
+            time.sleep(0.05)
+
+
 def call(command: str, run: Path, *more: str) -> tuple[int, str, str]:
     """Exit code and output of the command line in this process."""
     with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
@@ -72,7 +82,10 @@ def sample_ids(run: Path, member: str) -> list[tuple[int, str]]:
 
 @pytest.fixture(scope="module")
 def disturbed(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
-    """One run, one disturbance after another, with what was seen at each: kill -9, a second fit, Ctrl-C, peace."""
+    """One run, one disturbance after another, with what was seen at each.
+
+    kill -9 of a member, a second fit, Ctrl-C, kill -9 of what started the members, peace.
+    """
     seen = SimpleNamespace(run=tmp_path_factory.mktemp("disturbed") / "run")
     members = seen.run / "members"
     with within(600):
@@ -95,6 +108,16 @@ def disturbed(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
         seen.out_interrupted, seen.err_interrupted = finish(parent, code=130)
         seen.status_interrupted = read_status(seen.run, KILLED)
         seen.checkpoints_interrupted = [path.name for path in (members / KILLED / "checkpoints").iterdir()]
+
+        parent = start("fit", seen.run)
+        pid = wait_for_step(seen.run, KILLED, seen.status_interrupted["step"] + 5, parent)
+        os.kill(pid, signal.SIGSTOP)  # else it might be done before it looks for its parent
+        parent.kill()
+        parent.communicate()
+        time.sleep(startup.PARENT_SECONDS)
+        os.kill(pid, signal.SIGCONT)
+        wait_until_gone(pid)
+        seen.status_left = read_status(seen.run, KILLED)
 
         seen.out_resumed, seen.err_resumed = finish(start("fit", seen.run))
     seen.log = (members / KILLED / "log.txt").read_text(encoding="utf-8")
@@ -126,7 +149,7 @@ def test_the_killed_one_resumes_with_the_same_samples_to_the_same_bits(
 ) -> None:
     assert "resumes at step" not in disturbed.log_killed
     resumed_at = [int(line.rpartition(" ")[2]) for line in disturbed.log.splitlines() if "resumes at step" in line]
-    assert len(resumed_at) == 2  # after kill -9, after Ctrl-C
+    assert len(resumed_at) == 3  # after kill -9, after Ctrl-C, after kill -9 of the parent
     assert 40 <= resumed_at[0] <= disturbed.ids_killed  # step 60 was reported, perhaps not yet saved
     assert resumed_at[0] % 20 == 0
     undisturbed = dict(sample_ids(finished_run, KILLED))
@@ -139,7 +162,7 @@ def test_the_killed_one_resumes_with_the_same_samples_to_the_same_bits(
     for step, of_step in ids:
         assert of_step == undisturbed[step]
     # A point is the mean since the one before; the stop between two of them splits that mean, and nothing else.
-    split = range(resumed_at[1], resumed_at[1] + 6)
+    split = {step for stop in resumed_at[1:] for step in range(stop, stop + 6)}
     ours, theirs = (dict(losses(run, KILLED)) for run in (disturbed.run, finished_run))
     assert {s: v for s, v in ours.items() if s not in split} == {s: v for s, v in theirs.items() if s not in split}
     assert weights(disturbed.run, KILLED) == weights(finished_run, KILLED)
@@ -163,6 +186,15 @@ def test_ctrl_c_leaves_a_checkpoint_and_says_how_to_go_on(disturbed: SimpleNames
     assert 120 <= status["step"] < STEPS[KILLED]
     assert f"step-{status['step']:08d}.ckpt" in disturbed.checkpoints_interrupted
     assert f"{KILLED}: resumes at step {status['step']}" in disturbed.log
+
+
+@pytest.mark.slow
+def test_members_stop_when_what_started_them_is_killed(disturbed: SimpleNamespace) -> None:
+    status = disturbed.status_left
+    assert status["state"] == "stopped"
+    assert disturbed.status_interrupted["step"] + 5 <= status["step"] < STEPS[KILLED]
+    assert f"{KILLED}: resumes at step {status['step']}" in disturbed.log
+    assert "the fit that started this is gone: stopping, as after SIGTERM" in disturbed.log
 
 
 @pytest.mark.slow
