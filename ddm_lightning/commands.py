@@ -119,6 +119,10 @@ def _fit(options: argparse.Namespace) -> int:
     experiment, members = _load_for_members(options)
     if options.jobs is not None and options.jobs < 1:
         raise UserError(f"--jobs {options.jobs}: must be at least 1")
+
+    from ddm_lightning.training.devices import check_devices
+
+    check_devices(experiment.island.accelerator, experiment.island.devices)
     return (
         _fit_one(members[0], experiment, options) if len(members) == 1 else _fit_several(members, experiment, options)
     )
@@ -307,6 +311,7 @@ def _ema(options: argparse.Namespace) -> int:
     print(f"artifact: {run.artifact(member)}")
     if run.ensemble.exists() and member in ensemble_members(experiment):
         assemble(experiment, run)
+        _grid(experiment, run).unlink(missing_ok=True)  # of other weights; fit and sample draw it anew
         print(f"ensemble: {run.ensemble}\nnext: {_command('sample', options)} --prompt …")
     return 0
 

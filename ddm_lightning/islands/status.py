@@ -17,11 +17,11 @@ from ddm_lightning.training.status import MemberStatus
 
 
 def member_status(member: str, experiment: Experiment, run: RunFolder) -> MemberStatus:
-    """The newest status that ``member`` wrote; for an artifact that came without one, what the artifact says."""
+    """The newest status that ``member`` wrote; of a finished one what its artifact says, which ``ema`` changes."""
     status = MemberStatus.read(run.member(member), member, config_of(member, experiment).train.max_steps)
-    if status.state != "done" and run.is_finished(member):
+    if run.is_finished(member):
         meta = read_meta(run.artifact(member))
-        status.state, status.step, status.metrics = "done", meta.step, dict(meta.metrics)
+        status.state, status.step, status.metrics = "done", meta.step, {**status.metrics, **meta.metrics}
     return status
 
 

@@ -16,7 +16,7 @@ from ddm_lightning.training.saving_strategies import BackgroundCheckpoints
 
 
 class RollingCheckpoints(Checkpoint):
-    """Saves every ``every_n_steps`` steps, before each validation and on request; named by step.
+    """Saves every ``every_n_steps`` steps, before each validation, behind the last step and on request; named by step.
 
     They are written in the background. One before each validation lets that be cut short at any moment.
 
@@ -56,7 +56,8 @@ class RollingCheckpoints(Checkpoint):
             OSError: an earlier one could not be written.
         """
         _strategy(trainer).checkpoints.raise_failure()
-        if any(trainer.global_step % n == 0 for n in self.due):
+        # The last one, too: a member that is killed while it hands over loses nothing.
+        if trainer.global_step == trainer.max_steps or any(trainer.global_step % n == 0 for n in self.due):
             self.save(trainer)
 
     def save(self, trainer: L.Trainer) -> None:

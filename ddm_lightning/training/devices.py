@@ -6,6 +6,8 @@ import re
 
 import torch
 
+from ddm_lightning.errors import UserError
+
 # Dense products a second in 10^12 FLOP (a multiply-add is two), by the makers' data sheets, without sparsity.
 # The first pattern that the device's name matches counts: (bfloat16 and float16, TF32, float32).
 _PEAKS: tuple[tuple[str, tuple[float, float, float]], ...] = (
@@ -25,6 +27,23 @@ _PEAKS: tuple[tuple[str, tuple[float, float, float]], ...] = (
 def resolve_accelerator(accelerator: str) -> str:
     """``gpu`` or ``cpu`` for ``auto``; other names as they are."""
     return ("gpu" if torch.cuda.is_available() else "cpu") if accelerator == "auto" else accelerator
+
+
+def check_devices(accelerator: str, devices: int) -> None:
+    """Whether the island has what it is told to train on.
+
+    Raises:
+        UserError: no GPU that torch can use, or fewer than ``devices``.
+    """
+    if resolve_accelerator(accelerator) != "gpu":
+        return
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count < devices:
+        raise UserError(
+            f"key 'island.devices' = {devices} with 'island.accelerator' = {accelerator!r}, but torch sees {count} "
+            "usable CUDA devices here; set island.devices or island.accelerator, or look at the driver and "
+            "CUDA_VISIBLE_DEVICES"
+        )
 
 
 def device_bytes(accelerator: str) -> int:

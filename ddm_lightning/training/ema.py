@@ -67,10 +67,13 @@ def track_ema(optimizer: Optimizer, decay: float, widths: Sequence[float] = ()) 
 
 
 def ema_tensors(module: nn.Module, optimizer: Optimizer, key: str = KEY) -> dict[str, Tensor]:
-    """The averages by parameter name, sharded as the parameters are; a parameter never stepped is itself."""
+    """The averages by parameter name, sharded as the parameters are; a parameter never stepped is itself.
+
+    A parameter of two names (tied weights) is there by both, as in ``state_dict``.
+    """
     return {
         name: optimizer.state.get(parameter, {}).get(key, parameter.detach())
-        for name, parameter in module.named_parameters()
+        for name, parameter in module.named_parameters(remove_duplicate=False)
     }
 
 
@@ -89,6 +92,12 @@ def gathered_ema(module: nn.Module, optimizer: Optimizer, key: str = KEY, *, kee
         if keeps:
             gathered[name] = whole.detach().float().cpu().clone()
     return gathered
+
+
+def kept_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """What ``state_dict`` has besides parameters, such as a batch norm's statistics, as it is now, on the CPU."""
+    parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    return {name: value.detach().cpu().clone() for name, value in module.state_dict().items() if name not in parameters}
 
 
 def _reshard(module: nn.Module) -> None:

@@ -27,6 +27,7 @@ from ddm_lightning.training.devices import resolve_accelerator
 from ddm_lightning.training.ema_profiles import WIDEST
 from ddm_lightning.training.ema_snapshots import FOLDER, Snapshots
 from ddm_lightning.training.fit import build_data, build_module
+from ddm_lightning.training.status import HELD_OUT_STEP
 
 DEFAULT_WIDTHS = (0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.25)
 WIDTH = "ema_width"
@@ -86,11 +87,11 @@ class Averages:
         chosen = widths or [width for width in DEFAULT_WIDTHS if self.snapshots.fits(width)]
         now = self.meta.metrics.get(WIDTH)
         name = "of the artifact" if now is None else f"of the artifact (width {now:g})"
-        _, weights = read_artifact(self.run.artifact(self.member))
+        weights = self._kept()
         with self._measuring() as measure:
             found = [Average(name, measure(weights))]
             for width in track(chosen, description=f"{self.member}: widths", transient=True):
-                found.append(Average(f"width {width:g}", measure(self.snapshots.weights(width))))
+                found.append(Average(f"width {width:g}", measure({**weights, **self.snapshots.weights(width)})))
         return found
 
     def use(self, width: float) -> None:
@@ -102,9 +103,9 @@ class Averages:
             UserError: as ``compare``.
         """
         _check(width)
-        weights = self.snapshots.weights(width)
+        weights = {**self._kept(), **self.snapshots.weights(width)}
         with self._measuring() as measure:
-            metrics = {**self.meta.metrics, **measure(weights), WIDTH: width}
+            metrics = {**self.meta.metrics, **measure(weights), HELD_OUT_STEP: float(self.meta.step), WIDTH: width}
         if not self._original.exists():
             with atomic_folder(self._original) as temporary:
                 shutil.copytree(self.run.artifact(self.member), temporary, dirs_exist_ok=True)
@@ -134,6 +135,10 @@ class Averages:
         if self._original.exists():
             meta, weights = read_artifact(self._original)
             write_artifact(self.run.artifact(self.member), weights, meta)
+
+    def _kept(self) -> dict[str, Tensor]:
+        """Of the artifact; snapshots have parameters alone, and buffers are nothing that is averaged."""
+        return read_artifact(self.run.artifact(self.member))[1]
 
     @property
     def _original(self) -> Path:

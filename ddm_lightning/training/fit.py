@@ -34,9 +34,10 @@ from ddm_lightning.training.callbacks import (
 )
 from ddm_lightning.training.checkpoints import RollingCheckpoints, newest_checkpoint, step_of
 from ddm_lightning.training.devices import resolve_accelerator
-from ddm_lightning.training.ema import gathered_ema
+from ddm_lightning.training.ema import gathered_ema, kept_buffers
 from ddm_lightning.training.ema_snapshots import EmaSnapshots
 from ddm_lightning.training.expert import ExpertModule
+from ddm_lightning.training.island_settings import KeptSettings, changed_settings
 from ddm_lightning.training.member_network import build_member_network, member_condition
 from ddm_lightning.training.module import MemberModule, MemberSpec
 from ddm_lightning.training.pictures import PictureLogger
@@ -44,7 +45,7 @@ from ddm_lightning.training.ranks import OwnProcesses, check_launch, handing_ove
 from ddm_lightning.training.router import RouterModule
 from ddm_lightning.training.saving_strategies import BackgroundCheckpoints
 from ddm_lightning.training.speed import UNKNOWN_COST, Speed, StepCost
-from ddm_lightning.training.status import MemberStatus
+from ddm_lightning.training.status import HELD_OUT_STEP, MemberStatus
 from ddm_lightning.training.strategy import checkpoint_bytes, choose_strategy
 from ddm_lightning.units import amount
 
@@ -138,6 +139,7 @@ def fit_member(member: str, experiment: Experiment, run: RunFolder, *, show_prog
     status = MemberStatus.read(folder, member, config.train.max_steps)
     if is_finished(member, run):
         console.print(f"{member} is finished: {run.artifact(member)}")
+        status.state = "done"  # also where another island trained it, and one before was stopped here
         return status
     folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / ".lock")
@@ -211,6 +213,7 @@ def build_trainer(
         *([EmaSnapshots(folder, config.train)] if config.train.ema_widths else []),
         stop,
         DisjointRanks(),
+        KeptSettings(island),
         rolling,
         PictureLogger(experiment, stop),
     ]
@@ -269,7 +272,7 @@ def _fit_locked(
     num_parameters = sum(p.numel() for p in module.network.parameters())
     num_widths = len(module.spec.train.ema_widths)
     strategy, reason = choose_strategy(island, num_parameters, num_widths)
-    size = amount(checkpoint_bytes(num_parameters, num_widths))
+    size = amount(checkpoint_bytes(num_parameters, num_widths, island.precision))
     console.print(f"{member}: {num_parameters / 1e6:.2f} M parameters, {reason}")
     console.print(f"{member}: a checkpoint takes {size} of the disk and of the host's memory")
     cost, line = _cost(member, experiment, manifest, module)
@@ -281,6 +284,8 @@ def _fit_locked(
     resumed_step = step_of(resume) if resume else 0
     if resume:
         console.print(f"{member}: resumes at step {resumed_step}")
+        if changed := changed_settings(resume, island):
+            console.print(f"{member}: {changed}")
     status.validated_step = min(status.validated_step, resumed_step)  # what comes behind it comes again
     trainer, stop = build_trainer(
         member, experiment, folder, status, strategy, resumed_step, cost=cost, show_progress=show_progress
@@ -296,6 +301,8 @@ def _fit_locked(
             stop.stopped = True
         leader = trainer.is_global_zero
         weights = {} if stop.stopped else gathered_ema(module.network, trainer.optimizers[0], keeps=leader)
+        if leader and not stop.stopped:
+            weights |= kept_buffers(module.network)
 
     if stop.stopped:
         status.state = "stopped"
@@ -322,6 +329,9 @@ def _hand_over(
     status: MemberStatus,
 ) -> None:
     config = to_dict(experiment)
+    metrics = dict(status.metrics)
+    if status.validated_step:
+        metrics[HELD_OUT_STEP] = float(status.validated_step)
     section = config["router" if member == ROUTER else "expert"]
     network = section["network"]
     meta = artifacts.ArtifactMeta(
@@ -340,6 +350,6 @@ def _hand_over(
         partition_sha256=manifest.partition_sha256,
         step=status.step,
         num_samples=status.step * batch_size_of(member, experiment),
-        metrics=status.metrics,
+        metrics=metrics,
     )
     artifacts.write_artifact(run.artifact(member), weights, meta)

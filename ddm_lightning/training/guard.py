@@ -97,16 +97,17 @@ class FiniteGuard:
         if not judged:
             return
         finite = torch.stack([seen.norm for seen in judged if seen.norm is not None]).isfinite().tolist()
-        longest = 0
+        longest, last = 0, 0
         for seen, counted in zip(judged, finite, strict=True):
             self._in_succession = 0 if counted else self._in_succession + 1
-            longest = max(longest, self._in_succession)
+            if self._in_succession > longest:
+                longest, last = self._in_succession, seen.step
             if not counted:
                 self.num_skipped += 1
                 self._skipped.append(self._record(seen))
         if longest > self.max_in_succession:
             raise UserError(
-                f"{self.member}: {longest} steps in succession, up to step {judged[-1].step}, had a gradient that is "
+                f"{self.member}: {longest} steps in succession, up to step {last}, had a gradient that is "
                 "not finite and were left out: training diverged; lower its learning_rate, or look at one of them: "
                 f"python -m ddm_lightning replay -c FILE member={self.member}"
             )

@@ -11,6 +11,9 @@ from typing import Any
 from ddm_lightning.errors import UserError
 from ddm_lightning.files import atomic_write_json, read_json
 
+HELD_OUT_STEP = "held_out/step"
+"""In the metrics of an artifact: the step whose weights the other held-out figures are of."""
+
 
 @dataclass
 class MemberStatus:

@@ -20,20 +20,23 @@ from ddm_lightning.training.saving_strategies import BackgroundCheckpoints, OneD
 # Kinds of calls that a block is compiled for: training, validation and pictures, each with few or one or many samples,
 # and the last block where it differs. Beyond torch's 8 a block that has to be one graph would end the training.
 _MOST_KINDS_OF_CALLS = 64
-# All of it is fp32.
-BYTES_PER_NUMBER = 4
 HALF = ("bf16-mixed",)
 """Precisions under which sharded weights are gathered in two bytes; float16 has too small a range for a copy."""
 
 
-def checkpoint_bytes(num_parameters: int, num_widths: int) -> int:
+def bytes_per_number(precision: str) -> int:
+    """Of weights and all that is kept for each: every one of Lightning's precisions but ``64-true`` keeps fp32."""
+    return 8 if precision == "64-true" else 4
+
+
+def checkpoint_bytes(num_parameters: int, num_widths: int, precision: str = "32-true") -> int:
     """Weights, two AdamW moments, the EMA and ``num_widths`` power-function averages."""
-    return BYTES_PER_NUMBER * (4 + num_widths) * num_parameters
+    return bytes_per_number(precision) * (4 + num_widths) * num_parameters
 
 
-def training_bytes(num_parameters: int, num_widths: int = 0) -> int:
+def training_bytes(num_parameters: int, num_widths: int = 0, precision: str = "32-true") -> int:
     """What a training keeps in memory besides activations, unsharded: a checkpoint's contents and the gradients."""
-    return checkpoint_bytes(num_parameters, num_widths) + BYTES_PER_NUMBER * num_parameters
+    return checkpoint_bytes(num_parameters, num_widths, precision) + bytes_per_number(precision) * num_parameters
 
 
 def choose_strategy(
@@ -69,8 +72,8 @@ def choose_strategy(
 
 def _by_memory(island: IslandConfig, num_parameters: int, num_widths: int) -> tuple[str, str]:
     """What communicates least of that which leaves half of a device to activations."""
-    unsharded = training_bytes(num_parameters, num_widths)
-    weights = (2 if island.precision in HALF else BYTES_PER_NUMBER) * num_parameters
+    unsharded = training_bytes(num_parameters, num_widths, island.precision)
+    weights = (2 if island.precision in HALF else bytes_per_number(island.precision)) * num_parameters
     room = 0.5 * device_bytes(island.accelerator)
     reason = f"weights, gradients, AdamW and EMA take {unsharded / 1e9:.1f} GB a device unsharded"
     if unsharded < room:

@@ -17,7 +17,8 @@ class FakeTrainer:
 
     world_size = 1
 
-    def __init__(self, rolling):
+    def __init__(self, rolling, max_steps=1000):
+        self.max_steps = max_steps
         self.global_step = 0
         self.saved = []
         self.lightning_module = expert()
@@ -50,6 +51,11 @@ def write(folder, *steps):
     writer.wait()
     writer.close()
     return folder
+
+
+def test_the_last_step_is_saved_where_nothing_else_is_due(tmp_path):
+    FakeTrainer(RollingCheckpoints(tmp_path, 10, 2, 100), max_steps=13).take(13)
+    assert names(tmp_path) == ["step-00000010.ckpt", "step-00000013.ckpt"]
 
 
 def test_the_newest_few_are_kept(tmp_path):

@@ -95,6 +95,14 @@ def test_widths_are_compared_by_held_out_loss_and_change_nothing(run, capsys):
     assert sha256_file(run / "members/expert-0/artifact/model.safetensors") == before
 
 
+def test_widths_are_compared_in_the_islands_precision(run, capsys):
+    tables = []
+    for precision in ("32-true", "bf16-mixed", "32-true"):
+        assert command("ema", run, f"island.precision={precision}") == 0
+        tables.append(capsys.readouterr().out.partition("next:")[0])
+    assert tables[0] == tables[2] != tables[1]
+
+
 def test_a_width_is_handed_over_and_taken_back(run, capsys):
     """Its weights are those of its last snapshot, and its loss is what an artifact of them has."""
     artifact = run / "members/expert-0/artifact"
@@ -122,13 +130,21 @@ def test_a_width_is_handed_over_and_taken_back(run, capsys):
     assert (run / "members/expert-0/status.json").read_bytes() == status
 
 
-def test_an_ensemble_takes_the_new_weights(run):
+def test_an_ensemble_takes_the_new_weights_and_fit_and_status_follow(run, capsys):
     assert command("fit", run, member="expert-1") == 0
     assert command("fit", run, member=None) == 0
-    before = (run / "ensemble.json").read_bytes()
+    before, grid = (run / "ensemble.json").read_bytes(), run / "samples" / "top-1.png"
+    drawn = grid.read_bytes()
+    capsys.readouterr()
     assert command("ema", run, "--use", "0.2") == 0
     assert (run / "ensemble.json").read_bytes() != before
     load_ensemble(run)
+    loss = json.loads((run / "members/expert-0/artifact/member.json").read_text())["metrics"]["held_out/loss"]
+    assert command("status", run, member=None) == 0
+    assert f"{loss:.4f}" in capsys.readouterr().out
+    assert command("fit", run, member=None) == 0
+    assert "nothing to do" not in capsys.readouterr().out
+    assert grid.read_bytes() != drawn
     assert command("ema", run, "--use", "original") == 0
     assert (run / "ensemble.json").read_bytes() == before
 

@@ -1,13 +1,10 @@
 """One member from shards to artifact: interrupted in every way, and refused where it cannot go on."""
 
-import contextlib
 import json
 import math
 import re
 import shlex
 import shutil
-import signal
-import subprocess
 
 import numpy as np
 import pytest
@@ -18,7 +15,8 @@ from loading.mds import WARNINGS, damage
 from streaming import MDSWriter
 from streaming.base.format import reader_from_json
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tiny_runs import TINY, copy_run, finish, read_status, start
+from tiny_runs import TINY, read_status
+from training.short_fits import SHORT, checkpoints, fit, member, weights
 
 from ddm_lightning.cli import main
 from ddm_lightning.config import load_experiment
@@ -28,18 +26,7 @@ from ddm_lightning.files import sha256_file
 from ddm_lightning.training.expert import ExpertModule
 from ddm_lightning.training.guard import read_skipped
 
-SHORT = (
-    "expert.train.max_steps=20",
-    "island.log_every_n_steps=5",
-    "island.validate_every_n_steps=12",
-    "island.checkpoint_every_n_steps=6",
-)
-
 pytestmark = WARNINGS
-
-
-def fit(run, *more, name="expert-0"):
-    return main(["fit", "-c", str(TINY), f"run_dir={run}", f"member={name}", *SHORT, *more])
 
 
 @pytest.fixture(scope="module")
@@ -48,24 +35,6 @@ def finished(tiny_prepared, tmp_path_factory):
     shutil.copytree(tiny_prepared, run / "prepared")
     assert fit(run) == 0
     return run
-
-
-@pytest.fixture
-def interrupted(finished, tmp_path):
-    """As a member's folder is left by a kill between its last step and its artifact."""
-    return copy_run(finished, tmp_path / "interrupted", "expert-0")
-
-
-def member(run, *parts):
-    return run.joinpath("members", "expert-0", *parts)
-
-
-def weights(run):
-    return member(run, "artifact", "model.safetensors").read_bytes()
-
-
-def checkpoints(run):
-    return sorted(path.name for path in member(run, "checkpoints").iterdir())
 
 
 @pytest.mark.parametrize("parts", ["null", "3"])
@@ -94,10 +63,11 @@ def test_what_a_finished_member_leaves(finished):
     assert (loaded.meta.step, loaded.meta.num_samples) == (20, 20 * 8)
     assert {"train/loss", "held_out/loss", "train/gradient_norm"} <= set(loaded.meta.metrics)
     assert all(math.isfinite(value) for value in loaded.meta.metrics.values())
-    assert checkpoints(finished) == ["step-00000012.ckpt", "step-00000018.ckpt"]
+    assert loaded.meta.metrics["held_out/step"] == 12  # not of the weights that are handed over
+    assert checkpoints(finished) == ["step-00000012.ckpt", "step-00000018.ckpt", "step-00000020.ckpt"]
     status = read_status(finished, "expert-0")
     assert (status["state"], status["step"]) == ("done", 20)
-    assert status["metrics"] == loaded.meta.metrics
+    assert {**status["metrics"], "held_out/step": 12} == loaded.meta.metrics
 
 
 def test_its_curves_and_pictures_are_in_tensorboard(finished):
@@ -142,46 +112,6 @@ def test_a_finished_member_is_not_trained_again(finished, capsys):
     assert fit(finished) == 0
     assert {path: path.stat().st_mtime_ns for path in member(finished).rglob("*") if path.is_file()} == before
     assert "expert-0 is finished" in " ".join(capsys.readouterr().err.split())
-
-
-def test_steps_that_a_kill_took_are_made_up_for(finished, interrupted):
-    assert fit(interrupted) == 0
-    assert weights(interrupted) == weights(finished)
-
-
-def test_a_kill_between_the_last_step_and_the_artifact_costs_nothing(finished, tmp_path):
-    run = copy_run(finished, tmp_path / "run", "expert-0")
-    assert fit(run, "island.checkpoint_every_n_steps=20") == 0  # leaves one at the last step
-    assert checkpoints(run) == ["step-00000018.ckpt", "step-00000020.ckpt"]
-    again = copy_run(run, tmp_path / "again", "expert-0")
-    member(again, "status.json").unlink()
-    assert fit(again) == 0
-    assert weights(again) == weights(finished)
-    meta = json.loads(member(again, "artifact", "member.json").read_text())
-    assert (meta["step"], meta["num_samples"]) == (20, 160)
-
-
-def test_a_truncated_checkpoint_falls_back_to_the_one_before_and_says_so(finished, interrupted, capsys):
-    newest = member(interrupted, "checkpoints", "step-00000018.ckpt")
-    cut(newest)
-    assert fit(interrupted) == 0
-    said = capsys.readouterr().err
-    assert f"{newest}: damaged checkpoint (" in said
-    assert "falling back to the one before it" in said
-    assert "expert-0: resumes at step 12" in said
-    assert weights(interrupted) == weights(finished)
-    assert "step-00000018.damaged" in checkpoints(interrupted)
-
-
-def test_with_all_checkpoints_damaged_it_starts_afresh_and_says_so(finished, interrupted, capsys):
-    for path in member(interrupted, "checkpoints").iterdir():
-        cut(path)
-    assert fit(interrupted) == 0
-    said = capsys.readouterr().err
-    assert said.count("damaged checkpoint") == 2
-    assert "starting afresh" in said
-    assert "resumes" not in said
-    assert weights(interrupted) == weights(finished)
 
 
 def test_shards_from_a_url_train_the_same_weights(finished, tiny_run, tmp_path, capsys):
@@ -332,65 +262,3 @@ def test_mixed_precision_trains(finished, tiny_run):
     )
     assert mixed["held_out/loss"] == pytest.approx(exact["held_out/loss"], rel=0.05)
     assert mixed != exact
-
-
-def until(is_true, process):
-    """Wait for something that the process is going to do."""
-    with within(300):
-        while not is_true():
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(0.02)
-                raise AssertionError(process.communicate())
-
-
-def until_step(run, step, process):
-    until(lambda: read_status(run, "expert-0").get("step", -1) >= step, process)
-
-
-@pytest.mark.slow
-@pytest.mark.long
-def test_killed_within_an_epoch_and_stopped_it_ends_in_the_same_bits(finished_run, tmp_path):
-    """Three starts: killed by -9, stopped by SIGTERM, both while worker processes load, then let alone."""
-    run = copy_run(finished_run, tmp_path / "run", "expert-0")
-    shutil.rmtree(member(run))
-    process = start("fit", run, "member=expert-0", "island.checkpoint_every_n_steps=7", "island.num_workers=2")
-    until_step(run, 30, process)
-    process.kill()
-    _, said = finish(process, code=-signal.SIGKILL)
-    assert "resumes" not in said
-    killed_at = int(checkpoints(run)[-1][5:13])
-    assert killed_at % 7 == 0
-    assert killed_at % 5  # five steps are an epoch of this cluster
-
-    process = start("fit", run, "member=expert-0", "island.checkpoint_every_n_steps=11", "island.num_workers=2")
-    until_step(run, killed_at + 50, process)
-    process.terminate()
-    _, said = finish(process, code=130)
-    stopped_at = read_status(run, "expert-0")["step"]
-    assert f"expert-0: resumes at step {killed_at}\n" in said
-    assert f"expert-0: stopped at step {stopped_at}; the same command resumes it\n" in said
-    assert checkpoints(run)[-1] == f"step-{stopped_at:08d}.ckpt"
-    assert len(checkpoints(run)) == 2
-    assert killed_at + 50 <= stopped_at < 400
-    assert read_status(run, "expert-0")["state"] == "stopped"
-
-    _, said = finish(start("fit", run, "member=expert-0"))
-    assert f"expert-0: resumes at step {stopped_at}\n" in said
-    assert weights(run) == weights(finished_run)
-    expected = dict(line.split(": ") for line in member(finished_run, "sample_ids.txt").read_text().splitlines())
-    lines = [line.split(": ") for line in member(run, "sample_ids.txt").read_text().splitlines()]
-    assert {step for step, _ in lines} == set(expected)
-    assert all(ids == expected[step] for step, ids in lines)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGINT])
-def test_a_signal_before_the_first_step_stops_cleanly(finished_run, tmp_path, number):
-    run = copy_run(finished_run, tmp_path / "run", "expert-0")
-    shutil.rmtree(member(run))
-    process = start("fit", run, "member=expert-0")
-    until(lambda: read_status(run, "expert-0").get("state") == "starting", process)
-    process.send_signal(number)
-    _, said = finish(process, code=130)
-    assert "the same command resumes it" in said
-    assert read_status(run, "expert-0")["state"] == "stopped"

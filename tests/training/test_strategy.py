@@ -8,7 +8,7 @@ from ddm_lightning.errors import UserError
 from ddm_lightning.flow.condition import ConditionSpec
 from ddm_lightning.networks.dit import DiT
 from ddm_lightning.networks.flops import _on_meta, flops_per_sample
-from ddm_lightning.training.devices import resolve_accelerator
+from ddm_lightning.training.devices import check_devices, resolve_accelerator
 from ddm_lightning.training.strategy import checkpoint_blocks, checkpoint_bytes, choose_strategy, compile_blocks
 
 GIGABYTE = 1024**3
@@ -60,6 +60,10 @@ def test_under_ddp_the_first_rank_alone_saves(tmp_path, monkeypatch):
 def test_auto_shards_what_takes_half_of_a_device():
     # A CPU counts as 16 GiB; weight, gradient, two moments and the average take 4 bytes each.
     assert [checkpoint_bytes(1, num_widths) for num_widths in (0, 2)] == [4 * 4, 6 * 4]
+    assert checkpoint_bytes(1, 0, "64-true") == 4 * 8
+    wide = island(devices=2, precision="64-true")
+    assert "8.6 GB a device unsharded" in choose_strategy(wide, 8 * GIGABYTE // 40 + 1)[1]
+    assert isinstance(choose_strategy(wide, 8 * GIGABYTE // 40 + 1)[0], ModelParallelStrategy)
     fits = 8 * GIGABYTE // 20 - 1
     assert isinstance(choose_strategy(island(devices=2), fits)[0], DDPStrategy)
     strategy, reason = choose_strategy(island(devices=2), fits + 2)
@@ -75,6 +79,19 @@ def test_auto_shards_what_takes_half_of_a_device():
     assert choose_strategy(half, 8 * GIGABYTE // 12 - 1)[0].gathered
     assert not choose_strategy(half, 8 * GIGABYTE // 12 + 1)[0].gathered
     assert isinstance(choose_strategy(island(devices=2), fits, num_widths=1)[0], ModelParallelStrategy)
+
+
+def test_devices_that_are_not_there_are_one_line(monkeypatch):
+    check_devices("cpu", 64)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    check_devices("auto", 64)
+    with pytest.raises(UserError, match=r"'island\.devices' = 1 .* 'gpu', but torch sees 0 usable CUDA devices"):
+        check_devices("gpu", 1)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    check_devices("auto", 2)
+    with pytest.raises(UserError, match=r"'island\.devices' = 3 .* 'auto', but torch sees 2"):
+        check_devices("auto", 3)
 
 
 def test_auto_accelerator_is_what_is_there():

@@ -1,0 +1,29 @@
+"""An expert of twenty steps, for tests that look at what one training leaves."""
+
+from tiny_runs import TINY
+
+from ddm_lightning.cli import main
+
+SHORT = (
+    "expert.train.max_steps=20",
+    "island.log_every_n_steps=5",
+    "island.validate_every_n_steps=12",
+    "island.checkpoint_every_n_steps=6",
+    "island.keep_checkpoints=3",
+)
+
+
+def fit(run, *more, name="expert-0"):
+    return main(["fit", "-c", str(TINY), f"run_dir={run}", f"member={name}", *SHORT, *more])
+
+
+def member(run, *parts):
+    return run.joinpath("members", "expert-0", *parts)
+
+
+def weights(run):
+    return member(run, "artifact", "model.safetensors").read_bytes()
+
+
+def checkpoints(run):
+    return sorted(path.name for path in member(run, "checkpoints").iterdir())

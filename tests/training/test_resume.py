@@ -1,0 +1,170 @@
+"""A member that goes on: killed anywhere, with damaged checkpoints, on an island set otherwise."""
+
+import contextlib
+import json
+import shutil
+import signal
+import subprocess
+
+import pytest
+from checkpoint_folders import cut
+from deadline import within
+from loading.mds import WARNINGS
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tiny_runs import copy_run, finish, read_status, start
+from training.short_fits import checkpoints, fit, member, weights
+
+pytestmark = WARNINGS
+
+
+@pytest.fixture(scope="module")
+def finished(tiny_prepared, tmp_path_factory):
+    run = tmp_path_factory.mktemp("finished") / "run"
+    shutil.copytree(tiny_prepared, run / "prepared")
+    assert fit(run) == 0
+    return run
+
+
+@pytest.fixture
+def interrupted(finished, tmp_path):
+    """As a member's folder is left by a kill before its last step."""
+    run = copy_run(finished, tmp_path / "interrupted", "expert-0")
+    shutil.rmtree(member(run, "checkpoints", "step-00000020.ckpt"))
+    return run
+
+
+def test_a_resume_says_what_its_island_does_otherwise(interrupted, capsys):
+    assert fit(interrupted, "island.micro_batch_size=4", "island.precision=bf16-mixed", "island.num_workers=0") == 0
+    said = capsys.readouterr().err
+    words = "island.precision=bf16-mixed (was 32-true), island.micro_batch_size=4 (was None)"
+    assert f"expert-0: from here on with {words}: the same samples, other rounding\n" in said
+
+
+def test_a_resume_with_nothing_changed_says_nothing_of_it(interrupted, capsys):
+    assert fit(interrupted) == 0
+    assert "from here on" not in capsys.readouterr().err
+
+
+def test_weights_of_another_width_are_not_read(interrupted, capsys):
+    assert fit(interrupted, "island.precision=64-true") == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    newest = member(interrupted, "checkpoints", "step-00000018.ckpt")
+    assert line == (
+        f"error: {newest}: was trained with island.precision=32-true, and 64-true keeps other weights; "
+        "set it back, or use another folder with run_dir=…"
+    )
+
+
+def test_a_member_that_was_stopped_here_and_finished_elsewhere_is_finished(finished, tmp_path, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    status = read_status(run, "expert-0")
+    member(run, "status.json").write_text(json.dumps({**status, "state": "stopped"}))
+    assert fit(run) == 0
+    assert "expert-0 is finished" in capsys.readouterr().err
+
+
+def test_steps_that_a_kill_took_are_made_up_for(finished, interrupted):
+    before = read_status(interrupted, "expert-0")["seconds"]
+    assert fit(interrupted) == 0
+    assert read_status(interrupted, "expert-0")["seconds"] > before > 0
+    assert weights(interrupted) == weights(finished)
+
+
+def test_a_kill_between_the_last_step_and_the_artifact_costs_nothing(finished, tmp_path, capsys):
+    run = copy_run(finished, tmp_path / "run", "expert-0")
+    member(run, "status.json").unlink()
+    assert fit(run) == 0
+    assert "expert-0: resumes at step 20" in capsys.readouterr().err
+    assert weights(run) == weights(finished)
+    meta = json.loads(member(run, "artifact", "member.json").read_text())
+    assert (meta["step"], meta["num_samples"]) == (20, 160)
+
+
+def test_a_truncated_checkpoint_falls_back_to_the_one_before_and_says_so(finished, interrupted, capsys):
+    newest = member(interrupted, "checkpoints", "step-00000018.ckpt")
+    cut(newest)
+    assert fit(interrupted) == 0
+    said = capsys.readouterr().err
+    assert f"{newest}: damaged checkpoint (" in said
+    assert "falling back to the one before it" in said
+    assert "expert-0: resumes at step 12" in said
+    assert weights(interrupted) == weights(finished)
+    assert "step-00000018.damaged" in checkpoints(interrupted)
+    # What the curves had of the steps that are taken again is gone.
+    events = EventAccumulator(str(member(interrupted, "tensorboard")))
+    events.Reload()
+    assert [event.step for event in events.Scalars("train/loss")] == [5, 10, 15, 20]
+
+
+def test_with_all_checkpoints_damaged_it_starts_afresh_and_says_so(finished, interrupted, capsys):
+    for path in member(interrupted, "checkpoints").iterdir():
+        cut(path)
+    assert fit(interrupted) == 0
+    said = capsys.readouterr().err
+    assert said.count("damaged checkpoint") == 2
+    assert "starting afresh" in said
+    assert "resumes" not in said
+    assert weights(interrupted) == weights(finished)
+
+
+def until(is_true, process):
+    """Wait for something that the process is going to do."""
+    with within(300):
+        while not is_true():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(0.02)
+                raise AssertionError(process.communicate())
+
+
+def until_step(run, step, process):
+    until(lambda: read_status(run, "expert-0").get("step", -1) >= step, process)
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_killed_within_an_epoch_and_stopped_it_ends_in_the_same_bits(finished_run, tmp_path):
+    """Three starts: killed by -9, stopped by SIGTERM, both while worker processes load, then let alone."""
+    run = copy_run(finished_run, tmp_path / "run", "expert-0")
+    shutil.rmtree(member(run))
+    process = start("fit", run, "member=expert-0", "island.checkpoint_every_n_steps=7", "island.num_workers=2")
+    until_step(run, 30, process)
+    process.kill()
+    _, said = finish(process, code=-signal.SIGKILL)
+    assert "resumes" not in said
+    killed_at = int(checkpoints(run)[-1][5:13])
+    assert killed_at % 7 == 0
+    assert killed_at % 5  # five steps are an epoch of this cluster
+
+    process = start("fit", run, "member=expert-0", "island.checkpoint_every_n_steps=11", "island.num_workers=2")
+    until_step(run, killed_at + 50, process)
+    process.terminate()
+    _, said = finish(process, code=130)
+    stopped_at = read_status(run, "expert-0")["step"]
+    assert f"expert-0: resumes at step {killed_at}\n" in said
+    assert f"expert-0: stopped at step {stopped_at}; the same command resumes it\n" in said
+    assert checkpoints(run)[-1] == f"step-{stopped_at:08d}.ckpt"
+    assert len(checkpoints(run)) == 2
+    assert killed_at + 50 <= stopped_at < 400
+    assert read_status(run, "expert-0")["state"] == "stopped"
+
+    _, said = finish(start("fit", run, "member=expert-0"))
+    assert f"expert-0: resumes at step {stopped_at}\n" in said
+    assert weights(run) == weights(finished_run)
+    expected = dict(line.split(": ") for line in member(finished_run, "sample_ids.txt").read_text().splitlines())
+    lines = [line.split(": ") for line in member(run, "sample_ids.txt").read_text().splitlines()]
+    assert {step for step, _ in lines} == set(expected)
+    assert all(ids == expected[step] for step, ids in lines)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGINT])
+def test_a_signal_before_the_first_step_stops_cleanly(finished_run, tmp_path, number):
+    run = copy_run(finished_run, tmp_path / "run", "expert-0")
+    shutil.rmtree(member(run))
+    process = start("fit", run, "member=expert-0")
+    until(lambda: read_status(run, "expert-0").get("state") == "starting", process)
+    process.send_signal(number)
+    _, said = finish(process, code=130)
+    assert "the same command resumes it" in said
+    assert read_status(run, "expert-0")["state"] == "stopped"
