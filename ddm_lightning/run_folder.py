@@ -82,7 +82,7 @@ def open_run(experiment: Experiment, *, create: bool) -> RunFolder:
         raise UserError(f"{run.root}: no run here; start it with fit and the same FILE and settings")
     refuse_changed(experiment)
     if create and _recorded(run) != to_dict(experiment):
-        # Members read it from here; where it is there already, only free sections differ.
+        # Where it is there already, only free sections differ.
         atomic_write_text(run.experiment, to_yaml(experiment))
     return run
 

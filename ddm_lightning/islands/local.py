@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -15,8 +18,10 @@ import torch
 from rich.console import Console
 from rich.progress import Progress, TaskID
 
-from ddm_lightning.config import Experiment
+from ddm_lightning.config import Experiment, to_yaml
+from ddm_lightning.files import atomic_write_text
 from ddm_lightning.islands.status import member_status
+from ddm_lightning.members import batch_size_of, config_of
 from ddm_lightning.prepare.manifest import Manifest
 from ddm_lightning.progress import member_columns
 from ddm_lightning.run_folder import RunFolder
@@ -32,7 +37,6 @@ _KEEP_HEAP = {
     "MALLOC_TRIM_THRESHOLD_": str(2**31),
     "MALLOC_TOP_PAD_": str(2**26),
 }
-STOP_SECONDS = 60.0
 # Exit code of a member that was told to stop and left a checkpoint.
 STOPPED = 130
 
@@ -46,7 +50,37 @@ class _Child:
 
 
 class FitInterruptedError(Exception):
-    """Ctrl-C, SIGTERM or SIGUSR1: the members left checkpoints and stopped."""
+    """Ctrl-C, SIGTERM or SIGUSR1: no member trains on."""
+
+
+class _StopRequests:
+    """Counts them rather than raise where they come: between the start of a child and the note that there is one, too.
+
+    A launcher in front may hand on what the terminal has sent to both: two within a poll are one.
+    """
+
+    def __init__(self) -> None:
+        self.num = 0
+        self._last = -math.inf
+
+    def _receive(self, _number: int, _frame: FrameType | None) -> None:
+        if time.monotonic() > self._last + POLL_SECONDS:
+            self.num += 1
+            self._last = time.monotonic()
+
+    def more_than(self, num: int) -> bool:
+        """Whether more have come; also while something else was called, which a type checker does not expect."""
+        return self.num > num
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        # Ctrl-C, too: a shell has a command that it starts in the background ignore it.
+        previous = {number: signal.signal(number, self._receive) for number in STOP_SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
 
 
 def default_jobs(experiment: Experiment) -> int:
@@ -87,45 +121,54 @@ def fit_members(
         For each member that did not finish, why: its error line, or the signal that ended it.
 
     Raises:
-        FitInterruptedError: Ctrl-C, SIGTERM or SIGUSR1; the children were told to leave a checkpoint and did.
+        FitInterruptedError: Ctrl-C, SIGTERM or SIGUSR1; the children were told to leave a checkpoint and did, or were
+            killed at a second one.
         UserError: the shards are not prepared, or a network's name or params are unknown.
     """
     manifest = Manifest.read(run.root)
-    waiting = [member for member in members if not run.is_finished(member)]
-    waiting.sort(key=lambda member: -member_training_flops(member, experiment, manifest))
+    waiting = _longest_first([member for member in members if not run.is_finished(member)], experiment, manifest)
     running: list[_Child] = []
     failures: dict[str, str] = {}
-
-    def interrupt(_number: int, _frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    # Ctrl-C, too: a shell has a command that it starts in the background ignore it.
-    previous = {number: signal.signal(number, interrupt) for number in STOP_SIGNALS}
-    try:
-        with Progress(*member_columns(), console=console) as progress:
-            tasks = {member: _task(progress, member, experiment, run) for member in members}
-            while waiting or running:
-                free = [slot for slot in range(jobs) if slot not in {child.slot for child in running}]
-                for slot in free[: len(waiting)]:
-                    member = waiting.pop(0)
-                    progress.start_task(tasks[member])
-                    running.append(_start(member, slot, experiment, run))
-                _wait_for_any(running)
-                for child in list(running):
-                    code = child.process.poll()
-                    _show(progress, tasks[child.member], child.member, experiment, run)
-                    if code is not None:
-                        running.remove(child)
-                        if not run.is_finished(child.member):
-                            failures[child.member] = _failure(child, code)
-    except KeyboardInterrupt:
-        raise FitInterruptedError from None
-    finally:
-        if running:
-            _stop(running, console)
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+    requests = _StopRequests()
+    with requests.counted():
+        try:
+            with Progress(*member_columns(), console=console) as progress:
+                tasks = {member: _task(progress, member, experiment, run) for member in members}
+                while (waiting or running) and not requests.more_than(0):
+                    free = [slot for slot in range(jobs) if slot not in {child.slot for child in running}]
+                    for slot in free[: len(waiting)]:
+                        if requests.more_than(0):
+                            break
+                        member = waiting.pop(0)
+                        progress.start_task(tasks[member])
+                        running.append(_start(member, slot, experiment, run))
+                    _wait_for_any(running)
+                    for child in list(running):
+                        code = child.process.poll()
+                        _show(progress, tasks[child.member], child.member, experiment, run)
+                        if code is not None:
+                            running.remove(child)
+                            if not run.is_finished(child.member):
+                                failures[child.member] = _failure(child, code)
+            if requests.more_than(0):
+                raise FitInterruptedError
+        finally:
+            if running:
+                _stop(running, requests, console)
     return failures
+
+
+def _longest_first(members: list[str], experiment: Experiment, manifest: Manifest) -> list[str]:
+    """So that a long one is not left to train alone at the end."""
+    try:
+        cost = {member: member_training_flops(member, experiment, manifest) for member in members}
+    except (RuntimeError, NotImplementedError):
+        # A plug-in that is computed by unknown operations; FLOPs and samples do not compare, so samples of all.
+        cost = {
+            member: float(batch_size_of(member, experiment) * config_of(member, experiment).train.max_steps)
+            for member in members
+        }
+    return sorted(members, key=lambda member: -cost[member])
 
 
 def _start(member: str, slot: int, experiment: Experiment, run: RunFolder) -> _Child:
@@ -138,7 +181,10 @@ def _start(member: str, slot: int, experiment: Experiment, run: RunFolder) -> _C
         environment["CUDA_VISIBLE_DEVICES"] = gpus_of_slot(
             slot, island.devices, os.environ.get("CUDA_VISIBLE_DEVICES"), torch.cuda.device_count()
         )
-    command = [sys.executable, "-m", "ddm_lightning", "fit", "-c", str(run.experiment), f"member={member}"]
+    # Not the run's own file: another fit on this folder may write another island's settings there meanwhile.
+    settings = folder / "experiment.yaml"
+    atomic_write_text(settings, to_yaml(experiment))
+    command = [sys.executable, "-m", "ddm_lightning", "fit", "-c", str(settings), f"member={member}"]
     log = folder / "log.txt"
     with log.open("ab") as stream:
         # A session of its own: a Ctrl-C in the terminal reaches the parent alone, which stops them in order.
@@ -155,6 +201,8 @@ def _start(member: str, slot: int, experiment: Experiment, run: RunFolder) -> _C
 
 def _wait_for_any(running: list[_Child]) -> None:
     """Sleep until a child ends, at most for one poll."""
+    if not running:
+        return
     try:
         running[0].process.wait(POLL_SECONDS)
     except subprocess.TimeoutExpired:
@@ -182,13 +230,20 @@ def _failure(child: _Child, code: int) -> str:
     return errors[-1] if errors and code == 2 else f"exit code {code}; see {child.log}"
 
 
-def _stop(running: list[_Child], console: Console) -> None:
-    console.print("stopping: each member finishes its step and leaves a checkpoint")
+def _stop(running: list[_Child], requests: _StopRequests, console: Console) -> None:
+    """Tell each to leave a checkpoint, and wait however long that takes: without it all its steps may be lost."""
+    num_before = requests.num
+    console.print(
+        "stopping: each member finishes its step and leaves a checkpoint; a second Ctrl-C ends them at once, without"
+    )
     for child in running:
         child.process.terminate()
-    for child in running:
-        try:
-            child.process.wait(STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            child.process.kill()
-            child.process.wait()
+    left = list(running)
+    while left and not requests.more_than(num_before):
+        _wait_for_any(left)
+        left = [child for child in left if child.process.poll() is None]
+    for child in left:
+        child.process.kill()
+    for child in left:
+        if child.process.wait() == -signal.SIGKILL:
+            console.print(f"{child.member}: killed before it left a checkpoint; it resumes at the one before")

@@ -1,0 +1,207 @@
+"""Other programs in the place of members: in which order they start, with which settings, how they are stopped."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from deadline import within
+from rich.console import Console
+from tiny_runs import MEMBERS, TINY
+
+from ddm_lightning.config import Experiment, load_experiment
+from ddm_lightning.islands import local
+from ddm_lightning.networks.registry import EXPERTS
+from ddm_lightning.run_folder import RunFolder, open_run
+
+
+class _SlowToSave:
+    """A process that needs an hour to leave its checkpoint, by a clock that only waiting for it moves."""
+
+    seconds_left, killed = 3600.0, False
+
+    def terminate(self) -> None:
+        pass
+
+    def kill(self) -> None:
+        self.killed = True
+
+    def poll(self) -> int | None:
+        return None if self.seconds_left > 0 and not self.killed else local.STOPPED
+
+    def wait(self, timeout: float | None = None) -> int:
+        self.seconds_left -= self.seconds_left if timeout is None else timeout
+        if self.poll() is None:
+            raise subprocess.TimeoutExpired("member", timeout or 0.0)
+        return local.STOPPED
+
+
+def test_a_member_may_take_an_hour_to_leave_its_checkpoint() -> None:
+    slow = _SlowToSave()
+    out = io.StringIO()
+    local._stop([local._Child("expert-0", slow, 0, Path())], local._StopRequests(), Console(file=out, width=200))  # type: ignore[arg-type]
+    assert not slow.killed
+    assert slow.seconds_left <= 0
+    assert out.getvalue().splitlines() == [
+        "stopping: each member finishes its step and leaves a checkpoint; a second Ctrl-C ends them at once, without"
+    ]
+
+
+# For a member in a long step, and for one that leaves its checkpoint.
+BUSY = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(60)"
+OBEDIENT = BUSY.replace("import", "import os,").replace("signal.SIG_IGN", "lambda *_: os._exit(130)")
+
+
+@pytest.fixture
+def alone(tiny_run: Path, tmp_path: Path) -> Iterator[SimpleNamespace]:
+    """A prepared run; signals that arrive when ``fit_members`` takes none do not end the tests; no child stays."""
+    experiment = load_experiment(TINY, [f"run_dir={tiny_run}", "island.accelerator=cpu"])
+    made = SimpleNamespace(experiment=experiment, run=open_run(experiment, create=True), children=[], late=[])
+    previous = signal.signal(signal.SIGUSR1, lambda *_: made.late.append(time.monotonic()))
+    with within(60):
+        yield made
+    signal.signal(signal.SIGUSR1, previous)
+    for child in made.children:
+        child.kill()
+        child.communicate()
+
+
+def start_as(alone: SimpleNamespace, code_of: Callable[[str], str]) -> Callable[..., subprocess.Popen[bytes]]:
+    """In place of ``Popen``: programs instead of members, which are deaf or not from the moment it returns."""
+    popen = subprocess.Popen
+
+    def spawn(command: Sequence[str], **options: object) -> subprocess.Popen[bytes]:
+        code = code_of(command[-1].removeprefix("member="))
+        child = popen([sys.executable, "-S", "-c", code], stdout=subprocess.PIPE, start_new_session=True)
+        alone.children.append(child)
+        assert child.stdout is not None
+        child.stdout.readline()
+        return child
+
+    return spawn
+
+
+def test_a_second_signal_ends_those_that_have_not_left_a_checkpoint(
+    alone: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codes = {"expert-0": BUSY, "expert-1": OBEDIENT, "router": BUSY}
+    monkeypatch.setattr(subprocess, "Popen", start_as(alone, codes.__getitem__))
+    out = io.StringIO()
+    ended_before_the_second: list[int | None] = []
+
+    def ask_twice() -> None:
+        while len(alone.children) < 3:
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        while "stopping" not in out.getvalue() or alone.children[started.index("expert-1")].poll() is None:
+            time.sleep(0.05)
+        time.sleep(2 * local.POLL_SECONDS)
+        ended_before_the_second.extend(child.poll() for child in alone.children)
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    started = ["expert-0", "expert-1", "router"]
+    monkeypatch.setattr(local, "member_training_flops", lambda member, *_: -started.index(member))
+    thread = threading.Thread(target=ask_twice)
+    thread.start()
+    with pytest.raises(local.FitInterruptedError):
+        local.fit_members(MEMBERS, alone.experiment, alone.run, 3, Console(file=out, width=200))
+    thread.join()
+    assert ended_before_the_second == [None, 130, None]
+    assert [child.returncode for child in alone.children] == [-signal.SIGKILL, 130, -signal.SIGKILL]
+    said = [line for line in out.getvalue().splitlines() if "killed" in line]
+    words = "killed before it left a checkpoint; it resumes at the one before"
+    assert said == [f"expert-0: {words}", f"router: {words}"]
+    assert not alone.late
+
+
+def test_a_signal_that_a_launcher_hands_on_is_no_second_one(alone: SimpleNamespace) -> None:
+    requests = local._StopRequests()
+    with requests.counted():
+        for seconds_later, expected in ((0.0, 1), (0.1, 1), (local.POLL_SECONDS, 2)):
+            time.sleep(seconds_later)
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert requests.num == expected
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert len(alone.late) == 1  # whoever took it before takes it again
+
+
+def test_a_signal_while_a_member_is_started_leaves_none_behind(
+    alone: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spawn = start_as(alone, lambda _: OBEDIENT)
+    asked = []
+
+    def asked_meanwhile(*arguments: object, **options: object) -> subprocess.Popen[bytes]:
+        child = spawn(*arguments, **options)
+        asked.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGUSR1)
+        return child
+
+    monkeypatch.setattr(subprocess, "Popen", asked_meanwhile)
+    with pytest.raises(local.FitInterruptedError):
+        local.fit_members(MEMBERS, alone.experiment, alone.run, 2, Console(file=io.StringIO()))
+    assert [child.returncode for child in alone.children] == [130]  # the other place stays empty
+    assert time.monotonic() - asked[0] < 10 * local.POLL_SECONDS
+    assert not alone.late
+
+
+@pytest.mark.parametrize("counted", [True, False])
+def test_the_longest_members_are_started_first(
+    alone: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, counted: bool
+) -> None:
+    """By the work of all steps; by samples where a network's work cannot be counted."""
+
+    class ReadsNumbers(torch.nn.Module):
+        prediction = "velocity"
+
+        def __init__(self, x_shape: tuple[int, ...], condition: object) -> None:
+            super().__init__()
+            self.scale = torch.nn.Parameter(torch.ones(()))
+
+        def forward(self, x_t: torch.Tensor, t: torch.Tensor, condition: object = None) -> torch.Tensor:
+            return x_t * self.scale * x_t.sum().item()
+
+    monkeypatch.setitem(EXPERTS._built_in, "reads-numbers", ReadsNumbers)
+    # The router sees more samples, and does less at each.
+    steps = {"expert": 60, "router": 70}
+    overrides = [f"{section}.train.max_steps={number}" for section, number in steps.items()]
+    overrides += ["expert.network.params.depth=8"] if counted else ["expert.network={name: reads-numbers, params: {}}"]
+    experiment = load_experiment(TINY, [f"run_dir={alone.run.root}", "island.accelerator=cpu", *overrides])
+    started: list[str] = []
+    spawn = start_as(alone, lambda member: started.append(member) or "print(flush=True)")
+    monkeypatch.setattr(subprocess, "Popen", spawn)
+    experts_first, router_first = ["expert-0", "expert-1", "router"], ["router", "expert-0", "expert-1"]
+    given, expected = (router_first, experts_first) if counted else (experts_first, router_first)
+    local.fit_members(given, experiment, alone.run, 1, Console(file=io.StringIO()))
+    assert started == expected
+
+
+def test_a_member_gets_the_settings_of_the_fit_that_starts_it(
+    alone: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    experiment = load_experiment(TINY, [f"run_dir={alone.run.root}", "island.num_threads=3", "island.accelerator=cpu"])
+    open_run(experiment, create=True)
+    read: list[Experiment] = []
+    popen = subprocess.Popen
+
+    def spawn(command: Sequence[str], **options: object) -> subprocess.Popen[bytes]:
+        open_run(alone.experiment, create=True)  # by another fit, with other settings of the island
+        read.append(load_experiment(command[command.index("-c") + 1]))
+        return popen([sys.executable, "-S", "-c", ""])
+
+    monkeypatch.setattr(subprocess, "Popen", spawn)
+    local.fit_members(MEMBERS, experiment, alone.run, 1, Console(file=io.StringIO()))
+    assert RunFolder.of(experiment) == alone.run
+    assert load_experiment(alone.run.experiment).island.num_threads == 1
+    assert [one.island.num_threads for one in read] == [3, 3, 3]
+    assert read == [experiment] * 3
