@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import signal
 import sys
 import time
@@ -19,7 +20,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ddm_lightning.progress import member_columns
-from ddm_lightning.startup import STOP_SIGNALS
+from ddm_lightning.startup import STARTED_BY, STOP_SIGNALS
 from ddm_lightning.training.checkpoints import RollingCheckpoints
 from ddm_lightning.training.guard import skipped_file
 from ddm_lightning.training.module import MemberModule
@@ -209,7 +210,8 @@ class StopOnRequest(L.Callback):
     """SIGTERM, SIGUSR1 (SLURM's warning) or Ctrl-C: finish the step, leave a checkpoint, stop.
 
     A validation is cut short, as its step has a checkpoint already (``RollingCheckpoints``), but not the last one, with
-    which training is over. Several ranks agree on where they stop, whichever of them got the signal.
+    which training is over. Several ranks agree on where they stop. Those that the first one started leave signals to it
+    all the time: a terminal sends them to all, and one that stopped while it starts would be waited for by the others.
     """
 
     def __init__(self, checkpoints: RollingCheckpoints) -> None:
@@ -221,32 +223,32 @@ class StopOnRequest(L.Callback):
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Within the block these signals come here.
+        """Within the block these signals come here, except in ranks that the first one started.
 
         Raises:
             StopRequested: one came while no steps were being taken.
         """
         self._previous = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-        self._listen()
+        for number in STOP_SIGNALS:
+            signal.signal(number, signal.SIG_IGN if STARTED_BY in os.environ else self._request)
         try:
             yield
         finally:
             for number, handler in self._previous.items():
                 signal.signal(number, handler)
 
-    def _listen(self) -> None:
-        for number in STOP_SIGNALS:
-            signal.signal(number, self._request)
-
     def _request(self, _number: int, _frame: FrameType | None) -> None:
         if not self._training:
             raise StopRequested
         self._requested = True
 
+    def setup(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
+        """Keep Lightning from taking SIGTERM, at which it calls a collective that the other ranks do not."""
+        trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
+
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Take SIGTERM back from Lightning."""
+        """From here on a signal is for the end of a step; a collective."""
         self._training = True
-        self._listen()
         if trainer.world_size > 1:
             # On the hosts: on the devices it would wait for their queues at each step.
             self._hosts = torch.distributed.new_group(backend="gloo")

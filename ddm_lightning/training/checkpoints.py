@@ -108,7 +108,7 @@ def newest_checkpoint(folder: Path, *, leads: bool = True) -> tuple[Path | None,
 
     Args:
         folder: of the member's checkpoints.
-        leads: whether this process is the first of its member; others, which it starts, take what it has left.
+        leads: whether this process is the first of its member; others take what it has left, so they come later.
 
     Returns:
         Its path (None when there is none) and a line for each damaged one that was passed over; the last of those is

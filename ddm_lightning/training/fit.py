@@ -41,7 +41,14 @@ from ddm_lightning.training.island_settings import KeptSettings, changed_setting
 from ddm_lightning.training.member_network import build_member_network, member_condition
 from ddm_lightning.training.module import MemberModule, MemberSpec
 from ddm_lightning.training.pictures import PictureLogger
-from ddm_lightning.training.ranks import OwnProcesses, check_launch, handing_over, leads, speaking_for_all
+from ddm_lightning.training.ranks import (
+    OwnProcesses,
+    after_the_first,
+    check_launch,
+    handing_over,
+    leads,
+    speaking_for_all,
+)
 from ddm_lightning.training.router import RouterModule
 from ddm_lightning.training.saving_strategies import BackgroundCheckpoints
 from ddm_lightning.training.speed import UNKNOWN_COST, Speed, StepCost
@@ -278,7 +285,8 @@ def _fit_locked(
     cost, line = _cost(member, experiment, manifest, module)
     console.print(f"{member}: {line}")
 
-    resume, lines = newest_checkpoint(folder / "checkpoints", leads=leads())
+    with after_the_first(f"checkpoint of {folder}"):
+        resume, lines = newest_checkpoint(folder / "checkpoints", leads=leads())
     for line in lines:
         console.print(line, soft_wrap=True)
     resumed_step = step_of(resume) if resume else 0

@@ -7,6 +7,7 @@ first and says nothing itself; the first says it once, ends the others, and has 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import shutil
@@ -26,7 +27,9 @@ import lightning as L
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.rendezvous import rendezvous
 
 from ddm_lightning.errors import UserError, line_of
 from ddm_lightning.files import atomic_write_json
@@ -37,6 +40,7 @@ _POLL_SECONDS = 0.5
 _NOTICE_SECONDS = 3.0
 _UNWIND_SECONDS = 20.0
 _EXIT_SECONDS = 5.0
+_THROUGH_SECONDS = 0.05
 
 
 def _number(name: str, default: int) -> int:
@@ -73,6 +77,37 @@ def check_launch(devices: int) -> None:
             f"{number} processes of fit were started, as torchrun does, and island.devices = {devices}; "
             "run it once, without torchrun, and it starts a process for each device"
         )
+
+
+@contextlib.contextmanager
+def after_the_first(what: str) -> Iterator[None]:
+    """The other ranks enter the block when the first one has left it: they find what it decided.
+
+    Those that the first one starts come later anyway; those of torchrun start beside it.
+
+    Args:
+        what: is decided; once in a process.
+    """
+    store = _store_of_ranks()
+    if store is not None and not leads():
+        store.wait([what])
+    yield
+    if store is not None and leads():
+        store.set(what, "decided")
+
+
+@functools.cache  # the first rank serves it, to their process group, too, which takes the same port later
+def _store_of_ranks() -> TCPStore | None:
+    """What ranks that another program has started share before there is a process group; None where none are."""
+    number = _num_started_by_another()
+    if number == 1:
+        return None
+    place = OwnProcesses()
+    os.environ.setdefault("MASTER_ADDR", place.main_address)
+    os.environ.setdefault("MASTER_PORT", str(place.main_port))
+    store: TCPStore
+    store, *_ = next(rendezvous("env://", rank=place.local_rank(), world_size=number))
+    return store
 
 
 class OwnProcesses(LightningEnvironment):
@@ -127,10 +162,11 @@ class RankLauncher(_SubprocessScriptLauncher):
         return found
 
     def _failure(self) -> RankFailure | None:
+        # Also with exit code 0, as those that are through wait for ``end``; before the reasons, which they leave first.
+        ended = {rank: code for rank, process in enumerate(self.procs, 1) if (code := process.poll()) is not None}
         said = {
             int(path.stem): RankFailure(**json.loads(path.read_text())) for path in self._folder.glob("[0-9]*.json")
         }
-        ended = {rank: code for rank, process in enumerate(self.procs, 1) if (code := process.poll())}
         found = [failure for failure in said.values() if failure.known]
         for rank, code in ended.items():
             if code < 0:
@@ -196,7 +232,10 @@ def speaking_for_all(trainer: L.Trainer) -> Iterator[None]:
 
 @contextlib.contextmanager
 def handing_over() -> Iterator[None]:
-    """Within the block a rank that was started hands over why it fails, and ends when the first one is gone."""
+    """Within the block a rank that was started hands over why it fails, and ends when the first one is gone.
+
+    It leaves the block when the first one needs the ranks no more, so that an earlier end of it is a failure.
+    """
     if STARTED_BY not in os.environ:
         yield
         return
@@ -205,6 +244,8 @@ def handing_over() -> Iterator[None]:
     threading.Thread(target=_end_with, args=(int(pid), Path(folder), over), daemon=True).start()
     try:
         yield
+        while Path(folder).exists():
+            time.sleep(_THROUGH_SECONDS)
     except (Exception, CheckpointException) as error:  # noqa: BLE001  # it is said by the first rank
         if os.getppid() != int(pid):
             _end_as_orphan(Path(folder))

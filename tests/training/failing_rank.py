@@ -1,5 +1,7 @@
 """The command line, in which one rank fails while a checkpoint is written: ``FAILS`` is its number, how, and the step.
 
+Or it is late: to begin with its steps, or to find a checkpoint damaged.
+
 A file to be run, because ranks are started by the command line of the first.
 """
 
@@ -7,9 +9,12 @@ import errno
 import os
 import signal
 import sys
+import time
 
 from ddm_lightning.cli import main
-from ddm_lightning.training import checkpoint_files
+from ddm_lightning.training import callbacks, checkpoint_files, checkpoints
+
+LATE_SECONDS = 5
 
 
 def full(path):
@@ -46,8 +51,23 @@ def fail_at(step, fail):
     setattr(kind, method, patched)
 
 
+def late(place, name):
+    before = getattr(place, name)
+
+    def patched(*arguments):
+        time.sleep(LATE_SECONDS)
+        return before(*arguments)
+
+    setattr(place, name, patched)
+
+
 if __name__ == "__main__":
     rank, how, at_step = os.environ["FAILS"].split()
     if os.environ.get("LOCAL_RANK", "0") == rank:
-        fail_at(int(at_step), {"full": full, "bug": bug, "killed": killed}[how])
+        if how == "late-steps":
+            late(callbacks.Reporter, "on_train_start")
+        elif how == "late-damage":
+            late(checkpoints, "damage_of")
+        else:
+            fail_at(int(at_step), {"full": full, "bug": bug, "killed": killed}[how])
     sys.exit(main())

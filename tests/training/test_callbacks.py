@@ -2,10 +2,12 @@ import os
 import signal
 from types import SimpleNamespace
 
+import lightning as L
 import pytest
 import torch
 from training.members import batch, expert
 
+from ddm_lightning.startup import STARTED_BY
 from ddm_lightning.training.callbacks import SampleLog, StopOnRequest, StopRequested
 from ddm_lightning.training.checkpoints import RollingCheckpoints
 
@@ -71,6 +73,32 @@ def test_the_signals_are_given_back():
         stop.on_train_start(trainer_at(0), None)
         assert signal.getsignal(signal.SIGINT) != before[1]
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)] == before
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_rank_that_the_first_one_started_leaves_signals_to_it(monkeypatch, number):
+    monkeypatch.setenv(STARTED_BY, "1:/nowhere")
+    stop, trainer, before = StopOnRequest(Saves()), trainer_at(4), signal.getsignal(number)
+    with stop.listening():
+        os.kill(os.getpid(), number)
+        stop.on_train_start(trainer, None)
+        os.kill(os.getpid(), number)
+        stop.on_train_batch_end(trainer, None)
+        stop.on_train_end(trainer, None)
+        os.kill(os.getpid(), number)
+    assert not trainer.should_stop
+    assert signal.getsignal(number) is before
+
+
+def test_lightning_takes_no_signal():
+    """Its handler of SIGTERM calls a collective, wherever the others are."""
+    stop, trainer = StopOnRequest(Saves()), L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    with stop.listening():
+        stop.setup(trainer, None, "fit")
+        trainer._signal_connector.register_signal_handlers()
+        assert signal.getsignal(signal.SIGTERM) == stop._request
+        trainer._signal_connector.teardown()
+        assert signal.getsignal(signal.SIGTERM) == stop._request
 
 
 def test_sample_ids_are_written_a_line_a_step_and_a_file_a_rank(tmp_path):

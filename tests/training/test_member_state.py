@@ -116,6 +116,14 @@ def test_tied_weights_are_stored_once_and_stay_tied(tmp_path):
     assert torch.equal(other[4].weight, module[2].weight)
 
 
+def test_weights_of_which_this_rank_holds_nothing_are_not_tied():
+    """As of two of one shape with fewer rows than ranks: all of their parts lie at the same address, which is none."""
+    module = nn.Module()
+    module.first, module.second = (nn.Parameter(torch.empty(0, 3)) for _ in range(2))
+    assert module.first.data_ptr() == module.second.data_ptr()
+    assert list(tensors_of(module)) == ["model/first", "model/second"]
+
+
 def test_what_is_no_tensor_is_refused():
     class Counting(nn.Linear):
         def get_extra_state(self):

@@ -6,13 +6,16 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+from deadline import within
 from loading.mds import WARNINGS
-from tiny_runs import RANK_VARIABLES, ROOT, TINY, finish, read_status
+from tiny_runs import RANK_VARIABLES, ROOT, TINY, ended_on_failure, finish, read_status
 
 from ddm_lightning.cli import main
+from ddm_lightning.startup import STARTED_BY
 
 SETTINGS = (
     "member=expert-0",
@@ -29,18 +32,21 @@ TRAINS_SECONDS = 90
 pytestmark = WARNINGS
 
 
+FAILING = (str(Path(__file__).with_name("failing_rank.py")),)
+
+
 def start(run, *more, program=("-m", "ddm_lightning"), **variables):
     environment = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
     command = [sys.executable, *program, "fit", "-c", str(TINY), f"run_dir={run}", *SETTINGS, *more]
     variables = {**environment, "OMP_NUM_THREADS": "1", "COLUMNS": "200", "PYTHONPATH": str(ROOT), **variables}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, env=variables, cwd=ROOT, **pipes)
+    # A group of its own, as a terminal's commands have.
+    return subprocess.Popen(command, env=variables, cwd=ROOT, start_new_session=True, **pipes)
 
 
 def fit_and_fail(run, strategy, rank, how, code):
     """What it says of a failure at its second checkpoint, after which nothing is left running."""
-    program = (str(Path(__file__).with_name("failing_rank.py")),)
-    process = start(run, f"island.strategy={strategy}", program=program, FAILS=f"{rank} {how} 10")
+    process = start(run, f"island.strategy={strategy}", program=FAILING, FAILS=f"{rank} {how} 10")
     # It ends with the last of the ranks, all of which write to it.
     return finish(process, code, TRAINS_SECONDS)[1]
 
@@ -88,6 +94,21 @@ def test_a_rank_killed_at_a_checkpoint_ends_the_other_and_the_one_before_is_resu
     resume(tiny_run)
 
 
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_all_while_the_second_is_late_stops_both_behind_the_first_step(tiny_run, number):
+    process = start(tiny_run, "island.strategy=fsdp", program=FAILING, FAILS="1 late-steps 0")
+    with ended_on_failure(process), within(TRAINS_SECONDS):
+        while read_status(tiny_run, "expert-0").get("state") != "training":
+            time.sleep(0.02)
+        time.sleep(0.5)  # it waits for the other
+        os.killpg(process.pid, number)
+    said = finish(process, 130, TRAINS_SECONDS)[1]
+    assert said.splitlines()[3:] == ["expert-0: stopped at step 1; the same command resumes it"]
+    assert checkpoints(tiny_run) == ["step-00000001.ckpt"]
+
+
 def artifact(run):
     return (run / "members/expert-0/artifact/model.safetensors").read_bytes()
 
@@ -103,14 +124,38 @@ def test_ranks_are_its_own_within_a_job_of_slurm_and_those_of_torchrun_else(tiny
     out, _ = finish(start(tiny_run, "island.strategy=fsdp", **job, **nodes), 0, TRAINS_SECONDS)
     assert out.count("artifact: ") == 1
 
+    said = by_torchrun(other, "island.strategy=fsdp")
+    assert [out.count("artifact: ") for out, _ in said] == [1, 0]
+    assert artifact(other) == artifact(tiny_run)
+
+
+def by_torchrun(run, *more, **variables):
+    """What two ranks print that are started as torchrun does."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    ranks = [start(other, "island.strategy=fsdp", RANK=n, LOCAL_RANK=n, GROUP_RANK="0", **common) for n in "01"]
-    outs = [finish(process, 0, TRAINS_SECONDS)[0] for process in ranks]
-    assert [out.count("artifact: ") for out in outs] == [1, 0]
-    assert artifact(other) == artifact(tiny_run)
+    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **variables}
+    ranks = [start(run, *more, RANK=n, LOCAL_RANK=n, GROUP_RANK="0", **common) for n in "01"]
+    try:
+        return [finish(process, 0, TRAINS_SECONDS) for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_ranks_of_torchrun_pass_over_a_damaged_checkpoint_together(tiny_run):
+    """The second would have found it before the first had looked at it."""
+    fit_and_fail(tiny_run, "ddp", 0, "full", code=2)
+    (path,) = (tiny_run / "members/expert-0/checkpoints").glob("step-*")
+    with (path / "rest.pt").open("ab") as stream:
+        stream.write(b"x")
+    (out, err), _ = by_torchrun(tiny_run, "island.strategy=ddp", program=FAILING, FAILS="0 late-damage 0")
+    assert "step-00000005.ckpt: damaged checkpoint" in err and "resumes at" not in err
+    assert out.count("artifact: ") == 1
+    assert path.with_suffix(".damaged").is_dir()
+    assert read_status(tiny_run, "expert-0")["state"] == "done"
 
 
 @pytest.mark.parametrize(
@@ -166,6 +211,7 @@ with handing_over():
         (HANDS_OVER, 2, "error: a shard is damaged"),
         ("import os; os.abort()", 2, "error: rank 2 of 3 was ended by SIGABRT; the same command goes on at the newest"),
         ("raise SystemExit(7)", 1, "error: rank 2 ended with exit code 7"),
+        ("raise SystemExit(0)", 1, "error: rank 2 ended with exit code 0"),
     ],
 )
 def test_one_that_waits_for_a_lost_rank_for_ever_is_ended(tmp_path, child, code, line):
@@ -187,6 +233,26 @@ os.environ[ranks.STARTED_BY] = "1:" + os.environ["TMPDIR"] + "/reasons"
 with ranks.handing_over():
     time.sleep(99)
 """
+
+
+THROUGH = """
+from ddm_lightning.training import ranks
+with ranks.handing_over():
+    print("through", flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_through_waits_for_the_first_one(tmp_path):
+    variables = dict(os.environ, PYTHONPATH=str(ROOT), LOCAL_RANK="1", **{STARTED_BY: f"{os.getpid()}:{tmp_path}/all"})
+    folder = tmp_path / "all"
+    folder.mkdir()
+    with subprocess.Popen([sys.executable, "-c", THROUGH], env=variables, stdout=subprocess.PIPE, text=True) as rank:
+        assert rank.stdout.readline() == "through\n"
+        with pytest.raises(subprocess.TimeoutExpired):
+            rank.wait(3)
+        folder.rmdir()
+        assert rank.wait(60) == 0
 
 
 @pytest.mark.slow
