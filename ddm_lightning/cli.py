@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -72,6 +73,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     try:
         return COMMANDS[options.command](options)
+    except BrokenPipeError:
+        # Who reads, such as head, has enough; Python would say at its end that it could not write the rest.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except (UserError, OSError) as error:
         line = line_of(error)
         if line is None:

@@ -141,7 +141,7 @@ def _fit_one(member: str, experiment: Experiment, options: argparse.Namespace) -
     if not run.experiment.exists():
         check_networks(experiment, manifest, options.config)
     open_run(experiment, create=True)
-    refuse_stale([member], run)
+    refuse_stale([member], experiment, run)
 
     from ddm_lightning.training.fit import fit_member
     from ddm_lightning.training.ranks import leads
@@ -158,12 +158,23 @@ def _fit_one(member: str, experiment: Experiment, options: argparse.Namespace) -
 
 
 def _is_collected(members: Sequence[str], experiment: Experiment) -> bool:
-    """Whether artifacts of all members lie beside a manifest in a folder in which nothing was prepared."""
+    """Whether artifacts of all members lie beside a manifest in a folder in which nothing was prepared.
+
+    Raises:
+        UserError: some are missing; to prepare and train them here is not what who copies artifacts wants.
+    """
     from ddm_lightning.run_folder import RunFolder
 
     run = RunFolder.of(experiment)
     was_handed = (run.prepared / "manifest.json").exists() and not (run.prepared / "parts.json").exists()
-    return was_handed and all(run.is_finished(member) for member in members)
+    missing = [member for member in members if not run.is_finished(member)]
+    if was_handed and missing:
+        raise UserError(
+            f"{run.prepared / 'manifest.json'}: came from where the shards were prepared, and here is no artifact of "
+            f"{', '.join(missing)}; copy those to {run.root / 'members'}/NAME/artifact, or train one of them here with "
+            f"member={missing[0]}"
+        )
+    return was_handed
 
 
 def _fit_several(members: list[str], experiment: Experiment, options: argparse.Namespace) -> int:
@@ -174,7 +185,7 @@ def _fit_several(members: list[str], experiment: Experiment, options: argparse.N
 
     console = Console()
     run = open_run(experiment, create=True) if _is_collected(members, experiment) else _prepared(experiment, options)
-    refuse_stale(members, run)
+    refuse_stale(members, experiment, run)
 
     from ddm_lightning.islands.local import FitInterruptedError, default_jobs, fit_members
     from ddm_lightning.islands.status import members_table

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ddm_lightning.artifacts import read_meta, write_ensemble
 from ddm_lightning.config import Experiment
 from ddm_lightning.errors import UserError
-from ddm_lightning.members import ensemble_members
+from ddm_lightning.members import config_of, ensemble_members
 from ddm_lightning.prepare.manifest import Manifest
 from ddm_lightning.run_folder import RunFolder
 
@@ -27,16 +27,27 @@ def assemble(experiment: Experiment, run: RunFolder) -> bool:
     return run.ensemble.read_bytes() != before
 
 
-def refuse_stale(members: Sequence[str], run: RunFolder) -> None:
-    """A finished member is passed over; not one that was trained on clusters which are no longer there.
+def refuse_stale(members: Sequence[str], experiment: Experiment, run: RunFolder) -> None:
+    """A finished member is passed over; not one that is another's, or was not trained as the experiment says.
 
     Raises:
         UserError: naming the artifact.
     """
     wanted = Manifest.read(run.root).partition_sha256
     for member in members:
-        if run.is_finished(member) and read_meta(run.artifact(member)).partition_sha256 != wanted:
-            raise UserError(
-                f"{run.artifact(member)}: was trained on clusters that have changed since; "
-                f"remove {run.root / 'members'} to train anew, or use another folder with run_dir=…"
-            )
+        if not run.is_finished(member):
+            continue
+        folder, meta = run.artifact(member), read_meta(run.artifact(member))
+        steps = config_of(member, experiment).train.max_steps
+        if meta.member != member:
+            problem = f"is the artifact of {meta.member}, not of {member}"
+        elif meta.partition_sha256 != wanted:
+            problem = "was trained on clusters that have changed since, or on those of another run"
+        elif meta.step != steps:
+            problem = f"has {meta.step} steps of training, and the experiment asks for {steps}"
+        else:
+            continue
+        raise UserError(
+            f"{folder}: {problem}; copy the right one there, remove {folder.parent} to train {member} anew, or use "
+            "another folder with run_dir=…"
+        )

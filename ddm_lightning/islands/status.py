@@ -41,7 +41,7 @@ def members_table(experiment: Experiment, run: RunFolder) -> Table:
     for member in shown_members(experiment, run):
         status = member_status(member, experiment, run)
         metrics = status.metrics
-        accuracy = metrics.get("held_out/accuracy_conditional", metrics.get("held_out/accuracy"))
+        accuracy = metrics.get("held_out/accuracy")  # of the router without the condition, as the loss beside it
         minutes, seconds = divmod(round(status.seconds), 60)
         table.add_row(
             member,
@@ -68,4 +68,5 @@ def skipped_lines(members: Sequence[str], run: RunFolder, replay: str) -> list[s
 
 
 def _figure(value: float | None, form: str) -> str:
-    return "–" if value is None else format(value, form)
+    # One that diverged is no wider than the others.
+    return "–" if value is None else format(value, form if abs(value) < 1000 else ".2g")

@@ -22,7 +22,7 @@ from ddm_lightning.loading.workers import as_it_is, workers_end_with_an_error
 from ddm_lightning.prepare.verify import remove_damaged
 from ddm_lightning.schema import first_line
 
-_REMEDY = "delete the run's prepared/shards and run prepare again, or fetch the shards again"
+_REMEDY = "delete the run's prepared/shards and run prepare again, or copy them again from where that was done"
 # Nothing is evicted, and the state has to fit the streaming back end's.
 _NODES_AT_FIRST = 1
 

@@ -99,7 +99,8 @@ class RouterDiT(Trunk):
         if rotation is not None:
             rotation = torch.cat([_unturned(rotation), rotation], dim=1)
         tokens = self.run(tokens, conditioning, rotation, condition)
-        logits: Tensor = self.final(tokens[:, :1], conditioning)[:, 0]
+        # A copy, because FSDP2 warns of views, which it can't watch.
+        logits: Tensor = self.final(tokens[:, :1], conditioning)[:, 0].clone()
         return logits
 
 

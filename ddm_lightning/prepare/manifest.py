@@ -14,7 +14,7 @@ from ddm_lightning.run_folder import RunFolder
 FORMAT_VERSION = 3
 TRAIN, HELD_OUT = "train", "held-out"
 OUT_OF_CLUSTER = "out-of-cluster"
-_REMEDY = "run prepare first, with the same FILE and settings"
+_REMEDY = "run prepare first, with the same FILE and settings, or copy it from where that was done"
 
 
 @dataclass(frozen=True)

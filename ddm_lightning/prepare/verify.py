@@ -12,7 +12,7 @@ from typing import Any
 from ddm_lightning.errors import UserError
 from ddm_lightning.files import inside, read_json, sha256_file
 
-_REMEDY = "delete the run's prepared/shards and run prepare again, or fetch the shards again"
+_REMEDY = "delete the run's prepared/shards and run prepare again, or copy them again from where that was done"
 
 
 def verify_shards(folder: Path, hashes: bool = True, *, index_sha256: str | None = None) -> int:

@@ -37,9 +37,9 @@ from ddm_lightning.training.devices import resolve_accelerator
 from ddm_lightning.training.ema import gathered_ema, kept_buffers
 from ddm_lightning.training.ema_snapshots import EmaSnapshots
 from ddm_lightning.training.expert import ExpertModule
-from ddm_lightning.training.island_settings import KeptSettings, changed_settings
 from ddm_lightning.training.member_network import build_member_network, member_condition
 from ddm_lightning.training.module import MemberModule, MemberSpec
+from ddm_lightning.training.origin import KeptOrigin, check_origin
 from ddm_lightning.training.pictures import PictureLogger
 from ddm_lightning.training.ranks import (
     OwnProcesses,
@@ -220,7 +220,7 @@ def build_trainer(
         *([EmaSnapshots(folder, config.train)] if config.train.ema_widths else []),
         stop,
         DisjointRanks(),
-        KeptSettings(island),
+        KeptOrigin(member, experiment),
         rolling,
         PictureLogger(experiment, stop),
     ]
@@ -291,8 +291,9 @@ def _fit_locked(
         console.print(line, soft_wrap=True)
     resumed_step = step_of(resume) if resume else 0
     if resume:
+        changed = check_origin(resume, member, experiment)
         console.print(f"{member}: resumes at step {resumed_step}")
-        if changed := changed_settings(resume, island):
+        if changed:
             console.print(f"{member}: {changed}")
     status.validated_step = min(status.validated_step, resumed_step)  # what comes behind it comes again
     trainer, stop = build_trainer(

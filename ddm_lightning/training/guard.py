@@ -108,8 +108,8 @@ class FiniteGuard:
         if longest > self.max_in_succession:
             raise UserError(
                 f"{self.member}: {longest} steps in succession, up to step {last}, had a gradient that is "
-                "not finite and were left out: training diverged; lower its learning_rate, or look at one of them: "
-                f"python -m ddm_lightning replay -c FILE member={self.member}"
+                "not finite and were left out: training diverged; lower its train.learning_rate (in another "
+                "run_dir=…), or look at one of them: the command status says how"
             )
 
     def _record(self, seen: _Seen) -> SkippedStep:

@@ -105,7 +105,7 @@ def test_too_many_in_succession_end_the_training_and_single_ones_do_not():
     guard.settle()  # succession is counted over looks
     take(module, optimizer, guard, 15, spoil=True)
     take(module, optimizer, guard, 16, spoil=False)  # behind them, before anybody looks
-    with pytest.raises(UserError, match=r"expert-0: 3 steps in succession, up to step 15.*lower its learning_rate"):
+    with pytest.raises(UserError, match=r"expert-0: 3 steps in succession, up to step 15.* its train.learning_rate"):
         guard.settle()
     assert all(bool(p.isfinite().all()) for p in module.parameters())
 

@@ -55,6 +55,39 @@ def test_weights_of_another_width_are_not_read(interrupted, capsys):
     )
 
 
+def test_the_checkpoint_of_another_member_is_not_taken(finished, tmp_path, capsys):
+    run = copy_run(finished, tmp_path / "run", "expert-0")
+    member(run, "checkpoints").rename(tmp_path / "checkpoints")
+    shutil.rmtree(run / "members")
+    (run / "members" / "expert-1").mkdir(parents=True)
+    (tmp_path / "checkpoints").rename(run / "members" / "expert-1" / "checkpoints")
+    assert fit(run, name="expert-1") == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    newest = run / "members" / "expert-1" / "checkpoints" / "step-00000020.ckpt"
+    assert line == f"error: {newest}: is a checkpoint of expert-0, not of expert-1; remove it"
+    assert newest.exists()
+
+
+def test_checkpoints_go_on_elsewhere_without_the_rest_of_the_folder_but_not_changed(
+    finished, interrupted, tmp_path, capsys
+):
+    run = tmp_path / "elsewhere"
+    shutil.copytree(interrupted / "prepared", run / "prepared")
+    shutil.copytree(member(interrupted, "checkpoints"), member(run, "checkpoints"))
+    changes = ["expert.train.learning_rate=1e-4", "expert.train.schedule=cosine"]
+    assert fit(run, *changes) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    newest = member(run, "checkpoints", "step-00000018.ckpt")
+    words = (
+        "the experiment changed since this checkpoint was written: expert.train.learning_rate, expert.train.schedule"
+    )
+    assert line.startswith(f"error: {newest}: {words}; set those keys back")
+    (run / "experiment.yaml").unlink()
+    assert fit(run) == 0
+    assert "expert-0: resumes at step 18" in capsys.readouterr().err
+    assert weights(run) == weights(finished)
+
+
 def test_a_member_that_was_stopped_here_and_finished_elsewhere_is_finished(finished, tmp_path, capsys):
     run = tmp_path / "run"
     shutil.copytree(finished, run)

@@ -1,0 +1,73 @@
+"""What training a checkpoint is of, kept in it: it may have been copied, and the experiment changed since."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ddm_lightning._compat import ensure_torchvision_importable
+
+ensure_torchvision_importable()
+
+import lightning as L  # noqa: E402  # after torchvision has been made importable
+
+from ddm_lightning.config import Experiment, to_dict, with_defaults  # noqa: E402
+from ddm_lightning.errors import UserError  # noqa: E402
+from ddm_lightning.run_folder import changed_keys  # noqa: E402
+from ddm_lightning.training.checkpoint_files import read_rest  # noqa: E402
+from ddm_lightning.training.strategy import bytes_per_number  # noqa: E402
+
+_MEMBER, _EXPERIMENT = "member", "experiment"
+_NUMERICS = (
+    "devices",
+    "strategy",
+    "precision",
+    "micro_batch_size",
+    "attention",
+    "compile",
+    "activation_checkpointing",
+)
+
+
+class KeptOrigin(L.Callback):
+    """Writes the member's name and the experiment into each checkpoint."""
+
+    def __init__(self, member: str, experiment: Experiment) -> None:
+        self.origin = {_MEMBER: member, _EXPERIMENT: to_dict(experiment)}
+
+    def on_save_checkpoint(self, trainer: L.Trainer, module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Plain values, which are read as weights alone."""
+        checkpoint |= self.origin
+
+
+def check_origin(path: Path, member: str, experiment: Experiment) -> str | None:
+    """A line of what the island does otherwise than the training that left the checkpoint at ``path``.
+
+    None where nothing is, or where an earlier version wrote the checkpoint.
+
+    Raises:
+        UserError: it is another member's, of another experiment, or of weights of another width, which would be read
+            as what they are and not as what is asked for.
+    """
+    rest = read_rest(path)
+    if _MEMBER not in rest:
+        return None
+    if rest[_MEMBER] != member:
+        raise UserError(f"{path}: is a checkpoint of {rest[_MEMBER]}, not of {member}; remove it")
+    before, now = with_defaults(rest[_EXPERIMENT]), to_dict(experiment)
+    if changed := changed_keys(before, now):
+        raise UserError(
+            f"{path}: the experiment changed since this checkpoint was written: {', '.join(changed)}; set those keys "
+            "back, or use another folder with run_dir=…"
+        )
+    old, new = before["island"], now["island"]
+    if bytes_per_number(old["precision"]) != bytes_per_number(new["precision"]):
+        raise UserError(
+            f"{path}: was trained with island.precision={old['precision']}, and {new['precision']} keeps other "
+            "weights; set it back, or use another folder with run_dir=…"
+        )
+    differing = [name for name in _NUMERICS if old[name] != new[name]]
+    if not differing:
+        return None
+    words = ", ".join(f"island.{name}={new[name]} (was {old[name]})" for name in differing)
+    return f"from here on with {words}: the same samples, other {'noise and ' * ('devices' in differing)}rounding"
