@@ -394,5 +394,5 @@ def test_a_finished_member_of_other_clusters_is_not_passed_over(
     line = refuse("fit", *settings(run), *more)
     member = "expert-1" if more else "expert-0"
     assert line.startswith(
-        f"{run / 'members' / member / 'artifact'}: was trained on clusters that have changed since; "
+        f"{run / 'members' / member / 'artifact'}: was trained on clusters that have changed since, "
     )
