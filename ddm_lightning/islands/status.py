@@ -68,5 +68,5 @@ def skipped_lines(members: Sequence[str], run: RunFolder, replay: str) -> list[s
 
 
 def _figure(value: float | None, form: str) -> str:
-    # One that diverged is no wider than the others.
-    return "–" if value is None else format(value, form if abs(value) < 1000 else ".2g")
+    # A loss that diverged is no wider than the others.
+    return "–" if value is None else format(value, form if abs(value) < 1e5 else ".2g")
