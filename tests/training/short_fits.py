@@ -1,5 +1,7 @@
 """An expert of twenty steps, for tests that look at what one training leaves."""
 
+import shutil
+
 from tiny_runs import TINY
 
 from ddm_lightning.cli import main
@@ -15,6 +17,14 @@ SHORT = (
 
 def fit(run, *more, name="expert-0"):
     return main(["fit", "-c", str(TINY), f"run_dir={run}", f"member={name}", *SHORT, *more])
+
+
+def trained(prepared, folder):
+    """A run in ``folder`` with shards of its own, whose first expert is finished."""
+    run = folder / "run"
+    shutil.copytree(prepared, run / "prepared")
+    assert fit(run) == 0
+    return run
 
 
 def member(run, *parts):

@@ -16,7 +16,7 @@ from streaming import MDSWriter
 from streaming.base.format import reader_from_json
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny_runs import TINY, read_status
-from training.short_fits import SHORT, checkpoints, fit, member, weights
+from training.short_fits import SHORT, checkpoints, fit, member, trained, weights
 
 from ddm_lightning.cli import main
 from ddm_lightning.config import load_experiment
@@ -31,10 +31,7 @@ pytestmark = WARNINGS
 
 @pytest.fixture(scope="module")
 def finished(tiny_prepared, tmp_path_factory):
-    run = tmp_path_factory.mktemp("finished") / "run"
-    shutil.copytree(tiny_prepared, run / "prepared")
-    assert fit(run) == 0
-    return run
+    return trained(tiny_prepared, tmp_path_factory.mktemp("finished"))
 
 
 @pytest.mark.parametrize("parts", ["null", "3"])

@@ -12,17 +12,14 @@ from deadline import within
 from loading.mds import WARNINGS
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny_runs import copy_run, finish, read_status, start
-from training.short_fits import checkpoints, fit, member, weights
+from training.short_fits import checkpoints, fit, member, trained, weights
 
 pytestmark = WARNINGS
 
 
 @pytest.fixture(scope="module")
 def finished(tiny_prepared, tmp_path_factory):
-    run = tmp_path_factory.mktemp("finished") / "run"
-    shutil.copytree(tiny_prepared, run / "prepared")
-    assert fit(run) == 0
-    return run
+    return trained(tiny_prepared, tmp_path_factory.mktemp("finished"))
 
 
 @pytest.fixture
