@@ -107,7 +107,7 @@ def main(arguments: Sequence[str] | None) -> None:
     startup.end_imports()
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--json", metavar="OUT", type=Path, help="write commit, device, command and figures here")
-    made.add_argument("--quick", action="store_true", help="one to two minutes; the same ratios with less certainty")
+    made.add_argument("--quick", action="store_true", help="two to three minutes; the same ratios with less certainty")
     made.add_argument("--device", choices=("cpu", "cuda"), default=None, help="default: cuda where there is one")
     made.add_argument(
         "--original", metavar="FOLDER", type=Path, help="a checkout of facebookresearch/DiT to measure too"
@@ -115,6 +115,8 @@ def main(arguments: Sequence[str] | None) -> None:
     made.set_defaults(overrides=[], config=str(REPOSITORY / "experiments" / "tiny_2x.yaml"))
     options = parse(made, arguments)
     name = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if options.original is not None:
+        step_networks.original_side(SMALL, options.original)  # what is wrong with it is said before minutes of others
     torch.set_num_threads(1)
     report = Report(f"One optimizer step on {name}, one thread", HEADINGS)
     with tempfile.TemporaryDirectory(prefix="step-") as folder:

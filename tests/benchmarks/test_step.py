@@ -135,6 +135,12 @@ def test_the_original_is_measured_where_it_lies(tmp_path):
     assert report.figures["ours_over_original"] > 0
 
 
+def test_no_original_is_said_before_anything_is_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr(step, "trained", lambda *_: pytest.fail("it trained first"))
+    with pytest.raises(UserError, match="--original"):
+        step.main(["--device", "cpu", "--original", str(tmp_path)])
+
+
 @pytest.mark.parametrize("source", [None, "import of_no_such_package", "DiT = 3", "class DiT: pass"])
 def test_no_original_is_one_line(tmp_path, source):
     if source is not None:
