@@ -54,6 +54,28 @@ def test_an_artifact_of_fewer_steps_is_not_the_experiments(
     assert line.startswith(f"error: {artifact}: {words}, remove {artifact.parent} to train expert-0 anew")
 
 
+@pytest.mark.parametrize("member", ["expert-0", "router"])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("network", "another"),
+        ("params", {"width": 48, "depth": 1}),
+        ("timestep_shift", 3.0),
+        ("normalisation", {"scale": 2.0, "shift": 0.0}),
+    ],
+)
+def test_an_artifact_of_another_network_is_not_the_experiments(
+    run: Path, capsys: pytest.CaptureFixture[str], member: str, key: str, value: object
+) -> None:
+    # As many steps on the same clusters: nothing else tells it from the right one.
+    artifact = run / "members" / member / "artifact"
+    meta = json.loads((artifact / "member.json").read_text(encoding="utf-8"))
+    (artifact / "member.json").write_text(json.dumps({**meta, key: value}), encoding="utf-8")
+    line = refused(capsys, "fit", *settings(run))
+    words = f"has {key} = {value!r} in member.json, and the experiment asks for {meta[key]!r}"
+    assert line.startswith(f"error: {artifact}: {words}; copy the right one there")
+
+
 def test_artifacts_of_two_members_that_are_swapped(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ours, other = (run / "members" / member / "artifact" for member in ("expert-0", "expert-1"))
     shutil.rmtree(ours)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ddm_lightning.artifacts import read_meta, write_ensemble
+from ddm_lightning.artifacts import MEMBER_FILE, read_meta, write_ensemble
 from ddm_lightning.config import Experiment
 from ddm_lightning.errors import UserError
 from ddm_lightning.members import config_of, ensemble_members
 from ddm_lightning.prepare.manifest import Manifest
 from ddm_lightning.run_folder import RunFolder
+from ddm_lightning.training.handover import described
 
 
 def assemble(experiment: Experiment, run: RunFolder) -> bool:
@@ -33,18 +34,23 @@ def refuse_stale(members: Sequence[str], experiment: Experiment, run: RunFolder)
     Raises:
         UserError: naming the artifact.
     """
-    wanted = Manifest.read(run.root).partition_sha256
+    manifest = Manifest.read(run.root)
     for member in members:
         if not run.is_finished(member):
             continue
         folder, meta = run.artifact(member), read_meta(run.artifact(member))
         steps = config_of(member, experiment).train.max_steps
+        wanted = described(member, experiment, manifest)
+        differing = [key for key, value in wanted.items() if getattr(meta, key) != value]
         if meta.member != member:
             problem = f"is the artifact of {meta.member}, not of {member}"
-        elif meta.partition_sha256 != wanted:
+        elif "partition_sha256" in differing:
             problem = "was trained on clusters that have changed since, or on those of another run"
         elif meta.step != steps:
             problem = f"has {meta.step} steps of training, and the experiment asks for {steps}"
+        elif differing:
+            was, now = getattr(meta, differing[0]), wanted[differing[0]]
+            problem = f"has {differing[0]} = {was!r} in {MEMBER_FILE}, and the experiment asks for {now!r}"
         else:
             continue
         raise UserError(

@@ -12,8 +12,7 @@ from filelock import FileLock, Timeout
 from lightning.pytorch.loggers import TensorBoardLogger
 from rich.console import Console
 
-from ddm_lightning import artifacts
-from ddm_lightning.config import Experiment, to_dict
+from ddm_lightning.config import Experiment
 from ddm_lightning.errors import UserError
 from ddm_lightning.loading.datamodule import ClusterDataModule
 from ddm_lightning.members import ROUTER, batch_size_of, clusters_of, config_of, role_of
@@ -37,6 +36,7 @@ from ddm_lightning.training.devices import resolve_accelerator
 from ddm_lightning.training.ema import gathered_ema, kept_buffers
 from ddm_lightning.training.ema_snapshots import EmaSnapshots
 from ddm_lightning.training.expert import ExpertModule
+from ddm_lightning.training.handover import hand_over
 from ddm_lightning.training.member_network import build_member_network, member_condition
 from ddm_lightning.training.module import MemberModule, MemberSpec
 from ddm_lightning.training.origin import KeptOrigin, check_origin
@@ -52,7 +52,7 @@ from ddm_lightning.training.ranks import (
 from ddm_lightning.training.router import RouterModule
 from ddm_lightning.training.saving_strategies import BackgroundCheckpoints
 from ddm_lightning.training.speed import UNKNOWN_COST, Speed, StepCost
-from ddm_lightning.training.status import HELD_OUT_STEP, MemberStatus
+from ddm_lightning.training.status import MemberStatus
 from ddm_lightning.training.strategy import checkpoint_bytes, choose_strategy
 from ddm_lightning.units import amount
 
@@ -322,43 +322,7 @@ def _fit_locked(
     status.step = trainer.global_step
     if trainer.is_global_zero:
         prediction = getattr(module.network, "prediction", "velocity")
-        _hand_over(member, experiment, manifest, run, weights, prediction, status)
+        hand_over(run.artifact(member), member, experiment, manifest, weights, prediction, status)
         status.state = "done"
         status.write(folder)
     return status
-
-
-def _hand_over(
-    member: str,
-    experiment: Experiment,
-    manifest: Manifest,
-    run: RunFolder,
-    weights: dict[str, torch.Tensor],
-    prediction: str,
-    status: MemberStatus,
-) -> None:
-    config = to_dict(experiment)
-    metrics = dict(status.metrics)
-    if status.validated_step:
-        metrics[HELD_OUT_STEP] = float(status.validated_step)
-    section = config["router" if member == ROUTER else "expert"]
-    network = section["network"]
-    meta = artifacts.ArtifactMeta(
-        member=member,
-        role=role_of(member),
-        network=network["name"],
-        params=network["params"],
-        x_shape=manifest.x_shape,
-        condition=member_condition(member, experiment, manifest).to_dict(),
-        num_clusters=experiment.prepare.partition.num_clusters,
-        prediction=None if member == ROUTER else prediction,
-        timestep_shift=section["timesteps"]["shift"],
-        image_encoder=config["prepare"]["image_encoder"],
-        normalisation=manifest.normalisation,
-        caption_encoder=config["prepare"]["caption_encoder"],
-        partition_sha256=manifest.partition_sha256,
-        step=status.step,
-        num_samples=status.step * batch_size_of(member, experiment),
-        metrics=metrics,
-    )
-    artifacts.write_artifact(run.artifact(member), weights, meta)
