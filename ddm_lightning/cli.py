@@ -48,7 +48,7 @@ def build_parser() -> argparse.ArgumentParser:
     sample.add_argument("--prompt", action="append", default=None, help="what to draw; may be repeated, a row each")
     sample.add_argument("--strategy", default=None, help="full, top-1, top-k or bayes")
     sample.add_argument("--num", type=int, default=None, help="pictures a row")
-    sample.add_argument("--out", default=None, metavar="PNG", help="file to write (default: in the run folder)")
+    sample.add_argument("--out", default=None, metavar="PNG", help="file to write (default: a new one of the run)")
     replay = add(
         "replay", "Take a step of member=expert-3 once more that was left out because its gradient was not finite."
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -228,6 +229,12 @@ def _grid(experiment: Experiment, run: RunFolder) -> Path:
     return run.samples / f"{experiment.sample.strategy}.png"
 
 
+def _next_sheet(experiment: Experiment, run: RunFolder) -> Path:
+    """A file that is not there yet: what was drawn before, and the grid of the experiment's own prompts, stay."""
+    sheets = (run.samples / f"{experiment.sample.strategy}-{number:03d}.png" for number in itertools.count(1))
+    return next(path for path in sheets if not path.exists())
+
+
 def _draw(experiment: Experiment, run: RunFolder, prompts: Sequence[str], path: Path) -> None:
     from ddm_lightning.evaluation.samples import draw_run
 
@@ -251,7 +258,9 @@ def _sample(options: argparse.Namespace) -> int:
         experiment.sample = replace(experiment.sample, num_per_prompt=options.num)
         check_experiment(experiment, f"--num {options.num}")
     run = open_run(experiment, create=False)
-    path = _grid(experiment, run) if options.out is None else check_out(options.out)
+    is_own = options.prompt is None and options.num is None
+    given = None if options.out is None else check_out(options.out)
+    path = given or (_grid if is_own else _next_sheet)(experiment, run)
     unfinished = [member for member in ensemble_members(experiment) if not run.is_finished(member)]
     if unfinished and not run.ensemble.exists():
         raise UserError(

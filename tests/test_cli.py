@@ -277,6 +277,19 @@ def test_sample_without_options_draws_the_experiments_grid_into_the_run(
     )
 
 
+def test_what_is_drawn_besides_takes_a_file_of_its_own(
+    capsys: pytest.CaptureFixture[str], finished_run: Path, tmp_path: Path
+) -> None:
+    run = copy_run(finished_run, tmp_path / "run")
+    grid = (run / "samples" / "top-1.png").read_bytes()
+    for number, more in ((1, ("--prompt", "red disc")), (2, ("--num", 2)), (3, ("--prompt", "red disc"))):
+        path = run / "samples" / f"top-1-00{number}.png"
+        assert called(capsys, "sample", *settings(run), *more) == f"samples: {path}\n"
+    first, third = ((run / "samples" / f"top-1-00{number}.png").read_bytes() for number in (1, 3))
+    assert first == third != grid
+    assert (run / "samples" / "top-1.png").read_bytes() == grid
+
+
 def test_the_installed_command_is_the_same() -> None:
     done = subprocess.run(
         [Path(sys.executable).with_name("ddm-lightning"), "config", "-c", TINY, "seed=9"],

@@ -235,7 +235,17 @@ def test_what_a_reference_brings_is_checked_too(path: Path, monkeypatch: pytest.
     ],
 )
 def test_values_out_of_range_and_contradictions_are_refused(path: Path, overrides: list[str], line: str) -> None:
-    assert refusal(path, *overrides).startswith(f": key {line}")
+    typed = [text for text in overrides if line.startswith(f"{text.partition('=')[0]!r} ")]
+    assert refusal(path, *overrides).startswith(f"{f' with {typed[0]!r}' if typed else ''}: key {line}")
+
+
+def test_of_several_overrides_the_one_that_holds_is_to_blame_and_else_the_file(path: Path) -> None:
+    assert refusal(path, "seed=3", "seed=-1").startswith(" with 'seed=-1': key 'seed' = -1: ")
+    assert refusal(path, "expert.train={warmup_steps: -1}", "seed=4").startswith(
+        " with 'expert.train={warmup_steps: -1}': key 'expert.train.warmup_steps' = -1: "
+    )
+    path.write_text(SMALLEST + "seed: -1\n")
+    assert refusal(path, "run_dir=elsewhere").startswith(": key 'seed' = -1: ")
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,8 +79,13 @@ for _role in ("expert", "router"):
     }
 
 
-def check_experiment(experiment: Experiment, source: str | Path) -> None:
+def check_experiment(experiment: Experiment, source: str | Path, overrides: Sequence[str] = ()) -> None:
     """Refuse values out of range and fields that contradict each other.
+
+    Args:
+        experiment: to be looked at.
+        source: what to blame, such as the file's name,
+        overrides: or the ``key=value`` of these that a refused value came from.
 
     Raises:
         UserError: the line names ``source``, key and remedy.
@@ -89,7 +95,9 @@ def check_experiment(experiment: Experiment, source: str | Path) -> None:
         return functools.reduce(getattr, key.split("."), experiment)
 
     def refuse(key: str, problem: str) -> None:
-        raise UserError(f"{source}: key {key!r} = {value_of(key)!r}: {problem}")
+        typed = [text for text in overrides if f"{key}.".startswith(f"{text.partition('=')[0]}.")]
+        where = f"{source} with {typed[-1]!r}" if typed else source
+        raise UserError(f"{where}: key {key!r} = {value_of(key)!r}: {problem}")
 
     for key, choices in CHOICES.items():
         if value_of(key) not in choices:

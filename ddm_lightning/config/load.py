@@ -51,7 +51,7 @@ def load_experiment(path: str | Path, overrides: Sequence[str] = ()) -> Experime
         raise UserError(f"{path}: key {error.full_key!r}: {problem}; mend the reference ${{…}} in it") from None
     schema.check(resolved, Experiment, "", str(path), references=False)
     experiment: Experiment = schema.build(resolved, Experiment)
-    check_experiment(experiment, path)
+    check_experiment(experiment, path, overrides)
     return experiment
 
 

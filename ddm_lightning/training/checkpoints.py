@@ -111,20 +111,19 @@ def newest_checkpoint(folder: Path, *, leads: bool = True) -> tuple[Path | None,
         leads: whether this process is the first of its member; others take what it has left, so they come later.
 
     Returns:
-        Its path (None when there is none) and a line for each damaged one that was passed over; the last of those is
+        Its path (None when there is none) and a line for each damaged one that was passed over; the oldest of those is
         kept as ``*.damaged``, which no rolling save counts.
 
     Raises:
-        UserError: an older version wrote it.
+        UserError: an older version wrote it, or none of several can be read; all stay as they are.
     """
     if not leads:
         return max(folder.glob("step-*.ckpt"), default=None), []
     # Of a killed process: the member's lock says that no other is alive.
     for unfinished in folder.glob(f"{TEMPORARY}*"):
         shutil.rmtree(unfinished, ignore_errors=True)
-    lines: list[str] = []
-    paths = sorted(folder.glob("step-*.ckpt"), reverse=True)
-    for path in paths:
+    problems: dict[Path, str] = {}
+    for path in sorted(folder.glob("step-*.ckpt"), reverse=True):
         if path.is_file():
             raise UserError(
                 f"{path}: an older version wrote this checkpoint, and this one reads folders; finish the member with "
@@ -132,10 +131,21 @@ def newest_checkpoint(folder: Path, *, leads: bool = True) -> tuple[Path | None,
             )
         problem = damage_of(path)
         if problem is None:
-            return path, lines
-        for earlier in folder.glob("*.damaged"):
-            shutil.rmtree(earlier, ignore_errors=True)
-        path.rename(path.with_suffix(".damaged"))
-        next_best = "starting afresh" if path == paths[-1] else "falling back to the one before it"
-        lines.append(f"{path}: damaged checkpoint ({problem}); {next_best}")
-    return None, lines
+            return path, [_set_aside(damaged, why) for damaged, why in problems.items()]
+        problems[path] = problem
+    if problems:
+        newest, problem = next(iter(problems.items()))
+        others = f", nor the {len(problems) - 1} before it" if len(problems) > 1 else ""
+        raise UserError(
+            f"{newest}: damaged checkpoint ({problem}){others}; restore one, or remove {folder} to start the member "
+            "afresh"
+        )
+    return None, []
+
+
+def _set_aside(path: Path, problem: str) -> str:
+    """Keep a damaged checkpoint for whoever looks into it, in place of one that was kept before; the line of it."""
+    for earlier in path.parent.glob("*.damaged"):
+        shutil.rmtree(earlier, ignore_errors=True)
+    path.rename(path.with_suffix(".damaged"))
+    return f"{path}: damaged checkpoint ({problem}); falling back to the one before it"

@@ -246,11 +246,18 @@ class MemberModule(L.LightningModule):
         self.accumulate("train/loss_by_time", torch.where(within, losses, 0.0).sum(1), within.sum(1))
 
     def validation_noised(self, batch: dict[str, Tensor], batch_idx: int, index: int) -> Noised:
-        """The batch at the ``index``-th of 8 fixed timesteps, with noise that never changes."""
+        """The batch at the ``index``-th of 8 fixed timesteps, with noise that never changes.
+
+        Not with the number of ranks either, so that curves of one and of eight devices compare: a rank draws the noise
+        of all, whose samples take turns (``loading.order.steps``), and takes its own.
+        """
         x_0 = self.normalised(batch)
         t = stratified_timesteps(NUM_VALIDATION_TIMESTEPS)[index].to(x_0.device).expand(len(x_0))
-        generator = keyed_generator(self.spec.seed, "validation", batch_idx, index, self.global_rank, device=x_0.device)
-        noise = torch.randn(x_0.shape, generator=generator, device=x_0.device)
+        num_ranks = 1 if self._trainer is None else self.trainer.world_size
+        # The 0 was a rank once: what was measured before still compares.
+        generator = keyed_generator(self.spec.seed, "validation", batch_idx, index, 0, device=x_0.device)
+        noise = torch.randn((len(x_0) * num_ranks, *x_0.shape[1:]), generator=generator, device=x_0.device)
+        noise = noise[self.global_rank :: num_ranks]
         return Noised(interpolate(x_0, noise, t), t, noise, x_0, self.condition(batch))
 
     def normalised(self, batch: dict[str, Tensor]) -> Float[Tensor, "b c h w"]:

@@ -66,8 +66,8 @@ def check_origin(path: Path, member: str, experiment: Experiment) -> str | None:
             f"{path}: was trained with island.precision={old['precision']}, and {new['precision']} keeps other "
             "weights; set it back, or use another folder with run_dir=…"
         )
-    differing = [name for name in _NUMERICS if old[name] != new[name]]
+    differing = [name for name in _NUMERICS if old.get(name) != new[name]]
     if not differing:
         return None
-    words = ", ".join(f"island.{name}={new[name]} (was {old[name]})" for name in differing)
+    words = ", ".join(f"island.{name}={new[name]} (was {old.get(name)})" for name in differing)
     return f"from here on with {words}: the same samples, other {'noise and ' * ('devices' in differing)}rounding"

@@ -27,7 +27,7 @@ import lightning as L
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch re-exports it without saying so
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.rendezvous import rendezvous
 
@@ -87,13 +87,25 @@ def after_the_first(what: str) -> Iterator[None]:
 
     Args:
         what: is decided; once in a process.
+
+    Raises:
+        SystemExit: the first one failed, which says why.
     """
     store = _store_of_ranks()
-    if store is not None and not leads():
-        store.wait([what])
-    yield
-    if store is not None and leads():
-        store.set(what, "decided")
+    if store is None:
+        yield
+        return
+    if not leads():
+        if store.get(what) == b"failed":
+            raise SystemExit(2)
+        yield
+        return
+    try:
+        yield
+    except BaseException:
+        store.set(what, "failed")
+        raise
+    store.set(what, "decided")
 
 
 @functools.cache  # the first rank serves it, to their process group, too, which takes the same port later

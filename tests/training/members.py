@@ -44,17 +44,17 @@ class Recorder(nn.Module):
         return self.gain * x_t if self.answer is None else self.gain * self.answer(x_t, t)
 
 
-def expert(network=None, step=0, rank=0, **changes):
-    return at(ExpertModule(network or Recorder(), spec(**changes)), step, rank)
+def expert(network=None, step=0, rank=0, num_ranks=1, **changes):
+    return at(ExpertModule(network or Recorder(), spec(**changes)), step, rank, num_ranks)
 
 
 def router(network, step=0, rank=0, **changes):
     return at(RouterModule(network, spec(**{"member": "router", **changes})), step, rank)
 
 
-def at(module, step, rank=0):
+def at(module, step, rank=0, num_ranks=1):
     """As a Trainer would number it."""
-    module._trainer = SimpleNamespace(global_step=step, global_rank=rank, world_size=1, scaler=None)
+    module._trainer = SimpleNamespace(global_step=step, global_rank=rank, world_size=num_ranks, scaler=None)
     return module
 
 

@@ -197,16 +197,30 @@ def test_other_ranks_take_what_the_first_has_left_and_touch_nothing(tmp_path):
     assert names(tmp_path) == before
 
 
-def test_when_all_are_damaged_training_starts_afresh_and_says_so(tmp_path):
-    write(tmp_path, 10, 20)
+@pytest.mark.parametrize(("steps", "others"), [((10, 20, 30), ", nor the 2 before it"), ((30,), "")])
+def test_when_none_can_be_read_nothing_is_started_over(tmp_path, steps, others):
+    write(tmp_path, *steps)
     for path in tmp_path.iterdir():
         cut(path)
+    before = names(tmp_path)
+    with pytest.raises(UserError) as caught:
+        newest_checkpoint(tmp_path)
+    line = str(caught.value)
+    assert line.startswith(f"{tmp_path / 'step-00000030.ckpt'}: damaged checkpoint (")
+    assert line.endswith(f"){others}; restore one, or remove {tmp_path} to start the member afresh")
+    assert names(tmp_path) == before
+
+
+def test_of_several_damaged_ones_the_last_is_kept(tmp_path):
+    write(tmp_path, 10, 20, 30)
+    for step in (20, 30):
+        cut(tmp_path / f"step-000000{step}.ckpt")
     path, lines = newest_checkpoint(tmp_path)
-    assert path is None
+    assert path == tmp_path / "step-00000010.ckpt"
     assert [line.partition(":")[0] for line in lines] == [
-        str(tmp_path / f"step-000000{step}.ckpt") for step in (20, 10)
+        str(tmp_path / f"step-000000{step}.ckpt") for step in (30, 20)
     ]
-    assert "starting afresh" in lines[-1]
+    assert names(tmp_path) == ["step-00000010.ckpt", "step-00000020.damaged"]
 
 
 def test_what_a_killed_save_left_is_swept(tmp_path):

@@ -7,6 +7,7 @@ from training.members import SCALE, SHIFT, Recorder, at, batch, expert
 
 from ddm_lightning.config import TimestepsConfig, TrainConfig
 from ddm_lightning.flow.condition import ConditionSpec
+from ddm_lightning.loading.order import Ranks, steps
 from ddm_lightning.prepare.stored import StoredForm
 from ddm_lightning.training.optimizer import build_optimizer
 
@@ -193,8 +194,28 @@ def test_validation_is_the_same_at_every_step_and_for_every_member():
         assert bool(a.condition.keep.all())
     noises = {noised.noise.numpy().tobytes() for noised in first}
     noises.add(expert().validation_noised(batch(), 3, 0).noise.numpy().tobytes())
-    noises.add(expert(rank=1).validation_noised(batch(), 2, 0).noise.numpy().tobytes())
-    assert len(noises) == NUM_TIMES + 2
+    assert len(noises) == NUM_TIMES + 1
+
+
+@pytest.mark.parametrize("num_held_out", [24, 20])  # the last step is full, and is not
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_a_held_out_sample_has_the_same_noise_on_any_number_of_ranks(num_ranks, num_held_out):
+    whole, size = batch(num_held_out), 8
+
+    def noises(ranks_of_step):
+        found = {}
+        for rank in range(ranks_of_step):
+            module = expert(rank=rank, num_ranks=ranks_of_step)
+            dealt = steps(np.arange(num_held_out), Ranks(1, ranks_of_step, rank), size // ranks_of_step, full=False)
+            for index, rows in enumerate(dealt[0, rank]):
+                rows = rows[rows >= 0]
+                noised = module.validation_noised({name: column[rows] for name, column in whole.items()}, index, 5)
+                found |= dict(zip(rows.tolist(), noised.noise, strict=True))
+        return torch.stack([found[row] for row in range(num_held_out)])
+
+    one = noises(1)
+    assert len(one.unique(dim=0)) == num_held_out
+    assert torch.equal(noises(num_ranks), one)
 
 
 @pytest.mark.parametrize(

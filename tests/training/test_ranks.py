@@ -128,15 +128,15 @@ def test_ranks_are_its_own_within_a_job_of_slurm_and_those_of_torchrun_else(tiny
     assert artifact(other) == artifact(tiny_run)
 
 
-def by_torchrun(run, *more, **variables):
-    """What two ranks print that are started as torchrun does."""
+def by_torchrun(run, *more, code=0, **variables):
+    """What two ranks print that are started as torchrun does and end with ``code``."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **variables}
     ranks = [start(run, *more, RANK=n, LOCAL_RANK=n, GROUP_RANK="0", **common) for n in "01"]
     try:
-        return [finish(process, 0, TRAINS_SECONDS) for process in ranks]
+        return [finish(process, code, TRAINS_SECONDS) for process in ranks]
     finally:
         for process in ranks:
             process.kill()
@@ -144,18 +144,26 @@ def by_torchrun(run, *more, **variables):
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_ranks_of_torchrun_pass_over_a_damaged_checkpoint_together(tiny_run):
-    """The second would have found it before the first had looked at it."""
-    alone = [*SETTINGS, "island.devices=1", "island.keep_checkpoints=1"]
+def test_ranks_of_torchrun_look_at_damaged_checkpoints_together(tiny_run):
+    """The second would have found them before the first had looked at them."""
+    alone = [*SETTINGS, "island.devices=1", "island.keep_checkpoints=2"]
     assert main(["fit", "-c", str(TINY), f"run_dir={tiny_run}", *alone]) == 0
     shutil.rmtree(tiny_run / "members/expert-0/artifact")
-    (path,) = (tiny_run / "members/expert-0/checkpoints").glob("step-*")
-    with (path / "rest.pt").open("ab") as stream:
-        stream.write(b"x")
-    (out, err), _ = by_torchrun(tiny_run, "island.strategy=ddp", program=FAILING, FAILS="0 late-damage 0")
-    assert "step-00000020.ckpt: damaged checkpoint" in err and "resumes at" not in err
+    paths = sorted((tiny_run / "members/expert-0/checkpoints").glob("step-*"))
+    whole = [(path / "rest.pt").read_bytes() for path in paths]
+    for path, content in zip(paths, whole, strict=True):
+        (path / "rest.pt").write_bytes(content + b"x")
+    late = {"program": FAILING, "FAILS": "0 late-damage 0"}
+    (_, err), (_, of_second) = by_torchrun(tiny_run, "island.strategy=ddp", code=2, **late)
+    (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert of_second == ""
+    assert "step-00000020.ckpt: damaged checkpoint" in line and "nor the 1 before it; restore one" in line
+
+    (paths[0] / "rest.pt").write_bytes(whole[0])
+    (out, err), _ = by_torchrun(tiny_run, "island.strategy=ddp", **late)
+    assert "step-00000020.ckpt: damaged checkpoint" in err and "expert-0: resumes at step 15\n" in err
     assert out.count("artifact: ") == 1
-    assert path.with_suffix(".damaged").is_dir()
+    assert paths[1].with_suffix(".damaged").is_dir()
     assert read_status(tiny_run, "expert-0")["state"] == "done"
 
 

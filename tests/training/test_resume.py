@@ -127,14 +127,18 @@ def test_a_truncated_checkpoint_falls_back_to_the_one_before_and_says_so(finishe
     assert [event.step for event in events.Scalars("train/loss")] == [5, 10, 15, 20]
 
 
-def test_with_all_checkpoints_damaged_it_starts_afresh_and_says_so(finished, interrupted, capsys):
-    for path in member(interrupted, "checkpoints").iterdir():
+def test_with_all_checkpoints_damaged_it_says_so_and_does_not_start_over(finished, interrupted, capsys):
+    folder = member(interrupted, "checkpoints")
+    for path in folder.iterdir():
         cut(path)
+    before = checkpoints(interrupted)
+    assert fit(interrupted) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert line.startswith(f"error: {folder / 'step-00000018.ckpt'}: damaged checkpoint (")
+    assert line.endswith(f", nor the 1 before it; restore one, or remove {folder} to start the member afresh")
+    assert checkpoints(interrupted) == before
+    shutil.rmtree(folder)  # the remedy that the line gives
     assert fit(interrupted) == 0
-    said = capsys.readouterr().err
-    assert said.count("damaged checkpoint") == 2
-    assert "starting afresh" in said
-    assert "resumes" not in said
     assert weights(interrupted) == weights(finished)
 
 
