@@ -13,8 +13,8 @@ import statistics
 import sys
 import tempfile
 from argparse import Namespace
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -48,8 +48,8 @@ class Networks:
     """Behind the names of its figures."""
     half: bool = False
     """Under bfloat16 autocast, both."""
-    compiled: bool = False
-    """Our blocks, as ``island.compile`` has them."""
+    compiled: Mapping[str, bool] = field(default_factory=lambda: {"": False})
+    """Whether our blocks are, as ``island.compile`` has them; by what is behind the names of these figures, too."""
 
 
 @dataclass(frozen=True)
@@ -93,9 +93,10 @@ LOOPS = {
     "cpu": Loop("", 256, 4, 4, 2, image_size=16, text_size=64, batch_size=8),
     "cuda": Loop("", 1152, 28, 16, 2, image_size=32, text_size=768, batch_size=16),
 }
+BOTH = {"": False, "_compiled": True}
 NETWORKS = {
-    "cpu": (Networks(SMALL), Networks(SMALL, "_bf16", half=True), Networks(SMALL, "_bf16_compiled", True, True)),
-    "cuda": (Networks(step_gpu.XL2, half=True, compiled=True),),
+    "cpu": (Networks(SMALL, compiled=BOTH), Networks(SMALL, "_bf16", half=True, compiled=BOTH)),
+    "cuda": (Networks(step_gpu.XL2, half=True, compiled={"": True}),),
 }
 DEMO = Loop("_demo", 128, 4, 4, 4, image_size=24, text_size=512, batch_size=16)
 
@@ -192,35 +193,34 @@ def add_networks(
     report: Report, kind: Networks, device: torch.device, num_rounds: int, original: Path | None = None
 ) -> None:
     """Rows and figures of our network beside diffusers' and, where its folder is given, the original one."""
-    sides = {
-        "ours": step_networks.our_side(kind.sizes),
+    ours = {f"ours{end}": step_networks.our_side(kind.sizes) for end in kind.compiled}
+    others = {
         "diffusers": step_networks.diffusers_side(kind.sizes, nearest=False),
         "diffusers_nearest": step_networks.diffusers_side(kind.sizes, nearest=True),
     }
     if original is not None:
-        sides["original"] = step_networks.original_side(kind.sizes, original)
+        others["original"] = step_networks.original_side(kind.sizes, original)
+    compiled = {f"ours{end}" for end, is_compiled in kind.compiled.items() if is_compiled}
     steps = {
-        name: step_networks.Step(side, kind.sizes, device, half=kind.half, compiled=kind.compiled and name == "ours")
-        for name, side in sides.items()
+        name: step_networks.Step(side, kind.sizes, device, half=kind.half, compiled=name in compiled)
+        for name, side in {**ours, **others}.items()
     }
     found = step_networks.in_turn(steps, num_rounds, 10 if device.type == "cuda" else 1)
-    millions = {name: side.num_parameters / 1e6 for name, side in sides.items()}
-    precision = "bfloat16" if kind.half else "32 bits"
-    ours = f"DiT{', compiled,' if kind.compiled else ''} beside"
-    for name in list(sides)[1:]:
-        title = (
-            f"{ours} {sides[name].title}, {precision}: {millions['ours']:.2f} M and {millions[name]:.2f} M parameters, "
-            f"{kind.sizes}"
-        )
-        _row(report, title, found["ours"], found[name])
-        figure = f"ours_over_{name}{kind.end}"
-        report.figures |= {
-            figure: ratio(found["ours"], found[name]),
-            f"{figure}_cpu_seconds": ratio(found["ours"], found[name], "cpu"),
-        }
+    millions = {name: f"{side.num_parameters / 1e6:.2f} M" for name, side in {**ours, **others}.items()}
+    for our, end in zip(ours, kind.compiled, strict=True):
+        kinds = f"{'compiled, ' if our in compiled else ''}{'bfloat16' if kind.half else '32 bits'}"
+        for name, other in others.items():
+            title = f"DiT, {kinds}, beside {other.title}: {millions[our]} and {millions[name]} parameters, {kind.sizes}"
+            _row(report, title, found[our], found[name])
+            figure = f"ours_over_{name}{kind.end}{end}"
+            report.figures |= {
+                figure: ratio(found[our], found[name]),
+                f"{figure}_cpu_seconds": ratio(found[our], found[name], "cpu"),
+            }
+        _bar(report, f"ours_over_diffusers{kind.end}{end}", NETWORK_BAR[device.type])
     report.figures |= {f"seconds_{name}{kind.end}": median(values) for name, values in found.items()}
-    report.figures |= {f"parameters_{name}": side.num_parameters for name, side in sides.items()}
-    _bar(report, f"ours_over_diffusers{kind.end}", NETWORK_BAR[device.type])
+    report.figures |= {f"parameters_{name}": side.num_parameters for name, side in others.items()}
+    report.figures["parameters_ours"] = next(iter(ours.values())).num_parameters
 
 
 def add_sharded(report: Report, found: dict[str, list[Seconds]]) -> None:

@@ -37,6 +37,8 @@ class MemberStatus:
     """Step of the newest validation that came to its end."""
     pid: int = 0
     """Process that trains it."""
+    began: str = ""
+    """When that process began, in ticks of its machine's clock; empty where the system does not say."""
     updated: float = 0.0
     """Unix time of the last write."""
 
@@ -44,6 +46,7 @@ class MemberStatus:
         """Write ``status.json`` in the member's folder."""
         self.updated = time.time()
         self.pid = os.getpid()
+        self.began = _began(self.pid)
         atomic_write_json(folder / "status.json", asdict(self))
 
     @classmethod
@@ -70,7 +73,7 @@ class MemberStatus:
 
     def shown_state(self) -> str:
         """The state, corrected when the process that wrote it is gone."""
-        if self.state in ("starting", "training") and not _alive(self.pid):
+        if self.state in ("starting", "training") and not self._runs():
             return "killed"
         return self.state
 
@@ -79,12 +82,19 @@ class MemberStatus:
         loss = self.metrics.get("train/loss")
         return f"loss {loss:.4f}  {self.samples_per_second:.0f} samples/s" if loss is not None else self.state
 
+    def _runs(self) -> bool:
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return False
+        except PermissionError:
+            return True
+        return self.began in ("", _began(self.pid))  # a later process may have its number
 
-def _alive(pid: int) -> bool:
+
+def _began(pid: int) -> str:
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+    return text.rpartition(")")[2].split()[19]  # behind the command's name, in which anything may be: field 22

@@ -90,17 +90,26 @@ def test_a_side_trains():
     assert any(not torch.equal(a, b) for a, b in zip(before, side.network.parameters(), strict=True))
 
 
-def test_networks_are_compared_in_both_precisions():
+def test_networks_are_compared_in_both_precisions_and_compiled(monkeypatch):
+    compiled = []
+    monkeypatch.setattr(step_networks, "compile_blocks", compiled.append)
     report = Report("", step.HEADINGS)
     step.add_networks(report, step.Networks(TINY), CPU, num_rounds=2)
-    step.add_networks(report, step.Networks(TINY, "_bf16", half=True), CPU, num_rounds=2)
+    assert not compiled
+    step.add_networks(report, step.Networks(TINY, "_bf16", half=True, compiled=step.BOTH), CPU, num_rounds=2)
+    assert len(compiled) == 1
+    others = {f"ours_over_{name}" for name in ("diffusers", "diffusers_nearest")}
+    assert {name for name in report.figures if name.startswith("ours_over") and not name.endswith("cpu_seconds")} == {
+        f"{name}{end}" for name in others for end in ("", "_bf16", "_bf16_compiled")
+    }
     assert {
-        "ours_over_diffusers",
-        "ours_over_diffusers_nearest",
+        "parameters_ours",
         "parameters_diffusers",
-        "ours_over_diffusers_bf16",
-        "seconds_diffusers_nearest_bf16",
+        "seconds_ours",
+        "seconds_ours_compiled_bf16",
     } <= report.figures.keys()
+    step.add_networks(report, step.Networks(TINY, half=True, compiled={"": True}), CPU, num_rounds=2)
+    assert len(compiled) == 2  # as on a GPU
 
 
 @pytest.mark.parametrize("half", [False, True])

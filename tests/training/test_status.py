@@ -1,11 +1,12 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from ddm_lightning.errors import UserError
-from ddm_lightning.training.status import MemberStatus
+from ddm_lightning.training.status import MemberStatus, _began
 
 
 def gone():
@@ -60,6 +61,23 @@ def test_a_process_that_is_gone_was_killed(tmp_path, state):
     assert status.shown_state() == state
     status.pid = gone()
     assert status.shown_state() == "killed"
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="the system does not say when a process began")
+def test_a_later_process_with_the_number_of_a_killed_one_does_not_train(tmp_path):
+    status = MemberStatus("router", 40, "training")
+    status.write(tmp_path)  # by this process
+    # The command's name is in front of the numbers, and may hold what parts them.
+    odd = tmp_path / "a) 1 2 (b"
+    odd.symlink_to("/bin/sleep")
+    with subprocess.Popen([odd, "60"]) as process:
+        status.pid = process.pid
+        assert status.shown_state() == "killed"
+        ticks = int(_began(process.pid))
+        process.kill()
+    with Path("/proc/uptime").open(encoding="ascii") as stream:
+        now = float(stream.read().split()[0]) * os.sysconf("SC_CLK_TCK")
+    assert int(status.began) < ticks <= now < ticks + 60 * os.sysconf("SC_CLK_TCK")
 
 
 @pytest.mark.parametrize("state", ["waiting", "stopped", "failed", "done"])
