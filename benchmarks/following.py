@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import torch
@@ -45,6 +46,10 @@ class Prompts:
         self.features = picture_features(self.encoder.decode(whole.x_0[rows]))
         order = torch.randperm(len(rows), generator=keyed_generator(self.seed, "prompts"))
         self.drawn = order[:num]
+        counts = Counter(self.names)
+        drawn = [self.names[row] for row in self.drawn.tolist()]
+        self.chance = sum(counts[name] for name in drawn) / (len(drawn) * len(self.names))
+        """The share that a training picture drawn at random for each prompt would have."""
 
     def followed(self, artifact: Path) -> float:
         """Of pictures of these prompts, guided as the experiment's own are, by the expert alone."""

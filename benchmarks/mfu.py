@@ -102,7 +102,7 @@ def add(
     known = (
         "its peak is not known, so there is no MFU." if peak_flops is None else f"{peak_flops:g} TFLOP/s at its peak."
     )
-    size = f"{step.num_parameters / 1e6:,.0f} M parameters, {step.model_flops / 1e9:,.1f} GFLOP a sample"
+    size = f"{step.num_parameters / 1e6:,.2f} M parameters, {step.model_flops / 1e9:,.1f} GFLOP a sample"
     line = f"{size}, {described}: {known}"
     if line not in report.notes:
         report.note(line)

@@ -69,8 +69,8 @@ def main(arguments: Sequence[str] | None) -> None:
         ["learning rate", *(f"batch {batch}" for batch in sweep.batches)],
     )
     losses = sweep.losses()
-    followed = sweep.followed()
-    sweep.fill(report, losses, followed)
+    followed, chance = sweep.followed()
+    sweep.fill(report, losses, followed, chance)
     report.show(console())
     report.write(options.json)
     picture = sweep.folder / "sweep.png"
@@ -124,11 +124,14 @@ class Sweep:
         found = self.trainings.losses({folder: self.settings(point) for point, folder in folders.items()})
         return {point: found[folder] for point, folder in folders.items()}
 
-    def followed(self) -> dict[Point, float]:
-        """The share of an expert's pictures that follow their prompts; nothing of a router, or without prompts."""
+    def followed(self) -> tuple[dict[Point, float], float]:
+        """The share of an expert's pictures that follow their prompts, and that of pictures drawn at random.
+
+        Nothing of a router, or without prompts.
+        """
         kind = self.experiment.condition.kind
         if self.member == ROUTER or kind not in ("text", "class"):
-            return {}
+            return {}, 0.0
         num = self.options.prompts or (QUICK_PROMPTS if self.options.quick else NUM_PROMPTS)
         points = list(self.points())
         with progress(console()) as bars:
@@ -137,7 +140,7 @@ class Sweep:
             for point in points:
                 found[point] = prompts.followed(RunFolder(self.folder / point.name).artifact(self.member))
                 bars.advance(task)
-        return found
+        return found, prompts.chance
 
     def settings(self, point: Point) -> list[str]:
         """What makes the experiment that of ``point``."""
@@ -159,7 +162,9 @@ class Sweep:
             *(f"{section}.train.{key}={json.dumps(value)}" for key, value in values.items()),
         ]
 
-    def fill(self, report: Report, losses: dict[Point, float], followed: dict[Point, float]) -> None:
+    def fill(
+        self, report: Report, losses: dict[Point, float], followed: dict[Point, float], chance: float = 0.0
+    ) -> None:
         """Table, figures and the best pair."""
         means, shares = mean_over_seeds(losses), mean_over_seeds(followed)
         best = min(means, key=means.__getitem__)
@@ -168,8 +173,9 @@ class Sweep:
         if shares:
             report.note(
                 "In brackets: of pictures of training prompts by the expert alone, the share that lies nearest to a "
-                "training picture of the same prompt."
+                f"training picture of the same prompt; of training pictures drawn at random {chance:.1%} would."
             )
+            report.figures["followed_by_chance"] = chance
         for rate in self.rates:
             report.row(
                 f"{rate:g}",

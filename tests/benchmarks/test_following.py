@@ -28,6 +28,10 @@ def test_pictures_that_are_the_training_set_follow_and_others_do_not(tiny_run, m
         order = (prompts.drawn + shift) % len(prompts.names)
         monkeypatch.setattr("following.sample", lambda *_, order=order, **__: prompts.features[order])
         assert low <= prompts.followed(tiny_run) <= high
+    # By chance: any training picture may be the nearest to any of them.
+    pairs = [prompts.names[row] == name for row in prompts.drawn.tolist() for name in prompts.names]
+    assert prompts.chance == pytest.approx(sum(pairs) / len(pairs))
+    assert 0 < prompts.chance < 1
 
 
 @pytest.mark.slow

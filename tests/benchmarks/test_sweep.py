@@ -94,7 +94,8 @@ def test_quick_trains_each_pair_once(tmp_path, capsys):
     losses = {name: loss for name, loss in figures.items() if name.startswith("loss_")}
     assert len(losses) == 4 and all(loss > 0 for loss in losses.values())
     assert len(set(losses.values())) == 4
-    shares = [share for name, share in figures.items() if name.startswith("followed_")]
+    shares = [share for name, share in figures.items() if name.startswith("followed_rate_")]
+    assert 0 < figures["followed_by_chance"] < 1
     assert len(shares) == 4 and all(0 <= share <= 1 for share in shares)
     best = f"loss_rate_{figures['best_rate']:g}_batch_{figures['best_batch']}"
     assert losses[best] == min(losses.values())
