@@ -51,7 +51,7 @@ class PictureLogger(L.Callback):
 
     @torch.no_grad()
     def on_validation_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Draw; every rank computes (a sharded network needs all), the first one logs."""
+        """Draw; every rank samples (a sharded network needs all), the first one decodes and logs."""
         if trainer.should_stop:
             return
         logger = trainer.logger
@@ -63,20 +63,20 @@ class PictureLogger(L.Callback):
         assert isinstance(module, MemberModule)
         if self._batch is None:
             return
-        encoder = IMAGE_ENCODERS.build(
-            self.experiment.prepare.image_encoder.name, self.experiment.prepare.image_encoder.params
-        )
         try:
             sampled = self._sampled(module)
         except _CutShortError:
             return
+        if not (trainer.is_global_zero and isinstance(logger, TensorBoardLogger)):
+            return
+        plugin = self.experiment.prepare.image_encoder
+        encoder = IMAGE_ENCODERS.build(plugin.name, plugin.params)  # anew: between validations its memory is the step's
         rows = [
             (name, list(encoder.decode(x_0.float().cpu())))
             for name, x_0 in (("held out", module.normalised(self._batch)), ("sampled", sampled))
         ]
-        if trainer.is_global_zero and isinstance(logger, TensorBoardLogger):
-            grid = np.asarray(labelled_grid(rows))
-            logger.experiment.add_image("samples", grid, trainer.global_step, dataformats="HWC")
+        grid = np.asarray(labelled_grid(rows))
+        logger.experiment.add_image("samples", grid, trainer.global_step, dataformats="HWC")
 
     def _sampled(self, module: MemberModule) -> Float[Tensor, "b c h w"]:
         assert self._batch is not None
