@@ -71,7 +71,9 @@ def run(main: Callable[[Sequence[str] | None], None]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("interrupted; the same command goes on where it stopped", file=sys.stderr)
+        print(
+            "interrupted; trainings in a run folder are kept, and the same command goes on with them", file=sys.stderr
+        )
         return INTERRUPTED
     return 0
 

@@ -71,8 +71,10 @@ def main(arguments: Sequence[str] | None) -> None:
     made = parser(__doc__ or "", config="experiments/tiny_2x.yaml")
     made.add_argument("--kills", type=int, default=None, help="how often (default: 20; with --quick: 3)")
     options = parse(made, arguments)
-    num_kills = options.kills or (QUICK_KILLS if options.quick else NUM_KILLS)
+    num_kills = options.kills if options.kills is not None else QUICK_KILLS if options.quick else NUM_KILLS
     max_steps = QUICK_STEPS if options.quick else MAX_STEPS
+    if not 1 <= num_kills <= max_steps // 10:
+        raise UserError(f"--kills {num_kills}: must be from 1 to {max_steps // 10}, a tenth of the steps")
     settings = [
         *options.overrides,
         f"expert.train.max_steps={max_steps}",

@@ -218,7 +218,8 @@ def add_networks(
                 f"{figure}_cpu_seconds": ratio(found[our], found[name], "cpu"),
             }
         _bar(report, f"ours_over_diffusers{kind.end}{end}", NETWORK_BAR[device.type])
-    report.figures |= {f"seconds_{name}{kind.end}": median(values) for name, values in found.items()}
+        report.figures[f"seconds_ours{kind.end}{end}"] = median(found[our])
+    report.figures |= {f"seconds_{name}{kind.end}": median(found[name]) for name in others}
     report.figures |= {f"parameters_{name}": side.num_parameters for name, side in others.items()}
     report.figures["parameters_ours"] = next(iter(ours.values())).num_parameters
 

@@ -20,7 +20,7 @@ from ddm_lightning.files import atomic_folder, atomic_write_json, inside, read_j
 from ddm_lightning.flow.condition import ConditionSpec
 from ddm_lightning.flow.prediction import PREDICTIONS
 from ddm_lightning.networks import EXPERTS, ROUTERS
-from ddm_lightning.weights import load_weights, save_weights
+from ddm_lightning.weights import check_recorded, load_weights, save_weights
 
 FORMAT_VERSION = 1
 WEIGHTS_FILE = "model.safetensors"
@@ -195,6 +195,15 @@ def read_artifact(folder: Path) -> tuple[ArtifactMeta, dict[str, Tensor]]:
     """
     meta = read_meta(folder)
     return meta, load_weights(folder / WEIGHTS_FILE, meta.model_sha256, _REMEDY)
+
+
+def check_weights(folder: Path, meta: ArtifactMeta) -> None:
+    """Look whether the weights of an artifact are those that ``meta`` describes, without reading them as such.
+
+    Raises:
+        UserError: missing, pickled or not the recorded ones.
+    """
+    check_recorded(folder / WEIGHTS_FILE, meta.model_sha256, _REMEDY)
 
 
 def build_network(meta: ArtifactMeta, state: Mapping[str, Tensor], named_by: Path | None = None) -> nn.Module:

@@ -58,7 +58,7 @@ def _dry_run(experiment: Experiment, options: argparse.Namespace) -> int:
     from ddm_lightning.prepare.engine import num_processes_for
     from ddm_lightning.run_folder import RunFolder, refuse_changed
 
-    check_plugins(experiment, options.config)
+    check_plugins(experiment, options.config, options.overrides)
     refuse_changed(experiment)
     _limit_threads(experiment)
     plan = dry_run(experiment, RunFolder.of(experiment).root)
@@ -76,7 +76,7 @@ def _prepared(experiment: Experiment, options: argparse.Namespace) -> RunFolder:
     from ddm_lightning.prepare.stages import prepare
     from ddm_lightning.run_folder import RunFolder, open_run, refuse_changed
 
-    check_plugins(experiment, options.config)
+    check_plugins(experiment, options.config, options.overrides)
     refuse_changed(experiment)
     _limit_threads(experiment)
     with RichReporter() as reporter:
@@ -84,7 +84,7 @@ def _prepared(experiment: Experiment, options: argparse.Namespace) -> RunFolder:
             experiment,
             RunFolder.of(experiment).root,
             reporter,
-            check=lambda sizes: check_networks(experiment, sizes, options.config),
+            check=lambda sizes: check_networks(experiment, sizes, options.config, options.overrides),
         )
     # Not before: what prepare refuses may be changed without taking another folder.
     return open_run(experiment, create=True)
@@ -135,12 +135,12 @@ def _fit_one(member: str, experiment: Experiment, options: argparse.Namespace) -
     from ddm_lightning.prepare.manifest import Manifest
     from ddm_lightning.run_folder import RunFolder, open_run, refuse_changed
 
-    check_plugins(experiment, options.config)
+    check_plugins(experiment, options.config, options.overrides)
     refuse_changed(experiment)
     run = RunFolder.of(experiment)
     manifest = Manifest.read(run.root)  # an island is handed prepared shards; it does not make them
     if not run.experiment.exists():
-        check_networks(experiment, manifest, options.config)
+        check_networks(experiment, manifest, options.config, options.overrides)
     open_run(experiment, create=True)
     refuse_stale([member], experiment, run)
 
@@ -258,7 +258,8 @@ def _sample(options: argparse.Namespace) -> int:
         experiment.sample = replace(experiment.sample, num_per_prompt=options.num)
         check_experiment(experiment, f"--num {options.num}")
     run = open_run(experiment, create=False)
-    is_own = options.prompt is None and options.num is None
+    as_in_file = not any(text.startswith("sample.") for text in options.overrides)
+    is_own = as_in_file and options.prompt is None and options.num is None
     given = None if options.out is None else check_out(options.out)
     path = given or (_grid if is_own else _next_sheet)(experiment, run)
     unfinished = [member for member in ensemble_members(experiment) if not run.is_finished(member)]
@@ -306,12 +307,21 @@ def _replay(options: argparse.Namespace) -> int:
     return 0
 
 
+def _width(use: str | None) -> float | None:
+    """What ``--use`` asks for; None for the original, and where it is not given."""
+    try:
+        return None if use in (None, "original") else float(str(use))
+    except ValueError:
+        raise UserError(f"--use {use}: give a width such as 0.08, or original") from None
+
+
 def _ema(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     experiment, member = _load_for_member(options)
     if options.use is not None and options.width is not None:
         raise UserError("ema: --width compares and --use hands over; give one of them")
+    width = _width(options.use)
 
     from ddm_lightning.members import ensemble_members
     from ddm_lightning.run_folder import open_run
@@ -327,7 +337,10 @@ def _ema(options: argparse.Namespace) -> int:
         Console().print(widths_table(averages.compare(options.width)))
         print(f"next: {_command('ema', options)} member={member} --use WIDTH")
         return 0
-    averages.use_by_name(options.use)
+    if width is None:
+        averages.use_original()
+    else:
+        averages.use(width)
     print(f"artifact: {run.artifact(member)}")
     if run.ensemble.exists() and member in ensemble_members(experiment):
         assemble(experiment, run)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from ddm_lightning.config import Experiment, PluginConfig
+from collections.abc import Sequence
+
+from ddm_lightning.config import Experiment, PluginConfig, blamed
 from ddm_lightning.errors import UserError
 from ddm_lightning.members import ROUTER, config_of, expert_name
 from ddm_lightning.networks import EXPERTS, ROUTERS
@@ -13,12 +15,13 @@ from ddm_lightning.training.member_network import planned_network
 from ddm_lightning.training.muon import has_muon_matrices
 
 
-def check_plugins(experiment: Experiment, source: str) -> None:
+def check_plugins(experiment: Experiment, source: str, overrides: Sequence[str] = ()) -> None:
     """Refuse an unknown name, or params that a plug-in does not take.
 
     Args:
         experiment: the resolved experiment.
         source: the file it came from, for the error line.
+        overrides: what was set besides, for the same.
 
     Raises:
         UserError: naming ``source`` and the key.
@@ -39,16 +42,19 @@ def check_plugins(experiment: Experiment, source: str) -> None:
         try:
             registry.check(plugin.name, plugin.params, **context)
         except UserError as error:
-            raise UserError(f"{source}: key {key!r}: {error}") from None
+            raise UserError(f"{blamed(source, overrides, key)}: key {key!r}: {error}") from None
 
 
-def check_networks(experiment: Experiment, sizes: DataSizes | Manifest, source: str) -> None:
+def check_networks(
+    experiment: Experiment, sizes: DataSizes | Manifest, source: str, overrides: Sequence[str] = ()
+) -> None:
     """Refuse values that a network turns down only when it is built, such as heads that do not divide its width.
 
     Args:
         experiment: the resolved experiment.
         sizes: of the data.
         source: the file it came from, for the error line.
+        overrides: what was set besides, for the same.
 
     Raises:
         UserError: naming ``source`` and the key.
@@ -57,12 +63,15 @@ def check_networks(experiment: Experiment, sizes: DataSizes | Manifest, source: 
         try:
             network = planned_network(member, experiment, sizes)
         except UserError as error:
-            raise UserError(f"{source}: key {key!r}: {error}") from None
+            raise UserError(f"{blamed(source, overrides, key)}: key {key!r}: {error}") from None
         except (RuntimeError, ArithmeticError) as error:  # torch's, for a width of 0 and the like
             problem = str(error).partition("\n")[0]
-            raise UserError(f"{source}: key {key!r}: cannot be built: {problem}; change its params") from None
+            raise UserError(
+                f"{blamed(source, overrides, key)}: key {key!r}: cannot be built: {problem}; change its params"
+            ) from None
         if config_of(member, experiment).train.optimizer == "muon" and not has_muon_matrices(network):
             section = key.partition(".")[0]
             raise UserError(
-                f"{source}: key '{section}.train.optimizer' = 'muon': {key} has no matrices in 'blocks'; set adamw"
+                f"{blamed(source, overrides, f'{section}.train.optimizer', key)}: "
+                f"key '{section}.train.optimizer' = 'muon': {key} has no matrices in 'blocks'; set adamw"
             )

@@ -49,6 +49,28 @@ def load_weights(path: Path, sha256: str, remedy: str) -> dict[str, Tensor]:
     Raises:
         UserError: the file is missing, a pickle, not the hashed one, damaged, or holds a weight that is not finite.
     """
+    check_recorded(path, sha256, remedy)
+    try:
+        state = load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path}: not a whole safetensors file ({error}); {remedy}") from None
+    bad = _first_non_finite(state)
+    if bad is not None:
+        raise UserError(f"{path}: weight {bad!r} is not finite; {remedy}")
+    return state
+
+
+def check_recorded(path: Path, sha256: str, remedy: str) -> None:
+    """Look at a file's hash, and whether it is a pickle.
+
+    Args:
+        path: the safetensors file.
+        sha256: what its hash must be.
+        remedy: ends every error line.
+
+    Raises:
+        UserError: the file is missing, a pickle, or not the hashed one.
+    """
     if not path.is_file():
         raise UserError(f"{path}: the weights are missing; {remedy}")
     _refuse_pickle(path, remedy)
@@ -58,14 +80,6 @@ def load_weights(path: Path, sha256: str, remedy: str) -> dict[str, Tensor]:
             f"{path}: SHA-256 is {found[:12]}…, but {sha256[:12]}… was recorded: "
             f"the file is damaged, cut short or another one; {remedy}"
         )
-    try:
-        state = load_file(path)
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{path}: not a whole safetensors file ({error}); {remedy}") from None
-    bad = _first_non_finite(state)
-    if bad is not None:
-        raise UserError(f"{path}: weight {bad!r} is not finite; {remedy}")
-    return state
 
 
 def _refuse_pickle(path: Path, remedy: str) -> None:

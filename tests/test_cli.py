@@ -282,7 +282,8 @@ def test_what_is_drawn_besides_takes_a_file_of_its_own(
 ) -> None:
     run = copy_run(finished_run, tmp_path / "run")
     grid = (run / "samples" / "top-1.png").read_bytes()
-    for number, more in ((1, ("--prompt", "red disc")), (2, ("--num", 2)), (3, ("--prompt", "red disc"))):
+    drawn = (("--prompt", "red disc"), ("--num", 2), ("--prompt", "red disc"), ("sample.prompts=[blue square]",))
+    for number, more in enumerate(drawn, 1):
         path = run / "samples" / f"top-1-00{number}.png"
         assert called(capsys, "sample", *settings(run), *more) == f"samples: {path}\n"
     first, third = ((run / "samples" / f"top-1-00{number}.png").read_bytes() for number in (1, 3))

@@ -76,6 +76,29 @@ def test_an_artifact_of_another_network_is_not_the_experiments(
     assert line.startswith(f"error: {artifact}: {words}; copy the right one there")
 
 
+def test_an_artifact_of_another_batch_is_not_the_experiments(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    artifact = run / "members" / "router" / "artifact"
+    meta = json.loads((artifact / "member.json").read_text(encoding="utf-8"))
+    (artifact / "member.json").write_text(json.dumps({**meta, "num_samples": 7}), encoding="utf-8")
+    words = f"was trained on 7 samples, and the experiment asks for {meta['num_samples']:,}; copy"
+    assert refused(capsys, "fit", *settings(run)).startswith(f"error: {artifact}: {words}")
+
+
+@pytest.mark.parametrize("harm", ["another", "cut", "missing"])
+def test_weights_that_are_not_the_described_ones_make_no_ensemble(
+    run: Path, capsys: pytest.CaptureFixture[str], harm: str
+) -> None:
+    ours, other = (run / "members" / member / "artifact" / "model.safetensors" for member in ("expert-0", "expert-1"))
+    whole = ours.read_bytes()
+    changed = {"another": other.read_bytes(), "cut": whole[:-8], "missing": b""}[harm]
+    ours.unlink() if harm == "missing" else ours.write_bytes(changed)
+    assert refused(capsys, "fit", *settings(run)).startswith(f"error: {ours}: ")
+    assert not (run / "ensemble.json").exists()
+    ours.write_bytes(whole)
+    assert main(["fit", *settings(run)]) == 0
+    assert (run / "ensemble.json").exists()
+
+
 def test_artifacts_of_two_members_that_are_swapped(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ours, other = (run / "members" / member / "artifact" for member in ("expert-0", "expert-1"))
     shutil.rmtree(ours)

@@ -190,7 +190,7 @@ def test_what_a_reference_brings_is_checked_too(path: Path, monkeypatch: pytest.
         (["prepare.partition.num_clusters=-2"], "'prepare.partition.num_clusters' = -2: must be at least 1"),
         (
             ["prepare.partition.num_fine_centroids=8", "prepare.partition.num_clusters=16"],
-            "'prepare.partition.num_clusters' = 16: exceeds num_fine_centroids",
+            "'prepare.partition.num_clusters' = 16: exceeds prepare.partition.num_fine_centroids",
         ),
         (
             ["expert.train.global_batch_size=9"],
@@ -203,8 +203,11 @@ def test_what_a_reference_brings_is_checked_too(path: Path, monkeypatch: pytest.
         (["island.precision=bf16"], "'island.precision' = 'bf16': must be one of 32-true, "),
         (["island.accelerator=tpu"], "'island.accelerator' = 'tpu': must be one of auto, cpu, gpu"),
         (["sample.strategy=best"], "'sample.strategy' = 'best': must be one of full, top-1, top-k, bayes"),
-        (["sample.strategy=top-k", "sample.top_k=3"], "'sample.top_k' = 3: exceeds the number of experts, 2"),
-        (["sample.strategy=bayes"], "'sample.solver' = 'euler': strategy 'bayes' filters"),
+        (
+            ["sample.strategy=top-k", "sample.top_k=3"],
+            "'sample.top_k' = 3: exceeds the number of experts, prepare.partition.num_clusters = 2",
+        ),
+        (["sample.strategy=bayes"], "'sample.solver' = 'euler': sample.strategy = 'bayes' filters"),
         (["sample.solver=rk4"], "'sample.solver' = 'rk4': must be one of euler, heun, ancestral"),
         (["condition.kind=picture"], "'condition.kind' = 'picture': must be one of text, tokens, class, none"),
         (["condition.kind=text"], "'condition.kind' = 'text': needs prepare.caption_encoder, which is null"),
@@ -235,14 +238,19 @@ def test_what_a_reference_brings_is_checked_too(path: Path, monkeypatch: pytest.
     ],
 )
 def test_values_out_of_range_and_contradictions_are_refused(path: Path, overrides: list[str], line: str) -> None:
-    typed = [text for text in overrides if line.startswith(f"{text.partition('=')[0]!r} ")]
-    assert refusal(path, *overrides).startswith(f"{f' with {typed[0]!r}' if typed else ''}: key {line}")
+    said, first = refusal(path, *overrides), f"{line.partition(' ')[0]}="
+    blamed = [text for text in overrides if first.replace("'", "") == f"{text.partition('=')[0]}="] or overrides
+    assert said.startswith(tuple(f" with {text!r}: key {line}" for text in blamed))
 
 
 def test_of_several_overrides_the_one_that_holds_is_to_blame_and_else_the_file(path: Path) -> None:
     assert refusal(path, "seed=3", "seed=-1").startswith(" with 'seed=-1': key 'seed' = -1: ")
     assert refusal(path, "expert.train={warmup_steps: -1}", "seed=4").startswith(
         " with 'expert.train={warmup_steps: -1}': key 'expert.train.warmup_steps' = -1: "
+    )
+    # What the file has is named, and what was typed contradicts it.
+    assert refusal(path, "seed=1", "prepare.partition.num_clusters=3").startswith(
+        " with 'prepare.partition.num_clusters=3': key 'expert.train.global_batch_size' = 8: must be divisible"
     )
     path.write_text(SMALLEST + "seed: -1\n")
     assert refusal(path, "run_dir=elsewhere").startswith(": key 'seed' = -1: ")

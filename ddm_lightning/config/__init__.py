@@ -6,7 +6,7 @@ what one field asks of another. Importing this package imports neither torch nor
 
 from __future__ import annotations
 
-from ddm_lightning.config.check import check_experiment
+from ddm_lightning.config.check import blamed, check_experiment
 from ddm_lightning.config.data import PartitionConfig, PicturesConfig, PrepareConfig, ShardsConfig
 from ddm_lightning.config.experiment import (
     ConditionConfig,
@@ -35,6 +35,7 @@ __all__ = [
     "ShardsConfig",
     "TimestepsConfig",
     "TrainConfig",
+    "blamed",
     "check_experiment",
     "load_experiment",
     "to_dict",

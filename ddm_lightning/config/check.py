@@ -79,6 +79,16 @@ for _role in ("expert", "router"):
     }
 
 
+def blamed(source: str | Path, overrides: Sequence[str], key: str, problem: str = "") -> str:
+    """``source``, such as the file's name, with the one of ``overrides`` that ``problem`` of ``key`` comes from."""
+    typed = {text: text.partition("=")[0] for text in overrides}
+    # Above the key or below it.
+    own = [text for text, at in typed.items() if f"{key}.".startswith(f"{at}.") or at.startswith(f"{key}.")]
+    # Of two that contradict each other the file's may be the one that is named.
+    other = [text for text, at in typed.items() if at in problem]
+    return f"{source} with {(own or other)[-1]!r}" if own or other else str(source)
+
+
 def check_experiment(experiment: Experiment, source: str | Path, overrides: Sequence[str] = ()) -> None:
     """Refuse values out of range and fields that contradict each other.
 
@@ -95,9 +105,7 @@ def check_experiment(experiment: Experiment, source: str | Path, overrides: Sequ
         return functools.reduce(getattr, key.split("."), experiment)
 
     def refuse(key: str, problem: str) -> None:
-        typed = [text for text in overrides if f"{key}.".startswith(f"{text.partition('=')[0]}.")]
-        where = f"{source} with {typed[-1]!r}" if typed else source
-        raise UserError(f"{where}: key {key!r} = {value_of(key)!r}: {problem}")
+        raise UserError(f"{blamed(source, overrides, key, problem)}: key {key!r} = {value_of(key)!r}: {problem}")
 
     for key, choices in CHOICES.items():
         if value_of(key) not in choices:
@@ -125,7 +133,7 @@ def check_experiment(experiment: Experiment, source: str | Path, overrides: Sequ
     if partition.kind == "kmeans" and num_clusters > num_fine:
         refuse(
             "prepare.partition.num_clusters",
-            f"exceeds num_fine_centroids = {num_fine}, which are grouped into clusters",
+            f"exceeds prepare.partition.num_fine_centroids = {num_fine}, which are grouped into clusters",
         )
     batch = experiment.expert.train.global_batch_size
     if batch % num_clusters:
@@ -149,11 +157,13 @@ def check_experiment(experiment: Experiment, source: str | Path, overrides: Sequ
     if island.strategy == "single" and island.devices > 1:
         refuse("island.devices", "island.strategy = 'single' uses one; set ddp or fsdp")
     if island.attention == "xformers" and island.accelerator == "cpu":
-        refuse("island.attention", "runs on CUDA devices only; set sdpa or auto")
+        refuse("island.attention", "runs on CUDA devices only, not with island.accelerator = 'cpu'; set sdpa or auto")
     if sample.strategy == "top-k" and sample.top_k > num_clusters:
-        refuse("sample.top_k", f"exceeds the number of experts, {num_clusters}")
+        refuse("sample.top_k", f"exceeds the number of experts, prepare.partition.num_clusters = {num_clusters}")
     if sample.strategy == "bayes" and sample.solver != "ancestral":
-        refuse("sample.solver", "strategy 'bayes' filters along a stochastic chain; set sample.solver=ancestral")
+        refuse(
+            "sample.solver", "sample.strategy = 'bayes' filters along a stochastic chain; set sample.solver=ancestral"
+        )
     reads_text = condition.kind in ("text", "tokens")
     if reads_text and experiment.prepare.caption_encoder is None:
         refuse("condition.kind", "needs prepare.caption_encoder, which is null")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ddm_lightning.artifacts import MEMBER_FILE, read_meta, write_ensemble
+from ddm_lightning.artifacts import MEMBER_FILE, ArtifactMeta, check_weights, read_ensemble, read_meta, write_ensemble
 from ddm_lightning.config import Experiment
 from ddm_lightning.errors import UserError
-from ddm_lightning.members import config_of, ensemble_members
+from ddm_lightning.members import batch_size_of, config_of, ensemble_members
 from ddm_lightning.prepare.manifest import Manifest
 from ddm_lightning.run_folder import RunFolder
 from ddm_lightning.training.handover import described
@@ -23,9 +23,22 @@ def assemble(experiment: Experiment, run: RunFolder) -> bool:
         UserError: artifacts that do not belong together, or damaged ones.
     """
     folders = [run.artifact(member) for member in ensemble_members(experiment)]
+    listed = _listed(run)
+    for folder in folders:
+        meta = read_meta(folder)
+        if listed.get(meta.member) != meta:  # once: weights are gigabytes
+            check_weights(folder, meta)
     before = run.ensemble.read_bytes() if run.ensemble.exists() else None
     write_ensemble(run.root, folders, Manifest.read(run.root).priors)
     return run.ensemble.read_bytes() != before
+
+
+def _listed(run: RunFolder) -> dict[str, ArtifactMeta]:
+    """Members of the ensemble that is there; none where it is none, or is no longer what its artifacts are."""
+    try:
+        return read_ensemble(run.ensemble).metas
+    except UserError:
+        return {}
 
 
 def refuse_stale(members: Sequence[str], experiment: Experiment, run: RunFolder) -> None:
@@ -48,6 +61,9 @@ def refuse_stale(members: Sequence[str], experiment: Experiment, run: RunFolder)
             problem = "was trained on clusters that have changed since, or on those of another run"
         elif meta.step != steps:
             problem = f"has {meta.step} steps of training, and the experiment asks for {steps}"
+        elif meta.num_samples != steps * batch_size_of(member, experiment):
+            samples = f"{steps * batch_size_of(member, experiment):,}"
+            problem = f"was trained on {meta.num_samples:,} samples, and the experiment asks for {samples}"
         elif differing:
             was, now = getattr(meta, differing[0]), wanted[differing[0]]
             problem = f"has {differing[0]} = {was!r} in {MEMBER_FILE}, and the experiment asks for {now!r}"

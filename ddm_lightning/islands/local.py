@@ -233,9 +233,7 @@ def _failure(child: _Child, code: int) -> str:
 def _stop(running: list[_Child], requests: _StopRequests, console: Console) -> None:
     """Tell each to leave a checkpoint, and wait however long that takes: without it all its steps may be lost."""
     num_before = requests.num
-    console.print(
-        "stopping: each member finishes its step and leaves a checkpoint; a second Ctrl-C ends them at once, without"
-    )
+    console.print("stopping: each member finishes its step and leaves a checkpoint; a second Ctrl-C ends them without")
     for child in running:
         child.process.terminate()
     left = list(running)

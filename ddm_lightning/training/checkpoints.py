@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import Checkpoint
 
 from ddm_lightning.errors import UserError
 from ddm_lightning.training.checkpoint_files import TEMPORARY, damage_of
+from ddm_lightning.training.guard import skipped_file
 from ddm_lightning.training.module import MemberModule
 from ddm_lightning.training.saving_strategies import BackgroundCheckpoints
 
@@ -24,7 +25,7 @@ class RollingCheckpoints(Checkpoint):
     a kill it knows only the files that the checkpoint it resumed from had recorded.
 
     Args:
-        folder: of the member's checkpoints.
+        folder: of the member's checkpoints, in its own.
         every_n_steps: between two of them.
         keep: the newest so many are kept,
         milestone_every_n_steps: and each one of a multiple of so many steps; None for no such ones.
@@ -70,7 +71,10 @@ class RollingCheckpoints(Checkpoint):
         if trainer.global_step == self._newest_step:
             return
         assert isinstance(trainer.lightning_module, MemberModule)
-        trainer.lightning_module.guard.settle()
+        guard = trainer.lightning_module.guard
+        guard.settle()
+        # Now, not with the next report: whoever resumes here does not take the steps before it once more.
+        guard.write(skipped_file(self.folder.parent, trainer.global_rank, trainer.world_size))
         self._newest_step = trainer.global_step
         trainer.save_checkpoint(self.folder / f"step-{trainer.global_step:08d}.ckpt", weights_only=False)
 

@@ -111,21 +111,6 @@ class Averages:
                 shutil.copytree(self.run.artifact(self.member), temporary, dirs_exist_ok=True)
         write_artifact(self.run.artifact(self.member), weights, replace(self.meta, metrics=metrics))
 
-    def use_by_name(self, name: str) -> None:
-        """``use`` a width written as text, or ``original``.
-
-        Raises:
-            UserError: it is neither; or as ``use``.
-        """
-        if name == "original":
-            self.use_original()
-            return
-        try:
-            width = float(name)
-        except ValueError:
-            raise UserError(f"--use {name}: give a width such as 0.08, or original") from None
-        self.use(width)
-
     def use_original(self) -> None:
         """Take back what ``use`` did.
 

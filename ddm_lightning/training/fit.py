@@ -78,6 +78,7 @@ def build_module(member: str, experiment: Experiment, manifest: Manifest) -> Mem
         )
     spec = MemberSpec(
         member=member,
+        batch_size=batch_size_of(member, experiment),
         seed=experiment.seed,
         train=config.train,
         timesteps=config.timesteps,
@@ -155,7 +156,7 @@ def fit_member(member: str, experiment: Experiment, run: RunFolder, *, show_prog
             # Loading processes of a killed one live on for some seconds, and hold its lock.
             lock.acquire(timeout=WORKERS_OUTLIVE_SECONDS if experiment.island.num_workers else 0)
         except Timeout:
-            other = f"another process ({status.pid})" if status.pid else "another process"
+            other = f"another process ({status.pid})" if status.runs() else "another process"
             raise UserError(f"{folder}: {member} is being trained by {other}; wait for it or stop it") from None
     try:
         with handing_over():

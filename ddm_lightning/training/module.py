@@ -35,6 +35,8 @@ class MemberSpec:
 
     member: str
     """Its name, which also keys its noise."""
+    batch_size: int
+    """Samples of a step, over all ranks."""
     seed: int
     """The experiment's seed."""
     train: TrainConfig
@@ -249,15 +251,16 @@ class MemberModule(L.LightningModule):
         """The batch at the ``index``-th of 8 fixed timesteps, with noise that never changes.
 
         Not with the number of ranks either, so that curves of one and of eight devices compare: a rank draws the noise
-        of all, whose samples take turns (``loading.order.steps``), and takes its own.
+        of a whole step, in which the ranks' samples take turns (``loading.order.steps``), and takes its own. Of a step
+        that is not full, too: what is drawn may depend on how much is.
         """
         x_0 = self.normalised(batch)
         t = stratified_timesteps(NUM_VALIDATION_TIMESTEPS)[index].to(x_0.device).expand(len(x_0))
         num_ranks = 1 if self._trainer is None else self.trainer.world_size
         # The 0 was a rank once: what was measured before still compares.
         generator = keyed_generator(self.spec.seed, "validation", batch_idx, index, 0, device=x_0.device)
-        noise = torch.randn((len(x_0) * num_ranks, *x_0.shape[1:]), generator=generator, device=x_0.device)
-        noise = noise[self.global_rank :: num_ranks]
+        noise = torch.randn((self.spec.batch_size, *x_0.shape[1:]), generator=generator, device=x_0.device)
+        noise = noise[self.global_rank :: num_ranks][: len(x_0)]
         return Noised(interpolate(x_0, noise, t), t, noise, x_0, self.condition(batch))
 
     def normalised(self, batch: dict[str, Tensor]) -> Float[Tensor, "b c h w"]:

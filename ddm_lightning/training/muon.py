@@ -82,5 +82,9 @@ def has_muon_matrices(network: nn.Module) -> bool:
 
 
 def is_muon_matrix(name: str, parameter: nn.Parameter) -> bool:
-    """Whether a parameter is a matrix within a block: not an embedding, the first or the last layer."""
-    return parameter.ndim == 2 and min(parameter.shape) > 1 and name.partition(".")[0] == "blocks"
+    """Whether a parameter is a layer's matrix within a block: not an embedding, the first or the last layer.
+
+    Nor a table of vectors, such as a block's offsets of adaLN-single, which multiplies nothing.
+    """
+    is_matrix = parameter.ndim == 2 and min(parameter.shape) > 1 and name.endswith(".weight")
+    return is_matrix and name.partition(".")[0] == "blocks"

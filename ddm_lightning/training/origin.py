@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,9 @@ def check_origin(path: Path, member: str, experiment: Experiment) -> str | None:
     if _MEMBER not in rest:
         return None
     if rest[_MEMBER] != member:
-        raise UserError(f"{path}: is a checkpoint of {rest[_MEMBER]}, not of {member}; remove it")
+        raise UserError(
+            f"{path}: is a checkpoint of {rest[_MEMBER]}, not of {member}; move it to where that one lies, or remove it"
+        )
     before, now = with_defaults(rest[_EXPERIMENT]), to_dict(experiment)
     if changed := changed_keys(before, now):
         raise UserError(
@@ -69,5 +72,10 @@ def check_origin(path: Path, member: str, experiment: Experiment) -> str | None:
     differing = [name for name in _NUMERICS if old.get(name) != new[name]]
     if not differing:
         return None
-    words = ", ".join(f"island.{name}={new[name]} (was {old.get(name)})" for name in differing)
+    words = ", ".join(f"island.{name}={_in_yaml(new[name])} (was {_in_yaml(old.get(name))})" for name in differing)
     return f"from here on with {words}: the same samples, other {'noise and ' * ('devices' in differing)}rounding"
+
+
+def _in_yaml(value: str | float | None) -> str:
+    """As it is typed behind ``key=``."""
+    return value if isinstance(value, str) else json.dumps(value)

@@ -67,13 +67,16 @@ class MemberStatus:
         for key, value in loaded.items():
             own = getattr(fresh, key, None)
             fits = (int, float) if isinstance(own, float) else type(own)
-            if key in cls.__dataclass_fields__ and not isinstance(value, fits):
+            if key in cls.__dataclass_fields__ and (not isinstance(value, fits) or isinstance(value, bool)):
                 raise UserError(f"{path}: key {key!r} = {value!r} is no {type(own).__name__}; {remedy}")
+        for name, value in loaded.get("metrics", {}).items():
+            if not isinstance(value, int | float) or isinstance(value, bool):
+                raise UserError(f"{path}: key 'metrics.{name}' = {value!r} is no number; {remedy}")
         return replace(fresh, **{key: value for key, value in loaded.items() if key in cls.__dataclass_fields__})
 
     def shown_state(self) -> str:
         """The state, corrected when the process that wrote it is gone."""
-        if self.state in ("starting", "training") and not self._runs():
+        if self.state in ("starting", "training") and not self.runs():
             return "killed"
         return self.state
 
@@ -82,10 +85,13 @@ class MemberStatus:
         loss = self.metrics.get("train/loss")
         return f"loss {loss:.4f}  {self.samples_per_second:.0f} samples/s" if loss is not None else self.state
 
-    def _runs(self) -> bool:
+    def runs(self) -> bool:
+        """Whether the process that wrote it is alive on this machine."""
+        if self.pid <= 0:  # to a signal, groups of processes
+            return False
         try:
             os.kill(self.pid, 0)
-        except ProcessLookupError:
+        except (ProcessLookupError, OverflowError):
             return False
         except PermissionError:
             return True

@@ -7,6 +7,12 @@ import pytest
 from ddm_lightning.errors import UserError
 
 
+@pytest.mark.parametrize(("number", "most"), [("-1", 800), ("0", 800), ("801", 800)])
+def test_more_stops_than_fit_are_refused_before_anything_is_trained(number, most):
+    with pytest.raises(UserError, match=f"--kills {number}: must be from 1 to {most}"):
+        kills.main(["--kills", number])
+
+
 def test_stops_are_random_in_order_and_of_every_kind():
     found = kills.endings(20, 1000, [kills.KILL, kills.TERMINATE, kills.FULL_DISK], seed=0)
     steps = [ending.at_step for ending in found if ending.at_step is not None]

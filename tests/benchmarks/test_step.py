@@ -106,7 +106,7 @@ def test_networks_are_compared_in_both_precisions_and_compiled(monkeypatch):
         "parameters_ours",
         "parameters_diffusers",
         "seconds_ours",
-        "seconds_ours_compiled_bf16",
+        "seconds_ours_bf16_compiled",
     } <= report.figures.keys()
     step.add_networks(report, step.Networks(TINY, half=True, compiled={"": True}), CPU, num_rounds=2)
     assert len(compiled) == 2  # as on a GPU

@@ -53,7 +53,7 @@ def test_a_member_may_take_an_hour_to_leave_its_checkpoint() -> None:
     assert not slow.killed
     assert slow.seconds_left <= 0
     assert out.getvalue().splitlines() == [
-        "stopping: each member finishes its step and leaves a checkpoint; a second Ctrl-C ends them at once, without"
+        "stopping: each member finishes its step and leaves a checkpoint; a second Ctrl-C ends them without"
     ]
 
 

@@ -96,6 +96,16 @@ def recorded(network: nn.Module, condition: Condition) -> tuple[float, Tensor]:
         return start, network(x, torch.tensor([0.2, 0.7]), condition)
 
 
+@pytest.mark.parametrize(("norm", "takes_the_mean_off"), [("layer", True), ("rms", False)])
+def test_the_last_layer_has_the_norm_of_the_others(norm: str, takes_the_mean_off: bool) -> None:
+    network = DiT(x_shape=(3, 8, 8), condition=ConditionSpec("text", 6), norm=norm, **SMALL)
+    torch.nn.init.normal_(network.final.out.weight)
+    tokens, conditioning = torch.randn(2, 16, 16), torch.randn(2, 16)
+    with torch.no_grad():
+        out, moved = (network.final(tokens + mean, conditioning) for mean in (0.0, 5.0))
+    assert torch.allclose(out, moved, atol=1e-4) == takes_the_mean_off
+
+
 def block_keys(index: int, *norms: str) -> list[str]:
     parts = ["modulation", "attention.qkv", "attention.out", *norms, "mlp.0", "mlp.2"]
     return [f"blocks.{index}.{key}" for part in parts for key in both(part)]

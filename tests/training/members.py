@@ -18,6 +18,7 @@ SCALE, SHIFT = 1 / 127.5, 127.5
 def spec(**changes):
     settings = {
         "member": "expert-0",
+        "batch_size": 16,
         "seed": 7,
         "train": TrainConfig(10, 4),
         "timesteps": TimestepsConfig(),

@@ -1,3 +1,4 @@
+import math
 from concurrent.futures import wait
 from types import SimpleNamespace
 
@@ -9,13 +10,14 @@ from training.members import expert
 from ddm_lightning.errors import UserError
 from ddm_lightning.training.checkpoint_files import CheckpointWriter
 from ddm_lightning.training.checkpoints import RollingCheckpoints, newest_checkpoint
+from ddm_lightning.training.guard import read_skipped
 from ddm_lightning.training.saving_strategies import OneDevice
 
 
 class FakeTrainer:
     """Counts steps and writes checkpoints as a Trainer does."""
 
-    world_size = 1
+    world_size, global_rank = 1, 0
 
     def __init__(self, rolling, max_steps=1000):
         self.max_steps = max_steps
@@ -67,6 +69,23 @@ def test_the_newest_few_are_kept(tmp_path):
     trainer.take(27)
     assert names(tmp_path) == ["step-00000020.ckpt", "step-00000030.ckpt"]
     assert trainer.saved == [10, 20, 30]
+
+
+def test_what_was_left_out_is_on_the_disk_before_the_checkpoint_behind_it(tmp_path):
+    """Who resumes there does not take those steps once more, so that nobody else would write them down."""
+    trainer = FakeTrainer(RollingCheckpoints(tmp_path / "checkpoints", 10, 2, 100))
+    found = []
+    save = trainer.save_checkpoint
+    trainer.save_checkpoint = lambda *path, **named: (
+        found.append(read_skipped(tmp_path / "skipped_steps.jsonl")),
+        save(*path, **named),
+    )
+    guard, ids = trainer.lightning_module.guard, torch.tensor([5, 9])
+    guard.saw(7, ids, torch.tensor([0.25, 0.5]), torch.tensor([1.0, math.inf]))
+    guard.judge(SimpleNamespace(), torch.tensor(math.inf))
+    trainer.take(10)
+    ((skipped,),) = found
+    assert (skipped.step, skipped.rank, skipped.sample_ids, skipped.t) == (7, 0, [5, 9], [0.25, 0.5])
 
 
 def test_milestones_are_kept_for_good(tmp_path):

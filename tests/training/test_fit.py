@@ -1,5 +1,6 @@
 """One member from shards to artifact: interrupted in every way, and refused where it cannot go on."""
 
+import dataclasses
 import json
 import math
 import re
@@ -23,6 +24,8 @@ from ddm_lightning.config import load_experiment
 from ddm_lightning.ensemble.load import load_member
 from ddm_lightning.evaluation.samples import prompt_condition
 from ddm_lightning.files import sha256_file
+from ddm_lightning.flow.randomness import keyed_generator
+from ddm_lightning.flow.timesteps import sample_timesteps
 from ddm_lightning.training.expert import ExpertModule
 from ddm_lightning.training.guard import read_skipped
 
@@ -249,6 +252,17 @@ def test_a_sample_that_is_not_finite_costs_its_steps_and_is_found_by_one_command
     assert "step 12345 of rank 0 was not left out; those that were: " in refusal(capsys)
     assert main([*command, "--rank", "1"]) == 2
     assert "no step of rank 1 was left out, so there is none to replay" in refusal(capsys)
+
+    # As if a second device had had these samples: its times are others.
+    one = dataclasses.replace(skipped[-1], rank=1)
+    member(tiny_run, "skipped_steps-1.jsonl").write_text(one.line() + "\n")
+    assert main([*command, "--rank", "1"]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if re.match(r" *\d+ ", line)]
+    experiment = load_experiment(TINY)
+    drawn = keyed_generator(experiment.seed, "expert-0", "noise", 1, one.step)
+    times = sample_timesteps(8, **dataclasses.asdict(experiment.expert.timesteps), generator=drawn, device="cpu")
+    wanted = {str(sample_id): t for sample_id, t in zip(one.sample_ids, times.tolist(), strict=True)}
+    assert {row[0]: float(row[1]) for row in rows} == pytest.approx(wanted, abs=1e-4)
 
 
 def test_mixed_precision_trains(finished, tiny_run):

@@ -64,6 +64,15 @@ def test_timesteps_follow_their_density():
     assert logit.std() == pytest.approx(0.8, abs=0.04)
 
 
+def test_timesteps_are_shifted_for_the_resolution():
+    """SD3 (2403.03206), section 5.3.2: t becomes 3t / (1 + 2t)."""
+    plain, shifted = (
+        expert(timesteps=TimestepsConfig(shift=shift)).noised(batch(64)).t.double().numpy() for shift in (1.0, 3.0)
+    )
+    np.testing.assert_allclose(shifted, 3 * plain / (1 + 2 * plain), rtol=1e-5)
+    assert shifted.mean() > plain.mean() + 0.1
+
+
 @pytest.mark.parametrize("dropout", [0.0, 0.1, 0.5, 1.0])
 def test_conditions_are_dropped_as_often_as_asked(dropout):
     num, steps = 500, 40
@@ -197,20 +206,23 @@ def test_validation_is_the_same_at_every_step_and_for_every_member():
     assert len(noises) == NUM_TIMES + 1
 
 
-@pytest.mark.parametrize("num_held_out", [24, 20])  # the last step is full, and is not
+@pytest.mark.parametrize("num_held_out", [24, 20, 21])  # the last step is full, and is not
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_a_held_out_sample_has_the_same_noise_on_any_number_of_ranks(num_ranks, num_held_out):
+@pytest.mark.parametrize("edge", [4, 6])  # torch draws numbers of multiples of 16 otherwise than others
+def test_a_held_out_sample_has_the_same_noise_on_any_number_of_ranks(num_ranks, num_held_out, edge):
     whole, size = batch(num_held_out), 8
+    whole["x_0"] = torch.zeros(num_held_out, 3, edge, edge, dtype=torch.uint8)
 
     def noises(ranks_of_step):
         found = {}
         for rank in range(ranks_of_step):
-            module = expert(rank=rank, num_ranks=ranks_of_step)
+            module = expert(rank=rank, num_ranks=ranks_of_step, batch_size=size)
             dealt = steps(np.arange(num_held_out), Ranks(1, ranks_of_step, rank), size // ranks_of_step, full=False)
             for index, rows in enumerate(dealt[0, rank]):
                 rows = rows[rows >= 0]
                 noised = module.validation_noised({name: column[rows] for name, column in whole.items()}, index, 5)
-                found |= dict(zip(rows.tolist(), noised.noise, strict=True))
+                # The first ones come once more where ranks would have unequally many.
+                found = dict(zip(rows.tolist(), noised.noise, strict=True)) | found
         return torch.stack([found[row] for row in range(num_held_out)])
 
     one = noises(1)

@@ -9,6 +9,8 @@ from training.saved import load, save
 
 from ddm_lightning.cli import main
 from ddm_lightning.config import TrainConfig
+from ddm_lightning.flow.condition import ConditionSpec
+from ddm_lightning.networks import DiT
 from ddm_lightning.training.ema import gathered_ema, track_ema
 from ddm_lightning.training.muon import MuonWithAdamW, has_muon_matrices
 from ddm_lightning.training.optimizer import build_optimizer, build_schedule
@@ -85,6 +87,19 @@ def test_each_parameter_is_in_one_group_and_matrices_alone_decay():
         ["blocks.0.bias", "blocks.1.bias", "first.bias", "last.bias"],
     ]
     assert [group["weight_decay"] for group in groups] == [0.1, 0.1, 0.0]
+
+
+@pytest.mark.parametrize("modulation", ["zero", "single"])
+def test_of_a_dit_it_takes_the_matrices_of_the_blocks_alone(modulation):
+    network = DiT(
+        x_shape=(3, 8, 8), condition=ConditionSpec("class", 5), width=16, depth=2, num_heads=2, patch_size=2,
+        modulation=modulation,
+    )  # fmt: skip
+    groups = build_optimizer(network, TRAIN).param_groups
+    names = {id(parameter): name for name, parameter in network.named_parameters()}
+    parts = ["attention.qkv", "attention.out", "mlp.0", "mlp.2", *(["modulation"] if modulation == "zero" else [])]
+    wanted = {f"blocks.{index}.{part}.weight" for index in range(2) for part in parts}
+    assert {names[id(p)] for p in groups[0]["params"]} == wanted
 
 
 @pytest.mark.parametrize("bad_step", [0, 3])

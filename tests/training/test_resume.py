@@ -33,7 +33,7 @@ def interrupted(finished, tmp_path):
 def test_a_resume_says_what_its_island_does_otherwise(interrupted, capsys):
     assert fit(interrupted, "island.micro_batch_size=4", "island.precision=bf16-mixed", "island.num_workers=0") == 0
     said = capsys.readouterr().err
-    words = "island.precision=bf16-mixed (was 32-true), island.micro_batch_size=4 (was None)"
+    words = "island.precision=bf16-mixed (was 32-true), island.micro_batch_size=4 (was null)"
     assert f"expert-0: from here on with {words}: the same samples, other rounding\n" in said
 
 
@@ -61,7 +61,8 @@ def test_the_checkpoint_of_another_member_is_not_taken(finished, tmp_path, capsy
     assert fit(run, name="expert-1") == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     newest = run / "members" / "expert-1" / "checkpoints" / "step-00000020.ckpt"
-    assert line == f"error: {newest}: is a checkpoint of expert-0, not of expert-1; remove it"
+    words = "is a checkpoint of expert-0, not of expert-1; move it to where that one lies, or remove it"
+    assert line == f"error: {newest}: {words}"
     assert newest.exists()
 
 

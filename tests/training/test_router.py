@@ -1,10 +1,14 @@
 import numpy as np
 import pytest
 import torch
+from tiny_runs import TINY
 from torch import nn
 from training.members import batch, router
 
+from ddm_lightning.config import load_experiment
 from ddm_lightning.flow.condition import ConditionSpec
+from ddm_lightning.prepare.manifest import Manifest
+from ddm_lightning.training.fit import build_module
 
 NUM_TIMES, NUM_CLUSTERS = 8, 3
 
@@ -32,6 +36,15 @@ def log_softmax(logits):
 def expected_logits(network, x_t, part, is_conditional):
     logits = x_t.double().flatten(1).numpy() @ network.weight.detach().double().numpy()
     return logits + part["text"].double().numpy()[:, :NUM_CLUSTERS] if is_conditional else logits
+
+
+def test_the_router_drops_conditions_as_often_as_its_own_section_says(tiny_prepared):
+    experiment = load_experiment(TINY, ["condition.dropout=0.25", "router.condition_dropout=0.5"])
+    manifest = Manifest.read(tiny_prepared.parent)
+    dropouts = {
+        name: build_module(name, experiment, manifest).spec.dropout for name in ("router", "expert-1", "monolith")
+    }
+    assert dropouts == {"router": 0.5, "expert-1": 0.25, "monolith": 0.25}
 
 
 def test_the_loss_is_the_cross_entropy_of_the_cluster():

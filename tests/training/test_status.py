@@ -42,6 +42,8 @@ def test_a_damaged_one_is_named_with_a_remedy(tmp_path):
         ('{"validated_step": "abc"}', "key 'validated_step' = 'abc' is no int"),
         ('{"validated_step": null}', "key 'validated_step' = None is no int"),
         ('{"metrics": 3}', "key 'metrics' = 3 is no dict"),
+        ('{"metrics": {"train/loss": "x"}}', "key 'metrics.train/loss' = 'x' is no number"),
+        ('{"step": true}', "key 'step' = True is no int"),
     ],
 )
 def test_what_is_no_status_is_refused(tmp_path, text, words):
@@ -78,6 +80,11 @@ def test_a_later_process_with_the_number_of_a_killed_one_does_not_train(tmp_path
     with Path("/proc/uptime").open(encoding="ascii") as stream:
         now = float(stream.read().split()[0]) * os.sysconf("SC_CLK_TCK")
     assert int(status.began) < ticks <= now < ticks + 60 * os.sysconf("SC_CLK_TCK")
+
+
+@pytest.mark.parametrize("pid", [0, -1, 99999999999999999999])
+def test_a_number_that_no_process_has_is_of_none(pid):
+    assert MemberStatus("router", 40, "training", pid=pid).shown_state() == "killed"
 
 
 @pytest.mark.parametrize("state", ["waiting", "stopped", "failed", "done"])
