@@ -111,7 +111,7 @@ def test_a_setting_that_cannot_be(refuse: Refuse, tmp_path: Path, command: str, 
 def test_muon_for_a_network_without_blocks(refuse: Refuse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ddm_lightning.plugins.planned_network", lambda *_: torch.nn.Linear(2, 2))
     line = refuse("prepare", "-c", TINY, f"run_dir={tmp_path / 'run'}", "router.train.optimizer=muon")
-    assert line.startswith(f"{TINY}: key 'router.train.optimizer' = 'muon'")
+    assert line.startswith(f"{TINY} with 'router.train.optimizer=muon': key 'router.train.optimizer' = 'muon'")
     assert "set adamw" in line
     assert list(tmp_path.iterdir()) == []
 
@@ -187,7 +187,7 @@ def test_an_island_given_shards_refuses_before_it_makes_a_run(
     shutil.copytree(finished_run / "prepared", run / "prepared")
     before = tree(run)
     line = refuse("fit", *settings(run), "expert.network.params.num_heads=5", "member=expert-0")
-    assert line.startswith(f"{TINY}: key 'expert.network': ")
+    assert line.startswith(f"{TINY} with 'expert.network.params.num_heads=5': key 'expert.network': ")
     assert tree(run) == before
 
 
