@@ -252,6 +252,8 @@ def test_of_several_overrides_the_one_that_holds_is_to_blame_and_else_the_file(p
     assert refusal(path, "seed=1", "prepare.partition.num_clusters=3").startswith(
         " with 'prepare.partition.num_clusters=3': key 'expert.train.global_batch_size' = 8: must be divisible"
     )
+    path.write_text(SMALLEST + "run_dir: ''\n")
+    assert refusal(path, "name=other").startswith(": key 'run_dir' = '': must name a folder")
     path.write_text(SMALLEST + "seed: -1\n")
     assert refusal(path, "run_dir=elsewhere").startswith(": key 'seed' = -1: ")
 

@@ -85,7 +85,7 @@ def blamed(source: str | Path, overrides: Sequence[str], key: str, problem: str 
     # Above the key or below it.
     own = [text for text, at in typed.items() if f"{key}.".startswith(f"{at}.") or at.startswith(f"{key}.")]
     # Of two that contradict each other the file's may be the one that is named.
-    other = [text for text, at in typed.items() if at in problem]
+    other = [text for text, at in typed.items() if "." in at and at in problem]
     return f"{source} with {(own or other)[-1]!r}" if own or other else str(source)
 
 
