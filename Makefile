@@ -6,6 +6,10 @@ BIN := $(VENV)/bin
 # Runs the benchmarks of a GPU; another than ours is taken as it is, and nothing is installed.
 GPU_PYTHON ?= $(BIN)/python
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+# Images of containers often forbid Python to keep what it has compiled: each start would then take ten seconds more.
+export PYTHONDONTWRITEBYTECODE :=
+# Compiles what is imported, for starts by hand too; pip would compile fifty times as much.
+COMPILE := $(BIN)/python -c 'import ddm_lightning.training.fit, ddm_lightning.prepare.stages, ddm_lightning.islands.local'
 # Stamps in .venv: a second call installs nothing unless setup.py changed.
 DEMO := $(VENV)/.demo-installed
 TEST := $(VENV)/.test-installed
@@ -59,10 +63,12 @@ $(DEMO): setup.py
 	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	@echo "Installing into $(VENV); the first time takes a minute or two."
 	$(PIP) install --quiet --no-compile --editable '.[demo]'
+	$(COMPILE)
 	touch $@
 
 $(TEST): setup.py
 	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	@echo "Installing into $(VENV); the first time takes a minute or two."
 	$(PIP) install --quiet --no-compile --editable '.[test]'
+	$(COMPILE)
 	touch $(DEMO) $@
