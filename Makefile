@@ -6,9 +6,9 @@ BIN := $(VENV)/bin
 # Runs the benchmarks of a GPU; another than ours is taken as it is, and nothing is installed.
 GPU_PYTHON ?= $(BIN)/python
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-# Images of containers often forbid Python to keep what it has compiled: each start would then take ten seconds more.
+# Images of containers often forbid Python to keep what it has compiled: each start would then take up to ten seconds more.
 export PYTHONDONTWRITEBYTECODE :=
-# Compiles what is imported, for starts by hand too; pip would compile fifty times as much.
+# Compiles what is imported, for starts by hand too; pip would compile ten times as many files.
 COMPILE := $(BIN)/python -c 'import ddm_lightning.training.fit, ddm_lightning.prepare.stages, ddm_lightning.islands.local'
 # Stamps in .venv: a second call installs nothing unless setup.py changed.
 DEMO := $(VENV)/.demo-installed

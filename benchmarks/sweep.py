@@ -162,9 +162,7 @@ class Sweep:
             *(f"{section}.train.{key}={json.dumps(value)}" for key, value in values.items()),
         ]
 
-    def fill(
-        self, report: Report, losses: dict[Point, float], followed: dict[Point, float], chance: float = 0.0
-    ) -> None:
+    def fill(self, report: Report, losses: dict[Point, float], followed: dict[Point, float], chance: float) -> None:
         """Table, figures and the best pair."""
         means, shares = mean_over_seeds(losses), mean_over_seeds(followed)
         best = min(means, key=means.__getitem__)

@@ -17,7 +17,7 @@ def line_of(error: BaseException) -> str | None:
     """The line to say of what a user can do something about; None for what may be the program's own mistake."""
     if isinstance(error, UserError):
         return str(error)
-    if isinstance(error, (PermissionError, NotADirectoryError, FileExistsError)):
+    if isinstance(error, (PermissionError, NotADirectoryError, IsADirectoryError, FileExistsError)):
         return f"{error.filename}: {error.strerror}; check run_dir, or free the path"
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         place = error.filename or "the disk of the run folder"  # a write through an open file does not say

@@ -99,6 +99,13 @@ def test_weights_that_are_not_the_described_ones_make_no_ensemble(
     assert (run / "ensemble.json").exists()
 
 
+def test_a_folder_in_the_ensembles_place_is_one_line(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run / "ensemble.json").mkdir()
+    line = refused(capsys, "fit", *settings(run))
+    assert line.startswith(f"error: {run / 'ensemble.json'}: Is a directory; ")
+    assert (run / "ensemble.json").is_dir()
+
+
 def test_artifacts_of_two_members_that_are_swapped(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ours, other = (run / "members" / member / "artifact" for member in ("expert-0", "expert-1"))
     shutil.rmtree(ours)
