@@ -7,6 +7,7 @@ them again and again, and once more when the process ends: a third of the time o
 from __future__ import annotations
 
 import atexit
+import ctypes
 import gc
 import os
 import signal
@@ -15,6 +16,8 @@ import threading
 import time
 
 _WHILE_IMPORTING = (100_000, 50, 100)
+# Of glibc's mallopt: M_MMAP_THRESHOLD (32 MB, the most that every version takes), M_TRIM_THRESHOLD and M_TOP_PAD.
+_KEPT_HEAP = {-3: 2**25, -1: 2**31 - 1, -2: 2**26}
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, *([signal.SIGUSR1] if hasattr(signal, "SIGUSR1") else []))
 """That ask a training to leave a checkpoint and stop: a terminal's, a scheduler's, SLURM's warning."""
 STARTED_BY = "DDM_LIGHTNING_STARTED_BY"
@@ -51,3 +54,14 @@ def end_imports() -> None:
     if gc.get_threshold() == _WHILE_IMPORTING:
         gc.freeze()
         gc.set_threshold(*_default)
+
+
+def keep_heap() -> None:
+    """Keep what a training step frees for the next one, where the C library is glibc; called before training.
+
+    Else it gives a step's activations and gradients back to the system, and faults their pages in again.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is not None:
+        for option, value in _KEPT_HEAP.items():
+            mallopt(option, value)

@@ -1,6 +1,9 @@
 import os
+import platform
 import subprocess
 import sys
+
+import pytest
 
 from ddm_lightning import startup
 
@@ -34,3 +37,31 @@ def test_ranks_that_are_starting_leave_signals_to_the_first_one():
 
 def test_the_collector_waits_for_the_imports_and_is_then_as_before():
     subprocess.run([sys.executable, "-c", CODE], check=True)
+
+
+FAULTS = """
+import resource, sys
+from ddm_lightning import startup
+if sys.argv[1] == "kept":
+    startup.keep_heap()
+
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    parts = [bytearray(4 << 20) for _ in range(16)]  # as a step's activations: all at once, then none
+    del parts
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+faults()
+print(faults() + faults())
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of glibc's heap")
+def test_a_heap_that_is_kept_is_not_faulted_in_again():
+    def faults(kind):
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
+        command = [sys.executable, "-c", FAULTS, kind]
+        return int(subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout)
+
+    assert faults("kept") < 100
+    assert faults("given back") > 10_000

@@ -30,13 +30,6 @@ from ddm_lightning.training.devices import resolve_accelerator
 from ddm_lightning.training.member_network import member_training_flops
 
 POLL_SECONDS = 0.5
-# glibc gives a step's activations back to the system and faults their pages in again at the next step; kept, a small
-# CPU step is some 7 % shorter.
-_KEEP_HEAP = {
-    "MALLOC_MMAP_THRESHOLD_": str(2**30),
-    "MALLOC_TRIM_THRESHOLD_": str(2**31),
-    "MALLOC_TOP_PAD_": str(2**26),
-}
 # Exit code of a member that was told to stop and left a checkpoint.
 STOPPED = 130
 
@@ -175,7 +168,7 @@ def _start(member: str, slot: int, experiment: Experiment, run: RunFolder) -> _C
     island = experiment.island
     folder = run.member(member)
     folder.mkdir(parents=True, exist_ok=True)
-    environment = dict(os.environ, OMP_NUM_THREADS=str(island.num_threads), PYTHONUNBUFFERED="1", **_KEEP_HEAP)
+    environment = dict(os.environ, OMP_NUM_THREADS=str(island.num_threads), PYTHONUNBUFFERED="1")
     environment[FITTED_BY] = str(os.getpid())
     if resolve_accelerator(island.accelerator) == "gpu":
         environment["CUDA_VISIBLE_DEVICES"] = gpus_of_slot(

@@ -23,6 +23,7 @@ from ddm_lightning.prepare.registry import CAPTION_ENCODERS
 from ddm_lightning.prepare.stored import StoredForm
 from ddm_lightning.run_folder import RunFolder
 from ddm_lightning.schema import first_line
+from ddm_lightning.startup import keep_heap
 from ddm_lightning.training.callbacks import (
     DisjointRanks,
     MissedValidation,
@@ -140,6 +141,7 @@ def fit_member(member: str, experiment: Experiment, run: RunFolder, *, show_prog
         RuntimeError: another rank failed.
     """
     check_launch(experiment.island.devices)
+    keep_heap()
     # Paths stay whole and as they are, also in a log file, which passes for 80 columns.
     console = Console(stderr=True, quiet=not leads(), soft_wrap=True, markup=False, highlight=False)
     folder = run.member(member)
