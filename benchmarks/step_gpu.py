@@ -26,10 +26,10 @@ def measure(report: Report, sizes: Sizes, device: torch.device, num_rounds: int,
         gc.collect()  # what earlier parts left on the device is not this one's
         if device.type == "cuda":
             torch.cuda.empty_cache()
-        side = our_side(sizes, attention)
-        step = Step(side, sizes, device, half=True, compiled=device.type == "cuda")
-        track_ema(step.optimizer, 0.9999)
         try:
+            side = our_side(sizes, attention)
+            step = Step(side, sizes, device, half=True, compiled=device.type == "cuda")
+            track_ema(step.optimizer, 0.9999)
             seconds = in_turn({attention: step}, num_rounds, steps_a_turn)[attention]
         except (UserError, RuntimeError) as error:
             report.note(f"Attention by {attention} did not run on {device}: {str(error).splitlines()[0]}")

@@ -24,6 +24,7 @@ from ddm_lightning.networks.attention import set_attention
 from ddm_lightning.prepare.manifest import Manifest
 from ddm_lightning.prepare.stored import StoredForm
 from ddm_lightning.run_folder import RunFolder
+from ddm_lightning.training.checkpoints import RollingCheckpoints
 from ddm_lightning.training.devices import resolve_accelerator
 from ddm_lightning.training.fit import build_data, build_module, build_trainer
 from ddm_lightning.training.member_network import build_member_network
@@ -180,8 +181,9 @@ def train(experiment: Experiment, steps: int, clock: Clock = now) -> Trained:
     strategy, _ = choose_strategy(experiment.island, sum(p.numel() for p in module.parameters()))
     trainer, _ = build_trainer(MEMBER, experiment, folder, MemberStatus(MEMBER, config.max_steps), strategy)
     turns = TakeTurns(bare, steps, clock)
-    # Behind all others, so that the end of the last step is the end of its turn.
-    trainer.callbacks.append(turns)  # type: ignore[attr-defined]  # Lightning's list of callbacks
+    # Behind all others but the one that saves, as it does behind the last step: the end of that is the end of its turn.
+    callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # Lightning's list
+    callbacks.insert(next(at for at, one in enumerate(callbacks) if isinstance(one, RollingCheckpoints)), turns)
     trainer.fit(module, datamodule=build_data(MEMBER, experiment, manifest, run))
     state = trainer.optimizers[0].state
     parameters = list(module.network.parameters())

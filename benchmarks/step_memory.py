@@ -72,7 +72,7 @@ def kept_for_backward(step: Timed) -> int:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in own:
             kept[storage.data_ptr()] = storage.nbytes()  # by address: a part of what is kept already costs nothing
-        return tensor
+        return tensor.detach()  # the tensor itself would hold its graph, and the graph the tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         loss = step.loss()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,14 +29,26 @@ def save_weights(path: Path, state_dict: Mapping[str, Tensor], owner: str) -> st
 
     Raises:
         UserError: a weight is not finite.
+        OSError: the system refuses it; the disk is full, for one.
     """
     # Copies, because safetensors refuses tensors that share memory (tied weights).
     state = {key: value.detach().to("cpu", copy=True).contiguous() for key, value in state_dict.items()}
     bad = _first_non_finite(state)
     if bad is not None:
         raise UserError(f"{owner}: weight {bad!r} is not finite, the training diverged; lower its learning rate")
-    atomic_write(path, lambda temporary: save_file(state, temporary))
+    atomic_write(path, lambda temporary: _save(state, temporary))
     return sha256_file(path)
+
+
+def _save(state: dict[str, Tensor], path: Path) -> None:
+    """``save_file``, with the system's errors as such: safetensors has its own, of which only the words tell."""
+    try:
+        save_file(state, path)
+    except SafetensorError as error:
+        number = re.search(r"os error (\d+)", str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
 
 
 def load_weights(path: Path, sha256: str, remedy: str) -> dict[str, Tensor]:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from artifact_files import edit, make_meta, put, refused
+from safetensors import SafetensorError
 from safetensors.torch import save, save_file
 
+from ddm_lightning import weights
 from ddm_lightning.artifacts import read_artifact, write_artifact
 from ddm_lightning.files import sha256_file
 
@@ -85,3 +90,32 @@ def test_weights_that_are_not_finite(tmp_path: Path, dtype: torch.dtype) -> None
     save_file({"good": torch.ones(2), "bad": torch.tensor([1.0, torch.nan]).to(dtype)}, path)
     edit(tmp_path / "a" / "member.json", model_sha256=sha256_file(path))
     refused(lambda: read_artifact(tmp_path / "a"), path, "'bad' is not finite", "fetch this artifact again")
+
+
+REFUSED = """
+import resource, sys
+from pathlib import Path
+import torch
+from ddm_lightning.weights import save_weights
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+try:
+    save_weights(Path(sys.argv[1]), {"w": torch.ones(100_000)}, "expert-0")
+except OSError as error:
+    raise SystemExit(error.errno)
+"""
+
+
+def test_what_the_system_refuses_is_an_error_of_the_system(tmp_path: Path) -> None:
+    """A file that may not grow, as on a disk that is full: safetensors raises an error of its own for both."""
+    done = subprocess.run([sys.executable, "-c", REFUSED, tmp_path / "model.safetensors"], check=False)
+    assert done.returncode == errno.EFBIG
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_safetensors_itself_refuses_stays_its_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise SafetensorError("no such type")
+
+    monkeypatch.setattr(weights, "save_file", refuse)
+    with pytest.raises(SafetensorError):
+        weights.save_weights(tmp_path / "model.safetensors", {"w": torch.ones(3)}, "expert-0")

@@ -54,7 +54,7 @@ RANGES: dict[str, tuple[float | None, float | None]] = {
     "sample.guidance_scale": (0, None),
     "island.devices": (1, None),
     "island.micro_batch_size": (1, None),
-    "island.num_threads": (1, None),
+    "island.num_threads": (1, 1024),
     "island.num_workers": (0, None),
     "island.log_every_n_steps": (1, None),
     "island.validate_every_n_steps": (1, None),

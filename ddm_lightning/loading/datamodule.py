@@ -57,6 +57,7 @@ class ClusterDataModule(L.LightningDataModule):
             the shards lie in a folder).
         num_canonical_nodes: parts of the shards that take turns in the order; with one a node, no node needs
             another's. The order depends on it.
+        pin_memory: whether batches are for a GPU.
 
     Raises:
         UserError: no such loader, or ``local`` for a URL.
@@ -75,6 +76,7 @@ class ClusterDataModule(L.LightningDataModule):
         index_sha256: Mapping[str, str] | None = None,
         loader: str = AUTO,
         num_canonical_nodes: int = 1,
+        pin_memory: bool = False,
     ) -> None:
         super().__init__()
         self.shards = str(shards)
@@ -90,6 +92,7 @@ class ClusterDataModule(L.LightningDataModule):
         self._held_out = [shard_name(k, HELD_OUT) for k in self.held_out_clusters]
         self.index_sha256 = dict(index_sha256 or {})
         self.num_canonical_nodes = num_canonical_nodes
+        self.pin_memory = pin_memory
         if loader not in LOADERS:
             raise UserError(f"key 'island.loader' = {loader!r}: give one of {', '.join(LOADERS)}")
         if loader == LOCAL and self._is_remote():
@@ -223,7 +226,7 @@ class ClusterDataModule(L.LightningDataModule):
         preflight.check_nodes(self.num_canonical_nodes, ranks.num_nodes)
         settings: dict[str, Any] = {
             "num_workers": self.num_workers,
-            "pin_memory": torch.cuda.is_available(),
+            "pin_memory": self.pin_memory,
             "persistent_workers": self.num_workers > 0,
         }
         return (self._local if self.loader == LOCAL else self._streaming)(names, shuffle, ranks, settings)

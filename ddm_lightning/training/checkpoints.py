@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 import lightning as L
-from lightning.pytorch.callbacks import Checkpoint
 
 from ddm_lightning.errors import UserError
 from ddm_lightning.training.checkpoint_files import TEMPORARY, damage_of
@@ -15,14 +15,17 @@ from ddm_lightning.training.guard import skipped_file
 from ddm_lightning.training.module import MemberModule
 from ddm_lightning.training.saving_strategies import BackgroundCheckpoints
 
+_NAME = re.compile(r"step-\d{8,}\.ckpt")
 
-class RollingCheckpoints(Checkpoint):
+
+class RollingCheckpoints(L.Callback):
     """Saves every ``every_n_steps`` steps, before each validation, behind the last step and on request; named by step.
 
     They are written in the background. One before each validation lets that be cut short at any moment.
 
     Lightning's own callback, told to keep a few, puts a save off until the next validation (2.6), and after
-    a kill it knows only the files that the checkpoint it resumed from had recorded.
+    a kill it knows only the files that the checkpoint it resumed from had recorded. And a ``Checkpoint`` is put behind
+    all other callbacks, of which the one that takes the time has to be the last.
 
     Args:
         folder: of the member's checkpoints, in its own.
@@ -90,7 +93,7 @@ class RollingCheckpoints(Checkpoint):
 
     def remove_old(self) -> None:
         """Remove all but the newest few and the milestones."""
-        for path in sorted(self.folder.glob("step-*.ckpt"))[: -self.keep]:
+        for path in checkpoints_in(self.folder)[: -self.keep]:
             if self.milestone_every_n_steps is None or step_of(path) % self.milestone_every_n_steps:
                 gone = path.with_name(f"{TEMPORARY}{path.name}-old")
                 path.rename(gone)  # half of a folder would pass for a damaged checkpoint
@@ -100,6 +103,11 @@ class RollingCheckpoints(Checkpoint):
 def _strategy(trainer: L.Trainer) -> BackgroundCheckpoints:
     assert isinstance(trainer.strategy, BackgroundCheckpoints)
     return trainer.strategy
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """Those of a member, by their steps; what else lies there, such as a copy that somebody made, is none."""
+    return sorted((path for path in folder.glob("step-*.ckpt") if _NAME.fullmatch(path.name)), key=step_of)
 
 
 def step_of(path: Path) -> int:
@@ -122,12 +130,12 @@ def newest_checkpoint(folder: Path, *, leads: bool = True) -> tuple[Path | None,
         UserError: an older version wrote it, or none of several can be read; all stay as they are.
     """
     if not leads:
-        return max(folder.glob("step-*.ckpt"), default=None), []
+        return next(reversed(checkpoints_in(folder)), None), []
     # Of a killed process: the member's lock says that no other is alive.
     for unfinished in folder.glob(f"{TEMPORARY}*"):
         shutil.rmtree(unfinished, ignore_errors=True)
     problems: dict[Path, str] = {}
-    for path in sorted(folder.glob("step-*.ckpt"), reverse=True):
+    for path in reversed(checkpoints_in(folder)):
         if path.is_file():
             raise UserError(
                 f"{path}: an older version wrote this checkpoint, and this one reads folders; finish the member with "

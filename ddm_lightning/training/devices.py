@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 
@@ -11,7 +13,9 @@ from ddm_lightning.errors import UserError
 # Dense products a second in 10^12 FLOP (a multiply-add is two), by the makers' data sheets, without sparsity.
 # The first pattern that the device's name matches counts: (bfloat16 and float16, TF32, float32).
 _PEAKS: tuple[tuple[str, tuple[float, float, float]], ...] = (
+    (r"GB200", (2500.0, 1250.0, 80.0)),
     (r"B200", (2250.0, 1125.0, 80.0)),
+    (r"H200 NVL", (835.5, 417.8, 60.0)),
     (r"H200|H100 80GB HBM3|H100 SXM|GH200", (989.4, 494.7, 66.9)),
     (r"H100 NVL", (835.5, 417.8, 60.0)),
     (r"H100 PCIe", (756.0, 378.0, 51.2)),
@@ -27,6 +31,12 @@ _PEAKS: tuple[tuple[str, tuple[float, float, float]], ...] = (
 def resolve_accelerator(accelerator: str) -> str:
     """``gpu`` or ``cpu`` for ``auto``; other names as they are."""
     return ("gpu" if torch.cuda.is_available() else "cpu") if accelerator == "auto" else accelerator
+
+
+def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any]:
+    """What the island's ``precision`` means to a forward pass outside the Trainer."""
+    dtype = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(precision)
+    return nullcontext() if dtype is None else torch.autocast(device.type, dtype)
 
 
 def check_devices(accelerator: str, devices: int) -> None:
@@ -54,7 +64,9 @@ def device_bytes(accelerator: str) -> int:
 
 
 def peak_tflops(name: str, precision: str, *, tf32: bool = False) -> float | None:
-    """What a device reaches at most in dense matrix products, in 10^12 FLOP a second; None for one that is unknown.
+    """What a device reaches at most in dense matrix products, in 10^12 FLOP a second.
+
+    None for a device that is unknown, and for a part of one.
 
     Args:
         name: as ``torch.cuda.get_device_name`` gives it.
@@ -63,6 +75,8 @@ def peak_tflops(name: str, precision: str, *, tf32: bool = False) -> float | Non
     """
     kinds = {"bf16-mixed": 0, "16-mixed": 0, "32-true": 1 if tf32 else 2}
     found = next((peaks for pattern, peaks in _PEAKS if re.search(pattern, name)), None)
+    if "MIG" in name:  # a part of the device
+        return None
     return None if found is None or precision not in kinds else found[kinds[precision]]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from ddm_lightning.files import atomic_folder
 from ddm_lightning.members import ROUTER, config_of
 from ddm_lightning.prepare.manifest import Manifest
 from ddm_lightning.run_folder import RunFolder
-from ddm_lightning.training.devices import resolve_accelerator
+from ddm_lightning.training.devices import autocast, resolve_accelerator
 from ddm_lightning.training.ema_profiles import WIDEST
 from ddm_lightning.training.ema_snapshots import FOLDER, Snapshots
 from ddm_lightning.training.fit import build_data, build_module
@@ -34,7 +34,6 @@ WIDTH = "ema_width"
 """In the metrics of an artifact whose weights are an average of that width."""
 _ORIGINAL = "artifact"
 _LOSS, _ACCURACY = "held_out/loss", "held_out/accuracy"
-_AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -150,13 +149,12 @@ class Averages:
             island = self.experiment.island
             device = torch.device("cuda" if resolve_accelerator(island.accelerator) == "gpu" else "cpu")
             batches = data.val_dataloader()
-            dtype = _AUTOCAST.get(island.precision)
 
             def measure(weights: Mapping[str, Tensor]) -> dict[str, float]:
                 # Built as an ensemble builds it, so that weights which do not fit are told as there.
                 module.network.load_state_dict(build_network(self.meta, weights).state_dict())
                 module.to(device).eval()
-                with nullcontext() if dtype is None else torch.autocast(device.type, dtype):
+                with autocast(island.precision, device):
                     for index, batch in enumerate(batches):
                         module.validation_step(data.transfer_batch_to_device(batch, device, 0), index)
                 return module.drain("held_out/")

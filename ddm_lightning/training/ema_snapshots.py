@@ -77,6 +77,25 @@ def _read_index(folder: Path) -> dict[str, str]:
     return index
 
 
+def missing_snapshots(folder: Path, train: TrainConfig, step: int) -> str | None:
+    """A line of those that a training which goes on at ``step`` should have in the member's ``folder``, and has not.
+
+    None where all are there. Training goes on without them, but no width can be chosen behind it.
+
+    Raises:
+        UserError: their list is damaged.
+    """
+    known = _read_index(folder / FOLDER) if train.ema_widths else {}
+    due = [_name(Snapshot(width, at)) for width in train.ema_widths for at in snapshot_steps(train) if at <= step]
+    missing = [name for name in due if name not in known or not (folder / FOLDER / name).is_file()]
+    if not missing:
+        return None
+    return (
+        f"{len(missing)} of the {len(due)} snapshots of averages that were due are missing, such as "
+        f"{folder / FOLDER / missing[0]}; stop and put them back with {_INDEX}, or the command ema refuses this member"
+    )
+
+
 class Snapshots:
     """The snapshots of one finished member.
 

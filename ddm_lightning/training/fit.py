@@ -12,7 +12,7 @@ from filelock import FileLock, Timeout
 from lightning.pytorch.loggers import TensorBoardLogger
 from rich.console import Console
 
-from ddm_lightning.config import Experiment
+from ddm_lightning.config import Experiment, IslandConfig, TrainConfig
 from ddm_lightning.errors import UserError
 from ddm_lightning.loading.datamodule import ClusterDataModule
 from ddm_lightning.members import ROUTER, batch_size_of, clusters_of, config_of, role_of
@@ -35,7 +35,7 @@ from ddm_lightning.training.callbacks import (
 from ddm_lightning.training.checkpoints import RollingCheckpoints, newest_checkpoint, step_of
 from ddm_lightning.training.devices import resolve_accelerator
 from ddm_lightning.training.ema import gathered_ema, kept_buffers
-from ddm_lightning.training.ema_snapshots import EmaSnapshots
+from ddm_lightning.training.ema_snapshots import EmaSnapshots, missing_snapshots, snapshot_steps
 from ddm_lightning.training.expert import ExpertModule
 from ddm_lightning.training.handover import hand_over
 from ddm_lightning.training.member_network import build_member_network, member_condition
@@ -58,6 +58,7 @@ from ddm_lightning.training.strategy import checkpoint_bytes, choose_strategy
 from ddm_lightning.units import amount
 
 WORKERS_OUTLIVE_SECONDS = 15.0
+FLOAT32_BYTES = 4
 
 
 def _condition_dropout(member: str, experiment: Experiment) -> float:
@@ -121,6 +122,7 @@ def build_data(member: str, experiment: Experiment, manifest: Manifest, run: Run
         held_out_clusters=[k for k in clusters if manifest.clusters[k].held_out > 0],
         # Whoever trains on all clusters sees each sample once.
         out_of_cluster=[k for k in clusters if role_of(member) == "expert" and manifest.clusters[k].out_of_cluster > 0],
+        pin_memory=resolve_accelerator(experiment.island.accelerator) == "gpu",
     )
 
 
@@ -249,6 +251,7 @@ def build_trainer(
         callbacks=callbacks,
         plugins=[OwnProcesses()],
         log_every_n_steps=island.log_every_n_steps,
+        enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         use_distributed_sampler=False,
@@ -270,6 +273,15 @@ def _cost(member: str, experiment: Experiment, manifest: Manifest, module: Membe
     return StepCost.of(whole, recomputed, island.accelerator, island.precision, island.devices)
 
 
+def _disk_bytes(checkpoint: int, num_parameters: int, island: IslandConfig, train: TrainConfig) -> int:
+    """Checkpoints, of which one more than are kept while it is written, milestones, snapshots and the artifact."""
+    num_kept = island.keep_checkpoints + 1
+    if island.milestone_every_n_steps is not None:
+        num_kept += train.max_steps // island.milestone_every_n_steps
+    num_copies = 1 + len(train.ema_widths) * len(snapshot_steps(train))
+    return num_kept * checkpoint + num_copies * FLOAT32_BYTES * num_parameters
+
+
 def _fit_locked(
     member: str, experiment: Experiment, run: RunFolder, status: MemberStatus, console: Console, show_progress: bool
 ) -> MemberStatus:
@@ -282,9 +294,11 @@ def _fit_locked(
     num_parameters = sum(p.numel() for p in module.network.parameters())
     num_widths = len(module.spec.train.ema_widths)
     strategy, reason = choose_strategy(island, num_parameters, num_widths)
-    size = amount(checkpoint_bytes(num_parameters, num_widths, island.precision))
+    size = checkpoint_bytes(num_parameters, num_widths, island.precision)
+    whole = _disk_bytes(size, num_parameters, island, module.spec.train)
     console.print(f"{member}: {num_parameters / 1e6:.2f} M parameters, {reason}")
-    console.print(f"{member}: a checkpoint takes {size} of the disk and of the host's memory")
+    console.print(f"{member}: a checkpoint takes {amount(size)} of the disk and of the host's memory")
+    console.print(f"{member}: all that it will write takes up to {amount(whole)} of the disk, besides curves")
     cost, line = _cost(member, experiment, manifest, module)
     console.print(f"{member}: {line}")
 
@@ -296,8 +310,9 @@ def _fit_locked(
     if resume:
         changed = check_origin(resume, member, experiment)
         console.print(f"{member}: resumes at step {resumed_step}")
-        if changed:
-            console.print(f"{member}: {changed}")
+        for said in (changed, missing_snapshots(folder, module.spec.train, resumed_step)):
+            if said:
+                console.print(f"{member}: {said}")
     status.validated_step = min(status.validated_step, resumed_step)  # what comes behind it comes again
     trainer, stop = build_trainer(
         member, experiment, folder, status, strategy, resumed_step, cost=cost, show_progress=show_progress

@@ -40,7 +40,11 @@ class SkippedStep:
     def of(cls, line: str) -> SkippedStep:
         """The inverse of ``line``; raises ``ValueError``, ``KeyError`` or ``TypeError`` for what is none."""
         fields = json.loads(line)
-        return cls(**{**fields, "losses": [float(x) for x in fields["losses"]]})
+        skipped = cls(**{**fields, "losses": [float(x) for x in fields["losses"]]})
+        whole = [skipped.step, skipped.rank, *skipped.sample_ids]
+        if not (skipped.sample_ids and all(type(number) is int for number in whole)):
+            raise ValueError(f"no record of a step: {line}")
+        return skipped
 
 
 @dataclass
@@ -121,7 +125,10 @@ class FiniteGuard:
         if not self._skipped:
             return
         known = {(skipped.step, skipped.rank) for skipped in read_skipped(path)}
+        before = path.read_bytes() if path.exists() else b""
         with path.open("a", encoding="utf-8") as lines:
+            if before and not before.endswith(b"\n"):
+                lines.write("\n")  # a killed process left half a line, with which the next would be lost
             for skipped in self._skipped:
                 if (skipped.step, skipped.rank) not in known:
                     lines.write(skipped.line() + "\n")
@@ -132,7 +139,7 @@ def read_skipped(path: Path) -> list[SkippedStep]:
     """What ``FiniteGuard.write`` wrote; a line that a killed process left half is passed over."""
     found: list[SkippedStep] = []
     if path.exists():
-        for line in path.read_text(encoding="utf-8").splitlines():
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
                 found.append(SkippedStep.of(line))
             except (ValueError, KeyError, TypeError):

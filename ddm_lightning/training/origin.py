@@ -16,10 +16,14 @@ from ddm_lightning.config import Experiment, to_dict, with_defaults  # noqa: E40
 from ddm_lightning.errors import UserError  # noqa: E402
 from ddm_lightning.run_folder import changed_keys  # noqa: E402
 from ddm_lightning.training.checkpoint_files import read_rest  # noqa: E402
+from ddm_lightning.training.devices import resolve_accelerator  # noqa: E402
 from ddm_lightning.training.strategy import bytes_per_number  # noqa: E402
 
-_MEMBER, _EXPERIMENT = "member", "experiment"
+_MEMBER, _EXPERIMENT, _ACCELERATOR = "member", "experiment", "accelerator"
+# Each draws from generators of its own.
+_NOISE = {"accelerator", "devices"}
 _NUMERICS = (
+    "accelerator",
     "devices",
     "strategy",
     "precision",
@@ -34,7 +38,11 @@ class KeptOrigin(L.Callback):
     """Writes the member's name and the experiment into each checkpoint."""
 
     def __init__(self, member: str, experiment: Experiment) -> None:
-        self.origin = {_MEMBER: member, _EXPERIMENT: to_dict(experiment)}
+        self.origin = {
+            _MEMBER: member,
+            _EXPERIMENT: to_dict(experiment),
+            _ACCELERATOR: resolve_accelerator(experiment.island.accelerator),
+        }
 
     def on_save_checkpoint(self, trainer: L.Trainer, module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         """Plain values, which are read as weights alone."""
@@ -63,7 +71,10 @@ def check_origin(path: Path, member: str, experiment: Experiment) -> str | None:
             f"{path}: the experiment changed since this checkpoint was written: {', '.join(changed)}; set those keys "
             "back, or use another folder with run_dir=…"
         )
-    old, new = before["island"], now["island"]
+    # Of ``auto`` what it was and is; a checkpoint of an earlier version does not say.
+    used = resolve_accelerator(experiment.island.accelerator)
+    old = before["island"] | {"accelerator": rest.get(_ACCELERATOR, used)}
+    new = now["island"] | {"accelerator": used}
     if bytes_per_number(old["precision"]) != bytes_per_number(new["precision"]):
         raise UserError(
             f"{path}: was trained with island.precision={old['precision']}, and {new['precision']} keeps other "
@@ -73,7 +84,7 @@ def check_origin(path: Path, member: str, experiment: Experiment) -> str | None:
     if not differing:
         return None
     words = ", ".join(f"island.{name}={_in_yaml(new[name])} (was {_in_yaml(old.get(name))})" for name in differing)
-    return f"from here on with {words}: the same samples, other {'noise and ' * ('devices' in differing)}rounding"
+    return f"from here on with {words}: the same samples, other {'noise and ' * bool(_NOISE & {*differing})}rounding"
 
 
 def _in_yaml(value: str | float | None) -> str:

@@ -80,7 +80,8 @@ class PictureLogger(L.Callback):
 
     def _sampled(self, module: MemberModule) -> Float[Tensor, "b c h w"]:
         assert self._batch is not None
-        shape, device = self._batch["x_0"].shape, self._batch["x_0"].device
+        x_0 = module.normalised(self._batch)  # what is modelled: shards may hold a posterior, of twice the channels
+        shape, device = x_0.shape, x_0.device
         condition = module.condition(self._batch)
         kind = getattr(module.network, "prediction", "velocity")
 

@@ -19,8 +19,8 @@ from ddm_lightning.loading.local import open_shards
 from ddm_lightning.prepare.manifest import Manifest
 from ddm_lightning.run_folder import RunFolder
 from ddm_lightning.training.checkpoint_files import damage_of
-from ddm_lightning.training.checkpoints import step_of
-from ddm_lightning.training.devices import resolve_accelerator
+from ddm_lightning.training.checkpoints import checkpoints_in, step_of
+from ddm_lightning.training.devices import autocast, resolve_accelerator
 from ddm_lightning.training.fit import build_data, build_module
 from ddm_lightning.training.guard import SkippedStep, skipped_of
 from ddm_lightning.training.member_state import load_tensors
@@ -53,6 +53,8 @@ class Replay:
 def replay_step(member: str, experiment: Experiment, run: RunFolder, step: int | None, rank: int) -> Replay:
     """Take a step once more that ``FiniteGuard`` left out, with the same samples, times, noise and dropped conditions.
 
+    In the island's precision, without FSDP2 and compiled blocks.
+
     Args:
         member: whose step.
         experiment: of the run.
@@ -79,7 +81,10 @@ def replay_step(member: str, experiment: Experiment, run: RunFolder, step: int |
         # Alone: in a batch, zero times a neighbour's NaN is NaN.
         module.zero_grad()
         one = slice(row, row + 1)
-        loss = module.measure(noised.rows(one), {name: rows[one] for name, rows in batch.items()})["loss"].sum()
+        alone = {name: rows[one] for name, rows in batch.items()}
+        module.on_train_batch_start(alone, 0)  # the network's own dropout: of a batch of one, each time the same
+        with autocast(experiment.island.precision, device):
+            loss = module.measure(noised.rows(one), alone)["loss"].sum()
         loss.backward()
         squares = [p.grad.double().square().sum() for p in module.network.parameters() if p.grad is not None]
         norm = math.sqrt(float(torch.stack(squares).sum())) if squares else 0.0
@@ -101,7 +106,7 @@ def _find(folder: Path, step: int | None, rank: int) -> SkippedStep:
 
 def _load_nearest(module: MemberModule, checkpoints: Path, step: int) -> str:
     """Weights of the whole checkpoint nearest to ``step``: skipped steps change none, and others little."""
-    paths = sorted(checkpoints.glob("step-*.ckpt"), key=lambda path: abs(step_of(path) - step))
+    paths = sorted(checkpoints_in(checkpoints), key=lambda path: abs(step_of(path) - step))
     nearest = next((path for path in paths if damage_of(path) is None), None)
     if nearest is None:
         return "the initial weights"

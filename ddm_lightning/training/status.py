@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from dataclasses import asdict, dataclass, field, replace
@@ -14,6 +15,8 @@ from ddm_lightning.files import atomic_write_json, read_json
 HELD_OUT_STEP = "held_out/step"
 """In the metrics of an artifact: the step whose weights the other held-out figures are of."""
 
+STATES = ("waiting", "starting", "training", "stopped", "failed", "done")
+
 
 @dataclass
 class MemberStatus:
@@ -24,7 +27,7 @@ class MemberStatus:
     max_steps: int
     """Optimizer steps that it will take."""
     state: str = "waiting"
-    """``waiting``, ``starting``, ``training``, ``stopped`` (on request), ``failed`` or ``done``."""
+    """One of ``STATES``; ``stopped`` is on request."""
     step: int = 0
     """Optimizer steps taken."""
     seconds: float = 0.0
@@ -69,6 +72,10 @@ class MemberStatus:
             fits = (int, float) if isinstance(own, float) else type(own)
             if key in cls.__dataclass_fields__ and (not isinstance(value, fits) or isinstance(value, bool)):
                 raise UserError(f"{path}: key {key!r} = {value!r} is no {type(own).__name__}; {remedy}")
+            if isinstance(own, int | float) and not 0 <= value < math.inf:
+                raise UserError(f"{path}: key {key!r} = {value!r} is not finite, or negative; {remedy}")
+        if loaded.get("state", fresh.state) not in STATES:
+            raise UserError(f"{path}: key 'state' = {loaded['state']!r} is none of {', '.join(STATES)}; {remedy}")
         for name, value in loaded.get("metrics", {}).items():
             if not isinstance(value, int | float) or isinstance(value, bool):
                 raise UserError(f"{path}: key 'metrics.{name}' = {value!r} is no number; {remedy}")

@@ -1,3 +1,4 @@
+import sys
 from argparse import Namespace
 
 import pytest
@@ -165,6 +166,14 @@ def test_the_gpu_part_runs_on_a_cpu_and_says_what_did_not():
         TINY.batch_size / report.figures["seconds_xl2_sdpa"]
     )
     assert any("xformers" in note and "CUDA" in note for note in report.notes)
+
+
+def test_the_gpu_part_does_without_xformers(monkeypatch):
+    monkeypatch.setitem(sys.modules, "xformers.ops", None)
+    report = Report("", step.HEADINGS)
+    step_gpu.measure(report, TINY, CPU, 1, 1)
+    assert "seconds_xl2_sdpa" in report.figures
+    assert any("Attention by xformers did not run" in note and "cannot be imported" in note for note in report.notes)
 
 
 @pytest.mark.long

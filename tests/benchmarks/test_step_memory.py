@@ -1,5 +1,8 @@
 """Memory of a step: what is planned, by hand and beside torch's own count of its allocations."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from recipe_cost import TrainingStep
@@ -39,6 +42,15 @@ def test_a_block_that_is_computed_twice_keeps_its_input_alone(precision):
         for depth in (2, 5)
     }
     assert kept[5] - kept[2] == 3 * 4 * 8 * 64 * 96
+
+
+def test_what_was_counted_is_not_held_for_good():
+    step = step_of()
+    weight = weakref.ref(next(step.network.parameters()))
+    assert kept_for_backward(step) > 0
+    del step
+    gc.collect()
+    assert weight() is None
 
 
 def test_two_blocks_tell_of_all():

@@ -1,4 +1,5 @@
 import math
+import shutil
 from concurrent.futures import wait
 from types import SimpleNamespace
 
@@ -174,6 +175,21 @@ def test_the_newest_is_found(tmp_path):
     assert newest_checkpoint(tmp_path / "none") == (None, [])
     write(tmp_path, 90, 100, 1000)
     assert newest_checkpoint(tmp_path) == (tmp_path / "step-00001000.ckpt", [])
+
+
+@pytest.mark.parametrize("name", ["step-00000155-copy.ckpt", "step-abc.ckpt", "step-9.ckpt"])
+def test_what_has_another_name_is_no_checkpoint(tmp_path, name):
+    write(tmp_path, 5, 10)
+    shutil.copytree(tmp_path / "step-00000010.ckpt", tmp_path / name)
+    for leads in (True, False):
+        assert newest_checkpoint(tmp_path, leads=leads) == (tmp_path / "step-00000010.ckpt", [])
+    FakeTrainer(RollingCheckpoints(tmp_path, 15, 1, 100)).take(15)
+    assert names(tmp_path) == sorted(["step-00000015.ckpt", name])
+
+
+def test_more_digits_are_more_steps(tmp_path):
+    write(tmp_path, 99_999_999, 100_000_000)
+    assert newest_checkpoint(tmp_path)[0] == tmp_path / "step-100000000.ckpt"
 
 
 def test_a_damaged_one_gives_way_to_the_one_before(tmp_path):

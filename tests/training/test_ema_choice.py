@@ -1,6 +1,7 @@
 """The command ``ema``: widths of the average compared, and one handed over, after the training."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -73,6 +74,32 @@ def test_a_killed_training_leaves_the_same_snapshots(trained, run):
     assert snapshots(run) == snapshots(trained)
     for name in snapshots(run):
         assert sha256_file(member / "ema" / name) == sha256_file(trained / "members/expert-0/ema" / name)
+
+
+def interrupted(run):
+    """As a kill between steps 30 and 40 leaves it."""
+    shutil.rmtree(run / "members/expert-0/artifact")
+    shutil.rmtree(run / "members/expert-0/checkpoints/step-00000040.ckpt")
+
+
+def test_after_a_resume_a_width_can_be_chosen(run, capsys):
+    interrupted(run)
+    assert command("fit", run) == 0
+    said = capsys.readouterr().err
+    assert "snapshots of averages" not in said
+    assert command("ema", run) == 0
+    promised = 1e6 * float(re.search(r"all that it will write takes up to ([\d.]+) MB of the disk", said)[1])
+    folders = [run / "members/expert-0" / name for name in ("checkpoints", "ema", "artifact")]
+    written = sum(path.stat().st_size for folder in folders for path in folder.rglob("*") if path.is_file())
+    assert 0.6 * promised < written < 1.1 * promised, "names of tensors are on the disk, too; one checkpoint is gone"
+
+
+def test_a_resume_without_earlier_snapshots_says_so_at_once(run, capsys):
+    interrupted(run)
+    (run / "members/expert-0/ema/width-0.1-step-00000010.safetensors").unlink()
+    assert command("fit", run) == 0
+    said = "expert-0: 1 of the 6 snapshots of averages that were due are missing, such as "
+    assert said in capsys.readouterr().err
 
 
 def losses_of(lines):

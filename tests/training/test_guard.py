@@ -39,6 +39,12 @@ def take(module, optimizer, guard, step, spoil=False):
     optimizer.step()
 
 
+def take_and_look(guard, step):
+    module = network()
+    take(module, build_optimizer(module, TrainConfig(10, 5)), guard, step, spoil=True)
+    guard.settle()
+
+
 def test_a_step_without_a_finite_gradient_changes_nothing_and_the_others_go_on_as_if_it_had_not_been():
     runs = []
     for steps in ([0, 1, "bad", 2, 3], [0, 1, 2, 3]):
@@ -117,3 +123,23 @@ def test_a_line_that_was_cut_is_passed_over(tmp_path):
     (found,) = read_skipped(path)
     assert found.step == 3 and found.losses[0] == 1.0 and math.isnan(found.losses[1])
     assert read_skipped(tmp_path / "none") == []
+
+
+def test_behind_a_line_that_was_cut_the_next_is_whole(tmp_path):
+    path = tmp_path / "skipped_steps.jsonl"
+    whole, cut = (SkippedStep(step, 0, [1], [0.5], [NAN]).line() for step in (3, 4))
+    path.write_text(f"{whole}\n{cut[:20]}")
+    guard = FiniteGuard("expert-0", 0, 3)
+    take_and_look(guard, step=9)
+    guard.write(path)
+    assert [skipped.step for skipped in read_skipped(path)] == [3, 9]
+
+
+@pytest.mark.parametrize(
+    "change", [{"step": "a"}, {"step": True}, {"rank": None}, {"sample_ids": []}, {"sample_ids": ["x"]}]
+)
+def test_what_is_no_record_is_passed_over(tmp_path, change):
+    path = tmp_path / "skipped_steps.jsonl"
+    fields = json.loads(SkippedStep(3, 0, [1], [0.5], [NAN]).line())
+    path.write_bytes(json.dumps(fields | change).encode() + b"\n\xff\xfe\n" + json.dumps(fields).encode())
+    assert [skipped.sample_ids for skipped in read_skipped(path)] == [[1]]

@@ -1,7 +1,26 @@
+import contextlib
+from types import SimpleNamespace
+
 import numpy as np
 import torch
+from tiny_runs import TINY
+from training.members import batch, expert
 
-from ddm_lightning.training.pictures import routing_heat_map
+from ddm_lightning.config import load_experiment
+from ddm_lightning.prepare.stored import StoredForm
+from ddm_lightning.training.pictures import PictureLogger, routing_heat_map
+
+
+def test_of_a_posterior_what_is_drawn_has_the_channels_of_a_sample():
+    plugin = SimpleNamespace(forward_context=contextlib.nullcontext)
+    stop = SimpleNamespace(cuts_validation=lambda _: False)
+    module = expert(stored=StoredForm("posterior", {"scale": 0.5, "shift": 0.0}))
+    module._trainer.precision_plugin = plugin
+    drawer = PictureLogger(load_experiment(TINY, []), stop)
+    drawer._batch = {**batch(), "x_0": torch.randn(6, 8, 4, 4, generator=torch.Generator().manual_seed(0))}
+    drawn = drawer._sampled(module)
+    assert drawn.shape == module.normalised(drawer._batch).shape == (6, 4, 4, 4)
+    assert all(x_t.shape == drawn.shape for x_t, *_ in module.network.calls)
 
 
 def test_a_panel_a_timestep_with_rows_that_sum_to_one():

@@ -11,8 +11,11 @@ from checkpoint_folders import cut
 from deadline import within
 from loading.mds import WARNINGS
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tiny_runs import copy_run, finish, read_status, start
-from training.short_fits import checkpoints, fit, member, trained, weights
+from tiny_runs import TINY, copy_run, finish, read_status, start
+from training.short_fits import SHORT, checkpoints, fit, member, trained, weights
+
+from ddm_lightning.config import load_experiment
+from ddm_lightning.training.origin import check_origin
 
 pytestmark = WARNINGS
 
@@ -35,6 +38,13 @@ def test_a_resume_says_what_its_island_does_otherwise(interrupted, capsys):
     said = capsys.readouterr().err
     words = "island.precision=bf16-mixed (was 32-true), island.micro_batch_size=4 (was null)"
     assert f"expert-0: from here on with {words}: the same samples, other rounding\n" in said
+
+
+def test_a_resume_on_another_kind_of_device_says_that_noise_is_other(interrupted):
+    path = member(interrupted, "checkpoints", "step-00000018.ckpt")
+    experiment = load_experiment(TINY, [*SHORT, "island.accelerator=gpu"])
+    said = "from here on with island.accelerator=gpu (was cpu): the same samples, other noise and rounding"
+    assert check_origin(path, "expert-0", experiment) == said
 
 
 def test_a_resume_with_nothing_changed_says_nothing_of_it(interrupted, capsys):

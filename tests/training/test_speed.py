@@ -1,10 +1,16 @@
 from types import SimpleNamespace
 
 import pytest
+from tiny_runs import TINY
 
+from ddm_lightning.config import load_experiment
 from ddm_lightning.training import speed
+from ddm_lightning.training.checkpoints import RollingCheckpoints
 from ddm_lightning.training.devices import peak_of_this_device, peak_tflops
+from ddm_lightning.training.fit import build_trainer
 from ddm_lightning.training.speed import Speed, StepCost, peak_memory_bytes
+from ddm_lightning.training.status import MemberStatus
+from ddm_lightning.training.strategy import choose_strategy
 
 
 @pytest.fixture
@@ -55,6 +61,9 @@ def test_without_a_known_peak_there_is_no_mfu(clock):
         ("NVIDIA H100 80GB HBM3", "bf16-mixed", False, 989.4),
         ("NVIDIA H100 PCIe", "bf16-mixed", False, 756.0),
         ("NVIDIA H200", "16-mixed", False, 989.4),
+        ("NVIDIA H200 NVL", "bf16-mixed", False, 835.5),
+        ("NVIDIA GB200", "bf16-mixed", False, 2500.0),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bf16-mixed", False, None),
         ("NVIDIA A100-SXM4-80GB", "32-true", True, 156.0),
         ("NVIDIA A100-SXM4-80GB", "32-true", False, 19.5),
         ("NVIDIA A40", "bf16-mixed", False, 149.7),
@@ -89,3 +98,12 @@ def test_peak_memory_is_of_this_process():
     block = bytearray(300 * 1024**2)
     block[::4096] = b"x" * len(block[::4096])
     assert peak_memory_bytes() >= before
+
+
+def test_time_that_a_checkpoint_takes_is_no_wait_for_data(tmp_path):
+    """Lightning puts its own kind of checkpoints behind all other callbacks."""
+    experiment = load_experiment(TINY, [])
+    strategy, _ = choose_strategy(experiment.island, 1000)
+    trainer, _ = build_trainer("expert-0", experiment, tmp_path, MemberStatus("expert-0", 40), strategy)
+    kinds = [type(callback) for callback in trainer.callbacks]
+    assert kinds.index(RollingCheckpoints) < kinds.index(Speed)

@@ -44,6 +44,9 @@ def test_a_damaged_one_is_named_with_a_remedy(tmp_path):
         ('{"metrics": 3}', "key 'metrics' = 3 is no dict"),
         ('{"metrics": {"train/loss": "x"}}', "key 'metrics.train/loss' = 'x' is no number"),
         ('{"step": true}', "key 'step' = True is no int"),
+        ('{"step": -5}', "key 'step' = -5 is not finite, or negative"),
+        ('{"seconds": 1e999}', "key 'seconds' = inf is not finite, or negative"),
+        ('{"state": "flying"}', "key 'state' = 'flying' is none of waiting, starting, .*, done"),
     ],
 )
 def test_what_is_no_status_is_refused(tmp_path, text, words):

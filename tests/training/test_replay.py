@@ -1,0 +1,77 @@
+"""A step that was left out, taken once more: with which weights, and what is said of each sample."""
+
+import numpy as np
+import pytest
+import torch
+from loading.mds import WARNINGS
+from tiny_runs import TINY, copy_run
+from torch.nn import functional
+from training.short_fits import SHORT, member, trained
+
+from ddm_lightning.config import load_experiment
+from ddm_lightning.loading.local import open_shards
+from ddm_lightning.prepare.manifest import Manifest
+from ddm_lightning.run_folder import RunFolder
+from ddm_lightning.training.fit import build_data, build_module
+from ddm_lightning.training.guard import SkippedStep
+from ddm_lightning.training.member_state import load_tensors
+from ddm_lightning.training.replay import replay_step
+
+pytestmark = WARNINGS
+ROUTER = "router.network={name: router-dit, params: {width: 32, depth: 1, num_heads: 2, patch_size: 4, dropout: 0.5}}"
+
+
+@pytest.fixture(scope="module")
+def finished(tiny_prepared, tmp_path_factory):
+    return trained(tiny_prepared, tmp_path_factory.mktemp("finished"))
+
+
+def left_out(run, step, name="expert-0"):
+    """As if three samples of ``step`` had been left out; the step as the member's module draws it."""
+    experiment = load_experiment(TINY, [f"run_dir={run}", *SHORT, ROUTER])
+    folder = RunFolder.of(experiment)
+    manifest = Manifest.read(run)
+    data = build_data(name, experiment, manifest, folder)
+    ids = open_shards(data.training_folders()).take(np.arange(3))["sample_id"].tolist()
+    folder.member(name).mkdir(parents=True, exist_ok=True)
+    record = SkippedStep(step, 0, ids, [0.5] * 3, [1.0] * 3)
+    (folder.member(name) / "skipped_steps.jsonl").write_text(record.line() + "\n")
+    return experiment, folder, manifest, data, ids
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_each_sample_has_its_own_loss_and_gradient_at_the_nearest_weights(finished, tmp_path, precision):
+    run = copy_run(finished, tmp_path / "run", "expert-0")
+    experiment, folder, manifest, data, ids = left_out(run, 13)
+    experiment.island.precision = precision
+    replay = replay_step("expert-0", experiment, folder, None, 0)
+    nearest = member(run, "checkpoints", "step-00000012.ckpt")
+    assert replay.weights == str(nearest) and [sample.sample_id for sample in replay.samples] == ids
+
+    module = build_module("expert-0", experiment, manifest)
+    load_tensors(nearest, module)
+    module.replayed = (0, 13)
+    batch = open_shards(data.training_folders()).take(np.arange(3))
+    noised = module.noised(batch)
+    for row, sample in enumerate(replay.samples):
+        one = noised.rows(slice(row, row + 1))
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-mixed"):
+            predicted = module.network(one.x_t, one.t, one.condition)
+        loss = functional.mse_loss(predicted.float(), one.noise - one.x_0)
+        gradients = torch.autograd.grad(loss, list(module.network.parameters()), allow_unused=True)
+        norm = torch.cat([part.flatten() for part in gradients if part is not None]).norm()
+        assert sample.t == float(one.t) and sample.not_finite == ()
+        assert sample.loss == pytest.approx(float(loss.detach()), rel=1e-5)
+        assert sample.gradient_norm == pytest.approx(float(norm), rel=1e-4)
+
+
+def test_dropout_of_the_network_is_the_same_each_time(tiny_prepared, tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "prepared").symlink_to(tiny_prepared)
+    experiment, folder, *_ = left_out(run, 13, "router")
+    torch.manual_seed(1)
+    first = replay_step("router", experiment, folder, None, 0)
+    torch.manual_seed(2)
+    again = replay_step("router", experiment, folder, None, 0)
+    assert first.weights == "the initial weights" and first.samples == again.samples
