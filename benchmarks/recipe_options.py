@@ -20,6 +20,7 @@ from ddm_lightning.training.muon import has_muon_matrices
 MEMBER = "expert-0"
 PARAMS, TRAIN, ISLAND = "expert.network.params", "expert.train", "island"
 DECAY, CLIP, MIN_SNR, WIDTHS = 0.1, 1.0, 5.0, [0.05, 0.1]
+SHIFT, DROPOUT, WARMUP_SHARE = 2.0, 0.1, 40
 """What an experiment that has none is given."""
 
 
@@ -114,8 +115,11 @@ def _training(experiment: Experiment, sizes: Manifest | DataSizes) -> Iterator[O
     yield Option(f"{TRAIN}.ema_widths", [] if train.ema_widths else WIDTHS, costs=True, brings=False)
     others: dict[str, list[Any]] = {
         "expert.timesteps.density": _words("expert.timesteps.density", expert.timesteps.density),
+        "expert.timesteps.shift": [SHIFT if expert.timesteps.shift == 1 else 1.0],
+        "condition.dropout": _other_dropout(experiment),
         "expert.min_snr_gamma": [MIN_SNR if expert.min_snr_gamma is None else None],
         f"{TRAIN}.schedule": _words(f"{TRAIN}.schedule", train.schedule),
+        f"{TRAIN}.warmup_steps": [0 if train.warmup_steps else max(1, train.max_steps // WARMUP_SHARE)],
         f"{TRAIN}.weight_decay": [0.0 if train.weight_decay else DECAY],
         f"{TRAIN}.gradient_clip_norm": [CLIP if train.gradient_clip_norm is None else None],
         f"{TRAIN}.horizontal_flip": [not train.horizontal_flip] if _can_flip(sizes) else [],
@@ -128,6 +132,12 @@ def _training(experiment: Experiment, sizes: Manifest | DataSizes) -> Iterator[O
 def _can_flip(sizes: Manifest | DataSizes) -> bool:
     """Where the shards hold posteriors, only with those of mirrored pictures."""
     return not isinstance(sizes, Manifest) or sizes.stores != "posterior" or "x_0_flipped" in sizes.columns
+
+
+def _other_dropout(experiment: Experiment) -> list[float]:
+    if experiment.condition.kind == "none":
+        return []
+    return [0.0 if experiment.condition.dropout else DROPOUT]
 
 
 def _words(key: str, own: str) -> list[str]:

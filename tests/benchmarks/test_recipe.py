@@ -71,6 +71,8 @@ def test_each_option_changes_one_key_of_the_experiment():
         ("expert.network.params.rope=true", "no_rope"),
         ("expert.network.params.mlp=swiglu", "mlp_gelu"),
         ("expert.train.optimizer=muon", "optimizer_adamw"),
+        ("expert.timesteps.shift=3.0", "shift_1.0"),
+        ("condition.dropout=0.0", "dropout_0.1"),
         ("expert.train.weight_decay=0.5", "no_weight_decay"),
         ("expert.train.gradient_clip_norm=null", "gradient_clip_norm_1.0"),
         ("expert.train.ema_widths=[0.1]", "no_ema_widths"),
