@@ -1,20 +1,16 @@
 """FSDP2 on two processes against one process that is given the same gradients."""
 
-import multiprocessing
-import os
-import socket
-import traceback
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
-from deadline import within
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from training.saved import load, save
+from training.two_processes import WORLD, in_two_processes
 
 from ddm_lightning.config import TrainConfig
 from ddm_lightning.flow.condition import Condition, ConditionSpec
@@ -25,7 +21,6 @@ from ddm_lightning.training.member_state import tensors_of
 from ddm_lightning.training.optimizer import build_optimizer
 from ddm_lightning.training.strategy import shard_blocks
 
-WORLD = 2
 TRAIN = TrainConfig(10, 4, learning_rate=0.1, weight_decay=0.05, ema_decay=0.9, ema_widths=[0.1])
 
 
@@ -268,37 +263,6 @@ def a_dit_in_bfloat16(rank):
             found.append(float(mean))
         losses.append(found)
     return losses, seen
-
-
-def _in_rank(rank, port, task, results):
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(WORLD))
-    try:
-        dist.init_process_group("gloo", rank=rank, world_size=WORLD)
-        results.put((rank, task(rank), None))
-        dist.destroy_process_group()
-    except BaseException:  # noqa: BLE001
-        results.put((rank, None, traceback.format_exc()))
-
-
-def in_two_processes(task):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    context = multiprocessing.get_context("fork")
-    results = context.Queue()
-    ranks = [context.Process(target=_in_rank, args=(rank, port, task, results)) for rank in range(WORLD)]
-    for process in ranks:
-        process.start()
-    try:
-        with within(60):
-            answers = [results.get() for _ in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-            process.join()
-    for _, _, problem in answers:
-        assert problem is None, problem
-    return {rank: answer for rank, answer, _ in answers}
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")

@@ -1,0 +1,42 @@
+"""A task in two processes with a process group, the ranks of one training, within one test."""
+
+import multiprocessing
+import os
+import socket
+import traceback
+
+import torch.distributed as dist
+from deadline import within
+
+WORLD = 2
+
+
+def _in_rank(rank, port, task, results):
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(WORLD))
+    try:
+        dist.init_process_group("gloo", rank=rank, world_size=WORLD)
+        results.put((rank, task(rank), None))
+        dist.destroy_process_group()
+    except BaseException:  # noqa: BLE001
+        results.put((rank, None, traceback.format_exc()))
+
+
+def in_two_processes(task):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = multiprocessing.get_context("fork")
+    results = context.Queue()
+    ranks = [context.Process(target=_in_rank, args=(rank, port, task, results)) for rank in range(WORLD)]
+    for process in ranks:
+        process.start()
+    try:
+        with within(60):
+            answers = [results.get() for _ in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()
+    for _, _, problem in answers:
+        assert problem is None, problem
+    return {rank: answer for rank, answer, _ in answers}
