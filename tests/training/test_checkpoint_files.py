@@ -97,6 +97,17 @@ def test_one_that_is_there_is_replaced(tmp_path):
     assert stored(tmp_path / "step-1")[0]["w"].sum() == 3
 
 
+def test_what_a_killed_save_of_more_ranks_left_is_no_part_of_the_next_one(tmp_path):
+    left = tmp_path / ".tmp-step-1"
+    left.mkdir()
+    (left / "shard-00002-model-00001-of-00001.safetensors").write_bytes(b"of a second rank")
+    (left / "sums-2.json").write_text(json.dumps({"shard-00002-model-00001-of-00001.safetensors": "0" * 64}))
+    path = write(tmp_path / "step-1")
+    assert names(tmp_path) == ["step-1"]
+    assert names(path) == names(write(tmp_path / "step-2"))
+    assert damage_of(path) is None
+
+
 def test_each_copy_is_of_its_moment_and_lies_where_the_last_one_did(tmp_path, monkeypatch):
     seen = []  # to page-lock the host's memory anew would take longer than to copy
     monkeypatch.setattr(

@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 import torch
+from filelock import FileLock
 from loading.mds import WARNINGS
 from safetensors.torch import load_file
 from tiny_runs import TINY
@@ -162,6 +163,26 @@ def test_a_width_is_handed_over_and_taken_back(run, capsys):
     assert (run / "members/expert-0/status.json").read_bytes() == status
 
 
+def test_a_width_has_held_out_figures_of_the_last_step_wherever_the_training_validated(run):
+    path = run / "members/expert-0/artifact/member.json"
+    document = json.loads(path.read_text())
+    document["metrics"]["held_out/step"] = 25.0
+    path.write_text(json.dumps(document))
+    assert command("ema", run, "--use", "0.1") == 0
+    assert json.loads(path.read_text())["metrics"]["held_out/step"] == 40
+
+
+@pytest.mark.parametrize("how", ["--width", "--use"])
+def test_a_member_in_use_by_another_process_is_left_to_it(run, capsys, how):
+    lock = run / "members/expert-0/.lock"
+    before = sha256_file(run / "members/expert-0/artifact/member.json")
+    with FileLock(lock):
+        assert command("ema", run, how, "0.1") == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert line == f"error: {lock}: expert-0 is in use by another process; wait for it"
+    assert sha256_file(run / "members/expert-0/artifact/member.json") == before
+
+
 def test_an_ensemble_takes_the_new_weights_and_fit_and_status_follow(run, capsys):
     assert command("fit", run, member="expert-1") == 0
     assert command("fit", run, member=None) == 0
@@ -198,6 +219,11 @@ def forget_first(run):
     path.write_text(json.dumps(index))
 
 
+def partition_anew(run):
+    path = run / "prepared/manifest.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "partition_sha256": "0" * 64}))
+
+
 def leave(run):
     pass
 
@@ -215,6 +241,7 @@ def leave(run):
         (["--use", "0.1"], damage_first, ["width-0.1-step-00000010.safetensors", "SHA-256"]),
         (["--use", "0.1"], forget_first, ["width-0.1-step-00000010.safetensors", "missing", "remove"]),
         (["--use", "0.1"], lambda run: shutil.rmtree(run / "members/expert-0/ema"), ["is missing", "remove"]),
+        (["--use", "0.1"], partition_anew, ["expert-0/artifact", "clusters that have changed since"]),
         (
             ["--use", "0.1"],
             lambda run: (run / "members/expert-0/ema/snapshots.json").write_text('{"../x": "0"}'),

@@ -1,5 +1,6 @@
 import json
 import math
+import weakref
 
 import pytest
 import torch
@@ -95,6 +96,29 @@ def test_what_was_left_out_is_told_once_the_host_looks(tmp_path):
     again.settle()
     again.write(path)
     assert [skipped.step for skipped in read_skipped(path)] == [8, 11, 12]
+
+
+class Activation:
+    """What autograd keeps in place of a tensor; of this one can be told when it is let go."""
+
+    def __init__(self, value):
+        self.value = value
+
+
+def test_a_step_that_is_remembered_holds_no_activations():
+    kept, guard = [], FiniteGuard("expert-0", 0, 3)
+
+    def keep(value):
+        activation = Activation(value)
+        kept.append(weakref.ref(activation))
+        return activation
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda activation: activation.value):
+        losses = network()(torch.ones(5, 3)).square().mean(1)
+    guard.saw(0, torch.arange(5), torch.linspace(0.1, 0.9, 5), losses)
+    assert all(activation() is not None for activation in kept) and len(kept) > 1
+    del losses
+    assert all(activation() is None for activation in kept)
 
 
 def test_too_many_in_succession_end_the_training_and_single_ones_do_not():

@@ -7,6 +7,7 @@ import signal
 import subprocess
 
 import pytest
+import torch
 from checkpoint_folders import cut
 from deadline import within
 from loading.mds import WARNINGS
@@ -15,7 +16,7 @@ from tiny_runs import TINY, copy_run, finish, read_status, start
 from training.short_fits import SHORT, checkpoints, fit, member, trained, weights
 
 from ddm_lightning.config import load_experiment
-from ddm_lightning.training.origin import check_origin
+from ddm_lightning.training.origin import KeptOrigin, check_origin
 
 pytestmark = WARNINGS
 
@@ -45,6 +46,24 @@ def test_a_resume_on_another_kind_of_device_says_that_noise_is_other(interrupted
     experiment = load_experiment(TINY, [*SHORT, "island.accelerator=gpu"])
     said = "from here on with island.accelerator=gpu (was cpu): the same samples, other noise and rounding"
     assert check_origin(path, "expert-0", experiment) == said
+
+
+@pytest.mark.parametrize(
+    ("setting", "before", "other"),
+    [
+        ("devices=2", "1", "noise and rounding"),
+        ("strategy=fsdp", "auto", "rounding"),
+        ("precision=bf16-mixed", "32-true", "rounding"),
+        ("micro_batch_size=4", "null", "rounding"),
+        ("attention=sdpa", "auto", "rounding"),
+        ("compile=true", "false", "rounding"),
+        ("activation_checkpointing=true", "false", "rounding"),
+    ],
+)
+def test_each_setting_that_rounds_otherwise_is_said(tmp_path, setting, before, other):
+    torch.save(KeptOrigin("expert-0", load_experiment(TINY)).origin, tmp_path / "rest.pt")
+    said = check_origin(tmp_path, "expert-0", load_experiment(TINY, [f"island.{setting}"]))
+    assert said == f"from here on with island.{setting} (was {before}): the same samples, other {other}"
 
 
 def test_a_resume_with_nothing_changed_says_nothing_of_it(interrupted, capsys):

@@ -4,10 +4,11 @@ import pytest
 from tiny_runs import TINY
 
 from ddm_lightning.config import load_experiment
+from ddm_lightning.prepare.manifest import Manifest
 from ddm_lightning.training import speed
 from ddm_lightning.training.checkpoints import RollingCheckpoints
 from ddm_lightning.training.devices import peak_of_this_device, peak_tflops
-from ddm_lightning.training.fit import build_trainer
+from ddm_lightning.training.fit import _cost, build_module, build_trainer
 from ddm_lightning.training.speed import Speed, StepCost, peak_memory_bytes
 from ddm_lightning.training.status import MemberStatus
 from ddm_lightning.training.strategy import choose_strategy
@@ -46,6 +47,22 @@ def test_rates_are_of_the_time_since_the_last_report_without_validation(clock):
     figures = callback.read(14)
     assert figures["train/samples_per_second"] == pytest.approx(16) and figures["train/data_wait"] == pytest.approx(0.5)
     assert callback.read(14) == {}, "no step was taken"
+
+
+@pytest.mark.parametrize(("checkpointed", "forward_passes"), [("false", 3), ("true", 4)])
+def test_a_forward_pass_counts_once_more_in_hfu_where_it_is_computed_twice(
+    tiny_prepared, clock, monkeypatch, checkpointed, forward_passes
+):
+    """A backward pass costs as much as two forward passes."""
+    monkeypatch.setattr(speed, "peak_of_this_device", lambda *_: ("some device", 1.0))
+    experiment = load_experiment(TINY, [f"island.activation_checkpointing={checkpointed}"])
+    manifest = Manifest.read(tiny_prepared.parent)
+    cost, _ = _cost("expert-0", experiment, manifest, build_module("expert-0", experiment, manifest))
+    callback = Speed(8, cost)
+    callback.on_train_start(SimpleNamespace(global_step=0), None)
+    take(callback, clock, 1, wait=0.5, work=0.5)
+    figures = callback.read(1)
+    assert figures["train/hfu"] / figures["train/mfu"] == pytest.approx(forward_passes / 3, rel=0.02)
 
 
 def test_without_a_known_peak_there_is_no_mfu(clock):
