@@ -78,7 +78,7 @@ class Averages:
         """Figures of the artifact's weights, then of each width's; None for those of ``DEFAULT_WIDTHS`` that fit.
 
         Raises:
-            UserError: an impossible width, or a damaged snapshot.
+            UserError: an impossible width, a damaged snapshot, or the member is in use.
         """
         for width in widths or ():
             _check(width)
@@ -87,7 +87,7 @@ class Averages:
         now = self.meta.metrics.get(WIDTH)
         name = "of the artifact" if now is None else f"of the artifact (width {now:g})"
         weights = self._kept()
-        with self._measuring() as measure:
+        with self._alone(), self._measuring() as measure:
             found = [Average(name, measure(weights))]
             for width in track(chosen, description=f"{self.member}: widths", transient=True):
                 found.append(Average(f"width {width:g}", measure({**weights, **self.snapshots.weights(width)})))
@@ -103,20 +103,23 @@ class Averages:
         """
         _check(width)
         weights = {**self._kept(), **self.snapshots.weights(width)}
-        with self._measuring() as measure:
-            metrics = {**self.meta.metrics, **measure(weights), HELD_OUT_STEP: float(self.meta.step), WIDTH: width}
-        if not self._original.exists():
-            with atomic_folder(self._original) as temporary:
-                shutil.copytree(self.run.artifact(self.member), temporary, dirs_exist_ok=True)
-        write_artifact(self.run.artifact(self.member), weights, replace(self.meta, metrics=metrics))
+        with self._alone():
+            with self._measuring() as measure:
+                metrics = {**self.meta.metrics, **measure(weights), HELD_OUT_STEP: float(self.meta.step), WIDTH: width}
+            if not self._original.exists():
+                with atomic_folder(self._original) as temporary:
+                    shutil.copytree(self.run.artifact(self.member), temporary, dirs_exist_ok=True)
+            write_artifact(self.run.artifact(self.member), weights, replace(self.meta, metrics=metrics))
 
     def use_original(self) -> None:
         """Take back what ``use`` did.
 
         Raises:
-            UserError: the artifact that the training had handed over is damaged.
+            UserError: the artifact that the training had handed over is damaged, or the member is in use.
         """
-        if self._original.exists():
+        with self._alone():
+            if not self._original.exists():
+                return
             meta, weights = read_artifact(self._original)
             write_artifact(self.run.artifact(self.member), weights, meta)
 
@@ -129,13 +132,21 @@ class Averages:
         return self.run.member(self.member) / FOLDER / _ORIGINAL
 
     @contextmanager
-    def _measuring(self) -> Iterator[Callable[[Mapping[str, Tensor]], dict[str, float]]]:
-        """Within the block: what gives the held-out figures of weights."""
+    def _alone(self) -> Iterator[None]:
+        """Within the block no other process trains the member or changes its artifact."""
         lock = FileLock(self.run.member(self.member) / ".lock")
         try:
             lock.acquire(timeout=0)
         except Timeout:
             raise UserError(f"{lock.lock_file}: {self.member} is in use by another process; wait for it") from None
+        try:
+            yield
+        finally:
+            lock.release()
+
+    @contextmanager
+    def _measuring(self) -> Iterator[Callable[[Mapping[str, Tensor]], dict[str, float]]]:
+        """Within the block: what gives the held-out figures of weights."""
         data = build_data(self.member, self.experiment, self.manifest, self.run)
         try:
             if not data.held_out_clusters:
@@ -162,7 +173,6 @@ class Averages:
             yield measure
         finally:
             data.teardown("validate")
-            lock.release()
 
 
 def _check(width: float) -> None:

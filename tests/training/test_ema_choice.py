@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 import torch
-from filelock import FileLock
+from filelock import FileLock, Timeout
 from loading.mds import WARNINGS
 from safetensors.torch import load_file
 from tiny_runs import TINY
@@ -16,6 +16,7 @@ from ddm_lightning.cli import main
 from ddm_lightning.config import TrainConfig
 from ddm_lightning.ensemble.load import load_ensemble
 from ddm_lightning.files import sha256_file
+from ddm_lightning.training import ema_choice
 from ddm_lightning.training.ema_snapshots import snapshot_steps
 
 pytestmark = WARNINGS
@@ -172,15 +173,30 @@ def test_a_width_has_held_out_figures_of_the_last_step_wherever_the_training_val
     assert json.loads(path.read_text())["metrics"]["held_out/step"] == 40
 
 
-@pytest.mark.parametrize("how", ["--width", "--use"])
+@pytest.mark.parametrize("how", [("--width", "0.1"), ("--use", "0.1"), ("--use", "original")])
 def test_a_member_in_use_by_another_process_is_left_to_it(run, capsys, how):
     lock = run / "members/expert-0/.lock"
     before = sha256_file(run / "members/expert-0/artifact/member.json")
     with FileLock(lock):
-        assert command("ema", run, how, "0.1") == 2
+        assert command("ema", run, *how) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert line == f"error: {lock}: expert-0 is in use by another process; wait for it"
     assert sha256_file(run / "members/expert-0/artifact/member.json") == before
+
+
+def test_no_other_process_has_the_member_while_its_artifact_changes(run, monkeypatch):
+    write, found = ema_choice.write_artifact, []
+
+    def watched(*arguments):
+        with pytest.raises(Timeout):
+            FileLock(run / "members/expert-0/.lock").acquire(timeout=0)
+        found.append(arguments[0].name)
+        return write(*arguments)
+
+    monkeypatch.setattr(ema_choice, "write_artifact", watched)
+    for width in ("0.2", "original"):
+        assert command("ema", run, "--use", width) == 0
+    assert found == ["artifact", "artifact"]
 
 
 def test_an_ensemble_takes_the_new_weights_and_fit_and_status_follow(run, capsys):
