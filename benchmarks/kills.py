@@ -82,6 +82,8 @@ def main(arguments: Sequence[str] | None) -> None:
         "island.checkpoint_every_n_steps=50",
         f"island.validate_every_n_steps={max_steps}",
         "island.log_sample_ids=true",
+        # Their snapshots are written between checkpoints, and a disk may be full there, too.
+        "expert.train.ema_widths=[0.1]",
     ]
     shown = console()
     with tempfile.TemporaryDirectory(prefix="kills-") as folder, progress(shown) as bars:
@@ -183,6 +185,12 @@ class Trainings:
         return len((self.run.member(MEMBER) / "sample_ids.txt").read_text(encoding="utf-8").splitlines())
 
 
+def hashes(trainings: Trainings, what: str) -> dict[str, str]:
+    """Of the weights in a folder of the member's, by their names."""
+    folder = trainings.run.member(MEMBER) / what
+    return {path.name: sha256_file(path) for path in folder.glob("*.safetensors")}
+
+
 def _what_ended(code: int, said: str) -> str:
     if code == 2 and "is full; free some space" in said:
         return FULL_DISK
@@ -223,13 +231,14 @@ def _report(
     reference: Trainings, disturbed: Trainings, seconds: float, lives: Sequence[tuple[float, str]], max_steps: int
 ) -> Report:
     taken, total = disturbed.steps_taken(), sum(spent for spent, _ in lives)
-    hashes = [sha256_file(one.run.artifact(MEMBER) / "model.safetensors") for one in (reference, disturbed)]
+    weights, averages = ([hashes(one, what) for one in (reference, disturbed)] for what in ("artifact", "ema"))
     report = Report(f"{max_steps:,} steps, stopped {len(lives) - 1} times", ["what", "times"])
     for what, times in sorted(disturbed.ends.items()):
         report.row(what, str(times))
     report.figures |= {
         "num_stops": len(lives) - 1,
-        "same_weights": float(hashes[0] == hashes[1]),
+        "same_weights": float(weights[0] == weights[1]),
+        "same_averages": float(averages[0] == averages[1]),
         "unreadable_checkpoints": disturbed.num_unreadable,
         "checkpoints_read": disturbed.num_checkpoints_read,
         "goodput_steps": max_steps / taken,
@@ -237,7 +246,8 @@ def _report(
         "seconds_undisturbed": seconds,
         "seconds_disturbed": total,
     }
-    report.note(f"The same weights, bit for bit: {'yes' if hashes[0] == hashes[1] else 'NO'}.")
+    for what, (wanted, found) in (("weights", weights), (f"{len(averages[0])} snapshots of an average", averages)):
+        report.note(f"The same {what}, bit for bit: {'yes' if wanted == found else 'NO'}.")
     report.note(
         f"Checkpoints read: {disturbed.num_checkpoints_read}, unreadable: {disturbed.num_unreadable}. "
         f"Goodput: {max_steps / taken:.3f} of the steps taken, {seconds / total:.3f} of the time (a start takes "
