@@ -55,10 +55,7 @@ class TrainConfig:
     gradient_clip_norm: float | None = 1.0
     """Global gradient-norm limit; null for none."""
     max_skipped_steps: int = 10
-    """Steps in succession whose gradient is not finite and that are left out; one more ends the training.
-
-    Under ``16-mixed`` the gradient scaler leaves them out, and nothing is counted or written down.
-    """
+    """Steps left out in succession for a gradient that is not finite, at most; under ``16-mixed`` none is counted."""
     horizontal_flip: bool = False
     """Whether half of the training samples are mirrored; not for pictures with letters in them."""
     ema_decay: float = 0.9999
