@@ -137,7 +137,8 @@ def _can_flip(sizes: Manifest | DataSizes) -> bool:
 def _other_dropout(experiment: Experiment) -> list[float]:
     if experiment.condition.kind == "none":
         return []
-    return [0.0 if experiment.condition.dropout else DROPOUT]
+    # Not none: whoever guides needs some.
+    return [2 * experiment.condition.dropout if 0 < experiment.condition.dropout <= 0.5 else DROPOUT]
 
 
 def _words(key: str, own: str) -> list[str]:
