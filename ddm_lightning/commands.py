@@ -135,6 +135,7 @@ def _fit_one(member: str, experiment: Experiment, options: argparse.Namespace) -
     from ddm_lightning.prepare.manifest import Manifest
     from ddm_lightning.run_folder import RunFolder, open_run, refuse_changed
 
+    startup.stop_as_by_ctrl_c()
     check_plugins(experiment, options.config, options.overrides)
     refuse_changed(experiment)
     run = RunFolder.of(experiment)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -97,10 +98,10 @@ def refuse_changed(experiment: Experiment) -> None:
     # What was only prepared can be prepared anew: it knows what hangs on a changed key.
     if not run.experiment.exists() or not (run.root / "members").exists():
         return
-    changed = changed_keys(with_defaults(_recorded(run)), to_dict(experiment))
+    changed = changes(with_defaults(_recorded(run)), to_dict(experiment))
     if changed:
         raise UserError(
-            f"{run.experiment}: the experiment changed since this run folder was made: {', '.join(changed)}; "
+            f"{run.experiment}: the experiment changed since this run folder was made: {changed}; "
             f"set those keys back, or use another folder with run_dir=…"
         )
 
@@ -120,18 +121,27 @@ def _recorded(run: RunFolder) -> dict[str, Any]:
 
 def changed_keys(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """Dotted keys whose values differ, outside the sections that may change between two starts."""
-
-    def flatten(value: Any, prefix: str) -> dict[str, Any]:
-        if not isinstance(value, dict):
-            return {prefix: value}
-        flat = {}
-        for key, inner in value.items():
-            flat.update(flatten(inner, f"{prefix}.{key}" if prefix else str(key)))
-        return flat
-
-    before, after = flatten(old, ""), flatten(new, "")
+    before, after = _flat(old, ""), _flat(new, "")
     return sorted(
         key
         for key in before.keys() | after.keys()
         if before.get(key) != after.get(key) and key.split(".")[0] not in FREE_SECTIONS and key not in FREE_KEYS
     )
+
+
+def changes(old: dict[str, Any], new: dict[str, Any]) -> str:
+    """``changed_keys`` and what they were, for a line; empty where there are none."""
+    before = _flat(old, "")
+    return ", ".join(
+        f"{key} (was {json.dumps(before[key])})" if key in before else f"{key} (was not set)"
+        for key in changed_keys(old, new)
+    )
+
+
+def _flat(value: Any, prefix: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        return {prefix: value}
+    flat = {}
+    for key, inner in value.items():
+        flat.update(_flat(inner, f"{prefix}.{key}" if prefix else str(key)))
+    return flat

@@ -56,6 +56,15 @@ def end_imports() -> None:
         gc.set_threshold(*_default)
 
 
+def stop_as_by_ctrl_c() -> None:
+    """Until training itself listens, a request to stop ends this process as Ctrl-C does: with a line and its code."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+    for number in STOP_SIGNALS:
+        if signal.getsignal(number) == signal.SIG_DFL:  # ranks that the first one started leave them to that one
+            signal.signal(number, signal.default_int_handler)
+
+
 def keep_heap() -> None:
     """Keep what a training step frees for the next one, where the C library is glibc; called before training.
 

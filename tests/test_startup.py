@@ -35,6 +35,23 @@ def test_ranks_that_are_starting_leave_signals_to_the_first_one():
         assert done.returncode == number
 
 
+STOPPED = """
+import os, signal, sys
+from ddm_lightning import startup
+startup.stop_as_by_ctrl_c()
+try:
+    os.kill(os.getpid(), int(sys.argv[1]))
+    signal.pause()
+except KeyboardInterrupt:
+    raise SystemExit(7)
+"""
+
+
+@pytest.mark.parametrize("number", startup.STOP_SIGNALS)
+def test_a_stop_while_a_fit_starts_is_as_one_by_ctrl_c(number):
+    assert subprocess.run([sys.executable, "-c", STOPPED, str(int(number))], check=False, timeout=60).returncode == 7
+
+
 def test_the_collector_waits_for_the_imports_and_is_then_as_before():
     subprocess.run([sys.executable, "-c", CODE], check=True)
 

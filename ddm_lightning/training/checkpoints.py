@@ -13,6 +13,7 @@ from ddm_lightning.errors import UserError
 from ddm_lightning.training.checkpoint_files import TEMPORARY, damage_of
 from ddm_lightning.training.guard import skipped_file
 from ddm_lightning.training.module import MemberModule
+from ddm_lightning.training.origin import was_milestone
 from ddm_lightning.training.saving_strategies import BackgroundCheckpoints
 
 _NAME = re.compile(r"step-\d{8,}\.ckpt")
@@ -31,7 +32,7 @@ class RollingCheckpoints(L.Callback):
         folder: of the member's checkpoints, in its own.
         every_n_steps: between two of them.
         keep: the newest so many are kept,
-        milestone_every_n_steps: and each one of a multiple of so many steps; None for no such ones.
+        milestone_every_n_steps: and each one of a multiple of so many steps; None for no new ones.
         validate_every_n_steps: when it is validated.
     """
 
@@ -48,6 +49,7 @@ class RollingCheckpoints(L.Callback):
         self.milestone_every_n_steps = milestone_every_n_steps
         self.due = [n for n in (every_n_steps, validate_every_n_steps, milestone_every_n_steps) if n is not None]
         self._newest_step = -1
+        self._milestones: set[int] = set()
 
     def setup(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
         """Too old ones are removed once a new one is there."""
@@ -92,12 +94,22 @@ class RollingCheckpoints(L.Callback):
             writer.wait_after_failure()
 
     def remove_old(self) -> None:
-        """Remove all but the newest few and the milestones."""
+        """Remove all but the newest few and the milestones, those of earlier starts among them."""
         for path in checkpoints_in(self.folder)[: -self.keep]:
-            if self.milestone_every_n_steps is None or step_of(path) % self.milestone_every_n_steps:
+            if not self._is_milestone(path):
                 gone = path.with_name(f"{TEMPORARY}{path.name}-old")
                 path.rename(gone)  # half of a folder would pass for a damaged checkpoint
                 shutil.rmtree(gone, ignore_errors=True)  # the next start looks again
+
+    def _is_milestone(self, path: Path) -> bool:
+        step = step_of(path)
+        if step in self._milestones:
+            return True
+        is_own = self.milestone_every_n_steps is not None and step % self.milestone_every_n_steps == 0
+        if is_own or was_milestone(path, step):
+            self._milestones.add(step)
+            return True
+        return False
 
 
 def _strategy(trainer: L.Trainer) -> BackgroundCheckpoints:

@@ -137,7 +137,8 @@ class Snapshots:
         if misfit > LARGEST_MISFIT:
             raise UserError(
                 f"width {width:g}: snapshots of {sorted({snapshot.width for snapshot in self._all})} miss its profile "
-                f"by {misfit:.0%}; choose one that is nearer to theirs, or train with more ema_snapshots"
+                f"by {misfit:.0%}; choose one that is nearer to theirs, or train in "
+                "another folder (run_dir=…) with more ema_snapshots"
             )
 
     def _mixture(self, width: float) -> Mixture:

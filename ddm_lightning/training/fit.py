@@ -298,7 +298,7 @@ def _fit_locked(
     whole = _disk_bytes(size, num_parameters, island, module.spec.train)
     console.print(f"{member}: {num_parameters / 1e6:.2f} M parameters, {reason}")
     console.print(f"{member}: a checkpoint takes {amount(size)} of the disk and of the host's memory")
-    console.print(f"{member}: all that it will write takes up to {amount(whole)} of the disk, besides curves")
+    console.print(f"{member}: all that it keeps takes about {amount(whole)} of the disk, besides curves")
     cost, line = _cost(member, experiment, manifest, module)
     console.print(f"{member}: {line}")
 
@@ -335,7 +335,9 @@ def _fit_locked(
         status.state = "stopped"
         if trainer.is_global_zero:
             status.write(folder)
-        console.print(f"{member}: stopped at step {trainer.global_step}; the same command resumes it")
+        console.print(
+            f"{member}: stopped at step {max(trainer.global_step, resumed_step)}; the same command resumes it"
+        )
         return status
     status.step = trainer.global_step
     if trainer.is_global_zero:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 from ddm_lightning._compat import ensure_torchvision_importable
@@ -14,7 +15,7 @@ import lightning as L  # noqa: E402  # after torchvision has been made importabl
 
 from ddm_lightning.config import Experiment, to_dict, with_defaults  # noqa: E402
 from ddm_lightning.errors import UserError  # noqa: E402
-from ddm_lightning.run_folder import changed_keys  # noqa: E402
+from ddm_lightning.run_folder import changes  # noqa: E402
 from ddm_lightning.training.checkpoint_files import read_rest  # noqa: E402
 from ddm_lightning.training.devices import resolve_accelerator  # noqa: E402
 from ddm_lightning.training.strategy import bytes_per_number  # noqa: E402
@@ -49,6 +50,18 @@ class KeptOrigin(L.Callback):
         checkpoint |= self.origin
 
 
+def was_milestone(path: Path, step: int) -> bool:
+    """Whether the checkpoint at ``path``, of ``step``, was to be kept for good when it was written.
+
+    The island that goes on may keep others, or none. No for one that does not say, or cannot be read.
+    """
+    try:
+        every = read_rest(path)[_EXPERIMENT]["island"]["milestone_every_n_steps"]
+    except (OSError, EOFError, RuntimeError, UnpicklingError, LookupError, TypeError):
+        return False
+    return isinstance(every, int) and step % every == 0
+
+
 def check_origin(path: Path, member: str, experiment: Experiment) -> str | None:
     """A line of what the island does otherwise than the training that left the checkpoint at ``path``.
 
@@ -66,9 +79,9 @@ def check_origin(path: Path, member: str, experiment: Experiment) -> str | None:
             f"{path}: is a checkpoint of {rest[_MEMBER]}, not of {member}; move it to where that one lies, or remove it"
         )
     before, now = with_defaults(rest[_EXPERIMENT]), to_dict(experiment)
-    if changed := changed_keys(before, now):
+    if changed := changes(before, now):
         raise UserError(
-            f"{path}: the experiment changed since this checkpoint was written: {', '.join(changed)}; set those keys "
+            f"{path}: the experiment changed since this checkpoint was written: {changed}; set those keys "
             "back, or use another folder with run_dir=…"
         )
     # Of ``auto`` what it was and is; a checkpoint of an earlier version does not say.

@@ -16,6 +16,7 @@ from ddm_lightning.config import IslandConfig
 from ddm_lightning.errors import UserError
 from ddm_lightning.training.devices import device_bytes, resolve_accelerator
 from ddm_lightning.training.saving_strategies import BackgroundCheckpoints, OneDevice, Replicated, Sharded
+from ddm_lightning.units import amount
 
 # Kinds of calls that a block is compiled for: training, validation and pictures, each with few or one or many samples,
 # and the last block where it differs. Beyond torch's 8 a block that has to be one graph would end the training.
@@ -75,7 +76,7 @@ def _by_memory(island: IslandConfig, num_parameters: int, num_widths: int) -> tu
     unsharded = training_bytes(num_parameters, num_widths, island.precision)
     weights = (2 if island.precision in HALF else bytes_per_number(island.precision)) * num_parameters
     room = 0.5 * device_bytes(island.accelerator)
-    reason = f"weights, gradients, AdamW and EMA take {unsharded / 1e9:.1f} GB a device unsharded"
+    reason = f"weights, gradients, AdamW and EMA take {amount(unsharded)} a device unsharded"
     if unsharded < room:
         return "ddp", reason
     # Gathered weights come on top of the shards, and so do a block's whole gradients, which are far less.

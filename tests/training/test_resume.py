@@ -66,6 +66,19 @@ def test_each_setting_that_rounds_otherwise_is_said(tmp_path, setting, before, o
     assert said == f"from here on with island.{setting} (was {before}): the same samples, other {other}"
 
 
+def test_milestones_of_an_earlier_start_are_kept_for_good(finished, tmp_path):
+    """Also where the island that goes on keeps none: what is left out of a command changes no promise."""
+    run = tmp_path / "run"
+    shutil.copytree(finished / "prepared", run / "prepared")
+    assert fit(run, "island.milestone_every_n_steps=4", "island.keep_checkpoints=1") == 0
+    milestones = [f"step-{step:08d}.ckpt" for step in (4, 8, 12, 16, 20)]
+    assert checkpoints(run) == milestones
+    shutil.rmtree(member(run, "artifact"))
+    shutil.rmtree(member(run, "checkpoints", "step-00000020.ckpt"))
+    assert fit(run, "island.keep_checkpoints=1") == 0
+    assert checkpoints(run) == milestones
+
+
 def test_a_resume_with_nothing_changed_says_nothing_of_it(interrupted, capsys):
     assert fit(interrupted) == 0
     assert "from here on" not in capsys.readouterr().err
@@ -106,7 +119,8 @@ def test_checkpoints_go_on_elsewhere_without_the_rest_of_the_folder_but_not_chan
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     newest = member(run, "checkpoints", "step-00000018.ckpt")
     words = (
-        "the experiment changed since this checkpoint was written: expert.train.learning_rate, expert.train.schedule"
+        "the experiment changed since this checkpoint was written: expert.train.learning_rate (was 0.002), "
+        'expert.train.schedule (was "constant")'
     )
     assert line.startswith(f"error: {newest}: {words}; set those keys back")
     (run / "experiment.yaml").unlink()
