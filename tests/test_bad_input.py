@@ -165,7 +165,7 @@ def test_an_experiment_that_changed_since_the_run_was_made(
     before = tree(run)
     line = refuse(command, *settings(run), "seed=1", "expert.network.params.depth=3", "island.num_workers=1")
     assert line.startswith(f"{run / 'experiment.yaml'}: ")
-    assert "expert.network.params.depth, seed;" in line
+    assert "expert.network.params.depth (was 2), seed (was 0);" in line
     assert "run_dir=" in line
     assert tree(run) == before
 
