@@ -19,9 +19,10 @@ from ddm_lightning.training.muon import has_muon_matrices
 
 MEMBER = "expert-0"
 PARAMS, TRAIN, ISLAND = "expert.network.params", "expert.train", "island"
-DECAY, CLIP, MIN_SNR, WIDTHS = 0.1, 1.0, 5.0, [0.05, 0.1]
-SHIFT, DROPOUT, WARMUP_SHARE = 2.0, 0.1, 40
+DECAY, CLIP, MIN_SNR, WIDTHS, SHIFT, DROPOUT = 0.1, 1.0, 5.0, [0.05, 0.1], 2.0, 0.1
 """What an experiment that has none is given."""
+WARMUP_SHARE = 40
+"""Of how many parts of such an experiment's steps the first one becomes a warm-up."""
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ import threading
 import time
 
 _WHILE_IMPORTING = (100_000, 50, 100)
-# Of glibc's mallopt: M_MMAP_THRESHOLD (32 MB, the most that every version takes), M_TRIM_THRESHOLD and M_TOP_PAD.
-_KEPT_HEAP = {-3: 2**25, -1: 2**31 - 1, -2: 2**26}
+# Of glibc's mallopt: M_MMAP_THRESHOLD (older versions refuse more than 32 MB), M_TRIM_THRESHOLD and M_TOP_PAD.
+_KEPT_HEAP = ((-3, 2**25), (-3, 2**30), (-1, 2**31 - 1), (-2, 2**26))
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, *([signal.SIGUSR1] if hasattr(signal, "SIGUSR1") else []))
 """That ask a training to leave a checkpoint and stop: a terminal's, a scheduler's, SLURM's warning."""
 STARTED_BY = "DDM_LIGHTNING_STARTED_BY"
@@ -72,5 +72,5 @@ def keep_heap() -> None:
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:
-        for option, value in _KEPT_HEAP.items():
+        for option, value in _KEPT_HEAP:
             mallopt(option, value)

@@ -59,7 +59,7 @@ def was_milestone(path: Path, step: int) -> bool:
         every = read_rest(path)[_EXPERIMENT]["island"]["milestone_every_n_steps"]
     except (OSError, EOFError, RuntimeError, UnpicklingError, LookupError, TypeError):
         return False
-    return isinstance(every, int) and step % every == 0
+    return isinstance(every, int) and every > 0 and step % every == 0
 
 
 def check_origin(path: Path, member: str, experiment: Experiment) -> str | None:
