@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+from tiny_runs import copy_run, settings
 
 from ddm_lightning import startup
 
@@ -61,6 +62,9 @@ import resource, sys
 from ddm_lightning import startup
 if sys.argv[1] == "kept":
     startup.keep_heap()
+if sys.argv[1] == "fit":
+    from ddm_lightning.cli import main
+    assert main(sys.argv[1:]) == 0
 
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -73,12 +77,22 @@ print(faults() + faults())
 """
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of glibc's heap")
-def test_a_heap_that_is_kept_is_not_faulted_in_again():
-    def faults(kind):
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
-        command = [sys.executable, "-c", FAULTS, kind]
-        return int(subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout)
+def faults(*arguments):
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
+    command = [sys.executable, "-c", FAULTS, *arguments]
+    done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+    return int(done.stdout.splitlines()[-1])
 
+
+glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of glibc's heap")
+
+
+@glibc
+def test_a_heap_that_is_kept_is_not_faulted_in_again():
     assert faults("kept") < 100
     assert faults("given back") > 10_000
+
+
+@glibc
+def test_a_member_keeps_its_heap(finished_run, tmp_path):
+    assert faults("fit", *settings(copy_run(finished_run, tmp_path / "run")), "member=expert-0") < 100
