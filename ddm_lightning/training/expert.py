@@ -37,9 +37,9 @@ class ExpertModule(MemberModule):
     @torch.no_grad()
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         """Held-out loss at 8 fixed stratified timesteps, so that curves of any two runs compare."""
-        num = len(batch["sample_id"])
+        num = self.num_counted(batch, batch_idx)
         for index in range(NUM_VALIDATION_TIMESTEPS):
             noised = self.validation_noised(batch, batch_idx, index)
-            loss = self.measure(noised, batch)["loss"].sum()
+            loss = self.measure(noised, batch)["loss"][:num].sum()
             self.accumulate("held_out/loss", loss, num)
             self.accumulate(f"held_out/loss_t{(index + 0.5) / NUM_VALIDATION_TIMESTEPS:.3f}", loss, num)

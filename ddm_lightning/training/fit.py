@@ -93,6 +93,7 @@ def build_module(member: str, experiment: Experiment, manifest: Manifest) -> Mem
         activation_checkpointing=experiment.island.activation_checkpointing,
         compile=experiment.island.compile,
         micro_batch_size=experiment.island.micro_batch_size,
+        num_held_out=sum(manifest.clusters[k].held_out for k in clusters_of(member, experiment)),
     )
     kind = RouterModule if member == ROUTER else ExpertModule
     return kind(build_member_network(member, experiment, manifest), spec)

@@ -61,6 +61,8 @@ class MemberSpec:
     """Whether blocks are compiled on this island."""
     micro_batch_size: int | None = None
     """At most so many samples are computed at once on this island; None for a device's whole share of a step."""
+    num_held_out: int | None = None
+    """Held-out samples, of all its clusters; None where each row of a held-out batch is one more."""
 
 
 @dataclass(frozen=True)
@@ -256,12 +258,26 @@ class MemberModule(L.LightningModule):
         """
         x_0 = self.normalised(batch)
         t = stratified_timesteps(NUM_VALIDATION_TIMESTEPS)[index].to(x_0.device).expand(len(x_0))
-        num_ranks = 1 if self._trainer is None else self.trainer.world_size
         # The 0 was a rank once: what was measured before still compares.
         generator = keyed_generator(self.spec.seed, "validation", batch_idx, index, 0, device=x_0.device)
         noise = torch.randn((self.spec.batch_size, *x_0.shape[1:]), generator=generator, device=x_0.device)
-        noise = noise[self.global_rank :: num_ranks][: len(x_0)]
+        noise = noise[self.global_rank :: self._num_ranks()][: len(x_0)]
         return Noised(interpolate(x_0, noise, t), t, noise, x_0, self.condition(batch))
+
+    def num_counted(self, batch: dict[str, Tensor], batch_idx: int) -> int:
+        """How many rows of a held-out batch count: the first ones.
+
+        Ranks that cannot share the held-out samples equally see some once more (``loading.order.steps``), each as its
+        last row. It is computed as the others are, because under FSDP ranks wait for one another.
+        """
+        num = len(batch["sample_id"])
+        if self.spec.num_held_out is None:
+            return num
+        first = batch_idx * self.spec.batch_size + self.global_rank
+        return min(num, len(range(first, self.spec.num_held_out, self._num_ranks())))
+
+    def _num_ranks(self) -> int:
+        return 1 if self._trainer is None else self.trainer.world_size
 
     def normalised(self, batch: dict[str, Tensor]) -> Float[Tensor, "b c h w"]:
         """``x_0`` of a batch, or its mean where a posterior is stored, in fp32 and the units that networks model."""

@@ -33,12 +33,13 @@ class RouterModule(MemberModule):
     @torch.no_grad()
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         """Held-out NLL and accuracy at 8 fixed timesteps: without the condition and, if it sees one, with it."""
-        num, cluster = len(batch["sample_id"]), batch["cluster"]
+        num = self.num_counted(batch, batch_idx)
+        cluster = batch["cluster"][:num]
         for index in range(NUM_VALIDATION_TIMESTEPS):
             noised = self.validation_noised(batch, batch_idx, index)
             branches = {"": None} | ({"_conditional": noised.condition} if noised.condition is not None else {})
             for suffix, condition in branches.items():
-                logits = self.network(noised.x_t, noised.t, condition).float()
+                logits = self.network(noised.x_t, noised.t, condition).float()[:num]
                 nll = F.cross_entropy(logits, cluster, reduction="sum")
                 hits = (logits.argmax(1) == cluster).float().sum()
                 at = f"t{(index + 0.5) / NUM_VALIDATION_TIMESTEPS:.3f}"
