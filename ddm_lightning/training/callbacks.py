@@ -108,7 +108,8 @@ class Reporter(L.Callback):
         steps = trainer.global_step - self._first_step
         self.status.step = trainer.global_step
         self.status.seconds = self._earlier_seconds + elapsed
-        self.status.samples_per_second = steps * self.batch_size / elapsed if elapsed > 0 else 0.0
+        if steps:  # a start that only makes up for a validation leaves the speed as it was
+            self.status.samples_per_second = steps * self.batch_size / elapsed if elapsed > 0 else 0.0
         # A norm may overflow in a step that 16-bit scaling then skips; JSON knows no infinity.
         self.status.metrics.update({name: value for name, value in averages.items() if math.isfinite(value)})
         if not trainer.is_global_zero:
@@ -137,7 +138,7 @@ class MissedValidation(L.Callback):
     """Makes up for a validation that a stop or a kill has cut short: after a resume it comes before the next step.
 
     Lightning counts it as taken, because the checkpoint is older than its first batch. Last among the callbacks, so
-    that the others are ready for it, and that what they do with its end is done.
+    that the others are ready for it, and that what they do with its end is done. The one behind the last step, too.
 
     Args:
         folder: the member's.
@@ -147,6 +148,20 @@ class MissedValidation(L.Callback):
 
     def __init__(self, folder: Path, status: MemberStatus, validate_every_n_steps: int) -> None:
         self.folder, self.status, self.every_n_steps = folder, status, validate_every_n_steps
+
+    def setup(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
+        """Have a training whose steps have all been taken start and end; Lightning would pass over both."""
+        loop, train = trainer.fit_loop, trainer.fit_loop.run
+
+        def run() -> None:
+            loop.setup_data()
+            if loop.done:
+                loop.on_run_start()
+                loop.on_run_end()
+            else:
+                train()
+
+        loop.run = run  # type: ignore[method-assign]
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Validate now if that was due; every rank has read the same status."""
@@ -243,8 +258,12 @@ class StopOnRequest(L.Callback):
         self._requested = True
 
     def setup(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
-        """Keep Lightning from taking SIGTERM, at which it calls a collective that the other ranks do not."""
+        """Keep Lightning from taking SIGTERM, at which it calls a collective that the other ranks do not.
+
+        And from asking at each step on the devices whether one came: the hosts would wait for all that is queued there.
+        """
         trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
+        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """From here on a signal is for the end of a step; a collective."""

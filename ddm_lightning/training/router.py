@@ -50,6 +50,12 @@ class RouterModule(MemberModule):
                 if not suffix:
                     self._add_confusion(index, cluster, logits.softmax(1))
 
+    def on_validation_epoch_end(self) -> None:
+        """Average over the ranks, and sum their confusion."""
+        super().on_validation_epoch_end()
+        if self.confusion is not None and self.trainer.world_size > 1:
+            torch.distributed.all_reduce(self.confusion)
+
     def _add_confusion(self, index: int, cluster: Tensor, probabilities: Tensor) -> None:
         """Sum the probabilities by true cluster: ``confusion[timestep, true, routed]``."""
         num_clusters = probabilities.shape[1]

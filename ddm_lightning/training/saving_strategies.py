@@ -116,6 +116,10 @@ class SeveralRanks(BackgroundCheckpoints, ParallelStrategy):
 class Replicated(SeveralRanks, DDPStrategy):
     """DDP: each rank has everything, and the first one saves it."""
 
+    def __init__(self) -> None:
+        # Else what is sent is one more copy of all gradients.
+        super().__init__(gradient_as_bucket_view=True)
+
 
 class Sharded(SeveralRanks, ModelParallelStrategy):
     """FSDP2: each rank saves its shards.

@@ -21,6 +21,8 @@ from ddm_lightning.units import amount
 # Kinds of calls that a block is compiled for: training, validation and pictures, each with few or one or many samples,
 # and the last block where it differs. Beyond torch's 8 a block that has to be one graph would end the training.
 _MOST_KINDS_OF_CALLS = 64
+_SHARDED_PRECISIONS = ("32-true", "bf16-mixed")
+"""Of the precisions here, those that Lightning's ModelParallelStrategy takes."""
 HALF = ("bf16-mixed",)
 """Precisions under which sharded weights are gathered in two bytes; float16 has too small a range for a copy."""
 
@@ -51,7 +53,7 @@ def choose_strategy(
         num_widths: power-function averages that are kept besides the EMA.
 
     Raises:
-        UserError: ``single`` with several devices.
+        UserError: ``single`` with several devices, or a precision that FSDP2 does not take.
     """
     devices, name = island.devices, island.strategy
     if name == "single" and devices > 1:
@@ -65,6 +67,11 @@ def choose_strategy(
         name, reason = _by_memory(island, num_parameters, num_widths)
     if name == "ddp":
         return Replicated(), f"DDP over {devices} devices: {reason}"
+    if island.precision not in _SHARDED_PRECISIONS:
+        raise UserError(
+            f"key 'island.precision' = {island.precision!r}: FSDP2 ({reason}) takes "
+            f"{' or '.join(_SHARDED_PRECISIONS)}; set one of them, or island.strategy=ddp where a device holds all"
+        )
     gathered = name == "fsdp-shard-grad-op"
     strategy = Sharded(devices, gathered=gathered)
     weights = "weights stay gathered until the backward pass" if gathered else "weights are gathered block by block"
@@ -116,6 +123,8 @@ def compile_blocks(network: nn.Module, backend: str = "inductor") -> None:
     A block that does not fit into one graph ends the first step with an error that names the line: in parts it would be
     slow without a word.
     """
+    # A block is small enough to be sent behind its backward pass: torch would cut its graph by DDP's buckets.
+    torch._dynamo.config.optimize_ddp = False
     for block in getattr(network, "blocks", ()):
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST_KINDS_OF_CALLS)
         block.compile(fullgraph=True, backend=backend)

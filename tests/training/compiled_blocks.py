@@ -10,8 +10,10 @@ import sys
 from types import ModuleType
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.parallel import DistributedDataParallel
 
 from ddm_lightning.flow.condition import Condition, ConditionSpec
 from ddm_lightning.networks import DiT, MMDiT, RouterDiT, set_attention
@@ -81,6 +83,21 @@ def kinds_of_calls(name: str) -> int:
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
+def under_ddp(name: str) -> dict[str, int]:
+    """How many graphs a step takes alone, and under DDP with buckets smaller than a block, as a large network's are."""
+    network, condition = built(name), NETWORKS[name][1]
+    compile_blocks(network, backend="eager")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    found = {}
+    for kind, module in (("alone", network), ("ddp", DistributedDataParallel(network, bucket_cap_mb=0.001))):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        gradients(module, condition, 4)
+        found[kind] = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    dist.destroy_process_group()
+    return found
+
+
 def takes_xformers() -> bool:
     """Whether a graph calls xformers; tensors are on a CUDA device by name only."""
     stub = ModuleType("xformers.ops")
@@ -126,5 +143,6 @@ if __name__ == "__main__":
         for is_checkpointed in (False, True):
             print(json.dumps([name, is_checkpointed, compare(name, is_checkpointed)]))
         print(json.dumps([name, "kinds", {"graphs": kinds_of_calls(name)}]))
+    print(json.dumps(["ddp", False, under_ddp("dit")]))
     print(json.dumps(["xformers", False, {"taken": takes_xformers()}]))
     print(json.dumps(["break", False, {"refused": refuses_a_break()}]))

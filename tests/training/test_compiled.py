@@ -27,6 +27,10 @@ def test_each_block_is_one_graph_with_the_gradients_of_no_compiler(found, name, 
     assert what["graphs"] >= 1
 
 
+def test_a_block_is_one_graph_under_ddp_too(found):
+    assert found["ddp", False]["ddp"] == found["ddp", False]["alone"]
+
+
 def test_a_block_in_two_graphs_is_an_error(found):
     assert found["break", False]["refused"]
 

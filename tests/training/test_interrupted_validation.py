@@ -184,6 +184,38 @@ def test_the_last_validation_is_not_cut_short(tiny_run, monkeypatch, place):
     assert logged(tiny_run, "Scalars", "held_out/loss") == [8, 16]
 
 
+class KilledError(Exception):
+    """In place of SIGKILL, which would end the tests."""
+
+
+def test_the_last_one_is_made_up_for_where_a_kill_ended_it(tiny_run, tmp_path, monkeypatch):
+    last, other = [*SHORT, "expert.train.max_steps=16"], tmp_path / "other"
+    shutil.copytree(tiny_run, other)
+    step_of = ExpertModule.validation_step
+
+    def validation_step(self, batch, batch_idx):
+        if self.global_step == 16:
+            raise KilledError
+        step_of(self, batch, batch_idx)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ExpertModule, "validation_step", validation_step)
+        with pytest.raises(KilledError):
+            main(["fit", "-c", str(TINY), f"run_dir={tiny_run}", "member=expert-0", *last])
+    speed = status(tiny_run)["samples_per_second"]
+    for run in (tiny_run, other):
+        assert main(["fit", "-c", str(TINY), f"run_dir={run}", "member=expert-0", *last]) == 0
+    assert weights(tiny_run) == weights(other)
+    assert values(tiny_run, "held_out/loss") == values(other, "held_out/loss")
+    assert sorted(values(other, "held_out/loss")) == [8, 16]
+    assert logged(tiny_run, "Images", "samples") == [8, 16]
+    assert status(tiny_run)["samples_per_second"] == speed > 0
+    handed_over = [json.loads((run / "members/expert-0/artifact/member.json").read_text()) for run in (tiny_run, other)]
+    first, second = ({k: v for k, v in meta["metrics"].items() if k.startswith("held_out/")} for meta in handed_over)
+    assert first == second
+    assert first["held_out/loss"] == pytest.approx(values(other, "held_out/loss")[16])
+
+
 @pytest.mark.parametrize(("step", "validated", "again"), [(16, 8, 1), (16, 16, 0), (12, 8, 0), (0, 0, 0)])
 def test_only_what_was_due_and_missed_is_made_up_for(tmp_path, step, validated, again):
     taken = []

@@ -30,6 +30,13 @@ def test_single_with_several_devices_is_refused():
         choose_strategy(island(strategy="single", devices=2), 1)
 
 
+@pytest.mark.parametrize("name", ["fsdp", "fsdp-shard-grad-op"])
+@pytest.mark.parametrize("precision", ["16-mixed", "64-true"])
+def test_precisions_that_fsdp2_does_not_take_are_refused(name, precision):
+    with pytest.raises(UserError, match=rf"'island\.precision' = '{precision}'.*island\.strategy=ddp"):
+        choose_strategy(island(strategy=name, devices=2, precision=precision), 1)
+
+
 @pytest.mark.parametrize(
     ("name", "kind", "said"),
     [
@@ -62,8 +69,9 @@ def test_auto_shards_what_takes_half_of_a_device():
     assert [checkpoint_bytes(1, num_widths) for num_widths in (0, 2)] == [4 * 4, 6 * 4]
     assert checkpoint_bytes(1, 0, "64-true") == 4 * 8
     wide = island(devices=2, precision="64-true")
-    assert "8.59 GB a device unsharded" in choose_strategy(wide, 8 * GIGABYTE // 40 + 1)[1]
-    assert isinstance(choose_strategy(wide, 8 * GIGABYTE // 40 + 1)[0], ModelParallelStrategy)
+    assert isinstance(choose_strategy(wide, 8 * GIGABYTE // 40 - 1)[0], DDPStrategy)
+    with pytest.raises(UserError, match=r"8\.59 GB a device unsharded\) takes 32-true or bf16-mixed"):
+        choose_strategy(wide, 8 * GIGABYTE // 40 + 1)
     fits = 8 * GIGABYTE // 20 - 1
     assert isinstance(choose_strategy(island(devices=2), fits)[0], DDPStrategy)
     strategy, reason = choose_strategy(island(devices=2), fits + 2)

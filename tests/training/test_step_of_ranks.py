@@ -1,0 +1,77 @@
+"""What a step of two real ranks under DDP leaves out: asking the devices for signals, and a second copy of gradients."""
+
+import os
+from types import SimpleNamespace
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+from training.members import batch, spec
+from training.two_processes import WORLD, in_two_processes
+
+from ddm_lightning.config import IslandConfig
+from ddm_lightning.training.callbacks import StopOnRequest
+from ddm_lightning.training.expert import ExpertModule
+from ddm_lightning.training.ranks import OwnProcesses
+from ddm_lightning.training.strategy import choose_strategy
+
+NUM_STEPS = 3
+
+pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+
+
+class TwoWeights(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gain, self.shift = nn.Parameter(torch.ones(8)), nn.Parameter(torch.zeros(8))
+
+    def forward(self, x_t, t, condition):
+        return self.gain.mean() * x_t + self.shift.mean()
+
+
+class Watch(L.Callback):
+    """Counts broadcasts of whole steps, and memories that gradients lie in."""
+
+    def __init__(self, monkeypatch):
+        self.num_broadcasts, self.num_memories = 0, []
+        self.monkeypatch = monkeypatch
+
+    def on_train_start(self, trainer, module):
+        broadcast = torch.distributed.broadcast
+
+        def counted(*arguments, **named):
+            self.num_broadcasts += 1
+            return broadcast(*arguments, **named)
+
+        self.monkeypatch.setattr(torch.distributed, "broadcast", counted)
+
+    def on_before_optimizer_step(self, trainer, module, optimizer):
+        gradients = [parameter.grad for parameter in module.network.parameters()]
+        self.num_memories.append(len({one.untyped_storage().data_ptr() for one in gradients}))
+
+
+def test_hosts_do_not_ask_their_devices_and_gradients_lie_where_they_are_sent_from(monkeypatch):
+    def task(rank):
+        os.environ["LOCAL_RANK"] = str(rank)
+        watch = Watch(monkeypatch)
+        trainer = L.Trainer(
+            accelerator="cpu",
+            devices=WORLD,
+            strategy=choose_strategy(IslandConfig(accelerator="cpu", devices=WORLD, strategy="ddp"), 1)[0],
+            plugins=[OwnProcesses()],
+            callbacks=[StopOnRequest(SimpleNamespace(on_train_end=lambda *_: None)), watch],
+            max_steps=NUM_STEPS,
+            limit_val_batches=0,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            use_distributed_sampler=False,
+        )
+        batches = DataLoader([batch()] * NUM_STEPS, batch_size=None)
+        trainer.fit(ExpertModule(TwoWeights(), spec()), batches, batches)
+        return watch.num_broadcasts, watch.num_memories
+
+    assert in_two_processes(task) == dict.fromkeys(range(WORLD), (0, [1] * NUM_STEPS))
