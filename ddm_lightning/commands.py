@@ -130,7 +130,6 @@ def _fit(options: argparse.Namespace) -> int:
 
 
 def _fit_one(member: str, experiment: Experiment, options: argparse.Namespace) -> int:
-    from ddm_lightning.islands.assembly import refuse_stale
     from ddm_lightning.plugins import check_networks, check_plugins
     from ddm_lightning.prepare.manifest import Manifest
     from ddm_lightning.run_folder import RunFolder, open_run, refuse_changed
@@ -142,7 +141,24 @@ def _fit_one(member: str, experiment: Experiment, options: argparse.Namespace) -
     manifest = Manifest.read(run.root)  # an island is handed prepared shards; it does not make them
     if not run.experiment.exists():
         check_networks(experiment, manifest, options.config, options.overrides)
+    was_there, checkpoints = run.experiment.exists(), _names_in(run.member(member) / "checkpoints")
     open_run(experiment, create=True)
+    try:
+        return _fit_in(run, member, experiment, options)
+    except UserError:
+        # Refused before its first step: the folder belongs to no experiment yet, and the corrected one is welcome.
+        if not was_there and _names_in(run.member(member) / "checkpoints") == checkpoints:
+            run.experiment.unlink(missing_ok=True)
+        raise
+
+
+def _names_in(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+
+
+def _fit_in(run: RunFolder, member: str, experiment: Experiment, options: argparse.Namespace) -> int:
+    from ddm_lightning.islands.assembly import refuse_stale
+
     refuse_stale([member], experiment, run)
 
     from ddm_lightning.training.fit import fit_member
@@ -305,6 +321,11 @@ def _replay(options: argparse.Namespace) -> int:
     replay = replay_step(member, experiment, run, options.step, options.rank)
     print(f"step {replay.skipped.step} of {member}, rank {replay.skipped.rank}, with {replay.weights}")
     Console().print(replay_table(replay))
+    if replay.blames_none():
+        print(
+            "each gradient is finite here: the weights of that step were to blame, not these samples, or those of "
+            "another rank (--rank)"
+        )
     return 0
 
 

@@ -7,6 +7,7 @@ them again and again, and once more when the process ends: a third of the time o
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import gc
 import os
@@ -14,6 +15,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
 
 _WHILE_IMPORTING = (100_000, 50, 100)
 # Of glibc's mallopt: M_MMAP_THRESHOLD (older versions refuse more than 32 MB), M_TRIM_THRESHOLD and M_TOP_PAD.
@@ -35,6 +37,7 @@ def begin() -> None:
         # A terminal sends them to all ranks; the first one decides, also for those that are still importing.
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # ``held_back`` where it was started
     if parent := os.environ.pop(FITTED_BY, None):  # not for those that this one starts
         threading.Thread(target=_stop_with, args=(int(parent),), name="parent", daemon=True).start()
     gc.set_threshold(*_WHILE_IMPORTING)
@@ -47,6 +50,16 @@ def _stop_with(parent: int) -> None:
         time.sleep(PARENT_SECONDS)
     print("the fit that started this is gone: stopping, as after SIGTERM", file=sys.stderr, flush=True)
     os.kill(os.getpid(), signal.SIGTERM)
+
+
+@contextlib.contextmanager
+def held_back() -> Iterator[None]:
+    """Within the block requests to stop wait; processes that are started there get none before ``begin``."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def end_imports() -> None:

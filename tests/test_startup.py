@@ -53,6 +53,32 @@ def test_a_stop_while_a_fit_starts_is_as_one_by_ctrl_c(number):
     assert subprocess.run([sys.executable, "-c", STOPPED, str(int(number))], check=False, timeout=60).returncode == 7
 
 
+HELD_BACK = """
+import os, signal, subprocess, sys
+from ddm_lightning import startup
+
+CHILD = (
+    "import os, signal; from ddm_lightning import startup\\n"
+    "for number in startup.STOP_SIGNALS: os.kill(os.getpid(), number)\\n"
+    "startup.begin(); raise SystemExit(len(signal.pthread_sigmask(signal.SIG_BLOCK, [])))"
+)
+found = []
+for number in startup.STOP_SIGNALS:
+    signal.signal(number, lambda number, _: found.append(number))
+with startup.held_back():
+    child = subprocess.Popen([sys.executable, "-c", CHILD], env={**os.environ, startup.STARTED_BY: "1:/nowhere"})
+    for number in startup.STOP_SIGNALS:
+        os.kill(os.getpid(), number)
+    assert found == []
+assert sorted(found) == sorted(startup.STOP_SIGNALS)
+raise SystemExit(child.wait())
+"""
+
+
+def test_a_stop_while_a_rank_starts_is_for_the_first_one():
+    assert subprocess.run([sys.executable, "-c", HELD_BACK], check=False, timeout=60).returncode == 0
+
+
 def test_the_collector_waits_for_the_imports_and_is_then_as_before():
     subprocess.run([sys.executable, "-c", CODE], check=True)
 

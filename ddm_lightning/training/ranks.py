@@ -33,7 +33,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from ddm_lightning.errors import UserError, line_of
 from ddm_lightning.files import atomic_write_json
-from ddm_lightning.startup import STARTED_BY
+from ddm_lightning.startup import STARTED_BY, held_back
 
 _POLL_SECONDS = 0.5
 # A rank's loss shows in the others within so long, and where it does they end by themselves within the second.
@@ -156,12 +156,19 @@ class RankLauncher(_SubprocessScriptLauncher):
             os.environ.pop(name, None)
         os.environ[STARTED_BY] = f"{os.getpid()}:{self._folder}"
         try:
-            self._call_children_scripts()
+            with held_back():
+                self._call_children_scripts()
         finally:
             del os.environ[STARTED_BY]
         threading.Thread(target=self._watch, name="ranks", daemon=True).start()
         _set_num_threads_if_needed(num_processes=self.num_processes)
-        return function(*args, **kwargs)
+        try:
+            return function(*args, **kwargs)
+        except BaseException as error:
+            if not isinstance(error, Exception | CheckpointException):
+                # A request to stop before the first step: now, or they say in fifty lines that this one hangs up.
+                self.kill(signal.SIGKILL)
+            raise
 
     def failure(self, seconds: float = 0.0) -> RankFailure | None:
         """Why another rank failed; waits at most ``seconds`` for one that does.

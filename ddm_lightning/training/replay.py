@@ -49,6 +49,10 @@ class Replay:
     """Which weights it was replayed with."""
     samples: list[ReplayedSample]
 
+    def blames_none(self) -> bool:
+        """Whether each sample's gradient is finite with these weights."""
+        return all(math.isfinite(sample.gradient_norm) for sample in self.samples)
+
 
 def replay_step(member: str, experiment: Experiment, run: RunFolder, step: int | None, rank: int) -> Replay:
     """Take a step once more that ``FiniteGuard`` left out, with the same samples, times, noise and dropped conditions.

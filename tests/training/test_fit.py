@@ -239,6 +239,7 @@ def test_a_sample_that_is_not_finite_costs_its_steps_and_is_found_by_one_command
     command = ["replay", "member=expert-0", *settings]
     out = capsys.readouterr().out
     rows = [line.split() for line in out.splitlines() if re.match(r" *\d+ ", line)]
+    assert "each gradient is finite" not in out
     assert len(rows) == 8 and f"step {skipped[-1].step} of expert-0, rank 0, with {member(tiny_run)}" in out
     assert rows[0][0] == str(planted) and rows[0][2:] == ["text", "nan", "nan"]
     by_id = {row[0]: row for row in rows}

@@ -201,7 +201,16 @@ class Launcher(ranks.RankLauncher):
         self.procs = [subprocess.Popen(command) for command in commands]
         print(self.procs[0].pid, flush=True)
 
-Launcher(ranks.OwnProcesses(), 3, 1).launch(time.sleep, 99)
+def stuck(seconds):
+    if not seconds:
+        raise KeyboardInterrupt
+    time.sleep(seconds)
+
+launcher = Launcher(ranks.OwnProcesses(), 3, 1)
+try:
+    launcher.launch(stuck, int(sys.argv[2]))
+except KeyboardInterrupt:
+    os._exit(max(process.wait(9) == -9 for process in launcher.procs))
 """
 HANDS_OVER = """
 import os
@@ -226,12 +235,20 @@ with handing_over():
 def test_one_that_waits_for_a_lost_rank_for_ever_is_ended(tmp_path, child, code, line):
     """As in a collective of GPUs, which notice nothing."""
     variables = dict(os.environ, TMPDIR=str(tmp_path), PYTHONPATH=str(ROOT))
-    command = [sys.executable, "-c", STUCK, child]
+    command = [sys.executable, "-c", STUCK, child, "99"]
     ended = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=60, check=False)
     assert (ended.returncode, ended.stderr.startswith(line), ended.stderr.count("\n")) == (code, True, 1), ended.stderr
     assert list(tmp_path.iterdir()) == []
     other = Path(f"/proc/{ended.stdout.strip()}/stat")
     assert not other.exists() or other.read_text().split()[2] == "Z"
+
+
+@pytest.mark.slow
+def test_a_request_to_stop_while_they_start_ends_the_others_first():
+    """One that reads from the first one's store when that is gone says so in fifty lines."""
+    command = [sys.executable, "-c", STUCK, "import time; time.sleep(99)", "0"]
+    ended = subprocess.run(command, env=dict(os.environ, PYTHONPATH=str(ROOT)), check=False, timeout=60)
+    assert ended.returncode == 1
 
 
 ORPHAN = """

@@ -8,6 +8,7 @@ from tiny_runs import TINY, copy_run
 from torch.nn import functional
 from training.short_fits import SHORT, fit, member, trained
 
+from ddm_lightning.cli import main
 from ddm_lightning.config import load_experiment
 from ddm_lightning.loading.local import open_shards
 from ddm_lightning.prepare.manifest import Manifest
@@ -40,10 +41,12 @@ def left_out(run, step, name="expert-0"):
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_each_sample_has_its_own_loss_and_gradient_at_the_nearest_weights(finished, tmp_path, precision):
+def test_each_sample_has_its_own_loss_and_gradient_at_the_nearest_weights(finished, tmp_path, capsys, precision):
     run = copy_run(finished, tmp_path / "run", "expert-0")
     experiment, folder, manifest, data, ids = left_out(run, 17)
     experiment.island.precision = precision
+    assert main(["replay", "-c", str(TINY), f"run_dir={run}", "member=expert-0", *SHORT]) == 0
+    assert "each gradient is finite here: the weights of that step were to blame" in capsys.readouterr().out
     replay = replay_step("expert-0", experiment, folder, None, 0)
     nearest = member(run, "checkpoints", "step-00000018.ckpt")
     assert replay.weights == str(nearest) and [sample.sample_id for sample in replay.samples] == ids

@@ -123,8 +123,10 @@ def test_checkpoints_go_on_elsewhere_without_the_rest_of_the_folder_but_not_chan
         'expert.train.schedule (was "constant")'
     )
     assert line.startswith(f"error: {newest}: {words}; set those keys back")
-    (run / "experiment.yaml").unlink()
+    assert fit(run, *changes, "island.shards=/nowhere") == 2
+    assert not (run / "experiment.yaml").exists()  # the corrected settings are not refused for those
     assert fit(run) == 0
+    assert (run / "experiment.yaml").exists()
     assert "expert-0: resumes at step 18" in capsys.readouterr().err
     assert weights(run) == weights(finished)
 

@@ -1,4 +1,4 @@
-"""What a step of two real ranks under DDP leaves out: asking the devices for signals, and a second copy of gradients."""
+"""What a step of two real ranks under DDP leaves out: questions to the devices, and a second copy of gradients."""
 
 import os
 from types import SimpleNamespace
