@@ -1,9 +1,7 @@
 """Two real ranks that cannot share the held-out samples equally: each sample counts once, as on one rank."""
 
-import os
 from collections import defaultdict
 
-import lightning as L
 import numpy as np
 import pytest
 import torch
@@ -11,18 +9,16 @@ from tiny_runs import TINY, settings
 from torch import nn
 from torch.utils.data import DataLoader
 from training.members import SCALE, SHIFT, batch, spec
-from training.two_processes import WORLD, in_two_processes
+from training.two_processes import WORLD, in_two_processes, trainer_of
 
-from ddm_lightning.config import IslandConfig, TrainConfig, load_experiment
+from ddm_lightning.config import TrainConfig, load_experiment
 from ddm_lightning.flow.condition import ConditionSpec
 from ddm_lightning.loading.order import Ranks, steps
 from ddm_lightning.prepare.manifest import Manifest
 from ddm_lightning.run_folder import RunFolder
 from ddm_lightning.training.expert import ExpertModule
 from ddm_lightning.training.fit import build_data, build_module
-from ddm_lightning.training.ranks import OwnProcesses
 from ddm_lightning.training.router import RouterModule
-from ddm_lightning.training.strategy import choose_strategy
 
 NUM_HELD_OUT, BATCH_SIZE, NUM_CLUSTERS, NUM_TIMES = 17, 8, 3, 8  # a last step in which one rank has only a sample again
 
@@ -54,7 +50,6 @@ def validated(kind, network, num_ranks, strategy):
     """What a rank logs of one validation, and what it saw: step, time, x_t and id of each row, and its confusion."""
 
     def task(rank):
-        os.environ["LOCAL_RANK"] = str(rank)
         seen = []
 
         class Seeing(kind):
@@ -66,19 +61,7 @@ def validated(kind, network, num_ranks, strategy):
         whole = batch(NUM_HELD_OUT)
         order = steps(np.arange(NUM_HELD_OUT), Ranks(1, num_ranks, rank), BATCH_SIZE // num_ranks, full=False)
         dealt = [{name: column[rows[rows >= 0]] for name, column in whole.items()} for rows in order[0, rank]]
-        trainer = L.Trainer(
-            accelerator="cpu",
-            devices=num_ranks,
-            strategy=choose_strategy(IslandConfig(accelerator="cpu", devices=num_ranks, strategy=strategy), 1)[0],
-            plugins=[OwnProcesses()],
-            max_steps=1,
-            num_sanity_val_steps=0,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            use_distributed_sampler=False,
-        )
+        trainer = trainer_of(rank, strategy, num_ranks, max_steps=1, num_sanity_val_steps=0)
         module = Seeing(
             network(),
             spec(

@@ -1,20 +1,14 @@
 """Two real ranks of one training draw times and noise of their own, whatever shares the work among them."""
 
-import os
-
-import lightning as L
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
 from training.members import SCALE, SHIFT, Recorder, batch, spec
-from training.two_processes import WORLD, in_two_processes
+from training.two_processes import WORLD, in_two_processes, trainer_of
 
-from ddm_lightning.config import IslandConfig
 from ddm_lightning.flow.randomness import keyed_generator
 from ddm_lightning.training.expert import ExpertModule
-from ddm_lightning.training.ranks import OwnProcesses
-from ddm_lightning.training.strategy import choose_strategy
 
 NUM_STEPS = 2
 
@@ -25,22 +19,9 @@ def training(strategy):
     """Two steps of an expert that is given the same samples in each step and rank; what its network sees of them."""
 
     def task(rank):
-        os.environ["LOCAL_RANK"] = str(rank)
         network = Recorder()
         network.gain = nn.Parameter(torch.ones(1))  # FSDP2 shares no number without a dimension
-        trainer = L.Trainer(
-            accelerator="cpu",
-            devices=WORLD,
-            strategy=choose_strategy(IslandConfig(accelerator="cpu", devices=WORLD, strategy=strategy), 1)[0],
-            plugins=[OwnProcesses()],
-            max_steps=NUM_STEPS,
-            limit_val_batches=0,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            use_distributed_sampler=False,
-        )
+        trainer = trainer_of(rank, strategy, max_steps=NUM_STEPS, limit_val_batches=0)
         batches = DataLoader([batch()] * NUM_STEPS, batch_size=None)
         trainer.fit(ExpertModule(network, spec()), batches, batches)
         return [(t.tolist(), x_t.tolist()) for x_t, t, _ in network.calls]

@@ -1,6 +1,5 @@
 """What a step of two real ranks under DDP leaves out: questions to the devices, and a second copy of gradients."""
 
-import os
 from types import SimpleNamespace
 
 import lightning as L
@@ -9,13 +8,10 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 from training.members import batch, spec
-from training.two_processes import WORLD, in_two_processes
+from training.two_processes import WORLD, in_two_processes, trainer_of
 
-from ddm_lightning.config import IslandConfig
 from ddm_lightning.training.callbacks import StopOnRequest
 from ddm_lightning.training.expert import ExpertModule
-from ddm_lightning.training.ranks import OwnProcesses
-from ddm_lightning.training.strategy import choose_strategy
 
 NUM_STEPS = 3
 
@@ -54,21 +50,13 @@ class Watch(L.Callback):
 
 def test_hosts_do_not_ask_their_devices_and_gradients_lie_where_they_are_sent_from(monkeypatch):
     def task(rank):
-        os.environ["LOCAL_RANK"] = str(rank)
         watch = Watch(monkeypatch)
-        trainer = L.Trainer(
-            accelerator="cpu",
-            devices=WORLD,
-            strategy=choose_strategy(IslandConfig(accelerator="cpu", devices=WORLD, strategy="ddp"), 1)[0],
-            plugins=[OwnProcesses()],
+        trainer = trainer_of(
+            rank,
+            "ddp",
             callbacks=[StopOnRequest(SimpleNamespace(on_train_end=lambda *_: None)), watch],
             max_steps=NUM_STEPS,
             limit_val_batches=0,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            use_distributed_sampler=False,
         )
         batches = DataLoader([batch()] * NUM_STEPS, batch_size=None)
         trainer.fit(ExpertModule(TwoWeights(), spec()), batches, batches)

@@ -5,8 +5,13 @@ import os
 import socket
 import traceback
 
+import lightning as L
 import torch.distributed as dist
 from deadline import within
+
+from ddm_lightning.config import IslandConfig
+from ddm_lightning.training.ranks import OwnProcesses
+from ddm_lightning.training.strategy import choose_strategy
 
 WORLD = 2
 
@@ -40,3 +45,20 @@ def in_two_processes(task):
     for _, _, problem in answers:
         assert problem is None, problem
     return {rank: answer for rank, answer, _ in answers}
+
+
+def trainer_of(rank, strategy, num_ranks=WORLD, **settings):
+    """What trains in one of the processes, as ``fit`` has it; ``settings`` are of the Trainer."""
+    os.environ["LOCAL_RANK"] = str(rank)
+    return L.Trainer(
+        accelerator="cpu",
+        devices=num_ranks,
+        strategy=choose_strategy(IslandConfig(accelerator="cpu", devices=num_ranks, strategy=strategy), 1)[0],
+        plugins=[OwnProcesses()],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        **settings,
+    )
