@@ -17,12 +17,16 @@ ensure_torchvision_importable()
 
 import pytest
 import torch
+from hypothesis import settings
 from jaxtyping import config, install_import_hook
 from tiny_runs import RANK_VARIABLES
 from tiny_runs import finished_run as finished_run
 from tiny_runs import tiny_prepared as tiny_prepared
 from tiny_runs import tiny_run as tiny_run
 
+# The same examples each time, and however slow the machine is that others share.
+settings.register_profile("house", deadline=None, derandomize=True)
+settings.load_profile("house")
 torch.set_num_threads(1)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # So a shell starts what runs in its background, and every program started here would be deaf to Ctrl-C.

@@ -11,7 +11,7 @@ from ddm_lightning.ensemble.routing import route
 from ddm_lightning.errors import UserError
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(seed=st.integers(0, 2**31), num_clusters=st.integers(1, 9), top_k=st.integers(1, 12))
 @pytest.mark.parametrize("strategy", ["full", "top-1", "top-k"])
 def test_against_a_loop(strategy: str, seed: int, num_clusters: int, top_k: int) -> None:

@@ -42,7 +42,7 @@ def draw_set(seed: int, n: int, d: int, num_clusters: int, b: int = 7) -> tuple[
     return points, labels, x_t, t
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 2**32 - 1),
     n=st.integers(1, 40),

@@ -81,7 +81,7 @@ def test_a_later_process_with_the_number_of_a_killed_one_does_not_train(tmp_path
         ticks = int(_began(process.pid))
         process.kill()
     with Path("/proc/uptime").open(encoding="ascii") as stream:
-        now = float(stream.read().split()[0]) * os.sysconf("SC_CLK_TCK")
+        now = round(float(stream.read().split()[0]) * os.sysconf("SC_CLK_TCK"))
     assert int(status.began) < ticks <= now < ticks + 60 * os.sysconf("SC_CLK_TCK")
 
 
