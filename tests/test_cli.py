@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +18,7 @@ import yaml
 from PIL import Image
 from tiny_runs import MEMBERS, ROOT, STEPS, TINY, copy_run, settings
 
-from ddm_lightning import cli, commands
+from ddm_lightning import __version__, cli, commands
 from ddm_lightning.cli import build_parser, main
 from ddm_lightning.config import load_experiment, to_dict
 from ddm_lightning.members import parse_members
@@ -319,3 +321,39 @@ def test_a_command_of_the_readme_is_one(command: str) -> None:
     experiment = load_experiment(ROOT / options.config, overrides)
     for text in set(options.overrides) - set(overrides):
         assert parse_members(text.removeprefix("member="), experiment)
+
+
+def test_describe_prints_every_key_with_type_default_and_documentation(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["config", "--describe"])
+    assert caught.value.code == 0
+    text = capsys.readouterr().out
+    for lines in (
+        "seed: int = 0\n    Seed of the partition, ",
+        "name: str, required\n    Name of the experiment",
+        "expert.train.max_steps: int, required\n    Optimizer steps.\n",
+        "expert.train.gradient_clip_norm: float | null = 1.0\n",
+        "prepare.caption_encoder.name: str, required\n",
+        "expert.network.params: dict[str, Any] = {}\n",
+        'router.timesteps.density: str = "uniform"\n    `logit-normal` or `uniform`.\n',
+        "existing` (the clusters of another run, for new data).\n",  # a second line
+        "\nisland:\n    The machine.\n",
+    ):
+        assert lines in text
+
+    def keys(value: object, prefix: str) -> Iterator[str]:
+        for field in dataclasses.fields(value) if dataclasses.is_dataclass(value) else ():
+            yield from keys(getattr(value, field.name), f"{prefix}.{field.name}")
+        yield prefix[1:]
+
+    printed = [line.partition(":")[0] for line in text.splitlines() if line and not line.startswith(" ")]
+    assert set(keys(load_experiment(TINY), "")) - {""} == set(printed)
+    assert len(printed) == len(set(printed))
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["config", "--describe"]])
+def test_version_and_schema_wait_for_no_torch(arguments: list[str]) -> None:
+    code = f"import sys; sys.argv[1:] = {arguments!r}\nfrom ddm_lightning.cli import main\n"
+    code += "try:\n    main()\nexcept SystemExit:\n    assert 'torch' not in sys.modules\n"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert arguments != ["--version"] or done.stdout == f"ddm_lightning {__version__}\n"
