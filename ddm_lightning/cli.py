@@ -60,9 +60,24 @@ def build_parser() -> argparse.ArgumentParser:
     fit.add_argument("--jobs", type=int, default=None, help="members trained at once (default: what fits here)")
     sample = add("sample", "Draw pictures from the ensemble.")
     sample.add_argument("--prompt", action="append", default=None, help="what to draw; may be repeated, a row each")
+    sample.add_argument(
+        "--class",
+        dest="classes",
+        action="append",
+        default=None,
+        metavar="NAME",
+        help="name or number of a class to draw; may be repeated, a row each",
+    )
     sample.add_argument("--strategy", default=None, help="full, top-1, top-k or bayes")
     sample.add_argument("--num", type=int, default=None, help="pictures a row")
-    sample.add_argument("--out", default=None, metavar="PNG", help="file to write (default: a new one of the run)")
+    sample.add_argument("--seed", type=int, default=None, help="seed of the noise (default: the experiment's)")
+    sample.add_argument(
+        "--out",
+        default=None,
+        metavar="PATH",
+        help="PNG file for the grid, or folder for new ones (default: the run's); single images go into a folder "
+        "beside the grid, named after it",
+    )
     replay = add(
         "replay", "Take a step of member=expert-3 once more that was left out because its gradient was not finite."
     )

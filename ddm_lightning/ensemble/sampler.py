@@ -39,10 +39,10 @@ def sample(
 ) -> Float[Tensor, "num c h w"]:
     """Draw ``num`` samples.
 
-    All noise of sample i, and every choice of its expert by ``bayes``, comes from (``seed``, ``keys[i]``) alone. It is
-    bit-equal whatever the other samples, ``num``, ``batch_size`` and the device; every strategy, solver and model starts
-    the sample from the same x_1. The sample itself is equal to about 1e-5 of its range, not bit-equal: matrix products
-    of another number of rows round differently.
+    All noise of sample i comes from (``seed``, ``keys[i]``) alone: its x_1, the noise of each ancestral step and the
+    numbers by which ``bayes`` chooses experts. They are bit-equal whatever the other samples, ``num``, ``batch_size``,
+    device, strategy and solver. The sample itself is equal to 1e-4, not bit-equal, because matrix products of another
+    number of rows round differently; a choice of expert that is tied to within rounding may tip.
 
     Args:
         ensemble: the experts, on the device that is to sample.
