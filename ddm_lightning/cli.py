@@ -6,7 +6,9 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
+from ddm_lightning import __version__
 from ddm_lightning.commands import COMMANDS, INTERRUPTED
 from ddm_lightning.errors import UserError, line_of
 
@@ -19,6 +21,17 @@ one member alone, as on an island of its own (needs the prepared shards):
 """
 
 
+class _Describe(argparse.Action):
+    """Prints the schema and exits, as ``--help`` does: no experiment file is needed."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        from ddm_lightning.config import Experiment
+        from ddm_lightning.schema import describe
+
+        print("\n".join(describe(Experiment())))
+        parser.exit()
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The parser of every command."""
     parser = argparse.ArgumentParser(
@@ -27,6 +40,7 @@ def build_parser() -> argparse.ArgumentParser:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action="version", version=f"ddm_lightning {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
 
     def add(name: str, text: str) -> argparse.ArgumentParser:
@@ -46,9 +60,24 @@ def build_parser() -> argparse.ArgumentParser:
     fit.add_argument("--jobs", type=int, default=None, help="members trained at once (default: what fits here)")
     sample = add("sample", "Draw pictures from the ensemble.")
     sample.add_argument("--prompt", action="append", default=None, help="what to draw; may be repeated, a row each")
+    sample.add_argument(
+        "--class",
+        dest="classes",
+        action="append",
+        default=None,
+        metavar="NAME",
+        help="name or number of a class to draw; may be repeated, a row each",
+    )
     sample.add_argument("--strategy", default=None, help="full, top-1, top-k or bayes")
     sample.add_argument("--num", type=int, default=None, help="pictures a row")
-    sample.add_argument("--out", default=None, metavar="PNG", help="file to write (default: a new one of the run)")
+    sample.add_argument("--seed", type=int, default=None, help="seed of the noise (default: the experiment's)")
+    sample.add_argument(
+        "--out",
+        default=None,
+        metavar="PATH",
+        help="PNG file for the grid, or folder for new ones (default: the run's); single images go into a folder "
+        "beside the grid, named after it",
+    )
     replay = add(
         "replay", "Take a step of member=expert-3 once more that was left out because its gradient was not finite."
     )
@@ -60,7 +89,8 @@ def build_parser() -> argparse.ArgumentParser:
         "--use", default=None, metavar="WIDTH", help="hand over the average of this width; original takes that back"
     )
     add("status", "Show how far each member is.")
-    add("config", "Print the experiment with every default and override resolved.")
+    config = add("config", "Print the experiment with every default and override resolved.")
+    config.add_argument("--describe", action=_Describe, nargs=0, help="print every key's type, default and meaning")
     return parser
 
 

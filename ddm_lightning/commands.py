@@ -8,7 +8,7 @@ import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ddm_lightning import startup
 from ddm_lightning.errors import UserError
@@ -26,6 +26,13 @@ def _load(options: argparse.Namespace) -> Experiment:
     from ddm_lightning.config import load_experiment
 
     return load_experiment(options.config, options.overrides)
+
+
+def _load_of_run(options: argparse.Namespace) -> Experiment:
+    """The experiment of a run that is there, whose record stands in for the overrides that it was made with."""
+    from ddm_lightning.run_folder import load_run
+
+    return load_run(options.config, options.overrides)
 
 
 def _command(name: str, options: argparse.Namespace) -> str:
@@ -97,11 +104,13 @@ def _limit_threads(experiment: Experiment) -> None:
     torch.set_num_threads(experiment.island.num_threads)
 
 
-def _load_for_members(options: argparse.Namespace) -> tuple[Experiment, list[str]]:
+def _load_for_members(
+    options: argparse.Namespace, load: Callable[[argparse.Namespace], Experiment] = _load
+) -> tuple[Experiment, list[str]]:
     """The experiment, and the members that ``member=`` names, which is taken out of the overrides."""
     chosen = [text for text in options.overrides if text.startswith("member=")]
     options.overrides = [text for text in options.overrides if not text.startswith("member=")]
-    experiment = _load(options)
+    experiment = load(options)
 
     from ddm_lightning.members import parse_members
 
@@ -109,8 +118,8 @@ def _load_for_members(options: argparse.Namespace) -> tuple[Experiment, list[str
 
 
 def _load_for_member(options: argparse.Namespace) -> tuple[Experiment, str]:
-    """``_load_for_members`` for a command that takes one."""
-    experiment, members = _load_for_members(options)
+    """``_load_for_members`` for a command that takes one, of a run that is there."""
+    experiment, members = _load_for_members(options, _load_of_run)
     if len(members) != 1:
         raise UserError(f"{options.command}: name the member, such as member=expert-0")
     return experiment, members[0]
@@ -230,7 +239,7 @@ def _fit_several(members: list[str], experiment: Experiment, options: argparse.N
         print(f"ensemble: {run.ensemble}\nsamples: {grid}")
         if (run.prepared / "clusters.png").exists():
             print(f"clusters: {run.prepared / 'clusters.png'}")
-        print(f"next: {_command('sample', options)} --prompt …")
+        print(f"next: {_sample_command(experiment, options)}")
     print(f"curves: tensorboard --logdir {run.root}")
     return 0
 
@@ -246,21 +255,26 @@ def _grid(experiment: Experiment, run: RunFolder) -> Path:
     return run.samples / f"{experiment.sample.strategy}.png"
 
 
-def _next_sheet(experiment: Experiment, run: RunFolder) -> Path:
+def _next_sheet(experiment: Experiment, folder: Path) -> Path:
     """A file that is not there yet: what was drawn before, and the grid of the experiment's own prompts, stay."""
-    sheets = (run.samples / f"{experiment.sample.strategy}-{number:03d}.png" for number in itertools.count(1))
+    sheets = (folder / f"{experiment.sample.strategy}-{number:03d}.png" for number in itertools.count(1))
     return next(path for path in sheets if not path.exists())
 
 
-def _draw(experiment: Experiment, run: RunFolder, prompts: Sequence[str], path: Path) -> None:
+def _sample_command(experiment: Experiment, options: argparse.Namespace) -> str:
+    kind = experiment.condition.kind
+    return _command("sample", options) + {"class": " --class …", "none": ""}.get(kind, " --prompt …")
+
+
+def _draw(experiment: Experiment, run: RunFolder, prompts: Sequence[str], path: Path, **more: Any) -> None:
     from ddm_lightning.evaluation.samples import draw_run
 
     _limit_threads(experiment)
-    draw_run(run.root, experiment, prompts, path)
+    draw_run(run.root, experiment, prompts, path, show_progress=sys.stderr.isatty(), **more)
 
 
 def _sample(options: argparse.Namespace) -> int:
-    experiment = _load(options)
+    experiment = _load_of_run(options)
 
     from ddm_lightning.config import check_experiment
     from ddm_lightning.evaluation.samples import check_out
@@ -275,25 +289,32 @@ def _sample(options: argparse.Namespace) -> int:
         experiment.sample = replace(experiment.sample, num_per_prompt=options.num)
         check_experiment(experiment, f"--num {options.num}")
     run = open_run(experiment, create=False)
+    if options.seed is not None:
+        experiment.seed = options.seed
+        check_experiment(experiment, f"--seed {options.seed}")
     as_in_file = not any(text.startswith("sample.") for text in options.overrides)
-    is_own = as_in_file and options.prompt is None and options.num is None
-    given = None if options.out is None else check_out(options.out)
-    path = given or (_grid if is_own else _next_sheet)(experiment, run)
+    is_own = as_in_file and not any((options.prompt, options.classes, options.num, options.seed is not None))
+    given = run.samples if options.out is None else check_out(options.out)
+    own = _grid(experiment, run)
+    path = (
+        given if given.suffix == ".png" else own if is_own and given == run.samples else _next_sheet(experiment, given)
+    )
     unfinished = [member for member in ensemble_members(experiment) if not run.is_finished(member)]
     if unfinished and not run.ensemble.exists():
         raise UserError(
             f"{run.ensemble}: is not there yet, because these members are not finished: {', '.join(unfinished)}; "
             f"train them: {_command('fit', options)}"
         )
-    _draw(experiment, run, options.prompt or experiment.sample.prompts, path)
-    print(f"samples: {path}")
+    prompts, singles = options.prompt or experiment.sample.prompts, path.with_suffix("")
+    _draw(experiment, run, prompts, path, classes=options.classes or (), singles=singles)
+    print(f"samples: {path}\nsingle images: {singles}")
     return 0
 
 
 def _status(options: argparse.Namespace) -> int:
     from rich.console import Console
 
-    experiment = _load(options)
+    experiment = _load_of_run(options)
 
     from ddm_lightning.run_folder import open_run
 
@@ -367,7 +388,7 @@ def _ema(options: argparse.Namespace) -> int:
     if run.ensemble.exists() and member in ensemble_members(experiment):
         assemble(experiment, run)
         _grid(experiment, run).unlink(missing_ok=True)  # of other weights; fit and sample draw it anew
-        print(f"ensemble: {run.ensemble}\nnext: {_command('sample', options)} --prompt …")
+        print(f"ensemble: {run.ensemble}\nnext: {_sample_command(experiment, options)}")
     return 0
 
 

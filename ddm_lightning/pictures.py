@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -97,9 +98,8 @@ def _shorten(text: str, font: Font, width: int) -> str:
     """``text``, cut and ended with dots where it is wider than ``width`` pixels."""
     if _width(text, font) <= width:
         return text
-    while text and _width(text + "...", font) > width:
-        text = text[:-1]
-    return text.rstrip() + "..."
+    fits = bisect.bisect_right(range(1, len(text) + 1), width, key=lambda n: _width(text[:n] + "...", font))
+    return text[:fits].rstrip() + "..."
 
 
 def _wrap(text: str, font: Font, width: int, most_lines: int | None = None) -> list[str]:

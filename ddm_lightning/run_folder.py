@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from ddm_lightning.config import Experiment, to_dict, to_yaml, with_defaults
+from ddm_lightning.config import Experiment, load_experiment, to_dict, to_yaml, with_defaults
 from ddm_lightning.errors import UserError
 from ddm_lightning.files import atomic_write_text
 
@@ -66,6 +67,28 @@ class RunFolder:
     def is_finished(self, name: str) -> bool:
         """Whether the member has handed over its artifact."""
         return (self.artifact(name) / "member.json").exists()
+
+
+def load_run(path: str | Path, overrides: Sequence[str] = ()) -> Experiment:
+    """The experiment of the run folder that ``path`` and ``overrides`` lead to, as that folder records it.
+
+    Over the record win the sections ``island`` and ``sample`` of ``path``, and ``overrides``. A record is a ``path``,
+    too: of its own folder, wherever that lies now. Where there is no record, it is the experiment in ``path``.
+
+    Raises:
+        UserError: as ``load_experiment``.
+    """
+    path = Path(path)
+    experiment = load_experiment(path, overrides)
+    is_record = path.name == "experiment.yaml" and (path.parent / "prepared").is_dir()
+    if is_record and not any(text.startswith("run_dir=") for text in overrides):
+        experiment.run_dir = str(path.parent)
+    run = RunFolder.of(experiment)
+    if not run.experiment.exists() or run.experiment.resolve() == path.resolve():
+        return experiment
+    recorded = load_experiment(path, overrides, record=run.experiment)
+    recorded.run_dir = experiment.run_dir  # it may have been moved
+    return recorded
 
 
 def open_run(experiment: Experiment, *, create: bool) -> RunFolder:

@@ -10,6 +10,7 @@ import ast
 import difflib
 import functools
 import inspect
+import json
 import math
 import re
 import types
@@ -218,14 +219,15 @@ def hints(kind: Any) -> dict[str, Any]:
 
 @functools.cache
 def docs(kind: type) -> dict[str, str]:
-    """The documentation of a dataclass's fields: the first line of the text under each."""
+    """The documentation of a dataclass's fields: the first paragraph of the text under each, in one line."""
     body = ast.parse(inspect.getsource(kind)).body[0]
     assert isinstance(body, ast.ClassDef)
     found = {}
     for statement, following in zip(body.body, body.body[1:], strict=False):
         is_text = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
         if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name) and is_text:
-            found[statement.target.id] = inspect.cleandoc(str(following.value.value)).splitlines()[0]  # type: ignore[attr-defined]
+            text = inspect.cleandoc(str(following.value.value))  # type: ignore[attr-defined]
+            found[statement.target.id] = " ".join(text.partition("\n\n")[0].split())
     return found
 
 
@@ -239,3 +241,17 @@ def doc(kind: Any, key: str) -> str:
     inner = hints(kind)[head]
     options = [option for option in typing.get_args(inner) if _is_section(option)]
     return doc(options[0] if options else inner, rest)
+
+
+def describe(section: Any, prefix: str = "") -> Iterator[str]:
+    """Type, default and documentation of each key below ``section``, a dataclass that holds the defaults."""
+    for name, kind in hints(type(section)).items():
+        key, default, text = prefix + name, getattr(section, name), docs(type(section))[name].replace("``", "`")
+        inner = next((option for option in (kind, *typing.get_args(kind)) if _is_section(option)), None)
+        if inner is not None:
+            yield f"{key}:{'' if default else ' null by default'}\n    {text}"
+            yield from describe(default or inner(), f"{key}.")
+        else:
+            form = inspect.formatannotation(kind).replace("typing.", "").replace("None", "null")
+            value = ", required" if default == MISSING_MARK else f" = {json.dumps(default)}"
+            yield f"{key}: {form}{value}\n    {text}"

@@ -328,12 +328,16 @@ def test_an_unconditional_experiment_takes_no_prompt(refuse: Refuse, copied: Pat
     assert "'none', not on text" in line
 
 
+def test_an_experiment_with_texts_takes_no_class(refuse_sample: Refuse) -> None:
+    assert refuse_sample("--class", "3") == "--class: tiny_2x is conditioned on 'text', not on a class"
+
+
 @pytest.mark.parametrize("prompt", ["", "  "])
 def test_an_empty_prompt(refuse_sample: Refuse, prompt: str) -> None:
     assert refuse_sample("--prompt", "red disc", "--prompt", prompt).startswith("--prompt: a prompt is empty")
 
 
-@pytest.mark.parametrize("out", ["picture.jpg", "picture", "", "nowhere/picture.png", "."])
+@pytest.mark.parametrize("out", ["picture.jpg", "", "nowhere/picture.png", "nowhere/folder"])
 def test_a_picture_that_cannot_be_written(
     refuse_sample: Refuse, out: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -350,6 +354,7 @@ def test_a_picture_that_cannot_be_written(
     ("option", "value", "words"),
     [
         ("--num", "0", ["sample.num_per_prompt", "at least 1"]),
+        ("--seed", "-1", ["'seed' = -1", "at least 0"]),
         ("--strategy", "best", ["sample.strategy", "full, top-1, top-k, bayes"]),
     ],
 )

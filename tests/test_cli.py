@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +18,7 @@ import yaml
 from PIL import Image
 from tiny_runs import MEMBERS, ROOT, STEPS, TINY, copy_run, settings
 
-from ddm_lightning import cli, commands
+from ddm_lightning import __version__, cli, commands
 from ddm_lightning.cli import build_parser, main
 from ddm_lightning.config import load_experiment, to_dict
 from ddm_lightning.members import parse_members
@@ -233,6 +235,11 @@ def test_artifacts_beside_a_manifest_are_assembled_without_the_source(
     assert picture == (finished_run / "samples" / "top-1.png").read_bytes()
 
 
+def samples(path: Path) -> str:
+    """What ``sample`` prints of the grid ``path``."""
+    return f"samples: {path}\nsingle images: {path.with_suffix('')}\n"
+
+
 @pytest.mark.parametrize("strategy", ["full", "top-1", "top-k", "bayes"])
 def test_sample_draws_a_row_a_prompt(
     capsys: pytest.CaptureFixture[str], finished_run: Path, tmp_path: Path, strategy: str
@@ -242,7 +249,8 @@ def test_sample_draws_a_row_a_prompt(
         path = tmp_path / f"{num}-{len(prompts)}.png"
         options = [text for prompt in prompts for text in ("--prompt", prompt)]
         arguments = [*settings(finished_run), *options, "--strategy", strategy, "--num", num, "--out", path]
-        assert called(capsys, "sample", *arguments) == f"samples: {path}\n"
+        assert called(capsys, "sample", *arguments) == samples(path)
+        assert len(list(path.with_suffix("").iterdir())) == num * len(prompts)
         with Image.open(path) as image:
             sizes[num, len(prompts)] = image.size
             assert len(np.unique(np.asarray(image).reshape(-1, 3), axis=0)) > 50
@@ -270,11 +278,60 @@ def test_sample_without_options_draws_the_experiments_grid_into_the_run(
     grid = run / "samples" / "top-1.png"
     as_fit_drew_it = grid.read_bytes()
     grid.unlink()
-    assert called(capsys, "sample", *settings(run)) == f"samples: {grid}\n"
+    assert called(capsys, "sample", *settings(run)) == samples(grid)
     assert grid.read_bytes() == as_fit_drew_it
-    assert (
-        called(capsys, "sample", *settings(run), "--strategy", "full") == f"samples: {run / 'samples' / 'full.png'}\n"
-    )
+    assert called(capsys, "sample", *settings(run), "--strategy", "full") == samples(run / "samples" / "full.png")
+
+
+@pytest.mark.parametrize("strategy", ["top-1", "bayes"])
+def test_an_image_of_a_prompt_is_the_same_whatever_its_neighbours(
+    capsys: pytest.CaptureFixture[str],
+    finished_run: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    strategy: str,
+) -> None:
+    def drawn(out: str, *more: object) -> np.ndarray:
+        arguments = [*settings(finished_run), "--strategy", strategy, "--out", tmp_path / f"{out}.png", *more]
+        called(capsys, "sample", *arguments)
+        return np.stack([np.asarray(Image.open(path)) for path in sorted((tmp_path / out).glob("*-red-disc-*.png"))])
+
+    alone = drawn("alone", "--prompt", "red disc", "--num", 2)
+    monkeypatch.setattr("ddm_lightning.evaluation.samples.BATCH_SIZE", 4)
+    among = drawn("among", "--prompt", "a cross", "--prompt", "red disc", "--prompt", "a box", "--num", 3)
+    assert alone.shape[0] == 2 and among.shape[0] == 3
+    assert np.abs(alone.astype(int) - among[:2]).max() <= 1  # a rounding of 256 values
+    assert np.abs(alone[0].astype(int) - alone[1]).max() > 20
+    other = drawn("other", "--prompt", "red disc", "--num", 2, "--seed", 1)
+    assert np.abs(alone.astype(int) - other).max() > 20
+
+
+def test_out_may_be_a_folder(capsys: pytest.CaptureFixture[str], finished_run: Path, tmp_path: Path) -> None:
+    for number in (1, 2):
+        sheet = tmp_path / "new" / f"top-1-00{number}.png"
+        arguments = [*settings(finished_run), "--prompt", "red disc", "--num", 1, "--out", tmp_path / "new"]
+        assert called(capsys, "sample", *arguments) == samples(sheet)
+        assert [path.name for path in sheet.with_suffix("").iterdir()] == ["000-red-disc-0000.png"]
+
+
+def test_a_run_is_addressed_without_repeating_its_overrides(
+    capsys: pytest.CaptureFixture[str], finished_run: Path, tmp_path: Path
+) -> None:
+    run = copy_run(finished_run, tmp_path / "run")
+    shutil.move(run, tmp_path / "moved")  # the record names the old place
+    run = tmp_path / "moved"
+    for address in (["-c", TINY, f"run_dir={run}"], ["-c", run / "experiment.yaml"]):
+        assert f"{STEPS['expert-0']}/{STEPS['expert-0']}" in called(capsys, "status", *address)
+        sheet = run / "samples" / "top-1.png"
+        assert called(capsys, "sample", *address) == samples(sheet)
+        assert main(["sample", *map(str, address), "seed=5"]) == 2
+        line = capsys.readouterr().err
+        assert (
+            line.startswith(f"error: {run / 'experiment.yaml'}: the experiment changed since")
+            and "seed (was 0)" in line
+        )
+        assert main(["replay", *map(str, address), "member=expert-0"]) == 2
+        assert "no step of rank 0 was left out" in capsys.readouterr().err
 
 
 def test_what_is_drawn_besides_takes_a_file_of_its_own(
@@ -285,7 +342,7 @@ def test_what_is_drawn_besides_takes_a_file_of_its_own(
     drawn = (("--prompt", "red disc"), ("--num", 2), ("--prompt", "red disc"), ("sample.prompts=[blue square]",))
     for number, more in enumerate(drawn, 1):
         path = run / "samples" / f"top-1-00{number}.png"
-        assert called(capsys, "sample", *settings(run), *more) == f"samples: {path}\n"
+        assert called(capsys, "sample", *settings(run), *more) == samples(path)
     first, third = ((run / "samples" / f"top-1-00{number}.png").read_bytes() for number in (1, 3))
     assert first == third != grid
     assert (run / "samples" / "top-1.png").read_bytes() == grid
@@ -319,3 +376,39 @@ def test_a_command_of_the_readme_is_one(command: str) -> None:
     experiment = load_experiment(ROOT / options.config, overrides)
     for text in set(options.overrides) - set(overrides):
         assert parse_members(text.removeprefix("member="), experiment)
+
+
+def test_describe_prints_every_key_with_type_default_and_documentation(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["config", "--describe"])
+    assert caught.value.code == 0
+    text = capsys.readouterr().out
+    for lines in (
+        "seed: int = 0\n    Seed of the partition, ",
+        "name: str, required\n    Name of the experiment",
+        "expert.train.max_steps: int, required\n    Optimizer steps.\n",
+        "expert.train.gradient_clip_norm: float | null = 1.0\n",
+        "prepare.caption_encoder.name: str, required\n",
+        "expert.network.params: dict[str, Any] = {}\n",
+        'router.timesteps.density: str = "uniform"\n    `logit-normal` or `uniform`.\n',
+        "existing` (the clusters of another run, for new data).\n",  # a second line
+        "\nisland:\n    The machine.\n",
+    ):
+        assert lines in text
+
+    def keys(value: object, prefix: str) -> Iterator[str]:
+        for field in dataclasses.fields(value) if dataclasses.is_dataclass(value) else ():
+            yield from keys(getattr(value, field.name), f"{prefix}.{field.name}")
+        yield prefix[1:]
+
+    printed = [line.partition(":")[0] for line in text.splitlines() if line and not line.startswith(" ")]
+    assert set(keys(load_experiment(TINY), "")) - {""} == set(printed)
+    assert len(printed) == len(set(printed))
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["config", "--describe"]])
+def test_version_and_schema_wait_for_no_torch(arguments: list[str]) -> None:
+    code = f"import sys; sys.argv[1:] = {arguments!r}\nfrom ddm_lightning.cli import main\n"
+    code += "try:\n    main()\nexcept SystemExit:\n    assert 'torch' not in sys.modules\n"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert arguments != ["--version"] or done.stdout == f"ddm_lightning {__version__}\n"

@@ -1,8 +1,11 @@
+import math
+import time
+
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageFont
 
-from ddm_lightning.pictures import labelled_grid, save_png
+from ddm_lightning.pictures import _shorten, labelled_grid, save_png
 
 
 def picture(colour, size=4):
@@ -92,3 +95,19 @@ def test_png_is_written_whole(tmp_path):
     with Image.open(path) as read:
         np.testing.assert_array_equal(np.asarray(read), np.asarray(image))
     assert [p.name for p in path.parent.iterdir()] == ["grid.png"]
+
+
+def test_a_prompt_of_any_length_is_shortened_in_linear_time():
+    row = [picture((1, 2, 3))]
+    for text in ("word " * 4000, "x" * 20_000):
+        start = time.perf_counter()
+        labelled_grid([(text, row)])
+        assert time.perf_counter() - start < 1
+
+
+@pytest.mark.parametrize("text", ["i" * 90, "W" * 60, "a very long caption " * 4, "AVAVAV" * 12])
+def test_a_label_is_cut_at_the_last_character_that_fits(text):
+    font = ImageFont.load_default(15)
+    fitting = [n for n in range(len(text)) if math.ceil(font.getlength(text[:n] + "...")) <= 200]
+    assert _shorten(text, font, 200) == text[: max(fitting)].rstrip() + "..."
+    assert _shorten("short", font, 200) == "short"

@@ -19,13 +19,14 @@ from ddm_lightning.config.plugin import PluginConfig
 from ddm_lightning.errors import UserError
 
 
-def load_experiment(path: str | Path, overrides: Sequence[str] = ()) -> Experiment:
+def load_experiment(path: str | Path, overrides: Sequence[str] = (), record: Path | None = None) -> Experiment:
     """Read, merge and check an experiment file.
 
     Args:
         path: the YAML file.
         overrides: ``key=value`` pairs in OmegaConf's dot-list form; they win over the file. Mappings merge, but a
             plug-in of another ``name`` takes none of the params of the one before.
+        record: a resolved experiment to start from; of ``path`` only the sections ``island`` and ``sample`` then count.
 
     Returns:
         The experiment as plain dataclasses, every interpolation resolved.
@@ -35,6 +36,9 @@ def load_experiment(path: str | Path, overrides: Sequence[str] = ()) -> Experime
     """
     path = Path(path)
     changes = [(str(path), schema.read_yaml(path))]
+    if record is not None:
+        free = OmegaConf.masked_copy(changes[0][1], ["island", "sample"])
+        changes = [(str(record), schema.read_yaml(record)), (str(path), free)]
     # A name first: it takes away params, also where it was typed behind them.
     ordered = sorted(overrides, key=lambda text: not text.partition("=")[0].endswith(".name"))
     changes += [(f"{path} with {text!r}", schema.read_override(text, str(path))) for text in ordered]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from jaxtyping import Float, Int
@@ -34,12 +34,15 @@ def sample(
     solver: str = "euler",
     guidance_scale: float = 1.0,
     router_prior: bool = True,
+    keys: Sequence[tuple[int | str, ...]] | None = None,
     progress: Callable[[float], object] | None = None,
 ) -> Float[Tensor, "num c h w"]:
     """Draw ``num`` samples.
 
-    All noise of sample i comes from (``seed``, i) alone: ``batch_size`` changes no sample, and every strategy,
-    solver and model starts it from the same x_1.
+    All noise of sample i comes from (``seed``, ``keys[i]``) alone: its x_1, the noise of each ancestral step and the
+    numbers by which ``bayes`` chooses experts. They are bit-equal whatever the other samples, ``num``, ``batch_size``,
+    device, strategy and solver. The sample itself is equal to 1e-4, not bit-equal, because matrix products of another
+    number of rows round differently; a choice of expert that is tied to within rounding may tip.
 
     Args:
         ensemble: the experts, on the device that is to sample.
@@ -56,6 +59,7 @@ def sample(
         guidance_scale: classifier-free guidance inside each expert; 1 is none.
         router_prior: whether ``bayes`` starts from the router's p(k | x_1, t = 1, condition), where there is a
             router: with a condition the partition's priors are not p(k | condition).
+        keys: what each sample's noise belongs to, such as ``("red apple", 0)``; None numbers the samples.
         progress: called with the number of samples done, in fractions, after every evaluation and batch.
 
     Returns:
@@ -63,7 +67,7 @@ def sample(
 
     Raises:
         UserError: unknown strategy or solver, or a pair of them that contradicts itself.
-        ValueError: ``condition`` has another number of rows than ``num``.
+        ValueError: ``condition`` or ``keys`` has another number of rows than ``num``.
     """
     if solver not in (*SOLVERS, "ancestral"):
         raise UserError(f"sample.solver {solver!r} is none of {', '.join(SOLVERS)}, ancestral")
@@ -71,6 +75,9 @@ def sample(
         raise UserError("strategy 'bayes' filters along a stochastic chain; set sample.solver=ancestral")
     if condition is not None and len(condition) != num:
         raise ValueError(f"{len(condition)} conditions for {num} samples")
+    keys = [(i,) for i in range(num)] if keys is None else keys
+    if len(keys) != num:
+        raise ValueError(f"{len(keys)} keys for {num} samples")
     times = sampling_times(num_steps, shift)
     batches: list[Tensor] = [torch.empty(0, *x_shape)]
     for first in range(0, num, batch_size):
@@ -82,7 +89,7 @@ def sample(
                 progress(indices.start + len(indices) * steps_done / num_steps)
 
         part = None if condition is None else condition.rows(slice(indices.start, indices.stop))
-        batch = _Batch(ensemble, part, indices, x_shape, seed, guidance_scale, advance)
+        batch = _Batch(ensemble, part, keys[indices.start : indices.stop], x_shape, seed, guidance_scale, advance)
         if strategy == "bayes":
             x_0 = batch.bayes(times, router_prior)
         elif solver == "ancestral":
@@ -102,7 +109,7 @@ class _Batch:
         self,
         ensemble: Ensemble,
         condition: Condition | None,
-        indices: range,
+        keys: Sequence[tuple[int | str, ...]],
         x_shape: tuple[int, int, int],
         seed: int,
         guidance_scale: float,
@@ -110,7 +117,7 @@ class _Batch:
     ) -> None:
         self.ensemble = ensemble
         self.condition = None if condition is None else condition.to(ensemble.device)
-        self.indices = indices
+        self.keys = keys
         self.x_shape = x_shape
         self.seed = seed
         self.guidance_scale = guidance_scale
@@ -151,9 +158,9 @@ class _Batch:
 
     def _normal(self, *key: str | int) -> Float[Tensor, "b c h w"]:
         # Drawn on the CPU, so that every device samples the same pictures.
-        drawn = [torch.randn(self.x_shape, generator=keyed_generator(self.seed, *key, i)) for i in self.indices]
+        drawn = [torch.randn(self.x_shape, generator=keyed_generator(self.seed, *key, *own)) for own in self.keys]
         return torch.stack(drawn).to(self.ensemble.device)
 
     def _uniform(self, step: int) -> Float[Tensor, " b"]:
-        drawn = [torch.rand((), generator=keyed_generator(self.seed, "expert", step, i)) for i in self.indices]
+        drawn = [torch.rand((), generator=keyed_generator(self.seed, "expert", step, *own)) for own in self.keys]
         return torch.stack(drawn).to(self.ensemble.device)

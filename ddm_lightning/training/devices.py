@@ -33,6 +33,11 @@ def resolve_accelerator(accelerator: str) -> str:
     return ("gpu" if torch.cuda.is_available() else "cpu") if accelerator == "auto" else accelerator
 
 
+def device_of(accelerator: str) -> torch.device:
+    """The device on which an island computes what one device can."""
+    return torch.device("cuda" if resolve_accelerator(accelerator) == "gpu" else "cpu")
+
+
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any]:
     """What the island's ``precision`` means to a forward pass outside the Trainer."""
     dtype = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(precision)

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
 from filelock import FileLock, Timeout
 from rich import box
 from rich.progress import track
@@ -23,7 +22,7 @@ from ddm_lightning.files import atomic_folder
 from ddm_lightning.members import ROUTER, config_of
 from ddm_lightning.prepare.manifest import Manifest
 from ddm_lightning.run_folder import RunFolder
-from ddm_lightning.training.devices import autocast, resolve_accelerator
+from ddm_lightning.training.devices import autocast, device_of
 from ddm_lightning.training.ema_profiles import WIDEST
 from ddm_lightning.training.ema_snapshots import FOLDER, Snapshots
 from ddm_lightning.training.fit import build_data, build_module
@@ -158,7 +157,7 @@ class Averages:
             module = build_module(self.member, self.experiment, self.manifest)
             module.configure_model()
             island = self.experiment.island
-            device = torch.device("cuda" if resolve_accelerator(island.accelerator) == "gpu" else "cpu")
+            device = device_of(island.accelerator)
             batches = data.val_dataloader()
 
             def measure(weights: Mapping[str, Tensor]) -> dict[str, float]:

@@ -20,7 +20,7 @@ from ddm_lightning.prepare.manifest import Manifest
 from ddm_lightning.run_folder import RunFolder
 from ddm_lightning.training.checkpoint_files import damage_of
 from ddm_lightning.training.checkpoints import checkpoints_in, step_of
-from ddm_lightning.training.devices import autocast, resolve_accelerator
+from ddm_lightning.training.devices import autocast, device_of
 from ddm_lightning.training.fit import build_data, build_module
 from ddm_lightning.training.guard import SkippedStep, skipped_of
 from ddm_lightning.training.member_state import load_tensors
@@ -74,7 +74,7 @@ def replay_step(member: str, experiment: Experiment, run: RunFolder, step: int |
     module = build_module(member, experiment, manifest)
     weights = _load_nearest(module, run.member(member) / "checkpoints", skipped.step)
     # Where it was trained: the keyed draws are of a device's own generator.
-    device = torch.device("cuda" if resolve_accelerator(experiment.island.accelerator) == "gpu" else "cpu")
+    device = device_of(experiment.island.accelerator)
     module.to(device)
     samples = _samples(build_data(member, experiment, manifest, run), skipped)
     batch = {name: values.to(device) for name, values in samples.items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import platform
 import time
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 from ddm_lightning.errors import UserError
 from ddm_lightning.files import atomic_write_json, read_json
+from ddm_lightning.units import duration
 
 HELD_OUT_STEP = "held_out/step"
 """In the metrics of an artifact: the step whose weights the other held-out figures are of."""
@@ -42,6 +44,8 @@ class MemberStatus:
     """Process that trains it."""
     began: str = ""
     """When that process began, in ticks of its machine's clock; empty where the system does not say."""
+    host: str = ""
+    """Name of that machine."""
     updated: float = 0.0
     """Unix time of the last write."""
 
@@ -49,7 +53,7 @@ class MemberStatus:
         """Write ``status.json`` in the member's folder."""
         self.updated = time.time()
         self.pid = os.getpid()
-        self.began = _began(self.pid)
+        self.began, self.host = _began(self.pid), platform.node()
         atomic_write_json(folder / "status.json", asdict(self))
 
     @classmethod
@@ -82,10 +86,12 @@ class MemberStatus:
         return replace(fresh, **{key: value for key, value in loaded.items() if key in cls.__dataclass_fields__})
 
     def shown_state(self) -> str:
-        """The state, corrected when the process that wrote it is gone."""
-        if self.state in ("starting", "training") and not self.runs():
-            return "killed"
-        return self.state
+        """The state; ``killed`` if the process that wrote it is gone, and its age if that ran on another machine."""
+        if self.state not in ("starting", "training"):
+            return self.state
+        if self._is_elsewhere():
+            return f"seen {duration(max(time.time() - self.updated, 1))} ago"
+        return self.state if self.runs() else "killed"
 
     def note(self) -> str:
         """The newest figures in a few words."""
@@ -94,20 +100,25 @@ class MemberStatus:
 
     def runs(self) -> bool:
         """Whether the process that wrote it is alive on this machine."""
-        if self.pid <= 0:  # to a signal, groups of processes
+        if self.pid <= 0 or self._is_elsewhere():  # to a signal, 0 and less are groups of processes
             return False
         try:
             os.kill(self.pid, 0)
         except (ProcessLookupError, OverflowError):
             return False
         except PermissionError:
-            return True
+            pass  # another user's
         return self.began in ("", _began(self.pid))  # a later process may have its number
+
+    def _is_elsewhere(self) -> bool:
+        return self.host not in ("", platform.node())
 
 
 def _began(pid: int) -> str:
+    """Field 22 of ``/proc/PID/stat``; empty for a zombie, and where there is no such file."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
-    return text.rpartition(")")[2].split()[19]  # behind the command's name, in which anything may be: field 22
+    fields = text.rpartition(")")[2].split()  # from field 3 on: the command's name before it may hold anything
+    return "" if fields[0] in "ZX" else fields[19]

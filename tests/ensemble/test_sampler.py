@@ -64,6 +64,16 @@ def test_neither_batch_size_nor_number_changes_a_sample(strategy: str, solver: s
     assert len({round(row.sum().item(), 4) for row in whole}) == 7
 
 
+@pytest.mark.parametrize(("strategy", "solver"), WAYS)
+def test_a_sample_belongs_to_its_key_whatever_its_neighbours(strategy: str, solver: str) -> None:
+    keys = [("red", 0), ("red", 1), ("blue", 0), ("blue", 1)]
+    whole = draw(two(), 4, strategy=strategy, solver=solver, keys=keys)
+    assert len({round(row.sum().item(), 4) for row in whole}) == 4
+    for chosen in ([2, 3], [1, 3, 0], [3]):
+        part = draw(two(), len(chosen), strategy=strategy, solver=solver, keys=[keys[i] for i in chosen], batch_size=2)
+        assert torch.allclose(part, whole[chosen], atol=1e-4)
+
+
 def test_every_way_starts_from_the_same_noise() -> None:
     starts: list[Tensor] = []
     for strategy, solver in WAYS:
@@ -148,5 +158,7 @@ def test_refusals() -> None:
         draw(two(), solver="magic")
     with pytest.raises(UserError, match=r"sample\.strategy 'magic' is none of"):
         draw(two(), strategy="magic")
+    with pytest.raises(ValueError, match="1 keys for 7 samples"):
+        draw(two(), keys=[("red", 0)])
     with pytest.raises(ValueError, match="3 conditions for 7 samples"):
         draw(two(), condition=Condition.of(torch.ones(3, 1)))

@@ -1,4 +1,5 @@
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -93,3 +94,36 @@ def test_a_number_that_no_process_has_is_of_none(pid):
 @pytest.mark.parametrize("state", ["waiting", "stopped", "failed", "done"])
 def test_other_states_need_no_process(state):
     assert MemberStatus("router", 40, state, pid=gone()).shown_state() == state
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="the system does not say what a process does")
+def test_a_zombie_does_not_train(tmp_path):
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    status = MemberStatus("router", 40, "training", pid=process.pid, began=_began(process.pid))
+    assert status.shown_state() == "training"
+    process.kill()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # dead, and still in the table of processes
+    assert status.shown_state() == "killed"
+    process.wait()
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="the system does not say when a process began")
+def test_another_users_process_with_the_number_of_a_killed_one_does_not_train(monkeypatch):
+    def refused(*_):
+        raise PermissionError
+
+    monkeypatch.setattr(os, "kill", refused)
+    status = MemberStatus("router", 40, "training", pid=os.getpid(), began=_began(os.getpid()))
+    assert status.shown_state() == "training"
+    status.began = "1"
+    assert status.shown_state() == "killed"
+
+
+def test_of_another_machine_it_says_when_it_was_last_seen(tmp_path, monkeypatch):
+    status = MemberStatus("router", 40, "training")
+    status.write(tmp_path)
+    assert status.shown_state() == "training"
+    monkeypatch.setattr(platform, "node", lambda: "elsewhere")
+    status.updated -= 180
+    assert status.shown_state() == "seen 3 min ago"
+    assert not status.runs()
