@@ -245,8 +245,9 @@ def doc(kind: Any, key: str) -> str:
 
 def describe(section: Any, prefix: str = "") -> Iterator[str]:
     """Type, default and documentation of each key below ``section``, a dataclass that holds the defaults."""
-    for name, kind in hints(type(section)).items():
-        key, default, text = prefix + name, getattr(section, name), docs(type(section))[name].replace("``", "`")
+    whole: Any = type(section)
+    for name, kind in hints(whole).items():
+        key, default, text = prefix + name, getattr(section, name), docs(whole)[name].replace("``", "`")
         inner = next((option for option in (kind, *typing.get_args(kind)) if _is_section(option)), None)
         if inner is not None:
             yield f"{key}:{'' if default else ' null by default'}\n    {text}"
