@@ -95,6 +95,8 @@ class Manifest:
     """SHA-256 of ``partition.safetensors``; artifacts carry it to show that they belong together."""
     versions: dict[str, str]
     """Versions of the packages that shaped all this."""
+    class_names: list[str] | None = None
+    """Name of each of the ``num_classes`` classes; None if the source has none."""
     format_version: int = FORMAT_VERSION
 
     @property
@@ -118,6 +120,7 @@ class Manifest:
         version = stored.get("format_version") if isinstance(stored, dict) else None
         if version != FORMAT_VERSION:
             raise UserError(f"{path}: format_version {version!r} is not {FORMAT_VERSION}; delete it and {_REMEDY}")
+        stored.setdefault("class_names", None)  # manifests written before this field
         fields = {field.name for field in dataclasses.fields(cls)}
         if stored.keys() != fields:
             odd = ", ".join(sorted(stored.keys() ^ fields))

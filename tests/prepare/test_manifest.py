@@ -34,6 +34,7 @@ def manifest():
         index_sha256={"cluster-0/train": "ab"},
         partition_sha256="cd",
         versions={"torch": "2"},
+        class_names=["disc", "square", "ring", "star"],
     )
 
 
@@ -43,6 +44,15 @@ def test_what_was_written_is_read(tmp_path):
     assert read == manifest()
     assert read.num_clusters == 2 and read.format_version == 3
     assert shard_folder(tmp_path, 1, "held-out") == tmp_path / "prepared" / "shards" / "cluster-1" / "held-out"
+
+
+def test_a_manifest_from_before_class_names_is_read(tmp_path):
+    stored = dataclasses.asdict(manifest())
+    del stored["class_names"]
+    path = manifest_path(tmp_path)
+    path.parent.mkdir()
+    path.write_text(json.dumps(stored))
+    assert Manifest.read(tmp_path) == dataclasses.replace(manifest(), class_names=None)
 
 
 @pytest.mark.parametrize(
