@@ -133,4 +133,5 @@ def manifest_of(experiment: Experiment, plugins: Plugins, prepared: Prepared, le
         index_sha256=indices,
         partition_sha256=ledger.files("partition")["partition.safetensors"]["sha256"],
         versions=plugins.versions(),
+        class_names=list(getattr(plugins.source, "class_names", None) or ()) or None,
     )

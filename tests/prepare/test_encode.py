@@ -153,7 +153,7 @@ def test_parts_that_are_gone_leave_nothing(tmp_path, experiment, source):
     del source.samples["two"], source.samples["none"]
     manifest = prepare(experiment, tmp_path)
     assert list((tmp_path / "prepared" / "parts").iterdir()) == [part_folder(tmp_path, "one")]
-    assert manifest.num_samples == 20 and manifest.broken == {}
+    assert manifest.num_samples == 20 and manifest.broken == {} and manifest.class_names is None
 
 
 @pytest.mark.parametrize("damage", ["missing", "truncated", "no state", "state is no JSON", "state is a list"])

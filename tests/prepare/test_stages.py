@@ -44,6 +44,7 @@ def test_manifest_files_and_partition_agree(tmp_path):
     assert listener.stages == EVERYTHING
     assert manifest == Manifest.read(tmp_path)
     assert manifest.x_shape == (3, 8, 8) and manifest.text_size == 8 and manifest.num_classes == 4
+    assert manifest.class_names == ["red disc", "blue square", "green cross", "yellow ring"]
     assert manifest.source == {"name": "blobs", "params": {"num_samples": 60, "image_size": 8}}
     assert manifest.num_samples == 60 == sum(c.train + c.held_out for c in manifest.clusters)
 

@@ -30,6 +30,7 @@ def test_folders_are_classes_in_alphabetical_order(folder):
     found = samples(folder)
     assert list(found) == ["cat/2.png", "dog/1.png", "dog/deep/3.PNG"]
     assert [record.label for record in found.values()] == [0, 1, 1] and build(folder).num_classes == 2
+    assert build(folder).class_names == ["cat", "dog"] and build(folder, labels=False).class_names == []
     for name, pixels in pictures.items():
         np.testing.assert_array_equal(found[name].image, pixels)
         assert found[name].caption == ""
