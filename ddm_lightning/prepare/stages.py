@@ -37,6 +37,7 @@ from ddm_lightning.prepare.records import Part, Record
 from ddm_lightning.prepare.shards import check_compression
 from ddm_lightning.prepare.upload import upload_shards
 from ddm_lightning.run_folder import RunFolder
+from ddm_lightning.units import amount
 
 
 def prepare(
@@ -44,6 +45,7 @@ def prepare(
     run_dir: Path,
     reporter: Reporter | None = None,
     check: Callable[[DataSizes], None] | None = None,
+    prune: bool = False,
 ) -> Manifest:
     """Bring ``run_dir``/prepared up to date with the experiment.
 
@@ -54,6 +56,7 @@ def prepare(
         run_dir: the run folder.
         reporter: hears of progress; None is silent.
         check: called before anything is written, to refuse what will not fit the data.
+        prune: whether to remove encoded parts that the source no longer lists.
 
     Raises:
         UserError: bad input; nothing is written, or, where only a stage can find out (too many broken samples,
@@ -61,6 +64,7 @@ def prepare(
     """
     preparation = Preparation(experiment, run_dir, reporter or SilentReporter())
     preparation.bring_up_to_date(check)
+    preparation.handle_unlisted(prune)
     return Manifest.read(run_dir)
 
 
@@ -303,11 +307,21 @@ class Preparation:
             else:
                 path.unlink()
 
+    def handle_unlisted(self, prune: bool) -> None:
+        """Report encoded parts that the source no longer lists; remove them if ``prune``."""
+        listed = {self.prepared.folder_of(part) for part in self.parts}
+        unlisted = [folder for folder in self.prepared.folder.glob("parts/*") if folder not in listed]
+        if not unlisted:
+            return
+        num_bytes = sum(path.stat().st_size for folder in unlisted for path in folder.rglob("*") if path.is_file())
+        found = f"encoded parts that the source no longer lists: {len(unlisted):,}, {amount(num_bytes)}"
+        if prune:
+            with self._alone():
+                for folder in unlisted:
+                    shutil.rmtree(folder)
+        self.reporter.say(f"{found}; removed" if prune else f"{found}; prepare --prune removes them")
+
     def _run_source(self) -> None:
-        wanted = {self.prepared.folder_of(part) for part in self.parts}
-        for folder in self.prepared.folder.glob("parts/*"):
-            if folder not in wanted:
-                shutil.rmtree(folder)
         self.prepared.write_parts(self.parts)
 
     def _run_encode(self) -> None:

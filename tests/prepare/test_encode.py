@@ -16,6 +16,7 @@ from ddm_lightning.prepare.prepared import Prepared
 from ddm_lightning.prepare.progress import SilentReporter
 from ddm_lightning.prepare.records import Broken
 from ddm_lightning.prepare.registry import CAPTION_ENCODERS, FEATURES, IMAGE_ENCODERS, SOURCES
+from ddm_lightning.units import amount
 
 pytestmark = pytest.mark.usefixtures("quick_prepare")
 
@@ -147,11 +148,23 @@ def test_two_parts_of_one_name_are_refused(tmp_path, experiment, source):
         prepare(experiment, tmp_path)
 
 
-def test_parts_that_are_gone_leave_nothing(tmp_path, experiment, source):
-    prepare(experiment, tmp_path)
-    assert len(list((tmp_path / "prepared" / "parts").iterdir())) == 3
+def test_parts_that_are_gone_are_kept_until_pruned(tmp_path, experiment, source):
+    first = prepare(experiment, tmp_path)
+    two, listed = part_folder(tmp_path, "two"), dict(source.samples)
+    size = sum(path.stat().st_size for path in two.rglob("*") if path.is_file())
+    del source.samples["two"]
+    listener = Listener()
+    manifest = prepare(experiment, tmp_path, listener)
+    kept = f"encoded parts that the source no longer lists: 1, {amount(size)}; "
+    assert listener.lines[-1] == kept + "prepare --prune removes them"
+    source.samples = listed
+    source.reads.clear()
+    assert prepare(experiment, tmp_path) == first and source.reads == []
     del source.samples["two"], source.samples["none"]
-    manifest = prepare(experiment, tmp_path)
+    prepare(experiment, tmp_path)
+    assert two.is_dir()
+    prepare(experiment, tmp_path, listener, prune=True)
+    assert listener.lines[-1].endswith("; removed")
     assert list((tmp_path / "prepared" / "parts").iterdir()) == [part_folder(tmp_path, "one")]
     assert manifest.num_samples == 20 and manifest.broken == {} and manifest.class_names is None
 
