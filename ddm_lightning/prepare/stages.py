@@ -195,10 +195,11 @@ class Preparation:
 
     def unfinished_parts(self) -> dict[int, dict[str, str]]:
         """Groups of columns yet to be computed, each with its key, by the number of the part."""
-        wanted = {}
+        wanted, group_keys = {}, self._group_keys()
         for number, (part, state) in enumerate(zip(self.parts, self._states, strict=True)):
             folder = self.prepared.folder_of(part)
-            keys = {name: sha256_json([asdict(part), inputs]) for name, inputs in self._group_keys().items()}
+            samples = sha256_json([part.name, part.fingerprint])
+            keys = {name: f"{samples} {sha256_json(inputs)}" for name, inputs in group_keys.items()}
             missing = {
                 name: key
                 for name, key in keys.items()

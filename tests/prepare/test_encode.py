@@ -123,6 +123,35 @@ def test_only_the_part_that_changed_is_done_again(tmp_path, experiment, source):
     assert Prepared(tmp_path / "prepared").num_samples == 38
 
 
+@pytest.mark.parametrize("sized", [True, False])
+def test_samples_under_a_new_fingerprint_are_encoded_again_only_if_they_changed(tmp_path, experiment, source, sized):
+    source.sized = sized
+    prepare(experiment, tmp_path)
+    source.fingerprints = dict.fromkeys(source.samples, "touched")
+    assert rewritten(tmp_path, lambda: prepare(experiment, tmp_path)) == set()
+    source.reads.clear()
+    prepare(experiment, tmp_path)
+    assert source.reads == []
+    # Touched, and other features at the same time.
+    source.fingerprints = dict.fromkeys(source.samples, "again")
+    experiment.prepare.features = PluginConfig("pooled-pixels", {"grid": 2})
+    assert rewritten(tmp_path, lambda: prepare(experiment, tmp_path)) == both("features")
+    source.samples["one"][3] = record("a3", image=np.zeros((8, 8, 3), np.uint8))
+    source.fingerprints["one"] = "painted"
+    done = rewritten(tmp_path, lambda: prepare(experiment, tmp_path))
+    assert done == {("one", group) for group in ("records", "latents", "captions", "features")}
+
+
+def test_what_a_part_needs_to_be_found_again_does_not_have_it_encoded_again(tmp_path, experiment, source):
+    """The parts of a folder of classes say how many there are."""
+    prepare(experiment, tmp_path)
+    listed = [replace(part, where={"num_classes": 5}) for part in source.parts()]
+    source.parts = lambda: listed
+    source.reads.clear()
+    prepare(experiment, tmp_path)
+    assert source.reads == []
+
+
 def test_a_part_in_front_of_the_others_is_all_there_is_to_do(tmp_path, experiment, source):
     prepare(experiment, tmp_path / "run")
     before = groups_written(tmp_path / "run")

@@ -8,6 +8,7 @@ from source_files import CAPTIONS, bad_pictures, encoded, noise, read_all, write
 from ddm_lightning.errors import UserError
 from ddm_lightning.prepare.records import Broken
 from ddm_lightning.prepare.registry import SOURCES
+from ddm_lightning.prepare.sources import imagefolder
 
 
 def build(folder, **params):
@@ -122,16 +123,39 @@ def test_bad_pictures_are_counted_by_cause_and_odd_ones_are_read(folder):
     np.testing.assert_array_equal(found["deep.png"].image[..., 0], noise(4, 4))
 
 
-def test_parts_are_blocks_that_change_with_what_they_hold(tmp_path):
+def fingerprints(folder):
+    return {part.name: part.fingerprint for part in build(folder).parts()}
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    monkeypatch.setattr(imagefolder, "BLOCK_SIZE", 8)
+
+
+def test_parts_are_blocks_that_change_with_what_they_hold(tmp_path, small_blocks):
     folder = str(tmp_path)
-    pixels = encoded(noise(1, 1, 3))
-    write(folder, {f"{i:04}.png": pixels for i in range(600)})
-    write(folder, {"0599.txt": "before"})
-    before = build(folder).parts()
-    assert [part.num_samples for part in before] == [512, 88]
-    write(folder, {"0599.txt": "afterwards"})
-    after = build(folder).parts()
-    assert before[0] == after[0] and before[1].fingerprint != after[1].fingerprint
-    assert before[1].name == after[1].name
+    write(folder, {f"{i:04}.png": encoded(noise(1, 1, 3)) for i in range(80)})
+    write(folder, {"0079.txt": "before"})
+    parts, before = build(folder).parts(), fingerprints(folder)
+    assert [name for part in parts for name in part.where["files"]] == [f"{i:04}.png" for i in range(80)]
+    assert 5 <= len(before) == len(parts) <= 16
+    write(folder, {"0079.txt": "afterwards"})
+    after = fingerprints(folder)
+    assert before.keys() == after.keys()
+    assert [name for name in before if before[name] != after[name]] == [parts[-1].name]
     write(folder, {"captions.jsonl": lines({"file_name": "0000.png", "caption": "new"})})
-    assert build(folder).parts()[0].fingerprint != before[0].fingerprint
+    assert fingerprints(folder)[parts[0].name] != before[parts[0].name]
+
+
+def test_a_new_file_anywhere_changes_its_own_block_alone(tmp_path, small_blocks):
+    folder = str(tmp_path)
+    write(folder, {f"b/{i:04}.png": encoded(noise(1, 1, 3)) for i in range(0, 160, 2)})
+    before = fingerprints(folder)
+    new = [*(f"b/{i:04}.png" for i in range(1, 160, 16)), "b/!.png", "b/~.png", "c/new-class.png"]
+    for name in new:
+        write(folder, {name: encoded(noise(1, 1, 3))})
+        after = fingerprints(folder)
+        # One that begins a block cuts the one in which it falls in two.
+        assert len(after.items() - before.items()) <= 2 and len(before.items() - after.items()) <= 1, name
+        before = after
+    assert len(before) > 10
