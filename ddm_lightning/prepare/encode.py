@@ -150,6 +150,7 @@ def _encode_pictures(job: PartJob, names: list[str], state: dict[str, Any], plug
         if name == RECORDS:
             extra = {"num_rows": reading.num_rows, "num_read": reading.num_read}
             extra |= {"broken": reading.causes, "picture_size": size, "content": reading.content()}
+            extra |= {"unread_captions": reading.unread_captions, "odd_shapes": +reading.odd_shapes}
         _record(job, name, state, extra, time.monotonic() - start)
 
 
@@ -237,7 +238,7 @@ class _Texts:
         """Keep what is needed of one chunk."""
         for row, (record, image) in enumerate(zip(records, images, strict=True), first_row):
             self._keys.append(record.key)
-            self._captions.append(record.caption)
+            self._captions.append(str(record.caption))
             rank = -key_hash(record.key)
             if len(self._thumbnails) < self._max_thumbnails:
                 heapq.heappush(self._thumbnails, (rank, -row, _thumbnail(image)))

@@ -102,10 +102,9 @@ class Preparation:
             raise UserError(f"source {self.config.source.name!r}: has {times} parts named {name!r}; mend the source")
         return parts
 
-    def _is_prepared_of_this_source(self) -> bool:
-        if not manifest_path(self.run_dir).exists():
-            return False
-        return Manifest.read(self.run_dir).source == asdict(self.config.source)
+    @property
+    def _captions_used(self) -> bool:
+        return self.config.caption_encoder is not None and self.experiment.condition.kind in ("text", "tokens")
 
     def _plan(self) -> list[Stage]:
         config, seed = self.config, self.experiment.seed
@@ -123,9 +122,9 @@ class Preparation:
             Stage("encode", lambda: [self._files_of("source"), self._group_keys()], (), self._run_encode),
             Stage(
                 "index",
-                lambda: [self._group_files(*self._group_keys()), config.max_bad_fraction],
+                lambda: [self._group_files(*self._group_keys()), config.max_bad_fraction, self._captions_used],
                 ("index.json", "broken.jsonl"),
-                lambda: write_index(Prepared(self.prepared.folder), self._group_keys(), config.max_bad_fraction),
+                self._run_index,
             ),
             Stage(
                 "partition",
@@ -327,8 +326,18 @@ class Preparation:
 
     def _run_encode(self) -> None:
         wanted = self.unfinished_parts()
-        steps.encode(self.plugins, self.prepared, self.parts, wanted, self._tick("encode"))
+        steps.encode(
+            self.plugins, self.prepared, self.parts, wanted, self._tick("encode"), captions_used=self._captions_used
+        )
         self._num_kept = len(self.parts) - len(wanted)
+
+    def _run_index(self) -> None:
+        write_index(
+            Prepared(self.prepared.folder),
+            self._group_keys(),
+            self.config.max_bad_fraction,
+            captions_used=self._captions_used,
+        )
 
     def _run_partition(self) -> None:
         steps.write_partition(

@@ -41,7 +41,13 @@ _MAX_THUMBNAILS, _MIN_THUMBNAILS_A_PART = 8192, 16
 
 
 def encode(
-    plugins: Plugins, prepared: Prepared, parts: Sequence[Part], wanted: Mapping[int, Mapping[str, str]], tick: Tick
+    plugins: Plugins,
+    prepared: Prepared,
+    parts: Sequence[Part],
+    wanted: Mapping[int, Mapping[str, str]],
+    tick: Tick,
+    *,
+    captions_used: bool,
 ) -> None:
     """Compute the ``wanted`` groups of columns of each part (``encode.py``), by the configured engine.
 
@@ -67,6 +73,7 @@ def encode(
         state = read_state(job.folder)[RECORDS]
         done += state["num_read"]
         counts.update(state["broken"])
+        counts.update(state.get("unread_captions", {}).values() if captions_used else ())
         advance(0)
         check_broken(counts, done, config.max_bad_fraction, job.folder / RECORDS / "broken.jsonl")
 

@@ -117,8 +117,6 @@ def record(
 ) -> Record | Broken:
     """A sample's cells as a record; ``data`` is the picture, encoded or not."""
     text, number = caption_in(caption, key), labels.number(label, key)
-    if isinstance(text, Broken):
-        return text
     if isinstance(number, Broken):
         return number
     image = decode(data, key) if isinstance(data, bytes) else rgb(data, key)

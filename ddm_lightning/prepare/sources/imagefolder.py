@@ -74,9 +74,7 @@ class ImageFolder:
         )
         for name, label, found, data in zip(names, labels, captions, self.files.contents(names), strict=True):
             caption = _read_caption(next(texts), name) if found is True else found or ""
-            if isinstance(caption, Broken):
-                yield caption
-            elif label < 0:
+            if label < 0:
                 yield Broken(name, "outside the class folders", f"set {PARAMS}.labels=false if folders are no classes")
             elif isinstance(data, Exception):
                 yield _unread(data, name)

@@ -69,7 +69,16 @@ def test_captions_from_text_files_arrive_unchanged(folder):
 
 def test_a_caption_that_is_no_utf8_is_counted(folder):
     write(folder, {"a.png": encoded(noise(2, 2, 3)), "a.txt": "café".encode("latin-1")})
-    assert samples(folder)["a.png"].cause == "caption is no UTF-8"
+    assert samples(folder)["a.png"].caption.cause == "caption is no UTF-8"
+
+
+def test_a_link_is_followed_and_a_dead_one_is_counted(tmp_path):
+    write(str(tmp_path / "in"), {"a.png": encoded(noise(2, 2, 3)), "deep/b.png": encoded(noise(2, 2, 3))})
+    for name, to in (("live.png", "a.png"), ("dead.png", "gone.png"), ("folder", "deep")):
+        (tmp_path / "in" / name).symlink_to(tmp_path / "in" / to)
+    found = samples(str(tmp_path / "in"), labels=False)
+    causes = {key: getattr(sample, "cause", None) for key, sample in found.items()}
+    assert causes == {"a.png": None, "dead.png": "missing file", "deep/b.png": None, "live.png": None}
 
 
 @pytest.mark.parametrize("name", ["captions.jsonl", "metadata.jsonl"])
