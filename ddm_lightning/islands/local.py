@@ -22,6 +22,7 @@ from ddm_lightning.config import Experiment, to_yaml
 from ddm_lightning.files import atomic_write_text
 from ddm_lightning.islands.status import member_status
 from ddm_lightning.members import batch_size_of, config_of
+from ddm_lightning.prepare.engine import num_cores
 from ddm_lightning.prepare.manifest import Manifest
 from ddm_lightning.progress import member_columns
 from ddm_lightning.run_folder import RunFolder
@@ -81,12 +82,7 @@ def default_jobs(experiment: Experiment) -> int:
     island = experiment.island
     if resolve_accelerator(island.accelerator) == "gpu":
         return max(1, torch.cuda.device_count() // island.devices)
-    return max(1, _num_cores() // (island.num_threads * island.devices))
-
-
-def _num_cores() -> int:
-    """Cores that this process may use, which a scheduler may have limited; macOS knows only how many there are."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, num_cores() // (island.num_threads * island.devices))
 
 
 def gpus_of_slot(slot: int, devices: int, visible: str | None, count: int) -> str:

@@ -1,14 +1,17 @@
-"""Columns on disk: arrays that grow row by row, and strings, both read back as memory maps."""
+"""Columns on disk: arrays that grow row by row, and strings; of both those rows are read that are asked for."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
 from pathlib import Path
 from types import TracebackType
-from typing import overload
 
 import numpy as np
-from jaxtyping import Shaped, UInt64
+from jaxtyping import Int, Shaped, UInt64
 
 
 class GrowingArray:
@@ -71,49 +74,91 @@ def save_array(path: Path, array: Shaped[np.ndarray, "n ..."]) -> None:
         file.append(array)
 
 
-def open_array(path: Path) -> Shaped[np.ndarray, "n ..."]:
-    """A read-only memory map of an ``.npy`` file."""
-    if np.lib.format.open_memmap(path, mode="r").size == 0:  # type: ignore[no-untyped-call]
-        return np.load(path, allow_pickle=False)  # a mapping cannot be empty
-    mapped: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
-    return mapped
+@dataclass(frozen=True, eq=False)
+class StoredArray:
+    """An ``.npy`` file of which rows are read when they are asked for; in between it is neither open nor mapped.
+
+    So a process may have any number of them, and what it has read is not counted as its memory.
+    """
+
+    path: Path
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    offset: int
+    """Bytes before the first row."""
+
+    @classmethod
+    def of(cls, path: Path) -> StoredArray:
+        """What the file's header says."""
+        with path.open("rb") as file:
+            np.lib.format.read_magic(file)  # type: ignore[no-untyped-call]
+            shape, _, dtype = np.lib.format.read_array_header_1_0(file)  # type: ignore[no-untyped-call]
+            return cls(path, dtype, shape, file.tell())
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all rows."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    def __getitem__(self, which: slice | Int[np.ndarray, "m"]) -> Shaped[np.ndarray, "m ..."]:
+        """A copy of these rows; those that lie one behind the other are read at once.
+
+        Raises:
+            OSError: the file is shorter than it was.
+        """
+        rows = _numbers(which, len(self))
+        out = np.empty((len(rows), *self.shape[1:]), self.dtype)
+        row_bytes = self.nbytes // max(1, len(self))
+        cuts = (np.flatnonzero(rows[1:] != rows[:-1] + 1) + 1).tolist() if len(rows) > 1 else []
+        file = os.open(self.path, os.O_RDONLY)  # a file object takes longer to make than a row to read
+        try:
+            for first, last in pairwise([0, *cuts, len(rows)] if len(rows) else []):
+                run = out[first:last].data
+                if os.preadv(file, [run], self.offset + int(rows[first]) * row_bytes) != run.nbytes:
+                    raise OSError(f"{self.path}: is shorter than it was; run prepare again")
+        finally:
+            os.close(file)
+        return out
 
 
-class Texts(Sequence[str]):
-    """Strings of which each is read when it is asked for; a subclass says how."""
+class Strings:
+    """Strings in two files, ``NAME.bin`` (UTF-8, one behind the other) and ``NAME-ends.npy``; read as StoredArray is.
 
-    def text(self, index: int) -> str:
-        """The string at ``index``, from 0 to ``len(self)`` - 1."""
-        raise NotImplementedError
+    Args:
+        folder: of the files.
+        name: of the files.
+        ends: the second file, where it is known already.
+    """
 
-    @overload
-    def __getitem__(self, index: int) -> str: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[str]: ...
-    def __getitem__(self, index: int | slice) -> str | list[str]:
-        found = range(len(self))[index]
-        return self.text(found) if isinstance(found, int) else [self.text(i) for i in found]
+    dtype = np.dtype(object)
 
-
-class Strings(Texts):
-    """Strings in two files, ``NAME.bin`` (UTF-8, one behind the other) and ``NAME-ends.npy``; read one at a time."""
-
-    def __init__(self, folder: Path, name: str) -> None:
-        blob, ends = _files(folder, name)
-        self._ends = open_array(ends)
-        self._bytes = np.memmap(blob, np.uint8, "r") if len(self._ends) and self._ends[-1] else np.empty(0, np.uint8)
+    def __init__(self, folder: Path, name: str, ends: StoredArray | None = None) -> None:
+        self._blob, path = _files(folder, name)
+        self._ends = StoredArray.of(path) if ends is None else ends
+        self.shape = self._ends.shape
 
     def __len__(self) -> int:
         return len(self._ends)
 
     def num_bytes(self) -> UInt64[np.ndarray, "n"]:
         """Length of each string in UTF-8."""
-        return np.diff(self._ends, prepend=np.uint64(0))
+        return np.diff(self._ends[:], prepend=np.uint64(0))
 
-    def text(self, index: int) -> str:
-        """As ``Texts``."""
-        start = int(self._ends[index - 1]) if index else 0
-        return self._bytes[start : int(self._ends[index])].tobytes().decode("utf-8")
+    def __getitem__(self, which: slice | Int[np.ndarray, "m"]) -> Shaped[np.ndarray, "m"]:
+        """These strings, as objects."""
+        rows = _numbers(which, len(self))
+        around = np.union1d(rows - 1, rows)
+        ends = np.where(around < 0, np.uint64(0), self._ends[np.maximum(around, 0)])
+        spans = np.stack([ends[np.searchsorted(around, rows - 1)], ends[np.searchsorted(around, rows)]], 1)
+        out = np.empty(len(rows), object)
+        with self._blob.open("rb") as file:
+            for place, (start, end) in enumerate(spans.tolist()):
+                file.seek(start)
+                out[place] = file.read(end - start).decode("utf-8")
+        return out
 
     @staticmethod
     def write(folder: Path, name: str, values: Iterable[str]) -> None:
@@ -130,3 +175,7 @@ class Strings(Texts):
 
 def _files(folder: Path, name: str) -> tuple[Path, Path]:
     return folder / f"{name}.bin", folder / f"{name}-ends.npy"
+
+
+def _numbers(which: slice | Int[np.ndarray, "m"], num_rows: int) -> Int[np.ndarray, "m"]:
+    return np.arange(*which.indices(num_rows)) if isinstance(which, slice) else which

@@ -178,7 +178,7 @@ def _encode_captions(job: PartJob, state: dict[str, Any], plugins: Plugins, tick
     captions = Strings(job.folder / RECORDS, "captions")
     with atomic_folder(job.folder / CAPTIONS) as folder, _Arrays(folder) as arrays:
         for first in range(0, len(captions), SAMPLES_AT_ONCE):
-            rows = encoder.encode(captions[first : first + SAMPLES_AT_ONCE])
+            rows = encoder.encode(captions[first : first + SAMPLES_AT_ONCE].tolist())
             for name in encoder.columns:
                 arrays.add(name, rows[name], "encoded caption is not finite")
             tick(min(first + SAMPLES_AT_ONCE, len(captions)))

@@ -26,6 +26,11 @@ Result = TypeVar("Result")
 WORTH_PROCESSES = 4096
 
 
+def num_cores() -> int:
+    """Cores that this process may use, which a scheduler may have limited; macOS knows only how many there are."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def num_processes_for(wanted: int, num_jobs: int, num_samples: int | None) -> int:
     """Processes that are worth starting.
 
@@ -36,7 +41,7 @@ def num_processes_for(wanted: int, num_jobs: int, num_samples: int | None) -> in
     """
     if num_samples is not None and num_samples < WORTH_PROCESSES:
         return 1
-    return max(1, min(wanted or os.cpu_count() or 1, num_jobs))
+    return max(1, min(wanted or num_cores(), num_jobs))
 
 
 def run_local(work: Callable[[Job], Result], jobs: Sequence[Job], num_processes: int) -> Iterator[tuple[int, Result]]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jaxtyping import Int, UInt64
+from jaxtyping import UInt64
 
 from ddm_lightning.errors import UserError
 from ddm_lightning.files import atomic_write, atomic_write_json
@@ -124,24 +124,22 @@ def _drop_duplicates(prepared: Prepared, dropped: dict[int, dict[int, str]]) -> 
     if not prepared.full_parts:
         return
     rows = prepared.all_rows(RECORDS, "key_hash")
-    hashes: UInt64[np.ndarray, "n"] = np.concatenate(list(rows.blocks(1 << 20)))
-    numbers: Int[np.ndarray, "n"] = np.repeat(prepared.full_parts, np.diff(rows.starts))
+    hashes: UInt64[np.ndarray, "n"] = rows[:]
+    start_of = dict(zip(prepared.full_parts, rows.starts.tolist(), strict=False))
     fit = np.ones(len(hashes), bool)
     for number, unfit in dropped.items():
-        fit[rows.starts[prepared.full_parts.index(number)] + np.array(list(unfit))] = False
+        fit[start_of[number] + np.array(list(unfit))] = False
     places = np.flatnonzero(fit)
     order = places[hashes[places].argsort(kind="stable")]
     same = hashes[order[1:]] == hashes[order[:-1]]
-    keys: dict[int, Strings] = {}
-    first_of: dict[tuple[int, str], int] = {}
     # Equal hashes are looked at key by key: 64 bits may meet by chance.
-    for place in np.unique(np.concatenate([order[1:][same], order[:-1][same]])).tolist():
-        number = int(numbers[place])
-        if number not in keys:
-            keys[number] = Strings(prepared.part_folder(number) / RECORDS, "keys")
-        row = place - int(rows.starts[prepared.full_parts.index(number)])
-        if first_of.setdefault((int(hashes[place]), keys[number][row]), place) != place:
-            dropped.setdefault(number, {})[row] = "duplicate key"
+    places = np.unique(np.concatenate([order[1:][same], order[:-1][same]]))
+    keys = prepared.all_texts("keys").take(places)
+    first_of: dict[tuple[int, str], int] = {}
+    for place, key in zip(places.tolist(), keys, strict=True):
+        if first_of.setdefault((int(hashes[place]), key), place) != place:
+            number = prepared.full_parts[int(np.searchsorted(rows.starts, place, side="right")) - 1]
+            dropped.setdefault(number, {})[place - start_of[number]] = "duplicate key"
 
 
 def _broken(prepared: Prepared, dropped: dict[int, dict[int, str]]) -> Iterator[dict[str, Any]]:
@@ -151,6 +149,6 @@ def _broken(prepared: Prepared, dropped: dict[int, dict[int, str]]) -> Iterator[
             for line in lines:
                 yield {"part": part.name, **json.loads(line)}
         if number in dropped:
-            keys = Strings(folder, "keys")
-            for row, cause in sorted(dropped[number].items()):
-                yield {"part": part.name, **asdict(Broken(keys[row], cause))}
+            rows = sorted(dropped[number])
+            for row, key in zip(rows, Strings(folder, "keys")[np.array(rows)], strict=True):
+                yield {"part": part.name, **asdict(Broken(key, dropped[number][row]))}

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import mmap
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from itertools import pairwise
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int64, Shaped
+from jaxtyping import Float, Int32, Int64, Shaped
 from torch import Tensor
 
 from ddm_lightning.errors import UserError
+from ddm_lightning.prepare.engine import num_cores
 from ddm_lightning.prepare.rows import Rows
 
 # Entries of one matrix of rows times centroids: 32 MB in float32, whatever the number of centroids.
@@ -25,9 +24,15 @@ T = TypeVar("T")
 
 # Rows that are read at a time where nothing else decides.
 ROWS_AT_ONCE = 4096
-_SCATTERED_AT_ONCE = 128
 # Scattered rows, slow to read in every pass, are kept in memory up to this size.
 _KEPT_BYTES = 1 << 30
+
+Tick = Callable[[int, int], None]
+"""Called with rows read and rows to read."""
+
+
+def no_tick(done: int, total: int) -> None:
+    """Tells nobody."""
 
 
 def rows_at_once(num_centroids: int) -> int:
@@ -45,8 +50,7 @@ def prepared(features: Shaped[np.ndarray, "n d"], metric: str, device: str = "cp
 class FeatureBlocks:
     """Some or all rows of features as float32, in blocks that do not depend on how the rows are split into arrays.
 
-    Memory maps stay on disk, and pages that have been read are handed back to the system, so that what
-    a process holds is bounded; rows that are scattered are read once and kept up to 1 GiB.
+    What a process holds is bounded: rows that are scattered are read once and kept up to 1 GiB, others in each pass.
 
     Args:
         rows: features, float16 or float32.
@@ -62,7 +66,7 @@ class FeatureBlocks:
         self.rows, self.metric, self.num_rows, self.device, self.chosen = rows, metric, num_rows, device, chosen
         self._kept: np.ndarray | None = None
         if chosen is not None and len(self) * rows.row_shape[0] * rows.dtype.itemsize <= _KEPT_BYTES:
-            self._kept = gather(rows, chosen)
+            self._kept = rows.take(chosen)
 
     def __len__(self) -> int:
         return len(self.rows) if self.chosen is None else len(self.chosen)
@@ -86,7 +90,7 @@ class FeatureBlocks:
         """
         drawn = torch.randperm(len(self), generator=generator)[:size].numpy()
         numbers = drawn if self.chosen is None else self.chosen[drawn]
-        x = prepared(gather(self.rows, numbers), self.metric, self.device)
+        x = prepared(self.rows.take(numbers), self.metric, self.device)
         fine = torch.isfinite(x).all(1)
         if not bool(fine.all()):
             raise not_finite(int(numbers[int((~fine).nonzero()[0])]))
@@ -101,9 +105,9 @@ class FeatureBlocks:
         if self._kept is not None:
             out[:] = self._kept[start:stop]
         elif self.chosen is None:
-            read_into(out, self.rows, start)
+            self.rows.read_into(out, start)
         else:
-            out[:] = gather(self.rows, self.chosen[start:stop])
+            out[:] = self.rows.take(self.chosen[start:stop])
 
 
 @contextmanager
@@ -118,21 +122,22 @@ def one_thread() -> Iterator[None]:
 
 
 def in_order(work: Callable[[int], T], items: Iterable[int], device: str) -> Iterator[T]:
-    """``work`` of each item, in order, by as many threads as torch uses, each of which computes alone.
+    """``work`` of each item, in order, by a thread a core, each of which computes alone.
 
     Threads that share one operation wait for each other at each; with others on the machine they mostly wait. And
     what one thread computes does not hang on how many there are.
     """
-    num_threads = torch.get_num_threads()
-    if num_threads == 1 or device != "cpu":
+    if device != "cpu":
         yield from map(work, items)
         return
+    num_threads = torch.get_num_threads()
+    num_workers = num_cores()
     ready: deque[Future[T]] = deque()
     try:
-        with ThreadPoolExecutor(num_threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        with ThreadPoolExecutor(num_workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
             for item in items:
                 ready.append(pool.submit(work, item))
-                if len(ready) > 2 * num_threads:  # what is done and not yet used is bounded
+                if len(ready) > 2 * num_workers:  # what is done and not yet used is bounded
                     yield ready.popleft().result()
             while ready:
                 yield ready.popleft().result()
@@ -146,62 +151,6 @@ def not_finite(row: int | str) -> UserError:
         f"features of sample {row}: values that are not finite, or too large for float32; "
         "check the weights of prepare.features"
     )
-
-
-def read(rows: Rows, start: int, stop: int) -> Shaped[np.ndarray, "m d"]:
-    """A copy of the rows ``start`` to ``stop`` - 1, across arrays; pages of memory maps are handed back."""
-    out = np.empty((stop - start, *rows.row_shape), rows.dtype)
-    read_into(out, rows, start)
-    return out
-
-
-def gather(rows: Rows, numbers: Int64[np.ndarray, "m"]) -> Shaped[np.ndarray, "m d"]:
-    """A copy of scattered rows, in the order given; pages of memory maps are handed back.
-
-    Some at a time, because a system may map a megabyte around each row.
-    """
-    out = np.empty((len(numbers), *rows.row_shape), rows.dtype)
-    order = numbers.argsort(kind="stable")
-    for start in range(0, len(order), _SCATTERED_AT_ONCE):
-        places = order[start : start + _SCATTERED_AT_ONCE]
-        out[places] = rows.take(numbers[places])
-        release(rows, int(numbers[places[0]]), int(numbers[places[-1]]) + 1)
-    return out
-
-
-def read_into(out: Shaped[np.ndarray, "m d"], rows: Rows, start: int) -> None:
-    """Fill ``out`` with the rows from ``start`` on, across arrays; pages of memory maps are handed back."""
-    stop = start + len(out)
-    for array, kept, (first, last) in zip(rows.arrays, rows.kept, pairwise(rows.starts.tolist()), strict=True):
-        low, high = max(start, first), min(stop, last)
-        if low < high:
-            which = slice(low - first, high - first)
-            out[low - start : high - start] = array[which if kept is None else kept[which]]
-    release(rows, start, stop)
-
-
-def release(rows: Rows, start: int, stop: int) -> None:
-    """Hand pages of memory maps back to the system, which keeps them in its cache while there is room.
-
-    Otherwise every page that was ever read counts as this process's memory until the system runs short.
-    Maps opened copy-on-write are left alone, because what was written into them would be lost.
-    """
-    for array, kept, (first, last) in zip(rows.arrays, rows.kept, pairwise(rows.starts.tolist()), strict=True):
-        low, high = max(start, first) - first, min(stop, last) - first
-        if low < high and isinstance(array, np.memmap) and array.mode in ("r", "r+"):
-            _release(array, *((low, high) if kept is None else (int(kept[low]), int(kept[high - 1]) + 1)))
-
-
-def _release(array: np.memmap, start: int, stop: int) -> None:
-    base: Any = array
-    while base is not None and not isinstance(base, mmap.mmap):
-        base = getattr(base, "base", None)
-    if base is None or not array.flags.c_contiguous or not hasattr(mmap, "MADV_DONTNEED"):
-        return
-    row_bytes = array.nbytes // len(array)
-    begin = array.ctypes.data - np.frombuffer(base, np.uint8).ctypes.data
-    page = (begin + start * row_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
-    base.madvise(mmap.MADV_DONTNEED, page, begin + stop * row_bytes - page)
 
 
 def nearest(
@@ -242,6 +191,27 @@ def nearest(
             index[doubtful] = _nearest_in_float64(block[doubtful.numpy()], centroids, metric)
         found.append(index)
     return torch.cat(found)
+
+
+def nearest_of_rows(
+    rows: Rows, centroids: Float[Tensor, "k d"], metric: str, device: str = "cpu", tick: Tick = no_tick
+) -> Int32[np.ndarray, "n"]:
+    """``nearest`` of features that may be larger than memory, by one pass.
+
+    Raises:
+        UserError: features that are not finite.
+    """
+    found = np.empty(len(rows), np.int32)
+    starts = range(0, len(rows), ROWS_AT_ONCE)
+
+    def of_block(start: int) -> Int64[Tensor, "m"]:
+        block = rows[start : start + ROWS_AT_ONCE]
+        return nearest(block, centroids, metric, device, name_of=lambda row: start + row)
+
+    for start, block in zip(starts, in_order(of_block, starts, device), strict=True):
+        found[start : start + len(block)] = block.numpy()
+        tick(start + len(block), len(rows))
+    return found
 
 
 def _nearest_in_float64(

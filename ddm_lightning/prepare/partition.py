@@ -7,14 +7,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int, Int32, Int64, Shaped
+from jaxtyping import Float, Int, Int32, Int64, Shaped
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
@@ -23,19 +22,12 @@ from ddm_lightning.config import PartitionConfig
 from ddm_lightning.errors import UserError
 from ddm_lightning.files import atomic_write
 from ddm_lightning.prepare.kmeans import capacity
-from ddm_lightning.prepare.nearest import ROWS_AT_ONCE, nearest, read
+from ddm_lightning.prepare.nearest import Tick, nearest_of_rows, no_tick
 from ddm_lightning.prepare.rows import Rows
 from ddm_lightning.prepare.rules import ClusterOfLabel, KeyHash, NearestCentroid, Rule, rule_of
-from ddm_lightning.prepare.two_stage import count_fine, fit_fine, group_fine, num_fitted
+from ddm_lightning.prepare.two_stage import fit_fine, group_fine, num_fitted
 
 FORMAT_VERSION = 2
-
-Tick = Callable[[int, int], None]
-"""Called with rows read and rows to read, in all passes."""
-
-
-def no_tick(done: int, total: int) -> None:
-    """Tells nobody."""
 
 
 @dataclass(frozen=True)
@@ -73,14 +65,6 @@ class Partition:
             UserError: features of another size or not finite, or a class without a cluster.
         """
         return self.rule.assign(features, labels, keys, device).astype(np.int32)
-
-    def outside(
-        self, features: Shaped[np.ndarray, "n d"], clusters: Int[np.ndarray, "n"], device: str = "cpu"
-    ) -> Bool[np.ndarray, "n"] | None:
-        """Which samples are nearer to the mean of another cluster than to their own's; None but for ``kmeans``."""
-        if not isinstance(self.rule, NearestCentroid):
-            return None
-        return nearest(features, self.rule.centroids, self.rule.metric, device).numpy() != clusters
 
     def save(self, path: Path) -> None:
         """Write a safetensors file, whole or not at all; the same partition gives the same bytes."""
@@ -156,18 +140,20 @@ def fit_partition(
     keys: Sequence[str],
     features: str = "",
     tick: Tick = no_tick,
-) -> Partition:
+) -> tuple[Partition, Int32[np.ndarray, "n"]]:
     """Split the data set; the same samples, config and seed give the same partition.
 
     Args:
-        rows: features, one row a sample, float16 or float32; memory maps stay on disk. ``random`` and ``labels`` do
-            not look at them.
+        rows: features, one row a sample, float16 or float32. ``random`` and ``labels`` do not look at them.
         config: kind, sizes, iterations and the limit of the largest cluster.
         seed: of all that is drawn.
         labels: classes.
         keys: names that stay the same; ``random`` hangs on them.
         features: what made the features; ``existing`` refuses a partition that was made of others.
         tick: hears of progress.
+
+    Returns:
+        The partition, and the cluster of each sample.
 
     Raises:
         UserError: more parts than (distinct) samples or classes, features that are not finite, a largest cluster
@@ -176,78 +162,49 @@ def fit_partition(
     check_sizes(config, len(rows))
     rule: Rule
     if config.kind == "kmeans":
-        rule, counts = _two_stages(rows, config, seed, features, tick)
+        rule, nearest_fine = _two_stages(rows, config, seed, features, tick)
+        clusters = rule.cluster_of_fine[nearest_fine].numpy()
     else:
         rule = _rule(rows, config, seed, labels, keys, features)
-        unknown = Partition(rule, torch.zeros(config.num_clusters, dtype=torch.int64))
-        clusters = np.empty(len(rows), np.int64)
-        for at, block in _blocks(unknown, rows, tick):
-            clusters[at] = unknown.assign(block, labels[at], keys[at], config.device)
-        counts = torch.from_numpy(np.bincount(clusters, minlength=config.num_clusters))
+        if isinstance(rule, NearestCentroid):
+            nearest_fine = nearest_of_rows(rows, rule.fine_centroids, rule.metric, config.device, tick)
+            clusters = rule.cluster_of_fine[nearest_fine].numpy()
+        else:
+            clusters = rule.assign(np.empty((len(rows), 0)), labels, keys, config.device)
+    counts = torch.from_numpy(np.bincount(clusters, minlength=config.num_clusters))
     _check_balance(counts, config)
-    return Partition(rule, counts)
+    return Partition(rule, counts), clusters.astype(np.int32)
 
 
-class Assigned(NamedTuple):
-    """What one pass over samples finds."""
-
-    clusters: Int32[np.ndarray, "n"]
-    displaced_fraction: float | None
-    """Share that ``Partition.outside`` finds; None for other kinds than ``kmeans``."""
-
-
-def assign_rows(
-    partition: Partition,
-    rows: Rows,
-    labels: Int[np.ndarray, "n"],
-    keys: Sequence[str],
-    *,
-    device: str = "cpu",
-    tick: Tick = no_tick,
-) -> Assigned:
-    """The cluster of each sample, by one pass over features that may be larger than memory.
-
-    Raises:
-        UserError: features of another size or not finite, or a class without a cluster.
-    """
-    clusters = np.empty(len(rows), np.int32)
-    num_outside = 0
-    for at, block in _blocks(partition, rows, tick):
-        clusters[at] = partition.assign(block, labels[at], keys[at], device)
-        outside = partition.outside(block, clusters[at], device)
-        num_outside += 0 if outside is None else int(outside.sum())
-    return Assigned(clusters, num_outside / len(rows) if isinstance(partition.rule, NearestCentroid) else None)
-
-
-def _blocks(partition: Partition, rows: Rows, tick: Tick) -> Iterator[tuple[slice, Shaped[np.ndarray, "m d"]]]:
-    """Blocks of features and where they lie; without features where these are not looked at."""
-    if not isinstance(partition.rule, NearestCentroid):
-        yield slice(0, len(rows)), np.empty((len(rows), 0))
-        return
-    for start in range(0, len(rows), ROWS_AT_ONCE):
-        stop = min(start + ROWS_AT_ONCE, len(rows))
-        yield slice(start, stop), read(rows, start, stop)
-        tick(stop, len(rows))
+def displaced_fraction(
+    partition: Partition, rows: Rows, clusters: Int[np.ndarray, "n"], device: str = "cpu"
+) -> float | None:
+    """Share of the samples nearer to the mean of another cluster than to their own's; None but for ``kmeans``."""
+    rule = partition.rule
+    if not isinstance(rule, NearestCentroid):
+        return None
+    return float((nearest_of_rows(rows, rule.centroids, rule.metric, device) != clusters).mean())
 
 
 def _two_stages(
     rows: Rows, config: PartitionConfig, seed: int, features: str, tick: Tick
-) -> tuple[NearestCentroid, Int64[Tensor, "k"]]:
+) -> tuple[NearestCentroid, Int32[np.ndarray, "n"]]:
+    """The rule, and the fine centroid that is nearest to each sample."""
     generator = torch.Generator().manual_seed(seed)
     num_read, size = 0, num_fitted(config, len(rows))
     total = config.num_iterations * size + len(rows)
 
-    def advance(num_rows: int = size) -> None:
+    def advance() -> None:
         nonlocal num_read
-        num_read += num_rows
+        num_read += size
         tick(num_read, total)
 
     fine = fit_fine(rows, config, generator, advance)
-    num_read = total - len(rows)
-    per_fine = count_fine(rows, fine, config, advance)
-    rule = group_fine(fine, per_fine, config, generator, features)
-    counts = torch.zeros(config.num_clusters, dtype=torch.int64).index_add_(0, rule.cluster_of_fine, per_fine)
-    return rule, counts
+    nearest_fine = nearest_of_rows(
+        rows, fine, config.metric, config.device, lambda done, num: tick(total - num + done, total)
+    )
+    per_fine = torch.from_numpy(np.bincount(nearest_fine, minlength=len(fine)))
+    return group_fine(fine, per_fine, config, generator, features), nearest_fine
 
 
 def _rule(

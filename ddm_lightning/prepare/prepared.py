@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Int, UInt8
 
 from ddm_lightning.files import atomic_write_json
-from ddm_lightning.prepare.columns import Strings, Texts, open_array
+from ddm_lightning.prepare.columns import StoredArray, Strings
 from ddm_lightning.prepare.encode import RECORDS, read_state
 from ddm_lightning.prepare.records import Part
 from ddm_lightning.prepare.rows import Rows
@@ -94,22 +94,29 @@ class Prepared:
         """A column of every sample that was read, those that cannot be used included."""
         return Rows(self._arrays(group, column))
 
-    def _arrays(self, group: str, column: str) -> list[np.ndarray]:
-        return [open_array(self.part_folder(number) / group / f"{column}.npy") for number in self.full_parts]
-
-    def part_rows(self, position: int, group: str, column: str) -> Rows:
-        """A column of the samples of one of ``full_parts`` that can be used."""
-        array = open_array(self.part_folder(self.full_parts[position]) / group / f"{column}.npy")
-        return Rows([array], [self.kept[position]])
-
-    def part_texts(self, position: int, name: str) -> Sequence[str]:
-        """``keys`` or ``captions`` of one of ``full_parts``."""
-        strings = Strings(self.part_folder(self.full_parts[position]) / RECORDS, name)
-        return _PartTexts([strings], [self.kept[position]])
-
-    def texts(self, name: str) -> Sequence[str]:
+    def texts(self, name: str) -> Rows:
         """``keys`` or ``captions`` of every sample that can be used."""
-        return _PartTexts([Strings(self.part_folder(number) / RECORDS, name) for number in self.full_parts], self.kept)
+        return Rows(self._strings(name), self.kept)
+
+    def all_texts(self, name: str) -> Rows:
+        """``keys`` or ``captions`` of every sample that was read."""
+        return Rows(self._strings(name))
+
+    def _arrays(self, group: str, column: str) -> list[StoredArray]:
+        """A column of each of ``full_parts``; only the first file is opened, the others have the same header."""
+        name = f"{group}/{column}.npy"
+        first = StoredArray.of(self.part_folder(self.full_parts[0]) / name)
+        arrays = []
+        for number in self.full_parts:
+            state = self.states[number]
+            shape = (state[RECORDS]["num_rows"], *first.shape[1:])
+            arrays.append(replace(first, path=self.part_folder(number) / name, shape=shape))
+            if first.offset + arrays[-1].nbytes != state[group]["files"][name]["bytes"]:
+                raise ValueError(f"{arrays[-1].path}: has rows of another size than {first.path}")
+        return arrays
+
+    def _strings(self, name: str) -> list[Strings]:
+        return [Strings(ends.path.parent, name, ends) for ends in self._arrays(RECORDS, f"{name}-ends")]
 
     def thumbnails(self) -> tuple[UInt8[np.ndarray, "m s s 3"], Int[np.ndarray, "m"]]:
         """Small pictures of some samples, and the rows that they are of."""
@@ -117,17 +124,17 @@ class Prepared:
         starts = self.rows(RECORDS, "label").starts
         for number, kept, start in zip(self.full_parts, self.kept, starts, strict=False):
             folder = self.part_folder(number) / RECORDS
-            local = open_array(folder / "thumbnail_rows.npy")
+            local = np.load(folder / "thumbnail_rows.npy")
             shown = np.ones(len(local), bool) if kept is None else np.isin(local, kept)
             place = local[shown] if kept is None else np.searchsorted(kept, local[shown])
-            pictures.append(open_array(folder / "thumbnails.npy")[shown])
+            pictures.append(np.load(folder / "thumbnails.npy")[shown])
             rows.append(place + start)
         return np.concatenate(pictures), np.concatenate(rows)
 
     @property
     def clusters(self) -> Int[np.ndarray, "n"]:
         """The cluster of each sample, int32."""
-        return open_array(self.clusters_file)
+        return np.load(self.clusters_file, mmap_mode="r")
 
     @property
     def num_samples(self) -> int:
@@ -138,21 +145,3 @@ class Prepared:
     def picture_size(self) -> int:
         """Height and width in pixels of the square pictures that were encoded."""
         return int(self.index["picture_size"])
-
-
-class _PartTexts(Texts):
-    """Strings of several parts."""
-
-    def __init__(self, parts: Sequence[Strings], kept: Sequence[Int[np.ndarray, "m"] | None]) -> None:
-        self._parts, self._kept = parts, kept
-        sizes = [len(part) if rows is None else len(rows) for part, rows in zip(parts, kept, strict=True)]
-        self._starts = np.concatenate([[0], np.cumsum(sizes)])
-
-    def __len__(self) -> int:
-        return int(self._starts[-1])
-
-    def text(self, index: int) -> str:
-        """As ``Texts``."""
-        number = int(np.searchsorted(self._starts, index, side="right")) - 1
-        row, kept = index - int(self._starts[number]), self._kept[number]
-        return self._parts[number].text(row if kept is None else int(kept[row]))

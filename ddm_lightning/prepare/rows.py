@@ -1,25 +1,29 @@
-"""Rows of several arrays, such as one memory map a part, as if they were one array."""
+"""Rows of several arrays, such as one file a part, as if they were one array."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int, Shaped
 
+from ddm_lightning.prepare.columns import StoredArray, Strings
 
-class Rows:
-    """Read-only rows of arrays that lie one behind the other; nothing is copied before it is asked for.
+_ROWS_AT_ONCE = 4096
+
+
+class Rows(Sequence[Any]):
+    """Read-only rows of arrays that lie one behind the other; nothing is read or copied before it is asked for.
 
     Args:
-        arrays: at least one; equal in dtype and in all but the first dimension. Memory maps stay on disk.
+        arrays: at least one; equal in dtype and in all but the first dimension.
         kept: for each array the rows that count, ascending; None, for one or for all, keeps every row.
     """
 
     def __init__(
         self,
-        arrays: Sequence[Shaped[np.ndarray, "n ..."]],
+        arrays: Sequence[Shaped[np.ndarray, "n ..."] | StoredArray | Strings],
         kept: Sequence[Int[np.ndarray, "m"] | None] | None = None,
     ) -> None:
         if not arrays or len({(array.dtype, array.shape[1:]) for array in arrays}) != 1:
@@ -59,17 +63,33 @@ class Rows:
         out = np.empty((len(rows), *self.row_shape), self.dtype)
         # By position, so that a disk is read forwards.
         order = rows.argsort(kind="stable")
-        ends = np.searchsorted(rows[order], self.starts)
-        for index, (first, last) in enumerate(pairwise(ends)):
-            chosen = order[first:last]
+        hit, first = np.unique(np.searchsorted(self.starts, rows[order], side="right") - 1, return_index=True)
+        for index, chosen in zip(hit.tolist(), np.split(order, first[1:]), strict=False):
             out[chosen] = self._pick(index, rows[chosen] - self.starts[index])
         return out
 
-    def blocks(self, num_rows: int) -> Iterator[Shaped[np.ndarray, "m ..."]]:
-        """All rows in order, at most ``num_rows`` at a time, never across two arrays."""
-        for index, (first, last) in enumerate(pairwise(self.starts)):
-            for start in range(0, int(last - first), num_rows):
-                yield self._pick(index, slice(start, min(start + num_rows, int(last - first))))
+    def read_into(self, out: Shaped[np.ndarray, "m ..."], start: int) -> None:
+        """Fill ``out``, of any type, with the rows from ``start`` on."""
+        at = start
+        index = int(np.searchsorted(self.starts, start, side="right")) - 1
+        while at < start + len(out):
+            first, last = self.starts[index : index + 2].tolist()
+            stop = min(start + len(out), last)
+            out[at - start : stop - start] = self._pick(index, slice(at - first, stop - first))
+            at, index = stop, index + 1
+
+    def __getitem__(self, which: Any) -> Any:
+        """One row by its number, or a copy of those of a slice."""
+        if not isinstance(which, slice):
+            return self.take(np.array([which]))[0]
+        start, stop, _ = which.indices(len(self))
+        out = np.empty((max(0, stop - start), *self.row_shape), self.dtype)
+        self.read_into(out, start)
+        return out
+
+    def __iter__(self) -> Iterator[Any]:
+        for start in range(0, len(self), _ROWS_AT_ONCE):
+            yield from self[start : start + _ROWS_AT_ONCE]
 
     def _pick(self, index: int, which: Int[np.ndarray, "m"] | slice) -> Shaped[np.ndarray, "m ..."]:
         kept = self.kept[index]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,7 +70,7 @@ class Samples:
     """Numbers and arrays: ``x_0``, ``label``, those of the caption encoder, ``x_0_flipped`` where it is stored."""
     encodings: Mapping[str, str]
     """The MDS encoding of each."""
-    captions: Sequence[str]
+    captions: Rows
     clusters: Int[np.ndarray, "n"]
 
 
@@ -161,9 +161,10 @@ def write_split(
             mean, variance = model_x_0(block["x_0"])
             part = Moments(mean[:, 0].size, mean.sum((0, 2, 3)), (mean**2 + variance).sum((0, 2, 3)))
             moments = part if moments is None else moments + part
+            captions = samples.captions.take(chosen)
             for row, sample_id in enumerate(chosen.tolist()):
                 sample: dict[str, Any] = {name: values[row] for name, values in block.items()}
-                sample |= {"sample_id": sample_id, "caption": samples.captions[sample_id]}
+                sample |= {"sample_id": sample_id, "caption": captions[row]}
                 sample["cluster"] = int(samples.clusters[sample_id])
                 writer.write(sample)
             tick(len(chosen))

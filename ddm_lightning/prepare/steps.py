@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from jaxtyping import Int32
 
 from ddm_lightning.config.load import prepare_to_json
 from ddm_lightning.files import atomic_folder, atomic_write, atomic_write_json, sha256_json
@@ -27,7 +26,7 @@ from ddm_lightning.prepare.encode import (
 from ddm_lightning.prepare.engine import num_processes_for, run_local, run_ray
 from ddm_lightning.prepare.index import check_broken
 from ddm_lightning.prepare.manifest import OUT_OF_CLUSTER
-from ddm_lightning.prepare.partition import Partition, assign_rows, fit_partition
+from ddm_lightning.prepare.partition import displaced_fraction, fit_partition
 from ddm_lightning.prepare.plugins import Plugins, plugins_of
 from ddm_lightning.prepare.prepared import Prepared
 from ddm_lightning.prepare.records import Part
@@ -104,49 +103,16 @@ def write_partition(plugins: Plugins, seed: int, prepared: Prepared, tick: Tick)
     """
     config = plugins.config
     features = prepared.rows(FEATURES, "features")
-    labels, keys = prepared.rows(RECORDS, "label").take(np.arange(len(features))), prepared.texts("keys")
+    labels, keys = prepared.rows(RECORDS, "label")[:], prepared.texts("keys")
     name = sha256_json(asdict(config.features))
-    partition = fit_partition(features, config.partition, seed, labels=labels, keys=keys, features=name, tick=tick)
+    partition, clusters = fit_partition(
+        features, config.partition, seed, labels=labels, keys=keys, features=name, tick=tick
+    )
     partition.save(prepared.partition_file)
-    num_processes = num_processes_for(config.num_processes, len(prepared.full_parts), len(features))
-    if config.engine == "ray" or (num_processes > 1 and config.partition.device == "cpu"):
-        jobs = [
-            _AssignJob(prepared.folder, position, config.partition.device)
-            for position in range(len(prepared.full_parts))
-        ]
-        ready = run_ray(_assign, jobs) if config.engine == "ray" else run_local(_assign, jobs, num_processes)
-        found = dict(ready)
-        clusters = np.concatenate([found[position][0] for position in range(len(jobs))])
-        outside = [found[position][1] for position in range(len(jobs))]
-        fraction = None if None in outside else sum(count or 0 for count in outside) / len(features)
-    else:
-        clusters, fraction = assign_rows(partition, features, labels, keys, device=config.partition.device)
+    fraction = displaced_fraction(partition, features, clusters, config.partition.device)
     atomic_write(prepared.clusters_file, lambda path: save_array(path, clusters))
     atomic_write_json(prepared.partition_facts_file, {"displaced_fraction": fraction})
     tick(len(features), len(features))
-
-
-@dataclass(frozen=True)
-class _AssignJob:
-    """One part whose samples find their clusters; the partition lies in its file, tensors in jobs are shared memory."""
-
-    prepared: Path
-    position: int
-    device: str
-
-
-def _assign(job: _AssignJob) -> tuple[Int32[np.ndarray, "n"], int | None]:
-    prepared = Prepared(job.prepared)
-    labels = prepared.part_rows(job.position, RECORDS, "label")
-    found = assign_rows(
-        Partition.load(prepared.partition_file),
-        prepared.part_rows(job.position, FEATURES, "features"),
-        labels.take(np.arange(len(labels))),
-        prepared.part_texts(job.position, "keys"),
-        device=job.device,
-    )
-    fraction = found.displaced_fraction
-    return found.clusters, None if fraction is None else round(fraction * len(labels))
 
 
 @dataclass(frozen=True)
@@ -164,13 +130,10 @@ class _SplitJob:
 def write_shards(plugins: Plugins, seed: int, prepared: Prepared, tick: Tick) -> None:
     """``shards/cluster-k/{train,held-out,out-of-cluster}`` and ``statistics.json``, whole or not at all."""
     config = plugins.config
-    num_samples = prepared.num_samples
     num_clusters = config.partition.num_clusters
     split_hash = prepared.rows(RECORDS, "split_hash")
     clusters = prepared.clusters
-    held_out = held_out_samples(
-        split_hash.take(np.arange(num_samples)), clusters, num_clusters, config.held_out_fraction
-    )
+    held_out = held_out_samples(split_hash[:], clusters, num_clusters, config.held_out_fraction)
     orders = split_orders(held_out, clusters, num_clusters, seed, config.partition.out_of_cluster_fraction)
     num_written = sum(len(order) for _, _, order in orders)
     moments: dict[int, Moments] = {}

@@ -31,7 +31,6 @@ def write_pictures(experiment: Experiment, plugins: Plugins, prepared: Prepared)
     attribution = plugins.source.attribution
     partition = Partition.load(prepared.partition_file)
     thumbnails, rows = prepared.thumbnails()
-    captions = prepared.texts("captions")
     features = prepared.rows(FEATURES, "features")
     facts = read_json(prepared.partition_facts_file, "the figures of the partition", "run prepare again")
     clusters = prepared.clusters
@@ -51,7 +50,7 @@ def write_pictures(experiment: Experiment, plugins: Plugins, prepared: Prepared)
     data = ReportData(
         thumbnails=thumbnails,
         thumbnail_rows=rows,
-        captions=[captions[int(row)] for row in rows],
+        captions=prepared.texts("captions").take(rows).tolist(),
         features=features,
         clusters=clusters,
         centroids=_centroids(partition, features, clusters),

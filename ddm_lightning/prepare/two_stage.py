@@ -21,7 +21,7 @@ from ddm_lightning.config import PartitionConfig
 from ddm_lightning.errors import UserError
 from ddm_lightning.prepare.kmeans import balanced_kmeans
 from ddm_lightning.prepare.lloyd import lloyd_kmeans
-from ddm_lightning.prepare.nearest import ROWS_AT_ONCE, in_order, nearest, not_finite, one_thread, prepared, read
+from ddm_lightning.prepare.nearest import not_finite, one_thread, prepared
 from ddm_lightning.prepare.rows import Rows
 from ddm_lightning.prepare.rules import NearestCentroid, largest_first
 
@@ -78,29 +78,6 @@ def fit_fine(
             f"key 'prepare.partition.num_fine_centroids' = {num_fine}: {error}; "
             "use fewer, or remove duplicates from the source"
         ) from None
-
-
-def count_fine(
-    rows: Rows,
-    fine: Float[Tensor, "f d"],
-    config: PartitionConfig,
-    tick: Callable[[int], object] = int,
-) -> Int64[Tensor, "f"]:
-    """The samples that are nearest to each fine centroid, by one pass; ``tick`` hears of the rows of each block.
-
-    Raises:
-        UserError: features that are not finite.
-    """
-    per_fine = torch.zeros(len(fine), dtype=torch.int64)
-
-    def of_block(start: int) -> Int64[Tensor, "m"]:
-        block = read(rows, start, min(start + ROWS_AT_ONCE, len(rows)))
-        return nearest(block, fine, config.metric, config.device, name_of=lambda row: start + row)
-
-    for found in in_order(of_block, range(0, len(rows), ROWS_AT_ONCE), config.device):
-        per_fine += found.bincount(minlength=len(fine))
-        tick(len(found))
-    return per_fine
 
 
 def group_fine(

@@ -1,4 +1,6 @@
 import json
+import resource
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -281,3 +283,20 @@ def test_a_second_run_reads_nothing(tmp_path, monkeypatch):
     listener = Listener()
     prepare(experiment, tmp_path, listener)
     assert listener.lines == [f"{tmp_path / 'prepared'}: up to date"] and len(source.reads) == reads
+
+
+def test_neither_open_files_nor_maps_grow_with_the_number_of_parts(run):
+    parts = {f"part {number}": records(2, f"{number}-") for number in range(100)}
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    num_open = len([*Path("/dev/fd").iterdir()])
+    resource.setrlimit(resource.RLIMIT_NOFILE, (num_open + 50, before[1]))
+    try:
+        _, prepared, _ = run({**parts, "again": parts["part 7"]})
+        kept = [prepared.rows("features", "features"), prepared.texts("captions")]
+        kept += [prepared.rows("latents", "x_0"), prepared.rows("records", "label")]
+        assert {len(rows[:]) for rows in kept} == {200}
+        assert len([*Path("/dev/fd").iterdir()]) < num_open + 20
+        if Path("/proc/self/maps").exists():
+            assert str(prepared.folder / "parts") not in Path("/proc/self/maps").read_text()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)

@@ -1,13 +1,11 @@
-import mmap
-from pathlib import Path
+from threading import Barrier
 
 import numpy as np
 import pytest
 import torch
 
 from ddm_lightning.prepare import nearest as module
-from ddm_lightning.prepare.nearest import gather, in_order, nearest, read, release
-from ddm_lightning.prepare.rows import Rows
+from ddm_lightning.prepare.nearest import in_order, nearest
 
 
 def near_ties(num, dims, seed=0):
@@ -76,53 +74,16 @@ def test_what_only_rounding_tells_apart_is_equally_near():
     assert set(nearest(x, centroids, "euclidean").tolist()) == {0}
 
 
-def test_rows_are_read_across_arrays_and_in_any_order(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "_SCATTERED_AT_ONCE", 10)
-    x = np.arange(60.0, dtype=np.float32).reshape(30, 2)
-    np.save(tmp_path / "x.npy", x)
-    on_disk = np.load(tmp_path / "x.npy", mmap_mode="r")
-    rows = Rows([on_disk[:3], on_disk[3:4], x[4:]])
-    assert np.array_equal(read(rows, 2, 29), x[2:29])
-    numbers = np.random.default_rng(0).permutation(30)[:25]
-    assert np.array_equal(gather(rows, numbers), x[numbers])
+def test_work_comes_back_in_order_with_its_errors_by_a_thread_a_core(monkeypatch):
+    """Torch's number of threads is another matter: prepare sets it to what a member trains with, mostly one."""
+    monkeypatch.setattr(module, "num_cores", lambda: 3)
+    together = Barrier(3, timeout=20)
 
+    def work(item):
+        together.wait()
+        return item * item, torch.get_num_threads()
 
-def resident(path):
-    """Bytes of the file that this process has mapped in."""
-    sizes, found = {}, False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        if "-" in line.split()[0] and ":" not in line.split()[0]:
-            found = line.endswith(str(path))
-        elif found and line.startswith("Rss:"):
-            sizes[len(sizes)] = int(line.split()[1]) * 1024
-    return sum(sizes.values())
-
-
-@pytest.mark.skipif(not Path("/proc/self/smaps").exists() or not hasattr(mmap, "MADV_DONTNEED"), reason="Linux only")
-@pytest.mark.parametrize("mode", ["r", "c"])
-def test_pages_that_were_read_are_handed_back(tmp_path, mode):
-    path = tmp_path / "x.npy"
-    np.save(path, np.ones((4096, 512), np.float32))
-    x = np.load(path, mmap_mode=mode)
-    rows = Rows([x[:1000], x[1000:]])
-    if mode == "c":
-        x[5] = 2
-    assert float(x.sum()) > 0 and resident(path) > 7e6
-    read(rows, 0, 4096)
-    if mode == "r":
-        assert resident(path) < 1e5
-    else:
-        assert float(x[5, 0]) == 2, "what was written into a private map must not be lost"
-    release(rows, 0, 4096)
-    assert float(x[4095, 511]) == 1
-
-
-def test_work_comes_back_in_order_with_its_errors():
-    torch.set_num_threads(2)
-    try:
-        assert list(in_order(lambda item: item * item, range(50), "cpu")) == [item * item for item in range(50)]
-        with pytest.raises(ZeroDivisionError):
-            list(in_order(lambda item: 1 // (item - 7), range(50), "cpu"))
-        assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(1)
+    assert list(in_order(work, range(51), "cpu")) == [(item * item, 1) for item in range(51)]
+    with pytest.raises(ZeroDivisionError):
+        list(in_order(lambda item: 1 // (item - 7), range(50), "cpu"))
+    assert torch.get_num_threads() == 1

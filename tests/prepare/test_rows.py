@@ -36,16 +36,35 @@ def test_rows_are_those_of_the_arrays_put_together(case, data):
     np.testing.assert_array_equal(found.take(np.arange(len(expected))), expected, strict=True)
 
 
-@given(rows(), st.integers(1, 8))
-def test_blocks_are_all_rows_in_order_and_never_of_two_arrays(case, num_rows):
+@given(rows(), st.data())
+def test_slices_and_iteration_go_across_arrays(case, data):
     found, expected = case
-    blocks = list(found.blocks(num_rows))
-    np.testing.assert_array_equal(np.concatenate([expected[:0], *blocks]), expected)
-    assert all(0 < len(block) <= num_rows for block in blocks)
-    sizes = np.diff(found.starts)
-    assert len(blocks) == sum(-(-size // num_rows) for size in sizes)
-    ends = np.cumsum([len(block) for block in blocks])
-    assert set(np.cumsum(sizes)[sizes > 0].tolist()) <= set(ends.tolist()), "each array ends with a block"
+    start, stop = data.draw(st.tuples(st.integers(0, 40), st.integers(0, 40)))
+    np.testing.assert_array_equal(found[start:stop], expected[start:stop], strict=True)
+    np.testing.assert_array_equal(found[:], expected, strict=True)
+    np.testing.assert_array_equal(np.array([*found], expected.dtype).reshape(expected.shape), expected)
+    out = np.empty(expected[start:stop].shape, np.float32)
+    found.read_into(out, start)
+    np.testing.assert_array_equal(out, expected[start:stop])
+
+
+class Counted(np.ndarray):
+    """An array that counts how often rows of it are asked for."""
+
+    asked = 0
+
+    def __getitem__(self, which):
+        Counted.asked += 1
+        return np.asarray(super().__getitem__(which))
+
+
+def test_only_arrays_that_hold_a_wanted_row_are_touched():
+    found = Rows([np.full((2, 1), number).view(Counted) for number in range(500)])
+    Counted.asked = 0
+    np.testing.assert_array_equal(found.take(np.array([999, 7, 6, 998, 7]))[:, 0], [499, 3, 3, 499, 3])
+    assert Counted.asked == 2
+    np.testing.assert_array_equal(found[5:9][:, 0], [2, 3, 3, 4])
+    assert Counted.asked == 5
 
 
 @pytest.mark.parametrize("row", [-1, 5])
@@ -66,12 +85,3 @@ def test_a_row_that_is_none_is_refused(row):
 def test_arrays_that_differ_are_refused(arrays):
     with pytest.raises(ValueError, match="one dtype and row shape"):
         Rows(arrays)
-
-
-def test_memory_maps_are_not_read_before_rows_are_asked_for(tmp_path):
-    np.save(tmp_path / "a.npy", np.arange(12).reshape(4, 3))
-    mapped = np.load(tmp_path / "a.npy", mmap_mode="r")
-    found = Rows([mapped, mapped], [np.array([1, 3]), None])
-    assert found.arrays[0] is mapped
-    np.testing.assert_array_equal(found.take(np.array([1, 5, 0])), [[9, 10, 11], [9, 10, 11], [3, 4, 5]])
-    assert type(found.take(np.array([0]))) is np.ndarray

@@ -36,7 +36,7 @@ def columns():
 def samples(columns):
     encodings = {"x_0": "ndarray:uint8:3,6,6", "label": "int32", "text": "ndarray:float16:4"}
     halves = {name: Rows([rows[:20], rows[20:]]) for name, rows in columns.items()}
-    return Samples(halves, encodings, [f"caption {i}, Åland" for i in range(NUM)], CLUSTERS)
+    return Samples(halves, encodings, Rows([np.array([f"caption {i}, Åland" for i in range(NUM)], object)]), CLUSTERS)
 
 
 CLUSTERS = np.random.default_rng(1).integers(0, K, NUM)
