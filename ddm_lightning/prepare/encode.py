@@ -80,14 +80,12 @@ def _without_unchanged(job: PartJob, state: dict[str, Any], plugins: Plugins) ->
         made = state.get(name)
         return made is not None and made["key"].split()[-1] == wanted[name].split()[-1] and is_whole(job.folder, made)
 
-    if RECORDS not in wanted or not is_alike(RECORDS):
-        return wanted
-    if job.part.num_samples not in (None, state[RECORDS]["num_read"]):
+    if RECORDS not in wanted or not is_alike(RECORDS) or job.part.num_samples not in (None, state[RECORDS]["num_read"]):
         return wanted
     reading = Reading(job.part, plugins, lambda _: None)
     for _ in reading.chunks():
         pass
-    if reading.content() != state[RECORDS].get("content"):
+    if reading.content.hexdigest() != state[RECORDS].get("content"):
         return wanted
     for name in [name for name in wanted if is_alike(name)]:
         state[name]["key"] = wanted.pop(name)
@@ -149,7 +147,7 @@ def _encode_pictures(job: PartJob, names: list[str], state: dict[str, Any], plug
         extra: dict[str, Any] = {"unfit": arrays[name].unfit}
         if name == RECORDS:
             extra = {"num_rows": reading.num_rows, "num_read": reading.num_read}
-            extra |= {"broken": reading.causes, "picture_size": size, "content": reading.content()}
+            extra |= {"broken": reading.causes, "picture_size": size, "content": reading.content.hexdigest()}
             extra |= {"unread_captions": reading.unread_captions, "odd_shapes": +reading.odd_shapes}
         _record(job, name, state, extra, time.monotonic() - start)
 

@@ -23,7 +23,7 @@ from ddm_lightning.prepare.records import Broken
 _ENOUGH = 1000
 
 
-def write_index(prepared: Prepared, groups: Collection[str], max_bad_fraction: float, *, captions_used: bool) -> None:
+def write_index(prepared: Prepared, groups: Collection[str], max_bad_fraction: float, captions_used: bool) -> None:
     """``index.json`` (samples, counts by cause, rows left out) and ``broken.jsonl`` (each broken sample).
 
     Args:

@@ -42,16 +42,13 @@ class Reading:
         """Row -> why its caption cannot be read; it counts as empty."""
         self.odd_shapes: Counter[str] = Counter()
         """How many pictures suffer from being made square, by how."""
-        self._content = hashlib.sha256()
+        self.content = hashlib.sha256()
+        """Of the samples met so far, pixels included."""
 
     @property
     def causes(self) -> dict[str, int]:
         """How many samples are broken, by cause."""
         return dict(sorted(Counter(broken.cause for broken in self.broken).items()))
-
-    def content(self) -> str:
-        """A hash of the samples met so far, pixels included."""
-        return self._content.hexdigest()
 
     def chunks(self) -> Iterator[tuple[list[Record], UInt8[np.ndarray, "n h w 3"]]]:
         """Up to ``at_once`` samples at a time, with their square pictures.
@@ -66,11 +63,11 @@ class Reading:
             found = _with_plain_text(found)
             if isinstance(found, Broken):
                 self.broken.append(found)
-                self._content.update(repr((found.key, found.cause)).encode())
+                self.content.update(repr((found.key, found.cause)).encode())
                 continue
             image = self._square(found)
-            self._content.update(repr((found.key, found.caption, found.label, found.group, image.shape)).encode())
-            self._content.update(np.ascontiguousarray(image))
+            self.content.update(repr((found.key, found.caption, found.label, found.group, image.shape)).encode())
+            self.content.update(image.tobytes())
             if images and image.shape != images[0].shape:
                 raise self._sizes_differ(found, f"others have {images[0].shape[1]} x {images[0].shape[0]}")
             if isinstance(found.caption, Broken):

@@ -82,6 +82,7 @@ class Preparation:
         self.parts = self._list_parts()
         self._states: list[dict[str, Any]] = []
         self._num_kept = 0
+        self._write_partition: Callable[[], None]
         self.stages = self._plan()
 
     def _list_parts(self) -> list[Part]:
@@ -124,13 +125,16 @@ class Preparation:
                 "index",
                 lambda: [self._group_files(*self._group_keys()), config.max_bad_fraction, self._captions_used],
                 ("index.json", "broken.jsonl"),
-                self._run_index,
+                lambda: write_index(
+                    Prepared(self.prepared.folder), self._group_keys(), config.max_bad_fraction, self._captions_used
+                ),
             ),
             Stage(
                 "partition",
                 lambda: [self._partition_inputs(), seed, self._group_files(RECORDS, FEATURES), self._files_of("index")],
                 ("partition.safetensors", "partition.json", "clusters.npy"),
-                self._run_partition,
+                lambda: self._write_partition(),
+                self._compute_partition,
             ),
             Stage(
                 "shards",
@@ -171,8 +175,7 @@ class Preparation:
             self._sweep()
             while (stage := self._next_stage()) is not None:
                 # Without the manifest nobody takes a folder in the middle of a change for a finished one.
-                manifest_path(self.run_dir).unlink(missing_ok=True)
-                seconds = self.ledger.run(stage)
+                seconds = self.ledger.run(stage, lambda: manifest_path(self.run_dir).unlink(missing_ok=True))
                 found = outcome(stage.name, Prepared(self.prepared.folder), self.config, self._num_kept)
                 self.reporter.say(f"{stage.name}: done in {seconds:.1f} s{found}")
         if self.plugins.source.attribution:
@@ -326,23 +329,16 @@ class Preparation:
 
     def _run_encode(self) -> None:
         wanted = self.unfinished_parts()
-        steps.encode(
-            self.plugins, self.prepared, self.parts, wanted, self._tick("encode"), captions_used=self._captions_used
-        )
+        steps.encode(self.plugins, self.prepared, self.parts, wanted, self._tick("encode"), self._captions_used)
         self._num_kept = len(self.parts) - len(wanted)
 
-    def _run_index(self) -> None:
-        write_index(
-            Prepared(self.prepared.folder),
-            self._group_keys(),
-            self.config.max_bad_fraction,
-            captions_used=self._captions_used,
-        )
-
-    def _run_partition(self) -> None:
-        steps.write_partition(
-            self.plugins, self.experiment.seed, Prepared(self.prepared.folder), self._tick("partition")
-        )
+    def _compute_partition(self) -> None:
+        config, seed = self.config.partition, self.experiment.seed
+        # All that the fine centroids depend on; another number of clusters takes those that are there.
+        fine = [config.metric, config.num_fine_centroids, config.fit_fraction, config.num_iterations, config.device]
+        key = sha256_json([fine, seed, self._group_files(FEATURES), self._files_of("index")])
+        prepared = Prepared(self.prepared.folder)
+        self._write_partition = steps.compute_partition(self.plugins, seed, prepared, self._tick("partition"), key)
 
     def _run_shards(self) -> None:
         steps.write_shards(self.plugins, self.experiment.seed, Prepared(self.prepared.folder), self._tick("shards"))
