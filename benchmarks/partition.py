@@ -142,7 +142,7 @@ def report_of(
         )
         report.figures[f"hours_158m_fit_{fraction:g}"] = cost.seconds / 3600
         report.note(
-            f"Cost model at {gflops:.0f} GFLOP/s and {DISK_GB_PER_S:g} GB/s: {LARGE_SAMPLES} x {LARGE_DIM} float16, "
+            f"Cost model at {gflops:.0f} GFLOP/s and {DISK_GB_PER_S:g} GB/s: {LARGE_SAMPLES} x {LARGE_DIM} float32, "
             f"1024 fine centroids, {LARGE_ITERATIONS} iterations, fitted on {fraction:.0%}: "
             f"{cost.seconds / 3600:.1f} hours, {cost.bytes / 1e12:.2f} TB read."
         )

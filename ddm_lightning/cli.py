@@ -55,7 +55,9 @@ def build_parser() -> argparse.ArgumentParser:
         return command
 
     prepare = add("prepare", "Cluster the data set and write one folder of shards a cluster.")
-    prepare.add_argument("--dry-run", action="store_true", help="print stages, samples, bytes and hours; write nothing")
+    mode = prepare.add_mutually_exclusive_group()
+    mode.add_argument("--dry-run", action="store_true", help="print stages, samples, bytes and hours; write nothing")
+    mode.add_argument("--prune", action="store_true", help="remove encoded parts that the source no longer lists")
     fit = add("fit", "Train the members (member=expert-3 or member=all, the default) and assemble the ensemble.")
     fit.add_argument("--jobs", type=int, default=None, help="members trained at once (default: what fits here)")
     sample = add("sample", "Draw pictures from the ensemble.")

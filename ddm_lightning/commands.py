@@ -92,6 +92,7 @@ def _prepared(experiment: Experiment, options: argparse.Namespace) -> RunFolder:
             RunFolder.of(experiment).root,
             reporter,
             check=lambda sizes: check_networks(experiment, sizes, options.config, options.overrides),
+            prune=getattr(options, "prune", False),
         )
     # Not before: what prepare refuses may be changed without taking another folder.
     return open_run(experiment, create=True)

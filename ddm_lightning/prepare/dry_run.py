@@ -78,7 +78,7 @@ def dry_run(experiment: Experiment, run_dir: Path) -> DryRun:
     estimates.append(Estimate("encoded pictures", sum(map(_row_bytes, latents.values())), spent / num))
     encoder = plugins.caption_encoder
     if encoder is not None:
-        captions = [record.caption for record in records]
+        captions = [str(record.caption) for record in records]
         columns, spent = _timed(lambda: encoder.encode(captions))
         estimates.append(Estimate("encoded captions", sum(map(_row_bytes, columns.values())), spent / num))
     features, spent = _timed(lambda: plugins.features.encode(images))

@@ -12,7 +12,7 @@ import json
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ class PartJob:
     folder: Path
     """Where its columns go."""
     wanted: Mapping[str, str]
-    """Groups to compute, each with its key."""
+    """Groups to compute, each with its key: a hash of the part, a space, a hash of what else it is made from."""
     max_thumbnails: int
     """Pictures kept small for the report: those of the lowest hashes."""
     config: str
@@ -57,6 +57,7 @@ def encode_part(job: PartJob, plugins: Plugins, tick: Tick) -> None:
         UserError: the source breaks its contract, or gave other samples than it did for the groups that are there.
     """
     state = read_state(job.folder)
+    job = replace(job, wanted=_without_unchanged(job, state, plugins))
     for name in job.wanted:
         state.pop(name, None)
     if RECORDS in job.wanted:
@@ -69,6 +70,26 @@ def encode_part(job: PartJob, plugins: Plugins, tick: Tick) -> None:
     if CAPTIONS in job.wanted:
         # After the pictures, the samples have been counted already.
         _encode_captions(job, state, plugins, tick if not pictured else lambda _: None)
+
+
+def _without_unchanged(job: PartJob, state: dict[str, Any], plugins: Plugins) -> dict[str, str]:
+    """The wanted groups, without those whose part has a new fingerprint but the same samples: touched, or copied."""
+    wanted = dict(job.wanted)
+
+    def is_alike(name: str) -> bool:
+        made = state.get(name)
+        return made is not None and made["key"].split()[-1] == wanted[name].split()[-1] and is_whole(job.folder, made)
+
+    if RECORDS not in wanted or not is_alike(RECORDS) or job.part.num_samples not in (None, state[RECORDS]["num_read"]):
+        return wanted
+    reading = Reading(job.part, plugins, lambda _: None)
+    for _ in reading.chunks():
+        pass
+    if reading.content.hexdigest() != state[RECORDS].get("content"):
+        return wanted
+    for name in [name for name in wanted if is_alike(name)]:
+        state[name]["key"] = wanted.pop(name)
+    return wanted
 
 
 def encode_part_in_process(job: PartJob) -> None:
@@ -126,7 +147,8 @@ def _encode_pictures(job: PartJob, names: list[str], state: dict[str, Any], plug
         extra: dict[str, Any] = {"unfit": arrays[name].unfit}
         if name == RECORDS:
             extra = {"num_rows": reading.num_rows, "num_read": reading.num_read}
-            extra |= {"broken": reading.causes, "picture_size": size}
+            extra |= {"broken": reading.causes, "picture_size": size, "content": reading.content.hexdigest()}
+            extra |= {"unread_captions": reading.unread_captions, "odd_shapes": +reading.odd_shapes}
         _record(job, name, state, extra, time.monotonic() - start)
 
 
@@ -214,7 +236,7 @@ class _Texts:
         """Keep what is needed of one chunk."""
         for row, (record, image) in enumerate(zip(records, images, strict=True), first_row):
             self._keys.append(record.key)
-            self._captions.append(record.caption)
+            self._captions.append(str(record.caption))
             rank = -key_hash(record.key)
             if len(self._thumbnails) < self._max_thumbnails:
                 heapq.heappush(self._thumbnails, (rank, -row, _thumbnail(image)))

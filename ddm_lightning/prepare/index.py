@@ -23,13 +23,14 @@ from ddm_lightning.prepare.records import Broken
 _ENOUGH = 1000
 
 
-def write_index(prepared: Prepared, groups: Collection[str], max_bad_fraction: float) -> None:
+def write_index(prepared: Prepared, groups: Collection[str], max_bad_fraction: float, captions_used: bool) -> None:
     """``index.json`` (samples, counts by cause, rows left out) and ``broken.jsonl`` (each broken sample).
 
     Args:
         prepared: whose parts are encoded.
         groups: the groups of columns in use; what failed in another, left by an earlier configuration, is no matter.
         max_bad_fraction: how large a part of the samples may be broken.
+        captions_used: whether a sample whose caption cannot be read is broken, or has none.
 
     Raises:
         UserError: too many samples are broken, none is left, or pictures differ in size from part to part.
@@ -42,13 +43,17 @@ def write_index(prepared: Prepared, groups: Collection[str], max_bad_fraction: f
     dropped: dict[int, dict[int, str]] = {}
     for number, state in enumerate(prepared.states):
         unfit = {row: cause for name in groups for row, cause in state[name].get("unfit", {}).items()}
+        if captions_used:
+            unfit |= state[RECORDS].get("unread_captions", {})
         if unfit:
             dropped[number] = {int(row): cause for row, cause in unfit.items()}
     _drop_duplicates(prepared, dropped)
 
     counts: Counter[str] = Counter()
+    odd_shapes: Counter[str] = Counter()
     for state in prepared.states:
         counts.update(state[RECORDS]["broken"])
+        odd_shapes.update(state[RECORDS].get("odd_shapes", {}))
     counts.update(cause for rows in dropped.values() for cause in rows.values())
     num_read = sum(state[RECORDS]["num_read"] for state in prepared.states)
     num_samples = sum(state[RECORDS]["num_rows"] for state in prepared.states) - sum(map(len, dropped.values()))
@@ -67,6 +72,7 @@ def write_index(prepared: Prepared, groups: Collection[str], max_bad_fraction: f
         "num_samples": num_samples,
         "num_without_caption": _num_without_caption(prepared, dropped),
         "picture_size": next(iter(sizes)),
+        "odd_shapes": odd_shapes,
         "broken": dict(sorted(counts.items())),
         "dropped": {str(number): sorted(rows) for number, rows in sorted(dropped.items())},
     }

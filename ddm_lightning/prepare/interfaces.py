@@ -20,7 +20,10 @@ from ddm_lightning.prepare.records import Broken, Part, Record
 
 @runtime_checkable
 class Source(Protocol):
-    """A data set of captioned pictures, in parts."""
+    """A data set of captioned pictures, in parts.
+
+    A source that knows the names of its classes lists them as ``class_names``.
+    """
 
     packages: tuple[str, ...]
     attribution: str

@@ -11,7 +11,7 @@ from typing import Any
 from ddm_lightning.files import atomic_write_json, read_json, sha256_file, sha256_json
 
 # Part of every stage's hash: raise it when a stage comes to write something else.
-STAGES_VERSION = 3
+STAGES_VERSION = 4
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,8 @@ class Stage:
     outputs: tuple[str, ...]
     """Patterns of the files that stand for its result, below ``prepared/``."""
     run: Callable[[], None]
+    compute: Callable[[], None] = lambda: None
+    """Work that may be refused; done before ``run`` while the old result is still there."""
 
 
 class Ledger:
@@ -48,13 +50,15 @@ class Ledger:
         files = {self.folder / name: entry["bytes"] for name, entry in record["files"].items()}
         return all(path.is_file() and path.stat().st_size == size for path, size in files.items())
 
-    def run(self, stage: Stage) -> float:
+    def run(self, stage: Stage, before_replacing: Callable[[], None]) -> float:
         """Run the stage and record it; the seconds that it took."""
-        # Forgotten before it is touched: a stage killed while it replaces its files must not look done.
-        if self.records.pop(stage.name, None) is not None:
-            atomic_write_json(self.file, self.records)
         key = self._key(stage)
         start = time.monotonic()
+        stage.compute()
+        # Forgotten before it is touched: a stage killed while it replaces its files must not look done.
+        before_replacing()
+        if self.records.pop(stage.name, None) is not None:
+            atomic_write_json(self.file, self.records)
         stage.run()
         seconds = time.monotonic() - start
         found = sorted(path for pattern in stage.outputs for path in self.folder.glob(pattern))

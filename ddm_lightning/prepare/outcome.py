@@ -31,7 +31,8 @@ def outcome(stage: str, prepared: Prepared, config: PrepareConfig, num_kept: int
         left_out = f"; left out: {causes}; see {prepared.broken_file}" if causes else ""
         num_without = index["num_without_caption"]
         without = f", {num_without:,} of them without a caption" if num_without else ""
-        return f": {index['num_samples']:,} of {index['num_read']:,} samples{without}{left_out}"
+        odd = "".join(f", {count:,} of them {how}" for how, count in index["odd_shapes"].items())
+        return f": {index['num_samples']:,} of {index['num_read']:,} samples{without}{odd}{left_out}"
     if stage == "partition":
         sizes = np.bincount(prepared.clusters, minlength=config.partition.num_clusters)
         return f": {len(sizes)} clusters of {sizes.min():,} to {sizes.max():,} samples"

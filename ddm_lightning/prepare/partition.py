@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,19 +15,20 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int, Int32, Int64, Shaped
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
+from safetensors.torch import save, save_file
 from torch import Tensor
 
 from ddm_lightning.config import PartitionConfig
 from ddm_lightning.errors import UserError
 from ddm_lightning.files import atomic_write
 from ddm_lightning.prepare.kmeans import capacity
-from ddm_lightning.prepare.nearest import Tick, nearest_of_rows, no_tick
+from ddm_lightning.prepare.nearest import Tick, nearest, nearest_of_rows, no_tick
 from ddm_lightning.prepare.rows import Rows
 from ddm_lightning.prepare.rules import ClusterOfLabel, KeyHash, NearestCentroid, Rule, rule_of
 from ddm_lightning.prepare.two_stage import fit_fine, group_fine, num_fitted
 
 FORMAT_VERSION = 2
+_MOST_COMPARED = 30_000
 
 
 @dataclass(frozen=True)
@@ -140,6 +141,7 @@ def fit_partition(
     keys: Sequence[str],
     features: str = "",
     tick: Tick = no_tick,
+    kept_fine: tuple[Path, str] | None = None,
 ) -> tuple[Partition, Int32[np.ndarray, "n"]]:
     """Split the data set; the same samples, config and seed give the same partition.
 
@@ -151,6 +153,7 @@ def fit_partition(
         keys: names that stay the same; ``random`` hangs on them.
         features: what made the features; ``existing`` refuses a partition that was made of others.
         tick: hears of progress.
+        kept_fine: a file and a key: fine centroids in it are used if they have the key, and kept there otherwise.
 
     Returns:
         The partition, and the cluster of each sample.
@@ -162,7 +165,7 @@ def fit_partition(
     check_sizes(config, len(rows))
     rule: Rule
     if config.kind == "kmeans":
-        rule, nearest_fine = _two_stages(rows, config, seed, features, tick)
+        rule, nearest_fine = _two_stages(rows, config, seed, features, tick, kept_fine)
         clusters = rule.cluster_of_fine[nearest_fine].numpy()
     else:
         rule = _rule(rows, config, seed, labels, keys, features)
@@ -176,18 +179,27 @@ def fit_partition(
     return Partition(rule, counts), clusters.astype(np.int32)
 
 
-def displaced_fraction(
+def displaced_fractions(
     partition: Partition, rows: Rows, clusters: Int[np.ndarray, "n"], device: str = "cpu"
-) -> float | None:
-    """Share of the samples nearer to the mean of another cluster than to their own's; None but for ``kmeans``."""
+) -> tuple[float, float] | None:
+    """Share of the samples nearer to the mean of another cluster, and the part of it that balance costs.
+
+    Balance costs those whose whole fine cell is nearer to another mean; the others are displaced because a cell is
+    assigned as one. Measured on about 30,000 samples; None for rules other than ``kmeans``.
+    """
     rule = partition.rule
     if not isinstance(rule, NearestCentroid):
         return None
-    return float((nearest_of_rows(rows, rule.centroids, rule.metric, device) != clusters).mean())
+    some = np.arange(0, len(rows), max(1, len(rows) // _MOST_COMPARED))
+    x = rows.take(some)
+    displaced = nearest(x, rule.centroids, rule.metric, device).numpy() != clusters[some]
+    moved = nearest(rule.fine_centroids.numpy(), rule.centroids, rule.metric, device) != rule.cluster_of_fine
+    by_balance = displaced & moved[nearest(x, rule.fine_centroids, rule.metric, device)].numpy()
+    return float(displaced.mean()), float(by_balance.mean())
 
 
 def _two_stages(
-    rows: Rows, config: PartitionConfig, seed: int, features: str, tick: Tick
+    rows: Rows, config: PartitionConfig, seed: int, features: str, tick: Tick, kept_in: tuple[Path, str] | None
 ) -> tuple[NearestCentroid, Int32[np.ndarray, "n"]]:
     """The rule, and the fine centroid that is nearest to each sample."""
     generator = torch.Generator().manual_seed(seed)
@@ -199,12 +211,31 @@ def _two_stages(
         num_read += size
         tick(num_read, total)
 
-    fine = fit_fine(rows, config, generator, advance)
-    nearest_fine = nearest_of_rows(
-        rows, fine, config.metric, config.device, lambda done, num: tick(total - num + done, total)
-    )
+    def fit() -> dict[str, Tensor]:
+        fine = fit_fine(rows, config, generator, advance).contiguous()
+        nearest_fine = nearest_of_rows(
+            rows, fine, config.metric, config.device, lambda done, num: tick(total - num + done, total)
+        )
+        return {"fine": fine, "nearest": torch.from_numpy(nearest_fine), "generator": generator.get_state()}
+
+    found = fit() if kept_in is None else _kept(*kept_in, fit)
+    generator.set_state(found["generator"])
+    fine, nearest_fine = found["fine"], found["nearest"].numpy()
     per_fine = torch.from_numpy(np.bincount(nearest_fine, minlength=len(fine)))
     return group_fine(fine, per_fine, config, generator, features), nearest_fine
+
+
+def _kept(path: Path, key: str, make: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
+    """The tensors in a file if they were made under this key; otherwise they are made and kept there."""
+    try:
+        with safe_open(path, framework="pt") as stored:
+            if (stored.metadata() or {}).get("key") == key:
+                return {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
+    except (FileNotFoundError, SafetensorError):
+        pass
+    tensors = make()
+    atomic_write(path, lambda temporary: save_file(tensors, temporary, {"key": key}))
+    return tensors
 
 
 def _rule(

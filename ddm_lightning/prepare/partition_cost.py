@@ -24,9 +24,9 @@ def partition_cost(
     disk_gb_per_s: float,
     *,
     fit_fraction: float = 1.0,
-    bytes_per_number: int = 2,
+    bytes_per_number: int = 4,
 ) -> PartitionCost:
-    """Time and bytes of ``iterations`` passes over the fitted samples, and two over all: to count and to assign.
+    """Time and bytes of ``iterations`` passes over the fitted samples, and one over all, to assign.
 
     A pass costs one product of samples and fine centroids, 2 n d F floating-point operations, plus reading its
     features; the two take turns. The second stage and the start hang on F alone and are left out.
@@ -40,9 +40,9 @@ def partition_cost(
             measures it as ``gflops``.
         disk_gb_per_s: 10^9 bytes a second at which features are read.
         fit_fraction: part of the samples that is fitted.
-        bytes_per_number: 2 for float16, 4 for float32.
+        bytes_per_number: 4 for float32, as features are stored.
     """
-    sample_passes = num_samples * (iterations * fit_fraction + 2)
+    sample_passes = num_samples * (iterations * fit_fraction + 1)
     num_bytes = round(sample_passes * dim * bytes_per_number)
     flops = 2 * sample_passes * dim * num_fine
     return PartitionCost(flops / (gflops * 1e9) + num_bytes / (disk_gb_per_s * 1e9), flops, num_bytes)

@@ -32,6 +32,7 @@ class Prepared:
         self.parts_file = folder / "parts.json"
         self.index_file = folder / "index.json"
         self.broken_file = folder / "broken.jsonl"
+        self.fine_file = folder / "fine.safetensors"
         self.partition_file = folder / "partition.safetensors"
         self.partition_facts_file = folder / "partition.json"
         self.clusters_file = folder / "clusters.npy"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import numpy as np
 from jaxtyping import UInt8
@@ -36,6 +38,12 @@ class Reading:
         """Samples handed on."""
         self.broken: list[Broken] = []
         """Those that were not."""
+        self.unread_captions: dict[str, str] = {}
+        """Row -> why its caption cannot be read; it counts as empty."""
+        self.odd_shapes: Counter[str] = Counter()
+        """How many pictures suffer from being made square, by how."""
+        self.content = hashlib.sha256()
+        """Of the samples met so far, pixels included."""
 
     @property
     def causes(self) -> dict[str, int]:
@@ -55,10 +63,16 @@ class Reading:
             found = _with_plain_text(found)
             if isinstance(found, Broken):
                 self.broken.append(found)
+                self.content.update(repr((found.key, found.cause)).encode())
                 continue
             image = self._square(found)
+            self.content.update(repr((found.key, found.caption, found.label, found.group, image.shape)).encode())
+            self.content.update(image.tobytes())
             if images and image.shape != images[0].shape:
                 raise self._sizes_differ(found, f"others have {images[0].shape[1]} x {images[0].shape[0]}")
+            if isinstance(found.caption, Broken):
+                self.unread_captions[str(self.num_rows + len(records))] = found.caption.cause
+                found = replace(found, caption="")
             records.append(found)
             images.append(image)
             if len(records) == self.at_once:
@@ -84,6 +98,9 @@ class Reading:
             most = self.plugins.source.num_classes - 1
             raise self._refuse(f"sample {record.key!r} has label {record.label}, outside 0 to {most}")
         if pictures.size is not None:
+            shorter, longer = sorted(image.shape[:2])
+            self.odd_shapes["enlarged more than twofold"] += shorter * 2 < pictures.size
+            self.odd_shapes["longer than 3 to 1"] += longer > 3 * shorter
             return to_square(image, pictures.size, pictures.aspect)
         if image.shape[0] != image.shape[1]:
             raise self._sizes_differ(record, "is not square")
@@ -105,7 +122,11 @@ def _with_plain_text(found: Record | Broken) -> Record | Broken:
     """A record, or why its key or caption cannot be stored."""
     if isinstance(found, Record):
         try:
-            f"{found.key}{found.caption}{found.group or ''}".encode()
+            f"{found.key}{found.group or ''}".encode()
         except UnicodeEncodeError as error:
             return Broken(repr(found.key), "text that UTF-8 cannot hold", str(error))
+        try:
+            str(found.caption).encode()
+        except UnicodeEncodeError as error:
+            return replace(found, caption=Broken(found.key, "text that UTF-8 cannot hold", str(error)))
     return found

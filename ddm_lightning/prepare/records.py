@@ -18,8 +18,8 @@ class Record:
     """Name of the sample that stays the same when others are added or removed; it decides what is held out."""
     image: UInt8[np.ndarray, "h w 3"]
     """RGB picture of any size."""
-    caption: str
-    """What the picture shows; empty when nobody said."""
+    caption: str | Broken
+    """What the picture shows; empty if unknown; ``Broken`` if unreadable: a broken sample if captions are used."""
     label: int
     """Class, from 0 to the source's ``num_classes`` - 1."""
     group: str | None = None

@@ -37,6 +37,7 @@ from ddm_lightning.prepare.records import Part, Record
 from ddm_lightning.prepare.shards import check_compression
 from ddm_lightning.prepare.upload import upload_shards
 from ddm_lightning.run_folder import RunFolder
+from ddm_lightning.units import amount
 
 
 def prepare(
@@ -44,6 +45,7 @@ def prepare(
     run_dir: Path,
     reporter: Reporter | None = None,
     check: Callable[[DataSizes], None] | None = None,
+    prune: bool = False,
 ) -> Manifest:
     """Bring ``run_dir``/prepared up to date with the experiment.
 
@@ -54,6 +56,7 @@ def prepare(
         run_dir: the run folder.
         reporter: hears of progress; None is silent.
         check: called before anything is written, to refuse what will not fit the data.
+        prune: whether to remove encoded parts that the source no longer lists.
 
     Raises:
         UserError: bad input; nothing is written, or, where only a stage can find out (too many broken samples,
@@ -61,6 +64,7 @@ def prepare(
     """
     preparation = Preparation(experiment, run_dir, reporter or SilentReporter())
     preparation.bring_up_to_date(check)
+    preparation.handle_unlisted(prune)
     return Manifest.read(run_dir)
 
 
@@ -78,6 +82,7 @@ class Preparation:
         self.parts = self._list_parts()
         self._states: list[dict[str, Any]] = []
         self._num_kept = 0
+        self._write_partition: Callable[[], None]
         self.stages = self._plan()
 
     def _list_parts(self) -> list[Part]:
@@ -98,10 +103,9 @@ class Preparation:
             raise UserError(f"source {self.config.source.name!r}: has {times} parts named {name!r}; mend the source")
         return parts
 
-    def _is_prepared_of_this_source(self) -> bool:
-        if not manifest_path(self.run_dir).exists():
-            return False
-        return Manifest.read(self.run_dir).source == asdict(self.config.source)
+    @property
+    def _captions_used(self) -> bool:
+        return self.config.caption_encoder is not None and self.experiment.condition.kind in ("text", "tokens")
 
     def _plan(self) -> list[Stage]:
         config, seed = self.config, self.experiment.seed
@@ -119,15 +123,18 @@ class Preparation:
             Stage("encode", lambda: [self._files_of("source"), self._group_keys()], (), self._run_encode),
             Stage(
                 "index",
-                lambda: [self._group_files(*self._group_keys()), config.max_bad_fraction],
+                lambda: [self._group_files(*self._group_keys()), config.max_bad_fraction, self._captions_used],
                 ("index.json", "broken.jsonl"),
-                lambda: write_index(Prepared(self.prepared.folder), self._group_keys(), config.max_bad_fraction),
+                lambda: write_index(
+                    Prepared(self.prepared.folder), self._group_keys(), config.max_bad_fraction, self._captions_used
+                ),
             ),
             Stage(
                 "partition",
                 lambda: [self._partition_inputs(), seed, self._group_files(RECORDS, FEATURES), self._files_of("index")],
                 ("partition.safetensors", "partition.json", "clusters.npy"),
-                self._run_partition,
+                lambda: self._write_partition(),
+                self._compute_partition,
             ),
             Stage(
                 "shards",
@@ -168,8 +175,7 @@ class Preparation:
             self._sweep()
             while (stage := self._next_stage()) is not None:
                 # Without the manifest nobody takes a folder in the middle of a change for a finished one.
-                manifest_path(self.run_dir).unlink(missing_ok=True)
-                seconds = self.ledger.run(stage)
+                seconds = self.ledger.run(stage, lambda: manifest_path(self.run_dir).unlink(missing_ok=True))
                 found = outcome(stage.name, Prepared(self.prepared.folder), self.config, self._num_kept)
                 self.reporter.say(f"{stage.name}: done in {seconds:.1f} s{found}")
         if self.plugins.source.attribution:
@@ -191,10 +197,11 @@ class Preparation:
 
     def unfinished_parts(self) -> dict[int, dict[str, str]]:
         """Groups of columns yet to be computed, each with its key, by the number of the part."""
-        wanted = {}
+        wanted, group_keys = {}, self._group_keys()
         for number, (part, state) in enumerate(zip(self.parts, self._states, strict=True)):
             folder = self.prepared.folder_of(part)
-            keys = {name: sha256_json([asdict(part), inputs]) for name, inputs in self._group_keys().items()}
+            samples = sha256_json([part.name, part.fingerprint])
+            keys = {name: f"{samples} {sha256_json(inputs)}" for name, inputs in group_keys.items()}
             missing = {
                 name: key
                 for name, key in keys.items()
@@ -303,22 +310,35 @@ class Preparation:
             else:
                 path.unlink()
 
+    def handle_unlisted(self, prune: bool) -> None:
+        """Report encoded parts that the source no longer lists; remove them if ``prune``."""
+        listed = {self.prepared.folder_of(part) for part in self.parts}
+        unlisted = [folder for folder in self.prepared.folder.glob("parts/*") if folder not in listed]
+        if not unlisted:
+            return
+        num_bytes = sum(path.stat().st_size for folder in unlisted for path in folder.rglob("*") if path.is_file())
+        found = f"encoded parts that the source no longer lists: {len(unlisted):,}, {amount(num_bytes)}"
+        if prune:
+            with self._alone():
+                for folder in unlisted:
+                    shutil.rmtree(folder)
+        self.reporter.say(f"{found}; removed" if prune else f"{found}; prepare --prune removes them")
+
     def _run_source(self) -> None:
-        wanted = {self.prepared.folder_of(part) for part in self.parts}
-        for folder in self.prepared.folder.glob("parts/*"):
-            if folder not in wanted:
-                shutil.rmtree(folder)
         self.prepared.write_parts(self.parts)
 
     def _run_encode(self) -> None:
         wanted = self.unfinished_parts()
-        steps.encode(self.plugins, self.prepared, self.parts, wanted, self._tick("encode"))
+        steps.encode(self.plugins, self.prepared, self.parts, wanted, self._tick("encode"), self._captions_used)
         self._num_kept = len(self.parts) - len(wanted)
 
-    def _run_partition(self) -> None:
-        steps.write_partition(
-            self.plugins, self.experiment.seed, Prepared(self.prepared.folder), self._tick("partition")
-        )
+    def _compute_partition(self) -> None:
+        config, seed = self.config.partition, self.experiment.seed
+        # All that the fine centroids depend on; another number of clusters takes those that are there.
+        fine = [config.metric, config.num_fine_centroids, config.fit_fraction, config.num_iterations, config.device]
+        key = sha256_json([fine, seed, self._group_files(FEATURES), self._files_of("index")])
+        prepared = Prepared(self.prepared.folder)
+        self._write_partition = steps.compute_partition(self.plugins, seed, prepared, self._tick("partition"), key)
 
     def _run_shards(self) -> None:
         steps.write_shards(self.plugins, self.experiment.seed, Prepared(self.prepared.folder), self._tick("shards"))

@@ -26,7 +26,7 @@ from ddm_lightning.prepare.encode import (
 from ddm_lightning.prepare.engine import num_processes_for, run_local, run_ray
 from ddm_lightning.prepare.index import check_broken
 from ddm_lightning.prepare.manifest import OUT_OF_CLUSTER
-from ddm_lightning.prepare.partition import displaced_fraction, fit_partition
+from ddm_lightning.prepare.partition import displaced_fractions, fit_partition
 from ddm_lightning.prepare.plugins import Plugins, plugins_of
 from ddm_lightning.prepare.prepared import Prepared
 from ddm_lightning.prepare.records import Part
@@ -40,7 +40,12 @@ _MAX_THUMBNAILS, _MIN_THUMBNAILS_A_PART = 8192, 16
 
 
 def encode(
-    plugins: Plugins, prepared: Prepared, parts: Sequence[Part], wanted: Mapping[int, Mapping[str, str]], tick: Tick
+    plugins: Plugins,
+    prepared: Prepared,
+    parts: Sequence[Part],
+    wanted: Mapping[int, Mapping[str, str]],
+    tick: Tick,
+    captions_used: bool,
 ) -> None:
     """Compute the ``wanted`` groups of columns of each part (``encode.py``), by the configured engine.
 
@@ -66,6 +71,7 @@ def encode(
         state = read_state(job.folder)[RECORDS]
         done += state["num_read"]
         counts.update(state["broken"])
+        counts.update(state.get("unread_captions", {}).values() if captions_used else ())
         advance(0)
         check_broken(counts, done, config.max_bad_fraction, job.folder / RECORDS / "broken.jsonl")
 
@@ -88,8 +94,11 @@ def _work_on_parts(
             yield job
 
 
-def write_partition(plugins: Plugins, seed: int, prepared: Prepared, tick: Tick) -> None:
-    """``partition.safetensors``, ``clusters.npy`` and ``partition.json`` (the displaced fraction).
+def compute_partition(plugins: Plugins, seed: int, prepared: Prepared, tick: Tick, fine_key: str) -> Callable[[], None]:
+    """Compute the partition.
+
+    Returns a function that writes ``partition.safetensors``, ``clusters.npy`` and ``partition.json`` (displaced
+    fractions). Fine centroids are kept under ``fine_key``.
 
     Raises:
         UserError: as ``fit_partition``.
@@ -97,15 +106,19 @@ def write_partition(plugins: Plugins, seed: int, prepared: Prepared, tick: Tick)
     config = plugins.config
     features = prepared.rows(FEATURES, "features")
     labels, keys = prepared.rows(RECORDS, "label")[:], prepared.texts("keys")
-    name = sha256_json(asdict(config.features))
+    name, kept = sha256_json(asdict(config.features)), (prepared.fine_file, fine_key)
     partition, clusters = fit_partition(
-        features, config.partition, seed, labels=labels, keys=keys, features=name, tick=tick
+        features, config.partition, seed, labels=labels, keys=keys, features=name, tick=tick, kept_fine=kept
     )
-    partition.save(prepared.partition_file)
-    fraction = displaced_fraction(partition, features, clusters, config.partition.device)
-    atomic_write(prepared.clusters_file, lambda path: save_array(path, clusters))
-    atomic_write_json(prepared.partition_facts_file, {"displaced_fraction": fraction})
+    displaced = displaced_fractions(partition, features, clusters, config.partition.device)
     tick(len(features), len(features))
+
+    def write() -> None:
+        partition.save(prepared.partition_file)
+        atomic_write(prepared.clusters_file, lambda path: save_array(path, clusters))
+        atomic_write_json(prepared.partition_facts_file, {"displaced": displaced})
+
+    return write
 
 
 @dataclass(frozen=True)

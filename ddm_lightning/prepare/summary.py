@@ -60,7 +60,7 @@ def write_pictures(experiment: Experiment, plugins: Plugins, prepared: Prepared)
         broken=prepared.index["broken"],
         num_without_caption=prepared.index["num_without_caption"],
         num_out_of_cluster=num_samples_of(prepared.shards.glob(f"*/{OUT_OF_CLUSTER}")),
-        displaced_fraction=facts["displaced_fraction"] or 0.0,
+        displaced=facts["displaced"] and tuple(facts["displaced"]),
         facts={
             "source": config.source.name,
             "features": config.features.name,
@@ -132,4 +132,5 @@ def manifest_of(experiment: Experiment, plugins: Plugins, prepared: Prepared, le
         index_sha256=indices,
         partition_sha256=ledger.files("partition")["partition.safetensors"]["sha256"],
         versions=plugins.versions(),
+        class_names=list(getattr(plugins.source, "class_names", None) or ()) or None,
     )

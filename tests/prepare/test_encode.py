@@ -16,6 +16,7 @@ from ddm_lightning.prepare.prepared import Prepared
 from ddm_lightning.prepare.progress import SilentReporter
 from ddm_lightning.prepare.records import Broken
 from ddm_lightning.prepare.registry import CAPTION_ENCODERS, FEATURES, IMAGE_ENCODERS, SOURCES
+from ddm_lightning.units import amount
 
 pytestmark = pytest.mark.usefixtures("quick_prepare")
 
@@ -122,6 +123,35 @@ def test_only_the_part_that_changed_is_done_again(tmp_path, experiment, source):
     assert Prepared(tmp_path / "prepared").num_samples == 38
 
 
+@pytest.mark.parametrize("sized", [True, False])
+def test_samples_under_a_new_fingerprint_are_encoded_again_only_if_they_changed(tmp_path, experiment, source, sized):
+    source.sized = sized
+    prepare(experiment, tmp_path)
+    source.fingerprints = dict.fromkeys(source.samples, "touched")
+    assert rewritten(tmp_path, lambda: prepare(experiment, tmp_path)) == set()
+    source.reads.clear()
+    prepare(experiment, tmp_path)
+    assert source.reads == []
+    # Touched, and other features at the same time.
+    source.fingerprints = dict.fromkeys(source.samples, "again")
+    experiment.prepare.features = PluginConfig("pooled-pixels", {"grid": 2})
+    assert rewritten(tmp_path, lambda: prepare(experiment, tmp_path)) == both("features")
+    source.samples["one"][3] = record("a3", image=np.zeros((8, 8, 3), np.uint8))
+    source.fingerprints["one"] = "painted"
+    done = rewritten(tmp_path, lambda: prepare(experiment, tmp_path))
+    assert done == {("one", group) for group in ("records", "latents", "captions", "features")}
+
+
+def test_what_a_part_needs_to_be_found_again_does_not_have_it_encoded_again(tmp_path, experiment, source):
+    """The parts of a folder of classes say how many there are."""
+    prepare(experiment, tmp_path)
+    listed = [replace(part, where={"num_classes": 5}) for part in source.parts()]
+    source.parts = lambda: listed
+    source.reads.clear()
+    prepare(experiment, tmp_path)
+    assert source.reads == []
+
+
 def test_a_part_in_front_of_the_others_is_all_there_is_to_do(tmp_path, experiment, source):
     prepare(experiment, tmp_path / "run")
     before = groups_written(tmp_path / "run")
@@ -147,13 +177,25 @@ def test_two_parts_of_one_name_are_refused(tmp_path, experiment, source):
         prepare(experiment, tmp_path)
 
 
-def test_parts_that_are_gone_leave_nothing(tmp_path, experiment, source):
-    prepare(experiment, tmp_path)
-    assert len(list((tmp_path / "prepared" / "parts").iterdir())) == 3
+def test_parts_that_are_gone_are_kept_until_pruned(tmp_path, experiment, source):
+    first = prepare(experiment, tmp_path)
+    two, listed = part_folder(tmp_path, "two"), dict(source.samples)
+    size = sum(path.stat().st_size for path in two.rglob("*") if path.is_file())
+    del source.samples["two"]
+    listener = Listener()
+    manifest = prepare(experiment, tmp_path, listener)
+    kept = f"encoded parts that the source no longer lists: 1, {amount(size)}; "
+    assert listener.lines[-1] == kept + "prepare --prune removes them"
+    source.samples = listed
+    source.reads.clear()
+    assert prepare(experiment, tmp_path) == first and source.reads == []
     del source.samples["two"], source.samples["none"]
-    manifest = prepare(experiment, tmp_path)
+    prepare(experiment, tmp_path)
+    assert two.is_dir()
+    prepare(experiment, tmp_path, listener, prune=True)
+    assert listener.lines[-1].endswith("; removed")
     assert list((tmp_path / "prepared" / "parts").iterdir()) == [part_folder(tmp_path, "one")]
-    assert manifest.num_samples == 20 and manifest.broken == {}
+    assert manifest.num_samples == 20 and manifest.broken == {} and manifest.class_names is None
 
 
 @pytest.mark.parametrize("damage", ["missing", "truncated", "no state", "state is no JSON", "state is a list"])

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from prepare.listed import Listed, Listener, experiment_of, plug_in, record, records
 
+from ddm_lightning.config import PicturesConfig
 from ddm_lightning.errors import UserError
 from ddm_lightning.prepare import encode, prepare, steps
 from ddm_lightning.prepare.index import check_broken
@@ -132,6 +133,31 @@ def test_what_is_broken_is_counted_by_cause_listed_and_left_out(run, monkeypatch
     x_0 = prepared.rows("latents", "x_0").take(np.arange(27))
     for key, row in zip(prepared.texts("keys"), x_0, strict=True):
         np.testing.assert_array_equal(row, record(key).image.transpose(2, 0, 1))
+
+
+@pytest.mark.parametrize(
+    ("kind", "encoder", "lost"), [("text", True, 1), ("class", True, 0), ("none", True, 0), ("none", False, 0)]
+)
+def test_an_unreadable_caption_loses_a_sample_where_captions_are_used(tmp_path, monkeypatch, kind, encoder, lost):
+    unread = record("x", caption=Broken("x", "caption is no UTF-8", "0xe9"))
+    source = Listed({"one": [unread, *records(30)]})
+    experiment = experiment_of(plug_in(monkeypatch, SOURCES, source), max_bad_fraction=0.5)
+    experiment.condition.kind = kind
+    if not encoder:
+        experiment.prepare.caption_encoder = None
+    manifest = prepare(experiment, tmp_path)
+    assert manifest.num_samples == 31 - lost and manifest.num_without_caption == 1 - lost
+    assert manifest.broken == ({"caption is no UTF-8": 1} if lost else {})
+
+
+def test_pictures_that_suffer_from_being_made_square_are_counted(tmp_path, monkeypatch):
+    sizes = {"dot": (1, 1), "strip": (20, 2000), "half": (8, 8), "wide": (16, 48)}
+    source = Listed({"one": [*(record(key, size=size) for key, size in sizes.items()), *records(20, size=16)]})
+    experiment = experiment_of(plug_in(monkeypatch, SOURCES, source), pictures=PicturesConfig(size=16))
+    listener = Listener()
+    prepare(experiment, tmp_path, listener)
+    (line,) = [line for line in listener.lines if line.startswith("index")]
+    assert line.endswith(": 24 of 24 samples, 1 of them enlarged more than twofold, 1 of them longer than 3 to 1")
 
 
 def test_rows_left_out_of_a_column_that_is_gone_come_back(run, monkeypatch):

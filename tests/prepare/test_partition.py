@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from ddm_lightning.config import PartitionConfig
 from ddm_lightning.errors import UserError
 from ddm_lightning.prepare import nearest, two_stage
-from ddm_lightning.prepare.partition import Partition, check_sizes, displaced_fraction, fit_partition
+from ddm_lightning.prepare.partition import Partition, check_sizes, displaced_fractions, fit_partition
 from ddm_lightning.prepare.partition_cost import partition_cost
 from ddm_lightning.prepare.rows import Rows
 from ddm_lightning.prepare.rules import ClusterOfLabel
@@ -126,7 +126,12 @@ def test_the_clusters_of_all_samples_are_found_with_the_partition_and_who_is_nea
     points = features.astype(np.float64) / np.linalg.norm(features, axis=1, keepdims=True)
     distances = np.linalg.norm(points[:, None] - partition.rule.centroids.numpy(), axis=2)
     expected = float((distances.argmin(1) != clusters).mean())
-    assert displaced_fraction(partition, rows, clusters) == pytest.approx(expected) and 0 < expected < 0.5
+    found, by_balance = displaced_fractions(partition, rows, clusters)
+    assert found == pytest.approx(expected) and 0 < by_balance < expected < 0.5
+    # Without a limit each fine cell is in the cluster whose mean is nearest, and only the two stages displace.
+    free, clusters = fit_and_assign(rows, config(4, 60, max_largest_over_mean=4.0))
+    found, by_balance = displaced_fractions(free, rows, clusters)
+    assert by_balance == 0 < found
     assert len(set(ticks[-1])) == 1, "all that there was to read has been"
 
 
@@ -364,7 +369,7 @@ def test_parts_that_do_not_belong_together_are_refused(tmp_path, changes, settin
 
 
 def test_the_cost_model_agrees_with_a_sum_by_hand():
-    # 1000 x 10 numbers of 2 bytes, 3 passes over half, and two over all: 3.5 passes.
+    # 1000 x 10 numbers of 4 bytes, 3 passes over half, and one over all: 2.5 passes.
     cost = partition_cost(1000, 10, 4, 3, gflops=1e-6, disk_gb_per_s=1e-6, fit_fraction=0.5)
-    assert cost.bytes == 70_000
-    assert cost.seconds == pytest.approx(3.5 * 2 * 1000 * 10 * 4 / 1e3 + 70_000 / 1e3)
+    assert cost.bytes == 100_000
+    assert cost.seconds == pytest.approx(2.5 * 2 * 1000 * 10 * 4 / 1e3 + 100_000 / 1e3)

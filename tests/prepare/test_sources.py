@@ -54,6 +54,14 @@ def test_every_source_keeps_the_contract(name, params, size, openmoji):
     np.testing.assert_array_equal(again[-1].image, records[-1].image)
 
 
+@pytest.mark.parametrize(("name", "caption"), [("blobs", "{}"), ("digits", "digit {}")])
+def test_class_names_are_the_words_of_the_captions(name, caption):
+    source = build(name)
+    assert len(source.class_names) == source.num_classes
+    for record in records_of(source):
+        assert record.caption == caption.format(source.class_names[record.label])
+
+
 def test_blobs_come_in_parts_that_stay_when_more_are_added():
     few, many = build("blobs", num_samples=1000).parts(), build("blobs", num_samples=2000).parts()
     assert [part.num_samples for part in few] == [512, 488]

@@ -14,7 +14,7 @@ from streaming.base.format import reader_from_json
 from ddm_lightning.config import PartitionConfig, PicturesConfig, PluginConfig, ShardsConfig
 from ddm_lightning.errors import UserError
 from ddm_lightning.files import sha256_file
-from ddm_lightning.prepare import Manifest, prepare, shard_folder, steps, verify_shards
+from ddm_lightning.prepare import Manifest, partition, prepare, shard_folder, steps, two_stage, verify_shards
 from ddm_lightning.prepare.partition import Partition
 from ddm_lightning.prepare.prepared import Prepared
 from ddm_lightning.prepare.progress import RichReporter
@@ -44,6 +44,7 @@ def test_manifest_files_and_partition_agree(tmp_path):
     assert listener.stages == EVERYTHING
     assert manifest == Manifest.read(tmp_path)
     assert manifest.x_shape == (3, 8, 8) and manifest.text_size == 8 and manifest.num_classes == 4
+    assert manifest.class_names == ["red disc", "blue square", "green cross", "yellow ring"]
     assert manifest.source == {"name": "blobs", "params": {"num_samples": 60, "image_size": 8}}
     assert manifest.num_samples == 60 == sum(c.train + c.held_out for c in manifest.clusters)
 
@@ -283,6 +284,35 @@ def test_an_unbalanced_partition_stops_before_the_shards_and_leaves_no_manifest(
     experiment.prepare.partition.num_fine_centroids = 30
     _, listener = run(experiment, tmp_path)
     assert listener.stages == ["partition", "shards", "report"]
+
+
+def test_a_refused_or_stopped_partition_leaves_the_finished_one(tmp_path, monkeypatch):
+    first, _ = run(tiny_experiment(), tmp_path)
+    before = state_of(tmp_path / "prepared" / "shards")
+    with pytest.raises(UserError, match="max_largest_over_mean"):
+        prepare(changed(partition=PartitionConfig(kind="labels", num_clusters=3, max_largest_over_mean=1.0)), tmp_path)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(two_stage, "balanced_kmeans", interrupted)
+        prepare(tiny_experiment(seed=1), tmp_path)
+    assert Manifest.read(tmp_path) == first
+    again, listener = run(tiny_experiment(), tmp_path)
+    assert again == first and listener.stages == [] and state_of(tmp_path / "prepared" / "shards") == before
+
+
+def interrupted(*_, **__):
+    raise KeyboardInterrupt
+
+
+def test_another_number_of_clusters_groups_the_fine_centroids_that_are_there(tmp_path, monkeypatch):
+    run(tiny_experiment(), tmp_path / "run")
+    with monkeypatch.context() as patch:
+        patch.setattr(partition, "fit_fine", lambda *_: pytest.fail("fits again"))
+        patch.setattr(partition, "nearest_of_rows", lambda *_: pytest.fail("passes over all samples again"))
+        found, _ = run(tiny_experiment(num_clusters=3), tmp_path / "run")
+    fresh, _ = run(tiny_experiment(num_clusters=3), tmp_path / "fresh")
+    assert found == fresh
+    other, _ = run(tiny_experiment(num_clusters=3, seed=1), tmp_path / "run")
+    assert other.partition_sha256 != found.partition_sha256
 
 
 def test_the_picture_of_the_clusters_credits_the_source(tmp_path):

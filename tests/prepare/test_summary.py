@@ -32,7 +32,7 @@ def test_report_and_manifest_agree_with_the_files(tmp_path, monkeypatch):
     np.testing.assert_array_equal(data.counts, np.bincount(prepared.clusters))
     assert data.costs["x_0"].num_bytes == 60 * 3 * 8 * 8 and data.costs["text"].num_bytes == 60 * 8 * 2
     facts = json.loads((tmp_path / "prepared" / "partition.json").read_text())
-    assert data.displaced_fraction == facts["displaced_fraction"]
+    assert list(data.displaced) == facts["displaced"]
     for row, caption in zip(data.thumbnail_rows.tolist(), data.captions, strict=True):
         assert caption == prepared.texts("captions")[row]
     for name, digest in manifest.index_sha256.items():

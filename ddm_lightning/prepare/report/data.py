@@ -63,8 +63,8 @@ class ReportData:
     """Prepared samples whose caption is empty."""
     num_out_of_cluster: int = 0
     """Samples that the experts of other clusters train on, too, each counted as often as it is."""
-    displaced_fraction: float = 0.0
-    """Share of the samples that are nearer to another cluster's mean: the price of equal sizes."""
+    displaced: tuple[float, float] | None = None
+    """Share of the samples nearer to another cluster's mean, and the part of it that balance costs."""
     facts: Mapping[str, str] = field(default_factory=dict)
     """Names to be printed, such as ``{"source": "openmoji", "features": "efficientnet-lite0"}``."""
     costs: Mapping[str, Cost] = field(default_factory=dict)

@@ -104,13 +104,20 @@ def _key_figures(data: ReportData, measures: Measures) -> str:
         ("clusters", f"{data.num_clusters:,}"),
         ("largest over mean", f"{_largest_over_mean(data):.3f}"),
         ("smallest over mean", f"{data.counts.min() / data.counts.mean():.3f}"),
-        ("displaced", f"{data.displaced_fraction:.1%} of the samples are nearer to another cluster's mean"),
+        *([("displaced", _displaced(*data.displaced))] if data.displaced else []),
         ("distance", "cosine" if data.metric == "spherical" else "Euclidean"),
         ("feature", f"{data.features.row_shape[0]:,} numbers"),
         ("mean silhouette", _number(float(np.mean(measures.silhouettes)))),
         ("measured on", f"{len(measures.rows):,} samples, {drawn}"),
     ]
     return f'<div class="card facts"><h3>Key figures</h3>{table(["", ""], rows, texts=2)}</div>\n'
+
+
+def _displaced(fraction: float, by_balance: float) -> str:
+    return (
+        f"{fraction:.1%} of the samples are nearer to another cluster's mean: {by_balance:.1%} because clusters are "
+        f"balanced, {fraction - by_balance:.1%} because each fine cell goes to a cluster as a whole"
+    )
 
 
 def _overview(data: ReportData, measures: Measures) -> str:
@@ -231,13 +238,12 @@ def _kmeans_cost(data: ReportData) -> str:
         return ""
     settings = data.kmeans
     (dim,) = data.features.row_shape
-    number = data.features.row_bytes // dim
     paper, fitted = (158_000_000, 1024), f"158 M × 1,024, fitted on {settings.fit_fraction:.0%} of them"
-    sizes = [("here", data.num_samples, dim, settings.fit_fraction, number), (fitted, *paper, settings.fit_fraction, 2)]
+    sizes = [("here", data.num_samples, dim, settings.fit_fraction), (fitted, *paper, settings.fit_fraction)]
     if settings.fit_fraction > _FEW:
-        sizes.append((f"158 M × 1,024, fitted on {_FEW:.0%} of them", *paper, _FEW, 2))
+        sizes.append((f"158 M × 1,024, fitted on {_FEW:.0%} of them", *paper, _FEW))
     rows = []
-    for name, num, width, fraction, size in sizes:
+    for name, num, width, fraction in sizes:
         costs = [
             partition_cost(
                 num,
@@ -247,7 +253,7 @@ def _kmeans_cost(data: ReportData) -> str:
                 gflops,
                 _DISK,
                 fit_fraction=fraction,
-                bytes_per_number=size,
+                bytes_per_number=data.features.row_bytes // dim,
             )
             for gflops in _RATES
         ]
@@ -257,7 +263,7 @@ def _kmeans_cost(data: ReportData) -> str:
     return (
         "<h2>What a partition costs, here and at the size of the paper</h2>\n"
         f'<div class="card">{table(head, rows)}</div>\n<p class="pale">A model, not a measurement: '
-        f"{settings.iterations} passes over the fitted samples and two over all, each a product with "
+        f"{settings.iterations} passes over the fitted samples and one over all, each a product with "
         f"{settings.num_fine:,} fine centroids, and features read at {_DISK:g} GB/s. benchmarks/partition.py "
         "measures the rate of a machine.</p>\n"
     )

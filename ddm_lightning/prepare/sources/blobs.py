@@ -43,6 +43,7 @@ class Blobs:
         if num_samples < 1 or image_size < 4:
             raise ValueError("num_samples must be at least 1 and image_size at least 4")
         self.num_samples, self.image_size, self.num_classes, self.seed = num_samples, image_size, num_kinds, seed
+        self.class_names = [" ".join(kind) for kind in _KINDS[:num_kinds]]
 
     def parts(self) -> list[Part]:
         """Blocks of pictures."""

@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from ddm_lightning.prepare.records import Part
 
 BLOCK_SIZE = 512
 
 
-def block_parts(
-    num_samples: int, fingerprint: str | Callable[[int, int], str], block_size: int = BLOCK_SIZE, prefix: str = "block"
-) -> list[Part]:
+def block_parts(num_samples: int, fingerprint: str, prefix: str = "block") -> list[Part]:
     """Samples 0 to ``num_samples`` - 1 in blocks, the last one shorter.
 
     A block is named ``<prefix>-<number of its first sample>``, whatever else there is, so that a set that grows at
-    its end keeps the parts it had.
-
-    Args:
-        fingerprint: of all samples alike (a version), or a function of a block's first sample and the one behind
-            its last.
+    its end keeps the parts it had. ``fingerprint`` is of all samples alike, such as a version.
     """
     parts = []
-    for start in range(0, num_samples, block_size):
-        stop = min(start + block_size, num_samples)
-        own = fingerprint if isinstance(fingerprint, str) else fingerprint(start, stop)
+    for start in range(0, num_samples, BLOCK_SIZE):
+        stop = min(start + BLOCK_SIZE, num_samples)
         where = {"start": start, "stop": stop}
-        parts.append(Part(f"{prefix}-{start:09}", f"{own}; samples {start} to {stop}", stop - start, where))
+        parts.append(Part(f"{prefix}-{start:09}", f"{fingerprint}; samples {start} to {stop}", stop - start, where))
     return parts
 
 

@@ -27,7 +27,8 @@ class Labels:
             raise ValueError("there has to be at least one class")
         self.column = column
         self.num_classes = 1 if column is None else num_classes or len(class_names or ())
-        self._numbers = {str(name): number for number, name in enumerate(class_names or ())}
+        self.class_names = [str(name) for name in class_names or ()]
+        self._numbers = {name: number for number, name in enumerate(self.class_names)}
 
     def number(self, value: Any, key: str) -> int | Broken:
         """The class of a cell, which may be a number, a word, or either of them as text."""
@@ -116,8 +117,6 @@ def record(
 ) -> Record | Broken:
     """A sample's cells as a record; ``data`` is the picture, encoded or not."""
     text, number = caption_in(caption, key), labels.number(label, key)
-    if isinstance(text, Broken):
-        return text
     if isinstance(number, Broken):
         return number
     image = decode(data, key) if isinstance(data, bytes) else rgb(data, key)

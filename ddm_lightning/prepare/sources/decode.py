@@ -35,7 +35,8 @@ _UPRIGHT = {
 def decode(data: bytes, key: str, max_pixels: int = MAX_PIXELS) -> UInt8[np.ndarray, "h w 3"] | Broken:
     """The picture in ``data``, upright: on white where it is transparent, the first frame where it moves.
 
-    16-bit grey is scaled to 8 bits. CMYK is converted by Pillow's formula; colour profiles are not applied.
+    Grey of more than 8 bits is scaled to 8: from 12 bits if no value is larger, else from 16. CMYK is
+    converted by Pillow's formula; colour profiles are not applied.
 
     Args:
         key: of the sample, for ``Broken``.
@@ -80,7 +81,8 @@ def rgb(image: Image.Image, key: str, max_pixels: int = MAX_PIXELS) -> UInt8[np.
 def _opaque(image: Image.Image) -> Image.Image:
     if image.mode == "I" or image.mode.startswith("I;16"):
         # Pillow would clip; mode I is what some of its versions open 16-bit files as.
-        grey = np.clip(np.asarray(image).astype(np.float64) / 257, 0, 255)
+        grey = np.asarray(image).astype(np.float64)
+        grey = np.clip(grey * (255 / (4095 if grey.max() <= 4095 else 65535)), 0, 255)
         return Image.fromarray(np.rint(grey).astype(np.uint8)).convert("RGB")
     if image.mode == "F":
         raise ValueError("floating-point numbers without a known range")

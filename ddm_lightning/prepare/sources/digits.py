@@ -21,7 +21,7 @@ class Digits:
 
     packages: tuple[str, ...] = ("scikit-learn",)
     attribution = ""
-    num_classes = 10
+    num_classes, class_names = len(_NAMES), list(_NAMES)
 
     def __init__(self) -> None:
         require("source 'digits'", *self.packages)

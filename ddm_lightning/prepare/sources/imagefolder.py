@@ -5,15 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import cached_property
+from itertools import pairwise
 from pathlib import PurePosixPath
-from typing import Any
 
 from ddm_lightning.errors import UserError
 from ddm_lightning.prepare.records import Broken, Part, Record
 from ddm_lightning.prepare.registry import SOURCES
-from ddm_lightning.prepare.sources.blocks import block_of, block_parts
+from ddm_lightning.prepare.sources.blocks import BLOCK_SIZE
 from ddm_lightning.prepare.sources.columns import PARAMS
 from ddm_lightning.prepare.sources.decode import decode
 from ddm_lightning.prepare.sources.text import caption_in, caption_of
@@ -57,11 +56,13 @@ class ImageFolder:
         return max(1, len(self.class_names))
 
     def parts(self) -> list[Part]:
-        """Blocks of pictures, which name what they read."""
+        """Blocks of pictures, which name what they read.
+
+        The hash of a name says whether it begins a block, so a new file changes no block but its own.
+        """
         names = self._names
-        return [
-            replace(part, where=self._where(names, block_of(part))) for part in block_parts(len(names), self._state)
-        ]
+        starts = [0, *(index for index, name in enumerate(names) if index and _begins_block(name)), len(names)]
+        return [self._part(names[start:stop]) for start, stop in pairwise(starts)]
 
     def read(self, part: Part) -> Iterator[Record | Broken]:
         """Pictures of the block."""
@@ -73,9 +74,7 @@ class ImageFolder:
         )
         for name, label, found, data in zip(names, labels, captions, self.files.contents(names), strict=True):
             caption = _read_caption(next(texts), name) if found is True else found or ""
-            if isinstance(caption, Broken):
-                yield caption
-            elif label < 0:
+            if label < 0:
                 yield Broken(name, "outside the class folders", f"set {PARAMS}.labels=false if folders are no classes")
             elif isinstance(data, Exception):
                 yield _unread(data, name)
@@ -135,14 +134,16 @@ class ImageFolder:
             return self._captions.get(name, "")
         return _text_file(name) in self.files.states
 
-    def _where(self, names: list[str], block: range) -> dict[str, Any]:
-        chosen = [names[index] for index in block]
-        return {
-            "files": chosen,
-            "labels": [self._label(name) for name in chosen],
-            "captions": [self._caption(name) for name in chosen],
-            "num_classes": self.num_classes,
-        }
+    def _part(self, names: list[str]) -> Part:
+        labels, captions = [self._label(name) for name in names], [self._caption(name) for name in names]
+        states, digest = self.files.states, hashlib.sha256()
+        for name, label, caption in zip(names, labels, captions, strict=True):
+            row = (name, label, caption, states.get(name), states.get(_text_file(name)))
+            digest.update(json.dumps(row).encode())
+        # Named after its first file, unless that only happens to be the first of all.
+        name = f"block-{_hash(names[0])}" if _begins_block(names[0]) else "block-first"
+        where = {"files": names, "labels": labels, "captions": captions, "num_classes": self.num_classes}
+        return Part(name, digest.hexdigest(), len(names), where)
 
     def _label(self, name: str) -> int:
         if not self.class_names:
@@ -153,12 +154,13 @@ class ImageFolder:
     def _numbers(self) -> dict[str, int]:
         return {name: number for number, name in enumerate(self.class_names)}
 
-    def _state(self, start: int, stop: int) -> str:
-        states, digest = self.files.states, hashlib.sha256()
-        for name in self._names[start:stop]:
-            row = (name, self._label(name), self._caption(name), states.get(name), states.get(_text_file(name)))
-            digest.update(json.dumps(row).encode())
-        return digest.hexdigest()
+
+def _begins_block(name: str) -> bool:
+    return int(_hash(name), 16) % BLOCK_SIZE == 0
+
+
+def _hash(name: str) -> str:
+    return hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 
 
 def _text_file(name: str) -> str:

@@ -56,7 +56,7 @@ class Mds:
     ) -> None:
         self.columns = Columns(image_column, caption_column, label_column, key_column, group_column)
         self.labels = Labels(label_column, num_classes, class_names)
-        self.num_classes = self.labels.num_classes
+        self.num_classes, self.class_names = self.labels.num_classes, self.labels.class_names
         self.files = Files(path)
 
     def parts(self) -> list[Part]:

@@ -64,6 +64,11 @@ class Parquet:
         """Classes, as the files or the params say."""
         return self._labels.num_classes
 
+    @property
+    def class_names(self) -> list[str]:
+        """Their names; empty if unknown."""
+        return self._labels.class_names
+
     def parts(self) -> list[Part]:
         """Row groups; reads the footer of every file.
 

@@ -75,6 +75,7 @@ class Files:
                 found = {inner: filesystem.info(inner)}
         except Exception as error:
             raise self.unreadable(error) from error
+        found = {name: _followed(filesystem, name, info) for name, info in found.items()}
         states = {self._relative(name): _state(info) for name, info in found.items() if info["type"] == "file"}
         return {name: states[name] for name in sorted(states) if not _is_hidden(name)}
 
@@ -223,6 +224,14 @@ def is_absolute(path: str) -> bool:
 
 def _protocols(filesystem: AbstractFileSystem) -> tuple[str, ...]:
     return (filesystem.protocol,) if isinstance(filesystem.protocol, str) else tuple(filesystem.protocol)
+
+
+def _followed(filesystem: AbstractFileSystem, name: str, info: dict[str, Any]) -> dict[str, Any]:
+    """What a link leads to; a dead one counts as a file, which will be missing."""
+    try:
+        return filesystem.info(name) if info.get("islink") else info
+    except FileNotFoundError:
+        return {**info, "type": "file"}
 
 
 def _state(info: dict[str, Any]) -> str:

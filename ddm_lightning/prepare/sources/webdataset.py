@@ -54,7 +54,7 @@ class WebDataset:
         class_names: list[str] | None = None,
     ) -> None:
         self.labels = Labels(label_column, num_classes, class_names)
-        self.num_classes = self.labels.num_classes
+        self.num_classes, self.class_names = self.labels.num_classes, self.labels.class_names
         self.image_column, self.caption_column, self.group_column = image_column, caption_column, group_column
         self.files = Files(path)
 

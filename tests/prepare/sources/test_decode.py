@@ -94,6 +94,8 @@ def test_one_transparent_colour_of_an_rgb_or_grey_picture():
 
 
 def test_16_bit_grey_is_scaled_and_not_clipped():
+    narrow = np.array([[0, 16, 2056, 4095]], np.uint16)
+    assert picture(encoded(Image.fromarray(narrow)))[0, :, 0].tolist() == [0, 1, 128, 255], "12 bits in 16"
     wide = np.array([[0, 257, 256 * 128, 65535]], np.uint16)
     for data in (encoded(Image.fromarray(wide)), encoded(Image.fromarray(wide), "TIFF")):
         np.testing.assert_array_equal(picture(data)[0, :, 0], [0, 1, 128, 255])

@@ -8,6 +8,7 @@ from source_files import CAPTIONS, bad_pictures, encoded, noise, read_all, write
 from ddm_lightning.errors import UserError
 from ddm_lightning.prepare.records import Broken
 from ddm_lightning.prepare.registry import SOURCES
+from ddm_lightning.prepare.sources import imagefolder
 
 
 def build(folder, **params):
@@ -30,6 +31,7 @@ def test_folders_are_classes_in_alphabetical_order(folder):
     found = samples(folder)
     assert list(found) == ["cat/2.png", "dog/1.png", "dog/deep/3.PNG"]
     assert [record.label for record in found.values()] == [0, 1, 1] and build(folder).num_classes == 2
+    assert build(folder).class_names == ["cat", "dog"] and build(folder, labels=False).class_names == []
     for name, pixels in pictures.items():
         np.testing.assert_array_equal(found[name].image, pixels)
         assert found[name].caption == ""
@@ -67,7 +69,16 @@ def test_captions_from_text_files_arrive_unchanged(folder):
 
 def test_a_caption_that_is_no_utf8_is_counted(folder):
     write(folder, {"a.png": encoded(noise(2, 2, 3)), "a.txt": "café".encode("latin-1")})
-    assert samples(folder)["a.png"].cause == "caption is no UTF-8"
+    assert samples(folder)["a.png"].caption.cause == "caption is no UTF-8"
+
+
+def test_a_link_is_followed_and_a_dead_one_is_counted(tmp_path):
+    write(str(tmp_path / "in"), {"a.png": encoded(noise(2, 2, 3)), "deep/b.png": encoded(noise(2, 2, 3))})
+    for name, to in (("live.png", "a.png"), ("dead.png", "gone.png"), ("folder", "deep")):
+        (tmp_path / "in" / name).symlink_to(tmp_path / "in" / to)
+    found = samples(str(tmp_path / "in"), labels=False)
+    causes = {key: getattr(sample, "cause", None) for key, sample in found.items()}
+    assert causes == {"a.png": None, "dead.png": "missing file", "deep/b.png": None, "live.png": None}
 
 
 @pytest.mark.parametrize("name", ["captions.jsonl", "metadata.jsonl"])
@@ -121,16 +132,39 @@ def test_bad_pictures_are_counted_by_cause_and_odd_ones_are_read(folder):
     np.testing.assert_array_equal(found["deep.png"].image[..., 0], noise(4, 4))
 
 
-def test_parts_are_blocks_that_change_with_what_they_hold(tmp_path):
+def fingerprints(folder):
+    return {part.name: part.fingerprint for part in build(folder).parts()}
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    monkeypatch.setattr(imagefolder, "BLOCK_SIZE", 8)
+
+
+def test_parts_are_blocks_that_change_with_what_they_hold(tmp_path, small_blocks):
     folder = str(tmp_path)
-    pixels = encoded(noise(1, 1, 3))
-    write(folder, {f"{i:04}.png": pixels for i in range(600)})
-    write(folder, {"0599.txt": "before"})
-    before = build(folder).parts()
-    assert [part.num_samples for part in before] == [512, 88]
-    write(folder, {"0599.txt": "afterwards"})
-    after = build(folder).parts()
-    assert before[0] == after[0] and before[1].fingerprint != after[1].fingerprint
-    assert before[1].name == after[1].name
+    write(folder, {f"{i:04}.png": encoded(noise(1, 1, 3)) for i in range(80)})
+    write(folder, {"0079.txt": "before"})
+    parts, before = build(folder).parts(), fingerprints(folder)
+    assert [name for part in parts for name in part.where["files"]] == [f"{i:04}.png" for i in range(80)]
+    assert 5 <= len(before) == len(parts) <= 16
+    write(folder, {"0079.txt": "afterwards"})
+    after = fingerprints(folder)
+    assert before.keys() == after.keys()
+    assert [name for name in before if before[name] != after[name]] == [parts[-1].name]
     write(folder, {"captions.jsonl": lines({"file_name": "0000.png", "caption": "new"})})
-    assert build(folder).parts()[0].fingerprint != before[0].fingerprint
+    assert fingerprints(folder)[parts[0].name] != before[parts[0].name]
+
+
+def test_a_new_file_anywhere_changes_its_own_block_alone(tmp_path, small_blocks):
+    folder = str(tmp_path)
+    write(folder, {f"b/{i:04}.png": encoded(noise(1, 1, 3)) for i in range(0, 160, 2)})
+    before = fingerprints(folder)
+    new = [*(f"b/{i:04}.png" for i in range(1, 160, 16)), "b/!.png", "b/~.png", "c/new-class.png"]
+    for name in new:
+        write(folder, {name: encoded(noise(1, 1, 3))})
+        after = fingerprints(folder)
+        # One that begins a block cuts the one in which it falls in two.
+        assert len(after.items() - before.items()) <= 2 and len(before.items() - after.items()) <= 1, name
+        before = after
+    assert len(before) > 10

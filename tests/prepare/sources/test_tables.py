@@ -106,7 +106,9 @@ def test_keys_from_a_column_and_unknown_classes(source, tmp_path):
     table = rows(4)
     table[2]["label"] = 3
     write_any(source, tmp_path, table)
-    found = samples(source, tmp_path, key_column="caption", label_column="label", class_names=NAMES)
+    params = {"key_column": "caption", "label_column": "label", "class_names": NAMES}
+    found = samples(source, tmp_path, **params)
+    assert build(source, tmp_path, **params).class_names == NAMES
     assert [sample.key for sample in found] == [f"row {i}" for i in range(4)]
     assert [getattr(sample, "cause", None) for sample in found] == [None, None, "unknown class", None]
     assert found[1].label == 1
@@ -201,7 +203,7 @@ def test_what_hugging_face_wrote(to, tmp_path):
         shutil.copy(tmp_path / "data-00000-of-00003.arrow", tmp_path / "cache-1.arrow")
     params = {"image_column": "picture", "caption_column": "text", "label_column": "kind"}
     found = samples(to, tmp_path, **params)
-    assert build(to, tmp_path, **params).num_classes == 3
+    assert build(to, tmp_path, **params).num_classes == 3 and build(to, tmp_path, **params).class_names == NAMES
     assert [record.caption for record in found] == data["text"][:]
     assert [record.label for record in found] == data["kind"][:]
     for record, expected in zip(found, data["picture"], strict=True):
