@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import suppress
 from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
 from types import MethodType, SimpleNamespace
 
 # Before torch is imported: two OpenMP threads on two shared cores are slower than one.
