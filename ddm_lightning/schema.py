@@ -12,6 +12,7 @@ import functools
 import inspect
 import math
 import re
+import sys
 import types
 import typing
 from collections.abc import Iterator
@@ -157,7 +158,7 @@ def _scalar_problem(value: Any, kind: type) -> tuple[str, Any, str] | None:
     if kind is float:
         if not isinstance(value, int | float) or isinstance(value, bool):
             return "a number", value, "give a number, without quotes"
-        if not math.isfinite(value):
+        if not abs(value) <= sys.float_info.max:
             return "a finite number", value, "change the value"
     return None
 
