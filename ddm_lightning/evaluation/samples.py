@@ -14,8 +14,9 @@ from ddm_lightning.ensemble.sampler import sample
 from ddm_lightning.errors import UserError
 from ddm_lightning.flow.condition import Condition
 from ddm_lightning.pictures import labelled_grid, save_png
-from ddm_lightning.prepare.manifest import Manifest
+from ddm_lightning.prepare.manifest import Manifest, manifest_path
 from ddm_lightning.prepare.registry import CAPTION_ENCODERS, IMAGE_ENCODERS
+from ddm_lightning.training.member_network import condition_spec
 
 # Height in pixels at which small pictures are shown.
 CELL_SIZE = 72
@@ -115,9 +116,17 @@ def draw_run(run_dir: Path, experiment: Experiment, prompts: Sequence[str], path
     """Write the grid of a run's ensemble to the PNG ``path``, a row a prompt.
 
     Raises:
-        UserError: no ensemble, a damaged artifact, or a prompt that is empty.
+        UserError: no ensemble, a damaged artifact or one of other data, or a prompt that is empty.
     """
     manifest = Manifest.read(run_dir)
-    rows = row_conditions(prompts, experiment, manifest)
-    grid = sample_grid(load_ensemble(run_dir), experiment, rows, experiment.sample, manifest.attribution)
+    rows = row_conditions(prompts, experiment, manifest) if prompts else None
+    loaded = load_ensemble(run_dir)
+    found = (loaded.meta.x_shape, loaded.meta.condition)
+    if found != (manifest.x_shape, condition_spec(experiment, manifest).to_dict()):
+        raise UserError(
+            f"{manifest_path(run_dir)}: the experts were trained on other data ({found[0]}, {found[1]}); "
+            "copy the manifest from where they were trained"
+        )
+    rows = rows or row_conditions((), experiment, manifest)
+    grid = sample_grid(loaded, experiment, rows, experiment.sample, manifest.attribution)
     save_png(path, grid)
