@@ -162,7 +162,10 @@ HUGE = [f"ndarray:uint8:{size}" for size in ("3,100000,100000", "-3,-4,4", "3,4,
         ({"column_sizes": [None, 4, 4, 8, 12, 6000]}, "cannot have 6000 bytes"),
         ({"column_sizes": [None, 4, 4, 8, 12]}, "have no size"),
         ({"column_names": ["caption", "cluster", "label", "sample_id", "text", "text"]}, "listed twice"),
-        *(({"column_encodings": ["str", "int32", "int32", "int64", "ndarray:float16:6", x]}, "48 bytes|numbers") for x in HUGE),
+        *(
+            ({"column_encodings": ["str", "int32", "int32", "int64", "ndarray:float16:6", x]}, "48 bytes|numbers")
+            for x in HUGE
+        ),
         ({"column_encodings": ["str", "int32", "int32", "int64", "ndarray:O:6", "ndarray:uint8:3,4,4"]}, "numbers"),
         ({"zip_data": {"basename": "../x", "bytes": 1}}, "key 'zip_data'"),
     ],
