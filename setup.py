@@ -14,7 +14,7 @@ REQUIRED = [
     "lightning>=2.6.0,<2.7,!=2.6.2,!=2.6.3",
     "pytorch-lightning>=2.6.0,<2.7,!=2.6.2,!=2.6.3",
     "torchmetrics>=1.8,<2",
-    "omegaconf>=2.3,<3",
+    "omegaconf>=2.4,<3",
     "xformers>=0.0.34,<0.1; platform_system == 'Linux' and platform_machine == 'x86_64'",
     # loading/streaming.py leans on private names of this release.
     "mosaicml-streaming>=0.13,<0.14",

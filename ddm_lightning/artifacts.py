@@ -7,12 +7,17 @@ unpickled, every key of the JSON is checked, and networks are found by name amon
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from ddm_lightning import checks
 from ddm_lightning.errors import UserError
@@ -20,7 +25,8 @@ from ddm_lightning.files import atomic_folder, atomic_write_json, inside, read_j
 from ddm_lightning.flow.condition import ConditionSpec
 from ddm_lightning.flow.prediction import PREDICTIONS
 from ddm_lightning.networks import EXPERTS, ROUTERS
-from ddm_lightning.weights import check_recorded, load_weights, save_weights
+from ddm_lightning.schema import first_line
+from ddm_lightning.weights import check_memory, check_recorded, load_weights, read_header, save_weights
 
 FORMAT_VERSION = 1
 WEIGHTS_FILE = "model.safetensors"
@@ -28,24 +34,16 @@ MEMBER_FILE = "member.json"
 ENSEMBLE_FILE = "ensemble.json"
 ROLES = ("expert", "router", "monolith")
 
+
 _REMEDY = "fetch this artifact again from its island, or fit the member again"
 
 
 def _is_condition(value: Any) -> bool:
     try:
-        return isinstance(value, dict) and ConditionSpec.from_dict(value) is not None
+        spec = ConditionSpec.from_dict(value)
+        return checks.is_shape([max(spec.size, 1), max(spec.length, 1)], 2)
     except (ValueError, TypeError):
         return False
-
-
-def _is_normalisation(value: Any) -> bool:
-    def numbers(entry: Any) -> list[Any]:
-        return entry if isinstance(entry, list) else [entry]
-
-    if not isinstance(value, dict) or set(value) != {"scale", "shift"}:
-        return False
-    every = [*numbers(value["scale"]), *numbers(value["shift"])]
-    return all(map(checks.is_number, every)) and 0 not in numbers(value["scale"]) and value["scale"] != []
 
 
 _SHARED_BY_ALL = ("partition_sha256", "num_clusters", "x_shape", "image_encoder", "normalisation")
@@ -59,16 +57,13 @@ _MEMBER_CHECKS: dict[str, checks.Check] = {
     "role": checks.one_of(ROLES),
     "network": checks.TEXT,
     "params": checks.OBJECT,
-    "x_shape": (
-        lambda value: isinstance(value, list) and len(value) == 3 and all(checks.is_int(size, 1) for size in value),
-        "a list of channels, height and width",
-    ),
+    "x_shape": checks.X_SHAPE,
     "condition": (_is_condition, "an object of a condition's kind and size"),
     "num_clusters": checks.integer(1),
     "prediction": checks.optional(checks.one_of(PREDICTIONS)),
     "timestep_shift": checks.POSITIVE,
     "image_encoder": checks.PLUGIN,
-    "normalisation": (_is_normalisation, "an object of a scale other than 0 and a shift, numbers or one a channel"),
+    "normalisation": checks.NORMALISATION,
     "caption_encoder": checks.optional(checks.PLUGIN),
     "partition_sha256": checks.SHA256,
     "step": checks.integer(0),
@@ -206,6 +201,20 @@ def check_weights(folder: Path, meta: ArtifactMeta) -> None:
     check_recorded(folder / WEIGHTS_FILE, meta.model_sha256, _REMEDY)
 
 
+def load_network(folder: Path) -> tuple[ArtifactMeta, nn.Module]:
+    """Read an artifact's description and build its network, in evaluation mode on the CPU.
+
+    The network is compared with the header of the weights before they are read.
+
+    Raises:
+        UserError: as ``read_artifact`` and ``build_network``.
+    """
+    meta, path = read_meta(folder), folder / WEIGHTS_FILE
+    network = _fitting_network(meta, read_header(path, _REMEDY), str(folder / MEMBER_FILE))
+    network.load_state_dict(load_weights(path, meta.model_sha256, _REMEDY), strict=True)
+    return meta, network.eval()
+
+
 def build_network(meta: ArtifactMeta, state: Mapping[str, Tensor], named_by: Path | None = None) -> nn.Module:
     """The network that ``meta`` names, with the weights ``state``, in evaluation mode on the CPU.
 
@@ -215,10 +224,16 @@ def build_network(meta: ArtifactMeta, state: Mapping[str, Tensor], named_by: Pat
         named_by: the file to blame in error lines; the member's name stands in for it.
 
     Raises:
-        UserError: unknown network name, parameters that it refuses, weights that do not fit it, or a
+        UserError: unknown network name, parameters that it refuses, weights that do not fit it or the memory, or a
             prediction other than the one recorded.
     """
-    source = str(named_by or meta.member)
+    network = _fitting_network(meta, state, str(named_by or meta.member))
+    network.load_state_dict(dict(state), strict=True)
+    return network.eval()
+
+
+def _fitting_network(meta: ArtifactMeta, weights: Mapping[str, Tensor], source: str) -> nn.Module:
+    """The untrained network that ``meta`` names, if it has the names, shapes and types of ``weights``."""
     registry = ROUTERS if meta.role == "router" else EXPERTS
     context: dict[str, Any] = {"x_shape": meta.x_shape, "condition": ConditionSpec.from_dict(meta.condition)}
     if meta.role == "router":
@@ -228,20 +243,30 @@ def build_network(meta: ArtifactMeta, state: Mapping[str, Tensor], named_by: Pat
             f"{source}: unknown {registry.kind} {meta.network!r}; install the package that offers it "
             f"(known here: {', '.join(registry.names())})"
         )
+
+    make = partial(registry.build, meta.network, meta.params, **context)
     release = f"use the release of {meta.network!r} that trained the weights"
+    check_memory(weights.values(), source)
+    if math.prod(meta.x_shape) > 1 << 16:  # then positions may take more memory than weights
+        planned: list[Tensor] = []
+        with suppress(UserError, RuntimeError, ArithmeticError), torch.device("meta"):  # some plug-ins need numbers
+            network = _build_bounded(make, weights)
+            # Positions are put together from parts in float64.
+            planned = [*network.parameters(), *5 * list(network.buffers())]
+        check_memory(planned, source)
     try:
-        network: nn.Module = registry.build(meta.network, meta.params, **context)
+        network = _build_bounded(make, weights)
     except (UserError, RuntimeError, ArithmeticError) as error:
         # Torch raises the latter two for sizes from a stranger's file, such as a width of 0.
-        raise UserError(f"{source}: cannot be built: {str(error).partition(chr(10))[0]}; {release}") from None
+        raise UserError(f"{source}: cannot be built: {first_line(error)[:300]}; {release}") from None
     expected = network.state_dict()
     mismatches = [
-        *(f"{key!r} is missing" for key in expected if key not in state),
-        *(f"{key!r} is unexpected" for key in state if key not in expected),
+        *(f"{key!r} is missing" for key in expected if key not in weights),
+        *(f"{key!r} is unexpected" for key in weights if key not in expected),
         *(
-            f"{key!r} has shape {list(state[key].shape)} instead of {list(expected[key].shape)}"
+            f"{key!r} is {_described(weights[key])} instead of {_described(expected[key])}"
             for key in expected
-            if key in state and state[key].shape != expected[key].shape
+            if key in weights and _described(weights[key]) != _described(expected[key])
         ),
     ]
     if mismatches:
@@ -250,8 +275,28 @@ def build_network(meta: ArtifactMeta, state: Mapping[str, Tensor], named_by: Pat
     declared = getattr(network, "prediction", None)
     if declared != meta.prediction:
         raise UserError(f"{source}: the weights predict {meta.prediction!r}, the code {declared!r}; {release}")
-    network.load_state_dict(dict(state), strict=True)
-    return network.eval()
+    return network
+
+
+def _build_bounded(make: Callable[[], nn.Module], weights: Mapping[str, Tensor]) -> nn.Module:
+    """Build a network, but stop when it has more than twice ``weights``: a plug-in may replace each of them once."""
+    left = [2 * len(weights), 2 * sum(weight.numel() for weight in weights.values())]
+
+    def count(_module: nn.Module, _name: str, parameter: nn.Parameter) -> None:
+        left[:] = left[0] - 1, left[1] - parameter.numel()
+        if min(left) < 0:
+            raise UserError("it has more weights than their file")
+
+    hook = register_module_parameter_registration_hook(count)
+    try:
+        return make()
+    finally:
+        hook.remove()
+
+
+def _described(weight: Tensor) -> str:
+    kind = "floats" if weight.is_floating_point() else str(weight.dtype).removeprefix("torch.")
+    return f"{kind} {list(weight.shape)}"
 
 
 def write_ensemble(run_dir: Path, folders: Sequence[Path], priors: Sequence[float]) -> Path:
@@ -313,6 +358,8 @@ def read_ensemble(path: Path) -> EnsembleManifest:
     members: list[tuple[Path, ArtifactMeta]] = []
     for entry in document["members"]:
         problem = checks.problem_with(entry, _ENTRY_CHECKS)
+        if problem is None and any(meta.member == entry["member"] for _, meta in members):
+            problem = f"{entry['member']} is listed twice"
         if problem is not None:
             raise UserError(f"{path}: in members: {problem}; {remedy}")
         folder = inside(path.parent, entry["path"], path)

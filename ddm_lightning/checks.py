@@ -33,13 +33,13 @@ def problem_with(document: Any, checks: Mapping[str, Check]) -> str | None:
 
 
 def is_int(value: Any, low: int) -> bool:
-    """An integer of at least ``low``; JSON's true and false are none."""
-    return type(value) is int and value >= low
+    """An integer of 64 bits that is at least ``low``; JSON's true and false are none."""
+    return type(value) is int and low <= value < 1 << 63
 
 
 def is_number(value: Any) -> bool:
     """A finite number; JSON's true and false are none, and Python's JSON reads NaN."""
-    return type(value) in (int, float) and math.isfinite(value)
+    return is_int(value, -(1 << 63)) or (type(value) is float and math.isfinite(value))
 
 
 def is_text(value: Any) -> bool:
@@ -68,6 +68,35 @@ def optional(check: Check) -> Check:
     return lambda value: value is None or is_right(value), f"null or {wanted}"
 
 
+def is_shape(value: Any, length: int) -> bool:
+    """A list of ``length`` sizes, whose product a sample can have."""
+    is_sizes = isinstance(value, list) and len(value) == length and all(is_int(size, 1) for size in value)
+    return is_sizes and math.prod(value) <= 1 << 24
+
+
+def is_normalisation(value: Any) -> bool:
+    """A scale other than 0 and a shift, numbers or one a channel."""
+
+    def numbers(entry: Any) -> list[Any]:
+        return entry if isinstance(entry, list) else [entry]
+
+    if not isinstance(value, dict) or set(value) != {"scale", "shift"}:
+        return False
+    every = [*numbers(value["scale"]), *numbers(value["shift"])]
+    return all(map(is_number, every)) and 0 not in numbers(value["scale"]) and [] not in value.values()
+
+
+def list_of(check: Check) -> Check:
+    """A list of what ``check`` wants."""
+    is_right, wanted = check
+    return lambda value: isinstance(value, list) and all(map(is_right, value)), f"a list, each {wanted}"
+
+
+def object_of(checks: Mapping[str, Check]) -> Check:
+    """An object of exactly these keys."""
+    return lambda value: problem_with(value, checks) is None, f"an object of valid {', '.join(checks)}"
+
+
 def _is_plugin(value: Any) -> bool:
     parts = isinstance(value, dict) and set(value) == {"name", "params"}
     return parts and is_text(value["name"]) and isinstance(value["params"], dict)
@@ -86,7 +115,10 @@ NUMBERS: Check = (
     lambda value: isinstance(value, dict) and all(map(is_number, value.values())),
     "an object of finite numbers",
 )
+TEXTS: Check = (lambda value: isinstance(value, dict) and all(map(is_text, value.values())), "an object of texts")
 SHARES: Check = (_is_shares, "a list of positive numbers that sum to 1")
+X_SHAPE: Check = (lambda value: is_shape(value, 3), "a list of channels, height and width, at most 2^24 numbers")
+NORMALISATION: Check = (is_normalisation, "an object of a scale other than 0 and a shift, numbers or one a channel")
 PLUGIN: Check = (_is_plugin, "an object of a name and params")
 SHA256: Check = matching(r"[0-9a-f]{64}", "64 hexadecimal digits")
 

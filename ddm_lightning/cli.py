@@ -109,7 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Who reads, such as head, has enough; Python would say at its end that it could not write the rest.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except (UserError, OSError) as error:
+    except (UserError, OSError, MemoryError, RuntimeError) as error:
         line = line_of(error)
         if line is None:
             raise

@@ -19,6 +19,8 @@ def line_of(error: BaseException) -> str | None:
         return str(error)
     if isinstance(error, (PermissionError, NotADirectoryError, IsADirectoryError, FileExistsError)):
         return f"{error.filename}: {error.strerror}; check run_dir, or free the path"
+    if isinstance(error, MemoryError) or "to allocate" in str(error):  # torch: "tried to allocate 2.00 GiB"
+        return f"the memory is full ({str(error).partition(chr(10))[0]}); use a smaller network or batch"
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         place = error.filename or "the disk of the run folder"  # a write through an open file does not say
         return f"{place}: is full; free some space, then the same command goes on"

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -78,13 +79,40 @@ def move_folder(temporary: Path, path: Path) -> None:
         shutil.rmtree(replaced, ignore_errors=True)
 
 
-def read_json(path: Path, what: str, remedy: str) -> Any:
-    """Parse the JSON file ``path``.
+def check_file(path: Path, *, link: bool = False) -> int:
+    """Size in bytes of a file that a stranger may have written. Call it before opening one.
+
+    Args:
+        path: the file.
+        link: whether a link may lead out of the file's folder, as in the cache of the Hugging Face hub.
 
     Raises:
-        UserError: the file is missing or is no JSON; the line names ``what`` it is and the ``remedy``.
+        OSError: it is missing or cannot be read.
+        ValueError: it is a folder, pipe or device, or a link that leads out of its folder.
+    """
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise ValueError("not a regular file")
+    if not link and not path.resolve().is_relative_to(path.parent.resolve()):
+        raise ValueError("a link that leads out of its folder")
+    return found.st_size
+
+
+def read_json(path: Path, what: str, remedy: str, *, link: bool = False) -> Any:
+    """Parse the JSON file ``path``.
+
+    Args:
+        path: the file.
+        what: the file's meaning, for error lines.
+        remedy: ends every error line.
+        link: as in ``check_file``.
+
+    Raises:
+        UserError: the file is missing, too large or not JSON, or ``check_file`` refuses it.
     """
     try:
+        if check_file(path, link=link) > 64 << 20:
+            raise ValueError("larger than 64 MiB")
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{path}: {what} is missing; {remedy}") from None
@@ -113,7 +141,11 @@ def inside(folder: Path, relative: str, named_by: Path) -> Path:
     Raises:
         UserError: ``relative`` is absolute or climbs out of ``folder``; the line names ``named_by``.
     """
-    target = (folder / relative).resolve()
+    try:
+        target = (folder / relative).resolve()
+        target.is_file()
+    except (ValueError, OSError, RuntimeError):  # a null byte, a name that is too long, links in a circle
+        raise UserError(f"{named_by}: path {relative!r} names no file; refuse this file or fix the path") from None
     if Path(relative).is_absolute() or not target.is_relative_to(folder.resolve()):
         raise UserError(f"{named_by}: path {relative!r} leaves its folder; refuse this file or fix the path")
     return target

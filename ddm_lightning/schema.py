@@ -13,6 +13,7 @@ import inspect
 import json
 import math
 import re
+import sys
 import types
 import typing
 from collections.abc import Iterator
@@ -158,7 +159,7 @@ def _scalar_problem(value: Any, kind: type) -> tuple[str, Any, str] | None:
     if kind is float:
         if not isinstance(value, int | float) or isinstance(value, bool):
             return "a number", value, "give a number, without quotes"
-        if not math.isfinite(value):
+        if not abs(value) <= sys.float_info.max:
             return "a finite number", value, "change the value"
     return None
 

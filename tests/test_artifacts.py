@@ -11,12 +11,16 @@ from typing import Any
 import pytest
 import torch
 from artifact_files import PARAMS, SHAPE, edit, make_meta, make_network, put, refused
-from torch import Tensor
+from deadline import within
+from safetensors.torch import save_file
+from torch import Tensor, nn
 
-from ddm_lightning.artifacts import build_network, read_artifact, read_meta, write_artifact
+from ddm_lightning import weights
+from ddm_lightning.artifacts import build_network, load_network, read_artifact, read_meta, write_artifact
 from ddm_lightning.errors import UserError
 from ddm_lightning.files import sha256_file
 from ddm_lightning.flow.condition import Condition
+from ddm_lightning.networks import EXPERTS
 
 
 @pytest.mark.parametrize("member", ["expert-0", "router", "monolith"])
@@ -192,7 +196,109 @@ def test_weights_that_do_not_fit(tmp_path: Path) -> None:
         "use the release",
     )
     refused(build({**state, "extra": torch.ones(1)}), "'extra' is unexpected")
-    refused(build({**state, second: torch.ones(1, 77)}), f"{second!r} has shape [1, 77] instead of")
-    refused(build({}), "'patch_embedding", "more", "use the release")
+    refused(build({**state, second: torch.ones(1, 77)}), f"{second!r} is floats [1, 77] instead of")
+    refused(build({key: state[key] for key in list(state)[5:]}), "is missing", " and 2 more", "use the release")
+    refused(build({}), "cannot be built", "more weights than their file", "use the release")
     other = replace(meta, prediction="epsilon")
     refused(lambda: build_network(other, state), "expert-0", "predict 'epsilon'", "'velocity'")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"params": {**PARAMS, "depth": 10**6}},
+        {"params": {**PARAMS, "width": 8192}},
+        {"params": {**PARAMS, "width": 2**40}},
+        {"params": {**PARAMS, "mlp_ratio": 10**400}},
+        {"x_shape": [3, 10**9, 10**9]},
+        {"condition": {"kind": "text", "size": 10**9}},
+        {"condition": {"kind": "tokens", "size": 5, "length": 10**9}},
+        {"num_samples": 10**400},
+        {"metrics": {"loss": 10**400}},
+    ],
+    ids=str,
+)
+def test_sizes_that_the_weights_do_not_bear_out(tmp_path: Path, changes: dict[str, Any]) -> None:
+    """Refused at once: nothing of these sizes is built."""
+    path = put(tmp_path / "a") / "member.json"
+    edit(path, **changes)
+    with within(10):
+        refused(lambda: load_network(tmp_path / "a"), path)
+
+
+def test_positions_that_do_not_fit_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights do not depend on the height and width of a sample, but the positions do: a million of 8 numbers."""
+    path = put(tmp_path / "a") / "member.json"
+    edit(path, x_shape=[3, 2048, 2048])
+    monkeypatch.setattr(weights, "_free_bytes", lambda: 100e6)
+    refused(lambda: load_network(tmp_path / "a"), path, "needs 168 MB of memory, 100 MB are free")
+
+
+def test_weights_that_do_not_fit_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = put(tmp_path / "a") / "member.json"
+    monkeypatch.setattr(weights, "_free_bytes", lambda: 1000)
+    refused(lambda: load_network(tmp_path / "a"), path, "of memory, 1 kB are free")
+    refused(lambda: read_artifact(tmp_path / "a"), tmp_path / "a" / "model.safetensors", "of memory, 1 kB are free")
+
+
+@pytest.mark.parametrize(("dtype", "word"), [(torch.int32, "int32 [8]"), (torch.complex64, "C64")])
+def test_weights_that_are_no_floats(tmp_path: Path, dtype: torch.dtype, word: str) -> None:
+    path = put(tmp_path / "a") / "model.safetensors"
+    save_file({key: value.to(dtype) for key, value in make_network("expert").state_dict().items()}, path)
+    edit(tmp_path / "a" / "member.json", model_sha256=sha256_file(path))
+    refused(lambda: load_network(tmp_path / "a"), word)
+
+
+def test_a_buffer_of_integers_may_be_one() -> None:
+    """As a plug-in's BatchNorm has: the type is that of the network."""
+    EXPERTS.register("counting")(_Counting)
+    meta, state = replace(make_meta(), network="counting", params={}), _Counting().state_dict()
+    build_network(meta, state)
+    refused(lambda: build_network(meta, {"steps": torch.ones(1)}), "'steps' is floats [1] instead of int64 [1]")
+
+
+class _Counting(nn.Module):
+    prediction = "velocity"
+
+    def __init__(self, **_: object) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.zeros(1, dtype=torch.int64))
+
+
+def test_a_plug_in_may_replace_its_weights(tmp_path: Path) -> None:
+    """As weight normalisation does: more parameters are made than stay."""
+    EXPERTS.register("normed")(_Normed)
+    meta = replace(make_meta(), network="normed", params={}, x_shape=(3, 256, 256))
+    write_artifact(tmp_path / "a", _Normed().state_dict(), meta)
+    assert isinstance(load_network(tmp_path / "a")[1], _Normed)
+
+
+class _Normed(nn.Module):
+    prediction = "velocity"
+
+    def __init__(self, **_: object) -> None:
+        super().__init__()
+        self.layer = nn.utils.parametrizations.weight_norm(nn.Linear(3, 3))
+
+
+def test_a_link_to_weights_elsewhere(tmp_path: Path) -> None:
+    path = put(tmp_path / "a") / "model.safetensors"
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+    refused(lambda: read_artifact(tmp_path / "a"), path, "a link that leads out of its folder")
+
+
+def test_weights_of_a_terabyte_that_take_no_room(tmp_path: Path) -> None:
+    path = put(tmp_path / "a") / "model.safetensors"
+    with path.open("r+b") as stream:
+        stream.truncate(1 << 40)
+    with within(10):
+        refused(lambda: read_artifact(tmp_path / "a"), path, "not a whole safetensors file")
+
+
+def test_more_weights_than_any_network_has(tmp_path: Path) -> None:
+    path = put(tmp_path / "a") / "model.safetensors"
+    empty = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+    header = json.dumps(dict.fromkeys(map(str, range((1 << 16) + 1)), empty)).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header)
+    refused(lambda: load_network(tmp_path / "a"), path, "too many weights: 65537")

@@ -394,3 +394,33 @@ def test_a_finished_member_of_other_clusters_is_not_passed_over(
     assert line.startswith(
         f"{run / 'members' / member / 'artifact'}: was trained on clusters that have changed since, "
     )
+
+
+def test_a_manifest_of_other_data_than_the_experts_saw(refuse_sample: Refuse, copied: Path) -> None:
+    path = copied / "prepared" / "manifest.json"
+    columns = {**json.loads(path.read_text(encoding="utf-8"))["columns"], "x_0": "ndarray:uint8:3,512,512"}
+    edit_json(path, x_shape=[3, 512, 512], columns=columns)
+    line = refuse_sample()
+    assert line.startswith(f"{path}: the experts were trained on other data ((3, 8, 8), ")
+
+
+@pytest.mark.parametrize("changes", [{"num_classes": 10**9}, {"num_classes": 10**18}], ids=str)
+def test_a_manifest_that_asks_for_a_network_that_does_not_fit(
+    refuse: Refuse, tiny_run: Path, changes: dict[str, object]
+) -> None:
+    edit_json(tiny_run / "prepared" / "manifest.json", **changes)
+    line = refuse("fit", *settings(tiny_run), "condition.kind=class", "sample.prompts=[]", "member=expert-0")
+    assert re.search(r"needs [\d.]+ [TGE]B of memory, |cannot be built|refuses its params", line), line
+
+
+def test_a_manifest_of_another_number_of_clusters(refuse: Refuse, tiny_run: Path) -> None:
+    path = tiny_run / "prepared" / "manifest.json"
+    edit_json(path, clusters=json.loads(path.read_text(encoding="utf-8"))["clusters"][:1], priors=[1])
+    line = refuse("fit", *settings(tiny_run), "member=expert-1")
+    assert line == "key 'prepare.partition.num_clusters' = 2: the manifest has 1"
+
+
+def test_memory_that_is_full_is_one_line(refuse: Refuse, tiny_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ddm_lightning.training.fit.build_data", lambda *_: torch.empty(1 << 50))
+    line = refuse("fit", *settings(tiny_run), "member=expert-0")
+    assert line.startswith("the memory is full (") and "use a smaller network or batch" in line

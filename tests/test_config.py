@@ -3,6 +3,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import dataclasses
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -369,3 +370,24 @@ def test_a_plug_in_of_another_name_takes_none_of_the_files_params(overrides):
 def test_a_batch_that_does_not_divide_is_refused_with_one_that_does():
     with pytest.raises(UserError, match=r"= 64: must be divisible by .* = 3.*set expert\.train\.global_batch_size=66"):
         load_experiment(ROOT / "experiments" / "folder_4x.yaml", ["prepare.partition.num_clusters=3"])
+
+
+@pytest.mark.parametrize("place", ["params: {width: 8}", "name: blobs"])
+def test_a_yaml_bomb_is_one_line_at_once(tmp_path: Path, place: str) -> None:
+    """Ten aliases of ten aliases … of a list: 10**9 entries if they were expanded, as OmegaConf 2.3 does."""
+    path = tmp_path / "bomb.yaml"
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 9)]
+    key, _, _ = place.partition(":")
+    path.write_text("\n".join(lines) + SMALLEST.replace(place, f"{key}: {{bomb: *a8}}" if key == "params" else place))
+    done = subprocess.run(
+        [sys.executable, "-m", "ddm_lightning", "config", "-c", str(path)],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+        cwd=ROOT,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30)),
+    )
+    assert done.returncode == 2, done.stderr[-500:]
+    assert done.stderr.startswith(f"error: {path}: ") and done.stderr.count("\n") == 1

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from artifact_files import edit, put, refused
+from deadline import within
 
 from ddm_lightning.artifacts import read_ensemble, read_meta, write_ensemble
 from ddm_lightning.files import sha256_file
@@ -151,3 +152,11 @@ def test_member_json_that_the_ensemble_does_not_know(run_dir: Path) -> None:
     path = run_dir / "members" / "expert-1" / "artifact" / "member.json"
     edit(path, step=8)
     refused(lambda: read_ensemble(run_dir / "ensemble.json"), path, "is not the expert-1", "fetch this artifact again")
+
+
+def test_an_entry_repeated_is_refused_before_it_is_read_again(run_dir: Path) -> None:
+    manifest = run_dir / "ensemble.json"
+    members = json.loads(manifest.read_text())["members"]
+    edit(manifest, members=[members[0]] * 100_000)
+    with within(5):
+        refused(lambda: read_ensemble(manifest), manifest, "expert-0 is listed twice")

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from deadline import within
 
 from ddm_lightning.errors import UserError
 from ddm_lightning.files import (
@@ -228,3 +229,31 @@ def test_neither_a_link_nor_a_neighbour_of_the_same_beginning_is_inside(tmp_path
     for relative in ("link/model", "../run-2"):
         with pytest.raises(UserError, match="leaves its folder"):
             inside(folder, relative, folder / "m.json")
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder", "link out", "link in a circle", "large"])
+def test_only_a_small_regular_file_of_the_folder_is_read_as_json(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "run" / "f.json"
+    path.parent.mkdir()
+    atomic_write_json(tmp_path / "outside.json", {})
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "large":
+        with path.open("wb") as stream:
+            stream.truncate(1 << 40)
+    else:
+        path.symlink_to({"device": "/dev/zero", "link out": "../outside.json", "link in a circle": "f.json"}[kind])
+    with within(10), pytest.raises(UserError) as caught:
+        read_json(path, "the manifest", "run prepare again")
+    line = str(caught.value)
+    assert line.startswith(f"{path}: the manifest cannot be read (")
+    assert "\n" not in line
+
+
+@pytest.mark.parametrize("name", ["circle", "x" * 300, "\0"])
+def test_a_path_that_names_no_file_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "circle").symlink_to(tmp_path / "circle")
+    with pytest.raises(UserError, match="names no file"):
+        inside(tmp_path, name, tmp_path / "m.json")

@@ -12,8 +12,7 @@ from ddm_lightning.artifacts import (
     ENSEMBLE_FILE,
     MEMBER_FILE,
     ArtifactMeta,
-    build_network,
-    read_artifact,
+    load_network,
     read_ensemble,
 )
 from ddm_lightning.ensemble.ensemble import Ensemble
@@ -44,10 +43,10 @@ def load_member(folder: Path, device: torch.device | str = "cpu") -> LoadedMembe
     """Load one artifact.
 
     Raises:
-        UserError: the artifact cannot be trusted or used; see ``read_artifact`` and ``build_network``.
+        UserError: the artifact cannot be trusted or used; see ``load_network``.
     """
-    meta, state = read_artifact(folder)
-    return LoadedMember(build_network(meta, state, folder / MEMBER_FILE).to(device), meta)
+    meta, network = load_network(folder)
+    return LoadedMember(network.to(device), meta)
 
 
 def load_single(folder: Path, device: torch.device | str = "cpu") -> LoadedEnsemble:

@@ -18,10 +18,11 @@ from ddm_lightning.ensemble.sampler import sample
 from ddm_lightning.errors import UserError
 from ddm_lightning.flow.condition import Condition
 from ddm_lightning.pictures import labelled_grid, save_png
-from ddm_lightning.prepare.manifest import Manifest
+from ddm_lightning.prepare.manifest import Manifest, manifest_path
 from ddm_lightning.prepare.registry import CAPTION_ENCODERS, IMAGE_ENCODERS
 from ddm_lightning.progress import member_columns
 from ddm_lightning.training.devices import check_devices, device_of
+from ddm_lightning.training.member_network import condition_spec
 
 # Height in pixels at which small pictures are shown.
 CELL_SIZE = 72
@@ -174,11 +175,18 @@ def draw_run(
     It samples on the island's device.
 
     Raises:
-        UserError: no ensemble, a damaged artifact, a prompt that is empty, no such class, or no such device.
+        UserError: no ensemble, a damaged artifact or one of other data, an empty prompt, no such class or device.
     """
     accelerator = experiment.island.accelerator
     check_devices(accelerator, 1)
     manifest = Manifest.read(run_dir)
-    rows = row_conditions(prompts, classes, experiment, manifest)
+    rows = row_conditions(prompts, classes, experiment, manifest) if prompts or classes else None
     loaded = load_ensemble(run_dir, device_of(accelerator))
+    found = (loaded.meta.x_shape, loaded.meta.condition)
+    if found != (manifest.x_shape, condition_spec(experiment, manifest).to_dict()):
+        raise UserError(
+            f"{manifest_path(run_dir)}: the experts were trained on other data ({found[0]}, {found[1]}); "
+            "copy the manifest from where they were trained"
+        )
+    rows = rows or row_conditions((), (), experiment, manifest)
     save_png(path, sample_grid(loaded, experiment, rows, manifest.attribution, singles, show_progress))

@@ -52,6 +52,7 @@ class ClusterDataModule(L.LightningDataModule):
         num_workers: data-loading processes of one rank.
         held_out_clusters: clusters whose held-out samples are validated on (those that have any).
         out_of_cluster: clusters for whose experts samples of other clusters were drawn; these are trained on, too.
+        columns: what the manifest says of them, by name.
         index_sha256: what the manifest says of each ``index.json``, by ``cluster-{k}/{split}``.
         loader: ``local`` (reads a folder directly), ``streaming`` (Streaming's back ends) or ``auto`` (``local`` where
             the shards lie in a folder).
@@ -73,6 +74,7 @@ class ClusterDataModule(L.LightningDataModule):
         num_workers: int = 0,
         held_out_clusters: Sequence[int] = (),
         out_of_cluster: Sequence[int] = (),
+        columns: Mapping[str, str] | None = None,
         index_sha256: Mapping[str, str] | None = None,
         loader: str = AUTO,
         num_canonical_nodes: int = 1,
@@ -90,6 +92,7 @@ class ClusterDataModule(L.LightningDataModule):
         self._training = [shard_name(k, TRAIN) for k in self.clusters]
         self._training += [shard_name(k, OUT_OF_CLUSTER) for k in self.out_of_cluster]
         self._held_out = [shard_name(k, HELD_OUT) for k in self.held_out_clusters]
+        self.columns = dict(columns or {})
         self.index_sha256 = dict(index_sha256 or {})
         self.num_canonical_nodes = num_canonical_nodes
         self.pin_memory = pin_memory
@@ -229,7 +232,11 @@ class ClusterDataModule(L.LightningDataModule):
             "pin_memory": self.pin_memory,
             "persistent_workers": self.num_workers > 0,
         }
-        return (self._local if self.loader == LOCAL else self._streaming)(names, shuffle, ranks, settings)
+        loader = (self._local if self.loader == LOCAL else self._streaming)(names, shuffle, ranks, settings)
+        found = {column.name: column.encoding for column in loader.shards.layout.columns}
+        if not self.columns.items() <= found.items():
+            raise UserError(f"{self.shards}: columns {found} are not the manifest's, {self.columns}; copy both again")
+        return loader
 
     def _local(self, names: Sequence[str], shuffle: bool, ranks: Ranks, settings: Mapping[str, Any]) -> LocalLoader:
         folders = [self._store(name) if self._is_unpacked_here(name) else Path(self.shards) / name for name in names]

@@ -13,28 +13,17 @@ from streaming.base.compression import decompress
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from ddm_lightning.files import read_json
 from ddm_lightning.loading.errors import ShardError, unreadable
 from ddm_lightning.loading.mds import ShardFile, Shards
 from ddm_lightning.loading.order import Ranks, epoch_order, num_steps, steps
 from ddm_lightning.loading.preflight import check_disk
 from ddm_lightning.loading.workers import as_it_is, workers_end_with_an_error
-from ddm_lightning.prepare.verify import remove_damaged
+from ddm_lightning.prepare.verify import read_index, remove_damaged
 from ddm_lightning.schema import first_line
 
 _REMEDY = "delete the run's prepared/shards and run prepare again, or copy them again from where that was done"
 # Nothing is evicted, and the state has to fit the streaming back end's.
 _NODES_AT_FIRST = 1
-
-
-def read_index(folder: Path) -> list[dict[str, Any]]:
-    """The entries of ``folder``/index.json, a shard each.
-
-    Raises:
-        UserError: it cannot be read.
-    """
-    shards: list[dict[str, Any]] = read_json(folder / "index.json", "the index of the shards", _REMEDY)["shards"]
-    return shards
 
 
 def is_packed(folder: Path) -> bool:

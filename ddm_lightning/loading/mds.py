@@ -34,6 +34,7 @@ class Column:
     """Where a column of fixed size lies in a sample, and what it holds."""
 
     name: str
+    encoding: str
     dtype: np.dtype
     shape: tuple[int, ...]
     fixed_before: int
@@ -62,11 +63,15 @@ class Layout:
         Raises:
             UserError: no ``sample_id``, or a column that no batch can hold.
         """
+        if not len(set(names)) == len(names) == len(encodings) == len(sizes):
+            raise UserError(f"columns {', '.join(names)} of the shards: some are listed twice, or have no size")
         columns, fixed, variable = [], 0, 0
         for name, encoding, size in zip(names, encodings, sizes, strict=True):
             if size:
-                columns.append(Column(name, *_numbers(name, encoding), fixed, variable))
+                columns.append(Column(name, encoding, *_numbers(name, encoding), fixed, variable))
                 fixed += size
+                if columns[-1].num_bytes != size:
+                    raise UserError(f"column {name!r} of the shards ({encoding}) cannot have {size} bytes")
             elif encoding in _TEXT:
                 variable += 1
             else:
@@ -83,7 +88,10 @@ def _numbers(name: str, encoding: str) -> tuple[np.dtype, tuple[int, ...]]:
     kind, _, rest = encoding.partition(":")
     dtype, _, shape = rest.partition(":") if kind == "ndarray" else (_SCALARS.get(kind, kind), "", "")
     try:
-        return np.dtype(dtype), tuple(int(extent) for extent in shape.split(",")) if shape else ()
+        sizes = [int(extent) for extent in shape.split(",")] if shape else []
+        if min(sizes, default=1) < 1:
+            raise ValueError
+        return torch.from_numpy(np.empty(0, dtype)).numpy().dtype, tuple(sizes)
     except (TypeError, ValueError):
         raise UserError(
             f"column {name!r} of the shards ({encoding}) does not hold numbers; no batch can hold it"
@@ -98,6 +106,17 @@ class ShardFile:
     num_samples: int
     num_bytes: int
     layout: Layout
+
+    def __post_init__(self) -> None:
+        """Compare the sizes with each other.
+
+        Raises:
+            UserError: the samples do not fit in the file.
+        """
+        least = 4 + 4 * self.layout.num_variable + self.layout.num_fixed_bytes
+        if not 8 + self.num_samples * least <= self.num_bytes < 1 << 32:
+            sizes = f"{self.num_samples} samples in {self.num_bytes} bytes"
+            raise UserError(f"{self.path}: the index lists {sizes}, which cannot be; copy the shards again")
 
     @classmethod
     def of(cls, folder: Path, info: Mapping[str, Any]) -> ShardFile:
@@ -237,7 +256,10 @@ class Shards:
         by_shard = np.argsort(shards, kind="stable")
         found, first = np.unique(shards[by_shard], return_index=True)
         for shard, places in zip(found.tolist(), np.split(by_shard, first[1:]), strict=True):
-            self._map(shard).gather(ids[places] - self._starts[shard], items, places)
+            try:
+                self._map(shard).gather(ids[places] - self._starts[shard], items, places)
+            except IndexError:
+                raise ValueError(f"{self.files[shard].path}: a sample ends behind the file") from None
         return {column.name: _as_tensor(column, batch[column.name]) for column in columns}
 
     def _map(self, shard: int) -> _Map:

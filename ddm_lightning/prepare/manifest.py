@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ddm_lightning import checks
 from ddm_lightning.errors import UserError
 from ddm_lightning.files import atomic_write_json, read_json
 from ddm_lightning.run_folder import RunFolder
@@ -15,6 +16,21 @@ FORMAT_VERSION = 3
 TRAIN, HELD_OUT = "train", "held-out"
 OUT_OF_CLUSTER = "out-of-cluster"
 _REMEDY = "run prepare first, with the same FILE and settings, or copy it from where that was done"
+
+_COUNT = checks.integer(0)
+_CHECKS: dict[str, checks.Check] = {
+    "stores": checks.one_of(("x_0", "posterior")),
+    "x_shape": checks.X_SHAPE,
+    "normalisation": checks.NORMALISATION,
+    "text_size": _COUNT,
+    "token_shape": checks.optional((lambda value: checks.is_shape(value, 2), "a list of tokens and their size")),
+    "columns": checks.TEXTS,
+    "num_classes": _COUNT,
+    "clusters": checks.list_of(checks.object_of({"train": _COUNT, "held_out": _COUNT, "out_of_cluster": _COUNT})),
+    "priors": checks.SHARES,
+    "index_sha256": checks.TEXTS,
+    "partition_sha256": checks.TEXT,
+}
 
 
 @dataclass(frozen=True)
@@ -125,17 +141,35 @@ class Manifest:
         if stored.keys() != fields:
             odd = ", ".join(sorted(stored.keys() ^ fields))
             raise UserError(f"{path}: keys missing or unknown: {odd}; delete it and {_REMEDY}")
-        try:
-            channels, height, width = (int(extent) for extent in stored.pop("x_shape"))
-            clusters = tuple(ClusterSamples(**entry) for entry in stored.pop("clusters"))
-            priors = tuple(float(share) for share in stored.pop("priors"))
-            tokens = stored.pop("token_shape")
-            token_shape = None if tokens is None else (int(tokens[0]), int(tokens[1]))
-        except (TypeError, ValueError, IndexError, KeyError) as error:
-            raise UserError(f"{path}: cannot be read ({error}); delete it and {_REMEDY}") from None
+        if problem := _problem_with(stored):
+            raise UserError(f"{path}: {problem}; delete it and {_REMEDY}")
         return cls(
-            x_shape=(channels, height, width), clusters=clusters, priors=priors, token_shape=token_shape, **stored
+            **{
+                **stored,
+                "x_shape": tuple(stored["x_shape"]),
+                "clusters": tuple(ClusterSamples(**entry) for entry in stored["clusters"]),
+                "priors": tuple(map(float, stored["priors"])),
+                "token_shape": stored["token_shape"] and tuple(stored["token_shape"]),
+            }
         )
+
+
+def _problem_with(stored: dict[str, Any]) -> str | None:
+    """The first value that is wrong, or contradicts another."""
+    if problem := checks.problem_with({key: stored[key] for key in _CHECKS}, _CHECKS):
+        return problem
+    channels, *rest = stored["x_shape"]
+    x_0 = [channels * (2 if stored["stores"] == "posterior" else 1), *rest]
+    columns, tokens = stored["columns"], stored["token_shape"] or []
+    for name, shape in {"x_0": x_0, "x_0_flipped": x_0, "text": [stored["text_size"]], "text_tokens": tokens}.items():
+        if (name == "x_0" or name in columns) and columns.get(name, "").split(":")[2:] != [",".join(map(str, shape))]:
+            return f"key 'columns' gives {name} another shape than {shape}"
+    for name, values in stored["normalisation"].items():
+        if isinstance(values, list) and len(values) not in (1, channels):
+            return f"key 'normalisation' has {len(values)} numbers of {name} for {channels} channels"
+    if len(stored["priors"]) != len(stored["clusters"]):
+        return "key 'priors' has another length than key 'clusters'"
+    return None
 
 
 def manifest_path(run_dir: Path) -> Path:

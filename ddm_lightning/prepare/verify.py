@@ -3,16 +3,48 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from ddm_lightning import checks
 from ddm_lightning.errors import UserError
 from ddm_lightning.files import inside, read_json, sha256_file
 
 _REMEDY = "delete the run's prepared/shards and run prepare again, or copy them again from where that was done"
+
+_BYTES: checks.Check = (lambda value: checks.is_int(value, 0) and value < 1 << 32, "a number below 2^32")  # of offsets
+_FILE = checks.object_of({"basename": checks.TEXT, "bytes": _BYTES, "hashes": checks.OBJECT})
+_SHARD_CHECKS: dict[str, checks.Check] = {
+    "column_names": checks.list_of(checks.TEXT),
+    "column_encodings": checks.list_of(checks.TEXT),
+    "column_sizes": checks.list_of(checks.optional(_BYTES)),
+    "samples": _BYTES,
+    "raw_data": _FILE,
+    "zip_data": checks.optional(_FILE),
+}
+
+
+def read_index(folder: Path) -> list[dict[str, Any]]:
+    """The entries of an MDS folder's ``index.json``, one a shard, whose sizes fit each other.
+
+    Raises:
+        UserError: the index is missing or damaged.
+    """
+    path = folder / "index.json"
+    content = read_json(path, "the index of the shards", _REMEDY)
+    shards = content.get("shards") if isinstance(content, dict) else None
+    if not isinstance(shards, list):
+        raise UserError(f"{path}: is no index of MDS shards; {_REMEDY}")
+    for number, shard in enumerate(shards):
+        known = {key: shard[key] for key in _SHARD_CHECKS if key in shard} if isinstance(shard, dict) else shard
+        problem = checks.problem_with(known, _SHARD_CHECKS)
+        if problem is None and (shard["zip_data"] is None) != (shards[0]["zip_data"] is None):
+            problem = "is compressed, or the first one is, but not both"
+        if problem is not None:
+            raise UserError(f"{path}: is no index of MDS shards: shard {number}: {problem}; {_REMEDY}")
+    return shards
 
 
 def verify_shards(folder: Path, hashes: bool = True, *, index_sha256: str | None = None) -> int:
@@ -30,13 +62,9 @@ def verify_shards(folder: Path, hashes: bool = True, *, index_sha256: str | None
         UserError: index or shard is missing or differs; the line names the file and the remedy.
     """
     index = folder / "index.json"
-    content = read_json(index, "the index of the shards", _REMEDY)
+    shards = [(shard["samples"], _files(shard)) for shard in read_index(folder)]
     if index_sha256 is not None and sha256_file(index) != index_sha256:
         raise UserError(f"{index}: differs from what the manifest says; {_REMEDY}")
-    try:
-        shards = [(int(shard["samples"]), _files(shard)) for shard in content["shards"]]
-    except (KeyError, TypeError, ValueError):
-        raise UserError(f"{index}: is no index of MDS shards; {_REMEDY}") from None
     for _, files in shards:
         # A compressed shard lies there compressed, unpacked, or both.
         present = [entry for entry in files if inside(folder, entry["basename"], index).is_file()]
@@ -60,9 +88,9 @@ def remove_damaged(folder: Path, *, index_sha256: str | None = None) -> list[Pat
     index = folder / "index.json"
     try:
         if index_sha256 is not None and sha256_file(index) != index_sha256:
-            raise ValueError
-        files = [entry for shard in json.loads(index.read_text(encoding="utf-8"))["shards"] for entry in _files(shard)]
-    except (KeyError, TypeError, ValueError):
+            raise UserError("of another preparation")
+        files = [entry for shard in read_index(folder) for entry in _files(shard)]
+    except UserError:
         shutil.rmtree(folder)
         return [folder]
     removed = []
@@ -79,11 +107,7 @@ def remove_damaged(folder: Path, *, index_sha256: str | None = None) -> list[Pat
 
 def _files(shard: dict[str, Any]) -> list[dict[str, Any]]:
     """The files in which a shard may lie: raw and, when it is compressed, packed."""
-    files = [entry for entry in (shard["raw_data"], shard["zip_data"]) if entry is not None]
-    return [
-        {"basename": str(entry["basename"]), "bytes": int(entry["bytes"]), "sha1": str(entry["hashes"]["sha1"])}
-        for entry in files
-    ]
+    return [entry for entry in (shard["raw_data"], shard["zip_data"]) if entry is not None]
 
 
 def _check_file(path: Path, entry: dict[str, Any], hashes: bool) -> None:
@@ -95,11 +119,10 @@ def _check_file(path: Path, entry: dict[str, Any], hashes: bool) -> None:
         with path.open("rb") as stream:
             while block := stream.read(1 << 20):
                 digest.update(block)
-        if digest.hexdigest() != entry["sha1"]:
+        if digest.hexdigest() != entry["hashes"].get("sha1"):
             raise UserError(f"{path}: shard is damaged: its SHA-1 differs from the one in index.json; {_REMEDY}")
 
 
 def num_samples_of(folders: Iterable[Path]) -> int:
     """Samples of some MDS folders, by their indices."""
-    indices = (json.loads((folder / "index.json").read_text(encoding="utf-8")) for folder in folders)
-    return sum(int(shard["samples"]) for index in indices for shard in index["shards"])
+    return sum(int(shard["samples"]) for folder in folders for shard in read_index(folder))

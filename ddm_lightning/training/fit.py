@@ -38,7 +38,7 @@ from ddm_lightning.training.ema import gathered_ema, kept_buffers
 from ddm_lightning.training.ema_snapshots import EmaSnapshots, missing_snapshots, snapshot_steps
 from ddm_lightning.training.expert import ExpertModule
 from ddm_lightning.training.handover import hand_over
-from ddm_lightning.training.member_network import build_member_network, member_condition
+from ddm_lightning.training.member_network import build_member_network, member_condition, planned_network
 from ddm_lightning.training.module import MemberModule, MemberSpec
 from ddm_lightning.training.origin import KeptOrigin, check_origin
 from ddm_lightning.training.pictures import PictureLogger
@@ -56,6 +56,7 @@ from ddm_lightning.training.speed import UNKNOWN_COST, Speed, StepCost
 from ddm_lightning.training.status import MemberStatus
 from ddm_lightning.training.strategy import checkpoint_bytes, choose_strategy
 from ddm_lightning.units import amount
+from ddm_lightning.weights import check_memory
 
 WORKERS_OUTLIVE_SECONDS = 15.0
 FLOAT32_BYTES = 4
@@ -69,8 +70,11 @@ def build_module(member: str, experiment: Experiment, manifest: Manifest) -> Mem
     """The member's LightningModule, untrained.
 
     Raises:
-        UserError: as ``build_member_network``, or flips that the shards have no encodings of.
+        UserError: as ``build_member_network``, flips that the shards have no encodings of, a manifest of another
+            number of clusters, or a network that does not fit in memory.
     """
+    if manifest.num_clusters != (wanted := experiment.prepare.partition.num_clusters):
+        raise UserError(f"key 'prepare.partition.num_clusters' = {wanted}: the manifest has {manifest.num_clusters}")
     config = config_of(member, experiment)
     if config.train.horizontal_flip and manifest.stores == "posterior" and "x_0_flipped" not in manifest.columns:
         section = "router" if member == ROUTER else "expert"
@@ -95,6 +99,8 @@ def build_module(member: str, experiment: Experiment, manifest: Manifest) -> Mem
         micro_batch_size=experiment.island.micro_batch_size,
         num_held_out=sum(manifest.clusters[k].held_out for k in clusters_of(member, experiment)),
     )
+    planned = planned_network(member, experiment, manifest)
+    check_memory([*planned.parameters(), *planned.buffers()], member)
     kind = RouterModule if member == ROUTER else ExpertModule
     return kind(build_member_network(member, experiment, manifest), spec)
 
@@ -118,6 +124,7 @@ def build_data(member: str, experiment: Experiment, manifest: Manifest, run: Run
         seed=experiment.seed,
         cache=run.member(member) / "cache",
         num_workers=experiment.island.num_workers,
+        columns=manifest.columns,
         index_sha256=manifest.index_sha256,
         loader=experiment.island.loader,
         held_out_clusters=[k for k in clusters if manifest.clusters[k].held_out > 0],
@@ -290,8 +297,8 @@ def _fit_locked(
     if resolve_accelerator(island.accelerator) == "cpu":
         torch.set_num_threads(island.num_threads)
     manifest = Manifest.read(run.root)
-    data = build_data(member, experiment, manifest, run)
     module = build_module(member, experiment, manifest)
+    data = build_data(member, experiment, manifest, run)
     num_parameters = sum(p.numel() for p in module.network.parameters())
     num_widths = len(module.spec.train.ema_widths)
     strategy, reason = choose_strategy(island, num_parameters, num_widths)

@@ -100,7 +100,7 @@ def test_bad_folders_are_named(run_dir: Path) -> None:
     refused(lambda: load_ensemble(run_dir.parent), run_dir.parent / "ensemble.json", "is missing", "fit")
     weights = run_dir / "expert-1" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-8])
-    refused(lambda: load_ensemble(run_dir), weights, "SHA-256", "fetch this artifact again")
+    refused(lambda: load_ensemble(run_dir), weights, "not a whole safetensors file", "fetch this artifact again")
     put(run_dir / "expert-1", "expert-1", network="dit")
     edit(run_dir / "expert-1" / "member.json", network="unheard-of")
     refused(lambda: load_member(run_dir / "expert-1"), run_dir / "expert-1" / "member.json", "unheard-of", "install")

@@ -318,3 +318,12 @@ def test_a_url_that_leads_nowhere_is_an_error_line(tmp_path, url, words):
 def test_an_island_that_was_handed_no_shards_is_told_where_to_say_so(tmp_path):
     with pytest.raises(UserError, match=r"nowhere: no shards here; .*island\.shards"):
         module_of(str(tmp_path / "nowhere"), [0], 5, tmp_path).prepare_data()
+
+
+def test_shards_of_other_columns_than_the_manifest_says(shards, tmp_path, back_end):
+    columns = {name: COLUMNS[name] for name in ("x_0", "label", "text")}
+    assert module_of(shards, [0], 2, tmp_path, loader=back_end, columns=columns).train_dataloader()
+    for wrong in ({"x_0": "ndarray:uint8:3,8,8"}, {"text_tokens": "ndarray:float16:2,6"}):
+        data = module_of(shards, [0], 2, tmp_path, loader=back_end, columns={**columns, **wrong})
+        with pytest.raises(UserError, match="are not the manifest's"):
+            data.train_dataloader()

@@ -4,6 +4,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
+from deadline import within
 from loading.mds import COLUMNS, sample, write_mds
 
 from ddm_lightning.errors import UserError
@@ -108,7 +109,6 @@ def edit_index(folder, **changes):
     [
         ({"format": "json"}, "not MDS"),
         ({"samples": 5}, "holds 17 samples instead of 5"),
-        ({"column_sizes": [None, 4, 4, 8, 12, 6000]}, "do not have the columns"),
     ],
 )
 def test_an_index_that_does_not_fit_its_shard_is_refused(tmp_path, changes, words):
@@ -145,3 +145,55 @@ def test_clusters_of_different_columns_are_refused(tmp_path):
     write_mds(tmp_path / "b", range(3), columns={name: kind for name, kind in COLUMNS.items() if name != "text"})
     with pytest.raises(UserError, match="all with the same columns"):
         open_shards([tmp_path / "a", tmp_path / "b"])
+
+
+HUGE = [f"ndarray:uint8:{size}" for size in ("3,100000,100000", "-3,-4,4", "3,4,x", "0")]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"samples": 10**9}, r"1000000000 samples in \d+ bytes"),
+        ({"samples": 10**12}, "key 'samples'"),
+        ({"samples": -1}, "key 'samples'"),
+        ({"samples": "17"}, "key 'samples'"),
+        ({"raw_data": {"basename": "shard.00000.mds", "bytes": 10**12, "hashes": {}}}, "key 'raw_data'"),
+        ({"raw_data": None}, "key 'raw_data'"),
+        ({"column_sizes": [None, 4, 4, 8, 12, 6000]}, "cannot have 6000 bytes"),
+        ({"column_sizes": [None, 4, 4, 8, 12]}, "have no size"),
+        ({"column_names": ["caption", "cluster", "label", "sample_id", "text", "text"]}, "listed twice"),
+        *(
+            ({"column_encodings": ["str", "int32", "int32", "int64", "ndarray:float16:6", x]}, "48 bytes|numbers")
+            for x in HUGE
+        ),
+        ({"column_encodings": ["str", "int32", "int32", "int64", "ndarray:O:6", "ndarray:uint8:3,4,4"]}, "numbers"),
+        ({"zip_data": {"basename": "../x", "bytes": 1}}, "key 'zip_data'"),
+    ],
+    ids=str,
+)
+def test_sizes_that_contradict_each_other_are_one_line(tmp_path, changes, words):
+    write_mds(tmp_path, range(17), shard_bytes=1 << 16)
+    edit_index(tmp_path, **changes)
+    with within(10), pytest.raises(UserError, match=words) as refusal:
+        open_shards([tmp_path]).take(np.arange(3))
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("content", ["[]", "{}", '{"shards": {}}', '{"shards": [1]}'])
+def test_an_index_that_is_none_is_one_line(tmp_path, content):
+    (tmp_path / "index.json").write_text(content)
+    with pytest.raises(UserError, match="is no index of MDS shards"):
+        open_shards([tmp_path])
+
+
+def test_a_text_that_claims_to_be_longer_than_its_file_is_told(tmp_path):
+    columns = {"a": "str", "b": "str", "sample_id": "int64"}
+    with MDSWriter(out=str(tmp_path), columns=columns) as writer:
+        writer.write({"a": "one", "b": "two", "sample_id": 1})
+    path = tmp_path / "shard.00000.mds"
+    content = bytearray(path.read_bytes())
+    begin = int.from_bytes(content[4:8], "little")
+    content[begin : begin + 4] = b"\xff\xff\xff\x7f"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"shard.00000.mds: a sample ends behind the file"):
+        open_shards([tmp_path]).take(np.arange(1))

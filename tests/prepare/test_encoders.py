@@ -140,6 +140,7 @@ def test_weights_that_are_none_are_named(tmp_path, damage):
     with pytest.raises(UserError, match=re.escape(str(path))) as refusal:
         EfficientNetFeatures(resolution=32, path=str(path)).encode(pictures())
     assert "\n" not in str(refusal.value)
+    assert "trust" not in str(refusal.value)  # torch's advice on how to run what is in a pickle
 
 
 @pytest.mark.parametrize(

@@ -63,8 +63,8 @@ def test_a_manifest_from_before_class_names_is_read(tmp_path):
         ({"format_version": 99}, "format_version 99 is not 3"),
         ({"format_version": 1}, "format_version 1 is not 3; delete it and run prepare"),
         ({"surprise": 1}, "missing or unknown: surprise"),
-        ({"x_shape": [1, 2]}, "cannot be read"),
-        ({"clusters": [{"train": 1}]}, "cannot be read"),
+        ({"x_shape": [1, 2]}, "'x_shape'"),
+        ({"clusters": [{"train": 1}]}, "'clusters'"),
     ],
 )
 def test_a_manifest_that_cannot_be_read_is_one_line(tmp_path, change, problem):
@@ -73,6 +73,37 @@ def test_a_manifest_that_cannot_be_read_is_one_line(tmp_path, change, problem):
         path.parent.mkdir()
         content = change if isinstance(change, str) else json.dumps({**dataclasses.asdict(manifest()), **change})
         path.write_text(content)
+    with pytest.raises(UserError, match=problem) as refusal:
+        Manifest.read(tmp_path)
+    assert str(path) in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"x_shape": [3, 10**6, 10**6]}, "'x_shape'"),
+        ({"x_shape": [3, 8, 16]}, r"'columns' gives x_0 another shape than \[3, 8, 16\]"),
+        ({"stores": "posterior"}, r"x_0 another shape than \[6, 8, 8\]"),
+        ({"columns": {}}, "x_0"),
+        ({"text_size": 10**30}, "'text_size'"),
+        ({"columns": {"x_0": "ndarray:uint8:3,8,8", "text": "ndarray:float16:512"}}, r"text another shape than \[0\]"),
+        ({"columns": {"x_0": "ndarray:uint8:3,8,8", "text_tokens": "ndarray:float16:9,9"}}, "text_tokens"),
+        ({"token_shape": [10**9, 10**9]}, "'token_shape'"),
+        ({"clusters": []}, "'priors'"),
+        ({"clusters": [{"train": -1, "held_out": 1, "out_of_cluster": 0}] * 2}, "'clusters'"),
+        ({"priors": [2, -1]}, "'priors'"),
+        ({"priors": [1]}, "'priors'"),
+        ({"num_classes": "many"}, "'num_classes'"),
+        ({"normalisation": {"scale": [1, 1], "shift": 0}}, "'normalisation' has 2 numbers of scale for 3 channels"),
+        ({"normalisation": {"scale": 10**400, "shift": 0}}, "'normalisation'"),
+        ({"index_sha256": {"cluster-0/train": 1}}, "'index_sha256'"),
+    ],
+    ids=str,
+)
+def test_values_that_cannot_be_or_contradict_each_other(tmp_path, change, problem):
+    path = manifest_path(tmp_path)
+    path.parent.mkdir()
+    path.write_text(json.dumps({**dataclasses.asdict(manifest()), **change}))
     with pytest.raises(UserError, match=problem) as refusal:
         Manifest.read(tmp_path)
     assert str(path) in str(refusal.value) and "\n" not in str(refusal.value)

