@@ -127,9 +127,7 @@ def _check_initial(factory: Callable[..., Any], x_shape: tuple[int, int, int], s
     second = _initial(_build(factory, x_shape, spec))
     for name in first.keys() & second.keys():
         same = torch.equal(first[name], second[name])
-        _require(
-            same, f"two experts built from one seed differ in {name!r}: it is not initialised, or not from torch's"
-        )
+        _require(same, f"two experts built from one seed differ in {name!r}: initialise it, with torch's generator")
 
 
 def _initial(expert: nn.Module) -> dict[str, Tensor]:

@@ -215,7 +215,7 @@ class OwnGenerator(Good):
         (IgnoresCondition, "the condition does not change the output"),
         (HiddenState, "some state is not in it"),
         (TiedWeights, "saved as safetensors, raises RuntimeError"),
-        (Uninitialised, "two experts built from one seed differ in 'null': it is not initialised"),
+        (Uninitialised, "two experts built from one seed differ in 'null': initialise it, with torch's generator"),
         (OwnGenerator, "two experts built from one seed differ in 'mix.weight'"),
         (RandomKeys, "load_state_dict raises RuntimeError"),
     ],
