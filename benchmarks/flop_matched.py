@@ -41,7 +41,6 @@ from ddm_lightning.prepare.manifest import HELD_OUT, TRAIN, Manifest
 from ddm_lightning.prepare.registry import IMAGE_ENCODERS
 from ddm_lightning.run_folder import RunFolder, open_run
 from ddm_lightning.training.devices import resolve_accelerator
-from ddm_lightning.training.fit import is_finished
 
 QUICK_NUM, QUICK_SAMPLING_STEPS = 64, 20
 # Steps of each member that --quick trains.
@@ -73,7 +72,7 @@ def main(arguments: Sequence[str] | None) -> None:
 def _trained(experiment: Experiment, options: Namespace) -> tuple[Experiment, RunFolder]:
     """The experiment with a finished ensemble and a finished monolith of the same FLOPs."""
     folder, ours = RunFolder.of(experiment), []
-    if options.quick and not (folder.ensemble.exists() and is_finished(MONOLITH, folder)):
+    if options.quick and not (folder.ensemble.exists() and folder.is_finished(MONOLITH)):
         call("prepare", options)
         quick = RunFolder(folder.root / "benchmarks" / "quick")
         quick.root.mkdir(parents=True, exist_ok=True)
@@ -93,7 +92,7 @@ def _trained(experiment: Experiment, options: Namespace) -> tuple[Experiment, Ru
     open_run(experiment, create=False)
     spent = budget(experiment, folder)
     check_monolith(folder, spent.monolith_steps)
-    if not is_finished(MONOLITH, folder):
+    if not folder.is_finished(MONOLITH):
         print(f"monolith: {spent.monolith_steps} steps cost the ensemble's {spent.ensemble:.3e} FLOP")
         fit_monolith(experiment, folder, spent.monolith_steps)
     return experiment, folder
@@ -212,12 +211,13 @@ def _add_training(report: Report, experiment: Experiment, folder: RunFolder) -> 
     report.figures |= {
         "ensemble_over_monolith_flops": ratio,
         "training_tflop_ensemble": spent.ensemble / 1e12,
-        "training_tflop_router": spent.members[ROUTER] / 1e12,
+        "training_tflop_router": spent.members.get(ROUTER, 0.0) / 1e12,
         "monolith_steps": spent.monolith_steps,
     }
+    router = spent.members.get(ROUTER, 0.0) / spent.ensemble
     report.note(
         f"Training: the ensemble's {spent.ensemble:.3e} FLOP are {ratio:.4f} of the monolith's in "
-        f"{spent.monolith_steps} steps; the router is {spent.members[ROUTER] / spent.ensemble:.1%} of the ensemble's."
+        f"{spent.monolith_steps} steps; the router is {router:.1%} of the ensemble's."
     )
 
 

@@ -33,7 +33,6 @@ from ddm_lightning.evaluation.split import Split, read_split
 from ddm_lightning.members import ROUTER
 from ddm_lightning.prepare.manifest import HELD_OUT, TRAIN, Manifest
 from ddm_lightning.run_folder import RunFolder, open_run
-from ddm_lightning.training.fit import is_finished
 
 NUM_DRAWS = 8
 WINS_UP_TO = 0.9
@@ -72,7 +71,7 @@ def main(arguments: Sequence[str] | None) -> None:
 
 
 def _trained_router(folder: RunFolder, experiment: Experiment, options: Namespace) -> nn.Module:
-    if not is_finished(ROUTER, folder):
+    if not folder.is_finished(ROUTER):
         call("prepare", options)
         call("fit", options, f"member={ROUTER}")
     open_run(experiment, create=False)

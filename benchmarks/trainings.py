@@ -14,7 +14,7 @@ from common import console, load, progress
 
 from ddm_lightning.errors import UserError
 from ddm_lightning.run_folder import RunFolder, refuse_changed
-from ddm_lightning.training.status import MemberStatus
+from ddm_lightning.training.status import MemberStatus, loss_of
 
 LOSS = "held_out/loss"
 
@@ -64,9 +64,10 @@ class Trainings:
         if not run.is_finished(self.member):
             self._train(run, settings)
         status = MemberStatus.read(run.member(self.member), self.member, 0)
-        if LOSS not in status.metrics:
+        loss = loss_of(status.metrics, "held_out")
+        if loss is None:
             raise UserError(f"{run.root}: {self.member} has no held-out samples; see prepare.held_out_fraction")
-        return status.metrics[LOSS]
+        return loss
 
     def _train(self, run: RunFolder, settings: Sequence[str]) -> None:
         if not (run.prepared / "manifest.json").exists():

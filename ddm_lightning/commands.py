@@ -127,6 +127,7 @@ def _load_for_member(options: argparse.Namespace) -> tuple[Experiment, str]:
 
 
 def _fit(options: argparse.Namespace) -> int:
+    named = [text for text in options.overrides if text.startswith("member=")]
     experiment, members = _load_for_members(options)
     if options.jobs is not None and options.jobs < 1:
         raise UserError(f"--jobs {options.jobs}: must be at least 1")
@@ -134,9 +135,9 @@ def _fit(options: argparse.Namespace) -> int:
     from ddm_lightning.training.devices import check_devices
 
     check_devices(experiment.island.accelerator, experiment.island.devices)
-    return (
-        _fit_one(members[0], experiment, options) if len(members) == 1 else _fit_several(members, experiment, options)
-    )
+    if len(members) == 1 and named and named[-1] != "member=all":
+        return _fit_one(members[0], experiment, options)
+    return _fit_several(members, experiment, options)  # all members, also where that is one expert
 
 
 def _fit_one(member: str, experiment: Experiment, options: argparse.Namespace) -> int:
@@ -218,6 +219,7 @@ def _fit_several(members: list[str], experiment: Experiment, options: argparse.N
     from ddm_lightning.islands.local import FitInterruptedError, default_jobs, fit_members
     from ddm_lightning.islands.status import members_table
     from ddm_lightning.members import ensemble_members
+    from ddm_lightning.training.handover import is_finished
 
     try:
         failures = fit_members(members, experiment, run, options.jobs or default_jobs(experiment), console)
@@ -230,7 +232,7 @@ def _fit_several(members: list[str], experiment: Experiment, options: argparse.N
     if failures:
         print(f"logs: {run.root / 'members'}; the same command trains what is unfinished", file=sys.stderr)
         return 1
-    if all(run.is_finished(member) for member in ensemble_members(experiment)):
+    if all(is_finished(member, experiment, run) for member in ensemble_members(experiment)):
         is_new = assemble(experiment, run)
         grid = _grid(experiment, run)
         if grid.exists() and not is_new:

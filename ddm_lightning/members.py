@@ -14,8 +14,9 @@ def expert_name(cluster: int) -> str:
 
 
 def ensemble_members(experiment: Experiment) -> list[str]:
-    """The members of the ensemble: K experts, then the router."""
-    return [expert_name(k) for k in range(experiment.prepare.partition.num_clusters)] + [ROUTER]
+    """The members of the ensemble: K experts, then the router; one expert needs none."""
+    num_clusters = experiment.prepare.partition.num_clusters
+    return [expert_name(k) for k in range(num_clusters)] + ([ROUTER] if num_clusters > 1 else [])
 
 
 def parse_members(text: str, experiment: Experiment) -> list[str]:

@@ -148,17 +148,34 @@ def changed_keys(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     return sorted(
         key
         for key in before.keys() | after.keys()
-        if before.get(key) != after.get(key) and key.split(".")[0] not in FREE_SECTIONS and key not in FREE_KEYS
+        if before.get(key) != after.get(key)
+        and key.split(".")[0] not in FREE_SECTIONS
+        and key not in FREE_KEYS
+        and not (_is_raised(key, before, after) and _schedule(key, after) == "constant")
     )
+
+
+def _is_raised(key: str, before: dict[str, Any], after: dict[str, Any]) -> bool:
+    """Whether ``key`` is a number of optimizer steps that grew: a finished member can then be trained on."""
+    was, now = before.get(key), after.get(key)
+    return key.endswith(".train.max_steps") and isinstance(was, int) and isinstance(now, int) and was < now
+
+
+def _schedule(key: str, flat: dict[str, Any]) -> Any:
+    return flat.get(f"{key.removesuffix('max_steps')}schedule")
 
 
 def changes(old: dict[str, Any], new: dict[str, Any]) -> str:
     """``changed_keys`` and what they were, for a line; empty where there are none."""
-    before = _flat(old, "")
-    return ", ".join(
-        f"{key} (was {json.dumps(before[key])})" if key in before else f"{key} (was not set)"
-        for key in changed_keys(old, new)
-    )
+    before, after = _flat(old, ""), _flat(new, "")
+
+    def what(key: str) -> str:
+        if key not in before:
+            return f"{key} (was not set)"
+        schedule = f", where the {_schedule(key, after)} schedule ends" if _is_raised(key, before, after) else ""
+        return f"{key} (was {json.dumps(before[key])}{schedule})"
+
+    return ", ".join(what(key) for key in changed_keys(old, new))
 
 
 def _flat(value: Any, prefix: str) -> dict[str, Any]:

@@ -38,8 +38,9 @@ def check_expert(
 
     Asked of each: the declared prediction, the output's shape and type, that ``condition=None`` is the null condition
     in every row, that the condition matters, that rows do not see each other in ``eval`` mode, that a gradient
-    reaches every parameter, and that ``state_dict`` alone, through safetensors, rebuilds the expert. Zero initial
-    weights are fine: all weights are perturbed once first. The global generator is left as it was.
+    reaches every parameter, that one seed gives the same initial weights twice (``torch.empty`` does not), and that
+    ``state_dict`` alone, through safetensors, rebuilds the expert. Zero initial weights are fine: all weights are
+    perturbed once first. The global generator is left as it was.
 
     Args:
         factory: called as ``factory(x_shape=…, condition=…)``; bind its other parameters with ``functools.partial``.
@@ -86,6 +87,7 @@ def _require(holds: bool, otherwise: str) -> None:
 
 
 def _check(factory: Callable[..., Any], x_shape: tuple[int, int, int], spec: ConditionSpec) -> None:
+    _check_initial(factory, x_shape, spec)
     expert = _build(factory, x_shape, spec)
     with torch.no_grad():
         for parameter in expert.parameters():
@@ -111,6 +113,25 @@ def _build(factory: Callable[..., Any], x_shape: tuple[int, int, int], spec: Con
     choices = ", ".join(PREDICTIONS)
     _require(prediction in PREDICTIONS, f"its attribute 'prediction' is {prediction!r}, not one of {choices}")
     return expert
+
+
+def _check_initial(factory: Callable[..., Any], x_shape: tuple[int, int, int], spec: ConditionSpec) -> None:
+    """Build twice from one seed; the first time ``torch.empty`` gives NaN."""
+    seed, mode = torch.initial_seed(), torch.get_deterministic_debug_mode()
+    torch.set_deterministic_debug_mode("warn")
+    try:
+        first = _initial(_build(factory, x_shape, spec))
+    finally:
+        torch.set_deterministic_debug_mode(mode)
+    torch.manual_seed(seed)
+    second = _initial(_build(factory, x_shape, spec))
+    for name in first.keys() & second.keys():
+        same = torch.equal(first[name], second[name])
+        _require(same, f"two experts built from one seed differ in {name!r}: initialise it, with torch's generator")
+
+
+def _initial(expert: nn.Module) -> dict[str, Tensor]:
+    return {**dict(expert.named_parameters()), **dict(expert.named_buffers())}
 
 
 def _condition(spec: ConditionSpec) -> Condition | None:

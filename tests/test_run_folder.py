@@ -39,6 +39,21 @@ def test_changed_keys_names_what_changes_the_training_and_nothing_else() -> None
     assert changed_keys({}, old)
 
 
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
+def test_more_steps_are_the_same_training_where_the_schedule_does_not_end(tmp_path: Path, schedule: str) -> None:
+    settings = [f"router.train.schedule={schedule}"]
+    run = open_run(tiny(tmp_path, *settings), create=True)
+    run.member("router").mkdir(parents=True)
+    longer = tiny(tmp_path, *settings, "router.train.max_steps=41", "expert.train.max_steps=61")
+    if schedule == "constant":
+        assert open_run(longer, create=True) == run
+        assert load_experiment(run.experiment) == longer
+        return
+    with pytest.raises(UserError) as caught:
+        open_run(longer, create=True)
+    assert f": router.train.max_steps (was 40, where the {schedule} schedule ends); set" in str(caught.value)
+
+
 def test_free_sections_are_sections() -> None:
     assert set(FREE_SECTIONS) <= set(schema.hints(Experiment))
 
@@ -61,7 +76,7 @@ def test_another_experiment_is_refused_by_its_keys_and_changes_nothing(tmp_path:
     refuse_changed(tiny(tmp_path, "seed=5"))  # nothing was trained
     run.member("expert-0").mkdir(parents=True)
     with pytest.raises(UserError) as caught:
-        open_run(tiny(tmp_path, "seed=5", "expert.train.max_steps=61"), create=True)
+        open_run(tiny(tmp_path, "seed=5", "expert.train.max_steps=59"), create=True)
     line = str(caught.value)
     assert "expert.train.max_steps (was 60), seed (was 0);" in line
     assert str(run.experiment) in line

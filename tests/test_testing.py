@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -181,6 +182,19 @@ class RandomKeys(Good):
         self.register_buffer(f"buffer_{RandomKeys.count}", torch.zeros(1))
 
 
+class Uninitialised(Good):
+    def __init__(self, **arguments: object) -> None:
+        super().__init__(**arguments)  # type: ignore[arg-type]
+        if hasattr(self, "null"):
+            self.null = nn.Parameter(torch.empty_like(self.null))
+
+
+class OwnGenerator(Good):
+    def __init__(self, **arguments: object) -> None:
+        super().__init__(**arguments)  # type: ignore[arg-type]
+        self.mix.weight = nn.Parameter(torch.tensor(np.random.default_rng().normal(size=self.mix.weight.shape)).float())
+
+
 @pytest.mark.parametrize(
     ("factory", "message"),
     [
@@ -201,6 +215,8 @@ class RandomKeys(Good):
         (IgnoresCondition, "the condition does not change the output"),
         (HiddenState, "some state is not in it"),
         (TiedWeights, "saved as safetensors, raises RuntimeError"),
+        (Uninitialised, "two experts built from one seed differ in 'null': initialise it, with torch's generator"),
+        (OwnGenerator, "two experts built from one seed differ in 'mix.weight'"),
         (RandomKeys, "load_state_dict raises RuntimeError"),
     ],
 )

@@ -44,6 +44,8 @@ def _listed(run: RunFolder) -> dict[str, ArtifactMeta]:
 def refuse_stale(members: Sequence[str], experiment: Experiment, run: RunFolder) -> None:
     """A finished member is passed over; not one that is another's, or was not trained as the experiment says.
 
+    One of fewer steps is trained on where its schedule is constant and it has a checkpoint.
+
     Raises:
         UserError: naming the artifact.
     """
@@ -52,16 +54,19 @@ def refuse_stale(members: Sequence[str], experiment: Experiment, run: RunFolder)
         if not run.is_finished(member):
             continue
         folder, meta = run.artifact(member), read_meta(run.artifact(member))
-        steps = config_of(member, experiment).train.max_steps
+        train = config_of(member, experiment).train
+        steps = train.max_steps
+        has_checkpoint = any((run.member(member) / "checkpoints").glob("step-*.ckpt"))
+        goes_on = meta.step < steps and train.schedule == "constant" and has_checkpoint
         wanted = described(member, experiment, manifest)
         differing = [key for key, value in wanted.items() if getattr(meta, key) != value]
         if meta.member != member:
             problem = f"is the artifact of {meta.member}, not of {member}"
         elif "partition_sha256" in differing:
             problem = "was trained on clusters that have changed since, or on those of another run"
-        elif meta.step != steps:
+        elif meta.step != steps and not goes_on:
             problem = f"has {meta.step} steps of training, and the experiment asks for {steps}"
-        elif meta.num_samples != steps * batch_size_of(member, experiment):
+        elif meta.num_samples != meta.step * batch_size_of(member, experiment):
             samples = f"{steps * batch_size_of(member, experiment):,}"
             problem = f"was trained on {meta.num_samples:,} samples, and the experiment asks for {samples}"
         elif differing:

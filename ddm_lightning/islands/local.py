@@ -28,6 +28,7 @@ from ddm_lightning.progress import member_columns
 from ddm_lightning.run_folder import RunFolder
 from ddm_lightning.startup import FITTED_BY, STOP_SIGNALS
 from ddm_lightning.training.devices import resolve_accelerator
+from ddm_lightning.training.handover import is_finished
 from ddm_lightning.training.member_network import member_training_flops
 
 POLL_SECONDS = 0.5
@@ -115,7 +116,9 @@ def fit_members(
         UserError: the shards are not prepared, or a network's name or params are unknown.
     """
     manifest = Manifest.read(run.root)
-    waiting = _longest_first([member for member in members if not run.is_finished(member)], experiment, manifest)
+    waiting = _longest_first(
+        [member for member in members if not is_finished(member, experiment, run)], experiment, manifest
+    )
     running: list[_Child] = []
     failures: dict[str, str] = {}
     requests = _StopRequests()
@@ -137,7 +140,7 @@ def fit_members(
                         _show(progress, tasks[child.member], child.member, experiment, run)
                         if code is not None:
                             running.remove(child)
-                            if not run.is_finished(child.member):
+                            if not is_finished(child.member, experiment, run):
                                 failures[child.member] = _failure(child, code)
             if requests.more_than(0):
                 raise FitInterruptedError
@@ -200,7 +203,7 @@ def _wait_for_any(running: list[_Child]) -> None:
 
 def _task(progress: Progress, member: str, experiment: Experiment, run: RunFolder) -> TaskID:
     status = member_status(member, experiment, run)
-    state = status.state if run.is_finished(member) else "waiting"
+    state = status.state if is_finished(member, experiment, run) else "waiting"
     return progress.add_task(member, start=False, total=status.max_steps, completed=status.step, note=state)
 
 

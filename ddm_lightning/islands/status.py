@@ -13,14 +13,16 @@ from ddm_lightning.config import Experiment
 from ddm_lightning.members import MONOLITH, config_of, ensemble_members
 from ddm_lightning.run_folder import RunFolder
 from ddm_lightning.training.guard import skipped_of
-from ddm_lightning.training.status import MemberStatus
+from ddm_lightning.training.status import MemberStatus, loss_of
 
 
 def member_status(member: str, experiment: Experiment, run: RunFolder) -> MemberStatus:
-    """The newest status that ``member`` wrote; of a finished one what its artifact says, which ``ema`` changes."""
+    """The newest status that ``member`` wrote; of a finished one what its artifact says, which ``ema`` changes.
+
+    One that was finished and is trained on has taken more steps than its artifact.
+    """
     status = MemberStatus.read(run.member(member), member, config_of(member, experiment).train.max_steps)
-    if run.is_finished(member):
-        meta = read_meta(run.artifact(member))
+    if run.is_finished(member) and (meta := read_meta(run.artifact(member))).step >= status.step:
         status.state, status.step, status.metrics = "done", meta.step, {**status.metrics, **meta.metrics}
     return status
 
@@ -47,8 +49,8 @@ def members_table(experiment: Experiment, run: RunFolder) -> Table:
             member,
             status.shown_state(),
             f"{status.step}/{status.max_steps}",
-            _figure(metrics.get("train/loss"), ".4f"),
-            _figure(metrics.get("held_out/loss"), ".4f"),
+            _figure(loss_of(metrics, "train"), ".4f"),
+            _figure(loss_of(metrics, "held_out"), ".4f"),
             _figure(accuracy, ".1%"),
             f"{minutes}:{seconds:02d}",
             _figure(status.samples_per_second or None, ".0f"),

@@ -129,7 +129,7 @@ class ConditionEmbedding(nn.Module):
         self.embed: nn.Linear | nn.Embedding = (
             nn.Embedding(spec.size, width) if spec.kind == "class" else nn.Linear(spec.size, width)
         )
-        self.null = nn.Parameter(torch.empty(width))
+        self.null = nn.Parameter(torch.zeros(width))
 
     def initialise(self) -> None:
         """Normal(0.02) weights and null."""
@@ -159,7 +159,7 @@ class TokenEmbedding(nn.Module):
         super().__init__()
         self.shape = (spec.length, spec.size)
         self.embed = nn.Linear(spec.size, width)
-        self.null = nn.Parameter(torch.empty(width))
+        self.null = nn.Parameter(torch.zeros(width))
 
     def initialise(self) -> None:
         """Normal(0.02) weights and null."""

@@ -135,10 +135,11 @@ class Reporter(L.Callback):
 
 
 class MissedValidation(L.Callback):
-    """Makes up for a validation that a stop or a kill has cut short: after a resume it comes before the next step.
+    """Validates after the last step, and makes up for a validation that a stop or a kill has cut short.
 
-    Lightning counts it as taken, because the checkpoint is older than its first batch. Last among the callbacks, so
-    that the others are ready for it, and that what they do with its end is done. The one behind the last step, too.
+    After a resume that comes before the next step. Lightning counts it as taken, because the checkpoint is older than
+    its first batch. Last among the callbacks, so that the others are ready for it, and that what they do with its end
+    is done.
 
     Args:
         folder: the member's.
@@ -150,8 +151,9 @@ class MissedValidation(L.Callback):
         self.folder, self.status, self.every_n_steps = folder, status, validate_every_n_steps
 
     def setup(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
-        """Have a training whose steps have all been taken start and end; Lightning would pass over both."""
+        """Add the last validation; have a training whose steps have all been taken start and end."""
         loop, train = trainer.fit_loop, trainer.fit_loop.run
+        epoch, is_due = loop.epoch_loop, loop.epoch_loop._should_check_val_fx
 
         def run() -> None:
             loop.setup_data()
@@ -161,12 +163,17 @@ class MissedValidation(L.Callback):
             else:
                 train()
 
+        def is_due_or_last(fetcher: Any) -> bool:
+            return is_due(fetcher) or (trainer.global_step == trainer.max_steps and epoch._should_check_val_epoch())
+
         loop.run = run  # type: ignore[method-assign]
+        epoch._should_check_val_fx = is_due_or_last  # type: ignore[method-assign, assignment]
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Validate now if that was due; every rank has read the same status."""
         step = trainer.global_step
-        if step == 0 or step % self.every_n_steps or step <= self.status.validated_step:
+        is_due = step == trainer.max_steps or (step > 0 and step % self.every_n_steps == 0)
+        if not is_due or step <= self.status.validated_step:
             return
         loop = trainer.fit_loop.epoch_loop.val_loop
         loop.restarting = False

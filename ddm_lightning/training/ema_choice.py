@@ -26,13 +26,13 @@ from ddm_lightning.training.devices import autocast, device_of
 from ddm_lightning.training.ema_profiles import WIDEST
 from ddm_lightning.training.ema_snapshots import FOLDER, Snapshots
 from ddm_lightning.training.fit import build_data, build_module
-from ddm_lightning.training.status import HELD_OUT_STEP
+from ddm_lightning.training.status import HELD_OUT_STEP, loss_of
 
 DEFAULT_WIDTHS = (0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.25)
 WIDTH = "ema_width"
 """In the metrics of an artifact whose weights are an average of that width."""
 _ORIGINAL = "artifact"
-_LOSS, _ACCURACY = "held_out/loss", "held_out/accuracy"
+_ACCURACY = "held_out/accuracy"
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,8 @@ class Average:
     @property
     def loss(self) -> float:
         """Infinite where it is not finite at some timestep."""
-        return self.metrics.get(_LOSS, math.inf)
+        loss = loss_of(self.metrics, "held_out")
+        return math.inf if loss is None else loss
 
 
 class Averages:

@@ -92,7 +92,8 @@ def missing_snapshots(folder: Path, train: TrainConfig, step: int) -> str | None
         return None
     return (
         f"{len(missing)} of the {len(due)} snapshots of averages that were due are missing, such as "
-        f"{folder / FOLDER / missing[0]}; stop and put them back with {_INDEX}, or the command ema refuses this member"
+        f"{folder / FOLDER / missing[0]}; stop and put them back with {_INDEX}, or the command ema refuses this member "
+        "(where max_steps was raised, they are of other steps, and it does)"
     )
 
 

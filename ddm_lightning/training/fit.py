@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import warnings
 from pathlib import Path
 
@@ -35,9 +36,9 @@ from ddm_lightning.training.callbacks import (
 from ddm_lightning.training.checkpoints import RollingCheckpoints, newest_checkpoint, step_of
 from ddm_lightning.training.devices import resolve_accelerator
 from ddm_lightning.training.ema import gathered_ema, kept_buffers
-from ddm_lightning.training.ema_snapshots import EmaSnapshots, missing_snapshots, snapshot_steps
+from ddm_lightning.training.ema_snapshots import FOLDER, EmaSnapshots, missing_snapshots, snapshot_steps
 from ddm_lightning.training.expert import ExpertModule
-from ddm_lightning.training.handover import hand_over
+from ddm_lightning.training.handover import hand_over, is_finished
 from ddm_lightning.training.member_network import build_member_network, member_condition, planned_network
 from ddm_lightning.training.module import MemberModule, MemberSpec
 from ddm_lightning.training.origin import KeptOrigin, check_origin
@@ -134,11 +135,6 @@ def build_data(member: str, experiment: Experiment, manifest: Manifest, run: Run
     )
 
 
-def is_finished(member: str, run: RunFolder) -> bool:
-    """Whether the member has handed over its artifact."""
-    return run.is_finished(member)
-
-
 def fit_member(member: str, experiment: Experiment, run: RunFolder, *, show_progress: bool) -> MemberStatus:
     """Train ``member`` to its last step, from its newest checkpoint if there is one, and write its artifact.
 
@@ -157,7 +153,8 @@ def fit_member(member: str, experiment: Experiment, run: RunFolder, *, show_prog
     folder = run.member(member)
     config = config_of(member, experiment)
     status = MemberStatus.read(folder, member, config.train.max_steps)
-    if is_finished(member, run):
+    status.max_steps = config.train.max_steps  # a finished training may go on
+    if is_finished(member, experiment, run):
         console.print(f"{member} is finished: {run.artifact(member)}")
         status.state = "done"  # also where another island trained it, and one before was stopped here
         return status
@@ -350,6 +347,7 @@ def _fit_locked(
     status.step = trainer.global_step
     if trainer.is_global_zero:
         prediction = getattr(module.network, "prediction", "velocity")
+        shutil.rmtree(folder / FOLDER / "artifact", ignore_errors=True)  # what ``ema`` kept of fewer steps
         hand_over(run.artifact(member), member, experiment, manifest, weights, prediction, status)
         status.state = "done"
         status.write(folder)

@@ -56,6 +56,10 @@ class _Seen:
     norm: Float[Tensor, ""] | None = None
 
 
+# Where nobody reports, as under a Trainer of one's own, the guard looks itself.
+MOST_UNSETTLED_STEPS = 1000
+
+
 class FiniteGuard:
     """Leaves out steps whose gradient norm, over all ranks, is not finite.
 
@@ -79,8 +83,10 @@ class FiniteGuard:
     def saw(
         self, step: int, sample_ids: Int[Tensor, " b"], t: Float[Tensor, " b"], losses: Float[Tensor, " b"]
     ) -> None:
-        """Remember what is in the step that is being taken."""
+        """Remember what is in the step that is being taken; raises ``UserError`` as ``settle``."""
         if not self._seen or self._seen[-1].step != step:
+            if len(self._seen) >= MOST_UNSETTLED_STEPS:
+                self.settle()
             self._seen.append(_Seen(step, []))
         self._seen[-1].batches.append((sample_ids, t, losses.detach()))
 

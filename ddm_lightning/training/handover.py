@@ -10,10 +10,21 @@ from torch import Tensor
 
 from ddm_lightning import artifacts
 from ddm_lightning.config import Experiment, to_dict
-from ddm_lightning.members import ROUTER, batch_size_of, role_of
+from ddm_lightning.members import ROUTER, batch_size_of, config_of, role_of
 from ddm_lightning.prepare.manifest import Manifest
+from ddm_lightning.run_folder import RunFolder
 from ddm_lightning.training.member_network import member_condition
 from ddm_lightning.training.status import HELD_OUT_STEP, MemberStatus
+
+
+def is_finished(member: str, experiment: Experiment, run: RunFolder) -> bool:
+    """Whether the member has handed over an artifact of all the steps that the experiment asks for.
+
+    Raises:
+        UserError: its description is damaged.
+    """
+    steps = config_of(member, experiment).train.max_steps
+    return run.is_finished(member) and artifacts.read_meta(run.artifact(member)).step >= steps
 
 
 def described(member: str, experiment: Experiment, manifest: Manifest) -> dict[str, Any]:

@@ -92,6 +92,9 @@ class MemberModule(L.LightningModule):
         spec: the member.
     """
 
+    loss_name = "loss"
+    """Of the loss's curves."""
+
     def __init__(self, network: nn.Module, spec: MemberSpec) -> None:
         super().__init__()
         self.network = network
@@ -200,7 +203,7 @@ class MemberModule(L.LightningModule):
         if self._judges_steps():
             self.guard.saw(self.global_step, batch["sample_id"], noised.t, measured["loss"])
         for name, values in measured.items():
-            self.accumulate(f"train/{name}", values.mean())
+            self.accumulate(f"train/{self.loss_name if name == 'loss' else name}", values.mean())
         self._accumulate_by_time(noised.t, measured["loss"].detach())
         return loss
 
@@ -247,7 +250,7 @@ class MemberModule(L.LightningModule):
         """Training loss in as many equal parts of [0, 1] as validation has timesteps, at whose middles those lie."""
         part = torch.arange(NUM_VALIDATION_TIMESTEPS, device=t.device)[:, None]
         within = (t * NUM_VALIDATION_TIMESTEPS).long().clamp(max=NUM_VALIDATION_TIMESTEPS - 1) == part
-        self.accumulate("train/loss_by_time", torch.where(within, losses, 0.0).sum(1), within.sum(1))
+        self.accumulate(f"train/{self.loss_name}_by_time", torch.where(within, losses, 0.0).sum(1), within.sum(1))
 
     def validation_noised(self, batch: dict[str, Tensor], batch_idx: int, index: int) -> Noised:
         """The batch at the ``index``-th of 8 fixed timesteps, with noise that never changes.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import lightning as L
@@ -19,7 +20,9 @@ from ddm_lightning.flow.randomness import keyed_generator
 from ddm_lightning.flow.solvers import integrate
 from ddm_lightning.flow.timesteps import sampling_times
 from ddm_lightning.pictures import labelled_grid
+from ddm_lightning.prepare.interfaces import ImageEncoder
 from ddm_lightning.prepare.registry import IMAGE_ENCODERS
+from ddm_lightning.schema import first_line
 from ddm_lightning.training.callbacks import StopOnRequest
 from ddm_lightning.training.module import MemberModule
 from ddm_lightning.training.router import RouterModule
@@ -34,13 +37,32 @@ class _CutShortError(Exception):
 class PictureLogger(L.Callback):
     """At each validation: held-out pictures above samples under their conditions, or the router's heat map.
 
-    It runs before the module takes its training weights back, so what is seen is what the artifact holds.
+    It runs before the module takes its training weights back, so what is seen is what the artifact holds. Training
+    goes on without them where they cannot be drawn.
     """
 
     def __init__(self, experiment: Experiment, stop: StopOnRequest) -> None:
         self.experiment = experiment
         self.stop = stop
         self._batch: dict[str, Tensor] | None = None
+        self._is_off = False
+
+    def setup(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
+        """Look for the decoder now, on the first rank; without it all of them draw nothing."""
+        if isinstance(module, RouterModule):
+            return
+        if trainer.is_global_zero:
+            try:
+                self._encoder()
+            except Exception as error:  # noqa: BLE001  # no image is worth a training
+                self._is_off = True
+                _say(module, f"trains without sample images in TensorBoard: {first_line(error)}")
+        self._is_off = trainer.strategy.broadcast(self._is_off)
+
+    def _encoder(self) -> ImageEncoder:
+        plugin = self.experiment.prepare.image_encoder
+        encoder: ImageEncoder = IMAGE_ENCODERS.build(plugin.name, plugin.params)
+        return encoder
 
     def on_validation_batch_start(
         self, trainer: L.Trainer, module: L.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -52,8 +74,14 @@ class PictureLogger(L.Callback):
     @torch.no_grad()
     def on_validation_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Draw; every rank samples (a sharded network needs all), the first one decodes and logs."""
-        if trainer.should_stop:
+        if trainer.should_stop or self._is_off:
             return
+        try:
+            self._draw(trainer, module)
+        except Exception as error:  # noqa: BLE001  # no image is worth a training
+            _say(module, f"step {trainer.global_step}: no images of this validation: {first_line(error)}")
+
+    def _draw(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         logger = trainer.logger
         if isinstance(module, RouterModule):
             if trainer.is_global_zero and isinstance(logger, TensorBoardLogger) and module.confusion is not None:
@@ -69,8 +97,7 @@ class PictureLogger(L.Callback):
             return
         if not (trainer.is_global_zero and isinstance(logger, TensorBoardLogger)):
             return
-        plugin = self.experiment.prepare.image_encoder
-        encoder = IMAGE_ENCODERS.build(plugin.name, plugin.params)  # anew: between validations its memory is the step's
+        encoder = self._encoder()  # anew: between validations its memory is the step's
         rows = [
             (name, list(encoder.decode(x_0.float().cpu())))
             for name, x_0 in (("held out", module.normalised(self._batch)), ("sampled", sampled))
@@ -99,6 +126,11 @@ class PictureLogger(L.Callback):
         )
         times = sampling_times(self.experiment.sample.num_steps, module.spec.timesteps.shift, device=device)
         return integrate(field, noise, times)
+
+
+def _say(module: L.LightningModule, line: str) -> None:
+    assert isinstance(module, MemberModule)
+    print(f"{module.spec.member}: {line}", file=sys.stderr)
 
 
 def routing_heat_map(confusion: Float[Tensor, "t k k"]) -> Figure:

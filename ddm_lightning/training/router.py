@@ -16,6 +16,7 @@ class RouterModule(MemberModule):
     It trains on the natural mixture of clusters, so its probabilities contain the cluster priors.
     """
 
+    loss_name = "cross_entropy"
     confusion: Tensor | None = None
     """Of the validation so far (``_add_confusion``)."""
 
@@ -43,9 +44,9 @@ class RouterModule(MemberModule):
                 nll = F.cross_entropy(logits, cluster, reduction="sum")
                 hits = (logits.argmax(1) == cluster).float().sum()
                 at = f"t{(index + 0.5) / NUM_VALIDATION_TIMESTEPS:.3f}"
-                self.accumulate(f"held_out/loss{suffix}", nll, num)
+                self.accumulate(f"held_out/{self.loss_name}{suffix}", nll, num)
                 self.accumulate(f"held_out/accuracy{suffix}", hits, num)
-                self.accumulate(f"held_out/loss{suffix}_{at}", nll, num)
+                self.accumulate(f"held_out/{self.loss_name}{suffix}_{at}", nll, num)
                 self.accumulate(f"held_out/accuracy{suffix}_{at}", hits, num)
                 if not suffix:
                     self._add_confusion(index, cluster, logits.softmax(1))

@@ -6,6 +6,7 @@ import math
 import os
 import platform
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,11 @@ HELD_OUT_STEP = "held_out/step"
 """In the metrics of an artifact: the step whose weights the other held-out figures are of."""
 
 STATES = ("waiting", "starting", "training", "stopped", "failed", "done")
+
+
+def loss_of(metrics: Mapping[str, float], split: str) -> float | None:
+    """The loss of ``train`` or ``held_out``: an expert's, or a router's cross-entropy (``loss``, too, until 0.1)."""
+    return metrics.get(f"{split}/cross_entropy", metrics.get(f"{split}/loss"))
 
 
 @dataclass
@@ -95,7 +101,7 @@ class MemberStatus:
 
     def note(self) -> str:
         """The newest figures in a few words."""
-        loss = self.metrics.get("train/loss")
+        loss = loss_of(self.metrics, "train")
         return f"loss {loss:.4f}  {self.samples_per_second:.0f} samples/s" if loss is not None else self.state
 
     def runs(self) -> bool:

@@ -63,18 +63,18 @@ def test_what_a_finished_member_leaves(finished):
     assert (loaded.meta.step, loaded.meta.num_samples) == (20, 20 * 8)
     assert {"train/loss", "held_out/loss", "train/gradient_norm"} <= set(loaded.meta.metrics)
     assert all(math.isfinite(value) for value in loaded.meta.metrics.values())
-    assert loaded.meta.metrics["held_out/step"] == 12  # not of the weights that are handed over
+    assert loaded.meta.metrics["held_out/step"] == 20
     assert checkpoints(finished) == ["step-00000012.ckpt", "step-00000018.ckpt", "step-00000020.ckpt"]
     status = read_status(finished, "expert-0")
     assert (status["state"], status["step"]) == ("done", 20)
-    assert {**status["metrics"], "held_out/step": 12} == loaded.meta.metrics
+    assert {**status["metrics"], "held_out/step": 20} == loaded.meta.metrics
 
 
 def test_its_curves_and_pictures_are_in_tensorboard(finished):
     events = EventAccumulator(str(member(finished, "tensorboard")))
     events.Reload()
     assert [event.step for event in events.Scalars("train/loss")] == [5, 10, 15, 20]
-    assert [event.step for event in events.Scalars("held_out/loss")] == [12]
+    assert [event.step for event in events.Scalars("held_out/loss")] == [12, 20]
     assert len([tag for tag in events.Tags()["scalars"] if tag.startswith("held_out/loss_t0.")]) == 8
     rates = [event.value for event in events.Scalars("train/learning_rate")]
     assert rates == pytest.approx([2e-3 * min(1, (step + 1) / 10) for step in (5, 10, 15, 20)])
@@ -84,19 +84,25 @@ def test_its_curves_and_pictures_are_in_tensorboard(finished):
     assert {event.value for event in events.Scalars("train/skipped_steps")} == {0}
     assert "train/mfu" not in events.Tags()["scalars"], "the peak of a CPU is not known"
     assert len([tag for tag in events.Tags()["scalars"] if tag.startswith("train/loss_t0.")]) >= 6
-    (picture,) = events.Images("samples")
-    assert picture.step == 12
-    assert picture.encoded_image_string.startswith(b"\x89PNG")
+    pictures = events.Images("samples")
+    assert [picture.step for picture in pictures] == [12, 20]
+    assert all(picture.encoded_image_string.startswith(b"\x89PNG") for picture in pictures)
 
 
-def test_the_router_trains_on_all_clusters(tiny_run):
+def test_the_router_trains_on_all_clusters_and_has_curves_of_its_own(tiny_run, capsys):
     assert fit(tiny_run, "router.train.max_steps=12", name="router") == 0
     loaded = load_member(tiny_run / "members/router/artifact")
     assert (loaded.meta.role, loaded.meta.step, loaded.meta.num_samples) == ("router", 12, 12 * 16)
-    assert {"held_out/accuracy", "held_out/accuracy_conditional", "held_out/loss_t0.062"} <= set(loaded.meta.metrics)
+    names = {"held_out/accuracy", "held_out/accuracy_conditional", "held_out/cross_entropy_t0.062"}
+    assert names <= set(loaded.meta.metrics)
     events = EventAccumulator(str(tiny_run / "members/router/tensorboard"))
     events.Reload()
     assert [picture.step for picture in events.Images("held_out/routing")] == [12]
+    assert not [tag for tag in events.Tags()["scalars"] if "loss" in tag], "an expert's are squared errors"
+    status = read_status(tiny_run, "router")["metrics"]
+    assert main(["status", "-c", str(TINY), f"run_dir={tiny_run}", *SHORT, "router.train.max_steps=12"]) == 0
+    (row,) = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith(" router")]
+    assert row[3:5] == [f"{status[f'{split}/cross_entropy']:.4f}" for split in ("train", "held_out")]
 
 
 def test_the_monolith_trains_on_all_clusters_with_all_of_the_batch(finished, tiny_run):

@@ -167,3 +167,13 @@ def test_what_is_no_record_is_passed_over(tmp_path, change):
     fields = json.loads(SkippedStep(3, 0, [1], [0.5], [NAN]).line())
     path.write_bytes(json.dumps(fields | change).encode() + b"\n\xff\xfe\n" + json.dumps(fields).encode())
     assert [skipped.sample_ids for skipped in read_skipped(path)] == [[1]]
+
+
+def test_where_nobody_reports_it_looks_itself_and_keeps_no_step_for_ever(monkeypatch):
+    monkeypatch.setattr("ddm_lightning.training.guard.MOST_UNSETTLED_STEPS", 4)
+    module = network()
+    optimizer, guard = build_optimizer(module, TrainConfig(20, 5)), FiniteGuard("expert-0", 0, 3)
+    for step in range(11):
+        take(module, optimizer, guard, step, spoil=step == 2)
+        assert len(guard._seen) <= 4
+    assert guard.num_skipped == 1

@@ -119,11 +119,11 @@ def test_it_ends_at_once_and_resumes_to_the_same_bits(undisturbed, tiny_run, mon
     assert fit(tiny_run) == 0
     assert weights(tiny_run) == weights(undisturbed)
     # What was cut short is made up for, once, with the figures that it would have had.
-    assert logged(tiny_run, "Images", "samples") == [8, 16]
+    assert logged(tiny_run, "Images", "samples") == [8, 16, 20]
     for tag in ("held_out/loss", "held_out/loss_t0.938"):
         assert values(tiny_run, tag) == values(undisturbed, tag)
-        assert sorted(values(undisturbed, tag)) == [8, 16]
-    assert status(tiny_run)["validated_step"] == 16
+        assert sorted(values(undisturbed, tag)) == [8, 16, 20]
+    assert status(tiny_run)["validated_step"] == 20
 
 
 def test_one_that_is_cut_short_again_is_made_up_for_in_the_end(tiny_run, monkeypatch, capsys):
@@ -135,7 +135,7 @@ def test_one_that_is_cut_short_again_is_made_up_for_in_the_end(tiny_run, monkeyp
         assert "expert-0: stopped at step 8; the same command resumes it" in capsys.readouterr().err
     assert (status(tiny_run)["state"], status(tiny_run)["step"]) == ("stopped", 8)
     assert fit(tiny_run) == 0
-    assert logged(tiny_run, "Scalars", "held_out/loss") == [8, 16]
+    assert logged(tiny_run, "Scalars", "held_out/loss") == [8, 16, 20]
 
 
 def test_a_second_signal_does_not_end_the_writing_of_the_checkpoint(undisturbed, tiny_run, monkeypatch, capsys):
@@ -216,12 +216,14 @@ def test_the_last_one_is_made_up_for_where_a_kill_ended_it(tiny_run, tmp_path, m
     assert first["held_out/loss"] == pytest.approx(values(other, "held_out/loss")[16])
 
 
-@pytest.mark.parametrize(("step", "validated", "again"), [(16, 8, 1), (16, 16, 0), (12, 8, 0), (0, 0, 0)])
+@pytest.mark.parametrize(
+    ("step", "validated", "again"), [(16, 8, 1), (16, 16, 0), (12, 8, 0), (0, 0, 0), (20, 16, 1), (20, 20, 0)]
+)
 def test_only_what_was_due_and_missed_is_made_up_for(tmp_path, step, validated, again):
     taken = []
     loop = SimpleNamespace(run=lambda: taken.append(loop.restarting), restarting=True)
     epoch = SimpleNamespace(val_loop=loop)
-    trainer = SimpleNamespace(global_step=step, fit_loop=SimpleNamespace(epoch_loop=epoch))
+    trainer = SimpleNamespace(global_step=step, max_steps=20, fit_loop=SimpleNamespace(epoch_loop=epoch))
     status = MemberStatus("expert-0", 20, validated_step=validated)
     MissedValidation(tmp_path, status, 8).on_train_start(trainer, None)
     assert taken == [False] * again

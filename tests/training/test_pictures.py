@@ -2,13 +2,20 @@ import contextlib
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 import torch
-from tiny_runs import TINY
+from loading.mds import WARNINGS
+from tiny_runs import TINY, read_status
 from training.members import batch, expert
+from training.short_fits import fit, trained, weights
 
 from ddm_lightning.config import load_experiment
+from ddm_lightning.errors import UserError
+from ddm_lightning.prepare.encoders import pixels
 from ddm_lightning.prepare.stored import StoredForm
 from ddm_lightning.training.pictures import PictureLogger, routing_heat_map
+
+pytestmark = WARNINGS
 
 
 def test_of_a_posterior_what_is_drawn_has_the_channels_of_a_sample():
@@ -40,3 +47,26 @@ def test_a_panel_a_timestep_with_rows_that_sum_to_one():
         # Position is (column, row): the true cluster goes downwards.
         assert labels[2, 0] == f"{float(expected[0, 2]):.2f}"
         assert len(labels) == 9
+
+
+@pytest.fixture(scope="module")
+def finished(tiny_prepared, tmp_path_factory):
+    return trained(tiny_prepared, tmp_path_factory.mktemp("finished"))
+
+
+@pytest.mark.parametrize("place", ["__init__", "decode"])
+def test_an_island_that_cannot_decode_trains_without_images_and_says_so(finished, tiny_run, monkeypatch, capsys, place):
+    """As one without the autoencoder's weights, or one whose memory is too small for it."""
+
+    def fails(*_, **__):
+        raise UserError("no weights here\nand more")
+
+    monkeypatch.setattr(pixels.Pixels, place, fails)
+    assert fit(tiny_run) == 0
+    said = [line for line in capsys.readouterr().err.splitlines() if "no weights here" in line]
+    if place == "__init__":
+        assert said == ["expert-0: trains without sample images in TensorBoard: no weights here"]
+    else:
+        assert said == [f"expert-0: step {at}: no images of this validation: no weights here" for at in (12, 20)]
+    assert weights(tiny_run) == weights(finished)
+    assert read_status(tiny_run, "expert-0")["metrics"]["held_out/loss"] > 0

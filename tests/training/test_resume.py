@@ -147,6 +147,68 @@ def test_steps_that_a_kill_took_are_made_up_for(finished, interrupted):
     assert weights(interrupted) == weights(finished)
 
 
+def test_a_finished_member_is_trained_on_as_if_it_had_never_ended(finished, tmp_path, capsys):
+    longer, run, straight = "expert.train.max_steps=31", tmp_path / "run", tmp_path / "straight"
+    shutil.copytree(finished, run)
+    (run / "members/expert-0/ema/artifact").mkdir(parents=True)  # as the command ema keeps one of 20 steps
+    shutil.copytree(finished / "prepared", straight / "prepared")
+    assert fit(run, longer) == 0
+    assert "expert-0: resumes at step 20" in capsys.readouterr().err
+    assert fit(straight, longer) == 0
+    assert weights(run) == weights(straight) != weights(finished)
+    assert (read_status(run, "expert-0")["max_steps"], read_status(run, "expert-0")["step"]) == (31, 31)
+    assert not (run / "members/expert-0/ema/artifact").exists()
+    assert fit(run) == 2, "fewer steps are another training"
+    assert "expert.train.max_steps (was 31)" in capsys.readouterr().err
+
+
+def test_a_finished_member_without_checkpoints_is_not_trained_on(finished, tmp_path, capsys):
+    run = shutil.copytree(finished, tmp_path / "run")
+    shutil.rmtree(member(run, "checkpoints"))
+    assert fit(run, "expert.train.max_steps=31") == 2
+    assert "has 20 steps of training, and the experiment asks for 31" in capsys.readouterr().err
+    assert weights(run) == weights(finished)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("batch_size", "loader"), [(24, "local"), (40, "streaming")])
+def test_a_resume_around_the_end_of_an_epoch_skips_and_repeats_nothing(tiny_prepared, tmp_path, batch_size, loader):
+    """Validations at the same steps, too; one is due at the end of the first epoch."""
+    num_samples = json.loads((tiny_prepared / "manifest.json").read_text())["clusters"][0]["train"]
+    epoch = num_samples // (batch_size // 2)
+    settings = [
+        f"expert.train.global_batch_size={batch_size}",
+        f"expert.train.max_steps={2 * epoch + 1}",
+        "island.checkpoint_every_n_steps=1",
+        "island.keep_checkpoints=100",
+        f"island.validate_every_n_steps={epoch}",
+        "island.log_sample_ids=true",
+        f"island.loader={loader}",
+    ]
+
+    def steps_of(run):
+        return member(run, "sample_ids.txt").read_text().splitlines()
+
+    straight = tmp_path / "straight"
+    shutil.copytree(tiny_prepared, straight / "prepared")
+    assert fit(straight, *settings) == 0
+    assert len(steps_of(straight)) == 2 * epoch + 1
+    first_epoch = " ".join(line.partition(": ")[2] for line in steps_of(straight)[:epoch]).split()
+    assert len(set(first_epoch)) == len(first_epoch) == epoch * batch_size // 2
+    for at in (epoch - 1, epoch, epoch + 1, 2 * epoch):
+        run = copy_run(straight, tmp_path / str(at), "expert-0")
+        for path in member(run, "checkpoints").iterdir():
+            if int(path.stem[5:]) > at:
+                shutil.rmtree(path)
+        member(run, "sample_ids.txt").unlink()
+        assert fit(run, *settings) == 0
+        assert steps_of(run) == steps_of(straight)[at:]
+        assert weights(run) == weights(straight)
+        events = EventAccumulator(str(member(run, "tensorboard")))
+        events.Reload()
+        assert [event.step for event in events.Scalars("held_out/loss")] == [epoch, 2 * epoch, 2 * epoch + 1]
+
+
 def test_a_kill_between_the_last_step_and_the_artifact_costs_nothing(finished, tmp_path, capsys):
     run = copy_run(finished, tmp_path / "run", "expert-0")
     member(run, "status.json").unlink()

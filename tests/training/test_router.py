@@ -58,9 +58,9 @@ def test_the_loss_is_the_cross_entropy_of_the_cluster():
     assert loss.item() == pytest.approx(-log_softmax(logits)[rows].mean(), rel=1e-4)
     accuracy = (logits.argmax(1) == rows[1]).mean()
     figures = module.drain("train/")
-    assert figures["train/loss"] == pytest.approx(loss.item())
+    assert figures["train/cross_entropy"] == pytest.approx(loss.item())
     assert figures["train/accuracy"] == pytest.approx(accuracy)
-    assert {name[:12] for name in figures} == {"train/loss", "train/accura", "train/loss_t"}
+    assert {name.partition("_t")[0] for name in figures} == {"train/cross_entropy", "train/accuracy"}
 
 
 @pytest.mark.parametrize("kind", ["text", "none"])
@@ -91,11 +91,11 @@ def test_held_out_figures_and_confusion_against_numpy(kind):
     figures = module.drain("held_out/")
     for suffix, time in nll:
         at = f"{suffix}_t{(time + 0.5) / NUM_TIMES:.3f}"
-        assert figures[f"held_out/loss{at}"] == pytest.approx(np.mean(nll[suffix, time]), rel=1e-4)
+        assert figures[f"held_out/cross_entropy{at}"] == pytest.approx(np.mean(nll[suffix, time]), rel=1e-4)
         assert figures[f"held_out/accuracy{at}"] == pytest.approx(np.mean(hits[suffix, time]))
     for suffix in branches:
         everything = [nll[suffix, time] for time in range(NUM_TIMES)]
-        assert figures[f"held_out/loss{suffix}"] == pytest.approx(np.mean(everything), rel=1e-4)
+        assert figures[f"held_out/cross_entropy{suffix}"] == pytest.approx(np.mean(everything), rel=1e-4)
     assert len(figures) == len(branches) * 2 * (1 + NUM_TIMES)
     np.testing.assert_allclose(module.confusion.numpy(), confusion, rtol=1e-4, atol=1e-5)
     # Rows are true clusters: each holds as many samples as there are of it.

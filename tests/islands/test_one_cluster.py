@@ -1,0 +1,32 @@
+"""One cluster: an expert without a router, trained, sampled from and trained on by the command line."""
+
+import pytest
+from loading.mds import WARNINGS
+from tiny_runs import TINY
+
+from ddm_lightning.artifacts import read_ensemble
+from ddm_lightning.cli import main
+
+pytestmark = WARNINGS
+
+
+@pytest.mark.slow
+def test_one_expert_needs_no_router_and_can_be_trained_on(tmp_path, capsys):
+    run = tmp_path / "run"
+    settings = ["-c", str(TINY), f"run_dir={run}", "prepare.partition.num_clusters=1"]
+    assert main(["fit", *settings, "expert.train.max_steps=3"]) == 0
+    assert [path.name for path in (run / "members").iterdir()] == ["expert-0"]
+    assert list(read_ensemble(run / "ensemble.json").metas) == ["expert-0"]
+    sheet = run / "samples" / "top-1.png"
+    drawn = sheet.read_bytes()
+    for strategy in ("full", "bayes"):
+        assert main(["sample", *settings, "expert.train.max_steps=3", "--strategy", strategy]) == 0
+    assert main(["fit", *settings, "expert.train.max_steps=5", "member=router"]) == 2
+    assert "unknown member 'router'; known: expert-0, monolith, all" in capsys.readouterr().err
+
+    assert main(["fit", *settings, "expert.train.max_steps=5"]) == 0
+    assert read_ensemble(run / "ensemble.json").metas["expert-0"].step == 5
+    assert sheet.read_bytes() != drawn
+    assert main(["status", *settings, "expert.train.max_steps=5"]) == 0
+    (row,) = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith(" expert-0 ")][-1:]
+    assert row[:3] == ["expert-0", "done", "5/5"]
