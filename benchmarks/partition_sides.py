@@ -13,9 +13,10 @@ import numpy as np
 import torch
 
 from ddm_lightning.config import PartitionConfig
-from ddm_lightning.prepare.partition import assign_rows, fit_partition
+from ddm_lightning.prepare.nearest import nearest_of_rows
+from ddm_lightning.prepare.partition import fit_partition
 from ddm_lightning.prepare.rows import Rows
-from ddm_lightning.prepare.two_stage import count_fine, fit_fine, group_fine
+from ddm_lightning.prepare.two_stage import fit_fine, group_fine
 
 _ROWS_AT_ONCE = 4096
 
@@ -31,7 +32,9 @@ def ours(data: Path, out: Path, seed: int, settings: dict[str, Any]) -> dict[str
     found = clock.read()
     np.save(out, fine.numpy())
     rest = Clock()
-    per_fine = count_fine(rows, fine, config)
+    per_fine = torch.from_numpy(
+        np.bincount(nearest_of_rows(rows, fine, config.metric, config.device), minlength=len(fine))
+    )
     rule = group_fine(fine, per_fine, config, generator)
     found["rest_seconds"] = rest.read()["seconds"]
     counts = np.bincount(rule.cluster_of_fine.numpy(), per_fine.numpy(), minlength=config.num_clusters)
@@ -98,8 +101,7 @@ def memory(data: Path, _out: Path, seed: int, settings: dict[str, Any]) -> dict[
     torch.set_num_threads(settings["num_threads"])
     labels, keys = np.zeros(len(x), np.int64), [""] * len(x)
     clock = Clock()
-    partition = fit_partition(rows, _config(settings), seed, labels=labels, keys=keys)
-    clusters = assign_rows(partition, rows, labels, keys).clusters
+    partition, clusters = fit_partition(rows, _config(settings), seed, labels=labels, keys=keys)
     assert np.array_equal(np.bincount(clusters), partition.counts.numpy())
     return clock.read()
 
