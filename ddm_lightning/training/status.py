@@ -22,7 +22,7 @@ STATES = ("waiting", "starting", "training", "stopped", "failed", "done")
 
 
 def loss_of(metrics: Mapping[str, float], split: str) -> float | None:
-    """The loss of ``train`` or ``held_out``: an expert's, or a router's cross-entropy (``loss``, too, until 0.1)."""
+    """The loss of ``train`` or ``held_out``: an expert's, or a router's cross-entropy, which older runs call a loss."""
     return metrics.get(f"{split}/cross_entropy", metrics.get(f"{split}/loss"))
 
 

@@ -108,10 +108,11 @@ def test_what_ranks_see_once_more_does_not_count_once_more(kind, network, strate
     answers = in_two_processes(validated(kind, network, WORLD, strategy))
     losses, seen, confusion = expected(kind, [answers[0], answers[1]])
     assert seen == {one: NUM_TIMES * (2 if one == 0 else 1) for one in range(NUM_HELD_OUT)}
+    name = f"held_out/{kind.loss_name}"
     for figures, _, _ in answers.values():
-        assert figures["held_out/loss"] == pytest.approx(np.mean(list(losses.values())), rel=1e-5)
+        assert figures[name] == pytest.approx(np.mean(list(losses.values())), rel=1e-5)
         for t, loss in losses.items():
-            assert figures[f"held_out/loss_t{t:.3f}"] == pytest.approx(loss, rel=1e-5)
+            assert figures[f"{name}_t{t:.3f}"] == pytest.approx(loss, rel=1e-5)
     if kind is RouterModule:
         for _, _, found in answers.values():
             np.testing.assert_allclose(found, confusion, rtol=1e-4)
