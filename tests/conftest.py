@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import os
-import resource
 import shutil
 import signal
+import sys
+import weakref
 from collections.abc import Iterator
+from contextlib import suppress
+from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
+from types import MethodType, SimpleNamespace
 
 # Before torch is imported: two OpenMP threads on two shared cores are slower than one.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -31,8 +37,6 @@ torch.set_num_threads(1)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # So a shell starts what runs in its background, and every program started here would be deaf to Ctrl-C.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-# Streaming keeps the shared memory of every dataset open until the process ends, and these tests make hundreds.
-resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
 
 # Before any test module imports them, so that every annotation in them is checked at each call.
 install_import_hook(
@@ -61,6 +65,34 @@ def _own_environment() -> Iterator[None]:
     yield
     os.environ.clear()
     os.environ.update(before)
+
+
+@pytest.fixture(autouse=True)
+def _no_heap_of_open_files() -> Iterator[None]:
+    """Streaming keeps the shared memory of every dataset open until the process ends, and these tests make hundreds.
+
+    Here it is closed when its dataset is gone.
+    """
+    memory = sys.modules.get("streaming.base.shared.memory")
+    if memory is not None:
+        memory.atexit = SimpleNamespace(register=_close_when_gone)
+    yield
+    if len([*Path("/dev/fd").iterdir()]) > 300:
+        gc.collect()
+
+
+def _close_when_gone(cleanup: MethodType) -> None:
+    shared = cleanup.__self__
+    weakref.finalize(shared, _close, shared.created_shms, shared.opened_shms)
+
+
+def _close(created: list[SharedMemory], opened: list[SharedMemory]) -> None:
+    for memory in (*created, *opened):
+        if memory.buf is not None:
+            memory.close()
+            if memory in created:
+                with suppress(FileNotFoundError):
+                    memory.unlink()
 
 
 @pytest.fixture

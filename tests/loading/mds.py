@@ -1,7 +1,5 @@
 """Small MDS folders whose every sample is known."""
 
-import resource
-
 import numpy as np
 import pytest
 
@@ -10,10 +8,6 @@ from ddm_lightning._compat import ensure_torchvision_importable
 ensure_torchvision_importable()
 
 from streaming import MDSWriter  # noqa: E402
-
-# Streaming keeps a dozen files open for each dataset that a process has ever opened.
-_limit, _most = resource.getrlimit(resource.RLIMIT_NOFILE)
-resource.setrlimit(resource.RLIMIT_NOFILE, (max(_limit, min(_most, 1 << 16)), _most))
 
 # What Streaming warns of, for ``pytestmark``.
 WARNINGS = [
