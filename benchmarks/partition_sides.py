@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import numpy as np
 import torch
 
 from ddm_lightning.config import PartitionConfig
+from ddm_lightning.prepare.columns import StoredArray
 from ddm_lightning.prepare.nearest import nearest_of_rows
 from ddm_lightning.prepare.partition import fit_partition
 from ddm_lightning.prepare.rows import Rows
@@ -23,18 +26,17 @@ _ROWS_AT_ONCE = 4096
 
 def ours(data: Path, out: Path, seed: int, settings: dict[str, Any]) -> dict[str, float]:
     """The fine stage, timed alone, then the rest of the partition."""
-    rows = Rows([np.load(data, mmap_mode="r")])
+    rows = Rows([StoredArray.of(data)])
     config = _config(settings)
     generator = torch.Generator().manual_seed(seed)
-    torch.set_num_threads(settings["num_threads"])
+    _use_cores(settings["num_threads"])
     clock = Clock()
     fine = fit_fine(rows, config, generator)
     found = clock.read()
     np.save(out, fine.numpy())
     rest = Clock()
-    per_fine = torch.from_numpy(
-        np.bincount(nearest_of_rows(rows, fine, config.metric, config.device), minlength=len(fine))
-    )
+    nearest_fine = nearest_of_rows(rows, fine, config.metric)
+    per_fine = torch.from_numpy(np.bincount(nearest_fine, minlength=len(fine)))
     rule = group_fine(fine, per_fine, config, generator)
     found["rest_seconds"] = rest.read()["seconds"]
     counts = np.bincount(rule.cluster_of_fine.numpy(), per_fine.numpy(), minlength=config.num_clusters)
@@ -94,11 +96,17 @@ def inertia(data: Path, out: Path, _seed: int, _settings: dict[str, Any]) -> dic
 
 
 def memory(data: Path, _out: Path, seed: int, settings: dict[str, Any]) -> dict[str, float]:
-    """A whole partition, and all samples assigned, of features that are split into ten memory maps."""
-    x = np.load(data, mmap_mode="r")
-    ends = np.linspace(0, len(x), 11).astype(int)
-    rows = Rows([x[start:stop] for start, stop in pairwise(ends)])
-    torch.set_num_threads(settings["num_threads"])
+    """A whole partition, and all samples assigned, of features that are split into ten arrays."""
+    x = StoredArray.of(data)
+    ends = np.linspace(0, len(x), 11).astype(int).tolist()
+    row_bytes = x.nbytes // len(x)
+    rows = Rows(
+        [
+            replace(x, shape=(stop - start, *x.shape[1:]), offset=x.offset + start * row_bytes)
+            for start, stop in pairwise(ends)
+        ]
+    )
+    _use_cores(settings["num_threads"])
     labels, keys = np.zeros(len(x), np.int64), [""] * len(x)
     clock = Clock()
     partition, clusters = fit_partition(rows, _config(settings), seed, labels=labels, keys=keys)
@@ -121,6 +129,13 @@ def peak_gb() -> float:
     """The most memory that this process has held, pages of files that it has mapped included, in 10^9 bytes."""
     status = Path("/proc/self/status").read_text()
     return int(status.partition("VmHWM:")[2].split()[0]) * 1024 / 1e9
+
+
+def _use_cores(num: int) -> None:
+    """k-means runs a thread on each core that its process may use."""
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:num])
+    torch.set_num_threads(num)
 
 
 def _config(settings: dict[str, Any]) -> PartitionConfig:

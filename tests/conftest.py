@@ -77,7 +77,7 @@ def _no_heap_of_open_files() -> Iterator[None]:
     if memory is not None:
         memory.atexit = SimpleNamespace(register=_close_when_gone)
     yield
-    if len(list(Path("/dev/fd").iterdir())) > 300:
+    if len([*Path("/dev/fd").iterdir()]) > 300:
         gc.collect()
 
 
