@@ -14,7 +14,7 @@ from training.two_processes import WORLD, in_two_processes
 
 from ddm_lightning.config import TrainConfig
 from ddm_lightning.flow.condition import Condition, ConditionSpec
-from ddm_lightning.networks import DiT
+from ddm_lightning.networks import DiT, MMDiT
 from ddm_lightning.training.checkpoint_files import damage_of
 from ddm_lightning.training.ema import KEY, ema_tensors, ema_weights, gathered_ema, track_ema, width_key
 from ddm_lightning.training.member_state import tensors_of
@@ -265,6 +265,31 @@ def a_dit_in_bfloat16(rank):
     return losses, seen
 
 
+def text_of_an_mmdit_in_bfloat16(rank):
+    """Types of the text tokens that blocks are given, with a condition and without, sharded and not."""
+
+    def built():
+        torch.manual_seed(0)
+        tokens = ConditionSpec("tokens", 6, length=3)
+        network = MMDiT(x_shape=(3, 8, 8), condition=tokens, width=32, depth=3, num_heads=2, patch_size=2)
+        for parameter in network.parameters():
+            parameter.data.add_(0.1 * torch.randn_like(parameter))
+        network.types = []
+        for block in network.blocks:
+            block.register_forward_pre_hook(lambda _, inputs: network.types.append(inputs[1].dtype))
+        return network
+
+    networks = [built(), built()]
+    shard_blocks(networks[0], init_device_mesh("cpu", (WORLD,)), half=True)
+    generator = torch.Generator().manual_seed(0)
+    x, t = torch.randn(4, 3, 8, 8, generator=generator), torch.rand(4, generator=generator)
+    for condition in (Condition.of(torch.randn(4, 3, 6, generator=generator)), None):
+        with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+            ours, expected = (network(x, t, condition) for network in networks)
+        torch.testing.assert_close(ours, expected, rtol=0.05, atol=0.05)
+    return [network.types for network in networks]
+
+
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 
 
@@ -288,6 +313,12 @@ def test_under_autocast_weights_are_gathered_in_bfloat16_and_times_stay():
         assert expected[-1] < 0.8 * expected[0]
         assert ours == pytest.approx(expected, rel=0.005)
         assert seen == {torch.float32, (torch.bfloat16, torch.float32)}
+
+
+def test_the_text_stream_stays_in_float32_as_it_does_unsharded():
+    for sharded, single in in_two_processes(text_of_an_mmdit_in_bfloat16).values():
+        assert single == [torch.float32] * 6
+        assert sharded == single
 
 
 def test_checkpoints_are_read_by_any_number_of_ranks(tmp_path):
