@@ -43,7 +43,7 @@ class TrainConfig:
     global_batch_size: int = MISSING
     """Samples a step. For experts: of the equal-FLOP monolith; one expert takes 1/K of it."""
     optimizer: str = "adamw"
-    """``adamw``, or ``muon`` for the matrices of the blocks and AdamW for the rest."""
+    """``adamw``, or ``muon`` for the blocks' matrices and AdamW for the rest and adaLN; not with FSDP2."""
     learning_rate: float = 1e-4
     """Peak learning rate."""
     weight_decay: float = 0.0

@@ -294,7 +294,7 @@ def _fit_locked(
     module = build_module(member, experiment, manifest)
     num_parameters = sum(p.numel() for p in module.network.parameters())
     num_widths = len(module.spec.train.ema_widths)
-    strategy, reason = choose_strategy(island, num_parameters, num_widths)
+    strategy, reason = choose_strategy(island, num_parameters, num_widths, module.spec.train.optimizer)
     size = checkpoint_bytes(num_parameters, num_widths, island.precision)
     whole = _disk_bytes(size, num_parameters, island, module.spec.train)
     console.print(f"{member}: {num_parameters / 1e6:.2f} M parameters, {reason}")

@@ -116,24 +116,6 @@ def lending_after_a_forward(rank):
     step(network, optimizer, inputs(4).chunk(WORLD)[rank], clip=1.0)
 
 
-def muon_and_its_left_out_steps(rank):
-    """As of one process, with the second step left out in both."""
-    train = replace(TRAIN, optimizer="muon")
-    networks = [shard(Uneven()), Uneven()]
-    optimizers = [build_optimizer(network, train) for network in networks]
-    for number in range(5):
-        x = inputs(number)
-        for network, optimizer, part in zip(networks, optimizers, (x.chunk(WORLD)[rank], x), strict=True):
-            optimizer.zero_grad()
-            network(part).square().mean().backward()
-            optimizer.found_inf = torch.tensor(float(number == 1))
-            optimizer.step()
-    sharded, single = ({name: gathered(p) for name, p in network.named_parameters()} for network in networks)
-    for name, value in single.items():
-        # Muon orthogonalises in bfloat16.
-        torch.testing.assert_close(sharded[name], value, rtol=0.05, atol=0.01)
-
-
 def checkpoints_of_either_kind(folder):
     """What two ranks saved, unevenly, one reads, and the other way round; a save goes on while steps are taken."""
 
@@ -332,10 +314,6 @@ def test_weights_stay_gathered_where_that_is_asked_for():
     for found in in_two_processes(what_is_whole_after_a_forward).values():
         assert found[False] == ["head.bias", "head.weight"]  # the backward pass begins with them
         assert found[True] == sorted(name for name, _ in Uneven().named_parameters())
-
-
-def test_muon_on_unevenly_sharded_matrices_is_that_of_one_process():
-    in_two_processes(muon_and_its_left_out_steps)
 
 
 def test_sharded_weights_are_lent_to_a_validation_and_come_back():

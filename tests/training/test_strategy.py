@@ -37,6 +37,13 @@ def test_precisions_that_fsdp2_does_not_take_are_refused(name, precision):
         choose_strategy(island(strategy=name, devices=2, precision=precision), 1)
 
 
+def test_muon_is_refused_under_fsdp2():
+    for name, num_parameters in (("fsdp", 1), ("fsdp-shard-grad-op", 1), ("auto", 10**9)):
+        with pytest.raises(UserError, match=r"'train\.optimizer' = 'muon'.*FSDP2.*adamw, or island\.strategy=ddp"):
+            choose_strategy(island(strategy=name, devices=2), num_parameters, optimizer="muon")
+    choose_strategy(island(strategy="ddp", devices=2), 1, optimizer="muon")
+
+
 @pytest.mark.parametrize(
     ("name", "kind", "said"),
     [
