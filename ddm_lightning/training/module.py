@@ -11,6 +11,7 @@ import lightning as L
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from ddm_lightning.config import TimestepsConfig, TrainConfig
 from ddm_lightning.flow.condition import Condition, ConditionSpec
@@ -216,8 +217,8 @@ class MemberModule(L.LightningModule):
         """``measure`` part by part, one part's activations at a time: gradient accumulation within the step.
 
         Times, noise and dropped conditions were drawn for the whole step and Lightning sees one step, so that samples,
-        noise, callbacks and checkpoints are those of a step in one part. DDP reduces gradients in the last backward
-        pass alone.
+        noise, callbacks and checkpoints are those of a step in one part. Ranks reduce gradients in the last backward
+        pass alone: DDP by itself, FSDP2 keeps whole gradients until then.
         """
         found: list[dict[str, Tensor]] = []
 
@@ -226,11 +227,17 @@ class MemberModule(L.LightningModule):
             found.append({name: values.detach() for name, values in measured.items()})
             return self.weighted(measured["loss"], noised.t[rows]).sum() / len(noised.t)
 
+        def reduce_gradients(now: bool) -> None:
+            if isinstance(self.network, FSDPModule):
+                self.network.set_requires_gradient_sync(now)
+
         *first, last = parts
+        reduce_gradients(False)
         for rows in first:
             loss = loss_of(rows)
             with torch.autocast(self.device.type, enabled=False):  # a backward pass takes its types from the forward
                 self.trainer.strategy.backward(loss, None)
+        reduce_gradients(True)
         loss = loss_of(last)
         return {name: torch.cat([one[name] for one in found]) for name in found[0]}, loss
 
