@@ -7,7 +7,6 @@ import warnings
 from pathlib import Path
 
 import lightning as L
-import torch
 from filelock import FileLock, Timeout
 from lightning.pytorch.loggers import TensorBoardLogger
 from rich.console import Console
@@ -33,7 +32,7 @@ from ddm_lightning.training.callbacks import (
     StopRequested,
 )
 from ddm_lightning.training.checkpoints import RollingCheckpoints, newest_checkpoint, step_of
-from ddm_lightning.training.devices import resolve_accelerator
+from ddm_lightning.training.devices import configure_torch, resolve_accelerator
 from ddm_lightning.training.ema import gathered_ema, kept_buffers
 from ddm_lightning.training.ema_snapshots import EmaSnapshots, missing_snapshots, snapshot_steps
 from ddm_lightning.training.expert import ExpertModule
@@ -287,8 +286,7 @@ def _fit_locked(
     member: str, experiment: Experiment, run: RunFolder, status: MemberStatus, console: Console, show_progress: bool
 ) -> MemberStatus:
     island, folder = experiment.island, run.member(member)
-    if resolve_accelerator(island.accelerator) == "cpu":
-        torch.set_num_threads(island.num_threads)
+    configure_torch(island.accelerator, island.num_threads)
     manifest = Manifest.read(run.root)
     data = build_data(member, experiment, manifest, run)
     module = build_module(member, experiment, manifest)

@@ -18,7 +18,7 @@ from ddm_lightning.flow.condition import Condition, ConditionSpec
 from ddm_lightning.flow.path import interpolate
 from ddm_lightning.flow.randomness import keyed_generator, keyed_seed
 from ddm_lightning.flow.timesteps import sample_timesteps, stratified_timesteps
-from ddm_lightning.networks.attention import set_attention
+from ddm_lightning.networks.attention import check_attention, set_attention
 from ddm_lightning.prepare.interfaces import CaptionEncoder
 from ddm_lightning.prepare.stored import StoredForm
 from ddm_lightning.training.ema import ema_weights, track_ema
@@ -86,7 +86,8 @@ class MemberModule(L.LightningModule):
     """Base of the experts' and the router's modules.
 
     All randomness of a step (timesteps, noise, dropped conditions, the network's own dropout) is keyed by
-    (seed, member, global rank, step): ranks differ, and a resumed run repeats nothing and skips nothing.
+    (seed, member, global rank, step): ranks differ, and a resumed run repeats nothing and skips nothing. Batches that a
+    Trainer accumulates over differ, too.
 
     Args:
         network: the built network; sharding and compilation are applied to it in ``configure_model``.
@@ -101,6 +102,7 @@ class MemberModule(L.LightningModule):
         self._clipped: list[nn.Parameter] = []
         self._sums: dict[str, Tensor] = {}
         self._guard: FiniteGuard | None = None
+        self._micro_batch = 0
         self.replayed: tuple[int, int] | None = None
         """Rank and step whose randomness is drawn, in place of the Trainer's."""
 
@@ -110,6 +112,9 @@ class MemberModule(L.LightningModule):
             return
         self._configured = True
         set_attention(self.network, self.spec.attention)
+        if self._trainer is not None:
+            with self.trainer.precision_plugin.forward_context():
+                check_attention(self.spec.attention, self.trainer.strategy.root_device)
         if self.spec.activation_checkpointing:
             checkpoint_blocks(self.network)
         if self.spec.compile:
@@ -159,7 +164,8 @@ class MemberModule(L.LightningModule):
 
     def on_train_batch_start(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         """Key the global generator (a network's own dropout) by the step."""
-        _seed(keyed_seed(*self._key("network")), self.device)
+        self._micro_batch = batch_idx % getattr(self._trainer, "accumulate_grad_batches", 1)  # a replay has no Trainer
+        _seed(keyed_seed(self.spec.seed, *self._key("network")), self.device)
 
     def noised(self, batch: dict[str, Tensor]) -> Noised:
         """Draw this step's timesteps, noise and dropped conditions for a batch."""
@@ -349,11 +355,12 @@ class MemberModule(L.LightningModule):
         self.log_dict(self.drain("held_out/"), logger=False)
 
     def _generator(self, purpose: str, device: torch.device) -> torch.Generator:
-        return keyed_generator(*self._key(purpose), device=device)
+        return keyed_generator(self.spec.seed, *self._key(purpose), device=device)
 
-    def _key(self, purpose: str) -> tuple[int, str, str, int, int]:
+    def _key(self, purpose: str) -> tuple[int | str, ...]:
         rank, step = self.replayed or (self.global_rank, self.global_step)
-        return self.spec.seed, self.spec.member, purpose, rank, step
+        # The first micro batch has the key of a step without others.
+        return self.spec.member, purpose, rank, step, *([self._micro_batch] if self._micro_batch else [])
 
 
 def _seed(seed: int, device: torch.device) -> None:

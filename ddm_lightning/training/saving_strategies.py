@@ -117,8 +117,8 @@ class Replicated(SeveralRanks, DDPStrategy):
     """DDP: each rank has everything, and the first one saves it."""
 
     def __init__(self) -> None:
-        # Else what is sent is one more copy of all gradients.
-        super().__init__(gradient_as_bucket_view=True)
+        # Else what is sent is one more copy of all gradients. Buffers, such as positions, are the same everywhere.
+        super().__init__(gradient_as_bucket_view=True, broadcast_buffers=False)
 
 
 class Sharded(SeveralRanks, ModelParallelStrategy):

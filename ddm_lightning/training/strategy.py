@@ -131,6 +131,8 @@ def compile_blocks(network: nn.Module, backend: str = "inductor") -> None:
     """
     # A block is small enough to be sent behind its backward pass: torch would cut its graph by DDP's buckets.
     torch._dynamo.config.optimize_ddp = False
+    # A last batch of fewer samples gets a graph of its own: one for all sizes would be slower from then on.
+    torch._dynamo.config.automatic_dynamic_shapes = False
     for block in getattr(network, "blocks", ()):
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST_KINDS_OF_CALLS)
         block.compile(fullgraph=True, backend=backend)
