@@ -54,7 +54,7 @@ class MuonWithAdamW(Optimizer):
     def __init__(
         self, muon: Mapping[Tensor, int], weight_decay: float, adamw: Iterable[dict[str, Any]], lr: float
     ) -> None:
-        self._muon = _LayerByLayer([{"params": list(muon), "weight_decay": weight_decay}], muon, lr)
+        self._muon: Optimizer = _LayerByLayer([{"params": list(muon), "weight_decay": weight_decay}], muon, lr)
         self._adamw = AdamW(adamw, lr=lr, fused=True)
         super().__init__([*self._muon.param_groups, *self._adamw.param_groups], {"lr": lr})
         self._share()

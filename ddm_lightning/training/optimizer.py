@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -20,7 +20,9 @@ def build_optimizer(network: nn.Module, train: TrainConfig) -> Optimizer:
         ValueError: Muon for a network that has nothing for it (``has_muon_matrices``).
     """
     named = [(name, p) for name, p in network.named_parameters() if p.requires_grad]
-    hidden = {p: num_layers(name) for name, p in named if train.optimizer == "muon" and is_muon_matrix(name, p)}
+    hidden: dict[Tensor, int] = {}
+    if train.optimizer == "muon":
+        hidden = {p: num_layers(name) for name, p in named if is_muon_matrix(name, p)}
     others = [p for _, p in named if p not in hidden]
     groups = [
         {"params": [p for p in others if p.ndim >= 2], "weight_decay": train.weight_decay},

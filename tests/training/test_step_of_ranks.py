@@ -1,4 +1,4 @@
-"""What a step of two real ranks under DDP leaves out: questions to the devices, and a second copy of gradients."""
+"""What a step of two real ranks leaves out: questions to devices, buffers, copies and sums of gradients."""
 
 from types import SimpleNamespace
 
@@ -22,6 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threade
 class TwoWeights(nn.Module):
     def __init__(self):
         super().__init__()
+        self.register_buffer("positions", torch.zeros(8))
         self.gain, self.shift = nn.Parameter(torch.ones(8)), nn.Parameter(torch.zeros(8))
 
     def forward(self, x_t, t, condition):
@@ -36,6 +37,7 @@ class Watch(L.Callback):
         self.monkeypatch = monkeypatch
 
     def on_train_start(self, trainer, module):
+        self.sends_buffers = trainer.strategy.model.will_sync_module_buffers()
         broadcast = torch.distributed.broadcast
 
         def counted(*arguments, **named):
@@ -61,9 +63,9 @@ def test_hosts_do_not_ask_their_devices_and_gradients_lie_where_they_are_sent_fr
         )
         batches = DataLoader([batch()] * NUM_STEPS, batch_size=None)
         trainer.fit(ExpertModule(TwoWeights(), spec()), batches, batches)
-        return watch.num_broadcasts, watch.num_memories
+        return watch.num_broadcasts, watch.num_memories, watch.sends_buffers
 
-    assert in_two_processes(task) == dict.fromkeys(range(WORLD), (0, [1] * NUM_STEPS))
+    assert in_two_processes(task) == dict.fromkeys(range(WORLD), (0, [1] * NUM_STEPS, False))
 
 
 def test_fsdp2_reduces_gradients_once_a_step_of_several_parts(monkeypatch):

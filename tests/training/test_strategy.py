@@ -208,11 +208,6 @@ def test_a_batch_of_another_size_gets_a_graph_of_its_own():
     assert sizes == [4, 3, 2]
 
 
-def test_under_ddp_no_buffers_are_sent():
-    strategy, _ = choose_strategy(island(strategy="ddp", devices=2), 1)
-    assert strategy._ddp_kwargs["broadcast_buffers"] is False
-
-
 def test_float32_products_use_tensor_cores_on_a_gpu_alone(monkeypatch):
     called = []
     monkeypatch.setattr(torch, "set_float32_matmul_precision", called.append)
