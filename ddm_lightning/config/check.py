@@ -27,7 +27,7 @@ CHOICES = {
     "island.strategy": ("auto", "single", "ddp", "fsdp", "fsdp-shard-grad-op"),
     "island.loader": ("auto", "local", "streaming"),
     "island.precision": ("32-true", "bf16-mixed", "16-mixed", "64-true"),
-    "island.attention": ("auto", "sdpa", "xformers"),
+    "island.attention": ("auto", "sdpa", "flash", "cudnn", "efficient", "xformers"),
     "sample.strategy": ("full", "top-1", "top-k", "bayes"),
     "sample.solver": ("euler", "heun", "ancestral"),
 }

@@ -43,7 +43,7 @@ class TrainConfig:
     global_batch_size: int = MISSING
     """Samples a step. For experts: of the equal-FLOP monolith; one expert takes 1/K of it."""
     optimizer: str = "adamw"
-    """``adamw``, or ``muon`` for the matrices of the blocks and AdamW for the rest."""
+    """``adamw``, or ``muon`` for the blocks' matrices and AdamW for the rest and adaLN; not with FSDP2."""
     learning_rate: float = 1e-4
     """Peak learning rate."""
     weight_decay: float = 0.0
@@ -109,7 +109,7 @@ class IslandConfig:
     precision: str = "32-true"
     """Lightning's precision: ``32-true``, ``bf16-mixed``, ``16-mixed`` or ``64-true``; weights stay fp32 or wider."""
     attention: str = "auto"
-    """Attention back end: ``auto`` (what runs), ``sdpa`` or ``xformers``."""
+    """``auto`` or ``sdpa`` (torch chooses), ``flash``, ``cudnn``, ``efficient`` (torch's kernels) or ``xformers``."""
     micro_batch_size: int | None = None
     """Samples of a training step that a device computes at once, summing gradients over parts; null for all of them."""
     activation_checkpointing: bool = False

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import importlib
+import warnings
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ddm_lightning.errors import UserError
 
-BACKENDS = ("auto", "sdpa", "xformers")
+_KERNELS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+"""Of torch's own."""
+BACKENDS = ("auto", "sdpa", *_KERNELS, "xformers")
 
 _REMEDY = "set island.attention=sdpa"
 _loaded: Any = None  # of xformers.ops
@@ -30,12 +38,16 @@ def attention(
         q: queries.
         k: keys.
         v: values.
-        backend: ``sdpa`` is torch's own, ``xformers`` its memory-efficient attention on CUDA;
-            ``auto`` is ``sdpa``, which runs everywhere.
+        backend: ``sdpa`` is torch's own by a kernel of its choice, ``flash``, ``cudnn`` and ``efficient`` are its
+            kernels, ``xformers`` its memory-efficient attention on CUDA; ``auto`` is ``sdpa``, which runs everywhere.
 
     Raises:
         UserError: unknown ``backend``, or ``xformers`` where it cannot run.
+        RuntimeError: a kernel of torch's where it cannot run (``check_attention``).
     """
+    if backend in _KERNELS:
+        with sdpa_kernel(_KERNELS[backend]):
+            return attention(q, k, v, "sdpa")
     if backend in ("auto", "sdpa"):
         return functional.scaled_dot_product_attention(
             q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
@@ -79,6 +91,24 @@ def set_attention(module: nn.Module, backend: str) -> int:
     for part in listeners:
         part.attention_backend = backend
     return len(listeners)
+
+
+def check_attention(backend: str, device: torch.device) -> None:
+    """Attend once, forward and backward, by a kernel that may not run on ``device`` in the precision in force.
+
+    Raises:
+        UserError: ``backend`` cannot run there.
+    """
+    if backend in ("auto", "sdpa"):
+        return
+    square = torch.ones(64, 64, device=device, requires_grad=True)
+    q = (square @ square).view(1, 64, 1, 64)  # of the type that a linear layer gives
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a line of torch's for each kernel that cannot run
+            attention(q, q, q, backend).sum().backward()
+    except RuntimeError as error:
+        raise UserError(f"attention back end {backend!r} has no kernel for {q.dtype} on {device}; {_REMEDY}") from error
 
 
 def _unknown(backend: str) -> UserError:

@@ -186,9 +186,10 @@ class MMDiT(PatchTransformer):
         Raises:
             ValueError: a shape other than ``x_shape``, a ``t`` narrower than 32 bits, text tokens of another shape.
         """
-        text = self.token_embedding(condition, len(x_t))
-        conditioning = functional.silu(self.time_embedding(t) + self.pooled_text(text))
         x = self.tokens(x_t)
+        # In float32 under autocast, as the patches: FSDP2 may gather the embedding, and its null, in bfloat16.
+        text = self.token_embedding(condition, len(x_t)).to(x.dtype)
+        conditioning = functional.silu(self.time_embedding(t) + self.pooled_text(text))
         for block in self.blocks:
             x, text = block(x, text, conditioning)
         return unpatchify(self.final(x, conditioning), self.x_shape, self.patch_size).to(x_t.dtype)

@@ -28,6 +28,8 @@ from ddm_lightning.training.speed import Speed
 from ddm_lightning.training.status import MemberStatus
 
 LINE_SECONDS = 60.0
+POLL_STEPS = 10
+"""Steps between two questions among ranks whether one was asked to stop."""
 
 
 class Reporter(L.Callback):
@@ -232,8 +234,9 @@ class StopOnRequest(L.Callback):
     """SIGTERM, SIGUSR1 (SLURM's warning) or Ctrl-C: finish the step, leave a checkpoint, stop.
 
     A validation is cut short, as its step has a checkpoint already (``RollingCheckpoints``), but not the last one, with
-    which training is over. Several ranks agree on where they stop. Those that the first one started leave signals to it
-    all the time: a terminal sends them to all, and one that stopped while it starts would be waited for by the others.
+    which training is over. Several ranks agree every ten steps whether they stop. Those that the first one started
+    leave signals to it all the time: a terminal sends them to all, and one that stopped while it starts would be waited
+    for by the others.
     """
 
     def __init__(self, checkpoints: RollingCheckpoints) -> None:
@@ -281,6 +284,8 @@ class StopOnRequest(L.Callback):
 
     def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
         """Leave a checkpoint where the rolling ones are taken too, then stop."""
+        if self._hosts is not None and trainer.global_step % POLL_STEPS:
+            return  # a collective at each step would hold up hosts that run ahead of their devices
         if self._agreed() and not self.stopped:
             self.checkpoints.save(trainer)
             if trainer.global_step < trainer.max_steps:

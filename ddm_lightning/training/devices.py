@@ -38,6 +38,14 @@ def device_of(accelerator: str) -> torch.device:
     return torch.device("cuda" if resolve_accelerator(accelerator) == "gpu" else "cpu")
 
 
+def configure_torch(accelerator: str, num_threads: int) -> None:
+    """``num_threads`` on a CPU; on a GPU products of float32 in TensorFloat-32."""
+    if resolve_accelerator(accelerator) == "cpu":
+        torch.set_num_threads(num_threads)
+    else:
+        torch.set_float32_matmul_precision("high")
+
+
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any]:
     """What the island's ``precision`` means to a forward pass outside the Trainer."""
     dtype = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(precision)

@@ -6,6 +6,7 @@ its local shard without communication.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -44,23 +45,29 @@ def track_ema(optimizer: Optimizer, decay: float, widths: Sequence[float] = ()) 
     for group in optimizer.param_groups:
         group.setdefault(STEPS, 0)
 
+    # Local shards by group and key: asking a DTensor for its shard at each step costs the host more than the average.
+    kept: dict[tuple[int, str], tuple[list[Tensor], list[Tensor]]] = {}
+
+    @torch.no_grad()
     def after_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        for group in optimizer.param_groups:
+        for number, group in enumerate(optimizer.param_groups):
             steps = group[STEPS]
-            kept = {KEY: min(decay, (1 + steps) / (10 + steps))}
-            kept |= {key: power_decay(exponent, steps + 1) for key, exponent in exponents.items()}
+            shares = {KEY: min(decay, (1 + steps) / (10 + steps))}
+            shares |= {key: power_decay(exponent, steps + 1) for key, exponent in exponents.items()}
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-            values = [local(parameter.detach()) for parameter in parameters]
-            for key, share in kept.items():
-                averages = []
-                for parameter in parameters:
-                    state = optimizer.state[parameter]
+            for key, share in shares.items():
+                states = [optimizer.state[parameter] for parameter in parameters]
+                for parameter, state in zip(parameters, states, strict=True):
                     if key not in state:
                         # A clone keeps the parameter's own (perhaps uneven) sharding.
                         state[key] = parameter.detach().clone()
-                    averages.append(local(state[key]))
-                if averages:
-                    torch._foreach_lerp_(averages, values, 1.0 - share)
+                tensors = [*parameters, *(state[key] for state in states)]
+                known, shards = kept.get((number, key), ([], []))
+                if len(known) != len(tensors) or not all(map(operator.is_, known, tensors)):  # a checkpoint was loaded
+                    shards = [local(tensor) for tensor in tensors]
+                    kept[number, key] = tensors, shards
+                if shards:
+                    torch._foreach_lerp_(shards[len(parameters) :], shards[: len(parameters)], 1.0 - share)
             group[STEPS] = steps + 1
 
     optimizer.register_step_post_hook(after_step)

@@ -8,7 +8,6 @@ import warnings
 from pathlib import Path
 
 import lightning as L
-import torch
 from filelock import FileLock, Timeout
 from lightning.pytorch.loggers import TensorBoardLogger
 from rich.console import Console
@@ -34,7 +33,7 @@ from ddm_lightning.training.callbacks import (
     StopRequested,
 )
 from ddm_lightning.training.checkpoints import RollingCheckpoints, newest_checkpoint, step_of
-from ddm_lightning.training.devices import resolve_accelerator
+from ddm_lightning.training.devices import configure_torch, resolve_accelerator
 from ddm_lightning.training.ema import gathered_ema, kept_buffers
 from ddm_lightning.training.ema_snapshots import FOLDER, EmaSnapshots, missing_snapshots, snapshot_steps
 from ddm_lightning.training.expert import ExpertModule
@@ -291,14 +290,13 @@ def _fit_locked(
     member: str, experiment: Experiment, run: RunFolder, status: MemberStatus, console: Console, show_progress: bool
 ) -> MemberStatus:
     island, folder = experiment.island, run.member(member)
-    if resolve_accelerator(island.accelerator) == "cpu":
-        torch.set_num_threads(island.num_threads)
+    configure_torch(island.accelerator, island.num_threads)
     manifest = Manifest.read(run.root)
     module = build_module(member, experiment, manifest)
     data = build_data(member, experiment, manifest, run)
     num_parameters = sum(p.numel() for p in module.network.parameters())
     num_widths = len(module.spec.train.ema_widths)
-    strategy, reason = choose_strategy(island, num_parameters, num_widths)
+    strategy, reason = choose_strategy(island, num_parameters, num_widths, module.spec.train.optimizer)
     size = checkpoint_bytes(num_parameters, num_widths, island.precision)
     whole = _disk_bytes(size, num_parameters, island, module.spec.train)
     console.print(f"{member}: {num_parameters / 1e6:.2f} M parameters, {reason}")

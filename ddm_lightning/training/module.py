@@ -11,13 +11,14 @@ import lightning as L
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from ddm_lightning.config import TimestepsConfig, TrainConfig
 from ddm_lightning.flow.condition import Condition, ConditionSpec
 from ddm_lightning.flow.path import interpolate
 from ddm_lightning.flow.randomness import keyed_generator, keyed_seed
 from ddm_lightning.flow.timesteps import sample_timesteps, stratified_timesteps
-from ddm_lightning.networks.attention import set_attention
+from ddm_lightning.networks.attention import check_attention, set_attention
 from ddm_lightning.prepare.interfaces import CaptionEncoder
 from ddm_lightning.prepare.stored import StoredForm
 from ddm_lightning.training.ema import ema_weights, track_ema
@@ -85,7 +86,8 @@ class MemberModule(L.LightningModule):
     """Base of the experts' and the router's modules.
 
     All randomness of a step (timesteps, noise, dropped conditions, the network's own dropout) is keyed by
-    (seed, member, global rank, step): ranks differ, and a resumed run repeats nothing and skips nothing.
+    (seed, member, global rank, step): ranks differ, and a resumed run repeats nothing and skips nothing. Batches that a
+    Trainer accumulates over differ, too.
 
     Args:
         network: the built network; sharding and compilation are applied to it in ``configure_model``.
@@ -103,6 +105,7 @@ class MemberModule(L.LightningModule):
         self._clipped: list[nn.Parameter] = []
         self._sums: dict[str, Tensor] = {}
         self._guard: FiniteGuard | None = None
+        self._micro_batch = 0
         self.replayed: tuple[int, int] | None = None
         """Rank and step whose randomness is drawn, in place of the Trainer's."""
 
@@ -112,6 +115,9 @@ class MemberModule(L.LightningModule):
             return
         self._configured = True
         set_attention(self.network, self.spec.attention)
+        if self._trainer is not None:
+            with self.trainer.precision_plugin.forward_context():
+                check_attention(self.spec.attention, self.trainer.strategy.root_device)
         if self.spec.activation_checkpointing:
             checkpoint_blocks(self.network)
         if self.spec.compile:
@@ -161,7 +167,8 @@ class MemberModule(L.LightningModule):
 
     def on_train_batch_start(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         """Key the global generator (a network's own dropout) by the step."""
-        _seed(keyed_seed(*self._key("network")), self.device)
+        self._micro_batch = batch_idx % getattr(self._trainer, "accumulate_grad_batches", 1)  # a replay has no Trainer
+        _seed(keyed_seed(self.spec.seed, *self._key("network")), self.device)
 
     def noised(self, batch: dict[str, Tensor]) -> Noised:
         """Draw this step's timesteps, noise and dropped conditions for a batch."""
@@ -219,8 +226,8 @@ class MemberModule(L.LightningModule):
         """``measure`` part by part, one part's activations at a time: gradient accumulation within the step.
 
         Times, noise and dropped conditions were drawn for the whole step and Lightning sees one step, so that samples,
-        noise, callbacks and checkpoints are those of a step in one part. DDP reduces gradients in the last backward
-        pass alone.
+        noise, callbacks and checkpoints are those of a step in one part. Ranks reduce gradients in the last backward
+        pass alone: DDP by itself, FSDP2 keeps whole gradients until then.
         """
         found: list[dict[str, Tensor]] = []
 
@@ -229,11 +236,17 @@ class MemberModule(L.LightningModule):
             found.append({name: values.detach() for name, values in measured.items()})
             return self.weighted(measured["loss"], noised.t[rows]).sum() / len(noised.t)
 
+        def reduce_gradients(now: bool) -> None:
+            if isinstance(self.network, FSDPModule):
+                self.network.set_requires_gradient_sync(now)
+
         *first, last = parts
+        reduce_gradients(False)
         for rows in first:
             loss = loss_of(rows)
             with torch.autocast(self.device.type, enabled=False):  # a backward pass takes its types from the forward
                 self.trainer.strategy.backward(loss, None)
+        reduce_gradients(True)
         loss = loss_of(last)
         return {name: torch.cat([one[name] for one in found]) for name in found[0]}, loss
 
@@ -345,11 +358,12 @@ class MemberModule(L.LightningModule):
         self.log_dict(self.drain("held_out/"), logger=False)
 
     def _generator(self, purpose: str, device: torch.device) -> torch.Generator:
-        return keyed_generator(*self._key(purpose), device=device)
+        return keyed_generator(self.spec.seed, *self._key(purpose), device=device)
 
-    def _key(self, purpose: str) -> tuple[int, str, str, int, int]:
+    def _key(self, purpose: str) -> tuple[int | str, ...]:
         rank, step = self.replayed or (self.global_rank, self.global_step)
-        return self.spec.seed, self.spec.member, purpose, rank, step
+        # The first micro batch has the key of a step without others.
+        return self.spec.member, purpose, rank, step, *([self._micro_batch] if self._micro_batch else [])
 
 
 def _seed(seed: int, device: torch.device) -> None:

@@ -2,16 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Muon, Optimizer
 
-from ddm_lightning.training.shards import local
-
 _BUFFER = "momentum_buffer"
+_FUSED = {"qkv": 3, "kv": 2, "gate_up": 2}
+"""Layers that are several in one, by their name in a block: how many of equal size."""
+
+
+class _LayerByLayer(Muon):
+    """torch's Muon, which orthogonalises each layer of a fused matrix alone: queries, keys and values apart.
+
+    Args:
+        groups: of matrices.
+        num_layers: of each matrix, one below the other.
+        lr: learning rate.
+    """
+
+    def __init__(self, groups: Iterable[dict[str, Any]], num_layers: Mapping[Tensor, int], lr: float) -> None:
+        super().__init__(groups, lr=lr, adjust_lr_fn="match_rms_adamw")
+        self._num_layers = num_layers
+
+    def _init_group(self, group: Any, params: list[Tensor], grads: list[Tensor], buffers: list[Tensor]) -> bool:
+        has_complex = super()._init_group(group, params, grads, buffers)
+        nums = [self._num_layers[matrix] for matrix in params]
+        for matrices in (params, grads, buffers):
+            matrices[:] = [rows for matrix, num in zip(matrices, nums, strict=True) for rows in matrix.chunk(num)]
+        return has_complex
 
 
 class MuonWithAdamW(Optimizer):
@@ -21,7 +42,8 @@ class MuonWithAdamW(Optimizer):
     one weight decay.
 
     Args:
-        muon: groups of matrices.
+        muon: matrices, each with its number of layers (``num_layers``).
+        weight_decay: of these.
         adamw: groups of all other parameters.
         lr: learning rate.
     """
@@ -29,8 +51,10 @@ class MuonWithAdamW(Optimizer):
     found_inf: Tensor | None = None
     """1.0 on the device where this step is to change nothing, as AdamW's fused kernel reads it."""
 
-    def __init__(self, muon: Iterable[dict[str, Any]], adamw: Iterable[dict[str, Any]], lr: float) -> None:
-        self._muon = Muon(muon, lr=lr, adjust_lr_fn="match_rms_adamw")
+    def __init__(
+        self, muon: Mapping[Tensor, int], weight_decay: float, adamw: Iterable[dict[str, Any]], lr: float
+    ) -> None:
+        self._muon: Optimizer = _LayerByLayer([{"params": list(muon), "weight_decay": weight_decay}], muon, lr)
         self._adamw = AdamW(adamw, lr=lr, fused=True)
         super().__init__([*self._muon.param_groups, *self._adamw.param_groups], {"lr": lr})
         self._share()
@@ -64,16 +88,15 @@ class MuonWithAdamW(Optimizer):
             return
         counts = self.found_inf == 0
         matrices = [p for group in self._muon.param_groups for p in group["params"] if p.grad is not None]
-        before = [local(matrix).clone() for matrix in matrices]
+        before = [matrix.clone() for matrix in matrices]
         for matrix in matrices:
-            gradient = local(matrix.grad)
             buffer = self.state[matrix].get(_BUFFER)
             # The momentum of its own value moves nowhere.
-            still = torch.zeros_like(gradient) if buffer is None else local(buffer)
-            gradient.copy_(torch.where(counts, gradient, still))
+            still = torch.zeros_like(matrix) if buffer is None else buffer
+            matrix.grad.copy_(torch.where(counts, matrix.grad, still))
         self._muon.step()
         for matrix, old in zip(matrices, before, strict=True):
-            local(matrix).copy_(torch.where(counts, local(matrix), old))
+            matrix.copy_(torch.where(counts, matrix, old))
 
 
 def has_muon_matrices(network: nn.Module) -> bool:
@@ -84,7 +107,13 @@ def has_muon_matrices(network: nn.Module) -> bool:
 def is_muon_matrix(name: str, parameter: nn.Parameter) -> bool:
     """Whether a parameter is a layer's matrix within a block: not an embedding, the first or the last layer.
 
-    Nor a table of vectors, such as a block's offsets of adaLN-single, which multiplies nothing.
+    Nor a table of vectors, such as a block's offsets of adaLN-single, which multiplies nothing; nor an adaLN
+    modulation, six projections in one that start at zero and read one vector a sample.
     """
     is_matrix = parameter.ndim == 2 and min(parameter.shape) > 1 and name.endswith(".weight")
-    return is_matrix and name.partition(".")[0] == "blocks"
+    return is_matrix and name.startswith("blocks.") and not name.endswith("modulation.weight")
+
+
+def num_layers(name: str) -> int:
+    """How many layers the matrix of this name holds, one below the other."""
+    return _FUSED.get(name.split(".")[-2], 1)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from ddm_lightning.config import TrainConfig
-from ddm_lightning.training.muon import MuonWithAdamW, is_muon_matrix
+from ddm_lightning.training.muon import MuonWithAdamW, is_muon_matrix, num_layers
 
 
 def build_optimizer(network: nn.Module, train: TrainConfig) -> Optimizer:
@@ -20,9 +20,10 @@ def build_optimizer(network: nn.Module, train: TrainConfig) -> Optimizer:
         ValueError: Muon for a network that has nothing for it (``has_muon_matrices``).
     """
     named = [(name, p) for name, p in network.named_parameters() if p.requires_grad]
-    hidden = [p for name, p in named if train.optimizer == "muon" and is_muon_matrix(name, p)]
-    taken = set(map(id, hidden))
-    others = [p for _, p in named if id(p) not in taken]
+    hidden: dict[Tensor, int] = {}
+    if train.optimizer == "muon":
+        hidden = {p: num_layers(name) for name, p in named if is_muon_matrix(name, p)}
+    others = [p for _, p in named if p not in hidden]
     groups = [
         {"params": [p for p in others if p.ndim >= 2], "weight_decay": train.weight_decay},
         {"params": [p for p in others if p.ndim < 2], "weight_decay": 0.0},
@@ -30,7 +31,7 @@ def build_optimizer(network: nn.Module, train: TrainConfig) -> Optimizer:
     groups = [group for group in groups if group["params"]]
     if train.optimizer == "adamw":
         return AdamW(groups, lr=train.learning_rate, fused=True)
-    return MuonWithAdamW([{"params": hidden, "weight_decay": train.weight_decay}], groups, lr=train.learning_rate)
+    return MuonWithAdamW(hidden, train.weight_decay, groups, lr=train.learning_rate)
 
 
 def learning_rate_factor(train: TrainConfig) -> Callable[[int], float]:

@@ -14,7 +14,9 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from ddm_lightning.config import Experiment
+from ddm_lightning.flow.condition import Condition
 from ddm_lightning.flow.field import VelocityField
+from ddm_lightning.flow.guidance import guided
 from ddm_lightning.flow.prediction import to_velocity
 from ddm_lightning.flow.randomness import keyed_generator
 from ddm_lightning.flow.solvers import integrate
@@ -111,14 +113,20 @@ class PictureLogger(L.Callback):
         shape, device = x_0.shape, x_0.device
         condition = module.condition(self._batch)
         kind = getattr(module.network, "prediction", "velocity")
+        scale = self.experiment.sample.guidance_scale
 
-        def velocity(x_t: Tensor, t: Tensor) -> Tensor:
+        def predicted(x_t: Tensor, t: Tensor, condition: Condition | None) -> Tensor:
             if self.stop.cuts_validation(module.trainer):
                 raise _CutShortError
             # As in a validation step: sharded weights may be there in bfloat16 alone.
             with module.trainer.precision_plugin.forward_context():
-                predicted = module.network(x_t, t, condition).float()
-            return to_velocity(predicted, x_t, t, kind)
+                return to_velocity(module.network(x_t, t, condition).float(), x_t, t, kind)
+
+        def velocity(x_t: Tensor, t: Tensor) -> Tensor:
+            found = predicted(x_t, t, condition)
+            if condition is None or scale == 1:
+                return found
+            return guided(found, predicted(x_t, t, condition.null()), scale)
 
         field: VelocityField = velocity
         noise = torch.randn(

@@ -16,6 +16,7 @@ from lightning.pytorch.strategies import (
     Strategy,
 )
 from torch.distributed import ProcessGroup
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ddm_lightning.training.checkpoint_files import CheckpointWriter, read_rest
@@ -119,6 +120,12 @@ class Replicated(SeveralRanks, DDPStrategy):
     def __init__(self) -> None:
         # Else what is sent is one more copy of all gradients.
         super().__init__(gradient_as_bucket_view=True)
+
+    def configure_ddp(self) -> None:
+        """Send no buffers at each step: positions are the same everywhere, as they are after the start."""
+        super().configure_ddp()
+        assert isinstance(self.model, DistributedDataParallel)
+        self.model.broadcast_buffers = False  # not an argument: torch 2.13 warns of it, 2.10 has no other
 
 
 class Sharded(SeveralRanks, ModelParallelStrategy):

@@ -43,7 +43,7 @@ def training_bytes(num_parameters: int, num_widths: int = 0, precision: str = "3
 
 
 def choose_strategy(
-    island: IslandConfig, num_parameters: int, num_widths: int = 0
+    island: IslandConfig, num_parameters: int, num_widths: int = 0, optimizer: str = "adamw"
 ) -> tuple[BackgroundCheckpoints, str]:
     """Lightning's strategy for this island, and one line that says why.
 
@@ -51,9 +51,10 @@ def choose_strategy(
         island: what it has.
         num_parameters: of the network.
         num_widths: power-function averages that are kept besides the EMA.
+        optimizer: of ``train.optimizer``.
 
     Raises:
-        UserError: ``single`` with several devices, or a precision that FSDP2 does not take.
+        UserError: ``single`` with several devices, or a precision or an optimizer that FSDP2 does not take.
     """
     devices, name = island.devices, island.strategy
     if name == "single" and devices > 1:
@@ -71,6 +72,11 @@ def choose_strategy(
         raise UserError(
             f"key 'island.precision' = {island.precision!r}: FSDP2 ({reason}) takes "
             f"{' or '.join(_SHARDED_PRECISIONS)}; set one of them, or island.strategy=ddp where a device holds all"
+        )
+    if optimizer == "muon":
+        raise UserError(
+            f"key 'train.optimizer' = 'muon': it needs whole matrices, and FSDP2 ({reason}) shards them; set it to "
+            "adamw, or island.strategy=ddp where a device holds all"
         )
     gathered = name == "fsdp-shard-grad-op"
     strategy = Sharded(devices, gathered=gathered)
@@ -125,6 +131,8 @@ def compile_blocks(network: nn.Module, backend: str = "inductor") -> None:
     """
     # A block is small enough to be sent behind its backward pass: torch would cut its graph by DDP's buckets.
     torch._dynamo.config.optimize_ddp = False
+    # A last batch of fewer samples gets a graph of its own: one for all sizes would be slower from then on.
+    torch._dynamo.config.automatic_dynamic_shapes = False
     for block in getattr(network, "blocks", ()):
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST_KINDS_OF_CALLS)
         block.compile(fullgraph=True, backend=backend)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ddm_lightning.errors import UserError
-from ddm_lightning.networks.attention import BACKENDS, attention, rotate, set_attention
+from ddm_lightning.networks.attention import BACKENDS, attention, check_attention, rotate, set_attention
 from ddm_lightning.networks.blocks import SelfAttention
 from ddm_lightning.networks.embeddings import axial_rotation
 
@@ -28,7 +28,7 @@ def by_numpy(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.from_numpy(np.einsum("bhnm,bmhd->bnhd", weights, v.numpy()))
 
 
-@pytest.mark.parametrize("backend", ["auto", "sdpa"])
+@pytest.mark.parametrize("backend", ["auto", "sdpa", "flash"])
 def test_equals_the_formula(backend: str) -> None:
     q, k, v = heads(0, 2, 5, 3, 4), heads(1, 2, 7, 3, 4), heads(2, 2, 7, 3, 4)
     torch.testing.assert_close(attention(q, k, v, backend), by_numpy(q, k, v))
@@ -85,8 +85,8 @@ def test_rows_may_be_rotated_differently() -> None:
 
 def test_unknown_backend_is_refused() -> None:
     q = heads(0, 1, 2, 1, 4)
-    with pytest.raises(UserError, match=r"'flash'.*island\.attention.*auto, sdpa, xformers"):
-        attention(q, q, q, "flash")
+    with pytest.raises(UserError, match=r"'fast'.*island\.attention.*auto, sdpa, flash, cudnn, efficient, xformers"):
+        attention(q, q, q, "fast")
 
 
 def test_xformers_on_a_cpu_names_the_remedy() -> None:
@@ -135,8 +135,29 @@ def test_xformers_that_is_not_installed_names_the_remedy(monkeypatch: pytest.Mon
             attention(q, q, q, "xformers")
 
 
+def test_a_kernel_that_cannot_run_here_is_one_line() -> None:
+    for backend in ("auto", "sdpa", "flash"):  # torch has a flash kernel for CPUs
+        check_attention(backend, torch.device("cpu"))
+    for backend in ("cudnn", "efficient"):
+        with pytest.raises(UserError, match=rf"'{backend}' has no kernel for torch\.float32 on cpu; set island\.att"):
+            check_attention(backend, torch.device("cpu"))
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(UserError, match=r"no kernel for torch\.bfloat16"):
+        check_attention("efficient", torch.device("cpu"))
+    with pytest.raises(UserError, match="'xformers' needs a CUDA device"):
+        check_attention("xformers", torch.device("cpu"))
+
+
+def test_xformers_beside_a_torch_of_another_cuda_is_refused_by_a_real_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        raise NotImplementedError("No operator found")
+
+    monkeypatch.setattr("ddm_lightning.networks.attention._xformers", refuses)
+    with pytest.raises(UserError, match=r"'xformers' has no kernel for torch\.float32 .*; set island\.attention=sdpa"):
+        check_attention("xformers", torch.device("cpu"))
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("backend", ["sdpa", "xformers"])
+@pytest.mark.parametrize("backend", ["sdpa", "efficient", "xformers"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.float16, 2e-3), (torch.bfloat16, 2e-2)])
 def test_equals_the_formula_on_a_gpu(dtype: torch.dtype, tolerance: float, backend: str) -> None:
     if backend == "xformers" and not pytest.importorskip("xformers._cpp_lib")._built_with_cuda:

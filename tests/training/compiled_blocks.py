@@ -120,6 +120,16 @@ def takes_xformers() -> bool:
     return network.blocks[0](q).shape == q.shape
 
 
+def takes_flash() -> bool:
+    """Whether a block whose attention is bound to a kernel of torch's is one graph, with the gradients of no choice."""
+    torch._dynamo.reset()
+    network, plain = built("dit"), built("dit")
+    set_attention(network, "flash")
+    compile_blocks(network, backend="aot_eager")
+    found, expected = gradients(network, TEXT, 4), gradients(plain, TEXT, 4)
+    return all(torch.allclose(found[name], value, rtol=1e-4, atol=1e-6) for name, value in expected.items())
+
+
 def refuses_a_break() -> bool:
     """Whether a block in two graphs is an error."""
 
@@ -145,4 +155,5 @@ if __name__ == "__main__":
         print(json.dumps([name, "kinds", {"graphs": kinds_of_calls(name)}]))
     print(json.dumps(["ddp", False, under_ddp("dit")]))
     print(json.dumps(["xformers", False, {"taken": takes_xformers()}]))
+    print(json.dumps(["flash", False, {"taken": takes_flash()}]))
     print(json.dumps(["break", False, {"refused": refuses_a_break()}]))

@@ -55,6 +55,15 @@ def test_a_signal_in_the_last_step_does_not_keep_the_member_from_ending():
     assert not stop.stopped
 
 
+def test_ranks_ask_one_another_every_ten_steps(monkeypatch):
+    asked, stop = [], StopOnRequest(Saves())
+    monkeypatch.setattr(stop, "_agreed", lambda: asked.append(step))
+    stop._hosts = object()
+    for step in range(1, 31):
+        stop.on_train_batch_end(trainer_at(step), None)
+    assert asked == [10, 20, 30]
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_a_signal_outside_of_the_steps_stops_at_once(number):
     stop = StopOnRequest(Saves())

@@ -41,5 +41,6 @@ def test_no_validation_ends_a_training_by_torch_s_limit_of_graphs(found, name, m
     assert 4 <= found[name, "kinds"]["graphs"] <= most
 
 
-def test_a_graph_calls_xformers(found):
-    assert found["xformers", False]["taken"]
+@pytest.mark.parametrize("backend", ["xformers", "flash"])
+def test_a_graph_calls_what_was_chosen(found, backend):
+    assert found[backend, False]["taken"]

@@ -3,6 +3,7 @@ import pytest
 import torch
 from torch import nn
 
+from ddm_lightning.training import ema
 from ddm_lightning.training.ema import KEY, ema_tensors, ema_weights, gathered_ema, track_ema, width_key
 
 
@@ -144,3 +145,14 @@ def test_what_is_gathered_is_a_copy():
     for step in range(1, 4):
         take_step(module, optimizer, step)
     assert all(torch.equal(value, kept[name]) for name, value in before.items())
+
+
+def test_shards_are_looked_up_once(monkeypatch):
+    looked_up = []
+    monkeypatch.setattr(ema, "local", lambda tensor: looked_up.append(tensor) or tensor)
+    module = network()
+    optimizer = optimizer_of(module)
+    take_step(module, optimizer, 0)
+    assert len(looked_up) == 2 * 4  # four parameters and their averages
+    take_step(module, optimizer, 1)
+    assert len(looked_up) == 2 * 4

@@ -1,14 +1,18 @@
 from types import SimpleNamespace
 
+import lightning as L
 import numpy as np
 import pytest
 import torch
-from training.members import SCALE, SHIFT, Recorder, at, batch, expert
+from torch.utils.data import DataLoader
+from training.members import SCALE, SHIFT, Recorder, at, batch, expert, spec
 
 from ddm_lightning.config import TimestepsConfig, TrainConfig
+from ddm_lightning.errors import UserError
 from ddm_lightning.flow.condition import ConditionSpec
 from ddm_lightning.loading.order import Ranks, steps
 from ddm_lightning.prepare.stored import StoredForm
+from ddm_lightning.training.expert import ExpertModule
 from ddm_lightning.training.optimizer import build_optimizer
 
 NUM_TIMES = 8
@@ -366,3 +370,30 @@ def test_a_scaled_gradient_is_clipped_by_its_own_norm(limit):
         ends.append(module.network.gain.item())
         assert module.drain("train/")["train/gradient_norm"] == pytest.approx(3.0)
     assert ends[0] == pytest.approx(ends[1], rel=1e-6)
+
+
+def test_batches_that_a_trainer_accumulates_over_draw_noise_of_their_own():
+    """The first of a step what it draws without others."""
+    network = Recorder()
+    trainer = L.Trainer(
+        accelerator="cpu", max_steps=2, accumulate_grad_batches=2, limit_val_batches=0, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    batches = DataLoader([batch()] * 4, batch_size=None)
+    trainer.fit(ExpertModule(network, spec()), batches, batches)
+    times = [t for _, t, _ in network.calls]
+    assert len({tuple(t.tolist()) for t in times}) == 4
+    for step in range(2):
+        assert torch.equal(times[2 * step], expert(step=step).noised(batch()).t)
+
+
+def test_attention_that_cannot_run_here_is_refused_before_the_first_step():
+    network = Recorder()
+    trainer = L.Trainer(
+        accelerator="cpu", max_steps=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False,
+    )  # fmt: skip
+    batches = DataLoader([batch()], batch_size=None)
+    with pytest.raises(UserError, match=r"'cudnn' has no kernel for torch\.float32 on cpu"):
+        trainer.fit(ExpertModule(network, spec(attention="cudnn")), batches, batches)
+    assert not network.calls

@@ -97,9 +97,29 @@ def test_of_a_dit_it_takes_the_matrices_of_the_blocks_alone(modulation):
     )  # fmt: skip
     groups = build_optimizer(network, TRAIN).param_groups
     names = {id(parameter): name for name, parameter in network.named_parameters()}
-    parts = ["attention.qkv", "attention.out", "mlp.0", "mlp.2", *(["modulation"] if modulation == "zero" else [])]
+    parts = ["attention.qkv", "attention.out", "mlp.0", "mlp.2"]
     wanted = {f"blocks.{index}.{part}.weight" for index in range(2) for part in parts}
     assert {names[id(p)] for p in groups[0]["params"]} == wanted
+
+
+@pytest.mark.parametrize(("name", "num"), [("qkv", 3), ("kv", 2), ("gate_up", 2)])
+def test_each_layer_of_a_fused_matrix_is_orthogonalised_alone(name, num):
+    """As torch's Muon on that many matrices."""
+    torch.manual_seed(0)
+    network, apart = nn.Module(), [nn.Parameter(torch.randn(4, 5)) for _ in range(num)]
+    network.blocks = nn.ModuleList([nn.ModuleDict({name: nn.Linear(5, 4 * num)})])
+    fused = network.blocks[0][name].weight
+    fused.data = torch.cat(apart).detach()
+    optimizer = build_optimizer(network, TRAIN)
+    reference = Muon(apart, lr=0.02, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    for step in range(3):
+        fused.grad = torch.randn(fused.shape, generator=torch.Generator().manual_seed(step))
+        for layer, rows in zip(apart, fused.grad.clone().chunk(num), strict=True):
+            layer.grad = rows
+        optimizer.found_inf = torch.tensor(0.0)
+        optimizer.step()
+        reference.step()
+    torch.testing.assert_close(fused, torch.cat(apart), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("bad_step", [0, 3])

@@ -11,6 +11,7 @@ from training.short_fits import fit, trained, weights
 
 from ddm_lightning.config import load_experiment
 from ddm_lightning.errors import UserError
+from ddm_lightning.flow.randomness import keyed_generator
 from ddm_lightning.prepare.encoders import pixels
 from ddm_lightning.prepare.stored import StoredForm
 from ddm_lightning.training.pictures import PictureLogger, routing_heat_map
@@ -28,6 +29,23 @@ def test_of_a_posterior_what_is_drawn_has_the_channels_of_a_sample():
     drawn = drawer._sampled(module)
     assert drawn.shape == module.normalised(drawer._batch).shape == (6, 4, 4, 4)
     assert all(x_t.shape == drawn.shape for x_t, *_ in module.network.calls)
+
+
+def test_previews_are_guided_as_the_experiment_says():
+    """One step from t = 1 to 0: the noise less the guided velocity."""
+
+    class Answers(torch.nn.Module):
+        def forward(self, x_t, t, condition):
+            return x_t * (1.0 + 2.0 * condition.keep[:, None, None, None])  # 1 without the condition, 3 with it
+
+    settings = ["sample.guidance_scale=4", "sample.num_steps=1", "sample.solver=euler"]
+    module = expert(Answers())
+    module._trainer.precision_plugin = SimpleNamespace(forward_context=contextlib.nullcontext)
+    drawer = PictureLogger(load_experiment(TINY, settings), SimpleNamespace(cuts_validation=lambda _: False))
+    drawer._batch = batch()
+    shape = module.normalised(drawer._batch).shape
+    noise = torch.randn(shape, generator=keyed_generator(drawer.experiment.seed, "pictures"))
+    torch.testing.assert_close(drawer._sampled(module), noise - (1 + 4 * (3 - 1)) * noise)
 
 
 def test_a_panel_a_timestep_with_rows_that_sum_to_one():

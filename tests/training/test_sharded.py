@@ -14,7 +14,7 @@ from training.two_processes import WORLD, in_two_processes
 
 from ddm_lightning.config import TrainConfig
 from ddm_lightning.flow.condition import Condition, ConditionSpec
-from ddm_lightning.networks import DiT
+from ddm_lightning.networks import DiT, MMDiT
 from ddm_lightning.training.checkpoint_files import damage_of
 from ddm_lightning.training.ema import KEY, ema_tensors, ema_weights, gathered_ema, track_ema, width_key
 from ddm_lightning.training.member_state import tensors_of
@@ -114,24 +114,6 @@ def lending_after_a_forward(rank):
     assert all(torch.equal(after[name], value) for name, value in own.items())
     assert not torch.equal(own["head.weight"], averages["head.weight"])
     step(network, optimizer, inputs(4).chunk(WORLD)[rank], clip=1.0)
-
-
-def muon_and_its_left_out_steps(rank):
-    """As of one process, with the second step left out in both."""
-    train = replace(TRAIN, optimizer="muon")
-    networks = [shard(Uneven()), Uneven()]
-    optimizers = [build_optimizer(network, train) for network in networks]
-    for number in range(5):
-        x = inputs(number)
-        for network, optimizer, part in zip(networks, optimizers, (x.chunk(WORLD)[rank], x), strict=True):
-            optimizer.zero_grad()
-            network(part).square().mean().backward()
-            optimizer.found_inf = torch.tensor(float(number == 1))
-            optimizer.step()
-    sharded, single = ({name: gathered(p) for name, p in network.named_parameters()} for network in networks)
-    for name, value in single.items():
-        # Muon orthogonalises in bfloat16.
-        torch.testing.assert_close(sharded[name], value, rtol=0.05, atol=0.01)
 
 
 def checkpoints_of_either_kind(folder):
@@ -265,6 +247,31 @@ def a_dit_in_bfloat16(rank):
     return losses, seen
 
 
+def text_of_an_mmdit_in_bfloat16(rank):
+    """Types of the text tokens that blocks are given, with a condition and without, sharded and not."""
+
+    def built():
+        torch.manual_seed(0)
+        tokens = ConditionSpec("tokens", 6, length=3)
+        network = MMDiT(x_shape=(3, 8, 8), condition=tokens, width=32, depth=3, num_heads=2, patch_size=2)
+        for parameter in network.parameters():
+            parameter.data.add_(0.1 * torch.randn_like(parameter))
+        network.types = []
+        for block in network.blocks:
+            block.register_forward_pre_hook(lambda _, inputs: network.types.append(inputs[1].dtype))
+        return network
+
+    networks = [built(), built()]
+    shard_blocks(networks[0], init_device_mesh("cpu", (WORLD,)), half=True)
+    generator = torch.Generator().manual_seed(0)
+    x, t = torch.randn(4, 3, 8, 8, generator=generator), torch.rand(4, generator=generator)
+    for condition in (Condition.of(torch.randn(4, 3, 6, generator=generator)), None):
+        with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+            ours, expected = (network(x, t, condition) for network in networks)
+        torch.testing.assert_close(ours, expected, rtol=0.05, atol=0.05)
+    return [network.types for network in networks]
+
+
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 
 
@@ -290,6 +297,12 @@ def test_under_autocast_weights_are_gathered_in_bfloat16_and_times_stay():
         assert seen == {torch.float32, (torch.bfloat16, torch.float32)}
 
 
+def test_the_text_stream_stays_in_float32_as_it_does_unsharded():
+    for sharded, single in in_two_processes(text_of_an_mmdit_in_bfloat16).values():
+        assert single == [torch.float32] * 6
+        assert sharded == single
+
+
 def test_checkpoints_are_read_by_any_number_of_ranks(tmp_path):
     files = in_two_processes(checkpoints_of_either_kind(tmp_path))[0]
     assert [name for name in files if not name.startswith("shard-")] == ["files.json", "rest.pt"]
@@ -301,10 +314,6 @@ def test_weights_stay_gathered_where_that_is_asked_for():
     for found in in_two_processes(what_is_whole_after_a_forward).values():
         assert found[False] == ["head.bias", "head.weight"]  # the backward pass begins with them
         assert found[True] == sorted(name for name, _ in Uneven().named_parameters())
-
-
-def test_muon_on_unevenly_sharded_matrices_is_that_of_one_process():
-    in_two_processes(muon_and_its_left_out_steps)
 
 
 def test_sharded_weights_are_lent_to_a_validation_and_come_back():

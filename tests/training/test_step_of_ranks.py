@@ -1,4 +1,4 @@
-"""What a step of two real ranks under DDP leaves out: questions to the devices, and a second copy of gradients."""
+"""What a step of two real ranks leaves out: questions to devices, buffers, copies and sums of gradients."""
 
 from types import SimpleNamespace
 
@@ -6,6 +6,7 @@ import lightning as L
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.utils.data import DataLoader
 from training.members import batch, spec
 from training.two_processes import WORLD, in_two_processes, trainer_of
@@ -21,6 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threade
 class TwoWeights(nn.Module):
     def __init__(self):
         super().__init__()
+        self.register_buffer("positions", torch.zeros(8))
         self.gain, self.shift = nn.Parameter(torch.ones(8)), nn.Parameter(torch.zeros(8))
 
     def forward(self, x_t, t, condition):
@@ -35,6 +37,7 @@ class Watch(L.Callback):
         self.monkeypatch = monkeypatch
 
     def on_train_start(self, trainer, module):
+        self.sends_buffers = trainer.strategy.model.will_sync_module_buffers()
         broadcast = torch.distributed.broadcast
 
         def counted(*arguments, **named):
@@ -60,6 +63,26 @@ def test_hosts_do_not_ask_their_devices_and_gradients_lie_where_they_are_sent_fr
         )
         batches = DataLoader([batch()] * NUM_STEPS, batch_size=None)
         trainer.fit(ExpertModule(TwoWeights(), spec()), batches, batches)
-        return watch.num_broadcasts, watch.num_memories
+        return watch.num_broadcasts, watch.num_memories, watch.sends_buffers
 
-    assert in_two_processes(task) == dict.fromkeys(range(WORLD), (0, [1] * NUM_STEPS))
+    assert in_two_processes(task) == dict.fromkeys(range(WORLD), (0, [1] * NUM_STEPS, False))
+
+
+def test_fsdp2_reduces_gradients_once_a_step_of_several_parts(monkeypatch):
+    reduced, reduce = [], _fsdp_param_group.foreach_reduce
+    monkeypatch.setattr(_fsdp_param_group, "foreach_reduce", lambda *call: reduced.append(1) or reduce(*call))
+
+    def training(size):
+        def task(rank):
+            network = TwoWeights()
+            trainer = trainer_of(rank, "fsdp", max_steps=NUM_STEPS, limit_val_batches=0)
+            batches = DataLoader([batch()] * NUM_STEPS, batch_size=None)
+            trainer.fit(ExpertModule(network, spec(micro_batch_size=size)), batches, batches)
+            return len(reduced), [weight.full_tensor().tolist() for weight in network.parameters()]
+
+        return in_two_processes(task)
+
+    whole, parts = training(None), training(2)
+    for rank in range(WORLD):
+        assert parts[rank][0] == whole[rank][0] == NUM_STEPS
+        assert parts[rank][1] == [pytest.approx(weight, rel=1e-5) for weight in whole[rank][1]]

@@ -8,7 +8,7 @@ from ddm_lightning.errors import UserError
 from ddm_lightning.flow.condition import ConditionSpec
 from ddm_lightning.networks.dit import DiT
 from ddm_lightning.networks.flops import _on_meta, flops_per_sample
-from ddm_lightning.training.devices import check_devices, resolve_accelerator
+from ddm_lightning.training.devices import check_devices, configure_torch, resolve_accelerator
 from ddm_lightning.training.strategy import checkpoint_blocks, checkpoint_bytes, choose_strategy, compile_blocks
 
 GIGABYTE = 1024**3
@@ -35,6 +35,13 @@ def test_single_with_several_devices_is_refused():
 def test_precisions_that_fsdp2_does_not_take_are_refused(name, precision):
     with pytest.raises(UserError, match=rf"'island\.precision' = '{precision}'.*island\.strategy=ddp"):
         choose_strategy(island(strategy=name, devices=2, precision=precision), 1)
+
+
+def test_muon_is_refused_under_fsdp2():
+    for name, num_parameters in (("fsdp", 1), ("fsdp-shard-grad-op", 1), ("auto", 10**9)):
+        with pytest.raises(UserError, match=r"'train\.optimizer' = 'muon'.*FSDP2.*adamw, or island\.strategy=ddp"):
+            choose_strategy(island(strategy=name, devices=2), num_parameters, optimizer="muon")
+    choose_strategy(island(strategy="ddp", devices=2), 1, optimizer="muon")
 
 
 @pytest.mark.parametrize(
@@ -178,3 +185,33 @@ def test_a_checkpointed_block_takes_named_inputs():
     x = torch.ones(2, requires_grad=True)
     network.blocks[0](x, factor=3.0).sum().backward()
     assert x.grad.tolist() == [3.0, 3.0]
+
+
+def test_a_batch_of_another_size_gets_a_graph_of_its_own():
+    """torch would take sizes that differ for one that varies, and make slow kernels for any."""
+    sizes = []
+
+    class Block(nn.Module):
+        def forward(self, x):
+            return 2 * x
+
+    def backend(graph, inputs):
+        sizes.append([one for one in inputs if isinstance(one, torch.Tensor)][-1].shape[0])
+        assert not any(isinstance(one, torch.SymInt) for one in inputs)
+        return graph.forward
+
+    network = nn.Module()
+    network.blocks = nn.ModuleList([Block()])
+    compile_blocks(network, backend=backend)
+    for num in (4, 3, 2):
+        network.blocks[0](torch.ones(num, 2))
+    assert sizes == [4, 3, 2]
+
+
+def test_float32_products_use_tensor_cores_on_a_gpu_alone(monkeypatch):
+    called = []
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", called.append)
+    monkeypatch.setattr(torch, "set_num_threads", called.append)
+    configure_torch("cpu", 3)
+    configure_torch("gpu", 3)
+    assert called == [3, "high"]
