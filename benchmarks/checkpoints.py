@@ -22,16 +22,16 @@ from pathlib import Path
 import torch
 from common import Report, console, parse, progress, run
 
-from ddm_lightning._compat import ensure_torchvision_importable
+from ddm_lightning.core.compat import ensure_torchvision_importable
 
 ensure_torchvision_importable()
 
 import step_gpu  # noqa: E402  # after torchvision has been made importable
 from step_networks import Sizes, Step, our_side  # noqa: E402
 
-from ddm_lightning.training.checkpoint_files import CheckpointWriter  # noqa: E402
+from ddm_lightning.training.checkpoint.files import CheckpointWriter  # noqa: E402
+from ddm_lightning.training.checkpoint.state import named_groups, tensors_of  # noqa: E402
 from ddm_lightning.training.ema import track_ema  # noqa: E402
-from ddm_lightning.training.member_state import named_groups, tensors_of  # noqa: E402
 
 SMALL = Sizes(width=384, depth=12, num_heads=6, patch_size=2, channels=4, edge=16, batch_size=4)
 QUICK = Sizes(width=128, depth=4, num_heads=4, patch_size=2, channels=4, edge=16, batch_size=4)

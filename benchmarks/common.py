@@ -20,9 +20,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
 from ddm_lightning.config import Experiment, load_experiment
-from ddm_lightning.errors import UserError
-from ddm_lightning.files import atomic_write_json, atomic_write_text
-from ddm_lightning.progress import TimeColumn
+from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.files import atomic_write_json, atomic_write_text
+from ddm_lightning.core.formatting import TimeColumn
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 INTERRUPTED = 130

@@ -27,8 +27,8 @@ from common import Report, console, progress, run
 from dataloader_sides import BATCH_SIZE, SIDES, WRITERS, Data, Side, samples_per_second
 from rich.progress import Progress
 
-from ddm_lightning.errors import UserError
-from ddm_lightning.prepare import packages
+from ddm_lightning.core import registry
+from ddm_lightning.core.errors import UserError
 
 WORKERS = (0, 1, 2)
 TEXT_SIZE = 768
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None) -> None:
     options = made.parse_args(arguments)
     if options.json is not None and options.json.suffix != ".json":
         raise UserError(f"--json {options.json}: give a file that ends in .json")
-    packages.require("benchmarks/dataloader.py", "webdataset", "litdata")
+    registry.require("benchmarks/dataloader.py", "webdataset", "litdata")
     torch.set_num_threads(1)
     num_samples, num_rounds = (QUICK_SAMPLES, QUICK_ROUNDS) if options.quick else (NUM_SAMPLES, NUM_ROUNDS)
     report = Report(

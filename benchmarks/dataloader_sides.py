@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from ddm_lightning.loading.datamodule import ClusterDataModule
-from ddm_lightning.loading.local import LocalLoader
+from ddm_lightning.shards.datamodule import ClusterDataModule
+from ddm_lightning.shards.local import LocalLoader
 
 BATCH_SIZE = 256
 SHARD_BYTES = 1 << 25

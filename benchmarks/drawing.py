@@ -13,14 +13,14 @@ import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor, nn
 
-from ddm_lightning.ensemble.ensemble import Ensemble
+from ddm_lightning.core.files import atomic_write, sha256_json
+from ddm_lightning.encoders.interfaces import ImageEncoder
 from ddm_lightning.ensemble.load import LoadedEnsemble
 from ddm_lightning.ensemble.sampler import sample
+from ddm_lightning.ensemble.velocity import Ensemble
 from ddm_lightning.evaluation.kid import FEATURE_NETWORK, RESOLUTION, picture_features
-from ddm_lightning.files import atomic_write, sha256_json
 from ddm_lightning.flow.condition import Condition, ConditionSpec
 from ddm_lightning.networks.flops import flops_per_sample
-from ddm_lightning.prepare.interfaces import ImageEncoder
 
 BATCH_SIZE = 125
 

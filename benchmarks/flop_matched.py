@@ -29,18 +29,18 @@ from rich.progress import TaskID
 from torch import Tensor
 
 from ddm_lightning.config import Experiment, check_experiment
+from ddm_lightning.core.devices import resolve_accelerator
+from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.files import sha256_file
+from ddm_lightning.core.grids import save_figure
+from ddm_lightning.core.registry import IMAGE_ENCODERS
 from ddm_lightning.ensemble.load import load_ensemble, load_single
-from ddm_lightning.errors import UserError
-from ddm_lightning.evaluation.figures import save_figure
 from ddm_lightning.evaluation.kid import KernelDistance, kernel_distance
 from ddm_lightning.evaluation.split import Split, read_split
-from ddm_lightning.files import sha256_file
 from ddm_lightning.flow.randomness import keyed_generator
-from ddm_lightning.members import MONOLITH, ROUTER
-from ddm_lightning.prepare.manifest import HELD_OUT, TRAIN, Manifest
-from ddm_lightning.prepare.registry import IMAGE_ENCODERS
-from ddm_lightning.run_folder import RunFolder, open_run
-from ddm_lightning.training.devices import resolve_accelerator
+from ddm_lightning.members.member import MONOLITH, ROUTER
+from ddm_lightning.members.run_folder import RunFolder, open_run
+from ddm_lightning.shards.manifest import HELD_OUT, TRAIN, Manifest
 
 QUICK_NUM, QUICK_SAMPLING_STEPS = 64, 20
 # Steps of each member that --quick trains.

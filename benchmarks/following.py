@@ -10,15 +10,15 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ddm_lightning.config import Experiment
+from ddm_lightning.core.registry import IMAGE_ENCODERS
 from ddm_lightning.ensemble.load import load_single
 from ddm_lightning.ensemble.sampler import sample
 from ddm_lightning.evaluation.kid import picture_features
 from ddm_lightning.evaluation.split import Split, read_split
 from ddm_lightning.flow.randomness import keyed_generator
-from ddm_lightning.members import clusters_of
-from ddm_lightning.prepare.manifest import TRAIN, Manifest
-from ddm_lightning.prepare.registry import IMAGE_ENCODERS
-from ddm_lightning.run_folder import RunFolder
+from ddm_lightning.members.member import clusters_of
+from ddm_lightning.members.run_folder import RunFolder
+from ddm_lightning.shards.manifest import TRAIN, Manifest
 
 BATCH_SIZE = 64
 

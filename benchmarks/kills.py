@@ -24,12 +24,12 @@ from common import Report, console, load, parse, parser, progress, run
 from rich.progress import Progress, TaskID
 
 from ddm_lightning.config import Experiment
-from ddm_lightning.errors import UserError
-from ddm_lightning.files import sha256_file
+from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.files import sha256_file
+from ddm_lightning.members.run_folder import RunFolder
+from ddm_lightning.members.status import MemberStatus
 from ddm_lightning.prepare.stages import prepare
-from ddm_lightning.run_folder import RunFolder
-from ddm_lightning.training.checkpoint_files import damage_of
-from ddm_lightning.training.status import MemberStatus
+from ddm_lightning.training.checkpoint.files import damage_of
 
 MEMBER = "expert-0"
 KILL, TERMINATE, FULL_DISK = "SIGKILL", "SIGTERM", "full disk"

@@ -15,8 +15,8 @@ from functools import partial
 import torch
 from common import Report, console, load, parse, parser, run
 
-from ddm_lightning import startup
-from ddm_lightning._compat import ensure_torchvision_importable
+from ddm_lightning.core import processes
+from ddm_lightning.core.compat import ensure_torchvision_importable
 
 ensure_torchvision_importable()
 
@@ -26,10 +26,10 @@ from step_memory import peak_bytes, planned_bytes  # noqa: E402
 from step_networks import in_turn  # noqa: E402
 
 from ddm_lightning.config import Experiment  # noqa: E402
-from ddm_lightning.errors import UserError  # noqa: E402
-from ddm_lightning.prepare.manifest import DataSizes  # noqa: E402
-from ddm_lightning.training.devices import peak_of_this_device  # noqa: E402
-from ddm_lightning.training.strategy import training_bytes  # noqa: E402
+from ddm_lightning.core.devices import peak_of_this_device  # noqa: E402
+from ddm_lightning.core.errors import UserError  # noqa: E402
+from ddm_lightning.shards.manifest import DataSizes  # noqa: E402
+from ddm_lightning.training.parallel.strategy import training_bytes  # noqa: E402
 
 MEMBER = "expert-0"
 LATENTS = DataSizes((4, 32, 32), 768, (77, 768), 1000)
@@ -39,8 +39,8 @@ ROUNDS, QUICK_ROUNDS, STEPS_A_TURN = 20, 3, 5
 
 def main(arguments: Sequence[str] | None) -> None:
     """Run the benchmark."""
-    startup.begin()
-    startup.end_imports()
+    processes.begin()
+    processes.end_imports()
     made = parser(__doc__ or "")
     made.add_argument("--device", choices=("cpu", "cuda"), default=None, help="default: cuda where there is one")
     made.add_argument("--batch", type=int, nargs="+", default=[32], help="samples a step; several are tried in turn")

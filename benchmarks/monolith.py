@@ -5,16 +5,21 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass
 
-from ddm_lightning.artifacts import read_meta
 from ddm_lightning.config import Experiment
-from ddm_lightning.errors import UserError
-from ddm_lightning.members import MONOLITH, batch_size_of, ensemble_members
+from ddm_lightning.core.errors import UserError
+from ddm_lightning.members.artifact import read_meta
+from ddm_lightning.members.member import (
+    MONOLITH,
+    batch_size_of,
+    build_member_network,
+    ensemble_members,
+    member_condition,
+)
+from ddm_lightning.members.run_folder import RunFolder
+from ddm_lightning.members.status import MemberStatus
 from ddm_lightning.networks.flops import flops_per_sample
-from ddm_lightning.prepare.manifest import Manifest
-from ddm_lightning.run_folder import RunFolder
+from ddm_lightning.shards.manifest import Manifest
 from ddm_lightning.training.fit import fit_member
-from ddm_lightning.training.member_network import build_member_network, member_condition
-from ddm_lightning.training.status import MemberStatus
 
 
 @dataclass(frozen=True)

@@ -16,13 +16,13 @@ import torch
 from common import REPOSITORY, Report, by_time, call, console, load, parse, parser, run, use_all_threads
 from torch import Tensor
 
-from ddm_lightning.ensemble.ensemble import Ensemble
 from ddm_lightning.ensemble.load import load_ensemble
+from ddm_lightning.ensemble.velocity import Ensemble
 from ddm_lightning.evaluation.routing import noised
 from ddm_lightning.evaluation.split import Split, read_split
 from ddm_lightning.flow.oracle import FiniteSetOracle
-from ddm_lightning.prepare.manifest import TRAIN, Manifest
-from ddm_lightning.run_folder import RunFolder
+from ddm_lightning.members.run_folder import RunFolder
+from ddm_lightning.shards.manifest import TRAIN, Manifest
 
 TIMES = (0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99)
 BAR, BAR_FROM = 0.2, 0.75

@@ -17,8 +17,8 @@ from functools import partial
 import torch
 from common import call, console, load, parse, parser, progress, run
 
-from ddm_lightning import startup
-from ddm_lightning._compat import ensure_torchvision_importable
+from ddm_lightning.core import processes
+from ddm_lightning.core.compat import ensure_torchvision_importable
 
 ensure_torchvision_importable()
 
@@ -30,12 +30,12 @@ from step_gpu import XL2  # noqa: E402
 from step_networks import Sizes  # noqa: E402
 
 from ddm_lightning.config import Experiment, load_experiment  # noqa: E402
-from ddm_lightning.errors import UserError  # noqa: E402
-from ddm_lightning.evaluation.figures import save_figure  # noqa: E402
-from ddm_lightning.members import batch_size_of  # noqa: E402
-from ddm_lightning.prepare.manifest import DataSizes, Manifest  # noqa: E402
-from ddm_lightning.run_folder import RunFolder  # noqa: E402
-from ddm_lightning.schema import first_line  # noqa: E402
+from ddm_lightning.core.errors import UserError  # noqa: E402
+from ddm_lightning.core.grids import save_figure  # noqa: E402
+from ddm_lightning.core.schema import first_line  # noqa: E402
+from ddm_lightning.members.member import batch_size_of  # noqa: E402
+from ddm_lightning.members.run_folder import RunFolder  # noqa: E402
+from ddm_lightning.shards.manifest import DataSizes, Manifest  # noqa: E402
 
 STEPS_A_TURN = {"cpu": 3, "cuda": 5}
 ROUNDS, QUICK_ROUNDS = {"cpu": 30, "cuda": 12}, 3
@@ -44,9 +44,9 @@ ROUNDS, QUICK_ROUNDS = {"cpu": 30, "cuda": 12}, 3
 def main(arguments: Sequence[str] | None) -> None:
     """Run the benchmark."""
     # As ``fit`` does: nothing that was imported is looked at again when garbage is collected, and the heap stays.
-    startup.begin()
-    startup.end_imports()
-    startup.keep_heap()
+    processes.begin()
+    processes.end_imports()
+    processes.keep_heap()
     made = parser(__doc__ or "")
     made.add_argument("--device", choices=("cpu", "cuda"), default=None, help="default: cuda where there is one")
     made.add_argument("--compile", action="store_true", help="time compiled blocks, too")

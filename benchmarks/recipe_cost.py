@@ -16,16 +16,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ddm_lightning.config import Experiment
-from ddm_lightning.errors import UserError
+from ddm_lightning.core.errors import UserError
 from ddm_lightning.flow.condition import Condition, ConditionSpec
-from ddm_lightning.members import batch_size_of
+from ddm_lightning.members.member import batch_size_of, build_member_network, member_condition
 from ddm_lightning.networks import set_attention
 from ddm_lightning.networks.flops import flops_per_sample
-from ddm_lightning.prepare.manifest import DataSizes, Manifest
+from ddm_lightning.shards.manifest import DataSizes, Manifest
 from ddm_lightning.training.ema import track_ema
-from ddm_lightning.training.member_network import build_member_network, member_condition
 from ddm_lightning.training.optimizer import build_optimizer
-from ddm_lightning.training.strategy import checkpoint_blocks, compile_blocks
+from ddm_lightning.training.parallel.strategy import checkpoint_blocks, compile_blocks
 
 PRECISIONS = ("32-true", "bf16-mixed")
 

@@ -12,10 +12,10 @@ from common import load
 from recipe_options import MEMBER, Option, options_of
 from trainings import Trainings
 
-from ddm_lightning.errors import UserError
-from ddm_lightning.members import batch_size_of
-from ddm_lightning.prepare.manifest import Manifest
-from ddm_lightning.run_folder import RunFolder
+from ddm_lightning.core.errors import UserError
+from ddm_lightning.members.member import batch_size_of
+from ddm_lightning.members.run_folder import RunFolder
+from ddm_lightning.shards.manifest import Manifest
 
 BASE = "experiment"
 """The name of the training with no option."""

@@ -8,14 +8,13 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from ddm_lightning.config import Experiment
-from ddm_lightning.config.check import CHOICES
-from ddm_lightning.errors import UserError
-from ddm_lightning.members import batch_size_of
+from ddm_lightning.config.validate import CHOICES
+from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.registry import EXPERTS
+from ddm_lightning.members.member import batch_size_of, planned_network
 from ddm_lightning.networks import recipe
-from ddm_lightning.networks.registry import EXPERTS
-from ddm_lightning.prepare.manifest import DataSizes, Manifest
-from ddm_lightning.training.member_network import planned_network
-from ddm_lightning.training.muon import has_muon_matrices
+from ddm_lightning.shards.manifest import DataSizes, Manifest
+from ddm_lightning.training.optimizer import has_muon_matrices
 
 MEMBER = "expert-0"
 PARAMS, TRAIN, ISLAND = "expert.network.params", "expert.train", "island"

@@ -17,9 +17,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from ddm_lightning.config import Experiment
+from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.grids import save_figure
 from ddm_lightning.ensemble.load import load_member
-from ddm_lightning.errors import UserError
-from ddm_lightning.evaluation.figures import save_figure
 from ddm_lightning.evaluation.routing import (
     TIMES,
     Classifier,
@@ -30,9 +30,9 @@ from ddm_lightning.evaluation.routing import (
     standard_error,
 )
 from ddm_lightning.evaluation.split import Split, read_split
-from ddm_lightning.members import ROUTER
-from ddm_lightning.prepare.manifest import HELD_OUT, TRAIN, Manifest
-from ddm_lightning.run_folder import RunFolder, open_run
+from ddm_lightning.members.member import ROUTER
+from ddm_lightning.members.run_folder import RunFolder, open_run
+from ddm_lightning.shards.manifest import HELD_OUT, TRAIN, Manifest
 
 NUM_DRAWS = 8
 WINS_UP_TO = 0.9

@@ -17,8 +17,8 @@ import torch
 from common import Report, call, console, load, parse, parser, run
 from trainings import LOSS, Trainings
 
-from ddm_lightning._compat import ensure_torchvision_importable
-from ddm_lightning.run_folder import RunFolder
+from ddm_lightning.core.compat import ensure_torchvision_importable
+from ddm_lightning.members.run_folder import RunFolder
 
 ensure_torchvision_importable()
 

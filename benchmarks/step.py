@@ -20,8 +20,8 @@ from pathlib import Path
 import torch
 from common import REPOSITORY, Report, call, console, load, parse, run
 
-from ddm_lightning import startup
-from ddm_lightning._compat import ensure_torchvision_importable
+from ddm_lightning.core import processes
+from ddm_lightning.core.compat import ensure_torchvision_importable
 
 ensure_torchvision_importable()
 
@@ -104,9 +104,9 @@ DEMO = Loop("_demo", 128, 4, 4, 4, image_size=24, text_size=512, batch_size=16)
 def main(arguments: Sequence[str] | None) -> None:
     """Run the benchmark."""
     # As ``fit`` does: nothing that was imported is looked at again when garbage is collected, and the heap stays.
-    startup.begin()
-    startup.end_imports()
-    startup.keep_heap()
+    processes.begin()
+    processes.end_imports()
+    processes.keep_heap()
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--json", metavar="OUT", type=Path, help="write commit, device, command and figures here")
     made.add_argument("--quick", action="store_true", help="two to three minutes; the same ratios with less certainty")

@@ -10,7 +10,7 @@ from step_clock import median
 from step_memory import peak_bytes, planned_bytes
 from step_networks import Sizes, Step, in_turn, our_side
 
-from ddm_lightning.errors import UserError
+from ddm_lightning.core.errors import UserError
 from ddm_lightning.training.ema import track_ema
 
 XL2 = Sizes(width=1152, depth=28, num_heads=16, patch_size=2, channels=4, edge=32, batch_size=32)

@@ -15,22 +15,20 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ddm_lightning.config import Experiment, TrainConfig
+from ddm_lightning.core.devices import resolve_accelerator
 from ddm_lightning.flow.condition import Condition
 from ddm_lightning.flow.path import interpolate
 from ddm_lightning.flow.randomness import keyed_generator
 from ddm_lightning.flow.timesteps import sample_timesteps
-from ddm_lightning.members import config_of
+from ddm_lightning.members.member import build_member_network, config_of
+from ddm_lightning.members.run_folder import RunFolder
+from ddm_lightning.members.status import MemberStatus
 from ddm_lightning.networks.attention import set_attention
-from ddm_lightning.prepare.manifest import Manifest
-from ddm_lightning.prepare.stored import StoredForm
-from ddm_lightning.run_folder import RunFolder
-from ddm_lightning.training.checkpoints import RollingCheckpoints
-from ddm_lightning.training.devices import resolve_accelerator
+from ddm_lightning.shards.manifest import Manifest, StoredForm
+from ddm_lightning.training.checkpoint.rolling import RollingCheckpoints
 from ddm_lightning.training.fit import build_data, build_module, build_trainer
-from ddm_lightning.training.member_network import build_member_network
 from ddm_lightning.training.optimizer import build_optimizer, build_schedule
-from ddm_lightning.training.status import MemberStatus
-from ddm_lightning.training.strategy import choose_strategy, compile_blocks
+from ddm_lightning.training.parallel.strategy import choose_strategy, compile_blocks
 
 MEMBER = "expert-0"
 Batch = dict[str, Tensor]

@@ -16,8 +16,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from ddm_lightning.errors import UserError
-from ddm_lightning.training.strategy import shard_blocks
+from ddm_lightning.core.errors import UserError
+from ddm_lightning.training.parallel.strategy import shard_blocks
 
 WORLD = 2
 _SECONDS = 900.0

@@ -23,10 +23,10 @@ from matplotlib.figure import Figure
 from trainings import Trainings
 
 from ddm_lightning.config import Experiment
-from ddm_lightning.errors import UserError
-from ddm_lightning.files import atomic_write
-from ddm_lightning.members import ROUTER, batch_size_of, config_of, parse_members
-from ddm_lightning.run_folder import RunFolder
+from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.files import atomic_write
+from ddm_lightning.members.member import ROUTER, batch_size_of, config_of, parse_members
+from ddm_lightning.members.run_folder import RunFolder
 
 FACTORS = (0.5, 1.0, 2.0)
 QUICK_SAMPLES = 1600

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from common import console, load, progress
 
-from ddm_lightning.errors import UserError
-from ddm_lightning.run_folder import RunFolder, refuse_changed
-from ddm_lightning.training.status import MemberStatus, loss_of
+from ddm_lightning.core.errors import UserError
+from ddm_lightning.members.run_folder import RunFolder, refuse_changed
+from ddm_lightning.members.status import MemberStatus, loss_of
 
 LOSS = "held_out/loss"
 

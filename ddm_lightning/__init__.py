@@ -6,7 +6,7 @@ sampling, the experts' velocities weighted by the router are the velocity of one
 everything (McAllister, Tancik, Song, Kanazawa; CVPR 2025; arXiv 2501.05450).
 
 Importing this package imports neither torch nor Lightning. Code that imports Lightning or Streaming
-calls ``ddm_lightning._compat.ensure_torchvision_importable()`` before it does.
+calls ``ddm_lightning.core.compat.ensure_torchvision_importable()`` before it does.
 """
 
 __version__ = "0.1.0"

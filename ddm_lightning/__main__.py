@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sys
 
-from ddm_lightning import startup
-from ddm_lightning.cli import main
+from ddm_lightning.cli.parser import main
+from ddm_lightning.core import processes
 
 
 def run() -> int:
     """The command line in a process of its own; the exit code."""
-    startup.begin()
+    processes.begin()
     return main()
 
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from ddm_lightning.artifacts import ArtifactMeta, write_artifact
-from ddm_lightning.errors import UserError
+from ddm_lightning.core.errors import UserError
 from ddm_lightning.flow.condition import ConditionSpec
+from ddm_lightning.members.artifact import ArtifactMeta, write_artifact
 from ddm_lightning.networks import EXPERTS, ROUTERS
 
 PARAMS = {"width": 8, "depth": 1, "num_heads": 2, "patch_size": 2}

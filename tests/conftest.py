@@ -17,7 +17,7 @@ from types import MethodType, SimpleNamespace
 # Before torch is imported: two OpenMP threads on two shared cores are slower than one.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from ddm_lightning._compat import ensure_torchvision_importable
+from ddm_lightning.core.compat import ensure_torchvision_importable
 
 ensure_torchvision_importable()
 

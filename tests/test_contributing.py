@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from loading.mds import WARNINGS
+from shards.mds import WARNINGS
 from training.short_fits import fit, weights
 
-from ddm_lightning.networks.registry import EXPERTS
-from ddm_lightning.prepare.interfaces import Source
+from ddm_lightning.core.registry import EXPERTS
+from ddm_lightning.prepare.records import Source
 from ddm_lightning.prepare.records import Broken, Record
 
 pytestmark = WARNINGS

@@ -64,8 +64,8 @@ def test_every_bound_is_explained() -> None:
 
 @pytest.mark.parametrize("group", ["experts", "routers", "sources", "image_encoders", "caption_encoders", "features"])
 def test_the_contributors_guide_lists_the_built_in_plug_ins(group: str) -> None:
-    from ddm_lightning.networks import registry as networks
-    from ddm_lightning.prepare import registry as prepare
+    from ddm_lightning.core import registry as networks
+    from ddm_lightning.core import registry as prepare
 
     registry = getattr(networks if group in ("experts", "routers") else prepare, group.upper())
     assert registry.group == f"ddm_lightning.{group}"

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
-from ddm_lightning.cli import main
+from ddm_lightning.cli.parser import main
 
 ROOT = Path(__file__).parents[1]
 TINY = ROOT / "experiments" / "tiny_2x.yaml"

@@ -6,20 +6,23 @@ what one field asks of another. Importing this package imports neither torch nor
 
 from __future__ import annotations
 
-from ddm_lightning.config.check import blamed, check_experiment
-from ddm_lightning.config.data import PartitionConfig, PicturesConfig, PrepareConfig, ShardsConfig
 from ddm_lightning.config.experiment import (
     ConditionConfig,
     Experiment,
     ExpertConfig,
     IslandConfig,
+    PartitionConfig,
+    PicturesConfig,
+    PluginConfig,
+    PrepareConfig,
     RouterConfig,
     SampleConfig,
+    ShardsConfig,
     TimestepsConfig,
     TrainConfig,
 )
 from ddm_lightning.config.load import load_experiment, to_dict, to_yaml, with_defaults
-from ddm_lightning.config.plugin import PluginConfig
+from ddm_lightning.config.validate import blamed, check_experiment
 
 __all__ = [
     "ConditionConfig",

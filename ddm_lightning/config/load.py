@@ -11,12 +11,10 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from ddm_lightning import schema
-from ddm_lightning.config.check import check_experiment
-from ddm_lightning.config.data import PrepareConfig
-from ddm_lightning.config.experiment import Experiment
-from ddm_lightning.config.plugin import PluginConfig
-from ddm_lightning.errors import UserError
+from ddm_lightning.config.experiment import Experiment, PluginConfig, PrepareConfig
+from ddm_lightning.config.validate import check_experiment
+from ddm_lightning.core import schema
+from ddm_lightning.core.errors import UserError
 
 
 def load_experiment(path: str | Path, overrides: Sequence[str] = (), record: Path | None = None) -> Experiment:

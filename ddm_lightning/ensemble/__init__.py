@@ -8,10 +8,10 @@
 """
 
 from ddm_lightning.ensemble.bayes import BayesSamples, sample_bayes
-from ddm_lightning.ensemble.ensemble import Ensemble
 from ddm_lightning.ensemble.load import LoadedEnsemble, LoadedMember, load_ensemble, load_member, load_single
 from ddm_lightning.ensemble.routing import route
 from ddm_lightning.ensemble.sampler import sample
+from ddm_lightning.ensemble.velocity import Ensemble
 
 __all__ = [
     "BayesSamples",

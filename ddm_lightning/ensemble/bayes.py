@@ -10,8 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from ddm_lightning.flow.field import VelocityField, time_rows
-from ddm_lightning.flow.path import x_0_from_velocity
+from ddm_lightning.flow.path import VelocityField, time_rows, x_0_from_velocity
 from ddm_lightning.flow.solvers.ancestral import reverse_kernel
 from ddm_lightning.flow.timesteps import intervals
 

@@ -8,15 +8,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ddm_lightning.artifacts import (
-    ENSEMBLE_FILE,
-    MEMBER_FILE,
-    ArtifactMeta,
-    load_network,
-    read_ensemble,
-)
-from ddm_lightning.ensemble.ensemble import Ensemble
-from ddm_lightning.errors import UserError
+from ddm_lightning.core.errors import UserError
+from ddm_lightning.ensemble.velocity import Ensemble
+from ddm_lightning.members.artifact import ENSEMBLE_FILE, MEMBER_FILE, ArtifactMeta, load_network, read_ensemble
 
 
 @dataclass(frozen=True)

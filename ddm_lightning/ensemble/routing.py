@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ddm_lightning.errors import UserError
+from ddm_lightning.core.errors import UserError
 
 STRATEGIES = ("full", "top-1", "top-k")
 """What a router serves; ``bayes`` (``bayes.py``) needs none and is no function of one noisy sample."""

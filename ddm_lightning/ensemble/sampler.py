@@ -8,11 +8,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from ddm_lightning.core.errors import UserError
 from ddm_lightning.ensemble.bayes import filter_chain
-from ddm_lightning.ensemble.ensemble import Ensemble
-from ddm_lightning.errors import UserError
+from ddm_lightning.ensemble.velocity import Ensemble
 from ddm_lightning.flow.condition import Condition
-from ddm_lightning.flow.field import VelocityField, time_rows
+from ddm_lightning.flow.path import VelocityField, time_rows
 from ddm_lightning.flow.randomness import keyed_generator
 from ddm_lightning.flow.solvers import SOLVERS, integrate, integrate_ancestral
 from ddm_lightning.flow.timesteps import sampling_times

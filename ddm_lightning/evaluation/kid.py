@@ -13,8 +13,8 @@ import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor
 
+from ddm_lightning.core.registry import FEATURES
 from ddm_lightning.flow.randomness import keyed_generator
-from ddm_lightning.prepare.registry import FEATURES
 
 FEATURE_NETWORK = "efficientnet-lite0"
 RESOLUTION = 112

@@ -13,16 +13,16 @@ from rich.console import Console
 from rich.progress import Progress
 
 from ddm_lightning.config import Experiment
+from ddm_lightning.core.devices import check_devices, device_of
+from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.formatting import member_columns
+from ddm_lightning.core.grids import labelled_grid, save_png
+from ddm_lightning.core.registry import CAPTION_ENCODERS, IMAGE_ENCODERS
 from ddm_lightning.ensemble.load import LoadedEnsemble, load_ensemble
 from ddm_lightning.ensemble.sampler import sample
-from ddm_lightning.errors import UserError
 from ddm_lightning.flow.condition import Condition
-from ddm_lightning.pictures import labelled_grid, save_png
-from ddm_lightning.prepare.manifest import Manifest, manifest_path
-from ddm_lightning.prepare.registry import CAPTION_ENCODERS, IMAGE_ENCODERS
-from ddm_lightning.progress import member_columns
-from ddm_lightning.training.devices import check_devices, device_of
-from ddm_lightning.training.member_network import condition_spec
+from ddm_lightning.members.member import condition_spec
+from ddm_lightning.shards.manifest import Manifest, manifest_path
 
 # Height in pixels at which small pictures are shown.
 CELL_SIZE = 72

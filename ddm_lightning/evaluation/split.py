@@ -10,13 +10,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from ddm_lightning.errors import UserError
+from ddm_lightning.core.errors import UserError
 from ddm_lightning.flow.condition import Condition
-from ddm_lightning.loading.streaming import open_streams
-from ddm_lightning.prepare.manifest import HELD_OUT, Manifest, shard_name
-from ddm_lightning.prepare.stored import StoredForm
-from ddm_lightning.prepare.verify import verify_shards
-from ddm_lightning.run_folder import RunFolder
+from ddm_lightning.members.run_folder import RunFolder
+from ddm_lightning.shards.manifest import HELD_OUT, Manifest, StoredForm, shard_name
+from ddm_lightning.shards.streaming import open_streams
+from ddm_lightning.shards.verify import verify_shards
 
 
 @dataclass(frozen=True, eq=False)

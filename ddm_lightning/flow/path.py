@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeAlias
+
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -36,3 +40,16 @@ def noise_from_velocity(
 ) -> Float[Tensor, "b *shape"]:
     """The noise end of the line through ``x_t``: ``x_t + (1-t)·velocity``."""
     return x_t + (1 - expand_time(t, x_t)) * velocity
+
+
+VelocityField: TypeAlias = Callable[[Float[Tensor, "b *shape"], Float[Tensor, " b"]], Float[Tensor, "b *shape"]]
+"""``velocity(x_t, t)``: the mean of ``noise - x_0`` given ``x_t``, row by row."""
+
+
+def time_rows(t: float, x_t: Float[Tensor, "b *shape"]) -> Float[Tensor, " b"]:
+    """The number ``t`` once a row of ``x_t``: float64 beside float64, else float32.
+
+    Never narrower, because bfloat16 has 3 digits and would move t.
+    """
+    dtype = torch.promote_types(x_t.dtype, torch.float32)
+    return torch.full((len(x_t),), t, dtype=dtype, device=x_t.device)

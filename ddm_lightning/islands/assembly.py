@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ddm_lightning.artifacts import MEMBER_FILE, ArtifactMeta, check_weights, read_ensemble, read_meta, write_ensemble
 from ddm_lightning.config import Experiment
-from ddm_lightning.errors import UserError
-from ddm_lightning.members import batch_size_of, config_of, ensemble_members
-from ddm_lightning.prepare.manifest import Manifest
-from ddm_lightning.run_folder import RunFolder
+from ddm_lightning.core.errors import UserError
+from ddm_lightning.members.artifact import (
+    MEMBER_FILE,
+    ArtifactMeta,
+    check_weights,
+    read_ensemble,
+    read_meta,
+    write_ensemble,
+)
+from ddm_lightning.members.member import batch_size_of, config_of, ensemble_members
+from ddm_lightning.members.run_folder import RunFolder
+from ddm_lightning.shards.manifest import Manifest
 from ddm_lightning.training.handover import described
 
 

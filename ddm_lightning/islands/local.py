@@ -19,17 +19,15 @@ from rich.console import Console
 from rich.progress import Progress, TaskID
 
 from ddm_lightning.config import Experiment, to_yaml
-from ddm_lightning.files import atomic_write_text
+from ddm_lightning.core.devices import resolve_accelerator
+from ddm_lightning.core.files import atomic_write_text
+from ddm_lightning.core.formatting import member_columns
+from ddm_lightning.core.processes import FITTED_BY, STOP_SIGNALS, num_cores
 from ddm_lightning.islands.status import member_status
-from ddm_lightning.members import batch_size_of, config_of
-from ddm_lightning.prepare.engine import num_cores
-from ddm_lightning.prepare.manifest import Manifest
-from ddm_lightning.progress import member_columns
-from ddm_lightning.run_folder import RunFolder
-from ddm_lightning.startup import FITTED_BY, STOP_SIGNALS
-from ddm_lightning.training.devices import resolve_accelerator
+from ddm_lightning.members.member import batch_size_of, config_of, member_training_flops
+from ddm_lightning.members.run_folder import RunFolder
+from ddm_lightning.shards.manifest import Manifest
 from ddm_lightning.training.handover import is_finished
-from ddm_lightning.training.member_network import member_training_flops
 
 POLL_SECONDS = 0.5
 # Exit code of a member that was told to stop and left a checkpoint.

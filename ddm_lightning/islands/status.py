@@ -8,12 +8,12 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from ddm_lightning.artifacts import read_meta
 from ddm_lightning.config import Experiment
-from ddm_lightning.members import MONOLITH, config_of, ensemble_members
-from ddm_lightning.run_folder import RunFolder
+from ddm_lightning.members.artifact import read_meta
+from ddm_lightning.members.member import MONOLITH, config_of, ensemble_members
+from ddm_lightning.members.run_folder import RunFolder
+from ddm_lightning.members.status import MemberStatus, loss_of
 from ddm_lightning.training.guard import skipped_of
-from ddm_lightning.training.status import MemberStatus, loss_of
 
 
 def member_status(member: str, experiment: Experiment, run: RunFolder) -> MemberStatus:

@@ -6,10 +6,10 @@
 - ``registry``: networks by name, other packages' included
 """
 
+from ddm_lightning.core.registry import EXPERTS, ROUTERS
 from ddm_lightning.networks.attention import set_attention
 from ddm_lightning.networks.dit import DiT
 from ddm_lightning.networks.mmdit import MMDiT
-from ddm_lightning.networks.registry import EXPERTS, ROUTERS
-from ddm_lightning.networks.router_dit import RouterDiT
+from ddm_lightning.networks.router import RouterDiT
 
 __all__ = ["EXPERTS", "ROUTERS", "DiT", "MMDiT", "RouterDiT", "set_attention"]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ddm_lightning.errors import UserError
+from ddm_lightning.core.errors import UserError
 
 _KERNELS = {
     "flash": SDPBackend.FLASH_ATTENTION,

@@ -5,10 +5,10 @@ from __future__ import annotations
 from jaxtyping import Float
 from torch import Tensor
 
+from ddm_lightning.core.registry import EXPERTS
 from ddm_lightning.flow.condition import Condition, ConditionSpec
 from ddm_lightning.networks.embeddings import unpatchify
 from ddm_lightning.networks.recipe import Recipe, choose_size
-from ddm_lightning.networks.registry import EXPERTS
 from ddm_lightning.networks.trunk import Trunk
 
 

@@ -13,12 +13,12 @@ from rich import box
 from rich.table import Table
 
 from ddm_lightning.config import Experiment
-from ddm_lightning.errors import UserError
+from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.formatting import amount, duration
 from ddm_lightning.prepare.encode import latent_rows
 from ddm_lightning.prepare.progress import SilentReporter
 from ddm_lightning.prepare.reading import Reading
 from ddm_lightning.prepare.stages import Preparation
-from ddm_lightning.units import amount, duration
 
 _TRIED = 64
 Result = TypeVar("Result")

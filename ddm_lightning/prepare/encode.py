@@ -21,9 +21,9 @@ import numpy as np
 from jaxtyping import Shaped, UInt8
 from PIL import Image
 
-from ddm_lightning.errors import UserError
-from ddm_lightning.files import atomic_folder, atomic_write_json, sha256_file
-from ddm_lightning.prepare.columns import GrowingArray, Strings, save_array
+from ddm_lightning.core.columns import GrowingArray, Strings, save_array
+from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.files import atomic_folder, atomic_write_json, sha256_file
 from ddm_lightning.prepare.plugins import Plugins, plugins_of
 from ddm_lightning.prepare.reading import SAMPLES_AT_ONCE, Reading
 from ddm_lightning.prepare.records import Part, Record

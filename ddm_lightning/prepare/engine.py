@@ -17,18 +17,14 @@ from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.connection import wait
 from typing import Any, TypeVar
 
-from ddm_lightning.errors import UserError
+from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.processes import num_cores
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")
 
 # Fewer samples are done before other processes have started.
 WORTH_PROCESSES = 4096
-
-
-def num_cores() -> int:
-    """Cores that this process may use, which a scheduler may have limited; macOS knows only how many there are."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def num_processes_for(wanted: int, num_jobs: int, num_samples: int | None) -> int:

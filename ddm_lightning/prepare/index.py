@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 from jaxtyping import UInt64
 
-from ddm_lightning.errors import UserError
-from ddm_lightning.files import atomic_write, atomic_write_json
-from ddm_lightning.prepare.columns import Strings
+from ddm_lightning.core.columns import Strings
+from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.files import atomic_write, atomic_write_json
 from ddm_lightning.prepare.encode import RECORDS
 from ddm_lightning.prepare.prepared import Prepared
 from ddm_lightning.prepare.records import Broken

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ddm_lightning.files import atomic_write_json, read_json, sha256_file, sha256_json
+from ddm_lightning.core.files import atomic_write_json, read_json, sha256_file, sha256_json
 
 # Part of every stage's hash: raise it when a stage comes to write something else.
 STAGES_VERSION = 4

@@ -6,8 +6,9 @@ from functools import cached_property, lru_cache
 from importlib.metadata import version
 
 from ddm_lightning.config import PluginConfig, PrepareConfig
-from ddm_lightning.prepare.interfaces import CaptionEncoder, Features, ImageEncoder, Source
-from ddm_lightning.prepare.registry import CAPTION_ENCODERS, FEATURES, IMAGE_ENCODERS, SOURCES
+from ddm_lightning.core.registry import CAPTION_ENCODERS, FEATURES, IMAGE_ENCODERS, SOURCES
+from ddm_lightning.encoders.interfaces import CaptionEncoder, Features, ImageEncoder
+from ddm_lightning.prepare.records import Source
 
 _COMMON_PACKAGES = ("ddm_lightning", "torch", "numpy", "pillow", "mosaicml-streaming")
 

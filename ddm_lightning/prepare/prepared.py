@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int, UInt8
 
-from ddm_lightning.files import atomic_write_json
-from ddm_lightning.prepare.columns import StoredArray, Strings
+from ddm_lightning.core.columns import StoredArray, Strings
+from ddm_lightning.core.files import atomic_write_json
+from ddm_lightning.partition.rows import Rows
 from ddm_lightning.prepare.encode import RECORDS, read_state
 from ddm_lightning.prepare.records import Part
-from ddm_lightning.prepare.rows import Rows
 
 
 class Prepared:

@@ -15,7 +15,7 @@ from rich.progress import (
     TextColumn,
 )
 
-from ddm_lightning.progress import TimeColumn
+from ddm_lightning.core.formatting import TimeColumn
 
 _SECONDS_BETWEEN_LINES = 60.0
 

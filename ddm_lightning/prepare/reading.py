@@ -9,11 +9,11 @@ from dataclasses import replace
 
 import numpy as np
 from jaxtyping import UInt8
+from PIL import Image
 
-from ddm_lightning.errors import UserError
+from ddm_lightning.core.errors import UserError
 from ddm_lightning.prepare.plugins import Plugins
 from ddm_lightning.prepare.records import Broken, Part, Record
-from ddm_lightning.prepare.squares import to_square
 
 SAMPLES_AT_ONCE = 256
 
@@ -130,3 +130,38 @@ def _with_plain_text(found: Record | Broken) -> Record | Broken:
         except UnicodeEncodeError as error:
             return replace(found, caption=Broken(found.key, "text that UTF-8 cannot hold", str(error)))
     return found
+
+
+ASPECTS = ("crop", "pad", "stretch")
+
+
+def to_square(image: UInt8[np.ndarray, "h w 3"], size: int, aspect: str) -> UInt8[np.ndarray, "size size 3"]:
+    """The picture at ``size`` × ``size`` pixels (Lanczos).
+
+    Args:
+        image: RGB.
+        size: height and width of the result.
+        aspect: ``crop`` keeps the middle of the longer side, as ADM and DiT do; ``pad`` keeps the whole picture, on
+            white; ``stretch`` keeps the whole picture and changes its proportions.
+
+    Raises:
+        ValueError: unknown ``aspect``.
+    """
+    if aspect not in ASPECTS:
+        raise ValueError(f"aspect {aspect!r} is none of {', '.join(ASPECTS)}")
+    height, width = image.shape[:2]
+    if (height, width) == (size, size):
+        return image
+    picture = Image.fromarray(image)
+    if aspect == "crop":
+        side = min(height, width)
+        left, top = (width - side) / 2, (height - side) / 2
+        box = (left, top, left + side, top + side)
+        return np.asarray(picture.resize((size, size), Image.Resampling.LANCZOS, box=box))
+    if aspect == "stretch":
+        return np.asarray(picture.resize((size, size), Image.Resampling.LANCZOS))
+    longer = max(height, width)
+    inner = (max(1, round(width * size / longer)), max(1, round(height * size / longer)))
+    sheet = Image.new("RGB", (size, size), "white")
+    sheet.paste(picture.resize(inner, Image.Resampling.LANCZOS), ((size - inner[0]) // 2, (size - inner[1]) // 2))
+    return np.asarray(sheet)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import UInt8
@@ -54,3 +54,25 @@ class Part:
     """Samples in it, broken ones included; None when only reading tells."""
     where: Mapping[str, Any] = field(default_factory=dict)
     """What ``read`` needs to find it again in another process: plain JSON."""
+
+
+@runtime_checkable
+class Source(Protocol):
+    """A data set of captioned pictures, in parts.
+
+    A source that knows the names of its classes lists them as ``class_names``.
+    """
+
+    packages: tuple[str, ...]
+    attribution: str
+    """Credit that the licence asks for, printed on pictures and kept in the manifest; empty for none."""
+    num_classes: int
+    """Labels run from 0 to this minus 1; 1 when the data set has none."""
+
+    def parts(self) -> Sequence[Part]:
+        """The parts, in the same order each time. Lists files; opens no sample."""
+        ...
+
+    def read(self, part: Part) -> Iterator[Record | Broken]:
+        """Every sample of one part, in the same order each time; what cannot be read comes as ``Broken``."""
+        ...

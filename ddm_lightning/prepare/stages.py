@@ -20,24 +20,24 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from ddm_lightning.config import Experiment
-from ddm_lightning.errors import UserError
-from ddm_lightning.files import atomic_write_json, sha256_file, sha256_json
+from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.files import atomic_write_json, sha256_file, sha256_json
+from ddm_lightning.core.formatting import amount
+from ddm_lightning.encoders.interfaces import bytes_per_sample
+from ddm_lightning.members.run_folder import RunFolder
+from ddm_lightning.partition.partition import check_sizes
 from ddm_lightning.prepare import steps
 from ddm_lightning.prepare.encode import CAPTIONS, FEATURES, LATENTS, RECORDS, is_whole, read_state
-from ddm_lightning.prepare.encodings import bytes_per_sample
 from ddm_lightning.prepare.index import write_index
 from ddm_lightning.prepare.ledger import Ledger, Stage
-from ddm_lightning.prepare.manifest import DataSizes, Manifest, manifest_path
-from ddm_lightning.prepare.outcome import outcome
-from ddm_lightning.prepare.partition import check_sizes
 from ddm_lightning.prepare.plugins import Plugins
 from ddm_lightning.prepare.prepared import Prepared
 from ddm_lightning.prepare.progress import Reporter, SilentReporter
 from ddm_lightning.prepare.records import Part, Record
-from ddm_lightning.prepare.shards import check_compression
-from ddm_lightning.prepare.upload import upload_shards
-from ddm_lightning.run_folder import RunFolder
-from ddm_lightning.units import amount
+from ddm_lightning.prepare.summary import outcome
+from ddm_lightning.prepare.write_shards import check_compression
+from ddm_lightning.shards.manifest import DataSizes, Manifest, manifest_path
+from ddm_lightning.shards.upload import upload_shards
 
 
 def prepare(

@@ -11,8 +11,9 @@ import numpy as np
 import torch
 
 from ddm_lightning.config.load import prepare_to_json
-from ddm_lightning.files import atomic_folder, atomic_write, atomic_write_json, sha256_json
-from ddm_lightning.prepare.columns import save_array
+from ddm_lightning.core.columns import save_array
+from ddm_lightning.core.files import atomic_folder, atomic_write, atomic_write_json, sha256_json
+from ddm_lightning.partition.partition import displaced_fractions, fit_partition
 from ddm_lightning.prepare.encode import (
     CAPTIONS,
     FEATURES,
@@ -25,13 +26,11 @@ from ddm_lightning.prepare.encode import (
 )
 from ddm_lightning.prepare.engine import num_processes_for, run_local, run_ray
 from ddm_lightning.prepare.index import check_broken
-from ddm_lightning.prepare.manifest import OUT_OF_CLUSTER
-from ddm_lightning.prepare.partition import displaced_fractions, fit_partition
 from ddm_lightning.prepare.plugins import Plugins, plugins_of
 from ddm_lightning.prepare.prepared import Prepared
 from ddm_lightning.prepare.records import Part
-from ddm_lightning.prepare.shards import Moments, Samples, held_out_samples, split_orders, write_split
-from ddm_lightning.prepare.stored import StoredForm
+from ddm_lightning.prepare.write_shards import Moments, Samples, held_out_samples, split_orders, write_split
+from ddm_lightning.shards.manifest import OUT_OF_CLUSTER, StoredForm
 
 Tick = Callable[[int, int], None]
 """Called with samples done and samples in all."""

@@ -7,19 +7,22 @@ from dataclasses import asdict
 import numpy as np
 from jaxtyping import Float, Int
 
-from ddm_lightning.config import Experiment
-from ddm_lightning.files import read_json
+from ddm_lightning.config import Experiment, PrepareConfig
+from ddm_lightning.core.files import read_json
+from ddm_lightning.core.formatting import amount
+from ddm_lightning.partition.partition import Partition
+from ddm_lightning.partition.rows import Rows
+from ddm_lightning.partition.rules import NearestCentroid
 from ddm_lightning.prepare.encode import FEATURES
 from ddm_lightning.prepare.ledger import Ledger
-from ddm_lightning.prepare.manifest import HELD_OUT, OUT_OF_CLUSTER, TRAIN, ClusterSamples, Manifest, shard_name
-from ddm_lightning.prepare.partition import Partition
 from ddm_lightning.prepare.plugins import Plugins
 from ddm_lightning.prepare.prepared import Prepared
-from ddm_lightning.prepare.report import Cost, KMeansSettings, ReportData, save_cluster_grid, write_report
-from ddm_lightning.prepare.rows import Rows
-from ddm_lightning.prepare.rules import NearestCentroid
+from ddm_lightning.prepare.report.grids import save_cluster_grid
+from ddm_lightning.prepare.report.measures import Cost, KMeansSettings, ReportData
+from ddm_lightning.prepare.report.write import write_report
 from ddm_lightning.prepare.steps import samples_of
-from ddm_lightning.prepare.verify import num_samples_of, verify_shards
+from ddm_lightning.shards.manifest import HELD_OUT, OUT_OF_CLUSTER, TRAIN, ClusterSamples, Manifest, shard_name
+from ddm_lightning.shards.verify import num_samples_of, verify_shards
 
 _MOST_FOR_MEANS = 20_000
 
@@ -134,3 +137,42 @@ def manifest_of(experiment: Experiment, plugins: Plugins, prepared: Prepared, le
         versions=plugins.versions(),
         class_names=list(getattr(plugins.source, "class_names", None) or ()) or None,
     )
+
+
+def outcome(stage: str, prepared: Prepared, config: PrepareConfig, num_kept: int) -> str:
+    """The end of the line that says so; empty for stages of which there is nothing to tell.
+
+    Args:
+        stage: its name.
+        prepared: the folder, as the stage left it.
+        config: what was asked for.
+        num_kept: parts that were encoded before.
+    """
+    if stage == "encode":
+        num_parts = len(prepared.parts)
+        kept = f", {num_kept:,} of them kept from before" if num_kept else ""
+        return f": {num_parts:,} part{'s' * (num_parts != 1)}{kept}"
+    if stage == "index":
+        index = prepared.index
+        causes = ", ".join(f"{cause}: {count:,}" for cause, count in index["broken"].items())
+        left_out = f"; left out: {causes}; see {prepared.broken_file}" if causes else ""
+        num_without = index["num_without_caption"]
+        without = f", {num_without:,} of them without a caption" if num_without else ""
+        odd = "".join(f", {count:,} of them {how}" for how, count in index["odd_shapes"].items())
+        return f": {index['num_samples']:,} of {index['num_read']:,} samples{without}{odd}{left_out}"
+    if stage == "partition":
+        sizes = np.bincount(prepared.clusters, minlength=config.partition.num_clusters)
+        return f": {len(sizes)} clusters of {sizes.min():,} to {sizes.max():,} samples"
+    if stage == "shards":
+        size = sum(path.stat().st_size for path in prepared.shards.rglob("*") if path.is_file())
+        others = num_samples_of(prepared.shards.glob(f"*/{OUT_OF_CLUSTER}"))
+        mixed = f", {others:,} of them once more for another cluster's expert" if others else ""
+        return f": {prepared.num_samples:,} samples{mixed}, {amount(size)}"
+    if stage == "upload":
+        uploaded = read_json(prepared.uploaded_file, "the record of the upload", "run prepare again")["sha256"]
+        size = sum((prepared.shards / name).stat().st_size for name in uploaded)
+        return (
+            f": {len(uploaded)} files, {amount(size)}, each read back; "
+            f"islands stream them with island.shards={config.shards.remote}"
+        )
+    return ""

@@ -19,13 +19,13 @@ from rich.progress import Progress
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ddm_lightning.progress import member_columns
-from ddm_lightning.startup import STARTED_BY, STOP_SIGNALS
-from ddm_lightning.training.checkpoints import RollingCheckpoints
+from ddm_lightning.core.formatting import member_columns
+from ddm_lightning.core.processes import STARTED_BY, STOP_SIGNALS
+from ddm_lightning.members.status import MemberStatus
+from ddm_lightning.training.checkpoint.rolling import RollingCheckpoints
 from ddm_lightning.training.guard import skipped_file
 from ddm_lightning.training.module import MemberModule
 from ddm_lightning.training.speed import Speed
-from ddm_lightning.training.status import MemberStatus
 
 LINE_SECONDS = 60.0
 POLL_STEPS = 10

@@ -15,18 +15,18 @@ from rich.progress import track
 from rich.table import Table
 from torch import Tensor
 
-from ddm_lightning.artifacts import ArtifactMeta, build_network, read_artifact, read_meta, write_artifact
 from ddm_lightning.config import Experiment
-from ddm_lightning.errors import UserError
-from ddm_lightning.files import atomic_folder
-from ddm_lightning.members import ROUTER, config_of
-from ddm_lightning.prepare.manifest import Manifest
-from ddm_lightning.run_folder import RunFolder
-from ddm_lightning.training.devices import autocast, device_of
-from ddm_lightning.training.ema_profiles import WIDEST
+from ddm_lightning.core.devices import autocast, device_of
+from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.files import atomic_folder
+from ddm_lightning.members.artifact import ArtifactMeta, build_network, read_artifact, read_meta, write_artifact
+from ddm_lightning.members.member import ROUTER, config_of
+from ddm_lightning.members.run_folder import RunFolder
+from ddm_lightning.members.status import HELD_OUT_STEP, loss_of
+from ddm_lightning.shards.manifest import Manifest
+from ddm_lightning.training.ema import WIDEST
 from ddm_lightning.training.ema_snapshots import FOLDER, Snapshots
 from ddm_lightning.training.fit import build_data, build_module
-from ddm_lightning.training.status import HELD_OUT_STEP, loss_of
 
 DEFAULT_WIDTHS = (0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.25)
 WIDTH = "ema_width"

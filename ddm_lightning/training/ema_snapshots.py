@@ -9,14 +9,13 @@ import lightning as L
 import torch
 from torch import Tensor
 
-from ddm_lightning import checks
 from ddm_lightning.config import TrainConfig
-from ddm_lightning.errors import UserError
-from ddm_lightning.files import atomic_write_json, read_json
-from ddm_lightning.training.ema import gathered_ema, width_key
-from ddm_lightning.training.ema_profiles import Mixture, Snapshot, mixture
+from ddm_lightning.core import checks
+from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.files import atomic_write_json, read_json
+from ddm_lightning.core.weights import load_weights, save_weights
+from ddm_lightning.training.ema import Mixture, Snapshot, gathered_ema, mixture, width_key
 from ddm_lightning.training.module import MemberModule
-from ddm_lightning.weights import load_weights, save_weights
 
 FOLDER = "ema"
 LARGEST_MISFIT = 0.05

@@ -7,8 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
-from ddm_lightning.flow.prediction import training_target
-from ddm_lightning.flow.weighting import min_snr_weights
+from ddm_lightning.flow.prediction import min_snr_weights, training_target
 from ddm_lightning.training.module import NUM_VALIDATION_TIMESTEPS, MemberModule, Noised
 
 

@@ -13,17 +13,29 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from rich.console import Console
 
 from ddm_lightning.config import Experiment, IslandConfig, TrainConfig
-from ddm_lightning.errors import UserError
-from ddm_lightning.loading.datamodule import ClusterDataModule
-from ddm_lightning.members import ROUTER, batch_size_of, clusters_of, config_of, role_of
+from ddm_lightning.core.devices import configure_torch, resolve_accelerator
+from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.formatting import amount
+from ddm_lightning.core.processes import keep_heap
+from ddm_lightning.core.registry import CAPTION_ENCODERS
+from ddm_lightning.core.schema import first_line
+from ddm_lightning.core.weights import check_memory
+from ddm_lightning.encoders.interfaces import CaptionEncoder
+from ddm_lightning.members.member import (
+    ROUTER,
+    batch_size_of,
+    build_member_network,
+    clusters_of,
+    config_of,
+    member_condition,
+    planned_network,
+    role_of,
+)
+from ddm_lightning.members.run_folder import RunFolder
+from ddm_lightning.members.status import MemberStatus
 from ddm_lightning.networks.flops import flops_per_sample
-from ddm_lightning.prepare.interfaces import CaptionEncoder
-from ddm_lightning.prepare.manifest import Manifest
-from ddm_lightning.prepare.registry import CAPTION_ENCODERS
-from ddm_lightning.prepare.stored import StoredForm
-from ddm_lightning.run_folder import RunFolder
-from ddm_lightning.schema import first_line
-from ddm_lightning.startup import keep_heap
+from ddm_lightning.shards.datamodule import ClusterDataModule
+from ddm_lightning.shards.manifest import Manifest, StoredForm
 from ddm_lightning.training.callbacks import (
     DisjointRanks,
     MissedValidation,
@@ -32,17 +44,14 @@ from ddm_lightning.training.callbacks import (
     StopOnRequest,
     StopRequested,
 )
-from ddm_lightning.training.checkpoints import RollingCheckpoints, newest_checkpoint, step_of
-from ddm_lightning.training.devices import configure_torch, resolve_accelerator
+from ddm_lightning.training.checkpoint.origin import KeptOrigin, check_origin
+from ddm_lightning.training.checkpoint.rolling import RollingCheckpoints, newest_checkpoint, step_of
 from ddm_lightning.training.ema import gathered_ema, kept_buffers
 from ddm_lightning.training.ema_snapshots import FOLDER, EmaSnapshots, missing_snapshots, snapshot_steps
 from ddm_lightning.training.expert import ExpertModule
 from ddm_lightning.training.handover import hand_over, is_finished
-from ddm_lightning.training.member_network import build_member_network, member_condition, planned_network
 from ddm_lightning.training.module import MemberModule, MemberSpec
-from ddm_lightning.training.origin import KeptOrigin, check_origin
-from ddm_lightning.training.pictures import PictureLogger
-from ddm_lightning.training.ranks import (
+from ddm_lightning.training.parallel.ranks import (
     OwnProcesses,
     after_the_first,
     check_launch,
@@ -50,13 +59,11 @@ from ddm_lightning.training.ranks import (
     leads,
     speaking_for_all,
 )
+from ddm_lightning.training.parallel.strategies import BackgroundCheckpoints
+from ddm_lightning.training.parallel.strategy import checkpoint_bytes, choose_strategy
+from ddm_lightning.training.previews import PictureLogger
 from ddm_lightning.training.router import RouterModule
-from ddm_lightning.training.saving_strategies import BackgroundCheckpoints
 from ddm_lightning.training.speed import UNKNOWN_COST, Speed, StepCost
-from ddm_lightning.training.status import MemberStatus
-from ddm_lightning.training.strategy import checkpoint_bytes, choose_strategy
-from ddm_lightning.units import amount
-from ddm_lightning.weights import check_memory
 
 WORKERS_OUTLIVE_SECONDS = 15.0
 FLOAT32_BYTES = 4

@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from ddm_lightning.errors import UserError
+from ddm_lightning.core.errors import UserError
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,12 @@ from typing import Any
 
 from torch import Tensor
 
-from ddm_lightning import artifacts
 from ddm_lightning.config import Experiment, to_dict
-from ddm_lightning.members import ROUTER, batch_size_of, config_of, role_of
-from ddm_lightning.prepare.manifest import Manifest
-from ddm_lightning.run_folder import RunFolder
-from ddm_lightning.training.member_network import member_condition
-from ddm_lightning.training.status import HELD_OUT_STEP, MemberStatus
+from ddm_lightning.members import artifact
+from ddm_lightning.members.member import ROUTER, batch_size_of, config_of, member_condition, role_of
+from ddm_lightning.members.run_folder import RunFolder
+from ddm_lightning.members.status import HELD_OUT_STEP, MemberStatus
+from ddm_lightning.shards.manifest import Manifest
 
 
 def is_finished(member: str, experiment: Experiment, run: RunFolder) -> bool:
@@ -24,7 +23,7 @@ def is_finished(member: str, experiment: Experiment, run: RunFolder) -> bool:
         UserError: its description is damaged.
     """
     steps = config_of(member, experiment).train.max_steps
-    return run.is_finished(member) and artifacts.read_meta(run.artifact(member)).step >= steps
+    return run.is_finished(member) and artifact.read_meta(run.artifact(member)).step >= steps
 
 
 def described(member: str, experiment: Experiment, manifest: Manifest) -> dict[str, Any]:
@@ -77,11 +76,11 @@ def hand_over(
     metrics = dict(status.metrics)
     if status.validated_step:
         metrics[HELD_OUT_STEP] = float(status.validated_step)
-    meta = artifacts.ArtifactMeta(
+    meta = artifact.ArtifactMeta(
         **described(member, experiment, manifest),
         prediction=None if member == ROUTER else prediction,
         step=status.step,
         num_samples=status.step * batch_size_of(member, experiment),
         metrics=metrics,
     )
-    artifacts.write_artifact(folder, weights, meta)
+    artifact.write_artifact(folder, weights, meta)

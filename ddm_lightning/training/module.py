@@ -14,18 +14,18 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from ddm_lightning.config import TimestepsConfig, TrainConfig
+from ddm_lightning.encoders.interfaces import CaptionEncoder
 from ddm_lightning.flow.condition import Condition, ConditionSpec
 from ddm_lightning.flow.path import interpolate
 from ddm_lightning.flow.randomness import keyed_generator, keyed_seed
 from ddm_lightning.flow.timesteps import sample_timesteps, stratified_timesteps
 from ddm_lightning.networks.attention import check_attention, set_attention
-from ddm_lightning.prepare.interfaces import CaptionEncoder
-from ddm_lightning.prepare.stored import StoredForm
+from ddm_lightning.shards.manifest import StoredForm
 from ddm_lightning.training.ema import ema_weights, track_ema
 from ddm_lightning.training.guard import FiniteGuard
 from ddm_lightning.training.optimizer import build_optimizer, build_schedule
-from ddm_lightning.training.saving_strategies import Sharded
-from ddm_lightning.training.strategy import HALF, checkpoint_blocks, compile_blocks, shard_blocks
+from ddm_lightning.training.parallel.strategies import Sharded
+from ddm_lightning.training.parallel.strategy import HALF, checkpoint_blocks, compile_blocks, shard_blocks
 
 NUM_VALIDATION_TIMESTEPS = 8
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
+import torch
 from torch import Tensor, nn
-from torch.optim import AdamW, Optimizer
+from torch.optim import AdamW, Muon, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from ddm_lightning.config import TrainConfig
-from ddm_lightning.training.muon import MuonWithAdamW, is_muon_matrix, num_layers
 
 
 def build_optimizer(network: nn.Module, train: TrainConfig) -> Optimizer:
@@ -53,3 +54,113 @@ def learning_rate_factor(train: TrainConfig) -> Callable[[int], float]:
 def build_schedule(optimizer: Optimizer, train: TrainConfig) -> LambdaLR:
     """``learning_rate_factor`` as a scheduler that steps once an optimizer step."""
     return LambdaLR(optimizer, learning_rate_factor(train))
+
+
+_BUFFER = "momentum_buffer"
+_FUSED = {"qkv": 3, "kv": 2, "gate_up": 2}
+"""Layers that are several in one, by their name in a block: how many of equal size."""
+
+
+class _LayerByLayer(Muon):
+    """torch's Muon, which orthogonalises each layer of a fused matrix alone: queries, keys and values apart.
+
+    Args:
+        groups: of matrices.
+        num_layers: of each matrix, one below the other.
+        lr: learning rate.
+    """
+
+    def __init__(self, groups: Iterable[dict[str, Any]], num_layers: Mapping[Tensor, int], lr: float) -> None:
+        super().__init__(groups, lr=lr, adjust_lr_fn="match_rms_adamw")
+        self._num_layers = num_layers
+
+    def _init_group(self, group: Any, params: list[Tensor], grads: list[Tensor], buffers: list[Tensor]) -> bool:
+        has_complex = super()._init_group(group, params, grads, buffers)
+        nums = [self._num_layers[matrix] for matrix in params]
+        for matrices in (params, grads, buffers):
+            matrices[:] = [rows for matrix, num in zip(matrices, nums, strict=True) for rows in matrix.chunk(num)]
+        return has_complex
+
+
+class MuonWithAdamW(Optimizer):
+    """torch's Muon and fused AdamW on one list of groups and one state, so that what is saved is that of one optimizer.
+
+    Updates of Muon are scaled to the size of AdamW's (Liu et al., 2502.16982), so that both go by one learning rate and
+    one weight decay.
+
+    Args:
+        muon: matrices, each with its number of layers (``num_layers``).
+        weight_decay: of these.
+        adamw: groups of all other parameters.
+        lr: learning rate.
+    """
+
+    found_inf: Tensor | None = None
+    """1.0 on the device where this step is to change nothing, as AdamW's fused kernel reads it."""
+
+    def __init__(
+        self, muon: Mapping[Tensor, int], weight_decay: float, adamw: Iterable[dict[str, Any]], lr: float
+    ) -> None:
+        self._muon: Optimizer = _LayerByLayer([{"params": list(muon), "weight_decay": weight_decay}], muon, lr)
+        self._adamw = AdamW(adamw, lr=lr, fused=True)
+        super().__init__([*self._muon.param_groups, *self._adamw.param_groups], {"lr": lr})
+        self._share()
+
+    def _share(self) -> None:
+        num = len(self._muon.param_groups)
+        self._muon.param_groups, self._adamw.param_groups = self.param_groups[:num], self.param_groups[num:]
+        self._muon.state = self._adamw.state = self.state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what ``state_dict`` returned."""
+        super().load_state_dict(state_dict)  # which makes groups and state anew
+        self._share()
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step of both; with ``found_inf`` of 1 neither weights nor moments change, and the host does not wait."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._adamw.found_inf = self.found_inf  # type: ignore[attr-defined]  # its fused kernel reads it
+        self._adamw.step()
+        self._muon_step()
+        return loss
+
+    @torch.no_grad()
+    def _muon_step(self) -> None:
+        """Muon's step cannot be told to do nothing: it is taken back, for which there is a copy of its matrices."""
+        if self.found_inf is None:
+            self._muon.step()
+            return
+        counts = self.found_inf == 0
+        matrices = [p for group in self._muon.param_groups for p in group["params"] if p.grad is not None]
+        before = [matrix.clone() for matrix in matrices]
+        for matrix in matrices:
+            buffer = self.state[matrix].get(_BUFFER)
+            # The momentum of its own value moves nowhere.
+            still = torch.zeros_like(matrix) if buffer is None else buffer
+            matrix.grad.copy_(torch.where(counts, matrix.grad, still))
+        self._muon.step()
+        for matrix, old in zip(matrices, before, strict=True):
+            matrix.copy_(torch.where(counts, matrix, old))
+
+
+def has_muon_matrices(network: nn.Module) -> bool:
+    """Whether there is anything in ``network`` for Muon."""
+    return any(is_muon_matrix(name, parameter) for name, parameter in network.named_parameters())
+
+
+def is_muon_matrix(name: str, parameter: nn.Parameter) -> bool:
+    """Whether a parameter is a layer's matrix within a block: not an embedding, the first or the last layer.
+
+    Nor a table of vectors, such as a block's offsets of adaLN-single, which multiplies nothing; nor an adaLN
+    modulation, six projections in one that start at zero and read one vector a sample.
+    """
+    is_matrix = parameter.ndim == 2 and min(parameter.shape) > 1 and name.endswith(".weight")
+    return is_matrix and name.startswith("blocks.") and not name.endswith("modulation.weight")
+
+
+def num_layers(name: str) -> int:
+    """How many layers the matrix of this name holds, one below the other."""
+    return _FUSED.get(name.split(".")[-2], 1)

@@ -13,17 +13,17 @@ from rich.table import Table
 from torch import Tensor
 
 from ddm_lightning.config import Experiment
-from ddm_lightning.errors import UserError
-from ddm_lightning.loading.datamodule import ClusterDataModule
-from ddm_lightning.loading.local import open_shards
-from ddm_lightning.prepare.manifest import Manifest
-from ddm_lightning.run_folder import RunFolder
-from ddm_lightning.training.checkpoint_files import damage_of
-from ddm_lightning.training.checkpoints import checkpoints_in, step_of
-from ddm_lightning.training.devices import autocast, device_of
+from ddm_lightning.core.devices import autocast, device_of
+from ddm_lightning.core.errors import UserError
+from ddm_lightning.members.run_folder import RunFolder
+from ddm_lightning.shards.datamodule import ClusterDataModule
+from ddm_lightning.shards.local import open_shards
+from ddm_lightning.shards.manifest import Manifest
+from ddm_lightning.training.checkpoint.files import damage_of
+from ddm_lightning.training.checkpoint.rolling import checkpoints_in, step_of
+from ddm_lightning.training.checkpoint.state import load_tensors
 from ddm_lightning.training.fit import build_data, build_module
 from ddm_lightning.training.guard import SkippedStep, skipped_of
-from ddm_lightning.training.member_state import load_tensors
 from ddm_lightning.training.module import MemberModule
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import lightning as L
 import torch
 
-from ddm_lightning.training.devices import peak_of_this_device
+from ddm_lightning.core.devices import peak_of_this_device
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from argparse import Namespace
 import common
 import pytest
 
-from ddm_lightning.errors import UserError
+from ddm_lightning.core.errors import UserError
 
 
 def test_settings_may_stand_between_and_behind_options():

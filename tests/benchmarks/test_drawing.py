@@ -8,10 +8,10 @@ from artifact_files import make_meta
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from ddm_lightning.encoders.pixels import Pixels
 from ddm_lightning.ensemble import Ensemble, LoadedEnsemble, sample
 from ddm_lightning.flow.condition import Condition, ConditionSpec
 from ddm_lightning.networks import EXPERTS, ROUTERS
-from ddm_lightning.prepare.encoders.pixels import Pixels
 
 K, NUM, STEPS = 3, 5, 4
 SHAPE = (3, 8, 8)

@@ -8,10 +8,10 @@ import pytest
 import router
 import torch
 
-from ddm_lightning.errors import UserError
+from ddm_lightning.core.errors import UserError
 from ddm_lightning.evaluation.kid import kernel_distance
-from ddm_lightning.run_folder import RunFolder
-from ddm_lightning.training.status import MemberStatus
+from ddm_lightning.members.run_folder import RunFolder
+from ddm_lightning.members.status import MemberStatus
 
 TINY = str(Path(__file__).parents[2] / "experiments" / "tiny_2x.yaml")
 

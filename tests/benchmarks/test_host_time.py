@@ -5,7 +5,7 @@ import json
 import host_time
 import pytest
 
-from ddm_lightning.errors import UserError
+from ddm_lightning.core.errors import UserError
 
 
 @pytest.mark.long

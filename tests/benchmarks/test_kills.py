@@ -4,7 +4,7 @@ import signal
 import kills
 import pytest
 
-from ddm_lightning.errors import UserError
+from ddm_lightning.core.errors import UserError
 
 
 @pytest.mark.parametrize(("number", "most"), [("-1", 800), ("0", 800), ("801", 800)])

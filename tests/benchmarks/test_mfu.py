@@ -5,8 +5,8 @@ from common import Report
 from tiny_runs import TINY
 
 from ddm_lightning.config import load_experiment
-from ddm_lightning.errors import UserError
-from ddm_lightning.prepare.manifest import DataSizes
+from ddm_lightning.core.errors import UserError
+from ddm_lightning.shards.manifest import DataSizes
 
 SIZES = DataSizes((3, 8, 8), 16, (4, 16), 4)
 

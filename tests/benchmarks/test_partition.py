@@ -4,7 +4,7 @@ import numpy as np
 import partition
 import pytest
 
-from ddm_lightning.errors import UserError
+from ddm_lightning.core.errors import UserError
 
 
 @pytest.mark.slow

@@ -17,10 +17,10 @@ from step_networks import Sizes
 from tiny_runs import TINY
 
 from ddm_lightning.config import load_experiment, to_dict, to_yaml
-from ddm_lightning.errors import UserError
+from ddm_lightning.core.errors import UserError
+from ddm_lightning.members.run_folder import RunFolder
 from ddm_lightning.networks.recipe import Recipe
-from ddm_lightning.prepare.manifest import DataSizes
-from ddm_lightning.run_folder import RunFolder
+from ddm_lightning.shards.manifest import DataSizes
 
 MEMBER = recipe_options.MEMBER
 CPU = torch.device("cpu")

@@ -12,7 +12,7 @@ from step_clock import Seconds, grouped, ratio
 from step_loops import Trained, Turns
 from step_networks import Sizes
 
-from ddm_lightning.errors import UserError
+from ddm_lightning.core.errors import UserError
 
 TINY = Sizes(width=16, depth=2, num_heads=2, patch_size=2, channels=3, edge=4, batch_size=2)
 CPU = torch.device("cpu")

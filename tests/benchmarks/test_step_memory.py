@@ -11,7 +11,7 @@ from step_networks import Sizes, Step, our_side
 from tiny_runs import TINY
 
 from ddm_lightning.config import load_experiment
-from ddm_lightning.prepare.manifest import DataSizes
+from ddm_lightning.shards.manifest import DataSizes
 
 CPU = torch.device("cpu")
 WIDE = Sizes(width=96, depth=5, num_heads=4, patch_size=2, channels=4, edge=16, batch_size=8)

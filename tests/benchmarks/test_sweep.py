@@ -6,8 +6,8 @@ import sweep
 from tiny_runs import TINY
 
 from ddm_lightning.config import load_experiment, to_yaml
-from ddm_lightning.errors import UserError
-from ddm_lightning.run_folder import RunFolder
+from ddm_lightning.core.errors import UserError
+from ddm_lightning.members.run_folder import RunFolder
 
 
 def options(tmp_path, *overrides, **changes):

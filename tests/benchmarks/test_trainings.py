@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import trainings
 
-from ddm_lightning.errors import UserError
-from ddm_lightning.run_folder import RunFolder
+from ddm_lightning.core.errors import UserError
+from ddm_lightning.members.run_folder import RunFolder
 
 MEMBER = "expert-0"
 

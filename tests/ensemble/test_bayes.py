@@ -12,8 +12,8 @@ from scipy.stats import multivariate_normal
 from torch import Tensor
 
 from ddm_lightning.ensemble.bayes import MIN_WEIGHT, BayesSamples, filter_chain, sample_bayes
-from ddm_lightning.flow.field import VelocityField
 from ddm_lightning.flow.oracle import FiniteSetOracle
+from ddm_lightning.flow.path import VelocityField
 from ddm_lightning.flow.solvers import integrate_ancestral
 from ddm_lightning.flow.timesteps import sampling_times
 

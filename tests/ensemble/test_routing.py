@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ddm_lightning.core.errors import UserError
 from ddm_lightning.ensemble.routing import route
-from ddm_lightning.errors import UserError
 
 
 @settings(max_examples=60)

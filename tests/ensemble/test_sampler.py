@@ -9,9 +9,9 @@ import torch
 from ensemble_networks import Aimed, FixedRouter
 from torch import Tensor, nn
 
-from ddm_lightning.ensemble.ensemble import Ensemble
+from ddm_lightning.core.errors import UserError
 from ddm_lightning.ensemble.sampler import sample
-from ddm_lightning.errors import UserError
+from ddm_lightning.ensemble.velocity import Ensemble
 from ddm_lightning.flow.condition import Condition
 
 SHAPE = (2, 3, 3)

@@ -67,7 +67,7 @@ def test_refuses_sets_that_have_no_halves():
 
 @pytest.mark.slow
 def test_noise_and_blur_raise_the_distance_of_real_pictures():
-    from ddm_lightning.prepare.sources.blobs import Blobs
+    from ddm_lightning.prepare.sources.toys import Blobs
 
     source = Blobs(num_samples=96, image_size=16)
     pictures = np.stack([record.image for part in source.parts() for record in source.read(part)])

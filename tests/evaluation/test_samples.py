@@ -14,12 +14,12 @@ from artifact_files import make_meta
 from PIL import Image
 from tiny_runs import TINY
 
-from ddm_lightning.commands import _sample_command
+from ddm_lightning.cli.commands import _sample_command
 from ddm_lightning.config import Experiment, load_experiment
+from ddm_lightning.core.errors import UserError
 from ddm_lightning.ensemble import Ensemble, LoadedEnsemble
-from ddm_lightning.errors import UserError
 from ddm_lightning.evaluation import samples
-from ddm_lightning.prepare.manifest import Manifest
+from ddm_lightning.shards.manifest import Manifest
 
 
 @pytest.fixture

@@ -6,14 +6,15 @@ import pytest
 import torch
 
 from ddm_lightning.config import load_experiment
-from ddm_lightning.errors import UserError
+from ddm_lightning.core.errors import UserError
+from ddm_lightning.encoders.captions import HashedWords
+from ddm_lightning.encoders.pixels import Pixels
 from ddm_lightning.evaluation.split import read_split
-from ddm_lightning.prepare.encoders import HashedWords, Pixels
-from ddm_lightning.prepare.manifest import HELD_OUT, TRAIN, Manifest
+from ddm_lightning.members.run_folder import RunFolder
 from ddm_lightning.prepare.prepared import Prepared
-from ddm_lightning.prepare.sources import Blobs
+from ddm_lightning.prepare.sources.toys import Blobs
 from ddm_lightning.prepare.stages import prepare
-from ddm_lightning.run_folder import RunFolder
+from ddm_lightning.shards.manifest import HELD_OUT, TRAIN, Manifest
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ddm_lightning.flow.field import time_rows
+from ddm_lightning.flow.path import time_rows
 
 
 @pytest.mark.parametrize(

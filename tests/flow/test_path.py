@@ -4,13 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from ddm_lightning.flow.path import (
-    expand_time,
-    interpolate,
-    noise_from_velocity,
-    velocity_target,
-    x_0_from_velocity,
-)
+from ddm_lightning.flow.path import expand_time, interpolate, noise_from_velocity, velocity_target, x_0_from_velocity
 
 
 def draw(seed: int = 0, shape: tuple[int, ...] = (6, 3, 4, 5)) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -4,13 +4,7 @@ import pytest
 import torch
 
 from ddm_lightning.flow.path import interpolate
-from ddm_lightning.flow.prediction import (
-    MIN_DATA_SCALE,
-    MIN_NOISE_SCALE,
-    PREDICTIONS,
-    to_velocity,
-    training_target,
-)
+from ddm_lightning.flow.prediction import MIN_DATA_SCALE, MIN_NOISE_SCALE, PREDICTIONS, to_velocity, training_target
 
 
 def draw(num: int) -> tuple[torch.Tensor, torch.Tensor]:

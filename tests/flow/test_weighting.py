@@ -2,8 +2,7 @@ import pytest
 import torch
 
 from ddm_lightning.flow.path import interpolate
-from ddm_lightning.flow.prediction import PREDICTIONS, training_target
-from ddm_lightning.flow.weighting import min_snr_weights
+from ddm_lightning.flow.prediction import PREDICTIONS, min_snr_weights, training_target
 
 T = torch.linspace(0.01, 0.99, 49, dtype=torch.float64)
 

@@ -18,9 +18,9 @@ from deadline import within
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny_runs import MEMBERS, STEPS, TINY, ended_on_failure, finish, read_status, settings, start
 
-from ddm_lightning import startup
-from ddm_lightning.cli import main
+from ddm_lightning.cli.parser import main
 from ddm_lightning.config import load_experiment
+from ddm_lightning.core import processes
 from ddm_lightning.islands import local
 
 KILLED = "expert-1"
@@ -114,7 +114,7 @@ def disturbed(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
         os.kill(pid, signal.SIGSTOP)  # else it might be done before it looks for its parent
         parent.kill()
         parent.communicate()
-        time.sleep(startup.PARENT_SECONDS)
+        time.sleep(processes.PARENT_SECONDS)
         os.kill(pid, signal.SIGCONT)
         wait_until_gone(pid)
         seen.status_left = read_status(seen.run, KILLED)
@@ -207,7 +207,9 @@ def test_a_member_is_trained_once_at_a_time(disturbed: SimpleNamespace) -> None:
 
 
 def test_what_launches_members_starts_without_lightning() -> None:
-    code = "import sys, ddm_lightning.islands.local, ddm_lightning.plugins; sys.exit('lightning' in sys.modules)"
+    code = (
+        "import sys, ddm_lightning.islands.local, ddm_lightning.cli.check_plugins; sys.exit('lightning' in sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -1,11 +1,11 @@
 """One cluster: an expert without a router, trained, sampled from and trained on by the command line."""
 
 import pytest
-from loading.mds import WARNINGS
+from shards.mds import WARNINGS
 from tiny_runs import TINY
 
-from ddm_lightning.artifacts import read_ensemble
-from ddm_lightning.cli import main
+from ddm_lightning.cli.parser import main
+from ddm_lightning.members.artifact import read_ensemble
 
 pytestmark = WARNINGS
 

@@ -20,9 +20,9 @@ from rich.console import Console
 from tiny_runs import MEMBERS, TINY
 
 from ddm_lightning.config import Experiment, load_experiment
+from ddm_lightning.core.registry import EXPERTS
 from ddm_lightning.islands import local
-from ddm_lightning.networks.registry import EXPERTS
-from ddm_lightning.run_folder import RunFolder, open_run
+from ddm_lightning.members.run_folder import RunFolder, open_run
 
 
 class _SlowToSave:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ddm_lightning.errors import UserError
+from ddm_lightning.core.errors import UserError
 from ddm_lightning.networks.attention import BACKENDS, attention, check_attention, rotate, set_attention
 from ddm_lightning.networks.blocks import SelfAttention
 from ddm_lightning.networks.embeddings import axial_rotation

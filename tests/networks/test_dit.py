@@ -8,7 +8,7 @@ import torch
 from networks.small import moved
 from torch import nn
 
-from ddm_lightning.errors import UserError
+from ddm_lightning.core.errors import UserError
 from ddm_lightning.flow.condition import Condition, ConditionSpec
 from ddm_lightning.networks import EXPERTS, DiT
 from ddm_lightning.networks.blocks import modulate

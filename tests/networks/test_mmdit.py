@@ -7,7 +7,7 @@ import torch
 from networks.small import moved, random, randomised
 from torch import Tensor, nn
 
-from ddm_lightning.errors import UserError
+from ddm_lightning.core.errors import UserError
 from ddm_lightning.flow.condition import Condition, ConditionSpec
 from ddm_lightning.networks import EXPERTS, MMDiT, set_attention
 from ddm_lightning.networks.mmdit import JointBlock, ReadStream, Stream

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ddm_lightning.errors import UserError
+from ddm_lightning.core.errors import UserError
 from ddm_lightning.flow.condition import Condition, ConditionSpec
 from ddm_lightning.networks import EXPERTS, ROUTERS, DiT, RouterDiT
 from ddm_lightning.networks.recipe import SIZES

@@ -3,7 +3,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from ddm_lightning.networks.registry import EXPERTS, ROUTERS
+from ddm_lightning.core.registry import EXPERTS, ROUTERS
 
 
 def test_groups_are_the_documented_ones() -> None:
@@ -13,7 +13,7 @@ def test_groups_are_the_documented_ones() -> None:
 def test_importing_the_registry_alone_finds_the_built_ins() -> None:
     """Artifacts name networks; whoever reads one need not know which module registers them."""
     script = (
-        "from ddm_lightning.networks.registry import EXPERTS, ROUTERS; import sys;"
+        "from ddm_lightning.core.registry import EXPERTS, ROUTERS; import sys;"
         "EXPERTS.get('dit'); EXPERTS.get('mmdit'); ROUTERS.get('router-dit');"
         "print(*[name for name in ('lightning', 'streaming', 'xformers', 'torchvision') if name in sys.modules])"
     )

@@ -7,7 +7,7 @@ import signal
 import numpy as np
 import torch
 
-from ddm_lightning.errors import UserError
+from ddm_lightning.core.errors import UserError
 
 
 def square(job):

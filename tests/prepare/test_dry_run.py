@@ -6,12 +6,12 @@ from prepare.tiny_experiment import tiny_experiment
 from rich.console import Console
 
 from ddm_lightning.config import PluginConfig
-from ddm_lightning.errors import UserError
-from ddm_lightning.prepare import prepare
+from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.registry import SOURCES
 from ddm_lightning.prepare.dry_run import dry_run, dry_run_table
 from ddm_lightning.prepare.prepared import Prepared
 from ddm_lightning.prepare.records import Broken
-from ddm_lightning.prepare.registry import SOURCES
+from ddm_lightning.prepare.stages import prepare
 
 pytestmark = pytest.mark.usefixtures("quick_prepare")
 EVERYTHING = ("source", "encode", "index", "partition", "shards", "report")

@@ -8,15 +8,16 @@ from prepare.listed import Listed, Listener, experiment_of, part_folder, plug_in
 from prepare.tiny_experiment import tiny_experiment
 
 from ddm_lightning.config import PluginConfig
-from ddm_lightning.errors import UserError
-from ddm_lightning.files import sha256_file
-from ddm_lightning.prepare import encode, prepare
+from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.files import sha256_file
+from ddm_lightning.core.formatting import amount
+from ddm_lightning.core.registry import CAPTION_ENCODERS, FEATURES, IMAGE_ENCODERS, SOURCES
+from ddm_lightning.prepare import encode
 from ddm_lightning.prepare.encode import key_hash, read_state
 from ddm_lightning.prepare.prepared import Prepared
 from ddm_lightning.prepare.progress import SilentReporter
 from ddm_lightning.prepare.records import Broken
-from ddm_lightning.prepare.registry import CAPTION_ENCODERS, FEATURES, IMAGE_ENCODERS, SOURCES
-from ddm_lightning.units import amount
+from ddm_lightning.prepare.stages import prepare
 
 pytestmark = pytest.mark.usefixtures("quick_prepare")
 

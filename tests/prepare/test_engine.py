@@ -9,10 +9,12 @@ from prepare.engine_work import complain, die, fill_the_disk, square
 from prepare.listed import Listener
 from prepare.tiny_experiment import tiny_experiment
 
-from ddm_lightning.errors import UserError
-from ddm_lightning.files import sha256_file
-from ddm_lightning.prepare import Manifest, engine, prepare, steps
+from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.files import sha256_file
+from ddm_lightning.prepare import engine, steps
 from ddm_lightning.prepare.engine import WORTH_PROCESSES, num_processes_for, run_local, run_ray
+from ddm_lightning.prepare.stages import prepare
+from ddm_lightning.shards.manifest import Manifest
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import subprocess
 import pytest
 from tiny_runs import TINY
 
-from ddm_lightning.cli import main
+from ddm_lightning.cli.parser import main
 
 pytestmark = pytest.mark.slow
 LARGER = ("prepare.source.params.num_samples=2000", "prepare.source.params.image_size=16")

@@ -7,13 +7,14 @@ import pytest
 from prepare.listed import Listed, Listener, experiment_of, plug_in, record, records
 
 from ddm_lightning.config import PicturesConfig
-from ddm_lightning.errors import UserError
-from ddm_lightning.prepare import encode, prepare, steps
+from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.registry import CAPTION_ENCODERS, FEATURES, IMAGE_ENCODERS, SOURCES
+from ddm_lightning.prepare import encode, steps
 from ddm_lightning.prepare.index import check_broken
-from ddm_lightning.prepare.manifest import Manifest
 from ddm_lightning.prepare.prepared import Prepared
 from ddm_lightning.prepare.records import Broken
-from ddm_lightning.prepare.registry import CAPTION_ENCODERS, FEATURES, IMAGE_ENCODERS, SOURCES
+from ddm_lightning.prepare.stages import prepare
+from ddm_lightning.shards.manifest import Manifest
 
 pytestmark = pytest.mark.usefixtures("quick_prepare")
 

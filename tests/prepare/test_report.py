@@ -11,20 +11,21 @@ from scipy.spatial.distance import cdist
 from sklearn.metrics import silhouette_samples
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from ddm_lightning.prepare.report import (
-    PAGE,
-    TENSORBOARD,
+from ddm_lightning.partition.rows import Rows
+from ddm_lightning.prepare.report import measures
+from ddm_lightning.prepare.report.grids import picture_map, pictures_shown, save_cluster_grid
+from ddm_lightning.prepare.report.measures import (
     Cost,
     KMeansSettings,
     ReportData,
-    measures,
-    save_cluster_grid,
-    write_report,
+    measure,
+    prepared,
+    principal_plane,
+    silhouette,
+    some_rows,
 )
-from ddm_lightning.prepare.report.grids import picture_map, pictures_shown
-from ddm_lightning.prepare.report.markup import escape, picture_bytes, shorten
-from ddm_lightning.prepare.report.measures import measure, prepared, principal_plane, silhouette, some_rows
-from ddm_lightning.prepare.rows import Rows
+from ddm_lightning.prepare.report.page import escape, picture_bytes, shorten
+from ddm_lightning.prepare.report.write import PAGE, TENSORBOARD, write_report
 
 METRICS = {"spherical": "cosine", "euclidean": "euclidean"}
 VOID = {"meta", "img", "source", "br", "link", "input"}

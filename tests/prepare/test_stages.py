@@ -12,14 +12,18 @@ from rich.console import Console
 from streaming.base.format import reader_from_json
 
 from ddm_lightning.config import PartitionConfig, PicturesConfig, PluginConfig, ShardsConfig
-from ddm_lightning.errors import UserError
-from ddm_lightning.files import sha256_file
-from ddm_lightning.prepare import Manifest, partition, prepare, shard_folder, steps, two_stage, verify_shards
-from ddm_lightning.prepare.partition import Partition
+from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.files import sha256_file
+from ddm_lightning.core.registry import CAPTION_ENCODERS, FEATURES, IMAGE_ENCODERS, SOURCES
+from ddm_lightning.members.run_folder import RunFolder
+from ddm_lightning.partition import partition, two_stage
+from ddm_lightning.partition.partition import Partition
+from ddm_lightning.prepare import steps
 from ddm_lightning.prepare.prepared import Prepared
 from ddm_lightning.prepare.progress import RichReporter
-from ddm_lightning.prepare.registry import CAPTION_ENCODERS, FEATURES, IMAGE_ENCODERS, SOURCES
-from ddm_lightning.run_folder import RunFolder
+from ddm_lightning.prepare.stages import prepare
+from ddm_lightning.shards.manifest import Manifest, shard_folder
+from ddm_lightning.shards.verify import verify_shards
 from ddm_lightning.training.fit import build_data
 
 MIXED = PartitionConfig(num_clusters=2, num_fine_centroids=12, max_largest_over_mean=1.1, out_of_cluster_fraction=0.25)

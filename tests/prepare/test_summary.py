@@ -7,10 +7,11 @@ import pytest
 from PIL import Image
 from prepare.tiny_experiment import tiny_experiment
 
-from ddm_lightning.prepare import prepare, summary
+from ddm_lightning.prepare import summary
 from ddm_lightning.prepare.prepared import Prepared
-from ddm_lightning.prepare.report import write_report
-from ddm_lightning.prepare.verify import verify_shards
+from ddm_lightning.prepare.report.write import write_report
+from ddm_lightning.prepare.stages import prepare
+from ddm_lightning.shards.verify import verify_shards
 
 
 @pytest.mark.slow

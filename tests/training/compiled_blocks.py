@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddm_lightning.flow.condition import Condition, ConditionSpec
 from ddm_lightning.networks import DiT, MMDiT, RouterDiT, set_attention
 from ddm_lightning.networks.attention import attention
-from ddm_lightning.training.strategy import checkpoint_blocks, compile_blocks
+from ddm_lightning.training.parallel.strategy import checkpoint_blocks, compile_blocks
 
 SMALL = {"x_shape": (3, 8, 8), "width": 32, "depth": 2, "num_heads": 2, "patch_size": 2}
 TEXT, TOKENS = ConditionSpec("text", 6), ConditionSpec("tokens", 6, length=3)

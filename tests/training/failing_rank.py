@@ -11,8 +11,9 @@ import signal
 import sys
 import time
 
-from ddm_lightning.cli import main
-from ddm_lightning.training import callbacks, checkpoint_files, checkpoints
+from ddm_lightning.cli.parser import main
+from ddm_lightning.training import callbacks
+from ddm_lightning.training.checkpoint import files
 
 LATE_SECONDS = 5
 
@@ -32,11 +33,7 @@ def killed(path):
 def fail_at(step, fail):
     """Behind this rank's tensors for a signal, else before the ranks work together: the others learn nothing of it."""
     name = f"step-{step:08d}.ckpt"
-    kind, method = (
-        (checkpoint_files._HashingWriter, "write_data")
-        if fail is killed
-        else (checkpoint_files.CheckpointWriter, "_write")
-    )
+    kind, method = (files._HashingWriter, "write_data") if fail is killed else (files.CheckpointWriter, "_write")
     before = getattr(kind, method)
 
     def patched(self, *arguments):

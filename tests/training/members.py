@@ -7,7 +7,7 @@ from torch import nn
 
 from ddm_lightning.config import TimestepsConfig, TrainConfig
 from ddm_lightning.flow.condition import ConditionSpec
-from ddm_lightning.prepare.stored import StoredForm
+from ddm_lightning.shards.manifest import StoredForm
 from ddm_lightning.training.expert import ExpertModule
 from ddm_lightning.training.module import MemberSpec
 from ddm_lightning.training.router import RouterModule

@@ -4,7 +4,7 @@ import shutil
 
 from tiny_runs import TINY
 
-from ddm_lightning.cli import main
+from ddm_lightning.cli.parser import main
 
 SHORT = (
     "expert.train.max_steps=20",

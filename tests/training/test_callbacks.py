@@ -7,9 +7,9 @@ import pytest
 import torch
 from training.members import batch, expert
 
-from ddm_lightning.startup import STARTED_BY
+from ddm_lightning.core.processes import STARTED_BY
 from ddm_lightning.training.callbacks import SampleLog, StopOnRequest, StopRequested
-from ddm_lightning.training.checkpoints import RollingCheckpoints
+from ddm_lightning.training.checkpoint.rolling import RollingCheckpoints
 
 
 class Saves(RollingCheckpoints):

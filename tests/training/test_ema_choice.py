@@ -7,15 +7,15 @@ import shutil
 import pytest
 import torch
 from filelock import FileLock, Timeout
-from loading.mds import WARNINGS
 from safetensors.torch import load_file
+from shards.mds import WARNINGS
 from tiny_runs import TINY
 
-from ddm_lightning.artifacts import read_artifact
-from ddm_lightning.cli import main
+from ddm_lightning.cli.parser import main
 from ddm_lightning.config import TrainConfig
+from ddm_lightning.core.files import sha256_file
 from ddm_lightning.ensemble.load import load_ensemble
-from ddm_lightning.files import sha256_file
+from ddm_lightning.members.artifact import read_artifact
 from ddm_lightning.training import ema_choice
 from ddm_lightning.training.ema_snapshots import snapshot_steps
 

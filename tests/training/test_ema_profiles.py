@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 from scipy.integrate import quad
 
-from ddm_lightning.training.ema_profiles import WIDEST, Snapshot, decay, exponent_of, mixture, width_of
+from ddm_lightning.training.ema import WIDEST, Snapshot, exponent_of, mixture, power_decay, width_of
 
 
 @pytest.mark.parametrize("exponent", [0.0, 0.5, 3.0, 6.94, 16.97, 60.0])
@@ -33,7 +33,7 @@ def test_widths_that_no_profile_has(width):
 def test_the_recursion_weighs_steps_by_their_power():
     """Written out, step τ of 2000 has the share ∫ of the profile over (τ − 1, τ], to 1/t."""
     exponent, num = 6.94, 2000
-    kept = np.array([decay(exponent, step) for step in range(1, num + 1)])
+    kept = np.array([power_decay(exponent, step) for step in range(1, num + 1)])
     written_out = (1 - kept) * np.append(np.cumprod(kept[::-1])[::-1][1:], 1.0)
     assert written_out.sum() == pytest.approx(1)
     edges = (np.arange(num + 1) / num) ** (exponent + 1)
@@ -44,7 +44,7 @@ def averaged(values, width):
     """The average after each step."""
     exponent, average, found = exponent_of(width), np.zeros_like(values[0]), []
     for step, value in enumerate(values, start=1):
-        kept = decay(exponent, step)
+        kept = power_decay(exponent, step)
         average = kept * average + (1 - kept) * value
         found.append(average)
     return found

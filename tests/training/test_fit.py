@@ -10,20 +10,20 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from checkpoint_folders import cut
 from deadline import within
-from loading.mds import WARNINGS, damage
+from shards.mds import WARNINGS, damage
 from streaming import MDSWriter
 from streaming.base.format import reader_from_json
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny_runs import TINY, read_status
+from training.checkpoint.checkpoint_folders import cut
 from training.short_fits import SHORT, checkpoints, fit, member, trained, weights
 
-from ddm_lightning.cli import main
+from ddm_lightning.cli.parser import main
 from ddm_lightning.config import load_experiment
+from ddm_lightning.core.files import sha256_file
 from ddm_lightning.ensemble.load import load_member
 from ddm_lightning.evaluation.samples import prompt_condition
-from ddm_lightning.files import sha256_file
 from ddm_lightning.flow.randomness import keyed_generator
 from ddm_lightning.flow.timesteps import sample_timesteps
 from ddm_lightning.training.expert import ExpertModule

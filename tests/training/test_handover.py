@@ -4,11 +4,11 @@ import pytest
 import torch
 from tiny_runs import TINY
 
-from ddm_lightning.artifacts import read_meta
 from ddm_lightning.config import load_experiment
-from ddm_lightning.prepare.manifest import Manifest
+from ddm_lightning.members.artifact import read_meta
+from ddm_lightning.members.status import MemberStatus
+from ddm_lightning.shards.manifest import Manifest
 from ddm_lightning.training.handover import hand_over
-from ddm_lightning.training.status import MemberStatus
 
 
 @pytest.mark.parametrize(("member", "shift"), [("expert-1", 3.0), ("monolith", 3.0), ("router", 1.5)])

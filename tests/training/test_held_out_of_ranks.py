@@ -13,9 +13,9 @@ from training.two_processes import WORLD, in_two_processes, trainer_of
 
 from ddm_lightning.config import TrainConfig, load_experiment
 from ddm_lightning.flow.condition import ConditionSpec
-from ddm_lightning.loading.order import Ranks, steps
-from ddm_lightning.prepare.manifest import Manifest
-from ddm_lightning.run_folder import RunFolder
+from ddm_lightning.members.run_folder import RunFolder
+from ddm_lightning.shards.manifest import Manifest
+from ddm_lightning.shards.order import Ranks, steps
 from ddm_lightning.training.expert import ExpertModule
 from ddm_lightning.training.fit import build_data, build_module
 from ddm_lightning.training.router import RouterModule

@@ -9,15 +9,16 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from loading.mds import WARNINGS
+from shards.mds import WARNINGS
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny_runs import TINY
 
-from ddm_lightning.cli import main
-from ddm_lightning.training import checkpoint_files, pictures
+from ddm_lightning.cli.parser import main
+from ddm_lightning.members.status import MemberStatus
+from ddm_lightning.training import previews
 from ddm_lightning.training.callbacks import MissedValidation
+from ddm_lightning.training.checkpoint import files
 from ddm_lightning.training.expert import ExpertModule
-from ddm_lightning.training.status import MemberStatus
 
 SHORT = (
     "expert.train.max_steps=20",
@@ -87,7 +88,7 @@ def in_held_out_batches(monkeypatch, at_step):
 
 def in_drawing(monkeypatch, at_step):
     """SIGTERM while the third velocity of the pictures of ``at_step`` is computed."""
-    integrate, seen = pictures.integrate, []
+    integrate, seen = previews.integrate, []
 
     def watched(field, noise, times):
         seen.append([])
@@ -100,7 +101,7 @@ def in_drawing(monkeypatch, at_step):
 
         return integrate(velocity, noise, times)
 
-    monkeypatch.setattr(pictures, "integrate", watched)
+    monkeypatch.setattr(previews, "integrate", watched)
     return seen
 
 
@@ -141,7 +142,7 @@ def test_one_that_is_cut_short_again_is_made_up_for_in_the_end(tiny_run, monkeyp
 def test_a_second_signal_does_not_end_the_writing_of_the_checkpoint(undisturbed, tiny_run, monkeypatch, capsys):
     with monkeypatch.context() as patched:
         in_the_last_step(patched, 13)  # a step that saves by request alone
-        moved, signals = checkpoint_files.move_folder, []
+        moved, signals = files.move_folder, []
 
         def slowly(temporary, path):
             if path.name == "step-00000013.ckpt":
@@ -151,7 +152,7 @@ def test_a_second_signal_does_not_end_the_writing_of_the_checkpoint(undisturbed,
                     signals.append(path.exists())
             moved(temporary, path)
 
-        patched.setattr(checkpoint_files, "move_folder", slowly)
+        patched.setattr(files, "move_folder", slowly)
         assert fit(tiny_run) == 130
     assert signals == [False, False]
     assert "expert-0: stopped at step 13; the same command resumes it" in capsys.readouterr().err

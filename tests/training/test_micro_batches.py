@@ -5,10 +5,10 @@ import shutil
 
 import pytest
 import torch
-from loading.mds import WARNINGS
+from shards.mds import WARNINGS
 from tiny_runs import TINY
 
-from ddm_lightning.cli import main
+from ddm_lightning.cli.parser import main
 from ddm_lightning.ensemble.load import load_member
 
 pytestmark = WARNINGS

@@ -8,10 +8,10 @@ from torch.utils.data import DataLoader
 from training.members import SCALE, SHIFT, Recorder, at, batch, expert, spec
 
 from ddm_lightning.config import TimestepsConfig, TrainConfig
-from ddm_lightning.errors import UserError
+from ddm_lightning.core.errors import UserError
 from ddm_lightning.flow.condition import ConditionSpec
-from ddm_lightning.loading.order import Ranks, steps
-from ddm_lightning.prepare.stored import StoredForm
+from ddm_lightning.shards.manifest import StoredForm
+from ddm_lightning.shards.order import Ranks, steps
 from ddm_lightning.training.expert import ExpertModule
 from ddm_lightning.training.optimizer import build_optimizer
 

@@ -5,15 +5,14 @@ import torch
 from tiny_runs import TINY
 from torch import nn
 from torch.optim import AdamW, Muon
-from training.saved import load, save
+from training.checkpoint.saved import load, save
 
-from ddm_lightning.cli import main
+from ddm_lightning.cli.parser import main
 from ddm_lightning.config import TrainConfig
 from ddm_lightning.flow.condition import ConditionSpec
 from ddm_lightning.networks import DiT
 from ddm_lightning.training.ema import gathered_ema, track_ema
-from ddm_lightning.training.muon import MuonWithAdamW, has_muon_matrices
-from ddm_lightning.training.optimizer import build_optimizer, build_schedule
+from ddm_lightning.training.optimizer import MuonWithAdamW, build_optimizer, build_schedule, has_muon_matrices
 
 TRAIN = TrainConfig(20, 4, optimizer="muon", learning_rate=0.02, weight_decay=0.1, warmup_steps=5, schedule="cosine")
 

@@ -4,16 +4,16 @@ import shutil
 
 import pytest
 import torch
-from loading.mds import WARNINGS
+from shards.mds import WARNINGS
 from tiny_runs import TINY
 from torch import nn
 from training.short_fits import fit, member
 
-from ddm_lightning.artifacts import read_artifact
-from ddm_lightning.cli import main
+from ddm_lightning.cli.parser import main
+from ddm_lightning.core.registry import EXPERTS
 from ddm_lightning.ensemble.load import load_member
-from ddm_lightning.networks.registry import EXPERTS
-from ddm_lightning.training.checkpoint_files import read_tensors
+from ddm_lightning.members.artifact import read_artifact
+from ddm_lightning.training.checkpoint.files import read_tensors
 
 pytestmark = WARNINGS
 WIDTHS = "expert.train.ema_widths=[0.1,0.2]"

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 from deadline import within
-from loading.mds import WARNINGS
+from shards.mds import WARNINGS
 from tiny_runs import RANK_VARIABLES, ROOT, TINY, ended_on_failure, finish, read_status
 
-from ddm_lightning.cli import main
-from ddm_lightning.startup import STARTED_BY
+from ddm_lightning.cli.parser import main
+from ddm_lightning.core.processes import STARTED_BY
 
 SETTINGS = (
     "member=expert-0",
@@ -190,7 +190,7 @@ def test_another_number_of_ranks_than_devices_is_refused(tiny_run, monkeypatch, 
 
 STUCK = """
 import os, subprocess, sys, time
-from ddm_lightning._compat import ensure_torchvision_importable
+from ddm_lightning.core.compat import ensure_torchvision_importable
 ensure_torchvision_importable()
 from ddm_lightning.training import ranks
 ranks._POLL_SECONDS, ranks._UNWIND_SECONDS = 0.05, 0.3
@@ -214,8 +214,8 @@ except KeyboardInterrupt:
 """
 HANDS_OVER = """
 import os
-from ddm_lightning.errors import UserError
-from ddm_lightning.training.ranks import handing_over
+from ddm_lightning.core.errors import UserError
+from ddm_lightning.training.parallel.ranks import handing_over
 os.environ["LOCAL_RANK"] = "2"
 with handing_over():
     raise UserError("a shard is damaged")

@@ -3,19 +3,19 @@
 import numpy as np
 import pytest
 import torch
-from loading.mds import WARNINGS
+from shards.mds import WARNINGS
 from tiny_runs import TINY, copy_run
 from torch.nn import functional
 from training.short_fits import SHORT, fit, member, trained
 
-from ddm_lightning.cli import main
+from ddm_lightning.cli.parser import main
 from ddm_lightning.config import load_experiment
-from ddm_lightning.loading.local import open_shards
-from ddm_lightning.prepare.manifest import Manifest
-from ddm_lightning.run_folder import RunFolder
+from ddm_lightning.members.run_folder import RunFolder
+from ddm_lightning.shards.local import open_shards
+from ddm_lightning.shards.manifest import Manifest
+from ddm_lightning.training.checkpoint.state import load_tensors
 from ddm_lightning.training.fit import build_data, build_module
 from ddm_lightning.training.guard import SkippedStep
-from ddm_lightning.training.member_state import load_tensors
 from ddm_lightning.training.replay import replay_step
 
 pytestmark = WARNINGS

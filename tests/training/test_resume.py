@@ -8,15 +8,15 @@ import subprocess
 
 import pytest
 import torch
-from checkpoint_folders import cut
 from deadline import within
-from loading.mds import WARNINGS
+from shards.mds import WARNINGS
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny_runs import TINY, copy_run, finish, read_status, start
+from training.checkpoint.checkpoint_folders import cut
 from training.short_fits import SHORT, checkpoints, fit, member, trained, weights
 
 from ddm_lightning.config import load_experiment
-from ddm_lightning.training.origin import KeptOrigin, check_origin
+from ddm_lightning.training.checkpoint.origin import KeptOrigin, check_origin
 
 pytestmark = WARNINGS
 

@@ -7,7 +7,7 @@ from training.members import batch, router
 
 from ddm_lightning.config import load_experiment
 from ddm_lightning.flow.condition import ConditionSpec
-from ddm_lightning.prepare.manifest import Manifest
+from ddm_lightning.shards.manifest import Manifest
 from ddm_lightning.training.fit import build_module
 
 NUM_TIMES, NUM_CLUSTERS = 8, 3

@@ -4,14 +4,14 @@ import pytest
 from tiny_runs import TINY
 
 from ddm_lightning.config import load_experiment
-from ddm_lightning.prepare.manifest import Manifest
+from ddm_lightning.core.devices import peak_of_this_device, peak_tflops
+from ddm_lightning.members.status import MemberStatus
+from ddm_lightning.shards.manifest import Manifest
 from ddm_lightning.training import speed
-from ddm_lightning.training.checkpoints import RollingCheckpoints
-from ddm_lightning.training.devices import peak_of_this_device, peak_tflops
+from ddm_lightning.training.checkpoint.rolling import RollingCheckpoints
 from ddm_lightning.training.fit import _cost, build_module, build_trainer
+from ddm_lightning.training.parallel.strategy import choose_strategy
 from ddm_lightning.training.speed import Speed, StepCost, peak_memory_bytes
-from ddm_lightning.training.status import MemberStatus
-from ddm_lightning.training.strategy import choose_strategy
 
 
 @pytest.fixture

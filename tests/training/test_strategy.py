@@ -4,12 +4,17 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Sin
 from torch import nn
 
 from ddm_lightning.config import IslandConfig
-from ddm_lightning.errors import UserError
+from ddm_lightning.core.devices import check_devices, configure_torch, resolve_accelerator
+from ddm_lightning.core.errors import UserError
 from ddm_lightning.flow.condition import ConditionSpec
 from ddm_lightning.networks.dit import DiT
 from ddm_lightning.networks.flops import _on_meta, flops_per_sample
-from ddm_lightning.training.devices import check_devices, configure_torch, resolve_accelerator
-from ddm_lightning.training.strategy import checkpoint_blocks, checkpoint_bytes, choose_strategy, compile_blocks
+from ddm_lightning.training.parallel.strategy import (
+    checkpoint_blocks,
+    checkpoint_bytes,
+    choose_strategy,
+    compile_blocks,
+)
 
 GIGABYTE = 1024**3
 

@@ -8,7 +8,7 @@ from typing import TypeAlias
 from jaxtyping import Float
 from torch import Tensor
 
-from ddm_lightning.flow.field import VelocityField
+from ddm_lightning.flow.path import VelocityField
 from ddm_lightning.flow.solvers.ancestral import integrate_ancestral, reverse_kernel
 from ddm_lightning.flow.solvers.euler import euler
 from ddm_lightning.flow.solvers.heun import heun

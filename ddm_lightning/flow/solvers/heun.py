@@ -5,7 +5,7 @@ from __future__ import annotations
 from jaxtyping import Float
 from torch import Tensor
 
-from ddm_lightning.flow.field import VelocityField, time_rows
+from ddm_lightning.flow.path import VelocityField, time_rows
 
 
 def heun(velocity: VelocityField, x_t: Float[Tensor, "b *shape"], t: float, s: float) -> Float[Tensor, "b *shape"]:

@@ -15,8 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
-from ddm_lightning.prepare.report.data import ReportData
-from ddm_lightning.prepare.report.measures import Measures
+from ddm_lightning.prepare.report.measures import Measures, ReportData
 
 _SIZE = (5.6, 4.3)
 _DOTS_PER_INCH = 160

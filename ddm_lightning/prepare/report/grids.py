@@ -9,8 +9,8 @@ import numpy as np
 from jaxtyping import Int, Int64, UInt8
 from PIL import Image
 
-from ddm_lightning.pictures import labelled_grid, save_png
-from ddm_lightning.prepare.report.data import ReportData
+from ddm_lightning.core.grids import labelled_grid, save_png
+from ddm_lightning.prepare.report.measures import ReportData
 
 _COLUMNS = 18
 _CELL_PIXELS = 72

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
+import base64
+import html
+import io
 import math
-from collections.abc import Callable, Mapping, Sequence
+import unicodedata
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Int64
+from jaxtyping import Int64, UInt8
+from PIL import Image
 
-from ddm_lightning.prepare.partition_cost import partition_cost
-from ddm_lightning.prepare.report.data import ReportData
+from ddm_lightning.core.formatting import amount, duration, operations
+from ddm_lightning.partition.cost import partition_cost
 from ddm_lightning.prepare.report.figures import cluster_colours
-from ddm_lightning.prepare.report.markup import (
-    chart,
-    data_url,
-    escape,
-    table,
-    text_of,
-    thumbnail,
-)
-from ddm_lightning.prepare.report.measures import Measures
-from ddm_lightning.prepare.report.style import STYLE
-from ddm_lightning.units import amount, duration, operations
+from ddm_lightning.prepare.report.measures import Measures, ReportData
 
 _NEIGHBOURS = 3
 _CAPTIONS = 8
@@ -298,3 +293,124 @@ def _number(value: float) -> str:
 
 def _percent(value: float) -> str:
     return "–" if math.isnan(value) else f"{value:.0%}"
+
+
+CAPTION_LENGTH = 120
+_JOINERS = "\u200d\ufe0e\ufe0f"
+
+
+def escape(text: str) -> str:
+    """Text as HTML, quotes included; what is no Unicode becomes a question mark."""
+    return html.escape(text.encode("utf-8", "replace").decode("utf-8"))
+
+
+def shorten(text: str, length: int = CAPTION_LENGTH) -> str:
+    """One line of at most ``length`` characters, without control characters, ended with dots where it was cut."""
+    # A caption may be a book; and a run of spaces may be long, too.
+    start = text[: 8 * length]
+    line = " ".join("".join(c if unicodedata.category(c) != "Cc" else " " for c in start).split())
+    if len(line) <= length and len(start) == len(text):
+        return line
+    line = line[:length]
+    # Half a family of joined emoji, or a letter without its accents, is better than a dangling joiner.
+    while line and (line[-1] in _JOINERS or line[-1].isspace()):
+        line = line[:-1]
+    return line + "…"
+
+
+def text_of(text: str) -> str:
+    """A text of strangers, shortened and escaped; whatever direction it is written in stays inside it."""
+    return f"<bdi>{escape(shorten(text))}</bdi>"
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]], texts: int = 1) -> str:
+    """A table whose first ``texts`` columns are text and whose others are numbers.
+
+    Cells are HTML; headings are texts, all empty for none.
+    """
+    kinds = ["" if column < texts else ' class="number"' for column in range(len(head))]
+    top = "".join(f'<th scope="col"{kind}>{escape(text)}</th>' for text, kind in zip(head, kinds, strict=True))
+    body = ""
+    for first, *others in rows:
+        cells = "".join(f"<td{kind}>{cell}</td>" for cell, kind in zip(others, kinds[1:], strict=True))
+        body += f'<tr><th scope="row">{first}</th>{cells}</tr>\n'
+    thead = f"<thead><tr>{top}</tr></thead>\n" if any(head) else ""
+    return f'<div class="wide"><table>\n{thead}<tbody>\n{body}</tbody>\n</table></div>\n'
+
+
+def chart(light: bytes, dark: bytes, alt: str, caption: str) -> str:
+    """A figure in two versions, of which the page's colours choose."""
+    return (
+        '<figure class="card"><picture>'
+        f'<source media="(prefers-color-scheme: dark)" srcset="{data_url(dark)}">'
+        f'<img src="{data_url(light)}" alt="{escape(alt)}"></picture>'
+        f"<figcaption>{escape(caption)}</figcaption></figure>\n"
+    )
+
+
+def thumbnail(picture: UInt8[np.ndarray, "s s 3"], caption: str) -> str:
+    """A small picture; its caption shows when pointed at."""
+    text = escape(shorten(caption))
+    title = f' title="{text}"' if text else ""
+    return f'<img src="{data_url(picture_bytes(picture))}" alt="{text}"{title} loading="lazy">'
+
+
+def picture_bytes(picture: UInt8[np.ndarray, "s s 3"]) -> bytes:
+    """PNG or JPEG, whichever is smaller: drawings take the one, photographs the other."""
+    image = Image.fromarray(np.ascontiguousarray(picture))
+    png, jpeg = io.BytesIO(), io.BytesIO()
+    image.save(png, format="PNG", optimize=True)
+    image.save(jpeg, format="JPEG", quality=88)
+    return min(png.getvalue(), jpeg.getvalue(), key=len)
+
+
+def data_url(image: bytes) -> str:
+    """PNG or JPEG bytes as a URL that needs no network."""
+    kind = "png" if image.startswith(b"\x89PNG") else "jpeg"
+    return f"data:image/{kind};base64,{base64.b64encode(image).decode('ascii')}"
+
+
+STYLE = """
+:root { color-scheme: light dark; --ink: #1c1f24; --pale: #5c6470; --paper: #ffffff; --page: #f4f5f7;
+  --line: #dfe3e8; --accent: #2c64c6; }
+@media (prefers-color-scheme: dark) { :root { --ink: #e4e7eb; --pale: #a0a8b4; --paper: #1b1e23;
+  --page: #121417; --line: #343a43; --accent: #6fa0f5; } }
+* { box-sizing: border-box; }
+html { -webkit-text-size-adjust: 100%; }
+body { margin: 0 auto; padding: 1.5rem 1rem 3rem; max-width: 75rem; background: var(--page); color: var(--ink);
+  font: 1rem/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "Noto Sans", sans-serif; overflow-wrap: anywhere; }
+h1 { font-size: 1.6rem; line-height: 1.25; margin: 0 0 .5rem; }
+h2 { font-size: 1.2rem; margin: 2.25rem 0 .75rem; }
+section > h3, .card > h3 { font-size: 1.05rem; margin: 0 0 .25rem; }
+p { margin: .25rem 0 .75rem; max-width: 48rem; }
+header p { max-width: none; }
+a { color: var(--accent); }
+.pale, figcaption, footer { color: var(--pale); font-size: .875rem; }
+.card { background: var(--paper); border: 1px solid var(--line); border-radius: .5rem; padding: 1rem;
+  margin: 0 0 1rem; }
+.pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr)); gap: 1rem; }
+.pair > * { margin: 0; min-width: 0; }
+figure img { display: block; width: 100%; max-width: 40rem; height: auto; margin: 0 auto; }
+figcaption { margin-top: .5rem; }
+.wide { overflow-x: auto; }
+table { border-collapse: collapse; width: 100%; font-size: .9375rem; }
+th, td { text-align: left; vertical-align: top; padding: .3rem .75rem .3rem 0; border-bottom: 1px solid var(--line); }
+tr:last-child > * { border-bottom: 0; }
+thead th { color: var(--pale); font-weight: 600; font-size: .8125rem; }
+tbody th { font-weight: 500; }
+.facts tbody th { min-width: 9.5rem; }
+.pair + p { margin-top: .75rem; }
+.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
+.together { white-space: nowrap; }
+.pictures { display: grid; grid-template-columns: repeat(auto-fill, minmax(3.5rem, 1fr)); gap: .25rem;
+  margin: .75rem 0; }
+.pictures img { display: block; width: 100%; aspect-ratio: 1; object-fit: contain; border-radius: .25rem;
+  background: #ffffff; }
+.captions { margin: .25rem 0 0; padding: 0; list-style: none; display: flex; flex-wrap: wrap; gap: .35rem; }
+.captions li { border: 1px solid var(--line); border-radius: .25rem; padding: .05rem .45rem; font-size: .8125rem;
+  max-width: 100%; }
+.swatch { display: inline-block; width: .7em; height: .7em; border-radius: 50%; margin-right: .4em; }
+@media (max-width: 32rem) { .card { padding: .75rem; } table { font-size: .875rem; }
+  th, td { padding-right: .45rem; } thead th { font-size: .75rem; } th:last-child, td:last-child { padding-right: 0; } }
+footer { margin-top: 2rem; }
+"""

@@ -9,11 +9,10 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from ddm_lightning.files import atomic_folder
+from ddm_lightning.core.files import atomic_folder
 from ddm_lightning.prepare.report import figures
-from ddm_lightning.prepare.report.data import ReportData
 from ddm_lightning.prepare.report.grids import cluster_sheet, picture_map, pictures_shown
-from ddm_lightning.prepare.report.measures import MOST_ROWS, Measures, measure, prepared, some_rows
+from ddm_lightning.prepare.report.measures import MOST_ROWS, Measures, ReportData, measure, prepared, some_rows
 from ddm_lightning.prepare.report.page import Charts, page
 
 PAGE = "report.html"

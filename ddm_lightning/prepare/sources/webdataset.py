@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from tarfile import EmptyHeaderError, EOFHeaderError, HeaderError, ReadError  # type: ignore[attr-defined]
 from typing import Any, BinaryIO
 
-from ddm_lightning.errors import UserError
+from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.registry import SOURCES
 from ddm_lightning.prepare.records import Broken, Part, Record
-from ddm_lightning.prepare.registry import SOURCES
 from ddm_lightning.prepare.sources.columns import PARAMS, Labels, record
 from ddm_lightning.prepare.sources.urls import Files, WatchedFile
 

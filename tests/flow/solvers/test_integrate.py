@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from ddm_lightning.flow.field import VelocityField
 from ddm_lightning.flow.oracle import FiniteSetOracle
+from ddm_lightning.flow.path import VelocityField
 from ddm_lightning.flow.solvers import SOLVERS, integrate
 from ddm_lightning.flow.timesteps import sampling_times
 

@@ -5,9 +5,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from ddm_lightning.errors import UserError
-from ddm_lightning.prepare.packages import file_of
-from ddm_lightning.prepare.registry import SOURCES
+from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.registry import SOURCES, file_of
 from ddm_lightning.prepare.sources.earthtiles import ZONES
 
 SIZE, STRIDE = 32, 16

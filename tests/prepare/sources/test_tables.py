@@ -14,9 +14,9 @@ from PIL import Image
 from source_files import CAPTIONS, bad_pictures, encoded, noise, read_all, write
 from streaming import MDSWriter
 
-from ddm_lightning.errors import UserError
+from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.registry import SOURCES
 from ddm_lightning.prepare.records import Broken
-from ddm_lightning.prepare.registry import SOURCES
 
 NAMES = ["cat", "dog", "cow"]
 
@@ -357,12 +357,12 @@ def test_labels_need_classes(source, tmp_path):
 
 
 def test_a_missing_package_names_the_extra(monkeypatch, tmp_path):
-    from ddm_lightning.prepare import packages
+    from ddm_lightning.core import registry
 
     def nothing_installed(name):
-        raise packages.PackageNotFoundError(name)
+        raise registry.PackageNotFoundError(name)
 
-    monkeypatch.setattr(packages, "distribution", nothing_installed)
+    monkeypatch.setattr(registry, "distribution", nothing_installed)
     for name in ("parquet", "huggingface"):
         with pytest.raises(UserError, match=re.escape("pip install 'ddm_lightning[arrow]'")):
             build(name, tmp_path)

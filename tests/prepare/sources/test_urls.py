@@ -7,8 +7,8 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 from source_files import write
 
-from ddm_lightning.errors import UserError
-from ddm_lightning.prepare.registry import SOURCES
+from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.registry import SOURCES
 from ddm_lightning.prepare.sources.urls import Files, WatchedFile
 
 KEY = "key 'prepare.source.params.path'"

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from source_files import CAPTIONS, bad_pictures, encoded, noise, read_all, write
 
-from ddm_lightning.errors import UserError
+from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.registry import SOURCES
 from ddm_lightning.prepare.records import Broken
-from ddm_lightning.prepare.registry import SOURCES
 
 
 def tar_of(files, format=tarfile.PAX_FORMAT):

@@ -1,0 +1,1 @@
+"""The command line: parser and one thin function per command."""

@@ -1,0 +1,75 @@
+"""Checks every plug-in that an experiment names, before anything is written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ddm_lightning.config import Experiment, PluginConfig, blamed
+from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.registry import CAPTION_ENCODERS, FEATURES, IMAGE_ENCODERS, SOURCES, Registry
+from ddm_lightning.members.member import ROUTER, config_of, expert_name, planned_network
+from ddm_lightning.networks import EXPERTS, ROUTERS
+from ddm_lightning.shards.manifest import DataSizes, Manifest
+from ddm_lightning.training.optimizer import has_muon_matrices
+
+
+def check_plugins(experiment: Experiment, source: str, overrides: Sequence[str] = ()) -> None:
+    """Refuse an unknown name, or params that a plug-in does not take.
+
+    Args:
+        experiment: the resolved experiment.
+        source: the file it came from, for the error line.
+        overrides: what was set besides, for the same.
+
+    Raises:
+        UserError: naming ``source`` and the key.
+    """
+    prepare = experiment.prepare
+    network = {"x_shape": None, "condition": None}
+    named: list[tuple[str, Registry, PluginConfig | None, dict[str, None]]] = [
+        ("prepare.source", SOURCES, prepare.source, {}),
+        ("prepare.image_encoder", IMAGE_ENCODERS, prepare.image_encoder, {}),
+        ("prepare.caption_encoder", CAPTION_ENCODERS, prepare.caption_encoder, {}),
+        ("prepare.features", FEATURES, prepare.features, {}),
+        ("expert.network", EXPERTS, experiment.expert.network, network),
+        ("router.network", ROUTERS, experiment.router.network, {**network, "num_clusters": None}),
+    ]
+    for key, registry, plugin, context in named:
+        if plugin is None:
+            continue
+        try:
+            registry.check(plugin.name, plugin.params, **context)
+        except UserError as error:
+            raise UserError(f"{blamed(source, overrides, key)}: key {key!r}: {error}") from None
+
+
+def check_networks(
+    experiment: Experiment, sizes: DataSizes | Manifest, source: str, overrides: Sequence[str] = ()
+) -> None:
+    """Refuse values that a network turns down only when it is built, such as heads that do not divide its width.
+
+    Args:
+        experiment: the resolved experiment.
+        sizes: of the data.
+        source: the file it came from, for the error line.
+        overrides: what was set besides, for the same.
+
+    Raises:
+        UserError: naming ``source`` and the key.
+    """
+    for key, member in (("expert.network", expert_name(0)), ("router.network", ROUTER)):
+        try:
+            network = planned_network(member, experiment, sizes)
+        except UserError as error:
+            raise UserError(f"{blamed(source, overrides, key)}: key {key!r}: {error}") from None
+        except (RuntimeError, ArithmeticError) as error:  # torch's, for a width of 0 and the like
+            problem = str(error).partition("\n")[0]
+            raise UserError(
+                f"{blamed(source, overrides, key)}: key {key!r}: cannot be built: {problem}; change its params"
+            ) from None
+        if config_of(member, experiment).train.optimizer == "muon" and not has_muon_matrices(network):
+            section = key.partition(".")[0]
+            raise UserError(
+                f"{blamed(source, overrides, f'{section}.train.optimizer', key)}: "
+                f"key '{section}.train.optimizer' = 'muon': {key} has no matrices in 'blocks'; set adamw"
+            )

@@ -1,0 +1,1 @@
+"""What every room uses: errors, files, plug-in registry, formatting, devices, processes. Imports no other room."""

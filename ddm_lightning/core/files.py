@@ -1,0 +1,151 @@
+"""Files that appear whole or not at all: written under a temporary name, then renamed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ddm_lightning.core.errors import UserError
+
+
+def _flush(path: Path) -> None:
+    """Force ``path`` (a file or a folder) onto the disk, so that a rename never outlives its bytes."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def atomic_write(path: Path, write: Callable[[Path], object]) -> None:
+    """Call ``write`` on a temporary path beside ``path``, then rename it into place.
+
+    Raises whatever ``write`` raises; ``path`` is then as it was before.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # The suffix stays, because some writers (Pillow, numpy) choose or append a format by it.
+    temporary = path.with_name(f".tmp-{os.getpid()}-{path.name}")
+    try:
+        write(temporary)
+        _flush(temporary)
+        os.replace(temporary, path)
+        _flush(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def atomic_write_text(path: Path, text: str) -> None:
+    """Write ``text`` as UTF-8 to ``path``, whole or not at all."""
+    atomic_write(path, lambda p: p.write_text(text, encoding="utf-8"))
+
+
+def atomic_write_json(path: Path, value: Any) -> None:
+    """Write ``value`` as indented JSON to ``path``, whole or not at all."""
+    atomic_write_text(path, json.dumps(value, indent=2, sort_keys=False, allow_nan=False) + "\n")
+
+
+@contextmanager
+def atomic_folder(path: Path) -> Iterator[Path]:
+    """Yield an empty temporary folder that becomes ``path`` (replacing it) when the block ends well."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".tmp-{path.name}-", dir=path.parent))
+    try:
+        yield temporary
+        temporary.chmod(0o755)
+        move_folder(temporary, path)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def move_folder(temporary: Path, path: Path) -> None:
+    """Flush all of ``temporary``, then rename it to ``path`` on the same disk, which it replaces."""
+    replaced = temporary.with_name(f"{temporary.name}-replaced")
+    try:
+        for written in (*temporary.rglob("*"), temporary):
+            _flush(written)
+        if path.exists():
+            os.replace(path, replaced)  # A rename, because removing a large folder takes its time.
+        os.replace(temporary, path)
+        _flush(path.parent)
+    finally:
+        shutil.rmtree(replaced, ignore_errors=True)
+
+
+def check_file(path: Path, *, link: bool = False) -> int:
+    """Size in bytes of a file that a stranger may have written. Call it before opening one.
+
+    Args:
+        path: the file.
+        link: whether a link may lead out of the file's folder, as in the cache of the Hugging Face hub.
+
+    Raises:
+        OSError: it is missing or cannot be read.
+        ValueError: it is a folder, pipe or device, or a link that leads out of its folder.
+    """
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise ValueError("not a regular file")
+    if not link and not path.resolve().is_relative_to(path.parent.resolve()):
+        raise ValueError("a link that leads out of its folder")
+    return found.st_size
+
+
+def read_json(path: Path, what: str, remedy: str, *, link: bool = False) -> Any:
+    """Parse the JSON file ``path``.
+
+    Args:
+        path: the file.
+        what: the file's meaning, for error lines.
+        remedy: ends every error line.
+        link: as in ``check_file``.
+
+    Raises:
+        UserError: the file is missing, too large or not JSON, or ``check_file`` refuses it.
+    """
+    try:
+        if check_file(path, link=link) > 64 << 20:
+            raise ValueError("larger than 64 MiB")
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path}: {what} is missing; {remedy}") from None
+    except (ValueError, OSError, RecursionError) as error:
+        raise UserError(f"{path}: {what} cannot be read ({error}); {remedy}") from None
+
+
+def sha256_file(path: Path) -> str:
+    """The SHA-256 of a file's bytes, as 64 hexadecimal digits."""
+    digest = hashlib.sha256()
+    with path.open("rb") as stream:
+        while block := stream.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def sha256_json(value: Any) -> str:
+    """The SHA-256 of ``value`` in canonical JSON: a key for "same inputs"."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode("utf-8")).hexdigest()
+
+
+def inside(folder: Path, relative: str, named_by: Path) -> Path:
+    """``folder / relative``, refused when it leaves ``folder`` (manifests come from strangers).
+
+    Raises:
+        UserError: ``relative`` is absolute or climbs out of ``folder``; the line names ``named_by``.
+    """
+    try:
+        target = (folder / relative).resolve()
+        target.is_file()
+    except (ValueError, OSError, RuntimeError):  # a null byte, a name that is too long, links in a circle
+        raise UserError(f"{named_by}: path {relative!r} names no file; refuse this file or fix the path") from None
+    if Path(relative).is_absolute() or not target.is_relative_to(folder.resolve()):
+        raise UserError(f"{named_by}: path {relative!r} leaves its folder; refuse this file or fix the path")
+    return target

@@ -1,0 +1,128 @@
+"""Labelled grids of small pictures as PNG files."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import UInt8
+from matplotlib.figure import Figure
+from PIL import Image, ImageDraw, ImageFont
+
+from ddm_lightning.core.files import atomic_write
+
+_GAP, _MARGIN = 4, 12
+_FONT_SIZE, _TITLE_SIZE, _FOOTER_SIZE = 15, 20, 12
+_MAX_LABEL_WIDTH, _MAX_LABEL_LINES = 260, 4
+_INK, _PALE_INK, _PAPER = (20, 20, 20), (110, 110, 110), (255, 255, 255)
+
+Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
+
+
+def labelled_grid(
+    rows: Sequence[tuple[str, Sequence[UInt8[np.ndarray, "h w 3"]]]],
+    scale: int = 3,
+    title: str = "",
+    *,
+    columns: Sequence[str] = (),
+    footer: str = "",
+    smooth: bool = True,
+) -> Image.Image:
+    """Rows of pictures with a label on the left of each.
+
+    Args:
+        rows: label and pictures; all pictures of one size. A row may have fewer than others.
+        scale: enlargement.
+        title: line above the grid.
+        columns: labels above the columns.
+        footer: small lines below the grid, such as a credit.
+        smooth: Lanczos enlargement, in which small pictures are easier to recognise; else square pixels.
+
+    Raises:
+        ValueError: no picture at all, or pictures of different sizes.
+    """
+    shapes = {picture.shape for _, pictures in rows for picture in pictures}
+    if len(shapes) != 1 or any(len(shape) != 3 or shape[2] != 3 for shape in shapes):
+        raise ValueError(f"a grid needs pictures [h w 3] of one size; got shapes {sorted(shapes)}")
+    height, width, _ = shapes.pop()
+    cell_height, cell_width = height * scale, width * scale
+    font, title_font, footer_font = (_font(size) for size in (_FONT_SIZE, _TITLE_SIZE, _FOOTER_SIZE))
+    num_columns = max(len(pictures) for _, pictures in rows)
+
+    most_lines = max(1, min(_MAX_LABEL_LINES, cell_height // (_FONT_SIZE + _GAP)))
+    labels = [_wrap(label, font, _MAX_LABEL_WIDTH, most_lines) for label, _ in rows]
+    grid_left = _MARGIN + max((_width(line, font) for lines in labels for line in lines), default=0)
+    grid_left += _MARGIN if any(labels) else 0
+    grid_width = num_columns * (cell_width + _GAP) - _GAP
+    full_width = max(grid_left + grid_width, _MARGIN + _width(title, title_font)) + _MARGIN
+    footer_lines = _wrap(footer, footer_font, full_width - 2 * _MARGIN)
+    grid_top = _MARGIN + (_TITLE_SIZE + _MARGIN if title else 0) + (_FONT_SIZE + _GAP if columns else 0)
+    footer_top = grid_top + len(rows) * (cell_height + _GAP) - _GAP + _MARGIN
+    full_height = footer_top + len(footer_lines) * (_FOOTER_SIZE + _GAP) + (_MARGIN if footer_lines else 0)
+
+    canvas = Image.new("RGB", (full_width, full_height), _PAPER)
+    draw = ImageDraw.Draw(canvas)
+    draw.text((_MARGIN, _MARGIN), title, _INK, font=title_font)
+    for index, name in enumerate(columns[:num_columns]):
+        centre = grid_left + index * (cell_width + _GAP) + cell_width // 2
+        draw.text((centre, grid_top - _GAP), _shorten(name, font, cell_width), _INK, font=font, anchor="mb")
+    resampling = Image.Resampling.LANCZOS if smooth else Image.Resampling.NEAREST
+    for row, (label, (_, pictures)) in enumerate(zip(labels, rows, strict=True)):
+        top = grid_top + row * (cell_height + _GAP)
+        place = (grid_left - _MARGIN, top + cell_height // 2)
+        draw.multiline_text(place, "\n".join(label), _INK, font=font, anchor="rm", align="right", spacing=_GAP)
+        for column, picture in enumerate(pictures):
+            enlarged = Image.fromarray(np.ascontiguousarray(picture)).resize((cell_width, cell_height), resampling)
+            canvas.paste(enlarged, (grid_left + column * (cell_width + _GAP), top))
+    for index, line in enumerate(footer_lines):
+        draw.text((_MARGIN, footer_top + index * (_FOOTER_SIZE + _GAP)), line, _PALE_INK, font=footer_font)
+    return canvas
+
+
+def save_png(path: Path, image: Image.Image) -> None:
+    """Write ``image`` to ``path``, whole or not at all."""
+    atomic_write(path, lambda temporary: image.save(temporary, format="PNG"))
+
+
+def _font(size: int) -> Font:
+    """The font inside Pillow, so that a grid looks the same on every machine."""
+    return ImageFont.load_default(size)
+
+
+def _width(text: str, font: Font) -> int:
+    return int(np.ceil(font.getlength(text)))
+
+
+def _shorten(text: str, font: Font, width: int) -> str:
+    """``text``, cut and ended with dots where it is wider than ``width`` pixels."""
+    if _width(text, font) <= width:
+        return text
+    fits = bisect.bisect_right(range(1, len(text) + 1), width, key=lambda n: _width(text[:n] + "...", font))
+    return text[:fits].rstrip() + "..."
+
+
+def _wrap(text: str, font: Font, width: int, most_lines: int | None = None) -> list[str]:
+    """``text`` in lines of at most ``width`` pixels, broken between words; what is too long is cut."""
+    lines: list[str] = []
+    for paragraph in text.splitlines():
+        line = ""
+        for word in paragraph.split():
+            longer = f"{line} {word}".strip()
+            if line and _width(longer, font) > width:
+                lines.append(line)
+                longer = word
+            line = longer
+        lines.append(line)
+    if most_lines is not None and len(lines) > most_lines:
+        lines[most_lines - 1 :] = [" ".join(lines[most_lines - 1 :])]
+    return [_shorten(line, font, width) for line in lines]
+
+
+_DOTS_PER_INCH = 120
+
+
+def save_figure(path: Path, figure: Figure) -> None:
+    """Write ``figure`` to ``path``, whole or not at all."""
+    atomic_write(path, lambda temporary: figure.savefig(temporary, format="png", dpi=_DOTS_PER_INCH))

@@ -1,0 +1,169 @@
+"""Plug-ins by name: built-in ones and those that other packages offer through entry points.
+
+A name is all that files carry (experiments, artifacts), never an import path, so a file from a
+stranger can start nothing that this machine's owner did not install.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Callable, Mapping
+from importlib.metadata import PackageNotFoundError, distribution, entry_points
+from pathlib import Path
+from types import UnionType
+from typing import Any, TypeVar, get_args
+
+from ddm_lightning.core import schema
+from ddm_lightning.core.errors import UserError
+
+Factory = TypeVar("Factory", bound=Callable[..., Any])
+
+
+class Registry:
+    """Factories of one kind (``"expert"``, ``"source"`` …) by name.
+
+    Args:
+        kind: the word used in error lines.
+        group: the entry-point group in which other packages register factories.
+        package: the package whose modules register the built-in ones; they are imported on first use. None: none.
+    """
+
+    def __init__(self, kind: str, group: str, package: str | None = None) -> None:
+        self.kind = kind
+        self.group = group
+        self._package = package
+        self._registered: dict[str, Callable[..., Any]] = {}
+
+    @functools.cached_property
+    def _built_in(self) -> dict[str, Callable[..., Any]]:
+        if self._package is None:
+            return self._registered
+        for module in pkgutil.iter_modules(importlib.import_module(self._package).__path__):
+            importlib.import_module(f"{self._package}.{module.name}")
+        return self._registered
+
+    def register(self, name: str) -> Callable[[Factory], Factory]:
+        """Class or function decorator that adds a built-in under ``name``."""
+
+        def add(factory: Factory) -> Factory:
+            if name in self._registered:
+                raise ValueError(f"two built-in {self.kind}s are called {name!r}")
+            self._registered[name] = factory
+            return factory
+
+        return add
+
+    def names(self) -> list[str]:
+        """All known names, sorted."""
+        return sorted({*self._built_in, *(entry.name for entry in entry_points(group=self.group))})
+
+    def get(self, name: str) -> Callable[..., Any]:
+        """The factory called ``name``; a built-in wins over an entry point of the same name.
+
+        Raises:
+            UserError: nobody registered ``name``, or the package that did cannot be imported.
+        """
+        if name in self._built_in:
+            return self._built_in[name]
+        for entry in entry_points(group=self.group):
+            if entry.name == name:
+                try:
+                    factory: Callable[..., Any] = entry.load()
+                except (ImportError, AttributeError) as error:
+                    package = entry.dist.name if entry.dist else entry.value
+                    raise UserError(
+                        f"{self.kind} {name!r} of the package {package!r} cannot be imported: {error}; "
+                        f"mend or reinstall that package"
+                    ) from error
+                return factory
+        raise UserError(
+            f"unknown {self.kind} {name!r}; known: {', '.join(self.names()) or 'none'} "
+            f"(other packages add to the entry-point group {self.group!r})"
+        )
+
+    def build(self, name: str, params: dict[str, Any], **context: Any) -> Any:
+        """Call the factory ``name`` with the user's ``params`` and the trainer's ``context``.
+
+        Raises:
+            UserError: what ``check`` refuses, or a ``TypeError`` or ``ValueError`` of the factory.
+        """
+        self.check(name, params, **context)
+        try:
+            return self.get(name)(**context, **params)
+        except (TypeError, ValueError) as error:
+            raise UserError(f"{self.kind} {name!r} refuses its params: {error}; change them") from error
+
+    def check(self, name: str, params: dict[str, Any], **context: Any) -> None:
+        """Refuse ``params`` that the factory ``name`` does not take, without calling it.
+
+        Only the names of ``context`` matter. Types are checked where the factory annotates a plain one.
+
+        Raises:
+            UserError: unknown name, unknown, missing or wrongly typed parameter.
+        """
+        accepted = _signature(self.get(name))
+        is_open = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
+        named = {key: p for key, p in accepted.items() if p.kind in _BY_NAME}
+        offered = ", ".join(key for key in named if key not in context) or "none"
+        for key in params:
+            if key in context or not (key in named or is_open):
+                raise UserError(f"{self.kind} {name!r} has no parameter {key!r}; it takes: {offered}")
+        for key in context:
+            if not (key in named or is_open):
+                raise UserError(
+                    f"{self.kind} {name!r} does not take {key!r}, which every {self.kind} is given; mend it"
+                )
+        for key, parameter in named.items():
+            if parameter.default is inspect.Parameter.empty and key not in params and key not in context:
+                raise UserError(f"{self.kind} {name!r} needs the parameter {key!r}; add it to its params")
+            if key in params and _is_plain(parameter.annotation):
+                schema.check(params[key], parameter.annotation, f"params.{key}", f"{self.kind} {name!r}")
+
+
+_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+def _signature(factory: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    try:
+        return inspect.signature(factory, eval_str=True).parameters
+    except NameError:  # An annotation imported for type checkers only: then types stay unchecked.
+        return inspect.signature(factory).parameters
+
+
+def _is_plain(annotation: Any) -> bool:
+    options = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
+    plain = [option for option in options if option is not type(None)]
+    return len(plain) == 1 and plain[0] in (bool, int, float, str)
+
+
+EXPERTS = Registry("expert", "ddm_lightning.experts", "ddm_lightning.networks")
+ROUTERS = Registry("router", "ddm_lightning.routers", "ddm_lightning.networks")
+
+
+SOURCES = Registry("source", "ddm_lightning.sources", "ddm_lightning.prepare.sources")
+IMAGE_ENCODERS = Registry("image encoder", "ddm_lightning.image_encoders", "ddm_lightning.encoders")
+CAPTION_ENCODERS = Registry("caption encoder", "ddm_lightning.caption_encoders", "ddm_lightning.encoders")
+FEATURES = Registry("feature network", "ddm_lightning.features", "ddm_lightning.encoders")
+
+
+def require(wanted_by: str, *names: str, extra: str = "demo") -> None:
+    """Refuse to go on without the distributions ``names``, which ``extra`` installs.
+
+    Raises:
+        UserError: one is not installed; the line says how to install it.
+    """
+    for name in names:
+        try:
+            distribution(name)
+        except PackageNotFoundError:
+            raise UserError(
+                f"{wanted_by} needs the package {name!r}; install it with: pip install 'ddm_lightning[{extra}]'"
+            ) from None
+
+
+def file_of(name: str, relative: str) -> Path:
+    """A file inside the distribution ``name``, found without importing it."""
+    return Path(str(distribution(name).locate_file(relative)))

@@ -1,0 +1,174 @@
+"""Weights on disk: safetensors only, hashed, finite, and never unpickled."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.files import atomic_write, check_file, sha256_file
+from ddm_lightning.core.formatting import amount
+from ddm_lightning.core.schema import first_line
+
+_DTYPES = (
+    {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+    | {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
+    | {"I64": torch.int64, "I32": torch.int32, "U8": torch.uint8, "BOOL": torch.bool}
+)
+
+
+def save_weights(path: Path, state_dict: Mapping[str, Tensor], owner: str) -> str:
+    """Write ``state_dict`` to ``path``, whole or not at all.
+
+    Args:
+        path: where to; may be a temporary name, so error lines name ``owner`` instead.
+        state_dict: the weights.
+        owner: whose weights they are.
+
+    Returns:
+        The file's SHA-256.
+
+    Raises:
+        UserError: a weight is not finite.
+        OSError: the system refuses it; the disk is full, for one.
+    """
+    # Copies, because safetensors refuses tensors that share memory (tied weights).
+    state = {key: value.detach().to("cpu", copy=True).contiguous() for key, value in state_dict.items()}
+    bad = _first_non_finite(state)
+    if bad is not None:
+        raise UserError(f"{owner}: weight {bad!r} is not finite, the training diverged; lower its learning rate")
+    atomic_write(path, lambda temporary: _save(state, temporary))
+    return sha256_file(path)
+
+
+def _save(state: dict[str, Tensor], path: Path) -> None:
+    """``save_file``, with the system's errors as such: safetensors has its own, of which only the words tell."""
+    try:
+        save_file(state, path)
+    except SafetensorError as error:
+        number = re.search(r"os error (\d+)", str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
+
+
+def load_weights(path: Path, sha256: str, remedy: str) -> dict[str, Tensor]:
+    """Read weights onto the CPU.
+
+    Args:
+        path: the safetensors file.
+        sha256: what its hash must be.
+        remedy: what the user can do about a bad file; ends every error line.
+
+    Raises:
+        UserError: ``check_recorded`` refuses the file, it does not fit in memory, or a weight is not finite.
+    """
+    check_memory(check_recorded(path, sha256, remedy).values(), str(path))
+    state = load_file(path)
+    bad = _first_non_finite(state)
+    if bad is not None:
+        raise UserError(f"{path}: weight {bad!r} is not finite; {remedy}")
+    return state
+
+
+def read_header(path: Path, remedy: str, *, link: bool = False) -> dict[str, Tensor]:
+    """Types and shapes of the weights in a file: tensors on the meta device. The weights are not read.
+
+    Args:
+        path: the safetensors file.
+        remedy: ends every error line.
+        link: as in ``check_file``.
+
+    Raises:
+        UserError: the file is missing, a pickle or damaged, or holds complex numbers or too many weights.
+    """
+    try:
+        check_file(path, link=link)
+        _refuse_pickle(path, remedy)
+        with safe_open(path, "np") as stored:  # compares the header with the size of the file
+            slices = {key: stored.get_slice(key) for key in stored.keys()}  # noqa: SIM118
+        if len(slices) > 1 << 16:
+            raise ValueError(f"too many weights: {len(slices)}")
+        return {
+            key: torch.empty(part.get_shape(), dtype=_DTYPES[part.get_dtype()], device="meta")
+            for key, part in slices.items()
+        }
+    except FileNotFoundError:
+        raise UserError(f"{path}: the weights are missing; {remedy}") from None
+    except (SafetensorError, OSError, ValueError, TypeError, RuntimeError, KeyError) as error:
+        problem = f"holds weights of type {error}" if isinstance(error, KeyError) else first_line(error)
+        raise UserError(f"{path}: not a whole safetensors file ({problem}); {remedy}") from None
+
+
+def check_memory(tensors: Iterable[Tensor], source: str) -> None:
+    """Refuse ``tensors`` that do not fit in the free memory of this machine.
+
+    Args:
+        tensors: on any device.
+        source: begins the error line.
+
+    Raises:
+        UserError: they do not fit.
+    """
+    needed, free = sum(tensor.nbytes for tensor in tensors), _free_bytes()
+    if needed > free:
+        raise UserError(f"{source}: needs {amount(needed)} of memory, {amount(free)} are free; use a larger machine")
+
+
+def _free_bytes() -> float:
+    """Memory that this process can take; infinite where the system does not tell."""
+    meminfo, limit = Path("/proc/meminfo"), Path("/sys/fs/cgroup/memory.max")  # of Linux; of a container
+    found = re.search(r"MemAvailable: *(\d+) kB", meminfo.read_text()) if meminfo.exists() else None
+    most = limit.read_text().strip() if limit.exists() else ""
+    return min(int(found[1]) << 10 if found else math.inf, int(most) if most.isdigit() else math.inf)
+
+
+def check_recorded(path: Path, sha256: str, remedy: str) -> dict[str, Tensor]:
+    """Check the header and the hash of a file.
+
+    Args:
+        path: the safetensors file.
+        sha256: what its hash must be.
+        remedy: ends every error line.
+
+    Returns:
+        The header, as ``read_header``.
+
+    Raises:
+        UserError: ``read_header`` refuses the file, or its hash is another one.
+    """
+    header = read_header(path, remedy)
+    found = sha256_file(path)
+    if found != sha256:
+        raise UserError(
+            f"{path}: SHA-256 is {found[:12]}…, but {sha256[:12]}… was recorded: "
+            f"the file is damaged or another one; {remedy}"
+        )
+    return header
+
+
+def _refuse_pickle(path: Path, remedy: str) -> None:
+    """Refuse what ``torch.save`` or ``pickle`` wrote, by its first bytes and without opening it as such."""
+    with path.open("rb") as stream:
+        head = stream.read(9)
+    is_zip, is_pickle = head.startswith(b"PK\x03\x04"), re.match(rb"\x80[\x02-\x05]", head) is not None
+    # Safetensors begins with 8 bytes of length, which may look like anything, and then with JSON.
+    if (is_zip or is_pickle) and head[8:] != b"{":
+        kind = "a PyTorch checkpoint (a zip of pickles)" if is_zip else "a pickle"
+        raise UserError(f"{path}: is {kind}, which can run code, expected safetensors; it was not loaded; {remedy}")
+
+
+def _first_non_finite(state: Mapping[str, Tensor]) -> str | None:
+    for key, value in state.items():
+        # Through float64, because isfinite knows no 8-bit floats.
+        if value.is_floating_point() and not bool(torch.isfinite(value.double()).all()):
+            return key
+    return None

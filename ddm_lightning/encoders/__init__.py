@@ -1,0 +1,1 @@
+"""Encoders: images to latents and back, captions to text vectors or tokens, images to features."""

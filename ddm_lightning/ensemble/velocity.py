@@ -1,0 +1,160 @@
+"""The ensemble's velocity: each expert evaluated on the rows that are routed to it, and on no others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from ddm_lightning.core.errors import UserError
+from ddm_lightning.ensemble.routing import route
+from ddm_lightning.flow.condition import Condition
+from ddm_lightning.flow.guidance import guided
+from ddm_lightning.flow.path import VelocityField
+from ddm_lightning.flow.prediction import to_velocity
+
+
+class Ensemble:
+    """K experts and perhaps a router; K = 1 without a router is a single model, such as the monolith.
+
+    ``u(x_t, t | c) = Σ_k p(k | x_t, t, c) · u_k(x_t, t | c)`` (DDM, 2501.05450). Nothing here keeps gradients.
+
+    Args:
+        experts: networks with ``forward(x_t, t, condition)`` and a declared ``prediction``, all on one device.
+        router: network whose ``forward(x_t, t, condition)`` gives K logits; None leaves only ``bayes``, unless K = 1.
+        priors: share of the data in each cluster, [K], positive, summing to 1.
+        router_conditional: whether the router was built with a condition; published ones see x_t and t only.
+
+    Raises:
+        ValueError: no experts, or another number of priors than of experts.
+    """
+
+    def __init__(
+        self,
+        experts: Sequence[nn.Module],
+        router: nn.Module | None,
+        priors: Sequence[float],
+        *,
+        router_conditional: bool = True,
+    ) -> None:
+        if not experts or len(experts) != len(priors):
+            raise ValueError(f"{len(experts)} experts with {len(priors)} priors make no ensemble")
+        self.experts = [expert.eval() for expert in experts]
+        self.router = None if router is None else router.eval()
+        self.priors = torch.tensor(priors, dtype=torch.float64)
+        self.router_conditional = router_conditional
+        self.expert_rows = 0
+        """Rows that experts were evaluated on so far; guidance evaluates a row twice and counts it twice."""
+
+    @property
+    def num_clusters(self) -> int:
+        """K."""
+        return len(self.experts)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the experts are; the CPU for experts without parameters."""
+        first = next(self.experts[0].parameters(), None)
+        return torch.device("cpu") if first is None else first.device
+
+    def to(self, device: torch.device | str) -> Ensemble:
+        """Move all networks to ``device``, in place."""
+        for network in [*self.experts, *([] if self.router is None else [self.router])]:
+            network.to(device)
+        return self
+
+    @torch.no_grad()
+    def probabilities(
+        self, x_t: Float[Tensor, "b *shape"], t: Float[Tensor, " b"], condition: Condition | None = None
+    ) -> Float[Tensor, "b K"]:
+        """The router's p(cluster | x_t, t, condition); ones for a single model.
+
+        Raises:
+            UserError: several experts and no router.
+        """
+        if self.num_clusters == 1:
+            return torch.ones(len(x_t), 1, device=x_t.device)
+        if self.router is None:
+            raise UserError("this ensemble has no router; fit it (member=router) or set sample.strategy=bayes")
+        logits: Tensor = self.router(x_t, t, condition if self.router_conditional else None)
+        return logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(dim=1)
+
+    @torch.no_grad()
+    def expert_velocity(
+        self,
+        k: int,
+        x_t: Float[Tensor, "b *shape"],
+        t: Float[Tensor, " b"],
+        condition: Condition | None = None,
+        guidance_scale: float = 1.0,
+    ) -> Float[Tensor, "b *shape"]:
+        """Expert ``k``'s velocity, whatever it predicts; guidance happens inside it (Paris, 2510.03434).
+
+        Args:
+            k: the expert.
+            x_t: noisy samples.
+            t: their times.
+            condition: one a row; None is the null condition, which guidance does not change.
+            guidance_scale: 1 is none; otherwise both branches are evaluated, as one batch.
+        """
+        if condition is None or guidance_scale == 1:
+            return self._evaluate(k, x_t, t, condition)
+        both = Condition.cat([condition, condition.null()])
+        velocity = self._evaluate(k, torch.cat([x_t, x_t]), torch.cat([t, t]), both)
+        conditional, unconditional = velocity.chunk(2)
+        return guided(conditional, unconditional, guidance_scale)
+
+    @torch.no_grad()
+    def velocity(
+        self,
+        x_t: Float[Tensor, "b *shape"],
+        t: Float[Tensor, " b"],
+        condition: Condition | None = None,
+        *,
+        strategy: str,
+        top_k: int = 2,
+        guidance_scale: float = 1.0,
+    ) -> Float[Tensor, "b *shape"]:
+        """The experts' velocities, weighted by the router; ``top-1`` evaluates each row once.
+
+        Args:
+            x_t: noisy samples.
+            t: their times.
+            condition: one a row, or None for the null condition in all.
+            strategy: see ``routing.route``.
+            top_k: see ``routing.route``.
+            guidance_scale: see ``expert_velocity``.
+
+        Raises:
+            UserError: several experts and no router, or a strategy that is none.
+        """
+        weights = route(self.probabilities(x_t, t, condition), strategy, top_k)
+        velocity = torch.zeros_like(x_t)
+        for k in range(self.num_clusters):
+            rows = weights[:, k].nonzero().squeeze(1)
+            if not len(rows):
+                continue
+            part = None if condition is None else condition.rows(rows)
+            of_expert = self.expert_velocity(k, x_t[rows], t[rows], part, guidance_scale)
+            share = weights[rows, k].reshape(-1, *(1 for _ in x_t.shape[1:]))
+            velocity.index_add_(0, rows, (share * of_expert).to(velocity.dtype))
+        return velocity
+
+    def _evaluate(
+        self, k: int, x_t: Float[Tensor, "b *shape"], t: Float[Tensor, " b"], condition: Condition | None
+    ) -> Float[Tensor, "b *shape"]:
+        self.expert_rows += len(x_t)
+        expert = self.experts[k]
+        return to_velocity(expert(x_t, t, condition), x_t, t, str(expert.prediction))
+
+    def field(
+        self, condition: Condition | None = None, *, strategy: str, top_k: int = 2, guidance_scale: float = 1.0
+    ) -> VelocityField:
+        """``velocity`` with everything but ``x_t`` and ``t`` fixed, as solvers take it."""
+
+        def velocity(x_t: Float[Tensor, "b *shape"], t: Float[Tensor, " b"]) -> Float[Tensor, "b *shape"]:
+            return self.velocity(x_t, t, condition, strategy=strategy, top_k=top_k, guidance_scale=guidance_scale)
+
+        return velocity

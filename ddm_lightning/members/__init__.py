@@ -1,0 +1,1 @@
+"""Members: what is trained alone, where it lies on disk, and what it hands over."""

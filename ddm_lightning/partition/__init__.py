@@ -1,0 +1,1 @@
+"""The partition: balanced k-means, assignment rules and their cost."""

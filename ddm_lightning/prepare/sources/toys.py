@@ -1,0 +1,106 @@
+"""Synthetic coloured shapes: a data set that needs no package, for tests and first steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.metadata import version
+
+import numpy as np
+from jaxtyping import Bool
+
+from ddm_lightning.core.registry import SOURCES, require
+from ddm_lightning.prepare.records import Part, Record
+from ddm_lightning.prepare.sources.urls import block_parts
+
+_COLOURS = {
+    "red": (220, 50, 47),
+    "blue": (38, 100, 210),
+    "green": (60, 160, 60),
+    "yellow": (235, 200, 40),
+    "purple": (140, 70, 190),
+}
+_SHAPES = ("disc", "square", "cross", "ring")
+# Five colours and four shapes share no factor, so counting both on gives every pair once.
+_KINDS = [(list(_COLOURS)[i % len(_COLOURS)], _SHAPES[i % len(_SHAPES)]) for i in range(len(_COLOURS) * len(_SHAPES))]
+
+
+@SOURCES.register("blobs")
+class Blobs:
+    """Shapes of random place and size on a light ground; kind k is one colour and one shape.
+
+    Args:
+        num_samples: pictures.
+        image_size: height and width in pixels.
+        num_kinds: kinds, up to 20; the label of a picture is its kind.
+        seed: the same seed gives the same pictures.
+    """
+
+    packages: tuple[str, ...] = ()
+    attribution = ""
+
+    def __init__(self, num_samples: int = 256, image_size: int = 16, num_kinds: int = 4, seed: int = 0) -> None:
+        if not 1 <= num_kinds <= len(_KINDS):
+            raise ValueError(f"num_kinds must be from 1 to {len(_KINDS)}")
+        if num_samples < 1 or image_size < 4:
+            raise ValueError("num_samples must be at least 1 and image_size at least 4")
+        self.num_samples, self.image_size, self.num_classes, self.seed = num_samples, image_size, num_kinds, seed
+        self.class_names = [" ".join(kind) for kind in _KINDS[:num_kinds]]
+
+    def parts(self) -> list[Part]:
+        """Blocks of pictures."""
+        return block_parts(self.num_samples, "1")
+
+    def read(self, part: Part) -> Iterator[Record]:
+        """The pictures of one block."""
+        for index in range(part.where["start"], part.where["stop"]):
+            # A stream of its own per picture, so that picture i is the same in a larger set.
+            random = np.random.default_rng([self.seed, index])
+            label = int(random.integers(self.num_classes))
+            colour, shape = _KINDS[label]
+            image = np.full((self.image_size, self.image_size, 3), random.integers(225, 256), dtype=np.uint8)
+            image[self._mask(shape, random)] = _COLOURS[colour]
+            yield Record(f"blob-{index:06}", image, f"{colour} {shape}", label)
+
+    def _mask(self, shape: str, random: np.random.Generator) -> Bool[np.ndarray, "h w"]:
+        radius = self.image_size * random.uniform(0.25, 0.4)
+        centre = random.uniform(radius, self.image_size - radius, size=2)
+        y, x = np.abs(np.mgrid[: self.image_size, : self.image_size] + 0.5 - centre[:, None, None])
+        distance = np.hypot(y, x)
+        masks = {
+            "disc": distance <= radius,
+            "square": np.maximum(y, x) <= 0.85 * radius,
+            "cross": (np.minimum(y, x) <= 0.3 * radius) & (np.maximum(y, x) <= radius),
+            "ring": (distance <= radius) & (distance >= 0.55 * radius),
+        }
+        return masks[shape]
+
+
+_NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+_NUM_SAMPLES = 1797
+
+
+@SOURCES.register("digits")
+class Digits:
+    """Digits as RGB pictures of three equal channels, captions such as "digit zero", the digit as label."""
+
+    packages: tuple[str, ...] = ("scikit-learn",)
+    attribution = ""
+    num_classes, class_names = len(_NAMES), list(_NAMES)
+
+    def __init__(self) -> None:
+        require("source 'digits'", *self.packages)
+
+    def parts(self) -> list[Part]:
+        """One: all of them are read at once."""
+        return [Part("all", version("scikit-learn"), _NUM_SAMPLES)]
+
+    def read(self, part: Part) -> Iterator[Record]:
+        """All digits."""
+        from sklearn.datasets import load_digits
+
+        digits = load_digits()
+        # The pixels are counts from 0 to 16.
+        pixels = np.rint(digits.images * (255 / 16)).astype(np.uint8)
+        for index, (picture, label) in enumerate(zip(pixels, digits.target, strict=True)):
+            image = np.repeat(picture[:, :, None], 3, axis=2)
+            yield Record(f"digit-{index:04}", image, f"digit {_NAMES[label]}", int(label))

@@ -1,0 +1,251 @@
+"""``prepared/manifest.json``: what the shards of a run hold and how to read them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float, Shaped
+from torch import Tensor
+
+from ddm_lightning.core import checks
+from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.files import atomic_write_json, read_json
+
+FORMAT_VERSION = 3
+PREPARED = "prepared"
+"""Folder below the run folder that ``prepare`` writes."""
+TRAIN, HELD_OUT = "train", "held-out"
+OUT_OF_CLUSTER = "out-of-cluster"
+_REMEDY = "run prepare first, with the same FILE and settings, or copy it from where that was done"
+
+_COUNT = checks.integer(0)
+_CHECKS: dict[str, checks.Check] = {
+    "stores": checks.one_of(("x_0", "posterior")),
+    "x_shape": checks.X_SHAPE,
+    "normalisation": checks.NORMALISATION,
+    "text_size": _COUNT,
+    "token_shape": checks.optional((lambda value: checks.is_shape(value, 2), "a list of tokens and their size")),
+    "columns": checks.TEXTS,
+    "num_classes": _COUNT,
+    "clusters": checks.list_of(checks.object_of({"train": _COUNT, "held_out": _COUNT, "out_of_cluster": _COUNT})),
+    "priors": checks.SHARES,
+    "index_sha256": checks.TEXTS,
+    "partition_sha256": checks.TEXT,
+}
+
+
+@dataclass(frozen=True)
+class ClusterSamples:
+    """Samples of one cluster."""
+
+    train: int
+    held_out: int
+    out_of_cluster: int = 0
+    """Training samples of other clusters that its expert trains on, too."""
+
+
+@dataclass(frozen=True)
+class DataSizes:
+    """What a network has to know of the data."""
+
+    x_shape: tuple[int, int, int]
+    """Channels, height, width of ``x_0``."""
+    text_size: int
+    """Entries of a text vector; 0 for none."""
+    token_shape: tuple[int, int] | None
+    """Tokens of a caption and entries of each; None where the shards hold no tokens."""
+    num_classes: int
+    """Labels run from 0 to this minus 1."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Everything about the shards that loading, training and sampling need to know."""
+
+    source: dict[str, Any]
+    """Name and parameters."""
+    attribution: str
+    """Credit that the source's licence asks for."""
+    pictures: dict[str, Any]
+    """Size in pixels of the square pictures that were encoded, and what was done to other aspect ratios."""
+    image_encoder: dict[str, Any]
+    """Name and parameters."""
+    stores: str
+    """``x_0``, or ``posterior``: the mean, then the standard deviation of what ``x_0`` is drawn from."""
+    x_shape: tuple[int, int, int]
+    """Channels, height, width of ``x_0``."""
+    normalisation: dict[str, float | list[float]]
+    """``x_0 = (stored - shift) * scale``, float32; a number each, or one a channel."""
+    statistics: dict[str, list[float]]
+    """Mean and standard deviation of ``x_0``, a channel each: near 0 and 1 where the encoder suits the data."""
+    caption_encoder: dict[str, Any] | None
+    """Name and parameters; None when the shards hold no text vectors."""
+    text_size: int
+    """Entries of a text vector; 0 for none."""
+    token_shape: tuple[int, int] | None
+    """Tokens of a caption and entries of each; None where the shards hold no tokens."""
+    columns: dict[str, str]
+    """The MDS encoding of each column besides ``sample_id``, ``cluster`` and ``caption``."""
+    num_classes: int
+    """Labels run from 0 to this minus 1."""
+    features: dict[str, Any]
+    """Name and parameters of the feature network that made the clusters."""
+    provenance: dict[str, dict[str, str]]
+    """Hashes and revisions of the weights of encoders and feature network."""
+    num_read: int
+    """Samples of the source, broken ones included."""
+    broken: dict[str, int]
+    """Samples left out, by cause."""
+    num_samples: int
+    """Samples of all clusters, held-out ones included."""
+    num_without_caption: int
+    """Those whose caption is empty."""
+    clusters: tuple[ClusterSamples, ...]
+    """Samples of each cluster."""
+    priors: tuple[float, ...]
+    """Each cluster's share of the samples."""
+    seed: int
+    """Of the partition and of the samples' order."""
+    index_sha256: dict[str, str]
+    """SHA-256 of each ``index.json``, by its folder below ``shards/`` ("cluster-0/train")."""
+    partition_sha256: str
+    """SHA-256 of ``partition.safetensors``; artifacts carry it to show that they belong together."""
+    versions: dict[str, str]
+    """Versions of the packages that shaped all this."""
+    class_names: list[str] | None = None
+    """Name of each of the ``num_classes`` classes; None if the source has none."""
+    format_version: int = FORMAT_VERSION
+
+    @property
+    def num_clusters(self) -> int:
+        """K."""
+        return len(self.clusters)
+
+    def write(self, run_dir: Path) -> None:
+        """Write ``prepared/manifest.json``, whole or not at all."""
+        atomic_write_json(manifest_path(run_dir), dataclasses.asdict(self))
+
+    @classmethod
+    def read(cls, run_dir: Path) -> Manifest:
+        """Read what ``write`` wrote.
+
+        Raises:
+            UserError: no manifest, or one that this version cannot read.
+        """
+        path = manifest_path(run_dir)
+        stored = read_json(path, "the manifest of the prepared shards", _REMEDY)
+        version = stored.get("format_version") if isinstance(stored, dict) else None
+        if version != FORMAT_VERSION:
+            raise UserError(f"{path}: format_version {version!r} is not {FORMAT_VERSION}; delete it and {_REMEDY}")
+        stored.setdefault("class_names", None)  # manifests written before this field
+        fields = {field.name for field in dataclasses.fields(cls)}
+        if stored.keys() != fields:
+            odd = ", ".join(sorted(stored.keys() ^ fields))
+            raise UserError(f"{path}: keys missing or unknown: {odd}; delete it and {_REMEDY}")
+        if problem := _problem_with(stored):
+            raise UserError(f"{path}: {problem}; delete it and {_REMEDY}")
+        return cls(
+            **{
+                **stored,
+                "x_shape": tuple(stored["x_shape"]),
+                "clusters": tuple(ClusterSamples(**entry) for entry in stored["clusters"]),
+                "priors": tuple(map(float, stored["priors"])),
+                "token_shape": stored["token_shape"] and tuple(stored["token_shape"]),
+            }
+        )
+
+
+def _problem_with(stored: dict[str, Any]) -> str | None:
+    """The first value that is wrong, or contradicts another."""
+    if problem := checks.problem_with({key: stored[key] for key in _CHECKS}, _CHECKS):
+        return problem
+    channels, *rest = stored["x_shape"]
+    x_0 = [channels * (2 if stored["stores"] == "posterior" else 1), *rest]
+    columns, tokens = stored["columns"], stored["token_shape"] or []
+    for name, shape in {"x_0": x_0, "x_0_flipped": x_0, "text": [stored["text_size"]], "text_tokens": tokens}.items():
+        if (name == "x_0" or name in columns) and columns.get(name, "").split(":")[2:] != [",".join(map(str, shape))]:
+            return f"key 'columns' gives {name} another shape than {shape}"
+    for name, values in stored["normalisation"].items():
+        if isinstance(values, list) and len(values) not in (1, channels):
+            return f"key 'normalisation' has {len(values)} numbers of {name} for {channels} channels"
+    if len(stored["priors"]) != len(stored["clusters"]):
+        return "key 'priors' has another length than key 'clusters'"
+    return None
+
+
+def manifest_path(run_dir: Path) -> Path:
+    """Where the manifest of a run lies."""
+    return run_dir / PREPARED / "manifest.json"
+
+
+def shard_name(cluster: int, split: str) -> str:
+    """A folder of one cluster's shards below ``shards/``: its ``TRAIN``, ``HELD_OUT`` or ``OUT_OF_CLUSTER`` samples."""
+    return f"cluster-{cluster}/{split}"
+
+
+def shard_folder(run_dir: Path, cluster: int, split: str) -> Path:
+    """The MDS folder of one cluster's samples."""
+    return run_dir / PREPARED / "shards" / shard_name(cluster, split)
+
+
+STORED_FORMS = ("x_0", "posterior")
+
+
+class StoredForm:
+    """How ``x_0`` is stored: as itself, or as the Gaussian from which it is drawn; and in which units.
+
+    ``x_0 = (stored - shift) * scale`` in float32. A ``posterior`` holds means, then standard deviations, in twice the
+    channels, as a variational autoencoder gives them (Kingma and Welling, arXiv 1312.6114).
+
+    Args:
+        stores: ``x_0`` or ``posterior``.
+        normalisation: ``scale`` and ``shift``, a number each or one a channel.
+
+    Raises:
+        ValueError: another ``stores``.
+    """
+
+    def __init__(self, stores: str, normalisation: Mapping[str, float | list[float]]) -> None:
+        if stores not in STORED_FORMS:
+            raise ValueError(f"stored as {stores!r}, which is none of {', '.join(STORED_FORMS)}")
+        self.stores = stores
+        self._scale, self._shift = (
+            torch.tensor(normalisation[name], dtype=torch.float64).reshape(-1, 1, 1) for name in ("scale", "shift")
+        )
+        # Made once a device and type: to make them at each step would wait for the device.
+        self._placed: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
+
+    def mean(
+        self, stored: Shaped[Tensor, "b stored_c h w"], dtype: torch.dtype = torch.float32
+    ) -> Float[Tensor, "b c h w"]:
+        """``x_0``, or its mean."""
+        scale, shift = self._units(stored.device, dtype)
+        if self.stores == "posterior":
+            stored = stored[:, : stored.shape[1] // 2]
+        return (stored.to(dtype) - shift) * scale
+
+    def spread(
+        self, stored: Shaped[Tensor, "b stored_c h w"], dtype: torch.dtype = torch.float32
+    ) -> Float[Tensor, "b c h w"] | None:
+        """The standard deviation of ``x_0``; None where there is none."""
+        if self.stores != "posterior":
+            return None
+        return stored[:, stored.shape[1] // 2 :].to(dtype) * self._units(stored.device, dtype)[0].abs()
+
+    def draw(self, stored: Shaped[Tensor, "b stored_c h w"], generator: torch.Generator) -> Float[Tensor, "b c h w"]:
+        """``x_0``, drawn from its Gaussian where that is stored; nothing is drawn otherwise."""
+        mean, spread = self.mean(stored), self.spread(stored)
+        if spread is None:
+            return mean
+        return mean + spread * torch.randn(mean.shape, generator=generator, device=mean.device)
+
+    def _units(self, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        place = (device, dtype)
+        if place not in self._placed:
+            self._placed[place] = (self._scale.to(device, dtype), self._shift.to(device, dtype))
+        return self._placed[place]

@@ -1,0 +1,143 @@
+"""Are the shards the ones that were written? Streaming itself hangs or ends early on a damaged shard."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from ddm_lightning.core import checks
+from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.files import inside, read_json, sha256_file
+
+_REMEDY = "delete the run's prepared/shards and run prepare again, or copy them again from where that was done"
+
+_BYTES: checks.Check = (lambda value: checks.is_int(value, 0) and value < 1 << 32, "a number below 2^32")  # of offsets
+_FILE = checks.object_of({"basename": checks.TEXT, "bytes": _BYTES, "hashes": checks.OBJECT})
+_SHARD_CHECKS: dict[str, checks.Check] = {
+    "column_names": checks.list_of(checks.TEXT),
+    "column_encodings": checks.list_of(checks.TEXT),
+    "column_sizes": checks.list_of(checks.optional(_BYTES)),
+    "samples": _BYTES,
+    "raw_data": _FILE,
+    "zip_data": checks.optional(_FILE),
+}
+
+
+def read_index(folder: Path) -> list[dict[str, Any]]:
+    """The entries of an MDS folder's ``index.json``, one a shard, whose sizes fit each other.
+
+    Raises:
+        UserError: the index is missing or damaged.
+    """
+    path = folder / "index.json"
+    content = read_json(path, "the index of the shards", _REMEDY)
+    shards = content.get("shards") if isinstance(content, dict) else None
+    if not isinstance(shards, list):
+        raise UserError(f"{path}: is no index of MDS shards; {_REMEDY}")
+    for number, shard in enumerate(shards):
+        known = {key: shard[key] for key in _SHARD_CHECKS if key in shard} if isinstance(shard, dict) else shard
+        problem = checks.problem_with(known, _SHARD_CHECKS)
+        if problem is None and (shard["zip_data"] is None) != (shards[0]["zip_data"] is None):
+            problem = "is compressed, or the first one is, but not both"
+        if problem is not None:
+            raise UserError(f"{path}: is no index of MDS shards: shard {number}: {problem}; {_REMEDY}")
+    return shards
+
+
+def verify_shards(folder: Path, hashes: bool = True, *, index_sha256: str | None = None) -> int:
+    """Check every shard of an MDS folder against its ``index.json``.
+
+    Args:
+        folder: the MDS folder.
+        hashes: whether to read the shards and compare SHA-1; else only that they exist with the right size.
+        index_sha256: what the manifest says about ``index.json`` itself; None leaves it unchecked.
+
+    Returns:
+        Samples in the folder.
+
+    Raises:
+        UserError: index or shard is missing or differs; the line names the file and the remedy.
+    """
+    index = folder / "index.json"
+    shards = [(shard["samples"], _files(shard)) for shard in read_index(folder)]
+    if index_sha256 is not None and sha256_file(index) != index_sha256:
+        raise UserError(f"{index}: differs from what the manifest says; {_REMEDY}")
+    for _, files in shards:
+        # A compressed shard lies there compressed, unpacked, or both.
+        present = [entry for entry in files if inside(folder, entry["basename"], index).is_file()]
+        if not present:
+            raise UserError(f"{folder / files[-1]['basename']}: shard is missing; {_REMEDY}")
+        for entry in present:
+            _check_file(folder / entry["basename"], entry, hashes)
+    return sum(samples for samples, _ in shards)
+
+
+def remove_damaged(folder: Path, *, index_sha256: str | None = None) -> list[Path]:
+    """Remove from a folder of fetched shards what differs from its ``index.json``, so that it is fetched again.
+
+    Args:
+        folder: where shards are fetched to, perhaps not all of them yet.
+        index_sha256: what the manifest says about ``index.json``; where it is another, everything goes.
+
+    Returns:
+        What was removed.
+    """
+    index = folder / "index.json"
+    try:
+        if index_sha256 is not None and sha256_file(index) != index_sha256:
+            raise UserError("of another preparation")
+        files = [entry for shard in read_index(folder) for entry in _files(shard)]
+    except UserError:
+        shutil.rmtree(folder)
+        return [folder]
+    removed = []
+    for entry in files:
+        path = inside(folder, entry["basename"], index)
+        try:
+            if path.is_file():
+                _check_file(path, entry, hashes=True)
+        except UserError:
+            path.unlink()
+            removed.append(path)
+    return removed
+
+
+def _files(shard: dict[str, Any]) -> list[dict[str, Any]]:
+    """The files in which a shard may lie: raw and, when it is compressed, packed."""
+    return [entry for entry in (shard["raw_data"], shard["zip_data"]) if entry is not None]
+
+
+def _check_file(path: Path, entry: dict[str, Any], hashes: bool) -> None:
+    size = path.stat().st_size
+    if size != entry["bytes"]:
+        raise UserError(f"{path}: shard is damaged: {size} bytes instead of {entry['bytes']}; {_REMEDY}")
+    if hashes:
+        digest = hashlib.sha1(usedforsecurity=False)
+        with path.open("rb") as stream:
+            while block := stream.read(1 << 20):
+                digest.update(block)
+        if digest.hexdigest() != entry["hashes"].get("sha1"):
+            raise UserError(f"{path}: shard is damaged: its SHA-1 differs from the one in index.json; {_REMEDY}")
+
+
+def num_samples_of(folders: Iterable[Path]) -> int:
+    """Samples of some MDS folders, by their indices."""
+    return sum(int(shard["samples"]) for folder in folders for shard in read_index(folder))
+
+
+class ShardError(UserError):
+    """Shards that cannot be read; one line, also when it comes out of a worker process."""
+
+    def __init__(self, message: str) -> None:
+        # DataLoader raises a worker's exception again with the worker's traceback for a message: the last
+        # line of it is what was raised there.
+        last = message.rstrip().rpartition("\n")[2]
+        super().__init__(last.removeprefix(f"{__name__}.{type(self).__name__}: "))
+
+
+def unreadable(cause: str) -> ShardError:
+    """The error of a run that cannot go on because of ``cause``, a line that names the shard."""
+    return ShardError(f"a shard cannot be read: {cause}; mend or fetch it, then the same command resumes")

@@ -1,0 +1,1 @@
+"""Parallel training: strategies, ranks, and what is applied to a built module."""

@@ -1,0 +1,426 @@
+"""Bad input ends in exit code 2 and one line that names file or key and a remedy; nothing is left half-written."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_runs import MEMBERS, STEPS, TINY, copy_run, settings
+from training.checkpoint.checkpoint_folders import cut
+
+from ddm_lightning.cli.parser import main
+
+Refuse = Callable[..., str]
+CHECKPOINTS = "members/expert-0/checkpoints"
+
+
+@pytest.fixture
+def refuse(capsys: pytest.CaptureFixture[str]) -> Refuse:
+    """Run a command that has to be refused at once; gives its only line on stderr."""
+
+    def run(*arguments: str) -> str:
+        capsys.readouterr()
+        code = main([str(argument) for argument in arguments])
+        out, err = capsys.readouterr()
+        assert code == 2, (code, out, err)
+        assert err.startswith("error: ")
+        assert err.count("\n") == 1, err
+        return err.removeprefix("error: ").rstrip("\n")
+
+    return run
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def edit_json(path: Path, **changes: object) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text(encoding="utf-8")), **changes}), encoding="utf-8")
+
+
+# The experiment: refused before anything is written.
+
+
+@pytest.mark.parametrize("command", ["prepare", "fit", "sample", "status", "config"])
+def test_missing_experiment_file(refuse: Refuse, tmp_path: Path, command: str) -> None:
+    line = refuse(command, "-c", tmp_path / "none.yaml")
+    assert line.startswith(f"{tmp_path / 'none.yaml'}: ")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("name: [a\n", r"line 2"),
+        ("name: a\n  b: c\n", r"line 2"),
+        ("just a text\n", r"unknown key 'just a text'"),
+    ],
+)
+def test_yaml_syntax(refuse: Refuse, tmp_path: Path, text: str, expected: str) -> None:
+    path = tmp_path / "broken.yaml"
+    path.write_text(text, encoding="utf-8")
+    line = refuse("fit", "-c", path)
+    assert line.startswith(f"{path}: ")
+    assert re.search(expected, line)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+BAD_SETTINGS: dict[str, tuple[str, list[str]]] = {
+    "unknown key": ("expert.train.max_stepz=1", ["unknown key 'expert.train.max_stepz'", "did you mean 'max_steps'"]),
+    "wrong type": ("expert.train.max_steps=soon", ["'expert.train.max_steps'", "whole number", "'soon'"]),
+    "out of range": ("expert.train.max_steps=0", ["'expert.train.max_steps'", "at least 1"]),
+    "K beyond the fine centroids": ("prepare.partition.num_clusters=16", ["num_clusters", "num_fine_centroids"]),
+    "more clusters than samples": (
+        "prepare.source.params.num_samples=6",
+        ["num_fine_centroids", "6 samples"],
+    ),
+    "batch not divisible by K": (
+        "expert.train.global_batch_size=15",
+        ["'expert.train.global_batch_size'", "divisible", "num_clusters = 2"],
+    ),
+    "unknown expert": ("expert.network.name=unet", ["'expert.network'", "unknown expert 'unet'", "known: ", "dit"]),
+    "unknown router": ("router.network.name=mlp", ["'router.network'", "unknown router 'mlp'", "router-dit"]),
+    "unknown source": ("prepare.source.name=coco", ["'prepare.source'", "unknown source 'coco'", "blobs"]),
+    "param it does not take": (
+        "expert.network.params.widht=32",
+        ["'expert.network'", "has no parameter 'widht'", "width"],
+    ),
+    "param of another type": ("expert.network.params.depth=deep", ["'expert.network'", "params.depth", "whole number"]),
+    "value it turns down": ("expert.network.params.num_heads=5", ["'expert.network'", "num_heads", "32"]),
+    "router's value": ("router.network.params.num_heads=5", ["'router.network'", "num_heads", "32"]),
+    "patches that do not fit": ("expert.network.params.patch_size=3", ["'expert.network'", "patch_size", "8"]),
+    "no width at all": ("expert.network.params.width=0", ["'expert.network'", "width"]),
+}
+
+
+@pytest.mark.parametrize("command", ["prepare", "fit"])
+@pytest.mark.parametrize("name", BAD_SETTINGS)
+def test_a_setting_that_cannot_be(refuse: Refuse, tmp_path: Path, command: str, name: str) -> None:
+    setting, words = BAD_SETTINGS[name]
+    line = refuse(command, "-c", TINY, f"run_dir={tmp_path / 'run'}", setting)
+    for word in words:
+        assert word in line
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_muon_for_a_network_without_blocks(refuse: Refuse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ddm_lightning.cli.check_plugins.planned_network", lambda *_: torch.nn.Linear(2, 2))
+    line = refuse("prepare", "-c", TINY, f"run_dir={tmp_path / 'run'}", "router.train.optimizer=muon")
+    assert line.startswith(f"{TINY} with 'router.train.optimizer=muon': key 'router.train.optimizer' = 'muon'")
+    assert "set adamw" in line
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_text_that_is_no_setting(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["fit", "-c", str(TINY), f"run_dir={tmp_path / 'run'}", "--jobs", "2", "sed"])
+    assert caught.value.code == 2
+    assert "settings are given as key=value" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_prepare_refused_may_be_put_right_in_the_same_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    uneven = ["prepare.partition.num_fine_centroids=2", "prepare.partition.max_largest_over_mean=1"]
+    assert main(["prepare", "-c", str(TINY), f"run_dir={run}", *uneven]) == 2
+    assert "prepare.partition.max_largest_over_mean" in capsys.readouterr().err
+    assert not (run / "experiment.yaml").exists()
+    assert main(["prepare", "-c", str(TINY), f"run_dir={run}"]) == 0
+
+
+@pytest.mark.parametrize("member", ["expert-2", "expert", "experts", "all,router", "expert-0,", ""])
+def test_unknown_member(refuse: Refuse, tmp_path: Path, member: str) -> None:
+    line = refuse("fit", "-c", TINY, f"run_dir={tmp_path / 'run'}", f"member={member}")
+    assert line.startswith(f"member={member}: unknown member ")
+    assert line.endswith("known: expert-0, expert-1, router, monolith, all")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("jobs", ["0", "-1"])
+def test_no_jobs(refuse: Refuse, tmp_path: Path, jobs: str) -> None:
+    assert refuse("fit", *settings(tmp_path / "run"), f"--jobs={jobs}") == f"--jobs {jobs}: must be at least 1"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_folder_that_cannot_be(refuse: Refuse, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine", encoding="utf-8")
+    line = refuse("prepare", "-c", TINY, f"run_dir={tmp_path / 'file' / 'run'}")
+    assert str(tmp_path / "file") in line
+    assert "run_dir" in line
+    assert tree(tmp_path) == {"file": b"mine"}
+
+
+@pytest.mark.parametrize("command", ["fit", "prepare", "sample", "status"])
+def test_an_experiment_that_changed_since_the_run_was_made(
+    refuse: Refuse, finished_run: Path, tmp_path: Path, command: str
+) -> None:
+    run = copy_run(finished_run, tmp_path / "run")
+    before = tree(run)
+    line = refuse(command, *settings(run), "seed=1", "expert.network.params.depth=3", "island.num_workers=1")
+    assert line.startswith(f"{run / 'experiment.yaml'}: ")
+    assert "expert.network.params.depth (was 2), seed (was 0);" in line
+    assert "run_dir=" in line
+    assert tree(run) == before
+
+
+# The run: shards, checkpoints, members.
+
+
+def test_a_member_before_prepare(refuse: Refuse, tmp_path: Path) -> None:
+    line = refuse("fit", *settings(tmp_path / "run"), "member=expert-0")
+    assert line.startswith(f"{tmp_path / 'run' / 'prepared' / 'manifest.json'}: ")
+    assert "run prepare first" in line
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_island_given_shards_refuses_before_it_makes_a_run(
+    refuse: Refuse, finished_run: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(finished_run / "prepared", run / "prepared")
+    before = tree(run)
+    line = refuse("fit", *settings(run), "expert.network.params.num_heads=5", "member=expert-0")
+    assert line.startswith(f"{TINY} with 'expert.network.params.num_heads=5': key 'expert.network': ")
+    assert tree(run) == before
+
+
+@pytest.fixture
+def unfinished(finished_run: Path, tmp_path: Path) -> Path:
+    """A run in which expert-0 has yet to do its last steps, from checkpoints."""
+    run = copy_run(finished_run, tmp_path / "run", "expert-0")
+    assert len(list((run / CHECKPOINTS).glob("*.ckpt"))) == 2
+    return run
+
+
+def fit_expert_0(run: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    capsys.readouterr()
+    code = main(["fit", *settings(run), "member=expert-0"])
+    return code, capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("harm", "word"),
+    [
+        (Path.unlink, "missing"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-100]), "damaged"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-1] + b"\x7f"), "damaged"),
+    ],
+    ids=["missing", "truncated", "corrupted"],
+)
+@pytest.mark.parametrize("split", ["train", "held-out"])
+def test_a_shard_that_is_not_what_was_written(
+    unfinished: Path, capsys: pytest.CaptureFixture[str], harm: Callable[[Path], object], word: str, split: str
+) -> None:
+    shard = unfinished / "prepared" / "shards" / "cluster-0" / split / "shard.00000.mds"
+    harm(shard)
+    code, err = fit_expert_0(unfinished, capsys)
+    assert code == 2
+    errors = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert errors == err.splitlines()[-1:]
+    assert errors[0].startswith(f"error: {shard}: shard is {word}")
+    assert "run prepare again" in errors[0]
+    assert not (unfinished / "members" / "expert-0" / "artifact").exists()
+    assert json.loads((unfinished / "members" / "expert-0" / "status.json").read_text())["state"] == "failed"
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+@pytest.mark.slow
+def test_a_truncated_checkpoint_is_passed_over(
+    finished_run: Path, unfinished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    older, newest = sorted((unfinished / CHECKPOINTS).glob("*.ckpt"))
+    cut(newest)
+    code, err = fit_expert_0(unfinished, capsys)
+    assert code == 0
+    lines = err.splitlines()
+    assert [line for line in lines if "damaged" in line and line.startswith(f"{newest}: ")]
+    resumed = [line for line in lines if "resumes at step" in line]
+    assert resumed == [f"expert-0: resumes at step {int(older.stem.removeprefix('step-'))}"]
+    status = json.loads((unfinished / "members" / "expert-0" / "status.json").read_text(encoding="utf-8"))
+    assert (status["state"], status["step"]) == ("done", STEPS["expert-0"])
+    weights = "members/expert-0/artifact/model.safetensors"
+    assert (unfinished / weights).read_bytes() == (finished_run / weights).read_bytes()
+
+
+# Artifacts and samples.
+
+
+@pytest.fixture
+def copied(finished_run: Path, tmp_path: Path) -> Path:
+    return copy_run(finished_run, tmp_path / "run")
+
+
+@pytest.fixture
+def refuse_sample(refuse: Refuse, copied: Path) -> Refuse:
+    """``sample`` that has to be refused and to leave the run as it was."""
+
+    def run(*more: str) -> str:
+        before = tree(copied)
+        line = refuse("sample", *settings(copied), *more)
+        assert tree(copied) == before
+        return line
+
+    return run
+
+
+@pytest.mark.parametrize("member", MEMBERS)
+def test_an_artifact_whose_hash_differs(refuse_sample: Refuse, copied: Path, member: str) -> None:
+    path = copied / "members" / member / "artifact" / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    line = refuse_sample()
+    assert line.startswith(f"{path}: SHA-256 is ")
+    assert "fit the member again" in line
+
+
+def test_a_pickle_where_safetensors_is_expected(refuse_sample: Refuse, copied: Path) -> None:
+    path = copied / "members" / "router" / "artifact" / "model.safetensors"
+    torch.save({"weight": torch.zeros(1)}, path)
+    line = refuse_sample()
+    assert line.startswith(f"{path}: is a PyTorch checkpoint")
+    assert "not loaded" in line
+
+
+def test_bad_json_in_an_artifact(refuse_sample: Refuse, copied: Path) -> None:
+    path = copied / "members" / "expert-1" / "artifact" / "member.json"
+    truncate(path)
+    line = refuse_sample()
+    assert line.startswith(f"{path}: ")
+    assert "cannot be read" in line
+    assert "fit the member again" in line
+
+
+@pytest.mark.parametrize("path", ["../elsewhere", "/etc", "members/../../elsewhere"])
+def test_a_manifest_that_points_out_of_its_folder(refuse_sample: Refuse, copied: Path, path: str) -> None:
+    manifest = copied / "ensemble.json"
+    members = json.loads(manifest.read_text(encoding="utf-8"))["members"]
+    members[0]["path"] = path
+    edit_json(manifest, members=members)
+    line = refuse_sample()
+    assert line.startswith(f"{manifest}: ")
+    assert f"{path!r} leaves its folder" in line
+
+
+def test_an_artifact_of_a_network_that_is_not_installed(refuse_sample: Refuse, copied: Path) -> None:
+    path = copied / "members" / "expert-0" / "artifact" / "member.json"
+    edit_json(path, network="unet-of-a-stranger")
+    line = refuse_sample()
+    assert line.startswith(f"{path}: ")
+
+
+def test_an_unconditional_experiment_takes_no_prompt(refuse: Refuse, copied: Path) -> None:
+    record = copied / "experiment.yaml"
+    text = record.read_text(encoding="utf-8").replace("kind: text", "kind: none")
+    record.write_text(re.sub(r"prompts:\n(  - .*\n)+", "prompts: []\n", text), encoding="utf-8")
+    line = refuse("sample", "-c", record, "--prompt", "red disc")
+    assert line.startswith("--prompt: ")
+    assert "'none', not on text" in line
+
+
+def test_an_experiment_with_texts_takes_no_class(refuse_sample: Refuse) -> None:
+    assert refuse_sample("--class", "3") == "--class: tiny_2x is conditioned on 'text', not on a class"
+
+
+@pytest.mark.parametrize("prompt", ["", "  "])
+def test_an_empty_prompt(refuse_sample: Refuse, prompt: str) -> None:
+    assert refuse_sample("--prompt", "red disc", "--prompt", prompt).startswith("--prompt: a prompt is empty")
+
+
+@pytest.mark.parametrize("out", ["picture.jpg", "", "nowhere/picture.png", "nowhere/folder"])
+def test_a_picture_that_cannot_be_written(
+    refuse_sample: Refuse, out: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def load(*_: object) -> None:
+        raise AssertionError("pictures are drawn for nothing")
+
+    monkeypatch.setattr("ddm_lightning.ensemble.load.load_ensemble", load)
+    assert refuse_sample("--out", out).startswith(f"--out {out!r}: ")
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "words"),
+    [
+        ("--num", "0", ["sample.num_per_prompt", "at least 1"]),
+        ("--seed", "-1", ["'seed' = -1", "at least 0"]),
+        ("--strategy", "best", ["sample.strategy", "full, top-1, top-k, bayes"]),
+    ],
+)
+def test_sample_options_that_cannot_be(refuse_sample: Refuse, option: str, value: str, words: list[str]) -> None:
+    line = refuse_sample(option, value)
+    assert line.startswith(f"{option} {value}: ")
+    for word in words:
+        assert word in line
+
+
+@pytest.mark.parametrize("command", ["sample", "status"])
+def test_a_run_that_is_not_there(refuse: Refuse, tmp_path: Path, command: str) -> None:
+    line = refuse(command, *settings(tmp_path / "run"))
+    assert line.startswith(f"{tmp_path / 'run'}: no run here; start it with fit")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_sample_names_the_members_that_are_missing(refuse: Refuse, finished_run: Path, tmp_path: Path) -> None:
+    run = copy_run(finished_run, tmp_path / "run", "expert-1", "router")
+    line = refuse("sample", *settings(run))
+    assert line.startswith(f"{run / 'ensemble.json'}: ")
+    assert "not finished: expert-1, router;" in line
+    assert f"fit -c {TINY}" in line
+
+
+@pytest.mark.parametrize("more", [[], ["member=expert-1"]])
+def test_a_finished_member_of_other_clusters_is_not_passed_over(
+    refuse: Refuse, finished_run: Path, tmp_path: Path, more: list[str]
+) -> None:
+    run = copy_run(finished_run, tmp_path / "run")
+    manifest = run / "prepared" / "manifest.json"
+    document = json.loads(manifest.read_text(encoding="utf-8"))
+    document["partition_sha256"] = "0" * 64
+    manifest.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    line = refuse("fit", *settings(run), *more)
+    member = "expert-1" if more else "expert-0"
+    assert line.startswith(
+        f"{run / 'members' / member / 'artifact'}: was trained on clusters that have changed since, "
+    )
+
+
+def test_a_manifest_of_other_data_than_the_experts_saw(refuse_sample: Refuse, copied: Path) -> None:
+    path = copied / "prepared" / "manifest.json"
+    columns = {**json.loads(path.read_text(encoding="utf-8"))["columns"], "x_0": "ndarray:uint8:3,512,512"}
+    edit_json(path, x_shape=[3, 512, 512], columns=columns)
+    line = refuse_sample()
+    assert line.startswith(f"{path}: the experts were trained on other data ((3, 8, 8), ")
+
+
+@pytest.mark.parametrize("changes", [{"num_classes": 10**9}, {"num_classes": 10**18}], ids=str)
+def test_a_manifest_that_asks_for_a_network_that_does_not_fit(
+    refuse: Refuse, tiny_run: Path, changes: dict[str, object]
+) -> None:
+    edit_json(tiny_run / "prepared" / "manifest.json", **changes)
+    line = refuse("fit", *settings(tiny_run), "condition.kind=class", "sample.prompts=[]", "member=expert-0")
+    assert re.search(r"needs [\d.]+ [TGE]B of memory, |cannot be built|refuses its params", line), line
+
+
+def test_a_manifest_of_another_number_of_clusters(refuse: Refuse, tiny_run: Path) -> None:
+    path = tiny_run / "prepared" / "manifest.json"
+    edit_json(path, clusters=json.loads(path.read_text(encoding="utf-8"))["clusters"][:1], priors=[1])
+    line = refuse("fit", *settings(tiny_run), "member=expert-1")
+    assert line == "key 'prepare.partition.num_clusters' = 2: the manifest has 1"
+
+
+def test_memory_that_is_full_is_one_line(refuse: Refuse, tiny_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ddm_lightning.training.fit.build_data", lambda *_: torch.empty(1 << 50))
+    line = refuse("fit", *settings(tiny_run), "member=expert-0")
+    assert line.startswith("the memory is full (") and "use a smaller network or batch" in line

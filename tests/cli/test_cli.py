@@ -1,0 +1,415 @@
+"""The command line: its help, its overrides, and what each command prints and leaves on the tiny run."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from PIL import Image
+from tiny_runs import MEMBERS, ROOT, STEPS, TINY, copy_run, settings
+
+from ddm_lightning import __version__
+from ddm_lightning.cli import commands, parser
+from ddm_lightning.cli.parser import build_parser, main
+from ddm_lightning.config import load_experiment, to_dict
+from ddm_lightning.members.member import parse_members
+
+HELP = Path(__file__).with_name("help.txt")
+COMMANDS = ("prepare", "fit", "sample", "replay", "ema", "status", "config")
+
+
+def called(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    """What a command that ends well prints to stdout."""
+    capsys.readouterr()
+    code = main([str(argument) for argument in arguments])
+    out, err = capsys.readouterr()
+    assert code == 0, (code, out, err)
+    return out
+
+
+def help_text(capsys: pytest.CaptureFixture[str]) -> str:
+    texts = []
+    for command in ("", *COMMANDS):
+        with pytest.raises(SystemExit) as caught:
+            main([*([command] if command else []), "--help"])
+        assert caught.value.code == 0
+        texts.append(f"$ {' '.join(['ddm_lightning', *([command] if command else []), '--help'])}\n")
+        texts.append(capsys.readouterr().out + "\n")
+    return "".join(texts)
+
+
+def test_the_help_is_the_frozen_one(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A change of the command line has to be meant; to freeze it anew: FREEZE_HELP=1 pytest tests/test_cli.py."""
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("NO_COLOR", "1")
+    text = help_text(capsys)
+    if os.environ.get("FREEZE_HELP"):
+        HELP.write_text(text, encoding="utf-8")
+    assert unified(text) == unified(HELP.read_text(encoding="utf-8"))
+
+
+def unified(text: str) -> str:
+    """Without what differs between the Pythons: 3.13 names an option's value once."""
+    return re.sub(r"\s+", " ", text.replace("-c FILE, --config FILE", "-c, --config FILE"))
+
+
+def test_every_command_is_in_the_help() -> None:
+    assert set(commands.COMMANDS) == set(COMMANDS)
+    for command in COMMANDS:
+        assert build_parser().parse_args([command, "-c", "file"]).command == command
+
+
+@pytest.mark.parametrize("command", [[], ["fit"], ["sample"]])
+def test_help_waits_for_neither_torch_nor_lightning(command: list[str]) -> None:
+    code = (
+        "import sys\n"
+        "from ddm_lightning.cli.parser import main\n"
+        "try:\n"
+        f"    main({[*command, '--help']!r})\n"
+        "except SystemExit:\n"
+        "    heavy = {'torch', 'lightning', 'streaming', 'torchvision', 'numpy', 'omegaconf'} & set(sys.modules)\n"
+        "    sys.exit(f'imported {heavy}' if heavy else 0)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "usage: ddm_lightning" in done.stdout
+
+
+def test_config_prints_what_fit_would_use(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    overrides = [f"run_dir={tmp_path / 'run'}", "seed=7", "expert.train.learning_rate=1e-3"]
+    printed = yaml.safe_load(called(capsys, "config", "-c", TINY, *overrides))
+    assert printed == to_dict(load_experiment(TINY, overrides))
+    assert printed["seed"] == 7
+    assert printed["sample"]["guidance_scale"] == 1.0  # a default
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_config_prints_is_an_experiment_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "resolved.yaml"
+    path.write_text(called(capsys, "config", "-c", TINY, "seed=7"), encoding="utf-8")
+    assert load_experiment(path) == load_experiment(TINY, ["seed=7"])
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        "seed=3 name=n -c FILE",
+        "-c FILE seed=3 name=n",
+        "seed=3 -c FILE name=n",
+        "name=m seed=2 -c FILE seed=3 name=n",
+        "--config FILE seed=3 name=n",
+    ],
+)
+def test_overrides_stand_anywhere_and_the_last_wins(capsys: pytest.CaptureFixture[str], order: str) -> None:
+    printed = yaml.safe_load(called(capsys, "config", *order.replace("FILE", str(TINY)).split()))
+    assert (printed["seed"], printed["name"]) == (3, "n")
+
+
+def test_overrides_between_options_with_values() -> None:
+    options = parser._parse(["sample", "a=1", "--num", "2", "b=2", "-c", "f", "c=3", "--prompt", "x=y", "d=4"])
+    assert options.overrides == ["a=1", "b=2", "c=3", "d=4"]
+    assert (options.num, options.config, options.prompt) == (2, "f", ["x=y"])
+
+
+def test_a_missing_command_or_file_is_told_with_the_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in ([], ["fit"], ["train", "-c", str(TINY)]):
+        with pytest.raises(SystemExit) as caught:
+            main(arguments)
+        assert caught.value.code == 2
+        assert "usage: ddm_lightning" in capsys.readouterr().err
+
+
+# Commands on runs.
+
+
+def test_prepare_names_its_results_and_the_next_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    out = called(capsys, "prepare", *settings(run))
+    for name in ("shards", "clusters.png", "report/report.html"):
+        path = run / "prepared" / name
+        assert str(path) in out
+        assert path.exists()
+    assert f"next: python -m ddm_lightning fit {shlex.join(settings(run))}\n" in out
+    assert "up to date" in called(capsys, "prepare", *settings(run))
+    table = called(capsys, "status", *settings(run))
+    for member, steps in STEPS.items():
+        assert re.search(rf"^ ?{member} +waiting +0/{steps} +– +– +– +0:00 +–", table, re.MULTILINE), table
+
+
+def test_the_first_fit_names_everything_that_it_left(finished_run: Path) -> None:
+    out = finished_run.with_suffix(".out").read_text(encoding="utf-8")
+    for line in (
+        f"ensemble: {finished_run / 'ensemble.json'}",
+        f"samples: {finished_run / 'samples' / 'top-1.png'}",
+        f"clusters: {finished_run / 'prepared' / 'clusters.png'}",
+        f"next: python -m ddm_lightning sample {shlex.join(settings(finished_run))} --prompt …",
+        f"curves: tensorboard --logdir {finished_run}",
+    ):
+        assert line in out.splitlines()
+    assert Path(finished_run / "samples" / "top-1.png").exists()
+    assert finished_run.with_suffix(".err").read_text(encoding="utf-8") == ""
+
+
+def test_status_after_the_run(capsys: pytest.CaptureFixture[str], finished_run: Path, tmp_path: Path) -> None:
+    run = copy_run(finished_run, tmp_path / "run")
+    table = called(capsys, "status", *settings(run))
+    for member in MEMBERS:
+        steps = STEPS[member]
+        accuracy = r"\d+\.\d%" if member == "router" else "–"
+        row = rf"^ ?{member} +done +{steps}/{steps} +\d\.\d{{4}} +\d\.\d{{4}} +{accuracy} +\d+:\d\d +\d+"
+        assert re.search(row, table, re.MULTILINE), table
+    assert f"curves: tensorboard --logdir {run}" in table
+    assert "monolith" not in table
+
+
+def test_status_of_artifacts_that_islands_handed_over(
+    capsys: pytest.CaptureFixture[str], finished_run: Path, tmp_path: Path
+) -> None:
+    run = copy_run(finished_run, tmp_path / "run")
+    for member in MEMBERS:
+        (run / "members" / member / "status.json").unlink()
+    table = called(capsys, "status", *settings(run))
+    for member in MEMBERS:
+        assert re.search(rf"^ ?{member} +done +{STEPS[member]}/{STEPS[member]} +\d", table, re.MULTILINE), table
+
+
+def test_a_second_fit_does_nothing_and_says_so(
+    capsys: pytest.CaptureFixture[str], finished_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = copy_run(finished_run, tmp_path / "run")
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.suffix != ".json"}
+    modified = (run / "samples" / "top-1.png").stat().st_mtime_ns
+
+    def start(*_: object) -> None:
+        raise AssertionError("a member was started")
+
+    monkeypatch.setattr("ddm_lightning.islands.local._start", start)
+    out = called(capsys, "fit", *settings(run))
+    assert "up to date" in out
+    assert "all members are finished and their pictures drawn: nothing to do" in out
+    assert (run / "samples" / "top-1.png").stat().st_mtime_ns == modified
+    assert {path: path.read_bytes() for path in before} == before
+    assert main(["fit", *settings(run), "member=expert-0"]) == 0
+    assert capsys.readouterr().err == f"expert-0 is finished: {run / 'members' / 'expert-0' / 'artifact'}\n"
+
+
+def test_fit_assembles_artifacts_that_islands_handed_over(
+    capsys: pytest.CaptureFixture[str], finished_run: Path, tmp_path: Path
+) -> None:
+    run = copy_run(finished_run, tmp_path / "run")
+    manifest = (run / "ensemble.json").read_bytes()
+    picture = (run / "samples" / "top-1.png").read_bytes()
+    for path in (run / "ensemble.json", run / "samples" / "top-1.png"):
+        path.unlink()
+    out = called(capsys, "fit", *settings(run))
+    assert "all members are finished" not in out
+    assert (run / "ensemble.json").read_bytes() == manifest
+    assert (run / "samples" / "top-1.png").read_bytes() == picture
+
+
+def test_artifacts_beside_a_manifest_are_assembled_without_the_source(
+    capsys: pytest.CaptureFixture[str], finished_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    (run / "prepared").mkdir(parents=True)
+    shutil.copy(finished_run / "prepared" / "manifest.json", run / "prepared")
+    for member in MEMBERS:
+        shutil.copytree(finished_run / "members" / member / "artifact", run / "members" / member / "artifact")
+
+    def prepare(*_: object, **__: object) -> None:
+        raise AssertionError("something was prepared")
+
+    monkeypatch.setattr("ddm_lightning.prepare.stages.prepare", prepare)
+    called(capsys, "fit", *settings(run))
+    assert (run / "ensemble.json").read_bytes() == (finished_run / "ensemble.json").read_bytes()
+    picture = (run / "samples" / "top-1.png").read_bytes()
+    assert picture == (finished_run / "samples" / "top-1.png").read_bytes()
+
+
+def samples(path: Path) -> str:
+    """What ``sample`` prints of the grid ``path``."""
+    return f"samples: {path}\nsingle images: {path.with_suffix('')}\n"
+
+
+@pytest.mark.parametrize("strategy", ["full", "top-1", "top-k", "bayes"])
+def test_sample_draws_a_row_a_prompt(
+    capsys: pytest.CaptureFixture[str], finished_run: Path, tmp_path: Path, strategy: str
+) -> None:
+    sizes = {}
+    for num, prompts in ((2, ["red disc"]), (20, ["red disc"]), (2, ["red disc", "a cross"])):
+        path = tmp_path / f"{num}-{len(prompts)}.png"
+        options = [text for prompt in prompts for text in ("--prompt", prompt)]
+        arguments = [*settings(finished_run), *options, "--strategy", strategy, "--num", num, "--out", path]
+        assert called(capsys, "sample", *arguments) == samples(path)
+        assert len(list(path.with_suffix("").iterdir())) == num * len(prompts)
+        with Image.open(path) as image:
+            sizes[num, len(prompts)] = image.size
+            assert len(np.unique(np.asarray(image).reshape(-1, 3), axis=0)) > 50
+    assert sizes[20, 1][0] > sizes[2, 1][0]
+    assert sizes[2, 2][1] > sizes[2, 1][1]
+
+
+def test_the_same_prompt_draws_the_same_and_another_another(
+    capsys: pytest.CaptureFixture[str], finished_run: Path, tmp_path: Path
+) -> None:
+    def drawn(*more: str) -> bytes:
+        path = tmp_path / "drawn.png"
+        called(capsys, "sample", *settings(finished_run), "--num", 2, "--out", path, *more)
+        return path.read_bytes()
+
+    first = drawn("--prompt", "red disc")
+    assert drawn("--prompt", "red disc") == first
+    assert drawn("--prompt", "red disk") != first
+
+
+def test_sample_without_options_draws_the_experiments_grid_into_the_run(
+    capsys: pytest.CaptureFixture[str], finished_run: Path, tmp_path: Path
+) -> None:
+    run = copy_run(finished_run, tmp_path / "run")
+    grid = run / "samples" / "top-1.png"
+    as_fit_drew_it = grid.read_bytes()
+    grid.unlink()
+    assert called(capsys, "sample", *settings(run)) == samples(grid)
+    assert grid.read_bytes() == as_fit_drew_it
+    assert called(capsys, "sample", *settings(run), "--strategy", "full") == samples(run / "samples" / "full.png")
+
+
+@pytest.mark.parametrize("strategy", ["top-1", "bayes"])
+def test_an_image_of_a_prompt_is_the_same_whatever_its_neighbours(
+    capsys: pytest.CaptureFixture[str],
+    finished_run: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    strategy: str,
+) -> None:
+    def drawn(out: str, *more: object) -> np.ndarray:
+        arguments = [*settings(finished_run), "--strategy", strategy, "--out", tmp_path / f"{out}.png", *more]
+        called(capsys, "sample", *arguments)
+        return np.stack([np.asarray(Image.open(path)) for path in sorted((tmp_path / out).glob("*-red-disc-*.png"))])
+
+    alone = drawn("alone", "--prompt", "red disc", "--num", 2)
+    monkeypatch.setattr("ddm_lightning.evaluation.samples.BATCH_SIZE", 4)
+    among = drawn("among", "--prompt", "a cross", "--prompt", "red disc", "--prompt", "a box", "--num", 3)
+    assert alone.shape[0] == 2 and among.shape[0] == 3
+    assert np.abs(alone.astype(int) - among[:2]).max() <= 1  # a rounding of 256 values
+    assert np.abs(alone[0].astype(int) - alone[1]).max() > 20
+    other = drawn("other", "--prompt", "red disc", "--num", 2, "--seed", 1)
+    assert np.abs(alone.astype(int) - other).max() > 20
+
+
+def test_out_may_be_a_folder(capsys: pytest.CaptureFixture[str], finished_run: Path, tmp_path: Path) -> None:
+    for number in (1, 2):
+        sheet = tmp_path / "new" / f"top-1-00{number}.png"
+        arguments = [*settings(finished_run), "--prompt", "red disc", "--num", 1, "--out", tmp_path / "new"]
+        assert called(capsys, "sample", *arguments) == samples(sheet)
+        assert [path.name for path in sheet.with_suffix("").iterdir()] == ["000-red-disc-0000.png"]
+
+
+def test_a_run_is_addressed_without_repeating_its_overrides(
+    capsys: pytest.CaptureFixture[str], finished_run: Path, tmp_path: Path
+) -> None:
+    run = copy_run(finished_run, tmp_path / "run")
+    shutil.move(run, tmp_path / "moved")  # the record names the old place
+    run = tmp_path / "moved"
+    for address in (["-c", TINY, f"run_dir={run}"], ["-c", run / "experiment.yaml"]):
+        assert f"{STEPS['expert-0']}/{STEPS['expert-0']}" in called(capsys, "status", *address)
+        sheet = run / "samples" / "top-1.png"
+        assert called(capsys, "sample", *address) == samples(sheet)
+        assert main(["sample", *map(str, address), "seed=5"]) == 2
+        line = capsys.readouterr().err
+        assert (
+            line.startswith(f"error: {run / 'experiment.yaml'}: the experiment changed since")
+            and "seed (was 0)" in line
+        )
+        assert main(["replay", *map(str, address), "member=expert-0"]) == 2
+        assert "no step of rank 0 was left out" in capsys.readouterr().err
+
+
+def test_what_is_drawn_besides_takes_a_file_of_its_own(
+    capsys: pytest.CaptureFixture[str], finished_run: Path, tmp_path: Path
+) -> None:
+    run = copy_run(finished_run, tmp_path / "run")
+    grid = (run / "samples" / "top-1.png").read_bytes()
+    drawn = (("--prompt", "red disc"), ("--num", 2), ("--prompt", "red disc"), ("sample.prompts=[blue square]",))
+    for number, more in enumerate(drawn, 1):
+        path = run / "samples" / f"top-1-00{number}.png"
+        assert called(capsys, "sample", *settings(run), *more) == samples(path)
+    first, third = ((run / "samples" / f"top-1-00{number}.png").read_bytes() for number in (1, 3))
+    assert first == third != grid
+    assert (run / "samples" / "top-1.png").read_bytes() == grid
+
+
+def test_the_installed_command_is_the_same() -> None:
+    done = subprocess.run(
+        [Path(sys.executable).with_name("ddm-lightning"), "config", "-c", TINY, "seed=9"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert yaml.safe_load(done.stdout)["seed"] == 9
+
+
+def readme_commands() -> list[str]:
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    found = [line[line.index("python -m ddm_lightning") :] for line in lines if "python -m ddm_lightning " in line]
+    return [command.partition("  #")[0].rstrip() for command in found if " -c " in command]
+
+
+def test_the_readme_shows_every_command() -> None:
+    assert {shlex.split(command)[3] for command in readme_commands()} == set(COMMANDS)
+
+
+@pytest.mark.parametrize("command", readme_commands())
+def test_a_command_of_the_readme_is_one(command: str) -> None:
+    options = parser._parse(shlex.split(command)[3:])
+    overrides = [text for text in options.overrides if not text.startswith("member=")]
+    experiment = load_experiment(ROOT / options.config, overrides)
+    for text in set(options.overrides) - set(overrides):
+        assert parse_members(text.removeprefix("member="), experiment)
+
+
+def test_describe_prints_every_key_with_type_default_and_documentation(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["config", "--describe"])
+    assert caught.value.code == 0
+    text = capsys.readouterr().out
+    for lines in (
+        "seed: int = 0\n    Seed of the partition, ",
+        "name: str, required\n    Name of the experiment",
+        "expert.train.max_steps: int, required\n    Optimizer steps.\n",
+        "expert.train.gradient_clip_norm: float | null = 1.0\n",
+        "prepare.caption_encoder.name: str, required\n",
+        "expert.network.params: dict[str, Any] = {}\n",
+        'router.timesteps.density: str = "uniform"\n    `logit-normal` or `uniform`.\n',
+        "existing` (the clusters of another run, for new data).\n",  # a second line
+        "\nisland:\n    The machine.\n",
+    ):
+        assert lines in text
+
+    def keys(value: object, prefix: str) -> Iterator[str]:
+        for field in dataclasses.fields(value) if dataclasses.is_dataclass(value) else ():
+            yield from keys(getattr(value, field.name), f"{prefix}.{field.name}")
+        yield prefix[1:]
+
+    printed = [line.partition(":")[0] for line in text.splitlines() if line and not line.startswith(" ")]
+    assert set(keys(load_experiment(TINY), "")) - {""} == set(printed)
+    assert len(printed) == len(set(printed))
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["config", "--describe"]])
+def test_version_and_schema_wait_for_no_torch(arguments: list[str]) -> None:
+    code = f"import sys; sys.argv[1:] = {arguments!r}\nfrom ddm_lightning.cli.parser import main\n"
+    code += "try:\n    main()\nexcept SystemExit:\n    assert 'torch' not in sys.modules\n"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert arguments != ["--version"] or done.stdout == f"ddm_lightning {__version__}\n"

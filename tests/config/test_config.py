@@ -1,0 +1,395 @@
+from __future__ import annotations
+
+import ast
+import contextlib
+import dataclasses
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from ddm_lightning import config
+from ddm_lightning.config import Experiment, load_experiment, to_dict, to_yaml
+from ddm_lightning.config.validate import CHOICES, RANGES
+from ddm_lightning.core import schema
+from ddm_lightning.core.errors import UserError
+
+ROOT = Path(__file__).parents[2]
+CONFIG = Path(config.__file__).parent
+
+SMALLEST = """
+name: smallest
+prepare:
+  source: {name: blobs}
+  features: {name: pooled-pixels}
+  partition: {num_clusters: 2}
+expert:
+  network: {name: dit, params: {width: 8}}
+  train: {max_steps: 10, global_batch_size: 8}
+router:
+  network: {name: router-dit}
+  train: {max_steps: 20, global_batch_size: 4}
+"""
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    file = tmp_path / "e.yaml"
+    file.write_text(SMALLEST)
+    return file
+
+
+def refusal(path: Path, *overrides: str) -> str:
+    """What ``path`` with ``overrides`` is refused with, without the path in front."""
+    with pytest.raises(UserError) as caught:
+        load_experiment(path, overrides)
+    line = str(caught.value)
+    assert "\n" not in line
+    assert line.startswith(str(path))
+    return line.removeprefix(str(path))
+
+
+def test_defaults_fill_the_file_and_references_are_resolved(path: Path) -> None:
+    experiment = load_experiment(path)
+    assert experiment.run_dir == "runs/smallest"
+    assert experiment.prepare.image_encoder == config.PluginConfig("pixels")
+    assert experiment.prepare.caption_encoder is None
+    assert experiment.expert.timesteps.density == "logit-normal"
+    assert experiment.router.timesteps.density == "uniform"
+    assert experiment.expert.network.params == {"width": 8}
+
+
+def test_later_overrides_win_over_earlier_ones_and_over_the_file(path: Path) -> None:
+    experiment = load_experiment(
+        path,
+        [
+            "expert.train.max_steps=11",
+            "expert.train.max_steps=12",
+            "expert.network.params.depth=3",
+            "prepare.caption_encoder={name: hashed-words, params: {size: 4}}",
+            "condition.kind=text",
+            "sample.prompts=[red apple, 'flag: Japan']",
+            "router.train=${expert.train}",
+            "expert.train.learning_rate=1e-3",
+        ],
+    )
+    assert experiment.expert.train.max_steps == 12
+    assert experiment.expert.network.params == {"width": 8, "depth": 3}
+    assert experiment.prepare.caption_encoder == config.PluginConfig("hashed-words", {"size": 4})
+    assert experiment.sample.prompts == ["red apple", "flag: Japan"]
+    assert experiment.router.train == experiment.expert.train
+    assert experiment.router.train.learning_rate == 1e-3
+
+
+def test_a_null_takes_an_optional_section_away(path: Path) -> None:
+    assert load_experiment(path, ["prepare.caption_encoder={name: a}"]).prepare.caption_encoder is not None
+    given = [
+        "prepare.caption_encoder={name: a}",
+        "prepare.caption_encoder=null",
+        "expert.train.gradient_clip_norm=null",
+    ]
+    experiment = load_experiment(path, given)
+    assert experiment.prepare.caption_encoder is None
+    assert experiment.expert.train.gradient_clip_norm is None
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("1e-4", 1e-4), ("1E3", 1000.0), (".5", 0.5), ("1.", 1.0), ("1", 1.0), ("1_0.5", 10.5)]
+)
+def test_numbers_that_yaml_1_1_takes_for_text_are_numbers(path: Path, text: str, value: float) -> None:
+    path.write_text(SMALLEST.replace("max_steps: 10,", f"max_steps: 10, learning_rate: {text},"))
+    read = load_experiment(path, [f"expert.network.params.rate={text}"])
+    assert read.expert.train.learning_rate == value
+    assert type(read.expert.train.learning_rate) is float
+    assert read.expert.network.params["rate"] == value
+
+
+@pytest.mark.parametrize("text", ["no", "on", "7", "12:30", "1e3", "null", "2.0"])
+def test_words_that_yaml_1_1_takes_for_something_else_are_refused_where_a_text_belongs(path: Path, text: str) -> None:
+    path.write_text(SMALLEST.replace("name: smallest", f"name: {text}"))
+    assert refusal(path).startswith(": key 'name': must be a text, is ")
+    path.write_text(SMALLEST.replace("name: smallest", f"name: '{text.replace(':', '-')}'"))
+    assert load_experiment(path).name == text.replace(":", "-")
+
+
+def test_the_source_of_a_mistake_is_named(path: Path) -> None:
+    assert refusal(path, "seed=1", "expert.train.lr=1").startswith(
+        " with 'expert.train.lr=1': unknown key 'expert.train.lr'"
+    )
+    assert refusal(path, "exprt.train.max_steps=1").startswith(
+        " with 'exprt.train.max_steps=1': unknown key 'exprt'; did you mean 'expert'?"
+    )
+    assert refusal(path, "seed=one").startswith(" with 'seed=one': key 'seed': must be a whole number, is 'one'")
+    assert refusal(path, "expert.train=").startswith(" with 'expert.train=': key 'expert.train': must be a section")
+    assert refusal(path, "expert.network=dit").endswith("is 'dit'; write it as {name: dit}")
+    assert refusal(path, "seed").startswith(": override 'seed' is no key=value")
+    path.write_text(SMALLEST + "sample:\n  stratgy: full\n")
+    assert refusal(path).startswith(": unknown key 'sample.stratgy'; did you mean 'strategy'?")
+    path.write_text(SMALLEST + "colour: red\n")
+    assert refusal(path).startswith(": unknown key 'colour'; known there: name, run_dir, seed, prepare")
+
+
+def test_every_mandatory_key_is_asked_for(path: Path) -> None:
+    path.write_text("")
+    line = refusal(path)
+    expected = [
+        "name",
+        "prepare.source.name",
+        "prepare.features.name",
+        "prepare.partition.num_clusters",
+        "expert.network.name",
+        "expert.train.max_steps",
+        "expert.train.global_batch_size",
+        "router.network.name",
+        "router.train.max_steps",
+        "router.train.global_batch_size",
+    ]
+    assert line == f": keys {', '.join(map(repr, expected))} are missing; give them values"
+    path.write_text(SMALLEST.replace("num_clusters: 2", ""))
+    assert refusal(path) == (
+        ": key 'prepare.partition.num_clusters' is missing; give it a value (K: clusters, hence experts.)"
+    )
+    path.write_text(SMALLEST)
+    assert "key 'prepare.caption_encoder.name' is missing" in refusal(path, "prepare.caption_encoder.params.size=4")
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("name=${nope}", ": key 'name': Interpolation key 'nope' not found; mend the reference"),
+        ("seed=${expert.train.nope}", ": key 'seed': "),
+        ("seed=${seed}", ": key 'seed': Recursive interpolation detected; mend the reference"),
+        ("name=${run_dir}", ": key 'name': Recursive interpolation detected"),
+        ("name=${oc.env:DDM_LIGHTNING_NOT_SET}", ": key 'name': "),
+        ("name=${unheard:1}", ": key 'name': Unsupported interpolation type unheard"),
+        ("seed=${name}", ": key 'seed': "),
+        ("sample.prompts=['${nope}']", ": key 'sample.prompts[0]': Interpolation key 'nope' not found"),
+        ("expert.network.params.width=${nope.x}", ": key 'expert.network.params.width': Interpolation key 'nope.x'"),
+    ],
+)
+def test_a_bad_reference_is_refused(path: Path, override: str, line: str) -> None:
+    assert refusal(path, override).startswith(line)
+
+
+def test_what_a_reference_brings_is_checked_too(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    override = "expert.train.learning_rate=${oc.env:DDM_LIGHTNING_RATE}"
+    monkeypatch.setenv("DDM_LIGHTNING_RATE", "0.25")
+    assert load_experiment(path, [override]).expert.train.learning_rate == 0.25
+    monkeypatch.setenv("DDM_LIGHTNING_RATE", "nan")
+    assert refusal(path, override) == (
+        ": key 'expert.train.learning_rate': must be a finite number, is nan; change the value"
+    )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (["prepare.partition.num_clusters=0"], "'prepare.partition.num_clusters' = 0: must be at least 1"),
+        (["prepare.partition.num_clusters=-2"], "'prepare.partition.num_clusters' = -2: must be at least 1"),
+        (
+            ["prepare.partition.num_fine_centroids=8", "prepare.partition.num_clusters=16"],
+            "'prepare.partition.num_clusters' = 16: exceeds prepare.partition.num_fine_centroids",
+        ),
+        (
+            ["expert.train.global_batch_size=9"],
+            "'expert.train.global_batch_size' = 9: must be divisible by prepare.partition.num_clusters = 2",
+        ),
+        (["island.devices=3"], "'island.devices' = 3: must divide the expert's 4 samples a step"),
+        (["island.devices=4", "router.train.global_batch_size=2"], "'island.devices' = 4: must divide the router's 2 "),
+        (["island.devices=2", "island.strategy=single"], "'island.devices' = 2: island.strategy = 'single' uses one"),
+        (["island.accelerator=cpu", "island.attention=xformers"], "'island.attention' = 'xformers': runs on CUDA"),
+        (["island.precision=bf16"], "'island.precision' = 'bf16': must be one of 32-true, "),
+        (["island.accelerator=tpu"], "'island.accelerator' = 'tpu': must be one of auto, cpu, gpu"),
+        (["sample.strategy=best"], "'sample.strategy' = 'best': must be one of full, top-1, top-k, bayes"),
+        (
+            ["sample.strategy=top-k", "sample.top_k=3"],
+            "'sample.top_k' = 3: exceeds the number of experts, prepare.partition.num_clusters = 2",
+        ),
+        (["sample.strategy=bayes"], "'sample.solver' = 'euler': sample.strategy = 'bayes' filters"),
+        (["sample.solver=rk4"], "'sample.solver' = 'rk4': must be one of euler, heun, ancestral"),
+        (["condition.kind=picture"], "'condition.kind' = 'picture': must be one of text, tokens, class, none"),
+        (["condition.kind=text"], "'condition.kind' = 'text': needs prepare.caption_encoder, which is null"),
+        (["sample.prompts=[a]"], "'condition.kind' = 'none': sample.prompts are texts"),
+        (["sample.guidance_scale=2"], "'sample.guidance_scale' = 2.0: needs a condition.kind to guide by"),
+        (
+            ["sample.guidance_scale=2", "condition.kind=class", "condition.dropout=0"],
+            "'sample.guidance_scale' = 2.0: needs a condition.kind to guide by and condition.dropout above 0",
+        ),
+        (["condition.dropout=1.5"], "'condition.dropout' = 1.5: must be at most 1"),
+        (["prepare.held_out_fraction=0.6"], "'prepare.held_out_fraction' = 0.6: must be at most 0.5"),
+        (["prepare.partition.fit_fraction=0"], "'prepare.partition.fit_fraction' = 0.0: must be at least 1e-06"),
+        (["prepare.shards.compression=zip"], "'prepare.shards.compression' = 'zip': must be br, bz2"),
+        (["expert.timesteps.density=normal"], "'expert.timesteps.density' = 'normal': must be one of"),
+        (["router.train.schedule=step"], "'router.train.schedule' = 'step': must be one of constant, linear, cosine"),
+        (["expert.train.ema_decay=1"], "'expert.train.ema_decay' = 1.0: must be at most "),
+        (["expert.train.gradient_clip_norm=0"], "'expert.train.gradient_clip_norm' = 0.0: must be at least "),
+        (["expert.min_snr_gamma=0"], "'expert.min_snr_gamma' = 0.0: must be at least 1e-06"),
+        (["island.milestone_every_n_steps=0"], "'island.milestone_every_n_steps' = 0: must be at least 1"),
+        (["router.train.max_steps=0"], "'router.train.max_steps' = 0: must be at least 1"),
+        (["router.timesteps.shift=0"], "'router.timesteps.shift' = 0.0: must be at least "),
+        (["seed=-1"], "'seed' = -1: must be at least 0"),
+        (["seed=99999999999999999999"], "'seed' = 99999999999999999999: must be at most 9223372036854775807"),
+        (["name=../elsewhere"], "'name' = '../elsewhere': names a folder"),
+        (["name=.."], "'name' = '..': names a folder"),
+        (["name=a b"], "'name' = 'a b': names a folder"),
+        (["run_dir=''"], "'run_dir' = '': must name a folder"),
+    ],
+)
+def test_values_out_of_range_and_contradictions_are_refused(path: Path, overrides: list[str], line: str) -> None:
+    said, first = refusal(path, *overrides), f"{line.partition(' ')[0]}="
+    blamed = [text for text in overrides if first.replace("'", "") == f"{text.partition('=')[0]}="] or overrides
+    assert said.startswith(tuple(f" with {text!r}: key {line}" for text in blamed))
+
+
+def test_of_several_overrides_the_one_that_holds_is_to_blame_and_else_the_file(path: Path) -> None:
+    assert refusal(path, "seed=3", "seed=-1").startswith(" with 'seed=-1': key 'seed' = -1: ")
+    assert refusal(path, "expert.train={warmup_steps: -1}", "seed=4").startswith(
+        " with 'expert.train={warmup_steps: -1}': key 'expert.train.warmup_steps' = -1: "
+    )
+    # What the file has is named, and what was typed contradicts it.
+    assert refusal(path, "seed=1", "prepare.partition.num_clusters=3").startswith(
+        " with 'prepare.partition.num_clusters=3': key 'expert.train.global_batch_size' = 8: must be divisible"
+    )
+    path.write_text(SMALLEST + "run_dir: ''\n")
+    assert refusal(path, "name=other").startswith(": key 'run_dir' = '': must name a folder")
+    path.write_text(SMALLEST + "seed: -1\n")
+    assert refusal(path, "run_dir=elsewhere").startswith(": key 'seed' = -1: ")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["prepare.partition.num_clusters=1"],
+        ["sample.strategy=bayes", "sample.solver=ancestral"],
+        ["sample.strategy=top-k", "sample.top_k=2"],
+        ["sample.guidance_scale=2", "condition.kind=class"],
+        ["prepare.shards.compression=zstd:3"],
+        ["prepare.shards.compression=gz"],
+        ["prepare.held_out_fraction=0"],
+        ["island.devices=2", "island.strategy=fsdp", "island.precision=bf16-mixed"],
+        ["seed=9223372036854775807"],
+        ["run_dir=/somewhere/else"],
+        ["prepare.partition.num_fine_centroids=2"],
+    ],
+)
+def test_what_does_not_contradict_passes(path: Path, overrides: list[str]) -> None:
+    load_experiment(path, overrides)
+
+
+def test_an_experiment_survives_yaml_whatever_reads_it(path: Path, tmp_path: Path) -> None:
+    odd = "sample.prompts=['no', '1e-4', '12:30', 'flag: Japan', '#', '', 'ß ☂', 'null', '0o7']"
+    experiment = load_experiment(
+        path, [odd, "condition.kind=text", "prepare.caption_encoder={name: x}", "expert.train.learning_rate=1e-5"]
+    )
+    text = to_yaml(experiment)
+    assert yaml.safe_load(text) == to_dict(experiment)
+    again = tmp_path / "again.yaml"
+    again.write_text(text, encoding="utf-8")
+    assert load_experiment(again) == experiment
+
+
+@pytest.mark.parametrize("line", ["seed: 5", "colour: red", "expert: 3", "- a", "name: [", "seed: ${nope}", "x"])
+def test_reading_writes_nothing(path: Path, line: str) -> None:
+    path.write_text(f"{SMALLEST}{line}\n")
+    before = path.read_bytes()
+    with contextlib.suppress(UserError):
+        load_experiment(path)
+    assert [child.name for child in path.parent.iterdir()] == ["e.yaml"]
+    assert path.read_bytes() == before
+
+
+def test_importing_the_schema_imports_neither_torch_nor_lightning() -> None:
+    code = "import sys, ddm_lightning.config\n"
+    code += "from ddm_lightning.core import compat, files, registry\n"
+    code += "print([m for m in ('torch', 'lightning', 'numpy', 'streaming') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.strip() == "[]"
+
+
+def sections(kind: Any = Experiment) -> set[type]:
+    """``kind`` and the dataclasses of its fields, at any depth."""
+    found = {kind}
+    for hint in schema.hints(kind).values():
+        for option in (hint, *getattr(hint, "__args__", ())):
+            if dataclasses.is_dataclass(option):
+                found |= sections(option)
+    return found
+
+
+def test_every_field_has_its_documentation_on_the_line_below() -> None:
+    sources = [ast.parse(path.read_text(encoding="utf-8")) for path in CONFIG.glob("*.py")]
+    classes = [node for source in sources for node in source.body if isinstance(node, ast.ClassDef)]
+    assert {node.name for node in classes} == {kind.__name__ for kind in sections()}
+    for node in classes:
+        assert ast.get_docstring(node), node.name
+        for statement, below in zip(node.body, [*node.body[1:], None], strict=True):
+            if isinstance(statement, ast.AnnAssign):
+                where = f"{node.name}.{ast.unparse(statement.target)}"
+                assert isinstance(below, ast.Expr), where
+                assert isinstance(below.value, ast.Constant), where
+                assert isinstance(below.value.value, str), where
+                assert below.value.value.endswith("."), where
+                assert below.lineno == statement.end_lineno + 1, where
+
+
+def test_every_key_is_read_somewhere() -> None:
+    read: set[str] = set()
+    for file in (ROOT / "ddm_lightning").rglob("*.py"):
+        if file.parent != CONFIG:
+            tree = ast.parse(file.read_text(encoding="utf-8"))
+            read |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    keys = {f"{kind.__name__}.{field.name}" for kind in sections() for field in dataclasses.fields(kind)}
+    assert sorted(key for key in keys if key.rpartition(".")[2] not in read) == []
+
+
+def test_every_checked_key_exists() -> None:
+    for key in [*CHOICES, *RANGES]:
+        assert schema.doc(Experiment, key), key
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["prepare.source.name=webdataset", "prepare.source.params.path=tars"],
+        ["prepare.source.params.path=tars", "prepare.source.name=webdataset"],
+        ["prepare.source={name: webdataset, params: {path: tars}}"],
+    ],
+)
+def test_a_plug_in_of_another_name_takes_none_of_the_files_params(overrides):
+    loaded = load_experiment(ROOT / "experiments" / "folder_4x.yaml", overrides)
+    assert (loaded.prepare.source.name, loaded.prepare.source.params) == ("webdataset", {"path": "tars"})
+    # The same name merges.
+    same = load_experiment(
+        ROOT / "experiments" / "folder_4x.yaml", ["prepare.source={name: imagefolder, params: {path: x}}"]
+    )
+    assert same.prepare.source.params == {"path": "x", "labels": False}
+
+
+def test_a_batch_that_does_not_divide_is_refused_with_one_that_does():
+    with pytest.raises(UserError, match=r"= 64: must be divisible by .* = 3.*set expert\.train\.global_batch_size=66"):
+        load_experiment(ROOT / "experiments" / "folder_4x.yaml", ["prepare.partition.num_clusters=3"])
+
+
+@pytest.mark.parametrize("place", ["params: {width: 8}", "name: blobs"])
+def test_a_yaml_bomb_is_one_line_at_once(tmp_path: Path, place: str) -> None:
+    """Ten aliases of ten aliases … of a list: 10**9 entries if they were expanded, as OmegaConf 2.3 does."""
+    path = tmp_path / "bomb.yaml"
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 9)]
+    key, _, _ = place.partition(":")
+    path.write_text("\n".join(lines) + SMALLEST.replace(place, f"{key}: {{bomb: *a8}}" if key == "params" else place))
+    done = subprocess.run(
+        [sys.executable, "-m", "ddm_lightning", "config", "-c", str(path)],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+        cwd=ROOT,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30)),
+    )
+    assert done.returncode == 2, done.stderr[-500:]
+    assert done.stderr.startswith(f"error: {path}: ") and done.stderr.count("\n") == 1

@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+import ddm_lightning
+from ddm_lightning.core import compat
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(code: str, *options: str) -> subprocess.CompletedProcess[str]:
+    """``code`` in a fresh interpreter, which has imported nothing yet."""
+    code = f"import gc; gc.disable()  # imports are a third faster without\n{code}"
+    return subprocess.run([sys.executable, *options, "-c", code], check=False, capture_output=True, text=True, cwd=ROOT)
+
+
+def extension_loads() -> bool:
+    """Whether this machine's torchvision fits its torch, found out without our help."""
+    code = "import torch, glob\nfor f in glob.glob(__import__('sys').argv[1] + '/_C*.so'): torch.ops.load_library(f)"
+    folder = Path(str(find_spec("torchvision").origin)).parent
+    return subprocess.run([sys.executable, "-c", code, str(folder)], check=False, capture_output=True).returncode == 0
+
+
+@pytest.mark.slow
+def test_lightning_and_streaming_are_importable_after_it() -> None:
+    code = """
+from ddm_lightning.core.compat import ensure_torchvision_importable
+assert ensure_torchvision_importable() and ensure_torchvision_importable()
+import lightning, streaming, torchmetrics, torchvision
+import torch
+from torchvision.transforms.v2 import functional
+assert functional.resize(torch.zeros(3, 8, 8), [4, 4]).shape == (3, 4, 4)
+assert ensure_torchvision_importable()
+"""
+    done = run(code)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_it_declares_what_is_missing_where_it_is_needed() -> None:
+    if extension_loads():
+        pytest.skip("this torchvision fits its torch and needs no help")
+    assert "operator torchvision::nms does not exist" in run("import torchvision").stderr
+    code = """
+from ddm_lightning.core.compat import ensure_torchvision_importable
+ensure_torchvision_importable()
+import torch, torchvision
+torchvision.ops.nms(torch.zeros(1, 4), torch.zeros(1), 0.5)
+"""
+    assert "Couldn't load custom C++ ops" in run(code).stderr
+
+
+def test_without_torchvision_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "torchvision", raising=False)
+    monkeypatch.setattr(compat, "_declared", [])
+    monkeypatch.setattr(compat.importlib.util, "find_spec", lambda _: None)
+    assert compat.ensure_torchvision_importable() is False
+
+
+def test_a_torchvision_that_fits_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "_C.so").write_bytes(b"")
+    (tmp_path / "_meta_registrations.py").write_text('register_fake("torchvision::never_declared_here")\n')
+    loaded: list[str] = []
+    monkeypatch.setattr(torch.ops, "load_library", loaded.append)
+    monkeypatch.delitem(sys.modules, "torchvision", raising=False)
+    monkeypatch.setattr(compat, "_declared", [])
+    spec = type("Spec", (), {"origin": str(tmp_path / "__init__.py")})
+    monkeypatch.setattr(compat.importlib.util, "find_spec", lambda _: spec)
+    assert compat.ensure_torchvision_importable() is True
+    assert loaded == [str(tmp_path / "_C.so")]
+    assert not hasattr(torch.ops.torchvision, "never_declared_here")
+
+
+def test_only_operators_that_do_not_exist_are_declared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    registrations = tmp_path / "_meta_registrations.py"
+    registrations.write_text(
+        '@torch.library.register_fake("torchvision::first_of_a_test")\ndef a(): ...\n'
+        "@torch.library.register_fake(\n    'torchvision::second_of_a_test'\n)\ndef b(): ...\n"
+        '@register_meta("third_of_a_test")\ndef c(): ...\n'
+    )
+    declared: list[object] = []
+    monkeypatch.setattr(compat, "_declared", declared)
+    compat._declare_operators(registrations)
+    compat._declare_operators(registrations)  # A second declaration of one operator would raise.
+    assert hasattr(torch.ops.torchvision, "first_of_a_test")
+    assert hasattr(torch.ops.torchvision, "second_of_a_test")
+    assert not hasattr(torch.ops.torchvision, "third_of_a_test")
+    compat._declare_operators(tmp_path / "not_there.py")
+    assert len(declared) == 2
+
+
+def test_importing_the_package_is_cheap() -> None:
+    code = "import sys\nbefore = set(sys.modules)\nimport ddm_lightning, ddm_lightning.core.compat\n"
+    code += "print([m for m in ('torch', 'lightning', 'numpy', 'torchvision', 'omegaconf') if m in sys.modules])"
+    assert run(code).stdout.strip() == "[]"
+
+
+def test_the_version_is_the_one_that_is_packaged() -> None:
+    packaged = re.search(r'version="([^"]+)"', (ROOT / "setup.py").read_text(encoding="utf-8"))
+    assert packaged is not None
+    assert ddm_lightning.__version__ == packaged.group(1)
+
+
+def test_the_package_says_that_it_is_typed() -> None:
+    assert (ROOT / "ddm_lightning" / "py.typed").is_file()
+    assert "py.typed" in (ROOT / "setup.py").read_text(encoding="utf-8")
+
+
+def test_every_module_has_annotations_that_are_not_evaluated() -> None:
+    for file in (ROOT / "ddm_lightning").rglob("*.py"):
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        if any(isinstance(node, ast.FunctionDef | ast.AnnAssign) for node in ast.walk(tree)):
+            imported = [node for node in tree.body if isinstance(node, ast.ImportFrom) and node.module == "__future__"]
+            assert imported, file

@@ -1,0 +1,259 @@
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from deadline import within
+
+from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.files import (
+    atomic_folder,
+    atomic_write,
+    atomic_write_json,
+    atomic_write_text,
+    inside,
+    read_json,
+    sha256_file,
+    sha256_json,
+)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(child.name for child in folder.iterdir())
+
+
+def test_a_file_appears_with_its_folders_and_replaces_the_old_one(tmp_path: Path) -> None:
+    path = tmp_path / "a" / "b" / "f.txt"
+    atomic_write_text(path, "älter")
+    atomic_write_text(path, "neuer ☂")
+    assert path.read_text(encoding="utf-8") == "neuer ☂"
+    assert names(path.parent) == ["f.txt"]
+
+
+def test_the_temporary_name_keeps_the_suffix(tmp_path: Path) -> None:
+    seen = []
+
+    def write(path: Path) -> None:
+        seen.append(path)
+        path.write_bytes(b"x")
+
+    atomic_write(tmp_path / "grid.png", write)
+    assert seen[0].suffix == ".png"
+    assert seen[0].parent == tmp_path
+    assert seen[0].name != "grid.png"
+
+
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "f.txt"
+    atomic_write_text(path, "old")
+
+    def half(temporary: Path) -> None:
+        temporary.write_text("ne")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        atomic_write(path, half)
+    assert path.read_text() == "old"
+    assert names(tmp_path) == ["f.txt"]
+
+
+def test_a_killed_write_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "f.txt"
+    atomic_write_text(path, "old")
+    code = """
+import os, signal, sys
+from pathlib import Path
+from ddm_lightning.core.files import atomic_write
+def half(temporary):
+    temporary.write_text("ne")
+    os.kill(os.getpid(), signal.SIGKILL)
+atomic_write(Path(sys.argv[1]), half)
+"""
+    done = subprocess.run([sys.executable, "-c", code, str(path)], check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert path.read_text() == "old"
+    assert all(name == "f.txt" or name.startswith(".tmp-") for name in names(tmp_path))
+
+
+def watch(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is flushed and renamed from here on, by name, temporary names cut."""
+    events: list[str] = []
+    fsync, replace = os.fsync, os.replace
+
+    def short(path: Path) -> str:
+        return ".tmp" if path.name.startswith(".tmp") else path.name
+
+    def watched_fsync(handle: int) -> None:
+        events.append(f"flush {short(Path(f'/proc/self/fd/{handle}').readlink())}")
+        fsync(handle)
+
+    def watched_replace(old: Path, new: Path) -> None:
+        events.append(f"rename {short(Path(new))}")
+        replace(old, new)
+
+    monkeypatch.setattr(os, "fsync", watched_fsync)
+    monkeypatch.setattr(os, "replace", watched_replace)
+    return events
+
+
+def test_bytes_reach_the_disk_before_the_name_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    events = watch(monkeypatch)
+    atomic_write_text(tmp_path / "f.txt", "x")
+    assert events == ["flush .tmp", "rename f.txt", f"flush {tmp_path.name}"]
+
+
+def test_json_is_whole_and_finite(tmp_path: Path) -> None:
+    path = tmp_path / "f.json"
+    value = {"b": [1, 2.5, None], "a": "☂"}
+    atomic_write_json(path, value)
+    assert json.loads(path.read_text(encoding="utf-8")) == value
+    assert list(read_json(path, "the thing", "make it")) == ["b", "a"]
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        atomic_write_json(path, {"loss": float("nan")})
+    assert read_json(path, "the thing", "make it") == value
+    assert names(tmp_path) == ["f.json"]
+
+
+def test_a_folder_appears_whole_and_replaces_the_old_one(tmp_path: Path) -> None:
+    path = tmp_path / "a" / "artifact"
+    with atomic_folder(path) as folder:
+        (folder / "one").write_text("1")
+        assert not path.exists()
+    with atomic_folder(path) as folder:
+        (folder / "two").write_text("2")
+        assert names(path) == ["one"]
+    assert names(path) == ["two"]
+    assert names(path.parent) == ["artifact"]
+    assert path.stat().st_mode & 0o777 == 0o755
+
+
+def test_a_failed_folder_leaves_the_old_one_and_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "artifact"
+    with atomic_folder(path) as folder:
+        (folder / "one").write_text("1")
+    with pytest.raises(RuntimeError, match="stop"), atomic_folder(path) as folder:
+        (folder / "two").write_text("2")
+        raise RuntimeError("stop")
+    assert names(path) == ["one"]
+    assert names(tmp_path) == ["artifact"]
+
+
+def test_the_files_of_a_folder_reach_the_disk_before_its_name_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events = watch(monkeypatch)
+    with atomic_folder(tmp_path / "artifact") as folder:
+        (folder / "below").mkdir()
+        (folder / "below" / "model").write_text("x")
+    renamed = events.index("rename artifact")
+    assert {"flush model", "flush below", "flush .tmp"} <= set(events[:renamed])
+    assert len(events) == renamed + 2
+
+
+def test_the_old_folder_stands_until_the_new_one_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "artifact"
+    with atomic_folder(path) as folder:
+        (folder / "one").write_text("1")
+    events = watch(monkeypatch)
+    monkeypatch.setattr(shutil, "rmtree", lambda folder, **_: events.append(f"remove {folder.name.split('-')[0]}"))
+    with atomic_folder(path) as folder:
+        (folder / "two").write_text("2")
+    assert [event for event in events if "flush" not in event][:2] == ["rename .tmp", "rename artifact"]
+    assert names(path) == ["two"]
+
+
+@pytest.mark.parametrize("content", [b"{", b"", b"\xff\xfe", b'{"a": 1} trailing'])
+def test_what_is_no_json_is_refused_in_one_line(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "f.json"
+    path.write_bytes(content)
+    with pytest.raises(UserError) as caught:
+        read_json(path, "the manifest", "run prepare again")
+    line = str(caught.value)
+    assert line.startswith(f"{path}: the manifest cannot be read (")
+    assert line.endswith("); run prepare again")
+    assert "\n" not in line
+
+
+def test_missing_json_is_refused_with_its_remedy(tmp_path: Path) -> None:
+    with pytest.raises(UserError) as caught:
+        read_json(tmp_path / "f.json", "the manifest", "run prepare first")
+    assert str(caught.value) == f"{tmp_path / 'f.json'}: the manifest is missing; run prepare first"
+    with pytest.raises(UserError, match=r"cannot be read .*; run prepare first$"):
+        read_json(tmp_path, "the manifest", "run prepare first")
+
+
+def test_hashes_are_those_of_hashlib(tmp_path: Path) -> None:
+    data = bytes(range(256)) * 12289  # Longer than one block, and no multiple of it.
+    (tmp_path / "f").write_bytes(data)
+    assert sha256_file(tmp_path / "f") == hashlib.sha256(data).hexdigest()
+    (tmp_path / "empty").write_bytes(b"")
+    assert sha256_file(tmp_path / "empty") == hashlib.sha256(b"").hexdigest()
+
+
+def test_the_hash_of_json_depends_on_values_and_not_on_order() -> None:
+    value = {"a": 1, "b": [1.5, None, "ü"]}
+    assert sha256_json(value) == sha256_json(dict(reversed(value.items())))
+    assert sha256_json(value) == hashlib.sha256(b'{"a":1,"b":[1.5,null,"\\u00fc"]}').hexdigest()
+    assert sha256_json(value) != sha256_json({**value, "a": 2})
+    assert sha256_json([1, 2]) != sha256_json([2, 1])
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        sha256_json(float("inf"))
+
+
+def test_a_path_inside_its_folder_is_resolved(tmp_path: Path) -> None:
+    assert inside(tmp_path, "members/expert-0", tmp_path / "m.json") == tmp_path.resolve() / "members" / "expert-0"
+    assert inside(tmp_path, "a/../b", tmp_path / "m.json") == tmp_path.resolve() / "b"
+    assert inside(tmp_path, ".", tmp_path / "m.json") == tmp_path.resolve()
+
+
+@pytest.mark.parametrize("relative", ["..", "../other", "a/../../other", "/etc/passwd", "members/../../x"])
+def test_a_path_that_leaves_its_folder_is_refused(tmp_path: Path, relative: str) -> None:
+    with pytest.raises(UserError) as caught:
+        inside(tmp_path, relative, tmp_path / "m.json")
+    assert str(caught.value).startswith(f"{tmp_path / 'm.json'}: path {relative!r} leaves its folder; ")
+
+
+def test_neither_a_link_nor_a_neighbour_of_the_same_beginning_is_inside(tmp_path: Path) -> None:
+    folder, neighbour = tmp_path / "run", tmp_path / "run-2"
+    folder.mkdir()
+    neighbour.mkdir()
+    (folder / "link").symlink_to(neighbour)
+    for relative in ("link/model", "../run-2"):
+        with pytest.raises(UserError, match="leaves its folder"):
+            inside(folder, relative, folder / "m.json")
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder", "link out", "link in a circle", "large"])
+def test_only_a_small_regular_file_of_the_folder_is_read_as_json(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "run" / "f.json"
+    path.parent.mkdir()
+    atomic_write_json(tmp_path / "outside.json", {})
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "large":
+        with path.open("wb") as stream:
+            stream.truncate(1 << 40)
+    else:
+        path.symlink_to({"device": "/dev/zero", "link out": "../outside.json", "link in a circle": "f.json"}[kind])
+    with within(10), pytest.raises(UserError) as caught:
+        read_json(path, "the manifest", "run prepare again")
+    line = str(caught.value)
+    assert line.startswith(f"{path}: the manifest cannot be read (")
+    assert "\n" not in line
+
+
+@pytest.mark.parametrize("name", ["circle", "x" * 300, "\0"])
+def test_a_path_that_names_no_file_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "circle").symlink_to(tmp_path / "circle")
+    with pytest.raises(UserError, match="names no file"):
+        inside(tmp_path, name, tmp_path / "m.json")

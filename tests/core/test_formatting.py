@@ -1,0 +1,31 @@
+import pytest
+
+from ddm_lightning.core.formatting import amount, duration, operations
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (999.96, "1 kB"),
+        (118_000, "118 kB"),
+        (1.3e12, "1.3 TB"),
+        (2.5e18, "2.5 EB"),
+        (2.5e21, "2,500 EB"),
+    ],
+)
+def test_bytes_are_written_in_the_unit_that_fits(value, expected):
+    assert amount(value) == expected
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [(2e-6, "2 µs"), (0.0125, "12.5 ms"), (90, "90 s"), (150, "2.5 min"), (9000, "2.5 h"), (864e5, "1,000 days")],
+)
+def test_durations_are_written_in_the_unit_that_fits(value, expected):
+    assert duration(value) == expected
+
+
+def test_operations_have_their_own_unit():
+    assert operations(1.62e14) == "162 TFLOP"

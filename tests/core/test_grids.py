@@ -1,0 +1,113 @@
+import math
+import time
+
+import numpy as np
+import pytest
+from PIL import Image, ImageFont
+
+from ddm_lightning.core.grids import _shorten, labelled_grid, save_png
+
+
+def picture(colour, size=4):
+    return np.full((size, size, 3), colour, dtype=np.uint8)
+
+
+def column_starts(image, colour):
+    """Left edges of the runs of ``colour`` along the row of pixels where it is most common."""
+    match = (np.asarray(image) == colour).all(2)
+    line = match[match.sum(1).argmax()]
+    return np.flatnonzero(np.diff(line.astype(int), prepend=0) == 1)
+
+
+def test_pictures_lie_in_rows_and_columns_at_the_asked_size():
+    red, blue = (200, 0, 0), (0, 0, 200)
+    grid = labelled_grid([("a", [picture(red)] * 3), ("b", [picture(blue)] * 2)], scale=5)
+    pixels = np.asarray(grid)
+    assert (pixels == red).all(2).sum() == 3 * 20 * 20
+    assert (pixels == blue).all(2).sum() == 2 * 20 * 20
+    starts = column_starts(grid, red)
+    assert len(starts) == 3
+    np.testing.assert_array_equal(column_starts(grid, blue), starts[:2])
+    assert np.flatnonzero((pixels == red).all(2).any(1)).max() < np.flatnonzero((pixels == blue).all(2).any(1)).min()
+
+
+def test_square_pixels_are_kept_where_smoothing_would_blend_them():
+    checker = np.zeros((4, 4, 3), dtype=np.uint8)
+    checker[::2, 1::2] = checker[1::2, ::2] = 180
+    row = [("", [checker])]
+
+    def greys(image):
+        return set(np.unique(np.asarray(image)))
+
+    assert greys(labelled_grid(row, scale=8, smooth=False)) == {0, 180, 255}
+    assert len(greys(labelled_grid(row, scale=8))) > 10
+
+
+def test_labels_title_columns_and_footer_are_drawn_beside_the_pictures():
+    rows = [("red", [picture((200, 0, 0), 16)] * 4)]
+    bare = labelled_grid([("", rows[0][1])])
+    labelled = labelled_grid(rows)
+    titled = labelled_grid(rows, title="a title", columns=list("1234"))
+    credited = labelled_grid(rows, footer="drawn by somebody whose licence asks for a line of credit below each sheet")
+    assert labelled.width > bare.width
+    assert titled.height > labelled.height
+    ink = (np.asarray(credited)[labelled.height :] < 200).any()
+    assert ink and credited.height > labelled.height + 20, "a footer wider than the grid is wrapped"
+    for image in (labelled, titled, credited):
+        assert (np.asarray(image) == (200, 0, 0)).all(2).sum() == 4 * 48 * 48, "no text covers a picture"
+
+
+def test_a_long_label_goes_on_in_further_lines_while_there_is_room():
+    def inked_rows(label: str, size: int) -> int:
+        sheet = np.asarray(labelled_grid([(label, [picture((255, 255, 255), size)])], 3, smooth=False))
+        return int((sheet < 128).any((1, 2)).sum())
+
+    one, several = (inked_rows("a prompt of many words " * n, 48) for n in (1, 4))
+    assert several > 2 * one
+    assert inked_rows("a prompt of many words " * 4, 8) <= one, "a low cell has room for one line"
+
+
+def test_a_long_label_is_cut_and_does_not_widen_the_sheet_without_end():
+    row = [picture((1, 2, 3))]
+    wide, wider = (labelled_grid([("a very long caption " * n, row)]).width for n in (4, 40))
+    assert wide <= wider < 320
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [],
+        [("a", [])],
+        [("a", [picture(0), picture(0, size=5)])],
+        [("a", [np.zeros((4, 4))])],
+        [("a", [np.zeros((4, 4, 1))])],
+    ],
+)
+def test_pictures_that_make_no_grid_are_refused(rows, unchecked_types):
+    with pytest.raises(ValueError, match="one size"):
+        labelled_grid(rows)
+
+
+def test_png_is_written_whole(tmp_path):
+    image = labelled_grid([("a", [picture((9, 8, 7))])])
+    path = tmp_path / "sheets" / "grid.png"
+    save_png(path, image)
+    with Image.open(path) as read:
+        np.testing.assert_array_equal(np.asarray(read), np.asarray(image))
+    assert [p.name for p in path.parent.iterdir()] == ["grid.png"]
+
+
+def test_a_prompt_of_any_length_is_shortened_in_linear_time():
+    row = [picture((1, 2, 3))]
+    for text in ("word " * 4000, "x" * 20_000):
+        start = time.perf_counter()
+        labelled_grid([(text, row)])
+        assert time.perf_counter() - start < 1
+
+
+@pytest.mark.parametrize("text", ["i" * 90, "W" * 60, "a very long caption " * 4, "AVAVAV" * 12])
+def test_a_label_is_cut_at_the_last_character_that_fits(text):
+    font = ImageFont.load_default(15)
+    fitting = [n for n in range(len(text)) if math.ceil(font.getlength(text[:n] + "...")) <= 200]
+    assert _shorten(text, font, 200) == text[: max(fitting)].rstrip() + "..."
+    assert _shorten("short", font, 200) == "short"

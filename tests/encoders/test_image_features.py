@@ -1,0 +1,190 @@
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from encoders.tiny_models import save_dinov2, save_timm
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+from ddm_lightning.core import registry
+from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.registry import FEATURES
+from ddm_lightning.encoders import image_features
+from ddm_lightning.encoders.interfaces import Features
+
+MEAN, STD = np.array([0.485, 0.456, 0.406]), np.array([0.229, 0.224, 0.225])
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Name of the feature network, folder and the library's model of each kind."""
+    root = tmp_path_factory.mktemp("features")
+    return {
+        "dinov2": ("dinov2", root / "dinov2", save_dinov2(root / "dinov2")),
+        "registers": ("dinov2", root / "registers", save_dinov2(root / "registers", registers=True)),
+        "resnet": ("timm", root / "resnet", save_timm(root / "resnet", num_classes=7)),
+        "vit": ("timm", root / "vit", save_timm(root / "vit", "test_vit")),
+    }
+
+
+def build(entry, **params):
+    return FEATURES.build(entry[0], {"path": str(entry[1]), **params})
+
+
+def pictures(num=3, height=28, width=28, seed=0):
+    return np.random.default_rng(seed).integers(0, 256, (num, height, width, 3), dtype=np.uint8)
+
+
+def normalised(images, mean=MEAN, std=STD):
+    return torch.from_numpy(((images / 255 - mean) / std).transpose(0, 3, 1, 2))
+
+
+@pytest.mark.parametrize("kind", ["dinov2", "registers"])
+def test_dinov2_gives_the_class_token_of_the_librarys_model(saved, kind):
+    encoder = build(saved[kind], resolution=28)
+    assert isinstance(encoder, Features) and encoder.size == 16
+    with torch.no_grad():
+        model = saved[kind][2].double()
+        expected = model(normalised(pictures())).pooler_output.numpy()
+        model.float()
+    found = encoder.encode(pictures())
+    assert found.dtype == np.float32 and expected.std() > 0.1
+    np.testing.assert_allclose(found, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["resnet", "vit"])
+def test_timm_gives_the_pooled_features_of_its_own_model(saved, kind):
+    _, folder, model = saved[kind]
+    config = json.loads((folder / "config.json").read_text())["pretrained_cfg"]
+    size = config["input_size"][1]
+    encoder = build(saved[kind])
+    assert isinstance(encoder, Features)
+    images = pictures(2, size, size)
+    with torch.no_grad():
+        inputs = normalised(images, np.array(config["mean"]), np.array(config["std"])).float()
+        expected = model.forward_head(model.forward_features(inputs), pre_logits=True).numpy()
+    found = encoder.encode(images)
+    assert found.shape == (2, encoder.size) and expected.std() > 0.01
+    np.testing.assert_allclose(found, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["dinov2", "resnet"])
+def test_pictures_are_resized_as_pillow_resizes_them(saved, kind):
+    name, folder, model = saved[kind]
+    encoder = build(saved[kind], **({"resolution": 28} if name == "dinov2" else {}))
+    images = pictures(2, 64, 64)  # noise, which shows every filter at once
+    if name == "dinov2":
+        size, mean, std, how = 28, MEAN, STD, Image.Resampling.BICUBIC
+    else:
+        config = json.loads((folder / "config.json").read_text())["pretrained_cfg"]
+        size, mean, std = config["input_size"][1], np.array(config["mean"]), np.array(config["std"])
+        how = getattr(Image.Resampling, config["interpolation"].upper())
+    resized = np.stack([np.asarray(Image.fromarray(image).resize((size, size), how)) for image in images])
+    with torch.no_grad():
+        inputs = normalised(resized, mean, std).float()
+        expected = model(inputs).pooler_output if name == "dinov2" else model.forward_head(
+            model.forward_features(inputs), pre_logits=True
+        )  # fmt: skip
+    # Pillow rounds to whole pixel values.
+    np.testing.assert_allclose(encoder.encode(images), expected, atol=0.02 * float(expected.std()) + 0.01)
+
+
+def test_any_batch_and_any_process_gives_the_same(saved, monkeypatch):
+    for kind in ("dinov2", "resnet"):
+        params = {"resolution": 28} if kind == "dinov2" else {}
+        encoder = build(saved[kind], **params)
+        images = pictures(5)
+        together = encoder.encode(images)
+        assert together.tobytes() == build(saved[kind], **params).encode(images).tobytes()
+        with monkeypatch.context() as patch:
+            patch.setitem(image_features._PICTURES_AT_ONCE, "cpu", 2)
+            np.testing.assert_allclose(encoder.encode(images), together, atol=1e-4)
+        assert encoder.encode(images[:0]).shape == (0, encoder.size)
+
+
+def test_dinov2_knows_its_size_without_loading_weights(saved, monkeypatch):
+    monkeypatch.setattr(image_features, "loading", None)
+    assert build(saved["dinov2"]).size == 16
+    assert build(saved["dinov2"]).resolution == 224
+
+
+def test_reduced_precision_is_near(saved):
+    for kind in ("dinov2", "vit"):
+        params = {"resolution": 28} if kind == "dinov2" else {}
+        exact = build(saved[kind], **params).encode(pictures())
+        near = build(saved[kind], compute_dtype="bfloat16", **params).encode(pictures())
+        assert near.dtype == np.float32 and 0 < np.abs(exact - near).max() < 0.2 * np.abs(exact).max()
+
+
+@pytest.mark.parametrize(
+    ("kind", "params", "complaint"),
+    [
+        ("dinov2", {"resolution": 100}, "resolution = 100 must be a multiple of the model's patch size, 14"),
+        ("dinov2", {"resolution": 0}, "resolution = 0 must be a multiple"),
+        ("dinov2", {"compute_dtype": "int8"}, "compute_dtype = 'int8' must be one of"),
+        ("resnet", {"device": "gpu"}, "device = 'gpu' must be"),
+        ("resnet", {"model": "resnet10t"}, "has no parameter 'model'"),
+    ],
+)
+def test_bad_parameters_are_refused(saved, kind, params, complaint):
+    with pytest.raises(UserError, match=complaint):
+        build(saved[kind], **params)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
+@pytest.mark.parametrize("kind", ["dinov2", "resnet"])
+def test_a_device_that_is_not_there_is_refused(saved, kind):
+    with pytest.raises(UserError, match=r"feature network '.*': this machine has no 'cuda'"):
+        build(saved[kind], device="cuda").encode(pictures())
+
+
+@pytest.mark.parametrize("kind", ["dinov2", "registers", "resnet", "vit"])
+@pytest.mark.parametrize("damage", ["a weight less", "another shape"])
+def test_weights_that_do_not_fit_are_named_and_never_drawn_at_random(saved, tmp_path, kind, damage):
+    name, folder, _ = saved[kind]
+    folder = shutil.copytree(folder, tmp_path / "model")
+    state = load_file(folder / "model.safetensors")
+    key = sorted(key for key in state if key.endswith("bias") and not key.startswith(("fc", "head")))[0]
+    if damage == "a weight less":
+        del state[key]
+    else:
+        state[key] = torch.zeros(5)
+    save_file(state, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match=rf"^{folder}: cannot be loaded as a .*; copy or download") as refusal:
+        FEATURES.build(name, {"path": str(folder)}).encode(pictures())
+    assert key.rpartition(".")[2] in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "complaint"),
+    [
+        ({"architecture": "resnet10_of_mine"}, "knows no 'resnet10_of_mine'"),
+        ({"model_type": "dinov2"}, "'architecture'"),
+        ({"architecture": "test_resnet", "model_args": {"in_chans": 1}}, "cannot be loaded as a network of timm"),
+        ({"architecture": "test_resnet", "num_classes": 9}, "cannot be loaded as a network of timm"),
+    ],
+)
+def test_a_configuration_that_timm_does_not_know_is_named(saved, tmp_path, config, complaint):
+    folder = shutil.copytree(saved["resnet"][1], tmp_path / "model")
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=complaint) as refusal:
+        FEATURES.build("timm", {"path": str(folder)}).encode(pictures())
+    assert str(refusal.value).startswith(str(folder)) and "\n" not in str(refusal.value)
+
+
+def test_timms_pictures_have_three_channels(tmp_path):
+    save_timm(tmp_path / "grey", in_chans=1)
+    with pytest.raises(UserError, match="takes pictures of 1 channels, not 3"):
+        FEATURES.build("timm", {"path": str(tmp_path / "grey")}).encode(pictures())
+
+
+@pytest.mark.parametrize(("kind", "package"), [("dinov2", "transformers"), ("resnet", "timm")])
+def test_a_missing_package_is_named(saved, kind, package, monkeypatch):
+    def absent(name):
+        raise registry.PackageNotFoundError(name)
+
+    monkeypatch.setattr(registry, "distribution", absent)
+    with pytest.raises(UserError, match=rf"feature network '.*' needs the package '{package}'; .*\[latents\]"):
+        build(saved[kind])

@@ -1,0 +1,260 @@
+import json
+import re
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from encoders.tiny_models import save_vae
+from safetensors.torch import load_file, save_file
+
+from ddm_lightning.core import registry
+from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.registry import IMAGE_ENCODERS
+from ddm_lightning.encoders import vae
+from ddm_lightning.encoders.interfaces import ImageEncoder
+
+FAMILIES = {
+    "sd": {"scaling_factor": 0.18215},
+    "sdxl": {"scaling_factor": 0.13025, "force_upcast": True},
+    "sd3": {
+        "latent_channels": 16, "scaling_factor": 1.5305, "shift_factor": 0.0609,
+        "use_quant_conv": False, "use_post_quant_conv": False,
+    },
+    "lists": {
+        "scaling_factor": 0.5, "latents_mean": [-1.6574, 1.886, -1.383, 2.5155],
+        "latents_std": [8.4927, 5.9022, 6.5498, 5.2299],
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Folder and model of each family."""
+    root = tmp_path_factory.mktemp("vae")
+    return {name: (root / name, save_vae(root / name, **config)) for name, config in FAMILIES.items()}
+
+
+@pytest.fixture
+def folder(saved, tmp_path):
+    """A copy to damage."""
+    return shutil.copytree(saved["sd"][0], tmp_path / "vae")
+
+
+def build(folder, **params):
+    return IMAGE_ENCODERS.build("diffusers-vae", {"path": str(folder), **params})
+
+
+def pictures(num=3, height=8, width=8, seed=0):
+    return np.random.default_rng(seed).integers(0, 256, (num, height, width, 3), dtype=np.uint8)
+
+
+def by_hand(vae, images):
+    """The library's own model on pixels from -1 to 1: the posterior's mean and log variance, in float64."""
+    pixels = torch.tensor(images.astype(np.float64).transpose(0, 3, 1, 2) / 255 * 2 - 1)
+    with torch.no_grad():
+        moments = vae.double().encode(pixels).latent_dist
+    vae.float()
+    return moments.mean.numpy(), moments.logvar.numpy()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_posterior_is_that_of_the_librarys_model(saved, family):
+    folder, vae = saved[family]
+    encoder = build(folder, dtype="float32")
+    assert isinstance(encoder, ImageEncoder)
+    channels, height, width = encoder.x_shape(8)
+    assert (channels, height, width) == (FAMILIES[family].get("latent_channels", 4), 4, 4)
+    stored = encoder.encode(pictures())
+    mean, log_variance = by_hand(vae, pictures())
+    assert stored.dtype == np.float32 and stored.shape == (3, 2 * channels, height, width)
+    np.testing.assert_allclose(stored[:, :channels], mean, atol=1e-5)
+    np.testing.assert_allclose(stored[:, channels:], np.exp(log_variance / 2), rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_x_0_is_normalised_as_pipelines_do_and_decodes_to_their_pictures(saved, family):
+    folder, vae = saved[family]
+    config = FAMILIES[family]
+    encoder = build(folder, stores="x_0", dtype="float32")
+    scale, shift = (torch.tensor(encoder.normalisation[key]).view(1, -1, 1, 1) for key in ("scale", "shift"))
+    x_0 = (torch.from_numpy(encoder.encode(pictures())) - shift) * scale
+
+    mean, _ = by_hand(vae, pictures())
+    if "latents_mean" in config:
+        centre, spread = (np.reshape(config[f"latents_{key}"], (1, -1, 1, 1)) for key in ("mean", "std"))
+        expected = (mean - centre) * config["scaling_factor"] / spread
+    else:
+        expected = (mean - config.get("shift_factor", 0)) * config["scaling_factor"]
+    np.testing.assert_allclose(x_0.numpy(), expected, atol=1e-5)
+
+    with torch.no_grad():
+        decoded = vae.decode(torch.tensor(mean).float()).sample.numpy()
+    expected = np.clip((decoded / 2 + 0.5) * 255, 0, 255).transpose(0, 2, 3, 1)
+    found = encoder.decode(x_0)
+    assert found.dtype == np.uint8 and found.shape == (3, 8, 8, 3)
+    assert expected.std() > 5 and np.abs(found - expected).max() < 0.51
+
+
+def test_half_precision_is_stored_and_the_mean_alone_on_request(saved):
+    folder, _ = saved["sd"]
+    posterior = build(folder)
+    assert (posterior.dtype, posterior.stores) == ("float16", "posterior")
+    stored = posterior.encode(pictures())
+    exact = build(folder, dtype="float32").encode(pictures())
+    assert stored.dtype == np.float16
+    np.testing.assert_array_equal(stored, exact.astype(np.float16))
+    mean = build(folder, stores="x_0", dtype="float32").encode(pictures())
+    np.testing.assert_array_equal(mean, exact[:, :4])
+
+
+def test_pictures_need_not_be_square(saved):
+    folder, vae = saved["sd"]
+    encoder = build(folder, stores="x_0", dtype="float32")
+    images = pictures(height=6, width=10)
+    stored = encoder.encode(images)
+    assert stored.shape == (3, 4, 3, 5)
+    np.testing.assert_allclose(stored, by_hand(vae, images)[0], atol=1e-5)
+    assert encoder.decode(torch.from_numpy(stored)).shape == images.shape
+
+
+def test_any_batch_and_any_process_gives_the_same(saved, monkeypatch):
+    folder, _ = saved["sd"]
+    images = pictures(7)
+    encoder = build(folder, dtype="float32")
+    together, decoded = encoder.encode(images), encoder.decode(torch.ones(7, 4, 4, 4))
+    assert (
+        together.tobytes()
+        == encoder.encode(images).tobytes()
+        == build(folder, dtype="float32").encode(images).tobytes()
+    )
+    monkeypatch.setitem(vae._PIXELS_AT_ONCE, "cpu", 3 * 64)
+    np.testing.assert_allclose(encoder.encode(images), together, atol=1e-5)
+    np.testing.assert_array_equal(encoder.decode(torch.ones(7, 4, 4, 4)), decoded)
+    monkeypatch.setitem(vae._PIXELS_AT_ONCE, "cpu", 1)
+    np.testing.assert_allclose(encoder.encode(images), together, atol=1e-5)
+    assert encoder.encode(images[:0]).shape == (0, 8, 4, 4)
+    assert encoder.decode(torch.ones(0, 4, 4, 4)).shape == (0, 8, 8, 3)
+
+
+def test_sizes_are_known_without_loading_weights(saved, monkeypatch):
+    encoder = build(saved["sd"][0])
+    monkeypatch.setattr(vae, "loading", None)
+    assert encoder.x_shape(256) == (4, 128, 128)
+    with pytest.raises(UserError, match=r"255 pixels are no multiple of 2; set prepare.pictures.size to 256"):
+        encoder.x_shape(255)
+    with pytest.raises(UserError, match="7 pixels are no multiple of 2"):
+        encoder.encode(pictures(height=8, width=7))
+
+
+def test_weights_with_the_attentions_old_names_load(saved, folder):
+    """As in sd-vae-ft-mse, which is older than today's names."""
+    path = folder / "diffusion_pytorch_model.safetensors"
+    old = {"to_q": "query", "to_k": "key", "to_v": "value", "to_out.0": "proj_attn"}
+    state = load_file(path)
+    renamed = {re.sub("|".join(map(re.escape, old)), lambda m: old[m.group()], key): state[key] for key in state}
+    assert len(renamed.keys() - state.keys()) == 16
+    save_file(renamed, path)
+    np.testing.assert_array_equal(build(folder).encode(pictures()), build(saved["sd"][0]).encode(pictures()))
+
+
+def test_weights_in_several_files_load(saved, tmp_path):
+    folder, vae = saved["sd"]
+    vae.save_pretrained(tmp_path / "vae", max_shard_size="40KB")
+    assert not (tmp_path / "vae" / "diffusion_pytorch_model.safetensors").exists()
+    split = build(tmp_path / "vae")
+    np.testing.assert_array_equal(split.encode(pictures()), build(folder).encode(pictures()))
+    before = split.provenance()
+    shard = next(iter((tmp_path / "vae").glob("*-00002-of-*")))
+    shard.write_bytes(shard.read_bytes()[:-1] + b"!")
+    assert build(tmp_path / "vae").provenance()["weights_sha256"] != before["weights_sha256"]
+    shard.unlink()
+    with pytest.raises(UserError, match=rf"{shard}: the weights are missing; copy or download"):
+        build(tmp_path / "vae")
+
+
+def test_latents_beyond_half_precision_are_left_for_prepare_to_refuse(folder):
+    path = folder / "diffusion_pytorch_model.safetensors"
+    state = load_file(path)
+    state["quant_conv.bias"][0] = 1e6
+    save_file(state, path)
+    stored = build(folder).encode(pictures())
+    assert np.isinf(stored[:, 0]).all() and np.isfinite(stored[:, 1:]).all()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
+def test_a_device_that_is_not_there_is_refused_to_encode_but_not_to_look_at_samples(saved):
+    encoder = build(saved["sd"][0], device="cuda")
+    with pytest.raises(UserError, match=r"this machine has no 'cuda'; set its parameter 'device'"):
+        encoder.encode(pictures())
+    x_0 = torch.ones(2, 4, 4, 4)
+    np.testing.assert_array_equal(encoder.decode(x_0), build(saved["sd"][0]).decode(x_0))
+
+
+@pytest.mark.parametrize(
+    ("params", "complaint"),
+    [
+        ({"stores": "samples"}, "stores = 'samples' must be posterior or x_0"),
+        ({"dtype": "uint8"}, "dtype = 'uint8' must be float16 or float32"),
+        ({"compute_dtype": "int8"}, "compute_dtype = 'int8' must be one of float32, bfloat16, float16"),
+        ({"device": "gpu"}, "device = 'gpu' must be cpu, cuda"),
+        ({"revision": "main"}, "revision 'main' is for names on the hub"),
+        ({"compute_dtype": "float16"}, "config.json says force_upcast"),
+    ],
+)
+def test_bad_parameters_are_refused(saved, params, complaint):
+    with pytest.raises(UserError, match=complaint) as refusal:
+        build(saved["sdxl"][0], **params)
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        (
+            {"_class_name": "AutoencoderTiny"},
+            "_class_name is 'AutoencoderTiny', but image encoder 'diffusers-vae' takes",
+        ),
+        ({"_class_name": None, "model_type": "clip"}, "_class_name is None"),
+        ({"in_channels": 4}, "in_channels is 4, and pictures have 3"),
+        ({"scaling_factor": 0}, "key 'scaling_factor' must be a positive number"),
+        ({"scaling_factor": None}, "key 'scaling_factor' must be a positive number"),
+        ({"block_out_channels": []}, "key 'block_out_channels' must be a list of channels"),
+        ({"latents_mean": [0, 0, 0, 0]}, "needs both latents_mean and latents_std"),
+        ({"latents_mean": [0, 0, 0], "latents_std": [1, 1, 1]}, "must have 4 numbers"),
+        ({"latents_mean": [0] * 4, "latents_std": [1, 1, 1, 0]}, "those of latents_std above 0"),
+        ({"latents_mean": [0] * 4, "latents_std": [1] * 4, "shift_factor": 0.1}, "both shift_factor and latents_mean"),
+        ({"latents_mean": "many"}, "key 'latents_mean' must be null or a list of numbers"),
+    ],
+)
+def test_a_configuration_that_is_none_is_named(folder, changes, complaint):
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    with pytest.raises(UserError, match=complaint) as refusal:
+        build(folder)
+    assert str(refusal.value).startswith(f"{path}: ") and "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("damage", ["a weight less", "another shape", "another model"])
+def test_weights_that_do_not_fit_are_named_and_never_drawn_at_random(folder, damage):
+    path = folder / "diffusion_pytorch_model.safetensors"
+    state = load_file(path)
+    if damage == "a weight less":
+        del state["decoder.conv_out.bias"]
+    elif damage == "another shape":
+        state["decoder.conv_out.bias"] = torch.zeros(5)
+    else:
+        state = {"weight": torch.ones(2)}
+    save_file(state, path)
+    with pytest.raises(UserError, match=rf"^{folder}: cannot be loaded as an AutoencoderKL \(.*\); copy or") as refusal:
+        build(folder).encode(pictures())
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_missing_package_is_named(folder, monkeypatch):
+    def absent(name):
+        raise registry.PackageNotFoundError(name)
+
+    monkeypatch.setattr(registry, "distribution", absent)
+    with pytest.raises(UserError, match=r"image encoder 'diffusers-vae' needs the package 'diffusers'; .*\[latents\]"):
+        build(folder)

@@ -1,0 +1,151 @@
+"""The ensemble's velocity: exact with exact members, sparse in what it evaluates, guided inside each expert."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ensemble_networks import Aimed, ExactExpert, ExactRouter, FixedRouter, finite_set
+from torch import Tensor, nn
+
+from ddm_lightning.core.errors import UserError
+from ddm_lightning.ensemble.routing import route
+from ddm_lightning.ensemble.velocity import Ensemble
+from ddm_lightning.flow.condition import Condition
+from ddm_lightning.flow.oracle import FiniteSetOracle
+from ddm_lightning.flow.prediction import PREDICTIONS
+
+SIZES = [40, 1, 7, 22]
+
+
+def exact(dim: int = 3, seed: int = 0) -> tuple[Ensemble, FiniteSetOracle, Tensor]:
+    """Exact experts (of every kind of prediction) and router of unequal clusters."""
+    points, labels = finite_set(SIZES, dim, seed)
+    oracle = FiniteSetOracle(points, labels, len(SIZES))
+    experts = [ExactExpert(oracle, k, PREDICTIONS[k % 3]) for k in range(len(SIZES))]
+    return Ensemble(experts, ExactRouter(oracle), [size / sum(SIZES) for size in SIZES]), oracle, points
+
+
+def noisy(points: Tensor, num: int, seed: int, low: float = 0.05) -> tuple[Tensor, Tensor]:
+    """Rows of x_t on the path of random points, with t in (low, 0.98), where an epsilon prediction is still exact."""
+    generator = torch.Generator().manual_seed(seed)
+    t = low + (0.98 - low) * torch.rand(num, generator=generator, dtype=torch.float64)
+    x_0 = points[torch.randint(len(points), (num,), generator=generator)]
+    noise = torch.randn(x_0.shape, generator=generator, dtype=torch.float64)
+    return (1 - t[:, None]) * x_0 + t[:, None] * noise, t
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_full_ensemble_of_exact_members_is_the_whole_sets_velocity(seed: int) -> None:
+    ensemble, _, points = exact(seed=seed)
+    x_t, t = noisy(points, 200, seed)
+    # The whole set's closed form, written out again: weights softmax(-|x_t - (1-t)x_0|²/2t²).
+    squares = (x_t[:, None] - (1 - t)[:, None, None] * points).square().sum(2)
+    mean = torch.softmax(-squares / (2 * t[:, None] ** 2), dim=1) @ points
+    error = ensemble.velocity(x_t, t, strategy="full") - (x_t - mean) / t[:, None]
+    print(f"full ensemble against the closed form: largest error {error.abs().max():.1e}")
+    assert error.abs().max() < 1e-9
+
+
+def test_velocity_is_the_weighted_sum_of_all_experts() -> None:
+    ensemble, oracle, points = exact()
+    x_t, t = noisy(points, 64, 1)
+    dense = torch.stack([oracle.cluster_velocity(k, x_t, t) for k in range(4)], dim=1)
+    for strategy in ("full", "top-1", "top-k"):
+        weights = route(oracle.cluster_posterior(x_t, t), strategy, 3)
+        got = ensemble.velocity(x_t, t, strategy=strategy, top_k=3)
+        assert torch.allclose(got, (weights[:, :, None] * dense).sum(1), atol=1e-10)
+
+
+@pytest.mark.parametrize(("strategy", "rows_a_row"), [("top-1", 1), ("top-k", 2)])
+def test_only_routed_rows_are_evaluated(strategy: str, rows_a_row: int) -> None:
+    ensemble, oracle, points = exact()
+    x_t, t = noisy(points, 33, 2, low=0.4)  # below, probabilities may be exactly 0
+    assert oracle.cluster_posterior(x_t, t).argmax(1).unique().numel() > 1  # several experts have work
+    field = ensemble.field(strategy=strategy, top_k=2)
+    for call in (1, 2):
+        field(x_t, t)
+        seen = sum(expert.num_rows for expert in ensemble.experts)  # type: ignore[misc]
+        assert seen == ensemble.expert_rows == call * 33 * rows_a_row
+
+
+def test_guidance_happens_inside_each_expert() -> None:
+    values = torch.tensor([[1.0], [-2.0], [0.5], [3.0], [4.0]])
+    condition = Condition(values, torch.tensor([True, True, False, True, True]))
+    experts = [Aimed(1.0), Aimed(10.0)]
+    x_t, t = torch.randn(5, 2, 3, 3), torch.tensor([0.1, 0.3, 0.5, 0.7, 1.0])
+
+    class ByRow(nn.Module):
+        def forward(self, *inputs: Tensor | Condition | None) -> Tensor:
+            condition = inputs[2]
+            assert isinstance(condition, Condition)
+            return torch.where(condition.values > 0.8, torch.tensor([5.0, -5.0]), torch.tensor([-5.0, 5.0]))
+
+    ensemble = Ensemble(experts, ByRow(), [0.5, 0.5])
+    got = ensemble.velocity(x_t, t, condition, strategy="top-1", guidance_scale=3.0)
+    # unconditional + 3·(conditional - unconditional), each row in its own expert, by hand.
+    scale = torch.tensor([1.0, 10.0, 10.0, 1.0, 1.0])
+    kept = torch.tensor([1.0, -2.0, 0.0, 3.0, 4.0])
+    expected = (x_t - (3 * scale * kept).reshape(-1, 1, 1, 1)) / t.reshape(-1, 1, 1, 1)
+    assert torch.allclose(got, expected, atol=1e-4)
+    assert [expert.num_rows for expert in experts] == [6, 4] and ensemble.expert_rows == 10
+    ensemble.velocity(x_t, t, condition, strategy="top-1", guidance_scale=1.0)
+    assert ensemble.expert_rows == 15
+
+
+def test_guidance_without_a_condition_costs_nothing() -> None:
+    ensemble = Ensemble([Aimed()], None, [1.0])
+    x_t, t = torch.randn(4, 2), torch.full((4,), 0.5)
+    plain = ensemble.velocity(x_t, t, strategy="full")
+    assert torch.equal(ensemble.velocity(x_t, t, strategy="full", guidance_scale=5.0), plain)
+    assert ensemble.expert_rows == 8
+
+
+@pytest.mark.parametrize("router_conditional", [True, False])
+def test_a_router_built_without_a_condition_gets_none(router_conditional: bool) -> None:
+    router = FixedRouter([0.0, 1.0])
+    ensemble = Ensemble([Aimed(), Aimed()], router, [0.5, 0.5], router_conditional=router_conditional)
+    condition = Condition.of(torch.ones(3, 1))
+    probabilities = ensemble.probabilities(torch.randn(3, 2), torch.full((3,), 0.5), condition)
+    assert torch.allclose(probabilities, torch.tensor([0.0, 1.0]).softmax(0).expand(3, 2))
+    assert router.conditions == [condition if router_conditional else None]
+
+
+@pytest.mark.parametrize("strategy", ["full", "top-1", "top-k"])
+def test_a_single_model_needs_no_router(strategy: str) -> None:
+    expert = Aimed()
+    x_t, t = torch.randn(4, 2), torch.full((4,), 0.5)
+    assert torch.equal(Ensemble([expert], None, [1.0]).velocity(x_t, t, strategy=strategy), expert(x_t, t, None))
+
+
+def test_experts_without_a_router_name_the_remedy() -> None:
+    ensemble = Ensemble([Aimed(), Aimed()], None, [0.5, 0.5])
+    with pytest.raises(UserError, match=r"no router; fit it \(member=router\) or set sample.strategy=bayes"):
+        ensemble.velocity(torch.randn(1, 2), torch.ones(1), strategy="full")
+
+
+def test_networks_are_evaluated_without_dropout_and_gradients() -> None:
+    class Noisy(nn.Module):
+        prediction = "velocity"
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.dropout = nn.Linear(2, 2), nn.Dropout(0.5)
+
+        def forward(self, x_t: Tensor, *_: Tensor | Condition | None) -> Tensor:
+            return self.dropout(self.linear(x_t))
+
+    ensemble = Ensemble([Noisy()], None, [1.0])
+    x_t, t = torch.randn(64, 2), torch.full((64,), 0.5)
+    first = ensemble.velocity(x_t, t, strategy="full")
+    assert torch.equal(first, ensemble.velocity(x_t, t, strategy="full")) and not first.requires_grad
+    # A distilled student learns from it, so autograd must be able to save it.
+    weight = torch.ones(2, requires_grad=True)
+    (first * weight).sum().backward()
+    assert ensemble.to("cpu") is ensemble and ensemble.device == torch.device("cpu")
+
+
+def test_priors_must_match_the_experts() -> None:
+    with pytest.raises(ValueError, match="1 experts with 2 priors"):
+        Ensemble([Aimed()], None, [0.5, 0.5])
+    with pytest.raises(ValueError, match="0 experts"):
+        Ensemble([], None, [])

@@ -1,0 +1,162 @@
+"""ensemble.json: members that belong together are found again; others are refused by name."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from artifact_files import edit, put, refused
+from deadline import within
+
+from ddm_lightning.core.files import sha256_file
+from ddm_lightning.members.artifact import read_ensemble, read_meta, write_ensemble
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """A run of two experts and a router, with its ensemble.json."""
+    folders = [
+        put(tmp_path / "run" / "members" / name / "artifact", name) for name in ("router", "expert-1", "expert-0")
+    ]
+    write_ensemble(tmp_path / "run", folders, [0.25, 0.75])
+    return tmp_path / "run"
+
+
+def test_ensemble_round_trip_in_order_and_movable(run_dir: Path) -> None:
+    document = json.loads((run_dir / "ensemble.json").read_text())
+    assert document["num_clusters"] == 2 and document["format_version"] == 1
+    assert document["members"][0]["path"] == "members/expert-0/artifact"
+    moved = run_dir.rename(run_dir.with_name("moved"))
+    manifest = read_ensemble(moved / "ensemble.json")
+    assert list(manifest.folders) == list(manifest.metas) == ["expert-0", "expert-1", "router"]
+    assert manifest.priors == (0.25, 0.75) and manifest.partition_sha256 == "ab" * 32
+    assert manifest.metas["router"] == read_meta(moved / "members" / "router" / "artifact")
+
+
+@pytest.mark.parametrize("path", ["../outside", "/etc", "members/../../outside", "members/link", "members/expert-0\0"])
+def test_ensemble_path_that_leaves_its_folder(run_dir: Path, path: str) -> None:
+    shutil.copytree(run_dir / "members" / "expert-0" / "artifact", run_dir.parent / "outside")
+    (run_dir / "members" / "link").symlink_to(run_dir.parent / "outside")
+    manifest = run_dir / "ensemble.json"
+    entries = json.loads(manifest.read_text())["members"]
+    edit(manifest, members=[{**entries[0], "path": path}, *entries[1:]])
+    refused(
+        lambda: read_ensemble(manifest), manifest, "path", "fetch it again" if "\0" in path else "leaves its folder"
+    )
+
+
+def test_ensemble_of_different_partitions(run_dir: Path) -> None:
+    put(run_dir / "members" / "expert-1" / "artifact", "expert-1", partition_sha256="cd" * 32)
+    folders = list(read_folders(run_dir))
+    stranger = run_dir / "members" / "expert-1" / "artifact" / "member.json"
+    words = (stranger, "another partition", "take members of one run, or fit expert-1 again")
+    refused(lambda: write_ensemble(run_dir, folders, [0.25, 0.75]), *words)
+    # As a stranger would hand it over: with a manifest whose hashes agree.
+    manifest = run_dir / "ensemble.json"
+    entries = json.loads(manifest.read_text())["members"]
+    edit(
+        manifest,
+        members=[{**e, "member_json_sha256": sha256_file(run_dir / e["path"] / "member.json")} for e in entries],
+    )
+    refused(lambda: read_ensemble(manifest), *words)
+
+
+def read_folders(run_dir: Path) -> list[Path]:
+    return [run_dir / "members" / name / "artifact" for name in ("expert-0", "expert-1", "router")]
+
+
+@pytest.mark.parametrize(
+    ("member", "changes", "word"),
+    [
+        ("expert-1", {"x_shape": (3, 8, 8)}, "x_shape"),
+        ("router", {"normalisation": {"scale": 1.0, "shift": 0.0}}, "normalisation"),
+        ("router", {"num_clusters": 3}, "number of clusters"),
+        ("expert-1", {"timestep_shift": 3.0}, "timestep_shift"),
+        ("expert-1", {"caption_encoder": None}, "caption_encoder"),
+    ],
+)
+def test_ensemble_of_members_that_differ(run_dir: Path, member: str, changes: dict[str, Any], word: str) -> None:
+    folder = put(run_dir / "members" / member / "artifact", member, **changes)
+    refused(lambda: write_ensemble(run_dir, read_folders(run_dir), [0.25, 0.75]), folder, f"another {word}", member)
+
+
+def test_a_router_without_a_condition_joins_an_ensemble_with_one(run_dir: Path) -> None:
+    put(
+        run_dir / "members" / "router" / "artifact", "router", condition={"kind": "none", "size": 0}, timestep_shift=1.0
+    )
+    write_ensemble(run_dir, read_folders(run_dir), [0.25, 0.75])
+
+
+def test_ensemble_with_a_missing_expert(run_dir: Path) -> None:
+    manifest = run_dir / "ensemble.json"
+    folders = read_folders(run_dir)
+    words = ("expert-1 is missing", "fit it (member=expert-1)")
+    refused(lambda: write_ensemble(run_dir, [folders[0], folders[2]], [0.25, 0.75]), manifest, *words)
+    original = manifest.read_text()
+    edit(manifest, members=[e for e in json.loads(original)["members"] if e["member"] != "expert-1"])
+    refused(lambda: read_ensemble(manifest), manifest, *words)
+    manifest.write_text(original)
+    shutil.rmtree(folders[1])
+    refused(lambda: read_ensemble(manifest), folders[1] / "member.json", "is missing", "fit the member again")
+
+
+def test_ensemble_with_wrong_members(run_dir: Path, tmp_path: Path) -> None:
+    folders = read_folders(run_dir)
+    manifest = run_dir / "ensemble.json"
+    outside = put(tmp_path / "outside", "expert-0")
+    refused(lambda: write_ensemble(run_dir, [outside, *folders[1:]], [0.25, 0.75]), outside, "copy the artifact folder")
+    refused(lambda: write_ensemble(run_dir, [*folders, folders[0]], [0.25, 0.75]), manifest, "expert-0 is listed twice")
+    monolith = put(run_dir / "members" / "monolith" / "artifact", "monolith")
+    refused(lambda: write_ensemble(run_dir, [*folders, monolith], [0.25, 0.75]), manifest, "monolith", "leave")
+    refused(lambda: write_ensemble(run_dir, folders, [1.0]), manifest, "expert-1 has no prior")
+    refused(lambda: write_ensemble(run_dir, folders[:1], [1.0]), manifest, "1 priors", "know 2 clusters")
+    with pytest.raises(ValueError, match="sum to 1"):
+        write_ensemble(run_dir, folders, [0.25, 0.25])
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"format_version": 2}, ("format_version", "install the release")),
+        ({"priors": [0.5, 0.6]}, ("'priors'", "sum to 1", "fetch it again")),
+        ({"priors": [1.5, -0.5]}, ("'priors'", "positive")),
+        ({"priors": ...}, ("'priors' is missing",)),
+        ({"num_clusters": 3}, ("num_clusters",)),
+        ({"partition_sha256": "cd" * 32}, ("partition_sha256", "fetch it again")),
+        ({"members": {}}, ("'members'", "a list")),
+        ({"members": ["expert-0"]}, ("in members: must be a JSON object",)),
+        (
+            {"members": [{"member": "expert-0", "path": "members"}]},
+            ("in members: key 'member_json_sha256' is missing",),
+        ),
+    ],
+)
+def test_bad_ensemble_files(run_dir: Path, changes: dict[str, Any], words: tuple[str, ...]) -> None:
+    manifest = run_dir / "ensemble.json"
+    edit(manifest, **changes)
+    refused(lambda: read_ensemble(manifest), manifest, *words)
+
+
+def test_ensemble_that_is_missing_or_no_json(run_dir: Path) -> None:
+    manifest = run_dir / "ensemble.json"
+    manifest.write_text("{")
+    refused(lambda: read_ensemble(manifest), manifest, "cannot be read", "fetch it again")
+    manifest.unlink()
+    refused(lambda: read_ensemble(manifest), manifest, "is missing", "fit the missing members")
+
+
+def test_member_json_that_the_ensemble_does_not_know(run_dir: Path) -> None:
+    path = run_dir / "members" / "expert-1" / "artifact" / "member.json"
+    edit(path, step=8)
+    refused(lambda: read_ensemble(run_dir / "ensemble.json"), path, "is not the expert-1", "fetch this artifact again")
+
+
+def test_an_entry_repeated_is_refused_before_it_is_read_again(run_dir: Path) -> None:
+    manifest = run_dir / "ensemble.json"
+    members = json.loads(manifest.read_text())["members"]
+    edit(manifest, members=[members[0]] * 100_000)
+    with within(5):
+        refused(lambda: read_ensemble(manifest), manifest, "expert-0 is listed twice")

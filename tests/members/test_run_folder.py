@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from ddm_lightning.config import Experiment, load_experiment, to_dict
+from ddm_lightning.core import schema
+from ddm_lightning.core.errors import UserError
+from ddm_lightning.members.run_folder import FREE_SECTIONS, changed_keys, open_run, refuse_changed
+
+TINY = Path(__file__).parents[2] / "experiments" / "tiny_2x.yaml"
+
+
+def tiny(run_dir: Path, *overrides: str) -> Experiment:
+    return load_experiment(TINY, [f"run_dir={run_dir}", *overrides])
+
+
+def test_changed_keys_names_what_changes_the_training_and_nothing_else() -> None:
+    old = to_dict(load_experiment(TINY))
+    for override, keys in (
+        ("seed=1", ["seed"]),
+        ("expert.train.learning_rate=1e-3", ["expert.train.learning_rate"]),
+        ("expert.network.params.depth=7", ["expert.network.params.depth"]),
+        ("router.network.params.depth=7", ["router.network.params.depth"]),
+        ("expert.network.params.qk_norm=true", ["expert.network.params.qk_norm"]),
+        (
+            "prepare.caption_encoder.name=other",  # another name takes none of the params
+            ["prepare.caption_encoder.name", "prepare.caption_encoder.params.size"],
+        ),
+        ("run_dir=elsewhere", []),
+        ("island.devices=2", []),
+        ("sample.num_steps=7", []),
+    ):
+        new = to_dict(load_experiment(TINY, [override]))
+        assert changed_keys(old, new) == keys
+        assert changed_keys(new, old) == keys
+    assert changed_keys({}, old)
+
+
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
+def test_more_steps_are_the_same_training_where_the_schedule_does_not_end(tmp_path: Path, schedule: str) -> None:
+    settings = [f"router.train.schedule={schedule}"]
+    run = open_run(tiny(tmp_path, *settings), create=True)
+    run.member("router").mkdir(parents=True)
+    longer = tiny(tmp_path, *settings, "router.train.max_steps=41", "expert.train.max_steps=61")
+    if schedule == "constant":
+        assert open_run(longer, create=True) == run
+        assert load_experiment(run.experiment) == longer
+        return
+    with pytest.raises(UserError) as caught:
+        open_run(longer, create=True)
+    assert f": router.train.max_steps (was 40, where the {schedule} schedule ends); set" in str(caught.value)
+
+
+def test_free_sections_are_sections() -> None:
+    assert set(FREE_SECTIONS) <= set(schema.hints(Experiment))
+
+
+def test_a_new_folder_keeps_the_resolved_experiment(tmp_path: Path) -> None:
+    experiment = tiny(tmp_path / "run")
+    run = open_run(experiment, create=True)
+    assert load_experiment(run.experiment) == experiment
+
+
+def test_a_missing_folder_is_not_made_by_who_only_looks(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no run here; start it with"):
+        open_run(tiny(tmp_path / "run"), create=False)
+    assert not (tmp_path / "run").exists()
+
+
+def test_another_experiment_is_refused_by_its_keys_and_changes_nothing(tmp_path: Path) -> None:
+    run = open_run(tiny(tmp_path), create=True)
+    before = run.experiment.read_bytes()
+    refuse_changed(tiny(tmp_path, "seed=5"))  # nothing was trained
+    run.member("expert-0").mkdir(parents=True)
+    with pytest.raises(UserError) as caught:
+        open_run(tiny(tmp_path, "seed=5", "expert.train.max_steps=59"), create=True)
+    line = str(caught.value)
+    assert "expert.train.max_steps (was 60), seed (was 0);" in line
+    assert str(run.experiment) in line
+    assert "run_dir=" in line
+    assert run.experiment.read_bytes() == before
+
+
+def test_a_folder_of_an_older_version_lacks_keys_that_have_their_defaults_now(tmp_path: Path) -> None:
+    run = open_run(tiny(tmp_path), create=True)
+    record = yaml.safe_load(run.experiment.read_text())
+    del record["expert"]["min_snr_gamma"], record["router"]["train"]["optimizer"]
+    run.experiment.write_text(yaml.safe_dump(record))
+    run.member("expert-0").mkdir(parents=True)
+    assert open_run(tiny(tmp_path), create=True) == run
+    assert load_experiment(run.experiment) == tiny(tmp_path)
+    run.experiment.write_text(yaml.safe_dump(record))
+    with pytest.raises(UserError, match=r"changed since this run folder was made: expert\.min_snr_gamma \(was null\);"):
+        open_run(tiny(tmp_path, "expert.min_snr_gamma=5"), create=True)
+    record["no_such_key"] = 1
+    run.experiment.write_text(yaml.safe_dump(record))
+    with pytest.raises(UserError, match="no_such_key"):
+        open_run(tiny(tmp_path), create=True)
+
+
+def test_free_sections_reach_the_members_through_the_folder(tmp_path: Path) -> None:
+    open_run(tiny(tmp_path), create=True)
+    changed = tiny(tmp_path, "island.num_workers=2")
+    run = open_run(changed, create=False)
+    assert load_experiment(run.experiment).island.num_workers == 0
+    open_run(changed, create=True)
+    assert load_experiment(run.experiment) == changed
+
+
+@pytest.mark.parametrize("text", ["a: [", "\x00", "- 1"])
+def test_a_damaged_record_is_no_licence_to_go_on(tmp_path: Path, text: str) -> None:
+    run = open_run(tiny(tmp_path), create=True)
+    run.experiment.write_text(text)
+    run.member("expert-0").mkdir(parents=True)
+    with pytest.raises(UserError, match=r"experiment\.yaml"):
+        open_run(tiny(tmp_path), create=True)
+    assert run.experiment.read_text() == text
+
+
+def test_paths_lie_where_the_readme_says(tmp_path: Path) -> None:
+    run = open_run(tiny(tmp_path), create=True)
+    assert yaml.safe_load(run.experiment.read_text())["name"] == "tiny_2x"
+    assert run.artifact("expert-1") == tmp_path / "members" / "expert-1" / "artifact"
+    assert run.shards == tmp_path / "prepared" / "shards"

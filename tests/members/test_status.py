@@ -1,0 +1,129 @@
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ddm_lightning.core.errors import UserError
+from ddm_lightning.members.status import MemberStatus, _began
+
+
+def gone():
+    """The id of a process that has ended."""
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+def test_what_is_written_is_read(tmp_path):
+    status = MemberStatus("router", 40, "training", 7, 1.5, 30.0, {"train/loss": 0.25})
+    status.write(tmp_path)
+    read = MemberStatus.read(tmp_path, "router", 40)
+    assert read == status
+    assert read.pid == os.getpid()
+    assert [path.name for path in tmp_path.iterdir()] == ["status.json"]
+
+
+def test_before_the_first_write_it_waits(tmp_path):
+    assert MemberStatus.read(tmp_path, "router", 40) == MemberStatus("router", 40)
+
+
+def test_a_damaged_one_is_named_with_a_remedy(tmp_path):
+    (tmp_path / "status.json").write_text('{"member": "rou')
+    with pytest.raises(UserError, match=r"status\.json: .*delete it"):
+        MemberStatus.read(tmp_path, "router", 40)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[1, 2]", "is no object"),
+        ('{"validated_step": "abc"}', "key 'validated_step' = 'abc' is no int"),
+        ('{"validated_step": null}', "key 'validated_step' = None is no int"),
+        ('{"metrics": 3}', "key 'metrics' = 3 is no dict"),
+        ('{"metrics": {"train/loss": "x"}}', "key 'metrics.train/loss' = 'x' is no number"),
+        ('{"step": true}', "key 'step' = True is no int"),
+        ('{"step": -5}', "key 'step' = -5 is not finite, or negative"),
+        ('{"seconds": 1e999}', "key 'seconds' = inf is not finite, or negative"),
+        ('{"state": "flying"}', "key 'state' = 'flying' is none of waiting, starting, .*, done"),
+    ],
+)
+def test_what_is_no_status_is_refused(tmp_path, text, words):
+    (tmp_path / "status.json").write_text(text)
+    with pytest.raises(UserError, match=rf"status\.json: .*{words}; delete it"):
+        MemberStatus.read(tmp_path, "router", 40)
+
+
+def test_keys_that_are_missing_or_unknown_are_none_of_its_business(tmp_path):
+    (tmp_path / "status.json").write_text('{"step": 7, "seconds": 3, "later": {}}')
+    assert MemberStatus.read(tmp_path, "router", 40) == MemberStatus("router", 40, step=7, seconds=3)
+
+
+@pytest.mark.parametrize("state", ["starting", "training"])
+def test_a_process_that_is_gone_was_killed(tmp_path, state):
+    status = MemberStatus("router", 40, state, pid=os.getpid())
+    assert status.shown_state() == state
+    status.pid = gone()
+    assert status.shown_state() == "killed"
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="the system does not say when a process began")
+def test_a_later_process_with_the_number_of_a_killed_one_does_not_train(tmp_path):
+    status = MemberStatus("router", 40, "training")
+    status.write(tmp_path)  # by this process
+    # The command's name is in front of the numbers, and may hold what parts them.
+    odd = tmp_path / "a) 1 2 (b"
+    odd.symlink_to("/bin/sleep")
+    with subprocess.Popen([odd, "60"]) as process:
+        status.pid = process.pid
+        assert status.shown_state() == "killed"
+        ticks = int(_began(process.pid))
+        process.kill()
+    with Path("/proc/uptime").open(encoding="ascii") as stream:
+        now = round(float(stream.read().split()[0]) * os.sysconf("SC_CLK_TCK"))
+    assert int(status.began) < ticks <= now < ticks + 60 * os.sysconf("SC_CLK_TCK")
+
+
+@pytest.mark.parametrize("pid", [0, -1, 99999999999999999999])
+def test_a_number_that_no_process_has_is_of_none(pid):
+    assert MemberStatus("router", 40, "training", pid=pid).shown_state() == "killed"
+
+
+@pytest.mark.parametrize("state", ["waiting", "stopped", "failed", "done"])
+def test_other_states_need_no_process(state):
+    assert MemberStatus("router", 40, state, pid=gone()).shown_state() == state
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="the system does not say what a process does")
+def test_a_zombie_does_not_train(tmp_path):
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    status = MemberStatus("router", 40, "training", pid=process.pid, began=_began(process.pid))
+    assert status.shown_state() == "training"
+    process.kill()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # dead, and still in the table of processes
+    assert status.shown_state() == "killed"
+    process.wait()
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="the system does not say when a process began")
+def test_another_users_process_with_the_number_of_a_killed_one_does_not_train(monkeypatch):
+    def refused(*_):
+        raise PermissionError
+
+    monkeypatch.setattr(os, "kill", refused)
+    status = MemberStatus("router", 40, "training", pid=os.getpid(), began=_began(os.getpid()))
+    assert status.shown_state() == "training"
+    status.began = "1"
+    assert status.shown_state() == "killed"
+
+
+def test_of_another_machine_it_says_when_it_was_last_seen(tmp_path, monkeypatch):
+    status = MemberStatus("router", 40, "training")
+    status.write(tmp_path)
+    assert status.shown_state() == "training"
+    monkeypatch.setattr(platform, "node", lambda: "elsewhere")
+    status.updated -= 180
+    assert status.shown_state() == "seen 3 min ago"
+    assert not status.runs()

@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from networks.small import moved
+
+from ddm_lightning.core.errors import UserError
+from ddm_lightning.flow.condition import Condition, ConditionSpec
+from ddm_lightning.networks import ROUTERS, RouterDiT
+from ddm_lightning.networks.router import draw_kept, pick
+
+SMALL = {"width": 16, "depth": 2, "num_heads": 2, "patch_size": 2}
+NONE, TEXT, TOKENS = ConditionSpec("none", 0), ConditionSpec("text", 6), ConditionSpec("tokens", 6, length=3)
+ALL_OPTIONS = {"rope": True, "mlp": "swiglu", "norm": "rms", "modulation": "single", "qk_norm": True}
+
+
+def perturbed(**changes: object) -> RouterDiT:
+    """A small router that has left its zeros."""
+    torch.manual_seed(0)
+    return moved(RouterDiT(**({"x_shape": (3, 8, 8), "condition": NONE, "num_clusters": 4} | SMALL | changes)))
+
+
+def batch(num: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(num, 3, 8, 8, generator=torch.Generator().manual_seed(1)), torch.linspace(0.1, 0.9, num)
+
+
+def test_starts_with_equally_likely_clusters() -> None:
+    network = RouterDiT(x_shape=(3, 8, 8), condition=NONE, num_clusters=4, **SMALL)
+    assert torch.equal(network(*batch(3), None).softmax(1), torch.full((3, 4), 0.25))
+
+
+def test_initial_class_token_is_normal() -> None:
+    torch.manual_seed(0)
+    network = RouterDiT(x_shape=(3, 8, 8), condition=NONE, num_clusters=4, **(SMALL | {"width": 512}))
+    assert network.class_token.std().item() == pytest.approx(0.02, rel=0.1)
+
+
+def test_parameter_count_is_the_published_one() -> None:
+    """DiT-B/2 as a router of 8 clusters: 129 million (Paris, 2510.03434)."""
+    with torch.device("meta"):
+        network = RouterDiT(x_shape=(4, 32, 32), condition=NONE, num_clusters=8, size="B", patch_size=2)
+    assert sum(parameter.numel() for parameter in network.parameters()) == pytest.approx(129e6, rel=0.01)
+
+
+@pytest.mark.parametrize("options", [{}, ALL_OPTIONS], ids=["plain", "all"])
+@pytest.mark.parametrize("spec", [NONE, TEXT, TOKENS], ids=lambda spec: spec.kind)
+def test_a_gradient_reaches_every_parameter(spec: ConditionSpec, options: dict[str, object]) -> None:
+    network = perturbed(condition=spec, **options)
+    values = torch.randn(3, 3, 6) if spec is TOKENS else torch.randn(3, 6)
+    condition = None if spec is NONE else Condition(values, torch.tensor([True, False, True]))
+    torch.nn.functional.cross_entropy(network(*batch(3), condition), torch.tensor([0, 1, 3])).backward()
+    for name, parameter in network.named_parameters():
+        assert parameter.grad is not None and parameter.grad.any(), name
+
+
+def test_rows_are_independent() -> None:
+    network = perturbed()
+    x, t = batch(4)
+    together = network(x, t, None)
+    torch.testing.assert_close(torch.cat([network(x[i : i + 1], t[i : i + 1], None) for i in range(4)]), together)
+    assert together.std(0).max() > 1e-2
+
+
+def test_condition_and_its_null() -> None:
+    network = perturbed(condition=TEXT)
+    x, t = batch(2)
+    condition = Condition.of(torch.randn(2, 6))
+    torch.testing.assert_close(network(x, t, condition.null()), network(x, t, None))
+    assert (network(x, t, condition) - network(x, t, None)).abs().max() > 1e-3
+
+
+def test_patches_know_where_they_are() -> None:
+    network = perturbed()
+    x, t = batch(1)
+    assert (network(x.roll(2, -1), t, None) - network(x, t, None)).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("rope", [False, True])
+def test_the_class_token_reads_a_set_of_tokens(rope: bool) -> None:
+    """It has no position, so the order in which embedded patches stand is nothing to it."""
+    network = perturbed(dropout=0.01, rope=rope)  # rounds to none of 16 dropped, but the order is drawn
+    x, t = batch(3)
+    torch.testing.assert_close(network.train()(x, t, None), network.eval()(x, t, None))
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_the_class_token_is_not_rotated(dropout: float) -> None:
+    network, seen = perturbed(rope=True, dropout=dropout), []
+    network.blocks[0].attention.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[1]))
+    network.train()(*batch(3), None)
+    (rotation,) = seen
+    assert torch.equal(rotation[:, 0, 0], torch.ones(len(rotation), 4))
+    assert torch.equal(rotation[:, 0, 1], torch.zeros(len(rotation), 4))
+    assert rotation.shape == ((3, 9, 2, 4) if dropout else (1, 17, 2, 4))
+    assert rotation[:, 1:, 1].any()
+
+
+def test_dropout_acts_in_training_only() -> None:
+    network = perturbed(dropout=0.5)
+    x, t = batch(3)
+    network.eval()
+    assert torch.equal(network(x, t, None), network(x, t, None))
+    network.train()
+    torch.manual_seed(0)
+    first, other = network(x, t, None), network(x, t, None)
+    torch.manual_seed(0)
+    assert torch.equal(network(x, t, None), first)
+    assert (first - other).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(("dropout", "num_kept"), [(0.25, 6), (0.5, 4), (0.99, 1)])
+def test_dropping_keeps_distinct_tokens_of_each_row(dropout: float, num_kept: int) -> None:
+    torch.manual_seed(0)
+    tokens = torch.arange(3 * 8.0).reshape(3, 8, 1).expand(-1, -1, 2)
+    kept = pick(tokens, draw_kept(tokens, dropout))
+    assert kept.shape == (3, num_kept, 2)
+    assert torch.equal(kept[..., 0], kept[..., 1])
+    for row in range(3):
+        values = set(kept[row, :, 0].tolist())
+        assert len(values) == num_kept
+        assert values <= set(range(8 * row, 8 * row + 8))
+
+
+def test_dropping_drops_each_token_equally_often() -> None:
+    torch.manual_seed(0)
+    kept = draw_kept(torch.zeros(4000, 8, 1), 0.25)
+    shares = torch.bincount(kept.flatten(), minlength=8) / 4000
+    torch.testing.assert_close(shares, torch.full((8,), 0.75), atol=0.03, rtol=0)  # 4 standard deviations
+
+
+def test_mixed_precision_runs() -> None:
+    network = perturbed(condition=TEXT)
+    x, t = batch(2)
+    condition = Condition.of(torch.randn(2, 6))
+    with torch.autocast("cpu", torch.bfloat16):
+        mixed = network(x, t, condition)
+    torch.testing.assert_close(mixed.float(), network(x, t, condition), atol=0.05, rtol=0.05)
+
+
+@pytest.mark.parametrize("dropout", [-0.1, 1.0])
+def test_dropout_out_of_range_is_one_clear_line(dropout: float) -> None:
+    with pytest.raises(UserError, match=r"router 'router-dit'.*dropout = .* at least 0 and below 1"):
+        ROUTERS.build("router-dit", SMALL | {"dropout": dropout}, x_shape=(3, 8, 8), condition=NONE, num_clusters=4)
+
+
+def test_is_found_by_name() -> None:
+    assert ROUTERS.get("router-dit") is RouterDiT

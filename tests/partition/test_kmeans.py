@@ -1,0 +1,167 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy.optimize import Bounds, LinearConstraint, linear_sum_assignment, milp
+from sklearn.cluster import KMeans
+
+from ddm_lightning.partition.kmeans import balanced_assignment, balanced_kmeans, capacity, loads, squared_distances
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def cloud(num, dims, seed):
+    """Half of the points lie close together, so that the nearest cluster alone balances nothing."""
+    x = torch.randn(num, dims, generator=generator(seed), dtype=torch.float64)
+    x[: num // 2] *= 0.1
+    return x
+
+
+def inertia(x, centroids, assignment):
+    return float((x - centroids[assignment]).square().sum())
+
+
+def test_squared_distances_agree_with_cdist():
+    x, centroids = cloud(30, 5, 0), cloud(7, 5, 1)
+    torch.testing.assert_close(squared_distances(x, centroids), torch.cdist(x, centroids).square())
+
+
+@pytest.mark.parametrize(
+    ("num", "num_clusters", "seed"), [(40, 4, 0), (60, 6, 1), (200, 20, 2), (24, 24, 3), (300, 6, 4)]
+)
+def test_equal_clusters_cost_what_the_hungarian_method_pays(num, num_clusters, seed):
+    x = cloud(num, 3, seed)
+    centroids = 0.5 * torch.randn(num_clusters, 3, generator=generator(seed + 100), dtype=torch.float64)
+    cost = squared_distances(x, centroids)
+    size = num // num_clusters
+    assignment = balanced_assignment(cost, torch.ones(num, dtype=torch.float64), size)
+    assert assignment.bincount(minlength=num_clusters).tolist() == [size] * num_clusters
+    paid = float(cost[torch.arange(num), assignment].sum())
+    # Each cluster is `size` seats in the oracle's problem.
+    seats = cost.repeat_interleave(size, 1).numpy()
+    best = seats[linear_sum_assignment(seats)].sum()
+    nearest = float(cost.min(1).values.sum())
+    assert best * (1 - 1e-9) <= paid <= 1.005 * best
+    assert nearest < 0.99 * best, "the limit has to bind, or the test shows nothing"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_weighted_clusters_stay_within_the_limit_near_the_least_cost(seed):
+    num, num_clusters = 40, 3
+    x = cloud(num, 2, seed)
+    weights = torch.randint(1, 40, (num,), generator=generator(seed)).double()
+    centroids = 0.5 * torch.randn(num_clusters, 2, generator=generator(seed + 50), dtype=torch.float64)
+    cost = squared_distances(x, centroids)
+    limit = capacity(float(weights.sum()), num_clusters, 1.05)
+    assignment = balanced_assignment(cost, weights, limit)
+    assert float(loads(assignment, weights, num_clusters).max()) <= limit
+    paid = float((weights * cost[torch.arange(num), assignment]).sum())
+
+    each_once = np.kron(np.eye(num), np.ones(num_clusters))
+    not_crowded = np.kron(weights.numpy(), np.eye(num_clusters))
+    oracle = milp(
+        (cost * weights.unsqueeze(1)).numpy().ravel(),
+        constraints=[LinearConstraint(each_once, 1, 1), LinearConstraint(not_crowded, -np.inf, limit)],
+        integrality=1,
+        bounds=Bounds(0, 1),
+        options={"mip_rel_gap": 1e-3},
+    )
+    assert oracle.success
+    assert paid <= 1.04 * oracle.fun
+
+
+def test_crowding_that_no_price_can_undo_is_mended_by_swaps():
+    # Three heavy samples and three light ones; every one of them wants cluster 0.
+    weights = torch.tensor([10.0, 10.0, 10.0, 1.0, 1.0, 1.0])
+    cost = torch.tensor([[0.0, 1.0, 1.0]]).repeat(6, 1)
+    assignment = balanced_assignment(cost, weights, 11.0)
+    assert loads(assignment, weights, 3).tolist() == [11.0, 11.0, 11.0]
+
+
+def test_a_detour_over_another_crowded_cluster_is_found():
+    """After the auction no single move or swap reaches the limit here."""
+    weights = torch.tensor([3.0, 10.0, 1.0, 7.0, 9.0, 5.0])
+    cost = torch.tensor([[49.0, 62, 57], [89, 95, 27], [52, 61, 69], [36, 12, 27], [26, 98, 17], [67, 99, 16]])
+    limit = capacity(float(weights.sum()), 3, 1.1)
+    assert loads(balanced_assignment(cost, weights, limit), weights, 3).max() <= limit == 12
+
+
+def test_impossible_limits_come_as_near_as_they_can():
+    weights = torch.tensor([5.0, 1.0, 1.0])
+    assignment = balanced_assignment(torch.tensor([[0.0, 1.0]]).repeat(3, 1), weights, 4.0)
+    assert sorted(loads(assignment, weights, 2).tolist()) == [2.0, 5.0]
+
+
+def test_a_limit_that_does_not_bind_leaves_the_nearest_cluster():
+    cost = squared_distances(cloud(50, 2, 0), cloud(5, 2, 1))
+    ones = torch.ones(50, dtype=torch.float64)
+    torch.testing.assert_close(balanced_assignment(cost, ones, 50), cost.argmin(1))
+    torch.testing.assert_close(balanced_assignment(cost, ones, math.inf), cost.argmin(1))
+
+
+@pytest.mark.parametrize(("num_clusters", "dims"), [(3, 2), (8, 16)])
+def test_without_a_limit_inertia_matches_scikit_learn(num_clusters, dims):
+    x = torch.randn(600, dims, generator=generator(5), dtype=torch.float64) + 100
+    centroids, assignment = balanced_kmeans(x, num_clusters, generator=generator(), num_iterations=100, num_restarts=10)
+    reference = KMeans(num_clusters, n_init=10, random_state=0).fit(x.numpy()).inertia_
+    assert inertia(x, centroids, assignment) == pytest.approx(reference, rel=0.02)
+    torch.testing.assert_close(centroids[2], x[assignment == 2].mean(0))
+
+
+def test_a_mean_far_from_zero_costs_no_precision():
+    x = torch.randn(200, 2, generator=generator(8))
+    near, far = (balanced_kmeans(x + offset, 5, generator=generator())[1] for offset in (0, 8192))
+    # Adding the offset itself rounds to 2^-11, so a sample on a border may change sides.
+    assert (near == far).float().mean() > 0.98
+
+
+@pytest.mark.parametrize("limit", [1.0, 1.1, math.inf])
+def test_planted_clusters_of_equal_size_are_found(limit):
+    centres = torch.tensor([[0.0, 0.0], [10.0, 0.0], [0.0, 10.0], [10.0, 10.0]])
+    planted = torch.arange(4).repeat_interleave(50)
+    x = centres[planted] + torch.randn(200, 2, generator=generator(1))
+    _, found = balanced_kmeans(x, 4, generator=generator(), max_largest_over_mean=limit, num_restarts=4)
+    pairs = {(a, b) for a, b in zip(planted.tolist(), found.tolist(), strict=True)}
+    assert len(pairs) == 4 and len({b for _, b in pairs}) == 4
+
+
+def test_a_pile_of_near_duplicates_is_split():
+    x = torch.cat([1e-3 * torch.randn(600, 4, generator=generator(2)), torch.randn(400, 4, generator=generator(3))])
+    _, free = balanced_kmeans(x, 10, generator=generator())
+    _, held = balanced_kmeans(x, 10, generator=generator(), max_largest_over_mean=1.2)
+    assert free.bincount().max() > 400
+    assert held.bincount(minlength=10).max() <= 120
+
+
+def test_weights_count_like_copies():
+    x = cloud(40, 2, 7)
+    weights = torch.randint(1, 4, (40,), generator=generator(7)).double()
+    copies = x.repeat_interleave(weights.long(), 0)
+    options = {"num_iterations": 100, "num_restarts": 12}
+    centroids, assignment = balanced_kmeans(x, 3, generator=generator(), weights=weights, **options)
+    reference, reference_assignment = balanced_kmeans(copies, 3, generator=generator(), **options)
+    ours = inertia(copies, centroids, assignment.repeat_interleave(weights.long()))
+    assert ours == pytest.approx(inertia(copies, reference, reference_assignment), rel=0.01)
+
+
+def test_the_generator_decides_everything():
+    x = cloud(100, 3, 0)
+    first, again = (balanced_kmeans(x, 6, generator=generator(4), max_largest_over_mean=1.1) for _ in range(2))
+    assert torch.equal(first[0], again[0]) and torch.equal(first[1], again[1])
+
+
+def test_fewer_distinct_samples_than_clusters_are_refused():
+    x = torch.tensor([[0.0], [1.0]]).repeat(10, 1)
+    with pytest.raises(ValueError, match="only 2 distinct samples for 3 clusters"):
+        balanced_kmeans(x, 3, generator=generator())
+
+
+@pytest.mark.parametrize(
+    ("total", "num_clusters", "ratio", "expected"),
+    [(100, 4, 1.05, 26), (10, 4, 1.05, 3), (10, 5, 1.0, 2), (7, 2, 9.0, 31)],
+)
+def test_capacity_counts_whole_samples(total, num_clusters, ratio, expected):
+    assert capacity(total, num_clusters, ratio) == expected

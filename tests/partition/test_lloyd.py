@@ -1,0 +1,158 @@
+import numpy as np
+import pytest
+import torch
+from sklearn.cluster import KMeans
+from sklearn.preprocessing import normalize
+
+from ddm_lightning.partition import lloyd, nearest
+from ddm_lightning.partition.lloyd import lloyd_kmeans, plus_plus
+from ddm_lightning.partition.rows import Rows
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def blobs(num, num_blobs, dims, seed=0, spread=0.3, offset=0.0):
+    random = np.random.default_rng(seed)
+    shares = 1 / np.arange(1, num_blobs + 1)
+    of = random.choice(num_blobs, num, p=shares / shares.sum())
+    centres = random.standard_normal((num_blobs, dims))
+    return (centres[of] + spread * random.standard_normal((num, dims)) + offset).astype(np.float32)
+
+
+def inertia(x, centroids):
+    distances = np.linalg.norm(x[:, None].astype(np.float64) - np.asarray(centroids, np.float64), axis=2)
+    return float(np.square(distances.min(1)).sum())
+
+
+def fit(rows, num_clusters, metric="euclidean", num_iterations=20, seed=0, **options):
+    rows = rows if isinstance(rows, Rows) else Rows([rows])
+    return lloyd_kmeans(
+        rows, num_clusters, metric=metric, generator=generator(seed), num_iterations=num_iterations, **options
+    )
+
+
+@pytest.mark.parametrize("metric", ["spherical", "euclidean"])
+def test_passes_are_lloyds_iterations(monkeypatch, metric):
+    x = blobs(900, 12, 6, offset=2.0)
+    points = normalize(x.astype(np.float64)) if metric == "spherical" else x.astype(np.float64)
+    start = torch.from_numpy(points[:8]).float()
+
+    # What is taken off Euclidean samples is the mean of the sample that it starts from.
+    drawn = torch.randperm(900, generator=generator())[:64]
+    centre = torch.from_numpy(x)[drawn].mean(0)
+    monkeypatch.setattr(lloyd, "plus_plus", lambda *_: start if metric == "spherical" else start - centre)
+    monkeypatch.setattr(lloyd, "_SETTLING_ITERATIONS", 99)
+    expected = points[:8].copy()
+    for _ in range(3):
+        nearest_to = np.linalg.norm(points[:, None] - expected, axis=2).argmin(1)
+        expected = np.stack([points[nearest_to == k].mean(0) for k in range(8)])
+    np.testing.assert_allclose(fit(x, 8, metric, num_iterations=3).numpy(), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("metric", "offset"), [("euclidean", 0.0), ("euclidean", 500.0), ("spherical", 0.0)])
+def test_it_is_as_good_as_scikit_learn(metric, offset):
+    x = blobs(3000, 40, 8, offset=offset)
+    points = normalize(x) if metric == "spherical" else x
+    theirs = [KMeans(24, n_init=1, max_iter=20, random_state=seed).fit(points).inertia_ for seed in range(5)]
+    ours = np.median([inertia(points, fit(x, 24, metric, seed=seed)) for seed in range(5)])
+    assert ours <= 1.05 * np.median(theirs)
+
+
+def test_it_is_as_good_as_faiss():
+    faiss = pytest.importorskip("faiss")
+    x = blobs(6000, 60, 16)
+    reference = []
+    for seed in range(3):
+        fitted = faiss.Kmeans(16, 48, niter=10, seed=seed, max_points_per_centroid=len(x))
+        fitted.train(x)
+        reference.append(inertia(x, fitted.centroids))
+    ours = [inertia(x, fit(x, 48, num_iterations=10, seed=seed)) for seed in range(3)]
+    assert np.median(ours) <= 1.03 * np.median(reference)
+
+
+def test_splits_blocks_and_threads_change_no_bit(monkeypatch, tmp_path):
+    x = blobs(3000, 20, 8)
+    monkeypatch.setattr(nearest, "_MOST_ROWS", 300)
+    whole = fit(x, 12)
+    np.save(tmp_path / "x.npy", x)
+    on_disk = np.load(tmp_path / "x.npy", mmap_mode="r")
+    pieces = Rows([on_disk[:1], on_disk[1:1234], on_disk[1234:]])
+    assert torch.equal(fit(pieces, 12), whole)
+    torch.set_num_threads(2)
+    try:
+        assert torch.equal(fit(pieces, 12), whole)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(1)
+    assert not torch.equal(fit(x, 12, seed=1), whole)
+
+
+@pytest.mark.parametrize("kept_bytes", [0, 1 << 30])
+def test_chosen_rows_are_all_that_is_fitted(monkeypatch, kept_bytes):
+    monkeypatch.setattr(nearest, "_KEPT_BYTES", kept_bytes)
+    x = blobs(1000, 10, 4)
+    chosen = np.flatnonzero(np.random.default_rng(0).random(1000) < 0.3)
+    assert torch.equal(fit(Rows([x[:400], x[400:]]), 6, chosen=chosen), fit(x[chosen], 6))
+
+
+def test_half_precision_features_are_computed_in_float32():
+    x = blobs(800, 10, 8).astype(np.float16)
+    assert torch.equal(fit(x, 6), fit(x.astype(np.float32), 6))
+
+
+def test_empty_cells_are_put_to_use(monkeypatch):
+    """All but one of the starting centroids lie where nobody is."""
+    x = blobs(2000, 8, 4)
+    far = torch.full((16, 4), 1e3) + torch.arange(16).unsqueeze(1)
+    far[0] = 0
+    monkeypatch.setattr(lloyd, "plus_plus", lambda *_: far.clone())
+    centroids = fit(x, 16, num_iterations=20).numpy()
+    counts = np.bincount(np.linalg.norm(x[:, None] - centroids, axis=2).argmin(1), minlength=16)
+    assert counts.min() > 0
+    assert inertia(x, centroids) < 1.15 * KMeans(16, n_init=1, random_state=0).fit(x).inertia_
+
+
+def test_a_pile_of_near_duplicates_is_split():
+    random = np.random.default_rng(0)
+    pile = 1 + 1e-3 * random.standard_normal((6000, 4))
+    x = np.concatenate([pile, random.standard_normal((4000, 4))]).astype(np.float32)
+
+    def largest(centroids):
+        return np.bincount(np.linalg.norm(x[:, None] - centroids.numpy(), axis=2).argmin(1), minlength=40).max()
+
+    assert largest(fit(x, 40)) > 4000
+    assert largest(fit(x, 40, max_largest_over_mean=2.0)) < 1000
+
+
+def test_starting_centroids_are_samples_no_two_equal():
+    x = torch.from_numpy(blobs(500, 30, 4)).repeat(3, 1)
+    chosen = plus_plus(x, 200, generator())
+    assert len(chosen.unique(dim=0)) == 200
+    assert all(bool((x == row).all(1).any()) for row in chosen)
+
+
+def test_starting_centroids_find_small_far_groups():
+    """A group of one in a thousand is found because it is far; rows drawn evenly would miss most."""
+    x = 0.01 * torch.randn(4000, 3, generator=generator())
+    corners = 10 * torch.eye(3).repeat(2, 1)[:3]
+    x[:12] += corners.repeat(4, 1)
+    chosen = plus_plus(x, 64, generator(1))
+    assert all(float((chosen - corner).norm(dim=1).min()) < 1 for corner in corners)
+
+
+def test_fewer_distinct_rows_than_clusters_are_refused():
+    with pytest.raises(ValueError, match="only 5 distinct samples"):
+        fit(np.tile(np.eye(5, dtype=np.float32), (40, 1)), 6)
+
+
+def test_a_sample_with_many_duplicates_is_drawn_again_larger():
+    x = np.concatenate([np.zeros((9000, 2)), np.random.default_rng(0).standard_normal((1000, 2))]).astype(np.float32)
+    assert len(np.unique(fit(x, 20).numpy(), axis=0)) == 20
+
+
+def test_each_pass_is_told():
+    ticks = []
+    fit(blobs(300, 4, 3), 4, num_iterations=7, tick=lambda: ticks.append(1))
+    assert len(ticks) == 7

@@ -1,0 +1,375 @@
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from ddm_lightning.config import PartitionConfig
+from ddm_lightning.core.errors import UserError
+from ddm_lightning.partition import nearest, two_stage
+from ddm_lightning.partition.cost import partition_cost
+from ddm_lightning.partition.partition import Partition, check_sizes, displaced_fractions, fit_partition
+from ddm_lightning.partition.rows import Rows
+from ddm_lightning.partition.rules import ClusterOfLabel
+
+
+def config(num_clusters, num_fine_centroids=1024, **options):
+    return PartitionConfig(num_clusters=num_clusters, num_fine_centroids=num_fine_centroids, **options)
+
+
+def directions(sizes, dims=16, spread=0.05, seed=0):
+    """Features around one random direction per entry of ``sizes``, of random length; and their origin."""
+    generator = torch.Generator().manual_seed(seed)
+    origin = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
+    origin = origin[torch.randperm(len(origin), generator=generator)]
+    centres = torch.nn.functional.normalize(torch.randn(len(sizes), dims, generator=generator), dim=1)
+    points = centres[origin] + spread * torch.randn(len(origin), dims, generator=generator)
+    lengths = 0.1 + 5 * torch.rand(len(origin), 1, generator=generator)
+    return (points * lengths).numpy(), origin.numpy()
+
+
+def keys_of(num):
+    return [f"sample-{number}" for number in range(num)]
+
+
+def fit(*arguments, **options):
+    return fit_and_assign(*arguments, **options)[0]
+
+
+def fit_and_assign(x, wanted, seed=0, labels=None, keys=None, **options):
+    rows = x if isinstance(x, Rows) else Rows([x])
+    labels = np.zeros(len(rows), np.int64) if labels is None else labels
+    return fit_partition(rows, wanted, seed, labels=labels, keys=keys or keys_of(len(rows)), **options)
+
+
+def assign(partition, features):
+    return partition.assign(features, np.zeros(len(features), np.int64), keys_of(len(features)))
+
+
+@pytest.fixture(params=["small", "large"])
+def either_way(request, monkeypatch):
+    """The fine stage by prices, and the one for data too large for it."""
+    if request.param == "large":
+        monkeypatch.setattr(two_stage, "_PRICED_DISTANCES", 0)
+
+
+@pytest.mark.usefixtures("either_way")
+def test_planted_clusters_are_found_whatever_the_features_lengths():
+    features, origin = directions([100, 100, 100, 100])
+    partition = fit(features, config(4, 24))
+    found = assign(partition, features)
+    assert partition.counts.tolist() == [100] * 4
+    assert len({(a, b) for a, b in zip(origin.tolist(), found.tolist(), strict=True)}) == 4
+
+
+@pytest.mark.usefixtures("either_way")
+def test_samples_are_balanced_though_kinds_are_not():
+    features, _ = directions([500, 60, 50, 40, 30, 20])
+    partition = fit(features, config(4, 70))
+    found = assign(partition, features)
+    assert partition.counts.sum() == len(features)
+    assert partition.counts.max() <= 1.05 * len(features) / 4
+    assert partition.counts.tolist() == np.bincount(found, minlength=4).tolist(), "counts are those of the samples"
+    assert torch.equal(partition.counts, partition.counts.sort(descending=True).values)
+    torch.testing.assert_close(partition.priors, partition.counts.double() / 700)
+
+
+@pytest.mark.usefixtures("either_way")
+@pytest.mark.parametrize("metric", ["spherical", "euclidean"])
+def test_every_sample_follows_its_nearest_fine_centroid(metric):
+    features, _ = directions([80, 90, 70])
+    partition = fit(features, config(3, 30, metric=metric, max_largest_over_mean=1.3), seed=1)
+    points = torch.from_numpy(features).double()
+    points = points / points.norm(dim=1, keepdim=True) if metric == "spherical" else points
+    found = torch.cdist(points, partition.rule.fine_centroids.double()).argmin(1)
+    clusters = partition.rule.cluster_of_fine[found]
+    assert assign(partition, features).tolist() == clusters.tolist()
+    # The clusters' centroids are weighted by samples, so they lie near the samples' own means.
+    per_fine = found.bincount(minlength=30).double()
+    for k in range(3):
+        mine = partition.rule.cluster_of_fine == k
+        mean = np.average(partition.rule.fine_centroids[mine].numpy(), axis=0, weights=per_fine[mine].numpy())
+        np.testing.assert_allclose(partition.rule.centroids[k].numpy(), mean, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.usefixtures("either_way")
+def test_fitting_on_a_part_still_counts_all_samples():
+    features, _ = directions([400, 400, 400, 400])
+    partition = fit(features, config(4, 32, fit_fraction=0.1, max_largest_over_mean=1.2))
+    assert int(partition.counts.sum()) == 1600
+    assert partition.counts.max() <= 1.2 * 400
+
+
+@pytest.mark.usefixtures("either_way")
+def test_seed_and_features_decide_every_byte_however_they_are_split(tmp_path):
+    features, _ = directions([60, 50, 40, 30])
+    in_pieces = Rows([features[:7], features[7:100], features[100:]])
+    for name, seed, rows in (("a", 3, features), ("b", 3, in_pieces), ("c", 4, features)):
+        fit(rows, config(3, 20), seed=seed, features="a network").save(tmp_path / name)
+    written = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert written["a"] == written["b"] != written["c"]
+    read = Partition.load(tmp_path / "a")
+    assert read.kind == "kmeans" and read.num_clusters == 3
+    assert (read.rule.metric, read.rule.features) == ("spherical", "a network")
+    read.save(tmp_path / "again")
+    assert (tmp_path / "again").read_bytes() == written["a"]
+
+
+def test_the_clusters_of_all_samples_are_found_with_the_partition_and_who_is_nearer_to_another():
+    features, _ = directions([300, 100, 60, 40], spread=0.4)
+    ticks = []
+    rows = Rows([features[:123], features[123:]])
+    partition, clusters = fit_and_assign(rows, config(4, 60), tick=lambda *at: ticks.append(at))
+    assert clusters.dtype == np.int32 and clusters.tolist() == assign(partition, features).tolist()
+    points = features.astype(np.float64) / np.linalg.norm(features, axis=1, keepdims=True)
+    distances = np.linalg.norm(points[:, None] - partition.rule.centroids.numpy(), axis=2)
+    expected = float((distances.argmin(1) != clusters).mean())
+    found, by_balance = displaced_fractions(partition, rows, clusters)
+    assert found == pytest.approx(expected) and 0 < by_balance < expected < 0.5
+    # Without a limit each fine cell is in the cluster whose mean is nearest, and only the two stages displace.
+    free, clusters = fit_and_assign(rows, config(4, 60, max_largest_over_mean=4.0))
+    found, by_balance = displaced_fractions(free, rows, clusters)
+    assert by_balance == 0 < found
+    assert len(set(ticks[-1])) == 1, "all that there was to read has been"
+
+
+def test_random_clusters_are_equal_and_hang_on_seed_and_key_alone(tmp_path):
+    keys, features = keys_of(1003), np.full((1003, 2), np.nan, np.float32)
+    labels = np.zeros(1003, np.int64)
+    partition = fit(features, config(4, kind="random"), seed=5, keys=keys)
+    assert sorted(partition.counts.tolist()) == [250, 251, 251, 251]
+    partition.save(tmp_path / "p")
+    read = Partition.load(tmp_path / "p")
+    found = read.assign(features, labels, keys)
+    assert np.bincount(found).tolist() == partition.counts.tolist()
+    backwards = [int(read.assign(features[:1], labels[:1], [key])[0]) for key in reversed(keys)]
+    assert backwards[::-1] == found.tolist()
+    other = fit(features, config(4, kind="random"), seed=6, keys=keys).assign(features, labels, keys)
+    assert (found == other).mean() == pytest.approx(0.25, abs=0.06), "another seed is independent"
+    new = read.assign(np.empty((4000, 0)), np.zeros(4000, np.int64), [f"new-{number}" for number in range(4000)])
+    assert np.bincount(new).min() > 900
+    assert fit(features, config(1, kind="random")).counts.tolist() == [1003]
+    assert fit(features[:1000], config(4, kind="random")).counts.tolist() == [250] * 4
+
+
+def test_a_random_cluster_says_nothing_of_who_is_held_out():
+    import hashlib
+
+    from ddm_lightning.partition.rules import hashes
+
+    keys = keys_of(4000)
+    held_out = [hashlib.blake2b(key.encode(), digest_size=8).digest()[0] < 128 for key in keys]
+    ours = hashes(keys, 0) < 2**62
+    assert np.mean(ours == held_out) == pytest.approx(0.5, abs=0.03)
+
+
+def test_whole_classes_are_packed_evenly():
+    sizes = [40, 35, 30, 25, 20, 15, 15]
+    labels = np.repeat([0, 2, 3, 4, 5, 6, 9], sizes)
+    features = np.full((180, 2), np.nan, np.float32)
+    partition = fit(features, config(3, kind="labels", max_largest_over_mean=1.0), labels=labels)
+    assert partition.counts.tolist() == [60, 60, 60]
+    found = partition.assign(features, labels, keys_of(180))
+    assert all(len(set(found[labels == label].tolist())) == 1 for label in set(labels.tolist()))
+    assert np.bincount(found).tolist() == [60, 60, 60]
+
+
+def test_packing_mends_what_greed_does():
+    # The largest first to the emptiest gives 7 and 5.
+    table = ClusterOfLabel.packed(np.repeat(np.arange(5), [3, 3, 2, 2, 2]), 2, 6).cluster_of_label
+    assert np.bincount(table.numpy(), [3, 3, 2, 2, 2]).tolist() == [6, 6]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_packing_is_as_even_as_integer_programming_where_greed_alone_is_not(seed):
+    from scipy.optimize import Bounds, LinearConstraint, milp
+
+    sizes = np.random.default_rng(seed).integers(1, 60, 9)
+    labels = np.repeat(np.arange(9), sizes)
+    num = 3
+    # Variables: class in cluster, then the largest load, which is made small.
+    each_once = np.hstack([np.kron(np.eye(9), np.ones(num)), np.zeros((9, 1))])
+    loads = np.hstack([np.kron(sizes, np.eye(num)), -np.ones((num, 1))])
+    best = milp(
+        np.r_[np.zeros(9 * num), 1],
+        constraints=[LinearConstraint(each_once, 1, 1), LinearConstraint(loads, -np.inf, 0)],
+        integrality=np.r_[np.ones(9 * num), 0],
+        bounds=Bounds(0, np.r_[np.ones(9 * num), np.inf]),
+    )
+    table = ClusterOfLabel.packed(labels, num, math.ceil(sizes.sum() / num)).cluster_of_label
+    largest = np.bincount(table.numpy(), sizes).max()
+    assert best.fun - 1e-6 <= largest <= 1.05 * best.fun
+
+
+@pytest.mark.parametrize("label", [1, 3, -1])
+def test_a_class_that_was_not_there_is_refused(tmp_path, label):
+    labels = np.repeat([0, 2], 10)
+    partition = fit(np.zeros((20, 2), np.float32), config(2, kind="labels"), labels=labels)
+    partition.save(tmp_path / "p")
+    with pytest.raises(UserError, match=rf"sample 'b': its class {label} had no samples"):
+        Partition.load(tmp_path / "p").assign(np.zeros((2, 2), np.float32), np.array([0, label]), ["a", "b"])
+
+
+@pytest.mark.parametrize(
+    ("labels", "problem"),
+    [
+        ([0] * 10 + [7] * 10, "num_clusters' = 3: the source has only 2 classes"),
+        ([0] * 10 + [1] * 5 + [2] * 5, "max_largest_over_mean' = 1.05: the largest cluster has 10 samples, 1.500"),
+    ],
+)
+def test_classes_that_cannot_be_packed_are_refused(labels, problem):
+    with pytest.raises(UserError, match=problem) as refusal:
+        fit(np.zeros((20, 2), np.float32), config(3, kind="labels"), labels=np.array(labels))
+    assert "kind = kmeans" in str(refusal.value)
+
+
+def test_new_data_get_the_clusters_of_another_run(tmp_path):
+    features, origin = directions([200, 200, 200])
+    path = tmp_path / "partition.safetensors"
+    fit(features, config(3, 30), features="A").save(path)
+    # Unevenly drawn: an existing partition is taken as it is.
+    chosen = np.concatenate([np.flatnonzero(origin == k)[:count] for k, count in enumerate((90, 20, 10))])
+    wanted = config(3, kind="existing", path=str(path), metric="euclidean")
+    partition = fit(features[chosen], wanted, features="A")
+    assert sorted(partition.counts.tolist()) == [10, 20, 90]
+    assert assign(partition, features[chosen]).tolist() == assign(Partition.load(path), features[chosen]).tolist()
+
+
+@pytest.mark.parametrize(
+    ("num_clusters", "dims", "name", "problem"),
+    [
+        (2, 16, "A", "has 3 clusters; set prepare.partition.num_clusters"),
+        (3, 15, "A", "features with 16 entries, these have 15"),
+        (3, 16, "B", "made of features 'A', these are 'B'"),
+    ],
+)
+def test_a_partition_that_does_not_fit_is_refused(tmp_path, num_clusters, dims, name, problem):
+    features, _ = directions([30, 30, 30])
+    path = tmp_path / "partition.safetensors"
+    fit(features, config(3, 12), features="A").save(path)
+    with pytest.raises(UserError, match=problem) as refusal:
+        fit(features[:, :dims], config(num_clusters, kind="existing", path=str(path)), features=name)
+    assert str(refusal.value).startswith("key 'prepare.partition.path'")
+
+
+def test_an_existing_cluster_that_new_data_leave_empty_is_refused(tmp_path):
+    features, origin = directions([30, 30, 30])
+    fit(features, config(3, 12)).save(tmp_path / "p")
+    with pytest.raises(UserError, match="a cluster stays empty"):
+        fit(features[origin > 0], config(3, kind="existing", path=str(tmp_path / "p")))
+
+
+@pytest.mark.parametrize(
+    ("options", "key", "problem"),
+    [
+        ({"num_clusters": 11, "num_fine_centroids": 12}, "prepare.partition.num_clusters", "only 10 samples"),
+        ({"num_clusters": 2, "num_fine_centroids": 12}, "prepare.partition.num_fine_centroids", "only 10 samples"),
+        (
+            {"num_clusters": 2, "num_fine_centroids": 6, "fit_fraction": 0.5},
+            "prepare.partition.fit_fraction",
+            "leaves 5 of 10",
+        ),
+        ({"num_clusters": 11, "kind": "random"}, "prepare.partition.num_clusters", "only 10 samples"),
+    ],
+)
+def test_more_parts_than_samples_are_refused(options, key, problem):
+    features, _ = directions([5, 5])
+    with pytest.raises(UserError, match=problem) as refusal:
+        fit(features, PartitionConfig(**options))
+    assert key in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+def test_only_kmeans_asks_for_fine_centroids():
+    for kind in ("random", "labels", "existing"):
+        check_sizes(config(2, 1024, kind=kind), 10)
+
+
+@pytest.mark.usefixtures("either_way")
+def test_more_fine_centroids_than_distinct_samples_are_refused():
+    features = np.tile(np.eye(3, dtype=np.float32), (10, 1))
+    with pytest.raises(UserError, match=r"num_fine_centroids' = 4: only 3 distinct samples"):
+        fit(features, config(2, 4))
+
+
+@pytest.mark.usefixtures("either_way")
+def test_a_partition_over_the_limit_is_refused_with_the_figure():
+    # Nine tenths of the samples are one point: no grouping of fine centroids can divide it.
+    features, _ = directions([10, 10])
+    features = np.concatenate([features, np.tile(np.eye(16, dtype=np.float32)[:1], (180, 1))])
+    with pytest.raises(UserError, match=r"max_largest_over_mean' = 1.05: the largest cluster has 18\d samples, 1\.8"):
+        fit(features, config(2, 8))
+
+
+@pytest.mark.usefixtures("either_way")
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("fraction", [1.0, 0.2])
+@pytest.mark.parametrize("metric", ["spherical", "euclidean"])
+def test_features_that_are_not_finite_are_refused_by_number(value, fraction, metric, monkeypatch):
+    monkeypatch.setattr(nearest, "ROWS_AT_ONCE", 50)
+    features, _ = directions([200, 200])
+    features[123, 5] = value
+    with pytest.raises(UserError, match=r"features of sample 123: .*not finite"):
+        fit(features, config(2, 10, fit_fraction=fraction, metric=metric))
+
+
+def test_features_of_another_size_or_not_finite_are_not_assigned():
+    features, _ = directions([30, 30])
+    partition = fit(features, config(2, 8))
+    with pytest.raises(UserError, match="features with 16 entries: these have 3"):
+        assign(partition, features[:, :3])
+    features[7] = np.nan
+    with pytest.raises(UserError, match="features of sample 'sample-7'"):
+        assign(partition, features)
+
+
+@pytest.mark.parametrize("damage", ["missing", "no safetensors", "other safetensors", "format 1"])
+def test_a_file_that_is_no_partition_is_named(tmp_path, damage):
+    path = tmp_path / "partition.safetensors"
+    if damage == "no safetensors":
+        path.write_bytes(b"not at all")
+    elif damage == "other safetensors":
+        save_file({"weight": torch.ones(2)}, path)
+    elif damage == "format 1":
+        header = json.dumps({"kind": "partition", "format_version": 1})
+        save_file({"counts": torch.ones(2)}, path, {"ddm_lightning": header})
+    with pytest.raises(UserError, match=r"partition\.safetensors: .*run prepare again"):
+        Partition.load(path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "settings", "problem"),
+    [
+        ({"counts": None}, {}, "lacks 'counts'"),
+        ({"centroids": torch.zeros(3, 2)}, {}, "do not fit together"),
+        ({"cluster_of_fine": torch.tensor([0, 2])}, {}, "out of range"),
+        ({"fine_centroids": torch.full((2, 2), torch.nan)}, {}, "not finite"),
+        ({}, {"metric": "cosine"}, "unknown metric"),
+    ],
+)
+def test_parts_that_do_not_belong_together_are_refused(tmp_path, changes, settings, problem):
+    tensors = {
+        "counts": torch.tensor([1, 1]),
+        "fine_centroids": torch.eye(2),
+        "cluster_of_fine": torch.tensor([0, 1]),
+        "centroids": torch.eye(2),
+        **changes,
+    }
+    header = {
+        "kind": "partition",
+        "format_version": 2,
+        "rule": "kmeans",
+        "settings": {"metric": "spherical", "features": "", **settings},
+    }
+    kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    save_file(kept, tmp_path / "p", {"ddm_lightning": json.dumps(header)})
+    with pytest.raises(UserError, match=problem):
+        Partition.load(tmp_path / "p")
+
+
+def test_the_cost_model_agrees_with_a_sum_by_hand():
+    # 1000 x 10 numbers of 4 bytes, 3 passes over half, and one over all: 2.5 passes.
+    cost = partition_cost(1000, 10, 4, 3, gflops=1e-6, disk_gb_per_s=1e-6, fit_fraction=0.5)
+    assert cost.bytes == 100_000
+    assert cost.seconds == pytest.approx(2.5 * 2 * 1000 * 10 * 4 / 1e3 + 100_000 / 1e3)

@@ -1,0 +1,231 @@
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from streaming.base.format import reader_from_json
+
+from ddm_lightning.config import ShardsConfig
+from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.files import sha256_file
+from ddm_lightning.partition.rows import Rows
+from ddm_lightning.prepare.write_shards import (
+    Moments,
+    Samples,
+    check_compression,
+    held_out_samples,
+    split_orders,
+    write_split,
+)
+
+NUM, K = 50, 3
+
+
+@pytest.fixture
+def columns():
+    random = np.random.default_rng(0)
+    return {
+        "x_0": random.integers(0, 256, (NUM, 3, 6, 6), dtype=np.uint8),
+        "label": random.integers(0, 5, NUM).astype(np.int32),
+        "text": random.standard_normal((NUM, 4)).astype(np.float16),
+    }
+
+
+@pytest.fixture
+def samples(columns):
+    encodings = {"x_0": "ndarray:uint8:3,6,6", "label": "int32", "text": "ndarray:float16:4"}
+    halves = {name: Rows([rows[:20], rows[20:]]) for name, rows in columns.items()}
+    return Samples(halves, encodings, Rows([np.array([f"caption {i}, Åland" for i in range(NUM)], object)]), CLUSTERS)
+
+
+CLUSTERS = np.random.default_rng(1).integers(0, K, NUM)
+
+
+def units(stored):
+    """x_0 of pixels: no variance of its own."""
+    return stored.astype(float) / 127.5 - 1, np.zeros(1)
+
+
+def write(folder, samples, *, seed=0, tick=lambda _: None, model_x_0=units, **shards):
+    held_out = np.random.default_rng(2).random(NUM) < 0.3
+    orders = split_orders(held_out, CLUSTERS, K, seed)
+    config = ShardsConfig(**shards)
+    return [write_split(folder, samples, *order, config, model_x_0, tick) for order in orders], orders
+
+
+def test_samples_of_other_clusters_are_a_given_part_of_what_an_expert_trains_on():
+    held_out = np.random.default_rng(2).random(NUM) < 0.3
+    fraction = 0.25
+    orders = split_orders(held_out, CLUSTERS, K, 0, fraction)
+    extra = [(cluster, ids) for cluster, split, ids in orders if split == "out-of-cluster"]
+    assert [cluster for cluster, _ in extra] == list(range(K))
+    for cluster, ids in extra:
+        own = np.count_nonzero((cluster == CLUSTERS) & ~held_out)
+        assert abs(len(ids) - fraction * (own + len(ids))) < 1 and len(set(ids.tolist())) == len(ids)
+        assert (CLUSTERS[ids] != cluster).all() and not held_out[ids].any()
+    others = [order for order in orders if order[1] != "out-of-cluster"]
+    for without, order in zip(split_orders(held_out, CLUSTERS, K, 0), others, strict=True):
+        assert without[:2] == order[:2] and np.array_equal(without[2], order[2])
+    again, other = (split_orders(held_out, CLUSTERS, K, seed, fraction)[2][2].tolist() for seed in (0, 1))
+    assert again == extra[0][1].tolist() != other
+
+
+def test_there_may_be_fewer_samples_of_other_clusters_than_asked_for_or_none():
+    clusters = np.array([0] * 9 + [1])
+    orders = split_orders(np.zeros(10, bool), clusters, 2, 0, 0.5)
+    assert [(cluster, split, len(ids)) for cluster, split, ids in orders] == [
+        (0, "train", 9),
+        (0, "out-of-cluster", 1),
+        (1, "train", 1),
+        (1, "out-of-cluster", 1),
+    ]
+    assert [split for _, split, _ in split_orders(np.zeros(10, bool), np.zeros(10, int), 1, 0, 0.5)] == ["train"]
+
+
+def hashes(folder):
+    return {path.relative_to(folder).as_posix(): sha256_file(path) for path in folder.rglob("*") if path.is_file()}
+
+
+def read(folder):
+    shards = json.loads((folder / "index.json").read_text())["shards"]
+    readers = [reader_from_json(str(folder.parent), folder.name, shard) for shard in shards]
+    return [reader[i] for reader in readers for i in range(reader.samples)]
+
+
+def test_each_sample_lies_once_in_its_clusters_folder_with_all_its_columns(tmp_path, samples, columns):
+    ticks = []
+    write(tmp_path, samples, tick=ticks.append)
+    seen = []
+    for k in range(K):
+        for split in ("train", "held-out"):
+            for sample in read(tmp_path / f"cluster-{k}" / split):
+                i = int(sample["sample_id"])
+                seen.append(i)
+                assert sample.keys() == {"sample_id", "cluster", "caption", *columns}
+                assert sample["cluster"] == k == CLUSTERS[i]
+                assert sample["caption"] == f"caption {i}, Åland"
+                for name, rows in columns.items():
+                    np.testing.assert_array_equal(sample[name], rows[i])
+                    assert np.asarray(sample[name]).dtype == rows.dtype
+    assert sorted(seen) == list(range(NUM)) and sum(ticks) == NUM
+
+
+def test_the_order_is_that_of_the_seed_cluster_and_split():
+    held_out = np.arange(NUM) % 4 == 0
+    orders = split_orders(held_out, CLUSTERS, K, 7)
+    for cluster, split, order in orders:
+        ids = [i for i in range(NUM) if CLUSTERS[i] == cluster and held_out[i] == (split == "held-out")]
+        assert sorted(order.tolist()) == ids and order.tolist() != ids
+    assert [name for name, *_ in orders] == [0, 0, 1, 1, 2, 2]
+    again, other = split_orders(held_out, CLUSTERS, K, 7), split_orders(held_out, CLUSTERS, K, 8)
+    for (*_, first), (*_, same), (*_, different) in zip(orders, again, other, strict=True):
+        np.testing.assert_array_equal(first, same)
+        assert first.tolist() != different.tolist()
+
+
+def test_a_split_without_samples_has_no_folder():
+    nobody = split_orders(np.zeros(NUM, bool), CLUSTERS, K, 0)
+    assert [(cluster, split) for cluster, split, _ in nobody] == [(k, "train") for k in range(K)]
+
+
+def test_shards_hold_the_samples_in_the_order_given(tmp_path, samples):
+    _, orders = write(tmp_path, samples, seed=3, max_bytes=1000)
+    for cluster, split, order in orders:
+        found = [int(sample["sample_id"]) for sample in read(tmp_path / f"cluster-{cluster}" / split)]
+        assert found == order.tolist()
+
+
+@pytest.mark.parametrize("compression", [None, "zstd:3"])
+def test_the_same_input_gives_the_same_bytes(tmp_path, samples, compression):
+    for name in "ab":
+        write(tmp_path / name, samples, max_bytes=1000, compression=compression)
+    assert hashes(tmp_path / "a") == hashes(tmp_path / "b")
+    index = json.loads((tmp_path / "a" / "cluster-0" / "train" / "index.json").read_text())
+    assert len(index["shards"]) > 1, "the size limit splits the samples"
+    assert index["shards"][0]["raw_data"]["hashes"].keys() == {"sha1", "xxh64"}
+    assert (index["shards"][0]["zip_data"] is None) == (compression is None)
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.5])
+def test_the_sums_give_the_mean_and_standard_deviation_of_x_0(tmp_path, samples, columns, spread):
+    """A Gaussian of its own in every sample widens the whole by its variance."""
+    sums, _ = write(tmp_path, samples, model_x_0=lambda stored: (units(stored)[0], np.full(stored.shape, spread**2)))
+    statistics = sum(sums[1:], sums[0]).statistics()
+    x_0, _ = units(columns["x_0"])
+    np.testing.assert_allclose(statistics["mean"], x_0.mean((0, 2, 3)), rtol=1e-9)
+    np.testing.assert_allclose(statistics["std"], np.sqrt(x_0.var((0, 2, 3)) + spread**2), rtol=1e-9)
+
+
+def test_a_channel_that_never_changes_has_no_spread():
+    constant = Moments(3, np.array([3 * 0.1]), np.array([3 * 0.1**2]) - 1e-17)
+    assert constant.statistics()["std"] == pytest.approx([0], abs=1e-8)
+
+
+def hashes_of(num, seed=0):
+    return np.random.default_rng(seed).integers(0, 2**64, num, dtype=np.uint64)
+
+
+def test_held_out_samples_do_not_depend_on_the_rest_of_the_data_set():
+    keys = hashes_of(4000)
+    one_cluster = np.zeros(4000, dtype=np.int32)
+    held_out = held_out_samples(keys, one_cluster, 1, 0.1)
+    np.testing.assert_array_equal(held_out, keys / 2.0**64 < 0.1)
+    np.testing.assert_array_equal(held_out_samples(keys[::-1], one_cluster, 1, 0.1), held_out[::-1])
+    np.testing.assert_array_equal(held_out_samples(keys[:1000], one_cluster[:1000], 1, 0.1), held_out[:1000])
+    assert (held_out_samples(keys, one_cluster, 1, 0.2) >= held_out).all(), "a larger part contains the smaller one"
+
+
+def test_each_cluster_of_two_or_more_has_samples_on_both_sides():
+    keys = hashes_of(41)
+    clusters = np.array([*np.arange(20).repeat(2), 20])
+    for fraction in (1e-6, 0.5):
+        held_out = held_out_samples(keys, clusters, 22, fraction)
+        np.testing.assert_array_equal(np.bincount(clusters, held_out, minlength=21)[:20], 1)
+        assert not held_out[-1], "the only sample of a cluster is trained on"
+    assert not held_out_samples(keys, clusters, 22, 0.0).any()
+
+
+@pytest.mark.parametrize("fraction", [1e-6, 0.05, 0.5, 0.95])
+def test_a_group_is_never_torn_not_even_over_clusters(fraction):
+    """Tiles of one region may fall into several clusters, and overlap all the same."""
+    groups = np.repeat(hashes_of(60, seed=3), 5)
+    clusters = np.random.default_rng(0).integers(0, 4, len(groups))
+    held_out = held_out_samples(groups, clusters, 4, fraction)
+    for group in np.unique(groups):
+        assert len(set(held_out[groups == group].tolist())) == 1
+    for cluster in range(4):
+        assert set(held_out[clusters == cluster].tolist()) == {False, True}
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3)), min_size=1, max_size=20), st.floats(0, 0.999))
+def test_every_cluster_trains_on_something_however_groups_are_spread(pairs, fraction):
+    groups = hashes_of(6)[[group for group, _ in pairs]]
+    clusters = np.array([cluster for _, cluster in pairs])
+    held_out = held_out_samples(groups, clusters, 4, fraction)
+    for cluster in set(clusters.tolist()):
+        here = clusters == cluster
+        assert not held_out[here].all()
+        shared = set(groups[here].tolist()) & set(groups[~here].tolist())
+        if fraction > 0 and not shared and len(set(groups[here].tolist())) > 1:
+            assert held_out[here].any()
+    assert all(len(set(held_out[groups == group].tolist())) == 1 for group in groups)
+
+
+def test_a_group_held_out_for_one_cluster_is_not_all_that_another_has():
+    groups, clusters = np.array([1, 1, 2], np.uint64), np.array([0, 1, 1])
+    assert held_out_samples(groups << np.uint64(60), clusters, 2, 1e-9).tolist() == [False, False, False]
+
+
+def test_a_cluster_of_one_group_is_trained_on():
+    groups = np.full(4, 5, np.uint64)  # a low hash: held out by any fraction
+    assert not held_out_samples(groups, np.zeros(4, int), 1, 0.5).any()
+
+
+@pytest.mark.parametrize(("compression", "problem"), [("zip", "no such compression"), ("gz:3", "no two runs agree")])
+def test_compressions_that_cannot_serve_are_refused(compression, problem):
+    with pytest.raises(UserError, match=problem) as refusal:
+        check_compression(ShardsConfig(compression=compression))
+    assert "prepare.shards.compression" in str(refusal.value)
+    check_compression(ShardsConfig(compression="zstd:3"))
+    check_compression(ShardsConfig())

@@ -1,0 +1,63 @@
+"""Small MDS folders whose every sample is known."""
+
+import numpy as np
+import pytest
+
+from ddm_lightning.core.compat import ensure_torchvision_importable
+
+ensure_torchvision_importable()
+
+from streaming import MDSWriter  # noqa: E402
+
+# What Streaming warns of, for ``pytestmark``.
+WARNINGS = [
+    # Python 3.12 says so of every fork beside Streaming's threads.
+    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
+    # Streaming leaves the closing of the files that it hashes to the garbage collector.
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore:Exception ignored in. <_io.FileIO:pytest.PytestUnraisableExceptionWarning"),
+]
+COLUMNS = {
+    "x_0": "ndarray:uint8:3,4,4",
+    "sample_id": "int64",
+    "cluster": "int32",
+    "label": "int32",
+    "caption": "str",
+    "text": "ndarray:float16:6",
+}
+
+
+def sample(sample_id, cluster):
+    rng = np.random.default_rng(sample_id)
+    return {
+        "x_0": rng.integers(0, 256, (3, 4, 4), np.uint8),
+        "sample_id": sample_id,
+        "cluster": cluster,
+        "label": sample_id % 5,
+        "caption": f"number {sample_id}",
+        "text": rng.standard_normal(6).astype(np.float16),
+    }
+
+
+def write_mds(folder, ids, cluster=0, *, columns=COLUMNS, shard_bytes=1 << 11, compression=None):
+    """About seventeen samples a shard."""
+    with MDSWriter(
+        out=str(folder), columns=columns, hashes=["sha1", "xxh64"], size_limit=shard_bytes, compression=compression
+    ) as writer:
+        for sample_id in ids:
+            writer.write({name: value for name, value in sample(sample_id, cluster).items() if name in columns})
+    return folder
+
+
+def damage(folder, kind):
+    """Harm the third shard, or the only one; its name."""
+    path = sorted(folder.glob("shard.*.mds*"))[:3][-1]
+    content = path.read_bytes()
+    if kind == "missing":
+        path.unlink()
+    elif kind == "truncated":
+        path.write_bytes(content[: len(content) // 2])
+    else:
+        middle = len(content) // 2
+        path.write_bytes(content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
+    return path.name

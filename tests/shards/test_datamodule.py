@@ -1,0 +1,329 @@
+import shutil
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from deadline import within
+from shards.mds import COLUMNS, WARNINGS, damage, sample, write_mds
+
+from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.files import sha256_file
+from ddm_lightning.shards.datamodule import ClusterDataModule
+from ddm_lightning.shards.verify import ShardError
+
+pytestmark = WARNINGS
+# Unequal clusters: 70, 20 and 36 training samples, 5, 3 and 0 held-out ones.
+TRAIN = {0: range(70), 1: range(100, 120), 2: range(200, 236)}
+HELD_OUT = {0: range(70, 75), 1: range(120, 123)}
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    root = tmp_path_factory.mktemp("shards")
+    for split, clusters in (("train", TRAIN), ("held-out", HELD_OUT)):
+        for cluster, ids in clusters.items():
+            write_mds(root / f"cluster-{cluster}" / split, ids, cluster)
+    return root
+
+
+@pytest.fixture
+def shards(written, tmp_path):
+    return shutil.copytree(written, tmp_path / "shards")
+
+
+def module_of(shards, clusters, batch_size, tmp_path, **settings):
+    data = ClusterDataModule(
+        shards, clusters, batch_size, seed=settings.pop("seed", 0), cache=tmp_path / "cache", **settings
+    )
+    data.prepare_data()
+    return data
+
+
+def ids(batches):
+    return [i for batch in batches for i in batch["sample_id"].tolist()]
+
+
+@pytest.fixture(params=["local", "streaming"])
+def back_end(request):
+    return request.param
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("clusters", [[1], [0, 2], [0, 1, 2]], ids=str)
+def test_one_cluster_several_or_all_in_their_natural_proportions(shards, tmp_path, clusters, num_workers, back_end):
+    expected = sorted(i for cluster in clusters for i in TRAIN[cluster])
+    batch_size = 6 if clusters == [0, 1, 2] else 2  # divides the samples
+    settings = {"num_workers": num_workers, "loader": back_end}
+    loader = module_of(shards, clusters, batch_size, tmp_path, **settings).train_dataloader()
+    with within(60):
+        first, second = list(loader), list(loader)
+    assert sorted(ids(first)) == sorted(ids(second)) == expected
+    assert ids(first) != ids(second)
+    drawn = Counter(int(k) for batch in first for k in batch["cluster"])
+    assert drawn == {cluster: len(TRAIN[cluster]) for cluster in clusters}
+    if len(clusters) > 1:  # mixed, not one cluster behind the other
+        halves = [Counter(int(k) for batch in half for k in batch["cluster"]) for half in (first[:9], first[9:])]
+        assert all(set(half) == set(clusters) for half in halves)
+
+
+def test_batches_hold_what_was_written(shards, tmp_path, back_end):
+    for batch in module_of(shards, [0, 1], 9, tmp_path, loader=back_end).train_dataloader():
+        assert {name: value.dtype for name, value in batch.items()} == {
+            "sample_id": torch.int64,
+            "cluster": torch.int64,
+            "label": torch.int64,
+            "x_0": torch.uint8,
+            "text": torch.float32,
+        }
+        assert batch["x_0"].shape == (9, 3, 4, 4)
+        for row, sample_id in enumerate(batch["sample_id"].tolist()):
+            written = sample(sample_id, cluster=sample_id // 100)
+            np.testing.assert_array_equal(batch["x_0"][row], written["x_0"])
+            np.testing.assert_array_equal(batch["text"][row], written["text"].astype(np.float32))
+            assert (batch["cluster"][row], batch["label"][row]) == (written["cluster"], written["label"])
+
+
+def test_without_captions_there_is_no_text(tmp_path):
+    columns = {name: kind for name, kind in COLUMNS.items() if name != "text"}
+    write_mds(tmp_path / "shards/cluster-0/train", range(8), columns=columns)
+    (batch,) = module_of(tmp_path / "shards", [0], 8, tmp_path).train_dataloader()
+    assert set(batch) == {"sample_id", "cluster", "label", "x_0"}
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_every_training_batch_is_full_and_what_is_left_over_waits_for_another_epoch(
+    shards, tmp_path, num_workers, back_end
+):
+    loader = module_of(shards, [1], 8, tmp_path, num_workers=num_workers, loader=back_end).train_dataloader()
+    assert len(loader) == 2
+    seen = set()
+    with within(60):
+        for _ in range(8):
+            batches = list(loader)
+            assert [len(batch["sample_id"]) for batch in batches] == [8, 8]
+            assert len(set(ids(batches))) == 16
+            seen |= set(ids(batches))
+    assert seen == set(TRAIN[1])
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_one_batch_is_enough_and_less_is_refused(shards, tmp_path, num_workers, back_end):
+    loader = module_of(shards, [1], 20, tmp_path, num_workers=num_workers, loader=back_end).train_dataloader()
+    with within(60):
+        assert [sorted(ids([batch])) for batch in loader] == [list(TRAIN[1])]
+    with pytest.raises(
+        UserError, match=r"clusters \[1\] hold 20 training samples, fewer than the 21 .*global_batch_size"
+    ):
+        module_of(shards, [1], 21, tmp_path, loader=back_end).train_dataloader()
+
+
+def test_an_expert_trains_on_the_samples_of_other_clusters_that_were_drawn_for_it(shards, tmp_path, back_end):
+    write_mds(shards / "cluster-1/out-of-cluster", [3, 4, 201, 202])
+    data = module_of(shards, [1], 6, tmp_path, loader=back_end, out_of_cluster=[1], held_out_clusters=[1])
+    data.prepare_data()
+    assert sorted(ids(data.train_dataloader())) == [3, 4, *TRAIN[1], 201, 202]
+    assert sorted(ids(data.val_dataloader())) == list(HELD_OUT[1])
+    shutil.rmtree(shards / "cluster-1/out-of-cluster")
+    with pytest.raises(UserError, match="cluster-1/out-of-cluster"):
+        data.prepare_data()
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_held_out_samples_come_once_each_in_one_order(shards, tmp_path, num_workers, back_end):
+    settings = {"held_out_clusters": [0, 1], "num_workers": num_workers, "loader": back_end}
+    data = module_of(shards, [0, 1, 2], 3, tmp_path, **settings)
+    loader = data.val_dataloader()
+    with within(60):
+        orders = [ids(loader), ids(loader)]
+    assert orders[0] == orders[1] == [*HELD_OUT[0], *HELD_OUT[1]]
+
+
+def test_no_held_out_samples_means_no_validation(shards, tmp_path):
+    assert module_of(shards, [2], 3, tmp_path).val_dataloader() == []
+
+
+def test_the_order_follows_the_seed_and_not_the_back_end(shards, tmp_path):
+    orders = [
+        ids(module_of(shards, [0, 2], 7, tmp_path, seed=seed, loader=back_end).train_dataloader())
+        for seed, back_end in ((1, "local"), (1, "local"), (1, "streaming"), (2, "local"))
+    ]
+    assert orders[0] == orders[1] == orders[2] != orders[3]
+
+
+@pytest.mark.parametrize("second", ["local", "streaming"])
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_seen", [0, 3, 10])
+def test_either_back_end_goes_on_where_either_was_stopped(shards, tmp_path, back_end, second, num_workers, num_seen):
+    loader = module_of(shards, [0, 2], 10, tmp_path, num_workers=num_workers, loader=back_end).train_dataloader()
+    with within(60):
+        first = ids(loader)
+        iterator = iter(loader)
+        seen = [ids([next(iterator)]) for _ in range(num_seen)]
+        state = loader.state_dict()
+        rest = [ids([batch]) for batch in iterator]
+        third = ids(loader)
+
+        again = module_of(shards, [0, 2], 10, tmp_path, loader=second).train_dataloader()
+        again.load_state_dict(state)
+        assert again.state_dict()["sample_in_epoch"] == state["sample_in_epoch"]
+        if num_seen:  # else nothing of the second epoch was asked for yet: it is at the end of the first
+            assert [ids([batch]) for batch in again] == rest
+        else:
+            assert list(again) == []
+            assert [ids([batch]) for batch in again] == rest
+        assert ids(again) == third
+    assert len(seen) + len(rest) == 10
+    assert len(set(first) | {i for batch in seen + rest for i in batch}) > len(first)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_compressed_shards_on_this_machine_are_unpacked_once(tmp_path, back_end, num_workers):
+    folder = write_mds(tmp_path / "shards/cluster-0/train", range(60), compression="zstd:3")
+    before = {path.name for path in folder.iterdir()}
+    settings = {"loader": back_end, "num_workers": num_workers}
+    order = ids(module_of(tmp_path / "shards", [0], 6, tmp_path, **settings).train_dataloader())
+    assert sorted(order) == list(range(60))
+    assert {path.name for path in folder.iterdir()} == before  # nothing is added beside them
+    store = tmp_path / "cache/store/cluster-0/train"
+    unpacked = {path: path.stat().st_mtime_ns for path in store.glob("*.mds")}
+    assert len(unpacked) == 4
+    assert ids(module_of(tmp_path / "shards", [0], 6, tmp_path, **settings).train_dataloader()) == order
+    assert {path: path.stat().st_mtime_ns for path in store.glob("*.mds")} == unpacked
+    damaged = damage(store, "flipped")
+    assert ids(module_of(tmp_path / "shards", [0], 6, tmp_path, **settings).train_dataloader()) == order
+    assert (store / damaged).stat().st_mtime_ns != unpacked[store / damaged]
+
+
+def test_which_back_end_it_is(shards, tmp_path):
+    assert module_of(shards, [0], 7, tmp_path).loader == "local"
+    assert remote_module(shards, tmp_path).loader == "streaming"
+    with pytest.raises(UserError, match=r"'island.loader' = 'local' reads no URL \(s3://bucket/x\); use 'auto'"):
+        module_of("s3://bucket/x", [0], 7, tmp_path, loader="local")
+    with pytest.raises(UserError, match=r"'island.loader' = 'lokal': give one of auto, streaming, local"):
+        module_of(shards, [0], 7, tmp_path, loader="lokal")
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_shard_that_goes_while_it_is_being_read(shards, tmp_path, back_end, num_workers):
+    data = module_of(shards, [0], 7, tmp_path, loader=back_end, num_workers=num_workers)
+    name = damage(shards / "cluster-0/train", "missing")
+    with within(20), pytest.raises(ShardError, match=f"a shard cannot be read: .*{name}.*; mend or fetch it"):
+        list(data.train_dataloader())
+
+
+@pytest.mark.parametrize("kind", ["missing", "truncated", "flipped"])
+@pytest.mark.parametrize("split", ["train", "held-out"])
+def test_a_damaged_local_shard_is_named_before_training(shards, tmp_path, kind, split):
+    folder = shards / "cluster-0" / split
+    name = damage(folder, kind)
+    with pytest.raises(UserError, match=f"{folder / name}: shard is (missing|damaged)"):
+        module_of(shards, [0], 7, tmp_path, held_out_clusters=[0])
+
+
+def test_other_clusters_are_not_an_islands_business(shards, tmp_path):
+    shutil.rmtree(shards / "cluster-0")
+    assert sorted(ids(module_of(shards, [1], 4, tmp_path).train_dataloader())) == list(TRAIN[1])
+
+
+def test_shards_of_another_preparation_are_refused(shards, tmp_path):
+    with pytest.raises(UserError, match=r"cluster-1/train/index\.json: differs from what the manifest says"):
+        module_of(shards, [1], 4, tmp_path, index_sha256={"cluster-1/train": "0" * 64})
+
+
+# Shards behind a URL.
+
+
+def remote_module(shards, tmp_path, clusters=(0, 1), **settings):
+    index = {f"cluster-{k}/train": sha256_file(shards / f"cluster-{k}/train/index.json") for k in clusters}
+    settings = {"index_sha256": index, "batch_size": 5, **settings}
+    return module_of(f"file://{shards}", list(clusters), tmp_path=tmp_path, **settings)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_shards_from_a_url_give_the_same_batches(shards, tmp_path, num_workers):
+    local = ids(module_of(shards, [0, 1], 5, tmp_path).train_dataloader())
+    data = remote_module(shards, tmp_path, num_workers=num_workers)
+    with within(60):
+        assert ids(data.train_dataloader()) == local
+    store = tmp_path / "cache/store"
+    assert {path.relative_to(store) for path in store.rglob("*.mds")} == {
+        path.relative_to(shards) for k in (0, 1) for path in (shards / f"cluster-{k}/train").glob("*.mds")
+    }
+    data.teardown("fit")
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == ["store"]
+
+
+def test_what_was_fetched_is_not_fetched_again(shards, tmp_path):
+    data = remote_module(shards, tmp_path)
+    order = ids(data.train_dataloader())
+    data.teardown("fit")
+    for shard in shards.rglob("*.mds"):
+        shard.unlink()
+    assert ids(remote_module(shards, tmp_path).train_dataloader()) == order
+
+
+def test_a_start_after_a_kill_finds_its_store_and_removes_the_old_view(shards, tmp_path):
+    killed = remote_module(shards, tmp_path)
+    order = ids(killed.train_dataloader())
+    (view,) = (tmp_path / "cache").glob("view-*")
+    view.rename(view.with_name("view-1"))  # as if another process had left it
+    data = remote_module(shards, tmp_path)
+    assert ids(data.train_dataloader()) == order
+    assert {path.name for path in (tmp_path / "cache").iterdir()} == {"store", "starts", data._view().name}
+
+
+@pytest.mark.parametrize("kind", ["truncated", "flipped"])
+def test_a_fetched_shard_that_was_damaged_since_is_fetched_again(shards, tmp_path, kind):
+    """A process that is killed while it fetches leaves a part of a shard under the shard's name."""
+    order = ids(remote_module(shards, tmp_path).train_dataloader())
+    name = damage(tmp_path / "cache/store/cluster-0/train", kind)
+    data = remote_module(shards, tmp_path)
+    assert not (tmp_path / "cache/store/cluster-0/train" / name).exists()
+    assert ids(data.train_dataloader()) == order
+
+
+def test_what_was_fetched_for_an_earlier_preparation_is_fetched_anew(shards, tmp_path):
+    assert sorted(ids(remote_module(shards, tmp_path, [1]).train_dataloader())) == list(TRAIN[1])
+    shutil.rmtree(shards / "cluster-1/train")
+    write_mds(shards / "cluster-1/train", range(500, 530), cluster=1)
+    assert sorted(ids(remote_module(shards, tmp_path, [1]).train_dataloader())) == list(range(500, 530))
+
+
+def test_a_url_with_shards_of_another_preparation_is_refused_each_time(shards, tmp_path):
+    for _ in range(2):
+        with pytest.raises(
+            UserError, match=r"file://.*cluster-1/train/index\.json: differs from what the manifest says"
+        ):
+            remote_module(shards, tmp_path, [1], index_sha256={"cluster-1/train": "0" * 64}).train_dataloader()
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_damaged_shard_at_the_url_stops_training(shards, tmp_path, num_workers):
+    name = damage(shards / "cluster-0/train", "flipped")
+    loader = remote_module(shards, tmp_path, num_workers=num_workers).train_dataloader()
+    with within(20), pytest.raises(ShardError, match=f"{name}: Checksum failure"):
+        list(loader)
+
+
+@pytest.mark.parametrize(
+    ("url", "words"), [("gopher://host/shards", "Unsupported remote path"), ("file:///nowhere/shards", "No such file")]
+)
+def test_a_url_that_leads_nowhere_is_an_error_line(tmp_path, url, words):
+    data = module_of(url, [0], 5, tmp_path)
+    with pytest.raises(ShardError, match=f"cluster-0/train: shards cannot be opened: .*{words}.*island.shards"):
+        data.train_dataloader()
+
+
+def test_an_island_that_was_handed_no_shards_is_told_where_to_say_so(tmp_path):
+    with pytest.raises(UserError, match=r"nowhere: no shards here; .*island\.shards"):
+        module_of(str(tmp_path / "nowhere"), [0], 5, tmp_path).prepare_data()
+
+
+def test_shards_of_other_columns_than_the_manifest_says(shards, tmp_path, back_end):
+    columns = {name: COLUMNS[name] for name in ("x_0", "label", "text")}
+    assert module_of(shards, [0], 2, tmp_path, loader=back_end, columns=columns).train_dataloader()
+    for wrong in ({"x_0": "ndarray:uint8:3,8,8"}, {"text_tokens": "ndarray:float16:2,6"}):
+        data = module_of(shards, [0], 2, tmp_path, loader=back_end, columns={**columns, **wrong})
+        with pytest.raises(UserError, match="are not the manifest's"):
+            data.train_dataloader()

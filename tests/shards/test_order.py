@@ -1,0 +1,96 @@
+import numpy as np
+import pytest
+from shards.mds import write_mds
+
+from ddm_lightning.shards.order import Ranks, epoch_order, num_steps, steps
+
+from streaming import StreamingDataset  # isort: skip (after the shim)
+
+SIZES = [17, 17, 17, 17, 17, 15]
+
+
+def order_of(sizes=SIZES, *, seed=3, epoch=0, shuffle=True, num_canonical_nodes=1):
+    return epoch_order(sizes, seed=seed, epoch=epoch, shuffle=shuffle, num_canonical_nodes=num_canonical_nodes)
+
+
+def interleaved(order, *, num_nodes, ranks_per_node, batch_size, full):
+    """What ``steps`` does, one sample after the other."""
+    num_ranks = num_nodes * ranks_per_node
+    order = list(order)
+    if full:
+        order = order[: len(order) // (num_ranks * batch_size) * num_ranks * batch_size]
+    else:
+        while len(order) % num_ranks:
+            order.append(order[len(order) % len(set(order))])
+    table = {}
+    for position, sample in enumerate(order):
+        step, place = divmod(position, num_ranks * batch_size)
+        table.setdefault((place % num_nodes, place // num_nodes % ranks_per_node, step), []).append(sample)
+    return table
+
+
+@pytest.mark.parametrize("num_canonical_nodes", [1, 2, 3, 8])
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_it_is_a_permutation_that_follows_seed_and_epoch(num_canonical_nodes, shuffle):
+    settings = {"num_canonical_nodes": num_canonical_nodes, "shuffle": shuffle}
+    orders = [tuple(order_of(seed=seed, epoch=epoch, **settings)) for seed, epoch in ((3, 0), (3, 0), (3, 1), (4, 0))]
+    assert all(sorted(order) == list(range(100)) for order in orders)
+    assert len(set(orders)) == (3 if shuffle else 1)
+
+
+def test_it_is_the_order_of_a_plain_streaming_dataset(tmp_path):
+    folder = write_mds(tmp_path, range(100))
+    plain = StreamingDataset(
+        local=str(folder), batch_size=4, shuffle=True, shuffle_seed=3, num_canonical_nodes=1, shuffle_block_size=1 << 18
+    )
+    sizes = [len(shard) for shard in plain.shards]
+    assert len(sizes) == 6
+    for epoch in range(2):
+        assert [sample["sample_id"] for sample in plain] == order_of(sizes, epoch=epoch).tolist()
+
+
+def test_a_nodes_samples_are_of_its_own_canonical_nodes():
+    """With as many parts as nodes or a multiple of them, no node needs a part of the shards that another has."""
+    for seed in range(3):
+        order = order_of(seed=seed, num_canonical_nodes=4)
+        other = order_of(seed=seed, epoch=1, num_canonical_nodes=4)
+        for node in range(2):
+            assert set(order[node::2]) == set(other[node::2])
+
+
+def test_unshuffled_parts_take_turns():
+    assert order_of([5, 5], shuffle=False, num_canonical_nodes=3).tolist() == [0, 3, 6, 1, 4, 7, 2, 5, 8, 9]
+
+
+@pytest.mark.parametrize("full", [True, False])
+@pytest.mark.parametrize(("num_nodes", "ranks_per_node"), [(1, 1), (1, 2), (2, 1), (2, 3)])
+@pytest.mark.parametrize("num_samples", [0, 1, 5, 47, 48, 100])
+def test_steps_against_a_loop(num_samples, num_nodes, ranks_per_node, full):
+    order = np.random.default_rng(0).permutation(num_samples)
+    ranks = Ranks(num_nodes, ranks_per_node)
+    table = steps(order, ranks, 4, full=full)
+    expected = interleaved(order, num_nodes=num_nodes, ranks_per_node=ranks_per_node, batch_size=4, full=full)
+    found = {
+        (node, rank, step): [int(sample) for sample in table[node, rank, step] if sample >= 0]
+        for node, rank, step in np.ndindex(table.shape[:3])
+    }
+    assert found == expected
+    assert table.shape[2] == num_steps(num_samples, ranks.num_ranks, 4, full=full)
+
+
+@pytest.mark.parametrize("taken", [0, 1, 3])
+def test_a_step_of_any_number_of_ranks_is_the_same_samples(taken):
+    """Stop on some ranks, go on with others: the rest is the rest."""
+    order = order_of()
+    alone = steps(order, Ranks(), 12, full=True)[0, 0]
+    for num_nodes, ranks_per_node in ((1, 2), (2, 1), (2, 3), (1, 12)):
+        ranks = Ranks(num_nodes, ranks_per_node)
+        table = steps(order[12 * taken :], ranks, 12 // ranks.num_ranks, full=True)
+        together = np.concatenate([table[node, rank] for node, rank in np.ndindex(table.shape[:2])], axis=1)
+        assert [sorted(step) for step in together] == [sorted(step) for step in alone[taken:]]
+
+
+def test_ranks_find_themselves():
+    found = [(Ranks(2, 3, rank).node, Ranks(2, 3, rank).rank_of_node) for rank in range(6)]
+    assert found == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
+    assert Ranks(2, 3).num_ranks == 6

@@ -1,0 +1,76 @@
+import numpy as np
+import pytest
+import torch
+
+from ddm_lightning.shards.manifest import StoredForm
+
+SCALES, SHIFTS = [0.5, 2.0, 0.18215], [0.0, -1.5, 0.1159]
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def posterior(num=5, dtype=torch.float16, seed=0):
+    """Means and standard deviations, as an encoder stores them."""
+    random = torch.Generator().manual_seed(seed)
+    means = torch.randn(num, 3, 4, 4, generator=random) * 3
+    spreads = torch.rand(num, 3, 4, 4, generator=random) + 0.1
+    return torch.cat([means, spreads], 1).to(dtype)
+
+
+def per_channel(values):
+    return np.reshape(values, (-1, 1, 1))
+
+
+def test_mean_and_spread_are_in_the_networks_units_channel_by_channel():
+    form = StoredForm("posterior", {"scale": SCALES, "shift": SHIFTS})
+    stored = posterior()
+    exact = stored.double().numpy()
+    mean = (exact[:, :3] - per_channel(SHIFTS)) * per_channel(SCALES)
+    spread = exact[:, 3:] * per_channel(SCALES)
+    np.testing.assert_allclose(form.mean(stored, torch.float64).numpy(), mean, rtol=1e-12)
+    np.testing.assert_allclose(form.spread(stored, torch.float64).numpy(), spread, rtol=1e-12)
+    assert form.mean(stored).dtype == form.spread(stored).dtype == torch.float32
+    np.testing.assert_allclose(form.mean(stored).numpy(), mean, rtol=1e-5, atol=1e-6)
+
+
+def test_a_spread_is_positive_whatever_the_sign_of_the_scale():
+    form = StoredForm("posterior", {"scale": -2.0, "shift": 0.0})
+    assert (form.spread(posterior()) > 0).all()
+
+
+def test_draws_have_the_mean_and_spread_that_are_stored():
+    form = StoredForm("posterior", {"scale": SCALES, "shift": SHIFTS})
+    one = posterior(1, torch.float32)
+    num = 20_000
+    drawn = form.draw(one.expand(num, -1, -1, -1), generator()).double().numpy()
+    mean, spread = form.mean(one, torch.float64).numpy()[0], form.spread(one, torch.float64).numpy()[0]
+    assert np.abs((drawn.mean(0) - mean) / spread).max() < 4.5 / np.sqrt(num)
+    assert np.abs(drawn.std(0) / spread - 1).max() < 4.5 / np.sqrt(2 * num)
+    z = ((drawn - mean) / spread).reshape(num, -1)
+    assert abs(np.corrcoef(z[:, 0], z[:, 7])[0, 1]) < 5 / np.sqrt(num), "entries are drawn apart"
+
+
+def test_equal_generators_draw_the_same_and_others_do_not():
+    form, stored = StoredForm("posterior", {"scale": SCALES, "shift": SHIFTS}), posterior()
+    assert torch.equal(form.draw(stored, generator(1)), form.draw(stored, generator(1)))
+    assert not torch.equal(form.draw(stored, generator(1)), form.draw(stored, generator(2)))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float16, torch.float32])
+@pytest.mark.parametrize(("scale", "shift"), [(1 / 127.5, 127.5), (0.18215, 0.0), (0.3611, 0.1159)])
+def test_what_is_stored_as_itself_is_scaled_by_the_plain_formula_bit_for_bit(dtype, scale, shift):
+    stored = torch.randint(0, 256, (4, 3, 5, 5), generator=generator()).to(dtype)
+    form = StoredForm("x_0", {"scale": scale, "shift": shift})
+    expected = (stored.float() - shift) * scale
+    assert torch.equal(form.mean(stored), expected)
+    assert form.spread(stored) is None
+    drawing = generator()
+    assert torch.equal(form.draw(stored, drawing), expected)
+    assert torch.equal(drawing.get_state(), generator().get_state()), "nothing was drawn"
+
+
+def test_another_form_is_refused():
+    with pytest.raises(ValueError, match="'moments', which is none of x_0, posterior"):
+        StoredForm("moments", {"scale": 1.0, "shift": 0.0})

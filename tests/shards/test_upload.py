@@ -1,0 +1,204 @@
+"""Finished shards to real servers on this machine: S3's protocol (moto), OpenSSH's SFTP, and a mounted folder."""
+
+import shutil
+from contextlib import contextmanager
+
+import pytest
+from prepare.tiny_experiment import tiny_experiment
+from shards import servers
+from shards.mds import WARNINGS, write_mds
+
+from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.files import sha256_file
+from ddm_lightning.prepare.progress import SilentReporter
+from ddm_lightning.prepare.stages import prepare
+from ddm_lightning.shards import upload
+from ddm_lightning.shards.upload import upload_shards
+
+pytestmark = [*WARNINGS, pytest.mark.slow]
+SPLITS = ("cluster-0/held-out", "cluster-0/train", "cluster-1/train")
+
+
+@contextmanager
+def mounted(folder, tmp_path, monkeypatch):
+    yield f"file://{folder}", None
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory):
+    root = tmp_path_factory.mktemp("shards")
+    for number, split in enumerate(SPLITS):
+        write_mds(root / split, range(40 * number, 40 * number + 40))
+    return root
+
+
+@pytest.fixture(
+    params=[
+        "mounted",
+        "s3",
+        pytest.param("sftp", marks=pytest.mark.skipif(not servers.SSHD, reason="needs OpenSSH's sshd")),
+    ]
+)
+def remote(request, tmp_path, monkeypatch):
+    folder = tmp_path / "remote"
+    folder.mkdir()
+    place = mounted if request.param == "mounted" else getattr(servers, request.param)
+    with place(folder, tmp_path, monkeypatch) as (url, line):
+        yield url, line
+
+
+def hashes(folder):
+    return {path.relative_to(folder).as_posix(): sha256_file(path) for path in folder.rglob("*") if path.is_file()}
+
+
+def fetched(url, tmp_path, names):
+    """What lies at a URL, as Streaming reads it."""
+    from streaming.base.storage.download import CloudDownloader
+
+    copy = tmp_path / "fetched"
+    shutil.rmtree(copy, ignore_errors=True)
+    downloader = CloudDownloader.get(None if url.startswith("file://") else url)
+    for name in names:
+        downloader.download(f"{url.removeprefix('file://')}/{name}", str(copy / name), 20)
+    downloader.clean_up()
+    return hashes(copy)
+
+
+@pytest.fixture
+def puts(monkeypatch):
+    """Names of the files that are uploaded, in order."""
+    seen = []
+
+    def watched(store, reader, name, digest, url, put=upload._put):
+        seen.append(name)
+        put(store, reader, name, digest, url)
+
+    monkeypatch.setattr(upload, "_put", watched)
+    return seen
+
+
+def test_what_arrives_is_what_was_there_and_a_second_time_nothing_is_sent(shards, remote, tmp_path, puts):
+    url, _ = remote
+    ticks = []
+    found = upload_shards(shards, url, lambda done, total: ticks.append((done, total)))
+    assert found == hashes(shards) == fetched(url, tmp_path, found)
+    assert sorted(puts) == sorted(found)
+    for split in SPLITS:
+        assert [name for name in puts if name.startswith(split)][-1] == f"{split}/index.json", "the index goes last"
+    total = sum(path.stat().st_size for path in shards.rglob("*") if path.is_file())
+    assert ticks[-1] == (total, total) and ticks == sorted(ticks)
+    puts.clear()
+    assert upload_shards(shards, url + "/", lambda *_: None) == found
+    assert puts == []
+
+
+def test_an_upload_that_was_stopped_goes_on_with_the_folders_that_are_not_whole(shards, remote, tmp_path, puts):
+    url, _ = remote
+    first = sum(path.stat().st_size for path in (shards / SPLITS[0]).iterdir())
+
+    def stop(done, total):
+        if done > first:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        upload_shards(shards, url, stop)
+    puts.clear()
+    found = upload_shards(shards, url, lambda *_: None)
+    assert found == fetched(url, tmp_path, found)
+    assert {name.rpartition("/")[0] for name in puts} == set(SPLITS[1:])
+
+
+def test_other_data_is_left_alone(shards, remote, tmp_path, puts):
+    url, _ = remote
+    other = tmp_path / "other"
+    write_mds(other / SPLITS[0], range(7))
+    upload_shards(other, url, lambda *_: None)
+    puts.clear()
+    with pytest.raises(
+        UserError, match=r"prepare\.shards\.remote.*holds other data \(cluster-0/held-out/index\.json\)"
+    ):
+        upload_shards(shards, url, lambda *_: None)
+    write_mds(other / "cluster-9/train", range(7))
+    upload_shards(other, url, lambda *_: None)
+    puts.clear()
+    with pytest.raises(UserError, match=r"holds other data \(cluster-9/train/index\.json\)"):
+        upload_shards(shards, url, lambda *_: None)
+    assert puts == []
+    assert fetched(url, tmp_path, hashes(other)) == hashes(other)
+
+
+@pytest.mark.parametrize("times", [2, 3])
+def test_a_file_that_arrives_damaged_is_sent_again_and_in_the_end_refused(shards, tmp_path, monkeypatch, times):
+    folder = tmp_path / "remote"
+    left = {"cluster-1/train/shard.00001.mds": times}
+
+    def damaging(self, name, put=upload._FolderStore.put):
+        put(self, name)
+        if left.get(name):
+            left[name] -= 1
+            (folder / name).write_bytes(b"\0" + (folder / name).read_bytes()[1:])
+
+    monkeypatch.setattr(upload._FolderStore, "put", damaging)
+    if times == 2:
+        assert upload_shards(shards, f"file://{folder}", lambda *_: None) == hashes(folder)
+        return
+    with pytest.raises(UserError, match=r"cluster-1/train/shard\.00001\.mds arrived damaged 3 times"):
+        upload_shards(shards, f"file://{folder}", lambda *_: None)
+    assert not (folder / "cluster-1/train/index.json").exists(), "without an index nobody takes the folder for whole"
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("gopher://host/shards", "gopher"),
+        ("sftp://nobody@127.0.0.1:9/shards", "127.0.0.1"),
+        ("file:///proc/nowhere/shards", "nowhere"),
+    ],
+)
+def test_an_address_that_nobody_can_write_to_is_one_line(shards, url, words):
+    with pytest.raises(UserError, match=r"prepare\.shards\.remote.*check the address") as refusal:
+        upload_shards(shards, url, lambda *_: None)
+    assert words in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+def test_a_server_that_breaks_off_is_one_line_and_the_upload_can_be_repeated(shards, remote, tmp_path):
+    url, line = remote
+    if line is None:
+        return
+    line.fail(0 if url.startswith("s3") else 3_000)
+    with pytest.raises(UserError, match=r"prepare\.shards\.remote"):
+        upload_shards(shards, url, lambda *_: None)
+    line.fail(0, times=0)
+    found = upload_shards(shards, url, lambda *_: None)
+    assert found == fetched(url, tmp_path, found)
+
+
+class Listener(SilentReporter):
+    def __init__(self):
+        self.lines = []
+
+    def say(self, line):
+        self.lines.append(line)
+
+    @property
+    def stages(self):
+        return [line.partition(":")[0] for line in self.lines if ": done in" in line]
+
+
+def run(folder, remote):
+    experiment = tiny_experiment()
+    experiment.prepare.shards.remote = remote
+    listener = Listener()
+    prepare(experiment, folder, listener)
+    return listener.stages
+
+
+def test_prepare_uploads_once_and_again_where_it_is_told_to(tmp_path):
+    here = [f"file://{tmp_path / name}" for name in ("a", "b")]
+    assert run(tmp_path / "run", None)[-2:] == ["shards", "report"]
+    # The report writes the manifest, which is taken away while anything changes.
+    assert run(tmp_path / "run", here[0]) == ["upload", "report"]
+    assert run(tmp_path / "run", here[0]) == []
+    assert run(tmp_path / "run", here[1]) == ["upload", "report"]
+    shards = tmp_path / "run/prepared/shards"
+    assert hashes(tmp_path / "a") == hashes(tmp_path / "b") == hashes(shards)

@@ -1,0 +1,114 @@
+import json
+import re
+
+import pytest
+from streaming import MDSWriter
+
+from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.files import sha256_file
+from ddm_lightning.shards.verify import verify_shards
+
+
+def write(folder, compression=None):
+    with MDSWriter(
+        out=str(folder), columns={"n": "int64"}, hashes=["sha1", "xxh64"], size_limit=512, compression=compression
+    ) as writer:
+        for n in range(100):
+            writer.write({"n": n})
+
+
+@pytest.fixture
+def folder(tmp_path):
+    write(tmp_path / "mds")
+    return tmp_path / "mds"
+
+
+def flip(path, at):
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+
+
+def test_whole_shards_pass(folder):
+    assert len(list(folder.glob("*.mds"))) > 2
+    assert verify_shards(folder) == 100
+    assert verify_shards(folder, hashes=False, index_sha256=sha256_file(folder / "index.json")) == 100
+
+
+@pytest.mark.parametrize("damage", ["flipped", "truncated", "missing"])
+def test_a_damaged_shard_is_named(folder, damage):
+    victim = sorted(folder.glob("*.mds"))[-1]
+    if damage == "flipped":
+        flip(victim, -3)
+        assert verify_shards(folder, hashes=False) == 100, "only the hash can see it"
+    elif damage == "truncated":
+        victim.write_bytes(victim.read_bytes()[:-1])
+    else:
+        victim.unlink()
+    with pytest.raises(UserError, match=re.escape(str(victim))) as refusal:
+        verify_shards(folder, hashes=damage == "flipped")
+    line = str(refusal.value)
+    assert "run prepare again" in line and "\n" not in line
+
+
+def test_compressed_shards_may_lie_packed_or_unpacked(tmp_path):
+    packed, raw = tmp_path / "packed", tmp_path / "raw"
+    write(packed, "zstd:3")
+    write(raw)
+    assert verify_shards(packed) == 100
+    first = sorted(raw.glob("*.mds"))[0]
+    index = json.loads((packed / "index.json").read_text())
+    raw_index = json.loads((raw / "index.json").read_text())
+    # The unpacked file of this writer differs by its header alone, so its entry is taken along.
+    index["shards"][0]["raw_data"] = raw_index["shards"][0]["raw_data"]
+    (packed / "index.json").write_text(json.dumps(index))
+    (packed / first.name).write_bytes(first.read_bytes())
+    assert verify_shards(packed) == 100
+    zipped = packed / index["shards"][0]["zip_data"]["basename"]
+    zipped.unlink()
+    assert verify_shards(packed) == 100
+    flip(packed / first.name, 20)
+    with pytest.raises(UserError, match=re.escape(str(packed / first.name))):
+        verify_shards(packed)
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (None, "missing"),
+        ("{", "cannot be read"),
+        ("[]", "no index of MDS shards"),
+        ('{"shards": [{}]}', "no index of MDS"),
+    ],
+)
+def test_an_index_that_is_none_is_named(folder, content, problem):
+    index = folder / "index.json"
+    if content is None:
+        index.unlink()
+    else:
+        index.write_text(content)
+    with pytest.raises(UserError, match=problem) as refusal:
+        verify_shards(folder)
+    assert str(index) in str(refusal.value)
+
+
+def test_an_index_of_other_shards_is_refused(folder):
+    with pytest.raises(UserError, match="differs from what the manifest says"):
+        verify_shards(folder, index_sha256="0" * 64)
+
+
+def test_an_index_cannot_point_outside_its_folder(folder):
+    index = json.loads((folder / "index.json").read_text())
+    index["shards"][0]["raw_data"]["basename"] = "../elsewhere.mds"
+    (folder / "index.json").write_text(json.dumps(index))
+    with pytest.raises(UserError, match="leaves its folder"):
+        verify_shards(folder)
+
+
+def test_an_index_of_compressed_and_plain_shards_is_refused(folder):
+    path = folder / "index.json"
+    index = json.loads(path.read_text())
+    index["shards"][-1]["zip_data"] = index["shards"][-1]["raw_data"]
+    path.write_text(json.dumps(index))
+    with pytest.raises(UserError, match="compressed"):
+        verify_shards(folder)

@@ -1,0 +1,18 @@
+"""A module and its optimizer saved to a folder and loaded again, without a Trainer."""
+
+from ddm_lightning.training.checkpoint.files import CheckpointWriter, read_rest
+from ddm_lightning.training.checkpoint.state import load_groups, load_tensors, named_groups, tensors_of
+
+
+def save(path, module, optimizer, group=None, leads=True, meanwhile=lambda: None):
+    """Save, and do something ``meanwhile``: between the copy and the end of the writing."""
+    writer = CheckpointWriter(group, leads=leads, from_device=False)
+    writer.start(path, tensors_of(module, optimizer), {"groups": named_groups(module, optimizer)}, lambda: None)
+    meanwhile()
+    writer.wait()
+    writer.close()
+
+
+def load(path, module, optimizer, group=None):
+    load_tensors(path, module, optimizer, group)
+    load_groups(module, optimizer, read_rest(path)["groups"], path)

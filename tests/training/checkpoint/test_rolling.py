@@ -1,0 +1,267 @@
+import math
+import shutil
+from concurrent.futures import wait
+from types import SimpleNamespace
+
+import pytest
+import torch
+from training.checkpoint.checkpoint_folders import cut
+from training.members import expert
+
+from ddm_lightning.core.errors import UserError
+from ddm_lightning.training.checkpoint.files import CheckpointWriter
+from ddm_lightning.training.checkpoint.rolling import RollingCheckpoints, newest_checkpoint
+from ddm_lightning.training.guard import read_skipped
+from ddm_lightning.training.parallel.strategies import OneDevice
+
+
+class FakeTrainer:
+    """Counts steps and writes checkpoints as a Trainer does."""
+
+    world_size, global_rank = 1, 0
+
+    def __init__(self, rolling, max_steps=1000):
+        self.max_steps = max_steps
+        self.global_step = 0
+        self.saved = []
+        self.lightning_module = expert()
+        self.strategy = OneDevice(torch.device("cpu"))
+        self.strategy.checkpoints = CheckpointWriter(None, leads=True, from_device=False)
+        self.rolling = rolling
+        rolling.setup(self, self.lightning_module, "fit")
+
+    def save_checkpoint(self, path, weights_only):
+        assert weights_only is False  # in Lightning's words: not the weights alone
+        self.saved.append(self.global_step)
+        tensors = {"w": torch.tensor(float(self.global_step))}
+        self.strategy.checkpoints.start(path, tensors, None, self.strategy.checkpoint_written)
+
+    def take(self, steps):
+        for _ in range(steps):
+            self.global_step += 1
+            self.rolling.on_train_batch_end(self, self.lightning_module)
+        self.rolling.on_train_end(self, self.lightning_module)
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def write(folder, *steps):
+    writer = CheckpointWriter(None, leads=True, from_device=False)
+    for step in steps:
+        writer.start(folder / f"step-{step:08d}.ckpt", {"w": torch.arange(5000.0)}, {"step": step}, lambda: None)
+    writer.wait()
+    writer.close()
+    return folder
+
+
+def test_the_last_step_is_saved_where_nothing_else_is_due(tmp_path):
+    FakeTrainer(RollingCheckpoints(tmp_path, 10, 2, 100), max_steps=13).take(13)
+    assert names(tmp_path) == ["step-00000010.ckpt", "step-00000013.ckpt"]
+
+
+def test_the_newest_few_are_kept(tmp_path):
+    trainer = FakeTrainer(RollingCheckpoints(tmp_path, 10, 2, 100))
+    trainer.take(9)
+    assert names(tmp_path) == []
+    trainer.take(1)
+    assert names(tmp_path) == ["step-00000010.ckpt"]
+    trainer.take(27)
+    assert names(tmp_path) == ["step-00000020.ckpt", "step-00000030.ckpt"]
+    assert trainer.saved == [10, 20, 30]
+
+
+def test_what_was_left_out_is_on_the_disk_before_the_checkpoint_behind_it(tmp_path):
+    """Who resumes there does not take those steps once more, so that nobody else would write them down."""
+    trainer = FakeTrainer(RollingCheckpoints(tmp_path / "checkpoints", 10, 2, 100))
+    found = []
+    save = trainer.save_checkpoint
+    trainer.save_checkpoint = lambda *path, **named: (
+        found.append(read_skipped(tmp_path / "skipped_steps.jsonl")),
+        save(*path, **named),
+    )
+    guard, ids = trainer.lightning_module.guard, torch.tensor([5, 9])
+    guard.saw(7, ids, torch.tensor([0.25, 0.5]), torch.tensor([1.0, math.inf]))
+    guard.judge(SimpleNamespace(), torch.tensor(math.inf))
+    trainer.take(10)
+    ((skipped,),) = found
+    assert (skipped.step, skipped.rank, skipped.sample_ids, skipped.t) == (7, 0, [5, 9], [0.25, 0.5])
+
+
+def test_milestones_are_kept_for_good(tmp_path):
+    trainer = FakeTrainer(RollingCheckpoints(tmp_path, 10, 1, 100, milestone_every_n_steps=25))
+    trainer.take(60)
+    assert trainer.saved == [10, 20, 25, 30, 40, 50, 60]
+    assert names(tmp_path) == [f"step-000000{step}.ckpt" for step in (25, 50, 60)]
+
+
+def test_each_validation_has_a_checkpoint_before_it(tmp_path):
+    trainer = FakeTrainer(RollingCheckpoints(tmp_path, 10, 9, 15))
+    trainer.take(30)
+    assert trainer.saved == [10, 15, 20, 30]
+
+
+def test_those_of_an_earlier_start_are_counted_too(tmp_path):
+    write(tmp_path, 4, 8, 11)
+    trainer = FakeTrainer(RollingCheckpoints(tmp_path, 3, 2, 100))
+    trainer.global_step = 11
+    trainer.take(1)
+    assert names(tmp_path) == ["step-00000011.ckpt", "step-00000012.ckpt"]
+
+
+def test_one_step_is_saved_once(tmp_path):
+    trainer = FakeTrainer(RollingCheckpoints(tmp_path, 5, 2, 100))
+    trainer.take(5)
+    trainer.rolling.save(trainer)
+    assert trainer.saved == [5]
+    trainer.take(1)
+    trainer.rolling.save(trainer)
+    assert trainer.saved == [5, 6]
+
+
+def test_a_diverged_step_is_not_kept(tmp_path):
+    trainer = FakeTrainer(RollingCheckpoints(tmp_path, 5, 2, 100))
+    trainer.take(5)
+    guard = trainer.lightning_module.guard
+    for step in range(guard.max_in_succession + 1):
+        guard.saw(step, torch.tensor([0]), torch.tensor([0.5]), torch.tensor([1.0]))
+        guard.judge(SimpleNamespace(), torch.tensor(float("nan")))
+    with pytest.raises(UserError, match="not finite"):
+        trainer.take(5)
+    assert names(tmp_path) == ["step-00000005.ckpt"]
+
+
+def test_a_save_that_failed_ends_training_at_a_later_step(tmp_path):
+    trainer = FakeTrainer(RollingCheckpoints(tmp_path / "folder", 5, 2, 100))
+    (tmp_path / "folder").write_text("no folder")
+    trainer.global_step = 4
+    with pytest.raises(OSError, match="folder"):
+        trainer.take(1)
+    trainer.global_step = 5
+    trainer.rolling._newest_step = -1
+    trainer.rolling.save(trainer)
+    wait([trainer.strategy.checkpoints._pending])
+    with pytest.raises(OSError, match="folder"):  # at the next step, not at the next save
+        trainer.rolling.on_train_batch_end(at(trainer, 6), trainer.lightning_module)
+
+
+def at(trainer, step):
+    trainer.global_step = step
+    return trainer
+
+
+def test_what_an_old_one_leaves_behind_does_not_end_training(tmp_path, monkeypatch):
+    def in_use(path, ignore_errors=False):
+        if not ignore_errors:
+            raise OSError(39, "Directory not empty", str(path))
+
+    trainer = FakeTrainer(RollingCheckpoints(tmp_path, 1, 1, 100))
+    monkeypatch.setattr("ddm_lightning.training.checkpoint.rolling.shutil.rmtree", in_use)
+    trainer.take(3)
+    assert [name for name in names(tmp_path) if name.startswith("step")] == ["step-00000003.ckpt"]
+
+
+def test_an_exception_waits_for_the_one_that_is_being_written(tmp_path):
+    trainer = FakeTrainer(RollingCheckpoints(tmp_path, 5, 2, 100))
+    trainer.global_step = 5
+    trainer.rolling.save(trainer)
+    trainer.rolling.on_exception(trainer, trainer.lightning_module, KeyboardInterrupt())
+    assert names(tmp_path) == ["step-00000005.ckpt"]
+
+
+def test_the_newest_is_found(tmp_path):
+    assert newest_checkpoint(tmp_path) == (None, [])
+    assert newest_checkpoint(tmp_path / "none") == (None, [])
+    write(tmp_path, 90, 100, 1000)
+    assert newest_checkpoint(tmp_path) == (tmp_path / "step-00001000.ckpt", [])
+
+
+@pytest.mark.parametrize("name", ["step-00000155-copy.ckpt", "step-abc.ckpt", "step-9.ckpt"])
+def test_what_has_another_name_is_no_checkpoint(tmp_path, name):
+    write(tmp_path, 5, 10)
+    shutil.copytree(tmp_path / "step-00000010.ckpt", tmp_path / name)
+    for leads in (True, False):
+        assert newest_checkpoint(tmp_path, leads=leads) == (tmp_path / "step-00000010.ckpt", [])
+    FakeTrainer(RollingCheckpoints(tmp_path, 15, 1, 100)).take(15)
+    assert names(tmp_path) == sorted(["step-00000015.ckpt", name])
+
+
+def test_more_digits_are_more_steps(tmp_path):
+    write(tmp_path, 99_999_999, 100_000_000)
+    assert newest_checkpoint(tmp_path)[0] == tmp_path / "step-100000000.ckpt"
+
+
+def test_a_damaged_one_gives_way_to_the_one_before(tmp_path):
+    write(tmp_path, 10, 20)
+    newest = tmp_path / "step-00000020.ckpt"
+    cut(newest)
+    path, (line,) = newest_checkpoint(tmp_path)
+    assert path == tmp_path / "step-00000010.ckpt"
+    assert line.startswith(f"{newest}: damaged checkpoint (")
+    assert "falling back to the one before it" in line
+    assert "\n" not in line
+    assert names(tmp_path) == ["step-00000010.ckpt", "step-00000020.damaged"]
+    assert newest_checkpoint(tmp_path) == (path, [])  # said once
+
+
+def test_a_step_that_is_damaged_twice_is_told_twice_and_kept_once(tmp_path):
+    for _ in range(2):
+        write(tmp_path, 10, 20)
+        cut(tmp_path / "step-00000020.ckpt")
+        path, lines = newest_checkpoint(tmp_path)
+        assert (path, len(lines)) == (tmp_path / "step-00000010.ckpt", 1)
+    assert names(tmp_path) == ["step-00000010.ckpt", "step-00000020.damaged"]
+
+
+def test_one_of_an_older_version_is_refused_and_stays(tmp_path):
+    write(tmp_path, 10)
+    (tmp_path / "step-00000020.ckpt").write_bytes(b"old")
+    with pytest.raises(UserError, match=r"step-00000020\.ckpt: an older version wrote this checkpoint"):
+        newest_checkpoint(tmp_path)
+    assert names(tmp_path) == ["step-00000010.ckpt", "step-00000020.ckpt"]
+
+
+def test_other_ranks_take_what_the_first_has_left_and_touch_nothing(tmp_path):
+    assert newest_checkpoint(tmp_path, leads=False) == (None, [])
+    write(tmp_path, 10, 20)
+    cut(tmp_path / "step-00000020.ckpt")
+    (tmp_path / ".tmp-step-00000030.ckpt").mkdir()
+    before = names(tmp_path)
+    assert newest_checkpoint(tmp_path, leads=False) == (tmp_path / "step-00000020.ckpt", [])
+    assert names(tmp_path) == before
+
+
+@pytest.mark.parametrize(("steps", "others"), [((10, 20, 30), ", nor the 2 before it"), ((30,), "")])
+def test_when_none_can_be_read_nothing_is_started_over(tmp_path, steps, others):
+    write(tmp_path, *steps)
+    for path in tmp_path.iterdir():
+        cut(path)
+    before = names(tmp_path)
+    with pytest.raises(UserError) as caught:
+        newest_checkpoint(tmp_path)
+    line = str(caught.value)
+    assert line.startswith(f"{tmp_path / 'step-00000030.ckpt'}: damaged checkpoint (")
+    assert line.endswith(f"){others}; restore one, or remove {tmp_path} to start the member afresh")
+    assert names(tmp_path) == before
+
+
+def test_of_several_damaged_ones_the_last_is_kept(tmp_path):
+    write(tmp_path, 10, 20, 30)
+    for step in (20, 30):
+        cut(tmp_path / f"step-000000{step}.ckpt")
+    path, lines = newest_checkpoint(tmp_path)
+    assert path == tmp_path / "step-00000010.ckpt"
+    assert [line.partition(":")[0] for line in lines] == [
+        str(tmp_path / f"step-000000{step}.ckpt") for step in (30, 20)
+    ]
+    assert names(tmp_path) == ["step-00000010.ckpt", "step-00000020.damaged"]
+
+
+def test_what_a_killed_save_left_is_swept(tmp_path):
+    write(tmp_path, 10)
+    left = tmp_path / ".tmp-step-00000020.ckpt"
+    left.mkdir()
+    (left / "half").write_bytes(b"half")
+    assert newest_checkpoint(tmp_path)[0] == tmp_path / "step-00000010.ckpt"
+    assert names(tmp_path) == ["step-00000010.ckpt"]
