@@ -12,8 +12,7 @@ from shards.mds import WARNINGS
 from training.short_fits import fit, weights
 
 from ddm_lightning.core.registry import EXPERTS
-from ddm_lightning.prepare.records import Source
-from ddm_lightning.prepare.records import Broken, Record
+from ddm_lightning.prepare.records import Broken, Record, Source
 
 pytestmark = WARNINGS
 TEXT = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text(encoding="utf-8")

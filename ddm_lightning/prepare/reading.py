@@ -108,7 +108,7 @@ class Reading:
 
     def _refuse(self, problem: str) -> UserError:
         name = self.plugins.config.source.name
-        return UserError(f"source {name!r}: {problem}; mend the source (prepare/interfaces.py says what it must yield)")
+        return UserError(f"source {name!r}: {problem}; mend the source (prepare/records.py says what it must yield)")
 
     def _sizes_differ(self, record: Record, how: str) -> UserError:
         height, width = record.image.shape[:2]

@@ -1,7 +1,7 @@
 """The ``streaming`` back end: Streaming's index, downloads and resumption; our order, whole batches, loud failures.
 
 It leans on private names of mosaicml-streaming 0.13 (setup.py pins ``<0.14``);
-``tests/loading/test_streaming.py`` fails when one of them goes.
+``tests/shards/test_streaming.py`` fails when one of them goes.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class SafeStreamingDataset(StreamingDataset):
 
     - it iterates batches (``Shards.take``), not samples, each gathered from memory maps, and its length is in batches;
       for a DataLoader with ``batch_size=None``;
-    - its order is ``loading.order``'s, in which ranks share no sample where steps are full;
+    - its order is ``shards.order``'s, in which ranks share no sample where steps are full;
     - a shard that is missing, truncated or fails its hash raises ``ShardError`` in the training
       process (0.13.0: the epoch ends early without workers, and hangs with them), now and at each later
       iteration;
@@ -324,7 +324,7 @@ def open_streams(
         seed: of that order; it does not depend on the number of ranks or workers.
         is_local_leader: whether this process is the node's first rank.
         full: whether samples that fill no step of all ranks are left out.
-        num_canonical_nodes: into how many parts the shards are split that take turns (``loading.order``).
+        num_canonical_nodes: into how many parts the shards are split that take turns (``shards.order``).
 
     Raises:
         ShardError: an index cannot be fetched or read, or no such scheme of URLs is known.
