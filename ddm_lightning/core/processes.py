@@ -1,7 +1,7 @@
-"""How each process starts and ends: quickly, and not without the one that it belongs to.
+"""Start, stop and watch processes: signals, a parent's death, start-up time.
 
-Lightning and Streaming bring some 4,700 modules. While they are imported nothing is garbage, yet the collector looks at
-them again and again, and once more when the process ends: a third of the time of both.
+Lightning and Streaming import some 4,700 modules. Nothing is garbage meanwhile, yet the collector scans them again and
+again, and once more when the process ends: a third of the time of both.
 """
 
 from __future__ import annotations
@@ -14,47 +14,77 @@ import os
 import signal
 import sys
 import threading
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 _WHILE_IMPORTING = (100_000, 50, 100)
-# Of glibc's mallopt: M_MMAP_THRESHOLD (older versions refuse more than 32 MB), M_TRIM_THRESHOLD and M_TOP_PAD.
+# glibc's mallopt: M_MMAP_THRESHOLD (older versions refuse more than 32 MB), M_TRIM_THRESHOLD and M_TOP_PAD.
 _KEPT_HEAP = ((-3, 2**25), (-3, 2**30), (-1, 2**31 - 1), (-2, 2**26))
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, *([signal.SIGUSR1] if hasattr(signal, "SIGUSR1") else []))
-"""That ask a training to leave a checkpoint and stop: a terminal's, a scheduler's, SLURM's warning."""
+"""Ask a training to write a checkpoint and stop: from a terminal, a scheduler, or SLURM before its time limit."""
 STARTED_BY = "DDM_LIGHTNING_STARTED_BY"
-"""In the environment of ranks that the first one started: its process id, and the folder that takes their reasons."""
+"""Environment variable of ranks that rank zero started: its process id, and the folder for their failures."""
 FITTED_BY = "DDM_LIGHTNING_FITTED_BY"
-"""In the environment of members that the ``fit`` of several started: its process id."""
-PARENT_SECONDS = 1.0
-"""Between two looks whether that one is still there."""
+"""Environment variable of members that a ``fit`` of several started: its process id."""
+PARENT_SECONDS = 0.5
+"""Interval at which ``on_orphaned`` looks for the parent."""
 _default = gc.get_threshold()
 
 
 def begin() -> None:
-    """Collect seldom until ``end_imports``; called where the process starts."""
+    """Set up a new process of the command line: signals, parent, and rare garbage collection until ``end_imports``."""
     if STARTED_BY in os.environ:
-        # A terminal sends them to all ranks; the first one decides, also for those that are still importing.
+        # A terminal signals all ranks. Rank zero decides for all, also for those still importing.
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # ``held_back`` where it was started
-    if parent := os.environ.pop(FITTED_BY, None):  # not for those that this one starts
-        threading.Thread(target=_stop_with, args=(int(parent),), name="parent", daemon=True).start()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # blocked by ``held_back`` in rank zero
+    if parent := os.environ.pop(FITTED_BY, None):  # children of this process have another parent
+        on_orphaned(int(parent), _stop_orphan)
     gc.set_threshold(*_WHILE_IMPORTING)
     atexit.register(gc.freeze)
 
 
-def _stop_with(parent: int) -> None:
-    """A member that nobody waits for any more, as its ``fit`` was killed, holds cores that the next ``fit`` wants."""
-    while os.getppid() == parent:
-        time.sleep(PARENT_SECONDS)
-    print("the fit that started this is gone: stopping, as after SIGTERM", file=sys.stderr, flush=True)
+def on_orphaned(parent: int, react: Callable[[], object] | None = None, over: threading.Event | None = None) -> None:
+    """Call ``react`` from a thread soon after the process ``parent`` has died.
+
+    Args:
+        parent: process id of this process's parent.
+        react: ends this process at once by default, whatever it waits for.
+        over: stops the watch when set.
+    """
+    over = over or threading.Event()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            if over.wait(PARENT_SECONDS):
+                return
+        react() if react else os._exit(1)
+
+    threading.Thread(target=watch, name="parent", daemon=True).start()
+
+
+def _stop_orphan() -> None:
+    """Stop a member whose ``fit`` was killed: the next ``fit`` wants its cores."""
+    print("the fit that started this member is gone: stopping, as after SIGTERM", file=sys.stderr, flush=True)
     os.kill(os.getpid(), signal.SIGTERM)
+
+
+def start_time(pid: int) -> str:
+    """Start of a process in clock ticks since boot; empty for a dead process or a zombie, and without ``/proc``.
+
+    Process ids are reused; an id together with its start time is not.
+    """
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+    fields = text.rpartition(")")[2].split()  # from field 3 of proc(5) on; the command's name may hold anything
+    return "" if fields[0] in "ZX" else fields[19]
 
 
 @contextlib.contextmanager
 def held_back() -> Iterator[None]:
-    """Within the block requests to stop wait; processes that are started there get none before ``begin``."""
+    """Block stop signals; processes started within the block receive none before ``begin``."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
@@ -63,25 +93,25 @@ def held_back() -> Iterator[None]:
 
 
 def end_imports() -> None:
-    """After ``begin``, collect as Python does from here on, and never again among what was imported."""
+    """Restore Python's garbage collection after ``begin``; imported objects are never scanned again."""
     if gc.get_threshold() == _WHILE_IMPORTING:
         gc.freeze()
         gc.set_threshold(*_default)
 
 
 def stop_as_by_ctrl_c() -> None:
-    """Until training itself listens, a request to stop ends this process as Ctrl-C does: with a line and its code."""
+    """Raise ``KeyboardInterrupt`` on stop signals until training installs its own handlers."""
     if threading.current_thread() is not threading.main_thread():
         return
     for number in STOP_SIGNALS:
-        if signal.getsignal(number) == signal.SIG_DFL:  # ranks that the first one started leave them to that one
+        if signal.getsignal(number) == signal.SIG_DFL:  # ranks that rank zero started ignore them
             signal.signal(number, signal.default_int_handler)
 
 
 def keep_heap() -> None:
-    """Keep what a training step frees for the next one, where the C library is glibc; called before training.
+    """Let glibc keep freed memory for the next training step; call before training.
 
-    Else it gives a step's activations and gradients back to the system, and faults their pages in again.
+    By default it returns a step's activations and gradients to the system and faults their pages in again.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:
@@ -90,5 +120,5 @@ def keep_heap() -> None:
 
 
 def num_cores() -> int:
-    """Cores that this process may use, which a scheduler may have limited; macOS knows only how many there are."""
+    """Number of cores available to this process; all cores where the system has no affinity (macOS)."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -14,6 +14,7 @@ from typing import Any
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_write_json, read_json
 from ddm_lightning.core.formatting import duration
+from ddm_lightning.core.processes import start_time
 
 HELD_OUT_STEP = "held_out/step"
 """In the metrics of an artifact: the step whose weights the other held-out figures are of."""
@@ -59,7 +60,7 @@ class MemberStatus:
         """Write ``status.json`` in the member's folder."""
         self.updated = time.time()
         self.pid = os.getpid()
-        self.began, self.host = _began(self.pid), platform.node()
+        self.began, self.host = start_time(self.pid), platform.node()
         atomic_write_json(folder / "status.json", asdict(self))
 
     @classmethod
@@ -114,17 +115,7 @@ class MemberStatus:
             return False
         except PermissionError:
             pass  # another user's
-        return self.began in ("", _began(self.pid))  # a later process may have its number
+        return self.began in ("", start_time(self.pid))  # a later process may have its number
 
     def _is_elsewhere(self) -> bool:
         return self.host not in ("", platform.node())
-
-
-def _began(pid: int) -> str:
-    """Field 22 of ``/proc/PID/stat``; empty for a zombie, and where there is no such file."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
-    fields = text.rpartition(")")[2].split()  # from field 3 on: the command's name before it may hold anything
-    return "" if fields[0] in "ZX" else fields[19]

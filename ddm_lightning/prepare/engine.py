@@ -7,18 +7,15 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
-import os
 import pickle
 import signal
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from multiprocessing.connection import wait
 from typing import Any, TypeVar
 
 from ddm_lightning.core.errors import UserError
-from ddm_lightning.core.processes import num_cores
+from ddm_lightning.core.processes import num_cores, on_orphaned
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")
@@ -96,13 +93,8 @@ def _begin() -> None:
     _one_thread()
     _own_gpu()
     parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def follow() -> None:
-        wait([parent.sentinel])
-        os._exit(1)  # else a killed parent leaves its processes waiting for ever
-
-    threading.Thread(target=follow, daemon=True).start()
+    assert parent is not None and parent.pid is not None
+    on_orphaned(parent.pid)
 
 
 def _one_thread() -> None:

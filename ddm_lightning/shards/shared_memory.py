@@ -22,18 +22,10 @@ from streaming.base.shared import prefix as numbers
 from streaming.base.shared.prefix import _unpack_locals
 
 from ddm_lightning.core.files import atomic_write_json
+from ddm_lightning.core.processes import start_time
 
 SHARED_MEMORY = Path("/dev/shm")
 _STARTS = "starts"
-
-
-def _born(pid: int) -> str | None:
-    """When a process was started, in its machine's clock ticks since that was booted; None for no such process."""
-    try:
-        # Behind the name of the program, which may hold anything: field 22 of proc(5).
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except (FileNotFoundError, ProcessLookupError):
-        return None
 
 
 def _boot() -> str:
@@ -45,7 +37,7 @@ def _boot() -> str:
 def note_start(cache: Path, prefix: int, folders: list[str]) -> None:
     """Write down that this process has the shared memory number ``prefix``, for the shards in ``folders``."""
     pid = os.getpid()
-    record = {"pid": pid, "born": _born(pid), "boot": _boot(), "prefix": prefix, "folders": folders}
+    record = {"pid": pid, "born": start_time(pid), "boot": _boot(), "prefix": prefix, "folders": folders}
     atomic_write_json(_record(cache, prefix), record)
 
 
@@ -78,7 +70,7 @@ def remove_leftovers(cache: Path) -> list[Path]:
         try:
             record = json.loads(path.read_text(encoding="utf-8"))
             prefix, same_boot = int(record["prefix"]), record["boot"] == _boot()
-            alive = same_boot and record["born"] is not None and _born(int(record["pid"])) == record["born"]
+            alive = same_boot and record["born"] and start_time(int(record["pid"])) == record["born"]
             folders = [str(folder) for folder in record["folders"]]
         except (ValueError, KeyError, TypeError):
             path.unlink()  # cut short by a full disk; whose number it was nobody knows

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import time
 from collections.abc import Iterator
-from threading import Thread
 from typing import Any
 
 from torch.utils.data import DataLoader
+
+from ddm_lightning.core.processes import on_orphaned
 
 
 def as_it_is(batch: Any) -> Any:
@@ -18,18 +17,11 @@ def as_it_is(batch: Any) -> Any:
 
 
 def end_with_parent(parent: int, _worker: int) -> None:
-    """End this process within a second of its parent's death, whatever it waits for.
+    """Tie a data-loading process to its parent; a ``worker_init_fn`` after ``partial(end_with_parent, parent)``.
 
-    A worker that waits for a shard or at one of Streaming's barriers looks for nothing else, and would hold the
-    member's lock for ever.
+    An orphan that waits for a shard or at one of Streaming's barriers would hold the member's lock for ever.
     """
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(1)
-        os._exit(1)
-
-    Thread(target=watch, daemon=True).start()
+    on_orphaned(parent)
 
 
 @contextlib.contextmanager

@@ -60,7 +60,7 @@ from ddm_lightning.core import processes
 CHILD = (
     "import os, signal; from ddm_lightning.core import processes\\n"
     "for number in processes.STOP_SIGNALS: os.kill(os.getpid(), number)\\n"
-    "startup.begin(); raise SystemExit(len(signal.pthread_sigmask(signal.SIG_BLOCK, [])))"
+    "processes.begin(); raise SystemExit(len(signal.pthread_sigmask(signal.SIG_BLOCK, [])))"
 )
 found = []
 for number in processes.STOP_SIGNALS:
@@ -89,7 +89,7 @@ from ddm_lightning.core import processes
 if sys.argv[1] == "kept":
     processes.keep_heap()
 if sys.argv[1] == "fit":
-    from ddm_lightning.cli import main
+    from ddm_lightning.cli.parser import main
     assert main(sys.argv[1:]) == 0
 
 def faults():

@@ -194,7 +194,7 @@ def test_members_stop_when_what_started_them_is_killed(disturbed: SimpleNamespac
     assert status["state"] == "stopped"
     assert disturbed.status_interrupted["step"] + 5 <= status["step"] < STEPS[KILLED]
     assert f"{KILLED}: resumes at step {status['step']}" in disturbed.log
-    assert "the fit that started this is gone: stopping, as after SIGTERM" in disturbed.log
+    assert "the fit that started this member is gone: stopping, as after SIGTERM" in disturbed.log
 
 
 @pytest.mark.slow

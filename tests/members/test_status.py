@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from ddm_lightning.core.errors import UserError
-from ddm_lightning.members.status import MemberStatus, _began
+from ddm_lightning.core.processes import start_time
+from ddm_lightning.members.status import MemberStatus
 
 
 def gone():
@@ -79,7 +80,7 @@ def test_a_later_process_with_the_number_of_a_killed_one_does_not_train(tmp_path
     with subprocess.Popen([odd, "60"]) as process:
         status.pid = process.pid
         assert status.shown_state() == "killed"
-        ticks = int(_began(process.pid))
+        ticks = int(start_time(process.pid))
         process.kill()
     with Path("/proc/uptime").open(encoding="ascii") as stream:
         now = round(float(stream.read().split()[0]) * os.sysconf("SC_CLK_TCK"))
@@ -99,7 +100,7 @@ def test_other_states_need_no_process(state):
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="the system does not say what a process does")
 def test_a_zombie_does_not_train(tmp_path):
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    status = MemberStatus("router", 40, "training", pid=process.pid, began=_began(process.pid))
+    status = MemberStatus("router", 40, "training", pid=process.pid, began=start_time(process.pid))
     assert status.shown_state() == "training"
     process.kill()
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # dead, and still in the table of processes
@@ -113,7 +114,7 @@ def test_another_users_process_with_the_number_of_a_killed_one_does_not_train(mo
         raise PermissionError
 
     monkeypatch.setattr(os, "kill", refused)
-    status = MemberStatus("router", 40, "training", pid=os.getpid(), began=_began(os.getpid()))
+    status = MemberStatus("router", 40, "training", pid=os.getpid(), began=start_time(os.getpid()))
     assert status.shown_state() == "training"
     status.began = "1"
     assert status.shown_state() == "killed"

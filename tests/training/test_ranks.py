@@ -192,7 +192,7 @@ STUCK = """
 import os, subprocess, sys, time
 from ddm_lightning.core.compat import ensure_torchvision_importable
 ensure_torchvision_importable()
-from ddm_lightning.training import ranks
+from ddm_lightning.training.parallel import ranks
 ranks._POLL_SECONDS, ranks._UNWIND_SECONDS = 0.05, 0.3
 
 class Launcher(ranks.RankLauncher):
@@ -253,7 +253,7 @@ def test_a_request_to_stop_while_they_start_ends_the_others_first():
 
 ORPHAN = """
 import os, time
-from ddm_lightning.training import ranks
+from ddm_lightning.training.parallel import ranks
 ranks._POLL_SECONDS = 0.05
 os.environ[ranks.STARTED_BY] = "1:" + os.environ["TMPDIR"] + "/reasons"
 with ranks.handing_over():
@@ -262,7 +262,7 @@ with ranks.handing_over():
 
 
 THROUGH = """
-from ddm_lightning.training import ranks
+from ddm_lightning.training.parallel import ranks
 with ranks.handing_over():
     print("through", flush=True)
 """

@@ -33,7 +33,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from ddm_lightning.core.errors import UserError, line_of
 from ddm_lightning.core.files import atomic_write_json
-from ddm_lightning.core.processes import STARTED_BY, held_back
+from ddm_lightning.core.processes import STARTED_BY, held_back, on_orphaned
 
 _POLL_SECONDS = 0.5
 # A rank's loss shows in the others within so long, and where it does they end by themselves within the second.
@@ -260,7 +260,7 @@ def handing_over() -> Iterator[None]:
         return
     pid, _, folder = os.environ[STARTED_BY].partition(":")
     over = threading.Event()
-    threading.Thread(target=_end_with, args=(int(pid), Path(folder), over), daemon=True).start()
+    on_orphaned(int(pid), lambda: _end_as_orphan(Path(folder)), over)  # it would wait in a collective for ever
     try:
         yield
         while Path(folder).exists():
@@ -277,13 +277,6 @@ def handing_over() -> Iterator[None]:
         raise SystemExit(1) from None
     finally:
         over.set()
-
-
-def _end_with(pid: int, folder: Path, over: threading.Event) -> None:
-    """Not in a collective for ever, on a device that others want."""
-    while not over.wait(_POLL_SECONDS):
-        if os.getppid() != pid:
-            _end_as_orphan(folder)
 
 
 def _end_as_orphan(folder: Path) -> None:
