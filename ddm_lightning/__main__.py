@@ -1,4 +1,4 @@
-"""``python -m ddm_lightning``."""
+"""Entry point of ``python -m ddm_lightning``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ddm_lightning.core import processes
 
 
 def run() -> int:
-    """The command line in a process of its own; the exit code."""
+    """Run the command line in this process and return the exit code."""
     processes.begin()
     return main()
 

@@ -1,1 +1,1 @@
-"""The command line: parser and one thin function per command."""
+"""Command line: the parser, and one thin function per command."""

@@ -1,4 +1,4 @@
-"""Checks every plug-in that an experiment names, before anything is written."""
+"""Check every plug-in that an experiment names, before anything is written."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from ddm_lightning.training.optimizer import has_muon_matrices
 
 
 def check_plugins(experiment: Experiment, source: str, overrides: Sequence[str] = ()) -> None:
-    """Refuse an unknown name, or params that a plug-in does not take.
+    """Check names and params of all plug-ins.
 
     Args:
         experiment: the resolved experiment.
-        source: the file it came from, for the error line.
-        overrides: what was set besides, for the same.
+        source: its file, for error lines.
+        overrides: its overrides, for error lines.
 
     Raises:
-        UserError: naming ``source`` and the key.
+        UserError: unknown name, or params that the plug-in does not take.
     """
     prepare = experiment.prepare
     network = {"x_shape": None, "condition": None}
@@ -46,16 +46,16 @@ def check_plugins(experiment: Experiment, source: str, overrides: Sequence[str] 
 def check_networks(
     experiment: Experiment, sizes: DataSizes | Manifest, source: str, overrides: Sequence[str] = ()
 ) -> None:
-    """Refuse values that a network turns down only when it is built, such as heads that do not divide its width.
+    """Check values that a network refuses only when it is built, such as heads that do not divide its width.
 
     Args:
         experiment: the resolved experiment.
-        sizes: of the data.
-        source: the file it came from, for the error line.
-        overrides: what was set besides, for the same.
+        sizes: sizes of the data.
+        source: the experiment's file, for error lines.
+        overrides: its overrides, for error lines.
 
     Raises:
-        UserError: naming ``source`` and the key.
+        UserError: a network cannot be built, or the optimizer cannot train it.
     """
     for key, member in (("expert.network", expert_name(0)), ("router.network", ROUTER)):
         try:

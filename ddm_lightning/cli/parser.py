@@ -1,4 +1,4 @@
-"""The command line: its parser, and what every command ends with. ``--help`` imports neither torch nor Lightning."""
+"""Parse the command line, run a command, and turn errors into one line and an exit code."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from collections.abc import Sequence
 from typing import Any
 
 from ddm_lightning import __version__
-from ddm_lightning.cli.commands import COMMANDS, INTERRUPTED
 from ddm_lightning.core.errors import UserError, line_of
+from ddm_lightning.core.processes import STOPPED, stop_as_by_ctrl_c
 
 _EXAMPLES = """\
-from pictures to an ensemble, on this machine:
+from images to an ensemble, on this machine:
   python -m ddm_lightning fit -c experiments/emoji_4x.yaml
   python -m ddm_lightning sample -c experiments/emoji_4x.yaml --prompt "red apple" --num 8
-one member alone, as on an island of its own (needs the prepared shards):
+one member alone, as on an island (needs the prepared shards):
   python -m ddm_lightning fit -c experiments/emoji_4x.yaml member=expert-2 island.shards=/data/shards
 """
 
 
 class _Describe(argparse.Action):
-    """Prints the schema and exits, as ``--help`` does: no experiment file is needed."""
+    """Print the schema and exit, as ``--help`` does: no experiment file is needed."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
         from ddm_lightning.config import Experiment
@@ -46,52 +46,38 @@ def build_parser() -> argparse.ArgumentParser:
     def add(name: str, text: str) -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=text, description=text)
         command.add_argument("-c", "--config", required=True, metavar="FILE", help="experiment file (see experiments/)")
-        command.add_argument(
-            "overrides",
-            nargs="*",
-            metavar="key=value",
-            help="settings that win over the file: island.devices=8",
-        )
+        overrides = "settings that override the file, such as island.devices=8"
+        command.add_argument("overrides", nargs="*", metavar="key=value", help=overrides)
         return command
 
-    prepare = add("prepare", "Cluster the data set and write one folder of shards a cluster.")
+    prepare = add("prepare", "Cluster the data set and write one folder of shards per cluster.")
     mode = prepare.add_mutually_exclusive_group()
     mode.add_argument("--dry-run", action="store_true", help="print stages, samples, bytes and hours; write nothing")
     mode.add_argument("--prune", action="store_true", help="remove encoded parts that the source no longer lists")
-    fit = add("fit", "Train the members (member=expert-3 or member=all, the default) and assemble the ensemble.")
-    fit.add_argument("--jobs", type=int, default=None, help="members trained at once (default: what fits here)")
-    sample = add("sample", "Draw pictures from the ensemble.")
-    sample.add_argument("--prompt", action="append", default=None, help="what to draw; may be repeated, a row each")
+    fit = add("fit", "Train the members (member=all by default, or member=expert-3) and assemble the ensemble.")
+    fit.add_argument("--jobs", type=int, help="members trained at once (default: as many as fit this machine)")
+    sample = add("sample", "Generate images with the ensemble.")
+    sample.add_argument("--prompt", action="append", help="text prompt; repeat it for more rows")
     sample.add_argument(
-        "--class",
-        dest="classes",
-        action="append",
-        default=None,
-        metavar="NAME",
-        help="name or number of a class to draw; may be repeated, a row each",
+        "--class", dest="classes", action="append", metavar="NAME", help="class name or number; repeat it for more rows"
     )
-    sample.add_argument("--strategy", default=None, help="full, top-1, top-k or bayes")
-    sample.add_argument("--num", type=int, default=None, help="pictures a row")
-    sample.add_argument("--seed", type=int, default=None, help="seed of the noise (default: the experiment's)")
+    sample.add_argument("--strategy", help="routing: full, top-1, top-k or bayes (default: the experiment's)")
+    sample.add_argument("--num", type=int, help="images per row (default: the experiment's)")
+    sample.add_argument("--seed", type=int, help="noise seed (default: the experiment's)")
     sample.add_argument(
         "--out",
-        default=None,
         metavar="PATH",
-        help="PNG file for the grid, or folder for new ones (default: the run's); single images go into a folder "
-        "beside the grid, named after it",
+        help="PNG file for the grid, or folder for a new one (default: the run's samples folder); single images go "
+        "into a folder beside the grid, with the same name",
     )
-    replay = add(
-        "replay", "Take a step of member=expert-3 once more that was left out because its gradient was not finite."
-    )
-    replay.add_argument("--step", type=int, default=None, help="which one (default: the last that was left out)")
-    replay.add_argument("--rank", type=int, default=0, help="whose samples, if several devices train the member")
-    ema = add("ema", "Compare widths of the average of a finished member's weights (member=expert-3) by held-out loss.")
-    ema.add_argument("--width", action="append", type=float, default=None, help="one to compare; may be repeated")
-    ema.add_argument(
-        "--use", default=None, metavar="WIDTH", help="hand over the average of this width; original takes that back"
-    )
-    add("status", "Show how far each member is.")
-    config = add("config", "Print the experiment with every default and override resolved.")
+    replay = add("replay", "Repeat a step of member=expert-3 that was skipped because its gradient was not finite.")
+    replay.add_argument("--step", type=int, help="number of the step (default: the last skipped one)")
+    replay.add_argument("--rank", type=int, default=0, help="rank whose samples are replayed (default: 0)")
+    ema = add("ema", "Compare EMA widths of a finished member (member=expert-3) by held-out loss.")
+    ema.add_argument("--width", action="append", type=float, help="width to compare; repeat it for more")
+    ema.add_argument("--use", metavar="WIDTH", help="width of the average to hand over; original undoes this")
+    add("status", "Show the progress of each member.")
+    config = add("config", "Print the experiment with all defaults and overrides resolved.")
     config.add_argument("--describe", action=_Describe, nargs=0, help="print every key's type, default and meaning")
     return parser
 
@@ -104,9 +90,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     options = _parse(arguments)
     try:
-        return COMMANDS[options.command](options)
+        return _run(options)
     except BrokenPipeError:
-        # Who reads, such as head, has enough; Python would say at its end that it could not write the rest.
+        # The reader, such as head, has closed the pipe. Python would complain at exit that it cannot write the rest.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (UserError, OSError, MemoryError, RuntimeError) as error:
@@ -116,8 +102,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {line}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("interrupted; the same command goes on where it stopped", file=sys.stderr)
-        return INTERRUPTED
+        print("interrupted; run the same command again to resume", file=sys.stderr)
+        return STOPPED
+
+
+def _run(options: argparse.Namespace) -> int:
+    """Load the experiment and call the command. A bad file is refused before torch is imported."""
+    from ddm_lightning.config import load_experiment, to_yaml
+    from ddm_lightning.members.run_folder import load_run
+
+    if options.command in ("fit", "replay", "ema"):
+        chosen = [text for text in options.overrides if text.startswith("member=")]
+        options.member = chosen[-1].removeprefix("member=") if chosen else None
+        options.overrides = [text for text in options.overrides if text not in chosen]
+    if options.command == "fit" and options.member not in (None, "all"):
+        stop_as_by_ctrl_c()
+    makes_run = options.command in ("config", "prepare", "fit")
+    # The other commands need a run, and its record replaces the overrides it was made with.
+    experiment = (load_experiment if makes_run else load_run)(options.config, options.overrides)
+    if options.command == "config":
+        print(to_yaml(experiment), end="")
+        return 0
+
+    from ddm_lightning.cli.commands import COMMANDS
+
+    return COMMANDS[options.command](experiment, options)
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -126,7 +135,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.print_help(sys.stderr)
         raise SystemExit(2)
     options, rest = parser.parse_known_args(arguments)
-    # argparse takes one run of positionals; overrides may also stand between and behind options.
+    # argparse takes positionals from one place only; overrides may also stand between and after options.
     strays = [text for text in rest if text.startswith("-") or "=" not in text]
     if strays:
         parser.error(f"unrecognized arguments: {' '.join(strays)}; settings are given as key=value")

@@ -1,7 +1,7 @@
 """The experiment file.
 
-``load_experiment`` merges a YAML file with overrides, checks types and names against the dataclasses, then checks
-what one field asks of another. Importing this package imports neither torch nor Lightning.
+``load_experiment`` merges a YAML file with overrides, checks types and names against the dataclasses, then refuses
+contradictions between fields. Importing this package imports neither torch nor Lightning.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The experiment file: dataclasses are its schema, and the line under a field is its documentation."""
+"""Schema of the experiment file: dataclasses, with the documentation of each field below it."""
 
 from __future__ import annotations
 
@@ -15,44 +15,44 @@ class PluginConfig:
     name: str = MISSING
     """Name under which the plug-in is registered."""
     params: dict[str, Any] = field(default_factory=dict)
-    """Its keyword arguments, checked against its signature."""
+    """Keyword arguments of the plug-in, checked against its signature."""
 
 
 @dataclass
 class PicturesConfig:
-    """How pictures of any size become the square ones that encoders and feature networks see."""
+    """Resizing of images of any size to the squares that encoders and feature networks take."""
 
     size: int | None = None
-    """Height and width in pixels; null takes pictures as they are and refuses a source with several sizes."""
+    """Height and width in pixels; null keeps images as they are and refuses a source with several sizes."""
     aspect: str = "crop"
-    """What is done to the longer side: ``crop`` (its middle stays), ``pad`` (with white) or ``stretch``."""
+    """How to make an image square: ``crop`` (keep the centre), ``pad`` (with white) or ``stretch``."""
 
 
 @dataclass
 class PartitionConfig:
-    """How the data set is split into clusters."""
+    """Split of the data set into clusters."""
 
     kind: str = "kmeans"
-    """``kmeans`` (two-stage, balanced, of the features), ``random`` (the paper's ablation), ``labels`` (a cluster holds
-    whole classes) or ``existing`` (the clusters of another run, for new data)."""
+    """``kmeans`` (two-stage, balanced, on the features), ``random`` (the paper's ablation), ``labels`` (whole classes
+    per cluster) or ``existing`` (the clusters of another run, for new data)."""
     num_clusters: int = MISSING
-    """K: clusters, hence experts."""
+    """K: number of clusters, hence of experts."""
     path: str | None = None
-    """For ``existing``: the other run's ``prepared/partition.safetensors``."""
+    """For ``existing``: path of the other run's ``prepared/partition.safetensors``."""
     metric: str = "spherical"
-    """``spherical`` (k-means of L2-normalised features) or ``euclidean``."""
+    """``spherical`` (k-means on L2-normalised features) or ``euclidean``."""
     num_fine_centroids: int = 1024
     """Centroids of the first stage; the second stage groups them into K clusters."""
     fit_fraction: float = 1.0
-    """Part of the samples on which the fine centroids are fitted."""
+    """Fraction of the samples that the fine centroids are fitted to."""
     device: str = "cpu"
-    """Torch device that computes: ``cpu``, ``cuda``."""
+    """Torch device for k-means: ``cpu`` or ``cuda``."""
     num_iterations: int = 20
     """Iterations of each k-means stage."""
     max_largest_over_mean: float = 1.05
-    """Largest cluster allowed, as a multiple of N/K samples; a partition above it is refused."""
+    """Largest allowed cluster, as a multiple of N/K samples; a partition above it is refused."""
     out_of_cluster_fraction: float = 0.0
-    """Part of each expert's training samples that is drawn from the other clusters (MoDE: 0.02)."""
+    """Fraction of each expert's training samples that comes from other clusters (MoDE: 0.02)."""
 
 
 @dataclass
@@ -60,56 +60,56 @@ class ShardsConfig:
     """The MDS shards that the islands stream."""
 
     max_bytes: int = 1 << 26
-    """Size limit of one shard before compression."""
+    """Maximum bytes of one shard before compression."""
     compression: str | None = None
     """MDS compression, such as ``zstd:3``; null for none."""
     remote: str | None = None
-    """URL (``s3://…``, ``sftp://…``) to which finished shards are uploaded; null keeps them here."""
+    """URL (``s3://…``, ``sftp://…``) for the upload of finished shards; null keeps them here."""
 
 
 @dataclass
 class PrepareConfig:
-    """From a source of pictures to one folder of shards a cluster."""
+    """From a source of images to one folder of shards per cluster."""
 
     source: PluginConfig = field(default_factory=PluginConfig)
-    """Where the samples come from."""
+    """Source of the samples."""
     pictures: PicturesConfig = field(default_factory=PicturesConfig)
     """Size and aspect ratio."""
     image_encoder: PluginConfig = field(default_factory=lambda: PluginConfig(name="pixels"))
-    """What turns a picture into the tensor that the experts model, and back."""
+    """Encoder from images to the tensors that the experts model, and back."""
     caption_encoder: PluginConfig | None = None
-    """What turns a caption into what is stored of it; null when nothing is conditioned on text."""
+    """Encoder of captions; null if nothing is conditioned on text."""
     features: PluginConfig = field(default_factory=PluginConfig)
-    """The features that are clustered."""
+    """Network whose features are clustered."""
     partition: PartitionConfig = field(default_factory=PartitionConfig)
-    """How the features become K clusters."""
+    """Clustering of the features."""
     held_out_fraction: float = 0.05
-    """Part of the samples, drawn by a stable key, that no member trains on."""
+    """Fraction of the samples, chosen by a stable key, that no member trains on."""
     max_bad_fraction: float = 0.01
-    """Part of the samples that may be broken and left out; above it preparation stops."""
+    """Fraction of broken samples that may be skipped; above it ``prepare`` stops."""
     horizontal_flips: bool = False
-    """Whether the encoding of the mirrored picture is stored too, from which training then picks by chance."""
+    """Whether to store the encoding of the mirrored image, too; training picks one of the two at random."""
     shards: ShardsConfig = field(default_factory=ShardsConfig)
     """Size and compression of the shards."""
     engine: str = "local"
-    """What works on the parts of the source: ``local`` (processes here) or ``ray`` (Ray Data, on many machines)."""
+    """Workers for the parts of the source: ``local`` (processes here) or ``ray`` (Ray Data, on many machines)."""
     num_processes: int = 0
-    """Processes of the ``local`` engine; 0 is one a core."""
+    """Processes of the ``local`` engine; 0 means one per core."""
 
 
 @dataclass
 class ConditionConfig:
-    """What the experts are conditioned on."""
+    """Condition of the experts."""
 
     kind: str = "none"
-    """``text`` (pooled caption vector), ``tokens`` (a vector a token), ``class`` (label) or ``none``."""
+    """``text`` (pooled caption vector), ``tokens`` (one vector per token), ``class`` (label) or ``none``."""
     dropout: float = 0.1
-    """Probability of replacing a sample's condition by the learned null, for guidance."""
+    """Probability of replacing a sample's condition with the learned null, for guidance."""
 
 
 @dataclass
 class TimestepsConfig:
-    """The density of training timesteps; t = 0 is data, t = 1 is noise."""
+    """Density of the training timesteps; t = 0 is data, t = 1 is noise."""
 
     density: str = "logit-normal"
     """``logit-normal`` or ``uniform``."""
@@ -123,56 +123,56 @@ class TimestepsConfig:
 
 @dataclass
 class TrainConfig:
-    """One member's optimisation; everything is counted in samples and optimizer steps."""
+    """Optimisation of one member, counted in samples and optimizer steps."""
 
     max_steps: int = MISSING
     """Optimizer steps."""
     global_batch_size: int = MISSING
-    """Samples a step. For experts: of the equal-FLOP monolith; one expert takes 1/K of it."""
+    """Samples per step. For experts: of the equal-FLOP monolith; one expert takes 1/K of it."""
     optimizer: str = "adamw"
-    """``adamw``, or ``muon`` for the blocks' matrices and AdamW for the rest and adaLN; not with FSDP2."""
+    """``adamw``, or ``muon`` for the blocks' matrices (AdamW for adaLN and the rest); ``muon`` excludes FSDP2."""
     learning_rate: float = 1e-4
     """Peak learning rate."""
     weight_decay: float = 0.0
-    """Weight decay, applied to matrices only."""
+    """Weight decay of matrices; other parameters have none."""
     warmup_steps: int = 0
     """Steps of linear warm-up."""
     schedule: str = "constant"
     """After the warm-up: ``constant``, ``linear`` (to 0) or ``cosine`` (to 0)."""
     gradient_clip_norm: float | None = 1.0
-    """Global gradient-norm limit; null for none."""
+    """Maximum global gradient norm; null for no clipping."""
     max_skipped_steps: int = 10
-    """Steps left out in succession for a gradient that is not finite, at most; under ``16-mixed`` none is counted."""
+    """Maximum of consecutive steps skipped for a gradient that is not finite; not counted under ``16-mixed``."""
     horizontal_flip: bool = False
-    """Whether half of the training samples are mirrored; not for pictures with letters in them."""
+    """Whether to mirror half of the training samples; not for images with text."""
     ema_decay: float = 0.9999
-    """Decay a step of the exponential moving average of the weights, which the artifact holds."""
+    """Decay per step of the exponential moving average (EMA) of the weights, which the artifact holds."""
     ema_widths: list[float] = field(default_factory=list)
-    """Widths of power-function averages kept besides, a copy of the weights each; EDM2: 0.05 and 0.1."""
+    """Widths (sigma_rel) of additional power-function EMAs, each a copy of the weights; EDM2: 0.05 and 0.1."""
     ema_snapshots: int = 16
-    """Snapshots of those averages in the course of training; the command ``ema`` makes any width of them."""
+    """Snapshots of these EMAs during training; the command ``ema`` reconstructs any width from them."""
 
 
 @dataclass
 class ExpertConfig:
-    """The experts, and the monolith that they are compared with."""
+    """Experts, and the monolith that they are compared with."""
 
     network: PluginConfig = field(default_factory=PluginConfig)
-    """The network, by its name in the registry of experts."""
+    """Network, by its name in the registry of experts."""
     timesteps: TimestepsConfig = field(default_factory=TimestepsConfig)
     """Training timesteps."""
     min_snr_gamma: float | None = None
-    """Cap of the loss's weight min(SNR, gamma) over timesteps (Min-SNR; there 5); null: all weigh the same."""
+    """Gamma of the Min-SNR loss weight min(SNR, gamma), 5 in its paper; null for equal weights."""
     train: TrainConfig = field(default_factory=TrainConfig)
     """Optimisation."""
 
 
 @dataclass
 class RouterConfig:
-    """The router p(cluster | noisy latent, t, condition)."""
+    """Router p(cluster | noisy latent, t, condition)."""
 
     network: PluginConfig = field(default_factory=PluginConfig)
-    """The network, by its name in the registry of routers."""
+    """Network, by its name in the registry of routers."""
     timesteps: TimestepsConfig = field(default_factory=lambda: TimestepsConfig(density="uniform"))
     """Training timesteps."""
     train: TrainConfig = field(default_factory=TrainConfig)
@@ -180,17 +180,17 @@ class RouterConfig:
     conditional: bool = True
     """Whether the router sees the condition (published routers do not)."""
     condition_dropout: float = 0.5
-    """Probability of the learned null in its training: it has to route with and without a condition."""
+    """Probability of the learned null in training; the router has to work with and without a condition."""
 
 
 @dataclass
 class IslandConfig:
-    """What the machine that trains a member is and does; may differ from island to island."""
+    """Machine that trains a member; may differ between islands."""
 
     accelerator: str = "auto"
     """Lightning's accelerator: ``auto``, ``cpu``, ``gpu``."""
     devices: int = 1
-    """Devices of the node that train one member together."""
+    """Devices of this node that train one member together."""
     strategy: str = "auto"
     """``auto`` (by memory), ``single``, ``ddp``, ``fsdp`` (FSDP2) or ``fsdp-shard-grad-op`` (weights stay gathered)."""
     precision: str = "32-true"
@@ -198,72 +198,72 @@ class IslandConfig:
     attention: str = "auto"
     """``auto`` or ``sdpa`` (torch chooses), ``flash``, ``cudnn``, ``efficient`` (torch's kernels) or ``xformers``."""
     micro_batch_size: int | None = None
-    """Samples of a training step that a device computes at once, summing gradients over parts; null for all of them."""
+    """Samples that a device computes at once; a step accumulates their gradients. Null for all at once."""
     activation_checkpointing: bool = False
-    """Whether activations within a block are computed again in the backward pass: less memory, a third more work."""
+    """Whether to recompute each block's activations in the backward pass: less memory, a third more FLOPs."""
     compile: bool = False
-    """Whether each transformer block is compiled, as one graph."""
+    """Whether to compile each transformer block as one graph."""
     num_threads: int = 1
-    """Torch threads of one process on a CPU."""
+    """Torch threads per process on a CPU."""
     num_workers: int = 0
-    """Data-loading processes of one rank."""
+    """Data-loading processes per rank."""
     shards: str | None = None
-    """URL (``s3://…``, ``file://…``) from which shards are fetched, or folder with them; null: the run's own."""
+    """URL (``s3://…``, ``file://…``) or folder to read shards from; null for the run's own."""
     loader: str = "auto"
-    """Who reads the shards: ``local`` (directly, from memory maps), ``streaming`` (also from URLs) or ``auto``."""
+    """Reader of the shards: ``local`` (memory maps), ``streaming`` (also URLs) or ``auto``."""
     log_every_n_steps: int = 50
-    """Steps between two points of a TensorBoard curve."""
+    """Steps between points of a TensorBoard curve."""
     validate_every_n_steps: int = 1000
-    """Steps between two validations on held-out samples, each with its pictures in TensorBoard."""
+    """Steps between validations on held-out samples; each logs images to TensorBoard."""
     checkpoint_every_n_steps: int = 500
-    """Steps between two checkpoints; what a killed member loses at most."""
+    """Steps between checkpoints; a killed member loses at most these."""
     log_sample_ids: bool = False
-    """Whether each step's sample ids are written to ``sample_ids.txt`` (``sample_ids-0.txt`` …, one a device)."""
+    """Whether to write each step's sample ids to ``sample_ids.txt`` (``sample_ids-0.txt`` … for several devices)."""
     keep_checkpoints: int = 2
-    """Checkpoints kept; the older ones stand in when the newest is damaged."""
+    """Number of checkpoints to keep; an older one is used if the newest is damaged."""
     milestone_every_n_steps: int | None = None
-    """Steps between two checkpoints that are kept for good; null for none."""
+    """Steps between checkpoints that are never deleted; null for none."""
 
 
 @dataclass
 class SampleConfig:
-    """How pictures are drawn from the ensemble."""
+    """Sampling from the ensemble."""
 
     strategy: str = "top-1"
     """``full``, ``top-1``, ``top-k`` or ``bayes``."""
     top_k: int = 2
     """Experts kept by ``top-k``."""
     solver: str = "euler"
-    """``euler``, ``heun`` (the ODE) or ``ancestral`` (stochastic; ``bayes`` uses no other)."""
+    """``euler``, ``heun`` (both deterministic) or ``ancestral`` (stochastic; required by ``bayes``)."""
     num_steps: int = 50
     """Steps from noise to data."""
     guidance_scale: float = 1.0
-    """Classifier-free guidance; 1 is none."""
+    """Scale of classifier-free guidance; 1 means none."""
     prompts: list[str] = field(default_factory=list)
-    """Rows of the sample grid that ``fit`` leaves."""
+    """Text prompts, one per row of the sample grid that ``fit`` writes."""
     num_per_prompt: int = 8
-    """Columns of that grid."""
+    """Images per prompt: columns of the grid."""
 
 
 @dataclass
 class Experiment:
-    """A whole decentralized training: K experts and a router, one file."""
+    """Decentralized training of K experts and a router."""
 
     name: str = MISSING
-    """Name of the experiment, of its run folder too."""
+    """Name of the experiment and, by default, of its run folder."""
     run_dir: str = "runs/${name}"
-    """Folder of everything that the experiment produces."""
+    """Run folder: everything that the experiment produces."""
     seed: int = 0
     """Seed of the partition, the initial weights, the sample order, noise and timesteps."""
     prepare: PrepareConfig = field(default_factory=PrepareConfig)
     """From a source to shards."""
     condition: ConditionConfig = field(default_factory=ConditionConfig)
-    """What the members are conditioned on."""
+    """Condition of the members."""
     expert: ExpertConfig = field(default_factory=ExpertConfig)
-    """The experts and the monolith."""
+    """Experts and monolith."""
     router: RouterConfig = field(default_factory=RouterConfig)
-    """The router."""
+    """Router."""
     island: IslandConfig = field(default_factory=IslandConfig)
-    """The machine."""
+    """Machine."""
     sample: SampleConfig = field(default_factory=SampleConfig)
     """Sampling."""

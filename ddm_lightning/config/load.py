@@ -1,4 +1,4 @@
-"""An experiment file, merged with ``key=value`` overrides (OmegaConf), checked, and written out again."""
+"""Load an experiment file: merge ``key=value`` overrides (OmegaConf), check, and write it out again."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def load_experiment(path: str | Path, overrides: Sequence[str] = (), record: Pat
     Args:
         path: the YAML file.
         overrides: ``key=value`` pairs in OmegaConf's dot-list form; they win over the file. Mappings merge, but a
-            plug-in of another ``name`` takes none of the params of the one before.
-        record: a resolved experiment to start from; of ``path`` only the sections ``island`` and ``sample`` then count.
+            plug-in with another ``name`` keeps none of the previous params.
+        record: a resolved experiment to start from; only the sections ``island`` and ``sample`` of ``path`` then count.
 
     Returns:
         The experiment as plain dataclasses, every interpolation resolved.
@@ -37,7 +37,7 @@ def load_experiment(path: str | Path, overrides: Sequence[str] = (), record: Pat
     if record is not None:
         free = OmegaConf.masked_copy(changes[0][1], ["island", "sample"])
         changes = [(str(record), schema.read_yaml(record)), (str(path), free)]
-    # A name first: it takes away params, also where it was typed behind them.
+    # Names first: a new name drops params, also if it was typed after them.
     ordered = sorted(overrides, key=lambda text: not text.partition("=")[0].endswith(".name"))
     changes += [(f"{path} with {text!r}", schema.read_override(text, str(path))) for text in ordered]
     try:
@@ -50,7 +50,7 @@ def load_experiment(path: str | Path, overrides: Sequence[str] = (), record: Pat
         resolved = OmegaConf.to_container(merged, resolve=True)
     except OmegaConfBaseException as error:
         problem = schema.first_line(error)
-        raise UserError(f"{path}: key {error.full_key!r}: {problem}; mend the reference ${{…}} in it") from None
+        raise UserError(f"{path}: key {error.full_key!r}: {problem}; fix the reference ${{…}} in it") from None
     schema.check(resolved, Experiment, "", str(path), references=False)
     experiment: Experiment = schema.build(resolved, Experiment)
     check_experiment(experiment, path, overrides)
@@ -58,9 +58,9 @@ def load_experiment(path: str | Path, overrides: Sequence[str] = (), record: Pat
 
 
 def _forget_params(merged: Any, change: Any) -> None:
-    """Empty the params of each plug-in that ``change`` gives another name."""
+    """Empty the params of each plug-in whose name ``change`` replaces."""
     for key in change:
-        # As they are: references cannot be followed before all is merged.
+        # Unresolved: references cannot be followed before everything is merged.
         node, given = merged._get_node(key), change._get_node(key)
         if not all(isinstance(one, DictConfig) and not one._is_none() for one in (node, given)):
             continue
@@ -77,11 +77,11 @@ def to_dict(experiment: Experiment) -> dict[str, Any]:
 
 
 def with_defaults(recorded: dict[str, Any]) -> dict[str, Any]:
-    """What an older version wrote, with the defaults of the keys that it did not know yet."""
+    """Add the defaults of newer keys to an experiment that an older version recorded."""
     try:
         merged = OmegaConf.merge(OmegaConf.structured(Experiment), OmegaConf.create(recorded))
         filled = OmegaConf.to_container(merged, resolve=False)
-    except OmegaConfBaseException:  # keys that are gone, or values that are none
+    except OmegaConfBaseException:  # removed keys or invalid values
         return recorded
     assert isinstance(filled, dict)
     return {str(key): value for key, value in filled.items()}

@@ -1,10 +1,10 @@
-"""What a value may be, and what one field of an experiment asks of another."""
+"""The validator of experiments: choices, ranges, and contradictions between fields."""
 
 from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ CHOICES = {
     "sample.solver": ("euler", "heun", "ancestral"),
 }
 
-# Lowest and highest value allowed; None is open.
+# Lowest and highest allowed value; None is open.
 RANGES: dict[str, tuple[float | None, float | None]] = {
     "seed": (0, 2**63 - 1),
     "prepare.partition.num_clusters": (1, None),
@@ -80,11 +80,11 @@ for _role in ("expert", "router"):
 
 
 def blamed(source: str | Path, overrides: Sequence[str], key: str, problem: str = "") -> str:
-    """``source``, such as the file's name, with the one of ``overrides`` that ``problem`` of ``key`` comes from."""
+    """``source``, such as a file name, with the override that causes the ``problem`` of ``key``, if one does."""
     typed = {text: text.partition("=")[0] for text in overrides}
-    # Above the key or below it.
+    # The override sets the key, a section around it, or a key below it.
     own = [text for text, at in typed.items() if f"{key}.".startswith(f"{at}.") or at.startswith(f"{key}.")]
-    # Of two that contradict each other the file's may be the one that is named.
+    # Of two contradicting keys, ``key`` may be the one in the file, and ``problem`` names the overridden one.
     other = [text for text, at in typed.items() if "." in at and at in problem]
     return f"{source} with {(own or other)[-1]!r}" if own or other else str(source)
 
@@ -93,9 +93,9 @@ def check_experiment(experiment: Experiment, source: str | Path, overrides: Sequ
     """Refuse values out of range and fields that contradict each other.
 
     Args:
-        experiment: to be looked at.
-        source: what to blame, such as the file's name,
-        overrides: or the ``key=value`` of these that a refused value came from.
+        experiment: the resolved experiment.
+        source: begins the error line, such as the file's name.
+        overrides: ``key=value`` pairs; the error line names the one that caused it.
 
     Raises:
         UserError: the line names ``source``, key and remedy.
@@ -104,70 +104,74 @@ def check_experiment(experiment: Experiment, source: str | Path, overrides: Sequ
     def value_of(key: str) -> Any:
         return functools.reduce(getattr, key.split("."), experiment)
 
-    def refuse(key: str, problem: str) -> None:
-        raise UserError(f"{blamed(source, overrides, key, problem)}: key {key!r} = {value_of(key)!r}: {problem}")
+    def require(holds: bool, key: str, problem: str) -> None:
+        if not holds:
+            raise UserError(f"{blamed(source, overrides, key, problem)}: key {key!r} = {value_of(key)!r}: {problem}")
 
     for key, choices in CHOICES.items():
-        if value_of(key) not in choices:
-            refuse(key, f"must be one of {', '.join(choices)}")
+        require(value_of(key) in choices, key, f"must be one of {', '.join(choices)}")
     for key, (low, high) in RANGES.items():
         value = value_of(key)
-        if value is not None and low is not None and value < low:
-            refuse(key, f"must be at least {low}")
-        if value is not None and high is not None and value > high:
-            refuse(key, f"must be at most {high}")
-    if not re.fullmatch(r"[A-Za-z0-9_][\w.-]*", experiment.name):
-        refuse("name", "names a folder: use letters, digits, '_', '-' and '.' only")
-    if not experiment.run_dir:
-        refuse("run_dir", "must name a folder")
+        require(value is None or low is None or value >= low, key, f"must be at least {low}")
+        require(value is None or high is None or value <= high, key, f"must be at most {high}")
+    is_name = re.fullmatch(r"[A-Za-z0-9_][\w.-]*", experiment.name) is not None
+    require(is_name, "name", "names a folder: use letters, digits, '_', '-' and '.' only")
+    require(experiment.run_dir != "", "run_dir", "must name a folder")
     compression = experiment.prepare.shards.compression
-    if compression is not None and not re.fullmatch(r"(br|bz2|gz|zstd)(:\d+)?|snappy", compression):
-        refuse("prepare.shards.compression", "must be br, bz2, gz, snappy or zstd, a level behind a colon, or null")
+    is_known = compression is None or re.fullmatch(r"(br|bz2|gz|zstd)(:\d+)?|snappy", compression) is not None
+    problem = "must be br, bz2, gz, snappy or zstd, optionally with a level as in zstd:3, or null"
+    require(is_known, "prepare.shards.compression", problem)
+    _check_partition_and_batches(experiment, require)
+    _check_sampling(experiment, require)
 
-    island, sample, condition = experiment.island, experiment.sample, experiment.condition
-    partition = experiment.prepare.partition
+
+def _check_partition_and_batches(experiment: Experiment, require: Callable[[bool, str, str], None]) -> None:
+    island, partition = experiment.island, experiment.prepare.partition
     num_clusters = partition.num_clusters
-    if (partition.kind == "existing") != (partition.path is not None):
-        refuse("prepare.partition.path", "belongs to prepare.partition.kind = existing; set both or neither")
+    has_path, wants_path = partition.path is not None, partition.kind == "existing"
+    problem = "belongs to prepare.partition.kind = existing; set both or neither"
+    require(has_path == wants_path, "prepare.partition.path", problem)
     num_fine = partition.num_fine_centroids
-    if partition.kind == "kmeans" and num_clusters > num_fine:
-        refuse(
-            "prepare.partition.num_clusters",
-            f"exceeds prepare.partition.num_fine_centroids = {num_fine}, which are grouped into clusters",
-        )
-    batch = experiment.expert.train.global_batch_size
-    if batch % num_clusters:
-        nearest = -(-batch // num_clusters) * num_clusters
-        problem = (
-            f"must be divisible by prepare.partition.num_clusters = {num_clusters}, each expert takes 1/K of it; "
-            f"set expert.train.global_batch_size={nearest}"
-        )
-        refuse("expert.train.global_batch_size", problem)
+    problem = f"exceeds prepare.partition.num_fine_centroids = {num_fine}, which are grouped into clusters; lower it"
+    require(partition.kind != "kmeans" or num_clusters <= num_fine, "prepare.partition.num_clusters", problem)
+
+    batch, router_batch = experiment.expert.train.global_batch_size, experiment.router.train.global_batch_size
+    problem = (
+        f"must be divisible by prepare.partition.num_clusters = {num_clusters}, because each expert takes 1/K of it; "
+        f"set expert.train.global_batch_size={-(-batch // num_clusters) * num_clusters}"
+    )
+    require(batch % num_clusters == 0, "expert.train.global_batch_size", problem)
+    problem = f"must divide the expert's {batch // num_clusters} samples per step ({batch} over {num_clusters} experts)"
+    require(batch // num_clusters % island.devices == 0, "island.devices", f"{problem}; change one of them")
+    problem = f"must divide the router's {router_batch} samples per step; change one of them"
+    require(router_batch % island.devices == 0, "island.devices", problem)
+
     for role, train in (("expert", experiment.expert.train), ("router", experiment.router.train)):
-        for width in train.ema_widths:
-            if not 0.005 <= width <= 0.288:
-                refuse(f"{role}.train.ema_widths", "each has to be a share of the training, from 0.005 to 0.288")
-        if len({f"{width:g}" for width in train.ema_widths}) < len(train.ema_widths):
-            refuse(f"{role}.train.ema_widths", "holds a width twice; remove one of them")
-    of_expert = f"expert's {batch // num_clusters} samples a step ({batch} over {num_clusters} experts)"
-    of_router = f"router's {experiment.router.train.global_batch_size} samples a step"
-    for whose, part in ((of_expert, batch // num_clusters), (of_router, experiment.router.train.global_batch_size)):
-        if part % island.devices:
-            refuse("island.devices", f"must divide the {whose}; change one of them")
-    if island.strategy == "single" and island.devices > 1:
-        refuse("island.devices", "island.strategy = 'single' uses one; set ddp or fsdp")
-    if island.attention == "xformers" and island.accelerator == "cpu":
-        refuse("island.attention", "runs on CUDA devices only, not with island.accelerator = 'cpu'; set sdpa or auto")
-    if sample.strategy == "top-k" and sample.top_k > num_clusters:
-        refuse("sample.top_k", f"exceeds the number of experts, prepare.partition.num_clusters = {num_clusters}")
-    if sample.strategy == "bayes" and sample.solver != "ancestral":
-        refuse(
-            "sample.solver", "sample.strategy = 'bayes' filters along a stochastic chain; set sample.solver=ancestral"
-        )
+        key, widths = f"{role}.train.ema_widths", train.ema_widths
+        require(all(0.005 <= width <= 0.288 for width in widths), key, "every width must be from 0.005 to 0.288")
+        is_unique = len({f"{width:g}" for width in widths}) == len(widths)
+        require(is_unique, key, "holds a width twice; remove one of them")
+
+    is_single = island.strategy == "single"
+    problem = "island.strategy = 'single' uses one; set ddp or fsdp"
+    require(not is_single or island.devices == 1, "island.devices", problem)
+    problem = "needs a CUDA device, but island.accelerator = 'cpu'; set sdpa or auto"
+    require(island.attention != "xformers" or island.accelerator != "cpu", "island.attention", problem)
+
+
+def _check_sampling(experiment: Experiment, require: Callable[[bool, str, str], None]) -> None:
+    sample, condition = experiment.sample, experiment.condition
+    num_clusters = experiment.prepare.partition.num_clusters
+    problem = f"exceeds the number of experts, prepare.partition.num_clusters = {num_clusters}; lower it"
+    require(sample.strategy != "top-k" or sample.top_k <= num_clusters, "sample.top_k", problem)
+    problem = "sample.strategy = 'bayes' needs a stochastic solver; set sample.solver=ancestral"
+    require(sample.strategy != "bayes" or sample.solver == "ancestral", "sample.solver", problem)
     reads_text = condition.kind in ("text", "tokens")
-    if reads_text and experiment.prepare.caption_encoder is None:
-        refuse("condition.kind", "needs prepare.caption_encoder, which is null")
-    if sample.prompts and not reads_text:
-        refuse("condition.kind", "sample.prompts are texts, which only text and tokens read; remove them")
-    if sample.guidance_scale != 1 and (condition.kind == "none" or condition.dropout == 0):
-        refuse("sample.guidance_scale", "needs a condition.kind to guide by and condition.dropout above 0; set 1")
+    has_encoder = experiment.prepare.caption_encoder is not None
+    problem = "needs prepare.caption_encoder, which is null; set it"
+    require(has_encoder or not reads_text, "condition.kind", problem)
+    problem = "sample.prompts need condition.kind text or tokens; remove them, or change it"
+    require(reads_text or not sample.prompts, "condition.kind", problem)
+    can_guide = condition.kind != "none" and condition.dropout > 0
+    problem = "guidance needs a condition.kind other than none, and condition.dropout above 0; set 1"
+    require(can_guide or sample.guidance_scale == 1, "sample.guidance_scale", problem)

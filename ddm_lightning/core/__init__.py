@@ -1,1 +1,1 @@
-"""What every room uses: errors, files, plug-in registry, formatting, devices, processes. Imports no other room."""
+"""Tools for all rooms: errors, files, plug-in registry, formatting, devices, processes. Imports no other room."""

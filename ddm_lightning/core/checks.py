@@ -1,4 +1,4 @@
-"""Checks of JSON documents that strangers wrote: one predicate a key, and the words for what it wants."""
+"""Check untrusted JSON documents: one predicate per key, with a description of valid values."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 Check: TypeAlias = tuple[Callable[[Any], bool], str]
-"""Whether a value will do, and what it must be ("a positive number")."""
+"""Predicate for a value, and a description of valid values ("a positive number")."""
 
 
 def problem_with(document: Any, checks: Mapping[str, Check]) -> str | None:
-    """The first thing wrong with ``document``, or None.
+    """Describe the first problem of ``document``; None if it is valid.
 
     Args:
-        document: parsed JSON, of any type.
-        checks: one check for every key; the document must have exactly these keys.
+        document: parsed JSON of any type.
+        checks: one check per key; the document must have exactly these keys.
 
     Returns:
-        A phrase that names the key, such as ``key 'step' must be an integer of at least 0, not -1``.
+        Phrase that names the key, such as ``key 'step' must be an integer of at least 0, not -1``.
     """
     if not isinstance(document, dict):
         return f"must be a JSON object, not {_short(document)}"
@@ -33,49 +33,49 @@ def problem_with(document: Any, checks: Mapping[str, Check]) -> str | None:
 
 
 def is_int(value: Any, low: int) -> bool:
-    """An integer of 64 bits that is at least ``low``; JSON's true and false are none."""
+    """Whether ``value`` is a 64-bit integer of at least ``low``; booleans are not."""
     return type(value) is int and low <= value < 1 << 63
 
 
 def is_number(value: Any) -> bool:
-    """A finite number; JSON's true and false are none, and Python's JSON reads NaN."""
+    """Whether ``value`` is a finite number; booleans are not, nor NaN, which Python's JSON reads."""
     return is_int(value, -(1 << 63)) or (type(value) is float and math.isfinite(value))
 
 
 def is_text(value: Any) -> bool:
-    """A text that is not empty and prints on one line."""
+    """Whether ``value`` is a non-empty text that prints on one line."""
     return isinstance(value, str) and value != "" and value.isprintable()
 
 
 def integer(low: int) -> Check:
-    """An integer of at least ``low``."""
+    """Check for an integer of at least ``low``."""
     return lambda value: is_int(value, low), f"an integer of at least {low}"
 
 
 def matching(pattern: str, wanted: str) -> Check:
-    """A text that ``pattern`` matches as a whole."""
+    """Check for a text that ``pattern`` matches completely."""
     return lambda value: isinstance(value, str) and re.fullmatch(pattern, value) is not None, wanted
 
 
 def one_of(choices: Sequence[str]) -> Check:
-    """One of a few texts."""
+    """Check for one of several texts."""
     return lambda value: value in choices, f"one of {', '.join(choices)}"
 
 
 def optional(check: Check) -> Check:
-    """Null, or what ``check`` wants."""
+    """Check for null or what ``check`` accepts."""
     is_right, wanted = check
     return lambda value: value is None or is_right(value), f"null or {wanted}"
 
 
 def is_shape(value: Any, length: int) -> bool:
-    """A list of ``length`` sizes, whose product a sample can have."""
+    """Whether ``value`` is a list of ``length`` positive sizes whose product is at most 2^24."""
     is_sizes = isinstance(value, list) and len(value) == length and all(is_int(size, 1) for size in value)
     return is_sizes and math.prod(value) <= 1 << 24
 
 
 def is_normalisation(value: Any) -> bool:
-    """A scale other than 0 and a shift, numbers or one a channel."""
+    """Whether ``value`` holds a nonzero scale and a shift, each one number or one per channel."""
 
     def numbers(entry: Any) -> list[Any]:
         return entry if isinstance(entry, list) else [entry]
@@ -87,13 +87,13 @@ def is_normalisation(value: Any) -> bool:
 
 
 def list_of(check: Check) -> Check:
-    """A list of what ``check`` wants."""
+    """Check for a list whose entries ``check`` accepts."""
     is_right, wanted = check
     return lambda value: isinstance(value, list) and all(map(is_right, value)), f"a list, each {wanted}"
 
 
 def object_of(checks: Mapping[str, Check]) -> Check:
-    """An object of exactly these keys."""
+    """Check for an object with exactly the keys of ``checks``."""
     return lambda value: problem_with(value, checks) is None, f"an object of valid {', '.join(checks)}"
 
 
@@ -118,7 +118,10 @@ NUMBERS: Check = (
 TEXTS: Check = (lambda value: isinstance(value, dict) and all(map(is_text, value.values())), "an object of texts")
 SHARES: Check = (_is_shares, "a list of positive numbers that sum to 1")
 X_SHAPE: Check = (lambda value: is_shape(value, 3), "a list of channels, height and width, at most 2^24 numbers")
-NORMALISATION: Check = (is_normalisation, "an object of a scale other than 0 and a shift, numbers or one a channel")
+NORMALISATION: Check = (
+    is_normalisation,
+    "a nonzero scale and a shift, each one number or one per channel",
+)
 PLUGIN: Check = (_is_plugin, "an object of a name and params")
 SHA256: Check = matching(r"[0-9a-f]{64}", "64 hexadecimal digits")
 

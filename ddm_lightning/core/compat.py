@@ -1,13 +1,12 @@
-"""Lets torchvision be imported beside a torch that its compiled extension does not fit.
+"""Make torchvision importable if its compiled extension does not fit the installed torch.
 
 torchmetrics (hence Lightning), clean-fid and Streaming import torchvision whenever it is installed.
-On a machine with a CPU torch, pip pairs it with a torchvision built for CUDA. Its extension ``_C``
-then cannot be loaded, its operators do not exist, and ``import torchvision`` ends in ``RuntimeError:
-operator torchvision::nms does not exist``, because it registers shape functions for operators that
-are not there. Declaring those operators, without any code behind them, is all that is missing:
-nothing in this package calls them.
+On a machine with a CPU torch, pip may install a torchvision built for CUDA. Its extension ``_C`` cannot
+be loaded, and ``import torchvision`` fails with ``RuntimeError: operator torchvision::nms does not
+exist``, because it registers shape functions for missing operators. Declaring these operators without
+an implementation is enough, as nothing in this package calls them.
 
-Importing this module imports nothing but the standard library.
+Importing this module imports only the standard library.
 """
 
 from __future__ import annotations
@@ -25,17 +24,16 @@ if TYPE_CHECKING:
 # torch forgets the operators of a Library that is garbage collected.
 _declared: list[Library] = []
 
-# torchvision.ops.nms takes these; a shape function is registered by name, so that the other
-# operators (qnms) are served by the same words.
+# Schema of torchvision.ops.nms. Shape functions are registered by name, so it does for the other operators (qnms), too.
 _SCHEMA = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
 
 
 def ensure_torchvision_importable() -> bool:
     """Make ``import torchvision`` work; call it before Lightning, torchmetrics or Streaming is imported.
 
-    A torchvision whose extension fits is left alone. Where it does not fit, ``torchvision.transforms``
-    and ``torchvision.models`` work, while ``torchvision.ops.nms`` and ``torchvision.io`` raise as they
-    do in any torchvision without its extension. Calling it again does nothing.
+    A torchvision with a fitting extension is not changed. Otherwise ``torchvision.transforms`` and
+    ``torchvision.models`` work, while ``torchvision.ops.nms`` and ``torchvision.io`` raise as in any
+    torchvision without its extension. Repeated calls do nothing.
 
     Returns:
         Whether torchvision is installed and can now be imported.
@@ -52,9 +50,9 @@ def ensure_torchvision_importable() -> bool:
 
 
 def _extension_loads(folder: Path) -> bool:
-    """Whether ``_C`` of the torchvision in ``folder`` loads; then it defines the operators itself.
+    """Try to load ``_C`` of the torchvision in ``folder``, which defines the operators itself.
 
-    This has to be tried first: operators that are declared twice are an error.
+    Try this first: declaring an operator twice is an error.
     """
     import torch
 
@@ -70,7 +68,7 @@ def _extension_loads(folder: Path) -> bool:
 
 
 def _declare_operators(registrations: Path) -> None:
-    """Declare each operator for which ``registrations`` registers a shape function unconditionally."""
+    """Declare each operator for which the file ``registrations`` registers a shape function."""
     import torch
 
     if not registrations.is_file():

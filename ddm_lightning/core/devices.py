@@ -1,4 +1,4 @@
-"""What an island computes on; no Lightning, so that what only plans or launches starts quickly."""
+"""Devices of an island. Imports no Lightning, so that planning and launching start quickly."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from ddm_lightning.core.errors import UserError
 
-# Dense products a second in 10^12 FLOP (a multiply-add is two), by the makers' data sheets, without sparsity.
-# The first pattern that the device's name matches counts: (bfloat16 and float16, TF32, float32).
+# Dense peak TFLOP/s by the vendors' data sheets, without sparsity; a multiply-add is two FLOPs.
+# First pattern that matches the device's name: (bfloat16 and float16, TF32, float32).
 _PEAKS: tuple[tuple[str, tuple[float, float, float]], ...] = (
     (r"GB200", (2500.0, 1250.0, 80.0)),
     (r"B200", (2250.0, 1125.0, 80.0)),
@@ -31,17 +31,17 @@ _PEAKS: tuple[tuple[str, tuple[float, float, float]], ...] = (
 
 
 def resolve_accelerator(accelerator: str) -> str:
-    """``gpu`` or ``cpu`` for ``auto``; other names as they are."""
+    """Resolve ``auto`` to ``gpu`` or ``cpu``; return other names unchanged."""
     return ("gpu" if torch.cuda.is_available() else "cpu") if accelerator == "auto" else accelerator
 
 
 def device_of(accelerator: str) -> torch.device:
-    """The device on which an island computes what one device can."""
+    """Device for work that needs only one."""
     return torch.device("cuda" if resolve_accelerator(accelerator) == "gpu" else "cpu")
 
 
 def configure_torch(accelerator: str, num_threads: int) -> None:
-    """``num_threads`` on a CPU; on a GPU products of float32 in TensorFloat-32."""
+    """Set ``num_threads`` on a CPU; allow TensorFloat-32 products on a GPU."""
     if resolve_accelerator(accelerator) == "cpu":
         torch.set_num_threads(num_threads)
     else:
@@ -49,16 +49,16 @@ def configure_torch(accelerator: str, num_threads: int) -> None:
 
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any]:
-    """What the island's ``precision`` means to a forward pass outside the Trainer."""
+    """Autocast for ``island.precision`` in a forward pass outside the Trainer."""
     dtype = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(precision)
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype)
 
 
 def check_devices(accelerator: str, devices: int) -> None:
-    """Whether the island has what it is told to train on.
+    """Check that the island has the GPUs it is set to train on.
 
     Raises:
-        UserError: no GPU that torch can use, or fewer than ``devices``.
+        UserError: torch can use no GPU, or fewer than ``devices``.
     """
     if resolve_accelerator(accelerator) != "gpu":
         return
@@ -66,37 +66,35 @@ def check_devices(accelerator: str, devices: int) -> None:
     if count < devices:
         raise UserError(
             f"key 'island.devices' = {devices} with 'island.accelerator' = {accelerator!r}, but torch sees {count} "
-            "usable CUDA devices here; set island.devices or island.accelerator, or look at the driver and "
+            "usable CUDA devices here; set island.devices or island.accelerator, or check the driver and "
             "CUDA_VISIBLE_DEVICES"
         )
 
 
 def device_bytes(accelerator: str) -> int:
-    """Memory of one device."""
+    """Memory of one device in bytes."""
     if resolve_accelerator(accelerator) == "gpu":
         return int(torch.cuda.get_device_properties(0).total_memory)
     return 16 * 1024**3  # a CPU is for tests; its memory is shared by the ranks
 
 
 def peak_tflops(name: str, precision: str, *, tf32: bool = False) -> float | None:
-    """What a device reaches at most in dense matrix products, in 10^12 FLOP a second.
-
-    None for a device that is unknown, and for a part of one.
+    """Peak dense matrix throughput of a device in TFLOP/s; None for an unknown device or a MIG slice.
 
     Args:
-        name: as ``torch.cuda.get_device_name`` gives it.
-        precision: of the island, such as ``bf16-mixed``; ``64-true`` has no peak here.
+        name: from ``torch.cuda.get_device_name``.
+        precision: ``island.precision``, such as ``bf16-mixed``; ``64-true`` has no peak here.
         tf32: whether float32 products may use TensorFloat-32.
     """
     kinds = {"bf16-mixed": 0, "16-mixed": 0, "32-true": 1 if tf32 else 2}
     found = next((peaks for pattern, peaks in _PEAKS if re.search(pattern, name)), None)
-    if "MIG" in name:  # a part of the device
+    if "MIG" in name:  # a slice of the device
         return None
     return None if found is None or precision not in kinds else found[kinds[precision]]
 
 
 def peak_of_this_device(accelerator: str, precision: str) -> tuple[str, float | None]:
-    """Name and ``peak_tflops`` of this process's device; a CPU's is unknown."""
+    """Name and ``peak_tflops`` of this process's device; None for a CPU."""
     if resolve_accelerator(accelerator) != "gpu":
         return "this CPU", None
     name = torch.cuda.get_device_name()
@@ -104,5 +102,5 @@ def peak_of_this_device(accelerator: str, precision: str) -> tuple[str, float | 
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part, sharing memory with ``tensor``; a tensor that is not sharded is itself."""
+    """This rank's shard of a DTensor, sharing its memory; other tensors unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

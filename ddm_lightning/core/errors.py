@@ -1,4 +1,4 @@
-"""The one exception that a user's mistake raises, and the line that is said of it."""
+"""The exception for errors the user can fix, and their one-line messages."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import errno
 
 
 class UserError(Exception):
-    """Bad input: a config, shard, checkpoint, artifact or prompt that cannot be used.
+    """Bad input, such as a config, shard, checkpoint, artifact or prompt.
 
-    The message is one line that names the file, the key and the remedy. The command line prints it
-    after ``error:`` and exits with 2; nothing is written before it is raised.
+    The message is one line with the file, the key and the remedy. The command line prints it after
+    ``error:`` and exits with 2. Raise it before anything is written.
     """
 
 
 def line_of(error: BaseException) -> str | None:
-    """The line to say of what a user can do something about; None for what may be the program's own mistake."""
+    """One-line message for an error the user can fix; None for a possible bug."""
     if isinstance(error, UserError):
         return str(error)
     if isinstance(error, (PermissionError, NotADirectoryError, IsADirectoryError, FileExistsError)):
@@ -22,6 +22,6 @@ def line_of(error: BaseException) -> str | None:
     if isinstance(error, MemoryError) or "to allocate" in str(error):  # torch: "tried to allocate 2.00 GiB"
         return f"the memory is full ({str(error).partition(chr(10))[0]}); use a smaller network or batch"
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        place = error.filename or "the disk of the run folder"  # a write through an open file does not say
+        place = error.filename or "the disk of the run folder"  # unknown if writing to an open file failed
         return f"{place}: is full; free some space, then the same command goes on"
     return None

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all: written under a temporary name, then renamed."""
+"""Atomic files and folders: written under a temporary name, then renamed. Checks and hashes of files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ddm_lightning.core.errors import UserError
 
 
 def _flush(path: Path) -> None:
-    """Force ``path`` (a file or a folder) onto the disk, so that a rename never outlives its bytes."""
+    """Sync a file or folder to disk, so that a rename never survives without the bytes."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -28,10 +28,10 @@ def _flush(path: Path) -> None:
 def atomic_write(path: Path, write: Callable[[Path], object]) -> None:
     """Call ``write`` on a temporary path beside ``path``, then rename it into place.
 
-    Raises whatever ``write`` raises; ``path`` is then as it was before.
+    Raises whatever ``write`` raises; ``path`` is then unchanged.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    # The suffix stays, because some writers (Pillow, numpy) choose or append a format by it.
+    # Keep the suffix: some writers (Pillow, numpy) choose a format by it or append one.
     temporary = path.with_name(f".tmp-{os.getpid()}-{path.name}")
     try:
         write(temporary)
@@ -43,18 +43,18 @@ def atomic_write(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def atomic_write_text(path: Path, text: str) -> None:
-    """Write ``text`` as UTF-8 to ``path``, whole or not at all."""
+    """Write ``text`` to ``path`` as UTF-8, atomically."""
     atomic_write(path, lambda p: p.write_text(text, encoding="utf-8"))
 
 
 def atomic_write_json(path: Path, value: Any) -> None:
-    """Write ``value`` as indented JSON to ``path``, whole or not at all."""
+    """Write ``value`` to ``path`` as indented JSON, atomically."""
     atomic_write_text(path, json.dumps(value, indent=2, sort_keys=False, allow_nan=False) + "\n")
 
 
 @contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
-    """Yield an empty temporary folder that becomes ``path`` (replacing it) when the block ends well."""
+    """Yield an empty temporary folder, which replaces ``path`` unless the block raises."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".tmp-{path.name}-", dir=path.parent))
     try:
@@ -66,13 +66,13 @@ def atomic_folder(path: Path) -> Iterator[Path]:
 
 
 def move_folder(temporary: Path, path: Path) -> None:
-    """Flush all of ``temporary``, then rename it to ``path`` on the same disk, which it replaces."""
+    """Sync ``temporary`` to disk, then rename it to ``path`` on the same disk, replacing it."""
     replaced = temporary.with_name(f"{temporary.name}-replaced")
     try:
         for written in (*temporary.rglob("*"), temporary):
             _flush(written)
         if path.exists():
-            os.replace(path, replaced)  # A rename, because removing a large folder takes its time.
+            os.replace(path, replaced)  # rename, because removing a large folder is slow
         os.replace(temporary, path)
         _flush(path.parent)
     finally:
@@ -80,15 +80,15 @@ def move_folder(temporary: Path, path: Path) -> None:
 
 
 def check_file(path: Path, *, link: bool = False) -> int:
-    """Size in bytes of a file that a stranger may have written. Call it before opening one.
+    """Size in bytes of an untrusted file. Call it before opening one.
 
     Args:
         path: the file.
-        link: whether a link may lead out of the file's folder, as in the cache of the Hugging Face hub.
+        link: whether to allow a link out of the file's folder, as in the Hugging Face cache.
 
     Raises:
-        OSError: it is missing or cannot be read.
-        ValueError: it is a folder, pipe or device, or a link that leads out of its folder.
+        OSError: the file is missing or cannot be read.
+        ValueError: it is a folder, pipe or device, or a link out of its folder.
     """
     found = path.stat()
     if not stat.S_ISREG(found.st_mode):
@@ -103,7 +103,7 @@ def read_json(path: Path, what: str, remedy: str, *, link: bool = False) -> Any:
 
     Args:
         path: the file.
-        what: the file's meaning, for error lines.
+        what: description of the file for error lines.
         remedy: ends every error line.
         link: as in ``check_file``.
 
@@ -121,7 +121,7 @@ def read_json(path: Path, what: str, remedy: str, *, link: bool = False) -> Any:
 
 
 def sha256_file(path: Path) -> str:
-    """The SHA-256 of a file's bytes, as 64 hexadecimal digits."""
+    """SHA-256 of a file, as 64 hexadecimal digits."""
     digest = hashlib.sha256()
     with path.open("rb") as stream:
         while block := stream.read(1 << 20):
@@ -130,21 +130,21 @@ def sha256_file(path: Path) -> str:
 
 
 def sha256_json(value: Any) -> str:
-    """The SHA-256 of ``value`` in canonical JSON: a key for "same inputs"."""
+    """SHA-256 of ``value`` in canonical JSON; equal for equal inputs."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode("utf-8")).hexdigest()
 
 
 def inside(folder: Path, relative: str, named_by: Path) -> Path:
-    """``folder / relative``, refused when it leaves ``folder`` (manifests come from strangers).
+    """Resolve ``folder / relative`` from an untrusted manifest.
 
     Raises:
-        UserError: ``relative`` is absolute or climbs out of ``folder``; the line names ``named_by``.
+        UserError: ``relative`` is absolute or leaves ``folder``; the line names ``named_by``.
     """
     try:
         target = (folder / relative).resolve()
         target.is_file()
-    except (ValueError, OSError, RuntimeError):  # a null byte, a name that is too long, links in a circle
+    except (ValueError, OSError, RuntimeError):  # null byte, too long a name, circular links
         raise UserError(f"{named_by}: path {relative!r} names no file; refuse this file or fix the path") from None
     if Path(relative).is_absolute() or not target.is_relative_to(folder.resolve()):
         raise UserError(f"{named_by}: path {relative!r} leaves its folder; refuse this file or fix the path")

@@ -1,4 +1,4 @@
-"""Sizes and times as people read them."""
+"""Format sizes and times for people, and columns of progress bars."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from rich.text import Text
 
 
 def amount(num_bytes: float) -> str:
-    """Bytes in the unit that fits, powers of 1000."""
+    """Format bytes with a decimal unit, such as ``1.5 GB``."""
     return _scaled(num_bytes, "B")
 
 
 def operations(flops: float) -> str:
-    """Floating-point operations in the unit that fits."""
+    """Format floating-point operations with a decimal unit, such as ``2 PFLOP``."""
     return _scaled(flops, "FLOP")
 
 
 def duration(seconds: float) -> str:
-    """Seconds in the unit that fits."""
+    """Format seconds with a unit from µs to days."""
     units = (("days", 86400.0, 2), ("h", 3600.0, 2), ("min", 60.0, 2), ("s", 1.0, 1), ("ms", 1e-3, 1))
     for unit, length, least in units:
         if seconds >= least * length:
@@ -28,7 +28,7 @@ def duration(seconds: float) -> str:
 
 
 def _digits(value: float) -> str:
-    """Three digits, or all of them before the point."""
+    """Three significant digits; all digits of larger numbers."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
@@ -42,12 +42,12 @@ def _scaled(value: float, unit: str) -> str:
 
 
 class TimeColumn(ProgressColumn):
-    """The time left; before there is an estimate the time so far, and at the end the time that it took."""
+    """Time left; elapsed time while there is no estimate; total time at the end."""
 
     max_refresh = 0.5
 
     def render(self, task: Task) -> Text:
-        """One of the three."""
+        """Text of the column for ``task``."""
         if task.finished:
             return Text(f"took {_clock(task.finished_time)}", "progress.elapsed")
         if task.time_remaining is None:
@@ -60,7 +60,7 @@ def _clock(seconds: float | None) -> str:
 
 
 def member_columns() -> tuple[ProgressColumn, ...]:
-    """The columns of every training progress bar: name, bar, steps, time, newest figures."""
+    """Columns of the training progress bars: name, bar, steps, time, newest metrics."""
     return (
         TextColumn("{task.description:<10}"),
         BarColumn(),

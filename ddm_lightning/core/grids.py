@@ -1,4 +1,4 @@
-"""Labelled grids of small pictures as PNG files."""
+"""Labelled grids of small images, and PNG files."""
 
 from __future__ import annotations
 
@@ -30,26 +30,26 @@ def labelled_grid(
     footer: str = "",
     smooth: bool = True,
 ) -> Image.Image:
-    """Rows of pictures with a label on the left of each.
+    """Draw rows of images with a label to the left of each row.
 
     Args:
-        rows: label and pictures; all pictures of one size. A row may have fewer than others.
-        scale: enlargement.
+        rows: label and images of each row; all images have one size, rows may differ in length.
+        scale: enlargement factor.
         title: line above the grid.
         columns: labels above the columns.
-        footer: small lines below the grid, such as a credit.
-        smooth: Lanczos enlargement, in which small pictures are easier to recognise; else square pixels.
+        footer: small text below the grid, such as a credit.
+        smooth: enlarge by Lanczos, which makes small images easier to recognise; else by square pixels.
 
     Raises:
-        ValueError: no picture at all, or pictures of different sizes.
+        ValueError: no image, or images of different sizes.
     """
-    shapes = {picture.shape for _, pictures in rows for picture in pictures}
+    shapes = {image.shape for _, images in rows for image in images}
     if len(shapes) != 1 or any(len(shape) != 3 or shape[2] != 3 for shape in shapes):
-        raise ValueError(f"a grid needs pictures [h w 3] of one size; got shapes {sorted(shapes)}")
+        raise ValueError(f"a grid needs images [h w 3] of one size; got shapes {sorted(shapes)}")
     height, width, _ = shapes.pop()
     cell_height, cell_width = height * scale, width * scale
     font, title_font, footer_font = (_font(size) for size in (_FONT_SIZE, _TITLE_SIZE, _FOOTER_SIZE))
-    num_columns = max(len(pictures) for _, pictures in rows)
+    num_columns = max(len(images) for _, images in rows)
 
     most_lines = max(1, min(_MAX_LABEL_LINES, cell_height // (_FONT_SIZE + _GAP)))
     labels = [_wrap(label, font, _MAX_LABEL_WIDTH, most_lines) for label, _ in rows]
@@ -69,12 +69,12 @@ def labelled_grid(
         centre = grid_left + index * (cell_width + _GAP) + cell_width // 2
         draw.text((centre, grid_top - _GAP), _shorten(name, font, cell_width), _INK, font=font, anchor="mb")
     resampling = Image.Resampling.LANCZOS if smooth else Image.Resampling.NEAREST
-    for row, (label, (_, pictures)) in enumerate(zip(labels, rows, strict=True)):
+    for row, (label, (_, images)) in enumerate(zip(labels, rows, strict=True)):
         top = grid_top + row * (cell_height + _GAP)
         place = (grid_left - _MARGIN, top + cell_height // 2)
         draw.multiline_text(place, "\n".join(label), _INK, font=font, anchor="rm", align="right", spacing=_GAP)
-        for column, picture in enumerate(pictures):
-            enlarged = Image.fromarray(np.ascontiguousarray(picture)).resize((cell_width, cell_height), resampling)
+        for column, image in enumerate(images):
+            enlarged = Image.fromarray(np.ascontiguousarray(image)).resize((cell_width, cell_height), resampling)
             canvas.paste(enlarged, (grid_left + column * (cell_width + _GAP), top))
     for index, line in enumerate(footer_lines):
         draw.text((_MARGIN, footer_top + index * (_FOOTER_SIZE + _GAP)), line, _PALE_INK, font=footer_font)
@@ -82,12 +82,12 @@ def labelled_grid(
 
 
 def save_png(path: Path, image: Image.Image) -> None:
-    """Write ``image`` to ``path``, whole or not at all."""
+    """Write ``image`` to ``path`` as PNG, atomically."""
     atomic_write(path, lambda temporary: image.save(temporary, format="PNG"))
 
 
 def _font(size: int) -> Font:
-    """The font inside Pillow, so that a grid looks the same on every machine."""
+    """Pillow's built-in font, so that a grid looks the same on every machine."""
     return ImageFont.load_default(size)
 
 
@@ -96,7 +96,7 @@ def _width(text: str, font: Font) -> int:
 
 
 def _shorten(text: str, font: Font, width: int) -> str:
-    """``text``, cut and ended with dots where it is wider than ``width`` pixels."""
+    """Cut ``text`` to ``width`` pixels, with an ellipsis."""
     if _width(text, font) <= width:
         return text
     fits = bisect.bisect_right(range(1, len(text) + 1), width, key=lambda n: _width(text[:n] + "...", font))
@@ -104,7 +104,7 @@ def _shorten(text: str, font: Font, width: int) -> str:
 
 
 def _wrap(text: str, font: Font, width: int, most_lines: int | None = None) -> list[str]:
-    """``text`` in lines of at most ``width`` pixels, broken between words; what is too long is cut."""
+    """Wrap ``text`` at words into lines of at most ``width`` pixels; cut what does not fit."""
     lines: list[str] = []
     for paragraph in text.splitlines():
         line = ""
@@ -124,5 +124,5 @@ _DOTS_PER_INCH = 120
 
 
 def save_figure(path: Path, figure: Figure) -> None:
-    """Write ``figure`` to ``path``, whole or not at all."""
+    """Write ``figure`` to ``path`` as PNG, atomically."""
     atomic_write(path, lambda temporary: figure.savefig(temporary, format="png", dpi=_DOTS_PER_INCH))

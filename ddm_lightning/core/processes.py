@@ -22,6 +22,8 @@ _WHILE_IMPORTING = (100_000, 50, 100)
 _KEPT_HEAP = ((-3, 2**25), (-3, 2**30), (-1, 2**31 - 1), (-2, 2**26))
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, *([signal.SIGUSR1] if hasattr(signal, "SIGUSR1") else []))
 """Ask a training to write a checkpoint and stop: from a terminal, a scheduler, or SLURM before its time limit."""
+STOPPED = 130
+"""Exit code of a process that was stopped on request, as after Ctrl-C."""
 STARTED_BY = "DDM_LIGHTNING_STARTED_BY"
 """Environment variable of ranks that rank zero started: its process id, and the folder for their failures."""
 FITTED_BY = "DDM_LIGHTNING_FITTED_BY"

@@ -1,7 +1,7 @@
-"""Plug-ins by name: built-in ones and those that other packages offer through entry points.
+"""Find plug-ins by name: built-in ones, and those of other packages through entry points.
 
-A name is all that files carry (experiments, artifacts), never an import path, so a file from a
-stranger can start nothing that this machine's owner did not install.
+Files (experiments, artifacts) carry names, never import paths, so that an untrusted file can only
+run code that is installed on this machine.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ Factory = TypeVar("Factory", bound=Callable[..., Any])
 
 
 class Registry:
-    """Factories of one kind (``"expert"``, ``"source"`` …) by name.
+    """Factories of one kind (``expert``, ``source`` …) by name.
 
     Args:
-        kind: the word used in error lines.
-        group: the entry-point group in which other packages register factories.
-        package: the package whose modules register the built-in ones; they are imported on first use. None: none.
+        kind: word for error lines.
+        group: entry-point group in which other packages register factories.
+        package: package whose modules register built-in factories when imported, on first use; None for none.
     """
 
     def __init__(self, kind: str, group: str, package: str | None = None) -> None:
@@ -46,7 +46,7 @@ class Registry:
         return self._registered
 
     def register(self, name: str) -> Callable[[Factory], Factory]:
-        """Class or function decorator that adds a built-in under ``name``."""
+        """Decorator that registers a class or function as the built-in ``name``."""
 
         def add(factory: Factory) -> Factory:
             if name in self._registered:
@@ -61,10 +61,10 @@ class Registry:
         return sorted({*self._built_in, *(entry.name for entry in entry_points(group=self.group))})
 
     def get(self, name: str) -> Callable[..., Any]:
-        """The factory called ``name``; a built-in wins over an entry point of the same name.
+        """Find the factory ``name``; a built-in wins over an entry point.
 
         Raises:
-            UserError: nobody registered ``name``, or the package that did cannot be imported.
+            UserError: ``name`` is unknown, or its package cannot be imported.
         """
         if name in self._built_in:
             return self._built_in[name]
@@ -76,7 +76,7 @@ class Registry:
                     package = entry.dist.name if entry.dist else entry.value
                     raise UserError(
                         f"{self.kind} {name!r} of the package {package!r} cannot be imported: {error}; "
-                        f"mend or reinstall that package"
+                        f"fix or reinstall that package"
                     ) from error
                 return factory
         raise UserError(
@@ -88,7 +88,7 @@ class Registry:
         """Call the factory ``name`` with the user's ``params`` and the trainer's ``context``.
 
         Raises:
-            UserError: what ``check`` refuses, or a ``TypeError`` or ``ValueError`` of the factory.
+            UserError: ``check`` or the factory refuses ``params``.
         """
         self.check(name, params, **context)
         try:
@@ -97,12 +97,12 @@ class Registry:
             raise UserError(f"{self.kind} {name!r} refuses its params: {error}; change them") from error
 
     def check(self, name: str, params: dict[str, Any], **context: Any) -> None:
-        """Refuse ``params`` that the factory ``name`` does not take, without calling it.
+        """Check ``params`` against the signature of the factory ``name``, without calling it.
 
-        Only the names of ``context`` matter. Types are checked where the factory annotates a plain one.
+        Only the keys of ``context`` matter. Only plain annotations (bool, int, float, str) are checked.
 
         Raises:
-            UserError: unknown name, unknown, missing or wrongly typed parameter.
+            UserError: unknown name; unknown, missing or wrongly typed parameter.
         """
         accepted = _signature(self.get(name))
         is_open = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
@@ -113,9 +113,7 @@ class Registry:
                 raise UserError(f"{self.kind} {name!r} has no parameter {key!r}; it takes: {offered}")
         for key in context:
             if not (key in named or is_open):
-                raise UserError(
-                    f"{self.kind} {name!r} does not take {key!r}, which every {self.kind} is given; mend it"
-                )
+                raise UserError(f"{self.kind} {name!r} does not take {key!r}, as every {self.kind} must; add it")
         for key, parameter in named.items():
             if parameter.default is inspect.Parameter.empty and key not in params and key not in context:
                 raise UserError(f"{self.kind} {name!r} needs the parameter {key!r}; add it to its params")
@@ -129,7 +127,7 @@ _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_O
 def _signature(factory: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
     try:
         return inspect.signature(factory, eval_str=True).parameters
-    except NameError:  # An annotation imported for type checkers only: then types stay unchecked.
+    except NameError:  # an annotation imported for type checkers only; leave types unchecked
         return inspect.signature(factory).parameters
 
 
@@ -141,8 +139,6 @@ def _is_plain(annotation: Any) -> bool:
 
 EXPERTS = Registry("expert", "ddm_lightning.experts", "ddm_lightning.networks")
 ROUTERS = Registry("router", "ddm_lightning.routers", "ddm_lightning.networks")
-
-
 SOURCES = Registry("source", "ddm_lightning.sources", "ddm_lightning.prepare.sources")
 IMAGE_ENCODERS = Registry("image encoder", "ddm_lightning.image_encoders", "ddm_lightning.encoders")
 CAPTION_ENCODERS = Registry("caption encoder", "ddm_lightning.caption_encoders", "ddm_lightning.encoders")
@@ -150,10 +146,10 @@ FEATURES = Registry("feature network", "ddm_lightning.features", "ddm_lightning.
 
 
 def require(wanted_by: str, *names: str, extra: str = "demo") -> None:
-    """Refuse to go on without the distributions ``names``, which ``extra`` installs.
+    """Check that the distributions ``names``, which ``extra`` installs, are there.
 
     Raises:
-        UserError: one is not installed; the line says how to install it.
+        UserError: one is not installed.
     """
     for name in names:
         try:
@@ -165,5 +161,5 @@ def require(wanted_by: str, *names: str, extra: str = "demo") -> None:
 
 
 def file_of(name: str, relative: str) -> Path:
-    """A file inside the distribution ``name``, found without importing it."""
+    """Path of a file in the distribution ``name``, which is not imported."""
     return Path(str(distribution(name).locate_file(relative)))

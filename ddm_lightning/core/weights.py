@@ -1,4 +1,4 @@
-"""Weights on disk: safetensors only, hashed, finite, and never unpickled."""
+"""Save and load weights: safetensors only, hashed, finite, never unpickled."""
 
 from __future__ import annotations
 
@@ -26,31 +26,31 @@ _DTYPES = (
 
 
 def save_weights(path: Path, state_dict: Mapping[str, Tensor], owner: str) -> str:
-    """Write ``state_dict`` to ``path``, whole or not at all.
+    """Write ``state_dict`` to ``path``, atomically.
 
     Args:
-        path: where to; may be a temporary name, so error lines name ``owner`` instead.
-        state_dict: the weights.
-        owner: whose weights they are.
+        path: file to write; it may be a temporary name, so error lines name ``owner`` instead.
+        state_dict: weights by name.
+        owner: begins the error line.
 
     Returns:
-        The file's SHA-256.
+        SHA-256 of the file.
 
     Raises:
         UserError: a weight is not finite.
-        OSError: the system refuses it; the disk is full, for one.
+        OSError: the file cannot be written, such as on a full disk.
     """
     # Copies, because safetensors refuses tensors that share memory (tied weights).
     state = {key: value.detach().to("cpu", copy=True).contiguous() for key, value in state_dict.items()}
     bad = _first_non_finite(state)
     if bad is not None:
-        raise UserError(f"{owner}: weight {bad!r} is not finite, the training diverged; lower its learning rate")
+        raise UserError(f"{owner}: weight {bad!r} is not finite: the training diverged; lower its learning rate")
     atomic_write(path, lambda temporary: _save(state, temporary))
     return sha256_file(path)
 
 
 def _save(state: dict[str, Tensor], path: Path) -> None:
-    """``save_file``, with the system's errors as such: safetensors has its own, of which only the words tell."""
+    """Call ``save_file``; turn its error, which carries the system's only as text, into an ``OSError``."""
     try:
         save_file(state, path)
     except SafetensorError as error:
@@ -65,11 +65,11 @@ def load_weights(path: Path, sha256: str, remedy: str) -> dict[str, Tensor]:
 
     Args:
         path: the safetensors file.
-        sha256: what its hash must be.
+        sha256: expected hash of the file.
         remedy: what the user can do about a bad file; ends every error line.
 
     Raises:
-        UserError: ``check_recorded`` refuses the file, it does not fit in memory, or a weight is not finite.
+        UserError: ``check_recorded`` refuses the file, it exceeds the memory, or a weight is not finite.
     """
     check_memory(check_recorded(path, sha256, remedy).values(), str(path))
     state = load_file(path)
@@ -80,7 +80,7 @@ def load_weights(path: Path, sha256: str, remedy: str) -> dict[str, Tensor]:
 
 
 def read_header(path: Path, remedy: str, *, link: bool = False) -> dict[str, Tensor]:
-    """Types and shapes of the weights in a file: tensors on the meta device. The weights are not read.
+    """Read types and shapes of the weights in a file, as tensors on the meta device.
 
     Args:
         path: the safetensors file.
@@ -88,7 +88,7 @@ def read_header(path: Path, remedy: str, *, link: bool = False) -> dict[str, Ten
         link: as in ``check_file``.
 
     Raises:
-        UserError: the file is missing, a pickle or damaged, or holds complex numbers or too many weights.
+        UserError: the file is missing, a pickle or damaged, or holds unsupported types or too many weights.
     """
     try:
         check_file(path, link=link)
@@ -109,22 +109,22 @@ def read_header(path: Path, remedy: str, *, link: bool = False) -> dict[str, Ten
 
 
 def check_memory(tensors: Iterable[Tensor], source: str) -> None:
-    """Refuse ``tensors`` that do not fit in the free memory of this machine.
+    """Check that ``tensors`` fit into the free memory of this machine.
 
     Args:
-        tensors: on any device.
+        tensors: tensors on any device.
         source: begins the error line.
 
     Raises:
-        UserError: they do not fit.
+        UserError: the tensors do not fit.
     """
     needed, free = sum(tensor.nbytes for tensor in tensors), _free_bytes()
     if needed > free:
-        raise UserError(f"{source}: needs {amount(needed)} of memory, {amount(free)} are free; use a larger machine")
+        raise UserError(f"{source}: needs {amount(needed)} of memory, {amount(free)} is free; use a larger machine")
 
 
 def _free_bytes() -> float:
-    """Memory that this process can take; infinite where the system does not tell."""
+    """Memory available to this process; infinite if unknown."""
     meminfo, limit = Path("/proc/meminfo"), Path("/sys/fs/cgroup/memory.max")  # of Linux; of a container
     found = re.search(r"MemAvailable: *(\d+) kB", meminfo.read_text()) if meminfo.exists() else None
     most = limit.read_text().strip() if limit.exists() else ""
@@ -136,31 +136,29 @@ def check_recorded(path: Path, sha256: str, remedy: str) -> dict[str, Tensor]:
 
     Args:
         path: the safetensors file.
-        sha256: what its hash must be.
+        sha256: expected hash of the file.
         remedy: ends every error line.
 
     Returns:
-        The header, as ``read_header``.
+        Header, as from ``read_header``.
 
     Raises:
-        UserError: ``read_header`` refuses the file, or its hash is another one.
+        UserError: ``read_header`` refuses the file, or its hash differs.
     """
     header = read_header(path, remedy)
     found = sha256_file(path)
     if found != sha256:
-        raise UserError(
-            f"{path}: SHA-256 is {found[:12]}…, but {sha256[:12]}… was recorded: "
-            f"the file is damaged or another one; {remedy}"
-        )
+        problem = f"SHA-256 is {found[:12]}…, but {sha256[:12]}… was recorded: the file is damaged or replaced"
+        raise UserError(f"{path}: {problem}; {remedy}")
     return header
 
 
 def _refuse_pickle(path: Path, remedy: str) -> None:
-    """Refuse what ``torch.save`` or ``pickle`` wrote, by its first bytes and without opening it as such."""
+    """Refuse files of ``torch.save`` or ``pickle`` by their first bytes, without unpickling."""
     with path.open("rb") as stream:
         head = stream.read(9)
     is_zip, is_pickle = head.startswith(b"PK\x03\x04"), re.match(rb"\x80[\x02-\x05]", head) is not None
-    # Safetensors begins with 8 bytes of length, which may look like anything, and then with JSON.
+    # Safetensors begins with 8 bytes of length, which may be anything, then JSON.
     if (is_zip or is_pickle) and head[8:] != b"{":
         kind = "a PyTorch checkpoint (a zip of pickles)" if is_zip else "a pickle"
         raise UserError(f"{path}: is {kind}, which can run code, expected safetensors; it was not loaded; {remedy}")
@@ -168,7 +166,7 @@ def _refuse_pickle(path: Path, remedy: str) -> None:
 
 def _first_non_finite(state: Mapping[str, Tensor]) -> str | None:
     for key, value in state.items():
-        # Through float64, because isfinite knows no 8-bit floats.
+        # In float64, because isfinite does not support 8-bit floats.
         if value.is_floating_point() and not bool(torch.isfinite(value.double()).all()):
             return key
     return None

@@ -1,1 +1,1 @@
-"""Where members train: on this machine, a process each, and how far they are."""
+"""Train members on this machine, show their progress, and assemble the ensemble."""

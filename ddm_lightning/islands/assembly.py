@@ -1,4 +1,4 @@
-"""What the members handed over, made one ensemble."""
+"""Check finished members and assemble their artifacts into one ensemble."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from ddm_lightning.training.handover import described
 
 
 def assemble(experiment: Experiment, run: RunFolder) -> bool:
-    """Write ``ensemble.json`` over the artifacts of all members, which have to be finished.
+    """Write ``ensemble.json`` for the artifacts of all members, which must be finished.
 
     Returns:
-        Whether it differs from what was there.
+        Whether it differs from the previous file.
 
     Raises:
-        UserError: artifacts that do not belong together, or damaged ones.
+        UserError: an artifact is damaged, or the artifacts do not belong together.
     """
     folders = [run.artifact(member) for member in ensemble_members(experiment)]
     listed = _listed(run)
     for folder in folders:
         meta = read_meta(folder)
-        if listed.get(meta.member) != meta:  # once: weights are gigabytes
+        if listed.get(meta.member) != meta:  # only once: weights are gigabytes
             check_weights(folder, meta)
     before = run.ensemble.read_bytes() if run.ensemble.exists() else None
     write_ensemble(run.root, folders, Manifest.read(run.root).priors)
@@ -41,7 +41,7 @@ def assemble(experiment: Experiment, run: RunFolder) -> bool:
 
 
 def _listed(run: RunFolder) -> dict[str, ArtifactMeta]:
-    """Members of the ensemble that is there; none where it is none, or is no longer what its artifacts are."""
+    """Members in the existing ``ensemble.json``; empty if it is missing or no longer fits its artifacts."""
     try:
         return read_ensemble(run.ensemble).metas
     except UserError:
@@ -49,12 +49,12 @@ def _listed(run: RunFolder) -> dict[str, ArtifactMeta]:
 
 
 def refuse_stale(members: Sequence[str], experiment: Experiment, run: RunFolder) -> None:
-    """A finished member is passed over; not one that is another's, or was not trained as the experiment says.
+    """Refuse finished members that do not fit the experiment; ``fit`` would skip them.
 
-    One of fewer steps is trained on where its schedule is constant and it has a checkpoint.
+    A member with fewer steps may continue if its schedule is constant and it has a checkpoint.
 
     Raises:
-        UserError: naming the artifact.
+        UserError: an artifact of another member, partition or setting.
     """
     manifest = Manifest.read(run.root)
     for member in members:
@@ -74,8 +74,8 @@ def refuse_stale(members: Sequence[str], experiment: Experiment, run: RunFolder)
         elif meta.step != steps and not goes_on:
             problem = f"has {meta.step} steps of training, and the experiment asks for {steps}"
         elif meta.num_samples != meta.step * batch_size_of(member, experiment):
-            samples = f"{steps * batch_size_of(member, experiment):,}"
-            problem = f"was trained on {meta.num_samples:,} samples, and the experiment asks for {samples}"
+            samples = steps * batch_size_of(member, experiment)
+            problem = f"was trained on {meta.num_samples:,} samples, and the experiment asks for {samples:,}"
         elif differing:
             was, now = getattr(meta, differing[0]), wanted[differing[0]]
             problem = f"has {differing[0]} = {was!r} in {MEMBER_FILE}, and the experiment asks for {now!r}"

@@ -1,4 +1,4 @@
-"""Several members on this machine: a process each, which share nothing while they train."""
+"""Train several members on this machine, one child process each; they share nothing while they train."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -22,7 +22,7 @@ from ddm_lightning.config import Experiment, to_yaml
 from ddm_lightning.core.devices import resolve_accelerator
 from ddm_lightning.core.files import atomic_write_text
 from ddm_lightning.core.formatting import member_columns
-from ddm_lightning.core.processes import FITTED_BY, STOP_SIGNALS, num_cores
+from ddm_lightning.core.processes import FITTED_BY, STOP_SIGNALS, STOPPED, num_cores
 from ddm_lightning.islands.status import member_status
 from ddm_lightning.members.member import batch_size_of, config_of, member_training_flops
 from ddm_lightning.members.run_folder import RunFolder
@@ -30,8 +30,6 @@ from ddm_lightning.shards.manifest import Manifest
 from ddm_lightning.training.handover import is_finished
 
 POLL_SECONDS = 0.5
-# Exit code of a member that was told to stop and left a checkpoint.
-STOPPED = 130
 
 
 @dataclass
@@ -43,13 +41,13 @@ class _Child:
 
 
 class FitInterruptedError(Exception):
-    """Ctrl-C, SIGTERM or SIGUSR1: no member trains on."""
+    """Ctrl-C, SIGTERM or SIGUSR1 ended the training of all members."""
 
 
 class _StopRequests:
-    """Counts them rather than raise where they come: between the start of a child and the note that there is one, too.
+    """Count stop signals instead of raising, so that none arrives between starting a child and recording it.
 
-    A launcher in front may hand on what the terminal has sent to both: two within a poll are one.
+    A launcher may forward a signal that the terminal has also sent: two within one poll count as one.
     """
 
     def __init__(self) -> None:
@@ -62,12 +60,12 @@ class _StopRequests:
             self._last = time.monotonic()
 
     def more_than(self, num: int) -> bool:
-        """Whether more have come; also while something else was called, which a type checker does not expect."""
+        """Whether more than ``num`` arrived; a method, because type checkers assume that ``self.num`` stays."""
         return self.num > num
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        # Ctrl-C, too: a shell has a command that it starts in the background ignore it.
+        # SIGINT, too: a shell makes background commands ignore it.
         previous = {number: signal.signal(number, self._receive) for number in STOP_SIGNALS}
         try:
             yield
@@ -77,7 +75,7 @@ class _StopRequests:
 
 
 def default_jobs(experiment: Experiment) -> int:
-    """Members that fit beside each other here: by GPUs, or by cores."""
+    """Number of members that fit on this machine at once, by GPUs or by cores."""
     island = experiment.island
     if resolve_accelerator(island.accelerator) == "gpu":
         return max(1, torch.cuda.device_count() // island.devices)
@@ -85,12 +83,12 @@ def default_jobs(experiment: Experiment) -> int:
 
 
 def gpus_of_slot(slot: int, devices: int, visible: str | None, count: int) -> str:
-    """``CUDA_VISIBLE_DEVICES`` of the members that train in ``slot``.
+    """``CUDA_VISIBLE_DEVICES`` for the members that train in ``slot``.
 
     Args:
         slot: from 0; slots beyond the last GPU share the first ones.
         devices: GPUs that one member trains on.
-        visible: this process's own ``CUDA_VISIBLE_DEVICES``, whose entries are handed on.
+        visible: this process's own ``CUDA_VISIBLE_DEVICES``, whose entries are reused.
         count: GPUs that this process sees.
     """
     names = [name.strip() for name in visible.split(",")][:count] if visible else [str(i) for i in range(count)]
@@ -101,17 +99,17 @@ def gpus_of_slot(slot: int, devices: int, visible: str | None, count: int) -> st
 def fit_members(
     members: Sequence[str], experiment: Experiment, run: RunFolder, jobs: int, console: Console
 ) -> dict[str, str]:
-    """Train ``members``, ``jobs`` at a time, the longest first; finished ones are passed over.
+    """Train ``members``, ``jobs`` at a time, the longest first. Skip finished ones.
 
-    A member that fails leaves the others alone.
+    A failed member does not affect the others.
 
     Returns:
-        For each member that did not finish, why: its error line, or the signal that ended it.
+        Reason for each member that did not finish: its error line, or the signal that ended it.
 
     Raises:
-        FitInterruptedError: Ctrl-C, SIGTERM or SIGUSR1; the children were told to leave a checkpoint and did, or were
-            killed at a second one.
-        UserError: the shards are not prepared, or a network's name or params are unknown.
+        FitInterruptedError: Ctrl-C, SIGTERM or SIGUSR1. The children have written a checkpoint, or were killed by a
+            second request.
+        UserError: the shards are not prepared, or the name or params of a network are unknown.
     """
     manifest = Manifest.read(run.root)
     waiting = _longest_first(
@@ -149,11 +147,11 @@ def fit_members(
 
 
 def _longest_first(members: list[str], experiment: Experiment, manifest: Manifest) -> list[str]:
-    """So that a long one is not left to train alone at the end."""
+    """Order by cost, so that no long member trains alone at the end."""
     try:
         cost = {member: member_training_flops(member, experiment, manifest) for member in members}
     except (RuntimeError, NotImplementedError):
-        # A plug-in that is computed by unknown operations; FLOPs and samples do not compare, so samples of all.
+        # The FLOPs of a plug-in cannot be counted. They do not compare with samples, so count samples for all.
         cost = {
             member: float(batch_size_of(member, experiment) * config_of(member, experiment).train.max_steps)
             for member in members
@@ -171,18 +169,18 @@ def _start(member: str, slot: int, experiment: Experiment, run: RunFolder) -> _C
         environment["CUDA_VISIBLE_DEVICES"] = gpus_of_slot(
             slot, island.devices, os.environ.get("CUDA_VISIBLE_DEVICES"), torch.cuda.device_count()
         )
-    # Not the run's own file: another fit on this folder may write another island's settings there meanwhile.
+    # Not the run's own file: another fit may write the settings of another island there meanwhile.
     settings = folder / "experiment.yaml"
     atomic_write_text(settings, to_yaml(experiment))
     command = [sys.executable, "-m", "ddm_lightning", "fit", "-c", str(settings), f"member={member}"]
     log = folder / "log.txt"
     with log.open("ab") as stream:
-        # A session of its own: a Ctrl-C in the terminal reaches the parent alone, which stops them in order.
+        # In a new session, Ctrl-C in the terminal reaches only the parent, which stops the children in order.
         process = subprocess.Popen(
             command,
+            stdin=subprocess.DEVNULL,
             stdout=stream,
             stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
             env=environment,
             start_new_session=True,
         )
@@ -190,13 +188,10 @@ def _start(member: str, slot: int, experiment: Experiment, run: RunFolder) -> _C
 
 
 def _wait_for_any(running: list[_Child]) -> None:
-    """Sleep until a child ends, at most for one poll."""
-    if not running:
-        return
-    try:
-        running[0].process.wait(POLL_SECONDS)
-    except subprocess.TimeoutExpired:
-        return
+    """Wait until a child ends, at most for one poll."""
+    if running:
+        with suppress(subprocess.TimeoutExpired):
+            running[0].process.wait(POLL_SECONDS)
 
 
 def _task(progress: Progress, member: str, experiment: Experiment, run: RunFolder) -> TaskID:
@@ -221,9 +216,9 @@ def _failure(child: _Child, code: int) -> str:
 
 
 def _stop(running: list[_Child], requests: _StopRequests, console: Console) -> None:
-    """Tell each to leave a checkpoint, and wait however long that takes: without it all its steps may be lost."""
+    """Tell each member to write a checkpoint, and wait as long as it takes: without it, its steps are lost."""
     num_before = requests.num
-    console.print("stopping: each member finishes its step and leaves a checkpoint; a second Ctrl-C ends them without")
+    console.print("stopping: each member finishes its step and writes a checkpoint; press Ctrl-C again to kill them")
     for child in running:
         child.process.terminate()
     left = list(running)
@@ -234,4 +229,4 @@ def _stop(running: list[_Child], requests: _StopRequests, console: Console) -> N
         child.process.kill()
     for child in left:
         if child.process.wait() == -signal.SIGKILL:
-            console.print(f"{child.member}: killed before it left a checkpoint; it resumes at the one before")
+            console.print(f"{child.member}: killed before it wrote a checkpoint; it resumes at the previous one")

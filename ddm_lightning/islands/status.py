@@ -1,4 +1,4 @@
-"""The table of members."""
+"""Progress of all members as a table."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from ddm_lightning.training.guard import skipped_of
 
 
 def member_status(member: str, experiment: Experiment, run: RunFolder) -> MemberStatus:
-    """The newest status that ``member`` wrote; of a finished one what its artifact says, which ``ema`` changes.
+    """Newest status of ``member``. A finished member's comes from its artifact, which ``ema`` may change.
 
-    One that was finished and is trained on has taken more steps than its artifact.
+    A finished member that trains on has taken more steps than its artifact.
     """
     status = MemberStatus.read(run.member(member), member, config_of(member, experiment).train.max_steps)
     if run.is_finished(member) and (meta := read_meta(run.artifact(member))).step >= status.step:
@@ -28,13 +28,13 @@ def member_status(member: str, experiment: Experiment, run: RunFolder) -> Member
 
 
 def shown_members(experiment: Experiment, run: RunFolder) -> list[str]:
-    """The ensemble's members, and the monolith once it has been started."""
+    """Members of the ensemble, and the monolith once it has started."""
     return ensemble_members(experiment) + ([MONOLITH] if run.member(MONOLITH).exists() else [])
 
 
 def members_table(experiment: Experiment, run: RunFolder) -> Table:
     """Steps, losses, router accuracy, time and speed of each member."""
-    # Narrow enough for the 80 columns that a log file or a pipe is given.
+    # Fits the 80 columns of a log file or a pipe.
     table = Table(
         title=Text(str(run.root)), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0)
     )
@@ -43,7 +43,7 @@ def members_table(experiment: Experiment, run: RunFolder) -> Table:
     for member in shown_members(experiment, run):
         status = member_status(member, experiment, run)
         metrics = status.metrics
-        accuracy = metrics.get("held_out/accuracy")  # of the router without the condition, as the loss beside it
+        accuracy = metrics.get("held_out/accuracy")  # without the condition, as the router's loss
         minutes, seconds = divmod(round(status.seconds), 60)
         table.add_row(
             member,
@@ -59,16 +59,16 @@ def members_table(experiment: Experiment, run: RunFolder) -> Table:
 
 
 def skipped_lines(members: Sequence[str], run: RunFolder, replay: str) -> list[str]:
-    """A line for each of ``members`` that left steps out; ``replay`` is the command that looks into them."""
+    """One line per member that skipped steps; ``replay`` is the command that examines them."""
     lines = []
     for member in members:
         num = len({skipped.step for skipped in skipped_of(run.member(member))})
         if num:
             steps = "1 step" if num == 1 else f"{num} steps"
-            lines.append(f"{member}: left out {steps} without a finite gradient; see {replay} member={member}")
+            lines.append(f"{member}: skipped {steps} without a finite gradient; see {replay} member={member}")
     return lines
 
 
 def _figure(value: float | None, form: str) -> str:
-    # A loss that diverged is no wider than the others.
+    # Keeps a diverged loss as narrow as the others.
     return "–" if value is None else format(value, form if abs(value) < 1e5 else ".2g")

@@ -64,7 +64,7 @@ def unified(text: str) -> str:
 
 
 def test_every_command_is_in_the_help() -> None:
-    assert set(commands.COMMANDS) == set(COMMANDS)
+    assert {*commands.COMMANDS, "config"} == set(COMMANDS)
     for command in COMMANDS:
         assert build_parser().parse_args([command, "-c", "file"]).command == command
 
@@ -196,7 +196,7 @@ def test_a_second_fit_does_nothing_and_says_so(
     monkeypatch.setattr("ddm_lightning.islands.local._start", start)
     out = called(capsys, "fit", *settings(run))
     assert "up to date" in out
-    assert "all members are finished and their pictures drawn: nothing to do" in out
+    assert "all members are finished and their samples are there: nothing to do" in out
     assert (run / "samples" / "top-1.png").stat().st_mtime_ns == modified
     assert {path: path.read_bytes() for path in before} == before
     assert main(["fit", *settings(run), "member=expert-0"]) == 0
@@ -393,7 +393,7 @@ def test_describe_prints_every_key_with_type_default_and_documentation(capsys: p
         "expert.network.params: dict[str, Any] = {}\n",
         'router.timesteps.density: str = "uniform"\n    `logit-normal` or `uniform`.\n',
         "existing` (the clusters of another run, for new data).\n",  # a second line
-        "\nisland:\n    The machine.\n",
+        "\nisland:\n    Machine.\n",
     ):
         assert lines in text
 

@@ -37,8 +37,8 @@ def test_a_late_artifact_is_waited_for_and_not_trained(run: Path, capsys: pytest
     before = sorted(run.rglob("*"))
     line = refused(capsys, "fit", *settings(run))
     manifest, there = run / "prepared" / "manifest.json", f"{run / 'members'}/NAME/artifact"
-    assert line.startswith(f"error: {manifest}: came from where the shards were prepared, and here is no artifact of ")
-    assert line.endswith(f" of expert-1; copy those to {there}, or train one of them here with member=expert-1")
+    assert line.startswith(f"error: {manifest}: was prepared elsewhere, and there are no artifacts of ")
+    assert line.endswith(f" of expert-1 here; copy them to {there}, or train one of them here with member=expert-1")
     assert sorted(run.rglob("*")) == before
 
 

@@ -126,7 +126,7 @@ def test_the_source_of_a_mistake_is_named(path: Path) -> None:
     assert refusal(path, "seed=one").startswith(" with 'seed=one': key 'seed': must be a whole number, is 'one'")
     assert refusal(path, "expert.train=").startswith(" with 'expert.train=': key 'expert.train': must be a section")
     assert refusal(path, "expert.network=dit").endswith("is 'dit'; write it as {name: dit}")
-    assert refusal(path, "seed").startswith(": override 'seed' is no key=value")
+    assert refusal(path, "seed").startswith(": override 'seed' is not key=value")
     path.write_text(SMALLEST + "sample:\n  stratgy: full\n")
     assert refusal(path).startswith(": unknown key 'sample.stratgy'; did you mean 'strategy'?")
     path.write_text(SMALLEST + "colour: red\n")
@@ -151,7 +151,7 @@ def test_every_mandatory_key_is_asked_for(path: Path) -> None:
     assert line == f": keys {', '.join(map(repr, expected))} are missing; give them values"
     path.write_text(SMALLEST.replace("num_clusters: 2", ""))
     assert refusal(path) == (
-        ": key 'prepare.partition.num_clusters' is missing; give it a value (K: clusters, hence experts.)"
+        ": key 'prepare.partition.num_clusters' is missing; give it a value (K: number of clusters, hence of experts.)"
     )
     path.write_text(SMALLEST)
     assert "key 'prepare.caption_encoder.name' is missing" in refusal(path, "prepare.caption_encoder.params.size=4")
@@ -160,9 +160,9 @@ def test_every_mandatory_key_is_asked_for(path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "line"),
     [
-        ("name=${nope}", ": key 'name': Interpolation key 'nope' not found; mend the reference"),
+        ("name=${nope}", ": key 'name': Interpolation key 'nope' not found; fix the reference"),
         ("seed=${expert.train.nope}", ": key 'seed': "),
-        ("seed=${seed}", ": key 'seed': Recursive interpolation detected; mend the reference"),
+        ("seed=${seed}", ": key 'seed': Recursive interpolation detected; fix the reference"),
         ("name=${run_dir}", ": key 'name': Recursive interpolation detected"),
         ("name=${oc.env:DDM_LIGHTNING_NOT_SET}", ": key 'name': "),
         ("name=${unheard:1}", ": key 'name': Unsupported interpolation type unheard"),
@@ -198,10 +198,13 @@ def test_what_a_reference_brings_is_checked_too(path: Path, monkeypatch: pytest.
             ["expert.train.global_batch_size=9"],
             "'expert.train.global_batch_size' = 9: must be divisible by prepare.partition.num_clusters = 2",
         ),
-        (["island.devices=3"], "'island.devices' = 3: must divide the expert's 4 samples a step"),
+        (["island.devices=3"], "'island.devices' = 3: must divide the expert's 4 samples per step"),
         (["island.devices=4", "router.train.global_batch_size=2"], "'island.devices' = 4: must divide the router's 2 "),
         (["island.devices=2", "island.strategy=single"], "'island.devices' = 2: island.strategy = 'single' uses one"),
-        (["island.accelerator=cpu", "island.attention=xformers"], "'island.attention' = 'xformers': runs on CUDA"),
+        (
+            ["island.accelerator=cpu", "island.attention=xformers"],
+            "'island.attention' = 'xformers': needs a CUDA",
+        ),
         (["island.precision=bf16"], "'island.precision' = 'bf16': must be one of 32-true, "),
         (["island.accelerator=tpu"], "'island.accelerator' = 'tpu': must be one of auto, cpu, gpu"),
         (["sample.strategy=best"], "'sample.strategy' = 'best': must be one of full, top-1, top-k, bayes"),
@@ -209,15 +212,15 @@ def test_what_a_reference_brings_is_checked_too(path: Path, monkeypatch: pytest.
             ["sample.strategy=top-k", "sample.top_k=3"],
             "'sample.top_k' = 3: exceeds the number of experts, prepare.partition.num_clusters = 2",
         ),
-        (["sample.strategy=bayes"], "'sample.solver' = 'euler': sample.strategy = 'bayes' filters"),
+        (["sample.strategy=bayes"], "'sample.solver' = 'euler': sample.strategy = 'bayes' needs a stochastic"),
         (["sample.solver=rk4"], "'sample.solver' = 'rk4': must be one of euler, heun, ancestral"),
         (["condition.kind=picture"], "'condition.kind' = 'picture': must be one of text, tokens, class, none"),
         (["condition.kind=text"], "'condition.kind' = 'text': needs prepare.caption_encoder, which is null"),
-        (["sample.prompts=[a]"], "'condition.kind' = 'none': sample.prompts are texts"),
-        (["sample.guidance_scale=2"], "'sample.guidance_scale' = 2.0: needs a condition.kind to guide by"),
+        (["sample.prompts=[a]"], "'condition.kind' = 'none': sample.prompts need"),
+        (["sample.guidance_scale=2"], "'sample.guidance_scale' = 2.0: guidance needs a condition.kind"),
         (
             ["sample.guidance_scale=2", "condition.kind=class", "condition.dropout=0"],
-            "'sample.guidance_scale' = 2.0: needs a condition.kind to guide by and condition.dropout above 0",
+            "'sample.guidance_scale' = 2.0: guidance needs a condition.kind other than none, and condition",
         ),
         (["condition.dropout=1.5"], "'condition.dropout' = 1.5: must be at most 1"),
         (["prepare.held_out_fraction=0.6"], "'prepare.held_out_fraction' = 0.6: must be at most 0.5"),

@@ -90,7 +90,7 @@ def test_the_packages_own_group_is_read_from_metadata() -> None:
         ("net", {"width": 3, "label": 7}, "expert 'net': key 'params.label': must be a text, is 7"),
         ("net", {"width": None}, "expert 'net': key 'params.width': must be a whole number, is null"),
         ("net", {"width": -1}, "expert 'net' refuses its params: width must be positive, not -1; change them"),
-        ("unseen", {"width": 3}, "expert 'unseen' does not take 'x_shape', which every expert is given"),
+        ("unseen", {"width": 3}, "expert 'unseen' does not take 'x_shape', as every expert must"),
         ("open", {"second": 2}, "expert 'open' needs the parameter 'first'"),
     ],
 )

@@ -163,14 +163,14 @@ def test_overrides_are_yaml(override: str, expected: dict[str, Any]) -> None:
 def test_what_is_no_override_is_refused(override: str) -> None:
     with pytest.raises(UserError) as caught:
         schema.read_override(override, "f.yaml")
-    assert str(caught.value) == f"f.yaml: override {override!r} is no key=value; write for example seed=1"
+    assert str(caught.value) == f"f.yaml: override {override!r} is not key=value; write for example seed=1"
 
 
 @pytest.mark.parametrize("override", ["a=[b", 'a="b', "a='", "a={b", "a=!!python/name:os.system x", "a=${"])
 def test_an_override_whose_value_is_no_yaml_is_refused(override: str) -> None:
     with pytest.raises(UserError) as caught:
         schema.read_override(override, "f.yaml")
-    assert str(caught.value).startswith(f"f.yaml: override {override!r}: its value is no YAML: ")
+    assert str(caught.value).startswith(f"f.yaml: override {override!r}: its value is not YAML: ")
     assert "\n" not in str(caught.value)
 
 

@@ -68,7 +68,8 @@ def call(command: str, run: Path, *more: str) -> tuple[int, str, str]:
 def losses(run: Path, member: str) -> list[tuple[int, float]]:
     events = EventAccumulator(str(run / "members" / member / "tensorboard"), size_guidance={"scalars": 0})
     events.Reload()
-    return [(event.step, event.value) for event in events.Scalars("train/loss")]
+    name = "train/cross_entropy" if member == "router" else "train/loss"
+    return [(event.step, event.value) for event in events.Scalars(name)]
 
 
 def weights(run: Path, member: str) -> bytes:
@@ -179,7 +180,7 @@ def test_finished_members_are_passed_over(disturbed: SimpleNamespace) -> None:
 
 @pytest.mark.slow
 def test_ctrl_c_leaves_a_checkpoint_and_says_how_to_go_on(disturbed: SimpleNamespace) -> None:
-    assert disturbed.err_interrupted.splitlines() == ["interrupted; the same command goes on where it stopped"]
+    assert disturbed.err_interrupted.splitlines() == ["interrupted; run the same command again to resume"]
     assert "each member finishes its step and leaves a checkpoint" in disturbed.out_interrupted
     status = disturbed.status_interrupted
     assert status["state"] == "stopped"

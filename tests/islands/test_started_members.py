@@ -53,7 +53,7 @@ def test_a_member_may_take_an_hour_to_leave_its_checkpoint() -> None:
     assert not slow.killed
     assert slow.seconds_left <= 0
     assert out.getvalue().splitlines() == [
-        "stopping: each member finishes its step and leaves a checkpoint; a second Ctrl-C ends them without"
+        "stopping: each member finishes its step and writes a checkpoint; press Ctrl-C again to kill them"
     ]
 
 
@@ -119,7 +119,7 @@ def test_a_second_signal_ends_those_that_have_not_left_a_checkpoint(
     assert ended_before_the_second == [None, 130, None]
     assert [child.returncode for child in alone.children] == [-signal.SIGKILL, 130, -signal.SIGKILL]
     said = [line for line in out.getvalue().splitlines() if "killed" in line]
-    words = "killed before it left a checkpoint; it resumes at the one before"
+    words = "killed before it wrote a checkpoint; it resumes at the previous one"
     assert said == [f"expert-0: {words}", f"router: {words}"]
     assert not alone.late
 

@@ -237,7 +237,7 @@ def test_a_sample_that_is_not_finite_costs_its_steps_and_is_found_by_one_command
 
     settings = ["-c", str(TINY), f"run_dir={tiny_run}", "condition.dropout=0.0", *SHORT]
     steps = "1 step" if len(skipped) == 1 else f"{len(skipped)} steps"
-    told = f"expert-0: left out {steps} without a finite gradient; see python -m ddm_lightning replay -c {TINY} "
+    told = f"expert-0: skipped {steps} without a finite gradient; see python -m ddm_lightning replay -c {TINY} "
     assert told in capsys.readouterr().out
     assert main(["status", *settings]) == 0
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith(told)]
@@ -245,7 +245,7 @@ def test_a_sample_that_is_not_finite_costs_its_steps_and_is_found_by_one_command
     command = ["replay", "member=expert-0", *settings]
     out = capsys.readouterr().out
     rows = [line.split() for line in out.splitlines() if re.match(r" *\d+ ", line)]
-    assert "each gradient is finite" not in out
+    assert "every gradient is finite" not in out
     assert len(rows) == 8 and f"step {skipped[-1].step} of expert-0, rank 0, with {member(tiny_run)}" in out
     assert rows[0][0] == str(planted) and rows[0][2:] == ["text", "nan", "nan"]
     by_id = {row[0]: row for row in rows}
