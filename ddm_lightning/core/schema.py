@@ -71,8 +71,8 @@ def read_override(override: str, source: str) -> DictConfig:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, or its type where it has none."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    """The first line of an error's message, cut at 500 characters, or its type where it has none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:500]
 
 
 def check(value: Any, kind: Any, key: str, source: str, references: bool = True) -> None:

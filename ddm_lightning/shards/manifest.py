@@ -141,7 +141,7 @@ class Manifest:
         stored = read_json(path, "the manifest of the prepared shards", _REMEDY)
         version = stored.get("format_version") if isinstance(stored, dict) else None
         if version != FORMAT_VERSION:
-            raise UserError(f"{path}: format_version {version!r} is not {FORMAT_VERSION}; delete it and {_REMEDY}")
+            raise UserError(f"{path}: format_version {version!r:.20} is not {FORMAT_VERSION}; delete it and {_REMEDY}")
         stored.setdefault("class_names", None)  # manifests written before this field
         fields = {field.name for field in dataclasses.fields(cls)}
         if stored.keys() != fields:
