@@ -148,7 +148,7 @@ def test_a_posterior_is_drawn_anew_at_each_step_by_the_keyed_generator():
     first = x_0()
     torch.manual_seed(2)
     assert torch.equal(first, x_0()), "a resumed step draws what it drew"
-    for other in (x_0(step=6), x_0(rank=0), x_0(seed=8), x_0(member="expert-1")):
+    for other in (x_0(step=6), x_0(rank=0), x_0(seed=8), x_0(name="expert-1")):
         assert not torch.isclose(other, first).any(1).all()
     noised = expert(step=5, rank=1, stored=POSTERIOR).noised(stored)
     t = noised.t[:, None, None, None]
