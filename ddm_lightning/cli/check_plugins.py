@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ddm_lightning.config import Experiment, PluginConfig, blamed
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import CAPTION_ENCODERS, FEATURES, IMAGE_ENCODERS, SOURCES, Registry
-from ddm_lightning.members.member import ROUTER, config_of, expert_name, planned_network
+from ddm_lightning.members.member import ROUTER, Member, expert_name
 from ddm_lightning.networks import EXPERTS, ROUTERS
 from ddm_lightning.shards.manifest import DataSizes, Manifest
 from ddm_lightning.training.optimizer import has_muon_matrices
@@ -57,9 +57,10 @@ def check_networks(
     Raises:
         UserError: naming ``source`` and the key.
     """
-    for key, member in (("expert.network", expert_name(0)), ("router.network", ROUTER)):
+    for key, name in (("expert.network", expert_name(0)), ("router.network", ROUTER)):
         try:
-            network = planned_network(member, experiment, sizes)
+            member = Member.resolve(name, experiment, sizes)
+            network = member.plan_network()
         except UserError as error:
             raise UserError(f"{blamed(source, overrides, key)}: key {key!r}: {error}") from None
         except (RuntimeError, ArithmeticError) as error:  # torch's, for a width of 0 and the like
@@ -67,7 +68,7 @@ def check_networks(
             raise UserError(
                 f"{blamed(source, overrides, key)}: key {key!r}: cannot be built: {problem}; change its params"
             ) from None
-        if config_of(member, experiment).train.optimizer == "muon" and not has_muon_matrices(network):
+        if member.train.optimizer == "muon" and not has_muon_matrices(network):
             section = key.partition(".")[0]
             raise UserError(
                 f"{blamed(source, overrides, f'{section}.train.optimizer', key)}: "

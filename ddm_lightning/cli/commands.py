@@ -218,8 +218,8 @@ def _fit_several(members: list[str], experiment: Experiment, options: argparse.N
 
     from ddm_lightning.islands.local import FitInterruptedError, default_jobs, fit_members
     from ddm_lightning.islands.status import members_table
-    from ddm_lightning.members.member import ensemble_members
-    from ddm_lightning.training.handover import is_finished
+    from ddm_lightning.members.handover import is_finished
+    from ddm_lightning.members.member import ensemble_members, train_config
 
     try:
         failures = fit_members(members, experiment, run, options.jobs or default_jobs(experiment), console)
@@ -232,7 +232,9 @@ def _fit_several(members: list[str], experiment: Experiment, options: argparse.N
     if failures:
         print(f"logs: {run.root / 'members'}; the same command trains what is unfinished", file=sys.stderr)
         return 1
-    if all(is_finished(member, experiment, run) for member in ensemble_members(experiment)):
+    if all(
+        is_finished(member, train_config(member, experiment).max_steps, run) for member in ensemble_members(experiment)
+    ):
         is_new = assemble(experiment, run)
         grid = _grid(experiment, run)
         if grid.exists() and not is_new:

@@ -14,10 +14,10 @@ from ddm_lightning.members.artifact import (
     read_meta,
     write_ensemble,
 )
-from ddm_lightning.members.member import batch_size_of, config_of, ensemble_members
+from ddm_lightning.members.handover import described
+from ddm_lightning.members.member import Member, ensemble_members
 from ddm_lightning.members.run_folder import RunFolder
 from ddm_lightning.shards.manifest import Manifest
-from ddm_lightning.training.handover import described
 
 
 def assemble(experiment: Experiment, run: RunFolder) -> bool:
@@ -57,24 +57,24 @@ def refuse_stale(members: Sequence[str], experiment: Experiment, run: RunFolder)
         UserError: naming the artifact.
     """
     manifest = Manifest.read(run.root)
-    for member in members:
-        if not run.is_finished(member):
+    for name in members:
+        if not run.is_finished(name):
             continue
-        folder, meta = run.artifact(member), read_meta(run.artifact(member))
-        train = config_of(member, experiment).train
-        steps = train.max_steps
-        has_checkpoint = any((run.member(member) / "checkpoints").glob("step-*.ckpt"))
-        goes_on = meta.step < steps and train.schedule == "constant" and has_checkpoint
-        wanted = described(member, experiment, manifest)
+        folder, meta = run.artifact(name), read_meta(run.artifact(name))
+        member = Member.resolve(name, experiment, manifest)
+        steps = member.train.max_steps
+        has_checkpoint = any((run.member(name) / "checkpoints").glob("step-*.ckpt"))
+        goes_on = meta.step < steps and member.train.schedule == "constant" and has_checkpoint
+        wanted = described(member, manifest)
         differing = [key for key, value in wanted.items() if getattr(meta, key) != value]
-        if meta.member != member:
-            problem = f"is the artifact of {meta.member}, not of {member}"
+        if meta.member != name:
+            problem = f"is the artifact of {meta.member}, not of {name}"
         elif "partition_sha256" in differing:
             problem = "was trained on clusters that have changed since, or on those of another run"
         elif meta.step != steps and not goes_on:
             problem = f"has {meta.step} steps of training, and the experiment asks for {steps}"
-        elif meta.num_samples != meta.step * batch_size_of(member, experiment):
-            samples = f"{steps * batch_size_of(member, experiment):,}"
+        elif meta.num_samples != meta.step * member.batch_size:
+            samples = f"{steps * member.batch_size:,}"
             problem = f"was trained on {meta.num_samples:,} samples, and the experiment asks for {samples}"
         elif differing:
             was, now = getattr(meta, differing[0]), wanted[differing[0]]
@@ -82,6 +82,6 @@ def refuse_stale(members: Sequence[str], experiment: Experiment, run: RunFolder)
         else:
             continue
         raise UserError(
-            f"{folder}: {problem}; copy the right one there, remove {folder.parent} to train {member} anew, or use "
+            f"{folder}: {problem}; copy the right one there, remove {folder.parent} to train {name} anew, or use "
             "another folder with run_dir=…"
         )

@@ -109,7 +109,7 @@ def test_a_setting_that_cannot_be(refuse: Refuse, tmp_path: Path, command: str, 
 
 
 def test_muon_for_a_network_without_blocks(refuse: Refuse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ddm_lightning.cli.check_plugins.planned_network", lambda *_: torch.nn.Linear(2, 2))
+    monkeypatch.setattr("ddm_lightning.members.member.Member.plan_network", lambda _: torch.nn.Linear(2, 2))
     line = refuse("prepare", "-c", TINY, f"run_dir={tmp_path / 'run'}", "router.train.optimizer=muon")
     assert line.startswith(f"{TINY} with 'router.train.optimizer=muon': key 'router.train.optimizer' = 'muon'")
     assert "set adamw" in line
