@@ -24,8 +24,9 @@ from tiny_runs import TINY
 
 from ddm_lightning.config import load_experiment
 from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.files import sha256_file
 from ddm_lightning.ensemble.load import load_ensemble, load_member
-from ddm_lightning.files import sha256_file
+from ddm_lightning.members.member import Member
 from ddm_lightning.members.run_folder import RunFolder
 from ddm_lightning.shards.manifest import Manifest
 from ddm_lightning.training.fit import build_data, build_module
@@ -179,8 +180,9 @@ def read(run: Path, target: str, loader: str) -> None:
     else:
         experiment = load_experiment(TINY, [f"run_dir={run}", f"island.loader={loader}"])
         manifest = Manifest.read(run)
-        module = build_module("expert-0", experiment, manifest)
-        data = build_data("expert-0", experiment, manifest, RunFolder.of(experiment))
+        member = Member.resolve("expert-0", experiment, manifest)
+        module = build_module(member, experiment.island, manifest)
+        data = build_data(member, experiment.island, manifest, RunFolder.of(experiment))
         data.prepare_data()
         batch = next(iter(data.train_dataloader()))
         module.replayed = (0, 1)
