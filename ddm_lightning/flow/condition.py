@@ -36,6 +36,13 @@ class ConditionSpec:
         if self.length < 0 or (self.length > 0) != (self.kind == "tokens"):
             raise ValueError(f"condition length {self.length!r} does not fit kind {self.kind!r}")
 
+    @property
+    def row_shape(self) -> tuple[int, ...]:
+        """Shape of one row's value: () for a class, otherwise (size,), or (length, size) for tokens."""
+        if self.kind == "class":
+            return ()
+        return (self.length, self.size) if self.kind == "tokens" else (self.size,)
+
     def to_dict(self) -> dict[str, Any]:
         """JSON values: ``{"kind": …, "size": …}``, and ``length`` for ``tokens``."""
         return {"kind": self.kind, "size": self.size} | ({"length": self.length} if self.length else {})
