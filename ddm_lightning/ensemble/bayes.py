@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ddm_lightning.flow.path import VelocityField, time_rows, x_0_from_velocity
-from ddm_lightning.flow.solvers.ancestral import reverse_kernel
+from ddm_lightning.flow.solvers import reverse_kernel
 from ddm_lightning.flow.timesteps import intervals
 
 MIN_WEIGHT = 1e-4

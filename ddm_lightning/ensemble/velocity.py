@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.ensemble.routing import route
 from ddm_lightning.flow.condition import Condition
-from ddm_lightning.flow.guidance import guided
 from ddm_lightning.flow.path import VelocityField
-from ddm_lightning.flow.prediction import to_velocity
+from ddm_lightning.flow.prediction import guided, to_velocity
 
 
 class Ensemble:

@@ -25,7 +25,7 @@ from ddm_lightning.core.files import atomic_write_json, sha256_file, sha256_json
 from ddm_lightning.core.formatting import amount
 from ddm_lightning.encoders.interfaces import bytes_per_sample
 from ddm_lightning.members.run_folder import RunFolder
-from ddm_lightning.partition.partition import check_sizes
+from ddm_lightning.partition.build import check_sizes
 from ddm_lightning.prepare import steps
 from ddm_lightning.prepare.encode import CAPTIONS, FEATURES, LATENTS, RECORDS, is_whole, read_state
 from ddm_lightning.prepare.index import write_index

@@ -13,7 +13,7 @@ import torch
 from ddm_lightning.config.load import prepare_to_json
 from ddm_lightning.core.columns import save_array
 from ddm_lightning.core.files import atomic_folder, atomic_write, atomic_write_json, sha256_json
-from ddm_lightning.partition.partition import displaced_fractions, fit_partition
+from ddm_lightning.partition.build import displaced_fractions, fit_partition
 from ddm_lightning.prepare.encode import (
     CAPTIONS,
     FEATURES,

@@ -10,9 +10,8 @@ from jaxtyping import Float, Int
 from ddm_lightning.config import Experiment, PrepareConfig
 from ddm_lightning.core.files import read_json
 from ddm_lightning.core.formatting import amount
-from ddm_lightning.partition.partition import Partition
+from ddm_lightning.partition.partition import NearestCentroid, Partition
 from ddm_lightning.partition.rows import Rows
-from ddm_lightning.partition.rules import NearestCentroid
 from ddm_lightning.prepare.encode import FEATURES
 from ddm_lightning.prepare.ledger import Ledger
 from ddm_lightning.prepare.plugins import Plugins

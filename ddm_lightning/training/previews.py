@@ -19,9 +19,8 @@ from ddm_lightning.core.registry import IMAGE_ENCODERS
 from ddm_lightning.core.schema import first_line
 from ddm_lightning.encoders.interfaces import ImageEncoder
 from ddm_lightning.flow.condition import Condition
-from ddm_lightning.flow.guidance import guided
 from ddm_lightning.flow.path import VelocityField
-from ddm_lightning.flow.prediction import to_velocity
+from ddm_lightning.flow.prediction import guided, to_velocity
 from ddm_lightning.flow.randomness import keyed_generator
 from ddm_lightning.flow.solvers import integrate
 from ddm_lightning.flow.timesteps import sampling_times

@@ -108,7 +108,7 @@ def test_what_has_no_velocity_is_refused() -> None:
             call(x, torch.tensor([0.5, 0.0]))
 
 
-@pytest.mark.parametrize(("labels", "message"), [([], "without points"), ([0, 2], "0 … 1"), ([-1, 0], "0 … 1")])
+@pytest.mark.parametrize(("labels", "message"), [([], "empty set"), ([0, 2], "0 … 1"), ([-1, 0], "0 … 1")])
 def test_a_set_that_is_not_labelled_is_refused(labels: list[int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         FiniteSetOracle(torch.zeros(len(labels), 1), torch.tensor(labels, dtype=torch.int64), 2)

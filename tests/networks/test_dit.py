@@ -199,7 +199,7 @@ def test_a_condition_is_refused_where_none_is_taken() -> None:
         ({"modulation": "adaLN"}, "modulation = 'adaLN' is none of zero, single"),
         ({"size": "S"}, "size = 'S' sets width, depth and num_heads: remove it or width, depth, num_heads"),
         ({"size": "M"}, "size = 'M' is none of S, B, L, XL"),
-        ({"depth": None}, r"needs size \(S, B, L, XL\), or width, depth and num_heads; there is no depth"),
+        ({"depth": None}, r"needs size \(S, B, L, XL\), or width, depth and num_heads; depth missing"),
     ],
 )
 def test_sizes_that_do_not_fit_are_one_clear_line(changes: dict[str, float], message: str) -> None:

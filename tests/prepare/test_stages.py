@@ -17,7 +17,7 @@ from ddm_lightning.core.files import sha256_file
 from ddm_lightning.core.registry import CAPTION_ENCODERS, FEATURES, IMAGE_ENCODERS, SOURCES
 from ddm_lightning.members.member import Member
 from ddm_lightning.members.run_folder import RunFolder
-from ddm_lightning.partition import partition, two_stage
+from ddm_lightning.partition import build
 from ddm_lightning.partition.partition import Partition
 from ddm_lightning.prepare import steps
 from ddm_lightning.prepare.prepared import Prepared
@@ -297,7 +297,7 @@ def test_a_refused_or_stopped_partition_leaves_the_finished_one(tmp_path, monkey
     with pytest.raises(UserError, match="max_largest_over_mean"):
         prepare(changed(partition=PartitionConfig(kind="labels", num_clusters=3, max_largest_over_mean=1.0)), tmp_path)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(two_stage, "balanced_kmeans", interrupted)
+        patch.setattr(build, "balanced_kmeans", interrupted)
         prepare(tiny_experiment(seed=1), tmp_path)
     assert Manifest.read(tmp_path) == first
     again, listener = run(tiny_experiment(), tmp_path)
@@ -311,8 +311,8 @@ def interrupted(*_, **__):
 def test_another_number_of_clusters_groups_the_fine_centroids_that_are_there(tmp_path, monkeypatch):
     run(tiny_experiment(), tmp_path / "run")
     with monkeypatch.context() as patch:
-        patch.setattr(partition, "fit_fine", lambda *_: pytest.fail("fits again"))
-        patch.setattr(partition, "nearest_of_rows", lambda *_: pytest.fail("passes over all samples again"))
+        patch.setattr(build, "fit_fine", lambda *_: pytest.fail("fits again"))
+        patch.setattr(build, "nearest_of_rows", lambda *_: pytest.fail("passes over all samples again"))
         found, _ = run(tiny_experiment(num_clusters=3), tmp_path / "run")
     fresh, _ = run(tiny_experiment(num_clusters=3), tmp_path / "fresh")
     assert found == fresh

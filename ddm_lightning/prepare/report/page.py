@@ -15,7 +15,7 @@ from jaxtyping import Int64, UInt8
 from PIL import Image
 
 from ddm_lightning.core.formatting import amount, duration, operations
-from ddm_lightning.partition.cost import partition_cost
+from ddm_lightning.partition.build import partition_cost
 from ddm_lightning.prepare.report.figures import cluster_colours
 from ddm_lightning.prepare.report.measures import Measures, ReportData
 
