@@ -16,9 +16,9 @@ from ddm_lightning.prepare.encode import FEATURES
 from ddm_lightning.prepare.ledger import Ledger
 from ddm_lightning.prepare.plugins import Plugins
 from ddm_lightning.prepare.prepared import Prepared
-from ddm_lightning.prepare.report.grids import save_cluster_grid
-from ddm_lightning.prepare.report.measures import Cost, KMeansSettings, ReportData
-from ddm_lightning.prepare.report.write import write_report
+from ddm_lightning.prepare.report.figures import save_cluster_grid
+from ddm_lightning.prepare.report.measures import ReportData
+from ddm_lightning.prepare.report.page import write_report
 from ddm_lightning.prepare.steps import samples_of
 from ddm_lightning.shards.manifest import HELD_OUT, OUT_OF_CLUSTER, TRAIN, ClusterSamples, Manifest, shard_name
 from ddm_lightning.shards.verify import num_samples_of, verify_shards
@@ -41,14 +41,12 @@ def write_pictures(experiment: Experiment, plugins: Plugins, prepared: Prepared)
         prepared.grid,
         thumbnails,
         clusters[rows],
-        partition.num_clusters,
         counts=counts,
         title=title,
         attribution=attribution,
         seed=experiment.seed,
     )
     columns = samples_of(prepared, plugins).columns.items()
-    costs = {name: Cost(num_bytes=len(rows) * rows.row_bytes) for name, rows in columns}
     data = ReportData(
         thumbnails=thumbnails,
         thumbnail_rows=rows,
@@ -68,14 +66,8 @@ def write_pictures(experiment: Experiment, plugins: Plugins, prepared: Prepared)
             "features": config.features.name,
             "image encoder": config.image_encoder.name,
         },
-        costs=costs,
-        kmeans=KMeansSettings(
-            num_fine=config.partition.num_fine_centroids,
-            iterations=config.partition.num_iterations,
-            fit_fraction=config.partition.fit_fraction,
-        )
-        if config.partition.kind == "kmeans"
-        else None,
+        column_bytes={name: len(rows) * rows.row_bytes for name, rows in columns},
+        kmeans=config.partition if config.partition.kind == "kmeans" else None,
     )
     write_report(prepared.report, data, title=title, attribution=attribution, seed=experiment.seed)
 
