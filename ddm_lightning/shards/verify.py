@@ -71,7 +71,8 @@ def verify_shards(folder: Path, hashes: bool = True, *, index_sha256: str | None
         if not present:
             raise UserError(f"{folder / files[-1]['basename']}: shard is missing; {_REMEDY}")
         for entry in present:
-            _check_file(folder / entry["basename"], entry, hashes)
+            if problem := file_problem(folder / entry["basename"], entry, hashes):
+                raise UserError(f"{folder / entry['basename']}: shard is damaged: {problem}; {_REMEDY}")
     return sum(samples for samples, _ in shards)
 
 
@@ -96,10 +97,7 @@ def remove_damaged(folder: Path, *, index_sha256: str | None = None) -> list[Pat
     removed = []
     for entry in files:
         path = inside(folder, entry["basename"], index)
-        try:
-            if path.is_file():
-                _check_file(path, entry, hashes=True)
-        except UserError:
+        if path.is_file() and file_problem(path, entry):
             path.unlink()
             removed.append(path)
     return removed
@@ -110,17 +108,19 @@ def _files(shard: dict[str, Any]) -> list[dict[str, Any]]:
     return [entry for entry in (shard["raw_data"], shard["zip_data"]) if entry is not None]
 
 
-def _check_file(path: Path, entry: dict[str, Any], hashes: bool) -> None:
+def file_problem(path: Path, entry: dict[str, Any], hashes: bool = True) -> str | None:
+    """Compare a file's size, and with ``hashes`` its SHA-1, with its entry in the index; None if they agree."""
     size = path.stat().st_size
     if size != entry["bytes"]:
-        raise UserError(f"{path}: shard is damaged: {size} bytes instead of {entry['bytes']}; {_REMEDY}")
+        return f"{size} bytes instead of {entry['bytes']}"
     if hashes:
         digest = hashlib.sha1(usedforsecurity=False)
         with path.open("rb") as stream:
             while block := stream.read(1 << 20):
                 digest.update(block)
         if digest.hexdigest() != entry["hashes"].get("sha1"):
-            raise UserError(f"{path}: shard is damaged: its SHA-1 differs from the one in index.json; {_REMEDY}")
+            return "its SHA-1 differs from the one in index.json"
+    return None
 
 
 def num_samples_of(folders: Iterable[Path]) -> int:
