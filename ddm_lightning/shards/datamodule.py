@@ -192,7 +192,7 @@ class ClusterDataModule(L.LightningDataModule):
         if not self.columns.items() <= found.items():
             raise UserError(f"{self.shards}: columns {found} are not the manifest's, {self.columns}; copy both again")
         waiting = ranks.ranks_per_node * self.num_workers * _BATCHES_A_WORKER
-        _check_shared_memory(waiting * batch_size * shards.bytes_per_sample)
+        _check_shared_memory(waiting * batch_size * shards.layout.num_fixed_bytes)
         return LocalLoader(
             shards,
             ranks=ranks,

@@ -71,7 +71,7 @@ class Origin:
 
     def __init__(self, remote: str, store: Path) -> None:
         self.remote, self.store = remote.removeprefix("file://"), store
-        self._name = remote
+        self._name, self._is_url = remote, "://" in self.remote
         # One client per thread and process: after a fork, a parent's client hangs or corrupts the stream.
         self._clients: dict[tuple[int, int], CloudDownloader] = {}
 
@@ -150,7 +150,7 @@ class Origin:
             partial.unlink(missing_ok=True)
             self._client().download(f"{self.remote}/{name}", str(partial), SILENT_SECONDS)
 
-        if "://" in self.remote:
+        if self._is_url:
             download = retry(clean_up_fn=self.close, num_attempts=_ATTEMPTS)(download)
         download()
         return partial
@@ -158,8 +158,9 @@ class Origin:
     def _client(self) -> CloudDownloader:
         key = (os.getpid(), get_ident())
         if key not in self._clients:
-            client = CloudDownloader.get(self.remote if "://" in self.remote else None)
-            self._clients[key] = PatientSFTPDownloader() if isinstance(client, SFTPDownloader) else client
+            kind: Any = PatientSFTPDownloader  # untyped
+            is_sftp = urlsplit(self.remote).scheme == "sftp"
+            self._clients[key] = kind() if is_sftp else CloudDownloader.get(self.remote if self._is_url else None)
         return self._clients[key]
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from ddm_lightning.core import registry
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import FEATURES
-from ddm_lightning.encoders import image_features
+from ddm_lightning.encoders import image_features, pretrained
 from ddm_lightning.encoders.interfaces import Features
 
 MEAN, STD = np.array([0.485, 0.456, 0.406]), np.array([0.229, 0.224, 0.225])
@@ -99,13 +99,13 @@ def test_any_batch_and_any_process_gives_the_same(saved, monkeypatch):
         together = encoder.encode(images)
         assert together.tobytes() == build(saved[kind], **params).encode(images).tobytes()
         with monkeypatch.context() as patch:
-            patch.setitem(image_features._PICTURES_AT_ONCE, "cpu", 2)
+            patch.setitem(image_features._BATCH_SIZE, "cpu", 2)
             np.testing.assert_allclose(encoder.encode(images), together, atol=1e-4)
         assert encoder.encode(images[:0]).shape == (0, encoder.size)
 
 
 def test_dinov2_knows_its_size_without_loading_weights(saved, monkeypatch):
-    monkeypatch.setattr(image_features, "loading", None)
+    monkeypatch.setattr(pretrained, "loading", None)
     assert build(saved["dinov2"]).size == 16
     assert build(saved["dinov2"]).resolution == 224
 
@@ -176,7 +176,7 @@ def test_a_configuration_that_timm_does_not_know_is_named(saved, tmp_path, confi
 
 def test_timms_pictures_have_three_channels(tmp_path):
     save_timm(tmp_path / "grey", in_chans=1)
-    with pytest.raises(UserError, match="takes pictures of 1 channels, not 3"):
+    with pytest.raises(UserError, match="takes images of 1 channels, not 3"):
         FEATURES.build("timm", {"path": str(tmp_path / "grey")}).encode(pictures())
 
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from ddm_lightning.core import registry
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import IMAGE_ENCODERS
-from ddm_lightning.encoders import vae
+from ddm_lightning.encoders import pretrained, vae
 from ddm_lightning.encoders.interfaces import ImageEncoder
 
 FAMILIES = {
@@ -139,7 +139,7 @@ def test_any_batch_and_any_process_gives_the_same(saved, monkeypatch):
 
 def test_sizes_are_known_without_loading_weights(saved, monkeypatch):
     encoder = build(saved["sd"][0])
-    monkeypatch.setattr(vae, "loading", None)
+    monkeypatch.setattr(pretrained, "loading", None)
     assert encoder.x_shape(256) == (4, 128, 128)
     with pytest.raises(UserError, match=r"255 pixels are no multiple of 2; set prepare.pictures.size to 256"):
         encoder.x_shape(255)
@@ -216,7 +216,7 @@ def test_bad_parameters_are_refused(saved, params, complaint):
             "_class_name is 'AutoencoderTiny', but image encoder 'diffusers-vae' takes",
         ),
         ({"_class_name": None, "model_type": "clip"}, "_class_name is None"),
-        ({"in_channels": 4}, "in_channels is 4, and pictures have 3"),
+        ({"in_channels": 4}, "in_channels is 4, and images have 3"),
         ({"scaling_factor": 0}, "key 'scaling_factor' must be a positive number"),
         ({"scaling_factor": None}, "key 'scaling_factor' must be a positive number"),
         ({"block_out_channels": []}, "key 'block_out_channels' must be a list of channels"),

@@ -210,7 +210,7 @@ def test_which_back_end_it_is(shards, tmp_path):
 def test_a_shard_that_goes_while_it_is_being_read(shards, tmp_path, back_end, num_workers):
     data = module_of(shards, [0], 7, tmp_path, loader=back_end, num_workers=num_workers)
     name = damage(shards / "cluster-0/train", "missing")
-    with within(20), pytest.raises(ShardError, match=f"a shard cannot be read: .*{name}.*; mend or fetch it"):
+    with within(20), pytest.raises(ShardError, match=f"a shard cannot be read: .*{name}.*; repair or copy it again"):
         list(data.train_dataloader())
 
 
@@ -229,7 +229,7 @@ def test_other_clusters_are_not_an_islands_business(shards, tmp_path):
 
 
 def test_shards_of_another_preparation_are_refused(shards, tmp_path):
-    with pytest.raises(UserError, match=r"cluster-1/train/index\.json: differs from what the manifest says"):
+    with pytest.raises(UserError, match=r"cluster-1/train/index\.json: differs from the manifest's"):
         module_of(shards, [1], 4, tmp_path, index_sha256={"cluster-1/train": "0" * 64})
 
 
