@@ -171,7 +171,7 @@ class Origin:
 
 
 def _reason(error: Exception) -> str:
-    """First line of an error, and of its cause where the S3 client only counts its attempts."""
+    """Return an error's first line, and its cause's if the S3 client reports only the number of attempts."""
     last = getattr(error, "last_exception", None)
     return first_line(error) + (f": {first_line(last)}" if last is not None else "")
 
@@ -237,6 +237,8 @@ class FetchedShards(Shards):
         def run() -> None:
             with contextlib.suppress(ShardError):
                 self.fetch(shards, wait=False, stop=stop)
+            for origin, _ in self._infos:
+                origin.close()
 
         Thread(target=run, daemon=True).start()
 
