@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -13,8 +12,8 @@ from torch import Tensor
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.flow.condition import Condition
 from ddm_lightning.members.run_folder import RunFolder
+from ddm_lightning.shards.local import read_samples
 from ddm_lightning.shards.manifest import HELD_OUT, Manifest, StoredForm, shard_name
-from ddm_lightning.shards.streaming import open_streams
 from ddm_lightning.shards.verify import verify_shards
 
 
@@ -62,9 +61,7 @@ def read_split(run: RunFolder, manifest: Manifest, side: str) -> Split:
         raise UserError(f"{run.shards}: no {side} samples; set prepare.held_out_fraction above 0 and prepare again")
     for name in names:
         verify_shards(run.shards / name, index_sha256=manifest.index_sha256[name])
-    folders: list[tuple[str | None, Path]] = [(None, run.shards / name) for name in names]
-    dataset = open_streams(folders, batch_size=1, shuffle=False, seed=0, is_local_leader=True)
-    samples = sorted((dataset[i] for i in range(dataset.size)), key=lambda sample: int(sample["sample_id"]))
+    samples = sorted(read_samples([run.shards / name for name in names]), key=lambda sample: int(sample["sample_id"]))
 
     def integers(column: str) -> Int[Tensor, " n"]:
         return torch.tensor([int(sample[column]) for sample in samples], dtype=torch.int64)
