@@ -19,7 +19,7 @@ from ddm_lightning.members.member import Member
 from ddm_lightning.members.run_folder import RunFolder
 from ddm_lightning.partition import build
 from ddm_lightning.partition.partition import Partition
-from ddm_lightning.prepare import steps
+from ddm_lightning.prepare import stages
 from ddm_lightning.prepare.prepared import Prepared
 from ddm_lightning.prepare.progress import RichReporter
 from ddm_lightning.prepare.stages import prepare
@@ -116,7 +116,7 @@ def test_lines_tell_what_each_stage_found(tmp_path):
     _, listener = run(changed(partition=MIXED, num_processes=1), tmp_path)
     said = {line.partition(":")[0]: line for line in listener.lines}
     assert said["encode"].endswith(" s: 1 part") and said["index"].endswith(": 60 of 60 samples")
-    assert re.search(r": 60 samples, \d+ of them once more for another cluster's expert, [\d.]+ kB$", said["shards"])
+    assert re.search(r": 60 samples, \d+ of them copied for another cluster's expert, [\d.]+ kB$", said["shards"])
     assert "plug-ins" not in said
 
 
@@ -204,7 +204,7 @@ def test_a_change_that_was_stopped_half_way_and_taken_back_leaves_no_trace(tmp_p
 
     # Another seed writes another partition of the same size, and is stopped before that is recorded.
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(steps, "save_array", stopped)  # of the clusters, which are written next
+        patch.setattr(stages, "save_array", stopped)  # of the clusters, which are written next
         prepare(tiny_experiment(seed=1), tmp_path)
     assert sha256_file(partition) != first.partition_sha256 and partition.stat().st_size == size
     with pytest.raises(UserError, match="run prepare first"):
