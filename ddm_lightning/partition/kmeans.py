@@ -142,8 +142,8 @@ def repair(
 ) -> Int64[Tensor, "n"]:
     """Bring crowded clusters under the limit by the cheapest moves and swaps of single samples.
 
-    If no change brings both of its clusters under the limit, one that lowers the larger of the two loads is made.
-    Every change lowers the sum of squared loads, so the loop ends.
+    If no change brings both of its clusters under the limit, the cheapest one that lowers the larger of the two loads
+    is made. Every change lowers the sum of squared loads, so the loop ends.
     """
     num_clusters = cost.shape[1]
     load = loads(assignment, weights, num_clusters)

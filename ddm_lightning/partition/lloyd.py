@@ -92,7 +92,7 @@ class FeatureBlocks:
 
 @dataclass(frozen=True)
 class Cells:
-    """Per cell, from one pass: number of samples, their sum, and their summed squared distance from the centroid."""
+    """Result of one pass, per cell: number of samples, their sum, total squared distance from the centroid."""
 
     counts: Int64[Tensor, "k"]
     sums: Float[Tensor, "k d"]
@@ -145,7 +145,7 @@ def lloyd_kmeans(
 def _start(
     blocks: FeatureBlocks, num_clusters: int, generator: torch.Generator
 ) -> tuple[Float[Tensor, "k d"], Float[Tensor, "d"] | None]:
-    """Starting centroids, and the centre taken off them; None for the origin."""
+    """Starting centroids relative to a centre, and that centre; None is the origin."""
     last = len(_START_ROWS) - 1
     for attempt, rows_a_centroid in enumerate(_START_ROWS):
         sample = blocks.sample(rows_a_centroid * num_clusters, generator)
@@ -181,7 +181,7 @@ def plus_plus(x: Float[Tensor, "n d"], num_clusters: int, generator: torch.Gener
         at_once = 1 if first else math.ceil(num_clusters / _DRAWS)
         wanted = min(at_once, num_clusters - len(chosen), int((odds > 0).sum()))
         if wanted == 0:
-            raise ValueError(f"only {len(chosen)} distinct samples among {len(x)} drawn for {num_clusters} clusters")
+            raise ValueError(f"only {len(chosen)} distinct samples among {len(x)} for {num_clusters} clusters")
         drawn = x[torch.multinomial(odds, wanted, generator=generator).to(x.device)]
         gaps = (drawn.unsqueeze(1) - drawn).square().sum(2) > noise
         drawn = drawn[(gaps | ~torch.ones_like(gaps).tril(-1)).all(1)]

@@ -86,7 +86,7 @@ def test_the_nearest_point_wins_near_the_data_without_overflow(far: float) -> No
     np.testing.assert_allclose(oracle.velocity(x, t).numpy(), [[(far - 0.1) / 1e-4, 0.0]], rtol=1e-9, atol=1e-6)
 
 
-def test_pictures_keep_their_shape_and_dtype() -> None:
+def test_images_keep_their_shape_and_dtype() -> None:
     points, labels, x_t, t = draw_set(5, 20, 12, 2)
     exact = FiniteSetOracle(torch.tensor(points), torch.tensor(labels), 2)
     shaped = FiniteSetOracle(torch.tensor(points).reshape(-1, 3, 2, 2).float(), torch.tensor(labels), 2)

@@ -141,7 +141,3 @@ def test_mixed_precision_runs() -> None:
 def test_dropout_out_of_range_is_one_clear_line(dropout: float) -> None:
     with pytest.raises(UserError, match=r"router 'router-dit'.*dropout = .* at least 0 and below 1"):
         ROUTERS.build("router-dit", SMALL | {"dropout": dropout}, x_shape=(3, 8, 8), condition=NONE, num_clusters=4)
-
-
-def test_is_found_by_name() -> None:
-    assert ROUTERS.get("router-dit") is RouterDiT

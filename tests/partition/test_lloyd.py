@@ -103,7 +103,7 @@ def test_half_precision_features_are_computed_in_float32():
 
 
 def test_empty_cells_are_put_to_use(monkeypatch):
-    """All but one of the starting centroids lie where nobody is."""
+    """All but one of the starting centroids lie far from every sample."""
     x = blobs(2000, 8, 4)
     far = torch.full((16, 4), 1e3) + torch.arange(16).unsqueeze(1)
     far[0] = 0

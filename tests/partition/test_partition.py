@@ -135,7 +135,7 @@ def test_the_clusters_of_all_samples_are_found_with_the_partition_and_who_is_nea
     assert len(set(ticks[-1])) == 1, "all that there was to read has been"
 
 
-def test_random_clusters_are_equal_and_hang_on_seed_and_key_alone(tmp_path):
+def test_random_clusters_are_equal_and_depend_on_seed_and_key_alone(tmp_path):
     keys, features = keys_of(1003), np.full((1003, 2), np.nan, np.float32)
     labels = np.zeros(1003, np.int64)
     partition = fit(features, config(4, kind="random"), seed=5, keys=keys)
