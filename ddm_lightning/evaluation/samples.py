@@ -19,6 +19,7 @@ from ddm_lightning.core.formatting import member_columns
 from ddm_lightning.core.grids import labelled_grid, save_png
 from ddm_lightning.core.registry import CAPTION_ENCODERS, IMAGE_ENCODERS
 from ddm_lightning.ensemble.load import LoadedEnsemble, load_ensemble
+from ddm_lightning.ensemble.routing import strategy_of
 from ddm_lightning.ensemble.sampler import sample
 from ddm_lightning.flow.condition import Condition
 from ddm_lightning.members.member import condition_spec
@@ -110,6 +111,7 @@ def sample_grid(
     if singles is None:
         rows, num = rows[:MAX_ROWS], min(num, MAX_COLUMNS)
     encoder = IMAGE_ENCODERS.build(plugin.name, plugin.params)
+    strategy = strategy_of(settings)
     shown: list[tuple[str, list[np.ndarray]]] = [(label, []) for label, _, _ in rows[:MAX_ROWS]]
     total = num * len(rows)
     with Progress(*member_columns(), console=Console(stderr=True), disable=not show_progress) as progress:
@@ -122,8 +124,7 @@ def sample_grid(
                 Condition.cat(conditions) if conditions else None,
                 len(places),
                 loaded.meta.x_shape,
-                strategy=settings.strategy,
-                top_k=settings.top_k,
+                strategy=strategy,
                 solver=settings.solver,
                 num_steps=settings.num_steps,
                 shift=loaded.meta.timestep_shift,
