@@ -19,7 +19,7 @@ from ddm_lightning.encoders.interfaces import ImageEncoder
 from ddm_lightning.ensemble.load import LoadedEnsemble
 from ddm_lightning.ensemble.sampler import sample
 from ddm_lightning.ensemble.velocity import Ensemble
-from ddm_lightning.evaluation.kid import FEATURE_NETWORK, RESOLUTION, picture_features
+from ddm_lightning.evaluation.metrics.kid import FEATURE_NETWORK, RESOLUTION, picture_features
 from ddm_lightning.flow.condition import Condition, ConditionSpec
 from ddm_lightning.networks.flops import flops_per_sample
 
