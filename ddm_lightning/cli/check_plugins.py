@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from ddm_lightning.config import Experiment, PluginConfig, blamed
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import CAPTION_ENCODERS, FEATURES, IMAGE_ENCODERS, SOURCES, Registry
+from ddm_lightning.ensemble.routing import strategy_of
 from ddm_lightning.members.member import ROUTER, Member, expert_name
 from ddm_lightning.networks import EXPERTS, ROUTERS
 from ddm_lightning.shards.manifest import DataSizes, Manifest
@@ -41,6 +42,28 @@ def check_plugins(experiment: Experiment, source: str, overrides: Sequence[str] 
             registry.check(plugin.name, plugin.params, **context)
         except UserError as error:
             raise UserError(f"{blamed(source, overrides, key)}: key {key!r}: {error}") from None
+    check_strategy(experiment, source, overrides)
+
+
+def check_strategy(experiment: Experiment, source: str, overrides: Sequence[str] = ()) -> None:
+    """Refuse a routing strategy whose params, solver or number of experts do not fit.
+
+    Args:
+        experiment: the resolved experiment.
+        source: the file it came from, for the error line.
+        overrides: settings on the command line, for the same.
+
+    Raises:
+        UserError: naming ``source`` and the key.
+    """
+    key, settings = "sample.strategy", experiment.sample
+    try:
+        strategy = strategy_of(settings)
+        strategy.check_solver(settings.solver)
+        strategy.check_num_clusters(experiment.prepare.partition.num_clusters)
+    except UserError as error:
+        where = blamed(source, overrides, key, str(error))
+        raise UserError(f"{where}: key {key!r} = {settings.strategy!r}: {error}") from None
 
 
 def check_networks(

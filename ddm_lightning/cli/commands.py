@@ -209,10 +209,12 @@ def _is_collected(members: Sequence[str], experiment: Experiment) -> bool:
 def _fit_several(members: list[str], experiment: Experiment, options: argparse.Namespace) -> int:
     from rich.console import Console
 
+    from ddm_lightning.cli.check_plugins import check_strategy
     from ddm_lightning.islands.assembly import assemble, refuse_stale
     from ddm_lightning.members.run_folder import open_run
 
     console = Console()
+    check_strategy(experiment, options.config, options.overrides)
     run = open_run(experiment, create=True) if _is_collected(members, experiment) else _prepared(experiment, options)
     refuse_stale(members, experiment, run)
 
@@ -281,15 +283,22 @@ def _draw(experiment: Experiment, run: RunFolder, prompts: Sequence[str], path: 
 def _sample(options: argparse.Namespace) -> int:
     experiment = _load_of_run(options)
 
+    from ddm_lightning.cli.check_plugins import check_strategy
     from ddm_lightning.config import check_experiment
+    from ddm_lightning.ensemble.routing import strategy_of
     from ddm_lightning.evaluation.samples import check_out
     from ddm_lightning.members.member import ensemble_members
     from ddm_lightning.members.run_folder import open_run
 
-    if options.strategy is not None:
-        solver = "ancestral" if options.strategy == "bayes" else experiment.sample.solver
-        experiment.sample = replace(experiment.sample, strategy=options.strategy, solver=solver)
+    if options.strategy not in (None, experiment.sample.strategy):
+        experiment.sample = replace(experiment.sample, strategy=options.strategy, strategy_params={})
         check_experiment(experiment, f"--strategy {options.strategy}")
+        solvers = strategy_of(experiment.sample).solvers
+        if experiment.sample.solver not in solvers:
+            experiment.sample = replace(experiment.sample, solver=solvers[0])
+        check_strategy(experiment, f"--strategy {options.strategy}")
+    else:
+        check_strategy(experiment, options.config, options.overrides)
     if options.num is not None:
         experiment.sample = replace(experiment.sample, num_per_prompt=options.num)
         check_experiment(experiment, f"--num {options.num}")

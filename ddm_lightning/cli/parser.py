@@ -11,6 +11,7 @@ from typing import Any
 from ddm_lightning import __version__
 from ddm_lightning.cli.commands import COMMANDS, INTERRUPTED
 from ddm_lightning.core.errors import UserError, line_of
+from ddm_lightning.core.registry import STRATEGIES
 
 _EXAMPLES = """\
 from pictures to an ensemble, on this machine:
@@ -70,7 +71,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="name or number of a class to draw; may be repeated, a row each",
     )
-    sample.add_argument("--strategy", default=None, help="full, top-1, top-k or bayes")
+    sample.add_argument("--strategy", default=None, help=f"routing: {', '.join(STRATEGIES.names())}")
     sample.add_argument("--num", type=int, default=None, help="pictures a row")
     sample.add_argument("--seed", type=int, default=None, help="seed of the noise (default: the experiment's)")
     sample.add_argument(

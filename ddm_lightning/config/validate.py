@@ -10,6 +10,7 @@ from typing import Any
 
 from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.registry import STRATEGIES
 
 CHOICES = {
     "prepare.pictures.aspect": ("crop", "pad", "stretch"),
@@ -28,7 +29,6 @@ CHOICES = {
     "island.loader": ("auto", "local", "streaming"),
     "island.precision": ("32-true", "bf16-mixed", "16-mixed", "64-true"),
     "island.attention": ("auto", "sdpa", "flash", "cudnn", "efficient", "xformers"),
-    "sample.strategy": ("full", "top-1", "top-k", "bayes"),
     "sample.solver": ("euler", "heun", "ancestral"),
 }
 
@@ -107,7 +107,7 @@ def check_experiment(experiment: Experiment, source: str | Path, overrides: Sequ
     def refuse(key: str, problem: str) -> None:
         raise UserError(f"{blamed(source, overrides, key, problem)}: key {key!r} = {value_of(key)!r}: {problem}")
 
-    for key, choices in CHOICES.items():
+    for key, choices in {**CHOICES, "sample.strategy": STRATEGIES.names()}.items():
         if value_of(key) not in choices:
             refuse(key, f"must be one of {', '.join(choices)}")
     for key, (low, high) in RANGES.items():
@@ -158,12 +158,6 @@ def check_experiment(experiment: Experiment, source: str | Path, overrides: Sequ
         refuse("island.devices", "island.strategy = 'single' uses one; set ddp or fsdp")
     if island.attention == "xformers" and island.accelerator == "cpu":
         refuse("island.attention", "runs on CUDA devices only, not with island.accelerator = 'cpu'; set sdpa or auto")
-    if sample.strategy == "top-k" and sample.top_k > num_clusters:
-        refuse("sample.top_k", f"exceeds the number of experts, prepare.partition.num_clusters = {num_clusters}")
-    if sample.strategy == "bayes" and sample.solver != "ancestral":
-        refuse(
-            "sample.solver", "sample.strategy = 'bayes' filters along a stochastic chain; set sample.solver=ancestral"
-        )
     reads_text = condition.kind in ("text", "tokens")
     if reads_text and experiment.prepare.caption_encoder is None:
         refuse("condition.kind", "needs prepare.caption_encoder, which is null")

@@ -52,6 +52,7 @@ def test_the_help_is_the_frozen_one(capsys: pytest.CaptureFixture[str], monkeypa
     """A change of the command line has to be meant; to freeze it anew: FREEZE_HELP=1 pytest tests/test_cli.py."""
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setattr(parser.STRATEGIES, "names", lambda: ["even", "odd"])
     text = help_text(capsys)
     if os.environ.get("FREEZE_HELP"):
         HELP.write_text(text, encoding="utf-8")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import torch
 from scipy.stats import multivariate_normal
 from torch import Tensor
 
-from ddm_lightning.ensemble.bayes import MIN_WEIGHT, BayesSamples, filter_chain, sample_bayes
+from ddm_lightning.ensemble.strategies.bayes import MIN_WEIGHT, BayesSamples, filter_chain
 from ddm_lightning.flow.oracle import FiniteSetOracle
 from ddm_lightning.flow.path import VelocityField
 from ddm_lightning.flow.solvers import integrate_ancestral
@@ -41,6 +42,11 @@ def gaussian_posterior(x_t: Tensor, t: float) -> Tensor:
     ]
     joint = np.stack(densities, axis=1) * PRIORS.numpy()
     return torch.from_numpy(joint / joint.sum(1, keepdims=True))
+
+
+def sample_bayes(experts: list[VelocityField], x_1: Tensor, times: Tensor, **ways: Any) -> BayesSamples:
+    """Run the filter with experts that ignore ``rows``."""
+    return filter_chain(lambda k, x_t, t, _: experts[k](x_t, t), len(experts), x_1, times, **ways)
 
 
 @dataclass

@@ -3,7 +3,8 @@ import pytest
 import torch
 from torchmetrics.image.kid import KernelInceptionDistance
 
-from ddm_lightning.evaluation.kid import kernel_distance, picture_features
+from ddm_lightning.core.registry import METRICS
+from ddm_lightning.evaluation.metrics.kid import kernel_distance, picture_features
 
 
 def features(num, size=6, shift=0.0, seed=0):
@@ -63,6 +64,16 @@ def test_refuses_sets_that_have_no_halves():
         kernel_distance(features(3), features(9))
     with pytest.raises(ValueError, match="equal columns"):
         kernel_distance(features(9), features(9, size=5))
+
+
+def test_the_metric_takes_features_in_parts_and_is_found_by_name():
+    real, generated = features(12), features(9, shift=0.3, seed=1)
+    metric = METRICS.build("kid", {"num_halves": 5})
+    for part in (real[:5], real[5:]):
+        metric.update(part, real=True)
+    metric.update(generated, real=False)
+    found, expected = metric.compute(), kernel_distance(generated, real, num_halves=5)
+    assert found.value == expected.value and torch.equal(found.halves, expected.halves)
 
 
 @pytest.mark.slow
