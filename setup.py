@@ -22,6 +22,7 @@ REQUIRED = [
     "scipy>=1.11,<1.18",
     "rich>=13",
     "tensorboard>=2.16",
+    "jinja2>=3.1",
     "safetensors>=0.4",
     "jaxtyping>=0.2.34",
     "matplotlib>=3.8",
@@ -84,7 +85,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=find_packages(include=["ddm_lightning", "ddm_lightning.*"]),
-    package_data={"ddm_lightning": ["py.typed"]},
+    package_data={"ddm_lightning": ["py.typed", "prepare/report/templates/*.j2"]},
     install_requires=REQUIRED,
     extras_require={
         "demo": DEMO,

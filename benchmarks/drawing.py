@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,12 @@ from jaxtyping import Float, UInt8
 from torch import Tensor, nn
 
 from ddm_lightning.core.files import atomic_write, sha256_json
+from ddm_lightning.core.registry import STRATEGIES
 from ddm_lightning.encoders.interfaces import ImageEncoder
 from ddm_lightning.ensemble.load import LoadedEnsemble
 from ddm_lightning.ensemble.sampler import sample
 from ddm_lightning.ensemble.velocity import Ensemble
-from ddm_lightning.evaluation.kid import FEATURE_NETWORK, RESOLUTION, picture_features
+from ddm_lightning.evaluation.metrics.kid import FEATURE_NETWORK, RESOLUTION, picture_features
 from ddm_lightning.flow.condition import Condition, ConditionSpec
 from ddm_lightning.networks.flops import flops_per_sample
 
@@ -35,8 +36,8 @@ class Method:
     """Of the ensemble; a monolith is an ensemble of one, for which all are the same."""
     solver: str
     monolith: bool = False
-    router_prior: bool = True
-    """Whether ``bayes`` starts from the router's word instead of the priors."""
+    params: dict[str, Any] = field(default_factory=dict)
+    """Of the strategy."""
     control: bool = False
     """Left out by ``--quick``."""
 
@@ -49,7 +50,7 @@ METHODS = (
     Method("monolith_ancestral", "full", "ancestral", monolith=True),
     Method("top1_ancestral", "top-1", "ancestral", control=True),
     Method("full_ancestral", "full", "ancestral", control=True),
-    Method("bayes_from_priors", "bayes", "ancestral", router_prior=False, control=True),
+    Method("bayes_from_priors", "bayes", "ancestral", params={"router_prior": False}, control=True),
 )
 
 
@@ -141,14 +142,13 @@ def draw(
                 condition,
                 settings.num,
                 loaded.meta.x_shape,
-                strategy=method.strategy,
+                strategy=STRATEGIES.build(method.strategy, method.params),
                 solver=method.solver,
                 num_steps=settings.num_steps,
                 shift=loaded.meta.timestep_shift,
                 guidance_scale=settings.guidance_scale,
                 seed=settings.seed,
                 batch_size=BATCH_SIZE,
-                router_prior=method.router_prior,
                 progress=progress,
             )
         images = encoder.decode(x_0)

@@ -33,9 +33,9 @@ from ddm_lightning.core.devices import resolve_accelerator
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import sha256_file
 from ddm_lightning.core.grids import save_figure
-from ddm_lightning.core.registry import IMAGE_ENCODERS
+from ddm_lightning.core.registry import IMAGE_ENCODERS, METRICS
 from ddm_lightning.ensemble.load import load_ensemble, load_single
-from ddm_lightning.evaluation.kid import KernelDistance, kernel_distance
+from ddm_lightning.evaluation.metrics.kid import KernelDistance
 from ddm_lightning.evaluation.split import Split, read_split
 from ddm_lightning.flow.randomness import keyed_generator
 from ddm_lightning.members.member import MONOLITH, ROUTER
@@ -115,7 +115,7 @@ def _compare(experiment: Experiment, folder: RunFolder, settings: Settings, opti
     real = real_features(cache, "held-out", held_out.x_0, encoder)
     half = torch.randperm(len(train), generator=keyed_generator(settings.seed, "floor"))[: len(train) // 2]
     half = half[:QUICK_NUM] if options.quick else half
-    floor = kernel_distance(real_features(cache, "half-of-train", train.x_0[half], encoder), real)
+    floor = _kid(real_features(cache, "half-of-train", train.x_0[half], encoder), real)
     drawn: dict[str, Drawn] = {}
     methods = [method for method in METHODS if not (method.control and options.quick)]
     with progress(console()) as bars:
@@ -137,7 +137,7 @@ def _compare(experiment: Experiment, folder: RunFolder, settings: Settings, opti
                 cache,
                 advance,
             )
-    distances = {name: kernel_distance(found.features, real) for name, found in drawn.items()}
+    distances = {name: _kid(found.features, real) for name, found in drawn.items()}
     report = _report(methods, distances, floor, drawn, settings, len(held_out))
     _add_training(report, experiment, folder)
     path = folder.root / "benchmarks" / "flop_matched.png"
@@ -148,6 +148,14 @@ def _compare(experiment: Experiment, folder: RunFolder, settings: Settings, opti
     report.show(console())
     print(f"figure: {path}")
     report.write(options.json)
+
+
+def _kid(generated: Tensor, real: Tensor) -> KernelDistance:
+    metric = METRICS.build("kid", {})
+    metric.update(real, real=True)
+    metric.update(generated, real=False)
+    distance: KernelDistance = metric.compute()
+    return distance
 
 
 def _condition_rows(held_out: Split, settings: Settings) -> Tensor:

@@ -13,10 +13,9 @@ from ddm_lightning.config import Experiment
 from ddm_lightning.core.registry import IMAGE_ENCODERS
 from ddm_lightning.ensemble.load import load_single
 from ddm_lightning.ensemble.sampler import sample
-from ddm_lightning.evaluation.kid import picture_features
+from ddm_lightning.evaluation.metrics.kid import picture_features
 from ddm_lightning.evaluation.split import Split, read_split
 from ddm_lightning.flow.randomness import keyed_generator
-from ddm_lightning.members.member import clusters_of
 from ddm_lightning.members.run_folder import RunFolder
 from ddm_lightning.shards.manifest import TRAIN, Manifest
 
@@ -38,7 +37,7 @@ class Prompts:
         plugin = experiment.prepare.image_encoder
         self.encoder = IMAGE_ENCODERS.build(plugin.name, plugin.params)
         whole = read_split(run, Manifest.read(run.root), TRAIN)
-        rows = torch.isin(whole.clusters, torch.tensor(clusters_of(member, experiment))).nonzero()[:, 0]
+        rows = torch.isin(whole.clusters, torch.tensor(int(member.partition("-")[2]))).nonzero()[:, 0]
         condition = whole.condition(self.kind)
         assert condition is not None  # there are prompts
         self.condition = condition.rows(rows)

@@ -10,10 +10,9 @@ from ddm_lightning.core.errors import UserError
 from ddm_lightning.members.artifact import read_meta
 from ddm_lightning.members.member import (
     MONOLITH,
-    batch_size_of,
-    build_member_network,
+    Member,
+    batch_size,
     ensemble_members,
-    member_condition,
 )
 from ddm_lightning.members.run_folder import RunFolder
 from ddm_lightning.members.status import MemberStatus
@@ -50,7 +49,7 @@ def budget(experiment: Experiment, run: RunFolder) -> Budget:
             member: _flops_of_sample(member, experiment, manifest) * read_meta(run.artifact(member)).num_samples
             for member in ensemble_members(experiment)
         },
-        _flops_of_sample(MONOLITH, experiment, manifest) * batch_size_of(MONOLITH, experiment),
+        _flops_of_sample(MONOLITH, experiment, manifest) * batch_size(MONOLITH, experiment),
     )
 
 
@@ -88,5 +87,5 @@ def fit_monolith(experiment: Experiment, run: RunFolder, num_steps: int) -> None
 
 
 def _flops_of_sample(member: str, experiment: Experiment, manifest: Manifest) -> float:
-    network = build_member_network(member, experiment, manifest)
-    return flops_per_sample(network, manifest.x_shape, member_condition(member, experiment, manifest), backward=True)
+    resolved = Member.resolve(member, experiment, manifest)
+    return flops_per_sample(resolved.build_network(), manifest.x_shape, resolved.condition, backward=True)

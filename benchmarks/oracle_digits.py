@@ -62,9 +62,7 @@ def measure(ensemble: Ensemble, split: Split, seed: int) -> Report:
         x_t = torch.cat([noised(split.x_0, t, draw, seed, purpose="oracle") for draw in range(NUM_DRAWS)])
         clusters = split.clusters.repeat(NUM_DRAWS)
         errors = {
-            "ensemble": relative_error(
-                ensemble.velocity(x_t, _rows(t, x_t), strategy="full"), oracle.velocity(x_t, _rows(t, x_t))
-            )
+            "ensemble": relative_error(ensemble.velocity(x_t, _rows(t, x_t)), oracle.velocity(x_t, _rows(t, x_t)))
         }
         for k in range(num_clusters):
             x_k = x_t[clusters == k]

@@ -25,7 +25,7 @@ import numpy as np
 from common import Report, console, parse, run
 
 from ddm_lightning.core.errors import UserError
-from ddm_lightning.partition.cost import partition_cost
+from ddm_lightning.partition.build import partition_cost
 
 BARS = {"inertia_over_faiss": 1.03, "time_over_faiss": 1.5, "largest_over_mean": 1.05, "peak_gb": 4.0}
 RATIOS = {"inertia": "inertia", "time": "seconds", "cpu_time": "cpu_seconds"}

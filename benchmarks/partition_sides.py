@@ -16,10 +16,9 @@ import torch
 
 from ddm_lightning.config import PartitionConfig
 from ddm_lightning.core.columns import StoredArray
+from ddm_lightning.partition.build import fit_fine, fit_partition, group_fine
 from ddm_lightning.partition.nearest import nearest_of_rows
-from ddm_lightning.partition.partition import fit_partition
 from ddm_lightning.partition.rows import Rows
-from ddm_lightning.partition.two_stage import fit_fine, group_fine
 
 _ROWS_AT_ONCE = 4096
 

@@ -33,7 +33,7 @@ from ddm_lightning.config import Experiment, load_experiment  # noqa: E402
 from ddm_lightning.core.errors import UserError  # noqa: E402
 from ddm_lightning.core.grids import save_figure  # noqa: E402
 from ddm_lightning.core.schema import first_line  # noqa: E402
-from ddm_lightning.members.member import batch_size_of  # noqa: E402
+from ddm_lightning.members.member import batch_size  # noqa: E402
 from ddm_lightning.members.run_folder import RunFolder  # noqa: E402
 from ddm_lightning.shards.manifest import DataSizes, Manifest  # noqa: E402
 
@@ -100,7 +100,7 @@ class Timing:
             self.title = f"{own.name}: steps of a DiT on {device.type}, {sizes}"
         else:
             self.sizes = Manifest.read(RunFolder.of(own).root)
-            self.title = f"{own.name}: steps of {MEMBER} on {device.type}, batch {batch_size_of(MEMBER, own)}"
+            self.title = f"{own.name}: steps of {MEMBER} on {device.type}, batch {batch_size(MEMBER, own)}"
         torch.set_num_threads(own.island.num_threads)
         self.experiment = self._load()
         on_gpu = device.type == "cuda"

@@ -18,7 +18,7 @@ from torch.nn import functional
 from ddm_lightning.config import Experiment
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.flow.condition import Condition, ConditionSpec
-from ddm_lightning.members.member import batch_size_of, build_member_network, member_condition
+from ddm_lightning.members.member import Member
 from ddm_lightning.networks import set_attention
 from ddm_lightning.networks.flops import flops_per_sample
 from ddm_lightning.shards.manifest import DataSizes, Manifest
@@ -51,12 +51,12 @@ class TrainingStep(Timed):
                 f"key 'island.precision' = {island.precision!r}: steps are timed in {' and '.join(PRECISIONS)}; set one"
             )
         self.half, self.compiled = island.precision == "bf16-mixed", island.compile
+        resolved = Member.resolve(member, experiment, sizes)
         with device:  # billions of weights are drawn there in no time
-            self.network = build_member_network(member, experiment, sizes)
-        condition = member_condition(member, experiment, sizes)
-        self.flops = self.model_flops = flops_per_sample(self.network, sizes.x_shape, condition, backward=True)
+            self.network = resolved.build_network()
+        self.flops = self.model_flops = flops_per_sample(self.network, sizes.x_shape, resolved.condition, backward=True)
         if island.activation_checkpointing:
-            self.flops += flops_per_sample(self.network, sizes.x_shape, condition, backward=False)
+            self.flops += flops_per_sample(self.network, sizes.x_shape, resolved.condition, backward=False)
             checkpoint_blocks(self.network)
         self.network.to(device)
         set_attention(self.network, island.attention)
@@ -65,14 +65,14 @@ class TrainingStep(Timed):
         self.parameters = list(self.network.parameters())
         self.optimizer = build_optimizer(self.network, self.train)
         track_ema(self.optimizer, self.train.ema_decay, self.train.ema_widths)
-        num = batch_size_of(member, experiment)
+        num = resolved.batch_size
         part = island.micro_batch_size or num
         self.parts = [slice(start, start + part) for start in range(0, num, part)]
         self.num_parts = len(self.parts)
         generator = torch.Generator().manual_seed(0)
         self.x_t, self.target = (torch.randn(num, *sizes.x_shape, generator=generator).to(device) for _ in range(2))
         self.t = torch.rand(num, generator=generator).to(device)
-        self.condition = _random_condition(condition, num, generator, device)
+        self.condition = _random_condition(resolved.condition, num, generator, device)
 
     @property
     def num_parameters(self) -> int:

@@ -13,7 +13,7 @@ from recipe_options import MEMBER, Option, options_of
 from trainings import Trainings
 
 from ddm_lightning.core.errors import UserError
-from ddm_lightning.members.member import batch_size_of
+from ddm_lightning.members.member import batch_size
 from ddm_lightning.members.run_folder import RunFolder
 from ddm_lightning.shards.manifest import Manifest
 
@@ -40,7 +40,7 @@ class Effect:
     def __init__(self, options: Namespace) -> None:
         self.options = options
         self.experiment = load(options)
-        train, batch = self.experiment.expert.train, batch_size_of(MEMBER, self.experiment)
+        train, batch = self.experiment.expert.train, batch_size(MEMBER, self.experiment)
         samples = QUICK_SAMPLES if options.quick else train.max_steps * batch
         self.num_samples: int = samples if options.samples is None else options.samples
         if self.num_samples < batch:

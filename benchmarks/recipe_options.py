@@ -11,7 +11,7 @@ from ddm_lightning.config import Experiment
 from ddm_lightning.config.validate import CHOICES
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import EXPERTS
-from ddm_lightning.members.member import batch_size_of, planned_network
+from ddm_lightning.members.member import Member, batch_size
 from ddm_lightning.networks import recipe
 from ddm_lightning.shards.manifest import DataSizes, Manifest
 from ddm_lightning.training.optimizer import has_muon_matrices
@@ -110,7 +110,7 @@ def _training(experiment: Experiment, sizes: Manifest | DataSizes) -> Iterator[O
     train = expert.train
     for optimizer in CHOICES[f"{TRAIN}.optimizer"]:
         # What refuses Muon.
-        if optimizer != train.optimizer and has_muon_matrices(planned_network(MEMBER, experiment, sizes)):
+        if optimizer != train.optimizer and has_muon_matrices(Member.resolve(MEMBER, experiment, sizes).plan_network()):
             yield Option(f"{TRAIN}.optimizer", optimizer, costs=True, brings=True)
     yield Option(f"{TRAIN}.ema_widths", [] if train.ema_widths else WIDTHS, costs=True, brings=False)
     others: dict[str, list[Any]] = {
@@ -147,7 +147,7 @@ def _words(key: str, own: str) -> list[str]:
 
 def _island(experiment: Experiment) -> Iterator[Option]:
     """What is computed by it is the same but for rounding, of which only half precision does more than a little."""
-    island, batch = experiment.island, batch_size_of(MEMBER, experiment)
+    island, batch = experiment.island, batch_size(MEMBER, experiment)
     checkpointing = not island.activation_checkpointing
     yield Option(f"{ISLAND}.activation_checkpointing", checkpointing, costs=True, brings=False)
     precision = "32-true" if island.precision == "bf16-mixed" else "bf16-mixed"

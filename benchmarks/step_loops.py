@@ -20,7 +20,7 @@ from ddm_lightning.flow.condition import Condition
 from ddm_lightning.flow.path import interpolate
 from ddm_lightning.flow.randomness import keyed_generator
 from ddm_lightning.flow.timesteps import sample_timesteps
-from ddm_lightning.members.member import build_member_network, config_of
+from ddm_lightning.members.member import Member
 from ddm_lightning.members.run_folder import RunFolder
 from ddm_lightning.members.status import MemberStatus
 from ddm_lightning.networks.attention import set_attention
@@ -47,16 +47,16 @@ class BareLoop:
     def __init__(
         self, experiment: Experiment, manifest: Manifest, batches: Iterator[Batch], device: torch.device
     ) -> None:
-        config = config_of(MEMBER, experiment)
-        self.train: TrainConfig = config.train
-        self.timesteps = config.timesteps
+        member = Member.resolve(MEMBER, experiment, manifest)
+        self.train: TrainConfig = member.train
+        self.timesteps = member.timesteps
         self.seed, self.dropout = experiment.seed, experiment.condition.dropout
         self.kind = experiment.condition.kind
         self.half = experiment.island.precision == "bf16-mixed"
         self.device = device
         self.batches = batches
         self.stored = StoredForm(manifest.stores, manifest.normalisation)
-        self.network = build_member_network(MEMBER, experiment, manifest).to(device)
+        self.network = member.build_network().to(device)
         set_attention(self.network, experiment.island.attention)
         if experiment.island.compile:
             compile_blocks(self.network)
@@ -165,24 +165,24 @@ def train(experiment: Experiment, steps: int, clock: Clock = now) -> Trained:
     """Train ``MEMBER`` of a prepared run as ``fit`` does, and by the bare loop, in turns of ``steps`` steps."""
     run = RunFolder.of(experiment)
     manifest = Manifest.read(run.root)
-    config = config_of(MEMBER, experiment).train
+    member = Member.resolve(MEMBER, experiment, manifest)
     device = torch.device("cuda" if resolve_accelerator(experiment.island.accelerator) == "gpu" else "cpu")
     folder = run.member(MEMBER)
     folder.mkdir(parents=True, exist_ok=True)
-    data = build_data(MEMBER, experiment, manifest, run)
+    data = build_data(member, experiment.island, manifest, run)
     data.prepare_data()
     loader = data.train_dataloader()
     batches = itertools.chain.from_iterable(iter(loader) for _ in itertools.count())
     bare = BareLoop(experiment, manifest, batches, device)
 
-    module = build_module(MEMBER, experiment, manifest)
+    module = build_module(member, experiment.island, manifest)
     strategy, _ = choose_strategy(experiment.island, sum(p.numel() for p in module.parameters()))
-    trainer, _ = build_trainer(MEMBER, experiment, folder, MemberStatus(MEMBER, config.max_steps), strategy)
+    trainer, _ = build_trainer(member, experiment, folder, MemberStatus(MEMBER, member.train.max_steps), strategy)
     turns = TakeTurns(bare, steps, clock)
     # Behind all others but the one that saves, as it does behind the last step: the end of that is the end of its turn.
     callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # Lightning's list
     callbacks.insert(next(at for at, one in enumerate(callbacks) if isinstance(one, RollingCheckpoints)), turns)
-    trainer.fit(module, datamodule=build_data(MEMBER, experiment, manifest, run))
+    trainer.fit(module, datamodule=build_data(member, experiment.island, manifest, run))
     state = trainer.optimizers[0].state
     parameters = list(module.network.parameters())
     return Trained(

@@ -25,7 +25,7 @@ from trainings import Trainings
 from ddm_lightning.config import Experiment
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_write
-from ddm_lightning.members.member import ROUTER, batch_size_of, config_of, parse_members
+from ddm_lightning.members.member import ROUTER, batch_size, parse_members, train_config
 from ddm_lightning.members.run_folder import RunFolder
 
 FACTORS = (0.5, 1.0, 2.0)
@@ -93,8 +93,8 @@ class Sweep:
         if len(members) != 1:
             raise UserError(f"--member {options.member}: name one member, such as expert-0")
         self.member = members[0]
-        train = config_of(self.member, self.experiment).train
-        self.own = Point(train.learning_rate, batch_size_of(self.member, self.experiment), self.experiment.seed)
+        train = train_config(self.member, self.experiment)
+        self.own = Point(train.learning_rate, batch_size(self.member, self.experiment), self.experiment.seed)
         self.num_samples = options.samples or (QUICK_SAMPLES if options.quick else train.max_steps * self.own.batch)
         for name in ("seeds", "jobs", "samples", "prompts"):
             number = getattr(options, name)
@@ -145,7 +145,7 @@ class Sweep:
     def settings(self, point: Point) -> list[str]:
         """What makes the experiment that of ``point``."""
         section = "router" if self.member == ROUTER else "expert"
-        train = config_of(self.member, self.experiment).train
+        train = train_config(self.member, self.experiment)
         longer = self.own.batch / point.batch
         steps = round(self.num_samples / point.batch)
         total = point.batch * train.global_batch_size // self.own.batch

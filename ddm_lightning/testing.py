@@ -1,4 +1,4 @@
-"""Contract check for plug-in experts, to be called in the tests of a plug-in.
+"""The contract of plug-in experts, for the tests of their authors.
 
 from functools import partial
 from ddm_lightning.testing import check_expert
@@ -11,14 +11,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from safetensors import torch as safetensors
 from torch import Tensor, nn
 
+from ddm_lightning.encoders.interfaces import ImageEncoder
+from ddm_lightning.ensemble.routing import Strategy
+from ddm_lightning.ensemble.sampler import sample
+from ddm_lightning.ensemble.velocity import Ensemble
 from ddm_lightning.flow.condition import KINDS, Condition, ConditionSpec
 from ddm_lightning.flow.prediction import PREDICTIONS
+from ddm_lightning.prepare.records import Broken, Source
 
 _SPECS = {
     "none": ConditionSpec("none", 0),
@@ -30,21 +36,34 @@ _NUM_ROWS = 4
 _NUM_KEPT = 3
 
 
+class _Batch(NamedTuple):
+    """Arguments of ``forward``."""
+
+    x_t: Tensor
+    t: Tensor
+    condition: Condition | None
+
+
 def check_expert(
     factory: Callable[..., Any], *, x_shape: tuple[int, int, int] = (3, 8, 8), kinds: Sequence[str] = KINDS
 ) -> None:
-    """Check on the CPU that experts from ``factory`` can be trained, stored and mixed with others.
+    """Check on a CPU that the experts built by ``factory`` can be trained, stored and mixed with others.
 
-    Checks the declared prediction, the shape and type of the output, that ``condition=None`` is the null condition in
-    every row, that the condition matters, that rows are independent in ``eval`` mode, that a gradient reaches every
-    parameter, that one seed gives the same initial weights twice (``torch.empty`` does not), and that ``state_dict``
-    alone, through safetensors, rebuilds the expert. Zero initial weights are fine: all weights are perturbed first.
-    The global generator is restored.
+    Requirements:
+
+    - It declares its prediction, and the output has the shape and dtype of ``x_t``.
+    - ``condition=None`` equals the null condition in every row, and other conditions change the output.
+    - In ``eval`` mode, rows do not depend on each other.
+    - A gradient reaches every parameter.
+    - Equal seeds give equal initial weights (``torch.empty`` does not).
+    - ``state_dict`` alone, stored as safetensors, restores the expert.
+
+    Zero initial weights are fine: the check perturbs all weights first. It leaves the global generator unchanged.
 
     Args:
-        factory: called as ``factory(x_shape=…, condition=…)``; bind its other parameters with ``functools.partial``.
-        x_shape: (channels, height, width) of a sample that the expert supports.
-        kinds: kinds of condition that the expert supports.
+        factory: called as ``factory(x_shape=…, condition=…)``; bind other parameters with ``functools.partial``.
+        x_shape: (channels, height, width) of a sample.
+        kinds: kinds of condition to check.
 
     Raises:
         AssertionError: one line with the problem and the kind of condition.
@@ -55,28 +74,6 @@ def check_expert(
             _check(factory, x_shape, _SPECS[kind])
 
 
-@contextmanager
-def _context(what: str) -> Iterator[None]:
-    try:
-        yield
-    except AssertionError as error:
-        raise AssertionError(f"{what}: {error}") from error.__cause__
-
-
-@contextmanager
-def _running(what: str) -> Iterator[None]:
-    """Turn any error of a plug-in into a line that names the call."""
-    try:
-        yield
-    except Exception as error:
-        raise AssertionError(f"{what} raises {type(error).__name__}: {error}") from error
-
-
-def _require(holds: bool, otherwise: str) -> None:
-    if not holds:
-        raise AssertionError(otherwise)
-
-
 def _check(factory: Callable[..., Any], x_shape: tuple[int, int, int], spec: ConditionSpec) -> None:
     _check_initial(factory, x_shape, spec)
     expert = _build(factory, x_shape, spec)
@@ -84,113 +81,305 @@ def _check(factory: Callable[..., Any], x_shape: tuple[int, int, int], spec: Con
         for parameter in expert.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
     x_t, t = torch.randn(_NUM_ROWS, *x_shape), torch.linspace(0.1, 0.9, _NUM_ROWS)
-    condition = _condition(spec)
-    _check_gradients(expert, x_t, t, condition)
-    expert.eval()
-    with torch.no_grad():
-        out = _forward(expert, x_t, t, condition)
-        _check_output(out, x_t)
-        _check_rows(expert, x_t, t, condition, out)
-        if condition is not None:
-            _check_condition(expert, x_t, t, condition, out)
-        _check_state(expert, _build(factory, x_shape, spec), x_t, t, condition, out)
+    batch = _Batch(x_t, t, _condition(spec))
+    _check_gradients(expert, batch)
+    _check_in_eval(expert, _build(factory, x_shape, spec), batch)
+
+
+@contextmanager
+def _running(call: str) -> Iterator[None]:
+    """Turn an exception of a plug-in into one line that names the call."""
+    try:
+        yield
+    except Exception as error:
+        raise AssertionError(f"{call} raises {type(error).__name__}: {error}") from error
+
+
+def _require(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise AssertionError(otherwise)
 
 
 def _build(factory: Callable[..., Any], x_shape: tuple[int, int, int], spec: ConditionSpec) -> nn.Module:
     with _running("the factory"):
         expert = factory(x_shape=x_shape, condition=spec)
     _require(isinstance(expert, nn.Module), f"the factory returns a {type(expert).__name__}, not an nn.Module")
-    prediction = getattr(expert, "prediction", None)
-    choices = ", ".join(PREDICTIONS)
+    prediction, choices = getattr(expert, "prediction", None), ", ".join(PREDICTIONS)
     _require(prediction in PREDICTIONS, f"its attribute 'prediction' is {prediction!r}, not one of {choices}")
     return expert
 
 
 def _check_initial(factory: Callable[..., Any], x_shape: tuple[int, int, int], spec: ConditionSpec) -> None:
-    """Build twice from one seed; ``torch.empty`` gives NaN the first time."""
+    """Build twice from one seed; the first time, ``torch.empty`` gives NaN."""
     seed, mode = torch.initial_seed(), torch.get_deterministic_debug_mode()
     torch.set_deterministic_debug_mode("warn")
     try:
-        first = _initial(_build(factory, x_shape, spec))
+        first = _build(factory, x_shape, spec)
     finally:
         torch.set_deterministic_debug_mode(mode)
     torch.manual_seed(seed)
-    second = _initial(_build(factory, x_shape, spec))
-    for name in first.keys() & second.keys():
-        same = torch.equal(first[name], second[name])
-        _require(same, f"two experts built from one seed differ in {name!r}: initialise it, with torch's generator")
-
-
-def _initial(expert: nn.Module) -> dict[str, Tensor]:
-    return {**dict(expert.named_parameters()), **dict(expert.named_buffers())}
+    second = _build(factory, x_shape, spec)
+    for named in (nn.Module.named_parameters, nn.Module.named_buffers):
+        values = dict(named(second))
+        for name, value in named(first):
+            same = name not in values or torch.equal(value, values[name])
+            _require(same, f"two experts built from one seed differ in {name!r}: initialise it, with torch's generator")
 
 
 def _condition(spec: ConditionSpec) -> Condition | None:
-    """Random condition whose last row is null."""
+    """A condition whose last row is null."""
     if spec.kind == "none":
         return None
     if spec.kind == "class":
         values = torch.randint(spec.size, (_NUM_ROWS,))
     else:
-        values = torch.randn(_NUM_ROWS, *((spec.length,) if spec.length else ()), spec.size)
+        values = torch.randn(_NUM_ROWS, *spec.row_shape)
     return Condition(values, torch.arange(_NUM_ROWS) < _NUM_KEPT)
 
 
-def _forward(expert: nn.Module, x_t: Tensor, t: Tensor, condition: Condition | None) -> Any:
-    with _running(f"forward with {'a condition' if condition is not None else 'condition=None'}"):
-        return expert(x_t, t, condition)
-
-
-def _agree(a: Tensor, b: Tensor) -> bool:
-    """Whether tensors are equal up to the summation order of kernels."""
-    return torch.allclose(a, b, rtol=1e-3, atol=1e-4 * float(b.abs().max()))
-
-
-def _check_output(out: Any, x_t: Tensor) -> None:
+def _forward(network: nn.Module, batch: _Batch, num_logits: int | None = None) -> Tensor:
+    """The output, if it is like ``x_t``, or ``num_logits`` numbers per row, and finite."""
+    with _running(f"forward with {'a condition' if batch.condition is not None else 'condition=None'}"):
+        out = network(*batch)
     _require(isinstance(out, Tensor), f"forward returns a {type(out).__name__}, not a tensor")
-    _require(out.shape == x_t.shape, f"forward returns shape {tuple(out.shape)} for x_t of shape {tuple(x_t.shape)}")
-    _require(out.dtype == x_t.dtype, f"forward returns {out.dtype} for x_t of {x_t.dtype}")
+    _check_output(out, batch.x_t if num_logits is None else batch.x_t.new_empty(len(batch.x_t), num_logits))
+    return out
+
+
+def _check_output(out: Tensor, like: Tensor) -> None:
+    shape = tuple(like.shape)
+    _require(out.shape == shape, f"forward returns shape {tuple(out.shape)} instead of {shape}")
+    _require(out.dtype == like.dtype, f"forward returns {out.dtype} for x_t of {like.dtype}")
     _require(bool(out.isfinite().all()), "forward returns numbers that are not finite")
 
 
-def _check_gradients(expert: nn.Module, x_t: Tensor, t: Tensor, condition: Condition | None) -> None:
-    expert.train()
-    out = _forward(expert, x_t, t, condition)
-    _check_output(out, x_t)
+def _agree(a: Tensor, b: Tensor) -> bool:
+    """Equal up to rounding: the order of a kernel's sums depends on the batch size."""
+    return torch.allclose(a, b, rtol=1e-3, atol=1e-4 * float(b.abs().max()))
+
+
+def _check_gradients(expert: nn.Module, batch: _Batch) -> None:
+    out = _forward(expert.train(), batch)
     with _running("backward"):
         (out * torch.randn_like(out)).sum().backward()
     for name, parameter in expert.named_parameters():
         if parameter.requires_grad:
-            reached = parameter.grad is not None and bool((parameter.grad != 0).any())
-            _require(reached, f"no gradient reaches parameter {name!r}")
-            _require(
-                parameter.grad is None or bool(parameter.grad.isfinite().all()), f"gradient of {name!r} not finite"
-            )
+            gradient = torch.zeros(1) if parameter.grad is None else parameter.grad
+            _require(bool((gradient != 0).any()), f"no gradient reaches parameter {name!r}")
+            _require(bool(gradient.isfinite().all()), f"gradient of {name!r} not finite")
 
 
-def _check_rows(expert: nn.Module, x_t: Tensor, t: Tensor, condition: Condition | None, out: Tensor) -> None:
-    for row in range(_NUM_ROWS):
-        chosen = torch.tensor([row])
-        part = None if condition is None else condition.rows(chosen)
-        alone = _forward(expert, x_t[chosen], t[chosen], part)
-        _require(_agree(alone, out[chosen]), "a row's output depends on the other rows of its batch")
+def _check_in_eval(network: nn.Module, fresh: nn.Module, batch: _Batch, num_logits: int | None = None) -> None:
+    """Check rows, condition and state of a network; ``fresh`` is another one, built alike."""
+
+    def forward(network: nn.Module, batch: _Batch) -> Tensor:
+        return _forward(network, batch, num_logits)
+
+    network.eval()
+    with torch.no_grad():
+        out = forward(network, batch)
+        for row in torch.arange(_NUM_ROWS).split(1):
+            condition = None if batch.condition is None else batch.condition.rows(row)
+            alone = forward(network, _Batch(batch.x_t[row], batch.t[row], condition))
+            _require(_agree(alone, out[row]), "a row's output depends on the other rows of its batch")
+        if batch.condition is not None:
+            unconditional = forward(network, batch._replace(condition=None))
+            null = forward(network, batch._replace(condition=batch.condition.null()))
+            _require(_agree(null, unconditional), "condition=None differs from a condition whose rows are all null")
+            changed = not _agree(out[:_NUM_KEPT], unconditional[:_NUM_KEPT])
+            _require(changed, "the condition does not change the output")
+        with _running("state_dict, saved as safetensors,"):
+            stored = safetensors.save(network.state_dict())
+        with _running("load_state_dict"):
+            fresh.load_state_dict(safetensors.load(stored))
+        restored = forward(fresh.eval(), batch)
+        problem = "a network rebuilt from its state_dict answers differently: some state is not in it"
+        _require(_agree(restored, out), problem)
 
 
-def _check_condition(expert: nn.Module, x_t: Tensor, t: Tensor, condition: Condition, out: Tensor) -> None:
-    unconditional = _forward(expert, x_t, t, None)
-    _require(
-        _agree(_forward(expert, x_t, t, condition.null()), unconditional),
-        "condition=None differs from a condition whose rows are all null",
-    )
-    _require(not _agree(out[:_NUM_KEPT], unconditional[:_NUM_KEPT]), "the condition does not change the output")
+@contextmanager
+def _context(where: str) -> Iterator[None]:
+    """Say where a requirement failed."""
+    try:
+        yield
+    except AssertionError as error:
+        raise AssertionError(f"{where}: {error}") from error.__cause__
 
 
-def _check_state(
-    expert: nn.Module, fresh: nn.Module, x_t: Tensor, t: Tensor, condition: Condition | None, out: Tensor
+def check_router(
+    factory: Callable[..., Any], *, x_shape: tuple[int, int, int] = (3, 8, 8), kinds: Sequence[str] = KINDS
 ) -> None:
-    with _running("state_dict, saved as safetensors,"):
-        stored = safetensors.save(expert.state_dict())
-    with _running("load_state_dict"):
-        fresh.load_state_dict(safetensors.load(stored))
-    again = _forward(fresh.eval(), x_t, t, condition)
-    _require(_agree(again, out), "an expert rebuilt from the state_dict answers differently: some state is not in it")
+    """Check on a CPU that the routers that ``factory`` builds can be trained, stored and used in an ensemble.
+
+    The checks are those of ``check_expert`` on rows, condition, gradients and ``state_dict``, for logits [b, K].
+
+    Args:
+        factory: called as ``factory(x_shape=…, condition=…, num_clusters=…)``.
+        x_shape: (channels, height, width) of a sample that the router can take.
+        kinds: the kinds of condition that the router can take.
+
+    Raises:
+        AssertionError: one line with the problem and the kind of condition.
+    """
+    num_clusters = 3
+    for kind in kinds:
+        with torch.random.fork_rng(devices=[]), _context(f"router for x_shape={x_shape}, condition {kind!r}"):
+            torch.manual_seed(0)
+            with _running("the factory"):
+                router, fresh = (
+                    factory(x_shape=x_shape, condition=_SPECS[kind], num_clusters=num_clusters) for _ in range(2)
+                )
+            _require(isinstance(router, nn.Module), f"the factory returns a {type(router).__name__}, not an nn.Module")
+            with torch.no_grad():
+                for parameter in router.parameters():
+                    parameter.add_(0.05 * torch.randn_like(parameter))
+            x_t, t = torch.randn(_NUM_ROWS, *x_shape), torch.linspace(0.1, 0.9, _NUM_ROWS)
+            batch = _Batch(x_t, t, _condition(_SPECS[kind]))
+            logits = _forward(router.train(), batch, num_clusters)
+            with _running("backward"):
+                nn.functional.cross_entropy(logits, torch.arange(_NUM_ROWS) % num_clusters).backward()
+            for name, parameter in router.named_parameters():
+                reached = parameter.grad is not None and bool((parameter.grad != 0).any())
+                _require(reached or not parameter.requires_grad, f"no gradient reaches parameter {name!r}")
+            _check_in_eval(router, fresh, batch, num_clusters)
+
+
+class _Toward(nn.Module):
+    """Expert whose samples all have the value ``end``."""
+
+    prediction = "x_0"
+
+    def __init__(self, end: float) -> None:
+        super().__init__()
+        self.end = end
+
+    def forward(self, x_t: Tensor, _t: Tensor, _condition: Condition | None) -> Tensor:
+        return torch.full_like(x_t, self.end)
+
+
+class _ByMean(nn.Module):
+    """Router that reads the mean of each row."""
+
+    def forward(self, x_t: Tensor, _t: Tensor, _condition: Condition | None) -> Tensor:
+        return x_t.flatten(1).mean(1, keepdim=True) * torch.tensor([[1.0, -1.0, 0.5]])
+
+
+def check_strategy(factory: Callable[[], Any]) -> None:
+    """Check on a CPU a routing strategy that ``factory`` builds.
+
+    Weights must be at least 0, sum to 1, depend on their own row alone and permute with the experts. Samples must be
+    finite and independent of their batch, for each declared solver, with one expert and with three.
+
+    Args:
+        factory: called without arguments; bind params with ``functools.partial``.
+
+    Raises:
+        AssertionError: one line with the problem.
+    """
+    with torch.random.fork_rng(devices=[]), _context("strategy"):
+        torch.manual_seed(0)
+        with _running("the factory"):
+            strategy = factory()
+        _require(isinstance(strategy, Strategy), f"the factory returns a {type(strategy).__name__}, not a Strategy")
+        known = set(Strategy.solvers)
+        _require(0 < len(set(strategy.solvers) & known) == len(strategy.solvers), f"solvers must be some of {known}")
+        for num_clusters in (1, 3):
+            if type(strategy).weights is not Strategy.weights:
+                _check_weights(strategy, num_clusters)
+            for solver in strategy.solvers:
+                _check_samples(strategy, num_clusters, solver)
+
+
+def _check_weights(strategy: Strategy, num_clusters: int) -> None:
+    probabilities = (3 * torch.randn(6, num_clusters)).softmax(1)
+    probabilities[0] = torch.eye(num_clusters)[0]
+    with _running(f"weights of {num_clusters} experts"):
+        weights = strategy.weights(probabilities.clone())
+        alone = torch.cat([strategy.weights(row[None].clone()) for row in probabilities])
+        order = torch.arange(num_clusters).roll(1)
+        permuted = strategy.weights(probabilities[:, order])
+    _check_output(weights, probabilities)
+    _require(bool((weights >= 0).all()), "a weight is negative")
+    _require(_agree(weights.sum(1), torch.ones(6)), "weights of a row do not sum to 1")
+    _require(_agree(alone, weights), "a row's weights depend on the other rows of its batch")
+    _require(_agree(permuted, weights[:, order]), "weights depend on the order of the experts")
+
+
+def _check_samples(strategy: Strategy, num_clusters: int, solver: str) -> None:
+    router = _ByMean() if num_clusters > 1 and strategy.needs_router else None
+    experts = [_Toward(float(k)) for k in range(num_clusters)]
+    ensemble = Ensemble(experts, router, [1 / num_clusters] * num_clusters)
+
+    def samples(batch_size: int) -> Tensor:
+        shape, settings = (1, 4, 4), {"num_steps": 4, "shift": 1.0, "seed": 0, "solver": solver}
+        return sample(ensemble, None, 4, shape, strategy=strategy, batch_size=batch_size, **settings)  # type: ignore[arg-type]
+
+    with _running(f"sampling from {num_clusters} experts with {solver}"):
+        whole, single = samples(4), samples(1)
+    _check_output(whole, torch.empty(4, 1, 4, 4))
+    _require(_agree(single, whole), "a sample depends on the other samples of its batch")
+
+
+def check_source(factory: Callable[[], Any]) -> None:
+    """Check a source that ``factory`` builds: stable parts, and samples with unique keys, right types and labels.
+
+    Reads every sample twice, so give it a small data set.
+
+    Args:
+        factory: called without arguments; bind params with ``functools.partial``.
+
+    Raises:
+        AssertionError: one line with the problem.
+    """
+    with _context("source"):
+        with _running("the factory"):
+            source, again = factory(), factory()
+        _require(isinstance(source, Source), f"{type(source).__name__} lacks a member of the interface Source")
+        with _running("parts"):
+            parts = list(source.parts())
+            _require(parts == list(again.parts()), "two calls of parts differ")
+        _require(bool(parts) and len({part.name for part in parts}) == len(parts), "no parts, or two of one name")
+        keys: set[str] = set()
+        for part in parts:
+            with _running(f"read of part {part.name!r}"):
+                found, repeated = list(source.read(part)), list(again.read(part))
+            where = f"part {part.name!r}"
+            _require(part.num_samples in (None, len(found)), f"{where} has {len(found)} samples, not num_samples")
+            _require([one.key for one in found] == [one.key for one in repeated], f"two reads of {where} differ")
+            for one in found:
+                _require(one.key not in keys, f"{where}: key {one.key!r} comes twice")
+                keys.add(one.key)
+                if isinstance(one, Broken):
+                    continue
+                is_rgb = one.image.dtype == np.uint8 and one.image.ndim == 3 and one.image.shape[2] == 3
+                _require(is_rgb, f"{where}: image of {one.key!r} is not uint8 [h, w, 3]")
+                _require(0 <= one.label < source.num_classes, f"{where}: label of {one.key!r} is no class")
+
+
+def check_encoder(factory: Callable[[], Any], *, image_size: int = 32) -> None:
+    """Check an image encoder that ``factory`` builds: shapes, type, equal bytes for equal images, and ``decode``.
+
+    Args:
+        factory: called without arguments; bind params with ``functools.partial``.
+        image_size: height and width of images that the encoder can take.
+
+    Raises:
+        AssertionError: one line with the problem.
+    """
+    with _context(f"image encoder for images of {image_size} pixels"):
+        with _running("the factory"):
+            encoder, again = factory(), factory()
+        _require(isinstance(encoder, ImageEncoder), f"{type(encoder).__name__} lacks a member of ImageEncoder")
+        _require(encoder.stores in ("x_0", "posterior"), f"stores = {encoder.stores!r} is not x_0 or posterior")
+        images = np.random.default_rng(0).integers(0, 256, (3, image_size, image_size, 3), dtype=np.uint8)
+        with _running("encode"):
+            shape, stored, repeated = encoder.x_shape(image_size), encoder.encode(images), again.encode(images)
+        channels = shape[0] * (2 if encoder.stores == "posterior" else 1)
+        expected = (3, channels, *shape[1:])
+        _require(stored.shape == expected, f"encode returns shape {stored.shape}, x_shape asks for {expected}")
+        _require(str(stored.dtype) == encoder.dtype, f"encode returns {stored.dtype}, dtype says {encoder.dtype}")
+        _require(stored.tobytes() == repeated.tobytes(), "two encoders give different bytes for the same images")
+        with _running("decode"):
+            decoded = encoder.decode(torch.zeros(3, *shape))
+        is_images = decoded.dtype == np.uint8 and decoded.shape == images.shape
+        _require(is_images, f"decode returns {decoded.dtype} {decoded.shape}, not uint8 {images.shape}")

@@ -48,8 +48,8 @@ def bad_pictures():
     palette.putpalette(noise(256, 3).ravel().tolist())
     return {
         "zero.jpg": (b"", "empty file"),
-        "cut.jpg": (whole[: len(whole) // 2], "truncated picture"),
-        "page.jpg": (b"<html>404</html>", "no picture"),
+        "cut.jpg": (whole[: len(whole) // 2], "truncated image"),
+        "page.jpg": (b"<html>404</html>", "no image"),
         "cmyk.jpg": (encoded(Image.fromarray(noise(4, 4, 4), "CMYK"), "JPEG"), None),
         "palette.png": (encoded(palette), None),
         "deep.png": (encoded(noise(4, 4).astype(np.uint16) * 257), None),

@@ -6,7 +6,7 @@ import pytest
 import torch
 from jaxtyping import TypeCheckError
 
-from ddm_lightning.ensemble.routing import route
+from ddm_lightning.ensemble.strategies.full import Full
 from ddm_lightning.flow.path import interpolate
 from ddm_lightning.networks.attention import attention
 
@@ -16,7 +16,7 @@ def call_with_wrong_shapes(name: str) -> object:
         return interpolate(torch.zeros(2, 3), torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64))
     if name == "networks":
         return attention(torch.zeros(2, 3, 4), torch.zeros(2, 3, 4), torch.zeros(2, 3, 4), "sdpa")
-    return route(torch.full((2, 2, 2), 0.5), "full", 1)
+    return Full().weights(torch.full((2, 2, 2), 0.5))
 
 
 @pytest.mark.parametrize("name", ["flow", "networks", "ensemble"])

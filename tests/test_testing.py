@@ -201,7 +201,7 @@ class OwnGenerator(Good):
         (lambda **_: 3, "returns a int, not an nn.Module"),
         (NoPrediction, "'prediction' is 'score', not one of velocity, epsilon, x_0"),
         (OtherArguments, "the factory raises TypeError"),
-        (OtherShape, r"returns shape \(4, 6, 8, 8\) for x_t of shape \(4, 3, 8, 8\)"),
+        (OtherShape, r"returns shape \(4, 6, 8, 8\) instead of \(4, 3, 8, 8\)"),
         (OtherType, "returns torch.float64 for x_t of torch.float32"),
         (ManyOutputs, "returns a tuple, not a tensor"),
         (NotFinite, "returns numbers that are not finite"),

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from ddm_lightning.config import Experiment, PluginConfig, blamed
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import CAPTION_ENCODERS, FEATURES, IMAGE_ENCODERS, SOURCES, Registry
-from ddm_lightning.members.member import ROUTER, config_of, expert_name, planned_network
+from ddm_lightning.ensemble.routing import strategy_of
+from ddm_lightning.members.member import ROUTER, Member, expert_name
 from ddm_lightning.networks import EXPERTS, ROUTERS
 from ddm_lightning.shards.manifest import DataSizes, Manifest
 from ddm_lightning.training.optimizer import has_muon_matrices
@@ -41,6 +42,28 @@ def check_plugins(experiment: Experiment, source: str, overrides: Sequence[str] 
             registry.check(plugin.name, plugin.params, **context)
         except UserError as error:
             raise UserError(f"{blamed(source, overrides, key)}: key {key!r}: {error}") from None
+    check_strategy(experiment, source, overrides)
+
+
+def check_strategy(experiment: Experiment, source: str, overrides: Sequence[str] = ()) -> None:
+    """Refuse a routing strategy whose params, solver or number of experts do not fit.
+
+    Args:
+        experiment: the resolved experiment.
+        source: the file it came from, for the error line.
+        overrides: settings on the command line, for the same.
+
+    Raises:
+        UserError: naming ``source`` and the key.
+    """
+    key, settings = "sample.strategy", experiment.sample
+    try:
+        strategy = strategy_of(settings)
+        strategy.check_solver(settings.solver)
+        strategy.check_num_clusters(experiment.prepare.partition.num_clusters)
+    except UserError as error:
+        where = blamed(source, overrides, key, str(error))
+        raise UserError(f"{where}: key {key!r} = {settings.strategy!r}: {error}") from None
 
 
 def check_networks(
@@ -57,9 +80,10 @@ def check_networks(
     Raises:
         UserError: a network cannot be built, or the optimizer cannot train it.
     """
-    for key, member in (("expert.network", expert_name(0)), ("router.network", ROUTER)):
+    for key, name in (("expert.network", expert_name(0)), ("router.network", ROUTER)):
         try:
-            network = planned_network(member, experiment, sizes)
+            member = Member.resolve(name, experiment, sizes)
+            network = member.plan_network()
         except UserError as error:
             raise UserError(f"{blamed(source, overrides, key)}: key {key!r}: {error}") from None
         except (RuntimeError, ArithmeticError) as error:  # torch's, for a width of 0 and the like
@@ -67,7 +91,7 @@ def check_networks(
             raise UserError(
                 f"{blamed(source, overrides, key)}: key {key!r}: cannot be built: {problem}; change its params"
             ) from None
-        if config_of(member, experiment).train.optimizer == "muon" and not has_muon_matrices(network):
+        if member.train.optimizer == "muon" and not has_muon_matrices(network):
             section = key.partition(".")[0]
             raise UserError(
                 f"{blamed(source, overrides, f'{section}.train.optimizer', key)}: "

@@ -14,18 +14,19 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from ddm_lightning.cli.check_plugins import check_networks, check_plugins
+from ddm_lightning.cli.check_plugins import check_networks, check_plugins, check_strategy
 from ddm_lightning.config import Experiment, check_experiment
 from ddm_lightning.core import processes
 from ddm_lightning.core.devices import check_devices
 from ddm_lightning.core.errors import UserError
+from ddm_lightning.ensemble.routing import strategy_of
 from ddm_lightning.islands.assembly import assemble, refuse_stale
 from ddm_lightning.islands.local import FitInterruptedError, default_jobs, fit_members
 from ddm_lightning.islands.status import members_table, shown_members, skipped_lines
-from ddm_lightning.members.member import ensemble_members, parse_members
+from ddm_lightning.members.member import ensemble_members, parse_members, train_config
 from ddm_lightning.members.run_folder import RunFolder, open_run, refuse_changed
 from ddm_lightning.shards.manifest import Manifest
-from ddm_lightning.training.handover import is_finished
+from ddm_lightning.members.handover import is_finished
 
 
 def _command(name: str, options: argparse.Namespace) -> str:
@@ -155,6 +156,7 @@ def _is_collected(members: Sequence[str], experiment: Experiment) -> bool:
 
 def _fit_several(members: list[str], experiment: Experiment, options: argparse.Namespace) -> int:
     console = Console()
+    check_strategy(experiment, options.config, options.overrides)
     run = open_run(experiment, create=True) if _is_collected(members, experiment) else _prepared(experiment, options)
     refuse_stale(members, experiment, run)
     try:
@@ -168,7 +170,9 @@ def _fit_several(members: list[str], experiment: Experiment, options: argparse.N
     if failures:
         print(f"logs: {run.root / 'members'}; run the same command again to train the rest", file=sys.stderr)
         return 1
-    if all(is_finished(member, experiment, run) for member in ensemble_members(experiment)):
+    if all(
+        is_finished(member, train_config(member, experiment).max_steps, run) for member in ensemble_members(experiment)
+    ):
         is_new = assemble(experiment, run)
         grid = _grid(experiment, run)
         if grid.exists() and not is_new:
@@ -213,10 +217,15 @@ def _generate(experiment: Experiment, run: RunFolder, prompts: Sequence[str], pa
 def _sample(experiment: Experiment, options: argparse.Namespace) -> int:
     from ddm_lightning.evaluation.samples import check_out
 
-    if options.strategy is not None:
-        solver = "ancestral" if options.strategy == "bayes" else experiment.sample.solver
-        experiment.sample = replace(experiment.sample, strategy=options.strategy, solver=solver)
+    if options.strategy not in (None, experiment.sample.strategy):
+        experiment.sample = replace(experiment.sample, strategy=options.strategy, strategy_params={})
         check_experiment(experiment, f"--strategy {options.strategy}")
+        solvers = strategy_of(experiment.sample).solvers
+        if experiment.sample.solver not in solvers:
+            experiment.sample = replace(experiment.sample, solver=solvers[0])
+        check_strategy(experiment, f"--strategy {options.strategy}")
+    else:
+        check_strategy(experiment, options.config, options.overrides)
     if options.num is not None:
         experiment.sample = replace(experiment.sample, num_per_prompt=options.num)
         check_experiment(experiment, f"--num {options.num}")

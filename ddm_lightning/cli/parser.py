@@ -11,6 +11,7 @@ from typing import Any
 from ddm_lightning import __version__
 from ddm_lightning.core.errors import UserError, line_of
 from ddm_lightning.core.processes import STOPPED, stop_as_by_ctrl_c
+from ddm_lightning.core.registry import STRATEGIES
 
 _EXAMPLES = """\
 from images to an ensemble, on this machine:
@@ -61,7 +62,7 @@ def build_parser() -> argparse.ArgumentParser:
     sample.add_argument(
         "--class", dest="classes", action="append", metavar="NAME", help="class name or number; repeat it for more rows"
     )
-    sample.add_argument("--strategy", help="routing: full, top-1, top-k or bayes (default: the experiment's)")
+    sample.add_argument("--strategy", help=f"routing: {', '.join(STRATEGIES.names())}")
     sample.add_argument("--num", type=int, help="images per row (default: the experiment's)")
     sample.add_argument("--seed", type=int, help="noise seed (default: the experiment's)")
     sample.add_argument(

@@ -230,9 +230,11 @@ class SampleConfig:
     """Sampling from the ensemble."""
 
     strategy: str = "top-1"
-    """``full``, ``top-1``, ``top-k`` or ``bayes``."""
+    """Routing strategy, by name: ``full``, ``top-1``, ``top-k``, ``bayes`` … (``sample --help`` lists all)."""
+    strategy_params: dict[str, Any] = field(default_factory=dict)
+    """The strategy's keyword arguments."""
     top_k: int = 2
-    """Experts kept by ``top-k``."""
+    """Experts kept by ``top-k``; ``top_k`` in ``strategy_params`` wins."""
     solver: str = "euler"
     """``euler``, ``heun`` (both deterministic) or ``ancestral`` (stochastic; required by ``bayes``)."""
     num_steps: int = 50

@@ -10,6 +10,7 @@ from typing import Any
 
 from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.registry import STRATEGIES
 
 CHOICES = {
     "prepare.pictures.aspect": ("crop", "pad", "stretch"),
@@ -28,7 +29,6 @@ CHOICES = {
     "island.loader": ("auto", "local", "streaming"),
     "island.precision": ("32-true", "bf16-mixed", "16-mixed", "64-true"),
     "island.attention": ("auto", "sdpa", "flash", "cudnn", "efficient", "xformers"),
-    "sample.strategy": ("full", "top-1", "top-k", "bayes"),
     "sample.solver": ("euler", "heun", "ancestral"),
 }
 
@@ -108,7 +108,7 @@ def check_experiment(experiment: Experiment, source: str | Path, overrides: Sequ
         if not holds:
             raise UserError(f"{blamed(source, overrides, key, problem)}: key {key!r} = {value_of(key)!r}: {problem}")
 
-    for key, choices in CHOICES.items():
+    for key, choices in {**CHOICES, "sample.strategy": STRATEGIES.names()}.items():
         require(value_of(key) in choices, key, f"must be one of {', '.join(choices)}")
     for key, (low, high) in RANGES.items():
         value = value_of(key)
@@ -161,11 +161,6 @@ def _check_partition_and_batches(experiment: Experiment, require: Callable[[bool
 
 def _check_sampling(experiment: Experiment, require: Callable[[bool, str, str], None]) -> None:
     sample, condition = experiment.sample, experiment.condition
-    num_clusters = experiment.prepare.partition.num_clusters
-    problem = f"exceeds the number of experts, prepare.partition.num_clusters = {num_clusters}; lower it"
-    require(sample.strategy != "top-k" or sample.top_k <= num_clusters, "sample.top_k", problem)
-    problem = "sample.strategy = 'bayes' needs a stochastic solver; set sample.solver=ancestral"
-    require(sample.strategy != "bayes" or sample.solver == "ancestral", "sample.solver", problem)
     reads_text = condition.kind in ("text", "tokens")
     has_encoder = experiment.prepare.caption_encoder is not None
     problem = "needs prepare.caption_encoder, which is null; set it"

@@ -10,13 +10,12 @@ import functools
 import importlib
 import inspect
 import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, distribution, entry_points
 from pathlib import Path
 from types import UnionType
 from typing import Any, TypeVar, get_args
 
-from ddm_lightning.core import schema
 from ddm_lightning.core.errors import UserError
 
 Factory = TypeVar("Factory", bound=Callable[..., Any])
@@ -29,12 +28,15 @@ class Registry:
         kind: word for error lines.
         group: entry-point group in which other packages register factories.
         package: package whose modules register built-in factories when imported, on first use; None for none.
+        named_by_file: whether each module is named after the one factory it registers, ``top_k.py`` for ``top-k``;
+            then ``names`` imports nothing.
     """
 
-    def __init__(self, kind: str, group: str, package: str | None = None) -> None:
+    def __init__(self, kind: str, group: str, package: str | None = None, named_by_file: bool = False) -> None:
         self.kind = kind
         self.group = group
         self._package = package
+        self._named_by_file = named_by_file
         self._registered: dict[str, Callable[..., Any]] = {}
 
     @functools.cached_property
@@ -44,6 +46,10 @@ class Registry:
         for module in pkgutil.iter_modules(importlib.import_module(self._package).__path__):
             importlib.import_module(f"{self._package}.{module.name}")
         return self._registered
+
+    def _file_names(self) -> Iterator[str]:
+        folder = Path(__file__).parents[2].joinpath(*(self._package or "").split("."))
+        return (path.stem.replace("_", "-") for path in folder.glob("[!_]*.py"))
 
     def register(self, name: str) -> Callable[[Factory], Factory]:
         """Decorator that registers a class or function as the built-in ``name``."""
@@ -58,7 +64,8 @@ class Registry:
 
     def names(self) -> list[str]:
         """All known names, sorted."""
-        return sorted({*self._built_in, *(entry.name for entry in entry_points(group=self.group))})
+        built_in: Iterable[str] = self._built_in if not self._named_by_file else self._file_names()
+        return sorted({*built_in, *(entry.name for entry in entry_points(group=self.group))})
 
     def get(self, name: str) -> Callable[..., Any]:
         """Find the factory ``name``; a built-in wins over an entry point.
@@ -104,6 +111,8 @@ class Registry:
         Raises:
             UserError: unknown name; unknown, missing or wrongly typed parameter.
         """
+        from ddm_lightning.core import schema  # not above: it imports OmegaConf, which ``--help`` does without
+
         accepted = _signature(self.get(name))
         is_open = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
         named = {key: p for key, p in accepted.items() if p.kind in _BY_NAME}
@@ -143,6 +152,8 @@ SOURCES = Registry("source", "ddm_lightning.sources", "ddm_lightning.prepare.sou
 IMAGE_ENCODERS = Registry("image encoder", "ddm_lightning.image_encoders", "ddm_lightning.encoders")
 CAPTION_ENCODERS = Registry("caption encoder", "ddm_lightning.caption_encoders", "ddm_lightning.encoders")
 FEATURES = Registry("feature network", "ddm_lightning.features", "ddm_lightning.encoders")
+STRATEGIES = Registry("strategy", "ddm_lightning.strategies", "ddm_lightning.ensemble.strategies", named_by_file=True)
+METRICS = Registry("metric", "ddm_lightning.metrics", "ddm_lightning.evaluation.metrics", named_by_file=True)
 
 
 def require(wanted_by: str, *names: str, extra: str = "demo") -> None:

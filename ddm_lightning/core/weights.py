@@ -103,7 +103,7 @@ def read_header(path: Path, remedy: str, *, link: bool = False) -> dict[str, Ten
         }
     except FileNotFoundError:
         raise UserError(f"{path}: the weights are missing; {remedy}") from None
-    except (SafetensorError, OSError, ValueError, TypeError, RuntimeError, KeyError) as error:
+    except (SafetensorError, OSError, ValueError, TypeError, RuntimeError, KeyError, MemoryError) as error:
         problem = f"holds weights of type {error}" if isinstance(error, KeyError) else first_line(error)
         raise UserError(f"{path}: not a whole safetensors file ({problem}); {remedy}") from None
 

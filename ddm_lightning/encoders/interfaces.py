@@ -1,9 +1,9 @@
 """Interfaces of encoders and feature networks.
 
-Each is built from its name and plain parameters, in several processes at once. Building one has to be cheap and
-to raise ``UserError`` when a package or a path is missing (``packages.require``), because all are built before
-anything is written; weights are loaded on first use. ``packages`` names the distributions whose version shapes
-the result. The same input has to give the same bytes, in whatever process and order parts are worked on.
+Each is built from its name and plain parameters, in several processes at once. All are built before anything is
+written, so building must be cheap and must raise ``UserError`` when a package or a path is missing
+(``registry.require``); load weights on first use. ``packages`` names the distributions whose version shapes the result.
+The same input must give the same bytes in any process and order.
 """
 
 from __future__ import annotations
@@ -19,121 +19,108 @@ from torch import Tensor
 
 @runtime_checkable
 class ImageEncoder(Protocol):
-    """What turns pictures into the tensors that the experts model, and back.
+    """Images to the tensors that the experts model, and back.
 
-    ``encode`` gives what the shards store, as ``dtype``. With ``stores = "x_0"`` the experts model
+    ``encode`` returns the stored tensors, as ``dtype``. With ``stores = "x_0"`` the experts model
     ``x_0 = (stored - shift) * scale`` in float32; with ``stores = "posterior"`` the stored channels are the
-    mean, then the standard deviation, of a Gaussian from which ``stored`` is drawn anew at each step.
+    mean, then the standard deviation, of a Gaussian; each step samples ``stored`` from it anew.
     """
 
     packages: tuple[str, ...]
     dtype: str
-    """NumPy name of the stored numbers."""
+    """NumPy type of the stored numbers."""
     stores: str
     """``x_0`` ([n c h w] is stored) or ``posterior`` ([n 2c h w])."""
     normalisation: dict[str, float | list[float]]
-    """``scale`` and ``shift``, a number or one a channel."""
+    """``scale`` and ``shift``, one number each or one per channel."""
 
     def provenance(self) -> dict[str, str]:
-        """Where weights come from, for the manifest: ``weights_sha256``, ``revision``; empty without weights."""
+        """Return ``weights_sha256`` and ``revision`` for the manifest; empty without weights."""
         ...
 
     def x_shape(self, image_size: int) -> tuple[int, int, int]:
-        """Channels, height and width of ``x_0`` for square pictures of ``image_size`` pixels."""
+        """Return channels, height and width of ``x_0`` for square images of ``image_size`` pixels."""
         ...
 
     def encode(self, images: UInt8[np.ndarray, "n h w 3"]) -> Shaped[np.ndarray, "n c height width"]:
-        """Pictures to stored tensors."""
+        """Encode images to stored tensors."""
         ...
 
     def decode(self, x_0: Float[Tensor, "n c height width"]) -> UInt8[np.ndarray, "n h w 3"]:
-        """``x_0`` to pictures."""
+        """Decode ``x_0`` to images."""
         ...
 
 
 @runtime_checkable
 class CaptionEncoder(Protocol):
-    """What turns captions into what the shards store of them, and into one vector of unit variance per entry.
+    """Captions to the columns that the shards store, and to one vector with entries of unit variance.
 
-    The vector (L2 norm about sqrt(size)) is what pooled-text networks are conditioned on. An encoder whose
-    ``columns`` hold ``text`` stores that vector; one that stores token ids computes it while training.
+    The vector (L2 norm about sqrt(size)) conditions pooled-text networks. An encoder whose ``columns`` hold ``text``
+    stores that vector; one that stores token ids computes it during training.
     """
 
     packages: tuple[str, ...]
     size: int
     """Entries of the vector."""
     token_shape: tuple[int, int] | None
-    """Tokens of a caption and entries of each, where the shards hold what gives them; None where they do not."""
+    """Tokens per caption and entries of each; None if the shards hold no tokens."""
     columns: dict[str, str]
-    """Column -> MDS encoding of what ``encode`` gives, such as ``{"text": "ndarray:float16:512"}``; names begin
-    with ``text``."""
+    """Column -> MDS encoding, such as ``{"text": "ndarray:float16:512"}``; names begin with ``text``."""
 
     def provenance(self) -> dict[str, str]:
-        """Where weights come from, for the manifest: ``weights_sha256``, ``revision``; empty without weights."""
+        """Return ``weights_sha256`` and ``revision`` for the manifest; empty without weights."""
         ...
 
     def encode(self, captions: Sequence[str]) -> dict[str, np.ndarray]:
-        """Captions, of any length and script, to one row of each column a caption."""
+        """Encode captions of any length and script to one row per column and caption."""
         ...
 
     def vectors(self, captions: Sequence[str]) -> Float[np.ndarray, "n size"]:
-        """Captions to vectors, float32: what a prompt is conditioned on."""
+        """Encode captions or prompts to vectors, float32."""
         ...
 
     def vectors_of_stored(self, stored: Mapping[str, Tensor]) -> Float[Tensor, "n size"]:
-        """Rows of the columns, on any device, to vectors there, float32; ``stored["text"]`` where that is stored."""
+        """Turn stored columns, on any device, into vectors there, float32; ``stored["text"]`` if it is stored."""
         ...
 
     def tokens(self, captions: Sequence[str]) -> Float[np.ndarray, "n m width"]:
-        """Captions to a vector a token, float32, zero behind a caption's end; only with a ``token_shape``."""
+        """Encode captions to one vector per token, float32, zero after the end; needs a ``token_shape``."""
         ...
 
     def tokens_of_stored(self, stored: Mapping[str, Tensor]) -> Float[Tensor, "n m width"]:
-        """Rows of the columns, on any device, to ``tokens`` there; only with a ``token_shape``."""
+        """Turn stored columns, on any device, into ``tokens`` there; needs a ``token_shape``."""
         ...
 
 
 @runtime_checkable
 class Features(Protocol):
-    """What turns a picture into the vector by which it is clustered."""
+    """Images to the vectors by which they are clustered."""
 
     packages: tuple[str, ...]
     size: int
 
     def provenance(self) -> dict[str, str]:
-        """Where weights come from, for the manifest: ``weights_sha256``, ``revision``; empty without weights."""
+        """Return ``weights_sha256`` and ``revision`` for the manifest; empty without weights."""
         ...
 
     def encode(self, images: UInt8[np.ndarray, "n h w 3"]) -> Float[np.ndarray, "n size"]:
-        """Pictures to vectors, float32."""
+        """Encode images to vectors, float32."""
         ...
 
 
-_NUMBER_TYPES = (
-    "uint8",
-    "uint16",
-    "uint32",
-    "uint64",
-    "int8",
-    "int16",
-    "int32",
-    "int64",
-    "float16",
-    "float32",
-    "float64",
-)
+_NUMBER_TYPES = {f"{kind}{bits}" for kind in ("int", "uint", "float") for bits in (8, 16, 32, 64)} - {"float8"}
 
 
 def array_encoding(dtype: str, shape: Sequence[int]) -> str:
-    """The MDS encoding of arrays of one type and shape, such as ``ndarray:float16:77,768``."""
+    """Return the MDS encoding of arrays of one type and shape, such as ``ndarray:float16:77,768``."""
     return f"ndarray:{dtype}:{','.join(map(str, shape))}"
 
 
 def bytes_per_sample(columns: Mapping[str, str]) -> int:
-    """Bytes that one sample of ``columns`` (name -> MDS encoding) takes before compression.
+    """Return the uncompressed bytes of one sample of ``columns`` (name -> MDS encoding).
 
     Raises:
-        ValueError: an encoding whose size differs from sample to sample.
+        ValueError: an encoding without a fixed size.
     """
     return sum(_size(name, encoding) for name, encoding in columns.items())
 

@@ -1,11 +1,11 @@
-"""Pictures to the latents of a variational autoencoder of the diffusers library, and back.
+"""Images to latents and back, by a variational autoencoder of the diffusers library.
 
 ``AutoencoderKL`` covers the autoencoders of Stable Diffusion 1 and 2, SDXL (4 channels), SD3 and FLUX.1 (16 channels).
-Their pipelines bring latents to unit variance in three ways, and ``config.json`` says which:
+Their pipelines bring latents to unit variance in one of three ways, chosen in ``config.json``:
 
 - ``scaling_factor`` alone: x_0 = latent · scaling_factor (Rombach et al. 2022, arXiv 2112.10752, appendix G);
 - with ``shift_factor``: x_0 = (latent - shift_factor) · scaling_factor (SD3 and later);
-- with ``latents_mean`` and ``latents_std``, one a channel: x_0 = (latent - mean) · scaling_factor / std.
+- with ``latents_mean`` and ``latents_std``, one per channel: x_0 = (latent - mean) · scaling_factor / std.
 """
 
 from __future__ import annotations
@@ -20,20 +20,10 @@ from torch import Tensor
 
 from ddm_lightning.core.checks import LIST, POSITIVE, Check, integer, is_int, is_number, optional, problem_with
 from ddm_lightning.core.errors import UserError
-from ddm_lightning.core.registry import IMAGE_ENCODERS, require
-from ddm_lightning.encoders.pretrained import (
-    EXTRA,
-    compute_type,
-    find_model,
-    is_there,
-    loading,
-    parse_device,
-    refuse_absent,
-    refuse_missing,
-)
+from ddm_lightning.core.registry import IMAGE_ENCODERS
+from ddm_lightning.encoders.pretrained import Pretrained, image_batches
 
-_PLACE = "image encoder 'diffusers-vae'"
-# Pixels that are worked on at once: on a CPU 0.5 GB of SD's activations.
+# Pixels per batch: on a CPU, SD's activations take 0.5 GB.
 _PIXELS_AT_ONCE = {"cpu": 4 * 256 * 256, "cuda": 32 * 256 * 256}
 _NUMBERS: Check = (
     lambda value: isinstance(value, list) and len(value) > 0 and all(map(is_number, value)),
@@ -52,30 +42,30 @@ _CONFIG: dict[str, Check] = {
     "latents_mean": optional(_NUMBERS),
     "latents_std": optional(_NUMBERS),
 }
-# What diffusers takes for keys that old files lack.
+# Diffusers' defaults for keys that old files lack.
 _DEFAULTS = {"scaling_factor": 0.18215, "shift_factor": None, "latents_mean": None, "latents_std": None}
 
 
 @IMAGE_ENCODERS.register("diffusers-vae")
-class DiffusersVAE:
+class DiffusersVAE(Pretrained):
     """An ``AutoencoderKL`` with the normalisation of its pipelines.
 
     Args:
-        path: folder of the model or of a pipeline that has one, or ``owner/name`` on the Hugging Face hub.
-        subfolder: where it lies in a pipeline: ``vae``.
-        revision: commit, tag or branch on the hub.
-        stores: ``posterior``, the mean and the standard deviation of each latent, from which training draws anew at
+        path, revision, device: see ``Pretrained``.
+        subfolder: folder of the model in a pipeline: ``vae``.
+        stores: ``posterior``, the mean and the standard deviation of each latent, from which training samples anew at
             each step (as DiT does), or ``x_0``, the mean alone, half the bytes.
         dtype: of the stored numbers, ``float16`` or ``float32``.
-        device: torch device that computes.
-        compute_dtype: type in which it computes; SDXL's autoencoder overflows in ``float16``.
+        compute_dtype: see ``Pretrained``; SDXL's autoencoder overflows in ``float16``.
 
     Raises:
-        UserError: a package, a folder or a file is missing, cut short, or of another kind.
-        ValueError: a value outside its choices.
+        UserError, ValueError: see ``Pretrained``.
     """
 
     packages: tuple[str, ...] = ("diffusers",)
+    place, loaded_as = "image encoder 'diffusers-vae'", "an AutoencoderKL"
+    stem = "diffusion_pytorch_model"
+    kinds = {"_class_name": ["AutoencoderKL"]}  # noqa: RUF012  never changed
 
     def __init__(
         self,
@@ -92,23 +82,19 @@ class DiffusersVAE:
         if dtype not in ("float16", "float32"):
             raise ValueError(f"dtype = {dtype!r} must be float16 or float32")
         self.stores, self.dtype = stores, dtype
-        self.device, self.compute_dtype = parse_device(device), compute_type(compute_dtype)
-        require(_PLACE, *self.packages, extra=EXTRA)
-        self.model = find_model(
-            _PLACE, path, subfolder, revision, "diffusion_pytorch_model", {"_class_name": ["AutoencoderKL"]}
-        )
+        super().__init__(path, subfolder, revision, device, compute_dtype)
         config = {**_DEFAULTS, **{key: value for key, value in self.model.config.items() if key in _CONFIG}}
         self.num_channels, self.factor, self.normalisation = self._read(config)
         if self.compute_dtype == torch.float16 and self.model.config.get("force_upcast"):
             raise ValueError("compute_dtype = 'float16' overflows: the model's config.json says force_upcast")
 
     def _read(self, config: dict[str, Any]) -> tuple[int, int, dict[str, float | list[float]]]:
-        """Channels of a latent, pixels a latent's pixel is wide, and scale and shift."""
+        """Return the channels of a latent, the image pixels per latent pixel, and scale and shift."""
         path = self.model.folder / "config.json"
         problem = problem_with(config, _CONFIG)
         mean, std, channels = config["latents_mean"], config["latents_std"], config.get("latent_channels")
         if problem is None and config["in_channels"] != 3:
-            problem = f"in_channels is {config['in_channels']}, and pictures have 3"
+            problem = f"in_channels is {config['in_channels']}, and images have 3"
         elif problem is None and (mean is None) != (std is None):
             problem = "needs both latents_mean and latents_std, or neither"
         elif problem is None and mean is not None and config["shift_factor"]:
@@ -116,73 +102,55 @@ class DiffusersVAE:
         elif problem is None and mean is not None and not (len(mean) == len(std) == channels and min(std) > 0):
             problem = f"latents_mean and latents_std must have {channels} numbers, those of latents_std above 0"
         if problem is not None:
-            raise UserError(f"{path}: {problem}; take an autoencoder of pictures as its pipeline has it")
+            raise UserError(f"{path}: {problem}; use an image autoencoder with its pipeline's config.json")
         scale = config["scaling_factor"]
         normalisation: dict[str, float | list[float]] = {"scale": float(scale), "shift": config["shift_factor"] or 0.0}
         if mean is not None:
             normalisation = {"scale": [scale / value for value in std], "shift": [float(value) for value in mean]}
         return config["latent_channels"], 2 ** (len(config["block_out_channels"]) - 1), normalisation
 
-    def provenance(self) -> dict[str, str]:
-        """Hashes of weights and configuration, and the hub's commit."""
-        return self.model.provenance()
-
     def x_shape(self, image_size: int) -> tuple[int, int, int]:
-        """Channels, height and width.
+        """Return channels, height and width of ``x_0`` for square images of ``image_size`` pixels.
 
         Raises:
-            UserError: pictures that do not divide into latent pixels.
+            UserError: ``image_size`` is no multiple of ``factor``.
         """
         if image_size % self.factor:
             raise UserError(
-                f"{_PLACE}: {image_size} pixels are no multiple of {self.factor}; set prepare.pictures.size to "
+                f"{self.place}: {image_size} pixels are no multiple of {self.factor}; set prepare.pictures.size to "
                 f"{max(1, round(image_size / self.factor)) * self.factor}"
             )
         return (self.num_channels, image_size // self.factor, image_size // self.factor)
 
     @cached_property
     def _network(self) -> Any:
-        with loading(self.model.folder, "an AutoencoderKL"):
-            from diffusers import AutoencoderKL
-
-            network, info = AutoencoderKL.from_pretrained(
-                self.model.folder,
-                torch_dtype=self.compute_dtype,
-                use_safetensors=True,
-                local_files_only=True,
-                low_cpu_mem_usage=False,
-                output_loading_info=True,
-            )
-            refuse_missing(info["missing_keys"])
-        return network.eval().requires_grad_(False)
+        return self._load("diffusers", "AutoencoderKL", torch_dtype=self.compute_dtype, low_cpu_mem_usage=False)
 
     @torch.inference_mode()
     def encode(self, images: UInt8[np.ndarray, "n h w 3"]) -> Float[np.ndarray, "n c height width"]:
-        """Pictures to the mean of their latents, or to mean and standard deviation, stacked in channels.
+        """Encode images to the mean of their latents, or to mean and standard deviation, stacked in channels.
 
         Raises:
-            UserError: pictures that do not divide into latent pixels, or no such device.
+            UserError: height or width is no multiple of ``factor``, or the device is missing.
         """
-        refuse_absent(self.device, _PLACE)
+        self._require_device()
         height, width = (self.x_shape(extent)[1] for extent in images.shape[1:3])
         stacked = 2 if self.stores == "posterior" else 1
         out = np.empty((len(images), stacked * self.num_channels, height, width), self.dtype)
         network = self._network.to(self.device)
-        at_once = self._at_once(images.shape[1] * images.shape[2], self.device)
-        for start in range(0, len(images), at_once):
-            # Channels last in memory already, as the pixels lie in the array.
-            pixels = torch.from_numpy(np.array(images[start : start + at_once])).permute(0, 3, 1, 2).to(self.device)
-            posterior = network.encode((pixels.float() / 127.5 - 1).to(self.compute_dtype)).latent_dist
-            # Both clamped by diffusers: a standard deviation is from 3e-7 to 2.2e4, which float16 holds.
+        batch_size = _batch_size(images.shape[1] * images.shape[2], self.device)
+        for rows, pixels in image_batches(images, batch_size, self.device):
+            posterior = network.encode((pixels / 127.5 - 1).to(self.compute_dtype)).latent_dist
+            # Diffusers clamps the standard deviation to 3e-7 … 2.2e4, which float16 holds.
             parts = [posterior.mean, posterior.std][:stacked]
-            with np.errstate(over="ignore"):  # prepare refuses what is not finite
-                out[start : start + at_once] = torch.cat(parts, dim=1).float().cpu().numpy()
+            with np.errstate(over="ignore"):  # prepare refuses infinite numbers
+                out[rows] = torch.cat(parts, dim=1).float().cpu().numpy()
         return out
 
     @torch.inference_mode()
     def decode(self, x_0: Float[Tensor, "n c height width"]) -> UInt8[np.ndarray, "n h w 3"]:
-        """Rounded to the nearest pixel value; on the CPU where the machine lacks the device."""
-        device = self.device if is_there(self.device) else torch.device("cpu")
+        """Decode to images, rounded to the nearest pixel value; on the CPU if the machine lacks the device."""
+        device = self._device_or_cpu()
         network = self._network.to(device)
         n, _, height, width = x_0.shape
         out = np.empty((n, height * self.factor, width * self.factor, 3), np.uint8)
@@ -190,14 +158,14 @@ class DiffusersVAE:
             torch.as_tensor(self.normalisation[key], dtype=torch.float32, device=device).view(1, -1, 1, 1)
             for key in ("scale", "shift")
         )
-        at_once = self._at_once(height * width * self.factor**2, device)
-        for start in range(0, n, at_once):
-            latents = x_0[start : start + at_once].detach().to(device).float() / scale + shift
+        batch_size = _batch_size(height * width * self.factor**2, device)
+        for start in range(0, n, batch_size):
+            latents = x_0[start : start + batch_size].detach().to(device).float() / scale + shift
             pixels = network.decode(latents.to(self.compute_dtype)).sample.float()
             pixels = ((pixels + 1) * 127.5).round().clamp(0, 255).byte()
-            out[start : start + at_once] = pixels.permute(0, 2, 3, 1).cpu().numpy()
+            out[start : start + batch_size] = pixels.permute(0, 2, 3, 1).cpu().numpy()
         return out
 
-    @staticmethod
-    def _at_once(num_pixels: int, device: torch.device) -> int:
-        return max(1, _PIXELS_AT_ONCE.get(device.type, _PIXELS_AT_ONCE["cuda"]) // num_pixels)
+
+def _batch_size(num_pixels: int, device: torch.device) -> int:
+    return max(1, _PIXELS_AT_ONCE.get(device.type, _PIXELS_AT_ONCE["cuda"]) // num_pixels)

@@ -1,4 +1,4 @@
-"""From artifacts to something that samples."""
+"""Load artifacts for sampling."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ddm_lightning.members.artifact import ENSEMBLE_FILE, MEMBER_FILE, ArtifactM
 
 @dataclass(frozen=True)
 class LoadedMember:
-    """One member's network and description."""
+    """One member's network and metadata."""
 
     network: nn.Module
     """In evaluation mode."""
@@ -25,33 +25,33 @@ class LoadedMember:
 
 @dataclass(frozen=True)
 class LoadedEnsemble:
-    """What samples, and what its experts have in common."""
+    """An ensemble and the metadata that its experts share."""
 
     ensemble: Ensemble
     """The experts and the router."""
     meta: ArtifactMeta
-    """The first expert's ``member.json``; x_shape, condition, shift and encoders are the same in all."""
+    """The first expert's ``member.json``; all experts share x_shape, condition, shift and encoders."""
 
 
 def load_member(folder: Path, device: torch.device | str = "cpu") -> LoadedMember:
     """Load one artifact.
 
     Raises:
-        UserError: the artifact cannot be trusted or used; see ``load_network``.
+        UserError: the artifact is damaged or unusable; see ``load_network``.
     """
     meta, network = load_network(folder)
     return LoadedMember(network.to(device), meta)
 
 
 def load_single(folder: Path, device: torch.device | str = "cpu") -> LoadedEnsemble:
-    """Load the monolith, or one expert alone, as an ensemble of one: every strategy then evaluates just it.
+    """Load the monolith, or one expert alone, as an ensemble of one.
 
     Raises:
         UserError: as ``load_member``, or the artifact is a router.
     """
     member = load_member(folder, device)
     if member.meta.role == "router":
-        raise UserError(f"{folder / MEMBER_FILE}: is a router, which draws no pictures; give an expert or the monolith")
+        raise UserError(f"{folder / MEMBER_FILE}: is a router; give an expert or the monolith")
     return LoadedEnsemble(Ensemble([member.network], None, [1.0]), member.meta)
 
 
@@ -59,7 +59,7 @@ def load_ensemble(run_dir: Path, device: torch.device | str = "cpu") -> LoadedEn
     """Load the ensemble that ``run_dir/ensemble.json`` lists.
 
     Raises:
-        UserError: the manifest or one of its artifacts cannot be trusted or used; see ``read_ensemble``.
+        UserError: the manifest or an artifact is damaged or unusable; see ``read_ensemble``.
     """
     manifest = read_ensemble(run_dir / ENSEMBLE_FILE)
     networks = {member: load_member(folder, device).network for member, folder in manifest.folders.items()}

@@ -1,37 +1,149 @@
-"""Which experts a row is sent to, and how much each of them counts."""
+"""The interface of routing strategies, and the batch of samples that a strategy works on."""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Sequence
+from typing import ClassVar
+
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
+from ddm_lightning.config.experiment import SampleConfig
 from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.registry import STRATEGIES
+from ddm_lightning.ensemble.velocity import Ensemble
+from ddm_lightning.flow.condition import Condition
+from ddm_lightning.flow.path import VelocityField
+from ddm_lightning.flow.randomness import keyed_generator
+from ddm_lightning.flow.solvers import SOLVERS, integrate, integrate_ancestral
 
-STRATEGIES = ("full", "top-1", "top-k")
-"""What a router serves; ``bayes`` (``bayes.py``) needs none and is no function of one noisy sample."""
 
-
-def route(probabilities: Float[Tensor, "b K"], strategy: str, top_k: int = 2) -> Float[Tensor, "b K"]:
-    """Weights of the experts from the router's probabilities (DDM, 2501.05450).
+class Batch:
+    """Samples generated together: their ensemble, conditions and noise.
 
     Args:
-        probabilities: p(cluster | x_t, t, condition), rows summing to 1.
-        strategy: ``full`` keeps every expert, ``top-k`` the ``top_k`` most probable, ``top-1`` the most probable.
-        top_k: experts that ``top-k`` keeps; all of them when there are fewer.
+        ensemble: the experts, on the device that samples.
+        condition: one per sample, or None for the null condition in all.
+        keys: what each sample's noise belongs to.
+        x_shape: channels, height and width of a sample.
+        seed: seed of all noise.
+        guidance_scale: classifier-free guidance inside each expert; 1 is none.
+        on_evaluation: called with the times [r] before an expert or the ensemble is evaluated.
+    """
 
-    Returns:
-        Rows that sum to 1, exactly 0 for an expert that is not to be evaluated.
+    def __init__(
+        self,
+        ensemble: Ensemble,
+        condition: Condition | None,
+        keys: Sequence[tuple[int | str, ...]],
+        x_shape: tuple[int, int, int],
+        seed: int,
+        guidance_scale: float = 1.0,
+        on_evaluation: Callable[[Tensor], object] = lambda _: None,
+    ) -> None:
+        self.ensemble = ensemble
+        self.condition = None if condition is None else condition.to(ensemble.device)
+        self.guidance_scale = guidance_scale
+        self._keys, self._x_shape, self._seed, self._on_evaluation = keys, x_shape, seed, on_evaluation
+        self.x_1 = self._normal("x_1")
+
+    def noise(self, step: int) -> Float[Tensor, "b c h w"]:
+        """Standard normal numbers of one step."""
+        return self._normal("noise", step)
+
+    def uniform(self, step: int) -> Float[Tensor, " b"]:
+        """Uniform numbers in [0, 1) of one step."""
+        drawn = [torch.rand((), generator=keyed_generator(self._seed, "expert", step, *own)) for own in self._keys]
+        return torch.stack(drawn).to(self.ensemble.device)
+
+    def field(self, route: Callable[[Tensor], Tensor]) -> VelocityField:
+        """The ensemble's velocity for these samples; see ``Ensemble.velocity`` for ``route``."""
+
+        def velocity(x_t: Float[Tensor, "b *shape"], t: Float[Tensor, " b"]) -> Float[Tensor, "b *shape"]:
+            self._on_evaluation(t)
+            return self.ensemble.velocity(x_t, t, self.condition, route=route, guidance_scale=self.guidance_scale)
+
+        return velocity
+
+    def expert_velocity(
+        self, k: int, x_t: Float[Tensor, "r *shape"], t: Float[Tensor, " r"], rows: Int[Tensor, " r"]
+    ) -> Float[Tensor, "r *shape"]:
+        """Expert ``k``'s velocity on the samples ``rows`` of the batch."""
+        self._on_evaluation(t)
+        part = None if self.condition is None else self.condition.rows(rows)
+        return self.ensemble.expert_velocity(k, x_t, t, part, self.guidance_scale)
+
+    def _normal(self, *key: str | int) -> Float[Tensor, "b c h w"]:
+        # Generated on the CPU, so that every device produces the same images.
+        drawn = [torch.randn(self._x_shape, generator=keyed_generator(self._seed, *key, *own)) for own in self._keys]
+        return torch.stack(drawn).to(self.ensemble.device)
+
+
+class Strategy:
+    """Base class of routing strategies.
+
+    Override ``weights`` to weight the experts by the router's probabilities. Override ``generate`` to run a chain of
+    your own. Arguments of the constructor are the user's ``sample.strategy_params``; raise ``ValueError`` to refuse
+    them. Check a plug-in with ``ddm_lightning.testing.check_strategy``.
+    """
+
+    needs_router: ClassVar[bool] = True
+    """Whether several experts need a router."""
+    solvers: ClassVar[tuple[str, ...]] = (*SOLVERS, "ancestral")
+    """Solvers that work with the strategy; the first is its default."""
+
+    def check_solver(self, solver: str) -> None:
+        """Refuse a solver that does not work with the strategy.
+
+        Raises:
+            UserError: the line names ``sample.solver``.
+        """
+        if solver not in self.solvers:
+            raise UserError(f"does not work with sample.solver = {solver!r}; set it to {' or '.join(self.solvers)}")
+
+    def check_num_clusters(self, num_clusters: int) -> None:
+        """Refuse params that do not fit K experts; by default none.
+
+        Raises:
+            UserError: the line names the parameter and the limit.
+        """
+
+    def weights(self, probabilities: Float[Tensor, "b K"]) -> Float[Tensor, "b K"]:
+        """Weight the experts of each row.
+
+        Args:
+            probabilities: p(cluster | x_t, t, condition); rows sum to 1.
+
+        Returns:
+            Rows that sum to 1; an expert of weight 0 is not evaluated on that row.
+        """
+        raise NotImplementedError
+
+    def generate(self, batch: Batch, times: Float[Tensor, " num_times"], solver: str) -> Float[Tensor, "b c h w"]:
+        """Integrate from ``batch.x_1`` at ``times[0]`` to x_0 with the weighted velocity."""
+        field = batch.field(self.weights)
+        if solver == "ancestral":
+            return integrate_ancestral(field, batch.x_1, times, batch.noise)
+        return integrate(field, batch.x_1, times, solver)
+
+
+def strategy_of(settings: SampleConfig) -> Strategy:
+    """Build ``sample.strategy`` with its params; ``sample.top_k`` is the ``top_k`` of a strategy that takes one.
 
     Raises:
-        UserError: unknown ``strategy``, or ``top_k`` below 1.
+        UserError: unknown strategy, or params that it refuses.
     """
-    if strategy == "full":
-        return probabilities
-    if strategy not in STRATEGIES:
-        raise UserError(f"sample.strategy {strategy!r} is none of {', '.join(STRATEGIES)}, bayes")
-    num_kept = 1 if strategy == "top-1" else min(top_k, probabilities.shape[1])
-    if num_kept < 1:
-        raise UserError(f"sample.top_k = {top_k} keeps no expert; set it to at least 1")
-    kept, experts = probabilities.topk(num_kept, dim=1)
-    return torch.zeros_like(probabilities).scatter_(1, experts, kept / kept.sum(dim=1, keepdim=True))
+    takes_top_k = "top_k" in inspect.signature(STRATEGIES.get(settings.strategy)).parameters
+    top_k = {"top_k": settings.top_k} if takes_top_k else {}
+    strategy: Strategy = STRATEGIES.build(settings.strategy, {**top_k, **settings.strategy_params})
+    return strategy
+
+
+def normalised(
+    shares: Float[Tensor, "b n"], experts: Int[Tensor, "b n"], num_clusters: int
+) -> Float[Tensor, "b {num_clusters}"]:
+    """Weights proportional to the ``shares`` of the chosen ``experts``, and 0 for all others."""
+    weights = shares.new_zeros(len(shares), num_clusters)
+    return weights.scatter_(1, experts, shares / shares.sum(dim=1, keepdim=True))

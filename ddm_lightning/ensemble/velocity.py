@@ -1,34 +1,36 @@
-"""The ensemble's velocity: each expert evaluated on the rows that are routed to it, and on no others."""
+"""The ensemble's velocity; an expert is evaluated only on the rows routed to it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from ddm_lightning.core.errors import UserError
-from ddm_lightning.ensemble.routing import route
 from ddm_lightning.flow.condition import Condition
-from ddm_lightning.flow.guidance import guided
-from ddm_lightning.flow.path import VelocityField
-from ddm_lightning.flow.prediction import to_velocity
+from ddm_lightning.flow.prediction import guided, to_velocity
+
+Route: TypeAlias = Callable[[Float[Tensor, "b K"]], Float[Tensor, "b K"]]
+"""Weights of the experts from the router's probabilities."""
 
 
 class Ensemble:
-    """K experts and perhaps a router; K = 1 without a router is a single model, such as the monolith.
+    """K experts and an optional router; K = 1 without a router is a single model, such as the monolith.
 
-    ``u(x_t, t | c) = Σ_k p(k | x_t, t, c) · u_k(x_t, t | c)`` (DDM, 2501.05450). Nothing here keeps gradients.
+    ``u(x_t, t | c) = Σ_k p(k | x_t, t, c) · u_k(x_t, t | c)`` (DDM, 2501.05450). Gradients are off.
 
     Args:
         experts: networks with ``forward(x_t, t, condition)`` and a declared ``prediction``, all on one device.
-        router: network whose ``forward(x_t, t, condition)`` gives K logits; None leaves only ``bayes``, unless K = 1.
+        router: network whose ``forward(x_t, t, condition)`` returns K logits. Without one, K > 1 experts need a
+            strategy that does without a router.
         priors: share of the data in each cluster, [K], positive, summing to 1.
-        router_conditional: whether the router was built with a condition; published ones see x_t and t only.
+        router_conditional: whether the router takes a condition; published ones see x_t and t only.
 
     Raises:
-        ValueError: no experts, or another number of priors than of experts.
+        ValueError: no experts, or a number of priors that differs from theirs.
     """
 
     def __init__(
@@ -46,7 +48,7 @@ class Ensemble:
         self.priors = torch.tensor(priors, dtype=torch.float64)
         self.router_conditional = router_conditional
         self.expert_rows = 0
-        """Rows that experts were evaluated on so far; guidance evaluates a row twice and counts it twice."""
+        """Rows evaluated by experts so far; guidance evaluates and counts a row twice."""
 
     @property
     def num_clusters(self) -> int:
@@ -55,7 +57,7 @@ class Ensemble:
 
     @property
     def device(self) -> torch.device:
-        """Where the experts are; the CPU for experts without parameters."""
+        """Device of the experts; the CPU if they have no parameters."""
         first = next(self.experts[0].parameters(), None)
         return torch.device("cpu") if first is None else first.device
 
@@ -69,7 +71,7 @@ class Ensemble:
     def probabilities(
         self, x_t: Float[Tensor, "b *shape"], t: Float[Tensor, " b"], condition: Condition | None = None
     ) -> Float[Tensor, "b K"]:
-        """The router's p(cluster | x_t, t, condition); ones for a single model.
+        """Compute the router's p(cluster | x_t, t, condition); ones for a single model.
 
         Raises:
             UserError: several experts and no router.
@@ -77,7 +79,7 @@ class Ensemble:
         if self.num_clusters == 1:
             return torch.ones(len(x_t), 1, device=x_t.device)
         if self.router is None:
-            raise UserError("this ensemble has no router; fit it (member=router) or set sample.strategy=bayes")
+            raise UserError("no router in this ensemble; train one (fit member=router) or set sample.strategy=bayes")
         logits: Tensor = self.router(x_t, t, condition if self.router_conditional else None)
         return logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(dim=1)
 
@@ -90,14 +92,14 @@ class Ensemble:
         condition: Condition | None = None,
         guidance_scale: float = 1.0,
     ) -> Float[Tensor, "b *shape"]:
-        """Expert ``k``'s velocity, whatever it predicts; guidance happens inside it (Paris, 2510.03434).
+        """Compute expert ``k``'s velocity, guided inside the expert (Paris, 2510.03434).
 
         Args:
             k: the expert.
             x_t: noisy samples.
             t: their times.
-            condition: one a row; None is the null condition, which guidance does not change.
-            guidance_scale: 1 is none; otherwise both branches are evaluated, as one batch.
+            condition: one per row, or None for the null condition, which guidance does not change.
+            guidance_scale: 1 is none; otherwise both branches are evaluated as one batch.
         """
         if condition is None or guidance_scale == 1:
             return self._evaluate(k, x_t, t, condition)
@@ -113,24 +115,22 @@ class Ensemble:
         t: Float[Tensor, " b"],
         condition: Condition | None = None,
         *,
-        strategy: str,
-        top_k: int = 2,
+        route: Route = lambda probabilities: probabilities,
         guidance_scale: float = 1.0,
     ) -> Float[Tensor, "b *shape"]:
-        """The experts' velocities, weighted by the router; ``top-1`` evaluates each row once.
+        """Sum the experts' velocities, weighted by the router; by default the exact mixture.
 
         Args:
             x_t: noisy samples.
             t: their times.
-            condition: one a row, or None for the null condition in all.
-            strategy: see ``routing.route``.
-            top_k: see ``routing.route``.
+            condition: one per row, or None for the null condition in all.
+            route: maps p(k | x_t, t) to weights, such as ``Strategy.weights``; weight 0 skips an expert on that row.
             guidance_scale: see ``expert_velocity``.
 
         Raises:
-            UserError: several experts and no router, or a strategy that is none.
+            UserError: several experts and no router.
         """
-        weights = route(self.probabilities(x_t, t, condition), strategy, top_k)
+        weights = route(self.probabilities(x_t, t, condition))
         velocity = torch.zeros_like(x_t)
         for k in range(self.num_clusters):
             rows = weights[:, k].nonzero().squeeze(1)
@@ -148,13 +148,3 @@ class Ensemble:
         self.expert_rows += len(x_t)
         expert = self.experts[k]
         return to_velocity(expert(x_t, t, condition), x_t, t, str(expert.prediction))
-
-    def field(
-        self, condition: Condition | None = None, *, strategy: str, top_k: int = 2, guidance_scale: float = 1.0
-    ) -> VelocityField:
-        """``velocity`` with everything but ``x_t`` and ``t`` fixed, as solvers take it."""
-
-        def velocity(x_t: Float[Tensor, "b *shape"], t: Float[Tensor, " b"]) -> Float[Tensor, "b *shape"]:
-            return self.velocity(x_t, t, condition, strategy=strategy, top_k=top_k, guidance_scale=guidance_scale)
-
-        return velocity

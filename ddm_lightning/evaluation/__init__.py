@@ -1,1 +1,1 @@
-"""Looking at and scoring what the ensemble and the monolith produce."""
+"""Show and score generated images, and score routers."""

@@ -1,4 +1,4 @@
-"""How well a router knows the cluster of a noisy sample, and how honest its probabilities are."""
+"""Accuracy and calibration of routers on noisy samples."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ NUM_BINS = 15
 BATCH_SIZE = 256
 
 Classifier: TypeAlias = Callable[[Float[Tensor, "n c h w"], float], Float[Tensor, "n K"]]
-"""``classifier(x_t, t)``: log-probabilities of the clusters, for a whole set of noised samples in its order."""
+"""``classifier(x_t, t)``: log-probabilities of the clusters, one row per noisy sample."""
 
 
 @dataclass(frozen=True, eq=False)
 class RoutingScore:
-    """A classifier's figures at one time."""
+    """Scores of a classifier at one time."""
 
     t: float
     """Noise level."""
@@ -34,13 +34,13 @@ class RoutingScore:
     loss: Float[Tensor, " n"]
     """Negative log-probability of the true cluster, in nats."""
     calibration_error: float
-    """Mean absolute difference of confidence and accuracy over bins of confidence (ECE, Guo et al., 1706.04599)."""
+    """Expected calibration error (ECE, 1706.04599): mean |confidence - accuracy| over bins of confidence."""
     confidence: Float[Tensor, " bins"]
-    """Mean probability of the most probable cluster in each bin; 0 in an empty one."""
+    """Mean probability of the most probable cluster in each bin; 0 in an empty bin."""
     hits: Float[Tensor, " bins"]
-    """Accuracy in each bin; 0 in an empty one."""
+    """Accuracy in each bin; 0 in an empty bin."""
     share: Float[Tensor, " bins"]
-    """Part of the samples in each bin."""
+    """Share of the samples in each bin."""
 
     @property
     def accuracy(self) -> float:
@@ -61,7 +61,7 @@ def score(
     confidence, routed = log_probabilities.exp().max(1)
     hit = (routed == clusters).double()
     loss = -log_probabilities.gather(1, clusters[:, None])[:, 0]
-    # Bins are open on the left, so that a confidence of 1 has one.
+    # Bins are open on the left, so that the last one holds a confidence of 1.
     index = ((confidence * num_bins).ceil().long() - 1).clamp(0, num_bins - 1)
     count = torch.bincount(index, minlength=num_bins).double()
     in_bin = count.clamp_min(1)
@@ -83,7 +83,7 @@ def score_by_time(
 ) -> list[RoutingScore]:
     """Score ``classifier`` at each time on ``num_draws`` noisy versions of every sample.
 
-    The noise depends on ``seed`` and the draw alone: every classifier, and every time, meets the same.
+    The noise depends on ``seed`` and the draw alone, so all classifiers and times share it.
     """
     scores: list[RoutingScore] = []
     for t in times:
@@ -93,10 +93,10 @@ def score_by_time(
 
 
 def standard_error(values: Float[Tensor, " n"], num_draws: int) -> float:
-    """Standard error of the mean of one number a prediction, as ``score_by_time`` orders them.
+    """Standard error of the mean of one number per prediction, in the order of ``score_by_time``.
 
-    The draws of one sample are no independent witnesses, so their mean counts as one. For a difference of two
-    classifiers hand in the differences: what both find hard then cancels.
+    Draws of one sample are not independent, so their mean counts as one observation. To compare two classifiers, pass
+    the differences: the variance they share then cancels.
     """
     by_sample = values.reshape(num_draws, -1).mean(0)
     return float(by_sample.std() / len(by_sample) ** 0.5)
@@ -105,13 +105,13 @@ def standard_error(values: Float[Tensor, " n"], num_draws: int) -> float:
 def noised(
     x_0: Float[Tensor, "n c h w"], t: float, draw: int, seed: int, purpose: str = "routing"
 ) -> Float[Tensor, "n c h w"]:
-    """``x_t`` of every sample, from the noise of one draw; another ``purpose`` has other noise."""
+    """Add the noise of one draw to every sample; each ``purpose`` has noise of its own."""
     noise = torch.randn(x_0.shape, generator=keyed_generator(seed, purpose, draw))
     return interpolate(x_0, noise, torch.full((len(x_0),), t))
 
 
 def router_classifier(router: nn.Module, condition: Condition | None) -> Classifier:
-    """A trained router as a classifier; ``condition`` is one a sample, or None for the null condition in all."""
+    """Wrap a trained router; ``condition`` has one row per sample, None is the null condition for all."""
     device = next((parameter.device for parameter in router.parameters()), torch.device("cpu"))
 
     @torch.no_grad()
@@ -122,7 +122,7 @@ def router_classifier(router: nn.Module, condition: Condition | None) -> Classif
             part = None if condition is None else condition.rows(rows).to(device)
             x = x_t[rows].to(device)
             logits.append(router(x, torch.full((len(x),), t, device=device), part).double().cpu())
-        # Not through the probabilities: those of a router that is sure and wrong underflow to 0.
+        # Not the log of probabilities: those of a confident, wrong router underflow to 0.
         return torch.cat(logits).log_softmax(1)
 
     router.eval()
@@ -130,11 +130,11 @@ def router_classifier(router: nn.Module, condition: Condition | None) -> Classif
 
 
 def routing_figure(scores: Mapping[str, Sequence[RoutingScore]], majority: float, num_clusters: int) -> Figure:
-    """Accuracy by time, NLL by time, and confidence against accuracy over all times.
+    """Plot accuracy and NLL by time, and confidence against accuracy over all times.
 
     Args:
-        scores: of each classifier, by the name that the legend shows.
-        majority: share of the largest cluster, the accuracy of who always names it.
+        scores: scores of each classifier by time; the keys label the legend.
+        majority: share of the largest cluster, which is the accuracy of always choosing it.
         num_clusters: K.
     """
     figure = Figure(figsize=(13, 4), layout="constrained")

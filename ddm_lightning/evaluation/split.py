@@ -1,9 +1,8 @@
-"""All samples of one side of the data set, training or held out, in memory and in a fixed order."""
+"""All training or held-out samples of a data set, in memory and in a fixed order."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -13,14 +12,14 @@ from torch import Tensor
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.flow.condition import Condition
 from ddm_lightning.members.run_folder import RunFolder
+from ddm_lightning.shards.local import read_samples
 from ddm_lightning.shards.manifest import HELD_OUT, Manifest, StoredForm, shard_name
-from ddm_lightning.shards.streaming import open_streams
 from ddm_lightning.shards.verify import verify_shards
 
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """Samples in the order of the source."""
+    """Samples in the source's order."""
 
     sample_ids: Int[Tensor, " n"]
     """Position in the source."""
@@ -31,30 +30,30 @@ class Split:
     captions: list[str]
     """The caption of each."""
     x_0: Float[Tensor, "n c h w"]
-    """As the experts model it, float32."""
+    """Samples as the experts model them, float32."""
     texts: Float[Tensor, "n size"] | None
-    """Pooled text vectors, float32; None when the shards hold none."""
+    """Pooled text vectors, float32; None if the shards hold none."""
 
     def __len__(self) -> int:
         return len(self.sample_ids)
 
     def condition(self, kind: str) -> Condition | None:
-        """The samples' own conditions of a ``condition.kind``; None for ``none``."""
+        """Conditions of the samples for a ``condition.kind``; None for ``none``."""
         if kind == "none":
             return None
         if kind == "class":
             return Condition.of(self.labels)
         if kind == "tokens":
-            raise UserError("key 'condition.kind' = 'tokens': this benchmark reads pooled vectors only; use text")
+            raise UserError("key 'condition.kind' = 'tokens': benchmarks read pooled vectors only; set text")
         assert self.texts is not None, "check_experiment asks for a caption encoder"
         return Condition.of(self.texts)
 
 
 def read_split(run: RunFolder, manifest: Manifest, side: str) -> Split:
-    """Read the shards of all clusters; ``side`` is ``TRAIN`` or ``HELD_OUT`` of ``prepare.manifest``.
+    """Read the shards of all clusters; ``side`` is ``TRAIN`` or ``HELD_OUT`` of ``shards.manifest``.
 
     Raises:
-        UserError: a shard is missing or damaged, or there are no samples on this side.
+        UserError: a shard is missing or damaged, or this side has no samples.
     """
     counts = [cluster.held_out if side == HELD_OUT else cluster.train for cluster in manifest.clusters]
     names = [shard_name(k, side) for k, count in enumerate(counts) if count]
@@ -62,9 +61,7 @@ def read_split(run: RunFolder, manifest: Manifest, side: str) -> Split:
         raise UserError(f"{run.shards}: no {side} samples; set prepare.held_out_fraction above 0 and prepare again")
     for name in names:
         verify_shards(run.shards / name, index_sha256=manifest.index_sha256[name])
-    folders: list[tuple[str | None, Path]] = [(None, run.shards / name) for name in names]
-    dataset = open_streams(folders, batch_size=1, shuffle=False, seed=0, is_local_leader=True)
-    samples = sorted((dataset[i] for i in range(dataset.size)), key=lambda sample: int(sample["sample_id"]))
+    samples = sorted(read_samples([run.shards / name for name in names]), key=lambda sample: int(sample["sample_id"]))
 
     def integers(column: str) -> Int[Tensor, " n"]:
         return torch.tensor([int(sample[column]) for sample in samples], dtype=torch.int64)

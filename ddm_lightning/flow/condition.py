@@ -1,4 +1,4 @@
-"""What a velocity field is conditioned on: a pooled text vector, text tokens or a class a row, or the learned null."""
+"""Conditions of a velocity field: per row a pooled text vector, text tokens, a class, or the learned null."""
 
 from __future__ import annotations
 
@@ -15,52 +15,56 @@ KINDS = ("text", "tokens", "class", "none")
 
 @dataclass(frozen=True)
 class ConditionSpec:
-    """The kind of condition that a network takes, as artifacts record it.
+    """Kind and size of a network's condition, as recorded in artifacts.
 
     Raises:
-        ValueError: unknown ``kind``, or a ``size`` or ``length`` that does not suit it.
+        ValueError: unknown ``kind``, or a ``size`` or ``length`` that does not fit it.
     """
 
     kind: str
     """``text``, ``tokens``, ``class`` or ``none``."""
     size: int
-    """Features of the text vector or of one text token, or number of classes; 0 for ``none``."""
+    """Entries of the text vector or of one text token, or number of classes; 0 for ``none``."""
     length: int = 0
-    """Text tokens a row; 0 for the other kinds."""
+    """Text tokens per row; 0 for the other kinds."""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ValueError(f"condition kind {self.kind!r} is none of {', '.join(KINDS)}")
         if self.size < 0 or (self.size == 0) != (self.kind == "none"):
-            raise ValueError(f"condition size {self.size!r} does not suit kind {self.kind!r}")
+            raise ValueError(f"condition size {self.size!r} does not fit kind {self.kind!r}")
         if self.length < 0 or (self.length > 0) != (self.kind == "tokens"):
-            raise ValueError(f"condition length {self.length!r} does not suit kind {self.kind!r}")
+            raise ValueError(f"condition length {self.length!r} does not fit kind {self.kind!r}")
+
+    @property
+    def row_shape(self) -> tuple[int, ...]:
+        """Shape of one row's value: () for a class, otherwise (size,), or (length, size) for tokens."""
+        if self.kind == "class":
+            return ()
+        return (self.length, self.size) if self.kind == "tokens" else (self.size,)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON: ``{"kind": …, "size": …}``, and ``length`` for ``tokens``."""
+        """JSON values: ``{"kind": …, "size": …}``, and ``length`` for ``tokens``."""
         return {"kind": self.kind, "size": self.size} | ({"length": self.length} if self.length else {})
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> ConditionSpec:
-        """The inverse of ``to_dict``; raises ``ValueError`` unless ``value`` has exactly its keys and types."""
+        """Inverse of ``to_dict``; raises ``ValueError`` unless ``value`` has exactly its keys and types."""
         if set(value) - {"length"} != {"kind", "size"}:
-            raise ValueError(
-                f"a condition has the keys kind and size, for tokens length, not {', '.join(map(str, value)) or 'none'}"
-            )
+            keys = ", ".join(map(str, value)) or "none"
+            raise ValueError(f"a condition has the keys kind and size, for tokens length, not {keys}")
         kind, size, length = value["kind"], value["size"], value.get("length", 0)
-        if not isinstance(kind, str):
-            raise ValueError(f"a condition's kind is a word, not {kind!r}")
-        for name, number in (("size", size), ("length", length)):
-            # JSON's true is an int to isinstance.
-            if not isinstance(number, int) or isinstance(number, bool):
-                raise ValueError(f"a condition's {name} is a whole number, not {number!r}")
+        # Compared by ``type``, because JSON's true is an int to isinstance.
+        if (type(kind), type(size), type(length)) != (str, int, int):
+            problem = f"not {kind!r}, {size!r} and {length!r}"
+            raise ValueError(f"a condition's kind is a text, its size and length are whole numbers, {problem}")
         return cls(kind=kind, size=size, length=length)
 
 
 # Tensors have no truth value, so a generated __eq__ would raise.
 @dataclass(frozen=True, eq=False)
 class Condition:
-    """One condition a row; where a whole batch is unconditional, ``None`` may stand for it."""
+    """One condition per row. ``None`` may replace it for a fully unconditional batch."""
 
     values: Float[Tensor, "b size"] | Float[Tensor, "b m size"] | Int[Tensor, " b"]
     """Text vectors, text tokens, or classes (int64)."""
@@ -69,7 +73,7 @@ class Condition:
 
     @classmethod
     def of(cls, values: Float[Tensor, "b size"] | Float[Tensor, "b m size"] | Int[Tensor, " b"]) -> Condition:
-        """All rows kept."""
+        """A condition that keeps all rows."""
         return cls(values, torch.ones(len(values), dtype=torch.bool, device=values.device))
 
     @classmethod
@@ -78,11 +82,11 @@ class Condition:
         return cls(torch.cat([c.values for c in conditions]), torch.cat([c.keep for c in conditions]))
 
     def dropped(self, mask: Bool[Tensor, " b"]) -> Condition:
-        """The rows in ``mask`` become null; rows that were null stay so."""
+        """Set the rows in ``mask`` to null; null rows stay null."""
         return Condition(self.values, self.keep & ~mask)
 
     def null(self) -> Condition:
-        """Every row null: the unconditional branch of guidance (Ho and Salimans, 2207.12598)."""
+        """Every row null, for the unconditional branch of guidance (Ho and Salimans, 2207.12598)."""
         return Condition(self.values, torch.zeros_like(self.keep))
 
     def rows(self, index: Int[Tensor, " n"] | Bool[Tensor, " b"] | slice) -> Condition:

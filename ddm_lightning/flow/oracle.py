@@ -1,4 +1,4 @@
-"""The exact velocity and cluster posterior of a finite data set: what a perfect ensemble would compute."""
+"""Exact velocity and cluster posterior of a finite data set: the output of a perfect ensemble."""
 
 from __future__ import annotations
 
@@ -14,32 +14,33 @@ from ddm_lightning.flow.path import expand_time
 class FiniteSetOracle:
     """Closed forms for a data set of n equally likely points in K clusters (DDM, 2501.05450).
 
-    With noise, x_t given point i is N((1-t)·x_0^i, t²I), so ``p(i | x_t) = softmax_i(-|x_t - (1-t)·x_0^i|²/2t²)``.
-    A set's velocity is the mean of ``(x_t - x_0^i)/t`` under those weights and the posterior of a cluster is their
-    sum over its points, which contains the cluster's share of the data. Computed in float64, returned in x_t's dtype.
+    x_t given point i is N((1-t)·x_0^i, t²I), so ``p(i | x_t) = softmax_i(-|x_t - (1-t)·x_0^i|²/2t²)``. The velocity of
+    a set of points is the mean of ``(x_t - x_0^i)/t`` under these weights. The posterior of a cluster is the sum of the
+    weights of its points, which includes the cluster's prior. Computed in float64, returned in the dtype of x_t.
+
+    >>> points, labels = torch.tensor([[-1.0], [1.0], [2.0]]), torch.tensor([0, 1, 1])
+    >>> oracle = FiniteSetOracle(points, labels, num_clusters=2)
+    >>> oracle.cluster_posterior(torch.zeros(1, 1), torch.ones(1))  # at t = 1, the priors
+    tensor([[0.3333, 0.6667]])
 
     Args:
-        points: the data set; any shape a point.
-        labels: the cluster of each point, 0 … K-1; a cluster may be empty.
+        points: the data set; points may have any shape.
+        labels: cluster of each point, 0 … K-1; a cluster may be empty.
         num_clusters: K.
-        chunk_size: points taken at once; memory is about ``b·chunk_size`` numbers beside the points.
+        chunk_size: points compared at once; takes memory of about ``b·chunk_size`` numbers.
 
     Raises:
         ValueError: no points, or a label outside 0 … K-1.
     """
 
     def __init__(
-        self,
-        points: Float[Tensor, "n *shape"],
-        labels: Int[Tensor, " n"],
-        num_clusters: int,
-        chunk_size: int = 4096,
+        self, points: Float[Tensor, "n *shape"], labels: Int[Tensor, " n"], num_clusters: int, chunk_size: int = 4096
     ) -> None:
         if not len(points):
-            raise ValueError("a set without points has no velocity")
+            raise ValueError("an empty set has no velocity")
         if labels.min() < 0 or labels.max() >= num_clusters:
             raise ValueError(f"labels must lie in 0 … {num_clusters - 1}")
-        # Sorted by cluster, so that a cluster is a slice and nothing is copied a call.
+        # Sorted by cluster, so that each cluster is a slice and calls copy nothing.
         order = torch.argsort(labels, stable=True)
         self._points = points[order].flatten(1).double()
         self._half_squares = self._points.square().sum(1) / 2
@@ -61,7 +62,7 @@ class FiniteSetOracle:
         return self._velocity(x_t, t, start, end)
 
     def cluster_posterior(self, x_t: Float[Tensor, "b *shape"], t: Float[Tensor, " b"]) -> Float[Tensor, "b k"]:
-        """``p(k | x_t, t)`` for every cluster, 0 for an empty one; raises ``ValueError`` unless every t > 0."""
+        """``p(k | x_t, t)`` of every cluster, 0 for an empty one; raises ``ValueError`` unless every t > 0."""
         evidence = x_t.new_full((len(x_t), len(self._slices)), -torch.inf, dtype=torch.float64)
         for k, (start, end) in enumerate(self._slices):
             for logits, _ in self._chunks(x_t, t, start, end):
@@ -74,7 +75,7 @@ class FiniteSetOracle:
         total = x_t.new_full((len(x_t), 1), -torch.inf, dtype=torch.float64)
         mean = x_t.new_zeros((len(x_t), self._points.shape[1]), dtype=torch.float64)
         for logits, points in self._chunks(x_t, t, start, end):
-            # A running mean, weighted by evidence: each chunk moves it by its share of the total so far.
+            # Running mean weighted by evidence: each chunk moves it by its share of the total so far.
             chunk = logits.logsumexp(1, keepdim=True)
             total = torch.logaddexp(total, chunk)
             mean = mean + (chunk - total).exp() * (logits.softmax(1) @ points - mean)
@@ -83,7 +84,7 @@ class FiniteSetOracle:
     def _chunks(
         self, x_t: Float[Tensor, "b *shape"], t: Float[Tensor, " b"], start: int, end: int
     ) -> Iterator[tuple[Float[Tensor, "b c"], Float[Tensor, "c d"]]]:
-        """Chunks of points with their log-likelihoods, less the term -|x_t|²/2t² that all points share."""
+        """Chunks of points with their log-likelihoods, without the shared term -|x_t|²/2t²."""
         if (t <= 0).any():
             raise ValueError("the oracle needs t > 0: at t = 0 a finite set has no density")
         rows, time = x_t.flatten(1).double(), t.double()[:, None]

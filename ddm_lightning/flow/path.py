@@ -1,4 +1,12 @@
-"""The linear path from data (t = 0) to noise (t = 1) and its velocity (DDM, 2501.05450)."""
+"""The linear path from data (t = 0) to noise (t = 1), and its velocity (DDM, 2501.05450).
+
+The loss of a velocity network:
+
+    >>> network, x_0 = (lambda x_t, t: torch.zeros_like(x_t)), torch.randn(16, 4, 8, 8)
+    >>> noise, t = torch.randn_like(x_0), torch.rand(16)
+    >>> predicted = network(interpolate(x_0, noise, t), t)
+    >>> loss = (predicted - velocity_target(x_0, noise)).square().mean()
+"""
 
 from __future__ import annotations
 
@@ -11,7 +19,7 @@ from torch import Tensor
 
 
 def expand_time(t: Float[Tensor, " b"], x: Float[Tensor, "b *shape"]) -> Float[Tensor, "b *ones"]:
-    """``t`` with axes of length 1 appended until it broadcasts against ``x``."""
+    """``t`` with axes of length 1 appended, to broadcast against ``x``."""
     return t.reshape(-1, *(1 for _ in x.shape[1:]))
 
 
@@ -24,7 +32,7 @@ def interpolate(
 
 
 def velocity_target(x_0: Float[Tensor, "b *shape"], noise: Float[Tensor, "b *shape"]) -> Float[Tensor, "b *shape"]:
-    """``dx_t/dt = noise - x_0``, what a velocity network regresses."""
+    """``dx_t/dt = noise - x_0``, the regression target of a velocity network."""
     return noise - x_0
 
 
@@ -43,13 +51,13 @@ def noise_from_velocity(
 
 
 VelocityField: TypeAlias = Callable[[Float[Tensor, "b *shape"], Float[Tensor, " b"]], Float[Tensor, "b *shape"]]
-"""``velocity(x_t, t)``: the mean of ``noise - x_0`` given ``x_t``, row by row."""
+"""``velocity(x_t, t)``: the expected ``noise - x_0`` given ``x_t``, for each row."""
 
 
 def time_rows(t: float, x_t: Float[Tensor, "b *shape"]) -> Float[Tensor, " b"]:
-    """The number ``t`` once a row of ``x_t``: float64 beside float64, else float32.
+    """``t`` repeated for each row of ``x_t``, in float64 if ``x_t`` is float64, else in float32.
 
-    Never narrower, because bfloat16 has 3 digits and would move t.
+    Never narrower: bfloat16 has 3 digits and would change t.
     """
     dtype = torch.promote_types(x_t.dtype, torch.float32)
     return torch.full((len(x_t),), t, dtype=dtype, device=x_t.device)

@@ -1,4 +1,4 @@
-"""Where on [0, 1] training looks and sampling stops; t = 0 is data, t = 1 is noise."""
+"""Times of training and sampling on [0, 1]; t = 0 is data, t = 1 is noise."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MARGIN = 1e-6
 def shift_timesteps(t: Float[Tensor, "*shape"], shift: float) -> Float[Tensor, "*shape"]:
     """``shift·t / (1 + (shift-1)·t)``: moves times towards noise for ``shift`` > 1 (SD3, 2403.03206, section 5.3.2).
 
-    In terms of logits it adds ``log(shift)``; 0 and 1 stay where they are.
+    Adds ``log(shift)`` to logit(t); 0 and 1 stay fixed.
     """
     return shift * t / (1 + (shift - 1) * t)
 
@@ -34,13 +34,13 @@ def sample_timesteps(
     """``num`` random training times on ``device``, float32, strictly inside (0, 1).
 
     Args:
-        num: how many.
+        num: number of times.
         density: ``logit-normal`` (SD3, 2403.03206, section 3.1) or ``uniform``.
         mean: mean of logit(t) before the shift; ``uniform`` ignores it.
-        std: standard deviation of logit(t); ``uniform`` ignores it.
+        std: std of logit(t); ``uniform`` ignores it.
         shift: see ``shift_timesteps``.
-        generator: drawn from on its own device, so a CPU generator gives every machine the same times.
-        device: where the times go.
+        generator: source of the times, on its own device: a CPU generator gives the same times on every machine.
+        device: device of the result.
 
     Raises:
         ValueError: ``density`` is none of ``DENSITIES``.
@@ -55,15 +55,12 @@ def sample_timesteps(
 
 
 def stratified_timesteps(num: int = 8) -> Float[Tensor, " b"]:
-    """The midpoints of ``num`` equal parts of [0, 1], float32: fixed times make validation losses comparable."""
+    """Midpoints of ``num`` equal parts of [0, 1], float32. Fixed times make validation losses comparable."""
     return (torch.arange(num, dtype=torch.float32) + 0.5) / num
 
 
 def sampling_times(
-    num_steps: int,
-    shift: float = 1.0,
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype = torch.float32,
+    num_steps: int, shift: float = 1.0, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
 ) -> Float[Tensor, " num_times"]:
     """``num_steps + 1`` times from exactly 1 (noise) down to exactly 0 (data), shifted as in training."""
     times = shift_timesteps(torch.linspace(1, 0, num_steps + 1, dtype=torch.float64), shift)
@@ -72,13 +69,13 @@ def sampling_times(
 
 
 def intervals(times: Float[Tensor, " num_times"]) -> list[tuple[float, float]]:
-    """The steps ``(t, s)`` between neighbouring ``times`` as plain numbers: one device synchronisation in all.
+    """The steps ``(t, s)`` between neighbouring ``times`` as Python floats, with a single device synchronisation.
 
     Raises:
-        ValueError: fewer than two times, or times that do not fall strictly within [0, 1].
+        ValueError: fewer than two times, or times that do not strictly decrease within [0, 1].
     """
     values: list[float] = times.tolist()
     steps = list(pairwise(values))
     if not steps or values[0] > 1 or values[-1] < 0 or not all(t > s for t, s in steps):
-        raise ValueError(f"sampling times must fall strictly from at most 1 to at least 0, got {values}")
+        raise ValueError(f"sampling times must strictly decrease within [0, 1], got {values}")
     return steps

@@ -24,10 +24,10 @@ from ddm_lightning.core.files import atomic_write_text
 from ddm_lightning.core.formatting import member_columns
 from ddm_lightning.core.processes import FITTED_BY, STOP_SIGNALS, STOPPED, num_cores
 from ddm_lightning.islands.status import member_status
-from ddm_lightning.members.member import batch_size_of, config_of, member_training_flops
+from ddm_lightning.members.handover import is_finished
+from ddm_lightning.members.member import Member, train_config
 from ddm_lightning.members.run_folder import RunFolder
 from ddm_lightning.shards.manifest import Manifest
-from ddm_lightning.training.handover import is_finished
 
 POLL_SECONDS = 0.5
 
@@ -113,7 +113,9 @@ def fit_members(
     """
     manifest = Manifest.read(run.root)
     waiting = _longest_first(
-        [member for member in members if not is_finished(member, experiment, run)], experiment, manifest
+        [member for member in members if not _done(member, experiment, run)],
+        experiment,
+        manifest,
     )
     running: list[_Child] = []
     failures: dict[str, str] = {}
@@ -136,7 +138,7 @@ def fit_members(
                         _show(progress, tasks[child.member], child.member, experiment, run)
                         if code is not None:
                             running.remove(child)
-                            if not is_finished(child.member, experiment, run):
+                            if not _done(child.member, experiment, run):
                                 failures[child.member] = _failure(child, code)
             if requests.more_than(0):
                 raise FitInterruptedError
@@ -146,17 +148,19 @@ def fit_members(
     return failures
 
 
-def _longest_first(members: list[str], experiment: Experiment, manifest: Manifest) -> list[str]:
-    """Order by cost, so that no long member trains alone at the end."""
+def _done(name: str, experiment: Experiment, run: RunFolder) -> bool:
+    return is_finished(name, train_config(name, experiment).max_steps, run)
+
+
+def _longest_first(names: list[str], experiment: Experiment, manifest: Manifest) -> list[str]:
+    """Sort by cost, so that a long training does not end up alone."""
+    members = [Member.resolve(name, experiment, manifest) for name in names]
     try:
-        cost = {member: member_training_flops(member, experiment, manifest) for member in members}
+        cost = {member.name: member.training_flops() for member in members}
     except (RuntimeError, NotImplementedError):
-        # The FLOPs of a plug-in cannot be counted. They do not compare with samples, so count samples for all.
-        cost = {
-            member: float(batch_size_of(member, experiment) * config_of(member, experiment).train.max_steps)
-            for member in members
-        }
-    return sorted(members, key=lambda member: -cost[member])
+        # A plug-in with uncounted operations: compare numbers of samples, for all members.
+        cost = {member.name: float(member.batch_size * member.train.max_steps) for member in members}
+    return sorted(names, key=lambda name: -cost[name])
 
 
 def _start(member: str, slot: int, experiment: Experiment, run: RunFolder) -> _Child:
@@ -196,7 +200,7 @@ def _wait_for_any(running: list[_Child]) -> None:
 
 def _task(progress: Progress, member: str, experiment: Experiment, run: RunFolder) -> TaskID:
     status = member_status(member, experiment, run)
-    state = status.state if is_finished(member, experiment, run) else "waiting"
+    state = status.state if _done(member, experiment, run) else "waiting"
     return progress.add_task(member, start=False, total=status.max_steps, completed=status.step, note=state)
 
 

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from ddm_lightning.config import Experiment
 from ddm_lightning.members.artifact import read_meta
-from ddm_lightning.members.member import MONOLITH, config_of, ensemble_members
+from ddm_lightning.members.member import MONOLITH, ensemble_members, train_config
 from ddm_lightning.members.run_folder import RunFolder
 from ddm_lightning.members.status import MemberStatus, loss_of
 from ddm_lightning.training.guard import skipped_of
@@ -21,7 +21,7 @@ def member_status(member: str, experiment: Experiment, run: RunFolder) -> Member
 
     A finished member that trains on has taken more steps than its artifact.
     """
-    status = MemberStatus.read(run.member(member), member, config_of(member, experiment).train.max_steps)
+    status = MemberStatus.read(run.member(member), member, train_config(member, experiment).max_steps)
     if run.is_finished(member) and (meta := read_meta(run.artifact(member))).step >= status.step:
         status.state, status.step, status.metrics = "done", meta.step, {**status.metrics, **meta.metrics}
     return status

@@ -258,7 +258,7 @@ def _fitting_network(meta: ArtifactMeta, weights: Mapping[str, Tensor], source: 
         network = _build_bounded(make, weights)
     except (UserError, RuntimeError, ArithmeticError) as error:
         # Torch raises the latter two for sizes from a stranger's file, such as a width of 0.
-        raise UserError(f"{source}: cannot be built: {first_line(error)[:300]}; {release}") from None
+        raise UserError(f"{source}: cannot be built: {first_line(error)}; {release}") from None
     expected = network.state_dict()
     mismatches = [
         *(f"{key!r} is missing" for key in expected if key not in weights),

@@ -1,13 +1,14 @@
-"""Members: the things that are trained alone, by name."""
+"""Members: what trains alone, resolved from an experiment and the sizes of its data."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from ddm_lightning.config import Experiment, ExpertConfig, RouterConfig
+from ddm_lightning.config import Experiment, PluginConfig, TimestepsConfig, TrainConfig
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import EXPERTS, ROUTERS
 from ddm_lightning.flow.condition import ConditionSpec
@@ -19,21 +20,21 @@ ROUTER, MONOLITH = "router", "monolith"
 
 
 def expert_name(cluster: int) -> str:
-    """The member that trains on ``cluster``."""
+    """Name of the expert that trains on ``cluster``."""
     return f"expert-{cluster}"
 
 
 def ensemble_members(experiment: Experiment) -> list[str]:
-    """The members of the ensemble: K experts, then the router; one expert needs none."""
+    """Names of the ensemble's members: K experts, then the router unless K = 1."""
     num_clusters = experiment.prepare.partition.num_clusters
     return [expert_name(k) for k in range(num_clusters)] + ([ROUTER] if num_clusters > 1 else [])
 
 
 def parse_members(text: str, experiment: Experiment) -> list[str]:
-    """Members named by ``member=…`` on the command line: names separated by commas, or ``all``.
+    """Names given by ``member=…`` on the command line: separated by commas, or ``all``.
 
     Raises:
-        UserError: a name that this experiment has no member for.
+        UserError: the experiment has no member of that name.
     """
     if text == "all":
         return ensemble_members(experiment)
@@ -45,96 +46,129 @@ def parse_members(text: str, experiment: Experiment) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def role_of(member: str) -> str:
+def train_config(name: str, experiment: Experiment) -> TrainConfig:
+    """Training settings of a member; ``Member.resolve`` has the rest, but needs the sizes of the data."""
+    return (experiment.router if name == ROUTER else experiment.expert).train
+
+
+def batch_size(name: str, experiment: Experiment) -> int:
+    """Samples per optimizer step; an expert takes 1/K of the monolith's (arXiv 2501.05450, section 4)."""
+    total = train_config(name, experiment).global_batch_size
+    return total // experiment.prepare.partition.num_clusters if name.startswith("expert-") else total
+
+
+@dataclass(frozen=True)
+class Member:
+    """One member with everything that the experiment and its data decide about it."""
+
+    name: str
+    """``expert-0`` …, ``router`` or ``monolith``; keys the noise of its training."""
+    role: str
     """``expert``, ``router`` or ``monolith``."""
-    return member.partition("-")[0]
+    section: str
+    """Section of the experiment that describes it: ``expert`` or ``router``."""
+    clusters: tuple[int, ...]
+    """Clusters that it trains on."""
+    num_clusters: int
+    """K of the partition."""
+    seed: int
+    """Seed of the experiment."""
+    network: PluginConfig
+    train: TrainConfig
+    timesteps: TimestepsConfig
+    batch_size: int
+    """Samples per optimizer step, over all ranks."""
+    x_shape: tuple[int, int, int]
+    """Channels, height and width of ``x_0``."""
+    condition: ConditionSpec
+    """What its network is conditioned on."""
+    condition_dropout: float
+    """Probability of dropping a sample's condition."""
+    min_snr_gamma: float | None
+    """Cap of the loss weight over timesteps; None for equal weights."""
+    image_encoder: PluginConfig
+    caption_encoder: PluginConfig | None
+
+    @classmethod
+    def resolve(cls, name: str, experiment: Experiment, sizes: Manifest | DataSizes) -> Member:
+        """Resolve the member called ``name``.
+
+        Raises:
+            UserError: the manifest has another number of clusters, or no tokens where tokens are the condition.
+        """
+        role = name.partition("-")[0]
+        is_router, num_clusters = role == ROUTER, experiment.prepare.partition.num_clusters
+        if isinstance(sizes, Manifest) and sizes.num_clusters != num_clusters:
+            raise UserError(
+                f"key 'prepare.partition.num_clusters' = {num_clusters}: the manifest has {sizes.num_clusters}"
+            )
+        config = experiment.router if is_router else experiment.expert
+        unconditional = is_router and not experiment.router.conditional
+        return cls(
+            name=name,
+            role=role,
+            section="router" if is_router else "expert",
+            clusters=(int(name.partition("-")[2]),) if role == "expert" else tuple(range(num_clusters)),
+            num_clusters=num_clusters,
+            seed=experiment.seed,
+            network=config.network,
+            train=config.train,
+            timesteps=config.timesteps,
+            batch_size=batch_size(name, experiment),
+            x_shape=sizes.x_shape,
+            condition=ConditionSpec("none", 0) if unconditional else condition_spec(experiment, sizes),
+            condition_dropout=experiment.router.condition_dropout if is_router else experiment.condition.dropout,
+            min_snr_gamma=None if is_router else experiment.expert.min_snr_gamma,
+            image_encoder=experiment.prepare.image_encoder,
+            caption_encoder=experiment.prepare.caption_encoder,
+        )
+
+    def build_network(self) -> nn.Module:
+        """Build the network with initial weights drawn from the seed and the section.
+
+        All experts start from the same weights, as the monolith does.
+
+        Raises:
+            UserError: unknown network, or parameters that it does not take.
+        """
+        context: dict[str, Any] = {"x_shape": tuple(self.x_shape), "condition": self.condition}
+        registry = EXPERTS
+        if self.role == ROUTER:
+            registry = ROUTERS
+            context["num_clusters"] = self.num_clusters
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(keyed_generator(self.seed, "initial weights", self.section).initial_seed())
+            network: nn.Module = registry.build(self.network.name, self.network.params, **context)
+        return network
+
+    def plan_network(self) -> nn.Module:
+        """Build the network without memory for its weights, on the meta device; a plug-in that refuses, as it is.
+
+        Raises:
+            UserError: as ``build_network``.
+        """
+        try:
+            with torch.device("meta"):
+                return self.build_network()
+        except (RuntimeError, ArithmeticError):
+            return self.build_network()
+
+    def training_flops(self) -> float:
+        """Measured FLOPs of the whole training: forward and backward of every sample."""
+        per_sample = flops_per_sample(self.plan_network(), self.x_shape, self.condition, backward=True)
+        return per_sample * self.batch_size * self.train.max_steps
 
 
-def config_of(member: str, experiment: Experiment) -> ExpertConfig | RouterConfig:
-    """The section of the experiment that describes this member."""
-    return experiment.router if member == ROUTER else experiment.expert
-
-
-def clusters_of(member: str, experiment: Experiment) -> list[int]:
-    """The clusters that this member trains on."""
-    if role_of(member) == "expert":
-        return [int(member.partition("-")[2])]
-    return list(range(experiment.prepare.partition.num_clusters))
-
-
-def batch_size_of(member: str, experiment: Experiment) -> int:
-    """Samples per optimizer step of this member: an expert takes 1/K of the monolith's (paper, section 4)."""
-    total = config_of(member, experiment).train.global_batch_size
-    return total // experiment.prepare.partition.num_clusters if role_of(member) == "expert" else total
-
-
-def condition_spec(experiment: Experiment, manifest: Manifest | DataSizes) -> ConditionSpec:
-    """What the experts see besides ``x_t`` and t.
+def condition_spec(experiment: Experiment, sizes: Manifest | DataSizes) -> ConditionSpec:
+    """What the experts are conditioned on.
 
     Raises:
         UserError: tokens are asked for and the shards hold none.
     """
     kind = experiment.condition.kind
     if kind == "tokens":
-        if manifest.token_shape is None:
+        if sizes.token_shape is None:
             raise UserError("key 'condition.kind' = 'tokens': the shards hold no tokens; prepare them with some")
-        length, size = manifest.token_shape
+        length, size = sizes.token_shape
         return ConditionSpec(kind, size, length)
-    return ConditionSpec(kind, {"text": manifest.text_size, "class": manifest.num_classes, "none": 0}[kind])
-
-
-def member_condition(member: str, experiment: Experiment, manifest: Manifest | DataSizes) -> ConditionSpec:
-    """``condition_spec`` for one member; an unconditional router sees none."""
-    if member == ROUTER and not experiment.router.conditional:
-        return ConditionSpec("none", 0)
-    return condition_spec(experiment, manifest)
-
-
-def build_member_network(member: str, experiment: Experiment, manifest: Manifest | DataSizes) -> nn.Module:
-    """The member's network with initial weights drawn from the experiment's seed and the member's role.
-
-    All experts start from the same weights, as the monolith does.
-
-    Raises:
-        UserError: unknown network name, or params that it does not take.
-    """
-    plugin = config_of(member, experiment).network
-    context: dict[str, Any] = {
-        "x_shape": tuple(manifest.x_shape),
-        "condition": member_condition(member, experiment, manifest),
-    }
-    registry = EXPERTS
-    if member == ROUTER:
-        registry = ROUTERS
-        context["num_clusters"] = experiment.prepare.partition.num_clusters
-    role = "router" if member == ROUTER else "expert"
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(keyed_generator(experiment.seed, "initial weights", role).initial_seed())
-        network: nn.Module = registry.build(plugin.name, plugin.params, **context)
-    return network
-
-
-def planned_network(member: str, experiment: Experiment, manifest: Manifest | DataSizes) -> nn.Module:
-    """The member's network without numbers, for whoever only plans: billions of parameters then take no memory.
-
-    A plug-in that cannot be built so is built as it is.
-
-    Raises:
-        UserError: as ``build_member_network``.
-    """
-    try:
-        with torch.device("meta"):
-            return build_member_network(member, experiment, manifest)
-    except (RuntimeError, ArithmeticError):
-        return build_member_network(member, experiment, manifest)
-
-
-def member_training_flops(member: str, experiment: Experiment, manifest: Manifest) -> float:
-    """Measured FLOPs of a member's whole training: forward and backward of every sample it sees."""
-    per_sample = flops_per_sample(
-        planned_network(member, experiment, manifest),
-        (manifest.x_shape[0], manifest.x_shape[1], manifest.x_shape[2]),
-        member_condition(member, experiment, manifest),
-        backward=True,
-    )
-    return per_sample * batch_size_of(member, experiment) * config_of(member, experiment).train.max_steps
+    return ConditionSpec(kind, {"text": sizes.text_size, "class": sizes.num_classes, "none": 0}[kind])

@@ -1,9 +1,9 @@
 """Networks in pure torch; a model file knows nothing of sharding, compilation or training.
 
-- ``dit``, ``mmdit``, ``router_dit``: the built-in experts and router; importing this package registers them
-- ``trunk``, ``blocks``, ``embeddings``, ``recipe``: what they are made of
-- ``attention``: one function, several back ends
-- ``registry``: networks by name, other packages' included
+- ``dit``, ``mmdit``, ``router``: the built-in experts and router; importing this package registers them
+- ``trunk``, ``blocks``, ``embeddings``, ``recipe``: their parts and options
+- ``attention``: one function with several back ends
+- ``flops``: measured floating-point operations
 """
 
 from ddm_lightning.core.registry import EXPERTS, ROUTERS

@@ -1,4 +1,4 @@
-"""Attention through one small function; the configuration chooses its back end."""
+"""Attention as one function with several back ends, chosen by the configuration."""
 
 from __future__ import annotations
 
@@ -19,31 +19,28 @@ _KERNELS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
-"""Of torch's own."""
+"""torch's own kernels."""
 BACKENDS = ("auto", "sdpa", *_KERNELS, "xformers")
 
 _REMEDY = "set island.attention=sdpa"
-_loaded: Any = None  # of xformers.ops
+_xformers_ops: Any = None
 
 
 def attention(
-    q: Float[Tensor, "b n h d"],
-    k: Float[Tensor, "b m h d"],
-    v: Float[Tensor, "b m h d"],
-    backend: str = "auto",
+    q: Float[Tensor, "b n h d"], k: Float[Tensor, "b m h d"], v: Float[Tensor, "b m h d"], backend: str = "auto"
 ) -> Float[Tensor, "b n h d"]:
-    """Softmax attention, ``softmax(q kᵀ / √d) v`` head by head (Vaswani et al., 1706.03762, eq. 1).
+    """Softmax attention of each head, ``softmax(q kᵀ / √d) v`` (Vaswani et al., 1706.03762, eq. 1).
 
     Args:
         q: queries.
         k: keys.
         v: values.
-        backend: ``sdpa`` is torch's own by a kernel of its choice, ``flash``, ``cudnn`` and ``efficient`` are its
-            kernels, ``xformers`` its memory-efficient attention on CUDA; ``auto`` is ``sdpa``, which runs everywhere.
+        backend: ``sdpa`` is torch's, with a kernel of its choice; ``flash``, ``cudnn`` and ``efficient`` fix that
+            kernel; ``xformers`` is memory-efficient attention on CUDA; ``auto`` is ``sdpa``, which runs everywhere.
 
     Raises:
-        UserError: unknown ``backend``, or ``xformers`` where it cannot run.
-        RuntimeError: a kernel of torch's where it cannot run (``check_attention``).
+        UserError: unknown ``backend``, or ``xformers`` cannot run here.
+        RuntimeError: a kernel of torch cannot run here (see ``check_attention``).
     """
     if backend in _KERNELS:
         with sdpa_kernel(_KERNELS[backend]):
@@ -58,16 +55,16 @@ def attention(
 
 
 def rotate(x: Float[Tensor, "b n h d"], rotation: Float[Tensor, "#b n 2 half"]) -> Float[Tensor, "b n h d"]:
-    """Turn each pair of features (i, i + d/2) of queries or keys by its token's angle (Su et al., 2104.09864, eq. 34).
+    """Rotate each pair of features (i, i + d/2) by its token's angle (RoPE: Su et al., 2104.09864, eq. 34).
 
-    A query's product with a key then depends on the difference of their angles alone.
+    The product of a query and a key then depends only on the difference of their angles.
 
     Args:
         x: queries or keys.
-        rotation: cosines, then sines, as ``embeddings.axial_rotation`` gives them; a row of ``x`` may have its own.
+        rotation: cosines, then sines, from ``embeddings.axial_rotation``; shared by all rows, or one per row of ``x``.
 
     Returns:
-        The turned ones, in the type of ``x``; the product is taken in the wider of the two types.
+        Rotated queries or keys in the dtype of ``x``, computed in the wider of the two dtypes.
     """
     cosine, sine = rotation[:, :, None].unbind(3)
     first, second = x.chunk(2, dim=-1)
@@ -75,18 +72,18 @@ def rotate(x: Float[Tensor, "b n h d"], rotation: Float[Tensor, "#b n 2 half"]) 
 
 
 def set_attention(module: nn.Module, backend: str) -> int:
-    """Choose the back end of every submodule of ``module`` that has an ``attention_backend``.
+    """Set the ``attention_backend`` of every submodule that has one.
 
     Returns:
-        How many submodules listen; 0 for a network that attends in its own way, or not at all.
+        The number of such submodules; 0 for a network with attention of its own, or with none.
 
     Raises:
-        UserError: unknown ``backend``, or ``xformers`` where it is not installed.
+        UserError: unknown ``backend``, or ``xformers`` is not installed.
     """
     if backend not in BACKENDS:
         raise _unknown(backend)
     if backend == "xformers":
-        _load_ahead()
+        _load_xformers()  # now, because compiled code cannot import
     listeners: list[Any] = [part for part in module.modules() if hasattr(part, "attention_backend")]
     for part in listeners:
         part.attention_backend = backend
@@ -94,7 +91,7 @@ def set_attention(module: nn.Module, backend: str) -> int:
 
 
 def check_attention(backend: str, device: torch.device) -> None:
-    """Attend once, forward and backward, by a kernel that may not run on ``device`` in the precision in force.
+    """Try attention on ``device`` once, forward and backward, in the current precision.
 
     Raises:
         UserError: ``backend`` cannot run there.
@@ -102,10 +99,10 @@ def check_attention(backend: str, device: torch.device) -> None:
     if backend in ("auto", "sdpa"):
         return
     square = torch.ones(64, 64, device=device, requires_grad=True)
-    q = (square @ square).view(1, 64, 1, 64)  # of the type that a linear layer gives
+    q = (square @ square).view(1, 64, 1, 64)  # in the dtype of a linear layer's output
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a line of torch's for each kernel that cannot run
+            warnings.simplefilter("ignore")  # torch's, one for each kernel that cannot run
             attention(q, q, q, backend).sum().backward()
     except RuntimeError as error:
         raise UserError(f"attention back end {backend!r} has no kernel for {q.dtype} on {device}; {_REMEDY}") from error
@@ -115,24 +112,22 @@ def _unknown(backend: str) -> UserError:
     return UserError(f"unknown attention back end {backend!r}; island.attention is one of: {', '.join(BACKENDS)}")
 
 
-def _load_ahead() -> None:
-    """Import what compiled code cannot import."""
-    global _loaded
+def _load_xformers() -> Any:
+    """Import xformers only when used: it takes over a second, and warns on machines without CUDA."""
+    global _xformers_ops
     try:
-        _loaded = importlib.import_module("xformers.ops")
+        _xformers_ops = importlib.import_module("xformers.ops")
     except ImportError as error:
         raise UserError(f"attention back end 'xformers' cannot be imported ({error}); {_REMEDY}") from error
+    return _xformers_ops
 
 
 def _xformers(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     if not q.is_cuda:
         raise UserError(f"attention back end 'xformers' needs a CUDA device, not {q.device.type!r}; {_REMEDY}")
+    ops = _xformers_ops if torch.compiler.is_compiling() else _load_xformers()
     try:
-        # Only here, because importing it takes over a second and warns on machines without CUDA.
-        ops = _loaded if torch.compiler.is_compiling() else importlib.import_module("xformers.ops")
         attended: Tensor = ops.memory_efficient_attention(q, k, v)
-    except ImportError as error:
-        raise UserError(f"attention back end 'xformers' cannot be imported ({error}); {_REMEDY}") from error
     except NotImplementedError as error:
         shape = f"{tuple(q.shape)} {q.dtype}"
         raise UserError(f"attention back end 'xformers' has no kernel for queries {shape} here; {_REMEDY}") from error

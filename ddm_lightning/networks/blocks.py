@@ -1,6 +1,6 @@
 """Transformer layers modulated by time and condition: adaLN-Zero (Peebles and Xie, 2212.09748, section 3.2).
 
-``recipe.Recipe`` names the other choices: a SwiGLU, an RMSNorm, adaLN-single.
+Options of ``recipe.Recipe``: SwiGLU, RMSNorm, adaLN-single.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ _EPSILON = 1e-6
 def modulate(
     x: Float[Tensor, "b n d"], shift: Float[Tensor, "b 1 d"], scale: Float[Tensor, "b 1 d"], norm: str = "layer"
 ) -> Float[Tensor, "b n d"]:
-    """A norm over the width without parameters of its own, then ``(1 + scale)`` times it, plus ``shift``.
+    """``norm(x)·(1 + scale) + shift``, with a norm over the width that has no parameters.
 
-    ``norm`` is ``layer`` or ``rms`` (Zhang and Sennrich, 1910.07467: no mean is taken off).
+    ``norm`` is ``layer`` or ``rms`` (Zhang and Sennrich, 1910.07467: does not subtract the mean).
     """
     normed = functional.rms_norm if norm == "rms" else functional.layer_norm
     return torch.addcmul(shift, normed(x, x.shape[-1:], eps=_EPSILON), 1 + scale)
 
 
 def normalised(x: Float[Tensor, "b n h d"], norm: nn.RMSNorm | None) -> Float[Tensor, "b n h d"]:
-    """Queries or keys after ``norm``, in their own type.
+    """Queries or keys after ``norm``, in the dtype of ``x``.
 
-    Under autocast the norm works in its weight's type, float32 unless FSDP2 gathers it in bfloat16; xformers then wants
-    one type for queries, keys and values.
+    Under autocast the norm computes in its weight's dtype: float32, unless FSDP2 gathers it in bfloat16. Converted
+    back, because xformers needs one dtype for queries, keys and values.
     """
     if norm is None:
         return x
@@ -40,7 +40,7 @@ def normalised(x: Float[Tensor, "b n h d"], norm: nn.RMSNorm | None) -> Float[Te
 
 
 def head_norm(width: int, num_heads: int, qk_norm: bool) -> nn.RMSNorm | None:
-    """An RMSNorm of queries or keys a head, against bfloat16 blow-ups; None without ``qk_norm``."""
+    """RMSNorm of each head's queries or keys, against overflow in bfloat16; None without ``qk_norm``."""
     return nn.RMSNorm(width // num_heads, eps=_EPSILON) if qk_norm else None
 
 
@@ -51,7 +51,7 @@ class SelfAttention(nn.Module):
         super().__init__()
         self.num_heads = num_heads
         self.attention_backend = "auto"
-        # One product for the three: a small matrix product costs more a FLOP than a large one.
+        # One product for all three: large matrix products cost less per FLOP.
         self.qkv = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
         self.query_norm = head_norm(width, num_heads, qk_norm)
@@ -60,7 +60,7 @@ class SelfAttention(nn.Module):
     def forward(
         self, x: Float[Tensor, "b n d"], rotation: Float[Tensor, "#b n 2 half"] | None = None
     ) -> Float[Tensor, "b n d"]:
-        """Every token attends to every token of its row; ``rotation`` turns queries and keys (``attention.rotate``)."""
+        """Every token attends to all tokens of its row; ``rotation`` is that of ``attention.rotate``."""
         q, k, v = self.qkv(x).unflatten(2, (3, self.num_heads, -1)).unbind(2)
         q, k = normalised(q, self.query_norm), normalised(k, self.key_norm)
         if rotation is not None:
@@ -70,7 +70,7 @@ class SelfAttention(nn.Module):
 
 
 class CrossAttention(nn.Module):
-    """Multi-head attention of patches to text tokens (Rombach et al., 2112.10752); ``qk_norm`` adds ``head_norm``."""
+    """Multi-head attention from patches to text tokens (Rombach et al., 2112.10752); ``qk_norm`` adds ``head_norm``."""
 
     def __init__(self, width: int, num_heads: int, qk_norm: bool) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class CrossAttention(nn.Module):
         self.key_norm = head_norm(width, num_heads, qk_norm)
 
     def forward(self, x: Float[Tensor, "b n d"], context: Float[Tensor, "b m d"]) -> Float[Tensor, "b n d"]:
-        """Every token of ``x`` attends to every token of ``context`` in its row."""
+        """Every token of ``x`` attends to all tokens of ``context`` in its row."""
         q = self.q(x).unflatten(2, (self.num_heads, -1))
         k, v = self.kv(context).unflatten(2, (2, self.num_heads, -1)).unbind(2)
         q, k = normalised(q, self.query_norm), normalised(k, self.key_norm)
@@ -92,49 +92,49 @@ class CrossAttention(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    """The gated MLP ``down(silu(gate(x)) * up(x))`` (Shazeer, 2002.05202), of as many parameters as a plain one.
+    """Gated MLP ``down(silu(gate(x)) * up(x))`` (Shazeer, 2002.05202) with as many parameters as a plain MLP.
 
-    Three matrices instead of two, so two thirds of the plain MLP's ``hidden`` features, rounded up to a multiple of
-    64, or of 8 where ``width`` is below 512.
+    It has three matrices instead of two, hence two thirds of the plain MLP's ``hidden`` features, rounded up to a
+    multiple of 64, or of 8 if ``width`` is below 512.
     """
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
         multiple = 64 if width >= 512 else 8
         gated = multiple * -(-2 * hidden // (3 * multiple))
-        # One product for the two, as for queries, keys and values.
+        # One product for both, as for queries, keys and values.
         self.gate_up = nn.Linear(width, 2 * gated)
         self.down = nn.Linear(gated, width)
 
     def forward(self, x: Float[Tensor, "b n d"]) -> Float[Tensor, "b n d"]:
-        """Each token alone."""
+        """Transform each token independently."""
         gate, up = self.gate_up(x).chunk(2, dim=-1)
         out: Tensor = self.down(functional.silu(gate) * up)
         return out
 
 
 class ModulationTable(nn.Module):
-    """A block's part of adaLN-single (Chen et al., 2310.00426, section 2.3): what it adds to the shared projection."""
+    """A block's own table of adaLN-single (Chen et al., 2310.00426, section 2.3), added to the shared projection."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.table = nn.Parameter(torch.zeros(6, width))
 
     def forward(self, shared: Float[Tensor, "b sixfold"]) -> Float[Tensor, "b sixfold"]:
-        """The three of the attention, then of the MLP: shift, scale, gate."""
+        """Shift, scale and gate of the attention, then of the MLP."""
         return shared + self.table.flatten()
 
 
 def plain_mlp(width: int, hidden: int) -> nn.Sequential:
-    """Two linear layers about a GELU."""
-    # The exact GELU: on CPUs oneDNN makes it far faster than the tanh approximation, which differs by < 5e-4.
+    """Two linear layers with a GELU in between."""
+    # The exact GELU: on CPUs far faster (oneDNN) than the tanh approximation, which differs by < 5e-4.
     return nn.Sequential(nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, width))
 
 
 class DiTBlock(nn.Module):
-    """Attention, then MLP; each shifted and scaled before, gated after. The unit that is compiled and sharded.
+    """Attention, then MLP; each is shifted and scaled before, gated after. Compiled and sharded as one unit.
 
-    Text tokens are attended to in between, neither normalised nor modulated (Chen et al., 2310.00426, section 2.3).
+    Cross-attention to text tokens comes in between, without norm or modulation (Chen et al., 2310.00426, section 2.3).
     """
 
     def __init__(self, width: int, num_heads: int, recipe: Recipe, cross_attention: bool = False) -> None:
@@ -149,11 +149,9 @@ class DiTBlock(nn.Module):
         self.mlp = SwiGLU(width, hidden) if recipe.mlp == "swiglu" else plain_mlp(width, hidden)
 
     def initialise(self) -> None:
-        """The block starts as the identity."""
-        if isinstance(self.modulation, nn.Linear):
-            nn.init.zeros_(self.modulation.weight)
-        else:
-            nn.init.zeros_(self.modulation.table)
+        """Make the block the identity, by zero modulation and cross-attention."""
+        for parameter in self.modulation.parameters():
+            nn.init.zeros_(parameter)
         if self.cross_attention is not None:
             nn.init.zeros_(self.cross_attention.out.weight)
 
@@ -164,14 +162,13 @@ class DiTBlock(nn.Module):
         rotation: Float[Tensor, "#b n 2 half"] | None = None,
         context: Float[Tensor, "b m d"] | None = None,
     ) -> Float[Tensor, "b n d"]:
-        """One step of the residual stream.
+        """The tokens after this block.
 
         Args:
-            x: the tokens.
-            conditioning: what time and condition became after the SiLU that all blocks share, ``d`` numbers; with
-                adaLN-single the projection of it that all blocks share, 6 ``d`` numbers.
-            rotation: with rotary positions, the angles of the tokens.
-            context: with cross-attention, the embedded text tokens.
+            x: tokens.
+            conditioning: ``Trunk.conditioning``, of size d; with adaLN-single its shared projection, of size 6 d.
+            rotation: angles of the tokens, for rotary positions.
+            context: embedded text tokens, for cross-attention.
         """
         modulation = self.modulation(conditioning)[:, None].chunk(6, dim=-1)
         attention_shift, attention_scale, attention_gate, mlp_shift, mlp_scale, mlp_gate = modulation
@@ -183,7 +180,7 @@ class DiTBlock(nn.Module):
 
 
 class FinalLayer(nn.Module):
-    """A modulated norm and the linear output; everything starts at zero."""
+    """Modulated norm and linear output, both zero at the start."""
 
     def __init__(self, width: int, out_features: int, norm: str = "layer") -> None:
         super().__init__()
@@ -192,12 +189,12 @@ class FinalLayer(nn.Module):
         self.out = nn.Linear(width, out_features)
 
     def initialise(self) -> None:
-        """The network starts with output 0."""
+        """Make the output 0."""
         nn.init.zeros_(self.modulation.weight)
         nn.init.zeros_(self.out.weight)
 
     def forward(self, x: Float[Tensor, "b n d"], conditioning: Float[Tensor, "b d"]) -> Float[Tensor, "b n out"]:
-        """``out_features`` numbers a token."""
+        """``out_features`` numbers per token."""
         shift, scale = self.modulation(conditioning)[:, None].chunk(2, dim=-1)
         out: Tensor = self.out(modulate(x, shift, scale, self.norm))
         return out

@@ -16,22 +16,28 @@ from ddm_lightning.networks.trunk import Trunk
 class DiT(Trunk):
     """Predicts the velocity of ``x_t``.
 
-    DiT-XL/2 is size XL, patch_size 2. With modulation single and the 77 x 768 tokens of CLIP it has 608M parameters and
-    is the expert of Paris (2510.03434: 605M; the last layer projects its modulation from the time, 2.7M, where
-    PixArt-alpha adds the time to a table).
+    DiT-XL/2 is size XL, patch_size 2. With modulation ``single`` and CLIP's 77 x 768 tokens it is the expert of Paris
+    (2510.03434) with 608M parameters instead of 605M: its last layer projects the modulation from the time (2.7M),
+    while PixArt-alpha adds the time to a table.
+
+    >>> import torch
+    >>> network = DiT(x_shape=(4, 32, 32), condition=ConditionSpec("class", 1000), size="S", patch_size=4)
+    >>> x_t, t, classes = torch.randn(2, 4, 32, 32), torch.rand(2), torch.tensor([1, 2])
+    >>> network(x_t, t, Condition.of(classes)).shape
+    torch.Size([2, 4, 32, 32])
 
     Args:
         x_shape: (channels, height, width) of ``x_t``; height and width in pixels or latent cells.
-        condition: what the network is conditioned on.
+        condition: kind and size of the condition.
         patch_size: edge of a square patch, in cells of ``x_t``.
-        size: ``S``, ``B``, ``L`` or ``XL`` in place of the next three (``recipe.SIZES``).
+        size: ``S``, ``B``, ``L`` or ``XL`` (``recipe.SIZES``), instead of the next three.
         width: features of a token.
         depth: number of blocks.
         num_heads: attention heads of a block.
         mlp_ratio, qk_norm, rope, mlp, norm, modulation: see ``recipe.Recipe``.
 
     Raises:
-        ValueError: sizes that do not fit each other, or a word that is no choice.
+        ValueError: sizes that do not fit each other, or an unknown choice.
     """
 
     prediction = "velocity"
@@ -66,10 +72,10 @@ class DiT(Trunk):
     def forward(
         self, x_t: Float[Tensor, "b c h w"], t: Float[Tensor, " b"], condition: Condition | None
     ) -> Float[Tensor, "b c h w"]:
-        """The velocity, in the type of ``x_t``; a ``condition`` of ``None`` is the learned null in every row.
+        """The velocity, in the dtype of ``x_t``; ``condition=None`` is the learned null in every row.
 
         Raises:
-            ValueError: a shape other than ``x_shape``, a ``t`` narrower than 32 bits, a condition where none is taken.
+            ValueError: a shape other than ``x_shape``, a ``t`` narrower than 32 bits, or a condition for kind ``none``.
         """
         conditioning = self.conditioning(t, condition)
         tokens = self.run(self.tokens(x_t), conditioning, self.rotation, condition)

@@ -1,4 +1,4 @@
-"""What a diffusion transformer reads: patches, their positions, the time and the condition."""
+"""Inputs of a diffusion transformer: patches, their positions, the time and the condition."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _MAX_PERIOD = 10_000.0
 
 
 def patchify(x: Float[Tensor, "b c h w"], patch_size: int) -> Float[Tensor, "b n p"]:
-    """Cut ``x`` into square patches, row by row; one patch is flattened as (channel, row, column).
+    """Cut ``x`` into square patches, row by row; each patch is flattened as (channel, row, column).
 
-    A linear layer on these equals a strided convolution on ``x``, and is faster on a CPU.
+    A linear layer on the patches equals a strided convolution on ``x``, and is faster on a CPU.
     """
     b, c, h, w = x.shape
     rows, columns = h // patch_size, w // patch_size
@@ -35,7 +35,7 @@ def unpatchify(
 
 
 def sincos_positions(width: int, rows: int, columns: int) -> Float[Tensor, "n width"]:
-    """Fixed 2-D positions, row by row: half of ``width`` codes the column, half the row, each as sines, then cosines.
+    """Fixed 2-D positions, row by row: half of ``width`` encodes the column, half the row; each sines, then cosines.
 
     The layout of DiT (Peebles and Xie, 2212.09748) and MAE (He et al., 2111.06377).
 
@@ -49,10 +49,10 @@ def sincos_positions(width: int, rows: int, columns: int) -> Float[Tensor, "n wi
 
 
 def axial_rotation(head_size: int, rows: int, columns: int) -> Float[Tensor, "1 n 2 half"]:
-    """Cosines and sines of the angles by which ``attention.rotate`` turns the pairs of a head's features, row by row.
+    """Cosines and sines of the angles of ``attention.rotate``, for each patch, row by row.
 
-    The rotary positions of RoFormer (Su et al., 2104.09864) on two axes (Heo et al., 2403.13298, section 3.2): the
-    first half of the pairs codes the column, the second the row, at the frequencies of ``sincos_positions``.
+    Rotary positions (RoFormer: Su et al., 2104.09864) on two axes (Heo et al., 2403.13298, section 3.2): the first half
+    of a head's feature pairs encodes the column, the second the row, at the frequencies of ``sincos_positions``.
 
     Raises:
         ValueError: ``head_size`` is not divisible by 4.
@@ -64,7 +64,7 @@ def axial_rotation(head_size: int, rows: int, columns: int) -> Float[Tensor, "1 
 
 
 def _angles(num_frequencies: int, rows: int, columns: int) -> list[Tensor]:
-    """Of the columns, then of the rows: each [rows * columns, num_frequencies], in float64."""
+    """Angles of the columns, then of the rows; each [rows * columns, num_frequencies] in float64."""
     frequencies = _MAX_PERIOD ** (-torch.arange(num_frequencies, dtype=torch.float64) / num_frequencies)
     row, column = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
     return [coordinate.reshape(-1, 1) * frequencies for coordinate in (column, row)]
@@ -77,7 +77,7 @@ def sinusoidal(t: Float[Tensor, " b"], size: int) -> Float[Tensor, "b size"]:
         ValueError: ``t`` is narrower than 32 bits.
     """
     if t.dtype not in (torch.float32, torch.float64):
-        # bfloat16 has 8 significant bits: t = 0.937 would silently become 0.9375, t = 0.999 would become 1.
+        # bfloat16 has 8 significant bits: t = 0.937 would become 0.9375, t = 0.999 would become 1.
         raise ValueError(f"t is {t.dtype}; times must reach the network in float32")
     half = size // 2
     frequencies = torch.exp(-math.log(_MAX_PERIOD) / half * torch.arange(half, dtype=t.dtype, device=t.device))
@@ -86,7 +86,7 @@ def sinusoidal(t: Float[Tensor, " b"], size: int) -> Float[Tensor, "b size"]:
 
 
 class TwoLayers(nn.Module):
-    """A vector through a linear layer, a SiLU and another linear layer; normal(0.02) weights."""
+    """MLP of two linear layers with a SiLU in between, and normal(0.02) weights."""
 
     def __init__(self, size: int, width: int) -> None:
         super().__init__()
@@ -94,50 +94,55 @@ class TwoLayers(nn.Module):
         self.out = nn.Linear(width, width)
 
     def initialise(self) -> None:
-        """Normal(0.02) weights."""
+        """Draw normal(0.02) weights."""
         nn.init.normal_(self.hidden.weight, std=0.02)
         nn.init.normal_(self.out.weight, std=0.02)
 
     def project(self, vectors: Float[Tensor, "b size"]) -> Float[Tensor, "b width"]:
-        """One vector a row."""
+        """One vector per row."""
         projected: Tensor = self.out(functional.silu(self.hidden(vectors)))
         return projected
 
 
 class TimestepEmbedding(TwoLayers):
-    """Time to vector: ``sinusoidal`` in float32, then a two-layer MLP (Peebles and Xie, 2212.09748)."""
+    """Embedding of the time: ``sinusoidal`` in float32, then a two-layer MLP (Peebles and Xie, 2212.09748)."""
 
     def __init__(self, width: int, num_frequencies: int = 256) -> None:
         super().__init__(num_frequencies, width)
         self.num_frequencies = num_frequencies
 
     def forward(self, t: Float[Tensor, " b"]) -> Float[Tensor, "b width"]:
-        """One vector a row; raises ``ValueError`` for a ``t`` narrower than 32 bits."""
+        """One vector per row; raises ``ValueError`` for a ``t`` narrower than 32 bits."""
         return self.project(sinusoidal(t, self.num_frequencies).to(self.hidden.weight.dtype))
 
 
-class ConditionEmbedding(nn.Module):
-    """Condition to vector: a linear layer for text, a table for classes; a learned null where it is dropped.
+class _NullableEmbedding(nn.Module):
+    """A layer ``embed``, and a learned null for dropped conditions."""
 
-    Text vectors arrive with unit variance an entry (unit norm times the root of their size), hence no normalisation.
-    Of text tokens it reads the mean; ``TokenEmbedding`` keeps them apart. Not for kind ``none``: without a condition
-    there is nothing to embed.
-    """
-
-    def __init__(self, spec: ConditionSpec, width: int) -> None:
+    def __init__(self, embed: nn.Linear | nn.Embedding, width: int) -> None:
         super().__init__()
-        self.embed: nn.Linear | nn.Embedding = (
-            nn.Embedding(spec.size, width) if spec.kind == "class" else nn.Linear(spec.size, width)
-        )
+        self.embed = embed
         self.null = nn.Parameter(torch.zeros(width))
 
     def initialise(self) -> None:
-        """Normal(0.02) weights and null."""
+        """Draw normal(0.02) weights and null."""
         nn.init.normal_(self.embed.weight, std=0.02)
         nn.init.normal_(self.null, std=0.02)
 
+
+class ConditionEmbedding(_NullableEmbedding):
+    """Embedding of a pooled condition: a linear layer for text, a table for classes, a learned null if dropped.
+
+    Text vectors need no normalisation: their entries have unit variance (unit norm times the root of their size).
+    Text tokens are averaged; ``TokenEmbedding`` keeps them apart. Kind ``none`` has nothing to embed.
+    """
+
+    def __init__(self, spec: ConditionSpec, width: int) -> None:
+        layer = nn.Embedding if spec.kind == "class" else nn.Linear
+        super().__init__(layer(spec.size, width), width)
+
     def forward(self, condition: Condition | None, num_rows: int) -> Float[Tensor, "b width"]:
-        """One vector a row of ``num_rows``; ``None`` gives the null in all."""
+        """One vector for each of ``num_rows`` rows; ``None`` gives the null in all."""
         null = self.null.expand(num_rows, -1)
         if condition is None:
             return null
@@ -149,34 +154,27 @@ class ConditionEmbedding(nn.Module):
         return torch.where(condition.keep[:, None], self.embed(values), null)
 
 
-class TokenEmbedding(nn.Module):
-    """Text tokens to what blocks attend to: a linear layer; one learned null, repeated, where the text is dropped.
+class TokenEmbedding(_NullableEmbedding):
+    """Embedding of text tokens, for cross-attention: a linear layer; a learned null repeated if the text is dropped.
 
-    Built only for a ``spec`` of kind ``tokens``.
+    Needs a ``spec`` of kind ``tokens``.
     """
 
     def __init__(self, spec: ConditionSpec, width: int) -> None:
-        super().__init__()
-        self.shape = (spec.length, spec.size)
-        self.embed = nn.Linear(spec.size, width)
-        self.null = nn.Parameter(torch.zeros(width))
-
-    def initialise(self) -> None:
-        """Normal(0.02) weights and null."""
-        nn.init.normal_(self.embed.weight, std=0.02)
-        nn.init.normal_(self.null, std=0.02)
+        super().__init__(nn.Linear(spec.size, width), width)
+        self.shape = spec.row_shape
 
     def forward(self, condition: Condition | None, num_rows: int) -> Float[Tensor, "b m width"]:
-        """One sequence a row of ``num_rows``; ``None`` gives the null in all.
+        """One sequence for each of ``num_rows`` rows; ``None`` gives the null in all.
 
         Raises:
-            ValueError: tokens of another number or size than the network was built for.
+            ValueError: another number or size of tokens than in ``spec``.
         """
         if condition is None:
             return self.null.expand(num_rows, self.shape[0], -1)
         values = condition.values
         if values.shape[1:] != self.shape:
-            raise ValueError(f"the network reads text tokens of shape {self.shape}, not {tuple(values.shape[1:])}")
+            raise ValueError(f"the network takes text tokens of shape {self.shape}, not {tuple(values.shape[1:])}")
         # Text tokens may be stored in float16.
         embedded = self.embed(values.to(self.embed.weight.dtype))
         return torch.where(condition.keep[:, None, None], embedded, self.null)

@@ -1,4 +1,4 @@
-"""Measured floating-point operations of a network; a multiply-add is 2."""
+"""Measured floating-point operations of a network; a multiply-add counts as 2."""
 
 from __future__ import annotations
 
@@ -14,15 +14,12 @@ from ddm_lightning.flow.condition import Condition, ConditionSpec
 def _example_condition(condition: ConditionSpec, num: int) -> Condition | None:
     if condition.kind == "none":
         return None
-    if condition.kind == "class":
-        return Condition.of(torch.zeros(num, dtype=torch.int64, device="meta"))
-    if condition.kind == "tokens":
-        return Condition.of(torch.zeros(num, condition.length, condition.size, device="meta"))
-    return Condition.of(torch.zeros(num, condition.size, device="meta"))
+    dtype = torch.int64 if condition.kind == "class" else torch.float32
+    return Condition.of(torch.zeros(num, *condition.row_shape, dtype=dtype, device="meta"))
 
 
 def _on_meta(network: nn.Module) -> nn.Module:
-    """A copy without numbers, which takes no memory however large the network is."""
+    """A copy without data, which takes no memory whatever the network's size."""
     memo: dict[int, torch.Tensor] = {
         id(parameter): nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
         for parameter in network.parameters()
@@ -34,10 +31,10 @@ def _on_meta(network: nn.Module) -> nn.Module:
 def flops_per_sample(
     network: nn.Module, x_shape: tuple[int, int, int], condition: ConditionSpec, *, backward: bool
 ) -> float:
-    """Floating-point operations of one sample's forward pass, or of forward and backward.
+    """Floating-point operations of one sample's forward pass, or of its forward and backward pass.
 
-    Counted by ``torch.utils.flop_counter`` on the meta device, so nothing is computed; the optimizer
-    step (elementwise) is not part of it.
+    Counted by ``torch.utils.flop_counter`` on the meta device, without computing anything. The optimizer step
+    (elementwise) is not counted.
     """
     num = 2  # a batch of one may take a shortcut
     meta = _on_meta(network).train(backward)

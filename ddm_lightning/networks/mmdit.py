@@ -1,4 +1,4 @@
-"""The expert of two streams: MM-DiT, the transformer of Stable Diffusion 3 (Esser et al., 2403.03206, section 4)."""
+"""The two-stream expert: MM-DiT, the transformer of Stable Diffusion 3 (Esser et al., 2403.03206, section 4)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ddm_lightning.networks.trunk import PatchTransformer
 
 
 class ReadStream(nn.Module):
-    """The last text stream: its tokens are attended to, and nobody asks what became of them."""
+    """Text stream of the last block: read by the patches, without an output of its own."""
 
     def __init__(self, width: int, num_heads: int, qk_norm: bool) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class ReadStream(nn.Module):
 
 
 class Stream(nn.Module):
-    """What one kind of token has of its own in a block: modulation, projections and MLP."""
+    """Parts of a block that serve one kind of token: modulation, projections and MLP."""
 
     def __init__(self, width: int, num_heads: int, mlp_ratio: float, qk_norm: bool) -> None:
         super().__init__()
@@ -56,22 +56,19 @@ class Stream(nn.Module):
         q, k, v = self.qkv(modulate(x, shift, scale)).unflatten(2, (3, self.num_heads, -1)).unbind(2)
         return normalised(q, self.query_norm), normalised(k, self.key_norm), v
 
-    def answer(
-        self,
-        x: Float[Tensor, "b n d"],
-        attended: Float[Tensor, "b n h e"],
-        modulation: Float[Tensor, "b 1 sixfold"],
+    def update(
+        self, x: Float[Tensor, "b n d"], attended: Float[Tensor, "b n h e"], modulation: Float[Tensor, "b 1 sixfold"]
     ) -> Float[Tensor, "b n d"]:
-        """``x`` after what was attended to, and after the MLP."""
+        """``x`` plus the gated attention, then plus the gated MLP."""
         gate, mlp_shift, mlp_scale, mlp_gate = modulation.chunk(6, dim=-1)[2:]
         x = torch.addcmul(x, gate, self.out(attended.flatten(2)))
         return torch.addcmul(x, mlp_gate, self.mlp(modulate(x, mlp_shift, mlp_scale)))
 
 
 class JointBlock(nn.Module):
-    """Patches and text tokens, each by weights of their own, attend to both (figure 2b).
+    """Joint attention of patches and text tokens, each with weights of their own (figure 2b).
 
-    The unit that is compiled and sharded.
+    Compiled and sharded as one unit.
     """
 
     def __init__(self, width: int, num_heads: int, mlp_ratio: float, qk_norm: bool, is_last: bool) -> None:
@@ -83,19 +80,19 @@ class JointBlock(nn.Module):
         )
 
     def initialise(self) -> None:
-        """The block starts as the identity."""
+        """Make the block the identity, by zero modulation."""
         nn.init.zeros_(self.patches.modulation.weight)
         nn.init.zeros_(self.text.modulation.weight)
 
     def forward(
         self, x: Float[Tensor, "b n d"], text: Float[Tensor, "b m d"], conditioning: Float[Tensor, "b d"]
     ) -> tuple[Float[Tensor, "b n d"], Float[Tensor, "b m d"] | None]:
-        """Patches and text tokens after the block; None for the text that leaves the last block.
+        """Patches and text tokens after the block; the last block returns None as text.
 
         Args:
-            x: the patches.
-            text: the text tokens.
-            conditioning: what time and text became, after the SiLU that all blocks share.
+            x: patches.
+            text: text tokens.
+            conditioning: embedded time and pooled text, after the SiLU that all blocks share.
         """
         of_patches = self.patches.modulation(conditioning)[:, None]
         of_text = self.text.modulation(conditioning)[:, None]
@@ -108,20 +105,20 @@ class JointBlock(nn.Module):
         k, v = torch.cat([k, text_k], dim=1), torch.cat([v, text_v], dim=1)
         attended = attention(q, k, v, self.attention_backend)
         num_patches = x.shape[1]
-        x = self.patches.answer(x, attended[:, :num_patches], of_patches)
+        x = self.patches.update(x, attended[:, :num_patches], of_patches)
         if isinstance(self.text, ReadStream):
             return x, None
-        return x, self.text.answer(text, attended[:, num_patches:], of_text)
+        return x, self.text.update(text, attended[:, num_patches:], of_text)
 
 
 class PooledText(TwoLayers):
-    """The mean of embedded text tokens through a two-layer MLP: what modulates together with the time."""
+    """Two-layer MLP of the mean text token; modulates together with the time."""
 
     def __init__(self, width: int) -> None:
         super().__init__(width, width)
 
     def forward(self, text: Float[Tensor, "b m d"]) -> Float[Tensor, "b d"]:
-        """One vector a row."""
+        """One vector per row."""
         return self.project(text.mean(1))
 
 
@@ -129,21 +126,21 @@ class PooledText(TwoLayers):
 class MMDiT(PatchTransformer):
     """Predicts the velocity of ``x_t`` under a condition of kind ``tokens``.
 
-    Stable Diffusion 3 modulates by the time and a pooled text vector; here the mean of the embedded tokens stands for
-    the latter. Positions are fixed and added to the patches; text tokens have those that their encoder gave them.
+    Stable Diffusion 3 modulates by the time and a pooled text vector; here the mean of the embedded tokens replaces the
+    latter. Fixed positions are added to the patches; text tokens keep those of their encoder.
 
-    Width 1792, depth 26, num_heads 28, patch_size 2 has 3.0 billion parameters: an expert of the size of the largest in
-    Decentralized Diffusion Models (2501.05450), eight of which have 24 billion.
+    Width 1792, depth 26, num_heads 28, patch_size 2 has 3.0 billion parameters: the size of the largest experts in
+    Decentralized Diffusion Models (2501.05450), whose ensemble of eight has 24 billion.
 
     Args:
         x_shape: (channels, height, width) of ``x_t``; height and width in pixels or latent cells.
-        condition: the size and number of the text tokens.
-        width: features of a token, of either stream.
+        condition: size and number of the text tokens.
+        width: features of a token, in both streams.
         depth: number of blocks.
         num_heads: attention heads of a block.
         patch_size: edge of a square patch, in cells of ``x_t``.
-        mlp_ratio: hidden features of a block's MLPs over ``width``.
-        qk_norm: whether queries and keys are normalised, in each stream by weights of its own (section 5.3.2).
+        mlp_ratio: hidden features of a block's MLPs, as a multiple of ``width``.
+        qk_norm: normalise queries and keys, with separate weights for each stream (section 5.3.2).
 
     Raises:
         ValueError: sizes that do not fit each other, or a condition of another kind.
@@ -164,9 +161,7 @@ class MMDiT(PatchTransformer):
         qk_norm: bool = False,
     ) -> None:
         if condition.kind != "tokens":
-            raise ValueError(
-                f"its second stream reads text tokens: it needs condition.kind=tokens, not {condition.kind}"
-            )
+            raise ValueError(f"the text stream needs condition.kind=tokens, not {condition.kind}")
         super().__init__(
             x_shape=x_shape, size=Size(depth, width, num_heads), patch_size=patch_size, mlp_ratio=mlp_ratio
         )
@@ -181,13 +176,13 @@ class MMDiT(PatchTransformer):
     def forward(
         self, x_t: Float[Tensor, "b c h w"], t: Float[Tensor, " b"], condition: Condition | None
     ) -> Float[Tensor, "b c h w"]:
-        """The velocity, in the type of ``x_t``; a ``condition`` of ``None`` is the learned null in every row.
+        """The velocity, in the dtype of ``x_t``; ``condition=None`` is the learned null in every row.
 
         Raises:
-            ValueError: a shape other than ``x_shape``, a ``t`` narrower than 32 bits, text tokens of another shape.
+            ValueError: a shape other than ``x_shape``, a ``t`` narrower than 32 bits, or text tokens of another shape.
         """
         x = self.tokens(x_t)
-        # In float32 under autocast, as the patches: FSDP2 may gather the embedding, and its null, in bfloat16.
+        # In float32 under autocast, like the patches: FSDP2 may gather the embedding and its null in bfloat16.
         text = self.token_embedding(condition, len(x_t)).to(x.dtype)
         conditioning = functional.silu(self.time_embedding(t) + self.pooled_text(text))
         for block in self.blocks:

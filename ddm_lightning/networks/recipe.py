@@ -1,4 +1,4 @@
-"""What an experiment chooses of a diffusion transformer: a size by name, and the recipe of its blocks."""
+"""Options of a diffusion transformer: a named size, and the recipe of its blocks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ CHOICES = {"mlp": ("gelu", "swiglu"), "norm": ("layer", "rms"), "modulation": ("
 
 
 class Size(NamedTuple):
-    """How wide and how deep a transformer is."""
+    """Depth, width and heads of a transformer."""
 
     depth: int
     width: int
@@ -21,10 +21,10 @@ SIZES = {"S": Size(12, 384, 6), "B": Size(12, 768, 12), "L": Size(24, 1024, 16),
 
 
 def choose_size(size: str | None, *, width: int | None, depth: int | None, num_heads: int | None) -> Size:
-    """The size of a name, or of its three numbers.
+    """The size given by its name or by its three numbers.
 
     Raises:
-        ValueError: unknown name, a name beside numbers, or neither a name nor all numbers.
+        ValueError: unknown name, both a name and numbers, or neither a name nor all numbers.
     """
     numbers = {"width": width, "depth": depth, "num_heads": num_heads}
     given = [name for name, number in numbers.items() if number is not None]
@@ -36,31 +36,31 @@ def choose_size(size: str | None, *, width: int | None, depth: int | None, num_h
         return SIZES[size]
     if width is None or depth is None or num_heads is None:
         absent = ", ".join(name for name in numbers if name not in given)
-        raise ValueError(f"it needs size ({', '.join(SIZES)}), or width, depth and num_heads; there is no {absent}")
+        raise ValueError(f"needs size ({', '.join(SIZES)}), or width, depth and num_heads; {absent} missing")
     return Size(depth=depth, width=width, num_heads=num_heads)
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How the blocks of a ``Trunk`` are made; the defaults are those of DiT (Peebles and Xie, 2212.09748).
+    """Options of the blocks of a ``Trunk``; the defaults are those of DiT (Peebles and Xie, 2212.09748).
 
     Raises:
-        ValueError: a word that is no choice.
+        ValueError: an unknown choice.
     """
 
     mlp_ratio: float = 4.0
-    """Hidden features of a block's MLP over its width."""
+    """Hidden features of a block's MLP, as a multiple of its width."""
     qk_norm: bool = False
-    """An RMSNorm of queries and keys a head."""
+    """RMSNorm of each head's queries and keys."""
     rope: bool = False
-    """Rotary positions on the queries and keys of patches, in place of those that are added to the patches."""
+    """Rotary positions on queries and keys, instead of positions added to the patches."""
     mlp: str = "gelu"
-    """``gelu`` or ``swiglu`` (``blocks.SwiGLU``, of about as many parameters)."""
+    """``gelu``, or ``swiglu`` (``blocks.SwiGLU``, with about as many parameters)."""
     norm: str = "layer"
-    """``layer`` or ``rms``: what precedes shift and scale, without parameters of its own."""
+    """``layer`` or ``rms``: the norm before shift and scale, without parameters."""
     modulation: str = "zero"
-    """``zero``: each block projects time and condition itself (adaLN-Zero, section 3.2); ``single``: one projection
-    serves all blocks, and each adds a table of its own (adaLN-single, Chen et al., 2310.00426, section 2.3)."""
+    """``zero``: each block has its own projection of time and condition (adaLN-Zero, section 3.2). ``single``: all
+    blocks share one projection, and each adds its own table (adaLN-single, Chen et al., 2310.00426, section 2.3)."""
 
     def __post_init__(self) -> None:
         for name, choices in CHOICES.items():

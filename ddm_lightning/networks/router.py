@@ -1,4 +1,4 @@
-"""The built-in router: which cluster a noisy sample came from, by a diffusion transformer with a class token."""
+"""The built-in router: a diffusion transformer with a class token predicts the cluster of a noisy sample."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from ddm_lightning.networks.trunk import Trunk
 class RouterDiT(Trunk):
     """Logits of p(cluster | x_t, t, condition), as in Decentralized Diffusion Models (2501.05450).
 
-    A learned class token without a position joins the patches; a linear layer, zero at the start (every cluster is
-    equally likely), reads it after the last block. The parameters are those of ``DiT``, and:
+    A learned class token without a position joins the patches. After the last block a linear layer reads it; zero at
+    the start, it makes all clusters equally likely. Takes the parameters of ``DiT``, and:
 
     Args:
         num_clusters: K.
-        dropout: part of the patches that each training sample loses, drawn anew a step from torch's global generator
-            (PatchDropout, Liu et al., 2208.07220). It regularises routers of small data sets, which otherwise learn
-            their training samples by heart, and shortens the sequence; nothing is dropped in ``eval`` mode.
-        text_dropout: part of the entries of a text vector that each training sample loses (Srivastava et al., 2014),
-            for the same reason: a few thousand captions are soon known by heart.
+        dropout: share of the patches dropped from each training sample, at random (torch's global generator) in every
+            step (PatchDropout, Liu et al., 2208.07220). Keeps routers from overfitting small data sets, and shortens
+            the sequence. No effect in ``eval`` mode.
+        text_dropout: share of the entries of a text vector dropped in training (Srivastava et al., 2014). Keeps routers
+            from overfitting a few thousand captions.
 
     Raises:
-        ValueError: sizes that do not fit each other, a dropout outside [0, 1), or one for a text that is not there.
+        ValueError: sizes that do not fit each other, a dropout outside [0, 1), or ``text_dropout`` without a text.
     """
 
     def __init__(
@@ -74,48 +74,48 @@ class RouterDiT(Trunk):
         self.initialise()
 
     def initialise(self) -> None:
-        """As ``Trunk``, and a normal(0.02) class token."""
+        """Initialise like ``Trunk``, and draw a normal(0.02) class token."""
         super().initialise()
         nn.init.normal_(self.class_token, std=0.02)
 
     def forward(
         self, x_t: Float[Tensor, "b c h w"], t: Float[Tensor, " b"], condition: Condition | None
     ) -> Float[Tensor, "b num_clusters"]:
-        """The logits; a ``condition`` of ``None`` is the learned null in every row.
+        """Logits of the clusters; ``condition=None`` is the learned null in every row.
 
         Raises:
-            ValueError: a shape other than ``x_shape``, a ``t`` narrower than 32 bits, a condition where none is taken.
+            ValueError: a shape other than ``x_shape``, a ``t`` narrower than 32 bits, or a condition for kind ``none``.
         """
         if condition is not None and self.training and self.text_dropout:
             condition = replace(condition, values=functional.dropout(condition.values, self.text_dropout))
         conditioning = self.conditioning(t, condition)
         patches, rotation = self.tokens(x_t), self.rotation
         if self.training and self.dropout:
-            kept = draw_kept(patches, self.dropout)
+            kept = sample_kept(patches, self.dropout)
             patches = pick(patches, kept)
             rotation = None if rotation is None else rotation[0, kept]
         class_token = self.class_token.to(patches.dtype).expand(len(patches), 1, -1)
         tokens = torch.cat([class_token, patches], dim=1)
         if rotation is not None:
-            rotation = torch.cat([_unturned(rotation), rotation], dim=1)
+            rotation = torch.cat([_identity_rotation(rotation), rotation], dim=1)
         tokens = self.run(tokens, conditioning, rotation, condition)
-        # A copy, because FSDP2 warns of views, which it can't watch.
+        # A copy, because FSDP2 warns about views, which it cannot track.
         logits: Tensor = self.final(tokens[:, :1], conditioning)[:, 0].clone()
         return logits
 
 
-def draw_kept(tokens: Float[Tensor, "b n d"], dropout: float) -> Int[Tensor, "b kept"]:
-    """Which of each row's tokens stay: a random ``1 - dropout`` of them, at least one, in random order."""
+def sample_kept(tokens: Float[Tensor, "b n d"], dropout: float) -> Int[Tensor, "b kept"]:
+    """Indices of the tokens that each row keeps: a random ``1 - dropout`` of them, at least one, in random order."""
     b, n, _ = tokens.shape
     num_kept = max(1, round(n * (1 - dropout)))
     return torch.rand(b, n, device=tokens.device).argsort(dim=1)[:, :num_kept]
 
 
 def pick(tokens: Float[Tensor, "b n d"], kept: Int[Tensor, "b kept"]) -> Float[Tensor, "b kept d"]:
-    """The tokens at ``kept``, row by row."""
+    """The tokens with indices ``kept``, row by row."""
     return tokens.gather(1, kept[:, :, None].expand(-1, -1, tokens.shape[2]))
 
 
-def _unturned(rotation: Float[Tensor, "r n 2 half"]) -> Float[Tensor, "r 1 2 half"]:
-    """The rotation by no angle, of a class token: cosines 1, sines 0."""
+def _identity_rotation(rotation: Float[Tensor, "r n 2 half"]) -> Float[Tensor, "r 1 2 half"]:
+    """Rotation of a token without a position: cosines 1, sines 0."""
     return torch.stack([torch.ones_like(rotation[:, :1, 0]), torch.zeros_like(rotation[:, :1, 0])], dim=2)

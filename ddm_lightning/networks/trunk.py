@@ -1,4 +1,4 @@
-"""What the built-in networks share: from a noisy sample to tokens, blocks, and the start of training."""
+"""Common parts of the built-in networks: tokens of a noisy sample, blocks, and initial weights."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from ddm_lightning.networks.recipe import Recipe, Size
 
 @runtime_checkable
 class _Initialised(Protocol):
-    """A part with a start of its own, after the one that all linear layers get."""
+    """A part with its own initial weights, set after those of all linear layers."""
 
     def initialise(self) -> None: ...
 
 
 class PatchTransformer(nn.Module):
-    """What reads patches and the time: the part that does not depend on how blocks are made.
+    """Base of all networks: embeddings of patches and time, whatever the blocks.
 
-    Whoever extends it adds ``blocks`` and calls ``initialise`` when all parameters are there.
+    A subclass adds ``blocks`` and calls ``initialise`` once all parameters exist.
 
     Args:
         x_shape: (channels, height, width) of ``x_t``; height and width in pixels or latent cells.
         size: width, depth and heads.
         patch_size: edge of a square patch, in cells of ``x_t``.
-        mlp_ratio: hidden features of a block's MLP over its width.
-        rope: whether blocks turn queries and keys by ``rotation``, and patches get no ``positions``.
+        mlp_ratio: hidden features of a block's MLP, as a multiple of its width.
+        rope: give blocks a ``rotation`` of queries and keys, instead of adding ``positions`` to the patches.
 
     Raises:
         ValueError: sizes that do not fit each other.
@@ -57,9 +57,8 @@ class PatchTransformer(nn.Module):
                 raise ValueError(f"{name} = {number} must be at least 1")
         channels, height_cells, width_cells = x_shape
         if height_cells % patch_size or width_cells % patch_size:
-            raise ValueError(
-                f"patch_size = {patch_size} must divide the {height_cells}x{width_cells} cells of a sample"
-            )
+            cells = f"{height_cells}x{width_cells} cells of a sample"
+            raise ValueError(f"patch_size = {patch_size} must divide the {cells}")
         if width % num_heads:
             raise ValueError(f"num_heads = {num_heads} must divide width = {width}")
         if mlp_ratio * width < 1:
@@ -75,9 +74,9 @@ class PatchTransformer(nn.Module):
         self.time_embedding = TimestepEmbedding(width)
 
     def initialise(self) -> None:
-        """Draw all weights anew from torch's global generator, by adaLN-Zero (section 3.2) and DiT's own ranges.
+        """Draw all weights from torch's global generator: adaLN-Zero (section 3.2), in the ranges of DiT's code.
 
-        Linear layers are Xavier-uniform with zero bias, embeddings normal(0.02), modulations and the head zero.
+        Linear layers are Xavier-uniform with zero bias, embeddings normal(0.02), modulations and last layer zero.
         """
         for part in self.modules():
             if isinstance(part, nn.Linear):
@@ -88,35 +87,35 @@ class PatchTransformer(nn.Module):
                 part.initialise()
 
     def tokens(self, x_t: Float[Tensor, "b c h w"]) -> Float[Tensor, "b n d"]:
-        """Embedded patches, with their positions unless these are rotary.
+        """Embedded patches, plus their positions unless these are rotary.
 
         Raises:
-            ValueError: ``x_t`` is not of the shape that the network was built for.
+            ValueError: ``x_t`` has another shape than ``x_shape``.
         """
         if x_t.shape[1:] != self.x_shape:
-            raise ValueError(f"the network reads samples of shape {self.x_shape}, not {tuple(x_t.shape[1:])}")
+            raise ValueError(f"the network takes samples of shape {self.x_shape}, not {tuple(x_t.shape[1:])}")
         patches = patchify(x_t, self.patch_size).to(self.patch_embedding.weight.dtype)
         embedded: Tensor = self.patch_embedding(patches)
         if self.positions is not None:
             return embedded + self.positions
-        # In float32 under autocast, too, as positions would make it: else blocks would add up in half precision.
+        # Float32 even under autocast, as added positions would make it; otherwise blocks would sum in half precision.
         assert self.rotation is not None
         return embedded.to(self.rotation.dtype)
 
 
 class Trunk(PatchTransformer):
-    """The parts of a diffusion transformer (Peebles and Xie, 2212.09748), which ``DiT`` and ``RouterDiT`` put together.
+    """Parts of a diffusion transformer (Peebles and Xie, 2212.09748), assembled by ``DiT`` and ``RouterDiT``.
 
-    A text vector or a class modulates the blocks together with the time. Text tokens are read by cross-attention in
-    each block instead, as in PixArt-alpha (Chen et al., 2310.00426), and the time alone modulates.
+    A text vector or a class modulates the blocks together with the time. Text tokens enter each block by
+    cross-attention instead, as in PixArt-alpha (Chen et al., 2310.00426); then only the time modulates.
 
     Args:
         x_shape: (channels, height, width) of ``x_t``; height and width in pixels or latent cells.
-        condition: what the network is conditioned on.
+        condition: kind and size of the condition.
         size: width, depth and heads.
         patch_size: edge of a square patch, in cells of ``x_t``.
-        recipe: how blocks are made.
-        out_features: outputs a token.
+        recipe: options of the blocks.
+        out_features: outputs per token.
 
     Raises:
         ValueError: sizes that do not fit each other.
@@ -145,22 +144,22 @@ class Trunk(PatchTransformer):
         self.final = FinalLayer(width, out_features, recipe.norm)
 
     def initialise(self) -> None:
-        """As ``PatchTransformer``; a shared modulation starts at zero like those of blocks."""
+        """Initialise like ``PatchTransformer``; a shared modulation starts at zero like that of a block."""
         super().initialise()
         if self.shared_modulation is not None:
             nn.init.zeros_(self.shared_modulation.weight)
 
     def conditioning(self, t: Float[Tensor, " b"], condition: Condition | None) -> Float[Tensor, "b d"]:
-        """The vector that modulates all blocks; its SiLU is taken once, here.
+        """The vector that modulates all blocks, after their shared SiLU.
 
         Raises:
-            ValueError: a condition for a network that takes none.
+            ValueError: a condition for a network without one.
         """
         summed: Tensor = self.time_embedding(t)
         if self.condition_embedding is not None:
             summed = summed + self.condition_embedding(condition, len(t))
         elif condition is not None and self.token_embedding is None:
-            raise ValueError("the network was built without a condition and is given one; pass None")
+            raise ValueError("the network was built without a condition; pass None")
         return functional.silu(summed)
 
     def run(
@@ -170,13 +169,13 @@ class Trunk(PatchTransformer):
         rotation: Float[Tensor, "#b n 2 half"] | None,
         condition: Condition | None,
     ) -> Float[Tensor, "b n d"]:
-        """``tokens`` through all blocks.
+        """The tokens after all blocks.
 
         Args:
-            tokens: patches, and what else joins them.
-            conditioning: what ``conditioning`` returns.
-            rotation: the angles of ``tokens``; None unless positions are rotary.
-            condition: text tokens to attend to; a condition of another kind is in ``conditioning`` already.
+            tokens: patches and other tokens.
+            conditioning: output of ``conditioning``.
+            rotation: angles of ``tokens``; None unless positions are rotary.
+            condition: text tokens for cross-attention; other kinds are part of ``conditioning``.
 
         Raises:
             ValueError: text tokens of another shape than the network was built for.

@@ -1,10 +1,9 @@
-"""Balanced k-means in plain torch: every cluster has a price, and a crowded cluster raises its own.
+"""Balanced k-means in pure torch: every cluster has a price, and a crowded cluster raises its own.
 
-Assigning weighted samples to clusters of limited capacity at least total cost is a transport problem.
-Its dual variables are prices: a sample takes the cluster of least cost plus price, and at the right
-prices no cluster is over capacity. The auction below finds them from below, starting at zero, so that
-a cluster that never filled up costs nothing (Bertsekas, "Auction algorithms for network flow problems",
-1992, for unequal capacities).
+To assign weighted samples to clusters of limited capacity at least total cost is a transport problem. Its dual
+variables are prices: a sample takes the cluster with the least cost plus price, and at the right prices no cluster
+exceeds its capacity. The auction below raises prices from zero, so that a cluster that never fills up stays free
+(Bertsekas, "Auction algorithms for network flow problems", 1992, for unequal capacities).
 """
 
 from __future__ import annotations
@@ -15,9 +14,9 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-# Relative to the spread of the costs: how far from its best cluster the auction may leave a sample.
+# How far from its best cluster the auction may leave a sample, relative to the std of the costs.
 _AUCTION_STEP = 3e-3
-# Price rises per cluster before the rest is left to repair; met only when large weights cannot fit.
+# Price rises per cluster before ``repair`` takes over; reached only if large weights cannot fit.
 _RISES_PER_CLUSTER = 200
 
 
@@ -33,26 +32,26 @@ def balanced_kmeans(
 ) -> tuple[Float[Tensor, "k d"], Int64[Tensor, "n"]]:
     """k-means whose largest cluster weighs at most ``max_largest_over_mean`` times the mean.
 
-    The limit holds for unit weights; with unequal weights it can be out of reach, and the assignment
-    is then as near to it as moves and swaps of single samples bring it. ``math.inf`` gives plain k-means.
+    With unit weights the limit always holds. With unequal weights it may be out of reach; then moves and swaps of
+    single samples come as near to it as they can. ``math.inf`` gives plain k-means.
 
     Args:
         x: samples; distances are Euclidean.
-        num_clusters: clusters.
-        generator: draws the starting centroids; the same state gives the same result.
-        weights: of the samples, such as counts; None is 1 each.
-        num_iterations: Lloyd iterations at most; ends when no sample moves.
+        num_clusters: K.
+        generator: random numbers of the start; the same state gives the same result.
+        weights: weight of each sample, such as a count; None is 1 each.
+        num_iterations: most Lloyd iterations; ends earlier once no sample moves.
         max_largest_over_mean: largest cluster allowed, as a multiple of the mean weight.
-        num_restarts: independent starts, of which the one of least cost is kept.
+        num_restarts: independent starts; the one with the least cost wins.
 
     Returns:
-        Centroids (weighted means) and the cluster of each sample. Memory grows with n times num_clusters.
+        Centroids (weighted means), and the cluster of each sample. Memory is proportional to n times K.
 
     Raises:
         ValueError: fewer distinct samples than clusters.
     """
     weights = x.new_ones(len(x)) if weights is None else weights.to(x)
-    # Centred, because |x|² + |c|² - 2xc loses digits when the mean is large against the spread.
+    # Centred, because |x|² + |c|² - 2xc loses digits if the mean is large against the spread.
     mean = x.mean(0)
     x = x - mean
     limit = capacity(float(weights.sum()), num_clusters, max_largest_over_mean)
@@ -67,7 +66,7 @@ def balanced_kmeans(
             if torch.equal(assignment, previous):
                 break
         cost = float((weights * (x - centroids[assignment]).square().sum(1)).sum())
-        # A start that respects the limit wins over a cheaper one that does not.
+        # A start within the limit beats a cheaper one beyond it.
         cost += math.inf if float(loads(assignment, weights, num_clusters).max()) > limit else 0.0
         if best is None or cost < best[0]:
             best = (cost, centroids, assignment)
@@ -76,7 +75,7 @@ def balanced_kmeans(
 
 
 def capacity(total: float, num_clusters: int, max_largest_over_mean: float) -> float:
-    """The weight that one cluster may hold; never under the mean rounded up, which whole samples need."""
+    """Largest weight of one cluster: at least the mean rounded up, which whole samples need."""
     if math.isinf(max_largest_over_mean):
         return math.inf
     mean = total / num_clusters
@@ -84,20 +83,21 @@ def capacity(total: float, num_clusters: int, max_largest_over_mean: float) -> f
 
 
 def squared_distances(x: Float[Tensor, "n d"], centroids: Float[Tensor, "k d"]) -> Float[Tensor, "n k"]:
-    """Squared Euclidean distances by one matrix product."""
+    """Squared Euclidean distances from one matrix product."""
     norms = x.square().sum(1, keepdim=True) + centroids.square().sum(1)
     return torch.addmm(norms, x, centroids.T, alpha=-2).clamp_(min=0)
 
 
 def loads(assignment: Int64[Tensor, "n"], weights: Float[Tensor, "n"], num_clusters: int) -> Float[Tensor, "k"]:
-    """The weight in each cluster."""
+    """Total weight of each cluster."""
     return weights.new_zeros(num_clusters).index_add_(0, assignment, weights)
 
 
 def balanced_assignment(cost: Float[Tensor, "n k"], weights: Float[Tensor, "n"], limit: float) -> Int64[Tensor, "n"]:
-    """The cluster of each sample: least total cost with at most ``limit`` weight in a cluster.
+    """The cluster of each sample: least total cost, with a weight of at most ``limit`` in each cluster.
 
-    Optimal for unit weights up to the auction's step (0.3 % of the costs' spread, a sample). Deterministic.
+    With unit weights, a sample's cost is within the auction's step (0.3 % of the costs' std) of the optimum.
+    Deterministic.
     """
     assignment = cost.argmin(1)
     num_clusters = cost.shape[1]
@@ -110,12 +110,12 @@ def balanced_assignment(cost: Float[Tensor, "n k"], weights: Float[Tensor, "n"],
 def _auction(
     cost: Float[Tensor, "n k"], weights: Float[Tensor, "n"], assignment: Int64[Tensor, "n"], limit: float
 ) -> Int64[Tensor, "n"]:
-    """Raise the price of the most crowded cluster until just the excess prefers to leave, and repeat."""
+    """Raise the price of the most crowded cluster until exactly its excess prefers to leave; repeat."""
     num_clusters = cost.shape[1]
     prices = cost.new_zeros(num_clusters)
     step = _AUCTION_STEP * float(cost.std())
     load = loads(assignment, weights, num_clusters)
-    # What is less than half a sample prices push to and fro without end; a swap mends it at once.
+    # Prices would push an excess below half a sample to and fro forever; one swap fixes it.
     least_excess = float(weights.mean()) / 2
     for _ in range(_RISES_PER_CLUSTER * num_clusters):
         crowded = int(load.argmax())
@@ -142,8 +142,8 @@ def repair(
 ) -> Int64[Tensor, "n"]:
     """Bring crowded clusters under the limit by the cheapest moves and swaps of single samples.
 
-    Where none gets a pair of clusters under the limit, one that at least lowers the greater of the two
-    will do. Every change lowers the sum of squared loads, so that this ends.
+    If no change brings both of its clusters under the limit, the cheapest one that lowers the larger of the two loads
+    is made. Every change lowers the sum of squared loads, so the loop ends.
     """
     num_clusters = cost.shape[1]
     load = loads(assignment, weights, num_clusters)
@@ -166,7 +166,7 @@ def _cheapest_move(
     cost: Tensor, weights: Tensor, assignment: Tensor, load: Tensor, crowded: int, limit: float
 ) -> list[tuple[int, int]] | None:
     members = ((assignment == crowded) & (weights > 0)).nonzero().squeeze(1)
-    # Per unit of weight, so that one heavy sample and many light ones compare fairly.
+    # Cost per unit of weight, so that one heavy sample and many light ones compare fairly.
     price = cost[members] - cost[members, crowded].unsqueeze(1)
     price[load + weights[members].unsqueeze(1) > limit] = math.inf
     price[:, crowded] = math.inf
@@ -179,7 +179,7 @@ def _cheapest_move(
 def _cheapest_swap(
     cost: Tensor, weights: Tensor, assignment: Tensor, load: Tensor, crowded: int, limit: float
 ) -> list[tuple[int, int]] | None:
-    """Exchange a heavy sample of ``crowded`` for a lighter one of another cluster that has the room."""
+    """Exchange a heavy sample of ``crowded`` for a lighter one of a cluster with room."""
     members = (assignment == crowded).nonzero().squeeze(1)
     others = (assignment != crowded).nonzero().squeeze(1)
     home = assignment[others]
@@ -204,7 +204,7 @@ def _plus_plus(
     nearest = torch.full((len(x),), math.inf, dtype=x.dtype)
     odds = weights.double()
     for _ in range(num_clusters):
-        # Not torch.multinomial, which refuses more than 2^24 samples.
+        # Not torch.multinomial, which accepts at most 2^24 samples.
         ladder = odds.cumsum(0)
         if float(ladder[-1]) <= 0:
             raise ValueError(f"only {len(chosen)} distinct samples for {num_clusters} clusters")
@@ -219,7 +219,7 @@ def _plus_plus(
 def _weighted_means(
     x: Float[Tensor, "n d"], weights: Float[Tensor, "n"], assignment: Int64[Tensor, "n"], old: Float[Tensor, "k d"]
 ) -> Float[Tensor, "k d"]:
-    """Centroids of the clusters; an empty cluster keeps its old one."""
+    """Weighted means of the clusters; an empty cluster keeps its old centroid."""
     total = loads(assignment, weights, len(old))
     sums = torch.zeros_like(old).index_add_(0, assignment, x * weights.unsqueeze(1))
     return torch.where(total.unsqueeze(1) > 0, sums / total.clamp(min=1e-12).unsqueeze(1), old)

@@ -1,8 +1,8 @@
 """Plain k-means over features larger than memory: Lloyd's iterations, read block by block.
 
-Distances are one matrix product a block, sums one gather, so that the product is nearly all of the time.
-Started by k-means++ on a small sample. What balanced k-means does by prices is done roughly here: the
-centroid of an empty or nearly empty cell is moved to split the most crowded one.
+Distances are one matrix product per block and sums one gather, so that the product takes nearly all of the time.
+k-means++ on a small sample gives the start. Balance is rough: the centroid of an empty or nearly empty cell moves to
+split the most crowded cell.
 """
 
 from __future__ import annotations
@@ -17,24 +17,82 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from ddm_lightning.partition.nearest import FeatureBlocks, in_order, not_finite, one_thread, rows_at_once
+from ddm_lightning.partition.nearest import in_order, not_finite, one_thread, rows_at_once, take_finite
 from ddm_lightning.partition.rows import Rows
 
-# Rows a centroid of the sample that gives the starting centroids; the second where the first holds too many duplicates.
+# Sampled rows per starting centroid; the second if the first sample has too many duplicates.
 _START_ROWS = (8, 64)
-# Draws of starting centroids: one at a time up to so many clusters, more at a time beyond.
+# Starting centroids are drawn one at a time up to this many, in this many batches beyond.
 _DRAWS = 64
-# The last iterations only settle.
+# The last iterations move no centroid to another cell.
 _SETTLING_ITERATIONS = 2
-# A cell that is lighter than this, against the mean, may be given up to split a crowded one.
+# A cell below this share of the mean size may be given up to split a crowded one.
 _GIVEN_UP = 0.5
-# Two halves of a cell start this far apart, in root mean square radii: near enough to keep their samples.
+# The halves of a split cell start this far apart, in root mean square radii: near enough to keep their samples.
 _SPLIT = 0.1
+# Scattered rows, slow to read in every pass, are kept in memory up to this size.
+_KEPT_BYTES = 1 << 30
+
+
+class FeatureBlocks:
+    """Some or all rows of features in blocks that do not depend on how the rows are split into arrays.
+
+    Memory is bounded: up to 1 GiB of scattered rows are read once and kept; larger ones are read again in each pass.
+
+    Args:
+        rows: features, float16 or float32.
+        metric: ``spherical`` or ``euclidean``.
+        num_rows: rows of a block.
+        device: torch device of the blocks.
+        chosen: ascending numbers of the rows to take; None takes all.
+    """
+
+    def __init__(
+        self, rows: Rows, metric: str, num_rows: int, device: str = "cpu", chosen: Int64[np.ndarray, "m"] | None = None
+    ) -> None:
+        self.rows, self.metric, self.num_rows, self.device, self.chosen = rows, metric, num_rows, device, chosen
+        self._kept: np.ndarray | None = None
+        if chosen is not None and len(chosen) * rows.row_bytes <= _KEPT_BYTES:
+            self._kept = rows.take(chosen)
+
+    def __len__(self) -> int:
+        return len(self.rows) if self.chosen is None else len(self.chosen)
+
+    @property
+    def starts(self) -> range:
+        """Positions at which the blocks begin."""
+        return range(0, len(self), self.num_rows)
+
+    def read(self, start: int, buffer: Float[np.ndarray, "r d"]) -> Float[Tensor, "m d"]:
+        """The block at ``start``, not normalised; on the CPU it shares the memory of ``buffer``."""
+        block = buffer[: min(self.num_rows, len(self) - start)]
+        stop = start + len(block)
+        if self._kept is not None:
+            block[:] = self._kept[start:stop]
+        elif self.chosen is None:
+            self.rows.read_into(block, start)
+        else:
+            block[:] = self.rows.take(self.chosen[start:stop])
+        return torch.from_numpy(block).to(self.device)
+
+    def sample(self, size: int, generator: torch.Generator) -> Float[Tensor, "m d"]:
+        """At most ``size`` different random rows, prepared for comparison.
+
+        Raises:
+            UserError: a row is not finite.
+        """
+        positions = torch.randperm(len(self), generator=generator)[:size].numpy()
+        numbers = positions if self.chosen is None else self.chosen[positions]
+        return take_finite(self.rows, numbers, self.metric, self.device)
+
+    def number(self, position: int) -> int:
+        """Number of the row at ``position`` among all rows."""
+        return position if self.chosen is None else int(self.chosen[position])
 
 
 @dataclass(frozen=True)
 class Cells:
-    """What one pass found of each cell: samples, their sum, and their summed squared distance from the centroid."""
+    """Result of one pass, per cell: number of samples, their sum, total squared distance from the centroid."""
 
     counts: Int64[Tensor, "k"]
     sums: Float[Tensor, "k d"]
@@ -53,25 +111,24 @@ def lloyd_kmeans(
     max_largest_over_mean: float = math.inf,
     tick: Callable[[], None] = lambda: None,
 ) -> Float[Tensor, "k d"]:
-    """Centroids of the features by ``num_iterations`` passes over them; the same on every split into arrays.
+    """k-means centroids from ``num_iterations`` passes over the features; the same for any split into arrays.
 
     Args:
         rows: features, float16 or float32; memory maps stay on disk.
         num_clusters: centroids.
-        metric: ``spherical`` (rows are made unit vectors; centroids are their means) or ``euclidean``.
-        generator: draws the sample to start from, on the CPU.
+        metric: ``spherical`` (centroids are means of unit vectors) or ``euclidean``.
+        generator: CPU generator of all random numbers.
         num_iterations: passes.
         chosen: ascending numbers of the rows to fit; None fits all.
         device: torch device that computes.
-        max_largest_over_mean: cells beyond it are split while there are far lighter ones to give up;
-            a wish, not a limit.
+        max_largest_over_mean: larger cells are split while far smaller ones can be given up; a goal, not a limit.
         tick: called after each pass.
 
     Returns:
         Centroids, float32, on the CPU.
 
     Raises:
-        ValueError: fewer distinct rows, in the sample that it starts from, than clusters.
+        ValueError: fewer distinct rows in the starting sample than clusters.
         UserError: features that are not finite.
     """
     blocks = FeatureBlocks(rows, metric, rows_at_once(num_clusters), device, chosen)
@@ -88,12 +145,12 @@ def lloyd_kmeans(
 def _start(
     blocks: FeatureBlocks, num_clusters: int, generator: torch.Generator
 ) -> tuple[Float[Tensor, "k d"], Float[Tensor, "d"] | None]:
-    """Starting centroids, and where they are centred if that is not the origin."""
+    """Starting centroids relative to a centre, and that centre; None is the origin."""
     last = len(_START_ROWS) - 1
     for attempt, rows_a_centroid in enumerate(_START_ROWS):
         sample = blocks.sample(rows_a_centroid * num_clusters, generator)
-        # Centred, because |x|² + |c|² - 2xc loses digits when the mean is large against the spread; the mean of
-        # unit vectors is not.
+        # Centred, because |x|² + |c|² - 2xc loses digits if the mean is large against the spread. The mean of unit
+        # vectors never is.
         centre = sample.mean(0) if blocks.metric == "euclidean" else None
         try:
             with one_thread():
@@ -106,9 +163,9 @@ def _start(
 
 
 def plus_plus(x: Float[Tensor, "n d"], num_clusters: int, generator: torch.Generator) -> Float[Tensor, "k d"]:
-    """Starting centroids by k-means++ (Arthur and Vassilvitskii, 2007), some at a time.
+    """Starting centroids by k-means++ (Arthur and Vassilvitskii, 2007), in batches.
 
-    Those of one draw do not repel one another, except that no two are equal.
+    Centroids of one batch do not repel one another, but no two are equal.
 
     Raises:
         ValueError: fewer distinct samples than clusters.
@@ -116,7 +173,7 @@ def plus_plus(x: Float[Tensor, "n d"], num_clusters: int, generator: torch.Gener
     chosen = x[:0]
     norms = x.square().sum(1)
     nearest = torch.full_like(norms, math.inf)
-    # Below this a float32 distance is rounding: such samples are taken for equal.
+    # Smaller float32 distances are rounding errors: such samples count as equal.
     noise = 8 * torch.finfo(x.dtype).eps * float(norms.max())
     while len(chosen) < num_clusters:
         first = len(chosen) == 0
@@ -124,7 +181,7 @@ def plus_plus(x: Float[Tensor, "n d"], num_clusters: int, generator: torch.Gener
         at_once = 1 if first else math.ceil(num_clusters / _DRAWS)
         wanted = min(at_once, num_clusters - len(chosen), int((odds > 0).sum()))
         if wanted == 0:
-            raise ValueError(f"only {len(chosen)} distinct samples among {len(x)} drawn for {num_clusters} clusters")
+            raise ValueError(f"only {len(chosen)} distinct samples among {len(x)} for {num_clusters} clusters")
         drawn = x[torch.multinomial(odds, wanted, generator=generator).to(x.device)]
         gaps = (drawn.unsqueeze(1) - drawn).square().sum(2) > noise
         drawn = drawn[(gaps | ~torch.ones_like(gaps).tril(-1)).all(1)]
@@ -135,7 +192,7 @@ def plus_plus(x: Float[Tensor, "n d"], num_clusters: int, generator: torch.Gener
 
 
 def _pass(blocks: FeatureBlocks, centroids: Float[Tensor, "k d"], centre: Float[Tensor, "d"] | None) -> Cells:
-    """Assign every sample and add it up; the metric is Euclidean where there is a ``centre``, and else spherical.
+    """Assign every sample and sum each cell. With a ``centre`` the metric is Euclidean, otherwise spherical.
 
     Raises:
         UserError: a sample that is not finite.
@@ -146,14 +203,14 @@ def _pass(blocks: FeatureBlocks, centroids: Float[Tensor, "k d"], centre: Float[
 
     def of_block(start: int) -> tuple[Tensor, Tensor, Tensor]:
         if not hasattr(own, "rows"):
-            # Kept, because fresh memory of this size costs about as much as filling it.
+            # One buffer per thread: fresh memory of this size costs about as much as filling it.
             own.rows = np.empty((min(blocks.num_rows, len(blocks)), dim), np.float32)
             own.scores = centroids.new_empty(len(own.rows), num_clusters)
         x = blocks.read(start, own.rows)
         x = x if centre is None else x.sub_(centre)
         squares = torch.linalg.vecdot(x, x)
-        # Rows are not divided by their norms: the c nearest to x/|x| has the least |x||c|²/2 - xc. The bound is
-        # normalize()'s.
+        # Rows need no division by their norms: the c nearest to x/|x| has the least |x||c|²/2 - xc. The minimum is
+        # that of normalize().
         scale = squares.sqrt().clamp_(min=1e-12) if centre is None else torch.ones_like(squares)
         scores = torch.mul(scale.unsqueeze(1), half, out=own.scores[: len(x)]).addmm_(x, centroids.T, alpha=-1)
         least, index = scores.min(1)
@@ -167,7 +224,7 @@ def _pass(blocks: FeatureBlocks, centroids: Float[Tensor, "k d"], centre: Float[
         return counts, sums, _sums(cost.unsqueeze(1), order, starts, torch.ones_like(cost)).squeeze(1)
 
     counts = torch.zeros(num_clusters, dtype=torch.int64, device=centroids.device)
-    # Float64, because of the many blocks; within a block few samples meet in a cell.
+    # Float64, because there are many blocks; within a block few samples meet in a cell.
     sums = torch.zeros_like(centroids, dtype=torch.float64)
     costs = sums.new_zeros(num_clusters)
     for block_counts, block_sums, block_costs in in_order(of_block, blocks.starts, blocks.device):
@@ -178,12 +235,12 @@ def _pass(blocks: FeatureBlocks, centroids: Float[Tensor, "k d"], centre: Float[
 
 
 def _sums(x: Tensor, order: Tensor, starts: Tensor, weights: Tensor) -> Tensor:
-    # Not index_add_, which is slower here and adds in no fixed order on a GPU.
+    # Not index_add_: it is slower here, and on a GPU it adds in no fixed order.
     return torch.nn.functional.embedding_bag(order, x, starts, mode="sum", per_sample_weights=weights)
 
 
 def _means(cells: Cells, old: Float[Tensor, "k d"]) -> Float[Tensor, "k d"]:
-    """Centroids of the cells; an empty one keeps its old centroid."""
+    """Means of the cells; an empty cell keeps its old centroid."""
     means = cells.sums / cells.counts.clamp(min=1).unsqueeze(1)
     return torch.where(cells.counts.unsqueeze(1) > 0, means, old).to(old.dtype)
 
@@ -191,9 +248,9 @@ def _means(cells: Cells, old: Float[Tensor, "k d"]) -> Float[Tensor, "k d"]:
 def _relocated(
     centroids: Float[Tensor, "k d"], cells: Cells, max_largest_over_mean: float, generator: torch.Generator
 ) -> Float[Tensor, "k d"]:
-    """Move centroids of empty cells, then of the lightest, into crowded cells, which they split in halves."""
+    """Split crowded cells in halves, with the centroids of empty cells, then of the lightest."""
     load = cells.counts.double().cpu()
-    # Summed in float32, the cost of a cell of equal samples may come out below zero.
+    # Rounding may make the cost of a cell of equal samples negative.
     radius = (cells.costs.clamp(min=0) / cells.counts.clamp(min=1)).sqrt().cpu()
     moved = centroids.clone()
     mean = float(load.mean())

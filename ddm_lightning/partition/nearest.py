@@ -1,4 +1,4 @@
-"""Features block by block, and the nearest of many centroids, decided the same way on every machine."""
+"""The nearest of many centroids, decided the same way on every machine."""
 
 from __future__ import annotations
 
@@ -17,102 +17,46 @@ from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.processes import num_cores
 from ddm_lightning.partition.rows import Rows
 
-# Entries of one matrix of rows times centroids: 32 MB in float32, whatever the number of centroids.
+# Entries of one matrix of rows times centroids: 32 MB in float32.
 _SCORES_AT_ONCE = 1 << 23
 _MOST_ROWS, _LEAST_ROWS = 8192, 256
 T = TypeVar("T")
 
-# Rows that are read at a time where nothing else decides.
+# Rows read at a time by ``nearest_of_rows``.
 ROWS_AT_ONCE = 4096
-# Scattered rows, slow to read in every pass, are kept in memory up to this size.
-_KEPT_BYTES = 1 << 30
 
 Tick = Callable[[int, int], None]
-"""Called with rows read and rows to read."""
-
-
-def no_tick(done: int, total: int) -> None:
-    """Tells nobody."""
+"""Progress: called with the rows read so far and all rows to read."""
 
 
 def rows_at_once(num_centroids: int) -> int:
-    """Rows that are compared with so many centroids at a time."""
+    """Number of rows to compare at a time with ``num_centroids`` centroids."""
     return max(_LEAST_ROWS, min(_MOST_ROWS, _SCORES_AT_ONCE // max(1, num_centroids)))
 
 
 def prepared(features: Shaped[np.ndarray, "n d"], metric: str, device: str = "cpu") -> Float[Tensor, "n d"]:
-    """Features as they are compared: float32 on the device; rows of unit length where the metric is spherical."""
-    # A copy, because torch does not like memory that it may not write to.
+    """Features ready for comparison: float32 on the device, with unit rows if the metric is spherical."""
+    # A copy, because torch warns about read-only memory.
     x = torch.from_numpy(np.array(features, dtype=np.float32)).to(device)
     return torch.nn.functional.normalize(x, dim=1) if metric == "spherical" else x
 
 
-class FeatureBlocks:
-    """Some or all rows of features as float32, in blocks that do not depend on how the rows are split into arrays.
+def take_finite(rows: Rows, numbers: Int64[np.ndarray, "m"], metric: str, device: str = "cpu") -> Float[Tensor, "m d"]:
+    """The rows with these numbers, ``prepared``.
 
-    What a process holds is bounded: rows that are scattered are read once and kept up to 1 GiB, others in each pass.
-
-    Args:
-        rows: features, float16 or float32.
-        metric: ``spherical`` or ``euclidean``.
-        num_rows: rows of a block.
-        device: torch device on which the blocks come.
-        chosen: ascending numbers of the rows to take; None takes all.
+    Raises:
+        UserError: a row is not finite.
     """
-
-    def __init__(
-        self, rows: Rows, metric: str, num_rows: int, device: str = "cpu", chosen: Int64[np.ndarray, "m"] | None = None
-    ) -> None:
-        self.rows, self.metric, self.num_rows, self.device, self.chosen = rows, metric, num_rows, device, chosen
-        self._kept: np.ndarray | None = None
-        if chosen is not None and len(self) * rows.row_shape[0] * rows.dtype.itemsize <= _KEPT_BYTES:
-            self._kept = rows.take(chosen)
-
-    def __len__(self) -> int:
-        return len(self.rows) if self.chosen is None else len(self.chosen)
-
-    @property
-    def starts(self) -> range:
-        """Where the blocks begin."""
-        return range(0, len(self), self.num_rows)
-
-    def read(self, start: int, buffer: Float[np.ndarray, "r d"]) -> Float[Tensor, "m d"]:
-        """The block that begins at ``start``, as it is stored; on the CPU it lies in ``buffer``."""
-        block = buffer[: min(self.num_rows, len(self) - start)]
-        self._read_into(block, start)
-        return torch.from_numpy(block).to(self.device)
-
-    def sample(self, size: int, generator: torch.Generator) -> Float[Tensor, "m d"]:
-        """At most ``size`` different rows, drawn by the generator, in the order drawn.
-
-        Raises:
-            UserError: one is not finite.
-        """
-        drawn = torch.randperm(len(self), generator=generator)[:size].numpy()
-        numbers = drawn if self.chosen is None else self.chosen[drawn]
-        x = prepared(self.rows.take(numbers), self.metric, self.device)
-        fine = torch.isfinite(x).all(1)
-        if not bool(fine.all()):
-            raise not_finite(int(numbers[int((~fine).nonzero()[0])]))
-        return x
-
-    def number(self, position: int) -> int:
-        """Which of all rows the row at this position is."""
-        return position if self.chosen is None else int(self.chosen[position])
-
-    def _read_into(self, out: Float[np.ndarray, "m d"], start: int) -> None:
-        stop = start + len(out)
-        if self._kept is not None:
-            out[:] = self._kept[start:stop]
-        elif self.chosen is None:
-            self.rows.read_into(out, start)
-        else:
-            out[:] = self.rows.take(self.chosen[start:stop])
+    x = prepared(rows.take(numbers), metric, device)
+    finite = torch.isfinite(x).all(1)
+    if not bool(finite.all()):
+        raise not_finite(int(numbers[int((~finite).nonzero()[0])]))
+    return x
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Small operations do not wait for a second thread, and their results do not hang on how many there are."""
+    """Compute with one torch thread: fast for small operations, and the same result for any number of threads."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -122,10 +66,10 @@ def one_thread() -> Iterator[None]:
 
 
 def in_order(work: Callable[[int], T], items: Iterable[int], device: str) -> Iterator[T]:
-    """``work`` of each item, in order, by a thread a core, each of which computes alone.
+    """Yield ``work`` of each item, in order, computed with one single-threaded worker per core.
 
-    Threads that share one operation wait for each other at each; with others on the machine they mostly wait. And
-    what one thread computes does not hang on how many there are.
+    Threads that share one operation wait for each other, above all on a busy machine. With one thread per operation,
+    results do not depend on the number of threads either.
     """
     if device != "cpu":
         yield from map(work, items)
@@ -137,7 +81,7 @@ def in_order(work: Callable[[int], T], items: Iterable[int], device: str) -> Ite
         with ThreadPoolExecutor(num_workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
             for item in items:
                 ready.append(pool.submit(work, item))
-                if len(ready) > 2 * num_workers:  # what is done and not yet used is bounded
+                if len(ready) > 2 * num_workers:  # bounds finished, unused results
                     yield ready.popleft().result()
             while ready:
                 yield ready.popleft().result()
@@ -146,11 +90,9 @@ def in_order(work: Callable[[int], T], items: Iterable[int], device: str) -> Ite
 
 
 def not_finite(row: int | str) -> UserError:
-    """The refusal of features that hold NaN or infinity."""
-    return UserError(
-        f"features of sample {row}: values that are not finite, or too large for float32; "
-        "check the weights of prepare.features"
-    )
+    """The error for features with NaN or infinity."""
+    problem = "values that are not finite, or too large for float32"
+    return UserError(f"features of sample {row}: {problem}; check the weights of prepare.features")
 
 
 def nearest(
@@ -160,19 +102,26 @@ def nearest(
     device: str = "cpu",
     name_of: Callable[[int], int | str] = int,
 ) -> Int64[Tensor, "n"]:
-    """The nearest centroid of each row by Euclidean distance, the first of those equally near.
+    """The nearest centroid of each row by Euclidean distance; of equally near ones, the first.
 
-    A float32 product decides wherever its rounding cannot matter; the rest, a row in some hundreds, is done
-    again in float64. So the answer does not hang on block, threads, processor or device.
+    A float32 product decides unless its rounding could matter; the remaining rows, about one in some hundreds, are
+    computed again in float64. So the answer does not depend on blocks, threads, processor or device.
+
+    Args:
+        features: any float type.
+        centroids: float32 or float64, on the CPU.
+        metric: ``spherical`` normalises the rows; ``euclidean`` takes them as they are.
+        device: torch device that computes.
+        name_of: the name of a row in the error message.
 
     Raises:
-        UserError: features that are not finite; the line has the row's ``name_of``.
+        UserError: features that are not finite.
     """
     # Centred, because |x|² + |c|² - 2xc loses digits when the mean is large against the spread.
     centre = centroids.double().mean(0)
     near = (centroids.double() - centre).float().to(device)
     half = near.double().square().sum(1).div(2).float()
-    # Twice the bound of a dot product's rounding (Higham 2002, eq. 3.5), with room for the subtractions'.
+    # Twice the bound on the rounding of a dot product (Higham 2002, eq. 3.5), with room for the subtractions.
     tolerance = 2 * (centroids.shape[1] + 16) * 2.0**-24 * float((2 * half.max()).sqrt())
     reach = float((2 * half.max()).sqrt() + centre.norm())
     found = [torch.empty(0, dtype=torch.int64)]
@@ -194,9 +143,9 @@ def nearest(
 
 
 def nearest_of_rows(
-    rows: Rows, centroids: Float[Tensor, "k d"], metric: str, device: str = "cpu", tick: Tick = no_tick
+    rows: Rows, centroids: Float[Tensor, "k d"], metric: str, device: str = "cpu", tick: Tick = lambda *_: None
 ) -> Int32[np.ndarray, "n"]:
-    """``nearest`` of features that may be larger than memory, by one pass.
+    """``nearest`` for features that may be larger than memory, in one pass.
 
     Raises:
         UserError: features that are not finite.
@@ -224,6 +173,6 @@ def _nearest_in_float64(
     half = near.square().sum(1) / 2
     scores = torch.addmm(half, x, near.T, alpha=-1)
     size = x.norm(dim=1, keepdim=True) + (2 * half.max()).sqrt() + centre.norm()
-    # What float64 cannot tell apart either is as near as the nearest.
+    # Centroids that float64 cannot tell apart count as equally near.
     ties = scores <= scores.min(1, keepdim=True).values + 2.0**-44 * size.square()
     return ties.int().argmax(1)

@@ -1,39 +1,182 @@
-"""The partition of a data set into K clusters, as data: how a sample is assigned, and how many each cluster holds.
-
-``kmeans`` is balanced k-means of the features in two stages, ``random`` the ablation of the DDM paper
-(arXiv 2501.05450), ``labels`` packs whole classes, ``existing`` takes another run's partition for new data.
-"""
+"""The partition of a data set into K clusters, as data: the rule that assigns samples, and the size of each cluster."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from hashlib import blake2b
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import torch
 from jaxtyping import Float, Int, Int32, Int64, Shaped
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save, save_file
+from safetensors.torch import save
 from torch import Tensor
 
-from ddm_lightning.config import PartitionConfig
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_write
-from ddm_lightning.partition.kmeans import capacity
-from ddm_lightning.partition.nearest import Tick, nearest, nearest_of_rows, no_tick
-from ddm_lightning.partition.rows import Rows
-from ddm_lightning.partition.rules import ClusterOfLabel, KeyHash, NearestCentroid, Rule, rule_of
-from ddm_lightning.partition.two_stage import fit_fine, group_fine, num_fitted
+from ddm_lightning.partition.kmeans import repair
+from ddm_lightning.partition.nearest import nearest
 
 FORMAT_VERSION = 2
-_MOST_COMPARED = 30_000
+
+
+@dataclass(frozen=True)
+class Rule(ABC):
+    """A way to assign samples to clusters. Its fields, tensors and plain JSON, are all that a file stores."""
+
+    kind: ClassVar[str]
+
+    @abstractmethod
+    def assign(
+        self, features: Shaped[np.ndarray, "n d"], labels: Int[np.ndarray, "n"], keys: Sequence[str], device: str
+    ) -> Int64[np.ndarray, "n"]:
+        """The cluster of each sample."""
+
+    @abstractmethod
+    def check(self, num_clusters: int) -> None:
+        """Raise ``ValueError`` unless the fields fit each other and ``num_clusters``."""
+
+
+@dataclass(frozen=True)
+class NearestCentroid(Rule):
+    """Assigns a sample to the cluster of its nearest fine centroid; kind ``kmeans``."""
+
+    kind = "kmeans"
+    fine_centroids: Float[Tensor, "f d"]
+    cluster_of_fine: Int64[Tensor, "f"]
+    centroids: Float[Tensor, "k d"]
+    """Means of the clusters: fine centroids weighted by their numbers of samples."""
+    metric: str
+    """``spherical`` or ``euclidean``."""
+    features: str = ""
+    """Name of the network that made the features, so that others are not compared with them; empty if unknown."""
+
+    def assign(
+        self, features: Shaped[np.ndarray, "n d"], labels: Int[np.ndarray, "n"], keys: Sequence[str], device: str
+    ) -> Int64[np.ndarray, "n"]:
+        """The cluster of each sample's nearest fine centroid; features need not be normalised.
+
+        Raises:
+            UserError: features of another size, or features that are not finite.
+        """
+        size = self.fine_centroids.shape[1]
+        if features.shape[1] != size:
+            raise UserError(
+                f"the partition was made of features with {size} entries: these have {features.shape[1]}; "
+                "use the same feature network"
+            )
+        found = nearest(features, self.fine_centroids, self.metric, device, name_of=lambda row: repr(keys[row]))
+        return self.cluster_of_fine[found].numpy()
+
+    def check(self, num_clusters: int) -> None:
+        """Raise ``ValueError`` for wrong shapes, cluster numbers or metric, and for centroids that are not finite."""
+        fine, home = self.fine_centroids, self.cluster_of_fine
+        if fine.ndim != 2 or home.shape != fine.shape[:1] or self.centroids.shape != (num_clusters, fine.shape[1]):
+            raise ValueError("the shapes of its centroids do not fit together")
+        if self.metric not in ("spherical", "euclidean") or not torch.isfinite(fine).all():
+            raise ValueError("unknown metric, or centroids that are not finite")
+        if not 0 <= int(home.min()) <= int(home.max()) < num_clusters:
+            raise ValueError("cluster number out of range")
+
+
+@dataclass(frozen=True)
+class KeyHash(Rule):
+    """Assigns a sample by a hash of seed and key; kind ``random``."""
+
+    kind = "random"
+    cuts: Int64[Tensor, "k_minus_1"]
+    """Ascending; cluster k begins at ``cuts[k - 1]``."""
+    seed: int
+
+    @classmethod
+    def equal(cls, keys: Sequence[str], num_clusters: int, seed: int) -> KeyHash:
+        """Cut the hashes of ``keys`` into equal parts; if all keys differ, sizes differ by one sample at most."""
+        if num_clusters == 1:
+            return cls(torch.empty(0, dtype=torch.int64), seed)
+        ranks = [len(keys) * k // num_clusters for k in range(1, num_clusters)]
+        return cls(torch.from_numpy(np.partition(hashes(keys, seed), ranks)[ranks]), seed)
+
+    def assign(
+        self, features: Shaped[np.ndarray, "n d"], labels: Int[np.ndarray, "n"], keys: Sequence[str], device: str
+    ) -> Int64[np.ndarray, "n"]:
+        """The cluster of each key's hash; features and labels are ignored."""
+        return np.searchsorted(self.cuts.numpy(), hashes(keys, self.seed), side="right")
+
+    def check(self, num_clusters: int) -> None:
+        """Raise ``ValueError`` for another number of cuts than ``num_clusters`` - 1."""
+        if self.cuts.shape != (num_clusters - 1,):
+            raise ValueError(f"{num_clusters} clusters need {num_clusters - 1} cuts")
+
+
+@dataclass(frozen=True)
+class ClusterOfLabel(Rule):
+    """Assigns a sample by its class, so that clusters hold whole classes; kind ``labels``."""
+
+    kind = "labels"
+    cluster_of_label: Int64[Tensor, "classes"]
+    """-1 for a class without samples."""
+
+    @classmethod
+    def packed(cls, labels: Int[np.ndarray, "n"], num_clusters: int, limit: float) -> ClusterOfLabel:
+        """Pack classes into clusters of nearly equal size.
+
+        The largest remaining class goes to the emptiest cluster (LPT, Graham 1969). Then classes are moved and swapped
+        until no cluster has more than ``limit`` samples, or until that no longer helps.
+
+        Raises:
+            ValueError: fewer classes than clusters.
+        """
+        sizes = torch.from_numpy(np.bincount(labels))
+        present = sizes.nonzero().squeeze(1)
+        if len(present) < num_clusters:
+            raise ValueError(f"the source has only {len(present)} classes with samples")
+        weights = sizes[present].double()
+        home = torch.zeros(len(present), dtype=torch.int64)
+        load = torch.zeros(num_clusters, dtype=torch.float64)
+        for position in weights.argsort(descending=True, stable=True).tolist():
+            home[position] = load.argmin()
+            load[home[position]] += weights[position]
+        home = repair(torch.zeros(len(present), num_clusters, dtype=torch.float64), weights, home, limit)
+        table = torch.full((len(sizes),), -1)
+        table[present] = largest_first(home, sizes[present], num_clusters)
+        return cls(table)
+
+    def assign(
+        self, features: Shaped[np.ndarray, "n d"], labels: Int[np.ndarray, "n"], keys: Sequence[str], device: str
+    ) -> Int64[np.ndarray, "n"]:
+        """The cluster of each sample's class.
+
+        Raises:
+            UserError: a class without samples when the partition was made.
+        """
+        table = self.cluster_of_label.numpy()
+        known = (labels >= 0) & (labels < len(table))
+        clusters = np.where(known, table[np.where(known, labels, 0)], -1)
+        if len(clusters) and clusters.min() < 0:
+            position = int(clusters.argmin())
+            raise UserError(
+                f"sample {keys[position]!r}: its class {labels[position]} had no samples when the partition was made; "
+                "make a new partition"
+            )
+        return clusters
+
+    def check(self, num_clusters: int) -> None:
+        """Raise ``ValueError`` for a cluster outside -1 … ``num_clusters`` - 1."""
+        if not -1 <= int(self.cluster_of_label.min()) <= int(self.cluster_of_label.max()) < num_clusters:
+            raise ValueError("cluster number out of range")
+
+
+_RULES: dict[str, type[Rule]] = {rule.kind: rule for rule in (NearestCentroid, KeyHash, ClusterOfLabel)}
 
 
 @dataclass(frozen=True)
 class Partition:
-    """How samples are assigned, and how many of the data set's samples each cluster holds."""
+    """The rule that assigns samples, and how many of the data set's samples each cluster holds."""
 
     rule: Rule
     counts: Int64[Tensor, "k"]
@@ -60,7 +203,7 @@ class Partition:
         keys: Sequence[str],
         device: str = "cpu",
     ) -> Int32[np.ndarray, "n"]:
-        """The cluster of each sample. It hangs on the sample alone, not on the block that it comes in.
+        """The cluster of each sample, which depends on that sample alone.
 
         Raises:
             UserError: features of another size or not finite, or a class without a cluster.
@@ -68,36 +211,36 @@ class Partition:
         return self.rule.assign(features, labels, keys, device).astype(np.int32)
 
     def save(self, path: Path) -> None:
-        """Write a safetensors file, whole or not at all; the same partition gives the same bytes."""
-        tensors = {**self.rule.tensors(), "counts": self.counts}
-        header = {
-            "kind": "partition",
-            "format_version": FORMAT_VERSION,
-            "rule": self.kind,
-            "settings": self.rule.settings(),
-        }
+        """Write a safetensors file atomically; equal partitions give equal bytes."""
+        tensors = {name: value for name, value in vars(self.rule).items() if isinstance(value, Tensor)}
+        settings = {name: value for name, value in vars(self.rule).items() if name not in tensors}
+        tensors["counts"] = self.counts
+        header = {"kind": "partition", "format_version": FORMAT_VERSION, "rule": self.kind, "settings": settings}
         # One metadata key only: safetensors writes several in no fixed order.
-        data = save(
-            {name: tensor.contiguous() for name, tensor in tensors.items()}, {"ddm_lightning": json.dumps(header)}
-        )
+        metadata = {"ddm_lightning": json.dumps(header)}
+        data = save({name: tensor.contiguous() for name, tensor in tensors.items()}, metadata)
         atomic_write(path, lambda temporary: temporary.write_bytes(data))
 
     @classmethod
     def load(cls, path: Path) -> Partition:
-        """Read what ``save`` wrote.
+        """Read a file of ``save``.
 
         Raises:
-            UserError: the file is missing, is no safetensors file, or no partition of this format.
+            UserError: the file is missing, is no safetensors file, or is no valid partition of this format.
         """
         remedy = "run prepare again"
         try:
             with safe_open(path, framework="pt") as stored:
                 header = json.loads((stored.metadata() or {}).get("ddm_lightning", "{}"))
                 if header.get("kind") != "partition" or header.get("format_version") != FORMAT_VERSION:
-                    raise UserError(f"{path}: is no partition of format {FORMAT_VERSION}; {remedy}")
-                tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
-            counts = tensors["counts"]
-            return cls(rule_of(header["rule"], tensors, header["settings"], len(counts)), counts)
+                    raise UserError(f"{path}: not a partition of format {FORMAT_VERSION}; {remedy}")
+                values = header["settings"] | {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
+            counts, rule_type = values["counts"], _RULES.get(header["rule"])
+            if rule_type is None:
+                raise ValueError(f"unknown kind {header['rule']!r}")
+            rule = rule_type(**{field.name: values[field.name] for field in fields(rule_type)})
+            rule.check(len(counts))
+            return cls(rule, counts)
         except FileNotFoundError:
             raise UserError(f"{path}: the partition is missing; {remedy}") from None
         except KeyError as error:
@@ -106,199 +249,17 @@ class Partition:
             raise UserError(f"{path}: the partition cannot be read ({error}); {remedy}") from None
 
 
-def check_sizes(config: PartitionConfig, num_samples: int) -> None:
-    """Refuse a partition that has more parts than there are samples.
-
-    Raises:
-        UserError: too many clusters or fine centroids, or too small a part to fit them on.
-    """
-    prefix = "prepare.partition"
-    if config.num_clusters > num_samples:
-        raise UserError(
-            f"key '{prefix}.num_clusters' = {config.num_clusters}: the source has only {num_samples} samples; "
-            "use fewer clusters or more samples"
-        )
-    if config.kind != "kmeans":
-        return
-    if config.num_fine_centroids > num_samples:
-        raise UserError(
-            f"key '{prefix}.num_fine_centroids' = {config.num_fine_centroids}: "
-            f"the source has only {num_samples} samples; use fewer fine centroids"
-        )
-    if config.num_fine_centroids > num_fitted(config, num_samples):
-        raise UserError(
-            f"key '{prefix}.fit_fraction' = {config.fit_fraction}: leaves {num_fitted(config, num_samples)} of "
-            f"{num_samples} samples for {config.num_fine_centroids} fine centroids; raise it"
-        )
+def hashes(keys: Sequence[str], seed: int) -> Int64[np.ndarray, "n"]:
+    """63 pseudo-random bits per key, other ones for each seed."""
+    secret = str(seed).encode()
+    # With a secret, the hash is independent of the plain hash of the same keys that selects held-out samples.
+    digests = (blake2b(key.encode(), digest_size=8, key=secret).digest() for key in keys)
+    return (np.frombuffer(b"".join(digests), dtype=">u8") >> np.uint64(1)).astype(np.int64)
 
 
-def fit_partition(
-    rows: Rows,
-    config: PartitionConfig,
-    seed: int,
-    *,
-    labels: Int[np.ndarray, "n"],
-    keys: Sequence[str],
-    features: str = "",
-    tick: Tick = no_tick,
-    kept_fine: tuple[Path, str] | None = None,
-) -> tuple[Partition, Int32[np.ndarray, "n"]]:
-    """Split the data set; the same samples, config and seed give the same partition.
-
-    Args:
-        rows: features, one row a sample, float16 or float32. ``random`` and ``labels`` do not look at them.
-        config: kind, sizes, iterations and the limit of the largest cluster.
-        seed: of all that is drawn.
-        labels: classes.
-        keys: names that stay the same; ``random`` hangs on them.
-        features: what made the features; ``existing`` refuses a partition that was made of others.
-        tick: hears of progress.
-        kept_fine: a file and a key: fine centroids in it are used if they have the key, and kept there otherwise.
-
-    Returns:
-        The partition, and the cluster of each sample.
-
-    Raises:
-        UserError: more parts than (distinct) samples or classes, features that are not finite, a largest cluster
-            over the configured limit, or an existing partition that does not fit.
-    """
-    check_sizes(config, len(rows))
-    rule: Rule
-    if config.kind == "kmeans":
-        rule, nearest_fine = _two_stages(rows, config, seed, features, tick, kept_fine)
-        clusters = rule.cluster_of_fine[nearest_fine].numpy()
-    else:
-        rule = _rule(rows, config, seed, labels, keys, features)
-        if isinstance(rule, NearestCentroid):
-            nearest_fine = nearest_of_rows(rows, rule.fine_centroids, rule.metric, config.device, tick)
-            clusters = rule.cluster_of_fine[nearest_fine].numpy()
-        else:
-            clusters = rule.assign(np.empty((len(rows), 0)), labels, keys, config.device)
-    counts = torch.from_numpy(np.bincount(clusters, minlength=config.num_clusters))
-    _check_balance(counts, config)
-    return Partition(rule, counts), clusters.astype(np.int32)
-
-
-def displaced_fractions(
-    partition: Partition, rows: Rows, clusters: Int[np.ndarray, "n"], device: str = "cpu"
-) -> tuple[float, float] | None:
-    """Share of the samples nearer to the mean of another cluster, and the part of it that balance costs.
-
-    Balance costs those whose whole fine cell is nearer to another mean; the others are displaced because a cell is
-    assigned as one. Measured on about 30,000 samples; None for rules other than ``kmeans``.
-    """
-    rule = partition.rule
-    if not isinstance(rule, NearestCentroid):
-        return None
-    some = np.arange(0, len(rows), max(1, len(rows) // _MOST_COMPARED))
-    x = rows.take(some)
-    displaced = nearest(x, rule.centroids, rule.metric, device).numpy() != clusters[some]
-    moved = nearest(rule.fine_centroids.numpy(), rule.centroids, rule.metric, device) != rule.cluster_of_fine
-    by_balance = displaced & moved[nearest(x, rule.fine_centroids, rule.metric, device)].numpy()
-    return float(displaced.mean()), float(by_balance.mean())
-
-
-def _two_stages(
-    rows: Rows, config: PartitionConfig, seed: int, features: str, tick: Tick, kept_in: tuple[Path, str] | None
-) -> tuple[NearestCentroid, Int32[np.ndarray, "n"]]:
-    """The rule, and the fine centroid that is nearest to each sample."""
-    generator = torch.Generator().manual_seed(seed)
-    num_read, size = 0, num_fitted(config, len(rows))
-    total = config.num_iterations * size + len(rows)
-
-    def advance() -> None:
-        nonlocal num_read
-        num_read += size
-        tick(num_read, total)
-
-    def fit() -> dict[str, Tensor]:
-        fine = fit_fine(rows, config, generator, advance).contiguous()
-        nearest_fine = nearest_of_rows(
-            rows, fine, config.metric, config.device, lambda done, num: tick(total - num + done, total)
-        )
-        return {"fine": fine, "nearest": torch.from_numpy(nearest_fine), "generator": generator.get_state()}
-
-    found = fit() if kept_in is None else _kept(*kept_in, fit)
-    generator.set_state(found["generator"])
-    fine, nearest_fine = found["fine"], found["nearest"].numpy()
-    per_fine = torch.from_numpy(np.bincount(nearest_fine, minlength=len(fine)))
-    return group_fine(fine, per_fine, config, generator, features), nearest_fine
-
-
-def _kept(path: Path, key: str, make: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
-    """The tensors in a file if they were made under this key; otherwise they are made and kept there."""
-    try:
-        with safe_open(path, framework="pt") as stored:
-            if (stored.metadata() or {}).get("key") == key:
-                return {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
-    except (FileNotFoundError, SafetensorError):
-        pass
-    tensors = make()
-    atomic_write(path, lambda temporary: save_file(tensors, temporary, {"key": key}))
-    return tensors
-
-
-def _rule(
-    rows: Rows,
-    config: PartitionConfig,
-    seed: int,
-    labels: Int[np.ndarray, "n"],
-    keys: Sequence[str],
-    features: str,
-) -> Rule:
-    if config.kind == "random":
-        return KeyHash.equal(keys, config.num_clusters, seed)
-    if config.kind == "existing":
-        return _existing(config, rows, features)
-    limit = capacity(float(len(labels)), config.num_clusters, config.max_largest_over_mean)
-    try:
-        return ClusterOfLabel.packed(labels, config.num_clusters, limit)
-    except ValueError as error:
-        raise UserError(
-            f"key 'prepare.partition.num_clusters' = {config.num_clusters}: {error}; "
-            "use fewer clusters or prepare.partition.kind = kmeans"
-        ) from None
-
-
-def _existing(config: PartitionConfig, rows: Rows, features: str) -> Rule:
-    """The rule of another run's partition, if it fits this data set."""
-    assert config.path is not None, "check_experiment asks for it"
-    key = f"key 'prepare.partition.path' = {config.path!r}"
-    found = Partition.load(Path(config.path))
-    rule = found.rule
-    if found.num_clusters != config.num_clusters:
-        raise UserError(f"{key}: has {found.num_clusters} clusters; set prepare.partition.num_clusters to that")
-    if isinstance(rule, NearestCentroid):
-        size = rule.fine_centroids.shape[1]
-        remedy = "set prepare.features to those of the other run"
-        if (size,) != rows.row_shape:
-            raise UserError(
-                f"{key}: was made of features with {size} entries, these have {rows.row_shape[0]}; {remedy}"
-            )
-        if features and rule.features and features != rule.features:
-            raise UserError(f"{key}: was made of features {rule.features!r}, these are {features!r}; {remedy}")
-    return rule
-
-
-def _check_balance(counts: Int64[Tensor, "k"], config: PartitionConfig) -> None:
-    """Refuse empty clusters and, unless another run made them, too large ones."""
-    total, largest = int(counts.sum()), int(counts.max())
-    if int(counts.min()) == 0:
-        remedy = {
-            "existing": "add samples of the kind that it holds",
-            "random": "use fewer clusters, or give the samples different keys",
-        }.get(config.kind, "use fewer clusters or raise prepare.partition.num_fine_centroids")
-        raise UserError(
-            f"key 'prepare.partition.num_clusters' = {config.num_clusters}: a cluster stays empty; {remedy}"
-        )
-    # Whole samples cannot be split more evenly than the mean rounded up.
-    limit = capacity(float(total), config.num_clusters, config.max_largest_over_mean)
-    if config.kind != "existing" and largest > limit:
-        remedy = {
-            "labels": "or use prepare.partition.kind = kmeans, because whole classes divide no better",
-            "random": "or give the samples different keys",
-        }.get(config.kind, "or prepare.partition.num_fine_centroids for finer pieces")
-        raise UserError(
-            f"key 'prepare.partition.max_largest_over_mean' = {config.max_largest_over_mean}: the largest cluster has "
-            f"{largest} samples, {largest / (total / config.num_clusters):.3f} times the mean; raise this key, {remedy}"
-        )
+def largest_first(clusters: Int64[Tensor, "m"], sizes: Int64[Tensor, "m"], num_clusters: int) -> Int64[Tensor, "m"]:
+    """Renumber the clusters by descending total size, so that numbers do not depend on random order."""
+    counts = torch.zeros(num_clusters, dtype=torch.int64).index_add_(0, clusters, sizes)
+    rank = torch.empty_like(counts)
+    rank[counts.argsort(descending=True, stable=True)] = torch.arange(num_clusters)
+    return rank[clusters]

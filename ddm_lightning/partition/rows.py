@@ -1,4 +1,4 @@
-"""Rows of several arrays, such as one file a part, as if they were one array."""
+"""Several arrays, such as one file per part, read as one array."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ _ROWS_AT_ONCE = 4096
 
 
 class Rows(Sequence[Any]):
-    """Read-only rows of arrays that lie one behind the other; nothing is read or copied before it is asked for.
+    """Read-only rows of concatenated arrays, read and copied lazily.
 
     Args:
-        arrays: at least one; equal in dtype and in all but the first dimension.
-        kept: for each array the rows that count, ascending; None, for one or for all, keeps every row.
+        arrays: at least one; equal in dtype and in all dimensions but the first.
+        kept: ascending numbers of the rows to keep, for each array; None, for one array or for all, keeps every row.
+
+    Raises:
+        ValueError: no arrays, or arrays of different dtypes or row shapes.
     """
 
     def __init__(
@@ -48,11 +51,11 @@ class Rows(Sequence[Any]):
 
     @property
     def dtype(self) -> np.dtype:
-        """Type of the numbers."""
+        """Type of the entries."""
         return self.arrays[0].dtype
 
     def take(self, rows: Int[np.ndarray, "m"]) -> Shaped[np.ndarray, "m ..."]:
-        """A copy of the given rows, in the order given.
+        """A copy of the given rows, in the given order.
 
         Raises:
             IndexError: a row outside 0 to ``len(self)`` - 1.
@@ -61,7 +64,7 @@ class Rows(Sequence[Any]):
         if len(rows) and not 0 <= rows.min() <= rows.max() < len(self):
             raise IndexError(f"rows {rows.min()} to {rows.max()} of {len(self)}")
         out = np.empty((len(rows), *self.row_shape), self.dtype)
-        # By position, so that a disk is read forwards.
+        # In ascending order, so that a disk is read forwards.
         order = rows.argsort(kind="stable")
         hit, first = np.unique(np.searchsorted(self.starts, rows[order], side="right") - 1, return_index=True)
         for index, chosen in zip(hit.tolist(), np.split(order, first[1:]), strict=False):
@@ -69,7 +72,7 @@ class Rows(Sequence[Any]):
         return out
 
     def read_into(self, out: Shaped[np.ndarray, "m ..."], start: int) -> None:
-        """Fill ``out``, of any type, with the rows from ``start`` on."""
+        """Fill ``out``, of any dtype, with the rows from ``start`` on."""
         at = start
         index = int(np.searchsorted(self.starts, start, side="right")) - 1
         while at < start + len(out):
@@ -79,7 +82,7 @@ class Rows(Sequence[Any]):
             at, index = stop, index + 1
 
     def __getitem__(self, which: Any) -> Any:
-        """One row by its number, or a copy of those of a slice."""
+        """A copy of one row by its number, or of the rows of a slice."""
         if not isinstance(which, slice):
             return self.take(np.array([which]))[0]
         start, stop, _ = which.indices(len(self))

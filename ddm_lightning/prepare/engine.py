@@ -1,6 +1,6 @@
-"""Who works on the parts: this process, several processes here, or Ray Data on many machines.
+"""Run jobs in several processes on this machine, or with Ray Data on many machines.
 
-A job and what it gives must be picklable, and a job must give the same whoever works on it and in whatever order.
+Jobs and results must be picklable. A result must not depend on the process or the order of the jobs.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ WORTH_PROCESSES = 4096
 
 
 def num_processes_for(wanted: int, num_jobs: int, num_samples: int | None) -> int:
-    """Processes that are worth starting.
+    """Return the number of processes worth starting.
 
     Args:
-        wanted: the setting; 0 is one a core.
-        num_jobs: jobs that there are.
-        num_samples: samples in all of them; None when nobody knows.
+        wanted: the configured number; 0 for one per core.
+        num_jobs: number of jobs.
+        num_samples: samples in all jobs; None if unknown.
     """
     if num_samples is not None and num_samples < WORTH_PROCESSES:
         return 1
@@ -38,10 +38,10 @@ def num_processes_for(wanted: int, num_jobs: int, num_samples: int | None) -> in
 
 
 def run_local(work: Callable[[Job], Result], jobs: Sequence[Job], num_processes: int) -> Iterator[tuple[int, Result]]:
-    """Each job's number and result, as they become ready, from ``num_processes`` processes.
+    """Yield each job's number and result as it finishes, from ``num_processes`` processes.
 
     Raises:
-        UserError: a process was killed; what ``work`` raises comes out as it is.
+        UserError: a process was killed. Errors of ``work`` pass through.
     """
     pool = ProcessPoolExecutor(num_processes, multiprocessing.get_context("spawn"), initializer=_begin)
     try:
@@ -50,17 +50,17 @@ def run_local(work: Callable[[Job], Result], jobs: Sequence[Job], num_processes:
             yield numbers[future], future.result()
     except BrokenProcessPool:
         raise UserError(
-            "a process of prepare was killed, perhaps for want of memory; lower prepare.num_processes, "
-            "then the same command goes on"
+            "a process of prepare was killed, perhaps out of memory; lower prepare.num_processes and run the "
+            "same command again: it continues"
         ) from None
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
 
 def run_ray(work: Callable[[Job], Result], jobs: Sequence[Job]) -> Iterator[tuple[int, Result]]:
-    """As ``run_local``, on the Ray cluster that ``RAY_ADDRESS`` names, or on one started here.
+    """Run jobs as ``run_local`` does, on the Ray cluster at ``RAY_ADDRESS`` or on a new local one.
 
-    What jobs read and write has to lie where every machine of the cluster sees it under the same path.
+    Every machine of the cluster must see the files of the jobs under the same path.
     """
     import ray
     from ray.data import DataContext, from_items
@@ -75,10 +75,10 @@ def run_ray(work: Callable[[Job], Result], jobs: Sequence[Job]) -> Iterator[tupl
         try:
             outcome = (work(pickle.loads(row["job"])), None)  # noqa: S301  our own
         except (UserError, OSError) as error:
-            outcome = (None, error)  # Ray would wrap it, with its traceback, in an error of its own
+            outcome = (None, error)  # Ray would wrap it in an error of its own
         return {"number": row["number"], "outcome": pickle.dumps(outcome)}
 
-    # As bytes, because Ray would make columns of what it knows.
+    # As bytes: Ray would turn known types into columns.
     rows = [{"number": number, "job": pickle.dumps(job)} for number, job in enumerate(jobs)]
     for row in from_items(rows, override_num_blocks=len(rows)).map(one).iter_rows():
         result, error = pickle.loads(row["outcome"])  # noqa: S301  our own
@@ -104,7 +104,7 @@ def _one_thread() -> None:
 
 
 def _own_gpu() -> None:
-    """Processes take the GPUs in turn: ``cuda`` then means another one in each."""
+    """Assign the GPUs to processes in turn: ``cuda`` is another one in each."""
     import torch
 
     if torch.cuda.is_available():

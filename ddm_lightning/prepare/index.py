@@ -1,4 +1,4 @@
-"""Which samples can be used: not the broken ones, nor those that encode to nonsense, nor a key's second bearer."""
+"""Index of the usable samples: not broken, finite, and with a unique key."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ from jaxtyping import UInt64
 from ddm_lightning.core.columns import Strings
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_write, atomic_write_json
-from ddm_lightning.prepare.encode import RECORDS
+from ddm_lightning.prepare.encode import RECORDS, check_broken
 from ddm_lightning.prepare.prepared import Prepared
 from ddm_lightning.prepare.records import Broken
 
-# Before as many samples were read, a few broken ones are no fraction to stop at.
-_ENOUGH = 1000
+Dropped = dict[int, dict[int, str]]
+"""Cause by row, by number of the part."""
 
 
 def write_index(prepared: Prepared, groups: Collection[str], max_bad_fraction: float, captions_used: bool) -> None:
-    """``index.json`` (samples, counts by cause, rows left out) and ``broken.jsonl`` (each broken sample).
+    """Write ``index.json`` (samples, counts by cause, dropped rows) and ``broken.jsonl`` (each broken sample).
 
     Args:
-        prepared: whose parts are encoded.
-        groups: the groups of columns in use; what failed in another, left by an earlier configuration, is no matter.
-        max_bad_fraction: how large a part of the samples may be broken.
-        captions_used: whether a sample whose caption cannot be read is broken, or has none.
+        prepared: folder with encoded parts.
+        groups: groups of columns in use. Failures in others, left by an earlier configuration, are ignored.
+        max_bad_fraction: largest allowed fraction of broken samples.
+        captions_used: whether a sample with an unreadable caption is broken; else its caption is empty.
 
     Raises:
-        UserError: too many samples are broken, none is left, or pictures differ in size from part to part.
+        UserError: too many samples are broken, none is left, or parts differ in image size.
     """
-    sizes = {state[RECORDS]["picture_size"]: number for number, state in enumerate(prepared.states)}
-    sizes.pop(0, None)  # of parts without a picture
+    states = [state[RECORDS] for state in prepared.states]
+    sizes = {state["picture_size"]: number for number, state in enumerate(states) if state["picture_size"]}
     if len(sizes) > 1:
         several = ", ".join(f"{size} pixels in {prepared.parts[number].name!r}" for size, number in sizes.items())
-        raise UserError(f"the source has pictures of several sizes ({several}); set prepare.pictures.size")
-    dropped: dict[int, dict[int, str]] = {}
+        raise UserError(f"the source has images of several sizes ({several}); set prepare.pictures.size")
+    dropped: Dropped = {}
     for number, state in enumerate(prepared.states):
         unfit = {row: cause for name in groups for row, cause in state[name].get("unfit", {}).items()}
         if captions_used:
@@ -49,24 +49,22 @@ def write_index(prepared: Prepared, groups: Collection[str], max_bad_fraction: f
             dropped[number] = {int(row): cause for row, cause in unfit.items()}
     _drop_duplicates(prepared, dropped)
 
-    counts: Counter[str] = Counter()
-    odd_shapes: Counter[str] = Counter()
-    for state in prepared.states:
-        counts.update(state[RECORDS]["broken"])
-        odd_shapes.update(state[RECORDS].get("odd_shapes", {}))
+    counts, odd_shapes = Counter[str](), Counter[str]()
+    for state in states:
+        counts.update(state["broken"])
+        odd_shapes.update(state.get("odd_shapes", {}))
     counts.update(cause for rows in dropped.values() for cause in rows.values())
-    num_read = sum(state[RECORDS]["num_read"] for state in prepared.states)
-    num_samples = sum(state[RECORDS]["num_rows"] for state in prepared.states) - sum(map(len, dropped.values()))
+    num_read = sum(state["num_read"] for state in states)
+    num_samples = sum(state["num_rows"] for state in states) - sum(map(len, dropped.values()))
 
     def write(path: Path) -> None:
         with path.open("w", encoding="utf-8") as lines:
-            for entry in _broken(prepared, dropped):
-                lines.write(json.dumps(entry, ensure_ascii=False) + "\n")
+            lines.writelines(json.dumps(entry, ensure_ascii=False) + "\n" for entry in _broken(prepared, dropped))
 
     atomic_write(prepared.broken_file, write)
-    check_broken(dict(counts), num_read, max_bad_fraction, prepared.broken_file, enough=1)
+    check_broken(counts, num_read, max_bad_fraction, prepared.broken_file, enough=1)
     if num_samples == 0:
-        raise UserError("the source yields no samples; mend prepare.source")
+        raise UserError("the source has no usable samples; fix prepare.source")
     found = {
         "num_read": num_read,
         "num_samples": num_samples,
@@ -79,51 +77,19 @@ def write_index(prepared: Prepared, groups: Collection[str], max_bad_fraction: f
     atomic_write_json(prepared.index_file, found)
 
 
-def _num_without_caption(prepared: Prepared, dropped: dict[int, dict[int, str]]) -> int:
-    number_of = 0
+def _num_without_caption(prepared: Prepared, dropped: Dropped) -> int:
+    num_empty = 0
     for number in prepared.full_parts:
         sizes = Strings(prepared.part_folder(number) / RECORDS, "captions").num_bytes()
-        number_of += int(np.count_nonzero(np.delete(sizes, list(dropped.get(number, {}))) == 0))
-    return number_of
+        num_empty += int(np.count_nonzero(np.delete(sizes, list(dropped.get(number, {}))) == 0))
+    return num_empty
 
 
-def check_broken(
-    counts: dict[str, int], num_read: int, max_bad_fraction: float, listed: Path, enough: int = _ENOUGH
-) -> None:
-    """Refuse to go on when too many samples are broken.
-
-    Args:
-        counts: broken samples by cause.
-        num_read: samples read, broken ones included.
-        max_bad_fraction: how large a part of them may be broken.
-        listed: file in which broken samples are listed, a JSON object a line.
-        enough: samples that have to be read before the fraction counts.
-
-    Raises:
-        UserError: too many are broken; the line counts them by cause.
-    """
-    num_broken = sum(counts.values())
-    if num_read >= enough and num_broken > max_bad_fraction * num_read:
-        causes = ", ".join(f"{cause}: {count}" for cause, count in sorted(counts.items(), key=lambda item: -item[1]))
-        raise UserError(
-            f"{listed}: {num_broken} of {num_read} samples cannot be used ({causes}), more than "
-            f"prepare.max_bad_fraction = {max_bad_fraction:g} allows; mend the source or raise it{_first(listed)}"
-        )
-
-
-def _first(listed: Path) -> str:
-    """The first broken sample, as an example."""
-    with listed.open(encoding="utf-8") as lines:
-        found = json.loads(next(lines, "{}"))
-    detail = f" ({found['detail']})" if found.get("detail") else ""
-    return f". For example {found['key']!r}: {found['cause']}{detail}" if found else ""
-
-
-def _drop_duplicates(prepared: Prepared, dropped: dict[int, dict[int, str]]) -> None:
-    """Of samples with one key the first that can be used stays."""
+def _drop_duplicates(prepared: Prepared, dropped: Dropped) -> None:
+    """Drop all but the first usable sample of each key."""
     if not prepared.full_parts:
         return
-    rows = prepared.all_rows(RECORDS, "key_hash")
+    rows = prepared.rows(RECORDS, "key_hash", unusable=True)
     hashes: UInt64[np.ndarray, "n"] = rows[:]
     start_of = dict(zip(prepared.full_parts, rows.starts.tolist(), strict=False))
     fit = np.ones(len(hashes), bool)
@@ -132,17 +98,16 @@ def _drop_duplicates(prepared: Prepared, dropped: dict[int, dict[int, str]]) -> 
     places = np.flatnonzero(fit)
     order = places[hashes[places].argsort(kind="stable")]
     same = hashes[order[1:]] == hashes[order[:-1]]
-    # Equal hashes are looked at key by key: 64 bits may meet by chance.
+    # Compare the keys behind equal hashes: 64 bits may collide.
     places = np.unique(np.concatenate([order[1:][same], order[:-1][same]]))
-    keys = prepared.all_texts("keys").take(places)
     first_of: dict[tuple[int, str], int] = {}
-    for place, key in zip(places.tolist(), keys, strict=True):
+    for place, key in zip(places.tolist(), prepared.texts("keys", unusable=True).take(places), strict=True):
         if first_of.setdefault((int(hashes[place]), key), place) != place:
             number = prepared.full_parts[int(np.searchsorted(rows.starts, place, side="right")) - 1]
             dropped.setdefault(number, {})[place - start_of[number]] = "duplicate key"
 
 
-def _broken(prepared: Prepared, dropped: dict[int, dict[int, str]]) -> Iterator[dict[str, Any]]:
+def _broken(prepared: Prepared, dropped: Dropped) -> Iterator[dict[str, Any]]:
     for number, part in enumerate(prepared.parts):
         folder = prepared.part_folder(number) / RECORDS
         with (folder / "broken.jsonl").open(encoding="utf-8") as lines:

@@ -1,12 +1,13 @@
-"""The files between the stages, below ``prepared/``; what lies in parts is read as if it were whole."""
+"""The files of the stages below ``prepared/``, and the ledger of finished stages."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,16 +16,19 @@ import numpy as np
 from jaxtyping import Int, UInt8
 
 from ddm_lightning.core.columns import StoredArray, Strings
-from ddm_lightning.core.files import atomic_write_json
+from ddm_lightning.core.files import atomic_write_json, read_json, sha256_json
 from ddm_lightning.partition.rows import Rows
-from ddm_lightning.prepare.encode import RECORDS, read_state
+from ddm_lightning.prepare.encode import RECORDS, is_whole, list_files, read_state
 from ddm_lightning.prepare.records import Part
+
+# Part of every stage's hash. Raise it when a stage writes something else.
+STAGES_VERSION = 4
 
 
 class Prepared:
-    """One ``prepared/`` folder. Rows are the samples that can be used, in source order.
+    """One ``prepared/`` folder. Rows are the usable samples of all parts, in source order.
 
-    An instance keeps what it read of ``parts.json`` and ``index.json``: make a new one when they change.
+    An instance caches ``parts.json``, ``part.json`` and ``index.json``: make a new one when they change.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -44,7 +48,7 @@ class Prepared:
 
     @cached_property
     def parts(self) -> list[Part]:
-        """The parts of the source, as they were listed."""
+        """Parts of the source, from ``parts.json``."""
         return [Part(**part) for part in json.loads(self.parts_file.read_text(encoding="utf-8"))]
 
     def write_parts(self, parts: Sequence[Part]) -> None:
@@ -52,33 +56,32 @@ class Prepared:
         atomic_write_json(self.parts_file, [asdict(part) for part in parts])
 
     def folder_of(self, part: Part) -> Path:
-        """The columns of a part; by its name, so that they stay when parts come and go before it."""
+        """Return the folder of a part's columns. It depends on the part's name alone, not on other parts."""
         readable = re.sub(r"[^A-Za-z0-9-]+", "-", part.name)[-32:].strip("-")
         return self.folder / "parts" / f"{readable}-{hashlib.sha256(part.name.encode()).hexdigest()[:16]}"
 
     def part_folder(self, number: int) -> Path:
-        """The columns of one of ``parts``."""
+        """Return the folder of the columns of ``parts[number]``."""
         return self.folder_of(self.parts[number])
 
     @cached_property
     def states(self) -> list[dict[str, Any]]:
-        """Each part's ``part.json``."""
+        """The ``part.json`` of each part."""
         return [read_state(self.part_folder(number)) for number in range(len(self.parts))]
 
     @cached_property
     def index(self) -> Mapping[str, Any]:
-        """``index.json``: how many samples there are, and which rows of which part are left out."""
-        found: dict[str, Any] = json.loads(self.index_file.read_text(encoding="utf-8"))
-        return found
+        """``index.json``: number of samples, and the dropped rows of each part."""
+        return json.loads(self.index_file.read_text(encoding="utf-8"))
 
     @cached_property
     def full_parts(self) -> list[int]:
-        """Numbers of the parts that hold rows at all."""
+        """Numbers of the parts with at least one row."""
         return [number for number, state in enumerate(self.states) if state[RECORDS]["num_rows"]]
 
     @cached_property
     def kept(self) -> list[Int[np.ndarray, "m"] | None]:
-        """For each of ``full_parts`` the rows that count; None for all of them."""
+        """Usable rows of each of ``full_parts``; None for all of them."""
         dropped: Mapping[str, list[int]] = self.index["dropped"]
         return [
             np.delete(np.arange(self.states[number][RECORDS]["num_rows"]), dropped[str(number)])
@@ -87,24 +90,17 @@ class Prepared:
             for number in self.full_parts
         ]
 
-    def rows(self, group: str, column: str) -> Rows:
-        """A column of every sample that can be used."""
-        return Rows(self._arrays(group, column), self.kept)
+    def rows(self, group: str, column: str, unusable: bool = False) -> Rows:
+        """Return a column of all usable samples; with ``unusable``, of all samples."""
+        return Rows(self._arrays(group, column), None if unusable else self.kept)
 
-    def all_rows(self, group: str, column: str) -> Rows:
-        """A column of every sample that was read, those that cannot be used included."""
-        return Rows(self._arrays(group, column))
-
-    def texts(self, name: str) -> Rows:
-        """``keys`` or ``captions`` of every sample that can be used."""
-        return Rows(self._strings(name), self.kept)
-
-    def all_texts(self, name: str) -> Rows:
-        """``keys`` or ``captions`` of every sample that was read."""
-        return Rows(self._strings(name))
+    def texts(self, name: str, unusable: bool = False) -> Rows:
+        """Return ``keys`` or ``captions`` of all usable samples; with ``unusable``, of all samples."""
+        strings = [Strings(ends.path.parent, name, ends) for ends in self._arrays(RECORDS, f"{name}-ends")]
+        return Rows(strings, None if unusable else self.kept)
 
     def _arrays(self, group: str, column: str) -> list[StoredArray]:
-        """A column of each of ``full_parts``; only the first file is opened, the others have the same header."""
+        """Return a column of each of ``full_parts``. Opens the first file only: all have the same header."""
         name = f"{group}/{column}.npy"
         first = StoredArray.of(self.part_folder(self.full_parts[0]) / name)
         arrays = []
@@ -113,36 +109,89 @@ class Prepared:
             shape = (state[RECORDS]["num_rows"], *first.shape[1:])
             arrays.append(replace(first, path=self.part_folder(number) / name, shape=shape))
             if first.offset + arrays[-1].nbytes != state[group]["files"][name]["bytes"]:
-                raise ValueError(f"{arrays[-1].path}: has rows of another size than {first.path}")
+                raise ValueError(f"{arrays[-1].path}: rows differ in size from those of {first.path}")
         return arrays
 
-    def _strings(self, name: str) -> list[Strings]:
-        return [Strings(ends.path.parent, name, ends) for ends in self._arrays(RECORDS, f"{name}-ends")]
-
     def thumbnails(self) -> tuple[UInt8[np.ndarray, "m s s 3"], Int[np.ndarray, "m"]]:
-        """Small pictures of some samples, and the rows that they are of."""
-        pictures, rows = [], []
+        """Return small images of some samples, and their rows."""
+        images, rows = [], []
         starts = self.rows(RECORDS, "label").starts
         for number, kept, start in zip(self.full_parts, self.kept, starts, strict=False):
             folder = self.part_folder(number) / RECORDS
             local = np.load(folder / "thumbnail_rows.npy")
             shown = np.ones(len(local), bool) if kept is None else np.isin(local, kept)
             place = local[shown] if kept is None else np.searchsorted(kept, local[shown])
-            pictures.append(np.load(folder / "thumbnails.npy")[shown])
+            images.append(np.load(folder / "thumbnails.npy")[shown])
             rows.append(place + start)
-        return np.concatenate(pictures), np.concatenate(rows)
+        return np.concatenate(images), np.concatenate(rows)
 
     @property
     def clusters(self) -> Int[np.ndarray, "n"]:
-        """The cluster of each sample, int32."""
+        """Cluster of each sample, int32."""
         return np.load(self.clusters_file, mmap_mode="r")
 
     @property
     def num_samples(self) -> int:
-        """Samples that can be used."""
+        """Number of usable samples."""
         return int(self.index["num_samples"])
 
     @property
-    def picture_size(self) -> int:
-        """Height and width in pixels of the square pictures that were encoded."""
+    def image_size(self) -> int:
+        """Height and width in pixels of the encoded square images."""
         return int(self.index["picture_size"])
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stage of ``prepare``."""
+
+    name: str
+    inputs: Callable[[], Any]
+    """Everything the stage reads, by content, as plain JSON. Called when the stages before it are done."""
+    outputs: tuple[str, ...]
+    """Patterns of its result files below ``prepared/``."""
+    run: Callable[[], None]
+    compute: Callable[[], None] = lambda: None
+    """Work that may be refused: done before ``run``, while the old result is still in place."""
+
+
+class Ledger:
+    """``stages.json``: the finished stages of one ``prepared/`` folder, their inputs and files."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.file = folder, folder / "stages.json"
+        self.records: dict[str, Any] = {}
+
+    def read(self) -> None:
+        """Read the file again; raise ``UserError`` if it is unreadable."""
+        self.records = {}
+        if self.file.exists():
+            self.records = read_json(self.file, "the record of the stages", "delete it and run prepare again")
+
+    def is_done(self, stage: Stage) -> bool:
+        """Whether the stage ran on its present inputs and its files exist with their sizes."""
+        record = self.records.get(stage.name)
+        return record is not None and record["inputs_sha256"] == _key(stage) and is_whole(self.folder, record)
+
+    def run(self, stage: Stage, before_replacing: Callable[[], None]) -> float:
+        """Run the stage and record it; return its seconds."""
+        key, start = _key(stage), time.monotonic()
+        stage.compute()
+        # Forgotten first: a stage killed while it replaces its files must not look done.
+        before_replacing()
+        if self.records.pop(stage.name, None) is not None:
+            atomic_write_json(self.file, self.records)
+        stage.run()
+        seconds = time.monotonic() - start
+        files = list_files(self.folder, (path for pattern in stage.outputs for path in self.folder.glob(pattern)))
+        self.records[stage.name] = {"inputs_sha256": key, "files": files, "seconds": round(seconds, 3)}
+        atomic_write_json(self.file, self.records)
+        return seconds
+
+    def files(self, stage: str) -> dict[str, Any]:
+        """Return the files of a stage with sizes and hashes; empty before it is done."""
+        return self.records.get(stage, {}).get("files", {})
+
+
+def _key(stage: Stage) -> str:
+    return sha256_json({"version": STAGES_VERSION, "inputs": stage.inputs()})

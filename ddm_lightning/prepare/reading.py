@@ -1,4 +1,4 @@
-"""The samples of one part of a source: checked, squared, in chunks; broken ones counted and set aside."""
+"""The plug-ins of ``prepare``, and one pass over a part: chunks of checked, square images, and broken samples."""
 
 from __future__ import annotations
 
@@ -6,26 +6,90 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cached_property, lru_cache
+from importlib.metadata import version
+from typing import Any
 
 import numpy as np
 from jaxtyping import UInt8
 from PIL import Image
 
+from ddm_lightning.config import PrepareConfig
+from ddm_lightning.config.load import prepare_from_json
 from ddm_lightning.core.errors import UserError
-from ddm_lightning.prepare.plugins import Plugins
-from ddm_lightning.prepare.records import Broken, Part, Record
+from ddm_lightning.core.registry import CAPTION_ENCODERS, FEATURES, IMAGE_ENCODERS, SOURCES
+from ddm_lightning.encoders.interfaces import CaptionEncoder, Features, ImageEncoder
+from ddm_lightning.prepare.records import Broken, Part, Record, Source
 
 SAMPLES_AT_ONCE = 256
+_FIX, _SET_SIZE = "fix the source (its contract: prepare/records.py)", "set prepare.pictures.size"
+_COMMON_PACKAGES = ("ddm_lightning", "torch", "numpy", "pillow", "mosaicml-streaming")
+
+
+class Plugins:
+    """Source, encoders and feature network, each built once, on first use.
+
+    Raises:
+        UserError: on first use: unknown name, unknown params, or a missing package.
+    """
+
+    def __init__(self, config: PrepareConfig) -> None:
+        self.config = config
+
+    @cached_property
+    def source(self) -> Source:
+        """The data set."""
+        return SOURCES.build(self.config.source.name, self.config.source.params)
+
+    @cached_property
+    def image_encoder(self) -> ImageEncoder:
+        """Encodes images as ``x_0``."""
+        return IMAGE_ENCODERS.build(self.config.image_encoder.name, self.config.image_encoder.params)
+
+    @cached_property
+    def caption_encoder(self) -> CaptionEncoder | None:
+        """Encodes captions; None without text conditions."""
+        plugin = self.config.caption_encoder
+        return None if plugin is None else CAPTION_ENCODERS.build(plugin.name, plugin.params)
+
+    @cached_property
+    def features(self) -> Features:
+        """Computes the features to cluster."""
+        return FEATURES.build(self.config.features.name, self.config.features.params)
+
+    def _encoders(self) -> dict[str, Any]:
+        named = {"image_encoder": self.image_encoder, "caption_encoder": self.caption_encoder}
+        return {name: plugin for name, plugin in {**named, "features": self.features}.items() if plugin is not None}
+
+    def build_all(self) -> None:
+        """Build every plug-in: checks names, params and packages."""
+        self.versions()
+
+    def versions(self) -> dict[str, str]:
+        """Return the versions of all packages that shape the result."""
+        plugins = [self.source, *self._encoders().values()]
+        packages = {name for plugin in plugins for name in plugin.packages}
+        return {name: version(name) for name in sorted({*_COMMON_PACKAGES, *packages})}
+
+    def provenance(self) -> dict[str, dict[str, str]]:
+        """Return the origin of each network's weights; may load them."""
+        return {name: plugin.provenance() for name, plugin in self._encoders().items()}
+
+
+@lru_cache(maxsize=1)
+def plugins_of(config: str) -> Plugins:
+    """Return the plug-ins of a ``prepare`` section in JSON; a process keeps them from job to job."""
+    return Plugins(prepare_from_json(config))
 
 
 class Reading:
     """One pass over a part.
 
     Args:
-        part: what to read.
-        plugins: whose source is read.
-        tick: called with the samples read so far.
-        at_once: samples in a chunk.
+        part: the part to read.
+        plugins: its source and configuration.
+        tick: called with the number of samples read so far.
+        at_once: samples per chunk.
     """
 
     def __init__(
@@ -33,28 +97,28 @@ class Reading:
     ) -> None:
         self.part, self.plugins, self.tick, self.at_once = part, plugins, tick, at_once
         self.num_read = 0
-        """Samples met so far, broken ones included."""
+        """Samples read so far, broken ones included."""
         self.num_rows = 0
-        """Samples handed on."""
+        """Samples yielded so far."""
         self.broken: list[Broken] = []
-        """Those that were not."""
+        """Broken samples so far."""
         self.unread_captions: dict[str, str] = {}
-        """Row -> why its caption cannot be read; it counts as empty."""
+        """Cause by row of each unreadable caption; it is replaced by an empty one."""
         self.odd_shapes: Counter[str] = Counter()
-        """How many pictures suffer from being made square, by how."""
+        """Number of images degraded by squaring, by kind of damage."""
         self.content = hashlib.sha256()
-        """Of the samples met so far, pixels included."""
+        """Hash of the samples so far, pixels included."""
 
     @property
     def causes(self) -> dict[str, int]:
-        """How many samples are broken, by cause."""
+        """Number of broken samples by cause."""
         return dict(sorted(Counter(broken.cause for broken in self.broken).items()))
 
     def chunks(self) -> Iterator[tuple[list[Record], UInt8[np.ndarray, "n h w 3"]]]:
-        """Up to ``at_once`` samples at a time, with their square pictures.
+        """Yield up to ``at_once`` samples at a time, with their square images.
 
         Raises:
-            UserError: the source breaks its contract, or pictures have several sizes and none is set.
+            UserError: the source breaks its contract, or images differ in size and no size is set.
         """
         records: list[Record] = []
         images: list[UInt8[np.ndarray, "h w 3"]] = []
@@ -69,7 +133,7 @@ class Reading:
             self.content.update(repr((found.key, found.caption, found.label, found.group, image.shape)).encode())
             self.content.update(image.tobytes())
             if images and image.shape != images[0].shape:
-                raise self._sizes_differ(found, f"others have {images[0].shape[1]} x {images[0].shape[0]}")
+                raise self._error(found, f"has {_size(image)} pixels, others have {_size(images[0])}", _SET_SIZE)
             if isinstance(found.caption, Broken):
                 self.unread_captions[str(self.num_rows + len(records))] = found.caption.cause
                 found = replace(found, caption="")
@@ -90,36 +154,30 @@ class Reading:
         return records, np.stack(images)
 
     def _square(self, record: Record) -> UInt8[np.ndarray, "h w 3"]:
-        pictures = self.plugins.config.pictures
-        image = record.image
+        size, image, num_classes = self.plugins.config.pictures.size, record.image, self.plugins.source.num_classes
         if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3 or 0 in image.shape:
-            raise self._refuse(f"sample {record.key!r} is no uint8 RGB picture ({image.dtype} {list(image.shape)})")
-        if not 0 <= record.label < self.plugins.source.num_classes:
-            most = self.plugins.source.num_classes - 1
-            raise self._refuse(f"sample {record.key!r} has label {record.label}, outside 0 to {most}")
-        if pictures.size is not None:
+            raise self._error(record, f"is not a uint8 RGB image ({image.dtype} {list(image.shape)})")
+        if not 0 <= record.label < num_classes:
+            raise self._error(record, f"has label {record.label}, outside 0 to {num_classes - 1}")
+        if size is not None:
             shorter, longer = sorted(image.shape[:2])
-            self.odd_shapes["enlarged more than twofold"] += shorter * 2 < pictures.size
+            self.odd_shapes["enlarged more than twofold"] += shorter * 2 < size
             self.odd_shapes["longer than 3 to 1"] += longer > 3 * shorter
-            return to_square(image, pictures.size, pictures.aspect)
+            return to_square(image, size, self.plugins.config.pictures.aspect)
         if image.shape[0] != image.shape[1]:
-            raise self._sizes_differ(record, "is not square")
+            raise self._error(record, f"has {_size(image)} pixels and is not square", _SET_SIZE)
         return image
 
-    def _refuse(self, problem: str) -> UserError:
-        name = self.plugins.config.source.name
-        return UserError(f"source {name!r}: {problem}; mend the source (prepare/records.py says what it must yield)")
+    def _error(self, record: Record, problem: str, remedy: str = _FIX) -> UserError:
+        return UserError(f"source {self.plugins.config.source.name!r}: sample {record.key!r} {problem}; {remedy}")
 
-    def _sizes_differ(self, record: Record, how: str) -> UserError:
-        height, width = record.image.shape[:2]
-        return UserError(
-            f"source {self.plugins.config.source.name!r}: sample {record.key!r} has {width} x {height} pixels and "
-            f"{how}; set prepare.pictures.size"
-        )
+
+def _size(image: UInt8[np.ndarray, "h w 3"]) -> str:
+    return f"{image.shape[1]} x {image.shape[0]}"
 
 
 def _with_plain_text(found: Record | Broken) -> Record | Broken:
-    """A record, or why its key or caption cannot be stored."""
+    """Return a record that UTF-8 can store: ``Broken`` for a bad key, or with a broken caption."""
     if isinstance(found, Record):
         try:
             f"{found.key}{found.group or ''}".encode()
@@ -136,13 +194,13 @@ ASPECTS = ("crop", "pad", "stretch")
 
 
 def to_square(image: UInt8[np.ndarray, "h w 3"], size: int, aspect: str) -> UInt8[np.ndarray, "size size 3"]:
-    """The picture at ``size`` × ``size`` pixels (Lanczos).
+    """Resize an image to ``size`` × ``size`` pixels (Lanczos).
 
     Args:
         image: RGB.
         size: height and width of the result.
-        aspect: ``crop`` keeps the middle of the longer side, as ADM and DiT do; ``pad`` keeps the whole picture, on
-            white; ``stretch`` keeps the whole picture and changes its proportions.
+        aspect: ``crop`` keeps the middle of the longer side, as ADM and DiT do; ``pad`` keeps the whole image, on
+            white; ``stretch`` keeps the whole image and changes its proportions.
 
     Raises:
         ValueError: unknown ``aspect``.
@@ -152,16 +210,16 @@ def to_square(image: UInt8[np.ndarray, "h w 3"], size: int, aspect: str) -> UInt
     height, width = image.shape[:2]
     if (height, width) == (size, size):
         return image
-    picture = Image.fromarray(image)
+    whole = Image.fromarray(image)
     if aspect == "crop":
         side = min(height, width)
         left, top = (width - side) / 2, (height - side) / 2
         box = (left, top, left + side, top + side)
-        return np.asarray(picture.resize((size, size), Image.Resampling.LANCZOS, box=box))
+        return np.asarray(whole.resize((size, size), Image.Resampling.LANCZOS, box=box))
     if aspect == "stretch":
-        return np.asarray(picture.resize((size, size), Image.Resampling.LANCZOS))
+        return np.asarray(whole.resize((size, size), Image.Resampling.LANCZOS))
     longer = max(height, width)
     inner = (max(1, round(width * size / longer)), max(1, round(height * size / longer)))
     sheet = Image.new("RGB", (size, size), "white")
-    sheet.paste(picture.resize(inner, Image.Resampling.LANCZOS), ((size - inner[0]) // 2, (size - inner[1]) // 2))
+    sheet.paste(whole.resize(inner, Image.Resampling.LANCZOS), ((size - inner[0]) // 2, (size - inner[1]) // 2))
     return np.asarray(sheet)

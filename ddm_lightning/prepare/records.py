@@ -1,8 +1,8 @@
-"""What a source yields, and in which pieces."""
+"""The contract of sources: records, broken samples, parts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -15,64 +15,68 @@ class Record:
     """One sample of a data set before any encoding."""
 
     key: str
-    """Name of the sample that stays the same when others are added or removed; it decides what is held out."""
+    """Unique name, independent of other samples; decides whether the sample is held out."""
     image: UInt8[np.ndarray, "h w 3"]
-    """RGB picture of any size."""
+    """RGB image of any size."""
     caption: str | Broken
-    """What the picture shows; empty if unknown; ``Broken`` if unreadable: a broken sample if captions are used."""
+    """Caption; empty if unknown. ``Broken`` if unreadable: then the sample is broken if captions are used."""
     label: int
     """Class, from 0 to the source's ``num_classes`` - 1."""
     group: str | None = None
-    """Samples of one group are held out together (tiles that overlap, frames of one film); None: by ``key`` alone."""
+    """Samples of one group are held out together (overlapping tiles, frames of a film); None for no group."""
 
 
 @dataclass(frozen=True)
 class Broken:
-    """A sample that cannot be used: counted by cause, listed in ``prepared/broken.jsonl``, and left out."""
+    """An unusable sample: counted by cause, listed in ``prepared/broken.jsonl``, and skipped."""
 
     key: str
-    """Its name, as near as it is known: a key, or the file that it is in."""
+    """Its key, or else the name of its file."""
     cause: str
-    """A few words that many samples share ("empty file", "truncated picture"), by which they are counted."""
+    """A few words shared by many samples ("empty file", "truncated image")."""
     detail: str = ""
-    """One line more, of this sample alone."""
+    """One line about this sample alone."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """A piece of a source that can be read on its own: a tar, a row group, a block of files.
+    """A piece of a source that can be read alone: a tar, a row group, a block of files.
 
-    What is prepared of a part is kept until its ``fingerprint`` or the configuration changes, so parts
-    should be small enough to do again (thousands of samples) and their names should not depend on other parts.
+    An encoded part is kept until its ``fingerprint`` or the configuration changes. So parts should be small enough to
+    encode again (thousands of samples), and their names should not depend on other parts.
     """
 
     name: str
-    """Unique in the source, the same at each call."""
+    """Unique in the source; the same at each call."""
     fingerprint: str
-    """Changes when the part's content may have changed: sizes and times, an ETag, a version."""
+    """Changes when the content may have changed: sizes and times, an ETag, a version."""
     num_samples: int | None
-    """Samples in it, broken ones included; None when only reading tells."""
+    """Number of samples, broken ones included; None if unknown before reading."""
     where: Mapping[str, Any] = field(default_factory=dict)
-    """What ``read`` needs to find it again in another process: plain JSON."""
+    """Plain JSON with which ``read`` finds the part in another process."""
+
+
+def count_samples(parts: Iterable[Part]) -> int | None:
+    """Add up the samples of parts, broken ones included; None if a part does not know."""
+    sizes = [part.num_samples for part in parts]
+    return None if None in sizes else sum(size or 0 for size in sizes)
 
 
 @runtime_checkable
 class Source(Protocol):
-    """A data set of captioned pictures, in parts.
-
-    A source that knows the names of its classes lists them as ``class_names``.
-    """
+    """A data set of captioned images, in parts. Optional: ``class_names``, the names of its classes."""
 
     packages: tuple[str, ...]
+    """Distributions whose versions shape the samples."""
     attribution: str
-    """Credit that the licence asks for, printed on pictures and kept in the manifest; empty for none."""
+    """Credit required by the licence, printed on images and kept in the manifest; empty for none."""
     num_classes: int
-    """Labels run from 0 to this minus 1; 1 when the data set has none."""
+    """Labels run from 0 to this minus 1; 1 without labels."""
 
     def parts(self) -> Sequence[Part]:
-        """The parts, in the same order each time. Lists files; opens no sample."""
+        """List the parts in a fixed order without opening samples."""
         ...
 
     def read(self, part: Part) -> Iterator[Record | Broken]:
-        """Every sample of one part, in the same order each time; what cannot be read comes as ``Broken``."""
+        """Yield every sample of one part in a fixed order; unreadable ones as ``Broken``."""
         ...

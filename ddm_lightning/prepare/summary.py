@@ -1,8 +1,9 @@
-"""The last stage: the report that people look at, and the manifest that everything after ``prepare`` reads."""
+"""The end of ``prepare``: the report, the manifest, and a line per stage."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -10,46 +11,36 @@ from jaxtyping import Float, Int
 from ddm_lightning.config import Experiment, PrepareConfig
 from ddm_lightning.core.files import read_json
 from ddm_lightning.core.formatting import amount
-from ddm_lightning.partition.partition import Partition
+from ddm_lightning.partition.partition import NearestCentroid, Partition
 from ddm_lightning.partition.rows import Rows
-from ddm_lightning.partition.rules import NearestCentroid
 from ddm_lightning.prepare.encode import FEATURES
-from ddm_lightning.prepare.ledger import Ledger
-from ddm_lightning.prepare.plugins import Plugins
-from ddm_lightning.prepare.prepared import Prepared
-from ddm_lightning.prepare.report.grids import save_cluster_grid
-from ddm_lightning.prepare.report.measures import Cost, KMeansSettings, ReportData
-from ddm_lightning.prepare.report.write import write_report
-from ddm_lightning.prepare.steps import samples_of
+from ddm_lightning.prepare.prepared import Ledger, Prepared
+from ddm_lightning.prepare.reading import Plugins
+from ddm_lightning.prepare.report.figures import save_cluster_grid
+from ddm_lightning.prepare.report.measures import ReportData
+from ddm_lightning.prepare.report.page import write_report
+from ddm_lightning.prepare.write_shards import samples_of
 from ddm_lightning.shards.manifest import HELD_OUT, OUT_OF_CLUSTER, TRAIN, ClusterSamples, Manifest, shard_name
 from ddm_lightning.shards.verify import num_samples_of, verify_shards
 
-_MOST_FOR_MEANS = 20_000
+_MAX_ROWS_FOR_MEANS = 20_000
 
 
-def write_pictures(experiment: Experiment, plugins: Plugins, prepared: Prepared) -> None:
-    """``clusters.png`` and ``report/``."""
-    config = experiment.prepare
+def write_images(experiment: Experiment, plugins: Plugins, prepared: Prepared) -> None:
+    """Write ``clusters.png`` and ``report/``."""
+    config, seed = experiment.prepare, experiment.seed
+    used = {"source": config.source.name, "features": config.features.name, "image encoder": config.image_encoder.name}
     title = f"{experiment.name}: clusters of {config.source.name}, by {config.features.name}"
     attribution = plugins.source.attribution
     partition = Partition.load(prepared.partition_file)
     thumbnails, rows = prepared.thumbnails()
     features = prepared.rows(FEATURES, "features")
     facts = read_json(prepared.partition_facts_file, "the figures of the partition", "run prepare again")
-    clusters = prepared.clusters
-    counts = np.bincount(clusters, minlength=partition.num_clusters)
-    save_cluster_grid(
-        prepared.grid,
-        thumbnails,
-        clusters[rows],
-        partition.num_clusters,
-        counts=counts,
-        title=title,
-        attribution=attribution,
-        seed=experiment.seed,
-    )
+    clusters, num_clusters = prepared.clusters, partition.num_clusters
+    counts = np.bincount(clusters, minlength=num_clusters)
+    credit: dict[str, Any] = {"title": title, "attribution": attribution, "seed": seed}
+    save_cluster_grid(prepared.grid, thumbnails, clusters[rows], counts=counts, **credit)
     columns = samples_of(prepared, plugins).columns.items()
-    costs = {name: Cost(num_bytes=len(rows) * rows.row_bytes) for name, rows in columns}
     data = ReportData(
         thumbnails=thumbnails,
         thumbnail_rows=rows,
@@ -64,37 +55,25 @@ def write_pictures(experiment: Experiment, plugins: Plugins, prepared: Prepared)
         num_without_caption=prepared.index["num_without_caption"],
         num_out_of_cluster=num_samples_of(prepared.shards.glob(f"*/{OUT_OF_CLUSTER}")),
         displaced=facts["displaced"] and tuple(facts["displaced"]),
-        facts={
-            "source": config.source.name,
-            "features": config.features.name,
-            "image encoder": config.image_encoder.name,
-        },
-        costs=costs,
-        kmeans=KMeansSettings(
-            num_fine=config.partition.num_fine_centroids,
-            iterations=config.partition.num_iterations,
-            fit_fraction=config.partition.fit_fraction,
-        )
-        if config.partition.kind == "kmeans"
-        else None,
+        facts=used,
+        column_bytes={name: len(rows) * rows.row_bytes for name, rows in columns},
+        kmeans=config.partition if config.partition.kind == "kmeans" else None,
     )
-    write_report(prepared.report, data, title=title, attribution=attribution, seed=experiment.seed)
+    write_report(prepared.report, data, **credit)
 
 
 def _centroids(partition: Partition, features: Rows, clusters: Int[np.ndarray, "n"]) -> Float[np.ndarray, "k d"]:
-    """Of the clusters; of some of their samples where the partition does not look at features."""
+    """Return the partition's centroids, or means of some samples if it does not use features."""
     if isinstance(partition.rule, NearestCentroid):
         return partition.rule.centroids.float().numpy()
-    some = np.linspace(0, len(features) - 1, min(len(features), _MOST_FOR_MEANS)).astype(np.int64)
+    some = np.linspace(0, len(features) - 1, min(len(features), _MAX_ROWS_FOR_MEANS)).astype(np.int64)
     rows, members = features.take(some).astype(np.float32), clusters[some]
-    means = [
-        rows[members == k].mean(0) if (members == k).any() else rows.mean(0) for k in range(partition.num_clusters)
-    ]
-    return np.stack(means)
+    chosen = [members == k if (members == k).any() else slice(None) for k in range(partition.num_clusters)]
+    return np.stack([rows[which].mean(0) for which in chosen])
 
 
 def manifest_of(experiment: Experiment, plugins: Plugins, prepared: Prepared, ledger: Ledger) -> Manifest:
-    """What the shards hold and how to read them."""
+    """Describe the shards and how to read them."""
     config = experiment.prepare
     partition = Partition.load(prepared.partition_file)
     indices = {
@@ -112,10 +91,10 @@ def manifest_of(experiment: Experiment, plugins: Plugins, prepared: Prepared, le
     return Manifest(
         source=asdict(config.source),
         attribution=plugins.source.attribution,
-        pictures={**asdict(config.pictures), "size": prepared.picture_size},
+        pictures={**asdict(config.pictures), "size": prepared.image_size},
         image_encoder=asdict(config.image_encoder),
         stores=encoder.stores,
-        x_shape=encoder.x_shape(prepared.picture_size),
+        x_shape=encoder.x_shape(prepared.image_size),
         normalisation=encoder.normalisation,
         statistics=read_json(prepared.statistics_file, "the statistics of x_0", "run prepare again"),
         caption_encoder=asdict(config.caption_encoder) if config.caption_encoder else None,
@@ -140,39 +119,37 @@ def manifest_of(experiment: Experiment, plugins: Plugins, prepared: Prepared, le
 
 
 def outcome(stage: str, prepared: Prepared, config: PrepareConfig, num_kept: int) -> str:
-    """The end of the line that says so; empty for stages of which there is nothing to tell.
+    """Return the end of the line that reports a finished stage; may be empty.
 
     Args:
-        stage: its name.
-        prepared: the folder, as the stage left it.
-        config: what was asked for.
-        num_kept: parts that were encoded before.
+        stage: name of the stage.
+        prepared: the folder after the stage.
+        config: the ``prepare`` section.
+        num_kept: number of parts encoded by an earlier run.
     """
     if stage == "encode":
         num_parts = len(prepared.parts)
-        kept = f", {num_kept:,} of them kept from before" if num_kept else ""
+        kept = f", {num_kept:,} already encoded" if num_kept else ""
         return f": {num_parts:,} part{'s' * (num_parts != 1)}{kept}"
     if stage == "index":
         index = prepared.index
         causes = ", ".join(f"{cause}: {count:,}" for cause, count in index["broken"].items())
-        left_out = f"; left out: {causes}; see {prepared.broken_file}" if causes else ""
+        skipped = f"; skipped: {causes}; see {prepared.broken_file}" if causes else ""
         num_without = index["num_without_caption"]
         without = f", {num_without:,} of them without a caption" if num_without else ""
         odd = "".join(f", {count:,} of them {how}" for how, count in index["odd_shapes"].items())
-        return f": {index['num_samples']:,} of {index['num_read']:,} samples{without}{odd}{left_out}"
+        return f": {index['num_samples']:,} of {index['num_read']:,} samples{without}{odd}{skipped}"
     if stage == "partition":
         sizes = np.bincount(prepared.clusters, minlength=config.partition.num_clusters)
         return f": {len(sizes)} clusters of {sizes.min():,} to {sizes.max():,} samples"
     if stage == "shards":
         size = sum(path.stat().st_size for path in prepared.shards.rglob("*") if path.is_file())
         others = num_samples_of(prepared.shards.glob(f"*/{OUT_OF_CLUSTER}"))
-        mixed = f", {others:,} of them once more for another cluster's expert" if others else ""
+        mixed = f", {others:,} of them copied for another cluster's expert" if others else ""
         return f": {prepared.num_samples:,} samples{mixed}, {amount(size)}"
     if stage == "upload":
         uploaded = read_json(prepared.uploaded_file, "the record of the upload", "run prepare again")["sha256"]
         size = sum((prepared.shards / name).stat().st_size for name in uploaded)
-        return (
-            f": {len(uploaded)} files, {amount(size)}, each read back; "
-            f"islands stream them with island.shards={config.shards.remote}"
-        )
+        use = f"islands stream them with island.shards={config.shards.remote}"
+        return f": {len(uploaded)} files, {amount(size)}, each read back; {use}"
     return ""

@@ -1,6 +1,6 @@
-"""Shards: what ``prepare`` writes and training reads."""
+"""Shards: written by ``prepare``, read by training."""
 
 from ddm_lightning.core.compat import ensure_torchvision_importable
 
-# Lightning and Streaming, which modules here import, import torchvision.
+# Lightning and Streaming import torchvision.
 ensure_torchvision_importable()

@@ -1,4 +1,4 @@
-"""``prepared/manifest.json``: what the shards of a run hold and how to read them."""
+"""``prepared/manifest.json``: contents of a run's shards and how to read them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ddm_lightning.core.files import atomic_write_json, read_json
 
 FORMAT_VERSION = 3
 PREPARED = "prepared"
-"""Folder below the run folder that ``prepare`` writes."""
+"""Folder of ``prepare`` inside the run folder."""
 TRAIN, HELD_OUT = "train", "held-out"
 OUT_OF_CLUSTER = "out-of-cluster"
 _REMEDY = "run prepare first, with the same FILE and settings, or copy it from where that was done"
@@ -46,77 +46,77 @@ class ClusterSamples:
     train: int
     held_out: int
     out_of_cluster: int = 0
-    """Training samples of other clusters that its expert trains on, too."""
+    """Samples of other clusters in its expert's training data."""
 
 
 @dataclass(frozen=True)
 class DataSizes:
-    """What a network has to know of the data."""
+    """Sizes of the data that a network needs."""
 
     x_shape: tuple[int, int, int]
     """Channels, height, width of ``x_0``."""
     text_size: int
     """Entries of a text vector; 0 for none."""
     token_shape: tuple[int, int] | None
-    """Tokens of a caption and entries of each; None where the shards hold no tokens."""
+    """Tokens per caption and entries of each; None if the shards hold no tokens."""
     num_classes: int
     """Labels run from 0 to this minus 1."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """Everything about the shards that loading, training and sampling need to know."""
+    """Everything that loading, training and sampling need to know about the shards."""
 
     source: dict[str, Any]
     """Name and parameters."""
     attribution: str
-    """Credit that the source's licence asks for."""
+    """Credit required by the source's licence."""
     pictures: dict[str, Any]
-    """Size in pixels of the square pictures that were encoded, and what was done to other aspect ratios."""
+    """Side in pixels of the encoded square images, and the treatment of other aspect ratios."""
     image_encoder: dict[str, Any]
     """Name and parameters."""
     stores: str
-    """``x_0``, or ``posterior``: the mean, then the standard deviation of what ``x_0`` is drawn from."""
+    """``x_0``, or ``posterior``: mean, then standard deviation, of the Gaussian of ``x_0``."""
     x_shape: tuple[int, int, int]
     """Channels, height, width of ``x_0``."""
     normalisation: dict[str, float | list[float]]
-    """``x_0 = (stored - shift) * scale``, float32; a number each, or one a channel."""
+    """``x_0 = (stored - shift) * scale``, float32; one number each or one per channel."""
     statistics: dict[str, list[float]]
-    """Mean and standard deviation of ``x_0``, a channel each: near 0 and 1 where the encoder suits the data."""
+    """Mean and standard deviation of ``x_0`` per channel: near 0 and 1 if the encoder suits the data."""
     caption_encoder: dict[str, Any] | None
-    """Name and parameters; None when the shards hold no text vectors."""
+    """Name and parameters; None if the shards hold no text vectors."""
     text_size: int
     """Entries of a text vector; 0 for none."""
     token_shape: tuple[int, int] | None
-    """Tokens of a caption and entries of each; None where the shards hold no tokens."""
+    """Tokens per caption and entries of each; None if the shards hold no tokens."""
     columns: dict[str, str]
     """The MDS encoding of each column besides ``sample_id``, ``cluster`` and ``caption``."""
     num_classes: int
     """Labels run from 0 to this minus 1."""
     features: dict[str, Any]
-    """Name and parameters of the feature network that made the clusters."""
+    """Name and parameters of the feature network for clustering."""
     provenance: dict[str, dict[str, str]]
     """Hashes and revisions of the weights of encoders and feature network."""
     num_read: int
     """Samples of the source, broken ones included."""
     broken: dict[str, int]
-    """Samples left out, by cause."""
+    """Skipped samples by cause."""
     num_samples: int
     """Samples of all clusters, held-out ones included."""
     num_without_caption: int
-    """Those whose caption is empty."""
+    """Samples with an empty caption."""
     clusters: tuple[ClusterSamples, ...]
     """Samples of each cluster."""
     priors: tuple[float, ...]
     """Each cluster's share of the samples."""
     seed: int
-    """Of the partition and of the samples' order."""
+    """Of the partition and of the sample order."""
     index_sha256: dict[str, str]
     """SHA-256 of each ``index.json``, by its folder below ``shards/`` ("cluster-0/train")."""
     partition_sha256: str
-    """SHA-256 of ``partition.safetensors``; artifacts carry it to show that they belong together."""
+    """SHA-256 of ``partition.safetensors``; equal in artifacts that belong together."""
     versions: dict[str, str]
-    """Versions of the packages that shaped all this."""
+    """Versions of the packages that shaped the result."""
     class_names: list[str] | None = None
     """Name of each of the ``num_classes`` classes; None if the source has none."""
     format_version: int = FORMAT_VERSION
@@ -132,16 +132,16 @@ class Manifest:
 
     @classmethod
     def read(cls, run_dir: Path) -> Manifest:
-        """Read what ``write`` wrote.
+        """Read ``prepared/manifest.json``.
 
         Raises:
-            UserError: no manifest, or one that this version cannot read.
+            UserError: the manifest is missing, damaged or of another version.
         """
         path = manifest_path(run_dir)
         stored = read_json(path, "the manifest of the prepared shards", _REMEDY)
         version = stored.get("format_version") if isinstance(stored, dict) else None
         if version != FORMAT_VERSION:
-            raise UserError(f"{path}: format_version {version!r} is not {FORMAT_VERSION}; delete it and {_REMEDY}")
+            raise UserError(f"{path}: format_version {version!r:.20} is not {FORMAT_VERSION}; delete it and {_REMEDY}")
         stored.setdefault("class_names", None)  # manifests written before this field
         fields = {field.name for field in dataclasses.fields(cls)}
         if stored.keys() != fields:
@@ -161,7 +161,7 @@ class Manifest:
 
 
 def _problem_with(stored: dict[str, Any]) -> str | None:
-    """The first value that is wrong, or contradicts another."""
+    """Describe the first value that is wrong or contradicts another."""
     if problem := checks.problem_with({key: stored[key] for key in _CHECKS}, _CHECKS):
         return problem
     channels, *rest = stored["x_shape"]
@@ -179,17 +179,17 @@ def _problem_with(stored: dict[str, Any]) -> str | None:
 
 
 def manifest_path(run_dir: Path) -> Path:
-    """Where the manifest of a run lies."""
+    """Return the path of a run's manifest."""
     return run_dir / PREPARED / "manifest.json"
 
 
 def shard_name(cluster: int, split: str) -> str:
-    """A folder of one cluster's shards below ``shards/``: its ``TRAIN``, ``HELD_OUT`` or ``OUT_OF_CLUSTER`` samples."""
+    """Return a cluster's folder in ``shards/``; ``split`` is ``TRAIN``, ``HELD_OUT`` or ``OUT_OF_CLUSTER``."""
     return f"cluster-{cluster}/{split}"
 
 
 def shard_folder(run_dir: Path, cluster: int, split: str) -> Path:
-    """The MDS folder of one cluster's samples."""
+    """Return the MDS folder of one cluster's samples."""
     return run_dir / PREPARED / "shards" / shard_name(cluster, split)
 
 
@@ -197,17 +197,17 @@ STORED_FORMS = ("x_0", "posterior")
 
 
 class StoredForm:
-    """How ``x_0`` is stored: as itself, or as the Gaussian from which it is drawn; and in which units.
+    """How ``x_0`` is stored: as itself or as a Gaussian to sample from, and in which units.
 
     ``x_0 = (stored - shift) * scale`` in float32. A ``posterior`` holds means, then standard deviations, in twice the
-    channels, as a variational autoencoder gives them (Kingma and Welling, arXiv 1312.6114).
+    channels, as returned by a variational autoencoder (Kingma and Welling, arXiv 1312.6114).
 
     Args:
         stores: ``x_0`` or ``posterior``.
-        normalisation: ``scale`` and ``shift``, a number each or one a channel.
+        normalisation: ``scale`` and ``shift``, one number each or one per channel.
 
     Raises:
-        ValueError: another ``stores``.
+        ValueError: unknown ``stores``.
     """
 
     def __init__(self, stores: str, normalisation: Mapping[str, float | list[float]]) -> None:
@@ -217,13 +217,13 @@ class StoredForm:
         self._scale, self._shift = (
             torch.tensor(normalisation[name], dtype=torch.float64).reshape(-1, 1, 1) for name in ("scale", "shift")
         )
-        # Made once a device and type: to make them at each step would wait for the device.
+        # Cached by device and type: a new tensor at each step would synchronise with the device.
         self._placed: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
 
     def mean(
         self, stored: Shaped[Tensor, "b stored_c h w"], dtype: torch.dtype = torch.float32
     ) -> Float[Tensor, "b c h w"]:
-        """``x_0``, or its mean."""
+        """Return ``x_0`` or its mean."""
         scale, shift = self._units(stored.device, dtype)
         if self.stores == "posterior":
             stored = stored[:, : stored.shape[1] // 2]
@@ -232,13 +232,13 @@ class StoredForm:
     def spread(
         self, stored: Shaped[Tensor, "b stored_c h w"], dtype: torch.dtype = torch.float32
     ) -> Float[Tensor, "b c h w"] | None:
-        """The standard deviation of ``x_0``; None where there is none."""
+        """Return the standard deviation of ``x_0``; None if ``x_0`` itself is stored."""
         if self.stores != "posterior":
             return None
         return stored[:, stored.shape[1] // 2 :].to(dtype) * self._units(stored.device, dtype)[0].abs()
 
     def draw(self, stored: Shaped[Tensor, "b stored_c h w"], generator: torch.Generator) -> Float[Tensor, "b c h w"]:
-        """``x_0``, drawn from its Gaussian where that is stored; nothing is drawn otherwise."""
+        """Sample ``x_0`` from its Gaussian; return it as is, without using ``generator``, if it is stored itself."""
         mean, spread = self.mean(stored), self.spread(stored)
         if spread is None:
             return mean

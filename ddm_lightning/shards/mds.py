@@ -1,7 +1,8 @@
-"""Whole batches gathered from MDS shards through memory maps, instead of one sample after the other.
+"""Whole batches gathered from MDS shards through memory maps.
 
-A shard (MosaicML Streaming, format version 2) is: the number of samples n, n + 1 offsets, all uint32, the columns as
-JSON, and the samples. A sample is the sizes of its columns of variable size, uint32, and then its columns in order.
+A shard (MosaicML Streaming, format version 2) consists of the number of samples n, n + 1 offsets, all uint32, the
+columns as JSON, and the samples. A sample consists of the sizes of its variable-size columns, uint32, and then its
+columns in order.
 """
 
 from __future__ import annotations
@@ -22,25 +23,24 @@ from ddm_lightning.core.files import inside
 
 _SCALARS = {"int": "int64"}
 _TEXT = ("str", "json")
-# First, because a StreamingDataLoader counts samples by the first value of a batch.
+# The first column of a batch.
 _ID = "sample_id"
-
-
 _IDS_AT_ONCE = 1 << 16
+_REMEDY = "prepare them with this package"
 
 
 @dataclass(frozen=True)
 class Column:
-    """Where a column of fixed size lies in a sample, and what it holds."""
+    """Position and type of a fixed-size column."""
 
     name: str
     encoding: str
     dtype: np.dtype
     shape: tuple[int, ...]
     fixed_before: int
-    """Bytes of fixed-size columns before it."""
+    """Bytes of the fixed-size columns before it."""
     variable_before: int
-    """Columns of variable size before it."""
+    """Number of variable-size columns before it."""
 
     @property
     def num_bytes(self) -> int:
@@ -50,7 +50,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Layout:
-    """The columns of a shard that batches hold: those of fixed size. Captions and other text are left out."""
+    """The fixed-size columns of a shard, which batches hold. Captions and other text are skipped."""
 
     columns: tuple[Column, ...]
     num_variable: int
@@ -58,28 +58,27 @@ class Layout:
 
     @classmethod
     def of(cls, names: Sequence[str], encodings: Sequence[str], sizes: Sequence[int | None]) -> Layout:
-        """Layout of what ``index.json`` lists as ``column_names``, ``column_encodings`` and ``column_sizes``.
+        """Make a layout of ``column_names``, ``column_encodings`` and ``column_sizes`` in ``index.json``.
 
         Raises:
-            UserError: no ``sample_id``, or a column that no batch can hold.
+            UserError: there is no ``sample_id``, or a column does not fit a batch.
         """
         if not len(set(names)) == len(names) == len(encodings) == len(sizes):
             raise UserError(f"columns {', '.join(names)} of the shards: some are listed twice, or have no size")
+        if _ID not in names:
+            raise UserError(f"the shards have no column {_ID!r}, only {', '.join(names)}; {_REMEDY}")
         columns, fixed, variable = [], 0, 0
         for name, encoding, size in zip(names, encodings, sizes, strict=True):
-            if size:
-                columns.append(Column(name, encoding, *_numbers(name, encoding), fixed, variable))
-                fixed += size
-                if columns[-1].num_bytes != size:
-                    raise UserError(f"column {name!r} of the shards ({encoding}) cannot have {size} bytes")
-            elif encoding in _TEXT:
+            if not size:
+                if encoding not in _TEXT:
+                    raise UserError(f"column {name!r} of the shards ({encoding}) has no fixed size; {_REMEDY}")
                 variable += 1
-            else:
-                raise UserError(f"column {name!r} of the shards ({encoding}) has no fixed size; no batch can hold it")
-        if _ID not in names:
-            raise UserError(
-                f"the shards have no column {_ID!r}, only {', '.join(names)}; prepare them with this package"
-            )
+                continue
+            dtype, shape = _numbers(name, encoding)
+            columns.append(Column(name, encoding, dtype, shape, fixed, variable))
+            if columns[-1].num_bytes != size:
+                raise UserError(f"column {name!r} of the shards ({encoding}) cannot have {size} bytes; {_REMEDY}")
+            fixed += size
         columns.sort(key=lambda column: column.name != _ID)
         return cls(tuple(columns), variable, fixed)
 
@@ -93,14 +92,12 @@ def _numbers(name: str, encoding: str) -> tuple[np.dtype, tuple[int, ...]]:
             raise ValueError
         return torch.from_numpy(np.empty(0, dtype)).numpy().dtype, tuple(sizes)
     except (TypeError, ValueError):
-        raise UserError(
-            f"column {name!r} of the shards ({encoding}) does not hold numbers; no batch can hold it"
-        ) from None
+        raise UserError(f"column {name!r} of the shards ({encoding}) does not hold numbers; {_REMEDY}") from None
 
 
 @dataclass(frozen=True)
 class ShardFile:
-    """What the index says of one uncompressed shard."""
+    """Index entry of one uncompressed shard."""
 
     path: Path
     num_samples: int
@@ -108,7 +105,7 @@ class ShardFile:
     layout: Layout
 
     def __post_init__(self) -> None:
-        """Compare the sizes with each other.
+        """Check the sizes against each other.
 
         Raises:
             UserError: the samples do not fit in the file.
@@ -116,17 +113,17 @@ class ShardFile:
         least = 4 + 4 * self.layout.num_variable + self.layout.num_fixed_bytes
         if not 8 + self.num_samples * least <= self.num_bytes < 1 << 32:
             sizes = f"{self.num_samples} samples in {self.num_bytes} bytes"
-            raise UserError(f"{self.path}: the index lists {sizes}, which cannot be; copy the shards again")
+            raise UserError(f"{self.path}: the index lists {sizes}, which is impossible; copy the shards again")
 
     @classmethod
     def of(cls, folder: Path, info: Mapping[str, Any]) -> ShardFile:
-        """From an entry of ``shards`` in ``folder``/index.json.
+        """Read an entry of ``shards`` in ``folder``/index.json.
 
         Raises:
             UserError: the shard is not MDS, or see ``Layout.of``.
         """
         if (info.get("format"), info.get("version")) != ("mds", 2):
-            raise UserError(f"{folder / 'index.json'}: lists shards that are not MDS version 2; prepare them anew")
+            raise UserError(f"{folder / 'index.json'}: lists shards that are not MDS version 2; prepare them again")
         layout = Layout.of(info["column_names"], info["column_encodings"], info["column_sizes"])
         raw = info["raw_data"]
         path = inside(folder, raw["basename"], folder / "index.json")
@@ -134,13 +131,13 @@ class ShardFile:
 
 
 class _Map:
-    """One shard mapped into memory; rows are copied out by their byte offsets, whatever their alignment."""
+    """One memory-mapped shard; rows are copied by byte offset, whatever their alignment."""
 
     def __init__(self, file: ShardFile) -> None:
         size = file.path.stat().st_size
         if size != file.num_bytes:
             raise ValueError(f"{size} bytes instead of {file.num_bytes}")
-        # Not numpy.memmap: it keeps a file open, and a member may have thousands of shards.
+        # Not numpy.memmap, which keeps a file open: a member may have thousands of shards.
         self._owner = torch.from_file(str(file.path), shared=False, size=size, dtype=torch.uint8)
         content = self._owner.numpy()
         count = int(content[:4].view(np.uint32)[0])
@@ -155,7 +152,7 @@ class _Map:
             raise ValueError("its samples do not have the columns that the index lists")
         self._layout = layout
         self._content = content
-        # One overlapping item a byte: item i is what lies from byte i on.
+        # Overlapping items: item i begins at byte i.
         self._items: dict[str, np.ndarray] = {
             column.name: np.ndarray(
                 (size - column.num_bytes + 1,), np.dtype((np.void, column.num_bytes)), content, strides=(1,)
@@ -165,9 +162,9 @@ class _Map:
         self._sizes: np.ndarray = np.ndarray((size - 3,), np.dtype((np.void, 4)), content, strides=(1,))
 
     def gather(self, rows: Int[np.ndarray, "m"], out: dict[str, np.ndarray], places: Int[np.ndarray, "m"]) -> None:
-        """Copy the columns that ``out`` has of ``rows`` to ``places`` there, one item a sample."""
+        """Copy ``rows`` to ``places`` of the columns in ``out``, one item per sample."""
         begin = self._offsets[rows].astype(np.int64)
-        # Where fixed-size columns begin that lie behind the first v columns of variable size.
+        # Entry v: begin of the fixed-size columns after v variable-size columns.
         shifts = [begin + 4 * self._layout.num_variable]
         if self._layout.num_variable == 1:
             length = self._offsets[rows + 1].astype(np.int64) - begin
@@ -183,12 +180,10 @@ class _Map:
 
 
 class Shards:
-    """Rows of several shards that lie one behind the other.
-
-    A file is mapped when one of its rows is asked for first.
+    """Samples of several shards, concatenated. A file is mapped when one of its samples is first needed.
 
     Raises:
-        UserError: there are none, or they differ in their columns.
+        UserError: there are no shards, or their columns differ.
     """
 
     def __init__(self, files: Sequence[ShardFile]) -> None:
@@ -207,20 +202,15 @@ class Shards:
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_maps": {}}  # a spawned worker maps the files itself
 
-    @property
-    def bytes_per_sample(self) -> int:
-        """Bytes of one sample in a batch, about."""
-        return self.layout.num_fixed_bytes
-
     def shards_of(self, ids: Int[np.ndarray, "m"]) -> Int[np.ndarray, "m"]:
-        """Which shard each sample is in."""
+        """Return the shard of each sample."""
         return np.searchsorted(self._starts, ids, side="right") - 1
 
     def find(self, sample_ids: Int[np.ndarray, "m"]) -> Int[np.ndarray, "m"]:
-        """Where samples lie, for ``take``; reads every sample's id, and nothing else.
+        """Return the positions of samples for ``take``; reads nothing but the ids.
 
         Raises:
-            KeyError: a sample is not there.
+            KeyError: a sample is missing.
             ValueError, OSError: as ``take``.
         """
         places: dict[int, int] = {}
@@ -236,15 +226,15 @@ class Shards:
         """One batch, in the order of ``ids``.
 
         Args:
-            ids: places of the samples.
+            ids: positions of the samples.
             names: columns; None for all.
 
         Returns:
-            ``sample_id`` int64 ``[m]`` first; then every other column of fixed size: whole numbers as int64 ``[m]``,
-            ``text`` as float32, what else there is as it is stored.
+            ``sample_id`` int64 ``[m]`` first; then every other fixed-size column: integers as int64 ``[m]``, ``text``
+            as float32, all others as stored.
 
         Raises:
-            ValueError, OSError: a shard is not as the index says; the message begins with its path.
+            ValueError, OSError: a shard differs from its index entry; the message begins with its path.
         """
         columns = [column for column in self.layout.columns if names is None or column.name in names]
         batch = {column.name: np.empty((len(ids), *column.shape), column.dtype) for column in columns}
@@ -259,7 +249,7 @@ class Shards:
             try:
                 self._map(shard).gather(ids[places] - self._starts[shard], items, places)
             except IndexError:
-                raise ValueError(f"{self.files[shard].path}: a sample ends behind the file") from None
+                raise ValueError(f"{self.files[shard].path}: a sample ends after the file") from None
         return {column.name: _as_tensor(column, batch[column.name]) for column in columns}
 
     def _map(self, shard: int) -> _Map:

@@ -1,4 +1,4 @@
-"""Are the shards the ones that were written? Streaming itself hangs or ends early on a damaged shard."""
+"""Checks of shards against their index and the manifest."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SHARD_CHECKS: dict[str, checks.Check] = {
 
 
 def read_index(folder: Path) -> list[dict[str, Any]]:
-    """The entries of an MDS folder's ``index.json``, one a shard, whose sizes fit each other.
+    """Read the entries of an MDS folder's ``index.json``, one per shard, with consistent sizes.
 
     Raises:
         UserError: the index is missing or damaged.
@@ -52,11 +52,11 @@ def verify_shards(folder: Path, hashes: bool = True, *, index_sha256: str | None
 
     Args:
         folder: the MDS folder.
-        hashes: whether to read the shards and compare SHA-1; else only that they exist with the right size.
-        index_sha256: what the manifest says about ``index.json`` itself; None leaves it unchecked.
+        hashes: whether to compare SHA-1; otherwise only existence and size.
+        index_sha256: the manifest's hash of ``index.json``; None skips its check.
 
     Returns:
-        Samples in the folder.
+        Number of samples.
 
     Raises:
         UserError: index or shard is missing or differs; the line names the file and the remedy.
@@ -64,26 +64,27 @@ def verify_shards(folder: Path, hashes: bool = True, *, index_sha256: str | None
     index = folder / "index.json"
     shards = [(shard["samples"], _files(shard)) for shard in read_index(folder)]
     if index_sha256 is not None and sha256_file(index) != index_sha256:
-        raise UserError(f"{index}: differs from what the manifest says; {_REMEDY}")
+        raise UserError(f"{index}: differs from the manifest's; {_REMEDY}")
     for _, files in shards:
-        # A compressed shard lies there compressed, unpacked, or both.
+        # A compressed shard is present compressed, uncompressed, or both.
         present = [entry for entry in files if inside(folder, entry["basename"], index).is_file()]
         if not present:
             raise UserError(f"{folder / files[-1]['basename']}: shard is missing; {_REMEDY}")
         for entry in present:
-            _check_file(folder / entry["basename"], entry, hashes)
+            if problem := file_problem(folder / entry["basename"], entry, hashes):
+                raise UserError(f"{folder / entry['basename']}: shard is damaged: {problem}; {_REMEDY}")
     return sum(samples for samples, _ in shards)
 
 
 def remove_damaged(folder: Path, *, index_sha256: str | None = None) -> list[Path]:
-    """Remove from a folder of fetched shards what differs from its ``index.json``, so that it is fetched again.
+    """Remove fetched shards that differ from their ``index.json``, so that they are fetched again.
 
     Args:
-        folder: where shards are fetched to, perhaps not all of them yet.
-        index_sha256: what the manifest says about ``index.json``; where it is another, everything goes.
+        folder: MDS folder; shards may be missing.
+        index_sha256: the manifest's hash of ``index.json``; if it differs, the whole folder is removed.
 
     Returns:
-        What was removed.
+        The removed paths.
     """
     index = folder / "index.json"
     try:
@@ -96,48 +97,47 @@ def remove_damaged(folder: Path, *, index_sha256: str | None = None) -> list[Pat
     removed = []
     for entry in files:
         path = inside(folder, entry["basename"], index)
-        try:
-            if path.is_file():
-                _check_file(path, entry, hashes=True)
-        except UserError:
+        if path.is_file() and file_problem(path, entry):
             path.unlink()
             removed.append(path)
     return removed
 
 
 def _files(shard: dict[str, Any]) -> list[dict[str, Any]]:
-    """The files in which a shard may lie: raw and, when it is compressed, packed."""
+    """List the possible files of a shard: raw and, if it is compressed, packed."""
     return [entry for entry in (shard["raw_data"], shard["zip_data"]) if entry is not None]
 
 
-def _check_file(path: Path, entry: dict[str, Any], hashes: bool) -> None:
+def file_problem(path: Path, entry: dict[str, Any], hashes: bool = True) -> str | None:
+    """Compare a file's size, and with ``hashes`` its SHA-1, with its entry in the index; None if they agree."""
     size = path.stat().st_size
     if size != entry["bytes"]:
-        raise UserError(f"{path}: shard is damaged: {size} bytes instead of {entry['bytes']}; {_REMEDY}")
+        return f"{size} bytes instead of {entry['bytes']}"
     if hashes:
         digest = hashlib.sha1(usedforsecurity=False)
         with path.open("rb") as stream:
             while block := stream.read(1 << 20):
                 digest.update(block)
         if digest.hexdigest() != entry["hashes"].get("sha1"):
-            raise UserError(f"{path}: shard is damaged: its SHA-1 differs from the one in index.json; {_REMEDY}")
+            return "its SHA-1 differs from the one in index.json"
+    return None
 
 
 def num_samples_of(folders: Iterable[Path]) -> int:
-    """Samples of some MDS folders, by their indices."""
+    """Count the samples of some MDS folders by their indices."""
     return sum(int(shard["samples"]) for folder in folders for shard in read_index(folder))
 
 
 class ShardError(UserError):
-    """Shards that cannot be read; one line, also when it comes out of a worker process."""
+    """Unreadable shards; its message stays one line when a worker process raises it."""
 
     def __init__(self, message: str) -> None:
-        # DataLoader raises a worker's exception again with the worker's traceback for a message: the last
-        # line of it is what was raised there.
+        # DataLoader re-raises a worker's exception with the worker's traceback as its message; the last line is the
+        # original message.
         last = message.rstrip().rpartition("\n")[2]
         super().__init__(last.removeprefix(f"{__name__}.{type(self).__name__}: "))
 
 
 def unreadable(cause: str) -> ShardError:
-    """The error of a run that cannot go on because of ``cause``, a line that names the shard."""
-    return ShardError(f"a shard cannot be read: {cause}; mend or fetch it, then the same command resumes")
+    """Make the error of a run stopped by ``cause``, a line that names the shard."""
+    return ShardError(f"a shard cannot be read: {cause}; repair or copy it again, then repeat the command to resume")

@@ -20,7 +20,7 @@ from ddm_lightning.core.devices import autocast, device_of
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_folder
 from ddm_lightning.members.artifact import ArtifactMeta, build_network, read_artifact, read_meta, write_artifact
-from ddm_lightning.members.member import ROUTER, config_of
+from ddm_lightning.members.member import Member
 from ddm_lightning.members.run_folder import RunFolder
 from ddm_lightning.members.status import HELD_OUT_STEP, loss_of
 from ddm_lightning.shards.manifest import Manifest
@@ -55,7 +55,7 @@ class Averages:
     Figures are measured on one device, in the island's precision, with the same samples, times and noise for all.
 
     Args:
-        member: a finished one, trained with ``train.ema_widths``.
+        name: a finished member, trained with ``train.ema_widths``.
         experiment: of the run.
         run: the run folder.
 
@@ -63,16 +63,16 @@ class Averages:
         UserError: not finished, trained on clusters that are no longer there, no snapshots, or no held-out samples.
     """
 
-    def __init__(self, member: str, experiment: Experiment, run: RunFolder) -> None:
-        self.member, self.experiment, self.run = member, experiment, run
-        if not run.is_finished(member):
-            raise UserError(f"{run.artifact(member)}: {member} is not finished; fit it first")
-        self.meta: ArtifactMeta = read_meta(run.artifact(member))
-        section = "router" if member == ROUTER else "expert"
-        self.snapshots = Snapshots(run.member(member), section, config_of(member, experiment).train)
+    def __init__(self, name: str, experiment: Experiment, run: RunFolder) -> None:
+        self.name, self.island, self.run = name, experiment.island, run
+        if not run.is_finished(name):
+            raise UserError(f"{run.artifact(name)}: {name} is not finished; fit it first")
+        self.meta: ArtifactMeta = read_meta(run.artifact(name))
         self.manifest = Manifest.read(run.root)
+        self.member = Member.resolve(name, experiment, self.manifest)
+        self.snapshots = Snapshots(run.member(name), self.member.section, self.member.train)
         if self.meta.partition_sha256 != self.manifest.partition_sha256:
-            raise UserError(f"{run.artifact(member)}: was trained on clusters that have changed since; fit it anew")
+            raise UserError(f"{run.artifact(name)}: was trained on clusters that have changed since; fit it anew")
 
     def compare(self, widths: Sequence[float] | None) -> list[Average]:
         """Figures of the artifact's weights, then of each width's; None for those of ``DEFAULT_WIDTHS`` that fit.
@@ -89,7 +89,7 @@ class Averages:
         weights = self._kept()
         with self._alone(), self._measuring() as measure:
             found = [Average(name, measure(weights))]
-            for width in track(chosen, description=f"{self.member}: widths", transient=True):
+            for width in track(chosen, description=f"{self.name}: widths", transient=True):
                 found.append(Average(f"width {width:g}", measure({**weights, **self.snapshots.weights(width)})))
         return found
 
@@ -108,8 +108,8 @@ class Averages:
                 metrics = {**self.meta.metrics, **measure(weights), HELD_OUT_STEP: float(self.meta.step), WIDTH: width}
             if not self._original.exists():
                 with atomic_folder(self._original) as temporary:
-                    shutil.copytree(self.run.artifact(self.member), temporary, dirs_exist_ok=True)
-            write_artifact(self.run.artifact(self.member), weights, replace(self.meta, metrics=metrics))
+                    shutil.copytree(self.run.artifact(self.name), temporary, dirs_exist_ok=True)
+            write_artifact(self.run.artifact(self.name), weights, replace(self.meta, metrics=metrics))
 
     def use_original(self) -> None:
         """Take back what ``use`` did.
@@ -121,24 +121,24 @@ class Averages:
             if not self._original.exists():
                 return
             meta, weights = read_artifact(self._original)
-            write_artifact(self.run.artifact(self.member), weights, meta)
+            write_artifact(self.run.artifact(self.name), weights, meta)
 
     def _kept(self) -> dict[str, Tensor]:
         """Of the artifact; snapshots have parameters alone, and buffers are nothing that is averaged."""
-        return read_artifact(self.run.artifact(self.member))[1]
+        return read_artifact(self.run.artifact(self.name))[1]
 
     @property
     def _original(self) -> Path:
-        return self.run.member(self.member) / FOLDER / _ORIGINAL
+        return self.run.member(self.name) / FOLDER / _ORIGINAL
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
         """Within the block no other process trains the member or changes its artifact."""
-        lock = FileLock(self.run.member(self.member) / ".lock")
+        lock = FileLock(self.run.member(self.name) / ".lock")
         try:
             lock.acquire(timeout=0)
         except Timeout:
-            raise UserError(f"{lock.lock_file}: {self.member} is in use by another process; wait for it") from None
+            raise UserError(f"{lock.lock_file}: {self.name} is in use by another process; wait for it") from None
         try:
             yield
         finally:
@@ -147,25 +147,24 @@ class Averages:
     @contextmanager
     def _measuring(self) -> Iterator[Callable[[Mapping[str, Tensor]], dict[str, float]]]:
         """Within the block: what gives the held-out figures of weights."""
-        data = build_data(self.member, self.experiment, self.manifest, self.run)
+        data = build_data(self.member, self.island, self.manifest, self.run)
         try:
             if not data.held_out_clusters:
                 raise UserError(
-                    f"{self.run.root}: {self.member} has no held-out samples to compare by; prepare another folder "
+                    f"{self.run.root}: {self.name} has no held-out samples to compare by; prepare another folder "
                     "with prepare.held_out_fraction"
                 )
             data.prepare_data()
-            module = build_module(self.member, self.experiment, self.manifest)
+            module = build_module(self.member, self.island, self.manifest)
             module.configure_model()
-            island = self.experiment.island
-            device = device_of(island.accelerator)
+            device = device_of(self.island.accelerator)
             batches = data.val_dataloader()
 
             def measure(weights: Mapping[str, Tensor]) -> dict[str, float]:
                 # Built as an ensemble builds it, so that weights which do not fit are told as there.
                 module.network.load_state_dict(build_network(self.meta, weights).state_dict())
                 module.to(device).eval()
-                with autocast(island.precision, device):
+                with autocast(self.island.precision, device):
                     for index, batch in enumerate(batches):
                         module.validation_step(data.transfer_batch_to_device(batch, device, 0), index)
                 return module.drain("held_out/")

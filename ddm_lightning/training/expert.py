@@ -30,7 +30,7 @@ class ExpertModule(MemberModule):
 
     def weighted(self, losses: Float[Tensor, " b"], t: Float[Tensor, " b"]) -> Float[Tensor, " b"]:
         """By Min-SNR, where that is asked for."""
-        gamma = self.spec.min_snr_gamma
+        gamma = self.member.min_snr_gamma
         return losses if gamma is None else losses * min_snr_weights(t, gamma, self.prediction)
 
     @torch.no_grad()

@@ -21,16 +21,8 @@ from ddm_lightning.core.registry import CAPTION_ENCODERS
 from ddm_lightning.core.schema import first_line
 from ddm_lightning.core.weights import check_memory
 from ddm_lightning.encoders.interfaces import CaptionEncoder
-from ddm_lightning.members.member import (
-    ROUTER,
-    batch_size_of,
-    build_member_network,
-    clusters_of,
-    config_of,
-    member_condition,
-    planned_network,
-    role_of,
-)
+from ddm_lightning.members.handover import hand_over, is_finished
+from ddm_lightning.members.member import ROUTER, Member, train_config
 from ddm_lightning.members.run_folder import RunFolder
 from ddm_lightning.members.status import MemberStatus
 from ddm_lightning.networks.flops import flops_per_sample
@@ -49,8 +41,7 @@ from ddm_lightning.training.checkpoint.rolling import RollingCheckpoints, newest
 from ddm_lightning.training.ema import gathered_ema, kept_buffers
 from ddm_lightning.training.ema_snapshots import FOLDER, EmaSnapshots, missing_snapshots, snapshot_steps
 from ddm_lightning.training.expert import ExpertModule
-from ddm_lightning.training.handover import hand_over, is_finished
-from ddm_lightning.training.module import MemberModule, MemberSpec
+from ddm_lightning.training.module import MemberModule
 from ddm_lightning.training.parallel.ranks import (
     OwnProcesses,
     after_the_first,
@@ -69,80 +60,62 @@ WORKERS_OUTLIVE_SECONDS = 15.0
 FLOAT32_BYTES = 4
 
 
-def _condition_dropout(member: str, experiment: Experiment) -> float:
-    return experiment.router.condition_dropout if member == ROUTER else experiment.condition.dropout
-
-
-def build_module(member: str, experiment: Experiment, manifest: Manifest) -> MemberModule:
+def build_module(member: Member, island: IslandConfig, manifest: Manifest) -> MemberModule:
     """The member's LightningModule, untrained.
 
     Raises:
-        UserError: as ``build_member_network``, flips that the shards have no encodings of, a manifest of another
-            number of clusters, or a network that does not fit in memory.
+        UserError: unknown network or parameters, flips that the shards have no encodings of, or a network that does
+            not fit in memory.
     """
-    if manifest.num_clusters != (wanted := experiment.prepare.partition.num_clusters):
-        raise UserError(f"key 'prepare.partition.num_clusters' = {wanted}: the manifest has {manifest.num_clusters}")
-    config = config_of(member, experiment)
-    if config.train.horizontal_flip and manifest.stores == "posterior" and "x_0_flipped" not in manifest.columns:
-        section = "router" if member == ROUTER else "expert"
+    if member.train.horizontal_flip and manifest.stores == "posterior" and "x_0_flipped" not in manifest.columns:
         raise UserError(
-            f"key '{section}.train.horizontal_flip': a mirrored latent is not the latent of the mirrored picture, and "
-            "the shards do not hold that one; prepare with prepare.horizontal_flips=true, or set it to false"
+            f"key '{member.section}.train.horizontal_flip': a mirrored latent is not the latent of the mirrored image, "
+            "and the shards do not hold that one; prepare with prepare.horizontal_flips=true, or set it to false"
         )
-    spec = MemberSpec(
-        member=member,
-        batch_size=batch_size_of(member, experiment),
-        seed=experiment.seed,
-        train=config.train,
-        timesteps=config.timesteps,
-        condition=member_condition(member, experiment, manifest),
-        dropout=_condition_dropout(member, experiment),
-        stored=StoredForm(manifest.stores, manifest.normalisation),
-        min_snr_gamma=None if member == ROUTER else experiment.expert.min_snr_gamma,
-        caption_encoder=_online_encoder(experiment, manifest),
-        attention=experiment.island.attention,
-        activation_checkpointing=experiment.island.activation_checkpointing,
-        compile=experiment.island.compile,
-        micro_batch_size=experiment.island.micro_batch_size,
-        num_held_out=sum(manifest.clusters[k].held_out for k in clusters_of(member, experiment)),
+    planned = member.plan_network()
+    check_memory([*planned.parameters(), *planned.buffers()], member.name)
+    kind = RouterModule if member.role == ROUTER else ExpertModule
+    return kind(
+        member.build_network(),
+        member,
+        StoredForm(manifest.stores, manifest.normalisation),
+        island=island,
+        caption_encoder=_online_encoder(member, manifest),
+        num_held_out=sum(manifest.clusters[k].held_out for k in member.clusters),
     )
-    planned = planned_network(member, experiment, manifest)
-    check_memory([*planned.parameters(), *planned.buffers()], member)
-    kind = RouterModule if member == ROUTER else ExpertModule
-    return kind(build_member_network(member, experiment, manifest), spec)
 
 
-def _online_encoder(experiment: Experiment, manifest: Manifest) -> CaptionEncoder | None:
-    plugin = experiment.prepare.caption_encoder
-    column = {"text": "text", "tokens": "text_tokens"}.get(experiment.condition.kind)
-    if column is None or plugin is None or column in manifest.columns:
+def _online_encoder(member: Member, manifest: Manifest) -> CaptionEncoder | None:
+    """Caption encoder run during training; None if the shards hold what it would give."""
+    column = {"text": "text", "tokens": "text_tokens"}.get(member.condition.kind)
+    if column is None or member.caption_encoder is None or column in manifest.columns:
         return None
-    encoder: CaptionEncoder = CAPTION_ENCODERS.build(plugin.name, plugin.params)
+    encoder: CaptionEncoder = CAPTION_ENCODERS.build(member.caption_encoder.name, member.caption_encoder.params)
     return encoder
 
 
-def build_data(member: str, experiment: Experiment, manifest: Manifest, run: RunFolder) -> ClusterDataModule:
+def build_data(member: Member, island: IslandConfig, manifest: Manifest, run: RunFolder) -> ClusterDataModule:
     """The member's LightningDataModule."""
-    clusters = clusters_of(member, experiment)
+    clusters = list(member.clusters)
     return ClusterDataModule(
-        shards=experiment.island.shards or run.shards,
+        shards=island.shards or run.shards,
         clusters=clusters,
-        batch_size=batch_size_of(member, experiment),
-        seed=experiment.seed,
-        cache=run.member(member) / "cache",
-        num_workers=experiment.island.num_workers,
+        batch_size=member.batch_size,
+        seed=member.seed,
+        cache=run.member(member.name) / "cache",
+        num_workers=island.num_workers,
         columns=manifest.columns,
         index_sha256=manifest.index_sha256,
-        loader=experiment.island.loader,
+        loader=island.loader,
         held_out_clusters=[k for k in clusters if manifest.clusters[k].held_out > 0],
-        # Whoever trains on all clusters sees each sample once.
-        out_of_cluster=[k for k in clusters if role_of(member) == "expert" and manifest.clusters[k].out_of_cluster > 0],
-        pin_memory=resolve_accelerator(experiment.island.accelerator) == "gpu",
+        # A member that trains on all clusters sees each sample once.
+        out_of_cluster=[k for k in clusters if member.role == "expert" and manifest.clusters[k].out_of_cluster > 0],
+        pin_memory=resolve_accelerator(island.accelerator) == "gpu",
     )
 
 
-def fit_member(member: str, experiment: Experiment, run: RunFolder, *, show_progress: bool) -> MemberStatus:
-    """Train ``member`` to its last step, from its newest checkpoint if there is one, and write its artifact.
+def fit_member(name: str, experiment: Experiment, run: RunFolder, *, show_progress: bool) -> MemberStatus:
+    """Train member ``name`` to its last step, from its newest checkpoint if there is one, and write its artifact.
 
     Returns:
         Its status: ``done``, or ``stopped`` when SIGTERM or Ctrl-C asked for it.
@@ -156,12 +129,11 @@ def fit_member(member: str, experiment: Experiment, run: RunFolder, *, show_prog
     keep_heap()
     # Paths stay whole and as they are, also in a log file, which passes for 80 columns.
     console = Console(stderr=True, quiet=not leads(), soft_wrap=True, markup=False, highlight=False)
-    folder = run.member(member)
-    config = config_of(member, experiment)
-    status = MemberStatus.read(folder, member, config.train.max_steps)
-    status.max_steps = config.train.max_steps  # a finished training may go on
-    if is_finished(member, experiment, run):
-        console.print(f"{member} is finished: {run.artifact(member)}")
+    folder, max_steps = run.member(name), train_config(name, experiment).max_steps
+    status = MemberStatus.read(folder, name, max_steps)
+    status.max_steps = max_steps  # a finished training may go on
+    if is_finished(name, max_steps, run):
+        console.print(f"{name} is finished: {run.artifact(name)}")
         status.state = "done"  # also where another island trained it, and one before was stopped here
         return status
     folder.mkdir(parents=True, exist_ok=True)
@@ -172,10 +144,10 @@ def fit_member(member: str, experiment: Experiment, run: RunFolder, *, show_prog
             lock.acquire(timeout=WORKERS_OUTLIVE_SECONDS if experiment.island.num_workers else 0)
         except Timeout:
             other = f"another process ({status.pid})" if status.runs() else "another process"
-            raise UserError(f"{folder}: {member} is being trained by {other}; wait for it or stop it") from None
+            raise UserError(f"{folder}: {name} is being trained by {other}; wait for it or stop it") from None
     try:
         with handing_over():
-            return _fit_locked(member, experiment, run, status, console, show_progress)
+            return _fit_locked(name, experiment, run, status, console, show_progress)
     finally:
         lock.release()
 
@@ -196,7 +168,7 @@ def _quieten() -> None:
 
 
 def build_trainer(
-    member: str,
+    member: Member,
     experiment: Experiment,
     folder: Path,
     status: MemberStatus,
@@ -209,8 +181,8 @@ def build_trainer(
     """The Trainer of one member, and the callback that stops it on request.
 
     Args:
-        member: its name.
-        experiment: what it is trained for and on.
+        member: the member.
+        experiment: gives the island and the settings of previews; kept in checkpoints.
         folder: where checkpoints, curves and ``status.json`` go.
         status: kept up to date.
         strategy: what ``choose_strategy`` says.
@@ -218,10 +190,9 @@ def build_trainer(
         cost: of a sample, for MFU.
         show_progress: whether there is a progress bar.
     """
-    island, config = experiment.island, config_of(member, experiment)
-    batch_size = batch_size_of(member, experiment)
-    speed = Speed(batch_size, cost)
-    reporter = Reporter(folder, status, batch_size, island.log_every_n_steps, show_progress, speed)
+    island = experiment.island
+    speed = Speed(member.batch_size, cost)
+    reporter = Reporter(folder, status, member.batch_size, island.log_every_n_steps, show_progress, speed)
     rolling = RollingCheckpoints(
         folder / "checkpoints",
         island.checkpoint_every_n_steps,
@@ -233,12 +204,12 @@ def build_trainer(
     callbacks: list[L.Callback] = [
         reporter,
         # Before what saves checkpoints, so that one who resumes from such a step has its snapshot.
-        *([EmaSnapshots(folder, config.train)] if config.train.ema_widths else []),
+        *([EmaSnapshots(folder, member.train)] if member.train.ema_widths else []),
         stop,
         DisjointRanks(),
-        KeptOrigin(member, experiment),
+        KeptOrigin(member.name, experiment),
         rolling,
-        PictureLogger(experiment, stop),
+        PictureLogger(member, experiment.sample, stop),
     ]
     if island.log_sample_ids:
         callbacks.append(SampleLog(folder))
@@ -253,7 +224,7 @@ def build_trainer(
         devices=island.devices,
         strategy=strategy,
         precision=island.precision,  # type: ignore[arg-type]  # Lightning lists the strings in a Literal and checks them
-        max_steps=config.train.max_steps,
+        max_steps=member.train.max_steps,
         max_epochs=-1,
         val_check_interval=island.validate_every_n_steps,
         check_val_every_n_epoch=None,
@@ -270,12 +241,12 @@ def build_trainer(
     return trainer, stop
 
 
-def _cost(member: str, experiment: Experiment, manifest: Manifest, module: MemberModule) -> tuple[StepCost, str]:
+def _cost(module: MemberModule) -> tuple[StepCost, str]:
     """Work of a sample, and a line that says it; of a plug-in that is computed by unknown operations there is none."""
-    island, condition = experiment.island, member_condition(member, experiment, manifest)
+    island, member = module.island, module.member
     try:
         forward, whole = (
-            flops_per_sample(module.network, manifest.x_shape, condition, backward=backward)
+            flops_per_sample(module.network, member.x_shape, member.condition, backward=backward)
             for backward in (False, True)
         )
     except (RuntimeError, NotImplementedError) as error:
@@ -294,23 +265,24 @@ def _disk_bytes(checkpoint: int, num_parameters: int, island: IslandConfig, trai
 
 
 def _fit_locked(
-    member: str, experiment: Experiment, run: RunFolder, status: MemberStatus, console: Console, show_progress: bool
+    name: str, experiment: Experiment, run: RunFolder, status: MemberStatus, console: Console, show_progress: bool
 ) -> MemberStatus:
-    island, folder = experiment.island, run.member(member)
+    island, folder = experiment.island, run.member(name)
     configure_torch(island.accelerator, island.num_threads)
     manifest = Manifest.read(run.root)
-    module = build_module(member, experiment, manifest)
-    data = build_data(member, experiment, manifest, run)
+    member = Member.resolve(name, experiment, manifest)
+    module = build_module(member, island, manifest)
+    data = build_data(member, island, manifest, run)
     num_parameters = sum(p.numel() for p in module.network.parameters())
-    num_widths = len(module.spec.train.ema_widths)
-    strategy, reason = choose_strategy(island, num_parameters, num_widths, module.spec.train.optimizer)
+    num_widths = len(member.train.ema_widths)
+    strategy, reason = choose_strategy(island, num_parameters, num_widths, member.train.optimizer)
     size = checkpoint_bytes(num_parameters, num_widths, island.precision)
-    whole = _disk_bytes(size, num_parameters, island, module.spec.train)
-    console.print(f"{member}: {num_parameters / 1e6:.2f} M parameters, {reason}")
-    console.print(f"{member}: a checkpoint takes {amount(size)} of the disk and of the host's memory")
-    console.print(f"{member}: all that it keeps takes about {amount(whole)} of the disk, besides curves")
-    cost, line = _cost(member, experiment, manifest, module)
-    console.print(f"{member}: {line}")
+    whole = _disk_bytes(size, num_parameters, island, member.train)
+    console.print(f"{name}: {num_parameters / 1e6:.2f} M parameters, {reason}")
+    console.print(f"{name}: a checkpoint takes {amount(size)} of the disk and of the host's memory")
+    console.print(f"{name}: all that it keeps takes about {amount(whole)} of the disk, besides curves")
+    cost, line = _cost(module)
+    console.print(f"{name}: {line}")
 
     with after_the_first(f"checkpoint of {folder}"):
         resume, lines = newest_checkpoint(folder / "checkpoints", leads=leads())
@@ -318,11 +290,11 @@ def _fit_locked(
         console.print(line, soft_wrap=True)
     resumed_step = step_of(resume) if resume else 0
     if resume:
-        changed = check_origin(resume, member, experiment)
-        console.print(f"{member}: resumes at step {resumed_step}")
-        for said in (changed, missing_snapshots(folder, module.spec.train, resumed_step)):
+        changed = check_origin(resume, name, experiment)
+        console.print(f"{name}: resumes at step {resumed_step}")
+        for said in (changed, missing_snapshots(folder, member.train, resumed_step)):
             if said:
-                console.print(f"{member}: {said}")
+                console.print(f"{name}: {said}")
     status.validated_step = min(status.validated_step, resumed_step)  # what comes behind it comes again
     trainer, stop = build_trainer(
         member, experiment, folder, status, strategy, resumed_step, cost=cost, show_progress=show_progress
@@ -345,15 +317,13 @@ def _fit_locked(
         status.state = "stopped"
         if trainer.is_global_zero:
             status.write(folder)
-        console.print(
-            f"{member}: stopped at step {max(trainer.global_step, resumed_step)}; the same command resumes it"
-        )
+        console.print(f"{name}: stopped at step {max(trainer.global_step, resumed_step)}; the same command resumes it")
         return status
     status.step = trainer.global_step
     if trainer.is_global_zero:
         prediction = getattr(module.network, "prediction", "velocity")
         shutil.rmtree(folder / FOLDER / "artifact", ignore_errors=True)  # what ``ema`` kept of fewer steps
-        hand_over(run.artifact(member), member, experiment, manifest, weights, prediction, status)
+        hand_over(run.artifact(name), member, manifest, weights, prediction, status)
         status.state = "done"
         status.write(folder)
     return status

@@ -13,12 +13,13 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from ddm_lightning.config import TimestepsConfig, TrainConfig
+from ddm_lightning.config import IslandConfig
 from ddm_lightning.encoders.interfaces import CaptionEncoder
-from ddm_lightning.flow.condition import Condition, ConditionSpec
+from ddm_lightning.flow.condition import Condition
 from ddm_lightning.flow.path import interpolate
 from ddm_lightning.flow.randomness import keyed_generator, keyed_seed
 from ddm_lightning.flow.timesteps import sample_timesteps, stratified_timesteps
+from ddm_lightning.members.member import Member
 from ddm_lightning.networks.attention import check_attention, set_attention
 from ddm_lightning.shards.manifest import StoredForm
 from ddm_lightning.training.ema import ema_weights, track_ema
@@ -28,42 +29,6 @@ from ddm_lightning.training.parallel.strategies import Sharded
 from ddm_lightning.training.parallel.strategy import HALF, checkpoint_blocks, compile_blocks, shard_blocks
 
 NUM_VALIDATION_TIMESTEPS = 8
-
-
-@dataclass(frozen=True)
-class MemberSpec:
-    """What one member's module needs to know besides its network."""
-
-    member: str
-    """Its name, which also keys its noise."""
-    batch_size: int
-    """Samples of a step, over all ranks."""
-    seed: int
-    """The experiment's seed."""
-    train: TrainConfig
-    """Optimisation."""
-    timesteps: TimestepsConfig
-    """Training timesteps."""
-    condition: ConditionSpec
-    """What it is conditioned on."""
-    dropout: float
-    """Probability of dropping a sample's condition."""
-    stored: StoredForm
-    """How the shards hold ``x_0``."""
-    min_snr_gamma: float | None = None
-    """Cap of the loss's weight over timesteps; None for equal weights."""
-    caption_encoder: CaptionEncoder | None = None
-    """What makes text vectors of what the shards store, where that is not the vectors themselves."""
-    attention: str = "auto"
-    """Attention back end on this island."""
-    activation_checkpointing: bool = False
-    """Whether blocks compute their activations twice on this island."""
-    compile: bool = False
-    """Whether blocks are compiled on this island."""
-    micro_batch_size: int | None = None
-    """At most so many samples are computed at once on this island; None for a device's whole share of a step."""
-    num_held_out: int | None = None
-    """Held-out samples, of all its clusters; None where each row of a held-out batch is one more."""
 
 
 @dataclass(frozen=True)
@@ -91,16 +56,33 @@ class MemberModule(L.LightningModule):
 
     Args:
         network: the built network; sharding and compilation are applied to it in ``configure_model``.
-        spec: the member.
+        member: what it is and how it trains.
+        stored: how the shards hold ``x_0``.
+        island: attention, compilation, checkpointing and micro batches on this machine; defaults if None.
+        caption_encoder: encodes captions during training; None if the shards hold the result.
+        num_held_out: held-out samples of its clusters; None to count every row of a held-out batch.
     """
 
     loss_name = "loss"
-    """Of the loss's curves."""
+    """Name of the loss in curves."""
 
-    def __init__(self, network: nn.Module, spec: MemberSpec) -> None:
+    def __init__(
+        self,
+        network: nn.Module,
+        member: Member,
+        stored: StoredForm,
+        *,
+        island: IslandConfig | None = None,
+        caption_encoder: CaptionEncoder | None = None,
+        num_held_out: int | None = None,
+    ) -> None:
         super().__init__()
         self.network = network
-        self.spec = spec
+        self.member = member
+        self.stored = stored
+        self.island = island or IslandConfig()
+        self.caption_encoder = caption_encoder
+        self.num_held_out = num_held_out
         self._configured = False
         self._clipped: list[nn.Parameter] = []
         self._sums: dict[str, Tensor] = {}
@@ -114,13 +96,13 @@ class MemberModule(L.LightningModule):
         if self._configured:
             return
         self._configured = True
-        set_attention(self.network, self.spec.attention)
+        set_attention(self.network, self.island.attention)
         if self._trainer is not None:
             with self.trainer.precision_plugin.forward_context():
-                check_attention(self.spec.attention, self.trainer.strategy.root_device)
-        if self.spec.activation_checkpointing:
+                check_attention(self.island.attention, self.trainer.strategy.root_device)
+        if self.island.activation_checkpointing:
             checkpoint_blocks(self.network)
-        if self.spec.compile:
+        if self.island.compile:
             compile_blocks(self.network)
         if self._trainer is not None and isinstance(self.trainer.strategy, Sharded):
             mesh = self.device_mesh
@@ -134,21 +116,21 @@ class MemberModule(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         """AdamW or Muon with the EMAs in its state, and the learning-rate schedule."""
-        optimizer = build_optimizer(self.network, self.spec.train)
-        track_ema(optimizer, self.spec.train.ema_decay, self.spec.train.ema_widths)
-        schedule = build_schedule(optimizer, self.spec.train)
+        optimizer = build_optimizer(self.network, self.member.train)
+        track_ema(optimizer, self.member.train.ema_decay, self.member.train.ema_widths)
+        schedule = build_schedule(optimizer, self.member.train)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     @property
     def guard(self) -> FiniteGuard:
         """What leaves out steps whose gradient is not finite."""
         if self._guard is None:
-            self._guard = FiniteGuard(self.spec.member, self.global_rank, self.spec.train.max_skipped_steps)
+            self._guard = FiniteGuard(self.member.name, self.global_rank, self.member.train.max_skipped_steps)
         return self._guard
 
     def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
         """Clip by the global norm, also of sharded gradients; a step without a finite one is left out."""
-        limit = self.spec.train.gradient_clip_norm
+        limit = self.member.train.gradient_clip_norm
         if self.trainer.scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
             # Lightning leaves that to fused kernels, which do it behind this: the limit would be of scaled gradients.
             self.trainer.scaler.unscale_(optimizer)
@@ -168,26 +150,28 @@ class MemberModule(L.LightningModule):
     def on_train_batch_start(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         """Key the global generator (a network's own dropout) by the step."""
         self._micro_batch = batch_idx % getattr(self._trainer, "accumulate_grad_batches", 1)  # a replay has no Trainer
-        _seed(keyed_seed(self.spec.seed, *self._key("network")), self.device)
+        _seed(keyed_seed(self.member.seed, *self._key("network")), self.device)
 
     def noised(self, batch: dict[str, Tensor]) -> Noised:
         """Draw this step's timesteps, noise and dropped conditions for a batch."""
-        config, device = self.spec.timesteps, batch["x_0"].device
+        config, device = self.member.timesteps, batch["x_0"].device
         generator = self._generator("noise", device)
         stored = batch["x_0"]
-        if self.spec.train.horizontal_flip:
+        if self.member.train.horizontal_flip:
             flipped = torch.rand(len(stored), generator=generator, device=device) < 0.5
             # The encoding of the mirrored picture where the shards have it: a mirrored latent is not the same.
             mirrored = batch["x_0_flipped"] if "x_0_flipped" in batch else stored.flip(-1)
             stored = torch.where(flipped[:, None, None, None], mirrored, stored)
-        x_0 = self.spec.stored.draw(stored, generator)
+        x_0 = self.stored.draw(stored, generator)
         t = sample_timesteps(
             len(x_0), config.density, config.mean, config.std, config.shift, generator=generator, device=device
         )
         noise = torch.randn(x_0.shape, generator=generator, device=device)
         condition = self.condition(batch)
         if condition is not None:
-            condition = condition.dropped(torch.rand(len(x_0), generator=generator, device=device) < self.spec.dropout)
+            condition = condition.dropped(
+                torch.rand(len(x_0), generator=generator, device=device) < self.member.condition_dropout
+            )
         return Noised(interpolate(x_0, noise, t), t, noise, x_0, condition)
 
     def measure(self, noised: Noised, batch: dict[str, Tensor]) -> dict[str, Float[Tensor, " b"]]:
@@ -216,7 +200,7 @@ class MemberModule(L.LightningModule):
 
     def _parts(self, num: int) -> list[slice]:
         """Of nearly equal size, so that compiled blocks see two sizes at most."""
-        num_parts = 1 if self.spec.micro_batch_size is None else math.ceil(num / self.spec.micro_batch_size)
+        num_parts = 1 if self.island.micro_batch_size is None else math.ceil(num / self.island.micro_batch_size)
         edges = [num * part // num_parts for part in range(num_parts + 1)]
         return [slice(*pair) for pair in itertools.pairwise(edges)]
 
@@ -275,8 +259,8 @@ class MemberModule(L.LightningModule):
         x_0 = self.normalised(batch)
         t = stratified_timesteps(NUM_VALIDATION_TIMESTEPS)[index].to(x_0.device).expand(len(x_0))
         # The 0 was a rank once: what was measured before still compares.
-        generator = keyed_generator(self.spec.seed, "validation", batch_idx, index, 0, device=x_0.device)
-        noise = torch.randn((self.spec.batch_size, *x_0.shape[1:]), generator=generator, device=x_0.device)
+        generator = keyed_generator(self.member.seed, "validation", batch_idx, index, 0, device=x_0.device)
+        noise = torch.randn((self.member.batch_size, *x_0.shape[1:]), generator=generator, device=x_0.device)
         noise = noise[self.global_rank :: self._num_ranks()][: len(x_0)]
         return Noised(interpolate(x_0, noise, t), t, noise, x_0, self.condition(batch))
 
@@ -287,26 +271,26 @@ class MemberModule(L.LightningModule):
         last row. It is computed as the others are, because under FSDP ranks wait for one another.
         """
         num = len(batch["sample_id"])
-        if self.spec.num_held_out is None:
+        if self.num_held_out is None:
             return num
-        first = batch_idx * self.spec.batch_size + self.global_rank
-        return min(num, len(range(first, self.spec.num_held_out, self._num_ranks())))
+        first = batch_idx * self.member.batch_size + self.global_rank
+        return min(num, len(range(first, self.num_held_out, self._num_ranks())))
 
     def _num_ranks(self) -> int:
         return 1 if self._trainer is None else self.trainer.world_size
 
     def normalised(self, batch: dict[str, Tensor]) -> Float[Tensor, "b c h w"]:
         """``x_0`` of a batch, or its mean where a posterior is stored, in fp32 and the units that networks model."""
-        return self.spec.stored.mean(batch["x_0"])
+        return self.stored.mean(batch["x_0"])
 
     def condition(self, batch: dict[str, Tensor]) -> Condition | None:
         """The condition of a batch, nothing dropped."""
-        if self.spec.condition.kind == "none":
+        if self.member.condition.kind == "none":
             return None
-        if self.spec.condition.kind == "class":
+        if self.member.condition.kind == "class":
             return Condition.of(batch["label"])
-        encoder = self.spec.caption_encoder
-        if self.spec.condition.kind == "tokens":
+        encoder = self.caption_encoder
+        if self.member.condition.kind == "tokens":
             return Condition.of(batch["text_tokens"] if encoder is None else encoder.tokens_of_stored(batch))
         if "text" not in batch and encoder is not None:
             return Condition.of(encoder.vectors_of_stored(batch))
@@ -358,12 +342,12 @@ class MemberModule(L.LightningModule):
         self.log_dict(self.drain("held_out/"), logger=False)
 
     def _generator(self, purpose: str, device: torch.device) -> torch.Generator:
-        return keyed_generator(self.spec.seed, *self._key(purpose), device=device)
+        return keyed_generator(self.member.seed, *self._key(purpose), device=device)
 
     def _key(self, purpose: str) -> tuple[int | str, ...]:
         rank, step = self.replayed or (self.global_rank, self.global_step)
         # The first micro batch has the key of a step without others.
-        return self.spec.member, purpose, rank, step, *([self._micro_batch] if self._micro_batch else [])
+        return self.member.name, purpose, rank, step, *([self._micro_batch] if self._micro_batch else [])
 
 
 def _seed(seed: int, device: torch.device) -> None:

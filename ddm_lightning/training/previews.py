@@ -13,18 +13,18 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from ddm_lightning.config import Experiment
+from ddm_lightning.config import SampleConfig
 from ddm_lightning.core.grids import labelled_grid
 from ddm_lightning.core.registry import IMAGE_ENCODERS
 from ddm_lightning.core.schema import first_line
 from ddm_lightning.encoders.interfaces import ImageEncoder
 from ddm_lightning.flow.condition import Condition
-from ddm_lightning.flow.guidance import guided
 from ddm_lightning.flow.path import VelocityField
-from ddm_lightning.flow.prediction import to_velocity
+from ddm_lightning.flow.prediction import guided, to_velocity
 from ddm_lightning.flow.randomness import keyed_generator
 from ddm_lightning.flow.solvers import integrate
 from ddm_lightning.flow.timesteps import sampling_times
+from ddm_lightning.members.member import Member
 from ddm_lightning.training.callbacks import StopOnRequest
 from ddm_lightning.training.module import MemberModule
 from ddm_lightning.training.router import RouterModule
@@ -43,8 +43,8 @@ class PictureLogger(L.Callback):
     goes on without them where they cannot be drawn.
     """
 
-    def __init__(self, experiment: Experiment, stop: StopOnRequest) -> None:
-        self.experiment = experiment
+    def __init__(self, member: Member, sample: SampleConfig, stop: StopOnRequest) -> None:
+        self.member, self.sample = member, sample
         self.stop = stop
         self._batch: dict[str, Tensor] | None = None
         self._is_off = False
@@ -62,7 +62,7 @@ class PictureLogger(L.Callback):
         self._is_off = trainer.strategy.broadcast(self._is_off)
 
     def _encoder(self) -> ImageEncoder:
-        plugin = self.experiment.prepare.image_encoder
+        plugin = self.member.image_encoder
         encoder: ImageEncoder = IMAGE_ENCODERS.build(plugin.name, plugin.params)
         return encoder
 
@@ -113,7 +113,7 @@ class PictureLogger(L.Callback):
         shape, device = x_0.shape, x_0.device
         condition = module.condition(self._batch)
         kind = getattr(module.network, "prediction", "velocity")
-        scale = self.experiment.sample.guidance_scale
+        scale = self.sample.guidance_scale
 
         def predicted(x_t: Tensor, t: Tensor, condition: Condition | None) -> Tensor:
             if self.stop.cuts_validation(module.trainer):
@@ -130,15 +130,15 @@ class PictureLogger(L.Callback):
 
         field: VelocityField = velocity
         noise = torch.randn(
-            shape, generator=keyed_generator(self.experiment.seed, "pictures", device=device), device=device
+            shape, generator=keyed_generator(self.member.seed, "pictures", device=device), device=device
         )
-        times = sampling_times(self.experiment.sample.num_steps, module.spec.timesteps.shift, device=device)
+        times = sampling_times(self.sample.num_steps, self.member.timesteps.shift, device=device)
         return integrate(field, noise, times)
 
 
 def _say(module: L.LightningModule, line: str) -> None:
     assert isinstance(module, MemberModule)
-    print(f"{module.spec.member}: {line}", file=sys.stderr)
+    print(f"{module.member.name}: {line}", file=sys.stderr)
 
 
 def routing_heat_map(confusion: Float[Tensor, "t k k"]) -> Figure:

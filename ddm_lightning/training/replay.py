@@ -15,6 +15,7 @@ from torch import Tensor
 from ddm_lightning.config import Experiment
 from ddm_lightning.core.devices import autocast, device_of
 from ddm_lightning.core.errors import UserError
+from ddm_lightning.members.member import Member
 from ddm_lightning.members.run_folder import RunFolder
 from ddm_lightning.shards.datamodule import ClusterDataModule
 from ddm_lightning.shards.local import open_shards
@@ -54,13 +55,13 @@ class Replay:
         return all(math.isfinite(sample.gradient_norm) for sample in self.samples)
 
 
-def replay_step(member: str, experiment: Experiment, run: RunFolder, step: int | None, rank: int) -> Replay:
+def replay_step(name: str, experiment: Experiment, run: RunFolder, step: int | None, rank: int) -> Replay:
     """Take a step once more that ``FiniteGuard`` left out, with the same samples, times, noise and dropped conditions.
 
     In the island's precision, without FSDP2 and compiled blocks.
 
     Args:
-        member: whose step.
+        name: the member.
         experiment: of the run.
         run: the run folder.
         step: which one; None for the last.
@@ -69,14 +70,15 @@ def replay_step(member: str, experiment: Experiment, run: RunFolder, step: int |
     Raises:
         UserError: no such step was left out, or its samples are not on this machine.
     """
-    skipped = _find(run.member(member), step, rank)
+    skipped = _find(run.member(name), step, rank)
     manifest = Manifest.read(run.root)
-    module = build_module(member, experiment, manifest)
-    weights = _load_nearest(module, run.member(member) / "checkpoints", skipped.step)
+    member = Member.resolve(name, experiment, manifest)
+    module = build_module(member, experiment.island, manifest)
+    weights = _load_nearest(module, run.member(name) / "checkpoints", skipped.step)
     # Where it was trained: the keyed draws are of a device's own generator.
     device = device_of(experiment.island.accelerator)
     module.to(device)
-    samples = _samples(build_data(member, experiment, manifest, run), skipped)
+    samples = _samples(build_data(member, experiment.island, manifest, run), skipped)
     batch = {name: values.to(device) for name, values in samples.items()}
     module.replayed = (skipped.rank, skipped.step)
     noised = module.noised(batch)

@@ -9,7 +9,7 @@ import router
 import torch
 
 from ddm_lightning.core.errors import UserError
-from ddm_lightning.evaluation.kid import kernel_distance
+from ddm_lightning.evaluation.metrics.kid import kernel_distance
 from ddm_lightning.members.run_folder import RunFolder
 from ddm_lightning.members.status import MemberStatus
 

@@ -94,6 +94,13 @@ BAD_SETTINGS: dict[str, tuple[str, list[str]]] = {
     "value it turns down": ("expert.network.params.num_heads=5", ["'expert.network'", "num_heads", "32"]),
     "router's value": ("router.network.params.num_heads=5", ["'router.network'", "num_heads", "32"]),
     "patches that do not fit": ("expert.network.params.patch_size=3", ["'expert.network'", "patch_size", "8"]),
+    "strategy that is not there": ("sample.strategy=best", ["'sample.strategy' = 'best'", "one of bayes, full, "]),
+    "strategy with another solver": ("sample.strategy=bayes", ["'sample.strategy' = 'bayes'", "set it to ancestral"]),
+    "param of another strategy": ("sample.strategy_params={k: 1}", ["'sample.strategy' = 'top-1'", "no parameter 'k'"]),
+    "more experts than there are": (
+        "sample={strategy: top-k, top_k: 3}",
+        ["'sample.strategy' = 'top-k'", "sample.top_k = 3", "num_clusters = 2"],
+    ),
     "no width at all": ("expert.network.params.width=0", ["'expert.network'", "width"]),
 }
 
@@ -109,7 +116,7 @@ def test_a_setting_that_cannot_be(refuse: Refuse, tmp_path: Path, command: str, 
 
 
 def test_muon_for_a_network_without_blocks(refuse: Refuse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ddm_lightning.cli.check_plugins.planned_network", lambda *_: torch.nn.Linear(2, 2))
+    monkeypatch.setattr("ddm_lightning.members.member.Member.plan_network", lambda _: torch.nn.Linear(2, 2))
     line = refuse("prepare", "-c", TINY, f"run_dir={tmp_path / 'run'}", "router.train.optimizer=muon")
     assert line.startswith(f"{TINY} with 'router.train.optimizer=muon': key 'router.train.optimizer' = 'muon'")
     assert "set adamw" in line
@@ -355,7 +362,7 @@ def test_a_picture_that_cannot_be_written(
     [
         ("--num", "0", ["sample.num_per_prompt", "at least 1"]),
         ("--seed", "-1", ["'seed' = -1", "at least 0"]),
-        ("--strategy", "best", ["sample.strategy", "full, top-1, top-k, bayes"]),
+        ("--strategy", "best", ["sample.strategy", "bayes, full, "]),
     ],
 )
 def test_sample_options_that_cannot_be(refuse_sample: Refuse, option: str, value: str, words: list[str]) -> None:

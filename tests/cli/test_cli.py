@@ -52,6 +52,7 @@ def test_the_help_is_the_frozen_one(capsys: pytest.CaptureFixture[str], monkeypa
     """A change of the command line has to be meant; to freeze it anew: FREEZE_HELP=1 pytest tests/test_cli.py."""
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setattr(parser.STRATEGIES, "names", lambda: ["even", "odd"])
     text = help_text(capsys)
     if os.environ.get("FREEZE_HELP"):
         HELP.write_text(text, encoding="utf-8")
@@ -360,18 +361,19 @@ def test_the_installed_command_is_the_same() -> None:
     assert yaml.safe_load(done.stdout)["seed"] == 9
 
 
-def readme_commands() -> list[str]:
-    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+def documented_commands() -> list[str]:
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    lines = [line for page in pages for line in page.read_text(encoding="utf-8").splitlines()]
     found = [line[line.index("python -m ddm_lightning") :] for line in lines if "python -m ddm_lightning " in line]
     return [command.partition("  #")[0].rstrip() for command in found if " -c " in command]
 
 
-def test_the_readme_shows_every_command() -> None:
-    assert {shlex.split(command)[3] for command in readme_commands()} == set(COMMANDS)
+def test_the_documents_show_every_command() -> None:
+    assert {shlex.split(command)[3] for command in documented_commands()} == set(COMMANDS)
 
 
-@pytest.mark.parametrize("command", readme_commands())
-def test_a_command_of_the_readme_is_one(command: str) -> None:
+@pytest.mark.parametrize("command", documented_commands())
+def test_a_command_of_the_documents_is_one(command: str) -> None:
     options = parser._parse(shlex.split(command)[3:])
     overrides = [text for text in options.overrides if not text.startswith("member=")]
     experiment = load_experiment(ROOT / options.config, overrides)

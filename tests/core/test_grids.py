@@ -100,9 +100,9 @@ def test_png_is_written_whole(tmp_path):
 def test_a_prompt_of_any_length_is_shortened_in_linear_time():
     row = [picture((1, 2, 3))]
     for text in ("word " * 4000, "x" * 20_000):
-        start = time.perf_counter()
+        start = time.process_time()
         labelled_grid([(text, row)])
-        assert time.perf_counter() - start < 1
+        assert time.process_time() - start < 10, "a quadratic search takes minutes"
 
 
 @pytest.mark.parametrize("text", ["i" * 90, "W" * 60, "a very long caption " * 4, "AVAVAV" * 12])

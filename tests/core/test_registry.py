@@ -127,3 +127,7 @@ def test_an_empty_registry_says_where_others_register() -> None:
     assert str(caught.value) == (
         "unknown source 'laion'; known: none (other packages add to the entry-point group 'ddm_lightning.tests')"
     )
+
+
+def test_files_name_their_strategies() -> None:
+    assert registry.STRATEGIES.names() == sorted(registry.STRATEGIES._built_in)

@@ -12,13 +12,13 @@ from ddm_lightning.core.registry import CAPTION_ENCODERS, FEATURES, IMAGE_ENCODE
 from ddm_lightning.encoders.efficientnet import EfficientNetFeatures, EfficientNetLite0
 
 
-def pictures(num=3, size=10, seed=0):
+def some_images(num=3, size=10, seed=0):
     return np.random.default_rng(seed).integers(0, 256, (num, size, size, 3), dtype=np.uint8)
 
 
 def test_pixels_come_back_as_they_were():
     encoder = IMAGE_ENCODERS.build("pixels", {})
-    images = pictures()
+    images = some_images()
     stored = encoder.encode(images)
     assert stored.dtype == np.dtype(encoder.dtype) and stored.shape == (3, *encoder.x_shape(10))
     x_0 = (torch.from_numpy(stored).float() - encoder.normalisation["shift"]) * encoder.normalisation["scale"]
@@ -89,14 +89,14 @@ def test_captions_of_any_length_and_script_have_finite_vectors():
 
 
 def test_pooled_pixels_are_block_means():
-    images = pictures(size=8)
+    images = some_images(size=8)
     pooled = FEATURES.build("pooled-pixels", {"grid": 2}).encode(images)
     expected = images.reshape(3, 2, 4, 2, 4, 3).mean((2, 4)) / 255
     np.testing.assert_allclose(pooled, expected.transpose(0, 3, 1, 2).reshape(3, 12), rtol=1e-5)
 
 
 def test_efficientnet_recognises_photographs():
-    """The published classifier on top of our features names what the pictures show."""
+    """The published classifier on top of our features names what the images show."""
     from sklearn.datasets import load_sample_images
 
     encoder = EfficientNetFeatures(resolution=224)
@@ -121,7 +121,7 @@ def test_efficientnet_has_the_published_parameters():
 
 def test_efficientnet_features_do_not_depend_on_the_batch():
     encoder = EfficientNetFeatures(resolution=32)
-    images = pictures(70, 12)
+    images = some_images(70, 12)
     together = encoder.encode(images)
     assert together.shape == (70, encoder.size) and together.dtype == np.float32
     np.testing.assert_allclose(encoder.encode(images[65:]), together[65:], atol=1e-4)
@@ -138,7 +138,7 @@ def test_weights_that_are_none_are_named(tmp_path, damage):
     elif damage == "other":
         torch.save({"weight": torch.ones(2)}, path)
     with pytest.raises(UserError, match=re.escape(str(path))) as refusal:
-        EfficientNetFeatures(resolution=32, path=str(path)).encode(pictures())
+        EfficientNetFeatures(resolution=32, path=str(path)).encode(some_images())
     assert "\n" not in str(refusal.value)
     assert "trust" not in str(refusal.value)  # torch's advice on how to run what is in a pickle
 

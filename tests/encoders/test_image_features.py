@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from ddm_lightning.core import registry
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import FEATURES
-from ddm_lightning.encoders import image_features
+from ddm_lightning.encoders import image_features, pretrained
 from ddm_lightning.encoders.interfaces import Features
 
 MEAN, STD = np.array([0.485, 0.456, 0.406]), np.array([0.229, 0.224, 0.225])
@@ -33,7 +33,7 @@ def build(entry, **params):
     return FEATURES.build(entry[0], {"path": str(entry[1]), **params})
 
 
-def pictures(num=3, height=28, width=28, seed=0):
+def some_images(num=3, height=28, width=28, seed=0):
     return np.random.default_rng(seed).integers(0, 256, (num, height, width, 3), dtype=np.uint8)
 
 
@@ -47,9 +47,9 @@ def test_dinov2_gives_the_class_token_of_the_librarys_model(saved, kind):
     assert isinstance(encoder, Features) and encoder.size == 16
     with torch.no_grad():
         model = saved[kind][2].double()
-        expected = model(normalised(pictures())).pooler_output.numpy()
+        expected = model(normalised(some_images())).pooler_output.numpy()
         model.float()
-    found = encoder.encode(pictures())
+    found = encoder.encode(some_images())
     assert found.dtype == np.float32 and expected.std() > 0.1
     np.testing.assert_allclose(found, expected, atol=1e-4)
 
@@ -61,7 +61,7 @@ def test_timm_gives_the_pooled_features_of_its_own_model(saved, kind):
     size = config["input_size"][1]
     encoder = build(saved[kind])
     assert isinstance(encoder, Features)
-    images = pictures(2, size, size)
+    images = some_images(2, size, size)
     with torch.no_grad():
         inputs = normalised(images, np.array(config["mean"]), np.array(config["std"])).float()
         expected = model.forward_head(model.forward_features(inputs), pre_logits=True).numpy()
@@ -71,10 +71,10 @@ def test_timm_gives_the_pooled_features_of_its_own_model(saved, kind):
 
 
 @pytest.mark.parametrize("kind", ["dinov2", "resnet"])
-def test_pictures_are_resized_as_pillow_resizes_them(saved, kind):
+def test_images_are_resized_as_pillow_resizes_them(saved, kind):
     name, folder, model = saved[kind]
     encoder = build(saved[kind], **({"resolution": 28} if name == "dinov2" else {}))
-    images = pictures(2, 64, 64)  # noise, which shows every filter at once
+    images = some_images(2, 64, 64)  # noise, which shows every filter at once
     if name == "dinov2":
         size, mean, std, how = 28, MEAN, STD, Image.Resampling.BICUBIC
     else:
@@ -95,17 +95,17 @@ def test_any_batch_and_any_process_gives_the_same(saved, monkeypatch):
     for kind in ("dinov2", "resnet"):
         params = {"resolution": 28} if kind == "dinov2" else {}
         encoder = build(saved[kind], **params)
-        images = pictures(5)
+        images = some_images(5)
         together = encoder.encode(images)
         assert together.tobytes() == build(saved[kind], **params).encode(images).tobytes()
         with monkeypatch.context() as patch:
-            patch.setitem(image_features._PICTURES_AT_ONCE, "cpu", 2)
+            patch.setitem(image_features._BATCH_SIZE, "cpu", 2)
             np.testing.assert_allclose(encoder.encode(images), together, atol=1e-4)
         assert encoder.encode(images[:0]).shape == (0, encoder.size)
 
 
 def test_dinov2_knows_its_size_without_loading_weights(saved, monkeypatch):
-    monkeypatch.setattr(image_features, "loading", None)
+    monkeypatch.setattr(pretrained, "loading", None)
     assert build(saved["dinov2"]).size == 16
     assert build(saved["dinov2"]).resolution == 224
 
@@ -113,8 +113,8 @@ def test_dinov2_knows_its_size_without_loading_weights(saved, monkeypatch):
 def test_reduced_precision_is_near(saved):
     for kind in ("dinov2", "vit"):
         params = {"resolution": 28} if kind == "dinov2" else {}
-        exact = build(saved[kind], **params).encode(pictures())
-        near = build(saved[kind], compute_dtype="bfloat16", **params).encode(pictures())
+        exact = build(saved[kind], **params).encode(some_images())
+        near = build(saved[kind], compute_dtype="bfloat16", **params).encode(some_images())
         assert near.dtype == np.float32 and 0 < np.abs(exact - near).max() < 0.2 * np.abs(exact).max()
 
 
@@ -137,7 +137,7 @@ def test_bad_parameters_are_refused(saved, kind, params, complaint):
 @pytest.mark.parametrize("kind", ["dinov2", "resnet"])
 def test_a_device_that_is_not_there_is_refused(saved, kind):
     with pytest.raises(UserError, match=r"feature network '.*': this machine has no 'cuda'"):
-        build(saved[kind], device="cuda").encode(pictures())
+        build(saved[kind], device="cuda").encode(some_images())
 
 
 @pytest.mark.parametrize("kind", ["dinov2", "registers", "resnet", "vit"])
@@ -153,7 +153,7 @@ def test_weights_that_do_not_fit_are_named_and_never_drawn_at_random(saved, tmp_
         state[key] = torch.zeros(5)
     save_file(state, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(UserError, match=rf"^{folder}: cannot be loaded as a .*; copy or download") as refusal:
-        FEATURES.build(name, {"path": str(folder)}).encode(pictures())
+        FEATURES.build(name, {"path": str(folder)}).encode(some_images())
     assert key.rpartition(".")[2] in str(refusal.value) and "\n" not in str(refusal.value)
 
 
@@ -170,14 +170,14 @@ def test_a_configuration_that_timm_does_not_know_is_named(saved, tmp_path, confi
     folder = shutil.copytree(saved["resnet"][1], tmp_path / "model")
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match=complaint) as refusal:
-        FEATURES.build("timm", {"path": str(folder)}).encode(pictures())
+        FEATURES.build("timm", {"path": str(folder)}).encode(some_images())
     assert str(refusal.value).startswith(str(folder)) and "\n" not in str(refusal.value)
 
 
-def test_timms_pictures_have_three_channels(tmp_path):
+def test_timms_images_have_three_channels(tmp_path):
     save_timm(tmp_path / "grey", in_chans=1)
-    with pytest.raises(UserError, match="takes pictures of 1 channels, not 3"):
-        FEATURES.build("timm", {"path": str(tmp_path / "grey")}).encode(pictures())
+    with pytest.raises(UserError, match="takes images of 1 channels, not 3"):
+        FEATURES.build("timm", {"path": str(tmp_path / "grey")}).encode(some_images())
 
 
 @pytest.mark.parametrize(("kind", "package"), [("dinov2", "transformers"), ("resnet", "timm")])

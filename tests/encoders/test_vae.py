@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from ddm_lightning.core import registry
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import IMAGE_ENCODERS
-from ddm_lightning.encoders import vae
+from ddm_lightning.encoders import pretrained, vae
 from ddm_lightning.encoders.interfaces import ImageEncoder
 
 FAMILIES = {
@@ -45,7 +45,7 @@ def build(folder, **params):
     return IMAGE_ENCODERS.build("diffusers-vae", {"path": str(folder), **params})
 
 
-def pictures(num=3, height=8, width=8, seed=0):
+def some_images(num=3, height=8, width=8, seed=0):
     return np.random.default_rng(seed).integers(0, 256, (num, height, width, 3), dtype=np.uint8)
 
 
@@ -65,22 +65,22 @@ def test_the_posterior_is_that_of_the_librarys_model(saved, family):
     assert isinstance(encoder, ImageEncoder)
     channels, height, width = encoder.x_shape(8)
     assert (channels, height, width) == (FAMILIES[family].get("latent_channels", 4), 4, 4)
-    stored = encoder.encode(pictures())
-    mean, log_variance = by_hand(vae, pictures())
+    stored = encoder.encode(some_images())
+    mean, log_variance = by_hand(vae, some_images())
     assert stored.dtype == np.float32 and stored.shape == (3, 2 * channels, height, width)
     np.testing.assert_allclose(stored[:, :channels], mean, atol=1e-5)
     np.testing.assert_allclose(stored[:, channels:], np.exp(log_variance / 2), rtol=1e-4)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_x_0_is_normalised_as_pipelines_do_and_decodes_to_their_pictures(saved, family):
+def test_x_0_is_normalised_as_pipelines_do_and_decodes_to_their_images(saved, family):
     folder, vae = saved[family]
     config = FAMILIES[family]
     encoder = build(folder, stores="x_0", dtype="float32")
     scale, shift = (torch.tensor(encoder.normalisation[key]).view(1, -1, 1, 1) for key in ("scale", "shift"))
-    x_0 = (torch.from_numpy(encoder.encode(pictures())) - shift) * scale
+    x_0 = (torch.from_numpy(encoder.encode(some_images())) - shift) * scale
 
-    mean, _ = by_hand(vae, pictures())
+    mean, _ = by_hand(vae, some_images())
     if "latents_mean" in config:
         centre, spread = (np.reshape(config[f"latents_{key}"], (1, -1, 1, 1)) for key in ("mean", "std"))
         expected = (mean - centre) * config["scaling_factor"] / spread
@@ -100,18 +100,18 @@ def test_half_precision_is_stored_and_the_mean_alone_on_request(saved):
     folder, _ = saved["sd"]
     posterior = build(folder)
     assert (posterior.dtype, posterior.stores) == ("float16", "posterior")
-    stored = posterior.encode(pictures())
-    exact = build(folder, dtype="float32").encode(pictures())
+    stored = posterior.encode(some_images())
+    exact = build(folder, dtype="float32").encode(some_images())
     assert stored.dtype == np.float16
     np.testing.assert_array_equal(stored, exact.astype(np.float16))
-    mean = build(folder, stores="x_0", dtype="float32").encode(pictures())
+    mean = build(folder, stores="x_0", dtype="float32").encode(some_images())
     np.testing.assert_array_equal(mean, exact[:, :4])
 
 
-def test_pictures_need_not_be_square(saved):
+def test_images_need_not_be_square(saved):
     folder, vae = saved["sd"]
     encoder = build(folder, stores="x_0", dtype="float32")
-    images = pictures(height=6, width=10)
+    images = some_images(height=6, width=10)
     stored = encoder.encode(images)
     assert stored.shape == (3, 4, 3, 5)
     np.testing.assert_allclose(stored, by_hand(vae, images)[0], atol=1e-5)
@@ -120,7 +120,7 @@ def test_pictures_need_not_be_square(saved):
 
 def test_any_batch_and_any_process_gives_the_same(saved, monkeypatch):
     folder, _ = saved["sd"]
-    images = pictures(7)
+    images = some_images(7)
     encoder = build(folder, dtype="float32")
     together, decoded = encoder.encode(images), encoder.decode(torch.ones(7, 4, 4, 4))
     assert (
@@ -139,12 +139,12 @@ def test_any_batch_and_any_process_gives_the_same(saved, monkeypatch):
 
 def test_sizes_are_known_without_loading_weights(saved, monkeypatch):
     encoder = build(saved["sd"][0])
-    monkeypatch.setattr(vae, "loading", None)
+    monkeypatch.setattr(pretrained, "loading", None)
     assert encoder.x_shape(256) == (4, 128, 128)
     with pytest.raises(UserError, match=r"255 pixels are no multiple of 2; set prepare.pictures.size to 256"):
         encoder.x_shape(255)
     with pytest.raises(UserError, match="7 pixels are no multiple of 2"):
-        encoder.encode(pictures(height=8, width=7))
+        encoder.encode(some_images(height=8, width=7))
 
 
 def test_weights_with_the_attentions_old_names_load(saved, folder):
@@ -155,7 +155,7 @@ def test_weights_with_the_attentions_old_names_load(saved, folder):
     renamed = {re.sub("|".join(map(re.escape, old)), lambda m: old[m.group()], key): state[key] for key in state}
     assert len(renamed.keys() - state.keys()) == 16
     save_file(renamed, path)
-    np.testing.assert_array_equal(build(folder).encode(pictures()), build(saved["sd"][0]).encode(pictures()))
+    np.testing.assert_array_equal(build(folder).encode(some_images()), build(saved["sd"][0]).encode(some_images()))
 
 
 def test_weights_in_several_files_load(saved, tmp_path):
@@ -163,7 +163,7 @@ def test_weights_in_several_files_load(saved, tmp_path):
     vae.save_pretrained(tmp_path / "vae", max_shard_size="40KB")
     assert not (tmp_path / "vae" / "diffusion_pytorch_model.safetensors").exists()
     split = build(tmp_path / "vae")
-    np.testing.assert_array_equal(split.encode(pictures()), build(folder).encode(pictures()))
+    np.testing.assert_array_equal(split.encode(some_images()), build(folder).encode(some_images()))
     before = split.provenance()
     shard = next(iter((tmp_path / "vae").glob("*-00002-of-*")))
     shard.write_bytes(shard.read_bytes()[:-1] + b"!")
@@ -178,7 +178,7 @@ def test_latents_beyond_half_precision_are_left_for_prepare_to_refuse(folder):
     state = load_file(path)
     state["quant_conv.bias"][0] = 1e6
     save_file(state, path)
-    stored = build(folder).encode(pictures())
+    stored = build(folder).encode(some_images())
     assert np.isinf(stored[:, 0]).all() and np.isfinite(stored[:, 1:]).all()
 
 
@@ -186,7 +186,7 @@ def test_latents_beyond_half_precision_are_left_for_prepare_to_refuse(folder):
 def test_a_device_that_is_not_there_is_refused_to_encode_but_not_to_look_at_samples(saved):
     encoder = build(saved["sd"][0], device="cuda")
     with pytest.raises(UserError, match=r"this machine has no 'cuda'; set its parameter 'device'"):
-        encoder.encode(pictures())
+        encoder.encode(some_images())
     x_0 = torch.ones(2, 4, 4, 4)
     np.testing.assert_array_equal(encoder.decode(x_0), build(saved["sd"][0]).decode(x_0))
 
@@ -216,7 +216,7 @@ def test_bad_parameters_are_refused(saved, params, complaint):
             "_class_name is 'AutoencoderTiny', but image encoder 'diffusers-vae' takes",
         ),
         ({"_class_name": None, "model_type": "clip"}, "_class_name is None"),
-        ({"in_channels": 4}, "in_channels is 4, and pictures have 3"),
+        ({"in_channels": 4}, "in_channels is 4, and images have 3"),
         ({"scaling_factor": 0}, "key 'scaling_factor' must be a positive number"),
         ({"scaling_factor": None}, "key 'scaling_factor' must be a positive number"),
         ({"block_out_channels": []}, "key 'block_out_channels' must be a list of channels"),
@@ -247,7 +247,7 @@ def test_weights_that_do_not_fit_are_named_and_never_drawn_at_random(folder, dam
         state = {"weight": torch.ones(2)}
     save_file(state, path)
     with pytest.raises(UserError, match=rf"^{folder}: cannot be loaded as an AutoencoderKL \(.*\); copy or") as refusal:
-        build(folder).encode(pictures())
+        build(folder).encode(some_images())
     assert "\n" not in str(refusal.value)
 
 

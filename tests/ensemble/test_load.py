@@ -35,13 +35,12 @@ def inputs() -> tuple[torch.Tensor, torch.Tensor, Condition]:
     return x_t, torch.linspace(0.1, 1, 6), Condition(text, torch.arange(6) % 3 > 0)
 
 
-@pytest.mark.parametrize("strategy", ["full", "top-1"])
-def test_the_loaded_ensemble_computes_what_was_trained(run_dir: Path, strategy: str) -> None:
+def test_the_loaded_ensemble_computes_what_was_trained(run_dir: Path) -> None:
     loaded = load_ensemble(run_dir)
     trained = Ensemble([make_network("expert", 0), make_network("expert", 1)], make_network("router", 2), PRIORS)
     x_t, t, condition = inputs()
-    expected = trained.velocity(x_t, t, condition, strategy=strategy, guidance_scale=2.0)
-    got = loaded.ensemble.velocity(x_t, t, condition, strategy=strategy, guidance_scale=2.0)
+    expected = trained.velocity(x_t, t, condition, guidance_scale=2.0)
+    got = loaded.ensemble.velocity(x_t, t, condition, guidance_scale=2.0)
     assert torch.equal(got, expected) and got.abs().sum() > 0
     assert loaded.ensemble.priors.tolist() == PRIORS
     assert loaded.meta.member == "expert-0" and loaded.meta.timestep_shift == 1.5
@@ -73,13 +72,13 @@ def test_a_router_without_a_condition_is_given_none(run_dir: Path) -> None:
     put_meta.condition.update(kind="none", size=0)
     write_artifact(run_dir / "router", router.state_dict(), put_meta)
     write_ensemble(run_dir, [run_dir / member for member in ("expert-0", "expert-1", "router")], PRIORS)
-    assert load_ensemble(run_dir).ensemble.velocity(*inputs(), strategy="full").shape == (6, *SHAPE)
+    assert load_ensemble(run_dir).ensemble.velocity(*inputs()).shape == (6, *SHAPE)
 
 
 def test_without_a_router(run_dir: Path) -> None:
     write_ensemble(run_dir, [run_dir / "expert-0", run_dir / "expert-1"], PRIORS)
     ensemble = load_ensemble(run_dir).ensemble
-    refused(lambda: ensemble.velocity(*inputs(), strategy="full"), "no router", "member=router", "bayes")
+    refused(lambda: ensemble.velocity(*inputs()), "no router", "member=router", "bayes")
 
 
 @pytest.mark.parametrize("member", ["monolith", "expert-1"])
@@ -89,7 +88,7 @@ def test_a_single_member_is_an_ensemble_of_itself(run_dir: Path, member: str) ->
     loaded = load_single(run_dir / member)
     x_t, t, condition = inputs()
     expected = make_network("expert", 1).eval()(x_t, t, condition)
-    assert torch.equal(loaded.ensemble.velocity(x_t, t, condition, strategy="top-1"), expected)
+    assert torch.equal(loaded.ensemble.velocity(x_t, t, condition), expected)
     assert torch.equal(load_member(run_dir / member).network(x_t, t, condition), expected)
     assert loaded.meta.member == member
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.ensemble.sampler import sample
+from ddm_lightning.ensemble.strategies.bayes import Bayes
 from ddm_lightning.ensemble.velocity import Ensemble
 from ddm_lightning.flow.condition import Condition
 
@@ -130,9 +131,7 @@ def test_bayes_starts_from_the_router_or_the_priors(router_prior: bool, shares: 
     router.logits = router.logits.log()
     condition = Condition.of(torch.ones(600, 1))
     ensemble = Ensemble([Aimed(5.0), Aimed(-5.0)], router, [0.25, 0.75])
-    got = draw(
-        ensemble, 600, condition, strategy="bayes", solver="ancestral", router_prior=router_prior, batch_size=600
-    )
+    got = draw(ensemble, 600, condition, strategy=Bayes(router_prior), solver="ancestral", batch_size=600)
     share = (got.mean((1, 2, 3)) > 0).float().mean().item()
     assert share == pytest.approx(shares[0], abs=4 * (shares[0] * shares[1] / 600) ** 0.5)
     assert len(router.conditions) == int(router_prior)  # one batch, asked once
@@ -152,11 +151,11 @@ def test_progress_rises_to_the_number_of_samples(strategy: str, solver: str) -> 
 
 
 def test_refusals() -> None:
-    with pytest.raises(UserError, match=r"set sample\.solver=ancestral"):
+    with pytest.raises(UserError, match=r"'bayes' does not work with sample\.solver = 'euler'; set it to ancestral"):
         draw(two(), strategy="bayes", solver="euler")
     with pytest.raises(UserError, match=r"sample\.solver 'magic' is none of euler, heun, ancestral"):
         draw(two(), solver="magic")
-    with pytest.raises(UserError, match=r"sample\.strategy 'magic' is none of"):
+    with pytest.raises(UserError, match=r"unknown strategy 'magic'; known: bayes, full"):
         draw(two(), strategy="magic")
     with pytest.raises(ValueError, match="1 keys for 7 samples"):
         draw(two(), keys=[("red", 0)])

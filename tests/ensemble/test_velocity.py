@@ -8,7 +8,8 @@ from ensemble_networks import Aimed, ExactExpert, ExactRouter, FixedRouter, fini
 from torch import Tensor, nn
 
 from ddm_lightning.core.errors import UserError
-from ddm_lightning.ensemble.routing import route
+from ddm_lightning.ensemble.strategies.top_1 import Top1
+from ddm_lightning.ensemble.strategies.top_k import TopK
 from ddm_lightning.ensemble.velocity import Ensemble
 from ddm_lightning.flow.condition import Condition
 from ddm_lightning.flow.oracle import FiniteSetOracle
@@ -41,7 +42,7 @@ def test_full_ensemble_of_exact_members_is_the_whole_sets_velocity(seed: int) ->
     # The whole set's closed form, written out again: weights softmax(-|x_t - (1-t)x_0|²/2t²).
     squares = (x_t[:, None] - (1 - t)[:, None, None] * points).square().sum(2)
     mean = torch.softmax(-squares / (2 * t[:, None] ** 2), dim=1) @ points
-    error = ensemble.velocity(x_t, t, strategy="full") - (x_t - mean) / t[:, None]
+    error = ensemble.velocity(x_t, t) - (x_t - mean) / t[:, None]
     print(f"full ensemble against the closed form: largest error {error.abs().max():.1e}")
     assert error.abs().max() < 1e-9
 
@@ -50,22 +51,21 @@ def test_velocity_is_the_weighted_sum_of_all_experts() -> None:
     ensemble, oracle, points = exact()
     x_t, t = noisy(points, 64, 1)
     dense = torch.stack([oracle.cluster_velocity(k, x_t, t) for k in range(4)], dim=1)
-    for strategy in ("full", "top-1", "top-k"):
-        weights = route(oracle.cluster_posterior(x_t, t), strategy, 3)
-        got = ensemble.velocity(x_t, t, strategy=strategy, top_k=3)
+    for strategy in (TopK(4), TopK(3), Top1()):
+        weights = strategy.weights(oracle.cluster_posterior(x_t, t))
+        got = ensemble.velocity(x_t, t, route=strategy.weights)
         assert torch.allclose(got, (weights[:, :, None] * dense).sum(1), atol=1e-10)
 
 
-@pytest.mark.parametrize(("strategy", "rows_a_row"), [("top-1", 1), ("top-k", 2)])
-def test_only_routed_rows_are_evaluated(strategy: str, rows_a_row: int) -> None:
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_only_routed_rows_are_evaluated(top_k: int) -> None:
     ensemble, oracle, points = exact()
     x_t, t = noisy(points, 33, 2, low=0.4)  # below, probabilities may be exactly 0
     assert oracle.cluster_posterior(x_t, t).argmax(1).unique().numel() > 1  # several experts have work
-    field = ensemble.field(strategy=strategy, top_k=2)
     for call in (1, 2):
-        field(x_t, t)
+        ensemble.velocity(x_t, t, route=TopK(top_k).weights)
         seen = sum(expert.num_rows for expert in ensemble.experts)  # type: ignore[misc]
-        assert seen == ensemble.expert_rows == call * 33 * rows_a_row
+        assert seen == ensemble.expert_rows == call * 33 * top_k
 
 
 def test_guidance_happens_inside_each_expert() -> None:
@@ -81,22 +81,22 @@ def test_guidance_happens_inside_each_expert() -> None:
             return torch.where(condition.values > 0.8, torch.tensor([5.0, -5.0]), torch.tensor([-5.0, 5.0]))
 
     ensemble = Ensemble(experts, ByRow(), [0.5, 0.5])
-    got = ensemble.velocity(x_t, t, condition, strategy="top-1", guidance_scale=3.0)
+    got = ensemble.velocity(x_t, t, condition, route=Top1().weights, guidance_scale=3.0)
     # unconditional + 3·(conditional - unconditional), each row in its own expert, by hand.
     scale = torch.tensor([1.0, 10.0, 10.0, 1.0, 1.0])
     kept = torch.tensor([1.0, -2.0, 0.0, 3.0, 4.0])
     expected = (x_t - (3 * scale * kept).reshape(-1, 1, 1, 1)) / t.reshape(-1, 1, 1, 1)
     assert torch.allclose(got, expected, atol=1e-4)
     assert [expert.num_rows for expert in experts] == [6, 4] and ensemble.expert_rows == 10
-    ensemble.velocity(x_t, t, condition, strategy="top-1", guidance_scale=1.0)
+    ensemble.velocity(x_t, t, condition, route=Top1().weights, guidance_scale=1.0)
     assert ensemble.expert_rows == 15
 
 
 def test_guidance_without_a_condition_costs_nothing() -> None:
     ensemble = Ensemble([Aimed()], None, [1.0])
     x_t, t = torch.randn(4, 2), torch.full((4,), 0.5)
-    plain = ensemble.velocity(x_t, t, strategy="full")
-    assert torch.equal(ensemble.velocity(x_t, t, strategy="full", guidance_scale=5.0), plain)
+    plain = ensemble.velocity(x_t, t)
+    assert torch.equal(ensemble.velocity(x_t, t, guidance_scale=5.0), plain)
     assert ensemble.expert_rows == 8
 
 
@@ -110,17 +110,17 @@ def test_a_router_built_without_a_condition_gets_none(router_conditional: bool) 
     assert router.conditions == [condition if router_conditional else None]
 
 
-@pytest.mark.parametrize("strategy", ["full", "top-1", "top-k"])
-def test_a_single_model_needs_no_router(strategy: str) -> None:
-    expert = Aimed()
-    x_t, t = torch.randn(4, 2), torch.full((4,), 0.5)
-    assert torch.equal(Ensemble([expert], None, [1.0]).velocity(x_t, t, strategy=strategy), expert(x_t, t, None))
+def test_a_single_model_needs_no_router() -> None:
+    expert, x_t, t = Aimed(), torch.randn(4, 2), torch.full((4,), 0.5)
+    for strategy in (Top1(), TopK(2)):
+        got = Ensemble([expert], None, [1.0]).velocity(x_t, t, route=strategy.weights)
+        assert torch.equal(got, expert(x_t, t, None))
 
 
 def test_experts_without_a_router_name_the_remedy() -> None:
     ensemble = Ensemble([Aimed(), Aimed()], None, [0.5, 0.5])
-    with pytest.raises(UserError, match=r"no router; fit it \(member=router\) or set sample.strategy=bayes"):
-        ensemble.velocity(torch.randn(1, 2), torch.ones(1), strategy="full")
+    with pytest.raises(UserError, match=r"no router; train one \(fit member=router\) or set sample.strategy=bayes"):
+        ensemble.velocity(torch.randn(1, 2), torch.ones(1))
 
 
 def test_networks_are_evaluated_without_dropout_and_gradients() -> None:
@@ -136,8 +136,8 @@ def test_networks_are_evaluated_without_dropout_and_gradients() -> None:
 
     ensemble = Ensemble([Noisy()], None, [1.0])
     x_t, t = torch.randn(64, 2), torch.full((64,), 0.5)
-    first = ensemble.velocity(x_t, t, strategy="full")
-    assert torch.equal(first, ensemble.velocity(x_t, t, strategy="full")) and not first.requires_grad
+    first = ensemble.velocity(x_t, t)
+    assert torch.equal(first, ensemble.velocity(x_t, t)) and not first.requires_grad
     # A distilled student learns from it, so autograd must be able to save it.
     weight = torch.ones(2, requires_grad=True)
     (first * weight).sum().backward()

@@ -86,7 +86,7 @@ def test_the_nearest_point_wins_near_the_data_without_overflow(far: float) -> No
     np.testing.assert_allclose(oracle.velocity(x, t).numpy(), [[(far - 0.1) / 1e-4, 0.0]], rtol=1e-9, atol=1e-6)
 
 
-def test_pictures_keep_their_shape_and_dtype() -> None:
+def test_images_keep_their_shape_and_dtype() -> None:
     points, labels, x_t, t = draw_set(5, 20, 12, 2)
     exact = FiniteSetOracle(torch.tensor(points), torch.tensor(labels), 2)
     shaped = FiniteSetOracle(torch.tensor(points).reshape(-1, 3, 2, 2).float(), torch.tensor(labels), 2)
@@ -108,7 +108,7 @@ def test_what_has_no_velocity_is_refused() -> None:
             call(x, torch.tensor([0.5, 0.0]))
 
 
-@pytest.mark.parametrize(("labels", "message"), [([], "without points"), ([0, 2], "0 … 1"), ([-1, 0], "0 … 1")])
+@pytest.mark.parametrize(("labels", "message"), [([], "empty set"), ([0, 2], "0 … 1"), ([-1, 0], "0 … 1")])
 def test_a_set_that_is_not_labelled_is_refused(labels: list[int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         FiniteSetOracle(torch.zeros(len(labels), 1), torch.tensor(labels, dtype=torch.int64), 2)

@@ -4,7 +4,14 @@ import numpy as np
 import pytest
 import torch
 
-from ddm_lightning.flow.path import expand_time, interpolate, noise_from_velocity, velocity_target, x_0_from_velocity
+from ddm_lightning.flow.path import (
+    expand_time,
+    interpolate,
+    noise_from_velocity,
+    time_rows,
+    velocity_target,
+    x_0_from_velocity,
+)
 
 
 def draw(seed: int = 0, shape: tuple[int, ...] = (6, 3, 4, 5)) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -47,3 +54,13 @@ def test_expand_time_only_adds_axes() -> None:
     t = torch.tensor([0.25, 0.5])
     assert expand_time(t, torch.zeros(2, 3, 4, 5)).shape == (2, 1, 1, 1)
     assert torch.equal(expand_time(t, torch.zeros(2)), t)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [(torch.float64, torch.float64), (torch.float32, torch.float32), (torch.bfloat16, torch.float32)],
+)
+def test_time_is_repeated_a_row_and_never_narrower_than_float32(dtype: torch.dtype, expected: torch.dtype) -> None:
+    rows = time_rows(0.937, torch.zeros(3, 2, dtype=dtype))
+    assert rows.dtype == expected
+    assert rows.tolist() == pytest.approx([0.937] * 3, abs=1e-7)

@@ -1,10 +1,19 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
-from ddm_lightning.flow.path import interpolate
-from ddm_lightning.flow.prediction import MIN_DATA_SCALE, MIN_NOISE_SCALE, PREDICTIONS, to_velocity, training_target
+from ddm_lightning.flow.path import interpolate, x_0_from_velocity
+from ddm_lightning.flow.prediction import (
+    MIN_DATA_SCALE,
+    MIN_NOISE_SCALE,
+    PREDICTIONS,
+    guided,
+    min_snr_weights,
+    to_velocity,
+    training_target,
+)
 
 
 def draw(num: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -51,3 +60,47 @@ def test_unknown_kind_is_named() -> None:
         to_velocity(x_0, noise, torch.ones(1), "score")
     with pytest.raises(ValueError, match="'score' is none of"):
         training_target(x_0, noise, "score")
+    with pytest.raises(ValueError, match="'score' is none of"):
+        min_snr_weights(torch.ones(1), 5.0, "score")
+
+
+@pytest.mark.parametrize("gamma", [0.3, 1.0, 5.0])
+@pytest.mark.parametrize("kind", PREDICTIONS)
+def test_each_kind_weighs_one_guess_of_the_data_alike(kind: str, gamma: float) -> None:
+    """The same wrong guess of x_0, told as velocity or as noise, costs min(SNR, gamma) times its squared error."""
+    times = torch.linspace(0.01, 0.99, 49, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(0)
+    x_0, noise, guess = torch.randn(3, len(times), 5, generator=generator, dtype=torch.float64)
+    x_t = interpolate(x_0, noise, times)
+    implied_noise = (x_t - (1 - times)[:, None] * guess) / times[:, None]
+    predicted = training_target(guess, implied_noise, kind)
+    squares = (predicted - training_target(x_0, noise, kind)).square().sum(1)
+    snr = ((1 - times) / times).square()
+    expected = torch.where(snr < gamma, snr, gamma) * (guess - x_0).square().sum(1)
+    torch.testing.assert_close(min_snr_weights(times, gamma, kind) * squares, expected, rtol=1e-10, atol=0)
+
+
+def branches() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(4, 4, 2, 2, generator=generator) for _ in range(3)]
+
+
+@pytest.mark.parametrize("scale", [-0.5, 0.3, 1.5, 7.5])
+def test_guidance_extrapolates_on_every_channel(scale: float) -> None:
+    conditional, unconditional, _ = branches()
+    expected = (1 - scale) * unconditional.numpy().astype(np.float64) + scale * conditional.numpy().astype(np.float64)
+    np.testing.assert_allclose(guided(conditional, unconditional, scale).numpy(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_scales_zero_and_one_return_one_branch_to_the_bit() -> None:
+    conditional, unconditional, _ = branches()
+    assert torch.equal(guided(conditional, unconditional, 0.0), unconditional)
+    assert torch.equal(guided(conditional, unconditional, 1.0), conditional)
+
+
+def test_guiding_velocities_is_guiding_data_estimates() -> None:
+    conditional, unconditional, x_t = (x.double() for x in branches())
+    t = torch.tensor([0.1, 0.4, 0.8, 1.0], dtype=torch.float64)
+    of_velocity = x_0_from_velocity(x_t, guided(conditional, unconditional, 4.0), t)
+    of_data = guided(x_0_from_velocity(x_t, conditional, t), x_0_from_velocity(x_t, unconditional, t), 4.0)
+    torch.testing.assert_close(of_velocity, of_data)

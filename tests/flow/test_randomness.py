@@ -40,7 +40,3 @@ def test_streams_of_neighbouring_keys_are_uncorrelated() -> None:
     correlations = np.corrcoef(draws.numpy()) - np.eye(len(keys))
     # 276 pairs of standard deviation 1/64: the largest is about 3 of them.
     assert np.abs(correlations).max() < 4.5 / 64
-
-
-def test_the_generator_lives_on_the_asked_device() -> None:
-    assert keyed_generator(0, device=torch.device("cpu")).device == torch.device("cpu")

@@ -87,5 +87,5 @@ def test_intervals_pair_neighbours() -> None:
     "times", [[], [1.0], [0.0, 1.0], [1.0, 0.5, 0.5], [1.5, 0.0], [1.0, -0.1], [1.0, float("nan"), 0.0]]
 )
 def test_intervals_refuse_times_that_do_not_fall(times: list[float]) -> None:
-    with pytest.raises(ValueError, match="must fall strictly"):
+    with pytest.raises(ValueError, match="must strictly decrease"):
         intervals(torch.tensor(times))

@@ -73,8 +73,8 @@ def test_a_size_is_its_three_numbers() -> None:
     [
         ({"size": "S", "depth": 3}, "size = 'S' sets width, depth and num_heads: remove it or depth"),
         ({"size": "XXL"}, "size = 'XXL' is none of S, B, L, XL"),
-        ({}, r"needs size \(S, B, L, XL\), or width, depth and num_heads; there is no width, depth, num_heads"),
-        ({"width": 8, "num_heads": 2}, "there is no depth"),
+        ({}, r"needs size \(S, B, L, XL\), or width, depth and num_heads; width, depth, num_heads missing"),
+        ({"width": 8, "num_heads": 2}, "; depth missing"),
         ({"size": 3}, "key 'params.size': must be a text"),
     ],
 )

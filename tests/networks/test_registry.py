@@ -11,7 +11,7 @@ def test_groups_are_the_documented_ones() -> None:
 
 
 def test_importing_the_registry_alone_finds_the_built_ins() -> None:
-    """Artifacts name networks; whoever reads one need not know which module registers them."""
+    """Artifacts name networks, so their readers need not know which module registers them."""
     script = (
         "from ddm_lightning.core.registry import EXPERTS, ROUTERS; import sys;"
         "EXPERTS.get('dit'); EXPERTS.get('mmdit'); ROUTERS.get('router-dit');"

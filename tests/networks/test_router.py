@@ -7,7 +7,7 @@ from networks.small import moved
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.flow.condition import Condition, ConditionSpec
 from ddm_lightning.networks import ROUTERS, RouterDiT
-from ddm_lightning.networks.router import draw_kept, pick
+from ddm_lightning.networks.router import pick, sample_kept
 
 SMALL = {"width": 16, "depth": 2, "num_heads": 2, "patch_size": 2}
 NONE, TEXT, TOKENS = ConditionSpec("none", 0), ConditionSpec("text", 6), ConditionSpec("tokens", 6, length=3)
@@ -112,7 +112,7 @@ def test_dropout_acts_in_training_only() -> None:
 def test_dropping_keeps_distinct_tokens_of_each_row(dropout: float, num_kept: int) -> None:
     torch.manual_seed(0)
     tokens = torch.arange(3 * 8.0).reshape(3, 8, 1).expand(-1, -1, 2)
-    kept = pick(tokens, draw_kept(tokens, dropout))
+    kept = pick(tokens, sample_kept(tokens, dropout))
     assert kept.shape == (3, num_kept, 2)
     assert torch.equal(kept[..., 0], kept[..., 1])
     for row in range(3):
@@ -123,7 +123,7 @@ def test_dropping_keeps_distinct_tokens_of_each_row(dropout: float, num_kept: in
 
 def test_dropping_drops_each_token_equally_often() -> None:
     torch.manual_seed(0)
-    kept = draw_kept(torch.zeros(4000, 8, 1), 0.25)
+    kept = sample_kept(torch.zeros(4000, 8, 1), 0.25)
     shares = torch.bincount(kept.flatten(), minlength=8) / 4000
     torch.testing.assert_close(shares, torch.full((8,), 0.75), atol=0.03, rtol=0)  # 4 standard deviations
 
@@ -141,7 +141,3 @@ def test_mixed_precision_runs() -> None:
 def test_dropout_out_of_range_is_one_clear_line(dropout: float) -> None:
     with pytest.raises(UserError, match=r"router 'router-dit'.*dropout = .* at least 0 and below 1"):
         ROUTERS.build("router-dit", SMALL | {"dropout": dropout}, x_shape=(3, 8, 8), condition=NONE, num_clusters=4)
-
-
-def test_is_found_by_name() -> None:
-    assert ROUTERS.get("router-dit") is RouterDiT

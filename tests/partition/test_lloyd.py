@@ -91,7 +91,7 @@ def test_splits_blocks_and_threads_change_no_bit(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("kept_bytes", [0, 1 << 30])
 def test_chosen_rows_are_all_that_is_fitted(monkeypatch, kept_bytes):
-    monkeypatch.setattr(nearest, "_KEPT_BYTES", kept_bytes)
+    monkeypatch.setattr(lloyd, "_KEPT_BYTES", kept_bytes)
     x = blobs(1000, 10, 4)
     chosen = np.flatnonzero(np.random.default_rng(0).random(1000) < 0.3)
     assert torch.equal(fit(Rows([x[:400], x[400:]]), 6, chosen=chosen), fit(x[chosen], 6))
@@ -103,7 +103,7 @@ def test_half_precision_features_are_computed_in_float32():
 
 
 def test_empty_cells_are_put_to_use(monkeypatch):
-    """All but one of the starting centroids lie where nobody is."""
+    """All but one of the starting centroids lie far from every sample."""
     x = blobs(2000, 8, 4)
     far = torch.full((16, 4), 1e3) + torch.arange(16).unsqueeze(1)
     far[0] = 0

@@ -1,3 +1,4 @@
+import hashlib
 import json
 import math
 
@@ -8,11 +9,10 @@ from safetensors.torch import save_file
 
 from ddm_lightning.config import PartitionConfig
 from ddm_lightning.core.errors import UserError
-from ddm_lightning.partition import nearest, two_stage
-from ddm_lightning.partition.cost import partition_cost
-from ddm_lightning.partition.partition import Partition, check_sizes, displaced_fractions, fit_partition
+from ddm_lightning.partition import build, nearest
+from ddm_lightning.partition.build import check_sizes, displaced_fractions, fit_partition, partition_cost
+from ddm_lightning.partition.partition import ClusterOfLabel, Partition, hashes
 from ddm_lightning.partition.rows import Rows
-from ddm_lightning.partition.rules import ClusterOfLabel
 
 
 def config(num_clusters, num_fine_centroids=1024, **options):
@@ -52,7 +52,7 @@ def assign(partition, features):
 def either_way(request, monkeypatch):
     """The fine stage by prices, and the one for data too large for it."""
     if request.param == "large":
-        monkeypatch.setattr(two_stage, "_PRICED_DISTANCES", 0)
+        monkeypatch.setattr(build, "_PRICED_DISTANCES", 0)
 
 
 @pytest.mark.usefixtures("either_way")
@@ -135,7 +135,7 @@ def test_the_clusters_of_all_samples_are_found_with_the_partition_and_who_is_nea
     assert len(set(ticks[-1])) == 1, "all that there was to read has been"
 
 
-def test_random_clusters_are_equal_and_hang_on_seed_and_key_alone(tmp_path):
+def test_random_clusters_are_equal_and_depend_on_seed_and_key_alone(tmp_path):
     keys, features = keys_of(1003), np.full((1003, 2), np.nan, np.float32)
     labels = np.zeros(1003, np.int64)
     partition = fit(features, config(4, kind="random"), seed=5, keys=keys)
@@ -155,10 +155,6 @@ def test_random_clusters_are_equal_and_hang_on_seed_and_key_alone(tmp_path):
 
 
 def test_a_random_cluster_says_nothing_of_who_is_held_out():
-    import hashlib
-
-    from ddm_lightning.partition.rules import hashes
-
     keys = keys_of(4000)
     held_out = [hashlib.blake2b(key.encode(), digest_size=8).digest()[0] < 128 for key in keys]
     ours = hashes(keys, 0) < 2**62

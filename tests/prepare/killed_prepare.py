@@ -11,7 +11,6 @@ import shutil
 import signal
 import sys
 import time
-from functools import partial
 from pathlib import Path
 
 from prepare.tiny_experiment import tiny_experiment
@@ -20,8 +19,7 @@ from ddm_lightning.core.compat import ensure_torchvision_importable
 from ddm_lightning.core.files import sha256_file, sha256_json
 from ddm_lightning.prepare import engine, summary
 from ddm_lightning.prepare.progress import SilentReporter
-from ddm_lightning.prepare.sources import toys
-from ddm_lightning.prepare.sources.urls import block_parts
+from ddm_lightning.prepare.sources import urls
 from ddm_lightning.prepare.stages import prepare
 
 ensure_torchvision_importable()
@@ -228,11 +226,11 @@ def main(folder):
     result["shared_lines"] = [json.loads((folder / f"shared-{n}.json").read_text()) for n in range(3)]
 
     # The same samples in three parts.
-    toys.block_parts = partial(block_parts, block_size=20)
+    urls.BLOCK_SIZE = 20
     seconds = child_run("parts")
     result["parts"] = files_of(folder / "parts")
     result["random"] = list(kill_at_random(folder, run, seconds))
-    toys.block_parts = partial(block_parts, block_size=100)
+    urls.BLOCK_SIZE = 100
     result["large"], *result["processes"] = kill_with_processes(folder, tiny_experiment(num_samples=1200))
     print(json.dumps(result))
 

@@ -58,7 +58,7 @@ def test_bytes_a_sample_are_those_that_prepare_writes(tmp_path, horizontal_flips
         paths = list((prepared.part_folder(0) / group).glob("*.npy"))
         return (sum(path.stat().st_size for path in paths) - headers * len(paths)) / 60
 
-    assert told["encoded pictures"] == on_disk("latents") == 192 * (1 + horizontal_flips)
+    assert told["encoded images"] == on_disk("latents") == 192 * (1 + horizontal_flips)
     assert told["features"] == on_disk("features") == 4 * 48
     if caption_encoder is None:
         assert "encoded captions" not in told
@@ -77,7 +77,7 @@ def test_a_source_that_does_not_know_its_size_is_estimated_by_the_sample(tmp_pat
     assert (plan.num_samples, plan.num_parts) == (None, 2)
     assert bytes_of(plan)["keys and captions"] == 2 + 2, "two letters of key, two bytes of caption"
     text = printed(dry_run_table(plan, 2))
-    assert "unknown, until it is read" in text and "–" in text
+    assert "unknown before reading" in text and "–" in text
 
 
 def test_only_the_first_samples_are_read(tmp_path, monkeypatch):
@@ -90,7 +90,7 @@ def test_only_the_first_samples_are_read(tmp_path, monkeypatch):
 
 def test_a_source_of_which_nothing_can_be_read_is_told(tmp_path, monkeypatch):
     source = plug_in(monkeypatch, SOURCES, Listed({"one": [Broken("x", "empty file")] * 20}))
-    with pytest.raises(UserError, match=r"no sample can be read \(for example 'x': empty file\); mend prepare\.source"):
+    with pytest.raises(UserError, match=r"no sample can be read \(for example 'x': empty file\); fix prepare\.source"):
         dry_run(experiment_of(source), tmp_path)
 
 
@@ -112,10 +112,10 @@ def printed(table):
 def test_the_table_multiplies_by_hand(tmp_path):
     from ddm_lightning.prepare.dry_run import DryRun, Estimate
 
-    estimates = (Estimate("encoded pictures", 8192, 0.036), Estimate("features", 4096, 0.018))
+    estimates = (Estimate("encoded images", 8192, 0.036), Estimate("features", 4096, 0.018))
     text = printed(dry_run_table(DryRun(EVERYTHING, 1000, 1000, 1_000_000, estimates), 4))
     rows = {line.split("  ")[1].strip(): line.split() for line in text.splitlines() if line.startswith("  ")}
     assert "parts: 1,000, samples: 1,000,000" in text
-    assert " ".join(rows["encoded pictures"][2:]) == "8,192 36 ms 8.19 GB 2.5 h"
+    assert " ".join(rows["encoded images"][2:]) == "8,192 36 ms 8.19 GB 2.5 h"
     assert " ".join(rows["features"][1:]) == "4,096 18 ms 4.1 GB 75 min"
-    assert " ".join(rows["in all"][2:]) == "12,288 54 ms 12.3 GB 3.75 h"
+    assert " ".join(rows["total"][1:]) == "12,288 54 ms 12.3 GB 3.75 h"

@@ -162,7 +162,7 @@ def test_a_part_in_front_of_the_others_is_all_there_is_to_do(tmp_path, experimen
     listener = Listener()
     prepare(experiment, tmp_path / "run", listener)
     assert source.reads == ["zero / new.tar"]
-    assert any(line.endswith(": 4 parts, 3 of them kept from before") for line in listener.lines)
+    assert any(line.endswith(": 4 parts, 3 already encoded") for line in listener.lines)
     after = groups_written(tmp_path / "run")
     assert {key: after[key] for key in before} == before
     folder = part_folder(tmp_path / "run", "zero / new.tar")
@@ -174,7 +174,7 @@ def test_a_part_in_front_of_the_others_is_all_there_is_to_do(tmp_path, experimen
 def test_two_parts_of_one_name_are_refused(tmp_path, experiment, source):
     listed = source.parts()
     source.parts = lambda: [*listed, listed[1]]
-    with pytest.raises(UserError, match="source 'made-up': has 2 parts named 'two'; mend the source"):
+    with pytest.raises(UserError, match="source 'made-up': has 2 parts named 'two'; fix the source"):
         prepare(experiment, tmp_path)
 
 
@@ -262,7 +262,7 @@ def test_a_source_that_gives_other_samples_under_the_same_fingerprint_is_named(t
     listed[1] = replace(listed[1], num_samples=16)
     source.parts = lambda: listed
     experiment.prepare.features = PluginConfig("pooled-pixels", {"grid": 2})
-    with pytest.raises(UserError, match=r"part 'two' of the source: gives 14 samples, it gave 15 before.*delete"):
+    with pytest.raises(UserError, match=r"part 'two' of the source: has 14 samples instead of 15.*delete"):
         prepare(experiment, tmp_path)
     shutil.rmtree(part_folder(tmp_path, "two"))
     assert prepare(experiment, tmp_path).num_samples == 34
@@ -309,10 +309,10 @@ def test_a_change_that_was_stopped_and_taken_back_leaves_no_column_of_it(tmp_pat
 
 
 def test_thumbnails_are_the_lowest_hashes_and_no_larger_than_needed(tmp_path, monkeypatch):
-    from ddm_lightning.prepare import steps
+    from ddm_lightning.prepare import stages
 
-    monkeypatch.setattr(steps, "_MAX_THUMBNAILS", 40)
-    monkeypatch.setattr(steps, "_MIN_THUMBNAILS_A_PART", 3)
+    monkeypatch.setattr(stages, "_MAX_THUMBNAILS", 40)
+    monkeypatch.setattr(stages, "_MIN_THUMBNAILS_PER_PART", 3)
     samples = records(50, size=120)
     source = Listed({"one": samples, "two": records(50, "b", size=120)})
     prepare(experiment_of(plug_in(monkeypatch, SOURCES, source)), tmp_path)
@@ -352,13 +352,13 @@ def test_flips_store_the_encoding_of_the_mirrored_picture(tmp_path, monkeypatch)
 def test_pictures_of_any_size_become_squares(tmp_path, monkeypatch):
     sizes = [(8, 8), (9, 20), (1, 1), (200, 3), (7, 7), (64, 65)]
     samples = [record(f"a{i}", size=sizes[i % len(sizes)]) for i in range(24)]
-    samples.insert(5, Broken("x", "truncated picture"))
+    samples.insert(5, Broken("x", "truncated image"))
     experiment = experiment_of(plug_in(monkeypatch, SOURCES, Listed({"one": samples})), max_bad_fraction=0.1)
     for aspect in ("crop", "pad", "stretch"):
         experiment.prepare.pictures.size, experiment.prepare.pictures.aspect = 10, aspect
         manifest = prepare(experiment, tmp_path)
         assert manifest.pictures == {"size": 10, "aspect": aspect} and manifest.x_shape == (3, 10, 10)
-        assert (manifest.num_samples, manifest.broken) == (24, {"truncated picture": 1})
+        assert (manifest.num_samples, manifest.broken) == (24, {"truncated image": 1})
     experiment.prepare.pictures.size = None
     with pytest.raises(UserError, match=r"'a1' has 20 x 9 pixels and is not square; set prepare\.pictures\.size"):
         prepare(experiment, tmp_path / "as they are")
@@ -367,11 +367,11 @@ def test_pictures_of_any_size_become_squares(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("sample", "problem"),
     [
-        (record("odd", size=9), r"'odd' has 9 x 9 pixels and others have 8 x 8; set prepare\.pictures\.size"),
-        (record("odd", image=np.zeros((8, 8, 3))), r"'odd' is no uint8 RGB picture \(float64 \[8, 8, 3\]\)"),
-        (record("odd", image=np.zeros((8, 8), np.uint8)), r"'odd' is no uint8 RGB picture \(uint8 \[8, 8\]\)"),
-        (record("odd", image=np.zeros((8, 8, 4), np.uint8)), r"'odd' is no uint8 RGB picture \(uint8 \[8, 8, 4\]\)"),
-        (record("odd", image=np.zeros((0, 8, 3), np.uint8)), r"'odd' is no uint8 RGB picture \(uint8 \[0, 8, 3\]\)"),
+        (record("odd", size=9), r"'odd' has 9 x 9 pixels, others have 8 x 8; set prepare\.pictures\.size"),
+        (record("odd", image=np.zeros((8, 8, 3))), r"'odd' is not a uint8 RGB image \(float64 \[8, 8, 3\]\)"),
+        (record("odd", image=np.zeros((8, 8), np.uint8)), r"'odd' is not a uint8 RGB image \(uint8 \[8, 8\]\)"),
+        (record("odd", image=np.zeros((8, 8, 4), np.uint8)), r"'odd' is not a uint8 RGB image \(uint8 \[8, 8, 4\]\)"),
+        (record("odd", image=np.zeros((0, 8, 3), np.uint8)), r"'odd' is not a uint8 RGB image \(uint8 \[0, 8, 3\]\)"),
         (record("odd", label=4), "'odd' has label 4, outside 0 to 3"),
         (record("odd", label=-1), "'odd' has label -1, outside 0 to 3"),
     ],

@@ -9,8 +9,8 @@ from prepare.listed import Listed, Listener, experiment_of, plug_in, record, rec
 from ddm_lightning.config import PicturesConfig
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import CAPTION_ENCODERS, FEATURES, IMAGE_ENCODERS, SOURCES
-from ddm_lightning.prepare import encode, steps
-from ddm_lightning.prepare.index import check_broken
+from ddm_lightning.prepare import encode, stages
+from ddm_lightning.prepare.encode import check_broken
 from ddm_lightning.prepare.prepared import Prepared
 from ddm_lightning.prepare.records import Broken
 from ddm_lightning.prepare.stages import prepare
@@ -82,7 +82,7 @@ def test_what_is_broken_is_counted_by_cause_listed_and_left_out(run, monkeypatch
         "one": [
             Broken("p", "empty file"),
             *records(15),
-            Broken("q", "truncated picture", "12 of 99 bytes"),
+            Broken("q", "truncated image", "12 of 99 bytes"),
             record("lone", caption="\ud800"),
         ],
         "nothing": [Broken("r", "empty file")],
@@ -112,17 +112,17 @@ def test_what_is_broken_is_counted_by_cause_listed_and_left_out(run, monkeypatch
     assert manifest.broken == {
         "empty file": 2,
         "encoded caption is not finite": 1,
-        "encoded picture is not finite": 1,
+        "encoded image is not finite": 1,
         "features are not finite": 1,
         "text that UTF-8 cannot hold": 1,
-        "truncated picture": 1,
+        "truncated image": 1,
     }
     assert (manifest.num_read, manifest.num_samples) == (34, 27)
     expected = {
         ("one", "p", "empty file", ""),
-        ("one", "q", "truncated picture", "12 of 99 bytes"),
+        ("one", "q", "truncated image", "12 of 99 bytes"),
         ("nothing", "r", "empty file", ""),
-        ("one", "a2", "encoded picture is not finite", ""),
+        ("one", "a2", "encoded image is not finite", ""),
         ("one", "a5", "encoded caption is not finite", ""),
         ("two", "b3", "features are not finite", ""),
     }
@@ -140,7 +140,7 @@ def test_what_is_broken_is_counted_by_cause_listed_and_left_out(run, monkeypatch
     ("kind", "encoder", "lost"), [("text", True, 1), ("class", True, 0), ("none", True, 0), ("none", False, 0)]
 )
 def test_an_unreadable_caption_loses_a_sample_where_captions_are_used(tmp_path, monkeypatch, kind, encoder, lost):
-    unread = record("x", caption=Broken("x", "caption is no UTF-8", "0xe9"))
+    unread = record("x", caption=Broken("x", "caption is not UTF-8", "0xe9"))
     source = Listed({"one": [unread, *records(30)]})
     experiment = experiment_of(plug_in(monkeypatch, SOURCES, source), max_bad_fraction=0.5)
     experiment.condition.kind = kind
@@ -148,7 +148,7 @@ def test_an_unreadable_caption_loses_a_sample_where_captions_are_used(tmp_path, 
         experiment.prepare.caption_encoder = None
     manifest = prepare(experiment, tmp_path)
     assert manifest.num_samples == 31 - lost and manifest.num_without_caption == 1 - lost
-    assert manifest.broken == ({"caption is no UTF-8": 1} if lost else {})
+    assert manifest.broken == ({"caption is not UTF-8": 1} if lost else {})
 
 
 def test_pictures_that_suffer_from_being_made_square_are_counted(tmp_path, monkeypatch):
@@ -169,11 +169,6 @@ def test_rows_left_out_of_a_column_that_is_gone_come_back(run, monkeypatch):
     assert manifest.num_samples == 29
     manifest, *_ = run({"one": records(30)}, caption_encoder=None)
     assert manifest.num_samples == 30 and manifest.broken == {}
-
-
-def test_nothing_is_broken_and_the_list_is_empty(run):
-    manifest, prepared, broken = run({"one": records(20)}, max_bad_fraction=0.0)
-    assert manifest.broken == {} and broken == [] and prepared.index["dropped"] == {}
 
 
 def test_what_is_left_out_has_no_part_in_partition_and_shards(run, tmp_path, monkeypatch):
@@ -229,12 +224,12 @@ def test_the_fraction_counts_after_enough_samples_and_is_not_exceeded_by_being_m
     here = tmp_path / "broken.jsonl"
     here.write_text(json.dumps({"key": "a.png", "cause": "empty file", "detail": "0 bytes"}) + "\n{}")
     check_broken({"empty file": 500}, 999, 0.1, here)
-    check_broken({"empty file": 60, "truncated picture": 40}, 1000, 0.1, here)
+    check_broken({"empty file": 60, "truncated image": 40}, 1000, 0.1, here)
     with pytest.raises(UserError) as refusal:
-        check_broken({"truncated picture": 41, "empty file": 60}, 1000, 0.1, here)
+        check_broken({"truncated image": 41, "empty file": 60}, 1000, 0.1, here)
     assert str(refusal.value) == (
-        f"{here}: 101 of 1000 samples cannot be used (empty file: 60, truncated picture: 41), more than "
-        "prepare.max_bad_fraction = 0.1 allows; mend the source or raise it. "
+        f"{here}: 101 of 1000 samples cannot be used (empty file: 60, truncated image: 41), more than "
+        "prepare.max_bad_fraction = 0.1 allows; fix the source or raise it. "
         "For example 'a.png': empty file (0 bytes)"
     )
     here.write_text("")
@@ -253,12 +248,12 @@ def test_a_source_of_which_nothing_is_left_is_refused(tmp_path, monkeypatch, siz
     parts = {"one": [Broken("a", "empty file")] * 13, "two": [Broken("b", "empty file")] * 13}
     source = Listed(parts, sized=sized)
     experiment = experiment_of(plug_in(monkeypatch, SOURCES, source), max_bad_fraction=1.0)
-    with pytest.raises(UserError, match=r"yields no samples; mend prepare\.source"):
+    with pytest.raises(UserError, match=r"has no usable samples; fix prepare\.source"):
         prepare(experiment, tmp_path)
 
 
 def test_a_source_without_parts_is_refused_before_anything_is_written(tmp_path, monkeypatch):
-    with pytest.raises(UserError, match=r"'made-up': has no samples; mend prepare\.source"):
+    with pytest.raises(UserError, match=r"'made-up': has no samples; fix prepare\.source"):
         prepare(experiment_of(plug_in(monkeypatch, SOURCES, Listed({}))), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
@@ -269,21 +264,11 @@ def test_parts_of_several_picture_sizes_are_named(run):
 
 
 def test_the_columns_of_all_parts_have_one_row_a_sample(run, monkeypatch):
-    monkeypatch.setattr(steps, "_MAX_THUMBNAILS", 0)
+    monkeypatch.setattr(stages, "_MAX_THUMBNAILS", 0)
     _, prepared, _ = run({"one": records(21), "two": [], "three": records(14, "c")})
     for group, name in (("records", "label"), ("latents", "x_0"), ("features", "features"), ("captions", "text")):
         assert len(prepared.rows(group, name)) == len(prepared.clusters) == 35
     assert len(prepared.thumbnails()[1]) == 16 + 14, "at least 16 a part"
-
-
-def test_a_second_run_reads_nothing(tmp_path, monkeypatch):
-    source = Listed({"one": [Broken("x", "empty file"), *records(30)]})
-    experiment = experiment_of(plug_in(monkeypatch, SOURCES, source), max_bad_fraction=0.5)
-    prepare(experiment, tmp_path)
-    reads = len(source.reads)
-    listener = Listener()
-    prepare(experiment, tmp_path, listener)
-    assert listener.lines == [f"{tmp_path / 'prepared'}: up to date"] and len(source.reads) == reads
 
 
 def test_neither_open_files_nor_maps_grow_with_the_number_of_parts(run):

@@ -15,10 +15,11 @@ from ddm_lightning.config import PartitionConfig, PicturesConfig, PluginConfig, 
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import sha256_file
 from ddm_lightning.core.registry import CAPTION_ENCODERS, FEATURES, IMAGE_ENCODERS, SOURCES
+from ddm_lightning.members.member import Member
 from ddm_lightning.members.run_folder import RunFolder
-from ddm_lightning.partition import partition, two_stage
+from ddm_lightning.partition import build
 from ddm_lightning.partition.partition import Partition
-from ddm_lightning.prepare import steps
+from ddm_lightning.prepare import stages
 from ddm_lightning.prepare.prepared import Prepared
 from ddm_lightning.prepare.progress import RichReporter
 from ddm_lightning.prepare.stages import prepare
@@ -94,7 +95,7 @@ def test_samples_for_the_experts_of_other_clusters_change_nothing_else(tmp_path)
     assert common == without.index_sha256
     members = changed(partition=MIXED, num_processes=1)
     for member, folders in (("expert-1", [1]), ("router", []), ("monolith", [])):
-        data = build_data(member, members, mixed, RunFolder(tmp_path / "mixed"))
+        data = build_data(Member.resolve(member, members, mixed), members.island, mixed, RunFolder(tmp_path / "mixed"))
         data.prepare_data()
         seen = [i for batch in data.train_dataloader() for i in batch["sample_id"].tolist()]
         assert len(set(seen)) == len(seen) == data.batch_size * (len(seen) // data.batch_size)
@@ -115,7 +116,7 @@ def test_lines_tell_what_each_stage_found(tmp_path):
     _, listener = run(changed(partition=MIXED, num_processes=1), tmp_path)
     said = {line.partition(":")[0]: line for line in listener.lines}
     assert said["encode"].endswith(" s: 1 part") and said["index"].endswith(": 60 of 60 samples")
-    assert re.search(r": 60 samples, \d+ of them once more for another cluster's expert, [\d.]+ kB$", said["shards"])
+    assert re.search(r": 60 samples, \d+ of them copied for another cluster's expert, [\d.]+ kB$", said["shards"])
     assert "plug-ins" not in said
 
 
@@ -203,7 +204,7 @@ def test_a_change_that_was_stopped_half_way_and_taken_back_leaves_no_trace(tmp_p
 
     # Another seed writes another partition of the same size, and is stopped before that is recorded.
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(steps, "save_array", stopped)  # of the clusters, which are written next
+        patch.setattr(stages, "save_array", stopped)  # of the clusters, which are written next
         prepare(tiny_experiment(seed=1), tmp_path)
     assert sha256_file(partition) != first.partition_sha256 and partition.stat().st_size == size
     with pytest.raises(UserError, match="run prepare first"):
@@ -296,7 +297,7 @@ def test_a_refused_or_stopped_partition_leaves_the_finished_one(tmp_path, monkey
     with pytest.raises(UserError, match="max_largest_over_mean"):
         prepare(changed(partition=PartitionConfig(kind="labels", num_clusters=3, max_largest_over_mean=1.0)), tmp_path)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(two_stage, "balanced_kmeans", interrupted)
+        patch.setattr(build, "balanced_kmeans", interrupted)
         prepare(tiny_experiment(seed=1), tmp_path)
     assert Manifest.read(tmp_path) == first
     again, listener = run(tiny_experiment(), tmp_path)
@@ -310,8 +311,8 @@ def interrupted(*_, **__):
 def test_another_number_of_clusters_groups_the_fine_centroids_that_are_there(tmp_path, monkeypatch):
     run(tiny_experiment(), tmp_path / "run")
     with monkeypatch.context() as patch:
-        patch.setattr(partition, "fit_fine", lambda *_: pytest.fail("fits again"))
-        patch.setattr(partition, "nearest_of_rows", lambda *_: pytest.fail("passes over all samples again"))
+        patch.setattr(build, "fit_fine", lambda *_: pytest.fail("fits again"))
+        patch.setattr(build, "nearest_of_rows", lambda *_: pytest.fail("passes over all samples again"))
         found, _ = run(tiny_experiment(num_clusters=3), tmp_path / "run")
     fresh, _ = run(tiny_experiment(num_clusters=3), tmp_path / "fresh")
     assert found == fresh

@@ -9,7 +9,7 @@ from prepare.tiny_experiment import tiny_experiment
 
 from ddm_lightning.prepare import summary
 from ddm_lightning.prepare.prepared import Prepared
-from ddm_lightning.prepare.report.write import write_report
+from ddm_lightning.prepare.report.page import write_report
 from ddm_lightning.prepare.stages import prepare
 from ddm_lightning.shards.verify import verify_shards
 
@@ -31,7 +31,7 @@ def test_report_and_manifest_agree_with_the_files(tmp_path, monkeypatch):
             image.verify()
     assert data.num_samples == manifest.num_samples == 60 and data.num_clusters == 2
     np.testing.assert_array_equal(data.counts, np.bincount(prepared.clusters))
-    assert data.costs["x_0"].num_bytes == 60 * 3 * 8 * 8 and data.costs["text"].num_bytes == 60 * 8 * 2
+    assert data.column_bytes["x_0"] == 60 * 3 * 8 * 8 and data.column_bytes["text"] == 60 * 8 * 2
     facts = json.loads((tmp_path / "prepared" / "partition.json").read_text())
     assert list(data.displaced) == facts["displaced"]
     for row, caption in zip(data.thumbnail_rows.tolist(), data.captions, strict=True):

@@ -1,5 +1,6 @@
 import shutil
 from collections import Counter
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,7 +10,8 @@ from shards.mds import COLUMNS, WARNINGS, damage, sample, write_mds
 
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import sha256_file
-from ddm_lightning.shards.datamodule import ClusterDataModule
+from ddm_lightning.shards.datamodule import ClusterDataModule, rank_batch_size
+from ddm_lightning.shards.order import Ranks
 from ddm_lightning.shards.verify import ShardError
 
 pytestmark = WARNINGS
@@ -208,7 +210,7 @@ def test_which_back_end_it_is(shards, tmp_path):
 def test_a_shard_that_goes_while_it_is_being_read(shards, tmp_path, back_end, num_workers):
     data = module_of(shards, [0], 7, tmp_path, loader=back_end, num_workers=num_workers)
     name = damage(shards / "cluster-0/train", "missing")
-    with within(20), pytest.raises(ShardError, match=f"a shard cannot be read: .*{name}.*; mend or fetch it"):
+    with within(20), pytest.raises(ShardError, match=f"a shard cannot be read: .*{name}.*; repair or copy it again"):
         list(data.train_dataloader())
 
 
@@ -227,8 +229,58 @@ def test_other_clusters_are_not_an_islands_business(shards, tmp_path):
 
 
 def test_shards_of_another_preparation_are_refused(shards, tmp_path):
-    with pytest.raises(UserError, match=r"cluster-1/train/index\.json: differs from what the manifest says"):
+    with pytest.raises(UserError, match=r"cluster-1/train/index\.json: differs from the manifest's"):
         module_of(shards, [1], 4, tmp_path, index_sha256={"cluster-1/train": "0" * 64})
+
+
+@pytest.fixture
+def free(monkeypatch):
+    """Bytes that a disk claims to have free, by folder."""
+    answers = {}
+    real = shutil.disk_usage
+
+    def usage(path):
+        return SimpleNamespace(free=answers[str(path)]) if str(path) in answers else real(path)
+
+    monkeypatch.setattr(shutil, "disk_usage", usage)
+    return answers
+
+
+def test_a_batch_is_shared_equally_or_refused():
+    assert rank_batch_size(12, Ranks(2, 3)) == 2
+    with pytest.raises(UserError, match=r"10 samples a step cannot be shared equally by 4 devices; .*island\.devices"):
+        rank_batch_size(10, Ranks(1, 4))
+
+
+def test_a_disk_too_small_for_the_fetched_shards(tmp_path, free):
+    folder = write_mds(tmp_path / "shards/cluster-0/train", range(100))
+    needed = sum(path.stat().st_size for path in folder.glob("*.mds"))
+    cache = tmp_path / "cache"
+    free[str(cache)] = needed - 1
+    with pytest.raises(
+        UserError, match=rf"cache: the shards .*cluster-0/train need {needed / 1000:.1f} kB, but .* are free"
+    ):
+        module_of(f"file://{tmp_path}/shards", [0], 6, tmp_path).train_dataloader()
+    free[str(cache)] = needed
+    loader = module_of(f"file://{tmp_path}/shards", [0], 6, tmp_path).train_dataloader()
+    assert len(list(loader)) == 16
+    free[str(cache)] = 0  # nothing is to be fetched any more
+    module_of(f"file://{tmp_path}/shards", [0], 6, tmp_path).train_dataloader()
+
+
+def test_a_disk_too_small_for_the_uncompressed_shards(tmp_path, free):
+    write_mds(tmp_path / "shards/cluster-0/train", range(100), compression="zstd:3")
+    free[str(tmp_path / "cache")] = 1000
+    with pytest.raises(UserError, match=r"cluster-0/train need 1.* kB, but 1 kB are free .*run_dir"):
+        module_of(tmp_path / "shards", [0], 6, tmp_path)
+
+
+def test_shared_memory_too_small(tmp_path, free, back_end):
+    write_mds(tmp_path / "shards/cluster-0/train", range(100))
+    free["/dev/shm"] = 2000
+    with pytest.raises(UserError, match=r"/dev/shm: loading needs .* kB of shared memory, but 2 kB.*num_workers"):
+        module_of(tmp_path / "shards", [0], 6, tmp_path, loader=back_end, num_workers=2).train_dataloader()
+    module_of(tmp_path / "shards", [0], 6, tmp_path, loader=back_end, num_workers=0).train_dataloader()
 
 
 # Shards behind a URL.
@@ -250,27 +302,23 @@ def test_shards_from_a_url_give_the_same_batches(shards, tmp_path, num_workers):
     assert {path.relative_to(store) for path in store.rglob("*.mds")} == {
         path.relative_to(shards) for k in (0, 1) for path in (shards / f"cluster-{k}/train").glob("*.mds")
     }
-    data.teardown("fit")
-    assert [path.name for path in (tmp_path / "cache").iterdir()] == ["store"]
 
 
 def test_what_was_fetched_is_not_fetched_again(shards, tmp_path):
-    data = remote_module(shards, tmp_path)
-    order = ids(data.train_dataloader())
-    data.teardown("fit")
+    order = ids(remote_module(shards, tmp_path).train_dataloader())
     for shard in shards.rglob("*.mds"):
         shard.unlink()
     assert ids(remote_module(shards, tmp_path).train_dataloader()) == order
 
 
-def test_a_start_after_a_kill_finds_its_store_and_removes_the_old_view(shards, tmp_path):
-    killed = remote_module(shards, tmp_path)
-    order = ids(killed.train_dataloader())
-    (view,) = (tmp_path / "cache").glob("view-*")
-    view.rename(view.with_name("view-1"))  # as if another process had left it
-    data = remote_module(shards, tmp_path)
-    assert ids(data.train_dataloader()) == order
-    assert {path.name for path in (tmp_path / "cache").iterdir()} == {"store", "starts", data._view().name}
+def test_leftovers_of_a_killed_process_do_no_harm(shards, tmp_path):
+    order = ids(remote_module(shards, tmp_path).train_dataloader())
+    store = tmp_path / "cache/store/cluster-0/train"
+    (shard, *_) = sorted(store.glob("*.mds"))
+    for ending in (".part", ".lock"):
+        (store / f"{shard.name}{ending}").write_bytes(b"half a shard")
+    shard.unlink()
+    assert ids(remote_module(shards, tmp_path).train_dataloader()) == order
 
 
 @pytest.mark.parametrize("kind", ["truncated", "flipped"])
@@ -292,9 +340,7 @@ def test_what_was_fetched_for_an_earlier_preparation_is_fetched_anew(shards, tmp
 
 def test_a_url_with_shards_of_another_preparation_is_refused_each_time(shards, tmp_path):
     for _ in range(2):
-        with pytest.raises(
-            UserError, match=r"file://.*cluster-1/train/index\.json: differs from what the manifest says"
-        ):
+        with pytest.raises(UserError, match=r"file://.*cluster-1/train/index\.json: differs from the manifest's"):
             remote_module(shards, tmp_path, [1], index_sha256={"cluster-1/train": "0" * 64}).train_dataloader()
 
 
@@ -302,7 +348,7 @@ def test_a_url_with_shards_of_another_preparation_is_refused_each_time(shards, t
 def test_a_damaged_shard_at_the_url_stops_training(shards, tmp_path, num_workers):
     name = damage(shards / "cluster-0/train", "flipped")
     loader = remote_module(shards, tmp_path, num_workers=num_workers).train_dataloader()
-    with within(20), pytest.raises(ShardError, match=f"{name}: Checksum failure"):
+    with within(20), pytest.raises(ShardError, match=f"{name}: arrived damaged: its SHA-1"):
         list(loader)
 
 

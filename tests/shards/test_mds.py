@@ -195,5 +195,5 @@ def test_a_text_that_claims_to_be_longer_than_its_file_is_told(tmp_path):
     begin = int.from_bytes(content[4:8], "little")
     content[begin : begin + 4] = b"\xff\xff\xff\x7f"
     path.write_bytes(content)
-    with pytest.raises(ValueError, match=r"shard.00000.mds: a sample ends behind the file"):
+    with pytest.raises(ValueError, match=r"shard.00000.mds: a sample ends after the file"):
         open_shards([tmp_path]).take(np.arange(1))

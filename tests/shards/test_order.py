@@ -9,8 +9,8 @@ from streaming import StreamingDataset  # isort: skip (after the shim)
 SIZES = [17, 17, 17, 17, 17, 15]
 
 
-def order_of(sizes=SIZES, *, seed=3, epoch=0, shuffle=True, num_canonical_nodes=1):
-    return epoch_order(sizes, seed=seed, epoch=epoch, shuffle=shuffle, num_canonical_nodes=num_canonical_nodes)
+def order_of(sizes=SIZES, *, seed=3, epoch=0, shuffle=True):
+    return epoch_order(sizes, seed=seed, epoch=epoch, shuffle=shuffle)
 
 
 def interleaved(order, *, num_nodes, ranks_per_node, batch_size, full):
@@ -29,11 +29,9 @@ def interleaved(order, *, num_nodes, ranks_per_node, batch_size, full):
     return table
 
 
-@pytest.mark.parametrize("num_canonical_nodes", [1, 2, 3, 8])
 @pytest.mark.parametrize("shuffle", [True, False])
-def test_it_is_a_permutation_that_follows_seed_and_epoch(num_canonical_nodes, shuffle):
-    settings = {"num_canonical_nodes": num_canonical_nodes, "shuffle": shuffle}
-    orders = [tuple(order_of(seed=seed, epoch=epoch, **settings)) for seed, epoch in ((3, 0), (3, 0), (3, 1), (4, 0))]
+def test_it_is_a_permutation_that_follows_seed_and_epoch(shuffle):
+    orders = [tuple(order_of(seed=s, epoch=e, shuffle=shuffle)) for s, e in ((3, 0), (3, 0), (3, 1), (4, 0))]
     assert all(sorted(order) == list(range(100)) for order in orders)
     assert len(set(orders)) == (3 if shuffle else 1)
 
@@ -47,19 +45,6 @@ def test_it_is_the_order_of_a_plain_streaming_dataset(tmp_path):
     assert len(sizes) == 6
     for epoch in range(2):
         assert [sample["sample_id"] for sample in plain] == order_of(sizes, epoch=epoch).tolist()
-
-
-def test_a_nodes_samples_are_of_its_own_canonical_nodes():
-    """With as many parts as nodes or a multiple of them, no node needs a part of the shards that another has."""
-    for seed in range(3):
-        order = order_of(seed=seed, num_canonical_nodes=4)
-        other = order_of(seed=seed, epoch=1, num_canonical_nodes=4)
-        for node in range(2):
-            assert set(order[node::2]) == set(other[node::2])
-
-
-def test_unshuffled_parts_take_turns():
-    assert order_of([5, 5], shuffle=False, num_canonical_nodes=3).tolist() == [0, 3, 6, 1, 4, 7, 2, 5, 8, 9]
 
 
 @pytest.mark.parametrize("full", [True, False])

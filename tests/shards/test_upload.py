@@ -69,9 +69,9 @@ def puts(monkeypatch):
     """Names of the files that are uploaded, in order."""
     seen = []
 
-    def watched(store, reader, name, digest, url, put=upload._put):
+    def watched(store, name, digest, put=upload._put):
         seen.append(name)
-        put(store, reader, name, digest, url)
+        put(store, name, digest)
 
     monkeypatch.setattr(upload, "_put", watched)
     return seen

@@ -93,7 +93,7 @@ def test_an_index_that_is_none_is_named(folder, content, problem):
 
 
 def test_an_index_of_other_shards_is_refused(folder):
-    with pytest.raises(UserError, match="differs from what the manifest says"):
+    with pytest.raises(UserError, match="differs from the manifest's"):
         verify_shards(folder, index_sha256="0" * 64)
 
 

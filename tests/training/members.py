@@ -1,33 +1,48 @@
 """Member modules around networks whose output is known, without a Trainer."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import torch
 from torch import nn
 
-from ddm_lightning.config import TimestepsConfig, TrainConfig
+from ddm_lightning.config import IslandConfig, PluginConfig, TimestepsConfig, TrainConfig
 from ddm_lightning.flow.condition import ConditionSpec
+from ddm_lightning.members.member import Member
 from ddm_lightning.shards.manifest import StoredForm
 from ddm_lightning.training.expert import ExpertModule
-from ddm_lightning.training.module import MemberSpec
 from ddm_lightning.training.router import RouterModule
 
 SCALE, SHIFT = 1 / 127.5, 127.5
 
 
-def spec(**changes):
-    settings = {
-        "member": "expert-0",
-        "batch_size": 16,
-        "seed": 7,
-        "train": TrainConfig(10, 4),
-        "timesteps": TimestepsConfig(),
-        "condition": ConditionSpec("text", 6),
-        "dropout": 0.1,
-        "stored": StoredForm("x_0", {"scale": SCALE, "shift": SHIFT}),
-        **changes,
-    }
-    return MemberSpec(**settings)
+MEMBER = Member(
+    name="expert-0",
+    role="expert",
+    section="expert",
+    clusters=(0,),
+    num_clusters=3,
+    seed=7,
+    network=PluginConfig("dit"),
+    train=TrainConfig(10, 4),
+    timesteps=TimestepsConfig(),
+    batch_size=16,
+    x_shape=(3, 4, 4),
+    condition=ConditionSpec("text", 6),
+    condition_dropout=0.1,
+    min_snr_gamma=None,
+    image_encoder=PluginConfig("pixels"),
+    caption_encoder=None,
+)
+
+
+def build(kind, network, **changes):
+    """A module of ``kind`` whose member, island or own arguments are changed."""
+    own = {name: changes.pop(name) for name in ("stored", "caption_encoder", "num_held_out") if name in changes}
+    fields = {field.name for field in dataclasses.fields(Member)}
+    member = dataclasses.replace(MEMBER, **{name: changes.pop(name) for name in [*changes] if name in fields})
+    stored = own.pop("stored", StoredForm("x_0", {"scale": SCALE, "shift": SHIFT}))
+    return kind(network, member, stored, island=IslandConfig(**changes), **own)
 
 
 class Recorder(nn.Module):
@@ -46,11 +61,11 @@ class Recorder(nn.Module):
 
 
 def expert(network=None, step=0, rank=0, num_ranks=1, **changes):
-    return at(ExpertModule(network or Recorder(), spec(**changes)), step, rank, num_ranks)
+    return at(build(ExpertModule, network or Recorder(), **changes), step, rank, num_ranks)
 
 
 def router(network, step=0, rank=0, **changes):
-    return at(RouterModule(network, spec(**{"member": "router", **changes})), step, rank)
+    return at(build(RouterModule, network, **{"name": "router", **changes}), step, rank)
 
 
 def at(module, step, rank=0, num_ranks=1):

@@ -8,11 +8,12 @@ import torch
 from tiny_runs import TINY, settings
 from torch import nn
 from torch.utils.data import DataLoader
-from training.members import SCALE, SHIFT, batch, spec
+from training.members import SCALE, SHIFT, batch, build
 from training.two_processes import WORLD, in_two_processes, trainer_of
 
 from ddm_lightning.config import TrainConfig, load_experiment
 from ddm_lightning.flow.condition import ConditionSpec
+from ddm_lightning.members.member import Member
 from ddm_lightning.members.run_folder import RunFolder
 from ddm_lightning.shards.manifest import Manifest
 from ddm_lightning.shards.order import Ranks, steps
@@ -62,14 +63,13 @@ def validated(kind, network, num_ranks, strategy):
         order = steps(np.arange(NUM_HELD_OUT), Ranks(1, num_ranks, rank), BATCH_SIZE // num_ranks, full=False)
         dealt = [{name: column[rows[rows >= 0]] for name, column in whole.items()} for rows in order[0, rank]]
         trainer = trainer_of(rank, strategy, num_ranks, max_steps=1, num_sanity_val_steps=0)
-        module = Seeing(
+        module = build(
+            Seeing,
             network(),
-            spec(
-                batch_size=BATCH_SIZE,
-                num_held_out=NUM_HELD_OUT,
-                condition=ConditionSpec("none", 0),
-                train=TrainConfig(1, BATCH_SIZE, learning_rate=0.0),
-            ),
+            batch_size=BATCH_SIZE,
+            num_held_out=NUM_HELD_OUT,
+            condition=ConditionSpec("none", 0),
+            train=TrainConfig(1, BATCH_SIZE, learning_rate=0.0),
         )
         trainer.fit(module, *(DataLoader(batches, batch_size=None) for batches in (dealt[:1], dealt)))
         figures = {name: float(value) for name, value in trainer.callback_metrics.items() if "held_out" in name}
@@ -122,7 +122,8 @@ def test_what_ranks_see_once_more_does_not_count_once_more(kind, network, strate
 def test_a_member_counts_as_many_as_its_shards_hold_out(member, tiny_run):
     experiment = load_experiment(TINY, settings(tiny_run)[2:])
     manifest, run = Manifest.read(tiny_run), RunFolder.of(experiment)
-    data = build_data(member, experiment, manifest, run)
+    resolved = Member.resolve(member, experiment, manifest)
+    data = build_data(resolved, experiment.island, manifest, run)
     data.prepare_data()
     held_out = [one for part in data.val_dataloader() for one in part["sample_id"].tolist()]
-    assert build_module(member, experiment, manifest).spec.num_held_out == len(set(held_out)) == len(held_out) > 0
+    assert build_module(resolved, experiment.island, manifest).num_held_out == len(set(held_out)) == len(held_out) > 0

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader
-from training.members import SCALE, SHIFT, Recorder, at, batch, expert, spec
+from training.members import SCALE, SHIFT, Recorder, at, batch, build, expert
 
 from ddm_lightning.config import TimestepsConfig, TrainConfig
 from ddm_lightning.core.errors import UserError
@@ -24,16 +24,16 @@ def drawn(module, num=6):
 
 
 def test_equal_keys_repeat_the_step_and_nothing_else_does():
-    module = expert(step=5, rank=1, dropout=0.5)
+    module = expert(step=5, rank=1, condition_dropout=0.5)
     torch.manual_seed(1)
     first = drawn(module)
     torch.manual_seed(2)  # the global generator has no part in it
     assert all(torch.equal(a, b) for a, b in zip(first, drawn(module), strict=True))
     others = [
-        drawn(expert(step=6, rank=1, dropout=0.5)),
-        drawn(expert(step=5, rank=0, dropout=0.5)),
-        drawn(expert(step=5, rank=1, dropout=0.5, seed=8)),
-        drawn(expert(step=5, rank=1, dropout=0.5, member="expert-1")),
+        drawn(expert(step=6, rank=1, condition_dropout=0.5)),
+        drawn(expert(step=5, rank=0, condition_dropout=0.5)),
+        drawn(expert(step=5, rank=1, condition_dropout=0.5, seed=8)),
+        drawn(expert(step=5, rank=1, condition_dropout=0.5, name="expert-1")),
     ]
     for noise, t, _ in others:
         assert not torch.equal(noise, first[0])
@@ -80,14 +80,16 @@ def test_timesteps_are_shifted_for_the_resolution():
 @pytest.mark.parametrize("dropout", [0.0, 0.1, 0.5, 1.0])
 def test_conditions_are_dropped_as_often_as_asked(dropout):
     num, steps = 500, 40
-    kept = torch.cat([expert(step=step, dropout=dropout).noised(batch(num)).condition.keep for step in range(steps)])
+    kept = torch.cat(
+        [expert(step=step, condition_dropout=dropout).noised(batch(num)).condition.keep for step in range(steps)]
+    )
     spread = 4 * np.sqrt(dropout * (1 - dropout) / (num * steps))
     assert abs((~kept).double().mean().item() - dropout) <= spread
 
 
 def test_dropping_is_independent_of_noise_and_time():
     """A generator used twice from its beginning would tie the three together."""
-    noised = expert(dropout=0.5).noised(batch(4000))
+    noised = expert(condition_dropout=0.5).noised(batch(4000))
     keep = noised.condition.keep.double().numpy()
     for other in (noised.t.double().numpy(), noised.noise[:, 0, 0, 0].double().numpy()):
         assert abs(np.corrcoef(keep, other)[0, 1]) < 0.06
@@ -146,7 +148,7 @@ def test_a_posterior_is_drawn_anew_at_each_step_by_the_keyed_generator():
     first = x_0()
     torch.manual_seed(2)
     assert torch.equal(first, x_0()), "a resumed step draws what it drew"
-    for other in (x_0(step=6), x_0(rank=0), x_0(seed=8), x_0(member="expert-1")):
+    for other in (x_0(step=6), x_0(rank=0), x_0(seed=8), x_0(name="expert-1")):
         assert not torch.isclose(other, first).any(1).all()
     noised = expert(step=5, rank=1, stored=POSTERIOR).noised(stored)
     t = noised.t[:, None, None, None]
@@ -199,7 +201,7 @@ def test_token_ids_become_vectors_while_training():
 
 def test_validation_is_the_same_at_every_step_and_for_every_member():
     first = [expert().validation_noised(batch(), 2, index) for index in range(NUM_TIMES)]
-    later = [expert(step=99, member="expert-3").validation_noised(batch(), 2, index) for index in range(NUM_TIMES)]
+    later = [expert(step=99, name="expert-3").validation_noised(batch(), 2, index) for index in range(NUM_TIMES)]
     for index, (a, b) in enumerate(zip(first, later, strict=True)):
         assert torch.equal(a.noise, b.noise)
         assert torch.equal(a.x_t, b.x_t)
@@ -359,7 +361,7 @@ def test_a_scaled_gradient_is_clipped_by_its_own_norm(limit):
     ends = []
     for scale in (None, 1024.0):
         module = expert(train=TrainConfig(1, 1, gradient_clip_norm=limit, learning_rate=0.1))
-        optimizer = build_optimizer(module.network, module.spec.train)
+        optimizer = build_optimizer(module.network, module.member.train)
         scaler = None if scale is None else torch.amp.GradScaler("cpu", init_scale=scale)
         module.trainer.scaler = scaler
         loss = 3 * module.network.gain
@@ -380,7 +382,7 @@ def test_batches_that_a_trainer_accumulates_over_draw_noise_of_their_own():
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     batches = DataLoader([batch()] * 4, batch_size=None)
-    trainer.fit(ExpertModule(network, spec()), batches, batches)
+    trainer.fit(build(ExpertModule, network), batches, batches)
     times = [t for _, t, _ in network.calls]
     assert len({tuple(t.tolist()) for t in times}) == 4
     for step in range(2):
@@ -395,5 +397,5 @@ def test_attention_that_cannot_run_here_is_refused_before_the_first_step():
     )  # fmt: skip
     batches = DataLoader([batch()], batch_size=None)
     with pytest.raises(UserError, match=r"'cudnn' has no kernel for torch\.float32 on cpu"):
-        trainer.fit(ExpertModule(network, spec(attention="cudnn")), batches, batches)
+        trainer.fit(build(ExpertModule, network, attention="cudnn"), batches, batches)
     assert not network.calls

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
-from training.members import SCALE, SHIFT, Recorder, batch, spec
+from training.members import SCALE, SHIFT, Recorder, batch, build
 from training.two_processes import WORLD, in_two_processes, trainer_of
 
 from ddm_lightning.flow.randomness import keyed_generator
@@ -23,7 +23,7 @@ def training(strategy):
         network.gain = nn.Parameter(torch.ones(1))  # FSDP2 shares no number without a dimension
         trainer = trainer_of(rank, strategy, max_steps=NUM_STEPS, limit_val_batches=0)
         batches = DataLoader([batch()] * NUM_STEPS, batch_size=None)
-        trainer.fit(ExpertModule(network, spec()), batches, batches)
+        trainer.fit(build(ExpertModule, network), batches, batches)
         return [(t.tolist(), x_t.tolist()) for x_t, t, _ in network.calls]
 
     return task

@@ -5,11 +5,11 @@ import numpy as np
 import pytest
 import torch
 from shards.mds import WARNINGS
-from tiny_runs import TINY, read_status
-from training.members import batch, expert
+from tiny_runs import read_status
+from training.members import MEMBER, batch, expert
 from training.short_fits import fit, trained, weights
 
-from ddm_lightning.config import load_experiment
+from ddm_lightning.config import SampleConfig
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.encoders import pixels
 from ddm_lightning.flow.randomness import keyed_generator
@@ -24,7 +24,7 @@ def test_of_a_posterior_what_is_drawn_has_the_channels_of_a_sample():
     stop = SimpleNamespace(cuts_validation=lambda _: False)
     module = expert(stored=StoredForm("posterior", {"scale": 0.5, "shift": 0.0}))
     module._trainer.precision_plugin = plugin
-    drawer = PictureLogger(load_experiment(TINY, []), stop)
+    drawer = PictureLogger(MEMBER, SampleConfig(), stop)
     drawer._batch = {**batch(), "x_0": torch.randn(6, 8, 4, 4, generator=torch.Generator().manual_seed(0))}
     drawn = drawer._sampled(module)
     assert drawn.shape == module.normalised(drawer._batch).shape == (6, 4, 4, 4)
@@ -38,13 +38,13 @@ def test_previews_are_guided_as_the_experiment_says():
         def forward(self, x_t, t, condition):
             return x_t * (1.0 + 2.0 * condition.keep[:, None, None, None])  # 1 without the condition, 3 with it
 
-    settings = ["sample.guidance_scale=4", "sample.num_steps=1", "sample.solver=euler"]
+    settings = SampleConfig(guidance_scale=4, num_steps=1)
     module = expert(Answers())
     module._trainer.precision_plugin = SimpleNamespace(forward_context=contextlib.nullcontext)
-    drawer = PictureLogger(load_experiment(TINY, settings), SimpleNamespace(cuts_validation=lambda _: False))
+    drawer = PictureLogger(MEMBER, settings, SimpleNamespace(cuts_validation=lambda _: False))
     drawer._batch = batch()
     shape = module.normalised(drawer._batch).shape
-    noise = torch.randn(shape, generator=keyed_generator(drawer.experiment.seed, "pictures"))
+    noise = torch.randn(shape, generator=keyed_generator(drawer.member.seed, "pictures"))
     torch.testing.assert_close(drawer._sampled(module), noise - (1 + 4 * (3 - 1)) * noise)
 
 

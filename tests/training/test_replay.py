@@ -10,6 +10,7 @@ from training.short_fits import SHORT, fit, member, trained
 
 from ddm_lightning.cli.parser import main
 from ddm_lightning.config import load_experiment
+from ddm_lightning.members.member import Member
 from ddm_lightning.members.run_folder import RunFolder
 from ddm_lightning.shards.local import open_shards
 from ddm_lightning.shards.manifest import Manifest
@@ -32,7 +33,7 @@ def left_out(run, step, name="expert-0"):
     experiment = load_experiment(TINY, [f"run_dir={run}", *SHORT, ROUTER])
     folder = RunFolder.of(experiment)
     manifest = Manifest.read(run)
-    data = build_data(name, experiment, manifest, folder)
+    data = build_data(Member.resolve(name, experiment, manifest), experiment.island, manifest, folder)
     ids = open_shards(data.training_folders()).take(np.arange(3))["sample_id"].tolist()
     folder.member(name).mkdir(parents=True, exist_ok=True)
     record = SkippedStep(step, 0, ids, [0.5] * 3, [1.0] * 3)
@@ -51,7 +52,7 @@ def test_each_sample_has_its_own_loss_and_gradient_at_the_nearest_weights(finish
     nearest = member(run, "checkpoints", "step-00000018.ckpt")
     assert replay.weights == str(nearest) and [sample.sample_id for sample in replay.samples] == ids
 
-    module = build_module("expert-0", experiment, manifest)
+    module = build_module(Member.resolve("expert-0", experiment, manifest), experiment.island, manifest)
     load_tensors(nearest, module)
     module.replayed = (0, 17)
     batch = open_shards(data.training_folders()).take(np.arange(3))

@@ -7,8 +7,8 @@ from training.members import batch, router
 
 from ddm_lightning.config import load_experiment
 from ddm_lightning.flow.condition import ConditionSpec
+from ddm_lightning.members.member import Member
 from ddm_lightning.shards.manifest import Manifest
-from ddm_lightning.training.fit import build_module
 
 NUM_TIMES, NUM_CLUSTERS = 8, 3
 
@@ -42,14 +42,15 @@ def test_the_router_drops_conditions_as_often_as_its_own_section_says(tiny_prepa
     experiment = load_experiment(TINY, ["condition.dropout=0.25", "router.condition_dropout=0.5"])
     manifest = Manifest.read(tiny_prepared.parent)
     dropouts = {
-        name: build_module(name, experiment, manifest).spec.dropout for name in ("router", "expert-1", "monolith")
+        name: Member.resolve(name, experiment, manifest).condition_dropout
+        for name in ("router", "expert-1", "monolith")
     }
     assert dropouts == {"router": 0.5, "expert-1": 0.25, "monolith": 0.25}
 
 
 def test_the_loss_is_the_cross_entropy_of_the_cluster():
     network = LinearRouter()
-    module = router(network, dropout=0.0)
+    module = router(network, condition_dropout=0.0)
     part = batch(16)
     loss = module.training_step(part, 0)
     ((x_t, _, _),) = network.calls

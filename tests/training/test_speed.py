@@ -5,6 +5,7 @@ from tiny_runs import TINY
 
 from ddm_lightning.config import load_experiment
 from ddm_lightning.core.devices import peak_of_this_device, peak_tflops
+from ddm_lightning.members.member import Member
 from ddm_lightning.members.status import MemberStatus
 from ddm_lightning.shards.manifest import Manifest
 from ddm_lightning.training import speed
@@ -57,7 +58,8 @@ def test_a_forward_pass_counts_once_more_in_hfu_where_it_is_computed_twice(
     monkeypatch.setattr(speed, "peak_of_this_device", lambda *_: ("some device", 1.0))
     experiment = load_experiment(TINY, [f"island.activation_checkpointing={checkpointed}"])
     manifest = Manifest.read(tiny_prepared.parent)
-    cost, _ = _cost("expert-0", experiment, manifest, build_module("expert-0", experiment, manifest))
+    member = Member.resolve("expert-0", experiment, manifest)
+    cost, _ = _cost(build_module(member, experiment.island, manifest))
     callback = Speed(8, cost)
     callback.on_train_start(SimpleNamespace(global_step=0), None)
     take(callback, clock, 1, wait=0.5, work=0.5)
@@ -117,10 +119,11 @@ def test_peak_memory_is_of_this_process():
     assert peak_memory_bytes() >= before
 
 
-def test_time_that_a_checkpoint_takes_is_no_wait_for_data(tmp_path):
+def test_time_that_a_checkpoint_takes_is_no_wait_for_data(tiny_prepared, tmp_path):
     """Lightning puts its own kind of checkpoints behind all other callbacks."""
     experiment = load_experiment(TINY, [])
+    member = Member.resolve("expert-0", experiment, Manifest.read(tiny_prepared.parent))
     strategy, _ = choose_strategy(experiment.island, 1000)
-    trainer, _ = build_trainer("expert-0", experiment, tmp_path, MemberStatus("expert-0", 40), strategy)
+    trainer, _ = build_trainer(member, experiment, tmp_path, MemberStatus("expert-0", 40), strategy)
     kinds = [type(callback) for callback in trainer.callbacks]
     assert kinds.index(RollingCheckpoints) < kinds.index(Speed)

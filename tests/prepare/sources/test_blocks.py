@@ -21,7 +21,3 @@ def test_a_set_that_grows_changes_its_last_block_alone():
     before, after = block_parts(700, "v1"), block_parts(900, "v1")
     assert before[0] == after[0]
     assert before[1].name == after[1].name and before[1].fingerprint != after[1].fingerprint
-
-
-def test_another_version_changes_every_block():
-    assert block_parts(700, "v1")[0].fingerprint != block_parts(700, "v2")[0].fingerprint

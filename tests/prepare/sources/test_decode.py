@@ -150,20 +150,20 @@ def test_the_first_frame_of_what_moves(format):
 def test_empty_and_no_picture():
     assert cause(b"") == "empty file"
     for data in (b"<html>404 Not Found</html>", b"\0" * 1000, b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n"):
-        assert cause(data) == "no picture"
+        assert cause(data) == "no image"
 
 
 @pytest.mark.parametrize("format", ["JPEG", "PNG", "GIF", "WEBP", "TIFF", "BMP"])
 def test_every_cut_is_a_truncated_picture(format):
     data = encoded(Image.fromarray(noise(40, 40, 3)), format)
     for length in (20, len(data) // 4, len(data) // 2, len(data) * 9 // 10):
-        assert cause(data[:length]) == "truncated picture", length
+        assert cause(data[:length]) == "truncated image", length
 
 
 def test_a_truncated_picture_is_none_even_if_another_package_asked_pillow_to_pad_it(monkeypatch):
     monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", True)
     data = encoded(Image.fromarray(noise(40, 40, 3)), "JPEG")
-    assert cause(data[: len(data) // 2]) == "truncated picture"
+    assert cause(data[: len(data) // 2]) == "truncated image"
     assert ImageFile.LOAD_TRUNCATED_IMAGES is True
 
 
@@ -177,7 +177,7 @@ def test_random_damage_gives_a_picture_or_a_cause():
             result = decode(damaged.tobytes(), "a")
             if isinstance(result, Broken):
                 assert result.cause in {
-                    "truncated picture", "damaged picture", "too many pixels", "no picture", "unsupported pixels",
+                    "truncated image", "damaged image", "too many pixels", "no image", "unsupported pixels",
                 }  # fmt: skip
 
 

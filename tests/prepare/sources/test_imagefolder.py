@@ -69,7 +69,7 @@ def test_captions_from_text_files_arrive_unchanged(folder):
 
 def test_a_caption_that_is_no_utf8_is_counted(folder):
     write(folder, {"a.png": encoded(noise(2, 2, 3)), "a.txt": "café".encode("latin-1")})
-    assert samples(folder)["a.png"].caption.cause == "caption is no UTF-8"
+    assert samples(folder)["a.png"].caption.cause == "caption is not UTF-8"
 
 
 def test_a_link_is_followed_and_a_dead_one_is_counted(tmp_path):
@@ -102,14 +102,14 @@ def test_captions_from_jsonl_arrive_unchanged(folder, name):
             "'prepare.source.params.caption_column': {} has no column 'caption'; it has: file_name, text, url",
         ),
         ({"captions.jsonl": "{}\nnonsense"}, "captions.jsonl': line 1: needs a 'file_name'"),
-        ({"captions.jsonl": lines({"file_name": "a.png"}) + "\n{nonsense"}, "captions.jsonl': line 2: no JSON"),
-        ({"captions.jsonl": b'{"file_name": "\xff"}'}, "captions.jsonl': line 1: no JSON"),
+        ({"captions.jsonl": lines({"file_name": "a.png"}) + "\n{nonsense"}, "captions.jsonl': line 2: not JSON"),
+        ({"captions.jsonl": b'{"file_name": "\xff"}'}, "captions.jsonl': line 1: not JSON"),
         (
             {"captions.jsonl": lines(*[{"file_name": "a.png", "caption": "x"}] * 2)},
-            "line 2: needs a 'file_name' that no",
+            "line 2: needs a 'file_name' of its own",
         ),
-        ({"captions.jsonl": lines({"file_name": "a.png", "caption": 7})}, "line 1: 'caption' is no text"),
-        ({"captions.jsonl": "", "metadata.jsonl": ""}, "both captions.jsonl and metadata.jsonl are there; keep one"),
+        ({"captions.jsonl": lines({"file_name": "a.png", "caption": 7})}, "line 1: 'caption' is not text"),
+        ({"captions.jsonl": "", "metadata.jsonl": ""}, "has both captions.jsonl and metadata.jsonl; keep one"),
     ],
 )
 def test_a_caption_file_that_cannot_be_used_is_refused(folder, files, problem):
@@ -126,7 +126,7 @@ def test_bad_pictures_are_counted_by_cause_and_odd_ones_are_read(folder):
     found = samples(folder)
     causes = {key: getattr(sample, "cause", None) for key, sample in found.items()}
     expected_causes = {name: cause for name, (_, cause) in expected.items()}
-    assert causes == {**expected_causes, "drawing.svg": "no picture", "raw.heic": "no picture"}
+    assert causes == {**expected_causes, "drawing.svg": "no image", "raw.heic": "no image"}
     assert found["dot.png"].image.shape == (1, 1, 3)
     np.testing.assert_array_equal(found["moving.gif"].image[0, 0], [255, 0, 0])
     np.testing.assert_array_equal(found["deep.png"].image[..., 0], noise(4, 4))

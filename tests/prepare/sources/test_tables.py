@@ -178,7 +178,7 @@ def test_null_cells_are_counted(tmp_path):
     params = {"label_column": "label", "num_classes": 1, "key_column": "id", "group_column": "film"}
     found = samples("parquet", tmp_path, **params)
     assert [getattr(sample, "cause", None) for sample in found] == [
-        "no picture",
+        "no image",
         None,
         "no label",
         "no key",
@@ -326,7 +326,7 @@ def test_a_connection_that_breaks_is_no_damaged_table(monkeypatch, source, num_b
 
     store = fsspec.filesystem("memory")
     monkeypatch.setattr(type(store), "_open", lambda self, path, *_, **__: Cut(self.store[path].getvalue()))
-    with pytest.raises(UserError, match="cannot be read: ConnectionResetError: reset by peer; mend the address"):
+    with pytest.raises(UserError, match="cannot be read: ConnectionResetError: reset by peer; fix the address"):
         for part in parts:
             assert not [found for found in built.read(part) if isinstance(found, Broken)]
     if num_bytes == 0:

@@ -95,8 +95,8 @@ def test_lines_are_read_as_lines_and_what_stops_them_is_remembered():
     [
         ("/nowhere/at/all", "'/nowhere/at/all' does not exist"),
         ("memory://nothing/here", "'memory://nothing/here' does not exist"),
-        ("nonsense://bucket/a", "'nonsense://bucket/a' has a protocol that fsspec does not know; give a local path"),
-        ("absent://bucket/a", "needs the package 'no_such_package_there'; install it with: pip install no_such_"),
+        ("nonsense://bucket/a", "'nonsense://bucket/a' has a protocol unknown to fsspec; give a local path"),
+        ("absent://bucket/a", "needs the package 'no_such_package_there'; run pip install no_such_"),
         ("refusing:///bucket/a", "'refusing:///bucket/a' cannot be read: ServerDownError: 503 slow down"),
         ("absent://me:secret@host/a", "'absent://me:***@host/a'"),
     ],

@@ -117,7 +117,7 @@ def test_every_bad_sample_is_counted(folder):
         files += [(name, content), (f"{name.partition('.')[0]}.txt", "x")]
     files += [
         ("latin.png", png), ("latin.txt", "café".encode("latin-1")),
-        ("text.txt", "no picture"),
+        ("text.txt", "no image"),
         ("both.png", png), ("both.jpg", png), ("both.txt", "x"),
         ("bare.png", png),
         ("json.png", png), ("json.txt", "x"), ("json.json", "{"),
@@ -130,9 +130,9 @@ def test_every_bad_sample_is_counted(folder):
     causes = [(sample.key.removeprefix("a.tar/"), cause_of(sample)) for sample in found]
     assert causes == [
         *((name.partition(".")[0], cause) for name, (_, cause) in bad_pictures().items()),
-        ("latin", "caption is no UTF-8"),
-        ("text", "no picture"),
-        ("both", "several pictures"),
+        ("latin", "caption is not UTF-8"),
+        ("text", "no image"),
+        ("both", "several images"),
         ("bare", None),
         ("json", "damaged JSON"),
         ("null", None),
@@ -211,7 +211,7 @@ def test_a_connection_that_breaks_is_no_damaged_tar(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("params", "problem"),
     [
-        ({"label_column": "cls"}, "label_column needs either num_classes or class_names"),
+        ({"label_column": "cls"}, "do not name the classes; add num_classes or class_names"),
         ({"label_column": "cls", "num_classes": 2, "class_names": ["a"]}, "label_column needs either"),
         ({"num_classes": 2}, "need a label_column"),
         ({"label_column": "cls", "num_classes": 0}, "at least one class"),
@@ -219,7 +219,7 @@ def test_a_connection_that_breaks_is_no_damaged_tar(tmp_path, monkeypatch):
 )
 def test_contradictory_params(tmp_path, params, problem):
     with pytest.raises(UserError, match=re.escape(problem)):
-        SOURCES.build("webdataset", {"path": str(tmp_path), **params})
+        assert SOURCES.build("webdataset", {"path": str(tmp_path), **params}).num_classes
 
 
 @pytest.mark.parametrize(

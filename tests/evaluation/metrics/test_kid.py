@@ -1,0 +1,91 @@
+import numpy as np
+import pytest
+import torch
+from torchmetrics.image.kid import KernelInceptionDistance
+
+from ddm_lightning.core.registry import METRICS
+from ddm_lightning.evaluation.metrics.kid import kernel_distance, picture_features
+
+
+def features(num, size=6, shift=0.0, seed=0):
+    return torch.randn(num, size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) + shift
+
+
+def test_all_pairs_by_a_double_loop():
+    x, y = features(7).numpy(), features(5, shift=0.5, seed=1).numpy()
+
+    def kernel(a, b):
+        return (a @ b / 6 + 1) ** 3
+
+    def mean_of_pairs(rows):
+        return np.mean([kernel(a, b) for i, a in enumerate(rows) for j, b in enumerate(rows) if i != j])
+
+    expected = mean_of_pairs(x) + mean_of_pairs(y) - 2 * np.mean([kernel(a, b) for a in x for b in y])
+    found = kernel_distance(torch.from_numpy(x), torch.from_numpy(y))
+    assert found.value == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:Metric `Kernel Inception Distance` will save all extracted features:UserWarning")
+def test_agrees_with_torchmetrics_when_its_subset_is_everything():
+    real, generated = features(40), features(40, shift=0.3, seed=1)
+    metric = KernelInceptionDistance(feature=torch.nn.Identity(), subsets=1, subset_size=40).set_dtype(torch.float64)
+    metric.update(real, real=True)
+    metric.update(generated, real=False)
+    assert kernel_distance(generated, real).value == pytest.approx(float(metric.compute()[0]), rel=1e-10)
+
+
+def test_same_distribution_is_zero_within_the_spread_and_unbiased():
+    # 60 repetitions: the mean of an unbiased estimate lies within four of its standard errors of 0.
+    values = torch.tensor(
+        [kernel_distance(features(50, seed=2 * i), features(30, seed=2 * i + 1)).value for i in range(60)]
+    )
+    assert abs(values.mean()) < 4 * values.std() / 60**0.5
+
+
+def test_spread_is_the_standard_error():
+    # Against the scatter of the estimate over independent sets; two distributions that differ.
+    found = [kernel_distance(features(80, shift=0.5, seed=2 * i), features(60, seed=2 * i + 1)) for i in range(80)]
+    scatter = torch.tensor([distance.value for distance in found]).std()
+    spread = torch.tensor([distance.spread for distance in found]).mean()
+    assert float(spread / scatter) == pytest.approx(1, abs=0.25)
+
+
+def test_differences_share_the_real_pictures():
+    real = features(30)
+    close, far = features(60, shift=0.2, seed=1), features(60, shift=0.6, seed=1)
+    first, second = kernel_distance(far, real), kernel_distance(close, real)
+    value, spread = first.minus(second)
+    assert value == pytest.approx(first.value - second.value)
+    assert spread < (first.spread**2 + second.spread**2) ** 0.5
+
+
+def test_refuses_sets_that_have_no_halves():
+    with pytest.raises(ValueError, match="at least 4 rows"):
+        kernel_distance(features(3), features(9))
+    with pytest.raises(ValueError, match="equal columns"):
+        kernel_distance(features(9), features(9, size=5))
+
+
+def test_the_metric_takes_features_in_parts_and_is_found_by_name():
+    real, generated = features(12), features(9, shift=0.3, seed=1)
+    metric = METRICS.build("kid", {"num_halves": 5})
+    for part in (real[:5], real[5:]):
+        metric.update(part, real=True)
+    metric.update(generated, real=False)
+    found, expected = metric.compute(), kernel_distance(generated, real, num_halves=5)
+    assert found.value == expected.value and torch.equal(found.halves, expected.halves)
+
+
+@pytest.mark.slow
+def test_noise_and_blur_raise_the_distance_of_real_pictures():
+    from ddm_lightning.prepare.sources.toys import Blobs
+
+    source = Blobs(num_samples=96, image_size=16)
+    pictures = np.stack([record.image for part in source.parts() for record in source.read(part)])
+    rng = np.random.default_rng(0)
+    noisy = np.clip(pictures[:48] + rng.normal(0, 40, pictures[:48].shape), 0, 255).astype(np.uint8)
+    real = picture_features(pictures[48:])
+    clean = kernel_distance(picture_features(pictures[:48]), real)
+    damaged = kernel_distance(picture_features(noisy), real)
+    assert abs(clean.value) < 4 * clean.spread
+    assert damaged.value > clean.value + 4 * damaged.spread

@@ -1,0 +1,115 @@
+import multiprocessing
+import time
+from pathlib import Path
+
+import pytest
+from deadline import within
+from shards.mds import WARNINGS, damage, write_mds
+
+from ddm_lightning.shards.fetch import FetchedShards, Origin
+from ddm_lightning.shards.local import LocalLoader, read_samples
+from ddm_lightning.shards.order import Ranks
+from ddm_lightning.shards.verify import ShardError
+
+from streaming.base.storage.download import LocalDownloader  # isort: skip (after the shim)
+
+pytestmark = WARNINGS
+NUM_SAMPLES = 100
+
+
+@pytest.fixture
+def folder(tmp_path):
+    write_mds(tmp_path / "shards", range(NUM_SAMPLES))
+    assert len(list((tmp_path / "shards").glob("*.mds"))) == 6
+    return tmp_path / "shards"
+
+
+def loader_of(folder, cache, num_workers, **settings):
+    shards = FetchedShards([Origin(str(folder), cache)], [None])
+    settings = {"ranks": Ranks(), "batch_size": 8, "seed": 3, "shuffle": True, "full": False, **settings}
+    return LocalLoader(shards, num_workers=num_workers, persistent_workers=num_workers > 0, **settings)
+
+
+def ids(batches):
+    return [i for batch in batches for i in batch["sample_id"].tolist()]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("kind", ["missing", "truncated", "flipped"])
+def test_a_damaged_shard_raises_within_seconds_now_and_later(folder, tmp_path, kind, num_workers):
+    name = damage(folder, kind)
+    loader = loader_of(folder, tmp_path / "cache", num_workers)
+    for _ in range(2):
+        with within(20), pytest.raises(ShardError, match=rf"^a shard cannot be read: {folder}/{name}: ") as caught:
+            list(loader)
+        assert "\n" not in str(caught.value)
+
+
+def test_the_workers_end_with_the_error(folder, tmp_path):
+    damage(folder, "missing")
+    loader = loader_of(folder, tmp_path / "cache", 2)
+    with within(20), pytest.raises(ShardError) as caught:
+        list(loader)
+    assert caught.tb is not None  # and with it everything that the error's frames hold
+    assert not multiprocessing.active_children()
+
+
+def test_a_shard_is_fetched_once_however_many_workers_need_it(folder, tmp_path, monkeypatch):
+    fetched = tmp_path / "fetched"
+    download = LocalDownloader._download_file_impl
+
+    def note(self, remote, local, timeout):
+        with fetched.open("a") as stream:
+            stream.write(f"{Path(remote).name}\n")
+        time.sleep(0.01)
+        download(self, remote, local, timeout)
+
+    monkeypatch.setattr(LocalDownloader, "_download_file_impl", note)
+    with within(60):
+        for num_workers in (2, 0):
+            assert sorted(ids(loader_of(folder, tmp_path / "cache", num_workers))) == list(range(NUM_SAMPLES))
+    assert sorted(fetched.read_text().split()) == sorted(path.name for path in folder.iterdir())
+
+
+def test_an_abandoned_epoch_fetches_no_more(folder, tmp_path, monkeypatch):
+    download = LocalDownloader._download_file_impl
+    monkeypatch.setattr(LocalDownloader, "_download_file_impl", lambda *call: (time.sleep(0.05), download(*call))[1])
+    iterator = iter(loader_of(folder, tmp_path / "cache", 0, shuffle=False))
+    next(iterator)
+    iterator.close()
+    time.sleep(0.1)
+    here = len(list((tmp_path / "cache").glob("*.mds")))
+    time.sleep(0.3)
+    assert len(list((tmp_path / "cache").glob("*.mds"))) == here < 6
+
+
+def _wait_for_ever(folder, cache):
+    LocalDownloader._download_file_impl = lambda *_: time.sleep(3600)
+    list(loader_of(folder, cache, 2))
+
+
+def _children(pid):
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def test_workers_that_wait_end_with_their_parent(folder, tmp_path):
+    loader_of(folder, tmp_path / "cache", 0)  # fetches the index
+    process = multiprocessing.get_context("fork").Process(target=_wait_for_ever, args=(folder, tmp_path / "cache"))
+    process.start()
+    with within(30):
+        while len(workers := _children(process.pid)) < 2:
+            time.sleep(0.05)
+        time.sleep(1)
+        assert process.is_alive()
+        process.kill()
+        process.join()
+        while any(Path(f"/proc/{worker}").exists() for worker in workers):
+            time.sleep(0.05)
+
+
+@pytest.mark.parametrize("compression", [None, "zstd:3"])
+def test_single_samples_have_their_captions(tmp_path, compression):
+    folder = write_mds(tmp_path / "shards", range(40), compression=compression)
+    before = sorted(folder.iterdir())
+    assert [sample["caption"] for sample in read_samples([folder])] == [f"number {i}" for i in range(40)]
+    assert sorted(folder.iterdir()) == before
