@@ -16,7 +16,7 @@ REQUIRED = [
     "torchmetrics>=1.8,<2",
     "omegaconf>=2.4,<3",
     "xformers>=0.0.34,<0.1; platform_system == 'Linux' and platform_machine == 'x86_64'",
-    # shards/fetch.py leans on private names of this release.
+    # shards/fetch.py uses its downloaders and decompression.
     "mosaicml-streaming>=0.13,<0.14",
     "clean-fid==0.1.35",
     "scipy>=1.11,<1.18",
