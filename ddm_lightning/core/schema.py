@@ -1,7 +1,7 @@
-"""Dataclasses as a schema: reads YAML and checks it against them, one line a mistake.
+"""Read YAML and check it against dataclasses as a schema, with one-line error messages.
 
-OmegaConf merges and interpolates; its type conversions are too kind here (a boolean becomes the text
-"False", a NaN a learning rate) and its messages name no remedy, so that nothing reaches it unchecked.
+OmegaConf merges and interpolates. Its type conversions are too lenient (a boolean becomes the text
+"False", NaN is a valid learning rate) and its messages name no remedy, so check all values first.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from omegaconf.errors import OmegaConfBaseException
 from ddm_lightning.core.errors import UserError
 
 MISSING_MARK = "???"
-"""What a field without a value holds (OmegaConf's mark)."""
+"""OmegaConf's mark for a field without a value."""
 
 
 def read_yaml(path: Path) -> DictConfig:
-    """The mapping in a YAML file, references unresolved.
+    """Read a mapping from a YAML file, leaving references unresolved.
 
     Raises:
-        UserError: no such file, a folder, no UTF-8, a syntax error (with its line) or no mapping.
+        UserError: the file is missing, a folder, not UTF-8, not YAML (with the line) or not a mapping.
     """
     try:
         loaded = OmegaConf.load(path)
@@ -45,7 +45,7 @@ def read_yaml(path: Path) -> DictConfig:
         raise UserError(f"{path}: is a folder; give a YAML file in it") from None
     except yaml.MarkedYAMLError as error:
         where = f" at line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise UserError(f"{path}: YAML syntax{where}: {error.problem}; mend the file") from None
+        raise UserError(f"{path}: YAML syntax{where}: {error.problem}; fix the file") from None
     except (ValueError, OSError, yaml.YAMLError, OmegaConfBaseException) as error:
         problem = (error.strerror if isinstance(error, OSError) else None) or first_line(error)
         raise UserError(f"{path}: cannot be read: {problem}; give a YAML file in UTF-8") from None
@@ -55,39 +55,39 @@ def read_yaml(path: Path) -> DictConfig:
 
 
 def read_override(override: str, source: str) -> DictConfig:
-    """``key=value`` as a nested mapping; the value is read as YAML.
+    """Parse ``key=value`` into a nested mapping, the value as YAML.
 
     Raises:
-        UserError: not of that form.
+        UserError: not of this form.
     """
     key, _, _ = override.partition("=")
     if "=" not in override or not re.fullmatch(r"[A-Za-z_][\w-]*(\.[\w-]+)*", key):
-        raise UserError(f"{source}: override {override!r} is no key=value; write for example seed=1")
+        raise UserError(f"{source}: override {override!r} is not key=value; write for example seed=1")
     try:
         return OmegaConf.from_dotlist([override])
     except (ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
         problem = getattr(error, "problem", None) or first_line(error)
-        raise UserError(f"{source}: override {override!r}: its value is no YAML: {problem}; quote it") from None
+        raise UserError(f"{source}: override {override!r}: its value is not YAML: {problem}; quote it") from None
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, cut at 500 characters, or its type where it has none."""
+    """First line of an error's message, at most 500 characters; its type if it has none."""
     return (str(error).strip() or type(error).__name__).splitlines()[0][:500]
 
 
 def check(value: Any, kind: Any, key: str, source: str, references: bool = True) -> None:
-    """Refuse ``value`` unless it fits ``kind``; missing values pass.
+    """Check ``value`` against ``kind``; missing values pass.
 
     Args:
-        value: what YAML gave: dicts, lists, text, numbers, booleans, None.
-        kind: a dataclass, ``int``, ``float``, ``bool``, ``str``, ``list[...]``, ``dict[str, Any]``, ``Any``
-            or one of these or None.
+        value: parsed YAML: dicts, lists, text, numbers, booleans, None.
+        kind: a dataclass, ``int``, ``float``, ``bool``, ``str``, ``list[...]``, ``dict[str, Any]``, ``Any``,
+            or a union of one of these and None.
         key: dotted key of ``value``, empty at the top.
-        source: what to blame, such as the file's name.
-        references: whether ``${…}``, which stands for some other value, passes for any kind.
+        source: begins the error line, such as the file's name.
+        references: whether a reference ``${…}`` passes for any kind.
 
     Raises:
-        UserError: an unknown key or a wrong type; the line names source, key and remedy.
+        UserError: an unknown key or a wrong type.
     """
     optional = isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union
     if optional:
@@ -128,7 +128,7 @@ def _check_section(value: Any, kind: Any, key: str, source: str, references: boo
 
 
 def _check_plain(value: Any, key: str, source: str) -> None:
-    """Parameters of plug-ins travel in JSON, whatever their meaning."""
+    """Check parameters of plug-ins, which are stored as JSON."""
     if isinstance(value, dict):
         for name, inner in value.items():
             if not isinstance(name, str):
@@ -144,14 +144,12 @@ def _check_plain(value: Any, key: str, source: str) -> None:
 
 
 def _scalar_problem(value: Any, kind: type) -> tuple[str, Any, str] | None:
-    """What ``value`` must be, the value and the remedy; None when it fits."""
+    """Wanted type, value and remedy; None if ``value`` fits."""
     if kind is bool and not isinstance(value, bool):
         return "true or false", value, "write true or false, without quotes"
     if kind is str and not isinstance(value, str):
         is_plain = isinstance(value, bool | int | float)
-        remedy = (
-            "put it into quotes (YAML reads yes, no, 1e3 and 12:30 as something else)" if is_plain else "give a text"
-        )
+        remedy = "put it into quotes (YAML reads yes, no, 1e3 and 12:30 as other types)" if is_plain else "give a text"
         return "a text", value, remedy
     if kind is int and (not isinstance(value, int) or isinstance(value, bool)):
         is_whole = isinstance(value, float) and value.is_integer()
@@ -176,7 +174,7 @@ def _known(kinds: dict[str, Any]) -> str:
 
 
 def build(value: Any, kind: Any) -> Any:
-    """The dataclass ``kind`` from checked, resolved and complete dicts."""
+    """Build the dataclass ``kind`` from checked, resolved and complete dicts."""
     if typing.get_origin(kind) is typing.Union or isinstance(kind, types.UnionType):
         kind = next(option for option in typing.get_args(kind) if option is not type(None))
     if not _is_section(kind) or value is None:
@@ -186,10 +184,10 @@ def build(value: Any, kind: Any) -> Any:
 
 
 def check_complete(value: Any, kind: Any, source: str) -> None:
-    """Refuse ``value``, dicts with all keys of the dataclass ``kind``, when one of them has no value yet.
+    """Check that no key of ``value``, nested dicts of the dataclass ``kind``, lacks a value.
 
     Raises:
-        UserError: the line names every such key, in the order of the schema.
+        UserError: names every missing key, in the order of the schema.
     """
     missing = list(_missing_keys(value, ""))
     if len(missing) == 1:
@@ -213,14 +211,14 @@ def _is_section(kind: Any) -> bool:
 
 @functools.cache
 def hints(kind: Any) -> dict[str, Any]:
-    """The types of a dataclass's fields, by name."""
+    """Types of a dataclass's fields by name."""
     resolved = typing.get_type_hints(kind)
     return {field.name: resolved[field.name] for field in fields(kind)}
 
 
 @functools.cache
 def docs(kind: type) -> dict[str, str]:
-    """The documentation of a dataclass's fields: the first paragraph of the text under each, in one line."""
+    """Documentation of a dataclass's fields by name: the first paragraph below each, on one line."""
     body = ast.parse(inspect.getsource(kind)).body[0]
     assert isinstance(body, ast.ClassDef)
     found = {}
@@ -233,7 +231,7 @@ def docs(kind: type) -> dict[str, str]:
 
 
 def doc(kind: Any, key: str) -> str:
-    """The documentation of the dotted ``key`` below the dataclass ``kind``; empty inside plug-in parameters."""
+    """Documentation of the dotted ``key`` of the dataclass ``kind``; empty inside plug-in parameters."""
     head, _, rest = key.partition(".")
     if not _is_section(kind) or head not in hints(kind):
         return ""
@@ -245,7 +243,7 @@ def doc(kind: Any, key: str) -> str:
 
 
 def describe(section: Any, prefix: str = "") -> Iterator[str]:
-    """Type, default and documentation of each key below ``section``, a dataclass that holds the defaults."""
+    """Type, default and documentation of each key in ``section``, a dataclass with the default values."""
     whole: Any = type(section)
     for name, kind in hints(whole).items():
         key, default, text = prefix + name, getattr(section, name), docs(whole)[name].replace("``", "`")
