@@ -81,8 +81,8 @@ def check_networks(
         UserError: a network cannot be built, or the optimizer cannot train it.
     """
     for key, name in (("expert.network", expert_name(0)), ("router.network", ROUTER)):
+        member = Member.resolve(name, experiment, sizes)
         try:
-            member = Member.resolve(name, experiment, sizes)
             network = member.plan_network()
         except UserError as error:
             raise UserError(f"{blamed(source, overrides, key)}: key {key!r}: {error}") from None

@@ -84,14 +84,14 @@ def _prepared(experiment: Experiment, options: argparse.Namespace) -> RunFolder:
 
 
 def _one_member(experiment: Experiment, options: argparse.Namespace) -> str:
-    members = parse_members(options.member or "all", experiment)
+    members = parse_members("all" if options.member is None else options.member, experiment)
     if len(members) != 1:
         raise UserError(f"{options.command}: name the member, such as member=expert-0")
     return members[0]
 
 
 def _fit(experiment: Experiment, options: argparse.Namespace) -> int:
-    members = parse_members(options.member or "all", experiment)
+    members = parse_members("all" if options.member is None else options.member, experiment)
     if options.jobs is not None and options.jobs < 1:
         raise UserError(f"--jobs {options.jobs}: must be at least 1")
     check_devices(experiment.island.accelerator, experiment.island.devices)

@@ -231,7 +231,7 @@ def damage_first(run):
 def forget_first(run):
     path = run / "members/expert-0/ema/snapshots.json"
     index = json.loads(path.read_text())
-    del index["width-0.1-step-00000010.safetensors"]
+    del index["width-0.1-step-00000010.safetensors", "not a whole"]
     path.write_text(json.dumps(index))
 
 
@@ -254,7 +254,7 @@ def leave(run):
         (["--use", "0.001"], leave, ["width 0.001", "[0.1, 0.2] miss its profile by 9", "ema_snapshots"]),
         (["--width", "0.15", "--width", "0.01"], leave, ["width 0.01", "[0.1, 0.2] miss", "ema_snapshots"]),
         (["--use", "0.1", "--width", "0.1"], leave, ["give one of them"]),
-        (["--use", "0.1"], damage_first, ["width-0.1-step-00000010.safetensors", "SHA-256"]),
+        (["--use", "0.1"], damage_first, ["width-0.1-step-00000010.safetensors", "not a whole"]),
         (["--use", "0.1"], forget_first, ["width-0.1-step-00000010.safetensors", "missing", "remove"]),
         (["--use", "0.1"], lambda run: shutil.rmtree(run / "members/expert-0/ema"), ["is missing", "remove"]),
         (["--use", "0.1"], partition_anew, ["expert-0/artifact", "clusters that have changed since"]),
