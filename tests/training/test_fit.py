@@ -154,7 +154,7 @@ def test_a_damaged_shard_at_a_url_is_named(tiny_run, tmp_path, capsys, num_worke
         assert fit(tiny_run, f"island.shards=file://{shards}", f"island.num_workers={num_workers}") == 2
     line = refusal(capsys)
     assert name in line
-    assert "Checksum failure" in line
+    assert "SHA-1 differs" in line
     assert read_status(tiny_run, "expert-0")["state"] == "failed"
 
 
@@ -197,7 +197,7 @@ def test_tokens_that_the_shards_do_not_have_are_asked_for_before_anything_is_wri
     arguments = ["prepare", "-c", str(TINY), f"run_dir={tmp_path / 'run'}", "condition.kind=tokens"]
     assert main(arguments) == 2
     line = refusal(capsys)
-    assert "prepare.caption_encoder stores one vector a caption" in line and "store: tokens" in line
+    assert "prepare.caption_encoder stores one vector per caption" in line and "store: tokens" in line
     assert not (tmp_path / "run").exists()
 
 
