@@ -11,7 +11,7 @@ import torch
 from ddm_lightning.cli.check_plugins import check_plugins
 from ddm_lightning.config import Experiment, load_experiment
 from ddm_lightning.core.registry import CAPTION_ENCODERS, EXPERTS, FEATURES, IMAGE_ENCODERS, ROUTERS, SOURCES
-from ddm_lightning.members.member import build_member_network, member_condition
+from ddm_lightning.members.member import Member
 from ddm_lightning.networks.flops import flops_per_sample
 from ddm_lightning.shards.manifest import DataSizes
 
@@ -116,8 +116,8 @@ def test_the_arithmetic_of_a_header_is_right(stem: str) -> None:
     experiment = load_experiment(FOLDER / f"{stem}.yaml")
     sizes = DataSizes((4, 32, 32), 768, (77, 768), 1000)
     with torch.device("meta"):
-        network = build_member_network("expert-0", experiment, sizes)
-    condition = member_condition("expert-0", experiment, sizes)
+        network = Member.resolve("expert-0", experiment, sizes).build_network()
+    condition = Member.resolve("expert-0", experiment, sizes).condition
     assert sum(p.numel() for p in network.parameters()) / 1e6 == pytest.approx(millions, rel=2e-3)
     per_sample = flops_per_sample(network, sizes.x_shape, condition, backward=True)
     assert per_sample / 1e9 == pytest.approx(gflop, rel=2e-3)

@@ -119,7 +119,9 @@ def test_a_single_model_needs_no_router() -> None:
 
 def test_experts_without_a_router_name_the_remedy() -> None:
     ensemble = Ensemble([Aimed(), Aimed()], None, [0.5, 0.5])
-    with pytest.raises(UserError, match=r"no router; train one \(fit member=router\) or set sample.strategy=bayes"):
+    with pytest.raises(
+        UserError, match=r"no router in this ensemble; train one \(fit member=router\) or set sample.strategy=bayes"
+    ):
         ensemble.velocity(torch.randn(1, 2), torch.ones(1))
 
 

@@ -181,7 +181,7 @@ def test_finished_members_are_passed_over(disturbed: SimpleNamespace) -> None:
 @pytest.mark.slow
 def test_ctrl_c_leaves_a_checkpoint_and_says_how_to_go_on(disturbed: SimpleNamespace) -> None:
     assert disturbed.err_interrupted.splitlines() == ["interrupted; run the same command again to resume"]
-    assert "each member finishes its step and leaves a checkpoint" in disturbed.out_interrupted
+    assert "each member finishes its step and writes a checkpoint" in disturbed.out_interrupted
     status = disturbed.status_interrupted
     assert status["state"] == "stopped"
     assert 120 <= status["step"] < STEPS[KILLED]

@@ -249,9 +249,9 @@ def test_weights_that_are_no_floats(tmp_path: Path, dtype: torch.dtype, word: st
     refused(lambda: load_network(tmp_path / "a"), word)
 
 
-def test_a_buffer_of_integers_may_be_one() -> None:
+def test_a_buffer_of_integers_may_be_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a plug-in's BatchNorm has: the type is that of the network."""
-    EXPERTS.register("counting")(_Counting)
+    monkeypatch.setitem(EXPERTS._built_in, "counting", _Counting)
     meta, state = replace(make_meta(), network="counting", params={}), _Counting().state_dict()
     build_network(meta, state)
     refused(lambda: build_network(meta, {"steps": torch.ones(1)}), "'steps' is floats [1] instead of int64 [1]")
@@ -265,9 +265,9 @@ class _Counting(nn.Module):
         self.register_buffer("steps", torch.zeros(1, dtype=torch.int64))
 
 
-def test_a_plug_in_may_replace_its_weights(tmp_path: Path) -> None:
+def test_a_plug_in_may_replace_its_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As weight normalisation does: more parameters are made than stay."""
-    EXPERTS.register("normed")(_Normed)
+    monkeypatch.setitem(EXPERTS._built_in, "normed", _Normed)
     meta = replace(make_meta(), network="normed", params={}, x_shape=(3, 256, 256))
     write_artifact(tmp_path / "a", _Normed().state_dict(), meta)
     assert isinstance(load_network(tmp_path / "a")[1], _Normed)
