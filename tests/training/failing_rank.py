@@ -13,7 +13,7 @@ import time
 
 from ddm_lightning.cli.parser import main
 from ddm_lightning.training import callbacks
-from ddm_lightning.training.checkpoint import files
+from ddm_lightning.training.checkpoint import files, rolling
 
 LATE_SECONDS = 5
 
@@ -64,7 +64,7 @@ if __name__ == "__main__":
         if how == "late-steps":
             late(callbacks.Reporter, "on_train_start")
         elif how == "late-damage":
-            late(checkpoints, "damage_of")
+            late(rolling, "damage_of")
         else:
             fail_at(int(at_step), {"full": full, "bug": bug, "killed": killed}[how])
     sys.exit(main())
