@@ -231,7 +231,7 @@ def damage_first(run):
 def forget_first(run):
     path = run / "members/expert-0/ema/snapshots.json"
     index = json.loads(path.read_text())
-    del index["width-0.1-step-00000010.safetensors", "not a whole"]
+    del index["width-0.1-step-00000010.safetensors"]
     path.write_text(json.dumps(index))
 
 
