@@ -19,7 +19,7 @@ from ddm_lightning.config import Experiment, check_experiment
 from ddm_lightning.core import processes
 from ddm_lightning.core.devices import check_devices
 from ddm_lightning.core.errors import UserError
-from ddm_lightning.ensemble.routing import strategy_of
+from ddm_lightning.ensemble.routing import with_suited_solver
 from ddm_lightning.islands.assembly import assemble, refuse_stale
 from ddm_lightning.islands.local import FitInterruptedError, default_jobs, fit_members
 from ddm_lightning.islands.status import members_table, shown_members, skipped_lines
@@ -220,9 +220,7 @@ def _sample(experiment: Experiment, options: argparse.Namespace) -> int:
     if options.strategy not in (None, experiment.sample.strategy):
         experiment.sample = replace(experiment.sample, strategy=options.strategy, strategy_params={})
         check_experiment(experiment, f"--strategy {options.strategy}")
-        solvers = strategy_of(experiment.sample).solvers
-        if experiment.sample.solver not in solvers:
-            experiment.sample = replace(experiment.sample, solver=solvers[0])
+        experiment.sample = with_suited_solver(experiment.sample)
         check_strategy(experiment, f"--strategy {options.strategy}")
     else:
         check_strategy(experiment, options.config, options.overrides)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -139,6 +140,16 @@ def strategy_of(settings: SampleConfig) -> Strategy:
     top_k = {"top_k": settings.top_k} if takes_top_k else {}
     strategy: Strategy = STRATEGIES.build(settings.strategy, {**top_k, **settings.strategy_params})
     return strategy
+
+
+def with_suited_solver(settings: SampleConfig) -> SampleConfig:
+    """Replace a solver that does not work with the strategy by the strategy's default.
+
+    Raises:
+        UserError: as ``strategy_of``.
+    """
+    solvers = strategy_of(settings).solvers
+    return settings if settings.solver in solvers else replace(settings, solver=solvers[0])
 
 
 def normalised(

@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from jaxtyping import UInt8
 from PIL import Image
 from rich.console import Console
 from rich.progress import Progress
 
-from ddm_lightning.config import Experiment
+from ddm_lightning.config import Experiment, check_experiment
 from ddm_lightning.core.devices import check_devices, device_of
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.formatting import member_columns
 from ddm_lightning.core.grids import labelled_grid, save_png
 from ddm_lightning.core.registry import CAPTION_ENCODERS, IMAGE_ENCODERS
 from ddm_lightning.ensemble.load import LoadedEnsemble, load_ensemble
-from ddm_lightning.ensemble.routing import strategy_of
+from ddm_lightning.ensemble.routing import strategy_of, with_suited_solver
 from ddm_lightning.ensemble.sampler import sample
 from ddm_lightning.flow.condition import Condition
 from ddm_lightning.members.member import condition_spec
+from ddm_lightning.members.run_folder import RunFolder, load_run
 from ddm_lightning.shards.manifest import Manifest, manifest_path
 
 # Height in pixels to which small images are scaled up.
@@ -85,6 +89,51 @@ def row_conditions(
     return [("no condition", "no condition", None)]
 
 
+def sample_images(
+    loaded: LoadedEnsemble,
+    experiment: Experiment,
+    rows: Sequence[tuple[str, str, Condition | None]],
+    num: int,
+    progress: Callable[[float], object] = lambda _: None,
+) -> Iterator[tuple[int, int, UInt8[np.ndarray, "h w 3"]]]:
+    """Generate ``num`` images per row, in batches that bound the memory.
+
+    Args:
+        loaded: the ensemble, on the device that samples.
+        experiment: its seed, image encoder and ``sample`` section.
+        rows: see ``row_conditions``.
+        num: images per row.
+        progress: called with the number of finished images, fractional.
+
+    Yields:
+        Row, index within the row, and image.
+    """
+    settings, plugin = experiment.sample, experiment.prepare.image_encoder
+    encoder = IMAGE_ENCODERS.build(plugin.name, plugin.params)
+    strategy = strategy_of(settings)
+    total = num * len(rows)
+    for first in range(0, total, BATCH_SIZE):
+        places = [divmod(i, num) for i in range(first, min(first + BATCH_SIZE, total))]
+        conditions = [condition for condition in (rows[row][2] for row, _ in places) if condition is not None]
+        x_0 = sample(
+            loaded.ensemble,
+            Condition.cat(conditions) if conditions else None,
+            len(places),
+            loaded.meta.x_shape,
+            strategy=strategy,
+            solver=settings.solver,
+            num_steps=settings.num_steps,
+            shift=loaded.meta.timestep_shift,
+            guidance_scale=settings.guidance_scale,
+            seed=experiment.seed,
+            batch_size=BATCH_SIZE,
+            keys=[(rows[row][1], index) for row, index in places],
+            progress=lambda done, first=first: progress(first + done),  # type: ignore[misc]
+        )
+        for (row, index), image in zip(places, encoder.decode(x_0), strict=True):
+            yield row, index, image
+
+
 def sample_grid(
     loaded: LoadedEnsemble,
     experiment: Experiment,
@@ -93,7 +142,7 @@ def sample_grid(
     singles: Path | None = None,
     show_progress: bool = False,
 ) -> Image.Image:
-    """Generate ``sample.num_per_prompt`` images per row, in batches that bound the memory.
+    """Generate ``sample.num_per_prompt`` images per row and lay them out as a grid.
 
     Args:
         loaded: the ensemble, on the device that samples.
@@ -106,40 +155,20 @@ def sample_grid(
     Returns:
         The grid, of at most ``MAX_ROWS`` by ``MAX_COLUMNS`` images.
     """
-    settings, plugin = experiment.sample, experiment.prepare.image_encoder
-    num = settings.num_per_prompt
+    settings, num = experiment.sample, experiment.sample.num_per_prompt
     if singles is None:
         rows, num = rows[:MAX_ROWS], min(num, MAX_COLUMNS)
-    encoder = IMAGE_ENCODERS.build(plugin.name, plugin.params)
-    strategy = strategy_of(settings)
     shown: list[tuple[str, list[np.ndarray]]] = [(label, []) for label, _, _ in rows[:MAX_ROWS]]
     total = num * len(rows)
     with Progress(*member_columns(), console=Console(stderr=True), disable=not show_progress) as progress:
         task = progress.add_task("images", total=total, note="")
-        for first in range(0, total, BATCH_SIZE):
-            places = [divmod(i, num) for i in range(first, min(first + BATCH_SIZE, total))]
-            conditions = [condition for condition in (rows[row][2] for row, _ in places) if condition is not None]
-            x_0 = sample(
-                loaded.ensemble,
-                Condition.cat(conditions) if conditions else None,
-                len(places),
-                loaded.meta.x_shape,
-                strategy=strategy,
-                solver=settings.solver,
-                num_steps=settings.num_steps,
-                shift=loaded.meta.timestep_shift,
-                guidance_scale=settings.guidance_scale,
-                seed=experiment.seed,
-                batch_size=BATCH_SIZE,
-                keys=[(rows[row][1], index) for row, index in places],
-                progress=lambda done, first=first: progress.update(task, completed=first + done),  # type: ignore[misc]
-            )
-            for (row, index), image in zip(places, encoder.decode(x_0), strict=True):
-                if singles is not None:
-                    words = re.sub(r"\W+", "-", rows[row][0])[:40].strip("-")
-                    save_png(singles / f"{row:03d}-{words}-{index:04d}.png", Image.fromarray(image))
-                if row < MAX_ROWS and index < MAX_COLUMNS:
-                    shown[row][1].append(image.copy())  # a view would keep the whole batch
+        images = sample_images(loaded, experiment, rows, num, lambda done: progress.update(task, completed=done))
+        for row, index, image in images:
+            if singles is not None:
+                words = re.sub(r"\W+", "-", rows[row][0])[:40].strip("-")
+                save_png(singles / f"{row:03d}-{words}-{index:04d}.png", Image.fromarray(image))
+            if row < MAX_ROWS and index < MAX_COLUMNS:
+                shown[row][1].append(image.copy())  # a view would keep the whole batch
     title = f"{settings.strategy}, {settings.solver}, {settings.num_steps} steps, guidance {settings.guidance_scale:g}"
     if total > sum(len(images) for _, images in shown):
         title += f"; {len(shown)} of {len(rows)} rows, {min(num, MAX_COLUMNS)} of {num} images each"
@@ -159,6 +188,17 @@ def check_out(out: str) -> Path:
     if not path.parent.is_dir():
         raise UserError(f"--out {out!r}: folder {path.parent} does not exist; create it")
     return path
+
+
+def _load(run_dir: Path, experiment: Experiment, manifest: Manifest, device: torch.device | str) -> LoadedEnsemble:
+    loaded = load_ensemble(run_dir, device)
+    found = (loaded.meta.x_shape, loaded.meta.condition)
+    if found != (manifest.x_shape, condition_spec(experiment, manifest).to_dict()):
+        raise UserError(
+            f"{manifest_path(run_dir)}: the experts were trained on other data ({found[0]}, {found[1]}); "
+            "copy the manifest from where they were trained"
+        )
+    return loaded
 
 
 def draw_run(
@@ -182,12 +222,68 @@ def draw_run(
     check_devices(accelerator, 1)
     manifest = Manifest.read(run_dir)
     rows = row_conditions(prompts, classes, experiment, manifest) if prompts or classes else None
-    loaded = load_ensemble(run_dir, device_of(accelerator))
-    found = (loaded.meta.x_shape, loaded.meta.condition)
-    if found != (manifest.x_shape, condition_spec(experiment, manifest).to_dict()):
-        raise UserError(
-            f"{manifest_path(run_dir)}: the experts were trained on other data ({found[0]}, {found[1]}); "
-            "copy the manifest from where they were trained"
-        )
+    loaded = _load(run_dir, experiment, manifest, device_of(accelerator))
     rows = rows or row_conditions((), (), experiment, manifest)
     save_png(path, sample_grid(loaded, experiment, rows, manifest.attribution, singles, show_progress))
+
+
+class DecentralizedEnsemble:
+    """Experts, router, caption encoder and image decoder of a finished run.
+
+    Args:
+        run_folder: folder with ``experiment.yaml``, ``ensemble.json``, ``prepared/manifest.json`` and the artifacts.
+        device: where to sample, such as ``"cuda"``; None follows ``island.accelerator``.
+
+    Raises:
+        UserError: a file is missing, damaged or of other data.
+    """
+
+    def __init__(self, run_folder: str | Path, device: str | None = None) -> None:
+        root = Path(run_folder)
+        self.experiment = load_run(RunFolder(root).experiment)
+        self.manifest = Manifest.read(root)
+        accelerator = self.experiment.island.accelerator
+        if device is None:
+            check_devices(accelerator, 1)
+        self.loaded = _load(root, self.experiment, self.manifest, device or device_of(accelerator))
+
+    def sample(
+        self,
+        prompts: Sequence[str] = (),
+        *,
+        classes: Sequence[str | int] = (),
+        strategy: str | None = None,
+        num: int | None = None,
+        seed: int | None = None,
+        **settings: Any,
+    ) -> list[Image.Image]:
+        """Generate the images that the command ``sample`` writes with the same options.
+
+        Args:
+            prompts: texts; without prompts and classes, the experiment's.
+            classes: names or numbers, for an experiment conditioned on classes.
+            strategy: routing strategy; None is the experiment's.
+            num: images per prompt or class; None is the experiment's.
+            seed: seed of the noise; None is the experiment's.
+            settings: other keys of the experiment's ``sample`` section, such as ``num_steps=20``.
+
+        Returns:
+            ``num`` images of the first prompt, then of the second, and so on.
+
+        Raises:
+            UserError: an empty prompt, an unknown class or strategy, or a value out of range.
+        """
+        prompts = [prompts] if isinstance(prompts, str) else list(prompts)
+        chosen = self.experiment.sample
+        if strategy not in (None, chosen.strategy):
+            chosen = replace(chosen, strategy=strategy, strategy_params={})
+        chosen = replace(chosen, **settings, **({} if num is None else {"num_per_prompt": num}))
+        experiment = replace(self.experiment, sample=chosen, seed=self.experiment.seed if seed is None else seed)
+        check_experiment(experiment, "sample")
+        if "solver" not in settings:
+            experiment.sample = chosen = with_suited_solver(chosen)
+        strategy_of(chosen).check_num_clusters(self.loaded.ensemble.num_clusters)
+        shown = prompts or ([] if classes else chosen.prompts)
+        rows = row_conditions(shown, [str(name) for name in classes], experiment, self.manifest)
+        images = sample_images(self.loaded, experiment, rows, chosen.num_per_prompt)
+        return [Image.fromarray(image) for _, _, image in images]

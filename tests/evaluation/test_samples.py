@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,9 +14,12 @@ import pytest
 import torch
 from artifact_files import make_meta
 from PIL import Image
-from tiny_runs import TINY
+from tiny_runs import TINY, settings
 
+import ddm_lightning
+from ddm_lightning import load_ensemble
 from ddm_lightning.cli.commands import _sample_command
+from ddm_lightning.cli.parser import main
 from ddm_lightning.config import Experiment, load_experiment
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.ensemble import Ensemble, LoadedEnsemble
@@ -89,3 +94,38 @@ def test_it_samples_on_the_islands_device(monkeypatch: pytest.MonkeyPatch, finis
         experiment = load_experiment(TINY, [f"island.accelerator={accelerator}"])
         with pytest.raises(AskedError, match=device):
             samples.draw_run(finished_run, experiment, [], tmp_path / "grid.png")
+
+
+@pytest.mark.parametrize("strategy", ["top-1", "bayes"])
+def test_the_python_api_gives_the_images_of_the_command(finished_run: Path, tmp_path: Path, strategy: str) -> None:
+    prompts, grid = ["red disc", "a cross"], tmp_path / "grid.png"
+    options = ["--prompt", prompts[0], "--prompt", prompts[1], "--num", "2", "--seed", "3", "--strategy", strategy]
+    assert main(["sample", *settings(finished_run), *options, "--out", str(grid)]) == 0
+    images = load_ensemble(finished_run).sample(prompts, strategy=strategy, num=2, seed=3)
+    saved = [Image.open(path) for path in sorted(grid.with_suffix("").iterdir())]
+    assert [image.tobytes() for image in images] == [image.tobytes() for image in saved]
+
+
+def test_the_python_api_refuses_what_the_command_refuses(finished_run: Path, tmp_path: Path) -> None:
+    ensemble = load_ensemble(finished_run, device="cpu")
+    assert len(ensemble.sample("red disc", num=1, num_steps=1, solver="heun")) == 1
+    for problem, wrong in {
+        "'best': must be one of": {"strategy": "best"},
+        "does not work with": {"strategy": "bayes", "solver": "euler"},
+        "top_k": {"strategy": "top-k", "top_k": 3},
+        "num_per_prompt": {"num": 0},
+        "'seed' = -1": {"seed": -1},
+        "not on a class": {"classes": [1]},
+    }.items():
+        with pytest.raises(UserError, match=problem):
+            ensemble.sample(["red disc"], **wrong)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=r"experiment\.yaml"):
+        load_ensemble(tmp_path)
+
+
+def test_importing_the_package_imports_no_torch() -> None:
+    code = "import sys, ddm_lightning; sys.exit(bool({'torch', 'numpy', 'lightning'} & {*sys.modules}))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    assert ddm_lightning.DecentralizedEnsemble is samples.DecentralizedEnsemble
+    with pytest.raises(ImportError, match="cannot import name 'nothing'"):
+        from ddm_lightning import nothing  # noqa: F401
