@@ -1,5 +1,6 @@
-"""The code in CONTRIBUTING.md, run as it is printed."""
+"""The code in docs/plugins.md, run as it is printed."""
 
+import re
 import shutil
 import textwrap
 from pathlib import Path
@@ -11,30 +12,30 @@ import yaml
 from shards.mds import WARNINGS
 from training.short_fits import fit, weights
 
-from ddm_lightning.core.registry import EXPERTS
+from ddm_lightning.core.registry import EXPERTS, METRICS
 from ddm_lightning.prepare.records import Broken, Record, Source
 
 pytestmark = WARNINGS
-TEXT = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text(encoding="utf-8")
+TEXT = (Path(__file__).parents[1] / "docs" / "plugins.md").read_text(encoding="utf-8")
 
 
-def block(first_line):
-    """The indented block that begins with this line."""
-    lines = TEXT.splitlines()
-    start = lines.index(f"    {first_line}")
-    end = next(i for i in range(start, len(lines)) if lines[i] and not lines[i].startswith("    "))
-    return textwrap.dedent("\n".join(lines[start:end]))
+def block(line):
+    """The indented block that contains this line."""
+    blocks = re.findall(r"(?:^(?:    .*)?\n)+", TEXT, re.MULTILINE)
+    (found,) = [block for block in blocks if f"    {line}\n" in block]
+    return textwrap.dedent(found)
 
 
-def run(first_line):
-    """What the block defines."""
+def run(line):
+    """Names that the block defines."""
     defined = {"__name__": "printed_in_the_guide"}
-    exec(block(first_line), defined)
+    exec(block(line), defined)
     return defined
 
 
-def test_the_expert_keeps_its_contract():
-    run("import torch")["test_contract"]()
+@pytest.mark.parametrize("line", ["class TwoLayers(nn.Module):", "class Sharpened(Strategy):"])
+def test_the_example_keeps_its_contract(line):
+    run(line)["test_contract"]()
 
 
 @pytest.mark.slow
@@ -42,7 +43,7 @@ def test_the_expert_trained_three_times_from_one_seed_has_the_same_weights(tiny_
     """Whatever is left in the memory that it is built in."""
     experiment = yaml.safe_load(block("# an experiment file"))
     network = experiment["expert"]["network"]
-    monkeypatch.setitem(EXPERTS._built_in, network["name"], run("import torch")["TwoLayers"])
+    monkeypatch.setitem(EXPERTS._built_in, network["name"], run("class TwoLayers(nn.Module):")["TwoLayers"])
     empty, handed_over = torch.empty, []
     for left in (0.0, 1e4, -3.0):
 
@@ -62,7 +63,9 @@ def test_the_source_reads_what_it_says(tmp_path):
     images = np.zeros((3, 4, 4, 3), np.uint8)
     images[1:] = 7
     np.savez(tmp_path / "a.npz", images=images, captions=np.array(["one", "two", "three"]))
-    source = run("from pathlib import Path")["Pairs"](tmp_path)
+    example = run("class Pairs:")
+    example["test_contract"](tmp_path)
+    source = example["Pairs"](tmp_path)
     assert isinstance(source, Source)
     (part,) = source.parts()
     black, *others = source.read(part)
@@ -73,7 +76,21 @@ def test_the_source_reads_what_it_says(tmp_path):
     ]
 
 
+def test_the_metric_is_found_by_name(monkeypatch):
+    monkeypatch.setitem(METRICS._built_in, "colour-gap", run("class ColourGap(Metric):")["ColourGap"])
+    metric = METRICS.build("colour-gap", {})
+    for level in (0, 6):  # black and grey images, mean 3
+        metric.update(np.full((2, 4, 4, 3), level, np.uint8), real=True)
+    metric.update(np.full((3, 4, 4, 3), [3, 6, 7], np.uint8), real=False)
+    assert float(metric.compute()) == 5
+
+
+def test_the_strategy_takes_the_params_of_the_example():
+    settings = yaml.safe_load(block("# an experiment file"))["sample"]
+    strategy = run("class Sharpened(Strategy):")["Sharpened"](**settings["strategy_params"])
+    weights = strategy.weights(torch.tensor([[0.25, 0.75]]))
+    torch.testing.assert_close(weights, torch.tensor([[1 / 28, 27 / 28]]))
+
+
 def test_each_example_in_python_is_run_here():
-    """An indented block that defines a class is one; there are two."""
-    classes = [line.split()[1] for line in TEXT.splitlines() if line.startswith("    class ")]
-    assert classes == ["TwoLayers(nn.Module):", "Pairs:"]
+    assert re.findall(r"^    class (\w+)", TEXT, re.MULTILINE) == ["TwoLayers", "Pairs", "Sharpened", "ColourGap"]

@@ -62,14 +62,16 @@ def test_every_bound_is_explained() -> None:
             assert upper in row, requirement
 
 
-@pytest.mark.parametrize("group", ["experts", "routers", "sources", "image_encoders", "caption_encoders", "features"])
-def test_the_contributors_guide_lists_the_built_in_plug_ins(group: str) -> None:
-    from ddm_lightning.core import registry as networks
-    from ddm_lightning.core import registry as prepare
+@pytest.mark.parametrize(
+    "group",
+    ["experts", "routers", "strategies", "sources", "image_encoders", "caption_encoders", "features", "metrics"],
+)
+def test_the_plug_in_page_lists_the_built_in_ones(group: str) -> None:
+    from ddm_lightning.core import registry as registries
 
-    registry = getattr(networks if group in ("experts", "routers") else prepare, group.upper())
+    registry = getattr(registries, group.upper())
     assert registry.group == f"ddm_lightning.{group}"
-    row = next(row for row in text("CONTRIBUTING.md").splitlines() if row.startswith(f"| `ddm_lightning.{group}`"))
+    row = next(row for row in text("docs/plugins.md").splitlines() if row.startswith(f"| `ddm_lightning.{group}`"))
     assert set(re.findall(r"`([\w-]+)`", row.split("|")[2])) == set(registry.names())
 
 
