@@ -277,7 +277,9 @@ class DecentralizedEnsemble:
         chosen = self.experiment.sample
         if strategy not in (None, chosen.strategy):
             chosen = replace(chosen, strategy=strategy, strategy_params={})
-        chosen = replace(chosen, **settings, **({} if num is None else {"num_per_prompt": num}))
+        if num is not None:
+            settings["num_per_prompt"] = num
+        chosen = replace(chosen, **settings)
         experiment = replace(self.experiment, sample=chosen, seed=self.experiment.seed if seed is None else seed)
         check_experiment(experiment, "sample")
         if "solver" not in settings:

@@ -125,4 +125,4 @@ def test_the_arithmetic_of_a_header_is_right(stem: str) -> None:
     samples = train.max_steps * train.global_batch_size / experiment.prepare.partition.num_clusters
     assert samples * per_sample == pytest.approx(in_all, rel=0.03)
     text = " ".join(header(FOLDER / f"{stem}.yaml").replace("#", " ").split())
-    assert f"{gflop:,} GFLOP a sample" in text and f"{in_all:.1e}".replace("e+", "e") in text
+    assert f"{gflop:,} GFLOP per sample" in text and f"{in_all:.1e}".replace("e+", "e") in text
