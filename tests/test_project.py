@@ -75,13 +75,14 @@ def test_the_plug_in_page_lists_the_built_in_ones(group: str) -> None:
     assert set(re.findall(r"`([\w-]+)`", row.split("|")[2])) == set(registry.names())
 
 
-def test_the_licence_is_apache_2_and_the_pictures_are_credited() -> None:
+def test_the_licence_is_apache_2_and_the_images_are_credited() -> None:
     assert "Apache License\n                           Version 2.0" in text("LICENSE")
     assert "All emojis designed by OpenMoji" in text("NOTICE")
-    assert "CC BY-SA 4.0" in text("NOTICE")
+    for name in ("NOTICE", "README.md"):
+        assert "CC BY-SA 4.0" in text(name) and "docs/images/samples.png" in text(name)
 
 
-def test_no_picture_and_no_weights_are_committed() -> None:
+def test_no_data_and_no_weights_are_committed() -> None:
     if not (ROOT / ".git").exists():
         pytest.skip("no checkout of git")
     done = subprocess.run(["git", "-C", str(ROOT), "ls-files"], check=True, capture_output=True, text=True)
@@ -90,4 +91,5 @@ def test_no_picture_and_no_weights_are_committed() -> None:
         name for name in files if Path(name).suffix in {".svg", ".ttf", ".jpg", ".npy", ".mds", ".safetensors", ".pt"}
     ]
     assert heavy == []
+    assert [name for name in files if name.endswith(".png") and not name.startswith("docs/images/")] == []
     assert [name for name in files if name.startswith("data/")] == ["data/README.md"]
