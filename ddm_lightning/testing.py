@@ -23,7 +23,7 @@ from ddm_lightning.ensemble.routing import Strategy
 from ddm_lightning.ensemble.sampler import sample
 from ddm_lightning.ensemble.velocity import Ensemble
 from ddm_lightning.flow.condition import KINDS, Condition, ConditionSpec
-from ddm_lightning.flow.prediction import PREDICTIONS
+from ddm_lightning.flow.path import PREDICTIONS
 from ddm_lightning.prepare.records import Broken, Source
 
 _SPECS = {

@@ -26,10 +26,10 @@ class _Describe(argparse.Action):
     """Print the schema and exit, as ``--help`` does: no experiment file is needed."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        from ddm_lightning.config import Experiment
-        from ddm_lightning.core.schema import describe
+        from ddm_lightning.config import Experiment, describe
 
-        print("\n".join(describe(Experiment())))
+        for key, form, text in describe(Experiment()):
+            print(f"{key}:{form}\n    {text}")
         parser.exit()
 
 

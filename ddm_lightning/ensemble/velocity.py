@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.flow.condition import Condition
-from ddm_lightning.flow.prediction import guided, to_velocity
+from ddm_lightning.flow.path import guided, to_velocity
 
 Route: TypeAlias = Callable[[Float[Tensor, "b K"]], Float[Tensor, "b K"]]
 """Weights of the experts from the router's probabilities."""

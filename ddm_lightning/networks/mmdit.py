@@ -11,9 +11,9 @@ from ddm_lightning.core.registry import EXPERTS
 from ddm_lightning.flow.condition import Condition, ConditionSpec
 from ddm_lightning.networks.attention import attention
 from ddm_lightning.networks.blocks import FinalLayer, head_norm, modulate, normalised, plain_mlp
+from ddm_lightning.networks.dit import PatchTransformer
 from ddm_lightning.networks.embeddings import TokenEmbedding, TwoLayers, unpatchify
 from ddm_lightning.networks.recipe import Size
-from ddm_lightning.networks.trunk import PatchTransformer
 
 
 class ReadStream(nn.Module):

@@ -361,7 +361,7 @@ def test_a_picture_that_cannot_be_written(
     ("option", "value", "words"),
     [
         ("--num", "0", ["sample.num_per_prompt", "at least 1"]),
-        ("--seed", "-1", ["'seed' = -1", "at least 0"]),
+        ("--seed", "-1", ["'seed' = -1", "from 0"]),
         ("--strategy", "best", ["sample.strategy", "bayes, full, "]),
     ],
 )

@@ -387,13 +387,13 @@ def test_describe_prints_every_key_with_type_default_and_documentation(capsys: p
     assert caught.value.code == 0
     text = capsys.readouterr().out
     for lines in (
-        "seed: int = 0\n    Seed of the partition, ",
+        "seed: int = 0, from 0 to 9223372036854775807\n    Seed of the partition, ",
         "name: str, required\n    Name of the experiment",
-        "expert.train.max_steps: int, required\n    Optimizer steps.\n",
-        "expert.train.gradient_clip_norm: float | null = 1.0\n",
+        "expert.train.max_steps: int, required, at least 1\n    Optimizer steps.\n",
+        "expert.train.gradient_clip_norm: float | null = 1.0, at least 1e-12\n",
         "prepare.caption_encoder.name: str, required\n",
         "expert.network.params: dict[str, Any] = {}\n",
-        'router.timesteps.density: str = "uniform"\n    `logit-normal` or `uniform`.\n',
+        'router.timesteps.density: str = "uniform", one of logit-normal, uniform\n    `logit-normal` or `uniform`.\n',
         "existing` (the clusters of another run, for new data).\n",  # a second line
         "\nisland:\n    Machine.\n",
     ):
