@@ -17,7 +17,7 @@ from ddm_lightning.core.files import atomic_write, sha256_json
 from ddm_lightning.core.registry import STRATEGIES
 from ddm_lightning.encoders.interfaces import ImageEncoder
 from ddm_lightning.ensemble.load import LoadedEnsemble
-from ddm_lightning.ensemble.sampler import sample
+from ddm_lightning.ensemble.routing import sample
 from ddm_lightning.ensemble.velocity import Ensemble
 from ddm_lightning.evaluation.metrics.kid import FEATURE_NETWORK, RESOLUTION, picture_features
 from ddm_lightning.flow.condition import Condition, ConditionSpec

@@ -12,7 +12,7 @@ from torch import Tensor
 from ddm_lightning.config import Experiment
 from ddm_lightning.core.registry import IMAGE_ENCODERS
 from ddm_lightning.ensemble.load import load_single
-from ddm_lightning.ensemble.sampler import sample
+from ddm_lightning.ensemble.routing import sample
 from ddm_lightning.evaluation.metrics.kid import picture_features
 from ddm_lightning.evaluation.split import Split, read_split
 from ddm_lightning.flow.randomness import keyed_generator

@@ -20,8 +20,7 @@ from safetensors import torch as safetensors
 from torch import Tensor, nn
 
 from ddm_lightning.encoders.interfaces import ImageEncoder
-from ddm_lightning.ensemble.routing import Strategy
-from ddm_lightning.ensemble.sampler import sample
+from ddm_lightning.ensemble.routing import Strategy, sample
 from ddm_lightning.ensemble.velocity import Ensemble
 from ddm_lightning.flow.condition import KINDS, Condition, ConditionSpec
 from ddm_lightning.flow.path import PREDICTIONS
@@ -158,9 +157,7 @@ def _check_initial(build: Callable[[], nn.Module]) -> None:
         values = dict(named(second))
         for name, value in named(first):
             same = name not in values or torch.equal(value, values[name])
-            _require(
-                same, f"two networks built from one seed differ in {name!r}: initialise it with torch's generator"
-            )
+            _require(same, f"two networks built from one seed differ in {name!r}: initialise it with torch's generator")
 
 
 def _condition(spec: ConditionSpec) -> Condition | None:

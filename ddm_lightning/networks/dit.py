@@ -10,7 +10,8 @@ from torch.nn import functional
 
 from ddm_lightning.core.registry import EXPERTS
 from ddm_lightning.flow.condition import Condition, ConditionSpec
-from ddm_lightning.networks.blocks import DiTBlock, FinalLayer
+from ddm_lightning.flow.path import Times
+from ddm_lightning.networks.blocks import DiTBlock, FinalLayer, Tokens
 from ddm_lightning.networks.embeddings import (
     ConditionEmbedding,
     TimestepEmbedding,
@@ -88,7 +89,7 @@ class PatchTransformer(nn.Module):
             if part is not self and isinstance(part, _Initialised):
                 part.initialise()
 
-    def tokens(self, x_t: Float[Tensor, "b c h w"]) -> Float[Tensor, "b n d"]:
+    def tokens(self, x_t: Float[Tensor, "b c h w"]) -> Tokens:
         """Embedded patches, plus their positions unless these are rotary.
 
         Raises:
@@ -149,7 +150,7 @@ class Trunk(PatchTransformer):
         if self.shared_modulation is not None:
             nn.init.zeros_(self.shared_modulation.weight)
 
-    def conditioning(self, t: Float[Tensor, " b"], condition: Condition | None) -> Float[Tensor, "b d"]:
+    def conditioning(self, t: Times, condition: Condition | None) -> Float[Tensor, "b d"]:
         """The vector that modulates all blocks, after their shared SiLU.
 
         Raises:
@@ -164,11 +165,11 @@ class Trunk(PatchTransformer):
 
     def run(
         self,
-        tokens: Float[Tensor, "b n d"],
+        tokens: Tokens,
         conditioning: Float[Tensor, "b d"],
         rotation: Float[Tensor, "#b n 2 half"] | None,
         condition: Condition | None,
-    ) -> Float[Tensor, "b n d"]:
+    ) -> Tokens:
         """The tokens after all blocks.
 
         Args:
@@ -219,9 +220,7 @@ class DiT(Trunk):
         super().__init__(x_shape=x_shape, condition=condition, options=options, out_features=out_features)
         self.initialise()
 
-    def forward(
-        self, x_t: Float[Tensor, "b c h w"], t: Float[Tensor, " b"], condition: Condition | None
-    ) -> Float[Tensor, "b c h w"]:
+    def forward(self, x_t: Float[Tensor, "b c h w"], t: Times, condition: Condition | None) -> Float[Tensor, "b c h w"]:
         """The velocity, in the dtype of ``x_t``; ``condition=None`` is the learned null in every row.
 
         Raises:

@@ -12,6 +12,8 @@ from torch.nn import functional
 
 from ddm_lightning.core.registry import ROUTERS
 from ddm_lightning.flow.condition import Condition, ConditionSpec
+from ddm_lightning.flow.path import Times
+from ddm_lightning.networks.blocks import Tokens
 from ddm_lightning.networks.dit import Trunk
 from ddm_lightning.networks.recipe import Architecture
 
@@ -63,7 +65,7 @@ class RouterDiT(Trunk):
         nn.init.normal_(self.class_token, std=0.02)
 
     def forward(
-        self, x_t: Float[Tensor, "b c h w"], t: Float[Tensor, " b"], condition: Condition | None
+        self, x_t: Float[Tensor, "b c h w"], t: Times, condition: Condition | None
     ) -> Float[Tensor, "b num_clusters"]:
         """Logits of the clusters; ``condition=None`` is the learned null in every row.
 
@@ -88,14 +90,14 @@ class RouterDiT(Trunk):
         return logits
 
 
-def sample_kept(tokens: Float[Tensor, "b n d"], dropout: float) -> Int[Tensor, "b kept"]:
+def sample_kept(tokens: Tokens, dropout: float) -> Int[Tensor, "b kept"]:
     """Indices of the tokens that each row keeps: a random ``1 - dropout`` of them, at least one, in random order."""
     b, n, _ = tokens.shape
     num_kept = max(1, round(n * (1 - dropout)))
     return torch.rand(b, n, device=tokens.device).argsort(dim=1)[:, :num_kept]
 
 
-def pick(tokens: Float[Tensor, "b n d"], kept: Int[Tensor, "b kept"]) -> Float[Tensor, "b kept d"]:
+def pick(tokens: Tokens, kept: Int[Tensor, "b kept"]) -> Float[Tensor, "b kept d"]:
     """The tokens with indices ``kept``, row by row."""
     return tokens.gather(1, kept[:, :, None].expand(-1, -1, tokens.shape[2]))
 

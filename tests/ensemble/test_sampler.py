@@ -10,7 +10,7 @@ from ensemble_networks import Aimed, FixedRouter
 from torch import Tensor, nn
 
 from ddm_lightning.core.errors import UserError
-from ddm_lightning.ensemble.sampler import sample
+from ddm_lightning.ensemble.routing import sample
 from ddm_lightning.ensemble.strategies.bayes import Bayes
 from ddm_lightning.ensemble.velocity import Ensemble
 from ddm_lightning.flow.condition import Condition
