@@ -142,7 +142,7 @@ def _is_collected(members: Sequence[str], experiment: Experiment) -> bool:
     """Whether the folder holds a manifest that was prepared elsewhere, and artifacts of all members.
 
     Raises:
-        UserError: some artifacts are missing. To prepare and train here is not what the user wants.
+        UserError: some artifacts are missing. The user expects to copy them, not to prepare and train here.
     """
     run = RunFolder.of(experiment)
     is_copy = (run.prepared / "manifest.json").exists() and not (run.prepared / "parts.json").exists()

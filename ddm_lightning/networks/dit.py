@@ -21,7 +21,7 @@ from ddm_lightning.networks.embeddings import (
     sincos_positions,
     unpatchify,
 )
-from ddm_lightning.networks.recipe import Architecture, Size
+from ddm_lightning.networks.recipe import Architecture
 
 
 @runtime_checkable
@@ -32,16 +32,14 @@ class _Initialised(Protocol):
 
 
 class PatchTransformer(nn.Module):
-    """Base of all networks: embeddings of patches and time, whatever the blocks.
+    """Base of all networks: embeddings of patches and time, for any kind of block.
 
     A subclass adds ``blocks`` and calls ``initialise`` once all parameters exist.
 
     Args:
         x_shape: (channels, height, width) of ``x_t``; height and width in pixels or latent cells.
-        size: width, depth and heads.
-        patch_size: edge of a square patch, in cells of ``x_t``.
-        mlp_ratio: hidden features of a block's MLP, as a multiple of its width.
-        rope: give blocks a ``rotation`` of queries and keys, instead of adding ``positions`` to the patches.
+        options: patches and size; with ``rope`` blocks rotate queries and keys by ``rotation``, else ``positions`` are
+            added to the patches.
 
     Raises:
         ValueError: sizes that do not fit each other.
@@ -50,11 +48,10 @@ class PatchTransformer(nn.Module):
     positions: Tensor | None
     rotation: Float[Tensor, "1 n 2 half"] | None
 
-    def __init__(
-        self, *, x_shape: tuple[int, int, int], size: Size, patch_size: int, mlp_ratio: float, rope: bool = False
-    ) -> None:
+    def __init__(self, x_shape: tuple[int, int, int], options: Architecture) -> None:
         super().__init__()
-        depth, width, num_heads = size
+        depth, width, num_heads = options.sizes()
+        patch_size, mlp_ratio, rope = options.patch_size, options.mlp_ratio, options.rope
         for name, number in (("width", width), ("depth", depth), ("num_heads", num_heads), ("patch_size", patch_size)):
             if number < 1:
                 raise ValueError(f"{name} = {number} must be at least 1")
@@ -128,14 +125,8 @@ class Trunk(PatchTransformer):
     def __init__(
         self, *, x_shape: tuple[int, int, int], condition: ConditionSpec, options: Architecture, out_features: int
     ) -> None:
-        depth, width, num_heads = size = options.sizes()
-        super().__init__(
-            x_shape=x_shape,
-            size=size,
-            patch_size=options.patch_size,
-            mlp_ratio=options.mlp_ratio,
-            rope=options.rope,
-        )
+        super().__init__(x_shape, options)
+        depth, width, num_heads = options.sizes()
         reads_tokens = condition.kind == "tokens"
         is_vector = condition.kind in ("text", "class")
         self.condition_embedding = ConditionEmbedding(condition, width) if is_vector else None

@@ -16,7 +16,7 @@ from ddm_lightning.networks.attention import attention
 from ddm_lightning.networks.blocks import FinalLayer, Tokens, head_norm, modulate, normalised, plain_mlp
 from ddm_lightning.networks.dit import PatchTransformer
 from ddm_lightning.networks.embeddings import TokenEmbedding, TwoLayers, unpatchify
-from ddm_lightning.networks.recipe import Size
+from ddm_lightning.networks.recipe import Architecture
 
 Heads: TypeAlias = Float[Tensor, "b n h e"]
 Modulation: TypeAlias = Float[Tensor, "b 1 features"]
@@ -162,9 +162,10 @@ class MMDiT(PatchTransformer):
     ) -> None:
         if condition.kind != "tokens":
             raise ValueError(f"the text stream needs condition.kind=tokens, not {condition.kind}")
-        super().__init__(
-            x_shape=x_shape, size=Size(depth, width, num_heads), patch_size=patch_size, mlp_ratio=mlp_ratio
+        options = Architecture(
+            width=width, depth=depth, num_heads=num_heads, patch_size=patch_size, mlp_ratio=mlp_ratio
         )
+        super().__init__(x_shape, options)
         self.token_embedding = TokenEmbedding(condition, width)
         self.pooled_text = PooledText(width)
         self.blocks = nn.ModuleList(
