@@ -19,8 +19,8 @@ from PIL import Image
 from tiny_runs import MEMBERS, ROOT, STEPS, TINY, copy_run, settings
 
 from ddm_lightning import __version__
-from ddm_lightning.cli import commands, parser
-from ddm_lightning.cli.parser import build_parser, main
+from ddm_lightning.cli import parser
+from ddm_lightning.cli.parser import main
 from ddm_lightning.config import load_experiment, to_dict
 from ddm_lightning.members.member import parse_members
 
@@ -63,12 +63,6 @@ def test_the_help_is_the_frozen_one(capsys: pytest.CaptureFixture[str], monkeypa
 def unified(text: str) -> str:
     """Without what differs between the Pythons: 3.13 names an option's value once."""
     return re.sub(r"\s+", " ", text.replace("-c FILE, --config FILE", "-c, --config FILE"))
-
-
-def test_every_command_is_in_the_help() -> None:
-    assert {*commands.COMMANDS, "config"} == set(COMMANDS)
-    for command in COMMANDS:
-        assert build_parser().parse_args([command, "-c", "file"]).command == command
 
 
 @pytest.mark.parametrize("command", [[], ["fit"], ["sample"]])
@@ -172,17 +166,6 @@ def test_status_after_the_run(capsys: pytest.CaptureFixture[str], finished_run: 
         assert re.search(row, table, re.MULTILINE), table
     assert f"curves: tensorboard --logdir {run}" in table
     assert "monolith" not in table
-
-
-def test_status_of_artifacts_that_islands_handed_over(
-    capsys: pytest.CaptureFixture[str], finished_run: Path, tmp_path: Path
-) -> None:
-    run = copy_run(finished_run, tmp_path / "run")
-    for member in MEMBERS:
-        (run / "members" / member / "status.json").unlink()
-    table = called(capsys, "status", *settings(run))
-    for member in MEMBERS:
-        assert re.search(rf"^ ?{member} +done +{STEPS[member]}/{STEPS[member]} +\d", table, re.MULTILINE), table
 
 
 def test_a_second_fit_does_nothing_and_says_so(

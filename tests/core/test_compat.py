@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import ast
 import re
 import subprocess
 import sys
@@ -88,16 +87,3 @@ def test_the_version_is_the_one_that_is_packaged() -> None:
     packaged = re.search(r'version="([^"]+)"', (ROOT / "setup.py").read_text(encoding="utf-8"))
     assert packaged is not None
     assert ddm_lightning.__version__ == packaged.group(1)
-
-
-def test_the_package_says_that_it_is_typed() -> None:
-    assert (ROOT / "ddm_lightning" / "py.typed").is_file()
-    assert "py.typed" in (ROOT / "setup.py").read_text(encoding="utf-8")
-
-
-def test_every_module_has_annotations_that_are_not_evaluated() -> None:
-    for file in (ROOT / "ddm_lightning").rglob("*.py"):
-        tree = ast.parse(file.read_text(encoding="utf-8"))
-        if any(isinstance(node, ast.FunctionDef | ast.AnnAssign) for node in ast.walk(tree)):
-            imported = [node for node in tree.body if isinstance(node, ast.ImportFrom) and node.module == "__future__"]
-            assert imported, file

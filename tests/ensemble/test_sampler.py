@@ -137,12 +137,6 @@ def test_bayes_starts_from_the_router_or_the_priors(router_prior: bool, shares: 
     assert len(router.conditions) == int(router_prior)  # one batch, asked once
 
 
-def test_bayes_needs_no_router() -> None:
-    ensemble = Ensemble([Linear(1.0, 0.3), Linear(-1.0, 0.2)], None, [0.25, 0.75])
-    got = draw(ensemble, 400, strategy="bayes", solver="ancestral")
-    assert (got.mean((1, 2, 3)) > 0).float().mean().item() == pytest.approx(0.25, abs=0.087)
-
-
 @pytest.mark.parametrize(("strategy", "solver"), WAYS)
 def test_progress_rises_to_the_number_of_samples(strategy: str, solver: str) -> None:
     seen: list[float] = []
