@@ -136,7 +136,7 @@ class Ensemble:
                 continue
             part = None if condition is None else condition.rows(rows)
             of_expert = self.expert_velocity(k, x_t[rows], t[rows], part, guidance_scale)
-            share = expand_time(weights[rows, k], x_t)
+            share = expand_time(weights[rows, k], of_expert)
             velocity.index_add_(0, rows, (share * of_expert).to(velocity.dtype))
         return velocity
 

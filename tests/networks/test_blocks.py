@@ -21,7 +21,7 @@ from ddm_lightning.networks.blocks import (
 )
 from ddm_lightning.networks.dit import Trunk
 from ddm_lightning.networks.embeddings import axial_rotation
-from ddm_lightning.networks.recipe import Recipe
+from ddm_lightning.networks.recipe import Architecture, Recipe
 
 RECIPES = [
     {"mlp": mlp, "norm": norm, "modulation": modulation, "qk_norm": new, "rope": new}
