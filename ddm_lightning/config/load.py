@@ -179,9 +179,10 @@ def describe(section: Any, prefix: str = "") -> Iterator[tuple[str, str, str]]:
     for name, hint in checks.hints(kind).items():
         key, default, text = prefix + name, getattr(section, name), _docs(kind)[name].replace("``", "`")
         inner, _ = checks.without_none(hint)
-        if is_dataclass(inner):
+        is_section = is_dataclass(inner)
+        if is_section:
             yield key, "" if default else " null by default", text
-            yield from describe(default or inner(), f"{key}.")  # type: ignore[operator]
+            yield from describe(default or inner(), f"{key}.")
         else:
             form = inspect.formatannotation(hint).replace("typing.", "").replace("None", "null")
             value = ", required" if default == checks.MISSING_MARK else f" = {json.dumps(default)}"

@@ -264,7 +264,8 @@ def _short(value: Any) -> str:
 def build(value: Any, kind: Any) -> Any:
     """Build the dataclass ``kind`` from checked, resolved and complete dicts."""
     kind, _ = without_none(kind)
-    if not is_dataclass(kind) or value is None:
+    is_section = is_dataclass(kind)
+    if value is None or not is_section:
         return float(value) if kind is float and value is not None else value
     kinds = hints(kind)
-    return kind(**{name: build(inner, kinds[name]) for name, inner in value.items()})  # type: ignore[operator]
+    return kind(**{name: build(inner, kinds[name]) for name, inner in value.items()})
