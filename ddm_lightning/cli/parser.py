@@ -89,9 +89,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         0 on success, 1 when a member failed, 2 on bad input, 130 after Ctrl-C.
     """
-    options = _parse(arguments)
     try:
-        return _run(options)
+        return _run(_parse(arguments))
     except BrokenPipeError:
         # The reader, such as head, has closed the pipe. Python would complain at exit that it cannot write the rest.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
