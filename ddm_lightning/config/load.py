@@ -175,7 +175,7 @@ def describe(section: Any, prefix: str = "") -> Iterator[tuple[str, str, str]]:
     Yields:
         The dotted key; type, default and limits; documentation.
     """
-    kind = type(section)
+    kind: Any = type(section)
     for name, hint in checks.hints(kind).items():
         key, default, text = prefix + name, getattr(section, name), _docs(kind)[name].replace("``", "`")
         inner, _ = checks.without_none(hint)
