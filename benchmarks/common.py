@@ -15,14 +15,15 @@ from pathlib import Path
 from types import FrameType
 
 import torch
+from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
 from ddm_lightning.config import Experiment, load_experiment
 from ddm_lightning.core.errors import UserError
-from ddm_lightning.core.files import atomic_write_json, atomic_write_text
-from ddm_lightning.core.formatting import TimeColumn
+from ddm_lightning.core.files import atomic_write, atomic_write_json, atomic_write_text
+from ddm_lightning.core.formatting import time_column
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 INTERRUPTED = 130
@@ -120,7 +121,7 @@ def progress(console: Console) -> Progress:
         TextColumn("{task.description:<22}"),
         BarColumn(),
         MofNCompleteColumn(),
-        TimeColumn(),
+        time_column(),
         console=console,
     )
 
@@ -215,3 +216,8 @@ def command() -> str:
 def by_time(prefix: str, times: Sequence[float], values: Sequence[float]) -> dict[str, float]:
     """Figures such as ``router_accuracy_t0.50``."""
     return {f"{prefix}_t{t:.2f}": value for t, value in zip(times, values, strict=True)}
+
+
+def save_figure(path: Path, figure: Figure) -> None:
+    """Write ``figure`` to ``path`` as PNG, atomically."""
+    atomic_write(path, lambda temporary: figure.savefig(temporary, format="png", dpi=120))

@@ -17,9 +17,9 @@ from ddm_lightning.core.files import atomic_write, sha256_json
 from ddm_lightning.core.registry import STRATEGIES
 from ddm_lightning.encoders.interfaces import ImageEncoder
 from ddm_lightning.ensemble.load import LoadedEnsemble
-from ddm_lightning.ensemble.sampler import sample
+from ddm_lightning.ensemble.routing import sample
 from ddm_lightning.ensemble.velocity import Ensemble
-from ddm_lightning.evaluation.metrics.kid import FEATURE_NETWORK, RESOLUTION, picture_features
+from ddm_lightning.evaluation.metrics.kid import FEATURE_NETWORK, RESOLUTION, image_features
 from ddm_lightning.flow.condition import Condition, ConditionSpec
 from ddm_lightning.networks.flops import flops_per_sample
 
@@ -99,7 +99,7 @@ def real_features(
 ) -> Float[Tensor, "n d"]:
     """Features of a split's pictures, as the image encoder gives them back."""
     made_from = {"x_0": _digest(x_0), "features": [FEATURE_NETWORK, RESOLUTION]}
-    arrays = cache.get(name, made_from, lambda: {"features": picture_features(encoder.decode(x_0)).numpy()})
+    arrays = cache.get(name, made_from, lambda: {"features": image_features(encoder.decode(x_0)).numpy()})
     return torch.from_numpy(arrays["features"])
 
 
@@ -153,7 +153,7 @@ def draw(
             )
         images = encoder.decode(x_0)
         rows = np.array([ensemble.expert_rows - before, routed.rows])
-        return {"images": images, "features": picture_features(images).numpy(), "rows": rows}
+        return {"images": images, "features": image_features(images).numpy(), "rows": rows}
 
     arrays = cache.get(method.name, made_from, make)
     progress(settings.num)

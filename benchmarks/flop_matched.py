@@ -20,7 +20,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from common import Report, call, console, load, parse, parser, progress, run, use_all_threads
+from common import Report, call, console, load, parse, parser, progress, run, save_figure, use_all_threads
 from drawing import METHODS, Cache, Drawn, Method, Settings, draw, real_features
 from jaxtyping import UInt8
 from matplotlib.figure import Figure
@@ -32,7 +32,6 @@ from ddm_lightning.config import Experiment, check_experiment
 from ddm_lightning.core.devices import resolve_accelerator
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import sha256_file
-from ddm_lightning.core.grids import save_figure
 from ddm_lightning.core.registry import IMAGE_ENCODERS, METRICS
 from ddm_lightning.ensemble.load import load_ensemble, load_single
 from ddm_lightning.evaluation.metrics.kid import KernelDistance

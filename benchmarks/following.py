@@ -12,8 +12,8 @@ from torch import Tensor
 from ddm_lightning.config import Experiment
 from ddm_lightning.core.registry import IMAGE_ENCODERS
 from ddm_lightning.ensemble.load import load_single
-from ddm_lightning.ensemble.sampler import sample
-from ddm_lightning.evaluation.metrics.kid import picture_features
+from ddm_lightning.ensemble.routing import sample
+from ddm_lightning.evaluation.metrics.kid import image_features
 from ddm_lightning.evaluation.split import Split, read_split
 from ddm_lightning.flow.randomness import keyed_generator
 from ddm_lightning.members.run_folder import RunFolder
@@ -42,7 +42,7 @@ class Prompts:
         assert condition is not None  # there are prompts
         self.condition = condition.rows(rows)
         self.names = _names(whole, rows, self.kind)
-        self.features = picture_features(self.encoder.decode(whole.x_0[rows]))
+        self.features = image_features(self.encoder.decode(whole.x_0[rows]))
         order = torch.randperm(len(rows), generator=keyed_generator(self.seed, "prompts"))
         self.drawn = order[:num]
         counts = Counter(self.names)
@@ -66,7 +66,7 @@ class Prompts:
             seed=self.seed,
             batch_size=BATCH_SIZE,
         )
-        found = nearest(picture_features(self.encoder.decode(x_0)), self.features)
+        found = nearest(image_features(self.encoder.decode(x_0)), self.features)
         return sum(self.names[i] == self.names[j] for i, j in zip(self.drawn.tolist(), found, strict=True)) / len(found)
 
 

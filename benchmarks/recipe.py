@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
-from common import call, console, load, parse, parser, progress, run
+from common import call, console, load, parse, parser, progress, run, save_figure
 
 from ddm_lightning.core import processes
 from ddm_lightning.core.compat import ensure_torchvision_importable
@@ -30,9 +30,7 @@ from step_gpu import XL2  # noqa: E402
 from step_networks import Sizes  # noqa: E402
 
 from ddm_lightning.config import Experiment, load_experiment  # noqa: E402
-from ddm_lightning.core.errors import UserError  # noqa: E402
-from ddm_lightning.core.grids import save_figure  # noqa: E402
-from ddm_lightning.core.schema import first_line  # noqa: E402
+from ddm_lightning.core.errors import UserError, first_line  # noqa: E402
 from ddm_lightning.members.member import batch_size  # noqa: E402
 from ddm_lightning.members.run_folder import RunFolder  # noqa: E402
 from ddm_lightning.shards.manifest import DataSizes, Manifest  # noqa: E402

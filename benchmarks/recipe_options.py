@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 from ddm_lightning.config import Experiment
-from ddm_lightning.config.validate import CHOICES
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import EXPERTS
 from ddm_lightning.members.member import Member, batch_size
-from ddm_lightning.networks import recipe
+from ddm_lightning.networks.recipe import Recipe
 from ddm_lightning.shards.manifest import DataSizes, Manifest
 from ddm_lightning.training.optimizer import has_muon_matrices
 
@@ -85,10 +85,10 @@ def chosen(names: Sequence[str] | None, *lists: Sequence[Option]) -> list[list[O
 
 
 def _network(experiment: Experiment) -> Iterator[Option]:
-    """Switches and words of ``recipe.Recipe``; its one number, ``mlp_ratio``, is a size."""
+    """Switches and words of ``Recipe``; its one number, ``mlp_ratio``, is a size."""
     network = experiment.expert.network
-    for choice in fields(recipe.Recipe):
-        values = (False, True) if isinstance(choice.default, bool) else recipe.CHOICES.get(choice.name, ())
+    for choice in fields(Recipe):
+        values = (False, True) if isinstance(choice.default, bool) else choice.metadata.get("choices", ())
         own = network.params.get(choice.name, choice.default)
         for value in values:
             if value != own and _takes(experiment, choice.name, value):
@@ -108,7 +108,7 @@ def _training(experiment: Experiment, sizes: Manifest | DataSizes) -> Iterator[O
     """No schedule, decay or limit is timed: the gradient's norm is measured at each step, also where none is set."""
     expert = experiment.expert
     train = expert.train
-    for optimizer in CHOICES[f"{TRAIN}.optimizer"]:
+    for optimizer in _choices(f"{TRAIN}.optimizer"):
         # What refuses Muon.
         if optimizer != train.optimizer and has_muon_matrices(Member.resolve(MEMBER, experiment, sizes).plan_network()):
             yield Option(f"{TRAIN}.optimizer", optimizer, costs=True, brings=True)
@@ -141,8 +141,15 @@ def _other_dropout(experiment: Experiment) -> list[float]:
     return [2 * experiment.condition.dropout if 0 < experiment.condition.dropout <= 0.5 else DROPOUT]
 
 
+def _choices(key: str) -> Sequence[str]:
+    """Words that the experiment's ``key`` may have."""
+    section, _, name = key.rpartition(".")
+    kind = type(functools.reduce(getattr, section.split("."), Experiment()))
+    return next(field.metadata["choices"] for field in fields(kind) if field.name == name)
+
+
 def _words(key: str, own: str) -> list[str]:
-    return [word for word in CHOICES[key] if word != own]
+    return [word for word in _choices(key) if word != own]
 
 
 def _island(experiment: Experiment) -> Iterator[Option]:

@@ -12,20 +12,20 @@ from argparse import Namespace
 from collections.abc import Mapping, Sequence
 
 import probe
-from common import Report, by_time, call, console, load, parse, parser, progress, run, use_all_threads
+import torch
+from common import Report, by_time, call, console, load, parse, parser, progress, run, save_figure, use_all_threads
 from jaxtyping import Float
+from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from ddm_lightning.config import Experiment
 from ddm_lightning.core.errors import UserError
-from ddm_lightning.core.grids import save_figure
 from ddm_lightning.ensemble.load import load_member
 from ddm_lightning.evaluation.routing import (
     TIMES,
     Classifier,
     RoutingScore,
     router_classifier,
-    routing_figure,
     score_by_time,
     standard_error,
 )
@@ -68,6 +68,39 @@ def main(arguments: Sequence[str] | None) -> None:
     report.show(console())
     print(f"figure: {path}")
     report.write(options.json)
+
+
+def routing_figure(scores: Mapping[str, Sequence[RoutingScore]], majority: float, num_clusters: int) -> Figure:
+    """Plot accuracy and NLL by time, and confidence against accuracy over all times.
+
+    Args:
+        scores: scores of each classifier by time; the keys label the legend.
+        majority: share of the largest cluster, which is the accuracy of always choosing it.
+        num_clusters: K.
+    """
+    figure = Figure(figsize=(13, 4), layout="constrained")
+    accuracy, nll, reliability = figure.subplots(1, 3)
+    for name, at_times in scores.items():
+        times = [at.t for at in at_times]
+        accuracy.plot(times, [at.accuracy for at in at_times], "o-", label=name)
+        nll.plot(times, [at.nll for at in at_times], "o-", label=name)
+        share = torch.stack([at.share for at in at_times])
+        filled = share.sum(0) > 0
+        pooled = [
+            ((share * torch.stack(parts)).sum(0) / share.sum(0).clamp_min(1e-12))[filled].numpy()
+            for parts in ([at.confidence for at in at_times], [at.hits for at in at_times])
+        ]
+        reliability.plot(*pooled, "o-", label=name)
+    accuracy.axhline(majority, color="0.6", linestyle=":", label="largest cluster")
+    nll.axhline(float(torch.tensor(float(num_clusters)).log()), color="0.6", linestyle=":", label="uniform")
+    reliability.plot([0, 1], [0, 1], color="0.6", linestyle=":", label="honest")
+    accuracy.set(title="held-out accuracy", xlabel="t (1 is noise)", ylim=(0, 1))
+    nll.set(title="held-out NLL (nats)", xlabel="t (1 is noise)", ylim=(0, None))
+    reliability.set(title="reliability, all t", xlabel="confidence", ylabel="accuracy", xlim=(0, 1), ylim=(0, 1))
+    for axis in (accuracy, nll, reliability):
+        axis.legend(fontsize=8)
+        axis.grid(alpha=0.3)
+    return figure
 
 
 def _trained_router(folder: RunFolder, experiment: Experiment, options: Namespace) -> nn.Module:

@@ -1,4 +1,4 @@
-"""The contract of plug-in experts, for the tests of their authors.
+"""Contracts of plug-ins, for the tests of their authors.
 
 from functools import partial
 from ddm_lightning.testing import check_expert
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,11 +20,10 @@ from safetensors import torch as safetensors
 from torch import Tensor, nn
 
 from ddm_lightning.encoders.interfaces import ImageEncoder
-from ddm_lightning.ensemble.routing import Strategy
-from ddm_lightning.ensemble.sampler import sample
+from ddm_lightning.ensemble.routing import Strategy, sample
 from ddm_lightning.ensemble.velocity import Ensemble
 from ddm_lightning.flow.condition import KINDS, Condition, ConditionSpec
-from ddm_lightning.flow.prediction import PREDICTIONS
+from ddm_lightning.flow.path import PREDICTIONS
 from ddm_lightning.prepare.records import Broken, Source
 
 _SPECS = {
@@ -34,14 +34,16 @@ _SPECS = {
 }
 _NUM_ROWS = 4
 _NUM_KEPT = 3
+_NUM_CLUSTERS = 3
 
 
 class _Batch(NamedTuple):
-    """Arguments of ``forward``."""
+    """Arguments of ``forward``, and the shape of a row of its output."""
 
     x_t: Tensor
     t: Tensor
     condition: Condition | None
+    out_shape: tuple[int, ...]
 
 
 def check_expert(
@@ -69,21 +71,62 @@ def check_expert(
         AssertionError: one line with the problem and the kind of condition.
     """
     for kind in kinds:
-        with torch.random.fork_rng(devices=[]), _context(f"expert for x_shape={x_shape}, condition {kind!r}"):
-            torch.manual_seed(0)
-            _check(factory, x_shape, _SPECS[kind])
+        with _checking(f"expert for x_shape={x_shape}, condition {kind!r}"):
+            _check_network(factory, x_shape, _SPECS[kind])
 
 
-def _check(factory: Callable[..., Any], x_shape: tuple[int, int, int], spec: ConditionSpec) -> None:
-    _check_initial(factory, x_shape, spec)
-    expert = _build(factory, x_shape, spec)
+def check_router(
+    factory: Callable[..., Any], *, x_shape: tuple[int, int, int] = (3, 8, 8), kinds: Sequence[str] = KINDS
+) -> None:
+    """Check on a CPU that the routers built by ``factory`` can be trained, stored and used in an ensemble.
+
+    The requirements are those of ``check_expert``, for logits [b, K] instead of a prediction.
+
+    Args:
+        factory: called as ``factory(x_shape=…, condition=…, num_clusters=…)``.
+        x_shape: (channels, height, width) of a sample.
+        kinds: kinds of condition to check.
+
+    Raises:
+        AssertionError: one line with the problem and the kind of condition.
+    """
+    for kind in kinds:
+        with _checking(f"router for x_shape={x_shape}, condition {kind!r}"):
+            _check_network(partial(factory, num_clusters=_NUM_CLUSTERS), x_shape, _SPECS[kind], is_router=True)
+
+
+def _check_network(
+    factory: Callable[..., Any], x_shape: tuple[int, int, int], spec: ConditionSpec, is_router: bool = False
+) -> None:
+    def build() -> nn.Module:
+        with _running("the factory"):
+            network = factory(x_shape=x_shape, condition=spec)
+        _require(isinstance(network, nn.Module), f"the factory returns a {type(network).__name__}, not an nn.Module")
+        prediction, choices = getattr(network, "prediction", None), ", ".join(PREDICTIONS)
+        is_known = is_router or prediction in PREDICTIONS
+        _require(is_known, f"its attribute 'prediction' is {prediction!r}, not one of {choices}")
+        return network
+
+    _check_initial(build)
+    network = build()
     with torch.no_grad():
-        for parameter in expert.parameters():
+        for parameter in network.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
     x_t, t = torch.randn(_NUM_ROWS, *x_shape), torch.linspace(0.1, 0.9, _NUM_ROWS)
-    batch = _Batch(x_t, t, _condition(spec))
-    _check_gradients(expert, batch)
-    _check_in_eval(expert, _build(factory, x_shape, spec), batch)
+    batch = _Batch(x_t, t, _condition(spec), (_NUM_CLUSTERS,) if is_router else x_shape)
+    _check_gradients(network, batch)
+    _check_in_eval(network, build(), batch)
+
+
+@contextmanager
+def _checking(what: str) -> Iterator[None]:
+    """Begin the line of a failed requirement with ``what``; leave the global generator unchanged."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        try:
+            yield
+        except AssertionError as error:
+            raise AssertionError(f"{what}: {error}") from error.__cause__
 
 
 @contextmanager
@@ -100,30 +143,21 @@ def _require(holds: bool, otherwise: str) -> None:
         raise AssertionError(otherwise)
 
 
-def _build(factory: Callable[..., Any], x_shape: tuple[int, int, int], spec: ConditionSpec) -> nn.Module:
-    with _running("the factory"):
-        expert = factory(x_shape=x_shape, condition=spec)
-    _require(isinstance(expert, nn.Module), f"the factory returns a {type(expert).__name__}, not an nn.Module")
-    prediction, choices = getattr(expert, "prediction", None), ", ".join(PREDICTIONS)
-    _require(prediction in PREDICTIONS, f"its attribute 'prediction' is {prediction!r}, not one of {choices}")
-    return expert
-
-
-def _check_initial(factory: Callable[..., Any], x_shape: tuple[int, int, int], spec: ConditionSpec) -> None:
+def _check_initial(build: Callable[[], nn.Module]) -> None:
     """Build twice from one seed; the first time, ``torch.empty`` gives NaN."""
     seed, mode = torch.initial_seed(), torch.get_deterministic_debug_mode()
     torch.set_deterministic_debug_mode("warn")
     try:
-        first = _build(factory, x_shape, spec)
+        first = build()
     finally:
         torch.set_deterministic_debug_mode(mode)
     torch.manual_seed(seed)
-    second = _build(factory, x_shape, spec)
+    second = build()
     for named in (nn.Module.named_parameters, nn.Module.named_buffers):
         values = dict(named(second))
         for name, value in named(first):
             same = name not in values or torch.equal(value, values[name])
-            _require(same, f"two experts built from one seed differ in {name!r}: initialise it, with torch's generator")
+            _require(same, f"two networks built from one seed differ in {name!r}: initialise it with torch's generator")
 
 
 def _condition(spec: ConditionSpec) -> Condition | None:
@@ -137,12 +171,11 @@ def _condition(spec: ConditionSpec) -> Condition | None:
     return Condition(values, torch.arange(_NUM_ROWS) < _NUM_KEPT)
 
 
-def _forward(network: nn.Module, batch: _Batch, num_logits: int | None = None) -> Tensor:
-    """The output, if it is like ``x_t``, or ``num_logits`` numbers per row, and finite."""
+def _forward(network: nn.Module, batch: _Batch) -> Tensor:
     with _running(f"forward with {'a condition' if batch.condition is not None else 'condition=None'}"):
-        out = network(*batch)
+        out = network(batch.x_t, batch.t, batch.condition)
     _require(isinstance(out, Tensor), f"forward returns a {type(out).__name__}, not a tensor")
-    _check_output(out, batch.x_t if num_logits is None else batch.x_t.new_empty(len(batch.x_t), num_logits))
+    _check_output(out, batch.x_t.new_empty(len(batch.x_t), *batch.out_shape))
     return out
 
 
@@ -158,33 +191,29 @@ def _agree(a: Tensor, b: Tensor) -> bool:
     return torch.allclose(a, b, rtol=1e-3, atol=1e-4 * float(b.abs().max()))
 
 
-def _check_gradients(expert: nn.Module, batch: _Batch) -> None:
-    out = _forward(expert.train(), batch)
+def _check_gradients(network: nn.Module, batch: _Batch) -> None:
+    out = _forward(network.train(), batch)
     with _running("backward"):
         (out * torch.randn_like(out)).sum().backward()
-    for name, parameter in expert.named_parameters():
+    for name, parameter in network.named_parameters():
         if parameter.requires_grad:
             gradient = torch.zeros(1) if parameter.grad is None else parameter.grad
             _require(bool((gradient != 0).any()), f"no gradient reaches parameter {name!r}")
             _require(bool(gradient.isfinite().all()), f"gradient of {name!r} not finite")
 
 
-def _check_in_eval(network: nn.Module, fresh: nn.Module, batch: _Batch, num_logits: int | None = None) -> None:
+def _check_in_eval(network: nn.Module, fresh: nn.Module, batch: _Batch) -> None:
     """Check rows, condition and state of a network; ``fresh`` is another one, built alike."""
-
-    def forward(network: nn.Module, batch: _Batch) -> Tensor:
-        return _forward(network, batch, num_logits)
-
     network.eval()
     with torch.no_grad():
-        out = forward(network, batch)
+        out = _forward(network, batch)
         for row in torch.arange(_NUM_ROWS).split(1):
             condition = None if batch.condition is None else batch.condition.rows(row)
-            alone = forward(network, _Batch(batch.x_t[row], batch.t[row], condition))
+            alone = _forward(network, batch._replace(x_t=batch.x_t[row], t=batch.t[row], condition=condition))
             _require(_agree(alone, out[row]), "a row's output depends on the other rows of its batch")
         if batch.condition is not None:
-            unconditional = forward(network, batch._replace(condition=None))
-            null = forward(network, batch._replace(condition=batch.condition.null()))
+            unconditional = _forward(network, batch._replace(condition=None))
+            null = _forward(network, batch._replace(condition=batch.condition.null()))
             _require(_agree(null, unconditional), "condition=None differs from a condition whose rows are all null")
             changed = not _agree(out[:_NUM_KEPT], unconditional[:_NUM_KEPT])
             _require(changed, "the condition does not change the output")
@@ -192,56 +221,8 @@ def _check_in_eval(network: nn.Module, fresh: nn.Module, batch: _Batch, num_logi
             stored = safetensors.save(network.state_dict())
         with _running("load_state_dict"):
             fresh.load_state_dict(safetensors.load(stored))
-        restored = forward(fresh.eval(), batch)
         problem = "a network rebuilt from its state_dict answers differently: some state is not in it"
-        _require(_agree(restored, out), problem)
-
-
-@contextmanager
-def _context(where: str) -> Iterator[None]:
-    """Say where a requirement failed."""
-    try:
-        yield
-    except AssertionError as error:
-        raise AssertionError(f"{where}: {error}") from error.__cause__
-
-
-def check_router(
-    factory: Callable[..., Any], *, x_shape: tuple[int, int, int] = (3, 8, 8), kinds: Sequence[str] = KINDS
-) -> None:
-    """Check on a CPU that the routers that ``factory`` builds can be trained, stored and used in an ensemble.
-
-    The checks are those of ``check_expert`` on rows, condition, gradients and ``state_dict``, for logits [b, K].
-
-    Args:
-        factory: called as ``factory(x_shape=…, condition=…, num_clusters=…)``.
-        x_shape: (channels, height, width) of a sample that the router can take.
-        kinds: the kinds of condition that the router can take.
-
-    Raises:
-        AssertionError: one line with the problem and the kind of condition.
-    """
-    num_clusters = 3
-    for kind in kinds:
-        with torch.random.fork_rng(devices=[]), _context(f"router for x_shape={x_shape}, condition {kind!r}"):
-            torch.manual_seed(0)
-            with _running("the factory"):
-                router, fresh = (
-                    factory(x_shape=x_shape, condition=_SPECS[kind], num_clusters=num_clusters) for _ in range(2)
-                )
-            _require(isinstance(router, nn.Module), f"the factory returns a {type(router).__name__}, not an nn.Module")
-            with torch.no_grad():
-                for parameter in router.parameters():
-                    parameter.add_(0.05 * torch.randn_like(parameter))
-            x_t, t = torch.randn(_NUM_ROWS, *x_shape), torch.linspace(0.1, 0.9, _NUM_ROWS)
-            batch = _Batch(x_t, t, _condition(_SPECS[kind]))
-            logits = _forward(router.train(), batch, num_clusters)
-            with _running("backward"):
-                nn.functional.cross_entropy(logits, torch.arange(_NUM_ROWS) % num_clusters).backward()
-            for name, parameter in router.named_parameters():
-                reached = parameter.grad is not None and bool((parameter.grad != 0).any())
-                _require(reached or not parameter.requires_grad, f"no gradient reaches parameter {name!r}")
-            _check_in_eval(router, fresh, batch, num_clusters)
+        _require(_agree(_forward(fresh.eval(), batch), out), problem)
 
 
 class _Toward(nn.Module):
@@ -276,8 +257,7 @@ def check_strategy(factory: Callable[[], Any]) -> None:
     Raises:
         AssertionError: one line with the problem.
     """
-    with torch.random.fork_rng(devices=[]), _context("strategy"):
-        torch.manual_seed(0)
+    with _checking("strategy"):
         with _running("the factory"):
             strategy = factory()
         _require(isinstance(strategy, Strategy), f"the factory returns a {type(strategy).__name__}, not a Strategy")
@@ -331,7 +311,7 @@ def check_source(factory: Callable[[], Any]) -> None:
     Raises:
         AssertionError: one line with the problem.
     """
-    with _context("source"):
+    with _checking("source"):
         with _running("the factory"):
             source, again = factory(), factory()
         _require(isinstance(source, Source), f"{type(source).__name__} lacks a member of the interface Source")
@@ -366,7 +346,7 @@ def check_encoder(factory: Callable[[], Any], *, image_size: int = 32) -> None:
     Raises:
         AssertionError: one line with the problem.
     """
-    with _context(f"image encoder for images of {image_size} pixels"):
+    with _checking(f"image encoder for images of {image_size} pixels"):
         with _running("the factory"):
             encoder, again = factory(), factory()
         _require(isinstance(encoder, ImageEncoder), f"{type(encoder).__name__} lacks a member of ImageEncoder")

@@ -39,13 +39,13 @@ def test_the_example_keeps_its_contract(line):
 
 
 @pytest.mark.slow
-def test_the_expert_trained_three_times_from_one_seed_has_the_same_weights(tiny_prepared, tmp_path, monkeypatch):
+def test_the_expert_trained_twice_from_one_seed_has_the_same_weights(tiny_prepared, tmp_path, monkeypatch):
     """Whatever is left in the memory that it is built in."""
     experiment = yaml.safe_load(block("# an experiment file"))
     network = experiment["expert"]["network"]
     monkeypatch.setitem(EXPERTS._built_in, network["name"], run("class TwoLayers(nn.Module):")["TwoLayers"])
     empty, handed_over = torch.empty, []
-    for left in (0.0, 1e4, -3.0):
+    for left in (0.0, 1e4):
 
         def dirty(*size, left=left, **settings):
             found = empty(*size, **settings)
@@ -56,7 +56,7 @@ def test_the_expert_trained_three_times_from_one_seed_has_the_same_weights(tiny_
             patched.setattr(torch, "empty", dirty)
             assert fit(tmp_path / str(left), f"expert.network={network}") == 0
         handed_over.append(weights(tmp_path / str(left)))
-    assert handed_over[0] == handed_over[1] == handed_over[2]
+    assert handed_over[0] == handed_over[1]
 
 
 def test_the_source_reads_what_it_says(tmp_path):

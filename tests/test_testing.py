@@ -215,8 +215,8 @@ class OwnGenerator(Good):
         (IgnoresCondition, "the condition does not change the output"),
         (HiddenState, "some state is not in it"),
         (TiedWeights, "saved as safetensors, raises RuntimeError"),
-        (Uninitialised, "two experts built from one seed differ in 'null': initialise it, with torch's generator"),
-        (OwnGenerator, "two experts built from one seed differ in 'mix.weight'"),
+        (Uninitialised, "two networks built from one seed differ in 'null': initialise it with torch's generator"),
+        (OwnGenerator, "two networks built from one seed differ in 'mix.weight'"),
         (RandomKeys, "load_state_dict raises RuntimeError"),
     ],
 )

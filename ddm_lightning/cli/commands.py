@@ -7,7 +7,6 @@ import itertools
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from ddm_lightning.islands.status import members_table, shown_members, skipped_l
 from ddm_lightning.members.handover import is_finished
 from ddm_lightning.members.member import ensemble_members, parse_members, train_config
 from ddm_lightning.members.run_folder import RunFolder, open_run, refuse_changed
-from ddm_lightning.shards.manifest import Manifest
+from ddm_lightning.shards.manifest import DataSizes, Manifest
 
 
 def _command(name: str, options: argparse.Namespace) -> str:
@@ -40,20 +39,24 @@ def _limit_threads(experiment: Experiment) -> None:
 
 
 def _prepare(experiment: Experiment, options: argparse.Namespace) -> int:
+    _check(experiment, options)
     if options.dry_run:
-        return _dry_run(experiment, options)
+        return _dry_run(experiment)
     run = _prepared(experiment, options)
     print(f"shards: {run.shards}\nreport: {run.prepared / 'report' / 'report.html'}, {run.prepared / 'clusters.png'}")
     print(f"next: {_command('fit', options)}")
     return 0
 
 
-def _dry_run(experiment: Experiment, options: argparse.Namespace) -> int:
+def _check(experiment: Experiment, options: argparse.Namespace) -> None:
+    check_plugins(experiment, options.config, options.overrides)
+    refuse_changed(experiment)
+
+
+def _dry_run(experiment: Experiment) -> int:
     from ddm_lightning.prepare.dry_run import dry_run, dry_run_table
     from ddm_lightning.prepare.engine import num_processes_for
 
-    check_plugins(experiment, options.config, options.overrides)
-    refuse_changed(experiment)
     _limit_threads(experiment)
     plan = dry_run(experiment, RunFolder.of(experiment).root)
     num_processes = num_processes_for(experiment.prepare.num_processes, plan.num_parts, plan.num_samples)
@@ -68,30 +71,30 @@ def _prepared(experiment: Experiment, options: argparse.Namespace) -> RunFolder:
     from ddm_lightning.prepare.progress import RichReporter
     from ddm_lightning.prepare.stages import prepare
 
-    check_plugins(experiment, options.config, options.overrides)
-    refuse_changed(experiment)
+    def check(sizes: DataSizes) -> None:
+        check_networks(experiment, sizes, options.config, options.overrides)
+
     _limit_threads(experiment)
     with RichReporter() as reporter:
-        prepare(
-            experiment,
-            RunFolder.of(experiment).root,
-            reporter,
-            check=lambda sizes: check_networks(experiment, sizes, options.config, options.overrides),
-            prune=getattr(options, "prune", False),
-        )
+        prune = getattr(options, "prune", False)
+        prepare(experiment, RunFolder.of(experiment).root, reporter, check=check, prune=prune)
     # Only now: after an error in prepare, the corrected experiment may use the same folder.
     return open_run(experiment, create=True)
 
 
+def _members(experiment: Experiment, options: argparse.Namespace) -> list[str]:
+    return parse_members("all" if options.member is None else options.member, experiment)
+
+
 def _one_member(experiment: Experiment, options: argparse.Namespace) -> str:
-    members = parse_members("all" if options.member is None else options.member, experiment)
+    members = _members(experiment, options)
     if len(members) != 1:
         raise UserError(f"{options.command}: name the member, such as member=expert-0")
     return members[0]
 
 
 def _fit(experiment: Experiment, options: argparse.Namespace) -> int:
-    members = parse_members("all" if options.member is None else options.member, experiment)
+    members = _members(experiment, options)
     if options.jobs is not None and options.jobs < 1:
         raise UserError(f"--jobs {options.jobs}: must be at least 1")
     check_devices(experiment.island.accelerator, experiment.island.devices)
@@ -101,8 +104,7 @@ def _fit(experiment: Experiment, options: argparse.Namespace) -> int:
 
 
 def _fit_one(member: str, experiment: Experiment, options: argparse.Namespace) -> int:
-    check_plugins(experiment, options.config, options.overrides)
-    refuse_changed(experiment)
+    _check(experiment, options)
     run = RunFolder.of(experiment)
     manifest = Manifest.read(run.root)  # an island receives prepared shards, it does not make them
     is_new = not run.experiment.exists()
@@ -140,16 +142,15 @@ def _is_collected(members: Sequence[str], experiment: Experiment) -> bool:
     """Whether the folder holds a manifest that was prepared elsewhere, and artifacts of all members.
 
     Raises:
-        UserError: some artifacts are missing. To prepare and train here is not what the user wants.
+        UserError: some artifacts are missing. The user expects to copy them, not to prepare and train here.
     """
     run = RunFolder.of(experiment)
     is_copy = (run.prepared / "manifest.json").exists() and not (run.prepared / "parts.json").exists()
     missing = [member for member in members if not run.is_finished(member)]
     if is_copy and missing:
         raise UserError(
-            f"{run.prepared / 'manifest.json'}: was prepared elsewhere, and there are no artifacts of "
-            f"{', '.join(missing)} here; copy them to {run.root / 'members'}/NAME/artifact, or train one of them here "
-            f"with member={missing[0]}"
+            f"{run.prepared / 'manifest.json'}: was prepared elsewhere, and the artifacts of {', '.join(missing)} are "
+            f"not here; copy them to {run.root / 'members'}/NAME/artifact, or train one with member={missing[0]}"
         )
     return is_copy
 
@@ -157,7 +158,11 @@ def _is_collected(members: Sequence[str], experiment: Experiment) -> bool:
 def _fit_several(members: list[str], experiment: Experiment, options: argparse.Namespace) -> int:
     console = Console()
     check_strategy(experiment, options.config, options.overrides)
-    run = open_run(experiment, create=True) if _is_collected(members, experiment) else _prepared(experiment, options)
+    if _is_collected(members, experiment):
+        run = open_run(experiment, create=True)
+    else:
+        _check(experiment, options)
+        run = _prepared(experiment, options)
     refuse_stale(members, experiment, run)
     try:
         failures = fit_members(members, experiment, run, options.jobs or default_jobs(experiment), console)
@@ -170,21 +175,22 @@ def _fit_several(members: list[str], experiment: Experiment, options: argparse.N
     if failures:
         print(f"logs: {run.root / 'members'}; run the same command again to train the rest", file=sys.stderr)
         return 1
-    if all(
-        is_finished(member, train_config(member, experiment).max_steps, run) for member in ensemble_members(experiment)
-    ):
-        is_new = assemble(experiment, run)
-        grid = _grid(experiment, run)
-        if grid.exists() and not is_new:
-            print("all members are finished and their samples are there: nothing to do")
-        else:
-            _generate(experiment, run, experiment.sample.prompts, grid)
-        print(f"ensemble: {run.ensemble}\nsamples: {grid}")
-        if (run.prepared / "clusters.png").exists():
-            print(f"clusters: {run.prepared / 'clusters.png'}")
-        print(f"next: {_sample_command(experiment, options)}")
+    wanted = ensemble_members(experiment)
+    if all(is_finished(member, train_config(member, experiment).max_steps, run) for member in wanted):
+        _finish(experiment, run, options)
     print(f"curves: tensorboard --logdir {run.root}")
     return 0
+
+
+def _finish(experiment: Experiment, run: RunFolder, options: argparse.Namespace) -> None:
+    """Assemble the ensemble of a finished run, and generate the grid of its samples."""
+    is_new, grid, clusters = assemble(experiment, run), _grid(experiment, run), run.prepared / "clusters.png"
+    if grid.exists() and not is_new:
+        print("all members are finished and their samples are there: nothing to do")
+    else:
+        _generate(experiment, run, experiment.sample.prompts, grid)
+    print(f"ensemble: {run.ensemble}\nsamples: {grid}" + (f"\nclusters: {clusters}" if clusters.exists() else ""))
+    print(f"next: {_sample_command(experiment, options)}")
 
 
 def _print_skipped(members: Sequence[str], run: RunFolder, options: argparse.Namespace) -> None:
@@ -217,22 +223,24 @@ def _generate(experiment: Experiment, run: RunFolder, prompts: Sequence[str], pa
 def _sample(experiment: Experiment, options: argparse.Namespace) -> int:
     from ddm_lightning.evaluation.samples import check_out
 
-    if options.strategy not in (None, experiment.sample.strategy):
-        experiment.sample = replace(experiment.sample, strategy=options.strategy, strategy_params={})
-        check_experiment(experiment, f"--strategy {options.strategy}")
-        experiment.sample = with_suited_solver(experiment.sample)
-        check_strategy(experiment, f"--strategy {options.strategy}")
-    else:
+    settings = experiment.sample
+    if options.strategy in (None, settings.strategy):
         check_strategy(experiment, options.config, options.overrides)
+    else:
+        settings.strategy, settings.strategy_params = options.strategy, {}
+        check_experiment(experiment, f"--strategy {options.strategy}")
+        settings = experiment.sample = with_suited_solver(settings)
+        check_strategy(experiment, f"--strategy {options.strategy}")
     if options.num is not None:
-        experiment.sample = replace(experiment.sample, num_per_prompt=options.num)
+        settings.num_per_prompt = options.num
         check_experiment(experiment, f"--num {options.num}")
     run = open_run(experiment, create=False)
     if options.seed is not None:
         experiment.seed = options.seed
         check_experiment(experiment, f"--seed {options.seed}")
-    as_in_file = not any(text.startswith("sample.") for text in options.overrides)
-    is_own = as_in_file and not any((options.prompt, options.classes, options.num, options.seed is not None))
+    is_own = not any((options.prompt, options.classes, options.num, options.seed is not None)) and not any(
+        text.startswith("sample.") for text in options.overrides
+    )
     path = run.samples if options.out is None else check_out(options.out)
     if path.suffix != ".png":
         path = _grid(experiment, run) if is_own and path == run.samples else _next_grid(experiment, path)
@@ -242,7 +250,7 @@ def _sample(experiment: Experiment, options: argparse.Namespace) -> int:
             f"{run.ensemble}: does not exist yet, because these members are not finished: {', '.join(unfinished)}; "
             f"train them: {_command('fit', options)}"
         )
-    prompts, singles = options.prompt or experiment.sample.prompts, path.with_suffix("")
+    prompts, singles = options.prompt or settings.prompts, path.with_suffix("")
     _generate(experiment, run, prompts, path, classes=options.classes or (), singles=singles)
     print(f"samples: {path}\nsingle images: {singles}")
     return 0
@@ -266,25 +274,18 @@ def _replay(experiment: Experiment, options: argparse.Namespace) -> int:
     print(f"step {replay.skipped.step} of {member}, rank {replay.skipped.rank}, with {replay.weights}")
     Console().print(replay_table(replay))
     if replay.blames_none():
-        print(
-            "every gradient is finite here: the cause was the weights of that step, or samples of another rank (--rank)"
-        )
+        print("every gradient is finite here: blame that step's weights, or samples of another rank (--rank)")
     return 0
-
-
-def _width(use: str) -> float | None:
-    """Parse ``--use``; None for ``original``."""
-    try:
-        return None if use == "original" else float(use)
-    except ValueError:
-        raise UserError(f"--use {use}: give a width such as 0.08, or original") from None
 
 
 def _ema(experiment: Experiment, options: argparse.Namespace) -> int:
     member = _one_member(experiment, options)
     if options.use is not None and options.width is not None:
         raise UserError("ema: --width compares and --use hands over; give one of them")
-    width = None if options.use is None else _width(options.use)
+    try:
+        width = None if options.use in (None, "original") else float(options.use)
+    except ValueError:
+        raise UserError(f"--use {options.use}: give a width such as 0.08, or original") from None
     run = open_run(experiment, create=False)
     _limit_threads(experiment)
 

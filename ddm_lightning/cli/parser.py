@@ -26,10 +26,10 @@ class _Describe(argparse.Action):
     """Print the schema and exit, as ``--help`` does: no experiment file is needed."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        from ddm_lightning.config import Experiment
-        from ddm_lightning.core.schema import describe
+        from ddm_lightning.config import Experiment, describe
 
-        print("\n".join(describe(Experiment())))
+        for key, form, text in describe(Experiment()):
+            print(f"{key}:{form}\n    {text}")
         parser.exit()
 
 
@@ -89,9 +89,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         0 on success, 1 when a member failed, 2 on bad input, 130 after Ctrl-C.
     """
-    options = _parse(arguments)
     try:
-        return _run(options)
+        return _run(_parse(arguments))
     except BrokenPipeError:
         # The reader, such as head, has closed the pipe. Python would complain at exit that it cannot write the rest.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -21,7 +21,7 @@ from ddm_lightning.config.experiment import (
     TimestepsConfig,
     TrainConfig,
 )
-from ddm_lightning.config.load import load_experiment, to_dict, to_yaml, with_defaults
+from ddm_lightning.config.load import describe, load_experiment, to_dict, to_yaml, with_defaults
 from ddm_lightning.config.validate import blamed, check_experiment
 
 __all__ = [
@@ -40,6 +40,7 @@ __all__ = [
     "TrainConfig",
     "blamed",
     "check_experiment",
+    "describe",
     "load_experiment",
     "to_dict",
     "to_yaml",

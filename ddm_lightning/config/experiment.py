@@ -7,6 +7,8 @@ from typing import Any
 
 from omegaconf import MISSING
 
+from ddm_lightning.core.checks import option
+
 
 @dataclass
 class PluginConfig:
@@ -22,9 +24,9 @@ class PluginConfig:
 class PicturesConfig:
     """Resizing of images of any size to the squares that encoders and feature networks take."""
 
-    size: int | None = None
+    size: int | None = option(None, low=8)
     """Height and width in pixels; null keeps images as they are and refuses a source with several sizes."""
-    aspect: str = "crop"
+    aspect: str = option("crop", choices=("crop", "pad", "stretch"))
     """How to make an image square: ``crop`` (keep the centre), ``pad`` (with white) or ``stretch``."""
 
 
@@ -32,26 +34,26 @@ class PicturesConfig:
 class PartitionConfig:
     """Split of the data set into clusters."""
 
-    kind: str = "kmeans"
+    kind: str = option("kmeans", choices=("kmeans", "random", "labels", "existing"))
     """``kmeans`` (two-stage, balanced, on the features), ``random`` (the paper's ablation), ``labels`` (whole classes
     per cluster) or ``existing`` (the clusters of another run, for new data)."""
-    num_clusters: int = MISSING
+    num_clusters: int = option(MISSING, low=1)
     """K: number of clusters, hence of experts."""
     path: str | None = None
     """For ``existing``: path of the other run's ``prepared/partition.safetensors``."""
-    metric: str = "spherical"
+    metric: str = option("spherical", choices=("spherical", "euclidean"))
     """``spherical`` (k-means on L2-normalised features) or ``euclidean``."""
-    num_fine_centroids: int = 1024
+    num_fine_centroids: int = option(1024, low=1)
     """Centroids of the first stage; the second stage groups them into K clusters."""
-    fit_fraction: float = 1.0
+    fit_fraction: float = option(1.0, low=1e-6, high=1)
     """Fraction of the samples that the fine centroids are fitted to."""
     device: str = "cpu"
     """Torch device for k-means: ``cpu`` or ``cuda``."""
-    num_iterations: int = 20
+    num_iterations: int = option(20, low=1)
     """Iterations of each k-means stage."""
-    max_largest_over_mean: float = 1.05
+    max_largest_over_mean: float = option(1.05, low=1)
     """Largest allowed cluster, as a multiple of N/K samples; a partition above it is refused."""
-    out_of_cluster_fraction: float = 0.0
+    out_of_cluster_fraction: float = option(0.0, low=0, high=0.5)
     """Fraction of each expert's training samples that comes from other clusters (MoDE: 0.02)."""
 
 
@@ -59,7 +61,7 @@ class PartitionConfig:
 class ShardsConfig:
     """The MDS shards that the islands stream."""
 
-    max_bytes: int = 1 << 26
+    max_bytes: int = option(1 << 26, low=1024)
     """Maximum bytes of one shard before compression."""
     compression: str | None = None
     """MDS compression, such as ``zstd:3``; null for none."""
@@ -83,17 +85,17 @@ class PrepareConfig:
     """Network whose features are clustered."""
     partition: PartitionConfig = field(default_factory=PartitionConfig)
     """Clustering of the features."""
-    held_out_fraction: float = 0.05
+    held_out_fraction: float = option(0.05, low=0, high=0.5)
     """Fraction of the samples, chosen by a stable key, that no member trains on."""
-    max_bad_fraction: float = 0.01
+    max_bad_fraction: float = option(0.01, low=0, high=1)
     """Fraction of broken samples that may be skipped; above it ``prepare`` stops."""
     horizontal_flips: bool = False
     """Whether to store the encoding of the mirrored image, too; training picks one of the two at random."""
     shards: ShardsConfig = field(default_factory=ShardsConfig)
     """Size and compression of the shards."""
-    engine: str = "local"
+    engine: str = option("local", choices=("local", "ray"))
     """Workers for the parts of the source: ``local`` (processes here) or ``ray`` (Ray Data, on many machines)."""
-    num_processes: int = 0
+    num_processes: int = option(0, low=0)
     """Processes of the ``local`` engine; 0 means one per core."""
 
 
@@ -101,9 +103,9 @@ class PrepareConfig:
 class ConditionConfig:
     """Condition of the experts."""
 
-    kind: str = "none"
+    kind: str = option("none", choices=("text", "tokens", "class", "none"))
     """``text`` (pooled caption vector), ``tokens`` (one vector per token), ``class`` (label) or ``none``."""
-    dropout: float = 0.1
+    dropout: float = option(0.1, low=0, high=1)
     """Probability of replacing a sample's condition with the learned null, for guidance."""
 
 
@@ -111,13 +113,13 @@ class ConditionConfig:
 class TimestepsConfig:
     """Density of the training timesteps; t = 0 is data, t = 1 is noise."""
 
-    density: str = "logit-normal"
+    density: str = option("logit-normal", choices=("logit-normal", "uniform"))
     """``logit-normal`` or ``uniform``."""
     mean: float = 0.0
     """Mean of logit(t), for ``logit-normal``."""
-    std: float = 1.0
+    std: float = option(1.0, low=1e-6)
     """Standard deviation of logit(t), for ``logit-normal``."""
-    shift: float = 1.0
+    shift: float = option(1.0, low=1e-6)
     """Resolution shift s: t -> s·t / (1 + (s-1)·t); sampling uses the same."""
 
 
@@ -125,31 +127,31 @@ class TimestepsConfig:
 class TrainConfig:
     """Optimisation of one member, counted in samples and optimizer steps."""
 
-    max_steps: int = MISSING
+    max_steps: int = option(MISSING, low=1)
     """Optimizer steps."""
-    global_batch_size: int = MISSING
+    global_batch_size: int = option(MISSING, low=1)
     """Samples per step. For experts: of the equal-FLOP monolith; one expert takes 1/K of it."""
-    optimizer: str = "adamw"
+    optimizer: str = option("adamw", choices=("adamw", "muon"))
     """``adamw``, or ``muon`` for the blocks' matrices (AdamW for adaLN and the rest); ``muon`` excludes FSDP2."""
-    learning_rate: float = 1e-4
+    learning_rate: float = option(1e-4, low=0)
     """Peak learning rate."""
-    weight_decay: float = 0.0
+    weight_decay: float = option(0.0, low=0)
     """Weight decay of matrices; other parameters have none."""
-    warmup_steps: int = 0
+    warmup_steps: int = option(0, low=0)
     """Steps of linear warm-up."""
-    schedule: str = "constant"
+    schedule: str = option("constant", choices=("constant", "linear", "cosine"))
     """After the warm-up: ``constant``, ``linear`` (to 0) or ``cosine`` (to 0)."""
-    gradient_clip_norm: float | None = 1.0
+    gradient_clip_norm: float | None = option(1.0, low=1e-12)
     """Maximum global gradient norm; null for no clipping."""
-    max_skipped_steps: int = 10
+    max_skipped_steps: int = option(10, low=0)
     """Maximum of consecutive steps skipped for a gradient that is not finite; not counted under ``16-mixed``."""
     horizontal_flip: bool = False
     """Whether to mirror half of the training samples; not for images with text."""
-    ema_decay: float = 0.9999
+    ema_decay: float = option(0.9999, low=0, high=0.9999999)
     """Decay per step of the exponential moving average (EMA) of the weights, which the artifact holds."""
     ema_widths: list[float] = field(default_factory=list)
     """Widths (sigma_rel) of additional power-function EMAs, each a copy of the weights; EDM2: 0.05 and 0.1."""
-    ema_snapshots: int = 16
+    ema_snapshots: int = option(16, low=1)
     """Snapshots of these EMAs during training; the command ``ema`` reconstructs any width from them."""
 
 
@@ -161,7 +163,7 @@ class ExpertConfig:
     """Network, by its name in the registry of experts."""
     timesteps: TimestepsConfig = field(default_factory=TimestepsConfig)
     """Training timesteps."""
-    min_snr_gamma: float | None = None
+    min_snr_gamma: float | None = option(None, low=1e-6)
     """Gamma of the Min-SNR loss weight min(SNR, gamma), 5 in its paper; null for equal weights."""
     train: TrainConfig = field(default_factory=TrainConfig)
     """Optimisation."""
@@ -179,7 +181,7 @@ class RouterConfig:
     """Optimisation."""
     conditional: bool = True
     """Whether the router sees the condition (published routers do not)."""
-    condition_dropout: float = 0.5
+    condition_dropout: float = option(0.5, low=0, high=1)
     """Probability of the learned null in training; the router has to work with and without a condition."""
 
 
@@ -187,41 +189,41 @@ class RouterConfig:
 class IslandConfig:
     """Machine that trains a member; may differ between islands."""
 
-    accelerator: str = "auto"
+    accelerator: str = option("auto", choices=("auto", "cpu", "gpu"))
     """Lightning's accelerator: ``auto``, ``cpu``, ``gpu``."""
-    devices: int = 1
+    devices: int = option(1, low=1)
     """Devices of this node that train one member together."""
-    strategy: str = "auto"
+    strategy: str = option("auto", choices=("auto", "single", "ddp", "fsdp", "fsdp-shard-grad-op"))
     """``auto`` (by memory), ``single``, ``ddp``, ``fsdp`` (FSDP2) or ``fsdp-shard-grad-op`` (weights stay gathered)."""
-    precision: str = "32-true"
+    precision: str = option("32-true", choices=("32-true", "bf16-mixed", "16-mixed", "64-true"))
     """Lightning's precision: ``32-true``, ``bf16-mixed``, ``16-mixed`` or ``64-true``; weights stay fp32 or wider."""
-    attention: str = "auto"
+    attention: str = option("auto", choices=("auto", "sdpa", "flash", "cudnn", "efficient", "xformers"))
     """``auto`` or ``sdpa`` (torch chooses), ``flash``, ``cudnn``, ``efficient`` (torch's kernels) or ``xformers``."""
-    micro_batch_size: int | None = None
+    micro_batch_size: int | None = option(None, low=1)
     """Samples that a device computes at once; a step accumulates their gradients. Null for all at once."""
     activation_checkpointing: bool = False
     """Whether to recompute each block's activations in the backward pass: less memory, a third more FLOPs."""
     compile: bool = False
     """Whether to compile each transformer block as one graph."""
-    num_threads: int = 1
+    num_threads: int = option(1, low=1, high=1024)
     """Torch threads per process on a CPU."""
-    num_workers: int = 0
+    num_workers: int = option(0, low=0)
     """Data-loading processes per rank."""
     shards: str | None = None
     """URL (``s3://…``, ``file://…``) or folder to read shards from; null for the run's own."""
-    loader: str = "auto"
+    loader: str = option("auto", choices=("auto", "local", "streaming"))
     """Reader of the shards: ``local`` (memory maps), ``streaming`` (also URLs) or ``auto``."""
-    log_every_n_steps: int = 50
+    log_every_n_steps: int = option(50, low=1)
     """Steps between points of a TensorBoard curve."""
-    validate_every_n_steps: int = 1000
+    validate_every_n_steps: int = option(1000, low=1)
     """Steps between validations on held-out samples; each logs images to TensorBoard."""
-    checkpoint_every_n_steps: int = 500
+    checkpoint_every_n_steps: int = option(500, low=1)
     """Steps between checkpoints; a killed member loses at most these."""
     log_sample_ids: bool = False
     """Whether to write each step's sample ids to ``sample_ids.txt`` (``sample_ids-0.txt`` … for several devices)."""
-    keep_checkpoints: int = 2
+    keep_checkpoints: int = option(2, low=1)
     """Number of checkpoints to keep; an older one is used if the newest is damaged."""
-    milestone_every_n_steps: int | None = None
+    milestone_every_n_steps: int | None = option(None, low=1)
     """Steps between checkpoints that are never deleted; null for none."""
 
 
@@ -233,17 +235,17 @@ class SampleConfig:
     """Routing strategy, by name: ``full``, ``top-1``, ``top-k``, ``bayes`` … (``sample --help`` lists all)."""
     strategy_params: dict[str, Any] = field(default_factory=dict)
     """The strategy's keyword arguments."""
-    top_k: int = 2
+    top_k: int = option(2, low=1)
     """Experts kept by ``top-k``; ``top_k`` in ``strategy_params`` wins."""
-    solver: str = "euler"
+    solver: str = option("euler", choices=("euler", "heun", "ancestral"))
     """``euler``, ``heun`` (both deterministic) or ``ancestral`` (stochastic; required by ``bayes``)."""
-    num_steps: int = 50
+    num_steps: int = option(50, low=1)
     """Steps from noise to data."""
-    guidance_scale: float = 1.0
+    guidance_scale: float = option(1.0, low=0)
     """Scale of classifier-free guidance; 1 means none."""
     prompts: list[str] = field(default_factory=list)
     """Text prompts, one per row of the sample grid that ``fit`` writes."""
-    num_per_prompt: int = 8
+    num_per_prompt: int = option(8, low=1)
     """Images per prompt: columns of the grid."""
 
 
@@ -255,7 +257,7 @@ class Experiment:
     """Name of the experiment and, by default, of its run folder."""
     run_dir: str = "runs/${name}"
     """Run folder: everything that the experiment produces."""
-    seed: int = 0
+    seed: int = option(0, low=0, high=2**63 - 1)
     """Seed of the partition, the initial weights, the sample order, noise and timesteps."""
     prepare: PrepareConfig = field(default_factory=PrepareConfig)
     """From a source to shards."""

@@ -1,20 +1,25 @@
-"""Load an experiment file: merge ``key=value`` overrides (OmegaConf), check, and write it out again."""
+"""Load an experiment file: merge ``key=value`` overrides (OmegaConf), check, write it out again, describe its keys."""
 
 from __future__ import annotations
 
+import ast
+import functools
+import inspect
 import json
-from collections.abc import Sequence
-from dataclasses import asdict
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ddm_lightning.config.experiment import Experiment, PluginConfig, PrepareConfig
 from ddm_lightning.config.validate import check_experiment
-from ddm_lightning.core import schema
-from ddm_lightning.core.errors import UserError
+from ddm_lightning.core import checks
+from ddm_lightning.core.errors import UserError, first_line
 
 
 def load_experiment(path: str | Path, overrides: Sequence[str] = (), record: Path | None = None) -> Experiment:
@@ -33,28 +38,89 @@ def load_experiment(path: str | Path, overrides: Sequence[str] = (), record: Pat
         UserError: missing file, YAML syntax, unknown key, wrong type, missing value or contradiction.
     """
     path = Path(path)
-    changes = [(str(path), schema.read_yaml(path))]
+    changes = [(str(path), read_yaml(path))]
     if record is not None:
         free = OmegaConf.masked_copy(changes[0][1], ["island", "sample"])
-        changes = [(str(record), schema.read_yaml(record)), (str(path), free)]
+        changes = [(str(record), read_yaml(record)), (str(path), free)]
     # Names first: a new name drops params, also if it was typed after them.
     ordered = sorted(overrides, key=lambda text: not text.partition("=")[0].endswith(".name"))
-    changes += [(f"{path} with {text!r}", schema.read_override(text, str(path))) for text in ordered]
+    changes += [(f"{path} with {text!r}", read_override(text, str(path))) for text in ordered]
     try:
         merged = OmegaConf.structured(Experiment)
         for source, change in changes:
-            schema.check(OmegaConf.to_container(change, resolve=False), Experiment, "", source)
+            checks.check(OmegaConf.to_container(change, resolve=False), Experiment, "", source)
             _forget_params(merged, change)
             merged = OmegaConf.merge(merged, change)
-        schema.check_complete(OmegaConf.to_container(merged, resolve=False), Experiment, str(path))
+        _check_complete(OmegaConf.to_container(merged, resolve=False), str(path))
         resolved = OmegaConf.to_container(merged, resolve=True)
     except OmegaConfBaseException as error:
-        problem = schema.first_line(error)
-        raise UserError(f"{path}: key {error.full_key!r}: {problem}; fix the reference ${{…}} in it") from None
-    schema.check(resolved, Experiment, "", str(path), references=False)
-    experiment: Experiment = schema.build(resolved, Experiment)
+        raise UserError(
+            f"{path}: key {error.full_key!r}: {first_line(error)}; fix the reference ${{…}} in it"
+        ) from None
+    checks.check(resolved, Experiment, "", str(path), references=False)
+    experiment: Experiment = checks.build(resolved, Experiment)
     check_experiment(experiment, path, overrides)
     return experiment
+
+
+def read_yaml(path: Path) -> DictConfig:
+    """Read a mapping from a YAML file, leaving references unresolved.
+
+    Raises:
+        UserError: the file is missing, a folder, not UTF-8, not YAML (with the line) or not a mapping.
+    """
+    try:
+        loaded = OmegaConf.load(path)
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file; experiments/ has examples") from None
+    except IsADirectoryError:
+        raise UserError(f"{path}: is a folder; give a YAML file in it") from None
+    except yaml.MarkedYAMLError as error:
+        where = f" at line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise UserError(f"{path}: YAML syntax{where}: {error.problem}; fix the file") from None
+    except (ValueError, OSError, yaml.YAMLError, OmegaConfBaseException) as error:
+        problem = (error.strerror if isinstance(error, OSError) else None) or first_line(error)
+        raise UserError(f"{path}: cannot be read: {problem}; give a YAML file in UTF-8") from None
+    if not isinstance(loaded, DictConfig):
+        raise UserError(f"{path}: the top level must be a mapping of keys; experiments/ has examples")
+    return loaded
+
+
+def read_override(override: str, source: str) -> DictConfig:
+    """Parse ``key=value`` into a nested mapping, the value as YAML.
+
+    Raises:
+        UserError: not of this form.
+    """
+    if not re.match(r"[A-Za-z_][\w-]*(\.[\w-]+)*=", override):
+        raise UserError(f"{source}: override {override!r} is not key=value; write for example seed=1")
+    try:
+        return OmegaConf.from_dotlist([override])
+    except (ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
+        problem = getattr(error, "problem", None) or first_line(error)
+        raise UserError(f"{source}: override {override!r}: its value is not YAML: {problem}; quote it") from None
+
+
+def _check_complete(merged: Any, source: str) -> None:
+    """Check that no key lacks a value.
+
+    Raises:
+        UserError: names every missing key, in the order of the schema.
+    """
+    missing = list(_missing_keys(merged, ""))
+    if len(missing) == 1:
+        meaning = next((f" ({text})" for key, _, text in describe(Experiment()) if key == missing[0]), "")
+        raise UserError(f"{source}: key {missing[0]!r} is missing; give it a value{meaning}")
+    if missing:
+        raise UserError(f"{source}: keys {', '.join(map(repr, missing))} are missing; give them values")
+
+
+def _missing_keys(value: Any, key: str) -> Iterator[str]:
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _missing_keys(inner, f"{key}.{name}" if key else str(name))
+    elif value == checks.MISSING_MARK:
+        yield key
 
 
 def _forget_params(merged: Any, change: Any) -> None:
@@ -99,5 +165,39 @@ def prepare_to_json(config: PrepareConfig) -> str:
 
 def prepare_from_json(text: str) -> PrepareConfig:
     """The inverse of ``prepare_to_json``."""
-    section: PrepareConfig = schema.build(json.loads(text), PrepareConfig)
+    section: PrepareConfig = checks.build(json.loads(text), PrepareConfig)
     return section
+
+
+def describe(section: Any, prefix: str = "") -> Iterator[tuple[str, str, str]]:
+    """Describe every key in ``section``, a dataclass with the default values.
+
+    Yields:
+        The dotted key; type, default and limits; documentation.
+    """
+    kind: Any = type(section)
+    for name, hint in checks.hints(kind).items():
+        key, default, text = prefix + name, getattr(section, name), _docs(kind)[name].replace("``", "`")
+        inner, _ = checks.without_none(hint)
+        is_section = is_dataclass(inner)
+        if is_section:
+            yield key, "" if default else " null by default", text
+            yield from describe(default or inner(), f"{key}.")
+        else:
+            form = inspect.formatannotation(hint).replace("typing.", "").replace("None", "null")
+            value = ", required" if default == checks.MISSING_MARK else f" = {json.dumps(default)}"
+            limits = checks.limits(kind).get(name)
+            yield key, f" {form}{value}" + (f", {limits[1]}" if limits else ""), text
+
+
+@functools.cache
+def _docs(kind: type) -> dict[str, str]:
+    """Documentation of a dataclass's fields by name: the first paragraph below each, on one line."""
+    body = ast.parse(inspect.getsource(kind)).body[0]
+    assert isinstance(body, ast.ClassDef)
+    found = {}
+    for statement, below in zip(body.body, body.body[1:], strict=False):
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+            text = inspect.cleandoc(str(below.value.value))  # type: ignore[attr-defined]
+            found[statement.target.id] = " ".join(text.partition("\n\n")[0].split())
+    return found

@@ -1,82 +1,17 @@
-"""The validator of experiments: choices, ranges, and contradictions between fields."""
+"""Contradictions between the fields of an experiment; ``core.checks`` checks each field alone."""
 
 from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from ddm_lightning.config.experiment import Experiment
+from ddm_lightning.core import checks
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import STRATEGIES
-
-CHOICES = {
-    "prepare.pictures.aspect": ("crop", "pad", "stretch"),
-    "prepare.partition.kind": ("kmeans", "random", "labels", "existing"),
-    "prepare.partition.metric": ("spherical", "euclidean"),
-    "prepare.engine": ("local", "ray"),
-    "condition.kind": ("text", "tokens", "class", "none"),
-    "expert.timesteps.density": ("logit-normal", "uniform"),
-    "router.timesteps.density": ("logit-normal", "uniform"),
-    "expert.train.schedule": ("constant", "linear", "cosine"),
-    "router.train.schedule": ("constant", "linear", "cosine"),
-    "expert.train.optimizer": ("adamw", "muon"),
-    "router.train.optimizer": ("adamw", "muon"),
-    "island.accelerator": ("auto", "cpu", "gpu"),
-    "island.strategy": ("auto", "single", "ddp", "fsdp", "fsdp-shard-grad-op"),
-    "island.loader": ("auto", "local", "streaming"),
-    "island.precision": ("32-true", "bf16-mixed", "16-mixed", "64-true"),
-    "island.attention": ("auto", "sdpa", "flash", "cudnn", "efficient", "xformers"),
-    "sample.solver": ("euler", "heun", "ancestral"),
-}
-
-# Lowest and highest allowed value; None is open.
-RANGES: dict[str, tuple[float | None, float | None]] = {
-    "seed": (0, 2**63 - 1),
-    "prepare.partition.num_clusters": (1, None),
-    "prepare.partition.num_fine_centroids": (1, None),
-    "prepare.partition.num_iterations": (1, None),
-    "prepare.partition.fit_fraction": (1e-6, 1),
-    "prepare.partition.max_largest_over_mean": (1, None),
-    "prepare.partition.out_of_cluster_fraction": (0, 0.5),
-    "prepare.pictures.size": (8, None),
-    "prepare.held_out_fraction": (0, 0.5),
-    "prepare.max_bad_fraction": (0, 1),
-    "prepare.num_processes": (0, None),
-    "prepare.shards.max_bytes": (1024, None),
-    "condition.dropout": (0, 1),
-    "router.condition_dropout": (0, 1),
-    "sample.top_k": (1, None),
-    "sample.num_steps": (1, None),
-    "sample.num_per_prompt": (1, None),
-    "sample.guidance_scale": (0, None),
-    "island.devices": (1, None),
-    "island.micro_batch_size": (1, None),
-    "island.num_threads": (1, 1024),
-    "island.num_workers": (0, None),
-    "island.log_every_n_steps": (1, None),
-    "island.validate_every_n_steps": (1, None),
-    "island.checkpoint_every_n_steps": (1, None),
-    "island.keep_checkpoints": (1, None),
-    "island.milestone_every_n_steps": (1, None),
-    "expert.min_snr_gamma": (1e-6, None),
-}
-for _role in ("expert", "router"):
-    RANGES |= {
-        f"{_role}.timesteps.std": (1e-6, None),
-        f"{_role}.timesteps.shift": (1e-6, None),
-        f"{_role}.train.max_steps": (1, None),
-        f"{_role}.train.global_batch_size": (1, None),
-        f"{_role}.train.learning_rate": (0, None),
-        f"{_role}.train.weight_decay": (0, None),
-        f"{_role}.train.warmup_steps": (0, None),
-        f"{_role}.train.gradient_clip_norm": (1e-12, None),
-        f"{_role}.train.max_skipped_steps": (0, None),
-        f"{_role}.train.ema_decay": (0, 0.9999999),
-        f"{_role}.train.ema_snapshots": (1, None),
-    }
 
 
 def blamed(source: str | Path, overrides: Sequence[str], key: str, problem: str = "") -> str:
@@ -90,7 +25,7 @@ def blamed(source: str | Path, overrides: Sequence[str], key: str, problem: str 
 
 
 def check_experiment(experiment: Experiment, source: str | Path, overrides: Sequence[str] = ()) -> None:
-    """Refuse values out of range and fields that contradict each other.
+    """Refuse fields out of their limits, and fields that contradict each other.
 
     Args:
         experiment: the resolved experiment.
@@ -100,73 +35,64 @@ def check_experiment(experiment: Experiment, source: str | Path, overrides: Sequ
     Raises:
         UserError: the line names ``source``, key and remedy.
     """
-
-    def value_of(key: str) -> Any:
-        return functools.reduce(getattr, key.split("."), experiment)
-
-    def require(holds: bool, key: str, problem: str) -> None:
-        if not holds:
-            raise UserError(f"{blamed(source, overrides, key, problem)}: key {key!r} = {value_of(key)!r}: {problem}")
-
-    for key, choices in {**CHOICES, "sample.strategy": STRATEGIES.names()}.items():
-        require(value_of(key) in choices, key, f"must be one of {', '.join(choices)}")
-    for key, (low, high) in RANGES.items():
-        value = value_of(key)
-        require(value is None or low is None or value >= low, key, f"must be at least {low}")
-        require(value is None or high is None or value <= high, key, f"must be at most {high}")
-    is_name = re.fullmatch(r"[A-Za-z0-9_][\w.-]*", experiment.name) is not None
-    require(is_name, "name", "names a folder: use letters, digits, '_', '-' and '.' only")
-    require(experiment.run_dir != "", "run_dir", "must name a folder")
-    compression = experiment.prepare.shards.compression
-    is_known = compression is None or re.fullmatch(r"(br|bz2|gz|zstd)(:\d+)?|snappy", compression) is not None
-    problem = "must be br, bz2, gz, snappy or zstd, optionally with a level as in zstd:3, or null"
-    require(is_known, "prepare.shards.compression", problem)
-    _check_partition_and_batches(experiment, require)
-    _check_sampling(experiment, require)
+    checks.check(asdict(experiment), Experiment, "", str(source), references=False)
+    for key, problem in _contradictions(experiment):
+        value = functools.reduce(getattr, key.split("."), experiment)
+        raise UserError(f"{blamed(source, overrides, key, problem)}: key {key!r} = {value!r}: {problem}")
 
 
-def _check_partition_and_batches(experiment: Experiment, require: Callable[[bool, str, str], None]) -> None:
+def _contradictions(experiment: Experiment) -> Iterator[tuple[str, str]]:
+    """Key and problem of each contradiction."""
+    if not re.fullmatch(r"[A-Za-z0-9_][\w.-]*", experiment.name):
+        yield "name", "names a folder: use letters, digits, '_', '-' and '.' only"
+    if not experiment.run_dir:
+        yield "run_dir", "must name a folder"
+    if not re.fullmatch(r"(br|bz2|gz|zstd)(:\d+)?|snappy", experiment.prepare.shards.compression or "gz"):
+        problem = "must be br, bz2, gz, snappy or zstd, optionally with a level as in zstd:3, or null"
+        yield "prepare.shards.compression", problem
+    yield from _contradictions_of_sizes(experiment)
+    yield from _contradictions_of_sampling(experiment)
+
+
+def _contradictions_of_sizes(experiment: Experiment) -> Iterator[tuple[str, str]]:
     island, partition = experiment.island, experiment.prepare.partition
-    num_clusters = partition.num_clusters
-    has_path, wants_path = partition.path is not None, partition.kind == "existing"
-    problem = "belongs to prepare.partition.kind = existing; set both or neither"
-    require(has_path == wants_path, "prepare.partition.path", problem)
-    num_fine = partition.num_fine_centroids
-    problem = f"exceeds prepare.partition.num_fine_centroids = {num_fine}, which are grouped into clusters; lower it"
-    require(partition.kind != "kmeans" or num_clusters <= num_fine, "prepare.partition.num_clusters", problem)
+    num_clusters, num_fine = partition.num_clusters, partition.num_fine_centroids
+    if (partition.path is not None) != (partition.kind == "existing"):
+        yield "prepare.partition.path", "belongs to prepare.partition.kind = existing; set both or neither"
+    if partition.kind == "kmeans" and num_clusters > num_fine:
+        problem = f"exceeds prepare.partition.num_fine_centroids = {num_fine}, which form the clusters; lower it"
+        yield "prepare.partition.num_clusters", problem
 
     batch, router_batch = experiment.expert.train.global_batch_size, experiment.router.train.global_batch_size
-    problem = (
-        f"must be divisible by prepare.partition.num_clusters = {num_clusters}, because each expert takes 1/K of it; "
-        f"set expert.train.global_batch_size={-(-batch // num_clusters) * num_clusters}"
-    )
-    require(batch % num_clusters == 0, "expert.train.global_batch_size", problem)
-    problem = f"must divide the expert's {batch // num_clusters} samples per step ({batch} over {num_clusters} experts)"
-    require(batch // num_clusters % island.devices == 0, "island.devices", f"{problem}; change one of them")
-    problem = f"must divide the router's {router_batch} samples per step; change one of them"
-    require(router_batch % island.devices == 0, "island.devices", problem)
-
+    if batch % num_clusters:
+        yield (
+            "expert.train.global_batch_size",
+            f"must be divisible by prepare.partition.num_clusters = {num_clusters}, because each expert takes 1/K of "
+            f"it; set expert.train.global_batch_size={-(-batch // num_clusters) * num_clusters}",
+        )
+    for role, samples in (("expert", batch // num_clusters), ("router", router_batch)):
+        if samples % island.devices:
+            yield "island.devices", f"must divide the {role}'s {samples} samples per step; change one of them"
     for role, train in (("expert", experiment.expert.train), ("router", experiment.router.train)):
-        key, widths = f"{role}.train.ema_widths", train.ema_widths
-        require(all(0.005 <= width <= 0.288 for width in widths), key, "every width must be from 0.005 to 0.288")
-        is_unique = len({f"{width:g}" for width in widths}) == len(widths)
-        require(is_unique, key, "holds a width twice; remove one of them")
-
-    is_single = island.strategy == "single"
-    problem = "island.strategy = 'single' uses one; set ddp or fsdp"
-    require(not is_single or island.devices == 1, "island.devices", problem)
-    problem = "needs a CUDA device, but island.accelerator = 'cpu'; set sdpa or auto"
-    require(island.attention != "xformers" or island.accelerator != "cpu", "island.attention", problem)
+        if not all(0.005 <= width <= 0.288 for width in train.ema_widths):
+            yield f"{role}.train.ema_widths", "every width must be from 0.005 to 0.288"
+        if len({f"{width:g}" for width in train.ema_widths}) < len(train.ema_widths):
+            yield f"{role}.train.ema_widths", "holds a width twice; remove one of them"
+    if island.strategy == "single" and island.devices > 1:
+        yield "island.devices", "island.strategy = 'single' uses one; set ddp or fsdp"
+    if island.attention == "xformers" and island.accelerator == "cpu":
+        yield "island.attention", "needs a CUDA device, but island.accelerator = 'cpu'; set sdpa or auto"
 
 
-def _check_sampling(experiment: Experiment, require: Callable[[bool, str, str], None]) -> None:
+def _contradictions_of_sampling(experiment: Experiment) -> Iterator[tuple[str, str]]:
     sample, condition = experiment.sample, experiment.condition
     reads_text = condition.kind in ("text", "tokens")
-    has_encoder = experiment.prepare.caption_encoder is not None
-    problem = "needs prepare.caption_encoder, which is null; set it"
-    require(has_encoder or not reads_text, "condition.kind", problem)
-    problem = "sample.prompts need condition.kind text or tokens; remove them, or change it"
-    require(reads_text or not sample.prompts, "condition.kind", problem)
-    can_guide = condition.kind != "none" and condition.dropout > 0
-    problem = "guidance needs a condition.kind other than none, and condition.dropout above 0; set 1"
-    require(can_guide or sample.guidance_scale == 1, "sample.guidance_scale", problem)
+    if sample.strategy not in (names := STRATEGIES.names()):
+        yield "sample.strategy", f"must be one of {', '.join(names)}"
+    if reads_text and experiment.prepare.caption_encoder is None:
+        yield "condition.kind", "needs prepare.caption_encoder, which is null; set it"
+    if sample.prompts and not reads_text:
+        yield "condition.kind", "sample.prompts need condition.kind text or tokens; remove them, or change it"
+    if sample.guidance_scale != 1 and (condition.kind == "none" or condition.dropout == 0):
+        problem = "guidance needs a condition.kind other than none, and condition.dropout above 0; set 1"
+        yield "sample.guidance_scale", problem

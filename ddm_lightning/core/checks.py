@@ -1,14 +1,113 @@
-"""Check untrusted JSON documents: one predicate per key, with a description of valid values."""
+"""The one validator: settings against dataclasses, untrusted JSON documents against one check per key."""
 
 from __future__ import annotations
 
+import difflib
+import functools
 import math
 import re
+import sys
+import types
+import typing
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from dataclasses import field, fields, is_dataclass
+from typing import Any, NoReturn, TypeAlias
+
+from ddm_lightning.core.errors import UserError
 
 Check: TypeAlias = tuple[Callable[[Any], bool], str]
 """Predicate for a value, and a description of valid values ("a positive number")."""
+
+MISSING_MARK = "???"
+"""OmegaConf's mark for a field without a value."""
+
+
+def is_int(value: Any, low: int) -> bool:
+    """Whether ``value`` is a 64-bit integer of at least ``low``; booleans are not."""
+    return type(value) is int and low <= value < 1 << 63
+
+
+def is_number(value: Any) -> bool:
+    """Whether ``value`` is a finite number; booleans are not, nor NaN, which Python's JSON reads."""
+    return is_int(value, -(1 << 63)) or (type(value) is float and math.isfinite(value))
+
+
+def is_text(value: Any) -> bool:
+    """Whether ``value`` is a non-empty text that prints on one line."""
+    return isinstance(value, str) and value != "" and value.isprintable()
+
+
+def is_shape(value: Any, length: int) -> bool:
+    """Whether ``value`` is a list of ``length`` positive sizes whose product is at most 2^24."""
+    is_sizes = isinstance(value, list) and len(value) == length and all(is_int(size, 1) for size in value)
+    return is_sizes and math.prod(value) <= 1 << 24
+
+
+def integer(low: int) -> Check:
+    """Check for an integer of at least ``low``."""
+    return lambda value: is_int(value, low), f"an integer of at least {low}"
+
+
+def within(low: float, high: float = math.inf) -> Check:
+    """Check for a number from ``low`` to ``high``."""
+    return lambda value: low <= value <= high, f"from {low} to {high}" if high < math.inf else f"at least {low}"
+
+
+def matching(pattern: str, wanted: str) -> Check:
+    """Check for a text that ``pattern`` matches completely."""
+    return lambda value: isinstance(value, str) and re.fullmatch(pattern, value) is not None, wanted
+
+
+def one_of(choices: Sequence[str]) -> Check:
+    """Check for one of several texts."""
+    return lambda value: value in choices, f"one of {', '.join(choices)}"
+
+
+def optional(check: Check) -> Check:
+    """Check for null or a value that ``check`` accepts."""
+    is_right, wanted = check
+    return lambda value: value is None or is_right(value), f"null or {wanted}"
+
+
+def list_of(check: Check) -> Check:
+    """Check for a list whose entries ``check`` accepts."""
+    is_right, wanted = check
+    return lambda value: isinstance(value, list) and all(map(is_right, value)), f"a list, each {wanted}"
+
+
+def values_of(check: Check, wanted: str) -> Check:
+    """Check for an object with any keys, whose values ``check`` accepts."""
+    return lambda value: isinstance(value, dict) and all(map(check[0], value.values())), wanted
+
+
+def object_of(checks: Mapping[str, Check]) -> Check:
+    """Check for an object with exactly the keys of ``checks``."""
+    return lambda value: problem_with(value, checks) is None, f"an object of valid {', '.join(checks)}"
+
+
+def _is_normalisation(value: Any) -> bool:
+    if not isinstance(value, dict) or set(value) != {"scale", "shift"}:
+        return False
+    scale, shift = (entry if isinstance(entry, list) else [entry] for entry in (value["scale"], value["shift"]))
+    return bool(scale and shift) and all(map(is_number, [*scale, *shift])) and 0 not in scale
+
+
+def _is_shares(value: Any) -> bool:
+    positive = isinstance(value, list) and all(is_number(share) and share > 0 for share in value)
+    return positive and abs(sum(value) - 1) < 1e-6
+
+
+TEXT: Check = (is_text, "a text of one line")
+OBJECT: Check = (lambda value: isinstance(value, dict), "an object")
+LIST: Check = (lambda value: isinstance(value, list), "a list")
+POSITIVE: Check = (lambda value: is_number(value) and value > 0, "a positive number")
+NUMBERS: Check = values_of((is_number, ""), "an object of finite numbers")
+TEXTS: Check = values_of(TEXT, "an object of texts")
+SHARES: Check = (_is_shares, "a list of positive numbers that sum to 1")
+X_SHAPE: Check = (lambda value: is_shape(value, 3), "a list of channels, height and width, at most 2^24 numbers")
+NORMALISATION: Check = (_is_normalisation, "a nonzero scale and a shift, each one number or one per channel")
+PLUGIN: Check = object_of({"name": TEXT, "params": OBJECT})
+SHA256: Check = matching(r"[0-9a-f]{64}", "64 hexadecimal digits")
 
 
 def problem_with(document: Any, checks: Mapping[str, Check]) -> str | None:
@@ -32,100 +131,141 @@ def problem_with(document: Any, checks: Mapping[str, Check]) -> str | None:
     return f"unknown key {unknown[0]!r}; known: {', '.join(checks)}" if unknown else None
 
 
-def is_int(value: Any, low: int) -> bool:
-    """Whether ``value`` is a 64-bit integer of at least ``low``; booleans are not."""
-    return type(value) is int and low <= value < 1 << 63
+def option(default: Any, *, choices: Sequence[str] = (), low: float = -math.inf, high: float = math.inf) -> Any:
+    """Field of a settings dataclass: a text among ``choices``, or a number from ``low`` to ``high``."""
+    check = one_of(choices) if choices else within(low, high)
+    return field(default=default, metadata={"check": check, "choices": choices})
 
 
-def is_number(value: Any) -> bool:
-    """Whether ``value`` is a finite number; booleans are not, nor NaN, which Python's JSON reads."""
-    return is_int(value, -(1 << 63)) or (type(value) is float and math.isfinite(value))
+@functools.cache
+def hints(kind: Any) -> dict[str, Any]:
+    """Types of a dataclass's fields by name."""
+    resolved = typing.get_type_hints(kind)
+    return {field.name: resolved[field.name] for field in fields(kind)}
 
 
-def is_text(value: Any) -> bool:
-    """Whether ``value`` is a non-empty text that prints on one line."""
-    return isinstance(value, str) and value != "" and value.isprintable()
+@functools.cache
+def limits(kind: Any) -> dict[str, Check]:
+    """Checks of those fields of a dataclass that are an ``option``, by name."""
+    return {field.name: field.metadata["check"] for field in fields(kind) if "check" in field.metadata}
 
 
-def integer(low: int) -> Check:
-    """Check for an integer of at least ``low``."""
-    return lambda value: is_int(value, low), f"an integer of at least {low}"
+def check(value: Any, kind: Any, key: str, source: str, references: bool = True) -> None:
+    """Check ``value`` against ``kind``; missing values pass.
+
+    OmegaConf's own conversions are too lenient: a boolean becomes the text "False", NaN is a valid learning rate.
+
+    Args:
+        value: parsed YAML: dicts, lists, text, numbers, booleans, None.
+        kind: a dataclass, ``int``, ``float``, ``bool``, ``str``, ``list[...]``, ``dict[str, Any]``, ``Any``,
+            or a union of one of these and None.
+        key: dotted key of ``value``, empty at the top.
+        source: begins the error line, such as the file's name.
+        references: whether a reference ``${…}`` passes for any kind.
+
+    Raises:
+        UserError: an unknown key, a wrong type, or a value outside the limits of its ``option``.
+    """
+    kind, is_optional = without_none(kind)
+    if _is_open(value, references) or (is_optional and value is None):
+        return
+    origin = typing.get_origin(kind) or kind
+    if is_dataclass(kind):
+        _check_section(value, kind, key, source, references)
+    elif origin is list:
+        if not isinstance(value, list):
+            _refuse(source, key, "a list", value, "write it as [a, b]")
+        for index, item in enumerate(value):
+            check(item, typing.get_args(kind)[0], f"{key}[{index}]", source, references)
+    elif origin is dict and not isinstance(value, dict):
+        _refuse(source, key, "a mapping", value, "write it as {name: value}")
+    elif origin is dict or kind is Any:
+        _check_plain(value, key, source)
+    else:
+        _check_scalar(value, kind, key, source)
 
 
-def matching(pattern: str, wanted: str) -> Check:
-    """Check for a text that ``pattern`` matches completely."""
-    return lambda value: isinstance(value, str) and re.fullmatch(pattern, value) is not None, wanted
+def without_none(kind: Any) -> tuple[Any, bool]:
+    """A type without its option None, and whether it has that option."""
+    if not isinstance(kind, types.UnionType) and typing.get_origin(kind) is not typing.Union:
+        return kind, False
+    return next(inner for inner in typing.get_args(kind) if inner is not type(None)), True
 
 
-def one_of(choices: Sequence[str]) -> Check:
-    """Check for one of several texts."""
-    return lambda value: value in choices, f"one of {', '.join(choices)}"
+def _is_open(value: Any, references: bool) -> bool:
+    """Whether ``value`` is not known yet: missing, or a reference."""
+    return isinstance(value, str) and (value == MISSING_MARK or (references and "${" in value))
 
 
-def optional(check: Check) -> Check:
-    """Check for null or what ``check`` accepts."""
-    is_right, wanted = check
-    return lambda value: value is None or is_right(value), f"null or {wanted}"
+def _check_section(value: Any, kind: Any, key: str, source: str, references: bool) -> None:
+    kinds = hints(kind)
+    known = f"known there: {', '.join(kinds)}"
+    if not isinstance(value, dict):
+        remedy = f"write it as {{name: {value}}}" if "name" in kinds and isinstance(value, str) else known
+        _refuse(source, key, "a section of keys", value, remedy)
+    for name, inner in value.items():
+        below = f"{key}.{name}" if key else str(name)
+        if name not in kinds:
+            near = difflib.get_close_matches(str(name), list(kinds), n=1)
+            guess = f"did you mean {near[0]!r}? " if near else ""
+            raise UserError(f"{source}: unknown key {below!r}; {guess}{known}")
+        check(inner, kinds[name], below, source, references)
+        if name in limits(kind) and inner is not None and not _is_open(inner, references):
+            is_right, wanted = limits(kind)[name]
+            if not is_right(inner):
+                raise UserError(f"{source}: key {below!r} = {inner!r}: must be {wanted}")
 
 
-def is_shape(value: Any, length: int) -> bool:
-    """Whether ``value`` is a list of ``length`` positive sizes whose product is at most 2^24."""
-    is_sizes = isinstance(value, list) and len(value) == length and all(is_int(size, 1) for size in value)
-    return is_sizes and math.prod(value) <= 1 << 24
+def _check_plain(value: Any, key: str, source: str) -> None:
+    """Check parameters of plug-ins, which are stored as JSON."""
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            if not isinstance(name, str):
+                _refuse(source, f"{key}.{name}", "a text as a key", name, "put the key into quotes")
+            _check_plain(inner, f"{key}.{name}", source)
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            _check_plain(item, f"{key}[{index}]", source)
+    elif isinstance(value, float) and not math.isfinite(value):
+        _refuse(source, key, "a finite number", value, "change the value")
+    elif value is not None and not isinstance(value, str | int | float):
+        _refuse(source, key, "text, a number, true, false or null", value, "change the value")
 
 
-def is_normalisation(value: Any) -> bool:
-    """Whether ``value`` holds a nonzero scale and a shift, each one number or one per channel."""
-
-    def numbers(entry: Any) -> list[Any]:
-        return entry if isinstance(entry, list) else [entry]
-
-    if not isinstance(value, dict) or set(value) != {"scale", "shift"}:
-        return False
-    every = [*numbers(value["scale"]), *numbers(value["shift"])]
-    return all(map(is_number, every)) and 0 not in numbers(value["scale"]) and [] not in value.values()
-
-
-def list_of(check: Check) -> Check:
-    """Check for a list whose entries ``check`` accepts."""
-    is_right, wanted = check
-    return lambda value: isinstance(value, list) and all(map(is_right, value)), f"a list, each {wanted}"
-
-
-def object_of(checks: Mapping[str, Check]) -> Check:
-    """Check for an object with exactly the keys of ``checks``."""
-    return lambda value: problem_with(value, checks) is None, f"an object of valid {', '.join(checks)}"
+def _check_scalar(value: Any, kind: type, key: str, source: str) -> None:
+    is_real = isinstance(value, int | float) and not isinstance(value, bool)
+    if kind is bool and not isinstance(value, bool):
+        _refuse(source, key, "true or false", value, "write true or false, without quotes")
+    if kind is str and not isinstance(value, str):
+        is_plain = isinstance(value, bool | int | float)
+        remedy = "put it into quotes (YAML reads yes, no, 1e3 and 12:30 as other types)" if is_plain else "give a text"
+        _refuse(source, key, "a text", value, remedy)
+    if kind is int and not (is_real and isinstance(value, int)):
+        is_whole = isinstance(value, float) and value.is_integer()
+        remedy = f"write {int(value)}" if is_whole else "give digits only, without quotes"
+        _refuse(source, key, "a whole number", value, remedy)
+    if kind is float and not is_real:
+        _refuse(source, key, "a number", value, "give a number, without quotes")
+    if kind is float and not abs(value) <= sys.float_info.max:
+        _refuse(source, key, "a finite number", value, "change the value")
 
 
-def _is_plugin(value: Any) -> bool:
-    parts = isinstance(value, dict) and set(value) == {"name", "params"}
-    return parts and is_text(value["name"]) and isinstance(value["params"], dict)
-
-
-def _is_shares(value: Any) -> bool:
-    positive = isinstance(value, list) and all(is_number(share) and share > 0 for share in value)
-    return positive and abs(sum(value) - 1) < 1e-6
-
-
-TEXT: Check = (is_text, "a text of one line")
-OBJECT: Check = (lambda value: isinstance(value, dict), "an object")
-LIST: Check = (lambda value: isinstance(value, list), "a list")
-POSITIVE: Check = (lambda value: is_number(value) and value > 0, "a positive number")
-NUMBERS: Check = (
-    lambda value: isinstance(value, dict) and all(map(is_number, value.values())),
-    "an object of finite numbers",
-)
-TEXTS: Check = (lambda value: isinstance(value, dict) and all(map(is_text, value.values())), "an object of texts")
-SHARES: Check = (_is_shares, "a list of positive numbers that sum to 1")
-X_SHAPE: Check = (lambda value: is_shape(value, 3), "a list of channels, height and width, at most 2^24 numbers")
-NORMALISATION: Check = (
-    is_normalisation,
-    "a nonzero scale and a shift, each one number or one per channel",
-)
-PLUGIN: Check = (_is_plugin, "an object of a name and params")
-SHA256: Check = matching(r"[0-9a-f]{64}", "64 hexadecimal digits")
+def _refuse(source: str, key: str, wanted: str, value: Any, remedy: str) -> NoReturn:
+    where = f"key {key!r}: " if key else ""
+    shown = "null" if value is None else _short(value)
+    raise UserError(f"{source}: {where}must be {wanted}, is {shown}; {remedy}")
 
 
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+def build(value: Any, kind: Any) -> Any:
+    """Build the dataclass ``kind`` from checked, resolved and complete dicts."""
+    kind, _ = without_none(kind)
+    is_section = is_dataclass(kind)
+    if value is None or not is_section:
+        return float(value) if kind is float and value is not None else value
+    kinds = hints(kind)
+    return kind(**{name: build(inner, kinds[name]) for name, inner in value.items()})

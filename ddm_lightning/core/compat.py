@@ -14,7 +14,6 @@ from __future__ import annotations
 import importlib.util
 import re
 import sys
-from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -56,14 +55,12 @@ def _extension_loads(folder: Path) -> bool:
     """
     import torch
 
-    names = {*EXTENSION_SUFFIXES, ".so", ".pyd", ".dll"}
-    for candidate in sorted(folder / f"_C{suffix}" for suffix in names):
-        if candidate.is_file():
-            try:
-                torch.ops.load_library(str(candidate))
-            except OSError:
-                continue
-            return True
+    for candidate in sorted(folder.glob("_C.*")):
+        try:
+            torch.ops.load_library(str(candidate))
+        except OSError:
+            continue
+        return True
     return False
 
 

@@ -25,3 +25,8 @@ def line_of(error: BaseException) -> str | None:
         place = error.filename or "the disk of the run folder"  # unknown if writing to an open file failed
         return f"{place}: is full; free some space, then the same command goes on"
     return None
+
+
+def first_line(error: BaseException) -> str:
+    """First line of an error's message, at most 500 characters; its type if it has none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:500]

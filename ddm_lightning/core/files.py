@@ -28,7 +28,7 @@ def _flush(path: Path) -> None:
 def atomic_write(path: Path, write: Callable[[Path], object]) -> None:
     """Call ``write`` on a temporary path beside ``path``, then rename it into place.
 
-    Raises whatever ``write`` raises; ``path`` is then unchanged.
+    An exception in ``write`` leaves ``path`` unchanged.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     # Keep the suffix: some writers (Pillow, numpy) choose a format by it or append one.

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
-
-from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, Task, TextColumn
-from rich.text import Text
+from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, TextColumn, TimeRemainingColumn
 
 
 def amount(num_bytes: float) -> str:
@@ -41,22 +38,9 @@ def _scaled(value: float, unit: str) -> str:
     return f"{_digits(value)} {prefixes[power]}{unit}"
 
 
-class TimeColumn(ProgressColumn):
-    """Time left; elapsed time while there is no estimate; total time at the end."""
-
-    max_refresh = 0.5
-
-    def render(self, task: Task) -> Text:
-        """Text of the column for ``task``."""
-        if task.finished:
-            return Text(f"took {_clock(task.finished_time)}", "progress.elapsed")
-        if task.time_remaining is None:
-            return Text(f"{_clock(task.elapsed)} so far", "progress.elapsed")
-        return Text(f"{_clock(task.time_remaining)} left", "progress.remaining")
-
-
-def _clock(seconds: float | None) -> str:
-    return str(timedelta(seconds=int(seconds or 0)))
+def time_column() -> ProgressColumn:
+    """Column of the time left; total time at the end."""
+    return TimeRemainingColumn(elapsed_when_finished=True)
 
 
 def member_columns() -> tuple[ProgressColumn, ...]:
@@ -65,6 +49,6 @@ def member_columns() -> tuple[ProgressColumn, ...]:
         TextColumn("{task.description:<10}"),
         BarColumn(),
         MofNCompleteColumn(),
-        TimeColumn(),
+        time_column(),
         TextColumn("{task.fields[note]}"),
     )

@@ -1,4 +1,4 @@
-"""Labelled grids of small images, and PNG files."""
+"""Labelled grids of small images."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 from jaxtyping import UInt8
-from matplotlib.figure import Figure
 from PIL import Image, ImageDraw, ImageFont
 
 from ddm_lightning.core.files import atomic_write
@@ -118,11 +117,3 @@ def _wrap(text: str, font: Font, width: int, most_lines: int | None = None) -> l
     if most_lines is not None and len(lines) > most_lines:
         lines[most_lines - 1 :] = [" ".join(lines[most_lines - 1 :])]
     return [_shorten(line, font, width) for line in lines]
-
-
-_DOTS_PER_INCH = 120
-
-
-def save_figure(path: Path, figure: Figure) -> None:
-    """Write ``figure`` to ``path`` as PNG, atomically."""
-    atomic_write(path, lambda temporary: figure.savefig(temporary, format="png", dpi=_DOTS_PER_INCH))

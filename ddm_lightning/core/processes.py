@@ -51,7 +51,7 @@ def on_orphaned(parent: int, react: Callable[[], object] | None = None, over: th
 
     Args:
         parent: process id of this process's parent.
-        react: ends this process at once by default, whatever it waits for.
+        react: by default ends this process at once, even while it waits.
         over: stops the watch when set.
     """
     over = over or threading.Event()

@@ -10,12 +10,14 @@ import functools
 import importlib
 import inspect
 import pkgutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import is_dataclass
 from importlib.metadata import PackageNotFoundError, distribution, entry_points
 from pathlib import Path
 from types import UnionType
 from typing import Any, TypeVar, get_args
 
+from ddm_lightning.core import checks
 from ddm_lightning.core.errors import UserError
 
 Factory = TypeVar("Factory", bound=Callable[..., Any])
@@ -106,14 +108,13 @@ class Registry:
     def check(self, name: str, params: dict[str, Any], **context: Any) -> None:
         """Check ``params`` against the signature of the factory ``name``, without calling it.
 
-        Only the keys of ``context`` matter. Only plain annotations (bool, int, float, str) are checked.
+        Only the keys of ``context`` matter. Only plain annotations (bool, int, float, str) are checked. A factory with
+        ``**params`` may name the dataclass of these in its attribute ``params``.
 
         Raises:
             UserError: unknown name; unknown, missing or wrongly typed parameter.
         """
-        from ddm_lightning.core import schema  # not above: it imports OmegaConf, which ``--help`` does without
-
-        accepted = _signature(self.get(name))
+        accepted = _parameters(self.get(name))
         is_open = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
         named = {key: p for key, p in accepted.items() if p.kind in _BY_NAME}
         offered = ", ".join(key for key in named if key not in context) or "none"
@@ -127,17 +128,23 @@ class Registry:
             if parameter.default is inspect.Parameter.empty and key not in params and key not in context:
                 raise UserError(f"{self.kind} {name!r} needs the parameter {key!r}; add it to its params")
             if key in params and _is_plain(parameter.annotation):
-                schema.check(params[key], parameter.annotation, f"params.{key}", f"{self.kind} {name!r}")
+                checks.check(params[key], parameter.annotation, f"params.{key}", f"{self.kind} {name!r}")
 
 
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
-def _signature(factory: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+def _parameters(factory: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    """Parameters of a factory, with the fields of its dataclass ``params`` in place of its ``**params``."""
     try:
-        return inspect.signature(factory, eval_str=True).parameters
+        found = dict(inspect.signature(factory, eval_str=True).parameters)
     except NameError:  # an annotation imported for type checkers only; leave types unchecked
-        return inspect.signature(factory).parameters
+        found = dict(inspect.signature(factory).parameters)
+    options = getattr(factory, "params", None)
+    if isinstance(options, type) and is_dataclass(options):
+        found = {name: one for name, one in found.items() if one.kind is not inspect.Parameter.VAR_KEYWORD}
+        found |= _parameters(options)
+    return found
 
 
 def _is_plain(annotation: Any) -> bool:

@@ -13,10 +13,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.errors import UserError, first_line
 from ddm_lightning.core.files import atomic_write, check_file, sha256_file
 from ddm_lightning.core.formatting import amount
-from ddm_lightning.core.schema import first_line
 
 _DTYPES = (
     {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

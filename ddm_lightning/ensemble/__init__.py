@@ -1,14 +1,12 @@
 """Router and experts as one velocity field, built from artifacts alone.
 
 - ``velocity``: the weighted sum of the experts' velocities
-- ``routing``: the interface of routing strategies; ``strategies`` has one file for each
-- ``sampler``: generate images
+- ``routing``: generate samples; the interface of routing strategies; ``strategies`` has one file for each
 - ``load``: from a run folder to an ensemble
 """
 
 from ddm_lightning.ensemble.load import LoadedEnsemble, LoadedMember, load_ensemble, load_member, load_single
-from ddm_lightning.ensemble.routing import Batch, Strategy
-from ddm_lightning.ensemble.sampler import sample
+from ddm_lightning.ensemble.routing import Batch, Strategy, sample
 from ddm_lightning.ensemble.velocity import Ensemble
 
 __all__ = [

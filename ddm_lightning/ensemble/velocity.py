@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.flow.condition import Condition
-from ddm_lightning.flow.prediction import guided, to_velocity
+from ddm_lightning.flow.path import Samples, Times, expand_time, guided, to_velocity
 
 Route: TypeAlias = Callable[[Float[Tensor, "b K"]], Float[Tensor, "b K"]]
 """Weights of the experts from the router's probabilities."""
@@ -68,9 +68,7 @@ class Ensemble:
         return self
 
     @torch.no_grad()
-    def probabilities(
-        self, x_t: Float[Tensor, "b *shape"], t: Float[Tensor, " b"], condition: Condition | None = None
-    ) -> Float[Tensor, "b K"]:
+    def probabilities(self, x_t: Samples, t: Times, condition: Condition | None = None) -> Float[Tensor, "b K"]:
         """Compute the router's p(cluster | x_t, t, condition); ones for a single model.
 
         Raises:
@@ -87,11 +85,11 @@ class Ensemble:
     def expert_velocity(
         self,
         k: int,
-        x_t: Float[Tensor, "b *shape"],
-        t: Float[Tensor, " b"],
+        x_t: Samples,
+        t: Times,
         condition: Condition | None = None,
         guidance_scale: float = 1.0,
-    ) -> Float[Tensor, "b *shape"]:
+    ) -> Samples:
         """Compute expert ``k``'s velocity, guided inside the expert (Paris, 2510.03434).
 
         Args:
@@ -111,13 +109,13 @@ class Ensemble:
     @torch.no_grad()
     def velocity(
         self,
-        x_t: Float[Tensor, "b *shape"],
-        t: Float[Tensor, " b"],
+        x_t: Samples,
+        t: Times,
         condition: Condition | None = None,
         *,
         route: Route = lambda probabilities: probabilities,
         guidance_scale: float = 1.0,
-    ) -> Float[Tensor, "b *shape"]:
+    ) -> Samples:
         """Sum the experts' velocities, weighted by the router; by default the exact mixture.
 
         Args:
@@ -138,13 +136,11 @@ class Ensemble:
                 continue
             part = None if condition is None else condition.rows(rows)
             of_expert = self.expert_velocity(k, x_t[rows], t[rows], part, guidance_scale)
-            share = weights[rows, k].reshape(-1, *(1 for _ in x_t.shape[1:]))
+            share = expand_time(weights[rows, k], of_expert)
             velocity.index_add_(0, rows, (share * of_expert).to(velocity.dtype))
         return velocity
 
-    def _evaluate(
-        self, k: int, x_t: Float[Tensor, "b *shape"], t: Float[Tensor, " b"], condition: Condition | None
-    ) -> Float[Tensor, "b *shape"]:
+    def _evaluate(self, k: int, x_t: Samples, t: Times, condition: Condition | None) -> Samples:
         self.expert_rows += len(x_t)
         expert = self.experts[k]
         return to_velocity(expert(x_t, t, condition), x_t, t, str(expert.prediction))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
 from jaxtyping import Float, Int
-from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from ddm_lightning.flow.condition import Condition
@@ -127,36 +126,3 @@ def router_classifier(router: nn.Module, condition: Condition | None) -> Classif
 
     router.eval()
     return classify
-
-
-def routing_figure(scores: Mapping[str, Sequence[RoutingScore]], majority: float, num_clusters: int) -> Figure:
-    """Plot accuracy and NLL by time, and confidence against accuracy over all times.
-
-    Args:
-        scores: scores of each classifier by time; the keys label the legend.
-        majority: share of the largest cluster, which is the accuracy of always choosing it.
-        num_clusters: K.
-    """
-    figure = Figure(figsize=(13, 4), layout="constrained")
-    accuracy, nll, reliability = figure.subplots(1, 3)
-    for name, by_time in scores.items():
-        times = [at.t for at in by_time]
-        accuracy.plot(times, [at.accuracy for at in by_time], "o-", label=name)
-        nll.plot(times, [at.nll for at in by_time], "o-", label=name)
-        share = torch.stack([at.share for at in by_time])
-        filled = share.sum(0) > 0
-        pooled = [
-            ((share * torch.stack(parts)).sum(0) / share.sum(0).clamp_min(1e-12))[filled].numpy()
-            for parts in ([at.confidence for at in by_time], [at.hits for at in by_time])
-        ]
-        reliability.plot(*pooled, "o-", label=name)
-    accuracy.axhline(majority, color="0.6", linestyle=":", label="largest cluster")
-    nll.axhline(float(torch.tensor(float(num_clusters)).log()), color="0.6", linestyle=":", label="uniform")
-    reliability.plot([0, 1], [0, 1], color="0.6", linestyle=":", label="honest")
-    accuracy.set(title="held-out accuracy", xlabel="t (1 is noise)", ylim=(0, 1))
-    nll.set(title="held-out NLL (nats)", xlabel="t (1 is noise)", ylim=(0, None))
-    reliability.set(title="reliability, all t", xlabel="confidence", ylabel="accuracy", xlim=(0, 1), ylim=(0, 1))
-    for axis in (accuracy, nll, reliability):
-        axis.legend(fontsize=8)
-        axis.grid(alpha=0.3)
-    return figure

@@ -22,8 +22,7 @@ from ddm_lightning.core.formatting import member_columns
 from ddm_lightning.core.grids import labelled_grid, save_png
 from ddm_lightning.core.registry import CAPTION_ENCODERS, IMAGE_ENCODERS
 from ddm_lightning.ensemble.load import LoadedEnsemble, load_ensemble
-from ddm_lightning.ensemble.routing import strategy_of, with_suited_solver
-from ddm_lightning.ensemble.sampler import sample
+from ddm_lightning.ensemble.routing import sample, strategy_of, with_suited_solver
 from ddm_lightning.flow.condition import Condition
 from ddm_lightning.members.member import condition_spec
 from ddm_lightning.members.run_folder import RunFolder, load_run

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from ddm_lightning.flow.path import expand_time
+from ddm_lightning.flow.path import Samples, Times, expand_time
 
 
 class FiniteSetOracle:
@@ -48,20 +48,18 @@ class FiniteSetOracle:
         self._slices = list(zip([0, *ends[:-1]], ends, strict=True))
         self._chunk_size = chunk_size
 
-    def velocity(self, x_t: Float[Tensor, "b *shape"], t: Float[Tensor, " b"]) -> Float[Tensor, "b *shape"]:
+    def velocity(self, x_t: Samples, t: Times) -> Samples:
         """The velocity of the whole set; raises ``ValueError`` unless every t > 0."""
         return self._velocity(x_t, t, 0, len(self._points))
 
-    def cluster_velocity(
-        self, k: int, x_t: Float[Tensor, "b *shape"], t: Float[Tensor, " b"]
-    ) -> Float[Tensor, "b *shape"]:
+    def cluster_velocity(self, k: int, x_t: Samples, t: Times) -> Samples:
         """The velocity of cluster ``k`` alone; raises ``ValueError`` if it is empty, or unless every t > 0."""
         start, end = self._slices[k]
         if start == end:
             raise ValueError(f"cluster {k} is empty and has no velocity")
         return self._velocity(x_t, t, start, end)
 
-    def cluster_posterior(self, x_t: Float[Tensor, "b *shape"], t: Float[Tensor, " b"]) -> Float[Tensor, "b k"]:
+    def cluster_posterior(self, x_t: Samples, t: Times) -> Float[Tensor, "b k"]:
         """``p(k | x_t, t)`` of every cluster, 0 for an empty one; raises ``ValueError`` unless every t > 0."""
         evidence = x_t.new_full((len(x_t), len(self._slices)), -torch.inf, dtype=torch.float64)
         for k, (start, end) in enumerate(self._slices):
@@ -69,9 +67,7 @@ class FiniteSetOracle:
                 evidence[:, k] = torch.logaddexp(evidence[:, k], logits.logsumexp(1))
         return evidence.softmax(1).to(x_t.dtype)
 
-    def _velocity(
-        self, x_t: Float[Tensor, "b *shape"], t: Float[Tensor, " b"], start: int, end: int
-    ) -> Float[Tensor, "b *shape"]:
+    def _velocity(self, x_t: Samples, t: Times, start: int, end: int) -> Samples:
         total = x_t.new_full((len(x_t), 1), -torch.inf, dtype=torch.float64)
         mean = x_t.new_zeros((len(x_t), self._points.shape[1]), dtype=torch.float64)
         for logits, points in self._chunks(x_t, t, start, end):
@@ -82,7 +78,7 @@ class FiniteSetOracle:
         return ((x_t.double() - mean.reshape(x_t.shape)) / expand_time(t.double(), x_t)).to(x_t.dtype)
 
     def _chunks(
-        self, x_t: Float[Tensor, "b *shape"], t: Float[Tensor, " b"], start: int, end: int
+        self, x_t: Samples, t: Times, start: int, end: int
     ) -> Iterator[tuple[Float[Tensor, "b c"], Float[Tensor, "c d"]]]:
         """Chunks of points with their log-likelihoods, without the shared term -|x_t|²/2t²."""
         if (t <= 0).any():

@@ -9,14 +9,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ddm_lightning.flow.path import VelocityField, time_rows, x_0_from_velocity
+from ddm_lightning.flow.path import Samples, VelocityField, time_rows, x_0_from_velocity
 from ddm_lightning.flow.timesteps import intervals
 
-Step: TypeAlias = Callable[[VelocityField, Float[Tensor, "b *shape"], float, float], Float[Tensor, "b *shape"]]
+Step: TypeAlias = Callable[[VelocityField, Samples, float, float], Samples]
 """``step(velocity, x_t, t, s) -> x_s``."""
 
 
-def euler(velocity: VelocityField, x_t: Float[Tensor, "b *shape"], t: float, s: float) -> Float[Tensor, "b *shape"]:
+def euler(velocity: VelocityField, x_t: Samples, t: float, s: float) -> Samples:
     """Euler's method, order 1: ``x_s = x_t + (s-t)·velocity(x_t, t)``.
 
     One evaluation per step; exact if the velocity is constant along the path.
@@ -24,7 +24,7 @@ def euler(velocity: VelocityField, x_t: Float[Tensor, "b *shape"], t: float, s: 
     return x_t + (s - t) * velocity(x_t, time_rows(t, x_t))
 
 
-def heun(velocity: VelocityField, x_t: Float[Tensor, "b *shape"], t: float, s: float) -> Float[Tensor, "b *shape"]:
+def heun(velocity: VelocityField, x_t: Samples, t: float, s: float) -> Samples:
     """Heun's method, order 2: ``x_s = x_t + (s-t)·(velocity(x_t, t) + velocity(x_t + (s-t)·velocity(x_t, t), s))/2``.
 
     Also known as the explicit trapezoidal rule, or improved Euler. Two evaluations per step. A step to s = 0 is
@@ -43,8 +43,8 @@ SOLVERS: dict[str, Step] = {"euler": euler, "heun": heun}
 
 
 def integrate(
-    velocity: VelocityField, x_1: Float[Tensor, "b *shape"], times: Float[Tensor, " num_times"], solver: str = "euler"
-) -> Float[Tensor, "b *shape"]:
+    velocity: VelocityField, x_1: Samples, times: Float[Tensor, " num_times"], solver: str = "euler"
+) -> Samples:
     """Solve dx/dt = velocity(x, t) along decreasing ``times``.
 
     >>> from ddm_lightning.flow.timesteps import sampling_times
@@ -74,11 +74,11 @@ def integrate(
 
 
 def reverse_kernel(
-    x_t: Float[Tensor, "b *shape"],
-    x_0_hat: Float[Tensor, "b *shape"],
+    x_t: Samples,
+    x_0_hat: Samples,
     t: float | Float[Tensor, ""],
     s: float | Float[Tensor, ""],
-) -> tuple[Float[Tensor, "b *shape"], Float[Tensor, ""]]:
+) -> tuple[Samples, Float[Tensor, ""]]:
     """Mean and variance of the Gaussian q(x_s | x_t, x_0), for 0 <= s < t <= 1.
 
     This is DDPM's posterior (Ho et al., 2006.11239, eq. 7) on the linear path. As a Markov chain, the forward process
@@ -112,10 +112,10 @@ def reverse_kernel(
 
 def integrate_ancestral(
     velocity: VelocityField,
-    x_1: Float[Tensor, "b *shape"],
+    x_1: Samples,
     times: Float[Tensor, " num_times"],
-    noise: Callable[[int], Float[Tensor, "b *shape"]],
-) -> Float[Tensor, "b *shape"]:
+    noise: Callable[[int], Samples],
+) -> Samples:
     """Sample x_s from q(x_s | x_t, x_0) along decreasing ``times``, with x_0 estimated from the velocity.
 
     Args:

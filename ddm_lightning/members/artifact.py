@@ -20,12 +20,11 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from ddm_lightning.core import checks
-from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.errors import UserError, first_line
 from ddm_lightning.core.files import atomic_folder, atomic_write_json, inside, read_json, sha256_file
-from ddm_lightning.core.schema import first_line
 from ddm_lightning.core.weights import check_memory, check_recorded, load_weights, read_header, save_weights
 from ddm_lightning.flow.condition import ConditionSpec
-from ddm_lightning.flow.prediction import PREDICTIONS
+from ddm_lightning.flow.path import PREDICTIONS
 from ddm_lightning.networks import EXPERTS, ROUTERS
 
 FORMAT_VERSION = 1

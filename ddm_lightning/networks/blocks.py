@@ -5,6 +5,8 @@ Options of ``recipe.Recipe``: SwiGLU, RMSNorm, adaLN-single.
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -13,12 +15,12 @@ from torch.nn import functional
 from ddm_lightning.networks.attention import attention, rotate
 from ddm_lightning.networks.recipe import Recipe
 
+Tokens: TypeAlias = Float[Tensor, "b n d"]
+"""Tokens of each row."""
 _EPSILON = 1e-6
 
 
-def modulate(
-    x: Float[Tensor, "b n d"], shift: Float[Tensor, "b 1 d"], scale: Float[Tensor, "b 1 d"], norm: str = "layer"
-) -> Float[Tensor, "b n d"]:
+def modulate(x: Tokens, shift: Float[Tensor, "b 1 d"], scale: Float[Tensor, "b 1 d"], norm: str = "layer") -> Tokens:
     """``norm(x)·(1 + scale) + shift``, with a norm over the width that has no parameters.
 
     ``norm`` is ``layer`` or ``rms`` (Zhang and Sennrich, 1910.07467: does not subtract the mean).
@@ -57,9 +59,7 @@ class SelfAttention(nn.Module):
         self.query_norm = head_norm(width, num_heads, qk_norm)
         self.key_norm = head_norm(width, num_heads, qk_norm)
 
-    def forward(
-        self, x: Float[Tensor, "b n d"], rotation: Float[Tensor, "#b n 2 half"] | None = None
-    ) -> Float[Tensor, "b n d"]:
+    def forward(self, x: Tokens, rotation: Float[Tensor, "#b n 2 half"] | None = None) -> Tokens:
         """Every token attends to all tokens of its row; ``rotation`` is that of ``attention.rotate``."""
         q, k, v = self.qkv(x).unflatten(2, (3, self.num_heads, -1)).unbind(2)
         q, k = normalised(q, self.query_norm), normalised(k, self.key_norm)
@@ -82,7 +82,7 @@ class CrossAttention(nn.Module):
         self.query_norm = head_norm(width, num_heads, qk_norm)
         self.key_norm = head_norm(width, num_heads, qk_norm)
 
-    def forward(self, x: Float[Tensor, "b n d"], context: Float[Tensor, "b m d"]) -> Float[Tensor, "b n d"]:
+    def forward(self, x: Tokens, context: Float[Tensor, "b m d"]) -> Tokens:
         """Every token of ``x`` attends to all tokens of ``context`` in its row."""
         q = self.q(x).unflatten(2, (self.num_heads, -1))
         k, v = self.kv(context).unflatten(2, (2, self.num_heads, -1)).unbind(2)
@@ -106,7 +106,7 @@ class SwiGLU(nn.Module):
         self.gate_up = nn.Linear(width, 2 * gated)
         self.down = nn.Linear(gated, width)
 
-    def forward(self, x: Float[Tensor, "b n d"]) -> Float[Tensor, "b n d"]:
+    def forward(self, x: Tokens) -> Tokens:
         """Transform each token independently."""
         gate, up = self.gate_up(x).chunk(2, dim=-1)
         out: Tensor = self.down(functional.silu(gate) * up)
@@ -157,11 +157,11 @@ class DiTBlock(nn.Module):
 
     def forward(
         self,
-        x: Float[Tensor, "b n d"],
+        x: Tokens,
         conditioning: Float[Tensor, "b features"],
         rotation: Float[Tensor, "#b n 2 half"] | None = None,
         context: Float[Tensor, "b m d"] | None = None,
-    ) -> Float[Tensor, "b n d"]:
+    ) -> Tokens:
         """The tokens after this block.
 
         Args:
@@ -193,7 +193,7 @@ class FinalLayer(nn.Module):
         nn.init.zeros_(self.modulation.weight)
         nn.init.zeros_(self.out.weight)
 
-    def forward(self, x: Float[Tensor, "b n d"], conditioning: Float[Tensor, "b d"]) -> Float[Tensor, "b n out"]:
+    def forward(self, x: Tokens, conditioning: Float[Tensor, "b d"]) -> Float[Tensor, "b n out"]:
         """``out_features`` numbers per token."""
         shift, scale = self.modulation(conditioning)[:, None].chunk(2, dim=-1)
         out: Tensor = self.out(modulate(x, shift, scale, self.norm))

@@ -1,15 +1,183 @@
-"""The built-in expert: a diffusion transformer with adaLN-Zero (Peebles and Xie, 2212.09748)."""
+"""The built-in expert, a diffusion transformer with adaLN-Zero (Peebles and Xie, 2212.09748), and its trunk."""
 
 from __future__ import annotations
 
+from typing import Any, ClassVar, Protocol, runtime_checkable
+
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
 
 from ddm_lightning.core.registry import EXPERTS
 from ddm_lightning.flow.condition import Condition, ConditionSpec
-from ddm_lightning.networks.embeddings import unpatchify
-from ddm_lightning.networks.recipe import Recipe, choose_size
-from ddm_lightning.networks.trunk import Trunk
+from ddm_lightning.flow.path import Times
+from ddm_lightning.networks.blocks import DiTBlock, FinalLayer, Tokens
+from ddm_lightning.networks.embeddings import (
+    ConditionEmbedding,
+    TimestepEmbedding,
+    TokenEmbedding,
+    axial_rotation,
+    patchify,
+    sincos_positions,
+    unpatchify,
+)
+from ddm_lightning.networks.recipe import Architecture
+
+
+@runtime_checkable
+class _Initialised(Protocol):
+    """A part with its own initial weights, set after those of all linear layers."""
+
+    def initialise(self) -> None: ...
+
+
+class PatchTransformer(nn.Module):
+    """Base of all networks: embeddings of patches and time, for any kind of block.
+
+    A subclass adds ``blocks`` and calls ``initialise`` once all parameters exist.
+
+    Args:
+        x_shape: (channels, height, width) of ``x_t``; height and width in pixels or latent cells.
+        options: patches and size; with ``rope`` blocks rotate queries and keys by ``rotation``, else ``positions`` are
+            added to the patches.
+
+    Raises:
+        ValueError: sizes that do not fit each other.
+    """
+
+    positions: Tensor | None
+    rotation: Float[Tensor, "1 n 2 half"] | None
+
+    def __init__(self, x_shape: tuple[int, int, int], options: Architecture) -> None:
+        super().__init__()
+        depth, width, num_heads = options.sizes()
+        patch_size, mlp_ratio, rope = options.patch_size, options.mlp_ratio, options.rope
+        for name, number in (("width", width), ("depth", depth), ("num_heads", num_heads), ("patch_size", patch_size)):
+            if number < 1:
+                raise ValueError(f"{name} = {number} must be at least 1")
+        channels, height_cells, width_cells = x_shape
+        if height_cells % patch_size or width_cells % patch_size:
+            cells = f"{height_cells}x{width_cells} cells of a sample"
+            raise ValueError(f"patch_size = {patch_size} must divide the {cells}")
+        if width % num_heads:
+            raise ValueError(f"num_heads = {num_heads} must divide width = {width}")
+        if mlp_ratio * width < 1:
+            raise ValueError(f"mlp_ratio = {mlp_ratio} leaves the MLP without features")
+        self.x_shape = x_shape
+        self.patch_size = patch_size
+        self.patch_embedding = nn.Linear(channels * patch_size**2, width)
+        rows, columns = height_cells // patch_size, width_cells // patch_size
+        positions = None if rope else sincos_positions(width, rows, columns)
+        rotation = axial_rotation(width // num_heads, rows, columns) if rope else None
+        self.register_buffer("positions", positions, persistent=False)
+        self.register_buffer("rotation", rotation, persistent=False)
+        self.time_embedding = TimestepEmbedding(width)
+
+    def initialise(self) -> None:
+        """Draw all weights from torch's global generator: adaLN-Zero (section 3.2), in the ranges of DiT's code.
+
+        Linear layers are Xavier-uniform with zero bias, embeddings normal(0.02), modulations and last layer zero.
+        """
+        for part in self.modules():
+            if isinstance(part, nn.Linear):
+                nn.init.xavier_uniform_(part.weight)
+                nn.init.zeros_(part.bias)
+        for part in self.modules():
+            if part is not self and isinstance(part, _Initialised):
+                part.initialise()
+
+    def tokens(self, x_t: Float[Tensor, "b c h w"]) -> Tokens:
+        """Embedded patches, plus their positions unless these are rotary.
+
+        Raises:
+            ValueError: ``x_t`` has another shape than ``x_shape``.
+        """
+        if x_t.shape[1:] != self.x_shape:
+            raise ValueError(f"the network takes samples of shape {self.x_shape}, not {tuple(x_t.shape[1:])}")
+        patches = patchify(x_t, self.patch_size).to(self.patch_embedding.weight.dtype)
+        embedded: Tensor = self.patch_embedding(patches)
+        if self.positions is not None:
+            return embedded + self.positions
+        # Float32 even under autocast, as added positions would make it; otherwise blocks would sum in half precision.
+        assert self.rotation is not None
+        return embedded.to(self.rotation.dtype)
+
+
+class Trunk(PatchTransformer):
+    """Parts of a diffusion transformer (Peebles and Xie, 2212.09748), assembled by ``DiT`` and ``RouterDiT``.
+
+    A text vector or a class modulates the blocks together with the time. Text tokens enter each block by
+    cross-attention instead, as in PixArt-alpha (Chen et al., 2310.00426); then only the time modulates.
+
+    Args:
+        x_shape: (channels, height, width) of ``x_t``; height and width in pixels or latent cells.
+        condition: kind and size of the condition.
+        options: patches, size and recipe.
+        out_features: outputs per token.
+
+    Raises:
+        ValueError: sizes that do not fit each other.
+    """
+
+    params: ClassVar[type] = Architecture
+    """Dataclass of the ``**params`` of a subclass's constructor, for ``Registry.check``."""
+
+    def __init__(
+        self, *, x_shape: tuple[int, int, int], condition: ConditionSpec, options: Architecture, out_features: int
+    ) -> None:
+        super().__init__(x_shape, options)
+        depth, width, num_heads = options.sizes()
+        reads_tokens = condition.kind == "tokens"
+        is_vector = condition.kind in ("text", "class")
+        self.condition_embedding = ConditionEmbedding(condition, width) if is_vector else None
+        self.token_embedding = TokenEmbedding(condition, width) if reads_tokens else None
+        self.shared_modulation = nn.Linear(width, 6 * width) if options.modulation == "single" else None
+        self.blocks = nn.ModuleList(DiTBlock(width, num_heads, options, reads_tokens) for _ in range(depth))
+        self.final = FinalLayer(width, out_features, options.norm)
+
+    def initialise(self) -> None:
+        """Initialise like ``PatchTransformer``; a shared modulation starts at zero like that of a block."""
+        super().initialise()
+        if self.shared_modulation is not None:
+            nn.init.zeros_(self.shared_modulation.weight)
+
+    def conditioning(self, t: Times, condition: Condition | None) -> Float[Tensor, "b d"]:
+        """The vector that modulates all blocks, after their shared SiLU.
+
+        Raises:
+            ValueError: a condition for a network without one.
+        """
+        summed: Tensor = self.time_embedding(t)
+        if self.condition_embedding is not None:
+            summed = summed + self.condition_embedding(condition, len(t))
+        elif condition is not None and self.token_embedding is None:
+            raise ValueError("the network was built without a condition; pass None")
+        return functional.silu(summed)
+
+    def run(
+        self,
+        tokens: Tokens,
+        conditioning: Float[Tensor, "b d"],
+        rotation: Float[Tensor, "#b n 2 half"] | None,
+        condition: Condition | None,
+    ) -> Tokens:
+        """The tokens after all blocks.
+
+        Args:
+            tokens: patches and other tokens.
+            conditioning: output of ``conditioning``.
+            rotation: angles of ``tokens``; None unless positions are rotary.
+            condition: text tokens for cross-attention; other kinds are part of ``conditioning``.
+
+        Raises:
+            ValueError: text tokens of another shape than the network was built for.
+        """
+        context = None if self.token_embedding is None else self.token_embedding(condition, len(tokens))
+        if self.shared_modulation is not None:
+            conditioning = self.shared_modulation(conditioning)
+        for block in self.blocks:
+            tokens = block(tokens, conditioning, rotation, context)
+        return tokens
 
 
 @EXPERTS.register("dit")
@@ -29,12 +197,7 @@ class DiT(Trunk):
     Args:
         x_shape: (channels, height, width) of ``x_t``; height and width in pixels or latent cells.
         condition: kind and size of the condition.
-        patch_size: edge of a square patch, in cells of ``x_t``.
-        size: ``S``, ``B``, ``L`` or ``XL`` (``recipe.SIZES``), instead of the next three.
-        width: features of a token.
-        depth: number of blocks.
-        num_heads: attention heads of a block.
-        mlp_ratio, qk_norm, rope, mlp, norm, modulation: see ``recipe.Recipe``.
+        params: fields of ``recipe.Architecture``, such as ``patch_size``, ``size`` and ``mlp``.
 
     Raises:
         ValueError: sizes that do not fit each other, or an unknown choice.
@@ -42,36 +205,13 @@ class DiT(Trunk):
 
     prediction = "velocity"
 
-    def __init__(
-        self,
-        *,
-        x_shape: tuple[int, int, int],
-        condition: ConditionSpec,
-        patch_size: int,
-        size: str | None = None,
-        width: int | None = None,
-        depth: int | None = None,
-        num_heads: int | None = None,
-        mlp_ratio: float = 4.0,
-        qk_norm: bool = False,
-        rope: bool = False,
-        mlp: str = "gelu",
-        norm: str = "layer",
-        modulation: str = "zero",
-    ) -> None:
-        super().__init__(
-            x_shape=x_shape,
-            condition=condition,
-            size=choose_size(size, width=width, depth=depth, num_heads=num_heads),
-            patch_size=patch_size,
-            recipe=Recipe(mlp_ratio, qk_norm, rope, mlp, norm, modulation),
-            out_features=x_shape[0] * patch_size**2,
-        )
+    def __init__(self, *, x_shape: tuple[int, int, int], condition: ConditionSpec, **params: Any) -> None:
+        options = Architecture(**params)
+        out_features = x_shape[0] * options.patch_size**2
+        super().__init__(x_shape=x_shape, condition=condition, options=options, out_features=out_features)
         self.initialise()
 
-    def forward(
-        self, x_t: Float[Tensor, "b c h w"], t: Float[Tensor, " b"], condition: Condition | None
-    ) -> Float[Tensor, "b c h w"]:
+    def forward(self, x_t: Float[Tensor, "b c h w"], t: Times, condition: Condition | None) -> Float[Tensor, "b c h w"]:
         """The velocity, in the dtype of ``x_t``; ``condition=None`` is the learned null in every row.
 
         Raises:

@@ -19,7 +19,7 @@ def _example_condition(condition: ConditionSpec, num: int) -> Condition | None:
 
 
 def _on_meta(network: nn.Module) -> nn.Module:
-    """A copy without data, which takes no memory whatever the network's size."""
+    """A copy without data, which takes no memory."""
     memo: dict[int, torch.Tensor] = {
         id(parameter): nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
         for parameter in network.parameters()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -9,11 +11,15 @@ from torch.nn import functional
 
 from ddm_lightning.core.registry import EXPERTS
 from ddm_lightning.flow.condition import Condition, ConditionSpec
+from ddm_lightning.flow.path import Samples, Times
 from ddm_lightning.networks.attention import attention
-from ddm_lightning.networks.blocks import FinalLayer, head_norm, modulate, normalised, plain_mlp
+from ddm_lightning.networks.blocks import FinalLayer, Tokens, head_norm, modulate, normalised, plain_mlp
+from ddm_lightning.networks.dit import PatchTransformer
 from ddm_lightning.networks.embeddings import TokenEmbedding, TwoLayers, unpatchify
-from ddm_lightning.networks.recipe import Size
-from ddm_lightning.networks.trunk import PatchTransformer
+from ddm_lightning.networks.recipe import Architecture
+
+Heads: TypeAlias = Float[Tensor, "b n h e"]
+Modulation: TypeAlias = Float[Tensor, "b 1 features"]
 
 
 class ReadStream(nn.Module):
@@ -26,9 +32,7 @@ class ReadStream(nn.Module):
         self.kv = nn.Linear(width, 2 * width)
         self.key_norm = head_norm(width, num_heads, qk_norm)
 
-    def heads(
-        self, x: Float[Tensor, "b n d"], modulation: Float[Tensor, "b 1 twofold"]
-    ) -> tuple[Float[Tensor, "b n h e"], Float[Tensor, "b n h e"]]:
+    def heads(self, x: Tokens, modulation: Modulation) -> tuple[Heads, Heads]:
         """Keys and values."""
         shift, scale = modulation.chunk(2, dim=-1)
         k, v = self.kv(modulate(x, shift, scale)).unflatten(2, (2, self.num_heads, -1)).unbind(2)
@@ -48,17 +52,13 @@ class Stream(nn.Module):
         self.key_norm = head_norm(width, num_heads, qk_norm)
         self.mlp = plain_mlp(width, int(width * mlp_ratio))
 
-    def heads(
-        self, x: Float[Tensor, "b n d"], modulation: Float[Tensor, "b 1 sixfold"]
-    ) -> tuple[Float[Tensor, "b n h e"], Float[Tensor, "b n h e"], Float[Tensor, "b n h e"]]:
+    def heads(self, x: Tokens, modulation: Modulation) -> tuple[Heads, Heads, Heads]:
         """Queries, keys and values."""
         shift, scale = modulation.chunk(6, dim=-1)[:2]
         q, k, v = self.qkv(modulate(x, shift, scale)).unflatten(2, (3, self.num_heads, -1)).unbind(2)
         return normalised(q, self.query_norm), normalised(k, self.key_norm), v
 
-    def update(
-        self, x: Float[Tensor, "b n d"], attended: Float[Tensor, "b n h e"], modulation: Float[Tensor, "b 1 sixfold"]
-    ) -> Float[Tensor, "b n d"]:
+    def update(self, x: Tokens, attended: Heads, modulation: Modulation) -> Tokens:
         """``x`` plus the gated attention, then plus the gated MLP."""
         gate, mlp_shift, mlp_scale, mlp_gate = modulation.chunk(6, dim=-1)[2:]
         x = torch.addcmul(x, gate, self.out(attended.flatten(2)))
@@ -85,8 +85,8 @@ class JointBlock(nn.Module):
         nn.init.zeros_(self.text.modulation.weight)
 
     def forward(
-        self, x: Float[Tensor, "b n d"], text: Float[Tensor, "b m d"], conditioning: Float[Tensor, "b d"]
-    ) -> tuple[Float[Tensor, "b n d"], Float[Tensor, "b m d"] | None]:
+        self, x: Tokens, text: Float[Tensor, "b m d"], conditioning: Float[Tensor, "b d"]
+    ) -> tuple[Tokens, Float[Tensor, "b m d"] | None]:
         """Patches and text tokens after the block; the last block returns None as text.
 
         Args:
@@ -162,9 +162,10 @@ class MMDiT(PatchTransformer):
     ) -> None:
         if condition.kind != "tokens":
             raise ValueError(f"the text stream needs condition.kind=tokens, not {condition.kind}")
-        super().__init__(
-            x_shape=x_shape, size=Size(depth, width, num_heads), patch_size=patch_size, mlp_ratio=mlp_ratio
+        options = Architecture(
+            width=width, depth=depth, num_heads=num_heads, patch_size=patch_size, mlp_ratio=mlp_ratio
         )
+        super().__init__(x_shape, options)
         self.token_embedding = TokenEmbedding(condition, width)
         self.pooled_text = PooledText(width)
         self.blocks = nn.ModuleList(
@@ -173,9 +174,7 @@ class MMDiT(PatchTransformer):
         self.final = FinalLayer(width, x_shape[0] * patch_size**2)
         self.initialise()
 
-    def forward(
-        self, x_t: Float[Tensor, "b c h w"], t: Float[Tensor, " b"], condition: Condition | None
-    ) -> Float[Tensor, "b c h w"]:
+    def forward(self, x_t: Samples, t: Times, condition: Condition | None) -> Samples:
         """The velocity, in the dtype of ``x_t``; ``condition=None`` is the learned null in every row.
 
         Raises:

@@ -1,11 +1,11 @@
-"""Options of a diffusion transformer: a named size, and the recipe of its blocks."""
+"""Options of a diffusion transformer: its size, and the recipe of its blocks."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import NamedTuple
 
-CHOICES = {"mlp": ("gelu", "swiglu"), "norm": ("layer", "rms"), "modulation": ("zero", "single")}
+from ddm_lightning.core.checks import option
 
 
 class Size(NamedTuple):
@@ -18,26 +18,6 @@ class Size(NamedTuple):
 
 SIZES = {"S": Size(12, 384, 6), "B": Size(12, 768, 12), "L": Size(24, 1024, 16), "XL": Size(28, 1152, 16)}
 """Table 1 of Peebles and Xie, 2212.09748."""
-
-
-def choose_size(size: str | None, *, width: int | None, depth: int | None, num_heads: int | None) -> Size:
-    """The size given by its name or by its three numbers.
-
-    Raises:
-        ValueError: unknown name, both a name and numbers, or neither a name nor all numbers.
-    """
-    numbers = {"width": width, "depth": depth, "num_heads": num_heads}
-    given = [name for name, number in numbers.items() if number is not None]
-    if size is not None:
-        if size not in SIZES:
-            raise ValueError(f"size = {size!r} is none of {', '.join(SIZES)}")
-        if given:
-            raise ValueError(f"size = {size!r} sets width, depth and num_heads: remove it or {', '.join(given)}")
-        return SIZES[size]
-    if width is None or depth is None or num_heads is None:
-        absent = ", ".join(name for name in numbers if name not in given)
-        raise ValueError(f"needs size ({', '.join(SIZES)}), or width, depth and num_heads; {absent} missing")
-    return Size(depth=depth, width=width, num_heads=num_heads)
 
 
 @dataclass(frozen=True)
@@ -54,16 +34,50 @@ class Recipe:
     """RMSNorm of each head's queries and keys."""
     rope: bool = False
     """Rotary positions on queries and keys, instead of positions added to the patches."""
-    mlp: str = "gelu"
+    mlp: str = option("gelu", choices=("gelu", "swiglu"))
     """``gelu``, or ``swiglu`` (``blocks.SwiGLU``, with about as many parameters)."""
-    norm: str = "layer"
+    norm: str = option("layer", choices=("layer", "rms"))
     """``layer`` or ``rms``: the norm before shift and scale, without parameters."""
-    modulation: str = "zero"
+    modulation: str = option("zero", choices=("zero", "single"))
     """``zero``: each block has its own projection of time and condition (adaLN-Zero, section 3.2). ``single``: all
     blocks share one projection, and each adds its own table (adaLN-single, Chen et al., 2310.00426, section 2.3)."""
 
     def __post_init__(self) -> None:
-        for name, choices in CHOICES.items():
-            word = getattr(self, name)
-            if word not in choices:
-                raise ValueError(f"{name} = {word!r} is none of {', '.join(choices)}")
+        for field in fields(self):
+            choices, word = field.metadata.get("choices"), getattr(self, field.name)
+            if choices and word not in choices:
+                raise ValueError(f"{field.name} = {word!r} is none of {', '.join(choices)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture(Recipe):
+    """Patches, size and recipe of a ``Trunk``: parameters of ``DiT`` and ``RouterDiT``."""
+
+    patch_size: int
+    """Edge of a square patch, in cells of ``x_t``."""
+    size: str | None = None
+    """``S``, ``B``, ``L`` or ``XL`` (``SIZES``), instead of the next three."""
+    width: int | None = None
+    """Features of a token."""
+    depth: int | None = None
+    """Number of blocks."""
+    num_heads: int | None = None
+    """Attention heads of a block."""
+
+    def sizes(self) -> Size:
+        """The size given by its name or by its three numbers.
+
+        Raises:
+            ValueError: unknown name, both a name and numbers, or neither a name nor all numbers.
+        """
+        numbers = {"width": self.width, "depth": self.depth, "num_heads": self.num_heads}
+        given = {name: number for name, number in numbers.items() if number is not None}
+        if self.size is None:
+            if absent := ", ".join(name for name in numbers if name not in given):
+                raise ValueError(f"needs size ({', '.join(SIZES)}), or width, depth and num_heads; {absent} missing")
+            return Size(**given)
+        if self.size not in SIZES:
+            raise ValueError(f"size = {self.size!r} is none of {', '.join(SIZES)}")
+        if given:
+            raise ValueError(f"size = {self.size!r} sets width, depth and num_heads: remove it or {', '.join(given)}")
+        return SIZES[self.size]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -11,8 +12,10 @@ from torch.nn import functional
 
 from ddm_lightning.core.registry import ROUTERS
 from ddm_lightning.flow.condition import Condition, ConditionSpec
-from ddm_lightning.networks.recipe import Recipe, choose_size
-from ddm_lightning.networks.trunk import Trunk
+from ddm_lightning.flow.path import Times
+from ddm_lightning.networks.blocks import Tokens
+from ddm_lightning.networks.dit import Trunk
+from ddm_lightning.networks.recipe import Architecture
 
 
 @ROUTERS.register("router-dit")
@@ -40,37 +43,20 @@ class RouterDiT(Trunk):
         x_shape: tuple[int, int, int],
         condition: ConditionSpec,
         num_clusters: int,
-        patch_size: int,
-        size: str | None = None,
-        width: int | None = None,
-        depth: int | None = None,
-        num_heads: int | None = None,
-        mlp_ratio: float = 4.0,
-        qk_norm: bool = False,
-        rope: bool = False,
-        mlp: str = "gelu",
-        norm: str = "layer",
-        modulation: str = "zero",
         dropout: float = 0.0,
         text_dropout: float = 0.0,
+        **params: Any,
     ) -> None:
         for name, share in (("dropout", dropout), ("text_dropout", text_dropout)):
             if not 0 <= share < 1:
                 raise ValueError(f"{name} = {share} must be at least 0 and below 1")
         if text_dropout and condition.kind != "text":
             raise ValueError(f"text_dropout = {text_dropout} needs a text condition, not {condition.kind!r}")
-        chosen = choose_size(size, width=width, depth=depth, num_heads=num_heads)
-        super().__init__(
-            x_shape=x_shape,
-            condition=condition,
-            size=chosen,
-            patch_size=patch_size,
-            recipe=Recipe(mlp_ratio, qk_norm, rope, mlp, norm, modulation),
-            out_features=num_clusters,
-        )
+        options = Architecture(**params)
+        super().__init__(x_shape=x_shape, condition=condition, options=options, out_features=num_clusters)
         self.dropout = dropout
         self.text_dropout = text_dropout
-        self.class_token = nn.Parameter(torch.empty(chosen.width))
+        self.class_token = nn.Parameter(torch.empty(options.sizes().width))
         self.initialise()
 
     def initialise(self) -> None:
@@ -79,7 +65,7 @@ class RouterDiT(Trunk):
         nn.init.normal_(self.class_token, std=0.02)
 
     def forward(
-        self, x_t: Float[Tensor, "b c h w"], t: Float[Tensor, " b"], condition: Condition | None
+        self, x_t: Float[Tensor, "b c h w"], t: Times, condition: Condition | None
     ) -> Float[Tensor, "b num_clusters"]:
         """Logits of the clusters; ``condition=None`` is the learned null in every row.
 
@@ -104,14 +90,14 @@ class RouterDiT(Trunk):
         return logits
 
 
-def sample_kept(tokens: Float[Tensor, "b n d"], dropout: float) -> Int[Tensor, "b kept"]:
+def sample_kept(tokens: Tokens, dropout: float) -> Int[Tensor, "b kept"]:
     """Indices of the tokens that each row keeps: a random ``1 - dropout`` of them, at least one, in random order."""
     b, n, _ = tokens.shape
     num_kept = max(1, round(n * (1 - dropout)))
     return torch.rand(b, n, device=tokens.device).argsort(dim=1)[:, :num_kept]
 
 
-def pick(tokens: Float[Tensor, "b n d"], kept: Int[Tensor, "b kept"]) -> Float[Tensor, "b kept d"]:
+def pick(tokens: Tokens, kept: Int[Tensor, "b kept"]) -> Float[Tensor, "b kept d"]:
     """The tokens with indices ``kept``, row by row."""
     return tokens.gather(1, kept[:, :, None].expand(-1, -1, tokens.shape[2]))
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
-from ddm_lightning.core.formatting import TimeColumn
+from ddm_lightning.core.formatting import time_column
 
 _SECONDS_BETWEEN_LINES = 60.0
 
@@ -40,7 +40,7 @@ class RichReporter:
     """A bar per stage with elapsed and remaining time; a context manager."""
 
     def __init__(self, console: Console | None = None) -> None:
-        columns = (TextColumn("{task.description:<10}"), BarColumn(), MofNCompleteColumn(), TimeColumn())
+        columns = (TextColumn("{task.description:<10}"), BarColumn(), MofNCompleteColumn(), time_column())
         self._progress = Progress(*columns, console=console, transient=True)
         self._bars: dict[str, TaskID] = {}
         self._last_line = time.monotonic()

@@ -22,9 +22,8 @@ from streaming.base.storage.download import CloudDownloader, SFTPDownloader
 from streaming.base.util import retry
 from torch import Tensor
 
-from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.errors import UserError, first_line
 from ddm_lightning.core.files import inside, sha256_file
-from ddm_lightning.core.schema import first_line
 from ddm_lightning.shards.mds import ShardFile, Shards
 from ddm_lightning.shards.verify import ShardError, file_problem, read_index, unreadable
 

@@ -15,7 +15,7 @@ from streaming.base.format import reader_from_json
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from ddm_lightning.core.schema import first_line
+from ddm_lightning.core.errors import first_line
 from ddm_lightning.shards.fetch import FetchedShards, Origin
 from ddm_lightning.shards.mds import ShardFile, Shards
 from ddm_lightning.shards.order import Ranks, epoch_order, num_steps, steps

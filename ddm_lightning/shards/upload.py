@@ -18,9 +18,8 @@ from urllib.parse import unquote, urlsplit
 from streaming.base.storage.download import CloudDownloader, SFTPDownloader
 from streaming.base.storage.upload import CloudUploader
 
-from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.errors import UserError, first_line
 from ddm_lightning.core.files import atomic_write, sha256_file
-from ddm_lightning.core.schema import first_line
 
 _KEY = "key 'prepare.shards.remote'"
 _INDEX, _PARTIAL = "index.json", ".partial"

@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
-from ddm_lightning.flow.prediction import min_snr_weights, training_target
+from ddm_lightning.flow.path import min_snr_weights, training_target
 from ddm_lightning.training.module import NUM_VALIDATION_TIMESTEPS, MemberModule, Noised
 
 

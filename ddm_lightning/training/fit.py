@@ -14,11 +14,10 @@ from rich.console import Console
 
 from ddm_lightning.config import Experiment, IslandConfig, TrainConfig
 from ddm_lightning.core.devices import configure_torch, resolve_accelerator
-from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.errors import UserError, first_line
 from ddm_lightning.core.formatting import amount
 from ddm_lightning.core.processes import keep_heap
 from ddm_lightning.core.registry import CAPTION_ENCODERS
-from ddm_lightning.core.schema import first_line
 from ddm_lightning.core.weights import check_memory
 from ddm_lightning.encoders.interfaces import CaptionEncoder
 from ddm_lightning.members.handover import hand_over, is_finished

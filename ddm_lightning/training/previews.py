@@ -14,13 +14,12 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from ddm_lightning.config import SampleConfig
+from ddm_lightning.core.errors import first_line
 from ddm_lightning.core.grids import labelled_grid
 from ddm_lightning.core.registry import IMAGE_ENCODERS
-from ddm_lightning.core.schema import first_line
 from ddm_lightning.encoders.interfaces import ImageEncoder
 from ddm_lightning.flow.condition import Condition
-from ddm_lightning.flow.path import VelocityField
-from ddm_lightning.flow.prediction import guided, to_velocity
+from ddm_lightning.flow.path import VelocityField, guided, to_velocity
 from ddm_lightning.flow.randomness import keyed_generator
 from ddm_lightning.flow.solvers import integrate
 from ddm_lightning.flow.timesteps import sampling_times

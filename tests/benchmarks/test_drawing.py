@@ -36,7 +36,7 @@ def cheap_features(monkeypatch):
         calls.append(len(images))
         return torch.from_numpy(images.reshape(len(images), -1)[:, :4].astype(np.float32))
 
-    monkeypatch.setattr(drawing, "picture_features", features)
+    monkeypatch.setattr(drawing, "image_features", features)
     return calls
 
 

@@ -23,7 +23,7 @@ def test_pictures_that_are_the_training_set_follow_and_others_do_not(tiny_run, m
     assert len(prompts.drawn) == 24
     monkeypatch.setattr("following.load_single", lambda _: LOADED)
     monkeypatch.setattr(prompts.encoder, "decode", lambda x_0: x_0)
-    monkeypatch.setattr("following.picture_features", lambda pictures: pictures)
+    monkeypatch.setattr("following.image_features", lambda pictures: pictures)
     for shift, low, high in ((0, 1.0, 1.0), (1, 0.0, 0.7)):
         order = (prompts.drawn + shift) % len(prompts.names)
         monkeypatch.setattr("following.sample", lambda *_, order=order, **__: prompts.features[order])

@@ -108,15 +108,6 @@ def test_only_what_the_network_takes_and_the_data_allow():
     assert "micro_batch_size_1" not in names("expert.train.global_batch_size=2")
 
 
-def test_an_unknown_name_is_one_line():
-    both = names()
-    one, other = [both["rope"], both["optimizer_muon"]], [both["rope"], both["density_uniform"]]
-    chosen = recipe_options.chosen(["rope", "density_uniform"], one, other)
-    assert [[option.name for option in found] for found in chosen] == [["rope"], ["rope", "density_uniform"]]
-    with pytest.raises(UserError, match=r"--only ropes: not among .* rope, optimizer_muon"):
-        recipe_options.chosen(["ropes"], one, other)
-
-
 def step_of(*overrides, sizes=PICTURES):
     return TrainingStep(MEMBER, experiment(*overrides), sizes, CPU)
 

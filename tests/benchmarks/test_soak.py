@@ -23,11 +23,11 @@ def test_memory_counts_from_where_it_is_to_have_settled():
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # of Streaming, which hashes files without closing them
-def test_a_short_one_leaves_its_figures(tmp_path, capsys):
+def test_a_short_one_leaves_its_figures(tiny_run, tmp_path, capsys):
     out = tmp_path / "soak.json"
-    arguments = ["-c", str(TINY), "--steps", "40", "--json", str(out), f"run_dir={tmp_path / 'run'}"]
-    soak.main([*arguments, "island.log_every_n_steps=2"])
+    arguments = ["-c", str(TINY), "--steps", "10", "--json", str(out), f"run_dir={tiny_run}"]
+    soak.main([*arguments, "island.log_every_n_steps=2", "sample.num_steps=2"])
     figures = json.loads(out.read_text())["figures"]
-    assert (figures["steps"], figures["skipped_steps"], figures["weights_not_finite"]) == (40, 0, 0)
+    assert (figures["steps"], figures["skipped_steps"], figures["weights_not_finite"]) == (10, 0, 0)
     assert figures["memory_gb"] > figures["memory_growth_gb"] >= 0
-    assert "40 steps of expert-0 of tiny_2x in bf16-mixed" in capsys.readouterr().out
+    assert "10 steps of expert-0 of tiny_2x in bf16-mixed" in capsys.readouterr().out

@@ -8,7 +8,7 @@ import step_networks
 import step_sharded
 import torch
 from common import REPOSITORY, Report
-from step_clock import Seconds, grouped, ratio
+from step_clock import Seconds, ratio
 from step_loops import Trained, Turns
 from step_networks import Sizes
 
@@ -36,10 +36,6 @@ def test_a_ratio_is_the_median_of_ratios_side_by_side_and_not_the_ratio_of_media
     assert ratio(walls(1, 2, 30), walls(1, 1, 10)) == 2
     assert ratio(walls(1, 8, 9), walls(10, 2, 3)) == 3
     assert ratio([Seconds(1, 6)], [Seconds(1, 2)], "cpu") == 3
-
-
-def test_turns_make_whole_groups():
-    assert grouped(walls(1, 2, 3, 4, 5), 2, 10) == [Seconds(0.3, 0.6), Seconds(0.7, 1.4)]
 
 
 def test_figures_of_the_loops_leave_the_first_group_out():

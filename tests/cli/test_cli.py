@@ -19,12 +19,13 @@ from PIL import Image
 from tiny_runs import MEMBERS, ROOT, STEPS, TINY, copy_run, settings
 
 from ddm_lightning import __version__
-from ddm_lightning.cli import commands, parser
-from ddm_lightning.cli.parser import build_parser, main
+from ddm_lightning.cli import parser
+from ddm_lightning.cli.parser import main
 from ddm_lightning.config import load_experiment, to_dict
 from ddm_lightning.members.member import parse_members
 
 HELP = Path(__file__).with_name("help.txt")
+FEW = "sample.num_steps=8"
 COMMANDS = ("prepare", "fit", "sample", "replay", "ema", "status", "config")
 
 
@@ -62,12 +63,6 @@ def test_the_help_is_the_frozen_one(capsys: pytest.CaptureFixture[str], monkeypa
 def unified(text: str) -> str:
     """Without what differs between the Pythons: 3.13 names an option's value once."""
     return re.sub(r"\s+", " ", text.replace("-c FILE, --config FILE", "-c, --config FILE"))
-
-
-def test_every_command_is_in_the_help() -> None:
-    assert {*commands.COMMANDS, "config"} == set(COMMANDS)
-    for command in COMMANDS:
-        assert build_parser().parse_args([command, "-c", "file"]).command == command
 
 
 @pytest.mark.parametrize("command", [[], ["fit"], ["sample"]])
@@ -173,17 +168,6 @@ def test_status_after_the_run(capsys: pytest.CaptureFixture[str], finished_run: 
     assert "monolith" not in table
 
 
-def test_status_of_artifacts_that_islands_handed_over(
-    capsys: pytest.CaptureFixture[str], finished_run: Path, tmp_path: Path
-) -> None:
-    run = copy_run(finished_run, tmp_path / "run")
-    for member in MEMBERS:
-        (run / "members" / member / "status.json").unlink()
-    table = called(capsys, "status", *settings(run))
-    for member in MEMBERS:
-        assert re.search(rf"^ ?{member} +done +{STEPS[member]}/{STEPS[member]} +\d", table, re.MULTILINE), table
-
-
 def test_a_second_fit_does_nothing_and_says_so(
     capsys: pytest.CaptureFixture[str], finished_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -247,17 +231,16 @@ def test_sample_draws_a_row_a_prompt(
     capsys: pytest.CaptureFixture[str], finished_run: Path, tmp_path: Path, strategy: str
 ) -> None:
     sizes = {}
-    for num, prompts in ((2, ["red disc"]), (20, ["red disc"]), (2, ["red disc", "a cross"])):
+    for num, prompts in ((2, ["red disc"]), (20, ["red disc", "a cross"])):
         path = tmp_path / f"{num}-{len(prompts)}.png"
         options = [text for prompt in prompts for text in ("--prompt", prompt)]
-        arguments = [*settings(finished_run), *options, "--strategy", strategy, "--num", num, "--out", path]
+        arguments = [*settings(finished_run), FEW, *options, "--strategy", strategy, "--num", num, "--out", path]
         assert called(capsys, "sample", *arguments) == samples(path)
         assert len(list(path.with_suffix("").iterdir())) == num * len(prompts)
         with Image.open(path) as image:
             sizes[num, len(prompts)] = image.size
             assert len(np.unique(np.asarray(image).reshape(-1, 3), axis=0)) > 50
-    assert sizes[20, 1][0] > sizes[2, 1][0]
-    assert sizes[2, 2][1] > sizes[2, 1][1]
+    assert all(larger > smaller for larger, smaller in zip(sizes[20, 2], sizes[2, 1], strict=True))
 
 
 def test_the_same_prompt_draws_the_same_and_another_another(
@@ -265,7 +248,7 @@ def test_the_same_prompt_draws_the_same_and_another_another(
 ) -> None:
     def drawn(*more: str) -> bytes:
         path = tmp_path / "drawn.png"
-        called(capsys, "sample", *settings(finished_run), "--num", 2, "--out", path, *more)
+        called(capsys, "sample", *settings(finished_run), FEW, "--num", 2, "--out", path, *more)
         return path.read_bytes()
 
     first = drawn("--prompt", "red disc")
@@ -294,7 +277,7 @@ def test_an_image_of_a_prompt_is_the_same_whatever_its_neighbours(
     strategy: str,
 ) -> None:
     def drawn(out: str, *more: object) -> np.ndarray:
-        arguments = [*settings(finished_run), "--strategy", strategy, "--out", tmp_path / f"{out}.png", *more]
+        arguments = [*settings(finished_run), FEW, "--strategy", strategy, "--out", tmp_path / f"{out}.png", *more]
         called(capsys, "sample", *arguments)
         return np.stack([np.asarray(Image.open(path)) for path in sorted((tmp_path / out).glob("*-red-disc-*.png"))])
 
@@ -311,7 +294,7 @@ def test_an_image_of_a_prompt_is_the_same_whatever_its_neighbours(
 def test_out_may_be_a_folder(capsys: pytest.CaptureFixture[str], finished_run: Path, tmp_path: Path) -> None:
     for number in (1, 2):
         sheet = tmp_path / "new" / f"top-1-00{number}.png"
-        arguments = [*settings(finished_run), "--prompt", "red disc", "--num", 1, "--out", tmp_path / "new"]
+        arguments = [*settings(finished_run), FEW, "--prompt", "red disc", "--num", 1, "--out", tmp_path / "new"]
         assert called(capsys, "sample", *arguments) == samples(sheet)
         assert [path.name for path in sheet.with_suffix("").iterdir()] == ["000-red-disc-0000.png"]
 
@@ -344,7 +327,7 @@ def test_what_is_drawn_besides_takes_a_file_of_its_own(
     drawn = (("--prompt", "red disc"), ("--num", 2), ("--prompt", "red disc"), ("sample.prompts=[blue square]",))
     for number, more in enumerate(drawn, 1):
         path = run / "samples" / f"top-1-00{number}.png"
-        assert called(capsys, "sample", *settings(run), *more) == samples(path)
+        assert called(capsys, "sample", *settings(run), FEW, *more) == samples(path)
     first, third = ((run / "samples" / f"top-1-00{number}.png").read_bytes() for number in (1, 3))
     assert first == third != grid
     assert (run / "samples" / "top-1.png").read_bytes() == grid
@@ -387,13 +370,13 @@ def test_describe_prints_every_key_with_type_default_and_documentation(capsys: p
     assert caught.value.code == 0
     text = capsys.readouterr().out
     for lines in (
-        "seed: int = 0\n    Seed of the partition, ",
+        "seed: int = 0, from 0 to 9223372036854775807\n    Seed of the partition, ",
         "name: str, required\n    Name of the experiment",
-        "expert.train.max_steps: int, required\n    Optimizer steps.\n",
-        "expert.train.gradient_clip_norm: float | null = 1.0\n",
+        "expert.train.max_steps: int, required, at least 1\n    Optimizer steps.\n",
+        "expert.train.gradient_clip_norm: float | null = 1.0, at least 1e-12\n",
         "prepare.caption_encoder.name: str, required\n",
         "expert.network.params: dict[str, Any] = {}\n",
-        'router.timesteps.density: str = "uniform"\n    `logit-normal` or `uniform`.\n',
+        'router.timesteps.density: str = "uniform", one of logit-normal, uniform\n    `logit-normal` or `uniform`.\n',
         "existing` (the clusters of another run, for new data).\n",  # a second line
         "\nisland:\n    Machine.\n",
     ):

@@ -14,8 +14,7 @@ import yaml
 
 from ddm_lightning import config
 from ddm_lightning.config import Experiment, load_experiment, to_dict, to_yaml
-from ddm_lightning.config.validate import CHOICES, RANGES
-from ddm_lightning.core import schema
+from ddm_lightning.core import checks
 from ddm_lightning.core.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -189,7 +188,6 @@ def test_what_a_reference_brings_is_checked_too(path: Path, monkeypatch: pytest.
     ("overrides", "line"),
     [
         (["prepare.partition.num_clusters=0"], "'prepare.partition.num_clusters' = 0: must be at least 1"),
-        (["prepare.partition.num_clusters=-2"], "'prepare.partition.num_clusters' = -2: must be at least 1"),
         (
             ["prepare.partition.num_fine_centroids=8", "prepare.partition.num_clusters=16"],
             "'prepare.partition.num_clusters' = 16: exceeds prepare.partition.num_fine_centroids",
@@ -205,11 +203,8 @@ def test_what_a_reference_brings_is_checked_too(path: Path, monkeypatch: pytest.
             ["island.accelerator=cpu", "island.attention=xformers"],
             "'island.attention' = 'xformers': needs a CUDA",
         ),
-        (["island.precision=bf16"], "'island.precision' = 'bf16': must be one of 32-true, "),
         (["island.accelerator=tpu"], "'island.accelerator' = 'tpu': must be one of auto, cpu, gpu"),
         (["sample.strategy=best"], "'sample.strategy' = 'best': must be one of bayes, full, "),
-        (["sample.solver=rk4"], "'sample.solver' = 'rk4': must be one of euler, heun, ancestral"),
-        (["condition.kind=picture"], "'condition.kind' = 'picture': must be one of text, tokens, class, none"),
         (["condition.kind=text"], "'condition.kind' = 'text': needs prepare.caption_encoder, which is null"),
         (["sample.prompts=[a]"], "'condition.kind' = 'none': sample.prompts need"),
         (["sample.guidance_scale=2"], "'sample.guidance_scale' = 2.0: guidance needs a condition.kind"),
@@ -217,20 +212,12 @@ def test_what_a_reference_brings_is_checked_too(path: Path, monkeypatch: pytest.
             ["sample.guidance_scale=2", "condition.kind=class", "condition.dropout=0"],
             "'sample.guidance_scale' = 2.0: guidance needs a condition.kind other than none, and condition",
         ),
-        (["condition.dropout=1.5"], "'condition.dropout' = 1.5: must be at most 1"),
-        (["prepare.held_out_fraction=0.6"], "'prepare.held_out_fraction' = 0.6: must be at most 0.5"),
-        (["prepare.partition.fit_fraction=0"], "'prepare.partition.fit_fraction' = 0.0: must be at least 1e-06"),
+        (["condition.dropout=1.5"], "'condition.dropout' = 1.5: must be from 0 to 1"),
+        (["prepare.partition.fit_fraction=0"], "'prepare.partition.fit_fraction' = 0: must be from 1e-06 to 1"),
         (["prepare.shards.compression=zip"], "'prepare.shards.compression' = 'zip': must be br, bz2"),
-        (["expert.timesteps.density=normal"], "'expert.timesteps.density' = 'normal': must be one of"),
-        (["router.train.schedule=step"], "'router.train.schedule' = 'step': must be one of constant, linear, cosine"),
-        (["expert.train.ema_decay=1"], "'expert.train.ema_decay' = 1.0: must be at most "),
-        (["expert.train.gradient_clip_norm=0"], "'expert.train.gradient_clip_norm' = 0.0: must be at least "),
-        (["expert.min_snr_gamma=0"], "'expert.min_snr_gamma' = 0.0: must be at least 1e-06"),
-        (["island.milestone_every_n_steps=0"], "'island.milestone_every_n_steps' = 0: must be at least 1"),
-        (["router.train.max_steps=0"], "'router.train.max_steps' = 0: must be at least 1"),
-        (["router.timesteps.shift=0"], "'router.timesteps.shift' = 0.0: must be at least "),
-        (["seed=-1"], "'seed' = -1: must be at least 0"),
-        (["seed=99999999999999999999"], "'seed' = 99999999999999999999: must be at most 9223372036854775807"),
+        (["expert.train.ema_decay=1"], "'expert.train.ema_decay' = 1: must be from 0 to "),
+        (["seed=-1"], "'seed' = -1: must be from 0 to"),
+        (["seed=99999999999999999999"], "'seed' = 99999999999999999999: must be from 0 to 9223372036854775807"),
         (["name=../elsewhere"], "'name' = '../elsewhere': names a folder"),
         (["name=.."], "'name' = '..': names a folder"),
         (["name=a b"], "'name' = 'a b': names a folder"),
@@ -311,7 +298,7 @@ def test_importing_the_schema_imports_neither_torch_nor_lightning() -> None:
 def sections(kind: Any = Experiment) -> set[type]:
     """``kind`` and the dataclasses of its fields, at any depth."""
     found = {kind}
-    for hint in schema.hints(kind).values():
+    for hint in checks.hints(kind).values():
         for option in (hint, *getattr(hint, "__args__", ())):
             if dataclasses.is_dataclass(option):
                 found |= sections(option)
@@ -342,11 +329,6 @@ def test_every_key_is_read_somewhere() -> None:
             read |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     keys = {f"{kind.__name__}.{field.name}" for kind in sections() for field in dataclasses.fields(kind)}
     assert sorted(key for key in keys if key.rpartition(".")[2] not in read) == []
-
-
-def test_every_checked_key_exists() -> None:
-    for key in [*CHOICES, *RANGES]:
-        assert schema.doc(Experiment, key), key
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,8 @@
 from __future__ import annotations
 
-import ast
 import re
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -22,40 +20,22 @@ def run(code: str, *options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *options, "-c", code], check=False, capture_output=True, text=True, cwd=ROOT)
 
 
-def extension_loads() -> bool:
-    """Whether this machine's torchvision fits its torch, found out without our help."""
-    code = "import torch, glob\nfor f in glob.glob(__import__('sys').argv[1] + '/_C*.so'): torch.ops.load_library(f)"
-    folder = Path(str(find_spec("torchvision").origin)).parent
-    return subprocess.run([sys.executable, "-c", code, str(folder)], check=False, capture_output=True).returncode == 0
-
-
 @pytest.mark.slow
-def test_lightning_and_streaming_are_importable_after_it() -> None:
+def test_torchvision_is_importable_after_it_without_its_operators() -> None:
     code = """
 from ddm_lightning.core.compat import ensure_torchvision_importable
 assert ensure_torchvision_importable() and ensure_torchvision_importable()
-import lightning, streaming, torchmetrics, torchvision
-import torch
+import torch, torchvision
 from torchvision.transforms.v2 import functional
 assert functional.resize(torch.zeros(3, 8, 8), [4, 4]).shape == (3, 4, 4)
 assert ensure_torchvision_importable()
-"""
-    done = run(code)
-    assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.slow
-def test_it_declares_what_is_missing_where_it_is_needed() -> None:
-    if extension_loads():
-        pytest.skip("this torchvision fits its torch and needs no help")
-    assert "operator torchvision::nms does not exist" in run("import torchvision").stderr
-    code = """
-from ddm_lightning.core.compat import ensure_torchvision_importable
-ensure_torchvision_importable()
-import torch, torchvision
+print("importable", flush=True)
 torchvision.ops.nms(torch.zeros(1, 4), torch.zeros(1), 0.5)
 """
-    assert "Couldn't load custom C++ ops" in run(code).stderr
+    done = run(code)
+    assert done.stdout == "importable\n", done.stderr
+    # Where this machine's torchvision fits its torch, the operators are there.
+    assert done.returncode == 0 or "Couldn't load custom C++ ops" in done.stderr
 
 
 def test_without_torchvision_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,16 +87,3 @@ def test_the_version_is_the_one_that_is_packaged() -> None:
     packaged = re.search(r'version="([^"]+)"', (ROOT / "setup.py").read_text(encoding="utf-8"))
     assert packaged is not None
     assert ddm_lightning.__version__ == packaged.group(1)
-
-
-def test_the_package_says_that_it_is_typed() -> None:
-    assert (ROOT / "ddm_lightning" / "py.typed").is_file()
-    assert "py.typed" in (ROOT / "setup.py").read_text(encoding="utf-8")
-
-
-def test_every_module_has_annotations_that_are_not_evaluated() -> None:
-    for file in (ROOT / "ddm_lightning").rglob("*.py"):
-        tree = ast.parse(file.read_text(encoding="utf-8"))
-        if any(isinstance(node, ast.FunctionDef | ast.AnnAssign) for node in ast.walk(tree)):
-            imported = [node for node in tree.body if isinstance(node, ast.ImportFrom) and node.module == "__future__"]
-            assert imported, file

@@ -3,9 +3,9 @@ import time
 
 import numpy as np
 import pytest
-from PIL import Image, ImageFont
+from PIL import ImageFont
 
-from ddm_lightning.core.grids import _shorten, labelled_grid, save_png
+from ddm_lightning.core.grids import _shorten, labelled_grid
 
 
 def picture(colour, size=4):
@@ -86,15 +86,6 @@ def test_a_long_label_is_cut_and_does_not_widen_the_sheet_without_end():
 def test_pictures_that_make_no_grid_are_refused(rows, unchecked_types):
     with pytest.raises(ValueError, match="one size"):
         labelled_grid(rows)
-
-
-def test_png_is_written_whole(tmp_path):
-    image = labelled_grid([("a", [picture((9, 8, 7))])])
-    path = tmp_path / "sheets" / "grid.png"
-    save_png(path, image)
-    with Image.open(path) as read:
-        np.testing.assert_array_equal(np.asarray(read), np.asarray(image))
-    assert [p.name for p in path.parent.iterdir()] == ["grid.png"]
 
 
 def test_a_prompt_of_any_length_is_shortened_in_linear_time():

@@ -4,8 +4,9 @@ import subprocess
 import sys
 
 import pytest
-from tiny_runs import copy_run, settings
+from tiny_runs import TINY
 
+from ddm_lightning.cli.parser import main
 from ddm_lightning.core import processes
 
 CODE = """
@@ -88,9 +89,6 @@ import resource, sys
 from ddm_lightning.core import processes
 if sys.argv[1] == "kept":
     processes.keep_heap()
-if sys.argv[1] == "fit":
-    from ddm_lightning.cli.parser import main
-    assert main(sys.argv[1:]) == 0
 
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -119,6 +117,8 @@ def test_a_heap_that_is_kept_is_not_faulted_in_again():
     assert faults("given back") > 10_000
 
 
-@glibc
-def test_a_member_keeps_its_heap(finished_run, tmp_path):
-    assert faults("fit", *settings(copy_run(finished_run, tmp_path / "run")), "member=expert-0") < 100
+def test_a_member_keeps_its_heap(tiny_run, monkeypatch):
+    called = []
+    monkeypatch.setattr("ddm_lightning.training.fit.keep_heap", lambda: called.append(True))
+    assert main(["fit", "-c", str(TINY), f"run_dir={tiny_run}", "expert.train.max_steps=1", "member=expert-0"]) == 0
+    assert called

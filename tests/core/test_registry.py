@@ -59,11 +59,6 @@ def test_a_built_in_is_built_from_params_and_context(experts: Registry) -> None:
     assert experts.build("unseen", {"width": 3, "what": "anything"}) == 3
 
 
-def test_two_built_ins_of_one_name_are_a_mistake_of_ours(experts: Registry) -> None:
-    with pytest.raises(ValueError, match="two built-in experts are called 'net'"):
-        experts.register("net")(Net)
-
-
 def test_entry_points_are_found_by_name_and_built_ins_win(experts: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
     offer(monkeypatch, other=f"{__name__}:open_ended", net="nowhere:at_all")
     monkeypatch.setitem(sys.modules, __name__, sys.modules[Net.__module__])
@@ -119,14 +114,6 @@ def test_a_package_that_cannot_be_imported_is_named(
         experts.get("broken")
     assert str(caught.value).startswith(f"expert 'broken' of the package '{value}' cannot be imported: ")
     assert "broken" in experts.names()
-
-
-def test_an_empty_registry_says_where_others_register() -> None:
-    with pytest.raises(UserError) as caught:
-        Registry("source", "ddm_lightning.tests").get("laion")
-    assert str(caught.value) == (
-        "unknown source 'laion'; known: none (other packages add to the entry-point group 'ddm_lightning.tests')"
-    )
 
 
 def test_files_name_their_strategies() -> None:

@@ -75,12 +75,6 @@ def test_a_router_without_a_condition_is_given_none(run_dir: Path) -> None:
     assert load_ensemble(run_dir).ensemble.velocity(*inputs()).shape == (6, *SHAPE)
 
 
-def test_without_a_router(run_dir: Path) -> None:
-    write_ensemble(run_dir, [run_dir / "expert-0", run_dir / "expert-1"], PRIORS)
-    ensemble = load_ensemble(run_dir).ensemble
-    refused(lambda: ensemble.velocity(*inputs()), "no router", "member=router", "bayes")
-
-
 @pytest.mark.parametrize("member", ["monolith", "expert-1"])
 def test_a_single_member_is_an_ensemble_of_itself(run_dir: Path, member: str) -> None:
     if member == "monolith":

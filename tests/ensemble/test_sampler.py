@@ -10,7 +10,7 @@ from ensemble_networks import Aimed, FixedRouter
 from torch import Tensor, nn
 
 from ddm_lightning.core.errors import UserError
-from ddm_lightning.ensemble.sampler import sample
+from ddm_lightning.ensemble.routing import sample
 from ddm_lightning.ensemble.strategies.bayes import Bayes
 from ddm_lightning.ensemble.velocity import Ensemble
 from ddm_lightning.flow.condition import Condition
@@ -135,12 +135,6 @@ def test_bayes_starts_from_the_router_or_the_priors(router_prior: bool, shares: 
     share = (got.mean((1, 2, 3)) > 0).float().mean().item()
     assert share == pytest.approx(shares[0], abs=4 * (shares[0] * shares[1] / 600) ** 0.5)
     assert len(router.conditions) == int(router_prior)  # one batch, asked once
-
-
-def test_bayes_needs_no_router() -> None:
-    ensemble = Ensemble([Linear(1.0, 0.3), Linear(-1.0, 0.2)], None, [0.25, 0.75])
-    got = draw(ensemble, 400, strategy="bayes", solver="ancestral")
-    assert (got.mean((1, 2, 3)) > 0).float().mean().item() == pytest.approx(0.25, abs=0.087)
 
 
 @pytest.mark.parametrize(("strategy", "solver"), WAYS)

@@ -13,7 +13,7 @@ from ddm_lightning.ensemble.strategies.top_k import TopK
 from ddm_lightning.ensemble.velocity import Ensemble
 from ddm_lightning.flow.condition import Condition
 from ddm_lightning.flow.oracle import FiniteSetOracle
-from ddm_lightning.flow.prediction import PREDICTIONS
+from ddm_lightning.flow.path import PREDICTIONS
 
 SIZES = [40, 1, 7, 22]
 

@@ -1,5 +1,3 @@
-import math
-
 import pytest
 import torch
 from torchmetrics.functional.classification import multiclass_calibration_error
@@ -7,7 +5,6 @@ from torchmetrics.functional.classification import multiclass_calibration_error
 from ddm_lightning.evaluation.routing import (
     noised,
     router_classifier,
-    routing_figure,
     score,
     score_by_time,
     standard_error,
@@ -102,15 +99,3 @@ def test_router_rows_keep_their_conditions_over_batches(monkeypatch):
     torch.testing.assert_close(found, expected.double().log_softmax(1))
     expected[:, 2] = 0
     torch.testing.assert_close(router_classifier(Echo(), None)(x_t, 0.5), expected.double().log_softmax(1))
-
-
-def test_figure_shows_each_classifier_and_what_knows_nothing():
-    log_probabilities, clusters = predictions()
-    scores = [score(log_probabilities, clusters, t) for t in (0.0, 0.5)]
-    figure = routing_figure({"router": scores, "probe": scores}, majority=0.3, num_clusters=4)
-    accuracy, nll, reliability = figure.get_axes()
-    assert [line.get_label() for line in accuracy.lines] == ["router", "probe", "largest cluster"]
-    assert nll.lines[-1].get_ydata()[0] == pytest.approx(math.log(4))
-    # The curve is the pooled one: both times are the same here, so it is either's.
-    filled = scores[0].share > 0
-    assert reliability.lines[0].get_ydata() == pytest.approx(scores[0].hits[filled].numpy())

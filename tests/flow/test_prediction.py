@@ -4,15 +4,16 @@ import numpy as np
 import pytest
 import torch
 
-from ddm_lightning.flow.path import interpolate, x_0_from_velocity
-from ddm_lightning.flow.prediction import (
+from ddm_lightning.flow.path import (
     MIN_DATA_SCALE,
     MIN_NOISE_SCALE,
     PREDICTIONS,
     guided,
+    interpolate,
     min_snr_weights,
     to_velocity,
     training_target,
+    x_0_from_velocity,
 )
 
 

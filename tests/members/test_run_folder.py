@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from ddm_lightning.config import Experiment, load_experiment, to_dict
-from ddm_lightning.core import schema
+from ddm_lightning.core import checks
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.members.run_folder import FREE_SECTIONS, changed_keys, open_run, refuse_changed
 
@@ -55,7 +55,7 @@ def test_more_steps_are_the_same_training_where_the_schedule_does_not_end(tmp_pa
 
 
 def test_free_sections_are_sections() -> None:
-    assert set(FREE_SECTIONS) <= set(schema.hints(Experiment))
+    assert set(FREE_SECTIONS) <= set(checks.hints(Experiment))
 
 
 def test_a_new_folder_keeps_the_resolved_experiment(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.flow.condition import Condition, ConditionSpec
-from ddm_lightning.networks import EXPERTS, MMDiT, set_attention
+from ddm_lightning.networks import EXPERTS, MMDiT
 from ddm_lightning.networks.mmdit import JointBlock, ReadStream, Stream
 from ddm_lightning.testing import check_expert
 
@@ -161,13 +161,6 @@ def test_mixed_precision_answers_in_the_type_of_x_t() -> None:
     narrow = network.bfloat16()(x, t, condition)
     assert narrow.dtype == torch.float32
     assert (narrow - exact).norm() / exact.norm() < 0.1
-
-
-def test_attention_backend_reaches_every_block() -> None:
-    network = perturbed()
-    assert set_attention(network, "xformers") == 2
-    with pytest.raises(UserError, match="xformers"):
-        network(torch.randn(1, 3, 8, 8), torch.rand(1), None)
 
 
 @pytest.mark.parametrize("spec", [ConditionSpec("none", 0), ConditionSpec("text", 6), ConditionSpec("class", 3)])

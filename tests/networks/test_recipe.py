@@ -33,7 +33,7 @@ def learned_variances(width: int, patch_size: int) -> int:
     ("size", "width", "millions"),
     [("S", 384, (33,)), ("B", 768, (130, 131)), ("L", 1024, (458, 459)), ("XL", 1152, (675, 676))],
 )
-@pytest.mark.parametrize("patch_size", [2, 4, 8])
+@pytest.mark.parametrize("patch_size", [2, 8])
 def test_parameter_counts_are_the_published_ones(
     size: str, width: int, millions: tuple[int, ...], patch_size: int
 ) -> None:
@@ -60,7 +60,7 @@ def test_the_expert_of_paris_has_as_many_parameters() -> None:
 
 
 def test_a_size_is_its_three_numbers() -> None:
-    for name, heads in (("S", 6), ("B", 12), ("L", 16), ("XL", 16)):
+    for name, heads in (("S", 6), ("XL", 16)):
         depth, width, _ = SIZES[name]
         with torch.device("meta"):
             numbers = DiT(x_shape=LATENT, condition=CLASSES, width=width, depth=depth, num_heads=heads, patch_size=4)

@@ -3,12 +3,6 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from ddm_lightning.core.registry import EXPERTS, ROUTERS
-
-
-def test_groups_are_the_documented_ones() -> None:
-    assert (EXPERTS.group, ROUTERS.group) == ("ddm_lightning.experts", "ddm_lightning.routers")
-
 
 def test_importing_the_registry_alone_finds_the_built_ins() -> None:
     """Artifacts name networks, so their readers need not know which module registers them."""

@@ -42,33 +42,6 @@ def test_parameter_count_is_the_published_one() -> None:
     assert sum(parameter.numel() for parameter in network.parameters()) == pytest.approx(129e6, rel=0.01)
 
 
-@pytest.mark.parametrize("options", [{}, ALL_OPTIONS], ids=["plain", "all"])
-@pytest.mark.parametrize("spec", [NONE, TEXT, TOKENS], ids=lambda spec: spec.kind)
-def test_a_gradient_reaches_every_parameter(spec: ConditionSpec, options: dict[str, object]) -> None:
-    network = perturbed(condition=spec, **options)
-    values = torch.randn(3, 3, 6) if spec is TOKENS else torch.randn(3, 6)
-    condition = None if spec is NONE else Condition(values, torch.tensor([True, False, True]))
-    torch.nn.functional.cross_entropy(network(*batch(3), condition), torch.tensor([0, 1, 3])).backward()
-    for name, parameter in network.named_parameters():
-        assert parameter.grad is not None and parameter.grad.any(), name
-
-
-def test_rows_are_independent() -> None:
-    network = perturbed()
-    x, t = batch(4)
-    together = network(x, t, None)
-    torch.testing.assert_close(torch.cat([network(x[i : i + 1], t[i : i + 1], None) for i in range(4)]), together)
-    assert together.std(0).max() > 1e-2
-
-
-def test_condition_and_its_null() -> None:
-    network = perturbed(condition=TEXT)
-    x, t = batch(2)
-    condition = Condition.of(torch.randn(2, 6))
-    torch.testing.assert_close(network(x, t, condition.null()), network(x, t, None))
-    assert (network(x, t, condition) - network(x, t, None)).abs().max() > 1e-3
-
-
 def test_patches_know_where_they_are() -> None:
     network = perturbed()
     x, t = batch(1)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ddm_lightning.core.registry import STRATEGIES
 from ddm_lightning.ensemble.routing import Batch, Strategy
-from ddm_lightning.flow.path import time_rows, x_0_from_velocity
+from ddm_lightning.flow.path import Samples, time_rows, x_0_from_velocity
 from ddm_lightning.flow.solvers import reverse_kernel
 from ddm_lightning.flow.timesteps import intervals
 
@@ -29,7 +29,7 @@ RowVelocity: TypeAlias = Callable[
 class BayesSamples:
     """Samples and weights of ``filter_chain``."""
 
-    x_0: Float[Tensor, "b *shape"]
+    x_0: Samples
     """The samples."""
     weights: Float[Tensor, "steps b K"]
     """``weights[i]`` is the filter's p(k | x_1 … x_t) at ``times[i]``, before that step; float64."""
@@ -70,11 +70,11 @@ class Bayes(Strategy):
 def filter_chain(
     velocity: RowVelocity,
     num_clusters: int,
-    x_1: Float[Tensor, "b *shape"],
+    x_1: Samples,
     times: Float[Tensor, " num_times"],
     *,
     initial: Float[Tensor, " K"] | Float[Tensor, "b K"],
-    noise: Callable[[int], Float[Tensor, "b *shape"]],
+    noise: Callable[[int], Samples],
     uniform: Callable[[int], Float[Tensor, " b"]],
 ) -> BayesSamples:
     """Sample from a mixture of experts and filter its weights along the chain.

@@ -22,7 +22,7 @@ RESOLUTION = 112
 NUM_HALVES = 200
 
 
-def picture_features(images: UInt8[np.ndarray, "n h w 3"], device: str = "cpu") -> Float[Tensor, "n d"]:
+def image_features(images: UInt8[np.ndarray, "n h w 3"], device: str = "cpu") -> Float[Tensor, "n d"]:
     """Compute the features by which images are compared.
 
     Raises:
@@ -112,8 +112,8 @@ class KernelInceptionDistance(Metric):
         self.add_state("generated", [], dist_reduce_fx="cat")
 
     def update(self, images: UInt8[np.ndarray, "n h w 3"] | Float[Tensor, "n d"], *, real: bool) -> None:
-        """Add images, or features that ``picture_features`` computed earlier."""
-        features = images if isinstance(images, Tensor) else picture_features(images, str(self.device))
+        """Add images, or features that ``image_features`` computed earlier."""
+        features = images if isinstance(images, Tensor) else image_features(images, str(self.device))
         (self.real if real else self.generated).append(features)
 
     def compute(self) -> KernelDistance:

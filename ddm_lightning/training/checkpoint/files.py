@@ -33,8 +33,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from ddm_lightning.core.checks import SHA256
 from ddm_lightning.core.devices import local
+from ddm_lightning.core.errors import first_line
 from ddm_lightning.core.files import atomic_write_json, move_folder, sha256_file
-from ddm_lightning.core.schema import first_line
 
 FILES, REST = "files.json", "rest.pt"
 TEMPORARY = ".tmp-"

@@ -4,7 +4,7 @@ import torch
 from torchmetrics.image.kid import KernelInceptionDistance
 
 from ddm_lightning.core.registry import METRICS
-from ddm_lightning.evaluation.metrics.kid import kernel_distance, picture_features
+from ddm_lightning.evaluation.metrics.kid import image_features, kernel_distance
 
 
 def features(num, size=6, shift=0.0, seed=0):
@@ -84,8 +84,8 @@ def test_noise_and_blur_raise_the_distance_of_real_pictures():
     pictures = np.stack([record.image for part in source.parts() for record in source.read(part)])
     rng = np.random.default_rng(0)
     noisy = np.clip(pictures[:48] + rng.normal(0, 40, pictures[:48].shape), 0, 255).astype(np.uint8)
-    real = picture_features(pictures[48:])
-    clean = kernel_distance(picture_features(pictures[:48]), real)
-    damaged = kernel_distance(picture_features(noisy), real)
+    real = image_features(pictures[48:])
+    clean = kernel_distance(image_features(pictures[:48]), real)
+    damaged = kernel_distance(image_features(noisy), real)
     assert abs(clean.value) < 4 * clean.spread
     assert damaged.value > clean.value + 4 * damaged.spread

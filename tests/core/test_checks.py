@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from ddm_lightning.core import checks
+from ddm_lightning.core.errors import UserError
+
+
+@dataclass
+class Inner:
+    rate: float = 0.5
+    """How fast."""
+    count: int = checks.option(1, low=0, high=9)
+    """How many."""
+
+
+@dataclass
+class Outer:
+    name: str = checks.option("x", choices=("x", "y"))
+    """What it is called."""
+    flag: bool = False
+    """Whether it is."""
+    limit: float | None = checks.option(None, low=0.5)
+    """At most."""
+    words: list[str] = field(default_factory=list)
+    """Some texts."""
+    params: dict[str, Any] = field(default_factory=dict)
+    """Anything."""
+    inner: Inner = field(default_factory=Inner)
+    """A section."""
+    other: Inner | None = None
+    """A section that may be absent."""
+
+
+RIGHT = {
+    "name": "y",
+    "flag": True,
+    "limit": 2,
+    "words": ["a", ""],
+    "params": {"a": [1, {"b": None}], "c": 0.5, "d": False},
+    "inner": {"rate": 1, "count": 3},
+    "other": {"rate": 0.25, "count": 0},
+}
+
+
+def test_what_fits_passes_and_is_built_with_the_annotated_types() -> None:
+    checks.check(RIGHT, Outer, "", "f.yaml")
+    built = checks.build(RIGHT, Outer)
+    assert built == Outer("y", True, 2.0, ["a", ""], RIGHT["params"], Inner(1.0, 3), Inner(0.25, 0))
+    assert type(built.limit) is float
+    assert type(built.inner.rate) is float
+    assert type(built.inner.count) is int
+
+
+def test_null_passes_only_where_the_type_says_so() -> None:
+    checks.check({"limit": None, "other": None}, Outer, "", "f.yaml")
+    assert checks.build({"limit": None, "other": None}, Outer) == Outer()
+    for key in ("name", "flag", "words", "params", "inner"):
+        with pytest.raises(UserError, match=rf"^f\.yaml: key '{key}': must be .*, is null; "):
+            checks.check({key: None}, Outer, "", "f.yaml")
+
+
+@pytest.mark.parametrize(
+    ("value", "line"),
+    [
+        (
+            {"nam": 1},
+            "unknown key 'nam'; did you mean 'name'? known there: name, flag, limit, words, params, inner, other",
+        ),
+        ({"inner": {"zzz": 1}}, "unknown key 'inner.zzz'; known there: rate, count"),
+        ({"other": {3: 1}}, "unknown key 'other.3'; known there: rate, count"),
+        ({"inner": 3}, "key 'inner': must be a section of keys, is 3; known there: rate, count"),
+        ({"inner": [1]}, "key 'inner': must be a section of keys, is [1]; known there: rate, count"),
+        ({"name": True}, "key 'name': must be a text, is True; put it into quotes (YAML reads yes"),
+        ({"name": 90}, "key 'name': must be a text, is 90; put it into quotes"),
+        ({"name": {"a": 1}}, "key 'name': must be a text, is {'a': 1}; give a text"),
+        ({"flag": "yes"}, "key 'flag': must be true or false, is 'yes'"),
+        ({"flag": 1}, "key 'flag': must be true or false, is 1"),
+        ({"limit": "1e-4"}, "key 'limit': must be a number, is '1e-4'; give a number, without quotes"),
+        ({"limit": True}, "key 'limit': must be a number, is True"),
+        ({"limit": float("nan")}, "key 'limit': must be a finite number, is nan"),
+        ({"limit": float("-inf")}, "key 'limit': must be a finite number, is -inf"),
+        ({"inner": {"count": 1e5}}, "key 'inner.count': must be a whole number, is 100000.0; write 100000"),
+        ({"inner": {"count": 1.5}}, "key 'inner.count': must be a whole number, is 1.5; give digits only"),
+        ({"inner": {"count": True}}, "key 'inner.count': must be a whole number, is True"),
+        ({"inner": {"count": "7"}}, "key 'inner.count': must be a whole number, is '7'; give digits only"),
+        ({"inner": {"count": [7]}}, "key 'inner.count': must be a whole number, is [7]"),
+        ({"words": "a"}, "key 'words': must be a list, is 'a'; write it as [a, b]"),
+        ({"words": ["a", 750]}, "key 'words[1]': must be a text, is 750; put it into quotes"),
+        ({"params": [1]}, "key 'params': must be a mapping, is [1]; write it as {name: value}"),
+        ({"params": {1: 2}}, "key 'params.1': must be a text as a key, is 1; put the key into quotes"),
+        ({"params": {"a": [float("inf")]}}, "key 'params.a[0]': must be a finite number, is inf"),
+        ({"params": {"a": {"b": object}}}, "key 'params.a.b': must be text, a number, true, false or null"),
+        ({"name": ["x" * 100]}, "key 'name': must be a text, is ['" + "x" * 55 + "...; give a text"),
+    ],
+)
+def test_what_does_not_fit_is_one_line(value: Any, line: str) -> None:
+    with pytest.raises(UserError) as caught:
+        checks.check(value, Outer, "", "f.yaml")
+    assert str(caught.value).startswith(f"f.yaml: {line}")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("value", "line"),
+    [
+        ({"name": "z"}, "key 'name' = 'z': must be one of x, y"),
+        ({"inner": {"count": 10}}, "key 'inner.count' = 10: must be from 0 to 9"),
+        ({"other": {"count": -1}}, "key 'other.count' = -1: must be from 0 to 9"),
+        ({"limit": 0}, "key 'limit' = 0: must be at least 0.5"),
+    ],
+)
+def test_values_outside_the_limits_of_their_option_are_refused(value: Any, line: str) -> None:
+    with pytest.raises(UserError, match=f"^{re.escape(f'f.yaml: {line}')}$"):
+        checks.check(value, Outer, "", "f.yaml")
+
+
+def test_references_pass_only_before_they_are_resolved() -> None:
+    value = {"inner": {"count": "${other.count}"}, "other": "${inner}", "flag": "${x}"}
+    checks.check(value, Outer, "", "f.yaml")
+    with pytest.raises(UserError, match=r"'inner\.count': must be a whole number, is '\$\{other\.count\}'"):
+        checks.check(value, Outer, "", "f.yaml", references=False)
