@@ -65,7 +65,7 @@ def _dry_run(experiment: Experiment, options: argparse.Namespace) -> int:
 
 def _prepared(experiment: Experiment, options: argparse.Namespace) -> RunFolder:
     """Prepare the run if it is not up to date, and open its folder."""
-    from ddm_lightning.prepare.progress import RichReporter
+    from ddm_lightning.prepare.engine import RichReporter
     from ddm_lightning.prepare.stages import prepare
 
     check_plugins(experiment, options.config, options.overrides)

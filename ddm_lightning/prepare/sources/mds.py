@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import cached_property
 from io import BytesIO
 from itertools import pairwise
@@ -15,10 +14,9 @@ import numpy as np
 from ddm_lightning.core.compat import ensure_torchvision_importable
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import SOURCES
-from ddm_lightning.prepare.records import Broken, Part, Record
-from ddm_lightning.prepare.sources.columns import PARAMS, TableSource
+from ddm_lightning.prepare.records import Broken, Part, Record, block_of, block_parts
 from ddm_lightning.prepare.sources.decode import one_line
-from ddm_lightning.prepare.sources.urls import block_of, block_parts
+from ddm_lightning.prepare.sources.tables import PARAMS, TableSource
 
 _INDEX = "index.json"
 _IMAGES = ("jpeg", "png", "bytes", "pil", "str")
@@ -42,9 +40,11 @@ class Mds(TableSource):
         """
         parts: list[Part] = []
         for raw, shard in self._shards.items():
-            fingerprint = f"{self.files.states[self._stored(raw, shard)]}; {shard['raw_data']}"
-            blocks = block_parts(shard["samples"], fingerprint, prefix=raw)
-            parts += [replace(block, where={**block.where, "shard": raw}) for block in blocks]
+            stored = self._stored(raw, shard)
+            if stored not in self.files.states:
+                raise UserError(f"{self.files.shown(stored)} does not exist; write the shards again")
+            fingerprint = f"{self.files.states[stored]}; {shard['raw_data']}"
+            parts += block_parts(shard["samples"], fingerprint, prefix=raw, shard=raw)
         return parts
 
     def read(self, part: Part) -> Iterator[Record | Broken]:
@@ -80,11 +80,9 @@ class Mds(TableSource):
 
     def _check(self, encodings: dict[str, str], place: str) -> None:
         self.check_columns(encodings, place)
-        if (encoding := encodings[self.image]) not in _IMAGES:
-            raise UserError(
-                f"key '{PARAMS}.image_column': {self.image!r} of {place} holds {encoding}; "
-                f"images are {', '.join(_IMAGES)}"
-            )
+        if (encoding := encodings[str(self.image_column)]) not in _IMAGES:
+            problem = f"{self.image_column!r} of {place} holds {encoding}; images are {', '.join(_IMAGES)}"
+            raise UserError(f"key '{PARAMS}.image_column': {problem}")
         for name in self.columns:
             if encodings[name] == "pkl":  # unpickling can run code
                 raise UserError(f"{place}: column {name!r} is pickled; write the shards again without pkl")
@@ -92,10 +90,9 @@ class Mds(TableSource):
     def _stored(self, raw: str, shard: dict[str, Any]) -> str:
         """Return the name of the shard's file, compressed or not."""
         zipped = shard.get("zip_data")
-        for name in (raw, shard["folder"] + zipped["basename"] if zipped else raw):
-            if name in self.files.states:
-                return name
-        raise self.files.unreadable(FileNotFoundError(), raw)
+        if raw in self.files.states or not zipped:
+            return raw
+        return str(shard["folder"] + zipped["basename"])
 
     def _samples(self, raw: str, shard: dict[str, Any], numbers: range) -> list[bytes]:
         """Read the encoded samples."""

@@ -7,7 +7,7 @@ from PIL import Image
 
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import SOURCES, file_of
-from ddm_lightning.prepare.sources.earthtiles import ZONES
+from ddm_lightning.prepare.sources.toys import ZONES
 
 SIZE, STRIDE = 32, 16
 
