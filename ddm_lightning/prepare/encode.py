@@ -72,21 +72,19 @@ def encode_parts(
         tick(done + in_part, max(total or 0, done + in_part))
 
     num_processes = num_processes_for(config.num_processes, len(jobs), total)
-    finished: Iterable[tuple[int, None]]
+    finished: Iterable[tuple[int, dict[str, Any]]]
     if config.engine == "ray":
         finished = run_ray(encode_part_in_process, jobs)
     elif num_processes > 1:
         finished = run_local(encode_part_in_process, jobs, num_processes)
     else:
         finished = ((number, encode_part(job, plugins, advance)) for number, job in enumerate(jobs))
-    for number, _ in finished:
-        folder = jobs[number].folder
-        state = Ledger(folder / LEDGER).records[RECORDS]
+    for number, state in finished:
         done += state["num_read"]
         counts.update(state["broken"])
         counts.update(state["unread_captions"].values() if captions_used else ())
         advance(0)
-        check_broken(counts, done, config.max_bad_fraction, folder / RECORDS / "broken.jsonl")
+        check_broken(counts, done, config.max_bad_fraction, jobs[number].folder / RECORDS / "broken.jsonl")
 
 
 def check_broken(
@@ -118,8 +116,8 @@ def check_broken(
     )
 
 
-def encode_part(job: PartJob, plugins: Plugins, tick: Tick) -> None:
-    """Write the wanted groups of one part.
+def encode_part(job: PartJob, plugins: Plugins, tick: Tick) -> dict[str, Any]:
+    """Write the wanted groups of one part; return the recorded facts of its samples.
 
     Raises:
         UserError: the source breaks its contract, or yields other samples than for the existing groups.
@@ -135,6 +133,8 @@ def encode_part(job: PartJob, plugins: Plugins, tick: Tick) -> None:
     if CAPTIONS in job.wanted:
         # The images have counted the samples already.
         _encode_captions(job, ledger, plugins, tick if not image_groups else lambda _: None)
+    facts: dict[str, Any] = ledger.records[RECORDS]
+    return facts
 
 
 def _without_unchanged(job: PartJob, ledger: Ledger, plugins: Plugins) -> dict[str, str]:
@@ -153,9 +153,9 @@ def _without_unchanged(job: PartJob, ledger: Ledger, plugins: Plugins) -> dict[s
     return {name: key for name, key in job.wanted.items() if name not in alike}
 
 
-def encode_part_in_process(job: PartJob) -> None:
+def encode_part_in_process(job: PartJob) -> dict[str, Any]:
     """Run ``encode_part`` in a process that reuses its plug-ins for the next part."""
-    encode_part(job, plugins_of(job.config), lambda _: None)
+    return encode_part(job, plugins_of(job.config), lambda _: None)
 
 
 class Ledger:

@@ -76,7 +76,9 @@ def run_ray(work: Callable[[Job], Result], jobs: Sequence[Job]) -> Iterator[tupl
     DataContext.get_current().enable_progress_bars = False
 
     def one(row: dict[str, Any]) -> dict[str, Any]:
-        _one_thread()
+        import torch
+
+        torch.set_num_threads(1)
         try:
             result: Any = work(pickle.loads(row["job"]))  # noqa: S301  our own
         except (UserError, OSError) as error:
@@ -94,27 +96,16 @@ def run_ray(work: Callable[[Job], Result], jobs: Sequence[Job]) -> Iterator[tupl
 
 def _begin() -> None:
     """Set up a process of ``run_local``."""
+    import torch
+
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches all: die quietly, the parent speaks
-    _one_thread()
-    _own_gpu()
+    torch.set_num_threads(1)
+    if torch.cuda.is_available():  # in turn: ``cuda`` is another GPU in each process
+        number = multiprocessing.current_process()._identity[0] - 1
+        torch.cuda.set_device(number % torch.cuda.device_count())
     parent = multiprocessing.parent_process()
     assert parent is not None and parent.pid is not None
     on_orphaned(parent.pid)
-
-
-def _one_thread() -> None:
-    import torch
-
-    torch.set_num_threads(1)
-
-
-def _own_gpu() -> None:
-    """Assign the GPUs to processes in turn: ``cuda`` is another one in each."""
-    import torch
-
-    if torch.cuda.is_available():
-        number = multiprocessing.current_process()._identity[0] - 1
-        torch.cuda.set_device(number % torch.cuda.device_count())
 
 
 class Reporter:

@@ -131,7 +131,8 @@ class Reading:
         self.tick(self.num_read)
 
     def _samples(self) -> Iterator[tuple[Record, UInt8[np.ndarray, "h w 3"]]]:
-        row, first = 0, None
+        first: UInt8[np.ndarray, "h w 3"] | None = None
+        row = 0
         for found in map(_with_plain_text, self.plugins.source.read(self.part)):
             self.num_read += 1
             if isinstance(found, Broken):

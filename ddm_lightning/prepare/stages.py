@@ -81,9 +81,9 @@ class Stage:
     """Everything the stage reads, by content, as plain JSON; valid when the stages before it are done."""
     outputs: tuple[str, ...]
     """Patterns of its result files below ``prepared/``."""
-    begin: Callable[[], Callable[[], str]]
-    """Do what may be refused, while the old files stay in place. The returned function writes the new files and
-    describes what was found."""
+    begin: Callable[[], Callable[[], str | None]]
+    """Do what may be refused, while the old files stay in place. The returned function writes the new files; it may
+    describe what was found."""
 
     @property
     def key(self) -> str:
@@ -296,9 +296,8 @@ class Preparation:
                     shutil.rmtree(folder)
         self.reporter.say(f"{found}; removed" if prune else f"{found}; prepare --prune removes them")
 
-    def _write_parts(self) -> str:
+    def _write_parts(self) -> None:
         atomic_write_json(self.prepared.parts_file, [asdict(part) for part in self.parts])
-        return ""
 
     def _encode(self) -> str:
         wanted, text = self.unfinished_parts(), prepare_to_json(self.config)
@@ -350,7 +349,7 @@ class Preparation:
         size = amount(sum((folder / name).stat().st_size for name in hashes))
         return f"{len(hashes)} files, {size}, each read back; islands stream them with island.shards={remote}"
 
-    def _report(self) -> str:
+    def _report(self) -> None:
         prepared = self.prepared
         report_partition(self.experiment, self.plugins, prepared)
         manifest = manifest_of(self.experiment, self.plugins, prepared, self.ledger.files)
@@ -358,7 +357,6 @@ class Preparation:
         sizes = ", ".join(f"{name} {bytes_per_sample({name: text})}" for name, text in manifest.columns.items())
         self.reporter.say(f"bytes per sample: {sizes}, and its caption")
         self.reporter.advance("report", prepared.num_samples, prepared.num_samples)
-        return ""
 
     def _tick(self, stage: str) -> Callable[[int, int], None]:
         return lambda done, total: self.reporter.advance(stage, done, total)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jaxtyping import Int64
+from jaxtyping import Int64, UInt8
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from PIL import Image
 

@@ -72,7 +72,7 @@ class Mds(TableSource):
                     shards[folder + entry["raw_data"]["basename"]] = {**entry, "folder": folder}
                     encodings = dict(zip(entry["column_names"], entry["column_encodings"], strict=True))
                     if (entry["format"], entry["version"]) != ("mds", 2):
-                        raise UserError(f"{place}: not MDS of version 2; write the shards again")
+                        raise ValueError("not of version 2")
                     self._check(encodings, place)
             except (ValueError, KeyError, TypeError) as error:
                 raise UserError(f"{place} is not an index of MDS shards: {error!r}; change the path") from None
@@ -123,13 +123,13 @@ class Mds(TableSource):
         if at + sum(sizes) != len(sample):
             return Broken(place, "damaged sample", "its length differs from its header")
         row = {}
-        for name, encoding, size in zip(shard["column_names"], shard["column_encodings"], sizes, strict=True):
-            if name in self.columns:
-                try:
+        try:
+            for name, encoding, size in zip(shard["column_names"], shard["column_encodings"], sizes, strict=True):
+                if name in self.columns:
                     row[name] = _cell(encoding, sample[at : at + size])
-                except (ValueError, TypeError) as error:
-                    return Broken(place, "damaged sample", f"column {name!r}: {error}")
-            at += size
+                at += size
+        except (ValueError, TypeError) as error:
+            return Broken(place, "damaged sample", f"column {name!r}: {error}")
         return self.record(row, place)
 
 
