@@ -129,7 +129,7 @@ class Mds(TableSource):
                     row[name] = _cell(encoding, sample[at : at + size])
                 at += size
         except (ValueError, TypeError) as error:
-            return Broken(place, "damaged sample", f"column {name!r}: {error}")
+            return Broken(place, "damaged sample", one_line(error))
         return self.record(row, place)
 
 
