@@ -48,7 +48,7 @@ def bad_pictures():
     palette.putpalette(noise(256, 3).ravel().tolist())
     return {
         "zero.jpg": (b"", "empty file"),
-        "cut.jpg": (whole[: len(whole) // 2], "truncated image"),
+        "cut.jpg": (whole[: len(whole) // 2], "damaged image"),
         "page.jpg": (b"<html>404</html>", "no image"),
         "cmyk.jpg": (encoded(Image.fromarray(noise(4, 4, 4), "CMYK"), "JPEG"), None),
         "palette.png": (encoded(palette), None),

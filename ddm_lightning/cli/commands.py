@@ -68,7 +68,7 @@ def _dry_run(experiment: Experiment) -> int:
 
 def _prepared(experiment: Experiment, options: argparse.Namespace) -> RunFolder:
     """Prepare the run if it is not up to date, and open its folder."""
-    from ddm_lightning.prepare.progress import RichReporter
+    from ddm_lightning.prepare.engine import RichReporter
     from ddm_lightning.prepare.stages import prepare
 
     def check(sizes: DataSizes) -> None:

@@ -15,7 +15,7 @@ from ddm_lightning.config import Experiment
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.formatting import amount, duration
 from ddm_lightning.prepare.encode import latent_rows
-from ddm_lightning.prepare.progress import SilentReporter
+from ddm_lightning.prepare.engine import Reporter
 from ddm_lightning.prepare.reading import Reading
 from ddm_lightning.prepare.records import count_samples
 from ddm_lightning.prepare.stages import Preparation
@@ -53,8 +53,8 @@ def dry_run(experiment: Experiment, run_dir: Path) -> DryRun:
     Raises:
         UserError: as ``prepare`` before it writes, or no sample can be read.
     """
-    preparation = Preparation(experiment, run_dir, SilentReporter())
-    stages = preparation.pending()
+    preparation = Preparation(experiment, run_dir, Reporter())
+    stages = tuple(stage.name for stage in preparation.pending())
     plugins, parts = preparation.plugins, preparation.parts
     preparation.check_before_writing()
 
@@ -63,9 +63,8 @@ def dry_run(experiment: Experiment, run_dir: Path) -> DryRun:
     first = next((chunk for reading in readings for chunk in reading.chunks()), None)
     seconds = time.monotonic() - start
     if first is None:
-        broken = next((one for reading in readings for one in reading.broken), None)
-        details = "; ".join(filter(None, (broken.cause, broken.detail))) if broken else ""
-        example = f" (for example {broken.key!r}: {details})" if broken else ""
+        broken = (one for reading in readings for one in reading.broken)
+        example = next((f" (for example {one.key!r}: {one.cause})" for one in broken), "")
         raise UserError(f"source {plugins.config.source.name!r}: no sample can be read{example}; fix prepare.source")
     records, images = first
     num = len(records)
@@ -83,7 +82,7 @@ def dry_run(experiment: Experiment, run_dir: Path) -> DryRun:
     in_shards = texts // num + sum(one.bytes_per_sample for one in estimates[1:-1])
     estimates.append(Estimate("shards", in_shards, 0.0))
     unfinished = len(preparation.unfinished_parts())
-    return DryRun(tuple(stages), len(parts), unfinished, count_samples(parts), tuple(estimates))
+    return DryRun(stages, len(parts), unfinished, count_samples(parts), tuple(estimates))
 
 
 def dry_run_table(plan: DryRun, num_processes: int) -> Table:
@@ -99,14 +98,10 @@ def dry_run_table(plan: DryRun, num_processes: int) -> Table:
     for heading in ("", "bytes per sample", "per sample", "total", spread):
         table.add_column(heading, justify="right" if heading else "left")
     sizes, times = zip(*((one.bytes_per_sample, one.seconds_per_sample) for one in plan.estimates), strict=True)
-    total = Estimate("total", sum(sizes), sum(times))
-    for estimate in (*plan.estimates, total):
-        table.add_row(*_cells(estimate, plan.num_samples, num_processes), end_section=estimate is plan.estimates[-1])
+    for one in (*plan.estimates, Estimate("total", sum(sizes), sum(times))):
+        num_samples, seconds = plan.num_samples, one.seconds_per_sample
+        size = "–" if num_samples is None else amount(one.bytes_per_sample * num_samples)
+        hours = "–" if num_samples is None or not seconds else duration(seconds * num_samples / num_processes)
+        cells = (one.name, f"{one.bytes_per_sample:,}", duration(seconds) if seconds else "–", size, hours)
+        table.add_row(*cells, end_section=one is plan.estimates[-1])
     return table
-
-
-def _cells(estimate: Estimate, num_samples: int | None, num_processes: int) -> tuple[str, ...]:
-    num_bytes, seconds = estimate.bytes_per_sample, estimate.seconds_per_sample
-    size = "–" if num_samples is None else amount(num_bytes * num_samples)
-    hours = "–" if num_samples is None or not seconds else duration(seconds * num_samples / num_processes)
-    return estimate.name, f"{num_bytes:,}", duration(seconds) if seconds else "–", size, hours

@@ -6,11 +6,10 @@ again. ``part.json`` holds the keys; a group is listed only while its files are 
 
 from __future__ import annotations
 
-import heapq
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from hashlib import blake2b
@@ -26,9 +25,10 @@ from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_folder, atomic_write_json, sha256_file
 from ddm_lightning.prepare.engine import num_processes_for, run_local, run_ray
 from ddm_lightning.prepare.reading import SAMPLES_AT_ONCE, Plugins, Reading, plugins_of
-from ddm_lightning.prepare.records import Part, Record, count_samples
+from ddm_lightning.prepare.records import Broken, Part, Record, count_samples
 
 RECORDS, LATENTS, CAPTIONS, FEATURES = "records", "latents", "captions", "features"
+LEDGER = "part.json"
 _THUMBNAIL_SIZE = 96
 # A few broken samples are not a fraction worth stopping for before so many were read.
 _ENOUGH = 1000
@@ -66,33 +66,25 @@ def encode_parts(
     Raises:
         UserError: as ``encode_part``; or too many samples are broken.
     """
-    total, done, counts = count_samples(job.part for job in jobs), 0, Counter[str]()
+    config, total, done, counts = plugins.config, count_samples(job.part for job in jobs), 0, Counter[str]()
 
     def advance(in_part: int) -> None:
         tick(done + in_part, max(total or 0, done + in_part))
 
-    for job in _run(jobs, plugins, total, advance):
-        state = read_state(job.folder)[RECORDS]
+    num_processes = num_processes_for(config.num_processes, len(jobs), total)
+    finished: Iterable[tuple[int, dict[str, Any]]]
+    if config.engine == "ray":
+        finished = run_ray(encode_part_in_process, jobs)
+    elif num_processes > 1:
+        finished = run_local(encode_part_in_process, jobs, num_processes)
+    else:
+        finished = ((number, encode_part(job, plugins, advance)) for number, job in enumerate(jobs))
+    for number, state in finished:
         done += state["num_read"]
         counts.update(state["broken"])
-        counts.update(state.get("unread_captions", {}).values() if captions_used else ())
+        counts.update(state["unread_captions"].values() if captions_used else ())
         advance(0)
-        check_broken(counts, done, plugins.config.max_bad_fraction, job.folder / RECORDS / "broken.jsonl")
-
-
-def _run(
-    jobs: Sequence[PartJob], plugins: Plugins, num_samples: int | None, advance: Callable[[int], None]
-) -> Iterator[PartJob]:
-    """Yield each job when it is done."""
-    num_processes = num_processes_for(plugins.config.num_processes, len(jobs), num_samples)
-    if plugins.config.engine == "ray":
-        yield from (jobs[number] for number, _ in run_ray(encode_part_in_process, jobs))
-    elif num_processes > 1:
-        yield from (jobs[number] for number, _ in run_local(encode_part_in_process, jobs, num_processes))
-    else:
-        for job in jobs:
-            encode_part(job, plugins, advance)
-            yield job
+        check_broken(counts, done, config.max_bad_fraction, jobs[number].folder / RECORDS / "broken.jsonl")
 
 
 def check_broken(
@@ -124,74 +116,89 @@ def check_broken(
     )
 
 
-def encode_part(job: PartJob, plugins: Plugins, tick: Tick) -> None:
-    """Write the wanted groups of one part.
+def encode_part(job: PartJob, plugins: Plugins, tick: Tick) -> dict[str, Any]:
+    """Write the wanted groups of one part; return the recorded facts of its samples.
 
     Raises:
         UserError: the source breaks its contract, or yields other samples than for the existing groups.
     """
-    state = read_state(job.folder)
-    job = replace(job, wanted=_without_unchanged(job, state, plugins))
-    for name in job.wanted:
-        state.pop(name, None)
-    if RECORDS in job.wanted:
-        state.clear()  # rows may be other samples now
+    ledger = Ledger(job.folder / LEDGER)
+    job = replace(job, wanted=_without_unchanged(job, ledger, plugins))
     job.folder.mkdir(parents=True, exist_ok=True)
-    atomic_write_json(job.folder / "part.json", state)
+    # Of new records, the rows may be other samples.
+    ledger.forget(*(list(ledger.records) if RECORDS in job.wanted else job.wanted))
     image_groups = [name for name in job.wanted if name != CAPTIONS]
     if image_groups:
-        _encode_images(job, image_groups, state, plugins, tick)
+        _encode_images(job, image_groups, ledger, plugins, tick)
     if CAPTIONS in job.wanted:
         # The images have counted the samples already.
-        _encode_captions(job, state, plugins, tick if not image_groups else lambda _: None)
+        _encode_captions(job, ledger, plugins, tick if not image_groups else lambda _: None)
+    facts: dict[str, Any] = ledger.records[RECORDS]
+    return facts
 
 
-def _without_unchanged(job: PartJob, state: dict[str, Any], plugins: Plugins) -> dict[str, str]:
+def _without_unchanged(job: PartJob, ledger: Ledger, plugins: Plugins) -> dict[str, str]:
     """Drop groups from the wanted ones if only the fingerprint is new: the files were touched or copied."""
-    wanted = dict(job.wanted)
-
-    def is_alike(name: str) -> bool:
-        made = state.get(name)
-        return made is not None and made["key"].split()[-1] == wanted[name].split()[-1] and is_whole(job.folder, made)
-
-    if RECORDS not in wanted or not is_alike(RECORDS) or job.part.num_samples not in (None, state[RECORDS]["num_read"]):
-        return wanted
+    made = {name: ledger.records[name] for name in job.wanted if ledger.is_done(name)}
+    alike = [name for name, record in made.items() if record["key"].split()[-1] == job.wanted[name].split()[-1]]
+    if RECORDS not in alike or job.part.num_samples not in (None, made[RECORDS]["num_read"]):
+        return dict(job.wanted)
     reading = Reading(job.part, plugins, lambda _: None)
     for _ in reading.chunks():
         pass
-    if reading.content.hexdigest() != state[RECORDS].get("content"):
-        return wanted
-    for name in [name for name in wanted if is_alike(name)]:
-        state[name]["key"] = wanted.pop(name)
-    return wanted
+    if reading.content.hexdigest() != made[RECORDS]["content"]:
+        return dict(job.wanted)
+    for name in alike:
+        made[name]["key"] = job.wanted[name]
+    return {name: key for name, key in job.wanted.items() if name not in alike}
 
 
-def encode_part_in_process(job: PartJob) -> None:
+def encode_part_in_process(job: PartJob) -> dict[str, Any]:
     """Run ``encode_part`` in a process that reuses its plug-ins for the next part."""
-    encode_part(job, plugins_of(job.config), lambda _: None)
+    return encode_part(job, plugins_of(job.config), lambda _: None)
 
 
-def read_state(folder: Path) -> dict[str, Any]:
-    """Read ``part.json``; empty if it is missing or unreadable."""
-    try:
-        state = json.loads((folder / "part.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return state if isinstance(state, dict) else {}
+class Ledger:
+    """A JSON file of finished work: by name, the key of its inputs, its files with sizes and hashes, and facts.
 
+    An unreadable file counts as an empty one, so the work is done again.
+    """
 
-def is_whole(folder: Path, record: Mapping[str, Any]) -> bool:
-    """Whether the recorded files exist with their sizes."""
-    files = {folder / name: entry["bytes"] for name, entry in record["files"].items()}
-    return all(path.is_file() and path.stat().st_size == size for path, size in files.items())
+    def __init__(self, file: Path) -> None:
+        self.file, self.folder = file, file.parent
+        try:
+            records = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            records = None
+        self.records: dict[str, Any] = records if isinstance(records, dict) else {}
 
+    def is_done(self, name: str, key: str | None = None) -> bool:
+        """Whether the work is recorded, under ``key`` unless that is None, and its files exist with their sizes."""
+        record = self.records.get(name)
+        if record is None or key not in (None, record["key"]):
+            return False
+        files = {self.folder / path: entry["bytes"] for path, entry in record["files"].items()}
+        return all(path.is_file() and path.stat().st_size == size for path, size in files.items())
 
-def list_files(folder: Path, paths: Iterable[Path]) -> dict[str, dict[str, Any]]:
-    """Return size and hash of files, by their sorted paths relative to ``folder``."""
-    return {
-        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
-        for path in sorted(paths)
-    }
+    def forget(self, *names: str) -> None:
+        """Forget work whose files are about to be replaced: if killed meanwhile, it must not look done."""
+        for name in names:
+            self.records.pop(name, None)
+        atomic_write_json(self.file, self.records)
+
+    def record(self, name: str, key: str, paths: Iterable[Path], start: float, **facts: Any) -> None:
+        """Enter finished work that began at ``start`` (``time.monotonic``)."""
+        files = {
+            path.relative_to(self.folder).as_posix(): {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
+            for path in sorted(paths)
+        }
+        seconds = round(time.monotonic() - start, 3)
+        self.records[name] = {"key": key, **facts, "files": files, "seconds": seconds}
+        atomic_write_json(self.file, self.records)
+
+    def files(self, name: str) -> dict[str, Any]:
+        """Return the files of recorded work; empty before it is done."""
+        return self.records.get(name, {}).get("files", {})
 
 
 def key_hash(text: str) -> int:
@@ -199,14 +206,12 @@ def key_hash(text: str) -> int:
     return int.from_bytes(blake2b(text.encode("utf-8"), digest_size=8).digest(), "little")
 
 
-def _encode_images(job: PartJob, names: list[str], state: dict[str, Any], plugins: Plugins, tick: Tick) -> None:
+def _encode_images(job: PartJob, names: list[str], ledger: Ledger, plugins: Plugins, tick: Tick) -> None:
     start = time.monotonic()
-    reading = Reading(job.part, plugins, tick)
-    size = 0
+    reading, texts, size = Reading(job.part, plugins, tick), _Texts(job.max_thumbnails), 0
     with ExitStack() as stack:
         folders = {name: stack.enter_context(atomic_folder(job.folder / name)) for name in names}
         arrays = {name: stack.enter_context(_Arrays(folder)) for name, folder in folders.items()}
-        texts = _Texts(job.max_thumbnails)
         for records, images in reading.chunks():
             size = images.shape[1]
             if RECORDS in names:
@@ -221,19 +226,13 @@ def _encode_images(job: PartJob, names: list[str], state: dict[str, Any], plugin
             if FEATURES in names:
                 arrays[FEATURES].add("features", plugins.features.encode(images), "features are not finite")
         if RECORDS in names:
-            texts.write(folders[RECORDS], reading)
-        elif reading.num_rows != state[RECORDS]["num_rows"]:
-            raise UserError(
-                f"part {job.part.name!r} of the source: has {reading.num_rows} samples instead of "
-                f"{state[RECORDS]['num_rows']}, with the same fingerprint; delete {job.folder}"
-            )
+            texts.write(folders[RECORDS], reading.broken)
+        elif reading.num_rows != (expected := ledger.records[RECORDS]["num_rows"]):
+            found = f"has {reading.num_rows} samples instead of {expected}, with the same fingerprint"
+            raise UserError(f"part {job.part.name!r} of the source: {found}; delete {job.folder}")
     for name in names:
-        extra: dict[str, Any] = {"unfit": arrays[name].unfit}
-        if name == RECORDS:
-            extra = {"num_rows": reading.num_rows, "num_read": reading.num_read}
-            extra |= {"broken": reading.causes, "picture_size": size, "content": reading.content.hexdigest()}
-            extra |= {"unread_captions": reading.unread_captions, "odd_shapes": +reading.odd_shapes}
-        _record(job, name, state, extra, time.monotonic() - start)
+        facts = {"unfit": arrays[name].unfit} if name != RECORDS else {**reading.facts(), "picture_size": size}
+        ledger.record(name, job.wanted[name], (job.folder / name).iterdir(), start, **facts)
 
 
 def latent_rows(plugins: Plugins, images: UInt8[np.ndarray, "n h w 3"]) -> dict[str, Shaped[np.ndarray, "n c h w"]]:
@@ -245,7 +244,7 @@ def latent_rows(plugins: Plugins, images: UInt8[np.ndarray, "n h w 3"]) -> dict[
     return rows
 
 
-def _encode_captions(job: PartJob, state: dict[str, Any], plugins: Plugins, tick: Tick) -> None:
+def _encode_captions(job: PartJob, ledger: Ledger, plugins: Plugins, tick: Tick) -> None:
     start = time.monotonic()
     encoder = plugins.caption_encoder
     assert encoder is not None
@@ -256,20 +255,15 @@ def _encode_captions(job: PartJob, state: dict[str, Any], plugins: Plugins, tick
             for name in encoder.columns:
                 arrays.add(name, rows[name], "encoded caption is not finite")
             tick(min(first + SAMPLES_AT_ONCE, len(captions)))
-    _record(job, CAPTIONS, state, {"unfit": arrays.unfit}, time.monotonic() - start)
+    paths = (job.folder / CAPTIONS).iterdir()
+    ledger.record(CAPTIONS, job.wanted[CAPTIONS], paths, start, unfit=arrays.unfit)
 
 
-def _record(job: PartJob, name: str, state: dict[str, Any], extra: dict[str, Any], seconds: float) -> None:
-    """Enter a finished group into ``part.json``."""
-    files = list_files(job.folder, (job.folder / name).iterdir())
-    state[name] = {"key": job.wanted[name], **extra, "files": files, "seconds": round(seconds, 3)}
-    atomic_write_json(job.folder / "part.json", state)
-
-
-class _Arrays:
+class _Arrays(ExitStack):
     """``.npy`` columns in one folder, opened at their first rows; notes rows that are not finite."""
 
     def __init__(self, folder: Path) -> None:
+        super().__init__()
         self.folder = folder
         self.unfit: dict[str, str] = {}
         """Cause by unusable row."""
@@ -278,21 +272,13 @@ class _Arrays:
     def add(self, name: str, rows: Shaped[np.ndarray, "n ..."], cause: str = "") -> None:
         """Append rows to a column; note those that are not finite under ``cause``."""
         if name not in self._arrays:
-            self._arrays[name] = GrowingArray(self.folder / f"{name}.npy", rows.dtype, rows.shape[1:])
+            path = self.folder / f"{name}.npy"
+            self._arrays[name] = self.enter_context(GrowingArray(path, rows.dtype, rows.shape[1:]))
         array = self._arrays[name]
         if cause and rows.dtype.kind == "f":
             bad = ~np.isfinite(rows.reshape(len(rows), -1)).all(1)
             self.unfit.update({str(array.num_rows + row): cause for row in np.flatnonzero(bad).tolist()})
         array.append(rows)
-
-    def __enter__(self) -> _Arrays:
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        with ExitStack() as stack:
-            for array in self._arrays.values():
-                stack.push(array.__exit__)
-            stack.__exit__(*error)
 
 
 class _Texts:
@@ -302,36 +288,31 @@ class _Texts:
         self._keys: list[str] = []
         self._captions: list[str] = []
         self._max_thumbnails = max_thumbnails
-        # A heap of the lowest hashes so far, the highest of them on top.
         self._thumbnails: list[tuple[int, int, UInt8[np.ndarray, "h w 3"]]] = []
+        """Hash, row and image of the lowest hashes so far."""
 
     def add(self, records: list[Record], images: UInt8[np.ndarray, "n h w 3"], first_row: int) -> None:
         """Collect one chunk."""
-        for row, (record, image) in enumerate(zip(records, images, strict=True), first_row):
-            self._keys.append(record.key)
-            self._captions.append(str(record.caption))
-            rank = -key_hash(record.key)
-            if len(self._thumbnails) < self._max_thumbnails:
-                heapq.heappush(self._thumbnails, (rank, -row, _thumbnail(image)))
-            elif self._thumbnails and (rank, -row) > self._thumbnails[0][:2]:
-                heapq.heapreplace(self._thumbnails, (rank, -row, _thumbnail(image)))
+        self._keys += [record.key for record in records]
+        self._captions += [str(record.caption) for record in records]
+        new = [(key_hash(record.key), first_row + i, images[i]) for i, record in enumerate(records)]
+        lowest = sorted([*self._thumbnails, *new], key=lambda one: one[:2])[: self._max_thumbnails]
+        self._thumbnails = [
+            (rank, row, _thumbnail(image) if row >= first_row else image) for rank, row, image in lowest
+        ]
 
-    def write(self, folder: Path, reading: Reading) -> None:
+    def write(self, folder: Path, broken: list[Broken]) -> None:
         """Write all files; thumbnails in the order of their rows."""
         Strings.write(folder, "keys", self._keys)
         Strings.write(folder, "captions", self._captions)
-        shown = sorted(((-row, image) for _, row, image in self._thumbnails), key=lambda pair: pair[0])
-        if shown:
-            save_array(folder / "thumbnails.npy", np.stack([image for _, image in shown]))
-            save_array(folder / "thumbnail_rows.npy", np.array([row for row, _ in shown], np.int64))
-        with (folder / "broken.jsonl").open("w", encoding="utf-8") as lines:
-            for broken in reading.broken:
-                lines.write(json.dumps(asdict(broken)) + "\n")
+        if shown := {row: image for _, row, image in self._thumbnails}:
+            save_array(folder / "thumbnails.npy", np.stack([shown[row] for row in sorted(shown)]))
+            save_array(folder / "thumbnail_rows.npy", np.array(sorted(shown), np.int64))
+        lines = "".join(json.dumps(asdict(one)) + "\n" for one in broken)
+        (folder / "broken.jsonl").write_text(lines, encoding="utf-8")
 
 
 def _thumbnail(image: UInt8[np.ndarray, "h w 3"]) -> UInt8[np.ndarray, "h2 w2 3"]:
-    """Copy an image, at most 96 pixels high and wide."""
-    if image.shape[0] <= _THUMBNAIL_SIZE:
-        return image.copy()
-    small = (_THUMBNAIL_SIZE, _THUMBNAIL_SIZE)
-    return np.asarray(Image.fromarray(image).resize(small, Image.Resampling.LANCZOS))
+    """Copy a square image, at most 96 pixels high and wide."""
+    side = min(len(image), _THUMBNAIL_SIZE)
+    return np.asarray(Image.fromarray(image).resize((side, side), Image.Resampling.LANCZOS))

@@ -1,4 +1,4 @@
-"""Run jobs in several processes on this machine, or with Ray Data on many machines.
+"""Run jobs in several processes on this machine, or with Ray Data on many machines; report progress.
 
 Jobs and results must be picklable. A result must not depend on the process or the order of the jobs.
 """
@@ -9,12 +9,17 @@ import logging
 import multiprocessing
 import pickle
 import signal
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any, TypeVar
 
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+
 from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.formatting import TimeColumn
 from ddm_lightning.core.processes import num_cores, on_orphaned
 
 Job = TypeVar("Job")
@@ -22,6 +27,7 @@ Result = TypeVar("Result")
 
 # Fewer samples are done before other processes have started.
 WORTH_PROCESSES = 4096
+_SECONDS_BETWEEN_LINES = 60.0
 
 
 def num_processes_for(wanted: int, num_jobs: int, num_samples: int | None) -> int:
@@ -70,43 +76,74 @@ def run_ray(work: Callable[[Job], Result], jobs: Sequence[Job]) -> Iterator[tupl
     DataContext.get_current().enable_progress_bars = False
 
     def one(row: dict[str, Any]) -> dict[str, Any]:
-        _one_thread()
-        outcome: tuple[Result | None, Exception | None]
+        import torch
+
+        torch.set_num_threads(1)
         try:
-            outcome = (work(pickle.loads(row["job"])), None)  # noqa: S301  our own
+            result: Any = work(pickle.loads(row["job"]))  # noqa: S301  our own
         except (UserError, OSError) as error:
-            outcome = (None, error)  # Ray would wrap it in an error of its own
-        return {"number": row["number"], "outcome": pickle.dumps(outcome)}
+            result = error  # Ray would wrap it in an error of its own
+        return {"number": row["number"], "result": pickle.dumps(result)}
 
     # As bytes: Ray would turn known types into columns.
     rows = [{"number": number, "job": pickle.dumps(job)} for number, job in enumerate(jobs)]
     for row in from_items(rows, override_num_blocks=len(rows)).map(one).iter_rows():
-        result, error = pickle.loads(row["outcome"])  # noqa: S301  our own
-        if error is not None:
-            raise error
+        result = pickle.loads(row["result"])  # noqa: S301  our own
+        if isinstance(result, Exception):
+            raise result
         yield int(row["number"]), result
 
 
 def _begin() -> None:
-    """First thing in a process of ``run_local``."""
+    """Set up a process of ``run_local``."""
+    import torch
+
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches all: die quietly, the parent speaks
-    _one_thread()
-    _own_gpu()
+    torch.set_num_threads(1)
+    if torch.cuda.is_available():  # in turn: ``cuda`` is another GPU in each process
+        number = multiprocessing.current_process()._identity[0] - 1
+        torch.cuda.set_device(number % torch.cuda.device_count())
     parent = multiprocessing.parent_process()
     assert parent is not None and parent.pid is not None
     on_orphaned(parent.pid)
 
 
-def _one_thread() -> None:
-    import torch
+class Reporter:
+    """Receives the progress of ``prepare``; this one ignores it."""
 
-    torch.set_num_threads(1)
+    def advance(self, stage: str, done: int, total: int) -> None:
+        """Report ``done`` of ``total`` samples of a stage."""
+
+    def say(self, line: str) -> None:
+        """Report an event in one line."""
 
 
-def _own_gpu() -> None:
-    """Assign the GPUs to processes in turn: ``cuda`` is another one in each."""
-    import torch
+class RichReporter(Reporter):
+    """A bar per stage with elapsed and remaining time; a context manager."""
 
-    if torch.cuda.is_available():
-        number = multiprocessing.current_process()._identity[0] - 1
-        torch.cuda.set_device(number % torch.cuda.device_count())
+    def __init__(self, console: Console | None = None) -> None:
+        columns = (TextColumn("{task.description:<10}"), BarColumn(), MofNCompleteColumn(), TimeColumn())
+        self._progress = Progress(*columns, console=console, transient=True)
+        self._bars: dict[str, TaskID] = {}
+        self._last_line = time.monotonic()
+
+    def __enter__(self) -> RichReporter:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._progress.stop()
+
+    def advance(self, stage: str, done: int, total: int) -> None:
+        """Move the bar of ``stage``; create it at the first call."""
+        if stage not in self._bars:
+            self._bars[stage] = self._progress.add_task(stage, total=total)
+        self._progress.update(self._bars[stage], completed=done, total=total)
+        # A log shows no bars: print a line a minute instead.
+        if not self._progress.console.is_terminal and time.monotonic() > self._last_line + _SECONDS_BETWEEN_LINES:
+            self._last_line = time.monotonic()
+            self.say(f"{stage}: {done:,} of {total:,}")
+
+    def say(self, line: str) -> None:
+        """Print a line above the bars."""
+        self._progress.console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -1,59 +1,55 @@
-"""The files of the stages below ``prepared/``, and the ledger of finished stages."""
+"""The files of the stages below ``prepared/``, and the index of usable samples: whole, finite, with a unique key."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import re
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jaxtyping import Int, UInt8
+from jaxtyping import Int, UInt8, UInt64
 
 from ddm_lightning.core.columns import StoredArray, Strings
-from ddm_lightning.core.files import atomic_write_json, read_json, sha256_json
+from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.files import atomic_write_json, atomic_write_text
 from ddm_lightning.partition.rows import Rows
-from ddm_lightning.prepare.encode import RECORDS, is_whole, list_files, read_state
-from ddm_lightning.prepare.records import Part
-
-# Part of every stage's hash. Raise it when a stage writes something else.
-STAGES_VERSION = 4
+from ddm_lightning.prepare.encode import LEDGER, RECORDS, Ledger, check_broken
+from ddm_lightning.prepare.records import Broken, Part
 
 
 class Prepared:
     """One ``prepared/`` folder. Rows are the usable samples of all parts, in source order.
 
     An instance caches ``parts.json``, ``part.json`` and ``index.json``: make a new one when they change.
+
+    Args:
+        folder: the folder.
+        parts: of the source; None for those in ``parts.json``.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, parts: list[Part] | None = None) -> None:
         self.folder = folder
         self.parts_file = folder / "parts.json"
         self.index_file = folder / "index.json"
         self.broken_file = folder / "broken.jsonl"
-        self.fine_file = folder / "fine.safetensors"
         self.partition_file = folder / "partition.safetensors"
         self.partition_facts_file = folder / "partition.json"
         self.clusters_file = folder / "clusters.npy"
         self.shards = folder / "shards"
         self.statistics_file = folder / "statistics.json"
-        self.uploaded_file = folder / "uploaded.json"
-        self.report = folder / "report"
-        self.grid = folder / "clusters.png"
+        if parts is not None:
+            self.parts = parts
 
     @cached_property
     def parts(self) -> list[Part]:
         """Parts of the source, from ``parts.json``."""
         return [Part(**part) for part in json.loads(self.parts_file.read_text(encoding="utf-8"))]
-
-    def write_parts(self, parts: Sequence[Part]) -> None:
-        """Write ``parts.json``."""
-        atomic_write_json(self.parts_file, [asdict(part) for part in parts])
 
     def folder_of(self, part: Part) -> Path:
         """Return the folder of a part's columns. It depends on the part's name alone, not on other parts."""
@@ -65,9 +61,14 @@ class Prepared:
         return self.folder_of(self.parts[number])
 
     @cached_property
-    def states(self) -> list[dict[str, Any]]:
+    def ledgers(self) -> list[Ledger]:
         """The ``part.json`` of each part."""
-        return [read_state(self.part_folder(number)) for number in range(len(self.parts))]
+        return [Ledger(self.folder_of(part) / LEDGER) for part in self.parts]
+
+    @cached_property
+    def states(self) -> list[dict[str, Any]]:
+        """The records of ``ledgers``."""
+        return [ledger.records for ledger in self.ledgers]
 
     @cached_property
     def index(self) -> Mapping[str, Any]:
@@ -135,63 +136,107 @@ class Prepared:
         """Number of usable samples."""
         return int(self.index["num_samples"])
 
-    @property
-    def image_size(self) -> int:
-        """Height and width in pixels of the encoded square images."""
-        return int(self.index["picture_size"])
+
+Dropped = dict[int, dict[int, str]]
+"""Cause by row, by number of the part."""
 
 
-@dataclass(frozen=True)
-class Stage:
-    """A stage of ``prepare``."""
+def write_index(prepared: Prepared, groups: Collection[str], max_bad_fraction: float, captions_used: bool) -> str:
+    """Write ``index.json`` (samples, counts by cause, dropped rows) and ``broken.jsonl`` (each broken sample).
 
-    name: str
-    inputs: Callable[[], Any]
-    """Everything the stage reads, by content, as plain JSON. Called when the stages before it are done."""
-    outputs: tuple[str, ...]
-    """Patterns of its result files below ``prepared/``."""
-    run: Callable[[], None]
-    compute: Callable[[], None] = lambda: None
-    """Work that may be refused: done before ``run``, while the old result is still in place."""
+    Args:
+        prepared: folder with encoded parts.
+        groups: groups of columns in use. Failures in others, left by an earlier configuration, are ignored.
+        max_bad_fraction: largest allowed fraction of broken samples.
+        captions_used: whether a sample with an unreadable caption is broken; else its caption is empty.
+
+    Returns:
+        The counts in words.
+
+    Raises:
+        UserError: too many samples are broken, none is left, or parts differ in image size.
+    """
+    states = [state[RECORDS] for state in prepared.states]
+    sizes = {state["picture_size"]: number for number, state in enumerate(states) if state["picture_size"]}
+    if len(sizes) > 1:
+        several = ", ".join(f"{size} pixels in {prepared.parts[number].name!r}" for size, number in sizes.items())
+        raise UserError(f"the source has images of several sizes ({several}); set prepare.pictures.size")
+    dropped: Dropped = {}
+    for number, state in enumerate(prepared.states):
+        unfit = {row: cause for name in groups for row, cause in state[name].get("unfit", {}).items()}
+        if captions_used:
+            unfit |= state[RECORDS]["unread_captions"]
+        if unfit:
+            dropped[number] = {int(row): cause for row, cause in unfit.items()}
+    _drop_duplicates(prepared, dropped)
+
+    counts, odd_shapes = Counter[str](), Counter[str]()
+    for state in states:
+        counts.update(state["broken"])
+        odd_shapes.update(state["odd_shapes"])
+    counts.update(cause for rows in dropped.values() for cause in rows.values())
+    num_read = sum(state["num_read"] for state in states)
+    num_samples = sum(state["num_rows"] for state in states) - sum(map(len, dropped.values()))
+    broken = "".join(json.dumps(entry, ensure_ascii=False) + "\n" for entry in _broken(prepared, dropped))
+    atomic_write_text(prepared.broken_file, broken)
+    check_broken(counts, num_read, max_bad_fraction, prepared.broken_file, enough=1)
+    if num_samples == 0:
+        raise UserError("the source has no usable samples; fix prepare.source")
+    num_without_caption = _num_without_caption(prepared, dropped)
+    index = {
+        "num_read": num_read,
+        "num_samples": num_samples,
+        "num_without_caption": num_without_caption,
+        "picture_size": next(iter(sizes)),
+        "odd_shapes": odd_shapes,
+        "broken": dict(sorted(counts.items())),
+        "dropped": {str(number): sorted(rows) for number, rows in sorted(dropped.items())},
+    }
+    atomic_write_json(prepared.index_file, index)
+    details = {"without a caption": num_without_caption, **odd_shapes}
+    detail = "".join(f", {count:,} of them {how}" for how, count in details.items() if count)
+    causes = ", ".join(f"{cause}: {count:,}" for cause, count in sorted(counts.items()))
+    skipped = f"; skipped: {causes}; see {prepared.broken_file}" if causes else ""
+    return f"{num_samples:,} of {num_read:,} samples{detail}{skipped}"
 
 
-class Ledger:
-    """``stages.json``: the finished stages of one ``prepared/`` folder, their inputs and files."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.file = folder, folder / "stages.json"
-        self.records: dict[str, Any] = {}
-
-    def read(self) -> None:
-        """Read the file again; raise ``UserError`` if it is unreadable."""
-        self.records = {}
-        if self.file.exists():
-            self.records = read_json(self.file, "the record of the stages", "delete it and run prepare again")
-
-    def is_done(self, stage: Stage) -> bool:
-        """Whether the stage ran on its present inputs and its files exist with their sizes."""
-        record = self.records.get(stage.name)
-        return record is not None and record["inputs_sha256"] == _key(stage) and is_whole(self.folder, record)
-
-    def run(self, stage: Stage, before_replacing: Callable[[], None]) -> float:
-        """Run the stage and record it; return its seconds."""
-        key, start = _key(stage), time.monotonic()
-        stage.compute()
-        # Forgotten first: a stage killed while it replaces its files must not look done.
-        before_replacing()
-        if self.records.pop(stage.name, None) is not None:
-            atomic_write_json(self.file, self.records)
-        stage.run()
-        seconds = time.monotonic() - start
-        files = list_files(self.folder, (path for pattern in stage.outputs for path in self.folder.glob(pattern)))
-        self.records[stage.name] = {"inputs_sha256": key, "files": files, "seconds": round(seconds, 3)}
-        atomic_write_json(self.file, self.records)
-        return seconds
-
-    def files(self, stage: str) -> dict[str, Any]:
-        """Return the files of a stage with sizes and hashes; empty before it is done."""
-        return self.records.get(stage, {}).get("files", {})
+def _num_without_caption(prepared: Prepared, dropped: Dropped) -> int:
+    num_empty = 0
+    for number in prepared.full_parts:
+        sizes = Strings(prepared.part_folder(number) / RECORDS, "captions").num_bytes()
+        num_empty += int(np.count_nonzero(np.delete(sizes, list(dropped.get(number, {}))) == 0))
+    return num_empty
 
 
-def _key(stage: Stage) -> str:
-    return sha256_json({"version": STAGES_VERSION, "inputs": stage.inputs()})
+def _drop_duplicates(prepared: Prepared, dropped: Dropped) -> None:
+    """Drop all but the first usable sample of each key."""
+    if not prepared.full_parts:
+        return
+    rows = prepared.rows(RECORDS, "key_hash", unusable=True)
+    hashes: UInt64[np.ndarray, "n"] = rows[:]
+    start_of = dict(zip(prepared.full_parts, rows.starts.tolist(), strict=False))
+    fit = np.ones(len(hashes), bool)
+    for number, unfit in dropped.items():
+        fit[start_of[number] + np.array(list(unfit))] = False
+    places = np.flatnonzero(fit)
+    order = places[hashes[places].argsort(kind="stable")]
+    same = hashes[order[1:]] == hashes[order[:-1]]
+    # Compare the keys behind equal hashes: 64 bits may collide.
+    places = np.unique(np.concatenate([order[1:][same], order[:-1][same]]))
+    first_of: dict[tuple[int, str], int] = {}
+    for place, key in zip(places.tolist(), prepared.texts("keys", unusable=True).take(places), strict=True):
+        if first_of.setdefault((int(hashes[place]), key), place) != place:
+            number = prepared.full_parts[int(np.searchsorted(rows.starts, place, side="right")) - 1]
+            dropped.setdefault(number, {})[place - start_of[number]] = "duplicate key"
+
+
+def _broken(prepared: Prepared, dropped: Dropped) -> Iterator[dict[str, Any]]:
+    for number, part in enumerate(prepared.parts):
+        folder = prepared.part_folder(number) / RECORDS
+        with (folder / "broken.jsonl").open(encoding="utf-8") as lines:
+            for line in lines:
+                yield {"part": part.name, **json.loads(line)}
+        if number in dropped:
+            rows = sorted(dropped[number])
+            for row, key in zip(rows, Strings(folder, "keys")[np.array(rows)], strict=True):
+                yield {"part": part.name, **asdict(Broken(key, dropped[number][row]))}

@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cached_property, lru_cache
 from importlib.metadata import version
+from itertools import islice
 from typing import Any
 
 import numpy as np
 from jaxtyping import UInt8
-from PIL import Image
+from PIL import Image, ImageOps
 
 from ddm_lightning.config import PrepareConfig
 from ddm_lightning.config.load import prepare_from_json
@@ -58,15 +59,11 @@ class Plugins:
         return FEATURES.build(self.config.features.name, self.config.features.params)
 
     def _encoders(self) -> dict[str, Any]:
-        named = {"image_encoder": self.image_encoder, "caption_encoder": self.caption_encoder}
-        return {name: plugin for name, plugin in {**named, "features": self.features}.items() if plugin is not None}
-
-    def build_all(self) -> None:
-        """Build every plug-in: checks names, params and packages."""
-        self.versions()
+        names = ("image_encoder", "caption_encoder", "features")
+        return {name: plugin for name in names if (plugin := getattr(self, name)) is not None}
 
     def versions(self) -> dict[str, str]:
-        """Return the versions of all packages that shape the result."""
+        """Build every plug-in, and return the versions of all packages that shape the result."""
         plugins = [self.source, *self._encoders().values()]
         packages = {name for plugin in plugins for name in plugin.packages}
         return {name: version(name) for name in sorted({*_COMMON_PACKAGES, *packages})}
@@ -109,10 +106,16 @@ class Reading:
         self.content = hashlib.sha256()
         """Hash of the samples so far, pixels included."""
 
-    @property
-    def causes(self) -> dict[str, int]:
-        """Number of broken samples by cause."""
-        return dict(sorted(Counter(broken.cause for broken in self.broken).items()))
+    def facts(self) -> dict[str, Any]:
+        """Return what the index needs of a whole pass, as JSON."""
+        return {
+            "num_rows": self.num_rows,
+            "num_read": self.num_read,
+            "broken": dict(sorted(Counter(broken.cause for broken in self.broken).items())),
+            "content": self.content.hexdigest(),
+            "unread_captions": self.unread_captions,
+            "odd_shapes": +self.odd_shapes,
+        }
 
     def chunks(self) -> Iterator[tuple[list[Record], UInt8[np.ndarray, "n h w 3"]]]:
         """Yield up to ``at_once`` samples at a time, with their square images.
@@ -120,11 +123,18 @@ class Reading:
         Raises:
             UserError: the source breaks its contract, or images differ in size and no size is set.
         """
-        records: list[Record] = []
-        images: list[UInt8[np.ndarray, "h w 3"]] = []
-        for found in self.plugins.source.read(self.part):
+        samples = self._samples()
+        while chunk := list(islice(samples, self.at_once)):
+            self.num_rows += len(chunk)
+            self.tick(self.num_read)
+            yield [record for record, _ in chunk], np.stack([image for _, image in chunk])
+        self.tick(self.num_read)
+
+    def _samples(self) -> Iterator[tuple[Record, UInt8[np.ndarray, "h w 3"]]]:
+        first: UInt8[np.ndarray, "h w 3"] | None = None
+        row = 0
+        for found in map(_with_plain_text, self.plugins.source.read(self.part)):
             self.num_read += 1
-            found = _with_plain_text(found)
             if isinstance(found, Broken):
                 self.broken.append(found)
                 self.content.update(repr((found.key, found.cause)).encode())
@@ -132,26 +142,14 @@ class Reading:
             image = self._square(found)
             self.content.update(repr((found.key, found.caption, found.label, found.group, image.shape)).encode())
             self.content.update(image.tobytes())
-            if images and image.shape != images[0].shape:
-                raise self._error(found, f"has {_size(image)} pixels, others have {_size(images[0])}", _SET_SIZE)
+            first = image if first is None else first
+            if image.shape != first.shape:
+                raise self._error(found, f"has {_size(image)} pixels, others have {_size(first)}", _SET_SIZE)
             if isinstance(found.caption, Broken):
-                self.unread_captions[str(self.num_rows + len(records))] = found.caption.cause
+                self.unread_captions[str(row)] = found.caption.cause
                 found = replace(found, caption="")
-            records.append(found)
-            images.append(image)
-            if len(records) == self.at_once:
-                yield self._chunk(records, images)
-                records, images = [], []
-        if records:
-            yield self._chunk(records, images)
-        self.tick(self.num_read)
-
-    def _chunk(
-        self, records: list[Record], images: list[UInt8[np.ndarray, "h w 3"]]
-    ) -> tuple[list[Record], UInt8[np.ndarray, "n h w 3"]]:
-        self.num_rows += len(records)
-        self.tick(self.num_read)
-        return records, np.stack(images)
+            yield found, image
+            row += 1
 
     def _square(self, record: Record) -> UInt8[np.ndarray, "h w 3"]:
         size, image, num_classes = self.plugins.config.pictures.size, record.image, self.plugins.source.num_classes
@@ -178,19 +176,15 @@ def _size(image: UInt8[np.ndarray, "h w 3"]) -> str:
 
 def _with_plain_text(found: Record | Broken) -> Record | Broken:
     """Return a record that UTF-8 can store: ``Broken`` for a bad key, or with a broken caption."""
-    if isinstance(found, Record):
+    if isinstance(found, Broken):
+        return found
+    for is_key, text in ((True, f"{found.key}{found.group or ''}"), (False, str(found.caption))):
         try:
-            f"{found.key}{found.group or ''}".encode()
+            text.encode()
         except UnicodeEncodeError as error:
-            return Broken(repr(found.key), "text that UTF-8 cannot hold", str(error))
-        try:
-            str(found.caption).encode()
-        except UnicodeEncodeError as error:
-            return replace(found, caption=Broken(found.key, "text that UTF-8 cannot hold", str(error)))
+            broken = Broken(repr(found.key) if is_key else found.key, "text that UTF-8 cannot hold", str(error))
+            return broken if is_key else replace(found, caption=broken)
     return found
-
-
-ASPECTS = ("crop", "pad", "stretch")
 
 
 def to_square(image: UInt8[np.ndarray, "h w 3"], size: int, aspect: str) -> UInt8[np.ndarray, "size size 3"]:
@@ -201,25 +195,17 @@ def to_square(image: UInt8[np.ndarray, "h w 3"], size: int, aspect: str) -> UInt
         size: height and width of the result.
         aspect: ``crop`` keeps the middle of the longer side, as ADM and DiT do; ``pad`` keeps the whole image, on
             white; ``stretch`` keeps the whole image and changes its proportions.
-
-    Raises:
-        ValueError: unknown ``aspect``.
     """
-    if aspect not in ASPECTS:
-        raise ValueError(f"aspect {aspect!r} is none of {', '.join(ASPECTS)}")
     height, width = image.shape[:2]
     if (height, width) == (size, size):
         return image
-    whole = Image.fromarray(image)
+    whole, lanczos = Image.fromarray(image), Image.Resampling.LANCZOS
     if aspect == "crop":
-        side = min(height, width)
-        left, top = (width - side) / 2, (height - side) / 2
-        box = (left, top, left + side, top + side)
-        return np.asarray(whole.resize((size, size), Image.Resampling.LANCZOS, box=box))
+        return np.asarray(ImageOps.fit(whole, (size, size), lanczos))
     if aspect == "stretch":
-        return np.asarray(whole.resize((size, size), Image.Resampling.LANCZOS))
+        return np.asarray(whole.resize((size, size), lanczos))
     longer = max(height, width)
     inner = (max(1, round(width * size / longer)), max(1, round(height * size / longer)))
     sheet = Image.new("RGB", (size, size), "white")
-    sheet.paste(whole.resize(inner, Image.Resampling.LANCZOS), ((size - inner[0]) // 2, (size - inner[1]) // 2))
+    sheet.paste(whole.resize(inner, lanczos), ((size - inner[0]) // 2, (size - inner[1]) // 2))
     return np.asarray(sheet)

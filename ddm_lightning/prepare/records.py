@@ -33,7 +33,7 @@ class Broken:
     key: str
     """Its key, or else the name of its file."""
     cause: str
-    """A few words shared by many samples ("empty file", "truncated image")."""
+    """A few words shared by many samples ("empty file", "damaged image")."""
     detail: str = ""
     """One line about this sample alone."""
 
@@ -54,6 +54,28 @@ class Part:
     """Number of samples, broken ones included; None if unknown before reading."""
     where: Mapping[str, Any] = field(default_factory=dict)
     """Plain JSON with which ``read`` finds the part in another process."""
+
+
+BLOCK_SIZE = 512
+
+
+def block_parts(num_samples: int, fingerprint: str, prefix: str = "block", **where: Any) -> list[Part]:
+    """Divide samples 0 to ``num_samples`` - 1 into blocks of ``BLOCK_SIZE``, the last one shorter.
+
+    A block is named ``<prefix>-<number of its first sample>``, so a set that grows at its end keeps its parts.
+    ``fingerprint`` is common to all samples, such as a version.
+    """
+    parts = []
+    for start in range(0, num_samples, BLOCK_SIZE):
+        stop = min(start + BLOCK_SIZE, num_samples)
+        place = {"start": start, "stop": stop, **where}
+        parts.append(Part(f"{prefix}-{start:09}", f"{fingerprint}; samples {start} to {stop}", stop - start, place))
+    return parts
+
+
+def block_of(part: Part) -> range:
+    """Return the sample numbers of a part of ``block_parts``."""
+    return range(part.where["start"], part.where["stop"])
 
 
 def count_samples(parts: Iterable[Part]) -> int | None:

@@ -1,8 +1,9 @@
 """``prepare``: the stages from a source of images to shards.
 
-A stage writes its files under temporary names, renames them, and records itself (``Ledger``) with a hash of its inputs:
-its part of the configuration and the hashes of earlier files. So a second run does nothing, a killed run continues
-where it stopped (``encode`` at the unfinished part), and a changed key reruns only the stages that depend on it.
+A stage writes its files under temporary names, renames them, and records itself in a ``Ledger`` with a hash of its
+inputs: its part of the configuration and the hashes of earlier files. So a second run does nothing, a killed run
+continues where it stopped (``encode`` at the unfinished part), and a changed key reruns only the stages that depend on
+it.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from filelock import FileLock, Timeout
 
 from ddm_lightning.config import Experiment
@@ -27,27 +29,19 @@ from ddm_lightning.core.formatting import amount
 from ddm_lightning.encoders.interfaces import bytes_per_sample
 from ddm_lightning.members.run_folder import RunFolder
 from ddm_lightning.partition.build import check_sizes, displaced_fractions, fit_partition
-from ddm_lightning.prepare.encode import (
-    CAPTIONS,
-    FEATURES,
-    LATENTS,
-    RECORDS,
-    PartJob,
-    encode_parts,
-    is_whole,
-    read_state,
-)
-from ddm_lightning.prepare.index import write_index
-from ddm_lightning.prepare.prepared import Ledger, Prepared, Stage
-from ddm_lightning.prepare.progress import Reporter, SilentReporter
+from ddm_lightning.prepare.encode import CAPTIONS, FEATURES, LATENTS, RECORDS, Ledger, PartJob, encode_parts
+from ddm_lightning.prepare.engine import Reporter
+from ddm_lightning.prepare.prepared import Prepared, write_index
 from ddm_lightning.prepare.reading import Plugins
 from ddm_lightning.prepare.records import Part, Record, count_samples
-from ddm_lightning.prepare.summary import manifest_of, outcome, write_images
-from ddm_lightning.prepare.write_shards import check_compression, write_shards
+from ddm_lightning.prepare.report.page import report_partition
+from ddm_lightning.prepare.write_shards import check_compression, manifest_of, write_shards
 from ddm_lightning.shards.manifest import DataSizes, Manifest, manifest_path
 from ddm_lightning.shards.upload import upload_shards
 
 _MAX_THUMBNAILS, _MIN_THUMBNAILS_PER_PART = 8192, 16
+# Part of every stage's hash. Raise it when a stage writes something else.
+_STAGES_VERSION = 4
 
 
 def prepare(
@@ -72,35 +66,46 @@ def prepare(
         UserError: bad input. Nothing is written; if only a stage can detect it (too many broken samples, unbalanced
             clusters), no further stage runs.
     """
-    preparation = Preparation(experiment, run_dir, reporter or SilentReporter())
+    preparation = Preparation(experiment, run_dir, reporter or Reporter())
     preparation.bring_up_to_date(check)
     preparation.handle_unlisted(prune)
     return Manifest.read(run_dir)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stage of ``prepare``."""
+
+    name: str
+    inputs: Any
+    """Everything the stage reads, by content, as plain JSON; valid when the stages before it are done."""
+    outputs: tuple[str, ...]
+    """Patterns of its result files below ``prepared/``."""
+    begin: Callable[[], Callable[[], str | None]]
+    """Do what may be refused, while the old files stay in place. The returned function writes the new files; it may
+    describe what was found."""
+
+    @property
+    def key(self) -> str:
+        """Hash of the inputs."""
+        return sha256_json({"version": _STAGES_VERSION, "inputs": self.inputs})
 
 
 class Preparation:
     """One call of ``prepare``. Plug-ins are built only when a stage needs them."""
 
     def __init__(self, experiment: Experiment, run_dir: Path, reporter: Reporter) -> None:
-        self.experiment = experiment
-        self.config = experiment.prepare
-        self.run_dir = run_dir
-        self.reporter = reporter
-        self.plugins = Plugins(self.config)
+        self.experiment, self.config, self.plugins = experiment, experiment.prepare, Plugins(experiment.prepare)
+        self.run_dir, self.reporter = run_dir, reporter
         self.folder = RunFolder(run_dir).prepared
-        self.ledger = Ledger(self.folder)
+        self.ledger = Ledger(self.folder / "stages.json")
         self.parts = self._list_parts()
-        self._states: list[dict[str, Any]] = []
-        self._num_kept = 0
-        self._write_partition: Callable[[], None]
-        self.stages = self._plan()
-
-    @property
-    def prepared(self) -> Prepared:
-        """The folder as it is now; an instance caches the files it read."""
-        return Prepared(self.folder)
+        self.prepared = Prepared(self.folder, self.parts)
+        has_captions = self.config.caption_encoder is not None
+        self._captions_used = has_captions and experiment.condition.kind in ("text", "tokens")
 
     def _list_parts(self) -> list[Part]:
+        name = self.config.source.name
         try:
             parts = list(self.plugins.source.parts())
         except UserError as error:
@@ -109,71 +114,55 @@ class Preparation:
             if manifest is None or manifest.source != asdict(self.config.source):
                 raise
             self.reporter.say(f"the source cannot be listed ({error}); its prepared parts are used")
-            return self.prepared.parts
+            return Prepared(self.folder).parts
         if not parts:
-            raise UserError(f"source {self.config.source.name!r}: has no samples; fix prepare.source")
-        name, times = Counter(part.name for part in parts).most_common(1)[0]
+            raise UserError(f"source {name!r}: has no samples; fix prepare.source")
+        part, times = Counter(part.name for part in parts).most_common(1)[0]
         if times > 1:
-            raise UserError(f"source {self.config.source.name!r}: has {times} parts named {name!r}; fix the source")
+            raise UserError(f"source {name!r}: has {times} parts named {part!r}; fix the source")
         return parts
 
-    @property
-    def _captions_used(self) -> bool:
-        return self.config.caption_encoder is not None and self.experiment.condition.kind in ("text", "tokens")
-
-    def _plan(self) -> list[Stage]:
+    def _stages(self) -> list[Stage]:
+        """List the stages with their inputs as the files are now."""
         config, seed, files, groups = self.config, self.experiment.seed, self.ledger.files, self._group_files
-        shards = {
-            "held_out_fraction": config.held_out_fraction,
-            "out_of_cluster_fraction": config.partition.out_of_cluster_fraction,
-            "max_bytes": config.shards.max_bytes,
-            "compression": config.shards.compression,
-            "seed": seed,
-        }
+        keys, index, partition, shards = self._group_keys(), files("index"), files("partition"), config.shards
+        # The engine and the number of processes change no byte.
+        everything = asdict(replace(config, engine="local", num_processes=0))
+        stored = [config.held_out_fraction, config.partition.out_of_cluster_fraction, shards.max_bytes]
         stages = [
-            Stage(
-                "source",
-                lambda: [asdict(part) for part in self.parts],
-                ("parts.json",),
-                lambda: self.prepared.write_parts(self.parts),
-            ),
-            Stage("encode", lambda: [files("source"), self._group_keys()], (), self._run_encode),
+            Stage("source", [asdict(part) for part in self.parts], ("parts.json",), lambda: self._write_parts),
+            Stage("encode", [files("source"), keys], (), lambda: self._encode),
             Stage(
                 "index",
-                lambda: [groups(*self._group_keys()), config.max_bad_fraction, self._captions_used],
+                [groups(*keys), config.max_bad_fraction, self._captions_used],
                 ("index.json", "broken.jsonl"),
-                lambda: write_index(self.prepared, self._group_keys(), config.max_bad_fraction, self._captions_used),
+                lambda: lambda: write_index(self.prepared, keys, config.max_bad_fraction, self._captions_used),
             ),
             Stage(
                 "partition",
-                lambda: [self._partition_inputs(), seed, groups(RECORDS, FEATURES), files("index")],
+                [self._partition_inputs(), seed, groups(RECORDS, FEATURES), index],
                 ("partition.safetensors", "partition.json", "clusters.npy"),
-                lambda: self._write_partition(),
                 self._compute_partition,
             ),
             Stage(
                 "shards",
-                lambda: [shards, groups(*self._group_keys().keys() - {FEATURES}), files("index"), files("partition")],
+                [stored, shards.compression, seed, groups(*keys.keys() - {FEATURES}), index, partition],
                 ("shards/*/*/index.json", "statistics.json"),
-                lambda: write_shards(self.plugins, seed, self.prepared, self._tick("shards")),
+                lambda: lambda: write_shards(self.plugins, seed, self.prepared, self._tick("shards")),
             ),
-            Stage("upload", lambda: [config.shards.remote, files("shards")], ("uploaded.json",), self._run_upload),
+            Stage("upload", [shards.remote, files("shards")], ("uploaded.json",), lambda: self._upload),
             Stage(
                 "report",
-                lambda: [
-                    self._inputs_of_all(),
-                    self.experiment.name,
-                    *(files(stage) for stage in ("index", "partition", "shards")),
-                ],
+                [everything, self.experiment.name, index, partition, files("shards")],
                 ("clusters.png", "report/report.html", "report/*.png", "manifest.json"),
-                self._run_report,
+                lambda: self._report,
             ),
         ]
-        return [stage for stage in stages if stage.name != "upload" or config.shards.remote]
+        return [stage for stage in stages if stage.name != "upload" or shards.remote]
 
     def bring_up_to_date(self, check: Callable[[DataSizes], None] | None = None) -> None:
         """Run the stages without a valid record, one process at a time."""
-        if self._next_stage() is None:
+        if not self.pending():
             self.reporter.say(f"{self.folder}: up to date")
             return
         self.check_before_writing()
@@ -181,39 +170,39 @@ class Preparation:
             check(self._sizes())
         with self._alone():
             self._remove_temporary()
-            while (stage := self._next_stage()) is not None:
-                # Without the manifest nobody takes a half-changed folder for a finished one.
-                seconds = self.ledger.run(stage, lambda: manifest_path(self.run_dir).unlink(missing_ok=True))
-                found = outcome(stage.name, self.prepared, self.config, self._num_kept)
-                self.reporter.say(f"{stage.name}: done in {seconds:.1f} s{found}")
+            while stages := self.pending():
+                self._run(stages[0])
         if self.plugins.source.attribution:
             self.reporter.say(self.plugins.source.attribution)
 
-    def pending(self) -> list[str]:
-        """List the stages that would run now: the first unfinished one and all after it."""
-        first = self._next_stage()
-        return [] if first is None else [stage.name for stage in self.stages[self.stages.index(first) :]]
+    def _run(self, stage: Stage) -> None:
+        start = time.monotonic()
+        write = stage.begin()
+        # Without the manifest nobody takes a half-changed folder for a finished one.
+        manifest_path(self.run_dir).unlink(missing_ok=True)
+        self.ledger.forget(stage.name)
+        found = write()
+        paths = [path for pattern in stage.outputs for path in self.folder.glob(pattern)]
+        self.ledger.record(stage.name, stage.key, paths, start)
+        self.reporter.say(f"{stage.name}: done in {time.monotonic() - start:.1f} s" + (f": {found}" if found else ""))
 
-    def _next_stage(self) -> Stage | None:
-        """Return the first stage without a valid record, from the files as they are now."""
-        self.ledger.read()
-        self._states = [read_state(self.prepared.folder_of(part)) for part in self.parts]
-        for stage in self.stages:
-            if not self.ledger.is_done(stage) or (stage.name == "encode" and self.unfinished_parts()):
-                return stage
-        return None
+    def pending(self) -> list[Stage]:
+        """List the first stage without a valid record and all after it, from the files as they are now."""
+        self.ledger = Ledger(self.ledger.file)
+        self.prepared = Prepared(self.folder, self.parts)
+        stages = self._stages()
+        for number, stage in enumerate(stages):
+            if not self.ledger.is_done(stage.name, stage.key) or (stage.name == "encode" and self.unfinished_parts()):
+                return stages[number:]
+        return []
 
     def unfinished_parts(self) -> dict[int, dict[str, str]]:
         """Return the missing groups of columns, each with its key, by the number of the part."""
-        wanted, group_keys = {}, self._group_keys()
-        for number, (part, state) in enumerate(zip(self.parts, self._states, strict=True)):
-            folder, samples = self.prepared.folder_of(part), sha256_json([part.name, part.fingerprint])
-            keys = {name: f"{samples} {sha256_json(inputs)}" for name, inputs in group_keys.items()}
-            missing = {
-                name: key
-                for name, key in keys.items()
-                if name not in state or state[name]["key"] != key or not is_whole(folder, state[name])
-            }
+        wanted, inputs = {}, {name: sha256_json(inputs) for name, inputs in self._group_keys().items()}
+        for number, (part, ledger) in enumerate(zip(self.parts, self.prepared.ledgers, strict=True)):
+            samples = sha256_json([part.name, part.fingerprint])
+            keys = {name: f"{samples} {digest}" for name, digest in inputs.items()}
+            missing = {name: key for name, key in keys.items() if not ledger.is_done(name, key)}
             if missing:
                 # New records may have other rows.
                 wanted[number] = keys if RECORDS in missing else missing
@@ -231,41 +220,30 @@ class Preparation:
 
     def _group_files(self, *names: str) -> str:
         """Return a hash of the files of some groups, over all parts."""
-        return sha256_json([[state.get(name, {}).get("files") for name in sorted(names)] for state in self._states])
+        return sha256_json([[ledger.files(name) for name in sorted(names)] for ledger in self.prepared.ledgers])
 
-    def _partition_inputs(self) -> dict[str, Any]:
-        inputs = {**asdict(self.config.partition), "features": asdict(self.config.features)}
-        del inputs["out_of_cluster_fraction"]  # an input of the shards
-        path = self.config.partition.path
-        # Another run's partition may have changed.
-        return {**inputs, "existing": sha256_file(Path(path)) if path and Path(path).is_file() else None}
-
-    def _inputs_of_all(self) -> dict[str, Any]:
-        """Return the configuration without keys that change no byte."""
-        inputs = asdict(self.config)
-        for name in ("engine", "num_processes"):
-            del inputs[name]
-        del inputs["shards"]["remote"]
-        return inputs
+    def _partition_inputs(self) -> list[Any]:
+        path = Path(self.config.partition.path or "")
+        existing = sha256_file(path) if path.is_file() else None  # another run's partition may have changed
+        # The samples of other clusters are an input of the shards.
+        partition = replace(self.config.partition, out_of_cluster_fraction=0.0)
+        return [asdict(partition), asdict(self.config.features), existing]
 
     def check_before_writing(self) -> None:
         """Build all plug-ins and compare sizes, so that bad input is refused before a file is touched."""
-        start = time.monotonic()
-        self.plugins.build_all()
+        self.plugins.versions()
         check_compression(self.config.shards)
-        if self.experiment.condition.kind == "class" and self.plugins.source.num_classes < 2:
+        kind, captions = self.experiment.condition.kind, self.plugins.caption_encoder
+        if kind == "class" and self.plugins.source.num_classes < 2:
             name = self.config.source.name
             raise UserError(f"key 'condition.kind' = 'class': source {name!r} has no classes; use text or none")
-        captions = self.plugins.caption_encoder
-        if self.experiment.condition.kind == "tokens" and (captions is None or captions.token_shape is None):
+        if kind == "tokens" and (captions is None or captions.token_shape is None):
             raise UserError(
                 "key 'condition.kind' = 'tokens': prepare.caption_encoder stores one vector per caption; use "
                 "clip-text or t5-text with store: tokens (or ids, encoded during training), or condition.kind = text"
             )
         if (num_samples := count_samples(self.parts)) is not None:
             check_sizes(self.config.partition, num_samples)
-        if time.monotonic() - start > 1:
-            self.reporter.say(f"plug-ins: ready in {time.monotonic() - start:.1f} s")
 
     def _sizes(self) -> DataSizes:
         """Return the sizes of the data to be written; the image size may come from the first readable image."""
@@ -318,18 +296,22 @@ class Preparation:
                     shutil.rmtree(folder)
         self.reporter.say(f"{found}; removed" if prune else f"{found}; prepare --prune removes them")
 
-    def _run_encode(self) -> None:
+    def _write_parts(self) -> None:
+        atomic_write_json(self.prepared.parts_file, [asdict(part) for part in self.parts])
+
+    def _encode(self) -> str:
         wanted, text = self.unfinished_parts(), prepare_to_json(self.config)
         max_thumbnails = max(_MIN_THUMBNAILS_PER_PART, _MAX_THUMBNAILS // len(self.parts))
         jobs = [
-            PartJob(self.parts[number], self.prepared.folder_of(self.parts[number]), keys, max_thumbnails, text)
+            PartJob(self.parts[number], self.prepared.part_folder(number), keys, max_thumbnails, text)
             for number, keys in wanted.items()
         ]
         encode_parts(jobs, self.plugins, self._tick("encode"), self._captions_used)
-        self._num_kept = len(self.parts) - len(wanted)
+        num_parts, num_kept = len(self.parts), len(self.parts) - len(wanted)
+        return f"{num_parts:,} part{'s' * (num_parts != 1)}" + (f", {num_kept:,} already encoded" if num_kept else "")
 
-    def _compute_partition(self) -> None:
-        """Compute the partition and leave a function that writes it.
+    def _compute_partition(self) -> Callable[[], str]:
+        """Compute the partition and return a function that writes it.
 
         ``partition.json`` holds the displaced fractions. The fine centroids are cached under a key of all their inputs,
         so that another number of clusters reuses them.
@@ -346,28 +328,31 @@ class Preparation:
             keys=prepared.texts("keys"),
             features=sha256_json(asdict(self.config.features)),
             tick=self._tick("partition"),
-            kept_fine=(prepared.fine_file, fine_key),
+            kept_fine=(self.folder / "fine.safetensors", fine_key),
         )
         displaced = displaced_fractions(partition, features, clusters, config.device)
         self.reporter.advance("partition", len(features), len(features))
 
-        def write() -> None:
+        def write() -> str:
             partition.save(prepared.partition_file)
             atomic_write(prepared.clusters_file, lambda path: save_array(path, clusters))
             atomic_write_json(prepared.partition_facts_file, {"displaced": displaced})
+            sizes = np.bincount(clusters, minlength=config.num_clusters)
+            return f"{len(sizes)} clusters of {sizes.min():,} to {sizes.max():,} samples"
 
-        self._write_partition = write
+        return write
 
-    def _run_upload(self) -> None:
-        remote = self.config.shards.remote
-        assert remote is not None
-        hashes = upload_shards(self.prepared.shards, remote, self._tick("upload"))
-        atomic_write_json(self.prepared.uploaded_file, {"remote": remote, "sha256": hashes})
+    def _upload(self) -> str:
+        remote, folder = str(self.config.shards.remote), self.prepared.shards
+        hashes = upload_shards(folder, remote, self._tick("upload"))
+        atomic_write_json(self.folder / "uploaded.json", {"remote": remote, "sha256": hashes})
+        size = amount(sum((folder / name).stat().st_size for name in hashes))
+        return f"{len(hashes)} files, {size}, each read back; islands stream them with island.shards={remote}"
 
-    def _run_report(self) -> None:
+    def _report(self) -> None:
         prepared = self.prepared
-        write_images(self.experiment, self.plugins, prepared)
-        manifest = manifest_of(self.experiment, self.plugins, prepared, self.ledger)
+        report_partition(self.experiment, self.plugins, prepared)
+        manifest = manifest_of(self.experiment, self.plugins, prepared, self.ledger.files)
         manifest.write(self.run_dir)
         sizes = ", ".join(f"{name} {bytes_per_sample({name: text})}" for name, text in manifest.columns.items())
         self.reporter.say(f"bytes per sample: {sizes}, and its caption")

@@ -1,26 +1,38 @@
-"""Write the MDS shards: one folder per cluster and split, the same bytes for the same input."""
+"""Write the MDS shards, one folder per cluster and split, and describe them: the same bytes for the same input."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Float64, Int, UInt64
 
-from ddm_lightning.config import ShardsConfig
+from ddm_lightning.config import Experiment, ShardsConfig
 from ddm_lightning.config.load import prepare_to_json
 from ddm_lightning.core.compat import ensure_torchvision_importable
 from ddm_lightning.core.errors import UserError
-from ddm_lightning.core.files import atomic_folder, atomic_write_json
+from ddm_lightning.core.files import atomic_folder, atomic_write_json, read_json
+from ddm_lightning.core.formatting import amount
+from ddm_lightning.partition.partition import Partition
 from ddm_lightning.partition.rows import Rows
 from ddm_lightning.prepare.encode import CAPTIONS, LATENTS, RECORDS
 from ddm_lightning.prepare.engine import num_processes_for, run_local
 from ddm_lightning.prepare.prepared import Prepared
 from ddm_lightning.prepare.reading import Plugins, plugins_of
-from ddm_lightning.shards.manifest import HELD_OUT, OUT_OF_CLUSTER, TRAIN, StoredForm, shard_name
+from ddm_lightning.shards.manifest import (
+    HELD_OUT,
+    OUT_OF_CLUSTER,
+    TRAIN,
+    ClusterSamples,
+    Manifest,
+    StoredForm,
+    shard_name,
+)
+from ddm_lightning.shards.verify import verify_shards
 
 _SAMPLES_AT_ONCE = 256
 _HASHES = ["sha1", "xxh64"]  # MDSWriter wants them sorted
@@ -77,25 +89,8 @@ class Samples:
     """MDS encoding of each column."""
     captions: Rows
     clusters: Int[np.ndarray, "n"]
-
-
-@dataclass(frozen=True)
-class Moments:
-    """Sums of ``x_0`` and its square, per channel."""
-
-    count: int
-    """Values per channel."""
-    total: Float64[np.ndarray, "c"]
-    squares: Float64[np.ndarray, "c"]
-
-    def __add__(self, other: Moments) -> Moments:
-        return Moments(self.count + other.count, self.total + other.total, self.squares + other.squares)
-
-    def statistics(self) -> dict[str, list[float]]:
-        """Return mean and std per channel."""
-        mean = self.total / self.count
-        std = np.sqrt(np.maximum(self.squares / self.count - mean**2, 0))
-        return {"mean": mean.tolist(), "std": std.tolist()}
+    form: StoredForm
+    """Of the stored ``x_0``."""
 
 
 def split_orders(
@@ -126,52 +121,55 @@ def split_orders(
     return orders
 
 
+@dataclass(frozen=True)
+class SplitJob:
+    """One folder of shards, ``folder``/cluster-k/{train,held-out,out-of-cluster}."""
+
+    prepared: Path
+    folder: Path
+    cluster: int
+    split: str
+    """``TRAIN``, ``HELD_OUT`` or ``OUT_OF_CLUSTER``."""
+    order: Int[np.ndarray, "m"]
+    """Samples to write."""
+    config: str
+    """The ``prepare`` section as JSON, for a process without plug-ins."""
+
+
 def write_split(
-    folder: Path,
-    samples: Samples,
-    cluster: int,
-    split: str,
-    order: Int[np.ndarray, "m"],
-    config: ShardsConfig,
-    form: StoredForm,
-    tick: Callable[[int], None],
-) -> Moments:
-    """Write ``folder``/cluster-k/{train,held-out,out-of-cluster}.
+    job: SplitJob, samples: Samples, config: ShardsConfig, tick: Callable[[int], None]
+) -> Float64[np.ndarray, "3 c"]:
+    """Write the shards of one split.
 
     Columns: those of ``samples``, ``sample_id`` (the sample's row), ``cluster`` and ``caption``.
 
     Args:
-        folder: parent of the cluster folders.
+        job: the folder and its samples.
         samples: rows of all samples.
-        cluster: number of the cluster.
-        split: ``TRAIN``, ``HELD_OUT`` or ``OUT_OF_CLUSTER``.
-        order: samples to write.
         config: shard size and compression.
-        form: of the stored ``x_0``, for the statistics.
         tick: called with the number of samples just written.
 
     Returns:
-        Sums for the statistics of ``x_0``.
+        Per channel of ``x_0``: number of values, their sum, and the sum of their squares.
     """
     ensure_torchvision_importable()
     from streaming import MDSWriter
 
-    moments: Moments | None = None
+    moments: list[Float64[np.ndarray, "3 c"]] = []
     with MDSWriter(
-        out=str(folder / shard_name(cluster, split)),
+        out=str(job.folder / shard_name(job.cluster, job.split)),
         columns={**samples.encodings, "sample_id": "int64", "cluster": "int32", "caption": "str"},
         compression=config.compression,
         hashes=_HASHES,
         size_limit=config.max_bytes,
     ) as writer:
-        for start in range(0, len(order), _SAMPLES_AT_ONCE):
-            chosen = order[start : start + _SAMPLES_AT_ONCE]
+        for start in range(0, len(job.order), _SAMPLES_AT_ONCE):
+            chosen = job.order[start : start + _SAMPLES_AT_ONCE]
             block = {name: rows.take(chosen) for name, rows in samples.columns.items()}
             stored = torch.from_numpy(block["x_0"])
-            mean, std = form.mean(stored, torch.float64).numpy(), form.spread(stored, torch.float64)
-            variance = 0.0 if std is None else std.square().numpy()
-            part = Moments(mean[:, 0].size, mean.sum((0, 2, 3)), (mean**2 + variance).sum((0, 2, 3)))
-            moments = part if moments is None else moments + part
+            mean, std = samples.form.mean(stored, torch.float64).numpy(), samples.form.spread(stored, torch.float64)
+            squares = mean**2 + (0.0 if std is None else std.square().numpy())
+            moments.append(np.stack([np.ones_like(mean).sum((0, 2, 3)), mean.sum((0, 2, 3)), squares.sum((0, 2, 3))]))
             block |= {
                 "sample_id": chosen,
                 "cluster": samples.clusters[chosen],
@@ -180,23 +178,17 @@ def write_split(
             for row in range(len(chosen)):
                 writer.write({name: values[row] for name, values in block.items()})
             tick(len(chosen))
-    assert moments is not None
-    return moments
+    return sum(moments[1:], moments[0])
 
 
-@dataclass(frozen=True)
-class _SplitJob:
-    """One folder of shards."""
-
-    prepared: Path
-    folder: Path
-    cluster: int
-    split: str
-    order: np.ndarray
-    config: str
+def statistics_of(moments: Float64[np.ndarray, "3 c"]) -> dict[str, list[float]]:
+    """Return mean and std per channel from the sums of ``write_split``."""
+    count, total, squares = moments
+    mean = total / count
+    return {"mean": mean.tolist(), "std": np.sqrt(np.maximum(squares / count - mean**2, 0)).tolist()}
 
 
-def write_shards(plugins: Plugins, seed: int, prepared: Prepared, tick: Callable[[int, int], None]) -> None:
+def write_shards(plugins: Plugins, seed: int, prepared: Prepared, tick: Callable[[int, int], None]) -> str:
     """Write ``shards/cluster-k/{train,held-out,out-of-cluster}`` and ``statistics.json`` atomically.
 
     Args:
@@ -204,14 +196,16 @@ def write_shards(plugins: Plugins, seed: int, prepared: Prepared, tick: Callable
         seed: of the samples' order.
         prepared: folder with encoded parts and their clusters.
         tick: called with samples done and samples in total.
+
+    Returns:
+        The counts in words.
     """
-    config = plugins.config
-    num_clusters = config.partition.num_clusters
-    split_hash, clusters = prepared.rows(RECORDS, "split_hash")[:], prepared.clusters
+    config, clusters = plugins.config, prepared.clusters
+    num_clusters, split_hash = config.partition.num_clusters, prepared.rows(RECORDS, "split_hash")[:]
     held_out = held_out_samples(split_hash, clusters, num_clusters, config.held_out_fraction)
     orders = split_orders(held_out, clusters, num_clusters, seed, config.partition.out_of_cluster_fraction)
     num_written = sum(len(order) for _, _, order in orders)
-    moments: dict[int, Moments] = {}
+    moments: dict[int, Float64[np.ndarray, "3 c"]] = {}
     done = 0
 
     def advance(num: int) -> None:
@@ -221,7 +215,7 @@ def write_shards(plugins: Plugins, seed: int, prepared: Prepared, tick: Callable
 
     with atomic_folder(prepared.shards) as folder:
         text = prepare_to_json(config)
-        jobs = [_SplitJob(prepared.folder, folder, cluster, split, order, text) for cluster, split, order in orders]
+        jobs = [SplitJob(prepared.folder, folder, *order, text) for order in orders]
         num_processes = num_processes_for(config.num_processes, len(jobs), num_written)
         if num_processes > 1:
             for number, sums in run_local(_write_split_in_process, jobs, num_processes):
@@ -229,22 +223,19 @@ def write_shards(plugins: Plugins, seed: int, prepared: Prepared, tick: Callable
                 advance(len(jobs[number].order))
         else:
             samples = samples_of(prepared, plugins)
-            for number, job in enumerate(jobs):
-                moments[number] = _write_split(job, samples, plugins, advance)
+            moments = {number: write_split(job, samples, config.shards, advance) for number, job in enumerate(jobs)}
         # Each sample once, with its own cluster.
         first, *others = (moments[number] for number, job in enumerate(jobs) if job.split != OUT_OF_CLUSTER)
-        statistics = sum(others, first).statistics()
-    atomic_write_json(prepared.statistics_file, statistics)
+    atomic_write_json(prepared.statistics_file, statistics_of(sum(others, first)))
+    num_samples, size = len(clusters), sum(path.stat().st_size for path in prepared.shards.rglob("*") if path.is_file())
+    num_others = num_written - num_samples
+    mixed = f", {num_others:,} of them copied for another cluster's expert" if num_others else ""
+    return f"{num_samples:,} samples{mixed}, {amount(size)}"
 
 
-def _write_split_in_process(job: _SplitJob) -> Moments:
+def _write_split_in_process(job: SplitJob) -> Float64[np.ndarray, "3 c"]:
     plugins = plugins_of(job.config)
-    return _write_split(job, samples_of(Prepared(job.prepared), plugins), plugins, lambda _: None)
-
-
-def _write_split(job: _SplitJob, samples: Samples, plugins: Plugins, tick: Callable[[int], None]) -> Moments:
-    form = StoredForm(plugins.image_encoder.stores, plugins.image_encoder.normalisation)
-    return write_split(job.folder, samples, job.cluster, job.split, job.order, plugins.config.shards, form, tick)
+    return write_split(job, samples_of(Prepared(job.prepared), plugins), plugins.config.shards, lambda _: None)
 
 
 def samples_of(prepared: Prepared, plugins: Plugins) -> Samples:
@@ -258,4 +249,50 @@ def samples_of(prepared: Prepared, plugins: Plugins) -> Samples:
     columns["label"], encodings["label"] = prepared.rows(RECORDS, "label"), "int32"
     for name, encoding in (captions.columns if captions else {}).items():
         columns[name], encodings[name] = prepared.rows(CAPTIONS, name), encoding
-    return Samples(columns, encodings, prepared.texts("captions"), prepared.clusters)
+    form = StoredForm(encoder.stores, encoder.normalisation)
+    return Samples(columns, encodings, prepared.texts("captions"), prepared.clusters, form)
+
+
+def manifest_of(
+    experiment: Experiment, plugins: Plugins, prepared: Prepared, files: Callable[[str], Mapping[str, Any]]
+) -> Manifest:
+    """Describe the shards and how to read them; ``files`` gives a stage's files with their hashes."""
+    config = experiment.prepare
+    partition = Partition.load(prepared.partition_file)
+    indices = {
+        name.removeprefix("shards/").removesuffix("/index.json"): entry["sha256"]
+        for name, entry in files("shards").items()
+        if name.endswith("/index.json")
+    }
+    samples = {name: verify_shards(prepared.shards / name, hashes=False) for name in indices}
+    clusters = tuple(
+        ClusterSamples(*(samples.get(shard_name(k, split), 0) for split in (TRAIN, HELD_OUT, OUT_OF_CLUSTER)))
+        for k in range(partition.num_clusters)
+    )
+    encoder, captions, size = plugins.image_encoder, plugins.caption_encoder, prepared.index["picture_size"]
+    total = sum(cluster.train + cluster.held_out for cluster in clusters)
+    return Manifest(
+        source=asdict(config.source),
+        attribution=plugins.source.attribution,
+        pictures={**asdict(config.pictures), "size": size},
+        image_encoder=asdict(config.image_encoder),
+        stores=encoder.stores,
+        x_shape=encoder.x_shape(size),
+        normalisation=encoder.normalisation,
+        statistics=read_json(prepared.statistics_file, "the statistics of x_0", "run prepare again"),
+        caption_encoder=asdict(config.caption_encoder) if config.caption_encoder else None,
+        text_size=captions.size if captions else 0,
+        token_shape=captions.token_shape if captions else None,
+        columns=dict(samples_of(prepared, plugins).encodings),
+        num_classes=plugins.source.num_classes,
+        features=asdict(config.features),
+        provenance=plugins.provenance(),
+        **{name: prepared.index[name] for name in ("num_read", "broken", "num_samples", "num_without_caption")},
+        clusters=clusters,
+        priors=tuple((cluster.train + cluster.held_out) / total for cluster in clusters),
+        seed=experiment.seed,
+        index_sha256=indices,
+        partition_sha256=files("partition")["partition.safetensors"]["sha256"],
+        versions=plugins.versions(),
+        class_names=list(getattr(plugins.source, "class_names", None) or ()) or None,
+    )

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from ddm_lightning.prepare import summary
+from ddm_lightning.prepare.report import page
 
 
 @pytest.fixture
@@ -17,5 +17,5 @@ def quick_prepare(monkeypatch: pytest.MonkeyPatch) -> None:
         folder.mkdir(exist_ok=True)
         (folder / "report.html").write_text("a light stand-in")
 
-    monkeypatch.setattr(summary, "write_report", write_report)
+    monkeypatch.setattr(page, "write_report", write_report)
     monkeypatch.setattr(os, "fsync", lambda _: None)

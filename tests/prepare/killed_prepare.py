@@ -17,9 +17,9 @@ from prepare.tiny_experiment import tiny_experiment
 
 from ddm_lightning.core.compat import ensure_torchvision_importable
 from ddm_lightning.core.files import sha256_file, sha256_json
-from ddm_lightning.prepare import engine, summary
-from ddm_lightning.prepare.progress import SilentReporter
-from ddm_lightning.prepare.sources import urls
+from ddm_lightning.prepare import engine, records
+from ddm_lightning.prepare.engine import Reporter
+from ddm_lightning.prepare.report import page
 from ddm_lightning.prepare.stages import prepare
 
 ensure_torchvision_importable()
@@ -28,7 +28,7 @@ import streaming  # noqa: E402, F401  once, before the forks
 NUM_RANDOM = 20
 
 
-class Deadly(SilentReporter):
+class Deadly(Reporter):
     """Counts the moments of a run, and dies at one of them."""
 
     def __init__(self, dies_at=-1):
@@ -53,7 +53,7 @@ class Deadly(SilentReporter):
         self.lines.append(line)
 
 
-class DeadlyAtStage(SilentReporter):
+class DeadlyAtStage(Reporter):
     """Kills itself, or all its processes, when a stage has some of its samples done."""
 
     def __init__(self, stage, kill):
@@ -196,7 +196,7 @@ def kill_with_processes(folder, experiment):
 def main(folder):
     # A killed process loses nothing that it wrote; waiting for the disk, and charts, would be most of the time here.
     os.fsync = lambda _: None
-    summary.write_report, summary.save_cluster_grid = light_report, light_grid
+    page.write_report, page.save_png = light_report, light_grid
     experiment = tiny_experiment()
 
     def run(name, dies_at=-1):
@@ -226,11 +226,11 @@ def main(folder):
     result["shared_lines"] = [json.loads((folder / f"shared-{n}.json").read_text()) for n in range(3)]
 
     # The same samples in three parts.
-    urls.BLOCK_SIZE = 20
+    records.BLOCK_SIZE = 20
     seconds = child_run("parts")
     result["parts"] = files_of(folder / "parts")
     result["random"] = list(kill_at_random(folder, run, seconds))
-    urls.BLOCK_SIZE = 100
+    records.BLOCK_SIZE = 100
     result["large"], *result["processes"] = kill_with_processes(folder, tiny_experiment(num_samples=1200))
     print(json.dumps(result))
 

@@ -6,8 +6,8 @@ import numpy as np
 from prepare.tiny_experiment import tiny_experiment
 
 from ddm_lightning.config import PluginConfig
+from ddm_lightning.prepare.engine import Reporter
 from ddm_lightning.prepare.prepared import Prepared
-from ddm_lightning.prepare.progress import SilentReporter
 from ddm_lightning.prepare.records import Part, Record
 
 
@@ -68,7 +68,7 @@ def experiment_of(source, **changes):
     return experiment
 
 
-class Listener(SilentReporter):
+class Listener(Reporter):
     """Remembers what it is told."""
 
     def __init__(self):

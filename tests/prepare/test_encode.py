@@ -1,11 +1,9 @@
-import json
 import shutil
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from prepare.listed import Listed, Listener, experiment_of, part_folder, plug_in, record, records
-from prepare.tiny_experiment import tiny_experiment
 
 from ddm_lightning.config import PluginConfig
 from ddm_lightning.core.errors import UserError
@@ -13,9 +11,8 @@ from ddm_lightning.core.files import sha256_file
 from ddm_lightning.core.formatting import amount
 from ddm_lightning.core.registry import CAPTION_ENCODERS, FEATURES, IMAGE_ENCODERS, SOURCES
 from ddm_lightning.prepare import encode
-from ddm_lightning.prepare.encode import key_hash, read_state
+from ddm_lightning.prepare.encode import LEDGER, Ledger, key_hash
 from ddm_lightning.prepare.prepared import Prepared
-from ddm_lightning.prepare.progress import SilentReporter
 from ddm_lightning.prepare.records import Broken
 from ddm_lightning.prepare.stages import prepare
 
@@ -30,6 +27,10 @@ def source():
 @pytest.fixture
 def experiment(source, monkeypatch):
     return experiment_of(plug_in(monkeypatch, SOURCES, source), max_bad_fraction=0.5)
+
+
+def read_state(folder):
+    return Ledger(folder / LEDGER).records
 
 
 def groups_written(folder):
@@ -294,12 +295,12 @@ def test_a_change_that_was_stopped_and_taken_back_leaves_no_column_of_it(tmp_pat
         def encode(self, images):
             return super().encode(images) + 1
 
-    def stopped(*_):
+    def stopped(*_, **__):
         raise Stopped
 
     with monkeypatch.context() as patch:
         experiment.prepare.features = plug_in(patch, FEATURES, Brighter(), "brighter")
-        patch.setattr(encode, "_record", stopped)
+        patch.setattr(encode.Ledger, "record", stopped)
         with pytest.raises(Stopped):
             prepare(experiment, tmp_path)
     assert digests(tmp_path) != before
@@ -400,12 +401,3 @@ def test_progress_is_told_in_samples(tmp_path, monkeypatch):
     assert ticks[-1] == (600, 600) and {total for _, total in ticks} == {600}
     done = [done for done, _ in ticks]
     assert done == sorted(done) and set(done) == {256, 300, 556, 600}
-
-
-def test_the_report_of_the_blobs_is_made_of_their_parts(tmp_path):
-    """Parts of the built-in source that is cut into blocks."""
-    experiment = tiny_experiment(num_samples=1100)
-    prepare(experiment, tmp_path, SilentReporter())
-    parts = json.loads((tmp_path / "prepared" / "parts.json").read_text())
-    assert [part["num_samples"] for part in parts] == [512, 512, 76]
-    assert Prepared(tmp_path / "prepared").states[2]["records"]["num_rows"] == 76

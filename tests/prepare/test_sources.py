@@ -62,13 +62,6 @@ def test_class_names_are_the_words_of_the_captions(name, caption):
         assert record.caption == caption.format(source.class_names[record.label])
 
 
-def test_blobs_come_in_parts_that_stay_when_more_are_added():
-    few, many = build("blobs", num_samples=1000).parts(), build("blobs", num_samples=2000).parts()
-    assert [part.num_samples for part in few] == [512, 488]
-    assert [part.num_samples for part in many] == [512, 512, 512, 464]
-    assert few[0] == many[0] and few[1].name == many[1].name and few[1].fingerprint != many[1].fingerprint
-
-
 def test_openmoji_has_the_pictures_the_demo_asks_for(openmoji, by_caption):
     assert 1850 <= len(records_of(openmoji)) <= 1950
     assert {

@@ -20,8 +20,8 @@ from ddm_lightning.members.run_folder import RunFolder
 from ddm_lightning.partition import build
 from ddm_lightning.partition.partition import Partition
 from ddm_lightning.prepare import stages
+from ddm_lightning.prepare.engine import RichReporter
 from ddm_lightning.prepare.prepared import Prepared
-from ddm_lightning.prepare.progress import RichReporter
 from ddm_lightning.prepare.stages import prepare
 from ddm_lightning.shards.manifest import Manifest, shard_folder
 from ddm_lightning.shards.verify import verify_shards
@@ -347,25 +347,3 @@ def test_progress_bars_and_lines_reach_the_terminal(tmp_path):
     text = output.getvalue()
     assert "60/60" in text and "took" in text
     assert all(f"{stage}: done in" in text for stage in EVERYTHING)
-
-
-@pytest.mark.slow
-def test_openmoji_falls_into_four_balanced_clusters_that_differ_in_what_they_show(tmp_path):
-    experiment = tiny_experiment(num_clusters=4, num_fine_centroids=96)
-    experiment.prepare.source = PluginConfig("openmoji", {"image_size": 24})
-    # Half the resolution of the demo, a quarter of its time.
-    experiment.prepare.features = PluginConfig("efficientnet-lite0", {"resolution": 56})
-    experiment.prepare.partition.max_largest_over_mean = 1.05
-    manifest, _ = run(experiment, tmp_path)
-    assert manifest.num_samples > 1850
-    assert max(manifest.priors) * 4 <= 1.05
-    assert "CC BY-SA 4.0" in manifest.attribution
-
-    prepared = Prepared(tmp_path / "prepared")
-    captions = prepared.texts("captions")
-    is_flag = np.array([caption.startswith("flag: ") for caption in captions])
-    is_face = np.array([caption.endswith("face") for caption in captions])
-    for kind in (is_flag, is_face):
-        per_cluster = np.bincount(prepared.clusters[kind], minlength=4)
-        assert per_cluster.max() > 0.6 * kind.sum(), per_cluster
-    assert np.bincount(prepared.clusters[is_flag]).argmax() != np.bincount(prepared.clusters[is_face]).argmax()

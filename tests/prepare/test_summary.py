@@ -7,8 +7,8 @@ import pytest
 from PIL import Image
 from prepare.tiny_experiment import tiny_experiment
 
-from ddm_lightning.prepare import summary
 from ddm_lightning.prepare.prepared import Prepared
+from ddm_lightning.prepare.report import page as report
 from ddm_lightning.prepare.report.page import write_report
 from ddm_lightning.prepare.stages import prepare
 from ddm_lightning.shards.verify import verify_shards
@@ -18,7 +18,7 @@ from ddm_lightning.shards.verify import verify_shards
 def test_report_and_manifest_agree_with_the_files(tmp_path, monkeypatch):
     told = []
     monkeypatch.setattr(
-        summary, "write_report", lambda *args, **options: (told.append((args, options)), write_report(*args, **options))
+        report, "write_report", lambda *args, **options: (told.append((args, options)), write_report(*args, **options))
     )
     manifest = prepare(tiny_experiment(), tmp_path)
     prepared = Prepared(tmp_path / "prepared")
@@ -41,20 +41,3 @@ def test_report_and_manifest_agree_with_the_files(tmp_path, monkeypatch):
         expected = manifest.clusters[int(cluster)]
         number = verify_shards(prepared.shards / name, index_sha256=digest)
         assert number == (expected.train if split == "train" else expected.held_out)
-
-
-@pytest.mark.parametrize("kind", ["random", "labels"])
-def test_a_partition_that_does_not_look_at_features_is_shown_by_the_means_of_its_clusters(
-    tmp_path, monkeypatch, quick_prepare, kind
-):
-    told = []
-    light = summary.write_report
-    monkeypatch.setattr(summary, "write_report", lambda folder, data, **_: (told.append(data), light(folder, data)))
-    experiment = tiny_experiment()
-    experiment.prepare.partition.kind = kind
-    experiment.prepare.partition.max_largest_over_mean = 1.5
-    prepare(experiment, tmp_path)
-    prepared = Prepared(tmp_path / "prepared")
-    features = prepared.rows("features", "features").take(np.arange(60))
-    expected = [features[prepared.clusters == k].mean(0) for k in range(2)]
-    np.testing.assert_allclose(told[0].centroids, expected, rtol=1e-5)

@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,11 +12,12 @@ from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import sha256_file
 from ddm_lightning.partition.rows import Rows
 from ddm_lightning.prepare.write_shards import (
-    Moments,
     Samples,
+    SplitJob,
     check_compression,
     held_out_samples,
     split_orders,
+    statistics_of,
     write_split,
 )
 from ddm_lightning.shards.manifest import StoredForm
@@ -37,7 +39,9 @@ def columns():
 def samples(columns):
     encodings = {"x_0": "ndarray:uint8:3,6,6", "label": "int32", "text": "ndarray:float16:4"}
     halves = {name: Rows([rows[:20], rows[20:]]) for name, rows in columns.items()}
-    return Samples(halves, encodings, Rows([np.array([f"caption {i}, Åland" for i in range(NUM)], object)]), CLUSTERS)
+    return Samples(
+        halves, encodings, Rows([np.array([f"caption {i}, Åland" for i in range(NUM)], object)]), CLUSTERS, PIXELS
+    )
 
 
 CLUSTERS = np.random.default_rng(1).integers(0, K, NUM)
@@ -46,11 +50,11 @@ CLUSTERS = np.random.default_rng(1).integers(0, K, NUM)
 PIXELS = StoredForm("x_0", {"scale": 1 / 127.5, "shift": 127.5})
 
 
-def write(folder, samples, *, seed=0, tick=lambda _: None, form=PIXELS, **shards):
+def write(folder, samples, *, seed=0, tick=lambda _: None, **shards):
     held_out = np.random.default_rng(2).random(NUM) < 0.3
     orders = split_orders(held_out, CLUSTERS, K, seed)
     config = ShardsConfig(**shards)
-    return [write_split(folder, samples, *order, config, form, tick) for order in orders], orders
+    return [write_split(SplitJob(folder, folder, *order, ""), samples, config, tick) for order in orders], orders
 
 
 def test_samples_of_other_clusters_are_a_given_part_of_what_an_expert_trains_on():
@@ -149,21 +153,21 @@ def test_the_same_input_gives_the_same_bytes(tmp_path, samples, compression):
 @pytest.mark.parametrize("std", [0, 50])
 def test_the_sums_give_mean_and_std_of_x_0(tmp_path, samples, columns, std):
     """The variance of a posterior adds to that of the means."""
-    pixels, form = columns["x_0"], PIXELS
+    pixels = columns["x_0"]
     if std:
-        form = StoredForm("posterior", {"scale": 1 / 127.5, "shift": 127.5})
+        samples = replace(samples, form=StoredForm("posterior", {"scale": 1 / 127.5, "shift": 127.5}))
         samples.columns["x_0"] = Rows([np.concatenate([pixels, np.full_like(pixels, std)], 1)])
         samples.encodings["x_0"] = "ndarray:uint8:6,6,6"
-    sums, _ = write(tmp_path, samples, form=form)
-    statistics = sum(sums[1:], sums[0]).statistics()
+    sums, _ = write(tmp_path, samples)
+    statistics = statistics_of(sum(sums[1:], sums[0]))
     x_0 = pixels / 127.5 - 1
     np.testing.assert_allclose(statistics["mean"], x_0.mean((0, 2, 3)), rtol=1e-9)
     np.testing.assert_allclose(statistics["std"], np.sqrt(x_0.var((0, 2, 3)) + (std / 127.5) ** 2), rtol=1e-9)
 
 
 def test_a_channel_that_never_changes_has_no_spread():
-    constant = Moments(3, np.array([3 * 0.1]), np.array([3 * 0.1**2]) - 1e-17)
-    assert constant.statistics()["std"] == pytest.approx([0], abs=1e-8)
+    constant = np.array([[3], [3 * 0.1], [3 * 0.1**2 - 1e-17]])
+    assert statistics_of(constant)["std"] == pytest.approx([0], abs=1e-8)
 
 
 def hashes_of(num, seed=0):

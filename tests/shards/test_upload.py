@@ -10,7 +10,7 @@ from shards.mds import WARNINGS, write_mds
 
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import sha256_file
-from ddm_lightning.prepare.progress import SilentReporter
+from ddm_lightning.prepare.engine import Reporter
 from ddm_lightning.prepare.stages import prepare
 from ddm_lightning.shards import upload
 from ddm_lightning.shards.upload import upload_shards
@@ -173,7 +173,7 @@ def test_a_server_that_breaks_off_is_one_line_and_the_upload_can_be_repeated(sha
     assert found == fetched(url, tmp_path, found)
 
 
-class Listener(SilentReporter):
+class Listener(Reporter):
     def __init__(self):
         self.lines = []
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Sequence
 from math import ceil
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,29 +14,21 @@ from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap, PowerNorm, to_hex
 from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
-from matplotlib.ticker import MaxNLocator, PercentFormatter, StrMethodFormatter
+from matplotlib.ticker import PercentFormatter
 from PIL import Image
 
-from ddm_lightning.core.grids import labelled_grid, save_png
+from ddm_lightning.core.grids import labelled_grid
 from ddm_lightning.prepare.report.measures import MAX_ROWS, Measures, ReportData, choose_rows, to_metric_space
 
-_INK, _PALE, _PAPER, _ACCENT = "#1c1f24", "#c9ced6", "#ffffff", "#2c64c6"
+_INK, _PAPER, _ACCENT = "#1c1f24", "#ffffff", "#2c64c6"
 _STYLE: Any = {
     "figure.figsize": (5.6, 4.3),
     "figure.constrained_layout.use": True,
     "savefig.dpi": 160,
-    "text.color": _INK,
-    "axes.labelcolor": _INK,
-    "axes.edgecolor": _PALE,
+    "font.size": 9,
     "axes.spines.right": False,
     "axes.spines.top": False,
-    "axes.axisbelow": True,
-    "axes.titlesize": 10,
     "axes.titlelocation": "left",
-    "xtick.color": _INK,
-    "ytick.color": _INK,
-    "xtick.labelsize": 9,
-    "ytick.labelsize": 9,
 }
 _MAX_ANNOTATED_CLUSTERS, _MAX_TICKS = 10, 24
 _CELL_PIXELS = 72
@@ -55,32 +46,26 @@ def cluster_colours(num_clusters: int) -> list[str]:
 
 def draw_charts(data: ReportData, measures: Measures) -> dict[str, bytes]:
     """Draw all charts as PNG, by name; one cluster has neither silhouettes nor neighbours."""
-    draws: dict[str, Callable[[Axes], None]] = {
-        "sizes": lambda axes: _draw_sizes(axes, data.counts),
-        "map": lambda axes: _draw_map(axes, data, measures),
-    }
+    draws: dict[str, Callable[[Axes, ReportData, Measures], None]] = {"sizes": _draw_sizes, "map": _draw_map}
     if data.num_clusters > 1:
-        draws["silhouette"] = lambda axes: _draw_silhouettes(axes, data, measures)
-        draws["neighbours"] = lambda axes: _draw_neighbours(axes, measures.second_choices)
+        draws |= {"silhouette": _draw_silhouettes, "neighbours": _draw_neighbours}
     charts = {}
     for name, draw in draws.items():
         with rc_context(_STYLE):
             figure, stream = Figure(), io.BytesIO()
-            draw(figure.add_subplot())
+            draw(figure.add_subplot(), data, measures)
             figure.savefig(stream, format="png")
         charts[name] = stream.getvalue()
     return charts
 
 
-def _draw_sizes(axes: Axes, counts: Int[np.ndarray, "k"]) -> None:
+def _draw_sizes(axes: Axes, data: ReportData, _: Measures) -> None:
+    counts = data.counts
     bars = axes.bar(range(len(counts)), counts, color=_ACCENT, width=0.75)
     if len(counts) <= _MAX_ANNOTATED_CLUSTERS:
-        axes.bar_label(bars, fmt="{:,.0f}", label_type="center", color=_PAPER, fontsize=9)
+        axes.bar_label(bars, fmt="{:,.0f}", label_type="center", color=_PAPER)
     axes.axhline(counts.mean(), color=_INK, linestyle=(0, (4, 3)), linewidth=1)
     axes.set(title=f"Samples per cluster (dashed: mean, {counts.mean():,.0f})", xlabel="cluster")
-    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
-    axes.yaxis.set_major_locator(MaxNLocator(5, integer=True))
-    axes.margins(y=0.08)
     _label_clusters(axes.set_xticks, range(len(counts)))
 
 
@@ -101,9 +86,9 @@ def _draw_silhouettes(axes: Axes, data: ReportData, measures: Measures) -> None:
     _label_clusters(axes.set_yticks, centres)
 
 
-def _draw_neighbours(axes: Axes, shares: Float[np.ndarray, "k k"]) -> None:
+def _draw_neighbours(axes: Axes, data: ReportData, measures: Measures) -> None:
     """Draw the matrix of second-nearest clusters."""
-    num_clusters, largest = len(shares), np.nanmax(shares)
+    num_clusters, shares, largest = data.num_clusters, measures.second_choices, np.nanmax(measures.second_choices)
     # The square root keeps small shares visible beside a cluster with a single neighbour.
     norm = PowerNorm(0.5, vmin=0, vmax=largest)
     image = axes.imshow(shares, cmap=LinearSegmentedColormap.from_list("shares", [_PAPER, _ACCENT]), norm=norm)
@@ -111,7 +96,7 @@ def _draw_neighbours(axes: Axes, shares: Float[np.ndarray, "k k"]) -> None:
         for row, column in np.argwhere(~np.eye(num_clusters, dtype=bool) & ~np.isnan(shares)):
             share = shares[row, column]
             colour = _PAPER if share > 0.35 * largest else _INK
-            axes.text(column, row, f"{share:.0%}", ha="center", va="center", fontsize=9, color=colour)
+            axes.text(column, row, f"{share:.0%}", ha="center", va="center", color=colour)
     axes.figure.colorbar(image, ax=axes, format=PercentFormatter(1, decimals=0))
     axes.set(title="Second-nearest cluster", xlabel="nearest other cluster", ylabel="samples of cluster")
     _label_clusters(axes.set_xticks, range(num_clusters))
@@ -194,31 +179,14 @@ def cluster_sheet(images: UInt8[np.ndarray, "m s s 3"], title: str, attribution:
     return labelled_grid(rows, _scale(images), title, footer=attribution)
 
 
-def save_cluster_grid(
-    path: Path,
-    images: UInt8[np.ndarray, "m s s 3"],
-    clusters: Int[np.ndarray, "m"],
-    *,
-    counts: Int[np.ndarray, "k"],
-    title: str,
-    attribution: str,
-    seed: int,
-) -> None:
-    """Write a PNG with one row of random images per cluster, labelled with the cluster's size and share.
-
-    Args:
-        path: PNG file.
-        images: thumbnails of some samples.
-        clusters: cluster of each image.
-        counts: samples in each cluster of the whole data set.
-        title: line above the rows.
-        attribution: credit below the rows.
-        seed: chooses the images.
-    """
-    chosen = choose_images(clusters, len(counts), seed, _GRID_COLUMNS)
-    labels = [f"cluster {k} · {count:,} ({count / counts.sum():.1%})" for k, count in enumerate(counts)]
-    rows = [(label, list(images[indices])) for label, indices in zip(labels, chosen, strict=True)]
-    save_png(path, labelled_grid(rows, _scale(images), title, footer=attribution))
+def cluster_grid(data: ReportData, title: str, attribution: str, seed: int) -> Image.Image:
+    """Arrange random images in one row per cluster, labelled with the cluster's size and share."""
+    chosen = choose_images(data.clusters[data.thumbnail_rows], data.num_clusters, seed, _GRID_COLUMNS)
+    rows = [
+        (f"cluster {k} · {count:,} ({count / data.counts.sum():.1%})", list(data.thumbnails[indices]))
+        for k, (count, indices) in enumerate(zip(data.counts, chosen, strict=True))
+    ]
+    return labelled_grid(rows, _scale(data.thumbnails), title, footer=attribution)
 
 
 def _scale(images: UInt8[np.ndarray, "m s s 3"]) -> int:

@@ -9,14 +9,12 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int, Int64, Shaped, UInt8
 from torch import Tensor
-from torch.nn.functional import normalize, one_hot, pad
+from torch.nn.functional import normalize, one_hot
 
-from ddm_lightning.config import PartitionConfig
 from ddm_lightning.partition.rows import Rows
 
-# Euclidean silhouettes need the square of this many distances.
-MAX_ROWS = 10_000
-_ROWS_AT_ONCE = 1024
+# Silhouettes need the square of this many distances: 128 MB.
+MAX_ROWS = 4_000
 _ZERO_DISTANCE = 1e-12
 
 
@@ -34,7 +32,6 @@ class ReportData:
     """[n d]; may exceed memory."""
     clusters: Int[np.ndarray, "n"]
     """Cluster of each sample."""
-    centroids: Float[np.ndarray, "k d"]
     metric: str
     """``spherical`` (cosine distance) or ``euclidean``."""
     counts: Int[np.ndarray, "k"]
@@ -52,8 +49,6 @@ class ReportData:
     """First rows of the key figures, such as ``{"source": "openmoji"}``."""
     column_bytes: Mapping[str, int] = field(default_factory=dict)
     """Bytes on disk of each stored column."""
-    kmeans: PartitionConfig | None = None
-    """Settings of k-means; None for other kinds of partition."""
 
     @property
     def num_samples(self) -> int:
@@ -90,7 +85,7 @@ class Measures:
     """Mean of each cluster."""
     centroid_distances: Float[np.ndarray, "k k"]
     second_choices: Float[np.ndarray, "k k"]
-    """For each cluster (row), the share of its samples whose second-nearest centroid is each other cluster's."""
+    """For each cluster (row), the share of its samples whose nearest other centroid is each other cluster's."""
     plane: Plane
     positions: Float[np.ndarray, "m 2"]
     """Coordinates on the plane."""
@@ -100,14 +95,16 @@ def measure(data: ReportData, seed: int) -> Measures:
     """Measure a partition on at most ``MAX_ROWS`` rows; deterministic for a seed."""
     rows = choose_rows(data.num_samples, MAX_ROWS, seed)
     features = to_metric_space(data.features.take(rows), data.metric)
-    centroids = to_metric_space(data.centroids, data.metric)
     clusters = torch.from_numpy(data.clusters[rows].astype(np.int64))
+    members = [clusters == k for k in range(data.num_clusters)]
+    centroids = torch.stack([features[chosen].mean(0) for chosen in members]).nan_to_num()
+    centroids = to_metric_space(centroids.numpy(), data.metric)
     silhouettes = compute_silhouettes(features, clusters, data.metric)
     plane = fit_plane(features)
     return Measures(
         rows,
         silhouettes.numpy(),
-        np.array([float(silhouettes[clusters == k].mean()) for k in range(data.num_clusters)]),
+        np.array([float(silhouettes[chosen].mean()) for chosen in members]),
         _distances(centroids, centroids, data.metric).fill_diagonal_(0).numpy(),
         count_second_choices(features, clusters, centroids, data.metric).numpy(),
         plane,
@@ -148,16 +145,7 @@ def compute_silhouettes(features: Float[Tensor, "n d"], clusters: Int[Tensor, "n
     sizes = members.sum(0)
     if len(sizes) < 2:
         return torch.full((len(features),), torch.nan, dtype=features.dtype)
-    if metric == "spherical":
-        # Cosine distance is linear in y: the sum of a cluster's features replaces its members.
-        total = sizes - features @ (features.T @ members)
-        total -= members * (1 - features.square().sum(1, keepdim=True))
-    else:
-        total = torch.empty_like(members)
-        for start in range(0, len(features), _ROWS_AT_ONCE):
-            block = torch.cdist(features[start : start + _ROWS_AT_ONCE], features)
-            block.diagonal(start).zero_()
-            total[start : start + len(block)] = block @ members
+    total = _distances(features, features, metric).fill_diagonal_(0) @ members
     # Rounding errors must not separate samples with equal features.
     total[total < _ZERO_DISTANCE * sizes] = 0
     own = members.bool()
@@ -193,8 +181,6 @@ def fit_plane(features: Float[Tensor, "n d"]) -> Plane:
     variances, axes = torch.linalg.eigh(centred.T @ centred)
     variances = variances.clamp(min=0)
     shares = variances / variances.sum().clamp(min=torch.finfo(variances.dtype).tiny)
-    # Features of one number get a second axis of zeros.
-    missing = max(0, 2 - len(mean))
-    axes, shares = pad(axes.flip(1)[:, :2], (0, missing)), pad(shares.flip(0)[:2], (0, missing))
+    axes, shares = axes.flip(1)[:, :2], shares.flip(0)[:2]
     largest = axes.gather(0, axes.abs().argmax(0, keepdim=True))
     return Plane(mean, torch.where(largest < 0, -axes, axes), (float(shares[0]), float(shares[1])))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import math
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,36 +14,70 @@ from jaxtyping import Int64, UInt8
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from PIL import Image
 
-from ddm_lightning.core.files import atomic_folder
-from ddm_lightning.core.formatting import amount, duration, operations
-from ddm_lightning.partition.build import partition_cost
-from ddm_lightning.prepare.report.figures import (
-    choose_images,
-    cluster_colours,
-    cluster_sheet,
-    draw_charts,
-    draw_image_map,
-)
+from ddm_lightning.config import Experiment
+from ddm_lightning.core.files import atomic_folder, read_json
+from ddm_lightning.core.formatting import amount
+from ddm_lightning.core.grids import save_png
+from ddm_lightning.partition.partition import NearestCentroid, Partition
+from ddm_lightning.prepare.encode import FEATURES
+from ddm_lightning.prepare.prepared import Prepared
+from ddm_lightning.prepare.reading import Plugins
+from ddm_lightning.prepare.report import figures
 from ddm_lightning.prepare.report.measures import Measures, ReportData, measure
+from ddm_lightning.prepare.write_shards import samples_of
+from ddm_lightning.shards.manifest import OUT_OF_CLUSTER
+from ddm_lightning.shards.verify import num_samples_of
 
 PAGE = "report.html"
 TENSORBOARD = "tensorboard"
 _MAX_NEIGHBOURS, _MAX_CAPTIONS = 3, 8
-_PAPER_SAMPLES, _PAPER_WIDTH = 158_000_000, 1024
+_PAPER_SAMPLES = 158_000_000
 _FORMATS = {"thousands": ",d", "number": ".3f", "percent": ".0%", "percent1": ".1%", "percent2": ".2%"}
-_GFLOPS, _DISK_GB_PER_S = (100.0, 10_000.0), 1.0
-_SMALL_FIT_FRACTION = 0.05
 
 
-def _or_dash(style: str) -> Callable[[float], str]:
+def _number(value: float, style: str) -> str:
     """Format a number, NaN as a dash."""
-    return lambda value: "–" if math.isnan(value) else format(value, style)
+    return "–" if math.isnan(value) else format(value, style)
 
 
 _TEMPLATES = Environment(
     loader=PackageLoader(__package__), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
 )
-_TEMPLATES.filters |= {name: _or_dash(style) for name, style in _FORMATS.items()}
+_TEMPLATES.filters |= {name: partial(_number, style=style) for name, style in _FORMATS.items()}
+
+
+def report_partition(experiment: Experiment, plugins: Plugins, prepared: Prepared) -> None:
+    """Write ``clusters.png`` and ``report/`` of a prepared data set."""
+    config, index = experiment.prepare, prepared.index
+    credit: dict[str, Any] = {
+        "title": f"{experiment.name}: clusters of {config.source.name}, by {config.features.name}",
+        "attribution": plugins.source.attribution,
+        "seed": experiment.seed,
+    }
+    partition = Partition.load(prepared.partition_file)
+    thumbnails, rows = prepared.thumbnails()
+    facts = read_json(prepared.partition_facts_file, "the figures of the partition", "run prepare again")
+    clusters = prepared.clusters
+    counts = np.bincount(clusters, minlength=partition.num_clusters)
+    columns = samples_of(prepared, plugins).columns.items()
+    data = ReportData(
+        thumbnails=thumbnails,
+        thumbnail_rows=rows,
+        captions=prepared.texts("captions").take(rows).tolist(),
+        features=prepared.rows(FEATURES, "features"),
+        clusters=clusters,
+        metric=partition.rule.metric if isinstance(partition.rule, NearestCentroid) else config.partition.metric,
+        counts=counts,
+        num_read=index["num_read"],
+        broken=index["broken"],
+        num_without_caption=index["num_without_caption"],
+        num_out_of_cluster=num_samples_of(prepared.shards.glob(f"*/{OUT_OF_CLUSTER}")),
+        displaced=facts["displaced"] and tuple(facts["displaced"]),
+        facts={name: getattr(config, name.replace(" ", "_")).name for name in ("source", "features", "image encoder")},
+        column_bytes={name: len(rows) * rows.row_bytes for name, rows in columns},
+    )
+    save_png(prepared.folder / "clusters.png", figures.cluster_grid(data, **credit))
+    write_report(prepared.folder / "report", data, **credit)
 
 
 def write_report(folder: Path, data: ReportData, *, title: str, attribution: str, seed: int) -> None:
@@ -59,28 +93,25 @@ def write_report(folder: Path, data: ReportData, *, title: str, attribution: str
         seed: chooses the measured samples and the images.
     """
     measures = measure(data, seed)
-    shown = choose_images(data.clusters[data.thumbnail_rows], data.num_clusters, seed)
-    images = draw_charts(data, measures)
+    shown = figures.choose_images(data.clusters[data.thumbnail_rows], data.num_clusters, seed)
+    images = figures.draw_charts(data, measures)
     if len(data.thumbnails):
-        images["map_pictures"] = _encode(draw_image_map(data, measures, seed), "PNG")
+        images["map_pictures"] = _encode(figures.draw_image_map(data, measures, seed), "PNG")
     html = _TEMPLATES.get_template("report.html.j2").render(
         title=title,
         attribution=attribution,
         data=data,
         measures=measures,
-        separation=_describe_separation(measures.silhouettes.mean()),
         images={name: _data_url(png, "png") for name, png in images.items()},
         clusters=[_describe_cluster(data, measures, k, indices) for k, indices in enumerate(shown)],
         broken=sorted(data.broken.items(), key=lambda item: (-item[1], item[0])),
         columns=_column_sizes(data),
-        costs=_partition_costs(data),
-        rates=[f"at {operations(gflops * 1e9)}/s" for gflops in _GFLOPS],
-        disk=f"{_DISK_GB_PER_S:g} GB/s",
     )
     for k, indices in enumerate(shown):
         if len(indices):
             heading = f"{title}: cluster {k} · {data.counts[k]:,} samples"
-            images[f"cluster-{k}"] = _encode(cluster_sheet(data.thumbnails[indices], heading, attribution), "PNG")
+            sheet = figures.cluster_sheet(data.thumbnails[indices], heading, attribution)
+            images[f"cluster-{k}"] = _encode(sheet, "PNG")
     with atomic_folder(folder) as temporary:
         for name, png in images.items():
             (temporary / f"{name}.png").write_bytes(png)
@@ -105,12 +136,6 @@ def _write_events(folder: Path, data: ReportData, measures: Measures, images: di
         writer.add_scalar("partition/largest_over_mean", data.counts.max() / data.counts.mean())
 
 
-def _describe_separation(silhouette: float) -> str:
-    if silhouette > 0.25:
-        return "well apart" if silhouette > 0.5 else "apart"
-    return "close to one another" if silhouette > 0 else "mixed"
-
-
 def _describe_cluster(
     data: ReportData, measures: Measures, cluster: int, indices: Int64[np.ndarray, "shown"]
 ) -> dict[str, Any]:
@@ -118,10 +143,8 @@ def _describe_cluster(
     nearest = [int(k) for k in np.argsort(distances, kind="stable") if k != cluster]
     captions = [data.captions[i] for i in indices] if data.captions else [""] * len(indices)
     return {
-        "colour": cluster_colours(data.num_clusters)[cluster],
+        "colour": figures.cluster_colours(data.num_clusters)[cluster],
         "count": int(data.counts[cluster]),
-        "share": data.counts[cluster] / data.num_samples,
-        "over_mean": data.counts[cluster] / data.counts.mean(),
         "silhouette": measures.cluster_silhouettes[cluster],
         "neighbours": [(k, distances[k], measures.second_choices[cluster, k]) for k in nearest[:_MAX_NEIGHBOURS]],
         "images": [(_thumbnail_url(data.thumbnails[i]), text) for i, text in zip(indices, captions, strict=True)],
@@ -131,38 +154,9 @@ def _describe_cluster(
 
 def _column_sizes(data: ReportData) -> list[list[str]]:
     """Disk space of each column: here, for one sample, for 1 million and for the paper's 158 million samples."""
-    if not data.column_bytes:
-        return []
-    totals = {**data.column_bytes, "together": sum(data.column_bytes.values())}
-    scales = (1.0, 1 / data.num_samples, 1e6 / data.num_samples, _PAPER_SAMPLES / data.num_samples)
+    totals = {**data.column_bytes, "together": sum(data.column_bytes.values())} if data.column_bytes else {}
+    scales = [size / data.num_samples for size in (data.num_samples, 1, 1e6, _PAPER_SAMPLES)]
     return [[name, *(amount(num_bytes * scale) for scale in scales)] for name, num_bytes in totals.items()]
-
-
-def _partition_costs(data: ReportData) -> list[list[str]]:
-    """Modelled work, bytes read and time of k-means: here and on the paper's data set."""
-    if data.kmeans is None:
-        return []
-    settings, fraction = data.kmeans, data.kmeans.fit_fraction
-    sizes = [("here", data.num_samples, data.features.row_shape[0], fraction)]
-    for part in sorted({fraction, min(fraction, _SMALL_FIT_FRACTION)}, reverse=True):
-        sizes.append((f"158 M × 1,024, fitted on {part:.0%}", _PAPER_SAMPLES, _PAPER_WIDTH, part))
-    rows = []
-    for name, num_samples, width, part in sizes:
-        slow, fast = (
-            partition_cost(
-                num_samples,
-                width,
-                settings.num_fine_centroids,
-                settings.num_iterations,
-                gflops,
-                _DISK_GB_PER_S,
-                fit_fraction=part,
-                bytes_per_number=data.features.dtype.itemsize,
-            )
-            for gflops in _GFLOPS
-        )
-        rows.append([name, operations(slow.flops), amount(slow.bytes), duration(slow.seconds), duration(fast.seconds)])
-    return rows
 
 
 def _thumbnail_url(image: UInt8[np.ndarray, "s s 3"]) -> str:

@@ -1,15 +1,16 @@
-"""Encoded images of any format as RGB, or the reason why not."""
+"""Images and captions of any encoding as the contents of records, or the reason why not."""
 
 from __future__ import annotations
 
-import struct
 import warnings
+from contextlib import suppress
 from functools import cache
 from io import BytesIO
+from typing import Any
 
 import numpy as np
 from jaxtyping import UInt8
-from PIL import Image, ImageFile, UnidentifiedImageError
+from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError
 
 from ddm_lightning.prepare.records import Broken
 
@@ -19,30 +20,21 @@ MAX_PIXELS = 1 << 27
 # No format that Pillow hands to another program (EPS: Ghostscript) or accepts without a signature (TGA).
 _FORMATS = ("JPEG", "MPO", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF")
 _SIGNATURES = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"GIF8", b"RIFF", b"II*\x00", b"MM\x00*", b"BM")
-_ORIENTATION = 0x0112
-# Exif 2.32, tag Orientation -> the transposition that turns the stored image upright.
-_UPRIGHT = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}
 
 
-def decode(data: bytes, key: str, max_pixels: int = MAX_PIXELS) -> UInt8[np.ndarray, "h w 3"] | Broken:
+def decode(data: bytes | Exception, key: str, max_pixels: int = MAX_PIXELS) -> UInt8[np.ndarray, "h w 3"] | Broken:
     """Decode an image: upright, on white where it is transparent, the first frame of an animation.
 
     Grey of more than 8 bits is scaled to 8: from 12 bits if no value is larger, else from 16. CMYK is
     converted by Pillow's formula. Colour profiles are not applied.
 
     Args:
-        data: the encoded image.
+        data: the encoded image, or the error of reading it.
         key: of the sample, for ``Broken``.
         max_pixels: largest width times height.
     """
+    if isinstance(data, Exception):
+        return _unread(data, key)
     if not data:
         return Broken(key, "empty file")
     load_truncated = ImageFile.LOAD_TRUNCATED_IMAGES
@@ -56,11 +48,10 @@ def decode(data: bytes, key: str, max_pixels: int = MAX_PIXELS) -> UInt8[np.ndar
     except Image.DecompressionBombError as error:
         return Broken(key, "too many pixels", one_line(error))
     except UnidentifiedImageError:
-        if data.startswith(_SIGNATURES):
-            return Broken(key, "truncated image", "the header is damaged or cut off")
-        return Broken(key, "no image", f"begins with {data[:8]!r}")
+        cause = "damaged image" if data.startswith(_SIGNATURES) else "no image"
+        return Broken(key, cause, f"begins with {data[:8]!r}")
     except Exception as error:  # noqa: BLE001  Pillow raises anything on damaged files
-        return _damaged(error, data, key)
+        return Broken(key, "damaged image", one_line(error))
     finally:
         ImageFile.LOAD_TRUNCATED_IMAGES = load_truncated
 
@@ -72,40 +63,43 @@ def rgb(image: Image.Image, key: str, max_pixels: int = MAX_PIXELS) -> UInt8[np.
     if not image.width * image.height:
         return Broken(key, "no image", "no pixels")
     image.load()
-    try:
-        orientation = int(image.getexif().get(_ORIENTATION, 1))  # after load(), which turns a TIFF by itself
-    except Exception:  # noqa: BLE001  damaged Exif data is no reason to lose an image
-        orientation = 1
-    try:
-        opaque = _opaque(image)
-    except ValueError as error:
-        return Broken(key, "unsupported pixels", f"mode {image.mode}: {one_line(error)}")
-    return np.asarray(opaque.transpose(_UPRIGHT[orientation]) if orientation in _UPRIGHT else opaque)
-
-
-def _opaque(image: Image.Image) -> Image.Image:
+    with suppress(Exception):  # damaged Exif data is no reason to lose an image
+        ImageOps.exif_transpose(image, in_place=True)
     if image.mode == "I" or image.mode.startswith("I;16"):
         # Pillow would clip. Some of its versions open 16-bit files as mode I.
         grey = np.asarray(image).astype(np.float64)
         grey = np.clip(grey * (255 / (4095 if grey.max() <= 4095 else 65535)), 0, 255)
-        return Image.fromarray(np.rint(grey).astype(np.uint8)).convert("RGB")
+        image = Image.fromarray(np.rint(grey).astype(np.uint8))
     if image.mode == "F":
-        raise ValueError("floating-point numbers of unknown range")
+        return Broken(key, "unsupported pixels", "floating-point numbers of unknown range")
     if image.has_transparency_data:
         white = Image.new("RGBA", image.size, "white")
-        return Image.alpha_composite(white, image.convert("RGBA")).convert("RGB")
-    return image.convert("RGB")
+        image = Image.alpha_composite(white, image.convert("RGBA"))
+    return np.asarray(image.convert("RGB"))
 
 
-def _damaged(error: Exception, data: bytes, key: str) -> Broken:
-    words = one_line(error)
-    is_cut = (
-        isinstance(error, (EOFError, struct.error))
-        or any(sign in words.lower() for sign in ("truncated", "unexpected end", "not enough", "broken data stream"))
-        # WebP's decoder gives no reason, but the header holds the length.
-        or (data[:4] == b"RIFF" and int.from_bytes(data[4:8], "little") + 8 > len(data))
-    )
-    return Broken(key, "truncated image" if is_cut else "damaged image", words)
+def caption_in(value: Any, key: str) -> str | Broken:
+    """Return the caption of a cell: its text, the first entry of a list, or the empty string for null.
+
+    Bytes are UTF-8; a byte-order mark and white space around them are dropped. An error is one of reading the caption.
+    """
+    if isinstance(value, Exception):
+        return _unread(value, key)
+    if isinstance(value, list):
+        value = value[0] if value else None
+    if isinstance(value, bytes):
+        try:
+            return value.decode("utf-8-sig").strip()
+        except UnicodeDecodeError as error:
+            return Broken(key, "caption is not UTF-8", str(error))
+    if value is None or isinstance(value, str):
+        return value or ""
+    return Broken(key, "caption is not text", f"a {type(value).__name__}")
+
+
+def _unread(error: Exception, key: str) -> Broken:
+    cause = "missing file" if isinstance(error, FileNotFoundError) else "unreadable file"
+    return Broken(key, cause, one_line(error))
 
 
 def one_line(error: BaseException) -> str:

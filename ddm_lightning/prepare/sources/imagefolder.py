@@ -11,10 +11,10 @@ from pathlib import PurePosixPath
 
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import SOURCES
-from ddm_lightning.prepare.records import Broken, Part, Record
-from ddm_lightning.prepare.sources.columns import PARAMS, caption_in, caption_of, unread
-from ddm_lightning.prepare.sources.decode import decode
-from ddm_lightning.prepare.sources.urls import BLOCK_SIZE, Files
+from ddm_lightning.prepare.records import BLOCK_SIZE, Broken, Part, Record
+from ddm_lightning.prepare.sources.decode import caption_in, decode
+from ddm_lightning.prepare.sources.tables import PARAMS
+from ddm_lightning.prepare.sources.urls import Files
 
 _CAPTION_FILES = ("captions.jsonl", "metadata.jsonl")
 # Other files beside images. Anything else is taken for an image, so that one of an unknown format is counted.
@@ -69,17 +69,12 @@ class ImageFolder:
         with_text = [_text_file(name) for name, found in zip(names, captions, strict=True) if found is True]
         texts = self.files.contents(with_text)
         for name, label, found, data in zip(names, labels, captions, self.files.contents(names), strict=True):
-            caption: str | Broken = found or ""
-            if found is True:
-                text = next(texts)
-                caption = unread(text, name) if isinstance(text, Exception) else caption_of(text, name)
+            caption = caption_in(next(texts) if found is True else found, name)
             if label < 0:
                 yield Broken(name, "outside the class folders", f"set {PARAMS}.labels=false if folders are not classes")
-            elif isinstance(data, Exception):
-                yield unread(data, name)
-            else:
-                image = decode(data, name)
-                yield image if isinstance(image, Broken) else Record(name, image, caption, label)
+                continue
+            image = decode(data, name)
+            yield image if isinstance(image, Broken) else Record(name, image, caption, label)
 
     @cached_property
     def _images(self) -> list[str]:
@@ -103,46 +98,40 @@ class ImageFolder:
     def _read_captions(self, name: str) -> dict[str, str]:
         captions: dict[str, str] = {}
         columns: set[str] = set()
-        with self.files.open(name) as file:
-            for number, line in enumerate(file, 1):
-                place = f"{self.files.shown(name)}: line {number}"
-                try:
-                    row = json.loads(line) if line.strip() else None
-                except ValueError as error:
-                    raise UserError(f"{place}: not JSON in UTF-8: {error}; fix the line") from None
-                if row is None:
-                    continue
-                image = row.get("file_name") if isinstance(row, dict) else None
+        for number, line in enumerate(self.files.content(name).split(b"\n"), 1):
+            if not line.strip():
+                continue
+            place = f"{self.files.shown(name)}: line {number}"
+            try:
+                row = json.loads(line)
+                image = row["file_name"]
                 if not isinstance(image, str) or image in captions:
-                    raise UserError(f"{place}: needs a 'file_name' of its own; fix the line")
-                caption = caption_in(row.get(self.caption_column), image)
-                if isinstance(caption, Broken):
-                    raise UserError(f"{place}: {self.caption_column!r} is not text; fix the line")
-                captions[image] = caption
-                columns.update(row)
+                    raise ValueError("'file_name' is no text or was there before")
+            except (ValueError, KeyError, TypeError) as error:
+                raise UserError(f"{place}: needs JSON with its own 'file_name' ({error!r}); fix the line") from None
+            caption = caption_in(row.get(self.caption_column), image)
+            if isinstance(caption, Broken):
+                raise UserError(f"{place}: {self.caption_column!r} is not text; fix the line")
+            captions[image] = caption
+            columns.update(row)
         if self.caption_column not in columns:
-            problem = f"{self.files.shown(name)} has no column {self.caption_column!r}"
-            has = ", ".join(sorted(columns)) or "none"
-            raise UserError(f"key '{PARAMS}.caption_column': {problem}; it has: {has}")
+            problem = f"has no column {self.caption_column!r}; it has: {', '.join(sorted(columns)) or 'none'}"
+            raise UserError(f"key '{PARAMS}.caption_column': {self.files.shown(name)} {problem}")
         return captions
 
     def _part(self, names: list[str]) -> Part:
         states, digest = self.files.states, hashlib.sha256()
-        numbers = self._numbers
-        labels, captions = list[int](), list[str | bool]()  # a caption is True if a text file holds it
+        numbers = {name: number for number, name in enumerate(self.class_names)}
+        labels, captions = list[int](), list[str | bool | None]()  # a caption is True if a text file holds it
         for name in names:
             text = _text_file(name)
             labels.append(numbers.get(name.rpartition("/")[0].partition("/")[0], -1) if numbers else 0)
-            captions.append(text in states if self._captions is None else self._captions.get(name, ""))
+            captions.append((text in states or None) if self._captions is None else self._captions.get(name))
             digest.update(json.dumps((name, labels[-1], captions[-1], states.get(name), states.get(text))).encode())
         # Named after its first file, if that begins a block.
         name = f"block-{_hash(names[0])}" if _begins_block(names[0]) else "block-first"
         where = {"files": names, "labels": labels, "captions": captions, "num_classes": self.num_classes}
         return Part(name, digest.hexdigest(), len(names), where)
-
-    @cached_property
-    def _numbers(self) -> dict[str, int]:
-        return {name: number for number, name in enumerate(self.class_names)}
 
 
 def _begins_block(name: str) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import cached_property
 from io import BytesIO
 from itertools import pairwise
@@ -15,10 +14,9 @@ import numpy as np
 from ddm_lightning.core.compat import ensure_torchvision_importable
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import SOURCES
-from ddm_lightning.prepare.records import Broken, Part, Record
-from ddm_lightning.prepare.sources.columns import PARAMS, TableSource
+from ddm_lightning.prepare.records import Broken, Part, Record, block_of, block_parts
 from ddm_lightning.prepare.sources.decode import one_line
-from ddm_lightning.prepare.sources.urls import block_of, block_parts
+from ddm_lightning.prepare.sources.tables import PARAMS, TableSource
 
 _INDEX = "index.json"
 _IMAGES = ("jpeg", "png", "bytes", "pil", "str")
@@ -42,9 +40,11 @@ class Mds(TableSource):
         """
         parts: list[Part] = []
         for raw, shard in self._shards.items():
-            fingerprint = f"{self.files.states[self._stored(raw, shard)]}; {shard['raw_data']}"
-            blocks = block_parts(shard["samples"], fingerprint, prefix=raw)
-            parts += [replace(block, where={**block.where, "shard": raw}) for block in blocks]
+            stored = self._stored(raw, shard)
+            if stored not in self.files.states:
+                raise UserError(f"{self.files.shown(stored)} does not exist; write the shards again")
+            fingerprint = f"{self.files.states[stored]}; {shard['raw_data']}"
+            parts += block_parts(shard["samples"], fingerprint, prefix=raw, shard=raw)
         return parts
 
     def read(self, part: Part) -> Iterator[Record | Broken]:
@@ -72,7 +72,7 @@ class Mds(TableSource):
                     shards[folder + entry["raw_data"]["basename"]] = {**entry, "folder": folder}
                     encodings = dict(zip(entry["column_names"], entry["column_encodings"], strict=True))
                     if (entry["format"], entry["version"]) != ("mds", 2):
-                        raise UserError(f"{place}: not MDS of version 2; write the shards again")
+                        raise ValueError("not of version 2")
                     self._check(encodings, place)
             except (ValueError, KeyError, TypeError) as error:
                 raise UserError(f"{place} is not an index of MDS shards: {error!r}; change the path") from None
@@ -80,11 +80,9 @@ class Mds(TableSource):
 
     def _check(self, encodings: dict[str, str], place: str) -> None:
         self.check_columns(encodings, place)
-        if (encoding := encodings[self.image]) not in _IMAGES:
-            raise UserError(
-                f"key '{PARAMS}.image_column': {self.image!r} of {place} holds {encoding}; "
-                f"images are {', '.join(_IMAGES)}"
-            )
+        if (encoding := encodings[str(self.image_column)]) not in _IMAGES:
+            problem = f"{self.image_column!r} of {place} holds {encoding}; images are {', '.join(_IMAGES)}"
+            raise UserError(f"key '{PARAMS}.image_column': {problem}")
         for name in self.columns:
             if encodings[name] == "pkl":  # unpickling can run code
                 raise UserError(f"{place}: column {name!r} is pickled; write the shards again without pkl")
@@ -92,10 +90,9 @@ class Mds(TableSource):
     def _stored(self, raw: str, shard: dict[str, Any]) -> str:
         """Return the name of the shard's file, compressed or not."""
         zipped = shard.get("zip_data")
-        for name in (raw, shard["folder"] + zipped["basename"] if zipped else raw):
-            if name in self.files.states:
-                return name
-        raise self.files.unreadable(FileNotFoundError(), raw)
+        if raw in self.files.states or not zipped:
+            return raw
+        return str(shard["folder"] + zipped["basename"])
 
     def _samples(self, raw: str, shard: dict[str, Any], numbers: range) -> list[bytes]:
         """Read the encoded samples."""
@@ -126,13 +123,13 @@ class Mds(TableSource):
         if at + sum(sizes) != len(sample):
             return Broken(place, "damaged sample", "its length differs from its header")
         row = {}
-        for name, encoding, size in zip(shard["column_names"], shard["column_encodings"], sizes, strict=True):
-            if name in self.columns:
-                try:
+        try:
+            for name, encoding, size in zip(shard["column_names"], shard["column_encodings"], sizes, strict=True):
+                if name in self.columns:
                     row[name] = _cell(encoding, sample[at : at + size])
-                except (ValueError, TypeError) as error:
-                    return Broken(place, "damaged sample", f"column {name!r}: {error}")
-            at += size
+                at += size
+        except (ValueError, TypeError) as error:
+            return Broken(place, "damaged sample", one_line(error))
         return self.record(row, place)
 
 

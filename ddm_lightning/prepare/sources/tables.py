@@ -1,30 +1,199 @@
-"""Sources that read Arrow tables: Parquet files, and data sets saved by Hugging Face's ``datasets``."""
+"""Sources whose samples are rows of a table: the base class, Parquet, and Hugging Face's ``datasets``."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from fsspec.core import url_to_fs
+from PIL import Image
 
 from ddm_lightning.core.errors import UserError
-from ddm_lightning.core.registry import SOURCES
-from ddm_lightning.prepare.records import Broken, Part, Record
-from ddm_lightning.prepare.sources.columns import PARAMS, TableSource
-from ddm_lightning.prepare.sources.urls import BLOCK_SIZE, WatchedFile, block_parts
+from ddm_lightning.core.registry import SOURCES, require
+from ddm_lightning.prepare.records import BLOCK_SIZE, Broken, Part, Record, block_parts
+from ddm_lightning.prepare.sources.decode import caption_in, decode, one_line, rgb
+from ddm_lightning.prepare.sources.urls import Files
 
 if TYPE_CHECKING:
-    import pyarrow.parquet
+    import pyarrow
 
+PARAMS = "prepare.source.params"
 _ROWS_AT_ONCE = 32  # turned into Python objects at a time: images of some megabytes must not pile up
 _FILE_FORMAT = b"ARROW1"
 
 
+@dataclass(eq=False)
+class TableSource:
+    """Base of sources whose samples are rows of a table.
+
+    Args:
+        path: a folder, one file, or a pattern such as ``hf://datasets/name/data/train-*.parquet``; local or a URL.
+        image_column: encoded images as bytes, as Hugging Face's ``{bytes, path}``, or as paths and URLs.
+        caption_column: text, or a list of texts whose first entry is used. Of several columns the first non-empty
+            one is used. Null for none.
+        label_column: class; null for none.
+        key_column: unique name of a sample; null for ``<file>:<row>``.
+        group_column: samples of one group are held out together; null for none.
+        num_classes: labels are numbers below it.
+        class_names: labels are these words, numbered from 0. A Hugging Face ``ClassLabel`` column needs neither.
+        image_root: folder or URL for relative image paths; null for the folder of the files.
+    """
+
+    path: str
+    image_column: str | None = "image"
+    caption_column: str | list[str] | None = "caption"
+    label_column: str | None = None
+    key_column: str | None = None
+    group_column: str | None = None
+    num_classes: int | None = None
+    class_names: list[str] | None = None
+    image_root: str | None = None
+
+    packages: ClassVar[tuple[str, ...]] = ("pillow",)
+    attribution: ClassVar[str] = ""
+
+    def __post_init__(self) -> None:
+        captions = [self.caption_column] if isinstance(self.caption_column, str) else self.caption_column or ()
+        self.captions = list(captions)
+        if not all(isinstance(name, str) for name in self.captions):
+            raise ValueError("caption_column must be a name, a list of names or null")
+        self.files = Files(self.path)
+        self._find_classes()
+
+    def _find_classes(self) -> None:
+        """Complete ``num_classes`` and ``class_names`` from each other, or from the files."""
+        names, num_classes = self.class_names, self.num_classes
+        if (names is not None) + (num_classes is not None) > (self.label_column is not None):
+            raise ValueError("give one of num_classes and class_names, and only with a label_column")
+        if self.label_column is None:
+            num_classes = 1
+        elif num_classes is None:
+            names = self.stored_class_names() if names is None else names
+            if not names:
+                problem = "the files do not name the classes; add num_classes or class_names"
+                raise UserError(f"key '{PARAMS}.label_column': {problem}")
+            num_classes = len(names)
+        self.num_classes, self.class_names = num_classes, [str(name) for name in names or ()]
+        self._number_of = {name: number for number, name in enumerate(self.class_names)}
+
+    def stored_class_names(self) -> list[str] | None:
+        """Names of the classes in the files; None if the files do not name them."""
+        return None
+
+    @property
+    def roles(self) -> list[tuple[str, str]]:
+        """Pairs of param and column, for each column in use."""
+        names = ("image_column", "label_column", "key_column", "group_column")
+        captions = [("caption_column", column) for column in self.captions]
+        return captions + [(name, column) for name in names if (column := getattr(self, name)) is not None]
+
+    @property
+    def columns(self) -> list[str]:
+        """All columns in use, each once."""
+        return list(dict.fromkeys(column for _, column in self.roles))
+
+    def check_columns(self, existing: Iterable[str], place: str) -> None:
+        """Refuse a table without one of the columns.
+
+        Raises:
+            UserError: a column is missing; names the param, ``place`` and the existing columns.
+        """
+        existing = list(existing)
+        for name, column in self.roles:
+            if column not in existing:
+                has = ", ".join(existing) or "none"
+                raise UserError(f"key '{PARAMS}.{name}': {place} has no column {column!r}; it has: {has}")
+
+    def record(self, row: Mapping[Any, Any], place: str) -> Record | Broken:
+        """Return a row as a record; ``place`` is its key if there is no key column."""
+        key = place if self.key_column is None else _text(row[self.key_column])
+        if key is None:
+            return Broken(place, "no key")
+        group = None if self.group_column is None else _text(row[self.group_column])
+        if self.group_column is not None and group is None:
+            return Broken(key, "no group")
+        label = 0 if self.label_column is None else self._label(row[self.label_column], key)
+        image = self._image(row[self.image_column], key)
+        for found in (image, label):
+            if isinstance(found, Broken):
+                return found
+        caption = next((row[name] for name in self.captions if row[name]), None)
+        return Record(key, image, caption_in(caption, key), label, group)  # type: ignore[arg-type]
+
+    def _label(self, value: Any, key: str) -> int | Broken:
+        """Return the class of a cell: a number, a class name, or either of them as text or bytes."""
+        if value is None:
+            return Broken(key, "no label")
+        if isinstance(value, bytes):
+            value = _text(value)
+        if isinstance(value, str) and value in self._number_of:
+            return self._number_of[value]
+        try:
+            number = int(value)
+            if 0 <= number < (self.num_classes or 1) and number == float(value):
+                return number
+        except (TypeError, ValueError):
+            pass
+        return Broken(key, "unknown class", f"{repr(value)[:80]}, of {self.num_classes} classes")
+
+    def _image(self, cell: Any, key: str) -> Any:
+        """Return the pixels of a cell, ``Broken`` if there are none."""
+        if isinstance(cell, Mapping):
+            cell = cell.get("path") if cell.get("bytes") is None else cell["bytes"]
+        if isinstance(cell, str):
+            cell = self._fetch(cell)
+        if isinstance(cell, (bytes, Exception)):
+            return decode(cell, key)
+        return rgb(cell, key) if isinstance(cell, Image.Image) else Broken(key, "no image", f"a {type(cell).__name__}")
+
+    def _fetch(self, path: str) -> bytes | Exception:
+        """Read an image file, or return the error."""
+        if "://" not in path and not path.startswith("/"):
+            if self.image_root is None:
+                return next(self.files.contents([path]))
+            path = f"{self.image_root.rstrip('/')}/{path}"
+        try:
+            filesystem, inner = url_to_fs(path)
+            content: bytes = filesystem.cat_file(inner)
+        except Exception as error:  # noqa: BLE001  each fsspec back end raises its own errors
+            return error
+        return content
+
+
+def _text(cell: Any) -> str | None:
+    """Return a cell as text; None for null."""
+    return cell.decode(errors="replace").strip() if isinstance(cell, bytes) else None if cell is None else str(cell)
+
+
 class _ArrowSource(TableSource):
     packages = ("pillow", "pyarrow")
-    needs = ("pyarrow",)
+
+    def __post_init__(self) -> None:
+        require(f"source {type(self).__name__.lower()!r}", "pyarrow", extra="arrow")
+        super().__post_init__()
+
+    @cached_property
+    def _names(self) -> list[str]:
+        """Files of the data set."""
+        raise NotImplementedError
+
+    def _file(self, name: str) -> Any:
+        return self.files.open(name)
+
+    def _reader(self, opened: Any) -> Any:
+        """Return a reader with ``schema_arrow`` or ``schema``."""
+        raise NotImplementedError
+
+    def _parts_of(self, file: str, reader: Any) -> list[Part]:
+        raise NotImplementedError
+
+    def _batches(self, part: Part, reader: Any) -> Iterable[pyarrow.RecordBatch]:
+        """Yield the rows of a part."""
+        raise NotImplementedError
 
     def parts(self) -> list[Part]:
         """List blocks of rows; reads the table of contents of every file.
@@ -32,94 +201,70 @@ class _ArrowSource(TableSource):
         Raises:
             UserError: no file, a damaged one, or one without a column.
         """
-        return self._parts
-
-    @cached_property
-    def _parts(self) -> list[Part]:
         parts: list[Part] = []
         for file in self._names:
-            with self._open_whole(file) as opened:
-                self._check_schema(self._schema(opened), self.files.shown(file))
-                parts += self._parts_of(file, opened)
+            with self._open(file) as reader:
+                self._check_schema(_schema(reader), self.files.shown(file))
+                parts += self._parts_of(file, reader)
         return parts
 
-    @cached_property
-    def _names(self) -> list[str]:
-        raise NotImplementedError
-
-    def _parts_of(self, file: str, opened: Any) -> list[Part]:
-        raise NotImplementedError
-
-    def _schema(self, opened: Any) -> pyarrow.Schema:
-        raise NotImplementedError
-
-    def _open(self, file: str) -> Any:
-        return self.files.open(file)
-
-    def stored_class_names(self) -> list[str] | None:
-        """Names of a Hugging Face ``ClassLabel`` column."""
-        with self._open_whole(self._names[0]) as opened:
-            metadata = self._schema(opened).metadata or {}
-        try:
-            feature = json.loads(metadata[b"huggingface"])["info"]["features"][self.label]
-            return feature["names"] if feature["_type"] == "ClassLabel" else None
-        except (KeyError, ValueError, TypeError):
-            return None
-
-    @contextmanager
-    def _open_whole(self, file: str) -> Iterator[Any]:
-        """Open a file; any damage is a ``UserError``."""
-        import pyarrow
-
-        opened = None
-        try:
-            with self._open(file) as opened:
-                yield opened
-        except (pyarrow.ArrowException, OSError) as error:
-            _raise_failure(opened)
-            problem = " ".join(str(error).split())
-            raise UserError(f"{self.files.shown(file)} is not a whole table: {problem}; save it again") from error
-
-    def _check_schema(self, schema: pyarrow.Schema, place: str) -> None:
-        import pyarrow.types as types
-
-        self.check_columns(schema.names, place)
-        kind = schema.field(self.image).type
-        tests = (types.is_binary, types.is_large_binary, types.is_string, types.is_large_string, types.is_struct)
-        if not any(test(kind) for test in (*tests, types.is_fixed_size_binary)):
-            raise UserError(
-                f"key '{PARAMS}.image_column': {self.image!r} of {place} holds {kind}; "
-                "images are bytes, {bytes, path} or paths"
-            )
-
-    def _records(
-        self, file: str, batches: Iterable[pyarrow.RecordBatch], first_row: int, num_rows: int | None, opened: Any
-    ) -> Iterator[Record | Broken]:
-        """Yield rows as records; where the file is damaged, one ``Broken`` per lost row.
-
-        Args:
-            file: relative path of the file.
-            batches: rows from ``first_row`` on.
-            first_row: number of the first row within the file.
-            num_rows: expected rows; None if unknown.
-            opened: the file that ``batches`` reads.
+    def read(self, part: Part) -> Iterator[Record | Broken]:
+        """Yield the rows of a part; where the file is damaged, one ``Broken`` per lost row.
 
         Raises:
             UserError: the connection broke.
         """
         import pyarrow
 
+        file, first_row = part.where["file"], part.where["start"]
         row = first_row
+        with self._open(file) as reader:
+            try:
+                for batch in self._batches(part, reader):
+                    for start in range(0, batch.num_rows, _ROWS_AT_ONCE):
+                        for values in batch.slice(start, _ROWS_AT_ONCE).select(self.columns).to_pylist():
+                            yield self.record(values, f"{file}:{row}")
+                            row += 1
+            except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+                stop = row + 1 if part.num_samples is None else first_row + part.num_samples
+                for lost in range(row, stop):
+                    yield Broken(f"{file}:{lost}", "damaged table", one_line(error))
+
+    def stored_class_names(self) -> list[str] | None:
+        """Names of a Hugging Face ``ClassLabel`` column."""
+        with self._open(self._names[0]) as reader:
+            metadata = _schema(reader).metadata or {}
         try:
-            for batch in batches:
-                for start in range(0, batch.num_rows, _ROWS_AT_ONCE):
-                    for values in batch.slice(start, _ROWS_AT_ONCE).select(self.columns).to_pylist():
-                        yield self.record(values, f"{file}:{row}")
-                        row += 1
-        except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-            _raise_failure(opened)
-            for lost in range(row, row + 1 if num_rows is None else first_row + num_rows):
-                yield Broken(f"{file}:{lost}", "damaged table", " ".join(str(error).split()))
+            feature = json.loads(metadata[b"huggingface"])["info"]["features"][self.label_column]
+            return feature["names"] if feature["_type"] == "ClassLabel" else None
+        except (KeyError, ValueError, TypeError):
+            return None
+
+    @contextmanager
+    def _open(self, file: str) -> Iterator[Any]:
+        """Open a file; any damage is a ``UserError``."""
+        import pyarrow
+
+        try:
+            with self._file(file) as opened:
+                yield self._reader(opened)
+        except (pyarrow.ArrowException, OSError) as error:
+            raise UserError(
+                f"{self.files.shown(file)} is not a whole table: {one_line(error)}; save it again"
+            ) from error
+
+    def _check_schema(self, schema: pyarrow.Schema, place: str) -> None:
+        self.check_columns(schema.names, place)
+        kind = str(schema.field(self.image_column).type)
+        if not kind.removeprefix("large_").startswith(("binary", "fixed_size_binary", "string", "struct")):
+            raise UserError(
+                f"key '{PARAMS}.image_column': {self.image_column!r} of {place} holds {kind}; "
+                "images are bytes, {bytes, path} or paths"
+            )
+
+
+def _schema(reader: Any) -> pyarrow.Schema:
+    return getattr(reader, "schema_arrow", None) or reader.schema
 
 
 @SOURCES.register("parquet")
@@ -130,38 +275,33 @@ class Parquet(_ArrowSource):
     def _names(self) -> list[str]:
         return self.files.ending(".parquet", ".parq")
 
-    def _schema(self, opened: WatchedFile) -> pyarrow.Schema:
-        return _parquet(opened).schema_arrow
+    def _reader(self, opened: Any) -> Any:
+        from pyarrow.parquet import ParquetFile
 
-    def _parts_of(self, file: str, opened: WatchedFile) -> list[Part]:
-        footer = _parquet(opened).metadata
+        return ParquetFile(opened)
+
+    def _parts_of(self, file: str, reader: Any) -> list[Part]:
+        footer = reader.metadata
         parts, groups, first_row, num_rows = [], list[int](), 0, 0
         for group in range(footer.num_row_groups):
             groups.append(group)
             num_rows += footer.row_group(group).num_rows
             if num_rows >= BLOCK_SIZE or group == footer.num_row_groups - 1:
-                where = {"file": file, "row_groups": groups, "first_row": first_row}
+                where = {"file": file, "row_groups": groups, "start": first_row}
                 fingerprint = f"{self.files.states[file]}; rows from {first_row}"
                 parts.append(Part(f"{file}:{first_row}", fingerprint, num_rows, where))
                 groups, first_row, num_rows = [], first_row + num_rows, 0
         return parts
 
-    def read(self, part: Part) -> Iterator[Record | Broken]:
-        """Yield the rows of the row groups."""
-        file = part.where["file"]
-        with self._open_whole(file) as opened:
-            batches = _parquet(opened).iter_batches(_ROWS_AT_ONCE, part.where["row_groups"], columns=self.columns)
-            yield from self._records(file, batches, part.where["first_row"], part.num_samples, opened)
-
-
-def _parquet(opened: WatchedFile) -> pyarrow.parquet.ParquetFile:
-    from pyarrow.parquet import ParquetFile
-
-    opened.seek(0)
-    return ParquetFile(opened)
+    def _batches(self, part: Part, reader: Any) -> Iterable[pyarrow.RecordBatch]:
+        batches: Iterable[pyarrow.RecordBatch] = reader.iter_batches(
+            _ROWS_AT_ONCE, part.where["row_groups"], columns=self.columns
+        )
+        return batches
 
 
 @SOURCES.register("huggingface")
+@dataclass(eq=False)
 class HuggingFace(_ArrowSource):
     """Data sets saved by ``Dataset.save_to_disk`` or ``DatasetDict.save_to_disk``, and other folders of Arrow files.
 
@@ -171,22 +311,7 @@ class HuggingFace(_ArrowSource):
         split: of a ``DatasetDict``; null if there is only one.
     """
 
-    def __init__(
-        self,
-        path: str,
-        split: str | None = None,
-        image_column: str = "image",
-        caption_column: str | Sequence[str] | None = "caption",
-        label_column: str | None = None,
-        key_column: str | None = None,
-        group_column: str | None = None,
-        num_classes: int | None = None,
-        class_names: list[str] | None = None,
-        image_root: str | None = None,
-    ) -> None:
-        columns = (image_column, caption_column, label_column, key_column, group_column)
-        super().__init__(path, *columns, num_classes, class_names, image_root)
-        self.split = split
+    split: str | None = None
 
     @cached_property
     def _names(self) -> list[str]:
@@ -205,61 +330,42 @@ class HuggingFace(_ArrowSource):
         state = json.loads(self.files.content(f"{folder}state.json"))
         return [f"{folder}{entry['filename']}" for entry in state["_data_files"]]
 
-    def _open(self, file: str) -> Any:
+    def _file(self, name: str) -> Any:
         import pyarrow
 
-        if file not in self.files.states:
-            raise self.files.unreadable(FileNotFoundError(), file)
-        return pyarrow.memory_map(self.files.inner_path(file)) if self.files.is_local else self.files.open(file)
+        if not self.files.is_local:
+            return self.files.open(name)
+        with self.files.reading(name):
+            return pyarrow.memory_map(self.files.inner_path(name))
 
-    def _schema(self, opened: Any) -> pyarrow.Schema:
-        return _reader(opened).schema
+    def _reader(self, opened: Any) -> Any:
+        """Return a reader for the Arrow file format or, as written by ``datasets``, the stream format."""
+        import pyarrow
 
-    def _parts_of(self, file: str, opened: Any) -> list[Part]:
+        is_file = opened.read(len(_FILE_FORMAT)) == _FILE_FORMAT
+        opened.seek(0)
+        return pyarrow.ipc.open_file(opened) if is_file else pyarrow.ipc.open_stream(opened)
+
+    def _parts_of(self, file: str, reader: Any) -> list[Part]:
         state = self.files.states[file]
         if not self.files.is_local:
             return [Part(file, state, None, {"file": file, "start": 0, "stop": None})]
-        blocks = block_parts(sum(batch.num_rows for batch in _batches(opened)), state, prefix=file)
-        return [replace(block, where={**block.where, "file": file}) for block in blocks]
+        return block_parts(sum(batch.num_rows for batch in _all_batches(reader)), state, prefix=file, file=file)
 
-    def read(self, part: Part) -> Iterator[Record | Broken]:
-        """Yield the rows of the block."""
-        file, start, stop = part.where["file"], part.where["start"], part.where["stop"]
-        with self._open_whole(file) as opened:
-            yield from self._records(file, _rows(opened, start, stop), start, part.num_samples, opened)
-
-
-def _rows(opened: Any, start: int, stop: int | None) -> Iterator[pyarrow.RecordBatch]:
-    """Yield rows ``start`` to ``stop`` - 1."""
-    first = 0
-    for batch in _batches(opened):
-        if stop is not None and first >= stop:
-            return
-        end = batch.num_rows if stop is None else min(batch.num_rows, stop - first)
-        skipped = max(0, start - first)
-        if skipped < end:
-            yield batch.slice(skipped, end - skipped)
-        first += batch.num_rows
+    def _batches(self, part: Part, reader: Any) -> Iterable[pyarrow.RecordBatch]:
+        start, stop = part.where["start"], part.where["stop"]
+        first = 0
+        for batch in _all_batches(reader):
+            if stop is not None and first >= stop:
+                return
+            end = batch.num_rows if stop is None else min(batch.num_rows, stop - first)
+            skipped = max(0, start - first)
+            if skipped < end:
+                yield batch.slice(skipped, end - skipped)
+            first += batch.num_rows
 
 
-def _batches(opened: Any) -> Iterator[pyarrow.RecordBatch]:
-    reader = _reader(opened)
-    if not hasattr(reader, "get_batch"):
+def _all_batches(reader: Any) -> Iterable[pyarrow.RecordBatch]:
+    if not hasattr(reader, "get_batch"):  # a stream
         return iter(reader)
     return (reader.get_batch(index) for index in range(reader.num_record_batches))
-
-
-def _reader(opened: Any) -> Any:
-    """Return a reader for the Arrow file format or, as written by ``datasets``, the stream format."""
-    import pyarrow
-
-    opened.seek(0)
-    is_file = opened.read(len(_FILE_FORMAT)) == _FILE_FORMAT
-    opened.seek(0)
-    return pyarrow.ipc.open_file(opened) if is_file else pyarrow.ipc.open_stream(opened)
-
-
-def _raise_failure(opened: Any) -> None:
-    """Raise the error of a broken connection; a memory map has none."""
-    if isinstance(opened, WatchedFile):
-        opened.raise_failure()

@@ -7,14 +7,14 @@ import json
 import re
 import tarfile
 from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from tarfile import EmptyHeaderError, EOFHeaderError, HeaderError, ReadError  # type: ignore[attr-defined]
-from typing import Any, BinaryIO
+from typing import Any
 
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import SOURCES
 from ddm_lightning.prepare.records import Broken, Part, Record
-from ddm_lightning.prepare.sources.columns import PARAMS, TableSource
-from ddm_lightning.prepare.sources.urls import WatchedFile
+from ddm_lightning.prepare.sources.tables import PARAMS, TableSource
 
 _IMAGES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "jp2", "avif", "ppm", "img")
 _CHECKED = 64
@@ -22,6 +22,7 @@ _META = re.compile(r"__[^/]*__(/|$)")
 
 
 @SOURCES.register("webdataset")
+@dataclass(eq=False)
 class WebDataset(TableSource):
     """Samples of tars, read in one pass without unpacking. The key is ``<tar>/<file name without extension>``.
 
@@ -38,19 +39,16 @@ class WebDataset(TableSource):
         class_names: labels are these words, numbered from 0.
     """
 
-    def __init__(
-        self,
-        path: str,
-        image_column: str | None = None,
-        caption_column: str | None = "txt",
-        label_column: str | None = None,
-        group_column: str | None = None,
-        num_classes: int | None = None,
-        class_names: list[str] | None = None,
-    ) -> None:
-        # img2dataset writes no .txt without a caption: then the caption is in the JSON.
-        captions = ["txt", "caption"] if caption_column == "txt" else caption_column
-        super().__init__(path, image_column or "", captions, label_column, None, group_column, num_classes, class_names)
+    image_column: str | None = None
+    caption_column: str | list[str] | None = "txt"
+    key_column: None = field(default=None, init=False)
+    image_root: None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        if self.caption_column == "txt":
+            # img2dataset writes no .txt without a caption: then the caption is in the JSON.
+            self.caption_column = ["txt", "caption"]
+        super().__post_init__()
 
     def parts(self) -> list[Part]:
         """List one part per tar; looks into the first.
@@ -69,43 +67,36 @@ class WebDataset(TableSource):
             UserError: the connection broke.
         """
         name = part.where["file"]
-        for key, members in self._samples(name):
-            yield self._sample(f"{name}/{key}" if key else name, members)
-
-    def _samples(self, name: str) -> Iterator[tuple[str, dict[str, bytes] | Broken]]:
         with self.files.open(name) as file:
-            try:
-                yield from samples_of(file)
-            except Exception:
-                file.raise_failure()
-                raise
+            for key, members in samples_of(file):
+                yield self._sample(f"{name}/{key}" if key else name, members)
 
     def _check_columns(self, name: str) -> None:
-        first = itertools.islice(self._samples(name), _CHECKED)
-        samples = [members for _, members in first if isinstance(members, dict)]
+        with self.files.open(name) as file:
+            samples = [found for _, found in itertools.islice(samples_of(file), _CHECKED) if isinstance(found, dict)]
         existing = dict.fromkeys(column for members in samples for column in _cells(members))
         has_captions = any(column in existing for column in self.captions)
-        for role, column in self.roles():
-            if not samples or not column or column in existing or (role == "caption" and has_captions):
-                continue
-            remedy = "" if role == "image" else "; or set it to null"
-            raise UserError(
-                f"key '{PARAMS}.{role}_column': none of the first {len(samples)} samples of {self.files.shown(name)} "
-                f"has {column!r}; they have: {', '.join(existing)}{remedy}"
-            )
+        for param, column in self.roles if samples else []:
+            if column not in existing and not (param == "caption_column" and has_captions):
+                raise UserError(
+                    f"key '{PARAMS}.{param}': none of the first {len(samples)} samples of {self.files.shown(name)} "
+                    f"has {column!r}; they have: {', '.join(existing)}; or set it to null"
+                )
 
     def _sample(self, key: str, members: dict[str, bytes] | Broken) -> Record | Broken:
         if isinstance(members, Broken):
-            return Broken(key, members.cause, members.detail)
+            return replace(members, key=key)
         cells = _cells(members)
         if isinstance(error := cells.get("json"), ValueError):
             return Broken(key, "damaged JSON", str(error))
-        images = [extension for extension in ([self.image] if self.image else _IMAGES) if extension in members]
+        images = [
+            extension for extension in ([self.image_column] if self.image_column else _IMAGES) if extension in members
+        ]
         if len(images) != 1:
             cause = "several images" if images else "no image"
             return Broken(key, cause, f"it has: {', '.join(cells)}; set {PARAMS}.image_column")
         row = {column: cells.get(column) for column in self.columns}
-        return self.record({**row, self.image: members[images[0]]}, key)
+        return self.record({**row, self.image_column: members[images[0]]}, key)
 
 
 def _cells(members: dict[str, bytes]) -> dict[str, Any]:
@@ -117,7 +108,7 @@ def _cells(members: dict[str, bytes]) -> dict[str, Any]:
     return {**members, **(about if isinstance(about, dict) else {}), **members}
 
 
-def samples_of(file: BinaryIO | WatchedFile) -> Iterator[tuple[str, dict[str, bytes] | Broken]]:
+def samples_of(file: Any) -> Iterator[tuple[str, dict[str, bytes] | Broken]]:
     """Yield key and members (content by extension) of every sample in a tar; ``Broken`` for bad ones.
 
     Adjacent files with the same name up to the first dot are one sample. Folders, links, hidden files and ``__...__``

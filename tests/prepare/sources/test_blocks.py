@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from ddm_lightning.prepare.sources.urls import block_of, block_parts
+from ddm_lightning.prepare.records import block_of, block_parts
 
 
 @pytest.mark.parametrize("num_samples", [0, 1, 511, 512, 513, 1300])

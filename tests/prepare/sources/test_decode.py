@@ -154,16 +154,16 @@ def test_empty_and_no_picture():
 
 
 @pytest.mark.parametrize("format", ["JPEG", "PNG", "GIF", "WEBP", "TIFF", "BMP"])
-def test_every_cut_is_a_truncated_picture(format):
+def test_every_cut_image_is_damaged(format):
     data = encoded(Image.fromarray(noise(40, 40, 3)), format)
     for length in (20, len(data) // 4, len(data) // 2, len(data) * 9 // 10):
-        assert cause(data[:length]) == "truncated image", length
+        assert cause(data[:length]) == "damaged image", length
 
 
-def test_a_truncated_picture_is_none_even_if_another_package_asked_pillow_to_pad_it(monkeypatch):
+def test_a_cut_image_is_damaged_even_if_another_package_asked_pillow_to_pad_it(monkeypatch):
     monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", True)
     data = encoded(Image.fromarray(noise(40, 40, 3)), "JPEG")
-    assert cause(data[: len(data) // 2]) == "truncated image"
+    assert cause(data[: len(data) // 2]) == "damaged image"
     assert ImageFile.LOAD_TRUNCATED_IMAGES is True
 
 
@@ -177,7 +177,7 @@ def test_random_damage_gives_a_picture_or_a_cause():
             result = decode(damaged.tobytes(), "a")
             if isinstance(result, Broken):
                 assert result.cause in {
-                    "truncated image", "damaged image", "too many pixels", "no image", "unsupported pixels",
+                    "damaged image", "too many pixels", "no image", "unsupported pixels",
                 }  # fmt: skip
 
 

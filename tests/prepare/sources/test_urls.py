@@ -1,4 +1,3 @@
-import io
 import os
 import re
 
@@ -9,7 +8,7 @@ from source_files import write
 
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import SOURCES
-from ddm_lightning.prepare.sources.urls import Files, WatchedFile
+from ddm_lightning.prepare.sources.urls import Files
 
 KEY = "key 'prepare.source.params.path'"
 
@@ -67,36 +66,14 @@ def test_a_missing_file_comes_as_what_it_is(folder):
         Files(folder).open("b")
 
 
-def test_lines_are_read_as_lines_and_what_stops_them_is_remembered():
-    class Lines(io.BytesIO):
-        calls = 0
-
-        def read(self, size=-1):
-            pytest.fail("a line is not read byte by byte")
-
-        def readline(self, size=-1):
-            self.calls += 1
-            if self.calls == 4:
-                raise ConnectionResetError("reset by peer")
-            return super().readline(size)
-
-    watched = WatchedFile(Lines(b"one\ntwo\nthree\nfour\n"), lambda error: UserError(f"told: {error}"))
-    watched.raise_failure()
-    assert [next(watched) for _ in range(3)] == [b"one\n", b"two\n", b"three\n"]
-    with pytest.raises(ConnectionResetError):
-        next(watched)
-    with pytest.raises(UserError, match="told: reset by peer"):
-        watched.raise_failure()
-
-
 @pytest.mark.parametrize("source", ["imagefolder", "webdataset", "parquet", "huggingface", "mds"])
 @pytest.mark.parametrize(
     ("path", "problem"),
     [
         ("/nowhere/at/all", "'/nowhere/at/all' does not exist"),
         ("memory://nothing/here", "'memory://nothing/here' does not exist"),
-        ("nonsense://bucket/a", "'nonsense://bucket/a' has a protocol unknown to fsspec; give a local path"),
-        ("absent://bucket/a", "needs the package 'no_such_package_there'; run pip install no_such_"),
+        ("nonsense://bucket/a", "'nonsense://bucket/a' cannot be read: ValueError: Protocol not known: nonsense"),
+        ("absent://bucket/a", "'absent://bucket/a' cannot be read: ImportError: Install it"),
         ("refusing:///bucket/a", "'refusing:///bucket/a' cannot be read: ServerDownError: 503 slow down"),
         ("absent://me:secret@host/a", "'absent://me:***@host/a'"),
     ],
