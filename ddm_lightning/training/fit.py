@@ -21,7 +21,7 @@ from ddm_lightning.core.registry import CAPTION_ENCODERS
 from ddm_lightning.core.schema import first_line
 from ddm_lightning.core.weights import check_memory
 from ddm_lightning.encoders.interfaces import CaptionEncoder
-from ddm_lightning.members.handover import hand_over, is_finished
+from ddm_lightning.members.artifact import hand_over, is_finished
 from ddm_lightning.members.member import ROUTER, Member, train_config
 from ddm_lightning.members.run_folder import RunFolder
 from ddm_lightning.members.status import MemberStatus
