@@ -36,8 +36,13 @@ from ddm_lightning.training.callbacks import (
     StopOnRequest,
     StopRequested,
 )
-from ddm_lightning.training.checkpoint.origin import KeptOrigin, check_origin
-from ddm_lightning.training.checkpoint.rolling import RollingCheckpoints, newest_checkpoint, step_of
+from ddm_lightning.training.checkpoint.rolling import (
+    KeptOrigin,
+    RollingCheckpoints,
+    check_origin,
+    newest_checkpoint,
+    step_of,
+)
 from ddm_lightning.training.ema import gathered_ema, kept_buffers
 from ddm_lightning.training.ema_snapshots import FOLDER, EmaSnapshots, missing_snapshots, snapshot_steps
 from ddm_lightning.training.expert import ExpertModule
@@ -50,8 +55,7 @@ from ddm_lightning.training.parallel.ranks import (
     leads,
     speaking_for_all,
 )
-from ddm_lightning.training.parallel.strategies import BackgroundCheckpoints
-from ddm_lightning.training.parallel.strategy import checkpoint_bytes, choose_strategy
+from ddm_lightning.training.parallel.strategy import BackgroundCheckpoints, checkpoint_bytes, choose_strategy
 from ddm_lightning.training.previews import PictureLogger
 from ddm_lightning.training.router import RouterModule
 from ddm_lightning.training.speed import UNKNOWN_COST, Speed, StepCost
