@@ -43,8 +43,14 @@ from ddm_lightning.training.checkpoint.rolling import (
     newest_checkpoint,
     step_of,
 )
-from ddm_lightning.training.ema import gathered_ema, kept_buffers
-from ddm_lightning.training.ema_snapshots import FOLDER, EmaSnapshots, missing_snapshots, snapshot_steps
+from ddm_lightning.training.ema import (
+    FOLDER,
+    EmaSnapshots,
+    gathered_ema,
+    kept_buffers,
+    missing_snapshots,
+    snapshot_steps,
+)
 from ddm_lightning.training.expert import ExpertModule
 from ddm_lightning.training.module import MemberModule
 from ddm_lightning.training.parallel.ranks import (
