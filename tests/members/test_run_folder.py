@@ -4,12 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from ddm_lightning.config import Experiment, load_experiment, to_dict
-from ddm_lightning.core import schema
 from ddm_lightning.core.errors import UserError
-from ddm_lightning.members.run_folder import FREE_SECTIONS, changes, open_run, refuse_changed
+from ddm_lightning.members.run_folder import changes, open_run, refuse_changed
 
 TINY = Path(__file__).parents[2] / "experiments" / "tiny_2x.yaml"
 
@@ -59,10 +57,6 @@ def test_more_steps_are_the_same_training_where_the_schedule_does_not_end(tmp_pa
     assert f": router.train.max_steps (was 40, where the {schedule} schedule ends); set" in str(caught.value)
 
 
-def test_free_sections_are_sections() -> None:
-    assert set(FREE_SECTIONS) <= set(schema.hints(Experiment))
-
-
 def test_a_new_folder_keeps_the_resolved_experiment(tmp_path: Path) -> None:
     experiment = tiny(tmp_path / "run")
     run = open_run(experiment, create=True)
@@ -106,10 +100,3 @@ def test_a_damaged_record_is_refused(tmp_path: Path, text: str) -> None:
     with pytest.raises(UserError, match=r"experiment\.yaml"):
         open_run(tiny(tmp_path), create=True)
     assert run.experiment.read_text() == text
-
-
-def test_paths_lie_where_the_readme_says(tmp_path: Path) -> None:
-    run = open_run(tiny(tmp_path), create=True)
-    assert yaml.safe_load(run.experiment.read_text())["name"] == "tiny_2x"
-    assert run.artifact("expert-1") == tmp_path / "members" / "expert-1" / "artifact"
-    assert run.shards == tmp_path / "prepared" / "shards"
