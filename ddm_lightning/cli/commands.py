@@ -19,10 +19,10 @@ from ddm_lightning.core import processes
 from ddm_lightning.core.devices import check_devices
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.ensemble.routing import with_suited_solver
-from ddm_lightning.islands.assembly import assemble, refuse_stale
 from ddm_lightning.islands.local import FitInterruptedError, default_jobs, fit_members
 from ddm_lightning.islands.status import members_table, shown_members, skipped_lines
-from ddm_lightning.members.handover import is_finished
+from ddm_lightning.members.artifact import is_finished
+from ddm_lightning.members.assembly import assemble, refuse_stale
 from ddm_lightning.members.member import ensemble_members, parse_members, train_config
 from ddm_lightning.members.run_folder import RunFolder, open_run, refuse_changed
 from ddm_lightning.shards.manifest import DataSizes, Manifest

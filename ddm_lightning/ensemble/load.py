@@ -10,7 +10,9 @@ from torch import nn
 
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.ensemble.velocity import Ensemble
-from ddm_lightning.members.artifact import ENSEMBLE_FILE, MEMBER_FILE, ArtifactMeta, load_network, read_ensemble
+from ddm_lightning.members.artifact import ArtifactMeta, load_network
+from ddm_lightning.members.assembly import read_ensemble
+from ddm_lightning.members.run_folder import ENSEMBLE_FILE, MEMBER_FILE
 
 
 @dataclass(frozen=True)

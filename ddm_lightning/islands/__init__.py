@@ -1,1 +1,1 @@
-"""Train members on this machine, show their progress, and assemble the ensemble."""
+"""Train members on this machine and show their progress."""

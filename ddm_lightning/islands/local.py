@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import signal
 import subprocess
@@ -24,7 +23,7 @@ from ddm_lightning.core.files import atomic_write_text
 from ddm_lightning.core.formatting import member_columns
 from ddm_lightning.core.processes import FITTED_BY, STOP_SIGNALS, STOPPED, num_cores
 from ddm_lightning.islands.status import member_status
-from ddm_lightning.members.handover import is_finished
+from ddm_lightning.members.artifact import is_finished
 from ddm_lightning.members.member import Member, train_config
 from ddm_lightning.members.run_folder import RunFolder
 from ddm_lightning.shards.manifest import Manifest
@@ -44,34 +43,26 @@ class FitInterruptedError(Exception):
     """Ctrl-C, SIGTERM or SIGUSR1 ended the training of all members."""
 
 
-class _StopRequests:
-    """Count stop signals instead of raising, so that none arrives between starting a child and recording it.
+@contextmanager
+def _stop_requests() -> Iterator[list[float]]:
+    """Yield a list that collects the times of stop signals.
 
-    A launcher may forward a signal that the terminal has also sent: two within one poll count as one.
+    Raising instead could hit between starting a child and recording it. A launcher may forward a signal that the
+    terminal has also sent: two within one poll count as one.
     """
+    times: list[float] = []
 
-    def __init__(self) -> None:
-        self.num = 0
-        self._last = -math.inf
+    def receive(_number: int, _frame: FrameType | None) -> None:
+        if not times or time.monotonic() > times[-1] + POLL_SECONDS:
+            times.append(time.monotonic())
 
-    def _receive(self, _number: int, _frame: FrameType | None) -> None:
-        if time.monotonic() > self._last + POLL_SECONDS:
-            self.num += 1
-            self._last = time.monotonic()
-
-    def more_than(self, num: int) -> bool:
-        """Whether more than ``num`` arrived; a method, because type checkers assume that ``self.num`` stays."""
-        return self.num > num
-
-    @contextmanager
-    def counted(self) -> Iterator[None]:
-        # SIGINT, too: a shell makes background commands ignore it.
-        previous = {number: signal.signal(number, self._receive) for number in STOP_SIGNALS}
-        try:
-            yield
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
+    # SIGINT, too: a shell makes background commands ignore it.
+    previous = {number: signal.signal(number, receive) for number in STOP_SIGNALS}
+    try:
+        yield times
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def default_jobs(experiment: Experiment) -> int:
@@ -111,23 +102,17 @@ def fit_members(
             second request.
         UserError: the shards are not prepared, or the name or params of a network are unknown.
     """
-    manifest = Manifest.read(run.root)
-    waiting = _longest_first(
-        [member for member in members if not _done(member, experiment, run)],
-        experiment,
-        manifest,
-    )
+    waiting = _longest_first([name for name in members if not _done(name, experiment, run)], experiment, run)
     running: list[_Child] = []
     failures: dict[str, str] = {}
-    requests = _StopRequests()
-    with requests.counted():
+    with _stop_requests() as requests:
         try:
             with Progress(*member_columns(), console=console) as progress:
                 tasks = {member: _task(progress, member, experiment, run) for member in members}
-                while (waiting or running) and not requests.more_than(0):
+                while (waiting or running) and not requests:
                     free = [slot for slot in range(jobs) if slot not in {child.slot for child in running}]
                     for slot in free[: len(waiting)]:
-                        if requests.more_than(0):
+                        if requests:
                             break
                         member = waiting.pop(0)
                         progress.start_task(tasks[member])
@@ -135,12 +120,14 @@ def fit_members(
                     _wait_for_any(running)
                     for child in list(running):
                         code = child.process.poll()
-                        _show(progress, tasks[child.member], child.member, experiment, run)
+                        status = member_status(child.member, experiment, run)
+                        note = status.note() if status.step else status.state
+                        progress.update(tasks[child.member], completed=status.step, note=note)
                         if code is not None:
                             running.remove(child)
                             if not _done(child.member, experiment, run):
                                 failures[child.member] = _failure(child, code)
-            if requests.more_than(0):
+            if requests:
                 raise FitInterruptedError
         finally:
             if running:
@@ -152,8 +139,9 @@ def _done(name: str, experiment: Experiment, run: RunFolder) -> bool:
     return is_finished(name, train_config(name, experiment).max_steps, run)
 
 
-def _longest_first(names: list[str], experiment: Experiment, manifest: Manifest) -> list[str]:
+def _longest_first(names: list[str], experiment: Experiment, run: RunFolder) -> list[str]:
     """Sort by cost, so that a long training does not end up alone."""
+    manifest = Manifest.read(run.root)
     members = [Member.resolve(name, experiment, manifest) for name in names]
     try:
         cost = {member.name: member.training_flops() for member in members}
@@ -204,11 +192,6 @@ def _task(progress: Progress, member: str, experiment: Experiment, run: RunFolde
     return progress.add_task(member, start=False, total=status.max_steps, completed=status.step, note=state)
 
 
-def _show(progress: Progress, task: TaskID, member: str, experiment: Experiment, run: RunFolder) -> None:
-    status = member_status(member, experiment, run)
-    progress.update(task, completed=status.step, note=status.note() if status.step else status.state)
-
-
 def _failure(child: _Child, code: int) -> str:
     if code < 0:
         return f"ended by {signal.Signals(-code).name}; the same command resumes it"
@@ -219,14 +202,14 @@ def _failure(child: _Child, code: int) -> str:
     return errors[-1] if errors and code == 2 else f"exit code {code}; see {child.log}"
 
 
-def _stop(running: list[_Child], requests: _StopRequests, console: Console) -> None:
+def _stop(running: list[_Child], requests: list[float], console: Console) -> None:
     """Tell each member to write a checkpoint, and wait as long as it takes: without it, its steps are lost."""
-    num_before = requests.num
+    num_before = len(requests)
     console.print("stopping: each member finishes its step and writes a checkpoint; press Ctrl-C again to kill them")
     for child in running:
         child.process.terminate()
     left = list(running)
-    while left and not requests.more_than(num_before):
+    while left and len(requests) == num_before:
         _wait_for_any(left)
         left = [child for child in left if child.process.poll() is None]
     for child in left:

@@ -17,11 +17,9 @@ from ddm_lightning.training.guard import skipped_of
 
 
 def member_status(member: str, experiment: Experiment, run: RunFolder) -> MemberStatus:
-    """Newest status of ``member``. A finished member's comes from its artifact, which ``ema`` may change.
-
-    A finished member that trains on has taken more steps than its artifact.
-    """
+    """Newest status of ``member``; a finished member's figures come from its artifact, which ``ema`` may change."""
     status = MemberStatus.read(run.member(member), member, train_config(member, experiment).max_steps)
+    # A finished member that trains on has taken more steps than its artifact.
     if run.is_finished(member) and (meta := read_meta(run.artifact(member))).step >= status.step:
         status.state, status.step, status.metrics = "done", meta.step, {**status.metrics, **meta.metrics}
     return status

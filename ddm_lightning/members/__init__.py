@@ -1,1 +1,1 @@
-"""Members: what is trained alone, where it lies on disk, and what it hands over."""
+"""Members: networks that train alone, their run folder, status and artifacts, and how these make an ensemble."""

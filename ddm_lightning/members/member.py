@@ -1,4 +1,4 @@
-"""Members: what trains alone, resolved from an experiment and the sizes of its data."""
+"""Members: networks that train alone, resolved from an experiment and the sizes of its data."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def ensemble_members(experiment: Experiment) -> list[str]:
 
 
 def parse_members(text: str, experiment: Experiment) -> list[str]:
-    """Names given by ``member=…`` on the command line: separated by commas, or ``all``.
+    """Parse ``member=…`` of the command line: names separated by commas, or ``all``.
 
     Raises:
         UserError: the experiment has no member of that name.
@@ -59,7 +59,7 @@ def batch_size(name: str, experiment: Experiment) -> int:
 
 @dataclass(frozen=True)
 class Member:
-    """One member with everything that the experiment and its data decide about it."""
+    """One member, with all settings that the experiment and its data determine."""
 
     name: str
     """``expert-0`` …, ``router`` or ``monolith``; keys the noise of its training."""
@@ -68,7 +68,7 @@ class Member:
     section: str
     """Section of the experiment that describes it: ``expert`` or ``router``."""
     clusters: tuple[int, ...]
-    """Clusters that it trains on."""
+    """Clusters of its training data."""
     num_clusters: int
     """K of the partition."""
     seed: int
@@ -81,7 +81,7 @@ class Member:
     x_shape: tuple[int, int, int]
     """Channels, height and width of ``x_0``."""
     condition: ConditionSpec
-    """What its network is conditioned on."""
+    """Kind and size of its network's condition."""
     condition_dropout: float
     """Probability of dropping a sample's condition."""
     min_snr_gamma: float | None
@@ -94,7 +94,7 @@ class Member:
         """Resolve the member called ``name``.
 
         Raises:
-            UserError: the manifest has another number of clusters, or no tokens where tokens are the condition.
+            UserError: the manifest has another number of clusters, or lacks the tokens of the condition.
         """
         role = name.partition("-")[0]
         is_router, num_clusters = role == ROUTER, experiment.prepare.partition.num_clusters
@@ -124,25 +124,19 @@ class Member:
         )
 
     def build_network(self) -> nn.Module:
-        """Build the network with initial weights drawn from the seed and the section.
+        """Build the network with initial weights that depend on the seed and the section.
 
-        All experts start from the same weights, as the monolith does.
+        All experts and the monolith start from the same weights.
 
         Raises:
-            UserError: unknown network, or parameters that it does not take.
+            UserError: the network is unknown or refuses its parameters.
         """
-        context: dict[str, Any] = {"x_shape": tuple(self.x_shape), "condition": self.condition}
-        registry = EXPERTS
-        if self.role == ROUTER:
-            registry = ROUTERS
-            context["num_clusters"] = self.num_clusters
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(keyed_generator(self.seed, "initial weights", self.section).initial_seed())
-            network: nn.Module = registry.build(self.network.name, self.network.params, **context)
-        return network
+            return make_network(self.role, self.network, self.x_shape, self.condition, self.num_clusters)
 
     def plan_network(self) -> nn.Module:
-        """Build the network without memory for its weights, on the meta device; a plug-in that refuses, as it is.
+        """Build the network on the meta device, without memory for weights; plug-ins that cannot, on the CPU.
 
         Raises:
             UserError: as ``build_network``.
@@ -159,11 +153,28 @@ class Member:
         return per_sample * self.batch_size * self.train.max_steps
 
 
-def condition_spec(experiment: Experiment, sizes: Manifest | DataSizes) -> ConditionSpec:
-    """What the experts are conditioned on.
+def make_network(
+    role: str, network: PluginConfig, x_shape: tuple[int, int, int], condition: ConditionSpec, num_clusters: int
+) -> nn.Module:
+    """Build the network of a member of ``role``.
 
     Raises:
-        UserError: tokens are asked for and the shards hold none.
+        UserError: the network is unknown or refuses its parameters.
+    """
+    context: dict[str, Any] = {"x_shape": tuple(x_shape), "condition": condition}
+    registry = EXPERTS
+    if role == ROUTER:
+        registry = ROUTERS
+        context["num_clusters"] = num_clusters
+    built: nn.Module = registry.build(network.name, network.params, **context)
+    return built
+
+
+def condition_spec(experiment: Experiment, sizes: Manifest | DataSizes) -> ConditionSpec:
+    """Kind and size of the experts' condition.
+
+    Raises:
+        UserError: the condition is tokens and the shards hold none.
     """
     kind = experiment.condition.kind
     if kind == "tokens":

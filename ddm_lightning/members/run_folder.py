@@ -1,79 +1,94 @@
-"""The run folder: everything one experiment file produced, and where each thing lies in it."""
+"""The run folder: everything one experiment file produced, where it is, and how its records are checked."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import typing
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from ddm_lightning.config import Experiment, load_experiment, to_dict, to_yaml, with_defaults
+from ddm_lightning.config import Experiment, load_experiment, to_dict, to_yaml
+from ddm_lightning.core.checks import Check, problem_with
 from ddm_lightning.core.errors import UserError
-from ddm_lightning.core.files import atomic_write_text
+from ddm_lightning.core.files import atomic_write_text, read_json
 
-# Sections that may change between two starts of one run: they shape no weight's meaning.
+MEMBER_FILE = "member.json"
+"""Description of an artifact's weights."""
+ENSEMBLE_FILE = "ensemble.json"
+# Sections and keys that may change between two starts: they change no byte of shards and no meaning of weights.
 FREE_SECTIONS = ("run_dir", "island", "sample")
-# Who prepares and where shards are uploaded to changes no byte of them.
 FREE_KEYS = ("prepare.engine", "prepare.num_processes", "prepare.shards.remote")
 
 
-@dataclass(frozen=True)
+@dataclass(unsafe_hash=True)
 class RunFolder:
-    """Paths below one run folder."""
+    """Paths inside one run folder."""
 
     root: Path
+
+    def __post_init__(self) -> None:
+        self.experiment = self.root / "experiment.yaml"
+        """The resolved experiment of this folder."""
+        self.prepared = self.root / "prepared"
+        """Output of ``prepare``."""
+        self.shards = self.prepared / "shards"
+        """MDS shards, one folder per cluster."""
+        self.ensemble = self.root / ENSEMBLE_FILE
+        """The ensemble's manifest."""
+        self.samples = self.root / "samples"
+        """Images sampled from the ensemble."""
 
     @classmethod
     def of(cls, experiment: Experiment) -> RunFolder:
         """The experiment's run folder, unchecked."""
         return cls(Path(experiment.run_dir))
 
-    @property
-    def experiment(self) -> Path:
-        """The resolved experiment that this folder belongs to."""
-        return self.root / "experiment.yaml"
-
-    @property
-    def prepared(self) -> Path:
-        """What ``prepare`` writes."""
-        return self.root / "prepared"
-
-    @property
-    def shards(self) -> Path:
-        """The MDS shards, one folder a cluster."""
-        return self.prepared / "shards"
-
-    @property
-    def ensemble(self) -> Path:
-        """The ensemble's manifest."""
-        return self.root / "ensemble.json"
-
-    @property
-    def samples(self) -> Path:
-        """Pictures drawn from the ensemble."""
-        return self.root / "samples"
-
     def member(self, name: str) -> Path:
-        """Everything that one member writes; no other member reads or writes below it while training."""
+        """Everything one member writes; no other member uses it during training."""
         return self.root / "members" / name
 
     def artifact(self, name: str) -> Path:
-        """What a finished member hands over."""
+        """Artifact of a finished member."""
         return self.member(name) / "artifact"
 
     def is_finished(self, name: str) -> bool:
         """Whether the member has handed over its artifact."""
-        return (self.artifact(name) / "member.json").exists()
+        return (self.artifact(name) / MEMBER_FILE).exists()
+
+
+def field_checks(kind: type) -> dict[str, Check]:
+    """Check of each field of the dataclass ``kind``, from annotations ``Annotated[type, check]``."""
+    hints = typing.get_type_hints(kind, include_extras=True)
+    return {name: hint.__metadata__[0] for name, hint in hints.items()}
+
+
+def read_record(path: Path, checks: Mapping[str, Check], what: str, remedy: str) -> dict[str, Any]:
+    """Read a JSON object with exactly the keys of ``checks``.
+
+    Args:
+        path: the file.
+        checks: check of each value.
+        what: description of the file for error lines.
+        remedy: ends every error line.
+
+    Raises:
+        UserError: the file is missing or not JSON, or has a wrong, missing or unknown key.
+    """
+    document: dict[str, Any] = read_json(path, what, remedy)
+    if problem := problem_with(document, checks):
+        raise UserError(f"{path}: {problem}; {remedy}")
+    return document
 
 
 def load_run(path: str | Path, overrides: Sequence[str] = ()) -> Experiment:
-    """The experiment of the run folder that ``path`` and ``overrides`` lead to, as that folder records it.
+    """Load an experiment as its run folder records it; as ``path`` says if there is no record.
 
-    Over the record win the sections ``island`` and ``sample`` of ``path``, and ``overrides``. A record is a ``path``,
-    too: of its own folder, wherever that lies now. Where there is no record, it is the experiment in ``path``.
+    The sections ``island`` and ``sample`` of ``path``, and ``overrides``, take precedence over the record. ``path`` may
+    be a record itself, also of a folder that has moved.
 
     Raises:
         UserError: as ``load_experiment``.
@@ -87,42 +102,40 @@ def load_run(path: str | Path, overrides: Sequence[str] = ()) -> Experiment:
     if not run.experiment.exists() or run.experiment.resolve() == path.resolve():
         return experiment
     recorded = load_experiment(path, overrides, record=run.experiment)
-    recorded.run_dir = experiment.run_dir  # it may have been moved
+    recorded.run_dir = experiment.run_dir  # the folder may have moved
     return recorded
 
 
 def open_run(experiment: Experiment, *, create: bool) -> RunFolder:
-    """The experiment's run folder, after a check that it was made by the same experiment.
+    """Open the experiment's run folder, after ``refuse_changed``.
 
     Args:
-        create: whether to leave the resolved experiment in the folder, which is made when it is missing.
+        experiment: the experiment.
+        create: whether to create the folder if it is missing, and to record the resolved experiment in it.
 
     Raises:
-        UserError: the folder belongs to a different experiment (the line names the keys that changed),
-            or is missing and ``create`` is false.
+        UserError: as ``refuse_changed``, or the folder is missing and ``create`` is false.
     """
     run = RunFolder.of(experiment)
     if not (run.experiment.exists() or create):
         raise UserError(f"{run.root}: no run here; start it with fit and the same FILE and settings")
     refuse_changed(experiment)
     if create and _recorded(run) != to_dict(experiment):
-        # Where it is there already, only free sections differ.
         atomic_write_text(run.experiment, to_yaml(experiment))
     return run
 
 
 def refuse_changed(experiment: Experiment) -> None:
-    """Check that the experiment's run folder, where there is one, was made by the same experiment.
+    """Check that the experiment's run folder, if any, was made by the same experiment.
 
     Raises:
-        UserError: the folder belongs to a different experiment; the line names the keys that changed.
+        UserError: a different experiment made it; the line names the changed keys.
     """
     run = RunFolder.of(experiment)
-    # What was only prepared can be prepared anew: it knows what hangs on a changed key.
+    # Without members the folder is only prepared, and prepare knows which of its stages a changed key affects.
     if not run.experiment.exists() or not (run.root / "members").exists():
         return
-    changed = changes(with_defaults(_recorded(run)), to_dict(experiment))
-    if changed:
+    if changed := changes(_recorded(run), to_dict(experiment)):
         raise UserError(
             f"{run.experiment}: the experiment changed since this run folder was made: {changed}; "
             f"set those keys back, or use another folder with run_dir=…"
@@ -130,7 +143,7 @@ def refuse_changed(experiment: Experiment) -> None:
 
 
 def _recorded(run: RunFolder) -> dict[str, Any]:
-    """The experiment that the folder was made by; empty for a folder that is yet to be made."""
+    """The experiment recorded in the folder; empty if there is none."""
     if not run.experiment.exists():
         return {}
     try:
@@ -142,46 +155,28 @@ def _recorded(run: RunFolder) -> dict[str, Any]:
     return old if isinstance(old, dict) else {}
 
 
-def changed_keys(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """Dotted keys whose values differ, outside the sections that may change between two starts."""
-    before, after = _flat(old, ""), _flat(new, "")
-    return sorted(
-        key
-        for key in before.keys() | after.keys()
-        if before.get(key) != after.get(key)
-        and key.split(".")[0] not in FREE_SECTIONS
-        and key not in FREE_KEYS
-        and not (_is_raised(key, before, after) and _schedule(key, after) == "constant")
-    )
-
-
-def _is_raised(key: str, before: dict[str, Any], after: dict[str, Any]) -> bool:
-    """Whether ``key`` is a number of optimizer steps that grew: a finished member can then be trained on."""
-    was, now = before.get(key), after.get(key)
-    return key.endswith(".train.max_steps") and isinstance(was, int) and isinstance(now, int) and was < now
-
-
-def _schedule(key: str, flat: dict[str, Any]) -> Any:
-    return flat.get(f"{key.removesuffix('max_steps')}schedule")
-
-
 def changes(old: dict[str, Any], new: dict[str, Any]) -> str:
-    """``changed_keys`` and what they were, for a line; empty where there are none."""
-    before, after = _flat(old, ""), _flat(new, "")
+    """Describe keys that differ between two experiments, outside ``FREE_SECTIONS`` and ``FREE_KEYS``; empty if none.
 
-    def what(key: str) -> str:
-        if key not in before:
-            return f"{key} (was not set)"
-        schedule = f", where the {_schedule(key, after)} schedule ends" if _is_raised(key, before, after) else ""
-        return f"{key} (was {json.dumps(before[key])}{schedule})"
+    More ``max_steps`` under a constant schedule are no change: a finished member can be trained on.
+    """
+    before, after = _flat(old), _flat(new)
+    described = []
+    for key in sorted(before.keys() | after.keys()):
+        was, now = before.get(key), after.get(key)
+        if was == now or key.split(".")[0] in FREE_SECTIONS or key in FREE_KEYS:
+            continue
+        schedule = after.get(f"{key.removesuffix('max_steps')}schedule")
+        is_raised = key.endswith(".train.max_steps") and isinstance(was, int) and isinstance(now, int) and was < now
+        if is_raised and schedule == "constant":
+            continue
+        value = f"was {json.dumps(was)}" if key in before else "was not set"
+        described.append(f"{key} ({value}{f', where the {schedule} schedule ends' if is_raised else ''})")
+    return ", ".join(described)
 
-    return ", ".join(what(key) for key in changed_keys(old, new))
 
-
-def _flat(value: Any, prefix: str) -> dict[str, Any]:
+def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Values of nested dicts by dotted key."""
     if not isinstance(value, dict):
         return {prefix: value}
-    flat = {}
-    for key, inner in value.items():
-        flat.update(_flat(inner, f"{prefix}.{key}" if prefix else str(key)))
-    return flat
+    return {key: leaf for name in value for key, leaf in _flat(value[name], f"{prefix}.{name}".lstrip(".")).items()}

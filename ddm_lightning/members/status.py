@@ -1,59 +1,61 @@
-"""One member's state as a small JSON file that others may read at any moment."""
+"""Status of one member's training, a small JSON file that others may read at any time."""
 
 from __future__ import annotations
 
-import math
 import os
 import platform
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
-from ddm_lightning.core.errors import UserError
-from ddm_lightning.core.files import atomic_write_json, read_json
+from ddm_lightning.core import checks
+from ddm_lightning.core.files import atomic_write_json
 from ddm_lightning.core.formatting import duration
 from ddm_lightning.core.processes import start_time
+from ddm_lightning.members.run_folder import field_checks, read_record
 
 HELD_OUT_STEP = "held_out/step"
-"""In the metrics of an artifact: the step whose weights the other held-out figures are of."""
-
+"""Metric of an artifact: step of the weights that its other held-out figures describe."""
 STATES = ("waiting", "starting", "training", "stopped", "failed", "done")
+_COUNT = checks.integer(0)
+_AMOUNT: checks.Check = (lambda value: checks.is_number(value) and value >= 0, "a number of at least 0")
+_TEXT: checks.Check = (lambda value: isinstance(value, str), "a text")
 
 
 def loss_of(metrics: Mapping[str, float], split: str) -> float | None:
-    """The loss of ``train`` or ``held_out``: an expert's, or a router's cross-entropy, which older runs call a loss."""
+    """Loss of the split ``train`` or ``held_out``: an expert's, or a router's cross-entropy."""
     return metrics.get(f"{split}/cross_entropy", metrics.get(f"{split}/loss"))
 
 
 @dataclass
 class MemberStatus:
-    """Where one member's training stands."""
+    """Progress of one member's training; each field's annotation checks its JSON value."""
 
-    member: str
+    member: Annotated[str, checks.TEXT]
     """Its name."""
-    max_steps: int
-    """Optimizer steps that it will take."""
-    state: str = "waiting"
-    """One of ``STATES``; ``stopped`` is on request."""
-    step: int = 0
+    max_steps: Annotated[int, _COUNT]
+    """Optimizer steps to take."""
+    state: Annotated[str, checks.one_of(STATES)] = "waiting"
+    """One of ``STATES``; ``stopped`` means on request."""
+    step: Annotated[int, _COUNT] = 0
     """Optimizer steps taken."""
-    seconds: float = 0.0
+    seconds: Annotated[float, _AMOUNT] = 0.0
     """Training time, summed over restarts."""
-    samples_per_second: float = 0.0
-    """Training samples a second since the last start, over all devices."""
-    metrics: dict[str, float] = field(default_factory=dict)
+    samples_per_second: Annotated[float, _AMOUNT] = 0.0
+    """Training samples per second since the last start, over all devices."""
+    metrics: Annotated[dict[str, float], checks.NUMBERS] = field(default_factory=dict)
     """Newest logged averages."""
-    validated_step: int = 0
-    """Step of the newest validation that came to its end."""
-    pid: int = 0
-    """Process that trains it."""
-    began: str = ""
-    """When that process began, in ticks of its machine's clock; empty where the system does not say."""
-    host: str = ""
+    validated_step: Annotated[int, _COUNT] = 0
+    """Step of the newest complete validation."""
+    pid: Annotated[int, _COUNT] = 0
+    """Process that trains the member."""
+    began: Annotated[str, _TEXT] = ""
+    """Start of that process, in ticks of its machine's clock; empty if unknown."""
+    host: Annotated[str, _TEXT] = ""
     """Name of that machine."""
-    updated: float = 0.0
+    updated: Annotated[float, _AMOUNT] = 0.0
     """Unix time of the last write."""
 
     def write(self, folder: Path) -> None:
@@ -65,7 +67,7 @@ class MemberStatus:
 
     @classmethod
     def read(cls, folder: Path, member: str, max_steps: int) -> MemberStatus:
-        """The status in a member's folder; a fresh one when it has not started.
+        """Read the status in a member's folder; a fresh one if training has not started.
 
         Raises:
             UserError: the file is damaged.
@@ -73,27 +75,10 @@ class MemberStatus:
         path = folder / "status.json"
         if not path.exists():
             return cls(member, max_steps)
-        remedy = "delete it; training rewrites it"
-        loaded: dict[str, Any] = read_json(path, "the member's status", remedy)
-        fresh = cls(member, max_steps)
-        if not isinstance(loaded, dict):
-            raise UserError(f"{path}: the member's status is no object; {remedy}")
-        for key, value in loaded.items():
-            own = getattr(fresh, key, None)
-            fits = (int, float) if isinstance(own, float) else type(own)
-            if key in cls.__dataclass_fields__ and (not isinstance(value, fits) or isinstance(value, bool)):
-                raise UserError(f"{path}: key {key!r} = {value!r} is no {type(own).__name__}; {remedy}")
-            if isinstance(own, int | float) and not 0 <= value < math.inf:
-                raise UserError(f"{path}: key {key!r} = {value!r} is not finite, or negative; {remedy}")
-        if loaded.get("state", fresh.state) not in STATES:
-            raise UserError(f"{path}: key 'state' = {loaded['state']!r} is none of {', '.join(STATES)}; {remedy}")
-        for name, value in loaded.get("metrics", {}).items():
-            if not isinstance(value, int | float) or isinstance(value, bool):
-                raise UserError(f"{path}: key 'metrics.{name}' = {value!r} is no number; {remedy}")
-        return replace(fresh, **{key: value for key, value in loaded.items() if key in cls.__dataclass_fields__})
+        return cls(**read_record(path, field_checks(cls), "the member's status", "delete it; training rewrites it"))
 
     def shown_state(self) -> str:
-        """The state; ``killed`` if the process that wrote it is gone, and its age if that ran on another machine."""
+        """The state; ``killed`` if the process is gone, and the age of the status if it ran on another machine."""
         if self.state not in ("starting", "training"):
             return self.state
         if self._is_elsewhere():
@@ -101,21 +86,21 @@ class MemberStatus:
         return self.state if self.runs() else "killed"
 
     def note(self) -> str:
-        """The newest figures in a few words."""
+        """Newest loss and speed; the state before the first."""
         loss = loss_of(self.metrics, "train")
         return f"loss {loss:.4f}  {self.samples_per_second:.0f} samples/s" if loss is not None else self.state
 
     def runs(self) -> bool:
-        """Whether the process that wrote it is alive on this machine."""
-        if self.pid <= 0 or self._is_elsewhere():  # to a signal, 0 and less are groups of processes
+        """Whether the process that wrote the status is alive on this machine."""
+        if self.pid <= 0 or self._is_elsewhere():  # os.kill takes 0 and less for process groups
             return False
         try:
             os.kill(self.pid, 0)
         except (ProcessLookupError, OverflowError):
             return False
-        except PermissionError:
-            pass  # another user's
-        return self.began in ("", start_time(self.pid))  # a later process may have its number
+        except PermissionError:  # another user's
+            pass
+        return self.began in ("", start_time(self.pid))  # process ids are reused
 
     def _is_elsewhere(self) -> bool:
         return self.host not in ("", platform.node())

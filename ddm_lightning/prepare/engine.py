@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
 from ddm_lightning.core.errors import UserError
-from ddm_lightning.core.formatting import TimeColumn
+from ddm_lightning.core.formatting import time_column
 from ddm_lightning.core.processes import num_cores, on_orphaned
 
 Job = TypeVar("Job")
@@ -122,7 +122,7 @@ class RichReporter(Reporter):
     """A bar per stage with elapsed and remaining time; a context manager."""
 
     def __init__(self, console: Console | None = None) -> None:
-        columns = (TextColumn("{task.description:<10}"), BarColumn(), MofNCompleteColumn(), TimeColumn())
+        columns = (TextColumn("{task.description:<10}"), BarColumn(), MofNCompleteColumn(), time_column())
         self._progress = Progress(*columns, console=console, transient=True)
         self._bars: dict[str, TaskID] = {}
         self._last_line = time.monotonic()

@@ -1,34 +1,72 @@
-"""Exponential moving average of the weights, kept in the optimizer's state.
+"""Averages of the weights during training: an exponential moving average, and power-function averages of any width.
 
-There it needs no code of its own to be saved, resumed or resharded, and a sharded parameter averages
-its local shard without communication.
+They live in the optimizer's state, so saving, resuming and resharding need no code of their own, and a sharded
+parameter averages its local shard without communication.
+
+The weight of step τ in a power-function average at step t is proportional to τ^γ; its width is the standard deviation
+of that profile, as a share of t (EDM2: Karras et al., 2312.02696). Snapshots of a few widths, on disk, allow any width
+to be chosen after training (``ema_choice``).
 """
 
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import lightning as L
 import numpy as np
 import torch
-from jaxtyping import Float
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from ddm_lightning.config import TrainConfig
+from ddm_lightning.core import checks
 from ddm_lightning.core.devices import local
+from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.files import atomic_write_json, read_json
+from ddm_lightning.core.weights import save_weights
 
 KEY = "ema"
+"""Key of the exponential average in a parameter's optimizer state."""
 STEPS = "ema_steps"
+FOLDER = "ema"
+"""Folder of snapshots inside the member's folder."""
+WIDEST = 12**-0.5
+"""Width of exponent 0, which weighs all steps alike."""
+_INDEX = "snapshots.json"
+_NAME = re.compile(r"width-(0\.\d+)-step-(\d{8,})\.safetensors")
 
 
 def width_key(width: float) -> str:
-    """Under which the power-function average of a width is kept."""
+    """Key of the power-function average of ``width`` in a parameter's optimizer state."""
     return f"{KEY}_{width:g}"
+
+
+def exponent_of(width: float) -> float:
+    """Exponent γ of the profile of ``width``, which is in (0, ``WIDEST``].
+
+    The profile's variance is (γ + 1) / ((γ + 2)² (γ + 3)) of t², which decreases with γ.
+
+    Raises:
+        ValueError: no profile has this width.
+    """
+    if not 0 < width <= WIDEST * (1 + 1e-9):
+        raise ValueError(f"a width is above 0 and at most {WIDEST:.4f}, not {width}")
+    inverse = width**-2
+    roots = np.roots([1.0, 7.0, 16.0 - inverse, 12.0 - inverse])
+    return max(0.0, float(roots[np.isreal(roots)].real.max()))
+
+
+def power_decay(exponent: float, step: int) -> float:
+    """Decay of a power-function average at ``step``, counted from 1: (1 − 1/t)^(γ + 1)."""
+    return float((1.0 - 1.0 / step) ** (exponent + 1.0))
 
 
 def track_ema(optimizer: Optimizer, decay: float, widths: Sequence[float] = ()) -> None:
@@ -37,16 +75,16 @@ def track_ema(optimizer: Optimizer, decay: float, widths: Sequence[float] = ()) 
     The first average is the weights after the first step.
 
     Args:
-        optimizer: in whose state the averages are kept.
+        optimizer: holds the averages in its state.
         decay: of the exponential average. It warms up as ``min(decay, (1 + n) / (10 + n))`` over steps n, so that the
-            first thousand steps are not dominated by the initial weights.
-        widths: of power-function averages (``ema_profiles``).
+            initial weights do not dominate the first thousand steps.
+        widths: widths of power-function averages.
     """
     exponents = {width_key(width): exponent_of(width) for width in widths}
     for group in optimizer.param_groups:
         group.setdefault(STEPS, 0)
 
-    # Local shards by group and key: asking a DTensor for its shard at each step costs the host more than the average.
+    # Local shards by group and key: asking DTensors for their shards at each step takes longer than the average.
     kept: dict[tuple[int, str], tuple[list[Tensor], list[Tensor]]] = {}
 
     @torch.no_grad()
@@ -60,7 +98,7 @@ def track_ema(optimizer: Optimizer, decay: float, widths: Sequence[float] = ()) 
                 states = [optimizer.state[parameter] for parameter in parameters]
                 for parameter, state in zip(parameters, states, strict=True):
                     if key not in state:
-                        # A clone keeps the parameter's own (perhaps uneven) sharding.
+                        # A clone keeps the parameter's (perhaps uneven) sharding.
                         state[key] = parameter.detach().clone()
                 tensors = [*parameters, *(state[key] for state in states)]
                 known, shards = kept.get((number, key), ([], []))
@@ -75,9 +113,9 @@ def track_ema(optimizer: Optimizer, decay: float, widths: Sequence[float] = ()) 
 
 
 def ema_tensors(module: nn.Module, optimizer: Optimizer, key: str = KEY) -> dict[str, Tensor]:
-    """The averages by parameter name, sharded as the parameters are; a parameter never stepped is itself.
+    """Averages by parameter name, sharded as the parameters; a parameter without steps is its own average.
 
-    A parameter of two names (tied weights) is there by both, as in ``state_dict``.
+    Tied weights are included under each name, as in ``state_dict``.
     """
     return {
         name: optimizer.state.get(parameter, {}).get(key, parameter.detach())
@@ -86,13 +124,13 @@ def ema_tensors(module: nn.Module, optimizer: Optimizer, key: str = KEY) -> dict
 
 
 def gathered_ema(module: nn.Module, optimizer: Optimizer, key: str = KEY, *, keeps: bool = True) -> dict[str, Tensor]:
-    """The whole averages on the CPU, fp32; a collective: every rank calls it.
+    """Unsharded averages on the CPU, fp32; a collective of all ranks.
 
     Args:
         module: the network.
         optimizer: its optimizer.
-        key: which averages.
-        keeps: whether this rank wants them; one that only takes part gets nothing.
+        key: key of the average.
+        keeps: whether this rank wants the result; otherwise it gets none.
     """
     gathered: dict[str, Tensor] = {}
     for name, value in ema_tensors(module, optimizer, key).items():
@@ -103,13 +141,13 @@ def gathered_ema(module: nn.Module, optimizer: Optimizer, key: str = KEY, *, kee
 
 
 def kept_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """What ``state_dict`` has besides parameters, such as a batch norm's statistics, as it is now, on the CPU."""
+    """Entries of ``state_dict`` that are not parameters, such as batch-norm statistics, copied to the CPU."""
     parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     return {name: value.detach().cpu().clone() for name, value in module.state_dict().items() if name not in parameters}
 
 
 def _reshard(module: nn.Module) -> None:
-    """Shard again what a forward pass without a backward pass left gathered, in plain tensors (FSDP2)."""
+    """Shard weights that a forward pass without a backward pass left gathered (FSDP2)."""
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.reshard()
@@ -117,7 +155,7 @@ def _reshard(module: nn.Module) -> None:
 
 @contextmanager
 def ema_weights(module: nn.Module, optimizer: Optimizer) -> Iterator[None]:
-    """Within the block ``module`` carries its averaged weights; afterwards its own, bit for bit."""
+    """Within the block ``module`` has its averaged weights; afterwards its own, bit for bit."""
     _reshard(module)
     averages = ema_tensors(module, optimizer)
     own = {name: local(parameter.detach()).clone() for name, parameter in module.named_parameters()}
@@ -135,79 +173,92 @@ def ema_weights(module: nn.Module, optimizer: Optimizer) -> Iterator[None]:
         load(own)
 
 
-WIDEST = 12**-0.5
-"""Of exponent 0, which weighs all steps alike."""
-
-
-def exponent_of(width: float) -> float:
-    """The exponent γ of a profile whose width is ``width``, in (0, ``WIDEST``].
-
-    Its variance is (γ + 1) / ((γ + 2)² (γ + 3)) of t², which falls with γ.
-    """
-    if not 0 < width <= WIDEST * (1 + 1e-9):
-        raise ValueError(f"a width is above 0 and at most {WIDEST:.4f}, not {width}")
-    inverse = width**-2
-    roots = np.roots([1.0, 7.0, 16.0 - inverse, 12.0 - inverse])
-    return max(0.0, float(roots[np.isreal(roots)].real.max()))
-
-
-def width_of(exponent: float) -> float:
-    """The width of a profile (inverse of ``exponent_of``)."""
-    return float(((exponent + 1) / ((exponent + 2) ** 2 * (exponent + 3))) ** 0.5)
-
-
-def power_decay(exponent: float, step: int) -> float:
-    """What an average keeps of itself at ``step``, counted from 1: (1 − 1/t)^(γ + 1)."""
-    return float((1.0 - 1.0 / step) ** (exponent + 1.0))
-
-
 @dataclass(frozen=True)
 class Snapshot:
-    """One average at one step."""
+    """A power-function average at one step."""
 
     width: float
     step: int
 
-
-@dataclass(frozen=True)
-class Mixture:
-    """How snapshots make an average of another width."""
-
-    shares: Float[np.ndarray, " n"]
-    """Of each snapshot, in float64; they sum to 1, and some are negative."""
-    misfit: float
-    """Norm of what the mixture's profile differs by from the wanted one, over the norm of that."""
+    @property
+    def file(self) -> str:
+        """Name of its file."""
+        return f"width-{self.width:g}-step-{self.step:08d}.safetensors"
 
 
-def mixture(snapshots: Sequence[Snapshot], width: float, step: int) -> Mixture:
-    """The mixture of snapshots nearest to the average of another ``width`` at ``step``, in least squares of profiles.
+def snapshot_steps(train: TrainConfig) -> list[int]:
+    """Optimizer steps after which snapshots are written: evenly spaced, up to the last step."""
+    num = train.ema_snapshots
+    return sorted({round(train.max_steps * part / num) for part in range(1, num + 1)} - {0})
 
-    The profiles' inner products are those of functions of continuous time.
+
+def all_snapshots(train: TrainConfig) -> list[Snapshot]:
+    """Snapshots of a whole training."""
+    return [Snapshot(width, step) for width in train.ema_widths for step in snapshot_steps(train)]
+
+
+class EmaSnapshots(L.Callback):
+    """Write the averages of ``train.ema_widths``, float32, to the member's folder ``ema``."""
+
+    def __init__(self, folder: Path, train: TrainConfig) -> None:
+        self.folder = folder / FOLDER
+        self.snapshots = all_snapshots(train)
+        self._sha256: dict[str, str] = {}
+
+    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        """Continue the index of an earlier start."""
+        self._sha256 = read_index(self.folder)
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: object) -> None:
+        """Write the snapshots of this step. A resumed training writes some again, with the same bytes."""
+        network = module.network
+        assert isinstance(network, nn.Module)
+        for snapshot in self.snapshots:
+            if snapshot.step == trainer.global_step:
+                key, leads = width_key(snapshot.width), trainer.is_global_zero
+                weights = gathered_ema(network, trainer.optimizers[0], key, keeps=leads)
+                if leads:
+                    path = self.folder / snapshot.file
+                    self._sha256[snapshot.file] = save_weights(path, weights, str(path))
+                    atomic_write_json(self.folder / _INDEX, self._sha256)
+
+
+def snapshots_remedy(folder: Path) -> str:
+    """Remedy for damaged snapshots in ``folder``, for error lines."""
+    return f"remove {folder.parent}, then train the member again"
+
+
+def read_index(folder: Path) -> dict[str, str]:
+    """SHA-256 of each snapshot in ``folder`` by file name; empty before the first.
+
+    Raises:
+        UserError: the index is damaged.
     """
-    exponents = np.array([exponent_of(snapshot.width) for snapshot in snapshots])
-    steps = np.array([snapshot.step for snapshot in snapshots], dtype=np.float64)
-    wanted, last = np.array(exponent_of(width)), np.array(float(step))
-    products = _products(exponents[:, None], steps[:, None], exponents[None], steps[None])
-    aims = _products(exponents, steps, wanted, last)
-    # Neighbouring profiles are nearly the same: with ones in the diagonal fewest digits are lost.
-    scale = np.sqrt(np.diagonal(products))
-    # The shares have to sum to 1 (a Lagrange multiplier), or weights would be multiplied by their sum.
-    border = scale.min() / scale
-    system = np.block([[products / np.outer(scale, scale), border[:, None]], [border[None], np.zeros((1, 1))]])
-    solved = np.linalg.lstsq(system, np.append(aims / scale, scale.min()), rcond=1e-14)[0][:-1] / scale
-    whole = float(_products(wanted, last, wanted, last))
-    rest = whole - 2 * solved @ aims + solved @ products @ solved
-    return Mixture(solved, float(np.sqrt(max(0.0, rest) / whole)))
+    path = folder / _INDEX
+    if not path.exists():
+        return {}
+    index = read_json(path, "the index of snapshots", snapshots_remedy(folder))
+    is_hash = checks.SHA256[0]
+    if not isinstance(index, dict) or not all(_NAME.fullmatch(name) and is_hash(index[name]) for name in index):
+        raise UserError(f"{path}: is not an index of snapshots and their hashes; {snapshots_remedy(folder)}")
+    return index
 
 
-def _products(
-    a: Float[np.ndarray, "*n"],
-    step_a: Float[np.ndarray, "*n"],
-    b: Float[np.ndarray, "*n"],
-    step_b: Float[np.ndarray, "*n"],
-) -> Float[np.ndarray, "*m"]:
-    """∫ p_a p_b over the time before both steps, of p(τ) = (γ + 1) τ^γ / t^(γ + 1)."""
-    earlier = np.minimum(step_a, step_b)
-    # Powers of ratios below one: powers of steps overflow.
-    overlap = (earlier / step_a) ** a * (earlier / step_b) ** b * earlier / (step_a * step_b)
-    return (a + 1) * (b + 1) / (a + b + 1) * overlap
+def missing_snapshots(folder: Path, train: TrainConfig, step: int) -> str | None:
+    """Describe snapshots missing from the member's ``folder`` when it resumes at ``step``; None if all are there.
+
+    Training continues without them, but no width can be chosen afterwards.
+
+    Raises:
+        UserError: the index of snapshots is damaged.
+    """
+    known = read_index(folder / FOLDER) if train.ema_widths else {}
+    due = [snapshot.file for snapshot in all_snapshots(train) if snapshot.step <= step]
+    missing = [name for name in due if name not in known or not (folder / FOLDER / name).is_file()]
+    if not missing:
+        return None
+    return (
+        f"{len(missing)} of the {len(due)} snapshots of averages that were due are missing, such as "
+        f"{folder / FOLDER / missing[0]}; restore them and {_INDEX}, or the command ema will refuse this member "
+        "(as it does after max_steps was raised)"
+    )

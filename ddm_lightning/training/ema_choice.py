@@ -1,4 +1,4 @@
-"""The width of the weights' average, chosen after the training by the held-out loss."""
+"""Choose the width of the averaged weights after training, by held-out loss."""
 
 from __future__ import annotations
 
@@ -6,130 +6,213 @@ import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+import torch
 from filelock import FileLock, Timeout
+from jaxtyping import Float
 from rich import box
 from rich.progress import track
 from rich.table import Table
 from torch import Tensor
 
-from ddm_lightning.config import Experiment
+from ddm_lightning.config import Experiment, TrainConfig
 from ddm_lightning.core.devices import autocast, device_of
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_folder
+from ddm_lightning.core.weights import load_weights
 from ddm_lightning.members.artifact import ArtifactMeta, build_network, read_artifact, read_meta, write_artifact
 from ddm_lightning.members.member import Member
 from ddm_lightning.members.run_folder import RunFolder
 from ddm_lightning.members.status import HELD_OUT_STEP, loss_of
 from ddm_lightning.shards.manifest import Manifest
-from ddm_lightning.training.ema import WIDEST
-from ddm_lightning.training.ema_snapshots import FOLDER, Snapshots
+from ddm_lightning.training import ema
 from ddm_lightning.training.fit import build_data, build_module
 
 DEFAULT_WIDTHS = (0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.25)
+LARGEST_MISFIT = 0.05
 WIDTH = "ema_width"
-"""In the metrics of an artifact whose weights are an average of that width."""
-_ORIGINAL = "artifact"
+"""Metric of an artifact whose weights are an average of this width."""
 _ACCURACY = "held_out/accuracy"
 
 
-@dataclass(frozen=True)
-class Average:
-    """Held-out figures of one average of a member's weights."""
+def mixture(snapshots: Sequence[ema.Snapshot], width: float, step: int) -> tuple[Float[np.ndarray, " n"], float]:
+    """Mix snapshots into an average of another ``width`` at ``step``, by least squares of profiles (2312.02696).
 
-    name: str
-    metrics: Mapping[str, float]
+    Inner products of profiles are integrals over continuous time.
 
-    @property
-    def loss(self) -> float:
-        """Infinite where it is not finite at some timestep."""
-        loss = loss_of(self.metrics, "held_out")
-        return math.inf if loss is None else loss
+    Returns:
+        Share of each snapshot, float64; shares sum to 1, and some are negative. And the misfit: the relative L2 error
+        of the mixed profile.
+    """
+    exponents = np.array([ema.exponent_of(snapshot.width) for snapshot in snapshots])
+    steps = np.array([snapshot.step for snapshot in snapshots], dtype=np.float64)
+    wanted, last = np.array(ema.exponent_of(width)), np.array(float(step))
+    products = _products(exponents[:, None], steps[:, None], exponents[None], steps[None])
+    aims = _products(exponents, steps, wanted, last)
+    # Neighbouring profiles are nearly equal: a diagonal of ones loses the fewest digits.
+    scale = np.sqrt(np.diagonal(products))
+    # A Lagrange multiplier makes the shares sum to 1; otherwise they would scale the weights.
+    border = scale.min() / scale
+    system = np.block([[products / np.outer(scale, scale), border[:, None]], [border[None], np.zeros((1, 1))]])
+    shares = np.linalg.lstsq(system, np.append(aims / scale, scale.min()), rcond=1e-14)[0][:-1] / scale
+    squared_norm = float(_products(wanted, last, wanted, last))
+    squared_error = squared_norm - 2 * shares @ aims + shares @ products @ shares
+    return shares, float(np.sqrt(max(0.0, squared_error) / squared_norm))
+
+
+def _products(
+    a: Float[np.ndarray, "*n"],
+    step_a: Float[np.ndarray, "*n"],
+    b: Float[np.ndarray, "*n"],
+    step_b: Float[np.ndarray, "*n"],
+) -> Float[np.ndarray, "*m"]:
+    """Inner products ∫ p_a p_b dτ of profiles p(τ) = (γ + 1) τ^γ / t^(γ + 1), τ ≤ t."""
+    earlier = np.minimum(step_a, step_b)
+    # Powers of ratios, because powers of steps overflow.
+    overlap = (earlier / step_a) ** a * (earlier / step_b) ** b * earlier / (step_a * step_b)
+    return (a + 1) * (b + 1) / (a + b + 1) * overlap
+
+
+class Snapshots:
+    """Snapshots of a finished member.
+
+    Args:
+        folder: the member's folder.
+        section: the member's section of the experiment, for error lines.
+        train: its training settings.
+
+    Raises:
+        UserError: the training kept no snapshots, or one is missing.
+    """
+
+    def __init__(self, folder: Path, section: str, train: TrainConfig) -> None:
+        self.folder, self.last_step = folder / ema.FOLDER, train.max_steps
+        if not train.ema_widths:
+            raise UserError(
+                f"key '{section}.train.ema_widths' is empty, so {folder} has no averages to choose from; train in "
+                f"another folder (run_dir=…) with {section}.train.ema_widths=[0.05,0.1]"
+            )
+        self._sha256, self._remedy = ema.read_index(self.folder), ema.snapshots_remedy(self.folder)
+        self._all = ema.all_snapshots(train)
+        for snapshot in self._all:
+            if snapshot.file not in self._sha256:
+                raise UserError(f"{self.folder / snapshot.file}: this snapshot is missing; {self._remedy}")
+
+    def shares(self, width: float) -> Float[np.ndarray, " n"]:
+        """Share of each snapshot in the average of ``width``.
+
+        Raises:
+            UserError: no profile has this width, or its misfit exceeds ``LARGEST_MISFIT``.
+        """
+        if not 0 < width <= ema.WIDEST:
+            raise UserError(f"width {width:g}: is a share of the training, above 0 and at most {ema.WIDEST:.4f}")
+        shares, misfit = mixture(self._all, width, self.last_step)
+        if misfit > LARGEST_MISFIT:
+            raise UserError(
+                f"width {width:g}: snapshots of {sorted({snapshot.width for snapshot in self._all})} miss its profile "
+                f"by {misfit:.0%}; choose a width nearer to theirs, or train in another folder (run_dir=…) with more "
+                "ema_snapshots"
+            )
+        return shares
+
+    def default_widths(self) -> list[float]:
+        """Widths of ``DEFAULT_WIDTHS`` that the snapshots fit."""
+        misfits = {width: mixture(self._all, width, self.last_step)[1] for width in DEFAULT_WIDTHS}
+        return [width for width, misfit in misfits.items() if misfit <= LARGEST_MISFIT]
+
+    def weights(self, width: float) -> dict[str, Tensor]:
+        """Weights averaged over the whole training with any ``width``, float32; takes the memory of two copies.
+
+        Raises:
+            UserError: as ``shares``, or a snapshot is missing or damaged.
+        """
+        total: dict[str, Tensor] = {}
+        for snapshot, share in zip(self._all, self.shares(width), strict=True):
+            state = load_weights(self.folder / snapshot.file, self._sha256[snapshot.file], self._remedy)
+            for key, value in state.items():
+                total[key] = torch.add(total.get(key, torch.zeros_like(value)), value, alpha=float(share))
+        return total
 
 
 class Averages:
-    """The averages of one finished member, and the held-out samples by which they are compared.
+    """Averages of one finished member, compared on its held-out samples.
 
-    Figures are measured on one device, in the island's precision, with the same samples, times and noise for all.
+    All are measured on one device, in the island's precision, with the same samples, times and noise.
 
     Args:
         name: a finished member, trained with ``train.ema_widths``.
-        experiment: of the run.
+        experiment: the run's experiment.
         run: the run folder.
 
     Raises:
-        UserError: not finished, trained on clusters that are no longer there, no snapshots, or no held-out samples.
+        UserError: the member is unfinished, its clusters have changed, or it has no snapshots.
     """
 
     def __init__(self, name: str, experiment: Experiment, run: RunFolder) -> None:
         self.name, self.island, self.run = name, experiment.island, run
+        self.artifact = run.artifact(name)
         if not run.is_finished(name):
-            raise UserError(f"{run.artifact(name)}: {name} is not finished; fit it first")
-        self.meta: ArtifactMeta = read_meta(run.artifact(name))
+            raise UserError(f"{self.artifact}: {name} is not finished; fit it first")
+        self.meta: ArtifactMeta = read_meta(self.artifact)
         self.manifest = Manifest.read(run.root)
         self.member = Member.resolve(name, experiment, self.manifest)
         self.snapshots = Snapshots(run.member(name), self.member.section, self.member.train)
+        self._original = self.snapshots.folder / "artifact"
         if self.meta.partition_sha256 != self.manifest.partition_sha256:
-            raise UserError(f"{run.artifact(name)}: was trained on clusters that have changed since; fit it anew")
+            raise UserError(f"{self.artifact}: was trained on clusters that have changed since; fit it anew")
 
-    def compare(self, widths: Sequence[float] | None) -> list[Average]:
-        """Figures of the artifact's weights, then of each width's; None for those of ``DEFAULT_WIDTHS`` that fit.
+    def compare(self, widths: Sequence[float] | None) -> dict[str, dict[str, float]]:
+        """Measure held-out figures of the artifact's weights, then of each width's.
+
+        Args:
+            widths: None for those of ``DEFAULT_WIDTHS`` that fit.
 
         Raises:
-            UserError: an impossible width, a damaged snapshot, or the member is in use.
+            UserError: an impossible width, a damaged snapshot, no held-out samples, or the member is in use.
         """
         for width in widths or ():
-            _check(width)
-            self.snapshots.check(width)
-        chosen = widths or [width for width in DEFAULT_WIDTHS if self.snapshots.fits(width)]
-        now = self.meta.metrics.get(WIDTH)
-        name = "of the artifact" if now is None else f"of the artifact (width {now:g})"
-        weights = self._kept()
+            self.snapshots.shares(width)
+        chosen = widths or self.snapshots.default_widths()
+        current = self.meta.metrics.get(WIDTH)
+        name = "of the artifact" if current is None else f"of the artifact (width {current:g})"
+        weights = read_artifact(self.artifact)[1]
         with self._alone(), self._measuring() as measure:
-            found = [Average(name, measure(weights))]
+            found = {name: measure(weights)}
             for width in track(chosen, description=f"{self.name}: widths", transient=True):
-                found.append(Average(f"width {width:g}", measure({**weights, **self.snapshots.weights(width)})))
+                found[f"width {width:g}"] = measure({**weights, **self.snapshots.weights(width)})
         return found
 
     def use(self, width: float) -> None:
         """Replace the artifact's weights by the average of ``width``, and its held-out figures by theirs.
 
-        The artifact of the training is kept in the member's folder ``ema``, for ``use_original``.
+        The original artifact is kept in the member's folder ``ema``, for ``use_original``.
 
         Raises:
             UserError: as ``compare``.
         """
-        _check(width)
-        weights = {**self._kept(), **self.snapshots.weights(width)}
+        # Snapshots have parameters alone; buffers are not averaged.
+        weights = {**read_artifact(self.artifact)[1], **self.snapshots.weights(width)}
         with self._alone():
             with self._measuring() as measure:
                 metrics = {**self.meta.metrics, **measure(weights), HELD_OUT_STEP: float(self.meta.step), WIDTH: width}
             if not self._original.exists():
                 with atomic_folder(self._original) as temporary:
-                    shutil.copytree(self.run.artifact(self.name), temporary, dirs_exist_ok=True)
-            write_artifact(self.run.artifact(self.name), weights, replace(self.meta, metrics=metrics))
+                    shutil.copytree(self.artifact, temporary, dirs_exist_ok=True)
+            write_artifact(self.artifact, weights, replace(self.meta, metrics=metrics))
 
     def use_original(self) -> None:
-        """Take back what ``use`` did.
+        """Undo ``use``.
 
         Raises:
-            UserError: the artifact that the training had handed over is damaged, or the member is in use.
+            UserError: the original artifact is damaged, or the member is in use.
         """
         with self._alone():
-            if not self._original.exists():
-                return
-            meta, weights = read_artifact(self._original)
-            write_artifact(self.run.artifact(self.name), weights, meta)
-
-    def _kept(self) -> dict[str, Tensor]:
-        """Of the artifact; snapshots have parameters alone, and buffers are nothing that is averaged."""
-        return read_artifact(self.run.artifact(self.name))[1]
-
-    @property
-    def _original(self) -> Path:
-        return self.run.member(self.name) / FOLDER / _ORIGINAL
+            if self._original.exists():
+                meta, weights = read_artifact(self._original)
+                write_artifact(self.artifact, weights, meta)
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -146,7 +229,7 @@ class Averages:
 
     @contextmanager
     def _measuring(self) -> Iterator[Callable[[Mapping[str, Tensor]], dict[str, float]]]:
-        """Within the block: what gives the held-out figures of weights."""
+        """Yield a function from weights to held-out figures."""
         data = build_data(self.member, self.island, self.manifest, self.run)
         try:
             if not data.held_out_clusters:
@@ -161,7 +244,7 @@ class Averages:
             batches = data.val_dataloader()
 
             def measure(weights: Mapping[str, Tensor]) -> dict[str, float]:
-                # Built as an ensemble builds it, so that weights which do not fit are told as there.
+                # Built as in an ensemble, so that weights that do not fit give the same error.
                 module.network.load_state_dict(build_network(self.meta, weights).state_dict())
                 module.to(device).eval()
                 with autocast(self.island.precision, device):
@@ -174,21 +257,17 @@ class Averages:
             data.teardown("validate")
 
 
-def _check(width: float) -> None:
-    if not 0 < width <= WIDEST:
-        raise UserError(f"width {width:g}: is a share of the training, above 0 and at most {WIDEST:.4f}")
-
-
-def widths_table(averages: Sequence[Average]) -> Table:
-    """A row an average, the best held-out loss marked."""
+def widths_table(averages: Mapping[str, Mapping[str, float]]) -> Table:
+    """Table of the figures from ``Averages.compare``, with the lowest held-out loss marked."""
     table = Table(box=box.SIMPLE_HEAD)
-    accuracy = any(_ACCURACY in average.metrics for average in averages)
+    accuracy = any(_ACCURACY in metrics for metrics in averages.values())
     for heading in ("average", "held-out loss", *(["accuracy"] if accuracy else []), ""):
         table.add_column(heading, justify="right" if heading else "left")
-    best = min(averages, key=lambda average: average.loss)
-    for average in averages:
-        figures = [f"{average.loss:.5f}"]
+    losses = {name: loss_of(metrics, "held_out") for name, metrics in averages.items()}
+    known = {name: math.inf if loss is None else loss for name, loss in losses.items()}
+    for name, metrics in averages.items():
+        figures = [f"{known[name]:.5f}"]
         if accuracy:
-            figures.append(f"{average.metrics.get(_ACCURACY, math.nan):.4f}")
-        table.add_row(average.name, *figures, "lowest" if average is best else "")
+            figures.append(f"{metrics.get(_ACCURACY, math.nan):.4f}")
+        table.add_row(name, *figures, "lowest" if name == min(known, key=known.__getitem__) else "")
     return table

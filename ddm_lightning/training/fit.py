@@ -20,7 +20,7 @@ from ddm_lightning.core.processes import keep_heap
 from ddm_lightning.core.registry import CAPTION_ENCODERS
 from ddm_lightning.core.weights import check_memory
 from ddm_lightning.encoders.interfaces import CaptionEncoder
-from ddm_lightning.members.handover import hand_over, is_finished
+from ddm_lightning.members.artifact import hand_over, is_finished
 from ddm_lightning.members.member import ROUTER, Member, train_config
 from ddm_lightning.members.run_folder import RunFolder
 from ddm_lightning.members.status import MemberStatus
@@ -35,10 +35,21 @@ from ddm_lightning.training.callbacks import (
     StopOnRequest,
     StopRequested,
 )
-from ddm_lightning.training.checkpoint.origin import KeptOrigin, check_origin
-from ddm_lightning.training.checkpoint.rolling import RollingCheckpoints, newest_checkpoint, step_of
-from ddm_lightning.training.ema import gathered_ema, kept_buffers
-from ddm_lightning.training.ema_snapshots import FOLDER, EmaSnapshots, missing_snapshots, snapshot_steps
+from ddm_lightning.training.checkpoint.rolling import (
+    KeptOrigin,
+    RollingCheckpoints,
+    check_origin,
+    newest_checkpoint,
+    step_of,
+)
+from ddm_lightning.training.ema import (
+    FOLDER,
+    EmaSnapshots,
+    gathered_ema,
+    kept_buffers,
+    missing_snapshots,
+    snapshot_steps,
+)
 from ddm_lightning.training.expert import ExpertModule
 from ddm_lightning.training.module import MemberModule
 from ddm_lightning.training.parallel.ranks import (
@@ -49,8 +60,7 @@ from ddm_lightning.training.parallel.ranks import (
     leads,
     speaking_for_all,
 )
-from ddm_lightning.training.parallel.strategies import BackgroundCheckpoints
-from ddm_lightning.training.parallel.strategy import checkpoint_bytes, choose_strategy
+from ddm_lightning.training.parallel.strategy import BackgroundCheckpoints, checkpoint_bytes, choose_strategy
 from ddm_lightning.training.previews import PictureLogger
 from ddm_lightning.training.router import RouterModule
 from ddm_lightning.training.speed import UNKNOWN_COST, Speed, StepCost

@@ -25,8 +25,7 @@ from ddm_lightning.shards.manifest import StoredForm
 from ddm_lightning.training.ema import ema_weights, track_ema
 from ddm_lightning.training.guard import FiniteGuard
 from ddm_lightning.training.optimizer import build_optimizer, build_schedule
-from ddm_lightning.training.parallel.strategies import Sharded
-from ddm_lightning.training.parallel.strategy import HALF, checkpoint_blocks, compile_blocks, shard_blocks
+from ddm_lightning.training.parallel.strategy import HALF, Sharded, checkpoint_blocks, compile_blocks, shard_blocks
 
 NUM_VALIDATION_TIMESTEPS = 8
 

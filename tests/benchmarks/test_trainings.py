@@ -1,4 +1,3 @@
-import json
 import subprocess
 import sys
 import time
@@ -10,6 +9,7 @@ import trainings
 
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.members.run_folder import RunFolder
+from ddm_lightning.members.status import MemberStatus
 
 MEMBER = "expert-0"
 
@@ -31,7 +31,7 @@ def calls(monkeypatch):
         member = folder / "members" / MEMBER
         (member / "artifact").mkdir(parents=True)
         metrics = {} if rate == 0 else {trainings.LOSS: rate}
-        (member / "status.json").write_text(json.dumps({"member": MEMBER, "max_steps": 1, "metrics": metrics}))
+        MemberStatus(MEMBER, 1, metrics=metrics).write(member)
         (member / "artifact" / "member.json").write_text("{}")
         return subprocess.CompletedProcess(command, int(rate < 0), "", "what the training said")
 

@@ -11,7 +11,8 @@ from artifact_files import PARAMS, SHAPE, edit, make_meta, make_network, put, re
 from ddm_lightning.ensemble import load_ensemble, load_member, load_single, sample
 from ddm_lightning.ensemble.velocity import Ensemble
 from ddm_lightning.flow.condition import Condition, ConditionSpec
-from ddm_lightning.members.artifact import write_artifact, write_ensemble
+from ddm_lightning.members.artifact import write_artifact
+from ddm_lightning.members.assembly import write_ensemble
 from ddm_lightning.networks import ROUTERS
 
 PRIORS = [0.25, 0.75]

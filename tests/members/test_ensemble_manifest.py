@@ -12,7 +12,8 @@ from artifact_files import edit, put, refused
 from deadline import within
 
 from ddm_lightning.core.files import sha256_file
-from ddm_lightning.members.artifact import read_ensemble, read_meta, write_ensemble
+from ddm_lightning.members.artifact import read_meta
+from ddm_lightning.members.assembly import read_ensemble, write_ensemble
 
 
 @pytest.fixture
@@ -73,7 +74,7 @@ def read_folders(run_dir: Path) -> list[Path]:
     [
         ("expert-1", {"x_shape": (3, 8, 8)}, "x_shape"),
         ("router", {"normalisation": {"scale": 1.0, "shift": 0.0}}, "normalisation"),
-        ("router", {"num_clusters": 3}, "number of clusters"),
+        ("router", {"num_clusters": 3}, "num_clusters"),
         ("expert-1", {"timestep_shift": 3.0}, "timestep_shift"),
         ("expert-1", {"caption_encoder": None}, "caption_encoder"),
     ],
@@ -140,7 +141,7 @@ def test_bad_ensemble_files(run_dir: Path, changes: dict[str, Any], words: tuple
     refused(lambda: read_ensemble(manifest), manifest, *words)
 
 
-def test_ensemble_that_is_missing_or_no_json(run_dir: Path) -> None:
+def test_ensemble_missing_or_not_json(run_dir: Path) -> None:
     manifest = run_dir / "ensemble.json"
     manifest.write_text("{")
     refused(lambda: read_ensemble(manifest), manifest, "cannot be read", "fetch it again")

@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 from ddm_lightning.cli.parser import main
 from ddm_lightning.training import callbacks
@@ -33,11 +34,13 @@ def killed(path):
 def fail_at(step, fail):
     """Behind this rank's tensors for a signal, else before the ranks work together: the others learn nothing of it."""
     name = f"step-{step:08d}.ckpt"
-    kind, method = (files._HashingWriter, "write_data") if fail is killed else (files.CheckpointWriter, "_write")
+    kind, method = (
+        (files.HuggingFaceStorageWriter, "write_data") if fail is killed else (files.CheckpointWriter, "_write")
+    )
     before = getattr(kind, method)
 
     def patched(self, *arguments):
-        path = self.folder if fail is killed else arguments[0]
+        path = Path(self.path) if fail is killed else arguments[0]
         if fail is not killed and path.name == name:
             fail(path)
         written = before(self, *arguments)

@@ -37,7 +37,7 @@ def closed_form(weights, decay):
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.5, 0.999])
-def test_it_is_the_closed_form_in_float64(decay):
+def test_ema_matches_its_closed_form(decay):
     module = network()
     optimizer = optimizer_of(module, decay)
     history = {name: [] for name, _ in module.named_parameters()}
@@ -51,7 +51,7 @@ def test_it_is_the_closed_form_in_float64(decay):
         np.testing.assert_allclose(averages[name].double().numpy(), closed_form(weights, decay), rtol=2e-6, atol=2e-7)
 
 
-def test_power_function_averages_are_kept_beside_it():
+def test_power_function_averages_match_their_recursion():
     """By the recursion in float64 with exponents that were solved for elsewhere; the exponential one is as without."""
     module, plain = network(), network()
     without = optimizer_of(plain)
@@ -91,24 +91,6 @@ def test_a_long_average_moves_by_its_decay():
         assert np.abs(moved).max() > 1e-6
 
 
-def test_it_is_resumed_with_the_optimizer():
-    straight, stopped = network(), network()
-    straight_optimizer, optimizer = optimizer_of(straight), optimizer_of(stopped)
-    for step in range(9):
-        take_step(straight, straight_optimizer, step)
-    for step in range(4):
-        take_step(stopped, optimizer, step)
-    resumed = network(seed=1)
-    resumed.load_state_dict(stopped.state_dict())
-    resumed_optimizer = optimizer_of(resumed)
-    resumed_optimizer.load_state_dict(optimizer.state_dict())
-    for step in range(4, 9):
-        take_step(resumed, resumed_optimizer, step)
-    expected = gathered_ema(straight, straight_optimizer)
-    for name, average in gathered_ema(resumed, resumed_optimizer).items():
-        assert torch.equal(average, expected[name])
-
-
 def test_a_parameter_without_gradients_is_its_own_average():
     module = network()
     optimizer = optimizer_of(module)
@@ -119,13 +101,13 @@ def test_a_parameter_without_gradients_is_its_own_average():
     assert KEY not in optimizer.state[module[1].weight]
 
 
-def test_the_weights_are_lent_and_come_back_bit_for_bit():
+def test_ema_weights_restores_the_weights_bit_for_bit():
     module = network()
     optimizer = optimizer_of(module)
     for step in range(5):
         take_step(module, optimizer, step)
     own = {name: value.clone() for name, value in module.state_dict().items()}
-    averages = gathered_ema(module, optimizer)
+    averages = gathered_ema(module, optimizer)  # a copy
     with pytest.raises(KeyError), ema_weights(module, optimizer):
         for name, value in module.state_dict().items():
             assert torch.equal(value, averages[name])
@@ -134,17 +116,6 @@ def test_the_weights_are_lent_and_come_back_bit_for_bit():
     for name, value in module.state_dict().items():
         assert torch.equal(value, own[name])
     assert all(torch.equal(value, averages[name]) for name, value in gathered_ema(module, optimizer).items())
-
-
-def test_what_is_gathered_is_a_copy():
-    module = network()
-    optimizer = optimizer_of(module)
-    take_step(module, optimizer, 0)
-    before = gathered_ema(module, optimizer)
-    kept = {name: value.clone() for name, value in before.items()}
-    for step in range(1, 4):
-        take_step(module, optimizer, step)
-    assert all(torch.equal(value, kept[name]) for name, value in before.items())
 
 
 def test_shards_are_looked_up_once(monkeypatch):

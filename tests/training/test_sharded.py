@@ -297,7 +297,7 @@ def test_under_autocast_weights_are_gathered_in_bfloat16_and_times_stay():
         assert seen == {torch.float32, (torch.bfloat16, torch.float32)}
 
 
-def test_the_text_stream_stays_in_float32_as_it_does_unsharded():
+def test_the_text_stream_stays_in_float32():
     for sharded, single in in_two_processes(text_of_an_mmdit_in_bfloat16).values():
         assert single == [torch.float32] * 6
         assert sharded == single
@@ -310,11 +310,11 @@ def test_checkpoints_are_read_by_any_number_of_ranks(tmp_path):
     assert not list(tmp_path.glob(".tmp*"))
 
 
-def test_weights_stay_gathered_where_that_is_asked_for():
+def test_gathered_weights_stay_whole_until_the_backward_pass():
     for found in in_two_processes(what_is_whole_after_a_forward).values():
         assert found[False] == ["head.bias", "head.weight"]  # the backward pass begins with them
         assert found[True] == sorted(name for name, _ in Uneven().named_parameters())
 
 
-def test_sharded_weights_are_lent_to_a_validation_and_come_back():
+def test_sharded_ema_weights_are_restored_after_a_validation():
     in_two_processes(lending_after_a_forward)

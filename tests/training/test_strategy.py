@@ -37,7 +37,7 @@ def test_single_with_several_devices_is_refused():
 
 @pytest.mark.parametrize("name", ["fsdp", "fsdp-shard-grad-op"])
 @pytest.mark.parametrize("precision", ["16-mixed", "64-true"])
-def test_precisions_that_fsdp2_does_not_take_are_refused(name, precision):
+def test_precisions_that_fsdp2_does_not_support_are_refused(name, precision):
     with pytest.raises(UserError, match=rf"'island\.precision' = '{precision}'.*island\.strategy=ddp"):
         choose_strategy(island(strategy=name, devices=2, precision=precision), 1)
 
@@ -58,14 +58,14 @@ def test_muon_is_refused_under_fsdp2():
     ],
 )
 @pytest.mark.parametrize("devices", [1, 2])
-def test_what_is_asked_for_is_taken(name, kind, said, devices):
+def test_a_named_strategy_is_used(name, kind, said, devices):
     strategy, reason = choose_strategy(island(strategy=name, devices=devices), 1)
     assert isinstance(strategy, kind)
     assert f"over {devices} devices{said}: asked for by island.strategy" in reason
     assert getattr(strategy, "gathered", False) == (name == "fsdp-shard-grad-op")
 
 
-def test_under_ddp_the_first_rank_alone_saves(tmp_path, monkeypatch):
+def test_under_ddp_only_rank_zero_saves(tmp_path, monkeypatch):
     """The others have no part in it: a strategy that knows no module yet would fail if it tried."""
     strategy, _ = choose_strategy(island(strategy="ddp", devices=2), 1)
     monkeypatch.setattr(type(strategy), "is_global_zero", False)
@@ -76,7 +76,7 @@ def test_under_ddp_the_first_rank_alone_saves(tmp_path, monkeypatch):
         strategy.save_checkpoint({}, tmp_path / "step-1.ckpt")
 
 
-def test_auto_shards_what_takes_half_of_a_device():
+def test_auto_shards_above_half_of_a_device():
     # A CPU counts as 16 GiB; weight, gradient, two moments and the average take 4 bytes each.
     assert [checkpoint_bytes(1, num_widths) for num_widths in (0, 2)] == [4 * 4, 6 * 4]
     assert checkpoint_bytes(1, 0, "64-true") == 4 * 8
@@ -101,7 +101,7 @@ def test_auto_shards_what_takes_half_of_a_device():
     assert isinstance(choose_strategy(island(devices=2), fits, num_widths=1)[0], ModelParallelStrategy)
 
 
-def test_devices_that_are_not_there_are_one_line(monkeypatch):
+def test_missing_devices_are_one_line(monkeypatch):
     check_devices("cpu", 64)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     check_devices("auto", 64)
@@ -114,7 +114,7 @@ def test_devices_that_are_not_there_are_one_line(monkeypatch):
         check_devices("auto", 3)
 
 
-def test_auto_accelerator_is_what_is_there():
+def test_auto_accelerator_follows_the_machine():
     assert resolve_accelerator("auto") == ("gpu" if torch.cuda.is_available() else "cpu")
     assert resolve_accelerator("cpu") == "cpu"
 
@@ -170,7 +170,7 @@ def test_checkpointed_blocks_give_the_same_gradients_under_the_same_names_for_on
     assert 0.8 * forward < flops[1] - flops[0] < forward
 
 
-def test_counting_flops_takes_no_memory_of_the_weights_and_leaves_them_alone():
+def test_counting_flops_neither_copies_nor_changes_the_weights():
     network = small_dit()
     before = {name: value.clone() for name, value in network.state_dict().items()}
     flops_per_sample(network, (3, 8, 8), ConditionSpec("none", 0), backward=True)
@@ -213,7 +213,7 @@ def test_a_batch_of_another_size_gets_a_graph_of_its_own():
     assert sizes == [4, 3, 2]
 
 
-def test_float32_products_use_tensor_cores_on_a_gpu_alone(monkeypatch):
+def test_float32_products_use_tensor_cores_only_on_a_gpu(monkeypatch):
     called = []
     monkeypatch.setattr(torch, "set_float32_matmul_precision", called.append)
     monkeypatch.setattr(torch, "set_num_threads", called.append)

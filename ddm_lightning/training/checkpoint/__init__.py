@@ -1,1 +1,1 @@
-"""Checkpoints: files, state, rolling policy, and a check of where one came from."""
+"""Checkpoints: files, state, and the rolling policy."""

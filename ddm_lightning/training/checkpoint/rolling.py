@@ -1,39 +1,47 @@
-"""Rolling checkpoints, and the search for the newest one that can be read."""
+"""Rolling checkpoints: when to save, which to keep, and which one a training resumes from."""
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import lightning as L
 
+from ddm_lightning.config import Experiment, to_dict
+from ddm_lightning.core.devices import resolve_accelerator
 from ddm_lightning.core.errors import UserError
-from ddm_lightning.training.checkpoint.files import TEMPORARY, damage_of
-from ddm_lightning.training.checkpoint.origin import was_milestone
+from ddm_lightning.members.run_folder import changes
+from ddm_lightning.training.checkpoint.files import TEMPORARY, damage_of, read_rest
 from ddm_lightning.training.guard import skipped_file
 from ddm_lightning.training.module import MemberModule
-from ddm_lightning.training.parallel.strategies import BackgroundCheckpoints
+from ddm_lightning.training.parallel.strategy import BackgroundCheckpoints, bytes_per_number
 
 _NAME = re.compile(r"step-\d{8,}\.ckpt")
+# Island settings that change the rounding; the first two also change the noise.
+_NUMERICS = (
+    *("accelerator", "devices", "strategy", "precision", "micro_batch_size"),
+    *("attention", "compile", "activation_checkpointing"),
+)
 
 
 class RollingCheckpoints(L.Callback):
-    """Saves every ``every_n_steps`` steps, before each validation, behind the last step and on request; named by step.
+    """Save every ``every_n_steps`` steps, before each validation, after the last step and on request.
 
-    They are written in the background. One before each validation lets that be cut short at any moment.
+    Saving before a validation allows a stop at any moment of it. Writing happens in the background.
 
-    Lightning's own callback, told to keep a few, puts a save off until the next validation (2.6), and after
-    a kill it knows only the files that the checkpoint it resumed from had recorded. And a ``Checkpoint`` is put behind
-    all other callbacks, of which the one that takes the time has to be the last.
+    Lightning's ``ModelCheckpoint`` delays saves to the next validation (2.6), forgets files of earlier starts after a
+    kill, and is moved behind all other callbacks, where the one that measures time has to be.
 
     Args:
-        folder: of the member's checkpoints, in its own.
-        every_n_steps: between two of them.
-        keep: the newest so many are kept,
-        milestone_every_n_steps: and each one of a multiple of so many steps; None for no new ones.
-        validate_every_n_steps: when it is validated.
+        folder: the member's checkpoints, named by step.
+        every_n_steps: interval of saves.
+        keep: number of newest checkpoints to keep.
+        validate_every_n_steps: interval of validations.
+        milestone_every_n_steps: checkpoints at multiples of it are kept for good; None for no new ones.
     """
 
     def __init__(
@@ -49,67 +57,64 @@ class RollingCheckpoints(L.Callback):
         self.milestone_every_n_steps = milestone_every_n_steps
         self.due = [n for n in (every_n_steps, validate_every_n_steps, milestone_every_n_steps) if n is not None]
         self._newest_step = -1
-        self._milestones: set[int] = set()
 
     def setup(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
-        """Too old ones are removed once a new one is there."""
+        """Remove old checkpoints whenever a new one is written."""
         _strategy(trainer).checkpoint_written = self.remove_old
 
     def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
-        """Save when it is time to.
+        """Save if a checkpoint is due.
 
         Raises:
-            OSError: an earlier one could not be written.
+            OSError: an earlier checkpoint could not be written.
         """
         _strategy(trainer).checkpoints.raise_failure()
-        # The last one, too: a member that is killed while it hands over loses nothing.
+        # Also at the last step: a kill before the artifact is written then loses nothing.
         if trainer.global_step == trainer.max_steps or any(trainer.global_step % n == 0 for n in self.due):
             self.save(trainer)
 
     def save(self, trainer: L.Trainer) -> None:
-        """Save this step, once; a collective: every rank calls it.
+        """Save this step, once; a collective of all ranks.
 
         Raises:
-            UserError: training diverged; what is kept are checkpoints from before.
-            OSError: an earlier one could not be written.
+            UserError: the training diverged; earlier checkpoints stay.
+            OSError: an earlier checkpoint could not be written.
         """
         if trainer.global_step == self._newest_step:
             return
         assert isinstance(trainer.lightning_module, MemberModule)
         guard = trainer.lightning_module.guard
         guard.settle()
-        # Now, not with the next report: whoever resumes here does not take the steps before it once more.
+        # Write now: a training resumed here does not repeat the steps skipped before.
         guard.write(skipped_file(self.folder.parent, trainer.global_rank, trainer.world_size))
         self._newest_step = trainer.global_step
         trainer.save_checkpoint(self.folder / f"step-{trainer.global_step:08d}.ckpt", weights_only=False)
 
     def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Wait for the one that is being written."""
+        """Wait for the running save."""
         _strategy(trainer).checkpoints.wait()
 
     def on_exception(self, trainer: L.Trainer, module: L.LightningModule, exception: BaseException) -> None:
-        """Wait for it here, too; the exception at hand is the one to show."""
-        writer = getattr(trainer.strategy, "checkpoints", None)  # none before the strategy is set up
+        """Wait for the running save and ignore its errors; ``exception`` is the one to show."""
+        writer = getattr(trainer.strategy, "checkpoints", None)  # absent before the strategy is set up
         if writer is not None:
             writer.wait_after_failure()
 
     def remove_old(self) -> None:
-        """Remove all but the newest few and the milestones, those of earlier starts among them."""
+        """Remove all but the newest checkpoints and the milestones, also those of earlier starts."""
         for path in checkpoints_in(self.folder)[: -self.keep]:
             if not self._is_milestone(path):
                 gone = path.with_name(f"{TEMPORARY}{path.name}-old")
-                path.rename(gone)  # half of a folder would pass for a damaged checkpoint
-                shutil.rmtree(gone, ignore_errors=True)  # the next start looks again
+                path.rename(gone)  # a half-removed folder would look like a damaged checkpoint
+                shutil.rmtree(gone, ignore_errors=True)  # the next start tries again
 
     def _is_milestone(self, path: Path) -> bool:
-        step = step_of(path)
-        if step in self._milestones:
-            return True
-        is_own = self.milestone_every_n_steps is not None and step % self.milestone_every_n_steps == 0
-        if is_own or was_milestone(path, step):
-            self._milestones.add(step)
-            return True
-        return False
+        """Whether ``path`` is a milestone by this island's setting, or was one by the setting it was saved under."""
+        try:
+            recorded = read_rest(path)["experiment"]["island"]["milestone_every_n_steps"]
+        except (OSError, EOFError, RuntimeError, UnpicklingError, LookupError, TypeError):  # damaged
+            recorded = None
+        return any(n and step_of(path) % n == 0 for n in (self.milestone_every_n_steps, recorded))
 
 
 def _strategy(trainer: L.Trainer) -> BackgroundCheckpoints:
@@ -118,41 +123,36 @@ def _strategy(trainer: L.Trainer) -> BackgroundCheckpoints:
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """Those of a member, by their steps; what else lies there, such as a copy that somebody made, is none."""
+    """A member's checkpoints by step; other files and folders, such as copies, are ignored."""
     return sorted((path for path in folder.glob("step-*.ckpt") if _NAME.fullmatch(path.name)), key=step_of)
 
 
 def step_of(path: Path) -> int:
-    """Optimizer steps before the checkpoint at ``path``."""
+    """Optimizer steps taken before the checkpoint ``path``."""
     return int(path.stem.removeprefix("step-"))
 
 
 def newest_checkpoint(folder: Path, *, leads: bool = True) -> tuple[Path | None, list[str]]:
-    """The newest readable checkpoint of a folder.
+    """Find the newest readable checkpoint and set newer, damaged ones aside.
 
     Args:
-        folder: of the member's checkpoints.
-        leads: whether this process is the first of its member; others take what it has left, so they come later.
+        folder: the member's checkpoints.
+        leads: whether this process is rank zero, which checks them; other ranks take what it left.
 
     Returns:
-        Its path (None when there is none) and a line for each damaged one that was passed over; the oldest of those is
-        kept as ``*.damaged``, which no rolling save counts.
+        Path of the checkpoint (None if there is none), and one line per damaged one. The oldest damaged one is kept as
+        ``*.damaged``.
 
     Raises:
-        UserError: an older version wrote it, or none of several can be read; all stay as they are.
+        UserError: all checkpoints are damaged; they stay as they are.
     """
     if not leads:
         return next(reversed(checkpoints_in(folder)), None), []
-    # Of a killed process: the member's lock says that no other is alive.
+    # Left by a killed process: this one holds the member's lock, so no other is alive.
     for unfinished in folder.glob(f"{TEMPORARY}*"):
         shutil.rmtree(unfinished, ignore_errors=True)
     problems: dict[Path, str] = {}
     for path in reversed(checkpoints_in(folder)):
-        if path.is_file():
-            raise UserError(
-                f"{path}: an older version wrote this checkpoint, and this one reads folders; finish the member with "
-                f"that version, or remove {folder} to start it afresh"
-            )
         problem = damage_of(path)
         if problem is None:
             return path, [_set_aside(damaged, why) for damaged, why in problems.items()]
@@ -168,8 +168,60 @@ def newest_checkpoint(folder: Path, *, leads: bool = True) -> tuple[Path | None,
 
 
 def _set_aside(path: Path, problem: str) -> str:
-    """Keep a damaged checkpoint for whoever looks into it, in place of one that was kept before; the line of it."""
+    """Rename a damaged checkpoint, replacing an earlier one, and describe it."""
     for earlier in path.parent.glob("*.damaged"):
         shutil.rmtree(earlier, ignore_errors=True)
     path.rename(path.with_suffix(".damaged"))
     return f"{path}: damaged checkpoint ({problem}); falling back to the one before it"
+
+
+class KeptOrigin(L.Callback):
+    """Record the member's name and the experiment in each checkpoint, for ``check_origin``."""
+
+    def __init__(self, member: str, experiment: Experiment) -> None:
+        record = to_dict(experiment)
+        record["island"]["accelerator"] = resolve_accelerator(experiment.island.accelerator)
+        self.origin: dict[str, Any] = {"member": member, "experiment": record}
+
+    def on_save_checkpoint(self, trainer: L.Trainer, module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Add plain values, which load with ``weights_only``."""
+        checkpoint |= self.origin
+
+
+def check_origin(path: Path, member: str, experiment: Experiment) -> str | None:
+    """Describe island settings that differ from the checkpoint's; None if none that matters does.
+
+    A checkpoint may have been copied, and the experiment changed since.
+
+    Raises:
+        UserError: the checkpoint is another member's or of another experiment, or its weights have another width,
+            which loading would keep.
+    """
+    rest, own = read_rest(path), KeptOrigin(member, experiment).origin
+    if rest.get("member") != member:
+        raise UserError(
+            f"{path}: is a checkpoint of {rest.get('member')}, not of {member}; move it to its member's folder, or "
+            "remove it"
+        )
+    if changed := changes(rest["experiment"], own["experiment"]):
+        raise UserError(
+            f"{path}: the experiment changed since this checkpoint was written: {changed}; set those keys "
+            "back, or use another folder with run_dir=…"
+        )
+    old, new = rest["experiment"]["island"], own["experiment"]["island"]
+    if bytes_per_number(old["precision"]) != bytes_per_number(new["precision"]):
+        raise UserError(
+            f"{path}: was trained with island.precision={old['precision']}, and {new['precision']} keeps other "
+            "weights; set it back, or use another folder with run_dir=…"
+        )
+    differing = [name for name in _NUMERICS if old.get(name) != new[name]]
+    if not differing:
+        return None
+    settings = ", ".join(f"island.{name}={_in_yaml(new[name])} (was {_in_yaml(old.get(name))})" for name in differing)
+    noise = "noise and " if {"accelerator", "devices"} & {*differing} else ""
+    return f"from here on with {settings}: the same samples, other {noise}rounding"
+
+
+def _in_yaml(value: str | float | None) -> str:
+    """``value`` as typed after ``key=``."""
+    return value if isinstance(value, str) else json.dumps(value)

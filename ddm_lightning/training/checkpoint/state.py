@@ -1,4 +1,4 @@
-"""What a member's training goes on from: weights, and the optimizer's moments and averages, by parameter name."""
+"""Training state as named tensors: weights, and the optimizer's moments and averages by parameter name."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _MODEL, _OPTIMIZER = "model/", "optimizer/"
 
 
 def tensors_of(module: nn.Module, optimizer: Optimizer | None = None) -> dict[str, Tensor]:
-    """``model/NAME`` and ``optimizer/KEY/NAME`` of all of ``module``; tensors share memory with what they are of.
+    """State of ``module`` and ``optimizer`` as ``model/NAME`` and ``optimizer/KEY/NAME``, sharing their memory.
 
-    By name, because PyTorch numbers an optimizer's parameters in the order of its groups, which is not the module's. A
-    tensor of two names is there once, by the first.
+    Names, because PyTorch numbers an optimizer's parameters by its groups, not in the module's order. A tied weight is
+    included once, under its first name.
 
     Raises:
-        UserError: the network keeps what is no tensor.
+        UserError: the module's ``state_dict`` holds a value that is not a tensor.
     """
     found, seen = {}, set()
     for name, value in module.state_dict().items():
@@ -42,7 +42,7 @@ def tensors_of(module: nn.Module, optimizer: Optimizer | None = None) -> dict[st
 
 
 def named_groups(module: nn.Module, optimizer: Optimizer) -> list[dict[str, Any]]:
-    """The optimizer's groups with names for parameters: plain values, no tensors."""
+    """The optimizer's parameter groups as plain values, with names instead of parameters."""
     names = {parameter: name for name, parameter in module.named_parameters()}
     return [
         {**group, "params": [names[parameter] for parameter in group["params"]]} for group in optimizer.param_groups
@@ -50,10 +50,10 @@ def named_groups(module: nn.Module, optimizer: Optimizer) -> list[dict[str, Any]
 
 
 def load_groups(module: nn.Module, optimizer: Optimizer, groups: list[dict[str, Any]], source: Path) -> None:
-    """Set the optimizer's groups to what ``named_groups`` returned.
+    """Restore the optimizer's parameter groups from the result of ``named_groups``.
 
     Raises:
-        UserError: they group other parameters, or have settings that this one does not know.
+        UserError: the groups hold other parameters, or settings that this optimizer does not have.
     """
     own = named_groups(module, optimizer)
     same = [group["params"] for group in groups] == [group["params"] for group in own]
@@ -66,13 +66,13 @@ def load_groups(module: nn.Module, optimizer: Optimizer, groups: list[dict[str, 
 def load_tensors(
     path: Path, module: nn.Module, optimizer: Optimizer | None = None, group: ProcessGroup | None = None
 ) -> None:
-    """Set weights, moments and averages in place to those of a checkpoint, whatever number of ranks wrote it.
+    """Load weights, moments and averages in place, whatever number of ranks saved them.
 
     Args:
         path: the checkpoint.
         module: sharded or not.
-        optimizer: None for the weights alone.
-        group: of all ranks that hold parts of the weights; a collective of it.
+        optimizer: None to load the weights alone.
+        group: all ranks that hold parts of the weights; the call is a collective of it.
 
     Raises:
         UserError: the checkpoint is of another network.
@@ -88,23 +88,15 @@ def load_tensors(
             "or set the experiment back"
         )
     if optimizer is not None:
-        into |= _room_for_state(stored, module, optimizer)
+        parameters = dict(module.named_parameters())
+        for full_name, (size, dtype) in stored.items():
+            if full_name.startswith(_OPTIMIZER):
+                key, _, name = full_name.removeprefix(_OPTIMIZER).partition("/")
+                parameter = parameters[name]
+                if size == parameter.shape:  # then sharded as the parameter is
+                    room = torch.empty_like(parameter.detach(), dtype=dtype)
+                else:
+                    room = torch.empty(size, dtype=dtype, device=parameter.device)
+                optimizer.state[parameter][key] = room
+        into = tensors_of(module, optimizer)
     read_tensors(path, into, group)
-
-
-def _room_for_state(
-    stored: dict[str, tuple[torch.Size, torch.dtype]], module: nn.Module, optimizer: Optimizer
-) -> dict[str, Tensor]:
-    """State of ``optimizer`` as it will be: of a parameter's shape, and then sharded as it is, or a number."""
-    parameters = dict(module.named_parameters())
-    for full_name, (size, dtype) in stored.items():
-        if not full_name.startswith(_OPTIMIZER):
-            continue
-        key, _, name = full_name.removeprefix(_OPTIMIZER).partition("/")
-        parameter = parameters[name].detach()
-        if size == parameter.shape:
-            room = torch.empty_like(parameter, dtype=dtype)
-        else:
-            room = torch.empty(size, dtype=dtype, device=parameter.device)
-        optimizer.state[parameters[name]][key] = room
-    return {name: value for name, value in tensors_of(module, optimizer).items() if name.startswith(_OPTIMIZER)}

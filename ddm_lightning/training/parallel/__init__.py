@@ -1,1 +1,1 @@
-"""Parallel training: strategies, ranks, and what is applied to a built module."""
+"""Parallel training: ranks, strategies, and functions that change a network."""

