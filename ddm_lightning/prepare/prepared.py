@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int, UInt8
 
-from ddm_lightning.core.columns import StoredArray, Strings
+from ddm_lightning.core.columns import Rows, StoredArray, Strings
 from ddm_lightning.core.files import atomic_write_json, read_json, sha256_json
-from ddm_lightning.partition.rows import Rows
 from ddm_lightning.prepare.encode import RECORDS, is_whole, list_files, read_state
 from ddm_lightning.prepare.records import Part
 

@@ -9,10 +9,10 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from ddm_lightning.config import Experiment, PrepareConfig
+from ddm_lightning.core.columns import Rows
 from ddm_lightning.core.files import read_json
 from ddm_lightning.core.formatting import amount
 from ddm_lightning.partition.partition import NearestCentroid, Partition
-from ddm_lightning.partition.rows import Rows
 from ddm_lightning.prepare.encode import FEATURES
 from ddm_lightning.prepare.prepared import Ledger, Prepared
 from ddm_lightning.prepare.reading import Plugins

@@ -12,10 +12,10 @@ from jaxtyping import Bool, Float64, Int, UInt64
 
 from ddm_lightning.config import ShardsConfig
 from ddm_lightning.config.load import prepare_to_json
+from ddm_lightning.core.columns import Rows
 from ddm_lightning.core.compat import ensure_torchvision_importable
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_folder, atomic_write_json
-from ddm_lightning.partition.rows import Rows
 from ddm_lightning.prepare.encode import CAPTIONS, LATENTS, RECORDS
 from ddm_lightning.prepare.engine import num_processes_for, run_local
 from ddm_lightning.prepare.prepared import Prepared

@@ -12,7 +12,7 @@ from sklearn.metrics import silhouette_samples
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from ddm_lightning.config import PartitionConfig
-from ddm_lightning.partition.rows import Rows
+from ddm_lightning.core.columns import Rows
 from ddm_lightning.prepare.report import measures
 from ddm_lightning.prepare.report.figures import choose_images, place_images, save_cluster_grid
 from ddm_lightning.prepare.report.measures import (

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import normalize, one_hot, pad
 
 from ddm_lightning.config import PartitionConfig
-from ddm_lightning.partition.rows import Rows
+from ddm_lightning.core.columns import Rows
 
 # Euclidean silhouettes need the square of this many distances.
 MAX_ROWS = 10_000
