@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from ddm_lightning.shards.datamodule import ClusterDataModule
-from ddm_lightning.shards.local import LocalLoader
+from ddm_lightning.shards.loader import ShardLoader
 
 BATCH_SIZE = 256
 SHARD_BYTES = 1 << 25
@@ -195,6 +195,6 @@ def samples_per_second(side: Side, data: Data, folder: Path, num_workers: int, c
         ids = torch.cat([torch.as_tensor(ids) for ids in seen]).sort().values
         if not torch.equal(ids, torch.arange(data.num_samples)):
             raise RuntimeError(f"{side.title}, {num_workers} workers: {len(ids)} samples are not each of them once")
-    if isinstance(loader, LocalLoader):
+    if isinstance(loader, ShardLoader):
         assert len(loader) * BATCH_SIZE == data.num_samples
     return num_epochs * data.num_samples / seconds

@@ -15,10 +15,9 @@ import numpy as np
 import torch
 
 from ddm_lightning.config import PartitionConfig
-from ddm_lightning.core.columns import StoredArray
+from ddm_lightning.core.columns import Rows, StoredArray
 from ddm_lightning.partition.build import fit_fine, fit_partition, group_fine
 from ddm_lightning.partition.nearest import nearest_of_rows
-from ddm_lightning.partition.rows import Rows
 
 _ROWS_AT_ONCE = 4096
 

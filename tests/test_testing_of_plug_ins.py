@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ddm_lightning.core.registry import ROUTERS, STRATEGIES
-from ddm_lightning.encoders.pixels import Pixels
+from ddm_lightning.encoders.images import Pixels
 from ddm_lightning.ensemble.routing import Strategy
 from ddm_lightning.flow.condition import Condition
 from ddm_lightning.networks.router import RouterDiT

@@ -1,27 +1,29 @@
-"""Columns on disk: arrays that grow row by row, and strings; of both those rows are read that are asked for."""
+"""Columns on disk: arrays and strings whose rows are read when asked for, and many files read as one column."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
 from pathlib import Path
-from types import TracebackType
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int, Shaped, UInt64
 
+_ROWS_AT_ONCE = 4096
+
 
 class GrowingArray:
-    """An ``.npy`` file to which blocks of rows are appended; none of them stays in memory.
+    """``.npy`` file to which rows are appended; none of them stays in memory.
 
-    A context manager: the file is whole when the block ends well.
+    A context manager: the file is complete when its block ends without an error.
 
     Args:
-        path: the file, replaced if it is there.
-        dtype: of the numbers.
+        path: the file; replaced if it exists.
+        dtype: type of the numbers.
         row_shape: shape of one row.
     """
 
@@ -31,10 +33,10 @@ class GrowingArray:
         self._write_header()
 
     def append(self, rows: Shaped[np.ndarray, "n ..."]) -> None:
-        """Add rows, cast to the file's type.
+        """Append rows, cast to the type of the file.
 
         Raises:
-            ValueError: rows of another shape.
+            ValueError: the rows have another shape.
         """
         if rows.shape[1:] != self.row_shape:
             raise ValueError(f"rows of shape {rows.shape[1:]} for a column of {self.row_shape}")
@@ -43,42 +45,30 @@ class GrowingArray:
 
     def _write_header(self) -> None:
         # NumPy pads the header so that the first dimension may grow in place.
-        description = {
-            "shape": (self.num_rows, *self.row_shape),
-            "fortran_order": False,
-            "descr": self.dtype.str,
-        }
-        np.lib.format.write_array_header_1_0(self._file, description)  # type: ignore[no-untyped-call]
+        header = {"shape": (self.num_rows, *self.row_shape), "fortran_order": False, "descr": self.dtype.str}
+        np.lib.format.write_array_header_1_0(self._file, header)  # type: ignore[no-untyped-call]
 
     def __enter__(self) -> GrowingArray:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            if error is None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        with self._file:
+            if kind is None:
                 self._file.seek(0)
                 self._write_header()
-        finally:
-            try:
-                self._file.close()
-            except OSError:
-                if error is None:  # else of the same full disk
-                    raise
 
 
 def save_array(path: Path, array: Shaped[np.ndarray, "n ..."]) -> None:
-    """Write an ``.npy`` file. ``numpy.save`` would not say of a full disk that it is full."""
+    """Write an ``.npy`` file. Unlike ``numpy.save``, name a full disk as the reason of a failure."""
     with GrowingArray(path, array.dtype, array.shape[1:]) as file:
         file.append(array)
 
 
 @dataclass(frozen=True, eq=False)
 class StoredArray:
-    """An ``.npy`` file of which rows are read when they are asked for; in between it is neither open nor mapped.
+    """``.npy`` file whose rows are read when asked for; between reads it is neither open nor mapped.
 
-    So a process may have any number of them, and what it has read is not counted as its memory.
+    A process may therefore use any number of them, and their rows do not count as its memory.
     """
 
     path: Path
@@ -89,7 +79,7 @@ class StoredArray:
 
     @classmethod
     def of(cls, path: Path) -> StoredArray:
-        """What the file's header says."""
+        """Read the header of a file."""
         with path.open("rb") as file:
             np.lib.format.read_magic(file)  # type: ignore[no-untyped-call]
             shape, _, dtype = np.lib.format.read_array_header_1_0(file)  # type: ignore[no-untyped-call]
@@ -104,16 +94,16 @@ class StoredArray:
         return prod(self.shape) * self.dtype.itemsize
 
     def __getitem__(self, which: slice | Int[np.ndarray, "m"]) -> Shaped[np.ndarray, "m ..."]:
-        """A copy of these rows; those that lie one behind the other are read at once.
+        """Return a copy of these rows; consecutive ones are read at once.
 
         Raises:
-            OSError: the file is shorter than it was.
+            OSError: the file has become shorter.
         """
         rows = _numbers(which, len(self))
         out = np.empty((len(rows), *self.shape[1:]), self.dtype)
         row_bytes = self.nbytes // max(1, len(self))
-        cuts = (np.flatnonzero(rows[1:] != rows[:-1] + 1) + 1).tolist() if len(rows) > 1 else []
-        file = os.open(self.path, os.O_RDONLY)  # a file object takes longer to make than a row to read
+        cuts = (np.flatnonzero(np.diff(rows) != 1) + 1).tolist()
+        file = os.open(self.path, os.O_RDONLY)  # making a file object takes longer than reading a row
         try:
             for first, last in pairwise([0, *cuts, len(rows)] if len(rows) else []):
                 run = out[first:last].data
@@ -125,30 +115,30 @@ class StoredArray:
 
 
 class Strings:
-    """Strings in two files, ``NAME.bin`` (UTF-8, one behind the other) and ``NAME-ends.npy``; read as StoredArray is.
+    """Strings in ``NAME.bin`` (UTF-8, concatenated) and ``NAME-ends.npy``, read like a ``StoredArray``.
 
     Args:
-        folder: of the files.
-        name: of the files.
-        ends: the second file, where it is known already.
+        folder: folder of the two files.
+        name: ``NAME``.
+        ends: the second file, if it is already known.
     """
 
     dtype = np.dtype(object)
 
     def __init__(self, folder: Path, name: str, ends: StoredArray | None = None) -> None:
-        self._blob, path = _files(folder, name)
-        self._ends = StoredArray.of(path) if ends is None else ends
+        self._blob = folder / f"{name}.bin"
+        self._ends = StoredArray.of(folder / f"{name}-ends.npy") if ends is None else ends
         self.shape = self._ends.shape
 
     def __len__(self) -> int:
         return len(self._ends)
 
     def num_bytes(self) -> UInt64[np.ndarray, "n"]:
-        """Length of each string in UTF-8."""
+        """Return the length of each string in UTF-8."""
         return np.diff(self._ends[:], prepend=np.uint64(0))
 
     def __getitem__(self, which: slice | Int[np.ndarray, "m"]) -> Shaped[np.ndarray, "m"]:
-        """These strings, as objects."""
+        """Return these strings, as objects."""
         rows = _numbers(which, len(self))
         around = np.union1d(rows - 1, rows)
         ends = np.where(around < 0, np.uint64(0), self._ends[np.maximum(around, 0)])
@@ -165,17 +155,96 @@ class Strings:
         """Write both files.
 
         Raises:
-            UnicodeEncodeError: a string that UTF-8 cannot hold (a lone surrogate).
+            UnicodeEncodeError: UTF-8 cannot hold a string (a lone surrogate).
         """
-        blob, ends = _files(folder, name)
         encoded = [value.encode("utf-8") for value in values]
-        blob.write_bytes(b"".join(encoded))
-        save_array(ends, np.cumsum([len(value) for value in encoded], dtype=np.uint64))
-
-
-def _files(folder: Path, name: str) -> tuple[Path, Path]:
-    return folder / f"{name}.bin", folder / f"{name}-ends.npy"
+        (folder / f"{name}.bin").write_bytes(b"".join(encoded))
+        save_array(folder / f"{name}-ends.npy", np.cumsum([len(value) for value in encoded], dtype=np.uint64))
 
 
 def _numbers(which: slice | Int[np.ndarray, "m"], num_rows: int) -> Int[np.ndarray, "m"]:
     return np.arange(*which.indices(num_rows)) if isinstance(which, slice) else which
+
+
+class Rows(Sequence[Any]):
+    """Several arrays, such as one file per part, read as one; rows are copied when asked for.
+
+    Args:
+        arrays: at least one; equal in dtype and in all dimensions but the first.
+        kept: ascending numbers of the rows to keep, for each array; None, for one array or for all, keeps every row.
+
+    Raises:
+        ValueError: no arrays, or arrays of different dtypes or row shapes.
+    """
+
+    def __init__(
+        self,
+        arrays: Sequence[Shaped[np.ndarray, "n ..."] | StoredArray | Strings],
+        kept: Sequence[Int[np.ndarray, "m"] | None] | None = None,
+    ) -> None:
+        if not arrays or len({(array.dtype, array.shape[1:]) for array in arrays}) != 1:
+            raise ValueError("rows need at least one array, all of one dtype and row shape")
+        self.arrays = list(arrays)
+        self.kept = [None] * len(self.arrays) if kept is None else list(kept)
+        sizes = [len(a if k is None else k) for a, k in zip(self.arrays, self.kept, strict=True)]
+        self.starts = np.concatenate([[0], np.cumsum(sizes)])
+        self.dtype: np.dtype = self.arrays[0].dtype
+        self.row_shape = tuple(self.arrays[0].shape[1:])
+
+    def __len__(self) -> int:
+        return int(self.starts[-1])
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row."""
+        return prod(self.row_shape) * self.dtype.itemsize
+
+    def subset(self, rows: Int[np.ndarray, "m"]) -> Rows:
+        """Return the given rows, in ascending order, without reading them."""
+        parts = np.split(rows, np.searchsorted(rows, self.starts[1:-1]))
+        local = [part - start for part, start in zip(parts, self.starts[:-1], strict=True)]
+        return Rows(self.arrays, [part if k is None else k[part] for part, k in zip(local, self.kept, strict=True)])
+
+    def take(self, rows: Int[np.ndarray, "m"]) -> Shaped[np.ndarray, "m ..."]:
+        """Return a copy of the given rows, in the given order.
+
+        Raises:
+            IndexError: a row outside 0 to ``len(self)`` - 1.
+        """
+        rows = np.asarray(rows, dtype=np.int64)
+        if len(rows) and not 0 <= rows.min() <= rows.max() < len(self):
+            raise IndexError(f"rows {rows.min()} to {rows.max()} of {len(self)}")
+        out = np.empty((len(rows), *self.row_shape), self.dtype)
+        # In ascending order, so that a disk is read forwards.
+        order = rows.argsort(kind="stable")
+        hit, first = np.unique(np.searchsorted(self.starts, rows[order], side="right") - 1, return_index=True)
+        for index, chosen in zip(hit.tolist(), np.split(order, first[1:]), strict=False):
+            out[chosen] = self._pick(index, rows[chosen] - self.starts[index])
+        return out
+
+    def read_into(self, out: Shaped[np.ndarray, "m ..."], start: int) -> None:
+        """Fill ``out``, of any dtype, with the rows from ``start`` on."""
+        at = start
+        index = int(np.searchsorted(self.starts, start, side="right")) - 1
+        while at < start + len(out):
+            first, last = self.starts[index : index + 2].tolist()
+            stop = min(start + len(out), last)
+            out[at - start : stop - start] = self._pick(index, slice(at - first, stop - first))
+            at, index = stop, index + 1
+
+    def __getitem__(self, which: Any) -> Any:
+        """Return a copy of one row by its number, or of the rows of a slice."""
+        if not isinstance(which, slice):
+            return self.take(np.array([which]))[0]
+        start, stop, _ = which.indices(len(self))
+        out = np.empty((max(0, stop - start), *self.row_shape), self.dtype)
+        self.read_into(out, start)
+        return out
+
+    def __iter__(self) -> Iterator[Any]:
+        for start in range(0, len(self), _ROWS_AT_ONCE):
+            yield from self[start : start + _ROWS_AT_ONCE]
+
+    def _pick(self, index: int, which: Int[np.ndarray, "m"] | slice) -> Shaped[np.ndarray, "m ..."]:
+        kept = self.kept[index]
+        return self.arrays[index][which if kept is None else kept[which]]

@@ -1,4 +1,4 @@
-"""Caption encoders: text to one pooled vector.
+"""Caption encoders: text to one pooled vector, and to one vector per token.
 
 Vectors are L2-normalised, then multiplied by sqrt(size), so that an entry has unit variance and a
 network can read them as they are.
@@ -10,14 +10,22 @@ import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from importlib import import_module
+from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
-from jaxtyping import Float
+import torch
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import sha256_file
 from ddm_lightning.core.registry import CAPTION_ENCODERS, file_of, require
+from ddm_lightning.encoders.interfaces import NoWeights, array_encoding, parse_encoding
+from ddm_lightning.encoders.pretrained import EXTRA, Pretrained, loading
+
+_CAPTIONS_AT_ONCE = {"cpu": 32, "cuda": 256}
 
 
 class _OneVector:
@@ -70,15 +78,13 @@ class UniversalSentenceEncoder(_OneVector):
 
 
 @CAPTION_ENCODERS.register("hashed-words")
-class HashedWords(_OneVector):
+class HashedWords(NoWeights, _OneVector):
     """Sum of one fixed random vector per word, for tests: no weights, no meaning.
 
     Args:
         size: entries of the vector.
         max_tokens: words per caption whose vectors are stored, too; 0 for none.
     """
-
-    packages: tuple[str, ...] = ()
 
     def __init__(self, size: int = 64, max_tokens: int = 0) -> None:
         if size < 1 or max_tokens < 0:
@@ -88,10 +94,6 @@ class HashedWords(_OneVector):
         if max_tokens:
             self.token_shape = (max_tokens, size)
             self.columns["text_tokens"] = f"ndarray:float16:{max_tokens},{size}"
-
-    def provenance(self) -> dict[str, str]:
-        """Return nothing: there are no weights."""
-        return {}
 
     def vectors(self, captions: Sequence[str]) -> Float[np.ndarray, "n size"]:
         """Encode captions to vectors, float32; a caption without words counts as one empty word."""
@@ -126,3 +128,250 @@ def _words(caption: str) -> list[str]:
 def _unit_variance(vectors: Float[np.ndarray, "n size"]) -> Float[np.ndarray, "n size"]:
     norms = np.linalg.norm(vectors, axis=1, keepdims=True)
     return (vectors / norms * np.sqrt(vectors.shape[1])).astype(np.float32)
+
+
+class _TextModel(Pretrained):
+    """Base of the text towers of the transformers library.
+
+    ``store`` chooses the stored columns, because text can outweigh the images (a latent of SD takes 8 KB, 77 states of
+    CLIP ViT-L 118 KB):
+
+    - ``pooled``: ``text``, one float16 vector of L2 norm sqrt(size).
+    - ``tokens``: also ``text_tokens``, the states of the last layer after its norm, float16, zero after the caption's
+      end, and ``text_length``, the number of tokens.
+    - ``ids``: ``text_ids`` and ``text_length``; training then computes the vectors.
+
+    A caption is cut to ``max_tokens``; its end-of-text token is always kept.
+
+    Args:
+        path, revision, device, compute_dtype: see ``Pretrained``.
+        subfolder: folder of the model in a pipeline, such as ``text_encoder``.
+        tokenizer: the tokenizer's folder inside ``path``; None is the model's own, or in a pipeline the one that
+            belongs to ``subfolder``: ``tokenizer_2`` to ``text_encoder_2``.
+        store: ``pooled``, ``tokens`` or ``ids``.
+        max_tokens: tokens per caption, begin and end included; longer captions are cut.
+
+    Raises:
+        UserError, ValueError: see ``Pretrained``.
+    """
+
+    packages: tuple[str, ...] = ("transformers", "tokenizers")
+    config_class: ClassVar[str]
+    tokenizer_class: ClassVar[str]
+    tokenizer_files: ClassVar[tuple[tuple[str, ...], ...]]
+    """Sets of files; each set makes a tokenizer."""
+    has_positions: ClassVar[bool]
+    """Whether the number of positions limits the tokens."""
+
+    def __init__(
+        self,
+        path: str,
+        subfolder: str | None = None,
+        tokenizer: str | None = None,
+        revision: str | None = None,
+        store: str = "pooled",
+        max_tokens: int | None = None,
+        device: str = "cpu",
+        compute_dtype: str = "float32",
+    ) -> None:
+        if store not in ("pooled", "tokens", "ids"):
+            raise ValueError(f"store = {store!r} must be pooled, tokens or ids")
+        self.store = store
+        super().__init__(path, subfolder, revision, device, compute_dtype)
+        names = sorted({name for files in self.tokenizer_files for name in files} | {"*token*.json"})
+        folder = tokenizer or (subfolder or "").replace("text_encoder", "tokenizer") or None
+        self.tokenizer_folder = self._find(folder, names, self._check_tokenizer)
+        if not any((self.tokenizer_folder / name).is_file() for name in ("tokenizer.json", "vocab.json")):
+            require(f"{self.place}, whose tokenizer is a SentencePiece model,", "sentencepiece", extra=EXTRA)
+        with loading(self.folder, self.place):
+            config_class = getattr(import_module("transformers"), self.config_class)
+            self.text_config = config_class.from_pretrained(self.folder, local_files_only=True)
+        self._class, self.size, self.width, limit = self._sizes()
+        self.max_tokens = limit if max_tokens is None else max_tokens
+        if self.max_tokens < 2 or (self.has_positions and self.max_tokens > limit):
+            at_most = f" and at most {limit}, the model's number of positions" if self.has_positions else ""
+            raise ValueError(f"max_tokens = {max_tokens} must be at least 2{at_most}")
+        self._networks: dict[torch.device, Any] = {}
+
+    def _sizes(self) -> tuple[str, int, int, int]:
+        """Return the library's class, the entries of the vector and of a state, and the default of ``max_tokens``."""
+        raise NotImplementedError
+
+    def _pooled(
+        self, network: Any, states: Float[Tensor, "n m width"], mask: Bool[Tensor, "n m"]
+    ) -> Float[Tensor, "n size"]:
+        """Return the vector of each caption, of any norm."""
+        raise NotImplementedError
+
+    def _check_tokenizer(self, folder: Path) -> None:
+        if not any(all((folder / name).is_file() for name in files) for files in self.tokenizer_files):
+            wanted = ", or ".join(" and ".join(files) for files in self.tokenizer_files)
+            remedy = "set its parameter 'tokenizer' to the folder inside 'path' that has one"
+            raise UserError(f"{folder}: no tokenizer ({wanted}), needed by {self.place}; {remedy}")
+
+    @property
+    def columns(self) -> dict[str, str]:
+        """Column -> MDS encoding."""
+        vector = {"text": array_encoding("float16", [self.size])}
+        states = {"text_tokens": array_encoding("float16", [self.max_tokens, self.width])}
+        ids, length = {"text_ids": array_encoding("int32", [self.max_tokens])}, {"text_length": "int32"}
+        return {"pooled": vector, "tokens": vector | states | length, "ids": ids | length}[self.store]
+
+    @property
+    def token_shape(self) -> tuple[int, int] | None:
+        """Tokens per caption and entries of each; None if a single vector is stored."""
+        return None if self.store == "pooled" else (self.max_tokens, self.width)
+
+    def _config_files(self) -> list[Path]:
+        names = {name for files in self.tokenizer_files for name in files}
+        files = {path for path in self.tokenizer_folder.iterdir() if path.name in names or "token" in path.name}
+        return super()._config_files() + sorted(path for path in files if path.suffix != ".safetensors")
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        with loading(self.tokenizer_folder, self.place):
+            tokenizer_class = getattr(import_module("transformers"), self.tokenizer_class)
+            folder, settings = self.tokenizer_folder, {"local_files_only": True, "padding_side": "right"}
+            tokenizer = tokenizer_class.from_pretrained(folder, **settings)
+        if (num_words := len(tokenizer)) > (known := self.text_config.vocab_size):
+            problem = f"its tokenizer has {num_words} words, but {self.folder} knows {known}"
+            raise UserError(f"{folder}: {problem}; set the parameter 'tokenizer' of {self.place}")
+        return tokenizer
+
+    def _network(self, device: torch.device) -> Any:
+        if device not in self._networks:
+            network = self._load("transformers", self._class, config=self.text_config, dtype=self.compute_dtype)
+            self._networks[device] = network.to(device)
+        return self._networks[device]
+
+    def _tokens(self, captions: Sequence[str]) -> tuple[Int[Tensor, "n max_tokens"], Int[Tensor, "n"]]:
+        """Return padded ids and the number of tokens of each caption."""
+        # Tokenizers refuse lone surrogates, which broken JSON may hold.
+        clean = [caption.encode("utf-8", "replace").decode("utf-8") for caption in captions]
+        found = self._tokenizer(
+            clean, truncation=True, max_length=self.max_tokens, padding="max_length", return_tensors="pt"
+        )
+        return found["input_ids"], found["attention_mask"].sum(1)
+
+    def _run(
+        self, ids: Int[Tensor, "n m"], lengths: Int[Tensor, "n"]
+    ) -> tuple[Float[Tensor, "n m width"], Float[Tensor, "n size"]]:
+        """Return the tokens' states, zero after the end, and vectors, both float32, on the device of ``ids``."""
+        network = self._network(ids.device)
+        mask = torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
+        states = network(input_ids=ids.long(), attention_mask=mask.long()).last_hidden_state
+        states = states.masked_fill(~mask[:, :, None], 0)
+        vectors = torch.nn.functional.normalize(self._pooled(network, states, mask).float(), dim=1)
+        return states.float(), vectors * self.size**0.5
+
+    @torch.inference_mode()
+    def _fill(self, out: Mapping[str, np.ndarray], captions: Sequence[str], device: torch.device) -> None:
+        """Fill those of ``text`` [n size] and ``text_tokens`` [n m width] that ``out`` has, batch by batch."""
+        at_once = _CAPTIONS_AT_ONCE.get(device.type, _CAPTIONS_AT_ONCE["cuda"])
+        for start in range(0, len(captions), at_once):
+            ids, lengths = self._tokens(captions[start : start + at_once])
+            ids = ids[:, : int(lengths.max())]
+            states, vectors = self._run(ids.to(device), lengths.to(device))
+            rows = slice(start, start + len(ids))
+            with np.errstate(over="ignore"):  # prepare refuses infinite numbers
+                if "text" in out:
+                    out["text"][rows] = vectors.cpu().numpy()
+                if "text_tokens" in out:
+                    out["text_tokens"][rows, : ids.shape[1]] = states.cpu().numpy()
+
+    def encode(self, captions: Sequence[str]) -> dict[str, np.ndarray]:
+        """Encode captions to one row per column and caption.
+
+        Raises:
+            UserError: the weights do not load, or the device is missing.
+        """
+        kinds = {name: parse_encoding(encoding) for name, encoding in self.columns.items()}
+        out = {name: np.zeros((len(captions), *shape), dtype) for name, (dtype, shape) in kinds.items()}
+        if self.store != "pooled" and captions:
+            ids, lengths = self._tokens(captions)
+            columns = {"text_ids": ids, "text_length": lengths}
+            out.update({name: value.int().numpy() for name, value in columns.items() if name in out})
+        if self.store != "ids":
+            self._require_device()
+            self._fill(out, captions, self.device)
+        return out
+
+    def vectors(self, captions: Sequence[str]) -> Float[np.ndarray, "n size"]:
+        """Encode captions to vectors, float32; on the CPU if the machine lacks the device."""
+        out = np.zeros((len(captions), self.size), np.float32)
+        self._fill({"text": out}, captions, self._device_or_cpu())
+        return out
+
+    def tokens(self, captions: Sequence[str]) -> Float[np.ndarray, "n m width"]:
+        """Encode captions to their tokens' states, float32, zero after the end; on the CPU without the device."""
+        out = np.zeros((len(captions), self.max_tokens, self.width), np.float32)
+        self._fill({"text_tokens": out}, captions, self._device_or_cpu())
+        return out
+
+    @torch.no_grad()
+    def tokens_of_stored(self, stored: Mapping[str, Tensor]) -> Float[Tensor, "n m width"]:
+        """Turn stored columns into states, float32, on their device; stored ids move the model there."""
+        if "text_tokens" in stored:
+            return stored["text_tokens"].float()
+        return self._run(stored["text_ids"], stored["text_length"])[0]
+
+    @torch.no_grad()
+    def vectors_of_stored(self, stored: Mapping[str, Tensor]) -> Float[Tensor, "n size"]:
+        """Turn stored columns into vectors, float32, on their device; stored ids move the model there."""
+        if "text" in stored:
+            return stored["text"].float()
+        return self._run(stored["text_ids"], stored["text_length"])[1]
+
+
+@CAPTION_ENCODERS.register("clip-text")
+class CLIPText(_TextModel):
+    """CLIP's text tower (Radford et al. 2021, arXiv 2103.00020); for its parameters see ``_TextModel``.
+
+    The vector is the end-of-text token's state after the last norm, multiplied by the text projection if the
+    files have one (a whole CLIP, SDXL's second tower; SD's towers have none). ``max_tokens``: None is the model's 77.
+    """
+
+    place = "caption encoder 'clip-text'"
+    kinds = {"model_type": ("clip", "clip_text_model")}  # noqa: RUF012  never changed
+    config_class, tokenizer_class = "CLIPTextConfig", "CLIPTokenizerFast"
+    tokenizer_files = (("tokenizer.json",), ("vocab.json", "merges.txt"))
+    has_positions = True
+
+    def _sizes(self) -> tuple[str, int, int, int]:
+        # Some configurations of whole CLIPs state another size than their weights have.
+        projection = self.shapes.get("text_projection.weight")
+        config = self.text_config
+        config.projection_dim = projection[0] if projection else 0
+        name = "CLIPTextModelWithProjection" if projection else "CLIPTextModel"
+        size = config.projection_dim or config.hidden_size
+        return name, size, config.hidden_size, config.max_position_embeddings
+
+    def _pooled(
+        self, network: Any, states: Float[Tensor, "n m width"], mask: Bool[Tensor, "n m"]
+    ) -> Float[Tensor, "n size"]:
+        # End of text is the last token; its id does not locate it, because some tokenizers pad with it.
+        last = states[torch.arange(len(states), device=states.device), mask.sum(1) - 1]
+        return network.text_projection(last) if self.text_config.projection_dim else last
+
+
+@CAPTION_ENCODERS.register("t5-text")
+class T5Text(_TextModel):
+    """T5's encoder (Raffel et al. 2020, arXiv 1910.10683); for its parameters see ``_TextModel``.
+
+    The vector is the mean of the states of the caption's tokens, end of text included.
+    ``max_tokens``: None is 128, longer than most captions; T5 itself has no limit.
+    """
+
+    place = "caption encoder 't5-text'"
+    kinds = {"model_type": ("t5",)}  # noqa: RUF012  never changed
+    config_class, tokenizer_class = "T5Config", "T5TokenizerFast"
+    tokenizer_files = (("tokenizer.json",), ("spiece.model",))
+    has_positions = False
+
+    def _sizes(self) -> tuple[str, int, int, int]:
+        return "T5EncoderModel", self.text_config.d_model, self.text_config.d_model, 128
+
+    def _pooled(
+        self, network: Any, states: Float[Tensor, "n m width"], mask: Bool[Tensor, "n m"]
+    ) -> Float[Tensor, "n size"]:
+        return states.float().sum(1) / mask.sum(1, keepdim=True)

@@ -8,6 +8,7 @@ The same input must give the same bytes in any process and order.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Protocol, runtime_checkable
@@ -17,8 +18,28 @@ from jaxtyping import Float, Shaped, UInt8
 from torch import Tensor
 
 
+class Provenance(Protocol):
+    """Names everything that shapes the result."""
+
+    packages: tuple[str, ...]
+
+    def provenance(self) -> dict[str, str]:
+        """Return ``weights_sha256`` and ``revision`` for the manifest; empty without weights."""
+        ...
+
+
+class NoWeights:
+    """``Provenance`` of an encoder without packages and weights."""
+
+    packages: tuple[str, ...] = ()
+
+    def provenance(self) -> dict[str, str]:
+        """Return nothing: there are no weights."""
+        return {}
+
+
 @runtime_checkable
-class ImageEncoder(Protocol):
+class ImageEncoder(Provenance, Protocol):
     """Images to the tensors that the experts model, and back.
 
     ``encode`` returns the stored tensors, as ``dtype``. With ``stores = "x_0"`` the experts model
@@ -26,17 +47,12 @@ class ImageEncoder(Protocol):
     mean, then the standard deviation, of a Gaussian; each step samples ``stored`` from it anew.
     """
 
-    packages: tuple[str, ...]
     dtype: str
     """NumPy type of the stored numbers."""
     stores: str
     """``x_0`` ([n c h w] is stored) or ``posterior`` ([n 2c h w])."""
     normalisation: dict[str, float | list[float]]
     """``scale`` and ``shift``, one number each or one per channel."""
-
-    def provenance(self) -> dict[str, str]:
-        """Return ``weights_sha256`` and ``revision`` for the manifest; empty without weights."""
-        ...
 
     def x_shape(self, image_size: int) -> tuple[int, int, int]:
         """Return channels, height and width of ``x_0`` for square images of ``image_size`` pixels."""
@@ -52,24 +68,19 @@ class ImageEncoder(Protocol):
 
 
 @runtime_checkable
-class CaptionEncoder(Protocol):
+class CaptionEncoder(Provenance, Protocol):
     """Captions to the columns that the shards store, and to one vector with entries of unit variance.
 
     The vector (L2 norm about sqrt(size)) conditions pooled-text networks. An encoder whose ``columns`` hold ``text``
     stores that vector; one that stores token ids computes it during training.
     """
 
-    packages: tuple[str, ...]
     size: int
     """Entries of the vector."""
     token_shape: tuple[int, int] | None
     """Tokens per caption and entries of each; None if the shards hold no tokens."""
     columns: dict[str, str]
     """Column -> MDS encoding, such as ``{"text": "ndarray:float16:512"}``; names begin with ``text``."""
-
-    def provenance(self) -> dict[str, str]:
-        """Return ``weights_sha256`` and ``revision`` for the manifest; empty without weights."""
-        ...
 
     def encode(self, captions: Sequence[str]) -> dict[str, np.ndarray]:
         """Encode captions of any length and script to one row per column and caption."""
@@ -93,27 +104,36 @@ class CaptionEncoder(Protocol):
 
 
 @runtime_checkable
-class Features(Protocol):
+class Features(Provenance, Protocol):
     """Images to the vectors by which they are clustered."""
 
-    packages: tuple[str, ...]
     size: int
-
-    def provenance(self) -> dict[str, str]:
-        """Return ``weights_sha256`` and ``revision`` for the manifest; empty without weights."""
-        ...
 
     def encode(self, images: UInt8[np.ndarray, "n h w 3"]) -> Float[np.ndarray, "n size"]:
         """Encode images to vectors, float32."""
         ...
 
 
-_NUMBER_TYPES = {f"{kind}{bits}" for kind in ("int", "uint", "float") for bits in (8, 16, 32, 64)} - {"float8"}
+_NUMBER = r"u?int(?:8|16|32|64)|float(?:16|32|64)"
+_ENCODING = re.compile(rf"ndarray:({_NUMBER}):([1-9]\d*(?:,[1-9]\d*)*)|(int|{_NUMBER})")
 
 
 def array_encoding(dtype: str, shape: Sequence[int]) -> str:
     """Return the MDS encoding of arrays of one type and shape, such as ``ndarray:float16:77,768``."""
     return f"ndarray:{dtype}:{','.join(map(str, shape))}"
+
+
+def parse_encoding(encoding: str) -> tuple[np.dtype, tuple[int, ...]]:
+    """Return the type and shape of one value of a fixed-size column, from its MDS encoding.
+
+    Raises:
+        ValueError: the encoding has no fixed size, or does not hold numbers.
+    """
+    found = _ENCODING.fullmatch(encoding)
+    if found is None:
+        raise ValueError(f"{encoding!r} has no fixed size, or does not hold numbers")
+    array, shape, scalar = found.groups()
+    return np.dtype(array or scalar), tuple(map(int, shape.split(","))) if shape else ()
 
 
 def bytes_per_sample(columns: Mapping[str, str]) -> int:
@@ -122,14 +142,5 @@ def bytes_per_sample(columns: Mapping[str, str]) -> int:
     Raises:
         ValueError: an encoding without a fixed size.
     """
-    return sum(_size(name, encoding) for name, encoding in columns.items())
-
-
-def _size(name: str, encoding: str) -> int:
-    kind, _, rest = encoding.partition(":")
-    dtype, _, shape = rest.partition(":")
-    if kind in _NUMBER_TYPES and not rest:
-        return np.dtype(kind).itemsize
-    if kind == "ndarray" and dtype in _NUMBER_TYPES and shape:
-        return np.dtype(dtype).itemsize * prod(map(int, shape.split(",")))
-    raise ValueError(f"column {name!r}: samples encoded as {encoding!r} have no fixed size")
+    values = map(parse_encoding, columns.values())
+    return sum(dtype.itemsize * prod(shape) for dtype, shape in values)

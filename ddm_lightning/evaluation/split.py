@@ -12,7 +12,7 @@ from torch import Tensor
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.flow.condition import Condition
 from ddm_lightning.members.run_folder import RunFolder
-from ddm_lightning.shards.local import read_samples
+from ddm_lightning.shards.fetch import read_samples
 from ddm_lightning.shards.manifest import HELD_OUT, Manifest, StoredForm, shard_name
 from ddm_lightning.shards.verify import verify_shards
 

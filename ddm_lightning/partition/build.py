@@ -2,7 +2,7 @@
 
 ``kmeans`` is balanced k-means of the features in two stages, as in MoDE (2404.16030), whose code the DDM paper
 (2501.05450) used: k-means of a part of the samples to fine centroids, then balanced k-means of the fine centroids to K
-clusters. The second stage weighs a fine centroid by its samples, because clusters must balance samples, not centroids.
+clusters. The second stage weights a fine centroid by its samples, because clusters must balance samples, not centroids.
 Small data sets get balanced fine cells by prices (``kmeans``), which needs all distances in memory; large ones get
 them by plain k-means that splits crowded cells (``lloyd``).
 
@@ -12,7 +12,9 @@ another run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,19 +26,27 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ddm_lightning.config import PartitionConfig
+from ddm_lightning.core.columns import Rows
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_write
-from ddm_lightning.partition.kmeans import balanced_kmeans, capacity
-from ddm_lightning.partition.lloyd import lloyd_kmeans
-from ddm_lightning.partition.nearest import Tick, nearest, nearest_of_rows, one_thread, take_finite
-from ddm_lightning.partition.partition import ClusterOfLabel, KeyHash, NearestCentroid, Partition, Rule, largest_first
-from ddm_lightning.partition.rows import Rows
+from ddm_lightning.partition.kmeans import balanced_kmeans, capacity, weighted_means
+from ddm_lightning.partition.lloyd import LARGEST_OVER_MEAN, lloyd_kmeans
+from ddm_lightning.partition.nearest import Tick, nearest, nearest_of_rows, one_thread, prepared
+from ddm_lightning.partition.partition import (
+    ClusterOfLabel,
+    KeyHash,
+    NearestCentroid,
+    Partition,
+    Rule,
+    Samples,
+    largest_first,
+)
 
-# Splits piles of near-duplicates, which would otherwise fill one cell that no grouping can balance.
-_FINE_LARGEST_OVER_MEAN = 2.0
 _CLUSTER_RESTARTS = 10
 # Largest problem solved by prices, in distances and in numbers of features: seconds on a CPU.
 _PRICED_DISTANCES, _PRICED_NUMBERS = 1 << 22, 1 << 26
+# Scattered rows, slow to read in every pass, are kept in memory up to this size.
+_KEPT_BYTES = 1 << 30
 _MOST_COMPARED = 30_000
 
 
@@ -46,15 +56,13 @@ def check_sizes(config: PartitionConfig, num_samples: int) -> None:
     Raises:
         UserError: too many clusters or fine centroids, or too small a part to fit them on.
     """
-    have, num_fine = f"the source has only {num_samples} samples", config.num_fine_centroids
-    if config.num_clusters > num_samples:
-        raise _refusal(config, "num_clusters", f"{have}; use fewer clusters or more samples")
-    if config.kind == "kmeans" and num_fine > num_samples:
-        raise _refusal(config, "num_fine_centroids", f"{have}; use fewer fine centroids")
-    fitted = _num_fitted(config, num_samples)
-    if config.kind == "kmeans" and num_fine > fitted:
-        leaves = f"leaves {fitted} of {num_samples} samples for {num_fine} fine centroids"
-        raise _refusal(config, "fit_fraction", f"{leaves}; raise it")
+    num_fine = config.num_fine_centroids if config.kind == "kmeans" else 1
+    for key, number in (("num_clusters", config.num_clusters), ("num_fine_centroids", num_fine)):
+        if number > num_samples:
+            raise _refusal(config, key, f"the source has only {num_samples} samples; use fewer")
+    if num_fine > (fitted := _num_fitted(config, num_samples)):
+        problem = f"leaves {fitted} of {num_samples} samples for {num_fine} fine centroids; raise it"
+        raise _refusal(config, "fit_fraction", problem)
 
 
 def fit_partition(
@@ -88,17 +96,12 @@ def fit_partition(
             over the configured limit, or an existing partition that does not fit.
     """
     check_sizes(config, len(rows))
-    rule: Rule
     if config.kind == "kmeans":
-        rule, nearest_fine = _two_stages(rows, config, seed, features, tick, kept_fine)
-        clusters = rule.cluster_of_fine[nearest_fine].numpy()
+        rule, clusters = _two_stages(rows, config, seed, features, tick, kept_fine)
     else:
-        rule = _rule(rows, config, seed, labels, keys, features)
-        if isinstance(rule, NearestCentroid):
-            nearest_fine = nearest_of_rows(rows, rule.fine_centroids, rule.metric, config.device, tick)
-            clusters = rule.cluster_of_fine[nearest_fine].numpy()
-        else:
-            clusters = rule.assign(np.empty((len(rows), 0)), labels, keys, config.device)
+        samples = Samples(rows, labels, keys)
+        rule = _rule(samples, config, seed, features)
+        clusters = rule.assign(samples, config.device, tick)
     counts = torch.from_numpy(np.bincount(clusters, minlength=config.num_clusters))
     _check_balance(counts, config)
     return Partition(rule, counts), clusters.astype(np.int32)
@@ -107,7 +110,7 @@ def fit_partition(
 def displaced_fractions(
     partition: Partition, rows: Rows, clusters: Int[np.ndarray, "n"], device: str = "cpu"
 ) -> tuple[float, float] | None:
-    """Share of samples nearer to the mean of another cluster, and the part of it caused by balancing.
+    """Measure the share of samples nearer to the mean of another cluster, and the part of it caused by balancing.
 
     Balancing displaces a sample if its whole fine cell is nearer to another mean. The other displaced samples follow
     their cell, which is assigned as one. Measured on about 30,000 samples; None unless the rule is ``kmeans``.
@@ -126,38 +129,23 @@ def displaced_fractions(
 def fit_fine(
     rows: Rows, config: PartitionConfig, generator: torch.Generator, tick: Callable[[], None] = lambda: None
 ) -> Float[Tensor, "f d"]:
-    """The fine centroids (first stage), on the CPU; ``tick`` is called after each pass over large data.
+    """Fit the fine centroids (first stage), on the CPU; ``tick`` is called after each pass over large data.
 
     Raises:
-        UserError: more fine centroids than distinct samples, or features that are not finite.
+        UserError: more fine centroids than distinct samples.
     """
     num_fine, size = config.num_fine_centroids, _num_fitted(config, len(rows))
-    try:
-        if size * num_fine <= _PRICED_DISTANCES and size * rows.row_shape[0] <= _PRICED_NUMBERS:
-            x = take_finite(rows, _random_rows(len(rows), size, generator), config.metric)
+    is_small = size * num_fine <= _PRICED_DISTANCES and size * rows.row_shape[0] <= _PRICED_NUMBERS
+    if is_small or size < len(rows):
+        chosen = torch.randperm(len(rows), generator=generator)[:size].sort().values.numpy()
+        fits_in_memory = is_small or size * rows.row_bytes <= _KEPT_BYTES
+        rows = Rows([rows.take(chosen)]) if fits_in_memory else rows.subset(chosen)
+    with _refusing(config, "num_fine_centroids", "use fewer, or remove duplicates from the source"):
+        if is_small:
             with one_thread():
-                centroids, _ = balanced_kmeans(
-                    x,
-                    num_fine,
-                    generator=generator,
-                    num_iterations=config.num_iterations,
-                    max_largest_over_mean=_FINE_LARGEST_OVER_MEAN,
-                )
-            return centroids
-        return lloyd_kmeans(
-            rows,
-            num_fine,
-            metric=config.metric,
-            generator=generator,
-            num_iterations=config.num_iterations,
-            chosen=None if size == len(rows) else _random_rows(len(rows), size, generator),
-            device=config.device,
-            max_largest_over_mean=_FINE_LARGEST_OVER_MEAN,
-            tick=tick,
-        )
-    except ValueError as error:
-        remedy = "use fewer, or remove duplicates from the source"
-        raise _refusal(config, "num_fine_centroids", f"{error}; {remedy}") from None
+                x = prepared(rows[:], config.metric)
+                return balanced_kmeans(x, num_fine, generator, config.num_iterations, LARGEST_OVER_MEAN)[0]
+        return lloyd_kmeans(rows, config, generator, tick)
 
 
 def group_fine(
@@ -179,31 +167,19 @@ def group_fine(
     Raises:
         UserError: fewer distinct centroids than clusters.
     """
-    weights = per_fine.double()
-    try:
-        with one_thread():
-            _, cluster_of_fine = balanced_kmeans(
-                fine.double(),
-                config.num_clusters,
-                generator=generator,
-                weights=weights,
-                num_iterations=config.num_iterations,
-                max_largest_over_mean=config.max_largest_over_mean,
-                num_restarts=_CLUSTER_RESTARTS,
-            )
-    except ValueError as error:
-        remedy = "use fewer, or remove duplicates from the source"
-        raise _refusal(config, "num_clusters", f"{error}; {remedy}") from None
+    x, weights = fine.double(), per_fine.double()
+    with one_thread(), _refusing(config, "num_clusters", "use fewer, or remove duplicates from the source"):
+        limit, num_clusters = config.max_largest_over_mean, config.num_clusters
+        _, cluster_of_fine = balanced_kmeans(
+            x, num_clusters, generator, config.num_iterations, limit, weights, _CLUSTER_RESTARTS
+        )
     cluster_of_fine = largest_first(cluster_of_fine, per_fine, config.num_clusters)
-    sums = torch.zeros(config.num_clusters, fine.shape[1], dtype=torch.float64)
-    sums.index_add_(0, cluster_of_fine, fine.double() * weights.unsqueeze(1))
-    total = weights.new_zeros(config.num_clusters).index_add_(0, cluster_of_fine, weights)
-    means = (sums / total.clamp(min=1).unsqueeze(1)).float()
-    return NearestCentroid(fine, cluster_of_fine, means, config.metric, features)
+    centroids = weighted_means(x, weights, cluster_of_fine, x.new_zeros(config.num_clusters, x.shape[1]))
+    return NearestCentroid(fine, cluster_of_fine, centroids.float(), config.metric, features)
 
 
 class PartitionCost(NamedTuple):
-    """Cost of two-stage k-means and of the assignment of all samples."""
+    """Cost of two-stage k-means and of assigning all samples."""
 
     seconds: float
     flops: float
@@ -244,35 +220,33 @@ def partition_cost(
     return PartitionCost(flops / (gflops * 1e9) + num_bytes / (disk_gb_per_s * 1e9), flops, num_bytes)
 
 
-def _refusal(config: PartitionConfig, key: str, problem: str) -> UserError:
+def _refusal(config: PartitionConfig, key: str, problem: object) -> UserError:
     return UserError(f"key 'prepare.partition.{key}' = {getattr(config, key)!r}: {problem}")
 
 
+@contextmanager
+def _refusing(config: PartitionConfig, key: str, remedy: str) -> Iterator[None]:
+    """Turn a ``ValueError`` into an error that names the key and the remedy."""
+    try:
+        yield
+    except ValueError as error:
+        raise _refusal(config, key, f"{error}; {remedy}") from None
+
+
 def _num_fitted(config: PartitionConfig, num_samples: int) -> int:
-    """Samples on which the fine centroids are fitted."""
+    """Return the number of samples on which the fine centroids are fitted."""
     return max(1, round(config.fit_fraction * num_samples))
-
-
-def _random_rows(num_samples: int, size: int, generator: torch.Generator) -> Int64[np.ndarray, "m"]:
-    """Ascending numbers of ``size`` random rows."""
-    return torch.randperm(num_samples, generator=generator)[:size].sort().values.numpy()
 
 
 def _two_stages(
     rows: Rows, config: PartitionConfig, seed: int, features: str, tick: Tick, kept_fine: tuple[Path, str] | None
-) -> tuple[NearestCentroid, Int32[np.ndarray, "n"]]:
-    """The rule, and the nearest fine centroid of each sample."""
+) -> tuple[Rule, Int64[np.ndarray, "n"]]:
     generator = torch.Generator().manual_seed(seed)
-    num_read, size = 0, _num_fitted(config, len(rows))
+    size, passes = _num_fitted(config, len(rows)), count(1)
     total = config.num_iterations * size + len(rows)
 
-    def advance() -> None:
-        nonlocal num_read
-        num_read += size
-        tick(num_read, total)
-
     def fit() -> dict[str, Tensor]:
-        fine = fit_fine(rows, config, generator, advance).contiguous()
+        fine = fit_fine(rows, config, generator, lambda: tick(next(passes) * size, total)).contiguous()
         nearest_fine = nearest_of_rows(
             rows, fine, config.metric, config.device, lambda done, num: tick(total - num + done, total)
         )
@@ -280,13 +254,13 @@ def _two_stages(
 
     found = fit() if kept_fine is None else _cached(*kept_fine, fit)
     generator.set_state(found["generator"])
-    fine, nearest_fine = found["fine"], found["nearest"].numpy()
-    per_fine = torch.from_numpy(np.bincount(nearest_fine, minlength=len(fine)))
-    return group_fine(fine, per_fine, config, generator, features), nearest_fine
+    fine, nearest_fine = found["fine"], found["nearest"].long()
+    rule = group_fine(fine, nearest_fine.bincount(minlength=len(fine)), config, generator, features)
+    return rule, rule.cluster_of_fine[nearest_fine].numpy()
 
 
 def _cached(path: Path, key: str, make: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
-    """The tensors of a file if it carries this key; otherwise make them and write the file."""
+    """Return the tensors of a file if it carries this key; otherwise make them and write the file."""
     try:
         with safe_open(path, framework="pt") as stored:
             if (stored.metadata() or {}).get("key") == key:
@@ -298,57 +272,47 @@ def _cached(path: Path, key: str, make: Callable[[], dict[str, Tensor]]) -> dict
     return tensors
 
 
-def _rule(
-    rows: Rows, config: PartitionConfig, seed: int, labels: Int[np.ndarray, "n"], keys: Sequence[str], features: str
-) -> Rule:
+def _rule(samples: Samples, config: PartitionConfig, seed: int, features: str) -> Rule:
     if config.kind == "random":
-        return KeyHash.equal(keys, config.num_clusters, seed)
+        return KeyHash.equal(samples.keys, config.num_clusters, seed)
     if config.kind == "existing":
-        return _existing(config, rows, features)
-    limit = capacity(float(len(labels)), config.num_clusters, config.max_largest_over_mean)
-    try:
-        return ClusterOfLabel.packed(labels, config.num_clusters, limit)
-    except ValueError as error:
-        remedy = "use fewer clusters or prepare.partition.kind = kmeans"
-        raise _refusal(config, "num_clusters", f"{error}; {remedy}") from None
+        return _existing(config, samples.features, features)
+    limit = capacity(float(len(samples.labels)), config.num_clusters, config.max_largest_over_mean)
+    with _refusing(config, "num_clusters", "use fewer clusters or prepare.partition.kind = kmeans"):
+        return ClusterOfLabel.packed(samples.labels, config.num_clusters, limit)
 
 
 def _existing(config: PartitionConfig, rows: Rows, features: str) -> Rule:
-    """The rule of another run's partition, if it fits this data set."""
+    """Read the rule of another run's partition."""
     assert config.path is not None, "check_experiment requires it"
     found = Partition.load(Path(config.path))
-    rule = found.rule
     if found.num_clusters != config.num_clusters:
-        clusters = f"has {found.num_clusters} clusters"
-        raise _refusal(config, "path", f"{clusters}; set prepare.partition.num_clusters to that")
-    if isinstance(rule, NearestCentroid):
-        size, remedy = rule.fine_centroids.shape[1], "set prepare.features to those of the other run"
-        if (size,) != rows.row_shape:
-            sizes = f"was made of features with {size} entries, these have {rows.row_shape[0]}"
-            raise _refusal(config, "path", f"{sizes}; {remedy}")
-        if features and rule.features and features != rule.features:
-            names = f"was made of features {rule.features!r}, these are {features!r}"
-            raise _refusal(config, "path", f"{names}; {remedy}")
-    return rule
+        problem = f"has {found.num_clusters} clusters; set prepare.partition.num_clusters to that"
+        raise _refusal(config, "path", problem)
+    if isinstance(found.rule, NearestCentroid):
+        theirs, size = found.rule.features, found.rule.fine_centroids.shape[1]
+        if (size,) != rows.row_shape or (features and theirs and features != theirs):
+            made = (
+                f"was made of features {theirs!r} with {size} entries, these are {features!r} with {rows.row_shape[0]}"
+            )
+            raise _refusal(config, "path", f"{made}; set prepare.features to those of the other run")
+    return found.rule
 
 
 def _check_balance(counts: Int64[Tensor, "k"], config: PartitionConfig) -> None:
     """Refuse empty clusters and, unless the partition is another run's, too large ones."""
-    total, largest = int(counts.sum()), int(counts.max())
+    total, largest = float(counts.sum()), int(counts.max())
+    remedy = {
+        "kmeans": "raise prepare.partition.num_fine_centroids",
+        "random": "give the samples different keys",
+        "labels": "use prepare.partition.kind = kmeans",
+        "existing": "add samples of that kind",
+    }[config.kind]
     if int(counts.min()) == 0:
-        remedy = {
-            "existing": "add samples of the kind that it holds",
-            "random": "use fewer clusters, or give the samples different keys",
-        }.get(config.kind, "use fewer clusters or raise prepare.partition.num_fine_centroids")
-        raise _refusal(config, "num_clusters", f"a cluster stays empty; {remedy}")
+        raise _refusal(config, "num_clusters", f"a cluster stays empty; use fewer clusters, or {remedy}")
     # ``capacity`` allows the mean rounded up: whole samples cannot be split more evenly.
-    if config.kind != "existing" and largest > capacity(
-        float(total), config.num_clusters, config.max_largest_over_mean
-    ):
-        remedy = {
-            "labels": "or use prepare.partition.kind = kmeans, because whole classes divide no better",
-            "random": "or give the samples different keys",
-        }.get(config.kind, "or raise prepare.partition.num_fine_centroids for finer pieces")
+    limit = capacity(total, config.num_clusters, config.max_largest_over_mean)
+    if config.kind != "existing" and largest > limit:
         ratio = largest / (total / config.num_clusters)
         size = f"the largest cluster has {largest} samples, {ratio:.3f} times the mean"
-        raise _refusal(config, "max_largest_over_mean", f"{size}; raise this key, {remedy}")
+        raise _refusal(config, "max_largest_over_mean", f"{size}; raise this key, or {remedy}")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
 # How far from its best cluster the auction may leave a sample, relative to the std of the costs.
@@ -23,14 +23,13 @@ _RISES_PER_CLUSTER = 200
 def balanced_kmeans(
     x: Float[Tensor, "n d"],
     num_clusters: int,
-    *,
     generator: torch.Generator,
-    weights: Float[Tensor, "n"] | None = None,
     num_iterations: int = 20,
     max_largest_over_mean: float = math.inf,
+    weights: Float[Tensor, "n"] | None = None,
     num_restarts: int = 1,
 ) -> tuple[Float[Tensor, "k d"], Int64[Tensor, "n"]]:
-    """k-means whose largest cluster weighs at most ``max_largest_over_mean`` times the mean.
+    """Run k-means with clusters that weigh at most ``max_largest_over_mean`` times the mean.
 
     With unit weights the limit always holds. With unequal weights it may be out of reach; then moves and swaps of
     single samples come as near to it as they can. ``math.inf`` gives plain k-means.
@@ -39,9 +38,9 @@ def balanced_kmeans(
         x: samples; distances are Euclidean.
         num_clusters: K.
         generator: random numbers of the start; the same state gives the same result.
-        weights: weight of each sample, such as a count; None is 1 each.
         num_iterations: most Lloyd iterations; ends earlier once no sample moves.
         max_largest_over_mean: largest cluster allowed, as a multiple of the mean weight.
+        weights: weight of each sample, such as a count; None is 1 each.
         num_restarts: independent starts; the one with the least cost wins.
 
     Returns:
@@ -62,7 +61,7 @@ def balanced_kmeans(
         for _ in range(num_iterations):
             previous = assignment
             assignment = balanced_assignment(squared_distances(x, centroids), weights, limit)
-            centroids = _weighted_means(x, weights, assignment, centroids)
+            centroids = weighted_means(x, weights, assignment, centroids)
             if torch.equal(assignment, previous):
                 break
         cost = float((weights * (x - centroids[assignment]).square().sum(1)).sum())
@@ -75,7 +74,7 @@ def balanced_kmeans(
 
 
 def capacity(total: float, num_clusters: int, max_largest_over_mean: float) -> float:
-    """Largest weight of one cluster: at least the mean rounded up, which whole samples need."""
+    """Return the largest weight of one cluster: at least the mean rounded up, which whole samples need."""
     if math.isinf(max_largest_over_mean):
         return math.inf
     mean = total / num_clusters
@@ -83,35 +82,26 @@ def capacity(total: float, num_clusters: int, max_largest_over_mean: float) -> f
 
 
 def squared_distances(x: Float[Tensor, "n d"], centroids: Float[Tensor, "k d"]) -> Float[Tensor, "n k"]:
-    """Squared Euclidean distances from one matrix product."""
+    """Return squared Euclidean distances, from one matrix product."""
     norms = x.square().sum(1, keepdim=True) + centroids.square().sum(1)
     return torch.addmm(norms, x, centroids.T, alpha=-2).clamp_(min=0)
 
 
 def loads(assignment: Int64[Tensor, "n"], weights: Float[Tensor, "n"], num_clusters: int) -> Float[Tensor, "k"]:
-    """Total weight of each cluster."""
+    """Return the total weight of each cluster."""
     return weights.new_zeros(num_clusters).index_add_(0, assignment, weights)
 
 
 def balanced_assignment(cost: Float[Tensor, "n k"], weights: Float[Tensor, "n"], limit: float) -> Int64[Tensor, "n"]:
-    """The cluster of each sample: least total cost, with a weight of at most ``limit`` in each cluster.
+    """Return the cluster of each sample: least total cost, with a weight of at most ``limit`` in each cluster.
 
-    With unit weights, a sample's cost is within the auction's step (0.3 % of the costs' std) of the optimum.
-    Deterministic.
+    Raises the price of the most crowded cluster until exactly its excess prefers to leave, and repeats. With unit
+    weights, a sample's cost is within the auction's step (0.3 % of the costs' std) of the optimum. Deterministic.
     """
     assignment = cost.argmin(1)
     num_clusters = cost.shape[1]
     if math.isinf(limit) or num_clusters == 1:
         return assignment
-    assignment = _auction(cost, weights, assignment, limit)
-    return repair(cost, weights, assignment, limit)
-
-
-def _auction(
-    cost: Float[Tensor, "n k"], weights: Float[Tensor, "n"], assignment: Int64[Tensor, "n"], limit: float
-) -> Int64[Tensor, "n"]:
-    """Raise the price of the most crowded cluster until exactly its excess prefers to leave; repeat."""
-    num_clusters = cost.shape[1]
     prices = cost.new_zeros(num_clusters)
     step = _AUCTION_STEP * float(cost.std())
     load = loads(assignment, weights, num_clusters)
@@ -134,7 +124,7 @@ def _auction(
         prices[crowded] += margin[num_leaving - 1] + step
         assignment[members[movers]] = target[movers]
         load = loads(assignment, weights, num_clusters)
-    return assignment
+    return repair(cost, weights, assignment, limit)
 
 
 def repair(
@@ -142,8 +132,8 @@ def repair(
 ) -> Int64[Tensor, "n"]:
     """Bring crowded clusters under the limit by the cheapest moves and swaps of single samples.
 
-    If no change brings both of its clusters under the limit, the cheapest one that lowers the larger of the two loads
-    is made. Every change lowers the sum of squared loads, so the loop ends.
+    If no change brings both of its clusters under the limit, make the cheapest one that lowers the larger of the two
+    loads. Every change lowers the sum of squared loads, so the loop ends.
     """
     num_clusters = cost.shape[1]
     load = loads(assignment, weights, num_clusters)
@@ -199,7 +189,7 @@ def _cheapest_swap(
 def _plus_plus(
     x: Float[Tensor, "n d"], num_clusters: int, weights: Float[Tensor, "n"], generator: torch.Generator
 ) -> Float[Tensor, "k d"]:
-    """Starting centroids by k-means++ (Arthur and Vassilvitskii, 2007), weighted."""
+    """Choose starting centroids by k-means++ (Arthur and Vassilvitskii, 2007), weighted."""
     chosen: list[int] = []
     nearest = torch.full((len(x),), math.inf, dtype=x.dtype)
     odds = weights.double()
@@ -216,10 +206,15 @@ def _plus_plus(
     return x[chosen]
 
 
-def _weighted_means(
+def weighted_means(
     x: Float[Tensor, "n d"], weights: Float[Tensor, "n"], assignment: Int64[Tensor, "n"], old: Float[Tensor, "k d"]
 ) -> Float[Tensor, "k d"]:
-    """Weighted means of the clusters; an empty cluster keeps its old centroid."""
-    total = loads(assignment, weights, len(old))
+    """Return the weighted means of the clusters; an empty cluster keeps its ``old`` centroid."""
     sums = torch.zeros_like(old).index_add_(0, assignment, x * weights.unsqueeze(1))
-    return torch.where(total.unsqueeze(1) > 0, sums / total.clamp(min=1e-12).unsqueeze(1), old)
+    return means(sums, loads(assignment, weights, len(old)), old)
+
+
+def means(sums: Float[Tensor, "k d"], totals: Shaped[Tensor, "k"], old: Float[Tensor, "k d"]) -> Float[Tensor, "k d"]:
+    """Return ``sums`` over ``totals``; an empty cluster keeps its ``old`` centroid."""
+    divisors = totals.to(sums.dtype).clamp(min=1e-12).unsqueeze(1)
+    return torch.where(totals.unsqueeze(1) > 0, sums / divisors, old).to(old.dtype)

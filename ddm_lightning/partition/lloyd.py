@@ -10,160 +10,81 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from ddm_lightning.partition.nearest import in_order, not_finite, one_thread, rows_at_once, take_finite
-from ddm_lightning.partition.rows import Rows
+from ddm_lightning.config import PartitionConfig
+from ddm_lightning.core.columns import Rows
+from ddm_lightning.partition.kmeans import means
+from ddm_lightning.partition.nearest import in_order, one_thread, prepared, rows_at_once
 
 # Sampled rows per starting centroid; the second if the first sample has too many duplicates.
-_START_ROWS = (8, 64)
-# Starting centroids are drawn one at a time up to this many, in this many batches beyond.
+_START_ROWS, _MORE_START_ROWS = 8, 64
+# Starting centroids are sampled one at a time up to this many, in this many batches beyond.
 _DRAWS = 64
+# Larger cells are split while far smaller ones can be given up. It splits piles of near-duplicates, which would
+# otherwise fill one cell that no grouping can balance.
+LARGEST_OVER_MEAN = 2.0
 # The last iterations move no centroid to another cell.
 _SETTLING_ITERATIONS = 2
 # A cell below this share of the mean size may be given up to split a crowded one.
 _GIVEN_UP = 0.5
 # The halves of a split cell start this far apart, in root mean square radii: near enough to keep their samples.
 _SPLIT = 0.1
-# Scattered rows, slow to read in every pass, are kept in memory up to this size.
-_KEPT_BYTES = 1 << 30
-
-
-class FeatureBlocks:
-    """Some or all rows of features in blocks that do not depend on how the rows are split into arrays.
-
-    Memory is bounded: up to 1 GiB of scattered rows are read once and kept; larger ones are read again in each pass.
-
-    Args:
-        rows: features, float16 or float32.
-        metric: ``spherical`` or ``euclidean``.
-        num_rows: rows of a block.
-        device: torch device of the blocks.
-        chosen: ascending numbers of the rows to take; None takes all.
-    """
-
-    def __init__(
-        self, rows: Rows, metric: str, num_rows: int, device: str = "cpu", chosen: Int64[np.ndarray, "m"] | None = None
-    ) -> None:
-        self.rows, self.metric, self.num_rows, self.device, self.chosen = rows, metric, num_rows, device, chosen
-        self._kept: np.ndarray | None = None
-        if chosen is not None and len(chosen) * rows.row_bytes <= _KEPT_BYTES:
-            self._kept = rows.take(chosen)
-
-    def __len__(self) -> int:
-        return len(self.rows) if self.chosen is None else len(self.chosen)
-
-    @property
-    def starts(self) -> range:
-        """Positions at which the blocks begin."""
-        return range(0, len(self), self.num_rows)
-
-    def read(self, start: int, buffer: Float[np.ndarray, "r d"]) -> Float[Tensor, "m d"]:
-        """The block at ``start``, not normalised; on the CPU it shares the memory of ``buffer``."""
-        block = buffer[: min(self.num_rows, len(self) - start)]
-        stop = start + len(block)
-        if self._kept is not None:
-            block[:] = self._kept[start:stop]
-        elif self.chosen is None:
-            self.rows.read_into(block, start)
-        else:
-            block[:] = self.rows.take(self.chosen[start:stop])
-        return torch.from_numpy(block).to(self.device)
-
-    def sample(self, size: int, generator: torch.Generator) -> Float[Tensor, "m d"]:
-        """At most ``size`` different random rows, prepared for comparison.
-
-        Raises:
-            UserError: a row is not finite.
-        """
-        positions = torch.randperm(len(self), generator=generator)[:size].numpy()
-        numbers = positions if self.chosen is None else self.chosen[positions]
-        return take_finite(self.rows, numbers, self.metric, self.device)
-
-    def number(self, position: int) -> int:
-        """Number of the row at ``position`` among all rows."""
-        return position if self.chosen is None else int(self.chosen[position])
-
-
-@dataclass(frozen=True)
-class Cells:
-    """Result of one pass, per cell: number of samples, their sum, total squared distance from the centroid."""
-
-    counts: Int64[Tensor, "k"]
-    sums: Float[Tensor, "k d"]
-    costs: Float[Tensor, "k"]
 
 
 def lloyd_kmeans(
-    rows: Rows,
-    num_clusters: int,
-    *,
-    metric: str,
-    generator: torch.Generator,
-    num_iterations: int,
-    chosen: Int64[np.ndarray, "m"] | None = None,
-    device: str = "cpu",
-    max_largest_over_mean: float = math.inf,
-    tick: Callable[[], None] = lambda: None,
+    rows: Rows, config: PartitionConfig, generator: torch.Generator, tick: Callable[[], None] = lambda: None
 ) -> Float[Tensor, "k d"]:
-    """k-means centroids from ``num_iterations`` passes over the features; the same for any split into arrays.
+    """Run k-means to ``num_fine_centroids``; the result is the same for any split of the rows into arrays.
 
     Args:
-        rows: features, float16 or float32; memory maps stay on disk.
-        num_clusters: centroids.
-        metric: ``spherical`` (centroids are means of unit vectors) or ``euclidean``.
+        rows: features, float16 or float32, finite.
+        config: number of centroids, metric (with ``spherical``, centroids are means of unit vectors), passes, and the
+            torch device that computes.
         generator: CPU generator of all random numbers.
-        num_iterations: passes.
-        chosen: ascending numbers of the rows to fit; None fits all.
-        device: torch device that computes.
-        max_largest_over_mean: larger cells are split while far smaller ones can be given up; a goal, not a limit.
         tick: called after each pass.
 
     Returns:
         Centroids, float32, on the CPU.
 
     Raises:
-        ValueError: fewer distinct rows in the starting sample than clusters.
-        UserError: features that are not finite.
+        ValueError: fewer distinct rows in the starting sample than centroids.
     """
-    blocks = FeatureBlocks(rows, metric, rows_at_once(num_clusters), device, chosen)
-    centroids, centre = _start(blocks, num_clusters, generator)
-    for iteration in range(num_iterations):
-        cells = _pass(blocks, centroids, centre)
-        centroids = _means(cells, centroids)
-        if iteration < num_iterations - _SETTLING_ITERATIONS:
-            centroids = _relocated(centroids, cells, max_largest_over_mean, generator)
+    centroids, centre = _start(rows, config, generator)
+    for iteration in range(config.num_iterations):
+        counts, sums, costs = _pass(rows, centroids, centre, config.device)
+        centroids = means(sums, counts, centroids)
+        if iteration < config.num_iterations - _SETTLING_ITERATIONS:
+            centroids = _relocated(centroids, counts, costs, generator)
         tick()
     return (centroids if centre is None else centroids + centre).cpu()
 
 
 def _start(
-    blocks: FeatureBlocks, num_clusters: int, generator: torch.Generator
+    rows: Rows, config: PartitionConfig, generator: torch.Generator, rows_a_centroid: int = _START_ROWS
 ) -> tuple[Float[Tensor, "k d"], Float[Tensor, "d"] | None]:
-    """Starting centroids relative to a centre, and that centre; None is the origin."""
-    last = len(_START_ROWS) - 1
-    for attempt, rows_a_centroid in enumerate(_START_ROWS):
-        sample = blocks.sample(rows_a_centroid * num_clusters, generator)
-        # Centred, because |x|² + |c|² - 2xc loses digits if the mean is large against the spread. The mean of unit
-        # vectors never is.
-        centre = sample.mean(0) if blocks.metric == "euclidean" else None
-        try:
-            with one_thread():
-                start = plus_plus(sample if centre is None else sample - centre, num_clusters, generator)
-            return start, centre
-        except ValueError:
-            if len(sample) == len(blocks) or attempt == last:
-                raise
-    raise AssertionError("the last attempt returns or raises")
+    """Return starting centroids relative to a centre, and that centre; None is the origin."""
+    num_clusters = config.num_fine_centroids
+    numbers = torch.randperm(len(rows), generator=generator)[: rows_a_centroid * num_clusters]
+    sample = prepared(rows.take(numbers.numpy()), config.metric, config.device)
+    # Centred, because |x|² + |c|² - 2xc loses digits if the mean is large against the spread. The mean of unit
+    # vectors never is.
+    centre = sample.mean(0) if config.metric == "euclidean" else None
+    try:
+        with one_thread():
+            return plus_plus(sample if centre is None else sample - centre, num_clusters, generator), centre
+    except ValueError:
+        if len(sample) == len(rows) or rows_a_centroid == _MORE_START_ROWS:
+            raise
+    return _start(rows, config, generator, _MORE_START_ROWS)
 
 
 def plus_plus(x: Float[Tensor, "n d"], num_clusters: int, generator: torch.Generator) -> Float[Tensor, "k d"]:
-    """Starting centroids by k-means++ (Arthur and Vassilvitskii, 2007), in batches.
+    """Choose starting centroids by k-means++ (Arthur and Vassilvitskii, 2007), in batches.
 
     Centroids of one batch do not repel one another, but no two are equal.
 
@@ -191,22 +112,27 @@ def plus_plus(x: Float[Tensor, "n d"], num_clusters: int, generator: torch.Gener
     return chosen
 
 
-def _pass(blocks: FeatureBlocks, centroids: Float[Tensor, "k d"], centre: Float[Tensor, "d"] | None) -> Cells:
-    """Assign every sample and sum each cell. With a ``centre`` the metric is Euclidean, otherwise spherical.
+def _pass(
+    rows: Rows, centroids: Float[Tensor, "k d"], centre: Float[Tensor, "d"] | None, device: str
+) -> tuple[Int64[Tensor, "k"], Float[Tensor, "k d"], Float[Tensor, "k"]]:
+    """Assign every sample. With a ``centre`` the metric is Euclidean, otherwise spherical.
 
-    Raises:
-        UserError: a sample that is not finite.
+    Returns:
+        Per cell: number of samples, their sum, and their total squared distance from the centroid.
     """
     num_clusters, dim = centroids.shape
+    num_rows = min(rows_at_once(num_clusters), len(rows))
     half = centroids.square().sum(1) / 2
     own = threading.local()
 
     def of_block(start: int) -> tuple[Tensor, Tensor, Tensor]:
         if not hasattr(own, "rows"):
             # One buffer per thread: fresh memory of this size costs about as much as filling it.
-            own.rows = np.empty((min(blocks.num_rows, len(blocks)), dim), np.float32)
-            own.scores = centroids.new_empty(len(own.rows), num_clusters)
-        x = blocks.read(start, own.rows)
+            own.rows = np.empty((num_rows, dim), np.float32)
+            own.scores = centroids.new_empty(num_rows, num_clusters)
+        block = own.rows[: len(rows) - start]
+        rows.read_into(block, start)
+        x = torch.from_numpy(block).to(device)
         x = x if centre is None else x.sub_(centre)
         squares = torch.linalg.vecdot(x, x)
         # Rows need no division by their norms: the c nearest to x/|x| has the least |x||c|²/2 - xc. The minimum is
@@ -214,9 +140,6 @@ def _pass(blocks: FeatureBlocks, centroids: Float[Tensor, "k d"], centre: Float[
         scale = squares.sqrt().clamp_(min=1e-12) if centre is None else torch.ones_like(squares)
         scores = torch.mul(scale.unsqueeze(1), half, out=own.scores[: len(x)]).addmm_(x, centroids.T, alpha=-1)
         least, index = scores.min(1)
-        finite = torch.isfinite(least)
-        if not bool(finite.all()):
-            raise not_finite(blocks.number(start + int((~finite).nonzero()[0])))
         counts = index.bincount(minlength=num_clusters)
         order, starts = index.argsort(stable=True), counts.cumsum(0) - counts
         cost = squares.div_(scale).add_(least, alpha=2).div_(scale)
@@ -227,11 +150,11 @@ def _pass(blocks: FeatureBlocks, centroids: Float[Tensor, "k d"], centre: Float[
     # Float64, because there are many blocks; within a block few samples meet in a cell.
     sums = torch.zeros_like(centroids, dtype=torch.float64)
     costs = sums.new_zeros(num_clusters)
-    for block_counts, block_sums, block_costs in in_order(of_block, blocks.starts, blocks.device):
+    for block_counts, block_sums, block_costs in in_order(of_block, range(0, len(rows), num_rows), device):
         counts += block_counts
         sums += block_sums
         costs += block_costs
-    return Cells(counts, sums, costs)
+    return counts, sums, costs
 
 
 def _sums(x: Tensor, order: Tensor, starts: Tensor, weights: Tensor) -> Tensor:
@@ -239,26 +162,22 @@ def _sums(x: Tensor, order: Tensor, starts: Tensor, weights: Tensor) -> Tensor:
     return torch.nn.functional.embedding_bag(order, x, starts, mode="sum", per_sample_weights=weights)
 
 
-def _means(cells: Cells, old: Float[Tensor, "k d"]) -> Float[Tensor, "k d"]:
-    """Means of the cells; an empty cell keeps its old centroid."""
-    means = cells.sums / cells.counts.clamp(min=1).unsqueeze(1)
-    return torch.where(cells.counts.unsqueeze(1) > 0, means, old).to(old.dtype)
-
-
 def _relocated(
-    centroids: Float[Tensor, "k d"], cells: Cells, max_largest_over_mean: float, generator: torch.Generator
+    centroids: Float[Tensor, "k d"],
+    counts: Int64[Tensor, "k"],
+    costs: Float[Tensor, "k"],
+    generator: torch.Generator,
 ) -> Float[Tensor, "k d"]:
     """Split crowded cells in halves, with the centroids of empty cells, then of the lightest."""
-    load = cells.counts.double().cpu()
+    load = counts.double().cpu()
     # Rounding may make the cost of a cell of equal samples negative.
-    radius = (cells.costs.clamp(min=0) / cells.counts.clamp(min=1)).sqrt().cpu()
+    radius = (costs.clamp(min=0) / counts.clamp(min=1)).sqrt().cpu()
     moved = centroids.clone()
     mean = float(load.mean())
     for light in load.argsort(stable=True).tolist():
-        heavy = int(load.argmax())
-        empty = float(cells.counts[light]) == 0
-        crowded = float(load[heavy]) > max_largest_over_mean * mean
-        if not empty and not (crowded and float(cells.counts[light]) < _GIVEN_UP * mean):
+        heavy, size = int(load.argmax()), float(counts[light])
+        crowded = float(load[heavy]) > LARGEST_OVER_MEAN * mean
+        if size > 0 and not (crowded and size < _GIVEN_UP * mean):
             break
         offset = torch.randn(centroids.shape[1], generator=generator) * (_SPLIT * radius[heavy])
         offset = (offset / centroids.shape[1] ** 0.5).to(moved)

@@ -13,9 +13,9 @@ import torch
 from jaxtyping import Float, Int32, Int64, Shaped
 from torch import Tensor
 
+from ddm_lightning.core.columns import Rows
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.processes import num_cores
-from ddm_lightning.partition.rows import Rows
 
 # Entries of one matrix of rows times centroids: 32 MB in float32.
 _SCORES_AT_ONCE = 1 << 23
@@ -30,33 +30,22 @@ Tick = Callable[[int, int], None]
 
 
 def rows_at_once(num_centroids: int) -> int:
-    """Number of rows to compare at a time with ``num_centroids`` centroids."""
+    """Return the number of rows to compare at a time with ``num_centroids`` centroids."""
     return max(_LEAST_ROWS, min(_MOST_ROWS, _SCORES_AT_ONCE // max(1, num_centroids)))
 
 
-def prepared(features: Shaped[np.ndarray, "n d"], metric: str, device: str = "cpu") -> Float[Tensor, "n d"]:
-    """Features ready for comparison: float32 on the device, with unit rows if the metric is spherical."""
+def prepared(
+    features: Shaped[np.ndarray, "n d"], metric: str, device: str = "cpu", dtype: torch.dtype = torch.float32
+) -> Float[Tensor, "n d"]:
+    """Copy features to the device; normalise their rows if the metric is spherical."""
     # A copy, because torch warns about read-only memory.
-    x = torch.from_numpy(np.array(features, dtype=np.float32)).to(device)
+    x = torch.from_numpy(features.copy()).to(device, dtype)
     return torch.nn.functional.normalize(x, dim=1) if metric == "spherical" else x
-
-
-def take_finite(rows: Rows, numbers: Int64[np.ndarray, "m"], metric: str, device: str = "cpu") -> Float[Tensor, "m d"]:
-    """The rows with these numbers, ``prepared``.
-
-    Raises:
-        UserError: a row is not finite.
-    """
-    x = prepared(rows.take(numbers), metric, device)
-    finite = torch.isfinite(x).all(1)
-    if not bool(finite.all()):
-        raise not_finite(int(numbers[int((~finite).nonzero()[0])]))
-    return x
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Compute with one torch thread: fast for small operations, and the same result for any number of threads."""
+    """Compute with one torch thread: fast for small operations, and the same result on any number of cores."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -66,43 +55,29 @@ def one_thread() -> Iterator[None]:
 
 
 def in_order(work: Callable[[int], T], items: Iterable[int], device: str) -> Iterator[T]:
-    """Yield ``work`` of each item, in order, computed with one single-threaded worker per core.
+    """Yield ``work`` of each item, in order, computed by one single-threaded worker per core.
 
-    Threads that share one operation wait for each other, above all on a busy machine. With one thread per operation,
-    results do not depend on the number of threads either.
+    Threads that share one operation wait for each other. With one thread per operation, they do not, and results do
+    not depend on the number of threads.
     """
     if device != "cpu":
         yield from map(work, items)
         return
-    num_threads = torch.get_num_threads()
     num_workers = num_cores()
     ready: deque[Future[T]] = deque()
-    try:
-        with ThreadPoolExecutor(num_workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-            for item in items:
-                ready.append(pool.submit(work, item))
-                if len(ready) > 2 * num_workers:  # bounds finished, unused results
-                    yield ready.popleft().result()
-            while ready:
+    with one_thread(), ThreadPoolExecutor(num_workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        for item in items:
+            ready.append(pool.submit(work, item))
+            if len(ready) > 2 * num_workers:  # bounds finished, unused results
                 yield ready.popleft().result()
-    finally:
-        torch.set_num_threads(num_threads)
-
-
-def not_finite(row: int | str) -> UserError:
-    """The error for features with NaN or infinity."""
-    problem = "values that are not finite, or too large for float32"
-    return UserError(f"features of sample {row}: {problem}; check the weights of prepare.features")
+        while ready:
+            yield ready.popleft().result()
 
 
 def nearest(
-    features: Shaped[np.ndarray, "n d"],
-    centroids: Float[Tensor, "k d"],
-    metric: str,
-    device: str = "cpu",
-    name_of: Callable[[int], int | str] = int,
+    features: Shaped[np.ndarray, "n d"], centroids: Float[Tensor, "k d"], metric: str, device: str = "cpu"
 ) -> Int64[Tensor, "n"]:
-    """The nearest centroid of each row by Euclidean distance; of equally near ones, the first.
+    """Return the nearest centroid of each row by Euclidean distance; of equally near ones, the first.
 
     A float32 product decides unless its rounding could matter; the remaining rows, about one in some hundreds, are
     computed again in float64. So the answer does not depend on blocks, threads, processor or device.
@@ -112,10 +87,9 @@ def nearest(
         centroids: float32 or float64, on the CPU.
         metric: ``spherical`` normalises the rows; ``euclidean`` takes them as they are.
         device: torch device that computes.
-        name_of: the name of a row in the error message.
 
     Raises:
-        UserError: features that are not finite.
+        UserError: features are not finite.
     """
     # Centred, because |x|² + |c|² - 2xc loses digits when the mean is large against the spread.
     centre = centroids.double().mean(0)
@@ -132,7 +106,7 @@ def nearest(
         scores = torch.addmm(half, x, near.T, alpha=-1)
         least, index = scores.min(1)
         if not bool(torch.isfinite(least).all()):
-            raise not_finite(name_of(start + int((~torch.isfinite(least)).nonzero()[0])))
+            raise UserError("features are not finite, or too large for float32; check the weights of prepare.features")
         second = scores.scatter_(1, index.unsqueeze(1), torch.inf).amin(1)
         doubtful = (second - least <= tolerance * (x.norm(dim=1) + reach)).cpu()
         index = index.cpu()
@@ -142,37 +116,34 @@ def nearest(
     return torch.cat(found)
 
 
-def nearest_of_rows(
-    rows: Rows, centroids: Float[Tensor, "k d"], metric: str, device: str = "cpu", tick: Tick = lambda *_: None
-) -> Int32[np.ndarray, "n"]:
-    """``nearest`` for features that may be larger than memory, in one pass.
-
-    Raises:
-        UserError: features that are not finite.
-    """
-    found = np.empty(len(rows), np.int32)
-    starts = range(0, len(rows), ROWS_AT_ONCE)
-
-    def of_block(start: int) -> Int64[Tensor, "m"]:
-        block = rows[start : start + ROWS_AT_ONCE]
-        return nearest(block, centroids, metric, device, name_of=lambda row: start + row)
-
-    for start, block in zip(starts, in_order(of_block, starts, device), strict=True):
-        found[start : start + len(block)] = block.numpy()
-        tick(start + len(block), len(rows))
-    return found
-
-
 def _nearest_in_float64(
     features: Shaped[np.ndarray, "n d"], centroids: Float[Tensor, "k d"], metric: str
 ) -> Int64[Tensor, "n"]:
-    x = torch.from_numpy(np.array(features, dtype=np.float64))
-    x = torch.nn.functional.normalize(x, dim=1) if metric == "spherical" else x
     centre = centroids.double().mean(0)
-    x, near = x - centre, centroids.double() - centre
+    x, near = prepared(features, metric, dtype=torch.float64) - centre, centroids.double() - centre
     half = near.square().sum(1) / 2
     scores = torch.addmm(half, x, near.T, alpha=-1)
     size = x.norm(dim=1, keepdim=True) + (2 * half.max()).sqrt() + centre.norm()
     # Centroids that float64 cannot tell apart count as equally near.
     ties = scores <= scores.min(1, keepdim=True).values + 2.0**-44 * size.square()
     return ties.int().argmax(1)
+
+
+def nearest_of_rows(
+    rows: Rows, centroids: Float[Tensor, "k d"], metric: str, device: str = "cpu", tick: Tick = lambda *_: None
+) -> Int32[np.ndarray, "n"]:
+    """Apply ``nearest`` to features that may be larger than memory, in one pass.
+
+    Raises:
+        UserError: features are not finite.
+    """
+    found = np.empty(len(rows), np.int32)
+    starts = range(0, len(rows), ROWS_AT_ONCE)
+
+    def of_block(start: int) -> Int64[Tensor, "m"]:
+        return nearest(rows[start : start + ROWS_AT_ONCE], centroids, metric, device)
+
+    for start, block in zip(starts, in_order(of_block, starts, device), strict=True):
+        found[start : start + len(block)] = block.numpy()
+        tick(start + len(block), len(rows))
+    return found

@@ -1,4 +1,4 @@
-"""The partition of a data set into K clusters, as data: the rule that assigns samples, and the size of each cluster."""
+"""The partition of a data set into K clusters as data: the rule that assigns samples, and the size of each cluster."""
 
 from __future__ import annotations
 
@@ -8,38 +8,48 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from hashlib import blake2b
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int, Int32, Int64, Shaped
+from jaxtyping import Float, Int, Int64
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from ddm_lightning.core.columns import Rows
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_write
 from ddm_lightning.partition.kmeans import repair
-from ddm_lightning.partition.nearest import nearest
+from ddm_lightning.partition.nearest import Tick, nearest_of_rows
 
 FORMAT_VERSION = 2
 
 
+class Samples(NamedTuple):
+    """The samples to assign."""
+
+    features: Rows
+    """``[n d]``, float16 or float32; need not be normalised."""
+    labels: Int[np.ndarray, "n"]
+    """Class of each sample."""
+    keys: Sequence[str]
+    """Permanent name of each sample."""
+
+
 @dataclass(frozen=True)
 class Rule(ABC):
-    """A way to assign samples to clusters. Its fields, tensors and plain JSON, are all that a file stores."""
+    """A way to assign samples to clusters. A file stores its fields, tensors and plain JSON, and nothing else."""
 
     kind: ClassVar[str]
 
     @abstractmethod
-    def assign(
-        self, features: Shaped[np.ndarray, "n d"], labels: Int[np.ndarray, "n"], keys: Sequence[str], device: str
-    ) -> Int64[np.ndarray, "n"]:
-        """The cluster of each sample."""
+    def assign(self, samples: Samples, device: str = "cpu", tick: Tick = lambda *_: None) -> Int64[np.ndarray, "n"]:
+        """Return the cluster of each sample, which depends on that sample alone.
 
-    @abstractmethod
-    def check(self, num_clusters: int) -> None:
-        """Raise ``ValueError`` unless the fields fit each other and ``num_clusters``."""
+        Raises:
+            UserError: features that are not finite, or a class without a cluster.
+        """
 
 
 @dataclass(frozen=True)
@@ -54,34 +64,12 @@ class NearestCentroid(Rule):
     metric: str
     """``spherical`` or ``euclidean``."""
     features: str = ""
-    """Name of the network that made the features, so that others are not compared with them; empty if unknown."""
+    """Name of the feature network; a partition is not applied to features of another. Empty if unknown."""
 
-    def assign(
-        self, features: Shaped[np.ndarray, "n d"], labels: Int[np.ndarray, "n"], keys: Sequence[str], device: str
-    ) -> Int64[np.ndarray, "n"]:
-        """The cluster of each sample's nearest fine centroid; features need not be normalised.
-
-        Raises:
-            UserError: features of another size, or features that are not finite.
-        """
-        size = self.fine_centroids.shape[1]
-        if features.shape[1] != size:
-            raise UserError(
-                f"the partition was made of features with {size} entries: these have {features.shape[1]}; "
-                "use the same feature network"
-            )
-        found = nearest(features, self.fine_centroids, self.metric, device, name_of=lambda row: repr(keys[row]))
-        return self.cluster_of_fine[found].numpy()
-
-    def check(self, num_clusters: int) -> None:
-        """Raise ``ValueError`` for wrong shapes, cluster numbers or metric, and for centroids that are not finite."""
-        fine, home = self.fine_centroids, self.cluster_of_fine
-        if fine.ndim != 2 or home.shape != fine.shape[:1] or self.centroids.shape != (num_clusters, fine.shape[1]):
-            raise ValueError("the shapes of its centroids do not fit together")
-        if self.metric not in ("spherical", "euclidean") or not torch.isfinite(fine).all():
-            raise ValueError("unknown metric, or centroids that are not finite")
-        if not 0 <= int(home.min()) <= int(home.max()) < num_clusters:
-            raise ValueError("cluster number out of range")
+    def assign(self, samples: Samples, device: str = "cpu", tick: Tick = lambda *_: None) -> Int64[np.ndarray, "n"]:
+        """Return the cluster of each sample's nearest fine centroid."""
+        found = nearest_of_rows(samples.features, self.fine_centroids, self.metric, device, tick)
+        return self.cluster_of_fine.numpy()[found]
 
 
 @dataclass(frozen=True)
@@ -96,21 +84,12 @@ class KeyHash(Rule):
     @classmethod
     def equal(cls, keys: Sequence[str], num_clusters: int, seed: int) -> KeyHash:
         """Cut the hashes of ``keys`` into equal parts; if all keys differ, sizes differ by one sample at most."""
-        if num_clusters == 1:
-            return cls(torch.empty(0, dtype=torch.int64), seed)
         ranks = [len(keys) * k // num_clusters for k in range(1, num_clusters)]
-        return cls(torch.from_numpy(np.partition(hashes(keys, seed), ranks)[ranks]), seed)
+        return cls(torch.from_numpy(np.sort(hashes(keys, seed))[ranks]), seed)
 
-    def assign(
-        self, features: Shaped[np.ndarray, "n d"], labels: Int[np.ndarray, "n"], keys: Sequence[str], device: str
-    ) -> Int64[np.ndarray, "n"]:
-        """The cluster of each key's hash; features and labels are ignored."""
-        return np.searchsorted(self.cuts.numpy(), hashes(keys, self.seed), side="right")
-
-    def check(self, num_clusters: int) -> None:
-        """Raise ``ValueError`` for another number of cuts than ``num_clusters`` - 1."""
-        if self.cuts.shape != (num_clusters - 1,):
-            raise ValueError(f"{num_clusters} clusters need {num_clusters - 1} cuts")
+    def assign(self, samples: Samples, device: str = "cpu", tick: Tick = lambda *_: None) -> Int64[np.ndarray, "n"]:
+        """Return the cluster of each key's hash."""
+        return np.searchsorted(self.cuts.numpy(), hashes(samples.keys, self.seed), side="right")
 
 
 @dataclass(frozen=True)
@@ -146,29 +125,15 @@ class ClusterOfLabel(Rule):
         table[present] = largest_first(home, sizes[present], num_clusters)
         return cls(table)
 
-    def assign(
-        self, features: Shaped[np.ndarray, "n d"], labels: Int[np.ndarray, "n"], keys: Sequence[str], device: str
-    ) -> Int64[np.ndarray, "n"]:
-        """The cluster of each sample's class.
-
-        Raises:
-            UserError: a class without samples when the partition was made.
-        """
-        table = self.cluster_of_label.numpy()
+    def assign(self, samples: Samples, device: str = "cpu", tick: Tick = lambda *_: None) -> Int64[np.ndarray, "n"]:
+        """Return the cluster of each sample's class."""
+        table, labels = self.cluster_of_label.numpy(), samples.labels
         known = (labels >= 0) & (labels < len(table))
         clusters = np.where(known, table[np.where(known, labels, 0)], -1)
-        if len(clusters) and clusters.min() < 0:
-            position = int(clusters.argmin())
-            raise UserError(
-                f"sample {keys[position]!r}: its class {labels[position]} had no samples when the partition was made; "
-                "make a new partition"
-            )
+        if len(unknown := np.flatnonzero(clusters < 0)):
+            sample, label = samples.keys[unknown[0]], labels[unknown[0]]
+            raise UserError(f"sample {sample!r}: the partition has no cluster for its class {label}; make a new one")
         return clusters
-
-    def check(self, num_clusters: int) -> None:
-        """Raise ``ValueError`` for a cluster outside -1 … ``num_clusters`` - 1."""
-        if not -1 <= int(self.cluster_of_label.min()) <= int(self.cluster_of_label.max()) < num_clusters:
-            raise ValueError("cluster number out of range")
 
 
 _RULES: dict[str, type[Rule]] = {rule.kind: rule for rule in (NearestCentroid, KeyHash, ClusterOfLabel)}
@@ -176,7 +141,7 @@ _RULES: dict[str, type[Rule]] = {rule.kind: rule for rule in (NearestCentroid, K
 
 @dataclass(frozen=True)
 class Partition:
-    """The rule that assigns samples, and how many of the data set's samples each cluster holds."""
+    """The rule that assigns samples, and the number of samples in each cluster."""
 
     rule: Rule
     counts: Int64[Tensor, "k"]
@@ -196,20 +161,6 @@ class Partition:
         """Each cluster's share of the samples, float64."""
         return self.counts.double() / self.counts.sum()
 
-    def assign(
-        self,
-        features: Shaped[np.ndarray, "n d"],
-        labels: Int[np.ndarray, "n"],
-        keys: Sequence[str],
-        device: str = "cpu",
-    ) -> Int32[np.ndarray, "n"]:
-        """The cluster of each sample, which depends on that sample alone.
-
-        Raises:
-            UserError: features of another size or not finite, or a class without a cluster.
-        """
-        return self.rule.assign(features, labels, keys, device).astype(np.int32)
-
     def save(self, path: Path) -> None:
         """Write a safetensors file atomically; equal partitions give equal bytes."""
         tensors = {name: value for name, value in vars(self.rule).items() if isinstance(value, Tensor)}
@@ -228,29 +179,20 @@ class Partition:
         Raises:
             UserError: the file is missing, is no safetensors file, or is no valid partition of this format.
         """
-        remedy = "run prepare again"
         try:
             with safe_open(path, framework="pt") as stored:
                 header = json.loads((stored.metadata() or {}).get("ddm_lightning", "{}"))
                 if header.get("kind") != "partition" or header.get("format_version") != FORMAT_VERSION:
-                    raise UserError(f"{path}: not a partition of format {FORMAT_VERSION}; {remedy}")
+                    raise ValueError(f"is no partition of format {FORMAT_VERSION}")
                 values = header["settings"] | {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
-            counts, rule_type = values["counts"], _RULES.get(header["rule"])
-            if rule_type is None:
-                raise ValueError(f"unknown kind {header['rule']!r}")
-            rule = rule_type(**{field.name: values[field.name] for field in fields(rule_type)})
-            rule.check(len(counts))
-            return cls(rule, counts)
-        except FileNotFoundError:
-            raise UserError(f"{path}: the partition is missing; {remedy}") from None
-        except KeyError as error:
-            raise UserError(f"{path}: the partition lacks {error}; {remedy}") from None
-        except (SafetensorError, ValueError, OSError) as error:
-            raise UserError(f"{path}: the partition cannot be read ({error}); {remedy}") from None
+            rule_type = _RULES[header["rule"]]
+            return cls(rule_type(**{field.name: values[field.name] for field in fields(rule_type)}), values["counts"])
+        except (SafetensorError, ValueError, KeyError, OSError) as error:
+            raise UserError(f"{path}: the partition cannot be read ({error}); run prepare again") from None
 
 
 def hashes(keys: Sequence[str], seed: int) -> Int64[np.ndarray, "n"]:
-    """63 pseudo-random bits per key, other ones for each seed."""
+    """Return 63 pseudo-random bits per key, different for each seed."""
     secret = str(seed).encode()
     # With a secret, the hash is independent of the plain hash of the same keys that selects held-out samples.
     digests = (blake2b(key.encode(), digest_size=8, key=secret).digest() for key in keys)

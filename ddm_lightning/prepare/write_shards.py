@@ -13,12 +13,12 @@ from jaxtyping import Bool, Float64, Int, UInt64
 
 from ddm_lightning.config import Experiment, ShardsConfig
 from ddm_lightning.config.load import prepare_to_json
+from ddm_lightning.core.columns import Rows
 from ddm_lightning.core.compat import ensure_torchvision_importable
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_folder, atomic_write_json, read_json
 from ddm_lightning.core.formatting import amount
 from ddm_lightning.partition.partition import Partition
-from ddm_lightning.partition.rows import Rows
 from ddm_lightning.prepare.encode import CAPTIONS, LATENTS, RECORDS
 from ddm_lightning.prepare.engine import num_processes_for, run_local
 from ddm_lightning.prepare.prepared import Prepared

@@ -14,12 +14,12 @@ from torch import Tensor
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.formatting import amount
 from ddm_lightning.shards.fetch import FetchedShards, Origin
-from ddm_lightning.shards.local import LocalLoader, is_packed, open_shards
+from ddm_lightning.shards.loader import Ranks, ShardLoader
 from ddm_lightning.shards.manifest import HELD_OUT, OUT_OF_CLUSTER, TRAIN, shard_name
-from ddm_lightning.shards.order import Ranks
-from ddm_lightning.shards.verify import remove_damaged, verify_shards
+from ddm_lightning.shards.mds import open_shards
+from ddm_lightning.shards.verify import read_index, remove_damaged, verify_shards
 
-AUTO, STREAMING, LOCAL = LOADERS = ("auto", "streaming", "local")
+AUTO, STREAMING, LOCAL = "auto", "streaming", "local"
 SHARED_MEMORY = Path("/dev/shm")
 # Batches that wait in a worker's queue (DataLoader's prefetch_factor) and the one in use.
 _BATCHES_A_WORKER = 3
@@ -53,7 +53,7 @@ class ClusterDataModule(L.LightningDataModule):
         pin_memory: whether batches go to a GPU.
 
     Raises:
-        UserError: unknown loader, or ``local`` for a URL.
+        UserError: ``local`` for a URL.
     """
 
     def __init__(
@@ -72,28 +72,18 @@ class ClusterDataModule(L.LightningDataModule):
         pin_memory: bool = False,
     ) -> None:
         super().__init__()
-        self.shards = str(shards)
-        self.clusters = list(clusters)
-        self.batch_size = batch_size
-        self.seed = seed
-        self.cache = cache
-        self.num_workers = num_workers
-        self.held_out_clusters = list(held_out_clusters)
-        self.out_of_cluster = list(out_of_cluster)
+        self.shards, self.clusters, self.batch_size, self.seed = str(shards), list(clusters), batch_size, seed
+        self.cache, self.num_workers, self.pin_memory = cache, num_workers, pin_memory
+        self.held_out_clusters, self.out_of_cluster = list(held_out_clusters), list(out_of_cluster)
+        self.columns, self.index_sha256 = dict(columns or {}), dict(index_sha256 or {})
         self._training = [shard_name(k, TRAIN) for k in self.clusters]
         self._training += [shard_name(k, OUT_OF_CLUSTER) for k in self.out_of_cluster]
         self._held_out = [shard_name(k, HELD_OUT) for k in self.held_out_clusters]
-        self.columns = dict(columns or {})
-        self.index_sha256 = dict(index_sha256 or {})
-        self.pin_memory = pin_memory
-        if loader not in LOADERS:
-            raise UserError(f"key 'island.loader' = {loader!r}: give one of {', '.join(LOADERS)}")
-        if loader == LOCAL and self._is_remote():
-            raise UserError(
-                f"key 'island.loader' = 'local' reads no URL ({self.shards}); use 'auto', or copy the shards here "
-                "and set island.shards to their folder"
-            )
-        self.loader = loader if loader != AUTO else STREAMING if self._is_remote() else LOCAL
+        self._is_remote = "://" in self.shards
+        if loader == LOCAL and self._is_remote:
+            problem = f"reads no URL ({self.shards}); use 'auto', or set island.shards to a local copy"
+            raise UserError(f"key 'island.loader' = 'local' {problem}")
+        self.loader = loader if loader != AUTO else STREAMING if self._is_remote else LOCAL
 
     def prepare_data(self) -> None:
         """Check every shard on this machine against its index; remove damaged and outdated ones from the cache.
@@ -101,14 +91,12 @@ class ClusterDataModule(L.LightningDataModule):
         Raises:
             UserError: a local shard is missing, truncated or fails its hash; the line names it.
         """
-        if not self._is_remote() and not Path(self.shards).is_dir():
-            raise UserError(
-                f"{self.shards}: no shards here; copy the run's prepared/shards here, "
-                "or set island.shards to their folder or URL"
-            )
+        if not self._is_remote and not Path(self.shards).is_dir():
+            remedy = "copy the run's prepared/shards here, or set island.shards to their folder or URL"
+            raise UserError(f"{self.shards}: no shards here; {remedy}")
         for name in (*self._training, *self._held_out):
             sha256 = self.index_sha256.get(name)
-            if not self._is_remote():
+            if not self._is_remote:
                 verify_shards(Path(self.shards) / name, index_sha256=sha256)
             if (self._store(name) / "index.json").exists():
                 remove_damaged(self._store(name), index_sha256=sha256)
@@ -116,24 +104,23 @@ class ClusterDataModule(L.LightningDataModule):
                 packed = self._fetched([name])
                 packed.fetch(range(len(packed.files)), wait=True)
 
-    def train_dataloader(self) -> LocalLoader:
+    def train_dataloader(self) -> ShardLoader:
         """Return shuffled batches of exactly ``batch_size / world_size`` samples.
 
         Raises:
             UserError: the clusters hold fewer samples than one batch, the ranks cannot share a batch equally, or
                 the disk or the shared memory is too small.
         """
-        loader = self._loader(self._training, shuffle=True)
+        loader = self._loader(self._training, training=True)
         if len(loader.shards) < self.batch_size:
-            raise UserError(
-                f"{self.shards}: clusters {self.clusters} hold {len(loader.shards)} training samples, fewer than the "
-                f"{self.batch_size} of one step; lower global_batch_size or num_clusters"
-            )
+            problem = f"hold {len(loader.shards)} training samples, fewer than the {self.batch_size} of one step"
+            remedy = "lower global_batch_size or num_clusters"
+            raise UserError(f"{self.shards}: clusters {self.clusters} {problem}; {remedy}")
         return loader
 
-    def val_dataloader(self) -> LocalLoader | list[Any]:
+    def val_dataloader(self) -> ShardLoader | list[Any]:
         """Return the held-out samples in a fixed order; an empty list if there are none."""
-        return self._loader(self._held_out, shuffle=False) if self._held_out else []
+        return self._loader(self._held_out, training=False) if self._held_out else []
 
     def transfer_batch_to_device(
         self, batch: dict[str, Tensor], device: torch.device, dataloader_idx: int
@@ -142,29 +129,11 @@ class ClusterDataModule(L.LightningDataModule):
         return {name: value.to(device, non_blocking=device.type == "cuda") for name, value in batch.items()}
 
     def training_folders(self) -> list[Path]:
-        """Return the folders of the uncompressed training shards on this machine; call ``prepare_data`` before.
-
-        Raises:
-            UserError: they were never fetched here.
-        """
-        folders = [self._folder(name) for name in self._training]
-        missing = [folder for folder in folders if not (folder / "index.json").exists()]
-        if missing:
-            raise UserError(f"{missing[0]}: no shards here; run this where the member was trained")
-        return folders
-
-    def ranks(self) -> Ranks:
-        """Return this rank among all; the only one without a trainer."""
-        trainer = self.trainer
-        if trainer is None:
-            return Ranks()
-        return Ranks(trainer.num_nodes, trainer.world_size // trainer.num_nodes, trainer.global_rank)
-
-    def _is_remote(self) -> bool:
-        return "://" in self.shards
+        """Return the folders of the uncompressed training shards on this machine; call ``prepare_data`` before."""
+        return [self._folder(name) for name in self._training]
 
     def _is_fetched(self, name: str) -> bool:
-        return self._is_remote() or is_packed(Path(self.shards) / name)
+        return self._is_remote or any(info["zip_data"] for info in read_index(Path(self.shards) / name))
 
     def _store(self, name: str) -> Path:
         return self.cache / "store" / name
@@ -177,15 +146,19 @@ class ClusterDataModule(L.LightningDataModule):
         shards = FetchedShards(origins, [self.index_sha256.get(name) for name in names])
         needed, free = shards.missing_bytes(), shutil.disk_usage(self.cache).free
         if needed > free:
-            raise UserError(
-                f"{self.cache}: the shards still to be fetched of {', '.join(names)} need {amount(needed)}, but "
-                f"{amount(free)} are free on this disk; free some, or put run_dir on a larger disk"
-            )
+            problem = f"the missing shards of {', '.join(names)} need {amount(needed)}, but {amount(free)} are free"
+            raise UserError(f"{self.cache}: {problem}; free some, or put run_dir on a larger disk")
         return shards
 
-    def _loader(self, names: Sequence[str], shuffle: bool) -> LocalLoader:
-        ranks = self.ranks()
-        batch_size = rank_batch_size(self.batch_size, ranks)
+    def _loader(self, names: Sequence[str], training: bool) -> ShardLoader:
+        ranks, trainer = Ranks(), self.trainer
+        if trainer is not None:
+            ranks = Ranks(trainer.num_nodes, trainer.world_size // trainer.num_nodes, trainer.global_rank)
+        if self.batch_size % ranks.num_ranks:
+            problem = f"{self.batch_size} samples a step cannot be shared equally by {ranks.num_ranks} devices"
+            remedy = "make train.global_batch_size a multiple of the devices (experts: of devices x clusters)"
+            raise UserError(f"{problem}; {remedy}, or change island.devices")
+        batch_size = self.batch_size // ranks.num_ranks
         is_fetched = self.loader == STREAMING and any(map(self._is_fetched, names))
         shards = self._fetched(names) if is_fetched else open_shards([self._folder(name) for name in names])
         found = {column.name: column.encoding for column in shards.layout.columns}
@@ -193,41 +166,14 @@ class ClusterDataModule(L.LightningDataModule):
             raise UserError(f"{self.shards}: columns {found} are not the manifest's, {self.columns}; copy both again")
         waiting = ranks.ranks_per_node * self.num_workers * _BATCHES_A_WORKER
         _check_shared_memory(waiting * batch_size * shards.layout.num_fixed_bytes)
-        return LocalLoader(
-            shards,
-            ranks=ranks,
-            batch_size=batch_size,
-            seed=self.seed,
-            shuffle=shuffle,
-            full=shuffle,
-            num_workers=self.num_workers,
-            pin_memory=self.pin_memory,
-            persistent_workers=self.num_workers > 0,
-        )
-
-
-def rank_batch_size(batch_size: int, ranks: Ranks) -> int:
-    """Return the samples per step of one rank.
-
-    Raises:
-        UserError: the ranks cannot share ``batch_size`` equally.
-    """
-    if batch_size % ranks.num_ranks:
-        raise UserError(
-            f"{batch_size} samples a step cannot be shared equally by {ranks.num_ranks} devices; "
-            "make train.global_batch_size a multiple of the devices (for experts: of devices x clusters), "
-            "or change island.devices"
-        )
-    return batch_size // ranks.num_ranks
+        workers = {"num_workers": self.num_workers, "pin_memory": self.pin_memory}
+        return ShardLoader(shards, ranks=ranks, batch_size=batch_size, seed=self.seed, training=training, **workers)
 
 
 def _check_shared_memory(num_bytes: int) -> None:
-    """Refuse to start workers that would die of a bus error."""
-    if not SHARED_MEMORY.is_dir():
-        return  # not Linux: only the memory itself limits shared memory
-    free = shutil.disk_usage(SHARED_MEMORY).free
+    """Refuse to start workers that would die of a bus error; skipped without ``/dev/shm``, which Linux has."""
+    free = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else num_bytes
     if free < num_bytes:
-        raise UserError(
-            f"{SHARED_MEMORY}: loading needs {amount(num_bytes)} of shared memory, but {amount(free)} are free; "
-            "lower island.num_workers, or give the container more (docker run --shm-size, mount -o remount,size=...)"
-        )
+        problem = f"loading needs {amount(num_bytes)} of shared memory, but {amount(free)} are free"
+        remedy = "lower island.num_workers, or give the container more (docker run --shm-size)"
+        raise UserError(f"{SHARED_MEMORY}: {problem}; {remedy}")

@@ -1,6 +1,6 @@
 """Shards behind a URL, or compressed in a folder: fetched into a member's cache when they are needed.
 
-A shard appears in the cache whole and checked, or not at all. Ranks and workers of a node share the cache: a lock
+A shard appears in the cache complete and checked, or not at all. Ranks and workers of a node share the cache: a lock
 file per shard lets one process fetch it while the others wait or fetch another one.
 """
 
@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from threading import Event, Thread, get_ident
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -18,6 +19,7 @@ import numpy as np
 from filelock import FileLock, Timeout
 from jaxtyping import Int
 from streaming.base.compression import decompress
+from streaming.base.format import reader_from_json
 from streaming.base.storage.download import CloudDownloader, SFTPDownloader
 from streaming.base.util import retry
 from torch import Tensor
@@ -34,7 +36,7 @@ SILENT_SECONDS = 20.0
 
 
 class PatientSFTPDownloader(SFTPDownloader):
-    """Streaming's SFTP downloader with a time limit; without one it waits for a silent server for ever.
+    """Streaming's SFTP downloader with a time limit; Streaming's own waits for a silent server for ever.
 
     Host keys are checked against ``~/.ssh/known_hosts`` or the file named by ``COMPOSER_SFTP_KNOWN_HOSTS_FILE``;
     the key comes from the agent, ``~/.ssh`` or the file named by ``COMPOSER_SFTP_KEY_FILE``.
@@ -54,10 +56,9 @@ class PatientSFTPDownloader(SFTPDownloader):
             with contextlib.closing(self._ssh_client.open_sftp()) as client:
                 client.get_channel().settimeout(timeout)
                 client.get(remotepath=unquote(url.path), localpath=local)
-        except EOFError as error:  # paramiko raises it without a message
-            raise ConnectionError(f"{url.hostname}: the connection was closed") from error
-        except TimeoutError as error:
-            raise TimeoutError(f"{url.hostname}: silent for {timeout:g} s") from error
+        except (EOFError, TimeoutError) as error:  # paramiko raises them without a message
+            problem = "closed the connection" if isinstance(error, EOFError) else f"silent for {timeout:g} s"
+            raise ConnectionError(f"{url.hostname}: {problem}") from error
 
 
 class Origin:
@@ -69,8 +70,7 @@ class Origin:
     """
 
     def __init__(self, remote: str, store: Path) -> None:
-        self.remote, self.store = remote.removeprefix("file://"), store
-        self._name, self._is_url = remote, "://" in self.remote
+        self.remote, self.store, self._name = remote.removeprefix("file://"), store, remote
         # One client per thread and process: after a fork, a parent's client hangs or corrupts the stream.
         self._clients: dict[tuple[int, int], CloudDownloader] = {}
 
@@ -94,16 +94,13 @@ class Origin:
                 if not path.exists():
                     os.replace(self._download(path.name), path)
         except Exception as error:  # each storage service has its own
-            raise ShardError(
-                f"{self._name}: shards cannot be opened: {_reason(error)}; check key 'island.shards'"
-            ) from error
+            problem = f"shards cannot be opened: {_reason(error)}; check key 'island.shards'"
+            raise ShardError(f"{self._name}: {problem}") from error
         finally:
             self.close()
         if sha256 is not None and sha256_file(path) != sha256:
-            raise UserError(
-                f"{self._name}/index.json: differs from the manifest's: these shards are of another preparation; "
-                "put this run's prepared/shards there"
-            )
+            problem = "differs from the manifest's; put the shards of this run's prepare there"
+            raise UserError(f"{self._name}/index.json: {problem}")
         return read_index(self.store)
 
     def fetch(self, info: dict[str, Any], *, wait: bool) -> bool:
@@ -149,7 +146,7 @@ class Origin:
             partial.unlink(missing_ok=True)
             self._client().download(f"{self.remote}/{name}", str(partial), SILENT_SECONDS)
 
-        if self._is_url:
+        if "://" in self.remote:
             download = retry(clean_up_fn=self.close, num_attempts=_ATTEMPTS)(download)
         download()
         return partial
@@ -157,9 +154,7 @@ class Origin:
     def _client(self) -> CloudDownloader:
         key = (os.getpid(), get_ident())
         if key not in self._clients:
-            kind: Any = PatientSFTPDownloader  # untyped
-            is_sftp = urlsplit(self.remote).scheme == "sftp"
-            self._clients[key] = kind() if is_sftp else CloudDownloader.get(self.remote if self._is_url else None)
+            self._clients[key] = downloader_of(self.remote)
         return self._clients[key]
 
     def close(self) -> None:
@@ -169,10 +164,28 @@ class Origin:
             client.clean_up()
 
 
+def downloader_of(remote: str) -> CloudDownloader:
+    """Return Streaming's downloader for a URL or a folder; SFTP's with a time limit."""
+    kind: Any = PatientSFTPDownloader  # untyped
+    if remote.startswith("sftp://"):
+        return kind()
+    return CloudDownloader.get(remote if "://" in remote else None)
+
+
 def _reason(error: Exception) -> str:
     """Return an error's first line, and its cause's if the S3 client reports only the number of attempts."""
     last = getattr(error, "last_exception", None)
     return first_line(error) + (f": {first_line(last)}" if last is not None else "")
+
+
+def read_samples(folders: Sequence[Path]) -> Iterator[dict[str, Any]]:
+    """Yield every sample of some MDS folders with all its columns, captions included."""
+    for folder in folders:
+        for info in read_index(folder):
+            with TemporaryDirectory() as scratch:
+                if info["zip_data"]:
+                    Origin(str(folder), Path(scratch)).fetch(info, wait=True)
+                yield from reader_from_json(scratch if info["zip_data"] else str(folder), None, info)
 
 
 class FetchedShards(Shards):
@@ -198,11 +211,11 @@ class FetchedShards(Shards):
         return {**super().__getstate__(), "_stop": None}
 
     def missing_bytes(self) -> int:
-        """Bytes still to be fetched, uncompressed."""
+        """Return the bytes still to be fetched, uncompressed."""
         return sum(file.num_bytes for file, is_here in zip(self.files, self._is_here, strict=True) if not is_here)
 
     def missing(self, ids: Int[np.ndarray, "m"]) -> list[int]:
-        """Shards that the samples at ``ids`` need and that are not here, in order of first need."""
+        """Return the missing shards that the samples at ``ids`` need, in order of first need."""
         if self._is_here.all():
             return []
         shards = self.shards_of(ids)
@@ -247,7 +260,7 @@ class FetchedShards(Shards):
             self._stop.set()
 
     def take(self, ids: Int[np.ndarray, "m"], names: Collection[str] | None = None) -> dict[str, Tensor]:
-        """One batch, see ``Shards.take``; fetches the shards that it needs.
+        """Return one batch, see ``Shards.take``; fetch the shards that it needs.
 
         Raises:
             ShardError: a shard cannot be fetched.

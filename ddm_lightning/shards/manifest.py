@@ -17,6 +17,7 @@ from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_write_json, read_json
 
 FORMAT_VERSION = 3
+STORED_FORMS = ("x_0", "posterior")
 PREPARED = "prepared"
 """Folder of ``prepare`` inside the run folder."""
 TRAIN, HELD_OUT = "train", "held-out"
@@ -25,7 +26,7 @@ _REMEDY = "run prepare first, with the same FILE and settings, or copy it from w
 
 _COUNT = checks.integer(0)
 _CHECKS: dict[str, checks.Check] = {
-    "stores": checks.one_of(("x_0", "posterior")),
+    "stores": checks.one_of(STORED_FORMS),
     "x_shape": checks.X_SHAPE,
     "normalisation": checks.NORMALISATION,
     "text_size": _COUNT,
@@ -117,7 +118,7 @@ class Manifest:
     """SHA-256 of ``partition.safetensors``; equal in artifacts that belong together."""
     versions: dict[str, str]
     """Versions of the packages that shaped the result."""
-    class_names: list[str] | None = None
+    class_names: list[str] | None
     """Name of each of the ``num_classes`` classes; None if the source has none."""
     format_version: int = FORMAT_VERSION
 
@@ -139,14 +140,6 @@ class Manifest:
         """
         path = manifest_path(run_dir)
         stored = read_json(path, "the manifest of the prepared shards", _REMEDY)
-        version = stored.get("format_version") if isinstance(stored, dict) else None
-        if version != FORMAT_VERSION:
-            raise UserError(f"{path}: format_version {version!r:.20} is not {FORMAT_VERSION}; delete it and {_REMEDY}")
-        stored.setdefault("class_names", None)  # manifests written before this field
-        fields = {field.name for field in dataclasses.fields(cls)}
-        if stored.keys() != fields:
-            odd = ", ".join(sorted(stored.keys() ^ fields))
-            raise UserError(f"{path}: keys missing or unknown: {odd}; delete it and {_REMEDY}")
         if problem := _problem_with(stored):
             raise UserError(f"{path}: {problem}; delete it and {_REMEDY}")
         return cls(
@@ -160,8 +153,13 @@ class Manifest:
         )
 
 
-def _problem_with(stored: dict[str, Any]) -> str | None:
-    """Describe the first value that is wrong or contradicts another."""
+def _problem_with(stored: Any) -> str | None:
+    """Describe the first value that is wrong or contradicts another; None if there is none."""
+    version = stored.get("format_version") if isinstance(stored, dict) else None
+    if version != FORMAT_VERSION:
+        return f"format_version {version!r:.20} is not {FORMAT_VERSION}"
+    if odd := stored.keys() ^ {field.name for field in dataclasses.fields(Manifest)}:
+        return f"keys missing or unknown: {', '.join(sorted(odd))}"
     if problem := checks.problem_with({key: stored[key] for key in _CHECKS}, _CHECKS):
         return problem
     channels, *rest = stored["x_shape"]
@@ -193,9 +191,6 @@ def shard_folder(run_dir: Path, cluster: int, split: str) -> Path:
     return run_dir / PREPARED / "shards" / shard_name(cluster, split)
 
 
-STORED_FORMS = ("x_0", "posterior")
-
-
 class StoredForm:
     """How ``x_0`` is stored: as itself or as a Gaussian to sample from, and in which units.
 
@@ -205,14 +200,9 @@ class StoredForm:
     Args:
         stores: ``x_0`` or ``posterior``.
         normalisation: ``scale`` and ``shift``, one number each or one per channel.
-
-    Raises:
-        ValueError: unknown ``stores``.
     """
 
     def __init__(self, stores: str, normalisation: Mapping[str, float | list[float]]) -> None:
-        if stores not in STORED_FORMS:
-            raise ValueError(f"stored as {stores!r}, which is none of {', '.join(STORED_FORMS)}")
         self.stores = stores
         self._scale, self._shift = (
             torch.tensor(normalisation[name], dtype=torch.float64).reshape(-1, 1, 1) for name in ("scale", "shift")
@@ -220,9 +210,7 @@ class StoredForm:
         # Cached by device and type: a new tensor at each step would synchronise with the device.
         self._placed: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
 
-    def mean(
-        self, stored: Shaped[Tensor, "b stored_c h w"], dtype: torch.dtype = torch.float32
-    ) -> Float[Tensor, "b c h w"]:
+    def mean(self, stored: Shaped[Tensor, "b s h w"], dtype: torch.dtype = torch.float32) -> Float[Tensor, "b c h w"]:
         """Return ``x_0`` or its mean."""
         scale, shift = self._units(stored.device, dtype)
         if self.stores == "posterior":
@@ -230,14 +218,14 @@ class StoredForm:
         return (stored.to(dtype) - shift) * scale
 
     def spread(
-        self, stored: Shaped[Tensor, "b stored_c h w"], dtype: torch.dtype = torch.float32
+        self, stored: Shaped[Tensor, "b s h w"], dtype: torch.dtype = torch.float32
     ) -> Float[Tensor, "b c h w"] | None:
         """Return the standard deviation of ``x_0``; None if ``x_0`` itself is stored."""
         if self.stores != "posterior":
             return None
         return stored[:, stored.shape[1] // 2 :].to(dtype) * self._units(stored.device, dtype)[0].abs()
 
-    def draw(self, stored: Shaped[Tensor, "b stored_c h w"], generator: torch.Generator) -> Float[Tensor, "b c h w"]:
+    def draw(self, stored: Shaped[Tensor, "b s h w"], generator: torch.Generator) -> Float[Tensor, "b c h w"]:
         """Sample ``x_0`` from its Gaussian; return it as is, without using ``generator``, if it is stored itself."""
         mean, spread = self.mean(stored), self.spread(stored)
         if spread is None:

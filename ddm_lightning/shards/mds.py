@@ -20,13 +20,13 @@ from torch import Tensor
 
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import inside
+from ddm_lightning.encoders.interfaces import parse_encoding
+from ddm_lightning.shards.verify import read_index
 
-_SCALARS = {"int": "int64"}
 _TEXT = ("str", "json")
 # The first column of a batch.
 _ID = "sample_id"
 _IDS_AT_ONCE = 1 << 16
-_REMEDY = "prepare them with this package"
 
 
 @dataclass(frozen=True)
@@ -37,15 +37,12 @@ class Column:
     encoding: str
     dtype: np.dtype
     shape: tuple[int, ...]
+    num_bytes: int
+    """Bytes of one value."""
     fixed_before: int
     """Bytes of the fixed-size columns before it."""
     variable_before: int
     """Number of variable-size columns before it."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of one value."""
-        return self.dtype.itemsize * math.prod(self.shape)
 
 
 @dataclass(frozen=True)
@@ -63,36 +60,29 @@ class Layout:
         Raises:
             UserError: there is no ``sample_id``, or a column does not fit a batch.
         """
-        if not len(set(names)) == len(names) == len(encodings) == len(sizes):
-            raise UserError(f"columns {', '.join(names)} of the shards: some are listed twice, or have no size")
-        if _ID not in names:
-            raise UserError(f"the shards have no column {_ID!r}, only {', '.join(names)}; {_REMEDY}")
+        if not len(set(names)) == len(names) == len(encodings) == len(sizes) or _ID not in names:
+            raise _refusal(f"{', '.join(names)}: {_ID!r} is missing, or some are listed twice or have no size")
         columns, fixed, variable = [], 0, 0
         for name, encoding, size in zip(names, encodings, sizes, strict=True):
             if not size:
                 if encoding not in _TEXT:
-                    raise UserError(f"column {name!r} of the shards ({encoding}) has no fixed size; {_REMEDY}")
+                    raise _refusal(f"{name!r} ({encoding}) has no fixed size")
                 variable += 1
                 continue
-            dtype, shape = _numbers(name, encoding)
-            columns.append(Column(name, encoding, dtype, shape, fixed, variable))
-            if columns[-1].num_bytes != size:
-                raise UserError(f"column {name!r} of the shards ({encoding}) cannot have {size} bytes; {_REMEDY}")
+            try:
+                dtype, shape = parse_encoding(encoding)
+            except ValueError as error:
+                raise _refusal(f"{name!r}: {error}") from None
+            if dtype.itemsize * math.prod(shape) != size:
+                raise _refusal(f"{name!r} ({encoding}) cannot have {size} bytes")
+            columns.append(Column(name, encoding, dtype, shape, size, fixed, variable))
             fixed += size
         columns.sort(key=lambda column: column.name != _ID)
         return cls(tuple(columns), variable, fixed)
 
 
-def _numbers(name: str, encoding: str) -> tuple[np.dtype, tuple[int, ...]]:
-    kind, _, rest = encoding.partition(":")
-    dtype, _, shape = rest.partition(":") if kind == "ndarray" else (_SCALARS.get(kind, kind), "", "")
-    try:
-        sizes = [int(extent) for extent in shape.split(",")] if shape else []
-        if min(sizes, default=1) < 1:
-            raise ValueError
-        return torch.from_numpy(np.empty(0, dtype)).numpy().dtype, tuple(sizes)
-    except (TypeError, ValueError):
-        raise UserError(f"column {name!r} of the shards ({encoding}) does not hold numbers; {_REMEDY}") from None
+def _refusal(problem: str) -> UserError:
+    return UserError(f"the shards' columns: {problem}; prepare them with this package")
 
 
 @dataclass(frozen=True)
@@ -104,30 +94,23 @@ class ShardFile:
     num_bytes: int
     layout: Layout
 
-    def __post_init__(self) -> None:
-        """Check the sizes against each other.
-
-        Raises:
-            UserError: the samples do not fit in the file.
-        """
-        least = 4 + 4 * self.layout.num_variable + self.layout.num_fixed_bytes
-        if not 8 + self.num_samples * least <= self.num_bytes < 1 << 32:
-            sizes = f"{self.num_samples} samples in {self.num_bytes} bytes"
-            raise UserError(f"{self.path}: the index lists {sizes}, which is impossible; copy the shards again")
-
     @classmethod
     def of(cls, folder: Path, info: Mapping[str, Any]) -> ShardFile:
         """Read an entry of ``shards`` in ``folder``/index.json.
 
         Raises:
-            UserError: the shard is not MDS, or see ``Layout.of``.
+            UserError: the shard is not MDS, its samples do not fit in its file, or see ``Layout.of``.
         """
+        index, raw, num_samples = folder / "index.json", info["raw_data"], int(info["samples"])
         if (info.get("format"), info.get("version")) != ("mds", 2):
-            raise UserError(f"{folder / 'index.json'}: lists shards that are not MDS version 2; prepare them again")
+            raise UserError(f"{index}: lists shards that are not MDS version 2; prepare them again")
+        path = inside(folder, raw["basename"], index)
         layout = Layout.of(info["column_names"], info["column_encodings"], info["column_sizes"])
-        raw = info["raw_data"]
-        path = inside(folder, raw["basename"], folder / "index.json")
-        return cls(path, int(info["samples"]), int(raw["bytes"]), layout)
+        least = 8 + num_samples * (4 + 4 * layout.num_variable + layout.num_fixed_bytes)
+        if not least <= raw["bytes"] < 1 << 32:
+            sizes = f"{num_samples} samples in {raw['bytes']} bytes"
+            raise UserError(f"{index}: lists {sizes}, which is impossible; copy the shards again")
+        return cls(path, num_samples, raw["bytes"], layout)
 
 
 class _Map:
@@ -138,8 +121,7 @@ class _Map:
         if size != file.num_bytes:
             raise ValueError(f"{size} bytes instead of {file.num_bytes}")
         # Not numpy.memmap, which keeps a file open: a member may have thousands of shards.
-        self._owner = torch.from_file(str(file.path), shared=False, size=size, dtype=torch.uint8)
-        content = self._owner.numpy()
+        content = torch.from_file(str(file.path), shared=False, size=size, dtype=torch.uint8).numpy()
         count = int(content[:4].view(np.uint32)[0])
         if count != file.num_samples:
             raise ValueError(f"holds {count} samples instead of {file.num_samples}")
@@ -150,33 +132,24 @@ class _Map:
         wrong = (rows < least) if layout.num_variable else (rows != least)
         if wrong.any() or self._offsets[-1] != size or self._offsets[0] < 8 + 4 * count:
             raise ValueError("its samples do not have the columns that the index lists")
-        self._layout = layout
-        self._content = content
-        # Overlapping items: item i begins at byte i.
-        self._items: dict[str, np.ndarray] = {
-            column.name: np.ndarray(
-                (size - column.num_bytes + 1,), np.dtype((np.void, column.num_bytes)), content, strides=(1,)
-            )
-            for column in layout.columns
-        }
-        self._sizes: np.ndarray = np.ndarray((size - 3,), np.dtype((np.void, 4)), content, strides=(1,))
+        self._layout, self._content = layout, content
 
     def gather(self, rows: Int[np.ndarray, "m"], out: dict[str, np.ndarray], places: Int[np.ndarray, "m"]) -> None:
         """Copy ``rows`` to ``places`` of the columns in ``out``, one item per sample."""
         begin = self._offsets[rows].astype(np.int64)
         # Entry v: begin of the fixed-size columns after v variable-size columns.
         shifts = [begin + 4 * self._layout.num_variable]
-        if self._layout.num_variable == 1:
-            length = self._offsets[rows + 1].astype(np.int64) - begin
-            shifts.append(begin + length - self._layout.num_fixed_bytes)
-        else:
-            for variable in range(self._layout.num_variable):
-                shifts.append(shifts[-1] + self._sizes[begin + 4 * variable].view(np.uint32))
+        for variable in range(self._layout.num_variable):
+            shifts.append(shifts[-1] + self._items(4)[begin + 4 * variable].view(np.uint32))
         for column in self._layout.columns:
-            if column.name not in out:
-                continue
-            items = self._items[column.name]
-            out[column.name][places] = items[shifts[column.variable_before] + column.fixed_before]
+            if column.name in out:
+                items = self._items(column.num_bytes)
+                out[column.name][places] = items[shifts[column.variable_before] + column.fixed_before]
+
+    def _items(self, num_bytes: int) -> np.ndarray:
+        """View the file as overlapping items of ``num_bytes``; item i begins at byte i."""
+        shape = (len(self._content) - num_bytes + 1,)
+        return np.ndarray(shape, np.dtype((np.void, num_bytes)), self._content, strides=(1,))
 
 
 class Shards:
@@ -214,16 +187,15 @@ class Shards:
             ValueError, OSError: as ``take``.
         """
         places: dict[int, int] = {}
-        wanted = set(sample_ids.tolist())
         for start in range(0, len(self), _IDS_AT_ONCE):
             rows = np.arange(start, min(start + _IDS_AT_ONCE, len(self)))
-            for row, found in enumerate(self.take(rows, ("sample_id",))["sample_id"].tolist()):
-                if found in wanted:
-                    places[found] = start + row
+            found = self.take(rows, (_ID,))[_ID].numpy()
+            wanted = np.isin(found, sample_ids)
+            places.update(zip(found[wanted].tolist(), rows[wanted].tolist(), strict=True))
         return np.array([places[sample_id] for sample_id in sample_ids.tolist()], np.int64)
 
     def take(self, ids: Int[np.ndarray, "m"], names: Collection[str] | None = None) -> dict[str, Tensor]:
-        """One batch, in the order of ``ids``.
+        """Return one batch, in the order of ``ids``.
 
         Args:
             ids: positions of the samples.
@@ -266,3 +238,12 @@ def _as_tensor(column: Column, values: np.ndarray) -> Tensor:
         return torch.from_numpy(values.astype(np.int64))
     tensor = torch.from_numpy(values)
     return tensor.float() if column.name == "text" else tensor
+
+
+def open_shards(folders: Sequence[Path]) -> Shards:
+    """Open the uncompressed shards of some MDS folders, one after the other.
+
+    Raises:
+        UserError: they cannot be read together.
+    """
+    return Shards([ShardFile.of(folder, info) for folder in folders for info in read_index(folder)])

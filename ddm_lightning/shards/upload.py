@@ -1,6 +1,6 @@
-"""Upload of finished shards to a URL: each file is uploaded, read back and compared; ``index.json`` goes last.
+"""Upload finished shards to a URL: each file is uploaded, read back and compared; ``index.json`` goes last.
 
-So a folder with an index is complete, and an interrupted upload resumes with the folders that have none.
+A folder with an index is therefore complete, and an interrupted upload resumes with the folders that have none.
 """
 
 from __future__ import annotations
@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from streaming.base.storage.download import CloudDownloader, SFTPDownloader
 from streaming.base.storage.upload import CloudUploader
 
 from ddm_lightning.core.errors import UserError, first_line
 from ddm_lightning.core.files import atomic_write, sha256_file
+from ddm_lightning.shards.fetch import downloader_of
 
-_KEY = "key 'prepare.shards.remote'"
 _INDEX, _PARTIAL = "index.json", ".partial"
 _ATTEMPTS = 3
 _SECONDS = 120.0
@@ -42,13 +41,12 @@ def upload_shards(shards: Path, remote: str, tick: Callable[[int, int], None]) -
         UserError: ``remote`` cannot be written to or holds other data, or a file arrives damaged three times.
     """
     remote = remote.rstrip("/")
-    # Within a folder the index goes last.
     files = [path.relative_to(shards).as_posix() for path in shards.rglob("*") if path.is_file()]
+    # Within a folder the index goes last.
     files.sort(key=lambda name: (posixpath.dirname(name), posixpath.basename(name) == _INDEX, name))
     hashes = {name: sha256_file(shards / name) for name in files}
     sizes = {name: (shards / name).stat().st_size for name in files}
-    scheme, done = urlsplit(remote).scheme, 0
-    kind = {"sftp": _SFTPStore, "file": _FolderStore}.get(scheme, _CloudStore)
+    kind, done = {"sftp": _SFTPStore, "file": _FolderStore}.get(urlsplit(remote).scheme, _CloudStore), 0
     try:
         with closing(kind(shards, remote)) as store:
             complete = _complete_folders(store, hashes)
@@ -57,31 +55,25 @@ def upload_shards(shards: Path, remote: str, tick: Callable[[int, int], None]) -
                     _put(store, name, hashes[name])
                 done += sizes[name]
                 tick(done, sum(sizes.values()))
-    except UserError:
-        raise
+    except UserError as error:
+        raise UserError(f"key 'prepare.shards.remote' = {remote!r}: {error}") from None
     except Exception as error:  # each storage service has its own
-        problem = f"{type(error).__name__}: {first_line(error)}"
-        raise UserError(
-            f"{_KEY} = {remote!r}: cannot be written to ({problem}); check the address and the access to it"
-        ) from error
+        problem = f"cannot be written to ({type(error).__name__}: {first_line(error)})"
+        remedy = "check the address and the access to it"
+        raise UserError(f"key 'prepare.shards.remote' = {remote!r}: {problem}; {remedy}") from error
     return hashes
 
 
 def _complete_folders(store: _Store, hashes: dict[str, str]) -> set[str]:
     """Return the folders that are uploaded already; refuse any other data."""
     present = store.names()
-    problem = next(iter(sorted((present or set()) - set(hashes))), None)
-    complete = set()
-    for name, digest in hashes.items():
-        if posixpath.basename(name) == _INDEX and (present is None or name in present):
-            found = store.sha256(name, may_be_missing=present is None)
-            if found is not None and found != digest:
-                problem = problem or name
-            elif found is not None:
-                complete.add(posixpath.dirname(name))
-    if problem:
-        raise UserError(f"{_KEY} = {store.remote!r}: holds other data ({problem}); empty it, or name another folder")
-    return complete
+    others = sorted((present or set()) - set(hashes))
+    indices = [name for name in hashes if posixpath.basename(name) == _INDEX and (present is None or name in present)]
+    found = {name: store.sha256(name, may_be_missing=present is None) for name in indices}
+    others += [name for name, digest in found.items() if digest not in (None, hashes[name])]
+    if others:
+        raise UserError(f"holds other data ({others[0]}); empty it, or name another folder")
+    return {posixpath.dirname(name) for name, digest in found.items() if digest is not None}
 
 
 def _put(store: _Store, name: str, digest: str) -> None:
@@ -89,10 +81,7 @@ def _put(store: _Store, name: str, digest: str) -> None:
         store.put(name)
         if store.sha256(name) == digest:
             return
-    raise UserError(
-        f"{_KEY} = {store.remote!r}: {name} arrived damaged {_ATTEMPTS} times; check the storage, then repeat the "
-        "command"
-    )
+    raise UserError(f"{name} arrived damaged {_ATTEMPTS} times; check the storage, then repeat the command")
 
 
 class _Store:
@@ -100,7 +89,7 @@ class _Store:
 
     def __init__(self, shards: Path, remote: str) -> None:
         self.shards, self.remote = shards, remote
-        self._downloader = CloudDownloader.get(None if remote.startswith("file://") else remote)
+        self._downloader: Any = downloader_of(remote.removeprefix("file://"))
 
     def names(self) -> set[str] | None:
         """List the files, by their paths below the URL; None if the service cannot list."""
@@ -117,9 +106,9 @@ class _Store:
             try:
                 self._downloader.download(f"{self.remote.removeprefix('file://')}/{name}", str(copy), _SECONDS)
             except FileNotFoundError:
-                if may_be_missing:
-                    return None
-                raise
+                if not may_be_missing:
+                    raise
+                return None
             return sha256_file(copy)
 
     def close(self) -> None:
@@ -165,11 +154,8 @@ class _SFTPStore(_Store):
     def __init__(self, shards: Path, remote: str) -> None:
         super().__init__(shards, remote)
         url = urlsplit(remote)
-        # Streaming's connection, so that the same keys and known hosts serve both directions.
-        kind: Any = SFTPDownloader  # untyped
-        self._connection = kind()
-        self._connection._create_ssh_client(url)
-        self._client = self._connection._ssh_client.open_sftp()
+        self._downloader._create_ssh_client(url)  # the same keys and known hosts serve both directions
+        self._client = self._downloader._ssh_client.open_sftp()
         self._client.get_channel().settimeout(_SECONDS)
         self._root = unquote(url.path)
 
@@ -201,8 +187,3 @@ class _SFTPStore(_Store):
             if posixpath.dirname(folder) != folder:
                 self._make_folders(posixpath.dirname(folder))
             self._client.mkdir(folder)
-
-    def close(self) -> None:
-        """Close both connections."""
-        super().close()
-        self._connection.clean_up()

@@ -61,51 +61,46 @@ def verify_shards(folder: Path, hashes: bool = True, *, index_sha256: str | None
     Raises:
         UserError: index or shard is missing or differs; the line names the file and the remedy.
     """
-    index = folder / "index.json"
-    shards = [(shard["samples"], _files(shard)) for shard in read_index(folder)]
+    index, shards = folder / "index.json", read_index(folder)
     if index_sha256 is not None and sha256_file(index) != index_sha256:
         raise UserError(f"{index}: differs from the manifest's; {_REMEDY}")
-    for _, files in shards:
+    for shard in shards:
         # A compressed shard is present compressed, uncompressed, or both.
-        present = [entry for entry in files if inside(folder, entry["basename"], index).is_file()]
-        if not present:
-            raise UserError(f"{folder / files[-1]['basename']}: shard is missing; {_REMEDY}")
-        for entry in present:
-            if problem := file_problem(folder / entry["basename"], entry, hashes):
-                raise UserError(f"{folder / entry['basename']}: shard is damaged: {problem}; {_REMEDY}")
-    return sum(samples for samples, _ in shards)
+        files = _files(folder, shard)
+        if not any(path.is_file() for path in files):
+            raise UserError(f"{list(files)[-1]}: shard is missing; {_REMEDY}")
+        for path, entry in files.items():
+            if path.is_file() and (problem := file_problem(path, entry, hashes)):
+                raise UserError(f"{path}: shard is damaged: {problem}; {_REMEDY}")
+    return sum(shard["samples"] for shard in shards)
 
 
-def remove_damaged(folder: Path, *, index_sha256: str | None = None) -> list[Path]:
+def remove_damaged(folder: Path, *, index_sha256: str | None = None) -> None:
     """Remove fetched shards that differ from their ``index.json``, so that they are fetched again.
 
     Args:
         folder: MDS folder; shards may be missing.
         index_sha256: the manifest's hash of ``index.json``; if it differs, the whole folder is removed.
-
-    Returns:
-        The removed paths.
     """
     index = folder / "index.json"
     try:
         if index_sha256 is not None and sha256_file(index) != index_sha256:
             raise UserError("of another preparation")
-        files = [entry for shard in read_index(folder) for entry in _files(shard)]
+        shards = read_index(folder)
     except UserError:
         shutil.rmtree(folder)
-        return [folder]
-    removed = []
-    for entry in files:
-        path = inside(folder, entry["basename"], index)
+        return
+    for path, entry in (item for shard in shards for item in _files(folder, shard).items()):
         if path.is_file() and file_problem(path, entry):
             path.unlink()
-            removed.append(path)
-    return removed
 
 
-def _files(shard: dict[str, Any]) -> list[dict[str, Any]]:
-    """List the possible files of a shard: raw and, if it is compressed, packed."""
-    return [entry for entry in (shard["raw_data"], shard["zip_data"]) if entry is not None]
+def _files(folder: Path, shard: dict[str, Any]) -> dict[Path, dict[str, Any]]:
+    """Return the possible files of a shard and their entries: uncompressed and, if it is compressed, compressed."""
+    entries = [entry for entry in (shard["raw_data"], shard["zip_data"]) if entry is not None]
+    for entry in entries:
+        inside(folder, entry["basename"], folder / "index.json")
+    return {folder / entry["basename"]: entry for entry in entries}
 
 
 def file_problem(path: Path, entry: dict[str, Any], hashes: bool = True) -> str | None:

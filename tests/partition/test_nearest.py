@@ -37,14 +37,14 @@ def test_near_ties_are_decided_in_float64(offset):
 
 @pytest.mark.parametrize("metric", ["spherical", "euclidean"])
 @pytest.mark.parametrize("dtype", [np.float16, np.float32])
-def test_it_agrees_with_a_direct_computation(metric, dtype):
+def test_nearest_matches_a_direct_computation(metric, dtype):
     x = np.random.default_rng(0).standard_normal((700, 20)).astype(dtype)
     centroids = torch.randn(50, 20, generator=torch.Generator().manual_seed(0))
     assert nearest(x, centroids, metric).tolist() == in_float64(x, centroids, metric).argmin(1).tolist()
 
 
 @pytest.mark.parametrize("metric", ["spherical", "euclidean"])
-def test_the_block_and_the_threads_change_nothing(metric):
+def test_blocks_and_threads_change_nothing(metric):
     x, centroids = near_ties(3000, 16, seed=1)
     whole = nearest(x, centroids, metric)
     for size in (1, 7, 1000):
@@ -57,7 +57,7 @@ def test_the_block_and_the_threads_change_nothing(metric):
         torch.set_num_threads(1)
 
 
-def test_equal_centroids_and_a_zero_row_have_a_first_one():
+def test_of_equally_near_centroids_the_first_is_taken():
     centroids = torch.tensor([[2.0, 0.0], [1.0, 0.0], [1.0, 0.0]])
     assert nearest(np.array([[1, 0], [0, 0], [1.2, 0]], np.float32), centroids, "euclidean").tolist() == [1, 1, 1]
     assert nearest(np.zeros((1, 2), np.float32), centroids, "spherical").tolist() == [1]
@@ -65,7 +65,7 @@ def test_equal_centroids_and_a_zero_row_have_a_first_one():
     assert nearest(np.zeros((0, 2), np.float32), centroids, "euclidean").tolist() == []
 
 
-def test_what_only_rounding_tells_apart_is_equally_near():
+def test_rounding_differences_count_as_ties():
     """Sums of the same numbers in many orders: mathematically all centroids are equally near."""
     random = np.random.default_rng(0)
     numbers = random.standard_normal(64)
@@ -74,7 +74,7 @@ def test_what_only_rounding_tells_apart_is_equally_near():
     assert set(nearest(x, centroids, "euclidean").tolist()) == {0}
 
 
-def test_work_comes_back_in_order_with_its_errors_by_a_thread_a_core(monkeypatch):
+def test_results_and_errors_come_in_order_from_one_thread_per_core(monkeypatch):
     """Torch's number of threads is another matter: prepare sets it to what a member trains with, mostly one."""
     monkeypatch.setattr(module, "num_cores", lambda: 3)
     together = Barrier(3, timeout=20)

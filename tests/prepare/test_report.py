@@ -11,7 +11,7 @@ from scipy.spatial.distance import cdist
 from sklearn.metrics import silhouette_samples
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from ddm_lightning.partition.rows import Rows
+from ddm_lightning.core.columns import Rows
 from ddm_lightning.prepare.report import measures
 from ddm_lightning.prepare.report.figures import choose_images, cluster_grid, place_images
 from ddm_lightning.prepare.report.measures import (

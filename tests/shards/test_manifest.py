@@ -38,21 +38,12 @@ def manifest():
     )
 
 
-def test_what_was_written_is_read(tmp_path):
+def test_a_written_manifest_is_read(tmp_path):
     manifest().write(tmp_path)
     read = Manifest.read(tmp_path)
     assert read == manifest()
     assert read.num_clusters == 2 and read.format_version == 3
     assert shard_folder(tmp_path, 1, "held-out") == tmp_path / "prepared" / "shards" / "cluster-1" / "held-out"
-
-
-def test_a_manifest_from_before_class_names_is_read(tmp_path):
-    stored = dataclasses.asdict(manifest())
-    del stored["class_names"]
-    path = manifest_path(tmp_path)
-    path.parent.mkdir()
-    path.write_text(json.dumps(stored))
-    assert Manifest.read(tmp_path) == dataclasses.replace(manifest(), class_names=None)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +91,7 @@ def test_a_manifest_that_cannot_be_read_is_one_line(tmp_path, change, problem):
     ],
     ids=str,
 )
-def test_values_that_cannot_be_or_contradict_each_other(tmp_path, change, problem):
+def test_impossible_or_contradictory_values_are_refused(tmp_path, change, problem):
     path = manifest_path(tmp_path)
     path.parent.mkdir()
     path.write_text(json.dumps({**dataclasses.asdict(manifest()), **change}))

@@ -77,7 +77,7 @@ def puts(monkeypatch):
     return seen
 
 
-def test_what_arrives_is_what_was_there_and_a_second_time_nothing_is_sent(shards, remote, tmp_path, puts):
+def test_every_file_arrives_and_a_second_upload_sends_nothing(shards, remote, tmp_path, puts):
     url, _ = remote
     ticks = []
     found = upload_shards(shards, url, lambda done, total: ticks.append((done, total)))
@@ -92,7 +92,7 @@ def test_what_arrives_is_what_was_there_and_a_second_time_nothing_is_sent(shards
     assert puts == []
 
 
-def test_an_upload_that_was_stopped_goes_on_with_the_folders_that_are_not_whole(shards, remote, tmp_path, puts):
+def test_an_interrupted_upload_resumes_with_incomplete_folders(shards, remote, tmp_path, puts):
     url, _ = remote
     first = sum(path.stat().st_size for path in (shards / SPLITS[0]).iterdir())
 
@@ -108,7 +108,7 @@ def test_an_upload_that_was_stopped_goes_on_with_the_folders_that_are_not_whole(
     assert {name.rpartition("/")[0] for name in puts} == set(SPLITS[1:])
 
 
-def test_other_data_is_left_alone(shards, remote, tmp_path, puts):
+def test_other_data_is_refused_and_kept(shards, remote, tmp_path, puts):
     url, _ = remote
     other = tmp_path / "other"
     write_mds(other / SPLITS[0], range(7))
@@ -128,7 +128,7 @@ def test_other_data_is_left_alone(shards, remote, tmp_path, puts):
 
 
 @pytest.mark.parametrize("times", [2, 3])
-def test_a_file_that_arrives_damaged_is_sent_again_and_in_the_end_refused(shards, tmp_path, monkeypatch, times):
+def test_a_damaged_file_is_sent_again_and_finally_refused(shards, tmp_path, monkeypatch, times):
     folder = tmp_path / "remote"
     left = {"cluster-1/train/shard.00001.mds": times}
 
@@ -155,13 +155,13 @@ def test_a_file_that_arrives_damaged_is_sent_again_and_in_the_end_refused(shards
         ("file:///proc/nowhere/shards", "nowhere"),
     ],
 )
-def test_an_address_that_nobody_can_write_to_is_one_line(shards, url, words):
+def test_an_unwritable_address_is_one_line(shards, url, words):
     with pytest.raises(UserError, match=r"prepare\.shards\.remote.*check the address") as refusal:
         upload_shards(shards, url, lambda *_: None)
     assert words in str(refusal.value) and "\n" not in str(refusal.value)
 
 
-def test_a_server_that_breaks_off_is_one_line_and_the_upload_can_be_repeated(shards, remote, tmp_path):
+def test_a_broken_connection_is_one_line_and_the_upload_can_be_repeated(shards, remote, tmp_path):
     url, line = remote
     if line is None:
         return
@@ -193,7 +193,7 @@ def run(folder, remote):
     return listener.stages
 
 
-def test_prepare_uploads_once_and_again_where_it_is_told_to(tmp_path):
+def test_prepare_uploads_once_per_address(tmp_path):
     here = [f"file://{tmp_path / name}" for name in ("a", "b")]
     assert run(tmp_path / "run", None)[-2:] == ["shards", "report"]
     # The report writes the manifest, which is taken away while anything changes.

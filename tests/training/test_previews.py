@@ -11,7 +11,7 @@ from training.short_fits import fit, trained, weights
 
 from ddm_lightning.config import SampleConfig
 from ddm_lightning.core.errors import UserError
-from ddm_lightning.encoders import pixels
+from ddm_lightning.encoders import images
 from ddm_lightning.flow.randomness import keyed_generator
 from ddm_lightning.shards.manifest import StoredForm
 from ddm_lightning.training.previews import PictureLogger, routing_heat_map
@@ -79,7 +79,7 @@ def test_an_island_that_cannot_decode_trains_without_images_and_says_so(finished
     def fails(*_, **__):
         raise UserError("no weights here\nand more")
 
-    monkeypatch.setattr(pixels.Pixels, place, fails)
+    monkeypatch.setattr(images.Pixels, place, fails)
     assert fit(tiny_run) == 0
     said = [line for line in capsys.readouterr().err.splitlines() if "no weights here" in line]
     if place == "__init__":

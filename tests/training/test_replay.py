@@ -12,8 +12,8 @@ from ddm_lightning.cli.parser import main
 from ddm_lightning.config import load_experiment
 from ddm_lightning.members.member import Member
 from ddm_lightning.members.run_folder import RunFolder
-from ddm_lightning.shards.local import open_shards
 from ddm_lightning.shards.manifest import Manifest
+from ddm_lightning.shards.mds import open_shards
 from ddm_lightning.training.checkpoint.state import load_tensors
 from ddm_lightning.training.fit import build_data, build_module
 from ddm_lightning.training.guard import SkippedStep

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 from shards.mds import write_mds
 
-from ddm_lightning.shards.order import Ranks, epoch_order, num_steps, steps
+from ddm_lightning.shards.loader import Ranks, epoch_order, num_steps, steps
 
 from streaming import StreamingDataset  # isort: skip (after the shim)
 
@@ -30,13 +30,13 @@ def interleaved(order, *, num_nodes, ranks_per_node, batch_size, full):
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
-def test_it_is_a_permutation_that_follows_seed_and_epoch(shuffle):
+def test_the_order_is_a_permutation_that_depends_on_seed_and_epoch(shuffle):
     orders = [tuple(order_of(seed=s, epoch=e, shuffle=shuffle)) for s, e in ((3, 0), (3, 0), (3, 1), (4, 0))]
     assert all(sorted(order) == list(range(100)) for order in orders)
     assert len(set(orders)) == (3 if shuffle else 1)
 
 
-def test_it_is_the_order_of_a_plain_streaming_dataset(tmp_path):
+def test_the_order_matches_a_plain_streaming_dataset(tmp_path):
     folder = write_mds(tmp_path, range(100))
     plain = StreamingDataset(
         local=str(folder), batch_size=4, shuffle=True, shuffle_seed=3, num_canonical_nodes=1, shuffle_block_size=1 << 18
@@ -52,30 +52,23 @@ def test_it_is_the_order_of_a_plain_streaming_dataset(tmp_path):
 @pytest.mark.parametrize("num_samples", [0, 1, 5, 47, 48, 100])
 def test_steps_against_a_loop(num_samples, num_nodes, ranks_per_node, full):
     order = np.random.default_rng(0).permutation(num_samples)
-    ranks = Ranks(num_nodes, ranks_per_node)
-    table = steps(order, ranks, 4, full=full)
     expected = interleaved(order, num_nodes=num_nodes, ranks_per_node=ranks_per_node, batch_size=4, full=full)
-    found = {
-        (node, rank, step): [int(sample) for sample in table[node, rank, step] if sample >= 0]
-        for node, rank, step in np.ndindex(table.shape[:3])
-    }
+    found = {}
+    for rank in range(num_nodes * ranks_per_node):
+        table = steps(order, Ranks(num_nodes, ranks_per_node, rank), 4, full=full)
+        assert len(table) == num_steps(num_samples, num_nodes * ranks_per_node, 4, full=full)
+        found |= {(*divmod(rank, ranks_per_node), step): samples.tolist() for step, samples in enumerate(table)}
     assert found == expected
-    assert table.shape[2] == num_steps(num_samples, ranks.num_ranks, 4, full=full)
 
 
 @pytest.mark.parametrize("taken", [0, 1, 3])
-def test_a_step_of_any_number_of_ranks_is_the_same_samples(taken):
+def test_a_step_has_the_same_samples_on_any_number_of_ranks(taken):
     """Stop on some ranks, go on with others: the rest is the rest."""
     order = order_of()
-    alone = steps(order, Ranks(), 12, full=True)[0, 0]
+    alone = steps(order, Ranks(), 12, full=True)
     for num_nodes, ranks_per_node in ((1, 2), (2, 1), (2, 3), (1, 12)):
-        ranks = Ranks(num_nodes, ranks_per_node)
-        table = steps(order[12 * taken :], ranks, 12 // ranks.num_ranks, full=True)
-        together = np.concatenate([table[node, rank] for node, rank in np.ndindex(table.shape[:2])], axis=1)
+        num_ranks = num_nodes * ranks_per_node
+        ranks = [Ranks(num_nodes, ranks_per_node, rank) for rank in range(num_ranks)]
+        tables = [steps(order[12 * taken :], rank, 12 // num_ranks, full=True) for rank in ranks]
+        together = [np.concatenate(step) for step in zip(*tables, strict=True)]
         assert [sorted(step) for step in together] == [sorted(step) for step in alone[taken:]]
-
-
-def test_ranks_find_themselves():
-    found = [(Ranks(2, 3, rank).node, Ranks(2, 3, rank).rank_of_node) for rank in range(6)]
-    assert found == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
-    assert Ranks(2, 3).num_ranks == 6

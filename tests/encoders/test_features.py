@@ -8,10 +8,9 @@ from encoders.tiny_models import save_dinov2, save_timm
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from ddm_lightning.core import registry
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import FEATURES
-from ddm_lightning.encoders import image_features, pretrained
+from ddm_lightning.encoders import features, pretrained
 from ddm_lightning.encoders.interfaces import Features
 
 MEAN, STD = np.array([0.485, 0.456, 0.406]), np.array([0.229, 0.224, 0.225])
@@ -91,7 +90,7 @@ def test_images_are_resized_as_pillow_resizes_them(saved, kind):
     np.testing.assert_allclose(encoder.encode(images), expected, atol=0.02 * float(expected.std()) + 0.01)
 
 
-def test_any_batch_and_any_process_gives_the_same(saved, monkeypatch):
+def test_batch_size_and_process_do_not_matter(saved, monkeypatch):
     for kind in ("dinov2", "resnet"):
         params = {"resolution": 28} if kind == "dinov2" else {}
         encoder = build(saved[kind], **params)
@@ -99,7 +98,7 @@ def test_any_batch_and_any_process_gives_the_same(saved, monkeypatch):
         together = encoder.encode(images)
         assert together.tobytes() == build(saved[kind], **params).encode(images).tobytes()
         with monkeypatch.context() as patch:
-            patch.setitem(image_features._BATCH_SIZE, "cpu", 2)
+            patch.setitem(features._BATCH_SIZE, "cpu", 2)
             np.testing.assert_allclose(encoder.encode(images), together, atol=1e-4)
         assert encoder.encode(images[:0]).shape == (0, encoder.size)
 
@@ -108,14 +107,6 @@ def test_dinov2_knows_its_size_without_loading_weights(saved, monkeypatch):
     monkeypatch.setattr(pretrained, "loading", None)
     assert build(saved["dinov2"]).size == 16
     assert build(saved["dinov2"]).resolution == 224
-
-
-def test_reduced_precision_is_near(saved):
-    for kind in ("dinov2", "vit"):
-        params = {"resolution": 28} if kind == "dinov2" else {}
-        exact = build(saved[kind], **params).encode(some_images())
-        near = build(saved[kind], compute_dtype="bfloat16", **params).encode(some_images())
-        assert near.dtype == np.float32 and 0 < np.abs(exact - near).max() < 0.2 * np.abs(exact).max()
 
 
 @pytest.mark.parametrize(
@@ -135,14 +126,14 @@ def test_bad_parameters_are_refused(saved, kind, params, complaint):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
 @pytest.mark.parametrize("kind", ["dinov2", "resnet"])
-def test_a_device_that_is_not_there_is_refused(saved, kind):
+def test_a_missing_device_is_refused(saved, kind):
     with pytest.raises(UserError, match=r"feature network '.*': this machine has no 'cuda'"):
         build(saved[kind], device="cuda").encode(some_images())
 
 
-@pytest.mark.parametrize("kind", ["dinov2", "registers", "resnet", "vit"])
+@pytest.mark.parametrize("kind", ["registers", "vit"])
 @pytest.mark.parametrize("damage", ["a weight less", "another shape"])
-def test_weights_that_do_not_fit_are_named_and_never_drawn_at_random(saved, tmp_path, kind, damage):
+def test_weights_that_do_not_fit_are_refused(saved, tmp_path, kind, damage):
     name, folder, _ = saved[kind]
     folder = shutil.copytree(folder, tmp_path / "model")
     state = load_file(folder / "model.safetensors")
@@ -152,7 +143,7 @@ def test_weights_that_do_not_fit_are_named_and_never_drawn_at_random(saved, tmp_
     else:
         state[key] = torch.zeros(5)
     save_file(state, folder / "model.safetensors", {"format": "pt"})
-    with pytest.raises(UserError, match=rf"^{folder}: cannot be loaded as a .*; copy or download") as refusal:
+    with pytest.raises(UserError, match=rf"^{folder}: cannot be loaded by feature network .*; copy or") as refusal:
         FEATURES.build(name, {"path": str(folder)}).encode(some_images())
     assert key.rpartition(".")[2] in str(refusal.value) and "\n" not in str(refusal.value)
 
@@ -162,11 +153,11 @@ def test_weights_that_do_not_fit_are_named_and_never_drawn_at_random(saved, tmp_
     [
         ({"architecture": "resnet10_of_mine"}, "knows no 'resnet10_of_mine'"),
         ({"model_type": "dinov2"}, "'architecture'"),
-        ({"architecture": "test_resnet", "model_args": {"in_chans": 1}}, "cannot be loaded as a network of timm"),
-        ({"architecture": "test_resnet", "num_classes": 9}, "cannot be loaded as a network of timm"),
+        ({"architecture": "test_resnet", "model_args": {"in_chans": 1}}, "cannot be loaded by feature network 'timm'"),
+        ({"architecture": "test_resnet", "num_classes": 9}, "cannot be loaded by feature network 'timm'"),
     ],
 )
-def test_a_configuration_that_timm_does_not_know_is_named(saved, tmp_path, config, complaint):
+def test_a_configuration_unknown_to_timm_is_refused(saved, tmp_path, config, complaint):
     folder = shutil.copytree(saved["resnet"][1], tmp_path / "model")
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match=complaint) as refusal:
@@ -174,17 +165,7 @@ def test_a_configuration_that_timm_does_not_know_is_named(saved, tmp_path, confi
     assert str(refusal.value).startswith(str(folder)) and "\n" not in str(refusal.value)
 
 
-def test_timms_images_have_three_channels(tmp_path):
+def test_networks_for_grey_images_are_refused(tmp_path):
     save_timm(tmp_path / "grey", in_chans=1)
     with pytest.raises(UserError, match="takes images of 1 channels, not 3"):
         FEATURES.build("timm", {"path": str(tmp_path / "grey")}).encode(some_images())
-
-
-@pytest.mark.parametrize(("kind", "package"), [("dinov2", "transformers"), ("resnet", "timm")])
-def test_a_missing_package_is_named(saved, kind, package, monkeypatch):
-    def absent(name):
-        raise registry.PackageNotFoundError(name)
-
-    monkeypatch.setattr(registry, "distribution", absent)
-    with pytest.raises(UserError, match=rf"feature network '.*' needs the package '{package}'; .*\[latents\]"):
-        build(saved[kind])

@@ -1,0 +1,197 @@
+"""Image encoders: pixels as they are, and latents of a variational autoencoder."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float, UInt8
+from PIL import Image
+from torch import Tensor
+
+from ddm_lightning.core.checks import POSITIVE, Check, integer, is_number, list_of, optional, problem_with
+from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.registry import IMAGE_ENCODERS
+from ddm_lightning.encoders.interfaces import NoWeights
+from ddm_lightning.encoders.pretrained import Pretrained, encode_in_batches
+
+_SCALE, _SHIFT = 1 / 127.5, 127.5
+# Pixels per batch: on a CPU, SD's activations take 0.5 GB.
+_PIXELS_AT_ONCE = {"cpu": 4 * 256 * 256, "cuda": 32 * 256 * 256}
+_NUMBER: Check = (is_number, "a number")
+_CONFIG: dict[str, Check] = {
+    "in_channels": (lambda value: value == 3, "3, as images have"),
+    "latent_channels": integer(1),
+    "block_out_channels": list_of(integer(1)),
+    "scaling_factor": POSITIVE,
+    "shift_factor": optional(_NUMBER),
+    "latents_mean": optional(list_of(_NUMBER)),
+    "latents_std": optional(list_of(POSITIVE)),
+}
+# Diffusers' defaults for keys that old files lack.
+_DEFAULTS = {"scaling_factor": 0.18215, "shift_factor": None, "latents_mean": None, "latents_std": None}
+
+
+@IMAGE_ENCODERS.register("pixels")
+class Pixels(NoWeights):
+    """Stores uint8 pixels, channels first; ``x_0`` runs from -1 to 1.
+
+    Args:
+        image_size: height and width to which images are scaled (Lanczos); None keeps theirs. The feature network always
+            sees the full-size images, so a small model need not mean poor clusters.
+
+    Raises:
+        ValueError: an ``image_size`` below 1.
+    """
+
+    dtype = "uint8"
+    stores = "x_0"
+
+    def __init__(self, image_size: int | None = None) -> None:
+        if image_size is not None and image_size < 1:
+            raise ValueError(f"image_size = {image_size} must be at least 1")
+        self.image_size = image_size
+        self.normalisation: dict[str, float | list[float]] = {"scale": _SCALE, "shift": _SHIFT}
+
+    def x_shape(self, image_size: int) -> tuple[int, int, int]:
+        """Return channels, height and width."""
+        size = self.image_size or image_size
+        return (3, size, size)
+
+    def encode(self, images: UInt8[np.ndarray, "n h w 3"]) -> UInt8[np.ndarray, "n 3 h w"]:
+        """Scale images and move the channels first."""
+        if self.image_size is not None and images.shape[1:3] != (size := (self.image_size, self.image_size)):
+            images = np.stack([np.asarray(Image.fromarray(i).resize(size, Image.Resampling.LANCZOS)) for i in images])
+        return np.ascontiguousarray(images.transpose(0, 3, 1, 2))
+
+    def decode(self, x_0: Float[Tensor, "n 3 h w"]) -> UInt8[np.ndarray, "n h w 3"]:
+        """Decode to images, rounded to the nearest pixel value; values outside -1 to 1 are clamped."""
+        return _as_images(x_0.detach().float().cpu() / _SCALE + _SHIFT)
+
+
+@IMAGE_ENCODERS.register("diffusers-vae")
+class DiffusersVAE(Pretrained):
+    """An ``AutoencoderKL`` of the diffusers library with the normalisation of its pipelines.
+
+    Covers the autoencoders of Stable Diffusion 1 and 2, SDXL (4 channels), SD3 and FLUX.1 (16 channels). Their
+    pipelines bring latents to unit variance in one of three ways, chosen in ``config.json``:
+
+    - ``scaling_factor`` alone: x_0 = latent · scaling_factor (Rombach et al. 2022, arXiv 2112.10752, appendix G);
+    - with ``shift_factor``: x_0 = (latent - shift_factor) · scaling_factor (SD3 and later);
+    - with ``latents_mean`` and ``latents_std``, one per channel: x_0 = (latent - mean) · scaling_factor / std.
+
+    Args:
+        path, revision, device: see ``Pretrained``.
+        subfolder: folder of the model in a pipeline: ``vae``.
+        stores: ``posterior``, the mean and the standard deviation of each latent, from which training samples anew at
+            each step (as DiT does), or ``x_0``, the mean alone, half the bytes.
+        dtype: type of the stored numbers, ``float16`` or ``float32``.
+        compute_dtype: see ``Pretrained``; SDXL's autoencoder overflows in ``float16``.
+
+    Raises:
+        UserError, ValueError: see ``Pretrained``.
+    """
+
+    packages: tuple[str, ...] = ("diffusers",)
+    place = "image encoder 'diffusers-vae'"
+    stem = "diffusion_pytorch_model"
+    kinds = {"_class_name": ["AutoencoderKL"]}  # noqa: RUF012  never changed
+
+    def __init__(
+        self,
+        path: str,
+        subfolder: str | None = None,
+        revision: str | None = None,
+        stores: str = "posterior",
+        dtype: str = "float16",
+        device: str = "cpu",
+        compute_dtype: str = "float32",
+    ) -> None:
+        if stores not in ("posterior", "x_0"):
+            raise ValueError(f"stores = {stores!r} must be posterior or x_0")
+        if dtype not in ("float16", "float32"):
+            raise ValueError(f"dtype = {dtype!r} must be float16 or float32")
+        self.stores, self.dtype = stores, dtype
+        super().__init__(path, subfolder, revision, device, compute_dtype)
+        config = {**_DEFAULTS, **{key: value for key, value in self.config.items() if key in _CONFIG}}
+        mean, std, shift = config["latents_mean"], config["latents_std"], config["shift_factor"]
+        problem = problem_with(config, _CONFIG)
+        is_listed = problem is None and (mean is not None or std is not None)
+        if is_listed and (shift or not len(mean or ()) == len(std or ()) == config["latent_channels"]):
+            problem = "latents_mean and latents_std need one number per channel, and no shift_factor"
+        if problem is not None:
+            remedy = "use an image autoencoder with its pipeline's config.json"
+            raise UserError(f"{self.folder / 'config.json'}: {problem}; {remedy}")
+        if self.compute_dtype == torch.float16 and self.config.get("force_upcast"):
+            raise ValueError("compute_dtype = 'float16' overflows: the model's config.json says force_upcast")
+        self.num_channels = config["latent_channels"]
+        self.factor = 2 ** (len(config["block_out_channels"]) - 1)
+        scale = float(config["scaling_factor"])
+        self.normalisation: dict[str, float | list[float]] = {"scale": scale, "shift": shift or 0.0}
+        if is_listed:
+            self.normalisation = {"scale": [scale / value for value in std], "shift": [float(value) for value in mean]}
+
+    def x_shape(self, image_size: int) -> tuple[int, int, int]:
+        """Return channels, height and width of ``x_0`` for square images of ``image_size`` pixels.
+
+        Raises:
+            UserError: ``image_size`` is no multiple of ``factor``.
+        """
+        if image_size % self.factor:
+            nearest = max(1, round(image_size / self.factor)) * self.factor
+            problem = f"{image_size} pixels are no multiple of {self.factor}"
+            raise UserError(f"{self.place}: {problem}; set prepare.pictures.size to {nearest}")
+        return (self.num_channels, image_size // self.factor, image_size // self.factor)
+
+    @cached_property
+    def _network(self) -> Any:
+        return self._load("diffusers", "AutoencoderKL", torch_dtype=self.compute_dtype, low_cpu_mem_usage=False)
+
+    @torch.inference_mode()
+    def encode(self, images: UInt8[np.ndarray, "n h w 3"]) -> Float[np.ndarray, "n c height width"]:
+        """Encode images to the mean of their latents, or to mean and standard deviation, stacked in channels.
+
+        Raises:
+            UserError: height or width is no multiple of ``factor``, or the device is missing.
+        """
+        self._require_device()
+        height, width = (self.x_shape(extent)[1] for extent in images.shape[1:3])
+        stacked = 2 if self.stores == "posterior" else 1
+        network = self._network.to(self.device)
+
+        def encode(pixels: Tensor) -> Tensor:
+            posterior = network.encode((pixels / 127.5 - 1).to(self.compute_dtype)).latent_dist
+            # Diffusers clamps the standard deviation to 3e-7 … 2.2e4, which float16 holds.
+            return torch.cat([posterior.mean, posterior.std][:stacked], dim=1)
+
+        shape = (stacked * self.num_channels, height, width)
+        batch_size = _batch_size(images.shape[1] * images.shape[2], self.device)
+        return encode_in_batches(images, encode, shape, batch_size, self.device, self.dtype)
+
+    @torch.inference_mode()
+    def decode(self, x_0: Float[Tensor, "n c height width"]) -> UInt8[np.ndarray, "n h w 3"]:
+        """Decode to images, rounded to the nearest pixel value; on the CPU if the machine lacks the device."""
+        device = self._device_or_cpu()
+        network = self._network.to(device)
+        n, _, height, width = x_0.shape
+        out = np.empty((n, height * self.factor, width * self.factor, 3), np.uint8)
+        scale, shift = (
+            torch.as_tensor(self.normalisation[key], dtype=torch.float32, device=device).view(1, -1, 1, 1)
+            for key in ("scale", "shift")
+        )
+        batch_size = _batch_size(height * width * self.factor**2, device)
+        for start in range(0, n, batch_size):
+            latents = x_0[start : start + batch_size].detach().to(device).float() / scale + shift
+            pixels = network.decode(latents.to(self.compute_dtype)).sample.float()
+            out[start : start + batch_size] = _as_images((pixels + 1) * 127.5)
+        return out
+
+
+def _as_images(pixels: Float[Tensor, "n 3 h w"]) -> UInt8[np.ndarray, "n h w 3"]:
+    return np.ascontiguousarray(pixels.round().clamp(0, 255).byte().permute(0, 2, 3, 1).cpu().numpy())
+
+
+def _batch_size(num_pixels: int, device: torch.device) -> int:
+    return max(1, _PIXELS_AT_ONCE.get(device.type, _PIXELS_AT_ONCE["cuda"]) // num_pixels)

@@ -1,0 +1,172 @@
+import os
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ddm_lightning.core.columns import GrowingArray, Rows, StoredArray, Strings, save_array
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, 1, 4)])
+@pytest.mark.parametrize("sizes", [[], [0], [1], [3, 0, 9, 100]])
+@pytest.mark.parametrize("dtype", ["uint8", "float16", "uint64"])
+def test_a_growing_array_matches_numpys_file(tmp_path, shape, sizes, dtype):
+    random = np.random.default_rng(0)
+    blocks = [random.integers(0, 256, (size, *shape)).astype(dtype) for size in sizes]
+    path = tmp_path / "column.npy"
+    with GrowingArray(path, np.dtype(dtype), shape) as array:
+        for block in blocks:
+            array.append(block)
+        assert array.num_rows == sum(sizes)
+    expected = np.concatenate([np.empty((0, *shape), dtype), *blocks])
+    np.testing.assert_array_equal(np.load(path), expected, strict=True)
+    np.testing.assert_array_equal(StoredArray.of(path)[:], expected, strict=True)
+
+
+def test_rows_are_cast_to_the_type_of_the_file(tmp_path):
+    rows = np.arange(24.0).reshape(4, 6)[:, ::2]
+    with GrowingArray(tmp_path / "a.npy", np.dtype("float16"), (3,)) as array:
+        array.append(rows)
+        array.append(np.asfortranarray(rows))
+        with pytest.raises(ValueError, match="shape"):
+            array.append(rows[:, :2])
+    np.testing.assert_array_equal(np.load(tmp_path / "a.npy"), np.concatenate([rows, rows]).astype(np.float16))
+
+
+def test_the_header_has_room_for_any_number_of_rows(tmp_path):
+    """The file is written from its beginning; a header that grew would overwrite the first rows."""
+    with GrowingArray(tmp_path / "a.npy", np.dtype("int32"), (1,)) as array:
+        first = array._file.tell()
+        array.num_rows = 10**18
+        array._file.seek(0)
+        array._write_header()
+        assert array._file.tell() == first
+        array.num_rows = 0
+
+
+@given(st.lists(st.integers(0, 19), max_size=12), st.slices(20))
+def test_a_stored_array_returns_the_requested_rows(tmp_path_factory, numbers, part):
+    path = tmp_path_factory.mktemp("stored") / "a.npy"
+    expected = np.arange(60, dtype=np.float16).reshape(20, 3)
+    save_array(path, expected)
+    found = StoredArray.of(path)
+    np.testing.assert_array_equal(found[np.array(numbers, np.int64)], expected[numbers], strict=True)
+    np.testing.assert_array_equal(found[part], expected[part], strict=True)
+    assert (len(found), found.shape, found.dtype, found.nbytes) == (20, (20, 3), expected.dtype, expected.nbytes)
+
+
+def test_a_truncated_file_is_an_error(tmp_path):
+    save_array(tmp_path / "a.npy", np.arange(20))
+    found = StoredArray.of(tmp_path / "a.npy")
+    os.truncate(tmp_path / "a.npy", found.offset + 80)
+    with pytest.raises(OSError, match=r"a\.npy: is shorter than it was"):
+        found[8:12]
+
+
+texts = st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=20), max_size=8)
+
+
+@given(texts)
+def test_strings_are_read_one_by_one_and_in_slices(tmp_path_factory, values):
+    folder = tmp_path_factory.mktemp("strings")
+    Strings.write(folder, "captions", iter(values))
+    found = Strings(folder, "captions")
+    assert len(found) == len(values)
+    for index in range(len(values)):
+        assert found[np.array([index])].tolist() == [values[index]]
+    for part in (slice(None), slice(1, 3), slice(None, None, -1), slice(-2, None), slice(5, 2)):
+        assert found[part].tolist() == values[part]
+    assert found.num_bytes().tolist() == [len(value.encode()) for value in values]
+
+
+def test_strings_of_any_length_are_kept_and_lone_surrogates_refused(tmp_path):
+    values = ["x" * 100_000, "", "\U0001f468\u200d\U0001f680", "\u200f\u05e9\u05dc\u05d5\u05dd", "a\0b\n"]
+    Strings.write(tmp_path, "a", values)
+    assert Strings(tmp_path, "a")[:].tolist() == values
+    with pytest.raises(UnicodeEncodeError):
+        Strings.write(tmp_path, "b", ["\ud800"])
+    assert not (tmp_path / "b.bin").exists()
+
+
+@st.composite
+def rows(draw):
+    """Rows and what they have to equal: the kept rows of each array, one behind the other."""
+    sizes = draw(st.lists(st.integers(0, 6), min_size=1, max_size=5))
+    shape = draw(st.sampled_from([(), (2,), (2, 3)]))
+    start, arrays, kept = 0, [], []
+    for size in sizes:
+        numbers = np.arange(start, start + size, dtype=np.int16)
+        arrays.append(np.broadcast_to(numbers.reshape(-1, *[1] * len(shape)), (size, *shape)).copy())
+        chosen = draw(st.none() | st.sets(st.integers(0, max(0, size - 1)), max_size=size))
+        kept.append(None if chosen is None else np.array(sorted(chosen if size else ()), np.int64))
+        start += size
+    pairs = zip(arrays, kept, strict=True)
+    return Rows(arrays, kept), np.concatenate([a if k is None else a[k] for a, k in pairs])
+
+
+@given(rows(), st.data())
+def test_rows_match_the_concatenated_arrays(case, data):
+    found, expected = case
+    assert len(found) == len(expected)
+    assert found.row_shape == expected.shape[1:] and found.dtype == expected.dtype
+    assert found.row_bytes * len(found) == expected.nbytes
+    which = st.lists(st.integers(0, len(expected) - 1), max_size=12) if len(expected) else st.just([])
+    chosen = np.array(data.draw(which), np.int64)
+    taken = found.take(chosen)
+    np.testing.assert_array_equal(taken, expected[chosen], strict=True)
+    subset = found.subset(np.unique(chosen))
+    np.testing.assert_array_equal(subset[:], expected[np.unique(chosen)], strict=True)
+    taken[...] = -1  # a copy: the arrays stay
+    np.testing.assert_array_equal(found.take(np.arange(len(expected))), expected, strict=True)
+
+
+@given(rows(), st.data())
+def test_slices_and_iteration_cross_arrays(case, data):
+    found, expected = case
+    start, stop = data.draw(st.tuples(st.integers(0, 40), st.integers(0, 40)))
+    np.testing.assert_array_equal(found[start:stop], expected[start:stop], strict=True)
+    np.testing.assert_array_equal(found[:], expected, strict=True)
+    np.testing.assert_array_equal(np.array([*found], expected.dtype).reshape(expected.shape), expected)
+    out = np.empty(expected[start:stop].shape, np.float32)
+    found.read_into(out, start)
+    np.testing.assert_array_equal(out, expected[start:stop])
+
+
+class Counted(np.ndarray):
+    """An array that counts how often rows of it are asked for."""
+
+    asked = 0
+
+    def __getitem__(self, which):
+        Counted.asked += 1
+        return np.asarray(super().__getitem__(which))
+
+
+def test_only_arrays_with_a_wanted_row_are_read():
+    found = Rows([np.full((2, 1), number).view(Counted) for number in range(500)])
+    Counted.asked = 0
+    np.testing.assert_array_equal(found.take(np.array([999, 7, 6, 998, 7]))[:, 0], [499, 3, 3, 499, 3])
+    assert Counted.asked == 2
+    np.testing.assert_array_equal(found[5:9][:, 0], [2, 3, 3, 4])
+    assert Counted.asked == 5
+
+
+@pytest.mark.parametrize("row", [-1, 5])
+def test_a_row_out_of_range_is_refused(row):
+    with pytest.raises(IndexError, match="of 5"):
+        Rows([np.zeros((2, 3)), np.zeros((3, 3))]).take(np.array([0, row]))
+
+
+@pytest.mark.parametrize(
+    "arrays",
+    [
+        [],
+        [np.zeros((2, 3)), np.zeros((2, 4))],
+        [np.zeros(2), np.zeros(2, np.float32)],
+        [np.zeros((2, 3)), np.zeros(2)],
+    ],
+)
+def test_arrays_that_differ_are_refused(arrays):
+    with pytest.raises(ValueError, match="one dtype and row shape"):
+        Rows(arrays)
