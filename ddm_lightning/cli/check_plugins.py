@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ddm_lightning.config import Experiment, PluginConfig, blamed
 from ddm_lightning.core.errors import UserError
-from ddm_lightning.core.registry import CAPTION_ENCODERS, FEATURES, IMAGE_ENCODERS, SOURCES, Registry
+from ddm_lightning.core.registry import CALLBACKS, CAPTION_ENCODERS, FEATURES, IMAGE_ENCODERS, SOURCES, Registry
 from ddm_lightning.ensemble.routing import strategy_of
 from ddm_lightning.members.member import ROUTER, Member, expert_name
 from ddm_lightning.networks import EXPERTS, ROUTERS
@@ -34,6 +34,7 @@ def check_plugins(experiment: Experiment, source: str, overrides: Sequence[str] 
         ("prepare.features", FEATURES, prepare.features, {}),
         ("expert.network", EXPERTS, experiment.expert.network, network),
         ("router.network", ROUTERS, experiment.router.network, {**network, "num_clusters": None}),
+        *(("island.callbacks", CALLBACKS, plugin, {}) for plugin in experiment.island.callbacks),
     ]
     for key, registry, plugin, context in named:
         if plugin is None:

@@ -32,6 +32,39 @@ CHOICES = {
     "sample.solver": ("euler", "heun", "ancestral"),
 }
 
+LOGGERS = ("tensorboard", "csv", "wandb")
+
+TRAINER_FLAGS = (
+    "benchmark",
+    "detect_anomaly",
+    "deterministic",
+    "enable_model_summary",
+    "inference_mode",
+    "profiler",
+    "sync_batchnorm",
+)
+"""Flags of Lightning's Trainer that ``island.trainer`` takes."""
+OWNED_FLAGS = {
+    "accelerator": "island.accelerator",
+    "accumulate_grad_batches": "island.micro_batch_size",
+    "callbacks": "island.callbacks",
+    "check_val_every_n_epoch": "island.validate_every_n_steps",
+    "default_root_dir": "run_dir",
+    "devices": "island.devices",
+    "enable_checkpointing": "island.checkpoint_every_n_steps",
+    "gradient_clip_val": "train.gradient_clip_norm",
+    "log_every_n_steps": "island.log_every_n_steps",
+    "logger": "island.loggers",
+    "max_epochs": "train.max_steps",
+    "max_steps": "train.max_steps",
+    "max_time": "train.max_steps",
+    "num_nodes": "island.devices",
+    "precision": "island.precision",
+    "strategy": "island.strategy",
+    "val_check_interval": "island.validate_every_n_steps",
+}
+"""Flags that another key sets."""
+
 # Lowest and highest allowed value; None is open.
 RANGES: dict[str, tuple[float | None, float | None]] = {
     "seed": (0, 2**63 - 1),
@@ -121,6 +154,15 @@ def check_experiment(experiment: Experiment, source: str | Path, overrides: Sequ
     is_known = compression is None or re.fullmatch(r"(br|bz2|gz|zstd)(:\d+)?|snappy", compression) is not None
     problem = "must be br, bz2, gz, snappy or zstd, optionally with a level as in zstd:3, or null"
     require(is_known, "prepare.shards.compression", problem)
+    known = ", ".join(LOGGERS)
+    require({*experiment.island.loggers} <= {*LOGGERS}, "island.loggers", f"every one must be one of {known}")
+    is_unique = len({*experiment.island.loggers}) == len(experiment.island.loggers)
+    require(is_unique, "island.loggers", "names a logger twice; remove one of them")
+    for flag in experiment.island.trainer:
+        problem = f"the flag {flag!r} is set by the key {OWNED_FLAGS.get(flag)}; use that instead"
+        require(flag not in OWNED_FLAGS, "island.trainer", problem)
+        problem = f"no flag {flag!r} can be set here; those that can: {', '.join(TRAINER_FLAGS)}"
+        require(flag in TRAINER_FLAGS, "island.trainer", problem)
     _check_partition_and_batches(experiment, require)
     _check_sampling(experiment, require)
 

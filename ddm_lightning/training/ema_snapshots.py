@@ -37,15 +37,24 @@ class EmaSnapshots(L.Callback):
         self.widths = train.ema_widths
         self.steps = frozenset(snapshot_steps(train))
         self._sha256: dict[str, str] = {}
+        self._written_step = -1
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Go on with the list of an earlier start."""
         self._sha256 = _read_index(self.folder)
 
     def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: object) -> None:
-        """Write when it is time to; a resumed training writes what it passes once more, to the same bytes."""
-        if trainer.global_step not in self.steps:
+        """Write the averages when they are due; a resumed training repeats those of its steps, byte by byte."""
+        self._write(trainer, module)
+
+    def on_save_checkpoint(self, trainer: L.Trainer, module: L.LightningModule, checkpoint: dict[str, object]) -> None:
+        """Write them before the checkpoint, so that a training that resumes from it has them."""
+        self._write(trainer, module)
+
+    def _write(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        if trainer.global_step not in self.steps - {self._written_step}:
             return
+        self._written_step = trainer.global_step
         assert isinstance(module, MemberModule)
         for width in self.widths:
             weights = gathered_ema(
