@@ -177,6 +177,8 @@ def build(value: Any, kind: Any) -> Any:
     """Build the dataclass ``kind`` from checked, resolved and complete dicts."""
     if typing.get_origin(kind) is typing.Union or isinstance(kind, types.UnionType):
         kind = next(option for option in typing.get_args(kind) if option is not type(None))
+    if typing.get_origin(kind) is list:
+        return [build(item, typing.get_args(kind)[0]) for item in value]
     if not _is_section(kind) or value is None:
         return float(value) if kind is float and value is not None else value
     kinds = hints(kind)
