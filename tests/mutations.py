@@ -186,7 +186,7 @@ def read(run: Path, target: str, loader: str) -> None:
         data.prepare_data()
         batch = next(iter(data.train_dataloader()))
         module.replayed = (0, 1)
-        module.measure(module.noised(batch), batch)
+        module.compute_losses(module.noisy_batch(batch), batch)
 
 
 def outcome(call: Callable[[], object]) -> str:

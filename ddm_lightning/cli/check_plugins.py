@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 from ddm_lightning.config import Experiment, PluginConfig, blamed
 from ddm_lightning.core.errors import UserError, first_line
-from ddm_lightning.core.registry import CAPTION_ENCODERS, FEATURES, IMAGE_ENCODERS, SOURCES, Registry
+from ddm_lightning.core.registry import CALLBACKS, CAPTION_ENCODERS, FEATURES, IMAGE_ENCODERS, SOURCES, Registry
 from ddm_lightning.ensemble.routing import strategy_of
 from ddm_lightning.members.member import ROUTER, Member, expert_name
 from ddm_lightning.networks import EXPERTS, ROUTERS
@@ -32,6 +32,7 @@ def check_plugins(experiment: Experiment, source: str, overrides: Sequence[str] 
         ("prepare.features", FEATURES, prepare.features, ()),
         ("expert.network", EXPERTS, experiment.expert.network, ("x_shape", "condition")),
         ("router.network", ROUTERS, experiment.router.network, ("x_shape", "condition", "num_clusters")),
+        *(("island.callbacks", CALLBACKS, plugin, ()) for plugin in experiment.island.callbacks),
     ]
     for key, registry, plugin, context in named:
         if plugin is not None:

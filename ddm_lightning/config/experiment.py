@@ -213,10 +213,16 @@ class IslandConfig:
     """URL (``s3://…``, ``file://…``) or folder to read shards from; null for the run's own."""
     loader: str = option("auto", choices=("auto", "local", "streaming"))
     """Reader of the shards: ``local`` (memory maps), ``streaming`` (also URLs) or ``auto``."""
+    loggers: list[str] = field(default_factory=lambda: ["tensorboard"])
+    """Where curves go: ``tensorboard``, ``csv`` and ``wandb`` (Weights & Biases); images go to all but ``csv``."""
+    callbacks: list[PluginConfig] = field(default_factory=list)
+    """Lightning callbacks of other packages, by their names in the registry of callbacks."""
+    trainer: dict[str, Any] = field(default_factory=dict)
+    """Further flags of Lightning's Trainer, such as ``profiler: simple`` or ``detect_anomaly: true``."""
     log_every_n_steps: int = option(50, low=1)
-    """Steps between points of a TensorBoard curve."""
+    """Steps between points of a curve."""
     validate_every_n_steps: int = option(1000, low=1)
-    """Steps between validations on held-out samples; each logs images to TensorBoard."""
+    """Steps between validations on held-out samples; each logs images."""
     checkpoint_every_n_steps: int = option(500, low=1)
     """Steps between checkpoints; a killed member loses at most these."""
     log_sample_ids: bool = False

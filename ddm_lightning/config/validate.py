@@ -13,6 +13,39 @@ from ddm_lightning.core import checks
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import STRATEGIES
 
+LOGGERS = ("tensorboard", "csv", "wandb")
+
+TRAINER_FLAGS = (
+    "benchmark",
+    "detect_anomaly",
+    "deterministic",
+    "enable_model_summary",
+    "inference_mode",
+    "profiler",
+    "sync_batchnorm",
+)
+"""Flags of Lightning's Trainer that ``island.trainer`` takes."""
+OWNED_FLAGS = {
+    "accelerator": "island.accelerator",
+    "accumulate_grad_batches": "island.micro_batch_size",
+    "callbacks": "island.callbacks",
+    "check_val_every_n_epoch": "island.validate_every_n_steps",
+    "default_root_dir": "run_dir",
+    "devices": "island.devices",
+    "enable_checkpointing": "island.checkpoint_every_n_steps",
+    "gradient_clip_val": "train.gradient_clip_norm",
+    "log_every_n_steps": "island.log_every_n_steps",
+    "logger": "island.loggers",
+    "max_epochs": "train.max_steps",
+    "max_steps": "train.max_steps",
+    "max_time": "train.max_steps",
+    "num_nodes": "island.devices",
+    "precision": "island.precision",
+    "strategy": "island.strategy",
+    "val_check_interval": "island.validate_every_n_steps",
+}
+"""Flags that another key sets."""
+
 
 def blamed(source: str | Path, overrides: Sequence[str], key: str, problem: str = "") -> str:
     """``source``, such as a file name, with the override that causes the ``problem`` of ``key``, if one does."""
@@ -50,6 +83,14 @@ def _contradictions(experiment: Experiment) -> Iterator[tuple[str, str]]:
     if not re.fullmatch(r"(br|bz2|gz|zstd)(:\d+)?|snappy", experiment.prepare.shards.compression or "gz"):
         problem = "must be br, bz2, gz, snappy or zstd, optionally with a level as in zstd:3, or null"
         yield "prepare.shards.compression", problem
+    loggers, flags = experiment.island.loggers, experiment.island.trainer
+    if not {*loggers} <= {*LOGGERS} or len({*loggers}) < len(loggers):
+        yield "island.loggers", f"must be different ones of {', '.join(LOGGERS)}"
+    for flag in flags:
+        if flag in OWNED_FLAGS:
+            yield "island.trainer", f"the flag {flag!r} is set by the key {OWNED_FLAGS[flag]}; use that instead"
+        if flag not in TRAINER_FLAGS:
+            yield "island.trainer", f"no flag {flag!r} can be set here; those that can: {', '.join(TRAINER_FLAGS)}"
     yield from _contradictions_of_sizes(experiment)
     yield from _contradictions_of_sampling(experiment)
 

@@ -160,6 +160,7 @@ IMAGE_ENCODERS = Registry("image encoder", "ddm_lightning.image_encoders", "ddm_
 CAPTION_ENCODERS = Registry("caption encoder", "ddm_lightning.caption_encoders", "ddm_lightning.encoders")
 FEATURES = Registry("feature network", "ddm_lightning.features", "ddm_lightning.encoders")
 STRATEGIES = Registry("strategy", "ddm_lightning.strategies", "ddm_lightning.ensemble.strategies", named_by_file=True)
+CALLBACKS = Registry("callback", "ddm_lightning.callbacks")
 METRICS = Registry("metric", "ddm_lightning.metrics", "ddm_lightning.evaluation.metrics", named_by_file=True)
 
 

@@ -1,4 +1,7 @@
-"""Lightning callbacks of one member: status and curves, disjoint ranks, a stop on request."""
+"""Lightning callbacks of one member: status, missed validations, checks, and a stop on request.
+
+Their order does not matter: none relies on another one's hook having run before its own.
+"""
 
 from __future__ import annotations
 
@@ -25,37 +28,32 @@ from ddm_lightning.members.status import MemberStatus
 from ddm_lightning.training.checkpoint.rolling import RollingCheckpoints
 from ddm_lightning.training.guard import skipped_file
 from ddm_lightning.training.module import MemberModule
-from ddm_lightning.training.speed import Speed
 
 LINE_SECONDS = 60.0
 POLL_STEPS = 10
-"""Steps between two questions among ranks whether one was asked to stop."""
+"""Steps after which ranks ask one another whether one was told to stop."""
 
 
 class Reporter(L.Callback):
-    """Every ``every_n_steps``: averages to TensorBoard, ``status.json``, and a progress bar with an ETA.
+    """Keeps ``status.json`` up to date, with a progress bar or, where none is shown, a line per minute.
 
-    Where no bar is shown, a line a minute.
-
-    This is where the host waits for the device; no other step does.
+    Args:
+        folder: the member's folder.
+        status: written at the steps at which curves are logged.
+        show: whether to show a progress bar.
     """
 
-    def __init__(
-        self, folder: Path, status: MemberStatus, batch_size: int, every_n_steps: int, show: bool, speed: Speed
-    ) -> None:
+    def __init__(self, folder: Path, status: MemberStatus, show: bool) -> None:
         self.folder = folder
-        self.speed = speed
         self.status = status
-        self.batch_size = batch_size
-        self.every_n_steps = every_n_steps
         self.show = show
         self._bar: Progress | None = None
         self._earlier_seconds = status.seconds
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Start the clock and the bar."""
-        self._first_step, self._start = trainer.global_step, time.monotonic()
-        self._said = self._start
+        self._first_step = trainer.global_step
+        self._start = self._printed = time.monotonic()
         self.status.state, self.status.step = "training", trainer.global_step
         if trainer.is_global_zero:
             self.status.write(self.folder)
@@ -67,132 +65,123 @@ class Reporter(L.Callback):
                 )
 
     def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
-        """Report when it is time to."""
-        if trainer.global_step % self.every_n_steps == 0 or trainer.global_step == self.status.max_steps:
+        """Report when the curves are due."""
+        assert isinstance(module, MemberModule)
+        if module.logs_now():
+            module.log_curves()
             self._report(trainer, module)
 
-    def on_validation_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Log the held-out figures, and keep them for the status and the artifact; not of a validation cut short."""
-        if trainer.should_stop:
-            return
-        held_out = {k: float(v) for k, v in trainer.callback_metrics.items() if k.startswith("held_out/")}
-        self.status.metrics.update(held_out)
-        if trainer.logger is not None:
-            trainer.logger.log_metrics(held_out, step=trainer.global_step)
-
     def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Take the bar down; the training loop ended by itself or on request."""
+        """Report the last steps and remove the bar."""
         self._report(trainer, module)
-        if self._bar is not None:
-            self._bar.stop()
+        self._stop_bar()
 
     def on_exception(self, trainer: L.Trainer, module: L.LightningModule, exception: BaseException) -> None:
-        """Leave the word that training failed, or was stopped before its first step."""
-        if self._bar is not None:
-            self._bar.stop()
+        """Record that training failed, or was stopped before its first step."""
+        self._stop_bar()
         self._write_skipped(trainer, module)
         self.status.state = "stopped" if isinstance(exception, StopRequested) else "failed"
         if trainer.is_global_zero:
             self.status.write(self.folder)
 
+    def _report(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        assert isinstance(module, MemberModule)
+        self._write_skipped(trainer, module)
+        elapsed = time.monotonic() - self._start
+        num_steps = trainer.global_step - self._first_step
+        self.status.step = trainer.global_step
+        self.status.seconds = self._earlier_seconds + elapsed
+        if num_steps:  # a start that only makes up for a validation keeps the speed
+            self.status.samples_per_second = num_steps * module.member.batch_size / elapsed if elapsed > 0 else 0.0
+        # The gradient norm overflows in a step that 16-bit scaling skips; JSON has no infinity.
+        self.status.metrics.update({name: value for name, value in module.averages.items() if math.isfinite(value)})
+        if not trainer.is_global_zero:
+            return
+        self.status.write(self.folder)
+        if self._bar is not None:
+            self._bar.update(self._task, completed=trainer.global_step, note=self.status.note())
+        elif time.monotonic() - self._printed >= LINE_SECONDS:
+            self._printed = time.monotonic()
+            steps = f"step {trainer.global_step:,} of {self.status.max_steps:,}"
+            print(f"{self.status.member}: {steps}  {self.status.note()}", file=sys.stderr)
+
     def _write_skipped(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         assert isinstance(module, MemberModule)
         module.guard.write(skipped_file(self.folder, trainer.global_rank, trainer.world_size))
 
-    def _report(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        assert isinstance(module, MemberModule)
-        module.guard.settle()
-        self._write_skipped(trainer, module)
-        averages = module.drain("train/")
-        if averages:
-            averages["train/skipped_steps"] = module.guard.num_skipped
-        elapsed = time.monotonic() - self._start
-        steps = trainer.global_step - self._first_step
-        self.status.step = trainer.global_step
-        self.status.seconds = self._earlier_seconds + elapsed
-        if steps:  # a start that only makes up for a validation leaves the speed as it was
-            self.status.samples_per_second = steps * self.batch_size / elapsed if elapsed > 0 else 0.0
-        # A norm may overflow in a step that 16-bit scaling then skips; JSON knows no infinity.
-        self.status.metrics.update({name: value for name, value in averages.items() if math.isfinite(value)})
-        if not trainer.is_global_zero:
-            return
-        if averages and trainer.logger is not None:
-            rates = {
-                "train/learning_rate": trainer.optimizers[0].param_groups[0]["lr"],
-                **self.speed.read(trainer.global_step),
-            }
-            trainer.logger.log_metrics({**averages, **rates}, step=trainer.global_step)
-        self.status.write(self.folder)
+    def _stop_bar(self) -> None:
         if self._bar is not None:
-            self._bar.update(self._task, completed=trainer.global_step, note=self.status.note())
-        elif time.monotonic() - self._said >= LINE_SECONDS:
-            self._say(trainer.global_step)
-
-    def _say(self, step: int) -> None:
-        """A line for a job's log."""
-        self._said = time.monotonic()
-        print(
-            f"{self.status.member}: step {step:,} of {self.status.max_steps:,}  {self.status.note()}", file=sys.stderr
-        )
+            self._bar.stop()
 
 
 class MissedValidation(L.Callback):
-    """Validates after the last step, and makes up for a validation that a stop or a kill has cut short.
+    """Validates after the last step, and makes up for a validation that a stop or a kill cut short.
 
-    After a resume that comes before the next step. Lightning counts it as taken, because the checkpoint is older than
-    its first batch. Last among the callbacks, so that the others are ready for it, and that what they do with its end
-    is done.
+    A resumed training makes up for it before its next step. Lightning counts it as taken, because the checkpoint is
+    older than its first batch. This wraps Lightning's loops, so it comes after every callback's hook.
 
     Args:
-        folder: the member's.
-        status: knows the newest validation.
-        validate_every_n_steps: when it is validated.
+        folder: the member's folder.
+        status: records the newest validation.
+        validate_every_n_steps: steps between validations.
     """
 
     def __init__(self, folder: Path, status: MemberStatus, validate_every_n_steps: int) -> None:
         self.folder, self.status, self.every_n_steps = folder, status, validate_every_n_steps
 
     def setup(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
-        """Add the last validation; have a training whose steps have all been taken start and end."""
-        loop, train = trainer.fit_loop, trainer.fit_loop.run
-        epoch, is_due = loop.epoch_loop, loop.epoch_loop._should_check_val_fx
+        """Wrap the loops."""
+        fit = trainer.fit_loop
+        epoch, validation = fit.epoch_loop, fit.epoch_loop.val_loop
+        train, start, validate, is_due = fit.run, fit.on_run_start, validation.run, epoch._should_check_val_fx
 
         def run() -> None:
-            loop.setup_data()
-            if loop.done:
-                loop.on_run_start()
-                loop.on_run_end()
+            """Start and end a training that has no steps left, too."""
+            fit.setup_data()
+            if fit.done:
+                fit.on_run_start()
+                fit.on_run_end()
             else:
                 train()
+
+        def on_run_start() -> None:
+            start()
+            self.make_up(trainer)
+
+        def run_validation() -> Any:
+            outputs = validate()
+            if not (validation.skip or trainer.should_stop):
+                self._record(trainer)
+            return outputs
 
         def is_due_or_last(fetcher: Any) -> bool:
             return is_due(fetcher) or (trainer.global_step == trainer.max_steps and epoch._should_check_val_epoch())
 
-        loop.run = run  # type: ignore[method-assign]
+        fit.run, fit.on_run_start, validation.run = run, on_run_start, run_validation  # type: ignore[method-assign]
         epoch._should_check_val_fx = is_due_or_last  # type: ignore[method-assign, assignment]
 
-    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Validate now if that was due; every rank has read the same status."""
+    def make_up(self, trainer: L.Trainer) -> None:
+        """Validate now if this step's validation was due and missed; every rank has read the same status."""
         step = trainer.global_step
         is_due = step == trainer.max_steps or (step > 0 and step % self.every_n_steps == 0)
-        if not is_due or step <= self.status.validated_step:
-            return
-        loop = trainer.fit_loop.epoch_loop.val_loop
-        loop.restarting = False
-        trainer.validating = True
-        loop.run()
-        trainer.training = True
+        if is_due and step > self.status.validated_step:
+            loop = trainer.fit_loop.epoch_loop.val_loop
+            loop.restarting = False
+            trainer.validating = True
+            loop.run()
+            trainer.training = True
 
-    def on_validation_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Remember one that was not cut short."""
-        if not trainer.should_stop:
-            self.status.validated_step = trainer.global_step
-            if trainer.is_global_zero:
-                self.status.write(self.folder)
+    def _record(self, trainer: L.Trainer) -> None:
+        """Put the held-out averages into the status, and with them into the artifact."""
+        held_out = {k: float(v) for k, v in trainer.callback_metrics.items() if k.startswith("held_out/")}
+        self.status.metrics.update(held_out)
+        self.status.validated_step = trainer.global_step
+        if trainer.is_global_zero:
+            self.status.write(self.folder)
 
 
 class DisjointRanks(L.Callback):
-    """Stops the run when two ranks received the same sample in the first batch (Lightning #20140)."""
+    """Stops the run if two ranks received the same sample in the first batch (Lightning #20140)."""
 
     def on_train_batch_start(
         self, trainer: L.Trainer, module: L.LightningModule, batch: dict[str, Tensor], batch_idx: int
@@ -205,13 +194,13 @@ class DisjointRanks(L.Callback):
         torch.distributed.all_gather(gathered, batch["sample_id"])
         ids = torch.cat(gathered)
         if len(torch.unique(ids)) != len(ids):
-            raise RuntimeError("ranks stream the same samples: RANK and LOCAL_WORLD_SIZE did not reach Streaming")
+            raise RuntimeError(f"ranks received the same samples in the first batch: {sorted(ids.tolist())}")
 
 
 class SampleLog(L.Callback):
-    """Writes each step's sample ids to a text file, a line a step: proof of what was trained on.
+    """Writes the sample ids of each step to ``sample_ids.txt``, one line per step: proof of the training data.
 
-    The file is ``sample_ids.txt``, or with several devices ``sample_ids-0.txt`` and so on, one a rank.
+    Several ranks write a file each, ``sample_ids-0.txt`` and so on.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -227,16 +216,15 @@ class SampleLog(L.Callback):
 
 
 class StopRequested(BaseException):
-    """SIGTERM, SIGUSR1 or Ctrl-C outside of the training steps, where there is nothing to save."""
+    """SIGTERM, SIGUSR1 or Ctrl-C outside the training steps, where there is nothing to save."""
 
 
 class StopOnRequest(L.Callback):
-    """SIGTERM, SIGUSR1 (SLURM's warning) or Ctrl-C: finish the step, leave a checkpoint, stop.
+    """On SIGTERM, SIGUSR1 (SLURM's warning) or Ctrl-C: finishes the step, saves a checkpoint and stops.
 
-    A validation is cut short, as its step has a checkpoint already (``RollingCheckpoints``), but not the last one, with
-    which training is over. Several ranks agree every ten steps whether they stop. Those that the first one started
-    leave signals to it all the time: a terminal sends them to all, and one that stopped while it starts would be waited
-    for by the others.
+    It cuts a validation short, because ``RollingCheckpoints`` has saved that step, but not the last one, which comes
+    after training. Several ranks agree every ten steps whether to stop. Ranks started by rank zero ignore the signals:
+    a terminal sends them to all, and the others would wait for a rank that stops during start-up.
     """
 
     def __init__(self, checkpoints: RollingCheckpoints) -> None:
@@ -248,18 +236,18 @@ class StopOnRequest(L.Callback):
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Within the block these signals come here, except in ranks that the first one started.
+        """Handle these signals within the block.
 
         Raises:
-            StopRequested: one came while no steps were being taken.
+            StopRequested: a signal came outside the training steps.
         """
-        self._previous = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+        previous = {number: signal.getsignal(number) for number in STOP_SIGNALS}
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN if STARTED_BY in os.environ else self._request)
         try:
             yield
         finally:
-            for number, handler in self._previous.items():
+            for number, handler in previous.items():
                 signal.signal(number, handler)
 
     def _request(self, _number: int, _frame: FrameType | None) -> None:
@@ -268,43 +256,43 @@ class StopOnRequest(L.Callback):
         self._requested = True
 
     def setup(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
-        """Keep Lightning from taking SIGTERM, at which it calls a collective that the other ranks do not.
+        """Keep Lightning away from SIGTERM, at which it would call a collective that the other ranks do not.
 
-        And from asking at each step on the devices whether one came: the hosts would wait for all that is queued there.
+        It would also ask the devices at each step whether one came, and so wait for all work queued there.
         """
         trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
         trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """From here on a signal is for the end of a step; a collective."""
+        """Let signals wait for the end of a step from here on; a collective."""
         self._training = True
         if trainer.world_size > 1:
-            # On the hosts: on the devices it would wait for their queues at each step.
+            # On the hosts, because a collective on the devices waits for their queues.
             self._hosts = torch.distributed.new_group(backend="gloo")
 
     def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
-        """Leave a checkpoint where the rolling ones are taken too, then stop."""
+        """Save a checkpoint and stop, if asked to."""
         if self._hosts is not None and trainer.global_step % POLL_STEPS:
             return  # a collective at each step would hold up hosts that run ahead of their devices
         if self._agreed() and not self.stopped:
             self.checkpoints.save(trainer)
             if trainer.global_step < trainer.max_steps:
                 self.stopped = trainer.should_stop = True
-                trainer.limit_val_batches = 0  # Lightning validates before it stops; who resumes here does not
+                trainer.limit_val_batches = 0  # else Lightning validates before it stops
 
     def on_validation_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
-        """End the validation if it is to end."""
+        """End the validation, if asked to."""
         if self.cuts_validation(trainer):
-            raise StopIteration  # as held-out batches do that come to their end
+            raise StopIteration  # as if there were no more held-out batches
 
     def cuts_validation(self, trainer: L.Trainer) -> bool:
-        """Whether the validation that is under way is to end here; a collective: every rank asks."""
+        """Return whether the running validation must end here; a collective."""
         if self._training and trainer.global_step < trainer.max_steps and self._agreed():
             self.stopped = trainer.should_stop = True
         return trainer.should_stop
 
     def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """No more steps to finish; one more signal does not end what is being written."""
+        """Let signals act at once again, after the last checkpoint is written."""
         self.checkpoints.on_train_end(trainer, module)
         self._training = False
 

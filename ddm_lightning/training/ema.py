@@ -204,6 +204,7 @@ class EmaSnapshots(L.Callback):
         self.folder = folder / FOLDER
         self.snapshots = all_snapshots(train)
         self._sha256: dict[str, str] = {}
+        self._written_step = -1
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Continue the index of an earlier start."""
@@ -211,6 +212,16 @@ class EmaSnapshots(L.Callback):
 
     def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: object) -> None:
         """Write the snapshots of this step. A resumed training writes some again, with the same bytes."""
+        self._write(trainer, module)
+
+    def on_save_checkpoint(self, trainer: L.Trainer, module: L.LightningModule, checkpoint: dict[str, object]) -> None:
+        """Write them before the checkpoint, so that a training that resumes from it has them."""
+        self._write(trainer, module)
+
+    def _write(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        if self._written_step == trainer.global_step:
+            return
+        self._written_step = trainer.global_step
         network = module.network
         assert isinstance(network, nn.Module)
         for snapshot in self.snapshots:

@@ -1,7 +1,7 @@
-"""Steps whose gradient is not finite: left out on the device, counted and written down, without a wait for the device.
+"""Skip steps whose gradient is not finite, on the device, and record them.
 
-One bad sample must not end weeks of training, and must not hide: what was in the step is kept until the next report,
-which the host waits for anyway.
+One bad sample must neither end weeks of training nor go unnoticed. The samples of a step are kept until the next
+report, which waits for the device anyway.
 """
 
 from __future__ import annotations
@@ -20,121 +20,112 @@ from ddm_lightning.core.errors import UserError
 
 @dataclass(frozen=True)
 class SkippedStep:
-    """One rank's part of a step that was left out."""
+    """One rank's part of a skipped step."""
 
     step: int
     """Optimizer steps taken before it."""
     rank: int
     sample_ids: list[int]
     t: list[float]
-    """Time of each sample."""
+    """Timestep of each sample."""
     losses: list[float]
-    """Of each sample; those that are not finite point at what is wrong, if it is one of this rank's."""
+    """Loss of each sample; one that is not finite points at the cause, if that is on this rank."""
 
     def line(self) -> str:
-        """One line of JSON, which has no NaN: such numbers are words there."""
+        """Return the record as one line of JSON; JSON has no NaN, so such numbers become words."""
         fields = {**asdict(self), "losses": [x if math.isfinite(x) else str(x) for x in self.losses]}
         return json.dumps(fields)
 
     @classmethod
     def of(cls, line: str) -> SkippedStep:
-        """The inverse of ``line``; raises ``ValueError``, ``KeyError`` or ``TypeError`` for what is none."""
+        """Parse a ``line``; raises ``ValueError``, ``KeyError`` or ``TypeError`` if it is not one."""
         fields = json.loads(line)
         skipped = cls(**{**fields, "losses": [float(x) for x in fields["losses"]]})
         whole = [skipped.step, skipped.rank, *skipped.sample_ids]
         if not (skipped.sample_ids and all(type(number) is int for number in whole)):
-            raise ValueError(f"no record of a step: {line}")
+            raise ValueError(f"not a record of a step: {line}")
         return skipped
 
 
 @dataclass
 class _Seen:
-    """A step of which the host does not know yet whether it counted; tensors stay on the device."""
+    """A step whose gradient norm the host has not read; its tensors stay on the device."""
 
     step: int
     batches: list[tuple[Int[Tensor, " b"], Float[Tensor, " b"], Float[Tensor, " b"]]]
     norm: Float[Tensor, ""] | None = None
 
 
-# Where nobody reports, as under a Trainer of one's own, the guard looks itself.
-MOST_UNSETTLED_STEPS = 1000
-
-
 class FiniteGuard:
-    """Leaves out steps whose gradient norm, over all ranks, is not finite.
+    """Skips steps whose gradient norm, over all ranks, is not finite.
 
-    AdamW's fused kernel reads on the device whether it is to do nothing, as it does for a gradient scaler. Weights,
-    moments and their step count then stay as they are; the averages move towards weights that did not change.
+    AdamW's fused kernel reads on the device whether to do nothing, as it does for a gradient scaler. Weights, moments
+    and step counts then stay as they are; the EMA takes a step towards the unchanged weights.
 
     Args:
-        member: whose steps, for messages.
-        rank: this process's, for the records.
-        max_in_succession: steps that may be left out one after the other.
+        member: for error messages.
+        rank: this process's rank, for the records.
+        max_consecutive: consecutive steps that may be skipped.
     """
 
-    def __init__(self, member: str, rank: int, max_in_succession: int) -> None:
-        self.member, self.rank, self.max_in_succession = member, rank, max_in_succession
+    def __init__(self, member: str, rank: int, max_consecutive: int) -> None:
+        self.member, self.rank, self.max_consecutive = member, rank, max_consecutive
         self.num_skipped = 0
-        """Since this process started."""
-        self._in_succession = 0
+        """Skipped steps since this process started."""
+        self._consecutive = 0
         self._seen: list[_Seen] = []
         self._skipped: list[SkippedStep] = []
 
     def saw(
         self, step: int, sample_ids: Int[Tensor, " b"], t: Float[Tensor, " b"], losses: Float[Tensor, " b"]
     ) -> None:
-        """Remember what is in the step that is being taken; raises ``UserError`` as ``settle``."""
+        """Remember the samples of the current step."""
         if not self._seen or self._seen[-1].step != step:
-            if len(self._seen) >= MOST_UNSETTLED_STEPS:
-                self.settle()
             self._seen.append(_Seen(step, []))
         self._seen[-1].batches.append((sample_ids, t, losses.detach()))
 
     def judge(self, optimizer: torch.optim.Optimizer, norm: Float[Tensor, ""]) -> None:
-        """Let ``optimizer`` do nothing in this step if the gradient's ``norm`` is not finite."""
+        """Make ``optimizer`` skip this step if the gradient's ``norm`` is not finite."""
         optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]  # fused optimizers read it
         if self._seen:
             self._seen[-1].norm = norm
 
     def settle(self) -> None:
-        """Find out which steps were left out; here the host waits for the device.
+        """Find the skipped steps; the host waits for the device here.
 
         Raises:
-            UserError: too many in succession; no weight has taken harm.
+            UserError: too many consecutive ones; no weight was damaged.
         """
-        judged = [seen for seen in self._seen if seen.norm is not None]
+        judged = [(seen, seen.norm) for seen in self._seen if seen.norm is not None]
         self._seen = [seen for seen in self._seen if seen.norm is None]
         if not judged:
             return
-        finite = torch.stack([seen.norm for seen in judged if seen.norm is not None]).isfinite().tolist()
         longest, last = 0, 0
-        for seen, counted in zip(judged, finite, strict=True):
-            self._in_succession = 0 if counted else self._in_succession + 1
-            if self._in_succession > longest:
-                longest, last = self._in_succession, seen.step
-            if not counted:
+        finite = torch.stack([norm for _, norm in judged]).isfinite().tolist()
+        for (seen, _), is_finite in zip(judged, finite, strict=True):
+            self._consecutive = 0 if is_finite else self._consecutive + 1
+            if self._consecutive > longest:
+                longest, last = self._consecutive, seen.step
+            if not is_finite:
                 self.num_skipped += 1
-                self._skipped.append(self._record(seen))
-        if longest > self.max_in_succession:
+                ids, times, losses = (torch.cat(parts).tolist() for parts in zip(*seen.batches, strict=True))
+                self._skipped.append(SkippedStep(seen.step, self.rank, ids, times, losses))
+        if longest > self.max_consecutive:
             raise UserError(
-                f"{self.member}: {longest} steps in succession, up to step {last}, had a gradient that is "
-                "not finite and were left out: training diverged; lower its train.learning_rate (in another "
-                "run_dir=…), or look at one of them: the command status says how"
+                f"{self.member}: training diverged: {longest} consecutive steps, up to step {last}, were skipped for a "
+                "gradient that is not finite; lower train.learning_rate (in another run_dir=…), or replay one of the "
+                "steps: the command status says how"
             )
 
-    def _record(self, seen: _Seen) -> SkippedStep:
-        ids, times, losses = (torch.cat(parts).tolist() for parts in zip(*seen.batches, strict=True))
-        return SkippedStep(seen.step, self.rank, ids, times, losses)
-
     def write(self, path: Path) -> None:
-        """Append to ``path`` what ``settle`` found; a step that a resumed training takes once more is there once."""
+        """Append the newly found steps to ``path``; a step that a resumed training repeats is recorded once."""
         if not self._skipped:
             return
         known = {(skipped.step, skipped.rank) for skipped in read_skipped(path)}
         before = path.read_bytes() if path.exists() else b""
         with path.open("a", encoding="utf-8") as lines:
             if before and not before.endswith(b"\n"):
-                lines.write("\n")  # a killed process left half a line, with which the next would be lost
+                lines.write("\n")  # a killed process left half a line
             for skipped in self._skipped:
                 if (skipped.step, skipped.rank) not in known:
                     lines.write(skipped.line() + "\n")
@@ -142,7 +133,7 @@ class FiniteGuard:
 
 
 def read_skipped(path: Path) -> list[SkippedStep]:
-    """What ``FiniteGuard.write`` wrote; a line that a killed process left half is passed over."""
+    """Read the file that ``FiniteGuard.write`` wrote; damaged lines, such as a killed process leaves, are ignored."""
     found: list[SkippedStep] = []
     if path.exists():
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -154,10 +145,10 @@ def read_skipped(path: Path) -> list[SkippedStep]:
 
 
 def skipped_of(folder: Path) -> list[SkippedStep]:
-    """What all ranks of the member in ``folder`` wrote."""
+    """Read the records of all ranks of the member in ``folder``."""
     return [skipped for path in sorted(folder.glob("skipped_steps*.jsonl")) for skipped in read_skipped(path)]
 
 
 def skipped_file(folder: Path, rank: int, num_ranks: int) -> Path:
-    """Where a rank writes: ``skipped_steps.jsonl``, or with several ``skipped_steps-0.jsonl`` and so on."""
+    """Return a rank's file: ``skipped_steps.jsonl``, or ``skipped_steps-0.jsonl`` … with several ranks."""
     return folder / ("skipped_steps.jsonl" if num_ranks == 1 else f"skipped_steps-{rank}.jsonl")

@@ -1,4 +1,4 @@
-"""What every member's LightningModule does: noising, optimiser, EMA, clipping, device-side averages."""
+"""The members' LightningModules: what happens in a training step and in a validation step."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.nn import functional as F
 
 from ddm_lightning.config import IslandConfig
 from ddm_lightning.encoders.interfaces import CaptionEncoder
 from ddm_lightning.flow.condition import Condition
-from ddm_lightning.flow.path import interpolate
+from ddm_lightning.flow.path import interpolate, min_snr_weights, training_target
 from ddm_lightning.flow.randomness import keyed_generator, keyed_seed
 from ddm_lightning.flow.timesteps import sample_timesteps, stratified_timesteps
 from ddm_lightning.members.member import Member
@@ -26,12 +27,15 @@ from ddm_lightning.training.ema import ema_weights, track_ema
 from ddm_lightning.training.guard import FiniteGuard
 from ddm_lightning.training.optimizer import build_optimizer, build_schedule
 from ddm_lightning.training.parallel.strategy import HALF, Sharded, checkpoint_blocks, compile_blocks, shard_blocks
+from ddm_lightning.training.speed import Speed
 
 NUM_VALIDATION_TIMESTEPS = 8
+LOG_EVERY_N_STEPS = 50
+"""Steps between two looks at the device under a Trainer that logs nothing."""
 
 
 @dataclass(frozen=True)
-class Noised:
+class NoisyBatch:
     """A batch on the path between data and noise."""
 
     x_t: Float[Tensor, "b c h w"]
@@ -40,22 +44,25 @@ class Noised:
     x_0: Float[Tensor, "b c h w"]
     condition: Condition | None
 
-    def rows(self, rows: slice) -> Noised:
-        """Some of the samples."""
+    def rows(self, rows: slice) -> NoisyBatch:
+        """Return some of the samples."""
         condition = None if self.condition is None else self.condition.rows(rows)
-        return Noised(self.x_t[rows], self.t[rows], self.noise[rows], self.x_0[rows], condition)
+        return NoisyBatch(self.x_t[rows], self.t[rows], self.noise[rows], self.x_0[rows], condition)
 
 
 class MemberModule(L.LightningModule):
     """Base of the experts' and the router's modules.
 
-    All randomness of a step (timesteps, noise, dropped conditions, the network's own dropout) is keyed by
-    (seed, member, global rank, step): ranks differ, and a resumed run repeats nothing and skips nothing. Batches that a
-    Trainer accumulates over differ, too.
+    All randomness of a step (timesteps, noise, dropped conditions, dropout within the network) is keyed by seed,
+    member, global rank and step. So ranks differ, and a resumed run neither repeats nor skips any. The batches that a
+    Trainer accumulates gradients over differ, too.
+
+    Curves are averaged on the device and logged at the Trainer's ``log_every_n_steps``; no other step makes the host
+    wait for the device.
 
     Args:
-        network: the built network; sharding and compilation are applied to it in ``configure_model``.
-        member: what it is and how it trains.
+        network: the built network; ``configure_model`` shards and compiles it.
+        member: its role, clusters and training settings.
         stored: how the shards hold ``x_0``.
         island: attention, compilation, checkpointing and micro batches on this machine; defaults if None.
         caption_encoder: encodes captions during training; None if the shards hold the result.
@@ -82,16 +89,19 @@ class MemberModule(L.LightningModule):
         self.island = island or IslandConfig()
         self.caption_encoder = caption_encoder
         self.num_held_out = num_held_out
+        self.speed = Speed(member.batch_size)
+        self.averages: dict[str, float] = {}
+        """Training averages of the newest report."""
+        self.replayed: tuple[int, int] | None = None
+        """Rank and step that key the randomness, instead of the Trainer's."""
         self._configured = False
-        self._clipped: list[nn.Parameter] = []
+        self._parameters_to_clip: list[nn.Parameter] = []
         self._sums: dict[str, Tensor] = {}
         self._guard: FiniteGuard | None = None
         self._micro_batch = 0
-        self.replayed: tuple[int, int] | None = None
-        """Rank and step whose randomness is drawn, in place of the Trainer's."""
 
     def configure_model(self) -> None:
-        """Apply the island's choices to the network: attention, compiled blocks, shards."""
+        """Apply the island's settings to the network: attention, activation checkpointing, compilation, sharding."""
         if self._configured:
             return
         self._configured = True
@@ -104,61 +114,54 @@ class MemberModule(L.LightningModule):
         if self.island.compile:
             compile_blocks(self.network)
         if self._trainer is not None and isinstance(self.trainer.strategy, Sharded):
-            mesh = self.device_mesh
+            mesh, gathered = self.device_mesh, self.trainer.strategy.gathered
             assert mesh is not None  # Lightning makes it
-            shard_blocks(
-                self.network,
-                mesh["data_parallel"],
-                gathered=self.trainer.strategy.gathered,
-                half=self.trainer.precision in HALF,
-            )
+            half = self.trainer.precision in HALF
+            shard_blocks(self.network, mesh["data_parallel"], gathered=gathered, half=half)
 
     def configure_optimizers(self) -> Any:
-        """AdamW or Muon with the EMAs in its state, and the learning-rate schedule."""
+        """Build AdamW or Muon with the EMAs in its state, and the learning-rate schedule."""
         optimizer = build_optimizer(self.network, self.member.train)
         track_ema(optimizer, self.member.train.ema_decay, self.member.train.ema_widths)
         schedule = build_schedule(optimizer, self.member.train)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
-    @property
-    def guard(self) -> FiniteGuard:
-        """What leaves out steps whose gradient is not finite."""
-        if self._guard is None:
-            self._guard = FiniteGuard(self.member.name, self.global_rank, self.member.train.max_skipped_steps)
-        return self._guard
+    def on_train_start(self) -> None:
+        """Start the clock."""
+        self.speed.start(self.global_step)
 
-    def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
-        """Clip by the global norm, also of sharded gradients; a step without a finite one is left out."""
-        limit = self.member.train.gradient_clip_norm
-        if self.trainer.scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
-            # Lightning leaves that to fused kernels, which do it behind this: the limit would be of scaled gradients.
-            self.trainer.scaler.unscale_(optimizer)
-        if not self._clipped:
-            self._clipped = list(self.network.parameters())  # a walk through all modules: once
-        # An infinite limit measures without clipping.
-        norm = nn.utils.clip_grad_norm_(self._clipped, float("inf") if limit is None else limit)
-        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-        self.accumulate("train/gradient_norm", norm)
-        if self._judges_steps():
-            self.guard.judge(optimizer, norm)
-
-    def _judges_steps(self) -> bool:
-        """Not where a gradient scaler of 16-bit floats looks for its scale by steps that it leaves out itself."""
-        return self.trainer.scaler is None
+    # A training step, from its batch to the curves.
 
     def on_train_batch_start(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        """Key the global generator (a network's own dropout) by the step."""
+        """Key the global generator, which a network's own dropout uses, by the step."""
+        self.speed.end_wait()
         self._micro_batch = batch_idx % getattr(self._trainer, "accumulate_grad_batches", 1)  # a replay has no Trainer
         _seed(keyed_seed(self.member.seed, *self._key("network")), self.device)
 
-    def noised(self, batch: dict[str, Tensor]) -> Noised:
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        """Return the mean loss of a batch; of its last micro batch once the others have left their gradients."""
+        noisy = self.noisy_batch(batch)
+        micro_batches = self._micro_batches(len(noisy.t))
+        if len(micro_batches) == 1:
+            losses = self.compute_losses(noisy, batch)
+            loss = self.weighted(losses["loss"], noisy.t).mean()
+        else:
+            losses, loss = self._accumulate_gradients(noisy, batch, micro_batches)
+        if self._skips_steps():
+            self.guard.saw(self.global_step, batch["sample_id"], noisy.t, losses["loss"])
+        for name, values in losses.items():
+            self.accumulate(f"train/{self.loss_name if name == 'loss' else name}", values.mean())
+        self._accumulate_by_time(noisy.t, losses["loss"].detach())
+        return loss
+
+    def noisy_batch(self, batch: dict[str, Tensor]) -> NoisyBatch:
         """Draw this step's timesteps, noise and dropped conditions for a batch."""
         config, device = self.member.timesteps, batch["x_0"].device
-        generator = self._generator("noise", device)
+        generator = keyed_generator(self.member.seed, *self._key("noise"), device=device)
         stored = batch["x_0"]
         if self.member.train.horizontal_flip:
             flipped = torch.rand(len(stored), generator=generator, device=device) < 0.5
-            # The encoding of the mirrored picture where the shards have it: a mirrored latent is not the same.
+            # A mirrored latent is not the latent of the mirrored image, so take that one if the shards hold it.
             mirrored = batch["x_0_flipped"] if "x_0_flipped" in batch else stored.flip(-1)
             stored = torch.where(flipped[:, None, None, None], mirrored, stored)
         x_0 = self.stored.draw(stored, generator)
@@ -168,62 +171,44 @@ class MemberModule(L.LightningModule):
         noise = torch.randn(x_0.shape, generator=generator, device=device)
         condition = self.condition(batch)
         if condition is not None:
-            condition = condition.dropped(
-                torch.rand(len(x_0), generator=generator, device=device) < self.member.condition_dropout
-            )
-        return Noised(interpolate(x_0, noise, t), t, noise, x_0, condition)
+            dropped = torch.rand(len(x_0), generator=generator, device=device) < self.member.condition_dropout
+            condition = condition.dropped(dropped)
+        return NoisyBatch(interpolate(x_0, noise, t), t, noise, x_0, condition)
 
-    def measure(self, noised: Noised, batch: dict[str, Tensor]) -> dict[str, Float[Tensor, " b"]]:
-        """``loss`` of each sample, fp32, and what else a subclass shows a curve of."""
+    def compute_losses(self, noisy: NoisyBatch, batch: dict[str, Tensor]) -> dict[str, Float[Tensor, " b"]]:
+        """Return ``loss`` of each sample, in fp32, and further figures to show as curves."""
         raise NotImplementedError
 
     def weighted(self, losses: Float[Tensor, " b"], t: Float[Tensor, " b"]) -> Float[Tensor, " b"]:
-        """The losses as they count in training; curves show them as they are."""
+        """Weight the losses for training; curves show them without weights."""
         return losses
 
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        """The mean loss of one batch, or of the last part of it when the gradients of the others are there already."""
-        noised = self.noised(batch)
-        parts = self._parts(len(noised.t))
-        if len(parts) == 1:
-            measured = self.measure(noised, batch)
-            loss = self.weighted(measured["loss"], noised.t).mean()
-        else:
-            measured, loss = self._measure_parts(noised, batch, parts)
-        if self._judges_steps():
-            self.guard.saw(self.global_step, batch["sample_id"], noised.t, measured["loss"])
-        for name, values in measured.items():
-            self.accumulate(f"train/{self.loss_name if name == 'loss' else name}", values.mean())
-        self._accumulate_by_time(noised.t, measured["loss"].detach())
-        return loss
-
-    def _parts(self, num: int) -> list[slice]:
-        """Of nearly equal size, so that compiled blocks see two sizes at most."""
+    def _micro_batches(self, num: int) -> list[slice]:
+        """Split a batch into nearly equal micro batches, so that compiled blocks see at most two sizes."""
         num_parts = 1 if self.island.micro_batch_size is None else math.ceil(num / self.island.micro_batch_size)
         edges = [num * part // num_parts for part in range(num_parts + 1)]
         return [slice(*pair) for pair in itertools.pairwise(edges)]
 
-    def _measure_parts(
-        self, noised: Noised, batch: dict[str, Tensor], parts: list[slice]
+    def _accumulate_gradients(
+        self, noisy: NoisyBatch, batch: dict[str, Tensor], micro_batches: list[slice]
     ) -> tuple[dict[str, Float[Tensor, " b"]], Float[Tensor, ""]]:
-        """``measure`` part by part, one part's activations at a time: gradient accumulation within the step.
+        """Compute the losses one micro batch at a time; the last one's loss is returned with its graph.
 
-        Times, noise and dropped conditions were drawn for the whole step and Lightning sees one step, so that samples,
-        noise, callbacks and checkpoints are those of a step in one part. Ranks reduce gradients in the last backward
-        pass alone: DDP by itself, FSDP2 keeps whole gradients until then.
+        Timesteps, noise and dropped conditions are those of the whole batch, and Lightning sees one step. Ranks
+        reduce gradients in the last backward pass alone: DDP by itself, FSDP2 because it is told to.
         """
         found: list[dict[str, Tensor]] = []
 
         def loss_of(rows: slice) -> Float[Tensor, ""]:
-            measured = self.measure(noised.rows(rows), {name: values[rows] for name, values in batch.items()})
-            found.append({name: values.detach() for name, values in measured.items()})
-            return self.weighted(measured["loss"], noised.t[rows]).sum() / len(noised.t)
+            losses = self.compute_losses(noisy.rows(rows), {name: values[rows] for name, values in batch.items()})
+            found.append({name: values.detach() for name, values in losses.items()})
+            return self.weighted(losses["loss"], noisy.t[rows]).sum() / len(noisy.t)
 
         def reduce_gradients(now: bool) -> None:
             if isinstance(self.network, FSDPModule):
                 self.network.set_requires_gradient_sync(now)
 
-        *first, last = parts
+        *first, last = micro_batches
         reduce_gradients(False)
         for rows in first:
             loss = loss_of(rows)
@@ -233,41 +218,144 @@ class MemberModule(L.LightningModule):
         loss = loss_of(last)
         return {name: torch.cat([one[name] for one in found]) for name in found[0]}, loss
 
+    def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        """Clip by the global norm, also of sharded gradients; skip the step if the norm is not finite."""
+        limit = self.member.train.gradient_clip_norm
+        if self.trainer.scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
+            # A fused optimizer unscales within its step, which comes later: the limit would be of scaled gradients.
+            self.trainer.scaler.unscale_(optimizer)
+        if not self._parameters_to_clip:
+            self._parameters_to_clip = list(self.network.parameters())  # walks through all modules, so only once
+        # An infinite limit measures without clipping.
+        norm = nn.utils.clip_grad_norm_(self._parameters_to_clip, float("inf") if limit is None else limit)
+        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        self.accumulate("train/gradient_norm", norm)
+        if self._skips_steps():
+            self.guard.judge(optimizer, norm)
+
+    @property
+    def prediction(self) -> str:
+        """Prediction type that an expert's network declares."""
+        return getattr(self.network, "prediction", "velocity")
+
+    @property
+    def guard(self) -> FiniteGuard:
+        """Guard that skips steps whose gradient is not finite."""
+        if self._guard is None:
+            self._guard = FiniteGuard(self.member.name, self.global_rank, self.member.train.max_skipped_steps)
+        return self._guard
+
+    def _skips_steps(self) -> bool:
+        """Whether the guard skips steps; under ``16-mixed`` the gradient scaler does."""
+        return self.trainer.scaler is None
+
     def optimizer_step(self, *args: Any, **named: Any) -> None:
-        """Gradients are freed behind the step: neither a validation nor the next forward pass has to hold them."""
+        """Take the step, then free the gradients: neither a validation nor the next forward pass needs them."""
         super().optimizer_step(*args, **named)
-        for parameter in self._clipped:
+        for parameter in self._parameters_to_clip:
             parameter.grad = None
 
     def optimizer_zero_grad(self, *_: Any) -> None:
-        """Nothing: Lightning asks for it behind ``training_step``, in which parts of a step leave their gradients."""
+        """Do nothing: Lightning calls this after ``training_step``, which has accumulated gradients by then."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        """Log the curves when they are due; from here on the loop waits for the next batch."""
+        if self.logs_now():
+            self.log_curves()
+        self.speed.begin_wait()
+
+    def on_train_epoch_end(self) -> None:
+        """Log the steps since the last report if these were the last steps of the training."""
+        if self.trainer.should_stop or self.global_step >= self.trainer.max_steps:
+            self.log_curves()
+
+    # Curves.
+
+    def logs_now(self) -> bool:
+        """Whether the curves are due after this step."""
+        every = self.trainer.log_every_n_steps  # type: ignore[attr-defined]  # a connector of the Trainer sets it
+        return self.global_step % (every or LOG_EVERY_N_STEPS) == 0
+
+    def log_curves(self) -> None:
+        """Log the averages since the last call, the learning rate and the speed; a second call in a step does nothing.
+
+        The host waits for the device here. With several ranks this is a collective.
+
+        Raises:
+            UserError: the guard skipped too many consecutive steps.
+        """
+        self.guard.settle()
+        averages = self.drain("train/")
+        if averages:
+            self.averages = {**averages, "train/skipped_steps": float(self.guard.num_skipped)}
+            learning_rate = self.trainer.optimizers[0].param_groups[0]["lr"]
+            self._log({**self.averages, "train/learning_rate": learning_rate, **self.speed.read(self.global_step)})
+
+    def _log(self, figures: dict[str, float]) -> None:
+        # Lightning takes the x-axis from "step"; its own counter is one behind.
+        self.log_dict({**figures, "step": float(self.global_step)})
+
+    def accumulate(self, name: str, value: Float[Tensor, "*times"], count: int | Tensor = 1) -> None:
+        """Add values to a running average on the device, unless they are not finite.
+
+        Args:
+            name: of the average; ends in ``_by_time`` for a row of averages, one per timestep.
+            value: the sum of the values, or one sum per timestep.
+            count: number of values in a sum.
+        """
+        value = value.detach().float()
+        finite = value.isfinite()
+        pair = torch.stack([torch.where(finite, value, 0.0), finite * count])
+        self._sums[name] = self._sums[name] + pair if name in self._sums else pair
 
     def _accumulate_by_time(self, t: Float[Tensor, " b"], losses: Float[Tensor, " b"]) -> None:
-        """Training loss in as many equal parts of [0, 1] as validation has timesteps, at whose middles those lie."""
+        """Average the training loss over equal parts of [0, 1], whose middles are the validation timesteps."""
         part = torch.arange(NUM_VALIDATION_TIMESTEPS, device=t.device)[:, None]
         within = (t * NUM_VALIDATION_TIMESTEPS).long().clamp(max=NUM_VALIDATION_TIMESTEPS - 1) == part
         self.accumulate(f"train/{self.loss_name}_by_time", torch.where(within, losses, 0.0).sum(1), within.sum(1))
 
-    def validation_noised(self, batch: dict[str, Tensor], batch_idx: int, index: int) -> Noised:
-        """The batch at the ``index``-th of 8 fixed timesteps, with noise that never changes.
+    def drain(self, prefix: str) -> dict[str, float]:
+        """Return and reset the averages over all ranks whose names start with ``prefix``; empty ones are missing.
 
-        Not with the number of ranks either, so that curves of one and of eight devices compare: a rank draws the noise
-        of a whole step, in which the ranks' samples take turns (``shards.loader.steps``), and takes its own. Of a step
-        that is not full, too: what is drawn may depend on how much is.
+        The host waits for the device here. With several ranks this is a collective, and all need the same names.
+        """
+        drained = {name: self._sums.pop(name) for name in sorted(self._sums) if name.startswith(prefix)}
+        if not drained:
+            return {}
+        table = torch.cat([pair.view(2, -1) for pair in drained.values()], dim=1)
+        if self._num_ranks() > 1:
+            torch.distributed.all_reduce(table)
+        sums, counts = table.tolist()
+        names = [one for name, pair in drained.items() for one in _names(name, pair.view(2, -1).shape[1])]
+        return {name: total / count for name, total, count in zip(names, sums, counts, strict=True) if count}
+
+    # Validation.
+
+    def on_validation_start(self) -> None:
+        """Swap in the averaged weights, which the artifact will hold."""
+        self.speed.pause()
+        self._swap = ema_weights(self.network, self.trainer.optimizers[0])
+        self._swap.__enter__()
+
+    def noisy_validation_batch(self, batch: dict[str, Tensor], batch_idx: int, index: int) -> NoisyBatch:
+        """Return the batch at the ``index``-th of 8 fixed timesteps, with noise that never changes.
+
+        Curves of one and of eight devices compare: each rank draws the noise of the whole step, in which the ranks'
+        samples take turns (``shards.loader.steps``), and takes its own rows.
         """
         x_0 = self.normalised(batch)
         t = stratified_timesteps(NUM_VALIDATION_TIMESTEPS)[index].to(x_0.device).expand(len(x_0))
-        # The 0 was a rank once: what was measured before still compares.
         generator = keyed_generator(self.member.seed, "validation", batch_idx, index, 0, device=x_0.device)
+        # Also for a batch that is not full: the values drawn may depend on their number.
         noise = torch.randn((self.member.batch_size, *x_0.shape[1:]), generator=generator, device=x_0.device)
         noise = noise[self.global_rank :: self._num_ranks()][: len(x_0)]
-        return Noised(interpolate(x_0, noise, t), t, noise, x_0, self.condition(batch))
+        return NoisyBatch(interpolate(x_0, noise, t), t, noise, x_0, self.condition(batch))
 
     def num_counted(self, batch: dict[str, Tensor], batch_idx: int) -> int:
-        """How many rows of a held-out batch count: the first ones.
+        """Return how many rows of a held-out batch count; they come first.
 
-        Ranks that cannot share the held-out samples equally see some once more (``shards.loader.steps``), each as its
-        last row. It is computed as the others are, because under FSDP ranks wait for one another.
+        Ranks that cannot share the held-out samples equally repeat some (``shards.loader.steps``), each as its last
+        row. It is computed like the others, because ranks wait for one another under FSDP2.
         """
         num = len(batch["sample_id"])
         if self.num_held_out is None:
@@ -275,85 +363,127 @@ class MemberModule(L.LightningModule):
         first = batch_idx * self.member.batch_size + self.global_rank
         return min(num, len(range(first, self.num_held_out, self._num_ranks())))
 
-    def _num_ranks(self) -> int:
-        return 1 if self._trainer is None else self.trainer.world_size
+    def on_validation_epoch_end(self) -> None:
+        """Log the held-out averages, unless the validation was cut short."""
+        held_out = self.drain("held_out/")
+        if held_out and not self.trainer.should_stop:
+            self._log(held_out)
+
+    def on_validation_end(self) -> None:
+        """Swap the training weights back."""
+        self._swap.__exit__(None, None, None)
+        self.speed.resume()
+
+    # Parts of both steps.
 
     def normalised(self, batch: dict[str, Tensor]) -> Float[Tensor, "b c h w"]:
-        """``x_0`` of a batch, or its mean where a posterior is stored, in fp32 and the units that networks model."""
+        """Return ``x_0`` of a batch, or the mean of a stored posterior, in fp32 and the networks' units."""
         return self.stored.mean(batch["x_0"])
 
     def condition(self, batch: dict[str, Tensor]) -> Condition | None:
-        """The condition of a batch, nothing dropped."""
-        if self.member.condition.kind == "none":
+        """Return the condition of a batch, without dropout."""
+        kind, encoder = self.member.condition.kind, self.caption_encoder
+        if kind == "none":
             return None
-        if self.member.condition.kind == "class":
+        if kind == "class":
             return Condition.of(batch["label"])
-        encoder = self.caption_encoder
-        if self.member.condition.kind == "tokens":
+        if kind == "tokens":
             return Condition.of(batch["text_tokens"] if encoder is None else encoder.tokens_of_stored(batch))
         if "text" not in batch and encoder is not None:
             return Condition.of(encoder.vectors_of_stored(batch))
         return Condition.of(batch["text"])
 
-    def accumulate(self, name: str, value: Float[Tensor, "*times"], count: int | Tensor = 1) -> None:
-        """Add a sum of ``count`` values to a running average, without leaving the device; not if it is not finite.
-
-        Args:
-            name: of the average; of a row of averages, one a timestep, the name ends in ``_by_time``.
-            value: the sum, or sums.
-            count: how many values are summed.
-        """
-        value = value.detach().float()
-        finite = value.isfinite()
-        pair = torch.stack([torch.where(finite, value, 0.0), finite * count])
-        self._sums[name] = self._sums[name] + pair if name in self._sums else pair
-
-    def drain(self, prefix: str) -> dict[str, float]:
-        """The averages over all ranks of what was accumulated under ``prefix``, reset; without those of no value.
-
-        Here the host waits for the device; a collective, for which every rank has to have the same names.
-        """
-        drained = {name: self._sums.pop(name) for name in sorted(self._sums) if name.startswith(prefix)}
-        if not drained:
-            return {}
-        table = torch.cat([pair.view(2, -1) for pair in drained.values()], dim=1)
-        if self._trainer is not None and self.trainer.world_size > 1:
-            torch.distributed.all_reduce(table)
-        sums, counts = table.tolist()
-        names = [one for name, pair in drained.items() for one in _names(name, pair.view(2, -1).shape[1])]
-        return {name: total / count for name, total, count in zip(names, sums, counts, strict=True) if count}
-
-    def ema_weights(self) -> Any:
-        """Context in which the network carries its averaged weights."""
-        return ema_weights(self.network, self.trainer.optimizers[0])
-
-    def on_validation_start(self) -> None:
-        """Validate the averaged weights: they are what the artifact will hold."""
-        self._swap = self.ema_weights()
-        self._swap.__enter__()
-
-    def on_validation_end(self) -> None:
-        """Take the training weights back."""
-        self._swap.__exit__(None, None, None)
-
-    def on_validation_epoch_end(self) -> None:
-        """Average over the ranks what was held out; ``Reporter`` logs it (Lightning itself would one step early)."""
-        self.log_dict(self.drain("held_out/"), logger=False)
-
-    def _generator(self, purpose: str, device: torch.device) -> torch.Generator:
-        return keyed_generator(self.member.seed, *self._key(purpose), device=device)
+    def _num_ranks(self) -> int:
+        return 1 if self._trainer is None else self.trainer.world_size
 
     def _key(self, purpose: str) -> tuple[int | str, ...]:
         rank, step = self.replayed or (self.global_rank, self.global_step)
-        # The first micro batch has the key of a step without others.
+        # The first micro batch has the key of a step without accumulation.
         return self.member.name, purpose, rank, step, *([self._micro_batch] if self._micro_batch else [])
 
 
-def _seed(seed: int, device: torch.device) -> None:
-    """``torch.manual_seed`` for a step on ``device``: on hosts whose GPU is not in use it costs a millisecond.
+class ExpertModule(MemberModule):
+    """Flow-matching expert or monolith: regresses ``ε − x_0``, or the target that its network declares, at ``x_t``.
 
-    For each kind of device that is not started it writes down the whole call stack.
+    The loss is the mean squared error in fp32 (McAllister et al., arXiv 2501.05450, section 3).
     """
+
+    def compute_losses(self, noisy: NoisyBatch, batch: dict[str, Tensor]) -> dict[str, Float[Tensor, " b"]]:
+        """Return the mean squared error of each sample."""
+        prediction = self.network(noisy.x_t, noisy.t, noisy.condition)
+        target = training_target(noisy.x_0, noisy.noise, self.prediction)
+        return {"loss": F.mse_loss(prediction.float(), target, reduction="none").flatten(1).mean(1)}
+
+    def weighted(self, losses: Float[Tensor, " b"], t: Float[Tensor, " b"]) -> Float[Tensor, " b"]:
+        """Weight the losses by Min-SNR if ``min_snr_gamma`` is set."""
+        gamma = self.member.min_snr_gamma
+        return losses if gamma is None else losses * min_snr_weights(t, gamma, self.prediction)
+
+    @torch.no_grad()
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        """Average the held-out loss at 8 fixed stratified timesteps, so that the curves of any two runs compare."""
+        num = self.num_counted(batch, batch_idx)
+        for index in range(NUM_VALIDATION_TIMESTEPS):
+            noisy = self.noisy_validation_batch(batch, batch_idx, index)
+            loss = self.compute_losses(noisy, batch)["loss"][:num].sum()
+            for suffix in ("", _at(index)):
+                self.accumulate(f"held_out/loss{suffix}", loss, num)
+
+
+class RouterModule(MemberModule):
+    """Router: classifies noisy samples by cluster with a cross-entropy (arXiv 2501.05450, section 3.2).
+
+    It trains on the natural mixture of clusters, so its probabilities contain the cluster priors.
+    """
+
+    loss_name = "cross_entropy"
+    confusion: Float[Tensor, "t k k"] | None = None
+    """Probabilities of the newest validation, summed by timestep and true cluster."""
+
+    def compute_losses(self, noisy: NoisyBatch, batch: dict[str, Tensor]) -> dict[str, Float[Tensor, " b"]]:
+        """Return the cross-entropy of each sample, in nats, and whether its cluster is the likeliest."""
+        logits = self.network(noisy.x_t, noisy.t, noisy.condition).float()
+        hits = (logits.argmax(1) == batch["cluster"]).float()
+        return {"loss": F.cross_entropy(logits, batch["cluster"], reduction="none"), "accuracy": hits}
+
+    def on_validation_start(self) -> None:
+        """Start with an empty confusion table."""
+        super().on_validation_start()
+        self.confusion = None
+
+    @torch.no_grad()
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        """Average held-out cross-entropy and accuracy at 8 fixed timesteps, without and with the condition."""
+        num = self.num_counted(batch, batch_idx)
+        cluster = batch["cluster"][:num]
+        for index in range(NUM_VALIDATION_TIMESTEPS):
+            noisy = self.noisy_validation_batch(batch, batch_idx, index)
+            branches = {"": None} | ({"_conditional": noisy.condition} if noisy.condition is not None else {})
+            for branch, condition in branches.items():
+                logits = self.network(noisy.x_t, noisy.t, condition).float()[:num]
+                nll = F.cross_entropy(logits, cluster, reduction="sum")
+                hits = (logits.argmax(1) == cluster).float().sum()
+                for suffix in (branch, f"{branch}{_at(index)}"):
+                    self.accumulate(f"held_out/{self.loss_name}{suffix}", nll, num)
+                    self.accumulate(f"held_out/accuracy{suffix}", hits, num)
+                if not branch:
+                    self._add_confusion(index, cluster, logits.softmax(1))
+
+    def on_validation_epoch_end(self) -> None:
+        """Log the held-out averages, and sum the confusion over ranks."""
+        super().on_validation_epoch_end()
+        if self.confusion is not None and self.trainer.world_size > 1:
+            torch.distributed.all_reduce(self.confusion)
+
+    def _add_confusion(self, index: int, cluster: Tensor, probabilities: Float[Tensor, "b k"]) -> None:
+        num_clusters = probabilities.shape[1]
+        if self.confusion is None:
+            self.confusion = probabilities.new_zeros(NUM_VALIDATION_TIMESTEPS, num_clusters, num_clusters)
+        self.confusion[index].index_add_(0, cluster, probabilities)
+
+
+def _seed(seed: int, device: torch.device) -> None:
+    """Seed only the generators in use: ``torch.manual_seed`` takes a millisecond per kind of idle device."""
     if device.type not in ("cpu", "cuda"):
         torch.manual_seed(seed)
         return
@@ -362,7 +492,9 @@ def _seed(seed: int, device: torch.device) -> None:
         torch.cuda.manual_seed(seed)
 
 
+def _at(index: int, num: int = NUM_VALIDATION_TIMESTEPS) -> str:
+    return f"_t{(index + 0.5) / num:.3f}"
+
+
 def _names(name: str, num: int) -> list[str]:
-    if num == 1:
-        return [name]
-    return [f"{name.removesuffix('_by_time')}_t{(index + 0.5) / num:.3f}" for index in range(num)]
+    return [name] if num == 1 else [f"{name.removesuffix('_by_time')}{_at(index, num)}" for index in range(num)]

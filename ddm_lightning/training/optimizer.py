@@ -1,4 +1,4 @@
-"""AdamW or Muon with decay on matrices only, and the learning-rate schedule."""
+"""Build AdamW or Muon, with weight decay on matrices only, and the learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from ddm_lightning.config import TrainConfig
 
 
 def build_optimizer(network: nn.Module, train: TrainConfig) -> Optimizer:
-    """Fused AdamW, or Muon for what it is for; weight decay applies to parameters of two or more dimensions.
+    """Build fused AdamW, or Muon for the blocks' matrices; only parameters of two or more dimensions decay.
 
     Raises:
-        ValueError: Muon for a network that has nothing for it (``has_muon_matrices``).
+        ValueError: Muon for a network without such matrices (``has_muon_matrices``).
     """
     named = [(name, p) for name, p in network.named_parameters() if p.requires_grad]
     hidden: dict[Tensor, int] = {}
@@ -36,7 +36,7 @@ def build_optimizer(network: nn.Module, train: TrainConfig) -> Optimizer:
 
 
 def learning_rate_factor(train: TrainConfig) -> Callable[[int], float]:
-    """The factor on the peak learning rate at optimizer step n (counted from 0)."""
+    """Return the factor on the peak learning rate as a function of the optimizer step, counted from 0."""
 
     def factor(step: int) -> float:
         if step < train.warmup_steps:
@@ -52,21 +52,21 @@ def learning_rate_factor(train: TrainConfig) -> Callable[[int], float]:
 
 
 def build_schedule(optimizer: Optimizer, train: TrainConfig) -> LambdaLR:
-    """``learning_rate_factor`` as a scheduler that steps once an optimizer step."""
+    """Build the scheduler of ``learning_rate_factor``; it steps once per optimizer step."""
     return LambdaLR(optimizer, learning_rate_factor(train))
 
 
 _BUFFER = "momentum_buffer"
 _FUSED = {"qkv": 3, "kv": 2, "gate_up": 2}
-"""Layers that are several in one, by their name in a block: how many of equal size."""
+"""Fused layers by their name in a block, and how many layers of equal size each one fuses."""
 
 
 class _LayerByLayer(Muon):
-    """torch's Muon, which orthogonalises each layer of a fused matrix alone: queries, keys and values apart.
+    """Muon that orthogonalises each layer of a fused matrix on its own: queries, keys and values apart.
 
     Args:
-        groups: of matrices.
-        num_layers: of each matrix, one below the other.
+        groups: parameter groups of matrices.
+        num_layers: number of layers stacked in each matrix.
         lr: learning rate.
     """
 
@@ -83,20 +83,20 @@ class _LayerByLayer(Muon):
 
 
 class MuonWithAdamW(Optimizer):
-    """torch's Muon and fused AdamW on one list of groups and one state, so that what is saved is that of one optimizer.
+    """Muon and fused AdamW that share parameter groups and state, so that they are saved as one optimizer.
 
-    Updates of Muon are scaled to the size of AdamW's (Liu et al., 2502.16982), so that both go by one learning rate and
+    Muon's updates are scaled to the size of AdamW's (Liu et al., 2502.16982), so that both share one learning rate and
     one weight decay.
 
     Args:
-        muon: matrices, each with its number of layers (``num_layers``).
-        weight_decay: of these.
-        adamw: groups of all other parameters.
+        muon: matrices, each with its number of stacked layers (``num_layers``).
+        weight_decay: weight decay of these matrices.
+        adamw: parameter groups of all other parameters.
         lr: learning rate.
     """
 
     found_inf: Tensor | None = None
-    """1.0 on the device where this step is to change nothing, as AdamW's fused kernel reads it."""
+    """1.0, on the device, to skip this step; AdamW's fused kernel reads it."""
 
     def __init__(
         self, muon: Mapping[Tensor, int], weight_decay: float, adamw: Iterable[dict[str, Any]], lr: float
@@ -112,12 +112,12 @@ class MuonWithAdamW(Optimizer):
         self._muon.state = self._adamw.state = self.state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what ``state_dict`` returned."""
-        super().load_state_dict(state_dict)  # which makes groups and state anew
+        """Load a ``state_dict``."""
+        super().load_state_dict(state_dict)  # creates new groups and a new state
         self._share()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step of both; with ``found_inf`` of 1 neither weights nor moments change, and the host does not wait."""
+        """Take a step of both; if ``found_inf`` is 1, change neither weights nor moments. The host does not wait."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -129,7 +129,7 @@ class MuonWithAdamW(Optimizer):
 
     @torch.no_grad()
     def _muon_step(self) -> None:
-        """Muon's step cannot be told to do nothing: it is taken back, for which there is a copy of its matrices."""
+        """Take Muon's step; it cannot be skipped on the device, so restore the matrices from copies if it must be."""
         if self.found_inf is None:
             self._muon.step()
             return
@@ -138,7 +138,7 @@ class MuonWithAdamW(Optimizer):
         before = [matrix.clone() for matrix in matrices]
         for matrix in matrices:
             buffer = self.state[matrix].get(_BUFFER)
-            # The momentum of its own value moves nowhere.
+            # With a gradient equal to the momentum, the momentum does not change.
             still = torch.zeros_like(matrix) if buffer is None else buffer
             matrix.grad.copy_(torch.where(counts, matrix.grad, still))
         self._muon.step()
@@ -147,20 +147,20 @@ class MuonWithAdamW(Optimizer):
 
 
 def has_muon_matrices(network: nn.Module) -> bool:
-    """Whether there is anything in ``network`` for Muon."""
+    """Whether ``network`` has matrices for Muon."""
     return any(is_muon_matrix(name, parameter) for name, parameter in network.named_parameters())
 
 
 def is_muon_matrix(name: str, parameter: nn.Parameter) -> bool:
-    """Whether a parameter is a layer's matrix within a block: not an embedding, the first or the last layer.
+    """Whether a parameter is a layer's matrix within a block: not an embedding, nor the first or last layer.
 
-    Nor a table of vectors, such as a block's offsets of adaLN-single, which multiplies nothing; nor an adaLN
-    modulation, six projections in one that start at zero and read one vector a sample.
+    Excluded are tables of vectors, such as the offsets of adaLN-single, and adaLN modulations: six projections in one
+    that start at zero and read one vector per sample.
     """
     is_matrix = parameter.ndim == 2 and min(parameter.shape) > 1 and name.endswith(".weight")
     return is_matrix and name.startswith("blocks.") and not name.endswith("modulation.weight")
 
 
 def num_layers(name: str) -> int:
-    """How many layers the matrix of this name holds, one below the other."""
+    """Return how many layers the matrix of this name stacks."""
     return _FUSED.get(name.split(".")[-2], 1)

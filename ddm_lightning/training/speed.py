@@ -1,4 +1,4 @@
-"""How fast a member trains: what the host sees between two reports, without asking the device for anything."""
+"""Speed of a training: samples per second, MFU, data wait and memory, measured without asking the device."""
 
 from __future__ import annotations
 
@@ -6,82 +6,95 @@ import resource
 import sys
 import time
 from dataclasses import dataclass
-from typing import Any
 
-import lightning as L
 import torch
+from torch import nn
 
+from ddm_lightning.config import IslandConfig
 from ddm_lightning.core.devices import peak_of_this_device
+from ddm_lightning.core.errors import first_line
+from ddm_lightning.members.member import Member
+from ddm_lightning.networks.flops import flops_per_sample
 
 
 @dataclass(frozen=True)
 class StepCost:
-    """Work of one training sample, and what the devices could do."""
+    """FLOPs of one training sample, and the peak of the devices."""
 
     flops: float
-    """Forward and backward, a multiply-add is two; without what is computed twice to save memory."""
+    """Forward and backward pass; a multiply-add is two, and recomputation does not count."""
     recomputed_flops: float
-    """What activation checkpointing computes once more."""
+    """FLOPs that activation checkpointing adds."""
     peak_flops: float | None
-    """Of all devices of the member, a second; None where it is unknown, then there is neither MFU nor HFU."""
-
-    @classmethod
-    def of(
-        cls, flops: float, recomputed_flops: float, accelerator: str, precision: str, num_devices: int
-    ) -> tuple[StepCost, str]:
-        """With the peak of this process's device, and a line that names it."""
-        name, peak = peak_of_this_device(accelerator, precision)
-        line = f"{flops / 1e9:.4g} GFLOP a sample"
-        if peak is None:
-            return cls(flops, recomputed_flops, None), f"{line}; the peak of {name} is not known, so no MFU is shown"
-        line += f"; MFU against {num_devices} x {peak:g} TFLOP/s of {name} in {precision}"
-        return cls(flops, recomputed_flops, num_devices * peak * 1e12), line
+    """FLOPs per second of all devices of the member; None if unknown, and then there is neither MFU nor HFU."""
 
 
 UNKNOWN_COST = StepCost(0.0, 0.0, None)
 
 
-class Speed(L.Callback):
-    """Samples a second, MFU, HFU, data wait and memory since the last report; has to be the last callback.
+def measure_cost(network: nn.Module, member: Member, island: IslandConfig) -> tuple[StepCost, str]:
+    """Count the FLOPs of a sample and look up the peak of the devices; return them and a line for the user."""
+    try:
+        forward, whole = (
+            flops_per_sample(network, member.x_shape, member.condition, backward=backward) for backward in (False, True)
+        )
+    except (RuntimeError, NotImplementedError) as error:  # operations of a plug-in that the counter does not know
+        return UNKNOWN_COST, f"its FLOPs cannot be counted ({first_line(error)}), so no MFU is shown"
+    recomputed = forward if island.activation_checkpointing else 0.0
+    name, peak = peak_of_this_device(island.accelerator, island.precision)
+    line = f"{whole / 1e9:.4g} GFLOP a sample"
+    if peak is None:
+        return StepCost(whole, recomputed, None), f"{line}; the peak of {name} is not known, so no MFU is shown"
+    line += f"; MFU against {island.devices} x {peak:g} TFLOP/s of {name} in {island.precision}"
+    return StepCost(whole, recomputed, island.devices * peak * 1e12), line
 
-    Time in validation, with its pictures, does not count. Wall-clock time is the host's: over an interval it is the
-    device's too, because a report waits for it.
+
+class Speed:
+    """Clock of a training: measures the steps since the last report, without validations and their images.
+
+    It reads the host's clock. Over the time between two reports that is the device's time too, because a report waits
+    for the device.
+
+    Args:
+        samples_per_step: over all devices.
+        cost: of one sample.
     """
 
-    def __init__(self, samples_a_step: int, cost: StepCost) -> None:
-        self.samples_a_step, self.cost = samples_a_step, cost
-        self._waited = self._paused = 0.0
+    def __init__(self, samples_per_step: int, cost: StepCost = UNKNOWN_COST) -> None:
+        self.samples_per_step, self.cost = samples_per_step, cost
         self._step_ended: float | None = None
+        self.start(0)
 
-    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Start the clock."""
-        self._begin(trainer.global_step)
+    def start(self, step: int) -> None:
+        """Start measuring after optimizer step ``step``."""
+        self._began, self._first_step = time.perf_counter(), step
+        self._waited = self._paused = 0.0
 
-    def on_train_batch_start(self, *_: Any) -> None:
-        """A batch is there."""
+    def begin_wait(self) -> None:
+        """Note that a step has ended: the loop waits for the next batch."""
+        self._step_ended = time.perf_counter()
+
+    def end_wait(self) -> None:
+        """Note that the batch is there."""
         if self._step_ended is not None:
             self._waited += time.perf_counter() - self._step_ended
 
-    def on_train_batch_end(self, *_: Any) -> None:
-        """From here on the loop waits for a batch."""
-        self._step_ended = time.perf_counter()
+    def pause(self) -> None:
+        """Stop the clock for a validation."""
+        self._pause_began = time.perf_counter()
 
-    def on_validation_start(self, *_: Any) -> None:
-        """Stop the clock."""
-        self._validation_began = time.perf_counter()
-
-    def on_validation_end(self, *_: Any) -> None:
-        """Go on."""
+    def resume(self) -> None:
+        """Restart the clock after a validation."""
         self._step_ended = time.perf_counter()
-        self._paused += self._step_ended - self._validation_began
+        self._paused += self._step_ended - self._pause_began
 
     def read(self, step: int) -> dict[str, float]:
-        """The figures since the last call, in TensorBoard's names; empty if no step was taken."""
+        """Return the curves' values since the last report, and start anew; empty if no step was taken."""
         elapsed = time.perf_counter() - self._began - self._paused
         num_steps = step - self._first_step
         if num_steps <= 0 or elapsed <= 0:
             return {}
-        rate = num_steps * self.samples_a_step / elapsed
+        rate = num_steps * self.samples_per_step / elapsed
         figures = {
             "train/samples_per_second": rate,
             "train/data_wait": min(1.0, self._waited / elapsed),
@@ -90,16 +103,12 @@ class Speed(L.Callback):
         if self.cost.peak_flops is not None:
             figures["train/mfu"] = rate * self.cost.flops / self.cost.peak_flops
             figures["train/hfu"] = rate * (self.cost.flops + self.cost.recomputed_flops) / self.cost.peak_flops
-        self._begin(step)
+        self.start(step)
         return figures
-
-    def _begin(self, step: int) -> None:
-        self._began, self._first_step = time.perf_counter(), step
-        self._waited = self._paused = 0.0
 
 
 def peak_memory_bytes() -> int:
-    """The most that this process has held: of its GPU, or of the host's memory without one."""
+    """Return the most memory that this process has held: of its GPU, or of the host without one."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         return int(torch.cuda.max_memory_allocated())
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -115,4 +115,4 @@ def first_batches(rank, num_ranks, settings):
 @pytest.mark.parametrize("back_end", ["local", "streaming"])
 def test_the_check_at_start_up_sees_disjoint_ranks_and_others(shards, tmp_path, back_end):
     answers = run_on(2, first_batches, tmp_path, shards, back_end, 0)
-    assert all(answer.startswith("ranks stream the same samples") for answer in answers)
+    assert all(answer.startswith("ranks received the same samples") for answer in answers)

@@ -46,7 +46,7 @@ def take_and_look(guard, step):
     guard.settle()
 
 
-def test_a_step_without_a_finite_gradient_changes_nothing_and_the_others_go_on_as_if_it_had_not_been():
+def test_a_skipped_step_changes_nothing():
     runs = []
     for steps in ([0, 1, "bad", 2, 3], [0, 1, 2, 3]):
         module = network()
@@ -72,7 +72,7 @@ def test_averages_stay_finite():
     assert all(bool(average.isfinite().all()) for average in ema_tensors(module, optimizer).values())
 
 
-def test_what_was_left_out_is_told_once_the_host_looks(tmp_path):
+def test_skipped_steps_are_known_once_the_host_looks(tmp_path):
     module, path = network(), tmp_path / "skipped_steps.jsonl"
     optimizer, guard = build_optimizer(module, TrainConfig(10, 5)), FiniteGuard("expert-0", 1, 3)
     for step in range(7, 12):
@@ -105,7 +105,7 @@ class Activation:
         self.value = value
 
 
-def test_a_step_that_is_remembered_holds_no_activations():
+def test_a_remembered_step_holds_no_activations():
     kept, guard = [], FiniteGuard("expert-0", 0, 3)
 
     def keep(value):
@@ -121,7 +121,7 @@ def test_a_step_that_is_remembered_holds_no_activations():
     assert all(activation() is None for activation in kept)
 
 
-def test_too_many_in_succession_end_the_training_and_single_ones_do_not():
+def test_too_many_consecutive_skipped_steps_end_the_training():
     module = network()
     optimizer, guard = build_optimizer(module, TrainConfig(10, 5)), FiniteGuard("expert-0", 0, 2)
     for step in range(12):
@@ -135,12 +135,12 @@ def test_too_many_in_succession_end_the_training_and_single_ones_do_not():
     guard.settle()  # succession is counted over looks
     take(module, optimizer, guard, 15, spoil=True)
     take(module, optimizer, guard, 16, spoil=False)  # behind them, before anybody looks
-    with pytest.raises(UserError, match=r"expert-0: 3 steps in succession, up to step 15.* its train.learning_rate"):
+    with pytest.raises(UserError, match=r"expert-0: .*3 consecutive steps, up to step 15.* lower train.learning_rate"):
         guard.settle()
     assert all(bool(p.isfinite().all()) for p in module.parameters())
 
 
-def test_a_line_that_was_cut_is_passed_over(tmp_path):
+def test_a_line_that_was_cut_is_ignored(tmp_path):
     path = tmp_path / "skipped_steps.jsonl"
     whole = SkippedStep(3, 0, [1, 2], [0.5, 0.25], [1.0, NAN])
     path.write_text(f'{whole.line()}\n[1]\n{{"step": 4}}\n{whole.line()[:-9]}')
@@ -149,7 +149,7 @@ def test_a_line_that_was_cut_is_passed_over(tmp_path):
     assert read_skipped(tmp_path / "none") == []
 
 
-def test_behind_a_line_that_was_cut_the_next_is_whole(tmp_path):
+def test_the_line_after_one_that_was_cut_is_whole(tmp_path):
     path = tmp_path / "skipped_steps.jsonl"
     whole, cut = (SkippedStep(step, 0, [1], [0.5], [NAN]).line() for step in (3, 4))
     path.write_text(f"{whole}\n{cut[:20]}")
@@ -159,21 +159,9 @@ def test_behind_a_line_that_was_cut_the_next_is_whole(tmp_path):
     assert [skipped.step for skipped in read_skipped(path)] == [3, 9]
 
 
-@pytest.mark.parametrize(
-    "change", [{"step": "a"}, {"step": True}, {"rank": None}, {"sample_ids": []}, {"sample_ids": ["x"]}]
-)
-def test_what_is_no_record_is_passed_over(tmp_path, change):
+@pytest.mark.parametrize("change", [{"step": "a"}, {"rank": None}, {"sample_ids": []}])
+def test_a_line_that_is_not_a_record_is_ignored(tmp_path, change):
     path = tmp_path / "skipped_steps.jsonl"
     fields = json.loads(SkippedStep(3, 0, [1], [0.5], [NAN]).line())
     path.write_bytes(json.dumps(fields | change).encode() + b"\n\xff\xfe\n" + json.dumps(fields).encode())
     assert [skipped.sample_ids for skipped in read_skipped(path)] == [[1]]
-
-
-def test_where_nobody_reports_it_looks_itself_and_keeps_no_step_for_ever(monkeypatch):
-    monkeypatch.setattr("ddm_lightning.training.guard.MOST_UNSETTLED_STEPS", 4)
-    module = network()
-    optimizer, guard = build_optimizer(module, TrainConfig(20, 5)), FiniteGuard("expert-0", 0, 3)
-    for step in range(11):
-        take(module, optimizer, guard, step, spoil=step == 2)
-        assert len(guard._seen) <= 4
-    assert guard.num_skipped == 1

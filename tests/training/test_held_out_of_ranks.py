@@ -17,9 +17,8 @@ from ddm_lightning.members.member import Member
 from ddm_lightning.members.run_folder import RunFolder
 from ddm_lightning.shards.loader import Ranks, steps
 from ddm_lightning.shards.manifest import Manifest
-from ddm_lightning.training.expert import ExpertModule
 from ddm_lightning.training.fit import build_data, build_module
-from ddm_lightning.training.router import RouterModule
+from ddm_lightning.training.module import ExpertModule, RouterModule
 
 NUM_HELD_OUT, BATCH_SIZE, NUM_CLUSTERS, NUM_TIMES = 17, 8, 3, 8  # a last step in which one rank has only a sample again
 
@@ -54,8 +53,8 @@ def validated(kind, network, num_ranks, strategy):
         seen = []
 
         class Seeing(kind):
-            def validation_noised(self, given, batch_idx, index):
-                noised = super().validation_noised(given, batch_idx, index)
+            def noisy_validation_batch(self, given, batch_idx, index):
+                noised = super().noisy_validation_batch(given, batch_idx, index)
                 seen.append((given["sample_id"].tolist(), noised.t[0].item(), noised.noise.tolist()))
                 return noised
 

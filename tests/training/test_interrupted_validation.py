@@ -1,4 +1,4 @@
-"""A request to stop that comes while held-out samples are looked at, or pictures drawn."""
+"""A request to stop during a validation or while its images are sampled."""
 
 import json
 import os
@@ -15,10 +15,10 @@ from tiny_runs import TINY
 
 from ddm_lightning.cli.parser import main
 from ddm_lightning.members.status import MemberStatus
-from ddm_lightning.training import previews
+from ddm_lightning.training import loggers
 from ddm_lightning.training.callbacks import MissedValidation
 from ddm_lightning.training.checkpoint import files
-from ddm_lightning.training.expert import ExpertModule
+from ddm_lightning.training.module import ExpertModule
 
 SHORT = (
     "expert.train.max_steps=20",
@@ -86,9 +86,9 @@ def in_held_out_batches(monkeypatch, at_step):
     return seen
 
 
-def in_drawing(monkeypatch, at_step):
-    """SIGTERM while the third velocity of the pictures of ``at_step`` is computed."""
-    integrate, seen = previews.integrate, []
+def in_sampling(monkeypatch, at_step):
+    """SIGTERM while the third velocity of the samples of ``at_step`` is computed."""
+    integrate, seen = loggers.integrate, []
 
     def watched(field, noise, times):
         seen.append([])
@@ -101,22 +101,23 @@ def in_drawing(monkeypatch, at_step):
 
         return integrate(velocity, noise, times)
 
-    monkeypatch.setattr(previews, "integrate", watched)
+    monkeypatch.setattr(loggers, "integrate", watched)
     return seen
 
 
-@pytest.mark.parametrize("place", [in_held_out_batches, in_drawing])
+@pytest.mark.parametrize("place", [in_held_out_batches, in_sampling])
 def test_it_ends_at_once_and_resumes_to_the_same_bits(undisturbed, tiny_run, monkeypatch, capsys, place):
-    with monkeypatch.context() as patched:
-        seen = place(patched, 8)
-        assert fit(tiny_run) == 130
-    # Of two held-out batches the first, or of the pictures' velocities those up to the signal.
+    for _ in range(2 if place is in_held_out_batches else 1):  # also a validation that a resume makes up for
+        with monkeypatch.context() as patched:
+            seen = place(patched, 8)
+            assert fit(tiny_run) == 130
+    # Of two held-out batches the first, or the samples' velocities up to the signal.
     assert (seen == [8]) if place is in_held_out_batches else ([len(times) for times in seen] == [3])
     assert "expert-0: stopped at step 8; the same command resumes it" in capsys.readouterr().err
     assert (status(tiny_run)["state"], status(tiny_run)["step"]) == ("stopped", 8)
     assert [path.name for path in (tiny_run / "members/expert-0/checkpoints").iterdir()] == ["step-00000008.ckpt"]
     assert logged(tiny_run, "Images", "samples") == []
-    assert logged(tiny_run, "Scalars", "held_out/loss") == ([8] if place is in_drawing else [])
+    assert logged(tiny_run, "Scalars", "held_out/loss") == ([8] if place is in_sampling else [])
     assert fit(tiny_run) == 0
     assert weights(tiny_run) == weights(undisturbed)
     # What was cut short is made up for, once, with the figures that it would have had.
@@ -125,18 +126,6 @@ def test_it_ends_at_once_and_resumes_to_the_same_bits(undisturbed, tiny_run, mon
         assert values(tiny_run, tag) == values(undisturbed, tag)
         assert sorted(values(undisturbed, tag)) == [8, 16, 20]
     assert status(tiny_run)["validated_step"] == 20
-
-
-def test_one_that_is_cut_short_again_is_made_up_for_in_the_end(tiny_run, monkeypatch, capsys):
-    for _ in range(2):
-        with monkeypatch.context() as patched:
-            seen = in_held_out_batches(patched, 8)
-            assert fit(tiny_run) == 130
-        assert seen == [8]
-        assert "expert-0: stopped at step 8; the same command resumes it" in capsys.readouterr().err
-    assert (status(tiny_run)["state"], status(tiny_run)["step"]) == ("stopped", 8)
-    assert fit(tiny_run) == 0
-    assert logged(tiny_run, "Scalars", "held_out/loss") == [8, 16, 20]
 
 
 def test_a_second_signal_does_not_end_the_writing_of_the_checkpoint(undisturbed, tiny_run, monkeypatch, capsys):
@@ -174,11 +163,10 @@ def in_the_last_step(monkeypatch, at_step):
     monkeypatch.setattr(ExpertModule, "training_step", training_step)
 
 
-@pytest.mark.parametrize("place", [in_held_out_batches, in_the_last_step])
-def test_the_last_validation_is_not_cut_short(tiny_run, monkeypatch, place):
+def test_the_last_validation_is_not_cut_short(tiny_run, monkeypatch):
     """Training is over, and the artifact takes its figures from there."""
     with monkeypatch.context() as patched:
-        place(patched, 16)
+        in_held_out_batches(patched, 16)
         last = [*SHORT, "expert.train.max_steps=16"]
         assert main(["fit", "-c", str(TINY), f"run_dir={tiny_run}", "member=expert-0", *last]) == 0
     assert status(tiny_run)["state"] == "done"
@@ -226,7 +214,7 @@ def test_only_what_was_due_and_missed_is_made_up_for(tmp_path, step, validated, 
     epoch = SimpleNamespace(val_loop=loop)
     trainer = SimpleNamespace(global_step=step, max_steps=20, fit_loop=SimpleNamespace(epoch_loop=epoch))
     status = MemberStatus("expert-0", 20, validated_step=validated)
-    MissedValidation(tmp_path, status, 8).on_train_start(trainer, None)
+    MissedValidation(tmp_path, status, 8).make_up(trainer)
     assert taken == [False] * again
 
 
@@ -239,6 +227,6 @@ def test_a_point_behind_the_checkpoint_that_is_resumed_does_not_count(undisturbe
     shutil.rmtree(member / "checkpoints/step-00000020.ckpt")
     (member / "status.json").write_text(json.dumps({**status(run), "validated_step": 24}))
     seen = []
-    monkeypatch.setattr(MissedValidation, "on_train_start", lambda self, *_: seen.append(self.status.validated_step))
+    monkeypatch.setattr(MissedValidation, "make_up", lambda self, _: seen.append(self.status.validated_step))
     assert fit(run) == 0
     assert seen == [16]

@@ -12,14 +12,14 @@ from ddm_lightning.core.errors import UserError
 from ddm_lightning.flow.condition import ConditionSpec
 from ddm_lightning.shards.loader import Ranks, steps
 from ddm_lightning.shards.manifest import StoredForm
-from ddm_lightning.training.expert import ExpertModule
+from ddm_lightning.training.module import ExpertModule
 from ddm_lightning.training.optimizer import build_optimizer
 
 NUM_TIMES = 8
 
 
 def drawn(module, num=6):
-    noised = module.noised(batch(num))
+    noised = module.noisy_batch(batch(num))
     return noised.noise, noised.t, noised.condition.keep
 
 
@@ -51,7 +51,7 @@ def test_noise_of_ranks_and_steps_is_independent():
 
 
 def test_the_batch_lies_on_the_straight_path():
-    noised = expert().noised(batch())
+    noised = expert().noisy_batch(batch())
     x_0 = (batch()["x_0"].numpy().astype(np.float64) - 127.5) / 127.5
     t = noised.t.double().numpy()[:, None, None, None]
     np.testing.assert_allclose(noised.x_0.numpy(), x_0, atol=1e-6)
@@ -62,7 +62,7 @@ def test_the_batch_lies_on_the_straight_path():
 
 
 def test_timesteps_follow_their_density():
-    t = expert(timesteps=TimestepsConfig(mean=0.5, std=0.8)).noised(batch(4000)).t.double().numpy()
+    t = expert(timesteps=TimestepsConfig(mean=0.5, std=0.8)).noisy_batch(batch(4000)).t.double().numpy()
     logit = np.log(t) - np.log1p(-t)
     assert logit.mean() == pytest.approx(0.5, abs=0.05)
     assert logit.std() == pytest.approx(0.8, abs=0.04)
@@ -71,7 +71,7 @@ def test_timesteps_follow_their_density():
 def test_timesteps_are_shifted_for_the_resolution():
     """SD3 (2403.03206), section 5.3.2: t becomes 3t / (1 + 2t)."""
     plain, shifted = (
-        expert(timesteps=TimestepsConfig(shift=shift)).noised(batch(64)).t.double().numpy() for shift in (1.0, 3.0)
+        expert(timesteps=TimestepsConfig(shift=shift)).noisy_batch(batch(64)).t.double().numpy() for shift in (1.0, 3.0)
     )
     np.testing.assert_allclose(shifted, 3 * plain / (1 + 2 * plain), rtol=1e-5)
     assert shifted.mean() > plain.mean() + 0.1
@@ -81,7 +81,7 @@ def test_timesteps_are_shifted_for_the_resolution():
 def test_conditions_are_dropped_as_often_as_asked(dropout):
     num, steps = 500, 40
     kept = torch.cat(
-        [expert(step=step, condition_dropout=dropout).noised(batch(num)).condition.keep for step in range(steps)]
+        [expert(step=step, condition_dropout=dropout).noisy_batch(batch(num)).condition.keep for step in range(steps)]
     )
     spread = 4 * np.sqrt(dropout * (1 - dropout) / (num * steps))
     assert abs((~kept).double().mean().item() - dropout) <= spread
@@ -89,7 +89,7 @@ def test_conditions_are_dropped_as_often_as_asked(dropout):
 
 def test_dropping_is_independent_of_noise_and_time():
     """A generator used twice from its beginning would tie the three together."""
-    noised = expert(condition_dropout=0.5).noised(batch(4000))
+    noised = expert(condition_dropout=0.5).noisy_batch(batch(4000))
     keep = noised.condition.keep.double().numpy()
     for other in (noised.t.double().numpy(), noised.noise[:, 0, 0, 0].double().numpy()):
         assert abs(np.corrcoef(keep, other)[0, 1]) < 0.06
@@ -97,14 +97,14 @@ def test_dropping_is_independent_of_noise_and_time():
 
 @pytest.mark.parametrize(("kind", "size", "name"), [("text", 6, "text"), ("class", 5, "label")])
 def test_the_condition_is_the_batchs(kind, size, name):
-    condition = expert(condition=ConditionSpec(kind, size)).noised(batch()).condition
+    condition = expert(condition=ConditionSpec(kind, size)).noisy_batch(batch()).condition
     assert torch.equal(condition.values, batch()[name])
-    assert expert(condition=ConditionSpec("none", 0)).noised(batch()).condition is None
+    assert expert(condition=ConditionSpec("none", 0)).noisy_batch(batch()).condition is None
 
 
 def test_half_of_the_pictures_are_mirrored_left_to_right_when_asked():
-    plain = expert(train=TrainConfig(1, 1)).noised(batch(400)).x_0
-    mirrored = expert(train=TrainConfig(1, 1, horizontal_flip=True)).noised(batch(400)).x_0
+    plain = expert(train=TrainConfig(1, 1)).noisy_batch(batch(400)).x_0
+    mirrored = expert(train=TrainConfig(1, 1, horizontal_flip=True)).noisy_batch(batch(400)).x_0
     same = (mirrored == plain).flatten(1).all(1)
     flipped = (mirrored == plain.flip(3)).flatten(1).all(1)
     assert bool((same ^ flipped).all())
@@ -117,15 +117,15 @@ def test_the_mirrored_pictures_own_encoding_is_used_where_it_is_stored():
     stored = batch(num)
     stored["x_0_flipped"] = 255 - batch(num, seed=1)["x_0"]
     module = expert(train=TrainConfig(1, 1, horizontal_flip=True))
-    found = module.noised(stored).x_0
+    found = module.noisy_batch(stored).x_0
     itself = (found == (stored["x_0"].float() - SHIFT) * SCALE).flatten(1).all(1)
     flipped = (found == (stored["x_0_flipped"].float() - SHIFT) * SCALE).flatten(1).all(1)
     assert bool((itself ^ flipped).all())
     assert 150 < int(flipped.sum()) < 250
     # The same samples as where the shards hold no such column, and none without the setting.
-    mirrored = module.noised(batch(num)).x_0
+    mirrored = module.noisy_batch(batch(num)).x_0
     assert torch.equal(flipped, (mirrored != (batch(num)["x_0"].float() - SHIFT) * SCALE).flatten(1).any(1))
-    plain = expert(train=TrainConfig(1, 1)).noised(stored).x_0
+    plain = expert(train=TrainConfig(1, 1)).noisy_batch(stored).x_0
     assert torch.equal(plain, (stored["x_0"].float() - SHIFT) * SCALE)
 
 
@@ -142,7 +142,7 @@ def test_a_posterior_is_drawn_anew_at_each_step_by_the_keyed_generator():
     stored = posterior_batch()
 
     def x_0(step=5, rank=1, **changes):
-        return expert(step=step, rank=rank, stored=POSTERIOR, **changes).noised(stored).x_0
+        return expert(step=step, rank=rank, stored=POSTERIOR, **changes).noisy_batch(stored).x_0
 
     torch.manual_seed(1)
     first = x_0()
@@ -150,14 +150,14 @@ def test_a_posterior_is_drawn_anew_at_each_step_by_the_keyed_generator():
     assert torch.equal(first, x_0()), "a resumed step draws what it drew"
     for other in (x_0(step=6), x_0(rank=0), x_0(seed=8), x_0(name="expert-1")):
         assert not torch.isclose(other, first).any(1).all()
-    noised = expert(step=5, rank=1, stored=POSTERIOR).noised(stored)
+    noised = expert(step=5, rank=1, stored=POSTERIOR).noisy_batch(stored)
     t = noised.t[:, None, None, None]
     torch.testing.assert_close(noised.x_t, (1 - t) * noised.x_0 + t * noised.noise)
 
 
 def test_draws_of_a_posterior_have_its_mean_and_spread_and_nothing_of_the_noise():
     stored = {name: values[:1].expand(4000, *values.shape[1:]) for name, values in posterior_batch().items()}
-    noised = expert(stored=POSTERIOR).noised(stored)
+    noised = expert(stored=POSTERIOR).noisy_batch(stored)
     mean, spread = POSTERIOR.mean(stored["x_0"][:1])[0].numpy(), POSTERIOR.spread(stored["x_0"][:1])[0].numpy()
     z = (noised.x_0.numpy() - mean) / spread
     assert np.abs(z.mean(0)).max() < 5 / np.sqrt(4000) and np.abs(z.std(0) - 1).max() < 5 / np.sqrt(8000)
@@ -172,7 +172,7 @@ def test_validation_looks_at_the_mean_of_a_posterior():
     )
     for step in (0, 9):
         module = expert(step=step, stored=POSTERIOR)
-        np.testing.assert_allclose(module.validation_noised(stored, 2, 3).x_0.numpy(), mean, rtol=1e-6, atol=1e-6)
+        np.testing.assert_allclose(module.noisy_validation_batch(stored, 2, 3).x_0.numpy(), mean, rtol=1e-6, atol=1e-6)
         np.testing.assert_allclose(module.normalised(stored).numpy(), mean, rtol=1e-6, atol=1e-6)
 
 
@@ -191,24 +191,25 @@ def test_token_ids_become_vectors_while_training():
         for number in ids:
             expected[row, number] += 1
     module = expert(caption_encoder=OnlineText())
-    np.testing.assert_array_equal(module.noised(stored).condition.values.numpy(), expected)
-    np.testing.assert_array_equal(module.validation_noised(stored, 0, 0).condition.values.numpy(), expected)
+    np.testing.assert_array_equal(module.noisy_batch(stored).condition.values.numpy(), expected)
+    np.testing.assert_array_equal(module.noisy_validation_batch(stored, 0, 0).condition.values.numpy(), expected)
     # Vectors that are stored win: they are not computed twice.
     both = {**stored, "text": batch()["text"]}
-    assert torch.equal(module.noised(both).condition.values, both["text"])
-    assert expert(caption_encoder=OnlineText(), condition=ConditionSpec("none", 0)).noised(stored).condition is None
+    assert torch.equal(module.noisy_batch(both).condition.values, both["text"])
+    unconditional = expert(caption_encoder=OnlineText(), condition=ConditionSpec("none", 0))
+    assert unconditional.noisy_batch(stored).condition is None
 
 
 def test_validation_is_the_same_at_every_step_and_for_every_member():
-    first = [expert().validation_noised(batch(), 2, index) for index in range(NUM_TIMES)]
-    later = [expert(step=99, name="expert-3").validation_noised(batch(), 2, index) for index in range(NUM_TIMES)]
+    first = [expert().noisy_validation_batch(batch(), 2, index) for index in range(NUM_TIMES)]
+    later = [expert(step=99, name="expert-3").noisy_validation_batch(batch(), 2, index) for index in range(NUM_TIMES)]
     for index, (a, b) in enumerate(zip(first, later, strict=True)):
         assert torch.equal(a.noise, b.noise)
         assert torch.equal(a.x_t, b.x_t)
         np.testing.assert_allclose(a.t.numpy(), (index + 0.5) / NUM_TIMES)
         assert bool(a.condition.keep.all())
     noises = {noised.noise.numpy().tobytes() for noised in first}
-    noises.add(expert().validation_noised(batch(), 3, 0).noise.numpy().tobytes())
+    noises.add(expert().noisy_validation_batch(batch(), 3, 0).noise.numpy().tobytes())
     assert len(noises) == NUM_TIMES + 1
 
 
@@ -225,7 +226,7 @@ def test_a_held_out_sample_has_the_same_noise_on_any_number_of_ranks(num_ranks, 
             module = expert(rank=rank, num_ranks=ranks_of_step, batch_size=size)
             dealt = steps(np.arange(num_held_out), Ranks(1, ranks_of_step, rank), size // ranks_of_step, full=False)
             for index, rows in enumerate(dealt):
-                noised = module.validation_noised({name: column[rows] for name, column in whole.items()}, index, 5)
+                noised = module.noisy_validation_batch({name: column[rows] for name, column in whole.items()}, index, 5)
                 # The first ones come once more where ranks would have unequally many.
                 found = dict(zip(rows.tolist(), noised.noise, strict=True)) | found
         return torch.stack([found[row] for row in range(num_held_out)])
@@ -241,15 +242,15 @@ def test_a_held_out_sample_has_the_same_noise_on_any_number_of_ranks(num_ranks, 
 def test_a_weighted_loss_counts_in_the_gradient_and_not_in_the_curve(prediction, gamma):
     plain, weighted = (expert(Recorder(prediction), min_snr_gamma=g) for g in (None, gamma))
     losses = [module.training_step(batch(), 0) for module in (plain, weighted)]
-    noised = plain.noised(batch())
+    noised = plain.noisy_batch(batch())
     snr = ((1 - noised.t) / noised.t).double() ** 2
     share = {"velocity": noised.t.double() ** 2, "epsilon": 1 / snr, "x_0": 1.0}[prediction]
-    each = plain.measure(noised, batch())["loss"].double()
+    each = plain.compute_losses(noised, batch())["loss"].double()
     expected = torch.clamp(snr, max=gamma) * share * each
     assert losses[1].item() == pytest.approx(expected.mean().item(), rel=1e-5)
     assert losses[1].item() != pytest.approx(losses[0].item(), rel=1e-2)
     assert plain.drain("train/") == pytest.approx(weighted.drain("train/"))
-    for a, b in zip(*(module.validation_noised(batch(), 0, 3).x_t for module in (plain, weighted)), strict=True):
+    for a, b in zip(*(module.noisy_validation_batch(batch(), 0, 3).x_t for module in (plain, weighted)), strict=True):
         assert torch.equal(a, b)
 
 
@@ -385,7 +386,23 @@ def test_batches_that_a_trainer_accumulates_over_draw_noise_of_their_own():
     times = [t for _, t, _ in network.calls]
     assert len({tuple(t.tolist()) for t in times}) == 4
     for step in range(2):
-        assert torch.equal(times[2 * step], expert(step=step).noised(batch()).t)
+        assert torch.equal(times[2 * step], expert(step=step).noisy_batch(batch()).t)
+
+
+def test_weights_over_timesteps_count_in_micro_batches_as_in_the_whole_batch():
+    gains = []
+    for changes in ({}, {"min_snr_gamma": 0.1}, {"min_snr_gamma": 0.1, "micro_batch_size": 4}):
+        network = Recorder()
+        trainer = L.Trainer(
+            accelerator="cpu", max_steps=2, limit_val_batches=0, logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+        batches = DataLoader([batch()] * 2, batch_size=None)
+        train = TrainConfig(2, 1, learning_rate=0.1, gradient_clip_norm=None)
+        trainer.fit(build(ExpertModule, network, train=train, **changes), batches, batches)
+        gains.append(network.gain.item())
+    assert gains[1] == pytest.approx(gains[2], rel=1e-5)
+    assert gains[1] != pytest.approx(gains[0], rel=1e-5)
 
 
 def test_attention_that_cannot_run_here_is_refused_before_the_first_step():

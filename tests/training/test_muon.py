@@ -2,18 +2,19 @@ import json
 
 import pytest
 import torch
-from tiny_runs import TINY
+from shards.mds import WARNINGS
 from torch import nn
 from torch.optim import AdamW, Muon
 from training.checkpoint.saved import load, save
+from training.short_fits import fit
 
-from ddm_lightning.cli.parser import main
 from ddm_lightning.config import TrainConfig
 from ddm_lightning.flow.condition import ConditionSpec
 from ddm_lightning.networks import DiT
 from ddm_lightning.training.ema import gathered_ema, track_ema
 from ddm_lightning.training.optimizer import MuonWithAdamW, build_optimizer, build_schedule, has_muon_matrices
 
+pytestmark = WARNINGS
 TRAIN = TrainConfig(20, 4, optimizer="muon", learning_rate=0.02, weight_decay=0.1, warmup_steps=5, schedule="cosine")
 
 
@@ -89,7 +90,7 @@ def test_each_parameter_is_in_one_group_and_matrices_alone_decay():
 
 
 @pytest.mark.parametrize("modulation", ["zero", "single"])
-def test_of_a_dit_it_takes_the_matrices_of_the_blocks_alone(modulation):
+def test_it_takes_only_the_matrices_of_a_dits_blocks(modulation):
     network = DiT(
         x_shape=(3, 8, 8), condition=ConditionSpec("class", 5), width=16, depth=2, num_heads=2, patch_size=2,
         modulation=modulation,
@@ -122,7 +123,7 @@ def test_each_layer_of_a_fused_matrix_is_orthogonalised_alone(name, num):
 
 
 @pytest.mark.parametrize("bad_step", [0, 3])
-def test_a_step_that_is_left_out_leaves_nothing_behind(bad_step):
+def test_a_skipped_step_changes_nothing(bad_step):
     """As if it had never been, though its gradients are NaN; in the first step, when there are no moments yet."""
     network, never = Network(), Network()
     optimizer, undisturbed = build_optimizer(network, TRAIN), build_optimizer(never, TRAIN)
@@ -168,23 +169,13 @@ def test_it_is_resumed_to_the_bit_with_its_averages(tmp_path):
     assert same(gathered_ema(resumed, optimizer), gathered_ema(straight, optimizers[0]))
 
 
-def test_only_matrices_within_blocks_are_for_it():
+def test_it_needs_matrices_within_blocks():
     assert has_muon_matrices(Network())
     assert not has_muon_matrices(nn.Linear(3, 3))
 
 
-@pytest.mark.filterwarnings("ignore::ResourceWarning")  # of Streaming, which hashes files without closing them
-@pytest.mark.filterwarnings("ignore:Exception ignored in. <_io.FileIO:pytest.PytestUnraisableExceptionWarning")
-def test_a_member_trains_with_it(tmp_path):
-    settings = (
-        f"run_dir={tmp_path}",
-        "expert.train.optimizer=muon",
-        "expert.train.max_steps=40",
-        "island.log_every_n_steps=20",
-        "island.validate_every_n_steps=40",
-    )
-    assert main(["prepare", "-c", str(TINY), *settings]) == 0
-    assert main(["fit", "-c", str(TINY), "member=expert-0", *settings]) == 0
-    metrics = json.loads((tmp_path / "members/expert-0/status.json").read_text())["metrics"]
+def test_a_member_trains_with_it(tiny_run):
+    assert fit(tiny_run, "expert.train.optimizer=muon") == 0
+    metrics = json.loads((tiny_run / "members/expert-0/status.json").read_text())["metrics"]
     assert metrics["held_out/loss"] > 0
     assert metrics["train/skipped_steps"] == 0

@@ -33,10 +33,6 @@ def test_with_zero_gradients_matrices_shrink_and_vectors_stay():
     assert torch.equal(module.bias.detach(), before["bias"])
 
 
-def test_a_network_of_vectors_alone_has_one_group():
-    assert len(build_optimizer(nn.LayerNorm(3), TrainConfig(1, 1)).param_groups) == 1
-
-
 def expected_factor(schedule, step, warmup, total):
     if step < warmup:
         return (step + 1) / warmup

@@ -56,7 +56,7 @@ def test_each_sample_has_its_own_loss_and_gradient_at_the_nearest_weights(finish
     load_tensors(nearest, module)
     module.replayed = (0, 17)
     batch = open_shards(data.training_folders()).take(np.arange(3))
-    noised = module.noised(batch)
+    noised = module.noisy_batch(batch)
     for row, sample in enumerate(replay.samples):
         one = noised.rows(slice(row, row + 1))
         with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-mixed"):

@@ -3,16 +3,13 @@ from types import SimpleNamespace
 import pytest
 from tiny_runs import TINY
 
-from ddm_lightning.config import load_experiment
-from ddm_lightning.core.devices import peak_of_this_device, peak_tflops
+from ddm_lightning.config import IslandConfig, load_experiment
+from ddm_lightning.core.devices import peak_tflops
 from ddm_lightning.members.member import Member
-from ddm_lightning.members.status import MemberStatus
 from ddm_lightning.shards.manifest import Manifest
 from ddm_lightning.training import speed
-from ddm_lightning.training.checkpoint.rolling import RollingCheckpoints
-from ddm_lightning.training.fit import _cost, build_module, build_trainer
-from ddm_lightning.training.parallel.strategy import choose_strategy
-from ddm_lightning.training.speed import Speed, StepCost, peak_memory_bytes
+from ddm_lightning.training.fit import build_module
+from ddm_lightning.training.speed import Speed, StepCost, measure_cost, peak_memory_bytes
 
 
 @pytest.fixture
@@ -22,32 +19,32 @@ def clock(monkeypatch):
     return now
 
 
-def take(callback, clock, steps, wait, work):
+def take(measured, clock, steps, wait, work):
     for _ in range(steps):
         clock.seconds += wait
-        callback.on_train_batch_start()
+        measured.end_wait()
         clock.seconds += work
-        callback.on_train_batch_end()
+        measured.begin_wait()
 
 
 def test_rates_are_of_the_time_since_the_last_report_without_validation(clock):
-    callback = Speed(32, StepCost(flops=2e9, recomputed_flops=1e9, peak_flops=1e12))
-    callback.on_train_start(SimpleNamespace(global_step=7), None)
-    take(callback, clock, 4, wait=0.5, work=1.5)
-    callback.on_validation_start()
+    measured = Speed(32, StepCost(flops=2e9, recomputed_flops=1e9, peak_flops=1e12))
+    measured.start(7)
+    take(measured, clock, 4, wait=0.5, work=1.5)
+    measured.pause()
     clock.seconds += 1000
-    callback.on_validation_end()
-    take(callback, clock, 1, wait=0.5, work=1.5)
-    figures = callback.read(12)
+    measured.resume()
+    take(measured, clock, 1, wait=0.5, work=1.5)
+    figures = measured.read(12)
     # The first batch was waited for before the first step ended; that wait nobody counts.
     assert figures["train/samples_per_second"] == pytest.approx(5 * 32 / 10)
     assert figures["train/data_wait"] == pytest.approx(4 * 0.5 / 10)
     assert figures["train/mfu"] == pytest.approx(16 * 2e9 / 1e12)
     assert figures["train/hfu"] == pytest.approx(16 * 3e9 / 1e12)
-    take(callback, clock, 2, wait=1.0, work=1.0)
-    figures = callback.read(14)
+    take(measured, clock, 2, wait=1.0, work=1.0)
+    figures = measured.read(14)
     assert figures["train/samples_per_second"] == pytest.approx(16) and figures["train/data_wait"] == pytest.approx(0.5)
-    assert callback.read(14) == {}, "no step was taken"
+    assert measured.read(14) == {}, "no step was taken"
 
 
 @pytest.mark.parametrize(("checkpointed", "forward_passes"), [("false", 3), ("true", 4)])
@@ -59,19 +56,19 @@ def test_a_forward_pass_counts_once_more_in_hfu_where_it_is_computed_twice(
     experiment = load_experiment(TINY, [f"island.activation_checkpointing={checkpointed}"])
     manifest = Manifest.read(tiny_prepared.parent)
     member = Member.resolve("expert-0", experiment, manifest)
-    cost, _ = _cost(build_module(member, experiment.island, manifest))
-    callback = Speed(8, cost)
-    callback.on_train_start(SimpleNamespace(global_step=0), None)
-    take(callback, clock, 1, wait=0.5, work=0.5)
-    figures = callback.read(1)
+    cost, _ = measure_cost(build_module(member, experiment.island, manifest).network, member, experiment.island)
+    measured = Speed(8, cost)
+    measured.start(0)
+    take(measured, clock, 1, wait=0.5, work=0.5)
+    figures = measured.read(1)
     assert figures["train/hfu"] / figures["train/mfu"] == pytest.approx(forward_passes / 3, rel=0.02)
 
 
 def test_without_a_known_peak_there_is_no_mfu(clock):
-    callback = Speed(32, StepCost(flops=2e9, recomputed_flops=0, peak_flops=None))
-    callback.on_train_start(SimpleNamespace(global_step=0), None)
-    take(callback, clock, 1, wait=0.5, work=0.5)
-    assert callback.read(1).keys() == {"train/samples_per_second", "train/data_wait", "train/memory_gb"}
+    measured = Speed(32, StepCost(flops=2e9, recomputed_flops=0, peak_flops=None))
+    measured.start(0)
+    take(measured, clock, 1, wait=0.5, work=0.5)
+    assert measured.read(1).keys() == {"train/samples_per_second", "train/data_wait", "train/memory_gb"}
 
 
 @pytest.mark.parametrize(
@@ -97,33 +94,26 @@ def test_peaks_are_dense_and_unknown_devices_have_none(name, precision, tf32, ex
     assert peak_tflops(name, precision, tf32=tf32) == expected
 
 
-def test_a_cpu_has_no_peak_and_the_line_says_so():
-    assert peak_of_this_device("cpu", "bf16-mixed") == ("this CPU", None)
-    cost, line = StepCost.of(2.5e9, 0, "cpu", "32-true", 2)
-    assert cost == StepCost(2.5e9, 0, None)
-    assert line == "2.5 GFLOP a sample; the peak of this CPU is not known, so no MFU is shown"
-
-
-def test_the_peak_of_several_devices_is_their_sum(monkeypatch):
-    monkeypatch.setattr(speed, "peak_of_this_device", lambda *_: ("NVIDIA H200", 989.4))
-    cost, line = StepCost.of(1e12, 0, "gpu", "bf16-mixed", 8)
-    assert cost.peak_flops == pytest.approx(8 * 989.4e12)
-    assert line == "1000 GFLOP a sample; MFU against 8 x 989.4 TFLOP/s of NVIDIA H200 in bf16-mixed"
+@pytest.mark.parametrize(
+    ("island", "peak", "line"),
+    [
+        (IslandConfig("cpu", 2), None, "the peak of this CPU is not known, so no MFU is shown"),
+        (
+            IslandConfig("gpu", 8, precision="bf16-mixed"),
+            8 * 989.4e12,
+            "MFU against 8 x 989.4 TFLOP/s of NVIDIA H200 in bf16-mixed",
+        ),
+    ],
+)
+def test_the_line_of_the_cost_names_the_device_and_sums_the_peaks(monkeypatch, island, peak, line):
+    monkeypatch.setattr(speed, "flops_per_sample", lambda *_, **__: 2.5e9)
+    if island.accelerator == "gpu":
+        monkeypatch.setattr(speed, "peak_of_this_device", lambda *_: ("NVIDIA H200", 989.4))
+    member = SimpleNamespace(x_shape=None, condition=None)
+    cost, told = measure_cost(None, member, island)
+    assert (cost.flops, cost.recomputed_flops, cost.peak_flops) == (2.5e9, 0, pytest.approx(peak) if peak else None)
+    assert told == f"2.5 GFLOP a sample; {line}"
 
 
 def test_peak_memory_is_of_this_process():
-    before = peak_memory_bytes()
-    assert 1e8 < before < 1e11
-    block = bytearray(300 * 1024**2)
-    block[::4096] = b"x" * len(block[::4096])
-    assert peak_memory_bytes() >= before
-
-
-def test_time_that_a_checkpoint_takes_is_no_wait_for_data(tiny_prepared, tmp_path):
-    """Lightning puts its own kind of checkpoints behind all other callbacks."""
-    experiment = load_experiment(TINY, [])
-    member = Member.resolve("expert-0", experiment, Manifest.read(tiny_prepared.parent))
-    strategy, _ = choose_strategy(experiment.island, 1000)
-    trainer, _ = build_trainer(member, experiment, tmp_path, MemberStatus("expert-0", 40), strategy)
-    kinds = [type(callback) for callback in trainer.callbacks]
-    assert kinds.index(RollingCheckpoints) < kinds.index(Speed)
+    assert 1e8 < peak_memory_bytes() < 1e11

@@ -14,41 +14,38 @@ from ddm_lightning.core.errors import UserError
 from ddm_lightning.encoders import images
 from ddm_lightning.flow.randomness import keyed_generator
 from ddm_lightning.shards.manifest import StoredForm
-from ddm_lightning.training.previews import PictureLogger, routing_heat_map
+from ddm_lightning.training.loggers import SampleLogger, routing_heat_map
 
 pytestmark = WARNINGS
 
 
-def test_of_a_posterior_what_is_drawn_has_the_channels_of_a_sample():
-    plugin = SimpleNamespace(forward_context=contextlib.nullcontext)
+def sampled(module, given, **settings):
+    module._trainer.precision_plugin = SimpleNamespace(forward_context=contextlib.nullcontext)
     stop = SimpleNamespace(cuts_validation=lambda _: False)
+    return SampleLogger(MEMBER, SampleConfig(**settings), stop).sampled(module, given)
+
+
+def test_samples_from_a_stored_posterior_have_the_channels_of_an_image():
     module = expert(stored=StoredForm("posterior", {"scale": 0.5, "shift": 0.0}))
-    module._trainer.precision_plugin = plugin
-    drawer = PictureLogger(MEMBER, SampleConfig(), stop)
-    drawer._batch = {**batch(), "x_0": torch.randn(6, 8, 4, 4, generator=torch.Generator().manual_seed(0))}
-    drawn = drawer._sampled(module)
-    assert drawn.shape == module.normalised(drawer._batch).shape == (6, 4, 4, 4)
-    assert all(x_t.shape == drawn.shape for x_t, *_ in module.network.calls)
+    given = {**batch(), "x_0": torch.randn(6, 8, 4, 4, generator=torch.Generator().manual_seed(0))}
+    found = sampled(module, given)
+    assert found.shape == module.normalised(given).shape == (6, 4, 4, 4)
+    assert all(x_t.shape == found.shape for x_t, *_ in module.network.calls)
 
 
-def test_previews_are_guided_as_the_experiment_says():
+def test_samples_are_guided():
     """One step from t = 1 to 0: the noise less the guided velocity."""
 
     class Answers(torch.nn.Module):
         def forward(self, x_t, t, condition):
             return x_t * (1.0 + 2.0 * condition.keep[:, None, None, None])  # 1 without the condition, 3 with it
 
-    settings = SampleConfig(guidance_scale=4, num_steps=1)
-    module = expert(Answers())
-    module._trainer.precision_plugin = SimpleNamespace(forward_context=contextlib.nullcontext)
-    drawer = PictureLogger(MEMBER, settings, SimpleNamespace(cuts_validation=lambda _: False))
-    drawer._batch = batch()
-    shape = module.normalised(drawer._batch).shape
-    noise = torch.randn(shape, generator=keyed_generator(drawer.member.seed, "pictures"))
-    torch.testing.assert_close(drawer._sampled(module), noise - (1 + 4 * (3 - 1)) * noise)
+    noise = torch.randn((6, 3, 4, 4), generator=keyed_generator(MEMBER.seed, "pictures"))
+    found = sampled(expert(Answers()), batch(), guidance_scale=4, num_steps=1)
+    torch.testing.assert_close(found, noise - (1 + 4 * (3 - 1)) * noise)
 
 
-def test_a_panel_a_timestep_with_rows_that_sum_to_one():
+def test_the_heat_map_has_a_panel_per_timestep_and_rows_that_sum_to_one():
     confusion = (
         torch.rand(8, 3, 3, generator=torch.Generator().manual_seed(0)) * torch.tensor([10.0, 50.0, 1.0])[:, None]
     )
@@ -83,7 +80,7 @@ def test_an_island_that_cannot_decode_trains_without_images_and_says_so(finished
     assert fit(tiny_run) == 0
     said = [line for line in capsys.readouterr().err.splitlines() if "no weights here" in line]
     if place == "__init__":
-        assert said == ["expert-0: trains without sample images in TensorBoard: no weights here"]
+        assert said == ["expert-0: trains without sample images: no weights here"]
     else:
         assert said == [f"expert-0: step {at}: no images of this validation: no weights here" for at in (12, 20)]
     assert weights(tiny_run) == weights(finished)

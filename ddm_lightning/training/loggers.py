@@ -1,0 +1,183 @@
+"""Loggers by name, and the images that they show: samples of an expert, routing heat maps of the router."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import numpy as np
+import torch
+from jaxtyping import Float
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from ddm_lightning.config import SampleConfig
+from ddm_lightning.core.errors import first_line
+from ddm_lightning.core.grids import labelled_grid
+from ddm_lightning.core.registry import IMAGE_ENCODERS
+from ddm_lightning.encoders.interfaces import ImageEncoder
+from ddm_lightning.flow.condition import Condition
+from ddm_lightning.flow.path import guided, to_velocity
+from ddm_lightning.flow.randomness import keyed_generator
+from ddm_lightning.flow.solvers import integrate
+from ddm_lightning.flow.timesteps import sampling_times
+from ddm_lightning.members.member import Member
+from ddm_lightning.training.callbacks import StopOnRequest
+from ddm_lightning.training.module import MemberModule, RouterModule
+
+NUM_COLUMNS = 8
+
+
+class _CutShortError(Exception):
+    """The validation must end while samples are generated."""
+
+
+def build_loggers(names: list[str], folder: Path, project: str, resumed_step: int) -> list[Logger]:
+    """Build the loggers of a member.
+
+    Args:
+        names: ``tensorboard``, ``csv`` or ``wandb``.
+        folder: the member's folder; each logger has a folder of its own in it.
+        project: the project's name in Weights & Biases.
+        resumed_step: step of the checkpoint to resume from; 0 for none.
+    """
+    loggers: list[Logger] = []
+    for name in names:
+        if name == "tensorboard":
+            purge_step = resumed_step + 1 if resumed_step else None
+            loggers.append(TensorBoardLogger(folder, name="", version="tensorboard", purge_step=purge_step))
+        elif name == "csv":  # a file per start: the logger would overwrite that of an earlier one
+            loggers.append(CSVLogger(folder / "csv", "", f"from-step-{resumed_step:08d}", flush_logs_every_n_steps=1))
+        else:
+            loggers.append(WandbLogger(folder.name, folder, project=project, group=folder.name))
+    return loggers
+
+
+def log_image(trainer: L.Trainer, name: str, image: np.ndarray[Any, Any] | Figure) -> None:
+    """Show an image ``[h w 3]`` or a figure in every logger that takes images."""
+    for logger in trainer.loggers:
+        if isinstance(logger, WandbLogger):
+            logger.log_image(name, [image], trainer.global_step)
+        elif isinstance(logger, TensorBoardLogger) and isinstance(image, Figure):
+            logger.experiment.add_figure(name, image, trainer.global_step)
+        elif isinstance(logger, TensorBoardLogger):
+            logger.experiment.add_image(name, image, trainer.global_step, dataformats="HWC")
+
+
+class SampleLogger(L.Callback):
+    """Logs images at each validation: held-out images above samples of an expert, or the router's heat map.
+
+    It runs before the module swaps its training weights back, so it shows what the artifact will hold. Training goes
+    on without images that cannot be made.
+
+    Args:
+        member: the member.
+        sample: solver steps and guidance.
+        stop: cuts sampling short.
+    """
+
+    def __init__(self, member: Member, sample: SampleConfig, stop: StopOnRequest) -> None:
+        self.member, self.sample, self.stop = member, sample, stop
+        self._batch: dict[str, Tensor] | None = None
+        self._is_off = False
+
+    def setup(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
+        """Build the decoder once, on rank zero; if that fails no rank samples."""
+        self._is_off = not any(isinstance(logger, TensorBoardLogger | WandbLogger) for logger in trainer.loggers)
+        if isinstance(module, RouterModule) or self._is_off:
+            return
+        if trainer.is_global_zero:
+            try:
+                self._encoder()
+            except Exception as error:  # noqa: BLE001  # no image is worth a training
+                self._is_off = True
+                self._print(f"trains without sample images: {first_line(error)}")
+        self._is_off = trainer.strategy.broadcast(self._is_off)
+
+    def on_validation_batch_start(
+        self, trainer: L.Trainer, module: L.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Keep the first held-out batch for its images and conditions."""
+        if batch_idx == 0:
+            self._batch = {name: value[:NUM_COLUMNS] for name, value in batch.items()}
+
+    @torch.no_grad()
+    def on_validation_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        """Log the images; every rank samples, as a sharded network needs all, and rank zero decodes and logs."""
+        if trainer.should_stop or self._is_off:
+            return
+        try:
+            if isinstance(module, RouterModule):
+                if trainer.is_global_zero and module.confusion is not None:
+                    log_image(trainer, "held_out/routing", routing_heat_map(module.confusion.cpu()))
+            elif self._batch is not None:
+                assert isinstance(module, MemberModule)
+                self._log_samples(trainer, module, self._batch)
+        except Exception as error:  # noqa: BLE001  # no image is worth a training
+            self._print(f"step {trainer.global_step}: no images of this validation: {first_line(error)}")
+
+    def _log_samples(self, trainer: L.Trainer, module: MemberModule, batch: dict[str, Tensor]) -> None:
+        sampled = self.sampled(module, batch)
+        if sampled is None or not trainer.is_global_zero:
+            return
+        encoder = self._encoder()  # anew, so that its memory is the step's between validations
+        rows = [
+            (name, list(encoder.decode(x_0.float().cpu())))
+            for name, x_0 in (("held out", module.normalised(batch)), ("sampled", sampled))
+        ]
+        log_image(trainer, "samples", np.asarray(labelled_grid(rows)))
+
+    def sampled(self, module: MemberModule, batch: dict[str, Tensor]) -> Float[Tensor, "b c h w"] | None:
+        """Sample under the conditions of ``batch``; None if the validation is cut short."""
+        x_0 = module.normalised(batch)  # its shape; a stored posterior has twice the channels
+        condition, scale = module.condition(batch), self.sample.guidance_scale
+
+        def predicted(x_t: Tensor, t: Tensor, condition: Condition | None) -> Tensor:
+            if self.stop.cuts_validation(module.trainer):
+                raise _CutShortError
+            # The precision of a validation step: sharded weights may exist in bfloat16 only.
+            with module.trainer.precision_plugin.forward_context():
+                return to_velocity(module.network(x_t, t, condition).float(), x_t, t, module.prediction)
+
+        def velocity(x_t: Tensor, t: Tensor) -> Tensor:
+            found = predicted(x_t, t, condition)
+            if condition is None or scale == 1:
+                return found
+            return guided(found, predicted(x_t, t, condition.null()), scale)
+
+        generator = keyed_generator(self.member.seed, "pictures", device=x_0.device)
+        noise = torch.randn(x_0.shape, generator=generator, device=x_0.device)
+        times = sampling_times(self.sample.num_steps, self.member.timesteps.shift, device=x_0.device)
+        try:
+            return integrate(velocity, noise, times)
+        except _CutShortError:
+            return None
+
+    def _encoder(self) -> ImageEncoder:
+        plugin = self.member.image_encoder
+        encoder: ImageEncoder = IMAGE_ENCODERS.build(plugin.name, plugin.params)
+        return encoder
+
+    def _print(self, line: str) -> None:
+        print(f"{self.member.name}: {line}", file=sys.stderr)
+
+
+def routing_heat_map(confusion: Float[Tensor, "t k k"]) -> Figure:
+    """Draw a panel per timestep: true clusters downwards, the mean probability of each cluster across."""
+    num_times, num_clusters, _ = confusion.shape
+    figure = Figure(figsize=(2.1 * num_times, 2.6), layout="constrained")
+    shares = (confusion / confusion.sum(2, keepdim=True).clamp_min(1e-9)).numpy()
+    for index, axis in enumerate(figure.subplots(1, num_times, squeeze=False)[0]):
+        axis.imshow(shares[index], vmin=0, vmax=1, cmap="viridis")
+        axis.set_title(f"t = {(index + 0.5) / num_times:.2f}", fontsize=9)
+        axis.set_xticks(range(num_clusters))
+        axis.set_yticks(range(num_clusters))
+        axis.set_xlabel("routed to", fontsize=8)
+        for (row, column), share in np.ndenumerate(shares[index]):
+            colour = "w" if share < 0.6 else "k"
+            axis.text(column, row, f"{share:.2f}", ha="center", va="center", fontsize=6, color=colour)
+    figure.get_axes()[0].set_ylabel("true cluster", fontsize=8)
+    return figure
