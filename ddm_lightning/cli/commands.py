@@ -121,7 +121,7 @@ def _fit_one(member: str, experiment: Experiment, options: argparse.Namespace) -
         processes.end_imports()
         status = fit_member(member, experiment, run, show_progress=sys.stderr.isatty())
     except UserError:
-        # Nothing was trained: release the folder, so that the corrected experiment may use it.
+        # Nothing was trained: release the folder, so that a corrected experiment can use it.
         if is_new and _names_in(run.member(member) / "checkpoints") == checkpoints:
             run.experiment.unlink(missing_ok=True)
         raise

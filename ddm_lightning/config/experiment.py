@@ -130,7 +130,7 @@ class TrainConfig:
     max_steps: int = option(MISSING, low=1)
     """Optimizer steps."""
     global_batch_size: int = option(MISSING, low=1)
-    """Samples per step. For experts: of the equal-FLOP monolith; one expert takes 1/K of it."""
+    """Samples per step. For experts, the monolith's batch; each expert takes 1/K of it."""
     optimizer: str = option("adamw", choices=("adamw", "muon"))
     """``adamw``, or ``muon`` for the blocks' matrices (AdamW for adaLN and the rest); ``muon`` excludes FSDP2."""
     learning_rate: float = option(1e-4, low=0)
@@ -144,7 +144,7 @@ class TrainConfig:
     gradient_clip_norm: float | None = option(1.0, low=1e-12)
     """Maximum global gradient norm; null for no clipping."""
     max_skipped_steps: int = option(10, low=0)
-    """Maximum of consecutive steps skipped for a gradient that is not finite; not counted under ``16-mixed``."""
+    """Maximum number of consecutive steps skipped for a non-finite gradient; not counted under ``16-mixed``."""
     horizontal_flip: bool = False
     """Whether to mirror half of the training samples; not for images with text."""
     ema_decay: float = option(0.9999, low=0, high=0.9999999)
@@ -224,7 +224,7 @@ class IslandConfig:
     validate_every_n_steps: int = option(1000, low=1)
     """Steps between validations on held-out samples; each logs images."""
     checkpoint_every_n_steps: int = option(500, low=1)
-    """Steps between checkpoints; a killed member loses at most these."""
+    """Steps between checkpoints; a killed member loses at most this many."""
     log_sample_ids: bool = False
     """Whether to write each step's sample ids to ``sample_ids.txt`` (``sample_ids-0.txt`` … for several devices)."""
     keep_checkpoints: int = option(2, low=1)

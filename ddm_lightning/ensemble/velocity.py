@@ -24,8 +24,8 @@ class Ensemble:
 
     Args:
         experts: networks with ``forward(x_t, t, condition)`` and a declared ``prediction``, all on one device.
-        router: network whose ``forward(x_t, t, condition)`` returns K logits. Without one, K > 1 experts need a
-            strategy that does without a router.
+        router: network whose ``forward(x_t, t, condition)`` returns K logits. None for K = 1, or for a
+            strategy that needs no router.
         priors: share of the data in each cluster, [K], positive, summing to 1.
         router_conditional: whether the router takes a condition; published ones see x_t and t only.
 

@@ -148,7 +148,7 @@ def sample_grid(
         experiment: its seed, image encoder and ``sample`` section.
         rows: see ``row_conditions``.
         credit: credit of the data set, printed below the grid.
-        singles: folder to which each image is written at once; None generates only the images of the grid.
+        singles: folder for single images, written as they are made; None saves none.
         show_progress: whether to show a progress bar on stderr.
 
     Returns:

@@ -140,7 +140,7 @@ def _done(name: str, experiment: Experiment, run: RunFolder) -> bool:
 
 
 def _longest_first(names: list[str], experiment: Experiment, run: RunFolder) -> list[str]:
-    """Sort by cost, so that a long training does not end up alone."""
+    """Start the longest trainings first, so that all finish at about the same time."""
     manifest = Manifest.read(run.root)
     members = [Member.resolve(name, experiment, manifest) for name in names]
     try:
@@ -189,7 +189,8 @@ def _wait_for_any(running: list[_Child]) -> None:
 def _task(progress: Progress, member: str, experiment: Experiment, run: RunFolder) -> TaskID:
     status = member_status(member, experiment, run)
     state = status.state if _done(member, experiment, run) else "waiting"
-    return progress.add_task(member, start=False, total=status.max_steps, completed=status.step, note=state)
+    max_steps = train_config(member, experiment).max_steps  # a finished training may go on
+    return progress.add_task(member, start=False, total=max_steps, completed=status.step, note=state)
 
 
 def _failure(child: _Child, code: int) -> str:

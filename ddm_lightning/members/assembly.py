@@ -138,7 +138,7 @@ def _checked(path: Path, members: Iterable[tuple[Path, ArtifactMeta]], priors: S
             if getattr(meta, key) != getattr(first, key):
                 raise UserError(
                     f"{folder / MEMBER_FILE}: was trained on another {key} than "
-                    f"{first_folder / MEMBER_FILE}; take members of one run, or fit {meta.member} again"
+                    f"{first_folder / MEMBER_FILE}; take members of one run, or fit one of the two again"
                 )
     if first.num_clusters != len(priors):
         raise UserError(

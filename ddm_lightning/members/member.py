@@ -47,7 +47,7 @@ def parse_members(text: str, experiment: Experiment) -> list[str]:
 
 
 def train_config(name: str, experiment: Experiment) -> TrainConfig:
-    """Training settings of a member; ``Member.resolve`` has the rest, but needs the sizes of the data."""
+    """Training settings of a member; needs no data sizes, unlike ``Member.resolve``."""
     return (experiment.router if name == ROUTER else experiment.expert).train
 
 
@@ -136,7 +136,7 @@ class Member:
             return make_network(self.role, self.network, self.x_shape, self.condition, self.num_clusters)
 
     def plan_network(self) -> nn.Module:
-        """Build the network on the meta device, without memory for weights; plug-ins that cannot, on the CPU.
+        """Build the network on the meta device, without memory for weights; on the CPU for plug-ins that fail there.
 
         Raises:
             UserError: as ``build_network``.

@@ -74,7 +74,7 @@ class PatchTransformer(nn.Module):
         self.time_embedding = TimestepEmbedding(width)
 
     def initialise(self) -> None:
-        """Draw all weights from torch's global generator: adaLN-Zero (section 3.2), in the ranges of DiT's code.
+        """Initialise all weights from torch's global generator: adaLN-Zero (section 3.2), with DiT's ranges.
 
         Linear layers are Xavier-uniform with zero bias, embeddings normal(0.02), modulations and last layer zero.
         """
@@ -87,7 +87,7 @@ class PatchTransformer(nn.Module):
                 part.initialise()
 
     def tokens(self, x_t: Float[Tensor, "b c h w"]) -> Tokens:
-        """Embedded patches, plus their positions unless these are rotary.
+        """Embed the patches; add positions unless RoPE is used.
 
         Raises:
             ValueError: ``x_t`` has another shape than ``x_shape``.
@@ -98,7 +98,7 @@ class PatchTransformer(nn.Module):
         embedded: Tensor = self.patch_embedding(patches)
         if self.positions is not None:
             return embedded + self.positions
-        # Float32 even under autocast, as added positions would make it; otherwise blocks would sum in half precision.
+        # Keep float32 under autocast, so that blocks do not sum in half precision.
         assert self.rotation is not None
         return embedded.to(self.rotation.dtype)
 

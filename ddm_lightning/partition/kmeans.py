@@ -1,6 +1,6 @@
 """Balanced k-means in pure torch: every cluster has a price, and a crowded cluster raises its own.
 
-To assign weighted samples to clusters of limited capacity at least total cost is a transport problem. Its dual
+Assigning weighted samples to clusters of limited capacity at minimum cost is a transport problem. Its dual
 variables are prices: a sample takes the cluster with the least cost plus price, and at the right prices no cluster
 exceeds its capacity. The auction below raises prices from zero, so that a cluster that never fills up stays free
 (Bertsekas, "Auction algorithms for network flow problems", 1992, for unequal capacities).
@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
-# How far from its best cluster the auction may leave a sample, relative to the std of the costs.
+# Largest cost above a sample's best cluster that the auction accepts, in std of the costs.
 _AUCTION_STEP = 3e-3
 # Price rises per cluster before ``repair`` takes over; reached only if large weights cannot fit.
 _RISES_PER_CLUSTER = 200
@@ -74,7 +74,7 @@ def balanced_kmeans(
 
 
 def capacity(total: float, num_clusters: int, max_largest_over_mean: float) -> float:
-    """Return the largest weight of one cluster: at least the mean rounded up, which whole samples need."""
+    """Return the largest weight of one cluster: at least the mean, rounded up because samples are whole."""
     if math.isinf(max_largest_over_mean):
         return math.inf
     mean = total / num_clusters

@@ -82,8 +82,8 @@ class Stage:
     outputs: tuple[str, ...]
     """Patterns of its result files below ``prepared/``."""
     begin: Callable[[], Callable[[], str | None]]
-    """Do what may be refused, while the old files stay in place. The returned function writes the new files; it may
-    describe what was found."""
+    """Check and compute; raise before old files change. Returns the function that writes the new files, which may
+    return a line to print."""
 
     @property
     def key(self) -> str:
@@ -178,7 +178,7 @@ class Preparation:
     def _run(self, stage: Stage) -> None:
         start = time.monotonic()
         write = stage.begin()
-        # Without the manifest nobody takes a half-changed folder for a finished one.
+        # Remove the manifest first, so that a half-changed folder does not look finished.
         manifest_path(self.run_dir).unlink(missing_ok=True)
         self.ledger.forget(stage.name)
         found = write()
@@ -187,7 +187,7 @@ class Preparation:
         self.reporter.say(f"{stage.name}: done in {time.monotonic() - start:.1f} s" + (f": {found}" if found else ""))
 
     def pending(self) -> list[Stage]:
-        """List the first stage without a valid record and all after it, from the files as they are now."""
+        """Re-read the records; list the first invalid stage and all later ones."""
         self.ledger = Ledger(self.ledger.file)
         self.prepared = Prepared(self.folder, self.parts)
         stages = self._stages()

@@ -111,7 +111,7 @@ class Manifest:
     priors: tuple[float, ...]
     """Each cluster's share of the samples."""
     seed: int
-    """Of the partition and of the sample order."""
+    """Seed of the partition and of the sample order."""
     index_sha256: dict[str, str]
     """SHA-256 of each ``index.json``, by its folder below ``shards/`` ("cluster-0/train")."""
     partition_sha256: str
@@ -226,7 +226,7 @@ class StoredForm:
         return stored[:, stored.shape[1] // 2 :].to(dtype) * self._units(stored.device, dtype)[0].abs()
 
     def draw(self, stored: Shaped[Tensor, "b s h w"], generator: torch.Generator) -> Float[Tensor, "b c h w"]:
-        """Sample ``x_0`` from its Gaussian; return it as is, without using ``generator``, if it is stored itself."""
+        """Sample ``x_0`` from its Gaussian; return a stored ``x_0`` unchanged."""
         mean, spread = self.mean(stored), self.spread(stored)
         if spread is None:
             return mean

@@ -76,7 +76,7 @@ class FiniteGuard:
         self._seen: list[_Seen] = []
         self._skipped: list[SkippedStep] = []
 
-    def saw(
+    def record(
         self, step: int, sample_ids: Int[Tensor, " b"], t: Float[Tensor, " b"], losses: Float[Tensor, " b"]
     ) -> None:
         """Remember the samples of the current step."""

@@ -105,14 +105,15 @@ class SampleLogger(L.Callback):
             self._batch = {name: value[:NUM_COLUMNS] for name, value in batch.items()}
 
     @torch.no_grad()
-    def on_validation_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+    def on_validation_epoch_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Log the images; every rank samples, as a sharded network needs all, and rank zero decodes and logs."""
         if trainer.should_stop or self._is_off:
             return
         try:
             if isinstance(module, RouterModule):
-                if trainer.is_global_zero and module.confusion is not None:
-                    log_image(trainer, "held_out/routing", routing_heat_map(module.confusion.cpu()))
+                confusion = module.sum_confusion()
+                if trainer.is_global_zero and confusion is not None:
+                    log_image(trainer, "held_out/routing", routing_heat_map(confusion.cpu()))
             elif self._batch is not None:
                 assert isinstance(module, MemberModule)
                 self._log_samples(trainer, module, self._batch)

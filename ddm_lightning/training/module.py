@@ -31,7 +31,7 @@ from ddm_lightning.training.speed import Speed
 
 NUM_VALIDATION_TIMESTEPS = 8
 LOG_EVERY_N_STEPS = 50
-"""Steps between two looks at the device under a Trainer that logs nothing."""
+"""Reporting interval under a Trainer that does not log."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class MemberModule(L.LightningModule):
         _seed(keyed_seed(self.member.seed, *self._key("network")), self.device)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        """Return the mean loss of a batch; of its last micro batch once the others have left their gradients."""
+        """Return the mean loss of a batch. With micro batches: accumulate gradients, return the last one's loss."""
         noisy = self.noisy_batch(batch)
         micro_batches = self._micro_batches(len(noisy.t))
         if len(micro_batches) == 1:
@@ -148,7 +148,7 @@ class MemberModule(L.LightningModule):
         else:
             losses, loss = self._accumulate_gradients(noisy, batch, micro_batches)
         if self._skips_steps():
-            self.guard.saw(self.global_step, batch["sample_id"], noisy.t, losses["loss"])
+            self.guard.record(self.global_step, batch["sample_id"], noisy.t, losses["loss"])
         for name, values in losses.items():
             self.accumulate(f"train/{self.loss_name if name == 'loss' else name}", values.mean())
         self._accumulate_by_time(noisy.t, losses["loss"].detach())
@@ -194,8 +194,8 @@ class MemberModule(L.LightningModule):
     ) -> tuple[dict[str, Float[Tensor, " b"]], Float[Tensor, ""]]:
         """Compute the losses one micro batch at a time; the last one's loss is returned with its graph.
 
-        Timesteps, noise and dropped conditions are those of the whole batch, and Lightning sees one step. Ranks
-        reduce gradients in the last backward pass alone: DDP by itself, FSDP2 because it is told to.
+        Timesteps, noise and dropped conditions are those of the whole batch, and Lightning sees one step. Gradients
+        are reduced once, in the last backward pass; FSDP2 must be told.
         """
         found: list[dict[str, Tensor]] = []
 
@@ -212,7 +212,7 @@ class MemberModule(L.LightningModule):
         reduce_gradients(False)
         for rows in first:
             loss = loss_of(rows)
-            with torch.autocast(self.device.type, enabled=False):  # a backward pass takes its types from the forward
+            with torch.autocast(self.device.type, enabled=False):  # backward uses the forward pass's dtypes
                 self.trainer.strategy.backward(loss, None)
         reduce_gradients(True)
         loss = loss_of(last)
@@ -364,14 +364,17 @@ class MemberModule(L.LightningModule):
         return min(num, len(range(first, self.num_held_out, self._num_ranks())))
 
     def on_validation_epoch_end(self) -> None:
-        """Log the held-out averages, unless the validation was cut short."""
+        """Log the held-out averages, unless the validation was cut short; swap the training weights back.
+
+        A ``ModelCheckpoint`` saves after this, in ``on_validation_end``.
+        """
         held_out = self.drain("held_out/")
         if held_out and not self.trainer.should_stop:
             self._log(held_out)
+        self._swap.__exit__(None, None, None)
 
     def on_validation_end(self) -> None:
-        """Swap the training weights back."""
-        self._swap.__exit__(None, None, None)
+        """Count training time again."""
         self.speed.resume()
 
     # Parts of both steps.
@@ -438,7 +441,7 @@ class RouterModule(MemberModule):
 
     loss_name = "cross_entropy"
     confusion: Float[Tensor, "t k k"] | None = None
-    """Probabilities of the newest validation, summed by timestep and true cluster."""
+    """Probabilities of this rank's part of a validation, summed by timestep and true cluster."""
 
     def compute_losses(self, noisy: NoisyBatch, batch: dict[str, Tensor]) -> dict[str, Float[Tensor, " b"]]:
         """Return the cross-entropy of each sample, in nats, and whether its cluster is the likeliest."""
@@ -469,11 +472,11 @@ class RouterModule(MemberModule):
                 if not branch:
                     self._add_confusion(index, cluster, logits.softmax(1))
 
-    def on_validation_epoch_end(self) -> None:
-        """Log the held-out averages, and sum the confusion over ranks."""
-        super().on_validation_epoch_end()
+    def sum_confusion(self) -> Float[Tensor, "t k k"] | None:
+        """Return the confusion of all ranks; a collective, once per validation. None without held-out samples."""
         if self.confusion is not None and self.trainer.world_size > 1:
             torch.distributed.all_reduce(self.confusion)
+        return self.confusion
 
     def _add_confusion(self, index: int, cluster: Tensor, probabilities: Float[Tensor, "b k"]) -> None:
         num_clusters = probabilities.shape[1]

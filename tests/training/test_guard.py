@@ -32,7 +32,7 @@ def take(module, optimizer, guard, step, spoil=False):
     if spoil:
         x[3, 1] = NAN
     losses = module(x).square().mean(1)
-    guard.saw(step, torch.arange(5) + 10 * step, torch.linspace(0.1, 0.9, 5), losses)
+    guard.record(step, torch.arange(5) + 10 * step, torch.linspace(0.1, 0.9, 5), losses)
     optimizer.zero_grad()
     losses.mean().backward()
     norm = nn.utils.clip_grad_norm_(module.parameters(), 1.0)
@@ -115,7 +115,7 @@ def test_a_remembered_step_holds_no_activations():
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda activation: activation.value):
         losses = network()(torch.ones(5, 3)).square().mean(1)
-    guard.saw(0, torch.arange(5), torch.linspace(0.1, 0.9, 5), losses)
+    guard.record(0, torch.arange(5), torch.linspace(0.1, 0.9, 5), losses)
     assert all(activation() is not None for activation in kept) and len(kept) > 1
     del losses
     assert all(activation() is None for activation in kept)

@@ -77,7 +77,7 @@ def test_skipped_steps_are_written_before_the_checkpoint(tmp_path):
         save(*path, **named),
     )
     guard, ids = trainer.lightning_module.guard, torch.tensor([5, 9])
-    guard.saw(7, ids, torch.tensor([0.25, 0.5]), torch.tensor([1.0, math.inf]))
+    guard.record(7, ids, torch.tensor([0.25, 0.5]), torch.tensor([1.0, math.inf]))
     guard.judge(SimpleNamespace(), torch.tensor(math.inf))
     trainer.take(10)
     ((skipped,),) = found
@@ -114,7 +114,7 @@ def test_a_diverged_step_is_not_kept(tmp_path):
     trainer.take(5)
     guard = trainer.lightning_module.guard
     for step in range(guard.max_in_succession + 1):
-        guard.saw(step, torch.tensor([0]), torch.tensor([0.5]), torch.tensor([1.0]))
+        guard.record(step, torch.tensor([0]), torch.tensor([0.5]), torch.tensor([1.0]))
         guard.judge(SimpleNamespace(), torch.tensor(float("nan")))
     with pytest.raises(UserError, match="not finite"):
         trainer.take(5)
