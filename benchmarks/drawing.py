@@ -1,4 +1,4 @@
-"""Pictures by every method from the same noise for the same conditions, kept on disk once they are drawn."""
+"""Images by every method from the same noise for the same conditions, kept on disk once they are drawn."""
 
 from __future__ import annotations
 
@@ -71,9 +71,9 @@ class Drawn:
     images: UInt8[np.ndarray, "n h w 3"]
     features: Float[Tensor, "n d"]
     experts_a_step: float
-    """Expert evaluations a picture and step; guidance needs two for each expert."""
+    """Expert evaluations an image and step; guidance needs two for each expert."""
     gflop_a_step: float
-    """Measured forward GFLOP a picture and step, the router's included."""
+    """Measured forward GFLOP an image and step, the router's included."""
 
 
 class Cache:
@@ -97,7 +97,7 @@ class Cache:
 def real_features(
     cache: Cache, name: str, x_0: Float[Tensor, "n c h w"], encoder: ImageEncoder
 ) -> Float[Tensor, "n d"]:
-    """Features of a split's pictures, as the image encoder gives them back."""
+    """Features of a split's images, as the image encoder gives them back."""
     made_from = {"x_0": _digest(x_0), "features": [FEATURE_NETWORK, RESOLUTION]}
     arrays = cache.get(name, made_from, lambda: {"features": image_features(encoder.decode(x_0)).numpy()})
     return torch.from_numpy(arrays["features"])
@@ -113,17 +113,17 @@ def draw(
     cache: Cache,
     progress: Callable[[float], object],
 ) -> Drawn:
-    """Draw pictures, or find those that an earlier call drew from the same weights with the same settings.
+    """Draw images, or find those that an earlier call drew from the same weights with the same settings.
 
     Args:
         method: how.
         loaded: the ensemble, or the monolith as an ensemble of one.
         weights_sha256: stands for the weights of all its networks.
-        condition: one a picture.
+        condition: one an image.
         settings: how many, in how many steps.
-        encoder: turns x_0 into pictures.
+        encoder: turns x_0 into images.
         cache: where they are kept.
-        progress: called with the number of pictures that are done.
+        progress: called with the number of images that are done.
     """
     made_from = {
         "weights": weights_sha256,

@@ -1,12 +1,12 @@
-"""The ensemble beside a monolith of the same training FLOPs: kernel distances of their pictures to held-out ones.
+"""The ensemble beside a monolith of the same training FLOPs: kernel distances of their images to held-out ones.
 
 Trains what is missing: the ensemble as ``fit`` does, then the monolith with the members' total measured FLOPs, the
-router's included. Then every method draws the same number of pictures from the same noise for the same held-out
+router's included. Then every method draws the same number of images from the same noise for the same held-out
 conditions. Features are EfficientNet-Lite0's, the distance is KID: no FID.
 
     python benchmarks/flop_matched.py -c experiments/emoji_4x.yaml --json benchmarks/results/flop_matched.json
 
-``--quick`` draws few pictures in few steps from what is trained; if anything is not, it trains all of it for a few
+``--quick`` draws few images in few steps from what is trained; if anything is not, it trains all of it for a few
 steps, in a folder of its own, which shows that FLOPs match but says nothing of quality.
 """
 
@@ -45,13 +45,13 @@ QUICK_NUM, QUICK_SAMPLING_STEPS = 64, 20
 # Steps of each member that --quick trains.
 QUICK_STEPS = 20
 NUM_SHOWN = 12
-REAL = "real pictures"
+REAL = "real images"
 
 
 def main(arguments: Sequence[str] | None) -> None:
     """Run the benchmark."""
     made = parser(__doc__ or "")
-    made.add_argument("--num", type=int, default=None, help=f"pictures a method (1000; {QUICK_NUM} with --quick)")
+    made.add_argument("--num", type=int, default=None, help=f"images a method (1000; {QUICK_NUM} with --quick)")
     made.add_argument("--guidance", type=float, default=1.0, metavar="SCALE", help="classifier-free guidance (1: none)")
     options = parse(made, arguments)
     num = options.num or (QUICK_NUM if options.quick else 1000)
@@ -140,10 +140,10 @@ def _compare(experiment: Experiment, folder: RunFolder, settings: Settings, opti
     report = _report(methods, distances, floor, drawn, settings, len(held_out))
     _add_training(report, experiment, folder)
     path = folder.root / "benchmarks" / "flop_matched.png"
-    # The bar beside the held-out pictures is that of training pictures: what a perfect model would reach.
-    pictures = {REAL: encoder.decode(held_out.x_0[rows[:NUM_SHOWN]])}
-    pictures |= {name: found.images[:NUM_SHOWN] for name, found in drawn.items()}
-    save_figure(path, comparison_figure({REAL: floor, **distances}, pictures, manifest.attribution))
+    # The bar beside the held-out images is that of training images: what a perfect model would reach.
+    images = {REAL: encoder.decode(held_out.x_0[rows[:NUM_SHOWN]])}
+    images |= {name: found.images[:NUM_SHOWN] for name, found in drawn.items()}
+    save_figure(path, comparison_figure({REAL: floor, **distances}, images, manifest.attribution))
     report.show(console())
     print(f"figure: {path}")
     report.write(options.json)
@@ -172,33 +172,33 @@ def _report(
     num_held_out: int,
 ) -> Report:
     report = Report(
-        f"KID on EfficientNet-Lite0 features, {settings.num} pictures against {num_held_out} held-out ones",
+        f"KID on EfficientNet-Lite0 features, {settings.num} images against {num_held_out} held-out ones",
         ["method", "KID", "less the monolith's", "experts a step", "GFLOP a step"],
     )
     figures: dict[str, float] = {}
     for method in methods:
-        found, pictures = distances[method.name], drawn[method.name]
+        found, images = distances[method.name], drawn[method.name]
         other = "monolith_ancestral" if method.solver == "ancestral" else "monolith"
         difference, spread = found.minus(distances[other])
         report.row(
             f"{method.name} ({method.solver})",
             f"{found.value:.4f} ± {found.spread:.4f}",
             "" if method.monolith else f"{difference:+.4f} ± {spread:.4f}",
-            f"{pictures.experts_a_step:.2f}",
-            f"{pictures.gflop_a_step:.4f}",
+            f"{images.experts_a_step:.2f}",
+            f"{images.gflop_a_step:.4f}",
         )
         figures |= {f"kid_{method.name}": found.value, f"kid_spread_{method.name}": found.spread}
-        figures[f"gflop_a_step_{method.name}"] = pictures.gflop_a_step
-        figures[f"experts_a_step_{method.name}"] = pictures.experts_a_step
+        figures[f"gflop_a_step_{method.name}"] = images.gflop_a_step
+        figures[f"experts_a_step_{method.name}"] = images.experts_a_step
         if not method.monolith:
             figures |= {f"kid_{method.name}_minus_{other}": difference}
             figures |= {f"kid_spread_{method.name}_minus_{other}": spread}
-    report.row("half of the training pictures", f"{floor.value:.4f} ± {floor.spread:.4f}", "", "", "")
+    report.row("half of the training images", f"{floor.value:.4f} ± {floor.spread:.4f}", "", "", "")
     report.figures = {
         **figures,
         "kid_floor": floor.value,
         "kid_spread_floor": floor.spread,
-        "num_pictures": settings.num,
+        "num_images": settings.num,
         "num_held_out": num_held_out,
         "num_steps": settings.num_steps,
         "guidance_scale": settings.guidance_scale,
@@ -206,7 +206,7 @@ def _report(
     report.note(
         f"{settings.num_steps} steps, guidance {settings.guidance_scale:g}, the same noise and held-out conditions for "
         "all; ± is one standard error. The monolith's KID is taken off under the same kind of solver, against the same "
-        "held-out pictures, so that the difference is surer than either. The clusters were made by the same network's "
+        "held-out images, so that the difference is surer than either. The clusters were made by the same network's "
         "features."
     )
     return report
@@ -230,19 +230,19 @@ def _add_training(report: Report, experiment: Experiment, folder: RunFolder) -> 
 
 def comparison_figure(
     distances: Mapping[str, KernelDistance],
-    pictures: Mapping[str, UInt8[np.ndarray, "n h w 3"]],
+    images: Mapping[str, UInt8[np.ndarray, "n h w 3"]],
     attribution: str,
 ) -> Figure:
-    """A row for each name: its distance as a bar with the standard error, and some of its pictures.
+    """A row for each name: its distance as a bar with the standard error, and some of its images.
 
     Args:
-        distances: by name; the first one is what real pictures reach.
-        pictures: the same names, as many pictures of one size for each.
-        attribution: the credit that real pictures ask for.
+        distances: by name; the first one is what real images reach.
+        images: the same names, as many images of one size for each.
+        attribution: the credit that real images ask for.
     """
-    names = list(pictures)
-    _, height, width, _ = pictures[names[0]].shape
-    num = len(pictures[names[0]])
+    names = list(images)
+    _, height, width, _ = images[names[0]].shape
+    num = len(images[names[0]])
     row = 0.9  # inches
     figure = Figure(figsize=(5 + num * row * width / height, len(names) * row + 0.8), layout="constrained")
     bars, strips = figure.subplots(1, 2, width_ratios=[4, num * row * width / height], sharey=True)
@@ -257,9 +257,7 @@ def comparison_figure(
     bars.set(yticks=range(len(names)), yticklabels=names, ylim=(len(names) - 0.5, -0.5))
     bars.set_xlabel("KID on EfficientNet-Lite0 features, less is better")
     gap = ((1, 1), (1, 1), (0, 0))
-    mosaic = [
-        np.concatenate([np.pad(picture, gap, constant_values=255) for picture in pictures[name]], 1) for name in names
-    ]
+    mosaic = [np.concatenate([np.pad(image, gap, constant_values=255) for image in images[name]], 1) for name in names]
     strips.imshow(
         np.concatenate(mosaic), extent=(0, num, len(names) - 0.5, -0.5), aspect="auto", interpolation="nearest"
     )

@@ -1,4 +1,4 @@
-"""Whether pictures follow their prompts: the share that lies nearest to a training picture of the same prompt."""
+"""Whether images follow their prompts: the share that lies nearest to a training image of the same prompt."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BATCH_SIZE = 64
 
 
 class Prompts:
-    """Training samples of a member's clusters: their prompts, and the features of their pictures.
+    """Training samples of a member's clusters: their prompts, and the features of their images.
 
     Args:
         experiment: conditioned on texts or classes.
@@ -48,10 +48,10 @@ class Prompts:
         counts = Counter(self.names)
         drawn = [self.names[row] for row in self.drawn.tolist()]
         self.chance = sum(counts[name] for name in drawn) / (len(drawn) * len(self.names))
-        """The share that a training picture drawn at random for each prompt would have."""
+        """The share that a training image drawn at random for each prompt would have."""
 
     def followed(self, artifact: Path) -> float:
-        """Of pictures of these prompts, guided as the experiment's own are, by the expert alone."""
+        """Of images of these prompts, guided as the experiment's own are, by the expert alone."""
         loaded = load_single(artifact)
         x_0 = sample(
             loaded.ensemble,

@@ -33,7 +33,7 @@ from ddm_lightning.training.parallel.strategy import training_bytes  # noqa: E40
 
 MEMBER = "expert-0"
 LATENTS = DataSizes((4, 32, 32), 768, (77, 768), 1000)
-"""Of pictures of 256 x 256 through Stable Diffusion's VAE, and of captions through CLIP ViT-L/14."""
+"""Of images of 256 x 256 through Stable Diffusion's VAE, and of captions through CLIP ViT-L/14."""
 ROUNDS, QUICK_ROUNDS, STEPS_A_TURN = 20, 3, 5
 
 

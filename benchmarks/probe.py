@@ -115,12 +115,12 @@ def _draws(training: Training, t: float) -> Sequence[int]:
 def _rows(
     training: Training, t: float, chosen: Int[Tensor, " m"], num_draws: int, mirrored: bool
 ) -> tuple[Float[np.ndarray, "r d"], Int[np.ndarray, "r"]]:
-    pictures = [
+    images = [
         noised(x_0, t, draw, training.seed, purpose="probe")[chosen]
         for x_0 in ([training.x_0, training.x_0.flip(3)] if mirrored else [training.x_0])
         for draw in range(num_draws)
     ]
-    return np.concatenate([features(x_t) for x_t in pictures]), training.clusters[chosen].repeat(len(pictures)).numpy()
+    return np.concatenate([features(x_t) for x_t in images]), training.clusters[chosen].repeat(len(images)).numpy()
 
 
 def _folds(training: Training) -> Int[Tensor, " n"]:

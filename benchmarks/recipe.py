@@ -74,9 +74,9 @@ def main(arguments: Sequence[str] | None) -> None:
     report.show(console())
     report.write(options.json)
     if effect is not None:
-        picture = effect.folder / "recipe.png"
-        save_figure(picture, drawn(results, rows, report.title))
-        print(f"picture: {picture}")
+        image = effect.folder / "recipe.png"
+        save_figure(image, drawn(results, rows, report.title))
+        print(f"image: {image}")
 
 
 class Timing:

@@ -130,7 +130,7 @@ def _training(experiment: Experiment, sizes: Manifest | DataSizes) -> Iterator[O
 
 
 def _can_flip(sizes: Manifest | DataSizes) -> bool:
-    """Where the shards hold posteriors, only with those of mirrored pictures."""
+    """Where the shards hold posteriors, only with those of mirrored images."""
     return not isinstance(sizes, Manifest) or sizes.stores != "posterior" or "x_0_flipped" in sizes.columns
 
 

@@ -1,4 +1,4 @@
-"""Costs and losses of options as a table, as figures and as a picture."""
+"""Costs and losses of options as a table, as figures and as an image."""
 
 from __future__ import annotations
 

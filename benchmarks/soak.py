@@ -80,7 +80,7 @@ def _report(name: str, soaked: RunFolder, steps: int, options: argparse.Namespac
     )
     report.note(
         f"The most memory held grew by {report.figures['memory_growth_gb']:.4f} GB in the last {1 - SETTLED:.0%} of "
-        "the steps, in which the first pictures are drawn, and by "
+        "the steps, in which the first images are drawn, and by "
         f"{report.figures['memory_growth_last_half_gb']:.4f} GB in the last half."
     )
     return report

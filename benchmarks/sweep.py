@@ -2,7 +2,7 @@
 
 Every training sees as many samples as the experiment's own, unless ``--samples`` says otherwise; warm-up and the decay
 of the average are scaled with the batch, so that they last for as many samples, too. Judged by the held-out loss of
-the averaged weights and, where there are prompts, by how many pictures follow theirs.
+the averaged weights and, where there are prompts, by how many images follow theirs.
 
     python benchmarks/sweep.py -c experiments/emoji_4x.yaml --json benchmarks/results/sweep_emoji_4x.json
 """
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None) -> None:
     made.add_argument("--samples", type=int, default=None, help="samples a training sees (default: the experiment's)")
     made.add_argument("--seeds", type=int, default=1, help="trainings a pair")
     made.add_argument("--jobs", type=int, default=2, help="trainings at once")
-    made.add_argument("--prompts", type=int, default=None, help=f"pictures of each expert (default: {NUM_PROMPTS})")
+    made.add_argument("--prompts", type=int, default=None, help=f"images of each expert (default: {NUM_PROMPTS})")
     for name, what in (("rates", "learning rates"), ("batches", "batch sizes")):
         made.add_argument(
             f"--{name}", type=float, nargs="+", default=FACTORS, help=f"{what}, over the experiment's own"
@@ -73,10 +73,10 @@ def main(arguments: Sequence[str] | None) -> None:
     sweep.fill(report, losses, followed, chance)
     report.show(console())
     report.write(options.json)
-    picture = sweep.folder / "sweep.png"
+    image = sweep.folder / "sweep.png"
     figure = drawn(losses, followed, report.title)
-    atomic_write(picture, lambda path: figure.savefig(path, dpi=120))
-    print(f"picture: {picture}")
+    atomic_write(image, lambda path: figure.savefig(path, dpi=120))
+    print(f"image: {image}")
 
 
 class Sweep:
@@ -125,7 +125,7 @@ class Sweep:
         return {point: found[folder] for point, folder in folders.items()}
 
     def followed(self) -> tuple[dict[Point, float], float]:
-        """The share of an expert's pictures that follow their prompts, and that of pictures drawn at random.
+        """The share of an expert's images that follow their prompts, and that of images drawn at random.
 
         Nothing of a router, or without prompts.
         """
@@ -135,7 +135,7 @@ class Sweep:
         num = self.options.prompts or (QUICK_PROMPTS if self.options.quick else NUM_PROMPTS)
         points = list(self.points())
         with progress(console()) as bars:
-            task = bars.add_task("pictures", total=len(points))
+            task = bars.add_task("images", total=len(points))
             prompts, found = Prompts(self.experiment, self.trainings.run, self.member, num), {}
             for point in points:
                 found[point] = prompts.followed(RunFolder(self.folder / point.name).artifact(self.member))
@@ -170,8 +170,8 @@ class Sweep:
             report.figures[f"followed_rate_{rate:g}_batch_{batch}"] = share
         if shares:
             report.note(
-                "In brackets: of pictures of training prompts by the expert alone, the share that lies nearest to a "
-                f"training picture of the same prompt; of training pictures drawn at random {chance:.1%} would."
+                "In brackets: of images of training prompts by the expert alone, the share that lies nearest to a "
+                f"training image of the same prompt; of training images drawn at random {chance:.1%} would."
             )
             report.figures["followed_by_chance"] = chance
         for rate in self.rates:
@@ -214,7 +214,7 @@ def drawn(losses: dict[Point, float], followed: dict[Point, float], title: str) 
     """Curves a batch size over the learning rate, a dot a training: losses, and beside them shares where there are."""
     panels = {"held-out loss of the averaged weights": losses}
     if followed:
-        panels["share of pictures that follow their prompts"] = followed
+        panels["share of images that follow their prompts"] = followed
     figure = Figure(figsize=(6 * len(panels), 4), layout="constrained")
     figure.suptitle(title, fontsize=9)
     for axis, (name, values) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):

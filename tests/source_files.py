@@ -1,4 +1,4 @@
-"""Pictures, captions and folders that tests of sources share."""
+"""Images, captions and folders that tests of sources share."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def noise(*shape, seed=0):
 
 
 def encoded(image, format="PNG", **options):
-    """An array or a Pillow picture as bytes."""
+    """An array or a Pillow image as bytes."""
     buffer = io.BytesIO()
     (image if isinstance(image, Image.Image) else Image.fromarray(image)).save(buffer, format, **options)
     return buffer.getvalue()
@@ -40,8 +40,8 @@ def write(url, files):
         filesystem.pipe_file(path, content.encode() if isinstance(content, str) else content)
 
 
-def bad_pictures():
-    """Name -> (content, cause); None where a picture comes out."""
+def bad_images():
+    """Name -> (content, cause); None where an image comes out."""
     moving = [Image.new("RGB", (4, 4), colour) for colour in ("red", "blue")]
     whole = encoded(noise(30, 30, 3), "JPEG")
     palette = Image.fromarray(noise(4, 4), "P")

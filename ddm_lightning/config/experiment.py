@@ -21,7 +21,7 @@ class PluginConfig:
 
 
 @dataclass
-class PicturesConfig:
+class ImagesConfig:
     """Resizing of images of any size to the squares that encoders and feature networks take."""
 
     size: int | None = option(None, low=8)
@@ -75,7 +75,7 @@ class PrepareConfig:
 
     source: PluginConfig = field(default_factory=PluginConfig)
     """Source of the samples."""
-    pictures: PicturesConfig = field(default_factory=PicturesConfig)
+    images: ImagesConfig = field(default_factory=ImagesConfig)
     """Size and aspect ratio."""
     image_encoder: PluginConfig = field(default_factory=lambda: PluginConfig(name="pixels"))
     """Encoder from images to the tensors that the experts model, and back."""

@@ -142,7 +142,7 @@ class DiffusersVAE(Pretrained):
         if image_size % self.factor:
             nearest = max(1, round(image_size / self.factor)) * self.factor
             problem = f"{image_size} pixels are no multiple of {self.factor}"
-            raise UserError(f"{self.place}: {problem}; set prepare.pictures.size to {nearest}")
+            raise UserError(f"{self.place}: {problem}; set prepare.images.size to {nearest}")
         return (self.num_channels, image_size // self.factor, image_size // self.factor)
 
     @cached_property

@@ -231,7 +231,7 @@ def _encode_images(job: PartJob, names: list[str], ledger: Ledger, plugins: Plug
             found = f"has {reading.num_rows} samples instead of {expected}, with the same fingerprint"
             raise UserError(f"part {job.part.name!r} of the source: {found}; delete {job.folder}")
     for name in names:
-        facts = {"unfit": arrays[name].unfit} if name != RECORDS else {**reading.facts(), "picture_size": size}
+        facts = {"unfit": arrays[name].unfit} if name != RECORDS else {**reading.facts(), "image_size": size}
         ledger.record(name, job.wanted[name], (job.folder / name).iterdir(), start, **facts)
 
 

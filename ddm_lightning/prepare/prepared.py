@@ -156,10 +156,10 @@ def write_index(prepared: Prepared, groups: Collection[str], max_bad_fraction: f
         UserError: too many samples are broken, none is left, or parts differ in image size.
     """
     states = [state[RECORDS] for state in prepared.states]
-    sizes = {state["picture_size"]: number for number, state in enumerate(states) if state["picture_size"]}
+    sizes = {state["image_size"]: number for number, state in enumerate(states) if state["image_size"]}
     if len(sizes) > 1:
         several = ", ".join(f"{size} pixels in {prepared.parts[number].name!r}" for size, number in sizes.items())
-        raise UserError(f"the source has images of several sizes ({several}); set prepare.pictures.size")
+        raise UserError(f"the source has images of several sizes ({several}); set prepare.images.size")
     dropped: Dropped = {}
     for number, state in enumerate(prepared.states):
         unfit = {row: cause for name in groups for row, cause in state[name].get("unfit", {}).items()}
@@ -186,7 +186,7 @@ def write_index(prepared: Prepared, groups: Collection[str], max_bad_fraction: f
         "num_read": num_read,
         "num_samples": num_samples,
         "num_without_caption": num_without_caption,
-        "picture_size": next(iter(sizes)),
+        "image_size": next(iter(sizes)),
         "odd_shapes": odd_shapes,
         "broken": dict(sorted(counts.items())),
         "dropped": {str(number): sorted(rows) for number, rows in sorted(dropped.items())},

@@ -23,7 +23,7 @@ from ddm_lightning.encoders.interfaces import CaptionEncoder, Features, ImageEnc
 from ddm_lightning.prepare.records import Broken, Part, Record, Source
 
 SAMPLES_AT_ONCE = 256
-_FIX, _SET_SIZE = "fix the source (its contract: prepare/records.py)", "set prepare.pictures.size"
+_FIX, _SET_SIZE = "fix the source (its contract: prepare/records.py)", "set prepare.images.size"
 _COMMON_PACKAGES = ("ddm_lightning", "torch", "numpy", "pillow", "mosaicml-streaming")
 
 
@@ -152,7 +152,7 @@ class Reading:
             row += 1
 
     def _square(self, record: Record) -> UInt8[np.ndarray, "h w 3"]:
-        size, image, num_classes = self.plugins.config.pictures.size, record.image, self.plugins.source.num_classes
+        size, image, num_classes = self.plugins.config.images.size, record.image, self.plugins.source.num_classes
         if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3 or 0 in image.shape:
             raise self._error(record, f"is not a uint8 RGB image ({image.dtype} {list(image.shape)})")
         if not 0 <= record.label < num_classes:
@@ -161,7 +161,7 @@ class Reading:
             shorter, longer = sorted(image.shape[:2])
             self.odd_shapes["enlarged more than twofold"] += shorter * 2 < size
             self.odd_shapes["longer than 3 to 1"] += longer > 3 * shorter
-            return to_square(image, size, self.plugins.config.pictures.aspect)
+            return to_square(image, size, self.plugins.config.images.aspect)
         if image.shape[0] != image.shape[1]:
             raise self._error(record, f"has {_size(image)} pixels and is not square", _SET_SIZE)
         return image

@@ -211,7 +211,7 @@ class Preparation:
     def _group_keys(self) -> dict[str, Any]:
         """Return everything that each group of columns is made from, besides the part."""
         config = self.config
-        base = {"source": asdict(config.source), "pictures": asdict(config.pictures)}
+        base = {"source": asdict(config.source), "images": asdict(config.images)}
         latents = [base, asdict(config.image_encoder), config.horizontal_flips]
         keys: dict[str, Any] = {RECORDS: base, LATENTS: latents, FEATURES: [base, asdict(config.features)]}
         if config.caption_encoder is not None:
@@ -247,7 +247,7 @@ class Preparation:
 
     def _sizes(self) -> DataSizes:
         """Return the sizes of the data to be written; the image size may come from the first readable image."""
-        size = self.config.pictures.size
+        size = self.config.images.size
         if size is None:
             samples = (sample for part in self.parts for sample in self.plugins.source.read(part))
             first = next((sample for sample in samples if isinstance(sample, Record)), None)

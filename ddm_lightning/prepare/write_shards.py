@@ -269,12 +269,12 @@ def manifest_of(
         ClusterSamples(*(samples.get(shard_name(k, split), 0) for split in (TRAIN, HELD_OUT, OUT_OF_CLUSTER)))
         for k in range(partition.num_clusters)
     )
-    encoder, captions, size = plugins.image_encoder, plugins.caption_encoder, prepared.index["picture_size"]
+    encoder, captions, size = plugins.image_encoder, plugins.caption_encoder, prepared.index["image_size"]
     total = sum(cluster.train + cluster.held_out for cluster in clusters)
     return Manifest(
         source=asdict(config.source),
         attribution=plugins.source.attribution,
-        pictures={**asdict(config.pictures), "size": size},
+        images={**asdict(config.images), "size": size},
         image_encoder=asdict(config.image_encoder),
         stores=encoder.stores,
         x_shape=encoder.x_shape(size),

@@ -72,7 +72,7 @@ class Manifest:
     """Name and parameters."""
     attribution: str
     """Credit required by the source's licence."""
-    pictures: dict[str, Any]
+    images: dict[str, Any]
     """Side in pixels of the encoded square images, and the treatment of other aspect ratios."""
     image_encoder: dict[str, Any]
     """Name and parameters."""

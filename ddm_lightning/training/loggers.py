@@ -149,7 +149,7 @@ class SampleLogger(L.Callback):
                 return found
             return guided(found, predicted(x_t, t, condition.null()), scale)
 
-        generator = keyed_generator(self.member.seed, "pictures", device=x_0.device)
+        generator = keyed_generator(self.member.seed, "images", device=x_0.device)
         noise = torch.randn(x_0.shape, generator=generator, device=x_0.device)
         times = sampling_times(self.sample.num_steps, self.member.timesteps.shift, device=x_0.device)
         try:

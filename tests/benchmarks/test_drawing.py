@@ -74,7 +74,7 @@ def test_flops_are_those_that_the_counter_sees_while_sampling(loaded, tmp_path, 
     assert drawn.gflop_a_step == pytest.approx(counter.get_total_flops() / (NUM * STEPS) / 1e9, rel=1e-6)
 
 
-def test_pictures_are_drawn_once_for_the_same_weights_method_and_settings(loaded, tmp_path, cheap_features):
+def test_images_are_drawn_once_for_the_same_weights_method_and_settings(loaded, tmp_path, cheap_features):
     first = draw(loaded, tmp_path, METHODS["top1"])
     rows = loaded.ensemble.expert_rows
     again = draw(loaded, tmp_path, METHODS["top1"])

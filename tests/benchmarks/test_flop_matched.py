@@ -43,17 +43,17 @@ def test_conditions_are_all_used_equally_often_in_one_order():
 
 def test_the_figure_has_a_bar_and_a_strip_for_each():
     features = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
-    names = ["real pictures", "top1", "monolith"]
+    names = ["real images", "top1", "monolith"]
     distances = {name: kernel_distance(features + i, features, num_halves=10) for i, name in enumerate(names)}
-    pictures = {name: np.zeros((12, 8, 8, 3), np.uint8) for name in names}
-    bars, strips = flop_matched.comparison_figure(distances, pictures, "credit").get_axes()
+    images = {name: np.zeros((12, 8, 8, 3), np.uint8) for name in names}
+    bars, strips = flop_matched.comparison_figure(distances, images, "credit").get_axes()
     assert [label.get_text() for label in bars.get_yticklabels()] == names
     assert [bar.get_width() for bar in bars.patches] == pytest.approx([distances[name].value for name in names])
     assert strips.images[0].get_array().shape == (3 * 10, 12 * 10, 3)
     assert strips.get_xlabel() == "credit"
 
 
-def test_too_few_pictures_are_refused_before_anything_is_trained(tmp_path):
+def test_too_few_images_are_refused_before_anything_is_trained(tmp_path):
     with pytest.raises(UserError, match="--num 3"):
         flop_matched.main(["-c", TINY, f"run_dir={tmp_path / 'run'}", "--num", "3"])
     assert not (tmp_path / "run").exists()

@@ -7,7 +7,7 @@ from ddm_lightning.evaluation.routing import score
 
 
 def gaussians(num, seed, distance=1.5):
-    """Two clusters of 2×2 pictures with one covariance: the posterior is exactly a logistic regression."""
+    """Two clusters of 2×2 images with one covariance: the posterior is exactly a logistic regression."""
     generator = torch.Generator().manual_seed(seed)
     clusters = torch.arange(num) % 2
     x_0 = torch.randn(num, 1, 2, 2, generator=generator)
@@ -63,7 +63,7 @@ def test_ticks_add_up_and_draws_without_noise_are_not_repeated():
 
 
 def test_strengths_are_passed_over_once_two_in_a_row_improved_nothing():
-    # Pictures that are all the same: no strength is better than the first.
+    # Images that are all the same: no strength is better than the first.
     training = probe.Training(torch.zeros(20, 1, 2, 2), torch.arange(20) % 2, seed=0, num_folds=2)
     ticks = []
     results = probe._path(training, 0.0, 1, False, ticks.append)

@@ -345,14 +345,14 @@ def test_an_empty_prompt(refuse_sample: Refuse, prompt: str) -> None:
     assert refuse_sample("--prompt", "red disc", "--prompt", prompt).startswith("--prompt: a prompt is empty")
 
 
-@pytest.mark.parametrize("out", ["picture.jpg", "", "nowhere/picture.png", "nowhere/folder"])
-def test_a_picture_that_cannot_be_written(
+@pytest.mark.parametrize("out", ["image.jpg", "", "nowhere/image.png", "nowhere/folder"])
+def test_a_image_that_cannot_be_written(
     refuse_sample: Refuse, out: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
 
     def load(*_: object) -> None:
-        raise AssertionError("pictures are drawn for nothing")
+        raise AssertionError("images are drawn for nothing")
 
     monkeypatch.setattr("ddm_lightning.ensemble.load.load_ensemble", load)
     assert refuse_sample("--out", out).startswith(f"--out {out!r}: ")

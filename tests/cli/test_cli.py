@@ -193,13 +193,13 @@ def test_fit_assembles_artifacts_that_islands_handed_over(
 ) -> None:
     run = copy_run(finished_run, tmp_path / "run")
     manifest = (run / "ensemble.json").read_bytes()
-    picture = (run / "samples" / "top-1.png").read_bytes()
+    image = (run / "samples" / "top-1.png").read_bytes()
     for path in (run / "ensemble.json", run / "samples" / "top-1.png"):
         path.unlink()
     out = called(capsys, "fit", *settings(run))
     assert "all members are finished" not in out
     assert (run / "ensemble.json").read_bytes() == manifest
-    assert (run / "samples" / "top-1.png").read_bytes() == picture
+    assert (run / "samples" / "top-1.png").read_bytes() == image
 
 
 def test_artifacts_beside_a_manifest_are_assembled_without_the_source(
@@ -217,8 +217,8 @@ def test_artifacts_beside_a_manifest_are_assembled_without_the_source(
     monkeypatch.setattr("ddm_lightning.prepare.stages.prepare", prepare)
     called(capsys, "fit", *settings(run))
     assert (run / "ensemble.json").read_bytes() == (finished_run / "ensemble.json").read_bytes()
-    picture = (run / "samples" / "top-1.png").read_bytes()
-    assert picture == (finished_run / "samples" / "top-1.png").read_bytes()
+    image = (run / "samples" / "top-1.png").read_bytes()
+    assert image == (finished_run / "samples" / "top-1.png").read_bytes()
 
 
 def samples(path: Path) -> str:

@@ -61,7 +61,7 @@ def pair(finished_run, tmp_path_factory):
 
 
 def test_sharded_experts_train_in_bfloat16_validate_and_draw(finished_run, tmp_path):
-    """Weights are gathered in bfloat16 alone, and pictures are drawn by a callback."""
+    """Weights are gathered in bfloat16 alone, and images are drawn by a callback."""
     run = new_run(finished_run, tmp_path / "half")
     settings = ("island.precision=bf16-mixed", "expert.train.max_steps=6", "island.validate_every_n_steps=3")
     finish(fit(run, "fsdp", *settings, "island.micro_batch_size=3"))

@@ -19,7 +19,7 @@ def column_starts(image, colour):
     return np.flatnonzero(np.diff(line.astype(int), prepend=0) == 1)
 
 
-def test_pictures_lie_in_rows_and_columns_at_the_asked_size():
+def test_images_lie_in_rows_and_columns_at_the_asked_size():
     red, blue = (200, 0, 0), (0, 0, 200)
     grid = labelled_grid([("a", [picture(red)] * 3), ("b", [picture(blue)] * 2)], scale=5)
     pixels = np.asarray(grid)
@@ -43,7 +43,7 @@ def test_square_pixels_are_kept_where_smoothing_would_blend_them():
     assert len(greys(labelled_grid(row, scale=8))) > 10
 
 
-def test_labels_title_columns_and_footer_are_drawn_beside_the_pictures():
+def test_labels_title_columns_and_footer_are_drawn_beside_the_images():
     rows = [("red", [picture((200, 0, 0), 16)] * 4)]
     bare = labelled_grid([("", rows[0][1])])
     labelled = labelled_grid(rows)
@@ -54,7 +54,7 @@ def test_labels_title_columns_and_footer_are_drawn_beside_the_pictures():
     ink = (np.asarray(credited)[labelled.height :] < 200).any()
     assert ink and credited.height > labelled.height + 20, "a footer wider than the grid is wrapped"
     for image in (labelled, titled, credited):
-        assert (np.asarray(image) == (200, 0, 0)).all(2).sum() == 4 * 48 * 48, "no text covers a picture"
+        assert (np.asarray(image) == (200, 0, 0)).all(2).sum() == 4 * 48 * 48, "no text covers an image"
 
 
 def test_a_long_label_goes_on_in_further_lines_while_there_is_room():
@@ -83,7 +83,7 @@ def test_a_long_label_is_cut_and_does_not_widen_the_sheet_without_end():
         [("a", [np.zeros((4, 4, 1))])],
     ],
 )
-def test_pictures_that_make_no_grid_are_refused(rows, unchecked_types):
+def test_images_that_make_no_grid_are_refused(rows, unchecked_types):
     with pytest.raises(ValueError, match="one size"):
         labelled_grid(rows)
 

@@ -1,4 +1,4 @@
-"""The sampler: every strategy and solver, noise that belongs to the picture, conditions that stay with their rows."""
+"""The sampler: every strategy and solver, noise that belongs to the image, conditions that stay with their rows."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def run(tmp_path_factory):
     return RunFolder(root)
 
 
-def test_both_sides_are_the_whole_source_with_its_pictures_clusters_and_texts(run):
+def test_both_sides_are_the_whole_source_with_its_images_clusters_and_texts(run):
     manifest, prepared = Manifest.read(run.root), Prepared(run.prepared)
     source = Blobs(num_samples=96, image_size=8)
     records = [record for part in source.parts() for record in source.read(part)]

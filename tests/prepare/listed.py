@@ -39,12 +39,12 @@ def part_folder(run, name):
 
 
 def record(key, *, size=8, label=0, caption=None, group=None, image=None):
-    """A picture of noise that hangs on the key alone."""
+    """An image of noise that hangs on the key alone."""
     seed = int.from_bytes(hashlib.sha256(str(key).encode("utf-8", "surrogatepass")).digest()[:4], "little")
     height, width = size if isinstance(size, tuple) else (size, size)
     if image is None:
         image = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
-    return Record(key, image, f"picture of {key}" if caption is None else caption, label, group)
+    return Record(key, image, f"image of {key}" if caption is None else caption, label, group)
 
 
 def records(num, prefix="a", **how):

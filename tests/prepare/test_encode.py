@@ -111,7 +111,7 @@ def digests(run):
 
 def test_new_captions_do_not_read_the_source(tmp_path, experiment, source):
     prepare(experiment, tmp_path)
-    source.read = lambda _: pytest.fail("pictures are not needed")
+    source.read = lambda _: pytest.fail("images are not needed")
     experiment.prepare.caption_encoder = PluginConfig("hashed-words", {"size": 4})
     prepare(experiment, tmp_path)
 
@@ -244,7 +244,7 @@ def test_stopped_in_between_it_keeps_the_parts_that_are_whole(tmp_path, experime
         prepare(experiment, tmp_path / "run")
     one, two = (part_folder(tmp_path / "run", name) for name in ("one", "two"))
     assert sorted(read_state(one)) == ["captions", "features", "latents", "records"]
-    # Captions come after the pictures, whose columns are whole by then.
+    # Captions come after the images, whose columns are whole by then.
     whole = {"features", "latents", "records"} if group == "captions" else set()
     assert read_state(two).keys() == whole
     assert {path.name for path in two.iterdir()} == {"part.json", *whole}
@@ -320,13 +320,13 @@ def test_thumbnails_are_the_lowest_hashes_and_no_larger_than_needed(tmp_path, mo
     folder = part_folder(tmp_path, "one") / "records"
     lowest = sorted(range(50), key=lambda row: key_hash(samples[row].key))[:20]
     assert np.load(folder / "thumbnail_rows.npy").tolist() == sorted(lowest)
-    pictures = np.load(folder / "thumbnails.npy")
-    assert pictures.shape == (20, 96, 96, 3)
+    images = np.load(folder / "thumbnails.npy")
+    assert images.shape == (20, 96, 96, 3)
     means = [samples[row].image.mean((0, 1)) for row in sorted(lowest)]
-    np.testing.assert_allclose(pictures.mean((1, 2)), means, atol=1.5)
+    np.testing.assert_allclose(images.mean((1, 2)), means, atol=1.5)
 
 
-def test_flips_store_the_encoding_of_the_mirrored_picture(tmp_path, monkeypatch):
+def test_flips_store_the_encoding_of_the_mirrored_image(tmp_path, monkeypatch):
     pixels = IMAGE_ENCODERS.build("pixels", {})
 
     class Lopsided(type(pixels)):
@@ -350,25 +350,25 @@ def test_flips_store_the_encoding_of_the_mirrored_picture(tmp_path, monkeypatch)
     assert (found != prepared.rows("latents", "x_0").take(np.arange(20))[..., ::-1]).any()
 
 
-def test_pictures_of_any_size_become_squares(tmp_path, monkeypatch):
+def test_images_of_any_size_become_squares(tmp_path, monkeypatch):
     sizes = [(8, 8), (9, 20), (1, 1), (200, 3), (7, 7), (64, 65)]
     samples = [record(f"a{i}", size=sizes[i % len(sizes)]) for i in range(24)]
     samples.insert(5, Broken("x", "truncated image"))
     experiment = experiment_of(plug_in(monkeypatch, SOURCES, Listed({"one": samples})), max_bad_fraction=0.1)
     for aspect in ("crop", "pad", "stretch"):
-        experiment.prepare.pictures.size, experiment.prepare.pictures.aspect = 10, aspect
+        experiment.prepare.images.size, experiment.prepare.images.aspect = 10, aspect
         manifest = prepare(experiment, tmp_path)
-        assert manifest.pictures == {"size": 10, "aspect": aspect} and manifest.x_shape == (3, 10, 10)
+        assert manifest.images == {"size": 10, "aspect": aspect} and manifest.x_shape == (3, 10, 10)
         assert (manifest.num_samples, manifest.broken) == (24, {"truncated image": 1})
-    experiment.prepare.pictures.size = None
-    with pytest.raises(UserError, match=r"'a1' has 20 x 9 pixels and is not square; set prepare\.pictures\.size"):
+    experiment.prepare.images.size = None
+    with pytest.raises(UserError, match=r"'a1' has 20 x 9 pixels and is not square; set prepare\.images\.size"):
         prepare(experiment, tmp_path / "as they are")
 
 
 @pytest.mark.parametrize(
     ("sample", "problem"),
     [
-        (record("odd", size=9), r"'odd' has 9 x 9 pixels, others have 8 x 8; set prepare\.pictures\.size"),
+        (record("odd", size=9), r"'odd' has 9 x 9 pixels, others have 8 x 8; set prepare\.images\.size"),
         (record("odd", image=np.zeros((8, 8, 3))), r"'odd' is not a uint8 RGB image \(float64 \[8, 8, 3\]\)"),
         (record("odd", image=np.zeros((8, 8), np.uint8)), r"'odd' is not a uint8 RGB image \(uint8 \[8, 8\]\)"),
         (record("odd", image=np.zeros((8, 8, 4), np.uint8)), r"'odd' is not a uint8 RGB image \(uint8 \[8, 8, 4\]\)"),

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from prepare.listed import Listed, Listener, experiment_of, plug_in, record, records
 
-from ddm_lightning.config import PicturesConfig
+from ddm_lightning.config import ImagesConfig
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import CAPTION_ENCODERS, FEATURES, IMAGE_ENCODERS, SOURCES
 from ddm_lightning.prepare import encode, stages
@@ -34,7 +34,7 @@ def run(tmp_path, monkeypatch):
 
 
 def sick(plug_in_class, sick_rows, **attributes):
-    """A plug-in whose output is not finite for pictures, or captions, that ``sick_rows`` picks."""
+    """A plug-in whose output is not finite for images, or captions, that ``sick_rows`` picks."""
 
     class Sick(plug_in_class):
         def encode(self, given):
@@ -55,7 +55,7 @@ def test_the_first_bearer_of_a_key_stays_within_a_part_and_across_parts(run):
     assert (manifest.num_read, manifest.num_samples) == (44, 41)
     keys, captions = list(prepared.texts("keys")), list(prepared.texts("captions"))
     assert keys == ["x", *(f"a{i}" for i in range(20)), *(f"b{i}" for i in range(20))]
-    assert captions[0] == "first x" and captions[4] == "picture of a3"
+    assert captions[0] == "first x" and captions[4] == "image of a3"
     assert [(line["part"], line["key"]) for line in broken] == [("one", "x"), ("two", "a3"), ("two", "x")]
     assert {line["cause"] for line in broken} == {"duplicate key"}
 
@@ -106,7 +106,7 @@ def test_what_is_broken_is_counted_by_cause_listed_and_left_out(run, monkeypatch
         image_encoder=plug_in(monkeypatch, IMAGE_ENCODERS, Floats()),
         features=plug_in(monkeypatch, FEATURES, sick(type(pooled), lambda image: np.array_equal(image, first["b3"]))),
         caption_encoder=plug_in(
-            monkeypatch, CAPTION_ENCODERS, sick(type(words), lambda text: text == "picture of a5", size=8)
+            monkeypatch, CAPTION_ENCODERS, sick(type(words), lambda text: text == "image of a5", size=8)
         ),
     )
     assert manifest.broken == {
@@ -151,10 +151,10 @@ def test_an_unreadable_caption_loses_a_sample_where_captions_are_used(tmp_path, 
     assert manifest.broken == ({"caption is not UTF-8": 1} if lost else {})
 
 
-def test_pictures_that_suffer_from_being_made_square_are_counted(tmp_path, monkeypatch):
+def test_images_that_suffer_from_being_made_square_are_counted(tmp_path, monkeypatch):
     sizes = {"dot": (1, 1), "strip": (20, 2000), "half": (8, 8), "wide": (16, 48)}
     source = Listed({"one": [*(record(key, size=size) for key, size in sizes.items()), *records(20, size=16)]})
-    experiment = experiment_of(plug_in(monkeypatch, SOURCES, source), pictures=PicturesConfig(size=16))
+    experiment = experiment_of(plug_in(monkeypatch, SOURCES, source), images=ImagesConfig(size=16))
     listener = Listener()
     prepare(experiment, tmp_path, listener)
     (line,) = [line for line in listener.lines if line.startswith("index")]
@@ -164,7 +164,7 @@ def test_pictures_that_suffer_from_being_made_square_are_counted(tmp_path, monke
 def test_rows_left_out_of_a_column_that_is_gone_come_back(run, monkeypatch):
     """Without the caption encoder nobody minds that it failed on a caption."""
     words = CAPTION_ENCODERS.build("hashed-words", {})
-    sick_words = plug_in(monkeypatch, CAPTION_ENCODERS, sick(type(words), lambda text: text == "picture of a5", size=8))
+    sick_words = plug_in(monkeypatch, CAPTION_ENCODERS, sick(type(words), lambda text: text == "image of a5", size=8))
     manifest, *_ = run({"one": records(30)}, caption_encoder=sick_words)
     assert manifest.num_samples == 29
     manifest, *_ = run({"one": records(30)}, caption_encoder=None)
@@ -188,11 +188,11 @@ def test_what_is_left_out_has_no_part_in_partition_and_shards(run, tmp_path, mon
 
 def test_thumbnails_are_of_rows_that_are_kept(run):
     _, prepared, _ = run({"one": [record("a4"), *records(20)], "two": [*records(5), *records(12, "b")]})
-    pictures, rows = prepared.thumbnails()
+    images, rows = prepared.thumbnails()
     keys = prepared.texts("keys")
     assert len(rows) and len(set(rows.tolist())) == len(rows)
-    for picture, row in zip(pictures, rows.tolist(), strict=True):
-        np.testing.assert_array_equal(picture, record(keys[row]).image)
+    for image, row in zip(images, rows.tolist(), strict=True):
+        np.testing.assert_array_equal(image, record(keys[row]).image)
 
 
 def bad_and_good(num_bad, num_good):
@@ -258,8 +258,8 @@ def test_a_source_without_parts_is_refused_before_anything_is_written(tmp_path, 
     assert not (tmp_path / "run").exists()
 
 
-def test_parts_of_several_picture_sizes_are_named(run):
-    with pytest.raises(UserError, match=r"8 pixels in 'one', 12 pixels in 'three'.*set prepare.pictures.size"):
+def test_parts_of_several_image_sizes_are_named(run):
+    with pytest.raises(UserError, match=r"8 pixels in 'one', 12 pixels in 'three'.*set prepare.images.size"):
         run({"one": records(20), "two": [Broken("x", "empty file")], "three": records(20, "c", size=12)})
 
 

@@ -233,7 +233,7 @@ def test_the_same_input_gives_the_same_bytes(tmp_path):
     names, other = (write(tmp_path / name, data_of(), seed) for name, seed in (("a", 1), ("c", 2)))
     assert names == other == write(tmp_path / "b", data_of(), 1)
     assert names == {
-        *("sizes.png", "silhouette.png", "neighbours.png", "map.png", "map_pictures.png"),
+        *("sizes.png", "silhouette.png", "neighbours.png", "map.png", "map_images.png"),
         *("cluster-0.png", "cluster-1.png", "cluster-2.png", PAGE),
     }
     for name in names:
@@ -254,7 +254,7 @@ def test_a_report_replaces_the_one_before(tmp_path):
 
 def test_one_cluster_has_neither_neighbours_nor_silhouettes(tmp_path):
     names = write(tmp_path / "report", data_of((30,)))
-    assert names == {"sizes.png", "map.png", "map_pictures.png", "cluster-0.png", PAGE}
+    assert names == {"sizes.png", "map.png", "map_images.png", "cluster-0.png", PAGE}
     text = Page(tmp_path / "report" / PAGE).text
     assert "30 samples in 1 cluster. Key figures" in text
     assert "nan" not in text and "Nearest centroids" not in text
@@ -265,7 +265,7 @@ def test_missing_thumbnails_and_captions_are_named(tmp_path):
     some = np.flatnonzero(data.clusters == 0)[:5]
     written = write(tmp_path / "some", data_of((30, 20), captions="", thumbnails=some))
     page = Page(tmp_path / "some" / PAGE)
-    assert {"cluster-0.png", "map_pictures.png"} <= written
+    assert {"cluster-0.png", "map_images.png"} <= written
     assert "cluster-1.png" not in written
     assert page.text.count("No thumbnails of this cluster were kept") == 1
     assert page.values("title") == [] and "li" not in page.tags

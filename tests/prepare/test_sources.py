@@ -62,7 +62,7 @@ def test_class_names_are_the_words_of_the_captions(name, caption):
         assert record.caption == caption.format(source.class_names[record.label])
 
 
-def test_openmoji_has_the_pictures_the_demo_asks_for(openmoji, by_caption):
+def test_openmoji_has_the_images_the_demo_asks_for(openmoji, by_caption):
     assert 1850 <= len(records_of(openmoji)) <= 1950
     assert {
         "red apple",
@@ -76,7 +76,7 @@ def test_openmoji_has_the_pictures_the_demo_asks_for(openmoji, by_caption):
     assert "CC BY-SA 4.0" in openmoji.attribution
 
 
-def test_openmoji_pictures_show_what_they_say(by_caption):
+def test_openmoji_images_show_what_they_say(by_caption):
     apple = by_caption["red apple"].image.astype(int)
     red, green, blue = apple[4:12, 4:12].mean((0, 1))
     assert red > green + 60 and red > blue + 60

@@ -59,7 +59,7 @@ def test_stretch_scales_each_side_by_itself(height, width, size):
         (2, 4, 16, 4, 0, (8, 16)),
     ],
 )
-def test_pad_keeps_the_whole_picture_on_white(height, width, size, top, left, inner):
+def test_pad_keeps_the_whole_image_on_white(height, width, size, top, left, inner):
     image = noise(height, width)
     found = to_square(image, size, "pad")
     rows, columns = lanczos(height, 0, height, inner[0]), lanczos(width, 0, width, inner[1])

@@ -11,7 +11,7 @@ from prepare.tiny_experiment import tiny_experiment
 from rich.console import Console
 from streaming.base.format import reader_from_json
 
-from ddm_lightning.config import PartitionConfig, PicturesConfig, PluginConfig, ShardsConfig
+from ddm_lightning.config import ImagesConfig, PartitionConfig, PluginConfig, ShardsConfig
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import sha256_file
 from ddm_lightning.core.registry import CAPTION_ENCODERS, FEATURES, IMAGE_ENCODERS, SOURCES
@@ -74,12 +74,12 @@ def test_manifest_files_and_partition_agree(tmp_path):
     for stage in ("encode", "partition", "shards", "report"):
         last = [t for t in listener.ticks if t[0] == stage][-1]
         assert last[1] == last[2], last
-    pixels = np.stack(list(stored_pictures(tmp_path))) / 127.5 - 1
+    pixels = np.stack(list(stored_images(tmp_path))) / 127.5 - 1
     np.testing.assert_allclose(manifest.statistics["mean"], pixels.mean((0, 2, 3)), rtol=1e-9)
     np.testing.assert_allclose(manifest.statistics["std"], pixels.std((0, 2, 3)), rtol=1e-9)
     assert manifest.columns == {"x_0": "ndarray:uint8:3,8,8", "label": "int32", "text": "ndarray:float16:8"}
     assert (manifest.num_read, manifest.broken, manifest.stores) == (60, {}, "x_0")
-    assert manifest.pictures == {"size": 8, "aspect": "crop"}
+    assert manifest.images == {"size": 8, "aspect": "crop"}
     assert manifest.provenance == {"image_encoder": {}, "caption_encoder": {}, "features": {}}
 
 
@@ -104,7 +104,7 @@ def test_samples_for_the_experts_of_other_clusters_change_nothing_else(tmp_path)
         assert data.out_of_cluster == folders
 
 
-def stored_pictures(run):
+def stored_images(run):
     for index in sorted((run / "prepared" / "shards").glob("*/*/index.json")):
         folder = index.parent
         for shard in json.loads(index.read_text())["shards"]:
@@ -133,7 +133,7 @@ def test_a_second_run_does_nothing_and_loads_no_encoder(tmp_path, monkeypatch):
 
 
 def test_a_source_that_is_gone_leaves_what_was_made_of_it(tmp_path, monkeypatch):
-    """The shards outlive the disk that the pictures came on; only new work needs them."""
+    """The shards outlive the disk that the images came on; only new work needs them."""
     first, _ = run(tiny_experiment(), tmp_path)
 
     def gone(_):
@@ -167,7 +167,7 @@ def changed(**changes):
         ({"caption_encoder": PluginConfig("hashed-words", {"size": 4})}, ["encode", "index", "shards", "report"]),
         ({"caption_encoder": None}, ["encode", "index", "shards", "report"]),
         ({"horizontal_flips": True}, ["encode", "index", "shards", "report"]),
-        ({"pictures": PicturesConfig(size=6)}, EVERYTHING[1:]),
+        ({"images": ImagesConfig(size=6)}, EVERYTHING[1:]),
         ({"max_bad_fraction": 0.5}, ["index", "report"]),
         ({"partition": PartitionConfig(kind="random", num_clusters=2, max_largest_over_mean=1.5)}, EVERYTHING[3:]),
         ({"partition": PartitionConfig(kind="labels", num_clusters=2, max_largest_over_mean=1.5)}, EVERYTHING[3:]),
@@ -320,8 +320,8 @@ def test_another_number_of_clusters_groups_the_fine_centroids_that_are_there(tmp
     assert other.partition_sha256 != found.partition_sha256
 
 
-def test_the_picture_of_the_clusters_credits_the_source(tmp_path):
-    """The credit is in the manifest and takes room at the foot of the picture."""
+def test_the_image_of_the_clusters_credits_the_source(tmp_path):
+    """The credit is in the manifest and takes room at the foot of the image."""
     plain, _ = run(tiny_experiment(), tmp_path / "plain")
 
     class Credited(type(SOURCES.build("blobs", {}))):

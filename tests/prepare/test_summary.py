@@ -26,8 +26,8 @@ def test_report_and_manifest_agree_with_the_files(tmp_path, monkeypatch):
     assert folder == tmp_path / "prepared" / "report" and "tiny" in options["title"] and "blobs" in options["title"]
     page = (folder / "report.html").read_text(encoding="utf-8")
     assert page.lstrip().lower().startswith("<!doctype html") and "pooled-pixels" in page
-    for picture in [*folder.glob("*.png"), tmp_path / "prepared" / "clusters.png"]:
-        with Image.open(picture) as image:
+    for image in [*folder.glob("*.png"), tmp_path / "prepared" / "clusters.png"]:
+        with Image.open(image) as image:
             image.verify()
     assert data.num_samples == manifest.num_samples == 60 and data.num_clusters == 2
     np.testing.assert_array_equal(data.counts, np.bincount(prepared.clusters))

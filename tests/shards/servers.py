@@ -94,11 +94,11 @@ def s3(shards, tmp_path, monkeypatch):
         monkeypatch.setenv(name, value)
     try:
         client = boto3.client("s3", endpoint_url=f"http://127.0.0.1:{port}")
-        client.create_bucket(Bucket="pictures")
+        client.create_bucket(Bucket="images")
         for path in shards.rglob("*.*"):
-            client.upload_file(str(path), "pictures", f"run/{path.relative_to(shards)}")
+            client.upload_file(str(path), "images", f"run/{path.relative_to(shards)}")
         client.close()
-        yield "s3://pictures/run", line
+        yield "s3://images/run", line
     finally:
         line.close()
         server.stop()

@@ -11,7 +11,7 @@ def manifest():
     return Manifest(
         source={"name": "blobs", "params": {"num_samples": 10}},
         attribution="drawn by nobody",
-        pictures={"size": 8, "aspect": "crop"},
+        images={"size": 8, "aspect": "crop"},
         image_encoder={"name": "pixels", "params": {}},
         stores="x_0",
         x_shape=(3, 8, 8),

@@ -71,7 +71,7 @@ def compare(name: str, is_checkpointed: bool) -> dict[str, object]:
 
 
 def kinds_of_calls(name: str) -> int:
-    """How many graphs training, validation and pictures take under autocast, with batches of one, few and many."""
+    """How many graphs training, validation and images take under autocast, with batches of one, few and many."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     network, condition = built(name), NETWORKS[name][1]

@@ -40,7 +40,7 @@ def test_samples_are_guided():
         def forward(self, x_t, t, condition):
             return x_t * (1.0 + 2.0 * condition.keep[:, None, None, None])  # 1 without the condition, 3 with it
 
-    noise = torch.randn((6, 3, 4, 4), generator=keyed_generator(MEMBER.seed, "pictures"))
+    noise = torch.randn((6, 3, 4, 4), generator=keyed_generator(MEMBER.seed, "images"))
     found = sampled(expert(Answers()), batch(), guidance_scale=4, num_steps=1)
     torch.testing.assert_close(found, noise - (1 + 4 * (3 - 1)) * noise)
 

@@ -102,7 +102,7 @@ def test_the_condition_is_the_batchs(kind, size, name):
     assert expert(condition=ConditionSpec("none", 0)).noisy_batch(batch()).condition is None
 
 
-def test_half_of_the_pictures_are_mirrored_left_to_right_when_asked():
+def test_half_of_the_images_are_mirrored_left_to_right_when_asked():
     plain = expert(train=TrainConfig(1, 1)).noisy_batch(batch(400)).x_0
     mirrored = expert(train=TrainConfig(1, 1, horizontal_flip=True)).noisy_batch(batch(400)).x_0
     same = (mirrored == plain).flatten(1).all(1)
@@ -111,8 +111,8 @@ def test_half_of_the_pictures_are_mirrored_left_to_right_when_asked():
     assert 150 < int(flipped.sum()) < 250
 
 
-def test_the_mirrored_pictures_own_encoding_is_used_where_it_is_stored():
-    """An encoder is not symmetric: the mirrored latent is not the latent of the mirrored picture."""
+def test_the_mirrored_images_own_encoding_is_used_where_it_is_stored():
+    """An encoder is not symmetric: the mirrored latent is not the latent of the mirrored image."""
     num = 400
     stored = batch(num)
     stored["x_0_flipped"] = 255 - batch(num, seed=1)["x_0"]

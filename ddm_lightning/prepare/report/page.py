@@ -96,7 +96,7 @@ def write_report(folder: Path, data: ReportData, *, title: str, attribution: str
     shown = figures.choose_images(data.clusters[data.thumbnail_rows], data.num_clusters, seed)
     images = figures.draw_charts(data, measures)
     if len(data.thumbnails):
-        images["map_pictures"] = _encode(figures.draw_image_map(data, measures, seed), "PNG")
+        images["map_images"] = _encode(figures.draw_image_map(data, measures, seed), "PNG")
     html = _TEMPLATES.get_template("report.html.j2").render(
         title=title,
         attribution=attribution,

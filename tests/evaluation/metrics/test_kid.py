@@ -50,7 +50,7 @@ def test_spread_is_the_standard_error():
     assert float(spread / scatter) == pytest.approx(1, abs=0.25)
 
 
-def test_differences_share_the_real_pictures():
+def test_differences_share_the_real_images():
     real = features(30)
     close, far = features(60, shift=0.2, seed=1), features(60, shift=0.6, seed=1)
     first, second = kernel_distance(far, real), kernel_distance(close, real)
@@ -77,15 +77,15 @@ def test_the_metric_takes_features_in_parts_and_is_found_by_name():
 
 
 @pytest.mark.slow
-def test_noise_and_blur_raise_the_distance_of_real_pictures():
+def test_noise_and_blur_raise_the_distance_of_real_images():
     from ddm_lightning.prepare.sources.toys import Blobs
 
     source = Blobs(num_samples=96, image_size=16)
-    pictures = np.stack([record.image for part in source.parts() for record in source.read(part)])
+    images = np.stack([record.image for part in source.parts() for record in source.read(part)])
     rng = np.random.default_rng(0)
-    noisy = np.clip(pictures[:48] + rng.normal(0, 40, pictures[:48].shape), 0, 255).astype(np.uint8)
-    real = image_features(pictures[48:])
-    clean = kernel_distance(image_features(pictures[:48]), real)
+    noisy = np.clip(images[:48] + rng.normal(0, 40, images[:48].shape), 0, 255).astype(np.uint8)
+    real = image_features(images[48:])
+    clean = kernel_distance(image_features(images[:48]), real)
     damaged = kernel_distance(image_features(noisy), real)
     assert abs(clean.value) < 4 * clean.spread
     assert damaged.value > clean.value + 4 * damaged.spread

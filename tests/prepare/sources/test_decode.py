@@ -41,7 +41,7 @@ def test_lossless_rgb_comes_back_as_it_was(format, height, width):
 
 
 @pytest.mark.parametrize("format", ["JPEG", "WEBP", "JPEG2000"])
-def test_lossy_pictures_are_what_pillow_says(format):
+def test_lossy_images_are_what_pillow_says(format):
     data = encoded(Image.fromarray(noise(9, 12, 3)), format)
     np.testing.assert_array_equal(picture(data), np.asarray(Image.open(io.BytesIO(data)).convert("RGB")))
 
@@ -83,7 +83,7 @@ def test_palettes(is_transparent):
     assert (index == 2).any()
 
 
-def test_one_transparent_colour_of_an_rgb_or_grey_picture():
+def test_one_transparent_colour_of_an_rgb_or_grey_image():
     pixels = noise(4, 4, 3)
     expected = pixels.copy()
     expected[1, 1] = 255
@@ -131,7 +131,7 @@ def test_exif_orientation(orientation, format):
     assert picture(data).shape == ((8, 16, 3) if orientation < 5 else (16, 8, 3))
 
 
-def test_damaged_exif_loses_no_picture():
+def test_damaged_exif_loses_no_image():
     exif = Image.Exif()
     exif[0x0112] = 6
     data = encoded(Image.fromarray(noise(8, 16, 3)), "JPEG", exif=exif)
@@ -147,7 +147,7 @@ def test_the_first_frame_of_what_moves(format):
     np.testing.assert_array_equal(picture(data), np.broadcast_to([255, 0, 0], (4, 6, 3)))
 
 
-def test_empty_and_no_picture():
+def test_empty_and_no_image():
     assert cause(b"") == "empty file"
     for data in (b"<html>404 Not Found</html>", b"\0" * 1000, b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n"):
         assert cause(data) == "no image"
@@ -167,7 +167,7 @@ def test_a_cut_image_is_damaged_even_if_another_package_asked_pillow_to_pad_it(m
     assert ImageFile.LOAD_TRUNCATED_IMAGES is True
 
 
-def test_random_damage_gives_a_picture_or_a_cause():
+def test_random_damage_gives_a_image_or_a_cause():
     random = np.random.default_rng(1)
     for format in ("JPEG", "PNG", "GIF", "WEBP", "TIFF", "BMP"):
         whole = np.frombuffer(encoded(Image.fromarray(noise(16, 16, 3)), format), np.uint8)

@@ -3,7 +3,7 @@ import re
 
 import numpy as np
 import pytest
-from source_files import CAPTIONS, bad_pictures, encoded, noise, read_all, write
+from source_files import CAPTIONS, bad_images, encoded, noise, read_all, write
 
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import SOURCES
@@ -26,13 +26,13 @@ def lines(*rows):
 
 
 def test_folders_are_classes_in_alphabetical_order(folder):
-    pictures = {name: noise(5, 4, 3, seed=i) for i, name in enumerate(["dog/1.png", "cat/2.png", "dog/deep/3.PNG"])}
-    write(folder, {name: encoded(pixels) for name, pixels in pictures.items()})
+    images = {name: noise(5, 4, 3, seed=i) for i, name in enumerate(["dog/1.png", "cat/2.png", "dog/deep/3.PNG"])}
+    write(folder, {name: encoded(pixels) for name, pixels in images.items()})
     found = samples(folder)
     assert list(found) == ["cat/2.png", "dog/1.png", "dog/deep/3.PNG"]
     assert [record.label for record in found.values()] == [0, 1, 1] and build(folder).num_classes == 2
     assert build(folder).class_names == ["cat", "dog"] and build(folder, labels=False).class_names == []
-    for name, pixels in pictures.items():
+    for name, pixels in images.items():
         np.testing.assert_array_equal(found[name].image, pixels)
         assert found[name].caption == ""
 
@@ -50,7 +50,7 @@ def test_without_folders_there_are_no_classes(folder):
     assert build(folder).num_classes == 1 and {record.label for record in samples(folder).values()} == {0}
 
 
-def test_a_picture_outside_the_class_folders_is_counted(folder):
+def test_a_image_outside_the_class_folders_is_counted(folder):
     write(folder, {"a.png": encoded(noise(2, 2, 3)), "x/b.png": encoded(noise(2, 2, 3))})
     found = samples(folder)
     assert found["a.png"].cause == "outside the class folders" and found["x/b.png"].label == 0
@@ -119,8 +119,8 @@ def test_a_caption_file_that_cannot_be_used_is_refused(folder, files, problem):
     assert "\n" not in str(refusal.value)
 
 
-def test_bad_pictures_are_counted_by_cause_and_odd_ones_are_read(folder):
-    expected = bad_pictures()
+def test_bad_images_are_counted_by_cause_and_odd_ones_are_read(folder):
+    expected = bad_images()
     write(folder, {name: content for name, (content, _) in expected.items()})
     write(folder, {"drawing.svg": "<svg/>", "raw.heic": b"\0\0\0\x18ftypheic"})
     found = samples(folder)

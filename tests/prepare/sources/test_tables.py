@@ -11,7 +11,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from PIL import Image
-from source_files import CAPTIONS, bad_pictures, encoded, noise, read_all, write
+from source_files import CAPTIONS, bad_images, encoded, noise, read_all, write
 from streaming import MDSWriter
 
 from ddm_lightning.core.errors import UserError
@@ -95,8 +95,8 @@ def test_captions_arrive_unchanged(source, tmp_path):
     assert {record.caption for record in samples(source, tmp_path, caption_column=None)} == {""}
 
 
-def test_bad_pictures_are_counted_by_cause_and_odd_ones_are_read(source, tmp_path):
-    expected = bad_pictures()
+def test_bad_images_are_counted_by_cause_and_odd_ones_are_read(source, tmp_path):
+    expected = bad_images()
     write_any(source, tmp_path, [{"image": content, "caption": name} for name, (content, _) in expected.items()])
     found = samples(source, tmp_path)
     assert [getattr(sample, "cause", None) for sample in found] == [cause for _, cause in expected.values()]
@@ -135,7 +135,7 @@ def test_a_missing_column_is_refused_by_name(source, tmp_path, params, role, mis
     )
 
 
-def test_a_column_without_pictures_is_refused(source, tmp_path):
+def test_a_column_without_images_is_refused(source, tmp_path):
     write_any(source, tmp_path, rows(2))
     with pytest.raises(UserError, match=r"image_column': 'label' of .* holds int"):
         build(source, tmp_path, image_column="label").parts()
@@ -144,13 +144,13 @@ def test_a_column_without_pictures_is_refused(source, tmp_path):
 def test_paths_are_relative_to_the_folder(source, tmp_path):
     pixels = noise(3, 3, 3)
     write("memory://elsewhere", {"b.png": encoded(pixels)})
-    there = ["pictures/a.png", str(tmp_path / "pictures/a.png"), "memory://elsewhere/b.png"]
+    there = ["images/a.png", str(tmp_path / "images/a.png"), "memory://elsewhere/b.png"]
     table = [{"image": path, "caption": ""} for path in (*there, "gone.png", "nonsense://a")]
     if source == "mds":
         write_mds(tmp_path, {"image": "str", "caption": "str"}, table)
     else:
         write_any(source, tmp_path, table)
-    write(str(tmp_path), {"pictures/a.png": encoded(pixels)})
+    write(str(tmp_path), {"images/a.png": encoded(pixels)})
     found = samples(source, tmp_path)
     for record in found[:3]:
         np.testing.assert_array_equal(record.image, pixels)
@@ -188,11 +188,11 @@ def test_null_cells_are_counted(tmp_path):
 
 @pytest.mark.parametrize("to", ["parquet", "huggingface"])
 def test_what_hugging_face_wrote(to, tmp_path):
-    pictures = [noise(3, 4, 3, seed=i) for i in range(40)]
+    images = [noise(3, 4, 3, seed=i) for i in range(40)]
     features = datasets.Features(
-        {"picture": datasets.Image(), "text": datasets.Value("string"), "kind": datasets.ClassLabel(names=NAMES)}
+        {"image": datasets.Image(), "text": datasets.Value("string"), "kind": datasets.ClassLabel(names=NAMES)}
     )
-    columns = {"picture": [Image.fromarray(p) for p in pictures], "text": [f"é {i}" for i in range(40)]}
+    columns = {"image": [Image.fromarray(p) for p in images], "text": [f"é {i}" for i in range(40)]}
     data = datasets.Dataset.from_dict({**columns, "kind": [i % 3 for i in range(40)]}, features=features)
     data = data.select(range(39, -1, -1))
     if to == "parquet":
@@ -201,12 +201,12 @@ def test_what_hugging_face_wrote(to, tmp_path):
         data.save_to_disk(str(tmp_path), num_shards=3)
         shutil.copy(tmp_path / "data-00000-of-00003.arrow", tmp_path / "data-00000-of-00004.arrow")
         shutil.copy(tmp_path / "data-00000-of-00003.arrow", tmp_path / "cache-1.arrow")
-    params = {"image_column": "picture", "caption_column": "text", "label_column": "kind"}
+    params = {"image_column": "image", "caption_column": "text", "label_column": "kind"}
     found = samples(to, tmp_path, **params)
     assert build(to, tmp_path, **params).num_classes == 3 and build(to, tmp_path, **params).class_names == NAMES
     assert [record.caption for record in found] == data["text"][:]
     assert [record.label for record in found] == data["kind"][:]
-    for record, expected in zip(found, data["picture"], strict=True):
+    for record, expected in zip(found, data["image"], strict=True):
         np.testing.assert_array_equal(record.image, np.asarray(expected))
 
 
@@ -236,10 +236,10 @@ def test_arrow_files_and_those_behind_a_url(tmp_path, folder):
         assert [record.caption for record in samples("huggingface", folder)] == expected
 
 
-def test_parquet_behind_a_url_with_pictures_elsewhere(folder):
-    write(folder + "-pictures", {"x/a.png": encoded(noise(3, 3, 3))})
+def test_parquet_behind_a_url_with_images_elsewhere(folder):
+    write(folder + "-images", {"x/a.png": encoded(noise(3, 3, 3))})
     write_parquet(folder, "sub/a.parquet", [{"path": "x/a.png", "caption": "a"}])
-    params = {"image_column": "path", "image_root": folder + "-pictures/"}
+    params = {"image_column": "path", "image_root": folder + "-images/"}
     (found,) = samples("parquet", folder, **params)
     np.testing.assert_array_equal(found.image, noise(3, 3, 3))
     assert found.key == "sub/a.parquet:0"
@@ -263,7 +263,7 @@ def test_mds_of_several_compressed_shards_in_folders(tmp_path, compression):
 
 
 @pytest.mark.parametrize("encoding", ["jpeg", "png", "pil"])
-def test_mds_encodings_of_pictures(tmp_path, encoding):
+def test_mds_encodings_of_images(tmp_path, encoding):
     image = Image.fromarray(noise(8, 8, 4), "CMYK") if encoding == "pil" else Image.fromarray(noise(8, 8, 3))
     columns = {"image": encoding, "caption": "str", "kind": "uint8", "id": "int32"}
     write_mds(tmp_path, columns, [{"image": image, "caption": "x", "kind": np.uint8(1), "id": np.int32(7)}])

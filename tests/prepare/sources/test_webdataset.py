@@ -7,7 +7,7 @@ import warnings
 import fsspec
 import numpy as np
 import pytest
-from source_files import CAPTIONS, bad_pictures, encoded, noise, read_all, write
+from source_files import CAPTIONS, bad_images, encoded, noise, read_all, write
 
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import SOURCES
@@ -82,7 +82,7 @@ def test_samples_are_those_that_the_webdataset_library_finds(tmp_path):
     for format in (tarfile.PAX_FORMAT, tarfile.GNU_FORMAT):
         path.write_bytes(tar_of(files, format))
         peer = webdataset.WebDataset(str(path), shardshuffle=False, empty_check=False).decode("rgb8")
-        # The library makes a sample "a/" of the hidden file, which macOS puts beside each picture.
+        # The library makes a sample "a/" of the hidden file, which macOS puts beside each image.
         rows = [sample for sample in peer if not sample["__key__"].endswith("/")]
         expected = [(f"a.tar/{row['__key__']}", row["txt"], row["png"]) for row in rows]
         found = samples(str(path))
@@ -113,7 +113,7 @@ def cause_of(sample):
 def test_every_bad_sample_is_counted(folder):
     png = encoded(noise(2, 2, 3))
     files = []
-    for name, (content, _) in bad_pictures().items():
+    for name, (content, _) in bad_images().items():
         files += [(name, content), (f"{name.partition('.')[0]}.txt", "x")]
     files += [
         ("latin.png", png), ("latin.txt", "café".encode("latin-1")),
@@ -129,7 +129,7 @@ def test_every_bad_sample_is_counted(folder):
     found = samples(folder)
     causes = [(sample.key.removeprefix("a.tar/"), cause_of(sample)) for sample in found]
     assert causes == [
-        *((name.partition(".")[0], cause) for name, (_, cause) in bad_pictures().items()),
+        *((name.partition(".")[0], cause) for name, (_, cause) in bad_images().items()),
         ("latin", "caption is not UTF-8"),
         ("text", "no image"),
         ("both", "several images"),
@@ -243,10 +243,10 @@ def test_a_column_that_the_first_samples_lack_is_refused_before_anything_is_read
 
 
 def test_samples_without_a_caption_have_an_empty_one_where_others_have_one(tmp_path):
-    picture = encoded(noise(2, 2, 3))
-    write(str(tmp_path), {"a.tar": tar_of([("a.png", picture), ("a.txt", "a cat"), ("b.png", picture)])})
+    image = encoded(noise(2, 2, 3))
+    write(str(tmp_path), {"a.tar": tar_of([("a.png", image), ("a.txt", "a cat"), ("b.png", image)])})
     assert [record.caption for record in samples(str(tmp_path))] == ["a cat", ""]
-    write(str(tmp_path), {"a.tar": tar_of([("a.png", picture), ("b.png", picture)])})
+    write(str(tmp_path), {"a.tar": tar_of([("a.png", image), ("b.png", image)])})
     with pytest.raises(UserError, match=r"caption_column.*has 'txt'; they have: png; or set it to null"):
         samples(str(tmp_path))
     assert [record.caption for record in samples(str(tmp_path), caption_column=None)] == ["", ""]
