@@ -224,7 +224,7 @@ def small_disk(folder: Path) -> Iterator[bool]:
         yield mounted
     finally:
         if mounted:
-            subprocess.run(["umount", str(folder)], check=True, timeout=20)
+            subprocess.run(["umount", "--lazy", str(folder)], check=True, timeout=20)
 
 
 def _report(

@@ -311,7 +311,6 @@ def _quieten(*, keep_notes: bool) -> None:
         r".*is smaller than the logging interval.*",
         r"Checkpoint directory .* exists and is not empty.*",
         r"Experiment logs directory .* exists and is not empty.*",
-        r"It is recommended to use `self.log\(.*sync_dist=True\)`.*",  # ``drain`` has summed over ranks
     ):
         warnings.filterwarnings("ignore", message=message)
     for name in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.distributed"):

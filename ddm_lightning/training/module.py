@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -128,6 +129,8 @@ class MemberModule(L.LightningModule):
 
     def on_train_start(self) -> None:
         """Start the clock."""
+        # ``drain`` has summed over ranks, but Lightning cannot know.
+        warnings.filterwarnings("ignore", message=r"It is recommended to use `self.log\(.*sync_dist=True\)`.*")
         self.speed.start(self.global_step)
 
     # A training step, from its batch to the curves.

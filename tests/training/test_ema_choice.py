@@ -94,7 +94,7 @@ def test_after_a_resume_a_width_can_be_chosen(run, capsys):
     said = capsys.readouterr().err
     assert "snapshots of averages" not in said
     assert command("ema", run) == 0
-    promised = 1e6 * float(re.search(r"all that it keeps takes about ([\d.]+) MB of the disk", said)[1])
+    promised = 1e6 * float(re.search(r"the disk must hold about ([\d.]+) MB", said)[1])
     checkpoints, *others = [run / "members/expert-0" / name for name in ("checkpoints", "ema", "artifact")]
     kept = [size(path) for path in checkpoints.iterdir()]
     # One more while it is written; names of tensors are on the disk, too.

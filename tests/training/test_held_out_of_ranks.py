@@ -24,7 +24,6 @@ NUM_HELD_OUT, BATCH_SIZE, NUM_CLUSTERS, NUM_TIMES = 17, 8, 3, 8  # a last step i
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:It is recommended to use .*sync_dist=True"),  # ``fit`` hides it, too
 ]
 
 

@@ -113,7 +113,7 @@ def test_a_diverged_step_is_not_kept(tmp_path):
     trainer = FakeTrainer(RollingCheckpoints(tmp_path, 5, 2, 100))
     trainer.take(5)
     guard = trainer.lightning_module.guard
-    for step in range(guard.max_in_succession + 1):
+    for step in range(guard.max_consecutive + 1):
         guard.record(step, torch.tensor([0]), torch.tensor([0.5]), torch.tensor([1.0]))
         guard.judge(SimpleNamespace(), torch.tensor(float("nan")))
     with pytest.raises(UserError, match="not finite"):
