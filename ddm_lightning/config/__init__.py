@@ -21,7 +21,7 @@ from ddm_lightning.config.experiment import (
     TimestepsConfig,
     TrainConfig,
 )
-from ddm_lightning.config.load import describe, load_experiment, to_dict, to_yaml, with_defaults
+from ddm_lightning.config.load import describe, load_experiment, to_dict, to_yaml
 from ddm_lightning.config.validate import blamed, check_experiment
 
 __all__ = [
@@ -44,5 +44,4 @@ __all__ = [
     "load_experiment",
     "to_dict",
     "to_yaml",
-    "with_defaults",
 ]

@@ -193,10 +193,8 @@ def _load(run_dir: Path, experiment: Experiment, manifest: Manifest, device: tor
     loaded = load_ensemble(run_dir, device)
     found = (loaded.meta.x_shape, loaded.meta.condition)
     if found != (manifest.x_shape, condition_spec(experiment, manifest).to_dict()):
-        raise UserError(
-            f"{manifest_path(run_dir)}: the experts were trained on other data ({found[0]}, {found[1]}); "
-            "copy the manifest from where they were trained"
-        )
+        problem = f"the experts were trained on other data ({found[0]}, {found[1]})"
+        raise UserError(f"{manifest_path(run_dir)}: {problem}; copy the manifest from where they were trained")
     return loaded
 
 

@@ -163,10 +163,7 @@ def _sums(x: Tensor, order: Tensor, starts: Tensor, weights: Tensor) -> Tensor:
 
 
 def _relocated(
-    centroids: Float[Tensor, "k d"],
-    counts: Int64[Tensor, "k"],
-    costs: Float[Tensor, "k"],
-    generator: torch.Generator,
+    centroids: Float[Tensor, "k d"], counts: Int64[Tensor, "k"], costs: Float[Tensor, "k"], generator: torch.Generator
 ) -> Float[Tensor, "k d"]:
     """Split crowded cells in halves, with the centroids of empty cells, then of the lightest."""
     load = counts.double().cpu()

@@ -12,18 +12,19 @@ from rich.console import Console
 from streaming.base.format import reader_from_json
 
 from ddm_lightning.config import ImagesConfig, PartitionConfig, PluginConfig, ShardsConfig
+from ddm_lightning.core.columns import Rows
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import sha256_file
 from ddm_lightning.core.registry import CAPTION_ENCODERS, FEATURES, IMAGE_ENCODERS, SOURCES
 from ddm_lightning.members.member import Member
 from ddm_lightning.members.run_folder import RunFolder
 from ddm_lightning.partition import build
-from ddm_lightning.partition.partition import Partition
+from ddm_lightning.partition.partition import Partition, Samples
 from ddm_lightning.prepare import stages
 from ddm_lightning.prepare.engine import RichReporter
 from ddm_lightning.prepare.prepared import Prepared
 from ddm_lightning.prepare.stages import prepare
-from ddm_lightning.shards.manifest import Manifest, shard_folder
+from ddm_lightning.shards.manifest import Manifest
 from ddm_lightning.shards.verify import verify_shards
 from ddm_lightning.training.fit import build_data
 
@@ -59,7 +60,7 @@ def test_manifest_files_and_partition_agree(tmp_path):
     assert manifest.priors == tuple(partition.priors.tolist())
     features = prepared.rows("features", "features").take(np.arange(60))
     labels = prepared.rows("records", "label").take(np.arange(60))
-    clusters = partition.assign(features, labels, prepared.texts("keys"))
+    clusters = partition.rule.assign(Samples(Rows([features]), labels, prepared.texts("keys")))
     np.testing.assert_array_equal(clusters, prepared.clusters)
     np.testing.assert_array_equal(np.bincount(clusters), partition.counts)
     assert partition.counts.max() <= 1.1 * 30
@@ -68,7 +69,6 @@ def test_manifest_files_and_partition_agree(tmp_path):
         cluster, split = name.removeprefix("cluster-").split("/")
         expected = manifest.clusters[int(cluster)]
         expected = expected.train if split == "train" else expected.held_out
-        assert folder == shard_folder(tmp_path, int(cluster), split)
         assert verify_shards(folder, index_sha256=digest) == expected > 0
     assert len(manifest.index_sha256) == 4
     for stage in ("encode", "partition", "shards", "report"):
