@@ -29,7 +29,8 @@ from rich.progress import TaskID
 from split import Split, read_split
 from torch import Tensor
 
-from ddm_lightning.config import Experiment, check_experiment
+from ddm_lightning.config.experiment import Experiment
+from ddm_lightning.config.validate import check_experiment
 from ddm_lightning.core.devices import resolve_accelerator
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import sha256_file

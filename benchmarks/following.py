@@ -10,7 +10,7 @@ from jaxtyping import Float
 from split import Split, read_split
 from torch import Tensor
 
-from ddm_lightning.config import Experiment
+from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.core.registry import IMAGE_ENCODERS
 from ddm_lightning.ensemble.load import load_single
 from ddm_lightning.ensemble.routing import sample

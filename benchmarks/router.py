@@ -27,7 +27,7 @@ from router_scores import (
 from split import Split, read_split
 from torch import Tensor, nn
 
-from ddm_lightning.config import Experiment
+from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.ensemble.load import load_member
 from ddm_lightning.members.member import ROUTER

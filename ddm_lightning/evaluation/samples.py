@@ -15,7 +15,8 @@ from PIL import Image
 from rich.console import Console
 from rich.progress import Progress
 
-from ddm_lightning.config import Experiment, check_experiment
+from ddm_lightning.config.experiment import Experiment
+from ddm_lightning.config.validate import check_experiment
 from ddm_lightning.core.devices import check_devices, device_of
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.formatting import member_columns

@@ -7,7 +7,7 @@ import torch
 from shards.mds import write_mds
 from split import read_samples, read_split
 
-from ddm_lightning.config import load_experiment
+from ddm_lightning.config.load import load_experiment
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.encoders.captions import HashedWords
 from ddm_lightning.encoders.images import Pixels

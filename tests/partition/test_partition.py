@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ddm_lightning.config import PartitionConfig
+from ddm_lightning.config.experiment import PartitionConfig
 from ddm_lightning.core.columns import Rows
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.partition import build

@@ -11,7 +11,7 @@ from prepare.tiny_experiment import tiny_experiment
 from rich.console import Console
 from streaming.base.format import reader_from_json
 
-from ddm_lightning.config import ImagesConfig, PartitionConfig, PluginConfig, ShardsConfig
+from ddm_lightning.config.experiment import ImagesConfig, PartitionConfig, PluginConfig, ShardsConfig
 from ddm_lightning.core.columns import Rows
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import sha256_file

@@ -16,7 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tiny_runs import TINY, copy_run
 from training.short_fits import SHORT, checkpoints, fit, member, weights
 
-from ddm_lightning.config import load_experiment
+from ddm_lightning.config.load import load_experiment
 from ddm_lightning.config.validate import TRAINER_FLAGS
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import CALLBACKS
