@@ -20,7 +20,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
-from ddm_lightning.config import Experiment, load_experiment
+from ddm_lightning.config.experiment import Experiment
+from ddm_lightning.config.load import load_experiment
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_write, atomic_write_json, atomic_write_text
 from ddm_lightning.core.formatting import time_column

@@ -26,16 +26,17 @@ from jaxtyping import UInt8
 from matplotlib.figure import Figure
 from monolith import budget, check_monolith, fit_monolith, monolith_flops
 from rich.progress import TaskID
+from split import Split, read_split
 from torch import Tensor
 
-from ddm_lightning.config import Experiment, check_experiment
+from ddm_lightning.config.experiment import Experiment
+from ddm_lightning.config.validate import check_experiment
 from ddm_lightning.core.devices import resolve_accelerator
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import sha256_file
 from ddm_lightning.core.registry import IMAGE_ENCODERS, METRICS
 from ddm_lightning.ensemble.load import load_ensemble, load_single
 from ddm_lightning.evaluation.metrics.kid import KernelDistance
-from ddm_lightning.evaluation.split import Split, read_split
 from ddm_lightning.flow.randomness import keyed_generator
 from ddm_lightning.members.member import MONOLITH, ROUTER
 from ddm_lightning.members.run_folder import RunFolder, open_run

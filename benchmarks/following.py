@@ -7,14 +7,14 @@ from pathlib import Path
 
 import torch
 from jaxtyping import Float
+from split import Split, read_split
 from torch import Tensor
 
-from ddm_lightning.config import Experiment
+from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.core.registry import IMAGE_ENCODERS
 from ddm_lightning.ensemble.load import load_single
 from ddm_lightning.ensemble.routing import sample
 from ddm_lightning.evaluation.metrics.kid import image_features
-from ddm_lightning.evaluation.split import Split, read_split
 from ddm_lightning.flow.randomness import keyed_generator
 from ddm_lightning.members.run_folder import RunFolder
 from ddm_lightning.shards.manifest import TRAIN, Manifest

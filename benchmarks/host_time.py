@@ -29,7 +29,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ddm_lightning.config import TrainConfig
+from ddm_lightning.config.experiment import TrainConfig
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.training.ema import track_ema
 from ddm_lightning.training.optimizer import build_optimizer

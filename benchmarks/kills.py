@@ -23,7 +23,7 @@ from pathlib import Path
 from common import Report, console, load, parse, parser, progress, run
 from rich.progress import Progress, TaskID
 
-from ddm_lightning.config import Experiment
+from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import sha256_file
 from ddm_lightning.members.run_folder import RunFolder

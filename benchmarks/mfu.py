@@ -25,7 +25,7 @@ from step_clock import median  # noqa: E402
 from step_memory import peak_bytes, planned_bytes  # noqa: E402
 from step_networks import in_turn  # noqa: E402
 
-from ddm_lightning.config import Experiment  # noqa: E402
+from ddm_lightning.config.experiment import Experiment  # noqa: E402
 from ddm_lightning.core.devices import peak_of_this_device  # noqa: E402
 from ddm_lightning.core.errors import UserError  # noqa: E402
 from ddm_lightning.shards.manifest import DataSizes  # noqa: E402

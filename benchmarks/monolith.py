@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass
 
-from ddm_lightning.config import Experiment
+from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.members.artifact import read_meta
 from ddm_lightning.members.member import (

@@ -14,12 +14,12 @@ from collections.abc import Sequence
 
 import torch
 from common import REPOSITORY, Report, by_time, call, console, load, parse, parser, run, use_all_threads
+from router_scores import noised
+from split import Split, read_split
 from torch import Tensor
 
 from ddm_lightning.ensemble.load import load_ensemble
 from ddm_lightning.ensemble.velocity import Ensemble
-from ddm_lightning.evaluation.routing import noised
-from ddm_lightning.evaluation.split import Split, read_split
 from ddm_lightning.flow.oracle import FiniteSetOracle
 from ddm_lightning.members.run_folder import RunFolder
 from ddm_lightning.shards.manifest import TRAIN, Manifest

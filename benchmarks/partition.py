@@ -20,12 +20,12 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from common import Report, console, parse, run
 
 from ddm_lightning.core.errors import UserError
-from ddm_lightning.partition.build import partition_cost
 
 BARS = {"inertia_over_faiss": 1.03, "time_over_faiss": 1.5, "largest_over_mean": 1.05, "peak_gb": 4.0}
 RATIOS = {"inertia": "inertia", "time": "seconds", "cpu_time": "cpu_seconds"}
@@ -147,6 +147,48 @@ def report_of(
             f"{cost.seconds / 3600:.1f} hours, {cost.bytes / 1e12:.2f} TB read."
         )
     return report
+
+
+class PartitionCost(NamedTuple):
+    """Cost of two-stage k-means and of assigning all samples."""
+
+    seconds: float
+    flops: float
+    """Floating-point operations; a multiply-add is two."""
+    bytes: int
+    """Bytes read from the disk, in all passes."""
+
+
+def partition_cost(
+    num_samples: int,
+    dim: int,
+    num_fine: int,
+    iterations: int,
+    gflops: float,
+    disk_gb_per_s: float,
+    *,
+    fit_fraction: float = 1.0,
+    bytes_per_number: int = 4,
+) -> PartitionCost:
+    """Model the cost of ``iterations`` passes over the fitted samples, and one over all to assign them.
+
+    A pass is one product of samples and fine centroids, 2 n d F floating-point operations, after reading its features.
+    The second stage and the start depend on F alone and are not counted.
+
+    Args:
+        num_samples: n.
+        dim: feature entries of a sample, d.
+        num_fine: fine centroids, F.
+        iterations: passes of the fine stage.
+        gflops: 10^9 operations per second of a whole pass; the figure ``gflops`` of this benchmark.
+        disk_gb_per_s: 10^9 bytes per second at which features are read.
+        fit_fraction: part of the samples that is fitted.
+        bytes_per_number: 4 for float32, as features are stored.
+    """
+    sample_passes = num_samples * (iterations * fit_fraction + 1)
+    num_bytes = round(sample_passes * dim * bytes_per_number)
+    flops = 2 * sample_passes * dim * num_fine
+    return PartitionCost(flops / (gflops * 1e9) + num_bytes / (disk_gb_per_s * 1e9), flops, num_bytes)
 
 
 def mixture(num_samples: int, dim: int, seed: int = 0) -> Iterator[np.ndarray]:

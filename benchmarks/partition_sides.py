@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ddm_lightning.config import PartitionConfig
+from ddm_lightning.config.experiment import PartitionConfig
 from ddm_lightning.core.columns import Rows, StoredArray
 from ddm_lightning.partition.build import fit_fine, fit_partition, group_fine
 from ddm_lightning.partition.nearest import nearest_of_rows

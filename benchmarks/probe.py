@@ -12,12 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from jaxtyping import Float, Int
+from router_scores import noised
 from sklearn.linear_model import LogisticRegression
 from sklearn.preprocessing import StandardScaler
 from torch import Tensor
 from torch.nn import functional
-
-from ddm_lightning.evaluation.routing import noised
 
 GRID = 16
 STRENGTHS = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)

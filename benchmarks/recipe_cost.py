@@ -15,7 +15,7 @@ from step_networks import NUM_CLASSES, Sizes, Timed, forget_compiled, in_turn
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ddm_lightning.config import Experiment
+from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.flow.condition import Condition, ConditionSpec
 from ddm_lightning.members.member import Member

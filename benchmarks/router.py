@@ -16,12 +16,7 @@ import torch
 from common import Report, by_time, call, console, load, parse, parser, progress, run, save_figure, use_all_threads
 from jaxtyping import Float
 from matplotlib.figure import Figure
-from torch import Tensor, nn
-
-from ddm_lightning.config import Experiment
-from ddm_lightning.core.errors import UserError
-from ddm_lightning.ensemble.load import load_member
-from ddm_lightning.evaluation.routing import (
+from router_scores import (
     TIMES,
     Classifier,
     RoutingScore,
@@ -29,7 +24,12 @@ from ddm_lightning.evaluation.routing import (
     score_by_time,
     standard_error,
 )
-from ddm_lightning.evaluation.split import Split, read_split
+from split import Split, read_split
+from torch import Tensor, nn
+
+from ddm_lightning.config.experiment import Experiment
+from ddm_lightning.core.errors import UserError
+from ddm_lightning.ensemble.load import load_member
 from ddm_lightning.members.member import ROUTER
 from ddm_lightning.members.run_folder import RunFolder, open_run
 from ddm_lightning.shards.manifest import HELD_OUT, TRAIN, Manifest

@@ -14,7 +14,7 @@ from step_clock import Clock, Seconds, now, since
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ddm_lightning.config import Experiment, TrainConfig
+from ddm_lightning.config.experiment import Experiment, TrainConfig
 from ddm_lightning.core.devices import resolve_accelerator
 from ddm_lightning.flow.condition import Condition
 from ddm_lightning.flow.path import interpolate

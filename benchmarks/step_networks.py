@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
 
-from ddm_lightning.config import TrainConfig
+from ddm_lightning.config.experiment import TrainConfig
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.flow.condition import Condition, ConditionSpec
 from ddm_lightning.networks import DiT, set_attention

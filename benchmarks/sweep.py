@@ -22,7 +22,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from trainings import Trainings
 
-from ddm_lightning.config import Experiment
+from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_write
 from ddm_lightning.members.member import ROUTER, batch_size, parse_members, train_config

@@ -22,7 +22,7 @@ from typing import Any
 from deadline import within
 from tiny_runs import TINY
 
-from ddm_lightning.config import load_experiment
+from ddm_lightning.config.load import load_experiment
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import sha256_file
 from ddm_lightning.ensemble.load import load_ensemble, load_member

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ddm_lightning.cli.parser import build_parser
-from ddm_lightning.config import load_experiment
+from ddm_lightning.config.load import load_experiment
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [

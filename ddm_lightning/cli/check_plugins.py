@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from ddm_lightning.config import Experiment, PluginConfig, blamed
+from ddm_lightning.config.experiment import Experiment, PluginConfig
+from ddm_lightning.config.validate import blamed
 from ddm_lightning.core.errors import UserError, first_line
 from ddm_lightning.core.registry import CALLBACKS, CAPTION_ENCODERS, FEATURES, IMAGE_ENCODERS, SOURCES, Registry
 from ddm_lightning.ensemble.routing import strategy_of

@@ -14,7 +14,8 @@ import torch
 from rich.console import Console
 
 from ddm_lightning.cli.check_plugins import check_networks, check_plugins, check_strategy
-from ddm_lightning.config import Experiment, check_experiment
+from ddm_lightning.config.experiment import Experiment
+from ddm_lightning.config.validate import check_experiment
 from ddm_lightning.core import processes
 from ddm_lightning.core.devices import check_devices
 from ddm_lightning.core.errors import UserError

@@ -26,7 +26,8 @@ class _Describe(argparse.Action):
     """Print the schema and exit, as ``--help`` does: no experiment file is needed."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        from ddm_lightning.config import Experiment, describe
+        from ddm_lightning.config.experiment import Experiment
+        from ddm_lightning.config.load import describe
 
         for key, form, text in describe(Experiment()):
             print(f"{key}:{form}\n    {text}")
@@ -108,7 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     """Load the experiment and call the command. A bad file is refused before torch is imported."""
-    from ddm_lightning.config import load_experiment, to_yaml
+    from ddm_lightning.config.load import load_experiment, to_yaml
     from ddm_lightning.members.run_folder import load_run
 
     if options.command in ("fit", "replay", "ema"):

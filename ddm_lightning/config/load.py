@@ -54,9 +54,8 @@ def load_experiment(path: str | Path, overrides: Sequence[str] = (), record: Pat
         _check_complete(OmegaConf.to_container(merged, resolve=False), str(path))
         resolved = OmegaConf.to_container(merged, resolve=True)
     except OmegaConfBaseException as error:
-        raise UserError(
-            f"{path}: key {error.full_key!r}: {first_line(error)}; fix the reference ${{…}} in it"
-        ) from None
+        problem = f"key {error.full_key!r}: {first_line(error)}; fix the reference ${{…}} in it"
+        raise UserError(f"{path}: {problem}") from None
     checks.check(resolved, Experiment, "", str(path), references=False)
     experiment: Experiment = checks.build(resolved, Experiment)
     check_experiment(experiment, path, overrides)
@@ -140,17 +139,6 @@ def _forget_params(merged: Any, change: Any) -> None:
 def to_dict(experiment: Experiment) -> dict[str, Any]:
     """The experiment as plain nested dicts, ready for YAML or JSON."""
     return asdict(experiment)
-
-
-def with_defaults(recorded: dict[str, Any]) -> dict[str, Any]:
-    """Add the defaults of newer keys to an experiment that an older version recorded."""
-    try:
-        merged = OmegaConf.merge(OmegaConf.structured(Experiment), OmegaConf.create(recorded))
-        filled = OmegaConf.to_container(merged, resolve=False)
-    except OmegaConfBaseException:  # removed keys or invalid values
-        return recorded
-    assert isinstance(filled, dict)
-    return {str(key): value for key, value in filled.items()}
 
 
 def to_yaml(experiment: Experiment) -> str:

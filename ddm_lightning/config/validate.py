@@ -24,27 +24,7 @@ TRAINER_FLAGS = (
     "profiler",
     "sync_batchnorm",
 )
-"""Flags of Lightning's Trainer that ``island.trainer`` takes."""
-OWNED_FLAGS = {
-    "accelerator": "island.accelerator",
-    "accumulate_grad_batches": "island.micro_batch_size",
-    "callbacks": "island.callbacks",
-    "check_val_every_n_epoch": "island.validate_every_n_steps",
-    "default_root_dir": "run_dir",
-    "devices": "island.devices",
-    "enable_checkpointing": "island.checkpoint_every_n_steps",
-    "gradient_clip_val": "train.gradient_clip_norm",
-    "log_every_n_steps": "island.log_every_n_steps",
-    "logger": "island.loggers",
-    "max_epochs": "train.max_steps",
-    "max_steps": "train.max_steps",
-    "max_time": "train.max_steps",
-    "num_nodes": "island.devices",
-    "precision": "island.precision",
-    "strategy": "island.strategy",
-    "val_check_interval": "island.validate_every_n_steps",
-}
-"""Flags that another key sets."""
+"""Flags of Lightning's Trainer that ``island.trainer`` takes; other keys set the rest."""
 
 
 def blamed(source: str | Path, overrides: Sequence[str], key: str, problem: str = "") -> str:
@@ -86,11 +66,9 @@ def _contradictions(experiment: Experiment) -> Iterator[tuple[str, str]]:
     loggers, flags = experiment.island.loggers, experiment.island.trainer
     if not {*loggers} <= {*LOGGERS} or len({*loggers}) < len(loggers):
         yield "island.loggers", f"must be different ones of {', '.join(LOGGERS)}"
-    for flag in flags:
-        if flag in OWNED_FLAGS:
-            yield "island.trainer", f"the flag {flag!r} is set by the key {OWNED_FLAGS[flag]}; use that instead"
-        if flag not in TRAINER_FLAGS:
-            yield "island.trainer", f"no flag {flag!r} can be set here; those that can: {', '.join(TRAINER_FLAGS)}"
+    if others := [flag for flag in flags if flag not in TRAINER_FLAGS]:
+        problem = f"takes no flag {others[0]!r}, only {', '.join(TRAINER_FLAGS)}; keys of their own set the others"
+        yield "island.trainer", problem
     yield from _contradictions_of_sizes(experiment)
     yield from _contradictions_of_sampling(experiment)
 

@@ -64,11 +64,8 @@ def check_devices(accelerator: str, devices: int) -> None:
         return
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count < devices:
-        raise UserError(
-            f"key 'island.devices' = {devices} with 'island.accelerator' = {accelerator!r}, but torch sees {count} "
-            "usable CUDA devices here; set island.devices or island.accelerator, or check the driver and "
-            "CUDA_VISIBLE_DEVICES"
-        )
+        problem = f"but torch sees {count} usable CUDA devices; change one, or check CUDA_VISIBLE_DEVICES"
+        raise UserError(f"key 'island.devices' = {devices} with 'island.accelerator' = {accelerator!r}, {problem}")
 
 
 def device_bytes(accelerator: str) -> int:

@@ -24,20 +24,15 @@ def labelled_grid(
     rows: Sequence[tuple[str, Sequence[UInt8[np.ndarray, "h w 3"]]]],
     scale: int = 3,
     title: str = "",
-    *,
-    columns: Sequence[str] = (),
     footer: str = "",
-    smooth: bool = True,
 ) -> Image.Image:
     """Draw rows of images with a label to the left of each row.
 
     Args:
         rows: label and images of each row; all images have one size, rows may differ in length.
-        scale: enlargement factor.
+        scale: enlargement factor, by Lanczos, which makes small images easier to recognise.
         title: line above the grid.
-        columns: labels above the columns.
         footer: small text below the grid, such as a credit.
-        smooth: enlarge by Lanczos, which makes small images easier to recognise; else by square pixels.
 
     Raises:
         ValueError: no image, or images of different sizes.
@@ -57,23 +52,20 @@ def labelled_grid(
     grid_width = num_columns * (cell_width + _GAP) - _GAP
     full_width = max(grid_left + grid_width, _MARGIN + _width(title, title_font)) + _MARGIN
     footer_lines = _wrap(footer, footer_font, full_width - 2 * _MARGIN)
-    grid_top = _MARGIN + (_TITLE_SIZE + _MARGIN if title else 0) + (_FONT_SIZE + _GAP if columns else 0)
+    grid_top = _MARGIN + (_TITLE_SIZE + _MARGIN if title else 0)
     footer_top = grid_top + len(rows) * (cell_height + _GAP) - _GAP + _MARGIN
     full_height = footer_top + len(footer_lines) * (_FOOTER_SIZE + _GAP) + (_MARGIN if footer_lines else 0)
 
+    cell_size = (cell_width, cell_height)
     canvas = Image.new("RGB", (full_width, full_height), _PAPER)
     draw = ImageDraw.Draw(canvas)
     draw.text((_MARGIN, _MARGIN), title, _INK, font=title_font)
-    for index, name in enumerate(columns[:num_columns]):
-        centre = grid_left + index * (cell_width + _GAP) + cell_width // 2
-        draw.text((centre, grid_top - _GAP), _shorten(name, font, cell_width), _INK, font=font, anchor="mb")
-    resampling = Image.Resampling.LANCZOS if smooth else Image.Resampling.NEAREST
     for row, (label, (_, images)) in enumerate(zip(labels, rows, strict=True)):
         top = grid_top + row * (cell_height + _GAP)
         place = (grid_left - _MARGIN, top + cell_height // 2)
         draw.multiline_text(place, "\n".join(label), _INK, font=font, anchor="rm", align="right", spacing=_GAP)
         for column, image in enumerate(images):
-            enlarged = Image.fromarray(np.ascontiguousarray(image)).resize((cell_width, cell_height), resampling)
+            enlarged = Image.fromarray(np.ascontiguousarray(image)).resize(cell_size, Image.Resampling.LANCZOS)
             canvas.paste(enlarged, (grid_left + column * (cell_width + _GAP), top))
     for index, line in enumerate(footer_lines):
         draw.text((_MARGIN, footer_top + index * (_FOOTER_SIZE + _GAP)), line, _PALE_INK, font=footer_font)

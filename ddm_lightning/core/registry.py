@@ -83,15 +83,11 @@ class Registry:
                     factory: Callable[..., Any] = entry.load()
                 except (ImportError, AttributeError) as error:
                     package = entry.dist.name if entry.dist else entry.value
-                    raise UserError(
-                        f"{self.kind} {name!r} of the package {package!r} cannot be imported: {error}; "
-                        f"fix or reinstall that package"
-                    ) from error
+                    problem = f"of the package {package!r} cannot be imported: {error}; fix or reinstall that package"
+                    raise UserError(f"{self.kind} {name!r} {problem}") from error
                 return factory
-        raise UserError(
-            f"unknown {self.kind} {name!r}; known: {', '.join(self.names()) or 'none'} "
-            f"(other packages add to the entry-point group {self.group!r})"
-        )
+        known = f"{', '.join(self.names()) or 'none'} (other packages add to the entry-point group {self.group!r})"
+        raise UserError(f"unknown {self.kind} {name!r}; known: {known}")
 
     def build(self, name: str, params: dict[str, Any], **context: Any) -> Any:
         """Call the factory ``name`` with the user's ``params`` and the trainer's ``context``.
@@ -174,9 +170,8 @@ def require(wanted_by: str, *names: str, extra: str = "demo") -> None:
         try:
             distribution(name)
         except PackageNotFoundError:
-            raise UserError(
-                f"{wanted_by} needs the package {name!r}; install it with: pip install 'ddm_lightning[{extra}]'"
-            ) from None
+            remedy = f"install it with: pip install 'ddm_lightning[{extra}]'"
+            raise UserError(f"{wanted_by} needs the package {name!r}; {remedy}") from None
 
 
 def file_of(name: str, relative: str) -> Path:

@@ -5,18 +5,8 @@
 - ``load``: from a run folder to an ensemble
 """
 
-from ddm_lightning.ensemble.load import LoadedEnsemble, LoadedMember, load_ensemble, load_member, load_single
+from ddm_lightning.ensemble.load import LoadedEnsemble, load_ensemble, load_single
 from ddm_lightning.ensemble.routing import Batch, Strategy, sample
 from ddm_lightning.ensemble.velocity import Ensemble
 
-__all__ = [
-    "Batch",
-    "Ensemble",
-    "LoadedEnsemble",
-    "LoadedMember",
-    "Strategy",
-    "load_ensemble",
-    "load_member",
-    "load_single",
-    "sample",
-]
+__all__ = ["Batch", "Ensemble", "LoadedEnsemble", "Strategy", "load_ensemble", "load_single", "sample"]

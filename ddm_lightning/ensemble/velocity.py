@@ -83,12 +83,7 @@ class Ensemble:
 
     @torch.no_grad()
     def expert_velocity(
-        self,
-        k: int,
-        x_t: Samples,
-        t: Times,
-        condition: Condition | None = None,
-        guidance_scale: float = 1.0,
+        self, k: int, x_t: Samples, t: Times, condition: Condition | None = None, guidance_scale: float = 1.0
     ) -> Samples:
         """Compute expert ``k``'s velocity, guided inside the expert (Paris, 2510.03434).
 

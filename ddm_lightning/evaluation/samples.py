@@ -15,7 +15,8 @@ from PIL import Image
 from rich.console import Console
 from rich.progress import Progress
 
-from ddm_lightning.config import Experiment, check_experiment
+from ddm_lightning.config.experiment import Experiment
+from ddm_lightning.config.validate import check_experiment
 from ddm_lightning.core.devices import check_devices, device_of
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.formatting import member_columns
@@ -193,10 +194,8 @@ def _load(run_dir: Path, experiment: Experiment, manifest: Manifest, device: tor
     loaded = load_ensemble(run_dir, device)
     found = (loaded.meta.x_shape, loaded.meta.condition)
     if found != (manifest.x_shape, condition_spec(experiment, manifest).to_dict()):
-        raise UserError(
-            f"{manifest_path(run_dir)}: the experts were trained on other data ({found[0]}, {found[1]}); "
-            "copy the manifest from where they were trained"
-        )
+        problem = f"the experts were trained on other data ({found[0]}, {found[1]})"
+        raise UserError(f"{manifest_path(run_dir)}: {problem}; copy the manifest from where they were trained")
     return loaded
 
 

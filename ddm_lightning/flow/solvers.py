@@ -74,10 +74,7 @@ def integrate(
 
 
 def reverse_kernel(
-    x_t: Samples,
-    x_0_hat: Samples,
-    t: float | Float[Tensor, ""],
-    s: float | Float[Tensor, ""],
+    x_t: Samples, x_0_hat: Samples, t: float | Float[Tensor, ""], s: float | Float[Tensor, ""]
 ) -> tuple[Samples, Float[Tensor, ""]]:
     """Mean and variance of the Gaussian q(x_s | x_t, x_0), for 0 <= s < t <= 1.
 
@@ -111,10 +108,7 @@ def reverse_kernel(
 
 
 def integrate_ancestral(
-    velocity: VelocityField,
-    x_1: Samples,
-    times: Float[Tensor, " num_times"],
-    noise: Callable[[int], Samples],
+    velocity: VelocityField, x_1: Samples, times: Float[Tensor, " num_times"], noise: Callable[[int], Samples]
 ) -> Samples:
     """Sample x_s from q(x_s | x_t, x_0) along decreasing ``times``, with x_0 estimated from the velocity.
 

@@ -17,7 +17,8 @@ import torch
 from rich.console import Console
 from rich.progress import Progress, TaskID
 
-from ddm_lightning.config import Experiment, to_yaml
+from ddm_lightning.config.experiment import Experiment
+from ddm_lightning.config.load import to_yaml
 from ddm_lightning.core.devices import resolve_accelerator
 from ddm_lightning.core.files import atomic_write_text
 from ddm_lightning.core.formatting import member_columns

@@ -8,7 +8,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from ddm_lightning.config import Experiment
+from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.members.artifact import read_meta
 from ddm_lightning.members.member import MONOLITH, ensemble_members, train_config
 from ddm_lightning.members.run_folder import RunFolder

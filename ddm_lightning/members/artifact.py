@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from ddm_lightning.config import PluginConfig
+from ddm_lightning.config.experiment import PluginConfig
 from ddm_lightning.core import checks
 from ddm_lightning.core.errors import UserError, first_line
 from ddm_lightning.core.files import atomic_folder, atomic_write_json

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ddm_lightning.config import Experiment
+from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.core import checks
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_write_json, inside, sha256_file

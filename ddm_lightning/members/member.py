@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ddm_lightning.config import Experiment, PluginConfig, TimestepsConfig, TrainConfig
+from ddm_lightning.config.experiment import Experiment, PluginConfig, TimestepsConfig, TrainConfig
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import EXPERTS, ROUTERS
 from ddm_lightning.flow.condition import ConditionSpec

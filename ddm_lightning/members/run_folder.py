@@ -11,7 +11,8 @@ from typing import Any
 
 import yaml
 
-from ddm_lightning.config import Experiment, load_experiment, to_dict, to_yaml
+from ddm_lightning.config.experiment import Experiment
+from ddm_lightning.config.load import load_experiment, to_dict, to_yaml
 from ddm_lightning.core.checks import Check, problem_with
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_write_text, read_json

@@ -1,7 +1,7 @@
 """Networks in pure torch; a model file knows nothing of sharding, compilation or training.
 
 - ``dit``, ``mmdit``, ``router``: the built-in experts and router; importing this package registers them
-- ``trunk``, ``blocks``, ``embeddings``, ``recipe``: their parts and options
+- ``blocks``, ``embeddings``, ``recipe``: their parts and options
 - ``attention``: one function with several back ends
 - ``flops``: measured floating-point operations
 """

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -25,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ddm_lightning.config import PartitionConfig
+from ddm_lightning.config.experiment import PartitionConfig
 from ddm_lightning.core.columns import Rows
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_write
@@ -176,48 +175,6 @@ def group_fine(
     cluster_of_fine = largest_first(cluster_of_fine, per_fine, config.num_clusters)
     centroids = weighted_means(x, weights, cluster_of_fine, x.new_zeros(config.num_clusters, x.shape[1]))
     return NearestCentroid(fine, cluster_of_fine, centroids.float(), config.metric, features)
-
-
-class PartitionCost(NamedTuple):
-    """Cost of two-stage k-means and of assigning all samples."""
-
-    seconds: float
-    flops: float
-    """Floating-point operations; a multiply-add is two."""
-    bytes: int
-    """Bytes read from the disk, in all passes."""
-
-
-def partition_cost(
-    num_samples: int,
-    dim: int,
-    num_fine: int,
-    iterations: int,
-    gflops: float,
-    disk_gb_per_s: float,
-    *,
-    fit_fraction: float = 1.0,
-    bytes_per_number: int = 4,
-) -> PartitionCost:
-    """Model the cost of ``iterations`` passes over the fitted samples, and one over all to assign them.
-
-    A pass is one product of samples and fine centroids, 2 n d F floating-point operations, after reading its features.
-    The second stage and the start depend on F alone and are not counted.
-
-    Args:
-        num_samples: n.
-        dim: feature entries of a sample, d.
-        num_fine: fine centroids, F.
-        iterations: passes of the fine stage.
-        gflops: 10^9 operations per second of a whole pass; ``benchmarks/partition.py`` measures it as ``gflops``.
-        disk_gb_per_s: 10^9 bytes per second at which features are read.
-        fit_fraction: part of the samples that is fitted.
-        bytes_per_number: 4 for float32, as features are stored.
-    """
-    sample_passes = num_samples * (iterations * fit_fraction + 1)
-    num_bytes = round(sample_passes * dim * bytes_per_number)
-    flops = 2 * sample_passes * dim * num_fine
-    return PartitionCost(flops / (gflops * 1e9) + num_bytes / (disk_gb_per_s * 1e9), flops, num_bytes)
 
 
 def _refusal(config: PartitionConfig, key: str, problem: object) -> UserError:

@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from ddm_lightning.config import PartitionConfig
+from ddm_lightning.config.experiment import PartitionConfig
 from ddm_lightning.core.columns import Rows
 from ddm_lightning.partition.kmeans import means
 from ddm_lightning.partition.nearest import in_order, one_thread, prepared, rows_at_once
@@ -163,10 +163,7 @@ def _sums(x: Tensor, order: Tensor, starts: Tensor, weights: Tensor) -> Tensor:
 
 
 def _relocated(
-    centroids: Float[Tensor, "k d"],
-    counts: Int64[Tensor, "k"],
-    costs: Float[Tensor, "k"],
-    generator: torch.Generator,
+    centroids: Float[Tensor, "k d"], counts: Int64[Tensor, "k"], costs: Float[Tensor, "k"], generator: torch.Generator
 ) -> Float[Tensor, "k d"]:
     """Split crowded cells in halves, with the centroids of empty cells, then of the lightest."""
     load = counts.double().cpu()

@@ -11,7 +11,7 @@ import numpy as np
 from rich import box
 from rich.table import Table
 
-from ddm_lightning.config import Experiment
+from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.formatting import amount, duration
 from ddm_lightning.prepare.encode import latent_rows

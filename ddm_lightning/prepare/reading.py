@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import UInt8
 from PIL import Image, ImageOps
 
-from ddm_lightning.config import PrepareConfig
+from ddm_lightning.config.experiment import PrepareConfig
 from ddm_lightning.config.load import prepare_from_json
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import CAPTION_ENCODERS, FEATURES, IMAGE_ENCODERS, SOURCES

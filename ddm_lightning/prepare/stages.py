@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from filelock import FileLock, Timeout
 
-from ddm_lightning.config import Experiment
+from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.config.load import prepare_to_json
 from ddm_lightning.core.columns import save_array
 from ddm_lightning.core.errors import UserError

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Float64, Int, UInt64
 
-from ddm_lightning.config import Experiment, ShardsConfig
+from ddm_lightning.config.experiment import Experiment, ShardsConfig
 from ddm_lightning.config.load import prepare_to_json
 from ddm_lightning.core.columns import Rows
 from ddm_lightning.core.compat import ensure_torchvision_importable

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from threading import Event, Thread, get_ident
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -19,7 +18,6 @@ import numpy as np
 from filelock import FileLock, Timeout
 from jaxtyping import Int
 from streaming.base.compression import decompress
-from streaming.base.format import reader_from_json
 from streaming.base.storage.download import CloudDownloader, SFTPDownloader
 from streaming.base.util import retry
 from torch import Tensor
@@ -176,16 +174,6 @@ def _reason(error: Exception) -> str:
     """Return an error's first line, and its cause's if the S3 client reports only the number of attempts."""
     last = getattr(error, "last_exception", None)
     return first_line(error) + (f": {first_line(last)}" if last is not None else "")
-
-
-def read_samples(folders: Sequence[Path]) -> Iterator[dict[str, Any]]:
-    """Yield every sample of some MDS folders with all its columns, captions included."""
-    for folder in folders:
-        for info in read_index(folder):
-            with TemporaryDirectory() as scratch:
-                if info["zip_data"]:
-                    Origin(str(folder), Path(scratch)).fetch(info, wait=True)
-                yield from reader_from_json(scratch if info["zip_data"] else str(folder), None, info)
 
 
 class FetchedShards(Shards):

@@ -186,11 +186,6 @@ def shard_name(cluster: int, split: str) -> str:
     return f"cluster-{cluster}/{split}"
 
 
-def shard_folder(run_dir: Path, cluster: int, split: str) -> Path:
-    """Return the MDS folder of one cluster's samples."""
-    return run_dir / PREPARED / "shards" / shard_name(cluster, split)
-
-
 class StoredForm:
     """How ``x_0`` is stored: as itself or as a Gaussian to sample from, and in which units.
 

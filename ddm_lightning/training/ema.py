@@ -26,7 +26,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ddm_lightning.config import TrainConfig
+from ddm_lightning.config.experiment import TrainConfig
 from ddm_lightning.core import checks
 from ddm_lightning.core.devices import local
 from ddm_lightning.core.errors import UserError

@@ -18,7 +18,7 @@ from rich.progress import track
 from rich.table import Table
 from torch import Tensor
 
-from ddm_lightning.config import Experiment, TrainConfig
+from ddm_lightning.config.experiment import Experiment, TrainConfig
 from ddm_lightning.core.devices import autocast, device_of
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_folder

@@ -12,7 +12,7 @@ from filelock import FileLock, Timeout
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from rich.console import Console
 
-from ddm_lightning.config import Experiment, IslandConfig
+from ddm_lightning.config.experiment import Experiment, IslandConfig
 from ddm_lightning.core.devices import configure_torch, resolve_accelerator
 from ddm_lightning.core.errors import UserError, first_line
 from ddm_lightning.core.formatting import amount

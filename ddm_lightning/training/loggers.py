@@ -14,7 +14,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, Wand
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from ddm_lightning.config import SampleConfig
+from ddm_lightning.config.experiment import SampleConfig
 from ddm_lightning.core.errors import first_line
 from ddm_lightning.core.grids import labelled_grid
 from ddm_lightning.core.registry import IMAGE_ENCODERS

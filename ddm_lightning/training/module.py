@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 
-from ddm_lightning.config import IslandConfig
+from ddm_lightning.config.experiment import IslandConfig
 from ddm_lightning.encoders.interfaces import CaptionEncoder
 from ddm_lightning.flow.condition import Condition
 from ddm_lightning.flow.path import interpolate, min_snr_weights, training_target

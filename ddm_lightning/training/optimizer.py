@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Muon, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from ddm_lightning.config import TrainConfig
+from ddm_lightning.config.experiment import TrainConfig
 
 
 def build_optimizer(network: nn.Module, train: TrainConfig) -> Optimizer:

@@ -12,7 +12,7 @@ from rich import box
 from rich.table import Table
 from torch import Tensor
 
-from ddm_lightning.config import Experiment
+from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.core.devices import autocast, device_of
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.members.member import Member

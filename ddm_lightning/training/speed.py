@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ddm_lightning.config import IslandConfig
+from ddm_lightning.config.experiment import IslandConfig
 from ddm_lightning.core.devices import peak_of_this_device
 from ddm_lightning.core.errors import first_line
 from ddm_lightning.members.member import Member

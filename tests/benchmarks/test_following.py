@@ -5,7 +5,7 @@ import torch
 from following import Prompts, nearest
 from tiny_runs import TINY
 
-from ddm_lightning.config import load_experiment
+from ddm_lightning.config.load import load_experiment
 from ddm_lightning.members.run_folder import RunFolder
 
 LOADED = SimpleNamespace(ensemble=None, meta=SimpleNamespace(x_shape=(3, 8, 8), timestep_shift=1.0))

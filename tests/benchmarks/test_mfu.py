@@ -4,7 +4,7 @@ import torch
 from common import Report
 from tiny_runs import TINY
 
-from ddm_lightning.config import load_experiment
+from ddm_lightning.config.load import load_experiment
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.shards.manifest import DataSizes
 

@@ -4,9 +4,9 @@ import oracle_digits
 import pytest
 import torch
 from ensemble_networks import ExactExpert, ExactRouter
+from split import Split
 
 from ddm_lightning.ensemble import Ensemble
-from ddm_lightning.evaluation.split import Split
 from ddm_lightning.flow.oracle import FiniteSetOracle
 
 

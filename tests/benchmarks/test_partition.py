@@ -40,3 +40,10 @@ def test_ratios_are_of_rounds_and_spreads_are_shown():
     found = {"ours": [{"seconds": s} for s in (2, 3, 10)], "faiss": [{"seconds": s} for s in (1, 3, 4)]}
     assert partition._ratio(found, "seconds", "faiss") == 2
     assert partition._spread([1, 2, 9], ".1f") == "2.0 (1.0–9.0)"
+
+
+def test_the_cost_model_agrees_with_a_sum_by_hand():
+    # 1000 x 10 numbers of 4 bytes, 3 passes over half, and one over all: 2.5 passes.
+    cost = partition.partition_cost(1000, 10, 4, 3, gflops=1e-6, disk_gb_per_s=1e-6, fit_fraction=0.5)
+    assert cost.bytes == 100_000
+    assert cost.seconds == pytest.approx(2.5 * 2 * 1000 * 10 * 4 / 1e3 + 100_000 / 1e3)

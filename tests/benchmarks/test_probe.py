@@ -2,8 +2,7 @@ import probe
 import pytest
 import router
 import torch
-
-from ddm_lightning.evaluation.routing import score
+from router_scores import score
 
 
 def gaussians(num, seed, distance=1.5):

@@ -16,7 +16,7 @@ from step_clock import Seconds
 from step_networks import Sizes
 from tiny_runs import TINY
 
-from ddm_lightning.config import load_experiment, to_dict, to_yaml
+from ddm_lightning.config.load import load_experiment, to_dict, to_yaml
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.members.run_folder import RunFolder
 from ddm_lightning.networks.recipe import Recipe

@@ -10,7 +10,7 @@ from step_memory import held, kept_for_backward, peak_bytes, planned_bytes
 from step_networks import Sizes, Step, our_side
 from tiny_runs import TINY
 
-from ddm_lightning.config import load_experiment
+from ddm_lightning.config.load import load_experiment
 from ddm_lightning.shards.manifest import DataSizes
 
 CPU = torch.device("cpu")

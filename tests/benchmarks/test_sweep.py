@@ -5,7 +5,7 @@ import pytest
 import sweep
 from tiny_runs import TINY
 
-from ddm_lightning.config import load_experiment, to_yaml
+from ddm_lightning.config.load import load_experiment, to_yaml
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.members.run_folder import RunFolder
 

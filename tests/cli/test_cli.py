@@ -21,7 +21,7 @@ from tiny_runs import MEMBERS, ROOT, STEPS, TINY, copy_run, settings
 from ddm_lightning import __version__
 from ddm_lightning.cli import parser
 from ddm_lightning.cli.parser import main
-from ddm_lightning.config import load_experiment, to_dict
+from ddm_lightning.config.load import load_experiment, to_dict
 from ddm_lightning.members.member import parse_members
 
 HELP = Path(__file__).with_name("help.txt")

@@ -13,7 +13,8 @@ import pytest
 import yaml
 
 from ddm_lightning import config
-from ddm_lightning.config import Experiment, load_experiment, to_dict, to_yaml
+from ddm_lightning.config.experiment import Experiment, PluginConfig
+from ddm_lightning.config.load import load_experiment, to_dict, to_yaml
 from ddm_lightning.core import checks
 from ddm_lightning.core.errors import UserError
 
@@ -55,7 +56,7 @@ def refusal(path: Path, *overrides: str) -> str:
 def test_defaults_fill_the_file_and_references_are_resolved(path: Path) -> None:
     experiment = load_experiment(path)
     assert experiment.run_dir == "runs/smallest"
-    assert experiment.prepare.image_encoder == config.PluginConfig("pixels")
+    assert experiment.prepare.image_encoder == PluginConfig("pixels")
     assert experiment.prepare.caption_encoder is None
     assert experiment.expert.timesteps.density == "logit-normal"
     assert experiment.router.timesteps.density == "uniform"
@@ -78,7 +79,7 @@ def test_later_overrides_win_over_earlier_ones_and_over_the_file(path: Path) -> 
     )
     assert experiment.expert.train.max_steps == 12
     assert experiment.expert.network.params == {"width": 8, "depth": 3}
-    assert experiment.prepare.caption_encoder == config.PluginConfig("hashed-words", {"size": 4})
+    assert experiment.prepare.caption_encoder == PluginConfig("hashed-words", {"size": 4})
     assert experiment.sample.prompts == ["red apple", "flag: Japan"]
     assert experiment.router.train == experiment.expert.train
     assert experiment.router.train.learning_rate == 1e-3
@@ -288,7 +289,7 @@ def test_reading_writes_nothing(path: Path, line: str) -> None:
 
 
 def test_importing_the_schema_imports_neither_torch_nor_lightning() -> None:
-    code = "import sys, ddm_lightning.config\n"
+    code = "import sys, ddm_lightning.config.load\n"
     code += "from ddm_lightning.core import compat, files, registry\n"
     code += "print([m for m in ('torch', 'lightning', 'numpy', 'streaming') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=ROOT)

@@ -31,23 +31,11 @@ def test_images_lie_in_rows_and_columns_at_the_asked_size():
     assert np.flatnonzero((pixels == red).all(2).any(1)).max() < np.flatnonzero((pixels == blue).all(2).any(1)).min()
 
 
-def test_square_pixels_are_kept_where_smoothing_would_blend_them():
-    checker = np.zeros((4, 4, 3), dtype=np.uint8)
-    checker[::2, 1::2] = checker[1::2, ::2] = 180
-    row = [("", [checker])]
-
-    def greys(image):
-        return set(np.unique(np.asarray(image)))
-
-    assert greys(labelled_grid(row, scale=8, smooth=False)) == {0, 180, 255}
-    assert len(greys(labelled_grid(row, scale=8))) > 10
-
-
-def test_labels_title_columns_and_footer_are_drawn_beside_the_images():
+def test_labels_title_and_footer_are_drawn_beside_the_images():
     rows = [("red", [picture((200, 0, 0), 16)] * 4)]
     bare = labelled_grid([("", rows[0][1])])
     labelled = labelled_grid(rows)
-    titled = labelled_grid(rows, title="a title", columns=list("1234"))
+    titled = labelled_grid(rows, title="a title")
     credited = labelled_grid(rows, footer="drawn by somebody whose licence asks for a line of credit below each sheet")
     assert labelled.width > bare.width
     assert titled.height > labelled.height
@@ -59,7 +47,7 @@ def test_labels_title_columns_and_footer_are_drawn_beside_the_images():
 
 def test_a_long_label_goes_on_in_further_lines_while_there_is_room():
     def inked_rows(label: str, size: int) -> int:
-        sheet = np.asarray(labelled_grid([(label, [picture((255, 255, 255), size)])], 3, smooth=False))
+        sheet = np.asarray(labelled_grid([(label, [picture((255, 255, 255), size)])], 3))
         return int((sheet < 128).any((1, 2)).sum())
 
     one, several = (inked_rows("a prompt of many words " * n, 48) for n in (1, 4))

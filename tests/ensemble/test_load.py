@@ -8,7 +8,8 @@ import pytest
 import torch
 from artifact_files import PARAMS, SHAPE, edit, make_meta, make_network, put, refused
 
-from ddm_lightning.ensemble import load_ensemble, load_member, load_single, sample
+from ddm_lightning.ensemble import load_ensemble, load_single, sample
+from ddm_lightning.ensemble.load import load_member
 from ddm_lightning.ensemble.velocity import Ensemble
 from ddm_lightning.flow.condition import Condition, ConditionSpec
 from ddm_lightning.members.artifact import write_artifact

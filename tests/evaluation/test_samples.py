@@ -20,7 +20,8 @@ import ddm_lightning
 from ddm_lightning import load_ensemble
 from ddm_lightning.cli.commands import _sample_command
 from ddm_lightning.cli.parser import main
-from ddm_lightning.config import Experiment, load_experiment
+from ddm_lightning.config.experiment import Experiment
+from ddm_lightning.config.load import load_experiment
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.ensemble import Ensemble, LoadedEnsemble
 from ddm_lightning.evaluation import samples

@@ -19,7 +19,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tiny_runs import MEMBERS, STEPS, TINY, ended_on_failure, finish, read_status, settings, start
 
 from ddm_lightning.cli.parser import main
-from ddm_lightning.config import load_experiment
+from ddm_lightning.config.load import load_experiment
 from ddm_lightning.core import processes
 from ddm_lightning.islands import local
 

@@ -19,7 +19,8 @@ from deadline import within
 from rich.console import Console
 from tiny_runs import MEMBERS, TINY
 
-from ddm_lightning.config import Experiment, load_experiment
+from ddm_lightning.config.experiment import Experiment
+from ddm_lightning.config.load import load_experiment
 from ddm_lightning.core.registry import EXPERTS
 from ddm_lightning.islands import local
 from ddm_lightning.members.run_folder import RunFolder, open_run

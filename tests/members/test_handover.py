@@ -4,7 +4,7 @@ import pytest
 import torch
 from tiny_runs import TINY
 
-from ddm_lightning.config import load_experiment
+from ddm_lightning.config.load import load_experiment
 from ddm_lightning.members.artifact import hand_over, read_meta
 from ddm_lightning.members.member import Member
 from ddm_lightning.members.status import MemberStatus

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from ddm_lightning.config import Experiment, load_experiment, to_dict
+from ddm_lightning.config.experiment import Experiment
+from ddm_lightning.config.load import load_experiment, to_dict
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.members.run_folder import changes, open_run, refuse_changed
 

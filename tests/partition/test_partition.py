@@ -7,11 +7,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ddm_lightning.config import PartitionConfig
+from ddm_lightning.config.experiment import PartitionConfig
 from ddm_lightning.core.columns import Rows
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.partition import build
-from ddm_lightning.partition.build import displaced_fractions, fit_partition, partition_cost
+from ddm_lightning.partition.build import displaced_fractions, fit_partition
 from ddm_lightning.partition.partition import ClusterOfLabel, Partition, Samples, hashes
 
 
@@ -309,10 +309,3 @@ def test_an_invalid_partition_file_is_refused(tmp_path, damage):
         save_file({"counts": torch.ones(2)}, path, {"ddm_lightning": header})
     with pytest.raises(UserError, match=r"partition\.safetensors: .*run prepare again"):
         Partition.load(path)
-
-
-def test_the_cost_model_agrees_with_a_sum_by_hand():
-    # 1000 x 10 numbers of 4 bytes, 3 passes over half, and one over all: 2.5 passes.
-    cost = partition_cost(1000, 10, 4, 3, gflops=1e-6, disk_gb_per_s=1e-6, fit_fraction=0.5)
-    assert cost.bytes == 100_000
-    assert cost.seconds == pytest.approx(2.5 * 2 * 1000 * 10 * 4 / 1e3 + 100_000 / 1e3)

@@ -5,7 +5,7 @@ import hashlib
 import numpy as np
 from prepare.tiny_experiment import tiny_experiment
 
-from ddm_lightning.config import PluginConfig
+from ddm_lightning.config.experiment import PluginConfig
 from ddm_lightning.prepare.engine import Reporter
 from ddm_lightning.prepare.prepared import Prepared
 from ddm_lightning.prepare.records import Part, Record

@@ -5,7 +5,7 @@ from prepare.listed import Listed, experiment_of, plug_in, record, records
 from prepare.tiny_experiment import tiny_experiment
 from rich.console import Console
 
-from ddm_lightning.config import PluginConfig
+from ddm_lightning.config.experiment import PluginConfig
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import SOURCES
 from ddm_lightning.prepare.dry_run import dry_run, dry_run_table

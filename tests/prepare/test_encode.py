@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from prepare.listed import Listed, Listener, experiment_of, part_folder, plug_in, record, records
 
-from ddm_lightning.config import PluginConfig
+from ddm_lightning.config.experiment import PluginConfig
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import sha256_file
 from ddm_lightning.core.formatting import amount

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from prepare.listed import Listed, Listener, experiment_of, plug_in, record, records
 
-from ddm_lightning.config import ImagesConfig
+from ddm_lightning.config.experiment import ImagesConfig
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import CAPTION_ENCODERS, FEATURES, IMAGE_ENCODERS, SOURCES
 from ddm_lightning.prepare import encode, stages

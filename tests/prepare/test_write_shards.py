@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from streaming.base.format import reader_from_json
 
-from ddm_lightning.config import ShardsConfig
+from ddm_lightning.config.experiment import ShardsConfig
 from ddm_lightning.core.columns import Rows
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import sha256_file

@@ -1,6 +1,6 @@
 """A complete experiment on the synthetic blobs, small enough to prepare in a fraction of a second."""
 
-from ddm_lightning.config import (
+from ddm_lightning.config.experiment import (
     ConditionConfig,
     Experiment,
     ExpertConfig,

@@ -6,7 +6,7 @@ import pytest
 from deadline import within
 from shards.mds import WARNINGS, damage, write_mds
 
-from ddm_lightning.shards.fetch import FetchedShards, Origin, read_samples
+from ddm_lightning.shards.fetch import FetchedShards, Origin
 from ddm_lightning.shards.loader import Ranks, ShardLoader
 from ddm_lightning.shards.verify import ShardError
 
@@ -104,11 +104,3 @@ def test_waiting_workers_end_with_their_parent(folder, tmp_path):
         process.join()
         while any(Path(f"/proc/{worker}").exists() for worker in workers):
             time.sleep(0.05)
-
-
-@pytest.mark.parametrize("compression", [None, "zstd:3"])
-def test_samples_are_read_with_their_captions(tmp_path, compression):
-    folder = write_mds(tmp_path / "shards", range(40), compression=compression)
-    before = sorted(folder.iterdir())
-    assert [sample["caption"] for sample in read_samples([folder])] == [f"number {i}" for i in range(40)]
-    assert sorted(folder.iterdir()) == before

@@ -4,7 +4,7 @@ import json
 import pytest
 
 from ddm_lightning.core.errors import UserError
-from ddm_lightning.shards.manifest import ClusterSamples, Manifest, manifest_path, shard_folder
+from ddm_lightning.shards.manifest import ClusterSamples, Manifest, manifest_path
 
 
 def manifest():
@@ -43,7 +43,6 @@ def test_a_written_manifest_is_read(tmp_path):
     read = Manifest.read(tmp_path)
     assert read == manifest()
     assert read.num_clusters == 2 and read.format_version == 3
-    assert shard_folder(tmp_path, 1, "held-out") == tmp_path / "prepared" / "shards" / "cluster-1" / "held-out"
 
 
 @pytest.mark.parametrize(

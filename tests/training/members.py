@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-from ddm_lightning.config import IslandConfig, PluginConfig, TimestepsConfig, TrainConfig
+from ddm_lightning.config.experiment import IslandConfig, PluginConfig, TimestepsConfig, TrainConfig
 from ddm_lightning.flow.condition import ConditionSpec
 from ddm_lightning.members.member import Member
 from ddm_lightning.shards.manifest import StoredForm

@@ -12,7 +12,7 @@ from shards.mds import WARNINGS
 from tiny_runs import TINY
 
 from ddm_lightning.cli.parser import main
-from ddm_lightning.config import TrainConfig
+from ddm_lightning.config.experiment import TrainConfig
 from ddm_lightning.core.files import sha256_file
 from ddm_lightning.ensemble.load import load_ensemble
 from ddm_lightning.members.artifact import read_artifact

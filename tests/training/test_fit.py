@@ -20,7 +20,7 @@ from training.checkpoint.checkpoint_folders import cut
 from training.short_fits import SHORT, checkpoints, fit, member, trained, weights
 
 from ddm_lightning.cli.parser import main
-from ddm_lightning.config import load_experiment
+from ddm_lightning.config.load import load_experiment
 from ddm_lightning.core.files import sha256_file
 from ddm_lightning.ensemble.load import load_member
 from ddm_lightning.evaluation.samples import prompt_condition

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from ddm_lightning.config import TrainConfig
+from ddm_lightning.config.experiment import TrainConfig
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.training.ema import ema_tensors, track_ema
 from ddm_lightning.training.guard import FiniteGuard, SkippedStep, read_skipped

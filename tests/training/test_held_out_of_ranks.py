@@ -11,7 +11,8 @@ from torch.utils.data import DataLoader
 from training.members import SCALE, SHIFT, batch, build
 from training.two_processes import WORLD, in_two_processes, trainer_of
 
-from ddm_lightning.config import TrainConfig, load_experiment
+from ddm_lightning.config.experiment import TrainConfig
+from ddm_lightning.config.load import load_experiment
 from ddm_lightning.flow.condition import ConditionSpec
 from ddm_lightning.members.member import Member
 from ddm_lightning.members.run_folder import RunFolder

@@ -9,7 +9,7 @@ from tiny_runs import read_status
 from training.members import MEMBER, batch, expert
 from training.short_fits import fit, trained, weights
 
-from ddm_lightning.config import SampleConfig
+from ddm_lightning.config.experiment import SampleConfig
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.encoders import images
 from ddm_lightning.flow.randomness import keyed_generator

@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import DataLoader
 from training.members import SCALE, SHIFT, Recorder, at, batch, build, expert
 
-from ddm_lightning.config import TimestepsConfig, TrainConfig
+from ddm_lightning.config.experiment import TimestepsConfig, TrainConfig
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.flow.condition import ConditionSpec
 from ddm_lightning.shards.loader import Ranks, steps

@@ -8,7 +8,7 @@ from torch.optim import AdamW, Muon
 from training.checkpoint.saved import load, save
 from training.short_fits import fit
 
-from ddm_lightning.config import TrainConfig
+from ddm_lightning.config.experiment import TrainConfig
 from ddm_lightning.flow.condition import ConditionSpec
 from ddm_lightning.networks import DiT
 from ddm_lightning.training.ema import gathered_ema, track_ema

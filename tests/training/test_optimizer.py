@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from ddm_lightning.config import TrainConfig
+from ddm_lightning.config.experiment import TrainConfig
 from ddm_lightning.training.optimizer import build_optimizer, build_schedule, learning_rate_factor
 
 

@@ -9,7 +9,7 @@ from torch.nn import functional
 from training.short_fits import SHORT, fit, member, trained
 
 from ddm_lightning.cli.parser import main
-from ddm_lightning.config import load_experiment
+from ddm_lightning.config.load import load_experiment
 from ddm_lightning.members.member import Member
 from ddm_lightning.members.run_folder import RunFolder
 from ddm_lightning.shards.manifest import Manifest

@@ -15,7 +15,7 @@ from tiny_runs import TINY, copy_run, finish, read_status, start
 from training.checkpoint.checkpoint_folders import cut
 from training.short_fits import SHORT, checkpoints, fit, member, trained, weights
 
-from ddm_lightning.config import load_experiment
+from ddm_lightning.config.load import load_experiment
 from ddm_lightning.training.checkpoint.rolling import KeptOrigin, check_origin
 
 pytestmark = WARNINGS

@@ -5,7 +5,7 @@ from tiny_runs import TINY
 from torch import nn
 from training.members import batch, router
 
-from ddm_lightning.config import load_experiment
+from ddm_lightning.config.load import load_experiment
 from ddm_lightning.flow.condition import ConditionSpec
 from ddm_lightning.members.member import Member
 from ddm_lightning.shards.manifest import Manifest

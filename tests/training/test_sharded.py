@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from training.checkpoint.saved import load, save
 from training.two_processes import WORLD, in_two_processes
 
-from ddm_lightning.config import TrainConfig
+from ddm_lightning.config.experiment import TrainConfig
 from ddm_lightning.flow.condition import Condition, ConditionSpec
 from ddm_lightning.networks import DiT, MMDiT
 from ddm_lightning.training.checkpoint.files import damage_of

@@ -3,7 +3,8 @@ from types import SimpleNamespace
 import pytest
 from tiny_runs import TINY
 
-from ddm_lightning.config import IslandConfig, load_experiment
+from ddm_lightning.config.experiment import IslandConfig
+from ddm_lightning.config.load import load_experiment
 from ddm_lightning.core.devices import peak_tflops
 from ddm_lightning.members.member import Member
 from ddm_lightning.shards.manifest import Manifest

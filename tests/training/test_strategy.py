@@ -3,7 +3,7 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from torch import nn
 
-from ddm_lightning.config import IslandConfig
+from ddm_lightning.config.experiment import IslandConfig
 from ddm_lightning.core.devices import check_devices, configure_torch, resolve_accelerator
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.flow.condition import ConditionSpec

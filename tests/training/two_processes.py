@@ -9,7 +9,7 @@ import lightning as L
 import torch.distributed as dist
 from deadline import within
 
-from ddm_lightning.config import IslandConfig
+from ddm_lightning.config.experiment import IslandConfig
 from ddm_lightning.training.parallel.ranks import OwnProcesses
 from ddm_lightning.training.parallel.strategy import choose_strategy
 

@@ -14,7 +14,7 @@ from jaxtyping import Int64, UInt8
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from PIL import Image
 
-from ddm_lightning.config import Experiment
+from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.core.files import atomic_folder, read_json
 from ddm_lightning.core.formatting import amount
 from ddm_lightning.core.grids import save_png

@@ -11,7 +11,8 @@ from typing import Any
 
 import lightning as L
 
-from ddm_lightning.config import Experiment, to_dict
+from ddm_lightning.config.experiment import Experiment
+from ddm_lightning.config.load import to_dict
 from ddm_lightning.core.devices import resolve_accelerator
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.members.run_folder import changes

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
-from ddm_lightning.config import IslandConfig
+from ddm_lightning.config.experiment import IslandConfig
 from ddm_lightning.core.devices import device_bytes, device_of
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.formatting import amount

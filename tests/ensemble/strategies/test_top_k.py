@@ -37,5 +37,5 @@ def test_top_k_must_keep_an_expert_and_no_more_than_there_are() -> None:
     with pytest.raises(UserError, match="strategy 'top-k' refuses its params: top_k = 0 keeps no expert"):
         STRATEGIES.build("top-k", {"top_k": 0})
     settings = SampleConfig(strategy="top-k", top_k=2, strategy_params={"top_k": 3})
-    with pytest.raises(UserError, match=r"sample\.top_k = 3 exceeds .* prepare\.partition\.num_clusters = 2"):
+    with pytest.raises(UserError, match=r"sample\.top_k = 3 exceeds prepare\.partition\.num_clusters = 2"):
         strategy_of(settings).check_num_clusters(2)

@@ -6,7 +6,7 @@ from torch import nn
 from training.checkpoint.checkpoint_folders import stored
 from training.checkpoint.saved import load, save
 
-from ddm_lightning.config import TrainConfig
+from ddm_lightning.config.experiment import TrainConfig
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.training.checkpoint.state import load_tensors, tensors_of
 from ddm_lightning.training.ema import track_ema

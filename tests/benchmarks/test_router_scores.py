@@ -1,14 +1,14 @@
 import pytest
 import torch
-from torchmetrics.functional.classification import multiclass_calibration_error
-
-from ddm_lightning.evaluation.routing import (
+from router_scores import (
     noised,
     router_classifier,
     score,
     score_by_time,
     standard_error,
 )
+from torchmetrics.functional.classification import multiclass_calibration_error
+
 from ddm_lightning.flow.condition import Condition
 from ddm_lightning.flow.oracle import FiniteSetOracle
 
@@ -91,7 +91,7 @@ class Echo(torch.nn.Module):
 
 
 def test_router_rows_keep_their_conditions_over_batches(monkeypatch):
-    monkeypatch.setattr("ddm_lightning.evaluation.routing.BATCH_SIZE", 2)
+    monkeypatch.setattr("router_scores.BATCH_SIZE", 2)
     x_t = torch.arange(5.0).reshape(5, 1, 1, 1)
     condition = Condition.of(torch.arange(10.0).reshape(5, 2))
     expected = torch.stack([torch.arange(5.0), torch.full((5,), 0.5), torch.arange(0.0, 10.0, 2)], 1)

@@ -4,12 +4,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from shards.mds import write_mds
+from split import read_samples, read_split
 
-from ddm_lightning.config import load_experiment
+from ddm_lightning.config.load import load_experiment
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.encoders.captions import HashedWords
 from ddm_lightning.encoders.images import Pixels
-from ddm_lightning.evaluation.split import read_split
 from ddm_lightning.members.run_folder import RunFolder
 from ddm_lightning.prepare.prepared import Prepared
 from ddm_lightning.prepare.sources.toys import Blobs
@@ -59,3 +60,11 @@ def test_a_damaged_shard_is_named(run, tmp_path):
     shard.write_bytes(shard.read_bytes()[:-1] + b"x")
     with pytest.raises(UserError, match=r"cluster-1/train/shard\.00000\.mds"):
         read_split(copy, Manifest.read(copy.root), TRAIN)
+
+
+@pytest.mark.parametrize("compression", [None, "zstd:3"])
+def test_samples_are_read_with_their_captions(tmp_path, compression):
+    folder = write_mds(tmp_path / "shards", range(40), compression=compression)
+    before = sorted(folder.iterdir())
+    assert [sample["caption"] for sample in read_samples([folder])] == [f"number {i}" for i in range(40)]
+    assert sorted(folder.iterdir()) == before

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 import torch
 from jaxtyping import Float, Int
+from streaming.base.format import reader_from_json
 from torch import Tensor
 
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.flow.condition import Condition
 from ddm_lightning.members.run_folder import RunFolder
-from ddm_lightning.shards.fetch import read_samples
+from ddm_lightning.shards.fetch import Origin
 from ddm_lightning.shards.manifest import HELD_OUT, Manifest, StoredForm, shard_name
-from ddm_lightning.shards.verify import verify_shards
+from ddm_lightning.shards.verify import read_index, verify_shards
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,3 +83,13 @@ def read_split(run: RunFolder, manifest: Manifest, side: str) -> Split:
         x_0=StoredForm(manifest.stores, manifest.normalisation).mean(stored),
         texts=texts,
     )
+
+
+def read_samples(folders: Sequence[Path]) -> Iterator[dict[str, Any]]:
+    """Yield every sample of some MDS folders with all its columns, captions included."""
+    for folder in folders:
+        for info in read_index(folder):
+            with TemporaryDirectory() as scratch:
+                if info["zip_data"]:
+                    Origin(str(folder), Path(scratch)).fetch(info, wait=True)
+                yield from reader_from_json(scratch if info["zip_data"] else str(folder), None, info)
