@@ -23,8 +23,8 @@ from PIL import Image
 from ddm_lightning.core.columns import GrowingArray, Strings, save_array
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_folder, atomic_write_json, sha256_file
-from ddm_lightning.prepare.engine import num_processes_for, run_local, run_ray
-from ddm_lightning.prepare.reading import SAMPLES_AT_ONCE, Plugins, Reading, plugins_of
+from ddm_lightning.prepare.engine import run_jobs
+from ddm_lightning.prepare.reading import SAMPLES_AT_ONCE, Plugins, Reading
 from ddm_lightning.prepare.records import Broken, Part, Record, count_samples
 
 RECORDS, LATENTS, CAPTIONS, FEATURES = "records", "latents", "captions", "features"
@@ -48,8 +48,6 @@ class PartJob:
     """Key of each group to compute: a hash of the part, a space, a hash of everything else it is made from."""
     max_thumbnails: int
     """Number of images kept small for the report: those with the lowest hashes."""
-    config: str
-    """The ``prepare`` section as JSON, for a process without plug-ins."""
 
 
 def encode_parts(
@@ -71,15 +69,7 @@ def encode_parts(
     def advance(in_part: int) -> None:
         tick(done + in_part, max(total or 0, done + in_part))
 
-    num_processes = num_processes_for(config.num_processes, len(jobs), total)
-    finished: Iterable[tuple[int, dict[str, Any]]]
-    if config.engine == "ray":
-        finished = run_ray(encode_part_in_process, jobs)
-    elif num_processes > 1:
-        finished = run_local(encode_part_in_process, jobs, num_processes)
-    else:
-        finished = ((number, encode_part(job, plugins, advance)) for number, job in enumerate(jobs))
-    for number, state in finished:
+    for number, state in run_jobs(encode_part, jobs, plugins, total, advance, config.engine):
         done += state["num_read"]
         counts.update(state["broken"])
         counts.update(state["unread_captions"].values() if captions_used else ())
@@ -151,11 +141,6 @@ def _without_unchanged(job: PartJob, ledger: Ledger, plugins: Plugins) -> dict[s
     for name in alike:
         made[name]["key"] = job.wanted[name]
     return {name: key for name, key in job.wanted.items() if name not in alike}
-
-
-def encode_part_in_process(job: PartJob) -> dict[str, Any]:
-    """Run ``encode_part`` in a process that reuses its plug-ins for the next part."""
-    return encode_part(job, plugins_of(job.config), lambda _: None)
 
 
 class Ledger:

@@ -21,7 +21,6 @@ import numpy as np
 from filelock import FileLock, Timeout
 
 from ddm_lightning.config import Experiment
-from ddm_lightning.config.load import prepare_to_json
 from ddm_lightning.core.columns import save_array
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_write, atomic_write_json, sha256_file, sha256_json
@@ -300,10 +299,10 @@ class Preparation:
         atomic_write_json(self.prepared.parts_file, [asdict(part) for part in self.parts])
 
     def _encode(self) -> str:
-        wanted, text = self.unfinished_parts(), prepare_to_json(self.config)
+        wanted = self.unfinished_parts()
         max_thumbnails = max(_MIN_THUMBNAILS_PER_PART, _MAX_THUMBNAILS // len(self.parts))
         jobs = [
-            PartJob(self.parts[number], self.prepared.part_folder(number), keys, max_thumbnails, text)
+            PartJob(self.parts[number], self.prepared.part_folder(number), keys, max_thumbnails)
             for number, keys in wanted.items()
         ]
         encode_parts(jobs, self.plugins, self._tick("encode"), self._captions_used)
