@@ -88,15 +88,15 @@ def write_report(folder: Path, data: ReportData, *, title: str, attribution: str
     Args:
         folder: becomes the report.
         data: the prepared data set.
-        title: of the page and the cluster sheets.
-        attribution: credit, printed on the cluster sheets and the page.
+        title: of the page.
+        attribution: credit, printed on the page.
         seed: chooses the measured samples and the images.
     """
     measures = measure(data, seed)
     shown = figures.choose_images(data.clusters[data.thumbnail_rows], data.num_clusters, seed)
     images = figures.draw_charts(data, measures)
     if len(data.thumbnails):
-        images["map_images"] = _encode(figures.draw_image_map(data, measures, seed), "PNG")
+        images["map"] = _encode(figures.draw_image_map(data, measures, seed), "PNG")
     html = _TEMPLATES.get_template("report.html.j2").render(
         title=title,
         attribution=attribution,
@@ -107,11 +107,6 @@ def write_report(folder: Path, data: ReportData, *, title: str, attribution: str
         broken=sorted(data.broken.items(), key=lambda item: (-item[1], item[0])),
         columns=_column_sizes(data),
     )
-    for k, indices in enumerate(shown):
-        if len(indices):
-            heading = f"{title}: cluster {k} · {data.counts[k]:,} samples"
-            sheet = figures.cluster_sheet(data.thumbnails[indices], heading, attribution)
-            images[f"cluster-{k}"] = _encode(sheet, "PNG")
     with atomic_folder(folder) as temporary:
         for name, png in images.items():
             (temporary / f"{name}.png").write_bytes(png)
@@ -130,10 +125,8 @@ def _write_events(folder: Path, data: ReportData, measures: Measures, images: di
             writer.add_image(f"partition/{name}", pixels, dataformats="HWC")
         for cluster, (count, value) in enumerate(zip(data.counts, measures.cluster_silhouettes, strict=True)):
             writer.add_scalar("partition/samples", int(count), cluster)
-            writer.add_scalar("partition/share", count / data.num_samples, cluster)
             if not math.isnan(value):
                 writer.add_scalar("partition/silhouette", value, cluster)
-        writer.add_scalar("partition/largest_over_mean", data.counts.max() / data.counts.mean())
 
 
 def _describe_cluster(
