@@ -100,10 +100,9 @@ def check_broken(
         first = json.loads(next(lines, "{}"))
     detail = f" ({first['detail']})" if first.get("detail") else ""
     example = f". For example {first['key']!r}: {first['cause']}{detail}" if first else ""
-    raise UserError(
-        f"{listed}: {num_broken} of {num_read} samples cannot be used ({causes}), more than "
-        f"prepare.max_bad_fraction = {max_bad_fraction:g} allows; fix the source or raise it{example}"
-    )
+    problem = f"{num_broken} of {num_read} samples cannot be used ({causes})"
+    limit = f"more than prepare.max_bad_fraction = {max_bad_fraction:g} allows"
+    raise UserError(f"{listed}: {problem}, {limit}; fix the source or raise it{example}")
 
 
 def encode_part(job: PartJob, plugins: Plugins, tick: Tick) -> dict[str, Any]:
@@ -282,9 +281,7 @@ class _Texts:
         self._captions += [str(record.caption) for record in records]
         new = [(key_hash(record.key), first_row + i, images[i]) for i, record in enumerate(records)]
         lowest = sorted([*self._thumbnails, *new], key=lambda one: one[:2])[: self._max_thumbnails]
-        self._thumbnails = [
-            (rank, row, _thumbnail(image) if row >= first_row else image) for rank, row, image in lowest
-        ]
+        self._thumbnails = [(rank, row, _thumbnail(image)) for rank, row, image in lowest]
 
     def write(self, folder: Path, broken: list[Broken]) -> None:
         """Write all files; thumbnails in the order of their rows."""

@@ -232,15 +232,9 @@ class Preparation:
         """Build all plug-ins and compare sizes, so that bad input is refused before a file is touched."""
         self.plugins.versions()
         check_compression(self.config.shards)
-        kind, captions = self.experiment.condition.kind, self.plugins.caption_encoder
-        if kind == "class" and self.plugins.source.num_classes < 2:
+        if self.experiment.condition.kind == "class" and self.plugins.source.num_classes < 2:
             name = self.config.source.name
             raise UserError(f"key 'condition.kind' = 'class': source {name!r} has no classes; use text or none")
-        if kind == "tokens" and (captions is None or captions.token_shape is None):
-            raise UserError(
-                "key 'condition.kind' = 'tokens': prepare.caption_encoder stores one vector per caption; use "
-                "clip-text or t5-text with store: tokens (or ids, encoded during training), or condition.kind = text"
-            )
         if (num_samples := count_samples(self.parts)) is not None:
             check_sizes(self.config.partition, num_samples)
 

@@ -17,6 +17,7 @@ from ddm_lightning.core.compat import ensure_torchvision_importable
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_folder, atomic_write_json, read_json
 from ddm_lightning.core.formatting import amount
+from ddm_lightning.encoders.interfaces import array_encoding
 from ddm_lightning.partition.partition import Partition
 from ddm_lightning.prepare.encode import CAPTIONS, LATENTS, RECORDS
 from ddm_lightning.prepare.engine import run_jobs
@@ -167,11 +168,8 @@ def write_split(
             mean, std = samples.form.mean(stored, torch.float64).numpy(), samples.form.spread(stored, torch.float64)
             squares = mean**2 + (0.0 if std is None else std.square().numpy())
             moments.append(np.stack([np.ones_like(mean).sum((0, 2, 3)), mean.sum((0, 2, 3)), squares.sum((0, 2, 3))]))
-            block |= {
-                "sample_id": chosen,
-                "cluster": samples.clusters[chosen],
-                "caption": samples.captions.take(chosen),
-            }
+            block |= {"sample_id": chosen, "cluster": samples.clusters[chosen]}
+            block["caption"] = samples.captions.take(chosen)
             for row in range(len(chosen)):
                 writer.write({name: values[row] for name, values in block.items()})
             tick(start + len(chosen))
@@ -232,9 +230,7 @@ def samples_of(prepared: Prepared, plugins: Plugins) -> Samples:
     encoder, captions = plugins.image_encoder, plugins.caption_encoder
     latents = ["x_0", *(["x_0_flipped"] if plugins.config.horizontal_flips else [])]
     columns = {name: prepared.rows(LATENTS, name) for name in latents}
-    encodings = {
-        name: f"ndarray:{encoder.dtype}:{','.join(map(str, rows.row_shape))}" for name, rows in columns.items()
-    }
+    encodings = {name: array_encoding(encoder.dtype, rows.row_shape) for name, rows in columns.items()}
     columns["label"], encodings["label"] = prepared.rows(RECORDS, "label"), "int32"
     for name, encoding in (captions.columns if captions else {}).items():
         columns[name], encodings[name] = prepared.rows(CAPTIONS, name), encoding

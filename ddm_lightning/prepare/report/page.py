@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jaxtyping import Int64, UInt8
+from jaxtyping import Int64
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from PIL import Image
 
@@ -135,12 +135,13 @@ def _describe_cluster(
     distances = measures.centroid_distances[cluster]
     nearest = [int(k) for k in np.argsort(distances, kind="stable") if k != cluster]
     captions = [data.captions[i] for i in indices] if data.captions else [""] * len(indices)
+    webp = [_encode(Image.fromarray(data.thumbnails[i]), "WEBP", quality=90) for i in indices]
     return {
         "colour": figures.cluster_colours(data.num_clusters)[cluster],
         "count": int(data.counts[cluster]),
         "silhouette": measures.cluster_silhouettes[cluster],
         "neighbours": [(k, distances[k], measures.second_choices[cluster, k]) for k in nearest[:_MAX_NEIGHBOURS]],
-        "images": [(_thumbnail_url(data.thumbnails[i]), text) for i, text in zip(indices, captions, strict=True)],
+        "images": [(_data_url(image, "webp"), text) for image, text in zip(webp, captions, strict=True)],
         "captions": [text for text in dict.fromkeys(captions) if text.strip()][:_MAX_CAPTIONS],
     }
 
@@ -150,10 +151,6 @@ def _column_sizes(data: ReportData) -> list[list[str]]:
     totals = {**data.column_bytes, "together": sum(data.column_bytes.values())} if data.column_bytes else {}
     scales = [size / data.num_samples for size in (data.num_samples, 1, 1e6, _PAPER_SAMPLES)]
     return [[name, *(amount(num_bytes * scale) for scale in scales)] for name, num_bytes in totals.items()]
-
-
-def _thumbnail_url(image: UInt8[np.ndarray, "s s 3"]) -> str:
-    return _data_url(_encode(Image.fromarray(image), "WEBP", quality=90), "webp")
 
 
 def _data_url(image: bytes, kind: str) -> str:
