@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -58,12 +58,7 @@ class _SameConv(nn.Conv2d):
         return super().forward(functional.pad(input, pads))
 
 
-def _conv(inputs: int, outputs: int, kernel: int, stride: int = 1, groups: int = 1) -> _SameConv:
-    return _SameConv(inputs, outputs, kernel, stride, groups=groups, bias=False)
-
-
-def _norm(channels: int) -> nn.BatchNorm2d:
-    return nn.BatchNorm2d(channels, eps=1e-3)
+_conv, _norm = partial(_SameConv, bias=False), partial(nn.BatchNorm2d, eps=1e-3)
 
 
 class _InvertedResidual(nn.Module):

@@ -25,7 +25,6 @@ class Provenance(Protocol):
 
     def provenance(self) -> dict[str, str]:
         """Return ``weights_sha256`` and ``revision`` for the manifest; empty without weights."""
-        ...
 
 
 class NoWeights:
@@ -56,15 +55,12 @@ class ImageEncoder(Provenance, Protocol):
 
     def x_shape(self, image_size: int) -> tuple[int, int, int]:
         """Return channels, height and width of ``x_0`` for square images of ``image_size`` pixels."""
-        ...
 
     def encode(self, images: UInt8[np.ndarray, "n h w 3"]) -> Shaped[np.ndarray, "n c height width"]:
         """Encode images to stored tensors."""
-        ...
 
     def decode(self, x_0: Float[Tensor, "n c height width"]) -> UInt8[np.ndarray, "n h w 3"]:
         """Decode ``x_0`` to images."""
-        ...
 
 
 @runtime_checkable
@@ -84,23 +80,18 @@ class CaptionEncoder(Provenance, Protocol):
 
     def encode(self, captions: Sequence[str]) -> dict[str, np.ndarray]:
         """Encode captions of any length and script to one row per column and caption."""
-        ...
 
     def vectors(self, captions: Sequence[str]) -> Float[np.ndarray, "n size"]:
         """Encode captions or prompts to vectors, float32."""
-        ...
 
     def vectors_of_stored(self, stored: Mapping[str, Tensor]) -> Float[Tensor, "n size"]:
         """Turn stored columns, on any device, into vectors there, float32; ``stored["text"]`` if it is stored."""
-        ...
 
     def tokens(self, captions: Sequence[str]) -> Float[np.ndarray, "n m width"]:
         """Encode captions to one vector per token, float32, zero after the end; needs a ``token_shape``."""
-        ...
 
     def tokens_of_stored(self, stored: Mapping[str, Tensor]) -> Float[Tensor, "n m width"]:
         """Turn stored columns, on any device, into ``tokens`` there; needs a ``token_shape``."""
-        ...
 
 
 @runtime_checkable
@@ -111,7 +102,6 @@ class Features(Provenance, Protocol):
 
     def encode(self, images: UInt8[np.ndarray, "n h w 3"]) -> Float[np.ndarray, "n size"]:
         """Encode images to vectors, float32."""
-        ...
 
 
 _NUMBER = r"u?int(?:8|16|32|64)|float(?:16|32|64)"

@@ -23,8 +23,8 @@ from PIL import Image
 from ddm_lightning.core.columns import GrowingArray, Strings, save_array
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_folder, atomic_write_json, sha256_file
-from ddm_lightning.prepare.engine import num_processes_for, run_local, run_ray
-from ddm_lightning.prepare.reading import SAMPLES_AT_ONCE, Plugins, Reading, plugins_of
+from ddm_lightning.prepare.engine import run_jobs
+from ddm_lightning.prepare.reading import SAMPLES_AT_ONCE, Plugins, Reading
 from ddm_lightning.prepare.records import Broken, Part, Record, count_samples
 
 RECORDS, LATENTS, CAPTIONS, FEATURES = "records", "latents", "captions", "features"
@@ -48,8 +48,6 @@ class PartJob:
     """Key of each group to compute: a hash of the part, a space, a hash of everything else it is made from."""
     max_thumbnails: int
     """Number of images kept small for the report: those with the lowest hashes."""
-    config: str
-    """The ``prepare`` section as JSON, for a process without plug-ins."""
 
 
 def encode_parts(
@@ -71,15 +69,7 @@ def encode_parts(
     def advance(in_part: int) -> None:
         tick(done + in_part, max(total or 0, done + in_part))
 
-    num_processes = num_processes_for(config.num_processes, len(jobs), total)
-    finished: Iterable[tuple[int, dict[str, Any]]]
-    if config.engine == "ray":
-        finished = run_ray(encode_part_in_process, jobs)
-    elif num_processes > 1:
-        finished = run_local(encode_part_in_process, jobs, num_processes)
-    else:
-        finished = ((number, encode_part(job, plugins, advance)) for number, job in enumerate(jobs))
-    for number, state in finished:
+    for number, state in run_jobs(encode_part, jobs, plugins, total, advance, config.engine):
         done += state["num_read"]
         counts.update(state["broken"])
         counts.update(state["unread_captions"].values() if captions_used else ())
@@ -110,10 +100,9 @@ def check_broken(
         first = json.loads(next(lines, "{}"))
     detail = f" ({first['detail']})" if first.get("detail") else ""
     example = f". For example {first['key']!r}: {first['cause']}{detail}" if first else ""
-    raise UserError(
-        f"{listed}: {num_broken} of {num_read} samples cannot be used ({causes}), more than "
-        f"prepare.max_bad_fraction = {max_bad_fraction:g} allows; fix the source or raise it{example}"
-    )
+    problem = f"{num_broken} of {num_read} samples cannot be used ({causes})"
+    limit = f"more than prepare.max_bad_fraction = {max_bad_fraction:g} allows"
+    raise UserError(f"{listed}: {problem}, {limit}; fix the source or raise it{example}")
 
 
 def encode_part(job: PartJob, plugins: Plugins, tick: Tick) -> dict[str, Any]:
@@ -151,11 +140,6 @@ def _without_unchanged(job: PartJob, ledger: Ledger, plugins: Plugins) -> dict[s
     for name in alike:
         made[name]["key"] = job.wanted[name]
     return {name: key for name, key in job.wanted.items() if name not in alike}
-
-
-def encode_part_in_process(job: PartJob) -> dict[str, Any]:
-    """Run ``encode_part`` in a process that reuses its plug-ins for the next part."""
-    return encode_part(job, plugins_of(job.config), lambda _: None)
 
 
 class Ledger:
@@ -297,9 +281,7 @@ class _Texts:
         self._captions += [str(record.caption) for record in records]
         new = [(key_hash(record.key), first_row + i, images[i]) for i, record in enumerate(records)]
         lowest = sorted([*self._thumbnails, *new], key=lambda one: one[:2])[: self._max_thumbnails]
-        self._thumbnails = [
-            (rank, row, _thumbnail(image) if row >= first_row else image) for rank, row, image in lowest
-        ]
+        self._thumbnails = [(rank, row, _thumbnail(image)) for rank, row, image in lowest]
 
     def write(self, folder: Path, broken: list[Broken]) -> None:
         """Write all files; thumbnails in the order of their rows."""

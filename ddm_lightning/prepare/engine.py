@@ -13,14 +13,17 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from functools import partial
 from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
+from ddm_lightning.config.load import prepare_to_json
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.formatting import time_column
 from ddm_lightning.core.processes import num_cores, on_orphaned
+from ddm_lightning.prepare.reading import Plugins, plugins_of
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")
@@ -43,6 +46,38 @@ def num_processes_for(wanted: int, num_jobs: int, num_samples: int | None) -> in
     return max(1, min(wanted or num_cores(), num_jobs))
 
 
+def run_jobs(
+    work: Callable[[Job, Plugins, Callable[[int], None]], Result],
+    jobs: Sequence[Job],
+    plugins: Plugins,
+    num_samples: int | None,
+    tick: Callable[[int], None],
+    engine: str = "local",
+) -> Iterator[tuple[int, Result]]:
+    """Yield each job's number and result as it finishes; in this process if starting others is not worth it.
+
+    Args:
+        work: called with a job, the plug-ins, and a function to call with the number of its samples done so far.
+        jobs: the jobs.
+        plugins: those of this process; another process builds its own and keeps them from job to job.
+        num_samples: samples in all jobs; None if unknown.
+        tick: receives the samples done so far of the job running in this process.
+        engine: ``local`` or ``ray``.
+    """
+    work_in_process = partial(_work_in_process, work, prepare_to_json(plugins.config))
+    num_processes = num_processes_for(plugins.config.num_processes, len(jobs), num_samples)
+    if engine == "ray":
+        yield from run_ray(work_in_process, jobs)
+    elif num_processes > 1:
+        yield from run_local(work_in_process, jobs, num_processes)
+    else:
+        yield from ((number, work(job, plugins, tick)) for number, job in enumerate(jobs))
+
+
+def _work_in_process(work: Callable[[Any, Plugins, Callable[[int], None]], Result], config: str, job: Any) -> Result:
+    return work(job, plugins_of(config), lambda _: None)
+
+
 def run_local(work: Callable[[Job], Result], jobs: Sequence[Job], num_processes: int) -> Iterator[tuple[int, Result]]:
     """Yield each job's number and result as it finishes, from ``num_processes`` processes.
 
@@ -55,10 +90,8 @@ def run_local(work: Callable[[Job], Result], jobs: Sequence[Job], num_processes:
         for future in as_completed(numbers):
             yield numbers[future], future.result()
     except BrokenProcessPool:
-        raise UserError(
-            "a process of prepare was killed, perhaps out of memory; lower prepare.num_processes and run the "
-            "same command again: it continues"
-        ) from None
+        problem = "a process of prepare was killed, perhaps out of memory"
+        raise UserError(f"{problem}; lower prepare.num_processes and run the same command again") from None
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 

@@ -65,11 +65,6 @@ class Prepared:
         return [Ledger(self.folder_of(part) / LEDGER) for part in self.parts]
 
     @cached_property
-    def states(self) -> list[dict[str, Any]]:
-        """The records of ``ledgers``."""
-        return [ledger.records for ledger in self.ledgers]
-
-    @cached_property
     def index(self) -> Mapping[str, Any]:
         """``index.json``: number of samples, and the dropped rows of each part."""
         return json.loads(self.index_file.read_text(encoding="utf-8"))
@@ -77,18 +72,14 @@ class Prepared:
     @cached_property
     def full_parts(self) -> list[int]:
         """Numbers of the parts with at least one row."""
-        return [number for number, state in enumerate(self.states) if state[RECORDS]["num_rows"]]
+        return [number for number, ledger in enumerate(self.ledgers) if ledger.records[RECORDS]["num_rows"]]
 
     @cached_property
     def kept(self) -> list[Int[np.ndarray, "m"] | None]:
         """Usable rows of each of ``full_parts``; None for all of them."""
         dropped: Mapping[str, list[int]] = self.index["dropped"]
-        return [
-            np.delete(np.arange(self.states[number][RECORDS]["num_rows"]), dropped[str(number)])
-            if str(number) in dropped
-            else None
-            for number in self.full_parts
-        ]
+        num_rows = {str(number): self.ledgers[number].records[RECORDS]["num_rows"] for number in self.full_parts}
+        return [np.delete(np.arange(num), dropped[key]) if key in dropped else None for key, num in num_rows.items()]
 
     def rows(self, group: str, column: str, unusable: bool = False) -> Rows:
         """Return a column of all usable samples; with ``unusable``, of all samples."""
@@ -105,7 +96,7 @@ class Prepared:
         first = StoredArray.of(self.part_folder(self.full_parts[0]) / name)
         arrays = []
         for number in self.full_parts:
-            state = self.states[number]
+            state = self.ledgers[number].records
             shape = (state[RECORDS]["num_rows"], *first.shape[1:])
             arrays.append(replace(first, path=self.part_folder(number) / name, shape=shape))
             if first.offset + arrays[-1].nbytes != state[group]["files"][name]["bytes"]:
@@ -155,16 +146,16 @@ def write_index(prepared: Prepared, groups: Collection[str], max_bad_fraction: f
     Raises:
         UserError: too many samples are broken, none is left, or parts differ in image size.
     """
-    states = [state[RECORDS] for state in prepared.states]
+    states = [ledger.records[RECORDS] for ledger in prepared.ledgers]
     sizes = {state["image_size"]: number for number, state in enumerate(states) if state["image_size"]}
     if len(sizes) > 1:
         several = ", ".join(f"{size} pixels in {prepared.parts[number].name!r}" for size, number in sizes.items())
         raise UserError(f"the source has images of several sizes ({several}); set prepare.images.size")
     dropped: Dropped = {}
-    for number, state in enumerate(prepared.states):
-        unfit = {row: cause for name in groups for row, cause in state[name].get("unfit", {}).items()}
+    for number, ledger in enumerate(prepared.ledgers):
+        unfit = {row: cause for name in groups for row, cause in ledger.records[name].get("unfit", {}).items()}
         if captions_used:
-            unfit |= state[RECORDS]["unread_captions"]
+            unfit |= states[number]["unread_captions"]
         if unfit:
             dropped[number] = {int(row): cause for row, cause in unfit.items()}
     _drop_duplicates(prepared, dropped)

@@ -97,8 +97,6 @@ class Source(Protocol):
 
     def parts(self) -> Sequence[Part]:
         """List the parts in a fixed order without opening samples."""
-        ...
 
     def read(self, part: Part) -> Iterator[Record | Broken]:
         """Yield every sample of one part in a fixed order; unreadable ones as ``Broken``."""
-        ...

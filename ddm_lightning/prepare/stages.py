@@ -21,7 +21,6 @@ import numpy as np
 from filelock import FileLock, Timeout
 
 from ddm_lightning.config.experiment import Experiment
-from ddm_lightning.config.load import prepare_to_json
 from ddm_lightning.core.columns import save_array
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_write, atomic_write_json, sha256_file, sha256_json
@@ -233,15 +232,9 @@ class Preparation:
         """Build all plug-ins and compare sizes, so that bad input is refused before a file is touched."""
         self.plugins.versions()
         check_compression(self.config.shards)
-        kind, captions = self.experiment.condition.kind, self.plugins.caption_encoder
-        if kind == "class" and self.plugins.source.num_classes < 2:
+        if self.experiment.condition.kind == "class" and self.plugins.source.num_classes < 2:
             name = self.config.source.name
             raise UserError(f"key 'condition.kind' = 'class': source {name!r} has no classes; use text or none")
-        if kind == "tokens" and (captions is None or captions.token_shape is None):
-            raise UserError(
-                "key 'condition.kind' = 'tokens': prepare.caption_encoder stores one vector per caption; use "
-                "clip-text or t5-text with store: tokens (or ids, encoded during training), or condition.kind = text"
-            )
         if (num_samples := count_samples(self.parts)) is not None:
             check_sizes(self.config.partition, num_samples)
 
@@ -300,10 +293,10 @@ class Preparation:
         atomic_write_json(self.prepared.parts_file, [asdict(part) for part in self.parts])
 
     def _encode(self) -> str:
-        wanted, text = self.unfinished_parts(), prepare_to_json(self.config)
+        wanted = self.unfinished_parts()
         max_thumbnails = max(_MIN_THUMBNAILS_PER_PART, _MAX_THUMBNAILS // len(self.parts))
         jobs = [
-            PartJob(self.parts[number], self.prepared.part_folder(number), keys, max_thumbnails, text)
+            PartJob(self.parts[number], self.prepared.part_folder(number), keys, max_thumbnails)
             for number, keys in wanted.items()
         ]
         encode_parts(jobs, self.plugins, self._tick("encode"), self._captions_used)

@@ -12,17 +12,17 @@ import torch
 from jaxtyping import Bool, Float64, Int, UInt64
 
 from ddm_lightning.config.experiment import Experiment, ShardsConfig
-from ddm_lightning.config.load import prepare_to_json
 from ddm_lightning.core.columns import Rows
 from ddm_lightning.core.compat import ensure_torchvision_importable
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_folder, atomic_write_json, read_json
 from ddm_lightning.core.formatting import amount
+from ddm_lightning.encoders.interfaces import array_encoding
 from ddm_lightning.partition.partition import Partition
 from ddm_lightning.prepare.encode import CAPTIONS, LATENTS, RECORDS
-from ddm_lightning.prepare.engine import num_processes_for, run_local
+from ddm_lightning.prepare.engine import run_jobs
 from ddm_lightning.prepare.prepared import Prepared
-from ddm_lightning.prepare.reading import Plugins, plugins_of
+from ddm_lightning.prepare.reading import Plugins
 from ddm_lightning.shards.manifest import (
     HELD_OUT,
     OUT_OF_CLUSTER,
@@ -132,8 +132,6 @@ class SplitJob:
     """``TRAIN``, ``HELD_OUT`` or ``OUT_OF_CLUSTER``."""
     order: Int[np.ndarray, "m"]
     """Samples to write."""
-    config: str
-    """The ``prepare`` section as JSON, for a process without plug-ins."""
 
 
 def write_split(
@@ -147,7 +145,7 @@ def write_split(
         job: the folder and its samples.
         samples: rows of all samples.
         config: shard size and compression.
-        tick: called with the number of samples just written.
+        tick: called with the number of samples written so far.
 
     Returns:
         Per channel of ``x_0``: number of values, their sum, and the sum of their squares.
@@ -170,14 +168,11 @@ def write_split(
             mean, std = samples.form.mean(stored, torch.float64).numpy(), samples.form.spread(stored, torch.float64)
             squares = mean**2 + (0.0 if std is None else std.square().numpy())
             moments.append(np.stack([np.ones_like(mean).sum((0, 2, 3)), mean.sum((0, 2, 3)), squares.sum((0, 2, 3))]))
-            block |= {
-                "sample_id": chosen,
-                "cluster": samples.clusters[chosen],
-                "caption": samples.captions.take(chosen),
-            }
+            block |= {"sample_id": chosen, "cluster": samples.clusters[chosen]}
+            block["caption"] = samples.captions.take(chosen)
             for row in range(len(chosen)):
                 writer.write({name: values[row] for name, values in block.items()})
-            tick(len(chosen))
+            tick(start + len(chosen))
     return sum(moments[1:], moments[0])
 
 
@@ -205,27 +200,20 @@ def write_shards(plugins: Plugins, seed: int, prepared: Prepared, tick: Callable
     held_out = held_out_samples(split_hash, clusters, num_clusters, config.held_out_fraction)
     orders = split_orders(held_out, clusters, num_clusters, seed, config.partition.out_of_cluster_fraction)
     num_written = sum(len(order) for _, _, order in orders)
-    moments: dict[int, Float64[np.ndarray, "3 c"]] = {}
     done = 0
 
-    def advance(num: int) -> None:
-        nonlocal done
-        done += num
-        tick(done, num_written)
+    def advance(in_folder: int) -> None:
+        tick(done + in_folder, num_written)
 
     with atomic_folder(prepared.shards) as folder:
-        text = prepare_to_json(config)
-        jobs = [SplitJob(prepared.folder, folder, *order, text) for order in orders]
-        num_processes = num_processes_for(config.num_processes, len(jobs), num_written)
-        if num_processes > 1:
-            for number, sums in run_local(_write_split_in_process, jobs, num_processes):
-                moments[number] = sums
-                advance(len(jobs[number].order))
-        else:
-            samples = samples_of(prepared, plugins)
-            moments = {number: write_split(job, samples, config.shards, advance) for number, job in enumerate(jobs)}
+        jobs = [SplitJob(prepared.folder, folder, *order) for order in orders]
+        sums = dict[int, Float64[np.ndarray, "3 c"]]()
+        for number, moments in run_jobs(_write_job, jobs, plugins, num_written, advance):
+            sums[number] = moments
+            done += len(jobs[number].order)
+            advance(0)
         # Each sample once, with its own cluster.
-        first, *others = (moments[number] for number, job in enumerate(jobs) if job.split != OUT_OF_CLUSTER)
+        first, *others = (sums[number] for number, job in enumerate(jobs) if job.split != OUT_OF_CLUSTER)
     atomic_write_json(prepared.statistics_file, statistics_of(sum(others, first)))
     num_samples, size = len(clusters), sum(path.stat().st_size for path in prepared.shards.rglob("*") if path.is_file())
     num_others = num_written - num_samples
@@ -233,9 +221,8 @@ def write_shards(plugins: Plugins, seed: int, prepared: Prepared, tick: Callable
     return f"{num_samples:,} samples{mixed}, {amount(size)}"
 
 
-def _write_split_in_process(job: SplitJob) -> Float64[np.ndarray, "3 c"]:
-    plugins = plugins_of(job.config)
-    return write_split(job, samples_of(Prepared(job.prepared), plugins), plugins.config.shards, lambda _: None)
+def _write_job(job: SplitJob, plugins: Plugins, tick: Callable[[int], None]) -> Float64[np.ndarray, "3 c"]:
+    return write_split(job, samples_of(Prepared(job.prepared), plugins), plugins.config.shards, tick)
 
 
 def samples_of(prepared: Prepared, plugins: Plugins) -> Samples:
@@ -243,9 +230,7 @@ def samples_of(prepared: Prepared, plugins: Plugins) -> Samples:
     encoder, captions = plugins.image_encoder, plugins.caption_encoder
     latents = ["x_0", *(["x_0_flipped"] if plugins.config.horizontal_flips else [])]
     columns = {name: prepared.rows(LATENTS, name) for name in latents}
-    encodings = {
-        name: f"ndarray:{encoder.dtype}:{','.join(map(str, rows.row_shape))}" for name, rows in columns.items()
-    }
+    encodings = {name: array_encoding(encoder.dtype, rows.row_shape) for name, rows in columns.items()}
     columns["label"], encodings["label"] = prepared.rows(RECORDS, "label"), "int32"
     for name, encoding in (captions.columns if captions else {}).items():
         columns[name], encodings[name] = prepared.rows(CAPTIONS, name), encoding

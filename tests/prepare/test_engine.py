@@ -11,7 +11,7 @@ from prepare.tiny_experiment import tiny_experiment
 
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import sha256_file
-from ddm_lightning.prepare import encode, engine, write_shards
+from ddm_lightning.prepare import engine
 from ddm_lightning.prepare.engine import WORTH_PROCESSES, num_processes_for, run_local, run_ray
 from ddm_lightning.prepare.stages import prepare
 from ddm_lightning.shards.manifest import Manifest
@@ -87,13 +87,12 @@ def test_two_processes_write_the_same_bytes_as_one(tmp_path, monkeypatch, quick_
     one = prepare(small(num_processes=1), tmp_path / "one")
     monkeypatch.setattr(engine, "WORTH_PROCESSES", 1)
     used = []
-    for module in (encode, write_shards):
-        monkeypatch.setattr(module, "run_local", lambda *arguments: used.append(arguments) or run_local(*arguments))
+    monkeypatch.setattr(engine, "run_local", lambda *arguments: used.append(arguments) or run_local(*arguments))
     listener = Listener()
     two = prepare(small(num_processes=2), tmp_path / "two", listener)
-    assert [(work.__name__, len(jobs), num) for work, jobs, num in used] == [
-        ("encode_part_in_process", 3, 2),
-        ("_write_split_in_process", 4, 2),
+    assert [(work.args[0].__name__, len(jobs), num) for work, jobs, num in used] == [
+        ("encode_part", 3, 2),
+        ("_write_job", 4, 2),
     ]
     assert two == one
     assert files_of(tmp_path / "two") == files_of(tmp_path / "one")

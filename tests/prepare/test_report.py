@@ -149,7 +149,7 @@ def test_a_large_data_set_is_measured_in_part(tmp_path, monkeypatch):
     monkeypatch.setattr(measures, "MAX_ROWS", 30)
     data = data_of((300, 200))
     measured = measure(data, seed=0)
-    assert len(measured.rows) == len(measured.silhouettes) == len(measured.positions) == 30
+    assert len(measured.rows) == len(measured.silhouettes) == 30
     write(tmp_path / "report", data)
     assert "30 samples, chosen at random" in Page(tmp_path / "report" / PAGE).text
 
@@ -168,7 +168,7 @@ def test_the_page_stands_alone_and_is_well_formed(tmp_path):
     page = Page(tmp_path / "report" / PAGE)
     assert {"script", "link", "iframe", "object"}.isdisjoint(page.tags)
     images = page.values("src", "srcset")
-    assert len(images) == 4 + 1 + 36 + 25 + 1
+    assert len(images) == 3 + 1 + 36 + 25 + 1
     assert all(re.fullmatch(r"data:image/(png|webp);base64,[\w+/=]+", image) for image in images)
     ids = page.values("id")
     assert len(set(ids)) == len(ids) == 3
@@ -232,10 +232,7 @@ def test_long_and_strange_captions_become_short_lines(tmp_path):
 def test_the_same_input_gives_the_same_bytes(tmp_path):
     names, other = (write(tmp_path / name, data_of(), seed) for name, seed in (("a", 1), ("c", 2)))
     assert names == other == write(tmp_path / "b", data_of(), 1)
-    assert names == {
-        *("sizes.png", "silhouette.png", "neighbours.png", "map.png", "map_images.png"),
-        *("cluster-0.png", "cluster-1.png", "cluster-2.png", PAGE),
-    }
+    assert names == {"sizes.png", "silhouette.png", "neighbours.png", "map.png", PAGE}
     for name in names:
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes(), name
     assert (tmp_path / "a" / PAGE).read_bytes() != (tmp_path / "c" / PAGE).read_bytes(), "the seed chooses the images"
@@ -245,16 +242,16 @@ def test_the_same_input_gives_the_same_bytes(tmp_path):
 
 
 def test_a_report_replaces_the_one_before(tmp_path):
-    write(tmp_path / "report", data_of((20, 20, 20), metric="euclidean"))
     write(tmp_path / "report", data_of((20, 20), metric="euclidean"))
-    assert not (tmp_path / "report" / "cluster-2.png").exists()
+    write(tmp_path / "report", data_of((40,), metric="euclidean"))
+    assert not (tmp_path / "report" / "silhouette.png").exists()
     assert len(list((tmp_path / "report" / TENSORBOARD).iterdir())) == 1
     assert [path.name for path in tmp_path.iterdir()] == ["report"]
 
 
 def test_one_cluster_has_neither_neighbours_nor_silhouettes(tmp_path):
     names = write(tmp_path / "report", data_of((30,)))
-    assert names == {"sizes.png", "map.png", "map_images.png", "cluster-0.png", PAGE}
+    assert names == {"sizes.png", "map.png", PAGE}
     text = Page(tmp_path / "report" / PAGE).text
     assert "30 samples in 1 cluster. Key figures" in text
     assert "nan" not in text and "Nearest centroids" not in text
@@ -265,8 +262,7 @@ def test_missing_thumbnails_and_captions_are_named(tmp_path):
     some = np.flatnonzero(data.clusters == 0)[:5]
     written = write(tmp_path / "some", data_of((30, 20), captions="", thumbnails=some))
     page = Page(tmp_path / "some" / PAGE)
-    assert {"cluster-0.png", "map_images.png"} <= written
-    assert "cluster-1.png" not in written
+    assert "map.png" in written
     assert page.text.count("No thumbnails of this cluster were kept") == 1
     assert page.values("title") == [] and "li" not in page.tags
     assert "None: every sample of the source was read." in page.text
@@ -274,7 +270,7 @@ def test_missing_thumbnails_and_captions_are_named(tmp_path):
 
     written = write(tmp_path / "none", data_of((30, 20), thumbnails=[]), attribution="")
     page = Page(tmp_path / "none" / PAGE)
-    assert written == {"sizes.png", "silhouette.png", "neighbours.png", "map.png", PAGE}
+    assert written == {"sizes.png", "silhouette.png", "neighbours.png", PAGE}
     assert page.text.count("No thumbnails of this cluster were kept") == 2
     assert "footer" not in page.tags
 

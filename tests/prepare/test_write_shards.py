@@ -54,7 +54,7 @@ def write(folder, samples, *, seed=0, tick=lambda _: None, **shards):
     held_out = np.random.default_rng(2).random(NUM) < 0.3
     orders = split_orders(held_out, CLUSTERS, K, seed)
     config = ShardsConfig(**shards)
-    return [write_split(SplitJob(folder, folder, *order, ""), samples, config, tick) for order in orders], orders
+    return [write_split(SplitJob(folder, folder, *order), samples, config, tick) for order in orders], orders
 
 
 def test_samples_of_other_clusters_are_a_given_part_of_what_an_expert_trains_on():
@@ -111,7 +111,7 @@ def test_each_sample_lies_once_in_its_clusters_folder_with_all_its_columns(tmp_p
                 for name, rows in columns.items():
                     np.testing.assert_array_equal(sample[name], rows[i])
                     assert np.asarray(sample[name]).dtype == rows.dtype
-    assert sorted(seen) == list(range(NUM)) and sum(ticks) == NUM
+    assert sorted(seen) == list(range(NUM)) and sum(ticks) == NUM  # one call per folder
 
 
 def test_the_order_is_that_of_the_seed_cluster_and_split():

@@ -13,7 +13,6 @@ from matplotlib import colormaps, rc_context
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap, PowerNorm, to_hex
 from matplotlib.figure import Figure
-from matplotlib.patheffects import withStroke
 from matplotlib.ticker import PercentFormatter
 from PIL import Image
 
@@ -32,7 +31,7 @@ _STYLE: Any = {
 }
 _MAX_ANNOTATED_CLUSTERS, _MAX_TICKS = 10, 24
 _CELL_PIXELS = 72
-_GRID_COLUMNS, _SHEET_COLUMNS = 18, 12
+_GRID_COLUMNS = 18
 _MIN_SHOWN, _MAX_SHOWN, _MAX_SHOWN_IN_ALL = 6, 36, 1152
 _MAP_CELLS, _MAP_CELL_PIXELS, _MAP_FRAME = (20, 14), 48, 3
 
@@ -46,7 +45,7 @@ def cluster_colours(num_clusters: int) -> list[str]:
 
 def draw_charts(data: ReportData, measures: Measures) -> dict[str, bytes]:
     """Draw all charts as PNG, by name; one cluster has neither silhouettes nor neighbours."""
-    draws: dict[str, Callable[[Axes, ReportData, Measures], None]] = {"sizes": _draw_sizes, "map": _draw_map}
+    draws: dict[str, Callable[[Axes, ReportData, Measures], None]] = {"sizes": _draw_sizes}
     if data.num_clusters > 1:
         draws |= {"silhouette": _draw_silhouettes, "neighbours": _draw_neighbours}
     charts = {}
@@ -103,24 +102,6 @@ def _draw_neighbours(axes: Axes, data: ReportData, measures: Measures) -> None:
     _label_clusters(axes.set_yticks, range(num_clusters))
 
 
-def _draw_map(axes: Axes, data: ReportData, measures: Measures) -> None:
-    """Draw the measured samples in their principal plane, with each cluster's number at its mean."""
-    clusters = data.clusters[measures.rows]
-    # A random order: else the last cluster hides the others.
-    order = np.random.default_rng(0).permutation(len(clusters))
-    points = measures.positions[order]
-    colours = np.array(cluster_colours(data.num_clusters))[clusters[order]]
-    axes.scatter(points[:, 0], points[:, 1], c=colours, s=7, alpha=0.7, linewidths=0)
-    size = 11 if data.num_clusters <= _MAX_ANNOTATED_CLUSTERS else 8
-    halo = [withStroke(linewidth=3, foreground=_PAPER)]
-    for cluster in np.unique(clusters):
-        x, y = measures.positions[clusters == cluster].mean(0)
-        axes.text(x, y, str(cluster), weight="bold", size=size, ha="center", va="center", path_effects=halo)
-    first, second = measures.plane.explained
-    axes.set(title="Samples in the plane of largest variance", xticks=[], yticks=[])
-    axes.set(xlabel=f"first principal component ({first:.1%} of the variance)", ylabel=f"second ({second:.1%})")
-
-
 def _label_clusters(set_ticks: Callable[..., Any], places: Sequence[float]) -> None:
     """Label the clusters at their places; skip labels so that at most ``_MAX_TICKS`` remain."""
     step = ceil(len(places) / _MAX_TICKS)
@@ -173,12 +154,6 @@ def choose_images(
     return [np.random.default_rng([seed, k]).permutation(indices)[:max_images] for k, indices in enumerate(members)]
 
 
-def cluster_sheet(images: UInt8[np.ndarray, "m s s 3"], title: str, attribution: str) -> Image.Image:
-    """Arrange one cluster's images in rows."""
-    rows = [("", list(images[i : i + _SHEET_COLUMNS])) for i in range(0, len(images), _SHEET_COLUMNS)]
-    return labelled_grid(rows, _scale(images), title, footer=attribution)
-
-
 def cluster_grid(data: ReportData, title: str, attribution: str, seed: int) -> Image.Image:
     """Arrange random images in one row per cluster, labelled with the cluster's size and share."""
     chosen = choose_images(data.clusters[data.thumbnail_rows], data.num_clusters, seed, _GRID_COLUMNS)
@@ -186,8 +161,5 @@ def cluster_grid(data: ReportData, title: str, attribution: str, seed: int) -> I
         (f"cluster {k} · {count:,} ({count / data.counts.sum():.1%})", list(data.thumbnails[indices]))
         for k, (count, indices) in enumerate(zip(data.counts, chosen, strict=True))
     ]
-    return labelled_grid(rows, _scale(data.thumbnails), title, footer=attribution)
-
-
-def _scale(images: UInt8[np.ndarray, "m s s 3"]) -> int:
-    return max(1, round(_CELL_PIXELS / images.shape[1]))
+    scale = max(1, round(_CELL_PIXELS / data.thumbnails.shape[1]))
+    return labelled_grid(rows, scale, title, footer=attribution)

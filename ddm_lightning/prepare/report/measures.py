@@ -87,8 +87,6 @@ class Measures:
     second_choices: Float[np.ndarray, "k k"]
     """For each cluster (row), the share of its samples whose nearest other centroid is each other cluster's."""
     plane: Plane
-    positions: Float[np.ndarray, "m 2"]
-    """Coordinates on the plane."""
 
 
 def measure(data: ReportData, seed: int) -> Measures:
@@ -100,15 +98,13 @@ def measure(data: ReportData, seed: int) -> Measures:
     centroids = torch.stack([features[chosen].mean(0) for chosen in members]).nan_to_num()
     centroids = to_metric_space(centroids.numpy(), data.metric)
     silhouettes = compute_silhouettes(features, clusters, data.metric)
-    plane = fit_plane(features)
     return Measures(
         rows,
         silhouettes.numpy(),
         np.array([float(silhouettes[chosen].mean()) for chosen in members]),
         _distances(centroids, centroids, data.metric).fill_diagonal_(0).numpy(),
         count_second_choices(features, clusters, centroids, data.metric).numpy(),
-        plane,
-        plane.project(features),
+        fit_plane(features),
     )
 
 

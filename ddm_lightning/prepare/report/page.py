@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jaxtyping import Int64, UInt8
+from jaxtyping import Int64
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from PIL import Image
 
@@ -88,15 +88,15 @@ def write_report(folder: Path, data: ReportData, *, title: str, attribution: str
     Args:
         folder: becomes the report.
         data: the prepared data set.
-        title: of the page and the cluster sheets.
-        attribution: credit, printed on the cluster sheets and the page.
+        title: of the page.
+        attribution: credit, printed on the page.
         seed: chooses the measured samples and the images.
     """
     measures = measure(data, seed)
     shown = figures.choose_images(data.clusters[data.thumbnail_rows], data.num_clusters, seed)
     images = figures.draw_charts(data, measures)
     if len(data.thumbnails):
-        images["map_images"] = _encode(figures.draw_image_map(data, measures, seed), "PNG")
+        images["map"] = _encode(figures.draw_image_map(data, measures, seed), "PNG")
     html = _TEMPLATES.get_template("report.html.j2").render(
         title=title,
         attribution=attribution,
@@ -107,11 +107,6 @@ def write_report(folder: Path, data: ReportData, *, title: str, attribution: str
         broken=sorted(data.broken.items(), key=lambda item: (-item[1], item[0])),
         columns=_column_sizes(data),
     )
-    for k, indices in enumerate(shown):
-        if len(indices):
-            heading = f"{title}: cluster {k} · {data.counts[k]:,} samples"
-            sheet = figures.cluster_sheet(data.thumbnails[indices], heading, attribution)
-            images[f"cluster-{k}"] = _encode(sheet, "PNG")
     with atomic_folder(folder) as temporary:
         for name, png in images.items():
             (temporary / f"{name}.png").write_bytes(png)
@@ -130,10 +125,8 @@ def _write_events(folder: Path, data: ReportData, measures: Measures, images: di
             writer.add_image(f"partition/{name}", pixels, dataformats="HWC")
         for cluster, (count, value) in enumerate(zip(data.counts, measures.cluster_silhouettes, strict=True)):
             writer.add_scalar("partition/samples", int(count), cluster)
-            writer.add_scalar("partition/share", count / data.num_samples, cluster)
             if not math.isnan(value):
                 writer.add_scalar("partition/silhouette", value, cluster)
-        writer.add_scalar("partition/largest_over_mean", data.counts.max() / data.counts.mean())
 
 
 def _describe_cluster(
@@ -142,12 +135,13 @@ def _describe_cluster(
     distances = measures.centroid_distances[cluster]
     nearest = [int(k) for k in np.argsort(distances, kind="stable") if k != cluster]
     captions = [data.captions[i] for i in indices] if data.captions else [""] * len(indices)
+    webp = [_encode(Image.fromarray(data.thumbnails[i]), "WEBP", quality=90) for i in indices]
     return {
         "colour": figures.cluster_colours(data.num_clusters)[cluster],
         "count": int(data.counts[cluster]),
         "silhouette": measures.cluster_silhouettes[cluster],
         "neighbours": [(k, distances[k], measures.second_choices[cluster, k]) for k in nearest[:_MAX_NEIGHBOURS]],
-        "images": [(_thumbnail_url(data.thumbnails[i]), text) for i, text in zip(indices, captions, strict=True)],
+        "images": [(_data_url(image, "webp"), text) for image, text in zip(webp, captions, strict=True)],
         "captions": [text for text in dict.fromkeys(captions) if text.strip()][:_MAX_CAPTIONS],
     }
 
@@ -157,10 +151,6 @@ def _column_sizes(data: ReportData) -> list[list[str]]:
     totals = {**data.column_bytes, "together": sum(data.column_bytes.values())} if data.column_bytes else {}
     scales = [size / data.num_samples for size in (data.num_samples, 1, 1e6, _PAPER_SAMPLES)]
     return [[name, *(amount(num_bytes * scale) for scale in scales)] for name, num_bytes in totals.items()]
-
-
-def _thumbnail_url(image: UInt8[np.ndarray, "s s 3"]) -> str:
-    return _data_url(_encode(Image.fromarray(image), "WEBP", quality=90), "webp")
 
 
 def _data_url(image: bytes, kind: str) -> str:

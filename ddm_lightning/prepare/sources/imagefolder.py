@@ -90,28 +90,24 @@ class ImageFolder:
 
     @cached_property
     def _captions(self) -> dict[str, str] | None:
+        """Captions in the caption file by name of the image; None without such a file."""
         found = [name for name in _CAPTION_FILES if name in self.files.states]
         if len(found) > 1:
             raise UserError(f"{self.files.shown()}: has both {' and '.join(found)}; keep one")
-        return self._read_captions(found[0]) if found else None
-
-    def _read_captions(self, name: str) -> dict[str, str]:
-        captions: dict[str, str] = {}
-        columns: set[str] = set()
+        if not found:
+            return None
+        name, captions, columns = found[0], dict[str, str](), set[str]()
         for number, line in enumerate(self.files.content(name).split(b"\n"), 1):
             if not line.strip():
                 continue
-            place = f"{self.files.shown(name)}: line {number}"
             try:
                 row = json.loads(line)
-                image = row["file_name"]
-                if not isinstance(image, str) or image in captions:
-                    raise ValueError("'file_name' is no text or was there before")
-            except (ValueError, KeyError, TypeError) as error:
+                image, caption = row["file_name"], caption_in(row.get(self.caption_column), "")
+                if not isinstance(image, str) or image in captions or isinstance(caption, Broken):
+                    raise ValueError(f"'file_name' or {self.caption_column!r} is not text, or the name is not unique")
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                place = f"{self.files.shown(name)}: line {number}"
                 raise UserError(f"{place}: needs JSON with its own 'file_name' ({error!r}); fix the line") from None
-            caption = caption_in(row.get(self.caption_column), image)
-            if isinstance(caption, Broken):
-                raise UserError(f"{place}: {self.caption_column!r} is not text; fix the line")
             captions[image] = caption
             columns.update(row)
         if self.caption_column not in columns:

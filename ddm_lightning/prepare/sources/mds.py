@@ -16,10 +16,9 @@ from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import SOURCES
 from ddm_lightning.prepare.records import Broken, Part, Record, block_of, block_parts
 from ddm_lightning.prepare.sources.decode import one_line
-from ddm_lightning.prepare.sources.tables import PARAMS, TableSource
+from ddm_lightning.prepare.sources.tables import TableSource
 
 _INDEX = "index.json"
-_IMAGES = ("jpeg", "png", "bytes", "pil", "str")
 
 
 @SOURCES.register("mds")
@@ -73,19 +72,13 @@ class Mds(TableSource):
                     encodings = dict(zip(entry["column_names"], entry["column_encodings"], strict=True))
                     if (entry["format"], entry["version"]) != ("mds", 2):
                         raise ValueError("not of version 2")
-                    self._check(encodings, place)
+                    self.check_columns(encodings, place)
+                    for name in self.columns:
+                        if encodings[name] == "pkl":  # unpickling can run code
+                            raise UserError(f"{place}: column {name!r} is pickled; write the shards again without pkl")
             except (ValueError, KeyError, TypeError) as error:
                 raise UserError(f"{place} is not an index of MDS shards: {error!r}; change the path") from None
         return shards
-
-    def _check(self, encodings: dict[str, str], place: str) -> None:
-        self.check_columns(encodings, place)
-        if (encoding := encodings[str(self.image_column)]) not in _IMAGES:
-            problem = f"{self.image_column!r} of {place} holds {encoding}; images are {', '.join(_IMAGES)}"
-            raise UserError(f"key '{PARAMS}.image_column': {problem}")
-        for name in self.columns:
-            if encodings[name] == "pkl":  # unpickling can run code
-                raise UserError(f"{place}: column {name!r} is pickled; write the shards again without pkl")
 
     def _stored(self, raw: str, shard: dict[str, Any]) -> str:
         """Return the name of the shard's file, compressed or not."""

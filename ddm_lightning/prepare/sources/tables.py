@@ -169,7 +169,10 @@ def _text(cell: Any) -> str | None:
     return cell.decode(errors="replace").strip() if isinstance(cell, bytes) else None if cell is None else str(cell)
 
 
-class _ArrowSource(TableSource):
+@SOURCES.register("parquet")
+class Parquet(TableSource):
+    """Rows of Parquet files. A part is one row group, or several consecutive ones with 512 rows in total."""
+
     packages = ("pillow", "pyarrow")
 
     def __post_init__(self) -> None:
@@ -179,21 +182,33 @@ class _ArrowSource(TableSource):
     @cached_property
     def _names(self) -> list[str]:
         """Files of the data set."""
-        raise NotImplementedError
+        return self.files.ending(".parquet", ".parq")
 
     def _file(self, name: str) -> Any:
         return self.files.open(name)
 
     def _reader(self, opened: Any) -> Any:
         """Return a reader with ``schema_arrow`` or ``schema``."""
-        raise NotImplementedError
+        from pyarrow.parquet import ParquetFile
+
+        return ParquetFile(opened)
 
     def _parts_of(self, file: str, reader: Any) -> list[Part]:
-        raise NotImplementedError
+        footer = reader.metadata
+        parts, groups, first_row, num_rows = [], list[int](), 0, 0
+        for group in range(footer.num_row_groups):
+            groups.append(group)
+            num_rows += footer.row_group(group).num_rows
+            if num_rows >= BLOCK_SIZE or group == footer.num_row_groups - 1:
+                where = {"file": file, "row_groups": groups, "start": first_row}
+                fingerprint = f"{self.files.states[file]}; rows from {first_row}"
+                parts.append(Part(f"{file}:{first_row}", fingerprint, num_rows, where))
+                groups, first_row, num_rows = [], first_row + num_rows, 0
+        return parts
 
-    def _batches(self, part: Part, reader: Any) -> Iterable[pyarrow.RecordBatch]:
+    def _batches(self, part: Part, reader: Any) -> Iterator[pyarrow.RecordBatch]:
         """Yield the rows of a part."""
-        raise NotImplementedError
+        yield from reader.iter_batches(_ROWS_AT_ONCE, part.where["row_groups"], columns=self.columns)
 
     def parts(self) -> list[Part]:
         """List blocks of rows; reads the table of contents of every file.
@@ -204,7 +219,7 @@ class _ArrowSource(TableSource):
         parts: list[Part] = []
         for file in self._names:
             with self._open(file) as reader:
-                self._check_schema(_schema(reader), self.files.shown(file))
+                self.check_columns(_schema(reader).names, self.files.shown(file))
                 parts += self._parts_of(file, reader)
         return parts
 
@@ -249,60 +264,17 @@ class _ArrowSource(TableSource):
             with self._file(file) as opened:
                 yield self._reader(opened)
         except (pyarrow.ArrowException, OSError) as error:
-            raise UserError(
-                f"{self.files.shown(file)} is not a whole table: {one_line(error)}; save it again"
-            ) from error
-
-    def _check_schema(self, schema: pyarrow.Schema, place: str) -> None:
-        self.check_columns(schema.names, place)
-        kind = str(schema.field(self.image_column).type)
-        if not kind.removeprefix("large_").startswith(("binary", "fixed_size_binary", "string", "struct")):
-            raise UserError(
-                f"key '{PARAMS}.image_column': {self.image_column!r} of {place} holds {kind}; "
-                "images are bytes, {bytes, path} or paths"
-            )
+            place = self.files.shown(file)
+            raise UserError(f"{place} is not a whole table: {one_line(error)}; save it again") from error
 
 
 def _schema(reader: Any) -> pyarrow.Schema:
     return getattr(reader, "schema_arrow", None) or reader.schema
 
 
-@SOURCES.register("parquet")
-class Parquet(_ArrowSource):
-    """Rows of Parquet files. A part is one row group, or several consecutive ones with 512 rows in total."""
-
-    @cached_property
-    def _names(self) -> list[str]:
-        return self.files.ending(".parquet", ".parq")
-
-    def _reader(self, opened: Any) -> Any:
-        from pyarrow.parquet import ParquetFile
-
-        return ParquetFile(opened)
-
-    def _parts_of(self, file: str, reader: Any) -> list[Part]:
-        footer = reader.metadata
-        parts, groups, first_row, num_rows = [], list[int](), 0, 0
-        for group in range(footer.num_row_groups):
-            groups.append(group)
-            num_rows += footer.row_group(group).num_rows
-            if num_rows >= BLOCK_SIZE or group == footer.num_row_groups - 1:
-                where = {"file": file, "row_groups": groups, "start": first_row}
-                fingerprint = f"{self.files.states[file]}; rows from {first_row}"
-                parts.append(Part(f"{file}:{first_row}", fingerprint, num_rows, where))
-                groups, first_row, num_rows = [], first_row + num_rows, 0
-        return parts
-
-    def _batches(self, part: Part, reader: Any) -> Iterable[pyarrow.RecordBatch]:
-        batches: Iterable[pyarrow.RecordBatch] = reader.iter_batches(
-            _ROWS_AT_ONCE, part.where["row_groups"], columns=self.columns
-        )
-        return batches
-
-
 @SOURCES.register("huggingface")
 @dataclass(eq=False)
-class HuggingFace(_ArrowSource):
+class HuggingFace(Parquet):
     """Data sets saved by ``Dataset.save_to_disk`` or ``DatasetDict.save_to_disk``, and other folders of Arrow files.
 
     A part is a block of rows of one file. Behind a URL, where counting would fetch everything, it is a whole file.
@@ -352,7 +324,7 @@ class HuggingFace(_ArrowSource):
             return [Part(file, state, None, {"file": file, "start": 0, "stop": None})]
         return block_parts(sum(batch.num_rows for batch in _all_batches(reader)), state, prefix=file, file=file)
 
-    def _batches(self, part: Part, reader: Any) -> Iterable[pyarrow.RecordBatch]:
+    def _batches(self, part: Part, reader: Any) -> Iterator[pyarrow.RecordBatch]:
         start, stop = part.where["start"], part.where["stop"]
         first = 0
         for batch in _all_batches(reader):

@@ -134,10 +134,8 @@ class OpenMoji:
         if image_size < 8:
             raise ValueError("image_size must be at least 8")
         if not features.check("raqm"):
-            raise UserError(
-                "source 'openmoji' needs a Pillow with Raqm, which joins the parts of an emoji; "
-                "install its wheel: pip install --force-reinstall pillow"
-            )
+            remedy = "install its wheel: pip install --force-reinstall pillow"
+            raise UserError(f"source 'openmoji' needs a Pillow with Raqm, which joins the parts of an emoji; {remedy}")
         self.image_size = image_size
 
     def parts(self) -> list[Part]:
@@ -275,11 +273,8 @@ class EarthTiles:
         starts = np.arange(0, self._region - self.size + 1, self.stride)
         y = (self._region * np.array(_ROWS)[:, None] + starts).ravel()
         x = (self._region * np.arange(360 // _REGION_DEGREES)[:, None] + starts).ravel()
-        corners = [(top, left) for top in y.tolist() for left in x.tolist() if self._land(top, left) >= _LAND]
-        return np.array(corners)
-
-    def _land(self, y: int, x: int) -> float:
-        return float((self._climate[self._on_raster(y, x)] != _OCEAN).mean())
+        tiles = [(top, left) for top in y.tolist() for left in x.tolist()]
+        return np.array([tile for tile in tiles if (self._climate[self._on_raster(*tile)] != _OCEAN).mean() >= _LAND])
 
     def _on_raster(self, y: int, x: int) -> tuple[slice, slice]:
         """Return the tile's slices of the climate raster, which is finer than the map."""

@@ -78,10 +78,9 @@ class WebDataset(TableSource):
         has_captions = any(column in existing for column in self.captions)
         for param, column in self.roles if samples else []:
             if column not in existing and not (param == "caption_column" and has_captions):
-                raise UserError(
-                    f"key '{PARAMS}.{param}': none of the first {len(samples)} samples of {self.files.shown(name)} "
-                    f"has {column!r}; they have: {', '.join(existing)}; or set it to null"
-                )
+                problem = f"none of the first {len(samples)} samples of {self.files.shown(name)} has {column!r}"
+                remedy = f"they have: {', '.join(existing)}; or set it to null"
+                raise UserError(f"key '{PARAMS}.{param}': {problem}; {remedy}")
 
     def _sample(self, key: str, members: dict[str, bytes] | Broken) -> Record | Broken:
         if isinstance(members, Broken):
@@ -89,9 +88,7 @@ class WebDataset(TableSource):
         cells = _cells(members)
         if isinstance(error := cells.get("json"), ValueError):
             return Broken(key, "damaged JSON", str(error))
-        images = [
-            extension for extension in ([self.image_column] if self.image_column else _IMAGES) if extension in members
-        ]
+        images = [name for name in ([self.image_column] if self.image_column else _IMAGES) if name in members]
         if len(images) != 1:
             cause = "several images" if images else "no image"
             return Broken(key, cause, f"it has: {', '.join(cells)}; set {PARAMS}.image_column")

@@ -108,7 +108,10 @@ def test_captions_from_jsonl_arrive_unchanged(folder, name):
             {"captions.jsonl": lines(*[{"file_name": "a.png", "caption": "x"}] * 2)},
             "line 2: needs JSON with its own 'file_name'",
         ),
-        ({"captions.jsonl": lines({"file_name": "a.png", "caption": 7})}, "line 1: 'caption' is not text"),
+        (
+            {"captions.jsonl": lines({"file_name": "a.png", "caption": 7})},
+            "line 1: needs JSON with its own 'file_name'",
+        ),
         ({"captions.jsonl": "", "metadata.jsonl": ""}, "has both captions.jsonl and metadata.jsonl; keep one"),
     ],
 )
