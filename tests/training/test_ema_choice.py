@@ -94,7 +94,7 @@ def test_after_a_resume_a_width_can_be_chosen(run, capsys):
     said = capsys.readouterr().err
     assert "snapshots of averages" not in said
     assert command("ema", run) == 0
-    promised = 1e6 * float(re.search(r"all that it keeps takes about ([\d.]+) MB of the disk", said)[1])
+    promised = 1e6 * float(re.search(r"the disk must hold about ([\d.]+) MB", said)[1])
     checkpoints, *others = [run / "members/expert-0" / name for name in ("checkpoints", "ema", "artifact")]
     kept = [size(path) for path in checkpoints.iterdir()]
     # One more while it is written; names of tensors are on the disk, too.
@@ -180,7 +180,7 @@ def test_a_member_in_use_is_refused(run, capsys, how):
     with FileLock(lock):
         assert command("ema", run, *how) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert line == f"error: {lock}: expert-0 is in use by another process; wait for it"
+    assert line == f"error: {lock.parent}: expert-0 is in use by another process; wait for it or stop it"
     assert sha256_file(run / "members/expert-0/artifact/member.json") == before
 
 
