@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import typing
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from filelock import AcquireReturnProxy, FileLock, Timeout
+from filelock import FileLock, Timeout
 from omegaconf import OmegaConf
 
 from ddm_lightning.config import Experiment, load_experiment, to_dict, to_yaml
@@ -62,7 +63,7 @@ class RunFolder:
         return (self.artifact(name) / MEMBER_FILE).exists()
 
 
-def lock_member(folder: Path, user: str = "another process", seconds: float = 0.0) -> AcquireReturnProxy:
+def lock_member(folder: Path, user: str = "another process", seconds: float = 0.0) -> AbstractContextManager[Any]:
     """Lock the member in ``folder`` until the end of the returned context.
 
     Args:
