@@ -29,8 +29,11 @@ ensure_torchvision_importable()
 import step_gpu  # noqa: E402  # after torchvision has been made importable
 from step_networks import Sizes, Step, our_side  # noqa: E402
 
-from ddm_lightning.training.checkpoint.files import CheckpointWriter  # noqa: E402
-from ddm_lightning.training.checkpoint.state import named_groups, tensors_of  # noqa: E402
+from ddm_lightning.training.checkpoint.files import (  # noqa: E402
+    CheckpointWriter,
+    named_groups,
+    tensors_of,
+)
 from ddm_lightning.training.ema import track_ema  # noqa: E402
 
 SMALL = Sizes(width=384, depth=12, num_heads=6, patch_size=2, channels=4, edge=16, batch_size=4)

@@ -20,11 +20,10 @@ from ddm_lightning.core import processes
 from ddm_lightning.core.devices import check_devices
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.ensemble.routing import with_suited_solver
-from ddm_lightning.islands.local import FitInterruptedError, default_jobs, fit_members
-from ddm_lightning.islands.status import members_table, shown_members, skipped_lines
+from ddm_lightning.islands.local import default_jobs, fit_members, members_table, shown_members, skipped_lines
 from ddm_lightning.members.artifact import is_finished
 from ddm_lightning.members.assembly import assemble, refuse_stale
-from ddm_lightning.members.member import ensemble_members, parse_members, train_config
+from ddm_lightning.members.member import ensemble_members, parse_members
 from ddm_lightning.members.run_folder import RunFolder, open_run, refuse_changed
 from ddm_lightning.shards.manifest import DataSizes, Manifest
 
@@ -83,23 +82,19 @@ def _prepared(experiment: Experiment, options: argparse.Namespace) -> RunFolder:
     return open_run(experiment, create=True)
 
 
-def _members(experiment: Experiment, options: argparse.Namespace) -> list[str]:
-    return parse_members("all" if options.member is None else options.member, experiment)
-
-
 def _one_member(experiment: Experiment, options: argparse.Namespace) -> str:
-    members = _members(experiment, options)
+    members = parse_members(options.member, experiment)
     if len(members) != 1:
         raise UserError(f"{options.command}: name the member, such as member=expert-0")
     return members[0]
 
 
 def _fit(experiment: Experiment, options: argparse.Namespace) -> int:
-    members = _members(experiment, options)
+    members = parse_members(options.member, experiment)
     if options.jobs is not None and options.jobs < 1:
         raise UserError(f"--jobs {options.jobs}: must be at least 1")
     check_devices(experiment.island.accelerator, experiment.island.devices)
-    if len(members) == 1 and options.member not in (None, "all"):
+    if len(members) == 1 and options.member != "all":
         return _fit_one(members[0], experiment, options)
     return _fit_several(members, experiment, options)  # also if the whole ensemble is one expert
 
@@ -111,7 +106,8 @@ def _fit_one(member: str, experiment: Experiment, options: argparse.Namespace) -
     is_new = not run.experiment.exists()
     if is_new:
         check_networks(experiment, manifest, options.config, options.overrides)
-    checkpoints = _names_in(run.member(member) / "checkpoints")
+    checkpoints = run.member(member) / "checkpoints"
+    before = set(checkpoints.glob("*"))
     open_run(experiment, create=True)
     try:
         refuse_stale([member], experiment, run)
@@ -123,7 +119,7 @@ def _fit_one(member: str, experiment: Experiment, options: argparse.Namespace) -
         status = fit_member(member, experiment, run, show_progress=sys.stderr.isatty())
     except UserError:
         # Nothing was trained: release the folder, so that a corrected experiment can use it.
-        if is_new and _names_in(run.member(member) / "checkpoints") == checkpoints:
+        if is_new and set(checkpoints.glob("*")) == before:
             run.experiment.unlink(missing_ok=True)
         raise
     if not leads():
@@ -133,10 +129,6 @@ def _fit_one(member: str, experiment: Experiment, options: argparse.Namespace) -
     _print_skipped([member], run, options)
     print(f"artifact: {run.artifact(member)}\ncurves: tensorboard --logdir {run.root}")
     return 0
-
-
-def _names_in(folder: Path) -> set[str]:
-    return {path.name for path in folder.iterdir()} if folder.is_dir() else set()
 
 
 def _is_collected(members: Sequence[str], experiment: Experiment) -> bool:
@@ -165,10 +157,7 @@ def _fit_several(members: list[str], experiment: Experiment, options: argparse.N
         _check(experiment, options)
         run = _prepared(experiment, options)
     refuse_stale(members, experiment, run)
-    try:
-        failures = fit_members(members, experiment, run, options.jobs or default_jobs(experiment), console)
-    except FitInterruptedError:
-        raise KeyboardInterrupt from None
+    failures = fit_members(members, experiment, run, options.jobs or default_jobs(experiment), console)
     console.print(members_table(experiment, run))
     _print_skipped(members, run, options)
     for member, reason in failures.items():
@@ -177,7 +166,7 @@ def _fit_several(members: list[str], experiment: Experiment, options: argparse.N
         print(f"logs: {run.root / 'members'}; run the same command again to train the rest", file=sys.stderr)
         return 1
     wanted = ensemble_members(experiment)
-    if all(is_finished(member, train_config(member, experiment).max_steps, run) for member in wanted):
+    if all(is_finished(member, experiment, run) for member in wanted):
         _finish(experiment, run, options)
     print(f"curves: tensorboard --logdir {run.root}")
     return 0
@@ -297,10 +286,7 @@ def _ema(experiment: Experiment, options: argparse.Namespace) -> int:
         Console().print(widths_table(averages.compare(options.width)))
         print(f"next: {_command('ema', options)} member={member} --use WIDTH")
         return 0
-    if width is None:
-        averages.use_original()
-    else:
-        averages.use(width)
+    averages.use(width)
     print(f"artifact: {run.artifact(member)}")
     if run.ensemble.exists() and member in ensemble_members(experiment):
         assemble(experiment, run)

@@ -114,9 +114,9 @@ def _run(options: argparse.Namespace) -> int:
 
     if options.command in ("fit", "replay", "ema"):
         chosen = [text for text in options.overrides if text.startswith("member=")]
-        options.member = chosen[-1].removeprefix("member=") if chosen else None
+        options.member = chosen[-1].removeprefix("member=") if chosen else "all"
         options.overrides = [text for text in options.overrides if text not in chosen]
-    if options.command == "fit" and options.member not in (None, "all"):
+    if options.command == "fit" and options.member != "all":
         stop_as_by_ctrl_c()
     makes_run = options.command in ("config", "prepare", "fit")
     # The other commands need a run, and its record replaces the overrides it was made with.

@@ -1,4 +1,7 @@
-"""Train several members on this machine, one child process each; they share nothing while they train."""
+"""Train several members on this machine, one child process each, and show the progress of all.
+
+They share nothing while they train.
+"""
 
 from __future__ import annotations
 
@@ -14,20 +17,24 @@ from pathlib import Path
 from types import FrameType
 
 import torch
+from rich import box
 from rich.console import Console
 from rich.progress import Progress, TaskID
+from rich.table import Table
+from rich.text import Text
 
 from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.config.load import to_yaml
 from ddm_lightning.core.devices import resolve_accelerator
 from ddm_lightning.core.files import atomic_write_text
 from ddm_lightning.core.formatting import member_columns
-from ddm_lightning.core.processes import FITTED_BY, STOP_SIGNALS, STOPPED, num_cores
-from ddm_lightning.islands.status import member_status
-from ddm_lightning.members.artifact import is_finished
-from ddm_lightning.members.member import Member, train_config
+from ddm_lightning.core.processes import FITTED_BY, STOPPED, handling, num_cores
+from ddm_lightning.members.artifact import is_finished, read_meta
+from ddm_lightning.members.member import MONOLITH, Member, ensemble_members, train_config
 from ddm_lightning.members.run_folder import RunFolder
+from ddm_lightning.members.status import MemberStatus, loss_of
 from ddm_lightning.shards.manifest import Manifest
+from ddm_lightning.training.guard import skipped_of
 
 POLL_SECONDS = 0.5
 
@@ -38,10 +45,6 @@ class _Child:
     process: subprocess.Popen[bytes]
     slot: int
     log: Path
-
-
-class FitInterruptedError(Exception):
-    """Ctrl-C, SIGTERM or SIGUSR1 ended the training of all members."""
 
 
 @contextmanager
@@ -57,13 +60,8 @@ def _stop_requests() -> Iterator[list[float]]:
         if not times or time.monotonic() > times[-1] + POLL_SECONDS:
             times.append(time.monotonic())
 
-    # SIGINT, too: a shell makes background commands ignore it.
-    previous = {number: signal.signal(number, receive) for number in STOP_SIGNALS}
-    try:
+    with handling(receive):  # SIGINT, too: a shell makes background commands ignore it
         yield times
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 def default_jobs(experiment: Experiment) -> int:
@@ -99,11 +97,11 @@ def fit_members(
         Reason for each member that did not finish: its error line, or the signal that ended it.
 
     Raises:
-        FitInterruptedError: Ctrl-C, SIGTERM or SIGUSR1. The children have written a checkpoint, or were killed by a
+        KeyboardInterrupt: Ctrl-C, SIGTERM or SIGUSR1. The children have written a checkpoint, or were killed by a
             second request.
         UserError: the shards are not prepared, or the name or params of a network are unknown.
     """
-    waiting = _longest_first([name for name in members if not _done(name, experiment, run)], experiment, run)
+    waiting = _longest_first([name for name in members if not is_finished(name, experiment, run)], experiment, run)
     running: list[_Child] = []
     failures: dict[str, str] = {}
     with _stop_requests() as requests:
@@ -126,30 +124,21 @@ def fit_members(
                         progress.update(tasks[child.member], completed=status.step, note=note)
                         if code is not None:
                             running.remove(child)
-                            if not _done(child.member, experiment, run):
+                            if not is_finished(child.member, experiment, run):
                                 failures[child.member] = _failure(child, code)
             if requests:
-                raise FitInterruptedError
+                raise KeyboardInterrupt
         finally:
             if running:
                 _stop(running, requests, console)
     return failures
 
 
-def _done(name: str, experiment: Experiment, run: RunFolder) -> bool:
-    return is_finished(name, train_config(name, experiment).max_steps, run)
-
-
 def _longest_first(names: list[str], experiment: Experiment, run: RunFolder) -> list[str]:
     """Start the longest trainings first, so that all finish at about the same time."""
     manifest = Manifest.read(run.root)
     members = [Member.resolve(name, experiment, manifest) for name in names]
-    try:
-        cost = {member.name: member.training_flops() for member in members}
-    except (RuntimeError, NotImplementedError):
-        # A plug-in with uncounted operations: compare numbers of samples, for all members.
-        cost = {member.name: float(member.batch_size * member.train.max_steps) for member in members}
-    return sorted(names, key=lambda name: -cost[name])
+    return [member.name for member in sorted(members, key=Member.training_cost, reverse=True)]
 
 
 def _start(member: str, slot: int, experiment: Experiment, run: RunFolder) -> _Child:
@@ -189,7 +178,7 @@ def _wait_for_any(running: list[_Child]) -> None:
 
 def _task(progress: Progress, member: str, experiment: Experiment, run: RunFolder) -> TaskID:
     status = member_status(member, experiment, run)
-    state = status.state if _done(member, experiment, run) else "waiting"
+    state = status.state if is_finished(member, experiment, run) else "waiting"
     max_steps = train_config(member, experiment).max_steps  # a finished training may go on
     return progress.add_task(member, start=False, total=max_steps, completed=status.step, note=state)
 
@@ -219,3 +208,59 @@ def _stop(running: list[_Child], requests: list[float], console: Console) -> Non
     for child in left:
         if child.process.wait() == -signal.SIGKILL:
             console.print(f"{child.member}: killed before it wrote a checkpoint; it resumes at the previous one")
+
+
+def member_status(member: str, experiment: Experiment, run: RunFolder) -> MemberStatus:
+    """Newest status of ``member``; a finished member's figures come from its artifact, which ``ema`` may change."""
+    status = MemberStatus.read(run.member(member), member, train_config(member, experiment).max_steps)
+    # A finished member that trains on has taken more steps than its artifact.
+    if run.is_finished(member) and (meta := read_meta(run.artifact(member))).step >= status.step:
+        status.state, status.step, status.metrics = "done", meta.step, {**status.metrics, **meta.metrics}
+    return status
+
+
+def shown_members(experiment: Experiment, run: RunFolder) -> list[str]:
+    """Members of the ensemble, and the monolith once it has started."""
+    return ensemble_members(experiment) + ([MONOLITH] if run.member(MONOLITH).exists() else [])
+
+
+def members_table(experiment: Experiment, run: RunFolder) -> Table:
+    """Steps, losses, router accuracy, time and speed of each member."""
+    # Fits the 80 columns of a log file or a pipe.
+    table = Table(
+        title=Text(str(run.root)), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0)
+    )
+    for heading in ("member", "state", "step", "loss", "held out", "accuracy", "time", "samples/s"):
+        table.add_column(heading, justify="left" if heading in ("member", "state") else "right", no_wrap=True)
+    for member in shown_members(experiment, run):
+        status = member_status(member, experiment, run)
+        metrics = status.metrics
+        accuracy = metrics.get("held_out/accuracy")  # without the condition, as the router's loss
+        minutes, seconds = divmod(round(status.seconds), 60)
+        table.add_row(
+            member,
+            status.shown_state(),
+            f"{status.step}/{status.max_steps}",
+            _figure(loss_of(metrics, "train"), ".4f"),
+            _figure(loss_of(metrics, "held_out"), ".4f"),
+            _figure(accuracy, ".1%"),
+            f"{minutes}:{seconds:02d}",
+            _figure(status.samples_per_second or None, ".0f"),
+        )
+    return table
+
+
+def skipped_lines(members: Sequence[str], run: RunFolder, replay: str) -> list[str]:
+    """One line per member that skipped steps; ``replay`` is the command that examines them."""
+    lines = []
+    for member in members:
+        num = len({skipped.step for skipped in skipped_of(run.member(member))})
+        if num:
+            steps = "1 step" if num == 1 else f"{num} steps"
+            lines.append(f"{member}: skipped {steps} without a finite gradient; see {replay} member={member}")
+    return lines
+
+
+def _figure(value: float | None, form: str) -> str:
+    # Keeps a diverged loss as narrow as the others.
+    return "–" if value is None else format(value, form if abs(value) < 1e5 else ".2g")

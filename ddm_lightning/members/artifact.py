@@ -17,14 +17,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from ddm_lightning.config.experiment import PluginConfig
+from ddm_lightning.config.experiment import Experiment, PluginConfig
 from ddm_lightning.core import checks
 from ddm_lightning.core.errors import UserError, first_line
 from ddm_lightning.core.files import atomic_folder, atomic_write_json
 from ddm_lightning.core.weights import check_memory, load_weights, read_header, save_weights
 from ddm_lightning.flow.condition import ConditionSpec
 from ddm_lightning.flow.path import PREDICTIONS
-from ddm_lightning.members.member import MONOLITH, ROUTER, Member, make_network
+from ddm_lightning.members.member import MONOLITH, ROUTER, Member, make_network, train_config
 from ddm_lightning.members.run_folder import MEMBER_FILE, RunFolder, field_checks, read_record
 from ddm_lightning.members.status import HELD_OUT_STEP, MemberStatus
 from ddm_lightning.shards.manifest import Manifest
@@ -232,13 +232,13 @@ def _described(weight: Tensor) -> str:
     return f"{kind} {list(weight.shape)}"
 
 
-def is_finished(name: str, max_steps: int, run: RunFolder) -> bool:
-    """Whether member ``name`` has handed over an artifact of at least ``max_steps`` steps.
+def is_finished(name: str, experiment: Experiment, run: RunFolder) -> bool:
+    """Whether member ``name`` has handed over an artifact of all steps of ``experiment``.
 
     Raises:
         UserError: the artifact's description is damaged.
     """
-    return run.is_finished(name) and read_meta(run.artifact(name)).step >= max_steps
+    return run.is_finished(name) and read_meta(run.artifact(name)).step >= train_config(name, experiment).max_steps
 
 
 def described(member: Member, manifest: Manifest) -> dict[str, Any]:

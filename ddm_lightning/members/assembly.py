@@ -63,11 +63,7 @@ def write_ensemble(run_dir: Path, folders: Sequence[Path], priors: Sequence[floa
     Raises:
         UserError: a folder is outside ``run_dir``, a ``member.json`` is bad, an expert is missing, or members do not
             belong together.
-        ValueError: ``priors`` are not positive or do not sum to 1.
     """
-    is_right, wanted = checks.SHARES
-    if not is_right(list(priors)):
-        raise ValueError(f"priors must be {wanted}, not {list(priors)}")
     root = run_dir.resolve()
     outside = [folder for folder in folders if not folder.resolve().is_relative_to(root)]
     if outside:

@@ -13,7 +13,6 @@ from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import EXPERTS, ROUTERS
 from ddm_lightning.flow.condition import ConditionSpec
 from ddm_lightning.flow.randomness import keyed_generator
-from ddm_lightning.networks.flops import flops_per_sample
 from ddm_lightning.shards.manifest import DataSizes, Manifest
 
 ROUTER, MONOLITH = "router", "monolith"
@@ -147,10 +146,10 @@ class Member:
         except (RuntimeError, ArithmeticError):
             return self.build_network()
 
-    def training_flops(self) -> float:
-        """Measured FLOPs of the whole training: forward and backward of every sample."""
-        per_sample = flops_per_sample(self.plan_network(), self.x_shape, self.condition, backward=True)
-        return per_sample * self.batch_size * self.train.max_steps
+    def training_cost(self) -> int:
+        """Parameters times training samples: roughly proportional to the FLOPs of the whole training."""
+        num_parameters = sum(parameter.numel() for parameter in self.plan_network().parameters())
+        return num_parameters * self.batch_size * self.train.max_steps
 
 
 def make_network(

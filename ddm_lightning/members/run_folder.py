@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import typing
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
+from filelock import FileLock, Timeout
+from omegaconf import OmegaConf
 
 from ddm_lightning.config.experiment import Experiment
-from ddm_lightning.config.load import load_experiment, to_dict, to_yaml
+from ddm_lightning.config.load import load_experiment, read_yaml, to_dict, to_yaml
 from ddm_lightning.core.checks import Check, problem_with
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_write_text, read_json
@@ -59,6 +61,23 @@ class RunFolder:
     def is_finished(self, name: str) -> bool:
         """Whether the member has handed over its artifact."""
         return (self.artifact(name) / MEMBER_FILE).exists()
+
+
+def lock_member(folder: Path, user: str = "another process", seconds: float = 0.0) -> AbstractContextManager[Any]:
+    """Lock the member in ``folder`` until the end of the returned context.
+
+    Args:
+        folder: the member's folder.
+        user: who may hold the lock, for the error line.
+        seconds: time to wait for it.
+
+    Raises:
+        UserError: another process trains the member or changes its artifact.
+    """
+    try:
+        return FileLock(folder / ".lock").acquire(timeout=seconds)
+    except Timeout:
+        raise UserError(f"{folder}: {folder.name} is in use by {user}; wait for it or stop it") from None
 
 
 def field_checks(kind: type) -> dict[str, Check]:
@@ -136,24 +155,26 @@ def refuse_changed(experiment: Experiment) -> None:
     # Without members the folder is only prepared, and prepare knows which of its stages a changed key affects.
     if not run.experiment.exists() or not (run.root / "members").exists():
         return
-    if changed := changes(_recorded(run), to_dict(experiment)):
-        raise UserError(
-            f"{run.experiment}: the experiment changed since this run folder was made: {changed}; "
-            f"set those keys back, or use another folder with run_dir=…"
-        )
+    refuse_changes(run.experiment, _recorded(run), to_dict(experiment))
 
 
 def _recorded(run: RunFolder) -> dict[str, Any]:
     """The experiment recorded in the folder; empty if there is none."""
-    if not run.experiment.exists():
-        return {}
-    try:
-        old = yaml.safe_load(run.experiment.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    recorded: Any = OmegaConf.to_container(read_yaml(run.experiment)) if run.experiment.exists() else {}
+    return dict(recorded)
+
+
+def refuse_changes(path: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
+    """Check that two experiments are the same but for ``changes`` that are allowed.
+
+    Raises:
+        UserError: naming ``path``, which records the ``old`` one, and the changed keys.
+    """
+    if changed := changes(old, new):
         raise UserError(
-            f"{run.experiment}: cannot be read ({str(error).splitlines()[0]}); restore or delete it"
-        ) from None
-    return old if isinstance(old, dict) else {}
+            f"{path}: the experiment changed since this was written: {changed}; set those keys back, or use another "
+            "folder with run_dir=…"
+        )
 
 
 def changes(old: dict[str, Any], new: dict[str, Any]) -> str:

@@ -5,13 +5,12 @@ Their order does not matter: none relies on another one's hook having run before
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -23,7 +22,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ddm_lightning.core.formatting import member_columns
-from ddm_lightning.core.processes import STARTED_BY, STOP_SIGNALS
+from ddm_lightning.core.processes import STARTED_BY, handling
 from ddm_lightning.members.status import MemberStatus
 from ddm_lightning.training.checkpoint.rolling import RollingCheckpoints
 from ddm_lightning.training.guard import skipped_file
@@ -234,21 +233,13 @@ class StopOnRequest(L.Callback):
         self._requested = False
         self._hosts: ProcessGroup | None = None
 
-    @contextlib.contextmanager
-    def listening(self) -> Iterator[None]:
-        """Handle these signals within the block.
+    def listening(self) -> AbstractContextManager[None]:
+        """Handle these signals within the returned context.
 
         Raises:
             StopRequested: a signal came outside the training steps.
         """
-        previous = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-        for number in STOP_SIGNALS:
-            signal.signal(number, signal.SIG_IGN if STARTED_BY in os.environ else self._request)
-        try:
-            yield
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
+        return handling(signal.SIG_IGN if STARTED_BY in os.environ else self._request)
 
     def _request(self, _number: int, _frame: FrameType | None) -> None:
         if not self._training:

@@ -11,7 +11,6 @@ to be chosen after training (``ema_choice``).
 from __future__ import annotations
 
 import operator
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -41,7 +40,6 @@ FOLDER = "ema"
 WIDEST = 12**-0.5
 """Width of exponent 0, which weighs all steps alike."""
 _INDEX = "snapshots.json"
-_NAME = re.compile(r"width-(0\.\d+)-step-(\d{8,})\.safetensors")
 
 
 def width_key(width: float) -> str:
@@ -203,12 +201,7 @@ class EmaSnapshots(L.Callback):
     def __init__(self, folder: Path, train: TrainConfig) -> None:
         self.folder = folder / FOLDER
         self.snapshots = all_snapshots(train)
-        self._sha256: dict[str, str] = {}
         self._written_step = -1
-
-    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Continue the index of an earlier start."""
-        self._sha256 = read_index(self.folder)
 
     def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: object) -> None:
         """Write the snapshots of this step. A resumed training writes some again, with the same bytes."""
@@ -230,8 +223,8 @@ class EmaSnapshots(L.Callback):
                 weights = gathered_ema(network, trainer.optimizers[0], key, keeps=leads)
                 if leads:
                     path = self.folder / snapshot.file
-                    self._sha256[snapshot.file] = save_weights(path, weights, str(path))
-                    atomic_write_json(self.folder / _INDEX, self._sha256)
+                    index = read_index(self.folder) | {snapshot.file: save_weights(path, weights, str(path))}
+                    atomic_write_json(self.folder / _INDEX, index)
 
 
 def snapshots_remedy(folder: Path) -> str:
@@ -249,8 +242,7 @@ def read_index(folder: Path) -> dict[str, str]:
     if not path.exists():
         return {}
     index = read_json(path, "the index of snapshots", snapshots_remedy(folder))
-    is_hash = checks.SHA256[0]
-    if not isinstance(index, dict) or not all(_NAME.fullmatch(name) and is_hash(index[name]) for name in index):
+    if not isinstance(index, dict) or not all(map(checks.SHA256[0], index.values())):
         raise UserError(f"{path}: is not an index of snapshots and their hashes; {snapshots_remedy(folder)}")
     return index
 

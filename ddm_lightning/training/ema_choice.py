@@ -7,25 +7,23 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import torch
-from filelock import FileLock, Timeout
 from jaxtyping import Float
 from rich import box
 from rich.progress import track
 from rich.table import Table
 from torch import Tensor
 
-from ddm_lightning.config.experiment import Experiment, TrainConfig
+from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.core.devices import autocast, device_of
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_folder
 from ddm_lightning.core.weights import load_weights
 from ddm_lightning.members.artifact import ArtifactMeta, build_network, read_artifact, read_meta, write_artifact
 from ddm_lightning.members.member import Member
-from ddm_lightning.members.run_folder import RunFolder
+from ddm_lightning.members.run_folder import RunFolder, lock_member
 from ddm_lightning.members.status import HELD_OUT_STEP, loss_of
 from ddm_lightning.shards.manifest import Manifest
 from ddm_lightning.training import ema
@@ -76,67 +74,6 @@ def _products(
     return (a + 1) * (b + 1) / (a + b + 1) * overlap
 
 
-class Snapshots:
-    """Snapshots of a finished member.
-
-    Args:
-        folder: the member's folder.
-        section: the member's section of the experiment, for error lines.
-        train: its training settings.
-
-    Raises:
-        UserError: the training kept no snapshots, or one is missing.
-    """
-
-    def __init__(self, folder: Path, section: str, train: TrainConfig) -> None:
-        self.folder, self.last_step = folder / ema.FOLDER, train.max_steps
-        if not train.ema_widths:
-            raise UserError(
-                f"key '{section}.train.ema_widths' is empty, so {folder} has no averages to choose from; train in "
-                f"another folder (run_dir=…) with {section}.train.ema_widths=[0.05,0.1]"
-            )
-        self._sha256, self._remedy = ema.read_index(self.folder), ema.snapshots_remedy(self.folder)
-        self._all = ema.all_snapshots(train)
-        for snapshot in self._all:
-            if snapshot.file not in self._sha256:
-                raise UserError(f"{self.folder / snapshot.file}: this snapshot is missing; {self._remedy}")
-
-    def shares(self, width: float) -> Float[np.ndarray, " n"]:
-        """Share of each snapshot in the average of ``width``.
-
-        Raises:
-            UserError: no profile has this width, or its misfit exceeds ``LARGEST_MISFIT``.
-        """
-        if not 0 < width <= ema.WIDEST:
-            raise UserError(f"width {width:g}: is a share of the training, above 0 and at most {ema.WIDEST:.4f}")
-        shares, misfit = mixture(self._all, width, self.last_step)
-        if misfit > LARGEST_MISFIT:
-            raise UserError(
-                f"width {width:g}: snapshots of {sorted({snapshot.width for snapshot in self._all})} miss its profile "
-                f"by {misfit:.0%}; choose a width nearer to theirs, or train in another folder (run_dir=…) with more "
-                "ema_snapshots"
-            )
-        return shares
-
-    def default_widths(self) -> list[float]:
-        """Widths of ``DEFAULT_WIDTHS`` that the snapshots fit."""
-        misfits = {width: mixture(self._all, width, self.last_step)[1] for width in DEFAULT_WIDTHS}
-        return [width for width, misfit in misfits.items() if misfit <= LARGEST_MISFIT]
-
-    def weights(self, width: float) -> dict[str, Tensor]:
-        """Weights averaged over the whole training with any ``width``, float32; takes the memory of two copies.
-
-        Raises:
-            UserError: as ``shares``, or a snapshot is missing or damaged.
-        """
-        total: dict[str, Tensor] = {}
-        for snapshot, share in zip(self._all, self.shares(width), strict=True):
-            state = load_weights(self.folder / snapshot.file, self._sha256[snapshot.file], self._remedy)
-            for key, value in state.items():
-                total[key] = torch.add(total.get(key, torch.zeros_like(value)), value, alpha=float(share))
-        return total
-
-
 class Averages:
     """Averages of one finished member, compared on its held-out samples.
 
@@ -148,19 +85,26 @@ class Averages:
         run: the run folder.
 
     Raises:
-        UserError: the member is unfinished, its clusters have changed, or it has no snapshots.
+        UserError: the member is unfinished, its clusters have changed, or snapshots are missing.
     """
 
     def __init__(self, name: str, experiment: Experiment, run: RunFolder) -> None:
-        self.name, self.island, self.run = name, experiment.island, run
+        self.name, self.island, self.run, self.folder = name, experiment.island, run, run.member(name)
         self.artifact = run.artifact(name)
         if not run.is_finished(name):
             raise UserError(f"{self.artifact}: {name} is not finished; fit it first")
         self.meta: ArtifactMeta = read_meta(self.artifact)
         self.manifest = Manifest.read(run.root)
         self.member = Member.resolve(name, experiment, self.manifest)
-        self.snapshots = Snapshots(run.member(name), self.member.section, self.member.train)
-        self._original = self.snapshots.folder / "artifact"
+        self._ema = self.folder / ema.FOLDER
+        self._original, self._remedy = self._ema / "artifact", ema.snapshots_remedy(self._ema)
+        if not self.member.train.ema_widths:
+            key = f"{self.member.section}.train.ema_widths"
+            raise UserError(f"key '{key}' is empty: no averages to choose from; train in another run_dir=…")
+        self._sha256, self._all = ema.read_index(self._ema), ema.all_snapshots(self.member.train)
+        for snapshot in self._all:
+            if snapshot.file not in self._sha256:
+                raise UserError(f"{self._ema / snapshot.file}: this snapshot is missing; {self._remedy}")
         if self.meta.partition_sha256 != self.manifest.partition_sha256:
             raise UserError(f"{self.artifact}: was trained on clusters that have changed since; fit it anew")
 
@@ -174,58 +118,68 @@ class Averages:
             UserError: an impossible width, a damaged snapshot, no held-out samples, or the member is in use.
         """
         for width in widths or ():
-            self.snapshots.shares(width)
-        chosen = widths or self.snapshots.default_widths()
+            self._shares(width)
+        steps = self.member.train.max_steps
+        chosen = widths or [w for w in DEFAULT_WIDTHS if mixture(self._all, w, steps)[1] <= LARGEST_MISFIT]
         current = self.meta.metrics.get(WIDTH)
         name = "of the artifact" if current is None else f"of the artifact (width {current:g})"
         weights = read_artifact(self.artifact)[1]
-        with self._alone(), self._measuring() as measure:
+        with lock_member(self.folder), self._measuring() as measure:
             found = {name: measure(weights)}
             for width in track(chosen, description=f"{self.name}: widths", transient=True):
-                found[f"width {width:g}"] = measure({**weights, **self.snapshots.weights(width)})
+                found[f"width {width:g}"] = measure({**weights, **self._averaged(width)})
         return found
 
-    def use(self, width: float) -> None:
+    def use(self, width: float | None) -> None:
         """Replace the artifact's weights by the average of ``width``, and its held-out figures by theirs.
 
-        The original artifact is kept in the member's folder ``ema``, for ``use_original``.
+        The original artifact is kept in the member's folder ``ema``. None restores it.
 
         Raises:
-            UserError: as ``compare``.
+            UserError: as ``compare``, or the original artifact is damaged.
         """
-        # Snapshots have parameters alone; buffers are not averaged.
-        weights = {**read_artifact(self.artifact)[1], **self.snapshots.weights(width)}
-        with self._alone():
-            with self._measuring() as measure:
-                metrics = {**self.meta.metrics, **measure(weights), HELD_OUT_STEP: float(self.meta.step), WIDTH: width}
-            if not self._original.exists():
-                with atomic_folder(self._original) as temporary:
-                    shutil.copytree(self.artifact, temporary, dirs_exist_ok=True)
-            write_artifact(self.artifact, weights, replace(self.meta, metrics=metrics))
-
-    def use_original(self) -> None:
-        """Undo ``use``.
-
-        Raises:
-            UserError: the original artifact is damaged, or the member is in use.
-        """
-        with self._alone():
-            if self._original.exists():
+        with lock_member(self.folder):
+            if width is not None:
+                # Snapshots have parameters alone; buffers are not averaged.
+                weights = {**read_artifact(self.artifact)[1], **self._averaged(width)}
+                with self._measuring() as measure:
+                    found = {**measure(weights), HELD_OUT_STEP: float(self.meta.step), WIDTH: width}
+                if not self._original.exists():
+                    with atomic_folder(self._original) as temporary:
+                        shutil.copytree(self.artifact, temporary, dirs_exist_ok=True)
+                write_artifact(self.artifact, weights, replace(self.meta, metrics={**self.meta.metrics, **found}))
+            elif self._original.exists():
                 meta, weights = read_artifact(self._original)
                 write_artifact(self.artifact, weights, meta)
 
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Within the block no other process trains the member or changes its artifact."""
-        lock = FileLock(self.run.member(self.name) / ".lock")
-        try:
-            lock.acquire(timeout=0)
-        except Timeout:
-            raise UserError(f"{lock.lock_file}: {self.name} is in use by another process; wait for it") from None
-        try:
-            yield
-        finally:
-            lock.release()
+    def _shares(self, width: float) -> Float[np.ndarray, " n"]:
+        """Share of each snapshot in the average of ``width``.
+
+        Raises:
+            UserError: no profile has this width, or its misfit exceeds ``LARGEST_MISFIT``.
+        """
+        if not 0 < width <= ema.WIDEST:
+            raise UserError(f"width {width:g}: is a share of the training, above 0 and at most {ema.WIDEST:.4f}")
+        shares, misfit = mixture(self._all, width, self.member.train.max_steps)
+        if misfit > LARGEST_MISFIT:
+            raise UserError(
+                f"width {width:g}: the snapshots miss its profile by {misfit:.0%}; choose a width nearer to "
+                "train.ema_widths, or train in another run_dir=… with more ema_snapshots"
+            )
+        return shares
+
+    def _averaged(self, width: float) -> dict[str, Tensor]:
+        """Weights averaged over the whole training with any ``width``, float32; takes the memory of two copies.
+
+        Raises:
+            UserError: as ``_shares``, or a snapshot is missing or damaged.
+        """
+        total: dict[str, Tensor] = {}
+        for snapshot, share in zip(self._all, self._shares(width), strict=True):
+            state = load_weights(self._ema / snapshot.file, self._sha256[snapshot.file], self._remedy)
+            for key, value in state.items():
+                total[key] = torch.add(total.get(key, torch.zeros_like(value)), value, alpha=float(share))
+        return total
 
     @contextmanager
     def _measuring(self) -> Iterator[Callable[[Mapping[str, Tensor]], dict[str, float]]]:
@@ -234,8 +188,7 @@ class Averages:
         try:
             if not data.held_out_clusters:
                 raise UserError(
-                    f"{self.run.root}: {self.name} has no held-out samples to compare by; prepare another folder "
-                    "with prepare.held_out_fraction"
+                    f"{self.run.root}: {self.name} has no held-out samples; prepare anew with held_out_fraction"
                 )
             data.prepare_data()
             module = build_module(self.member, self.island, self.manifest)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import shutil
 import warnings
 from pathlib import Path
 
 import lightning as L
-from filelock import FileLock, Timeout
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from rich.console import Console
 
@@ -22,43 +22,15 @@ from ddm_lightning.core.weights import check_memory
 from ddm_lightning.encoders.interfaces import CaptionEncoder
 from ddm_lightning.members.artifact import hand_over, is_finished
 from ddm_lightning.members.member import ROUTER, Member, train_config
-from ddm_lightning.members.run_folder import RunFolder
+from ddm_lightning.members.run_folder import RunFolder, lock_member
 from ddm_lightning.members.status import MemberStatus
 from ddm_lightning.shards.datamodule import ClusterDataModule
 from ddm_lightning.shards.manifest import Manifest, StoredForm
-from ddm_lightning.training.callbacks import (
-    DisjointRanks,
-    MissedValidation,
-    Reporter,
-    SampleLog,
-    StopOnRequest,
-    StopRequested,
-)
-from ddm_lightning.training.checkpoint.rolling import (
-    KeptOrigin,
-    RollingCheckpoints,
-    check_origin,
-    newest_checkpoint,
-    step_of,
-)
-from ddm_lightning.training.ema import (
-    FOLDER,
-    EmaSnapshots,
-    gathered_ema,
-    kept_buffers,
-    missing_snapshots,
-    snapshot_steps,
-)
+from ddm_lightning.training import callbacks, ema
+from ddm_lightning.training.checkpoint import rolling
 from ddm_lightning.training.loggers import SampleLogger, build_loggers
 from ddm_lightning.training.module import ExpertModule, MemberModule, RouterModule
-from ddm_lightning.training.parallel.ranks import (
-    OwnProcesses,
-    after_the_first,
-    check_launch,
-    handing_over,
-    leads,
-    speaking_for_all,
-)
+from ddm_lightning.training.parallel import ranks
 from ddm_lightning.training.parallel.strategy import BackgroundCheckpoints, checkpoint_bytes, choose_strategy
 from ddm_lightning.training.speed import measure_cost
 
@@ -77,33 +49,25 @@ def fit_member(name: str, experiment: Experiment, run: RunFolder, *, show_progre
             torchrun started another number of ranks.
         RuntimeError: another rank failed.
     """
-    check_launch(experiment.island.devices)
+    ranks.check_launch(experiment.island.devices)
     if "wandb" in experiment.island.loggers:
         require("key 'island.loggers': 'wandb'", "wandb", extra="wandb")
     keep_heap()
     # Keep paths whole, also in a log file, which passes for 80 columns.
-    console = Console(stderr=True, quiet=not leads(), soft_wrap=True, markup=False, highlight=False)
+    console = Console(stderr=True, quiet=not ranks.leads(), soft_wrap=True, markup=False, highlight=False)
     folder, max_steps = run.member(name), train_config(name, experiment).max_steps
     status = MemberStatus.read(folder, name, max_steps)
     status.max_steps = max_steps  # a finished training may be extended
-    if is_finished(name, max_steps, run):
+    if is_finished(name, experiment, run):
         console.print(f"{name} is finished: {run.artifact(name)}")
         status.state = "done"  # even if it was stopped here and another island finished it
         return status
     folder.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder / ".lock")
-    if leads():
-        try:
-            # The loading processes of a killed one live on for some seconds and hold its lock.
-            lock.acquire(timeout=WORKERS_OUTLIVE_SECONDS if experiment.island.num_workers else 0)
-        except Timeout:
-            other = f"another process ({status.pid})" if status.runs() else "another process"
-            raise UserError(f"{folder}: {name} is being trained by {other}; wait for it or stop it") from None
-    try:
-        with handing_over():
-            return _fit_locked(name, experiment, run, status, console, show_progress)
-    finally:
-        lock.release()
+    # The loading processes of a killed one live on for some seconds and hold its lock.
+    seconds = WORKERS_OUTLIVE_SECONDS if experiment.island.num_workers else 0.0
+    user = f"another process ({status.pid})" if status.runs() else "another process"
+    with lock_member(folder, user, seconds) if ranks.leads() else contextlib.nullcontext(), ranks.handing_over():
+        return _fit_locked(name, experiment, run, status, console, show_progress)
 
 
 def _fit_locked(
@@ -128,15 +92,14 @@ def _fit_locked(
     ):
         console.print(f"{name}: {line}")
 
-    with after_the_first(f"checkpoint of {folder}"):
-        resume, lines = newest_checkpoint(folder / "checkpoints", leads=leads())
+    resume, lines = rolling.newest_checkpoint(folder / "checkpoints", leads=ranks.leads())
     for line in lines:
         console.print(line)
-    resumed_step = step_of(resume) if resume else 0
+    resumed_step = rolling.step_of(resume) if resume else 0
     if resume:
-        changed = check_origin(resume, name, experiment)
+        changed = rolling.check_origin(resume, name, experiment)
         console.print(f"{name}: resumes at step {resumed_step}")
-        for note in (changed, missing_snapshots(folder, member.train, resumed_step)):
+        for note in (changed, ema.missing_snapshots(folder, member.train, resumed_step)):
             if note:
                 console.print(f"{name}: {note}")
     status.validated_step = min(status.validated_step, resumed_step)  # later validations are repeated
@@ -144,25 +107,25 @@ def _fit_locked(
     trainer, stop = build_trainer(
         member, experiment, folder, status, strategy, resumed_step, show_progress=show_progress
     )
-    with speaking_for_all(trainer):
+    with ranks.speaking_for_all(trainer):
         try:
             with stop.listening():
                 status.state = "starting"
-                if leads():
+                if ranks.leads():
                     status.write(folder)
                 trainer.fit(module, datamodule=data, ckpt_path=resume, weights_only=True)
             is_done = trainer.global_step >= member.train.max_steps
-        except StopRequested:
+        except callbacks.StopRequested:
             is_done = False
         leader = trainer.is_global_zero
-        weights = gathered_ema(module.network, trainer.optimizers[0], keeps=leader) if is_done else {}
+        weights = ema.gathered_ema(module.network, trainer.optimizers[0], keeps=leader) if is_done else {}
         if leader and is_done:
-            weights |= kept_buffers(module.network)
+            weights |= ema.kept_buffers(module.network)
 
     if is_done:
         status.step = trainer.global_step
         if leader:
-            shutil.rmtree(folder / FOLDER / "artifact", ignore_errors=True)  # ``ema`` kept it, after fewer steps
+            shutil.rmtree(folder / ema.FOLDER / "artifact", ignore_errors=True)  # ``ema`` kept it, after fewer steps
             hand_over(run.artifact(name), member, manifest, weights, module.prediction, status)
     else:
         step = max(trainer.global_step, resumed_step)
@@ -236,7 +199,7 @@ def build_trainer(
     resumed_step: int = 0,
     *,
     show_progress: bool = False,
-) -> tuple[L.Trainer, StopOnRequest]:
+) -> tuple[L.Trainer, callbacks.StopOnRequest]:
     """Build the Trainer of one member, and the callback that stops it on request.
 
     Args:
@@ -252,24 +215,17 @@ def build_trainer(
         UserError: an unknown plug-in callback, or flags in ``island.trainer`` that Lightning refuses.
     """
     island = experiment.island
-    rolling = RollingCheckpoints(
-        folder / "checkpoints",
-        island.checkpoint_every_n_steps,
-        island.keep_checkpoints,
-        island.validate_every_n_steps,
-        island.milestone_every_n_steps,
-    )
-    stop = StopOnRequest(rolling)
-    callbacks: list[L.Callback] = [
-        Reporter(folder, status, show_progress),
-        MissedValidation(folder, status, island.validate_every_n_steps),
-        DisjointRanks(),
-        KeptOrigin(member.name, experiment),
-        rolling,
+    checkpoints = rolling.RollingCheckpoints(folder / "checkpoints", island, rolling.origin_of(member.name, experiment))
+    stop = callbacks.StopOnRequest(checkpoints)
+    all_callbacks: list[L.Callback] = [
+        callbacks.Reporter(folder, status, show_progress),
+        callbacks.MissedValidation(folder, status, island.validate_every_n_steps),
+        callbacks.DisjointRanks(),
+        checkpoints,
         stop,
         SampleLogger(member, experiment.sample, stop),
-        *([EmaSnapshots(folder, member.train)] if member.train.ema_widths else []),
-        *([SampleLog(folder)] if island.log_sample_ids else []),
+        *([ema.EmaSnapshots(folder, member.train)] if member.train.ema_widths else []),
+        *([callbacks.SampleLog(folder)] if island.log_sample_ids else []),
         *(CALLBACKS.build(plugin.name, plugin.params) for plugin in island.callbacks),
     ]
     _quieten(keep_notes="profiler" in island.trainer)
@@ -286,8 +242,8 @@ def build_trainer(
             check_val_every_n_epoch=None,
             num_sanity_val_steps=0,
             logger=build_loggers(island.loggers, folder, experiment.name, resumed_step),
-            callbacks=callbacks,
-            plugins=[OwnProcesses()],
+            callbacks=all_callbacks,
+            plugins=[ranks.OwnProcesses()],
             log_every_n_steps=island.log_every_n_steps,
             enable_checkpointing=False,
             enable_progress_bar=False,
@@ -322,5 +278,5 @@ def _disk_bytes(checkpoint: int, num_parameters: int, member: Member, island: Is
     num_kept = island.keep_checkpoints + 1  # one is written before the oldest is removed
     if island.milestone_every_n_steps is not None:
         num_kept += member.train.max_steps // island.milestone_every_n_steps
-    num_copies = 1 + len(member.train.ema_widths) * len(snapshot_steps(member.train))
+    num_copies = 1 + len(member.train.ema_widths) * len(ema.snapshot_steps(member.train))
     return num_kept * checkpoint + num_copies * FLOAT32_BYTES * num_parameters

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -112,9 +113,8 @@ class FiniteGuard:
                 self._skipped.append(SkippedStep(seen.step, self.rank, ids, times, losses))
         if longest > self.max_consecutive:
             raise UserError(
-                f"{self.member}: training diverged: {longest} consecutive steps, up to step {last}, were skipped for a "
-                "gradient that is not finite; lower train.learning_rate (in another run_dir=…), or replay one of the "
-                "steps: the command status says how"
+                f"{self.member}: training diverged: {longest} consecutive steps, up to step {last}, had no finite "
+                "gradient; lower train.learning_rate (in another run_dir=…), or replay a step as status says"
             )
 
     def write(self, path: Path) -> None:
@@ -137,10 +137,8 @@ def read_skipped(path: Path) -> list[SkippedStep]:
     found: list[SkippedStep] = []
     if path.exists():
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-            try:
+            with suppress(ValueError, KeyError, TypeError):
                 found.append(SkippedStep.of(line))
-            except (ValueError, KeyError, TypeError):
-                continue
     return found
 
 

@@ -117,12 +117,14 @@ class SampleLogger(L.Callback):
             elif self._batch is not None:
                 assert isinstance(module, MemberModule)
                 self._log_samples(trainer, module, self._batch)
+        except _CutShortError:
+            return
         except Exception as error:  # noqa: BLE001  # no image is worth a training
             self._print(f"step {trainer.global_step}: no images of this validation: {first_line(error)}")
 
     def _log_samples(self, trainer: L.Trainer, module: MemberModule, batch: dict[str, Tensor]) -> None:
         sampled = self.sampled(module, batch)
-        if sampled is None or not trainer.is_global_zero:
+        if not trainer.is_global_zero:
             return
         encoder = self._encoder()  # anew, so that its memory is the step's between validations
         rows = [
@@ -131,8 +133,12 @@ class SampleLogger(L.Callback):
         ]
         log_image(trainer, "samples", np.asarray(labelled_grid(rows)))
 
-    def sampled(self, module: MemberModule, batch: dict[str, Tensor]) -> Float[Tensor, "b c h w"] | None:
-        """Sample under the conditions of ``batch``; None if the validation is cut short."""
+    def sampled(self, module: MemberModule, batch: dict[str, Tensor]) -> Float[Tensor, "b c h w"]:
+        """Sample under the conditions of ``batch``.
+
+        Raises:
+            _CutShortError: the validation must end.
+        """
         x_0 = module.normalised(batch)  # its shape; a stored posterior has twice the channels
         condition, scale = module.condition(batch), self.sample.guidance_scale
 
@@ -152,10 +158,7 @@ class SampleLogger(L.Callback):
         generator = keyed_generator(self.member.seed, "images", device=x_0.device)
         noise = torch.randn(x_0.shape, generator=generator, device=x_0.device)
         times = sampling_times(self.sample.num_steps, self.member.timesteps.shift, device=x_0.device)
-        try:
-            return integrate(velocity, noise, times)
-        except _CutShortError:
-            return None
+        return integrate(velocity, noise, times)
 
     def _encoder(self) -> ImageEncoder:
         plugin = self.member.image_encoder

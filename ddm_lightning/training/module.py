@@ -183,8 +183,9 @@ class MemberModule(L.LightningModule):
         raise NotImplementedError
 
     def weighted(self, losses: Float[Tensor, " b"], t: Float[Tensor, " b"]) -> Float[Tensor, " b"]:
-        """Weight the losses for training; curves show them without weights."""
-        return losses
+        """Weight the losses for training, by Min-SNR if ``min_snr_gamma`` is set; curves show them without weights."""
+        gamma = self.member.min_snr_gamma
+        return losses if gamma is None else losses * min_snr_weights(t, gamma, self.prediction)
 
     def _micro_batches(self, num: int) -> list[slice]:
         """Split a batch into nearly equal micro batches, so that compiled blocks see at most two sizes."""
@@ -419,11 +420,6 @@ class ExpertModule(MemberModule):
         prediction = self.network(noisy.x_t, noisy.t, noisy.condition)
         target = training_target(noisy.x_0, noisy.noise, self.prediction)
         return {"loss": F.mse_loss(prediction.float(), target, reduction="none").flatten(1).mean(1)}
-
-    def weighted(self, losses: Float[Tensor, " b"], t: Float[Tensor, " b"]) -> Float[Tensor, " b"]:
-        """Weight the losses by Min-SNR if ``min_snr_gamma`` is set."""
-        gamma = self.member.min_snr_gamma
-        return losses if gamma is None else losses * min_snr_weights(t, gamma, self.prediction)
 
     @torch.no_grad()
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:

@@ -203,7 +203,7 @@ def test_a_member_is_trained_once_at_a_time(disturbed: SimpleNamespace) -> None:
     assert disturbed.code_second == 2
     (line,) = disturbed.err_second.splitlines()
     folder = re.escape(str(disturbed.run / "members" / KILLED))
-    words = r"is being trained by another process( \(\d+\))?; wait for it or stop it"
+    words = r"is in use by another process( \(\d+\))?; wait for it or stop it"
     assert re.fullmatch(f"error: {folder}: {KILLED} {words}", line)
 
 

@@ -1,6 +1,6 @@
 import pytest
 
-from ddm_lightning.islands.status import _figure
+from ddm_lightning.islands.local import _figure
 
 
 @pytest.mark.parametrize(

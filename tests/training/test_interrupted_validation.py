@@ -117,7 +117,7 @@ def test_it_ends_at_once_and_resumes_to_the_same_bits(undisturbed, tiny_run, mon
     assert (status(tiny_run)["state"], status(tiny_run)["step"]) == ("stopped", 8)
     assert [path.name for path in (tiny_run / "members/expert-0/checkpoints").iterdir()] == ["step-00000008.ckpt"]
     assert logged(tiny_run, "Images", "samples") == []
-    assert logged(tiny_run, "Scalars", "held_out/loss") == ([8] if place is in_sampling else [])
+    assert logged(tiny_run, "Scalars", "held_out/loss") == []
     assert fit(tiny_run) == 0
     assert weights(tiny_run) == weights(undisturbed)
     # What was cut short is made up for, once, with the figures that it would have had.

@@ -16,7 +16,7 @@ from training.checkpoint.checkpoint_folders import cut
 from training.short_fits import SHORT, checkpoints, fit, member, trained, weights
 
 from ddm_lightning.config.load import load_experiment
-from ddm_lightning.training.checkpoint.rolling import KeptOrigin, check_origin
+from ddm_lightning.training.checkpoint.rolling import check_origin, origin_of
 
 pytestmark = WARNINGS
 
@@ -61,7 +61,7 @@ def test_resume_on_another_device_reports_other_noise(interrupted):
     ],
 )
 def test_each_setting_that_rounds_otherwise_is_said(tmp_path, setting, before, other):
-    torch.save(KeptOrigin("expert-0", load_experiment(TINY)).origin, tmp_path / "rest.pt")
+    torch.save(origin_of("expert-0", load_experiment(TINY)), tmp_path / "rest.pt")
     said = check_origin(tmp_path, "expert-0", load_experiment(TINY, [f"island.{setting}"]))
     assert said == f"from here on with island.{setting} (was {before}): the same samples, other {other}"
 
@@ -103,7 +103,7 @@ def test_the_checkpoint_of_another_member_is_refused(finished, tmp_path, capsys)
     assert fit(run, name="expert-1") == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     newest = run / "members" / "expert-1" / "checkpoints" / "step-00000020.ckpt"
-    words = "is a checkpoint of expert-0, not of expert-1; move it to its member's folder, or remove it"
+    words = "is a checkpoint of expert-0, not of expert-1; move it to that folder, or remove it"
     assert line == f"error: {newest}: {words}"
     assert newest.exists()
 
@@ -117,7 +117,7 @@ def test_copied_checkpoints_resume_elsewhere_but_not_under_another_experiment(fi
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     newest = member(run, "checkpoints", "step-00000018.ckpt")
     words = (
-        "the experiment changed since this checkpoint was written: expert.train.learning_rate (was 0.002), "
+        "the experiment changed since this was written: expert.train.learning_rate (was 0.002), "
         'expert.train.schedule (was "constant")'
     )
     assert line.startswith(f"error: {newest}: {words}; set those keys back")

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
 import lightning as L
 
-from ddm_lightning.config.experiment import Experiment
+from ddm_lightning.config.experiment import Experiment, IslandConfig
 from ddm_lightning.config.load import to_dict
 from ddm_lightning.core.devices import resolve_accelerator
 from ddm_lightning.core.errors import UserError
-from ddm_lightning.members.run_folder import changes
+from ddm_lightning.core.processes import STARTED_BY
+from ddm_lightning.members.run_folder import refuse_changes
 from ddm_lightning.training.checkpoint.files import TEMPORARY, damage_of, read_rest
 from ddm_lightning.training.guard import skipped_file
 from ddm_lightning.training.module import MemberModule
@@ -30,7 +33,7 @@ _NUMERICS = (
 
 
 class RollingCheckpoints(L.Callback):
-    """Save every ``every_n_steps`` steps, before each validation, after the last step and on request.
+    """Save at the island's interval, before each validation, after the last step and on request.
 
     Saving before a validation allows a stop at any moment of it. Writing happens in the background.
 
@@ -39,24 +42,15 @@ class RollingCheckpoints(L.Callback):
 
     Args:
         folder: the member's checkpoints, named by step.
-        every_n_steps: interval of saves.
-        keep: number of newest checkpoints to keep.
-        validate_every_n_steps: interval of validations.
-        milestone_every_n_steps: checkpoints at multiples of it are kept for good; None for no new ones.
+        island: intervals of saves, validations and milestones (kept for good), and the number of others to keep.
+        origin: recorded in each checkpoint, for ``check_origin``.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        every_n_steps: int,
-        keep: int,
-        validate_every_n_steps: int,
-        milestone_every_n_steps: int | None = None,
-    ) -> None:
-        self.folder = folder
-        self.keep = keep
-        self.milestone_every_n_steps = milestone_every_n_steps
-        self.due = [n for n in (every_n_steps, validate_every_n_steps, milestone_every_n_steps) if n is not None]
+    def __init__(self, folder: Path, island: IslandConfig, origin: Mapping[str, Any]) -> None:
+        self.folder, self.keep, self.origin = folder, island.keep_checkpoints, origin
+        self.milestone_every_n_steps = island.milestone_every_n_steps
+        self.due = [island.checkpoint_every_n_steps, island.validate_every_n_steps]
+        self.due += [self.milestone_every_n_steps] if self.milestone_every_n_steps else []
         self._newest_step = -1
 
     def setup(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
@@ -90,6 +84,10 @@ class RollingCheckpoints(L.Callback):
         guard.write(skipped_file(self.folder.parent, trainer.global_rank, trainer.world_size))
         self._newest_step = trainer.global_step
         trainer.save_checkpoint(self.folder / f"step-{trainer.global_step:08d}.ckpt", weights_only=False)
+
+    def on_save_checkpoint(self, trainer: L.Trainer, module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Record the origin."""
+        checkpoint |= self.origin
 
     def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Wait for the running save."""
@@ -138,32 +136,33 @@ def newest_checkpoint(folder: Path, *, leads: bool = True) -> tuple[Path | None,
 
     Args:
         folder: the member's checkpoints.
-        leads: whether this process is rank zero, which checks them; other ranks take what it left.
+        leads: whether this process is rank zero, which sets aside; other ranks come to the same result.
 
     Returns:
         Path of the checkpoint (None if there is none), and one line per damaged one. The oldest damaged one is kept as
         ``*.damaged``.
 
     Raises:
-        UserError: all checkpoints are damaged; they stay as they are.
+        UserError: all checkpoints are damaged; they stay as they are. Other ranks than zero exit without a word.
     """
-    if not leads:
+    if STARTED_BY in os.environ:  # rank zero has checked them before it started this rank
         return next(reversed(checkpoints_in(folder)), None), []
     # Left by a killed process: this one holds the member's lock, so no other is alive.
-    for unfinished in folder.glob(f"{TEMPORARY}*"):
+    for unfinished in folder.glob(f"{TEMPORARY}*") if leads else ():
         shutil.rmtree(unfinished, ignore_errors=True)
     problems: dict[Path, str] = {}
     for path in reversed(checkpoints_in(folder)):
         problem = damage_of(path)
         if problem is None:
-            return path, [_set_aside(damaged, why) for damaged, why in problems.items()]
+            return path, [_set_aside(damaged, why) for damaged, why in problems.items() if leads]
         problems[path] = problem
+    if problems and not leads:
+        raise SystemExit(2)  # rank zero prints why
     if problems:
         newest, problem = next(iter(problems.items()))
         others = f", nor the {len(problems) - 1} before it" if len(problems) > 1 else ""
         raise UserError(
-            f"{newest}: damaged checkpoint ({problem}){others}; restore one, or remove {folder} to start the member "
-            "afresh"
+            f"{newest}: damaged checkpoint ({problem}){others}; restore one, or remove {folder} to start afresh"
         )
     return None, []
 
@@ -176,17 +175,11 @@ def _set_aside(path: Path, problem: str) -> str:
     return f"{path}: damaged checkpoint ({problem}); falling back to the one before it"
 
 
-class KeptOrigin(L.Callback):
-    """Record the member's name and the experiment in each checkpoint, for ``check_origin``."""
-
-    def __init__(self, member: str, experiment: Experiment) -> None:
-        record = to_dict(experiment)
-        record["island"]["accelerator"] = resolve_accelerator(experiment.island.accelerator)
-        self.origin: dict[str, Any] = {"member": member, "experiment": record}
-
-    def on_save_checkpoint(self, trainer: L.Trainer, module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Add plain values, which load with ``weights_only``."""
-        checkpoint |= self.origin
+def origin_of(member: str, experiment: Experiment) -> dict[str, Any]:
+    """Name of a member and its experiment as plain values, which load with ``weights_only``."""
+    record = to_dict(experiment)
+    record["island"]["accelerator"] = resolve_accelerator(experiment.island.accelerator)
+    return {"member": member, "experiment": record}
 
 
 def check_origin(path: Path, member: str, experiment: Experiment) -> str | None:
@@ -198,17 +191,12 @@ def check_origin(path: Path, member: str, experiment: Experiment) -> str | None:
         UserError: the checkpoint is another member's or of another experiment, or its weights have another width,
             which loading would keep.
     """
-    rest, own = read_rest(path), KeptOrigin(member, experiment).origin
+    rest, own = read_rest(path), origin_of(member, experiment)
     if rest.get("member") != member:
         raise UserError(
-            f"{path}: is a checkpoint of {rest.get('member')}, not of {member}; move it to its member's folder, or "
-            "remove it"
+            f"{path}: is a checkpoint of {rest.get('member')}, not of {member}; move it to that folder, or remove it"
         )
-    if changed := changes(rest["experiment"], own["experiment"]):
-        raise UserError(
-            f"{path}: the experiment changed since this checkpoint was written: {changed}; set those keys "
-            "back, or use another folder with run_dir=…"
-        )
+    refuse_changes(path, rest["experiment"], own["experiment"])
     old, new = rest["experiment"]["island"], own["experiment"]["island"]
     if bytes_per_number(old["precision"]) != bytes_per_number(new["precision"]):
         raise UserError(

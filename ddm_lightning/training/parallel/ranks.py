@@ -7,7 +7,6 @@ prints the reason once, ends the other ranks and returns the exit code.
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import os
 import shutil
@@ -27,9 +26,7 @@ import lightning as L
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch re-exports it without saying so
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.rendezvous import rendezvous
 
 from ddm_lightning.core.errors import UserError, line_of
 from ddm_lightning.core.files import atomic_write_json
@@ -75,48 +72,8 @@ def check_launch(devices: int) -> None:
         raise UserError("processes of fit were started on several nodes; a member trains on one: its island")
     if number != devices and (number > 1 or by_torchrun):
         raise UserError(
-            f"{number} processes of fit were started, as torchrun does, and island.devices = {devices}; "
-            "run it once, without torchrun, and it starts a process for each device"
+            f"{number} processes of fit were started, as torchrun does, and island.devices = {devices}; run it once"
         )
-
-
-@contextlib.contextmanager
-def after_the_first(decision: str) -> Iterator[None]:
-    """Run the block on rank zero first, so that the other ranks find its result.
-
-    Ranks that rank zero starts come later anyway; those of torchrun start beside it.
-
-    Args:
-        decision: key of the block; unique in a process.
-
-    Raises:
-        SystemExit: rank zero failed, and prints why.
-    """
-    store = _store()
-    if store is not None and not leads() and store.get(decision) == b"failed":
-        raise SystemExit(2)
-    try:
-        yield
-    except BaseException:
-        if store is not None and leads():
-            store.set(decision, "failed")
-        raise
-    if store is not None and leads():
-        store.set(decision, "decided")
-
-
-@functools.cache  # rank zero serves it on the port that their process group uses later, too
-def _store() -> TCPStore | None:
-    """Store that ranks of an external launcher share before they have a process group; None for other ranks."""
-    number = _num_external()
-    if number == 1:
-        return None
-    environment = OwnProcesses()
-    os.environ.setdefault("MASTER_ADDR", environment.main_address)
-    os.environ.setdefault("MASTER_PORT", str(environment.main_port))
-    store: TCPStore
-    store, *_ = next(rendezvous("env://", rank=environment.local_rank(), world_size=number))
-    return store
 
 
 class OwnProcesses(LightningEnvironment):

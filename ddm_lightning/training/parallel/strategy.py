@@ -25,8 +25,14 @@ from ddm_lightning.config.experiment import IslandConfig
 from ddm_lightning.core.devices import device_bytes, device_of
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.formatting import amount
-from ddm_lightning.training.checkpoint.files import CheckpointWriter, read_rest
-from ddm_lightning.training.checkpoint.state import load_groups, load_tensors, named_groups, tensors_of
+from ddm_lightning.training.checkpoint.files import (
+    CheckpointWriter,
+    load_groups,
+    load_tensors,
+    named_groups,
+    read_rest,
+    tensors_of,
+)
 from ddm_lightning.training.parallel.ranks import RankLauncher
 
 # Compiled variants of a block: training, validation and previews, each with few, one or many samples, and the last
@@ -93,13 +99,13 @@ class BackgroundCheckpoints(strategies.Strategy):
         """Load tensors in place and return everything else.
 
         Raises:
-            UserError: the checkpoint is of another network or optimizer.
+            UserError: the checkpoint is of another network.
         """
         path, module, (optimizer,) = Path(self.broadcast(checkpoint_path)), self.lightning_module, self.optimizers
         assert module is not None
         rest = read_rest(path)
         load_tensors(path, module, optimizer, self._hosts)
-        load_groups(module, optimizer, rest["groups"], path)
+        load_groups(optimizer, rest["groups"])
         return rest
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -210,8 +216,7 @@ def choose_strategy(
         )
     if optimizer == "muon":
         raise UserError(
-            f"key 'train.optimizer' = 'muon': it needs whole matrices, and FSDP2 ({reason}) shards them; set it to "
-            f"adamw, {remedy}"
+            f"key 'train.optimizer' = 'muon': FSDP2 ({reason}) shards its matrices; set it to adamw, {remedy}"
         )
     gathered = name == "fsdp-shard-grad-op"
     weights = "weights stay gathered until the backward pass" if gathered else "weights are gathered block by block"

@@ -1,7 +1,13 @@
 """A module and its optimizer saved to a folder and loaded again, without a Trainer."""
 
-from ddm_lightning.training.checkpoint.files import CheckpointWriter, read_rest
-from ddm_lightning.training.checkpoint.state import load_groups, load_tensors, named_groups, tensors_of
+from ddm_lightning.training.checkpoint.files import (
+    CheckpointWriter,
+    load_groups,
+    load_tensors,
+    named_groups,
+    read_rest,
+    tensors_of,
+)
 
 
 def save(path, module, optimizer, group=None, leads=True, meanwhile=lambda: None):
@@ -15,4 +21,4 @@ def save(path, module, optimizer, group=None, leads=True, meanwhile=lambda: None
 
 def load(path, module, optimizer, group=None):
     load_tensors(path, module, optimizer, group)
-    load_groups(module, optimizer, read_rest(path)["groups"], path)
+    load_groups(optimizer, read_rest(path)["groups"])

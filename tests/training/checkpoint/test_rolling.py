@@ -8,7 +8,9 @@ import torch
 from training.checkpoint.checkpoint_folders import cut
 from training.members import expert
 
+from ddm_lightning.config.experiment import IslandConfig
 from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.processes import STARTED_BY
 from ddm_lightning.training.checkpoint.files import CheckpointWriter
 from ddm_lightning.training.checkpoint.rolling import RollingCheckpoints, newest_checkpoint
 from ddm_lightning.training.guard import read_skipped
@@ -43,6 +45,16 @@ class FakeTrainer:
         self.rolling.on_train_end(self, self.lightning_module)
 
 
+def rolling(folder, every, keep, validate_every, milestone_every=None):
+    island = IslandConfig(
+        checkpoint_every_n_steps=every,
+        keep_checkpoints=keep,
+        validate_every_n_steps=validate_every,
+        milestone_every_n_steps=milestone_every,
+    )
+    return RollingCheckpoints(folder, island, {})
+
+
 def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
@@ -57,7 +69,7 @@ def write(folder, *steps):
 
 
 def test_the_newest_few_are_kept(tmp_path):
-    trainer = FakeTrainer(RollingCheckpoints(tmp_path, 10, 2, 100), max_steps=33)
+    trainer = FakeTrainer(rolling(tmp_path, 10, 2, 100), max_steps=33)
     trainer.take(9)
     assert names(tmp_path) == []
     trainer.take(23)
@@ -69,7 +81,7 @@ def test_the_newest_few_are_kept(tmp_path):
 
 def test_skipped_steps_are_written_before_the_checkpoint(tmp_path):
     """Who resumes there does not take those steps once more, so that nobody else would write them down."""
-    trainer = FakeTrainer(RollingCheckpoints(tmp_path / "checkpoints", 10, 2, 100))
+    trainer = FakeTrainer(rolling(tmp_path / "checkpoints", 10, 2, 100))
     found = []
     save = trainer.save_checkpoint
     trainer.save_checkpoint = lambda *path, **named: (
@@ -85,7 +97,7 @@ def test_skipped_steps_are_written_before_the_checkpoint(tmp_path):
 
 
 def test_milestones_are_kept_for_good_and_validations_have_a_checkpoint(tmp_path):
-    trainer = FakeTrainer(RollingCheckpoints(tmp_path, 10, 1, 35, milestone_every_n_steps=25))
+    trainer = FakeTrainer(rolling(tmp_path, 10, 1, 35, 25))
     trainer.take(60)
     assert trainer.saved == [10, 20, 25, 30, 35, 40, 50, 60]
     assert names(tmp_path) == [f"step-000000{step}.ckpt" for step in (25, 50, 60)]
@@ -93,14 +105,14 @@ def test_milestones_are_kept_for_good_and_validations_have_a_checkpoint(tmp_path
 
 def test_checkpoints_of_an_earlier_start_count(tmp_path):
     write(tmp_path, 4, 8, 11)
-    trainer = FakeTrainer(RollingCheckpoints(tmp_path, 3, 2, 100))
+    trainer = FakeTrainer(rolling(tmp_path, 3, 2, 100))
     trainer.global_step = 11
     trainer.take(1)
     assert names(tmp_path) == ["step-00000011.ckpt", "step-00000012.ckpt"]
 
 
 def test_one_step_is_saved_once(tmp_path):
-    trainer = FakeTrainer(RollingCheckpoints(tmp_path, 5, 2, 100))
+    trainer = FakeTrainer(rolling(tmp_path, 5, 2, 100))
     trainer.take(5)
     trainer.rolling.save(trainer)
     assert trainer.saved == [5]
@@ -110,7 +122,7 @@ def test_one_step_is_saved_once(tmp_path):
 
 
 def test_a_diverged_step_is_not_kept(tmp_path):
-    trainer = FakeTrainer(RollingCheckpoints(tmp_path, 5, 2, 100))
+    trainer = FakeTrainer(rolling(tmp_path, 5, 2, 100))
     trainer.take(5)
     guard = trainer.lightning_module.guard
     for step in range(guard.max_consecutive + 1):
@@ -122,7 +134,7 @@ def test_a_diverged_step_is_not_kept(tmp_path):
 
 
 def test_a_save_that_failed_ends_training_at_a_later_step(tmp_path):
-    trainer = FakeTrainer(RollingCheckpoints(tmp_path / "folder", 5, 2, 100))
+    trainer = FakeTrainer(rolling(tmp_path / "folder", 5, 2, 100))
     (tmp_path / "folder").write_text("no folder")
     trainer.global_step = 4
     with pytest.raises(OSError, match="folder"):
@@ -145,14 +157,14 @@ def test_a_failed_removal_does_not_end_training(tmp_path, monkeypatch):
         if not ignore_errors:
             raise OSError(39, "Directory not empty", str(path))
 
-    trainer = FakeTrainer(RollingCheckpoints(tmp_path, 1, 1, 100))
+    trainer = FakeTrainer(rolling(tmp_path, 1, 1, 100))
     monkeypatch.setattr("ddm_lightning.training.checkpoint.rolling.shutil.rmtree", in_use)
     trainer.take(3)
     assert [name for name in names(tmp_path) if name.startswith("step")] == ["step-00000003.ckpt"]
 
 
 def test_an_exception_waits_for_the_running_save(tmp_path):
-    trainer = FakeTrainer(RollingCheckpoints(tmp_path, 5, 2, 100))
+    trainer = FakeTrainer(rolling(tmp_path, 5, 2, 100))
     trainer.global_step = 5
     trainer.rolling.save(trainer)
     trainer.rolling.on_exception(trainer, trainer.lightning_module, KeyboardInterrupt())
@@ -174,16 +186,18 @@ def test_other_names_are_ignored(tmp_path, name):
     shutil.copytree(tmp_path / "step-00000010.ckpt", tmp_path / name)
     for leads in (True, False):
         assert newest_checkpoint(tmp_path, leads=leads) == (tmp_path / "step-00000010.ckpt", [])
-    FakeTrainer(RollingCheckpoints(tmp_path, 15, 1, 100)).take(15)
+    FakeTrainer(rolling(tmp_path, 15, 1, 100)).take(15)
     assert names(tmp_path) == sorted(["step-00000015.ckpt", name])
 
 
-def test_other_ranks_take_the_newest_and_change_nothing(tmp_path):
+def test_other_ranks_find_the_same_and_change_nothing(tmp_path, monkeypatch):
     assert newest_checkpoint(tmp_path, leads=False) == (None, [])
     write(tmp_path, 10, 20)
     cut(tmp_path / "step-00000020.ckpt")
     (tmp_path / ".tmp-step-00000030.ckpt").mkdir()
     before = names(tmp_path)
+    assert newest_checkpoint(tmp_path, leads=False) == (tmp_path / "step-00000010.ckpt", [])
+    monkeypatch.setenv(STARTED_BY, "1:/nowhere")  # rank zero has checked them
     assert newest_checkpoint(tmp_path, leads=False) == (tmp_path / "step-00000020.ckpt", [])
     assert names(tmp_path) == before
 
@@ -198,7 +212,7 @@ def test_training_does_not_start_over_if_all_are_damaged(tmp_path, steps, others
         newest_checkpoint(tmp_path)
     line = str(caught.value)
     assert line.startswith(f"{tmp_path / 'step-00000030.ckpt'}: damaged checkpoint (")
-    assert line.endswith(f"){others}; restore one, or remove {tmp_path} to start the member afresh")
+    assert line.endswith(f"){others}; restore one, or remove {tmp_path} to start afresh")
     assert names(tmp_path) == before
 
 

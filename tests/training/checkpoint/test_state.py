@@ -1,5 +1,3 @@
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import nn
@@ -8,7 +6,7 @@ from training.checkpoint.saved import load, save
 
 from ddm_lightning.config.experiment import TrainConfig
 from ddm_lightning.core.errors import UserError
-from ddm_lightning.training.checkpoint.state import load_tensors, tensors_of
+from ddm_lightning.training.checkpoint.files import load_tensors, tensors_of
 from ddm_lightning.training.ema import track_ema
 from ddm_lightning.training.optimizer import build_optimizer
 
@@ -142,18 +140,3 @@ def test_a_setting_that_torch_adds_later_keeps_its_default(tmp_path):
     new = optimizer_of(other)
     load(tmp_path / "step", other, new)
     assert all(group["decoupled_weight_decay"] for group in new.param_groups)
-
-
-def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path):
-    class Blocks(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.blocks = network()
-
-        def forward(self, x):
-            return self.blocks(x)
-
-    save(tmp_path / "step", *trained(3, Blocks()))
-    muon = Blocks()
-    with pytest.raises(UserError, match="step: is the checkpoint of another optimizer"):
-        load(tmp_path / "step", muon, optimizer_of(muon, replace(TRAIN, optimizer="muon")))
