@@ -70,9 +70,7 @@ def check_expert(
     Raises:
         AssertionError: one line with the problem and the kind of condition.
     """
-    for kind in kinds:
-        with _checking(f"expert for x_shape={x_shape}, condition {kind!r}"):
-            _check_network(factory, x_shape, _SPECS[kind])
+    _check_networks("expert", factory, x_shape, kinds)
 
 
 def check_router(
@@ -90,13 +88,19 @@ def check_router(
     Raises:
         AssertionError: one line with the problem and the kind of condition.
     """
+    _check_networks("router", partial(factory, num_clusters=_NUM_CLUSTERS), x_shape, kinds)
+
+
+def _check_networks(
+    role: str, factory: Callable[..., Any], x_shape: tuple[int, int, int], kinds: Sequence[str]
+) -> None:
     for kind in kinds:
-        with _checking(f"router for x_shape={x_shape}, condition {kind!r}"):
-            _check_network(partial(factory, num_clusters=_NUM_CLUSTERS), x_shape, _SPECS[kind], is_router=True)
+        with _checking(f"{role} for x_shape={x_shape}, condition {kind!r}"):
+            _check_network(factory, x_shape, _SPECS[kind], is_router=role == "router")
 
 
 def _check_network(
-    factory: Callable[..., Any], x_shape: tuple[int, int, int], spec: ConditionSpec, is_router: bool = False
+    factory: Callable[..., Any], x_shape: tuple[int, int, int], spec: ConditionSpec, is_router: bool
 ) -> None:
     def build() -> nn.Module:
         with _running("the factory"):

@@ -41,7 +41,7 @@ def _limit_threads(experiment: Experiment) -> None:
 def _prepare(experiment: Experiment, options: argparse.Namespace) -> int:
     _check(experiment, options)
     if options.dry_run:
-        return _dry_run(experiment)
+        return _dry_run(experiment, options)
     run = _prepared(experiment, options)
     print(f"shards: {run.shards}\nreport: {run.prepared / 'report' / 'report.html'}, {run.prepared / 'clusters.png'}")
     print(f"next: {_command('fit', options)}")
@@ -53,12 +53,17 @@ def _check(experiment: Experiment, options: argparse.Namespace) -> None:
     refuse_changed(experiment)
 
 
-def _dry_run(experiment: Experiment) -> int:
+def _sizes_check(experiment: Experiment, options: argparse.Namespace) -> Callable[[DataSizes], None]:
+    """Check the networks against the sizes of the data to be written."""
+    return lambda sizes: check_networks(experiment, sizes, options.config, options.overrides)
+
+
+def _dry_run(experiment: Experiment, options: argparse.Namespace) -> int:
     from ddm_lightning.prepare.dry_run import dry_run, dry_run_table
     from ddm_lightning.prepare.engine import num_processes_for
 
     _limit_threads(experiment)
-    plan = dry_run(experiment, RunFolder.of(experiment).root)
+    plan = dry_run(experiment, RunFolder.of(experiment).root, _sizes_check(experiment, options))
     num_processes = num_processes_for(experiment.prepare.num_processes, plan.num_parts, plan.num_samples)
     Console().print(dry_run_table(plan, num_processes))
     print(f"stages to run: {', '.join(plan.stages) or 'none, all is up to date'}")
@@ -71,13 +76,10 @@ def _prepared(experiment: Experiment, options: argparse.Namespace) -> RunFolder:
     from ddm_lightning.prepare.engine import RichReporter
     from ddm_lightning.prepare.stages import prepare
 
-    def check(sizes: DataSizes) -> None:
-        check_networks(experiment, sizes, options.config, options.overrides)
-
     _limit_threads(experiment)
     with RichReporter() as reporter:
         prune = getattr(options, "prune", False)
-        prepare(experiment, RunFolder.of(experiment).root, reporter, check=check, prune=prune)
+        prepare(experiment, RunFolder.of(experiment).root, reporter, _sizes_check(experiment, options), prune)
     # Only now: after an error in prepare, the corrected experiment may use the same folder.
     return open_run(experiment, create=True)
 

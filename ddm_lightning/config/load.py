@@ -141,6 +141,16 @@ def to_dict(experiment: Experiment) -> dict[str, Any]:
     return asdict(experiment)
 
 
+def with_defaults(recorded: dict[str, Any]) -> dict[str, Any]:
+    """Add the defaults of keys that are newer than the record of an experiment; unchanged if a key was removed."""
+    try:
+        merged = OmegaConf.merge(OmegaConf.structured(Experiment), OmegaConf.create(recorded))
+    except OmegaConfBaseException:
+        return recorded
+    filled: Any = OmegaConf.to_container(merged, resolve=False)
+    return dict(filled)
+
+
 def to_yaml(experiment: Experiment) -> str:
     """The resolved experiment as YAML."""
     return OmegaConf.to_yaml(OmegaConf.create(to_dict(experiment)))

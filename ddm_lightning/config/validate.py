@@ -67,7 +67,7 @@ def _contradictions(experiment: Experiment) -> Iterator[tuple[str, str]]:
     if not {*loggers} <= {*LOGGERS} or len({*loggers}) < len(loggers):
         yield "island.loggers", f"must be different ones of {', '.join(LOGGERS)}"
     if others := [flag for flag in flags if flag not in TRAINER_FLAGS]:
-        problem = f"takes no flag {others[0]!r}, only {', '.join(TRAINER_FLAGS)}; keys of their own set the others"
+        problem = f"cannot set the flag {others[0]!r}; it takes {', '.join(TRAINER_FLAGS)}, and other keys set the rest"
         yield "island.trainer", problem
     yield from _contradictions_of_sizes(experiment)
     yield from _contradictions_of_sampling(experiment)

@@ -109,7 +109,7 @@ def read_ensemble(path: Path) -> EnsembleManifest:
 
     manifest = _checked(path, members(), document["priors"])
     if manifest.partition_sha256 != document["partition_sha256"] or len(manifest.priors) != document["num_clusters"]:
-        raise UserError(f"{path}: key 'partition_sha256' or 'num_clusters' is not its members'; {remedy}")
+        raise UserError(f"{path}: key 'partition_sha256' or 'num_clusters' differs from its members'; {remedy}")
     return manifest
 
 

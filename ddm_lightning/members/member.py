@@ -178,7 +178,7 @@ def condition_spec(experiment: Experiment, sizes: Manifest | DataSizes) -> Condi
     kind = experiment.condition.kind
     if kind == "tokens":
         if sizes.token_shape is None:
-            raise UserError("key 'condition.kind' = 'tokens': the shards hold no tokens; prepare them with some")
+            raise UserError("key 'condition.kind' = 'tokens': the caption encoder makes none; use clip-text or t5-text")
         length, size = sizes.token_shape
         return ConditionSpec(kind, size, length)
     return ConditionSpec(kind, {"text": sizes.text_size, "class": sizes.num_classes, "none": 0}[kind])

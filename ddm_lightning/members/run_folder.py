@@ -14,7 +14,7 @@ from filelock import FileLock, Timeout
 from omegaconf import OmegaConf
 
 from ddm_lightning.config.experiment import Experiment
-from ddm_lightning.config.load import load_experiment, read_yaml, to_dict, to_yaml
+from ddm_lightning.config.load import load_experiment, read_yaml, to_dict, to_yaml, with_defaults
 from ddm_lightning.core.checks import Check, problem_with
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_write_text, read_json
@@ -167,10 +167,15 @@ def _recorded(run: RunFolder) -> dict[str, Any]:
 def refuse_changes(path: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
     """Check that two experiments are the same but for ``changes`` that are allowed.
 
+    Args:
+        path: records the old experiment; named in the error line.
+        old: may lack keys that are newer than it.
+        new: the experiment of this start.
+
     Raises:
-        UserError: naming ``path``, which records the ``old`` one, and the changed keys.
+        UserError: naming the changed keys.
     """
-    if changed := changes(old, new):
+    if changed := changes(with_defaults(old), new):
         raise UserError(
             f"{path}: the experiment changed since this was written: {changed}; set those keys back, or use another "
             "folder with run_dir=…"

@@ -19,6 +19,7 @@ from ddm_lightning.prepare.engine import Reporter
 from ddm_lightning.prepare.reading import Reading
 from ddm_lightning.prepare.records import count_samples
 from ddm_lightning.prepare.stages import Preparation
+from ddm_lightning.shards.manifest import DataSizes
 
 _TRIED = 64
 
@@ -47,8 +48,13 @@ class DryRun:
     estimates: tuple[Estimate, ...]
 
 
-def dry_run(experiment: Experiment, run_dir: Path) -> DryRun:
+def dry_run(experiment: Experiment, run_dir: Path, check: Callable[[DataSizes], None] | None = None) -> DryRun:
     """List the source and encode its first samples; write nothing.
+
+    Args:
+        experiment: as for ``prepare``.
+        run_dir: the run folder.
+        check: as for ``prepare``.
 
     Raises:
         UserError: as ``prepare`` before it writes, or no sample can be read.
@@ -56,7 +62,7 @@ def dry_run(experiment: Experiment, run_dir: Path) -> DryRun:
     preparation = Preparation(experiment, run_dir, Reporter())
     stages = tuple(stage.name for stage in preparation.pending())
     plugins, parts = preparation.plugins, preparation.parts
-    preparation.check_before_writing()
+    preparation.check_before_writing(check)
 
     start = time.monotonic()
     readings = [Reading(part, plugins, lambda _: None, at_once=_TRIED) for part in parts]

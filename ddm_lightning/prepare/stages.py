@@ -164,9 +164,7 @@ class Preparation:
         if not self.pending():
             self.reporter.say(f"{self.folder}: up to date")
             return
-        self.check_before_writing()
-        if check is not None:
-            check(self._sizes())
+        self.check_before_writing(check)
         with self._alone():
             self._remove_temporary()
             while stages := self.pending():
@@ -228,8 +226,12 @@ class Preparation:
         partition = replace(self.config.partition, out_of_cluster_fraction=0.0)
         return [asdict(partition), asdict(self.config.features), existing]
 
-    def check_before_writing(self) -> None:
-        """Build all plug-ins and compare sizes, so that bad input is refused before a file is touched."""
+    def check_before_writing(self, check: Callable[[DataSizes], None] | None) -> None:
+        """Build all plug-ins and compare sizes, so that bad input is refused before a file is touched; see ``prepare``.
+
+        Raises:
+            UserError: bad input.
+        """
         self.plugins.versions()
         check_compression(self.config.shards)
         if self.experiment.condition.kind == "class" and self.plugins.source.num_classes < 2:
@@ -237,6 +239,8 @@ class Preparation:
             raise UserError(f"key 'condition.kind' = 'class': source {name!r} has no classes; use text or none")
         if (num_samples := count_samples(self.parts)) is not None:
             check_sizes(self.config.partition, num_samples)
+        if check is not None:
+            check(self._sizes())
 
     def _sizes(self) -> DataSizes:
         """Return the sizes of the data to be written; the image size may come from the first readable image."""

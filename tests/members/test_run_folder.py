@@ -8,7 +8,7 @@ import pytest
 from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.config.load import load_experiment, to_dict
 from ddm_lightning.core.errors import UserError
-from ddm_lightning.members.run_folder import changes, open_run, refuse_changed
+from ddm_lightning.members.run_folder import changes, open_run, refuse_changed, refuse_changes
 
 TINY = Path(__file__).parents[2] / "experiments" / "tiny_2x.yaml"
 
@@ -56,6 +56,15 @@ def test_more_steps_are_the_same_training_where_the_schedule_does_not_end(tmp_pa
     with pytest.raises(UserError) as caught:
         open_run(longer, create=True)
     assert f": router.train.max_steps (was 40, where the {schedule} schedule ends); set" in str(caught.value)
+
+
+def test_a_record_without_newer_keys_is_of_the_same_experiment(tmp_path: Path) -> None:
+    old, new = to_dict(load_experiment(TINY)), to_dict(load_experiment(TINY))
+    del old["expert"]["min_snr_gamma"], old["prepare"]["horizontal_flips"]
+    refuse_changes(tmp_path, old, new)
+    new["expert"]["min_snr_gamma"] = 5.0
+    with pytest.raises(UserError, match=r"expert\.min_snr_gamma"):
+        refuse_changes(tmp_path, old, new)
 
 
 def test_a_new_folder_keeps_the_resolved_experiment(tmp_path: Path) -> None:

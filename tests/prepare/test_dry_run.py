@@ -103,6 +103,15 @@ def test_what_prepare_refuses_a_dry_run_refuses(tmp_path, monkeypatch, image_enc
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_dry_run_checks_the_sizes_of_the_data_too(tmp_path):
+    def refuse(sizes):
+        raise UserError(f"no network for {sizes.x_shape}")
+
+    with pytest.raises(UserError, match="no network for"):
+        dry_run(tiny_experiment(), tmp_path, refuse)
+    assert list(tmp_path.iterdir()) == []
+
+
 def printed(table):
     console = Console(file=io.StringIO(), width=120)
     console.print(table)

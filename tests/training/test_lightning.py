@@ -141,7 +141,7 @@ def test_what_fit_cannot_use_is_one_line(tiny_run, capsys, setting, words):
 @pytest.mark.parametrize(
     ("setting", "words"),
     [
-        ("island.trainer={precision: 16}", "takes no flag 'precision', only benchmark, "),
+        ("island.trainer={precision: 16}", "cannot set the flag 'precision'; it takes benchmark, "),
         ("island.loggers=[tensorbord]", "must be different ones of tensorboard, csv, wandb"),
         ("island.loggers=[csv,csv]", "must be different ones of"),
     ],

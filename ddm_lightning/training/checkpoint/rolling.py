@@ -37,8 +37,8 @@ class RollingCheckpoints(L.Callback):
 
     Saving before a validation allows a stop at any moment of it. Writing happens in the background.
 
-    Lightning's ``ModelCheckpoint`` delays saves to the next validation (2.6), forgets files of earlier starts after a
-    kill, and is moved behind all other callbacks, where the one that measures time has to be.
+    Lightning's ``ModelCheckpoint`` delays saves to the next validation (2.6), and after a kill forgets files of earlier
+    starts.
 
     Args:
         folder: the member's checkpoints, named by step.
