@@ -87,8 +87,8 @@ class Strategy:
     """Base class of routing strategies.
 
     Override ``weights`` to weight the experts by the router's probabilities, ``field`` for another velocity, or
-    ``generate`` to run a chain of your own. Arguments of the constructor are the user's ``sample.strategy_params``; raise ``ValueError`` to refuse
-    them. Check a plug-in with ``ddm_lightning.testing.check_strategy``.
+    ``generate`` to run a chain of your own. Arguments of the constructor are the user's ``sample.strategy_params``;
+    raise ``ValueError`` to refuse them. Check a plug-in with ``ddm_lightning.testing.check_strategy``.
     """
 
     needs_router: ClassVar[bool] = True
