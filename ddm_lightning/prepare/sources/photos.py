@@ -1,0 +1,90 @@
+"""Patches of the photographs in scikit-image and scikit-learn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from ddm_lightning.core.registry import SOURCES, file_of, require
+from ddm_lightning.prepare.records import Part, Record
+
+# Caption by package and file.
+_PHOTOS = {
+    ("scikit-image", "skimage/data/astronaut.png"): "astronaut in front of a flag",
+    ("scikit-image", "skimage/data/brick.png"): "brick wall",
+    ("scikit-image", "skimage/data/chelsea.png"): "tabby cat",
+    ("scikit-image", "skimage/data/coffee.png"): "cup of coffee on a wooden table",
+    ("scikit-image", "skimage/data/grass.png"): "grass",
+    ("scikit-image", "skimage/data/gravel.png"): "gravel",
+    ("scikit-image", "skimage/data/hubble_deep_field.jpg"): "galaxies and stars",
+    ("scikit-image", "skimage/data/ihc.png"): "stained tissue under a microscope",
+    ("scikit-image", "skimage/data/retina.jpg"): "retina of an eye",
+    ("scikit-image", "skimage/data/rocket.jpg"): "rocket at a launch site",
+    ("scikit-learn", "sklearn/datasets/images/china.jpg"): "Chinese palace",
+    ("scikit-learn", "sklearn/datasets/images/flower.jpg"): "dahlia flower",
+}
+
+
+@SOURCES.register("photos")
+class Photos:
+    """Square patches of twelve photographs; the label is the photograph, the caption says what it shows.
+
+    Patches overlap. They are held out by blocks, and no patch crosses a block's border: held-out patches share no
+    pixel with the others. Patches of almost one colour are skipped.
+
+    Args:
+        size: height and width of a patch in pixels.
+        stride: pixels between neighbouring patches.
+        block: height and width of a block in pixels.
+        max_side: larger photographs are scaled down to this height or width, so that none fills the set.
+        min_std: smallest standard deviation of a patch's values, from 0 to 255.
+    """
+
+    packages: tuple[str, ...] = ("scikit-image", "scikit-learn", "pillow")
+    attribution = (
+        "Photographs: from scikit-image (NASA, SpaceX, CC0Textures, S. van der Walt, R. Michetti and others; public "
+        "domain or CC0) and scikit-learn (china.jpg by danielbuechele, flower.jpg by vultilion; CC BY 2.0)"
+    )
+    num_classes, class_names = len(_PHOTOS), list(_PHOTOS.values())
+
+    def __init__(
+        self, size: int = 48, stride: int = 16, block: int = 128, max_side: int = 768, min_std: float = 8.0
+    ) -> None:
+        require("source 'photos'", "scikit-image", "scikit-learn", extra="mix")
+        if not 8 <= size <= block or stride < 1:
+            raise ValueError("size must be from 8 to block, and stride at least 1")
+        self.size, self.stride, self.block = size, stride, block
+        self.max_side, self.min_std = max_side, min_std
+
+    def parts(self) -> list[Part]:
+        """List one part per photograph."""
+        return [
+            Part(Path(file).name, version(package), None, {"package": package, "file": file, "label": label})
+            for label, (package, file) in enumerate(_PHOTOS)
+        ]
+
+    def read(self, part: Part) -> Iterator[Record]:
+        """Yield the patches of the photograph, block by block."""
+        label = part.where["label"]
+        with Image.open(file_of(part.where["package"], part.where["file"])) as image:
+            image = image.convert("RGB")
+            image.thumbnail((self.max_side, self.max_side), Image.Resampling.LANCZOS)
+            photo = np.asarray(image)
+        starts = [
+            [
+                start + inside
+                for start in range(0, length - self.size + 1, self.block)
+                for inside in range(0, min(self.block, length - start) - self.size + 1, self.stride)
+            ]
+            for length in photo.shape[:2]
+        ]
+        for y in starts[0]:
+            for x in starts[1]:
+                patch = photo[y : y + self.size, x : x + self.size]
+                if patch.std() >= self.min_std:
+                    block = f"{part.name}: {y // self.block},{x // self.block}"
+                    yield Record(f"{part.name}-{y:04}-{x:04}", patch, self.class_names[label], label, block)
