@@ -162,10 +162,11 @@ class Report:
             return
         origin = {"commit": commit(), "device": device(), "command": command()}
         atomic_write_json(path, {**origin, "figures": self.figures})
-        atomic_write_text(path.with_suffix(".md"), self._markdown(origin))
+        atomic_write_text(path.with_suffix(".md"), self.markdown(origin))
         print(f"results: {path}, {path.with_suffix('.md')}")
 
-    def _markdown(self, origin: Mapping[str, str]) -> str:
+    def markdown(self, origin: Mapping[str, str]) -> str:
+        """The table, its notes and the origin of its figures as Markdown."""
         alignment = [":--", *["--:"] * (len(self.headings) - 1)]
         bar = "\\|"  # a bar in a cell would end it
         table = [

@@ -86,9 +86,9 @@ class Batch:
 class Strategy:
     """Base class of routing strategies.
 
-    Override ``weights`` to weight the experts by the router's probabilities. Override ``generate`` to run a chain of
-    your own. Arguments of the constructor are the user's ``sample.strategy_params``; raise ``ValueError`` to refuse
-    them. Check a plug-in with ``ddm_lightning.testing.check_strategy``.
+    Override ``weights`` to weight the experts by the router's probabilities, ``field`` for another velocity, or
+    ``generate`` to run a chain of your own. Arguments of the constructor are the user's ``sample.strategy_params``;
+    raise ``ValueError`` to refuse them. Check a plug-in with ``ddm_lightning.testing.check_strategy``.
     """
 
     needs_router: ClassVar[bool] = True
@@ -123,9 +123,13 @@ class Strategy:
         """
         raise NotImplementedError
 
+    def field(self, batch: Batch) -> VelocityField:
+        """Velocity of the batch; by default the experts' velocities weighted by ``weights``."""
+        return batch.field(self.weights)
+
     def generate(self, batch: Batch, times: Float[Tensor, " num_times"], solver: str) -> Float[Tensor, "b c h w"]:
-        """Integrate from ``batch.x_1`` at ``times[0]`` to x_0 with the weighted velocity."""
-        field = batch.field(self.weights)
+        """Integrate from ``batch.x_1`` at ``times[0]`` to x_0 with the velocity of ``field``."""
+        field = self.field(batch)
         if solver == "ancestral":
             return integrate_ancestral(field, batch.x_1, times, batch.noise)
         return integrate(field, batch.x_1, times, solver)
@@ -159,6 +163,14 @@ def normalised(
     """Weights proportional to the ``shares`` of the chosen ``experts``, and 0 for all others."""
     weights = shares.new_zeros(len(shares), num_clusters)
     return weights.scatter_(1, experts, shares / shares.sum(dim=1, keepdim=True))
+
+
+def choose(weights: Float[Tensor, "b K"], uniform: Float[Tensor, " b"]) -> Int[Tensor, " b"]:
+    """Choose one expert per row by inverting the cumulative ``weights``; never one of weight 0."""
+    cumulative = weights.cumsum(dim=1)
+    # Scaled by the total, which rounding may leave below a uniform number close to 1.
+    threshold = (uniform.to(cumulative) * cumulative[:, -1])[:, None]
+    return torch.searchsorted(cumulative, threshold, right=True).squeeze(1)
 
 
 @torch.no_grad()

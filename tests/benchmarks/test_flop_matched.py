@@ -1,97 +1,123 @@
 import json
+from argparse import Namespace
 from pathlib import Path
 
 import flop_matched
-import monolith
 import numpy as np
 import pytest
-import router
 import torch
+from flop_report import ClusterShares, equal_score_share, kid, ratio
+from flop_training import Study, Variant
 
+from ddm_lightning.config.load import load_experiment
 from ddm_lightning.core.errors import UserError
-from ddm_lightning.evaluation.metrics.kid import kernel_distance
-from ddm_lightning.members.run_folder import RunFolder
-from ddm_lightning.members.status import MemberStatus
+from ddm_lightning.members.member import batch_size
+from ddm_lightning.prepare.stages import prepare
 
 TINY = str(Path(__file__).parents[2] / "experiments" / "tiny_2x.yaml")
 
 
-def test_steps_of_the_monolith_match_within_half_a_step():
-    spent = monolith.Budget({"expert-0": 300.0, "expert-1": 320.0, "router": 85.0}, monolith_step=10.0)
-    assert spent.ensemble == 705
-    assert abs(spent.monolith_steps * 10 - 705) <= 5
+def test_every_side_costs_the_same_flops(tmp_path):
+    """Within half a step, at every budget and for a monolith of another size and batch."""
+    options = Namespace(config=TINY, overrides=[f"run_dir={tmp_path}"])
+    prepare(load_experiment(TINY, options.overrides), tmp_path)
+    wide = ("expert.network.params.width=64", "expert.train.global_batch_size=4")
+    study = Study(options, [Variant("main", budgets=(0.5, 1.0)), Variant("wide", wide, "monolith")])
+    jobs = study.jobs()
+    for name, share in (("main", 0.5), ("main", 1.0), ("wide", 1.0)):
+        (monolith,) = [job for job in jobs if job.member == "monolith" and job.variant.name == name]
+        steps = monolith.steps[monolith.variant.budgets.index(share)]
+        of_step = monolith.flops / monolith.steps[-1]
+        assert abs(steps * of_step - study.budget(share)) <= of_step / 2
+    trained = [job for job in jobs if job.variant.name == "main" and job.member != "monolith"]
+    assert sum(job.flops for job in trained) + study.costs.partition == pytest.approx(study.budget(1.0))
+    assert {job.steps[-1] for job in trained if job.member != "router"} == {study.experiment.expert.train.max_steps}
+    assert trained[0].flops == trained[0].steps[-1] * batch_size("expert-0", study.experiment) * study.costs.expert
 
 
-def test_a_monolith_of_another_length_is_refused_whether_finished_or_not(tmp_path):
-    run = RunFolder(tmp_path)
-    monolith.check_monolith(run, 30)  # none yet
-    MemberStatus("monolith", max_steps=30).write(run.member("monolith"))
-    monolith.check_monolith(run, 30)
-    with pytest.raises(UserError, match=r"members/monolith: .* trains for 30 steps, equal FLOPs need 31"):
-        monolith.check_monolith(run, 31)
+def test_several_budgets_need_a_constant_rate(tmp_path):
+    options = Namespace(config=TINY, overrides=[f"run_dir={tmp_path}", "expert.train.schedule=cosine"])
+    with pytest.raises(UserError, match="2 budgets of one training need a constant"):
+        Study(options, [Variant("main", budgets=(0.5, 1.0))])
 
 
-def test_conditions_are_all_used_equally_often_in_one_order():
-    held_out = range(7)
-    settings = flop_matched.Settings(17, 4, 1.0, seed=0)
-    rows = flop_matched._condition_rows(held_out, settings)
-    assert len(rows) == 17
-    assert set(torch.bincount(rows).tolist()) == {2, 3}
-    assert torch.equal(rows[:7], rows[7:14])
-    assert torch.equal(rows, flop_matched._condition_rows(held_out, settings))
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("a: {train: nothing}", "train = 'nothing' is none of both, ensemble, monolith"),
+        ("a: {colour: red}", "is no file of variants"),
+        ("b: {}", "no variant 'a'; known: b"),
+        ("- a", "is no file of variants"),
+    ],
+)
+def test_bad_variants_are_refused(tmp_path, text, words):
+    path = tmp_path / "variants.yaml"
+    path.write_text(text)
+    with pytest.raises(UserError, match=words):
+        flop_matched.read_variants([str(path), "a"])
 
 
-def test_the_figure_has_a_bar_and_a_strip_for_each():
-    features = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
-    names = ["real images", "top1", "monolith"]
-    distances = {name: kernel_distance(features + i, features, num_halves=10) for i, name in enumerate(names)}
-    images = {name: np.zeros((12, 8, 8, 3), np.uint8) for name in names}
-    bars, strips = flop_matched.comparison_figure(distances, images, "credit").get_axes()
-    assert [label.get_text() for label in bars.get_yticklabels()] == names
-    assert [bar.get_width() for bar in bars.patches] == pytest.approx([distances[name].value for name in names])
-    assert strips.images[0].get_array().shape == (3 * 10, 12 * 10, 3)
-    assert strips.get_xlabel() == "credit"
+def test_all_variants_for_the_mixture_are_valid():
+    path = Path(flop_matched.__file__).with_name("variants_mix.yaml")
+    assert len(flop_matched.read_variants([str(path)])) > 5
+
+
+def test_a_ratio_of_equal_sets_is_one_and_its_interval_covers_the_truth():
+    random = torch.Generator().manual_seed(0)
+    real = torch.randn(200, 4, generator=random)
+    near, far = ([torch.randn(200, 4, generator=random) + shift for _ in range(3)] for shift in (0.5, 1.0))
+    ours, theirs = ([kid(one, real) for one in side] for side in (near, far))
+    assert ratio(ours, ours).value == 1
+    found = ratio(ours, theirs)
+    # Closed form of the kernel distance between a shifted and a centred Gaussian, by many samples.
+    truth = kid(torch.randn(4000, 4) + 0.5, torch.randn(4000, 4)).value
+    truth /= kid(torch.randn(4000, 4) + 1.0, torch.randn(4000, 4)).value
+    assert found.low < truth < found.high
+
+
+def test_the_flops_for_an_equal_score_are_interpolated_by_hand():
+    assert equal_score_share([1, 4, 16], [3.0, 2.0, 1.0], 1.5) == pytest.approx(0.5)
+    assert equal_score_share([1, 4, 16], [3.0, 2.0, 1.0], 5.0) == 1 / 16
+    assert equal_score_share([1, 4, 16], [3.0, 2.0, 1.0], 0.5) == float("inf")
+
+
+def test_shares_of_clusters_are_estimated_without_bias():
+    """Clusters that overlap by half: neither counts nor mean probabilities of the classifier are shares."""
+    random = np.random.default_rng(0)
+
+    def draw(shares, num=20_000):
+        clusters = random.choice(2, size=num, p=shares)
+        return torch.from_numpy(clusters[:, None] * 1.0 + random.normal(size=(num, 1))), torch.from_numpy(clusters)
+
+    features, clusters = draw([0.8, 0.2])
+    shares = ClusterShares(features, clusters, [0.8, 0.2])
+    assert shares.total_variation(draw([0.8, 0.2])[0]) < 0.03
+    assert shares.total_variation(draw([0.2, 0.8])[0]) == pytest.approx(0.6, abs=0.03)
 
 
 def test_too_few_images_are_refused_before_anything_is_trained(tmp_path):
-    with pytest.raises(UserError, match="--num 3"):
+    with pytest.raises(UserError, match="--num must be at least 16"):
         flop_matched.main(["-c", TINY, f"run_dir={tmp_path / 'run'}", "--num", "3"])
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_from_nothing_to_figures_and_nothing_is_trained_or_drawn_twice(tmp_path):
+def test_from_nothing_to_results_and_nothing_is_trained_twice(tmp_path):
     run, out = tmp_path / "run", tmp_path / "out.json"
-    arguments = ["-c", TINY, "--num", "16", "--json", str(out)]
-    flop_matched.main([*arguments, f"run_dir={run}", "--quick"])
-    assert not (run / "members").exists()  # what --quick trains is no run that somebody continues
-    quick = run / "benchmarks" / "quick"
-    first = json.loads(out.read_text())["figures"]
-    assert 0.98 < first["ensemble_over_monolith_flops"] < 1.02
-    assert first["experts_a_step_full"] == 2 * first["experts_a_step_top1"] == 2
-    assert first["gflop_a_step_monolith"] < first["gflop_a_step_top1"] < first["gflop_a_step_full"]
-    assert (quick / "benchmarks" / "flop_matched.png").stat().st_size > 10_000
-
-    # The same run without --quick: everything is trained, so that only the controls have to be drawn.
-    drawn = {path: path.stat().st_mtime_ns for path in quick.rglob("*.npz") if "half" not in path.name}
-    sections = [f"{role}.train.{key}" for role in ("expert", "router") for key in ("max_steps=20", "warmup_steps=0")]
-    settings = [f"run_dir={quick}", *sections]
-    flop_matched.main([*arguments, *settings])
-    second = json.loads(out.read_text())["figures"]
-    assert {f"kid_{method.name}" for method in flop_matched.METHODS} <= second.keys()
-    assert {path: path.stat().st_mtime_ns for path in drawn} == drawn
-    assert {name: second[name] for name in first if "floor" not in name} == {
-        name: value for name, value in first.items() if "floor" not in name
-    }
-
-    router.main(["-c", TINY, "--json", str(out), "--quick", *settings])
-    figures = json.loads(out.read_text())["figures"]
-    assert {"router_ece_t0.50", "probe_nll_t0.95", "router_nll_conditional_t0.00"} <= figures.keys()
-    assert figures["majority_share"] == pytest.approx(12 / 21)
-    wins = all(
-        figures[f"router_accuracy_t{t}"] > figures[f"probe_accuracy_t{t}"]
-        and figures[f"router_nll_t{t}"] < figures[f"probe_nll_t{t}"]
-        for t in ("0.00", "0.25", "0.50", "0.75", "0.90")
-    )
-    assert figures["router_wins_up_to_0.9"] == wins
+    variants = tmp_path / "variants.yaml"
+    variants.write_text("random: {train: ensemble, overrides: [prepare.partition.kind=random]}\n")
+    arguments = ["-c", TINY, "--num", "16", "--json", str(out), f"run_dir={run}", "--quick", "--budgets", "0.5", "1"]
+    arguments += ["--variants", str(variants)]
+    flop_matched.main(arguments)
+    assert not (run / "members").exists()
+    found = json.loads(out.read_text())
+    assert found["figures"]["num_budgets"] == 2
+    assert {"best_over_monolith", "top1_over_monolith", "flops_for_equal_score"} <= found["figures"].keys()
+    assert {point["variant"] for point in found["points"]} == {"main", "random"}
+    root = run / "quick" / "flop_matched"
+    assert (root / "report" / "report.html").stat().st_size > 50_000
+    written = {path: path.stat().st_mtime_ns for path in root.rglob("*") if path.suffix in (".npz", ".safetensors")}
+    flop_matched.main(arguments)
+    assert {path: path.stat().st_mtime_ns for path in written} == written
+    assert json.loads(out.read_text())["points"] == found["points"]

@@ -54,3 +54,11 @@ def test_a_backward_pass_costs_about_twice_as_much(spec: ConditionSpec) -> None:
         both = flops_per_sample(network, SHAPE, spec, backward=True)
         assert 2.5 < both / flops_per_sample(network, SHAPE, spec, backward=False) < 3.5
         assert all(parameter.device == torch.device("cpu") for parameter in network.parameters())
+
+
+def test_dit_xl_2_is_that_of_its_paper() -> None:
+    """118.64 Gflops of multiply-adds at 256 x 256, so 237 GFLOP (Peebles and Xie, table 4)."""
+    spec = ConditionSpec("class", 1000)
+    with torch.device("meta"):
+        network = DiT(x_shape=(4, 32, 32), condition=spec, size="XL", patch_size=2)
+    assert flops_per_sample(network, (4, 32, 32), spec, backward=False) == pytest.approx(237.3e9, rel=0.02)

@@ -1,0 +1,238 @@
+"""Sample images by every method from the same noise, in parallel processes; finished ones are kept on disk."""
+
+from __future__ import annotations
+
+import hashlib
+import multiprocessing
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from common import console, progress
+from jaxtyping import Float, UInt8
+from split import read_split
+from torch import Tensor, nn
+
+from ddm_lightning.config.experiment import PluginConfig
+from ddm_lightning.core.files import atomic_write, sha256_file, sha256_json
+from ddm_lightning.core.registry import FEATURES, IMAGE_ENCODERS, STRATEGIES
+from ddm_lightning.ensemble.load import LoadedEnsemble, load_ensemble, load_single
+from ddm_lightning.ensemble.routing import sample
+from ddm_lightning.flow.condition import Condition, ConditionSpec
+from ddm_lightning.flow.randomness import keyed_generator
+from ddm_lightning.members.member import MONOLITH
+from ddm_lightning.members.run_folder import MEMBER_FILE, RunFolder
+from ddm_lightning.networks.flops import flops_per_sample
+from ddm_lightning.shards.manifest import HELD_OUT, Manifest
+
+BATCH_SIZE = 125
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to sample from an ensemble or a monolith."""
+
+    name: str
+    """Suffix of its figures, as in ``kid_<name>``."""
+    strategy: str
+    """Routing strategy; any gives the same for a monolith, an ensemble of one."""
+    solver: str
+    monolith: bool = False
+    params: dict[str, Any] = field(default_factory=dict)
+    """Parameters of the strategy."""
+    steps_factor: int = 1
+    """Multiplies the number of sampling steps."""
+    curve: bool = False
+    """Whether to sample at every budget; others sample at the largest one."""
+
+
+METHODS = (
+    Method("monolith", "full", "euler", monolith=True, curve=True),
+    Method("monolith_ancestral", "full", "ancestral", monolith=True, curve=True),
+    Method("bayes", "bayes", "ancestral", curve=True),
+    Method("top1", "top-1", "euler", curve=True),
+    Method("full", "full", "euler"),
+    Method("bayes_from_priors", "bayes", "ancestral", params={"router_prior": False}, curve=True),
+    Method("top1_ancestral", "top-1", "ancestral", curve=True),
+    Method("full_ancestral", "full", "ancestral"),
+    Method("top2", "top-k", "euler", params={"top_k": 2}),
+    Method("oracle", "oracle", "euler"),
+    Method("oracle_ancestral", "oracle", "ancestral"),
+    Method("sample_each_step", "sample-each-step", "euler"),
+    Method("monolith_ancestral_twice", "full", "ancestral", monolith=True, steps_factor=2),
+)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings that all methods share."""
+
+    num: int
+    """Images."""
+    num_steps: int
+    guidance_scale: float
+    seed: int
+
+
+@dataclass(frozen=True)
+class Task:
+    """Images of one method from one set of weights."""
+
+    method: Method
+    weights: Path
+    """Run folder of an ensemble or a monolith at one budget."""
+    data: Path
+    """Run folder whose held-out samples give the conditions and whose manifest describes the data."""
+    image_encoder: PluginConfig
+    condition_kind: str
+    settings: Settings
+    out: Path
+    """Folder of the results."""
+
+    @property
+    def path(self) -> Path:
+        """Its result; the name holds a hash of all inputs."""
+        described = {
+            "weights": sha256_file(self._described_by()),
+            "method": {key: value for key, value in asdict(self.method).items() if key != "curve"},
+            "settings": asdict(self.settings),
+            "condition": self.condition_kind,
+        }
+        return self.out / f"{self.method.name}-{sha256_json(described)[:12]}.npz"
+
+    def _described_by(self) -> Path:
+        run = RunFolder(self.weights)
+        return run.artifact(MONOLITH) / MEMBER_FILE if self.method.monolith else run.ensemble
+
+    def load(self) -> LoadedEnsemble:
+        """Load the weights."""
+        run = RunFolder(self.weights)
+        return load_single(run.artifact(MONOLITH)) if self.method.monolith else load_ensemble(run.root)
+
+
+@dataclass(frozen=True, eq=False)
+class Images:
+    """Images of one method."""
+
+    images: UInt8[np.ndarray, "n h w 3"]
+    path: Path
+    """Their file."""
+    experts_per_step: float
+    """Expert evaluations per image and step; guidance evaluates each expert twice."""
+    gflop_per_image: float
+    """Measured forward GFLOP per image over all steps, router included."""
+
+    @classmethod
+    def read(cls, path: Path) -> Images:
+        """Read the result of ``sample_task``."""
+        with np.load(path, allow_pickle=False) as stored:
+            experts, gflop = (float(value) for value in stored["cost"])
+            return cls(stored["images"], path, experts, gflop)
+
+
+def sample_all(tasks: Sequence[Task], num_jobs: int) -> list[Images]:
+    """Sample whatever is missing, each task in a process of one thread; return the images of all tasks.
+
+    Two threads of one process compute fewer images per second on two cores than two processes of one thread.
+    """
+    missing = [task for task in tasks if not task.path.exists()]
+    with progress(console()) as bars:
+        bar = bars.add_task("images", total=len(tasks) * tasks[0].settings.num if tasks else 0)
+        num = tasks[0].settings.num if tasks else 0
+        bars.advance(bar, (len(tasks) - len(missing)) * num)
+        with ProcessPoolExecutor(num_jobs, multiprocessing.get_context("spawn"), torch.set_num_threads, (1,)) as pool:
+            futures = [pool.submit(sample_task, task) for task in missing]
+            try:
+                for future in as_completed(futures):
+                    future.result()
+                    bars.advance(bar, num)
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+    return [Images.read(task.path) for task in tasks]
+
+
+def sample_task(task: Task) -> None:
+    """Sample the images of one task and write them."""
+    loaded, settings, method = task.load(), task.settings, task.method
+    ensemble, num_steps = loaded.ensemble, settings.num_steps * method.steps_factor
+    with RowCounter(ensemble.router) as routed:
+        x_0 = sample(
+            ensemble,
+            held_out_conditions(task.data, task.condition_kind, settings),
+            settings.num,
+            loaded.meta.x_shape,
+            strategy=STRATEGIES.build(method.strategy, method.params),
+            solver=method.solver,
+            num_steps=num_steps,
+            shift=loaded.meta.timestep_shift,
+            guidance_scale=settings.guidance_scale,
+            seed=settings.seed,
+            batch_size=BATCH_SIZE,
+        )
+    images = IMAGE_ENCODERS.build(task.image_encoder.name, task.image_encoder.params).decode(x_0)
+    of_expert, of_router = forward_flops(loaded)
+    flops = ensemble.expert_rows * of_expert + routed.rows * of_router
+    cost = np.array([ensemble.expert_rows / settings.num / num_steps, flops / settings.num / 1e9])
+    atomic_write(task.path, lambda temporary: np.savez(temporary, images=images, cost=cost))
+
+
+def condition_rows(num_held_out: int, settings: Settings) -> Tensor:
+    """Held-out samples whose conditions are used: all of them, again and again, in a random order."""
+    order = torch.randperm(num_held_out, generator=keyed_generator(settings.seed, "conditions"))
+    return order.repeat(-(-settings.num // num_held_out))[: settings.num]
+
+
+def held_out_conditions(data: Path, kind: str, settings: Settings) -> Condition | None:
+    """Conditions of held-out samples; None if there are none."""
+    if kind == "none":
+        return None
+    held_out = read_split(RunFolder(data), Manifest.read(data), HELD_OUT)
+    condition = held_out.condition(kind)
+    return None if condition is None else condition.rows(condition_rows(len(held_out), settings))
+
+
+def features_of(images: UInt8[np.ndarray, "n h w 3"], network: PluginConfig, stored: Path) -> Float[Tensor, "n d"]:
+    """Features of images, kept in the folder ``stored`` under a hash of images and network."""
+    name = sha256_json([hashlib.sha256(images.tobytes()).hexdigest(), network.name, network.params])[:16]
+    path = stored / f"{network.name}-{name}.npz"
+    if not path.exists():
+        features = FEATURES.build(network.name, network.params).encode(images)
+        atomic_write(path, lambda temporary: np.savez(temporary, features=features))
+    with np.load(path, allow_pickle=False) as found:
+        return torch.from_numpy(found["features"])
+
+
+class RowCounter:
+    """Count the rows on which a network is evaluated."""
+
+    def __init__(self, network: nn.Module | None) -> None:
+        self.rows = 0
+        self._network = network
+
+    def __enter__(self) -> RowCounter:
+        if self._network is not None:
+            self._hook = self._network.register_forward_hook(self._count)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._network is not None:
+            self._hook.remove()
+
+    def _count(self, _network: nn.Module, _inputs: Any, output: Tensor) -> None:
+        self.rows += len(output)
+
+
+def forward_flops(loaded: LoadedEnsemble) -> tuple[float, float]:
+    """Measured FLOPs of one row of an expert and of the router."""
+    ensemble, x_shape = loaded.ensemble, loaded.meta.x_shape
+    spec = ConditionSpec.from_dict(loaded.meta.condition)
+    of_expert = flops_per_sample(ensemble.experts[0], x_shape, spec, backward=False)
+    if ensemble.router is None:
+        return of_expert, 0.0
+    router_spec = spec if ensemble.router_conditional else ConditionSpec("none", 0)
+    return of_expert, flops_per_sample(ensemble.router, x_shape, router_spec, backward=False)

@@ -1,0 +1,303 @@
+"""Train an ensemble and its monolith under one budget of FLOPs, at several budgets and seeds.
+
+The budget is what the ensemble costs: its experts, its router, and the partition (features of all images, k-means). A
+monolith takes as many steps as that pays for. With a constant learning rate one training passes through all budgets:
+each member trains on from budget to budget, and its artifact is kept at each.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+from common import call, console, load, progress
+from torch.utils.flop_counter import FlopCounterMode
+
+from ddm_lightning.config.experiment import Experiment
+from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.files import atomic_folder
+from ddm_lightning.core.registry import FEATURES
+from ddm_lightning.members.artifact import read_meta
+from ddm_lightning.members.assembly import write_ensemble
+from ddm_lightning.members.member import MONOLITH, ROUTER, Member, batch_size, ensemble_members
+from ddm_lightning.members.run_folder import MEMBER_FILE, RunFolder, refuse_changed
+from ddm_lightning.members.status import MemberStatus
+from ddm_lightning.networks.flops import flops_per_sample
+from ddm_lightning.shards.manifest import DataSizes, Manifest
+
+TRAIN = {"both": (True, True), "ensemble": (True, False), "monolith": (False, True)}
+POLL_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class Costs:
+    """FLOPs of one experiment; a multiply-add counts as 2."""
+
+    expert: float
+    """One expert, one training sample, forward and backward."""
+    router: float
+    """The router, one training sample, forward and backward; 0 for K = 1."""
+    partition: float
+    """Features of all images, and k-means on them; 0 for a partition that needs no features."""
+
+    @classmethod
+    def of(cls, experiment: Experiment, sizes: Manifest | DataSizes, num_samples: int) -> Costs:
+        """Measure the networks with ``torch.utils.flop_counter``; count the multiply-adds of k-means."""
+
+        def training(name: str) -> float:
+            member = Member.resolve(name, experiment, sizes)
+            return flops_per_sample(member.build_network(), sizes.x_shape, member.condition, backward=True)
+
+        has_router = ROUTER in ensemble_members(experiment)
+        partition = partition_flops(experiment, num_samples)
+        return cls(training(MONOLITH), training(ROUTER) if has_router else 0.0, partition)
+
+
+def partition_flops(experiment: Experiment, num_samples: int) -> float:
+    """FLOPs of the features of all samples, of k-means on the fitted ones, and of assigning all of them."""
+    config, plugin = experiment.prepare.partition, experiment.prepare.features
+    if config.kind != "kmeans":
+        return 0.0
+    network = FEATURES.build(plugin.name, plugin.params)
+    size = experiment.prepare.images.size or 32
+    with FlopCounterMode(display=False) as counter:
+        features = network.encode(np.zeros((1, size, size, 3), np.uint8))
+    passes = config.fit_fraction * config.num_iterations + 1
+    distances = 2.0 * num_samples * min(config.num_fine_centroids, num_samples) * features.shape[1]
+    return counter.get_total_flops() * num_samples + passes * distances
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Settings under which the ensemble, the monolith or both are trained."""
+
+    name: str
+    overrides: tuple[str, ...] = ()
+    """Settings ``key=value`` that differ from the experiment's."""
+    train: str = "both"
+    """``both``, ``ensemble`` or ``monolith``."""
+    budgets: tuple[float, ...] = (1.0,)
+    """Shares of the experiment's budget, ascending."""
+    seeds: tuple[int, ...] = (0,)
+    """Seeds of the experiment; each is one training of every member."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One member of one variant and seed, trained from budget to budget."""
+
+    variant: Variant
+    seed: int
+    member: str
+    steps: tuple[int, ...]
+    """Optimizer steps at each of the variant's budgets."""
+    flops: float
+    """Training FLOPs up to the last budget."""
+
+
+class Study:
+    """All trainings of one benchmark.
+
+    Args:
+        options: of the benchmark: ``config`` and ``overrides``.
+        variants: the first is the main comparison, whose ensemble defines the budget.
+
+    Raises:
+        UserError: bad settings, or several budgets without a constant learning rate.
+    """
+
+    def __init__(self, options: Namespace, variants: Sequence[Variant]) -> None:
+        self.options, self.variants = options, list(variants)
+        self.experiment = load(options)
+        self.root = RunFolder.of(self.experiment).root / "flop_matched"
+        for variant in self.variants:
+            experiment = self.settings_of(variant)
+            for section in (experiment.expert, experiment.router):
+                if len(variant.budgets) > 1 and section.train.schedule != "constant":
+                    raise UserError(
+                        f"variant {variant.name}: {len(variant.budgets)} budgets of one training need a constant "
+                        "learning rate; set expert.train.schedule and router.train.schedule, or give one budget"
+                    )
+
+    def settings_of(self, variant: Variant, *more: str) -> Experiment:
+        """The variant's experiment."""
+        return load(self.options, *variant.overrides, *more)
+
+    def prepared(self, variant: Variant) -> RunFolder:
+        """The run folder that holds the variant's shards: the experiment's, or its own if it prepares otherwise."""
+        if not any(override.startswith("prepare.") for override in variant.overrides):
+            return RunFolder.of(self.experiment)
+        return RunFolder(self.root / variant.name / "data")
+
+    def prepare(self) -> None:
+        """Prepare the shards of all variants.
+
+        Raises:
+            UserError: ``prepare`` failed.
+        """
+        for variant in self.variants:
+            run = self.prepared(variant)
+            if not (run.prepared / "manifest.json").exists():
+                own = [*variant.overrides, f"run_dir={run.root}"] if run.root != Path(self.experiment.run_dir) else []
+                call("prepare", self.options, *own)
+
+    @cached_property
+    def costs(self) -> Costs:
+        """Costs of the main experiment."""
+        manifest = Manifest.read(self.prepared(self.variants[0]).root)
+        return Costs.of(self.experiment, manifest, manifest.num_samples)
+
+    def budget(self, share: float) -> float:
+        """Training FLOPs of the ensemble at a share of its steps, with router and partition."""
+        experiment = self.experiment
+        experts = self.costs.expert * experiment.expert.train.global_batch_size * experiment.expert.train.max_steps
+        router = self.costs.router * experiment.router.train.global_batch_size * experiment.router.train.max_steps
+        return share * (experts + router) + self.costs.partition
+
+    def jobs(self) -> list[Job]:
+        """All trainings, in the order in which they start: seed by seed, the most expensive first."""
+        jobs = []
+        for variant in self.variants:
+            experiment = self.settings_of(variant)
+            manifest = Manifest.read(self.prepared(variant).root)
+            costs = Costs.of(experiment, manifest, manifest.num_samples)
+            ensemble, monolith = TRAIN[variant.train]
+            members = [*(ensemble_members(experiment) if ensemble else []), *([MONOLITH] if monolith else [])]
+            for seed in variant.seeds:
+                for member in members:
+                    steps = tuple(self._steps(member, experiment, costs, share) for share in variant.budgets)
+                    of_sample = costs.router if member == ROUTER else costs.expert
+                    cost = steps[-1] * batch_size(member, experiment) * of_sample
+                    jobs.append(Job(variant, seed, member, steps, cost))
+        order = {variant.name: index for index, variant in enumerate(self.variants)}
+        return sorted(jobs, key=lambda job: (order[job.variant.name], job.seed, -job.flops))
+
+    def _steps(self, member: str, experiment: Experiment, costs: Costs, share: float) -> int:
+        """Steps that the budget pays for; all experts together pay for the rest of router and partition."""
+        router = experiment.router.train
+        if member == ROUTER:
+            return max(1, round(share * router.max_steps))
+        budget, batch = self.budget(share), experiment.expert.train.global_batch_size
+        if member != MONOLITH:
+            # The partition of the main experiment is charged to every ensemble, however its clusters are made.
+            charged = costs.router * router.global_batch_size * round(share * router.max_steps)
+            budget -= charged + self.costs.partition
+        return max(1, round(budget / (costs.expert * batch)))
+
+    def folder(self, job: Job) -> Path:
+        """Run folder of one member's training."""
+        return self.root / job.variant.name / f"seed-{job.seed}" / job.member
+
+    def at_budget(self, variant: Variant, seed: int, share: float) -> RunFolder:
+        """Folder of the artifacts at one budget: an ensemble, a monolith, or both."""
+        return RunFolder(self.root / variant.name / f"seed-{seed}" / f"budget-{share:g}")
+
+    def train(self, num_jobs: int) -> None:
+        """Train what is not trained, ``num_jobs`` members at a time, and assemble the ensembles.
+
+        Raises:
+            UserError: a training failed.
+            KeyboardInterrupt: Ctrl-C; the next call continues from the checkpoints.
+        """
+        jobs = self.jobs()
+        with progress(console()) as bars, ThreadPoolExecutor(num_jobs) as pool:
+            task = bars.add_task("steps", total=sum(job.flops for job in jobs) / 1e12)
+            stop = threading.Event()
+            futures = [pool.submit(self._train, job, stop) for job in jobs]
+            try:
+                while not all(future.done() for future in futures):
+                    for future in futures:
+                        if future.done():
+                            future.result()
+                    bars.update(task, completed=sum(self.done(job) for job in jobs) / 1e12)
+                    time.sleep(POLL_SECONDS)
+                for future in futures:
+                    future.result()
+            except BaseException:
+                stop.set()
+                pool.shutdown(cancel_futures=True)
+                raise
+            bars.update(task, completed=sum(self.done(job) for job in jobs) / 1e12)
+        for variant, seed, share in self.points():
+            if TRAIN[variant.train][0]:
+                run, experiment = self.at_budget(variant, seed, share), self.settings_of(variant)
+                manifest = Manifest.read(self.prepared(variant).root)
+                folders = [run.artifact(member) for member in ensemble_members(experiment)]
+                write_ensemble(run.root, folders, manifest.priors)
+
+    def points(self) -> Iterator[tuple[Variant, int, float]]:
+        """Variant, seed and share of every comparison."""
+        for variant in self.variants:
+            for seed in variant.seeds:
+                for share in variant.budgets:
+                    yield variant, seed, share
+
+    def done(self, job: Job) -> float:
+        """FLOPs of the training that are done."""
+        if all(self.at_budget(job.variant, job.seed, s).is_finished(job.member) for s in job.variant.budgets):
+            return job.flops
+        folder = RunFolder(self.folder(job)).member(job.member)
+        return job.flops * min(1.0, MemberStatus.read(folder, job.member, job.steps[-1]).step / job.steps[-1])
+
+    def _train(self, job: Job, stop: threading.Event) -> None:
+        """Train one member from budget to budget, by the command line, as a user would."""
+        run, prepared = RunFolder(self.folder(job)), self.prepared(job.variant)
+        section = "router" if job.member == ROUTER else "expert"
+        for share, steps in zip(job.variant.budgets, job.steps, strict=True):
+            kept = self.at_budget(job.variant, job.seed, share).artifact(job.member)
+            if (kept / MEMBER_FILE).exists():
+                if read_meta(kept).step != steps:
+                    raise UserError(
+                        f"{kept}: has {read_meta(kept).step} steps, the budget asks for {steps}; move it away"
+                    )
+                continue
+            settings = [
+                *job.variant.overrides,
+                f"seed={job.seed}",
+                f"run_dir={run.root}",
+                f"island.shards={prepared.shards.resolve()}",
+                f"{section}.train.max_steps={steps}",
+                # Validating takes as long as hundreds of these small steps.
+                f"island.validate_every_n_steps={steps}",
+            ]
+            refuse_changed(load(self.options, *settings))
+            if not (run.prepared / "manifest.json").exists():
+                run.prepared.mkdir(parents=True, exist_ok=True)
+                shutil.copy(prepared.prepared / "manifest.json", run.prepared)
+            self._fit(job, settings, stop)
+            with atomic_folder(kept) as temporary:
+                shutil.copytree(run.artifact(job.member), temporary, dirs_exist_ok=True)
+
+    def _fit(self, job: Job, settings: Sequence[str], stop: threading.Event) -> None:
+        arguments = ["fit", "-c", str(self.options.config), *self.options.overrides, *settings, f"member={job.member}"]
+        if stop.is_set():
+            return
+        # A session of its own: we pass Ctrl-C on, once.
+        process = subprocess.Popen(
+            [sys.executable, "-m", "ddm_lightning", *arguments],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        errors = ""
+        while process.returncode is None:
+            try:
+                _, errors = process.communicate(timeout=POLL_SECONDS)
+            except subprocess.TimeoutExpired:
+                if stop.is_set():
+                    process.terminate()
+                    process.communicate()
+                    raise KeyboardInterrupt from None
+        if process.returncode:
+            raise UserError(f"{self.folder(job)}: training ended with code {process.returncode}: {errors[-2000:]}")

@@ -1,0 +1,64 @@
+"""``oracle`` and ``sample-each-step``, the paper's controls, on experts whose samples show their cluster."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from scipy.stats import chisquare
+from torch import Tensor, nn
+
+from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.registry import STRATEGIES
+from ddm_lightning.ensemble.routing import sample
+from ddm_lightning.ensemble.velocity import Ensemble
+from ddm_lightning.flow.condition import Condition
+
+PRIORS = [0.1, 0.2, 0.7]
+
+
+class Point(nn.Module):
+    """The exact expert of a cluster that is a single point."""
+
+    prediction = "velocity"
+
+    def __init__(self, point: float) -> None:
+        super().__init__()
+        self.point = nn.Parameter(torch.tensor(point))
+
+    def forward(self, x_t: Tensor, t: Tensor, _condition: Condition | None) -> Tensor:
+        return (x_t - self.point) / t[:, None, None, None]
+
+
+class ConstantRouter(nn.Module):
+    """p(cluster) is the prior whatever the sample."""
+
+    def forward(self, x_t: Tensor, _t: Tensor, _condition: Condition | None) -> Tensor:
+        return torch.tensor(PRIORS).log().expand(len(x_t), -1)
+
+
+def generate(strategy: str, router: nn.Module | None, **params: object) -> tuple[Tensor, Ensemble]:
+    ensemble = Ensemble([Point(0.0), Point(1.0), Point(2.0)], router, PRIORS)
+    built = STRATEGIES.build(strategy, params)
+    x_0 = sample(ensemble, None, 1000, (1, 1, 1), strategy=built, num_steps=8, shift=1.0, seed=0, batch_size=500)
+    return x_0.flatten(), ensemble
+
+
+def test_an_oracle_keeps_one_expert_and_the_priors() -> None:
+    x_0, ensemble = generate("oracle", None)
+    clusters = x_0.round()
+    assert torch.allclose(x_0, clusters, atol=1e-5)
+    counts = torch.bincount(clusters.long(), minlength=3)
+    assert chisquare(counts.numpy(), 1000 * torch.tensor(PRIORS).numpy()).pvalue > 0.01
+    assert ensemble.expert_rows == 8 * 1000
+    assert torch.allclose(generate("oracle", None, cluster=1)[0], torch.ones(1000), atol=1e-5)
+    with pytest.raises(UserError, match="cluster = 3 is not from 0 to 2"):
+        STRATEGIES.build("oracle", {"cluster": 3}).check_num_clusters(3)
+
+
+def test_sampling_at_each_step_ends_with_the_expert_of_the_last() -> None:
+    """The last Euler step goes to the chosen point, so only its choice shows."""
+    x_0, ensemble = generate("sample-each-step", ConstantRouter())
+    counts = torch.bincount(x_0.round().long(), minlength=3)
+    assert torch.allclose(x_0, x_0.round(), atol=1e-5)
+    assert chisquare(counts.numpy(), 1000 * torch.tensor(PRIORS).numpy()).pvalue > 0.01
+    assert ensemble.expert_rows == 8 * 1000
