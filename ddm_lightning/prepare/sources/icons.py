@@ -24,7 +24,7 @@ _VARIANT = re.compile(r"(-(flat|duo|fill|\d+|\dx\d))+$")
 _SKIN_TONE = re.compile(r"-(medium-light|medium-dark|light|medium|dark)(-skin-tone|$)")
 
 _TRADEMARK = re.compile(
-    "logo|brand|adobe|amazon|android|apple-(1|2|flat|one)|chrome|facebook|google|instagram|linkedin|microsoft|paypal"
+    "logo|brand|adobe|amazon|android|^apple-(1|2|flat|one)|chrome|facebook|google|instagram|linkedin|microsoft|paypal"
     "|spotify|tiktok|twitter|whatsapp|youtube"
 )
 _ALMOST_WHITE = 240

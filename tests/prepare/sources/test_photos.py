@@ -1,0 +1,51 @@
+import numpy as np
+import pytest
+
+from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.registry import SOURCES
+
+
+def photos(**params):
+    source = SOURCES.build("photos", params)
+    return source, [one for part in source.parts() for one in source.read(part)]
+
+
+@pytest.fixture(scope="module")
+def patches():
+    return photos(max_side=512)
+
+
+def corner(patch):
+    _, y, x = patch.key.rsplit("-", 2)
+    return int(y), int(x)
+
+
+def test_patches_show_their_photograph(patches):
+    from sklearn.datasets import load_sample_image
+
+    source, found = patches
+    assert len({one.key for one in found}) == len(found) > 4000
+    assert {one.label for one in found} == set(range(source.num_classes))
+    assert all(one.caption == source.class_names[one.label] and one.image.std() >= 8 for one in found)
+    _, whole = photos(max_side=2000, stride=64)
+    china = [one for one in whole if one.caption == "Chinese palace"]
+    y, x = corner(china[5])
+    np.testing.assert_array_equal(china[5].image, load_sample_image("china.jpg")[y : y + 48, x : x + 48])
+
+
+def test_no_pixel_is_in_two_groups(patches):
+    owners = {}
+    for patch in patches[1]:
+        y, x = corner(patch)
+        owner = owners.setdefault(patch.label, np.full((512, 512), "", dtype="<U40"))
+        own = owner[y : y + 48, x : x + 48]
+        assert np.isin(own, ("", patch.group)).all()
+        own[:] = patch.group
+    groups = {patch.group for patch in patches[1]}
+    assert len(groups) > 100 and all(group.count(",") == 1 for group in groups)
+
+
+@pytest.mark.parametrize("params", [{"size": 4}, {"size": 64, "block": 32}, {"stride": 0}])
+def test_bad_params(params):
+    with pytest.raises(UserError, match="size must be from 8 to block, and stride at least 1"):
+        photos(**params)
