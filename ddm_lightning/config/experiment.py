@@ -186,6 +186,18 @@ class RouterConfig:
 
 
 @dataclass
+class DistillConfig:
+    """Distillation of the ensemble into one network like an expert: ``fit member=student`` (2501.05450, section 4)."""
+
+    teacher: str = "owner"
+    """``owner`` (the expert of the sample's cluster; no router needed) or a routing strategy, such as ``full``."""
+    max_steps: int | None = option(None, low=1)
+    """Optimizer steps; null for those of an expert."""
+    global_batch_size: int | None = option(None, low=1)
+    """Samples per step; null for ``expert.train.global_batch_size``. The paper takes a quarter of it."""
+
+
+@dataclass
 class IslandConfig:
     """Machine that trains a member; may differ between islands."""
 
@@ -273,6 +285,8 @@ class Experiment:
     """Experts and monolith."""
     router: RouterConfig = field(default_factory=RouterConfig)
     """Router."""
+    distill: DistillConfig = field(default_factory=DistillConfig)
+    """Student."""
     island: IslandConfig = field(default_factory=IslandConfig)
     """Machine."""
     sample: SampleConfig = field(default_factory=SampleConfig)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float, Int
@@ -60,12 +60,13 @@ class Batch:
         drawn = [torch.rand((), generator=keyed_generator(self._seed, "expert", step, *own)) for own in self._keys]
         return torch.stack(drawn).to(self.ensemble.device)
 
-    def field(self, route: Callable[[Tensor], Tensor]) -> VelocityField:
-        """The ensemble's velocity for these samples; see ``Ensemble.velocity`` for ``route``."""
+    def field(self, **weighting: Any) -> VelocityField:
+        """The ensemble's velocity for these samples; ``weighting`` is ``route`` or ``weights`` of its method."""
 
         def velocity(x_t: Samples, t: Times) -> Samples:
             self._on_evaluation(t)
-            return self.ensemble.velocity(x_t, t, self.condition, route=route, guidance_scale=self.guidance_scale)
+            scale = self.guidance_scale
+            return self.ensemble.velocity(x_t, t, self.condition, guidance_scale=scale, **weighting)
 
         return velocity
 
@@ -125,7 +126,7 @@ class Strategy:
 
     def field(self, batch: Batch) -> VelocityField:
         """Velocity of the batch; by default the experts' velocities weighted by ``weights``."""
-        return batch.field(self.weights)
+        return batch.field(route=self.weights)
 
     def generate(self, batch: Batch, times: Float[Tensor, " num_times"], solver: str) -> Float[Tensor, "b c h w"]:
         """Integrate from ``batch.x_1`` at ``times[0]`` to x_0 with the velocity of ``field``."""

@@ -109,6 +109,7 @@ class Ensemble:
         condition: Condition | None = None,
         *,
         route: Route = lambda probabilities: probabilities,
+        weights: Float[Tensor, "b K"] | None = None,
         guidance_scale: float = 1.0,
     ) -> Samples:
         """Sum the experts' velocities, weighted by the router; by default the exact mixture.
@@ -118,12 +119,13 @@ class Ensemble:
             t: their times.
             condition: one per row, or None for the null condition in all.
             route: maps p(k | x_t, t) to weights, such as ``Strategy.weights``; weight 0 skips an expert on that row.
+            weights: the experts' weights, instead of routed ones.
             guidance_scale: see ``expert_velocity``.
 
         Raises:
             UserError: several experts and no router.
         """
-        weights = route(self.probabilities(x_t, t, condition))
+        weights = route(self.probabilities(x_t, t, condition)) if weights is None else weights
         velocity = torch.zeros_like(x_t)
         for k in range(self.num_clusters):
             rows = weights[:, k].nonzero().squeeze(1)

@@ -30,7 +30,7 @@ from ddm_lightning.core.files import atomic_write_text
 from ddm_lightning.core.formatting import member_columns
 from ddm_lightning.core.processes import FITTED_BY, STOPPED, handling, num_cores
 from ddm_lightning.members.artifact import is_finished, read_meta
-from ddm_lightning.members.member import MONOLITH, Member, ensemble_members, train_config
+from ddm_lightning.members.member import MONOLITH, STUDENT, Member, ensemble_members, train_config
 from ddm_lightning.members.run_folder import RunFolder
 from ddm_lightning.members.status import MemberStatus, loss_of
 from ddm_lightning.shards.manifest import Manifest
@@ -221,7 +221,7 @@ def member_status(member: str, experiment: Experiment, run: RunFolder) -> Member
 
 def shown_members(experiment: Experiment, run: RunFolder) -> list[str]:
     """Members of the ensemble, and the monolith once it has started."""
-    return ensemble_members(experiment) + ([MONOLITH] if run.member(MONOLITH).exists() else [])
+    return ensemble_members(experiment) + [name for name in (MONOLITH, STUDENT) if run.member(name).exists()]
 
 
 def members_table(experiment: Experiment, run: RunFolder) -> Table:

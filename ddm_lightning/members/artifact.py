@@ -24,7 +24,7 @@ from ddm_lightning.core.files import atomic_folder, atomic_write_json
 from ddm_lightning.core.weights import check_memory, load_weights, read_header, save_weights
 from ddm_lightning.flow.condition import ConditionSpec
 from ddm_lightning.flow.path import PREDICTIONS
-from ddm_lightning.members.member import MONOLITH, ROUTER, Member, make_network, train_config
+from ddm_lightning.members.member import MONOLITH, ROUTER, STUDENT, Member, make_network, train_config
 from ddm_lightning.members.run_folder import MEMBER_FILE, RunFolder, field_checks, read_record
 from ddm_lightning.members.status import HELD_OUT_STEP, MemberStatus
 from ddm_lightning.shards.manifest import Manifest
@@ -38,7 +38,7 @@ VERSION: checks.Check = (
     f"{FORMAT_VERSION} (for another, install the release of ddm_lightning that wrote it)",
 )
 MEMBER: checks.Check = checks.matching(
-    rf"expert-(0|[1-9]\d{{0,5}})|{ROUTER}|{MONOLITH}", "expert-0, expert-1 …, router or monolith"
+    rf"expert-(0|[1-9]\d{{0,5}})|{ROUTER}|{MONOLITH}|{STUDENT}", "expert-0, expert-1 …, router, monolith or student"
 )
 """Check for a member's name."""
 
@@ -58,9 +58,9 @@ class ArtifactMeta:
     format_version: Annotated[int, VERSION] = FORMAT_VERSION
     """Version of this layout."""
     member: Annotated[str, MEMBER]
-    """``expert-0`` … ``expert-{K-1}``, ``router`` or ``monolith``."""
-    role: Annotated[str, checks.one_of(("expert", ROUTER, MONOLITH))]
-    """``expert``, ``router`` or ``monolith``."""
+    """``expert-0`` … ``expert-{K-1}``, ``router``, ``monolith`` or ``student``."""
+    role: Annotated[str, checks.one_of(("expert", ROUTER, MONOLITH, STUDENT))]
+    """``expert``, ``router``, ``monolith`` or ``student``."""
     network: Annotated[str, checks.TEXT]
     """Name in the registry of experts (or of routers)."""
     params: Annotated[dict[str, Any], checks.OBJECT]

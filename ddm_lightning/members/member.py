@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from ddm_lightning.flow.condition import ConditionSpec
 from ddm_lightning.flow.randomness import keyed_generator
 from ddm_lightning.shards.manifest import DataSizes, Manifest
 
-ROUTER, MONOLITH = "router", "monolith"
+ROUTER, MONOLITH, STUDENT = "router", "monolith", "student"
 
 
 def expert_name(cluster: int) -> str:
@@ -37,7 +37,7 @@ def parse_members(text: str, experiment: Experiment) -> list[str]:
     """
     if text == "all":
         return ensemble_members(experiment)
-    known = [*ensemble_members(experiment), MONOLITH]
+    known = [*ensemble_members(experiment), MONOLITH, STUDENT]
     names = [name.strip() for name in text.split(",")]
     for name in names:
         if name not in known:
@@ -47,7 +47,14 @@ def parse_members(text: str, experiment: Experiment) -> list[str]:
 
 def train_config(name: str, experiment: Experiment) -> TrainConfig:
     """Training settings of a member; needs no data sizes, unlike ``Member.resolve``."""
-    return (experiment.router if name == ROUTER else experiment.expert).train
+    train, distill = (experiment.router if name == ROUTER else experiment.expert).train, experiment.distill
+    if name != STUDENT:
+        return train
+    return replace(
+        train,
+        max_steps=distill.max_steps or train.max_steps,
+        global_batch_size=distill.global_batch_size or train.global_batch_size,
+    )
 
 
 def batch_size(name: str, experiment: Experiment) -> int:
@@ -61,9 +68,9 @@ class Member:
     """One member, with all settings that the experiment and its data determine."""
 
     name: str
-    """``expert-0`` …, ``router`` or ``monolith``; keys the noise of its training."""
+    """``expert-0`` …, ``router``, ``monolith`` or ``student``; keys the noise of its training."""
     role: str
-    """``expert``, ``router`` or ``monolith``."""
+    """``expert``, ``router``, ``monolith`` or ``student``."""
     section: str
     """Section of the experiment that describes it: ``expert`` or ``router``."""
     clusters: tuple[int, ...]
@@ -111,7 +118,7 @@ class Member:
             num_clusters=num_clusters,
             seed=experiment.seed,
             network=config.network,
-            train=config.train,
+            train=train_config(name, experiment),
             timesteps=config.timesteps,
             batch_size=batch_size(name, experiment),
             x_shape=sizes.x_shape,
@@ -125,7 +132,7 @@ class Member:
     def build_network(self) -> nn.Module:
         """Build the network with initial weights that depend on the seed and the section.
 
-        All experts and the monolith start from the same weights.
+        All experts, the monolith and the student start from the same weights.
 
         Raises:
             UserError: the network is unknown or refuses its parameters.

@@ -23,7 +23,7 @@ MEMBER_FILE = "member.json"
 """Description of an artifact's weights."""
 ENSEMBLE_FILE = "ensemble.json"
 # Sections and keys that may change between two starts: they change no byte of shards and no meaning of weights.
-FREE_SECTIONS = ("run_dir", "island", "sample")
+FREE_SECTIONS = ("run_dir", "island", "sample", "distill")
 FREE_KEYS = ("prepare.engine", "prepare.num_processes", "prepare.shards.remote")
 
 

@@ -17,11 +17,13 @@ from ddm_lightning.core.devices import configure_torch, resolve_accelerator
 from ddm_lightning.core.errors import UserError, first_line
 from ddm_lightning.core.formatting import amount
 from ddm_lightning.core.processes import keep_heap
-from ddm_lightning.core.registry import CALLBACKS, CAPTION_ENCODERS, require
+from ddm_lightning.core.registry import CALLBACKS, CAPTION_ENCODERS, STRATEGIES, require
 from ddm_lightning.core.weights import check_memory
 from ddm_lightning.encoders.interfaces import CaptionEncoder
+from ddm_lightning.ensemble.load import load_ensemble
+from ddm_lightning.ensemble.routing import Strategy
 from ddm_lightning.members.artifact import hand_over, is_finished
-from ddm_lightning.members.member import ROUTER, Member, train_config
+from ddm_lightning.members.member import ROUTER, STUDENT, Member, train_config
 from ddm_lightning.members.run_folder import RunFolder, lock_member
 from ddm_lightning.members.status import MemberStatus
 from ddm_lightning.shards.datamodule import ClusterDataModule
@@ -29,7 +31,7 @@ from ddm_lightning.shards.manifest import Manifest, StoredForm
 from ddm_lightning.training import callbacks, ema
 from ddm_lightning.training.checkpoint import rolling
 from ddm_lightning.training.loggers import SampleLogger, build_loggers
-from ddm_lightning.training.module import ExpertModule, MemberModule, RouterModule
+from ddm_lightning.training.module import ExpertModule, MemberModule, RouterModule, StudentModule
 from ddm_lightning.training.parallel import ranks
 from ddm_lightning.training.parallel.strategy import BackgroundCheckpoints, checkpoint_bytes, choose_strategy
 from ddm_lightning.training.speed import measure_cost
@@ -78,6 +80,8 @@ def _fit_locked(
     manifest = Manifest.read(run.root)
     member = Member.resolve(name, experiment, manifest)
     module = build_module(member, island, manifest)
+    if isinstance(module, StudentModule):
+        teach(module, experiment, run)
     data = build_data(member, island, manifest, run)
 
     num_parameters, num_widths = sum(p.numel() for p in module.network.parameters()), len(member.train.ema_widths)
@@ -150,7 +154,7 @@ def build_module(member: Member, island: IslandConfig, manifest: Manifest) -> Me
         )
     planned = member.plan_network()
     check_memory([*planned.parameters(), *planned.buffers()], member.name)
-    kind = RouterModule if member.role == ROUTER else ExpertModule
+    kind = {ROUTER: RouterModule, STUDENT: StudentModule}.get(member.role, ExpertModule)
     return kind(
         member.build_network(),
         member,
@@ -159,6 +163,18 @@ def build_module(member: Member, island: IslandConfig, manifest: Manifest) -> Me
         caption_encoder=_online_encoder(member, manifest),
         num_held_out=sum(manifest.clusters[k].held_out for k in member.clusters),
     )
+
+
+def teach(module: StudentModule, experiment: Experiment, run: RunFolder) -> None:
+    """Give a student its teacher: the run's finished ensemble.
+
+    Raises:
+        UserError: no ensemble, a damaged artifact, or a strategy without weights or without its router.
+    """
+    module.teacher, name = load_ensemble(run.root).ensemble, experiment.distill.teacher
+    module.strategy = None if name == "owner" else STRATEGIES.build(name, {})
+    if module.strategy is not None and type(module.strategy).weights is Strategy.weights:
+        raise UserError(f"key 'distill.teacher' = {name!r}: does not weight velocities; set owner, full or top-1")
 
 
 def _online_encoder(member: Member, manifest: Manifest) -> CaptionEncoder | None:

@@ -17,8 +17,16 @@ from torch.nn import functional as F
 
 from ddm_lightning.config.experiment import IslandConfig
 from ddm_lightning.encoders.interfaces import CaptionEncoder
+from ddm_lightning.ensemble.routing import Strategy
+from ddm_lightning.ensemble.velocity import Ensemble
 from ddm_lightning.flow.condition import Condition
-from ddm_lightning.flow.path import interpolate, min_snr_weights, training_target
+from ddm_lightning.flow.path import (
+    interpolate,
+    min_snr_weights,
+    noise_from_velocity,
+    training_target,
+    x_0_from_velocity,
+)
 from ddm_lightning.flow.randomness import keyed_generator, keyed_seed
 from ddm_lightning.flow.timesteps import sample_timesteps, stratified_timesteps
 from ddm_lightning.members.member import Member
@@ -418,8 +426,12 @@ class ExpertModule(MemberModule):
     def compute_losses(self, noisy: NoisyBatch, batch: dict[str, Tensor]) -> dict[str, Float[Tensor, " b"]]:
         """Return the mean squared error of each sample."""
         prediction = self.network(noisy.x_t, noisy.t, noisy.condition)
-        target = training_target(noisy.x_0, noisy.noise, self.prediction)
+        target = training_target(*self.ends(noisy, batch), self.prediction)
         return {"loss": F.mse_loss(prediction.float(), target, reduction="none").flatten(1).mean(1)}
+
+    def ends(self, noisy: NoisyBatch, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return data and noise of each sample, the ends of its path."""
+        return noisy.x_0, noisy.noise
 
     @torch.no_grad()
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
@@ -430,6 +442,29 @@ class ExpertModule(MemberModule):
             loss = self.compute_losses(noisy, batch)["loss"][:num].sum()
             for suffix in ("", _at(index)):
                 self.accumulate(f"held_out/loss{suffix}", loss, num)
+
+
+class StudentModule(ExpertModule):
+    """Student: regresses the ensemble's velocity instead of ``ε − x_0`` (arXiv 2501.05450, section 4).
+
+    The held-out loss is an expert's, so that it compares with the monolith's.
+    """
+
+    teacher: Ensemble
+    """All experts, and the router if ``strategy`` needs one."""
+    strategy: Strategy | None
+    """Weights the experts; None evaluates the expert of each sample's cluster."""
+
+    def ends(self, noisy: NoisyBatch, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the teacher's estimates of data and noise; in validation, the true ones."""
+        if not self.training:
+            return super().ends(noisy, batch)
+        x_t, t = noisy.x_t, noisy.t
+        weighting: dict[str, Any] = {"weights": F.one_hot(batch["cluster"], self.member.num_clusters).to(x_t)}
+        if self.strategy is not None:
+            weighting = {"route": self.strategy.weights}
+        velocity = self.teacher.to(x_t.device).velocity(x_t, t, noisy.condition, **weighting)
+        return x_0_from_velocity(x_t, velocity, t), noise_from_velocity(x_t, velocity, t)
 
 
 class RouterModule(MemberModule):

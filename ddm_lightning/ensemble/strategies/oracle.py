@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
+from torch.nn import functional
 
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import STRATEGIES
 from ddm_lightning.ensemble.routing import Batch, Strategy, choose
-from ddm_lightning.flow.path import Samples, Times, VelocityField
+from ddm_lightning.flow.path import VelocityField
 
 
 @STRATEGIES.register("oracle")
@@ -33,19 +32,9 @@ class Oracle(Strategy):
 
     def field(self, batch: Batch) -> VelocityField:
         """Velocity of each sample's own expert."""
-        ensemble = batch.ensemble
-        priors = ensemble.priors.to(ensemble.device)
-        if self.cluster is not None:
-            priors = torch.eye(ensemble.num_clusters, dtype=priors.dtype, device=priors.device)[self.cluster]
-        weights = priors.expand(len(batch.x_1), -1)
-        clusters = choose(weights, batch.uniform(0))
-
-        def velocity(x_t: Samples, t: Times) -> Float[Tensor, "b c h w"]:
-            result = torch.empty_like(x_t)
-            for k in range(ensemble.num_clusters):
-                rows = (clusters == k).nonzero().squeeze(1)
-                if len(rows):
-                    result[rows] = batch.expert_velocity(k, x_t[rows], t[rows], rows)
-            return result
-
-        return velocity
+        priors, num_clusters = batch.ensemble.priors.to(batch.x_1.device), batch.ensemble.num_clusters
+        if self.cluster is None:
+            clusters = choose(priors.expand(len(batch.x_1), -1), batch.uniform(0))
+        else:
+            clusters = torch.full((len(batch.x_1),), self.cluster, device=batch.x_1.device)
+        return batch.field(weights=functional.one_hot(clusters, num_clusters).to(batch.x_1))

@@ -28,4 +28,4 @@ class SampleEachStep(Strategy):
             chosen = choose(probabilities, batch.uniform(next(evaluations)))
             return functional.one_hot(chosen, probabilities.shape[1]).to(probabilities)
 
-        return batch.field(weights)
+        return batch.field(route=weights)

@@ -1,0 +1,75 @@
+"""The student: its target is the ensemble's velocity."""
+
+import pytest
+import torch
+from tiny_runs import copy_run, settings
+from training.members import Recorder, at, batch, build, expert
+
+from ddm_lightning.cli.parser import main
+from ddm_lightning.core.registry import STRATEGIES
+from ddm_lightning.ensemble.velocity import Ensemble
+from ddm_lightning.members.artifact import read_artifact
+from ddm_lightning.training.module import NUM_VALIDATION_TIMESTEPS, StudentModule
+
+SLOPES = torch.tensor([-1.0, 0.5, 2.0])
+
+
+class Router(torch.nn.Module):
+    """Fixed probabilities, whatever it sees."""
+
+    probabilities = torch.tensor([0.2, 0.3, 0.5])
+
+    def forward(self, x_t, _t, _condition):
+        return self.probabilities.log().expand(len(x_t), -1)
+
+
+def student(network, strategy=None):
+    """A student of three experts whose velocities are multiples of x_t."""
+    module = at(build(StudentModule, network, name="student", role="student", condition_dropout=0.0), step=0)
+    experts = [Recorder(answer=lambda x_t, _, slope=slope: slope / 0.7 * x_t) for slope in SLOPES]
+    module.teacher = Ensemble(experts, Router(), [1 / 3] * 3)
+    module.strategy = None if strategy is None else STRATEGIES.build(strategy, {})
+    return module
+
+
+@pytest.mark.parametrize("prediction", ["velocity", "epsilon", "x_0"])
+@pytest.mark.parametrize("strategy", [None, "full", "top-1"])
+def test_the_target_is_the_teachers_velocity(prediction, strategy):
+    network, part = Recorder(prediction), batch(32)
+    loss = student(network, strategy).training_step(part, 0)
+    ((x_t, t, _),) = network.calls
+    slope = {
+        None: SLOPES[part["cluster"]],
+        "full": (SLOPES * Router.probabilities).sum(),
+        "top-1": SLOPES[2],
+    }[strategy]
+    velocity = slope.reshape(-1, 1, 1, 1) * x_t
+    time = t[:, None, None, None]
+    target = {
+        "velocity": velocity,
+        "epsilon": x_t + (1 - time) * velocity,
+        "x_0": x_t - time * velocity,
+    }[prediction]
+    assert loss.item() == pytest.approx((0.7 * x_t - target).square().mean().item(), rel=1e-4)
+
+
+def test_the_held_out_loss_is_an_experts():
+    part, losses = batch(16), []
+    for module in (student(Recorder()), expert(Recorder())):
+        module.eval()
+        module.validation_step(part, 0)
+        losses.append(module.drain("held_out/"))
+    assert len(losses[0]) == 1 + NUM_VALIDATION_TIMESTEPS
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.slow
+def test_it_trains_from_a_finished_ensemble_by_the_command_line(finished_run, tmp_path, capsys):
+    run = copy_run(finished_run, tmp_path / "run")
+    own = [*settings(run), "distill.max_steps=3", "distill.global_batch_size=4", "member=student"]
+    assert main(["fit", *own]) == 0
+    meta, _ = read_artifact(run / "members" / "student" / "artifact")
+    assert (meta.role, meta.step, meta.num_samples) == ("student", 3, 12)
+    (run / "ensemble.json").unlink()
+    assert main(["fit", *own, "distill.max_steps=4"]) == 2
+    assert "ensemble.json: the ensemble's manifest is missing; fit the missing members" in capsys.readouterr().err
