@@ -163,6 +163,8 @@ class ExpertConfig:
     """Network, by its name in the registry of experts."""
     timesteps: TimestepsConfig = field(default_factory=TimestepsConfig)
     """Training timesteps."""
+    loss: str = option("prediction", choices=("prediction", "velocity"))
+    """Error that is squared: of the network's ``prediction``, or of the ``velocity`` that it implies (JiT)."""
     min_snr_gamma: float | None = option(None, low=1e-6)
     """Gamma of the Min-SNR loss weight min(SNR, gamma), 5 in its paper; null for equal weights."""
     train: TrainConfig = field(default_factory=TrainConfig)

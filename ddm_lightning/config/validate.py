@@ -75,6 +75,8 @@ def _contradictions(experiment: Experiment) -> Iterator[tuple[str, str]]:
 
 def _contradictions_of_sizes(experiment: Experiment) -> Iterator[tuple[str, str]]:
     island, partition = experiment.island, experiment.prepare.partition
+    if experiment.expert.loss == "velocity" and experiment.expert.min_snr_gamma is not None:
+        yield "expert.min_snr_gamma", "weights the loss, as expert.loss = 'velocity' does; set one of them"
     num_clusters, num_fine = partition.num_clusters, partition.num_fine_centroids
     if (partition.path is not None) != (partition.kind == "existing"):
         yield "prepare.partition.path", "belongs to prepare.partition.kind = existing; set both or neither"

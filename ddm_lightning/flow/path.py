@@ -22,6 +22,8 @@ from torch import Tensor
 PREDICTIONS = ("velocity", "epsilon", "x_0")
 MIN_DATA_SCALE = 1e-2
 """Smallest 1 - t by which a noise prediction is divided (as in Heterogeneous DDM, 2603.06741)."""
+MIN_LOSS_SCALE = 0.05
+"""Smallest divisor of a training error."""
 MIN_NOISE_SCALE = 1e-3
 """Smallest t by which a data prediction is divided; below the last step of any usual sampler."""
 
@@ -101,6 +103,21 @@ def training_target(x_0: Samples, noise: Samples, kind: str) -> Samples:
     if kind == "x_0":
         return x_0
     raise _unknown(kind)
+
+
+def velocity_loss_weights(t: Times, kind: str) -> Times:
+    """Loss weights that turn a squared error of ``kind`` into that of the implied velocity.
+
+    The error in the velocity is the error in x_0 divided by t, and that in the noise divided by 1 - t. Divisors are at
+    least ``MIN_LOSS_SCALE``, as in JiT (Li and He, 2511.13720), which trains x_0 predictions with this loss.
+
+    Raises:
+        ValueError: ``kind`` is none of ``PREDICTIONS``.
+    """
+    if kind not in PREDICTIONS:
+        raise _unknown(kind)
+    divisor = {"velocity": torch.ones_like(t), "epsilon": 1 - t, "x_0": t}[kind]
+    return divisor.clamp(min=MIN_LOSS_SCALE) ** -2
 
 
 def min_snr_weights(t: Times, gamma: float, kind: str) -> Times:

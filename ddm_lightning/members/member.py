@@ -90,6 +90,8 @@ class Member:
     """Kind and size of its network's condition."""
     condition_dropout: float
     """Probability of dropping a sample's condition."""
+    loss: str
+    """Error that the loss squares: of the ``prediction`` or of the ``velocity``."""
     min_snr_gamma: float | None
     """Cap of the loss weight over timesteps; None for equal weights."""
     image_encoder: PluginConfig
@@ -124,6 +126,7 @@ class Member:
             x_shape=sizes.x_shape,
             condition=ConditionSpec("none", 0) if unconditional else condition_spec(experiment, sizes),
             condition_dropout=experiment.router.condition_dropout if is_router else experiment.condition.dropout,
+            loss="prediction" if is_router else experiment.expert.loss,
             min_snr_gamma=None if is_router else experiment.expert.min_snr_gamma,
             image_encoder=experiment.prepare.image_encoder,
             caption_encoder=experiment.prepare.caption_encoder,

@@ -21,7 +21,7 @@ from ddm_lightning.networks.embeddings import (
     sincos_positions,
     unpatchify,
 )
-from ddm_lightning.networks.recipe import Architecture
+from ddm_lightning.networks.recipe import Architecture, ExpertArchitecture
 
 
 @runtime_checkable
@@ -182,7 +182,7 @@ class Trunk(PatchTransformer):
 
 @EXPERTS.register("dit")
 class DiT(Trunk):
-    """Predicts the velocity of ``x_t``.
+    """Predicts the velocity of ``x_t``, or its noise or data.
 
     DiT-XL/2 is size XL, patch_size 2. With modulation ``single`` and CLIP's 77 x 768 tokens it is the expert of Paris
     (2510.03434) with 608M parameters instead of 605M: its last layer projects the modulation from the time (2.7M),
@@ -197,22 +197,23 @@ class DiT(Trunk):
     Args:
         x_shape: (channels, height, width) of ``x_t``; height and width in pixels or latent cells.
         condition: kind and size of the condition.
-        params: fields of ``recipe.Architecture``, such as ``patch_size``, ``size`` and ``mlp``.
+        params: fields of ``recipe.ExpertArchitecture``, such as ``patch_size``, ``size`` and ``mlp``.
 
     Raises:
         ValueError: sizes that do not fit each other, or an unknown choice.
     """
 
-    prediction = "velocity"
+    params = ExpertArchitecture
 
     def __init__(self, *, x_shape: tuple[int, int, int], condition: ConditionSpec, **params: Any) -> None:
-        options = Architecture(**params)
+        options = ExpertArchitecture(**params)
         out_features = x_shape[0] * options.patch_size**2
         super().__init__(x_shape=x_shape, condition=condition, options=options, out_features=out_features)
+        self.prediction = options.prediction
         self.initialise()
 
     def forward(self, x_t: Float[Tensor, "b c h w"], t: Times, condition: Condition | None) -> Float[Tensor, "b c h w"]:
-        """The velocity, in the dtype of ``x_t``; ``condition=None`` is the learned null in every row.
+        """The prediction, in the dtype of ``x_t``; ``condition=None`` is the learned null in every row.
 
         Raises:
             ValueError: a shape other than ``x_shape``, a ``t`` narrower than 32 bits, or a condition for kind ``none``.

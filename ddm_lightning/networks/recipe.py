@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 from ddm_lightning.core.checks import option
+from ddm_lightning.flow.path import PREDICTIONS
 
 
 class Size(NamedTuple):
@@ -81,3 +82,11 @@ class Architecture(Recipe):
         if given:
             raise ValueError(f"size = {self.size!r} sets width, depth and num_heads: remove it or {', '.join(given)}")
         return SIZES[self.size]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertArchitecture(Architecture):
+    """Parameters of ``DiT``."""
+
+    prediction: str = option("velocity", choices=PREDICTIONS)
+    """Output of the network: ``velocity``, ``epsilon`` (the noise) or ``x_0`` (the data)."""

@@ -25,6 +25,7 @@ from ddm_lightning.flow.path import (
     min_snr_weights,
     noise_from_velocity,
     training_target,
+    velocity_loss_weights,
     x_0_from_velocity,
 )
 from ddm_lightning.flow.randomness import keyed_generator, keyed_seed
@@ -191,7 +192,9 @@ class MemberModule(L.LightningModule):
         raise NotImplementedError
 
     def weighted(self, losses: Float[Tensor, " b"], t: Float[Tensor, " b"]) -> Float[Tensor, " b"]:
-        """Weight the losses for training, by Min-SNR if ``min_snr_gamma`` is set; curves show them without weights."""
+        """Weight the losses for training, by velocity or Min-SNR; curves show them without weights."""
+        if self.member.loss == "velocity":
+            return losses * velocity_loss_weights(t, self.prediction)
         gamma = self.member.min_snr_gamma
         return losses if gamma is None else losses * min_snr_weights(t, gamma, self.prediction)
 

@@ -13,6 +13,8 @@ from ddm_lightning.flow.path import (
     min_snr_weights,
     to_velocity,
     training_target,
+    velocity_loss_weights,
+    velocity_target,
     x_0_from_velocity,
 )
 
@@ -79,6 +81,18 @@ def test_each_kind_weighs_one_guess_of_the_data_alike(kind: str, gamma: float) -
     snr = ((1 - times) / times).square()
     expected = torch.where(snr < gamma, snr, gamma) * (guess - x_0).square().sum(1)
     torch.testing.assert_close(min_snr_weights(times, gamma, kind) * squares, expected, rtol=1e-10, atol=0)
+
+
+@pytest.mark.parametrize("kind", PREDICTIONS)
+def test_the_velocity_loss_is_the_error_of_the_velocity(kind: str) -> None:
+    times = torch.linspace(0.05, 0.95, 19, dtype=torch.float64)
+    x_0, noise, error = torch.randn(3, len(times), 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    target = training_target(x_0, noise, kind)
+    x_t = interpolate(x_0, noise, times)
+    implied = to_velocity(target + error, x_t, times, kind)
+    expected = (implied - velocity_target(x_0, noise)).square().sum(1)
+    torch.testing.assert_close(velocity_loss_weights(times, kind) * error.square().sum(1), expected)
+    assert velocity_loss_weights(torch.tensor([0.0, 1.0]), kind).max() <= 400.001
 
 
 def branches() -> list[torch.Tensor]:

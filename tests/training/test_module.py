@@ -254,6 +254,13 @@ def test_a_weighted_loss_counts_in_the_gradient_and_not_in_the_curve(prediction,
         assert torch.equal(a, b)
 
 
+def test_the_loss_can_be_that_of_the_velocity():
+    plain, weighted = (expert(Recorder("x_0"), loss=loss) for loss in ("prediction", "velocity"))
+    noised, found = plain.noisy_batch(batch()), weighted.training_step(batch(), 0)
+    each = plain.compute_losses(noised, batch())["loss"]
+    assert found.item() == pytest.approx((each / noised.t.clamp(min=0.05) ** 2).mean().item(), rel=1e-5)
+
+
 @pytest.mark.parametrize("prediction", ["velocity", "epsilon", "x_0"])
 def test_the_loss_is_the_mean_squared_error_of_what_is_predicted(prediction):
     network = Recorder(prediction)
