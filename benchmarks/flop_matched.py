@@ -243,14 +243,9 @@ def collect(study: Study, options: Namespace) -> tuple[list[Point], dict[str, np
     tasks: list[Task] = []
     for variant, seed, share in study.points():
         own = study.settings_of(variant)
-        ensemble, monolith = TRAIN[variant.train]
-        largest = share == max(variant.budgets)
+        is_full = variant.name == "main" and share == max(variant.budgets)
         for method in METHODS:
-            if not (monolith if method.monolith else ensemble) or not (
-                method.curve or (largest and variant.name == "main")
-            ):
-                continue
-            if not method.monolith and own.prepare.partition.num_clusters == 1:
+            if method.model not in TRAIN[variant.train] or not (method.curve or is_full):
                 continue
             run_folder = study.at_budget(variant, seed, share)
             where.append((variant, seed, share))

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from common import console, progress
+from flop_training import ENSEMBLE
 from jaxtyping import Float, UInt8
 from split import read_split
 from torch import Tensor, nn
@@ -24,7 +25,7 @@ from ddm_lightning.ensemble.load import LoadedEnsemble, load_ensemble, load_sing
 from ddm_lightning.ensemble.routing import sample
 from ddm_lightning.flow.condition import Condition, ConditionSpec
 from ddm_lightning.flow.randomness import keyed_generator
-from ddm_lightning.members.member import MONOLITH
+from ddm_lightning.members.member import MONOLITH, STUDENT
 from ddm_lightning.members.run_folder import MEMBER_FILE, RunFolder
 from ddm_lightning.networks.flops import flops_per_sample
 from ddm_lightning.shards.manifest import HELD_OUT, Manifest
@@ -39,9 +40,10 @@ class Method:
     name: str
     """Suffix of its figures, as in ``kid_<name>``."""
     strategy: str
-    """Routing strategy; any gives the same for a monolith, an ensemble of one."""
+    """Routing strategy; any gives the same for a single network."""
     solver: str
-    monolith: bool = False
+    model: str = ENSEMBLE
+    """``ensemble``, ``monolith`` or ``student``."""
     params: dict[str, Any] = field(default_factory=dict)
     """Parameters of the strategy."""
     steps_factor: int = 1
@@ -51,8 +53,10 @@ class Method:
 
 
 METHODS = (
-    Method("monolith", "full", "euler", monolith=True, curve=True),
-    Method("monolith_ancestral", "full", "ancestral", monolith=True, curve=True),
+    Method("monolith", "full", "euler", model=MONOLITH, curve=True),
+    Method("monolith_ancestral", "full", "ancestral", model=MONOLITH, curve=True),
+    Method("student", "full", "euler", model=STUDENT, curve=True),
+    Method("student_ancestral", "full", "ancestral", model=STUDENT, curve=True),
     Method("bayes", "bayes", "ancestral", curve=True),
     Method("top1", "top-1", "euler", curve=True),
     Method("full", "full", "euler"),
@@ -63,7 +67,7 @@ METHODS = (
     Method("oracle", "oracle", "euler"),
     Method("oracle_ancestral", "oracle", "ancestral"),
     Method("sample_each_step", "sample-each-step", "euler"),
-    Method("monolith_ancestral_twice", "full", "ancestral", monolith=True, steps_factor=2),
+    Method("monolith_ancestral_twice", "full", "ancestral", model=MONOLITH, steps_factor=2),
 )
 
 
@@ -105,13 +109,13 @@ class Task:
         return self.out / f"{self.method.name}-{sha256_json(described)[:12]}.npz"
 
     def _described_by(self) -> Path:
-        run = RunFolder(self.weights)
-        return run.artifact(MONOLITH) / MEMBER_FILE if self.method.monolith else run.ensemble
+        run, model = RunFolder(self.weights), self.method.model
+        return run.ensemble if model == ENSEMBLE else run.artifact(model) / MEMBER_FILE
 
     def load(self) -> LoadedEnsemble:
         """Load the weights."""
-        run = RunFolder(self.weights)
-        return load_single(run.artifact(MONOLITH)) if self.method.monolith else load_ensemble(run.root)
+        run, model = RunFolder(self.weights), self.method.model
+        return load_ensemble(run.root) if model == ENSEMBLE else load_single(run.artifact(model))
 
 
 @dataclass(frozen=True, eq=False)

@@ -29,13 +29,17 @@ from ddm_lightning.core.files import atomic_folder
 from ddm_lightning.core.registry import FEATURES
 from ddm_lightning.members.artifact import read_meta
 from ddm_lightning.members.assembly import write_ensemble
-from ddm_lightning.members.member import MONOLITH, ROUTER, Member, batch_size, ensemble_members
+from ddm_lightning.members.member import MONOLITH, ROUTER, STUDENT, Member, batch_size, ensemble_members
 from ddm_lightning.members.run_folder import MEMBER_FILE, RunFolder, refuse_changed
 from ddm_lightning.members.status import MemberStatus
 from ddm_lightning.networks.flops import flops_per_sample
 from ddm_lightning.shards.manifest import DataSizes, Manifest
 
-TRAIN = {"both": (True, True), "ensemble": (True, False), "monolith": (False, True)}
+ENSEMBLE = "ensemble"
+TRAIN = {"both": (ENSEMBLE, MONOLITH), ENSEMBLE: (ENSEMBLE,), MONOLITH: (MONOLITH,), STUDENT: (STUDENT,)}
+"""What a variant trains. A student learns from the main ensemble of its seed."""
+STUDENT_COST = 4 / 3
+"""FLOPs of a student's step over a monolith's: the teacher's forward pass is a third of forward and backward."""
 POLL_SECONDS = 2.0
 
 
@@ -85,7 +89,7 @@ class Variant:
     overrides: tuple[str, ...] = ()
     """Settings ``key=value`` that differ from the experiment's."""
     train: str = "both"
-    """``both``, ``ensemble`` or ``monolith``."""
+    """A key of ``TRAIN``."""
     budgets: tuple[float, ...] = (1.0,)
     """Shares of the experiment's budget, ascending."""
     seeds: tuple[int, ...] = (0,)
@@ -171,12 +175,13 @@ class Study:
             experiment = self.settings_of(variant)
             manifest = Manifest.read(self.prepared(variant).root)
             costs = Costs.of(experiment, manifest, manifest.num_samples)
-            ensemble, monolith = TRAIN[variant.train]
-            members = [*(ensemble_members(experiment) if ensemble else []), *([MONOLITH] if monolith else [])]
+            members = []
+            for model in TRAIN[variant.train]:
+                members += ensemble_members(experiment) if model == ENSEMBLE else [model]
             for seed in variant.seeds:
                 for member in members:
                     steps = tuple(self._steps(member, experiment, costs, share) for share in variant.budgets)
-                    of_sample = costs.router if member == ROUTER else costs.expert
+                    of_sample = {ROUTER: costs.router, STUDENT: STUDENT_COST * costs.expert}.get(member, costs.expert)
                     cost = steps[-1] * batch_size(member, experiment) * of_sample
                     jobs.append(Job(variant, seed, member, steps, cost))
         order = {variant.name: index for index, variant in enumerate(self.variants)}
@@ -188,6 +193,8 @@ class Study:
         if member == ROUTER:
             return max(1, round(share * router.max_steps))
         budget, batch = self.budget(share), experiment.expert.train.global_batch_size
+        if member == STUDENT:
+            return max(1, round(share * self.budget(1.0) / (STUDENT_COST * costs.expert * batch)))
         if member != MONOLITH:
             # The partition of the main experiment is charged to every ensemble, however its clusters are made.
             charged = costs.router * router.global_batch_size * round(share * router.max_steps)
@@ -210,6 +217,16 @@ class Study:
             KeyboardInterrupt: Ctrl-C; the next call continues from the checkpoints.
         """
         jobs = self.jobs()
+        self._train_all([job for job in jobs if job.member != STUDENT], num_jobs)
+        for variant, seed, share in self.points():
+            if ENSEMBLE in TRAIN[variant.train]:
+                run, experiment = self.at_budget(variant, seed, share), self.settings_of(variant)
+                manifest = Manifest.read(self.prepared(variant).root)
+                folders = [run.artifact(member) for member in ensemble_members(experiment)]
+                write_ensemble(run.root, folders, manifest.priors)
+        self._train_all([job for job in jobs if job.member == STUDENT], num_jobs)
+
+    def _train_all(self, jobs: Sequence[Job], num_jobs: int) -> None:
         with progress(console()) as bars, ThreadPoolExecutor(num_jobs) as pool:
             task = bars.add_task("steps", total=sum(job.flops for job in jobs) / 1e12)
             stop = threading.Event()
@@ -228,12 +245,6 @@ class Study:
                 pool.shutdown(cancel_futures=True)
                 raise
             bars.update(task, completed=sum(self.done(job) for job in jobs) / 1e12)
-        for variant, seed, share in self.points():
-            if TRAIN[variant.train][0]:
-                run, experiment = self.at_budget(variant, seed, share), self.settings_of(variant)
-                manifest = Manifest.read(self.prepared(variant).root)
-                folders = [run.artifact(member) for member in ensemble_members(experiment)]
-                write_ensemble(run.root, folders, manifest.priors)
 
     def points(self) -> Iterator[tuple[Variant, int, float]]:
         """Variant, seed and share of every comparison."""
@@ -252,7 +263,7 @@ class Study:
     def _train(self, job: Job, stop: threading.Event) -> None:
         """Train one member from budget to budget, by the command line, as a user would."""
         run, prepared = RunFolder(self.folder(job)), self.prepared(job.variant)
-        section = "router" if job.member == ROUTER else "expert"
+        section = {ROUTER: "router.train", STUDENT: "distill"}.get(job.member, "expert.train")
         for share, steps in zip(job.variant.budgets, job.steps, strict=True):
             kept = self.at_budget(job.variant, job.seed, share).artifact(job.member)
             if (kept / MEMBER_FILE).exists():
@@ -266,7 +277,7 @@ class Study:
                 f"seed={job.seed}",
                 f"run_dir={run.root}",
                 f"island.shards={prepared.shards.resolve()}",
-                f"{section}.train.max_steps={steps}",
+                f"{section}.max_steps={steps}",
                 # Validating takes as long as hundreds of these small steps.
                 f"island.validate_every_n_steps={steps}",
             ]
@@ -274,6 +285,10 @@ class Study:
             if not (run.prepared / "manifest.json").exists():
                 run.prepared.mkdir(parents=True, exist_ok=True)
                 shutil.copy(prepared.prepared / "manifest.json", run.prepared)
+            if job.member == STUDENT and not run.ensemble.exists():
+                teacher = self.at_budget(self.variants[0], job.seed, max(self.variants[0].budgets))
+                shutil.copytree(teacher.root / "members", run.root / "members", dirs_exist_ok=True)
+                shutil.copy(teacher.ensemble, run.ensemble)
             self._fit(job, settings, stop)
             with atomic_folder(kept) as temporary:
                 shutil.copytree(run.artifact(job.member), temporary, dirs_exist_ok=True)

@@ -44,7 +44,7 @@ def test_several_budgets_need_a_constant_rate(tmp_path):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("a: {train: nothing}", "train = 'nothing' is none of both, ensemble, monolith"),
+        ("a: {train: nothing}", "train = 'nothing' is none of both, ensemble, monolith, student"),
         ("a: {colour: red}", "is no file of variants"),
         ("b: {}", "no variant 'a'; known: b"),
         ("- a", "is no file of variants"),
@@ -106,7 +106,10 @@ def test_too_few_images_are_refused_before_anything_is_trained(tmp_path):
 def test_from_nothing_to_results_and_nothing_is_trained_twice(tmp_path):
     run, out = tmp_path / "run", tmp_path / "out.json"
     variants = tmp_path / "variants.yaml"
-    variants.write_text("random: {train: ensemble, overrides: [prepare.partition.kind=random]}\n")
+    variants.write_text(
+        "random: {train: ensemble, overrides: [prepare.partition.kind=random]}\n"
+        "student: {train: student, budgets: [0.5]}\n"
+    )
     arguments = ["-c", TINY, "--num", "16", "--json", str(out), f"run_dir={run}", "--quick", "--budgets", "0.5", "1"]
     arguments += ["--variants", str(variants)]
     flop_matched.main(arguments)
@@ -114,7 +117,7 @@ def test_from_nothing_to_results_and_nothing_is_trained_twice(tmp_path):
     found = json.loads(out.read_text())
     assert found["figures"]["num_budgets"] == 2
     assert {"best_over_monolith", "top1_over_monolith", "flops_for_equal_score"} <= found["figures"].keys()
-    assert {point["variant"] for point in found["points"]} == {"main", "random"}
+    assert {point["variant"] for point in found["points"]} == {"main", "random", "student"}
     root = run / "quick" / "flop_matched"
     assert (root / "report" / "report.html").stat().st_size > 50_000
     written = {path: path.stat().st_mtime_ns for path in root.rglob("*") if path.suffix in (".npz", ".safetensors")}
