@@ -1,4 +1,4 @@
-"""DiT-XL/2 on one GPU: samples a second, attention back ends, memory against the plan."""
+"""DiT-XL/2 on one GPU: samples per second, attention back ends, planned and measured memory."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ ATTENTION = ("sdpa", "xformers")
 
 
 def measure(report: Report, sizes: Sizes, device: torch.device, num_rounds: int, steps_a_turn: int) -> None:
-    """A row and figures for each back end that runs here, under bfloat16 autocast with compiled blocks.
+    """Add a row and figures for each back end that runs here, under bfloat16 autocast with compiled blocks.
 
-    Each has the device to itself: its peak is not another's.
+    Each runs on an otherwise empty device, so that its peak is its own.
     """
     for attention in ATTENTION:
-        gc.collect()  # what earlier parts left on the device is not this one's
+        gc.collect()  # remove the remains of earlier measurements
         if device.type == "cuda":
             torch.cuda.empty_cache()
         try:
@@ -32,7 +32,7 @@ def measure(report: Report, sizes: Sizes, device: torch.device, num_rounds: int,
             track_ema(step.optimizer, 0.9999)
             seconds = in_turn({attention: step}, num_rounds, steps_a_turn)[attention]
         except (UserError, RuntimeError) as error:
-            report.note(f"Attention by {attention} did not run on {device}: {str(error).splitlines()[0]}")
+            report.note(f"Attention back end {attention} did not run on {device}: {str(error).splitlines()[0]}")
             continue
         middle = median(seconds)
         report.figures[f"seconds_xl2_{attention}"] = middle

@@ -1,4 +1,4 @@
-"""A step of two processes on this machine: FSDP2 as an island shards a member, beside DDP."""
+"""A training step of two processes on this machine: FSDP2, sharded as on an island, against DDP."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _SECONDS = 900.0
 
 
 def measure(sizes: Sizes, num_rounds: int, steps_a_turn: int) -> dict[str, list[Seconds]]:
-    """Seconds a step of ``ddp`` and ``fsdp2``, as rank 0 sees it, a value a round.
+    """Measure seconds per step of ``ddp`` and ``fsdp2`` on rank 0, one value per round.
 
     Raises:
-        UserError: a process failed; it has said why.
+        UserError: a process failed; it has printed the reason.
     """
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
@@ -50,7 +50,7 @@ def measure(sizes: Sizes, num_rounds: int, steps_a_turn: int) -> dict[str, list[
                 process.kill()
                 process.join()
     if found is None:
-        raise UserError("FSDP2 beside DDP: a process failed or did not answer; see above")
+        raise UserError("FSDP2 against DDP: a process failed or did not answer; see above")
     return found
 
 

@@ -169,7 +169,9 @@ def test_the_gpu_part_does_without_xformers(monkeypatch):
     report = Report("", step.HEADINGS)
     step_gpu.measure(report, TINY, CPU, 1, 1)
     assert "seconds_xl2_sdpa" in report.figures
-    assert any("Attention by xformers did not run" in note and "cannot be imported" in note for note in report.notes)
+    assert any(
+        "Attention back end xformers did not run" in note and "cannot be imported" in note for note in report.notes
+    )
 
 
 @pytest.mark.long
