@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -265,7 +266,7 @@ def _replay(experiment: Experiment, options: argparse.Namespace) -> int:
     replay = replay_step(member, experiment, run, options.step, options.rank)
     print(f"step {replay.skipped.step} of {member}, rank {replay.skipped.rank}, with {replay.weights}")
     Console().print(replay_table(replay))
-    if replay.blames_none():
+    if all(math.isfinite(sample.gradient_norm) for sample in replay.samples):
         print("every gradient is finite here: blame that step's weights, or samples of another rank (--rank)")
     return 0
 

@@ -100,8 +100,7 @@ class TwoLayers(nn.Module):
 
     def project(self, vectors: Float[Tensor, "b size"]) -> Float[Tensor, "b width"]:
         """One vector per row."""
-        projected: Tensor = self.out(functional.silu(self.hidden(vectors)))
-        return projected
+        return self.out(functional.silu(self.hidden(vectors)))
 
 
 class TimestepEmbedding(TwoLayers):

@@ -122,8 +122,7 @@ def encode_part(job: PartJob, plugins: Plugins, tick: Tick) -> dict[str, Any]:
     if CAPTIONS in job.wanted:
         # The images have counted the samples already.
         _encode_captions(job, ledger, plugins, tick if not image_groups else lambda _: None)
-    facts: dict[str, Any] = ledger.records[RECORDS]
-    return facts
+    return ledger.records[RECORDS]
 
 
 def _without_unchanged(job: PartJob, ledger: Ledger, plugins: Plugins) -> dict[str, str]:

@@ -13,17 +13,16 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
-from ddm_lightning.config.load import prepare_to_json
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.formatting import time_column
 from ddm_lightning.core.processes import num_cores, on_orphaned
-from ddm_lightning.prepare.reading import Plugins, plugins_of
+from ddm_lightning.prepare.reading import Plugins
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")
@@ -64,7 +63,7 @@ def run_jobs(
         tick: receives the samples done so far of the job running in this process.
         engine: ``local`` or ``ray``.
     """
-    work_in_process = partial(_work_in_process, work, prepare_to_json(plugins.config))
+    work_in_process = partial(_work_in_process, work, pickle.dumps(plugins.config))
     num_processes = num_processes_for(plugins.config.num_processes, len(jobs), num_samples)
     if engine == "ray":
         yield from run_ray(work_in_process, jobs)
@@ -74,8 +73,14 @@ def run_jobs(
         yield from ((number, work(job, plugins, tick)) for number, job in enumerate(jobs))
 
 
-def _work_in_process(work: Callable[[Any, Plugins, Callable[[int], None]], Result], config: str, job: Any) -> Result:
-    return work(job, plugins_of(config), lambda _: None)
+def _work_in_process(work: Callable[[Any, Plugins, Callable[[int], None]], Result], config: bytes, job: Any) -> Result:
+    return work(job, _plugins_of(config), lambda _: None)
+
+
+@lru_cache(maxsize=1)
+def _plugins_of(config: bytes) -> Plugins:
+    """Return the plug-ins of a pickled configuration; a process keeps them from job to job."""
+    return Plugins(pickle.loads(config))  # noqa: S301  our own
 
 
 def run_local(work: Callable[[Job], Result], jobs: Sequence[Job], num_processes: int) -> Iterator[tuple[int, Result]]:

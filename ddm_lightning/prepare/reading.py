@@ -6,7 +6,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from importlib.metadata import version
 from itertools import islice
 from typing import Any
@@ -16,7 +16,6 @@ from jaxtyping import UInt8
 from PIL import Image, ImageOps
 
 from ddm_lightning.config.experiment import PrepareConfig
-from ddm_lightning.config.load import prepare_from_json
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import CAPTION_ENCODERS, FEATURES, IMAGE_ENCODERS, SOURCES
 from ddm_lightning.encoders.interfaces import CaptionEncoder, Features, ImageEncoder
@@ -71,12 +70,6 @@ class Plugins:
     def provenance(self) -> dict[str, dict[str, str]]:
         """Return the origin of each network's weights; may load them."""
         return {name: plugin.provenance() for name, plugin in self._encoders().items()}
-
-
-@lru_cache(maxsize=1)
-def plugins_of(config: str) -> Plugins:
-    """Return the plug-ins of a ``prepare`` section in JSON; a process keeps them from job to job."""
-    return Plugins(prepare_from_json(config))
 
 
 class Reading:

@@ -13,7 +13,6 @@ from jaxtyping import Bool, Float64, Int, UInt64
 
 from ddm_lightning.config.experiment import Experiment, ShardsConfig
 from ddm_lightning.core.columns import Rows
-from ddm_lightning.core.compat import ensure_torchvision_importable
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_folder, atomic_write_json, read_json
 from ddm_lightning.core.formatting import amount
@@ -46,7 +45,6 @@ def check_compression(config: ShardsConfig) -> None:
     """
     if config.compression is None:
         return
-    ensure_torchvision_importable()
     from streaming.base.compression import is_compression
 
     key = f"key 'prepare.shards.compression' = {config.compression!r}"
@@ -150,7 +148,6 @@ def write_split(
     Returns:
         Per channel of ``x_0``: number of values, their sum, and the sum of their squares.
     """
-    ensure_torchvision_importable()
     from streaming import MDSWriter
 
     moments: list[Float64[np.ndarray, "3 c"]] = []
@@ -255,7 +252,7 @@ def manifest_of(
         for k in range(partition.num_clusters)
     )
     encoder, captions, size = plugins.image_encoder, plugins.caption_encoder, prepared.index["image_size"]
-    total = sum(cluster.train + cluster.held_out for cluster in clusters)
+
     return Manifest(
         source=asdict(config.source),
         attribution=plugins.source.attribution,
@@ -274,7 +271,7 @@ def manifest_of(
         provenance=plugins.provenance(),
         **{name: prepared.index[name] for name in ("num_read", "broken", "num_samples", "num_without_caption")},
         clusters=clusters,
-        priors=tuple((cluster.train + cluster.held_out) / total for cluster in clusters),
+        priors=tuple(partition.priors.tolist()),
         seed=experiment.seed,
         index_sha256=indices,
         partition_sha256=files("partition")["partition.safetensors"]["sha256"],

@@ -161,9 +161,7 @@ class SampleLogger(L.Callback):
         return integrate(velocity, noise, times)
 
     def _encoder(self) -> ImageEncoder:
-        plugin = self.member.image_encoder
-        encoder: ImageEncoder = IMAGE_ENCODERS.build(plugin.name, plugin.params)
-        return encoder
+        return IMAGE_ENCODERS.build(self.member.image_encoder.name, self.member.image_encoder.params)
 
     def _print(self, line: str) -> None:
         print(f"{self.member.name}: {line}", file=sys.stderr)

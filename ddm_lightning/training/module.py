@@ -486,9 +486,6 @@ class RouterModule(MemberModule):
 
 def _seed(seed: int, device: torch.device) -> None:
     """Seed only the generators in use: ``torch.manual_seed`` takes a millisecond per kind of idle device."""
-    if device.type not in ("cpu", "cuda"):
-        torch.manual_seed(seed)
-        return
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         torch.cuda.manual_seed(seed)

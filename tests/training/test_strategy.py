@@ -30,11 +30,6 @@ def test_one_device_needs_no_choice(name):
     assert (strategy.root_device, reason) == (torch.device("cpu"), "one device")
 
 
-def test_single_with_several_devices_is_refused():
-    with pytest.raises(UserError, match=r"island\.strategy.*island\.devices = 2"):
-        choose_strategy(island(strategy="single", devices=2), 1)
-
-
 @pytest.mark.parametrize("name", ["fsdp", "fsdp-shard-grad-op"])
 @pytest.mark.parametrize("precision", ["16-mixed", "64-true"])
 def test_precisions_that_fsdp2_does_not_support_are_refused(name, precision):

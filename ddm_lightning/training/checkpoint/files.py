@@ -160,8 +160,7 @@ class CheckpointWriter:
 
 def read_rest(path: Path, device: str = "cpu") -> dict[str, Any]:
     """Everything in the checkpoint ``path`` besides named tensors."""
-    rest: dict[str, Any] = torch.load(path / REST, map_location=device, weights_only=True)
-    return rest
+    return torch.load(path / REST, map_location=device, weights_only=True)
 
 
 def stored_sizes(path: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:

@@ -161,8 +161,7 @@ class Sharded(SeveralRanks, strategies.ModelParallelStrategy):
 
     def _group(self) -> ProcessGroup:
         # On the hosts, for checkpoints alone: training uses the other group while they are written.
-        group: ProcessGroup = torch.distributed.new_group(backend="gloo")
-        return group
+        return torch.distributed.new_group(backend="gloo")
 
 
 def bytes_per_number(precision: str) -> int:
@@ -195,11 +194,9 @@ def choose_strategy(
         The strategy, and one line that gives the reason.
 
     Raises:
-        UserError: ``single`` with several devices, or a precision or optimizer that FSDP2 does not support.
+        UserError: a precision or optimizer that FSDP2 does not support.
     """
     devices, name = island.devices, island.strategy
-    if name == "single" and devices > 1:
-        raise UserError(f"key 'island.strategy' = 'single', but island.devices = {devices}; set one of them")
     if devices == 1 and name in ("auto", "single"):
         device = device_of(island.accelerator)
         return OneDevice(torch.device("cuda", 0) if device.type == "cuda" else device), "one device"
