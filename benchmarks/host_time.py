@@ -35,7 +35,7 @@ from ddm_lightning.training.ema import track_ema
 from ddm_lightning.training.optimizer import build_optimizer
 from ddm_lightning.training.parallel.strategy import compile_blocks, shard_blocks
 
-NUM_RANKS, STEPS_A_TURN = 8, 5
+NUM_RANKS, STEPS_PER_TURN = 8, 5
 SIZES = Sizes(width=32, depth=28, num_heads=2, patch_size=2, channels=4, edge=4, batch_size=1)
 TITLES = {"unsharded": "unsharded", "fsdp2": "FSDP2", "gathered": "FSDP2, weights gathered until the backward pass"}
 EMA_BAR_MS = 2.0
@@ -86,7 +86,7 @@ def measure(num_rounds: int) -> dict[str, float]:
     steps = {name: HostStep(our_side(SIZES, wrap=wrap)) for name, wrap in wraps.items()}
     for number in range(num_rounds + 1):
         for step in steps.values():
-            for _ in range(STEPS_A_TURN):
+            for _ in range(STEPS_PER_TURN):
                 step.take()
             if number == 0:
                 step.found.clear()  # the first round compiles

@@ -34,7 +34,7 @@ from ddm_lightning.training.parallel.strategy import training_bytes  # noqa: E40
 MEMBER = "expert-0"
 LATENTS = DataSizes((4, 32, 32), 768, (77, 768), 1000)
 """Sizes of 256 x 256 images encoded by Stable Diffusion's VAE, and of captions encoded by CLIP ViT-L/14."""
-ROUNDS, QUICK_ROUNDS, STEPS_A_TURN = 20, 3, 5
+ROUNDS, QUICK_ROUNDS, STEPS_PER_TURN = 20, 3, 5
 
 
 def main(arguments: Sequence[str] | None) -> None:
@@ -80,7 +80,7 @@ def add(
     """Add the row and the figures of one batch size."""
     step, _ = measured(partial(TrainingStep, MEMBER, experiment, sizes, device))
     planned, peak = planned_bytes(step), peak_bytes(step)
-    seconds = median(in_turn({"step": step}, num_rounds, STEPS_A_TURN)["step"])
+    seconds = median(in_turn({"step": step}, num_rounds, STEPS_PER_TURN)["step"])
     described, peak_flops = peak_of_this_device("gpu" if device.type == "cuda" else "cpu", experiment.island.precision)
     report.figures |= {
         f"samples_per_second_{batch}": batch / seconds,

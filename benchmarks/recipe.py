@@ -36,7 +36,7 @@ from ddm_lightning.members.member import batch_size  # noqa: E402
 from ddm_lightning.members.run_folder import RunFolder  # noqa: E402
 from ddm_lightning.shards.manifest import DataSizes, Manifest  # noqa: E402
 
-STEPS_A_TURN = {"cpu": 3, "cuda": 5}
+STEPS_PER_TURN = {"cpu": 3, "cuda": 5}
 ROUNDS, QUICK_ROUNDS = {"cpu": 30, "cuda": 12}, 3
 
 
@@ -114,7 +114,9 @@ class Timing:
             return {}
         experiments = {option.name: self._load(option.setting) for option in options}
         kind, quick = self.device.type, self.options.quick
-        base = Costs(partial(self._step, self.experiment), QUICK_ROUNDS if quick else ROUNDS[kind], STEPS_A_TURN[kind])
+        base = Costs(
+            partial(self._step, self.experiment), QUICK_ROUNDS if quick else ROUNDS[kind], STEPS_PER_TURN[kind]
+        )
         found = {}
         with progress(console()) as bars:
             task = bars.add_task("steps", total=len(options))

@@ -135,11 +135,11 @@ class Costs:
     Args:
         base: makes the experiment's step, on an otherwise empty device.
         num_rounds: turns of each step.
-        steps_a_turn: steps per turn.
+        steps_per_turn: steps per turn.
     """
 
-    def __init__(self, base: Callable[[], TrainingStep], num_rounds: int, steps_a_turn: int) -> None:
-        self.num_rounds, self.steps_a_turn = num_rounds, steps_a_turn
+    def __init__(self, base: Callable[[], TrainingStep], num_rounds: int, steps_per_turn: int) -> None:
+        self.num_rounds, self.steps_per_turn = num_rounds, steps_per_turn
         self.base, self.base_peak = measured(base)
 
     def compare(self, other: Callable[[], TrainingStep]) -> tuple[Cost, Cost]:
@@ -149,7 +149,7 @@ class Costs:
             UserError, RuntimeError: ``other`` does not run on this device.
         """
         step, peak = measured(other)
-        found = in_turn({"base": self.base, "other": step}, self.num_rounds, self.steps_a_turn)
+        found = in_turn({"base": self.base, "other": step}, self.num_rounds, self.steps_per_turn)
         return _cost(self.base, found["base"], self.base_peak), _cost(step, found["other"], peak)
 
 

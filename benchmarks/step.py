@@ -34,7 +34,7 @@ from step_networks import Sizes  # noqa: E402
 
 LOOP_BAR = 1.02
 NETWORK_BAR = {"cpu": 0.9, "cuda": 0.6}
-STEPS_A_TURN, TURNS_A_GROUP = 5, 5
+STEPS_PER_TURN, TURNS_PER_GROUP = 5, 5
 HEADINGS = ["", "ours, ms per step", "other, ms per step", "ratio"]
 SMALL = Sizes(width=384, depth=6, num_heads=6, patch_size=2, channels=4, edge=16, batch_size=4)
 
@@ -71,7 +71,7 @@ class Loop:
         network = (
             f"width: {self.width}, depth: {self.depth}, num_heads: {self.num_heads}, patch_size: {self.patch_size}"
         )
-        num_steps = num_groups * TURNS_A_GROUP * STEPS_A_TURN
+        num_steps = num_groups * TURNS_PER_GROUP * STEPS_PER_TURN
         return [
             f"run_dir={folder}",
             f"prepare.source.params={{num_samples: {num_samples}, image_size: {self.image_size}}}",
@@ -82,7 +82,7 @@ class Loop:
             f"island.accelerator={'gpu' if device == 'cuda' else 'cpu'}",
             f"island.precision={'bf16-mixed' if device == 'cuda' else '32-true'}",
             f"island.compile={'true' if device == 'cuda' else 'false'}",
-            f"island.log_every_n_steps={TURNS_A_GROUP * STEPS_A_TURN}",
+            f"island.log_every_n_steps={TURNS_PER_GROUP * STEPS_PER_TURN}",
             # Neither validate nor save: their time is not the loop's.
             f"island.validate_every_n_steps={num_steps + 1}",
             f"island.checkpoint_every_n_steps={num_steps + 1}",
@@ -154,14 +154,14 @@ def trained(options: Namespace, overrides: Sequence[str]) -> step_loops.Trained:
     experiment = load(options, *overrides)
     if experiment.island.compile:
         step_networks.forget_compiled()
-    return step_loops.train(experiment, STEPS_A_TURN)
+    return step_loops.train(experiment, STEPS_PER_TURN)
 
 
 def add_loop(report: Report, loop: Loop, trained: step_loops.Trained) -> None:
     """Add the row and the figures of the loops, without the first group, which warms up."""
     turns = trained.turns
-    steps = TURNS_A_GROUP * turns.steps
-    ours, bare = (grouped(side, TURNS_A_GROUP, steps)[1:] for side in (turns.ours, turns.bare))
+    steps = TURNS_PER_GROUP * turns.steps
+    ours, bare = (grouped(side, TURNS_PER_GROUP, steps)[1:] for side in (turns.ours, turns.bare))
     title = (
         f"Trainer against a bare loop{loop.end.replace('_', ', ')}: width {loop.width}, depth {loop.depth}, "
         f"{(loop.image_size // loop.patch_size) ** 2} tokens, batch {loop.batch_size}"

@@ -39,10 +39,10 @@ def total(turns: Sequence[Seconds], num: int = 1) -> Seconds:
     return Seconds(sum(turn.wall for turn in turns) / num, sum(turn.cpu for turn in turns) / num)
 
 
-def grouped(turns: Sequence[Seconds], turns_a_group: int, steps_a_group: int) -> list[Seconds]:
+def grouped(turns: Sequence[Seconds], turns_per_group: int, steps_per_group: int) -> list[Seconds]:
     """Seconds per step of each complete group of turns."""
-    starts = range(0, len(turns) - turns_a_group + 1, turns_a_group)
-    return [total(turns[start : start + turns_a_group], steps_a_group) for start in starts]
+    starts = range(0, len(turns) - turns_per_group + 1, turns_per_group)
+    return [total(turns[start : start + turns_per_group], steps_per_group) for start in starts]
 
 
 def ratio(ours: Sequence[Seconds], theirs: Sequence[Seconds], kind: str = "wall") -> float:

@@ -17,7 +17,7 @@ XL2 = Sizes(width=1152, depth=28, num_heads=16, patch_size=2, channels=4, edge=3
 ATTENTION = ("sdpa", "xformers")
 
 
-def measure(report: Report, sizes: Sizes, device: torch.device, num_rounds: int, steps_a_turn: int) -> None:
+def measure(report: Report, sizes: Sizes, device: torch.device, num_rounds: int, steps_per_turn: int) -> None:
     """Add a row and figures for each back end that runs here, under bfloat16 autocast with compiled blocks.
 
     Each runs on an otherwise empty device, so that its peak is its own.
@@ -30,7 +30,7 @@ def measure(report: Report, sizes: Sizes, device: torch.device, num_rounds: int,
             side = our_side(sizes, attention)
             step = Step(side, sizes, device, half=True, compiled=device.type == "cuda")
             track_ema(step.optimizer, 0.9999)
-            seconds = in_turn({attention: step}, num_rounds, steps_a_turn)[attention]
+            seconds = in_turn({attention: step}, num_rounds, steps_per_turn)[attention]
         except (UserError, RuntimeError) as error:
             report.note(f"Attention back end {attention} did not run on {device}: {str(error).splitlines()[0]}")
             continue

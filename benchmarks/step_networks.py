@@ -231,16 +231,16 @@ class Step(Timed):
 
 
 def in_turn(
-    steps: Mapping[str, Timed], num_rounds: int, steps_a_turn: int, clock: Clock = now
+    steps: Mapping[str, Timed], num_rounds: int, steps_per_turn: int, clock: Clock = now
 ) -> dict[str, list[Seconds]]:
     """Measure seconds per step of each side, one value per round; every other round runs in reverse order.
 
     Two turns of each side warm up first.
     """
     for step in steps.values():
-        step.seconds(2 * steps_a_turn, clock)
+        step.seconds(2 * steps_per_turn, clock)
     found: dict[str, list[Seconds]] = {name: [] for name in steps}
     for number in range(num_rounds):
         for name in list(steps)[:: 1 if number % 2 == 0 else -1]:
-            found[name].append(steps[name].seconds(steps_a_turn, clock))
+            found[name].append(steps[name].seconds(steps_per_turn, clock))
     return found

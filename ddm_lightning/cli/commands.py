@@ -267,7 +267,7 @@ def _replay(experiment: Experiment, options: argparse.Namespace) -> int:
     print(f"step {replay.skipped.step} of {member}, rank {replay.skipped.rank}, with {replay.weights}")
     Console().print(replay_table(replay))
     if all(math.isfinite(sample.gradient_norm) for sample in replay.samples):
-        print("every gradient is finite here: blame that step's weights, or samples of another rank (--rank)")
+        print("every gradient is finite here: the cause is that step's weights, or a sample of another rank (--rank)")
     return 0
 
 

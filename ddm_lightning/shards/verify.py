@@ -12,7 +12,8 @@ from ddm_lightning.core.files import hash_file, inside, read_json, sha256_file
 
 _REMEDY = "delete the run's prepared/shards and run prepare again, or copy them again from where that was done"
 
-_BYTES: checks.Check = (lambda value: checks.is_int(value, 0) and value < 1 << 32, "a number below 2^32")  # of offsets
+# Offsets in a shard have 32 bits.
+_BYTES: checks.Check = (lambda value: checks.is_int(value, 0) and value < 1 << 32, "a number below 2^32")
 _FILE = checks.object_of({"basename": checks.TEXT, "bytes": _BYTES, "hashes": checks.OBJECT})
 _SHARD_CHECKS: dict[str, checks.Check] = {
     "column_names": checks.list_of(checks.TEXT),

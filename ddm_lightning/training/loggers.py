@@ -126,7 +126,7 @@ class SampleLogger(L.Callback):
         sampled = self.sampled(module, batch)
         if not trainer.is_global_zero:
             return
-        encoder = self._encoder()  # anew, so that its memory is the step's between validations
+        encoder = self._encoder()  # built anew, so that it takes no memory between validations
         rows = [
             (name, list(encoder.decode(x_0.float().cpu())))
             for name, x_0 in (("held out", module.normalised(batch)), ("sampled", sampled))

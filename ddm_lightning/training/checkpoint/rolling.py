@@ -143,7 +143,7 @@ def newest_checkpoint(folder: Path, *, leads: bool = True) -> tuple[Path | None,
         ``*.damaged``.
 
     Raises:
-        UserError: all checkpoints are damaged; they stay as they are. Other ranks than zero exit without a word.
+        UserError: all checkpoints are damaged; they stay as they are. Ranks other than zero exit silently.
     """
     if STARTED_BY in os.environ:  # rank zero has checked them before it started this rank
         return next(reversed(checkpoints_in(folder)), None), []

@@ -225,7 +225,7 @@ def _by_memory(island: IslandConfig, num_parameters: int, num_widths: int) -> tu
     unsharded = training_bytes(num_parameters, num_widths, island.precision)
     weights = (2 if island.precision in HALF else bytes_per_number(island.precision)) * num_parameters
     room = 0.5 * device_bytes(island.accelerator)
-    reason = f"weights, gradients, AdamW and EMA take {amount(unsharded)} a device unsharded"
+    reason = f"weights, gradients, AdamW and EMA take {amount(unsharded)} per device unsharded"
     if unsharded < room:
         return "ddp", reason
     # Gathered weights come on top of the shards. A block's whole gradients do, too, but are far smaller.
