@@ -32,7 +32,7 @@ def blamed(source: str | Path, overrides: Sequence[str], key: str, problem: str 
     typed = {text: text.partition("=")[0] for text in overrides}
     # The override sets the key, a section around it, or a key below it.
     own = [text for text, at in typed.items() if f"{key}.".startswith(f"{at}.") or at.startswith(f"{key}.")]
-    # Of two contradicting keys, ``key`` may be the one in the file, and ``problem`` names the overridden one.
+    # If two keys contradict each other, ``key`` may be in the file, and ``problem`` names the overridden one.
     other = [text for text, at in typed.items() if "." in at and at in problem]
     return f"{source} with {(own or other)[-1]!r}" if own or other else str(source)
 

@@ -146,7 +146,7 @@ def hints(kind: Any) -> dict[str, Any]:
 
 @functools.cache
 def limits(kind: Any) -> dict[str, Check]:
-    """Checks of those fields of a dataclass that are an ``option``, by name."""
+    """Checks of a dataclass's ``option`` fields, by name."""
     return {field.name: field.metadata["check"] for field in fields(kind) if "check" in field.metadata}
 
 

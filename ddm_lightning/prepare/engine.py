@@ -123,7 +123,7 @@ def run_ray(work: Callable[[Job], Result], jobs: Sequence[Job]) -> Iterator[tupl
             result = error  # Ray would wrap it in an error of its own
         return {"number": row["number"], "result": pickle.dumps(result)}
 
-    # As bytes: Ray would turn known types into columns.
+    # Pickled, because Ray would turn known types into columns.
     rows = [{"number": number, "job": pickle.dumps(job)} for number, job in enumerate(jobs)]
     for row in from_items(rows, override_num_blocks=len(rows)).map(one).iter_rows():
         result = pickle.loads(row["result"])  # noqa: S301  our own

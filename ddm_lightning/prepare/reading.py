@@ -100,7 +100,7 @@ class Reading:
         """Hash of the samples so far, pixels included."""
 
     def facts(self) -> dict[str, Any]:
-        """Return what the index needs of a whole pass, as JSON."""
+        """Return the facts of a complete pass that the index needs, as JSON."""
         return {
             "num_rows": self.num_rows,
             "num_read": self.num_read,

@@ -89,7 +89,7 @@ class Samples:
     captions: Rows
     clusters: Int[np.ndarray, "n"]
     form: StoredForm
-    """Of the stored ``x_0``."""
+    """Form in which ``x_0`` is stored."""
 
 
 def split_orders(

@@ -70,8 +70,8 @@ def log_image(trainer: L.Trainer, name: str, image: np.ndarray[Any, Any] | Figur
 class SampleLogger(L.Callback):
     """Logs images at each validation: held-out images above samples of an expert, or the router's heat map.
 
-    It runs before the module swaps its training weights back, so it shows what the artifact will hold. Training goes
-    on without images that cannot be made.
+    It runs before the module swaps its training weights back, so it samples with the averaged weights. An image that
+    cannot be made never ends training.
 
     Args:
         member: the member.

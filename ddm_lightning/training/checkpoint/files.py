@@ -186,7 +186,7 @@ def damage_of(path: Path) -> str | None:
             return f"{FILES} is not a list of files and hashes"
         extra = {found.name for found in path.glob("*.safetensors")} - sums.keys()
         if extra:
-            return f"{min(extra)} is not listed in {FILES}"  # and would be read
+            return f"{min(extra)} is not listed in {FILES}"  # but would be read
         for name, expected in sums.items():
             if not (path / name).exists():
                 return f"{name} is missing"
