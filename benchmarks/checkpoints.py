@@ -1,7 +1,7 @@
-"""What a checkpoint costs the training that it is taken of: ours in the background beside one that is waited for.
+"""Cost of a checkpoint for training: our background save against a blocking save.
 
-Steps of a DiT go on; at every turn its weights, moments and average are saved, by each way in turn. What a save costs
-is the time of all steps from its beginning until it is on the disk, less that of as many steps undisturbed.
+A DiT trains and saves its weights, moments and average, alternately in the background and blocking. The cost of a save
+is the time of all steps until it is on disk, less the time of as many undisturbed steps.
 
     python benchmarks/checkpoints.py --json benchmarks/results/checkpoints.json
 """
@@ -43,23 +43,23 @@ NUM_UNDISTURBED = 10
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one save."""
+    """Seconds that one save takes."""
 
     still: float
-    """Seconds in which no step was taken."""
+    """During which training pauses."""
     lost: float
-    """Seconds that steps took longer than undisturbed, with those of ``still``."""
+    """By which training is delayed in all, the pause included."""
     whole: float
-    """Seconds until it was on the disk."""
+    """Until the checkpoint is on disk."""
 
 
 class Saved:
-    """A network that is trained and saved now and then.
+    """A network in training, with two ways to save it.
 
     Args:
-        sizes: of the network and its batch.
-        device: where it trains.
-        folder: where it is saved.
+        sizes: sizes of the network and its batch.
+        device: training device.
+        folder: folder of the checkpoints.
     """
 
     def __init__(self, sizes: Sizes, device: torch.device, folder: Path) -> None:
@@ -72,18 +72,18 @@ class Saved:
 
     @property
     def num_bytes(self) -> int:
-        """Of all tensors that are saved."""
+        """Bytes of all saved tensors."""
         return sum(value.nbytes for value in tensors_of(self.step.side.network, self.step.optimizer).values())
 
     def undisturbed(self) -> float:
-        """Seconds of one step."""
+        """Median seconds of a step without a save."""
         return statistics.median(self.step.seconds(1).wall for _ in range(NUM_UNDISTURBED))
 
     def in_background(self, step_seconds: float) -> Cost:
-        """As training does it."""
+        """Save as training does."""
         written: list[float] = []
         path = self.folder / "background"
-        shutil.rmtree(path, ignore_errors=True)  # the disk holds one of each way, not two
+        shutil.rmtree(path, ignore_errors=True)  # keep only one on disk
         start = time.perf_counter()
         network, optimizer = self.step.side.network, self.step.optimizer
         rest = {"groups": named_groups(network, optimizer)}
@@ -92,7 +92,7 @@ class Saved:
         )
         still, num_steps = time.perf_counter() - start, 0
         while not written:
-            self.writer.raise_failure()  # of a full disk, for one
+            self.writer.raise_failure()  # such as a full disk
             self.step.seconds(1)
             num_steps += 1
         passed = time.perf_counter() - start
@@ -100,7 +100,7 @@ class Saved:
         return Cost(still, passed - num_steps * step_seconds, written[0])
 
     def waited_for(self) -> Cost:
-        """One file by ``torch.save``, flushed and renamed: what Lightning's Trainer does, and the flush."""
+        """Save one file with ``torch.save``, as Lightning's Trainer does, then sync it to disk."""
         (self.folder / "waited-for").unlink(missing_ok=True)
         start = time.perf_counter()
         state = {"model": self.step.side.network.state_dict(), "optimizer": self.step.optimizer.state_dict()}
@@ -116,12 +116,12 @@ class Saved:
 
 def main(arguments: Sequence[str] | None) -> None:
     """Run the benchmark."""
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--json", metavar="OUT", type=Path, help="write commit, device, command and figures here")
-    made.add_argument("--quick", action="store_true", help="some seconds; a network that is saved in no time")
-    made.add_argument("--device", choices=("cpu", "cuda"), default=None, help="default: cuda where there is one")
-    made.set_defaults(overrides=[])
-    options = parse(made, arguments)
+    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cli.add_argument("--json", metavar="OUT", type=Path, help="write commit, device, command and figures here")
+    cli.add_argument("--quick", action="store_true", help="a few seconds, with a tiny network")
+    cli.add_argument("--device", choices=("cpu", "cuda"), default=None, help="default: cuda where there is one")
+    cli.set_defaults(overrides=[])
+    options = parse(cli, arguments)
     name = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_num_threads(1)
     sizes = QUICK if options.quick else step_gpu.XL2 if name == "cuda" else SMALL
@@ -134,7 +134,7 @@ def main(arguments: Sequence[str] | None) -> None:
         for number in bars.track(range(num_turns + 1), description="turns"):
             step_seconds = saved.undisturbed()
             costs = saved.in_background(step_seconds), saved.waited_for()
-            if number:  # the first one makes room
+            if number:  # the first one warms up
                 undisturbed.append(step_seconds)
                 for costs_of, cost in zip(found.values(), costs, strict=True):
                     costs_of.append(cost)
@@ -145,8 +145,8 @@ def main(arguments: Sequence[str] | None) -> None:
 
 
 def _report(found: dict[str, list[Cost]], step_seconds: float, num_bytes: int, sizes: Sizes) -> Report:
-    title = f"Saving {num_bytes / 1e9:.2f} GB of a DiT, {sizes}, {1000 * step_seconds:.0f} ms a step"
-    report = Report(title, ["", "training stands still, s", "costs it in all, s", "is on the disk after, s"])
+    title = f"Saving {num_bytes / 1e9:.2f} GB of a DiT, {sizes}, {1000 * step_seconds:.0f} ms per step"
+    report = Report(title, ["", "training pauses, s", "total delay, s", "on disk after, s"])
     for way, costs in found.items():
         middle = [
             statistics.median(values) for values in zip(*((c.still, c.lost, c.whole) for c in costs), strict=True)
@@ -161,8 +161,8 @@ def _report(found: dict[str, list[Cost]], step_seconds: float, num_bytes: int, s
         "gigabytes": num_bytes / 1e9,
     }
     report.note(
-        f"In the background training stands still for {report.figures['still_over_waited_for']:.3f} of the time of a "
-        f"save that is waited for; with what its steps lose meanwhile, {report.figures['lost_over_waited_for']:.3f}."
+        f"A background save pauses training for {report.figures['still_over_waited_for']:.3f} of the time of a "
+        f"blocking save; with slower steps meanwhile, it costs {report.figures['lost_over_waited_for']:.3f} of it."
     )
     return report
 

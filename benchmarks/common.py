@@ -1,4 +1,4 @@
-"""What every benchmark shares: its command line, its results file, its tables, and a trained run to measure."""
+"""Shared by all benchmarks: command line, results file, tables, and calls of ``ddm_lightning``."""
 
 from __future__ import annotations
 
@@ -31,27 +31,27 @@ INTERRUPTED = 130
 
 
 def parser(description: str, *, config: str | None = None) -> argparse.ArgumentParser:
-    """The options that all benchmarks have; ``config`` is the experiment file that is taken without ``-c``."""
-    made = argparse.ArgumentParser(description=description)
-    made.add_argument("-c", "--config", metavar="FILE", default=config, required=config is None, help="experiment file")
-    made.add_argument("--json", metavar="OUT", type=Path, help="write commit, device, command and figures here")
-    made.add_argument("--quick", action="store_true", help="about a minute; the same ratios with less certainty")
-    made.add_argument("overrides", nargs="*", metavar="key=value", help="settings that win over the file")
-    return made
+    """Make a parser with the options common to all benchmarks; ``config`` is the default of ``-c``."""
+    cli = argparse.ArgumentParser(description=description)
+    cli.add_argument("-c", "--config", metavar="FILE", default=config, required=config is None, help="experiment file")
+    cli.add_argument("--json", metavar="OUT", type=Path, help="write commit, device, command and figures here")
+    cli.add_argument("--quick", action="store_true", help="about a minute; the same ratios with less certainty")
+    cli.add_argument("overrides", nargs="*", metavar="key=value", help="settings that override the file")
+    return cli
 
 
-def parse(made: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Parse and check what all benchmarks have.
+def parse(cli: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the command line and check the common options.
 
     Raises:
-        UserError: an override that is no ``key=value``, or a result that could not be written.
+        UserError: an override is not ``key=value``, or ``--json`` names no JSON file.
     """
     words = sys.argv[1:] if arguments is None else arguments
-    # In front, where no option that takes several values takes them for its own.
+    # Move overrides to the front: an option with several values would swallow the ones after it.
     files = {index for index, word in enumerate(words, 1) if word in ("-c", "--config", "--json")}
-    behind = [index for index, word in enumerate(words) if index not in files and re.match(r"[\w.][\w.-]*=", word)]
-    rest = [word for index, word in enumerate(words) if index not in behind]
-    options = made.parse_intermixed_args([*(words[index] for index in behind), *rest])
+    moved = [index for index, word in enumerate(words) if index not in files and re.match(r"[\w.][\w.-]*=", word)]
+    rest = [word for index, word in enumerate(words) if index not in moved]
+    options = cli.parse_intermixed_args([*(words[index] for index in moved), *rest])
     for text in options.overrides:
         if "=" not in text:
             raise UserError(f"{text}: settings are given as key=value")
@@ -61,7 +61,7 @@ def parse(made: argparse.ArgumentParser, arguments: Sequence[str] | None) -> arg
 
 
 def run(main: Callable[[Sequence[str] | None], None]) -> int:
-    """Call a benchmark: a user's mistake is one line and exit code 2, Ctrl-C and SIGTERM leave what is finished."""
+    """Run a benchmark and return its exit code: 2 for an error the user can fix, 130 after Ctrl-C or SIGTERM."""
 
     def interrupt(_number: int, _frame: FrameType | None) -> None:
         raise KeyboardInterrupt
@@ -73,15 +73,13 @@ def run(main: Callable[[Sequence[str] | None], None]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print(
-            "interrupted; trainings in a run folder are kept, and the same command goes on with them", file=sys.stderr
-        )
+        print("interrupted; the same command resumes trainings in a run folder", file=sys.stderr)
         return INTERRUPTED
     return 0
 
 
 def load(options: argparse.Namespace, *overrides: str) -> Experiment:
-    """The experiment of ``-c`` with the user's overrides and then ours."""
+    """Load the experiment of ``-c`` with the user's overrides, then those of the benchmark."""
     return load_experiment(options.config, [*options.overrides, *overrides])
 
 
@@ -89,10 +87,10 @@ def call(command: str, options: argparse.Namespace, *overrides: str) -> None:
     """Run a command of ``ddm_lightning`` as a user would, on the experiment of ``load``.
 
     Raises:
-        UserError: it failed; it has said why.
+        UserError: the command failed; it has printed the reason.
     """
     arguments = [command, "-c", str(options.config), *options.overrides, *overrides]
-    # A session of its own: a Ctrl-C in the terminal reaches us alone, and we pass it on once.
+    # In a session of its own, so that Ctrl-C in the terminal reaches this process alone, which passes it on once.
     process = subprocess.Popen([sys.executable, "-m", "ddm_lightning", *arguments], start_new_session=True)
     try:
         code = process.wait()
@@ -107,17 +105,17 @@ def call(command: str, options: argparse.Namespace, *overrides: str) -> None:
 
 
 def console() -> Console:
-    """Where tables go; wide enough for them where nothing says how wide it is."""
+    """Console for tables; 130 columns wide unless it is a terminal."""
     return Console() if sys.stdout.isatty() else Console(width=130)
 
 
 def use_all_threads() -> None:
-    """One process has the machine: all cores, unless OMP_NUM_THREADS says otherwise. Training leaves it at one."""
+    """Use all cores, or ``OMP_NUM_THREADS`` of them; training uses one thread per process."""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1))
 
 
 def progress(console: Console) -> Progress:
-    """Bars with what is done, the time that took and the time that is left."""
+    """Progress bars with counts, elapsed time and remaining time."""
     return Progress(
         TextColumn("{task.description:<22}"),
         BarColumn(),
@@ -128,7 +126,7 @@ def progress(console: Console) -> Progress:
 
 
 class Report:
-    """A table for people, and named figures for programs."""
+    """Table for people and named figures for programs."""
 
     def __init__(self, title: str, headings: Sequence[str]) -> None:
         self.title = title
@@ -168,7 +166,7 @@ class Report:
     def markdown(self, origin: Mapping[str, str]) -> str:
         """The table, its notes and the origin of its figures as Markdown."""
         alignment = [":--", *["--:"] * (len(self.headings) - 1)]
-        bar = "\\|"  # a bar in a cell would end it
+        bar = "\\|"  # a plain bar would end the cell
         table = [
             f"| {' | '.join(cell.replace('|', bar) for cell in cells)} |"
             for cells in (self.headings, alignment, *self.rows)
@@ -179,7 +177,7 @@ class Report:
 
 
 def commit() -> str:
-    """The commit of this repository, ``+changes`` behind it when tracked files outside ``results/`` differ."""
+    """Commit of this repository, followed by ``+changes`` if tracked files outside ``results/`` differ from it."""
 
     def git(*arguments: str) -> str | None:
         done = subprocess.run(["git", "-C", str(REPOSITORY), *arguments], capture_output=True, text=True, check=False)
@@ -194,7 +192,7 @@ def commit() -> str:
 
 
 def device() -> str:
-    """The processor, the GPU if torch sees one, and torch's version."""
+    """Processor, GPU if torch sees one, and torch's version."""
     model = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists():
@@ -209,7 +207,7 @@ def device() -> str:
 
 
 def command() -> str:
-    """What was typed, from the repository's root."""
+    """Command line of this benchmark, with paths relative to the repository's root."""
     script = Path(sys.argv[0]).resolve()
     shown = script.relative_to(REPOSITORY) if script.is_relative_to(REPOSITORY) else script
     return shlex.join(["python", str(shown), *sys.argv[1:]])

@@ -1,9 +1,8 @@
-"""How fast batches come from local disk: our two back ends beside StreamingDataset, WebDataset and LitData.
+"""Loading speed from a local disk: our two back ends, StreamingDataset, WebDataset and LitData.
 
-Latents of 4×32×32 fp16, and then the same with a pooled text vector of 768 fp16, in batches of 256 shuffled samples.
-Each loader is timed with 0, 1 and 2 workers, and its best number of workers counts. Each timing is of whole epochs, a
-second or more, after one that warms up, in a process of its own; rounds go through all loaders, every second one
-backwards.
+The samples are latents of 4×32×32 fp16, first alone, then with a pooled text vector of 768 fp16; batches hold 256
+shuffled samples. Each loader is timed with 0, 1 and 2 workers; the best number counts. A timing covers whole epochs, at
+least one second, after a warm-up epoch, in a process of its own. Every other round visits the loaders in reverse order.
 
     python benchmarks/dataloader.py --json benchmarks/results/dataloader.json
 """
@@ -40,18 +39,18 @@ Speeds = Mapping[tuple[str, int], Sequence[float]]
 
 def main(arguments: Sequence[str] | None) -> None:
     """Run the benchmark."""
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--json", metavar="OUT", type=Path, help="write commit, device, command and figures here")
-    made.add_argument("--quick", action="store_true", help="about a minute; the same ratios with less certainty")
-    made.add_argument("--folder", metavar="DIR", type=Path, help="where the samples are written, 2 GB for a while")
-    options = made.parse_args(arguments)
+    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cli.add_argument("--json", metavar="OUT", type=Path, help="write commit, device, command and figures here")
+    cli.add_argument("--quick", action="store_true", help="about a minute; the same ratios with less certainty")
+    cli.add_argument("--folder", metavar="DIR", type=Path, help="folder for 2 GB of temporary samples")
+    options = cli.parse_args(arguments)
     if options.json is not None and options.json.suffix != ".json":
         raise UserError(f"--json {options.json}: give a file that ends in .json")
     registry.require("benchmarks/dataloader.py", "webdataset", "litdata")
     torch.set_num_threads(1)
     num_samples, num_rounds = (QUICK_SAMPLES, QUICK_ROUNDS) if options.quick else (NUM_SAMPLES, NUM_ROUNDS)
     report = Report(
-        f"Samples a second of {num_samples:,} in shuffled batches of {BATCH_SIZE}: median (lowest to highest) of "
+        f"Samples per second of {num_samples:,} in shuffled batches of {BATCH_SIZE}: median (lowest to highest) of "
         f"{num_rounds} timing{'s' if num_rounds > 1 else ''}",
         ["samples", "loader", *(f"{workers} workers" for workers in WORKERS), "best"],
     )
@@ -63,16 +62,16 @@ def main(arguments: Sequence[str] | None) -> None:
         for data in (Data("latents", num_samples, 0), Data("latents and text", num_samples, TEXT_SIZE)):
             add(report, data, measure(data, Path(folder), num_rounds, bars))
     report.note(
-        "In WebDataset and LitData a sample is one block of bytes, which both read faster than columns; LitData "
+        "WebDataset and LitData store a sample as one block of bytes, which both read faster than columns; LitData "
         "decodes 256 at a time. LitData shuffles within its chunks, WebDataset within a buffer of 1,000 samples, the "
-        "others everywhere."
+        "others over the whole data set."
     )
     report.show(shown)
     report.write(options.json)
 
 
 def measure(data: Data, folder: Path, num_rounds: int, bars: Progress) -> dict[tuple[str, int], list[float]]:
-    """Samples a second by side and number of workers, a value a round."""
+    """Measure samples per second by loader and number of workers, one value per round."""
     task = bars.add_task(data.name, total=len(WRITERS) + num_rounds * len(SIDES) * len(WORKERS))
     for name, write in WRITERS.items():
         write(data, folder / data.name / name)
@@ -86,10 +85,10 @@ def measure(data: Data, folder: Path, num_rounds: int, bars: Progress) -> dict[t
 
 
 def in_a_process(side: Side, data: Data, folder: Path, num_workers: int) -> float:
-    """``samples_per_second`` without what other loaders left behind in the process.
+    """Measure ``samples_per_second`` in a fresh process, unaffected by other loaders.
 
     Raises:
-        UserError: it failed; the line says how.
+        UserError: the measurement failed; the line gives the reason.
     """
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe(duplex=False)
@@ -97,9 +96,9 @@ def in_a_process(side: Side, data: Data, folder: Path, num_workers: int) -> floa
     process.start()
     theirs.close()
     try:
-        answer = ours.recv() if ours.poll(_SECONDS) else f"nothing within {_SECONDS:.0f} s"
+        answer = ours.recv() if ours.poll(_SECONDS) else f"no answer within {_SECONDS:.0f} s"
     except EOFError:
-        answer = "it died"
+        answer = "its process died"
     finally:
         process.kill()
         process.join()
@@ -109,17 +108,17 @@ def in_a_process(side: Side, data: Data, folder: Path, num_workers: int) -> floa
 
 
 def _child(answer: Connection, side: Side, data: Data, folder: Path, num_workers: int) -> None:
-    # Peers' advice, and Python's on the shared memory that they leave to it.
+    # Hide the libraries' advice, and Python's warnings about shared memory that they leave behind.
     warnings.simplefilter("ignore")
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
     try:
         answer.send(samples_per_second(side, data, folder, num_workers, time.perf_counter))
-    except Exception as error:  # noqa: BLE001  # passed on
+    except Exception as error:  # noqa: BLE001  # the parent reports it
         answer.send(f"{type(error).__name__}: {error}".splitlines()[0])
 
 
 def add(report: Report, data: Data, speeds: Speeds) -> None:
-    """One data set's rows and figures; those of the second have ``_text`` behind their names."""
+    """Add the rows and figures of one data set; figures with text vectors end in ``_text``."""
     medians = {key: statistics.median(values) for key, values in speeds.items()}
     best = {side: max(medians[side, workers] for workers in WORKERS) for side in SIDES}
     for side, shown in SIDES.items():

@@ -1,6 +1,6 @@
-"""The sides of ``dataloader.py``: how each writes the samples, and the loader with which each reads them fastest.
+"""Loaders of ``dataloader.py``: writer and fastest reader of each format.
 
-The same columns for all: ``x_0``, ``sample_id``, ``cluster``, ``label`` and, in the second data set, ``text``.
+All formats hold the same columns: ``x_0``, ``sample_id``, ``cluster``, ``label`` and, in the second data set, ``text``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SEED = 0
 
 @dataclass(frozen=True)
 class Data:
-    """A data set of random numbers, the same ones each time a sample is asked for."""
+    """A data set of random numbers, equal at each iteration."""
 
     name: str
     num_samples: int
@@ -41,7 +41,7 @@ class Data:
         return columns | ({"text": f"ndarray:float16:{self.text_size}"} if self.text_size else {})
 
     def samples(self) -> Iterator[dict[str, Any]]:
-        """The samples in their order."""
+        """Yield the samples in order."""
         rng = np.random.default_rng(_SEED)
         for number in range(self.num_samples):
             sample = {
@@ -55,13 +55,13 @@ class Data:
             yield sample
 
     def row(self) -> np.dtype:
-        """One sample as one block of bytes, for formats that have no columns."""
+        """Type of a sample as one block of bytes, for formats without columns."""
         fields: list[Any] = [("sample_id", "i8"), ("cluster", "i8"), ("label", "i8"), ("x_0", "f2", X_SHAPE)]
         return np.dtype(fields + ([("text", "f2", (self.text_size,))] if self.text_size else []))
 
 
 def write_mds(data: Data, folder: Path) -> None:
-    """Shards as ``prepare`` writes them."""
+    """Write shards as ``prepare`` does."""
     from streaming import MDSWriter
 
     out = str(folder / "cluster-0" / "train")
@@ -71,7 +71,7 @@ def write_mds(data: Data, folder: Path) -> None:
 
 
 def write_tars(data: Data, folder: Path) -> None:
-    """WebDataset: one member a sample, all columns in it. Several members a sample are slower to read."""
+    """Write tars for WebDataset, one file per sample with all columns; several files per sample are slower to read."""
     folder.mkdir(parents=True)
     row = np.zeros((), data.row())
     tar, size = None, SHARD_BYTES
@@ -92,7 +92,7 @@ def write_tars(data: Data, folder: Path) -> None:
 
 
 def write_chunks(data: Data, folder: Path) -> None:
-    """LitData: a sample is bytes. A dictionary of tensors and integers is twenty times slower to read."""
+    """Write chunks for LitData, each sample as bytes; a dictionary of tensors and integers is 20 times slower."""
     from litdata.streaming.writer import BinaryWriter
 
     folder.mkdir(parents=True)
@@ -143,7 +143,7 @@ def _webdataset(data: Data, folder: Path, num_workers: int) -> Iterable[Any]:
 
 
 def _litdata(data: Data, folder: Path, num_workers: int) -> Iterable[Any]:
-    os.environ["LITDATA_DISABLE_VERSION_CHECK"] = "1"  # it asks the network for a newer one
+    os.environ["LITDATA_DISABLE_VERSION_CHECK"] = "1"  # the check uses the network
     import litdata
 
     dataset = litdata.StreamingDataset(str(folder), shuffle=True, drop_last=False, seed=_SEED, batch_decode=BATCH_SIZE)
@@ -176,10 +176,10 @@ SIDES = {
 
 
 def samples_per_second(side: Side, data: Data, folder: Path, num_workers: int, clock: Callable[[], float]) -> float:
-    """Speed of whole epochs, after one that warms up: of one, or of as many as take a second.
+    """Measure whole epochs that last at least a second together, after a warm-up epoch.
 
     Raises:
-        RuntimeError: an epoch was not every sample once.
+        RuntimeError: an epoch did not hold every sample exactly once.
     """
     loader = side.build(data, folder / data.name / side.format, num_workers)
     for _ in loader:
@@ -194,7 +194,9 @@ def samples_per_second(side: Side, data: Data, folder: Path, num_workers: int, c
         num_epochs += 1
         ids = torch.cat([torch.as_tensor(ids) for ids in seen]).sort().values
         if not torch.equal(ids, torch.arange(data.num_samples)):
-            raise RuntimeError(f"{side.title}, {num_workers} workers: {len(ids)} samples are not each of them once")
+            raise RuntimeError(
+                f"{side.title}, {num_workers} workers: an epoch of {len(ids)} samples misses or repeats some"
+            )
     if isinstance(loader, ShardLoader):
         assert len(loader) * BATCH_SIZE == data.num_samples
     return num_epochs * data.num_samples / seconds

@@ -1,4 +1,4 @@
-"""Whether images follow their prompts: the share that lies nearest to a training image of the same prompt."""
+"""Prompt following: share of generated images whose nearest training image has the same prompt."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ BATCH_SIZE = 64
 
 
 class Prompts:
-    """Training samples of a member's clusters: their prompts, and the features of their images.
+    """Prompts and image features of an expert's training samples.
 
     Args:
-        experiment: conditioned on texts or classes.
-        run: prepared.
-        member: an expert or the monolith.
-        num: prompts at most, drawn at random.
+        experiment: an experiment with text or class conditions.
+        run: its prepared run folder.
+        member: name of the expert.
+        num: maximum number of random prompts to sample.
     """
 
     def __init__(self, experiment: Experiment, run: RunFolder, member: str, num: int) -> None:
@@ -39,24 +39,24 @@ class Prompts:
         whole = read_split(run, Manifest.read(run.root), TRAIN)
         rows = torch.isin(whole.clusters, torch.tensor(int(member.partition("-")[2]))).nonzero()[:, 0]
         condition = whole.condition(self.kind)
-        assert condition is not None  # there are prompts
+        assert condition is not None
         self.condition = condition.rows(rows)
         self.names = _names(whole, rows, self.kind)
         self.features = image_features(self.encoder.decode(whole.x_0[rows]))
         order = torch.randperm(len(rows), generator=keyed_generator(self.seed, "prompts"))
-        self.drawn = order[:num]
+        self.chosen = order[:num]
         counts = Counter(self.names)
-        drawn = [self.names[row] for row in self.drawn.tolist()]
-        self.chance = sum(counts[name] for name in drawn) / (len(drawn) * len(self.names))
-        """The share that a training image drawn at random for each prompt would have."""
+        chosen = [self.names[row] for row in self.chosen.tolist()]
+        self.chance = sum(counts[name] for name in chosen) / (len(chosen) * len(self.names))
+        """Share of matches with a random training image for each prompt."""
 
     def followed(self, artifact: Path) -> float:
-        """Of images of these prompts, guided as the experiment's own are, by the expert alone."""
+        """Generate one image per prompt with the expert alone and return the share that follows its prompt."""
         loaded = load_single(artifact)
         x_0 = sample(
             loaded.ensemble,
-            self.condition.rows(self.drawn),
-            len(self.drawn),
+            self.condition.rows(self.chosen),
+            len(self.chosen),
             loaded.meta.x_shape,
             strategy="full",
             solver="euler",
@@ -67,7 +67,8 @@ class Prompts:
             batch_size=BATCH_SIZE,
         )
         found = nearest(image_features(self.encoder.decode(x_0)), self.features)
-        return sum(self.names[i] == self.names[j] for i, j in zip(self.drawn.tolist(), found, strict=True)) / len(found)
+        pairs = zip(self.chosen.tolist(), found, strict=True)
+        return sum(self.names[i] == self.names[j] for i, j in pairs) / len(found)
 
 
 def _names(split: Split, rows: Tensor, kind: str) -> list[str]:
@@ -75,7 +76,7 @@ def _names(split: Split, rows: Tensor, kind: str) -> list[str]:
 
 
 def nearest(features: Float[Tensor, "n d"], known: Float[Tensor, "m d"]) -> list[int]:
-    """The row of ``known`` in the direction nearest to that of each of ``features``."""
+    """Row of ``known`` with the highest cosine similarity to each row of ``features``."""
     unit = [torch.nn.functional.normalize(one.double(), dim=1) for one in (features, known)]
     found: list[int] = (unit[0] @ unit[1].T).argmax(1).tolist()
     return found

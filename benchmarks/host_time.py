@@ -1,8 +1,8 @@
-"""What the host does in one optimizer step of 28 small compiled blocks, unsharded and sharded over eight ranks.
+"""Host time of one optimizer step of 28 small compiled blocks, unsharded and sharded over eight ranks.
 
-The process group is fake: this process is the first of eight ranks, and collectives return at once. Blocks are so small
-that nearly all of the time is the host's. The sides take turns in one process, a few steps each. Times are CPU
-times, which other processes disturb little.
+The process group is fake: this process is the first of eight ranks, and collectives return at once. The blocks are so
+small that the host takes nearly all of the time. The variants alternate in one process, a few steps each. Times are CPU
+times, which other processes hardly disturb.
 
     python benchmarks/host_time.py --before ../checkout-of-another-commit --json benchmarks/results/host_time.json
 """
@@ -35,14 +35,14 @@ from ddm_lightning.training.ema import track_ema
 from ddm_lightning.training.optimizer import build_optimizer
 from ddm_lightning.training.parallel.strategy import compile_blocks, shard_blocks
 
-NUM_RANKS, STEPS_A_TURN = 8, 5
+NUM_RANKS, STEPS_PER_TURN = 8, 5
 SIZES = Sizes(width=32, depth=28, num_heads=2, patch_size=2, channels=4, edge=4, batch_size=1)
 TITLES = {"unsharded": "unsharded", "fsdp2": "FSDP2", "gathered": "FSDP2, weights gathered until the backward pass"}
 EMA_BAR_MS = 2.0
 
 
 class HostStep:
-    """Forward, backward, clipping, fused AdamW and the EMA; remembers milliseconds a step, and those of the EMA."""
+    """Training step with clipping, fused AdamW and EMA; records the milliseconds of each step and of its EMA."""
 
     def __init__(self, side: Side) -> None:
         self.side = side
@@ -60,7 +60,7 @@ class HostStep:
         self.found: list[tuple[float, float]] = []
 
     def take(self) -> None:
-        """One step."""
+        """Take one step."""
         start = time.process_time()
         self.side.predict(self.x_t, self.t, self.classes).square().mean().backward()
         norm = nn.utils.clip_grad_norm_(self.parameters, 1.0)
@@ -73,7 +73,7 @@ class HostStep:
 
 
 def measure(num_rounds: int) -> dict[str, float]:
-    """Milliseconds a step and of its EMA, medians over all steps; ``_low`` and ``_high`` are a step's quartiles."""
+    """Measure median milliseconds of a step and of its EMA; ``_low`` and ``_high`` are quartiles of the step."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=NUM_RANKS)
     mesh = init_device_mesh("cpu", (NUM_RANKS,))
 
@@ -86,10 +86,10 @@ def measure(num_rounds: int) -> dict[str, float]:
     steps = {name: HostStep(our_side(SIZES, wrap=wrap)) for name, wrap in wraps.items()}
     for number in range(num_rounds + 1):
         for step in steps.values():
-            for _ in range(STEPS_A_TURN):
+            for _ in range(STEPS_PER_TURN):
                 step.take()
             if number == 0:
-                step.found.clear()  # what compiled
+                step.found.clear()  # the first round compiles
     dist.destroy_process_group()
     figures: dict[str, float] = {}
     for name, step in steps.items():
@@ -101,10 +101,10 @@ def measure(num_rounds: int) -> dict[str, float]:
 
 
 def measure_other(folder: Path, *, quick: bool) -> dict[str, float]:
-    """``measure`` with the package of another checkout, in a process of its own.
+    """Run ``measure`` with the package of another checkout, in a process of its own.
 
     Raises:
-        UserError: it failed; it has said why.
+        UserError: the process failed; it has printed the reason.
     """
     if not (folder / "ddm_lightning").is_dir():
         raise UserError(f"--before {folder}: give a checkout of this repository")
@@ -121,17 +121,17 @@ def measure_other(folder: Path, *, quick: bool) -> dict[str, float]:
 
 def main(arguments: Sequence[str] | None) -> None:
     """Run the benchmark."""
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--json", metavar="OUT", type=Path, help="write commit, device, command and figures here")
-    made.add_argument("--quick", action="store_true", help="a minute; the same figures with less certainty")
-    made.add_argument("--before", metavar="FOLDER", type=Path, help="a checkout of another commit to measure first")
-    made.set_defaults(overrides=[])
-    options = parse(made, arguments)
+    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cli.add_argument("--json", metavar="OUT", type=Path, help="write commit, device, command and figures here")
+    cli.add_argument("--quick", action="store_true", help="a minute; the same figures with less certainty")
+    cli.add_argument("--before", metavar="FOLDER", type=Path, help="a checkout of another commit to measure first")
+    cli.set_defaults(overrides=[])
+    options = parse(cli, arguments)
     torch.set_num_threads(1)
     before = {} if options.before is None else measure_other(options.before, quick=options.quick)
     figures = measure(3 if options.quick else 20)
-    headings = ["ms of the host", *(["a step, before", "of these EMA, before"] if before else [])]
-    report = Report("One step of 28 small compiled blocks, one thread", [*headings, "a step", "of these EMA"])
+    headings = ["host time, ms", *(["per step, before", "of it EMA, before"] if before else [])]
+    report = Report("One step of 28 small compiled blocks, one thread", [*headings, "per step", "of it EMA"])
     for name, title in TITLES.items():
         cells = [f"{some[f'{name}{end}']:.2f}" for some in (before, figures) if some for end in ("_ms", "_ema_ms")]
         report.row(title, *cells)

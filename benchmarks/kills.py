@@ -1,7 +1,7 @@
-"""A training that is stopped again and again: does it end in the same weights, and what does it cost?
+"""Stop a training at random moments: are its final weights the same, and how much time is lost?
 
-One expert is trained undisturbed, and then by a process that is ended at random moments: by SIGKILL, by SIGTERM, and by
-a disk that is full when it saves (a tmpfs; needs the right to mount one). After each end every checkpoint is read.
+One expert trains undisturbed, then once more while its process is stopped by SIGKILL, by SIGTERM, and by a full disk (a
+tmpfs, if mounting one is allowed). After each stop, every checkpoint is read.
 
     python benchmarks/kills.py --json benchmarks/results/kills.json
 """
@@ -41,36 +41,37 @@ _WAIT_SECONDS = 0.02
 
 
 @dataclass(frozen=True)
-class Ending:
-    """One end that is not the training's own."""
+class Stop:
+    """One planned stop of the training."""
 
     kind: str
+    """``KILL``, ``TERMINATE`` or ``FULL_DISK``."""
     at_step: int | None
-    """The step from which on it comes; None for one while the process starts."""
+    """Step after which to stop; None to stop while the process starts."""
     delay: float
-    """Seconds that it comes later, so that it may come in the middle of anything."""
+    """Further seconds to wait, so that the stop may hit any operation."""
 
 
-def endings(num: int, max_steps: int, kinds: Sequence[str], seed: int) -> list[Ending]:
-    """Random ends in the order of their steps, a tenth of them while the process starts; each kind is among them."""
-    draw = random.Random(seed)
-    chosen = [*kinds, *draw.choices(kinds, k=max(0, num - len(kinds)))][:num]
-    draw.shuffle(chosen)
-    steps = sorted(draw.sample(range(1, int(0.95 * max_steps)), num))
+def random_stops(num: int, max_steps: int, kinds: Sequence[str], seed: int) -> list[Stop]:
+    """Plan random stops in order of their steps: each kind at least once, a tenth of them during start-up."""
+    generator = random.Random(seed)
+    chosen = [*kinds, *generator.choices(kinds, k=max(0, num - len(kinds)))][:num]
+    generator.shuffle(chosen)
+    steps = sorted(generator.sample(range(1, int(0.95 * max_steps)), num))
     found = []
     for number, (kind, step) in enumerate(zip(chosen, steps, strict=True)):
         starting = number % 10 == 9
         if starting:
             kind = KILL
-        found.append(Ending(kind, None if starting else step, draw.uniform(0, 6.0 if starting else 0.3)))
+        found.append(Stop(kind, None if starting else step, generator.uniform(0, 6.0 if starting else 0.3)))
     return found
 
 
 def main(arguments: Sequence[str] | None) -> None:
     """Run the benchmark."""
-    made = parser(__doc__ or "", config="experiments/tiny_2x.yaml")
-    made.add_argument("--kills", type=int, default=None, help="how often (default: 20; with --quick: 3)")
-    options = parse(made, arguments)
+    cli = parser(__doc__ or "", config="experiments/tiny_2x.yaml")
+    cli.add_argument("--kills", type=int, default=None, help="number of stops (default: 20; with --quick: 3)")
+    options = parse(cli, arguments)
     num_kills = options.kills if options.kills is not None else QUICK_KILLS if options.quick else NUM_KILLS
     max_steps = QUICK_STEPS if options.quick else MAX_STEPS
     if not 1 <= num_kills <= max_steps // 10:
@@ -82,7 +83,7 @@ def main(arguments: Sequence[str] | None) -> None:
         "island.checkpoint_every_n_steps=50",
         f"island.validate_every_n_steps={max_steps}",
         "island.log_sample_ids=true",
-        # Their snapshots are written between checkpoints, and a disk may be full there, too.
+        # Writes snapshots between checkpoints, where the disk may be full, too.
         "expert.train.ema_widths=[0.1]",
     ]
     shown = console()
@@ -90,23 +91,23 @@ def main(arguments: Sequence[str] | None) -> None:
         task = bars.add_task("undisturbed", total=max_steps)
         reference = Trainings(options.config, settings, Path(folder) / "reference")
         reference.prepare()
-        seconds, _ = reference.live(None, bars, task)
+        seconds = reference.train(None, bars, task)
         task = bars.add_task("disturbed", total=max_steps)
         with small_disk(Path(folder) / "disk") as can_fill:
             kinds = [KILL, TERMINATE, *([FULL_DISK] if can_fill else [])]
             disturbed = Trainings(options.config, settings, Path(folder) / "disk" / "run")
             disturbed.prepare()
-            lives = [disturbed.live(ending, bars, task) for ending in endings(num_kills, max_steps, kinds, seed=0)]
-            lives.append(disturbed.live(None, bars, task))
-            report = _report(reference, disturbed, seconds, lives, max_steps)
+            runs = [disturbed.train(stop, bars, task) for stop in random_stops(num_kills, max_steps, kinds, seed=0)]
+            runs.append(disturbed.train(None, bars, task))
+            report = _report(reference, disturbed, seconds, runs, max_steps)
             if not can_fill:
-                report.note("A tmpfs cannot be mounted here, so no disk was full.")
+                report.note("A tmpfs cannot be mounted here, so full disks were not tested.")
     report.show(shown)
     report.write(options.json)
 
 
 class Trainings:
-    """One run folder in which one member is trained, by as many processes as it takes."""
+    """One run folder, in which successive processes train one member."""
 
     def __init__(self, config: str, settings: Sequence[str], folder: Path) -> None:
         self.config, self.settings, self.run = config, [*settings, f"run_dir={folder}"], RunFolder(folder)
@@ -115,18 +116,18 @@ class Trainings:
 
     @property
     def experiment(self) -> Experiment:
-        """With all settings."""
+        """The experiment with all settings."""
         return load(type("Options", (), {"config": self.config, "overrides": self.settings})())
 
     def prepare(self) -> None:
         """Write the shards."""
         prepare(self.experiment, self.run.root)
 
-    def live(self, ending: Ending | None, bars: Progress, task: TaskID) -> tuple[float, str]:
-        """Train until ``ending``, or to the end; seconds of wall-clock time, and what ended it.
+    def train(self, stop: Stop | None, bars: Progress, task: TaskID) -> float:
+        """Train until ``stop``, or to the last step; return seconds of wall-clock time.
 
         Raises:
-            UserError: the process ended otherwise than it should have.
+            UserError: the process ended in another way than planned.
         """
         arguments = ["fit", "-c", self.config, *self.settings, f"member={MEMBER}"]
         start = time.monotonic()
@@ -136,38 +137,38 @@ class Trainings:
             stdout=subprocess.DEVNULL,
             text=True,
         )
-        ballast = self.run.root.parent / "ballast"
+        filler = self.run.root.parent / "filler"
         try:
-            if ending is not None:
-                self._await(ending, process, bars, task)
+            if stop is not None:
+                self._await(stop, process, bars, task)
                 if process.poll() is None:
-                    if ending.kind == FULL_DISK:
-                        fill(ballast)
+                    if stop.kind == FULL_DISK:
+                        fill(filler)
                     else:
-                        process.send_signal(signal.SIGKILL if ending.kind == KILL else signal.SIGTERM)
+                        process.send_signal(signal.SIGKILL if stop.kind == KILL else signal.SIGTERM)
             while process.poll() is None and time.monotonic() < start + _MOST_SECONDS:
                 time.sleep(_WAIT_SECONDS)
                 bars.update(task, completed=self._step())
         finally:
             process.kill()
-            ballast.unlink(missing_ok=True)
-        _, said = process.communicate()
+            filler.unlink(missing_ok=True)
+        _, errors = process.communicate()
         seconds = time.monotonic() - start
-        what = _what_ended(process.returncode, said)
-        if ending is None and what != "done":
-            raise UserError(f"{self.run.root}: the training did not end by itself: {said}")
-        self.ends[what] += 1
+        reason = _reason(process.returncode, errors)
+        if stop is None and reason != "done":
+            raise UserError(f"{self.run.root}: the training did not reach its last step: {errors}")
+        self.ends[reason] += 1
         self._read_checkpoints()
-        return seconds, what
+        return seconds
 
-    def _await(self, ending: Ending, process: subprocess.Popen[str], bars: Progress, task: TaskID) -> None:
-        while ending.at_step is not None and process.poll() is None:
+    def _await(self, stop: Stop, process: subprocess.Popen[str], bars: Progress, task: TaskID) -> None:
+        while stop.at_step is not None and process.poll() is None:
             status = self._status()
-            if status.state == "training" and status.step >= ending.at_step:
+            if status.state == "training" and status.step >= stop.at_step:
                 break
             bars.update(task, completed=status.step)
             time.sleep(_WAIT_SECONDS)
-        time.sleep(ending.delay)
+        time.sleep(stop.delay)
 
     def _status(self) -> MemberStatus:
         return MemberStatus.read(self.run.member(MEMBER), MEMBER, 0)
@@ -181,22 +182,23 @@ class Trainings:
             self.num_unreadable += damage_of(path) is not None
 
     def steps_taken(self) -> int:
-        """Steps of all lives, those taken twice included."""
+        """Number of steps taken by all processes, repeated steps included."""
         return len((self.run.member(MEMBER) / "sample_ids.txt").read_text(encoding="utf-8").splitlines())
 
 
-def hashes(trainings: Trainings, what: str) -> dict[str, str]:
-    """Of the weights in a folder of the member's, by their names."""
-    folder = trainings.run.member(MEMBER) / what
+def hashes(trainings: Trainings, name: str) -> dict[str, str]:
+    """SHA-256 of each weights file in the member's folder ``name``."""
+    folder = trainings.run.member(MEMBER) / name
     return {path.name: sha256_file(path) for path in folder.glob("*.safetensors")}
 
 
-def _what_ended(code: int, said: str) -> str:
-    if code == 2 and "is full; free some space" in said:
+def _reason(code: int, errors: str) -> str:
+    """Why a training process ended, from its exit code and stderr."""
+    if code == 2 and "is full; free some space" in errors:
         return FULL_DISK
     known = {0: "done", -signal.SIGKILL: KILL, 130: TERMINATE, -signal.SIGTERM: TERMINATE}
     if code not in known:
-        raise UserError(f"the training ended with code {code}: {said[-2000:]}")
+        raise UserError(f"the training ended with code {code}: {errors[-2000:]}")
     return known[code]
 
 
@@ -213,7 +215,7 @@ def fill(path: Path) -> None:
 
 @contextmanager
 def small_disk(folder: Path) -> Iterator[bool]:
-    """``folder`` on a disk of its own, if that can be had."""
+    """Mount a small tmpfs on ``folder`` within the block; yield whether that worked."""
     folder.mkdir()
     options = ["-t", "tmpfs", "-o", f"size={_DISK_MEGABYTES}m", "tmpfs", str(folder)]
     try:
@@ -228,15 +230,15 @@ def small_disk(folder: Path) -> Iterator[bool]:
 
 
 def _report(
-    reference: Trainings, disturbed: Trainings, seconds: float, lives: Sequence[tuple[float, str]], max_steps: int
+    reference: Trainings, disturbed: Trainings, seconds: float, runs: Sequence[float], max_steps: int
 ) -> Report:
-    taken, total = disturbed.steps_taken(), sum(spent for spent, _ in lives)
-    weights, averages = ([hashes(one, what) for one in (reference, disturbed)] for what in ("artifact", "ema"))
-    report = Report(f"{max_steps:,} steps, stopped {len(lives) - 1} times", ["what", "times"])
-    for what, times in sorted(disturbed.ends.items()):
-        report.row(what, str(times))
+    taken, total = disturbed.steps_taken(), sum(runs)
+    weights, averages = ([hashes(one, name) for one in (reference, disturbed)] for name in ("artifact", "ema"))
+    report = Report(f"{max_steps:,} steps, stopped {len(runs) - 1} times", ["end", "times"])
+    for reason, times in sorted(disturbed.ends.items()):
+        report.row(reason, str(times))
     report.figures |= {
-        "num_stops": len(lives) - 1,
+        "num_stops": len(runs) - 1,
         "same_weights": float(weights[0] == weights[1]),
         "same_averages": float(averages[0] == averages[1]),
         "unreadable_checkpoints": disturbed.num_unreadable,
@@ -246,12 +248,12 @@ def _report(
         "seconds_undisturbed": seconds,
         "seconds_disturbed": total,
     }
-    for what, (wanted, found) in (("weights", weights), (f"{len(averages[0])} snapshots of an average", averages)):
-        report.note(f"The same {what}, bit for bit: {'yes' if wanted == found else 'NO'}.")
+    for name, (wanted, found) in (("weights", weights), (f"{len(averages[0])} snapshots of an average", averages)):
+        report.note(f"Same {name}, bit for bit: {'yes' if wanted == found else 'NO'}.")
     report.note(
         f"Checkpoints read: {disturbed.num_checkpoints_read}, unreadable: {disturbed.num_unreadable}. "
-        f"Goodput: {max_steps / taken:.3f} of the steps taken, {seconds / total:.3f} of the time (a start takes "
-        "seconds, this training a minute)."
+        f"Goodput: {max_steps / taken:.3f} of the steps taken, {seconds / total:.3f} of the time (each start takes "
+        "seconds, the whole training a minute)."
     )
     return report
 

@@ -1,7 +1,7 @@
-"""How fast one device trains the expert of an experiment: samples a second, MFU and HFU, memory beside the plan.
+"""Training speed of an experiment's expert on one device: samples per second, MFU, HFU, planned and measured memory.
 
-All of a step but the loader and the noise, on random latents of 4 x 32 x 32 and 77 text tokens, with the precision, the
-compiled blocks and the activation checkpointing that the experiment has; no data has to be there.
+Measures the whole step except loading and noise, on random latents of 4 x 32 x 32 and 77 text tokens, with the
+experiment's precision, compilation and activation checkpointing. Needs no data.
 
     python benchmarks/mfu.py -c experiments/laion_24b.yaml --batch 8 --json benchmarks/results/mfu_laion_24b.json
 """
@@ -33,25 +33,27 @@ from ddm_lightning.training.parallel.strategy import training_bytes  # noqa: E40
 
 MEMBER = "expert-0"
 LATENTS = DataSizes((4, 32, 32), 768, (77, 768), 1000)
-"""Of images of 256 x 256 through Stable Diffusion's VAE, and of captions through CLIP ViT-L/14."""
-ROUNDS, QUICK_ROUNDS, STEPS_A_TURN = 20, 3, 5
+"""Sizes of 256 x 256 images encoded by Stable Diffusion's VAE, and of captions encoded by CLIP ViT-L/14."""
+ROUNDS, QUICK_ROUNDS, STEPS_PER_TURN = 20, 3, 5
 
 
 def main(arguments: Sequence[str] | None) -> None:
     """Run the benchmark."""
     processes.begin()
     processes.end_imports()
-    made = parser(__doc__ or "")
-    made.add_argument("--device", choices=("cpu", "cuda"), default=None, help="default: cuda where there is one")
-    made.add_argument("--batch", type=int, nargs="+", default=[32], help="samples a step; several are tried in turn")
-    options = parse(made, arguments)
+    cli = parser(__doc__ or "")
+    cli.add_argument("--device", choices=("cpu", "cuda"), default=None, help="default: cuda where there is one")
+    cli.add_argument(
+        "--batch", type=int, nargs="+", default=[32], help="samples per step; several are measured in turn"
+    )
+    options = parse(cli, arguments)
     name = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if name == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda: torch sees no CUDA device here; give --device cpu")
     own = load(options)
     report = Report(
         f"{MEMBER} of {own.name} on one {name} device, {own.island.precision}",
-        ["samples a step", "ms a step", "samples/s", "MFU", "HFU", "planned, GB", "peak, GB"],
+        ["samples per step", "ms per step", "samples/s", "MFU", "HFU", "planned, GB", "peak, GB"],
     )
     for batch in options.batch:
         if batch < 1:
@@ -75,10 +77,10 @@ def add(
     num_rounds: int,
     sizes: DataSizes = LATENTS,
 ) -> None:
-    """A row and the figures of one batch size."""
+    """Add the row and the figures of one batch size."""
     step, _ = measured(partial(TrainingStep, MEMBER, experiment, sizes, device))
     planned, peak = planned_bytes(step), peak_bytes(step)
-    seconds = median(in_turn({"step": step}, num_rounds, STEPS_A_TURN)["step"])
+    seconds = median(in_turn({"step": step}, num_rounds, STEPS_PER_TURN)["step"])
     described, peak_flops = peak_of_this_device("gpu" if device.type == "cuda" else "cpu", experiment.island.precision)
     report.figures |= {
         f"samples_per_second_{batch}": batch / seconds,
@@ -99,11 +101,9 @@ def add(
         shares = [f"{report.figures[f'{name}_{batch}']:.1%}" for name in ("mfu", "hfu")]
     memory = [f"{planned / 1e9:.2f}", f"{peak / 1e9:.2f}"]
     report.row(str(batch), f"{1000 * seconds:.1f}", f"{batch / seconds:,.1f}", *shares, *memory)
-    known = (
-        "its peak is not known, so there is no MFU." if peak_flops is None else f"{peak_flops:g} TFLOP/s at its peak."
-    )
-    size = f"{step.num_parameters / 1e6:,.2f} M parameters, {step.model_flops / 1e9:,.1f} GFLOP a sample"
-    line = f"{size}, {described}: {known}"
+    known = "peak not known, so no MFU is shown." if peak_flops is None else f"peak {peak_flops:g} TFLOP/s."
+    size = f"{step.num_parameters / 1e6:,.2f} M parameters, {step.model_flops / 1e9:,.1f} GFLOP per sample"
+    line = f"{size}; {described}: {known}"
     if line not in report.notes:
         report.note(line)
 

@@ -1,8 +1,8 @@
-"""A trained ensemble beside the truth: the closed-form velocity of the digits that it was trained on, by time.
+"""Errors of a trained ensemble against the closed-form velocity of its training digits, by time.
 
-Trains two unconditional experts and a router on scikit-learn's 8×8 digits (about a minute), then compares the full
-ensemble with the exact velocity of its training set, each expert with that of its own cluster, and the router with the
-exact cluster posterior.
+Trains two unconditional experts and a router on scikit-learn's 8×8 digits (about a minute). Then compares the full
+ensemble with the exact velocity of its training set, each expert with the exact velocity of its cluster, and the router
+with the exact cluster posterior.
 
     python benchmarks/oracle_digits.py --json benchmarks/results/oracle_digits.json
 """
@@ -27,14 +27,14 @@ from ddm_lightning.shards.manifest import TRAIN, Manifest
 TIMES = (0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99)
 BAR, BAR_FROM = 0.2, 0.75
 NUM_DRAWS = 2
-# Of those that the experiment says, in a folder of its own.
+# Replaces the experiment's steps, in a separate run folder.
 QUICK_STEPS = 250
 
 
 def main(arguments: Sequence[str] | None) -> None:
     """Run the benchmark."""
-    made = parser(__doc__ or "", config=str(REPOSITORY / "experiments" / "digits_2x.yaml"))
-    options = parse(made, arguments)
+    cli = parser(__doc__ or "", config=str(REPOSITORY / "experiments" / "digits_2x.yaml"))
+    options = parse(cli, arguments)
     ours: list[str] = []
     if options.quick:
         ours = [f"run_dir={load(options).run_dir}-quick"]
@@ -50,11 +50,11 @@ def main(arguments: Sequence[str] | None) -> None:
 
 
 def measure(ensemble: Ensemble, split: Split, seed: int) -> Report:
-    """Errors relative to the oracle on noisy versions of all training points, by time."""
+    """Measure relative errors against the oracle on noisy versions of all training points, by time."""
     num_clusters = ensemble.num_clusters
     oracle = FiniteSetOracle(split.x_0, split.clusters, num_clusters)
     report = Report(
-        f"Relative L2 error of velocities against the exact ones of {len(split)} training points",
+        f"Relative L2 error against the exact velocity of {len(split)} training points",
         ["t", "ensemble", *(f"expert-{k}" for k in range(num_clusters)), "router's total variation"],
     )
     worst = 0.0
@@ -80,8 +80,8 @@ def measure(ensemble: Ensemble, split: Split, seed: int) -> Report:
         worst = max(worst, errors["ensemble"]) if t >= BAR_FROM else worst
     report.figures[f"worst_ensemble_error_from_t{BAR_FROM:.2f}"] = worst
     report.note(
-        f"Largest error of the ensemble at t >= {BAR_FROM}: {worst:.1%}; the bar is {BAR:.0%}. Towards t = 0 the exact "
-        "velocity of a finite set leads to one training point, which a network that generalises does not know by heart."
+        f"Largest error of the ensemble at t >= {BAR_FROM}: {worst:.1%}; the bar is {BAR:.0%}. Near t = 0 the exact "
+        "velocity of a finite set leads to a single training point, which a network that generalises does not memorise."
     )
     return report
 

@@ -1,8 +1,8 @@
-"""The partition's first stage beside faiss and scikit-learn: distance from the centroids, time and memory.
+"""The partition's first stage against faiss and scikit-learn: distance from the centroids, time and memory.
 
-Writes a mixture of unequal clusters to a temporary memory map (1M x 768 float32, 3 GB), fits 1024 centroids to it
-with as many iterations and threads on each side, in turn, each in a process of its own, and measures how evenly K = 8
-clusters come out. Then partitions 10M x 768 float16 (15 GB) for its memory alone.
+Writes a mixture of unequal clusters to a temporary file (1M x 768 float32, 3 GB). Each library fits 1024 centroids in a
+process of its own, with equally many iterations and threads. Also measures the balance of K = 8 clusters, and the
+memory that partitioning 10M x 768 float16 (15 GB) takes.
 
     python benchmarks/partition.py --json benchmarks/results/partition.json
 """
@@ -30,7 +30,7 @@ from ddm_lightning.core.errors import UserError
 BARS = {"inertia_over_faiss": 1.03, "time_over_faiss": 1.5, "largest_over_mean": 1.05, "peak_gb": 4.0}
 RATIOS = {"inertia": "inertia", "time": "seconds", "cpu_time": "cpu_seconds"}
 SIDES = ("ours", "faiss", "sklearn")
-# LAION's subset with DINOv2 ViT-L features that the cost model is asked about, from a disk of 1 GB/s.
+# Input of the cost model: LAION's subset with DINOv2 ViT-L features, on a disk of 1 GB/s.
 LARGE_SAMPLES, LARGE_DIM, LARGE_ITERATIONS, DISK_GB_PER_S = 158_000_000, 1024, 20, 1.0
 _COMPONENTS = 400
 _ROWS_AT_ONCE = 25_000
@@ -38,7 +38,7 @@ _ROWS_AT_ONCE = 25_000
 
 @dataclass(frozen=True)
 class Setting:
-    """What a side is given."""
+    """Sizes of one measurement."""
 
     num_samples: int
     dim: int
@@ -50,12 +50,12 @@ class Setting:
 
 def main(arguments: Sequence[str] | None) -> None:
     """Run the benchmark."""
-    made = argparse.ArgumentParser(description=__doc__)
-    made.add_argument("--json", metavar="OUT", type=Path, help="write commit, device, command and figures here")
-    made.add_argument("--quick", action="store_true", help="a minute: 60k and 500k samples; says little of time")
-    made.add_argument("--folder", metavar="DIR", default=None, help="where the large temporary files go")
-    made.set_defaults(overrides=[])
-    options = parse(made, arguments)
+    cli = argparse.ArgumentParser(description=__doc__)
+    cli.add_argument("--json", metavar="OUT", type=Path, help="write commit, device, command and figures here")
+    cli.add_argument("--quick", action="store_true", help="a minute: 60k and 500k samples; its times mean little")
+    cli.add_argument("--folder", metavar="DIR", default=None, help="folder for large temporary files")
+    cli.set_defaults(overrides=[])
+    options = parse(cli, arguments)
     num_threads = int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1)
     if options.quick:
         speed = Setting(60_000, 128, 256, 5, 8, num_threads)
@@ -72,12 +72,12 @@ def main(arguments: Sequence[str] | None) -> None:
 
 
 def measure(folder: Path, speed: Setting, memory: Setting, num_rounds: int) -> Report:
-    """Sides in turn, then memory; large files are removed as soon as they are not needed."""
+    """Measure the libraries in turn, then memory; remove each large file as soon as it is not needed."""
     data = folder / "features.npy"
     write_features(data, speed.num_samples, speed.dim, np.dtype(np.float32))
     found: dict[str, list[dict[str, float]]] = {side: [] for side in SIDES}
     for number in range(num_rounds):
-        # scikit-learn has no bar and takes long: once.
+        # scikit-learn takes long and no bar depends on it, so run it only once.
         for side in SIDES if number == 0 else SIDES[:2]:
             result = call(side, data, folder, number, speed)
             result |= {"inertia": call("inertia", data, folder, number, speed)["inertia"]}
@@ -93,7 +93,7 @@ def measure(folder: Path, speed: Setting, memory: Setting, num_rounds: int) -> R
 def report_of(
     speed: Setting, memory: Setting, found: dict[str, list[dict[str, float]]], large: dict[str, float]
 ) -> Report:
-    """The table, the figures and what they were measured on."""
+    """Make the table, the figures and the notes on how they were measured."""
     report = Report(
         f"{speed.num_fine} centroids of {speed.num_samples} x {speed.dim} float32, {speed.iterations} iterations, "
         f"{speed.num_threads} threads",
@@ -124,17 +124,17 @@ def report_of(
         value = report.figures[name]
         report.note(f"{name} {value:.3f}, bar {bar:g}: {'met' if value <= bar else 'not met'}.")
     report.note(
-        f"Medians of {len(found['ours'])} rounds, sides in turn, in brackets the least and the most; ratios are "
-        "medians of the rounds' ratios. Each side runs in a process of its own. Ours reads a memory map, the others "
-        "hold the data in memory, and loading is not timed. scikit-learn is MiniBatchKMeans with as many passes, once. "
-        "Distances are of all samples, by NumPy."
+        f"Medians (lowest–highest) of {len(found['ours'])} rounds, in which the libraries alternate; ratios are "
+        "medians of the rounds' ratios. Each library runs in a process of its own. Ours reads from disk; the others "
+        "hold the data in memory, and loading it is not timed. scikit-learn's MiniBatchKMeans runs once, with equally "
+        "many passes. Distances are measured on all samples, with NumPy."
     )
     report.note(
-        f"largest_over_mean: samples in the largest of K = {speed.num_clusters} clusters, the worst round; counting "
-        f"and grouping took {report.figures['rest_seconds']:.1f} s more. peak_gb: a whole partition "
-        f"({memory.num_fine} centroids, {memory.iterations} iterations) and assignment of {memory.num_samples} x "
-        f"{memory.dim} float16 in ten memory maps, {large['seconds']:.0f} s; the most that its process held (VmHWM), "
-        "mapped pages included."
+        f"largest_over_mean: largest of K = {speed.num_clusters} clusters over their mean size, in the worst round; "
+        f"counting and grouping took another {report.figures['rest_seconds']:.1f} s. peak_gb: peak memory of a process "
+        f"(VmHWM, mapped pages included) that partitions {memory.num_samples} x {memory.dim} float16 in ten files "
+        f"({memory.num_fine} centroids, {memory.iterations} iterations) and assigns all samples; it took "
+        f"{large['seconds']:.0f} s."
     )
     for fraction in (1.0, 0.05):
         cost = partition_cost(
@@ -170,10 +170,10 @@ def partition_cost(
     fit_fraction: float = 1.0,
     bytes_per_number: int = 4,
 ) -> PartitionCost:
-    """Model the cost of ``iterations`` passes over the fitted samples, and one over all to assign them.
+    """Model the cost of ``iterations`` passes over the fitted samples and one pass that assigns all samples.
 
-    A pass is one product of samples and fine centroids, 2 n d F floating-point operations, after reading its features.
-    The second stage and the start depend on F alone and are not counted.
+    A pass reads the features and multiplies samples by fine centroids: 2 n d F floating-point operations. The start and
+    the second stage depend on F alone and are not counted.
 
     Args:
         num_samples: n.
@@ -182,7 +182,7 @@ def partition_cost(
         iterations: passes of the fine stage.
         gflops: 10^9 operations per second of a whole pass; the figure ``gflops`` of this benchmark.
         disk_gb_per_s: 10^9 bytes per second at which features are read.
-        fit_fraction: part of the samples that is fitted.
+        fit_fraction: fraction of the samples that is fitted.
         bytes_per_number: 4 for float32, as features are stored.
     """
     sample_passes = num_samples * (iterations * fit_fraction + 1)
@@ -192,7 +192,7 @@ def partition_cost(
 
 
 def mixture(num_samples: int, dim: int, seed: int = 0) -> Iterator[np.ndarray]:
-    """Blocks of unit vectors around centres whose shares fall as 1/rank, each with a spread of its own."""
+    """Yield blocks of unit vectors from a mixture whose shares fall as 1/rank; each component has its own spread."""
     random = np.random.default_rng(seed)
     fall = np.arange(1, dim + 1, dtype=np.float32) ** -0.5
     centres = random.standard_normal((_COMPONENTS, dim), dtype=np.float32) * fall
@@ -206,10 +206,10 @@ def mixture(num_samples: int, dim: int, seed: int = 0) -> Iterator[np.ndarray]:
 
 
 def write_features(path: Path, num_samples: int, dim: int, dtype: np.dtype) -> None:
-    """The mixture, as an ``.npy`` file.
+    """Write the mixture as an ``.npy`` file.
 
     Raises:
-        UserError: the disk has too little room.
+        UserError: the disk has too little free space.
     """
     needed = num_samples * dim * dtype.itemsize
     if shutil.disk_usage(path.parent).free < 1.1 * needed:
@@ -225,10 +225,10 @@ def write_features(path: Path, num_samples: int, dim: int, dtype: np.dtype) -> N
 
 
 def call(side: str, data: Path, folder: Path, seed: int, setting: Setting) -> dict[str, float]:
-    """Run one side in a process of its own.
+    """Run one library in a process of its own.
 
     Raises:
-        UserError: it failed; it has said why.
+        UserError: the process failed; it has printed the reason.
     """
     script = Path(__file__).with_name("partition_sides.py")
     arguments = [side, str(data), str(folder / "centroids.npy"), str(seed), json.dumps(asdict(setting))]
@@ -243,7 +243,7 @@ def call(side: str, data: Path, folder: Path, seed: int, setting: Setting) -> di
 
 
 def _ratio(found: dict[str, list[dict[str, float]]], name: str, other: str) -> float:
-    """The median over rounds of ours over the other's."""
+    """Median over rounds of our figure over the other library's."""
     pairs = zip(found["ours"], found[other], strict=False)
     return statistics.median(ours[name] / theirs[name] for ours, theirs in pairs)
 

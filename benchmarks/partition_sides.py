@@ -1,4 +1,4 @@
-"""One side of ``partition.py`` in a process of its own, so that its memory is its own: prints one line of JSON."""
+"""One library of ``partition.py``, in a process of its own to measure its memory; prints one line of JSON."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ROWS_AT_ONCE = 4096
 
 
 def ours(data: Path, out: Path, seed: int, settings: dict[str, Any]) -> dict[str, float]:
-    """The fine stage, timed alone, then the rest of the partition."""
+    """Time the fine stage, then the rest of the partition."""
     rows = Rows([StoredArray.of(data)])
     config = _config(settings)
     generator = torch.Generator().manual_seed(seed)
@@ -42,7 +42,7 @@ def ours(data: Path, out: Path, seed: int, settings: dict[str, Any]) -> dict[str
 
 
 def faiss(data: Path, out: Path, seed: int, settings: dict[str, Any]) -> dict[str, float]:
-    """Its k-means on all samples; it wants them in memory."""
+    """Time k-means on all samples, which faiss needs in memory."""
     import faiss as library
 
     x = np.load(data)
@@ -58,7 +58,7 @@ def faiss(data: Path, out: Path, seed: int, settings: dict[str, Any]) -> dict[st
 
 
 def sklearn(data: Path, out: Path, seed: int, settings: dict[str, Any]) -> dict[str, float]:
-    """Mini batches, as many passes over all samples as the others have iterations."""
+    """Time k-means on mini-batches, with as many passes over the samples as the others have iterations."""
     from sklearn.cluster import MiniBatchKMeans
 
     x = np.load(data)
@@ -80,7 +80,7 @@ def sklearn(data: Path, out: Path, seed: int, settings: dict[str, Any]) -> dict[
 
 
 def inertia(data: Path, out: Path, _seed: int, _settings: dict[str, Any]) -> dict[str, float]:
-    """Mean squared distance from the nearest of the centroids in ``out``, by NumPy."""
+    """Measure the mean squared distance to the nearest centroid in ``out``, with NumPy."""
     centroids = np.load(out).astype(np.float32)
     x = np.load(data, mmap_mode="r")
     squares, doubled = np.square(centroids).sum(1), np.ascontiguousarray(-2 * centroids.T)
@@ -94,7 +94,7 @@ def inertia(data: Path, out: Path, _seed: int, _settings: dict[str, Any]) -> dic
 
 
 def memory(data: Path, _out: Path, seed: int, settings: dict[str, Any]) -> dict[str, float]:
-    """A whole partition, and all samples assigned, of features that are split into ten arrays."""
+    """Partition features split into ten arrays, and assign all samples."""
     x = StoredArray.of(data)
     ends = np.linspace(0, len(x), 11).astype(int).tolist()
     row_bytes = x.nbytes // len(x)
@@ -113,24 +113,24 @@ def memory(data: Path, _out: Path, seed: int, settings: dict[str, Any]) -> dict[
 
 
 class Clock:
-    """Seconds, of the wall and of all cores, since it was made."""
+    """Wall-clock and CPU seconds since its creation."""
 
     def __init__(self) -> None:
         self.start = time.perf_counter(), time.process_time()
 
     def read(self) -> dict[str, float]:
-        """Both."""
+        """Read both."""
         return {"seconds": time.perf_counter() - self.start[0], "cpu_seconds": time.process_time() - self.start[1]}
 
 
 def peak_gb() -> float:
-    """The most memory that this process has held, pages of files that it has mapped included, in 10^9 bytes."""
+    """Peak resident memory of this process in 10^9 bytes, mapped files included."""
     status = Path("/proc/self/status").read_text()
     return int(status.partition("VmHWM:")[2].split()[0]) * 1024 / 1e9
 
 
 def _use_cores(num: int) -> None:
-    """k-means runs a thread on each core that its process may use."""
+    """Restrict this process to ``num`` cores; our k-means runs one thread on each."""
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:num])
     torch.set_num_threads(num)

@@ -1,7 +1,7 @@
-"""The linear probe that a router has to beat: multinomial logistic regression on noisy pixels averaged to 16×16.
+"""Linear probe as the router's baseline: multinomial logistic regression on noisy pixels averaged to 16×16.
 
-One classifier a time, on standardised features. Everything about it is chosen by cross-validation inside the training
-split, folds by sample, so that no noisy version of a validated sample was trained on.
+Each time t has its own classifier on standardised features. Cross-validation inside the training split chooses its
+settings. All noisy versions of a sample are in one fold.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ DRAWS = (1, 4)
 NUM_FOLDS = 5
 _VALIDATION_DRAWS = 4
 _MAX_ITERATIONS = 2000
-# Strengths in a row that may improve neither figure before the stronger ones, which fit ever longer, are passed over.
+# After so many consecutive strengths without an improvement, skip the larger ones, which take ever longer to fit.
 _PATIENCE = 2
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What cross-validation decides."""
+    """Settings chosen by cross-validation."""
 
     strength: float
     """scikit-learn's C."""
     num_draws: int
     """Noisy versions of each training sample."""
     mirrored: bool
-    """Whether each is joined by its mirror image, as routers may train."""
+    """Whether mirrored images are added, as a router may train on them."""
 
 
 @dataclass(frozen=True, eq=False)
 class Training:
-    """The training split, and how thoroughly a probe is fitted on it."""
+    """Training split and the settings to try."""
 
     x_0: Float[Tensor, "n c h w"]
     clusters: Int[Tensor, " n"]
@@ -54,12 +54,12 @@ class Training:
 
 
 class Probe:
-    """A fitted classifier at one time."""
+    """Classifier for one time t."""
 
     def __init__(self, features: Float[np.ndarray, "m d"], clusters: Int[np.ndarray, "m"]) -> None:
         self._scaler = StandardScaler().fit(features)
         self._features, self._clusters = self._scaler.transform(features), clusters
-        # Warm: along rising strengths each fit starts where the one before ended.
+        # Warm start: along rising strengths, each fit starts from the previous solution.
         self._model = LogisticRegression(max_iter=_MAX_ITERATIONS, warm_start=True)
 
     def fit(self, strength: float) -> Probe:
@@ -68,27 +68,27 @@ class Probe:
         return self
 
     def log_probabilities(self, features: Float[np.ndarray, "m d"]) -> Float[Tensor, "m K"]:
-        """Of the clusters in their order; every cluster has to be among the fitted ones."""
+        """Predict log-probabilities of the clusters, in order; each must occur in the fitted samples."""
         return torch.from_numpy(self._model.predict_log_proba(self._scaler.transform(features)))
 
 
 def features(x_t: Float[Tensor, "n c h w"]) -> Float[np.ndarray, "n d"]:
-    """Pixels averaged to ``GRID`` × ``GRID``, float64."""
+    """Average pixels to ``GRID`` × ``GRID``, float64."""
     return functional.adaptive_avg_pool2d(x_t, GRID).flatten(1).double().numpy()
 
 
 def fit_probe(training: Training, t: float, tick: Callable[[int], object]) -> tuple[Probe, Probe, Choice, Choice]:
-    """The best probe at time ``t`` by accuracy, and the best by NLL; both are fitted on the whole training split.
+    """Fit the best probe at time ``t`` by accuracy, and the best by NLL, on the whole training split.
 
-    Two, because the best of either figure is what the router's figure has to beat.
+    Two probes, because the router is compared with the best value of each figure.
 
     Args:
-        training: the training split and what to try.
+        training: the training split and the settings to try.
         t: the time.
-        tick: called with the number of fits that are done or were passed over since the last call.
+        tick: called with the number of fits finished or skipped since the last call.
 
     Returns:
-        The probe for accuracy and the one for NLL, then the choice of either.
+        The probe for accuracy, the probe for NLL, and the settings of each.
     """
     results: dict[Choice, tuple[float, float]] = {}
     for num_draws in _draws(training, t):
@@ -101,13 +101,13 @@ def fit_probe(training: Training, t: float, tick: Callable[[int], object]) -> tu
 
 
 def num_fits(training: Training, times: Sequence[float]) -> int:
-    """The sum of what ``tick`` will be called with over all ``times``."""
+    """Total of the numbers passed to ``tick`` over all ``times``."""
     paths = sum(len(_draws(training, t)) for t in times) * len(training.mirrors)
     return paths * training.num_folds * len(training.strengths)
 
 
 def _draws(training: Training, t: float) -> Sequence[int]:
-    # Without noise all draws are the same.
+    # Without noise, all draws are equal.
     return training.draws if t > 0 else training.draws[:1]
 
 
@@ -123,7 +123,7 @@ def _rows(
 
 
 def _folds(training: Training) -> Int[Tensor, " n"]:
-    """The fold of each sample; dealt out cluster by cluster, so that every fold has its share of each."""
+    """Fold of each sample, stratified by cluster."""
     num = len(training.clusters)
     order = torch.randperm(num, generator=torch.Generator().manual_seed(training.seed))
     fold_of = torch.empty(num, dtype=torch.int64)
@@ -134,7 +134,7 @@ def _folds(training: Training) -> Int[Tensor, " n"]:
 def _path(
     training: Training, t: float, num_draws: int, mirrored: bool, tick: Callable[[int], object]
 ) -> dict[Choice, tuple[float, float]]:
-    """Validation accuracy and NLL along rising strengths, until ``_PATIENCE`` in a row improved neither."""
+    """Validation accuracy and NLL along rising strengths; stop after ``_PATIENCE`` without an improvement of either."""
     fold_of = _folds(training)
     folds = []
     for fold in range(training.num_folds):

@@ -1,8 +1,8 @@
-"""What each option of a recipe costs and what it brings: one at a time is set otherwise than in the experiment.
+"""Cost and benefit of each recipe option, changed one at a time from the experiment's settings.
 
-Costs are ratios of steps that take turns in one process, of parameters, of FLOPs and, on a GPU, of memory: there of
-DiT-XL/2 in bfloat16, on a CPU of the experiment's own network. With --train an expert is trained with each option on
-equally many samples by the command line, and judged by the held-out loss of its averaged weights.
+Costs are ratios of step times, measured alternately in one process, of parameters, of FLOPs and, on a GPU, of memory:
+there for DiT-XL/2 in bfloat16, on a CPU for the experiment's own network. With --train, an expert is trained with each
+option on equally many samples and judged by the held-out loss of its averaged weights.
 
     python benchmarks/recipe.py -c experiments/emoji_4x.yaml --train --json benchmarks/results/recipe_emoji_4x.json
 """
@@ -25,7 +25,7 @@ ensure_torchvision_importable()
 from recipe_cost import Cost, Costs, TrainingStep, large  # noqa: E402  # after torchvision has been made importable
 from recipe_effect import Effect  # noqa: E402
 from recipe_options import MEMBER, Option, chosen, options_of  # noqa: E402
-from recipe_results import Results, drawn  # noqa: E402
+from recipe_results import Results, plot  # noqa: E402
 from step_gpu import XL2  # noqa: E402
 from step_networks import Sizes  # noqa: E402
 
@@ -36,25 +36,25 @@ from ddm_lightning.members.member import batch_size  # noqa: E402
 from ddm_lightning.members.run_folder import RunFolder  # noqa: E402
 from ddm_lightning.shards.manifest import DataSizes, Manifest  # noqa: E402
 
-STEPS_A_TURN = {"cpu": 3, "cuda": 5}
+STEPS_PER_TURN = {"cpu": 3, "cuda": 5}
 ROUNDS, QUICK_ROUNDS = {"cpu": 30, "cuda": 12}, 3
 
 
 def main(arguments: Sequence[str] | None) -> None:
     """Run the benchmark."""
-    # As ``fit`` does: nothing that was imported is looked at again when garbage is collected, and the heap stays.
+    # As ``fit`` does: exempt imported objects from garbage collection, and keep freed memory.
     processes.begin()
     processes.end_imports()
     processes.keep_heap()
-    made = parser(__doc__ or "")
-    made.add_argument("--device", choices=("cpu", "cuda"), default=None, help="default: cuda where there is one")
-    made.add_argument("--compile", action="store_true", help="time compiled blocks, too")
-    made.add_argument("--only", nargs="+", metavar="NAME", help="some options, such as: --only rope mlp_swiglu")
-    made.add_argument("--train", action="store_true", help="train the experiment and each option")
-    made.add_argument("--samples", type=int, default=None, help="samples a training sees (default: the experiment's)")
-    made.add_argument("--seeds", type=int, default=1, help="trainings an option")
-    made.add_argument("--jobs", type=int, default=2, help="trainings at once")
-    options = parse(made, arguments)
+    cli = parser(__doc__ or "")
+    cli.add_argument("--device", choices=("cpu", "cuda"), default=None, help="default: cuda where there is one")
+    cli.add_argument("--compile", action="store_true", help="also time compiled blocks")
+    cli.add_argument("--only", nargs="+", metavar="NAME", help="options to measure, such as: --only rope mlp_swiglu")
+    cli.add_argument("--train", action="store_true", help="train the experiment and each option")
+    cli.add_argument("--samples", type=int, default=None, help="samples per training (default: the experiment's)")
+    cli.add_argument("--seeds", type=int, default=1, help="trainings per option")
+    cli.add_argument("--jobs", type=int, default=2, help="trainings at once")
+    options = parse(cli, arguments)
     for name in ("seeds", "jobs"):
         if getattr(options, name) < 1:
             raise UserError(f"--{name} {getattr(options, name)}: must be at least 1")
@@ -66,27 +66,27 @@ def main(arguments: Sequence[str] | None) -> None:
     timing = Timing(options, XL2, torch.device(name))
     effect = Effect(options) if options.train else None
     timed, trained = chosen(options.only, timing.found, [] if effect is None else effect.found)
-    losses = {} if effect is None else effect.losses(trained)  # first: trainings are kept when it is interrupted
+    losses = {} if effect is None else effect.losses(trained)  # first, because an interrupted run keeps them
     results = Results(timing.costs(timed), losses)
     rows = list({option.name: option for option in [*timed, *trained]}.values())
     title = "; ".join([timing.title, *([] if effect is None else [effect.title])])
-    report = results.report(f"Options of a recipe beside {title}", rows)
+    report = results.report(f"Recipe options against {title}", rows)
     report.notes += timing.notes
     report.show(console())
     report.write(options.json)
     if effect is not None:
         image = effect.folder / "recipe.png"
-        save_figure(image, drawn(results, rows, report.title))
+        save_figure(image, plot(results, rows, report.title))
         print(f"image: {image}")
 
 
 class Timing:
-    """What there is to time.
+    """Options to time, and the experiment to compare them with.
 
     Args:
-        options: of the command line.
-        sizes: of the network on a GPU; on a CPU it is the experiment's own.
-        device: where.
+        options: the parsed command line.
+        sizes: sizes of the network on a GPU; on a CPU the experiment's network is measured.
+        device: device to measure on.
     """
 
     def __init__(self, options: Namespace, sizes: Sizes, device: torch.device) -> None:
@@ -104,30 +104,32 @@ class Timing:
         self.experiment = self._load()
         on_gpu = device.type == "cuda"
         found = options_of(self.experiment, self.sizes, on_gpu=on_gpu, compiles=options.compile)
-        self.found = [option for option in found if option.costs]
+        self.found = [option for option in found if option.is_timed]
         self.notes: list[str] = []
-        """Which ones did not run."""
+        """One line per option that did not run."""
 
     def costs(self, options: Sequence[Option]) -> dict[str, tuple[Cost, Cost]]:
-        """By the option's name: the experiment's cost, and that with the option."""
+        """Measure the experiment's cost and the cost with each option, by the option's name."""
         if not options:
             return {}
         experiments = {option.name: self._load(option.setting) for option in options}
         kind, quick = self.device.type, self.options.quick
-        base = Costs(partial(self._step, self.experiment), QUICK_ROUNDS if quick else ROUNDS[kind], STEPS_A_TURN[kind])
+        base = Costs(
+            partial(self._step, self.experiment), QUICK_ROUNDS if quick else ROUNDS[kind], STEPS_PER_TURN[kind]
+        )
         found = {}
         with progress(console()) as bars:
             task = bars.add_task("steps", total=len(options))
             for name, experiment in experiments.items():
                 try:
-                    found[name] = base.beside(partial(self._step, experiment))
+                    found[name] = base.compare(partial(self._step, experiment))
                 except (UserError, RuntimeError) as error:
                     self.notes.append(f"{name} did not run on {kind}: {first_line(error)}")
                 bars.advance(task)
         return found
 
     def _load(self, *settings: str) -> Experiment:
-        # What was typed wins over the sizes.
+        # Overrides on the command line win over the sizes.
         return load_experiment(self.options.config, [*self.settings, *self.options.overrides, *settings])
 
     def _step(self, experiment: Experiment) -> TrainingStep:

@@ -1,4 +1,4 @@
-"""What a training step costs under one setting and under another: time, work, parameters and memory."""
+"""Cost of a training step under different settings: time, FLOPs, parameters and memory."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ PRECISIONS = ("32-true", "bf16-mixed")
 
 
 class TrainingStep(Timed):
-    """All of an expert's step but its loader and its noise, on fixed random data.
+    """An expert's training step without loading and noise, on fixed random data.
 
-    Forward and backward in parts as the island says, clipping, the optimizer and the averages.
+    Runs forward and backward in the island's micro batches, then clipping, the optimizer and the averages.
 
     Args:
-        member: the expert.
-        experiment: how it is trained.
-        sizes: of its data.
-        device: where.
+        member: name of the expert.
+        experiment: its settings.
+        sizes: sizes of its data.
+        device: device to train on.
 
     Raises:
         UserError: a network that refuses its params, or a precision that needs more than autocast.
@@ -52,7 +52,7 @@ class TrainingStep(Timed):
             )
         self.half, self.compiled = island.precision == "bf16-mixed", island.compile
         resolved = Member.resolve(member, experiment, sizes)
-        with device:  # billions of weights are drawn there in no time
+        with device:  # faster than on the host for billions of weights
             self.network = resolved.build_network()
         self.flops = self.model_flops = flops_per_sample(self.network, sizes.x_shape, resolved.condition, backward=True)
         if island.activation_checkpointing:
@@ -76,11 +76,11 @@ class TrainingStep(Timed):
 
     @property
     def num_parameters(self) -> int:
-        """Of the network."""
+        """Parameters of the network."""
         return sum(parameter.numel() for parameter in self.parameters)
 
     def loss(self, part: int = 0) -> Tensor:
-        """What a part of the batch adds to the mean over all of it."""
+        """Contribution of one micro batch to the mean loss of the batch."""
         rows = self.parts[part]
         condition = None if self.condition is None else self.condition.rows(rows)
         with self._precision():
@@ -88,13 +88,13 @@ class TrainingStep(Timed):
             return functional.mse_loss(predicted.float(), self.target[rows], reduction="sum") / self.target.numel()
 
     def take(self) -> None:
-        """One step."""
+        """Take one step."""
         self.optimizer.zero_grad()
         for part in range(self.num_parts):
             self.loss(part).backward()
         limit = self.train.gradient_clip_norm
         norm = nn.utils.clip_grad_norm_(self.parameters, float("inf") if limit is None else limit)
-        # As the training's guard does: Muon keeps a copy for a step that is left out.
+        # As the training's guard does; Muon then keeps a copy in case the step is skipped.
         self.optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]  # fused optimizers read it
         self.optimizer.step()
 
@@ -118,50 +118,50 @@ def _random_condition(
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one side."""
+    """Cost of a step under one setting."""
 
     seconds: list[Seconds]
-    """Of a step, a value a round."""
+    """Time of a step, one value per round."""
     num_parameters: int
     flops: float
-    """Forward and backward of a sample, what is computed twice counted twice."""
+    """FLOPs per sample, forward and backward, recomputation included."""
     peak: int | None
-    """The most bytes that a step holds on a GPU; None elsewhere."""
+    """Peak bytes of a step on a GPU; None on a CPU."""
 
 
 class Costs:
-    """Steps of the experiment, beside which those of other settings take turns.
+    """Compares steps under other settings with the experiment's step.
 
     Args:
-        base: the experiment's own step, on a device that holds nothing else.
-        num_rounds: turns of each side.
-        steps_a_turn: steps of one turn.
+        base: makes the experiment's step, on an otherwise empty device.
+        num_rounds: turns of each step.
+        steps_per_turn: steps per turn.
     """
 
-    def __init__(self, base: Callable[[], TrainingStep], num_rounds: int, steps_a_turn: int) -> None:
-        self.num_rounds, self.steps_a_turn = num_rounds, steps_a_turn
+    def __init__(self, base: Callable[[], TrainingStep], num_rounds: int, steps_per_turn: int) -> None:
+        self.num_rounds, self.steps_per_turn = num_rounds, steps_per_turn
         self.base, self.base_peak = measured(base)
 
-    def beside(self, other: Callable[[], TrainingStep]) -> tuple[Cost, Cost]:
-        """The experiment's cost and that of ``other``, which is made here.
+    def compare(self, other: Callable[[], TrainingStep]) -> tuple[Cost, Cost]:
+        """Make the step ``other`` and measure it alternately with the experiment's; return the cost of each.
 
         Raises:
-            UserError, RuntimeError: it does not run on this device.
+            UserError, RuntimeError: ``other`` does not run on this device.
         """
         step, peak = measured(other)
-        found = in_turn({"base": self.base, "other": step}, self.num_rounds, self.steps_a_turn)
+        found = in_turn({"base": self.base, "other": step}, self.num_rounds, self.steps_per_turn)
         return _cost(self.base, found["base"], self.base_peak), _cost(step, found["other"], peak)
 
 
 def measured(make: Callable[[], TrainingStep]) -> tuple[TrainingStep, int | None]:
-    """A step, and the most memory that it holds on a GPU; None on a CPU, where measuring takes a profiler."""
-    gc.collect()  # what an earlier one left is not this one's
+    """Make a step and measure its peak bytes on a GPU; None on a CPU, where that takes a profiler."""
+    gc.collect()  # remove the remains of earlier steps
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
     step = make()
     if step.compiled:
         forget_compiled()
-    step.take()  # after which moments and averages are there
+    step.take()  # creates moments and averages
     return step, peak_bytes(step) if step.device.type == "cuda" else None
 
 
@@ -170,9 +170,9 @@ def _cost(step: TrainingStep, seconds: list[Seconds], peak: int | None) -> Cost:
 
 
 def large(sizes: Sizes, num_clusters: int) -> tuple[list[str], DataSizes]:
-    """Settings that make the network of an experiment a class-conditional DiT of ``sizes`` in bfloat16, and its data.
+    """Overrides that make an experiment's network a class-conditional DiT of ``sizes`` in bfloat16, and its data sizes.
 
-    What else the experiment chooses stays.
+    All other settings of the experiment stay.
     """
     params = {
         "size": "null",

@@ -1,4 +1,4 @@
-"""What an option brings: the held-out loss of an expert that is trained with it, beside that of one without."""
+"""Benefit of an option: held-out loss of an expert trained with it, against one trained without."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from ddm_lightning.members.run_folder import RunFolder
 from ddm_lightning.shards.manifest import Manifest
 
 BASE = "experiment"
-"""The name of the training with no option."""
+"""Name of the training without any option."""
 QUICK_SAMPLES = 1600
 
 
 class Difference(NamedTuple):
-    """A mean over seeds."""
+    """Mean difference over seeds."""
 
     mean: float
     error: float | None
-    """Its standard error; None of one seed."""
+    """Standard error of the mean; None for a single seed."""
 
 
 class Effect:
-    """Trainings of an expert in folders beside the experiment's run, on equally many samples.
+    """Trainings of an expert on equally many samples, in folders inside the experiment's run folder.
 
     Raises:
-        UserError: fewer samples than a step takes.
+        UserError: fewer samples than one step takes.
     """
 
     def __init__(self, options: Namespace) -> None:
@@ -50,14 +50,14 @@ class Effect:
         self.trainings = Trainings(options, run, MEMBER)
         self.folder = run.root / "benchmarks" / "recipe" / f"{MEMBER}-{self.num_samples}-samples"
         found = options_of(self.experiment, Manifest.read(run.root))
-        self.found = [option for option in found if option.brings]
+        self.found = [option for option in found if option.is_trained]
         self.title = f"loss of {MEMBER} after {self.num_samples:,} samples"
 
     def losses(self, options: Sequence[Option]) -> dict[str, list[float]]:
-        """By the option's name and as ``BASE``: the held-out loss at each seed. Trains what is not trained yet.
+        """Run the trainings that are not finished; return the held-out loss per seed by option name and ``BASE``.
 
         Raises:
-            UserError: what is trained already is of another experiment, or a training failed.
+            UserError: a folder holds another experiment, or a training failed.
         """
         if not options:
             return {}
@@ -73,11 +73,11 @@ class Effect:
 
     @property
     def seeds(self) -> range:
-        """The experiment's and those behind it."""
+        """The experiment's seed and the ones that follow it."""
         return range(self.experiment.seed, self.experiment.seed + self.options.seeds)
 
     def settings(self, option: Option | None, seed: int) -> list[str]:
-        """What makes the experiment that of ``option``; None: but for the number of its steps, as it is."""
+        """Overrides for a training with ``option`` and ``seed``; None for the experiment without options."""
         train = self.experiment.expert.train
         return [
             f"seed={seed}",
@@ -89,7 +89,7 @@ class Effect:
 
 
 def difference(losses: Sequence[float], base: Sequence[float]) -> Difference:
-    """Between trainings of the same seed, which have initial weights, samples and noise in common."""
+    """Compare trainings seed by seed; equal seeds share initial weights, samples and noise."""
     each = [ours - theirs for ours, theirs in zip(losses, base, strict=True)]
     error = statistics.stdev(each) / math.sqrt(len(each)) if len(each) > 1 else None
     return Difference(statistics.fmean(each), error)

@@ -1,4 +1,4 @@
-"""What an experiment chooses besides its data and its size, and the other things that it could choose."""
+"""Options of a training recipe: for each setting besides data and size, the alternatives to the experiment's value."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from ddm_lightning.training.optimizer import has_muon_matrices
 MEMBER = "expert-0"
 PARAMS, TRAIN, ISLAND = "expert.network.params", "expert.train", "island"
 DECAY, CLIP, MIN_SNR, WIDTHS, SHIFT, DROPOUT = 0.1, 1.0, 5.0, [0.05, 0.1], 2.0, 0.1
-"""What an experiment that has none is given."""
+"""Values to try where the experiment has none."""
 WARMUP_SHARE = 40
-"""Of how many parts of such an experiment's steps the first one becomes a warm-up."""
+"""Steps of a training over the steps of its warm-up, where the experiment has none."""
 
 
 @dataclass(frozen=True)
 class Option:
-    """One setting other than the experiment's."""
+    """One setting with another value than the experiment's."""
 
     key: str
     value: Any
-    costs: bool
-    """Whether a step may take longer or shorter with it."""
-    brings: bool
-    """Whether a training may end in other weights with it, rounding aside."""
+    is_timed: bool
+    """Whether it may change the time of a step."""
+    is_trained: bool
+    """Whether it may change the trained weights by more than rounding."""
 
     @property
     def name(self) -> str:
-        """Of its folder and figures, such as ``rope``, ``no_rope`` and ``mlp_swiglu``."""
+        """Name for folders and figures, such as ``rope``, ``no_rope`` or ``mlp_swiglu``."""
         last = self.key.rpartition(".")[2]
         if self.value is True:
             return last
@@ -47,52 +47,52 @@ class Option:
 
     @property
     def setting(self) -> str:
-        """As it is typed."""
+        """Override for the command line, ``key=value``."""
         return f"{self.key}={self.value if isinstance(self.value, str) else json.dumps(self.value)}"
 
 
 def options_of(
     experiment: Experiment, sizes: Manifest | DataSizes, *, on_gpu: bool = False, compiles: bool = False
 ) -> list[Option]:
-    """Each choice that ``experiment`` could make otherwise, and its network takes.
+    """List the alternatives to each choice of ``experiment`` that its network accepts.
 
     Args:
-        experiment: what is compared with.
-        sizes: of its data.
-        on_gpu: whether there is more than one attention back end.
-        compiles: whether compiled blocks are among them, for which one has to wait.
+        experiment: the experiment to compare with.
+        sizes: sizes of its data.
+        on_gpu: whether to include another attention back end.
+        compiles: whether to include compiled blocks, which take long to compile.
     """
     found = [*_network(experiment), *_training(experiment, sizes), *_island(experiment)]
     if on_gpu:
         other = "sdpa" if experiment.island.attention == "xformers" else "xformers"
-        found.append(Option(f"{ISLAND}.attention", other, costs=True, brings=False))
+        found.append(Option(f"{ISLAND}.attention", other, is_timed=True, is_trained=False))
     if compiles:
-        found.append(Option(f"{ISLAND}.compile", not experiment.island.compile, costs=True, brings=False))
+        found.append(Option(f"{ISLAND}.compile", not experiment.island.compile, is_timed=True, is_trained=False))
     return found
 
 
 def chosen(names: Sequence[str] | None, *lists: Sequence[Option]) -> list[list[Option]]:
-    """Of each list those of ``names``; None: all.
+    """Select the options called ``names`` from each list; None selects all.
 
     Raises:
-        UserError: a name that is in none of them.
+        UserError: a name is in none of the lists.
     """
     known = list(dict.fromkeys(option.name for options in lists for option in options))
     for name in names or ():
         if name not in known:
-            raise UserError(f"--only {name}: not among the options here, which are: {', '.join(known)}")
+            raise UserError(f"--only {name}: no such option here; known: {', '.join(known)}")
     return [[option for option in options if names is None or option.name in names] for options in lists]
 
 
 def _network(experiment: Experiment) -> Iterator[Option]:
-    """Switches and words of ``Recipe``; its one number, ``mlp_ratio``, is a size."""
+    """Yield the switches and choices of ``Recipe``; its only number, ``mlp_ratio``, counts as a size."""
     network = experiment.expert.network
     for choice in fields(Recipe):
         values = (False, True) if isinstance(choice.default, bool) else choice.metadata.get("choices", ())
         own = network.params.get(choice.name, choice.default)
         for value in values:
             if value != own and _takes(experiment, choice.name, value):
-                yield Option(f"{PARAMS}.{choice.name}", value, costs=True, brings=True)
+                yield Option(f"{PARAMS}.{choice.name}", value, is_timed=True, is_trained=True)
 
 
 def _takes(experiment: Experiment, param: str, value: bool | str) -> bool:
@@ -105,14 +105,14 @@ def _takes(experiment: Experiment, param: str, value: bool | str) -> bool:
 
 
 def _training(experiment: Experiment, sizes: Manifest | DataSizes) -> Iterator[Option]:
-    """No schedule, decay or limit is timed: the gradient's norm is measured at each step, also where none is set."""
+    """Yield training options. Schedules, decays and limits are not timed: the gradient norm is measured in any case."""
     expert = experiment.expert
     train = expert.train
     for optimizer in _choices(f"{TRAIN}.optimizer"):
-        # What refuses Muon.
+        # Muon needs matrices in blocks.
         if optimizer != train.optimizer and has_muon_matrices(Member.resolve(MEMBER, experiment, sizes).plan_network()):
-            yield Option(f"{TRAIN}.optimizer", optimizer, costs=True, brings=True)
-    yield Option(f"{TRAIN}.ema_widths", [] if train.ema_widths else WIDTHS, costs=True, brings=False)
+            yield Option(f"{TRAIN}.optimizer", optimizer, is_timed=True, is_trained=True)
+    yield Option(f"{TRAIN}.ema_widths", [] if train.ema_widths else WIDTHS, is_timed=True, is_trained=False)
     others: dict[str, list[Any]] = {
         "expert.timesteps.density": _words("expert.timesteps.density", expert.timesteps.density),
         "expert.timesteps.shift": [SHIFT if expert.timesteps.shift == 1 else 1.0],
@@ -126,23 +126,23 @@ def _training(experiment: Experiment, sizes: Manifest | DataSizes) -> Iterator[O
     }
     for key, values in others.items():
         for value in values:
-            yield Option(key, value, costs=False, brings=True)
+            yield Option(key, value, is_timed=False, is_trained=True)
 
 
 def _can_flip(sizes: Manifest | DataSizes) -> bool:
-    """Where the shards hold posteriors, only with those of mirrored images."""
+    """Whether training can mirror samples; shards of posteriors must also hold those of mirrored images."""
     return not isinstance(sizes, Manifest) or sizes.stores != "posterior" or "x_0_flipped" in sizes.columns
 
 
 def _other_dropout(experiment: Experiment) -> list[float]:
     if experiment.condition.kind == "none":
         return []
-    # Not none: whoever guides needs some.
+    # Not 0: guidance needs dropout.
     return [2 * experiment.condition.dropout if 0 < experiment.condition.dropout <= 0.5 else DROPOUT]
 
 
 def _choices(key: str) -> Sequence[str]:
-    """Words that the experiment's ``key`` may have."""
+    """Values that the experiment's ``key`` accepts."""
     section, _, name = key.rpartition(".")
     kind = type(functools.reduce(getattr, section.split("."), Experiment()))
     return next(field.metadata["choices"] for field in fields(kind) if field.name == name)
@@ -153,12 +153,12 @@ def _words(key: str, own: str) -> list[str]:
 
 
 def _island(experiment: Experiment) -> Iterator[Option]:
-    """What is computed by it is the same but for rounding, of which only half precision does more than a little."""
+    """Yield settings of the island. They change only rounding; of these, only half precision may matter."""
     island, batch = experiment.island, batch_size(MEMBER, experiment)
     checkpointing = not island.activation_checkpointing
-    yield Option(f"{ISLAND}.activation_checkpointing", checkpointing, costs=True, brings=False)
+    yield Option(f"{ISLAND}.activation_checkpointing", checkpointing, is_timed=True, is_trained=False)
     precision = "32-true" if island.precision == "bf16-mixed" else "bf16-mixed"
-    yield Option(f"{ISLAND}.precision", precision, costs=True, brings=True)
+    yield Option(f"{ISLAND}.precision", precision, is_timed=True, is_trained=True)
     if island.micro_batch_size is not None or batch > 1:
         half = batch // 2 if island.micro_batch_size is None else None
-        yield Option(f"{ISLAND}.micro_batch_size", half, costs=True, brings=False)
+        yield Option(f"{ISLAND}.micro_batch_size", half, is_timed=True, is_trained=False)

@@ -1,4 +1,4 @@
-"""Costs and losses of options as a table, as figures and as an image."""
+"""Costs and losses of options as a table, figures and a plot."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from recipe_effect import BASE, Difference, difference
 from recipe_options import Option
 from step_clock import Seconds, median, ratio, ratios
 
-COST_HEADINGS = ["ms a step", "over the experiment's", "parameters", "FLOPs"]
+COST_HEADINGS = ["ms per step", "over the experiment's", "parameters", "FLOPs"]
 PEAK_HEADINGS = ["peak, GB"]
 LOSS_HEADINGS = ["loss", "difference"]
 
 
 @dataclass(frozen=True)
 class Results:
-    """By the option's name; what was not measured is absent."""
+    """Measurements by option name; options that were not measured are absent."""
 
     costs: Mapping[str, tuple[Cost, Cost]]
-    """The experiment's, and that with the option, whose turns lay side by side."""
+    """Costs of the experiment and with the option, measured alternately."""
     losses: Mapping[str, Sequence[float]]
-    """One a seed; ``BASE`` is the experiment's."""
+    """Held-out loss of each seed; under ``BASE``, the experiment's."""
 
     @property
     def base_seconds(self) -> list[Seconds]:
-        """Turns of the experiment beside all options."""
+        """Times of the experiment's steps from the comparisons with all options."""
         return [turn for base, _ in self.costs.values() for turn in base.seconds]
 
     @property
@@ -38,11 +38,11 @@ class Results:
         return any(base.peak is not None for base, _ in self.costs.values())
 
     def difference(self, name: str) -> Difference | None:
-        """Of the loss with an option from the experiment's; below 0 it is better."""
+        """Difference of the loss with an option from the experiment's; negative is better."""
         return difference(self.losses[name], self.losses[BASE]) if name in self.losses else None
 
     def report(self, title: str, options: Sequence[Option]) -> Report:
-        """A row an option, in this order, behind the experiment's own."""
+        """Make a table with a row for the experiment, then one per option, in order."""
         headings = [""]
         if self.costs:
             headings += COST_HEADINGS + (PEAK_HEADINGS if self.has_peak else [])
@@ -87,7 +87,7 @@ class Results:
         each = ratios(cost.seconds, base.seconds)
         middle = statistics.median(each)
         shown = f"{middle:.3f} ({min(each):.2f} to {max(each):.2f})"
-        if not self.has_peak:  # a GPU's work is not in them
+        if not self.has_peak:  # CPU times mean little on a GPU
             of_cpu = ratio(cost.seconds, base.seconds, "cpu")
             figures[f"seconds_over_experiment_{name}_cpu_seconds"] = of_cpu
             shown += f" [{of_cpu:.3f}]"
@@ -121,27 +121,26 @@ class Results:
     def _notes(self, report: Report) -> None:
         if self.costs:
             report.note(
-                "A step is forward, backward, clipping, optimizer and averages on fixed data. Ratios of times are "
-                "medians (lowest to highest) over rounds in which both take turns; in square brackets, on a CPU, the "
-                "same of CPU seconds, which others on the machine disturb less. Parameters and FLOPs (forward and "
-                "backward of a sample, without the optimizer's) are ratios to the experiment's, too."
+                "A step consists of forward, backward, clipping, optimizer and averages on fixed data. Ratios of times "
+                "are medians (lowest to highest) over rounds in which both steps alternate; on a CPU, square brackets "
+                "hold the ratio of CPU times, which other processes disturb less. Parameters and FLOPs (forward and "
+                "backward of a sample, without the optimizer) are also ratios to the experiment's."
             )
         if self.losses:
             report.note(
-                "The loss is that of the averaged weights on held-out samples, at 8 fixed timesteps and unweighted, "
-                "however they were trained; below 0 a difference speaks for the option. What changes no more than "
-                "rounding is not trained."
+                "The loss is the unweighted held-out loss of the averaged weights at 8 fixed timesteps; a negative "
+                "difference favours the option. Options that change only rounding are not trained."
             )
             num_seeds = len(self.losses[BASE])
             report.note(
-                "One training each: how much of a difference is chance is not known (--seeds 3)."
+                "One training each, so the share of chance in a difference is unknown (try --seeds 3)."
                 if num_seeds == 1
                 else f"Means of {num_seeds} seeds; ± is one standard error of differences between equal seeds."
             )
 
 
-def drawn(results: Results, options: Sequence[Option], title: str) -> Figure:
-    """A bar an option: left its cost, right its loss less the experiment's, a dot a seed."""
+def plot(results: Results, options: Sequence[Option], title: str) -> Figure:
+    """Plot a bar per option: on the left its cost, on the right its difference in loss, with a dot per seed."""
     names = [option.name for option in options]
     figure = Figure(figsize=(10, 1.5 + 0.35 * len(names)), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
@@ -161,11 +160,11 @@ def drawn(results: Results, options: Sequence[Option], title: str) -> Figure:
     left.set_yticks(range(len(names)), names)
     left.invert_yaxis()
     for axis, middle, label in (
-        (left, 1, "seconds a step over the experiment's"),
-        (right, 0, "held-out loss less the experiment's"),
+        (left, 1, "time per step over the experiment's"),
+        (right, 0, "held-out loss minus the experiment's"),
     ):
         axis.axvline(middle, color="black", linewidth=0.8)
         axis.set_xlabel(label)
-        axis.locator_params(axis="x", nbins=5)  # as many as can be read
+        axis.locator_params(axis="x", nbins=5)  # more would overlap
     figure.suptitle(title, fontsize=9)
     return figure

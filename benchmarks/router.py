@@ -1,6 +1,6 @@
-"""The trained router beside a linear probe, on the same held-out samples with the same noise, by time.
+"""The trained router against a linear probe, on the same held-out samples with the same noise, by time.
 
-Both see the noisy sample and t, and nothing else; what the router does with the condition is printed beside.
+Both see only the noisy sample and t. The router's figures with the condition are printed beside them.
 
     python benchmarks/router.py -c experiments/emoji_4x.yaml --json benchmarks/results/router.json
 """
@@ -93,7 +93,7 @@ def routing_figure(scores: Mapping[str, Sequence[RoutingScore]], majority: float
         reliability.plot(*pooled, "o-", label=name)
     accuracy.axhline(majority, color="0.6", linestyle=":", label="largest cluster")
     nll.axhline(float(torch.tensor(float(num_clusters)).log()), color="0.6", linestyle=":", label="uniform")
-    reliability.plot([0, 1], [0, 1], color="0.6", linestyle=":", label="honest")
+    reliability.plot([0, 1], [0, 1], color="0.6", linestyle=":", label="calibrated")
     accuracy.set(title="held-out accuracy", xlabel="t (1 is noise)", ylim=(0, 1))
     nll.set(title="held-out NLL (nats)", xlabel="t (1 is noise)", ylim=(0, None))
     reliability.set(title="reliability, all t", xlabel="confidence", ylabel="accuracy", xlim=(0, 1), ylim=(0, 1))
@@ -119,21 +119,21 @@ def _training(split: Split, experiment: Experiment, *, quick: bool) -> probe.Tra
         return probe.Training(
             split.x_0, split.clusters, experiment.seed, num_folds=3, strengths=(1e-3, 1e-2), draws=(1,)
         )
-    # What the router may do to see more of the data, the probe may do too.
+    # The probe may use mirrored images if the router did.
     mirrors = (False, True) if experiment.router.train.horizontal_flip else (False,)
     return probe.Training(split.x_0, split.clusters, experiment.seed, mirrors=mirrors)
 
 
 def _probes(training: probe.Training) -> tuple[Classifier, Classifier]:
-    """Classifiers that take at each time the probe that was fitted for it, the best by accuracy and by NLL."""
+    """Classifiers that use the best probe of each time, by accuracy and by NLL."""
     fitted: dict[float, tuple[probe.Probe, probe.Probe]] = {}
     with progress(console()) as bars:
-        task = bars.add_task("fits of linear probes", total=probe.num_fits(training, TIMES))
+        task = bars.add_task("linear probes", total=probe.num_fits(training, TIMES))
         for t in TIMES:
             best, best_nll, *choices = probe.fit_probe(training, t, lambda fits: bars.advance(task, fits))
             fitted[t] = best, best_nll
             chosen = ", ".join(
-                f"C {choice.strength:g} on {choice.num_draws} draws{' and mirrored' if choice.mirrored else ''}"
+                f"C {choice.strength:g}, {choice.num_draws} draws{', mirrored' if choice.mirrored else ''}"
                 for choice in choices
             )
             bars.console.print(
@@ -150,7 +150,7 @@ def _probes(training: probe.Training) -> tuple[Classifier, Classifier]:
 
 
 def _report(scores: Scores, probe_accuracy: Sequence[RoutingScore], held_out: Split) -> Report:
-    """The table; ``probe_accuracy`` are the scores of the probe that was chosen by accuracy."""
+    """Make the table; ``probe_accuracy`` holds the scores of the probe chosen by accuracy."""
     router, of_probe = scores[ROUTER_NAME], scores[PROBE_NAME]
     conditional = scores.get(CONDITIONAL_NAME)
     report = Report(
@@ -190,9 +190,9 @@ def _report(scores: Scores, probe_accuracy: Sequence[RoutingScore], held_out: Sp
         "num_held_out": len(held_out),
     }
     report.note(
-        f"{len(held_out)} held-out samples, {NUM_DRAWS} noise draws of each; ± is one standard error of the difference "
-        f"over samples. Always the largest cluster: {majority:.3f}. Router and probe see the noisy sample and t alone; "
-        "the probe's accuracy and NLL are each of the probe that cross-validation chose for it."
+        f"{len(held_out)} held-out samples with {NUM_DRAWS} noise draws each; ± is one standard error of the "
+        f"difference over samples. Always choosing the largest cluster gives {majority:.3f}. Router and probe see only "
+        "the noisy sample and t; cross-validation chose one probe for accuracy and one for NLL."
     )
     report.note(f"The router {'wins' if wins else 'does not win'} by accuracy and NLL at every t up to {WINS_UP_TO:g}.")
     return report

@@ -104,13 +104,13 @@ def standard_error(values: Float[Tensor, " n"], num_draws: int) -> float:
 def noised(
     x_0: Float[Tensor, "n c h w"], t: float, draw: int, seed: int, purpose: str = "routing"
 ) -> Float[Tensor, "n c h w"]:
-    """Add the noise of one draw to every sample; each ``purpose`` has noise of its own."""
+    """Add the noise of one draw to every sample; different purposes have different noise."""
     noise = torch.randn(x_0.shape, generator=keyed_generator(seed, purpose, draw))
     return interpolate(x_0, noise, torch.full((len(x_0),), t))
 
 
 def router_classifier(router: nn.Module, condition: Condition | None) -> Classifier:
-    """Wrap a trained router; ``condition`` has one row per sample, None is the null condition for all."""
+    """Wrap a trained router; ``condition`` has one row per sample, or is None for the null condition in all."""
     device = next((parameter.device for parameter in router.parameters()), torch.device("cpu"))
 
     @torch.no_grad()
@@ -121,7 +121,7 @@ def router_classifier(router: nn.Module, condition: Condition | None) -> Classif
             part = None if condition is None else condition.rows(rows).to(device)
             x = x_t[rows].to(device)
             logits.append(router(x, torch.full((len(x),), t, device=device), part).double().cpu())
-        # Not the log of probabilities: those of a confident, wrong router underflow to 0.
+        # Not the logarithm of probabilities, which underflow to 0 for a confident but wrong router.
         return torch.cat(logits).log_softmax(1)
 
     router.eval()

@@ -1,7 +1,7 @@
-"""Thousands of steps in half precision: is any loss or gradient not finite, and does memory grow?
+"""Train thousands of steps in half precision: is a gradient not finite, and does memory grow?
 
-A loss that is not finite has a gradient that is not, and each step with such a one is left out and written down: those
-are counted, and curves have none of them.
+Training skips and records every step whose gradient is not finite; a loss that is not finite has such a gradient. This
+benchmark counts the skipped steps.
 
     python benchmarks/soak.py -c experiments/emoji_4x.yaml --json benchmarks/results/soak_emoji_4x.json
 """
@@ -37,10 +37,10 @@ Curve = Sequence[tuple[int, float]]
 
 def main(arguments: Sequence[str] | None) -> None:
     """Run the benchmark."""
-    made = parser(__doc__ or "")
-    made.add_argument("--steps", type=int, default=None, help=f"optimizer steps (default: {NUM_STEPS})")
-    made.add_argument("--precision", default="bf16-mixed", help="Lightning's word for it (default: bf16-mixed)")
-    options = parse(made, arguments)
+    cli = parser(__doc__ or "")
+    cli.add_argument("--steps", type=int, default=None, help=f"optimizer steps (default: {NUM_STEPS})")
+    cli.add_argument("--precision", default="bf16-mixed", help="as Lightning names it (default: bf16-mixed)")
+    options = parse(cli, arguments)
     options.jobs = 1
     steps = options.steps or (QUICK_STEPS if options.quick else NUM_STEPS)
     experiment = load(options)
@@ -75,19 +75,19 @@ def _report(name: str, soaked: RunFolder, steps: int, options: argparse.Namespac
         values = [value for _, value in points]
         report.row(curve, *(f"{value:.4g}" for value in (values[0], max(values), values[-1])))
     report.note(
-        f"Steps left out because a gradient was not finite: {num_skipped}; averaged weights that are not finite: "
+        f"Steps skipped because a gradient was not finite: {num_skipped}; averaged weights that are not finite: "
         f"{report.figures['weights_not_finite']:.0f}."
     )
     report.note(
-        f"The most memory held grew by {report.figures['memory_growth_gb']:.4f} GB in the last {1 - SETTLED:.0%} of "
-        "the steps, in which the first images are drawn, and by "
+        f"Peak memory grew by {report.figures['memory_growth_gb']:.4f} GB in the last {1 - SETTLED:.0%} of "
+        "the steps, in which the first images are generated, and by "
         f"{report.figures['memory_growth_last_half_gb']:.4f} GB in the last half."
     )
     return report
 
 
 def curves(folder: Path) -> dict[str, Curve]:
-    """Steps and values from TensorBoard's files."""
+    """Read steps and values of the curves from TensorBoard's files."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
@@ -96,7 +96,7 @@ def curves(folder: Path) -> dict[str, Curve]:
 
 
 def figures(found: Mapping[str, Curve], steps: int) -> dict[str, float]:
-    """Memory, and what else curves say of the whole training."""
+    """Memory, memory growth, highest gradient norm and final held-out loss."""
     most = found[MEMORY][-1][1]
 
     def growth(share: float) -> float:

@@ -1,7 +1,7 @@
-"""What one optimizer step costs: our loop beside a bare one, our network beside diffusers', FSDP2 beside DDP.
+"""Time of one optimizer step: our loop against a bare one, our network against diffusers', FSDP2 against DDP.
 
-Sides take turns in one process, a few steps each; ratios are medians over groups of turns that lie side by side. On a
-GPU the networks are those of DiT-XL/2 in bfloat16 with compiled blocks, and its speed and memory are measured, too.
+The sides alternate in one process, a few steps each; ratios are medians over neighbouring groups of turns. On a GPU the
+networks are DiT-XL/2 in bfloat16 with compiled blocks, and its speed and memory are measured, too.
 
     python benchmarks/step.py --json benchmarks/results/step.json
 """
@@ -34,30 +34,30 @@ from step_networks import Sizes  # noqa: E402
 
 LOOP_BAR = 1.02
 NETWORK_BAR = {"cpu": 0.9, "cuda": 0.6}
-STEPS_A_TURN, TURNS_A_GROUP = 5, 5
-HEADINGS = ["", "ours, ms a step", "the other, ms a step", "ratio"]
+STEPS_PER_TURN, TURNS_PER_GROUP = 5, 5
+HEADINGS = ["", "ours, ms per step", "other, ms per step", "ratio"]
 SMALL = Sizes(width=384, depth=6, num_heads=6, patch_size=2, channels=4, edge=16, batch_size=4)
 
 
 @dataclass(frozen=True)
 class Networks:
-    """What our network is compared with diffusers' in."""
+    """Settings under which our network is compared with others."""
 
     sizes: Sizes
     end: str = ""
-    """Behind the names of its figures."""
+    """Suffix of its figures' names."""
     half: bool = False
-    """Under bfloat16 autocast, both."""
+    """Whether all networks run under bfloat16 autocast."""
     compiled: Mapping[str, bool] = field(default_factory=lambda: {"": False})
-    """Whether our blocks are, as ``island.compile`` has them; by what is behind the names of these figures, too."""
+    """Further suffix of figures -> whether our blocks are compiled, as with ``island.compile``."""
 
 
 @dataclass(frozen=True)
 class Loop:
-    """A member to train, on coloured shapes."""
+    """Sizes of a member to train on coloured shapes."""
 
     end: str
-    """Behind the names of its figures."""
+    """Suffix of its figures' names."""
     width: int
     depth: int
     num_heads: int
@@ -67,11 +67,11 @@ class Loop:
     batch_size: int
 
     def overrides(self, folder: Path, num_groups: int, device: str, num_samples: int) -> list[str]:
-        """Of ``tiny_2x.yaml``: two clusters, so half of the global batch is the expert's."""
+        """Overrides of ``tiny_2x.yaml``; it has two clusters, so the expert takes half of the global batch."""
         network = (
             f"width: {self.width}, depth: {self.depth}, num_heads: {self.num_heads}, patch_size: {self.patch_size}"
         )
-        num_steps = num_groups * TURNS_A_GROUP * STEPS_A_TURN
+        num_steps = num_groups * TURNS_PER_GROUP * STEPS_PER_TURN
         return [
             f"run_dir={folder}",
             f"prepare.source.params={{num_samples: {num_samples}, image_size: {self.image_size}}}",
@@ -82,8 +82,8 @@ class Loop:
             f"island.accelerator={'gpu' if device == 'cuda' else 'cpu'}",
             f"island.precision={'bf16-mixed' if device == 'cuda' else '32-true'}",
             f"island.compile={'true' if device == 'cuda' else 'false'}",
-            f"island.log_every_n_steps={TURNS_A_GROUP * STEPS_A_TURN}",
-            # Neither validates nor saves: what they cost is not the loop's.
+            f"island.log_every_n_steps={TURNS_PER_GROUP * STEPS_PER_TURN}",
+            # Neither validate nor save: their time is not the loop's.
             f"island.validate_every_n_steps={num_steps + 1}",
             f"island.checkpoint_every_n_steps={num_steps + 1}",
         ]
@@ -103,28 +103,26 @@ DEMO = Loop("_demo", 128, 4, 4, 4, image_size=24, text_size=512, batch_size=16)
 
 def main(arguments: Sequence[str] | None) -> None:
     """Run the benchmark."""
-    # As ``fit`` does: nothing that was imported is looked at again when garbage is collected, and the heap stays.
+    # As ``fit`` does: exempt imported objects from garbage collection, and keep freed memory.
     processes.begin()
     processes.end_imports()
     processes.keep_heap()
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--json", metavar="OUT", type=Path, help="write commit, device, command and figures here")
-    made.add_argument("--quick", action="store_true", help="two to three minutes; the same ratios with less certainty")
-    made.add_argument("--device", choices=("cpu", "cuda"), default=None, help="default: cuda where there is one")
-    made.add_argument(
-        "--original", metavar="FOLDER", type=Path, help="a checkout of facebookresearch/DiT to measure too"
-    )
-    made.set_defaults(overrides=[], config=str(REPOSITORY / "experiments" / "tiny_2x.yaml"))
-    options = parse(made, arguments)
+    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cli.add_argument("--json", metavar="OUT", type=Path, help="write commit, device, command and figures here")
+    cli.add_argument("--quick", action="store_true", help="two to three minutes; the same ratios with less certainty")
+    cli.add_argument("--device", choices=("cpu", "cuda"), default=None, help="default: cuda where there is one")
+    cli.add_argument("--original", metavar="FOLDER", type=Path, help="checkout of facebookresearch/DiT to compare with")
+    cli.set_defaults(overrides=[], config=str(REPOSITORY / "experiments" / "tiny_2x.yaml"))
+    options = parse(cli, arguments)
     name = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if options.original is not None:
-        step_networks.original_side(SMALL, options.original)  # what is wrong with it is said before minutes of others
+        step_networks.original_side(SMALL, options.original)  # report problems before the other measurements
     torch.set_num_threads(1)
     report = Report(f"One optimizer step on {name}, one thread", HEADINGS)
     with tempfile.TemporaryDirectory(prefix="step-") as folder:
         for loop in (LOOPS[name], DEMO):
             num_groups = 3 if options.quick else 16
-            # Epochs of some 100 steps; in the quick run of 20, and each change of epochs costs.
+            # About 100 steps per epoch, or 20 with --quick; each new epoch costs time.
             num_samples = (40 if options.quick else 200) * loop.batch_size
             overrides = loop.overrides(Path(folder) / f"run{loop.end}", num_groups, name, num_samples)
             add_loop(report, loop, trained(options, overrides))
@@ -138,33 +136,34 @@ def main(arguments: Sequence[str] | None) -> None:
     else:
         report.note("DiT-XL/2 in bfloat16 is measured on a GPU only: make bench-gpu.")
     report.note(
-        "DiT beside others: forward, backward and fused AdamW. In diffusers' AdaLayerNormZero each block has its own "
-        "embedder of time and class; where it is shared, each block still calls it, and parameters are as many as ours."
+        "Networks are compared by forward, backward and fused AdamW. In diffusers' AdaLayerNormZero each block has its "
+        "own embedder of time and class; with a shared embedder, which each block still calls, it has as many "
+        "parameters as ours."
     )
     report.note(
-        "Ratios are medians (lowest to highest) over groups of turns side by side; in brackets behind them the same of "
-        "CPU seconds, which others on the machine disturb less. Times are medians."
+        "Ratios are medians (lowest to highest) over neighbouring groups of turns; square brackets hold the ratio of "
+        "CPU times, which other processes disturb less. Times are medians."
     )
     report.show(console())
     report.write(options.json)
 
 
 def trained(options: Namespace, overrides: Sequence[str]) -> step_loops.Trained:
-    """Prepare the data in a process of its own, then train by both loops."""
+    """Prepare the data in a process of its own, then train with both loops."""
     call("prepare", options, *overrides)
     experiment = load(options, *overrides)
     if experiment.island.compile:
         step_networks.forget_compiled()
-    return step_loops.train(experiment, STEPS_A_TURN)
+    return step_loops.train(experiment, STEPS_PER_TURN)
 
 
 def add_loop(report: Report, loop: Loop, trained: step_loops.Trained) -> None:
-    """A row and the figures of the loops; the first group warms up."""
+    """Add the row and the figures of the loops, without the first group, which warms up."""
     turns = trained.turns
-    steps = TURNS_A_GROUP * turns.steps
-    ours, bare = (grouped(side, TURNS_A_GROUP, steps)[1:] for side in (turns.ours, turns.bare))
+    steps = TURNS_PER_GROUP * turns.steps
+    ours, bare = (grouped(side, TURNS_PER_GROUP, steps)[1:] for side in (turns.ours, turns.bare))
     title = (
-        f"Trainer beside a bare loop{loop.end.replace('_', ', ')}: width {loop.width}, depth {loop.depth}, "
+        f"Trainer against a bare loop{loop.end.replace('_', ', ')}: width {loop.width}, depth {loop.depth}, "
         f"{(loop.image_size // loop.patch_size) ** 2} tokens, batch {loop.batch_size}"
     )
     _row(report, title, ours, bare)
@@ -178,22 +177,22 @@ def add_loop(report: Report, loop: Loop, trained: step_loops.Trained) -> None:
     }
     if not loop.end:
         _bar(report, figure, LOOP_BAR)
-    same_words = "bit for bit the same" if same(trained) else "not the same"
-    report.note(f"{figure}: weights and averages of both are {same_words} after {len(turns.ours) * turns.steps} steps.")
+    equal = "bit-identical" if same(trained) else "not identical"
+    report.note(f"{figure}: weights and averages of both are {equal} after {len(turns.ours) * turns.steps} steps.")
 
 
 def same(trained: step_loops.Trained) -> bool:
-    """Whether both loops ended in the same weights and the same averages of them."""
+    """Whether both loops ended with the same weights and averages."""
     ours, bare = trained.weights
     pairs = [(ours[name], bare[name]) for name in bare] + list(zip(*trained.averages, strict=True))
-    # The Trainer leaves what it trained on the host.
+    # The Trainer moves its network back to the host.
     return ours.keys() == bare.keys() and all(torch.equal(a.cpu(), b.cpu()) for a, b in pairs)
 
 
 def add_networks(
     report: Report, kind: Networks, device: torch.device, num_rounds: int, original: Path | None = None
 ) -> None:
-    """Rows and figures of our network beside diffusers' and, where its folder is given, the original one."""
+    """Add rows and figures of our network against diffusers' and, if its folder is given, the original one."""
     ours = {f"ours{end}": step_networks.our_side(kind.sizes) for end in kind.compiled}
     others = {
         "diffusers": step_networks.diffusers_side(kind.sizes, nearest=False),
@@ -211,7 +210,8 @@ def add_networks(
     for our, end in zip(ours, kind.compiled, strict=True):
         kinds = f"{'compiled, ' if our in compiled else ''}{'bfloat16' if kind.half else '32 bits'}"
         for name, other in others.items():
-            title = f"DiT, {kinds}, beside {other.title}: {millions[our]} and {millions[name]} parameters, {kind.sizes}"
+            parameters = f"{millions[our]} and {millions[name]} parameters"
+            title = f"DiT, {kinds}, against {other.title}: {parameters}, {kind.sizes}"
             _row(report, title, found[our], found[name])
             figure = f"ours_over_{name}{kind.end}{end}"
             report.figures |= {
@@ -226,8 +226,8 @@ def add_networks(
 
 
 def add_sharded(report: Report, found: dict[str, list[Seconds]]) -> None:
-    """The row and the figures of two processes."""
-    title = f"FSDP2 beside DDP, {step_sharded.WORLD} processes on gloo: {SMALL} a process"
+    """Add the row and the figures of two processes."""
+    title = f"FSDP2 against DDP, {step_sharded.WORLD} processes on gloo: {SMALL} per process"
     _row(report, title, found["fsdp2"], found["ddp"])
     report.figures |= {
         "fsdp2_over_ddp": ratio(found["fsdp2"], found["ddp"]),

@@ -1,4 +1,4 @@
-"""Seconds of turns that sides take one after the other, and ratios of them."""
+"""Times of alternating turns, and their ratios."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ class Seconds(NamedTuple):
 
     wall: float
     cpu: float
-    """Of this process: nearly blind to what else the machine does, and to a GPU."""
+    """CPU time of this process: hardly affected by other processes, and without the GPU's work."""
 
 
 Clock = Callable[[], Seconds]
 
 
 def now() -> Seconds:
-    """Both clocks."""
+    """Read both clocks."""
     return Seconds(time.perf_counter(), time.process_time())
 
 
 def since(start: Seconds, device: torch.device, clock: Clock = now) -> Seconds:
-    """What has passed from ``start`` until all that was queued on ``device`` is done."""
+    """Time from ``start`` until all work queued on ``device`` is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     end = clock()
@@ -35,26 +35,26 @@ def since(start: Seconds, device: torch.device, clock: Clock = now) -> Seconds:
 
 
 def total(turns: Sequence[Seconds], num: int = 1) -> Seconds:
-    """The sum of ``turns``, over ``num``."""
+    """Sum of ``turns``, divided by ``num``."""
     return Seconds(sum(turn.wall for turn in turns) / num, sum(turn.cpu for turn in turns) / num)
 
 
-def grouped(turns: Sequence[Seconds], turns_a_group: int, steps_a_group: int) -> list[Seconds]:
-    """Seconds a step of each whole group of turns."""
-    starts = range(0, len(turns) - turns_a_group + 1, turns_a_group)
-    return [total(turns[start : start + turns_a_group], steps_a_group) for start in starts]
+def grouped(turns: Sequence[Seconds], turns_per_group: int, steps_per_group: int) -> list[Seconds]:
+    """Seconds per step of each complete group of turns."""
+    starts = range(0, len(turns) - turns_per_group + 1, turns_per_group)
+    return [total(turns[start : start + turns_per_group], steps_per_group) for start in starts]
 
 
 def ratio(ours: Sequence[Seconds], theirs: Sequence[Seconds], kind: str = "wall") -> float:
-    """The median of the ratios of what was measured side by side."""
+    """Median of the pairwise ratios."""
     return statistics.median(ratios(ours, theirs, kind))
 
 
 def ratios(ours: Sequence[Seconds], theirs: Sequence[Seconds], kind: str = "wall") -> list[float]:
-    """Ours over theirs, pair by pair."""
+    """Our times over theirs, pair by pair."""
     return [getattr(a, kind) / getattr(b, kind) for a, b in zip(ours, theirs, strict=True)]
 
 
 def median(turns: Sequence[Seconds], kind: str = "wall") -> float:
-    """Seconds in the middle."""
+    """Median seconds of a turn."""
     return statistics.median(getattr(turn, kind) for turn in turns)

@@ -1,4 +1,4 @@
-"""DiT-XL/2 on one GPU: samples a second, attention back ends, memory against the plan."""
+"""DiT-XL/2 on one GPU: samples per second, attention back ends, planned and measured memory."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ XL2 = Sizes(width=1152, depth=28, num_heads=16, patch_size=2, channels=4, edge=3
 ATTENTION = ("sdpa", "xformers")
 
 
-def measure(report: Report, sizes: Sizes, device: torch.device, num_rounds: int, steps_a_turn: int) -> None:
-    """A row and figures for each back end that runs here, under bfloat16 autocast with compiled blocks.
+def measure(report: Report, sizes: Sizes, device: torch.device, num_rounds: int, steps_per_turn: int) -> None:
+    """Add a row and figures for each back end that runs here, under bfloat16 autocast with compiled blocks.
 
-    Each has the device to itself: its peak is not another's.
+    Each runs on an otherwise empty device, so that its peak is its own.
     """
     for attention in ATTENTION:
-        gc.collect()  # what earlier parts left on the device is not this one's
+        gc.collect()  # remove the remains of earlier measurements
         if device.type == "cuda":
             torch.cuda.empty_cache()
         try:
             side = our_side(sizes, attention)
             step = Step(side, sizes, device, half=True, compiled=device.type == "cuda")
             track_ema(step.optimizer, 0.9999)
-            seconds = in_turn({attention: step}, num_rounds, steps_a_turn)[attention]
+            seconds = in_turn({attention: step}, num_rounds, steps_per_turn)[attention]
         except (UserError, RuntimeError) as error:
-            report.note(f"Attention by {attention} did not run on {device}: {str(error).splitlines()[0]}")
+            report.note(f"Attention back end {attention} did not run on {device}: {str(error).splitlines()[0]}")
             continue
         middle = median(seconds)
         report.figures[f"seconds_xl2_{attention}"] = middle

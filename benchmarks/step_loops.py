@@ -1,4 +1,4 @@
-"""Our training loop and a bare one around the same network, which take turns and end in the same weights."""
+"""Our training loop and a bare one around the same network; they alternate and end with the same weights."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ Batch = dict[str, Tensor]
 
 
 class BareLoop:
-    """What one would write without a trainer: the next batch, and nothing but the step itself.
+    """Training loop without a Trainer: only the next batch and the step itself.
 
     Args:
-        experiment: how ``MEMBER`` is trained.
-        manifest: of its data.
-        batches: those of its steps, in order.
-        device: where it trains.
+        experiment: settings of ``MEMBER``.
+        manifest: manifest of its data.
+        batches: batches of its steps, in order.
+        device: training device.
     """
 
     def __init__(
@@ -107,21 +107,21 @@ class BareLoop:
 
 @dataclass
 class Turns:
-    """What turns of equally many steps took."""
+    """Times of turns with equally many steps."""
 
     steps: int
-    """Steps of one turn."""
+    """Steps per turn."""
     ours: list[Seconds] = field(default_factory=list)
-    """Of each turn of the Trainer."""
+    """Time of each turn of the Trainer."""
     bare: list[Seconds] = field(default_factory=list)
-    """Of each turn of the bare loop."""
+    """Time of each turn of the bare loop."""
 
 
 class TakeTurns(L.Callback):
-    """Stops the Trainer's clock every ``steps`` steps, while the bare loop takes as many.
+    """Stops the Trainer's clock every ``steps`` steps while the bare loop takes equally many.
 
-    A turn of the Trainer's lasts from the beginning of a step to the same place of a later one: everything that it
-    does between steps is in it.
+    A turn of the Trainer lasts from the beginning of a step to the beginning of a later one, so it includes all work
+    between steps.
     """
 
     def __init__(self, bare: BareLoop, steps: int, clock: Clock = now) -> None:
@@ -131,7 +131,7 @@ class TakeTurns(L.Callback):
         self._start: Seconds | None = None
 
     def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
-        """Change sides when it is time to."""
+        """Let the bare loop take its turn when it is due."""
         if trainer.global_step % self.turns.steps == 0:
             self._end_of_turn()
             start = self.clock()
@@ -140,7 +140,7 @@ class TakeTurns(L.Callback):
             self._start = self.clock()
 
     def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
-        """The last turn has no next step."""
+        """End the last turn, which no further step ends."""
         if trainer.global_step == trainer.max_steps:
             self._end_of_turn()
 
@@ -151,18 +151,18 @@ class TakeTurns(L.Callback):
 
 @dataclass(frozen=True)
 class Trained:
-    """What both sides ended with."""
+    """Times and final weights of both loops."""
 
     turns: Turns
     weights: tuple[dict[str, Tensor], dict[str, Tensor]]
-    """Ours, the bare loop's."""
+    """Weights of our loop, then of the bare one."""
     averages: tuple[list[Tensor], list[Tensor]]
-    """Of the weights, in the order of the parameters."""
+    """Averages of the weights, in the order of the parameters."""
     num_parameters: int
 
 
 def train(experiment: Experiment, steps: int, clock: Clock = now) -> Trained:
-    """Train ``MEMBER`` of a prepared run as ``fit`` does, and by the bare loop, in turns of ``steps`` steps."""
+    """Train ``MEMBER`` of a prepared run as ``fit`` does and with the bare loop, alternating every ``steps`` steps."""
     run = RunFolder.of(experiment)
     manifest = Manifest.read(run.root)
     member = Member.resolve(MEMBER, experiment, manifest)
@@ -179,7 +179,7 @@ def train(experiment: Experiment, steps: int, clock: Clock = now) -> Trained:
     strategy, _ = choose_strategy(experiment.island, sum(p.numel() for p in module.parameters()))
     trainer, _ = build_trainer(member, experiment, folder, MemberStatus(MEMBER, member.train.max_steps), strategy)
     turns = TakeTurns(bare, steps, clock)
-    # Behind all others but the one that saves, as it does behind the last step: the end of that is the end of its turn.
+    # Just before the callback that saves after the last step, so that saving is not part of the last turn.
     callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # Lightning's list
     callbacks.insert(next(at for at, one in enumerate(callbacks) if isinstance(one, RollingCheckpoints)), turns)
     trainer.fit(module, datamodule=build_data(member, experiment.island, manifest, run))

@@ -1,4 +1,4 @@
-"""Memory of a training step: planned before it is taken, and measured."""
+"""Memory of a training step: predicted without running it, and measured."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def planned_bytes(step: Timed) -> int:
-    """What ``step`` will hold at its peak, of which no part was taken: only the first two blocks run forward.
+    """Predict the peak memory of ``step`` from forward passes of its first two blocks.
 
-    Weights and what the optimizer keeps are there all the time; what the forward pass keeps for the backward pass is
-    held when that begins, and all gradients when it ends, beside what the first block kept. Under activation
-    checkpointing one block's own is made anew meanwhile. Temporaries are left out.
+    Weights and optimizer state exist all the time. When the backward pass begins, the tensors kept by the forward pass
+    exist, too; when it ends, all gradients and the tensors kept by the first block. Activation checkpointing adds the
+    recomputed tensors of one block. Temporary tensors are not counted.
 
     Args:
-        step: on its device; ``network.blocks`` are alike, and the optimizer has taken a step.
+        step: a step on its device, with equal ``network.blocks``, whose optimizer has taken a step.
     """
     blocks = step.network.blocks
     assert isinstance(blocks, nn.ModuleList)
@@ -35,7 +35,7 @@ def planned_bytes(step: Timed) -> int:
 
 
 def peak_bytes(step: Timed) -> int:
-    """The most that is held while ``step`` is taken once, of what is the step's."""
+    """Measure the peak memory of the step's own tensors while ``step`` is taken once."""
     step.optimizer.zero_grad()
     state = _bytes_of(held(step))
     if step.device.type == "cuda":
@@ -56,7 +56,7 @@ def peak_bytes(step: Timed) -> int:
 
 
 def held(step: Timed) -> Iterator[Tensor]:
-    """What outlasts a step: weights, buffers, and what the optimizer keeps of each weight."""
+    """Yield tensors that outlast a step: weights, buffers and optimizer state."""
     yield from step.network.parameters()
     yield from step.network.buffers()
     for kept in step.optimizer.state.values():
@@ -64,19 +64,19 @@ def held(step: Timed) -> Iterator[Tensor]:
 
 
 def kept_for_backward(step: Timed) -> int:
-    """Bytes that a forward pass keeps until the backward pass, weights in their own type left out."""
+    """Bytes that a forward pass keeps for the backward pass, without uncast weights."""
     own = {tensor.untyped_storage().data_ptr() for tensor in step.network.state_dict(keep_vars=True).values()}
     kept: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = storage.nbytes()  # by address: a part of what is kept already costs nothing
-        return tensor.detach()  # the tensor itself would hold its graph, and the graph the tensor
+            kept[storage.data_ptr()] = storage.nbytes()  # by address: a view of a kept tensor costs nothing
+        return tensor.detach()  # the tensor itself and its graph would keep each other alive
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         loss = step.loss()
-    del loss  # not before: its graph holds what was counted, so that no address was given out twice
+    del loss  # only now: its graph keeps the counted tensors, so that no address is reused
     return sum(kept.values())
 
 
@@ -90,7 +90,7 @@ def _kept_by_first(step: Timed, blocks: nn.ModuleList, num: int) -> int:
 
 @contextmanager
 def _as_written(block: nn.Module) -> Iterator[None]:
-    """Neither compiled nor computed twice: what was set on it hides what its class has."""
+    """Run ``block`` neither compiled nor checkpointed, by removing the attributes that hide its class's methods."""
     hidden: dict[str, object] = {
         name: vars(block).pop(name) for name in ("forward", "_compiled_call_impl") if name in vars(block)
     }

@@ -1,4 +1,4 @@
-"""One training step of a network by itself: ours, and diffusers' of the same sizes."""
+"""One training step of a network alone: ours, diffusers' and the original DiT in the same sizes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NUM_CLASSES = 10
 
 @dataclass(frozen=True)
 class Sizes:
-    """A class-conditional DiT and a batch for it."""
+    """Sizes of a class-conditional DiT and of its batch."""
 
     width: int
     depth: int
@@ -35,17 +35,17 @@ class Sizes:
     patch_size: int
     channels: int
     edge: int
-    """Height and width of a latent, in cells."""
+    """Height and width of a latent in cells."""
     batch_size: int
 
     @property
     def num_tokens(self) -> int:
-        """Patches of a latent."""
+        """Number of patches of a latent."""
         return (self.edge // self.patch_size) ** 2
 
     @property
     def x_shape(self) -> tuple[int, int, int]:
-        """Of one latent."""
+        """Shape of one latent."""
         return self.channels, self.edge, self.edge
 
     def __str__(self) -> str:
@@ -57,7 +57,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Side:
-    """A network, and how it is called for its prediction at ``(x_t, t, classes)``."""
+    """A network and a function that predicts from ``(x_t, t, classes)``."""
 
     title: str
     network: nn.Module
@@ -65,12 +65,12 @@ class Side:
 
     @property
     def num_parameters(self) -> int:
-        """Shared ones count once."""
+        """Number of parameters; shared ones count once."""
         return sum(parameter.numel() for parameter in self.network.parameters())
 
 
 def our_side(sizes: Sizes, attention: str = "auto", wrap: Callable[[nn.Module], nn.Module] | None = None) -> Side:
-    """Our DiT, its parts spread over processes by ``wrap``."""
+    """Build our DiT; ``wrap`` distributes it over processes."""
     network = DiT(
         x_shape=sizes.x_shape,
         condition=ConditionSpec("class", NUM_CLASSES),
@@ -90,10 +90,10 @@ def our_side(sizes: Sizes, attention: str = "auto", wrap: Callable[[nn.Module], 
 
 
 def diffusers_side(sizes: Sizes, *, nearest: bool) -> Side:
-    """``diffusers.DiTTransformer2DModel``, as it is or with what differs from ours taken away.
+    """Build ``diffusers.DiTTransformer2DModel``, unchanged or as near to ours as it gets.
 
-    As it is, every block has an embedder of time and class of its own, and the GELU is the tanh approximation; with
-    ``nearest`` the blocks share the first one's embedder (each still calls it), and the GELU is the exact one.
+    Unchanged, every block has its own embedder of time and class, and the GELU is the tanh approximation. With
+    ``nearest``, all blocks share the first one's embedder (each still calls it), and the GELU is exact.
     """
     from diffusers import DiTTransformer2DModel
 
@@ -121,17 +121,18 @@ def diffusers_side(sizes: Sizes, *, nearest: bool) -> Side:
 
 
 def original_side(sizes: Sizes, folder: Path) -> Side:
-    """The DiT of its authors, https://github.com/facebookresearch/DiT, checked out at ``folder``.
+    """Build the authors' DiT from ``folder``, a checkout of https://github.com/facebookresearch/DiT.
 
-    Its licence is not for commerce, so nothing here brings it. Weights start where ours do: blocks are the identity.
+    Its licence forbids commercial use, so this project does not contain it. It is initialised like ours: blocks are the
+    identity.
 
     Raises:
-        UserError: it is not there, or is not what it was.
+        UserError: ``folder`` is no such checkout, or timm is missing.
     """
     path = folder / "models.py"
     spec = importlib.util.spec_from_file_location("original_dit", path)
     try:
-        assert spec is not None and spec.loader is not None  # it ends in .py
+        assert spec is not None and spec.loader is not None  # because the name ends in .py
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         network: nn.Module = module.DiT(
@@ -158,34 +159,34 @@ def original_side(sizes: Sizes, folder: Path) -> Side:
 
 
 def forget_compiled() -> None:
-    """Have what is compiled from here on get kernels for its own sizes, as it would have alone.
+    """Reset the compiler, so that the next network gets kernels for its own sizes.
 
-    All blocks share the code that is compiled: torch would take sizes of two networks for one that varies, with slow
-    kernels for any, and refuses many kinds. What was compiled before is compiled once more when it is called.
+    All networks share the code of a block. Otherwise torch would treat their sizes as one dynamic size, with slower
+    kernels, and would stop compiling after several of them. Earlier networks are compiled again when called.
     """
     torch.compiler.reset()
     torch._dynamo.config.automatic_dynamic_shapes = False
 
 
 class Timed(ABC):
-    """A training step, which takes turns with others."""
+    """A training step that can be timed alternately with others."""
 
     device: torch.device
     network: nn.Module
     optimizer: Optimizer
     num_parts = 1
-    """In which the batch goes through the network."""
+    """Number of micro batches per step."""
 
     @abstractmethod
     def loss(self) -> Tensor:
-        """Of a part of the batch: a forward pass."""
+        """Compute the loss of a micro batch: a forward pass."""
 
     @abstractmethod
     def take(self) -> None:
-        """One step."""
+        """Take one step."""
 
     def seconds(self, num_steps: int, clock: Clock = now) -> Seconds:
-        """Of one step, on average over ``num_steps``."""
+        """Take ``num_steps`` steps and return their mean time."""
         start = clock()
         for _ in range(num_steps):
             self.take()
@@ -196,11 +197,11 @@ class Step(Timed):
     """Forward, backward and a step of fused AdamW on fixed random data.
 
     Args:
-        side: what is trained.
-        sizes: its batch.
-        device: where.
-        half: whether under bfloat16 autocast.
-        compiled: whether our blocks are compiled.
+        side: the network.
+        sizes: sizes of its batch.
+        device: training device.
+        half: whether to use bfloat16 autocast.
+        compiled: whether to compile our blocks.
     """
 
     def __init__(self, side: Side, sizes: Sizes, device: torch.device, *, half: bool, compiled: bool) -> None:
@@ -217,29 +218,29 @@ class Step(Timed):
         self.classes = torch.randint(NUM_CLASSES, (sizes.batch_size,), generator=generator).to(device)
 
     def loss(self) -> Tensor:
-        """Of the batch."""
+        """Compute the loss of the batch."""
         with torch.autocast(self.device.type, torch.bfloat16) if self.half else nullcontext():
             predicted = self.side.predict(self.x_t, self.t, self.classes)
             return functional.mse_loss(predicted.float(), self.target)
 
     def take(self) -> None:
-        """One step."""
+        """Take one step."""
         self.optimizer.zero_grad()
         self.loss().backward()
         self.optimizer.step()
 
 
 def in_turn(
-    steps: Mapping[str, Timed], num_rounds: int, steps_a_turn: int, clock: Clock = now
+    steps: Mapping[str, Timed], num_rounds: int, steps_per_turn: int, clock: Clock = now
 ) -> dict[str, list[Seconds]]:
-    """Seconds a step of each side, one value a round; every second round goes backwards.
+    """Measure seconds per step of each side, one value per round; every other round runs in reverse order.
 
-    Two turns of each warm up.
+    Two turns of each side warm up first.
     """
     for step in steps.values():
-        step.seconds(2 * steps_a_turn, clock)
+        step.seconds(2 * steps_per_turn, clock)
     found: dict[str, list[Seconds]] = {name: [] for name in steps}
     for number in range(num_rounds):
         for name in list(steps)[:: 1 if number % 2 == 0 else -1]:
-            found[name].append(steps[name].seconds(steps_a_turn, clock))
+            found[name].append(steps[name].seconds(steps_per_turn, clock))
     return found

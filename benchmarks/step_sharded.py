@@ -1,4 +1,4 @@
-"""A step of two processes on this machine: FSDP2 as an island shards a member, beside DDP."""
+"""A training step of two processes on this machine: FSDP2, sharded as on an island, against DDP."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ WORLD = 2
 _SECONDS = 900.0
 
 
-def measure(sizes: Sizes, num_rounds: int, steps_a_turn: int) -> dict[str, list[Seconds]]:
-    """Seconds a step of ``ddp`` and ``fsdp2``, as rank 0 sees it, a value a round.
+def measure(sizes: Sizes, num_rounds: int, steps_per_turn: int) -> dict[str, list[Seconds]]:
+    """Measure seconds per step of ``ddp`` and ``fsdp2`` on rank 0, one value per round.
 
     Raises:
-        UserError: a process failed; it has said why.
+        UserError: a process failed; it has printed the reason.
     """
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     with tempfile.TemporaryDirectory(prefix="step-sharded-") as folder:
-        arguments = (Path(folder) / "store", sizes, num_rounds, steps_a_turn)
+        arguments = (Path(folder) / "store", sizes, num_rounds, steps_per_turn)
         processes = [
             context.Process(target=_rank, args=(rank, theirs if rank == 0 else None, *arguments))
             for rank in range(WORLD)
@@ -50,11 +50,13 @@ def measure(sizes: Sizes, num_rounds: int, steps_a_turn: int) -> dict[str, list[
                 process.kill()
                 process.join()
     if found is None:
-        raise UserError("FSDP2 beside DDP: a process failed or did not answer; see above")
+        raise UserError("FSDP2 against DDP: a process failed or did not answer; see above")
     return found
 
 
-def _rank(rank: int, answer: Connection | None, store: Path, sizes: Sizes, num_rounds: int, steps_a_turn: int) -> None:
+def _rank(
+    rank: int, answer: Connection | None, store: Path, sizes: Sizes, num_rounds: int, steps_per_turn: int
+) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
@@ -67,7 +69,7 @@ def _rank(rank: int, answer: Connection | None, store: Path, sizes: Sizes, num_r
 
     sides = {"ddp": our_side(sizes, wrap=DistributedDataParallel), "fsdp2": our_side(sizes, wrap=sharded)}
     steps = {name: Step(side, sizes, cpu, half=False, compiled=False) for name, side in sides.items()}
-    found = in_turn(steps, num_rounds, steps_a_turn)
+    found = in_turn(steps, num_rounds, steps_per_turn)
     if answer is not None:
         answer.send(found)
     dist.destroy_process_group()

@@ -1,8 +1,8 @@
-"""Which learning rate and batch size a member should have: one is trained at each pair of a small grid.
+"""Grid search over a member's learning rate and batch size.
 
-Every training sees as many samples as the experiment's own, unless ``--samples`` says otherwise; warm-up and the decay
-of the average are scaled with the batch, so that they last for as many samples, too. Judged by the held-out loss of
-the averaged weights and, where there are prompts, by how many images follow theirs.
+Every training sees as many samples as the experiment's, unless ``--samples`` is given. Warm-up and the decay of the
+average scale with the batch, so that they last for equally many samples. Trainings are judged by the held-out loss of
+the averaged weights and, if there are prompts, by the share of images that follow theirs.
 
     python benchmarks/sweep.py -c experiments/emoji_4x.yaml --json benchmarks/results/sweep_emoji_4x.json
 """
@@ -40,28 +40,28 @@ class Point:
     rate: float
     """Peak learning rate."""
     batch: int
-    """Samples a step of this member."""
+    """The member's samples per step."""
     seed: int
 
     @property
     def name(self) -> str:
-        """Its folder."""
+        """Name of its folder."""
         return f"rate-{self.rate:g}-batch-{self.batch}-seed-{self.seed}"
 
 
 def main(arguments: Sequence[str] | None) -> None:
     """Run the benchmark."""
-    made = parser(__doc__ or "")
-    made.add_argument("--member", default="expert-0", help="which one is trained")
-    made.add_argument("--samples", type=int, default=None, help="samples a training sees (default: the experiment's)")
-    made.add_argument("--seeds", type=int, default=1, help="trainings a pair")
-    made.add_argument("--jobs", type=int, default=2, help="trainings at once")
-    made.add_argument("--prompts", type=int, default=None, help=f"images of each expert (default: {NUM_PROMPTS})")
-    for name, what in (("rates", "learning rates"), ("batches", "batch sizes")):
-        made.add_argument(
-            f"--{name}", type=float, nargs="+", default=FACTORS, help=f"{what}, over the experiment's own"
+    cli = parser(__doc__ or "")
+    cli.add_argument("--member", default="expert-0", help="member to train")
+    cli.add_argument("--samples", type=int, default=None, help="samples per training (default: the experiment's)")
+    cli.add_argument("--seeds", type=int, default=1, help="trainings per pair")
+    cli.add_argument("--jobs", type=int, default=2, help="trainings at once")
+    cli.add_argument("--prompts", type=int, default=None, help=f"images per training (default: {NUM_PROMPTS})")
+    for name, values in (("rates", "learning rates"), ("batches", "batch sizes")):
+        cli.add_argument(
+            f"--{name}", type=float, nargs="+", default=FACTORS, help=f"{values}, as multiples of the experiment's"
         )
-    options = parse(made, arguments)
+    options = parse(cli, arguments)
     sweep = Sweep(options)
     call("prepare", options)
     report = Report(
@@ -74,16 +74,16 @@ def main(arguments: Sequence[str] | None) -> None:
     report.show(console())
     report.write(options.json)
     image = sweep.folder / "sweep.png"
-    figure = drawn(losses, followed, report.title)
+    figure = plot(losses, followed, report.title)
     atomic_write(image, lambda path: figure.savefig(path, dpi=120))
     print(f"image: {image}")
 
 
 class Sweep:
-    """The grid of one member, trained in a folder beside the experiment's run.
+    """The grid of one member, trained in a folder inside the experiment's run folder.
 
     Raises:
-        UserError: an unknown member, or a batch that comes to no whole number of samples.
+        UserError: an unknown member, or a batch size that is not a whole number.
     """
 
     def __init__(self, options: argparse.Namespace) -> None:
@@ -101,10 +101,10 @@ class Sweep:
             if number is not None and number < 1:
                 raise UserError(f"--{name} {number}: must be at least 1")
         if not all(factor > 0 and math.isfinite(factor) for factor in (*options.rates, *options.batches)):
-            raise UserError("--rates and --batches: each is a multiple of the experiment's own, above 0")
+            raise UserError("--rates and --batches: give multiples of the experiment's values, each above 0")
         sizes = [factor * self.own.batch for factor in options.batches]
         if any(size != int(size) or size < 1 for size in sizes):
-            raise UserError(f"--batches {options.batches}: times {self.own.batch} samples is no whole number")
+            raise UserError(f"--batches {options.batches}: times {self.own.batch} samples is not a whole number")
         self.batches = [int(size) for size in sizes]
         self.rates = [factor * self.own.rate for factor in options.rates]
         run = RunFolder.of(self.experiment)
@@ -112,22 +112,22 @@ class Sweep:
         self.folder = run.root / "benchmarks" / "sweep" / f"{self.member}-{self.num_samples}-samples"
 
     def points(self) -> Iterator[Point]:
-        """All trainings."""
+        """Yield all trainings."""
         for batch in self.batches:
             for rate in self.rates:
                 for seed in range(self.options.seeds):
                     yield Point(rate, batch, self.experiment.seed + seed)
 
     def losses(self) -> dict[Point, float]:
-        """Train what is not trained yet; the held-out loss of each."""
+        """Run the trainings that are not finished; return the held-out loss of each."""
         folders = {point: self.folder / point.name for point in self.points()}
         found = self.trainings.losses({folder: self.settings(point) for point, folder in folders.items()})
         return {point: found[folder] for point, folder in folders.items()}
 
     def followed(self) -> tuple[dict[Point, float], float]:
-        """The share of an expert's images that follow their prompts, and that of images drawn at random.
+        """Share of each expert's images that follow their prompts, and the share for random training images.
 
-        Nothing of a router, or without prompts.
+        Empty for a router, or without prompts.
         """
         kind = self.experiment.condition.kind
         if self.member == ROUTER or kind not in ("text", "class"):
@@ -143,7 +143,7 @@ class Sweep:
         return found, prompts.chance
 
     def settings(self, point: Point) -> list[str]:
-        """What makes the experiment that of ``point``."""
+        """Overrides for the training ``point``."""
         section = "router" if self.member == ROUTER else "expert"
         train = train_config(self.member, self.experiment)
         longer = self.own.batch / point.batch
@@ -163,15 +163,15 @@ class Sweep:
         ]
 
     def fill(self, report: Report, losses: dict[Point, float], followed: dict[Point, float], chance: float) -> None:
-        """Table, figures and the best pair."""
+        """Fill in the table, the figures and the best pair."""
         means, shares = mean_over_seeds(losses), mean_over_seeds(followed)
         best = min(means, key=means.__getitem__)
         for (rate, batch), share in shares.items():
             report.figures[f"followed_rate_{rate:g}_batch_{batch}"] = share
         if shares:
             report.note(
-                "In brackets: of images of training prompts by the expert alone, the share that lies nearest to a "
-                f"training image of the same prompt; of training images drawn at random {chance:.1%} would."
+                "In brackets: share of images, generated for training prompts by the expert alone, whose nearest "
+                f"training image has the same prompt; for random training images it is {chance:.1%}."
             )
             report.figures["followed_by_chance"] = chance
         for rate in self.rates:
@@ -194,11 +194,11 @@ class Sweep:
         spread = [max(group) - min(group) for group in by_pair(losses).values()]
         if self.options.seeds > 1:
             report.figures["largest_spread_over_seeds"] = max(spread)
-            report.note(f"Means of {self.options.seeds} seeds, which differ by up to {max(spread):.4f}.")
+            report.note(f"Means over {self.options.seeds} seeds, whose losses differ by up to {max(spread):.4f}.")
 
 
 def by_pair(losses: dict[Point, float]) -> dict[tuple[float, int], list[float]]:
-    """Losses of all seeds of a pair."""
+    """Losses of all seeds by learning rate and batch size."""
     grouped: dict[tuple[float, int], list[float]] = {}
     for point, loss in losses.items():
         grouped.setdefault((point.rate, point.batch), []).append(loss)
@@ -206,12 +206,12 @@ def by_pair(losses: dict[Point, float]) -> dict[tuple[float, int], list[float]]:
 
 
 def mean_over_seeds(losses: dict[Point, float]) -> dict[tuple[float, int], float]:
-    """By learning rate and batch size."""
+    """Mean loss by learning rate and batch size."""
     return {pair: sum(group) / len(group) for pair, group in by_pair(losses).items()}
 
 
-def drawn(losses: dict[Point, float], followed: dict[Point, float], title: str) -> Figure:
-    """Curves a batch size over the learning rate, a dot a training: losses, and beside them shares where there are."""
+def plot(losses: dict[Point, float], followed: dict[Point, float], title: str) -> Figure:
+    """Plot losses and, if measured, prompt following over the learning rate: a curve per batch size, a dot per seed."""
     panels = {"held-out loss of the averaged weights": losses}
     if followed:
         panels["share of images that follow their prompts"] = followed
@@ -226,7 +226,7 @@ def _panel(axis: Axes, name: str, values: dict[Point, float]) -> None:
     means = mean_over_seeds(values)
     for index, batch in enumerate(sorted({batch for _, batch in means})):
         rates = sorted(rate for rate, size in means if size == batch)
-        axis.plot(rates, [means[rate, batch] for rate in rates], color=f"C{index}", label=f"{batch} samples a step")
+        axis.plot(rates, [means[rate, batch] for rate in rates], color=f"C{index}", label=f"{batch} samples per step")
         dots = [(point.rate, loss) for point, loss in values.items() if point.batch == batch]
         axis.plot(*zip(*dots, strict=True), "o", color=f"C{index}", markersize=4)
     axis.set_xscale("log")

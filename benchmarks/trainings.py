@@ -1,4 +1,4 @@
-"""Trainings of one member under other settings, each in a run folder of its own, judged by their held-out loss."""
+"""Train one member under different settings, each in a run folder of its own, and read the held-out losses."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ LOSS = "held_out/loss"
 
 
 class Trainings:
-    """Trains by the command line, as a user would.
+    """Trainings started with the command line, as a user would.
 
     Args:
-        options: of the benchmark: ``config``, ``overrides`` and ``jobs``.
-        run: the experiment's, prepared; its shards are read where they are.
-        member: which one is trained.
+        options: the benchmark's ``config``, ``overrides`` and ``jobs``.
+        run: the experiment's prepared run folder, from which all trainings read their shards.
+        member: name of the member to train.
     """
 
     def __init__(self, options: Namespace, run: RunFolder, member: str) -> None:
         self.options, self.run, self.member = options, run, member
 
     def losses(self, settings: Mapping[Path, Sequence[str]]) -> dict[Path, float]:
-        """Train what is not trained yet; the held-out loss of each.
+        """Run the trainings that are not finished; return the held-out loss of each.
 
         Args:
-            settings: by run folder, what makes the experiment that of this training.
+            settings: overrides of each training, by its run folder.
 
         Raises:
-            UserError: what is trained already is of another experiment, a training failed, or has no held-out samples.
+            UserError: a folder holds another experiment, a training failed, or there are no held-out samples.
         """
         for folder, keys in settings.items():
             refuse_changed(load(self.options, f"run_dir={folder}", *keys))
@@ -51,12 +51,12 @@ class Trainings:
                     found[waiting[done]] = done.result()
                     bars.advance(task)
             except BaseException:
-                pool.shutdown(cancel_futures=True)  # those under way end by the signal that they were sent, too
+                pool.shutdown(cancel_futures=True)  # running trainings received the same signal and end, too
                 raise
         return {folder: found[folder] for folder in settings}
 
     def in_folder(self, folder: Path) -> list[str]:
-        """What has the member trained in ``folder``, on the shards of the experiment's run."""
+        """Overrides that train the member in ``folder`` on the shards of the experiment's run."""
         return [f"member={self.member}", f"run_dir={folder}", f"island.shards={self.run.shards.resolve()}"]
 
     def _loss(self, folder: Path, settings: Sequence[str]) -> float:
@@ -71,7 +71,7 @@ class Trainings:
 
     def _train(self, run: RunFolder, settings: Sequence[str]) -> None:
         if not (run.prepared / "manifest.json").exists():
-            # The shards themselves are read where they are.
+            # The shards are not copied.
             shutil.rmtree(run.root, ignore_errors=True)
             run.prepared.mkdir(parents=True)
             shutil.copy(self.run.prepared / "manifest.json", run.prepared)

@@ -37,8 +37,7 @@ def load_ensemble(run_folder: str | Path, device: str | None = None) -> Decentra
     Raises:
         UserError: a file is missing, damaged or of other data.
     """
-    ensemble: DecentralizedEnsemble = __getattr__("DecentralizedEnsemble")(run_folder, device)
-    return ensemble
+    return __getattr__("DecentralizedEnsemble")(run_folder, device)
 
 
 def __getattr__(name: str) -> Any:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from ddm_lightning.flow.condition import Condition
 from ddm_lightning.flow.oracle import FiniteSetOracle
-from ddm_lightning.flow.path import noise_from_velocity, x_0_from_velocity
+from ddm_lightning.flow.path import expand_time, x_0_from_velocity
 
 
 class ExactExpert(nn.Module):
@@ -21,7 +21,7 @@ class ExactExpert(nn.Module):
         self.num_rows += len(x_t)
         velocity = self.oracle.cluster_velocity(self.k, x_t, t)
         if self.prediction == "epsilon":
-            return noise_from_velocity(x_t, velocity, t)
+            return x_t + (1 - expand_time(t, x_t)) * velocity
         return x_0_from_velocity(x_t, velocity, t) if self.prediction == "x_0" else velocity
 
 

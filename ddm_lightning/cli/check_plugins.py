@@ -1,6 +1,6 @@
 """Check every plug-in that an experiment names, before anything is written.
 
-Error lines name ``source``, the experiment's file or an option, and the one of ``overrides`` that caused them.
+Error lines begin with ``source`` (the experiment's file or an option) and the override that caused the error.
 """
 
 from __future__ import annotations

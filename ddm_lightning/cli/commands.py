@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -265,8 +266,8 @@ def _replay(experiment: Experiment, options: argparse.Namespace) -> int:
     replay = replay_step(member, experiment, run, options.step, options.rank)
     print(f"step {replay.skipped.step} of {member}, rank {replay.skipped.rank}, with {replay.weights}")
     Console().print(replay_table(replay))
-    if replay.blames_none():
-        print("every gradient is finite here: blame that step's weights, or samples of another rank (--rank)")
+    if all(math.isfinite(sample.gradient_norm) for sample in replay.samples):
+        print("every gradient is finite here: the cause is that step's weights, or a sample of another rank (--rank)")
     return 0
 
 

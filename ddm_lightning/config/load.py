@@ -16,7 +16,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from ddm_lightning.config.experiment import Experiment, PluginConfig, PrepareConfig
+from ddm_lightning.config.experiment import Experiment, PluginConfig
 from ddm_lightning.config.validate import check_experiment
 from ddm_lightning.core import checks
 from ddm_lightning.core.errors import UserError, first_line
@@ -57,7 +57,7 @@ def load_experiment(path: str | Path, overrides: Sequence[str] = (), record: Pat
         problem = f"key {error.full_key!r}: {first_line(error)}; fix the reference ${{…}} in it"
         raise UserError(f"{path}: {problem}") from None
     checks.check(resolved, Experiment, "", str(path), references=False)
-    experiment: Experiment = checks.build(resolved, Experiment)
+    experiment: Experiment = OmegaConf.to_object(merged)  # type: ignore[assignment]  # may be of any dataclass
     check_experiment(experiment, path, overrides)
     return experiment
 
@@ -72,8 +72,7 @@ def read_yaml(path: Path) -> DictConfig:
         loaded = OmegaConf.load(path)
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; experiments/ has examples") from None
-    except IsADirectoryError:
-        raise UserError(f"{path}: is a folder; give a YAML file in it") from None
+
     except yaml.MarkedYAMLError as error:
         where = f" at line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise UserError(f"{path}: YAML syntax{where}: {error.problem}; fix the file") from None
@@ -136,11 +135,6 @@ def _forget_params(merged: Any, change: Any) -> None:
             _forget_params(node, given)
 
 
-def to_dict(experiment: Experiment) -> dict[str, Any]:
-    """The experiment as plain nested dicts, ready for YAML or JSON."""
-    return asdict(experiment)
-
-
 def with_defaults(recorded: dict[str, Any]) -> dict[str, Any]:
     """Add the defaults of keys that are newer than the record of an experiment; unchanged if a key was removed."""
     try:
@@ -153,18 +147,7 @@ def with_defaults(recorded: dict[str, Any]) -> dict[str, Any]:
 
 def to_yaml(experiment: Experiment) -> str:
     """The resolved experiment as YAML."""
-    return OmegaConf.to_yaml(OmegaConf.create(to_dict(experiment)))
-
-
-def prepare_to_json(config: PrepareConfig) -> str:
-    """The ``prepare`` section as JSON, for another process."""
-    return json.dumps(asdict(config), sort_keys=True)
-
-
-def prepare_from_json(text: str) -> PrepareConfig:
-    """The inverse of ``prepare_to_json``."""
-    section: PrepareConfig = checks.build(json.loads(text), PrepareConfig)
-    return section
+    return OmegaConf.to_yaml(OmegaConf.create(asdict(experiment)))
 
 
 def describe(section: Any, prefix: str = "") -> Iterator[tuple[str, str, str]]:

@@ -28,11 +28,11 @@ TRAINER_FLAGS = (
 
 
 def blamed(source: str | Path, overrides: Sequence[str], key: str, problem: str = "") -> str:
-    """``source``, such as a file name, with the override that causes the ``problem`` of ``key``, if one does."""
+    """Name ``source``, such as a file, and the override that caused the ``problem`` of ``key``, if there is one."""
     typed = {text: text.partition("=")[0] for text in overrides}
     # The override sets the key, a section around it, or a key below it.
     own = [text for text, at in typed.items() if f"{key}.".startswith(f"{at}.") or at.startswith(f"{key}.")]
-    # Of two contradicting keys, ``key`` may be the one in the file, and ``problem`` names the overridden one.
+    # If two keys contradict each other, ``key`` may be in the file, and ``problem`` names the overridden one.
     other = [text for text, at in typed.items() if "." in at and at in problem]
     return f"{source} with {(own or other)[-1]!r}" if own or other else str(source)
 
@@ -65,7 +65,7 @@ def _contradictions(experiment: Experiment) -> Iterator[tuple[str, str]]:
         yield "prepare.shards.compression", problem
     loggers, flags = experiment.island.loggers, experiment.island.trainer
     if not {*loggers} <= {*LOGGERS} or len({*loggers}) < len(loggers):
-        yield "island.loggers", f"must be different ones of {', '.join(LOGGERS)}"
+        yield "island.loggers", f"must be a list of {', '.join(LOGGERS)}, each at most once"
     if others := [flag for flag in flags if flag not in TRAINER_FLAGS]:
         problem = f"cannot set the flag {others[0]!r}; it takes {', '.join(TRAINER_FLAGS)}, and other keys set the rest"
         yield "island.trainer", problem

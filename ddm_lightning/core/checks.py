@@ -146,7 +146,7 @@ def hints(kind: Any) -> dict[str, Any]:
 
 @functools.cache
 def limits(kind: Any) -> dict[str, Check]:
-    """Checks of those fields of a dataclass that are an ``option``, by name."""
+    """Checks of a dataclass's ``option`` fields, by name."""
     return {field.name: field.metadata["check"] for field in fields(kind) if "check" in field.metadata}
 
 
@@ -259,15 +259,3 @@ def _refuse(source: str, key: str, wanted: str, value: Any, remedy: str) -> NoRe
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
-
-
-def build(value: Any, kind: Any) -> Any:
-    """Build the dataclass ``kind`` from checked, resolved and complete dicts."""
-    kind, _ = without_none(kind)
-    if typing.get_origin(kind) is list:
-        return [build(item, typing.get_args(kind)[0]) for item in value]
-    is_section = is_dataclass(kind)
-    if value is None or not is_section:
-        return float(value) if kind is float and value is not None else value
-    kinds = hints(kind)
-    return kind(**{name: build(inner, kinds[name]) for name, inner in value.items()})

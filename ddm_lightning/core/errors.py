@@ -23,7 +23,7 @@ def line_of(error: BaseException) -> str | None:
         return f"the memory is full ({str(error).partition(chr(10))[0]}); use a smaller network or batch"
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         place = error.filename or "the disk of the run folder"  # unknown if writing to an open file failed
-        return f"{place}: is full; free some space, then the same command goes on"
+        return f"{place}: is full; free some space, then run the same command again to resume"
     return None
 
 

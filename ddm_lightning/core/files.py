@@ -122,7 +122,12 @@ def read_json(path: Path, what: str, remedy: str, *, link: bool = False) -> Any:
 
 def sha256_file(path: Path) -> str:
     """SHA-256 of a file, as 64 hexadecimal digits."""
-    digest = hashlib.sha256()
+    return hash_file(path, "sha256")
+
+
+def hash_file(path: Path, algorithm: str) -> str:
+    """Hash of a file by an algorithm of ``hashlib``, in hexadecimal digits."""
+    digest = hashlib.new(algorithm, usedforsecurity=False)
     with path.open("rb") as stream:
         while block := stream.read(1 << 20):
             digest.update(block)

@@ -7,12 +7,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, TextCol
 
 def amount(num_bytes: float) -> str:
     """Format bytes with a decimal unit, such as ``1.5 GB``."""
-    return _scaled(num_bytes, "B")
-
-
-def operations(flops: float) -> str:
-    """Format floating-point operations with a decimal unit, such as ``2 PFLOP``."""
-    return _scaled(flops, "FLOP")
+    prefixes = ("", "k", "M", "G", "T", "P", "E")
+    power = 0
+    while round(num_bytes, 1) >= 1000 and power < len(prefixes) - 1:
+        num_bytes /= 1000
+        power += 1
+    return f"{_digits(num_bytes)} {prefixes[power]}B"
 
 
 def duration(seconds: float) -> str:
@@ -27,15 +27,6 @@ def duration(seconds: float) -> str:
 def _digits(value: float) -> str:
     """Three significant digits; all digits of larger numbers."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def _scaled(value: float, unit: str) -> str:
-    prefixes = ("", "k", "M", "G", "T", "P", "E")
-    power = 0
-    while round(value, 1) >= 1000 and power < len(prefixes) - 1:
-        value /= 1000
-        power += 1
-    return f"{_digits(value)} {prefixes[power]}{unit}"
 
 
 def time_column() -> ProgressColumn:

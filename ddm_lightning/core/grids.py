@@ -29,20 +29,15 @@ def labelled_grid(
     """Draw rows of images with a label to the left of each row.
 
     Args:
-        rows: label and images of each row; all images have one size, rows may differ in length.
+        rows: label and images of each row, at least one image in all; images have one size, rows may differ in length.
         scale: enlargement factor, by Lanczos, which makes small images easier to recognise.
         title: line above the grid.
         footer: small text below the grid, such as a credit.
-
-    Raises:
-        ValueError: no image, or images of different sizes.
     """
-    shapes = {image.shape for _, images in rows for image in images}
-    if len(shapes) != 1 or any(len(shape) != 3 or shape[2] != 3 for shape in shapes):
-        raise ValueError(f"a grid needs images [h w 3] of one size; got shapes {sorted(shapes)}")
-    height, width, _ = shapes.pop()
+    height, width, _ = next(image for _, images in rows for image in images).shape
     cell_height, cell_width = height * scale, width * scale
-    font, title_font, footer_font = (_font(size) for size in (_FONT_SIZE, _TITLE_SIZE, _FOOTER_SIZE))
+    # Pillow's built-in font makes a grid look the same on every machine.
+    font, title_font, footer_font = map(ImageFont.load_default, (_FONT_SIZE, _TITLE_SIZE, _FOOTER_SIZE))
     num_columns = max(len(images) for _, images in rows)
 
     most_lines = max(1, min(_MAX_LABEL_LINES, cell_height // (_FONT_SIZE + _GAP)))
@@ -75,11 +70,6 @@ def labelled_grid(
 def save_png(path: Path, image: Image.Image) -> None:
     """Write ``image`` to ``path`` as PNG, atomically."""
     atomic_write(path, lambda temporary: image.save(temporary, format="PNG"))
-
-
-def _font(size: int) -> Font:
-    """Pillow's built-in font, so that a grid looks the same on every machine."""
-    return ImageFont.load_default(size)
 
 
 def _width(text: str, font: Font) -> int:

@@ -1,7 +1,7 @@
 """Start, stop and watch processes: signals, a parent's death, start-up time.
 
-Lightning and Streaming import some 4,700 modules. Nothing is garbage meanwhile, yet the collector scans them again and
-again, and once more when the process ends: a third of the time of both.
+Lightning and Streaming import some 4,700 modules. Python's garbage collector scans them again and again and finds
+nothing. This takes a third of the time to import, and again to exit, unless collection is rare.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, *([signal.SIGUSR1] if hasattr(sig
 STOPPED = 130
 """Exit code of a process that was stopped on request, as after Ctrl-C."""
 STARTED_BY = "DDM_LIGHTNING_STARTED_BY"
-"""Environment variable of ranks that rank zero started: its process id, and the folder for their failures."""
+"""Environment variable of ranks started by rank zero: rank zero's process id, and the folder for failure reports."""
 FITTED_BY = "DDM_LIGHTNING_FITTED_BY"
-"""Environment variable of members that a ``fit`` of several started: its process id."""
+"""Environment variable of members started by a ``fit`` of several: the process id of that ``fit``."""
 PARENT_SECONDS = 0.5
 """Interval at which ``on_orphaned`` looks for the parent."""
 _default = gc.get_threshold()

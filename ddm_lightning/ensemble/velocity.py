@@ -61,12 +61,6 @@ class Ensemble:
         first = next(self.experts[0].parameters(), None)
         return torch.device("cpu") if first is None else first.device
 
-    def to(self, device: torch.device | str) -> Ensemble:
-        """Move all networks to ``device``, in place."""
-        for network in [*self.experts, *([] if self.router is None else [self.router])]:
-            network.to(device)
-        return self
-
     @torch.no_grad()
     def probabilities(self, x_t: Samples, t: Times, condition: Condition | None = None) -> Float[Tensor, "b K"]:
         """Compute the router's p(cluster | x_t, t, condition); ones for a single model.

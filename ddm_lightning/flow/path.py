@@ -56,11 +56,6 @@ def x_0_from_velocity(x_t: Samples, velocity: Samples, t: Times) -> Samples:
     return x_t - expand_time(t, x_t) * velocity
 
 
-def noise_from_velocity(x_t: Samples, velocity: Samples, t: Times) -> Samples:
-    """The noise end of the line through ``x_t``: ``x_t + (1-t)·velocity``."""
-    return x_t + (1 - expand_time(t, x_t)) * velocity
-
-
 def time_rows(t: float, x_t: Samples) -> Times:
     """``t`` repeated for each row of ``x_t``, in float64 if ``x_t`` is float64, else in float32.
 

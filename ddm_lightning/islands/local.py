@@ -51,8 +51,8 @@ class _Child:
 def _stop_requests() -> Iterator[list[float]]:
     """Yield a list that collects the times of stop signals.
 
-    Raising instead could hit between starting a child and recording it. A launcher may forward a signal that the
-    terminal has also sent: two within one poll count as one.
+    An exception instead could interrupt this process between starting a child and recording it. A launcher may forward
+    a signal that the terminal has also sent, so two within one poll count as one.
     """
     times: list[float] = []
 
@@ -151,7 +151,7 @@ def _start(member: str, slot: int, experiment: Experiment, run: RunFolder) -> _C
         environment["CUDA_VISIBLE_DEVICES"] = gpus_of_slot(
             slot, island.devices, os.environ.get("CUDA_VISIBLE_DEVICES"), torch.cuda.device_count()
         )
-    # Not the run's own file: another fit may write the settings of another island there meanwhile.
+    # Not the run's experiment.yaml, into which another fit may write the settings of another island meanwhile.
     settings = folder / "experiment.yaml"
     atomic_write_text(settings, to_yaml(experiment))
     command = [sys.executable, "-m", "ddm_lightning", "fit", "-c", str(settings), f"member={member}"]

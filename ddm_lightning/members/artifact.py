@@ -47,7 +47,7 @@ def _is_condition(value: Any) -> bool:
     try:
         spec = ConditionSpec.from_dict(value)
         return checks.is_shape([max(spec.size, 1), max(spec.length, 1)], 2)
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, AttributeError):  # the last for anything but an object
         return False
 
 

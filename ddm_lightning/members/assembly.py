@@ -118,14 +118,14 @@ def _checked(path: Path, members: Iterable[tuple[Path, ArtifactMeta]], priors: S
     found: dict[str, tuple[Path, ArtifactMeta]] = {}
     for folder, meta in members:
         if meta.member in found:
-            raise UserError(f"{path}: {meta.member} is listed twice; leave one of the two out")
+            raise UserError(f"{path}: {meta.member} is listed twice; remove one of the two")
         found[meta.member] = (folder, meta)
     order = [expert_name(k) for k in range(len(priors))]
     for member in order:
         if member not in found:
             raise UserError(f"{path}: {member} is missing; fit it (member={member}) or fetch its artifact folder")
     if extra := sorted(found.keys() - {*order, ROUTER}):
-        raise UserError(f"{path}: {extra[0]} has no prior among the {len(priors)} given; leave it out")
+        raise UserError(f"{path}: {extra[0]} has no prior among the {len(priors)} given; remove it")
     if ROUTER in found:
         order.append(ROUTER)
     first_folder, first = found[order[0]]
@@ -177,7 +177,7 @@ def refuse_stale(members: Sequence[str], experiment: Experiment, run: RunFolder)
     One with fewer steps is allowed if its training can continue: with a constant schedule and a checkpoint.
 
     Raises:
-        UserError: an artifact is another member's or was trained otherwise.
+        UserError: an artifact is another member's or was trained with other settings.
     """
     manifest = Manifest.read(run.root)
     for name in filter(run.is_finished, members):

@@ -171,12 +171,9 @@ def make_network(
         UserError: the network is unknown or refuses its parameters.
     """
     context: dict[str, Any] = {"x_shape": tuple(x_shape), "condition": condition}
-    registry = EXPERTS
     if role == ROUTER:
-        registry = ROUTERS
-        context["num_clusters"] = num_clusters
-    built: nn.Module = registry.build(network.name, network.params, **context)
-    return built
+        return ROUTERS.build(network.name, network.params, **context, num_clusters=num_clusters)
+    return EXPERTS.build(network.name, network.params, **context)
 
 
 def condition_spec(experiment: Experiment, sizes: Manifest | DataSizes) -> ConditionSpec:

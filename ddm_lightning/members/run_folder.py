@@ -6,7 +6,7 @@ import json
 import typing
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from filelock import FileLock, Timeout
 from omegaconf import OmegaConf
 
 from ddm_lightning.config.experiment import Experiment
-from ddm_lightning.config.load import load_experiment, read_yaml, to_dict, to_yaml, with_defaults
+from ddm_lightning.config.load import load_experiment, read_yaml, to_yaml, with_defaults
 from ddm_lightning.core.checks import Check, problem_with
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_write_text, read_json
@@ -140,7 +140,7 @@ def open_run(experiment: Experiment, *, create: bool) -> RunFolder:
     if not (run.experiment.exists() or create):
         raise UserError(f"{run.root}: no run here; start it with fit and the same FILE and settings")
     refuse_changed(experiment)
-    if create and _recorded(run) != to_dict(experiment):
+    if create and _recorded(run) != asdict(experiment):
         atomic_write_text(run.experiment, to_yaml(experiment))
     return run
 
@@ -155,7 +155,7 @@ def refuse_changed(experiment: Experiment) -> None:
     # Without members the folder is only prepared, and prepare knows which of its stages a changed key affects.
     if not run.experiment.exists() or not (run.root / "members").exists():
         return
-    refuse_changes(run.experiment, _recorded(run), to_dict(experiment))
+    refuse_changes(run.experiment, _recorded(run), asdict(experiment))
 
 
 def _recorded(run: RunFolder) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from ddm_lightning.core.processes import start_time
 from ddm_lightning.members.run_folder import field_checks, read_record
 
 HELD_OUT_STEP = "held_out/step"
-"""Metric of an artifact: step of the weights that its other held-out figures describe."""
+"""Metric of an artifact: step at which its other held-out figures were measured."""
 STATES = ("waiting", "starting", "training", "stopped", "failed", "done")
 _COUNT = checks.integer(0)
 _AMOUNT: checks.Check = (lambda value: checks.is_number(value) and value >= 0, "a number of at least 0")

@@ -71,11 +71,8 @@ def rotate(x: Float[Tensor, "b n h d"], rotation: Float[Tensor, "#b n 2 half"]) 
     return torch.cat([first * cosine - second * sine, first * sine + second * cosine], dim=-1).to(x.dtype)
 
 
-def set_attention(module: nn.Module, backend: str) -> int:
+def set_attention(module: nn.Module, backend: str) -> None:
     """Set the ``attention_backend`` of every submodule that has one.
-
-    Returns:
-        The number of such submodules; 0 for a network with attention of its own, or with none.
 
     Raises:
         UserError: unknown ``backend``, or ``xformers`` is not installed.
@@ -84,10 +81,9 @@ def set_attention(module: nn.Module, backend: str) -> int:
         raise _unknown(backend)
     if backend == "xformers":
         _load_xformers()  # now, because compiled code cannot import
-    listeners: list[Any] = [part for part in module.modules() if hasattr(part, "attention_backend")]
-    for part in listeners:
-        part.attention_backend = backend
-    return len(listeners)
+    for part in module.modules():
+        if hasattr(part, "attention_backend"):
+            part.attention_backend = backend  # type: ignore[assignment]  # torch expects tensors and modules
 
 
 def check_attention(backend: str, device: torch.device) -> None:
@@ -127,8 +123,7 @@ def _xformers(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         raise UserError(f"attention back end 'xformers' needs a CUDA device, not {q.device.type!r}; {_REMEDY}")
     ops = _xformers_ops if torch.compiler.is_compiling() else _load_xformers()
     try:
-        attended: Tensor = ops.memory_efficient_attention(q, k, v)
+        return ops.memory_efficient_attention(q, k, v)
     except NotImplementedError as error:
         shape = f"{tuple(q.shape)} {q.dtype}"
         raise UserError(f"attention back end 'xformers' has no kernel for queries {shape} here; {_REMEDY}") from error
-    return attended

@@ -37,8 +37,7 @@ def normalised(x: Float[Tensor, "b n h d"], norm: nn.RMSNorm | None) -> Float[Te
     """
     if norm is None:
         return x
-    normed: Tensor = norm(x.to(norm.weight.dtype))
-    return normed.to(x.dtype)
+    return norm(x.to(norm.weight.dtype)).to(x.dtype)
 
 
 def head_norm(width: int, num_heads: int, qk_norm: bool) -> nn.RMSNorm | None:
@@ -65,8 +64,7 @@ class SelfAttention(nn.Module):
         q, k = normalised(q, self.query_norm), normalised(k, self.key_norm)
         if rotation is not None:
             q, k = rotate(q, rotation), rotate(k, rotation)
-        attended: Tensor = self.out(attention(q, k, v, self.attention_backend).flatten(2))
-        return attended
+        return self.out(attention(q, k, v, self.attention_backend).flatten(2))
 
 
 class CrossAttention(nn.Module):
@@ -87,8 +85,7 @@ class CrossAttention(nn.Module):
         q = self.q(x).unflatten(2, (self.num_heads, -1))
         k, v = self.kv(context).unflatten(2, (2, self.num_heads, -1)).unbind(2)
         q, k = normalised(q, self.query_norm), normalised(k, self.key_norm)
-        attended: Tensor = self.out(attention(q, k, v, self.attention_backend).flatten(2))
-        return attended
+        return self.out(attention(q, k, v, self.attention_backend).flatten(2))
 
 
 class SwiGLU(nn.Module):
@@ -109,8 +106,7 @@ class SwiGLU(nn.Module):
     def forward(self, x: Tokens) -> Tokens:
         """Transform each token independently."""
         gate, up = self.gate_up(x).chunk(2, dim=-1)
-        out: Tensor = self.down(functional.silu(gate) * up)
-        return out
+        return self.down(functional.silu(gate) * up)
 
 
 class ModulationTable(nn.Module):
@@ -196,5 +192,4 @@ class FinalLayer(nn.Module):
     def forward(self, x: Tokens, conditioning: Float[Tensor, "b d"]) -> Float[Tensor, "b n out"]:
         """``out_features`` numbers per token."""
         shift, scale = self.modulation(conditioning)[:, None].chunk(2, dim=-1)
-        out: Tensor = self.out(modulate(x, shift, scale, self.norm))
-        return out
+        return self.out(modulate(x, shift, scale, self.norm))

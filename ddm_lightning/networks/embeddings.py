@@ -94,14 +94,13 @@ class TwoLayers(nn.Module):
         self.out = nn.Linear(width, width)
 
     def initialise(self) -> None:
-        """Draw normal(0.02) weights."""
+        """Initialise the weights from a normal distribution with std 0.02."""
         nn.init.normal_(self.hidden.weight, std=0.02)
         nn.init.normal_(self.out.weight, std=0.02)
 
     def project(self, vectors: Float[Tensor, "b size"]) -> Float[Tensor, "b width"]:
         """One vector per row."""
-        projected: Tensor = self.out(functional.silu(self.hidden(vectors)))
-        return projected
+        return self.out(functional.silu(self.hidden(vectors)))
 
 
 class TimestepEmbedding(TwoLayers):
@@ -125,7 +124,7 @@ class _NullableEmbedding(nn.Module):
         self.null = nn.Parameter(torch.zeros(width))
 
     def initialise(self) -> None:
-        """Draw normal(0.02) weights and null."""
+        """Initialise weights and null from a normal distribution with std 0.02."""
         nn.init.normal_(self.embed.weight, std=0.02)
         nn.init.normal_(self.null, std=0.02)
 

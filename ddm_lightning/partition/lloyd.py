@@ -1,6 +1,6 @@
 """Plain k-means over features larger than memory: Lloyd's iterations, read block by block.
 
-Distances are one matrix product per block and sums one gather, so that the product takes nearly all of the time.
+Each block takes one matrix product for the distances and one gather for the sums; the product takes most of the time.
 k-means++ on a small sample gives the start. Balance is rough: the centroid of an empty or nearly empty cell moves to
 split the most crowded cell.
 """
@@ -65,11 +65,11 @@ def lloyd_kmeans(
 
 
 def _start(
-    rows: Rows, config: PartitionConfig, generator: torch.Generator, rows_a_centroid: int = _START_ROWS
+    rows: Rows, config: PartitionConfig, generator: torch.Generator, rows_per_centroid: int = _START_ROWS
 ) -> tuple[Float[Tensor, "k d"], Float[Tensor, "d"] | None]:
     """Return starting centroids relative to a centre, and that centre; None is the origin."""
     num_clusters = config.num_fine_centroids
-    numbers = torch.randperm(len(rows), generator=generator)[: rows_a_centroid * num_clusters]
+    numbers = torch.randperm(len(rows), generator=generator)[: rows_per_centroid * num_clusters]
     sample = prepared(rows.take(numbers.numpy()), config.metric, config.device)
     # Centred, because |x|² + |c|² - 2xc loses digits if the mean is large against the spread. The mean of unit
     # vectors never is.
@@ -78,7 +78,7 @@ def _start(
         with one_thread():
             return plus_plus(sample if centre is None else sample - centre, num_clusters, generator), centre
     except ValueError:
-        if len(sample) == len(rows) or rows_a_centroid == _MORE_START_ROWS:
+        if len(sample) == len(rows) or rows_per_centroid == _MORE_START_ROWS:
             raise
     return _start(rows, config, generator, _MORE_START_ROWS)
 

@@ -147,11 +147,6 @@ class Partition:
     counts: Int64[Tensor, "k"]
 
     @property
-    def kind(self) -> str:
-        """``kmeans``, ``random`` or ``labels``."""
-        return self.rule.kind
-
-    @property
     def num_clusters(self) -> int:
         """K."""
         return len(self.counts)
@@ -166,7 +161,7 @@ class Partition:
         tensors = {name: value for name, value in vars(self.rule).items() if isinstance(value, Tensor)}
         settings = {name: value for name, value in vars(self.rule).items() if name not in tensors}
         tensors["counts"] = self.counts
-        header = {"kind": "partition", "format_version": FORMAT_VERSION, "rule": self.kind, "settings": settings}
+        header = {"kind": "partition", "format_version": FORMAT_VERSION, "rule": self.rule.kind, "settings": settings}
         # One metadata key only: safetensors writes several in no fixed order.
         metadata = {"ddm_lightning": json.dumps(header)}
         data = save({name: tensor.contiguous() for name, tensor in tensors.items()}, metadata)

@@ -30,7 +30,7 @@ from ddm_lightning.prepare.records import Broken, Part, Record, count_samples
 RECORDS, LATENTS, CAPTIONS, FEATURES = "records", "latents", "captions", "features"
 LEDGER = "part.json"
 _THUMBNAIL_SIZE = 96
-# A few broken samples are not a fraction worth stopping for before so many were read.
+# Samples to read before the fraction of broken ones can stop ``prepare``.
 _ENOUGH = 1000
 
 Tick = Callable[[int], None]
@@ -114,7 +114,7 @@ def encode_part(job: PartJob, plugins: Plugins, tick: Tick) -> dict[str, Any]:
     ledger = Ledger(job.folder / LEDGER)
     job = replace(job, wanted=_without_unchanged(job, ledger, plugins))
     job.folder.mkdir(parents=True, exist_ok=True)
-    # Of new records, the rows may be other samples.
+    # New records may hold other samples, so they outdate every group.
     ledger.forget(*(list(ledger.records) if RECORDS in job.wanted else job.wanted))
     image_groups = [name for name in job.wanted if name != CAPTIONS]
     if image_groups:
@@ -122,12 +122,11 @@ def encode_part(job: PartJob, plugins: Plugins, tick: Tick) -> dict[str, Any]:
     if CAPTIONS in job.wanted:
         # The images have counted the samples already.
         _encode_captions(job, ledger, plugins, tick if not image_groups else lambda _: None)
-    facts: dict[str, Any] = ledger.records[RECORDS]
-    return facts
+    return ledger.records[RECORDS]
 
 
 def _without_unchanged(job: PartJob, ledger: Ledger, plugins: Plugins) -> dict[str, str]:
-    """Drop groups from the wanted ones if only the fingerprint is new: the files were touched or copied."""
+    """Return the wanted groups, without those of unchanged samples whose files were only touched or copied."""
     made = {name: ledger.records[name] for name in job.wanted if ledger.is_done(name)}
     alike = [name for name, record in made.items() if record["key"].split()[-1] == job.wanted[name].split()[-1]]
     if RECORDS not in alike or job.part.num_samples not in (None, made[RECORDS]["num_read"]):
@@ -165,13 +164,13 @@ class Ledger:
         return all(path.is_file() and path.stat().st_size == size for path, size in files.items())
 
     def forget(self, *names: str) -> None:
-        """Forget work whose files are about to be replaced: if killed meanwhile, it must not look done."""
+        """Remove entries of work whose files are about to be replaced; a killed process then leaves no false entry."""
         for name in names:
             self.records.pop(name, None)
         atomic_write_json(self.file, self.records)
 
     def record(self, name: str, key: str, paths: Iterable[Path], start: float, **facts: Any) -> None:
-        """Enter finished work that began at ``start`` (``time.monotonic``)."""
+        """Record finished work that began at ``start`` (``time.monotonic``)."""
         files = {
             path.relative_to(self.folder).as_posix(): {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
             for path in sorted(paths)

@@ -13,22 +13,21 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
-from ddm_lightning.config.load import prepare_to_json
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.formatting import time_column
 from ddm_lightning.core.processes import num_cores, on_orphaned
-from ddm_lightning.prepare.reading import Plugins, plugins_of
+from ddm_lightning.prepare.reading import Plugins
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")
 
-# Fewer samples are done before other processes have started.
+# One process encodes fewer samples before others have even started.
 WORTH_PROCESSES = 4096
 _SECONDS_BETWEEN_LINES = 60.0
 
@@ -64,7 +63,7 @@ def run_jobs(
         tick: receives the samples done so far of the job running in this process.
         engine: ``local`` or ``ray``.
     """
-    work_in_process = partial(_work_in_process, work, prepare_to_json(plugins.config))
+    work_in_process = partial(_work_in_process, work, pickle.dumps(plugins.config))
     num_processes = num_processes_for(plugins.config.num_processes, len(jobs), num_samples)
     if engine == "ray":
         yield from run_ray(work_in_process, jobs)
@@ -74,8 +73,14 @@ def run_jobs(
         yield from ((number, work(job, plugins, tick)) for number, job in enumerate(jobs))
 
 
-def _work_in_process(work: Callable[[Any, Plugins, Callable[[int], None]], Result], config: str, job: Any) -> Result:
-    return work(job, plugins_of(config), lambda _: None)
+def _work_in_process(work: Callable[[Any, Plugins, Callable[[int], None]], Result], config: bytes, job: Any) -> Result:
+    return work(job, _plugins_of(config), lambda _: None)
+
+
+@lru_cache(maxsize=1)
+def _plugins_of(config: bytes) -> Plugins:
+    """Return the plug-ins of a pickled configuration; a process keeps them from job to job."""
+    return Plugins(pickle.loads(config))  # noqa: S301  our own
 
 
 def run_local(work: Callable[[Job], Result], jobs: Sequence[Job], num_processes: int) -> Iterator[tuple[int, Result]]:
@@ -118,7 +123,7 @@ def run_ray(work: Callable[[Job], Result], jobs: Sequence[Job]) -> Iterator[tupl
             result = error  # Ray would wrap it in an error of its own
         return {"number": row["number"], "result": pickle.dumps(result)}
 
-    # As bytes: Ray would turn known types into columns.
+    # Pickled, because Ray would turn known types into columns.
     rows = [{"number": number, "job": pickle.dumps(job)} for number, job in enumerate(jobs)]
     for row in from_items(rows, override_num_blocks=len(rows)).map(one).iter_rows():
         result = pickle.loads(row["result"])  # noqa: S301  our own
@@ -131,9 +136,9 @@ def _begin() -> None:
     """Set up a process of ``run_local``."""
     import torch
 
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches all: die quietly, the parent speaks
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches all: end silently, the parent reports it
     torch.set_num_threads(1)
-    if torch.cuda.is_available():  # in turn: ``cuda`` is another GPU in each process
+    if torch.cuda.is_available():  # spread the processes over the GPUs
         number = multiprocessing.current_process()._identity[0] - 1
         torch.cuda.set_device(number % torch.cuda.device_count())
     parent = multiprocessing.parent_process()
@@ -172,7 +177,7 @@ class RichReporter(Reporter):
         if stage not in self._bars:
             self._bars[stage] = self._progress.add_task(stage, total=total)
         self._progress.update(self._bars[stage], completed=done, total=total)
-        # A log shows no bars: print a line a minute instead.
+        # A log shows no bars: print a line per minute instead.
         if not self._progress.console.is_terminal and time.monotonic() > self._last_line + _SECONDS_BETWEEN_LINES:
             self._last_line = time.monotonic()
             self.say(f"{stage}: {done:,} of {total:,}")

@@ -6,7 +6,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from importlib.metadata import version
 from itertools import islice
 from typing import Any
@@ -16,7 +16,6 @@ from jaxtyping import UInt8
 from PIL import Image, ImageOps
 
 from ddm_lightning.config.experiment import PrepareConfig
-from ddm_lightning.config.load import prepare_from_json
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import CAPTION_ENCODERS, FEATURES, IMAGE_ENCODERS, SOURCES
 from ddm_lightning.encoders.interfaces import CaptionEncoder, Features, ImageEncoder
@@ -73,12 +72,6 @@ class Plugins:
         return {name: plugin.provenance() for name, plugin in self._encoders().items()}
 
 
-@lru_cache(maxsize=1)
-def plugins_of(config: str) -> Plugins:
-    """Return the plug-ins of a ``prepare`` section in JSON; a process keeps them from job to job."""
-    return Plugins(prepare_from_json(config))
-
-
 class Reading:
     """One pass over a part.
 
@@ -107,7 +100,7 @@ class Reading:
         """Hash of the samples so far, pixels included."""
 
     def facts(self) -> dict[str, Any]:
-        """Return what the index needs of a whole pass, as JSON."""
+        """Return the facts of a complete pass that the index needs, as JSON."""
         return {
             "num_rows": self.num_rows,
             "num_read": self.num_read,

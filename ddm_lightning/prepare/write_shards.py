@@ -46,7 +46,6 @@ def check_compression(config: ShardsConfig) -> None:
     """
     if config.compression is None:
         return
-    ensure_torchvision_importable()
     from streaming.base.compression import is_compression
 
     key = f"key 'prepare.shards.compression' = {config.compression!r}"
@@ -90,7 +89,7 @@ class Samples:
     captions: Rows
     clusters: Int[np.ndarray, "n"]
     form: StoredForm
-    """Of the stored ``x_0``."""
+    """Form in which ``x_0`` is stored."""
 
 
 def split_orders(
@@ -255,7 +254,7 @@ def manifest_of(
         for k in range(partition.num_clusters)
     )
     encoder, captions, size = plugins.image_encoder, plugins.caption_encoder, prepared.index["image_size"]
-    total = sum(cluster.train + cluster.held_out for cluster in clusters)
+
     return Manifest(
         source=asdict(config.source),
         attribution=plugins.source.attribution,
@@ -274,7 +273,7 @@ def manifest_of(
         provenance=plugins.provenance(),
         **{name: prepared.index[name] for name in ("num_read", "broken", "num_samples", "num_without_caption")},
         clusters=clusters,
-        priors=tuple((cluster.train + cluster.held_out) / total for cluster in clusters),
+        priors=tuple(partition.priors.tolist()),
         seed=experiment.seed,
         index_sha256=indices,
         partition_sha256=files("partition")["partition.safetensors"]["sha256"],

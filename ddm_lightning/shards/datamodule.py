@@ -22,7 +22,7 @@ from ddm_lightning.shards.verify import read_index, remove_damaged, verify_shard
 AUTO, STREAMING, LOCAL = "auto", "streaming", "local"
 SHARED_MEMORY = Path("/dev/shm")
 # Batches that wait in a worker's queue (DataLoader's prefetch_factor) and the one in use.
-_BATCHES_A_WORKER = 3
+_BATCHES_PER_WORKER = 3
 
 
 class ClusterDataModule(L.LightningDataModule):
@@ -155,7 +155,7 @@ class ClusterDataModule(L.LightningDataModule):
         if trainer is not None:
             ranks = Ranks(trainer.num_nodes, trainer.world_size // trainer.num_nodes, trainer.global_rank)
         if self.batch_size % ranks.num_ranks:
-            problem = f"{self.batch_size} samples a step cannot be shared equally by {ranks.num_ranks} devices"
+            problem = f"{self.batch_size} samples per step cannot be shared equally by {ranks.num_ranks} devices"
             remedy = "make train.global_batch_size a multiple of the devices (experts: of devices x clusters)"
             raise UserError(f"{problem}; {remedy}, or change island.devices")
         batch_size = self.batch_size // ranks.num_ranks
@@ -164,7 +164,7 @@ class ClusterDataModule(L.LightningDataModule):
         found = {column.name: column.encoding for column in shards.layout.columns}
         if not self.columns.items() <= found.items():
             raise UserError(f"{self.shards}: columns {found} are not the manifest's, {self.columns}; copy both again")
-        waiting = ranks.ranks_per_node * self.num_workers * _BATCHES_A_WORKER
+        waiting = ranks.ranks_per_node * self.num_workers * _BATCHES_PER_WORKER
         _check_shared_memory(waiting * batch_size * shards.layout.num_fixed_bytes)
         workers = {"num_workers": self.num_workers, "pin_memory": self.pin_memory}
         return ShardLoader(shards, ranks=ranks, batch_size=batch_size, seed=self.seed, training=training, **workers)

@@ -27,9 +27,9 @@ from ddm_lightning.core.files import inside, sha256_file
 from ddm_lightning.shards.mds import ShardFile, Shards
 from ddm_lightning.shards.verify import ShardError, file_problem, read_index, unreadable
 
-# Of a download from a URL; the S3 client retries by itself, too.
+# Attempts per download from a URL; the S3 client also retries by itself.
 _ATTEMPTS = 3
-# Longest silence of a server.
+# Seconds without data after which a download fails.
 SILENT_SECONDS = 20.0
 
 

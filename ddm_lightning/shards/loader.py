@@ -123,14 +123,14 @@ class ShardLoader(DataLoader[dict[str, Tensor]]):
         watched = partial(_end_with_parent, os.getpid())
         settings = {"worker_init_fn": watched, "persistent_workers": settings.get("num_workers", 0) > 0, **settings}
         super().__init__(_Batches(shards), sampler=self._rest, batch_size=None, **settings)
-        self.shards, self.ranks, self.samples_a_rank = shards, ranks, batch_size
+        self.shards, self.ranks, self.samples_per_rank = shards, ranks, batch_size
         self.seed, self.training = seed, training
         self._epoch, self._sample = -1, 0
         self._resumed: Mapping[str, Any] | None = None
 
     def __len__(self) -> int:
         """Return the steps of a whole epoch."""
-        return num_steps(len(self.shards), self.ranks.num_ranks, self.samples_a_rank, full=self.training)
+        return num_steps(len(self.shards), self.ranks.num_ranks, self.samples_per_rank, full=self.training)
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:  # type: ignore[override]  # a generator, for the clean-up
         """Yield the rest of the resumed epoch, or the next epoch."""
@@ -140,7 +140,7 @@ class ShardLoader(DataLoader[dict[str, Tensor]]):
             self._epoch, self._sample = int(resumed["epoch"]), int(resumed["sample_in_epoch"])
             self.seed = resumed["shuffle_seed"]
         order = epoch_order(self.shards.sizes, seed=self.seed, epoch=self._epoch, shuffle=self.training)
-        rest = steps(order[self._sample :], self.ranks, self.samples_a_rank, full=self.training)
+        rest = steps(order[self._sample :], self.ranks, self.samples_per_rank, full=self.training)
         missing = self.shards.missing(np.concatenate(rest)) if isinstance(self.shards, FetchedShards) and rest else []
         # The first step of each worker carries the list.
         num_told = max(1, self.num_workers)

@@ -220,7 +220,7 @@ class StoredForm:
             return None
         return stored[:, stored.shape[1] // 2 :].to(dtype) * self._units(stored.device, dtype)[0].abs()
 
-    def draw(self, stored: Shaped[Tensor, "b s h w"], generator: torch.Generator) -> Float[Tensor, "b c h w"]:
+    def sample(self, stored: Shaped[Tensor, "b s h w"], generator: torch.Generator) -> Float[Tensor, "b c h w"]:
         """Sample ``x_0`` from its Gaussian; return a stored ``x_0`` unchanged."""
         mean, spread = self.mean(stored), self.spread(stored)
         if spread is None:

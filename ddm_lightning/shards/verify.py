@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
 import shutil
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from ddm_lightning.core import checks
 from ddm_lightning.core.errors import UserError
-from ddm_lightning.core.files import inside, read_json, sha256_file
+from ddm_lightning.core.files import hash_file, inside, read_json, sha256_file
 
 _REMEDY = "delete the run's prepared/shards and run prepare again, or copy them again from where that was done"
 
-_BYTES: checks.Check = (lambda value: checks.is_int(value, 0) and value < 1 << 32, "a number below 2^32")  # of offsets
+# Offsets in a shard have 32 bits.
+_BYTES: checks.Check = (lambda value: checks.is_int(value, 0) and value < 1 << 32, "a number below 2^32")
 _FILE = checks.object_of({"basename": checks.TEXT, "bytes": _BYTES, "hashes": checks.OBJECT})
 _SHARD_CHECKS: dict[str, checks.Check] = {
     "column_names": checks.list_of(checks.TEXT),
@@ -108,19 +107,9 @@ def file_problem(path: Path, entry: dict[str, Any], hashes: bool = True) -> str 
     size = path.stat().st_size
     if size != entry["bytes"]:
         return f"{size} bytes instead of {entry['bytes']}"
-    if hashes:
-        digest = hashlib.sha1(usedforsecurity=False)
-        with path.open("rb") as stream:
-            while block := stream.read(1 << 20):
-                digest.update(block)
-        if digest.hexdigest() != entry["hashes"].get("sha1"):
-            return "its SHA-1 differs from the one in index.json"
+    if hashes and hash_file(path, "sha1") != entry["hashes"].get("sha1"):
+        return "its SHA-1 differs from the one in index.json"
     return None
-
-
-def num_samples_of(folders: Iterable[Path]) -> int:
-    """Count the samples of some MDS folders by their indices."""
-    return sum(int(shard["samples"]) for folder in folders for shard in read_index(folder))
 
 
 class ShardError(UserError):

@@ -1,4 +1,4 @@
-"""Lightning callbacks of one member: status, missed validations, checks, and a stop on request.
+"""Lightning callbacks of one member: status, missed validations, sample ids, and a stop on request.
 
 Their order does not matter: none relies on another one's hook having run before its own.
 """
@@ -34,7 +34,7 @@ POLL_STEPS = 10
 
 
 class Reporter(L.Callback):
-    """Keeps ``status.json`` up to date, with a progress bar or, where none is shown, a line per minute.
+    """Keeps ``status.json`` of a ``MemberModule`` up to date; shows a progress bar or prints a line per minute.
 
     Args:
         folder: the member's folder.
@@ -63,19 +63,18 @@ class Reporter(L.Callback):
                     self.status.member, total=self.status.max_steps, completed=trainer.global_step, note=""
                 )
 
-    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
         """Report when the curves are due."""
-        assert isinstance(module, MemberModule)
         if module.logs_now():
             module.log_curves()
             self._report(trainer, module)
 
-    def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+    def on_train_end(self, trainer: L.Trainer, module: Any) -> None:
         """Report the last steps and remove the bar."""
         self._report(trainer, module)
         self._stop_bar()
 
-    def on_exception(self, trainer: L.Trainer, module: L.LightningModule, exception: BaseException) -> None:
+    def on_exception(self, trainer: L.Trainer, module: Any, exception: BaseException) -> None:
         """Record that training failed, or was stopped before its first step."""
         self._stop_bar()
         self._write_skipped(trainer, module)
@@ -83,8 +82,7 @@ class Reporter(L.Callback):
         if trainer.is_global_zero:
             self.status.write(self.folder)
 
-    def _report(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        assert isinstance(module, MemberModule)
+    def _report(self, trainer: L.Trainer, module: MemberModule) -> None:
         self._write_skipped(trainer, module)
         elapsed = time.monotonic() - self._start
         num_steps = trainer.global_step - self._first_step
@@ -104,8 +102,7 @@ class Reporter(L.Callback):
             steps = f"step {trainer.global_step:,} of {self.status.max_steps:,}"
             print(f"{self.status.member}: {steps}  {self.status.note()}", file=sys.stderr)
 
-    def _write_skipped(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        assert isinstance(module, MemberModule)
+    def _write_skipped(self, trainer: L.Trainer, module: MemberModule) -> None:
         module.guard.write(skipped_file(self.folder, trainer.global_rank, trainer.world_size))
 
     def _stop_bar(self) -> None:
@@ -177,23 +174,6 @@ class MissedValidation(L.Callback):
         self.status.validated_step = trainer.global_step
         if trainer.is_global_zero:
             self.status.write(self.folder)
-
-
-class DisjointRanks(L.Callback):
-    """Stops the run if two ranks received the same sample in the first batch (Lightning #20140)."""
-
-    def on_train_batch_start(
-        self, trainer: L.Trainer, module: L.LightningModule, batch: dict[str, Tensor], batch_idx: int
-    ) -> None:
-        """Compare the first batch's sample ids over all ranks."""
-        if trainer.world_size == 1 or getattr(self, "_checked", False):
-            return
-        self._checked = True
-        gathered = [torch.empty_like(batch["sample_id"]) for _ in range(trainer.world_size)]
-        torch.distributed.all_gather(gathered, batch["sample_id"])
-        ids = torch.cat(gathered)
-        if len(torch.unique(ids)) != len(ids):
-            raise RuntimeError(f"ranks received the same samples in the first batch: {sorted(ids.tolist())}")
 
 
 class SampleLog(L.Callback):

@@ -106,7 +106,7 @@ class Averages:
             if snapshot.file not in self._sha256:
                 raise UserError(f"{self._ema / snapshot.file}: this snapshot is missing; {self._remedy}")
         if self.meta.partition_sha256 != self.manifest.partition_sha256:
-            raise UserError(f"{self.artifact}: was trained on clusters that have changed since; fit it anew")
+            raise UserError(f"{self.artifact}: was trained on clusters that have changed since; fit it again")
 
     def compare(self, widths: Sequence[float] | None) -> dict[str, dict[str, float]]:
         """Measure held-out figures of the artifact's weights, then of each width's.

@@ -182,8 +182,7 @@ def _online_encoder(member: Member, manifest: Manifest) -> CaptionEncoder | None
     column = {"text": "text", "tokens": "text_tokens"}.get(member.condition.kind)
     if column is None or member.caption_encoder is None or column in manifest.columns:
         return None
-    encoder: CaptionEncoder = CAPTION_ENCODERS.build(member.caption_encoder.name, member.caption_encoder.params)
-    return encoder
+    return CAPTION_ENCODERS.build(member.caption_encoder.name, member.caption_encoder.params)
 
 
 def build_data(member: Member, island: IslandConfig, manifest: Manifest, run: RunFolder) -> ClusterDataModule:
@@ -236,7 +235,6 @@ def build_trainer(
     all_callbacks: list[L.Callback] = [
         callbacks.Reporter(folder, status, show_progress),
         callbacks.MissedValidation(folder, status, island.validate_every_n_steps),
-        callbacks.DisjointRanks(),
         checkpoints,
         stop,
         SampleLogger(member, experiment.sample, stop),

@@ -70,8 +70,8 @@ def log_image(trainer: L.Trainer, name: str, image: np.ndarray[Any, Any] | Figur
 class SampleLogger(L.Callback):
     """Logs images at each validation: held-out images above samples of an expert, or the router's heat map.
 
-    It runs before the module swaps its training weights back, so it shows what the artifact will hold. Training goes
-    on without images that cannot be made.
+    It runs before the module swaps its training weights back, so it samples with the averaged weights. An image that
+    cannot be made never ends training.
 
     Args:
         member: the member.
@@ -126,7 +126,7 @@ class SampleLogger(L.Callback):
         sampled = self.sampled(module, batch)
         if not trainer.is_global_zero:
             return
-        encoder = self._encoder()  # anew, so that its memory is the step's between validations
+        encoder = self._encoder()  # built anew, so that it takes no memory between validations
         rows = [
             (name, list(encoder.decode(x_0.float().cpu())))
             for name, x_0 in (("held out", module.normalised(batch)), ("sampled", sampled))
@@ -161,9 +161,7 @@ class SampleLogger(L.Callback):
         return integrate(velocity, noise, times)
 
     def _encoder(self) -> ImageEncoder:
-        plugin = self.member.image_encoder
-        encoder: ImageEncoder = IMAGE_ENCODERS.build(plugin.name, plugin.params)
-        return encoder
+        return IMAGE_ENCODERS.build(self.member.image_encoder.name, self.member.image_encoder.params)
 
     def _print(self, line: str) -> None:
         print(f"{self.member.name}: {line}", file=sys.stderr)

@@ -167,7 +167,7 @@ class MemberModule(L.LightningModule):
         return loss
 
     def noisy_batch(self, batch: dict[str, Tensor]) -> NoisyBatch:
-        """Draw this step's timesteps, noise and dropped conditions for a batch."""
+        """Sample this step's timesteps, noise and dropped conditions for a batch."""
         config, device = self.member.timesteps, batch["x_0"].device
         generator = keyed_generator(self.member.seed, *self._key("noise"), device=device)
         stored = batch["x_0"]
@@ -176,7 +176,7 @@ class MemberModule(L.LightningModule):
             # A mirrored latent is not the latent of the mirrored image, so take that one if the shards hold it.
             mirrored = batch["x_0_flipped"] if "x_0_flipped" in batch else stored.flip(-1)
             stored = torch.where(flipped[:, None, None, None], mirrored, stored)
-        x_0 = self.stored.draw(stored, generator)
+        x_0 = self.stored.sample(stored, generator)
         t = sample_timesteps(
             len(x_0), config.density, config.mean, config.std, config.shift, generator=generator, device=device
         )
@@ -355,13 +355,13 @@ class MemberModule(L.LightningModule):
     def noisy_validation_batch(self, batch: dict[str, Tensor], batch_idx: int, index: int) -> NoisyBatch:
         """Return the batch at the ``index``-th of 8 fixed timesteps, with noise that never changes.
 
-        Curves of one and of eight devices compare: each rank draws the noise of the whole step, in which the ranks'
-        samples take turns (``shards.loader.steps``), and takes its own rows.
+        Curves of one and of eight devices are comparable: each rank generates the noise of the whole step and takes the
+        rows of its own samples. The ranks' samples alternate in a step (``shards.loader.steps``).
         """
         x_0 = self.normalised(batch)
         t = stratified_timesteps(NUM_VALIDATION_TIMESTEPS)[index].to(x_0.device).expand(len(x_0))
         generator = keyed_generator(self.member.seed, "validation", batch_idx, index, 0, device=x_0.device)
-        # Also for a batch that is not full: the values drawn may depend on their number.
+        # In full even for a smaller batch: the values may depend on their number.
         noise = torch.randn((self.member.batch_size, *x_0.shape[1:]), generator=generator, device=x_0.device)
         noise = noise[self.global_rank :: self._num_ranks()][: len(x_0)]
         return NoisyBatch(interpolate(x_0, noise, t), t, noise, x_0, self.condition(batch))
@@ -438,7 +438,7 @@ class ExpertModule(MemberModule):
 
     @torch.no_grad()
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        """Average the held-out loss at 8 fixed stratified timesteps, so that the curves of any two runs compare."""
+        """Average the held-out loss at 8 fixed stratified timesteps, which makes the curves of runs comparable."""
         num = self.num_counted(batch, batch_idx)
         for index in range(NUM_VALIDATION_TIMESTEPS):
             noisy = self.noisy_validation_batch(batch, batch_idx, index)
@@ -524,9 +524,6 @@ class RouterModule(MemberModule):
 
 def _seed(seed: int, device: torch.device) -> None:
     """Seed only the generators in use: ``torch.manual_seed`` takes a millisecond per kind of idle device."""
-    if device.type not in ("cpu", "cuda"):
-        torch.manual_seed(seed)
-        return
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         torch.cuda.manual_seed(seed)

@@ -49,10 +49,6 @@ class Replay:
     """Path of that checkpoint, or "the initial weights"."""
     samples: list[ReplayedSample]
 
-    def blames_none(self) -> bool:
-        """Whether every sample's gradient is finite with these weights."""
-        return all(math.isfinite(sample.gradient_norm) for sample in self.samples)
-
 
 def replay_step(name: str, experiment: Experiment, run: RunFolder, step: int | None, rank: int) -> Replay:
     """Repeat a step that ``FiniteGuard`` skipped, with the same samples, timesteps, noise and dropped conditions.

@@ -42,7 +42,7 @@ def measure_cost(network: nn.Module, member: Member, island: IslandConfig) -> tu
         return UNKNOWN_COST, f"its FLOPs cannot be counted ({first_line(error)}), so no MFU is shown"
     recomputed = forward if island.activation_checkpointing else 0.0
     name, peak = peak_of_this_device(island.accelerator, island.precision)
-    line = f"{whole / 1e9:.4g} GFLOP a sample"
+    line = f"{whole / 1e9:.4g} GFLOP per sample"
     if peak is None:
         return StepCost(whole, recomputed, None), f"{line}; the peak of {name} is not known, so no MFU is shown"
     line += f"; MFU against {island.devices} x {peak:g} TFLOP/s of {name} in {island.precision}"

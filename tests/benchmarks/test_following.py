@@ -20,16 +20,16 @@ def test_images_that_are_the_training_set_follow_and_others_do_not(tiny_run, mon
     """As many as guesses among the names would do so by chance."""
     experiment = load_experiment(TINY, [f"run_dir={tiny_run}"])
     prompts = Prompts(experiment, RunFolder(tiny_run), "expert-0", 24)
-    assert len(prompts.drawn) == 24
+    assert len(prompts.chosen) == 24
     monkeypatch.setattr("following.load_single", lambda _: LOADED)
     monkeypatch.setattr(prompts.encoder, "decode", lambda x_0: x_0)
     monkeypatch.setattr("following.image_features", lambda images: images)
     for shift, low, high in ((0, 1.0, 1.0), (1, 0.0, 0.7)):
-        order = (prompts.drawn + shift) % len(prompts.names)
+        order = (prompts.chosen + shift) % len(prompts.names)
         monkeypatch.setattr("following.sample", lambda *_, order=order, **__: prompts.features[order])
         assert low <= prompts.followed(tiny_run) <= high
     # By chance: any training image may be the nearest to any of them.
-    pairs = [prompts.names[row] == name for row in prompts.drawn.tolist() for name in prompts.names]
+    pairs = [prompts.names[row] == name for row in prompts.chosen.tolist() for name in prompts.names]
     assert prompts.chance == pytest.approx(sum(pairs) / len(pairs))
     assert 0 < prompts.chance < 1
 

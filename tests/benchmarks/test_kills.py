@@ -14,13 +14,13 @@ def test_more_stops_than_fit_are_refused_before_anything_is_trained(number, most
 
 
 def test_stops_are_random_in_order_and_of_every_kind():
-    found = kills.endings(20, 1000, [kills.KILL, kills.TERMINATE, kills.FULL_DISK], seed=0)
-    steps = [ending.at_step for ending in found if ending.at_step is not None]
+    found = kills.random_stops(20, 1000, [kills.KILL, kills.TERMINATE, kills.FULL_DISK], seed=0)
+    steps = [stop.at_step for stop in found if stop.at_step is not None]
     assert len(found) == 20 and steps == sorted(steps) and len(set(steps)) == len(steps) == 18
-    assert {ending.kind for ending in found} == {kills.KILL, kills.TERMINATE, kills.FULL_DISK}
-    assert all(ending.kind == kills.KILL and ending.delay <= 6 for ending in found if ending.at_step is None)
-    assert found == kills.endings(20, 1000, [kills.KILL, kills.TERMINATE, kills.FULL_DISK], seed=0)
-    assert found != kills.endings(20, 1000, [kills.KILL, kills.TERMINATE, kills.FULL_DISK], seed=1)
+    assert {stop.kind for stop in found} == {kills.KILL, kills.TERMINATE, kills.FULL_DISK}
+    assert all(stop.kind == kills.KILL and stop.delay <= 6 for stop in found if stop.at_step is None)
+    assert found == kills.random_stops(20, 1000, [kills.KILL, kills.TERMINATE, kills.FULL_DISK], seed=0)
+    assert found != kills.random_stops(20, 1000, [kills.KILL, kills.TERMINATE, kills.FULL_DISK], seed=1)
 
 
 @pytest.mark.parametrize(
@@ -29,16 +29,16 @@ def test_stops_are_random_in_order_and_of_every_kind():
         (0, "", "done"),
         (-signal.SIGKILL, "", kills.KILL),
         (130, "stopped at step 7", kills.TERMINATE),
-        (2, "error: /x: is full; free some space, then the same command goes on", kills.FULL_DISK),
+        (2, "error: /x: is full; free some space, then run the same command again to resume", kills.FULL_DISK),
     ],
 )
 def test_how_a_training_ended(code, said, what):
-    assert kills._what_ended(code, said) == what
+    assert kills._reason(code, said) == what
 
 
 def test_any_other_end_is_an_error():
     with pytest.raises(UserError, match="ended with code 1: Traceback"):
-        kills._what_ended(1, "Traceback")
+        kills._reason(1, "Traceback")
 
 
 @pytest.mark.slow

@@ -31,7 +31,7 @@ def test_shares_are_of_the_named_peak_and_recomputation_counts_in_hfu_alone(monk
 def test_of_an_unknown_device_there_is_no_share():
     report = measured()
     assert not any(name.startswith(("mfu", "hfu")) for name in report.figures)
-    assert "so there is no MFU" in report.notes[0]
+    assert "no MFU is shown" in report.notes[0]
 
 
 def test_bad_input_is_one_line(capsys):

@@ -1,5 +1,6 @@
 import dataclasses
 import json
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import pytest
@@ -11,12 +12,12 @@ import torch
 from common import REPOSITORY
 from recipe_cost import Cost, TrainingStep
 from recipe_effect import BASE, difference
-from recipe_results import Results, drawn
+from recipe_results import Results, plot
 from step_clock import Seconds
 from step_networks import Sizes
 from tiny_runs import TINY
 
-from ddm_lightning.config.load import load_experiment, to_dict, to_yaml
+from ddm_lightning.config.load import load_experiment, to_yaml
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.members.run_folder import RunFolder
 from ddm_lightning.networks.recipe import Recipe
@@ -58,9 +59,9 @@ def flat(value, prefix=""):
 
 
 def test_each_option_changes_one_key_of_the_experiment():
-    before = flat(to_dict(experiment()))
+    before = flat(asdict(experiment()))
     for option in names(on_gpu=True, compiles=True).values():
-        after = flat(to_dict(experiment(option.setting)))
+        after = flat(asdict(experiment(option.setting)))
         changed = {key for key in before.keys() | after.keys() if before.get(key) != after.get(key)}
         assert changed == {f".{option.key}"}
 
@@ -157,7 +158,7 @@ def test_sides_take_turns_and_a_refusal_is_a_note(tiny_run, monkeypatch):
     timing = recipe.Timing(options(tiny_run), SMALL, CPU)
     found = {option.name: option for option in timing.found}
     assert not found.keys() & {"density_uniform", "weight_decay_0.1", "compile", "attention_xformers"}
-    refused = recipe_options.Option("island.attention", "xformers", costs=True, brings=False)
+    refused = recipe_options.Option("island.attention", "xformers", is_timed=True, is_trained=False)
     costs = timing.costs([found["modulation_single"], refused])
     ((base, cost),) = costs.values()
     assert len(base.seconds) == len(cost.seconds) == 2
@@ -247,7 +248,7 @@ def test_rows_and_figures_of_what_was_measured():
     assert [cells[0] for cells in report.rows] == ["the experiment", "rope", "optimizer_muon", "density_uniform"]
     assert {len(cells) for cells in report.rows} == {len(report.headings)} == {7}
     assert report.rows[2][-2:] == ["", ""] and report.rows[3][1:5] == [""] * 4
-    left, right = drawn(results, rows, "Title").get_axes()
+    left, right = plot(results, rows, "Title").get_axes()
     assert (len(left.patches), len(right.patches)) == (2, 2)
     only_costs = Results({"rope": (a_cost(1, peak=4), a_cost(1, peak=2))}, {}).report("Title", rows)
     assert only_costs.figures["peak_over_experiment_rope"] == 0.5

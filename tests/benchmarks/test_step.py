@@ -39,14 +39,14 @@ def test_a_ratio_is_the_median_of_ratios_side_by_side_and_not_the_ratio_of_media
 
 
 def test_figures_of_the_loops_leave_the_first_group_out():
-    a_group = step.TURNS_A_GROUP
+    a_group = step.TURNS_PER_GROUP
     turns = Turns(
-        step.STEPS_A_TURN, walls(*[50.0] * a_group, *[3.0] * a_group), walls(*[1.0] * a_group, *[2.0] * a_group)
+        step.STEPS_PER_TURN, walls(*[50.0] * a_group, *[3.0] * a_group), walls(*[1.0] * a_group, *[2.0] * a_group)
     )
     report = Report("", step.HEADINGS)
     step.add_loop(report, step.LOOPS["cpu"], ended(turns))
     assert report.figures["trainer_over_bare_loop"] == pytest.approx(1.5)
-    assert report.figures["seconds_bare_loop"] == pytest.approx(2 / step.STEPS_A_TURN)
+    assert report.figures["seconds_bare_loop"] == pytest.approx(2 / step.STEPS_PER_TURN)
     assert any("not met" in note for note in report.notes)
 
 
@@ -62,7 +62,7 @@ def test_both_loops_end_in_the_same_weights(tmp_path):
     options = Namespace(config=str(REPOSITORY / "experiments" / "tiny_2x.yaml"), overrides=[])
     trained = step.trained(options, overrides)
     assert step.same(trained)
-    assert len(trained.turns.ours) == len(trained.turns.bare) == step.TURNS_A_GROUP
+    assert len(trained.turns.ours) == len(trained.turns.bare) == step.TURNS_PER_GROUP
     # They moved: the average lags behind the weights.
     weights = dict(trained.weights[0])
     assert not torch.equal(trained.averages[0][0], next(iter(weights.values())))
@@ -169,7 +169,9 @@ def test_the_gpu_part_does_without_xformers(monkeypatch):
     report = Report("", step.HEADINGS)
     step_gpu.measure(report, TINY, CPU, 1, 1)
     assert "seconds_xl2_sdpa" in report.figures
-    assert any("Attention by xformers did not run" in note and "cannot be imported" in note for note in report.notes)
+    assert any(
+        "Attention back end xformers did not run" in note and "cannot be imported" in note for note in report.notes
+    )
 
 
 @pytest.mark.long

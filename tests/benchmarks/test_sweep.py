@@ -61,7 +61,7 @@ def test_kept_trainings_of_another_experiment_are_refused(tmp_path):
 
 
 def test_batches_that_are_no_number_of_samples(tmp_path):
-    with pytest.raises(UserError, match="times 8 samples is no whole number"):
+    with pytest.raises(UserError, match="times 8 samples is not a whole number"):
         sweep.Sweep(options(tmp_path, batches=[0.3]))
     for name in ("seeds", "jobs", "samples", "prompts"):
         with pytest.raises(UserError, match=f"--{name} 0: must be at least 1"):
@@ -80,8 +80,8 @@ def test_the_lowest_mean_is_best():
         for rate, seed, loss in ((1.0, 0, 0.5), (1.0, 1, 0.1), (2.0, 0, 0.2), (2.0, 1, 0.2))
     }
     assert sweep.mean_over_seeds(points) == pytest.approx({(1.0, 8): 0.3, (2.0, 8): 0.2})
-    assert len(sweep.drawn(points, {}, "title").get_axes()) == 1
-    assert len(sweep.drawn(points, points, "title").get_axes()) == 2
+    assert len(sweep.plot(points, {}, "title").get_axes()) == 1
+    assert len(sweep.plot(points, points, "title").get_axes()) == 2
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,7 @@ from tiny_runs import MEMBERS, ROOT, STEPS, TINY, copy_run, settings
 from ddm_lightning import __version__
 from ddm_lightning.cli import parser
 from ddm_lightning.cli.parser import main
-from ddm_lightning.config.load import load_experiment, to_dict
+from ddm_lightning.config.load import load_experiment
 from ddm_lightning.members.member import parse_members
 
 HELP = Path(__file__).with_name("help.txt")
@@ -84,7 +85,7 @@ def test_help_waits_for_neither_torch_nor_lightning(command: list[str]) -> None:
 def test_config_prints_what_fit_would_use(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     overrides = [f"run_dir={tmp_path / 'run'}", "seed=7", "expert.train.learning_rate=1e-3"]
     printed = yaml.safe_load(called(capsys, "config", "-c", TINY, *overrides))
-    assert printed == to_dict(load_experiment(TINY, overrides))
+    assert printed == asdict(load_experiment(TINY, overrides))
     assert printed["seed"] == 7
     assert printed["sample"]["guidance_scale"] == 1.0  # a default
     assert list(tmp_path.iterdir()) == []

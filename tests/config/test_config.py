@@ -6,6 +6,7 @@ import dataclasses
 import resource
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import yaml
 
 from ddm_lightning import config
 from ddm_lightning.config.experiment import Experiment, PluginConfig
-from ddm_lightning.config.load import load_experiment, to_dict, to_yaml
+from ddm_lightning.config.load import load_experiment, to_yaml
 from ddm_lightning.core import checks
 from ddm_lightning.core.errors import UserError
 
@@ -272,7 +273,7 @@ def test_an_experiment_survives_yaml_whatever_reads_it(path: Path, tmp_path: Pat
         path, [odd, "condition.kind=text", "prepare.caption_encoder={name: x}", "expert.train.learning_rate=1e-5"]
     )
     text = to_yaml(experiment)
-    assert yaml.safe_load(text) == to_dict(experiment)
+    assert yaml.safe_load(text) == asdict(experiment)
     again = tmp_path / "again.yaml"
     again.write_text(text, encoding="utf-8")
     assert load_experiment(again) == experiment

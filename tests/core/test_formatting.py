@@ -1,6 +1,6 @@
 import pytest
 
-from ddm_lightning.core.formatting import amount, duration, operations
+from ddm_lightning.core.formatting import amount, duration
 
 
 @pytest.mark.parametrize(
@@ -25,7 +25,3 @@ def test_bytes_are_written_in_the_unit_that_fits(value, expected):
 )
 def test_durations_are_written_in_the_unit_that_fits(value, expected):
     assert duration(value) == expected
-
-
-def test_operations_have_their_own_unit():
-    assert operations(1.62e14) == "162 TFLOP"

@@ -61,21 +61,6 @@ def test_a_long_label_is_cut_and_does_not_widen_the_sheet_without_end():
     assert wide <= wider < 320
 
 
-@pytest.mark.parametrize(
-    "rows",
-    [
-        [],
-        [("a", [])],
-        [("a", [picture(0), picture(0, size=5)])],
-        [("a", [np.zeros((4, 4))])],
-        [("a", [np.zeros((4, 4, 1))])],
-    ],
-)
-def test_images_that_make_no_grid_are_refused(rows, unchecked_types):
-    with pytest.raises(ValueError, match="one size"):
-        labelled_grid(rows)
-
-
 def test_a_prompt_of_any_length_is_shortened_in_linear_time():
     row = [picture((1, 2, 3))]
     for text in ("word " * 4000, "x" * 20_000):

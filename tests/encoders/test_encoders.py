@@ -154,9 +154,7 @@ def test_a_missing_package_names_the_command_that_installs_it(registry, name, mo
 @pytest.mark.parametrize(
     ("registry", "name", "params"),
     [
-        (FEATURES, "pooled-pixels", {"grid": 0}),
         (FEATURES, "efficientnet-lite0", {"resolution": 8}),
-        (CAPTION_ENCODERS, "hashed-words", {"size": 0}),
     ],
 )
 def test_bad_parameters_are_refused(registry, name, params):

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ddm_lightning.config.experiment import Experiment
-from ddm_lightning.config.load import load_experiment, to_dict
+from ddm_lightning.config.load import load_experiment
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.members.run_folder import changes, open_run, refuse_changed, refuse_changes
 
@@ -18,7 +19,7 @@ def tiny(run_dir: Path, *overrides: str) -> Experiment:
 
 
 def test_changes_are_those_of_the_training() -> None:
-    old = to_dict(load_experiment(TINY))
+    old = asdict(load_experiment(TINY))
 
     def changed_keys(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
         return [text.partition(" ")[0] for text in changes(before, after).split(", ") if text]
@@ -37,7 +38,7 @@ def test_changes_are_those_of_the_training() -> None:
         ("island.devices=2", []),
         ("sample.num_steps=7", []),
     ):
-        new = to_dict(load_experiment(TINY, [override]))
+        new = asdict(load_experiment(TINY, [override]))
         assert changed_keys(old, new) == keys
         assert changed_keys(new, old) == keys
     assert changed_keys({}, old)
@@ -59,7 +60,7 @@ def test_more_steps_are_the_same_training_where_the_schedule_does_not_end(tmp_pa
 
 
 def test_a_record_without_newer_keys_is_of_the_same_experiment(tmp_path: Path) -> None:
-    old, new = to_dict(load_experiment(TINY)), to_dict(load_experiment(TINY))
+    old, new = asdict(load_experiment(TINY)), asdict(load_experiment(TINY))
     del old["expert"]["min_snr_gamma"], old["prepare"]["horizontal_flips"]
     refuse_changes(tmp_path, old, new)
     new["expert"]["min_snr_gamma"] = 5.0

@@ -112,7 +112,7 @@ def test_seed_and_features_decide_every_byte_however_they_are_split(tmp_path):
     written = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     assert written["a"] == written["b"] != written["c"]
     read = Partition.load(tmp_path / "a")
-    assert read.kind == "kmeans" and read.num_clusters == 3
+    assert read.rule.kind == "kmeans" and read.num_clusters == 3
     assert (read.rule.metric, read.rule.features) == ("spherical", "a network")
     read.save(tmp_path / "again")
     assert (tmp_path / "again").read_bytes() == written["a"]

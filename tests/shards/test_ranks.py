@@ -1,7 +1,6 @@
 import itertools
 
 import pytest
-import torch
 from shards.mds import WARNINGS, write_mds
 from shards.ranks import data_module, on_ranks
 
@@ -96,23 +95,3 @@ def test_ranks_validate_equally_many_batches_and_leave_no_sample_out(shards, tmp
     answers = run_on(2, held_out, tmp_path, shards, back_end, 0)
     assert [[len(batch) for batch in rank] for rank in answers] == [[4], [4]]
     assert {i for rank in answers for batch in rank for i in batch} == set(range(200, 207))
-
-
-def first_batches(rank, num_ranks, settings):
-    """The check of training/callbacks.py on the first batch, and on one that all ranks have."""
-    from ddm_lightning.training.callbacks import DisjointRanks
-
-    data = data_module(rank, num_ranks, settings)
-    batch = next(iter(data.train_dataloader()))
-    DisjointRanks().on_train_batch_start(data.trainer, None, batch, 0)
-    try:
-        DisjointRanks().on_train_batch_start(data.trainer, None, {"sample_id": torch.arange(4)}, 0)
-    except RuntimeError as error:
-        return str(error)
-    return "not noticed"
-
-
-@pytest.mark.parametrize("back_end", ["local", "streaming"])
-def test_the_check_at_start_up_sees_disjoint_ranks_and_others(shards, tmp_path, back_end):
-    answers = run_on(2, first_batches, tmp_path, shards, back_end, 0)
-    assert all(answer.startswith("ranks received the same samples") for answer in answers)

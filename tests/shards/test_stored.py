@@ -44,7 +44,7 @@ def test_draws_have_the_mean_and_spread_that_are_stored():
     form = StoredForm("posterior", {"scale": SCALES, "shift": SHIFTS})
     one = posterior(1, torch.float32)
     num = 20_000
-    drawn = form.draw(one.expand(num, -1, -1, -1), generator()).double().numpy()
+    drawn = form.sample(one.expand(num, -1, -1, -1), generator()).double().numpy()
     mean, spread = form.mean(one, torch.float64).numpy()[0], form.spread(one, torch.float64).numpy()[0]
     assert np.abs((drawn.mean(0) - mean) / spread).max() < 4.5 / np.sqrt(num)
     assert np.abs(drawn.std(0) / spread - 1).max() < 4.5 / np.sqrt(2 * num)
@@ -54,8 +54,8 @@ def test_draws_have_the_mean_and_spread_that_are_stored():
 
 def test_equal_generators_draw_the_same_and_others_do_not():
     form, stored = StoredForm("posterior", {"scale": SCALES, "shift": SHIFTS}), posterior()
-    assert torch.equal(form.draw(stored, generator(1)), form.draw(stored, generator(1)))
-    assert not torch.equal(form.draw(stored, generator(1)), form.draw(stored, generator(2)))
+    assert torch.equal(form.sample(stored, generator(1)), form.sample(stored, generator(1)))
+    assert not torch.equal(form.sample(stored, generator(1)), form.sample(stored, generator(2)))
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float16, torch.float32])
@@ -67,5 +67,5 @@ def test_stored_x_0_is_scaled_by_the_plain_formula_bit_for_bit(dtype, scale, shi
     assert torch.equal(form.mean(stored), expected)
     assert form.spread(stored) is None
     drawing = generator()
-    assert torch.equal(form.draw(stored, drawing), expected)
+    assert torch.equal(form.sample(stored, drawing), expected)
     assert torch.equal(drawing.get_state(), generator().get_state()), "nothing was drawn"

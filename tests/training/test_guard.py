@@ -159,7 +159,7 @@ def test_the_line_after_one_that_was_cut_is_whole(tmp_path):
     assert [skipped.step for skipped in read_skipped(path)] == [3, 9]
 
 
-@pytest.mark.parametrize("change", [{"step": "a"}, {"rank": None}, {"sample_ids": []}])
+@pytest.mark.parametrize("change", [{"losses": None}, {"losses": ["a"]}, {"extra": 1}])
 def test_a_line_that_is_not_a_record_is_ignored(tmp_path, change):
     path = tmp_path / "skipped_steps.jsonl"
     fields = json.loads(SkippedStep(3, 0, [1], [0.5], [NAN]).line())

@@ -142,8 +142,8 @@ def test_what_fit_cannot_use_is_one_line(tiny_run, capsys, setting, words):
     ("setting", "words"),
     [
         ("island.trainer={precision: 16}", "cannot set the flag 'precision'; it takes benchmark, "),
-        ("island.loggers=[tensorbord]", "must be different ones of tensorboard, csv, wandb"),
-        ("island.loggers=[csv,csv]", "must be different ones of"),
+        ("island.loggers=[tensorbord]", "must be a list of tensorboard, csv, wandb"),
+        ("island.loggers=[csv,csv]", "each at most once"),
     ],
 )
 def test_a_setting_that_cannot_be_is_refused_at_once(setting, words):

@@ -68,7 +68,9 @@ def resume(run):
 def test_a_full_disk_of_one_rank_is_reported_once_and_ends_both(tiny_run, strategy, rank):
     said = fit_and_fail(tiny_run, strategy, rank, "full", code=2)
     path = tiny_run / "members/expert-0/checkpoints/step-00000010.ckpt"
-    assert said.splitlines()[4:] == [f"error: {path}: is full; free some space, then the same command goes on"]
+    assert said.splitlines()[4:] == [
+        f"error: {path}: is full; free some space, then run the same command again to resume"
+    ]
     assert read_status(tiny_run, "expert-0")["state"] == "failed"
     assert checkpoints(tiny_run) == ["step-00000005.ckpt"]
 
@@ -88,7 +90,7 @@ def test_a_mistake_in_one_rank_is_shown_with_its_place(tiny_run):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_killed_at_a_checkpoint_ends_the_other_and_the_one_before_is_resumed(tiny_run, rank):
     said = fit_and_fail(tiny_run, "fsdp", rank, "killed", code=2 if rank else -signal.SIGKILL)
-    line = "error: rank 1 of 2 was ended by SIGKILL; the same command goes on at the newest checkpoint"
+    line = "error: rank 1 of 2 was ended by SIGKILL; the same command resumes at the newest checkpoint"
     assert said.splitlines()[4:] == ([line] if rank else [])
     assert checkpoints(tiny_run) == ["step-00000005.ckpt"]
     resume(tiny_run)
@@ -171,11 +173,9 @@ def test_ranks_of_torchrun_agree_on_the_checkpoint(tiny_run):
 @pytest.mark.parametrize(
     ("variables", "words"),
     [
-        ({"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "4"}, "4 processes of fit were started, as torchrun does, and"),
+        ({"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "4"}, "4 processes of fit were started, as by torchrun, but"),
         ({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "x"}, "1 processes of fit"),
         ({"RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}, "on several nodes"),
-        ({"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "two"}, "variable WORLD_SIZE=two: has to be a number"),
-        ({"LOCAL_RANK": "abc"}, "variable LOCAL_RANK=abc: has to be a number"),
     ],
 )
 def test_another_number_of_ranks_than_devices_is_refused(tiny_run, monkeypatch, capsys, variables, words):
@@ -228,7 +228,7 @@ with handing_over():
     ("child", "code", "line"),
     [
         (HANDS_OVER, 2, "error: a shard is damaged"),
-        ("import os; os.abort()", 2, "error: rank 2 of 3 was ended by SIGABRT; the same command goes on at the newest"),
+        ("import os; os.abort()", 2, "error: rank 2 of 3 was ended by SIGABRT; the same command resumes at the newest"),
         ("raise SystemExit(0)", 1, "error: rank 2 ended with exit code 0"),
     ],
 )

@@ -47,7 +47,7 @@ def test_each_sample_has_its_own_loss_and_gradient_at_the_nearest_weights(finish
     experiment, folder, manifest, data, ids = left_out(run, 17)
     experiment.island.precision = precision
     assert main(["replay", "-c", str(TINY), f"run_dir={run}", "member=expert-0", *SHORT]) == 0
-    assert "every gradient is finite here: blame that step's weights" in capsys.readouterr().out
+    assert "every gradient is finite here: the cause is that step's weights" in capsys.readouterr().out
     replay = replay_step("expert-0", experiment, folder, None, 0)
     nearest = member(run, "checkpoints", "step-00000018.ckpt")
     assert replay.weights == str(nearest) and [sample.sample_id for sample in replay.samples] == ids

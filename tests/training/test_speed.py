@@ -113,7 +113,7 @@ def test_the_line_of_the_cost_names_the_device_and_sums_the_peaks(monkeypatch, i
     member = SimpleNamespace(x_shape=None, condition=None)
     cost, told = measure_cost(None, member, island)
     assert (cost.flops, cost.recomputed_flops, cost.peak_flops) == (2.5e9, 0, pytest.approx(peak) if peak else None)
-    assert told == f"2.5 GFLOP a sample; {line}"
+    assert told == f"2.5 GFLOP per sample; {line}"
 
 
 def test_peak_memory_is_of_this_process():

@@ -85,7 +85,7 @@ class Measures:
     """Mean of each cluster."""
     centroid_distances: Float[np.ndarray, "k k"]
     second_choices: Float[np.ndarray, "k k"]
-    """For each cluster (row), the share of its samples whose nearest other centroid is each other cluster's."""
+    """Row per cluster: the share of its samples for which each other cluster's centroid is the second nearest."""
     plane: Plane
 
 
@@ -155,7 +155,7 @@ def compute_silhouettes(features: Float[Tensor, "n d"], clusters: Int[Tensor, "n
 def count_second_choices(
     features: Float[Tensor, "n d"], clusters: Int[Tensor, "n"], centroids: Float[Tensor, "k d"], metric: str
 ) -> Float[Tensor, "k k"]:
-    """Compute for each cluster the share of its samples whose nearest other centroid is each other cluster's.
+    """Compute, in a row per cluster, the share of its samples for which each other cluster is the second nearest.
 
     The row of an empty cluster is NaN. With one cluster the result has no meaning.
     """

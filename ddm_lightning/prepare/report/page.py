@@ -26,7 +26,7 @@ from ddm_lightning.prepare.report import figures
 from ddm_lightning.prepare.report.measures import Measures, ReportData, measure
 from ddm_lightning.prepare.write_shards import samples_of
 from ddm_lightning.shards.manifest import OUT_OF_CLUSTER
-from ddm_lightning.shards.verify import num_samples_of
+from ddm_lightning.shards.verify import verify_shards
 
 PAGE = "report.html"
 TENSORBOARD = "tensorboard"
@@ -71,7 +71,7 @@ def report_partition(experiment: Experiment, plugins: Plugins, prepared: Prepare
         num_read=index["num_read"],
         broken=index["broken"],
         num_without_caption=index["num_without_caption"],
-        num_out_of_cluster=num_samples_of(prepared.shards.glob(f"*/{OUT_OF_CLUSTER}")),
+        num_out_of_cluster=sum(verify_shards(path, False) for path in prepared.shards.glob(f"*/{OUT_OF_CLUSTER}")),
         displaced=facts["displaced"] and tuple(facts["displaced"]),
         facts={name: getattr(config, name.replace(" ", "_")).name for name in ("source", "features", "image encoder")},
         column_bytes={name: len(rows) * rows.row_bytes for name, rows in columns},

@@ -1,4 +1,4 @@
-"""Images and captions of any encoding as the contents of records, or the reason why not."""
+"""Decode images and captions for records, or give the reason why they are unusable."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ddm_lightning.prepare.records import Broken
 MAX_PIXELS = 1 << 27
 """Largest width times height to decode: the header of a small file can claim any size."""
 
-# No format that Pillow hands to another program (EPS: Ghostscript) or accepts without a signature (TGA).
+# Excludes formats that Pillow passes to another program (EPS: Ghostscript) or accepts without a signature (TGA).
 _FORMATS = ("JPEG", "MPO", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF")
 _SIGNATURES = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"GIF8", b"RIFF", b"II*\x00", b"MM\x00*", b"BM")
 
@@ -81,7 +81,8 @@ def rgb(image: Image.Image, key: str, max_pixels: int = MAX_PIXELS) -> UInt8[np.
 def caption_in(value: Any, key: str) -> str | Broken:
     """Return the caption of a cell: its text, the first entry of a list, or the empty string for null.
 
-    Bytes are UTF-8; a byte-order mark and white space around them are dropped. An error is one of reading the caption.
+    Bytes are UTF-8; a byte-order mark and surrounding white space are removed. An exception stands for a caption that
+    could not be read.
     """
     if isinstance(value, Exception):
         return _unread(value, key)

@@ -17,7 +17,7 @@ from ddm_lightning.prepare.sources.tables import PARAMS
 from ddm_lightning.prepare.sources.urls import Files
 
 _CAPTION_FILES = ("captions.jsonl", "metadata.jsonl")
-# Other files beside images. Anything else is taken for an image, so that one of an unknown format is counted.
+# Files that are no images. All others count as images, so that those of an unknown format are reported as broken.
 _NO_IMAGES = frozenset((".txt", ".json", ".jsonl", ".csv", ".tsv", ".md", ".parquet", ".html", ".py", ".zip", ".tar"))
 
 

@@ -158,10 +158,9 @@ class TableSource:
             path = f"{self.image_root.rstrip('/')}/{path}"
         try:
             filesystem, inner = url_to_fs(path)
-            content: bytes = filesystem.cat_file(inner)
+            return filesystem.cat_file(inner)
         except Exception as error:  # noqa: BLE001  each fsspec back end raises its own errors
             return error
-        return content
 
 
 def _text(cell: Any) -> str | None:

@@ -108,7 +108,7 @@ class Files:
         filesystem, _ = self._filesystem()
         for start in range(0, len(paths), _READ_AT_ONCE):
             batch = [self.inner_path(path) for path in paths[start : start + _READ_AT_ONCE]]
-            # cat() would take brackets in a name for a pattern.
+            # Not cat(), which would read brackets in a name as a pattern.
             yield from filesystem.cat_ranges(batch, None, None, on_error="return")
 
     def inner_path(self, relative: str) -> str:

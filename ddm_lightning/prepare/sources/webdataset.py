@@ -140,7 +140,7 @@ def samples_of(file: Any) -> Iterator[tuple[str, dict[str, bytes] | Broken]]:
 
 
 class _Member(tarfile.TarInfo):
-    """A header that raises if damaged: tarfile takes damage between two files for the end."""
+    """Header that raises if it is damaged; tarfile would mistake damage between two files for the end."""
 
     @classmethod
     def fromtarfile(cls, tarfile: Any) -> _Member:

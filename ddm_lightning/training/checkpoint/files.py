@@ -41,7 +41,7 @@ _MODEL, _OPTIMIZER = "model/", "optimizer/"
 _OTHERS_TAKE_SECONDS = 60.0
 _HASHING_THREADS = 4
 # Serialising a file holds Python's global lock: 20 ms at this size.
-_MOST_BYTES_A_FILE = 64 << 20
+_MAX_FILE_BYTES = 64 << 20
 
 # One process needs no process group. A filter set in a thread would apply to all threads, so set it once here.
 warnings.filterwarnings("ignore", "torch.distributed is disabled")
@@ -52,7 +52,7 @@ def _file_numbers(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     numbers, number, filled = {}, 1, 0
     for name, tensor in tensors.items():
         num_bytes = local(tensor).nbytes
-        if filled and filled + num_bytes > _MOST_BYTES_A_FILE:
+        if filled and filled + num_bytes > _MAX_FILE_BYTES:
             number, filled = number + 1, 0
         numbers[name] = number
         filled += num_bytes
@@ -160,8 +160,7 @@ class CheckpointWriter:
 
 def read_rest(path: Path, device: str = "cpu") -> dict[str, Any]:
     """Everything in the checkpoint ``path`` besides named tensors."""
-    rest: dict[str, Any] = torch.load(path / REST, map_location=device, weights_only=True)
-    return rest
+    return torch.load(path / REST, map_location=device, weights_only=True)
 
 
 def stored_sizes(path: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
@@ -187,7 +186,7 @@ def damage_of(path: Path) -> str | None:
             return f"{FILES} is not a list of files and hashes"
         extra = {found.name for found in path.glob("*.safetensors")} - sums.keys()
         if extra:
-            return f"{min(extra)} is not listed in {FILES}"  # and would be read
+            return f"{min(extra)} is not listed in {FILES}"  # but would be read
         for name, expected in sums.items():
             if not (path / name).exists():
                 return f"{name} is missing"

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -14,7 +15,6 @@ from typing import Any
 import lightning as L
 
 from ddm_lightning.config.experiment import Experiment, IslandConfig
-from ddm_lightning.config.load import to_dict
 from ddm_lightning.core.devices import resolve_accelerator
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.processes import STARTED_BY
@@ -143,7 +143,7 @@ def newest_checkpoint(folder: Path, *, leads: bool = True) -> tuple[Path | None,
         ``*.damaged``.
 
     Raises:
-        UserError: all checkpoints are damaged; they stay as they are. Other ranks than zero exit without a word.
+        UserError: all checkpoints are damaged; they stay as they are. Ranks other than zero exit silently.
     """
     if STARTED_BY in os.environ:  # rank zero has checked them before it started this rank
         return next(reversed(checkpoints_in(folder)), None), []
@@ -177,7 +177,7 @@ def _set_aside(path: Path, problem: str) -> str:
 
 def origin_of(member: str, experiment: Experiment) -> dict[str, Any]:
     """Name of a member and its experiment as plain values, which load with ``weights_only``."""
-    record = to_dict(experiment)
+    record = asdict(experiment)
     record["island"]["accelerator"] = resolve_accelerator(experiment.island.accelerator)
     return {"member": member, "experiment": record}
 

@@ -42,10 +42,7 @@ _FINISHED_POLL_SECONDS = 0.05
 
 def _number(name: str, default: int) -> int:
     """Value of an environment variable."""
-    text = os.environ.get(name, str(default))
-    if not text.isdecimal():
-        raise UserError(f"environment variable {name}={text}: has to be a number; unset it, or start fit by torchrun")
-    return int(text)
+    return int(os.environ.get(name, default))
 
 
 def leads() -> bool:
@@ -69,10 +66,11 @@ def check_launch(devices: int) -> None:
     number = _num_external()
     by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and STARTED_BY not in os.environ
     if number > _number("LOCAL_WORLD_SIZE", number):
-        raise UserError("processes of fit were started on several nodes; a member trains on one: its island")
+        raise UserError("processes of fit were started on several nodes; start fit on one node, the member's island")
     if number != devices and (number > 1 or by_torchrun):
         raise UserError(
-            f"{number} processes of fit were started, as torchrun does, and island.devices = {devices}; run it once"
+            f"{number} processes of fit were started, as by torchrun, but island.devices = {devices}; start fit only "
+            "once, and it starts one process per device"
         )
 
 
@@ -144,7 +142,7 @@ class RankLauncher(_SubprocessScriptLauncher):
         for rank, code in ended.items():
             if code < 0:
                 name = f"rank {rank} of {self.num_processes} was ended by {signal.Signals(-code).name}"
-                found.append(RankFailure(f"{name}; the same command goes on at the newest checkpoint", known=True))
+                found.append(RankFailure(f"{name}; the same command resumes at the newest checkpoint", known=True))
         found += [RankFailure(f"rank {rank}: {reason.text}", known=False) for rank, reason in reasons.items()]
         found += [RankFailure(f"rank {rank} ended with exit code {code}", known=False) for rank, code in ended.items()]
         return found[0] if found else None

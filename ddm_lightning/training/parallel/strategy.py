@@ -161,8 +161,7 @@ class Sharded(SeveralRanks, strategies.ModelParallelStrategy):
 
     def _group(self) -> ProcessGroup:
         # On the hosts, for checkpoints alone: training uses the other group while they are written.
-        group: ProcessGroup = torch.distributed.new_group(backend="gloo")
-        return group
+        return torch.distributed.new_group(backend="gloo")
 
 
 def bytes_per_number(precision: str) -> int:
@@ -195,11 +194,9 @@ def choose_strategy(
         The strategy, and one line that gives the reason.
 
     Raises:
-        UserError: ``single`` with several devices, or a precision or optimizer that FSDP2 does not support.
+        UserError: a precision or optimizer that FSDP2 does not support.
     """
     devices, name = island.devices, island.strategy
-    if name == "single" and devices > 1:
-        raise UserError(f"key 'island.strategy' = 'single', but island.devices = {devices}; set one of them")
     if devices == 1 and name in ("auto", "single"):
         device = device_of(island.accelerator)
         return OneDevice(torch.device("cuda", 0) if device.type == "cuda" else device), "one device"
@@ -228,7 +225,7 @@ def _by_memory(island: IslandConfig, num_parameters: int, num_widths: int) -> tu
     unsharded = training_bytes(num_parameters, num_widths, island.precision)
     weights = (2 if island.precision in HALF else bytes_per_number(island.precision)) * num_parameters
     room = 0.5 * device_bytes(island.accelerator)
-    reason = f"weights, gradients, AdamW and EMA take {amount(unsharded)} a device unsharded"
+    reason = f"weights, gradients, AdamW and EMA take {amount(unsharded)} per device unsharded"
     if unsharded < room:
         return "ddp", reason
     # Gathered weights come on top of the shards. A block's whole gradients do, too, but are far smaller.

@@ -49,7 +49,7 @@ def test_tensors_come_back_as_they_were(tmp_path):
 
 
 def test_large_tensors_are_spread_over_files(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "_MOST_BYTES_A_FILE", 1000)
+    monkeypatch.setattr(files, "_MAX_FILE_BYTES", 1000)
     tensors = {f"model/{n}": torch.full((100,), float(n)) for n in range(5)} | {"model/big": torch.zeros(1000)}
     path = write(tmp_path / "step-1", tensors)
     sizes = sorted(file.stat().st_size for file in path.glob("*.safetensors"))
