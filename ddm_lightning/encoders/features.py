@@ -279,6 +279,8 @@ class PooledPixels(NoWeights):
     """Mean colours on a ``grid`` × ``grid`` grid, from 0 to 1; for tests and synthetic data."""
 
     def __init__(self, grid: int = 4) -> None:
+        if grid < 1:
+            raise ValueError("grid must be at least 1")
         self.grid, self.size = grid, 3 * grid * grid
 
     def encode(self, images: UInt8[np.ndarray, "n h w 3"]) -> Float[np.ndarray, "n size"]:

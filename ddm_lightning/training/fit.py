@@ -13,7 +13,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from rich.console import Console
 
 from ddm_lightning.config.experiment import Experiment, IslandConfig
-from ddm_lightning.core.devices import configure_torch, resolve_accelerator
+from ddm_lightning.core.devices import configure_torch, device_of, resolve_accelerator
 from ddm_lightning.core.errors import UserError, first_line
 from ddm_lightning.core.formatting import amount
 from ddm_lightning.core.processes import keep_heap
@@ -171,7 +171,8 @@ def teach(module: StudentModule, experiment: Experiment, run: RunFolder) -> None
     Raises:
         UserError: no ensemble, a damaged artifact, or a strategy without weights or without its router.
     """
-    module.teacher, name = load_ensemble(run.root).ensemble, experiment.distill.teacher
+    device, name = device_of(experiment.island.accelerator), experiment.distill.teacher
+    module.teacher = load_ensemble(run.root, device).ensemble
     module.strategy = None if name == "owner" else STRATEGIES.build(name, {})
     if module.strategy is not None and type(module.strategy).weights is Strategy.weights:
         raise UserError(f"key 'distill.teacher' = {name!r}: does not weight velocities; set owner, full or top-1")

@@ -23,7 +23,6 @@ from ddm_lightning.flow.condition import Condition
 from ddm_lightning.flow.path import (
     interpolate,
     min_snr_weights,
-    noise_from_velocity,
     training_target,
     velocity_loss_weights,
     x_0_from_velocity,
@@ -466,8 +465,9 @@ class StudentModule(ExpertModule):
         weighting: dict[str, Any] = {"weights": F.one_hot(batch["cluster"], self.member.num_clusters).to(x_t)}
         if self.strategy is not None:
             weighting = {"route": self.strategy.weights}
-        velocity = self.teacher.to(x_t.device).velocity(x_t, t, noisy.condition, **weighting)
-        return x_0_from_velocity(x_t, velocity, t), noise_from_velocity(x_t, velocity, t)
+        velocity = self.teacher.velocity(x_t, t, noisy.condition, **weighting)
+        x_0 = x_0_from_velocity(x_t, velocity, t)
+        return x_0, x_0 + velocity
 
 
 class RouterModule(MemberModule):
