@@ -17,9 +17,10 @@ from types import MethodType, SimpleNamespace
 # Before torch is imported: two OpenMP threads on two shared cores are slower than one.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from ddm_lightning.core.compat import ensure_torchvision_importable
+from ddm_lightning.core.compat import defer_heavy_packages, ensure_torchvision_importable
 
 ensure_torchvision_importable()
+defer_heavy_packages()
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from hypothesis import settings
 from jaxtyping import config, install_import_hook
 from tiny_runs import RANK_VARIABLES
 from tiny_runs import finished_run as finished_run
+from tiny_runs import long_run as long_run
 from tiny_runs import tiny_prepared as tiny_prepared
 from tiny_runs import tiny_run as tiny_run
 

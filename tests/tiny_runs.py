@@ -21,8 +21,10 @@ ROOT = Path(__file__).parents[1]
 TINY = ROOT / "experiments" / "tiny_2x.yaml"
 MEMBERS = ("expert-0", "expert-1", "router")
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+STEPS = {"expert-0": 60, "expert-1": 60, "router": 40}
 # Long enough to be met in mid-training.
-STEPS = {"expert-0": 240, "expert-1": 240, "router": 120}
+LONG_STEPS = {"expert-0": 240, "expert-1": 240, "router": 120}
+LONG = ("expert.train.max_steps=240", "router.train.max_steps=120")
 SETTINGS = (
     f"expert.train.max_steps={STEPS['expert-0']}",
     f"router.train.max_steps={STEPS['router']}",
@@ -87,19 +89,29 @@ def copy_run(finished: Path, to: Path, *unfinished: str) -> Path:
     return to
 
 
-@pytest.fixture(scope="session")
-def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Prepared, trained, assembled and drawn without any disturbance. Not to be changed: copy it."""
+def _finished(tmp_path_factory: pytest.TempPathFactory, name: str, *more: str) -> Path:
+    """Make a run once for all processes of pytest-xdist: whoever comes first makes it."""
     base = tmp_path_factory.getbasetemp()
-    # One for all processes of pytest-xdist: whoever comes first makes it.
     base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
-    run_dir = base / "tiny" / "undisturbed"
-    with FileLock(base / "tiny.lock"):
+    run_dir = base / "tiny" / name
+    with FileLock(base / f"{name}.lock"):
         if not run_dir.with_suffix(".out").exists():
-            out, err = finish(start("fit", run_dir))
+            out, err = finish(start("fit", run_dir, *more))
             run_dir.with_suffix(".err").write_text(err, encoding="utf-8")
             run_dir.with_suffix(".out").write_text(out, encoding="utf-8")
     return run_dir
+
+
+@pytest.fixture(scope="session")
+def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Prepared, trained, assembled and drawn without any disturbance. Not to be changed: copy it."""
+    return _finished(tmp_path_factory, "undisturbed")
+
+
+@pytest.fixture(scope="session")
+def long_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same of ``LONG_STEPS``, for tests that are marked ``long``."""
+    return _finished(tmp_path_factory, "long", *LONG)
 
 
 @pytest.fixture(scope="session")

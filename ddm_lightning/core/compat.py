@@ -1,4 +1,4 @@
-"""Make torchvision importable if its compiled extension does not fit the installed torch.
+"""Imports of packages that cannot, or need not, be imported whole.
 
 torchmetrics (hence Lightning), clean-fid and Streaming import torchvision whenever it is installed.
 On a machine with a CPU torch, pip may install a torchvision built for CUDA. Its extension ``_C`` cannot
@@ -6,16 +6,23 @@ be loaded, and ``import torchvision`` fails with ``RuntimeError: operator torchv
 exist``, because it registers shape functions for missing operators. Declaring these operators without
 an implementation is enough, as nothing in this package calls them.
 
+Lightning needs two classes of torchmetrics, and this package a few modules of Streaming. Both packages import
+everything they have at once, and with it scipy, scikit-learn, pandas, transformers and torchvision: a third of the
+CPU time of starting a member. ``defer_heavy_packages`` lets them do so when something asks for more.
+
 Importing this module imports only the standard library.
 """
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+import logging
 import re
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch.library import Library
@@ -46,6 +53,63 @@ def ensure_torchvision_importable() -> bool:
     if not _extension_loads(folder):
         _declare_operators(folder / "_meta_registrations.py")
     return True
+
+
+class _DeferredPackage(ModuleType):
+    """A package whose ``__init__`` runs at the first use of a name that is no module of it."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and name not in ("__all__", "__version__"):
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")  # asked of every module
+        if importlib.util.find_spec(f"{self.__name__}.{name}") is not None:
+            return importlib.import_module(f"{self.__name__}.{name}")
+        self.__class__ = ModuleType  # type: ignore[assignment]
+        assert self.__spec__ is not None and self.__spec__.loader is not None
+        self.__spec__.loader.exec_module(self)
+        return getattr(self, name)
+
+
+def defer_heavy_packages() -> None:
+    """Let Lightning and Streaming start without the parts of torchmetrics and Streaming that they do not use.
+
+    Nothing is taken away: ``torchmetrics.Accuracy`` and ``streaming.StreamingDataset`` import the rest when used.
+    Call it before Lightning or Streaming is imported; packages already imported stay as they are.
+    """
+    for package, import_base in (
+        ("torchmetrics", _import_base_of_torchmetrics),
+        ("streaming", _import_base_of_streaming),
+    ):
+        if package not in sys.modules and _defer(package):
+            try:
+                import_base()
+            except (ImportError, AttributeError):  # a version with other modules: import it whole
+                for name in [name for name in sys.modules if name.partition(".")[0] == package]:
+                    del sys.modules[name]
+
+
+def _defer(name: str) -> bool:
+    """Put the package ``name`` into ``sys.modules`` without running it; False if it is not installed."""
+    spec = importlib.util.find_spec(name)
+    if spec is None:
+        return False
+    package = importlib.util.module_from_spec(spec)
+    package.__class__ = _DeferredPackage
+    sys.modules[name] = package
+    return True
+
+
+def _import_base_of_torchmetrics() -> None:
+    """Set what Lightning and torchmetrics' own modules take from the package."""
+    package = sys.modules["torchmetrics"]
+    package.__dict__["_logger"] = logging.getLogger("torchmetrics")
+    importlib.import_module("torchmetrics.utilities")  # before ``metric``: they import each other
+    for module, name in (("__about__", "__version__"), ("metric", "Metric"), ("collections", "MetricCollection")):
+        setattr(package, name, getattr(importlib.import_module(f"torchmetrics.{module}"), name))
+
+
+def _import_base_of_streaming() -> None:
+    _defer("streaming.base")
+    importlib.import_module("streaming.base.format")  # before ``util``: they import each other
 
 
 def _extension_loads(folder: Path) -> bool:

@@ -150,7 +150,7 @@ def write_split(
         Per channel of ``x_0``: number of values, their sum, and the sum of their squares.
     """
     ensure_torchvision_importable()
-    from streaming import MDSWriter
+    from streaming.base.format.mds.writer import MDSWriter
 
     moments: list[Float64[np.ndarray, "3 c"]] = []
     with MDSWriter(

@@ -1,6 +1,7 @@
 """One member's training: LightningModules, their callbacks, checkpoints and strategy."""
 
-from ddm_lightning.core.compat import ensure_torchvision_importable
+from ddm_lightning.core.compat import defer_heavy_packages, ensure_torchvision_importable
 
 # Here, because a package runs before its modules: all of them import Lightning or Streaming.
 ensure_torchvision_importable()
+defer_heavy_packages()

@@ -1,8 +1,6 @@
 import probe
 import pytest
-import router
 import torch
-from router_scores import score
 
 
 def gaussians(num, seed, distance=1.5):
@@ -75,10 +73,3 @@ def test_features_are_means_of_pixels():
     found = probe.features(x_t)
     assert found.shape == (1, 2 * 16 * 16)
     assert found[0, 0] == pytest.approx(float(x_t[0, 0, :2, :2].mean()))
-
-
-def test_the_figure_shows_each_classifier():
-    log_probabilities = torch.randn(50, 4, generator=torch.Generator().manual_seed(0)).log_softmax(1)
-    scores = [score(log_probabilities, torch.arange(50) % 4, t) for t in (0.0, 0.5)]
-    accuracy, _, _ = router.routing_figure({"router": scores, "probe": scores}, majority=0.3, num_clusters=4).get_axes()
-    assert [line.get_label() for line in accuracy.lines] == ["router", "probe", "largest cluster"]

@@ -21,7 +21,7 @@ def test_memory_counts_from_where_it_is_to_have_settled():
     }
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # of Streaming, which hashes files without closing them
 def test_a_short_one_leaves_its_figures(tiny_run, tmp_path, capsys):
     out = tmp_path / "soak.json"

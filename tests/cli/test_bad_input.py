@@ -10,13 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_runs import MEMBERS, STEPS, TINY, copy_run, settings
-from training.checkpoint.checkpoint_folders import cut
+from tiny_runs import MEMBERS, TINY, copy_run, settings
 
 from ddm_lightning.cli.parser import main
 
 Refuse = Callable[..., str]
-CHECKPOINTS = "members/expert-0/checkpoints"
 
 
 @pytest.fixture
@@ -53,48 +51,18 @@ def test_missing_experiment_file(refuse: Refuse, tmp_path: Path, command: str) -
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("name: [a\n", r"line 2"),
-        ("name: a\n  b: c\n", r"line 2"),
-        ("just a text\n", r"unknown key 'just a text'"),
-    ],
-)
-def test_yaml_syntax(refuse: Refuse, tmp_path: Path, text: str, expected: str) -> None:
-    path = tmp_path / "broken.yaml"
-    path.write_text(text, encoding="utf-8")
-    line = refuse("fit", "-c", path)
-    assert line.startswith(f"{path}: ")
-    assert re.search(expected, line)
-    assert list(tmp_path.iterdir()) == [path]
-
-
 BAD_SETTINGS: dict[str, tuple[str, list[str]]] = {
     "unknown key": ("expert.train.max_stepz=1", ["unknown key 'expert.train.max_stepz'", "did you mean 'max_steps'"]),
-    "wrong type": ("expert.train.max_steps=soon", ["'expert.train.max_steps'", "whole number", "'soon'"]),
-    "out of range": ("expert.train.max_steps=0", ["'expert.train.max_steps'", "at least 1"]),
-    "K beyond the fine centroids": ("prepare.partition.num_clusters=16", ["num_clusters", "num_fine_centroids"]),
     "more clusters than samples": (
         "prepare.source.params.num_samples=6",
         ["num_fine_centroids", "6 samples"],
     ),
-    "batch not divisible by K": (
-        "expert.train.global_batch_size=15",
-        ["'expert.train.global_batch_size'", "divisible", "num_clusters = 2"],
-    ),
     "unknown expert": ("expert.network.name=unet", ["'expert.network'", "unknown expert 'unet'", "known: ", "dit"]),
     "unknown router": ("router.network.name=mlp", ["'router.network'", "unknown router 'mlp'", "router-dit"]),
     "unknown source": ("prepare.source.name=coco", ["'prepare.source'", "unknown source 'coco'", "blobs"]),
-    "param it does not take": (
-        "expert.network.params.widht=32",
-        ["'expert.network'", "has no parameter 'widht'", "width"],
-    ),
-    "param of another type": ("expert.network.params.depth=deep", ["'expert.network'", "params.depth", "whole number"]),
     "value it turns down": ("expert.network.params.num_heads=5", ["'expert.network'", "num_heads", "32"]),
     "router's value": ("router.network.params.num_heads=5", ["'router.network'", "num_heads", "32"]),
     "patches that do not fit": ("expert.network.params.patch_size=3", ["'expert.network'", "patch_size", "8"]),
-    "strategy that is not there": ("sample.strategy=best", ["'sample.strategy' = 'best'", "one of bayes, full, "]),
     "strategy with another solver": ("sample.strategy=bayes", ["'sample.strategy' = 'bayes'", "set it to ancestral"]),
     "param of another strategy": ("sample.strategy_params={k: 1}", ["'sample.strategy' = 'top-1'", "no parameter 'k'"]),
     "more experts than there are": (
@@ -200,66 +168,6 @@ def test_an_island_given_shards_refuses_before_it_makes_a_run(
     assert tree(run) == before
 
 
-@pytest.fixture
-def unfinished(finished_run: Path, tmp_path: Path) -> Path:
-    """A run in which expert-0 has yet to do its last steps, from checkpoints."""
-    run = copy_run(finished_run, tmp_path / "run", "expert-0")
-    assert len(list((run / CHECKPOINTS).glob("*.ckpt"))) == 2
-    return run
-
-
-def fit_expert_0(run: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
-    capsys.readouterr()
-    code = main(["fit", *settings(run), "member=expert-0"])
-    return code, capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("split", "harm", "word"),
-    [
-        ("train", Path.unlink, "missing"),
-        ("held-out", lambda path: path.write_bytes(path.read_bytes()[:-100]), "damaged"),
-        ("train", lambda path: path.write_bytes(path.read_bytes()[:-1] + b"\x7f"), "damaged"),
-    ],
-    ids=["missing", "truncated", "corrupted"],
-)
-def test_a_shard_that_is_not_what_was_written(
-    unfinished: Path, capsys: pytest.CaptureFixture[str], harm: Callable[[Path], object], word: str, split: str
-) -> None:
-    shard = unfinished / "prepared" / "shards" / "cluster-0" / split / "shard.00000.mds"
-    harm(shard)
-    code, err = fit_expert_0(unfinished, capsys)
-    assert code == 2
-    errors = [line for line in err.splitlines() if line.startswith("error: ")]
-    assert errors == err.splitlines()[-1:]
-    assert errors[0].startswith(f"error: {shard}: shard is {word}")
-    assert "run prepare again" in errors[0]
-    assert not (unfinished / "members" / "expert-0" / "artifact").exists()
-    assert json.loads((unfinished / "members" / "expert-0" / "status.json").read_text())["state"] == "failed"
-
-
-def truncate(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-
-
-@pytest.mark.slow
-def test_a_truncated_checkpoint_is_passed_over(
-    finished_run: Path, unfinished: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    older, newest = sorted((unfinished / CHECKPOINTS).glob("*.ckpt"))
-    cut(newest)
-    code, err = fit_expert_0(unfinished, capsys)
-    assert code == 0
-    lines = err.splitlines()
-    assert [line for line in lines if "damaged" in line and line.startswith(f"{newest}: ")]
-    resumed = [line for line in lines if "resumes at step" in line]
-    assert resumed == [f"expert-0: resumes at step {int(older.stem.removeprefix('step-'))}"]
-    status = json.loads((unfinished / "members" / "expert-0" / "status.json").read_text(encoding="utf-8"))
-    assert (status["state"], status["step"]) == ("done", STEPS["expert-0"])
-    weights = "members/expert-0/artifact/model.safetensors"
-    assert (unfinished / weights).read_bytes() == (finished_run / weights).read_bytes()
-
-
 # Artifacts and samples.
 
 
@@ -290,34 +198,6 @@ def test_an_artifact_whose_hash_differs(refuse_sample: Refuse, copied: Path, mem
     line = refuse_sample()
     assert line.startswith(f"{path}: SHA-256 is ")
     assert "fit the member again" in line
-
-
-def test_a_pickle_where_safetensors_is_expected(refuse_sample: Refuse, copied: Path) -> None:
-    path = copied / "members" / "router" / "artifact" / "model.safetensors"
-    torch.save({"weight": torch.zeros(1)}, path)
-    line = refuse_sample()
-    assert line.startswith(f"{path}: is a PyTorch checkpoint")
-    assert "not loaded" in line
-
-
-def test_bad_json_in_an_artifact(refuse_sample: Refuse, copied: Path) -> None:
-    path = copied / "members" / "expert-1" / "artifact" / "member.json"
-    truncate(path)
-    line = refuse_sample()
-    assert line.startswith(f"{path}: ")
-    assert "cannot be read" in line
-    assert "fit the member again" in line
-
-
-@pytest.mark.parametrize("path", ["../elsewhere", "/etc", "members/../../elsewhere"])
-def test_a_manifest_that_points_out_of_its_folder(refuse_sample: Refuse, copied: Path, path: str) -> None:
-    manifest = copied / "ensemble.json"
-    members = json.loads(manifest.read_text(encoding="utf-8"))["members"]
-    members[0]["path"] = path
-    edit_json(manifest, members=members)
-    line = refuse_sample()
-    assert line.startswith(f"{manifest}: ")
-    assert f"{path!r} leaves its folder" in line
 
 
 def test_an_artifact_of_a_network_that_is_not_installed(refuse_sample: Refuse, copied: Path) -> None:

@@ -112,12 +112,6 @@ def test_overrides_stand_anywhere_and_the_last_wins(capsys: pytest.CaptureFixtur
     assert (printed["seed"], printed["name"]) == (3, "n")
 
 
-def test_overrides_between_options_with_values() -> None:
-    options = parser._parse(["sample", "a=1", "--num", "2", "b=2", "-c", "f", "c=3", "--prompt", "x=y", "d=4"])
-    assert options.overrides == ["a=1", "b=2", "c=3", "d=4"]
-    assert (options.num, options.config, options.prompt) == (2, "f", ["x=y"])
-
-
 def test_a_missing_command_or_file_is_told_with_the_usage(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in ([], ["fit"], ["train", "-c", str(TINY)]):
         with pytest.raises(SystemExit) as caught:

@@ -77,6 +77,31 @@ def test_only_operators_that_do_not_exist_are_declared(tmp_path: Path, monkeypat
     assert len(declared) == 2
 
 
+@pytest.mark.slow
+def test_training_starts_without_what_it_does_not_use_and_all_of_it_stays_usable() -> None:
+    code = """
+import sys
+from ddm_lightning.core import compat
+base = compat._import_base_of_streaming
+def moved():
+    raise ImportError('of another version')
+compat._import_base_of_streaming = moved
+compat.defer_heavy_packages()
+assert "streaming" not in sys.modules and "torchmetrics" in sys.modules
+compat._import_base_of_streaming = base
+import ddm_lightning.training.fit
+print([name for name in ("scipy", "sklearn", "pandas", "transformers", "torchvision") if name in sys.modules])
+import lightning, streaming, torchmetrics
+from streaming.base import MDSWriter
+print(streaming.__version__ > "0", issubclass(streaming.StreamingDataset, object), MDSWriter.__name__)
+print(torchmetrics.__version__ > "1", torchmetrics.Metric.__name__, torchmetrics.aggregation.__name__)
+"""
+    done = run(code)
+    assert done.stdout.splitlines() == ["[]", "True True MDSWriter", "True Metric torchmetrics.aggregation"], (
+        done.stderr
+    )
+
+
 def test_importing_the_package_is_cheap() -> None:
     code = "import sys\nbefore = set(sys.modules)\nimport ddm_lightning, ddm_lightning.core.compat\n"
     code += "print([m for m in ('torch', 'lightning', 'numpy', 'torchvision', 'omegaconf') if m in sys.modules])"

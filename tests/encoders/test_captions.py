@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 from encoders.tiny_models import save_clip, save_t5
-from safetensors.torch import load_file, save_file
 
 from ddm_lightning.core import registry
 from ddm_lightning.core.errors import UserError
@@ -198,8 +197,6 @@ def test_reduced_precision_is_close(saved):
         ("projected", {"max_tokens": 21}, "max_tokens = 21 must be at least 2 and at most 20, the model"),
         ("projected", {"max_tokens": 1}, "max_tokens = 1 must be at least 2 and at most 20"),
         ("t5", {"max_tokens": 0}, "max_tokens = 0 must be at least 2; change them"),
-        ("t5", {"compute_dtype": "half"}, "compute_dtype = 'half' must be one of"),
-        ("t5", {"device": "abacus"}, "device = 'abacus' must be cpu, cuda"),
         ("t5", {"tokenizer": "tokenizer"}, "tokenizer: no tokenizer .tokenizer.json, or spiece.model., needed by"),
     ],
 )
@@ -209,31 +206,14 @@ def test_bad_parameters_are_refused(saved, kind, params, complaint):
     assert "\n" not in str(refusal.value)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
-def test_a_missing_device_is_refused_for_encoding_but_not_for_sampling(saved):
-    encoder = build(saved["plain"], device="cuda:1")
-    with pytest.raises(UserError, match="this machine has no 'cuda:1'"):
-        encoder.encode(["dog"])
-    np.testing.assert_array_equal(encoder.vectors(["dog"]), build(saved["plain"]).vectors(["dog"]))
-
-
 @pytest.mark.parametrize("kind", ["whole", "t5"])
-@pytest.mark.parametrize("damage", ["a weight less", "another shape", "sizes that do not divide"])
-def test_weights_that_do_not_fit_are_refused(saved, tmp_path, kind, damage):
+def test_sizes_that_do_not_divide_are_refused(saved, tmp_path, kind):
     name, folder, _ = saved[kind]
     folder = shutil.copytree(folder, tmp_path / "model")
-    path = folder / "model.safetensors"
-    state, config = load_file(path), json.loads((folder / "config.json").read_text())
-    key = "encoder.final_layer_norm.weight" if kind == "t5" else "text_model.final_layer_norm.weight"
-    if damage == "a weight less":
-        del state[key]
-    elif damage == "another shape":
-        state[key] = torch.zeros(5)
-    else:
-        part = config["text_config"] if kind == "whole" else config
-        part["num_heads" if kind == "t5" else "num_attention_heads"] = 3
-        (folder / "config.json").write_text(json.dumps(config))
-    save_file(state, path, {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    part = config["text_config"] if kind == "whole" else config
+    part["num_heads" if kind == "t5" else "num_attention_heads"] = 3
+    (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(
         UserError, match=rf"^{folder}: cannot be loaded by caption encoder '{name}' \(.*\); copy or"
     ) as refusal:

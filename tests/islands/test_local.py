@@ -16,7 +16,9 @@ from types import SimpleNamespace
 import pytest
 from deadline import within
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tiny_runs import MEMBERS, STEPS, TINY, ended_on_failure, finish, read_status, settings, start
+from tiny_runs import LONG, MEMBERS, TINY, ended_on_failure, finish, read_status, settings
+from tiny_runs import LONG_STEPS as STEPS
+from tiny_runs import start as start_shorter
 
 from ddm_lightning.cli.parser import main
 from ddm_lightning.config.load import load_experiment
@@ -25,6 +27,10 @@ from ddm_lightning.islands import local
 
 KILLED = "expert-1"
 OTHERS = tuple(member for member in MEMBERS if member != KILLED)
+
+
+def start(command: str, run: Path, *more: str) -> subprocess.Popen[str]:
+    return start_shorter(command, run, *LONG, *more)
 
 
 def wait_for_step(run: Path, member: str, step: int, parent: subprocess.Popen[str]) -> int:
@@ -61,7 +67,7 @@ def wait_until_gone(pid: int) -> None:
 def call(command: str, run: Path, *more: str) -> tuple[int, str, str]:
     """Exit code and output of the command line in this process."""
     with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
-        code = main([command, *settings(run), *more])
+        code = main([command, *settings(run), *LONG, *more])
     return code, out.getvalue(), err.getvalue()
 
 
@@ -125,7 +131,7 @@ def disturbed(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     return seen
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_parent_names_the_killed_member_and_the_signal(disturbed: SimpleNamespace) -> None:
     lines = disturbed.err_killed.splitlines()
     assert f"{KILLED}: ended by SIGKILL; the same command resumes it" in lines
@@ -134,26 +140,26 @@ def test_the_parent_names_the_killed_member_and_the_signal(disturbed: SimpleName
         assert re.search(rf"^ ?{KILLED} +killed ", table, re.MULTILINE), table
 
 
-@pytest.mark.slow
-def test_other_members_are_bit_identical(disturbed: SimpleNamespace, finished_run: Path) -> None:
+@pytest.mark.long
+def test_other_members_are_bit_identical(disturbed: SimpleNamespace, long_run: Path) -> None:
     assert disturbed.finished_by_others == list(OTHERS)
     for member in OTHERS:
-        undisturbed = losses(finished_run, member)
+        undisturbed = losses(long_run, member)
         assert [step for step, _ in undisturbed] == list(range(5, STEPS[member] + 1, 5))
         assert losses(disturbed.run, member) == undisturbed
-        assert weights(disturbed.run, member) == weights(finished_run, member)
+        assert weights(disturbed.run, member) == weights(long_run, member)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_killed_one_resumes_with_the_same_samples_to_the_same_bits(
-    disturbed: SimpleNamespace, finished_run: Path
+    disturbed: SimpleNamespace, long_run: Path
 ) -> None:
     assert "resumes at step" not in disturbed.log_killed
     resumed_at = [int(line.rpartition(" ")[2]) for line in disturbed.log.splitlines() if "resumes at step" in line]
     assert len(resumed_at) == 3  # after kill -9, after Ctrl-C, after kill -9 of the parent
     assert 40 <= resumed_at[0] <= disturbed.ids_killed  # step 60 was reported, perhaps not yet saved
     assert resumed_at[0] % 20 == 0
-    undisturbed = dict(sample_ids(finished_run, KILLED))
+    undisturbed = dict(sample_ids(long_run, KILLED))
     assert sorted(undisturbed) == list(range(STEPS[KILLED]))
     assert len(set(undisturbed.values())) > 0.9 * STEPS[KILLED]  # batches differ, so that agreement means something
     ids = sample_ids(disturbed.run, KILLED)
@@ -164,12 +170,12 @@ def test_the_killed_one_resumes_with_the_same_samples_to_the_same_bits(
         assert of_step == undisturbed[step]
     # A point is the mean since the one before; the stop between two of them splits that mean, and nothing else.
     split = {step for stop in resumed_at[1:] for step in range(stop, stop + 6)}
-    ours, theirs = (dict(losses(run, KILLED)) for run in (disturbed.run, finished_run))
+    ours, theirs = (dict(losses(run, KILLED)) for run in (disturbed.run, long_run))
     assert {s: v for s, v in ours.items() if s not in split} == {s: v for s, v in theirs.items() if s not in split}
-    assert weights(disturbed.run, KILLED) == weights(finished_run, KILLED)
+    assert weights(disturbed.run, KILLED) == weights(long_run, KILLED)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_finished_members_are_skipped(disturbed: SimpleNamespace) -> None:
     for member in OTHERS:
         log = (disturbed.run / "members" / member / "log.txt").read_text(encoding="utf-8")
@@ -178,7 +184,7 @@ def test_finished_members_are_skipped(disturbed: SimpleNamespace) -> None:
     assert str(disturbed.run / "samples" / "top-1.png") in disturbed.out_resumed
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_ctrl_c_writes_a_checkpoint_and_tells_how_to_resume(disturbed: SimpleNamespace) -> None:
     assert disturbed.err_interrupted.splitlines() == ["interrupted; run the same command again to resume"]
     assert "each member finishes its step and writes a checkpoint" in disturbed.out_interrupted
@@ -189,7 +195,7 @@ def test_ctrl_c_writes_a_checkpoint_and_tells_how_to_resume(disturbed: SimpleNam
     assert f"{KILLED}: resumes at step {status['step']}" in disturbed.log
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_members_stop_when_what_started_them_is_killed(disturbed: SimpleNamespace) -> None:
     status = disturbed.status_left
     assert status["state"] == "stopped"
@@ -198,7 +204,7 @@ def test_members_stop_when_what_started_them_is_killed(disturbed: SimpleNamespac
     assert "the fit that started this member is gone: stopping, as after SIGTERM" in disturbed.log
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_member_is_trained_once_at_a_time(disturbed: SimpleNamespace) -> None:
     assert disturbed.code_second == 2
     (line,) = disturbed.err_second.splitlines()

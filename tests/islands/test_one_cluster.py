@@ -10,11 +10,18 @@ from ddm_lightning.members.assembly import read_ensemble
 pytestmark = WARNINGS
 
 
+def fit_in_this_process(settings, steps):
+    """``fit`` finds the member trained, and starts no process."""
+    for more in (["member=expert-0"], []):
+        assert main(["fit", *settings, f"expert.train.max_steps={steps}", *more]) == 0
+
+
 @pytest.mark.slow
 def test_one_expert_needs_no_router_and_can_be_trained_on(tmp_path, capsys):
     run = tmp_path / "run"
     settings = ["-c", str(TINY), f"run_dir={run}", "prepare.partition.num_clusters=1"]
-    assert main(["fit", *settings, "expert.train.max_steps=3"]) == 0
+    assert main(["prepare", *settings]) == 0
+    fit_in_this_process(settings, 3)
     assert [path.name for path in (run / "members").iterdir()] == ["expert-0"]
     assert list(read_ensemble(run / "ensemble.json").metas) == ["expert-0"]
     sheet = run / "samples" / "top-1.png"
@@ -24,7 +31,7 @@ def test_one_expert_needs_no_router_and_can_be_trained_on(tmp_path, capsys):
     assert main(["fit", *settings, "expert.train.max_steps=5", "member=router"]) == 2
     assert "unknown member 'router'; known: expert-0, monolith, student, all" in capsys.readouterr().err
 
-    assert main(["fit", *settings, "expert.train.max_steps=5"]) == 0
+    fit_in_this_process(settings, 5)
     assert read_ensemble(run / "ensemble.json").metas["expert-0"].step == 5
     assert sheet.read_bytes() != drawn
     assert main(["status", *settings, "expert.train.max_steps=5"]) == 0

@@ -92,6 +92,18 @@ def start_as(alone: SimpleNamespace, code_of: Callable[[str], str]) -> Callable[
     return spawn
 
 
+def test_each_failure_is_told_and_ends_no_other_member(alone: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = {"expert-0": "os.kill(os.getpid(), 9)", "expert-1": "os._exit(130)", "router": "os._exit(1)"}
+    spawn = start_as(alone, lambda member: f"import os; print(flush=True); {ends[member]}")
+    monkeypatch.setattr(subprocess, "Popen", spawn)
+    failures = local.fit_members(MEMBERS, alone.experiment, alone.run, 1, Console(file=io.StringIO()))
+    assert failures == {
+        "expert-0": "ended by SIGKILL; the same command resumes it",
+        "expert-1": "stopped on request; the same command resumes it",
+        "router": f"exit code 1; see {alone.run.member('router') / 'log.txt'}",
+    }
+
+
 def test_a_second_signal_kills_members_without_a_checkpoint(
     alone: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -67,10 +67,6 @@ def test_initial_weights_are_those_of_the_paper() -> None:
     assert not torch.equal(state["blocks.0.attention.qkv.weight"], state["blocks.1.attention.qkv.weight"])
 
 
-def test_fixed_positions_are_not_stored() -> None:
-    assert "positions" not in perturbed().state_dict()
-
-
 def test_patches_know_where_they_are() -> None:
     """Without positions, rolling an image by a patch would roll its velocity."""
     network = perturbed()

@@ -54,14 +54,6 @@ def test_positions_equal_a_second_implementation() -> None:
     np.testing.assert_allclose(positions.numpy(), expected.reshape(rows * columns, width), atol=1e-6)
 
 
-def test_likeness_of_positions_depends_on_their_offset_alone() -> None:
-    positions = sincos_positions(32, 6, 6).double().reshape(6, 6, 32)
-    likeness = [float(positions[i, j] @ positions[i + 2, j + 1]) for i in range(4) for j in range(5)]
-    assert max(likeness) - min(likeness) < 1e-5
-    assert abs(likeness[0] - float(positions[0, 0] @ positions[1, 2])) < 1e-5  # rows and columns count alike
-    assert likeness[0] < float(positions[0, 0] @ positions[0, 0]) - 1
-
-
 @pytest.mark.parametrize("width", [2, 6, 31])
 def test_positions_refuse_a_width_they_cannot_fill(width: int) -> None:
     with pytest.raises(ValueError, match=f"width = {width} must be divisible by 4"):

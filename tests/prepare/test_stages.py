@@ -255,8 +255,6 @@ def bad(key, value):
         (bad("prepare.partition.fit_fraction", 0.1), "leaves 6 of 60"),
         (bad("prepare.source.name", "blob"), "unknown source 'blob'"),
         (bad("prepare.features.params", {"grits": 4}), "no parameter 'grits'"),
-        (bad("prepare.image_encoder.name", "vae"), "unknown image encoder 'vae'"),
-        (bad("prepare.caption_encoder.name", "clip"), "unknown caption encoder 'clip'"),
         (bad("prepare.shards.compression", "zip:9"), "no such compression"),
     ],
 )

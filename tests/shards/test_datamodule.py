@@ -143,8 +143,10 @@ def test_the_order_follows_the_seed_and_not_the_back_end(shards, tmp_path):
     assert orders[0] == orders[1] == orders[2] != orders[3]
 
 
-@pytest.mark.parametrize("second", ["local", "streaming"])
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize(
+    ("back_end", "second", "num_workers"),
+    [("local", "streaming", 2), ("streaming", "local", 2), ("local", "local", 0), ("streaming", "streaming", 0)],
+)
 @pytest.mark.parametrize("num_seen", [0, 3])
 def test_either_loader_resumes_where_either_was_stopped(shards, tmp_path, back_end, second, num_workers, num_seen):
     loader = module_of(shards, [0, 2], 10, tmp_path, num_workers=num_workers, loader=back_end).train_dataloader()

@@ -10,37 +10,49 @@ import pytest
 NETWORKS = ("dit", "dit with every option", "router", "mmdit")
 
 
-@pytest.fixture(scope="module")
-def found():
-    program = Path(__file__).with_name("compiled_blocks.py")
-    done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, check=False)
+def run(*arguments):
+    command = [sys.executable, str(Path(__file__).with_name("compiled_blocks.py")), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return {(name, is_checkpointed): what for name, is_checkpointed, what in map(json.loads, done.stdout.splitlines())}
 
 
+@pytest.fixture(scope="module")
+def found():
+    return run()
+
+
+def is_one_graph_and_close(what):
+    return what["is_close"] and what["breaks"] == 0 and what["graphs"] >= 1
+
+
+@pytest.mark.slow
+def test_a_block_with_every_option_is_one_graph_and_one_in_two_graphs_is_an_error():
+    quick = run("quick")
+    assert is_one_graph_and_close(quick["dit with every option", True])
+    assert quick["break", False]["refused"]
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("is_checkpointed", [False, True])
 @pytest.mark.parametrize("name", NETWORKS)
 def test_each_block_is_one_graph_with_the_gradients_of_no_compiler(found, name, is_checkpointed):
-    what = found[name, is_checkpointed]
-    assert what["is_close"]
-    assert what["breaks"] == 0
-    assert what["graphs"] >= 1
+    assert is_one_graph_and_close(found[name, is_checkpointed])
 
 
+@pytest.mark.long
 def test_a_block_is_one_graph_under_ddp_too(found):
     assert found["ddp", False]["ddp"] == found["ddp", False]["alone"]
 
 
-def test_a_block_in_two_graphs_is_an_error(found):
-    assert found["break", False]["refused"]
-
-
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "most"), [("dit", 5), ("dit with every option", 5), ("router", 5), ("mmdit", 10)])
 def test_no_validation_ends_a_training_by_torch_s_limit_of_graphs(found, name, most):
     # The last block of an MM-DiT is of another kind. torch's own limit is 8.
     assert 4 <= found[name, "kinds"]["graphs"] <= most
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend", ["xformers", "flash"])
 def test_a_graph_calls_what_was_chosen(found, backend):
     assert found[backend, False]["taken"]

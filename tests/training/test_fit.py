@@ -113,13 +113,6 @@ def test_the_monolith_trains_on_all_clusters_with_all_of_the_batch(finished, tin
     assert [p.shape for p in loaded.network.parameters()] == [p.shape for p in expert.network.parameters()]
 
 
-def test_a_finished_member_is_not_trained_again(finished, capsys):
-    before = {path: path.stat().st_mtime_ns for path in member(finished).rglob("*") if path.is_file()}
-    assert fit(finished) == 0
-    assert {path: path.stat().st_mtime_ns for path in member(finished).rglob("*") if path.is_file()} == before
-    assert "expert-0 is finished" in " ".join(capsys.readouterr().err.split())
-
-
 def test_shards_from_a_url_train_the_same_weights(finished, tiny_run, tmp_path, capsys):
     shards = shutil.move(tiny_run / "prepared" / "shards", tmp_path / "elsewhere")
     assert fit(tiny_run, f"island.shards=file://{shards}") == 0
@@ -135,23 +128,21 @@ def refusal(capsys):
     return line
 
 
-@pytest.mark.parametrize("kind", ["missing", "truncated", "flipped"])
-def test_a_damaged_shard_is_named(tiny_run, capsys, kind):
+def test_a_damaged_shard_is_named(tiny_run, capsys):
     folder = tiny_run / "prepared/shards/cluster-0/train"
-    name = damage(folder, kind)
+    name = damage(folder, "flipped")
     with within(60):
         assert fit(tiny_run) == 2
-    assert f"{folder / name}: shard is {'missing' if kind == 'missing' else 'damaged'}" in refusal(capsys)
+    assert f"{folder / name}: shard is damaged" in refusal(capsys)
     assert read_status(tiny_run, "expert-0")["state"] == "failed"
     assert not member(tiny_run, "artifact").exists()
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_damaged_shard_at_a_url_is_named(tiny_run, tmp_path, capsys, num_workers):
+def test_a_damaged_shard_at_a_url_is_named(tiny_run, tmp_path, capsys):
     shards = shutil.move(tiny_run / "prepared" / "shards", tmp_path / "elsewhere")
     name = damage(shards / "cluster-0/train", "flipped")
     with within(60):
-        assert fit(tiny_run, f"island.shards=file://{shards}", f"island.num_workers={num_workers}") == 2
+        assert fit(tiny_run, f"island.shards=file://{shards}", "island.num_workers=2") == 2
     line = refusal(capsys)
     assert name in line
     assert "SHA-1 differs" in line

@@ -227,9 +227,9 @@ with handing_over():
 @pytest.mark.parametrize(
     ("child", "code", "line"),
     [
-        (HANDS_OVER, 2, "error: a shard is damaged"),
+        pytest.param(HANDS_OVER, 2, "error: a shard is damaged", marks=pytest.mark.long),
         ("import os; os.abort()", 2, "error: rank 2 of 3 was ended by SIGABRT; the same command resumes at the newest"),
-        ("raise SystemExit(0)", 1, "error: rank 2 ended with exit code 0"),
+        pytest.param("raise SystemExit(0)", 1, "error: rank 2 ended with exit code 0", marks=pytest.mark.long),
     ],
 )
 def test_rank_zero_waiting_for_a_lost_rank_is_ended(tmp_path, child, code, line):

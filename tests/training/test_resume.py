@@ -11,7 +11,7 @@ import torch
 from deadline import within
 from shards.mds import WARNINGS
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tiny_runs import TINY, copy_run, finish, read_status, start
+from tiny_runs import LONG, TINY, copy_run, finish, read_status, start
 from training.checkpoint.checkpoint_folders import cut
 from training.short_fits import SHORT, checkpoints, fit, member, trained, weights
 
@@ -248,11 +248,11 @@ def until_step(run, step, process):
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_killed_within_an_epoch_and_stopped_it_ends_in_the_same_bits(finished_run, tmp_path):
+def test_killed_within_an_epoch_and_stopped_it_ends_in_the_same_bits(long_run, tmp_path):
     """Three starts: killed by -9, stopped by SIGTERM, both while worker processes load, then let alone."""
-    run = copy_run(finished_run, tmp_path / "run", "expert-0")
+    run = copy_run(long_run, tmp_path / "run", "expert-0")
     shutil.rmtree(member(run))
-    process = start("fit", run, "member=expert-0", "island.checkpoint_every_n_steps=7", "island.num_workers=2")
+    process = start("fit", run, *LONG, "member=expert-0", "island.checkpoint_every_n_steps=7", "island.num_workers=2")
     until_step(run, 30, process)
     process.kill()
     _, said = finish(process, code=-signal.SIGKILL)
@@ -261,7 +261,7 @@ def test_killed_within_an_epoch_and_stopped_it_ends_in_the_same_bits(finished_ru
     assert killed_at % 7 == 0
     assert killed_at % 5  # five steps are an epoch of this cluster
 
-    process = start("fit", run, "member=expert-0", "island.checkpoint_every_n_steps=11", "island.num_workers=2")
+    process = start("fit", run, *LONG, "member=expert-0", "island.checkpoint_every_n_steps=11", "island.num_workers=2")
     until_step(run, killed_at + 50, process)
     process.terminate()
     _, said = finish(process, code=130)
@@ -273,10 +273,10 @@ def test_killed_within_an_epoch_and_stopped_it_ends_in_the_same_bits(finished_ru
     assert killed_at + 50 <= stopped_at < 400
     assert read_status(run, "expert-0")["state"] == "stopped"
 
-    _, said = finish(start("fit", run, "member=expert-0"))
+    _, said = finish(start("fit", run, *LONG, "member=expert-0"))
     assert f"expert-0: resumes at step {stopped_at}\n" in said
-    assert weights(run) == weights(finished_run)
-    expected = dict(line.split(": ") for line in member(finished_run, "sample_ids.txt").read_text().splitlines())
+    assert weights(run) == weights(long_run)
+    expected = dict(line.split(": ") for line in member(long_run, "sample_ids.txt").read_text().splitlines())
     lines = [line.split(": ") for line in member(run, "sample_ids.txt").read_text().splitlines()]
     assert {step for step, _ in lines} == set(expected)
     assert all(ids == expected[step] for step, ids in lines)
