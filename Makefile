@@ -15,7 +15,7 @@ DEMO := $(VENV)/.demo-installed
 TEST := $(VENV)/.test-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-long bench-gpu lint type imports format clean
+.PHONY: help install demo test test-long bench-gpu report lint type imports format clean
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -40,6 +40,9 @@ bench-gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(TEST)) ## steps, recipe,
 	$(GPU_PYTHON) benchmarks/mfu.py --device cuda -c experiments/laion_24b.yaml --batch 4 8 16 32 --json benchmarks/results/mfu_laion_24b.json
 	$(GPU_PYTHON) benchmarks/recipe.py --device cuda -c experiments/emoji_4x.yaml --json benchmarks/results/recipe_gpu.json island.compile=true
 	$(GPU_PYTHON) benchmarks/checkpoints.py --device cuda --json benchmarks/results/checkpoints_gpu.json
+
+report: $(TEST) ## tables of README and docs, anew from benchmarks/results
+	$(BIN)/python benchmarks/report.py
 
 lint: $(TEST) ## ruff: rules and format
 	$(BIN)/ruff check .

@@ -163,17 +163,20 @@ class Report:
         atomic_write_text(path.with_suffix(".md"), self.markdown(origin))
         print(f"results: {path}, {path.with_suffix('.md')}")
 
-    def markdown(self, origin: Mapping[str, str]) -> str:
-        """The table, its notes and the origin of its figures as Markdown."""
+    def table_lines(self) -> list[str]:
+        """The table alone as Markdown."""
         alignment = [":--", *["--:"] * (len(self.headings) - 1)]
         bar = "\\|"  # a plain bar would end the cell
-        table = [
+        return [
             f"| {' | '.join(cell.replace('|', bar) for cell in cells)} |"
             for cells in (self.headings, alignment, *self.rows)
         ]
+
+    def markdown(self, origin: Mapping[str, str]) -> str:
+        """The table, its notes and the origin of its figures as Markdown."""
         notes = [line for note in self.notes for line in (note, "")]
         facts = [f"- {name}: `{value}`" for name, value in origin.items()]
-        return "\n".join([f"# {self.title}", "", *table, "", *notes, *facts, ""])
+        return "\n".join([f"# {self.title}", "", *self.table_lines(), "", *notes, *facts, ""])
 
 
 def commit() -> str:

@@ -22,44 +22,31 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import Report, call, commit, console, device, load, parse, parser, run
+from common import Report, call, command, commit, console, device, load, parse, parser, run
 from flop_report import (
-    ClusterShares,
-    Point,
+    Results,
     curves_figure,
-    equal_score_share,
-    kid,
-    of_method,
     page,
-    precision_recall,
-    ratio,
+    strategy_table,
     strips_figure,
+    variant_table,
     write_figures,
-    write_results,
 )
-from flop_sampling import METHODS, Images, Settings, Task, features_of, sample_all
+from flop_sampling import METHODS, Settings, Task, sample_all
+from flop_scores import OTHER, Judge, Point, figures_of
 from flop_training import TRAIN, Study, Variant
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from split import read_split
 
-from ddm_lightning.config.experiment import Experiment, PluginConfig
 from ddm_lightning.config.validate import check_experiment
 from ddm_lightning.core.errors import UserError, first_line
-from ddm_lightning.core.files import atomic_write_text
+from ddm_lightning.core.files import atomic_write_json, atomic_write_text
 from ddm_lightning.core.formatting import duration
-from ddm_lightning.core.registry import IMAGE_ENCODERS
-from ddm_lightning.flow.randomness import keyed_generator
 from ddm_lightning.members.member import Member
-from ddm_lightning.shards.manifest import HELD_OUT, Manifest
-from ddm_lightning.shards.manifest import TRAIN as TRAIN_SPLIT
+from ddm_lightning.shards.manifest import Manifest
 
 QUICK_STEPS, QUICK_NUM, QUICK_SAMPLING_STEPS = 20, 64, 8
 MIN_NUM = 16
-# Training images on which the classifier of clusters is fitted.
-NUM_CLASSIFIED = 8000
-OTHER = PluginConfig("random-convolutions")
-BEST, BASELINE = "bayes", "monolith_ancestral"
 
 
 def main(arguments: Sequence[str] | None) -> None:
@@ -193,41 +180,42 @@ def measured_rate(study: Study, seconds: float = 2.0) -> float:
 def score(study: Study, options: Namespace) -> None:
     """Sample from everything that is trained, score the images and write the results."""
     points, images, floors = collect(study, options)
-    experiment = study.experiment
-    main_network, other = experiment.prepare.features.name, OTHER.name
-    largest = max(point.share for point in points if point.variant == "main")
-    figures = figures_of(points, largest, main_network, other)
-    held_out = Manifest.read(study.prepared(study.variants[0]).root)
-    figures |= {
-        "num_images": held_out.num_samples,
-        "num_held_out": sum(cluster.held_out for cluster in held_out.clusters),
+    experiment, costs = study.experiment, study.costs
+    manifest = Manifest.read(study.prepared(study.variants[0]).root)
+    train, budget = experiment.router.train, study.budget(1.0)
+    figures = figures_of(points, experiment.prepare.features.name) | {
+        "num_images": manifest.num_samples,
+        "num_clusters": manifest.num_clusters,
+        "num_held_out": sum(cluster.held_out for cluster in manifest.clusters),
         "num_generated": options.num,
         "num_sampling_steps": experiment.sample.num_steps,
         "guidance_scale": options.guidance,
         **floors,
-        "router_share": study.costs.router
-        * experiment.router.train.global_batch_size
-        * experiment.router.train.max_steps
-        / study.budget(1.0),
-        "partition_share": study.costs.partition / study.budget(1.0),
+        "router_share": costs.router * train.global_batch_size * train.max_steps / budget,
+        "partition_share": costs.partition / budget,
     }
-    tables = [strategy_table(points, largest, main_network, other), variant_table(points, main_network)]
-    strips = strips_figure(images, held_out.attribution)
-    plots = {"Curves: KID against training FLOPs": curves_figure(points, main_network, held_out.num_clusters)}
-    plots["Samples: the same noise for every method"] = strips
-    title = f"Equal training FLOPs: {experiment.name}"
-    origin = f"commit {commit()}; {device()}"
+    origin = {"commit": commit(), "device": device(), "command": command()}
+    networks = [experiment.prepare.features.name, OTHER.name]
+    document = {**origin, "features": networks, "figures": figures, "points": [point.to_dict() for point in points]}
+    results = Results(document)
+    tables = [strategy_table(results), variant_table(results)]
+    plots = {
+        "Curves: KID against training FLOPs": curves_figure(results),
+        "Samples: the same noise for every method": strips_figure(images, manifest.attribution),
+    }
     folder = study.root / "report"
     for path in write_figures(folder, plots):
         print(f"figure: {path}")
-    atomic_write_text(folder / "report.html", page(title, tables, plots, held_out.attribution, origin))
+    title = f"Equal training FLOPs: {experiment.name}"
+    atomic_write_text(folder / "report.html", page(title, tables, plots, manifest.attribution, str(origin)))
     print(f"page: {folder / 'report.html'}")
     for table in tables:
-        if table.rows:
-            table.show(console())
-    tables[0].figures = figures
+        table.show(console())
     if options.json is not None:
-        write_results(options.json, tables, points)
+        atomic_write_json(options.json, document)
+        text = [table.markdown(origin if table is tables[-1] else {}) for table in tables]
+        atomic_write_text(options.json.with_suffix(".md"), "\n".join(text))
+        print(f"results: {options.json}, {options.json.with_suffix('.md')}")
 
 
 def collect(study: Study, options: Namespace) -> tuple[list[Point], dict[str, np.ndarray], dict[str, float]]:
@@ -269,151 +257,6 @@ def collect(study: Study, options: Namespace) -> tuple[list[Point], dict[str, np
         if variant.name == "main" and seed == 0 and share == max(variant.budgets):
             shown[task.method.name] = found.images
     return points, shown, judge.floors()
-
-
-class Judge:
-    """Score images against the held-out ones of the main experiment.
-
-    Args:
-        study: the trainings.
-        experiment: the main experiment.
-    """
-
-    def __init__(self, study: Study, experiment: Experiment) -> None:
-        self.study, self.experiment = study, experiment
-        data = study.prepared(study.variants[0])
-        manifest = Manifest.read(data.root)
-        self.held_out, train = (read_split(data, manifest, side) for side in (HELD_OUT, TRAIN_SPLIT))
-        encoder = IMAGE_ENCODERS.build(experiment.prepare.image_encoder.name, experiment.prepare.image_encoder.params)
-        order = torch.randperm(len(self.held_out), generator=keyed_generator(0, "shown"))
-        images = encoder.decode(self.held_out.x_0)
-        self.held_out_images = images[order.numpy()]
-        self.networks = {network.name: network for network in (experiment.prepare.features, OTHER)}
-        self.stored = study.root / "features"
-        self.real = {name: features_of(images, network, self.stored) for name, network in self.networks.items()}
-        rows = torch.randperm(len(train), generator=keyed_generator(0, "classifier"))[:NUM_CLASSIFIED]
-        self.some_train = encoder.decode(train.x_0[rows])
-        other = features_of(self.some_train, OTHER, self.stored)
-        self.shares = ClusterShares(other, train.clusters[rows], manifest.priors)
-
-    def point(self, variant: Variant, seed: int, share: float, task: Task, found: Images) -> Point:
-        """Score the images of one task."""
-        features = {name: features_of(found.images, network, self.stored) for name, network in self.networks.items()}
-        distances = {name: kid(features[name], self.real[name]) for name in self.networks}
-        scores = precision_recall(features[OTHER.name], self.real[OTHER.name])
-        scores |= {"experts_per_step": found.experts_per_step, "gflop_per_image": found.gflop_per_image}
-        flops = self.study.budget(share) / 1e12
-        shares = self.shares.total_variation(features[OTHER.name])
-        return Point(variant.name, seed, share, flops, task.method.name, distances, shares, scores)
-
-    def floors(self) -> dict[str, float]:
-        """Scores of real images: what a perfect model would reach."""
-        found = {}
-        for name, network in self.networks.items():
-            found[f"kid_floor_{name}"] = kid(features_of(self.some_train, network, self.stored), self.real[name]).value
-        return found | {"shares_tv_floor": self.shares.total_variation(self.real[OTHER.name])}
-
-
-def figures_of(points: Sequence[Point], largest: float, network: str, other: str) -> dict[str, float]:
-    """Named figures of the main comparison; ratios are of mean KIDs over seeds."""
-    main = [point for point in points if point.variant == "main"]
-    figures: dict[str, float] = {
-        "num_seeds": len({point.seed for point in main}),
-        "num_budgets": len({point.share for point in main}),
-    }
-    for method in dict.fromkeys(point.method for point in main):
-        ours = of_method(main, method, largest)
-        figures[f"kid_{method}"] = sum(p.kid[network].value for p in ours) / len(ours)
-        figures[f"shares_tv_{method}"] = sum(p.shares_tv for p in ours) / len(ours)
-        if method.startswith("monolith"):
-            continue
-        theirs = of_method(main, baseline_of(method), largest)
-        for prefix, name in (("", network), ("other_features_", other)):
-            found = ratio([p.kid[name] for p in ours], [p.kid[name] for p in theirs])
-            figures |= {
-                f"{prefix}{method}_over_monolith": found.value,
-                f"{prefix}{method}_over_monolith_low": found.low,
-                f"{prefix}{method}_over_monolith_high": found.high,
-            }
-    wanted = figures[f"kid_{BASELINE}"]
-    curve = {share: of_method(main, BEST, share) for share in sorted({point.share for point in main})}
-    flops = [row[0].train_tflop for row in curve.values()]
-    scores = [sum(p.kid[network].value for p in row) / len(row) for row in curve.values()]
-    share = equal_score_share(flops, scores, wanted)
-    return figures | {
-        "best_over_monolith": figures[f"{BEST}_over_monolith"],
-        "best_over_monolith_other_features": figures[f"other_features_{BEST}_over_monolith"],
-        "top1_over_monolith": figures["top1_over_monolith"],
-        "flops_for_equal_score": share if share < float("inf") else -1.0,
-        "shares_tv_best": figures[f"shares_tv_{BEST}"],
-    }
-
-
-def baseline_of(method: str) -> str:
-    """The monolith's method with the same kind of solver."""
-    solver = next(one.solver for one in METHODS if one.name == method)
-    return "monolith_ancestral" if solver == "ancestral" else "monolith"
-
-
-def strategy_table(points: Sequence[Point], largest: float, network: str, other: str) -> Report:
-    """All methods of the main comparison at the largest budget."""
-    main = [point for point in points if point.variant == "main"]
-    num_seeds = len({point.seed for point in main})
-    table = Report(
-        f"Methods at the largest budget, mean of {num_seeds} training seed{'s' if num_seeds > 1 else ''}",
-        [
-            "method",
-            f"KID ({network})",
-            "over monolith",
-            f"KID ({other})",
-            "over monolith ",
-            "precision",
-            "recall",
-            "shares TV",
-            "experts per step",
-            "GFLOP per image",
-        ],
-    )
-
-    def mean(rows: Sequence[Point], key: str) -> float:
-        return sum(point.scores[key] for point in rows) / len(rows)
-
-    for method in dict.fromkeys(point.method for point in main):
-        ours = of_method(main, method, largest)
-        theirs = of_method(main, baseline_of(method), largest)
-        cells = []
-        for name in (network, other):
-            cells.append(f"{sum(p.kid[name].value for p in ours) / len(ours):.4f}")
-            is_baseline = method == baseline_of(method)
-            cells.append("" if is_baseline else str(ratio([p.kid[name] for p in ours], [p.kid[name] for p in theirs])))
-        table.row(
-            method.replace("_", " "),
-            *cells,
-            f"{mean(ours, 'precision'):.2f}",
-            f"{mean(ours, 'recall'):.2f}",
-            f"{sum(p.shares_tv for p in ours) / len(ours):.3f}",
-            f"{mean(ours, 'experts_per_step'):.2f}",
-            f"{mean(ours, 'gflop_per_image'):.2f}",
-        )
-    table.note(
-        "Ratios are taken under the same kind of solver; brackets hold 95 % bootstrap intervals over seeds and images. "
-        f"The clusters were made with {network}; {other} took no part. Shares TV: total variation between the "
-        "clusters' shares among the images and the priors."
-    )
-    return table
-
-
-def variant_table(points: Sequence[Point], network: str) -> Report:
-    """All budgets and variants: KID of the methods that are sampled everywhere."""
-    methods = [method.name for method in METHODS if method.curve]
-    table = Report(f"KID ({network}) by budget and variant", ["variant", "share of the budget", *methods])
-    for variant, share in dict.fromkeys((point.variant, point.share) for point in points):
-        cells = []
-        for method in methods:
-            rows = of_method(points, method, share, variant)
-            cells.append(f"{sum(p.kid[network].value for p in rows) / len(rows):.4f}" if rows else "")
-        table.row(variant, f"{share:g}", *cells)
-    return table
 
 
 if __name__ == "__main__":

@@ -1,193 +1,123 @@
-"""Scores of the compared methods, and their table, figures and page."""
+"""Tables, figures and page of the comparison of equal FLOPs, made from its results file."""
 
 from __future__ import annotations
 
 import base64
 import io
-import itertools
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import mean, pstdev
 from typing import Any
 
 import numpy as np
-from common import Report, command, commit, device, save_figure
-from jaxtyping import Float, UInt8
+from common import Report, save_figure
+from flop_sampling import METHODS
+from jaxtyping import UInt8
 from jinja2 import Template
 from matplotlib.figure import Figure
-from scipy.optimize import nnls
-from sklearn.linear_model import LogisticRegression
-from sklearn.preprocessing import StandardScaler
-from torch import Tensor
 
-from ddm_lightning.core.files import atomic_write_json, atomic_write_text
-from ddm_lightning.core.registry import METRICS
-from ddm_lightning.evaluation.metrics.kid import KernelDistance
-
-NUM_RESAMPLES = 2000
-CONFIDENCE = 95.0
+CURVES = [method.name for method in METHODS if method.curve]
+"""Methods that are sampled at every budget."""
 
 
-@dataclass(frozen=True, eq=False)
-class Point:
-    """Scores of one method, trained under one variant, seed and budget."""
-
-    variant: str
-    seed: int
-    share: float
-    """Share of the full budget."""
-    train_tflop: float
-    """Training TFLOPs: those of the ensemble for all methods, router and partition included."""
-    method: str
-    kid: dict[str, KernelDistance]
-    """KID to the held-out images, by feature network."""
-    shares_tv: float
-    """Total variation between the clusters' shares among the images and the priors."""
-    scores: dict[str, float] = field(default_factory=dict)
-    """Further scores, such as ``precision`` and ``gflop_per_image``."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON."""
-        kid = {name: {"value": found.value, "spread": found.spread} for name, found in self.kid.items()}
-        return {
-            **{key: getattr(self, key) for key in ("variant", "seed", "share", "train_tflop", "method", "shares_tv")},
-            "kid": kid,
-            **self.scores,
-        }
-
-
-def kid(generated: Float[Tensor, "n d"], real: Float[Tensor, "m d"]) -> KernelDistance:
-    """KID between two sets of features."""
-    metric = METRICS.build("kid", {})
-    metric.update(real, real=True)
-    metric.update(generated, real=False)
-    distance: KernelDistance = metric.compute()
-    return distance
-
-
-def precision_recall(generated: Float[Tensor, "n d"], real: Float[Tensor, "m d"]) -> dict[str, float]:
-    """Improved precision and recall (1904.06991)."""
-    metric = METRICS.build("precision-recall", {})
-    metric.update(real, real=True)
-    metric.update(generated, real=False)
-    found = metric.compute()
-    return {"precision": found.precision.value, "recall": found.recall.value}
-
-
-class ClusterShares:
-    """Estimate the shares of the clusters among images, by logistic regression on their features.
-
-    The mean probabilities of a classifier that errs are no shares: they lean towards those it was fitted on. They are
-    a mixture of its mean probabilities on each cluster, with the shares as weights, and are solved for them
-    (probabilistic adjusted count; Bella et al., ICDM 2010).
+class Results:
+    """The contents of a results file.
 
     Args:
-        features: features of real images.
-        clusters: their clusters.
-        priors: shares of the clusters in the data set.
+        document: commit, device, command, figures, points and ``features``: the clustering network and the other one.
     """
 
-    def __init__(self, features: Float[Tensor, "n d"], clusters: Tensor, priors: Sequence[float]) -> None:
-        rows, found = features.numpy(), clusters.numpy()
-        half = len(rows) // 2
-        self._scaler = StandardScaler().fit(rows[:half])
-        # Strong regularisation: probabilities matter, not accuracy.
-        self._model = LogisticRegression(C=0.01, max_iter=300).fit(self._scaler.transform(rows[:half]), found[:half])
-        self._priors = np.asarray(priors)[self._model.classes_]
-        probabilities, other = self._probabilities(rows[half:]), found[half:]
-        self._on_cluster = np.stack([probabilities[other == k].mean(0) for k in self._model.classes_], axis=1)
+    def __init__(self, document: Mapping[str, Any]) -> None:
+        self.document, self.figures, self.points = document, document["figures"], document["points"]
+        self.network, self.other = document["features"]
+        self.largest = max(point["share"] for point in self.points if point["variant"] == "main")
 
-    def _probabilities(self, rows: Float[np.ndarray, "n d"]) -> Float[np.ndarray, "n k"]:
-        found: np.ndarray = self._model.predict_proba(self._scaler.transform(rows))
-        return found
+    def rows(self, method: str, share: float | None = None, variant: str = "main") -> list[dict[str, Any]]:
+        """Points of one method at one budget (the largest by default), one per seed."""
+        wanted = (variant, method, self.largest if share is None else share)
+        return [point for point in self.points if (point["variant"], point["method"], point["share"]) == wanted]
 
-    def shares(self, features: Float[Tensor, "n d"]) -> Float[np.ndarray, " k"]:
-        """Share of each cluster."""
-        mean = self._probabilities(features.numpy()).mean(0)
-        found = nnls(self._on_cluster, mean)[0]
-        return found / found.sum()
+    def kid(self, method: str, share: float | None = None, variant: str = "main", network: str = "") -> list[float]:
+        """KID of each seed."""
+        return [row["kid"][network or self.network]["value"] for row in self.rows(method, share, variant)]
 
-    def total_variation(self, features: Float[Tensor, "n d"]) -> float:
-        """Total variation between the shares and the priors."""
-        return float(np.abs(self.shares(features) - self._priors).sum() / 2)
+    def ratio(self, method: str, prefix: str = "") -> str:
+        """KID over the monolith's with its interval; empty for the monolith itself."""
+        name = f"{prefix}{method}_over_monolith"
+        if name not in self.figures:
+            return ""
+        value, low, high = (self.figures[f"{name}{end}"] for end in ("", "_low", "_high"))
+        return f"{value:.3f} [{low:.3f}, {high:.3f}]"
 
 
-@dataclass(frozen=True)
-class Interval:
-    """An estimate with its 95 % interval."""
-
-    value: float
-    low: float
-    high: float
-
-    def __str__(self) -> str:
-        return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
-
-
-def ratio(ours: Sequence[KernelDistance], theirs: Sequence[KernelDistance], *, seed: int = 0) -> Interval:
-    """Ratio of the mean KIDs of two methods over seeds, with a hierarchical bootstrap interval.
-
-    Seeds are resampled with replacement, and the images of each by its random halves. All sets share their real
-    images and the seed of the halves, so that the variance of the real images largely cancels.
-
-    Args:
-        ours: one per training seed.
-        theirs: the same seeds in the same order.
-        seed: of the bootstrap.
-    """
-    random = np.random.default_rng(seed)
-    halves = [np.stack([one.halves.numpy() for one in side]) for side in (ours, theirs)]
-    num_seeds, num_halves = halves[0].shape
-    seeds = random.integers(num_seeds, size=(NUM_RESAMPLES, num_seeds))
-    drawn = random.integers(num_halves, size=(NUM_RESAMPLES, num_seeds))
-    means = [side[seeds, drawn].mean(1) for side in halves]
-    tail = (100 - CONFIDENCE) / 2
-    low, high = np.percentile(means[0] / means[1], [tail, 100 - tail])
-    value = np.mean([one.value for one in ours]) / np.mean([one.value for one in theirs])
-    return Interval(float(value), float(low), float(high))
-
-
-def equal_score_share(flops: Sequence[float], scores: Sequence[float], wanted: float) -> float:
-    """Share of the largest budget at which a falling curve of scores reaches ``wanted``.
-
-    Interpolates linearly in log FLOPs and score. A curve that starts below ``wanted`` gives its first budget, an
-    upper bound; one that ends above it gives infinity.
-    """
-    pairs = sorted(zip(flops, scores, strict=True))
-    largest = pairs[-1][0]
-    if pairs[0][1] <= wanted:
-        return pairs[0][0] / largest
-    for (low, before), (high, after) in itertools.pairwise(pairs):
-        if after <= wanted:
-            part = (before - wanted) / (before - after)
-            return float(np.exp(np.log(low) + part * (np.log(high) - np.log(low)))) / largest
-    return float("inf")
+def strategy_table(results: Results) -> Report:
+    """All methods of the main comparison at the largest budget."""
+    num_seeds = results.figures["num_seeds"]
+    table = Report(
+        f"Methods at the largest budget, mean of {num_seeds} training seed{'s' if num_seeds > 1 else ''}",
+        [
+            "method",
+            f"KID ({results.network})",
+            "over monolith",
+            f"KID ({results.other})",
+            "over monolith ",
+            "precision",
+            "recall",
+            "shares TV",
+            "experts per step",
+            "GFLOP per image",
+        ],
+    )
+    main = [point for point in results.points if point["variant"] == "main"]
+    for method in dict.fromkeys(point["method"] for point in main):
+        rows = results.rows(method)
+        cells = [mean(row[key] for row in rows) for key in ("precision", "recall", "shares_tv")]
+        cost = [mean(row[key] for row in rows) for key in ("experts_per_step", "gflop_per_image")]
+        table.row(
+            method.replace("_", " "),
+            f"{mean(results.kid(method)):.4f}",
+            results.ratio(method),
+            f"{mean(results.kid(method, network=results.other)):.4f}",
+            results.ratio(method, "other_features_"),
+            *(f"{value:.3f}" for value in cells),
+            *(f"{value:.2f}" for value in cost),
+        )
+    table.note(
+        "Ratios are taken under the same kind of solver; brackets hold 95 % bootstrap intervals over seeds and images. "
+        f"The clusters were made with {results.network}; {results.other} took no part. Shares TV: total variation "
+        "between the clusters' shares among the images and the priors."
+    )
+    return table
 
 
-def of_method(points: Iterable[Point], method: str, share: float, variant: str = "main") -> list[Point]:
-    """Points of one method at one budget, by seed."""
-    found = [p for p in points if (p.variant, p.method, p.share) == (variant, method, share)]
-    return sorted(found, key=lambda point: point.seed)
+def variant_table(results: Results) -> Report:
+    """All budgets and variants: KID of the methods that are sampled everywhere."""
+    present = [name for name in CURVES if any(point["method"] == name for point in results.points)]
+    table = Report(f"KID ({results.network}) by variant and budget", ["variant", "share of the budget", *present])
+    for variant, share in dict.fromkeys((point["variant"], point["share"]) for point in results.points):
+        found = [results.kid(method, share, variant) for method in present]
+        table.row(variant, f"{share:g}", *(f"{mean(values):.4f}" if values else "" for values in found))
+    return table
 
 
-def curves_figure(points: Sequence[Point], network: str, islands: int) -> Figure:
-    """KID against training FLOPs and against the time of ``islands`` islands, one line per method, means over seeds."""
+def curves_figure(results: Results) -> Figure:
+    """KID against training FLOPs, in all and of the busiest machine; means over seeds with their spread."""
     figure = Figure(figsize=(11, 4.5), layout="constrained")
-    main = [point for point in points if point.variant == "main"]
-    budgets = sorted({point.share for point in main})
-    methods = [m for m in dict.fromkeys(p.method for p in main) if len({p.share for p in main if p.method == m}) > 1]
+    islands = int(results.figures["num_clusters"])
     left, right = figure.subplots(1, 2, sharey=True)
-    for method in methods:
-        rows = [of_method(main, method, share) for share in budgets]
-        values = np.array([[point.kid[network].value for point in row] for row in rows])
-        flops = np.array([row[0].train_tflop for row in rows])
-        is_monolith = method.startswith("monolith")
-        style = {"marker": "o", "linestyle": "--" if is_monolith else "-", "label": method.replace("_", " ")}
-        for axes, x in ((left, flops), (right, flops if is_monolith else flops / islands)):
-            axes.errorbar(x, values.mean(1), yerr=values.std(1), capsize=3, **style)
+    budgets = sorted({point["share"] for point in results.points if point["variant"] == "main"})
+    for method in CURVES:
+        if not results.rows(method):
+            continue
+        values = [results.kid(method, share) for share in budgets]
+        flops = np.array([results.rows(method, share)[0]["train_tflop"] for share in budgets])
+        is_single = method.startswith("monolith")
+        style = {"marker": "o", "linestyle": "--" if is_single else "-", "label": method.replace("_", " ")}
+        for axes, x in ((left, flops), (right, flops if is_single else flops / islands)):
+            axes.errorbar(x, [mean(v) for v in values], yerr=[pstdev(v) for v in values], capsize=3, **style)
     left.set(xscale="log", yscale="log", xlabel="training TFLOPs, router and partition included")
-    left.set_ylabel(f"KID ({network}), lower is better")
-    right.set(xscale="log", xlabel=f"TFLOPs of the busiest machine: {islands} islands, one for the monolith")
+    left.set_ylabel(f"KID ({results.network}), lower is better")
+    right.set(xscale="log", xlabel=f"training TFLOPs per machine: {islands} islands, or one monolith")
     for axes in (left, right):
         axes.grid(visible=True, which="both", alpha=0.3)
     left.legend(fontsize=8)
@@ -248,13 +178,3 @@ def write_figures(folder: Path, figures: Mapping[str, Figure]) -> list[Path]:
         save_figure(path, figure)
         paths.append(path)
     return paths
-
-
-def write_results(path: Path, tables: Sequence[Report], points: Sequence[Point]) -> None:
-    """Write figures and points to ``path``, and the tables to the Markdown file beside it."""
-    origin = {"commit": commit(), "device": device(), "command": command()}
-    document = {**origin, "figures": tables[0].figures, "points": [point.to_dict() for point in points]}
-    atomic_write_json(path, document)
-    shown = [table.markdown(origin if table is tables[-1] else {}) for table in tables]
-    atomic_write_text(path.with_suffix(".md"), "\n".join(shown))
-    print(f"results: {path}, {path.with_suffix('.md')}")

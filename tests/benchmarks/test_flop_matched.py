@@ -6,7 +6,7 @@ import flop_matched
 import numpy as np
 import pytest
 import torch
-from flop_report import ClusterShares, equal_score_share, kid, ratio
+from flop_scores import ClusterShares, equal_score_share, kid, ratio
 from flop_training import Study, Variant
 
 from ddm_lightning.config.load import load_experiment

@@ -1,0 +1,261 @@
+"""Scores of the compared methods: distances to held-out images, shares of clusters, ratios with intervals."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from flop_sampling import METHODS, Images, Task, features_of
+from flop_training import Study, Variant
+from jaxtyping import Float
+from scipy.optimize import nnls
+from sklearn.linear_model import LogisticRegression
+from sklearn.preprocessing import StandardScaler
+from split import read_split
+from torch import Tensor
+
+from ddm_lightning.config.experiment import Experiment, PluginConfig
+from ddm_lightning.core.registry import IMAGE_ENCODERS, METRICS
+from ddm_lightning.evaluation.metrics.kid import KernelDistance
+from ddm_lightning.flow.randomness import keyed_generator
+from ddm_lightning.shards.manifest import HELD_OUT, TRAIN, Manifest
+
+OTHER = PluginConfig("random-convolutions")
+"""Feature network that takes no part in the clustering."""
+BEST, BASELINE = "bayes", "monolith_ancestral"
+"""The methods of the headline, chosen before the results."""
+# Training images on which the classifier of clusters is fitted.
+NUM_CLASSIFIED = 8000
+NUM_RESAMPLES = 2000
+CONFIDENCE = 95.0
+
+
+@dataclass(frozen=True, eq=False)
+class Point:
+    """Scores of one method, trained under one variant, seed and budget."""
+
+    variant: str
+    seed: int
+    share: float
+    """Share of the full budget."""
+    train_tflop: float
+    """Training TFLOPs: those of the ensemble for all methods, router and partition included."""
+    method: str
+    kid: dict[str, KernelDistance]
+    """KID to the held-out images, by feature network."""
+    shares_tv: float
+    """Total variation between the clusters' shares among the images and the priors."""
+    scores: dict[str, float] = field(default_factory=dict)
+    """Further scores, such as ``precision`` and ``gflop_per_image``."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON."""
+        kid = {name: {"value": found.value, "spread": found.spread} for name, found in self.kid.items()}
+        return {
+            **{key: getattr(self, key) for key in ("variant", "seed", "share", "train_tflop", "method", "shares_tv")},
+            "kid": kid,
+            **self.scores,
+        }
+
+
+def kid(generated: Float[Tensor, "n d"], real: Float[Tensor, "m d"]) -> KernelDistance:
+    """KID between two sets of features."""
+    metric = METRICS.build("kid", {})
+    metric.update(real, real=True)
+    metric.update(generated, real=False)
+    distance: KernelDistance = metric.compute()
+    return distance
+
+
+def precision_recall(generated: Float[Tensor, "n d"], real: Float[Tensor, "m d"]) -> dict[str, float]:
+    """Improved precision and recall (1904.06991)."""
+    metric = METRICS.build("precision-recall", {})
+    metric.update(real, real=True)
+    metric.update(generated, real=False)
+    found = metric.compute()
+    return {"precision": found.precision.value, "recall": found.recall.value}
+
+
+class ClusterShares:
+    """Estimate the shares of the clusters among images, by logistic regression on their features.
+
+    The mean probabilities of a classifier that errs are no shares: they lean towards those it was fitted on. They are
+    a mixture of its mean probabilities on each cluster, with the shares as weights, and are solved for them
+    (probabilistic adjusted count; Bella et al., ICDM 2010).
+
+    Args:
+        features: features of real images.
+        clusters: their clusters.
+        priors: shares of the clusters in the data set.
+    """
+
+    def __init__(self, features: Float[Tensor, "n d"], clusters: Tensor, priors: Sequence[float]) -> None:
+        rows, found = features.numpy(), clusters.numpy()
+        half = len(rows) // 2
+        self._scaler = StandardScaler().fit(rows[:half])
+        # Strong regularisation: probabilities matter, not accuracy.
+        self._model = LogisticRegression(C=0.01, max_iter=300).fit(self._scaler.transform(rows[:half]), found[:half])
+        self._priors = np.asarray(priors)[self._model.classes_]
+        probabilities, other = self._probabilities(rows[half:]), found[half:]
+        self._on_cluster = np.stack([probabilities[other == k].mean(0) for k in self._model.classes_], axis=1)
+
+    def _probabilities(self, rows: Float[np.ndarray, "n d"]) -> Float[np.ndarray, "n k"]:
+        found: np.ndarray = self._model.predict_proba(self._scaler.transform(rows))
+        return found
+
+    def shares(self, features: Float[Tensor, "n d"]) -> Float[np.ndarray, " k"]:
+        """Share of each cluster."""
+        mean = self._probabilities(features.numpy()).mean(0)
+        found = nnls(self._on_cluster, mean)[0]
+        return found / found.sum()
+
+    def total_variation(self, features: Float[Tensor, "n d"]) -> float:
+        """Total variation between the shares and the priors."""
+        return float(np.abs(self.shares(features) - self._priors).sum() / 2)
+
+
+@dataclass(frozen=True)
+class Interval:
+    """An estimate with its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
+
+def ratio(ours: Sequence[KernelDistance], theirs: Sequence[KernelDistance], *, seed: int = 0) -> Interval:
+    """Ratio of the mean KIDs of two methods over seeds, with a hierarchical bootstrap interval.
+
+    Seeds are resampled with replacement, and the images of each by its random halves. All sets share their real
+    images and the seed of the halves, so that the variance of the real images largely cancels.
+
+    Args:
+        ours: one per training seed.
+        theirs: the same seeds in the same order.
+        seed: of the bootstrap.
+    """
+    random = np.random.default_rng(seed)
+    halves = [np.stack([one.halves.numpy() for one in side]) for side in (ours, theirs)]
+    num_seeds, num_halves = halves[0].shape
+    seeds = random.integers(num_seeds, size=(NUM_RESAMPLES, num_seeds))
+    drawn = random.integers(num_halves, size=(NUM_RESAMPLES, num_seeds))
+    means = [side[seeds, drawn].mean(1) for side in halves]
+    tail = (100 - CONFIDENCE) / 2
+    low, high = np.percentile(means[0] / means[1], [tail, 100 - tail])
+    value = np.mean([one.value for one in ours]) / np.mean([one.value for one in theirs])
+    return Interval(float(value), float(low), float(high))
+
+
+def equal_score_share(flops: Sequence[float], scores: Sequence[float], wanted: float) -> float:
+    """Share of the largest budget at which a falling curve of scores reaches ``wanted``.
+
+    Interpolates linearly in log FLOPs and score. A curve that starts below ``wanted`` gives its first budget, an
+    upper bound; one that ends above it gives infinity.
+    """
+    pairs = sorted(zip(flops, scores, strict=True))
+    largest = pairs[-1][0]
+    if pairs[0][1] <= wanted:
+        return pairs[0][0] / largest
+    for (low, before), (high, after) in itertools.pairwise(pairs):
+        if after <= wanted:
+            part = (before - wanted) / (before - after)
+            return float(np.exp(np.log(low) + part * (np.log(high) - np.log(low)))) / largest
+    return float("inf")
+
+
+def of_method(points: Iterable[Point], method: str, share: float, variant: str = "main") -> list[Point]:
+    """Points of one method at one budget, by seed."""
+    found = [p for p in points if (p.variant, p.method, p.share) == (variant, method, share)]
+    return sorted(found, key=lambda point: point.seed)
+
+
+class Judge:
+    """Score images against the held-out ones of the main experiment.
+
+    Args:
+        study: the trainings.
+        experiment: the main experiment.
+    """
+
+    def __init__(self, study: Study, experiment: Experiment) -> None:
+        self.study, self.experiment = study, experiment
+        data = study.prepared(study.variants[0])
+        manifest = Manifest.read(data.root)
+        self.held_out, train = (read_split(data, manifest, side) for side in (HELD_OUT, TRAIN))
+        encoder = IMAGE_ENCODERS.build(experiment.prepare.image_encoder.name, experiment.prepare.image_encoder.params)
+        order = torch.randperm(len(self.held_out), generator=keyed_generator(0, "shown"))
+        images = encoder.decode(self.held_out.x_0)
+        self.held_out_images = images[order.numpy()]
+        self.networks = {network.name: network for network in (experiment.prepare.features, OTHER)}
+        self.stored = study.root / "features"
+        self.real = {name: features_of(images, network, self.stored) for name, network in self.networks.items()}
+        rows = torch.randperm(len(train), generator=keyed_generator(0, "classifier"))[:NUM_CLASSIFIED]
+        self.some_train = encoder.decode(train.x_0[rows])
+        other = features_of(self.some_train, OTHER, self.stored)
+        self.shares = ClusterShares(other, train.clusters[rows], manifest.priors)
+
+    def point(self, variant: Variant, seed: int, share: float, task: Task, found: Images) -> Point:
+        """Score the images of one task."""
+        features = {name: features_of(found.images, network, self.stored) for name, network in self.networks.items()}
+        distances = {name: kid(features[name], self.real[name]) for name in self.networks}
+        scores = precision_recall(features[OTHER.name], self.real[OTHER.name])
+        scores |= {"experts_per_step": found.experts_per_step, "gflop_per_image": found.gflop_per_image}
+        flops = self.study.budget(share) / 1e12
+        shares = self.shares.total_variation(features[OTHER.name])
+        return Point(variant.name, seed, share, flops, task.method.name, distances, shares, scores)
+
+    def floors(self) -> dict[str, float]:
+        """Scores of real images: what a perfect model would reach."""
+        found = {}
+        for name, network in self.networks.items():
+            found[f"kid_floor_{name}"] = kid(features_of(self.some_train, network, self.stored), self.real[name]).value
+        return found | {"shares_tv_floor": self.shares.total_variation(self.real[OTHER.name])}
+
+
+def figures_of(points: Sequence[Point], network: str) -> dict[str, float]:
+    """Named figures of the main comparison; ratios are of mean KIDs over seeds."""
+    main = [point for point in points if point.variant == "main"]
+    largest = max(point.share for point in main)
+    figures: dict[str, float] = {
+        "num_seeds": len({point.seed for point in main}),
+        "num_budgets": len({point.share for point in main}),
+    }
+    for method in dict.fromkeys(point.method for point in main):
+        ours = of_method(main, method, largest)
+        figures[f"kid_{method}"] = sum(p.kid[network].value for p in ours) / len(ours)
+        figures[f"shares_tv_{method}"] = sum(p.shares_tv for p in ours) / len(ours)
+        if method.startswith("monolith"):
+            continue
+        theirs = of_method(main, baseline_of(method), largest)
+        for prefix, name in (("", network), ("other_features_", OTHER.name)):
+            found = ratio([p.kid[name] for p in ours], [p.kid[name] for p in theirs])
+            figures |= {
+                f"{prefix}{method}_over_monolith": found.value,
+                f"{prefix}{method}_over_monolith_low": found.low,
+                f"{prefix}{method}_over_monolith_high": found.high,
+            }
+    wanted = figures[f"kid_{BASELINE}"]
+    curve = {share: of_method(main, BEST, share) for share in sorted({point.share for point in main})}
+    flops = [row[0].train_tflop for row in curve.values()]
+    scores = [sum(p.kid[network].value for p in row) / len(row) for row in curve.values()]
+    share = equal_score_share(flops, scores, wanted)
+    return figures | {
+        "best_over_monolith": figures[f"{BEST}_over_monolith"],
+        "best_over_monolith_other_features": figures[f"other_features_{BEST}_over_monolith"],
+        "top1_over_monolith": figures["top1_over_monolith"],
+        "flops_for_equal_score": share if share < float("inf") else -1.0,
+        "shares_tv_best": figures[f"shares_tv_{BEST}"],
+    }
+
+
+def baseline_of(method: str) -> str:
+    """The monolith's method with the same kind of solver."""
+    solver = next(one.solver for one in METHODS if one.name == method)
+    return "monolith_ancestral" if solver == "ancestral" else "monolith"

@@ -1,0 +1,94 @@
+"""Write the tables of README.md and docs/ anew from the committed results.
+
+A table stands between ``<!-- table NAME FILE -->`` and ``<!-- end of table -->``; FILE is below ``benchmarks/results``.
+
+    make report
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from common import REPOSITORY, Report
+from flop_report import Results, curves_figure, strategy_table, variant_table, write_figures
+
+from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.files import atomic_write_text
+
+_TABLE = re.compile(r"(<!-- table (\S+) (\S+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
+_EMOJI = {
+    "monolith": ("monolith", "monolith_ancestral"),
+    "ensemble, top-1": ("top1", "top1_ancestral"),
+    "ensemble, full": ("full", "full_ancestral"),
+    "ensemble, `bayes`": (None, "bayes"),
+}
+
+
+def _emoji(document: Mapping[str, Any]) -> Report:
+    """Equal training FLOPs on the emoji."""
+    figures = document["figures"]
+    table = Report("", ["", "ODE", "ancestral"])
+    columns = [[names[column] for names in _EMOJI.values() if names[column]] for column in (0, 1)]
+    best = {min(names, key=lambda name: figures[f"kid_{name}"]) for names in columns}
+    for label, names in _EMOJI.items():
+        cells = []
+        for name in names:
+            value = "" if name is None else f"{figures[f'kid_{name}']:.3f}"
+            spread = "–" if name is None else f" ± {figures[f'kid_spread_{name}']:.3f}"
+            cells.append(f"**{value}**{spread}" if name in best else value + spread)
+        table.row(label, *cells)
+    return table
+
+
+TABLES: Mapping[str, Callable[[Mapping[str, Any]], Report]] = {
+    "emoji": _emoji,
+    "strategies": lambda document: strategy_table(Results(document)),
+    "variants": lambda document: variant_table(Results(document)),
+}
+
+
+def rendered(text: str, results: Path) -> str:
+    """``text`` with all its tables made anew.
+
+    Raises:
+        UserError: an unknown table, or a results file that is missing.
+    """
+
+    def table(found: re.Match[str]) -> str:
+        start, name, file, end = found.groups()
+        path = results / file
+        if name not in TABLES:
+            raise UserError(f"table {name!r} is none of {', '.join(TABLES)}")
+        if not path.exists():
+            raise UserError(f"{path}: no such results; run the benchmark with --json {path}")
+        return start + "\n".join(TABLES[name](json.loads(path.read_text())).table_lines()) + "\n" + end
+
+    return _TABLE.sub(table, text)
+
+
+def main() -> int:
+    """Rewrite the documents and their figures."""
+    results = REPOSITORY / "benchmarks" / "results"
+    for path in [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]:
+        text = path.read_text(encoding="utf-8")
+        new = rendered(text, results)
+        if new != text:
+            atomic_write_text(path, new)
+            print(f"rewritten: {path.relative_to(REPOSITORY)}")
+    if (mix := results / "flop_matched_mix_4x.json").exists():
+        curves = curves_figure(Results(json.loads(mix.read_text())))
+        write_figures(REPOSITORY / "docs" / "images", {"equal_flops": curves})
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

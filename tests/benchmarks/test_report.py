@@ -1,0 +1,28 @@
+import json
+
+import pytest
+import report
+from common import REPOSITORY
+
+from ddm_lightning.core.errors import UserError
+
+RESULTS = REPOSITORY / "benchmarks" / "results"
+
+
+@pytest.mark.parametrize("path", [REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("*.md")], ids=lambda p: p.name)
+def test_committed_tables_are_those_of_the_committed_results(path):
+    text = path.read_text()
+    assert report.rendered(text, RESULTS) == text
+
+
+def test_a_table_follows_its_results(tmp_path):
+    figures = json.loads((RESULTS / "flop_matched.json").read_text())
+    figures["figures"]["kid_monolith"] = 0.0123
+    (tmp_path / "r.json").write_text(json.dumps(figures))
+    text = report.rendered("<!-- table emoji r.json -->\nold\n<!-- end of table -->", tmp_path)
+    assert "| monolith | **0.012** ± 0.015 |" in text
+    assert "old" not in text
+    with pytest.raises(UserError, match="no such results"):
+        report.rendered("<!-- table emoji absent.json -->\n<!-- end of table -->", tmp_path)
+    with pytest.raises(UserError, match="table 'x' is none of"):
+        report.rendered("<!-- table x r.json -->\n<!-- end of table -->", tmp_path)
