@@ -27,9 +27,8 @@ class _Child(NamedTuple):
 class Mixture:
     """Several sources as one; the label is the number of the source in the list.
 
-    Samples whose sources give them equal groups are held out together, even across sources: list several sources of the
-    same concepts without fear. Keys begin with the prefix, or else with the name of the source. Sources of different
-    image sizes need ``prepare.images.size``.
+    Samples of equal groups are held out together, even if they come from different sources. Keys begin with the prefix,
+    or else with the name of the source. Sources of different image sizes need ``prepare.images.size``.
 
     Args:
         sources: one mapping per source: ``name`` and ``params`` as of ``prepare.source``; ``prefix``, a word put before
@@ -64,12 +63,7 @@ class Mixture:
         parts = []
         for number, child in enumerate(self._children):
             wrapped = [
-                Part(
-                    f"{child.name}/{part.name}",
-                    part.fingerprint,
-                    part.num_samples,
-                    {"source": number, "quota": None, "part": asdict(part)},
-                )
+                replace(part, name=f"{child.name}/{part.name}", where={"source": number, "part": asdict(part)})
                 for part in child.source.parts()
             ]
             parts += _limit(wrapped, child.max_samples)
@@ -77,7 +71,7 @@ class Mixture:
 
     def read(self, part: Part) -> Iterator[Record | Broken]:
         """Yield the samples of one part of one source."""
-        number, quota = part.where["source"], part.where["quota"]
+        number, quota = part.where["source"], part.where.get("quota")
         child = self._children[number]
         found = child.source.read(Part(**part.where["part"]))
         for one in found if quota is None else _choose(found, quota):
@@ -121,7 +115,8 @@ def _limit(parts: list[Part], max_samples: int | None) -> list[Part]:
         if quota:
             num = None if part.num_samples is None else quota
             fingerprint = f"{part.fingerprint}; {quota} of its samples"
-            limited.append(Part(part.name, fingerprint, num, {**part.where, "quota": quota}))
+            where = {**part.where, "quota": quota}
+            limited.append(replace(part, fingerprint=fingerprint, num_samples=num, where=where))
     return limited
 
 

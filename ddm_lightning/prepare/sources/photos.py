@@ -73,9 +73,9 @@ class Photos:
         """Yield the patches of the photograph, block by block."""
         label = part.where["label"]
         with Image.open(file_of(part.where["package"], part.where["file"])) as image:
-            image = image.convert("RGB")
-            image.thumbnail((self.max_side, self.max_side), Image.Resampling.LANCZOS)
-            photo = np.asarray(image)
+            whole = image.convert("RGB")
+        whole.thumbnail((self.max_side, self.max_side), Image.Resampling.LANCZOS)
+        photo = np.asarray(whole)
         starts = [
             [
                 start + inside
