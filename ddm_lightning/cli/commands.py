@@ -237,15 +237,37 @@ def _sample(experiment: Experiment, options: argparse.Namespace) -> int:
     path = run.samples if options.out is None else check_out(options.out)
     if path.suffix != ".png":
         path = _grid(experiment, run) if is_own and path == run.samples else _next_grid(experiment, path)
+    _require_ensemble(experiment, run, options)
+    prompts, singles = options.prompt or settings.prompts, path.with_suffix("")
+    _generate(experiment, run, prompts, path, classes=options.classes or (), singles=singles)
+    print(f"samples: {path}\nsingle images: {singles}")
+    return 0
+
+
+def _require_ensemble(experiment: Experiment, run: RunFolder, options: argparse.Namespace) -> None:
     unfinished = [member for member in ensemble_members(experiment) if not run.is_finished(member)]
     if unfinished and not run.ensemble.exists():
         raise UserError(
             f"{run.ensemble}: does not exist yet, because these members are not finished: {', '.join(unfinished)}; "
             f"train them: {_command('fit', options)}"
         )
-    prompts, singles = options.prompt or settings.prompts, path.with_suffix("")
-    _generate(experiment, run, prompts, path, classes=options.classes or (), singles=singles)
-    print(f"samples: {path}\nsingle images: {singles}")
+
+
+def _evaluate(experiment: Experiment, options: argparse.Namespace) -> int:
+    check_strategy(experiment, options.config, options.overrides)
+    check_devices(experiment.island.accelerator, 1)
+    run = open_run(experiment, create=False)
+    if options.images is None:
+        _require_ensemble(experiment, run, options)
+    _limit_threads(experiment)
+
+    from ddm_lightning.evaluation.evaluate import evaluate
+
+    images, out = (None if path is None else Path(path).expanduser() for path in (options.images, options.out))
+    if found := evaluate(experiment, run, images, out, show_progress=sys.stderr.isatty()):
+        path, table = found
+        Console().print(table)
+        print(f"results: {path}")
     return 0
 
 
@@ -302,6 +324,7 @@ COMMANDS: Mapping[str, Callable[[Experiment, argparse.Namespace], int]] = {
     "prepare": _prepare,
     "fit": _fit,
     "sample": _sample,
+    "evaluate": _evaluate,
     "replay": _replay,
     "ema": _ema,
     "status": _status,

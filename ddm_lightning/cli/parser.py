@@ -72,6 +72,9 @@ def build_parser() -> argparse.ArgumentParser:
         help="PNG file for the grid, or folder for a new one (default: the run's samples folder); single images go "
         "into a folder beside the grid, with the same name",
     )
+    evaluate = add("evaluate", "Score the ensemble's samples against held-out images (section evaluate; resumable).")
+    evaluate.add_argument("--images", metavar="PATH", help="folder or .npz file to score instead of new samples")
+    evaluate.add_argument("--out", metavar="FOLDER", help="results folder (default: one in the run's evaluation/)")
     replay = add("replay", "Repeat a step of member=expert-3 that was skipped because its gradient was not finite.")
     replay.add_argument("--step", type=int, help="number of the step (default: the last skipped one)")
     replay.add_argument("--rank", type=int, default=0, help="rank whose samples are replayed (default: 0)")

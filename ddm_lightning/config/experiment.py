@@ -237,6 +237,8 @@ class IslandConfig:
     """Steps between points of a curve."""
     validate_every_n_steps: int = option(1000, low=1)
     """Steps between validations on held-out samples; each logs images."""
+    evaluate_every_n_steps: int | None = option(None, low=1)
+    """Steps between scores of an expert's samples (``evaluate.metrics``), at a validation; null for none."""
     checkpoint_every_n_steps: int = option(500, low=1)
     """Steps between checkpoints; a killed member loses at most this many."""
     log_sample_ids: bool = False
@@ -270,6 +272,26 @@ class SampleConfig:
 
 
 @dataclass
+class EvaluateConfig:
+    """Scores of generated images."""
+
+    metrics: list[PluginConfig] = field(
+        default_factory=lambda: [PluginConfig(name="kid"), PluginConfig(name="precision-recall")]
+    )
+    """Metrics by name: ``kid``, ``fid``, ``precision-recall``, ``clip-score`` and those of other packages."""
+    num_images: int = option(1000, low=4)
+    """Images to generate."""
+    reference: str = "held-out"
+    """Images to compare with: ``held-out`` or ``train`` (of the prepared shards), or a folder or ``.npz`` file."""
+    batch_size: int = option(64, low=1)
+    """Images generated at once."""
+    image_format: str = option("npz", choices=("npz", "png"))
+    """``npz`` keeps the images in parts; ``png`` writes single files, too."""
+    max_train_images: int = option(50_000, low=0)
+    """Maximum number of training images in the check for memorised samples; 0 for no check."""
+
+
+@dataclass
 class Experiment:
     """Decentralized training of K experts and a router."""
 
@@ -293,3 +315,5 @@ class Experiment:
     """Machine."""
     sample: SampleConfig = field(default_factory=SampleConfig)
     """Sampling."""
+    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+    """Scores."""

@@ -29,7 +29,7 @@ def load_experiment(path: str | Path, overrides: Sequence[str] = (), record: Pat
         path: the YAML file.
         overrides: ``key=value`` pairs in OmegaConf's dot-list form; they win over the file. Mappings merge, but a
             plug-in with another ``name`` keeps none of the previous params.
-        record: a resolved experiment to start from; only the sections ``island`` and ``sample`` of ``path`` then count.
+        record: a resolved experiment to start from; only ``island``, ``sample``, ``evaluate`` of ``path`` then count.
 
     Returns:
         The experiment as plain dataclasses, every interpolation resolved.
@@ -40,7 +40,7 @@ def load_experiment(path: str | Path, overrides: Sequence[str] = (), record: Pat
     path = Path(path)
     changes = [(str(path), read_yaml(path))]
     if record is not None:
-        free = OmegaConf.masked_copy(changes[0][1], ["island", "sample"])
+        free = OmegaConf.masked_copy(changes[0][1], ["island", "sample", "evaluate"])
         changes = [(str(record), read_yaml(record)), (str(path), free)]
     # Names first: a new name drops params, also if it was typed after them.
     ordered = sorted(overrides, key=lambda text: not text.partition("=")[0].endswith(".name"))

@@ -99,6 +99,10 @@ def _contradictions_of_sizes(experiment: Experiment) -> Iterator[tuple[str, str]
             yield f"{role}.train.ema_widths", "every width must be from 0.005 to 0.288"
         if len({f"{width:g}" for width in train.ema_widths}) < len(train.ema_widths):
             yield f"{role}.train.ema_widths", "holds a width twice; remove one of them"
+    every = island.evaluate_every_n_steps
+    if every is not None and every % island.validate_every_n_steps:
+        problem = f"must be a multiple of island.validate_every_n_steps = {island.validate_every_n_steps}; change one"
+        yield "island.evaluate_every_n_steps", f"{problem}, because scores are part of a validation"
     if island.strategy == "single" and island.devices > 1:
         yield "island.devices", "island.strategy = 'single' uses one; set ddp or fsdp"
     if island.attention == "xformers" and island.accelerator == "cpu":

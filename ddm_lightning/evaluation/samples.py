@@ -190,7 +190,14 @@ def check_out(out: str) -> Path:
     return path
 
 
-def _load(run_dir: Path, experiment: Experiment, manifest: Manifest, device: torch.device | str) -> LoadedEnsemble:
+def load_of_run(
+    run_dir: Path, experiment: Experiment, manifest: Manifest, device: torch.device | str
+) -> LoadedEnsemble:
+    """Load the ensemble of a run.
+
+    Raises:
+        UserError: no ensemble, or an artifact that is damaged or of other data.
+    """
     loaded = load_ensemble(run_dir, device)
     found = (loaded.meta.x_shape, loaded.meta.condition)
     if found != (manifest.x_shape, condition_spec(experiment, manifest).to_dict()):
@@ -220,7 +227,7 @@ def draw_run(
     check_devices(accelerator, 1)
     manifest = Manifest.read(run_dir)
     rows = row_conditions(prompts, classes, experiment, manifest) if prompts or classes else None
-    loaded = _load(run_dir, experiment, manifest, device_of(accelerator))
+    loaded = load_of_run(run_dir, experiment, manifest, device_of(accelerator))
     rows = rows or row_conditions((), (), experiment, manifest)
     save_png(path, sample_grid(loaded, experiment, rows, manifest.attribution, singles, show_progress))
 
@@ -243,7 +250,7 @@ class DecentralizedEnsemble:
         accelerator = self.experiment.island.accelerator
         if device is None:
             check_devices(accelerator, 1)
-        self.loaded = _load(root, self.experiment, self.manifest, device or device_of(accelerator))
+        self.loaded = load_of_run(root, self.experiment, self.manifest, device or device_of(accelerator))
 
     def sample(
         self,

@@ -23,7 +23,7 @@ MEMBER_FILE = "member.json"
 """Description of an artifact's weights."""
 ENSEMBLE_FILE = "ensemble.json"
 # Sections and keys that may change between two starts: they change no byte of shards and no meaning of weights.
-FREE_SECTIONS = ("run_dir", "island", "sample", "distill")
+FREE_SECTIONS = ("run_dir", "island", "sample", "evaluate", "distill")
 FREE_KEYS = ("prepare.engine", "prepare.num_processes", "prepare.shards.remote")
 
 
@@ -107,8 +107,8 @@ def read_record(path: Path, checks: Mapping[str, Check], what: str, remedy: str)
 def load_run(path: str | Path, overrides: Sequence[str] = ()) -> Experiment:
     """Load an experiment as its run folder records it; as ``path`` says if there is no record.
 
-    The sections ``island`` and ``sample`` of ``path``, and ``overrides``, take precedence over the record. ``path`` may
-    be a record itself, also of a folder that has moved.
+    The sections ``island``, ``sample`` and ``evaluate`` of ``path``, and ``overrides``, win over the record. ``path``
+    may be a record itself, also of a folder that has moved.
 
     Raises:
         UserError: as ``load_experiment``.

@@ -34,6 +34,7 @@ from ddm_lightning.training.loggers import SampleLogger, build_loggers
 from ddm_lightning.training.module import ExpertModule, MemberModule, RouterModule, StudentModule
 from ddm_lightning.training.parallel import ranks
 from ddm_lightning.training.parallel.strategy import BackgroundCheckpoints, checkpoint_bytes, choose_strategy
+from ddm_lightning.training.scores import ScoreLogger
 from ddm_lightning.training.speed import measure_cost
 
 WORKERS_OUTLIVE_SECONDS = 15.0
@@ -233,12 +234,14 @@ def build_trainer(
     island = experiment.island
     checkpoints = rolling.RollingCheckpoints(folder / "checkpoints", island, rolling.origin_of(member.name, experiment))
     stop = callbacks.StopOnRequest(checkpoints)
+    samples, every = SampleLogger(member, experiment.sample, stop), island.evaluate_every_n_steps
     all_callbacks: list[L.Callback] = [
         callbacks.Reporter(folder, status, show_progress),
         callbacks.MissedValidation(folder, status, island.validate_every_n_steps),
         checkpoints,
         stop,
-        SampleLogger(member, experiment.sample, stop),
+        samples,
+        *([ScoreLogger(samples, experiment.evaluate, every)] if every and member.role != ROUTER else []),
         *([ema.EmaSnapshots(folder, member.train)] if member.train.ema_widths else []),
         *([callbacks.SampleLog(folder)] if island.log_sample_ids else []),
         *(CALLBACKS.build(plugin.name, plugin.params) for plugin in island.callbacks),

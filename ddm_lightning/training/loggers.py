@@ -31,7 +31,7 @@ from ddm_lightning.training.module import MemberModule, RouterModule
 NUM_COLUMNS = 8
 
 
-class _CutShortError(Exception):
+class CutShortError(Exception):
     """The validation must end while samples are generated."""
 
 
@@ -91,10 +91,10 @@ class SampleLogger(L.Callback):
             return
         if trainer.is_global_zero:
             try:
-                self._encoder()
+                self.encoder()
             except Exception as error:  # noqa: BLE001  # no image is worth a training
                 self._is_off = True
-                self._print(f"trains without sample images: {first_line(error)}")
+                self.print(f"trains without sample images: {first_line(error)}")
         self._is_off = trainer.strategy.broadcast(self._is_off)
 
     def on_validation_batch_start(
@@ -117,34 +117,36 @@ class SampleLogger(L.Callback):
             elif self._batch is not None:
                 assert isinstance(module, MemberModule)
                 self._log_samples(trainer, module, self._batch)
-        except _CutShortError:
+        except CutShortError:
             return
         except Exception as error:  # noqa: BLE001  # no image is worth a training
-            self._print(f"step {trainer.global_step}: no images of this validation: {first_line(error)}")
+            self.print(f"step {trainer.global_step}: no images of this validation: {first_line(error)}")
 
     def _log_samples(self, trainer: L.Trainer, module: MemberModule, batch: dict[str, Tensor]) -> None:
         sampled = self.sampled(module, batch)
         if not trainer.is_global_zero:
             return
-        encoder = self._encoder()  # built anew, so that it takes no memory between validations
+        encoder = self.encoder()  # built anew, so that it takes no memory between validations
         rows = [
             (name, list(encoder.decode(x_0.float().cpu())))
             for name, x_0 in (("held out", module.normalised(batch)), ("sampled", sampled))
         ]
         log_image(trainer, "samples", np.asarray(labelled_grid(rows)))
 
-    def sampled(self, module: MemberModule, batch: dict[str, Tensor]) -> Float[Tensor, "b c h w"]:
-        """Sample under the conditions of ``batch``.
+    def sampled(
+        self, module: MemberModule, batch: dict[str, Tensor], key: tuple[str | int, ...] = ("images",)
+    ) -> Float[Tensor, "b c h w"]:
+        """Sample under the conditions of ``batch``, with noise keyed by ``key`` and the rank.
 
         Raises:
-            _CutShortError: the validation must end.
+            CutShortError: the validation must end.
         """
         x_0 = module.normalised(batch)  # its shape; a stored posterior has twice the channels
         condition, scale = module.condition(batch), self.sample.guidance_scale
 
         def predicted(x_t: Tensor, t: Tensor, condition: Condition | None) -> Tensor:
             if self.stop.cuts_validation(module.trainer):
-                raise _CutShortError
+                raise CutShortError
             # The precision of a validation step: sharded weights may exist in bfloat16 only.
             with module.trainer.precision_plugin.forward_context():
                 return to_velocity(module.network(x_t, t, condition).float(), x_t, t, module.prediction)
@@ -155,15 +157,18 @@ class SampleLogger(L.Callback):
                 return found
             return guided(found, predicted(x_t, t, condition.null()), scale)
 
-        generator = keyed_generator(self.member.seed, "images", device=x_0.device)
+        key = (*key, module.global_rank) if module.global_rank else key
+        generator = keyed_generator(self.member.seed, *key, device=x_0.device)
         noise = torch.randn(x_0.shape, generator=generator, device=x_0.device)
         times = sampling_times(self.sample.num_steps, self.member.timesteps.shift, device=x_0.device)
         return integrate(velocity, noise, times)
 
-    def _encoder(self) -> ImageEncoder:
+    def encoder(self) -> ImageEncoder:
+        """Build the decoder."""
         return IMAGE_ENCODERS.build(self.member.image_encoder.name, self.member.image_encoder.params)
 
-    def _print(self, line: str) -> None:
+    def print(self, line: str) -> None:
+        """Print a line about the member."""
         print(f"{self.member.name}: {line}", file=sys.stderr)
 
 

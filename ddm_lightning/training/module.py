@@ -303,9 +303,11 @@ class MemberModule(L.LightningModule):
         if averages:
             self.averages = {**averages, "train/skipped_steps": float(self.guard.num_skipped)}
             learning_rate = self.trainer.optimizers[0].param_groups[0]["lr"]
-            self._log({**self.averages, "train/learning_rate": learning_rate, **self.speed.read(self.global_step)})
+            speed = self.speed.read(self.global_step)
+            self.log_figures({**self.averages, "train/learning_rate": learning_rate, **speed})
 
-    def _log(self, figures: dict[str, float]) -> None:
+    def log_figures(self, figures: dict[str, float]) -> None:
+        """Log figures of this step."""
         # Lightning takes the x-axis from "step"; its own counter is one behind.
         self.log_dict({**figures, "step": float(self.global_step)})
 
@@ -384,7 +386,7 @@ class MemberModule(L.LightningModule):
         """
         held_out = self.drain("held_out/")
         if held_out and not self.trainer.should_stop:
-            self._log(held_out)
+            self.log_figures(held_out)
         self._swap.__exit__(None, None, None)
 
     def on_validation_end(self) -> None:

@@ -1,20 +1,20 @@
-"""``kid``: kernel distance between two sets of images (KID, 1801.01401) on EfficientNet-Lite0 features.
+"""``kid``: kernel distance between the features of two sets of images (KID, 1801.01401).
 
-Published KIDs use Inception features. Compare values of this file only with each other.
+Published KIDs use Inception features. Compare values only on the same features.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor
-from torchmetrics import Metric
-from torchmetrics.utilities import dim_zero_cat
 
 from ddm_lightning.core.registry import FEATURES, METRICS
+from ddm_lightning.core.scores import Score
+from ddm_lightning.evaluation.metrics._base import FeatureMetric
 from ddm_lightning.flow.randomness import keyed_generator
 
 FEATURE_NETWORK = "efficientnet-lite0"
@@ -76,7 +76,7 @@ def kernel_distance(
     """
     if min(len(generated), len(real)) < 4 or generated.shape[1] != real.shape[1]:
         raise ValueError(f"features [{list(generated.shape)}] and [{list(real.shape)}]: at least 4 rows, equal columns")
-    generated, real = generated.double(), real.double()
+    generated, real = generated.double().cpu(), real.double().cpu()
     within, across, within_real = _kernel(generated, generated), _kernel(generated, real), _kernel(real, real)
 
     def estimates(rows: Float[Tensor, "r n"], real_rows: Float[Tensor, "r m"]) -> Float[Tensor, " r"]:
@@ -91,35 +91,68 @@ def kernel_distance(
     return KernelDistance(float(everything), halves)
 
 
+def mean_over_subsets(
+    generated: Float[Tensor, "n d"], real: Float[Tensor, "m d"], num_subsets: int, max_size: int = 1000, seed: int = 0
+) -> float:
+    """Average the distance over random subsets, as published (clean-fid: 100 subsets of at most 1,000 images).
+
+    Args:
+        generated: features of the generated images.
+        real: features of the real images.
+        num_subsets: number of subsets.
+        max_size: images of each set in a subset.
+        seed: seed of the subsets.
+    """
+    size, values = min(len(generated), len(real), max_size), []
+    for number in range(num_subsets):
+        x, y = (
+            features[torch.randperm(len(features), generator=keyed_generator(seed, "subset", name, number))[:size]]
+            for name, features in (("generated", generated), ("real", real))
+        )
+        values.append(kernel_distance(x, y, num_halves=0).value)
+    return sum(values) / len(values)
+
+
 @METRICS.register("kid")
-class KernelInceptionDistance(Metric):
+class KernelInceptionDistance(FeatureMetric):
     """``kernel_distance`` in torchmetrics' interface; ``compute`` returns a ``KernelDistance``.
 
     Args:
         num_halves: number of random halves for the spread.
-        seed: seed of the halves.
+        seed: seed of halves and subsets.
+        features: feature network, by name.
+        features_params: the network's parameters, such as ``path``.
+        num_subsets: takes the value from ``mean_over_subsets``, 100 in clean-fid; None compares all pairs.
     """
 
-    full_state_update = False
     higher_is_better = False
-    real: list[Tensor]
-    generated: list[Tensor]
 
-    def __init__(self, num_halves: int = NUM_HALVES, seed: int = 0) -> None:
-        super().__init__()
-        self.num_halves, self.seed = num_halves, seed
-        self.add_state("real", [], dist_reduce_fx="cat")
-        self.add_state("generated", [], dist_reduce_fx="cat")
-
-    def update(self, images: UInt8[np.ndarray, "n h w 3"] | Float[Tensor, "n d"], *, real: bool) -> None:
-        """Add images, or features that ``image_features`` computed earlier."""
-        features = images if isinstance(images, Tensor) else image_features(images, str(self.device))
-        (self.real if real else self.generated).append(features)
+    def __init__(
+        self,
+        num_halves: int = NUM_HALVES,
+        seed: int = 0,
+        features: str = FEATURE_NETWORK,
+        features_params: dict[str, Any] | None = None,
+        num_subsets: int | None = None,
+    ) -> None:
+        if num_subsets is not None and num_subsets < 1:
+            raise ValueError("num_subsets must be at least 1")
+        super().__init__(features, features_params)
+        self.num_halves, self.seed, self.num_subsets = num_halves, seed, num_subsets
 
     def compute(self) -> KernelDistance:
         """Compare all generated with all real images; see ``kernel_distance``."""
-        generated, real = dim_zero_cat(self.generated), dim_zero_cat(self.real)
-        return kernel_distance(generated, real, num_halves=self.num_halves, seed=self.seed)
+        generated, real = self.kept()
+        found = kernel_distance(generated, real, num_halves=self.num_halves, seed=self.seed)
+        if self.num_subsets is None:
+            return found
+        return found._replace(value=mean_over_subsets(generated, real, self.num_subsets, seed=self.seed))
+
+    def scores(self) -> dict[str, Score]:
+        """Return the distance under its name."""
+        found = self.compute()
+        subsets = f", {self.num_subsets} subsets" if self.num_subsets else ""
+        return {f"KID ({self.features}{subsets})": Score.of(found.value, found.spread)}
 
 
 def _kernel(x: Float[Tensor, "n d"], y: Float[Tensor, "m d"]) -> Float[Tensor, "n m"]:

@@ -4,7 +4,7 @@ import torch
 from torchmetrics.image.kid import KernelInceptionDistance
 
 from ddm_lightning.core.registry import METRICS
-from ddm_lightning.evaluation.metrics.kid import image_features, kernel_distance
+from ddm_lightning.evaluation.metrics.kid import image_features, kernel_distance, mean_over_subsets
 
 
 def features(num, size=6, shift=0.0, seed=0):
@@ -89,3 +89,19 @@ def test_noise_and_blur_raise_the_distance_of_real_images():
     damaged = kernel_distance(image_features(noisy), real)
     assert abs(clean.value) < 4 * clean.spread
     assert damaged.value > clean.value + 4 * damaged.spread
+
+
+def test_subsets_give_what_clean_fid_gives_on_2000_features():
+    from cleanfid.fid import kernel_distance as cleanfid_distance
+
+    real, generated = features(2000, 24), features(2000, 24, shift=0.2, seed=1)
+    expected = cleanfid_distance(real.numpy(), generated.numpy(), num_subsets=1, max_subset_size=2000)
+    assert kernel_distance(generated, real).value == pytest.approx(expected, rel=1e-3)
+    assert mean_over_subsets(generated, real, 1, max_size=2000) == pytest.approx(expected, rel=1e-3)
+    # Subsets of 1,000 are drawn otherwise.
+    expected = cleanfid_distance(real.numpy(), generated.numpy(), num_subsets=100, max_subset_size=1000)
+    one = METRICS.build("kid", {"num_subsets": 100, "num_halves": 5})
+    one.update(real, real=True)
+    one.update(generated, real=False)
+    assert one.compute().value == pytest.approx(expected, rel=0.05)
+    assert list(one.scores()) == ["KID (efficientnet-lite0, 100 subsets)"]

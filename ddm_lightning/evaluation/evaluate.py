@@ -1,0 +1,267 @@
+"""Compare generated with real images: resumable, split over ranks, with every choice written down."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from torch import Tensor, distributed
+
+from ddm_lightning import __version__
+from ddm_lightning.config.experiment import Experiment
+from ddm_lightning.core.devices import device_of
+from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.files import atomic_write, atomic_write_json, read_json, sha256_file, sha256_json
+from ddm_lightning.core.grids import labelled_grid, save_png
+from ddm_lightning.core.registry import IMAGE_ENCODERS, METRICS
+from ddm_lightning.core.scores import Score, scores_of
+from ddm_lightning.encoders.interfaces import ImageEncoder
+from ddm_lightning.evaluation import image_sets
+from ddm_lightning.evaluation.image_sets import FileImages, Generated, ImageSet, ShardImages, parts
+from ddm_lightning.evaluation.metrics._base import FeatureMetric, nearest
+from ddm_lightning.members.run_folder import RunFolder
+from ddm_lightning.shards.manifest import HELD_OUT, TRAIN, Manifest
+
+SETTINGS_FILE, RESULT_FILE = "settings.json", "evaluation.json"
+NUM_SUSPECTS, NUM_NEIGHBOURS = 8, 5
+NEAR_QUANTILE = 0.05
+"""Share of held-out images that count as near to a training image."""
+
+
+class Evaluation:
+    """One comparison of generated with reference images, checked before anything is generated.
+
+    Args:
+        experiment: its sections ``sample`` and ``evaluate``, and ``island.accelerator``.
+        run: its run folder, with prepared shards and, without ``images``, the ensemble.
+        images: folder or ``.npz`` file to evaluate instead of new samples.
+        out: results folder; None names one in the run folder after the settings.
+
+    Raises:
+        UserError: a file or weights are missing, too few images for a metric, images of two sizes, a metric that needs
+            captions without any, or a results folder of other settings.
+    """
+
+    def __init__(self, experiment: Experiment, run: RunFolder, images: Path | None, out: Path | None) -> None:
+        self.experiment, self.run, self.settings = experiment, run, experiment.evaluate
+        self.manifest = manifest = Manifest.read(run.root)
+        device = device_of(experiment.island.accelerator)
+        if device.type == "cuda":
+            device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        plugin = experiment.prepare.image_encoder
+        encoder: ImageEncoder = IMAGE_ENCODERS.build(plugin.name, plugin.params)
+        try:
+            self.metrics = [(one.name, METRICS.build(one.name, one.params).to(device)) for one in self.settings.metrics]
+        except UserError as error:
+            raise UserError(f"key 'evaluate.metrics': {error}") from None
+
+        def of_shards(side: str, max_num: int | None = None) -> ShardImages:
+            return ShardImages(run.shards, manifest, encoder, side, max_num)
+
+        self.generated: ImageSet
+        self.generated = FileImages(images) if images else Generated(run, experiment, manifest, encoder, device)
+        wanted = self.settings.reference
+        self.reference: ImageSet
+        self.reference = of_shards(wanted) if wanted in (HELD_OUT, TRAIN) else FileImages(Path(wanted).expanduser())
+        if self.generated.shape != self.reference.shape:
+            sizes = " and ".join("{} × {}".format(*one.shape) for one in (self.reference, self.generated))
+            raise UserError(f"{self.reference.name}: its images and the generated ones have {sizes} pixels; resize one")
+        for name, metric in self.metrics:
+            if isinstance(metric, FeatureMetric):
+                metric.check_nums(name, self.generated.num, self.reference.num)
+                _ = metric.provenance  # looks for the weights
+            elif hasattr(metric, "captioned") and (images or experiment.condition.kind not in ("text", "tokens")):
+                raise UserError(f"metric {name!r} needs captions, and these images have none; use kid")
+        self.by_features = [metric for _, metric in self.metrics if isinstance(metric, FeatureMetric)]
+        self.train: ImageSet | None = None
+        self.held_out: ImageSet | None = None
+        is_of_run = run.shards.exists() and self.generated.shape == image_sets.decoded_shape(encoder, manifest)
+        has_held_out = any(cluster.held_out for cluster in manifest.clusters)
+        if self.by_features and self.settings.max_train_images and has_held_out and is_of_run:
+            self.train, self.held_out = of_shards(TRAIN, self.settings.max_train_images), of_shards(HELD_OUT)
+        self.folder = self._open(out)
+
+    def _open(self, out: Path | None) -> Path:
+        """Find the results folder, refuse one of other settings, and write down these."""
+        generated, name = self.generated, self.experiment.sample.strategy
+        own = generated.settings if isinstance(generated, Generated) else {"images_sha256": generated.sha256}
+        self.origin = {"version": __version__, "commit": _commit(), "code_sha256": _code(), **own}
+        name = name if isinstance(generated, Generated) else "images"
+        folder = out or self.run.root / "evaluation" / f"{name}-{sha256_json(self.origin)[:8]}"
+        path, remedy = folder / SETTINGS_FILE, "give another folder with --out"
+        if path.exists():
+            found = read_json(path, "the settings of these results", remedy)
+            found = found if isinstance(found, dict) else {}
+            if changed := [key for key in {**found, **self.origin} if found.get(key) != self.origin.get(key)]:
+                was = ", ".join(f"{key} (was {found.get(key)!r})" for key in changed)
+                raise UserError(f"{path}: results of other settings: {was}; {remedy}")
+        elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise UserError(f"--out {folder}: is not empty and holds no {SETTINGS_FILE}; {remedy}")
+        atomic_write_json(path, self.origin)
+        if isinstance(generated, Generated):
+            generated.folder, generated.sha256 = folder, sha256_json(self.origin)
+        return folder
+
+    def features(self, metric: FeatureMetric, images: ImageSet, rows: range) -> Float[np.ndarray, "n d"]:
+        """Return the features of one part, computed now if they are not on disk."""
+        name = f"{metric.features}-{sha256_json(metric.provenance)[:12]}"
+        folder = self.run.root / "evaluation" / "features" / name / images.sha256[:16]
+        path = folder / f"{rows.start:08d}-{rows.stop:08d}.npy"
+        if not path.exists():
+            found = metric.network.encode(images.images(rows))
+            atomic_write(path, lambda temporary: np.save(temporary, found))
+        return np.load(path, allow_pickle=False)
+
+    def all_features(self, metric: FeatureMetric, images: ImageSet) -> Float[Tensor, "n d"]:
+        """Return the features of all images."""
+        return torch.from_numpy(np.concatenate([self.features(metric, images, rows) for rows in parts(images)]))
+
+    def compute_parts(self, rank: int, world: int, show_progress: bool) -> None:
+        """Generate this rank's parts of the samples, and compute the features of its parts of all sets."""
+        with Progress(console=Console(stderr=True), disable=not show_progress) as bars:
+            for images in filter(None, (self.generated, self.reference, self.train, self.held_out)):
+                is_compared = images in (self.generated, self.reference)
+                for rows in bars.track(parts(images)[rank::world], description=f"{images.name}, {images.num} images"):
+                    images.images(rows)
+                    for metric in self.by_features if is_compared else self.by_features[:1]:
+                        self.features(metric, images, rows)
+
+    def scores(self) -> dict[str, Score]:
+        """Compute all metrics; all parts are there."""
+        found: dict[str, Score] = {}
+        for name, metric in self.metrics:
+            for images, real in ((self.reference, True), (self.generated, False)):
+                if isinstance(metric, FeatureMetric):
+                    metric.update(self.all_features(metric, images), real=real)
+                    continue
+                for rows in parts(images):
+                    more = {}
+                    if hasattr(metric, "captioned") and isinstance(images, Generated):
+                        more["captions"] = images.given(rows, "caption")
+                    metric.update(images.images(rows), **more, real=real)
+            found |= scores_of(name, metric)
+        return found
+
+    def memorisation(self) -> dict[str, Any] | None:
+        """Find the training images nearest to each sample, and write the most suspicious samples beside theirs.
+
+        Returns:
+            None without held-out or training images. ``share_nearer`` is the share of samples that are nearer to a
+            training image than all but ``NEAR_QUANTILE`` of the held-out images are; it equals ``NEAR_QUANTILE`` for
+            samples as new as held-out images.
+        """
+        if self.train is None or self.held_out is None:
+            return None
+        metric = self.by_features[0]
+        train = self.all_features(metric, self.train)
+        distances, neighbours = nearest(self.all_features(metric, self.generated), train, NUM_NEIGHBOURS)
+        of_held_out = nearest(self.all_features(metric, self.held_out), train, 1)[0][:, 0]
+        closest, grid = distances[:, 0], []
+        for row in closest.argsort()[:NUM_SUSPECTS].tolist():
+            images = [_image(self.generated, row), *(_image(self.train, other) for other in neighbours[row].tolist())]
+            grid.append((f"sample {row}: {float(closest[row]):.3g}", images))
+        title, credit = "Closest samples, each beside its nearest training images", self.manifest.attribution
+        scale = max(1, 72 // self.generated.shape[0])
+        drawn = labelled_grid(grid, scale, title, footer=f"Trained on: {credit}" if credit else "")
+        save_png(self.folder / "neighbours.png", drawn)
+        return {
+            "features": metric.features,
+            "num_train": self.train.num,
+            "num_held_out": self.held_out.num,
+            "share_nearer": float((closest < of_held_out.quantile(NEAR_QUANTILE)).double().mean()),
+            "expected_share": NEAR_QUANTILE,
+            "median_distance": float(closest.median()),
+            "median_distance_of_held_out": float(of_held_out.median()),
+        }
+
+    def write(self) -> tuple[Path, Table]:
+        """Compute everything, write ``evaluation.json`` and return its path and a table."""
+        scores, memorised, generated, real = self.scores(), self.memorisation(), self.generated, self.reference
+        document = {
+            **self.origin,
+            "num_generated": generated.num,
+            "image_shape": list(generated.shape),
+            "reference": {"images": real.name, "num": real.num, "sha256": real.sha256},
+            "metrics": [asdict(plugin) for plugin in self.settings.metrics],
+            "features": [metric.provenance for metric in self.by_features],
+            "scores": {name: score._asdict() for name, score in scores.items()},
+            "memorisation": memorised,
+            "device": f"{platform.processor() or platform.machine()}, torch {torch.__version__}",
+        }
+        path = self.folder / RESULT_FILE
+        atomic_write_json(path, document)
+        return path, _table(f"{generated.num:,} images against {real.num:,} of {real.name}", scores, memorised)
+
+
+def _image(images: ImageSet, row: int) -> image_sets.Images:
+    rows = parts(images)[row // image_sets.PART_SIZE]
+    return images.images(rows)[row - rows.start]
+
+
+def _table(title: str, scores: Mapping[str, Score], memorised: Mapping[str, Any] | None) -> Table:
+    table = Table("score", "value", "95 % interval", title=title, title_justify="left")
+    for name, score in scores.items():
+        table.add_row(name, f"{score.value:.4g}", "" if score.low is None else f"{score.low:.4g} to {score.high:.4g}")
+    if memorised is not None:
+        expected = f"held-out images: {memorised['expected_share']:.0%}"
+        table.add_row("samples near a training image", f"{memorised['share_nearer']:.1%}", expected)
+    return table
+
+
+def _commit() -> str:
+    """Commit of this package's repository; ``unknown`` outside of one."""
+    root = Path(__file__).parents[2]
+    if not (root / ".git").exists() or shutil.which("git") is None:
+        return "unknown"
+    command = ["git", "-C", str(root), "rev-parse", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
+
+
+def _code() -> str:
+    """Hash of this package's modules, committed or not."""
+    root = Path(__file__).parents[1]
+    return sha256_json({str(path.relative_to(root)): sha256_file(path) for path in root.rglob("*.py")})
+
+
+@contextmanager
+def _joined() -> Iterator[tuple[int, int]]:
+    """Rank and number of ranks. They meet on the hosts, because they only wait for one another's files."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or "RANK" not in os.environ:
+        yield 0, 1
+        return
+    distributed.init_process_group("gloo", timeout=timedelta(days=7))
+    try:
+        yield distributed.get_rank(), distributed.get_world_size()
+    finally:
+        distributed.destroy_process_group()
+
+
+def evaluate(
+    experiment: Experiment, run: RunFolder, images: Path | None, out: Path | None, *, show_progress: bool = False
+) -> tuple[Path, Table] | None:
+    """Generate and compare; see ``Evaluation``. Every rank of torchrun calls it; only rank zero gets a result."""
+    with _joined() as (rank, world):
+        if rank:
+            distributed.barrier()  # rank zero makes the folder, or says why not
+        evaluation = Evaluation(experiment, run, images, out)
+        if world > 1 and not rank:
+            distributed.barrier()
+        evaluation.compute_parts(rank, world, show_progress and rank == 0)
+        if world > 1:
+            distributed.barrier()
+    # Outside of the group, in which metrics would wait for those of the other ranks.
+    return evaluation.write() if rank == 0 else None

@@ -1,0 +1,263 @@
+"""Sets of images that are compared: of a run's shards, of a folder or file, or generated; read in parts."""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from jaxtyping import UInt8
+from PIL import Image
+
+from ddm_lightning.config.experiment import Experiment
+from ddm_lightning.core.errors import UserError, first_line
+from ddm_lightning.core.files import atomic_write, sha256_file, sha256_json
+from ddm_lightning.core.grids import save_png
+from ddm_lightning.core.registry import CAPTION_ENCODERS
+from ddm_lightning.encoders.interfaces import ImageEncoder
+from ddm_lightning.ensemble.routing import sample, strategy_of
+from ddm_lightning.evaluation.samples import load_of_run
+from ddm_lightning.flow.condition import Condition
+from ddm_lightning.flow.randomness import keyed_generator
+from ddm_lightning.members.run_folder import RunFolder
+from ddm_lightning.shards.fetch import Origin
+from ddm_lightning.shards.manifest import HELD_OUT, TRAIN, Manifest, StoredForm, shard_name
+from ddm_lightning.shards.verify import read_index, verify_shards
+
+PART_SIZE = 256
+_ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
+Images = UInt8[np.ndarray, "n h w 3"]
+
+
+class ImageSet(Protocol):
+    """Images in a fixed order."""
+
+    name: str
+    """For tables and error lines."""
+    sha256: str
+    """Equal for equal images."""
+    num: int
+    """Number of images."""
+    shape: tuple[int, ...]
+    """Height, width and 3."""
+
+    def images(self, rows: range) -> Images:
+        """Return the images of one of ``parts``."""
+
+
+def parts(images: ImageSet) -> list[range]:
+    """Positions of the images in parts of ``PART_SIZE``."""
+    return [range(first, min(first + PART_SIZE, images.num)) for first in range(0, images.num, PART_SIZE)]
+
+
+class ShardImages:
+    """Training or held-out images of a run's shards, as the image encoder decodes them.
+
+    Args:
+        shards: folder ``prepared/shards``.
+        manifest: the run's.
+        encoder: the image encoder.
+        side: ``TRAIN`` or ``HELD_OUT``.
+        max_num: takes this many, evenly spaced, if there are more.
+
+    Raises:
+        UserError: a shard is missing or damaged, or this side has no samples.
+    """
+
+    def __init__(
+        self, shards: Path, manifest: Manifest, encoder: ImageEncoder, side: str, max_num: int | None = None
+    ) -> None:
+        counts = [cluster.held_out if side == HELD_OUT else cluster.train for cluster in manifest.clusters]
+        names = [shard_name(k, side) for k, count in enumerate(counts) if count]
+        if not names:
+            remedy = "prepare with prepare.held_out_fraction above 0, or set evaluate.reference"
+            raise UserError(f"{shards}: no {side} samples; {remedy}")
+        for name in names:
+            verify_shards(shards / name, hashes=side == HELD_OUT, index_sha256=manifest.index_sha256[name])
+        self.name, self._encoder = side, encoder
+        self._stored = StoredForm(manifest.stores, manifest.normalisation)
+        self._shards = [(shards / name, info) for name in names for info in read_index(shards / name)]
+        self._starts = list(itertools.accumulate((int(info["samples"]) for _, info in self._shards), initial=0))
+        self.num = min(self._starts[-1], max_num or self._starts[-1])
+        self.shape = decoded_shape(encoder, manifest)
+        made_by = [manifest.image_encoder, manifest.provenance.get("image_encoder")]
+        self.sha256 = sha256_json([[manifest.index_sha256[name] for name in names], made_by, self.num])
+
+    def samples(self, rows: Sequence[int]) -> Iterator[dict[str, Any]]:
+        """Yield stored samples with all columns, captions included."""
+        from streaming.base.format import reader_from_json  # after ``shards``, which makes torchvision importable
+
+        places = [row * self._starts[-1] // self.num for row in rows]
+        for shard, chosen in itertools.groupby(places, lambda place: bisect.bisect_right(self._starts, place) - 1):
+            folder, info = self._shards[shard]
+            with TemporaryDirectory() as scratch:
+                if info["zip_data"]:
+                    Origin(str(folder), Path(scratch)).fetch(info, wait=True)
+                reader = reader_from_json(scratch if info["zip_data"] else str(folder), None, info)
+                yield from (reader[place - self._starts[shard]] for place in chosen)
+
+    def images(self, rows: range) -> Images:
+        """Decode one part."""
+        stored = np.stack([sample["x_0"] for sample in self.samples(rows)])
+        return self._encoder.decode(self._stored.mean(torch.from_numpy(stored)))
+
+
+def decoded_shape(encoder: ImageEncoder, manifest: Manifest) -> tuple[int, ...]:
+    """Height, width and 3 of the images that ``encoder`` decodes from the run's samples."""
+    return encoder.decode(torch.zeros(1, *manifest.x_shape)).shape[1:]
+
+
+class FileImages:
+    """Images of one size from a folder, sorted by name, or from an ``.npz`` file (uint8 [n, h, w, 3]).
+
+    Args:
+        path: the folder, searched recursively, or the file.
+
+    Raises:
+        UserError: there are none, or the file holds something else.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.name, files = str(path), sorted(file for file in path.rglob("*") if file.suffix.lower() in _ENDINGS)
+        self._source: Sequence[Path] | Images = files if path.is_dir() else _read_npz(path)
+        self.num = len(self._source)
+        if not self.num:
+            raise UserError(f"{path}: holds no images ({', '.join(_ENDINGS)}); give a folder or an .npz file with some")
+        names = {str(file.relative_to(path)): sha256_file(file) for file in files}
+        self.sha256 = sha256_json(names) if files else sha256_file(path)
+        self.shape = self.images(range(1)).shape[1:]
+
+    def images(self, rows: range) -> Images:
+        """Read one part.
+
+        Raises:
+            UserError: a file is no image, or has another size than the first one.
+        """
+        chosen = self._source[rows.start : rows.stop]
+        if isinstance(chosen, np.ndarray):
+            return chosen
+        images = [_read_image(path) for path in chosen]
+        first = getattr(self, "shape", images[0].shape)
+        for path, image in zip(chosen, images, strict=True):
+            if image.shape != first:
+                problem = f"has {_side(image.shape)} pixels, and the first image has {_side(first)}"
+                raise UserError(f"{path}: {problem}; resize them to one size")
+        return np.stack(images)
+
+
+def _read_npz(path: Path) -> Images:
+    try:
+        with np.load(path, allow_pickle=False) as stored:
+            array = stored["images" if "images" in stored.files else stored.files[0]]
+        if array.dtype != np.uint8 or array.ndim != 4 or array.shape[3] != 3:
+            raise ValueError(f"holds {array.dtype} {list(array.shape)}, not uint8 [n, h, w, 3]")
+    except (OSError, ValueError, IndexError, TypeError, AttributeError) as error:
+        problem = f"is neither a folder nor an .npz file of images ({first_line(error)})"
+        raise UserError(f"{path}: {problem}; give one of these") from None
+    return array
+
+
+def _read_image(path: Path) -> UInt8[np.ndarray, "h w 3"]:
+    try:
+        return np.asarray(Image.open(path).convert("RGB"))
+    except OSError as error:  # Pillow's for a broken image, too
+        raise UserError(f"{path}: is no readable image ({first_line(error)}); remove or replace it") from None
+
+
+def _side(shape: Sequence[int]) -> str:
+    return f"{shape[0]} × {shape[1]}"
+
+
+class Generated:
+    """Images of a run's ensemble, generated in parts and kept in ``folder``.
+
+    Conditions are those of the held-out samples (of training samples if none are held out), again and again in a
+    shuffled order. All randomness of an image is keyed by its number, so neither parts nor ranks matter.
+
+    Args:
+        run: the run's folder.
+        experiment: its seed and its sections ``sample`` and ``evaluate``.
+        manifest: the run's.
+        encoder: its image encoder.
+        device: where to sample.
+    """
+
+    folder: Path
+    sha256: str
+
+    def __init__(
+        self, run: RunFolder, experiment: Experiment, manifest: Manifest, encoder: ImageEncoder, device: torch.device
+    ) -> None:
+        self._experiment, self._kind, self._encoder = experiment, experiment.condition.kind, encoder
+        self.name, self.num, self.shape = "samples", experiment.evaluate.num_images, decoded_shape(encoder, manifest)
+        self._loaded = functools.cache(lambda: load_of_run(run.root, experiment, manifest, device))
+        self._given: ShardImages | None = None
+        if self._kind != "none":
+            side = HELD_OUT if any(cluster.held_out for cluster in manifest.clusters) else TRAIN
+            self._given = ShardImages(run.shards, manifest, encoder, side)
+        settings = asdict(experiment.sample)
+        self.settings = {
+            "experiment": experiment.name,
+            "ensemble_sha256": sha256_file(run.ensemble),
+            "seed": experiment.seed,
+            "sample": {key: settings[key] for key in settings if key not in ("prompts", "num_per_prompt")},
+            **{key: getattr(experiment.evaluate, key) for key in ("num_images", "batch_size", "image_format")},
+            "conditions": None if self._given is None else {"of": self._given.name, "sha256": self._given.sha256},
+        }
+
+    @functools.cached_property
+    def _caption_encoder(self) -> Any:
+        plugin = self._experiment.prepare.caption_encoder
+        assert plugin is not None, "check_experiment asks for one"
+        return CAPTION_ENCODERS.build(plugin.name, plugin.params)
+
+    def given(self, rows: range, column: str) -> list[Any]:
+        """Return a column, such as ``caption``, of the samples whose conditions are used."""
+        assert self._given is not None
+        order = torch.randperm(self._given.num, generator=keyed_generator(self._experiment.seed, "conditions")).tolist()
+        wanted = [order[row % len(order)] for row in rows]
+        ordered = sorted({*wanted})
+        found = {row: sample[column] for row, sample in zip(ordered, self._given.samples(ordered), strict=True)}
+        return [found[row] for row in wanted]
+
+    def _condition(self, rows: range) -> Condition | None:
+        if self._kind == "none":
+            return None
+        if self._kind == "class":
+            return Condition.of(torch.tensor([int(label) for label in self.given(rows, "label")]))
+        encode = self._caption_encoder.tokens if self._kind == "tokens" else self._caption_encoder.vectors
+        return Condition.of(torch.from_numpy(encode(self.given(rows, "caption"))))
+
+    def images(self, rows: range) -> Images:
+        """Return one part, generated now if it is not there."""
+        path, settings = self.folder / "parts" / f"{rows.start:08d}.npz", self._experiment.sample
+        if not path.exists():
+            loaded = self._loaded()
+            x_0 = sample(
+                loaded.ensemble,
+                self._condition(rows),
+                len(rows),
+                loaded.meta.x_shape,
+                strategy=strategy_of(settings),
+                solver=settings.solver,
+                num_steps=settings.num_steps,
+                shift=loaded.meta.timestep_shift,
+                guidance_scale=settings.guidance_scale,
+                seed=self._experiment.seed,
+                batch_size=self._experiment.evaluate.batch_size,
+                keys=[("evaluate", row) for row in rows],
+            )
+            images = self._encoder.decode(x_0)
+            if self._experiment.evaluate.image_format == "png":
+                for row, image in zip(rows, images, strict=True):
+                    save_png(self.folder / "images" / f"{row:06d}.png", Image.fromarray(image))
+            atomic_write(path, lambda temporary: np.savez(temporary, images=images))
+        with np.load(path, allow_pickle=False) as stored:
+            return stored["images"]

@@ -1,0 +1,73 @@
+"""``clip-score``: 100 times the cosine between an image and its caption in CLIP's space (Hessel et al., 2104.08718)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import UInt8
+from torch import Tensor
+from torchmetrics.multimodal import CLIPScore
+from torchmetrics.utilities import dim_zero_cat
+
+from ddm_lightning.core.registry import METRICS
+from ddm_lightning.core.scores import Score
+from ddm_lightning.encoders.pretrained import Pretrained, loading
+
+_IMAGES_AT_ONCE = 8
+
+
+class _Clip(Pretrained):
+    packages = ("transformers",)
+    place = "metric 'clip-score'"
+    kinds = {"model_type": ["clip"]}  # noqa: RUF012  never changed
+
+
+@METRICS.register("clip-score")
+class ClipScore(CLIPScore):
+    """torchmetrics' ``CLIPScore`` with a model from a folder; real images do not count.
+
+    Args:
+        path: folder of a whole CLIP with its tokenizer and image processor, or its name on the hub.
+        revision: see ``Pretrained``.
+
+    Raises:
+        UserError, ValueError: see ``Pretrained``.
+    """
+
+    full_state_update = False
+    captioned = True
+    """``update`` takes captions."""
+    means: list[Tensor]
+
+    def __init__(self, path: str, revision: str | None = None) -> None:
+        self.clip = clip = _Clip(path, None, revision, "cpu", "float32")
+
+        def load() -> tuple[Any, Any]:
+            with loading(clip.folder, clip.place):
+                from transformers import CLIPProcessor
+
+                processor = CLIPProcessor.from_pretrained(clip.folder, local_files_only=True, use_fast=False)
+            return clip._load("transformers", "CLIPModel"), processor
+
+        super().__init__(load)
+        self.add_state("means", [], dist_reduce_fx="cat")
+
+    def update(  # type: ignore[override]  # torchmetrics has no real images
+        self, images: UInt8[np.ndarray, "n h w 3"], captions: Sequence[str] = (), *, real: bool = False
+    ) -> None:
+        """Add generated images with their captions."""
+        for start in range(0, 0 if real else len(images), _IMAGES_AT_ONCE):
+            chunk = torch.from_numpy(np.array(images[start : start + _IMAGES_AT_ONCE])).permute(0, 3, 1, 2)
+            before = self.score.clone()
+            super().update(chunk.to(self.device), list(captions[start : start + _IMAGES_AT_ONCE]))
+            self.means.append((self.score - before)[None] / len(chunk))
+
+    def scores(self) -> dict[str, Score]:
+        """Return the mean with an interval from the scatter of the means of eight images."""
+        means = dim_zero_cat(self.means)
+        error = float(means.std()) / len(means) ** 0.5 if len(means) > 1 else float("nan")
+        value = float(self.compute())
+        return {"CLIP score": Score.of(value, error) if error == error else Score(value)}

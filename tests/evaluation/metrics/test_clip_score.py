@@ -1,0 +1,35 @@
+import numpy as np
+import pytest
+import torch
+from encoders.tiny_models import save_clip
+from torchmetrics.multimodal import CLIPScore
+
+from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.registry import METRICS
+
+CAPTIONS = ["a red dog", "the table", "an apple on the table"] * 7
+
+
+def test_agrees_with_torchmetrics_and_needs_no_real_images(tmp_path):
+    from transformers import CLIPImageProcessor, CLIPProcessor, CLIPTokenizer
+
+    model = save_clip(tmp_path, whole=True)
+    CLIPImageProcessor().save_pretrained(tmp_path)
+    images = np.random.default_rng(0).integers(0, 256, (len(CAPTIONS), 16, 16, 3), dtype=np.uint8)
+    metric = METRICS.build("clip-score", {"path": str(tmp_path)})
+    metric.update(images, real=True)
+    for rows in (slice(0, 11), slice(11, None)):
+        metric.update(images[rows], CAPTIONS[rows], real=False)
+    (score,) = metric.scores().values()
+
+    tokenizer = CLIPTokenizer.from_pretrained(tmp_path)
+    theirs = CLIPScore(lambda: (model, CLIPProcessor(CLIPImageProcessor(), tokenizer)))
+    pixels = torch.from_numpy(images).permute(0, 3, 1, 2)
+    theirs.update(pixels, CAPTIONS)
+    assert score.value == pytest.approx(float(theirs.compute()), rel=1e-3, abs=1e-4)
+    assert score.low < score.high
+
+
+def test_a_missing_model_is_one_line(tmp_path):
+    with pytest.raises(UserError, match=r"gone: is missing, needed by metric 'clip-score'; set its parameter 'path'"):
+        METRICS.build("clip-score", {"path": str(tmp_path / "gone")})

@@ -1,0 +1,69 @@
+import numpy as np
+import pytest
+import torch
+from cleanfid.fid import frechet_distance as cleanfid_distance
+
+from ddm_lightning.core.registry import METRICS
+from ddm_lightning.evaluation.metrics.fid import Moments, frechet_distance
+
+D = 24
+
+
+def features(num, shift=0.0, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    mix = torch.randn(D, D, generator=torch.Generator().manual_seed(7)) / D**0.5
+    return torch.randn(num, D, generator=generator) @ mix + shift
+
+
+def metric(generated, real, **params):
+    built = METRICS.build("fid", {"num_groups": 0, **params})
+    for part in generated.split(700):
+        built.update(part, real=False)
+    built.update(real, real=True)
+    return built
+
+
+def gaussian(rows):
+    return np.mean(rows, 0), np.cov(rows, rowvar=False)
+
+
+@pytest.mark.filterwarnings("ignore:The `disp` argument:DeprecationWarning")
+def test_agrees_with_clean_fid_on_2000_features():
+    generated, real = features(2000, 0.3, seed=1) * 1.5, features(2000)
+    (mean, covariance), (real_mean, real_covariance) = gaussian(generated.numpy()), gaussian(real.numpy())
+    expected = cleanfid_distance(mean, covariance, real_mean, real_covariance)
+    assert metric(generated, real).compute().value == pytest.approx(expected, rel=1e-3)
+
+
+def test_the_distance_of_two_known_gaussians():
+    # Diagonal covariances: |μ|² + Σ (σ_g − σ_r)².
+    rows = torch.eye(D, dtype=torch.float64) * (D - 1) ** 0.5
+    rows = torch.cat([rows, -rows])  # mean 0, covariance (D − 1) / (2 D − 1) · 2 on the diagonal
+    variance = 2 * (D - 1) / (2 * D - 1)
+    found = frechet_distance(Moments.of(rows * 3 + 2), Moments.of(rows))
+    assert found == pytest.approx(D * 4 + D * (2 * variance**0.5) ** 2, rel=1e-10)
+
+
+def test_finite_and_exact_for_covariances_of_low_rank():
+    generated, real = features(5, seed=1), features(7)
+    # With S_g = C_gᵀ C_g, the trace of the root is the sum of the singular values of C_g C_rᵀ.
+    centred = [(rows.double() - rows.double().mean(0)) / (len(rows) - 1) ** 0.5 for rows in (generated, real)]
+    shared = torch.linalg.svdvals(centred[0] @ centred[1].T).sum()
+    expected = (generated.double().mean(0) - real.double().mean(0)).square().sum()
+    expected += sum(rows.square().sum() for rows in centred) - 2 * shared
+    assert metric(generated, real).compute().value == pytest.approx(float(expected), rel=1e-6)
+    assert metric(real, real).compute().value == pytest.approx(0, abs=1e-5)
+
+
+def test_the_interval_is_that_of_independent_sets():
+    found = [metric(features(600, 0.4, 2 * i), features(600, seed=2 * i + 1), num_groups=20) for i in range(60)]
+    scores = [one.compute() for one in found]
+    scatter = torch.tensor([score.value for score in scores]).std()
+    spread = torch.tensor([(score.high - score.low) / (2 * 1.96) for score in scores]).mean()
+    assert 0.8 < float(spread / scatter) < 1.3  # wider with fewer images
+
+
+@pytest.mark.parametrize(("name", "title"), [("inception", "FID (inception)"), ("pixels", "FD (pixels)")])
+def test_only_inception_makes_it_fid(name, title):
+    params = {"features_params": {"path": "x"}} if name == "inception" else {}
+    assert list(metric(features(4), features(4, seed=1), features=name, **params).scores()) == [title]

@@ -1,0 +1,57 @@
+"""Scores during training: they are logged, right, and change no weight."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+from shards.mds import WARNINGS
+from tiny_runs import TINY
+
+from ddm_lightning.cli.parser import main
+
+pytestmark = WARNINGS
+
+SETTINGS = (
+    "expert.train.max_steps=8",
+    "island.validate_every_n_steps=4",
+    "island.log_every_n_steps=4",
+    "island.loggers=[csv]",
+    "evaluate.metrics=[{name: kid, params: {features: pixels}}]",
+    "evaluate.num_images=12",
+)
+
+
+def fit(run: Path, *more: str) -> tuple[bytes, list[dict[str, str]]]:
+    assert main(["fit", "-c", str(TINY), f"run_dir={run}", "member=expert-0", *SETTINGS, *more]) == 0
+    member = run / "members" / "expert-0"
+    (curves,) = (member / "csv").rglob("metrics.csv")
+    with curves.open(encoding="utf-8") as stream:
+        return (member / "artifact" / "model.safetensors").read_bytes(), list(csv.DictReader(stream))
+
+
+def test_scores_are_logged_and_weights_stay_bit_identical(
+    tiny_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import shutil
+
+    other = shutil.copytree(tiny_run, tmp_path / "other")
+    weights, curves = fit(tiny_run)
+    scored, scores = fit(other, "island.evaluate_every_n_steps=4")
+    assert weights == scored
+    assert not any(name.startswith("score/") for row in curves for name in row)
+    found = [row for row in scores if row.get("score/KID (pixels)")]
+    assert [row["step"] for row in found] == ["4", "8"]
+    assert all(0 < float(row["score/KID (pixels)"]) < 100 for row in found)
+    assert "no scores" not in capsys.readouterr().err
+
+
+def test_scores_need_a_validation_at_their_steps(tiny_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = ["-c", str(TINY), f"run_dir={tiny_run}", "member=expert-0", *SETTINGS]
+    assert main(["fit", *settings, "island.evaluate_every_n_steps=6"]) == 2
+    assert "'island.evaluate_every_n_steps' = 6: must be a multiple of island.validate" in capsys.readouterr().err
+    missing = "evaluate.metrics=[{name: kid, params: {features: inception, features_params: {path: none.pt}}}]"
+    assert main(["fit", *settings, "island.evaluate_every_n_steps=4", missing]) == 2
+    assert "none.pt: the weights of 'inception'" in capsys.readouterr().err
+    assert not (tiny_run / "experiment.yaml").exists()
