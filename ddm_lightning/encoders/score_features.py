@@ -5,6 +5,7 @@ Scores on the features that made the clusters may favour the ensemble; the two w
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -114,27 +115,14 @@ class ClipImages(_Features):
         self.size = self.shapes["visual_projection.weight"][0]
 
     @cached_property
-    def _network(self) -> Any:
+    def _network(self) -> tuple[Callable[[Tensor], Tensor], Mapping[str, Any]]:  # type: ignore[override]
         from transformers import CLIPVisionConfig
 
         config = CLIPVisionConfig.from_pretrained(self.folder)
         config.projection_dim = self.size  # some published configurations state another size
-        kind = "CLIPVisionModelWithProjection"
-        return self._load("transformers", kind, config=config, dtype=self.compute_dtype).to(self.device)
-
-    @torch.inference_mode()
-    def encode(self, images: UInt8[np.ndarray, "n h w 3"]) -> Float[np.ndarray, "n size"]:
-        """Encode images to features, float32.
-
-        Raises:
-            UserError: the weights do not load, or the device is missing.
-        """
-        self._require_device()
-        side = self._network.config.image_size
-        return self._features(images, self._embed, {**_CLIP, "input_size": (3, side, side)})
-
-    def _embed(self, pixels: Tensor) -> Tensor:
-        return self._network(pixel_values=pixels).image_embeds
+        kind, side = "CLIPVisionModelWithProjection", config.image_size
+        network = self._load("transformers", kind, config=config, dtype=self.compute_dtype).to(self.device)
+        return lambda pixels: network(pixel_values=pixels).image_embeds, {**_CLIP, "input_size": (3, side, side)}
 
 
 @FEATURES.register("pixels")
