@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ddm_lightning.core.registry import STRATEGIES
-from ddm_lightning.ensemble.routing import Batch, Strategy
+from ddm_lightning.ensemble.routing import Batch, Strategy, choose
 from ddm_lightning.flow.path import Samples, time_rows, x_0_from_velocity
 from ddm_lightning.flow.solvers import reverse_kernel
 from ddm_lightning.flow.timesteps import intervals
@@ -52,15 +52,12 @@ class Bayes(Strategy):
 
     def generate(self, batch: Batch, times: Float[Tensor, " num_times"], solver: str) -> Float[Tensor, "b c h w"]:
         """Run the filter from ``batch.x_1``."""
-        ensemble, initial = batch.ensemble, batch.ensemble.priors
-        if self.router_prior and ensemble.router is not None:
-            initial = ensemble.probabilities(batch.x_1, time_rows(1.0, batch.x_1), batch.condition)
         return filter_chain(
             batch.expert_velocity,
-            ensemble.num_clusters,
+            batch.ensemble.num_clusters,
             batch.x_1,
             times,
-            initial=initial,
+            initial=batch.initial_weights(use_router=self.router_prior),
             noise=batch.noise,
             uniform=batch.uniform,
         ).x_0
@@ -125,7 +122,7 @@ def filter_chain(
             mean, variance = reverse_kernel(x_active, x_0_hat, t, s)
             means[active, k] = mean.to(means.dtype)
             num_evaluated += len(active)
-        drawn = _draw(weights, uniform(i))
+        drawn = choose(weights, uniform(i))
         x_s = means[rows, drawn]
         if s > 0:
             x_s = x_s + (variance.sqrt() * noise(i)).to(x_s.dtype)
@@ -140,11 +137,3 @@ def _pruned(log_weights: Float[Tensor, "b K"]) -> Float[Tensor, "b K"]:
     log_weights = log_weights.log_softmax(dim=1)
     kept = log_weights.masked_fill(log_weights.exp() < MIN_WEIGHT, -torch.inf)
     return kept.log_softmax(dim=1)
-
-
-def _draw(weights: Float[Tensor, "b K"], uniform: Float[Tensor, " b"]) -> Int[Tensor, " b"]:
-    """Choose one expert per row by inverting the cumulative weights; never one of weight 0."""
-    cumulative = weights.cumsum(dim=1)
-    # Scaled by the total, which rounding may leave below a uniform number close to 1.
-    threshold = (uniform.to(cumulative) * cumulative[:, -1])[:, None]
-    return torch.searchsorted(cumulative, threshold, right=True).squeeze(1)
