@@ -2,7 +2,8 @@ import probe
 import pytest
 import router
 import torch
-from router_scores import score
+
+from ddm_lightning.networks.calibration import score
 
 
 def gaussians(num, seed, distance=1.5):
