@@ -72,6 +72,9 @@ def build_parser() -> argparse.ArgumentParser:
         help="PNG file for the grid, or folder for a new one (default: the run's samples folder); single images go "
         "into a folder beside the grid, with the same name",
     )
+    diagnose = add("diagnose", "Measure experts by cluster, the router by time and the clusters' shares among samples.")
+    diagnose.add_argument("--strategy", action="append", help="strategy whose samples are classified; repeat for more")
+    diagnose.add_argument("--num", type=int, default=256, help="images per strategy (default: 256)")
     replay = add("replay", "Repeat a step of member=expert-3 that was skipped because its gradient was not finite.")
     replay.add_argument("--step", type=int, help="number of the step (default: the last skipped one)")
     replay.add_argument("--rank", type=int, default=0, help="rank whose samples are replayed (default: 0)")
