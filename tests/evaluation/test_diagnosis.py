@@ -66,7 +66,7 @@ def test_calibration_is_judged_before_and_after() -> None:
     assert exact["accuracy"] == sharp["accuracy"] and len(exact["accuracy"]) == 8
     assert exact["nll"] == exact["nll_calibrated"] == pytest.approx(sharp["nll_calibrated"], abs=2e-3)
     assert sum(sharp["nll"]) > sum(sharp["nll_calibrated"])
-    assert max(exact["calibration_error"]) < 0.06
+    assert max(exact["calibration_error"]) < 0.08
     assert 0 < max(exact["calibration_error_by_chance"]) < 0.12
     worst = max(sharp["calibration_error"])
     assert worst > 0.1 > max(sharp["calibration_error_calibrated"])
