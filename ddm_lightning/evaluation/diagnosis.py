@@ -218,18 +218,20 @@ def router_figures(ensemble: Ensemble, held_out: Samples, seed: int) -> Figures:
         _, first = held_out.sample_ids.unique(return_inverse=True)
         for branch, condition in branches.items():
             own = figures[branch]
+            found = {}
             for suffix, of in (("", plain), ("_calibrated", ensemble)):
                 probabilities = [
                     of.probabilities(x_t[part], t[part], None if condition is None else condition.rows(part))
                     for part in parts
                 ]
-                found = torch.cat(probabilities).clamp_min(1e-30).log()
-                half = score(found[judged], clusters, 0.0)
+                found[suffix] = torch.cat(probabilities).clamp_min(1e-30).log()
+                half = score(found[suffix][judged], clusters, 0.0)
                 own[f"nll{suffix}"].append(half.nll)
                 own[f"calibration_error{suffix}"].append(half.calibration_error)
-            own["accuracy"].append(score(found, held_out.clusters, 0.0).accuracy)
-            likely = choose(found.exp(), uniform[first])[judged]
-            own["calibration_error_by_chance"].append(score(found[judged], likely, 0.0).calibration_error)
+            own["accuracy"].append(score(found[""], held_out.clusters, 0.0).accuracy)
+            perfect = found["_calibrated"][judged]
+            likely = choose(perfect.exp(), uniform[first][judged])
+            own["calibration_error_by_chance"].append(score(perfect, likely, 0.0).calibration_error)
     return {branch: dict(own) for branch, own in figures.items()}
 
 
