@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
@@ -13,62 +12,13 @@ from torch import Tensor, nn
 from ddm_lightning.flow.condition import Condition
 from ddm_lightning.flow.path import interpolate
 from ddm_lightning.flow.randomness import keyed_generator
+from ddm_lightning.networks.calibration import RoutingScore, score
 
 TIMES = (0.0, 0.25, 0.5, 0.75, 0.9, 0.95)
-NUM_BINS = 15
 BATCH_SIZE = 256
 
 Classifier: TypeAlias = Callable[[Float[Tensor, "n c h w"], float], Float[Tensor, "n K"]]
 """``classifier(x_t, t)``: log-probabilities of the clusters, one row per noisy sample."""
-
-
-@dataclass(frozen=True, eq=False)
-class RoutingScore:
-    """Scores of a classifier at one time."""
-
-    t: float
-    """Noise level."""
-    hit: Float[Tensor, " n"]
-    """1 where the most probable cluster is the true one, else 0."""
-    loss: Float[Tensor, " n"]
-    """Negative log-probability of the true cluster, in nats."""
-    calibration_error: float
-    """Expected calibration error (ECE, 1706.04599): mean |confidence - accuracy| over bins of confidence."""
-    confidence: Float[Tensor, " bins"]
-    """Mean probability of the most probable cluster in each bin; 0 in an empty bin."""
-    hits: Float[Tensor, " bins"]
-    """Accuracy in each bin; 0 in an empty bin."""
-    share: Float[Tensor, " bins"]
-    """Share of the samples in each bin."""
-
-    @property
-    def accuracy(self) -> float:
-        """Mean of ``hit``."""
-        return float(self.hit.mean())
-
-    @property
-    def nll(self) -> float:
-        """Mean of ``loss``."""
-        return float(self.loss.mean())
-
-
-def score(
-    log_probabilities: Float[Tensor, "n K"], clusters: Int[Tensor, " n"], t: float, num_bins: int = NUM_BINS
-) -> RoutingScore:
-    """Score predictions against the true clusters, in ``num_bins`` equal bins of confidence."""
-    log_probabilities = log_probabilities.double()
-    confidence, routed = log_probabilities.exp().max(1)
-    hit = (routed == clusters).double()
-    loss = -log_probabilities.gather(1, clusters[:, None])[:, 0]
-    # Bins are open on the left, so that the last one holds a confidence of 1.
-    index = ((confidence * num_bins).ceil().long() - 1).clamp(0, num_bins - 1)
-    count = torch.bincount(index, minlength=num_bins).double()
-    in_bin = count.clamp_min(1)
-    mean_confidence = torch.bincount(index, confidence, num_bins) / in_bin
-    mean_hits = torch.bincount(index, hit, num_bins) / in_bin
-    share = count / len(clusters)
-    error = (share * (mean_confidence - mean_hits).abs()).sum()
-    return RoutingScore(t, hit, loss, float(error), mean_confidence, mean_hits, share)
 
 
 def score_by_time(

@@ -271,6 +271,23 @@ def _evaluate(experiment: Experiment, options: argparse.Namespace) -> int:
     return 0
 
 
+def _diagnose(experiment: Experiment, options: argparse.Namespace) -> int:
+    if options.num < 1:
+        raise UserError(f"--num {options.num}: must be at least 1")
+    check_devices(experiment.island.accelerator, 1)
+    run = open_run(experiment, create=False)
+    _limit_threads(experiment)
+
+    from ddm_lightning.evaluation.diagnosis import diagnose
+    from ddm_lightning.evaluation.diagnosis_figures import diagnosis_lines, diagnosis_table
+
+    figures = diagnose(experiment, run, options.strategy, options.num, show_progress=sys.stderr.isatty())
+    Console().print(diagnosis_table(figures))
+    print(*diagnosis_lines(figures), sep="\n")
+    print(f"diagnosis: {run.root / 'diagnosis' / 'diagnosis.json'}, and figures beside it")
+    return 0
+
+
 def _status(experiment: Experiment, options: argparse.Namespace) -> int:
     run = open_run(experiment, create=False)
     Console().print(members_table(experiment, run))
@@ -325,6 +342,7 @@ COMMANDS: Mapping[str, Callable[[Experiment, argparse.Namespace], int]] = {
     "fit": _fit,
     "sample": _sample,
     "evaluate": _evaluate,
+    "diagnose": _diagnose,
     "replay": _replay,
     "ema": _ema,
     "status": _status,

@@ -10,7 +10,7 @@ from torch import nn
 
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.ensemble.velocity import Ensemble
-from ddm_lightning.members.artifact import ArtifactMeta, load_network
+from ddm_lightning.members.artifact import ArtifactMeta, load_network, temperatures_of
 from ddm_lightning.members.assembly import read_ensemble
 from ddm_lightning.members.run_folder import ENSEMBLE_FILE, MEMBER_FILE
 
@@ -72,5 +72,6 @@ def load_ensemble(run_dir: Path, device: torch.device | str = "cpu") -> LoadedEn
         router,
         manifest.priors,
         router_conditional="router" not in metas or metas["router"].condition["kind"] != "none",
+        temperatures=temperatures_of(metas["router"]) if "router" in metas else ((), ()),
     )
     return LoadedEnsemble(ensemble, metas["expert-0"])

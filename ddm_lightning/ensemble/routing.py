@@ -16,7 +16,7 @@ from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import STRATEGIES
 from ddm_lightning.ensemble.velocity import Ensemble
 from ddm_lightning.flow.condition import Condition
-from ddm_lightning.flow.path import Samples, Times, VelocityField
+from ddm_lightning.flow.path import Samples, Times, VelocityField, time_rows
 from ddm_lightning.flow.randomness import keyed_generator
 from ddm_lightning.flow.solvers import SOLVERS, integrate, integrate_ancestral
 from ddm_lightning.flow.timesteps import sampling_times
@@ -59,6 +59,13 @@ class Batch:
         """Uniform numbers in [0, 1) of one step."""
         drawn = [torch.rand((), generator=keyed_generator(self._seed, "expert", step, *own)) for own in self._keys]
         return torch.stack(drawn).to(self.ensemble.device)
+
+    def initial_weights(self, *, use_router: bool = True) -> Float[Tensor, "b K"]:
+        """Compute the router's p(k | x_1, t = 1, condition); the priors without a router."""
+        ensemble = self.ensemble
+        if use_router and ensemble.router is not None:
+            return ensemble.probabilities(self.x_1, time_rows(1.0, self.x_1), self.condition)
+        return ensemble.priors.to(self.x_1.device).expand(len(self.x_1), -1)
 
     def field(self, **weighting: Any) -> VelocityField:
         """The ensemble's velocity for these samples; ``weighting`` is ``route`` or ``weights`` of its method."""

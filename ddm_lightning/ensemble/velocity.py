@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.flow.condition import Condition
 from ddm_lightning.flow.path import Samples, Times, expand_time, guided, to_velocity
+from ddm_lightning.networks.calibration import temperature_at
 
 Route: TypeAlias = Callable[[Float[Tensor, "b K"]], Float[Tensor, "b K"]]
 """Weights of the experts from the router's probabilities."""
@@ -28,6 +29,8 @@ class Ensemble:
             strategy that needs no router.
         priors: share of the data in each cluster, [K], positive, summing to 1.
         router_conditional: whether the router takes a condition; published ones see x_t and t only.
+        temperatures: divisors of the router's logits for rows without and with a condition, by equal parts of t; see
+            ``networks.calibration``. An empty one is 1.
 
     Raises:
         ValueError: no experts, or a number of priors that differs from theirs.
@@ -40,6 +43,7 @@ class Ensemble:
         priors: Sequence[float],
         *,
         router_conditional: bool = True,
+        temperatures: tuple[Sequence[float], Sequence[float]] = ((), ()),
     ) -> None:
         if not experts or len(experts) != len(priors):
             raise ValueError(f"{len(experts)} experts with {len(priors)} priors make no ensemble")
@@ -47,6 +51,7 @@ class Ensemble:
         self.router = None if router is None else router.eval()
         self.priors = torch.tensor(priors, dtype=torch.float64)
         self.router_conditional = router_conditional
+        self.temperatures = temperatures
         self.expert_rows = 0
         """Rows evaluated by experts so far; guidance evaluates and counts a row twice."""
 
@@ -72,8 +77,12 @@ class Ensemble:
             return torch.ones(len(x_t), 1, device=x_t.device)
         if self.router is None:
             raise UserError("no router in this ensemble; train one (fit member=router) or set sample.strategy=bayes")
-        logits: Tensor = self.router(x_t, t, condition if self.router_conditional else None)
-        return logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(dim=1)
+        condition = condition if self.router_conditional else None
+        logits: Tensor = self.router(x_t, t, condition)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        null, conditional = (temperature_at(t, one) if one else torch.ones_like(t) for one in self.temperatures)
+        temperature = null if condition is None else torch.where(condition.keep, conditional, null)
+        return (logits / temperature[:, None]).softmax(dim=1)
 
     @torch.no_grad()
     def expert_velocity(

@@ -7,6 +7,7 @@ checked, and networks are found by name among those installed here.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -26,7 +27,7 @@ from ddm_lightning.flow.condition import ConditionSpec
 from ddm_lightning.flow.path import PREDICTIONS
 from ddm_lightning.members.member import MONOLITH, ROUTER, STUDENT, Member, make_network, train_config
 from ddm_lightning.members.run_folder import MEMBER_FILE, RunFolder, field_checks, read_record
-from ddm_lightning.members.status import HELD_OUT_STEP, MemberStatus
+from ddm_lightning.members.status import CONDITIONAL, HELD_OUT_STEP, TEMPERATURE, MemberStatus
 from ddm_lightning.shards.manifest import Manifest
 
 FORMAT_VERSION = 1
@@ -88,7 +89,7 @@ class ArtifactMeta:
     num_samples: Annotated[int, checks.integer(0)]
     """Training samples, repetitions included."""
     metrics: Annotated[dict[str, float], checks.NUMBERS]
-    """Final figures such as the held-out loss."""
+    """Final figures such as the held-out loss; those of a router also hold its temperatures (``temperatures_of``)."""
     model_sha256: Annotated[str, checks.SHA256] = ""
     """SHA-256 of ``model.safetensors``; set by ``write_artifact``."""
 
@@ -105,6 +106,8 @@ def _contradiction(document: Mapping[str, Any]) -> str | None:
         return f"key 'member' is {document['member']}, but key 'num_clusters' is {document['num_clusters']}"
     if (document["prediction"] is None) != (role == ROUTER):
         return "key 'prediction' must be null for a router and only there"
+    if any(value <= 0 for key, value in document["metrics"].items() if key.startswith(TEMPERATURE)):
+        return "key 'metrics' holds a temperature that is not positive"
     return None
 
 
@@ -165,6 +168,15 @@ def load_network(folder: Path) -> tuple[ArtifactMeta, nn.Module]:
     network = _fitting_network(meta, read_header(path, REMEDY), str(folder / MEMBER_FILE))
     network.load_state_dict(load_weights(path, meta.model_sha256, REMEDY))
     return meta, network.eval()
+
+
+def temperatures_of(meta: ArtifactMeta) -> tuple[list[float], list[float]]:
+    """Temperatures of a router's logits without and with a condition, by equal parts of t; empty if not calibrated."""
+    found = []
+    for prefix in (TEMPERATURE, TEMPERATURE + CONDITIONAL):
+        by_time = {key: value for key, value in meta.metrics.items() if re.fullmatch(rf"{prefix}_t[\d.]+", key)}
+        found.append([by_time[key] for key in sorted(by_time)])
+    return found[0], found[1]
 
 
 def build_network(meta: ArtifactMeta, state: Mapping[str, Tensor]) -> nn.Module:

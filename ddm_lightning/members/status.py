@@ -18,6 +18,10 @@ from ddm_lightning.members.run_folder import field_checks, read_record
 
 HELD_OUT_STEP = "held_out/step"
 """Metric of an artifact: step at which its other held-out figures were measured."""
+TEMPERATURE = "held_out/temperature"
+"""Metrics of a router that start with this are its temperatures by t, which sampling applies."""
+CONDITIONAL = "_conditional"
+"""Ends the names of a router's figures with the condition."""
 STATES = ("waiting", "starting", "training", "stopped", "failed", "done")
 _COUNT = checks.integer(0)
 _AMOUNT: checks.Check = (lambda value: checks.is_number(value) and value >= 0, "a number of at least 0")

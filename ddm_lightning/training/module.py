@@ -30,7 +30,9 @@ from ddm_lightning.flow.path import (
 from ddm_lightning.flow.randomness import keyed_generator, keyed_seed
 from ddm_lightning.flow.timesteps import sample_timesteps, stratified_timesteps
 from ddm_lightning.members.member import Member
+from ddm_lightning.members.status import CONDITIONAL, TEMPERATURE
 from ddm_lightning.networks.attention import check_attention, set_attention
+from ddm_lightning.networks.calibration import Calibration
 from ddm_lightning.shards.manifest import StoredForm
 from ddm_lightning.training.ema import ema_weights, track_ema
 from ddm_lightning.training.guard import FiniteGuard
@@ -39,6 +41,7 @@ from ddm_lightning.training.parallel.strategy import HALF, Sharded, checkpoint_b
 from ddm_lightning.training.speed import Speed
 
 NUM_VALIDATION_TIMESTEPS = 8
+ECE = "held_out/calibration_error"
 LOG_EVERY_N_STEPS = 50
 """Reporting interval under a Trainer that does not log."""
 
@@ -481,6 +484,12 @@ class RouterModule(MemberModule):
     loss_name = "cross_entropy"
     confusion: Float[Tensor, "t k k"] | None = None
     """Probabilities of this rank's part of a validation, summed by timestep and true cluster."""
+    calibrations: dict[str, Calibration]
+    """Calibration without (``""``) and with (``CONDITIONAL``) the condition, of this rank's part of a validation."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.calibrations = {}
 
     def compute_losses(self, noisy: NoisyBatch, batch: dict[str, Tensor]) -> dict[str, Float[Tensor, " b"]]:
         """Return the cross-entropy of each sample, in nats, and whether its cluster is the likeliest."""
@@ -489,18 +498,19 @@ class RouterModule(MemberModule):
         return {"loss": F.cross_entropy(logits, batch["cluster"], reduction="none"), "accuracy": hits}
 
     def on_validation_start(self) -> None:
-        """Start with an empty confusion table."""
+        """Start with empty tables."""
         super().on_validation_start()
         self.confusion = None
+        self.calibrations = {}
 
     @torch.no_grad()
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         """Average held-out cross-entropy and accuracy at 8 fixed timesteps, without and with the condition."""
         num = self.num_counted(batch, batch_idx)
-        cluster = batch["cluster"][:num]
+        cluster, sample_ids = batch["cluster"][:num], batch["sample_id"][:num]
         for index in range(NUM_VALIDATION_TIMESTEPS):
             noisy = self.noisy_validation_batch(batch, batch_idx, index)
-            branches = {"": None} | ({"_conditional": noisy.condition} if noisy.condition is not None else {})
+            branches = {"": None} | ({CONDITIONAL: noisy.condition} if noisy.condition is not None else {})
             for branch, condition in branches.items():
                 logits = self.network(noisy.x_t, noisy.t, condition).float()[:num]
                 nll = F.cross_entropy(logits, cluster, reduction="sum")
@@ -508,8 +518,29 @@ class RouterModule(MemberModule):
                 for suffix in (branch, f"{branch}{_at(index)}"):
                     self.accumulate(f"held_out/{self.loss_name}{suffix}", nll, num)
                     self.accumulate(f"held_out/accuracy{suffix}", hits, num)
+                calibration = self.calibrations.setdefault(branch, Calibration(NUM_VALIDATION_TIMESTEPS))
+                calibration.add(index, logits, cluster, sample_ids)
                 if not branch:
                     self._add_confusion(index, cluster, logits.softmax(1))
+
+    def drain(self, prefix: str) -> dict[str, float]:
+        """Add the temperatures of a validation, and the calibration error before and after, to its averages."""
+        figures = super().drain(prefix)
+        for branch, calibration in self.calibrations.items() if prefix == "held_out/" else ():
+            if self._num_ranks() > 1:
+                for sums in (calibration.loss, calibration.reliability):
+                    on_device = sums.to(self.device)
+                    torch.distributed.all_reduce(on_device)
+                    sums.copy_(on_device)
+            before, after = calibration.errors()
+            for name, values in (
+                (TEMPERATURE, calibration.temperatures()),
+                (ECE, before),
+                (f"{ECE}_calibrated", after),
+            ):
+                figures |= {f"{name}{branch}{_at(index)}": value for index, value in enumerate(values)}
+        self.calibrations = {} if prefix == "held_out/" else self.calibrations
+        return figures
 
     def sum_confusion(self) -> Float[Tensor, "t k k"] | None:
         """Return the confusion of all ranks; a collective, once per validation. None without held-out samples."""

@@ -27,7 +27,7 @@ from ddm_lightning.members.member import parse_members
 
 HELP = Path(__file__).with_name("help.txt")
 FEW = "sample.num_steps=8"
-COMMANDS = ("prepare", "fit", "sample", "evaluate", "replay", "ema", "status", "config")
+COMMANDS = ("prepare", "fit", "sample", "evaluate", "diagnose", "replay", "ema", "status", "config")
 
 
 def called(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:

@@ -48,6 +48,21 @@ def test_the_loaded_ensemble_computes_what_was_trained(run_dir: Path) -> None:
     assert loaded.meta.member == "expert-0" and loaded.meta.timestep_shift == 1.5
 
 
+def test_the_routers_temperatures_are_applied(run_dir: Path) -> None:
+    plain = load_ensemble(run_dir).ensemble
+    figures = {f"held_out/temperature{branch}_t{t}": 2.0 for branch in ("", "_conditional") for t in (0.25, 0.75)}
+    put(run_dir / "router", "router", metrics=figures)
+    write_ensemble(run_dir, [run_dir / member for member in ("expert-0", "expert-1", "router")], PRIORS)
+    calibrated = load_ensemble(run_dir).ensemble
+    plain.router = calibrated.router
+    x_t, t, condition = inputs()
+    assert calibrated.temperatures == ([2.0, 2.0], [2.0, 2.0])
+    expected = (plain.probabilities(x_t, t, condition).log() / 2).softmax(1)
+    assert torch.allclose(calibrated.probabilities(x_t, t, condition), expected, atol=1e-5)
+    edit(run_dir / "router" / "member.json", metrics={"held_out/temperature_t0.25": 0.0})
+    refused(lambda: load_member(run_dir / "router"), run_dir / "router" / "member.json", "temperature", "not positive")
+
+
 @pytest.mark.parametrize(("strategy", "solver"), [("top-1", "euler"), ("bayes", "ancestral")])
 def test_it_samples(run_dir: Path, strategy: str, solver: str) -> None:
     loaded = load_ensemble(run_dir)

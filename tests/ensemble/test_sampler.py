@@ -17,7 +17,11 @@ from ddm_lightning.flow.condition import Condition
 
 SHAPE = (2, 3, 3)
 WAYS = [
-    *((strategy, solver) for strategy in ("full", "top-1", "top-k") for solver in ("euler", "heun", "ancestral")),
+    *(
+        (strategy, solver)
+        for strategy in ("full", "top-1", "top-k", "sample-1")
+        for solver in ("euler", "heun", "ancestral")
+    ),
     ("bayes", "ancestral"),
 ]
 

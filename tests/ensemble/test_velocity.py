@@ -110,6 +110,18 @@ def test_a_router_built_without_a_condition_gets_none(router_conditional: bool) 
     assert router.conditions == [condition if router_conditional else None]
 
 
+def test_temperatures_divide_the_logits_of_their_rows_and_times() -> None:
+    router, given = FixedRouter([0.0, 1.2]), ([2.0, 4.0], [0.5, 0.25])
+    ensemble = Ensemble([Aimed(), Aimed()], router, [0.5, 0.5], temperatures=given)
+    x_t, t = torch.randn(3, 2), torch.tensor([0.25, 0.5, 1.0])
+    without = ensemble.probabilities(x_t, t)[:, 1]
+    assert torch.allclose(without, torch.tensor([1.2 / 2, 1.2 / 3, 1.2 / 4]).sigmoid())
+    mixed = Condition(torch.ones(3, 1), torch.tensor([True, False, True]))
+    assert torch.allclose(ensemble.probabilities(x_t, t, mixed)[:, 1], torch.tensor([2.4, 0.4, 4.8]).sigmoid())
+    plain = Ensemble([Aimed(), Aimed()], router, [0.5, 0.5])
+    assert torch.equal(plain.probabilities(x_t, t), router.logits.expand(3, 2).softmax(1))
+
+
 def test_a_single_model_needs_no_router() -> None:
     expert, x_t, t = Aimed(), torch.randn(4, 2), torch.full((4,), 0.5)
     for strategy in (Top1(), TopK(2)):

@@ -97,7 +97,9 @@ def test_held_out_figures_and_confusion_against_numpy(kind):
     for suffix in branches:
         everything = [nll[suffix, time] for time in range(NUM_TIMES)]
         assert figures[f"held_out/cross_entropy{suffix}"] == pytest.approx(np.mean(everything), rel=1e-4)
-    assert len(figures) == len(branches) * 2 * (1 + NUM_TIMES)
+    calibration = {name for name in figures if "temperature" in name or "calibration" in name}
+    assert len(calibration) == len(branches) * 3 * NUM_TIMES  # temperature, and the error before and after
+    assert len(figures) - len(calibration) == len(branches) * 2 * (1 + NUM_TIMES)
     np.testing.assert_allclose(module.confusion.numpy(), confusion, rtol=1e-4, atol=1e-5)
     # Rows are true clusters: each holds as many samples as there are of it.
     counts = np.bincount(torch.cat([part["cluster"] for part in batches]).numpy(), minlength=NUM_CLUSTERS)

@@ -52,15 +52,12 @@ class Bayes(Strategy):
 
     def generate(self, batch: Batch, times: Float[Tensor, " num_times"], solver: str) -> Float[Tensor, "b c h w"]:
         """Run the filter from ``batch.x_1``."""
-        ensemble, initial = batch.ensemble, batch.ensemble.priors
-        if self.router_prior and ensemble.router is not None:
-            initial = ensemble.probabilities(batch.x_1, time_rows(1.0, batch.x_1), batch.condition)
         return filter_chain(
             batch.expert_velocity,
-            ensemble.num_clusters,
+            batch.ensemble.num_clusters,
             batch.x_1,
             times,
-            initial=initial,
+            initial=batch.initial_weights(use_router=self.router_prior),
             noise=batch.noise,
             uniform=batch.uniform,
         ).x_0

@@ -1,0 +1,65 @@
+"""``sample-1``: one expert per sample, drawn by its probability instead of being the most probable."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from ddm_lightning.core.registry import STRATEGIES
+from ddm_lightning.ensemble.routing import Batch, Strategy, choose
+from ddm_lightning.flow.path import Samples, Times, time_rows
+from ddm_lightning.flow.solvers import integrate, integrate_ancestral
+
+
+@STRATEGIES.register("sample-1")
+@dataclass(frozen=True)
+class Sample1(Strategy):
+    """Draw one expert from p(k | x_1, t = 1, condition) and follow it; draw again where the router is unsure.
+
+    This keeps the clusters' shares. Let p_t(x, k) be the joint law of x_t and the cluster k of its x_0. Expert k moves
+    x_t along its own flow, which turns p_t(x, k) into p_s(x, k). A new draw from the router's p(k | x_s) leaves
+    p_s(x, k) as it is, for any set of x_s on which it is made. So exact experts sample the mixture for every
+    ``threshold``, up to the solver's error. ``top-1`` does not: at high noise it gives all samples to the largest
+    cluster. Following the *change* of the router's probabilities (a maximal coupling from one step to the next) does
+    not either: x_t has moved because of k, so its evidence would count twice.
+
+    A router that knows less about x_t than the experts mixes modes with each draw. So by default there is one draw.
+
+    Args:
+        threshold: draw again at each step at which no expert has this probability. 0 draws once, needs the router
+            at t = 1 alone, and without a router draws from the priors; 1 draws at each step.
+    """
+
+    needs_router = False
+    threshold: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.threshold <= 1:
+            raise ValueError(f"threshold = {self.threshold} must be from 0 to 1")
+
+    def generate(self, batch: Batch, times: Float[Tensor, " num_times"], solver: str) -> Float[Tensor, "b c h w"]:
+        """Integrate from ``batch.x_1`` with one expert per sample and step."""
+        experts = choose(batch.initial_weights(), batch.uniform(0))
+
+        def velocity(x_t: Samples, t: Times) -> Samples:
+            out = torch.empty_like(x_t)
+            for k in experts.unique().tolist():
+                rows = (experts == k).nonzero().squeeze(1)
+                out[rows] = batch.expert_velocity(k, x_t[rows], t[rows], rows)
+            return out
+
+        x_t = batch.x_1
+        for step in range(len(times) - 1):
+            if step and self.threshold:
+                weights = batch.ensemble.probabilities(x_t, time_rows(float(times[step]), x_t), batch.condition)
+                unsure = weights.amax(1) < self.threshold
+                experts = torch.where(unsure, choose(weights, batch.uniform(step)), experts)
+            pair = times[step : step + 2]
+            if solver == "ancestral":
+                x_t = integrate_ancestral(velocity, x_t, pair, lambda _, step=step: batch.noise(step))  # type: ignore[misc]
+            else:
+                x_t = integrate(velocity, x_t, pair, solver)
+        return x_t

@@ -1,0 +1,352 @@
+"""Diagnose an ensemble: experts by cluster, the router by time, and the clusters' shares among samples."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from rich.console import Console
+from rich.progress import Progress
+from torch import Tensor
+from torch.nn import functional as F
+
+from ddm_lightning.config.experiment import Experiment, SampleConfig
+from ddm_lightning.core.devices import device_of
+from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.files import atomic_write_json
+from ddm_lightning.core.formatting import member_columns
+from ddm_lightning.ensemble.load import load_ensemble
+from ddm_lightning.ensemble.routing import choose, sample, strategy_of, with_suited_solver
+from ddm_lightning.ensemble.velocity import Ensemble
+from ddm_lightning.evaluation.diagnosis_figures import write_figures
+from ddm_lightning.flow.condition import Condition
+from ddm_lightning.flow.oracle import FiniteSetOracle
+from ddm_lightning.flow.path import interpolate
+from ddm_lightning.flow.randomness import keyed_generator
+from ddm_lightning.flow.timesteps import stratified_timesteps
+from ddm_lightning.members.member import MONOLITH, Member
+from ddm_lightning.members.run_folder import RunFolder
+from ddm_lightning.networks.calibration import is_fitted, score
+from ddm_lightning.shards.loader import ShardLoader
+from ddm_lightning.shards.manifest import Manifest
+from ddm_lightning.training.fit import build_data, build_module
+
+STRATEGIES_SHOWN = ("full", "top-1", "sample-1", "bayes")
+MAX_HELD_OUT, MAX_TRAIN = 2048, 20_000
+# A smaller set is repeated with other noise.
+MIN_ROWS, MAX_DRAWS = 512, 8
+# The exact answer of a larger training set is too far from any network's.
+MAX_EXACT, NUM_EXACT_ROWS = 4096, 256
+BATCH_SIZE = 64
+# Side of the images whose pixels the classifier of clusters sees, and its weight decays to choose from.
+CLASSIFIER_SIDE, CLASSIFIER_DECAYS = 12, (1e-3, 1e-2, 1e-1)
+
+Figures = dict[str, Any]
+"""Figures as JSON."""
+
+
+@dataclass(frozen=True, eq=False)
+class Samples:
+    """Samples of all clusters, in memory."""
+
+    x_0: Float[Tensor, "n c h w"]
+    clusters: Int[Tensor, " n"]
+    sample_ids: Int[Tensor, " n"]
+    condition: Condition | None
+
+    def rows(self, rows: Int[Tensor, " m"]) -> Samples:
+        """The chosen samples."""
+        condition = None if self.condition is None else self.condition.rows(rows)
+        return Samples(self.x_0[rows], self.clusters[rows], self.sample_ids[rows], condition)
+
+    def repeated(self) -> Samples:
+        """Repeat a small set, for several draws of noise."""
+        draws = min(MAX_DRAWS, -(-MIN_ROWS // len(self.x_0)))
+        return self.rows(torch.arange(len(self.x_0)).repeat(draws))
+
+    def to(self, device: torch.device) -> Samples:
+        """The same samples on ``device``."""
+        condition = None if self.condition is None else self.condition.to(device)
+        return Samples(self.x_0.to(device), self.clusters.to(device), self.sample_ids.to(device), condition)
+
+
+def diagnose(
+    experiment: Experiment, run: RunFolder, strategies: Sequence[str] | None, num: int, *, show_progress: bool = False
+) -> Figures:
+    """Diagnose a run's ensemble; write ``diagnosis.json`` and figures to the run's folder ``diagnosis``.
+
+    Args:
+        experiment: the run's; its ``sample`` section says how to sample.
+        run: a finished run with its shards.
+        strategies: strategies whose samples are classified; None for ``STRATEGIES_SHOWN``.
+        num: images per strategy.
+        show_progress: whether to show a progress bar on stderr.
+
+    Raises:
+        UserError: no ensemble or no held-out samples, or an unknown strategy.
+    """
+    names = strategies or dict.fromkeys([*STRATEGIES_SHOWN, experiment.sample.strategy])
+    chosen = {name: _settings(experiment.sample, name) for name in names}
+    device = device_of(experiment.island.accelerator)
+    loaded = load_ensemble(run.root, device)
+    ensemble, priors = loaded.ensemble, loaded.ensemble.priors
+    if ensemble.router is None and ensemble.num_clusters > 1 and not strategies:
+        chosen = {name: settings for name, settings in chosen.items() if not strategy_of(settings).needs_router}
+    train, held_out, num_train = _read(experiment, run)
+    with Progress(*member_columns(), console=Console(stderr=True), disable=not show_progress) as bars:
+        task = bars.add_task("experts", total=len(stratified_timesteps()), note="")
+        noisy = held_out.repeated().to(device)
+        figures: Figures = {
+            "num_held_out": len(held_out.x_0),
+            "num_train": num_train,
+            "num_images": num,
+            "seed": experiment.seed,
+            "sample": asdict(experiment.sample),
+            "priors": priors.tolist(),
+            "times": stratified_timesteps().tolist(),
+            "experts": expert_figures(ensemble, noisy, experiment.seed, lambda: bars.advance(task)),
+            "router": router_figures(ensemble, noisy, experiment.seed),
+        }
+        if num_train <= MAX_EXACT and ensemble.router is not None:
+            figures["exact"] = exact_figures(ensemble, train.to(device), experiment.seed)
+        classifier = ClusterClassifier(train, held_out, ensemble.num_clusters)
+        given = held_out.rows(torch.arange(num) * max(1, len(held_out.x_0) // num) % len(held_out.x_0))
+        # With conditions the images follow those of the held-out samples, whose shares are not quite the priors.
+        shares = given.clusters.bincount(minlength=len(priors)) / num if given.condition is not None else priors
+        found = {}
+        for name, settings in chosen.items():
+            task = bars.add_task(name, total=num, note="")
+            x_0 = sample(
+                ensemble,
+                given.condition,
+                num,
+                loaded.meta.x_shape,
+                strategy=strategy_of(settings),
+                solver=settings.solver,
+                num_steps=settings.num_steps,
+                shift=loaded.meta.timestep_shift,
+                guidance_scale=settings.guidance_scale,
+                seed=experiment.seed,
+                batch_size=BATCH_SIZE,
+                progress=lambda done, task=task: bars.update(task, completed=done),  # type: ignore[misc]
+            )
+            own = classifier.shares(x_0)
+            variation = _variation(own, shares)
+            found[name] = {"solver": settings.solver, "shares": own.tolist(), "total_variation": variation}
+    figures["shares"] = {
+        "expected": shares.tolist(),
+        "by_chance": float((shares * (1 - shares) / num).sqrt().sum() * (2 / torch.pi) ** 0.5 / 2),
+        "classifier_accuracy": classifier.accuracy,
+        "strategies": found,
+    }
+    folder = run.root / "diagnosis"
+    folder.mkdir(exist_ok=True)
+    write_figures(folder, figures)
+    atomic_write_json(folder / "diagnosis.json", figures)
+    return figures
+
+
+@torch.no_grad()
+def expert_figures(
+    ensemble: Ensemble, held_out: Samples, seed: int, advance: Callable[[], object] = lambda: None
+) -> Figures:
+    """Measure each expert on each cluster at 8 fixed times, with the same noise for all.
+
+    Returns:
+        ``loss_by_time`` [t][expert][cluster] and its mean ``loss``; ``in_cluster`` and ``out_of_cluster`` loss of each
+        expert; ``disagreement`` [t], the variance of the velocities under the router's weights, relative to the square
+        of their mean (empty without a router).
+    """
+    num_clusters, times = ensemble.num_clusters, stratified_timesteps()
+    counts = held_out.clusters.bincount(minlength=num_clusters).clamp(min=1)
+    losses = torch.zeros(len(times), num_clusters, num_clusters, device=held_out.x_0.device)
+    disagreement = []
+    for index, (x_t, t) in enumerate(_noisy(held_out.x_0, seed)):
+        variance = square = 0.0
+        for part in torch.arange(len(x_t), device=x_t.device).split(BATCH_SIZE):
+            own, noisy, time = held_out.rows(part), x_t[part], t[part]
+            found = torch.stack([ensemble.expert_velocity(k, noisy, time, own.condition) for k in range(num_clusters)])
+            target = (noisy - own.x_0) / times[index]  # noise - x_0
+            losses[index].index_add_(1, own.clusters, (found - target).square().flatten(2).mean(2))
+            if ensemble.router is not None:
+                weights = ensemble.probabilities(noisy, time, own.condition).T[..., None]
+                mean = (weights * found.flatten(2)).sum(0)
+                variance += float((weights * (found.flatten(2) - mean).square()).sum())
+                square += float(mean.square().sum())
+        disagreement += [variance / square] if square else []
+        advance()
+    losses = (losses / counts).cpu()
+    loss = losses.mean(0)
+    others = counts.cpu() * (1 - torch.eye(num_clusters))
+    return {
+        "loss_by_time": losses.tolist(),
+        "loss": loss.tolist(),
+        "in_cluster": loss.diagonal().tolist(),
+        "out_of_cluster": ((loss * others).sum(1) / others.sum(1).clamp(min=1)).tolist(),
+        "disagreement": disagreement,
+    }
+
+
+@torch.no_grad()
+def router_figures(ensemble: Ensemble, held_out: Samples, seed: int) -> Figures:
+    """Score the router at 8 fixed times, ``unconditional`` and ``conditional``.
+
+    Returns:
+        For each branch and time: ``accuracy``; ``nll`` and ``calibration_error`` (ECE), as trained and ``_calibrated``,
+        of the samples that did not fit the temperatures; ``calibration_error_by_chance``, the ECE of a perfectly
+        calibrated router on as many samples, which is large on few. Empty without a router.
+    """
+    if ensemble.router is None:
+        return {}
+    plain = Ensemble(
+        ensemble.experts, ensemble.router, ensemble.priors.tolist(), router_conditional=ensemble.router_conditional
+    )
+    is_conditional = ensemble.router_conditional and held_out.condition is not None
+    branches = {"unconditional": None, **({"conditional": held_out.condition} if is_conditional else {})}
+    judged = ~is_fitted(held_out.sample_ids)
+    clusters = held_out.clusters[judged]
+    figures: dict[str, dict[str, list[float]]] = {branch: defaultdict(list) for branch in branches}
+    for index, (x_t, t) in enumerate(_noisy(held_out.x_0, seed)):
+        parts = torch.arange(len(x_t), device=x_t.device).split(BATCH_SIZE)
+        # One number for all draws of a sample, because they are not independent.
+        uniform = torch.rand(len(x_t), generator=keyed_generator(seed, "chance", index)).to(x_t.device)
+        _, first = held_out.sample_ids.unique(return_inverse=True)
+        for branch, condition in branches.items():
+            own = figures[branch]
+            found = {}
+            for suffix, of in (("", plain), ("_calibrated", ensemble)):
+                probabilities = [
+                    of.probabilities(x_t[part], t[part], None if condition is None else condition.rows(part))
+                    for part in parts
+                ]
+                found[suffix] = torch.cat(probabilities).clamp_min(1e-30).log()
+                half = score(found[suffix][judged], clusters, 0.0)
+                own[f"nll{suffix}"].append(half.nll)
+                own[f"calibration_error{suffix}"].append(half.calibration_error)
+            own["accuracy"].append(score(found[""], held_out.clusters, 0.0).accuracy)
+            perfect = found["_calibrated"][judged]
+            likely = choose(perfect.exp(), uniform[first][judged])
+            own["calibration_error_by_chance"].append(score(perfect, likely, 0.0).calibration_error)
+    return {branch: dict(own) for branch, own in figures.items()}
+
+
+@torch.no_grad()
+def exact_figures(ensemble: Ensemble, train: Samples, seed: int) -> Figures:
+    """Compare router and ensemble, without conditions, with the closed form of their training set.
+
+    Returns:
+        At each time, ``total_variation`` of the router from the exact posterior, and ``velocity_error``: relative L2
+        error of the full ensemble.
+    """
+    oracle = FiniteSetOracle(train.x_0, train.clusters, ensemble.num_clusters)
+    rows = train.rows(torch.linspace(0, len(train.x_0) - 1, min(NUM_EXACT_ROWS, len(train.x_0))).long())
+    variations, errors = [], []
+    for x_t, t in _noisy(rows.x_0, seed):
+        variations.append(_variation(ensemble.probabilities(x_t, t), oracle.cluster_posterior(x_t, t)))
+        exact = oracle.velocity(x_t, t)
+        errors.append(float((ensemble.velocity(x_t, t) - exact).norm() / exact.norm()))
+    return {"total_variation": variations, "velocity_error": errors}
+
+
+class ClusterClassifier:
+    """Multinomial logistic regression from pixels to clusters, fitted on training samples.
+
+    It knows neither the features that made the clusters nor their centroids. Its confusion on held-out samples is
+    taken out of the shares that it finds (Lipton et al., 1802.03916).
+    """
+
+    def __init__(self, train: Samples, held_out: Samples, num_clusters: int) -> None:
+        found = _pixels(train.x_0)
+        self._mean, self._std = found.mean(0), found.std(0).clamp(min=1e-6)
+        fits = [self._fit(train, num_clusters, decay) for decay in CLASSIFIER_DECAYS]
+        losses = [float(F.cross_entropy(self._logits(held_out.x_0, fit), held_out.clusters)) for fit in fits]
+        self._best = fits[int(np.argmin(losses))]
+        probabilities = self._logits(held_out.x_0, self._best).softmax(1)
+        self.accuracy = float((probabilities.argmax(1) == held_out.clusters).float().mean())
+        """On held-out samples."""
+        self._confusion = torch.stack(
+            [probabilities[held_out.clusters == k].mean(0) for k in range(num_clusters)]
+        ).nan_to_num(0.0)
+
+    def shares(self, x_0: Float[Tensor, "n c h w"]) -> Float[Tensor, " K"]:
+        """Estimate the clusters' shares among images."""
+        seen = self._logits(x_0, self._best).softmax(1).mean(0)
+        shares = torch.linalg.lstsq(self._confusion.T, seen[:, None]).solution[:, 0].clamp(min=0)
+        return shares / shares.sum()
+
+    def _fit(self, train: Samples, num_clusters: int, decay: float) -> Float[Tensor, "d K"]:
+        inputs = self._inputs(train.x_0)
+        weights = torch.zeros(inputs.shape[1], num_clusters, requires_grad=True)
+        optimizer = torch.optim.LBFGS([weights], max_iter=100, line_search_fn="strong_wolfe")
+
+        def closure() -> float:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(inputs @ weights, train.clusters) + decay / 2 * weights.square().sum()
+            loss.backward()
+            return float(loss.detach())
+
+        optimizer.step(closure)
+        return weights.detach()
+
+    def _inputs(self, x_0: Float[Tensor, "n c h w"]) -> Float[Tensor, "n d"]:
+        pixels = (_pixels(x_0) - self._mean) / self._std
+        return torch.cat([pixels, torch.ones(len(pixels), 1)], dim=1)
+
+    def _logits(self, x_0: Float[Tensor, "n c h w"], weights: Float[Tensor, "d K"]) -> Float[Tensor, "n K"]:
+        return self._inputs(x_0) @ weights
+
+
+def _pixels(x_0: Float[Tensor, "n c h w"]) -> Float[Tensor, "n d"]:
+    size = min(x_0.shape[2], CLASSIFIER_SIDE), min(x_0.shape[3], CLASSIFIER_SIDE)
+    return F.adaptive_avg_pool2d(x_0.float(), size).flatten(1)
+
+
+def _variation(p: Float[Tensor, "*b K"], q: Float[Tensor, "*b K"]) -> float:
+    return float((p - q).abs().sum(-1).mean() / 2)
+
+
+def _noisy(x_0: Float[Tensor, "n c h w"], seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield ``x_t`` and ``t`` at each of the fixed times."""
+    for index, t in enumerate(stratified_timesteps().to(x_0.device)):
+        noise = torch.randn(x_0.shape, generator=keyed_generator(seed, "diagnosis", index)).to(x_0.device)
+        yield interpolate(x_0, noise, t.expand(len(x_0))), t.expand(len(x_0))
+
+
+def _settings(settings: SampleConfig, strategy: str) -> SampleConfig:
+    params: Mapping[str, Any] = settings.strategy_params if strategy == settings.strategy else {}
+    return with_suited_solver(replace(settings, strategy=strategy, strategy_params=dict(params)))
+
+
+def _read(experiment: Experiment, run: RunFolder) -> tuple[Samples, Samples, int]:
+    """Read training and held-out samples of all clusters, evenly spaced ones of large sets.
+
+    Returns:
+        Both, and the number of all training samples.
+
+    Raises:
+        UserError: there are no held-out samples, or shards are damaged.
+    """
+    manifest = Manifest.read(run.root)
+    member = replace(Member.resolve(MONOLITH, experiment, manifest), name="diagnosis", batch_size=1)
+    data = build_data(member, experiment.island, manifest, run)
+    if not data.held_out_clusters:
+        raise UserError(f"{run.root}: no held-out samples; prepare anew with prepare.held_out_fraction above 0")
+    data.prepare_data()
+    module = build_module(member, experiment.island, manifest)
+
+    def samples(loader: Any, most: int) -> Samples:
+        assert isinstance(loader, ShardLoader)
+        total = len(loader.shards)
+        batch = loader.shards.take(np.arange(min(total, most)) * total // min(total, most))
+        return Samples(module.normalised(batch), batch["cluster"], batch["sample_id"], module.condition(batch))
+
+    try:
+        loader = data.train_dataloader()
+        return samples(loader, MAX_TRAIN), samples(data.val_dataloader(), MAX_HELD_OUT), len(loader.shards)
+    finally:
+        data.teardown("validate")

@@ -1,0 +1,139 @@
+"""Calibration of routers: temperatures by time (Guo et al., 1706.04599), and the scores that judge them.
+
+A temperature divides the logits. It changes how sure a router is, but never which cluster is the most probable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from ddm_lightning.flow.path import Times
+
+NUM_BINS = 15
+_CHOICES = torch.logspace(-2, 2, 41, base=2)
+"""Temperatures of which the best is taken, refined by a parabola: 1/4 … 4."""
+
+
+def temperature_at(t: Times, temperatures: Sequence[float]) -> Times:
+    """Temperature at each ``t``, linear between the middles of equal parts of [0, 1] and constant beyond them.
+
+    Args:
+        t: times.
+        temperatures: one for each part, in order.
+    """
+    known = torch.tensor([temperatures[0], *temperatures, temperatures[-1]], dtype=t.dtype, device=t.device)
+    place = (t * len(temperatures) + 0.5).clamp(0, len(temperatures) + 0.999)
+    left = place.long()
+    return torch.lerp(known[left], known[(left + 1).clamp(max=len(known) - 1)], place - left)
+
+
+def reliability(log_probabilities: Float[Tensor, "*c n K"], clusters: Int[Tensor, " n"]) -> Float[Tensor, "*c bins 3"]:
+    """Sums of confidence, hits and samples in ``NUM_BINS`` equal bins of confidence; additive over samples."""
+    confidence, routed = log_probabilities.exp().max(-1)
+    hits = (routed == clusters).to(confidence)
+    # Bins are open on the left, so that the last one holds a confidence of 1.
+    index = ((confidence * NUM_BINS).ceil().long() - 1).clamp(0, NUM_BINS - 1)
+    sums = confidence.new_zeros(*confidence.shape[:-1], NUM_BINS, 3)
+    values = torch.stack([confidence, hits, torch.ones_like(hits)], dim=-1)
+    return sums.scatter_add_(-2, index[..., None].expand(*index.shape, 3), values)
+
+
+def calibration_error(sums: Float[Tensor, "*c bins 3"]) -> Float[Tensor, "*c"]:
+    """Expected calibration error (ECE) from ``reliability``: mean |confidence - accuracy| over the bins."""
+    confidence, hits, count = sums.unbind(-1)
+    return (confidence - hits).abs().sum(-1) / count.sum(-1).clamp(min=1)
+
+
+def is_fitted(sample_ids: Int[Tensor, " n"]) -> Bool[Tensor, " n"]:
+    """Whether held-out samples belong to the half that fits temperatures; the other half judges them."""
+    return (sample_ids * 2654435761 >> 16) % 2 == 0  # Knuth's hash: neighbours in the source are often alike
+
+
+class Calibration:
+    """Fits a temperature on one half of held-out samples and judges it on the other; a stable key splits them.
+
+    Sums over samples are kept for each of 41 temperatures, so that ranks can add theirs.
+    """
+
+    def __init__(self, num_times: int) -> None:
+        self.loss = torch.zeros(num_times, len(_CHOICES), dtype=torch.float64)
+        """Negative log-likelihood of the first half."""
+        self.reliability = torch.zeros(num_times, len(_CHOICES), NUM_BINS, 3, dtype=torch.float64)
+        """``reliability`` of the second half."""
+
+    def add(
+        self, index: int, logits: Float[Tensor, "n K"], clusters: Int[Tensor, " n"], sample_ids: Int[Tensor, " n"]
+    ) -> None:
+        """Add predictions at the ``index``-th time."""
+        log_probabilities = (logits[None] / _CHOICES.to(logits)[:, None, None]).log_softmax(2).double().cpu()
+        clusters, sample_ids = clusters.cpu(), sample_ids.cpu()
+        first = is_fitted(sample_ids)
+        rows, own = log_probabilities[:, first], clusters[first]
+        self.loss[index] -= rows.gather(2, own.expand(len(rows), -1)[..., None]).sum((1, 2))
+        self.reliability[index] += reliability(log_probabilities[:, ~first], clusters[~first])
+
+    def temperatures(self) -> list[float]:
+        """Temperature of the lowest loss at each time; 1 without samples."""
+        fitted = []
+        for loss in self.loss:
+            best = int(loss.argmin())
+            exponent = float(_CHOICES[best].log2())
+            if 0 < best < len(loss) - 1:
+                below, lowest, above = loss[best - 1 : best + 2].tolist()
+                exponent += 0.05 * (below - above) / max(below - 2 * lowest + above, 1e-12)
+            fitted.append(2.0**exponent if loss.any() else 1.0)
+        return fitted
+
+    def errors(self) -> tuple[list[float], list[float]]:
+        """ECE at each time on the second half, before and after calibration."""
+        errors = calibration_error(self.reliability)
+        nearest = [int((_CHOICES - one).abs().argmin()) for one in self.temperatures()]
+        return errors[:, len(_CHOICES) // 2].tolist(), errors[range(len(errors)), nearest].tolist()
+
+
+@dataclass(frozen=True, eq=False)
+class RoutingScore:
+    """Scores of a classifier of noisy samples at one time."""
+
+    t: float
+    """Noise level."""
+    hit: Float[Tensor, " n"]
+    """1 where the most probable cluster is the true one, else 0."""
+    loss: Float[Tensor, " n"]
+    """Negative log-probability of the true cluster, in nats."""
+    calibration_error: float
+    """ECE."""
+    confidence: Float[Tensor, " bins"]
+    """Mean probability of the most probable cluster in each bin; 0 in an empty bin."""
+    hits: Float[Tensor, " bins"]
+    """Accuracy in each bin; 0 in an empty bin."""
+    share: Float[Tensor, " bins"]
+    """Share of the samples in each bin."""
+
+    @property
+    def accuracy(self) -> float:
+        """Mean of ``hit``."""
+        return float(self.hit.mean())
+
+    @property
+    def nll(self) -> float:
+        """Mean of ``loss``."""
+        return float(self.loss.mean())
+
+
+def score(log_probabilities: Float[Tensor, "n K"], clusters: Int[Tensor, " n"], t: float) -> RoutingScore:
+    """Score predictions against the true clusters."""
+    log_probabilities = log_probabilities.double()
+    hit = (log_probabilities.argmax(1) == clusters).double()
+    loss = -log_probabilities.gather(1, clusters[:, None])[:, 0]
+    sums = reliability(log_probabilities, clusters)
+    confidence, hits, count = sums.unbind(-1)
+    filled = count.clamp_min(1)
+    return RoutingScore(
+        t, hit, loss, float(calibration_error(sums)), confidence / filled, hits / filled, count / len(clusters)
+    )

@@ -1,0 +1,109 @@
+"""Diagnosis of exact experts and routers of a finite set, and of a finished tiny run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from ensemble_networks import ExactExpert, ExactRouter, finite_set
+from PIL import Image
+from tiny_runs import copy_run, settings
+from torch import Tensor, nn
+
+from ddm_lightning.cli.parser import main
+from ddm_lightning.ensemble.velocity import Ensemble
+from ddm_lightning.evaluation.diagnosis import ClusterClassifier, Samples, exact_figures, expert_figures, router_figures
+from ddm_lightning.flow.condition import Condition
+from ddm_lightning.flow.oracle import FiniteSetOracle
+
+SIZES = [30, 60, 90]
+PRIORS = [size / 180 for size in SIZES]
+
+
+def samples(seed: int = 0) -> Samples:
+    points, labels = finite_set(SIZES, 4, seed)
+    return Samples(points.float().reshape(-1, 1, 2, 2), labels, torch.arange(180), None)
+
+
+class Sharpened(nn.Module):
+    """An exact router that is twice as sure as it may be."""
+
+    def __init__(self, oracle: FiniteSetOracle) -> None:
+        super().__init__()
+        self.exact = ExactRouter(oracle)
+
+    def forward(self, x_t: Tensor, t: Tensor, condition: Condition | None) -> Tensor:
+        return 2 * self.exact(x_t, t, condition).clamp_min(-80)
+
+
+def ensemble(points: Samples, *, sharpened: bool = False) -> Ensemble:
+    oracle = FiniteSetOracle(points.x_0, points.clusters, 3)
+    router = Sharpened(oracle) if sharpened else ExactRouter(oracle)
+    temperatures = ([2.0], [2.0]) if sharpened else ((), ())
+    return Ensemble([ExactExpert(oracle, k) for k in range(3)], router, PRIORS, temperatures=temperatures)
+
+
+def test_exact_experts_are_best_on_their_own_clusters() -> None:
+    points = samples()
+    found = expert_figures(ensemble(points), points.repeated(), seed=0)
+    loss = torch.tensor(found["loss"])
+    assert loss.argmin(0).tolist() == [0, 1, 2]
+    assert found["in_cluster"] == loss.diagonal().tolist()
+    # The mean over the samples of other clusters, by hand for the first expert.
+    assert found["out_of_cluster"][0] == pytest.approx(float((60 * loss[0, 1] + 90 * loss[0, 2]) / 150), rel=1e-5)
+    assert all(inside < outside for inside, outside in zip(found["in_cluster"], found["out_of_cluster"], strict=True))
+    assert torch.tensor(found["loss_by_time"]).mean(0).allclose(loss)
+    # At low noise the router knows the cluster, so the routed experts agree.
+    assert found["disagreement"][0] < 1e-3 < found["disagreement"][-1]
+
+
+def test_calibration_is_judged_before_and_after() -> None:
+    points = samples()
+    exact = router_figures(ensemble(points), points.repeated(), seed=0)["unconditional"]
+    sharp = router_figures(ensemble(points, sharpened=True), points.repeated(), seed=0)["unconditional"]
+    assert exact["accuracy"] == sharp["accuracy"] and len(exact["accuracy"]) == 8
+    assert exact["nll"] == exact["nll_calibrated"] == pytest.approx(sharp["nll_calibrated"], abs=2e-3)
+    assert sum(sharp["nll"]) > sum(sharp["nll_calibrated"])
+    assert max(exact["calibration_error"]) < 0.08
+    assert 0 < max(exact["calibration_error_by_chance"]) < 0.12
+    worst = max(sharp["calibration_error"])
+    assert worst > 0.1 > max(sharp["calibration_error_calibrated"])
+
+
+def test_exact_members_have_no_distance_to_the_exact_answer() -> None:
+    points = samples()
+    found = exact_figures(ensemble(points), points, seed=0)
+    assert max(found["total_variation"]) < 1e-5 and max(found["velocity_error"]) < 1e-4
+    assert max(exact_figures(ensemble(samples(1)), points, seed=0)["total_variation"]) > 0.1
+
+
+def test_the_classifier_finds_the_shares_of_a_mixture() -> None:
+    train, held_out, given = samples(), samples(), samples()
+    classifier = ClusterClassifier(train, held_out, 3)
+    for rows, expected in (
+        (torch.arange(180), PRIORS),
+        (torch.cat([torch.arange(30).repeat(6), torch.arange(30, 90)]), [0.75, 0.25, 0.0]),
+    ):
+        assert classifier.shares(given.x_0[rows]).tolist() == pytest.approx(expected, abs=0.05)
+    assert classifier.accuracy > 0.8
+
+
+def test_the_command_writes_figures_and_charts(
+    capsys: pytest.CaptureFixture[str], finished_run: Path, tmp_path: Path
+) -> None:
+    run = copy_run(finished_run, tmp_path / "run")
+    assert main(["diagnose", *settings(run), "--num", "12", "sample.num_steps=2"]) == 0
+    out = capsys.readouterr().out
+    figures = json.loads((run / "diagnosis" / "diagnosis.json").read_text())
+    assert set(figures["shares"]["strategies"]) == {"full", "top-1", "sample-1", "bayes"}
+    for found in figures["shares"]["strategies"].values():
+        assert sum(found["shares"]) == pytest.approx(1, abs=1e-5) and "total variation" in out
+    assert set(figures["router"]) and len(figures["experts"]["loss"]) == 2 and "exact" in figures
+    for name in ("experts", "router", "shares"):
+        with Image.open(run / "diagnosis" / f"{name}.png") as chart:
+            assert chart.width > 500
+    assert any((run / "diagnosis" / "tensorboard").iterdir())
+    assert main(["diagnose", *settings(run), "--strategy", "unheard-of"]) == 2
+    assert "unheard-of" in capsys.readouterr().err
