@@ -166,7 +166,7 @@ def describe(section: Any, prefix: str = "") -> Iterator[tuple[str, str, str]]:
             yield from describe(default or inner(), f"{key}.")
         else:
             form = inspect.formatannotation(hint).replace("typing.", "").replace("None", "null")
-            value = ", required" if default == checks.MISSING_MARK else f" = {json.dumps(default)}"
+            value = ", required" if default == checks.MISSING_MARK else f" = {json.dumps(default, default=asdict)}"
             limits = checks.limits(kind).get(name)
             yield key, f" {form}{value}" + (f", {limits[1]}" if limits else ""), text
 

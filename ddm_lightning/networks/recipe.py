@@ -6,7 +6,6 @@ from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 from ddm_lightning.core.checks import option
-from ddm_lightning.flow.path import PREDICTIONS
 
 
 class Size(NamedTuple):
@@ -88,5 +87,5 @@ class Architecture(Recipe):
 class ExpertArchitecture(Architecture):
     """Parameters of ``DiT``."""
 
-    prediction: str = option("velocity", choices=PREDICTIONS)
+    prediction: str = option("velocity", choices=("velocity", "epsilon", "x_0"))
     """Output of the network: ``velocity``, ``epsilon`` (the noise) or ``x_0`` (the data)."""
