@@ -56,7 +56,6 @@ def test_spec_refuses_a_length_that_does_not_fit(kind: str, size: int, length: o
         ("none", -1),
         ("text", 2.0),
         ("class", True),
-        (None, 0),
         ("text", "4"),
     ],
 )

@@ -111,7 +111,7 @@ def test_ensemble_with_wrong_members(run_dir: Path, tmp_path: Path) -> None:
     refused(lambda: write_ensemble(run_dir, [outside, *folders[1:]], [0.25, 0.75]), outside, "copy the artifact folder")
     refused(lambda: write_ensemble(run_dir, [*folders, folders[0]], [0.25, 0.75]), manifest, "expert-0 is listed twice")
     monolith = put(run_dir / "members" / "monolith" / "artifact", "monolith")
-    refused(lambda: write_ensemble(run_dir, [*folders, monolith], [0.25, 0.75]), manifest, "monolith", "leave")
+    refused(lambda: write_ensemble(run_dir, [*folders, monolith], [0.25, 0.75]), manifest, "monolith", "remove")
     refused(lambda: write_ensemble(run_dir, folders, [1.0]), manifest, "expert-1 has no prior")
     refused(lambda: write_ensemble(run_dir, folders[:1], [1.0]), manifest, "1 priors", "know 2 clusters")
 
