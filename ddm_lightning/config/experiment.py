@@ -67,6 +67,8 @@ class ShardsConfig:
     """MDS compression, such as ``zstd:3``; null for none."""
     remote: str | None = None
     """URL (``s3://…``, ``sftp://…``) for the upload of finished shards; null keeps them here."""
+    features: bool = False
+    """Whether to store each sample's clustering features, too (float16)."""
 
 
 @dataclass
