@@ -1,6 +1,7 @@
 """Alignment of hidden tokens with the clustering features: its term, its end, its head, and what is refused."""
 
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -125,6 +126,17 @@ def test_validation_knows_nothing_of_it():
         one.validation_step(batch(), 0)  # without features
     assert module.drain("held_out/") == plain.drain("held_out/")
     assert module.alignment._tokens is None
+
+
+def test_the_head_begins_by_the_seed_alone():
+    module = expert()
+    heads = []
+    for noise, seed in ((1, 7), (2, 7), (1, 8)):
+        torch.manual_seed(noise)
+        heads.append(Alignment(module.network, replace(module.member, seed=seed), SIZE).head[0].weight)
+        drawn = torch.rand(1)
+        assert torch.equal(drawn, torch.rand(1, generator=torch.Generator().manual_seed(noise)))
+    assert torch.equal(heads[0], heads[1]) and not torch.equal(heads[0], heads[2])
 
 
 def test_muon_leaves_the_head_to_adamw():
