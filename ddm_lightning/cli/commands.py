@@ -80,7 +80,9 @@ def _prepared(experiment: Experiment, options: argparse.Namespace) -> RunFolder:
     _limit_threads(experiment)
     with RichReporter() as reporter:
         prune = getattr(options, "prune", False)
-        prepare(experiment, RunFolder.of(experiment).root, reporter, _sizes_check(experiment, options), prune)
+        check = _sizes_check(experiment, options)
+        manifest = prepare(experiment, RunFolder.of(experiment).root, reporter, check, prune)
+    check_networks(experiment, manifest, options.config, options.overrides)  # also if nothing was to prepare
     # Only now: after an error in prepare, the corrected experiment may use the same folder.
     return open_run(experiment, create=True)
 

@@ -67,6 +67,8 @@ class ShardsConfig:
     """MDS compression, such as ``zstd:3``; null for none."""
     remote: str | None = None
     """URL (``s3://…``, ``sftp://…``) for the upload of finished shards; null keeps them here."""
+    features: bool = False
+    """Whether to store each sample's clustering features, too (float16), for ``expert.alignment``."""
 
 
 @dataclass
@@ -156,6 +158,18 @@ class TrainConfig:
 
 
 @dataclass
+class AlignmentConfig:
+    """Alignment of hidden tokens with the clustering features (REPA: 2410.06940); needs prepare.shards.features."""
+
+    weight: float = option(0.0, low=0)
+    """Weight of the negative cosine similarity in the loss, 0.5 in the paper; 0 for no alignment."""
+    depth: int = option(2, low=1)
+    """Number of blocks before the aligned tokens: about a third of the network's."""
+    until_step: int | None = option(None, low=1)
+    """Optimizer step after which the weight is 0; null for none."""
+
+
+@dataclass
 class ExpertConfig:
     """Experts, and the monolith that they are compared with."""
 
@@ -167,6 +181,8 @@ class ExpertConfig:
     """Error that is squared: of the network's ``prediction``, or of the ``velocity`` that it implies (JiT)."""
     min_snr_gamma: float | None = option(None, low=1e-6)
     """Gamma of the Min-SNR loss weight min(SNR, gamma), 5 in its paper; null for equal weights."""
+    alignment: AlignmentConfig = field(default_factory=AlignmentConfig)
+    """Alignment with the features of ``prepare``."""
     train: TrainConfig = field(default_factory=TrainConfig)
     """Optimisation."""
 

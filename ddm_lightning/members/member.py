@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ddm_lightning.config.experiment import Experiment, PluginConfig, TimestepsConfig, TrainConfig
+from ddm_lightning.config.experiment import AlignmentConfig, Experiment, PluginConfig, TimestepsConfig, TrainConfig
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import EXPERTS, ROUTERS
 from ddm_lightning.flow.condition import ConditionSpec
@@ -94,6 +94,8 @@ class Member:
     """Error that the loss squares: of the ``prediction`` or of the ``velocity``."""
     min_snr_gamma: float | None
     """Cap of the loss weight over timesteps; None for equal weights."""
+    alignment: AlignmentConfig | None
+    """Alignment with the clustering features; None for a router, and without it."""
     image_encoder: PluginConfig
     caption_encoder: PluginConfig | None
 
@@ -102,13 +104,20 @@ class Member:
         """Resolve the member called ``name``.
 
         Raises:
-            UserError: the manifest has another number of clusters, or lacks the tokens of the condition.
+            UserError: the manifest has another number of clusters, or lacks the tokens of the condition or the features
+                of the alignment.
         """
         role = name.partition("-")[0]
         is_router, num_clusters = role == ROUTER, experiment.prepare.partition.num_clusters
         if isinstance(sizes, Manifest) and sizes.num_clusters != num_clusters:
             raise UserError(
                 f"key 'prepare.partition.num_clusters' = {num_clusters}: the manifest has {sizes.num_clusters}"
+            )
+        alignment = None if is_router or not experiment.expert.alignment.weight else experiment.expert.alignment
+        if alignment is not None and not sizes.num_features:
+            raise UserError(
+                f"key 'expert.alignment.weight' = {alignment.weight:g}: the shards hold no features; prepare with "
+                "prepare.shards.features=true, or set it to 0"
             )
         config = experiment.router if is_router else experiment.expert
         unconditional = is_router and not experiment.router.conditional
@@ -128,6 +137,7 @@ class Member:
             condition_dropout=experiment.router.condition_dropout if is_router else experiment.condition.dropout,
             loss="prediction" if is_router else experiment.expert.loss,
             min_snr_gamma=None if is_router else experiment.expert.min_snr_gamma,
+            alignment=alignment,
             image_encoder=experiment.prepare.image_encoder,
             caption_encoder=experiment.prepare.caption_encoder,
         )

@@ -64,6 +64,7 @@ class PatchTransformer(nn.Module):
         if mlp_ratio * width < 1:
             raise ValueError(f"mlp_ratio = {mlp_ratio} leaves the MLP without features")
         self.x_shape = x_shape
+        self.width = width
         self.patch_size = patch_size
         self.patch_embedding = nn.Linear(channels * patch_size**2, width)
         rows, columns = height_cells // patch_size, width_cells // patch_size

@@ -17,9 +17,9 @@ from ddm_lightning.core.compat import ensure_torchvision_importable
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_folder, atomic_write_json, read_json
 from ddm_lightning.core.formatting import amount
-from ddm_lightning.encoders.interfaces import array_encoding
+from ddm_lightning.encoders.interfaces import array_encoding, parse_encoding
 from ddm_lightning.partition.partition import Partition
-from ddm_lightning.prepare.encode import CAPTIONS, LATENTS, RECORDS
+from ddm_lightning.prepare.encode import CAPTIONS, FEATURES, LATENTS, RECORDS
 from ddm_lightning.prepare.engine import run_jobs
 from ddm_lightning.prepare.prepared import Prepared
 from ddm_lightning.prepare.reading import Plugins
@@ -83,9 +83,9 @@ class Samples:
     """Rows to store in the shards."""
 
     columns: Mapping[str, Rows]
-    """Numbers and arrays: ``x_0``, ``label``, the caption encoder's columns, and ``x_0_flipped`` if stored."""
+    """``x_0``, ``label`` and the caption encoder's columns; ``x_0_flipped`` and ``features`` if stored."""
     encodings: Mapping[str, str]
-    """MDS encoding of each column."""
+    """MDS encoding of each column; its rows are cast to it."""
     captions: Rows
     clusters: Int[np.ndarray, "n"]
     form: StoredForm
@@ -153,6 +153,7 @@ def write_split(
     from streaming.base.format.mds.writer import MDSWriter
 
     moments: list[Float64[np.ndarray, "3 c"]] = []
+    types = {name: parse_encoding(encoding)[0] for name, encoding in samples.encodings.items()}
     with MDSWriter(
         out=str(job.folder / shard_name(job.cluster, job.split)),
         columns={**samples.encodings, "sample_id": "int64", "cluster": "int32", "caption": "str"},
@@ -162,7 +163,7 @@ def write_split(
     ) as writer:
         for start in range(0, len(job.order), _SAMPLES_AT_ONCE):
             chosen = job.order[start : start + _SAMPLES_AT_ONCE]
-            block = {name: rows.take(chosen) for name, rows in samples.columns.items()}
+            block = {name: rows.take(chosen).astype(types[name], copy=False) for name, rows in samples.columns.items()}
             stored = torch.from_numpy(block["x_0"])
             mean, std = samples.form.mean(stored, torch.float64).numpy(), samples.form.spread(stored, torch.float64)
             squares = mean**2 + (0.0 if std is None else std.square().numpy())
@@ -233,6 +234,9 @@ def samples_of(prepared: Prepared, plugins: Plugins) -> Samples:
     columns["label"], encodings["label"] = prepared.rows(RECORDS, "label"), "int32"
     for name, encoding in (captions.columns if captions else {}).items():
         columns[name], encodings[name] = prepared.rows(CAPTIONS, name), encoding
+    if plugins.config.shards.features:
+        columns["features"] = prepared.rows(FEATURES, "features")
+        encodings["features"] = array_encoding("float16", columns["features"].row_shape)
     form = StoredForm(encoder.stores, encoder.normalisation)
     return Samples(columns, encodings, prepared.texts("captions"), prepared.clusters, form)
 

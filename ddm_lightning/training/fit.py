@@ -29,6 +29,7 @@ from ddm_lightning.members.status import MemberStatus
 from ddm_lightning.shards.datamodule import ClusterDataModule
 from ddm_lightning.shards.manifest import Manifest, StoredForm
 from ddm_lightning.training import callbacks, ema
+from ddm_lightning.training.alignment import Alignment
 from ddm_lightning.training.checkpoint import rolling
 from ddm_lightning.training.loggers import SampleLogger, build_loggers
 from ddm_lightning.training.module import ExpertModule, MemberModule, RouterModule, StudentModule
@@ -86,7 +87,8 @@ def _fit_locked(
     data = build_data(member, island, manifest, run)
 
     num_parameters, num_widths = sum(p.numel() for p in module.network.parameters()), len(member.train.ema_widths)
-    strategy, reason = choose_strategy(island, num_parameters, num_widths, member.train.optimizer)
+    aligned = member.alignment is not None
+    strategy, reason = choose_strategy(island, num_parameters, num_widths, member.train.optimizer, aligned)
     module.speed.cost, cost_line = measure_cost(module.network, member, island)
     size = checkpoint_bytes(num_parameters, num_widths, island.precision)
     for line in (
@@ -156,12 +158,14 @@ def build_module(member: Member, island: IslandConfig, manifest: Manifest) -> Me
     planned = member.plan_network()
     check_memory([*planned.parameters(), *planned.buffers()], member.name)
     kind = {ROUTER: RouterModule, STUDENT: StudentModule}.get(member.role, ExpertModule)
+    network = member.build_network()
     return kind(
-        member.build_network(),
+        network,
         member,
         StoredForm(manifest.stores, manifest.normalisation),
         island=island,
         caption_encoder=_online_encoder(member, manifest),
+        alignment=None if member.alignment is None else Alignment(network, member, manifest.num_features),
         num_held_out=sum(manifest.clusters[k].held_out for k in member.clusters),
     )
 

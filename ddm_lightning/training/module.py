@@ -34,6 +34,7 @@ from ddm_lightning.members.status import CONDITIONAL, TEMPERATURE
 from ddm_lightning.networks.attention import check_attention, set_attention
 from ddm_lightning.networks.calibration import Calibration
 from ddm_lightning.shards.manifest import StoredForm
+from ddm_lightning.training.alignment import Alignment
 from ddm_lightning.training.ema import ema_weights, track_ema
 from ddm_lightning.training.guard import FiniteGuard
 from ddm_lightning.training.optimizer import build_optimizer, build_schedule
@@ -79,6 +80,7 @@ class MemberModule(L.LightningModule):
         island: attention, compilation, checkpointing and micro batches on this machine; defaults if None.
         caption_encoder: encodes captions during training; None if the shards hold the result.
         num_held_out: held-out samples of its clusters; None to count every row of a held-out batch.
+        alignment: aligns the network's tokens with the clustering features; None for no alignment.
     """
 
     loss_name = "loss"
@@ -93,6 +95,7 @@ class MemberModule(L.LightningModule):
         island: IslandConfig | None = None,
         caption_encoder: CaptionEncoder | None = None,
         num_held_out: int | None = None,
+        alignment: Alignment | None = None,
     ) -> None:
         super().__init__()
         self.network = network
@@ -101,6 +104,7 @@ class MemberModule(L.LightningModule):
         self.island = island or IslandConfig()
         self.caption_encoder = caption_encoder
         self.num_held_out = num_held_out
+        self.alignment = alignment
         self.speed = Speed(member.batch_size)
         self.averages: dict[str, float] = {}
         """Training averages of the newest report."""
@@ -133,7 +137,8 @@ class MemberModule(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         """Build AdamW or Muon with the EMAs in its state, and the learning-rate schedule."""
-        optimizer = build_optimizer(self.network, self.member.train)
+        head = () if self.alignment is None else self.alignment.parameters()
+        optimizer = build_optimizer(self.network, self.member.train, head)
         track_ema(optimizer, self.member.train.ema_decay, self.member.train.ema_widths)
         schedule = build_schedule(optimizer, self.member.train)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
@@ -158,7 +163,7 @@ class MemberModule(L.LightningModule):
         micro_batches = self._micro_batches(len(noisy.t))
         if len(micro_batches) == 1:
             losses = self.compute_losses(noisy, batch)
-            loss = self.weighted(losses["loss"], noisy.t).mean()
+            loss = self.weighted(losses, noisy.t).mean()
         else:
             losses, loss = self._accumulate_gradients(noisy, batch, micro_batches)
         if self._skips_steps():
@@ -193,12 +198,16 @@ class MemberModule(L.LightningModule):
         """Return ``loss`` of each sample, in fp32, and further figures to show as curves."""
         raise NotImplementedError
 
-    def weighted(self, losses: Float[Tensor, " b"], t: Float[Tensor, " b"]) -> Float[Tensor, " b"]:
-        """Weight the losses for training, by velocity or Min-SNR; curves show them without weights."""
+    def weighted(self, losses: dict[str, Float[Tensor, " b"]], t: Float[Tensor, " b"]) -> Float[Tensor, " b"]:
+        """Weight ``loss`` for training, by velocity or Min-SNR, and reward alignment; curves show both unweighted."""
+        loss, gamma = losses["loss"], self.member.min_snr_gamma
         if self.member.loss == "velocity":
-            return losses * velocity_loss_weights(t, self.prediction)
-        gamma = self.member.min_snr_gamma
-        return losses if gamma is None else losses * min_snr_weights(t, gamma, self.prediction)
+            loss = loss * velocity_loss_weights(t, self.prediction)
+        elif gamma is not None:
+            loss = loss * min_snr_weights(t, gamma, self.prediction)
+        if self.alignment is not None:
+            loss = loss - self.alignment.weight_at(self.global_step) * losses["alignment"]
+        return loss
 
     def _micro_batches(self, num: int) -> list[slice]:
         """Split a batch into nearly equal micro batches, so that compiled blocks see at most two sizes."""
@@ -219,7 +228,7 @@ class MemberModule(L.LightningModule):
         def loss_of(rows: slice) -> Float[Tensor, ""]:
             losses = self.compute_losses(noisy.rows(rows), {name: values[rows] for name, values in batch.items()})
             found.append({name: values.detach() for name, values in losses.items()})
-            return self.weighted(losses["loss"], noisy.t[rows]).sum() / len(noisy.t)
+            return self.weighted(losses, noisy.t[rows]).sum() / len(noisy.t)
 
         def reduce_gradients(now: bool) -> None:
             if isinstance(self.network, FSDPModule):
@@ -242,7 +251,7 @@ class MemberModule(L.LightningModule):
             # A fused optimizer unscales within its step, which comes later: the limit would be of scaled gradients.
             self.trainer.scaler.unscale_(optimizer)
         if not self._parameters_to_clip:
-            self._parameters_to_clip = list(self.network.parameters())  # walks through all modules, so only once
+            self._parameters_to_clip = list(self.parameters())  # walks through all modules, so only once
         # An infinite limit measures without clipping.
         norm = nn.utils.clip_grad_norm_(self._parameters_to_clip, float("inf") if limit is None else limit)
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
@@ -431,10 +440,13 @@ class ExpertModule(MemberModule):
     """
 
     def compute_losses(self, noisy: NoisyBatch, batch: dict[str, Tensor]) -> dict[str, Float[Tensor, " b"]]:
-        """Return the mean squared error of each sample."""
+        """Return the mean squared error of each sample and, in training with alignment, its cosine similarity."""
         prediction = self.network(noisy.x_t, noisy.t, noisy.condition)
         target = training_target(*self.ends(noisy, batch), self.prediction)
-        return {"loss": F.mse_loss(prediction.float(), target, reduction="none").flatten(1).mean(1)}
+        losses = {"loss": F.mse_loss(prediction.float(), target, reduction="none").flatten(1).mean(1)}
+        if self.alignment is not None and self.training:
+            losses["alignment"] = self.alignment(batch["features"])
+        return losses
 
     def ends(self, noisy: NoisyBatch, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Return data and noise of each sample, the ends of its path."""

@@ -31,6 +31,7 @@ MEMBER = Member(
     condition_dropout=0.1,
     loss="prediction",
     min_snr_gamma=None,
+    alignment=None,
     image_encoder=PluginConfig("pixels"),
     caption_encoder=None,
 )

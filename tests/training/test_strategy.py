@@ -44,6 +44,13 @@ def test_muon_is_refused_under_fsdp2():
     choose_strategy(island(strategy="ddp", devices=2), 1, optimizer="muon")
 
 
+def test_alignment_is_refused_under_fsdp2():
+    for name, num_parameters in (("fsdp", 1), ("auto", 10**9)):
+        with pytest.raises(UserError, match=r"'expert\.alignment\.weight'.*FSDP2.*set 0, or island\.strategy=ddp"):
+            choose_strategy(island(strategy=name, devices=2), num_parameters, is_aligned=True)
+    choose_strategy(island(strategy="ddp", devices=2), 1, is_aligned=True)
+
+
 @pytest.mark.parametrize(
     ("name", "kind", "said"),
     [

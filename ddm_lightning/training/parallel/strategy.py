@@ -180,7 +180,7 @@ def training_bytes(num_parameters: int, num_widths: int = 0, precision: str = "3
 
 
 def choose_strategy(
-    island: IslandConfig, num_parameters: int, num_widths: int = 0, optimizer: str = "adamw"
+    island: IslandConfig, num_parameters: int, num_widths: int = 0, optimizer: str = "adamw", is_aligned: bool = False
 ) -> tuple[BackgroundCheckpoints, str]:
     """Choose the strategy of an island.
 
@@ -189,12 +189,13 @@ def choose_strategy(
         num_parameters: number of the network's parameters.
         num_widths: number of power-function averages besides the EMA.
         optimizer: ``train.optimizer``.
+        is_aligned: whether the loss has an ``expert.alignment``.
 
     Returns:
         The strategy, and one line that gives the reason.
 
     Raises:
-        UserError: a precision or optimizer that FSDP2 does not support.
+        UserError: a precision, optimizer or alignment that FSDP2 does not support.
     """
     devices, name = island.devices, island.strategy
     if devices == 1 and name in ("auto", "single"):
@@ -215,6 +216,8 @@ def choose_strategy(
         raise UserError(
             f"key 'train.optimizer' = 'muon': FSDP2 ({reason}) shards its matrices; set it to adamw, {remedy}"
         )
+    if is_aligned:
+        raise UserError(f"key 'expert.alignment.weight': FSDP2 ({reason}) would not train its head; set 0, {remedy}")
     gathered = name == "fsdp-shard-grad-op"
     weights = "weights stay gathered until the backward pass" if gathered else "weights are gathered block by block"
     return Sharded(devices, gathered=gathered), f"FSDP2 over {devices} devices, {weights}: {reason}"
