@@ -68,7 +68,7 @@ def test_batches_that_are_no_number_of_samples(tmp_path):
             sweep.Sweep(options(tmp_path, **{name: 0}))
     for name in ("rates", "batches"):
         for factor in (float("nan"), float("inf"), 0.0, -1.0):
-            with pytest.raises(UserError, match="--rates and --batches: each is a multiple"):
+            with pytest.raises(UserError, match="--rates and --batches: give multiples"):
                 sweep.Sweep(options(tmp_path, **{name: [1.0, factor]}))
     with pytest.raises(UserError, match="name one member"):
         sweep.Sweep(options(tmp_path, member="all"))
