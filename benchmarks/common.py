@@ -22,9 +22,13 @@ from rich.table import Table
 
 from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.config.load import load_experiment
+from ddm_lightning.core.compat import defer_heavy_packages, ensure_torchvision_importable
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_write, atomic_write_json, atomic_write_text
 from ddm_lightning.core.formatting import time_column
+
+ensure_torchvision_importable()  # before a benchmark imports Streaming
+defer_heavy_packages()
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 INTERRUPTED = 130

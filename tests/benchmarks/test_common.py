@@ -102,3 +102,12 @@ def test_the_commit_says_whether_tracked_files_differ(tmp_path, monkeypatch):
     assert common.commit() == head
     (tmp_path / "code.py").write_text("2")
     assert common.commit() == f"{head}+changes"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["flop_matched", "router", "oracle_digits", "sweep", "report"])
+def test_a_benchmark_starts_as_a_script(name):
+    """Tests import torchvision's stand-in first; a script has to do it itself."""
+    script = common.REPOSITORY / "benchmarks" / f"{name}.py"
+    done = subprocess.run([sys.executable, script, "--help"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
