@@ -26,7 +26,8 @@ from ddm_lightning.flow.solvers import integrate
 from ddm_lightning.flow.timesteps import sampling_times
 from ddm_lightning.members.member import Member
 from ddm_lightning.training.callbacks import StopOnRequest
-from ddm_lightning.training.module import MemberModule, RouterModule
+from ddm_lightning.training.module import MemberModule
+from ddm_lightning.training.roles import RouterModule
 
 NUM_COLUMNS = 8
 

@@ -1,4 +1,4 @@
-"""The members' LightningModules: what happens in a training step and in a validation step."""
+"""Base of the members' LightningModules: a training step from its batch to the curves. ``roles`` has the losses."""
 
 from __future__ import annotations
 
@@ -13,26 +13,19 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.nn import functional as F
 
 from ddm_lightning.config.experiment import IslandConfig
 from ddm_lightning.encoders.interfaces import CaptionEncoder
-from ddm_lightning.ensemble.routing import Strategy
-from ddm_lightning.ensemble.velocity import Ensemble
 from ddm_lightning.flow.condition import Condition
 from ddm_lightning.flow.path import (
     interpolate,
     min_snr_weights,
-    training_target,
     velocity_loss_weights,
-    x_0_from_velocity,
 )
 from ddm_lightning.flow.randomness import keyed_generator, keyed_seed
 from ddm_lightning.flow.timesteps import sample_timesteps, stratified_timesteps
 from ddm_lightning.members.member import Member
-from ddm_lightning.members.status import CONDITIONAL, TEMPERATURE
 from ddm_lightning.networks.attention import check_attention, set_attention
-from ddm_lightning.networks.calibration import Calibration
 from ddm_lightning.shards.manifest import StoredForm
 from ddm_lightning.training.alignment import Alignment
 from ddm_lightning.training.ema import ema_weights, track_ema
@@ -42,7 +35,6 @@ from ddm_lightning.training.parallel.strategy import HALF, Sharded, checkpoint_b
 from ddm_lightning.training.speed import Speed
 
 NUM_VALIDATION_TIMESTEPS = 8
-ECE = "held_out/calibration_error"
 LOG_EVERY_N_STEPS = 50
 """Reporting interval under a Trainer that does not log."""
 
@@ -433,140 +425,6 @@ class MemberModule(L.LightningModule):
         return self.member.name, purpose, rank, step, *([self._micro_batch] if self._micro_batch else [])
 
 
-class ExpertModule(MemberModule):
-    """Flow-matching expert or monolith: regresses ``ε − x_0``, or the target that its network declares, at ``x_t``.
-
-    The loss is the mean squared error in fp32 (McAllister et al., arXiv 2501.05450, section 3).
-    """
-
-    def compute_losses(self, noisy: NoisyBatch, batch: dict[str, Tensor]) -> dict[str, Float[Tensor, " b"]]:
-        """Return the mean squared error of each sample and, in training with alignment, its cosine similarity."""
-        prediction = self.network(noisy.x_t, noisy.t, noisy.condition)
-        target = training_target(*self.ends(noisy, batch), self.prediction)
-        losses = {"loss": F.mse_loss(prediction.float(), target, reduction="none").flatten(1).mean(1)}
-        if self.alignment is not None and self.training:
-            losses["alignment"] = self.alignment(batch["features"])
-        return losses
-
-    def ends(self, noisy: NoisyBatch, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return data and noise of each sample, the ends of its path."""
-        return noisy.x_0, noisy.noise
-
-    @torch.no_grad()
-    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        """Average the held-out loss at 8 fixed stratified timesteps, which makes the curves of runs comparable."""
-        num = self.num_counted(batch, batch_idx)
-        for index in range(NUM_VALIDATION_TIMESTEPS):
-            noisy = self.noisy_validation_batch(batch, batch_idx, index)
-            loss = self.compute_losses(noisy, batch)["loss"][:num].sum()
-            for suffix in ("", _at(index)):
-                self.accumulate(f"held_out/loss{suffix}", loss, num)
-
-
-class StudentModule(ExpertModule):
-    """Student: regresses the ensemble's velocity instead of ``ε − x_0`` (arXiv 2501.05450, section 4).
-
-    The held-out loss is an expert's, so that it compares with the monolith's.
-    """
-
-    teacher: Ensemble
-    """All experts, and the router if ``strategy`` needs one."""
-    strategy: Strategy | None
-    """Weights the experts; None evaluates the expert of each sample's cluster."""
-
-    def ends(self, noisy: NoisyBatch, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the teacher's estimates of data and noise; in validation, the true ones."""
-        if not self.training:
-            return super().ends(noisy, batch)
-        x_t, t = noisy.x_t, noisy.t
-        weighting: dict[str, Any] = {"weights": F.one_hot(batch["cluster"], self.member.num_clusters).to(x_t)}
-        if self.strategy is not None:
-            weighting = {"route": self.strategy.weights}
-        velocity = self.teacher.velocity(x_t, t, noisy.condition, **weighting)
-        x_0 = x_0_from_velocity(x_t, velocity, t)
-        return x_0, x_0 + velocity
-
-
-class RouterModule(MemberModule):
-    """Router: classifies noisy samples by cluster with a cross-entropy (arXiv 2501.05450, section 3.2).
-
-    It trains on the natural mixture of clusters, so its probabilities contain the cluster priors.
-    """
-
-    loss_name = "cross_entropy"
-    confusion: Float[Tensor, "t k k"] | None = None
-    """Probabilities of this rank's part of a validation, summed by timestep and true cluster."""
-    calibrations: dict[str, Calibration]
-    """Calibration without (``""``) and with (``CONDITIONAL``) the condition, of this rank's part of a validation."""
-
-    def __init__(self, *args: Any, **settings: Any) -> None:
-        super().__init__(*args, **settings)
-        self.calibrations = {}
-
-    def compute_losses(self, noisy: NoisyBatch, batch: dict[str, Tensor]) -> dict[str, Float[Tensor, " b"]]:
-        """Return the cross-entropy of each sample, in nats, and whether its cluster is the likeliest."""
-        logits = self.network(noisy.x_t, noisy.t, noisy.condition).float()
-        hits = (logits.argmax(1) == batch["cluster"]).float()
-        return {"loss": F.cross_entropy(logits, batch["cluster"], reduction="none"), "accuracy": hits}
-
-    def on_validation_start(self) -> None:
-        """Start with empty tables."""
-        super().on_validation_start()
-        self.confusion = None
-        self.calibrations = {}
-
-    @torch.no_grad()
-    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        """Average held-out cross-entropy and accuracy at 8 fixed timesteps, without and with the condition."""
-        num = self.num_counted(batch, batch_idx)
-        cluster, sample_ids = batch["cluster"][:num], batch["sample_id"][:num]
-        for index in range(NUM_VALIDATION_TIMESTEPS):
-            noisy = self.noisy_validation_batch(batch, batch_idx, index)
-            branches = {"": None} | ({CONDITIONAL: noisy.condition} if noisy.condition is not None else {})
-            for branch, condition in branches.items():
-                logits = self.network(noisy.x_t, noisy.t, condition).float()[:num]
-                nll = F.cross_entropy(logits, cluster, reduction="sum")
-                hits = (logits.argmax(1) == cluster).float().sum()
-                for suffix in (branch, f"{branch}{_at(index)}"):
-                    self.accumulate(f"held_out/{self.loss_name}{suffix}", nll, num)
-                    self.accumulate(f"held_out/accuracy{suffix}", hits, num)
-                calibration = self.calibrations.setdefault(branch, Calibration(NUM_VALIDATION_TIMESTEPS))
-                calibration.add(index, logits, cluster, sample_ids)
-                if not branch:
-                    self._add_confusion(index, cluster, logits.softmax(1))
-
-    def drain(self, prefix: str) -> dict[str, float]:
-        """Add the temperatures of a validation, and the calibration error before and after, to its averages."""
-        figures = super().drain(prefix)
-        for branch, calibration in self.calibrations.items() if prefix == "held_out/" else ():
-            if self._num_ranks() > 1:
-                for sums in (calibration.loss, calibration.reliability):
-                    on_device = sums.to(self.device)
-                    torch.distributed.all_reduce(on_device)
-                    sums.copy_(on_device)
-            before, after = calibration.errors()
-            for name, values in (
-                (TEMPERATURE, calibration.temperatures()),
-                (ECE, before),
-                (f"{ECE}_calibrated", after),
-            ):
-                figures |= {f"{name}{branch}{_at(index)}": value for index, value in enumerate(values)}
-        self.calibrations = {} if prefix == "held_out/" else self.calibrations
-        return figures
-
-    def sum_confusion(self) -> Float[Tensor, "t k k"] | None:
-        """Return the confusion of all ranks; a collective, once per validation. None without held-out samples."""
-        if self.confusion is not None and self.trainer.world_size > 1:
-            torch.distributed.all_reduce(self.confusion)
-        return self.confusion
-
-    def _add_confusion(self, index: int, cluster: Tensor, probabilities: Float[Tensor, "b k"]) -> None:
-        num_clusters = probabilities.shape[1]
-        if self.confusion is None:
-            self.confusion = probabilities.new_zeros(NUM_VALIDATION_TIMESTEPS, num_clusters, num_clusters)
-        self.confusion[index].index_add_(0, cluster, probabilities)
-
-
 def _seed(seed: int, device: torch.device) -> None:
     """Seed only the generators in use: ``torch.manual_seed`` takes a millisecond per kind of idle device."""
     torch.default_generator.manual_seed(seed)
@@ -574,9 +432,10 @@ def _seed(seed: int, device: torch.device) -> None:
         torch.cuda.manual_seed(seed)
 
 
-def _at(index: int, num: int = NUM_VALIDATION_TIMESTEPS) -> str:
+def time_suffix(index: int, num: int = NUM_VALIDATION_TIMESTEPS) -> str:
+    """Ends the names of curves at the ``index``-th of ``num`` timesteps, as in ``_t0.062``."""
     return f"_t{(index + 0.5) / num:.3f}"
 
 
 def _names(name: str, num: int) -> list[str]:
-    return [name] if num == 1 else [f"{name.removesuffix('_by_time')}{_at(index, num)}" for index in range(num)]
+    return [name] if num == 1 else [f"{name.removesuffix('_by_time')}{time_suffix(index, num)}" for index in range(num)]

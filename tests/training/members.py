@@ -10,7 +10,7 @@ from ddm_lightning.config.experiment import IslandConfig, PluginConfig, Timestep
 from ddm_lightning.flow.condition import ConditionSpec
 from ddm_lightning.members.member import Member
 from ddm_lightning.shards.manifest import StoredForm
-from ddm_lightning.training.module import ExpertModule, RouterModule
+from ddm_lightning.training.roles import ExpertModule, RouterModule
 
 SCALE, SHIFT = 1 / 127.5, 127.5
 

@@ -20,8 +20,8 @@ from ddm_lightning.flow.condition import ConditionSpec
 from ddm_lightning.networks import DiT
 from ddm_lightning.networks.blocks import DiTBlock
 from ddm_lightning.training.alignment import Alignment, check_alignment
-from ddm_lightning.training.module import ExpertModule
 from ddm_lightning.training.optimizer import build_optimizer
+from ddm_lightning.training.roles import ExpertModule
 
 pytestmark = WARNINGS
 

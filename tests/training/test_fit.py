@@ -27,7 +27,7 @@ from ddm_lightning.evaluation.samples import prompt_condition
 from ddm_lightning.flow.randomness import keyed_generator
 from ddm_lightning.flow.timesteps import sample_timesteps
 from ddm_lightning.training.guard import read_skipped
-from ddm_lightning.training.module import ExpertModule
+from ddm_lightning.training.roles import ExpertModule
 
 pytestmark = WARNINGS
 

@@ -19,7 +19,7 @@ from ddm_lightning.members.run_folder import RunFolder
 from ddm_lightning.shards.loader import Ranks, steps
 from ddm_lightning.shards.manifest import Manifest
 from ddm_lightning.training.fit import build_data, build_module
-from ddm_lightning.training.module import ExpertModule, RouterModule
+from ddm_lightning.training.roles import ExpertModule, RouterModule
 
 NUM_HELD_OUT, BATCH_SIZE, NUM_CLUSTERS, NUM_TIMES = 17, 8, 3, 8  # a last step in which one rank has only a sample again
 

@@ -18,7 +18,7 @@ from ddm_lightning.members.status import MemberStatus
 from ddm_lightning.training import loggers
 from ddm_lightning.training.callbacks import MissedValidation
 from ddm_lightning.training.checkpoint import files
-from ddm_lightning.training.module import ExpertModule
+from ddm_lightning.training.roles import ExpertModule
 
 SHORT = (
     "expert.train.max_steps=20",

@@ -12,8 +12,8 @@ from ddm_lightning.core.errors import UserError
 from ddm_lightning.flow.condition import ConditionSpec
 from ddm_lightning.shards.loader import Ranks, steps
 from ddm_lightning.shards.manifest import StoredForm
-from ddm_lightning.training.module import ExpertModule
 from ddm_lightning.training.optimizer import build_optimizer
+from ddm_lightning.training.roles import ExpertModule
 
 NUM_TIMES = 8
 

@@ -8,7 +8,7 @@ from training.members import SCALE, SHIFT, Recorder, batch, build
 from training.two_processes import WORLD, in_two_processes, trainer_of
 
 from ddm_lightning.flow.randomness import keyed_generator
-from ddm_lightning.training.module import ExpertModule
+from ddm_lightning.training.roles import ExpertModule
 
 NUM_STEPS = 2
 

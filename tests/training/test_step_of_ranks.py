@@ -12,7 +12,7 @@ from training.members import batch, build
 from training.two_processes import WORLD, in_two_processes, trainer_of
 
 from ddm_lightning.training.callbacks import StopOnRequest
-from ddm_lightning.training.module import ExpertModule
+from ddm_lightning.training.roles import ExpertModule
 
 NUM_STEPS = 3
 

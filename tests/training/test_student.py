@@ -9,7 +9,8 @@ from ddm_lightning.cli.parser import main
 from ddm_lightning.core.registry import STRATEGIES
 from ddm_lightning.ensemble.velocity import Ensemble
 from ddm_lightning.members.artifact import read_artifact
-from ddm_lightning.training.module import NUM_VALIDATION_TIMESTEPS, StudentModule
+from ddm_lightning.training.module import NUM_VALIDATION_TIMESTEPS
+from ddm_lightning.training.roles import StudentModule
 
 SLOPES = torch.tensor([-1.0, 0.5, 2.0])
 
