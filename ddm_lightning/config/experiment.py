@@ -68,7 +68,7 @@ class ShardsConfig:
     remote: str | None = None
     """URL (``s3://…``, ``sftp://…``) for the upload of finished shards; null keeps them here."""
     features: bool = False
-    """Whether to store each sample's clustering features, too (float16), for ``expert.alignment``."""
+    """Whether to store each sample's clustering features (float16), as ``expert.alignment`` needs."""
 
 
 @dataclass
@@ -178,7 +178,7 @@ class ExpertConfig:
     timesteps: TimestepsConfig = field(default_factory=TimestepsConfig)
     """Training timesteps."""
     loss: str = option("prediction", choices=("prediction", "velocity"))
-    """Error that is squared: of the network's ``prediction``, or of the ``velocity`` that it implies (JiT)."""
+    """Error that the loss squares: of the network's ``prediction``, or of the ``velocity`` it implies (JiT)."""
     min_snr_gamma: float | None = option(None, low=1e-6)
     """Gamma of the Min-SNR loss weight min(SNR, gamma), 5 in its paper; null for equal weights."""
     alignment: AlignmentConfig = field(default_factory=AlignmentConfig)
@@ -205,7 +205,7 @@ class RouterConfig:
 
 @dataclass
 class DistillConfig:
-    """Distillation of the ensemble into one network like an expert: ``fit member=student`` (2501.05450, section 4)."""
+    """Distillation of the ensemble into one network, by ``fit member=student`` (2501.05450, section 4)."""
 
     teacher: str = "owner"
     """``owner`` (the expert of the sample's cluster; no router needed) or a routing strategy, such as ``full``."""
@@ -254,7 +254,7 @@ class IslandConfig:
     validate_every_n_steps: int = option(1000, low=1)
     """Steps between validations on held-out samples; each logs images."""
     evaluate_every_n_steps: int | None = option(None, low=1)
-    """Steps between scores of an expert's samples (``evaluate.metrics``), at a validation; null for none."""
+    """Steps between scores by ``evaluate.metrics``, a multiple of ``validate_every_n_steps``; null for none."""
     checkpoint_every_n_steps: int = option(500, low=1)
     """Steps between checkpoints; a killed member loses at most this many."""
     log_sample_ids: bool = False
@@ -326,10 +326,10 @@ class Experiment:
     router: RouterConfig = field(default_factory=RouterConfig)
     """Router."""
     distill: DistillConfig = field(default_factory=DistillConfig)
-    """Student."""
+    """Distillation of the ensemble into a student."""
     island: IslandConfig = field(default_factory=IslandConfig)
     """Machine."""
     sample: SampleConfig = field(default_factory=SampleConfig)
     """Sampling."""
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
-    """Scores."""
+    """Evaluation of the ensemble's images."""
