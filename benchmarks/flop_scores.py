@@ -12,15 +12,13 @@ import torch
 from flop_sampling import METHODS, Images, Task, features_of
 from flop_training import Study, Variant
 from jaxtyping import Float
-from scipy.optimize import nnls
-from sklearn.linear_model import LogisticRegression
-from sklearn.preprocessing import StandardScaler
 from split import read_split
 from torch import Tensor
 
 from ddm_lightning.config.experiment import Experiment, PluginConfig
 from ddm_lightning.core.registry import IMAGE_ENCODERS, METRICS
 from ddm_lightning.evaluation.metrics.kid import KernelDistance
+from ddm_lightning.evaluation.shares import ClusterShares, total_variation
 from ddm_lightning.flow.randomness import keyed_generator
 from ddm_lightning.shards.manifest import HELD_OUT, TRAIN, Manifest
 
@@ -78,44 +76,6 @@ def precision_recall(generated: Float[Tensor, "n d"], real: Float[Tensor, "m d"]
     metric.update(generated, real=False)
     found = metric.compute()
     return {"precision": found.precision.value, "recall": found.recall.value}
-
-
-class ClusterShares:
-    """Estimate the shares of the clusters among images, by logistic regression on their features.
-
-    The mean probabilities of a classifier that errs are no shares: they lean towards those it was fitted on. They are
-    a mixture of its mean probabilities on each cluster, with the shares as weights, and are solved for them
-    (probabilistic adjusted count; Bella et al., ICDM 2010).
-
-    Args:
-        features: features of real images.
-        clusters: their clusters.
-        priors: shares of the clusters in the data set.
-    """
-
-    def __init__(self, features: Float[Tensor, "n d"], clusters: Tensor, priors: Sequence[float]) -> None:
-        rows, found = features.numpy(), clusters.numpy()
-        half = len(rows) // 2
-        self._scaler = StandardScaler().fit(rows[:half])
-        # Strong regularisation: probabilities matter, not accuracy.
-        self._model = LogisticRegression(C=0.01, max_iter=300).fit(self._scaler.transform(rows[:half]), found[:half])
-        self._priors = np.asarray(priors)[self._model.classes_]
-        probabilities, other = self._probabilities(rows[half:]), found[half:]
-        self._on_cluster = np.stack([probabilities[other == k].mean(0) for k in self._model.classes_], axis=1)
-
-    def _probabilities(self, rows: Float[np.ndarray, "n d"]) -> Float[np.ndarray, "n k"]:
-        found: np.ndarray = self._model.predict_proba(self._scaler.transform(rows))
-        return found
-
-    def shares(self, features: Float[Tensor, "n d"]) -> Float[np.ndarray, " k"]:
-        """Share of each cluster."""
-        mean = self._probabilities(features.numpy()).mean(0)
-        found = nnls(self._on_cluster, mean)[0]
-        return found / found.sum()
-
-    def total_variation(self, features: Float[Tensor, "n d"]) -> float:
-        """Total variation between the shares and the priors."""
-        return float(np.abs(self.shares(features) - self._priors).sum() / 2)
 
 
 @dataclass(frozen=True)
@@ -198,8 +158,11 @@ class Judge:
         self.real = {name: features_of(images, network, self.stored) for name, network in self.networks.items()}
         rows = torch.randperm(len(train), generator=keyed_generator(0, "classifier"))[:NUM_CLASSIFIED]
         self.some_train = encoder.decode(train.x_0[rows])
-        other = features_of(self.some_train, OTHER, self.stored)
-        self.shares = ClusterShares(other, train.clusters[rows], manifest.priors)
+        other, clusters, half = features_of(self.some_train, OTHER, self.stored), train.clusters[rows], len(rows) // 2
+        self.classifier = ClusterShares(
+            other[:half], clusters[:half], other[half:], clusters[half:], manifest.num_clusters
+        )
+        self.priors = torch.tensor(manifest.priors)
 
     def point(self, variant: Variant, seed: int, share: float, task: Task, found: Images) -> Point:
         """Score the images of one task."""
@@ -208,15 +171,19 @@ class Judge:
         scores = precision_recall(features[OTHER.name], self.real[OTHER.name])
         scores |= {"experts_per_step": found.experts_per_step, "gflop_per_image": found.gflop_per_image}
         flops = self.study.budget(share) / 1e12
-        shares = self.shares.total_variation(features[OTHER.name])
-        return Point(variant.name, seed, share, flops, task.method.name, distances, shares, scores)
+        variation = self.variation(features[OTHER.name])
+        return Point(variant.name, seed, share, flops, task.method.name, distances, variation, scores)
+
+    def variation(self, features: Float[Tensor, "n d"]) -> float:
+        """Total variation between the clusters' shares among images and the priors."""
+        return total_variation(self.classifier.shares(features), self.priors)
 
     def floors(self) -> dict[str, float]:
         """Scores of real images: what a perfect model would reach."""
         found = {}
         for name, network in self.networks.items():
             found[f"kid_floor_{name}"] = kid(features_of(self.some_train, network, self.stored), self.real[name]).value
-        return found | {"shares_tv_floor": self.shares.total_variation(self.real[OTHER.name])}
+        return found | {"shares_tv_floor": self.variation(self.real[OTHER.name])}
 
 
 def figures_of(points: Sequence[Point], network: str) -> dict[str, float]:

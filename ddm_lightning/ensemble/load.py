@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import nn
+from jaxtyping import Float
+from torch import Tensor, nn
 
+from ddm_lightning.config.experiment import SampleConfig
 from ddm_lightning.core.errors import UserError
+from ddm_lightning.ensemble.routing import sample, strategy_of
 from ddm_lightning.ensemble.velocity import Ensemble
+from ddm_lightning.flow.condition import Condition
 from ddm_lightning.members.artifact import ArtifactMeta, load_network, temperatures_of
 from ddm_lightning.members.assembly import read_ensemble
 from ddm_lightning.members.run_folder import ENSEMBLE_FILE, MEMBER_FILE
@@ -33,6 +38,36 @@ class LoadedEnsemble:
     """The experts and the router."""
     meta: ArtifactMeta
     """The first expert's ``member.json``; all experts share x_shape, condition, shift and encoders."""
+
+    def sample(
+        self, settings: SampleConfig, condition: Condition | None, num: int, **more: Any
+    ) -> Float[Tensor, "num c h w"]:
+        """Generate ``num`` samples as a section ``sample`` says.
+
+        Args:
+            settings: strategy, solver, steps and guidance.
+            condition: one per sample, or None for the null condition in all.
+            num: number of samples.
+            more: ``seed``, ``batch_size``, ``keys`` and ``progress`` of ``routing.sample``.
+
+        Returns:
+            x_0, float32, on the CPU.
+
+        Raises:
+            UserError: as ``routing.sample``.
+        """
+        return sample(
+            self.ensemble,
+            condition,
+            num,
+            self.meta.x_shape,
+            strategy=strategy_of(settings),
+            solver=settings.solver,
+            num_steps=settings.num_steps,
+            shift=self.meta.timestep_shift,
+            guidance_scale=settings.guidance_scale,
+            **more,
+        )
 
 
 def load_member(folder: Path, device: torch.device | str = "cpu") -> LoadedMember:

@@ -21,9 +21,10 @@ from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_write_json
 from ddm_lightning.core.formatting import member_columns
 from ddm_lightning.ensemble.load import load_ensemble
-from ddm_lightning.ensemble.routing import choose, sample, strategy_of, with_suited_solver
+from ddm_lightning.ensemble.routing import choose, strategy_of, with_suited_solver
 from ddm_lightning.ensemble.velocity import Ensemble
 from ddm_lightning.evaluation.diagnosis_figures import write_figures
+from ddm_lightning.evaluation.shares import ClusterShares, total_variation
 from ddm_lightning.flow.condition import Condition
 from ddm_lightning.flow.oracle import FiniteSetOracle
 from ddm_lightning.flow.path import interpolate
@@ -43,8 +44,8 @@ MIN_ROWS, MAX_DRAWS = 512, 8
 # The exact answer of a larger training set is too far from any network's.
 MAX_EXACT, NUM_EXACT_ROWS = 4096, 256
 BATCH_SIZE = 64
-# Side of the images whose pixels the classifier of clusters sees, and its weight decays to choose from.
-CLASSIFIER_SIDE, CLASSIFIER_DECAYS = 12, (1e-3, 1e-2, 1e-1)
+# Side of the images whose pixels the classifier of clusters sees.
+CLASSIFIER_SIDE = 12
 
 Figures = dict[str, Any]
 """Figures as JSON."""
@@ -114,29 +115,25 @@ def diagnose(
         }
         if num_train <= MAX_EXACT and ensemble.router is not None:
             figures["exact"] = exact_figures(ensemble, train.to(device), experiment.seed)
-        classifier = ClusterClassifier(train, held_out, ensemble.num_clusters)
+        classifier = ClusterShares(
+            _pixels(train.x_0), train.clusters, _pixels(held_out.x_0), held_out.clusters, ensemble.num_clusters
+        )
         given = held_out.rows(torch.arange(num) * max(1, len(held_out.x_0) // num) % len(held_out.x_0))
         # With conditions the images follow those of the held-out samples, whose shares are not quite the priors.
         shares = given.clusters.bincount(minlength=len(priors)) / num if given.condition is not None else priors
         found = {}
         for name, settings in chosen.items():
             task = bars.add_task(name, total=num, note="")
-            x_0 = sample(
-                ensemble,
+            x_0 = loaded.sample(
+                settings,
                 given.condition,
                 num,
-                loaded.meta.x_shape,
-                strategy=strategy_of(settings),
-                solver=settings.solver,
-                num_steps=settings.num_steps,
-                shift=loaded.meta.timestep_shift,
-                guidance_scale=settings.guidance_scale,
                 seed=experiment.seed,
                 batch_size=BATCH_SIZE,
-                progress=lambda done, task=task: bars.update(task, completed=done),  # type: ignore[misc]
+                progress=lambda done, task=task: bars.update(task, completed=done),
             )
-            own = classifier.shares(x_0)
-            variation = _variation(own, shares)
+            own = classifier.shares(_pixels(x_0))
+            variation = total_variation(own, shares)
             found[name] = {"solver": settings.solver, "shares": own.tolist(), "total_variation": variation}
     figures["shares"] = {
         "expected": shares.tolist(),
@@ -247,67 +244,15 @@ def exact_figures(ensemble: Ensemble, train: Samples, seed: int) -> Figures:
     rows = train.rows(torch.linspace(0, len(train.x_0) - 1, min(NUM_EXACT_ROWS, len(train.x_0))).long())
     variations, errors = [], []
     for x_t, t in _noisy(rows.x_0, seed):
-        variations.append(_variation(ensemble.probabilities(x_t, t), oracle.cluster_posterior(x_t, t)))
+        variations.append(total_variation(ensemble.probabilities(x_t, t), oracle.cluster_posterior(x_t, t)))
         exact = oracle.velocity(x_t, t)
         errors.append(float((ensemble.velocity(x_t, t) - exact).norm() / exact.norm()))
     return {"total_variation": variations, "velocity_error": errors}
 
 
-class ClusterClassifier:
-    """Multinomial logistic regression from pixels to clusters, fitted on training samples.
-
-    It knows neither the features that made the clusters nor their centroids. Its confusion on held-out samples is
-    taken out of the shares that it finds (Lipton et al., 1802.03916).
-    """
-
-    def __init__(self, train: Samples, held_out: Samples, num_clusters: int) -> None:
-        found = _pixels(train.x_0)
-        self._mean, self._std = found.mean(0), found.std(0).clamp(min=1e-6)
-        fits = [self._fit(train, num_clusters, decay) for decay in CLASSIFIER_DECAYS]
-        losses = [float(F.cross_entropy(self._logits(held_out.x_0, fit), held_out.clusters)) for fit in fits]
-        self._best = fits[int(np.argmin(losses))]
-        probabilities = self._logits(held_out.x_0, self._best).softmax(1)
-        self.accuracy = float((probabilities.argmax(1) == held_out.clusters).float().mean())
-        """On held-out samples."""
-        self._confusion = torch.stack(
-            [probabilities[held_out.clusters == k].mean(0) for k in range(num_clusters)]
-        ).nan_to_num(0.0)
-
-    def shares(self, x_0: Float[Tensor, "n c h w"]) -> Float[Tensor, " K"]:
-        """Estimate the clusters' shares among images."""
-        seen = self._logits(x_0, self._best).softmax(1).mean(0)
-        shares = torch.linalg.lstsq(self._confusion.T, seen[:, None]).solution[:, 0].clamp(min=0)
-        return shares / shares.sum()
-
-    def _fit(self, train: Samples, num_clusters: int, decay: float) -> Float[Tensor, "d K"]:
-        inputs = self._inputs(train.x_0)
-        weights = torch.zeros(inputs.shape[1], num_clusters, requires_grad=True)
-        optimizer = torch.optim.LBFGS([weights], max_iter=100, line_search_fn="strong_wolfe")
-
-        def closure() -> float:
-            optimizer.zero_grad()
-            loss = F.cross_entropy(inputs @ weights, train.clusters) + decay / 2 * weights.square().sum()
-            loss.backward()
-            return float(loss.detach())
-
-        optimizer.step(closure)
-        return weights.detach()
-
-    def _inputs(self, x_0: Float[Tensor, "n c h w"]) -> Float[Tensor, "n d"]:
-        pixels = (_pixels(x_0) - self._mean) / self._std
-        return torch.cat([pixels, torch.ones(len(pixels), 1)], dim=1)
-
-    def _logits(self, x_0: Float[Tensor, "n c h w"], weights: Float[Tensor, "d K"]) -> Float[Tensor, "n K"]:
-        return self._inputs(x_0) @ weights
-
-
 def _pixels(x_0: Float[Tensor, "n c h w"]) -> Float[Tensor, "n d"]:
     size = min(x_0.shape[2], CLASSIFIER_SIDE), min(x_0.shape[3], CLASSIFIER_SIDE)
     return F.adaptive_avg_pool2d(x_0.float(), size).flatten(1)
-
-
-def _variation(p: Float[Tensor, "*b K"], q: Float[Tensor, "*b K"]) -> float:
-    return float((p - q).abs().sum(-1).mean() / 2)
 
 
 def _noisy(x_0: Float[Tensor, "n c h w"], seed: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -335,7 +280,7 @@ def _read(experiment: Experiment, run: RunFolder) -> tuple[Samples, Samples, int
     member = replace(Member.resolve(MONOLITH, experiment, manifest), name="diagnosis", batch_size=1)
     data = build_data(member, experiment.island, manifest, run)
     if not data.held_out_clusters:
-        raise UserError(f"{run.root}: no held-out samples; prepare anew with prepare.held_out_fraction above 0")
+        raise UserError(f"{run.root}: no held-out samples; set prepare.held_out_fraction above 0 and prepare again")
     data.prepare_data()
     module = build_module(member, experiment.island, manifest)
 

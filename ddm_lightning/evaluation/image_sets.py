@@ -22,7 +22,6 @@ from ddm_lightning.core.files import atomic_write, sha256_file, sha256_json
 from ddm_lightning.core.grids import save_png
 from ddm_lightning.core.registry import CAPTION_ENCODERS
 from ddm_lightning.encoders.interfaces import ImageEncoder
-from ddm_lightning.ensemble.routing import sample, strategy_of
 from ddm_lightning.evaluation.samples import load_of_run
 from ddm_lightning.flow.condition import Condition
 from ddm_lightning.flow.randomness import keyed_generator
@@ -168,7 +167,7 @@ def _read_image(path: Path) -> UInt8[np.ndarray, "h w 3"]:
     try:
         return np.asarray(Image.open(path).convert("RGB"))
     except OSError as error:  # Pillow's for a broken image, too
-        raise UserError(f"{path}: is no readable image ({first_line(error)}); remove or replace it") from None
+        raise UserError(f"{path}: cannot be read as an image ({first_line(error)}); remove or replace it") from None
 
 
 def _side(shape: Sequence[int]) -> str:
@@ -239,17 +238,10 @@ class Generated:
         """Return one part, generated now if it is not there."""
         path, settings = self.folder / "parts" / f"{rows.start:08d}.npz", self._experiment.sample
         if not path.exists():
-            loaded = self._loaded()
-            x_0 = sample(
-                loaded.ensemble,
+            x_0 = self._loaded().sample(
+                settings,
                 self._condition(rows),
                 len(rows),
-                loaded.meta.x_shape,
-                strategy=strategy_of(settings),
-                solver=settings.solver,
-                num_steps=settings.num_steps,
-                shift=loaded.meta.timestep_shift,
-                guidance_scale=settings.guidance_scale,
                 seed=self._experiment.seed,
                 batch_size=self._experiment.evaluate.batch_size,
                 keys=[("evaluate", row) for row in rows],

@@ -23,7 +23,7 @@ from ddm_lightning.core.formatting import member_columns
 from ddm_lightning.core.grids import labelled_grid, save_png
 from ddm_lightning.core.registry import CAPTION_ENCODERS, IMAGE_ENCODERS
 from ddm_lightning.ensemble.load import LoadedEnsemble, load_ensemble
-from ddm_lightning.ensemble.routing import sample, strategy_of, with_suited_solver
+from ddm_lightning.ensemble.routing import strategy_of, with_suited_solver
 from ddm_lightning.flow.condition import Condition
 from ddm_lightning.members.member import condition_spec
 from ddm_lightning.members.run_folder import RunFolder, load_run
@@ -110,25 +110,18 @@ def sample_images(
     """
     settings, plugin = experiment.sample, experiment.prepare.image_encoder
     encoder = IMAGE_ENCODERS.build(plugin.name, plugin.params)
-    strategy = strategy_of(settings)
     total = num * len(rows)
     for first in range(0, total, BATCH_SIZE):
         places = [divmod(i, num) for i in range(first, min(first + BATCH_SIZE, total))]
         conditions = [condition for condition in (rows[row][2] for row, _ in places) if condition is not None]
-        x_0 = sample(
-            loaded.ensemble,
+        x_0 = loaded.sample(
+            settings,
             Condition.cat(conditions) if conditions else None,
             len(places),
-            loaded.meta.x_shape,
-            strategy=strategy,
-            solver=settings.solver,
-            num_steps=settings.num_steps,
-            shift=loaded.meta.timestep_shift,
-            guidance_scale=settings.guidance_scale,
             seed=experiment.seed,
             batch_size=BATCH_SIZE,
             keys=[(rows[row][1], index) for row, index in places],
-            progress=lambda done, first=first: progress(first + done),  # type: ignore[misc]
+            progress=lambda done, first=first: progress(first + done),
         )
         for (row, index), image in zip(places, encoder.decode(x_0), strict=True):
             yield row, index, image

@@ -3,10 +3,9 @@ from argparse import Namespace
 from pathlib import Path
 
 import flop_matched
-import numpy as np
 import pytest
 import torch
-from flop_scores import ClusterShares, equal_score_share, kid, ratio
+from flop_scores import equal_score_share, kid, ratio
 from flop_training import Study, Variant
 
 from ddm_lightning.config.load import load_experiment
@@ -79,20 +78,6 @@ def test_the_flops_for_an_equal_score_are_interpolated_by_hand():
     assert equal_score_share([1, 4, 16], [3.0, 2.0, 1.0], 1.5) == pytest.approx(0.5)
     assert equal_score_share([1, 4, 16], [3.0, 2.0, 1.0], 5.0) == 1 / 16
     assert equal_score_share([1, 4, 16], [3.0, 2.0, 1.0], 0.5) == float("inf")
-
-
-def test_shares_of_clusters_are_estimated_without_bias():
-    """Clusters that overlap by half: neither counts nor mean probabilities of the classifier are shares."""
-    random = np.random.default_rng(0)
-
-    def draw(shares, num=20_000):
-        clusters = random.choice(2, size=num, p=shares)
-        return torch.from_numpy(clusters[:, None] * 1.0 + random.normal(size=(num, 1))), torch.from_numpy(clusters)
-
-    features, clusters = draw([0.8, 0.2])
-    shares = ClusterShares(features, clusters, [0.8, 0.2])
-    assert shares.total_variation(draw([0.8, 0.2])[0]) < 0.03
-    assert shares.total_variation(draw([0.2, 0.8])[0]) == pytest.approx(0.6, abs=0.03)
 
 
 def test_too_few_images_are_refused_before_anything_is_trained(tmp_path):

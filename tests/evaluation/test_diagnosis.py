@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ddm_lightning.cli.parser import main
 from ddm_lightning.ensemble.velocity import Ensemble
-from ddm_lightning.evaluation.diagnosis import ClusterClassifier, Samples, exact_figures, expert_figures, router_figures
+from ddm_lightning.evaluation.diagnosis import Samples, exact_figures, expert_figures, router_figures
 from ddm_lightning.flow.condition import Condition
 from ddm_lightning.flow.oracle import FiniteSetOracle
 
@@ -77,17 +77,6 @@ def test_exact_members_have_no_distance_to_the_exact_answer() -> None:
     found = exact_figures(ensemble(points), points, seed=0)
     assert max(found["total_variation"]) < 1e-5 and max(found["velocity_error"]) < 1e-4
     assert max(exact_figures(ensemble(samples(1)), points, seed=0)["total_variation"]) > 0.1
-
-
-def test_the_classifier_finds_the_shares_of_a_mixture() -> None:
-    train, held_out, given = samples(), samples(), samples()
-    classifier = ClusterClassifier(train, held_out, 3)
-    for rows, expected in (
-        (torch.arange(180), PRIORS),
-        (torch.cat([torch.arange(30).repeat(6), torch.arange(30, 90)]), [0.75, 0.25, 0.0]),
-    ):
-        assert classifier.shares(given.x_0[rows]).tolist() == pytest.approx(expected, abs=0.05)
-    assert classifier.accuracy > 0.8
 
 
 def test_the_command_writes_figures_and_charts(

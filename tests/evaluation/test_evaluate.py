@@ -17,6 +17,7 @@ from tiny_runs import RANK_VARIABLES, ROOT, copy_run, settings
 
 from ddm_lightning.cli.parser import main
 from ddm_lightning.core.registry import FEATURES, METRICS
+from ddm_lightning.ensemble import load
 from ddm_lightning.evaluation import image_sets
 from ddm_lightning.evaluation.image_sets import ShardImages
 from ddm_lightning.shards.manifest import HELD_OUT, TRAIN, Manifest
@@ -94,13 +95,13 @@ def test_training_images_are_found_out_and_score_a_distance_of_zero(run: Path, t
 
 def test_a_second_call_samples_only_what_is_missing(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     numbers: list[int] = []
-    sample = image_sets.sample
+    sample = load.sample
 
     def counted(*arguments: object, **named: object) -> object:
         numbers.append(arguments[2])  # type: ignore[arg-type]
         return sample(*arguments, **named)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(image_sets, "sample", counted)
+    monkeypatch.setattr(load, "sample", counted)
     assert evaluate(run) == 0
     (folder,) = (path for path in (run / "evaluation").iterdir() if path.name != "features")
     first = result(folder)

@@ -21,7 +21,7 @@ from ddm_lightning.cli.parser import main
 from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.config.load import load_experiment
 from ddm_lightning.core.errors import UserError
-from ddm_lightning.ensemble import Ensemble, LoadedEnsemble
+from ddm_lightning.ensemble import Ensemble, LoadedEnsemble, load
 from ddm_lightning.evaluation import samples
 from ddm_lightning.shards.manifest import Manifest
 
@@ -64,7 +64,7 @@ def test_memory_does_not_grow_with_the_number_of_images(monkeypatch: pytest.Monk
         nums.append(arguments[2])
         return torch.zeros(arguments[2], 3, 4, 4)
 
-    monkeypatch.setattr(samples, "sample", sample)
+    monkeypatch.setattr(load, "sample", sample)
     experiment = by_class("none")
     experiment.sample.num_per_prompt = 200
     loaded = LoadedEnsemble(Ensemble([torch.nn.Identity()], None, [1.0]), make_meta())

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn import functional
 
 from ddm_lightning.core.registry import STRATEGIES
 from ddm_lightning.ensemble.routing import Batch, Strategy, choose
-from ddm_lightning.flow.path import Samples, Times, time_rows
+from ddm_lightning.flow.path import time_rows
 from ddm_lightning.flow.solvers import integrate, integrate_ancestral
 
 
@@ -43,21 +44,14 @@ class Sample1(Strategy):
     def generate(self, batch: Batch, times: Float[Tensor, " num_times"], solver: str) -> Float[Tensor, "b c h w"]:
         """Integrate from ``batch.x_1`` with one expert per sample and step."""
         experts = choose(batch.initial_weights(), batch.uniform(0))
-
-        def velocity(x_t: Samples, t: Times) -> Samples:
-            out = torch.empty_like(x_t)
-            for k in experts.unique().tolist():
-                rows = (experts == k).nonzero().squeeze(1)
-                out[rows] = batch.expert_velocity(k, x_t[rows], t[rows], rows)
-            return out
-
         x_t = batch.x_1
         for step in range(len(times) - 1):
             if step and self.threshold:
                 weights = batch.ensemble.probabilities(x_t, time_rows(float(times[step]), x_t), batch.condition)
                 unsure = weights.amax(1) < self.threshold
                 experts = torch.where(unsure, choose(weights, batch.uniform(step)), experts)
-            pair = times[step : step + 2]
+            one_hot = functional.one_hot(experts, batch.ensemble.num_clusters).to(x_t)
+            velocity, pair = batch.field(weights=one_hot), times[step : step + 2]
             if solver == "ancestral":
                 x_t = integrate_ancestral(velocity, x_t, pair, lambda _, step=step: batch.noise(step))  # type: ignore[misc]
             else:

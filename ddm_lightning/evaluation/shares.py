@@ -1,0 +1,81 @@
+"""Shares of the clusters among images, estimated by a classifier."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.nn import functional as F
+
+WEIGHT_DECAYS = (1e-3, 1e-2, 1e-1)
+"""Weight decays of which the classifier takes the best."""
+
+
+class ClusterShares:
+    """Multinomial logistic regression from features to clusters, and the shares that it implies.
+
+    The mean of an imperfect classifier's probabilities is no share: it leans towards the shares of the training set. It
+    is a mixture of the classifier's mean probabilities on each cluster, weighted by the true shares, and is solved for
+    them (Lipton et al., 1802.03916).
+
+    Args:
+        train: features that took no part in the clustering, of training images.
+        clusters: their clusters, below ``num_clusters``.
+        held_out: features of other images, which choose the weight decay and give the classifier's confusion.
+        held_out_clusters: their clusters.
+        num_clusters: K.
+    """
+
+    def __init__(
+        self,
+        train: Float[Tensor, "n d"],
+        clusters: Int[Tensor, " n"],
+        held_out: Float[Tensor, "m d"],
+        held_out_clusters: Int[Tensor, " m"],
+        num_clusters: int,
+    ) -> None:
+        self._mean, self._std = train.mean(0), train.std(0).clamp(min=1e-6)
+        fits = [self._fit(train, clusters, num_clusters, decay) for decay in WEIGHT_DECAYS]
+        losses = [float(F.cross_entropy(self._inputs(held_out) @ fit, held_out_clusters)) for fit in fits]
+        self._weights = fits[int(np.argmin(losses))]
+        probabilities = self._probabilities(held_out)
+        self.accuracy = float((probabilities.argmax(1) == held_out_clusters).float().mean())
+        """On held-out samples."""
+        self._confusion = torch.stack(
+            [probabilities[held_out_clusters == k].mean(0) for k in range(num_clusters)]
+        ).nan_to_num(0.0)
+
+    def shares(self, features: Float[Tensor, "n d"]) -> Float[Tensor, " K"]:
+        """Estimate the clusters' shares among images by their features; they sum to 1."""
+        seen = self._probabilities(features).mean(0)
+        shares = torch.linalg.lstsq(self._confusion.T, seen[:, None]).solution[:, 0].clamp(min=0)
+        return shares / shares.sum()
+
+    def _fit(
+        self, train: Float[Tensor, "n d"], clusters: Int[Tensor, " n"], num_clusters: int, decay: float
+    ) -> Float[Tensor, "d1 K"]:
+        inputs = self._inputs(train)
+        weights = torch.zeros(inputs.shape[1], num_clusters, requires_grad=True)
+        optimizer = torch.optim.LBFGS([weights], max_iter=100, line_search_fn="strong_wolfe")
+
+        def closure() -> float:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(inputs @ weights, clusters) + decay / 2 * weights.square().sum()
+            loss.backward()
+            return float(loss.detach())
+
+        optimizer.step(closure)
+        return weights.detach()
+
+    def _inputs(self, features: Float[Tensor, "n d"]) -> Float[Tensor, "n d1"]:
+        standardised = (features - self._mean) / self._std
+        return torch.cat([standardised, torch.ones(len(features), 1)], dim=1).float()
+
+    def _probabilities(self, features: Float[Tensor, "n d"]) -> Float[Tensor, "n K"]:
+        return (self._inputs(features) @ self._weights).softmax(1)
+
+
+def total_variation(p: Float[Tensor, "*b K"], q: Float[Tensor, "*b K"]) -> float:
+    """Half the L1 distance between two distributions, averaged over rows."""
+    return float((p - q).abs().sum(-1).mean() / 2)
