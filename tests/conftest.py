@@ -29,6 +29,7 @@ from jaxtyping import config, install_import_hook
 from tiny_runs import RANK_VARIABLES
 from tiny_runs import finished_run as finished_run
 from tiny_runs import long_run as long_run
+from tiny_runs import quick_prepare as quick_prepare
 from tiny_runs import tiny_prepared as tiny_prepared
 from tiny_runs import tiny_run as tiny_run
 

@@ -3,8 +3,6 @@
 Prints a JSON line before each mutation and one behind it, so that whoever reads knows which one a hang belongs to.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -14,10 +12,8 @@ import shutil
 import sys
 import time
 import traceback
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from deadline import within
 from tiny_runs import TINY
@@ -36,7 +32,7 @@ SHARD = "shard.00000.mds"
 SHARDS = ("index", "manifest")
 NESTED = "stands for lists in lists"
 # What takes the place of any value.
-VALUES: list[Any] = [
+VALUES = [
     *(0, 1, -1, 2, 5000, 8192, 10**6, 10**9, 2**31, 2**32, 2**63, 10**30, -(10**9), 10**400),
     *(0.5, -0.5, 1e308, 1e400, -1e400, float("nan"), True, None),
     *("", "x", "x" * 10_000, "../../../../etc/passwd", "/dev/zero", "\0", "\ud800", "é\u2028", "none", "class"),
@@ -44,7 +40,7 @@ VALUES: list[Any] = [
 ]
 
 
-def somewhere_in(value: Any, rng: random.Random) -> tuple[Any, ...]:
+def somewhere_in(value, rng):
     """Where one of the values below ``value`` lies; () where there is none."""
     keys = list(value) if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
     if not keys:
@@ -53,7 +49,7 @@ def somewhere_in(value: Any, rng: random.Random) -> tuple[Any, ...]:
     return (key, *(somewhere_in(value[key], rng) if rng.random() < 0.7 else ()))
 
 
-def mutate(document: Any, rng: random.Random) -> str:
+def mutate(document, rng):
     """Change one or two values of ``document``; what was done."""
     done = []
     for _ in range(rng.choice((1, 1, 2))):
@@ -77,7 +73,7 @@ def mutate(document: Any, rng: random.Random) -> str:
     return ", ".join(done)
 
 
-def mutate_json(path: Path, rng: random.Random) -> str:
+def mutate_json(path, rng):
     document = json.loads(path.read_text())
     done = mutate(document, rng)
     # As deep as is just read, and not shown or compared any more.
@@ -85,7 +81,7 @@ def mutate_json(path: Path, rng: random.Random) -> str:
     return f"{path.name}: {done}"
 
 
-def mutate_header(path: Path, rng: random.Random) -> str:
+def mutate_header(path, rng):
     """Lies about types, shapes and places of weights."""
     content = path.read_bytes()
     end = 8 + int.from_bytes(content[:8], "little")
@@ -102,7 +98,7 @@ def mutate_header(path: Path, rng: random.Random) -> str:
     return f"header: {done}"
 
 
-def mutate_bytes(path: Path, rng: random.Random) -> str:
+def mutate_bytes(path, rng):
     content = bytearray(path.read_bytes())
     limit = min(len(content), rng.choice((8, 200, len(content))))
     places = [rng.randrange(limit) for _ in range(rng.choice((1, 1, 8)))]
@@ -112,7 +108,7 @@ def mutate_bytes(path: Path, rng: random.Random) -> str:
     return f"{path.name}: bytes {places}"
 
 
-def replace_file(path: Path, rng: random.Random) -> str:
+def replace_file(path, rng):
     kind = rng.choice(("pipe", "device", "outside", "circle", "folder", "empty", "missing", "cut", "sparse", "zeros"))
     content = path.read_bytes()
     if kind in ("cut", "sparse"):
@@ -133,7 +129,7 @@ def replace_file(path: Path, rng: random.Random) -> str:
     return f"{path.name}: {kind}"
 
 
-def harm(run: Path, target: str, rng: random.Random) -> str:
+def harm(run, target, rng):
     """Do one harm to what ``target`` reads of a run; mostly, whoever did it has put the hashes right."""
     train = run / "prepared" / "shards" / "cluster-0" / "train"
     files = {"manifest": [run / "prepared" / "manifest.json"], "index": [train / "index.json", train / SHARD]}
@@ -167,11 +163,11 @@ def harm(run: Path, target: str, rng: random.Random) -> str:
     return done
 
 
-def is_plain(path: Path) -> bool:
+def is_plain(path):
     return path.is_file() and not path.is_symlink() and path.stat().st_size < BYTES
 
 
-def read(run: Path, target: str, loader: str) -> None:
+def read(run, target, loader):
     """What this package does with them."""
     if target == "artifact":
         load_member(run / "members" / "expert-0" / "artifact")
@@ -189,7 +185,7 @@ def read(run: Path, target: str, loader: str) -> None:
         module.compute_losses(module.noisy_batch(batch), batch)
 
 
-def outcome(call: Callable[[], object]) -> str:
+def outcome(call):
     """``harmless``, ``refused: LINE`` or a traceback."""
     try:
         with within(SECONDS):
@@ -201,7 +197,7 @@ def outcome(call: Callable[[], object]) -> str:
     return "harmless"
 
 
-def main(source: Path, work: Path, first: int, num: int) -> None:
+def main(source, work, first, num):
     """Try mutations of the seeds from ``first`` on copies of a finished run."""
     ways = [(target, loader) for loader in ("local", "streaming") for target in ("artifact", "ensemble", *SHARDS)]
     for target, loader in ways:

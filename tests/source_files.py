@@ -69,3 +69,12 @@ def read_all(source, build_again):
         assert part.num_samples in (None, len(samples))
         found += samples
     return found
+
+
+def lanczos(length, start, span, size):
+    """The matrix [size, length] that scales ``span`` pixels from ``start`` on to ``size``, from Lanczos-3's formula."""
+    scale = span / size
+    centres = start + (np.arange(size) + 0.5) * scale
+    distance = (np.arange(length) + 0.5 - centres[:, None]) / max(1.0, scale)
+    weights = np.where(np.abs(distance) < 3, np.sinc(distance) * np.sinc(distance / 3), 0)
+    return weights / weights.sum(1, keepdims=True)

@@ -1,14 +1,11 @@
 """Files of strangers in which anything may be wrong: refused in a line, quickly and in little memory, or harmless."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from mutations import SECONDS
@@ -17,11 +14,9 @@ HERE = Path(__file__).parent
 
 
 @pytest.mark.parametrize(
-    ("first", "num"), [pytest.param(0, 60, marks=pytest.mark.slow), pytest.param(60, 440, marks=pytest.mark.long)]
+    ("first", "num"), [pytest.param(0, 24, marks=pytest.mark.slow), pytest.param(24, 476, marks=pytest.mark.long)]
 )
-def test_every_mutation_is_refused_in_a_line_or_harmless(
-    finished_run: Path, tmp_path: Path, first: int, num: int
-) -> None:
+def test_every_mutation_is_refused_in_a_line_or_harmless(finished_run, tmp_path, first, num):
     source = tmp_path / "source"
     shutil.copytree(finished_run, source, ignore=shutil.ignore_patterns("checkpoints", "tensorboard"))
     done = subprocess.run(
@@ -32,7 +27,7 @@ def test_every_mutation_is_refused_in_a_line_or_harmless(
         timeout=120 + SECONDS * num,
         env={**os.environ, "PYTHONPATH": str(HERE.parent)},
     )
-    found: dict[int, dict[str, Any]] = {}
+    found = {}
     for line in done.stdout.splitlines():
         found.setdefault(json.loads(line)["number"], {}).update(json.loads(line))
     assert done.returncode == 0 and len(found) == num, (done.stderr[-2000:], list(found.values())[-1:])

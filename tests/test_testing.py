@@ -1,4 +1,4 @@
-from __future__ import annotations
+import itertools
 
 import numpy as np
 import pytest
@@ -8,13 +8,15 @@ from torch import Tensor, nn
 from ddm_lightning.flow.condition import Condition, ConditionSpec
 from ddm_lightning.testing import check_expert
 
+NUMBERS = itertools.count()
+
 
 class Good(nn.Module):
     """The least that keeps the contract: a linear layer a channel, shifted by the condition."""
 
     prediction = "epsilon"
 
-    def __init__(self, *, x_shape: tuple[int, int, int], condition: ConditionSpec) -> None:
+    def __init__(self, *, x_shape, condition):
         super().__init__()
         channels = x_shape[0]
         self.mix = nn.Conv2d(channels, channels, 1)
@@ -26,7 +28,7 @@ class Good(nn.Module):
         elif condition.kind == "class":
             self.embed = nn.Embedding(condition.size, channels)
 
-    def shift(self, condition: Condition | None, num_rows: int) -> Tensor:
+    def shift(self, condition, num_rows):
         if not hasattr(self, "null"):
             return torch.zeros(1)[:, None]
         if condition is None:
@@ -35,12 +37,12 @@ class Good(nn.Module):
         embedded = embedded.mean(1) if embedded.ndim == 3 else embedded
         return torch.where(condition.keep[:, None], embedded, self.null)
 
-    def forward(self, x_t: Tensor, t: Tensor, condition: Condition | None) -> Tensor:
+    def forward(self, x_t, t, condition):
         shift = self.shift(condition, len(x_t)) + t[:, None] * self.time
         return self.mix(x_t) + shift[:, :, None, None]
 
 
-def test_a_good_expert_passes_and_the_global_generator_stays() -> None:
+def test_a_good_expert_passes_and_the_global_generator_stays():
     torch.manual_seed(3)
     expected = torch.rand(1)
     torch.manual_seed(3)
@@ -48,30 +50,42 @@ def test_a_good_expert_passes_and_the_global_generator_stays() -> None:
     assert torch.equal(torch.rand(1), expected)
 
 
-def test_zero_weights_at_the_start_are_fine() -> None:
-    class Zero(Good):
-        def __init__(self, **arguments: object) -> None:
-            super().__init__(**arguments)  # type: ignore[arg-type]
-            for parameter in self.parameters():
-                nn.init.zeros_(parameter)
+def made(change, forward=Good.forward):
+    """Good experts that are changed once they are built, or answer otherwise."""
 
-    check_expert(Zero)
+    class Changed(Good):
+        def __init__(self, **arguments):
+            super().__init__(**arguments)
+            change(self)
+
+        def forward(self, x_t, t, condition):
+            return forward(self, x_t, t, condition)
+
+    return Changed
 
 
-def test_an_expert_may_take_some_kinds_and_shapes_only() -> None:
+def answers(change):
+    return made(lambda _: None, lambda self, x_t, t, condition: change(Good.forward(self, x_t, t, condition)))
+
+
+def test_zero_weights_at_the_start_are_fine():
+    check_expert(made(lambda self: [nn.init.zeros_(parameter) for parameter in self.parameters()]))
+
+
+def test_an_expert_may_take_some_kinds_and_shapes_only():
     class TextOnly(Good):
-        def __init__(self, *, x_shape: tuple[int, int, int], condition: ConditionSpec) -> None:
+        def __init__(self, *, x_shape, condition):
             assert condition.kind == "text" and x_shape == (4, 2, 6)
             super().__init__(x_shape=x_shape, condition=condition)
 
     check_expert(TextOnly, x_shape=(4, 2, 6), kinds=("text",))
 
 
-def test_tokens_are_handed_over_as_a_sequence() -> None:
+def test_tokens_are_handed_over_as_a_sequence():
     class TakesTokens(Good):
-        shapes: set[tuple[int, ...]] = set()
+        shapes = set()
 
-        def shift(self, condition: Condition | None, num_rows: int) -> Tensor:
+        def shift(self, condition, num_rows):
             if condition is not None:
                 self.shapes.add(tuple(condition.values.shape[1:]))
             return super().shift(condition, num_rows)
@@ -86,66 +100,41 @@ class NoPrediction(Good):
 
 
 class OtherArguments(Good):
-    def __init__(self, channels: int) -> None:
+    def __init__(self, channels):
         super().__init__(x_shape=(channels, 1, 1), condition=ConditionSpec("none", 0))
 
 
-class OtherShape(Good):
-    def forward(self, x_t: Tensor, t: Tensor, condition: Condition | None) -> Tensor:
-        return super().forward(x_t, t, condition).repeat(1, 2, 1, 1)
+def unused(self):
+    self.unused = nn.Parameter(torch.ones(2))
 
 
-class OtherType(Good):
-    def forward(self, x_t: Tensor, t: Tensor, condition: Condition | None) -> Tensor:
-        return super().forward(x_t, t, condition).double()
+def zero_gradient(self, x_t, t, condition):
+    return Good.forward(self, x_t, t, condition) + 0 * self.unused.sum()
 
 
-class ManyOutputs(Good):
-    def forward(self, x_t: Tensor, t: Tensor, condition: Condition | None) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        return super().forward(x_t, t, condition), t
-
-
-class NotFinite(Good):
-    def forward(self, x_t: Tensor, t: Tensor, condition: Condition | None) -> Tensor:
-        return super().forward(x_t, t, condition) / 0
-
-
-class DeadParameter(Good):
-    def __init__(self, **arguments: object) -> None:
-        super().__init__(**arguments)  # type: ignore[arg-type]
-        self.unused = nn.Parameter(torch.ones(2))
-
-
-class ZeroGradient(DeadParameter):
-    def forward(self, x_t: Tensor, t: Tensor, condition: Condition | None) -> Tensor:
-        return super().forward(x_t, t, condition) + 0 * self.unused.sum()
-
-
-class InfiniteGradient(DeadParameter):
-    def forward(self, x_t: Tensor, t: Tensor, condition: Condition | None) -> Tensor:
-        root = (self.unused - self.unused.detach()).abs().sqrt().sum()
-        return super().forward(x_t, t, condition) + root * x_t.abs()
+def infinite_gradient(self, x_t, t, condition):
+    root = (self.unused - self.unused.detach()).abs().sqrt().sum()
+    return Good.forward(self, x_t, t, condition) + root * x_t.abs()
 
 
 class MixesRows(Good):
-    def forward(self, x_t: Tensor, t: Tensor, condition: Condition | None) -> Tensor:
+    def forward(self, x_t, t, condition):
         return super().forward(x_t - x_t.mean(0), t, condition)
 
 
 class NeedsCondition(Good):
-    def shift(self, condition: Condition | None, num_rows: int) -> Tensor:
-        if hasattr(self, "null"):
-            assert len(condition.values) == num_rows  # type: ignore[union-attr]
+    def shift(self, condition, num_rows):
+        assert not hasattr(self, "null") or len(condition.values) == num_rows
         return super().shift(condition, num_rows)
 
 
 class OtherNull(Good):
-    def shift(self, condition: Condition | None, num_rows: int) -> Tensor:
+    def shift(self, condition, num_rows):
         return super().shift(condition, num_rows) + (1 if condition is None else 0)
 
 
 class IgnoresKeep(Good):
-    def shift(self, condition: Condition | None, num_rows: int) -> Tensor:
+    def shift(self, condition, num_rows):
         if condition is None:
             return super().shift(None, num_rows)
         gradient_alone = self.null - self.null.detach() if hasattr(self, "null") else 0
@@ -153,46 +142,30 @@ class IgnoresKeep(Good):
 
 
 class IgnoresCondition(Good):
-    def shift(self, condition: Condition | None, num_rows: int) -> Tensor:
+    def shift(self, condition, num_rows):
         shift = super().shift(condition, num_rows)
         return shift - shift.detach()
 
 
-class HiddenState(Good):
-    def __init__(self, **arguments: object) -> None:
-        super().__init__(**arguments)  # type: ignore[arg-type]
-        self.frequencies = torch.randn(1)
-
-    def forward(self, x_t: Tensor, t: Tensor, condition: Condition | None) -> Tensor:
-        return super().forward(x_t, t, condition) * self.frequencies
+def hidden_state(self):
+    self.frequencies = torch.randn(1)
 
 
-class TiedWeights(Good):
-    def __init__(self, **arguments: object) -> None:
-        super().__init__(**arguments)  # type: ignore[arg-type]
-        self.again = self.time
+def times_hidden_state(self, x_t, t, condition):
+    return Good.forward(self, x_t, t, condition) * self.frequencies
 
 
-class RandomKeys(Good):
-    count = 0
-
-    def __init__(self, **arguments: object) -> None:
-        super().__init__(**arguments)  # type: ignore[arg-type]
-        RandomKeys.count += 1
-        self.register_buffer(f"buffer_{RandomKeys.count}", torch.zeros(1))
+def random_key(self):
+    self.register_buffer(f"buffer_{next(NUMBERS)}", torch.zeros(1))
 
 
-class Uninitialised(Good):
-    def __init__(self, **arguments: object) -> None:
-        super().__init__(**arguments)  # type: ignore[arg-type]
-        if hasattr(self, "null"):
-            self.null = nn.Parameter(torch.empty_like(self.null))
+def uninitialised(self):
+    if hasattr(self, "null"):
+        self.null = nn.Parameter(torch.empty_like(self.null))
 
 
-class OwnGenerator(Good):
-    def __init__(self, **arguments: object) -> None:
-        super().__init__(**arguments)  # type: ignore[arg-type]
-        self.mix.weight = nn.Parameter(torch.tensor(np.random.default_rng().normal(size=self.mix.weight.shape)).float())
+def own_generator(self):
+    self.mix.weight = nn.Parameter(torch.tensor(np.random.default_rng().normal(size=self.mix.weight.shape)).float())
 
 
 @pytest.mark.parametrize(
@@ -201,25 +174,28 @@ class OwnGenerator(Good):
         (lambda **_: 3, "returns a int, not an nn.Module"),
         (NoPrediction, "'prediction' is 'score', not one of velocity, epsilon, x_0"),
         (OtherArguments, "the factory raises TypeError"),
-        (OtherShape, r"returns shape \(4, 6, 8, 8\) instead of \(4, 3, 8, 8\)"),
-        (OtherType, "returns torch.float64 for x_t of torch.float32"),
-        (ManyOutputs, "returns a tuple, not a tensor"),
-        (NotFinite, "returns numbers that are not finite"),
-        (DeadParameter, "no gradient reaches parameter 'unused'"),
-        (ZeroGradient, "no gradient reaches parameter 'unused'"),
-        (InfiniteGradient, "gradient of 'unused' not finite"),
+        (answers(lambda out: out.repeat(1, 2, 1, 1)), r"returns shape \(4, 6, 8, 8\) instead of \(4, 3, 8, 8\)"),
+        (answers(Tensor.double), "returns torch.float64 for x_t of torch.float32"),
+        (answers(lambda out: (out, out)), "returns a tuple, not a tensor"),
+        (answers(lambda out: out / 0), "returns numbers that are not finite"),
+        (made(unused), "no gradient reaches parameter 'unused'"),
+        (made(unused, zero_gradient), "no gradient reaches parameter 'unused'"),
+        (made(unused, infinite_gradient), "gradient of 'unused' not finite"),
         (MixesRows, "depends on the other rows"),
         (NeedsCondition, "forward with condition=None raises AttributeError"),
         (OtherNull, "condition=None differs from a condition whose rows are all null"),
         (IgnoresKeep, "condition=None differs from a condition whose rows are all null"),
         (IgnoresCondition, "the condition does not change the output"),
-        (HiddenState, "some state is not in it"),
-        (TiedWeights, "saved as safetensors, raises RuntimeError"),
-        (Uninitialised, "two networks built from one seed differ in 'null': initialise it with torch's generator"),
-        (OwnGenerator, "two networks built from one seed differ in 'mix.weight'"),
-        (RandomKeys, "load_state_dict raises RuntimeError"),
+        (
+            made(hidden_state, lambda self, *given: Good.forward(self, *given) * self.frequencies),
+            "some state is not in it",
+        ),
+        (made(lambda self: setattr(self, "again", self.time)), "saved as safetensors, raises RuntimeError"),
+        (made(uninitialised), "two networks built from one seed differ in 'null': initialise it with torch's"),
+        (made(own_generator), "two networks built from one seed differ in 'mix.weight'"),
+        (made(random_key), "load_state_dict raises RuntimeError"),
     ],
 )
-def test_each_breach_is_one_clear_line(factory: type[nn.Module], message: str) -> None:
+def test_each_breach_is_one_clear_line(factory, message):
     with pytest.raises(AssertionError, match=rf"^expert for x_shape=\(3, 8, 8\), condition '\w+': .*{message}"):
         check_expert(factory)

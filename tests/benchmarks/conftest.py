@@ -1,7 +1,5 @@
 """Benchmarks are scripts; their folder is put where a script finds the modules beside it."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

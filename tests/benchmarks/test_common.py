@@ -9,16 +9,6 @@ import pytest
 from ddm_lightning.core.errors import UserError
 
 
-def test_settings_may_stand_between_and_behind_options():
-    options = common.parse(common.parser("text"), ["seed=1", "-c", "a.yaml", "name=b", "--quick"])
-    assert (options.config, options.overrides, options.quick, options.json) == (
-        "a.yaml",
-        ["seed=1", "name=b"],
-        True,
-        None,
-    )
-
-
 def test_an_option_of_several_values_takes_no_setting_for_one():
     made = common.parser("text")
     made.add_argument("--batch", type=int, nargs="+")
@@ -80,28 +70,6 @@ def test_results_hold_origin_and_figures_and_the_table_lies_beside(tmp_path, mon
     markdown = (tmp_path / "new" / "out.md").read_text()
     assert "| t | value |\n| :-- | --: |\n| 0.50 | 1.25 |\n\nA note.\n" in markdown
     assert f"- commit: `{written['commit']}`" in markdown
-
-
-def test_the_commit_says_whether_tracked_files_differ(tmp_path, monkeypatch):
-    def git(*arguments):
-        identity = ["-c", "user.name=n", "-c", "user.email=e@example.org"]
-        done = subprocess.run(["git", *identity, *arguments], cwd=tmp_path, check=True, capture_output=True, text=True)
-        return done.stdout.strip()
-
-    monkeypatch.setattr(common, "REPOSITORY", tmp_path)
-    git("init", "-q")
-    (tmp_path / "code.py").write_text("1")
-    (tmp_path / "benchmarks" / "results").mkdir(parents=True)
-    result = tmp_path / "benchmarks" / "results" / "a.json"
-    result.write_text("1")
-    git("add", ".")
-    git("commit", "-q", "-m", "first")
-    head = git("rev-parse", "HEAD")
-    (tmp_path / "untracked").write_text("1")
-    result.write_text("2")
-    assert common.commit() == head
-    (tmp_path / "code.py").write_text("2")
-    assert common.commit() == f"{head}+changes"
 
 
 @pytest.mark.long

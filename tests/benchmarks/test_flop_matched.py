@@ -8,18 +8,15 @@ import torch
 from flop_scores import equal_score_share, kid, ratio
 from flop_training import Study, Variant
 
-from ddm_lightning.config.load import load_experiment
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.members.member import batch_size
-from ddm_lightning.prepare.stages import prepare
 
 TINY = str(Path(__file__).parents[2] / "experiments" / "tiny_2x.yaml")
 
 
-def test_every_side_costs_the_same_flops(tmp_path):
+def test_every_side_costs_the_same_flops(tiny_run):
     """Within half a step, at every budget and for a monolith of another size and batch."""
-    options = Namespace(config=TINY, overrides=[f"run_dir={tmp_path}"])
-    prepare(load_experiment(TINY, options.overrides), tmp_path)
+    options = Namespace(config=TINY, overrides=[f"run_dir={tiny_run}"])
     wide = ("expert.network.params.width=64", "expert.train.global_batch_size=4")
     study = Study(options, [Variant("main", budgets=(0.5, 1.0)), Variant("wide", wide, "monolith")])
     jobs = study.jobs()

@@ -1,7 +1,6 @@
 from dataclasses import replace
 
 import flop_sampling
-import numpy as np
 import pytest
 import torch
 from artifact_files import make_meta
@@ -68,13 +67,3 @@ def test_conditions_are_all_used_equally_often_in_one_order():
     rows = flop_sampling.condition_rows(7, flop_sampling.Settings(17, 4, 1.0, seed=0))
     assert set(torch.bincount(rows).tolist()) == {2, 3}
     assert torch.equal(rows[:7], rows[7:14])
-
-
-def test_features_are_computed_once(tmp_path):
-    images = np.zeros((3, 8, 8, 3), np.uint8)
-    network = PluginConfig("pooled-pixels")
-    first = flop_sampling.features_of(images, network, tmp_path)
-    (stored,) = tmp_path.iterdir()
-    written = stored.stat().st_mtime_ns
-    assert torch.equal(flop_sampling.features_of(images, network, tmp_path), first)
-    assert stored.stat().st_mtime_ns == written

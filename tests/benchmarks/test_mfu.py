@@ -5,7 +5,6 @@ from common import Report
 from tiny_runs import TINY
 
 from ddm_lightning.config.load import load_experiment
-from ddm_lightning.core.errors import UserError
 from ddm_lightning.shards.manifest import DataSizes
 
 SIZES = DataSizes((3, 8, 8), 16, (4, 16), 4)
@@ -32,14 +31,3 @@ def test_of_an_unknown_device_there_is_no_share():
     report = measured()
     assert not any(name.startswith(("mfu", "hfu")) for name in report.figures)
     assert "no MFU is shown" in report.notes[0]
-
-
-def test_bad_input_is_one_line(capsys):
-    for arguments, line in (
-        (["--batch", "0"], "--batch 0: must be at least 1"),
-        (["--device", "cuda"], "torch sees no CUDA device"),
-    ):
-        if "cuda" in arguments and torch.cuda.is_available():
-            continue
-        with pytest.raises(UserError, match=line):
-            mfu.main(["-c", str(TINY), *arguments])

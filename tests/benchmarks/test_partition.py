@@ -22,13 +22,6 @@ def test_quick_ends_with_every_figure(tmp_path):
     assert [path.name for path in tmp_path.iterdir() if path.suffix not in (".json", ".md")] == []
 
 
-def test_the_mixture_is_uneven_and_the_same_each_time():
-    first, again = (np.concatenate(list(partition.mixture(30_000, 8))) for _ in range(2))
-    assert np.array_equal(first, again) and first.dtype == np.float32 and len(first) == 30_000
-    np.testing.assert_allclose(np.linalg.norm(first, axis=1), 1, rtol=1e-5)
-    assert len(np.unique(first, axis=0)) == 30_000
-
-
 def test_a_disk_too_small_is_told_before_anything_is_written(tmp_path, monkeypatch):
     monkeypatch.setattr(partition.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 10**6}))
     with pytest.raises(UserError, match=r"3\.1 GB are needed there"):

@@ -49,27 +49,3 @@ def test_folds_have_their_share_of_each_cluster():
     folds = probe._folds(training)
     assert [int(((folds == f) & (clusters == 0)).sum()) for f in range(5)] == [10] * 5
     assert [int(((folds == f) & (clusters == 1)).sum()) for f in range(5)] == [5] * 5
-
-
-def test_ticks_add_up_and_draws_without_noise_are_not_repeated():
-    training = probe.Training(*gaussians(60, seed=0), seed=0, num_folds=3, mirrors=(False, True))
-    ticks = []
-    for t in (0.0, 0.5):
-        probe.fit_probe(training, t, ticks.append)
-    assert sum(ticks) == probe.num_fits(training, (0.0, 0.5)) == (1 + 2) * 2 * 3 * 5
-
-
-def test_strengths_are_passed_over_once_two_in_a_row_improved_nothing():
-    # Images that are all the same: no strength is better than the first.
-    training = probe.Training(torch.zeros(20, 1, 2, 2), torch.arange(20) % 2, seed=0, num_folds=2)
-    ticks = []
-    results = probe._path(training, 0.0, 1, False, ticks.append)
-    assert [choice.strength for choice in results] == [1e-4, 1e-3, 1e-2]
-    assert ticks == [1, 1, 1, 1, 1, 1, 2, 2]
-
-
-def test_features_are_means_of_pixels():
-    x_t = torch.arange(2 * 32 * 32.0).reshape(1, 2, 32, 32)
-    found = probe.features(x_t)
-    assert found.shape == (1, 2 * 16 * 16)
-    assert found[0, 0] == pytest.approx(float(x_t[0, 0, :2, :2].mean()))

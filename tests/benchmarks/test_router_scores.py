@@ -1,11 +1,6 @@
 import pytest
 import torch
-from router_scores import (
-    noised,
-    router_classifier,
-    score_by_time,
-    standard_error,
-)
+from router_scores import noised, router_classifier, score_by_time, standard_error
 from torchmetrics.functional.classification import multiclass_calibration_error
 
 from ddm_lightning.flow.condition import Condition

@@ -1,4 +1,3 @@
-import sys
 from argparse import Namespace
 
 import pytest
@@ -78,15 +77,6 @@ def test_parameters_are_as_many_as_by_hand():
     assert step_networks.diffusers_side(TINY, nearest=False).num_parameters == whole + (depth - 1) * embedder
 
 
-def test_a_side_trains():
-    side = step_networks.our_side(TINY)
-    before = [parameter.detach().clone() for parameter in side.network.parameters()]
-    taken = step_networks.Step(side, TINY, CPU, half=False, compiled=False)
-    found = step_networks.in_turn({"a": taken}, 3, 2)
-    assert len(found["a"]) == 3 and all(seconds.wall > 0 for seconds in found["a"])
-    assert any(not torch.equal(a, b) for a, b in zip(before, side.network.parameters(), strict=True))
-
-
 def test_networks_are_compared_in_both_precisions_and_compiled(monkeypatch):
     compiled = []
     monkeypatch.setattr(step_networks, "compile_blocks", compiled.append)
@@ -141,12 +131,6 @@ def test_the_original_is_measured_where_it_lies(tmp_path):
     assert report.figures["ours_over_original"] > 0
 
 
-def test_no_original_is_said_before_anything_is_measured(tmp_path, monkeypatch):
-    monkeypatch.setattr(step, "trained", lambda *_: pytest.fail("it trained first"))
-    with pytest.raises(UserError, match="--original"):
-        step.main(["--device", "cpu", "--original", str(tmp_path)])
-
-
 @pytest.mark.parametrize("source", [None, "import of_no_such_package", "DiT = 3", "class DiT: pass"])
 def test_no_original_is_one_line(tmp_path, source):
     if source is not None:
@@ -162,16 +146,6 @@ def test_the_gpu_part_runs_on_a_cpu_and_says_what_did_not():
         TINY.batch_size / report.figures["seconds_xl2_sdpa"]
     )
     assert any("xformers" in note and "CUDA" in note for note in report.notes)
-
-
-def test_the_gpu_part_does_without_xformers(monkeypatch):
-    monkeypatch.setitem(sys.modules, "xformers.ops", None)
-    report = Report("", step.HEADINGS)
-    step_gpu.measure(report, TINY, CPU, 1, 1)
-    assert "seconds_xl2_sdpa" in report.figures
-    assert any(
-        "Attention back end xformers did not run" in note and "cannot be imported" in note for note in report.notes
-    )
 
 
 @pytest.mark.long

@@ -1,8 +1,5 @@
 """Memory of a step: what is planned, by hand and beside torch's own count of its allocations."""
 
-import gc
-import weakref
-
 import pytest
 import torch
 from recipe_cost import TrainingStep
@@ -44,15 +41,6 @@ def test_a_block_that_is_computed_twice_keeps_its_input_alone(precision):
     assert kept[5] - kept[2] == 3 * 4 * 8 * 64 * 96
 
 
-def test_what_was_counted_is_not_held_for_good():
-    step = step_of()
-    weight = weakref.ref(next(step.network.parameters()))
-    assert kept_for_backward(step) > 0
-    del step
-    gc.collect()
-    assert weight() is None
-
-
 def test_two_blocks_tell_of_all():
     """Whatever a block keeps, five of them keep five times."""
     step = Step(our_side(WIDE), WIDE, CPU, half=False, compiled=False)
@@ -65,14 +53,12 @@ def test_two_blocks_tell_of_all():
 @pytest.mark.parametrize(
     "overrides",
     [
-        (DIT,),
         (DIT, "island.precision=bf16-mixed"),
         (DIT, "island.activation_checkpointing=true"),
         (DIT, "island.micro_batch_size=4", "expert.train.ema_widths=[0.05, 0.1]"),
         (MMDIT,),
-        (MMDIT, "island.precision=bf16-mixed"),
     ],
-    ids=["dit", "bf16", "checkpointing", "parts", "mmdit", "mmdit-bf16"],
+    ids=["bf16", "checkpointing", "parts", "mmdit"],
 )
 def test_the_plan_comes_true(overrides):
     step = step_of(*overrides)

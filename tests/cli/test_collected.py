@@ -1,12 +1,9 @@
 """Artifacts that were copied together from islands: what does not belong there is named, nothing is trained."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from tiny_runs import MEMBERS, STEPS, copy_run, settings
@@ -14,7 +11,7 @@ from tiny_runs import MEMBERS, STEPS, copy_run, settings
 from ddm_lightning.cli.parser import main
 
 
-def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+def refused(capsys, *arguments):
     capsys.readouterr()
     assert main([*arguments]) == 2
     (line,) = capsys.readouterr().err.splitlines()
@@ -22,7 +19,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 @pytest.fixture
-def run(finished_run: Path, tmp_path: Path) -> Path:
+def run(finished_run, tmp_path):
     """The manifest and the artifacts, no more."""
     run = tmp_path / "run"
     (run / "prepared").mkdir(parents=True)
@@ -32,7 +29,7 @@ def run(finished_run: Path, tmp_path: Path) -> Path:
     return run
 
 
-def test_a_late_artifact_is_waited_for_and_not_trained(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_late_artifact_is_waited_for_and_not_trained(run, capsys):
     shutil.rmtree(run / "members" / "expert-1")
     before = sorted(run.rglob("*"))
     line = refused(capsys, "fit", *settings(run))
@@ -43,9 +40,7 @@ def test_a_late_artifact_is_waited_for_and_not_trained(run: Path, capsys: pytest
 
 
 @pytest.mark.parametrize("more", [[], ["member=expert-0"]])
-def test_an_artifact_of_fewer_steps_is_not_the_experiments(
-    run: Path, capsys: pytest.CaptureFixture[str], more: list[str]
-) -> None:
+def test_an_artifact_of_fewer_steps_is_not_the_experiments(run, capsys, more):
     artifact = run / "members" / "expert-0" / "artifact"
     meta = json.loads((artifact / "member.json").read_text(encoding="utf-8"))
     (artifact / "member.json").write_text(json.dumps({**meta, "step": 20}), encoding="utf-8")
@@ -63,9 +58,7 @@ def test_an_artifact_of_fewer_steps_is_not_the_experiments(
         ("router", "normalisation", {"scale": 2.0, "shift": 0.0}),
     ],
 )
-def test_an_artifact_of_another_network_is_not_the_experiments(
-    run: Path, capsys: pytest.CaptureFixture[str], member: str, key: str, value: object
-) -> None:
+def test_an_artifact_of_another_network_is_not_the_experiments(run, capsys, member, key, value):
     # As many steps on the same clusters: nothing else tells it from the right one.
     artifact = run / "members" / member / "artifact"
     meta = json.loads((artifact / "member.json").read_text(encoding="utf-8"))
@@ -75,7 +68,7 @@ def test_an_artifact_of_another_network_is_not_the_experiments(
     assert line.startswith(f"error: {artifact}: {words}; copy the right one there")
 
 
-def test_an_artifact_of_another_batch_is_not_the_experiments(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_artifact_of_another_batch_is_not_the_experiments(run, capsys):
     artifact = run / "members" / "router" / "artifact"
     meta = json.loads((artifact / "member.json").read_text(encoding="utf-8"))
     (artifact / "member.json").write_text(json.dumps({**meta, "num_samples": 7}), encoding="utf-8")
@@ -84,9 +77,7 @@ def test_an_artifact_of_another_batch_is_not_the_experiments(run: Path, capsys: 
 
 
 @pytest.mark.parametrize("harm", ["another", "cut", "missing"])
-def test_weights_that_are_not_the_described_ones_make_no_ensemble(
-    run: Path, capsys: pytest.CaptureFixture[str], harm: str
-) -> None:
+def test_weights_that_are_not_the_described_ones_make_no_ensemble(run, capsys, harm):
     ours, other = (run / "members" / member / "artifact" / "model.safetensors" for member in ("expert-0", "expert-1"))
     whole = ours.read_bytes()
     changed = {"another": other.read_bytes(), "cut": whole[:-8], "missing": b""}[harm]
@@ -98,14 +89,14 @@ def test_weights_that_are_not_the_described_ones_make_no_ensemble(
     assert (run / "ensemble.json").exists()
 
 
-def test_a_folder_in_the_ensembles_place_is_one_line(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_in_the_ensembles_place_is_one_line(run, capsys):
     (run / "ensemble.json").mkdir()
     line = refused(capsys, "fit", *settings(run))
     assert line.startswith(f"error: {run / 'ensemble.json'}: Is a directory; ")
     assert (run / "ensemble.json").is_dir()
 
 
-def test_artifacts_of_two_members_that_are_swapped(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_artifacts_of_two_members_that_are_swapped(run, capsys):
     ours, other = (run / "members" / member / "artifact" for member in ("expert-0", "expert-1"))
     shutil.rmtree(ours)
     shutil.copytree(other, ours)
@@ -113,7 +104,7 @@ def test_artifacts_of_two_members_that_are_swapped(run: Path, capsys: pytest.Cap
     assert line.startswith(f"error: {ours}: is the artifact of expert-1, not of expert-0; copy the right one there")
 
 
-def test_a_reader_that_has_enough_is_no_error(finished_run: Path, tmp_path: Path) -> None:
+def test_a_reader_that_has_enough_is_no_error(finished_run, tmp_path):
     run = copy_run(finished_run, tmp_path / "run")
     command = [sys.executable, "-m", "ddm_lightning", "status", *settings(run)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:

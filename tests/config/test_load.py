@@ -1,9 +1,6 @@
 """YAML files and ``key=value`` overrides."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -25,7 +22,7 @@ from ddm_lightning.core.errors import UserError
         ("a=flag: Japan", {"a": {"flag": "Japan"}}),
     ],
 )
-def test_overrides_are_yaml(override: str, expected: dict[str, Any]) -> None:
+def test_overrides_are_yaml(override, expected):
     assert load.read_override(override, "f.yaml") == expected
 
 
@@ -33,14 +30,14 @@ def test_overrides_are_yaml(override: str, expected: dict[str, Any]) -> None:
     "override",
     ["", "=", "=1", "seed", "seed 3", ".a=1", "a.=1", "a..b=1", "a b=1", "a[0]=1", "[=1", "--a=1", "a =1", "1a=2"],
 )
-def test_what_is_no_override_is_refused(override: str) -> None:
+def test_what_is_no_override_is_refused(override):
     with pytest.raises(UserError) as caught:
         load.read_override(override, "f.yaml")
     assert str(caught.value) == f"f.yaml: override {override!r} is not key=value; write for example seed=1"
 
 
 @pytest.mark.parametrize("override", ["a=[b", 'a="b', "a='", "a={b", "a=!!python/name:os.system x", "a=${"])
-def test_an_override_whose_value_is_no_yaml_is_refused(override: str) -> None:
+def test_an_override_whose_value_is_no_yaml_is_refused(override):
     with pytest.raises(UserError) as caught:
         load.read_override(override, "f.yaml")
     assert str(caught.value).startswith(f"f.yaml: override {override!r}: its value is not YAML: ")
@@ -62,7 +59,7 @@ def test_an_override_whose_value_is_no_yaml_is_refused(override: str) -> None:
         (b"- a\n- b\n", "the top level must be a mapping of keys; "),
     ],
 )
-def test_a_file_that_is_no_yaml_mapping_is_refused_with_its_line(tmp_path: Path, content: bytes, line: str) -> None:
+def test_a_file_that_is_no_yaml_mapping_is_refused_with_its_line(tmp_path, content, line):
     path = tmp_path / "e.yaml"
     path.write_bytes(content)
     with pytest.raises(UserError) as caught:
@@ -71,7 +68,7 @@ def test_a_file_that_is_no_yaml_mapping_is_refused_with_its_line(tmp_path: Path,
     assert "\n" not in str(caught.value)
 
 
-def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_not_there_is_refused(tmp_path):
     missing, below = tmp_path / "no.yaml", tmp_path / "file" / "e.yaml"
     below.parent.write_text("")
     for path, line in (
@@ -85,7 +82,7 @@ def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
         assert str(caught.value) == line
 
 
-def test_an_empty_file_is_an_empty_mapping(tmp_path: Path) -> None:
+def test_an_empty_file_is_an_empty_mapping(tmp_path):
     path = tmp_path / "e.yaml"
     path.write_text("# only a comment\n")
     assert load.read_yaml(path) == {}

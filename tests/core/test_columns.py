@@ -133,25 +133,6 @@ def test_slices_and_iteration_cross_arrays(case, data):
     np.testing.assert_array_equal(out, expected[start:stop])
 
 
-class Counted(np.ndarray):
-    """An array that counts how often rows of it are asked for."""
-
-    asked = 0
-
-    def __getitem__(self, which):
-        Counted.asked += 1
-        return np.asarray(super().__getitem__(which))
-
-
-def test_only_arrays_with_a_wanted_row_are_read():
-    found = Rows([np.full((2, 1), number).view(Counted) for number in range(500)])
-    Counted.asked = 0
-    np.testing.assert_array_equal(found.take(np.array([999, 7, 6, 998, 7]))[:, 0], [499, 3, 3, 499, 3])
-    assert Counted.asked == 2
-    np.testing.assert_array_equal(found[5:9][:, 0], [2, 3, 3, 4])
-    assert Counted.asked == 5
-
-
 @pytest.mark.parametrize("row", [-1, 5])
 def test_a_row_out_of_range_is_refused(row):
     with pytest.raises(IndexError, match="of 5"):
@@ -160,12 +141,7 @@ def test_a_row_out_of_range_is_refused(row):
 
 @pytest.mark.parametrize(
     "arrays",
-    [
-        [],
-        [np.zeros((2, 3)), np.zeros((2, 4))],
-        [np.zeros(2), np.zeros(2, np.float32)],
-        [np.zeros((2, 3)), np.zeros(2)],
-    ],
+    [[], [np.zeros((2, 3)), np.zeros((2, 4))], [np.zeros(2), np.zeros(2, np.float32)], [np.zeros((2, 3)), np.zeros(2)]],
 )
 def test_arrays_that_differ_are_refused(arrays):
     with pytest.raises(ValueError, match="one dtype and row shape"):

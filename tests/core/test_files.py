@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import errno
 import hashlib
 import json
@@ -26,11 +24,11 @@ from ddm_lightning.core.files import (
 )
 
 
-def names(folder: Path) -> list[str]:
+def names(folder):
     return sorted(child.name for child in folder.iterdir())
 
 
-def test_a_file_appears_with_its_folders_and_replaces_the_old_one(tmp_path: Path) -> None:
+def test_a_file_appears_with_its_folders_and_replaces_the_old_one(tmp_path):
     path = tmp_path / "a" / "b" / "f.txt"
     atomic_write_text(path, "älter")
     atomic_write_text(path, "neuer ☂")
@@ -38,10 +36,10 @@ def test_a_file_appears_with_its_folders_and_replaces_the_old_one(tmp_path: Path
     assert names(path.parent) == ["f.txt"]
 
 
-def test_the_temporary_name_keeps_the_suffix(tmp_path: Path) -> None:
+def test_the_temporary_name_keeps_the_suffix(tmp_path):
     seen = []
 
-    def write(path: Path) -> None:
+    def write(path):
         seen.append(path)
         path.write_bytes(b"x")
 
@@ -51,11 +49,11 @@ def test_the_temporary_name_keeps_the_suffix(tmp_path: Path) -> None:
     assert seen[0].name != "grid.png"
 
 
-def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
     path = tmp_path / "f.txt"
     atomic_write_text(path, "old")
 
-    def half(temporary: Path) -> None:
+    def half(temporary):
         temporary.write_text("ne")
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -65,7 +63,7 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> 
     assert names(tmp_path) == ["f.txt"]
 
 
-def test_a_killed_write_leaves_the_old_file(tmp_path: Path) -> None:
+def test_a_killed_write_leaves_the_old_file(tmp_path):
     path = tmp_path / "f.txt"
     atomic_write_text(path, "old")
     code = """
@@ -83,19 +81,19 @@ atomic_write(Path(sys.argv[1]), half)
     assert all(name == "f.txt" or name.startswith(".tmp-") for name in names(tmp_path))
 
 
-def watch(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def watch(monkeypatch):
     """What is flushed and renamed from here on, by name, temporary names cut."""
-    events: list[str] = []
+    events = []
     fsync, replace = os.fsync, os.replace
 
-    def short(path: Path) -> str:
+    def short(path):
         return ".tmp" if path.name.startswith(".tmp") else path.name
 
-    def watched_fsync(handle: int) -> None:
+    def watched_fsync(handle):
         events.append(f"flush {short(Path(f'/proc/self/fd/{handle}').readlink())}")
         fsync(handle)
 
-    def watched_replace(old: Path, new: Path) -> None:
+    def watched_replace(old, new):
         events.append(f"rename {short(Path(new))}")
         replace(old, new)
 
@@ -104,13 +102,13 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return events
 
 
-def test_bytes_reach_the_disk_before_the_name_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_reach_the_disk_before_the_name_does(tmp_path, monkeypatch):
     events = watch(monkeypatch)
     atomic_write_text(tmp_path / "f.txt", "x")
     assert events == ["flush .tmp", "rename f.txt", f"flush {tmp_path.name}"]
 
 
-def test_json_is_whole_and_finite(tmp_path: Path) -> None:
+def test_json_is_whole_and_finite(tmp_path):
     path = tmp_path / "f.json"
     value = {"b": [1, 2.5, None], "a": "☂"}
     atomic_write_json(path, value)
@@ -122,7 +120,7 @@ def test_json_is_whole_and_finite(tmp_path: Path) -> None:
     assert names(tmp_path) == ["f.json"]
 
 
-def test_a_folder_appears_whole_and_replaces_the_old_one(tmp_path: Path) -> None:
+def test_a_folder_appears_whole_and_replaces_the_old_one(tmp_path):
     path = tmp_path / "a" / "artifact"
     with atomic_folder(path) as folder:
         (folder / "one").write_text("1")
@@ -135,7 +133,7 @@ def test_a_folder_appears_whole_and_replaces_the_old_one(tmp_path: Path) -> None
     assert path.stat().st_mode & 0o777 == 0o755
 
 
-def test_a_failed_folder_leaves_the_old_one_and_nothing_else(tmp_path: Path) -> None:
+def test_a_failed_folder_leaves_the_old_one_and_nothing_else(tmp_path):
     path = tmp_path / "artifact"
     with atomic_folder(path) as folder:
         (folder / "one").write_text("1")
@@ -146,9 +144,7 @@ def test_a_failed_folder_leaves_the_old_one_and_nothing_else(tmp_path: Path) -> 
     assert names(tmp_path) == ["artifact"]
 
 
-def test_the_files_of_a_folder_reach_the_disk_before_its_name_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_files_of_a_folder_reach_the_disk_before_its_name_does(tmp_path, monkeypatch):
     events = watch(monkeypatch)
     with atomic_folder(tmp_path / "artifact") as folder:
         (folder / "below").mkdir()
@@ -158,7 +154,7 @@ def test_the_files_of_a_folder_reach_the_disk_before_its_name_does(
     assert len(events) == renamed + 2
 
 
-def test_the_old_folder_stands_until_the_new_one_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_old_folder_stands_until_the_new_one_is_complete(tmp_path, monkeypatch):
     path = tmp_path / "artifact"
     with atomic_folder(path) as folder:
         (folder / "one").write_text("1")
@@ -171,7 +167,7 @@ def test_the_old_folder_stands_until_the_new_one_is_complete(tmp_path: Path, mon
 
 
 @pytest.mark.parametrize("content", [b"{", b"", b"\xff\xfe", b'{"a": 1} trailing'])
-def test_what_is_no_json_is_refused_in_one_line(tmp_path: Path, content: bytes) -> None:
+def test_what_is_no_json_is_refused_in_one_line(tmp_path, content):
     path = tmp_path / "f.json"
     path.write_bytes(content)
     with pytest.raises(UserError) as caught:
@@ -182,7 +178,7 @@ def test_what_is_no_json_is_refused_in_one_line(tmp_path: Path, content: bytes) 
     assert "\n" not in line
 
 
-def test_missing_json_is_refused_with_its_remedy(tmp_path: Path) -> None:
+def test_missing_json_is_refused_with_its_remedy(tmp_path):
     with pytest.raises(UserError) as caught:
         read_json(tmp_path / "f.json", "the manifest", "run prepare first")
     assert str(caught.value) == f"{tmp_path / 'f.json'}: the manifest is missing; run prepare first"
@@ -190,7 +186,7 @@ def test_missing_json_is_refused_with_its_remedy(tmp_path: Path) -> None:
         read_json(tmp_path, "the manifest", "run prepare first")
 
 
-def test_hashes_are_those_of_hashlib(tmp_path: Path) -> None:
+def test_hashes_are_those_of_hashlib(tmp_path):
     data = bytes(range(256)) * 12289  # Longer than one block, and no multiple of it.
     (tmp_path / "f").write_bytes(data)
     assert sha256_file(tmp_path / "f") == hashlib.sha256(data).hexdigest()
@@ -198,7 +194,7 @@ def test_hashes_are_those_of_hashlib(tmp_path: Path) -> None:
     assert sha256_file(tmp_path / "empty") == hashlib.sha256(b"").hexdigest()
 
 
-def test_the_hash_of_json_depends_on_values_and_not_on_order() -> None:
+def test_the_hash_of_json_depends_on_values_and_not_on_order():
     value = {"a": 1, "b": [1.5, None, "ü"]}
     assert sha256_json(value) == sha256_json(dict(reversed(value.items())))
     assert sha256_json(value) == hashlib.sha256(b'{"a":1,"b":[1.5,null,"\\u00fc"]}').hexdigest()
@@ -208,20 +204,20 @@ def test_the_hash_of_json_depends_on_values_and_not_on_order() -> None:
         sha256_json(float("inf"))
 
 
-def test_a_path_inside_its_folder_is_resolved(tmp_path: Path) -> None:
+def test_a_path_inside_its_folder_is_resolved(tmp_path):
     assert inside(tmp_path, "members/expert-0", tmp_path / "m.json") == tmp_path.resolve() / "members" / "expert-0"
     assert inside(tmp_path, "a/../b", tmp_path / "m.json") == tmp_path.resolve() / "b"
     assert inside(tmp_path, ".", tmp_path / "m.json") == tmp_path.resolve()
 
 
 @pytest.mark.parametrize("relative", ["..", "../other", "a/../../other", "/etc/passwd", "members/../../x"])
-def test_a_path_that_leaves_its_folder_is_refused(tmp_path: Path, relative: str) -> None:
+def test_a_path_that_leaves_its_folder_is_refused(tmp_path, relative):
     with pytest.raises(UserError) as caught:
         inside(tmp_path, relative, tmp_path / "m.json")
     assert str(caught.value).startswith(f"{tmp_path / 'm.json'}: path {relative!r} leaves its folder; ")
 
 
-def test_neither_a_link_nor_a_neighbour_of_the_same_beginning_is_inside(tmp_path: Path) -> None:
+def test_neither_a_link_nor_a_neighbour_of_the_same_beginning_is_inside(tmp_path):
     folder, neighbour = tmp_path / "run", tmp_path / "run-2"
     folder.mkdir()
     neighbour.mkdir()
@@ -232,7 +228,7 @@ def test_neither_a_link_nor_a_neighbour_of_the_same_beginning_is_inside(tmp_path
 
 
 @pytest.mark.parametrize("kind", ["pipe", "device", "folder", "link out", "link in a circle", "large"])
-def test_only_a_small_regular_file_of_the_folder_is_read_as_json(tmp_path: Path, kind: str) -> None:
+def test_only_a_small_regular_file_of_the_folder_is_read_as_json(tmp_path, kind):
     path = tmp_path / "run" / "f.json"
     path.parent.mkdir()
     atomic_write_json(tmp_path / "outside.json", {})
@@ -253,7 +249,7 @@ def test_only_a_small_regular_file_of_the_folder_is_read_as_json(tmp_path: Path,
 
 
 @pytest.mark.parametrize("name", ["circle", "x" * 300, "\0"])
-def test_a_path_that_names_no_file_is_refused(tmp_path: Path, name: str) -> None:
+def test_a_path_that_names_no_file_is_refused(tmp_path, name):
     (tmp_path / "circle").symlink_to(tmp_path / "circle")
     with pytest.raises(UserError, match="names no file"):
         inside(tmp_path, name, tmp_path / "m.json")

@@ -4,9 +4,7 @@ import subprocess
 import sys
 
 import pytest
-from tiny_runs import TINY
 
-from ddm_lightning.cli.parser import main
 from ddm_lightning.core import processes
 
 CODE = """
@@ -115,10 +113,3 @@ glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of glibc's
 def test_a_heap_that_is_kept_is_not_faulted_in_again():
     assert faults("kept") < 100
     assert faults("given back") > 10_000
-
-
-def test_a_member_keeps_its_heap(tiny_run, monkeypatch):
-    called = []
-    monkeypatch.setattr("ddm_lightning.training.fit.keep_heap", lambda: called.append(True))
-    assert main(["fit", "-c", str(TINY), f"run_dir={tiny_run}", "expert.train.max_steps=1", "member=expert-0"]) == 0
-    assert called

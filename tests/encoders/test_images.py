@@ -108,16 +108,6 @@ def test_half_precision_is_stored_and_the_mean_alone_on_request(saved):
     np.testing.assert_array_equal(mean, exact[:, :4])
 
 
-def test_images_need_not_be_square(saved):
-    folder, vae = saved["sd"]
-    encoder = build(folder, stores="x_0", dtype="float32")
-    images = some_images(height=6, width=10)
-    stored = encoder.encode(images)
-    assert stored.shape == (3, 4, 3, 5)
-    np.testing.assert_allclose(stored, by_hand(vae, images)[0], atol=1e-5)
-    assert encoder.decode(torch.from_numpy(stored)).shape == images.shape
-
-
 def test_batch_size_and_process_do_not_matter(saved, monkeypatch):
     folder, _ = saved["sd"]
     images = some_images(7)
@@ -221,10 +211,7 @@ def test_bad_parameters_are_refused(saved, params, complaint):
         ({"scaling_factor": None}, "key 'scaling_factor' must be a positive number"),
         ({"latents_mean": [0, 0, 0, 0]}, "need one number per channel"),
         ({"latents_mean": [0, 0, 0], "latents_std": [1, 1, 1]}, "need one number per channel"),
-        (
-            {"latents_mean": [0] * 4, "latents_std": [1, 1, 1, 0]},
-            "key 'latents_std' must be null or a list",
-        ),
+        ({"latents_mean": [0] * 4, "latents_std": [1, 1, 1, 0]}, "key 'latents_std' must be null or a list"),
         ({"latents_mean": [0] * 4, "latents_std": [1] * 4, "shift_factor": 0.1}, "no shift_factor"),
         ({"latents_mean": "many"}, "key 'latents_mean' must be null or a list"),
     ],

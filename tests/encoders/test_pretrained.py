@@ -3,8 +3,6 @@
 import hashlib
 import json
 import shutil
-import subprocess
-import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -14,11 +12,9 @@ import torch
 from encoders.tiny_models import save_dinov2
 from huggingface_hub import constants
 from huggingface_hub.utils import reset_sessions
-from safetensors.torch import save_file
 
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import FEATURES
-from ddm_lightning.encoders.pretrained import Pretrained
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 NOWHERE = "http://127.0.0.1:9"  # the port "discard", where nobody listens
@@ -239,29 +235,3 @@ def test_a_damaged_folder_is_refused_when_built(model, tmp_path, damage, complai
         torch.save({}, folder / "pytorch_model.bin")
     line = refusal_of(folder)
     assert complaint in line and str(folder) in line
-
-
-class Plain(Pretrained):
-    packages, place = (), "a test"
-
-
-def test_several_files_of_weights_have_one_hash(tmp_path):
-    for number in (1, 2):
-        save_file({f"w{number}": torch.ones(number)}, tmp_path / f"model-0000{number}-of-00002.safetensors")
-    names = {f"w{number}": f"model-0000{number}-of-00002.safetensors" for number in (1, 2)}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
-    (tmp_path / "config.json").write_text("{}")
-    model = Plain(str(tmp_path), None, None, "cpu", "float32")
-    assert [path.name for path in model.weights] == sorted(names.values())
-    assert model.shapes == {"w1": (1,), "w2": (2,)}
-    hashes = {name: hashlib.sha256((tmp_path / name).read_bytes()).hexdigest() for name in sorted(names.values())}
-    canonical = json.dumps(hashes, sort_keys=True, separators=(",", ":")).encode()
-    assert model.provenance()["weights_sha256"] == hashlib.sha256(canonical).hexdigest()
-
-
-def test_registering_the_names_imports_no_library():
-    """The command line's help and every worker of the data loader would wait for it."""
-    heavy = {"diffusers", "transformers", "timm", "huggingface_hub"}
-    code = f"import sys, ddm_lightning.encoders; print(sorted({heavy} & set(sys.modules)))"
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert ran.stdout.split("\n")[-2] == "[]"

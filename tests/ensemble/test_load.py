@@ -1,14 +1,10 @@
 """From a run folder to an ensemble that computes what the trained networks computed."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 import torch
 from artifact_files import PARAMS, SHAPE, edit, make_meta, make_network, put, refused
 
-from ddm_lightning.ensemble import load_ensemble, load_single, sample
+from ddm_lightning.ensemble import load_ensemble, load_single
 from ddm_lightning.ensemble.load import load_member
 from ddm_lightning.ensemble.velocity import Ensemble
 from ddm_lightning.flow.condition import Condition, ConditionSpec
@@ -20,7 +16,7 @@ PRIORS = [0.25, 0.75]
 
 
 @pytest.fixture
-def run_dir(tmp_path: Path) -> Path:
+def run_dir(tmp_path):
     """A run of two experts and a router, all different."""
     folders = []
     for seed, member in enumerate(["expert-0", "expert-1", "router"]):
@@ -31,13 +27,13 @@ def run_dir(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def inputs() -> tuple[torch.Tensor, torch.Tensor, Condition]:
+def inputs():
     generator = torch.Generator().manual_seed(0)
     x_t, text = torch.randn(6, *SHAPE, generator=generator), torch.randn(6, 5, generator=generator)
     return x_t, torch.linspace(0.1, 1, 6), Condition(text, torch.arange(6) % 3 > 0)
 
 
-def test_the_loaded_ensemble_computes_what_was_trained(run_dir: Path) -> None:
+def test_the_loaded_ensemble_computes_what_was_trained(run_dir):
     loaded = load_ensemble(run_dir)
     trained = Ensemble([make_network("expert", 0), make_network("expert", 1)], make_network("router", 2), PRIORS)
     x_t, t, condition = inputs()
@@ -48,7 +44,7 @@ def test_the_loaded_ensemble_computes_what_was_trained(run_dir: Path) -> None:
     assert loaded.meta.member == "expert-0" and loaded.meta.timestep_shift == 1.5
 
 
-def test_the_routers_temperatures_are_applied(run_dir: Path) -> None:
+def test_the_routers_temperatures_are_applied(run_dir):
     plain = load_ensemble(run_dir).ensemble
     figures = {f"held_out/temperature{branch}_t{t}": 2.0 for branch in ("", "_conditional") for t in (0.25, 0.75)}
     put(run_dir / "router", "router", metrics=figures)
@@ -63,27 +59,7 @@ def test_the_routers_temperatures_are_applied(run_dir: Path) -> None:
     refused(lambda: load_member(run_dir / "router"), run_dir / "router" / "member.json", "temperature", "not positive")
 
 
-@pytest.mark.parametrize(("strategy", "solver"), [("top-1", "euler"), ("bayes", "ancestral")])
-def test_it_samples(run_dir: Path, strategy: str, solver: str) -> None:
-    loaded = load_ensemble(run_dir)
-    condition = Condition.of(torch.randn(3, loaded.meta.condition["size"]))
-    got = sample(
-        loaded.ensemble,
-        condition,
-        3,
-        loaded.meta.x_shape,
-        strategy=strategy,
-        solver=solver,
-        num_steps=4,
-        shift=loaded.meta.timestep_shift,
-        guidance_scale=2.0,
-        seed=0,
-        batch_size=2,
-    )
-    assert got.shape == (3, *SHAPE) and got.isfinite().all()
-
-
-def test_a_router_without_a_condition_is_given_none(run_dir: Path) -> None:
+def test_a_router_without_a_condition_is_given_none(run_dir):
     router = ROUTERS.build("router-dit", PARAMS, x_shape=SHAPE, condition=ConditionSpec("none", 0), num_clusters=2)
     put_meta = make_meta("router")
     put_meta.condition.update(kind="none", size=0)
@@ -93,7 +69,7 @@ def test_a_router_without_a_condition_is_given_none(run_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("member", ["monolith", "expert-1"])
-def test_a_single_member_is_an_ensemble_of_itself(run_dir: Path, member: str) -> None:
+def test_a_single_member_is_an_ensemble_of_itself(run_dir, member):
     if member == "monolith":
         write_artifact(run_dir / member, make_network("monolith", 1).state_dict(), make_meta("monolith"))
     loaded = load_single(run_dir / member)
@@ -104,7 +80,7 @@ def test_a_single_member_is_an_ensemble_of_itself(run_dir: Path, member: str) ->
     assert loaded.meta.member == member
 
 
-def test_bad_folders_are_named(run_dir: Path) -> None:
+def test_bad_folders_are_named(run_dir):
     refused(lambda: load_single(run_dir / "router"), run_dir / "router" / "member.json", "give an expert")
     refused(lambda: load_member(run_dir / "expert-7"), run_dir / "expert-7" / "member.json", "is missing", "fetch")
     refused(lambda: load_ensemble(run_dir.parent), run_dir.parent / "ensemble.json", "is missing", "fit")

@@ -1,11 +1,9 @@
 """The ensemble's velocity: exact with exact members, sparse in what it evaluates, guided inside each expert."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from ensemble_networks import Aimed, ExactExpert, ExactRouter, FixedRouter, finite_set
-from torch import Tensor, nn
+from torch import nn
 
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.ensemble.strategies.top_1 import Top1
@@ -18,7 +16,7 @@ from ddm_lightning.flow.path import PREDICTIONS
 SIZES = [40, 1, 7, 22]
 
 
-def exact(dim: int = 3, seed: int = 0) -> tuple[Ensemble, FiniteSetOracle, Tensor]:
+def exact(dim=3, seed=0):
     """Exact experts (of every kind of prediction) and router of unequal clusters."""
     points, labels = finite_set(SIZES, dim, seed)
     oracle = FiniteSetOracle(points, labels, len(SIZES))
@@ -26,7 +24,7 @@ def exact(dim: int = 3, seed: int = 0) -> tuple[Ensemble, FiniteSetOracle, Tenso
     return Ensemble(experts, ExactRouter(oracle), [size / sum(SIZES) for size in SIZES]), oracle, points
 
 
-def noisy(points: Tensor, num: int, seed: int, low: float = 0.05) -> tuple[Tensor, Tensor]:
+def noisy(points, num, seed, low=0.05):
     """Rows of x_t on the path of random points, with t in (low, 0.98), where an epsilon prediction is still exact."""
     generator = torch.Generator().manual_seed(seed)
     t = low + (0.98 - low) * torch.rand(num, generator=generator, dtype=torch.float64)
@@ -36,7 +34,7 @@ def noisy(points: Tensor, num: int, seed: int, low: float = 0.05) -> tuple[Tenso
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_full_ensemble_of_exact_members_is_the_whole_sets_velocity(seed: int) -> None:
+def test_full_ensemble_of_exact_members_is_the_whole_sets_velocity(seed):
     ensemble, _, points = exact(seed=seed)
     x_t, t = noisy(points, 200, seed)
     # The whole set's closed form, written out again: weights softmax(-|x_t - (1-t)x_0|²/2t²).
@@ -47,7 +45,7 @@ def test_full_ensemble_of_exact_members_is_the_whole_sets_velocity(seed: int) ->
     assert error.abs().max() < 1e-9
 
 
-def test_velocity_is_the_weighted_sum_of_all_experts() -> None:
+def test_velocity_is_the_weighted_sum_of_all_experts():
     ensemble, oracle, points = exact()
     x_t, t = noisy(points, 64, 1)
     dense = torch.stack([oracle.cluster_velocity(k, x_t, t) for k in range(4)], dim=1)
@@ -58,24 +56,24 @@ def test_velocity_is_the_weighted_sum_of_all_experts() -> None:
 
 
 @pytest.mark.parametrize("top_k", [1, 2])
-def test_only_routed_rows_are_evaluated(top_k: int) -> None:
+def test_only_routed_rows_are_evaluated(top_k):
     ensemble, oracle, points = exact()
     x_t, t = noisy(points, 33, 2, low=0.4)  # below, probabilities may be exactly 0
     assert oracle.cluster_posterior(x_t, t).argmax(1).unique().numel() > 1  # several experts have work
     for call in (1, 2):
         ensemble.velocity(x_t, t, route=TopK(top_k).weights)
-        seen = sum(expert.num_rows for expert in ensemble.experts)  # type: ignore[misc]
+        seen = sum(expert.num_rows for expert in ensemble.experts)
         assert seen == ensemble.expert_rows == call * 33 * top_k
 
 
-def test_guidance_happens_inside_each_expert() -> None:
+def test_guidance_happens_inside_each_expert():
     values = torch.tensor([[1.0], [-2.0], [0.5], [3.0], [4.0]])
     condition = Condition(values, torch.tensor([True, True, False, True, True]))
     experts = [Aimed(1.0), Aimed(10.0)]
     x_t, t = torch.randn(5, 2, 3, 3), torch.tensor([0.1, 0.3, 0.5, 0.7, 1.0])
 
     class ByRow(nn.Module):
-        def forward(self, *inputs: Tensor | Condition | None) -> Tensor:
+        def forward(self, *inputs):
             condition = inputs[2]
             assert isinstance(condition, Condition)
             return torch.where(condition.values > 0.8, torch.tensor([5.0, -5.0]), torch.tensor([-5.0, 5.0]))
@@ -92,7 +90,7 @@ def test_guidance_happens_inside_each_expert() -> None:
     assert ensemble.expert_rows == 15
 
 
-def test_guidance_without_a_condition_costs_nothing() -> None:
+def test_guidance_without_a_condition_costs_nothing():
     ensemble = Ensemble([Aimed()], None, [1.0])
     x_t, t = torch.randn(4, 2), torch.full((4,), 0.5)
     plain = ensemble.velocity(x_t, t)
@@ -101,7 +99,7 @@ def test_guidance_without_a_condition_costs_nothing() -> None:
 
 
 @pytest.mark.parametrize("router_conditional", [True, False])
-def test_a_router_built_without_a_condition_gets_none(router_conditional: bool) -> None:
+def test_a_router_built_without_a_condition_gets_none(router_conditional):
     router = FixedRouter([0.0, 1.0])
     ensemble = Ensemble([Aimed(), Aimed()], router, [0.5, 0.5], router_conditional=router_conditional)
     condition = Condition.of(torch.ones(3, 1))
@@ -110,7 +108,7 @@ def test_a_router_built_without_a_condition_gets_none(router_conditional: bool) 
     assert router.conditions == [condition if router_conditional else None]
 
 
-def test_temperatures_divide_the_logits_of_their_rows_and_times() -> None:
+def test_temperatures_divide_the_logits_of_their_rows_and_times():
     router, given = FixedRouter([0.0, 1.2]), ([2.0, 4.0], [0.5, 0.25])
     ensemble = Ensemble([Aimed(), Aimed()], router, [0.5, 0.5], temperatures=given)
     x_t, t = torch.randn(3, 2), torch.tensor([0.25, 0.5, 1.0])
@@ -122,14 +120,14 @@ def test_temperatures_divide_the_logits_of_their_rows_and_times() -> None:
     assert torch.equal(plain.probabilities(x_t, t), router.logits.expand(3, 2).softmax(1))
 
 
-def test_a_single_model_needs_no_router() -> None:
+def test_a_single_model_needs_no_router():
     expert, x_t, t = Aimed(), torch.randn(4, 2), torch.full((4,), 0.5)
     for strategy in (Top1(), TopK(2)):
         got = Ensemble([expert], None, [1.0]).velocity(x_t, t, route=strategy.weights)
         assert torch.equal(got, expert(x_t, t, None))
 
 
-def test_experts_without_a_router_name_the_remedy() -> None:
+def test_experts_without_a_router_name_the_remedy():
     ensemble = Ensemble([Aimed(), Aimed()], None, [0.5, 0.5])
     with pytest.raises(
         UserError, match=r"no router in this ensemble; train one \(fit member=router\) or set sample.strategy=bayes"
@@ -137,15 +135,15 @@ def test_experts_without_a_router_name_the_remedy() -> None:
         ensemble.velocity(torch.randn(1, 2), torch.ones(1))
 
 
-def test_networks_are_evaluated_without_dropout_and_gradients() -> None:
+def test_networks_are_evaluated_without_dropout_and_gradients():
     class Noisy(nn.Module):
         prediction = "velocity"
 
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.linear, self.dropout = nn.Linear(2, 2), nn.Dropout(0.5)
 
-        def forward(self, x_t: Tensor, *_: Tensor | Condition | None) -> Tensor:
+        def forward(self, x_t, *_):
             return self.dropout(self.linear(x_t))
 
     ensemble = Ensemble([Noisy()], None, [1.0])
@@ -158,7 +156,7 @@ def test_networks_are_evaluated_without_dropout_and_gradients() -> None:
     assert ensemble.device == torch.device("cpu")
 
 
-def test_priors_must_match_the_experts() -> None:
+def test_priors_must_match_the_experts():
     with pytest.raises(ValueError, match="1 experts with 2 priors"):
         Ensemble([Aimed()], None, [0.5, 0.5])
     with pytest.raises(ValueError, match="0 experts"):

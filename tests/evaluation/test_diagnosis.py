@@ -1,28 +1,24 @@
 """Diagnosis of exact experts and routers of a finite set, and of a finished tiny run."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 import torch
 from ensemble_networks import ExactExpert, ExactRouter, finite_set
 from PIL import Image
 from tiny_runs import copy_run, settings
-from torch import Tensor, nn
+from torch import nn
 
 from ddm_lightning.cli.parser import main
 from ddm_lightning.ensemble.velocity import Ensemble
 from ddm_lightning.evaluation.diagnosis import Samples, exact_figures, expert_figures, router_figures
-from ddm_lightning.flow.condition import Condition
 from ddm_lightning.flow.oracle import FiniteSetOracle
 
 SIZES = [30, 60, 90]
 PRIORS = [size / 180 for size in SIZES]
 
 
-def samples(seed: int = 0) -> Samples:
+def samples(seed=0):
     points, labels = finite_set(SIZES, 4, seed)
     return Samples(points.float().reshape(-1, 1, 2, 2), labels, torch.arange(180), None)
 
@@ -30,22 +26,22 @@ def samples(seed: int = 0) -> Samples:
 class Sharpened(nn.Module):
     """An exact router that is twice as sure as it may be."""
 
-    def __init__(self, oracle: FiniteSetOracle) -> None:
+    def __init__(self, oracle):
         super().__init__()
         self.exact = ExactRouter(oracle)
 
-    def forward(self, x_t: Tensor, t: Tensor, condition: Condition | None) -> Tensor:
+    def forward(self, x_t, t, condition):
         return 2 * self.exact(x_t, t, condition).clamp_min(-80)
 
 
-def ensemble(points: Samples, *, sharpened: bool = False) -> Ensemble:
+def ensemble(points, *, sharpened=False):
     oracle = FiniteSetOracle(points.x_0, points.clusters, 3)
     router = Sharpened(oracle) if sharpened else ExactRouter(oracle)
     temperatures = ([2.0], [2.0]) if sharpened else ((), ())
     return Ensemble([ExactExpert(oracle, k) for k in range(3)], router, PRIORS, temperatures=temperatures)
 
 
-def test_exact_experts_are_best_on_their_own_clusters() -> None:
+def test_exact_experts_are_best_on_their_own_clusters():
     points = samples()
     found = expert_figures(ensemble(points), points.repeated(), seed=0)
     loss = torch.tensor(found["loss"])
@@ -59,7 +55,7 @@ def test_exact_experts_are_best_on_their_own_clusters() -> None:
     assert found["disagreement"][0] < 1e-3 < found["disagreement"][-1]
 
 
-def test_calibration_is_judged_before_and_after() -> None:
+def test_calibration_is_judged_before_and_after():
     points = samples()
     exact = router_figures(ensemble(points), points.repeated(), seed=0)["unconditional"]
     sharp = router_figures(ensemble(points, sharpened=True), points.repeated(), seed=0)["unconditional"]
@@ -72,16 +68,14 @@ def test_calibration_is_judged_before_and_after() -> None:
     assert worst > 0.1 > max(sharp["calibration_error_calibrated"])
 
 
-def test_exact_members_have_no_distance_to_the_exact_answer() -> None:
+def test_exact_members_have_no_distance_to_the_exact_answer():
     points = samples()
     found = exact_figures(ensemble(points), points, seed=0)
     assert max(found["total_variation"]) < 1e-5 and max(found["velocity_error"]) < 1e-4
     assert max(exact_figures(ensemble(samples(1)), points, seed=0)["total_variation"]) > 0.1
 
 
-def test_the_command_writes_figures_and_charts(
-    capsys: pytest.CaptureFixture[str], finished_run: Path, tmp_path: Path
-) -> None:
+def test_the_command_writes_figures_and_charts(capsys, finished_run, tmp_path):
     run = copy_run(finished_run, tmp_path / "run")
     assert main(["diagnose", *settings(run), "--num", "12", "sample.num_steps=2"]) == 0
     out = capsys.readouterr().out

@@ -1,19 +1,14 @@
 """``evaluate``: what it writes, what it finds again, and what it refuses."""
 
-from __future__ import annotations
-
 import json
-import os
 import shutil
 import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
+from forked import Forked
 from PIL import Image
-from tiny_runs import RANK_VARIABLES, ROOT, copy_run, settings
+from tiny_runs import copy_run, settings
 
 from ddm_lightning.cli.parser import main
 from ddm_lightning.core.registry import FEATURES, METRICS
@@ -28,26 +23,26 @@ SMALL = ("evaluate.num_images=20", f"evaluate.metrics=[{PIXELS}, {FD}]", "sample
 
 
 @pytest.fixture
-def run(finished_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def run(finished_run, tmp_path, monkeypatch):
     monkeypatch.setattr(image_sets, "PART_SIZE", 8)
     return copy_run(finished_run, tmp_path / "run")
 
 
-def evaluate(run: Path, *more: str, small: tuple[str, ...] = SMALL) -> int:
+def evaluate(run, *more, small=SMALL):
     return main(["evaluate", *settings(run), *small, *more])
 
 
-def result(folder: Path) -> dict:
+def result(folder):
     return json.loads((folder / "evaluation.json").read_text(encoding="utf-8"))
 
 
-def refused(capsys: pytest.CaptureFixture[str]) -> str:
+def refused(capsys):
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1
     return error
 
 
-def test_scores_are_those_of_the_images_on_disk(run: Path, tmp_path: Path) -> None:
+def test_scores_are_those_of_the_images_on_disk(run, tmp_path):
     assert evaluate(run, "--out", str(tmp_path / "out"), "evaluate.image_format=png") == 0
     found = result(tmp_path / "out")
     images = np.concatenate([np.load(path)["images"] for path in sorted((tmp_path / "out" / "parts").iterdir())])
@@ -70,14 +65,14 @@ def test_scores_are_those_of_the_images_on_disk(run: Path, tmp_path: Path) -> No
         assert grid.width > 100
 
 
-def decoded(run: Path, side: str) -> np.ndarray:
+def decoded(run, side):
     from ddm_lightning.encoders.images import Pixels
 
     images = ShardImages(run / "prepared" / "shards", Manifest.read(run), Pixels(), side)
     return np.concatenate([images.images(rows) for rows in image_sets.parts(images)])
 
 
-def test_training_images_are_found_out_and_score_a_distance_of_zero(run: Path, tmp_path: Path) -> None:
+def test_training_images_are_found_out_and_score_a_distance_of_zero(run, tmp_path):
     np.savez(tmp_path / "copied.npz", images=decoded(run, TRAIN)[:30])
     out = tmp_path / "out"
     assert evaluate(run, "--images", str(tmp_path / "copied.npz"), "--out", str(out), "evaluate.reference=train") == 0
@@ -93,13 +88,13 @@ def test_training_images_are_found_out_and_score_a_distance_of_zero(run: Path, t
     assert result(tmp_path / "other")["scores"]["FD (pooled-pixels)"]["value"] == pytest.approx(0, abs=1e-6)
 
 
-def test_a_second_call_samples_only_what_is_missing(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    numbers: list[int] = []
+def test_a_second_call_samples_only_what_is_missing(run, monkeypatch):
+    numbers = []
     sample = load.sample
 
-    def counted(*arguments: object, **named: object) -> object:
-        numbers.append(arguments[2])  # type: ignore[arg-type]
-        return sample(*arguments, **named)  # type: ignore[arg-type]
+    def counted(*arguments, **named):
+        numbers.append(arguments[2])
+        return sample(*arguments, **named)
 
     monkeypatch.setattr(load, "sample", counted)
     assert evaluate(run) == 0
@@ -113,7 +108,7 @@ def test_a_second_call_samples_only_what_is_missing(run: Path, monkeypatch: pyte
     assert numbers == [8, 8, 4, 8] and "recall (pixels)" in result(folder)["scores"]
 
 
-def test_results_of_other_settings_are_refused(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_results_of_other_settings_are_refused(run, tmp_path, capsys):
     out = ("--out", str(tmp_path / "out"))
     assert evaluate(run, *out) == 0
     before = sorted((tmp_path / "out").rglob("*"))
@@ -133,7 +128,7 @@ def test_results_of_other_settings_are_refused(run: Path, tmp_path: Path, capsys
     assert "is not empty and holds no settings.json; give another folder" in refused(capsys)
 
 
-def test_bad_input_is_one_line(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_one_line(run, tmp_path, capsys):
     np.savez(tmp_path / "large.npz", images=np.zeros((5, 9, 9, 3), np.uint8))
     np.savez(tmp_path / "floats.npz", images=np.zeros((5, 8, 8, 3)))
     (tmp_path / "mixed").mkdir()
@@ -159,43 +154,18 @@ def test_bad_input_is_one_line(run: Path, tmp_path: Path, capsys: pytest.Capture
     assert "metric 'kid' needs 4 images" in refused(capsys)
 
 
-def test_a_run_without_an_ensemble_is_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (run / "ensemble.json").unlink()
-    shutil.rmtree(run / "members" / "expert-0" / "artifact")
-    assert evaluate(run) == 2
-    assert "does not exist yet, because these members are not finished: expert-0" in refused(capsys)
-
-
-@pytest.mark.slow
-def test_two_ranks_write_what_one_writes(run: Path, tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_two_ranks_write_what_one_writes(run, tmp_path):
     assert evaluate(run, "--out", str(tmp_path / "one")) == 0
     shutil.rmtree(run / "evaluation")
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
-    program = "import sys; from ddm_lightning.evaluation import image_sets; image_sets.PART_SIZE = 8; "
-    program += "from ddm_lightning.cli.parser import main; sys.exit(main(sys.argv[1:]))"
-    command = [sys.executable, "-c", program, "evaluate", *settings(run), *SMALL, "--out", str(tmp_path / "two")]
-    clean = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
-    ranks = [
-        subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env={
-                **clean,
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": "2",
-                "OMP_NUM_THREADS": "1",
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-            },
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    said = [rank.communicate(timeout=240)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0]
-    assert said[1] == "" and "KID (pixels)" in said[0]
+        common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(found.getsockname()[1])}
+
+    def work():
+        raise SystemExit(evaluate(run, "--out", str(tmp_path / "two")))
+
+    ranks = [Forked(work, tmp_path / rank, RANK=rank, LOCAL_RANK=rank, **common) for rank in "01"]
+    (first, said, _), (second, nothing, _) = (rank.finish(240) for rank in ranks)
+    assert (first, second, nothing) == (0, 0, "") and "KID (pixels)" in said
     assert result(tmp_path / "one") == result(tmp_path / "two")

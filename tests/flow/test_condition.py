@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -17,11 +15,11 @@ from ddm_lightning.flow.condition import Condition, ConditionSpec
         ConditionSpec("none", 0),
     ],
 )
-def test_spec_survives_json(spec: ConditionSpec) -> None:
+def test_spec_survives_json(spec):
     assert ConditionSpec.from_dict(json.loads(json.dumps(spec.to_dict()))) == spec
 
 
-def test_a_length_is_written_for_tokens_alone() -> None:
+def test_a_length_is_written_for_tokens_alone():
     """Artifacts from before there were tokens are read, and would be written again byte by byte."""
     old = '{"kind": "text", "size": 512}'
     assert json.dumps(ConditionSpec.from_dict(json.loads(old)).to_dict()) == old
@@ -41,7 +39,7 @@ def test_a_length_is_written_for_tokens_alone() -> None:
         ("none", 0, 1),
     ],
 )
-def test_spec_refuses_a_length_that_does_not_fit(kind: str, size: int, length: object) -> None:
+def test_spec_refuses_a_length_that_does_not_fit(kind, size, length):
     with pytest.raises(ValueError, match="condition"):
         ConditionSpec.from_dict({"kind": kind, "size": size, "length": length})
 
@@ -59,7 +57,7 @@ def test_spec_refuses_a_length_that_does_not_fit(kind: str, size: int, length: o
         ("text", "4"),
     ],
 )
-def test_spec_refuses_what_does_not_fit(kind: object, size: object) -> None:
+def test_spec_refuses_what_does_not_fit(kind, size):
     with pytest.raises(ValueError, match="condition"):
         ConditionSpec.from_dict({"kind": kind, "size": size})
 
@@ -67,12 +65,12 @@ def test_spec_refuses_what_does_not_fit(kind: object, size: object) -> None:
 @pytest.mark.parametrize(
     "value", [{}, {"kind": "none"}, {"kind": "none", "size": 0, "code": "x"}, {"kind": "tokens", "length": 3}]
 )
-def test_spec_refuses_other_keys(value: dict[str, object]) -> None:
+def test_spec_refuses_other_keys(value):
     with pytest.raises(TypeError):
         ConditionSpec.from_dict(value)
 
 
-def test_dropping_only_adds_nulls_and_leaves_the_original() -> None:
+def test_dropping_only_adds_nulls_and_leaves_the_original():
     condition = Condition.of(torch.arange(4))
     once = condition.dropped(torch.tensor([True, False, False, True]))
     twice = once.dropped(torch.tensor([True, True, False, False]))
@@ -83,7 +81,7 @@ def test_dropping_only_adds_nulls_and_leaves_the_original() -> None:
     assert twice.null().values.tolist() == [0, 1, 2, 3]
 
 
-def test_rows_and_cat_move_values_with_their_flags() -> None:
+def test_rows_and_cat_move_values_with_their_flags():
     text = Condition(torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]), torch.tensor([True, False, False]))
     picked = text.rows(torch.tensor([2, 1]))
     assert picked.values.tolist() == [[5.0, 6.0], [3.0, 4.0]] and picked.keep.tolist() == [False, False]
@@ -92,7 +90,7 @@ def test_rows_and_cat_move_values_with_their_flags() -> None:
     assert joined.values[:, 0].tolist() == [5.0, 3.0, 1.0, 5.0] and joined.keep.tolist() == [False, False, True, False]
 
 
-def test_rows_of_tokens_stay_whole() -> None:
+def test_rows_of_tokens_stay_whole():
     tokens = Condition.of(torch.arange(24.0).reshape(3, 4, 2)).dropped(torch.tensor([False, True, False]))
     assert len(tokens) == 3
     joined = Condition.cat([tokens.rows(torch.tensor([2, 1])), tokens.null().rows(slice(0, 1))])
@@ -101,6 +99,6 @@ def test_rows_of_tokens_stay_whole() -> None:
     assert joined.to("meta").values.shape == (3, 4, 2)
 
 
-def test_moving_takes_values_and_flags() -> None:
+def test_moving_takes_values_and_flags():
     moved = Condition.of(torch.tensor([1, 2])).to("meta")
     assert moved.values.device.type == "meta" and moved.keep.device.type == "meta"

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from functools import partial
 
 import numpy as np
@@ -12,9 +10,7 @@ from scipy.special import logsumexp
 from ddm_lightning.flow.oracle import FiniteSetOracle
 
 
-def reference(
-    points: np.ndarray, labels: np.ndarray, num_clusters: int, x_t: np.ndarray, t: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def reference(points, labels, num_clusters, x_t, t):
     """Velocity [b d], cluster velocities [K b d] (nan if empty) and posterior [b K], point by point in numpy."""
     velocity, posterior = np.zeros_like(x_t), np.zeros((len(x_t), num_clusters))
     by_cluster = np.full((num_clusters, *x_t.shape), np.nan)
@@ -30,7 +26,7 @@ def reference(
     return velocity, by_cluster, posterior
 
 
-def draw_set(seed: int, n: int, d: int, num_clusters: int, b: int = 7) -> tuple[np.ndarray, ...]:
+def draw_set(seed, n, d, num_clusters, b=7):
     rng = np.random.default_rng(seed)
     # A sharp Dirichlet: shares from empty to nearly all.
     shares = rng.dirichlet(np.full(num_clusters, 0.7))
@@ -50,9 +46,7 @@ def draw_set(seed: int, n: int, d: int, num_clusters: int, b: int = 7) -> tuple[
     num_clusters=st.integers(1, 5),
     chunk_size=st.sampled_from([1, 3, 4096]),
 )
-def test_clusters_weighted_by_their_posterior_are_the_whole_set(
-    seed: int, n: int, d: int, num_clusters: int, chunk_size: int
-) -> None:
+def test_clusters_weighted_by_their_posterior_are_the_whole_set(seed, n, d, num_clusters, chunk_size):
     points, labels, x_t, t = draw_set(seed, n, d, num_clusters)
     whole, by_cluster, posterior = reference(points, labels, num_clusters, x_t, t)
     oracle = FiniteSetOracle(torch.tensor(points), torch.tensor(labels), num_clusters, chunk_size)
@@ -68,7 +62,7 @@ def test_clusters_weighted_by_their_posterior_are_the_whole_set(
     np.testing.assert_allclose(mixture, whole, rtol=0, atol=1e-5)
 
 
-def test_at_pure_noise_the_posterior_is_the_share_and_the_data_estimate_the_mean() -> None:
+def test_at_pure_noise_the_posterior_is_the_share_and_the_data_estimate_the_mean():
     points = torch.tensor([[0.0], [2.0], [4.0], [10.0]], dtype=torch.float64)
     oracle = FiniteSetOracle(points, torch.tensor([1, 1, 1, 0]), 3)
     x, t = torch.tensor([[0.5], [-3.0]], dtype=torch.float64), torch.ones(2, dtype=torch.float64)
@@ -78,7 +72,7 @@ def test_at_pure_noise_the_posterior_is_the_share_and_the_data_estimate_the_mean
 
 
 @pytest.mark.parametrize("far", [0.0, 1e4])
-def test_the_nearest_point_wins_near_the_data_without_overflow(far: float) -> None:
+def test_the_nearest_point_wins_near_the_data_without_overflow(far):
     points = torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, 2.0]], dtype=torch.float64)
     oracle = FiniteSetOracle(points, torch.tensor([0, 1, 2]), 3, chunk_size=1)
     x, t = torch.tensor([[0.9 + far, 0.0]], dtype=torch.float64), torch.tensor([1e-4], dtype=torch.float64)
@@ -86,7 +80,7 @@ def test_the_nearest_point_wins_near_the_data_without_overflow(far: float) -> No
     np.testing.assert_allclose(oracle.velocity(x, t).numpy(), [[(far - 0.1) / 1e-4, 0.0]], rtol=1e-9, atol=1e-6)
 
 
-def test_images_keep_their_shape_and_dtype() -> None:
+def test_images_keep_their_shape_and_dtype():
     points, labels, x_t, t = draw_set(5, 20, 12, 2)
     exact = FiniteSetOracle(torch.tensor(points), torch.tensor(labels), 2)
     shaped = FiniteSetOracle(torch.tensor(points).reshape(-1, 3, 2, 2).float(), torch.tensor(labels), 2)
@@ -98,7 +92,7 @@ def test_images_keep_their_shape_and_dtype() -> None:
     assert shaped.cluster_posterior(x.reshape(-1, 3, 2, 2), time).dtype == torch.float32
 
 
-def test_what_has_no_velocity_is_refused() -> None:
+def test_what_has_no_velocity_is_refused():
     oracle = FiniteSetOracle(torch.zeros(2, 1), torch.tensor([0, 0]), 2)
     x = torch.zeros(2, 1)
     with pytest.raises(ValueError, match="cluster 1 is empty"):
@@ -109,6 +103,6 @@ def test_what_has_no_velocity_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("labels", "message"), [([], "empty set"), ([0, 2], "0 … 1"), ([-1, 0], "0 … 1")])
-def test_a_set_that_is_not_labelled_is_refused(labels: list[int], message: str) -> None:
+def test_a_set_that_is_not_labelled_is_refused(labels, message):
     with pytest.raises(ValueError, match=message):
         FiniteSetOracle(torch.zeros(len(labels), 1), torch.tensor(labels, dtype=torch.int64), 2)

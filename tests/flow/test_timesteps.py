@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -14,21 +12,21 @@ from ddm_lightning.flow.timesteps import (
 )
 
 
-def draw(density: str, mean: float = 0.0, std: float = 1.0, shift: float = 1.0, num: int = 20_000) -> torch.Tensor:
+def draw(density, mean=0.0, std=1.0, shift=1.0, num=20_000):
     return sample_timesteps(num, density, mean, std, shift, torch.Generator().manual_seed(7), "cpu")
 
 
 @pytest.mark.parametrize(
     ("mean", "std", "shift"), [(0.0, 1.0, 1.0), (-0.8, 0.6, 1.0), (0.3, 1.2, 3.0), (0.0, 1.0, 0.5)]
 )
-def test_logit_normal_has_normal_logits_which_a_shift_moves(mean: float, std: float, shift: float) -> None:
+def test_logit_normal_has_normal_logits_which_a_shift_moves(mean, std, shift):
     t = draw("logit-normal", mean, std, shift).double().numpy()
     logits = np.log(t) - np.log1p(-t)
     assert stats.kstest(logits, stats.norm(mean + np.log(shift), std).cdf).pvalue > 0.01
 
 
 @pytest.mark.parametrize("shift", [1.0, 3.0, 0.25])
-def test_uniform_has_the_shifted_uniform_distribution(shift: float) -> None:
+def test_uniform_has_the_shifted_uniform_distribution(shift):
     t = draw("uniform", shift=shift).double().numpy()
     assert stats.kstest(t, lambda x: x / (shift - (shift - 1) * x)).pvalue > 0.01
 
@@ -36,25 +34,25 @@ def test_uniform_has_the_shifted_uniform_distribution(shift: float) -> None:
 @pytest.mark.parametrize(
     ("density", "std", "shift"), [("logit-normal", 30.0, 1.0), ("uniform", 1.0, 1e6), ("uniform", 1.0, 1e-6)]
 )
-def test_times_stay_strictly_inside(density: str, std: float, shift: float) -> None:
+def test_times_stay_strictly_inside(density, std, shift):
     t = draw(density, std=std, shift=shift)
     assert t.dtype == torch.float32
     assert t.min() > 0 and t.max() < 1 and (1 - t).min() > 0
 
 
-def test_draws_follow_the_generator_alone() -> None:
+def test_draws_follow_the_generator_alone():
     torch.manual_seed(0)
     first = draw("logit-normal", num=5)
     torch.manual_seed(1)
     assert torch.equal(first, draw("logit-normal", num=5))
 
 
-def test_unknown_density_is_named() -> None:
+def test_unknown_density_is_named():
     with pytest.raises(ValueError, match="'cosine' is none of logit-normal, uniform"):
         draw("cosine")
 
 
-def test_shift_keeps_both_ends_and_composes() -> None:
+def test_shift_keeps_both_ends_and_composes():
     t = torch.linspace(0, 1, 11, dtype=torch.float64)
     shifted = shift_timesteps(t, 3.0)
     assert shifted[0] == 0 and shifted[-1] == 1 and (shifted[1:-1] > t[1:-1]).all()
@@ -62,7 +60,7 @@ def test_shift_keeps_both_ends_and_composes() -> None:
     assert shift_timesteps(torch.tensor([0.5]), 3.0).item() == pytest.approx(0.75)
 
 
-def test_stratified_times_are_the_midpoints_of_equal_parts() -> None:
+def test_stratified_times_are_the_midpoints_of_equal_parts():
     expected = [0.0625, 0.1875, 0.3125, 0.4375, 0.5625, 0.6875, 0.8125, 0.9375]
     assert stratified_timesteps().tolist() == expected
     assert stratified_timesteps(2).tolist() == [0.25, 0.75]
@@ -71,7 +69,7 @@ def test_stratified_times_are_the_midpoints_of_equal_parts() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("shift", [1.0, 3.0, 1e-3, 0.3])
 @pytest.mark.parametrize("num_steps", [1, 7, 50])
-def test_sampling_times_fall_from_exactly_one_to_exactly_zero(num_steps: int, shift: float, dtype: torch.dtype) -> None:
+def test_sampling_times_fall_from_exactly_one_to_exactly_zero(num_steps, shift, dtype):
     times = sampling_times(num_steps, shift, dtype=dtype)
     assert times.shape == (num_steps + 1,) and times.dtype == dtype
     assert times[0] == 1 and times[-1] == 0 and (times.diff() < 0).all()
@@ -79,13 +77,13 @@ def test_sampling_times_fall_from_exactly_one_to_exactly_zero(num_steps: int, sh
     np.testing.assert_allclose(unshifted.numpy(), np.linspace(1, 0, num_steps + 1), atol=1e-4)
 
 
-def test_intervals_pair_neighbours() -> None:
+def test_intervals_pair_neighbours():
     assert intervals(torch.tensor([1.0, 0.5, 0.0])) == [(1.0, 0.5), (0.5, 0.0)]
 
 
 @pytest.mark.parametrize(
     "times", [[], [1.0], [0.0, 1.0], [1.0, 0.5, 0.5], [1.5, 0.0], [1.0, -0.1], [1.0, float("nan"), 0.0]]
 )
-def test_intervals_refuse_times_that_do_not_fall(times: list[float]) -> None:
+def test_intervals_refuse_times_that_do_not_fall(times):
     with pytest.raises(ValueError, match="must strictly decrease"):
         intervals(torch.tensor(times))

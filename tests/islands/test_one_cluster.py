@@ -17,7 +17,7 @@ def fit_in_this_process(settings, steps):
 
 
 @pytest.mark.slow
-def test_one_expert_needs_no_router_and_can_be_trained_on(tmp_path, capsys):
+def test_one_expert_needs_no_router_and_can_be_trained_on(tmp_path, capsys, quick_prepare):
     run = tmp_path / "run"
     settings = ["-c", str(TINY), f"run_dir={run}", "prepare.partition.num_clusters=1"]
     assert main(["prepare", *settings]) == 0

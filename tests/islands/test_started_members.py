@@ -1,7 +1,5 @@
 """Other programs in the place of members: in which order they start, with which settings, how they are stopped."""
 
-from __future__ import annotations
-
 import io
 import os
 import signal
@@ -9,7 +7,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,7 +16,6 @@ from deadline import within
 from rich.console import Console
 from tiny_runs import MEMBERS, TINY
 
-from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.config.load import load_experiment
 from ddm_lightning.core.registry import EXPERTS
 from ddm_lightning.islands import local
@@ -31,26 +27,26 @@ class _SlowToSave:
 
     seconds_left, killed = 3600.0, False
 
-    def terminate(self) -> None:
+    def terminate(self):
         pass
 
-    def kill(self) -> None:
+    def kill(self):
         self.killed = True
 
-    def poll(self) -> int | None:
+    def poll(self):
         return None if self.seconds_left > 0 and not self.killed else local.STOPPED
 
-    def wait(self, timeout: float | None = None) -> int:
+    def wait(self, timeout=None):
         self.seconds_left -= self.seconds_left if timeout is None else timeout
         if self.poll() is None:
             raise subprocess.TimeoutExpired("member", timeout or 0.0)
         return local.STOPPED
 
 
-def test_a_member_may_take_an_hour_to_leave_its_checkpoint() -> None:
+def test_a_member_may_take_an_hour_to_leave_its_checkpoint():
     slow = _SlowToSave()
     out = io.StringIO()
-    local._stop([local._Child("expert-0", slow, 0, Path())], [], Console(file=out, width=200))  # type: ignore[arg-type]
+    local._stop([local._Child("expert-0", slow, 0, Path())], [], Console(file=out, width=200))
     assert not slow.killed
     assert slow.seconds_left <= 0
     assert out.getvalue().splitlines() == [
@@ -64,7 +60,7 @@ OBEDIENT = BUSY.replace("import", "import os,").replace("signal.SIG_IGN", "lambd
 
 
 @pytest.fixture
-def alone(tiny_run: Path, tmp_path: Path) -> Iterator[SimpleNamespace]:
+def alone(tiny_run, tmp_path):
     """A prepared run; signals that arrive when ``fit_members`` takes none do not end the tests; no child stays."""
     experiment = load_experiment(TINY, [f"run_dir={tiny_run}", "island.accelerator=cpu"])
     made = SimpleNamespace(experiment=experiment, run=open_run(experiment, create=True), children=[], late=[])
@@ -77,11 +73,11 @@ def alone(tiny_run: Path, tmp_path: Path) -> Iterator[SimpleNamespace]:
         child.communicate()
 
 
-def start_as(alone: SimpleNamespace, code_of: Callable[[str], str]) -> Callable[..., subprocess.Popen[bytes]]:
+def start_as(alone, code_of):
     """In place of ``Popen``: programs instead of members, which are deaf or not from the moment it returns."""
     popen = subprocess.Popen
 
-    def spawn(command: Sequence[str], **options: object) -> subprocess.Popen[bytes]:
+    def spawn(command, **options):
         code = code_of(command[-1].removeprefix("member="))
         child = popen([sys.executable, "-S", "-c", code], stdout=subprocess.PIPE, start_new_session=True)
         alone.children.append(child)
@@ -92,7 +88,7 @@ def start_as(alone: SimpleNamespace, code_of: Callable[[str], str]) -> Callable[
     return spawn
 
 
-def test_each_failure_is_told_and_ends_no_other_member(alone: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_failure_is_told_and_ends_no_other_member(alone, monkeypatch):
     ends = {"expert-0": "os.kill(os.getpid(), 9)", "expert-1": "os._exit(130)", "router": "os._exit(1)"}
     spawn = start_as(alone, lambda member: f"import os; print(flush=True); {ends[member]}")
     monkeypatch.setattr(subprocess, "Popen", spawn)
@@ -104,15 +100,13 @@ def test_each_failure_is_told_and_ends_no_other_member(alone: SimpleNamespace, m
     }
 
 
-def test_a_second_signal_kills_members_without_a_checkpoint(
-    alone: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_signal_kills_members_without_a_checkpoint(alone, monkeypatch):
     codes = {"expert-0": BUSY, "expert-1": OBEDIENT, "router": BUSY}
     monkeypatch.setattr(subprocess, "Popen", start_as(alone, codes.__getitem__))
     out = io.StringIO()
-    ended_before_the_second: list[int | None] = []
+    ended_before_the_second = []
 
-    def ask_twice() -> None:
+    def ask_twice():
         while len(alone.children) < 3:
             time.sleep(0.05)
         os.kill(os.getpid(), signal.SIGUSR1)
@@ -137,7 +131,7 @@ def test_a_second_signal_kills_members_without_a_checkpoint(
     assert not alone.late
 
 
-def test_a_forwarded_signal_does_not_count_twice(alone: SimpleNamespace) -> None:
+def test_a_forwarded_signal_does_not_count_twice(alone):
     with local._stop_requests() as requests:
         for seconds_later, expected in ((0.0, 1), (0.1, 1), (local.POLL_SECONDS, 2)):
             time.sleep(seconds_later)
@@ -147,13 +141,11 @@ def test_a_forwarded_signal_does_not_count_twice(alone: SimpleNamespace) -> None
     assert len(alone.late) == 1  # whoever took it before takes it again
 
 
-def test_a_signal_while_a_member_is_started_leaves_none_behind(
-    alone: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_signal_while_a_member_is_started_leaves_none_behind(alone, monkeypatch):
     spawn = start_as(alone, lambda _: OBEDIENT)
     asked = []
 
-    def asked_meanwhile(*arguments: object, **options: object) -> subprocess.Popen[bytes]:
+    def asked_meanwhile(*arguments, **options):
         child = spawn(*arguments, **options)
         asked.append(time.monotonic())
         os.kill(os.getpid(), signal.SIGUSR1)
@@ -168,19 +160,17 @@ def test_a_signal_while_a_member_is_started_leaves_none_behind(
 
 
 @pytest.mark.parametrize("counted", [True, False])
-def test_the_longest_members_are_started_first(
-    alone: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, counted: bool
-) -> None:
+def test_the_longest_members_are_started_first(alone, monkeypatch, counted):
     """By the work of all steps; by samples where a network's work cannot be counted."""
 
     class ReadsNumbers(torch.nn.Module):
         prediction = "velocity"
 
-        def __init__(self, x_shape: tuple[int, ...], condition: object) -> None:
+        def __init__(self, x_shape, condition):
             super().__init__()
             self.scale = torch.nn.Parameter(torch.ones(()))
 
-        def forward(self, x_t: torch.Tensor, t: torch.Tensor, condition: object = None) -> torch.Tensor:
+        def forward(self, x_t, t, condition=None):
             return x_t * self.scale * x_t.sum().item()
 
     monkeypatch.setitem(EXPERTS._built_in, "reads-numbers", ReadsNumbers)
@@ -189,7 +179,7 @@ def test_the_longest_members_are_started_first(
     overrides = [f"{section}.train.max_steps={number}" for section, number in steps.items()]
     overrides += ["expert.network.params.depth=8"] if counted else ["expert.network={name: reads-numbers, params: {}}"]
     experiment = load_experiment(TINY, [f"run_dir={alone.run.root}", "island.accelerator=cpu", *overrides])
-    started: list[str] = []
+    started = []
     spawn = start_as(alone, lambda member: started.append(member) or "print(flush=True)")
     monkeypatch.setattr(subprocess, "Popen", spawn)
     experts_first, router_first = ["expert-0", "expert-1", "router"], ["router", "expert-0", "expert-1"]
@@ -198,15 +188,13 @@ def test_the_longest_members_are_started_first(
     assert started == expected
 
 
-def test_a_member_gets_the_settings_of_the_fit_that_starts_it(
-    alone: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_member_gets_the_settings_of_the_fit_that_starts_it(alone, monkeypatch):
     experiment = load_experiment(TINY, [f"run_dir={alone.run.root}", "island.num_threads=3", "island.accelerator=cpu"])
     open_run(experiment, create=True)
-    read: list[Experiment] = []
+    read = []
     popen = subprocess.Popen
 
-    def spawn(command: Sequence[str], **options: object) -> subprocess.Popen[bytes]:
+    def spawn(command, **options):
         open_run(alone.experiment, create=True)  # by another fit, with other settings of the island
         read.append(load_experiment(command[command.index("-c") + 1]))
         return popen([sys.executable, "-S", "-c", ""])

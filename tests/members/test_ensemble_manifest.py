@@ -1,11 +1,7 @@
 """ensemble.json: members that belong together are found again; others are refused by name."""
 
-from __future__ import annotations
-
 import json
 import shutil
-from pathlib import Path
-from typing import Any
 
 import pytest
 from artifact_files import edit, put, refused
@@ -17,7 +13,7 @@ from ddm_lightning.members.assembly import read_ensemble, write_ensemble
 
 
 @pytest.fixture
-def run_dir(tmp_path: Path) -> Path:
+def run_dir(tmp_path):
     """A run of two experts and a router, with its ensemble.json."""
     folders = [
         put(tmp_path / "run" / "members" / name / "artifact", name) for name in ("router", "expert-1", "expert-0")
@@ -26,7 +22,7 @@ def run_dir(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def test_ensemble_round_trip_in_order_and_movable(run_dir: Path) -> None:
+def test_ensemble_round_trip_in_order_and_movable(run_dir):
     document = json.loads((run_dir / "ensemble.json").read_text())
     assert document["num_clusters"] == 2 and document["format_version"] == 1
     assert document["members"][0]["path"] == "members/expert-0/artifact"
@@ -38,7 +34,7 @@ def test_ensemble_round_trip_in_order_and_movable(run_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("path", ["../outside", "/etc", "members/../../outside", "members/link", "members/expert-0\0"])
-def test_ensemble_path_that_leaves_its_folder(run_dir: Path, path: str) -> None:
+def test_ensemble_path_that_leaves_its_folder(run_dir, path):
     shutil.copytree(run_dir / "members" / "expert-0" / "artifact", run_dir.parent / "outside")
     (run_dir / "members" / "link").symlink_to(run_dir.parent / "outside")
     manifest = run_dir / "ensemble.json"
@@ -49,7 +45,7 @@ def test_ensemble_path_that_leaves_its_folder(run_dir: Path, path: str) -> None:
     )
 
 
-def test_ensemble_of_different_partitions(run_dir: Path) -> None:
+def test_ensemble_of_different_partitions(run_dir):
     put(run_dir / "members" / "expert-1" / "artifact", "expert-1", partition_sha256="cd" * 32)
     folders = list(read_folders(run_dir))
     stranger = run_dir / "members" / "expert-1" / "artifact" / "member.json"
@@ -65,7 +61,7 @@ def test_ensemble_of_different_partitions(run_dir: Path) -> None:
     refused(lambda: read_ensemble(manifest), *words)
 
 
-def read_folders(run_dir: Path) -> list[Path]:
+def read_folders(run_dir):
     return [run_dir / "members" / name / "artifact" for name in ("expert-0", "expert-1", "router")]
 
 
@@ -79,19 +75,19 @@ def read_folders(run_dir: Path) -> list[Path]:
         ("expert-1", {"caption_encoder": None}, "caption_encoder"),
     ],
 )
-def test_ensemble_of_members_that_differ(run_dir: Path, member: str, changes: dict[str, Any], word: str) -> None:
+def test_ensemble_of_members_that_differ(run_dir, member, changes, word):
     folder = put(run_dir / "members" / member / "artifact", member, **changes)
     refused(lambda: write_ensemble(run_dir, read_folders(run_dir), [0.25, 0.75]), folder, f"another {word}", member)
 
 
-def test_a_router_without_a_condition_joins_an_ensemble_with_one(run_dir: Path) -> None:
+def test_a_router_without_a_condition_joins_an_ensemble_with_one(run_dir):
     put(
         run_dir / "members" / "router" / "artifact", "router", condition={"kind": "none", "size": 0}, timestep_shift=1.0
     )
     write_ensemble(run_dir, read_folders(run_dir), [0.25, 0.75])
 
 
-def test_ensemble_with_a_missing_expert(run_dir: Path) -> None:
+def test_ensemble_with_a_missing_expert(run_dir):
     manifest = run_dir / "ensemble.json"
     folders = read_folders(run_dir)
     words = ("expert-1 is missing", "fit it (member=expert-1)")
@@ -104,7 +100,7 @@ def test_ensemble_with_a_missing_expert(run_dir: Path) -> None:
     refused(lambda: read_ensemble(manifest), folders[1] / "member.json", "is missing", "fit the member again")
 
 
-def test_ensemble_with_wrong_members(run_dir: Path, tmp_path: Path) -> None:
+def test_ensemble_with_wrong_members(run_dir, tmp_path):
     folders = read_folders(run_dir)
     manifest = run_dir / "ensemble.json"
     outside = put(tmp_path / "outside", "expert-0")
@@ -133,13 +129,13 @@ def test_ensemble_with_wrong_members(run_dir: Path, tmp_path: Path) -> None:
         ),
     ],
 )
-def test_bad_ensemble_files(run_dir: Path, changes: dict[str, Any], words: tuple[str, ...]) -> None:
+def test_bad_ensemble_files(run_dir, changes, words):
     manifest = run_dir / "ensemble.json"
     edit(manifest, **changes)
     refused(lambda: read_ensemble(manifest), manifest, *words)
 
 
-def test_ensemble_missing_or_not_json(run_dir: Path) -> None:
+def test_ensemble_missing_or_not_json(run_dir):
     manifest = run_dir / "ensemble.json"
     manifest.write_text("{")
     refused(lambda: read_ensemble(manifest), manifest, "cannot be read", "fetch it again")
@@ -147,13 +143,13 @@ def test_ensemble_missing_or_not_json(run_dir: Path) -> None:
     refused(lambda: read_ensemble(manifest), manifest, "is missing", "fit the missing members")
 
 
-def test_member_json_that_the_ensemble_does_not_know(run_dir: Path) -> None:
+def test_member_json_that_the_ensemble_does_not_know(run_dir):
     path = run_dir / "members" / "expert-1" / "artifact" / "member.json"
     edit(path, step=8)
     refused(lambda: read_ensemble(run_dir / "ensemble.json"), path, "is not the expert-1", "fetch this artifact again")
 
 
-def test_an_entry_repeated_is_refused_before_it_is_read_again(run_dir: Path) -> None:
+def test_an_entry_repeated_is_refused_before_it_is_read_again(run_dir):
     manifest = run_dir / "ensemble.json"
     members = json.loads(manifest.read_text())["members"]
     edit(manifest, members=[members[0]] * 100_000)

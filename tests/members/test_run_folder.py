@@ -1,12 +1,8 @@
-from __future__ import annotations
-
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.config.load import load_experiment
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.members.run_folder import changes, open_run, refuse_changed, refuse_changes
@@ -14,14 +10,14 @@ from ddm_lightning.members.run_folder import changes, open_run, refuse_changed, 
 TINY = Path(__file__).parents[2] / "experiments" / "tiny_2x.yaml"
 
 
-def tiny(run_dir: Path, *overrides: str) -> Experiment:
+def tiny(run_dir, *overrides):
     return load_experiment(TINY, [f"run_dir={run_dir}", *overrides])
 
 
-def test_changes_are_those_of_the_training() -> None:
+def test_changes_are_those_of_the_training():
     old = asdict(load_experiment(TINY))
 
-    def changed_keys(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    def changed_keys(before, after):
         return [text.partition(" ")[0] for text in changes(before, after).split(", ") if text]
 
     for override, keys in (
@@ -45,7 +41,7 @@ def test_changes_are_those_of_the_training() -> None:
 
 
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
-def test_more_steps_are_the_same_training_where_the_schedule_does_not_end(tmp_path: Path, schedule: str) -> None:
+def test_more_steps_are_the_same_training_where_the_schedule_does_not_end(tmp_path, schedule):
     settings = [f"router.train.schedule={schedule}"]
     run = open_run(tiny(tmp_path, *settings), create=True)
     run.member("router").mkdir(parents=True)
@@ -59,7 +55,7 @@ def test_more_steps_are_the_same_training_where_the_schedule_does_not_end(tmp_pa
     assert f": router.train.max_steps (was 40, where the {schedule} schedule ends); set" in str(caught.value)
 
 
-def test_a_record_without_newer_keys_is_of_the_same_experiment(tmp_path: Path) -> None:
+def test_a_record_without_newer_keys_is_of_the_same_experiment(tmp_path):
     old, new = asdict(load_experiment(TINY)), asdict(load_experiment(TINY))
     del old["expert"]["min_snr_gamma"], old["prepare"]["horizontal_flips"]
     refuse_changes(tmp_path, old, new)
@@ -68,19 +64,19 @@ def test_a_record_without_newer_keys_is_of_the_same_experiment(tmp_path: Path) -
         refuse_changes(tmp_path, old, new)
 
 
-def test_a_new_folder_keeps_the_resolved_experiment(tmp_path: Path) -> None:
+def test_a_new_folder_keeps_the_resolved_experiment(tmp_path):
     experiment = tiny(tmp_path / "run")
     run = open_run(experiment, create=True)
     assert load_experiment(run.experiment) == experiment
 
 
-def test_reading_does_not_create_a_missing_folder(tmp_path: Path) -> None:
+def test_reading_does_not_create_a_missing_folder(tmp_path):
     with pytest.raises(UserError, match="no run here; start it with"):
         open_run(tiny(tmp_path / "run"), create=False)
     assert not (tmp_path / "run").exists()
 
 
-def test_another_experiment_is_refused_by_its_keys_and_changes_nothing(tmp_path: Path) -> None:
+def test_another_experiment_is_refused_by_its_keys_and_changes_nothing(tmp_path):
     run = open_run(tiny(tmp_path), create=True)
     before = run.experiment.read_bytes()
     refuse_changed(tiny(tmp_path, "seed=5"))  # nothing was trained
@@ -94,7 +90,7 @@ def test_another_experiment_is_refused_by_its_keys_and_changes_nothing(tmp_path:
     assert run.experiment.read_bytes() == before
 
 
-def test_free_sections_reach_the_members_through_the_folder(tmp_path: Path) -> None:
+def test_free_sections_reach_the_members_through_the_folder(tmp_path):
     open_run(tiny(tmp_path), create=True)
     changed = tiny(tmp_path, "island.num_workers=2")
     run = open_run(changed, create=False)
@@ -104,7 +100,7 @@ def test_free_sections_reach_the_members_through_the_folder(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("text", ["a: [", "\x00", "- 1"])
-def test_a_damaged_record_is_refused(tmp_path: Path, text: str) -> None:
+def test_a_damaged_record_is_refused(tmp_path, text):
     run = open_run(tiny(tmp_path), create=True)
     run.experiment.write_text(text)
     run.member("expert-0").mkdir(parents=True)

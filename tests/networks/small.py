@@ -1,20 +1,18 @@
 """Modules whose weights are no zeros, in float64 or as they are."""
 
-from __future__ import annotations
-
 from typing import TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 Module = TypeVar("Module", bound=nn.Module)
 
 
-def random(*shape: int, seed: int = 0) -> Tensor:
+def random(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def randomised(module: Module) -> Module:
+def randomised(module):
     """Every parameter drawn anew, in float64."""
     module.double()
     for seed, parameter in enumerate(module.parameters()):
@@ -22,7 +20,7 @@ def randomised(module: Module) -> Module:
     return module
 
 
-def moved(module: Module) -> Module:
+def moved(module):
     """A module that has left its zeros."""
     with torch.no_grad():
         for parameter in module.parameters():

@@ -1,14 +1,11 @@
-from __future__ import annotations
-
 import cmath
 import sys
-from collections.abc import Callable
 from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ddm_lightning.core.errors import UserError
@@ -17,11 +14,11 @@ from ddm_lightning.networks.blocks import SelfAttention
 from ddm_lightning.networks.embeddings import axial_rotation
 
 
-def heads(seed: int, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+def heads(seed, *shape, dtype=torch.float64):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
-def by_numpy(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def by_numpy(q, k, v):
     scores = np.einsum("bnhd,bmhd->bhnm", q.numpy(), k.numpy()) / np.sqrt(q.shape[-1])
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     weights /= weights.sum(-1, keepdims=True)
@@ -29,12 +26,12 @@ def by_numpy(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("backend", ["auto", "sdpa", "flash"])
-def test_equals_the_formula(backend: str) -> None:
+def test_equals_the_formula(backend):
     q, k, v = heads(0, 2, 5, 3, 4), heads(1, 2, 7, 3, 4), heads(2, 2, 7, 3, 4)
     torch.testing.assert_close(attention(q, k, v, backend), by_numpy(q, k, v))
 
 
-def by_complex_numbers(x: Tensor, rows: int, columns: int) -> Tensor:
+def by_complex_numbers(x, rows, columns):
     """Pairs of features as complex numbers, each times e^(i angle), in Python's double precision."""
     turned, half = x.clone(), x.shape[-1] // 2
     for token in range(rows * columns):
@@ -52,13 +49,13 @@ def by_complex_numbers(x: Tensor, rows: int, columns: int) -> Tensor:
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(3, 2), (1, 5)])
-def test_rotation_equals_complex_numbers(rows: int, columns: int) -> None:
+def test_rotation_equals_complex_numbers(rows, columns):
     x = heads(0, 2, rows * columns, 2, 8)
     turned = rotate(x, axial_rotation(8, rows, columns))
     torch.testing.assert_close(turned, by_complex_numbers(x, rows, columns), rtol=0, atol=1e-6)
 
 
-def test_rotated_products_depend_on_the_offset_alone() -> None:
+def test_rotated_products_depend_on_the_offset_alone():
     q, k = (heads(seed, 1, 1, 1, 16).expand(1, 36, 1, 16) for seed in (0, 1))
     q, k = (rotate(x, axial_rotation(16, 6, 6)).reshape(6, 6, 16) for x in (q, k))
     products = torch.stack([q[i, j] @ k[i + 2, j + 1] for i in range(4) for j in range(5)])
@@ -67,7 +64,7 @@ def test_rotated_products_depend_on_the_offset_alone() -> None:
     assert (others - products[0]).abs().min() > 1e-2
 
 
-def test_rotation_keeps_type_and_length() -> None:
+def test_rotation_keeps_type_and_length():
     x = heads(0, 2, 6, 2, 8)
     rotation = axial_rotation(8, 3, 2)
     torch.testing.assert_close(rotate(x, rotation).norm(dim=-1), x.norm(dim=-1), rtol=1e-6, atol=0)
@@ -76,36 +73,36 @@ def test_rotation_keeps_type_and_length() -> None:
     torch.testing.assert_close(narrow.double(), rotate(x, rotation), rtol=1e-2, atol=3e-2)
 
 
-def test_rows_may_be_rotated_differently() -> None:
+def test_rows_may_be_rotated_differently():
     x, rotation = heads(0, 2, 6, 2, 8), axial_rotation(8, 3, 2)
     each = torch.cat([rotation, rotation.flip(1)])
     torch.testing.assert_close(rotate(x, each)[0], rotate(x, rotation)[0])
     torch.testing.assert_close(rotate(x, each)[1], rotate(x.flip(1), rotation)[1].flip(0))
 
 
-def test_unknown_backend_is_refused() -> None:
+def test_unknown_backend_is_refused():
     q = heads(0, 1, 2, 1, 4)
     with pytest.raises(UserError, match=r"'fast'.*island\.attention.*auto, sdpa, flash, cudnn, efficient, xformers"):
         attention(q, q, q, "fast")
 
 
-def test_xformers_on_a_cpu_names_the_remedy() -> None:
+def test_xformers_on_a_cpu_names_the_remedy():
     q = heads(0, 1, 2, 1, 4)
     with pytest.raises(UserError, match=r"CUDA device, not 'cpu'; set island\.attention=sdpa"):
         attention(q, q, q, "xformers")
 
 
-def xformers_stub(monkeypatch: pytest.MonkeyPatch, kernel: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+def xformers_stub(monkeypatch, kernel):
     stub = ModuleType("xformers.ops")
-    stub.memory_efficient_attention = kernel  # type: ignore[attr-defined]
+    stub.memory_efficient_attention = kernel
     monkeypatch.setitem(sys.modules, "xformers", ModuleType("xformers"))
     monkeypatch.setitem(sys.modules, "xformers.ops", stub)
 
 
-def test_xformers_gets_its_own_layout(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[tuple[int, ...]] = []
+def test_xformers_gets_its_own_layout(monkeypatch):
+    seen = []
 
-    def kernel(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def kernel(q, k, v):
         seen.extend(tuple(part.shape) for part in (q, k, v))
         return q + 0
 
@@ -116,8 +113,8 @@ def test_xformers_gets_its_own_layout(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen == [(2, 5, 3, 4), (2, 7, 3, 4), (2, 7, 3, 4)]
 
 
-def test_xformers_without_a_kernel_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    def kernel(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def test_xformers_without_a_kernel_names_the_remedy(monkeypatch):
+    def kernel(q, k, v):
         raise NotImplementedError("No operator found")
 
     xformers_stub(monkeypatch, kernel)
@@ -127,7 +124,7 @@ def test_xformers_without_a_kernel_names_the_remedy(monkeypatch: pytest.MonkeyPa
             attention(q, q, q, "xformers")
 
 
-def test_xformers_that_is_not_installed_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_xformers_that_is_not_installed_names_the_remedy(monkeypatch):
     monkeypatch.setitem(sys.modules, "xformers.ops", None)
     with FakeTensorMode():
         q = torch.empty(1, 2, 1, 4, device="cuda")
@@ -135,7 +132,7 @@ def test_xformers_that_is_not_installed_names_the_remedy(monkeypatch: pytest.Mon
             attention(q, q, q, "xformers")
 
 
-def test_a_kernel_that_cannot_run_here_is_one_line() -> None:
+def test_a_kernel_that_cannot_run_here_is_one_line():
     for backend in ("auto", "sdpa", "flash"):  # torch has a flash kernel for CPUs
         check_attention(backend, torch.device("cpu"))
     for backend in ("cudnn", "efficient"):
@@ -147,19 +144,10 @@ def test_a_kernel_that_cannot_run_here_is_one_line() -> None:
         check_attention("xformers", torch.device("cpu"))
 
 
-def test_xformers_beside_a_torch_of_another_cuda_is_refused_by_a_real_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuses(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        raise NotImplementedError("No operator found")
-
-    monkeypatch.setattr("ddm_lightning.networks.attention._xformers", refuses)
-    with pytest.raises(UserError, match=r"'xformers' has no kernel for torch\.float32 .*; set island\.attention=sdpa"):
-        check_attention("xformers", torch.device("cpu"))
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["sdpa", "efficient", "xformers"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.float16, 2e-3), (torch.bfloat16, 2e-2)])
-def test_equals_the_formula_on_a_gpu(dtype: torch.dtype, tolerance: float, backend: str) -> None:
+def test_equals_the_formula_on_a_gpu(dtype, tolerance, backend):
     if backend == "xformers" and not pytest.importorskip("xformers._cpp_lib")._built_with_cuda:
         pytest.skip("xformers was built for another CUDA")
     # 72 features a head are those of DiT-XL/2; views of one product, as layers hand them over.
@@ -174,27 +162,27 @@ def test_equals_the_formula_on_a_gpu(dtype: torch.dtype, tolerance: float, backe
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_set_attention_reaches_every_layer(backend: str) -> None:
+def test_set_attention_reaches_every_layer(backend):
     network = nn.Sequential(SelfAttention(8, 2, False), nn.Sequential(SelfAttention(8, 2, False)), nn.Linear(8, 8))
     set_attention(network, backend)
     assert [part.attention_backend for part in network.modules() if isinstance(part, SelfAttention)] == [backend] * 2
 
 
-def test_set_attention_is_obeyed() -> None:
+def test_set_attention_is_obeyed():
     layer = SelfAttention(8, 2, False)
     set_attention(layer, "xformers")
     with pytest.raises(UserError, match="xformers"):
         layer(torch.zeros(1, 3, 8))
 
 
-def test_set_attention_refuses_an_unknown_backend_and_changes_nothing() -> None:
+def test_set_attention_refuses_an_unknown_backend_and_changes_nothing():
     layer = SelfAttention(8, 2, False)
     with pytest.raises(UserError, match="unknown attention back end 'fast'"):
         set_attention(layer, "fast")
     assert layer.attention_backend == "auto"
 
 
-def test_set_attention_leaves_networks_without_attention_alone() -> None:
+def test_set_attention_leaves_networks_without_attention_alone():
     layer = nn.Linear(2, 2)
     set_attention(layer, "sdpa")
     assert not hasattr(layer, "attention_backend")

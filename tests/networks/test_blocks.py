@@ -1,23 +1,11 @@
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from networks.small import random, randomised
-from torch import Tensor, nn
+from torch import nn
 
 from ddm_lightning.flow.condition import Condition, ConditionSpec
 from ddm_lightning.networks.attention import rotate
-from ddm_lightning.networks.blocks import (
-    CrossAttention,
-    DiTBlock,
-    FinalLayer,
-    SelfAttention,
-    SwiGLU,
-    plain_mlp,
-)
+from ddm_lightning.networks.blocks import CrossAttention, DiTBlock, FinalLayer, SelfAttention, SwiGLU, plain_mlp
 from ddm_lightning.networks.dit import Trunk
 from ddm_lightning.networks.embeddings import axial_rotation
 from ddm_lightning.networks.recipe import Architecture, Recipe
@@ -29,11 +17,11 @@ RECIPES = [
 ]
 
 
-def standardised(x: Tensor) -> Tensor:
+def standardised(x):
     return (x - x.mean(-1, keepdim=True)) / (x.var(-1, correction=0, keepdim=True) + 1e-6).sqrt()
 
 
-def by_torch(layer: SelfAttention) -> nn.MultiheadAttention:
+def by_torch(layer):
     """torch's own multi-head attention with the same weights."""
     oracle = nn.MultiheadAttention(layer.out.in_features, layer.num_heads, batch_first=True).double()
     pairs = {"in_proj_weight": layer.qkv.weight, "in_proj_bias": layer.qkv.bias}
@@ -42,7 +30,7 @@ def by_torch(layer: SelfAttention) -> nn.MultiheadAttention:
 
 
 @pytest.mark.parametrize("qk_norm", [False, True])
-def test_qk_norm_forgets_the_size_of_queries_and_keys(qk_norm: bool) -> None:
+def test_qk_norm_forgets_the_size_of_queries_and_keys(qk_norm):
     layer = randomised(SelfAttention(12, 3, qk_norm=qk_norm))
     x = random(2, 5, 12)
     before = layer(x)
@@ -52,7 +40,7 @@ def test_qk_norm_forgets_the_size_of_queries_and_keys(qk_norm: bool) -> None:
 
 
 @pytest.mark.parametrize("qk_norm", [False, True])
-def test_self_attention_runs_in_mixed_precision(qk_norm: bool) -> None:
+def test_self_attention_runs_in_mixed_precision(qk_norm):
     torch.manual_seed(0)
     layer, x = SelfAttention(12, 3, qk_norm=qk_norm), random(2, 5, 12).float()
     with torch.autocast("cpu", torch.bfloat16):
@@ -62,15 +50,15 @@ def test_self_attention_runs_in_mixed_precision(qk_norm: bool) -> None:
     assert layer.bfloat16()(x.bfloat16()).dtype == torch.bfloat16
 
 
-def mean_square(x: Tensor) -> Tensor:
+def mean_square(x):
     return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
 
 
-def silu(x: Tensor) -> Tensor:
+def silu(x):
     return x / (1 + (-x).exp())
 
 
-def attended(layer: CrossAttention, x: Tensor, context: Tensor) -> Tensor:
+def attended(layer, x, context):
     """Softmax head by head, written out."""
     size = x.shape[-1] // layer.num_heads
     q = x @ layer.q.weight.T + layer.q.bias
@@ -83,7 +71,7 @@ def attended(layer: CrossAttention, x: Tensor, context: Tensor) -> Tensor:
     return torch.cat(outs, dim=-1) @ layer.out.weight.T + layer.out.bias
 
 
-def by_formula(block: DiTBlock, recipe: Recipe, x: Tensor, conditioning: Tensor, context: Tensor | None) -> Tensor:
+def by_formula(block, recipe, x, conditioning, context):
     """Peebles and Xie, figure 3: shift, scale and gate of the attention, then of the MLP."""
     norm = {"layer": standardised, "rms": mean_square}[recipe.norm]
     if recipe.modulation == "single":
@@ -110,7 +98,7 @@ def by_formula(block: DiTBlock, recipe: Recipe, x: Tensor, conditioning: Tensor,
 @pytest.mark.parametrize("modulation", ["zero", "single"])
 @pytest.mark.parametrize("norm", ["layer", "rms"])
 @pytest.mark.parametrize("mlp", ["gelu", "swiglu"])
-def test_block_equals_the_formula(mlp: str, norm: str, modulation: str, reads_tokens: bool) -> None:
+def test_block_equals_the_formula(mlp, norm, modulation, reads_tokens):
     recipe = Recipe(mlp_ratio=2.0, mlp=mlp, norm=norm, modulation=modulation)
     block = randomised(DiTBlock(12, 3, recipe, reads_tokens))
     x, conditioning = random(2, 5, 12), random(2, 72 if modulation == "single" else 12, seed=1)
@@ -125,7 +113,7 @@ def test_block_equals_the_formula(mlp: str, norm: str, modulation: str, reads_to
     # 2/3 of hidden, up to a multiple of 64, or of 8 for narrow ones.
     [(1152, 4608, 3072), (1024, 4096, 2752), (768, 3072, 2048), (384, 1536, 1024), (16, 64, 48), (12, 24, 16)],
 )
-def test_a_gated_mlp_has_about_as_many_parameters(width: int, hidden: int, gated: int) -> None:
+def test_a_gated_mlp_has_about_as_many_parameters(width, hidden, gated):
     with torch.device("meta"):
         mlp, plain = SwiGLU(width, hidden), plain_mlp(width, hidden)
     assert mlp.down.in_features == gated and mlp.gate_up.out_features == 2 * gated
@@ -135,7 +123,7 @@ def test_a_gated_mlp_has_about_as_many_parameters(width: int, hidden: int, gated
 
 
 @pytest.mark.parametrize("qk_norm", [False, True])
-def test_qk_norm_serves_cross_attention_too(qk_norm: bool) -> None:
+def test_qk_norm_serves_cross_attention_too(qk_norm):
     layer = randomised(CrossAttention(12, 3, qk_norm=qk_norm))
     x, context = random(2, 5, 12), random(2, 4, 12, seed=1)
     before = layer(x, context)
@@ -145,7 +133,7 @@ def test_qk_norm_serves_cross_attention_too(qk_norm: bool) -> None:
 
 
 @pytest.mark.parametrize("qk_norm", [False, True])
-def test_self_attention_rotates_what_its_norms_leave(qk_norm: bool) -> None:
+def test_self_attention_rotates_what_its_norms_leave(qk_norm):
     """The norms' weights act on features that mean something, so they come before the rotation."""
     layer, x = randomised(SelfAttention(24, 3, qk_norm=qk_norm)), random(2, 6, 24)
     rotation = axial_rotation(8, 3, 2)
@@ -161,7 +149,7 @@ def test_self_attention_rotates_what_its_norms_leave(qk_norm: bool) -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
 @pytest.mark.parametrize("reads_tokens", [False, True])
-def test_block_starts_as_the_identity(recipe: dict[str, Any], reads_tokens: bool) -> None:
+def test_block_starts_as_the_identity(recipe, reads_tokens):
     spec = ConditionSpec("tokens", 6, length=3) if reads_tokens else ConditionSpec("text", 6)
     torch.manual_seed(0)
     options = Architecture(width=16, depth=2, num_heads=2, patch_size=2, **recipe)
@@ -175,25 +163,8 @@ def test_block_starts_as_the_identity(recipe: dict[str, Any], reads_tokens: bool
     assert not torch.equal(trunk.run(x, conditioning, trunk.rotation, condition), x)
 
 
-@pytest.mark.parametrize("reads_tokens", [False, True])
-@pytest.mark.parametrize("modulation", ["zero", "single"])
-@pytest.mark.parametrize(("mlp", "norm"), [("gelu", "layer"), ("swiglu", "rms")])
-def test_gradients_of_a_block_are_those_of_finite_differences(
-    mlp: str, norm: str, modulation: str, reads_tokens: bool
-) -> None:
-    recipe = Recipe(2.0, qk_norm=True, mlp=mlp, norm=norm, modulation=modulation)
-    block = randomised(DiTBlock(8, 2, recipe, reads_tokens))
-    rotation = axial_rotation(4, 3, 1).double()
-    inputs = [random(2, 3, 8), random(2, 48 if modulation == "single" else 8, seed=1)]
-    inputs += [random(2, 2, 8, seed=2)] if reads_tokens else []
-    inputs = [part.requires_grad_() for part in inputs]
-    assert torch.autograd.gradcheck(
-        lambda x, conditioning, *context: block(x, conditioning, rotation, *context), inputs, fast_mode=True
-    )
-
-
 @pytest.mark.parametrize(("norm", "oracle"), [("layer", standardised), ("rms", mean_square)])
-def test_final_layer_equals_the_formula(norm: str, oracle: Callable[[Tensor], Tensor]) -> None:
+def test_final_layer_equals_the_formula(norm, oracle):
     final = randomised(FinalLayer(12, 7, norm))
     x, conditioning = random(2, 5, 12), random(2, 12, seed=1)
     two = conditioning @ final.modulation.weight.T + final.modulation.bias

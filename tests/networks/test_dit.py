@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import math
 from functools import partial
 
@@ -18,7 +16,7 @@ NONE, TEXT, CLASSES = ConditionSpec("none", 0), ConditionSpec("text", 6), Condit
 TOKENS = ConditionSpec("tokens", 6, length=3)
 
 
-def perturbed(**changes: object) -> DiT:
+def perturbed(**changes):
     """A small network that has left its zeros."""
     torch.manual_seed(0)
     return moved(DiT(**({"x_shape": (3, 8, 8), "condition": NONE} | SMALL | changes)))
@@ -38,18 +36,18 @@ def perturbed(**changes: object) -> DiT:
     ],
     ids=str,
 )
-def test_keeps_the_contract_of_experts(x_shape: tuple[int, int, int], options: dict[str, object]) -> None:
+def test_keeps_the_contract_of_experts(x_shape, options):
     check_expert(partial(DiT, **SMALL, **options), x_shape=x_shape)
 
 
-def test_starts_at_velocity_zero() -> None:
+def test_starts_at_velocity_zero():
     torch.manual_seed(0)
     network = DiT(x_shape=(3, 8, 8), condition=TEXT, **SMALL)
     condition = Condition.of(torch.randn(2, 6))
     assert torch.equal(network(torch.randn(2, 3, 8, 8), torch.rand(2), condition), torch.zeros(2, 3, 8, 8))
 
 
-def test_initial_weights_are_those_of_the_paper() -> None:
+def test_initial_weights_are_those_of_the_paper():
     torch.manual_seed(0)
     network = DiT(x_shape=(3, 8, 8), condition=CLASSES, width=64, depth=2, num_heads=2, patch_size=2)
     state = network.state_dict()
@@ -67,7 +65,7 @@ def test_initial_weights_are_those_of_the_paper() -> None:
     assert not torch.equal(state["blocks.0.attention.qkv.weight"], state["blocks.1.attention.qkv.weight"])
 
 
-def test_patches_know_where_they_are() -> None:
+def test_patches_know_where_they_are():
     """Without positions, rolling an image by a patch would roll its velocity."""
     network = perturbed()
     x, t = torch.randn(1, 3, 8, 8), torch.tensor([0.5])
@@ -77,7 +75,7 @@ def test_patches_know_where_they_are() -> None:
     torch.testing.assert_close(network(x.roll(2, -1), t, None).roll(-2, -1), network(x, t, None))
 
 
-def test_rotated_patches_know_where_they_are_to_each_other() -> None:
+def test_rotated_patches_know_where_they_are_to_each_other():
     network = perturbed(rope=True, width=64, qk_norm=True)
     assert network.positions is None and "rotation" not in network.state_dict()
     x, t = torch.randn(1, 3, 8, 8), torch.tensor([0.5])
@@ -87,7 +85,7 @@ def test_rotated_patches_know_where_they_are_to_each_other() -> None:
     torch.testing.assert_close(network(x.roll(2, -1), t, None).roll(-2, -1), network(x, t, None), atol=1e-4, rtol=1e-4)
 
 
-def test_a_shared_modulation_reaches_each_block_with_its_own_table() -> None:
+def test_a_shared_modulation_reaches_each_block_with_its_own_table():
     network = perturbed(modulation="single", condition=TEXT).double()
     x = torch.randn(2, 3, 8, 8).double()
     conditioning = network.conditioning(torch.rand(2), Condition.of(torch.randn(2, 6)))
@@ -102,7 +100,7 @@ def test_a_shared_modulation_reaches_each_block_with_its_own_table() -> None:
     assert not torch.equal(network.blocks[0].modulation.table, network.blocks[1].modulation.table)
 
 
-def test_time_alone_modulates_where_text_tokens_are_attended_to() -> None:
+def test_time_alone_modulates_where_text_tokens_are_attended_to():
     network = perturbed(condition=TOKENS)
     t = torch.rand(2)
     condition = Condition.of(torch.randn(2, 3, 6))
@@ -113,7 +111,7 @@ def test_time_alone_modulates_where_text_tokens_are_attended_to() -> None:
     torch.testing.assert_close(network(x, t, Condition.of(condition.values.flip(1))), network(x, t, condition))
 
 
-def test_time_matters() -> None:
+def test_time_matters():
     network = perturbed()
     x = torch.randn(1, 3, 8, 8).expand(2, -1, -1, -1)
     early, late = network(x, torch.tensor([0.1, 0.9]), None)
@@ -125,7 +123,7 @@ def test_time_matters() -> None:
     [(TEXT, {}), (TOKENS, {}), (TOKENS, {"rope": True, "mlp": "swiglu", "norm": "rms", "modulation": "single"})],
     ids=["text", "tokens", "all"],
 )
-def test_mixed_precision_answers_in_the_type_of_x_t(spec: ConditionSpec, options: dict[str, object]) -> None:
+def test_mixed_precision_answers_in_the_type_of_x_t(spec, options):
     network = perturbed(condition=spec, qk_norm=True, **options)
     values = torch.randn(2, 3, 6) if spec is TOKENS else torch.randn(2, 6)
     x, t, condition = torch.randn(2, 3, 8, 8), torch.rand(2), Condition.of(values)
@@ -140,7 +138,7 @@ def test_mixed_precision_answers_in_the_type_of_x_t(spec: ConditionSpec, options
 
 
 @pytest.mark.parametrize("rope", [False, True])
-def test_blocks_add_up_in_float32_in_mixed_precision(rope: bool) -> None:
+def test_blocks_add_up_in_float32_in_mixed_precision(rope):
     network, seen = perturbed(condition=TEXT, rope=rope, norm="rms"), []
     for block in network.blocks:
         block.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].dtype))
@@ -149,12 +147,12 @@ def test_blocks_add_up_in_float32_in_mixed_precision(rope: bool) -> None:
     assert set(seen) == {torch.float32}
 
 
-def test_other_shapes_are_refused() -> None:
+def test_other_shapes_are_refused():
     with pytest.raises(ValueError, match=r"\(3, 8, 8\), not \(3, 8, 10\)"):
         perturbed()(torch.randn(1, 3, 8, 10), torch.rand(1), None)
 
 
-def test_a_condition_is_refused_where_none_is_taken() -> None:
+def test_a_condition_is_refused_where_none_is_taken():
     with pytest.raises(ValueError, match="without a condition"):
         perturbed()(torch.randn(1, 3, 8, 8), torch.rand(1), Condition.of(torch.randn(1, 6)))
 
@@ -174,6 +172,6 @@ def test_a_condition_is_refused_where_none_is_taken() -> None:
         ({"mlp": "relu"}, "mlp = 'relu' is none of gelu, swiglu"),
     ],
 )
-def test_sizes_that_do_not_fit_are_one_clear_line(changes: dict[str, float], message: str) -> None:
+def test_sizes_that_do_not_fit_are_one_clear_line(changes, message):
     with pytest.raises(UserError, match=f"expert 'dit'.*{message}"):
         EXPERTS.build("dit", SMALL | changes, x_shape=(3, 8, 8), condition=NONE)

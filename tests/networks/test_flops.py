@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -13,12 +11,12 @@ SPECS = [ConditionSpec("none", 0), ConditionSpec("class", 5), ConditionSpec("tex
 ALL_OPTIONS = {"rope": True, "mlp": "swiglu", "norm": "rms", "modulation": "single", "qk_norm": True}
 
 
-def dit(condition: ConditionSpec, **options: object) -> float:
+def dit(condition, **options):
     network = DiT(x_shape=SHAPE, condition=condition, **SMALL, **options)
     return flops_per_sample(network, SHAPE, condition, backward=False)
 
 
-def by_hand(spec: ConditionSpec, *, single: bool, gated: int) -> int:
+def by_hand(spec, *, single, gated):
     """Multiply-adds of a sample, twice; ``gated`` features of a SwiGLU, 0 for a plain MLP."""
     m = spec.length
     ends = N * 12 * D + 256 * D + D * D + 2 * D * D + N * D * 12  # patches, time, head
@@ -30,13 +28,13 @@ def by_hand(spec: ConditionSpec, *, single: bool, gated: int) -> int:
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.kind)
-def test_a_forward_pass_is_counted(spec: ConditionSpec) -> None:
+def test_a_forward_pass_is_counted(spec):
     assert dit(spec) == by_hand(spec, single=False, gated=0)
     assert dit(spec, **ALL_OPTIONS) == by_hand(spec, single=True, gated=48)
     assert dit(spec, rope=True, norm="rms", qk_norm=True) == dit(spec)
 
 
-def test_a_forward_pass_of_two_streams_is_counted() -> None:
+def test_a_forward_pass_of_two_streams_is_counted():
     spec, m = SPECS[3], 7
     network = MMDiT(x_shape=SHAPE, condition=spec, **SMALL)
     ends = N * 12 * D + 256 * D + D * D + 2 * D * D + N * D * 12 + m * 6 * D + 2 * D * D
@@ -46,7 +44,7 @@ def test_a_forward_pass_of_two_streams_is_counted() -> None:
 
 
 @pytest.mark.parametrize("spec", [SPECS[0], SPECS[3]], ids=lambda spec: spec.kind)
-def test_a_backward_pass_costs_about_twice_as_much(spec: ConditionSpec) -> None:
+def test_a_backward_pass_costs_about_twice_as_much(spec):
     networks = [DiT(x_shape=SHAPE, condition=spec, **SMALL, **ALL_OPTIONS)]
     networks += [RouterDiT(x_shape=SHAPE, condition=spec, num_clusters=2, **SMALL, **ALL_OPTIONS)]
     networks += [MMDiT(x_shape=SHAPE, condition=spec, **SMALL)] if spec.kind == "tokens" else []
@@ -56,7 +54,7 @@ def test_a_backward_pass_costs_about_twice_as_much(spec: ConditionSpec) -> None:
         assert all(parameter.device == torch.device("cpu") for parameter in network.parameters())
 
 
-def test_dit_xl_2_is_that_of_its_paper() -> None:
+def test_dit_xl_2_is_that_of_its_paper():
     """118.64 Gflops of multiply-adds at 256 x 256, so 237 GFLOP (Peebles and Xie, table 4)."""
     spec = ConditionSpec("class", 1000)
     with torch.device("meta"):

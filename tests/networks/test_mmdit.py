@@ -1,11 +1,8 @@
-from __future__ import annotations
-
 from functools import partial
 
 import pytest
 import torch
 from networks.small import moved, random, randomised
-from torch import Tensor, nn
 
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.flow.condition import Condition, ConditionSpec
@@ -17,18 +14,18 @@ SMALL = {"width": 16, "depth": 2, "num_heads": 2, "patch_size": 2}
 TOKENS = ConditionSpec("tokens", 6, length=3)
 
 
-def perturbed(**changes: object) -> MMDiT:
+def perturbed(**changes):
     torch.manual_seed(0)
     return moved(MMDiT(**({"x_shape": (3, 8, 8), "condition": TOKENS} | SMALL | changes)))
 
 
 @pytest.mark.parametrize("x_shape", [(3, 8, 8), (4, 4, 10)])
 @pytest.mark.parametrize(("qk_norm", "depth"), [(False, 2), (True, 3), (True, 1)])
-def test_keeps_the_contract_of_experts(x_shape: tuple[int, int, int], qk_norm: bool, depth: int) -> None:
+def test_keeps_the_contract_of_experts(x_shape, qk_norm, depth):
     check_expert(partial(MMDiT, **(SMALL | {"depth": depth}), qk_norm=qk_norm), x_shape=x_shape, kinds=("tokens",))
 
 
-def test_the_setting_of_the_docstring_has_three_billion_parameters() -> None:
+def test_the_setting_of_the_docstring_has_three_billion_parameters():
     assert "Width 1792, depth 26, num_heads 28, patch_size 2 has 3.0 billion" in str(MMDiT.__doc__)
     with torch.device("meta"):
         network = MMDiT(
@@ -42,19 +39,19 @@ def test_the_setting_of_the_docstring_has_three_billion_parameters() -> None:
     assert sum(parameter.numel() for parameter in network.parameters()) == pytest.approx(3.0e9, rel=0.02)
 
 
-def linear(x: Tensor, layer: nn.Linear) -> Tensor:
+def linear(x, layer):
     return x @ layer.weight.T + layer.bias
 
 
-def normed(x: Tensor) -> Tensor:
+def normed(x):
     return (x - x.mean(-1, keepdim=True)) / (x.var(-1, correction=0, keepdim=True) + 1e-6).sqrt()
 
 
-def rms(x: Tensor, norm: nn.RMSNorm | None) -> Tensor:
+def rms(x, norm):
     return x if norm is None else x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * norm.weight
 
 
-def by_formula(block: JointBlock, x: Tensor, text: Tensor, conditioning: Tensor) -> tuple[Tensor, Tensor | None]:
+def by_formula(block, x, text, conditioning):
     """Esser et al., figure 2b, a head at a time: 12 features, 3 heads."""
     inner, parts = [], []
     for stream, tokens in ((block.patches, x), (block.text, text)):
@@ -66,7 +63,7 @@ def by_formula(block: JointBlock, x: Tensor, text: Tensor, conditioning: Tensor)
         text_k, text_v = linear(inner[1], block.text.kv).split(12, dim=-1)
     else:
         text_q, text_k, text_v = linear(inner[1], block.text.qkv).split(12, dim=-1)
-    outs: list[list[Tensor]] = [[], []]
+    outs = [[], []]
     for head in (slice(0, 4), slice(4, 8), slice(8, 12)):
         keys = torch.cat(
             [rms(text_k[..., head], block.text.key_norm), rms(k[..., head], block.patches.key_norm)], dim=1
@@ -77,7 +74,7 @@ def by_formula(block: JointBlock, x: Tensor, text: Tensor, conditioning: Tensor)
         for out, query in zip(outs, queries, strict=False):
             weights = (query @ keys.transpose(1, 2) / 2).exp()
             out.append(weights / weights.sum(-1, keepdim=True) @ values)
-    results: list[Tensor | None] = []
+    results = []
     for stream, tokens, out, six in zip((block.patches, block.text), (x, text), outs, parts, strict=True):
         if isinstance(stream, ReadStream):
             results.append(None)
@@ -91,14 +88,14 @@ def by_formula(block: JointBlock, x: Tensor, text: Tensor, conditioning: Tensor)
 
 @pytest.mark.parametrize("qk_norm", [False, True])
 @pytest.mark.parametrize("is_last", [False, True])
-def test_block_equals_the_formula(is_last: bool, qk_norm: bool) -> None:
+def test_block_equals_the_formula(is_last, qk_norm):
     block = randomised(JointBlock(12, 3, 2.0, qk_norm, is_last))
     x, text, conditioning = random(2, 5, 12), random(2, 4, 12, seed=1), random(2, 12, seed=2)
     for ours, expected in zip(block(x, text, conditioning), by_formula(block, x, text, conditioning), strict=True):
         torch.testing.assert_close(ours, expected)
 
 
-def test_streams_with_the_same_weights_are_one_sequence() -> None:
+def test_streams_with_the_same_weights_are_one_sequence():
     """A permutation of patches and text tokens then permutes the outputs."""
     block = randomised(JointBlock(12, 3, 2.0, True, False))
     block.text.load_state_dict(block.patches.state_dict())
@@ -109,15 +106,8 @@ def test_streams_with_the_same_weights_are_one_sequence() -> None:
     torch.testing.assert_close(permuted, together[:, order])
 
 
-@pytest.mark.parametrize("is_last", [False, True])
-def test_gradients_of_a_block_are_those_of_finite_differences(is_last: bool) -> None:
-    block = randomised(JointBlock(8, 2, 2.0, True, is_last))
-    inputs = [part.requires_grad_() for part in (random(2, 3, 8), random(2, 2, 8, seed=1), random(2, 8, seed=2))]
-    assert torch.autograd.gradcheck(lambda *three: block(*three)[: 1 if is_last else 2], inputs, fast_mode=True)
-
-
 @pytest.mark.parametrize("qk_norm", [False, True])
-def test_blocks_start_as_the_identity(qk_norm: bool) -> None:
+def test_blocks_start_as_the_identity(qk_norm):
     torch.manual_seed(0)
     network = MMDiT(x_shape=(3, 8, 8), condition=TOKENS, qk_norm=qk_norm, **SMALL)
     x, text = torch.randn(2, 16, 16), torch.randn(2, 3, 16)
@@ -129,12 +119,12 @@ def test_blocks_start_as_the_identity(qk_norm: bool) -> None:
     assert torch.equal(out, torch.zeros(2, 3, 8, 8))
 
 
-def test_the_last_text_stream_alone_has_no_output() -> None:
+def test_the_last_text_stream_alone_has_no_output():
     blocks = perturbed(depth=3).blocks
     assert [type(block.text) for block in blocks] == [Stream, Stream, ReadStream]
 
 
-def test_time_and_the_mean_of_the_text_modulate() -> None:
+def test_time_and_the_mean_of_the_text_modulate():
     network, seen = perturbed(), []
     network.blocks[0].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[2]))
     x, tokens = torch.randn(2, 3, 8, 8), torch.randn(2, 3, 6)
@@ -150,7 +140,7 @@ def test_time_and_the_mean_of_the_text_modulate() -> None:
     torch.testing.assert_close(seen[0], expected)
 
 
-def test_mixed_precision_answers_in_the_type_of_x_t() -> None:
+def test_mixed_precision_answers_in_the_type_of_x_t():
     network = perturbed(qk_norm=True)
     x, t, condition = torch.randn(2, 3, 8, 8), torch.rand(2), Condition.of(torch.randn(2, 3, 6).half())
     exact = network(x, t, condition)
@@ -164,11 +154,11 @@ def test_mixed_precision_answers_in_the_type_of_x_t() -> None:
 
 
 @pytest.mark.parametrize("spec", [ConditionSpec("none", 0), ConditionSpec("text", 6), ConditionSpec("class", 3)])
-def test_another_condition_is_one_clear_line(spec: ConditionSpec) -> None:
+def test_another_condition_is_one_clear_line(spec):
     with pytest.raises(UserError, match=rf"expert 'mmdit'.*needs condition\.kind=tokens, not {spec.kind}"):
         EXPERTS.build("mmdit", SMALL, x_shape=(3, 8, 8), condition=spec)
 
 
-def test_sizes_that_do_not_fit_are_one_clear_line() -> None:
+def test_sizes_that_do_not_fit_are_one_clear_line():
     with pytest.raises(UserError, match=r"expert 'mmdit'.*num_heads = 3 must divide width = 16"):
         EXPERTS.build("mmdit", SMALL | {"num_heads": 3}, x_shape=(3, 8, 8), condition=TOKENS)

@@ -1,8 +1,5 @@
-from __future__ import annotations
-
 import pytest
 import torch
-from torch import Tensor, nn
 
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.flow.condition import Condition, ConditionSpec
@@ -15,16 +12,16 @@ CLIP = ConditionSpec("tokens", 768, length=77)
 LATENT = (4, 32, 32)
 
 
-def count(network: nn.Module) -> int:
+def count(network):
     return sum(parameter.numel() for parameter in network.parameters())
 
 
-def built(size: str, patch_size: int, condition: ConditionSpec = CLASSES, **options: object) -> DiT:
+def built(size, patch_size, condition=CLASSES, **options):
     with torch.device("meta"):
         return DiT(x_shape=LATENT, condition=condition, size=size, patch_size=patch_size, **options)
 
 
-def learned_variances(width: int, patch_size: int) -> int:
+def learned_variances(width, patch_size):
     """The original's second half of the output, which nothing here learns."""
     return 4 * patch_size**2 * (width + 1)
 
@@ -34,9 +31,7 @@ def learned_variances(width: int, patch_size: int) -> int:
     [("S", 384, (33,)), ("B", 768, (130, 131)), ("L", 1024, (458, 459)), ("XL", 1152, (675, 676))],
 )
 @pytest.mark.parametrize("patch_size", [2, 8])
-def test_parameter_counts_are_the_published_ones(
-    size: str, width: int, millions: tuple[int, ...], patch_size: int
-) -> None:
+def test_parameter_counts_are_the_published_ones(size, width, millions, patch_size):
     """The rounded ones of Peebles and Xie; the fixed positions are no parameters to them either."""
     total = count(built(size, patch_size)) + learned_variances(width, patch_size)
     assert round(total / 1e6) in millions
@@ -47,25 +42,16 @@ def test_parameter_counts_are_the_published_ones(
     assert total == embeddings + depth * a_block + 2 * (width + 1) * width + (width + 1) * out
 
 
-def test_the_released_network_has_as_many_parameters() -> None:
+def test_the_released_network_has_as_many_parameters():
     """DiT-XL/2 is reported with 675,129,632, its 16 x 16 fixed positions among them."""
     ours = built("XL", 2)
     assert count(ours) + learned_variances(1152, 2) + 256 * 1152 == 675_129_632
     assert len(ours.blocks) == 28 and ours.blocks[0].attention.num_heads == 16
 
 
-def test_the_expert_of_paris_has_as_many_parameters() -> None:
+def test_the_expert_of_paris_has_as_many_parameters():
     """605 million with adaLN-single (2510.03434)."""
     assert count(built("XL", 2, CLIP, modulation="single")) == pytest.approx(605e6, rel=0.01)
-
-
-def test_a_size_is_its_three_numbers() -> None:
-    for name, heads in (("S", 6), ("XL", 16)):
-        depth, width, _ = SIZES[name]
-        with torch.device("meta"):
-            numbers = DiT(x_shape=LATENT, condition=CLASSES, width=width, depth=depth, num_heads=heads, patch_size=4)
-        assert str(built(name, 4)) == str(numbers)
-        assert built(name, 4).blocks[0].attention.num_heads == heads
 
 
 @pytest.mark.parametrize(
@@ -78,7 +64,7 @@ def test_a_size_is_its_three_numbers() -> None:
         ({"size": 3}, "key 'params.size': must be a text"),
     ],
 )
-def test_a_size_and_numbers_exclude_each_other(params: dict[str, object], message: str) -> None:
+def test_a_size_and_numbers_exclude_each_other(params, message):
     context = {"x_shape": LATENT, "condition": CLASSES}
     with pytest.raises(UserError, match=f"^expert 'dit'.*{message}"):
         EXPERTS.build("dit", {"patch_size": 2, **params}, **context)
@@ -86,7 +72,7 @@ def test_a_size_and_numbers_exclude_each_other(params: dict[str, object], messag
         ROUTERS.build("router-dit", {"patch_size": 2, **params}, num_clusters=2, **context)
 
 
-def recorded(network: nn.Module, condition: Condition) -> tuple[float, Tensor]:
+def recorded(network, condition):
     """The size of the initial weights, and the answer of others that a formula gives."""
     start = sum(value.double().abs().sum().item() for value in network.state_dict().values())
     with torch.no_grad():
@@ -96,22 +82,12 @@ def recorded(network: nn.Module, condition: Condition) -> tuple[float, Tensor]:
         return start, network(x, torch.tensor([0.2, 0.7]), condition)
 
 
-@pytest.mark.parametrize(("norm", "takes_the_mean_off"), [("layer", True), ("rms", False)])
-def test_the_last_layer_has_the_norm_of_the_others(norm: str, takes_the_mean_off: bool) -> None:
-    network = DiT(x_shape=(3, 8, 8), condition=ConditionSpec("text", 6), norm=norm, **SMALL)
-    torch.nn.init.normal_(network.final.out.weight)
-    tokens, conditioning = torch.randn(2, 16, 16), torch.randn(2, 16)
-    with torch.no_grad():
-        out, moved = (network.final(tokens + mean, conditioning) for mean in (0.0, 5.0))
-    assert torch.allclose(out, moved, atol=1e-4) == takes_the_mean_off
-
-
-def block_keys(index: int, *norms: str) -> list[str]:
+def block_keys(index, *norms):
     parts = ["modulation", "attention.qkv", "attention.out", *norms, "mlp.0", "mlp.2"]
     return [f"blocks.{index}.{key}" for part in parts for key in both(part)]
 
 
-def both(part: str) -> list[str]:
+def both(part):
     return [f"{part}.weight"] if part.endswith("norm") else [f"{part}.weight", f"{part}.bias"]
 
 
@@ -119,7 +95,7 @@ FIRST = [key for part in ("patch_embedding", "time_embedding.hidden", "time_embe
 LAST = [*both("final.modulation"), *both("final.out")]
 
 
-def test_without_options_an_expert_is_what_it_was_before_there_were_any() -> None:
+def test_without_options_an_expert_is_what_it_was_before_there_were_any():
     """Recorded then: names and order of the weights, initial values, output."""
     torch.manual_seed(0)
     network = DiT(x_shape=(3, 8, 8), condition=ConditionSpec("text", 6), **SMALL)
@@ -136,7 +112,7 @@ def test_without_options_an_expert_is_what_it_was_before_there_were_any() -> Non
     assert out.double().sum().item() == pytest.approx(374.42920984327793, rel=1e-5)
 
 
-def test_without_options_a_router_is_what_it_was_before_there_were_any() -> None:
+def test_without_options_a_router_is_what_it_was_before_there_were_any():
     torch.manual_seed(0)
     spec = ConditionSpec("class", 5)
     network = RouterDiT(x_shape=(3, 8, 8), condition=spec, num_clusters=3, qk_norm=True, **SMALL)

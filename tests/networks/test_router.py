@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 import torch
 from networks.small import moved
@@ -14,42 +12,42 @@ NONE, TEXT, TOKENS = ConditionSpec("none", 0), ConditionSpec("text", 6), Conditi
 ALL_OPTIONS = {"rope": True, "mlp": "swiglu", "norm": "rms", "modulation": "single", "qk_norm": True}
 
 
-def perturbed(**changes: object) -> RouterDiT:
+def perturbed(**changes):
     """A small router that has left its zeros."""
     torch.manual_seed(0)
     return moved(RouterDiT(**({"x_shape": (3, 8, 8), "condition": NONE, "num_clusters": 4} | SMALL | changes)))
 
 
-def batch(num: int) -> tuple[torch.Tensor, torch.Tensor]:
+def batch(num):
     return torch.randn(num, 3, 8, 8, generator=torch.Generator().manual_seed(1)), torch.linspace(0.1, 0.9, num)
 
 
-def test_starts_with_equally_likely_clusters() -> None:
+def test_starts_with_equally_likely_clusters():
     network = RouterDiT(x_shape=(3, 8, 8), condition=NONE, num_clusters=4, **SMALL)
     assert torch.equal(network(*batch(3), None).softmax(1), torch.full((3, 4), 0.25))
 
 
-def test_initial_class_token_is_normal() -> None:
+def test_initial_class_token_is_normal():
     torch.manual_seed(0)
     network = RouterDiT(x_shape=(3, 8, 8), condition=NONE, num_clusters=4, **(SMALL | {"width": 512}))
     assert network.class_token.std().item() == pytest.approx(0.02, rel=0.1)
 
 
-def test_parameter_count_is_the_published_one() -> None:
+def test_parameter_count_is_the_published_one():
     """DiT-B/2 as a router of 8 clusters: 129 million (Paris, 2510.03434)."""
     with torch.device("meta"):
         network = RouterDiT(x_shape=(4, 32, 32), condition=NONE, num_clusters=8, size="B", patch_size=2)
     assert sum(parameter.numel() for parameter in network.parameters()) == pytest.approx(129e6, rel=0.01)
 
 
-def test_patches_know_where_they_are() -> None:
+def test_patches_know_where_they_are():
     network = perturbed()
     x, t = batch(1)
     assert (network(x.roll(2, -1), t, None) - network(x, t, None)).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("rope", [False, True])
-def test_the_class_token_reads_a_set_of_tokens(rope: bool) -> None:
+def test_the_class_token_reads_a_set_of_tokens(rope):
     """It has no position, so the order in which embedded patches stand is nothing to it."""
     network = perturbed(dropout=0.01, rope=rope)  # rounds to none of 16 dropped, but the order is drawn
     x, t = batch(3)
@@ -57,7 +55,7 @@ def test_the_class_token_reads_a_set_of_tokens(rope: bool) -> None:
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_the_class_token_is_not_rotated(dropout: float) -> None:
+def test_the_class_token_is_not_rotated(dropout):
     network, seen = perturbed(rope=True, dropout=dropout), []
     network.blocks[0].attention.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[1]))
     network.train()(*batch(3), None)
@@ -68,7 +66,7 @@ def test_the_class_token_is_not_rotated(dropout: float) -> None:
     assert rotation[:, 1:, 1].any()
 
 
-def test_dropout_acts_in_training_only() -> None:
+def test_dropout_acts_in_training_only():
     network = perturbed(dropout=0.5)
     x, t = batch(3)
     network.eval()
@@ -82,7 +80,7 @@ def test_dropout_acts_in_training_only() -> None:
 
 
 @pytest.mark.parametrize(("dropout", "num_kept"), [(0.25, 6), (0.5, 4), (0.99, 1)])
-def test_dropping_keeps_distinct_tokens_of_each_row(dropout: float, num_kept: int) -> None:
+def test_dropping_keeps_distinct_tokens_of_each_row(dropout, num_kept):
     torch.manual_seed(0)
     tokens = torch.arange(3 * 8.0).reshape(3, 8, 1).expand(-1, -1, 2)
     kept = pick(tokens, sample_kept(tokens, dropout))
@@ -94,14 +92,14 @@ def test_dropping_keeps_distinct_tokens_of_each_row(dropout: float, num_kept: in
         assert values <= set(range(8 * row, 8 * row + 8))
 
 
-def test_dropping_drops_each_token_equally_often() -> None:
+def test_dropping_drops_each_token_equally_often():
     torch.manual_seed(0)
     kept = sample_kept(torch.zeros(4000, 8, 1), 0.25)
     shares = torch.bincount(kept.flatten(), minlength=8) / 4000
     torch.testing.assert_close(shares, torch.full((8,), 0.75), atol=0.03, rtol=0)  # 4 standard deviations
 
 
-def test_mixed_precision_runs() -> None:
+def test_mixed_precision_runs():
     network = perturbed(condition=TEXT)
     x, t = batch(2)
     condition = Condition.of(torch.randn(2, 6))
@@ -111,6 +109,6 @@ def test_mixed_precision_runs() -> None:
 
 
 @pytest.mark.parametrize("dropout", [-0.1, 1.0])
-def test_dropout_out_of_range_is_one_clear_line(dropout: float) -> None:
+def test_dropout_out_of_range_is_one_clear_line(dropout):
     with pytest.raises(UserError, match=r"router 'router-dit'.*dropout = .* at least 0 and below 1"):
         ROUTERS.build("router-dit", SMALL | {"dropout": dropout}, x_shape=(3, 8, 8), condition=NONE, num_clusters=4)

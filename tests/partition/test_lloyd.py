@@ -136,9 +136,3 @@ def test_fewer_distinct_rows_than_clusters_are_refused():
 def test_many_duplicates_lead_to_a_larger_starting_sample():
     x = np.concatenate([np.zeros((9000, 2)), np.random.default_rng(0).standard_normal((1000, 2))]).astype(np.float32)
     assert len(np.unique(fit(x, 20).numpy(), axis=0)) == 20
-
-
-def test_each_pass_reports_progress():
-    ticks = []
-    fit(blobs(300, 4, 3), 4, num_iterations=7, tick=lambda: ticks.append(1))
-    assert len(ticks) == 7

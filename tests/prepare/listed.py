@@ -6,6 +6,7 @@ import numpy as np
 from prepare.tiny_experiment import tiny_experiment
 
 from ddm_lightning.config.experiment import PluginConfig
+from ddm_lightning.core.files import sha256_file
 from ddm_lightning.prepare.engine import Reporter
 from ddm_lightning.prepare.prepared import Prepared
 from ddm_lightning.prepare.records import Part, Record
@@ -36,6 +37,17 @@ def part_folder(run, name):
     """Where the columns of a part lie."""
     prepared = Prepared(run / "prepared")
     return prepared.folder_of(next(part for part in prepared.parts if part.name == name))
+
+
+def state_of(folder):
+    """Everything that would betray a file that was written, or written again."""
+    stats = {path: path.stat() for path in sorted(folder.rglob("*"))}
+    return {path: (stat.st_ino, stat.st_mtime_ns, stat.st_size) for path, stat in stats.items()}
+
+
+def hashes(folder):
+    """Each file by content."""
+    return {path.relative_to(folder).as_posix(): sha256_file(path) for path in folder.rglob("*") if path.is_file()}
 
 
 def record(key, *, size=8, label=0, caption=None, group=None, image=None):

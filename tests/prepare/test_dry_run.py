@@ -1,7 +1,7 @@
 import io
 
 import pytest
-from prepare.listed import Listed, experiment_of, plug_in, record, records
+from prepare.listed import Listed, experiment_of, plug_in, record, records, state_of
 from prepare.tiny_experiment import tiny_experiment
 from rich.console import Console
 
@@ -15,12 +15,6 @@ from ddm_lightning.prepare.stages import prepare
 
 pytestmark = pytest.mark.usefixtures("quick_prepare")
 EVERYTHING = ("source", "encode", "index", "partition", "shards", "report")
-
-
-def state_of(folder):
-    """Everything that would betray a file that was written."""
-    stats = {path: path.stat() for path in sorted(folder.rglob("*"))}
-    return {path: (stat.st_ino, stat.st_mtime_ns, stat.st_size) for path, stat in stats.items()}
 
 
 def bytes_of(plan):

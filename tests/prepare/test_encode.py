@@ -390,14 +390,3 @@ def test_a_source_that_breaks_its_contract_is_named(tmp_path, monkeypatch, sampl
     source.fingerprints["bad"] = "2"
     listener = Listener()
     assert prepare(experiment, tmp_path, listener).num_samples == 25
-
-
-def test_progress_is_told_in_samples(tmp_path, monkeypatch):
-    source = Listed({"one": records(300), "two": records(300, "b")})
-    experiment = experiment_of(plug_in(monkeypatch, SOURCES, source))
-    listener = Listener()
-    prepare(experiment, tmp_path, listener)
-    ticks = [(done, total) for stage, done, total in listener.ticks if stage == "encode"]
-    assert ticks[-1] == (600, 600) and {total for _, total in ticks} == {600}
-    done = [done for done, _ in ticks]
-    assert done == sorted(done) and set(done) == {256, 300, 556, 600}

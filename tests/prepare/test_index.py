@@ -9,7 +9,7 @@ from prepare.listed import Listed, Listener, experiment_of, plug_in, record, rec
 from ddm_lightning.config.experiment import ImagesConfig
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import CAPTION_ENCODERS, FEATURES, IMAGE_ENCODERS, SOURCES
-from ddm_lightning.prepare import encode, stages
+from ddm_lightning.prepare import encode
 from ddm_lightning.prepare.encode import check_broken
 from ddm_lightning.prepare.prepared import Prepared
 from ddm_lightning.prepare.records import Broken
@@ -261,14 +261,6 @@ def test_a_source_without_parts_is_refused_before_anything_is_written(tmp_path, 
 def test_parts_of_several_image_sizes_are_named(run):
     with pytest.raises(UserError, match=r"8 pixels in 'one', 12 pixels in 'three'.*set prepare.images.size"):
         run({"one": records(20), "two": [Broken("x", "empty file")], "three": records(20, "c", size=12)})
-
-
-def test_the_columns_of_all_parts_have_one_row_a_sample(run, monkeypatch):
-    monkeypatch.setattr(stages, "_MAX_THUMBNAILS", 0)
-    _, prepared, _ = run({"one": records(21), "two": [], "three": records(14, "c")})
-    for group, name in (("records", "label"), ("latents", "x_0"), ("features", "features"), ("captions", "text")):
-        assert len(prepared.rows(group, name)) == len(prepared.clusters) == 35
-    assert len(prepared.thumbnails()[1]) == 16 + 14, "at least 16 a part"
 
 
 def test_neither_open_files_nor_maps_grow_with_the_number_of_parts(run):

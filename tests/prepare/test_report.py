@@ -192,24 +192,6 @@ def test_the_page_stands_alone_and_is_well_formed(tmp_path):
         assert words in page.text, words
 
 
-def test_each_cluster_names_its_neighbours_and_its_silhouette(tmp_path):
-    data = data_of((40, 25, 30, 20, 10))
-    write(tmp_path / "report", data)
-    text = Page(tmp_path / "report" / PAGE).text
-    measured = measure(data, seed=0)
-    for k, count in enumerate(data.counts):
-        apart = measured.centroid_distances[k]
-        nearest = sorted((j for j in range(5) if j != k), key=lambda j: apart[j])[:3]
-        told = [
-            f"cluster {j} (distance {apart[j]:.3f}, second choice of {measured.second_choices[k, j]:.0%})"
-            for j in nearest
-        ]
-        heading = f"Cluster {k} {count} samples · {count / 125:.1%} of all · {count / 25:.3f} times the mean"
-        assert (
-            f"{heading} · silhouette {measured.cluster_silhouettes[k]:.3f} Nearest centroids: {'; '.join(told)}" in text
-        )
-
-
 def test_html_in_captions_and_names_is_escaped(tmp_path):
     evil = """</bdi><script>alert("1")</script><img src=x onerror='alert(2)'>" onload="alert(3)"""
     data = data_of(captions=evil, facts={evil: evil}, broken={evil: 1}, column_bytes={evil: 1})

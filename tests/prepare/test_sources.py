@@ -1,12 +1,10 @@
 import json
-import re
 from dataclasses import asdict
 
 import numpy as np
 import pytest
 
 from ddm_lightning.core import registry
-from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import SOURCES
 from ddm_lightning.prepare.records import Part
 
@@ -63,7 +61,7 @@ def test_class_names_are_the_words_of_the_captions(name, caption):
 
 
 def test_openmoji_has_the_images_the_demo_asks_for(openmoji, by_caption):
-    assert 1850 <= len(records_of(openmoji)) <= 1950
+    assert 1850 <= len(by_caption) <= 1950
     assert {
         "red apple",
         "flag: Japan",
@@ -123,29 +121,3 @@ def test_blobs_show_their_caption_and_grow_by_appending():
     assert seen == {"disc", "square", "cross", "ring"}
     small = records_of(build("blobs", num_samples=2000, num_kinds=20, image_size=4))
     assert len({record.caption for record in small}) == 20
-
-
-@pytest.mark.parametrize(
-    ("name", "params", "problem"),
-    [
-        ("blobs", {"num_kinds": 21}, "num_kinds must be from 1 to 20"),
-        ("blobs", {"num_samples": 0}, "num_samples must be at least 1"),
-        ("openmoji", {"image_size": 4}, "image_size must be at least 8"),
-        ("openmoji", {"imagesize": 24}, "no parameter 'imagesize'"),
-        ("openemoji", {}, "unknown source 'openemoji'"),
-    ],
-)
-def test_bad_parameters_are_one_line(name, params, problem):
-    with pytest.raises(UserError, match=re.escape(problem)) as refusal:
-        build(name, **params)
-    assert "\n" not in str(refusal.value)
-
-
-@pytest.mark.parametrize("name", ["openmoji", "digits"])
-def test_a_missing_package_names_the_command_that_installs_it(name, monkeypatch):
-    def nothing_installed(package):
-        raise registry.PackageNotFoundError(package)
-
-    monkeypatch.setattr(registry, "distribution", nothing_installed)
-    with pytest.raises(UserError, match=re.escape("pip install 'ddm_lightning[demo]'")):
-        build(name)

@@ -1,20 +1,12 @@
 import numpy as np
 import pytest
+from source_files import lanczos
 
 from ddm_lightning.prepare.reading import to_square
 
 
 def noise(height, width, seed=0):
     return np.random.default_rng(seed).integers(60, 190, (height, width, 3), dtype=np.uint8)
-
-
-def lanczos(length, start, span, size):
-    """The matrix [size, length] that scales ``span`` pixels from ``start`` on to ``size``, from Lanczos-3's formula."""
-    scale = span / size
-    centres = start + (np.arange(size) + 0.5) * scale
-    distance = (np.arange(length) + 0.5 - centres[:, None]) / max(1.0, scale)
-    weights = np.where(np.abs(distance) < 3, np.sinc(distance) * np.sinc(distance / 3), 0)
-    return weights / weights.sum(1, keepdims=True)
 
 
 def scaled(image, rows, columns):

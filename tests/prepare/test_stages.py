@@ -1,12 +1,11 @@
 import io
 import json
-import re
 import shutil
 
 import numpy as np
 import pytest
 from PIL import Image
-from prepare.listed import Listener
+from prepare.listed import Listener, state_of
 from prepare.tiny_experiment import tiny_experiment
 from rich.console import Console
 from streaming.base.format import reader_from_json
@@ -36,12 +35,6 @@ pytestmark = pytest.mark.usefixtures("quick_prepare")
 def run(experiment, folder):
     listener = Listener()
     return prepare(experiment, folder, listener), listener
-
-
-def state_of(folder):
-    """Everything that would betray a file that was written again."""
-    stats = {path: path.stat() for path in sorted(folder.rglob("*"))}
-    return {path: (stat.st_ino, stat.st_mtime_ns, stat.st_size) for path, stat in stats.items()}
 
 
 def test_manifest_files_and_partition_agree(tmp_path):
@@ -129,14 +122,6 @@ def stored_samples(run):
         for shard in json.loads(index.read_text())["shards"]:
             reader = reader_from_json(str(folder.parent), folder.name, shard)
             yield from (reader[i] for i in range(reader.samples))
-
-
-def test_lines_tell_what_each_stage_found(tmp_path):
-    _, listener = run(changed(partition=MIXED, num_processes=1), tmp_path)
-    said = {line.partition(":")[0]: line for line in listener.lines}
-    assert said["encode"].endswith(" s: 1 part") and said["index"].endswith(": 60 of 60 samples")
-    assert re.search(r": 60 samples, \d+ of them copied for another cluster's expert, [\d.]+ kB$", said["shards"])
-    assert "plug-ins" not in said
 
 
 def test_a_second_run_does_nothing_and_loads_no_encoder(tmp_path, monkeypatch):
@@ -246,44 +231,6 @@ def test_deleted_shards_are_written_again_as_they_were(tmp_path):
     again, listener = run(tiny_experiment(), tmp_path)
     assert listener.stages == ["shards", "report"] and again == first
     verify_shards(victim.parent)
-
-
-def test_without_a_caption_encoder_there_is_no_text(tmp_path):
-    experiment = tiny_experiment()
-    experiment.prepare.caption_encoder = None
-    experiment.condition.kind = "class"
-    manifest, listener = run(experiment, tmp_path)
-    assert manifest.text_size == 0 and manifest.caption_encoder is None
-    assert listener.stages == EVERYTHING and "text" not in manifest.columns
-    assert not (Prepared(tmp_path / "prepared").part_folder(0) / "captions").exists()
-
-
-def bad(key, value):
-    experiment = tiny_experiment()
-    section, _, name = key.rpartition(".")
-    owner = experiment
-    for part in section.split("."):
-        owner = getattr(owner, part)
-    setattr(owner, name, value)
-    return experiment
-
-
-@pytest.mark.parametrize(
-    ("experiment", "problem"),
-    [
-        (bad("prepare.partition.num_clusters", 61), "only 60 samples"),
-        (bad("prepare.partition.num_fine_centroids", 61), "only 60 samples"),
-        (bad("prepare.partition.fit_fraction", 0.1), "leaves 6 of 60"),
-        (bad("prepare.source.name", "blob"), "unknown source 'blob'"),
-        (bad("prepare.features.params", {"grits": 4}), "no parameter 'grits'"),
-        (bad("prepare.shards.compression", "zip:9"), "no such compression"),
-    ],
-)
-def test_bad_input_is_refused_before_anything_is_written(tmp_path, experiment, problem):
-    with pytest.raises(UserError, match=problem) as refusal:
-        prepare(experiment, tmp_path / "run")
-    assert "\n" not in str(refusal.value)
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_class_conditions_need_classes(tmp_path):

@@ -5,12 +5,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from prepare.listed import hashes
 from streaming.base.format import reader_from_json
 
 from ddm_lightning.config.experiment import ShardsConfig
 from ddm_lightning.core.columns import Rows
 from ddm_lightning.core.errors import UserError
-from ddm_lightning.core.files import sha256_file
 from ddm_lightning.prepare.write_shards import (
     Samples,
     SplitJob,
@@ -84,10 +84,6 @@ def test_there_may_be_fewer_samples_of_other_clusters_than_asked_for_or_none():
         (1, "out-of-cluster", 1),
     ]
     assert [split for _, split, _ in split_orders(np.zeros(10, bool), np.zeros(10, int), 1, 0, 0.5)] == ["train"]
-
-
-def hashes(folder):
-    return {path.relative_to(folder).as_posix(): sha256_file(path) for path in folder.rglob("*") if path.is_file()}
 
 
 def read(folder):
@@ -218,16 +214,6 @@ def test_every_cluster_trains_on_something_however_groups_are_spread(pairs, frac
         if fraction > 0 and not shared and len(set(groups[here].tolist())) > 1:
             assert held_out[here].any()
     assert all(len(set(held_out[groups == group].tolist())) == 1 for group in groups)
-
-
-def test_a_group_held_out_for_one_cluster_is_not_all_that_another_has():
-    groups, clusters = np.array([1, 1, 2], np.uint64), np.array([0, 1, 1])
-    assert held_out_samples(groups << np.uint64(60), clusters, 2, 1e-9).tolist() == [False, False, False]
-
-
-def test_a_cluster_of_one_group_is_trained_on():
-    groups = np.full(4, 5, np.uint64)  # a low hash: held out by any fraction
-    assert not held_out_samples(groups, np.zeros(4, int), 1, 0.5).any()
 
 
 @pytest.mark.parametrize(("compression", "problem"), [("zip", "no such compression"), ("gz:3", "runs differ")])

@@ -14,10 +14,7 @@ from ddm_lightning.shards.datamodule import ClusterDataModule
 def data_module(rank, num_ranks, settings):
     data = ClusterDataModule(**settings)
     data.trainer = SimpleNamespace(
-        num_nodes=1,
-        world_size=num_ranks,
-        global_rank=rank,
-        strategy=SimpleNamespace(broadcast=_broadcast),
+        num_nodes=1, world_size=num_ranks, global_rank=rank, strategy=SimpleNamespace(broadcast=_broadcast)
     )
     if rank == 0:
         data.prepare_data()

@@ -89,6 +89,7 @@ def s3(shards, tmp_path, monkeypatch):
         "AWS_ACCESS_KEY_ID": "anybody",
         "AWS_SECRET_ACCESS_KEY": "anything",
         "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_MAX_ATTEMPTS": "1",  # Streaming's and the package's own attempts are what is tested
         "S3_ENDPOINT_URL": f"http://127.0.0.1:{line.port}",
     }.items():
         monkeypatch.setenv(name, value)

@@ -59,16 +59,3 @@ def test_steps_against_a_loop(num_samples, num_nodes, ranks_per_node, full):
         assert len(table) == num_steps(num_samples, num_nodes * ranks_per_node, 4, full=full)
         found |= {(*divmod(rank, ranks_per_node), step): samples.tolist() for step, samples in enumerate(table)}
     assert found == expected
-
-
-@pytest.mark.parametrize("taken", [0, 1, 3])
-def test_a_step_has_the_same_samples_on_any_number_of_ranks(taken):
-    """Stop on some ranks, go on with others: the rest is the rest."""
-    order = order_of()
-    alone = steps(order, Ranks(), 12, full=True)
-    for num_nodes, ranks_per_node in ((1, 2), (2, 1), (2, 3), (1, 12)):
-        num_ranks = num_nodes * ranks_per_node
-        ranks = [Ranks(num_nodes, ranks_per_node, rank) for rank in range(num_ranks)]
-        tables = [steps(order[12 * taken :], rank, 12 // num_ranks, full=True) for rank in ranks]
-        together = [np.concatenate(step) for step in zip(*tables, strict=True)]
-        assert [sorted(step) for step in together] == [sorted(step) for step in alone[taken:]]

@@ -93,25 +93,11 @@ def edit_index(folder, **changes):
     (folder / "index.json").write_text(json.dumps(index))
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"format": "json"}, "not MDS"),
-        ({"samples": 5}, "holds 17 samples instead of 5"),
-    ],
-)
-def test_an_index_that_does_not_fit_its_shard_is_refused(tmp_path, changes, words):
+def test_an_index_that_does_not_fit_its_shard_is_refused(tmp_path):
     write_mds(tmp_path, range(17), shard_bytes=1 << 16)
-    edit_index(tmp_path, **changes)
-    with pytest.raises(ValueError if "format" not in changes else UserError, match=words):
+    edit_index(tmp_path, samples=5)
+    with pytest.raises(ValueError, match="holds 17 samples instead of 5"):
         open_shards([tmp_path]).take(np.arange(3))
-
-
-def test_a_path_out_of_the_folder_is_refused(tmp_path):
-    write_mds(tmp_path, range(3))
-    edit_index(tmp_path, raw_data={"basename": "../../etc/passwd", "bytes": 1, "hashes": {}})
-    with pytest.raises(UserError, match="leaves its folder"):
-        open_shards([tmp_path])
 
 
 @pytest.mark.parametrize(
@@ -157,6 +143,8 @@ HUGE = [f"ndarray:uint8:{size}" for size in ("3,100000,100000", "-3,-4,4", "3,4,
         ),
         ({"column_encodings": ["str", "int32", "int32", "int64", "ndarray:O:6", "ndarray:uint8:3,4,4"]}, "numbers"),
         ({"zip_data": {"basename": "../x", "bytes": 1}}, "key 'zip_data'"),
+        ({"format": "json"}, "not MDS"),
+        ({"raw_data": {"basename": "../../etc/passwd", "bytes": 1, "hashes": {}}}, "leaves its folder"),
     ],
     ids=str,
 )

@@ -68,8 +68,7 @@ def run_on(num_ranks, function, tmp_path, shards, back_end, num_workers, *more):
     return on_ranks(num_ranks, tmp_path, function, settings_of(shards, cache, back_end, num_workers), *more)
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("back_end", ["local", "streaming"])
+@pytest.mark.parametrize(("back_end", "num_workers"), [("local", 2), ("streaming", 0)])
 def test_two_ranks_share_the_cluster_and_any_number_of_them_goes_on(shards, tmp_path, back_end, num_workers):
     everything = {*range(50), *range(100, 100 + NUM_SAMPLES - 50)}
     answers = run_on(2, two_epochs, tmp_path, shards, back_end, num_workers)

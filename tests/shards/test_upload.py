@@ -4,13 +4,12 @@ import shutil
 from contextlib import contextmanager
 
 import pytest
+from prepare.listed import Listener, hashes
 from prepare.tiny_experiment import tiny_experiment
 from shards import servers
 from shards.mds import WARNINGS, write_mds
 
 from ddm_lightning.core.errors import UserError
-from ddm_lightning.core.files import sha256_file
-from ddm_lightning.prepare.engine import Reporter
 from ddm_lightning.prepare.stages import prepare
 from ddm_lightning.shards import upload
 from ddm_lightning.shards.upload import upload_shards
@@ -45,10 +44,6 @@ def remote(request, tmp_path, monkeypatch):
     place = mounted if request.param == "mounted" else getattr(servers, request.param)
     with place(folder, tmp_path, monkeypatch) as (url, line):
         yield url, line
-
-
-def hashes(folder):
-    return {path.relative_to(folder).as_posix(): sha256_file(path) for path in folder.rglob("*") if path.is_file()}
 
 
 def fetched(url, tmp_path, names):
@@ -171,18 +166,6 @@ def test_a_broken_connection_is_one_line_and_the_upload_can_be_repeated(shards, 
     line.fail(0, times=0)
     found = upload_shards(shards, url, lambda *_: None)
     assert found == fetched(url, tmp_path, found)
-
-
-class Listener(Reporter):
-    def __init__(self):
-        self.lines = []
-
-    def say(self, line):
-        self.lines.append(line)
-
-    @property
-    def stages(self):
-        return [line.partition(":")[0] for line in self.lines if ": done in" in line]
 
 
 def run(folder, remote):

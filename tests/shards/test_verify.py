@@ -2,31 +2,16 @@ import json
 import re
 
 import pytest
-from streaming import MDSWriter
+from shards.mds import damage, write_mds
 
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import sha256_file
 from ddm_lightning.shards.verify import verify_shards
 
 
-def write(folder, compression=None):
-    with MDSWriter(
-        out=str(folder), columns={"n": "int64"}, hashes=["sha1", "xxh64"], size_limit=512, compression=compression
-    ) as writer:
-        for n in range(100):
-            writer.write({"n": n})
-
-
 @pytest.fixture
 def folder(tmp_path):
-    write(tmp_path / "mds")
-    return tmp_path / "mds"
-
-
-def flip(path, at):
-    content = bytearray(path.read_bytes())
-    content[at] ^= 1
-    path.write_bytes(content)
+    return write_mds(tmp_path / "mds", range(100))
 
 
 def test_whole_shards_pass(folder):
@@ -35,26 +20,21 @@ def test_whole_shards_pass(folder):
     assert verify_shards(folder, hashes=False, index_sha256=sha256_file(folder / "index.json")) == 100
 
 
-@pytest.mark.parametrize("damage", ["flipped", "truncated", "missing"])
-def test_a_damaged_shard_is_named(folder, damage):
-    victim = sorted(folder.glob("*.mds"))[-1]
-    if damage == "flipped":
-        flip(victim, -3)
+@pytest.mark.parametrize("kind", ["flipped", "truncated", "missing"])
+def test_a_damaged_shard_is_named(folder, kind):
+    victim = folder / damage(folder, kind)
+    if kind == "flipped":
         assert verify_shards(folder, hashes=False) == 100, "only the hash can see it"
-    elif damage == "truncated":
-        victim.write_bytes(victim.read_bytes()[:-1])
-    else:
-        victim.unlink()
     with pytest.raises(UserError, match=re.escape(str(victim))) as refusal:
-        verify_shards(folder, hashes=damage == "flipped")
+        verify_shards(folder, hashes=kind == "flipped")
     line = str(refusal.value)
     assert "run prepare again" in line and "\n" not in line
 
 
 def test_compressed_shards_may_be_present_in_either_form(tmp_path):
     packed, raw = tmp_path / "packed", tmp_path / "raw"
-    write(packed, "zstd:3")
-    write(raw)
+    write_mds(packed, range(100), compression="zstd:3")
+    write_mds(raw, range(100))
     assert verify_shards(packed) == 100
     first = sorted(raw.glob("*.mds"))[0]
     index = json.loads((packed / "index.json").read_text())
@@ -67,7 +47,7 @@ def test_compressed_shards_may_be_present_in_either_form(tmp_path):
     zipped = packed / index["shards"][0]["zip_data"]["basename"]
     zipped.unlink()
     assert verify_shards(packed) == 100
-    flip(packed / first.name, 20)
+    (packed / first.name).write_bytes(b"x" + first.read_bytes()[1:])
     with pytest.raises(UserError, match=re.escape(str(packed / first.name))):
         verify_shards(packed)
 

@@ -3,8 +3,6 @@
 Prints a line of JSON a network: whether its gradients are those of no compiler, and what the compiler counted.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from types import ModuleType, SimpleNamespace
@@ -33,7 +31,7 @@ NETWORKS = {
 }
 
 
-def built(name: str) -> nn.Module:
+def built(name):
     """A network that has left its zeros."""
     torch.manual_seed(0)
     kind, condition, options = NETWORKS[name]
@@ -44,7 +42,7 @@ def built(name: str) -> nn.Module:
     return network
 
 
-def gradients(network: nn.Module, condition: ConditionSpec, num: int) -> dict[str, torch.Tensor]:
+def gradients(network, condition, num):
     """Of a loss of ``num`` samples."""
     generator = torch.Generator().manual_seed(num)
     x, t = torch.randn(num, 3, 8, 8, generator=generator), torch.rand(num, generator=generator)
@@ -54,7 +52,7 @@ def gradients(network: nn.Module, condition: ConditionSpec, num: int) -> dict[st
     return {name: parameter.grad.clone() for name, parameter in network.named_parameters()}
 
 
-def compare(name: str, is_checkpointed: bool) -> dict[str, object]:
+def compare(name, is_checkpointed):
     """A compiled network beside one that is not, in two sizes of the batch."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
@@ -72,7 +70,7 @@ def compare(name: str, is_checkpointed: bool) -> dict[str, object]:
     return {"is_close": is_close, "breaks": len(counters["graph_break"]), "graphs": counters["stats"]["unique_graphs"]}
 
 
-def gives_tokens(name: str) -> bool:
+def gives_tokens(name):
     """Whether the tokens of a compiled block reach its alignment in training, with the gradients of no compiler."""
     torch._dynamo.reset()
     found = []
@@ -90,7 +88,7 @@ def gives_tokens(name: str) -> bool:
     return all(torch.allclose(found[0][name], value, rtol=1e-4, atol=1e-6) for name, value in found[1].items())
 
 
-def kinds_of_calls(name: str) -> int:
+def kinds_of_calls(name):
     """How many graphs training, validation and images take under autocast, with batches of one, few and many."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
@@ -103,7 +101,7 @@ def kinds_of_calls(name: str) -> int:
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
-def under_ddp(name: str) -> dict[str, int]:
+def under_ddp(name):
     """How many graphs a step takes alone, and under DDP with buckets smaller than a block, as a large network's are."""
     network, condition = built(name), NETWORKS[name][1]
     compile_blocks(network, backend="eager")
@@ -118,17 +116,17 @@ def under_ddp(name: str) -> dict[str, int]:
     return found
 
 
-def takes_xformers() -> bool:
+def takes_xformers():
     """Whether a graph calls xformers; tensors are on a CUDA device by name only."""
     stub = ModuleType("xformers.ops")
-    stub.memory_efficient_attention = lambda q, k, v: q + k + v  # type: ignore[attr-defined]
+    stub.memory_efficient_attention = lambda q, k, v: q + k + v
     sys.modules["xformers.ops"] = stub
     torch._dynamo.reset()
 
     class Attends(nn.Module):
         attention_backend = "auto"
 
-        def forward(self, q: torch.Tensor) -> torch.Tensor:
+        def forward(self, q):
             return attention(q, q, q, self.attention_backend)
 
     network = nn.Module()
@@ -140,7 +138,7 @@ def takes_xformers() -> bool:
     return network.blocks[0](q).shape == q.shape
 
 
-def takes_flash() -> bool:
+def takes_flash():
     """Whether a block whose attention is bound to a kernel of torch's is one graph, with the gradients of no choice."""
     torch._dynamo.reset()
     network, plain = built("dit"), built("dit")
@@ -150,11 +148,11 @@ def takes_flash() -> bool:
     return all(torch.allclose(found[name], value, rtol=1e-4, atol=1e-6) for name, value in expected.items())
 
 
-def refuses_a_break() -> bool:
+def refuses_a_break():
     """Whether a block in two graphs is an error."""
 
     class Breaks(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x):
             torch._dynamo.graph_break()
             return x
 

@@ -2,6 +2,7 @@
 
 import shutil
 
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny_runs import TINY
 
 from ddm_lightning.cli.parser import main
@@ -19,11 +20,11 @@ def fit(run, *more, name="expert-0"):
     return main(["fit", "-c", str(TINY), f"run_dir={run}", f"member={name}", *SHORT, *more])
 
 
-def trained(prepared, folder):
+def trained(prepared, folder, *more):
     """A run in ``folder`` with shards of its own, whose first expert is finished."""
     run = folder / "run"
     shutil.copytree(prepared, run / "prepared")
-    assert fit(run) == 0
+    assert fit(run, *more) == 0
     return run
 
 
@@ -37,3 +38,8 @@ def weights(run):
 
 def checkpoints(run):
     return sorted(path.name for path in member(run, "checkpoints").iterdir())
+
+
+def events(run, name="expert-0"):
+    """What TensorBoard shows of a member."""
+    return EventAccumulator(str(run / "members" / name / "tensorboard")).Reload()

@@ -14,10 +14,9 @@ from deadline import within
 from shards.mds import WARNINGS, damage
 from streaming import MDSWriter
 from streaming.base.format import reader_from_json
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny_runs import TINY, read_status
 from training.checkpoint.checkpoint_folders import cut
-from training.short_fits import SHORT, checkpoints, fit, member, trained, weights
+from training.short_fits import SHORT, checkpoints, events, fit, member, weights
 
 from ddm_lightning.cli.parser import main
 from ddm_lightning.config.load import load_experiment
@@ -30,11 +29,6 @@ from ddm_lightning.training.guard import read_skipped
 from ddm_lightning.training.roles import ExpertModule
 
 pytestmark = WARNINGS
-
-
-@pytest.fixture(scope="module")
-def finished(tiny_prepared, tmp_path_factory):
-    return trained(tiny_prepared, tmp_path_factory.mktemp("finished"))
 
 
 @pytest.mark.parametrize("parts", ["null", "3"])
@@ -53,8 +47,8 @@ def test_no_gradient_outlives_its_step(tiny_run, monkeypatch, parts):
 
     for name in held:
         monkeypatch.setattr(ExpertModule, name, watched(name))
-    assert fit(tiny_run, f"island.micro_batch_size={parts}") == 0
-    assert held["training_step"] == [False] * 20
+    assert fit(tiny_run, f"island.micro_batch_size={parts}", "expert.train.max_steps=3") == 0
+    assert held["training_step"] == [False] * 3
     assert held["validation_step"] and not any(held["validation_step"])
 
 
@@ -71,20 +65,19 @@ def test_what_a_finished_member_leaves(finished):
 
 
 def test_its_curves_and_images_are_in_tensorboard(finished):
-    events = EventAccumulator(str(member(finished, "tensorboard")))
-    events.Reload()
-    assert [event.step for event in events.Scalars("train/loss")] == [5, 10, 15, 20]
-    assert [event.step for event in events.Scalars("held_out/loss")] == [12, 20]
-    assert len([tag for tag in events.Tags()["scalars"] if tag.startswith("held_out/loss_t0.")]) == 8
-    rates = [event.value for event in events.Scalars("train/learning_rate")]
+    shown = events(finished)
+    assert [event.step for event in shown.Scalars("train/loss")] == [5, 10, 15, 20]
+    assert [event.step for event in shown.Scalars("held_out/loss")] == [12, 20]
+    assert len([tag for tag in shown.Tags()["scalars"] if tag.startswith("held_out/loss_t0.")]) == 8
+    rates = [event.value for event in shown.Scalars("train/learning_rate")]
     assert rates == pytest.approx([2e-3 * min(1, (step + 1) / 10) for step in (5, 10, 15, 20)])
     for name in ("samples_per_second", "data_wait", "memory_gb", "skipped_steps", "gradient_norm"):
-        assert [event.step for event in events.Scalars(f"train/{name}")] == [5, 10, 15, 20], name
-    assert all(event.value > 0 for event in events.Scalars("train/samples_per_second"))
-    assert {event.value for event in events.Scalars("train/skipped_steps")} == {0}
-    assert "train/mfu" not in events.Tags()["scalars"], "the peak of a CPU is not known"
-    assert len([tag for tag in events.Tags()["scalars"] if tag.startswith("train/loss_t0.")]) >= 6
-    images = events.Images("samples")
+        assert [event.step for event in shown.Scalars(f"train/{name}")] == [5, 10, 15, 20], name
+    assert all(event.value > 0 for event in shown.Scalars("train/samples_per_second"))
+    assert {event.value for event in shown.Scalars("train/skipped_steps")} == {0}
+    assert "train/mfu" not in shown.Tags()["scalars"], "the peak of a CPU is not known"
+    assert len([tag for tag in shown.Tags()["scalars"] if tag.startswith("train/loss_t0.")]) >= 6
+    images = shown.Images("samples")
     assert [image.step for image in images] == [12, 20]
     assert all(image.encoded_image_string.startswith(b"\x89PNG") for image in images)
 
@@ -95,10 +88,9 @@ def test_the_router_trains_on_all_clusters_and_has_curves_of_its_own(tiny_run, c
     assert (loaded.meta.role, loaded.meta.step, loaded.meta.num_samples) == ("router", 12, 12 * 16)
     names = {"held_out/accuracy", "held_out/accuracy_conditional", "held_out/cross_entropy_t0.062"}
     assert names <= set(loaded.meta.metrics)
-    events = EventAccumulator(str(tiny_run / "members/router/tensorboard"))
-    events.Reload()
-    assert [image.step for image in events.Images("held_out/routing")] == [12]
-    assert not [tag for tag in events.Tags()["scalars"] if "loss" in tag], "an expert's are squared errors"
+    shown = events(tiny_run, "router")
+    assert [image.step for image in shown.Images("held_out/routing")] == [12]
+    assert not [tag for tag in shown.Tags()["scalars"] if "loss" in tag], "an expert's are squared errors"
     status = read_status(tiny_run, "router")["metrics"]
     assert main(["status", "-c", str(TINY), f"run_dir={tiny_run}", *SHORT, "router.train.max_steps=12"]) == 0
     (row,) = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith(" router")]
@@ -106,10 +98,10 @@ def test_the_router_trains_on_all_clusters_and_has_curves_of_its_own(tiny_run, c
 
 
 def test_the_monolith_trains_on_all_clusters_with_all_of_the_batch(finished, tiny_run):
-    assert fit(tiny_run, name="monolith") == 0
+    assert fit(tiny_run, "expert.train.max_steps=3", name="monolith") == 0
     loaded = load_member(tiny_run / "members/monolith/artifact")
     expert = load_member(member(finished, "artifact"))
-    assert (loaded.meta.role, loaded.meta.num_samples) == ("monolith", 20 * 16)
+    assert (loaded.meta.role, loaded.meta.num_samples) == ("monolith", 3 * 16)
     assert [p.shape for p in loaded.network.parameters()] == [p.shape for p in expert.network.parameters()]
 
 
@@ -128,16 +120,6 @@ def refusal(capsys):
     return line
 
 
-def test_a_damaged_shard_is_named(tiny_run, capsys):
-    folder = tiny_run / "prepared/shards/cluster-0/train"
-    name = damage(folder, "flipped")
-    with within(60):
-        assert fit(tiny_run) == 2
-    assert f"{folder / name}: shard is damaged" in refusal(capsys)
-    assert read_status(tiny_run, "expert-0")["state"] == "failed"
-    assert not member(tiny_run, "artifact").exists()
-
-
 def test_a_damaged_shard_at_a_url_is_named(tiny_run, tmp_path, capsys):
     shards = shutil.move(tiny_run / "prepared" / "shards", tmp_path / "elsewhere")
     name = damage(shards / "cluster-0/train", "flipped")
@@ -147,11 +129,6 @@ def test_a_damaged_shard_at_a_url_is_named(tiny_run, tmp_path, capsys):
     assert name in line
     assert "SHA-1 differs" in line
     assert read_status(tiny_run, "expert-0")["state"] == "failed"
-
-
-def test_a_cluster_smaller_than_a_batch_is_refused(tiny_run, capsys):
-    assert fit(tiny_run, "expert.train.global_batch_size=128") == 2
-    assert "fewer than the 64 of one step; lower global_batch_size or num_clusters" in refusal(capsys)
 
 
 def test_a_diverged_training_says_so_and_keeps_its_checkpoints_from_before(tiny_run, capsys):
@@ -165,15 +142,16 @@ def test_a_diverged_training_says_so_and_keeps_its_checkpoints_from_before(tiny_
     assert read_status(tiny_run, "expert-0")["state"] == "failed"
 
 
+@pytest.mark.usefixtures("quick_prepare")
 def test_an_expert_reads_tokens(tmp_path):
     """Stored by the shards; a caption in another order of words is another condition."""
     run = tmp_path / "run"
     tokens = ("prepare.caption_encoder.params.max_tokens=3", "condition.kind=tokens", "router.conditional=false")
     recipe = [f"expert.network.params.{key}={value}" for key, value in (("modulation", "single"), ("rope", "true"))]
     assert main(["prepare", "-c", str(TINY), f"run_dir={run}", *SHORT, *tokens, *recipe]) == 0
-    assert fit(run, *tokens, *recipe) == 0
+    assert fit(run, *tokens, *recipe, "expert.train.max_steps=3") == 0
     loaded = load_member(member(run, "artifact"))
-    assert (loaded.meta.condition, loaded.meta.step) == ({"kind": "tokens", "size": 16, "length": 3}, 20)
+    assert (loaded.meta.condition, loaded.meta.step) == ({"kind": "tokens", "size": 16, "length": 3}, 3)
     experiment = load_experiment(TINY, [f"run_dir={run}", *SHORT, *tokens])
     conditions = [prompt_condition([prompt], experiment) for prompt in ("red disc", "disc red", "red disc")]
     assert conditions[0].values.shape == (1, 3, 16) and bool((conditions[0].values[0, 2] == 0).all())

@@ -23,9 +23,7 @@ from ddm_lightning.training.roles import ExpertModule, RouterModule
 
 NUM_HELD_OUT, BATCH_SIZE, NUM_CLUSTERS, NUM_TIMES = 17, 8, 3, 8  # a last step in which one rank has only a sample again
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
-]
+pytestmark = [pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")]
 
 
 class Half(nn.Module):

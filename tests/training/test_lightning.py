@@ -12,9 +12,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, WandbLogger
 from matplotlib.figure import Figure
 from shards.mds import WARNINGS
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny_runs import TINY, copy_run
-from training.short_fits import SHORT, checkpoints, fit, member, weights
+from training.short_fits import SHORT, checkpoints, events, fit, member, trained, weights
 
 from ddm_lightning.config.load import load_experiment
 from ddm_lightning.config.validate import TRAINER_FLAGS
@@ -46,10 +45,7 @@ class CountSteps(L.Callback):
 
 @pytest.fixture(scope="module")
 def finished(tiny_prepared, tmp_path_factory):
-    run = tmp_path_factory.mktemp("finished")
-    shutil.copytree(tiny_prepared, run / "prepared")
-    assert fit(run, WIDTHS, "island.loggers=[tensorboard,csv]") == 0
-    return run
+    return trained(tiny_prepared, tmp_path_factory.mktemp("finished"), WIDTHS, "island.loggers=[tensorboard,csv]")
 
 
 def rows_of(run, step=0):
@@ -58,11 +54,10 @@ def rows_of(run, step=0):
 
 
 def curves(run):
-    events = EventAccumulator(str(member(run, "tensorboard")))
-    events.Reload()
+    shown = events(run)
     return {
-        name: [(event.step, event.value) for event in events.Scalars(name)]
-        for name in events.Tags()["scalars"]
+        name: [(event.step, event.value) for event in shown.Scalars(name)]
+        for name in shown.Tags()["scalars"]
         if name not in ("train/samples_per_second", "train/data_wait", "train/memory_gb")
     }
 

@@ -7,7 +7,7 @@ import torch
 from shards.mds import WARNINGS
 from tiny_runs import read_status
 from training.members import MEMBER, batch, expert
-from training.short_fits import fit, trained, weights
+from training.short_fits import fit, weights
 
 from ddm_lightning.config.experiment import SampleConfig
 from ddm_lightning.core.errors import UserError
@@ -62,11 +62,6 @@ def test_the_heat_map_has_a_panel_per_timestep_and_rows_that_sum_to_one():
         # Position is (column, row): the true cluster goes downwards.
         assert labels[2, 0] == f"{float(expected[0, 2]):.2f}"
         assert len(labels) == 9
-
-
-@pytest.fixture(scope="module")
-def finished(tiny_prepared, tmp_path_factory):
-    return trained(tiny_prepared, tmp_path_factory.mktemp("finished"))
 
 
 @pytest.mark.parametrize("place", ["__init__", "decode"])

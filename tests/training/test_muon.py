@@ -12,7 +12,7 @@ from ddm_lightning.config.experiment import TrainConfig
 from ddm_lightning.flow.condition import ConditionSpec
 from ddm_lightning.networks import DiT
 from ddm_lightning.training.ema import gathered_ema, track_ema
-from ddm_lightning.training.optimizer import MuonWithAdamW, build_optimizer, build_schedule, has_muon_matrices
+from ddm_lightning.training.optimizer import MuonWithAdamW, build_optimizer, build_schedule
 
 pytestmark = WARNINGS
 TRAIN = TrainConfig(20, 4, optimizer="muon", learning_rate=0.02, weight_decay=0.1, warmup_steps=5, schedule="cosine")
@@ -75,18 +75,6 @@ def test_it_takes_the_steps_of_torchs_two_optimizers():
             one.step()
     for name, value in values(reference).items():
         torch.testing.assert_close(values(network)[name], value, rtol=1e-5, atol=1e-6)
-
-
-def test_each_parameter_is_in_one_group_and_matrices_alone_decay():
-    network = Network()
-    groups = build_optimizer(network, TRAIN).param_groups
-    names = {id(parameter): name for name, parameter in network.named_parameters()}
-    assert [sorted(names[id(p)] for p in group["params"]) for group in groups] == [
-        ["blocks.0.weight", "blocks.1.weight"],
-        ["first.weight", "last.weight"],
-        ["blocks.0.bias", "blocks.1.bias", "first.bias", "last.bias"],
-    ]
-    assert [group["weight_decay"] for group in groups] == [0.1, 0.1, 0.0]
 
 
 @pytest.mark.parametrize("modulation", ["zero", "single"])
@@ -167,11 +155,6 @@ def test_it_is_resumed_to_the_bit_with_its_averages(tmp_path):
         optimizer.step()
     assert same(values(resumed), values(straight))
     assert same(gathered_ema(resumed, optimizer), gathered_ema(straight, optimizers[0]))
-
-
-def test_it_needs_matrices_within_blocks():
-    assert has_muon_matrices(Network())
-    assert not has_muon_matrices(nn.Linear(3, 3))
 
 
 def test_a_member_trains_with_it(tiny_run):

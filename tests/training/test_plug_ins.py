@@ -7,7 +7,8 @@ import torch
 from shards.mds import WARNINGS
 from tiny_runs import TINY
 from torch import nn
-from training.short_fits import fit, member
+from training import short_fits
+from training.short_fits import member
 
 from ddm_lightning.cli.parser import main
 from ddm_lightning.core.registry import EXPERTS
@@ -17,6 +18,7 @@ from ddm_lightning.training.checkpoint.files import read_tensors
 
 pytestmark = WARNINGS
 WIDTHS = "expert.train.ema_widths=[0.1,0.2]"
+NORMED = "expert.network={name: normed, params: {}}"
 
 
 class Normed(nn.Module):
@@ -38,12 +40,9 @@ class Normed(nn.Module):
 
 @pytest.fixture(scope="module")
 def trained(tiny_prepared, tmp_path_factory):
-    run = tmp_path_factory.mktemp("plug-in")
-    shutil.copytree(tiny_prepared, run / "prepared")
     with pytest.MonkeyPatch.context() as patched:
         patched.setitem(EXPERTS._built_in, "normed", Normed)
-        assert fit(run, "expert.network={name: normed, params: {}}", WIDTHS) == 0
-    return run
+        return short_fits.trained(tiny_prepared, tmp_path_factory.mktemp("plug-in"), NORMED, WIDTHS)
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +68,7 @@ def test_what_is_trained_can_be_loaded(trained):
 def test_another_width_leaves_the_buffers_as_they_are(trained, tmp_path, capsys):
     run = shutil.copytree(trained, tmp_path / "run")
     _, before = read_artifact(member(run, "artifact"))
-    short = [*("expert.train.max_steps=20", "expert.network={name: normed, params: {}}"), WIDTHS, "member=expert-0"]
+    short = ["expert.train.max_steps=20", NORMED, WIDTHS, "member=expert-0"]
     assert main(["ema", "-c", str(TINY), f"run_dir={run}", *short]) == 0
     assert "width 0.1" in capsys.readouterr().out
     assert main(["ema", "-c", str(TINY), f"run_dir={run}", *short, "--use", "0.15"]) == 0

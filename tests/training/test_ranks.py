@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 from deadline import within
+from forked import Forked
 from shards.mds import WARNINGS
 from tiny_runs import RANK_VARIABLES, ROOT, TINY, ended_on_failure, finish, read_status
 
 from ddm_lightning.cli.parser import main
 from ddm_lightning.core.processes import STARTED_BY
+from ddm_lightning.training.parallel import ranks
 
 SETTINGS = (
     "member=expert-0",
@@ -189,30 +191,6 @@ def test_another_number_of_ranks_than_devices_is_refused(tiny_run, monkeypatch, 
     assert not (tiny_run / "members").exists()
 
 
-STUCK = """
-import os, subprocess, sys, time
-from ddm_lightning.core.compat import ensure_torchvision_importable
-ensure_torchvision_importable()
-from ddm_lightning.training.parallel import ranks
-ranks._POLL_SECONDS, ranks._UNWIND_SECONDS = 0.05, 0.3
-
-class Launcher(ranks.RankLauncher):
-    def _call_children_scripts(self):
-        commands = [["sleep", "99"], [sys.executable, "-c", sys.argv[1]]]
-        self.procs = [subprocess.Popen(command) for command in commands]
-        print(self.procs[0].pid, flush=True)
-
-def stuck(seconds):
-    if not seconds:
-        raise KeyboardInterrupt
-    time.sleep(seconds)
-
-launcher = Launcher(ranks.OwnProcesses(), 3, 1)
-try:
-    launcher.launch(stuck, int(sys.argv[2]))
-except KeyboardInterrupt:
-    os._exit(7 if all(process.wait(9) == -9 for process in launcher.procs) else 1)
-"""
 HANDS_OVER = """
 import os
 from ddm_lightning.core.errors import UserError
@@ -223,67 +201,75 @@ with handing_over():
 """
 
 
-@pytest.mark.slow
+def stuck(child, seconds):
+    """Rank zero of three, in a collective or interrupted; the others sleep and run the program ``child``."""
+    ranks._POLL_SECONDS, ranks._UNWIND_SECONDS = 0.05, 0.3
+
+    class Launcher(ranks.RankLauncher):
+        def _call_children_scripts(self):
+            self.procs = [subprocess.Popen(command) for command in (["sleep", "99"], [sys.executable, "-c", child])]
+            print(self.procs[0].pid, flush=True)
+
+    def wait():
+        if not seconds:
+            raise KeyboardInterrupt
+        time.sleep(seconds)
+
+    launcher = Launcher(ranks.OwnProcesses(), 3, 1)
+    try:
+        launcher.launch(wait)
+    except KeyboardInterrupt:
+        raise SystemExit(7 if all(process.wait(9) == -9 for process in launcher.procs) else 1) from None
+
+
 @pytest.mark.parametrize(
     ("child", "code", "line"),
     [
-        pytest.param(HANDS_OVER, 2, "error: a shard is damaged", marks=pytest.mark.long),
+        pytest.param(HANDS_OVER, 2, "error: a shard is damaged", marks=[pytest.mark.slow, pytest.mark.long]),
         ("import os; os.abort()", 2, "error: rank 2 of 3 was ended by SIGABRT; the same command resumes at the newest"),
-        pytest.param("raise SystemExit(0)", 1, "error: rank 2 ended with exit code 0", marks=pytest.mark.long),
+        ("raise SystemExit(0)", 1, "error: rank 2 ended with exit code 0"),
     ],
 )
 def test_rank_zero_waiting_for_a_lost_rank_is_ended(tmp_path, child, code, line):
     """As in a collective of GPUs, which notice nothing."""
-    variables = dict(os.environ, TMPDIR=str(tmp_path), PYTHONPATH=str(ROOT))
-    command = [sys.executable, "-c", STUCK, child, "99"]
-    ended = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=60, check=False)
-    assert (ended.returncode, ended.stderr.startswith(line), ended.stderr.count("\n")) == (code, True, 1), ended.stderr
-    assert list(tmp_path.iterdir()) == []
-    other = Path(f"/proc/{ended.stdout.strip()}/stat")
+    (tmp_path / "temporary").mkdir()
+    rank = Forked(lambda: stuck(child, 99), tmp_path, TMPDIR=str(tmp_path / "temporary"), PYTHONPATH=str(ROOT))
+    ended, out, err = rank.finish()
+    assert (ended, err.startswith(line), err.count("\n")) == (code, True, 1), err
+    assert list((tmp_path / "temporary").iterdir()) == []
+    other = Path(f"/proc/{out.strip()}/stat")
     assert not other.exists() or other.read_text().split()[2] == "Z"
 
 
-@pytest.mark.slow
-def test_a_stop_request_during_start_up_ends_other_ranks_first():
+def test_a_stop_request_during_start_up_ends_other_ranks_first(tmp_path):
     """One that reads from the first one's store when that is gone says so in fifty lines."""
-    command = [sys.executable, "-c", STUCK, "import time; time.sleep(99)", "0"]
-    ended = subprocess.run(command, env=dict(os.environ, PYTHONPATH=str(ROOT)), check=False, timeout=60)
-    assert ended.returncode == 7
+    assert Forked(lambda: stuck("import time; time.sleep(99)", 0), tmp_path).finish()[0] == 7
 
 
-ORPHAN = """
-import os, time
-from ddm_lightning.training.parallel import ranks
-ranks._POLL_SECONDS = 0.05
-os.environ[ranks.STARTED_BY] = "1:" + os.environ["TMPDIR"] + "/reasons"
-with ranks.handing_over():
-    time.sleep(99)
-"""
-
-
-THROUGH = """
-from ddm_lightning.training.parallel import ranks
-with ranks.handing_over():
-    print("through", flush=True)
-"""
-
-
-@pytest.mark.slow
 def test_a_finished_rank_waits_for_rank_zero(tmp_path):
-    variables = dict(os.environ, PYTHONPATH=str(ROOT), LOCAL_RANK="1", **{STARTED_BY: f"{os.getpid()}:{tmp_path}/all"})
+    def finished():
+        with ranks.handing_over():
+            (tmp_path / "through").touch()
+
     folder = tmp_path / "all"
     folder.mkdir()
-    with subprocess.Popen([sys.executable, "-c", THROUGH], env=variables, stdout=subprocess.PIPE, text=True) as rank:
-        assert rank.stdout.readline() == "through\n"
-        with pytest.raises(subprocess.TimeoutExpired):
-            rank.wait(3)
-        folder.rmdir()
-        assert rank.wait(60) == 0
+    rank = Forked(finished, tmp_path, LOCAL_RANK="1", **{STARTED_BY: f"{os.getpid()}:{folder}"})
+    with within(60):
+        while not (tmp_path / "through").exists():
+            time.sleep(0.02)
+    rank.process.join(10 * ranks._FINISHED_POLL_SECONDS)
+    assert rank.process.is_alive()
+    folder.rmdir()
+    assert rank.finish()[0] == 0
 
 
-@pytest.mark.slow
 def test_a_rank_ends_when_rank_zero_is_gone(tmp_path):
-    variables = dict(os.environ, TMPDIR=str(tmp_path), PYTHONPATH=str(ROOT), LOCAL_RANK="1")
-    (tmp_path / "reasons").mkdir()
-    ended = subprocess.run([sys.executable, "-c", ORPHAN], env=variables, timeout=60, check=False)
-    assert (ended.returncode, list(tmp_path.iterdir())) == (1, [])
+    def orphan():
+        ranks._POLL_SECONDS = 0.05
+        with ranks.handing_over():
+            time.sleep(99)
+
+    reasons = tmp_path / "reasons"
+    reasons.mkdir()
+    rank = Forked(orphan, tmp_path / "said", LOCAL_RANK="1", **{STARTED_BY: f"1:{reasons}"})
+    assert (rank.finish()[0], reasons.exists()) == (1, False)

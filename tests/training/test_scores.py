@@ -1,11 +1,7 @@
 """Scores during training: they are logged, right, and change no weight."""
 
-from __future__ import annotations
-
 import csv
-from pathlib import Path
 
-import pytest
 from shards.mds import WARNINGS
 from tiny_runs import TINY
 
@@ -23,7 +19,7 @@ SETTINGS = (
 )
 
 
-def fit(run: Path, *more: str) -> tuple[bytes, list[dict[str, str]]]:
+def fit(run, *more):
     assert main(["fit", "-c", str(TINY), f"run_dir={run}", "member=expert-0", *SETTINGS, *more]) == 0
     member = run / "members" / "expert-0"
     (curves,) = (member / "csv").rglob("metrics.csv")
@@ -31,9 +27,7 @@ def fit(run: Path, *more: str) -> tuple[bytes, list[dict[str, str]]]:
         return (member / "artifact" / "model.safetensors").read_bytes(), list(csv.DictReader(stream))
 
 
-def test_scores_are_logged_and_weights_stay_bit_identical(
-    tiny_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_scores_are_logged_and_weights_stay_bit_identical(tiny_run, tmp_path, capsys):
     import shutil
 
     other = shutil.copytree(tiny_run, tmp_path / "other")
@@ -47,7 +41,7 @@ def test_scores_are_logged_and_weights_stay_bit_identical(
     assert "no scores" not in capsys.readouterr().err
 
 
-def test_scores_need_a_validation_at_their_steps(tiny_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_scores_need_a_validation_at_their_steps(tiny_run, capsys):
     settings = ["-c", str(TINY), f"run_dir={tiny_run}", "member=expert-0", *SETTINGS]
     assert main(["fit", *settings, "island.evaluate_every_n_steps=6"]) == 2
     assert "'island.evaluate_every_n_steps' = 6: must be a multiple of island.validate" in capsys.readouterr().err

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+from networks.small import moved
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -198,19 +199,8 @@ def a_dit_in_bfloat16(rank):
 
     def built():
         torch.manual_seed(0)
-        network = DiT(
-            x_shape=(3, 8, 8),
-            condition=ConditionSpec("class", 5),
-            width=32,
-            depth=2,
-            num_heads=2,
-            patch_size=2,
-            qk_norm=True,
-            rope=True,
-        )
-        for parameter in network.parameters():
-            parameter.data.add_(0.1 * torch.randn_like(parameter))
-        return network
+        sizes = {"x_shape": (3, 8, 8), "width": 32, "depth": 2, "num_heads": 2, "patch_size": 2}
+        return moved(DiT(**sizes, condition=ConditionSpec("class", 5), qk_norm=True, rope=True))
 
     seen = set()
     sharded, single = built(), built()
@@ -252,9 +242,7 @@ def text_of_an_mmdit_in_bfloat16(rank):
     def built():
         torch.manual_seed(0)
         tokens = ConditionSpec("tokens", 6, length=3)
-        network = MMDiT(x_shape=(3, 8, 8), condition=tokens, width=32, depth=3, num_heads=2, patch_size=2)
-        for parameter in network.parameters():
-            parameter.data.add_(0.1 * torch.randn_like(parameter))
+        network = moved(MMDiT(x_shape=(3, 8, 8), condition=tokens, width=32, depth=3, num_heads=2, patch_size=2))
         network.types = []
         for block in network.blocks:
             block.register_forward_pre_hook(lambda _, inputs: network.types.append(inputs[1].dtype))

@@ -10,7 +10,7 @@ from ddm_lightning.members.member import Member
 from ddm_lightning.shards.manifest import Manifest
 from ddm_lightning.training import speed
 from ddm_lightning.training.fit import build_module
-from ddm_lightning.training.speed import Speed, StepCost, measure_cost, peak_memory_bytes
+from ddm_lightning.training.speed import Speed, StepCost, measure_cost
 
 
 @pytest.fixture
@@ -65,30 +65,19 @@ def test_a_forward_pass_counts_once_more_in_hfu_where_it_is_computed_twice(
     assert figures["train/hfu"] / figures["train/mfu"] == pytest.approx(forward_passes / 3, rel=0.02)
 
 
-def test_without_a_known_peak_there_is_no_mfu(clock):
-    measured = Speed(32, StepCost(flops=2e9, recomputed_flops=0, peak_flops=None))
-    measured.start(0)
-    take(measured, clock, 1, wait=0.5, work=0.5)
-    assert measured.read(1).keys() == {"train/samples_per_second", "train/data_wait", "train/memory_gb"}
-
-
 @pytest.mark.parametrize(
     ("name", "precision", "tf32", "expected"),
     [
         ("NVIDIA H100 80GB HBM3", "bf16-mixed", False, 989.4),
         ("NVIDIA H100 PCIe", "bf16-mixed", False, 756.0),
-        ("NVIDIA H200", "16-mixed", False, 989.4),
-        ("NVIDIA H200 NVL", "bf16-mixed", False, 835.5),
-        ("NVIDIA GB200", "bf16-mixed", False, 2500.0),
+        ("NVIDIA H200 NVL", "16-mixed", False, 835.5),
         ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bf16-mixed", False, None),
         ("NVIDIA A100-SXM4-80GB", "32-true", True, 156.0),
         ("NVIDIA A100-SXM4-80GB", "32-true", False, 19.5),
-        ("NVIDIA A40", "bf16-mixed", False, 149.7),
         ("NVIDIA L40S", "bf16-mixed", False, 362.0),
         ("NVIDIA L4", "bf16-mixed", False, 121.0),
         ("NVIDIA H100 80GB HBM3", "64-true", False, None),
         ("NVIDIA RTX A4000", "bf16-mixed", False, None),
-        ("Some Other Device", "bf16-mixed", False, None),
     ],
 )
 def test_peaks_are_dense_and_unknown_devices_have_none(name, precision, tf32, expected):
@@ -114,7 +103,3 @@ def test_the_line_of_the_cost_names_the_device_and_sums_the_peaks(monkeypatch, i
     cost, told = measure_cost(None, member, island)
     assert (cost.flops, cost.recomputed_flops, cost.peak_flops) == (2.5e9, 0, pytest.approx(peak) if peak else None)
     assert told == f"2.5 GFLOP per sample; {line}"
-
-
-def test_peak_memory_is_of_this_process():
-    assert 1e8 < peak_memory_bytes() < 1e11

@@ -1,4 +1,4 @@
-"""What a step of two real ranks leaves out: questions to devices, buffers, copies and sums of gradients."""
+"""A step of two real ranks: what each draws, and what is left out of questions, buffers, copies and sums."""
 
 from types import SimpleNamespace
 
@@ -8,9 +8,10 @@ import torch
 from torch import nn
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.utils.data import DataLoader
-from training.members import batch, build
+from training.members import SCALE, SHIFT, Recorder, batch, build
 from training.two_processes import WORLD, in_two_processes, trainer_of
 
+from ddm_lightning.flow.randomness import keyed_generator
 from ddm_lightning.training.callbacks import StopOnRequest
 from ddm_lightning.training.roles import ExpertModule
 
@@ -86,3 +87,39 @@ def test_fsdp2_reduces_gradients_once_a_step_of_several_parts(monkeypatch):
     for rank in range(WORLD):
         assert parts[rank][0] == whole[rank][0] == NUM_STEPS
         assert parts[rank][1] == [pytest.approx(weight, rel=1e-5) for weight in whole[rank][1]]
+
+
+def seen_by(strategy):
+    """Two steps of an expert that is given the same samples in each step and rank; what its network sees of them."""
+
+    def task(rank):
+        network = Recorder()
+        network.gain = nn.Parameter(torch.ones(1))  # FSDP2 shares no number without a dimension
+        trainer = trainer_of(rank, strategy, max_steps=2, limit_val_batches=0)
+        batches = DataLoader([batch()] * 2, batch_size=None)
+        trainer.fit(build(ExpertModule, network), batches, batches)
+        return [(t.tolist(), x_t.tolist()) for x_t, t, _ in network.calls]
+
+    return task
+
+
+def drawn(rank, step):
+    """Times of a logit-normal density and what lies there between the samples and the noise, by the keyed draws."""
+    generator = keyed_generator(7, "expert-0", "noise", rank, step)
+    x_0 = (batch()["x_0"].float() - SHIFT) * SCALE
+    t = torch.sigmoid(torch.randn(len(x_0), generator=generator))
+    noise = torch.randn(x_0.shape, generator=generator)
+    at = t[:, None, None, None]
+    return t, (1 - at) * x_0 + at * noise
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_each_rank_draws_by_its_own_number_and_no_draw_comes_twice(strategy):
+    seen = in_two_processes(seen_by(strategy))
+    assert {rank: len(steps) for rank, steps in seen.items()} == {0: 2, 1: 2}
+    for rank, steps in seen.items():
+        for step, found in enumerate(steps):
+            for one, expected in zip(found, drawn(rank, step), strict=True):
+                torch.testing.assert_close(torch.tensor(one), expected, rtol=1e-5, atol=1e-5)
+    times = [tuple(t) for steps in seen.values() for t, _ in steps]
+    assert len(set(times)) == WORLD * 2

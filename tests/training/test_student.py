@@ -39,18 +39,10 @@ def test_the_target_is_the_teachers_velocity(prediction, strategy):
     network, part = Recorder(prediction), batch(32)
     loss = student(network, strategy).training_step(part, 0)
     ((x_t, t, _),) = network.calls
-    slope = {
-        None: SLOPES[part["cluster"]],
-        "full": (SLOPES * Router.probabilities).sum(),
-        "top-1": SLOPES[2],
-    }[strategy]
+    slope = {None: SLOPES[part["cluster"]], "full": (SLOPES * Router.probabilities).sum(), "top-1": SLOPES[2]}[strategy]
     velocity = slope.reshape(-1, 1, 1, 1) * x_t
     time = t[:, None, None, None]
-    target = {
-        "velocity": velocity,
-        "epsilon": x_t + (1 - time) * velocity,
-        "x_0": x_t - time * velocity,
-    }[prediction]
+    target = {"velocity": velocity, "epsilon": x_t + (1 - time) * velocity, "x_0": x_t - time * velocity}[prediction]
     assert loss.item() == pytest.approx((0.7 * x_t - target).square().mean().item(), rel=1e-4)
 
 

@@ -1,17 +1,14 @@
 """``oracle`` and ``sample-each-step``, the paper's controls, on experts whose samples show their cluster."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from scipy.stats import chisquare
-from torch import Tensor, nn
+from torch import nn
 
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import STRATEGIES
 from ddm_lightning.ensemble.routing import sample
 from ddm_lightning.ensemble.velocity import Ensemble
-from ddm_lightning.flow.condition import Condition
 
 PRIORS = [0.1, 0.2, 0.7]
 
@@ -21,29 +18,29 @@ class Point(nn.Module):
 
     prediction = "velocity"
 
-    def __init__(self, point: float) -> None:
+    def __init__(self, point):
         super().__init__()
         self.point = nn.Parameter(torch.tensor(point))
 
-    def forward(self, x_t: Tensor, t: Tensor, _condition: Condition | None) -> Tensor:
+    def forward(self, x_t, t, _condition):
         return (x_t - self.point) / t[:, None, None, None]
 
 
 class ConstantRouter(nn.Module):
     """p(cluster) is the prior whatever the sample."""
 
-    def forward(self, x_t: Tensor, _t: Tensor, _condition: Condition | None) -> Tensor:
+    def forward(self, x_t, _t, _condition):
         return torch.tensor(PRIORS).log().expand(len(x_t), -1)
 
 
-def generate(strategy: str, router: nn.Module | None, **params: object) -> tuple[Tensor, Ensemble]:
+def generate(strategy, router, **params):
     ensemble = Ensemble([Point(0.0), Point(1.0), Point(2.0)], router, PRIORS)
     built = STRATEGIES.build(strategy, params)
     x_0 = sample(ensemble, None, 1000, (1, 1, 1), strategy=built, num_steps=8, shift=1.0, seed=0, batch_size=500)
     return x_0.flatten(), ensemble
 
 
-def test_an_oracle_keeps_one_expert_and_the_priors() -> None:
+def test_an_oracle_keeps_one_expert_and_the_priors():
     x_0, ensemble = generate("oracle", None)
     clusters = x_0.round()
     assert torch.allclose(x_0, clusters, atol=1e-5)
@@ -55,7 +52,7 @@ def test_an_oracle_keeps_one_expert_and_the_priors() -> None:
         STRATEGIES.build("oracle", {"cluster": 3}).check_num_clusters(3)
 
 
-def test_sampling_at_each_step_ends_with_the_expert_of_the_last() -> None:
+def test_sampling_at_each_step_ends_with_the_expert_of_the_last():
     """The last Euler step goes to the chosen point, so only its choice shows."""
     x_0, ensemble = generate("sample-each-step", ConstantRouter())
     counts = torch.bincount(x_0.round().long(), minlength=3)

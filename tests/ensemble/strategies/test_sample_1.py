@@ -1,17 +1,14 @@
 """``sample-1`` with exact experts and an exact router of a finite set: it samples the set, ``top-1`` does not."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
 from ensemble_networks import Aimed, ExactExpert, ExactRouter, FixedRouter
 from scipy.stats import chisquare
-from torch import Tensor
 
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import STRATEGIES
-from ddm_lightning.ensemble.routing import Strategy, sample
+from ddm_lightning.ensemble.routing import sample
 from ddm_lightning.ensemble.strategies.sample_1 import Sample1
 from ddm_lightning.ensemble.velocity import Ensemble
 from ddm_lightning.flow.condition import Condition
@@ -24,7 +21,7 @@ NUM = 2000
 
 
 @pytest.fixture(scope="module")
-def points() -> Tensor:
+def points():
     """Overlapping clusters, so that the posterior stays unsure for most of the way."""
     generator = torch.Generator().manual_seed(3)
     labels = torch.repeat_interleave(torch.arange(4), torch.tensor(SIZES))
@@ -32,21 +29,21 @@ def points() -> Tensor:
     return centres[labels] + 0.6 * torch.randn(len(labels), *SHAPE, generator=generator)
 
 
-def exact(points: Tensor) -> Ensemble:
+def exact(points):
     labels = torch.repeat_interleave(torch.arange(4), torch.tensor(SIZES))
     oracle = FiniteSetOracle(points, labels, 4)
     return Ensemble([ExactExpert(oracle, k) for k in range(4)], ExactRouter(oracle), PRIORS)
 
 
-def counts(points: Tensor, strategy: Strategy) -> Tensor:
+def counts(points, strategy):
     """How many of ``NUM`` samples end at each of the 50 equally likely points."""
     settings = {"num_steps": 16, "shift": 1.0, "seed": 1, "batch_size": NUM, "solver": "heun"}
-    x_0 = sample(exact(points), None, NUM, SHAPE, strategy=strategy, **settings)  # type: ignore[arg-type]
+    x_0 = sample(exact(points), None, NUM, SHAPE, strategy=strategy, **settings)
     return torch.cdist(x_0.flatten(1), points.flatten(1)).argmin(1).bincount(minlength=len(points))
 
 
 @pytest.mark.parametrize("threshold", [0.0, 0.7, 1.0])
-def test_exact_experts_sample_every_point_equally_often(points: Tensor, threshold: float) -> None:
+def test_exact_experts_sample_every_point_equally_often(points, threshold):
     """Pearson's test of all 50 points, and of the clusters."""
     found = counts(points, Sample1(threshold))
     clusters = torch.stack([part.sum() for part in found.split(SIZES)])
@@ -55,7 +52,7 @@ def test_exact_experts_sample_every_point_equally_often(points: Tensor, threshol
     assert of_points > 0.005 and of_clusters > 0.005
 
 
-def test_top_1_favours_the_largest_cluster(points: Tensor) -> None:
+def test_top_1_favours_the_largest_cluster(points):
     shares = torch.stack([part.sum() for part in counts(points, STRATEGIES.build("top-1", {})).split(SIZES)]) / NUM
     print(f"top-1: shares {shares.tolist()}")
     assert shares[3] > 0.5 and (shares - torch.tensor(PRIORS)).abs().sum() / 2 > 0.1
@@ -64,41 +61,41 @@ def test_top_1_favours_the_largest_cluster(points: Tensor) -> None:
 class Steps(Aimed):
     """Counts the rows at each time."""
 
-    def __init__(self, scale: float) -> None:
+    def __init__(self, scale):
         super().__init__(scale)
         self.rows: dict[float, int] = {}
 
-    def forward(self, x_t: Tensor, t: Tensor, condition: Condition | None) -> Tensor:
+    def forward(self, x_t, t, condition):
         self.rows[round(t[0].item(), 4)] = len(x_t)
         return super().forward(x_t, t, condition)
 
 
 @pytest.mark.parametrize(("threshold", "num_calls"), [(0.0, 1), (0.6, 8), (0.8, 8)])
-def test_a_sure_router_is_not_asked_to_draw_again(threshold: float, num_calls: int) -> None:
+def test_a_sure_router_is_not_asked_to_draw_again(threshold, num_calls):
     router = FixedRouter([0.7, 0.3])
     router.logits = router.logits.log()
     expert = Steps(5.0)
     ensemble = Ensemble([expert, Steps(-5.0)], router, [0.5, 0.5])
     settings = {"num_steps": 8, "shift": 1.0, "seed": 0, "batch_size": 400}
     condition = Condition.of(torch.ones(400, 1))
-    got = sample(ensemble, condition, 400, SHAPE, strategy=Sample1(threshold), **settings)  # type: ignore[arg-type]
+    got = sample(ensemble, condition, 400, SHAPE, strategy=Sample1(threshold), **settings)
     assert ensemble.expert_rows == 400 * 8 and len(router.conditions) == num_calls
     changes = len(set(expert.rows.values())) > 1
     assert changes == (threshold > 0.7)
     assert (got.mean((1, 2, 3)) > 0).float().mean().item() == pytest.approx(0.7, abs=4 * (0.21 / 400) ** 0.5)
 
 
-def test_without_a_router_the_priors_choose_once() -> None:
+def test_without_a_router_the_priors_choose_once():
     ensemble = Ensemble([Aimed(5.0), Aimed(-5.0)], None, [0.25, 0.75])
     condition = Condition.of(torch.ones(600, 1))
     settings = {"num_steps": 4, "shift": 1.0, "seed": 0, "batch_size": 200}
-    got = sample(ensemble, condition, 600, SHAPE, strategy="sample-1", **settings)  # type: ignore[arg-type]
+    got = sample(ensemble, condition, 600, SHAPE, strategy="sample-1", **settings)
     assert (got.mean((1, 2, 3)) > 0).float().mean().item() == pytest.approx(0.25, abs=4 * (0.1875 / 600) ** 0.5)
     with pytest.raises(UserError, match="no router in this ensemble"):
-        sample(ensemble, condition, 600, SHAPE, strategy=Sample1(0.5), **settings)  # type: ignore[arg-type]
+        sample(ensemble, condition, 600, SHAPE, strategy=Sample1(0.5), **settings)
 
 
 @pytest.mark.parametrize("threshold", [-0.1, 1.1])
-def test_threshold_is_a_probability(threshold: float) -> None:
+def test_threshold_is_a_probability(threshold):
     with pytest.raises(UserError, match="must be from 0 to 1"):
         STRATEGIES.build("sample-1", {"threshold": threshold})

@@ -1,7 +1,5 @@
 """``full``, ``top-1`` and ``top-k`` against a loop in plain Python."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,7 +14,7 @@ from ddm_lightning.ensemble.routing import strategy_of
 @settings(max_examples=60)
 @given(seed=st.integers(0, 2**31), num_clusters=st.integers(1, 9), top_k=st.integers(1, 12))
 @pytest.mark.parametrize("name", ["full", "top-1", "top-k"])
-def test_against_a_loop(name: str, seed: int, num_clusters: int, top_k: int) -> None:
+def test_against_a_loop(name, seed, num_clusters, top_k):
     generator = torch.Generator().manual_seed(seed)
     probabilities = torch.randn(5, num_clusters, generator=generator, dtype=torch.float64).mul(3).softmax(1)
     weights = strategy_of(SampleConfig(strategy=name, top_k=top_k)).weights(probabilities)
@@ -28,12 +26,12 @@ def test_against_a_loop(name: str, seed: int, num_clusters: int, top_k: int) -> 
         assert [k for k in range(num_clusters) if got[k] == 0] == [k for k in range(num_clusters) if k not in best]
 
 
-def test_ties_keep_exactly_so_many() -> None:
+def test_ties_keep_exactly_so_many():
     weights = STRATEGIES.build("top-1", {}).weights(torch.full((3, 4), 0.25))
     assert weights.count_nonzero(dim=1).tolist() == [1, 1, 1] and weights.sum().item() == 3
 
 
-def test_top_k_must_keep_an_expert_and_no_more_than_there_are() -> None:
+def test_top_k_must_keep_an_expert_and_no_more_than_there_are():
     with pytest.raises(UserError, match="strategy 'top-k' refuses its params: top_k = 0 keeps no expert"):
         STRATEGIES.build("top-k", {"top_k": 0})
     settings = SampleConfig(strategy="top-k", top_k=2, strategy_params={"top_k": 3})

@@ -4,7 +4,6 @@ import torch
 from cleanfid.fid import frechet_distance as cleanfid_distance
 
 from ddm_lightning.core.registry import METRICS
-from ddm_lightning.evaluation.metrics.fid import Moments, frechet_distance
 
 D = 24
 
@@ -33,15 +32,6 @@ def test_agrees_with_clean_fid_on_2000_features():
     (mean, covariance), (real_mean, real_covariance) = gaussian(generated.numpy()), gaussian(real.numpy())
     expected = cleanfid_distance(mean, covariance, real_mean, real_covariance)
     assert metric(generated, real).compute().value == pytest.approx(expected, rel=1e-3)
-
-
-def test_the_distance_of_two_known_gaussians():
-    # Diagonal covariances: |μ|² + Σ (σ_g − σ_r)².
-    rows = torch.eye(D, dtype=torch.float64) * (D - 1) ** 0.5
-    rows = torch.cat([rows, -rows])  # mean 0, covariance (D − 1) / (2 D − 1) · 2 on the diagonal
-    variance = 2 * (D - 1) / (2 * D - 1)
-    found = frechet_distance(Moments.of(rows * 3 + 2), Moments.of(rows))
-    assert found == pytest.approx(D * 4 + D * (2 * variance**0.5) ** 2, rel=1e-10)
 
 
 def test_finite_and_exact_for_covariances_of_low_rank():

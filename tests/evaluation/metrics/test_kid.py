@@ -1,7 +1,6 @@
 import numpy as np
 import pytest
 import torch
-from torchmetrics.image.kid import KernelInceptionDistance
 
 from ddm_lightning.core.registry import METRICS
 from ddm_lightning.evaluation.metrics.kid import image_features, kernel_distance, mean_over_subsets
@@ -23,15 +22,6 @@ def test_all_pairs_by_a_double_loop():
     expected = mean_of_pairs(x) + mean_of_pairs(y) - 2 * np.mean([kernel(a, b) for a in x for b in y])
     found = kernel_distance(torch.from_numpy(x), torch.from_numpy(y))
     assert found.value == pytest.approx(expected, rel=1e-12)
-
-
-@pytest.mark.filterwarnings("ignore:Metric `Kernel Inception Distance` will save all extracted features:UserWarning")
-def test_agrees_with_torchmetrics_when_its_subset_is_everything():
-    real, generated = features(40), features(40, shift=0.3, seed=1)
-    metric = KernelInceptionDistance(feature=torch.nn.Identity(), subsets=1, subset_size=40).set_dtype(torch.float64)
-    metric.update(real, real=True)
-    metric.update(generated, real=False)
-    assert kernel_distance(generated, real).value == pytest.approx(float(metric.compute()[0]), rel=1e-10)
 
 
 def test_same_distribution_is_zero_within_the_spread_and_unbiased():
@@ -99,9 +89,9 @@ def test_subsets_give_what_clean_fid_gives_on_2000_features():
     assert kernel_distance(generated, real).value == pytest.approx(expected, rel=1e-3)
     assert mean_over_subsets(generated, real, 1, max_size=2000) == pytest.approx(expected, rel=1e-3)
     # Subsets of 1,000 are drawn otherwise.
-    expected = cleanfid_distance(real.numpy(), generated.numpy(), num_subsets=100, max_subset_size=1000)
-    one = METRICS.build("kid", {"num_subsets": 100, "num_halves": 5})
+    expected = cleanfid_distance(real.numpy(), generated.numpy(), num_subsets=25, max_subset_size=1000)
+    one = METRICS.build("kid", {"num_subsets": 25, "num_halves": 5})
     one.update(real, real=True)
     one.update(generated, real=False)
     assert one.compute().value == pytest.approx(expected, rel=0.05)
-    assert list(one.scores()) == ["KID (efficientnet-lite0, 100 subsets)"]
+    assert list(one.scores()) == ["KID (efficientnet-lite0, 25 subsets)"]

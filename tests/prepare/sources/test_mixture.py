@@ -3,15 +3,13 @@ from functools import partial
 
 import numpy as np
 import pytest
-from prepare.listed import Listed, experiment_of, plug_in, record, records
+from prepare.listed import Listed, plug_in, record, records
 from prepare.tiny_experiment import tiny_experiment
 from source_files import encoded, noise, write
 
 from ddm_lightning.config.experiment import ImagesConfig, PluginConfig
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import SOURCES
-from ddm_lightning.prepare.encode import RECORDS
-from ddm_lightning.prepare.prepared import Prepared
 from ddm_lightning.prepare.records import Broken
 from ddm_lightning.prepare.stages import prepare
 from ddm_lightning.testing import check_source
@@ -97,19 +95,6 @@ def test_files_of_any_size_mix_with_digits(tmp_path, quick_prepare):
     manifest = prepare(experiment, tmp_path / "run")
     assert (manifest.num_samples, manifest.num_classes, manifest.x_shape) == (52, 2, (3, 8, 8))
     assert manifest.class_names == ["mine", "digits"]
-
-
-def test_equal_groups_of_two_sources_are_held_out_together(tmp_path, monkeypatch, quick_prepare):
-    films = {name: [record(f"{name}{i}", group=f"film {i // 4}") for i in range(40)] for name in "ab"}
-    plug_in(monkeypatch, SOURCES, Listed({"all": films["a"]}), "first")
-    plug_in(monkeypatch, SOURCES, Listed({"all": films["b"]}), "second")
-    source = PluginConfig("mixture", {"sources": [{"name": "first"}, {"name": "second"}]})
-    manifest = prepare(experiment_of(source, held_out_fraction=0.3), tmp_path)
-    assert 0 < sum(cluster.held_out for cluster in manifest.clusters) < 80
-    # The hash decides whether a sample is held out.
-    first, second = np.split(Prepared(tmp_path / "prepared").rows(RECORDS, "split_hash")[:], 2)
-    np.testing.assert_array_equal(first, second)
-    assert len(set(first.tolist())) == 10
 
 
 @pytest.mark.parametrize(

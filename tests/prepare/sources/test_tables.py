@@ -177,13 +177,7 @@ def test_null_cells_are_counted(tmp_path):
     write_parquet(tmp_path, "a.parquet", table)
     params = {"label_column": "label", "num_classes": 1, "key_column": "id", "group_column": "film"}
     found = samples("parquet", tmp_path, **params)
-    assert [getattr(sample, "cause", None) for sample in found] == [
-        "no image",
-        None,
-        "no label",
-        "no key",
-        "no group",
-    ]
+    assert [getattr(sample, "cause", None) for sample in found] == ["no image", None, "no label", "no key", "no group"]
 
 
 @pytest.mark.parametrize("to", ["parquet", "huggingface"])
@@ -354,15 +348,3 @@ def test_labels_need_classes(source, tmp_path):
     write_any(source, tmp_path, rows(2))
     with pytest.raises(UserError, match="num_classes or class_names"):
         build(source, tmp_path, label_column="label").num_classes
-
-
-def test_a_missing_package_names_the_extra(monkeypatch, tmp_path):
-    from ddm_lightning.core import registry
-
-    def nothing_installed(name):
-        raise registry.PackageNotFoundError(name)
-
-    monkeypatch.setattr(registry, "distribution", nothing_installed)
-    for name in ("parquet", "huggingface"):
-        with pytest.raises(UserError, match=re.escape("pip install 'ddm_lightning[arrow]'")):
-            build(name, tmp_path)

@@ -6,7 +6,7 @@ from training.checkpoint.saved import load, save
 
 from ddm_lightning.config.experiment import TrainConfig
 from ddm_lightning.core.errors import UserError
-from ddm_lightning.training.checkpoint.files import load_tensors, tensors_of
+from ddm_lightning.training.checkpoint.files import tensors_of
 from ddm_lightning.training.ema import track_ema
 from ddm_lightning.training.optimizer import build_optimizer
 
@@ -72,15 +72,6 @@ def test_each_moment_is_stored_under_the_name_of_its_parameter(tmp_path):
     assert torch.equal(tensors["model/table"], module.table)
     decays = {name: group["weight_decay"] for group in rest["groups"] for name in group["params"]}
     assert decays == {name: 0.05 if p.ndim >= 2 else 0.0 for name, p in module.named_parameters()}
-
-
-def test_weights_load_without_an_optimizer(tmp_path):
-    module, optimizer = trained(3)
-    save(tmp_path / "step", module, optimizer)
-    other = network(seed=1)
-    load_tensors(tmp_path / "step", other)
-    for name, value in module.state_dict().items():
-        assert torch.equal(other.state_dict()[name], value)
 
 
 @pytest.mark.parametrize(
