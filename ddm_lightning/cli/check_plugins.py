@@ -11,7 +11,15 @@ from contextlib import contextmanager
 from ddm_lightning.config.experiment import Experiment, PluginConfig
 from ddm_lightning.config.validate import blamed
 from ddm_lightning.core.errors import UserError, first_line
-from ddm_lightning.core.registry import CALLBACKS, CAPTION_ENCODERS, FEATURES, IMAGE_ENCODERS, SOURCES, Registry
+from ddm_lightning.core.registry import (
+    CALLBACKS,
+    CAPTION_ENCODERS,
+    FEATURES,
+    IMAGE_ENCODERS,
+    SOLVERS,
+    SOURCES,
+    Registry,
+)
 from ddm_lightning.ensemble.routing import strategy_of
 from ddm_lightning.members.member import ROUTER, Member, expert_name
 from ddm_lightning.networks import EXPERTS, ROUTERS
@@ -53,7 +61,7 @@ def _blaming(key: str, source: str, overrides: Sequence[str], value: str = "") -
 
 
 def check_strategy(experiment: Experiment, source: str, overrides: Sequence[str] = ()) -> None:
-    """Refuse a routing strategy whose params, solver or number of experts do not fit.
+    """Refuse a routing strategy whose params, solver or number of experts do not fit, and params of the solver.
 
     Raises:
         UserError: naming ``source`` and the key.
@@ -72,6 +80,8 @@ def check_networks(
     Raises:
         UserError: a network cannot be built, or the optimizer or the alignment cannot train it.
     """
+    with _blaming("sample.solver", source, overrides, f" = {experiment.sample.solver!r}"):
+        SOLVERS.build(experiment.sample.solver, experiment.sample.solver_params)
     for key, name in (("expert.network", expert_name(0)), ("router.network", ROUTER)):
         member = Member.resolve(name, experiment, sizes)
         with _blaming(key, source, overrides):

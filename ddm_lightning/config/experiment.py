@@ -275,8 +275,10 @@ class SampleConfig:
     """The strategy's keyword arguments."""
     top_k: int = option(2, low=1)
     """Experts kept by ``top-k``; ``top_k`` in ``strategy_params`` wins."""
-    solver: str = option("euler", choices=("euler", "heun", "ancestral"))
-    """``euler``, ``heun`` (both deterministic) or ``ancestral`` (stochastic; required by ``bayes``)."""
+    solver: str = "euler"
+    """``euler``, ``heun``, ``midpoint``, ``dpm++2m``, ``dormand-prince``, or ``ancestral`` (stochastic)."""
+    solver_params: dict[str, Any] = field(default_factory=dict)
+    """The solver's keyword arguments."""
     num_steps: int = option(50, low=1)
     """Steps from noise to data."""
     guidance_scale: float = option(1.0, low=0)

@@ -11,7 +11,7 @@ from pathlib import Path
 from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.core import checks
 from ddm_lightning.core.errors import UserError
-from ddm_lightning.core.registry import STRATEGIES
+from ddm_lightning.core.registry import SOLVERS, STRATEGIES
 
 LOGGERS = ("tensorboard", "csv", "wandb")
 
@@ -121,3 +121,5 @@ def _contradictions_of_sampling(experiment: Experiment) -> Iterator[tuple[str, s
     if sample.guidance_scale != 1 and (condition.kind == "none" or condition.dropout == 0):
         problem = "guidance needs a condition.kind other than none, and condition.dropout above 0; set 1"
         yield "sample.guidance_scale", problem
+    if sample.solver not in (names := SOLVERS.names()):
+        yield "sample.solver", f"must be one of {', '.join(names)}"

@@ -63,6 +63,7 @@ class LoadedEnsemble:
             self.meta.x_shape,
             strategy=strategy_of(settings),
             solver=settings.solver,
+            solver_params=settings.solver_params,
             num_steps=settings.num_steps,
             shift=self.meta.timestep_shift,
             guidance_scale=settings.guidance_scale,

@@ -22,7 +22,7 @@ from ddm_lightning.encoders.interfaces import ImageEncoder
 from ddm_lightning.flow.condition import Condition
 from ddm_lightning.flow.path import guided, to_velocity
 from ddm_lightning.flow.randomness import keyed_generator
-from ddm_lightning.flow.solvers import integrate
+from ddm_lightning.flow.solvers.euler import Euler
 from ddm_lightning.flow.timesteps import sampling_times
 from ddm_lightning.members.member import Member
 from ddm_lightning.training.callbacks import StopOnRequest
@@ -162,7 +162,7 @@ class SampleLogger(L.Callback):
         generator = keyed_generator(self.member.seed, *key, device=x_0.device)
         noise = torch.randn(x_0.shape, generator=generator, device=x_0.device)
         times = sampling_times(self.sample.num_steps, self.member.timesteps.shift, device=x_0.device)
-        return integrate(velocity, noise, times)
+        return Euler().solve(velocity, noise, times)
 
     def encoder(self) -> ImageEncoder:
         """Build the decoder."""
