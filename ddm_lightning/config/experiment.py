@@ -177,6 +177,8 @@ class ExpertConfig:
     """Network, by its name in the registry of experts."""
     timesteps: TimestepsConfig = field(default_factory=TimestepsConfig)
     """Training timesteps."""
+    path: str = option("linear", choices=("linear", "cosine", "vp"))
+    """Path from data to noise in training: ``linear``, ``cosine`` or ``vp`` (DDPM's); sampling is on the linear one."""
     loss: str = option("prediction", choices=("prediction", "velocity"))
     """Error that the loss squares: of the network's ``prediction``, or of the ``velocity`` it implies (JiT)."""
     min_snr_gamma: float | None = option(None, low=1e-6)

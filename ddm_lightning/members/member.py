@@ -90,6 +90,8 @@ class Member:
     """Kind and size of its network's condition."""
     condition_dropout: float
     """Probability of dropping a sample's condition."""
+    path: str
+    """Path between data and noise; ``linear`` for a router."""
     loss: str
     """Error that the loss squares: of the ``prediction`` or of the ``velocity``."""
     min_snr_gamma: float | None
@@ -135,6 +137,7 @@ class Member:
             x_shape=sizes.x_shape,
             condition=ConditionSpec("none", 0) if unconditional else condition_spec(experiment, sizes),
             condition_dropout=experiment.router.condition_dropout if is_router else experiment.condition.dropout,
+            path="linear" if is_router else experiment.expert.path,
             loss="prediction" if is_router else experiment.expert.loss,
             min_snr_gamma=None if is_router else experiment.expert.min_snr_gamma,
             alignment=alignment,
