@@ -187,6 +187,8 @@ class ExpertConfig:
     """Alignment with the features of ``prepare``."""
     train: TrainConfig = field(default_factory=TrainConfig)
     """Optimisation."""
+    overrides: dict[str, Any] = field(default_factory=dict)
+    """Keys of this section that differ for single experts, as in ``{expert-1: {path: cosine}}``."""
 
 
 @dataclass
@@ -282,7 +284,7 @@ class SampleConfig:
     solver_params: dict[str, Any] = field(default_factory=dict)
     """The solver's keyword arguments."""
     num_steps: int = option(50, low=1)
-    """Steps from noise to data."""
+    """Steps from noise to data; ``dormand-prince`` chooses its own."""
     guidance_scale: float = option(1.0, low=0)
     """Scale of classifier-free guidance; 1 means none."""
     prompts: list[str] = field(default_factory=list)
