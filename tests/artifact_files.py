@@ -61,7 +61,7 @@ def put(folder: Path, member: str = "expert-0", **changes: Any) -> Path:
     return folder
 
 
-def edit(path: Path, **changes: Any) -> None:
+def edit(path: Path, /, **changes: Any) -> None:
     document = json.loads(path.read_text())
     document.update(changes)
     path.write_text(json.dumps({key: value for key, value in document.items() if value is not ...}))

@@ -64,7 +64,17 @@ def test_every_bound_is_explained() -> None:
 
 @pytest.mark.parametrize(
     "group",
-    ["experts", "routers", "strategies", "sources", "image_encoders", "caption_encoders", "features", "metrics"],
+    [
+        "experts",
+        "routers",
+        "strategies",
+        "solvers",
+        "sources",
+        "image_encoders",
+        "caption_encoders",
+        "features",
+        "metrics",
+    ],
 )
 def test_the_plug_in_page_lists_the_built_in_ones(group: str) -> None:
     from ddm_lightning.core import registry as registries
@@ -72,7 +82,7 @@ def test_the_plug_in_page_lists_the_built_in_ones(group: str) -> None:
     registry = getattr(registries, group.upper())
     assert registry.group == f"ddm_lightning.{group}"
     row = next(row for row in text("docs/plugins.md").splitlines() if row.startswith(f"| `ddm_lightning.{group}`"))
-    assert set(re.findall(r"`([\w-]+)`", row.split("|")[2])) == set(registry.names())
+    assert set(re.findall(r"`([\w+-]+)`", row.split("|")[2])) == set(registry.names())
 
 
 def test_the_licence_is_apache_2_and_the_images_are_credited() -> None:

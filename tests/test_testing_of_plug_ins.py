@@ -55,7 +55,7 @@ class NeedsTwo(Strategy):
         (OfTheBatch, "depend on the other rows"),
         (FirstExpert, "order of the experts"),
         (NeedsTwo, "weights of 1 experts raises RuntimeError"),
-        (type("NoSolver", (Strategy,), {"solvers": ("magic",)}), "solvers must be some of"),
+        (type("NoSolver", (Strategy,), {"solvers": ("magic",)}), "solvers must be some of ancestral, dormand-prince"),
         (dict, "not a Strategy"),
     ],
 )

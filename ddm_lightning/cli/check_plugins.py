@@ -9,11 +9,20 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from ddm_lightning.config.experiment import Experiment, PluginConfig
+from ddm_lightning.config.merge import expert_section
 from ddm_lightning.config.validate import blamed
 from ddm_lightning.core.errors import UserError, first_line
-from ddm_lightning.core.registry import CALLBACKS, CAPTION_ENCODERS, FEATURES, IMAGE_ENCODERS, SOURCES, Registry
+from ddm_lightning.core.registry import (
+    CALLBACKS,
+    CAPTION_ENCODERS,
+    FEATURES,
+    IMAGE_ENCODERS,
+    SOLVERS,
+    SOURCES,
+    Registry,
+)
 from ddm_lightning.ensemble.routing import strategy_of
-from ddm_lightning.members.member import ROUTER, Member, expert_name
+from ddm_lightning.members.member import MONOLITH, ROUTER, Member
 from ddm_lightning.networks import EXPERTS, ROUTERS
 from ddm_lightning.shards.manifest import DataSizes, Manifest
 from ddm_lightning.training.alignment import check_alignment
@@ -32,7 +41,10 @@ def check_plugins(experiment: Experiment, source: str, overrides: Sequence[str] 
         ("prepare.image_encoder", IMAGE_ENCODERS, prepare.image_encoder, ()),
         ("prepare.caption_encoder", CAPTION_ENCODERS, prepare.caption_encoder, ()),
         ("prepare.features", FEATURES, prepare.features, ()),
-        ("expert.network", EXPERTS, experiment.expert.network, ("x_shape", "condition")),
+        *(
+            (key, EXPERTS, expert_section(name, experiment).network, ("x_shape", "condition"))
+            for key, name in _expert_networks(experiment)
+        ),
         ("router.network", ROUTERS, experiment.router.network, ("x_shape", "condition", "num_clusters")),
         *(("island.callbacks", CALLBACKS, plugin, ()) for plugin in experiment.island.callbacks),
     ]
@@ -41,6 +53,12 @@ def check_plugins(experiment: Experiment, source: str, overrides: Sequence[str] 
             with _blaming(key, source, overrides):
                 registry.check(plugin.name, plugin.params, **dict.fromkeys(context))
     check_strategy(experiment, source, overrides)
+
+
+def _expert_networks(experiment: Experiment) -> list[tuple[str, str]]:
+    """Key of each different network of an expert, and a member that has it."""
+    overridden = ((f"expert.overrides.{name}.network", name) for name in experiment.expert.overrides)
+    return [("expert.network", MONOLITH), *overridden]
 
 
 @contextmanager
@@ -53,7 +71,7 @@ def _blaming(key: str, source: str, overrides: Sequence[str], value: str = "") -
 
 
 def check_strategy(experiment: Experiment, source: str, overrides: Sequence[str] = ()) -> None:
-    """Refuse a routing strategy whose params, solver or number of experts do not fit.
+    """Refuse a routing strategy whose params, solver or number of experts do not fit, and params of the solver.
 
     Raises:
         UserError: naming ``source`` and the key.
@@ -62,6 +80,8 @@ def check_strategy(experiment: Experiment, source: str, overrides: Sequence[str]
         strategy = strategy_of(experiment.sample)
         strategy.check_solver(experiment.sample.solver)
         strategy.check_num_clusters(experiment.prepare.partition.num_clusters)
+    with _blaming("sample.solver", source, overrides, f" = {experiment.sample.solver!r}"):
+        SOLVERS.build(experiment.sample.solver, experiment.sample.solver_params)
 
 
 def check_networks(
@@ -72,14 +92,14 @@ def check_networks(
     Raises:
         UserError: a network cannot be built, or the optimizer or the alignment cannot train it.
     """
-    for key, name in (("expert.network", expert_name(0)), ("router.network", ROUTER)):
+    for key, name in (*_expert_networks(experiment), ("router.network", ROUTER)):
         member = Member.resolve(name, experiment, sizes)
         with _blaming(key, source, overrides):
             try:
                 network = member.plan_network()
             except (RuntimeError, ArithmeticError) as error:  # torch's, for a width of 0 and the like
                 raise UserError(f"cannot be built: {first_line(error)}; change its params") from None
-        train = f"{name.partition('-')[0]}.train.optimizer"
+        train = f"{key.removesuffix('.network')}.train.optimizer"
         if member.train.optimizer == "muon" and not has_muon_matrices(network):
             where = blamed(source, overrides, train, key)
             raise UserError(f"{where}: key {train!r} = 'muon': {key} has no matrices in 'blocks'; set adamw")

@@ -177,6 +177,8 @@ class ExpertConfig:
     """Network, by its name in the registry of experts."""
     timesteps: TimestepsConfig = field(default_factory=TimestepsConfig)
     """Training timesteps."""
+    path: str = option("linear", choices=("linear", "cosine", "vp"))
+    """Path from data to noise in training: ``linear``, ``cosine`` or ``vp`` (DDPM's); sampling is on the linear one."""
     loss: str = option("prediction", choices=("prediction", "velocity"))
     """Error that the loss squares: of the network's ``prediction``, or of the ``velocity`` it implies (JiT)."""
     min_snr_gamma: float | None = option(None, low=1e-6)
@@ -185,6 +187,8 @@ class ExpertConfig:
     """Alignment with the features of ``prepare``."""
     train: TrainConfig = field(default_factory=TrainConfig)
     """Optimisation."""
+    overrides: dict[str, Any] = field(default_factory=dict)
+    """Keys of this section that differ for single experts, as in ``{expert-1: {path: cosine}}``."""
 
 
 @dataclass
@@ -275,10 +279,12 @@ class SampleConfig:
     """The strategy's keyword arguments."""
     top_k: int = option(2, low=1)
     """Experts kept by ``top-k``; ``top_k`` in ``strategy_params`` wins."""
-    solver: str = option("euler", choices=("euler", "heun", "ancestral"))
-    """``euler``, ``heun`` (both deterministic) or ``ancestral`` (stochastic; required by ``bayes``)."""
+    solver: str = "euler"
+    """``euler``, ``heun``, ``midpoint``, ``dpm++2m``, ``dormand-prince``, or ``ancestral`` (stochastic)."""
+    solver_params: dict[str, Any] = field(default_factory=dict)
+    """The solver's keyword arguments."""
     num_steps: int = option(50, low=1)
-    """Steps from noise to data."""
+    """Steps from noise to data; ``dormand-prince`` chooses its own."""
     guidance_scale: float = option(1.0, low=0)
     """Scale of classifier-free guidance; 1 means none."""
     prompts: list[str] = field(default_factory=list)

@@ -16,7 +16,8 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from ddm_lightning.config.experiment import Experiment, PluginConfig
+from ddm_lightning.config.experiment import Experiment
+from ddm_lightning.config.merge import merge
 from ddm_lightning.config.validate import check_experiment
 from ddm_lightning.core import checks
 from ddm_lightning.core.errors import UserError, first_line
@@ -46,11 +47,10 @@ def load_experiment(path: str | Path, overrides: Sequence[str] = (), record: Pat
     ordered = sorted(overrides, key=lambda text: not text.partition("=")[0].endswith(".name"))
     changes += [(f"{path} with {text!r}", read_override(text, str(path))) for text in ordered]
     try:
-        merged = OmegaConf.structured(Experiment)
+        merged: Any = OmegaConf.structured(Experiment)
         for source, change in changes:
             checks.check(OmegaConf.to_container(change, resolve=False), Experiment, "", source)
-            _forget_params(merged, change)
-            merged = OmegaConf.merge(merged, change)
+            merged = merge(merged, change)
         _check_complete(OmegaConf.to_container(merged, resolve=False), str(path))
         resolved = OmegaConf.to_container(merged, resolve=True)
     except OmegaConfBaseException as error:
@@ -119,20 +119,6 @@ def _missing_keys(value: Any, key: str) -> Iterator[str]:
             yield from _missing_keys(inner, f"{key}.{name}" if key else str(name))
     elif value == checks.MISSING_MARK:
         yield key
-
-
-def _forget_params(merged: Any, change: Any) -> None:
-    """Empty the params of each plug-in whose name ``change`` replaces."""
-    for key in change:
-        # Unresolved: references cannot be followed before everything is merged.
-        node, given = merged._get_node(key), change._get_node(key)
-        if not all(isinstance(one, DictConfig) and not one._is_none() for one in (node, given)):
-            continue
-        if OmegaConf.get_type(node) is PluginConfig:
-            if "name" in given and not OmegaConf.is_missing(node, "name") and given["name"] != node["name"]:
-                node["params"] = {}
-        else:
-            _forget_params(node, given)
 
 
 def with_defaults(recorded: dict[str, Any]) -> dict[str, Any]:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-from ddm_lightning.config.experiment import Experiment
+from ddm_lightning.config.experiment import Experiment, ExpertConfig
+from ddm_lightning.config.merge import expert_section
 from ddm_lightning.core import checks
 from ddm_lightning.core.errors import UserError
-from ddm_lightning.core.registry import STRATEGIES
+from ddm_lightning.core.registry import SOLVERS, STRATEGIES
 
 LOGGERS = ("tensorboard", "csv", "wandb")
 
@@ -49,8 +50,18 @@ def check_experiment(experiment: Experiment, source: str | Path, overrides: Sequ
         UserError: the line names ``source``, key and remedy.
     """
     checks.check(asdict(experiment), Experiment, "", str(source), references=False)
+    num_clusters = experiment.prepare.partition.num_clusters
+    for name, change in experiment.expert.overrides.items():
+        key = f"expert.overrides.{name}"
+        where = blamed(source, overrides, key)
+        if name not in (f"expert-{k}" for k in range(num_clusters)):
+            experts = f"there are {num_clusters} experts, expert-0 to expert-{num_clusters - 1}"
+            raise UserError(f"{where}: key {key!r}: {experts}; rename or remove it")
+        checks.check(change, ExpertConfig, key, where, references=False)
     for key, problem in _contradictions(experiment):
-        value = functools.reduce(getattr, key.split("."), experiment)
+        value: Any = experiment
+        for part in key.split("."):
+            value = value[part] if isinstance(value, dict) else getattr(value, part)
         raise UserError(f"{blamed(source, overrides, key, problem)}: key {key!r} = {value!r}: {problem}")
 
 
@@ -73,32 +84,55 @@ def _contradictions(experiment: Experiment) -> Iterator[tuple[str, str]]:
     yield from _contradictions_of_sampling(experiment)
 
 
+def _contradictions_of_expert(name: str, expert: ExpertConfig, experiment: Experiment) -> Iterator[tuple[str, str]]:
+    """Contradictions of the section ``expert``, or of it with the overrides of the expert ``name``."""
+    num_clusters, base = experiment.prepare.partition.num_clusters, experiment.expert
+
+    def of(key: str, problem: str) -> tuple[str, str]:
+        return (f"expert.{key}", problem) if name == "expert" else (f"expert.overrides.{name}", f"{key} {problem}")
+
+    if expert is not base and "overrides" in base.overrides[name]:
+        yield of("overrides", "cannot be overridden; remove them")
+    if expert.timesteps.shift != base.timesteps.shift:
+        yield of("timesteps.shift", "must be that of all experts, because sampling uses it; remove it")
+    if expert.loss == "velocity" and expert.min_snr_gamma is not None:
+        yield of("min_snr_gamma", "weights the loss, as expert.loss = 'velocity' does; set one of them")
+    batch = expert.train.global_batch_size
+    if batch % num_clusters:
+        yield of(
+            "train.global_batch_size",
+            f"must be divisible by prepare.partition.num_clusters = {num_clusters}, because each expert takes 1/K of "
+            f"it; set expert.train.global_batch_size={-(-batch // num_clusters) * num_clusters}",
+        )
+    if batch // num_clusters % experiment.island.devices:
+        yield "island.devices", f"must divide the {name}'s {batch // num_clusters} samples per step; change one of them"
+    for problem in _problems_of_widths(expert.train.ema_widths):
+        yield of("train.ema_widths", problem)
+
+
+def _problems_of_widths(widths: Sequence[float]) -> Iterator[str]:
+    if not all(0.005 <= width <= 0.288 for width in widths):
+        yield "every width must be from 0.005 to 0.288"
+    if len({f"{width:g}" for width in widths}) < len(widths):
+        yield "holds a width twice; remove one of them"
+
+
 def _contradictions_of_sizes(experiment: Experiment) -> Iterator[tuple[str, str]]:
     island, partition = experiment.island, experiment.prepare.partition
-    if experiment.expert.loss == "velocity" and experiment.expert.min_snr_gamma is not None:
-        yield "expert.min_snr_gamma", "weights the loss, as expert.loss = 'velocity' does; set one of them"
     num_clusters, num_fine = partition.num_clusters, partition.num_fine_centroids
     if (partition.path is not None) != (partition.kind == "existing"):
         yield "prepare.partition.path", "belongs to prepare.partition.kind = existing; set both or neither"
     if partition.kind == "kmeans" and num_clusters > num_fine:
         problem = f"exceeds prepare.partition.num_fine_centroids = {num_fine}, which form the clusters; lower it"
         yield "prepare.partition.num_clusters", problem
-
-    batch, router_batch = experiment.expert.train.global_batch_size, experiment.router.train.global_batch_size
-    if batch % num_clusters:
-        yield (
-            "expert.train.global_batch_size",
-            f"must be divisible by prepare.partition.num_clusters = {num_clusters}, because each expert takes 1/K of "
-            f"it; set expert.train.global_batch_size={-(-batch // num_clusters) * num_clusters}",
-        )
-    for role, samples in (("expert", batch // num_clusters), ("router", router_batch)):
-        if samples % island.devices:
-            yield "island.devices", f"must divide the {role}'s {samples} samples per step; change one of them"
-    for role, train in (("expert", experiment.expert.train), ("router", experiment.router.train)):
-        if not all(0.005 <= width <= 0.288 for width in train.ema_widths):
-            yield f"{role}.train.ema_widths", "every width must be from 0.005 to 0.288"
-        if len({f"{width:g}" for width in train.ema_widths}) < len(train.ema_widths):
-            yield f"{role}.train.ema_widths", "holds a width twice; remove one of them"
+    for name in ("expert", *experiment.expert.overrides):
+        yield from _contradictions_of_expert(name, expert_section(name, experiment), experiment)
+    train = experiment.router.train
+    if train.global_batch_size % island.devices:
+        samples = f"{train.global_batch_size} samples per step"
+        yield "island.devices", f"must divide the router's {samples}; change one of them"
+    for problem in _problems_of_widths(train.ema_widths):
+        yield "router.train.ema_widths", problem
     every = island.evaluate_every_n_steps
     if every is not None and every % island.validate_every_n_steps:
         problem = f"must be a multiple of island.validate_every_n_steps = {island.validate_every_n_steps}; change one"
@@ -114,6 +148,8 @@ def _contradictions_of_sampling(experiment: Experiment) -> Iterator[tuple[str, s
     reads_text = condition.kind in ("text", "tokens")
     if sample.strategy not in (names := STRATEGIES.names()):
         yield "sample.strategy", f"must be one of {', '.join(names)}"
+    if sample.solver not in (names := SOLVERS.names()):
+        yield "sample.solver", f"must be one of {', '.join(names)}"
     if reads_text and experiment.prepare.caption_encoder is None:
         yield "condition.kind", "needs prepare.caption_encoder, which is null; set it"
     if sample.prompts and not reads_text:

@@ -10,6 +10,7 @@ import functools
 import importlib
 import inspect
 import pkgutil
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import is_dataclass
 from importlib.metadata import PackageNotFoundError, distribution, entry_points
@@ -30,15 +31,14 @@ class Registry:
         kind: word for error lines.
         group: entry-point group in which other packages register factories.
         package: package whose modules register built-in factories when imported, on first use; None for none.
-        named_by_file: whether each module is named after the one factory it registers, ``top_k.py`` for ``top-k``;
-            then ``names`` imports nothing.
+        read_names: whether ``names`` reads the names off the decorators in the modules' source and imports nothing.
     """
 
-    def __init__(self, kind: str, group: str, package: str | None = None, named_by_file: bool = False) -> None:
+    def __init__(self, kind: str, group: str, package: str | None = None, read_names: bool = False) -> None:
         self.kind = kind
         self.group = group
         self._package = package
-        self._named_by_file = named_by_file
+        self._read_names = read_names
         self._registered: dict[str, Callable[..., Any]] = {}
 
     @functools.cached_property
@@ -51,7 +51,8 @@ class Registry:
 
     def _file_names(self) -> Iterator[str]:
         folder = Path(__file__).parents[2].joinpath(*(self._package or "").split("."))
-        return (path.stem.replace("_", "-") for path in folder.glob("[!_]*.py"))
+        for path in folder.glob("[!_]*.py"):
+            yield from re.findall(r'^@[A-Z]+\.register\("(.+)"\)', path.read_text(encoding="utf-8"), re.MULTILINE)
 
     def register(self, name: str) -> Callable[[Factory], Factory]:
         """Decorator that registers a class or function as the built-in ``name``."""
@@ -66,7 +67,7 @@ class Registry:
 
     def names(self) -> list[str]:
         """All known names, sorted."""
-        built_in: Iterable[str] = self._built_in if not self._named_by_file else self._file_names()
+        built_in: Iterable[str] = self._built_in if not self._read_names else self._file_names()
         return sorted({*built_in, *(entry.name for entry in entry_points(group=self.group))})
 
     def get(self, name: str) -> Callable[..., Any]:
@@ -155,9 +156,10 @@ SOURCES = Registry("source", "ddm_lightning.sources", "ddm_lightning.prepare.sou
 IMAGE_ENCODERS = Registry("image encoder", "ddm_lightning.image_encoders", "ddm_lightning.encoders")
 CAPTION_ENCODERS = Registry("caption encoder", "ddm_lightning.caption_encoders", "ddm_lightning.encoders")
 FEATURES = Registry("feature network", "ddm_lightning.features", "ddm_lightning.encoders")
-STRATEGIES = Registry("strategy", "ddm_lightning.strategies", "ddm_lightning.ensemble.strategies", named_by_file=True)
+STRATEGIES = Registry("strategy", "ddm_lightning.strategies", "ddm_lightning.ensemble.strategies", read_names=True)
+SOLVERS = Registry("solver", "ddm_lightning.solvers", "ddm_lightning.flow.solvers", read_names=True)
 CALLBACKS = Registry("callback", "ddm_lightning.callbacks")
-METRICS = Registry("metric", "ddm_lightning.metrics", "ddm_lightning.evaluation.metrics", named_by_file=True)
+METRICS = Registry("metric", "ddm_lightning.metrics", "ddm_lightning.evaluation.metrics", read_names=True)
 
 
 def require(wanted_by: str, *names: str, extra: str = "demo") -> None:

@@ -63,6 +63,7 @@ class LoadedEnsemble:
             self.meta.x_shape,
             strategy=strategy_of(settings),
             solver=settings.solver,
+            solver_params=settings.solver_params,
             num_steps=settings.num_steps,
             shift=self.meta.timestep_shift,
             guidance_scale=settings.guidance_scale,
@@ -89,7 +90,7 @@ def load_single(folder: Path, device: torch.device | str = "cpu") -> LoadedEnsem
     member = load_member(folder, device)
     if member.meta.role == "router":
         raise UserError(f"{folder / MEMBER_FILE}: is a router; give an expert or the monolith")
-    return LoadedEnsemble(Ensemble([member.network], None, [1.0]), member.meta)
+    return LoadedEnsemble(Ensemble([member.network], None, [1.0], paths=[member.meta.path]), member.meta)
 
 
 def load_ensemble(run_dir: Path, device: torch.device | str = "cpu") -> LoadedEnsemble:
@@ -106,6 +107,7 @@ def load_ensemble(run_dir: Path, device: torch.device | str = "cpu") -> LoadedEn
         list(networks.values()),
         router,
         manifest.priors,
+        paths=[meta.path for meta in metas.values() if meta.role != "router"],
         router_conditional="router" not in metas or metas["router"].condition["kind"] != "none",
         temperatures=temperatures_of(metas["router"]) if "router" in metas else ((), ()),
     )

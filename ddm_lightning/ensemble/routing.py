@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -13,12 +13,12 @@ from torch import Tensor
 
 from ddm_lightning.config.experiment import SampleConfig
 from ddm_lightning.core.errors import UserError
-from ddm_lightning.core.registry import STRATEGIES
+from ddm_lightning.core.registry import SOLVERS, STRATEGIES
 from ddm_lightning.ensemble.velocity import Ensemble
 from ddm_lightning.flow.condition import Condition
 from ddm_lightning.flow.path import Samples, Times, VelocityField, time_rows
 from ddm_lightning.flow.randomness import keyed_generator
-from ddm_lightning.flow.solvers import SOLVERS, integrate, integrate_ancestral
+from ddm_lightning.flow.solvers import Solver
 from ddm_lightning.flow.timesteps import sampling_times
 
 
@@ -101,8 +101,8 @@ class Strategy:
 
     needs_router: ClassVar[bool] = True
     """Whether several experts need a router."""
-    solvers: ClassVar[tuple[str, ...]] = (*SOLVERS, "ancestral")
-    """Solvers that work with the strategy; the first is its default."""
+    solvers: ClassVar[tuple[str, ...]] = ()
+    """Solvers that work with the strategy, its default first; empty for all."""
 
     def check_solver(self, solver: str) -> None:
         """Refuse a solver that does not work with the strategy.
@@ -110,7 +110,7 @@ class Strategy:
         Raises:
             UserError: the line names ``sample.solver``.
         """
-        if solver not in self.solvers:
+        if self.solvers and solver not in self.solvers:
             raise UserError(f"does not work with sample.solver = {solver!r}; set it to {' or '.join(self.solvers)}")
 
     def check_num_clusters(self, num_clusters: int) -> None:
@@ -135,12 +135,9 @@ class Strategy:
         """Velocity of the batch; by default the experts' velocities weighted by ``weights``."""
         return batch.field(route=self.weights)
 
-    def generate(self, batch: Batch, times: Float[Tensor, " num_times"], solver: str) -> Float[Tensor, "b c h w"]:
-        """Integrate from ``batch.x_1`` at ``times[0]`` to x_0 with the velocity of ``field``."""
-        field = self.field(batch)
-        if solver == "ancestral":
-            return integrate_ancestral(field, batch.x_1, times, batch.noise)
-        return integrate(field, batch.x_1, times, solver)
+    def generate(self, batch: Batch, times: Float[Tensor, " num_times"], solver: Solver) -> Float[Tensor, "b c h w"]:
+        """Go from ``batch.x_1`` at ``times[0]`` to x_0 with the velocity of ``field``."""
+        return solver.solve(self.field(batch), batch.x_1, times, batch.noise)
 
 
 def strategy_of(settings: SampleConfig) -> Strategy:
@@ -162,7 +159,9 @@ def with_suited_solver(settings: SampleConfig) -> SampleConfig:
         UserError: as ``strategy_of``.
     """
     solvers = strategy_of(settings).solvers
-    return settings if settings.solver in solvers else replace(settings, solver=solvers[0])
+    if not solvers or settings.solver in solvers:
+        return settings
+    return replace(settings, solver=solvers[0], solver_params={})
 
 
 def normalised(
@@ -194,6 +193,7 @@ def sample(
     seed: int,
     batch_size: int,
     solver: str = "euler",
+    solver_params: Mapping[str, Any] | None = None,
     guidance_scale: float = 1.0,
     keys: Sequence[tuple[int | str, ...]] | None = None,
     progress: Callable[[float], object] | None = None,
@@ -215,7 +215,8 @@ def sample(
         shift: resolution shift of the times, as recorded in the experts' artifacts.
         seed: seed of all noise.
         batch_size: samples computed at once.
-        solver: ``euler`` or ``heun`` (the ODE), or ``ancestral``; must be one of ``strategy.solvers``.
+        solver: name of a solver, one of ``strategy.solvers``.
+        solver_params: its keyword arguments.
         guidance_scale: classifier-free guidance inside each expert; 1 is none.
         keys: what each sample's noise belongs to, such as ``("red apple", 0)``; None numbers the samples.
         progress: called with the number of finished samples, fractional, after every evaluation and batch.
@@ -227,8 +228,7 @@ def sample(
         UserError: unknown strategy or solver, a pair that does not work together, or no router.
         ValueError: the number of rows of ``condition`` or ``keys`` is not ``num``.
     """
-    if solver not in (*SOLVERS, "ancestral"):
-        raise UserError(f"sample.solver {solver!r} is none of {', '.join(SOLVERS)}, ancestral")
+    built: Solver = SOLVERS.build(solver, dict(solver_params or {}))
     name = strategy if isinstance(strategy, str) else type(strategy).__name__
     strategy = STRATEGIES.build(strategy, {}) if isinstance(strategy, str) else strategy
     try:
@@ -247,13 +247,13 @@ def sample(
 
         def advance(t: Tensor, indices: range = indices) -> None:
             if progress is not None:
-                steps_done = int((times > t[0].cpu()).sum())
+                steps_done = int((times > t.max().cpu()).sum())
                 progress(indices.start + len(indices) * steps_done / num_steps)
 
         part = None if condition is None else condition.rows(slice(indices.start, indices.stop))
         own = keys[indices.start : indices.stop]
         batch = Batch(ensemble, part, own, x_shape, seed, guidance_scale, on_evaluation=advance)
-        batches.append(strategy.generate(batch, times, solver).cpu())
+        batches.append(strategy.generate(batch, times, built).cpu())
         if progress is not None:
             progress(indices.stop)
     return torch.cat(batches)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.flow.condition import Condition
-from ddm_lightning.flow.path import Samples, Times, expand_time, guided, to_velocity
+from ddm_lightning.flow.path import PATHS, Samples, Times, expand_time, guided, to_velocity
 from ddm_lightning.networks.calibration import temperature_at
 
 Route: TypeAlias = Callable[[Float[Tensor, "b K"]], Float[Tensor, "b K"]]
@@ -29,6 +29,7 @@ class Ensemble:
             strategy that needs no router.
         priors: share of the data in each cluster, [K], positive, summing to 1.
         router_conditional: whether the router takes a condition; published ones see x_t and t only.
+        paths: path of each expert, in ``flow.path.PATHS``; empty if all are linear.
         temperatures: divisors of the router's logits for rows without and with a condition, by equal parts of t; see
             ``networks.calibration``. An empty one is 1.
 
@@ -43,6 +44,7 @@ class Ensemble:
         priors: Sequence[float],
         *,
         router_conditional: bool = True,
+        paths: Sequence[str] = (),
         temperatures: tuple[Sequence[float], Sequence[float]] = ((), ()),
     ) -> None:
         if not experts or len(experts) != len(priors):
@@ -51,6 +53,7 @@ class Ensemble:
         self.router = None if router is None else router.eval()
         self.priors = torch.tensor(priors, dtype=torch.float64)
         self.router_conditional = router_conditional
+        self.paths = paths or ["linear"] * len(experts)
         self.temperatures = temperatures
         self.expert_rows = 0
         """Rows evaluated by experts so far; guidance evaluates and counts a row twice."""
@@ -142,5 +145,6 @@ class Ensemble:
 
     def _evaluate(self, k: int, x_t: Samples, t: Times, condition: Condition | None) -> Samples:
         self.expert_rows += len(x_t)
-        expert = self.experts[k]
-        return to_velocity(expert(x_t, t, condition), x_t, t, str(expert.prediction))
+        expert, path = self.experts[k], self.paths[k]
+        x_tau, tau = PATHS[path].from_linear(x_t, t)
+        return to_velocity(expert(x_tau, tau, condition), x_tau, tau, str(expert.prediction), path)

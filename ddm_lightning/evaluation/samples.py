@@ -277,6 +277,8 @@ class DecentralizedEnsemble:
             chosen = replace(chosen, strategy=strategy, strategy_params={})
         if num is not None:
             settings["num_per_prompt"] = num
+        if settings.get("solver", chosen.solver) != chosen.solver:
+            settings.setdefault("solver_params", {})
         chosen = replace(chosen, **settings)
         experiment = replace(self.experiment, sample=chosen, seed=self.experiment.seed if seed is None else seed)
         check_experiment(experiment, "sample")

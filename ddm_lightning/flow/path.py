@@ -1,6 +1,6 @@
 """The linear path from data (t = 0) to noise (t = 1), its velocity, and predictions of networks (DDM, 2501.05450).
 
-A prediction of any kind becomes a velocity here and nowhere else.
+A prediction of any kind, on any path, becomes a velocity of the linear path here and nowhere else.
 
 The loss of a velocity network:
 
@@ -12,6 +12,7 @@ The loss of a velocity network:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TypeAlias
 
@@ -20,6 +21,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 PREDICTIONS = ("velocity", "epsilon", "x_0")
+MAX_DATA = 20.0
+"""Largest absolute value of the x_0 that a noise prediction implies (as in Heterogeneous DDM, 2603.06741)."""
 MIN_DATA_SCALE = 1e-2
 """Smallest 1 - t by which a noise prediction is divided (as in Heterogeneous DDM, 2603.06741)."""
 MIN_LOSS_SCALE = 0.05
@@ -40,10 +43,111 @@ def expand_time(t: Times, x: Samples) -> Float[Tensor, "b *ones"]:
     return t.reshape(-1, *(1 for _ in x.shape[1:]))
 
 
-def interpolate(x_0: Samples, noise: Samples, t: Times) -> Samples:
-    """``x_t = (1-t)·x_0 + t·noise``, in the widest dtype of the three."""
-    time = expand_time(t, x_0)
-    return (1 - time) * x_0 + time * noise
+class Path:
+    """The linear path, and base of the others: ``x_tau = alpha(tau)·x_0 + sigma(tau)·noise``.
+
+    tau = 0 is data and tau = 1 is noise. Every path is the linear one in other units: with the same signal-to-noise
+    ratio at ``t = sigma/(alpha + sigma)``, ``x_tau = (alpha + sigma)·x_t`` (HDDM, 2603.06741; SiT, 2401.08740).
+    """
+
+    def scales(self, tau: Times) -> tuple[Times, Times]:
+        """``alpha`` and ``sigma``."""
+        return 1 - tau, tau
+
+    def slopes(self, tau: Times) -> tuple[Times, Times]:
+        """Derivatives of ``alpha`` and ``sigma``; the path's velocity is ``alpha'·x_0 + sigma'·noise``."""
+        return -torch.ones_like(tau), torch.ones_like(tau)
+
+    def from_linear(self, x_t: Samples, t: Times) -> tuple[Samples, Times]:
+        """``x_tau`` and ``tau`` with the signal-to-noise ratio of ``(x_t, t)``, or the nearest that the path has."""
+        return x_t, t
+
+    def to_linear(self, x_tau: Samples, tau: Times) -> tuple[Samples, Times]:
+        """Inverse of ``from_linear``."""
+        return x_tau, tau
+
+    def velocity_scale(self, tau: Times) -> Times:
+        """Error of the linear path's velocity per error of this path's velocity, at a known ``x_tau``."""
+        return torch.ones_like(tau)
+
+
+class _Curved(Path):
+    """A path other than the linear one."""
+
+    def tau(self, t: Times) -> Times:
+        """Time of the linear path's signal-to-noise ratio ``((1-t)/t)²``."""
+        raise NotImplementedError
+
+    def from_linear(self, x_t: Samples, t: Times) -> tuple[Samples, Times]:
+        """``x_tau`` and ``tau`` with the signal-to-noise ratio of ``(x_t, t)``, or the nearest that the path has."""
+        tau = self.tau(t)
+        alpha, sigma = self.scales(tau)
+        return x_t * expand_time(alpha + sigma, x_t), tau
+
+    def to_linear(self, x_tau: Samples, tau: Times) -> tuple[Samples, Times]:
+        """Inverse of ``from_linear``."""
+        alpha, sigma = self.scales(tau)
+        return x_tau / expand_time(alpha + sigma, x_tau), sigma / (alpha + sigma)
+
+    def velocity_scale(self, tau: Times) -> Times:
+        """Error of the linear path's velocity per error of this path's velocity, at a known ``x_tau``."""
+        (alpha, sigma), (d_alpha, d_sigma) = self.scales(tau), self.slopes(tau)
+        return (alpha + sigma) / (alpha * d_sigma - sigma * d_alpha)
+
+
+class Cosine(_Curved):
+    """``alpha = cos(π·tau/2)``, ``sigma = sin(π·tau/2)`` (Salimans and Ho, 2202.00512)."""
+
+    def scales(self, tau: Times) -> tuple[Times, Times]:
+        """``alpha`` and ``sigma``."""
+        angle = math.pi / 2 * tau
+        return angle.cos(), angle.sin()
+
+    def slopes(self, tau: Times) -> tuple[Times, Times]:
+        """Derivatives of ``alpha`` and ``sigma``."""
+        alpha, sigma = self.scales(tau)
+        return -math.pi / 2 * sigma, math.pi / 2 * alpha
+
+    def tau(self, t: Times) -> Times:
+        """Solve ``tan(π·tau/2) = t/(1-t)``."""
+        return (2 / math.pi * torch.atan2(t, 1 - t)).clamp(max=1)
+
+
+class VariancePreserving(_Curved):
+    """DDPM's path (2006.11239) in continuous time, with alpha² + sigma² = 1 (Song et al., 2011.13456, appendix C).
+
+    ``-log alpha = (BETA_MAX - BETA_MIN)·tau²/4 + BETA_MIN·tau/2``. At tau = 1 alpha is 0.0066, so this path ends at
+    t = 0.9935 of the linear one; beyond, the network is evaluated at tau = 1.
+    """
+
+    BETA_MIN, BETA_MAX = 0.1, 20.0
+
+    def scales(self, tau: Times) -> tuple[Times, Times]:
+        """``alpha`` and ``sigma``."""
+        decay = (self.BETA_MAX - self.BETA_MIN) / 4 * tau.square() + self.BETA_MIN / 2 * tau
+        return (-decay).exp(), (-torch.expm1(-2 * decay)).sqrt()
+
+    def slopes(self, tau: Times) -> tuple[Times, Times]:
+        """Derivatives of ``alpha`` and ``sigma``; that of ``sigma`` is infinite at 0."""
+        alpha, sigma = self.scales(tau)
+        half_beta = (self.BETA_MIN + (self.BETA_MAX - self.BETA_MIN) * tau) / 2
+        return -half_beta * alpha, half_beta * alpha.square() / sigma
+
+    def tau(self, t: Times) -> Times:
+        """Solve the quadratic equation of ``-log alpha``, without cancellation near 0."""
+        span = self.BETA_MAX - self.BETA_MIN
+        decay = torch.log1p((t / (1 - t)).square()) / 2
+        decay = decay.clamp(max=span / 4 + self.BETA_MIN / 2)
+        return 4 * decay / (self.BETA_MIN + (self.BETA_MIN**2 + 4 * span * decay).sqrt())
+
+
+PATHS: dict[str, Path] = {"linear": Path(), "cosine": Cosine(), "vp": VariancePreserving()}
+
+
+def interpolate(x_0: Samples, noise: Samples, t: Times, path: str = "linear") -> Samples:
+    """``x_t = alpha·x_0 + sigma·noise``, in the widest dtype of the three; ``(1-t)·x_0 + t·noise`` by default."""
+    alpha, sigma = PATHS[path].scales(t)
+    return expand_time(alpha, x_0) * x_0 + expand_time(sigma, x_0) * noise
 
 
 def velocity_target(x_0: Samples, noise: Samples) -> Samples:
@@ -65,34 +169,44 @@ def time_rows(t: float, x_t: Samples) -> Times:
     return torch.full((len(x_t),), t, dtype=dtype, device=x_t.device)
 
 
-def to_velocity(prediction: Samples, x_t: Samples, t: Times, kind: str) -> Samples:
-    """The velocity implied by a ``prediction`` of ``kind`` at ``(x_t, t)``.
+def to_velocity(prediction: Samples, x_t: Samples, t: Times, kind: str, path: str = "linear") -> Samples:
+    """The linear path's velocity ``noise - x_0`` implied by a ``prediction`` of ``kind`` at ``(x_t, t)`` of ``path``.
 
-    From ``epsilon``: ``epsilon - (x_t - t·epsilon)/(1-t)``; from ``x_0``: ``(x_t - x_0)/t``. Exact for t in
-    [``MIN_NOISE_SCALE``, 1 - ``MIN_DATA_SCALE``]. Outside, the denominators are clamped, which bounds the amplification
-    of a network's error; at t = 1 an exact epsilon then implies data with mean 0.
+    In units of the linear path, from ``epsilon``: ``epsilon - (x_t - t·epsilon)/(1-t)``; from ``x_0``:
+    ``(x_t - x_0)/t``. Exact for t in [``MIN_NOISE_SCALE``, 1 - ``MIN_DATA_SCALE``]. Outside, the denominators are
+    clamped, which bounds the amplification of a network's error; at t = 1 an exact epsilon then implies data with mean
+    0. The x_0 that an epsilon implies is clamped to ±``MAX_DATA``.
 
     Raises:
         ValueError: ``kind`` is none of ``PREDICTIONS``.
     """
+    way, tau = PATHS[path], t
+    x_t, t = way.to_linear(x_t, tau)
     time = expand_time(t, x_t)
-    if kind == "velocity":
+    if kind == "velocity" and path == "linear":
         return prediction
+    if kind == "velocity":
+        d_alpha, d_sigma = way.slopes(tau)
+        return (prediction - expand_time(d_alpha + d_sigma, x_t) * x_t) * expand_time(way.velocity_scale(tau), x_t)
     if kind == "epsilon":
-        return prediction - (x_t - time * prediction) / (1 - time).clamp(min=MIN_DATA_SCALE)
+        x_0 = (x_t - time * prediction) / (1 - time).clamp(min=MIN_DATA_SCALE)
+        return prediction - x_0.clamp(-MAX_DATA, MAX_DATA)
     if kind == "x_0":
         return (x_t - prediction) / time.clamp(min=MIN_NOISE_SCALE)
     raise _unknown(kind)
 
 
-def training_target(x_0: Samples, noise: Samples, kind: str) -> Samples:
-    """The regression target of a network that predicts ``kind``.
+def training_target(x_0: Samples, noise: Samples, t: Times, kind: str, path: str = "linear") -> Samples:
+    """The regression target of a network that predicts ``kind`` on ``path``; its velocity is ``dx_t/dt``.
 
     Raises:
         ValueError: ``kind`` is none of ``PREDICTIONS``.
     """
-    if kind == "velocity":
+    if kind == "velocity" and path == "linear":
         return velocity_target(x_0, noise)
+    if kind == "velocity":
+        d_alpha, d_sigma = PATHS[path].slopes(t)
+        return expand_time(d_alpha, x_0) * x_0 + expand_time(d_sigma, x_0) * noise
     if kind == "epsilon":
         return noise
     if kind == "x_0":
@@ -100,22 +214,24 @@ def training_target(x_0: Samples, noise: Samples, kind: str) -> Samples:
     raise _unknown(kind)
 
 
-def velocity_loss_weights(t: Times, kind: str) -> Times:
-    """Loss weights that turn a squared error of ``kind`` into that of the implied velocity.
+def velocity_loss_weights(t: Times, kind: str, path: str = "linear") -> Times:
+    """Loss weights that turn a squared error of ``kind`` into that of the implied velocity of the linear path.
 
-    The error in the velocity is the error in x_0 divided by t, and that in the noise divided by 1 - t. Divisors are at
-    least ``MIN_LOSS_SCALE``, as in JiT (Li and He, 2511.13720), which trains x_0 predictions with this loss.
+    The error in the velocity is the error in x_0 divided by t, and that in the noise divided by 1 - t, where t is the
+    linear path's time of equal signal-to-noise ratio. Divisors are at least ``MIN_LOSS_SCALE``, as in JiT (Li and He,
+    2511.13720), which trains x_0 predictions with this loss.
 
     Raises:
         ValueError: ``kind`` is none of ``PREDICTIONS``.
     """
     if kind not in PREDICTIONS:
         raise _unknown(kind)
-    divisor = {"velocity": torch.ones_like(t), "epsilon": 1 - t, "x_0": t}[kind]
+    scale, t = _in_linear_units(t, path)
+    divisor = {"velocity": 1 / scale, "epsilon": 1 - t, "x_0": t}[kind]
     return divisor.clamp(min=MIN_LOSS_SCALE) ** -2
 
 
-def min_snr_weights(t: Times, gamma: float, kind: str) -> Times:
+def min_snr_weights(t: Times, gamma: float, kind: str, path: str = "linear") -> Times:
     """Loss weights that make a squared error of ``kind`` equal ``min(SNR, gamma)`` times the squared error in x_0.
 
     ``SNR = ((1-t)/t)²`` (Min-SNR, Hang et al., 2303.09556, section 3.4). The error in x_0 is t times the error in the
@@ -127,13 +243,15 @@ def min_snr_weights(t: Times, gamma: float, kind: str) -> Times:
         t: times strictly inside (0, 1).
         gamma: the cap; 5 in the paper.
         kind: prediction of the network: ``velocity``, ``epsilon`` or ``x_0``.
+        path: path of the network; the weights above are for the linear one, and t its time of equal SNR.
 
     Raises:
         ValueError: ``kind`` is none of ``PREDICTIONS``.
     """
+    scale, t = _in_linear_units(t, path)
     snr = ((1 - t) / t).square()
     if kind == "velocity":
-        return torch.minimum((1 - t).square(), gamma * t.square())
+        return torch.minimum((1 - t).square(), gamma * t.square()) * scale.square()
     if kind == "epsilon":
         return (gamma / snr).clamp(max=1)
     if kind == "x_0":
@@ -148,6 +266,11 @@ def guided(conditional: Samples, unconditional: Samples, scale: float) -> Sample
     Velocity, noise and x_0 at one ``(x_t, t)`` are affine in each other, so guiding any of them gives the same result.
     """
     return torch.lerp(unconditional, conditional, scale)
+
+
+def _in_linear_units(t: Times, path: str) -> tuple[Times, Times]:
+    """``Path.velocity_scale`` at ``t`` of ``path``, and the linear path's time."""
+    return PATHS[path].velocity_scale(t), PATHS[path].to_linear(t, t)[1]
 
 
 def _unknown(kind: str) -> ValueError:

@@ -24,7 +24,7 @@ from ddm_lightning.core.errors import UserError, first_line
 from ddm_lightning.core.files import atomic_folder, atomic_write_json
 from ddm_lightning.core.weights import check_memory, load_weights, read_header, save_weights
 from ddm_lightning.flow.condition import ConditionSpec
-from ddm_lightning.flow.path import PREDICTIONS
+from ddm_lightning.flow.path import PATHS, PREDICTIONS
 from ddm_lightning.members.member import MONOLITH, ROUTER, STUDENT, Member, make_network, train_config
 from ddm_lightning.members.run_folder import MEMBER_FILE, RunFolder, field_checks, read_record
 from ddm_lightning.members.status import CONDITIONAL, HELD_OUT_STEP, TEMPERATURE, MemberStatus
@@ -74,6 +74,8 @@ class ArtifactMeta:
     """K of the partition."""
     prediction: Annotated[str | None, checks.optional(checks.one_of(PREDICTIONS))]
     """Prediction type of the network (``PREDICTIONS``); None for a router."""
+    path: Annotated[str, checks.one_of(tuple(PATHS))] = "linear"
+    """Path on which the network was trained (``PATHS``)."""
     timestep_shift: Annotated[float, checks.POSITIVE]
     """Resolution shift of the training timesteps; sampling uses the experts'."""
     image_encoder: Annotated[dict[str, Any], checks.PLUGIN]
@@ -137,7 +139,8 @@ def read_meta(folder: Path) -> ArtifactMeta:
         UserError: it is missing or not JSON, has a wrong, missing or unknown key, or another format version.
     """
     path = folder / MEMBER_FILE
-    document = read_record(path, _CHECKS, "the artifact's description", REMEDY)
+    # Artifacts of earlier releases name no path.
+    document = read_record(path, _CHECKS, "the artifact's description", REMEDY, {"path": "linear"})
     if problem := _contradiction(document):
         raise UserError(f"{path}: {problem}; {REMEDY}")
     return ArtifactMeta(**{**document, "x_shape": tuple(document["x_shape"])})
@@ -263,6 +266,7 @@ def described(member: Member, manifest: Manifest) -> dict[str, Any]:
         "x_shape": member.x_shape,
         "condition": member.condition.to_dict(),
         "num_clusters": member.num_clusters,
+        "path": member.path,
         "timestep_shift": member.timesteps.shift,
         "image_encoder": asdict(member.image_encoder),
         "normalisation": manifest.normalisation,

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ddm_lightning.config.experiment import AlignmentConfig, Experiment, PluginConfig, TimestepsConfig, TrainConfig
+from ddm_lightning.config.merge import expert_section
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import EXPERTS, ROUTERS
 from ddm_lightning.flow.condition import ConditionSpec
@@ -47,7 +48,8 @@ def parse_members(text: str, experiment: Experiment) -> list[str]:
 
 def train_config(name: str, experiment: Experiment) -> TrainConfig:
     """Training settings of a member; needs no data sizes, unlike ``Member.resolve``."""
-    train, distill = (experiment.router if name == ROUTER else experiment.expert).train, experiment.distill
+    train = experiment.router.train if name == ROUTER else expert_section(name, experiment).train
+    distill = experiment.distill
     if name != STUDENT:
         return train
     return replace(
@@ -90,6 +92,8 @@ class Member:
     """Kind and size of its network's condition."""
     condition_dropout: float
     """Probability of dropping a sample's condition."""
+    path: str
+    """Path between data and noise; ``linear`` for a router."""
     loss: str
     """Error that the loss squares: of the ``prediction`` or of the ``velocity``."""
     min_snr_gamma: float | None
@@ -113,13 +117,14 @@ class Member:
             raise UserError(
                 f"key 'prepare.partition.num_clusters' = {num_clusters}: the manifest has {sizes.num_clusters}"
             )
-        alignment = None if is_router or not experiment.expert.alignment.weight else experiment.expert.alignment
+        expert = expert_section(name, experiment)
+        alignment = None if is_router or not expert.alignment.weight else expert.alignment
         if alignment is not None and not sizes.num_features:
             raise UserError(
                 f"key 'expert.alignment.weight' = {alignment.weight:g}: the shards hold no features; prepare with "
                 "prepare.shards.features=true, or set it to 0"
             )
-        config = experiment.router if is_router else experiment.expert
+        config = experiment.router if is_router else expert
         unconditional = is_router and not experiment.router.conditional
         return cls(
             name=name,
@@ -135,8 +140,9 @@ class Member:
             x_shape=sizes.x_shape,
             condition=ConditionSpec("none", 0) if unconditional else condition_spec(experiment, sizes),
             condition_dropout=experiment.router.condition_dropout if is_router else experiment.condition.dropout,
-            loss="prediction" if is_router else experiment.expert.loss,
-            min_snr_gamma=None if is_router else experiment.expert.min_snr_gamma,
+            path="linear" if is_router else expert.path,
+            loss="prediction" if is_router else expert.loss,
+            min_snr_gamma=None if is_router else expert.min_snr_gamma,
             alignment=alignment,
             image_encoder=experiment.prepare.image_encoder,
             caption_encoder=experiment.prepare.caption_encoder,

@@ -86,7 +86,9 @@ def field_checks(kind: type) -> dict[str, Check]:
     return {name: hint.__metadata__[0] for name, hint in hints.items()}
 
 
-def read_record(path: Path, checks: Mapping[str, Check], what: str, remedy: str) -> dict[str, Any]:
+def read_record(
+    path: Path, checks: Mapping[str, Check], what: str, remedy: str, defaults: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """Read a JSON object with exactly the keys of ``checks``.
 
     Args:
@@ -94,11 +96,14 @@ def read_record(path: Path, checks: Mapping[str, Check], what: str, remedy: str)
         checks: check of each value.
         what: description of the file for error lines.
         remedy: ends every error line.
+        defaults: values of keys that an earlier release did not write.
 
     Raises:
         UserError: the file is missing or not JSON, or has a wrong, missing or unknown key.
     """
     document: dict[str, Any] = read_json(path, what, remedy)
+    if defaults and isinstance(document, dict):
+        document = {**defaults, **document}
     if problem := problem_with(document, checks):
         raise UserError(f"{path}: {problem}; {remedy}")
     return document

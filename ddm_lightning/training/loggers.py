@@ -20,9 +20,9 @@ from ddm_lightning.core.grids import labelled_grid
 from ddm_lightning.core.registry import IMAGE_ENCODERS
 from ddm_lightning.encoders.interfaces import ImageEncoder
 from ddm_lightning.flow.condition import Condition
-from ddm_lightning.flow.path import guided, to_velocity
+from ddm_lightning.flow.path import PATHS, guided, to_velocity
 from ddm_lightning.flow.randomness import keyed_generator
-from ddm_lightning.flow.solvers import integrate
+from ddm_lightning.flow.solvers.euler import Euler
 from ddm_lightning.flow.timesteps import sampling_times
 from ddm_lightning.members.member import Member
 from ddm_lightning.training.callbacks import StopOnRequest
@@ -148,9 +148,11 @@ class SampleLogger(L.Callback):
         def predicted(x_t: Tensor, t: Tensor, condition: Condition | None) -> Tensor:
             if self.stop.cuts_validation(module.trainer):
                 raise CutShortError
+            path = module.member.path
+            x_tau, tau = PATHS[path].from_linear(x_t, t)
             # The precision of a validation step: sharded weights may exist in bfloat16 only.
             with module.trainer.precision_plugin.forward_context():
-                return to_velocity(module.network(x_t, t, condition).float(), x_t, t, module.prediction)
+                return to_velocity(module.network(x_tau, tau, condition).float(), x_tau, tau, module.prediction, path)
 
         def velocity(x_t: Tensor, t: Tensor) -> Tensor:
             found = predicted(x_t, t, condition)
@@ -162,7 +164,7 @@ class SampleLogger(L.Callback):
         generator = keyed_generator(self.member.seed, *key, device=x_0.device)
         noise = torch.randn(x_0.shape, generator=generator, device=x_0.device)
         times = sampling_times(self.sample.num_steps, self.member.timesteps.shift, device=x_0.device)
-        return integrate(velocity, noise, times)
+        return Euler().solve(velocity, noise, times)
 
     def encoder(self) -> ImageEncoder:
         """Build the decoder."""

@@ -41,7 +41,7 @@ LOG_EVERY_N_STEPS = 50
 
 @dataclass(frozen=True)
 class NoisyBatch:
-    """A batch on the path between data and noise."""
+    """A batch on the member's path between data and noise; ``t`` is the path's time."""
 
     x_t: Float[Tensor, "b c h w"]
     t: Float[Tensor, " b"]
@@ -184,7 +184,7 @@ class MemberModule(L.LightningModule):
         if condition is not None:
             dropped = torch.rand(len(x_0), generator=generator, device=device) < self.member.condition_dropout
             condition = condition.dropped(dropped)
-        return NoisyBatch(interpolate(x_0, noise, t), t, noise, x_0, condition)
+        return NoisyBatch(interpolate(x_0, noise, t, self.member.path), t, noise, x_0, condition)
 
     def compute_losses(self, noisy: NoisyBatch, batch: dict[str, Tensor]) -> dict[str, Float[Tensor, " b"]]:
         """Return ``loss`` of each sample, in fp32, and further figures to show as curves."""
@@ -194,9 +194,9 @@ class MemberModule(L.LightningModule):
         """Weight ``loss`` for training, by velocity or Min-SNR, and reward alignment; curves show both unweighted."""
         loss, gamma = losses["loss"], self.member.min_snr_gamma
         if self.member.loss == "velocity":
-            loss = loss * velocity_loss_weights(t, self.prediction)
+            loss = loss * velocity_loss_weights(t, self.prediction, self.member.path)
         elif gamma is not None:
-            loss = loss * min_snr_weights(t, gamma, self.prediction)
+            loss = loss * min_snr_weights(t, gamma, self.prediction, self.member.path)
         if self.alignment is not None:
             loss = loss - self.alignment.weight_at(self.global_step) * losses["alignment"]
         return loss
@@ -369,7 +369,8 @@ class MemberModule(L.LightningModule):
         # In full even for a smaller batch: the values may depend on their number.
         noise = torch.randn((self.member.batch_size, *x_0.shape[1:]), generator=generator, device=x_0.device)
         noise = noise[self.global_rank :: self._num_ranks()][: len(x_0)]
-        return NoisyBatch(interpolate(x_0, noise, t), t, noise, x_0, self.condition(batch))
+        x_t = interpolate(x_0, noise, t, self.member.path)
+        return NoisyBatch(x_t, t, noise, x_0, self.condition(batch))
 
     def num_counted(self, batch: dict[str, Tensor], batch_idx: int) -> int:
         """Return how many rows of a held-out batch count; they come first.

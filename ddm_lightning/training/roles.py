@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from ddm_lightning.ensemble.routing import Strategy
 from ddm_lightning.ensemble.velocity import Ensemble
-from ddm_lightning.flow.path import training_target, x_0_from_velocity
+from ddm_lightning.flow.path import PATHS, training_target, x_0_from_velocity
 from ddm_lightning.members.status import CONDITIONAL, TEMPERATURE
 from ddm_lightning.networks.calibration import Calibration
 from ddm_lightning.training.module import NUM_VALIDATION_TIMESTEPS, MemberModule, NoisyBatch, time_suffix
@@ -28,7 +28,7 @@ class ExpertModule(MemberModule):
     def compute_losses(self, noisy: NoisyBatch, batch: dict[str, Tensor]) -> dict[str, Float[Tensor, " b"]]:
         """Return the mean squared error of each sample and, in training with alignment, its cosine similarity."""
         prediction = self.network(noisy.x_t, noisy.t, noisy.condition)
-        target = training_target(*self.ends(noisy, batch), self.prediction)
+        target = training_target(*self.ends(noisy, batch), noisy.t, self.prediction, self.member.path)
         losses = {"loss": F.mse_loss(prediction.float(), target, reduction="none").flatten(1).mean(1)}
         if self.alignment is not None and self.training:
             losses["alignment"] = self.alignment(batch["features"])
@@ -64,7 +64,7 @@ class StudentModule(ExpertModule):
         """Return the teacher's estimates of data and noise; in validation, the true ones."""
         if not self.training:
             return super().ends(noisy, batch)
-        x_t, t = noisy.x_t, noisy.t
+        x_t, t = PATHS[self.member.path].to_linear(noisy.x_t, noisy.t)
         weighting: dict[str, Any] = {"weights": F.one_hot(batch["cluster"], self.member.num_clusters).to(x_t)}
         if self.strategy is not None:
             weighting = {"route": self.strategy.weights}

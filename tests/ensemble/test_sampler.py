@@ -22,6 +22,7 @@ WAYS = [
         for strategy in ("full", "top-1", "top-k", "sample-1")
         for solver in ("euler", "heun", "ancestral")
     ),
+    *(("top-1", solver) for solver in ("midpoint", "dpm++2m", "dormand-prince")),
     ("bayes", "ancestral"),
 ]
 
@@ -123,6 +124,16 @@ def test_conditions_stay_with_their_rows(strategy: str, solver: str, scale: floa
     assert torch.allclose(got, ends.reshape(-1, 1, 1, 1).expand(-1, *SHAPE), atol=1e-4)
 
 
+def test_a_solver_has_params_and_rows_have_steps_of_their_own() -> None:
+    few, many = two(), two()
+    loose = draw(few, solver="dormand-prince", solver_params={"rtol": 0.1, "atol": 0.1})
+    tight = draw(many, solver="dormand-prince", solver_params={"rtol": 1e-5, "atol": 1e-5})
+    assert few.expert_rows < many.expert_rows / 2
+    assert 1e-4 < (loose - tight).abs().max() < 0.5
+    with pytest.raises(UserError, match="'euler' has no parameter 'rtol'"):
+        draw(few, solver_params={"rtol": 0.1})
+
+
 def test_top_1_evaluates_one_expert_a_row_and_step() -> None:
     ensemble = two()
     draw(ensemble, strategy="top-1", batch_size=3)
@@ -143,6 +154,8 @@ def test_bayes_starts_from_the_router_or_the_priors(router_prior: bool, shares: 
 
 @pytest.mark.parametrize(("strategy", "solver"), WAYS)
 def test_progress_rises_to_the_number_of_samples(strategy: str, solver: str) -> None:
+    if solver == "dormand-prince":
+        pytest.skip("chooses its own steps")
     seen: list[float] = []
     draw(two(), 5, strategy=strategy, solver=solver, batch_size=2, progress=seen.append)
     assert seen[0] == 0 and seen[-1] == 5 and seen == sorted(seen) and len(set(seen)) == 3 * 8 + 1
@@ -151,7 +164,7 @@ def test_progress_rises_to_the_number_of_samples(strategy: str, solver: str) -> 
 def test_refusals() -> None:
     with pytest.raises(UserError, match=r"'bayes' does not work with sample\.solver = 'euler'; set it to ancestral"):
         draw(two(), strategy="bayes", solver="euler")
-    with pytest.raises(UserError, match=r"sample\.solver 'magic' is none of euler, heun, ancestral"):
+    with pytest.raises(UserError, match=r"unknown solver 'magic'; known: ancestral, dormand-prince"):
         draw(two(), solver="magic")
     with pytest.raises(UserError, match=r"unknown strategy 'magic'; known: bayes, full"):
         draw(two(), strategy="magic")

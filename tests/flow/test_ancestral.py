@@ -10,7 +10,7 @@ from scipy.integrate import trapezoid
 
 from ddm_lightning.flow.oracle import FiniteSetOracle
 from ddm_lightning.flow.randomness import keyed_generator
-from ddm_lightning.flow.solvers import integrate_ancestral, reverse_kernel
+from ddm_lightning.flow.solvers.ancestral import Ancestral, reverse_kernel
 from ddm_lightning.flow.timesteps import sampling_times
 
 STEPS = [(1.0, 0.95), (1.0, 0.5), (0.9, 0.88), (0.6, 0.2), (0.3, 0.01), (0.05, 0.04)]
@@ -107,7 +107,7 @@ def test_chain_of_a_single_point_has_the_forward_marginal_at_every_time() -> Non
     full = torch.linspace(1, 0.1, 10, dtype=torch.float64)
     for num in (2, 5, 10):
         times = full[:num]
-        x_s = integrate_ancestral(
+        x_s = Ancestral().solve(
             oracle.velocity,
             x_1,
             times,
@@ -127,7 +127,7 @@ def test_exact_chain_ends_on_the_set_in_its_proportions_and_draws_once_a_step_bu
         return torch.randn(8000, 2, generator=keyed_generator(1, step))
 
     x_1 = torch.randn(8000, 2, generator=keyed_generator(1, "start"))
-    x_0 = integrate_ancestral(oracle.velocity, x_1, sampling_times(60), noise)
+    x_0 = Ancestral().solve(oracle.velocity, x_1, sampling_times(60), noise)
     assert asked == list(range(59)) and x_0.dtype == torch.float32
     nearest = torch.cdist(x_0, points).min(1)
     assert nearest.values.quantile(0.99) < 0.05

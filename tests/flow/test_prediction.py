@@ -29,15 +29,15 @@ def draw(num: int) -> tuple[torch.Tensor, torch.Tensor]:
 def test_an_exact_prediction_gives_the_exact_velocity(kind: str) -> None:
     t = torch.linspace(MIN_NOISE_SCALE, 1 - MIN_DATA_SCALE, 50, dtype=torch.float64)
     x_0, noise = draw(50)
-    velocity = to_velocity(training_target(x_0, noise, kind), interpolate(x_0, noise, t), t, kind)
+    velocity = to_velocity(training_target(x_0, noise, t, kind), interpolate(x_0, noise, t), t, kind)
     torch.testing.assert_close(velocity, noise - x_0, rtol=0, atol=1e-11)
 
 
 def test_targets_are_what_their_names_say() -> None:
     x_0, noise = draw(2)
-    assert torch.equal(training_target(x_0, noise, "x_0"), x_0)
-    assert torch.equal(training_target(x_0, noise, "epsilon"), noise)
-    assert torch.equal(training_target(x_0, noise, "velocity"), noise - x_0)
+    assert torch.equal(training_target(x_0, noise, torch.ones(2), "x_0"), x_0)
+    assert torch.equal(training_target(x_0, noise, torch.ones(2), "epsilon"), noise)
+    assert torch.equal(training_target(x_0, noise, torch.ones(2), "velocity"), noise - x_0)
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_targets_are_what_their_names_say() -> None:
 def test_an_error_of_the_network_is_amplified_a_bounded_number_of_times(kind: str, largest: float) -> None:
     t = torch.tensor([0.0, 1e-12, 1e-4, 0.5, 1 - 1e-4, 1 - 1e-12, 1.0], dtype=torch.float64)
     x_0, noise = draw(len(t))
-    x_t, exact = interpolate(x_0, noise, t), training_target(x_0, noise, kind)
+    x_t, exact = interpolate(x_0, noise, t), training_target(x_0, noise, t, kind)
     error = to_velocity(exact + 1.0, x_t, t, kind) - to_velocity(exact, x_t, t, kind)
     assert error.abs().max() <= 1.0001 * largest
     assert error.isfinite().all()
@@ -62,7 +62,7 @@ def test_unknown_kind_is_named() -> None:
     with pytest.raises(ValueError, match="'score' is none of velocity, epsilon, x_0"):
         to_velocity(x_0, noise, torch.ones(1), "score")
     with pytest.raises(ValueError, match="'score' is none of"):
-        training_target(x_0, noise, "score")
+        training_target(x_0, noise, torch.ones(1), "score")
     with pytest.raises(ValueError, match="'score' is none of"):
         min_snr_weights(torch.ones(1), 5.0, "score")
 
@@ -76,8 +76,8 @@ def test_each_kind_weighs_one_guess_of_the_data_alike(kind: str, gamma: float) -
     x_0, noise, guess = torch.randn(3, len(times), 5, generator=generator, dtype=torch.float64)
     x_t = interpolate(x_0, noise, times)
     implied_noise = (x_t - (1 - times)[:, None] * guess) / times[:, None]
-    predicted = training_target(guess, implied_noise, kind)
-    squares = (predicted - training_target(x_0, noise, kind)).square().sum(1)
+    predicted = training_target(guess, implied_noise, times, kind)
+    squares = (predicted - training_target(x_0, noise, times, kind)).square().sum(1)
     snr = ((1 - times) / times).square()
     expected = torch.where(snr < gamma, snr, gamma) * (guess - x_0).square().sum(1)
     torch.testing.assert_close(min_snr_weights(times, gamma, kind) * squares, expected, rtol=1e-10, atol=0)
@@ -87,7 +87,8 @@ def test_each_kind_weighs_one_guess_of_the_data_alike(kind: str, gamma: float) -
 def test_the_velocity_loss_is_the_error_of_the_velocity(kind: str) -> None:
     times = torch.linspace(0.05, 0.95, 19, dtype=torch.float64)
     x_0, noise, error = torch.randn(3, len(times), 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    target = training_target(x_0, noise, kind)
+    error = 0.1 * error  # no implied x_0 is clamped
+    target = training_target(x_0, noise, times, kind)
     x_t = interpolate(x_0, noise, times)
     implied = to_velocity(target + error, x_t, times, kind)
     expected = (implied - velocity_target(x_0, noise)).square().sum(1)

@@ -29,6 +29,7 @@ MEMBER = Member(
     x_shape=(3, 4, 4),
     condition=ConditionSpec("text", 6),
     condition_dropout=0.1,
+    path="linear",
     loss="prediction",
     min_snr_gamma=None,
     alignment=None,

@@ -88,9 +88,9 @@ def in_held_out_batches(monkeypatch, at_step):
 
 def in_sampling(monkeypatch, at_step):
     """SIGTERM while the third velocity of the samples of ``at_step`` is computed."""
-    integrate, seen = loggers.integrate, []
+    solve, seen = loggers.Euler.solve, []
 
-    def watched(field, noise, times):
+    def watched(self, field, noise, times):
         seen.append([])
 
         def velocity(x_t, t):
@@ -99,9 +99,9 @@ def in_sampling(monkeypatch, at_step):
                 os.kill(os.getpid(), signal.SIGTERM)
             return field(x_t, t)
 
-        return integrate(velocity, noise, times)
+        return solve(self, velocity, noise, times)
 
-    monkeypatch.setattr(loggers, "integrate", watched)
+    monkeypatch.setattr(loggers.Euler, "solve", watched)
     return seen
 
 

@@ -13,7 +13,8 @@ from torch import Tensor
 from ddm_lightning.core.registry import STRATEGIES
 from ddm_lightning.ensemble.routing import Batch, Strategy, choose
 from ddm_lightning.flow.path import Samples, time_rows, x_0_from_velocity
-from ddm_lightning.flow.solvers import reverse_kernel
+from ddm_lightning.flow.solvers import Solver
+from ddm_lightning.flow.solvers.ancestral import reverse_kernel
 from ddm_lightning.flow.timesteps import intervals
 
 MIN_WEIGHT = 1e-4
@@ -50,7 +51,7 @@ class Bayes(Strategy):
     solvers = ("ancestral",)
     router_prior: bool = True
 
-    def generate(self, batch: Batch, times: Float[Tensor, " num_times"], solver: str) -> Float[Tensor, "b c h w"]:
+    def generate(self, batch: Batch, times: Float[Tensor, " num_times"], solver: Solver) -> Float[Tensor, "b c h w"]:
         """Run the filter from ``batch.x_1``."""
         return filter_chain(
             batch.expert_velocity,

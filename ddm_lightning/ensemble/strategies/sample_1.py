@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.nn import functional
+from torch.nn.functional import one_hot
 
 from ddm_lightning.core.registry import STRATEGIES
 from ddm_lightning.ensemble.routing import Batch, Strategy, choose
 from ddm_lightning.flow.path import time_rows
-from ddm_lightning.flow.solvers import integrate, integrate_ancestral
+from ddm_lightning.flow.solvers import Solver
 
 
 @STRATEGIES.register("sample-1")
@@ -41,19 +41,17 @@ class Sample1(Strategy):
         if not 0 <= self.threshold <= 1:
             raise ValueError(f"threshold = {self.threshold} must be from 0 to 1")
 
-    def generate(self, batch: Batch, times: Float[Tensor, " num_times"], solver: str) -> Float[Tensor, "b c h w"]:
-        """Integrate from ``batch.x_1`` with one expert per sample and step."""
-        experts = choose(batch.initial_weights(), batch.uniform(0))
+    def generate(self, batch: Batch, times: Float[Tensor, " num_times"], solver: Solver) -> Float[Tensor, "b c h w"]:
+        """Go from ``batch.x_1`` to x_0 with one expert per sample; with a threshold, solve each step on its own."""
+        experts, num_clusters = choose(batch.initial_weights(), batch.uniform(0)), batch.ensemble.num_clusters
         x_t = batch.x_1
+        if not self.threshold:
+            return solver.solve(batch.field(weights=one_hot(experts, num_clusters).to(x_t)), x_t, times, batch.noise)
         for step in range(len(times) - 1):
-            if step and self.threshold:
+            if step:
                 weights = batch.ensemble.probabilities(x_t, time_rows(float(times[step]), x_t), batch.condition)
                 unsure = weights.amax(1) < self.threshold
                 experts = torch.where(unsure, choose(weights, batch.uniform(step)), experts)
-            one_hot = functional.one_hot(experts, batch.ensemble.num_clusters).to(x_t)
-            velocity, pair = batch.field(weights=one_hot), times[step : step + 2]
-            if solver == "ancestral":
-                x_t = integrate_ancestral(velocity, x_t, pair, lambda _, step=step: batch.noise(step))  # type: ignore[misc]
-            else:
-                x_t = integrate(velocity, x_t, pair, solver)
+            velocity = batch.field(weights=one_hot(experts, num_clusters).to(x_t))
+            x_t = solver.solve(velocity, x_t, times[step : step + 2], lambda _, step=step: batch.noise(step))  # type: ignore[misc]
         return x_t

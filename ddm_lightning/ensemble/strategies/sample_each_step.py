@@ -20,6 +20,9 @@ class SampleEachStep(Strategy):
     Its mean velocity is exact, but the noise of the choice accumulates along the trajectory.
     """
 
+    # A velocity that changes at random has no error to control and none to extrapolate.
+    solvers = ("euler", "ancestral", "heun", "midpoint")
+
     def field(self, batch: Batch) -> VelocityField:
         """Velocity of one expert per sample, chosen anew at every evaluation."""
         evaluations = count()

@@ -15,7 +15,7 @@ from torch import Tensor
 from ddm_lightning.ensemble.strategies.bayes import MIN_WEIGHT, BayesSamples, filter_chain
 from ddm_lightning.flow.oracle import FiniteSetOracle
 from ddm_lightning.flow.path import VelocityField
-from ddm_lightning.flow.solvers import integrate_ancestral
+from ddm_lightning.flow.solvers.ancestral import Ancestral
 from ddm_lightning.flow.timesteps import sampling_times
 
 PRIORS = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64)
@@ -168,7 +168,7 @@ def test_one_expert_is_plain_ancestral_sampling() -> None:
     times = sampling_times(12, shift=2.0, dtype=torch.float64)
     one = torch.ones(1, dtype=torch.float64)
     got = sample_bayes([gaussian_expert(1)], normal(99), times, initial=one, noise=normal, uniform=half)
-    assert torch.allclose(got.x_0, integrate_ancestral(gaussian_expert(1), normal(99), times, normal), atol=1e-12)
+    assert torch.allclose(got.x_0, Ancestral().solve(gaussian_expert(1), normal(99), times, normal), atol=1e-12)
     assert got.mean_active == 1 and got.weights.shape == (12, 64, 1)
 
 

@@ -1,0 +1,68 @@
+"""Solvers from noise to data, found by name, one file each; ``Solver`` is their interface.
+
+>>> import torch
+>>> from ddm_lightning.core.registry import SOLVERS
+>>> from ddm_lightning.flow.timesteps import sampling_times
+>>> towards_zero = lambda x_t, t: x_t / t[:, None]  # the velocity of a data set with the single point 0
+>>> x_0 = SOLVERS.build("heun", {}).solve(towards_zero, torch.randn(16, 2), sampling_times(num_steps=40))
+>>> bool(x_0.abs().max() < 1e-5)
+True
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ClassVar, TypeAlias
+
+from jaxtyping import Float
+from torch import Tensor
+
+from ddm_lightning.flow.path import Samples, VelocityField
+from ddm_lightning.flow.timesteps import intervals
+
+TimeGrid: TypeAlias = Float[Tensor, " num_times"]
+"""Decreasing times, as from ``timesteps.sampling_times``."""
+Noise: TypeAlias = Callable[[int], Samples]
+"""``noise(i)``: the standard normal noise of step i."""
+
+
+def no_noise(step: int) -> Samples:
+    """Noise of an ODE, which no solver may ask for."""
+    raise ValueError(f"a stochastic solver needs noise for step {step}")
+
+
+class Solver:
+    """Base class: one step after the other of dx/dt = velocity(x, t).
+
+    Override ``step`` for a method with fixed steps and no memory, else ``solve``. Arguments of the constructor are the
+    user's ``sample.solver_params``; raise ``ValueError`` to refuse them. A row's result must not depend on other rows,
+    and no velocity is asked for at t = 0: networks are not trained there, and a finite set has none. Check a plug-in
+    with ``ddm_lightning.testing.check_solver``.
+    """
+
+    is_stochastic: ClassVar[bool] = False
+    """Whether it takes noise: a chain, rather than the ODE."""
+
+    def step(self, velocity: VelocityField, x_t: Samples, t: float, s: float) -> Samples:
+        """Step from time ``t`` to ``s`` < ``t``."""
+        raise NotImplementedError
+
+    def solve(self, velocity: VelocityField, x_1: Samples, times: TimeGrid, noise: Noise = no_noise) -> Samples:
+        """Go from ``times[0]`` to ``times[-1]``.
+
+        Args:
+            velocity: the field; takes a time for each row.
+            x_1: the value at ``times[0]``; standard normal if that is 1.
+            times: at least two, strictly decreasing within [0, 1], as from ``timesteps.sampling_times``.
+            noise: only stochastic solvers call it; a step to 0 needs none.
+
+        Returns:
+            The value at ``times[-1]``: x_0.
+
+        Raises:
+            ValueError: bad ``times``.
+        """
+        x_t = x_1
+        for t, s in intervals(times):
+            x_t = self.step(velocity, x_t, t, s)
+        return x_t

@@ -1,0 +1,198 @@
+"""The convolutional expert: the U-Net of DDPM (2006.11239) with the modulated norms of ADM (2105.05233)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ddm_lightning.core.registry import EXPERTS
+from ddm_lightning.flow.condition import Condition, ConditionSpec
+from ddm_lightning.flow.path import PREDICTIONS, Samples, Times
+from ddm_lightning.networks.blocks import CrossAttention, SelfAttention
+from ddm_lightning.networks.embeddings import ConditionEmbedding, TimestepEmbedding, TokenEmbedding
+
+
+def _norm(channels: int) -> nn.GroupNorm:
+    """Groups of at least four channels, at most 32: a group of one would lose the channel's mean."""
+    return nn.GroupNorm(max(1, math.gcd(channels, 128) // 4), channels)
+
+
+def _zero(layer: nn.Module) -> None:
+    for parameter in layer.parameters():
+        nn.init.zeros_(parameter)
+
+
+class UNetBlock(nn.Module):
+    """Residual block of two convolutions, then attention. Compiled and sharded as one unit.
+
+    The second norm is scaled and shifted by time and condition (FiLM, 1709.07871).
+
+    Args:
+        channels: of the input, without those of ``skip``.
+        skip_channels: of ``skip``; 0 for a block without.
+        out_channels: of the output.
+        features: of the conditioning vector, and of a text token.
+        resample: ``down``, ``up`` or empty: halve or double height and width first.
+        num_heads: attention heads; 0 for no attention.
+        reads_tokens: whether attention reads the text tokens, too.
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        skip_channels: int,
+        out_channels: int,
+        features: int,
+        resample: str = "",
+        num_heads: int = 0,
+        reads_tokens: bool = False,
+    ) -> None:
+        super().__init__()
+        joined = channels + skip_channels
+        self.upsample = nn.Upsample(scale_factor=2) if resample == "up" else None
+        stride = 2 if resample == "down" else 1
+        self.resample = nn.Conv2d(channels, channels, 3, stride, padding=1) if resample else None
+        self.norms = nn.ModuleList([_norm(joined), _norm(out_channels)])
+        self.first = nn.Conv2d(joined, out_channels, 3, padding=1)
+        self.second = nn.Conv2d(out_channels, out_channels, 3, padding=1)
+        self.modulation = nn.Linear(features, 2 * out_channels)
+        self.shortcut = nn.Conv2d(joined, out_channels, 1) if joined != out_channels else None
+        self.attention_norm = _norm(out_channels) if num_heads else None
+        self.attention = SelfAttention(out_channels, num_heads, qk_norm=False) if num_heads else None
+        reads_tokens = reads_tokens and num_heads > 0
+        self.context = nn.Linear(features, out_channels) if reads_tokens else None
+        self.cross_attention = CrossAttention(out_channels, num_heads, qk_norm=False) if reads_tokens else None
+        for layer in (self.second, self.attention and self.attention.out):
+            if layer is not None:  # each residual branch is 0 at the start
+                _zero(layer)
+
+    def forward(
+        self,
+        x: Float[Tensor, "b c h w"],
+        conditioning: Float[Tensor, "b features"],
+        context: Float[Tensor, "b m features"] | None,
+        skip: Float[Tensor, "b s h2 w2"] | None = None,
+    ) -> Float[Tensor, "b out h2 w2"]:
+        """The features after this block; ``skip`` are those of the way down at the same resolution."""
+        x = x if self.upsample is None else self.upsample(x)
+        x = x if self.resample is None else self.resample(x)
+        x = x if skip is None else torch.cat([x, skip], dim=1)
+        hidden = self.first(functional.silu(self.norms[0](x)))
+        shift, scale = self.modulation(conditioning)[:, :, None, None].chunk(2, dim=1)
+        hidden = torch.addcmul(shift, self.norms[1](hidden), 1 + scale)
+        x = (x if self.shortcut is None else self.shortcut(x)) + self.second(functional.silu(hidden))
+        if self.attention is None or self.attention_norm is None:
+            return x
+        tokens = self.attention_norm(x).flatten(2).transpose(1, 2)
+        attended = self.attention(tokens)
+        if self.cross_attention is not None and self.context is not None:
+            attended = attended + self.cross_attention(tokens, self.context(context))
+        return x + attended.transpose(1, 2).unflatten(2, x.shape[2:])
+
+
+@EXPERTS.register("unet")
+class UNet(nn.Module):
+    """Predicts the velocity of ``x_t``, or its noise or data, with convolutions.
+
+    Each level halves height and width, and has as many blocks on the way up as on the way down, with a skip connection
+    from each. Two blocks with attention form the middle. A text vector or a class modulates the blocks together with
+    the time; text tokens are read by the blocks with attention, the middle at least.
+
+    Args:
+        x_shape: (channels, height, width) of ``x_t``; height and width in pixels or latent cells.
+        condition: kind and size of the condition.
+        width: channels of the first level.
+        multipliers: channels of each level, as multiples of ``width``.
+        num_blocks: blocks of a level, on the way down and on the way up.
+        attention: levels whose blocks have attention, counted from 0.
+        num_heads: attention heads of a block.
+        prediction: output of the network: ``velocity``, ``epsilon`` (the noise) or ``x_0`` (the data).
+
+    Raises:
+        ValueError: sizes that do not fit each other, or an unknown choice.
+    """
+
+    def __init__(
+        self,
+        *,
+        x_shape: tuple[int, int, int],
+        condition: ConditionSpec,
+        width: int,
+        multipliers: Sequence[int] = (1, 2, 2),
+        num_blocks: int = 2,
+        attention: Sequence[int] = (),
+        num_heads: int = 4,
+        prediction: str = "velocity",
+    ) -> None:
+        super().__init__()
+        if width < 2 or width % 2 or num_blocks < 1 or num_heads < 1 or not multipliers or min(multipliers) < 1:
+            raise ValueError("width must be even, and num_blocks, num_heads and all multipliers at least 1")
+        if not set(attention) <= set(range(len(multipliers))):
+            raise ValueError(f"attention = {list(attention)} names levels beyond {len(multipliers) - 1}")
+        if any(width * multipliers[level] % num_heads for level in (*attention, -1)):
+            raise ValueError(f"num_heads = {num_heads} must divide the channels of each level with attention")
+        if any(cells % 2 ** (len(multipliers) - 1) for cells in x_shape[1:]):
+            raise ValueError(f"{len(multipliers)} levels must halve {x_shape[1]}x{x_shape[2]} cells without a rest")
+        if prediction not in PREDICTIONS:
+            raise ValueError(f"prediction = {prediction!r} is none of {', '.join(PREDICTIONS)}")
+        self.prediction, self.x_shape = prediction, x_shape
+        features, is_vector, reads_tokens = 4 * width, condition.kind in ("text", "class"), condition.kind == "tokens"
+        self.time_embedding = TimestepEmbedding(features)
+        self.condition_embedding = ConditionEmbedding(condition, features) if is_vector else None
+        self.token_embedding = TokenEmbedding(condition, features) if reads_tokens else None
+
+        sizes = [width * multiplier for multiplier in multipliers]
+        current, self.num_down = sizes[0], len(sizes) * num_blocks
+        blocks: list[UNetBlock] = []
+
+        def add(skip: int, size: int, resample: str, has_attention: bool) -> None:
+            nonlocal current
+            heads = num_heads if has_attention else 0
+            blocks.append(UNetBlock(current, skip, size, features, resample, heads, reads_tokens))
+            current = size
+
+        for level, size in enumerate(sizes):
+            for index in range(num_blocks):
+                add(0, size, "down" if level and not index else "", level in attention)
+        for _ in range(2):
+            add(0, sizes[-1], "", True)
+        for level, size in reversed(list(enumerate(sizes))):
+            for index in range(num_blocks):
+                add(size, size, "up" if level < len(sizes) - 1 and not index else "", level in attention)
+        self.blocks = nn.ModuleList(blocks)
+        self.stem = nn.Conv2d(x_shape[0], sizes[0], 3, padding=1)
+        self.final_norm = _norm(current)
+        self.final = nn.Conv2d(current, x_shape[0], 3, padding=1)
+        _zero(self.final)
+        for part in (self.time_embedding, self.condition_embedding, self.token_embedding):
+            if part is not None:
+                part.initialise()
+
+    def forward(self, x_t: Samples, t: Times, condition: Condition | None) -> Samples:
+        """The prediction, in the dtype of ``x_t``; ``condition=None`` is the learned null in every row.
+
+        Raises:
+            ValueError: a shape other than ``x_shape``, a ``t`` narrower than 32 bits, or a condition for kind ``none``.
+        """
+        if x_t.shape[1:] != self.x_shape:
+            raise ValueError(f"the network takes samples of shape {self.x_shape}, not {tuple(x_t.shape[1:])}")
+        conditioning = self.time_embedding(t)
+        context = None if self.token_embedding is None else self.token_embedding(condition, len(t))
+        if self.condition_embedding is not None:
+            conditioning = conditioning + self.condition_embedding(condition, len(t))
+        elif condition is not None and context is None:
+            raise ValueError("the network was built without a condition; pass None")
+        conditioning = functional.silu(conditioning)
+        x = self.stem(x_t.to(self.stem.weight.dtype))
+        skips: list[Tensor] = []
+        for index, block in enumerate(self.blocks):
+            is_up = index >= self.num_down + 2
+            x = block(x, conditioning, context, skips.pop() if is_up else None)
+            if index < self.num_down:
+                skips.append(x)
+        return self.final(functional.silu(self.final_norm(x))).to(x_t.dtype)

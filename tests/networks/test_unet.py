@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from networks.small import moved
+from torch.nn import functional
+
+from ddm_lightning.core.errors import UserError
+from ddm_lightning.flow.condition import Condition, ConditionSpec
+from ddm_lightning.flow.path import interpolate, training_target
+from ddm_lightning.networks import EXPERTS
+from ddm_lightning.networks.flops import flops_per_sample
+from ddm_lightning.networks.unet import UNet
+from ddm_lightning.testing import check_expert
+from ddm_lightning.training.parallel.strategy import checkpoint_blocks
+
+NONE, CLASSES = ConditionSpec("none", 0), ConditionSpec("class", 4)
+
+
+def test_keeps_the_contract_of_experts() -> None:
+    check_expert(partial(UNet, width=8, num_heads=2, num_blocks=1, multipliers=[1, 2]))
+    deep = partial(UNet, width=8, num_heads=2, num_blocks=2, multipliers=[1, 2, 3], attention=[1], prediction="x_0")
+    check_expert(deep, x_shape=(4, 8, 12), kinds=("tokens",))
+
+
+def test_parts_are_where_they_are_said_to_be() -> None:
+    network = UNet(x_shape=(3, 16, 8), condition=CLASSES, width=8, multipliers=[1, 2, 4], num_blocks=2, attention=[1])
+    shapes: list[tuple[int, ...]] = []
+    for block in network.blocks:
+        block.register_forward_hook(lambda _, __, out: shapes.append(tuple(out.shape[1:])))
+    network(torch.randn(2, 3, 16, 8), torch.rand(2), None)
+    down = [(8, 16, 8)] * 2 + [(16, 8, 4)] * 2 + [(32, 4, 2)] * 2
+    assert shapes == [*down, (32, 4, 2), (32, 4, 2), *reversed(down)]
+    has_attention = [block.attention is not None for block in network.blocks]
+    assert has_attention == [False] * 2 + [True] * 2 + [False] * 2 + [True] * 2 + [False] * 2 + [True] * 2 + [False] * 2
+    assert flops_per_sample(network, (3, 16, 8), CLASSES, backward=True) > 1e6
+
+
+def test_the_first_output_is_zero_and_each_class_changes_a_trained_one() -> None:
+    torch.manual_seed(0)
+    network = UNet(x_shape=(3, 8, 8), condition=CLASSES, width=8, multipliers=[1, 2], num_blocks=1)
+    x_t, t = torch.randn(1, 3, 8, 8).expand(4, -1, -1, -1), torch.full((4,), 0.4)
+    assert not network(x_t, t, None).any()
+    out = moved(network)(x_t, t, Condition.of(torch.arange(4)))
+    assert len({round(row.sum().item(), 4) for row in out}) == 4
+    before = network(x_t, t, None)
+    checkpoint_blocks(network)
+    assert torch.equal(network(x_t, t, None), before)
+
+
+def test_it_fits_a_handful_of_samples() -> None:
+    torch.manual_seed(0)
+    network = UNet(x_shape=(2, 8, 8), condition=CLASSES, width=16, multipliers=[1, 2], num_blocks=1, num_heads=2)
+    optimizer = torch.optim.AdamW(network.parameters(), lr=3e-3)
+    data, classes = torch.randn(4, 2, 8, 8), torch.arange(4).repeat(4)
+
+    def loss() -> torch.Tensor:
+        x_0, noise, t = data[classes], torch.randn(16, 2, 8, 8), torch.rand(16)
+        out = network(interpolate(x_0, noise, t), t, Condition.of(classes))
+        return functional.mse_loss(out, training_target(x_0, noise, t, "velocity"))
+
+    first = loss().item()
+    for _ in range(120):
+        optimizer.zero_grad()
+        (found := loss()).backward()
+        optimizer.step()
+    assert first > 1.5 and found.item() < 0.3
+
+
+@pytest.mark.parametrize(
+    ("params", "problem"),
+    [
+        ({"width": 7}, "width must be even"),
+        ({"multipliers": []}, "all multipliers at least 1"),
+        ({"attention": [2]}, "names levels beyond 1"),
+        ({"num_heads": 3}, "num_heads = 3 must divide"),
+        ({"multipliers": [1, 1, 1, 1, 1]}, "5 levels must halve 8x8 cells"),
+        ({"prediction": "score"}, "'score' is none of"),
+        ({"depth": 2}, "has no parameter 'depth'"),
+    ],
+)
+def test_sizes_that_do_not_fit(params: dict[str, object], problem: str) -> None:
+    with pytest.raises(UserError, match=problem):
+        EXPERTS.build("unet", {"width": 8, "multipliers": [1, 2], **params}, x_shape=(3, 8, 8), condition=NONE)
+
+
+def test_wrong_inputs() -> None:
+    network = UNet(x_shape=(3, 8, 8), condition=NONE, width=8)
+    with pytest.raises(ValueError, match="takes samples of shape"):
+        network(torch.randn(1, 3, 16, 16), torch.rand(1), None)
+    with pytest.raises(ValueError, match="built without a condition"):
+        network(torch.randn(1, 3, 8, 8), torch.rand(1), Condition.of(torch.zeros(1, dtype=torch.int64)))
