@@ -117,7 +117,7 @@ class Study:
         variants: the first is the main comparison, whose ensemble defines the budget.
 
     Raises:
-        UserError: bad settings, or several budgets without a constant learning rate.
+        UserError: bad settings, experts that differ, or several budgets without a constant learning rate.
     """
 
     def __init__(self, options: Namespace, variants: Sequence[Variant]) -> None:
@@ -126,6 +126,8 @@ class Study:
         self.root = RunFolder.of(self.experiment).root / "flop_matched"
         for variant in self.variants:
             experiment = self.settings_of(variant)
+            if experiment.expert.overrides:
+                raise UserError(f"variant {variant.name}: FLOPs are matched for equal experts; remove expert.overrides")
             for section in (experiment.expert, experiment.router):
                 if len(variant.budgets) > 1 and section.train.schedule != "constant":
                     raise UserError(

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
@@ -38,6 +38,7 @@ _SPECS = {
 _NUM_ROWS = 4
 _NUM_KEPT = 3
 _NUM_CLUSTERS = 3
+_Kind = TypeVar("_Kind")
 
 
 class _Batch(NamedTuple):
@@ -265,9 +266,7 @@ def check_strategy(factory: Callable[[], Any]) -> None:
         AssertionError: one line with the problem.
     """
     with _checking("strategy"):
-        with _running("the factory"):
-            strategy = factory()
-        _require(isinstance(strategy, Strategy), f"the factory returns a {type(strategy).__name__}, not a Strategy")
+        strategy = _built(factory, Strategy)
         known = SOLVERS.names()
         _require(set(strategy.solvers) <= set(known), f"solvers must be some of {', '.join(known)}")
         for num_clusters in (1, 3):
@@ -275,6 +274,13 @@ def check_strategy(factory: Callable[[], Any]) -> None:
                 _check_weights(strategy, num_clusters)
             for solver in strategy.solvers or known:
                 _check_samples(strategy, num_clusters, solver)
+
+
+def _built(factory: Callable[[], Any], kind: type[_Kind]) -> _Kind:
+    with _running("the factory"):
+        built = factory()
+    _require(isinstance(built, kind), f"the factory returns a {type(built).__name__}, not a {kind.__name__}")
+    return cast(_Kind, built)
 
 
 def _check_weights(strategy: Strategy, num_clusters: int) -> None:
@@ -324,9 +330,7 @@ def check_solver(factory: Callable[[], Any]) -> None:
         AssertionError: one line with the problem.
     """
     with _checking("solver"):
-        with _running("the factory"):
-            solver = factory()
-        _require(isinstance(solver, Solver), f"the factory returns a {type(solver).__name__}, not a Solver")
+        solver = _built(factory, Solver)
         x_1, drawn, num_steps = torch.randn(500, 2), torch.randn(64, 500, 2), 64
         x_1 = (x_1 - x_1.mean(0)) / x_1.std(0)
         asked: list[int] = []

@@ -1,6 +1,6 @@
-"""The linear path from data (t = 0) to noise (t = 1), its velocity, and predictions of networks (DDM, 2501.05450).
+"""Paths from data (t = 0) to noise (t = 1), and the velocity that a network's prediction implies (DDM, 2501.05450).
 
-A prediction of any kind, on any path, becomes a velocity of the linear path here and nowhere else.
+Sampling runs on the linear path. A prediction of any kind, on any path, becomes its velocity here and nowhere else.
 
 The loss of a velocity network:
 
@@ -67,7 +67,7 @@ class Path:
         return x_tau, tau
 
     def velocity_scale(self, tau: Times) -> Times:
-        """Error of the linear path's velocity per error of this path's velocity, at a known ``x_tau``."""
+        """Error in the linear path's velocity caused by an error of 1 in this path's velocity, at a given ``x_tau``."""
         return torch.ones_like(tau)
 
 
@@ -90,7 +90,7 @@ class _Curved(Path):
         return x_tau / expand_time(alpha + sigma, x_tau), sigma / (alpha + sigma)
 
     def velocity_scale(self, tau: Times) -> Times:
-        """Error of the linear path's velocity per error of this path's velocity, at a known ``x_tau``."""
+        """Error in the linear path's velocity caused by an error of 1 in this path's velocity, at a given ``x_tau``."""
         (alpha, sigma), (d_alpha, d_sigma) = self.scales(tau), self.slopes(tau)
         return (alpha + sigma) / (alpha * d_sigma - sigma * d_alpha)
 
@@ -180,14 +180,14 @@ def to_velocity(prediction: Samples, x_t: Samples, t: Times, kind: str, path: st
     Raises:
         ValueError: ``kind`` is none of ``PREDICTIONS``.
     """
-    way, tau = PATHS[path], t
-    x_t, t = way.to_linear(x_t, tau)
+    own, tau = PATHS[path], t
+    x_t, t = own.to_linear(x_t, tau)
     time = expand_time(t, x_t)
     if kind == "velocity" and path == "linear":
         return prediction
     if kind == "velocity":
-        d_alpha, d_sigma = way.slopes(tau)
-        return (prediction - expand_time(d_alpha + d_sigma, x_t) * x_t) * expand_time(way.velocity_scale(tau), x_t)
+        d_alpha, d_sigma = own.slopes(tau)
+        return (prediction - expand_time(d_alpha + d_sigma, x_t) * x_t) * expand_time(own.velocity_scale(tau), x_t)
     if kind == "epsilon":
         x_0 = (x_t - time * prediction) / (1 - time).clamp(min=MIN_DATA_SCALE)
         return prediction - x_0.clamp(-MAX_DATA, MAX_DATA)

@@ -31,9 +31,16 @@ def test_every_side_costs_the_same_flops(tiny_run):
     assert trained[0].flops == trained[0].steps[-1] * batch_size("expert-0", study.experiment) * study.costs.expert
 
 
-def test_several_budgets_need_a_constant_rate(tmp_path):
-    options = Namespace(config=TINY, overrides=[f"run_dir={tmp_path}", "expert.train.schedule=cosine"])
-    with pytest.raises(UserError, match="2 budgets of one training need a constant"):
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("expert.train.schedule=cosine", "2 budgets of one training need a constant"),
+        ("expert.overrides={expert-1: {path: cosine}}", "FLOPs are matched for equal experts"),
+    ],
+)
+def test_trainings_that_cannot_be_compared_are_refused(tmp_path, override, message):
+    options = Namespace(config=TINY, overrides=[f"run_dir={tmp_path}", override])
+    with pytest.raises(UserError, match=message):
         Study(options, [Variant("main", budgets=(0.5, 1.0))])
 
 
