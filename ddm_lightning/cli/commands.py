@@ -24,7 +24,7 @@ from ddm_lightning.ensemble.routing import with_suited_solver
 from ddm_lightning.islands.local import default_jobs, fit_members, members_table, shown_members, skipped_lines
 from ddm_lightning.members.artifact import is_finished
 from ddm_lightning.members.assembly import assemble, refuse_stale
-from ddm_lightning.members.member import ensemble_members, parse_members
+from ddm_lightning.members.member import ROUTER, ensemble_members, parse_members
 from ddm_lightning.members.run_folder import RunFolder, open_run, refuse_changed
 from ddm_lightning.shards.manifest import DataSizes, Manifest
 
@@ -339,6 +339,42 @@ def _ema(experiment: Experiment, options: argparse.Namespace) -> int:
     return 0
 
 
+def _export(experiment: Experiment, options: argparse.Namespace) -> int:
+    from ddm_lightning.ensemble.saved import open_ensemble, save_ensemble
+    from ddm_lightning.evaluation.pretrained import export_diffusers
+
+    run, out = open_run(experiment, create=False), Path(options.out)
+    _require_ensemble(experiment, run, options)
+    write = save_ensemble if options.to == "ensemble" else export_diffusers
+    write(open_ensemble(run.root, experiment), out, options.licence)
+    print(f"{options.to}: {out}\nmodel card: {out / 'README.md'}")
+    return 0
+
+
+def change_ensemble(options: argparse.Namespace) -> int:
+    """Run ``ensemble add``, ``remove`` or ``replace``, which need no experiment."""
+    from ddm_lightning.ensemble.changes import added, removed, replaced
+    from ddm_lightning.ensemble.saved import fetched, open_ensemble, save_ensemble
+
+    if options.action != "remove" and options.images is not None and options.images < 1:
+        raise UserError(f"--images {options.images}: must be at least 1")
+    before, out = open_ensemble(fetched(options.folder), partial=True), Path(options.out)
+    if options.action == "remove":
+        after = removed(before, options.member)
+    elif options.action == "add":
+        after = added(before, Path(options.artifact), options.images)
+    else:
+        after = replaced(before, options.member, Path(options.artifact), options.images)
+    save_ensemble(after, out)
+    shares = [f"{name} {prior:.4f}" for name, prior in zip(after.experts, after.priors, strict=True)]
+    print(f"ensemble: {out}\npriors: {', '.join(shares)}")
+    if ROUTER in before.folders and ROUTER not in after.folders:
+        print(
+            "the router does not know the new cluster and was left out: use the strategy bayes, or train a router anew"
+        )
+    return 0
+
+
 COMMANDS: Mapping[str, Callable[[Experiment, argparse.Namespace], int]] = {
     "prepare": _prepare,
     "fit": _fit,
@@ -347,6 +383,7 @@ COMMANDS: Mapping[str, Callable[[Experiment, argparse.Namespace], int]] = {
     "diagnose": _diagnose,
     "replay": _replay,
     "ema": _ema,
+    "export": _export,
     "status": _status,
 }
-"""Every command but ``config``, which needs no torch."""
+"""Every command but ``config``, which needs no torch, and ``ensemble``, which needs no experiment."""

@@ -16,7 +16,7 @@ from ddm_lightning.ensemble.routing import sample, strategy_of
 from ddm_lightning.ensemble.velocity import Ensemble
 from ddm_lightning.flow.condition import Condition
 from ddm_lightning.members.artifact import ArtifactMeta, load_network, temperatures_of
-from ddm_lightning.members.assembly import read_ensemble
+from ddm_lightning.members.assembly import EnsembleManifest, read_ensemble
 from ddm_lightning.members.run_folder import ENSEMBLE_FILE, MEMBER_FILE
 
 
@@ -93,22 +93,50 @@ def load_single(folder: Path, device: torch.device | str = "cpu") -> LoadedEnsem
     return LoadedEnsemble(Ensemble([member.network], None, [1.0], paths=[member.meta.path]), member.meta)
 
 
-def load_ensemble(run_dir: Path, device: torch.device | str = "cpu") -> LoadedEnsemble:
+class _Columns(nn.Module):
+    """A router without the logits of clusters whose experts are not here; the rest renormalises exactly."""
+
+    def __init__(self, router: nn.Module, columns: list[int]) -> None:
+        super().__init__()
+        self.router, self.columns = router, columns
+
+    def forward(self, x_t: Tensor, t: Tensor, condition: Condition | None) -> Tensor:
+        """Compute the logits of the remaining clusters, [b, K]."""
+        return self.router(x_t, t, condition)[:, self.columns]
+
+
+def load_ensemble(run_dir: Path, device: torch.device | str = "cpu", *, partial: bool = False) -> LoadedEnsemble:
     """Load the ensemble that ``run_dir/ensemble.json`` lists.
+
+    Args:
+        run_dir: folder of ``ensemble.json``.
+        device: where to put the networks.
+        partial: whether to leave out members whose artifacts are missing; see ``read_ensemble``.
 
     Raises:
         UserError: the manifest or an artifact is damaged or unusable; see ``read_ensemble``.
     """
-    manifest = read_ensemble(run_dir / ENSEMBLE_FILE)
+    return load_listed(read_ensemble(run_dir / ENSEMBLE_FILE, partial=partial), device)
+
+
+def load_listed(manifest: EnsembleManifest, device: torch.device | str = "cpu") -> LoadedEnsemble:
+    """Load the members of ``manifest``.
+
+    Raises:
+        UserError: an artifact is damaged or unusable; see ``load_member``.
+    """
     networks = {member: load_member(folder, device).network for member, folder in manifest.folders.items()}
-    router = networks.pop("router", None)
-    metas = manifest.metas
+    router, metas = networks.pop("router", None), manifest.metas
+    columns = [int(name.partition("-")[2]) for name in networks]
+    if router is not None and len(columns) < metas["router"].num_clusters:
+        router = _Columns(router, columns)
     ensemble = Ensemble(
         list(networks.values()),
         router,
         manifest.priors,
-        paths=[meta.path for meta in metas.values() if meta.role != "router"],
+        paths=[metas[name].path for name in networks],
         router_conditional="router" not in metas or metas["router"].condition["kind"] != "none",
         temperatures=temperatures_of(metas["router"]) if "router" in metas else ((), ()),
     )
-    return LoadedEnsemble(ensemble, metas["expert-0"])
+    ensemble.names = list(networks)
+    return LoadedEnsemble(ensemble, next(iter(metas.values())))

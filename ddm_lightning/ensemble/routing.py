@@ -14,6 +14,7 @@ from torch import Tensor
 from ddm_lightning.config.experiment import SampleConfig
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import SOLVERS, STRATEGIES
+from ddm_lightning.ensemble.failures import without_failed
 from ddm_lightning.ensemble.velocity import Ensemble
 from ddm_lightning.flow.condition import Condition
 from ddm_lightning.flow.path import Samples, Times, VelocityField, time_rows
@@ -177,7 +178,8 @@ def choose(weights: Float[Tensor, "b K"], uniform: Float[Tensor, " b"]) -> Int[T
     cumulative = weights.cumsum(dim=1)
     # Scaled by the total, which rounding may leave below a uniform number close to 1.
     threshold = (uniform.to(cumulative) * cumulative[:, -1])[:, None]
-    return torch.searchsorted(cumulative, threshold, right=True).squeeze(1)
+    # A row of NaN, from a failed expert, is beyond the last one.
+    return torch.searchsorted(cumulative, threshold, right=True).squeeze(1).clamp_max(weights.shape[1] - 1)
 
 
 @torch.no_grad()
@@ -250,10 +252,13 @@ def sample(
                 steps_done = int((times > t.max().cpu()).sum())
                 progress(indices.start + len(indices) * steps_done / num_steps)
 
-        part = None if condition is None else condition.rows(slice(indices.start, indices.stop))
-        own = keys[indices.start : indices.stop]
-        batch = Batch(ensemble, part, own, x_shape, seed, guidance_scale, on_evaluation=advance)
-        batches.append(strategy.generate(batch, times, built).cpu())
+        def generate(ensemble: Ensemble, rows: list[int], advance: Callable[[Tensor], object] = advance) -> Tensor:
+            part = None if condition is None else condition.rows(torch.tensor(rows))
+            own = [keys[row] for row in rows]
+            batch = Batch(ensemble, part, own, x_shape, seed, guidance_scale, on_evaluation=advance)
+            return strategy.generate(batch, times, built).cpu()
+
+        batches.append(without_failed(ensemble, generate, list(indices)))
         if progress is not None:
             progress(indices.stop)
     return torch.cat(batches)

@@ -55,6 +55,10 @@ class Ensemble:
         self.router_conditional = router_conditional
         self.paths = paths or ["linear"] * len(experts)
         self.temperatures = temperatures
+        self.names = [f"expert-{k}" for k in range(len(experts))]
+        """Names of the experts for messages."""
+        self.failed: set[int] = set()
+        """Experts that returned NaN or an infinity so far; see ``failures``."""
         self.expert_rows = 0
         """Rows evaluated by experts so far; guidance evaluates and counts a row twice."""
 

@@ -27,7 +27,8 @@ from ddm_lightning.members.member import parse_members
 
 HELP = Path(__file__).with_name("help.txt")
 FEW = "sample.num_steps=4"
-COMMANDS = ("prepare", "fit", "sample", "evaluate", "diagnose", "replay", "ema", "status", "config")
+COMMANDS = ("prepare", "fit", "sample", "evaluate", "diagnose", "replay", "ema", "export", "status", "config")
+CHANGES = ("ensemble", "ensemble add", "ensemble remove", "ensemble replace")
 
 
 def called(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
@@ -41,11 +42,11 @@ def called(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 
 def help_text(capsys: pytest.CaptureFixture[str]) -> str:
     texts = []
-    for command in ("", *COMMANDS):
+    for command in ("", *COMMANDS, *CHANGES):
         with pytest.raises(SystemExit) as caught:
-            main([*([command] if command else []), "--help"])
+            main([*command.split(), "--help"])
         assert caught.value.code == 0
-        texts.append(f"$ {' '.join(['ddm_lightning', *([command] if command else []), '--help'])}\n")
+        texts.append(f"$ {' '.join(['ddm_lightning', *command.split(), '--help'])}\n")
         texts.append(capsys.readouterr().out + "\n")
     return "".join(texts)
 
