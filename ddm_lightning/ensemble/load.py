@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from ddm_lightning.config.experiment import SampleConfig
 from ddm_lightning.core.errors import UserError
+from ddm_lightning.ensemble.cost import Cost
 from ddm_lightning.ensemble.routing import sample, strategy_of
 from ddm_lightning.ensemble.velocity import Ensemble
-from ddm_lightning.flow.condition import Condition
+from ddm_lightning.flow.condition import Condition, ConditionSpec
 from ddm_lightning.members.artifact import ArtifactMeta, load_network, temperatures_of
 from ddm_lightning.members.assembly import read_ensemble
 from ddm_lightning.members.run_folder import ENSEMBLE_FILE, MEMBER_FILE
@@ -39,13 +40,18 @@ class LoadedEnsemble:
     meta: ArtifactMeta
     """The first expert's ``member.json``; all experts share x_shape, condition, shift and encoders."""
 
+    @property
+    def cost(self) -> Cost:
+        """Cost of the images sampled so far."""
+        return self.ensemble.cost(self.meta.x_shape, ConditionSpec.from_dict(self.meta.condition))
+
     def sample(
         self, settings: SampleConfig, condition: Condition | None, num: int, **more: Any
     ) -> Float[Tensor, "num c h w"]:
         """Generate ``num`` samples as a section ``sample`` says.
 
         Args:
-            settings: strategy, solver, steps and guidance.
+            settings: strategy, solver, steps, guidance and reuse of the router.
             condition: one per sample, or None for the null condition in all.
             num: number of samples.
             more: ``seed``, ``batch_size``, ``keys`` and ``progress`` of ``routing.sample``.
@@ -66,7 +72,7 @@ class LoadedEnsemble:
             solver_params=settings.solver_params,
             num_steps=settings.num_steps,
             shift=self.meta.timestep_shift,
-            guidance_scale=settings.guidance_scale,
+            settings=settings,
             **more,
         )
 

@@ -22,6 +22,7 @@ from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.formatting import member_columns
 from ddm_lightning.core.grids import labelled_grid, save_png
 from ddm_lightning.core.registry import CAPTION_ENCODERS, IMAGE_ENCODERS
+from ddm_lightning.ensemble.cost import Cost
 from ddm_lightning.ensemble.load import LoadedEnsemble, load_ensemble
 from ddm_lightning.ensemble.routing import strategy_of, with_suited_solver
 from ddm_lightning.flow.condition import Condition
@@ -208,10 +209,10 @@ def draw_run(
     classes: Sequence[str] = (),
     singles: Path | None = None,
     show_progress: bool = False,
-) -> None:
+) -> Cost:
     """Write the grid of a run's ensemble to the PNG ``path``, one row per prompt or class; see ``sample_grid``.
 
-    Samples on the device of ``island.accelerator``.
+    Samples on the device of ``island.accelerator``, and returns what that cost.
 
     Raises:
         UserError: no ensemble, an artifact that is damaged or of other data, an empty prompt, no such class or device.
@@ -223,6 +224,7 @@ def draw_run(
     loaded = load_of_run(run_dir, experiment, manifest, device_of(accelerator))
     rows = rows or row_conditions((), (), experiment, manifest)
     save_png(path, sample_grid(loaded, experiment, rows, manifest.attribution, singles, show_progress))
+    return loaded.cost
 
 
 class DecentralizedEnsemble:
