@@ -20,6 +20,7 @@ from ddm_lightning.config.validate import check_experiment
 from ddm_lightning.core import processes
 from ddm_lightning.core.devices import check_devices
 from ddm_lightning.core.errors import UserError
+from ddm_lightning.ensemble.cost import Cost
 from ddm_lightning.ensemble.routing import with_suited_solver
 from ddm_lightning.islands.local import default_jobs, fit_members, members_table, shown_members, skipped_lines
 from ddm_lightning.members.artifact import is_finished
@@ -208,11 +209,11 @@ def _sample_command(experiment: Experiment, options: argparse.Namespace) -> str:
     return _command("sample", options) + {"class": " --class …", "none": ""}.get(kind, " --prompt …")
 
 
-def _generate(experiment: Experiment, run: RunFolder, prompts: Sequence[str], path: Path, **more: Any) -> None:
+def _generate(experiment: Experiment, run: RunFolder, prompts: Sequence[str], path: Path, **more: Any) -> Cost:
     from ddm_lightning.evaluation.samples import draw_run
 
     _limit_threads(experiment)
-    draw_run(run.root, experiment, prompts, path, show_progress=sys.stderr.isatty(), **more)
+    return draw_run(run.root, experiment, prompts, path, show_progress=sys.stderr.isatty(), **more)
 
 
 def _sample(experiment: Experiment, options: argparse.Namespace) -> int:
@@ -241,8 +242,9 @@ def _sample(experiment: Experiment, options: argparse.Namespace) -> int:
         path = _grid(experiment, run) if is_own and path == run.samples else _next_grid(experiment, path)
     _require_ensemble(experiment, run, options)
     prompts, singles = options.prompt or settings.prompts, path.with_suffix("")
-    _generate(experiment, run, prompts, path, classes=options.classes or (), singles=singles)
+    cost = _generate(experiment, run, prompts, path, classes=options.classes or (), singles=singles)
     print(f"samples: {path}\nsingle images: {singles}")
+    print(f"cost: {cost.gflop:.3g} GFLOP per image, {cost.experts:.2f} active experts on average")
     return 0
 
 

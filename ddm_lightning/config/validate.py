@@ -160,3 +160,7 @@ def _contradictions_of_sampling(experiment: Experiment) -> Iterator[tuple[str, s
     if sample.guidance_scale != 1 and (condition.kind == "none" or condition.dropout == 0):
         problem = "guidance needs a condition.kind other than none, and condition.dropout above 0; set 1"
         yield "sample.guidance_scale", problem
+    if not (
+        len(sample.guidance_interval) == 2 and 0 <= sample.guidance_interval[0] <= sample.guidance_interval[1] <= 1
+    ):
+        yield "sample.guidance_interval", "must be two times, 0 <= low <= high <= 1, such as [0.1, 0.8]"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import copy
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from jaxtyping import Float
@@ -24,20 +24,6 @@ class _NotFiniteError(Exception):
     def __init__(self, expert: int) -> None:
         super().__init__(expert)
         self.expert = expert
-
-
-class _Watched(nn.Module):
-    """Expert ``k``; raises at the first value that is not finite."""
-
-    def __init__(self, expert: nn.Module, k: int) -> None:
-        super().__init__()
-        self.expert, self.k, self.prediction = expert, k, expert.prediction
-
-    def forward(self, x_t: Tensor, t: Tensor, condition: Condition | None) -> Tensor:
-        predicted: Tensor = self.expert(x_t, t, condition)
-        if not predicted.isfinite().all():
-            raise _NotFiniteError(self.k)
-        return predicted
 
 
 class _Masked(nn.Module):
@@ -81,7 +67,15 @@ def without_failed(ensemble: Ensemble, generate: Generate, rows: list[int]) -> F
 def _watched(ensemble: Ensemble, excluded: set[int]) -> Ensemble:
     """A copy that raises ``_NotFiniteError`` and gives ``excluded`` experts no weight; no expert changes its number."""
     watched = copy(ensemble)
-    watched.experts = [_Watched(expert, k) for k, expert in enumerate(ensemble.experts)]
+    watched.stack(False)
+
+    def velocity(k: int, *inputs: Any) -> Tensor:
+        found = ensemble.expert_velocity(k, *inputs)
+        if not found.isfinite().all():
+            raise _NotFiniteError(k)
+        return found
+
+    watched.expert_velocity = velocity  # type: ignore[assignment, method-assign]
     kept = ensemble.priors.index_fill(0, torch.tensor(sorted(excluded), dtype=torch.long), 0)
     watched.priors = kept / kept.sum()
     watched.router = None if ensemble.router is None else _Masked(ensemble.router, sorted(excluded))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,11 @@ from torch import Tensor, nn
 
 from ddm_lightning.config.experiment import SampleConfig
 from ddm_lightning.core.errors import UserError
+from ddm_lightning.ensemble.cost import Cost
+from ddm_lightning.ensemble.residency import ResidentExperts
 from ddm_lightning.ensemble.routing import sample, strategy_of
 from ddm_lightning.ensemble.velocity import Ensemble
-from ddm_lightning.flow.condition import Condition
+from ddm_lightning.flow.condition import Condition, ConditionSpec
 from ddm_lightning.members.artifact import ArtifactMeta, load_network, temperatures_of
 from ddm_lightning.members.assembly import EnsembleManifest, read_ensemble
 from ddm_lightning.members.run_folder import ENSEMBLE_FILE, MEMBER_FILE
@@ -39,13 +42,18 @@ class LoadedEnsemble:
     meta: ArtifactMeta
     """The first expert's ``member.json``; all experts share x_shape, condition, shift and encoders."""
 
+    @property
+    def cost(self) -> Cost:
+        """Cost of the images sampled so far."""
+        return self.ensemble.cost(self.meta.x_shape, ConditionSpec.from_dict(self.meta.condition))
+
     def sample(
         self, settings: SampleConfig, condition: Condition | None, num: int, **more: Any
     ) -> Float[Tensor, "num c h w"]:
         """Generate ``num`` samples as a section ``sample`` says.
 
         Args:
-            settings: strategy, solver, steps and guidance.
+            settings: strategy, solver, steps, guidance and reuse of the router.
             condition: one per sample, or None for the null condition in all.
             num: number of samples.
             more: ``seed``, ``batch_size``, ``keys`` and ``progress`` of ``routing.sample``.
@@ -66,7 +74,7 @@ class LoadedEnsemble:
             solver_params=settings.solver_params,
             num_steps=settings.num_steps,
             shift=self.meta.timestep_shift,
-            guidance_scale=settings.guidance_scale,
+            settings=settings,
             **more,
         )
 
@@ -105,33 +113,53 @@ class _Columns(nn.Module):
         return self.router(x_t, t, condition)[:, self.columns]
 
 
-def load_ensemble(run_dir: Path, device: torch.device | str = "cpu", *, partial: bool = False) -> LoadedEnsemble:
+def load_ensemble(
+    run_dir: Path,
+    device: torch.device | str = "cpu",
+    *,
+    partial: bool = False,
+    resident_experts: int | None = None,
+) -> LoadedEnsemble:
     """Load the ensemble that ``run_dir/ensemble.json`` lists.
 
     Args:
         run_dir: folder of ``ensemble.json``.
         device: where to put the networks.
         partial: whether to leave out members whose artifacts are missing; see ``read_ensemble``.
+        resident_experts: as in ``load_listed``.
 
     Raises:
         UserError: the manifest or an artifact is damaged or unusable; see ``read_ensemble``.
     """
-    return load_listed(read_ensemble(run_dir / ENSEMBLE_FILE, partial=partial), device)
+    return load_listed(read_ensemble(run_dir / ENSEMBLE_FILE, partial=partial), device, resident_experts)
 
 
-def load_listed(manifest: EnsembleManifest, device: torch.device | str = "cpu") -> LoadedEnsemble:
+def load_listed(
+    manifest: EnsembleManifest, device: torch.device | str = "cpu", resident_experts: int | None = None
+) -> LoadedEnsemble:
     """Load the members of ``manifest``.
 
+    Args:
+        manifest: from ``read_ensemble``.
+        device: where to put the networks.
+        resident_experts: experts on the device at once (``ResidentExperts``); None is all.
+
     Raises:
-        UserError: an artifact is damaged or unusable; see ``load_member``.
+        UserError: an artifact is damaged or unusable; see ``load_network``.
     """
-    networks = {member: load_member(folder, device).network for member, folder in manifest.folders.items()}
-    router, metas = networks.pop("router", None), manifest.metas
+    metas, folders = manifest.metas, dict(manifest.folders)
+    router_folder = folders.pop("router", None)
+    router = None if router_folder is None else load_member(router_folder, device).network
+    takes_turns = resident_experts is not None and resident_experts < len(folders)
+    networks = {name: load_network(folder, mapped=takes_turns)[1] for name, folder in folders.items()}
+    experts: Sequence[nn.Module] | ResidentExperts = [network if takes_turns else network.to(device) for network in networks.values()]
+    if resident_experts is not None and takes_turns:
+        experts = ResidentExperts(experts, torch.device(device), resident_experts)
     columns = [int(name.partition("-")[2]) for name in networks]
     if router is not None and len(columns) < metas["router"].num_clusters:
         router = _Columns(router, columns)
     ensemble = Ensemble(
-        list(networks.values()),
+        experts,
         router,
         manifest.priors,
         paths=[metas[name].path for name in networks],

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from ddm_lightning.core.weights import free_bytes
+
 
 class PlacedExpert:
     """An expert that computes with copies of its weights on the device.
@@ -25,6 +27,7 @@ class PlacedExpert:
         self._host, self.weights = host, weights
 
     def __call__(self, *inputs: Any) -> Any:
+        """Evaluate the expert."""
         return functional_call(self._host, self.weights, inputs)
 
     def __getattr__(self, name: str) -> Any:
@@ -43,20 +46,18 @@ class ResidentExperts(Sequence[Any]):
         experts: networks on the CPU, in evaluation mode.
         device: where they are evaluated.
         num_resident: experts on the device at once, at least 2: one computes, one loads.
-        pin: move the weights to pinned memory first; for CUDA, if the host's memory holds all experts.
 
     Raises:
         ValueError: ``num_resident`` below 2.
     """
 
-    def __init__(
-        self, experts: Sequence[nn.Module], device: torch.device, num_resident: int, *, pin: bool = False
-    ) -> None:
+    def __init__(self, experts: Sequence[nn.Module], device: torch.device, num_resident: int) -> None:
         if num_resident < 2:
             raise ValueError(f"num_resident = {num_resident}: one expert computes while one loads; give at least 2")
         self._hosts, self.device, self._num_resident = list(experts), device, num_resident
-        if pin:
-            for tensor in (tensor for host in self._hosts for tensor in _weights(host).values()):
+        tensors = [tensor for host in self._hosts for tensor in (*host.parameters(), *host.buffers())]
+        if device.type == "cuda" and sum(tensor.nbytes for tensor in tensors) < free_bytes() / 2:
+            for tensor in tensors:
                 tensor.data = tensor.data.pin_memory()
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._loader = ThreadPoolExecutor(1, "load-expert")

@@ -33,31 +33,39 @@ class DecentralizedEnsemble:
     Args:
         manifest: from ``open_ensemble``.
         device: where to sample.
+        resident_experts: experts on the device at once; None is all.
 
     Raises:
         UserError: an artifact is damaged or unusable.
     """
 
-    def __init__(self, manifest: EnsembleManifest, device: torch.device | str) -> None:
+    def __init__(
+        self, manifest: EnsembleManifest, device: torch.device | str, resident_experts: int | None = None
+    ) -> None:
         assert manifest.about is not None
-        self.manifest, self.about = manifest, manifest.about
-        self.loaded = load_listed(manifest, device)
+        self.manifest, self.about, self.resident_experts = manifest, manifest.about, resident_experts
+        self.loaded = load_listed(manifest, device, resident_experts)
 
     @classmethod
-    def from_pretrained(cls, folder_or_url: str | Path, device: str | None = None) -> DecentralizedEnsemble:
+    def from_pretrained(
+        cls, folder_or_url: str | Path, device: str | None = None, *, resident_experts: int | None = None
+    ) -> DecentralizedEnsemble:
         """Load an ensemble. An expert whose artifact is missing is left out, with a note on stderr.
 
         Args:
             folder_or_url: run folder (``experiment.yaml``, ``ensemble.json``, ``prepared/manifest.json`` and the
                 artifacts), saved ensemble, or a URL of one of them that fsspec reads; a URL is downloaded first.
             device: where to sample, such as ``"cuda"``; None is a GPU if there is one.
+            resident_experts: experts on the device at once, at least 2, if it is too small for all; the others wait
+                in the host's memory or on disk. None is all.
 
         Raises:
             UserError: a file is missing, damaged or of other data, or leads out of the folder.
         """
         if device is None:
             check_devices("auto", 1)
-        return cls(open_ensemble(fetched(folder_or_url), partial=True), device or device_of("auto"))
+        manifest = open_ensemble(fetched(folder_or_url), partial=True)
+        return cls(manifest, device or device_of("auto"), resident_experts)
 
     def save_pretrained(self, folder: str | Path, licence: str | None = None) -> None:
         """Write a folder that ``from_pretrained`` loads: ``ensemble.json``, artifacts and a model card.
@@ -72,11 +80,8 @@ class DecentralizedEnsemble:
         save_ensemble(self.manifest, Path(folder), licence)
 
     def to(self, device: torch.device | str) -> DecentralizedEnsemble:
-        """Move all networks to ``device``."""
-        ensemble = self.loaded.ensemble
-        for network in (*ensemble.experts, ensemble.router):
-            if network is not None:
-                network.to(device)
+        """Load all networks onto another device."""
+        self.loaded = load_listed(self.manifest, device, self.resident_experts)
         return self
 
     def sample(

@@ -19,6 +19,7 @@ from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.formatting import member_columns
 from ddm_lightning.core.grids import labelled_grid, save_png
 from ddm_lightning.core.registry import CAPTION_ENCODERS, IMAGE_ENCODERS
+from ddm_lightning.ensemble.cost import Cost
 from ddm_lightning.ensemble.load import LoadedEnsemble, load_ensemble
 from ddm_lightning.flow.condition import Condition
 from ddm_lightning.members.member import condition_spec
@@ -189,7 +190,8 @@ def load_of_run(
     Raises:
         UserError: no ensemble, or an artifact that is damaged or of other data.
     """
-    loaded = load_ensemble(run_dir, device, partial=partial)
+    resident = experiment.sample.resident_experts
+    loaded = load_ensemble(run_dir, device, partial=partial, resident_experts=resident)
     found = (loaded.meta.x_shape, loaded.meta.condition)
     if found != (manifest.x_shape, condition_spec(experiment, manifest).to_dict()):
         problem = f"the experts were trained on other data ({found[0]}, {found[1]})"
@@ -206,10 +208,10 @@ def draw_run(
     classes: Sequence[str] = (),
     singles: Path | None = None,
     show_progress: bool = False,
-) -> None:
+) -> Cost:
     """Write the grid of a run's ensemble to the PNG ``path``, one row per prompt or class; see ``sample_grid``.
 
-    Samples on the device of ``island.accelerator``.
+    Samples on the device of ``island.accelerator``, and returns what that cost.
 
     Raises:
         UserError: no ensemble, an artifact that is damaged or of other data, an empty prompt, no such class or device.
@@ -222,3 +224,4 @@ def draw_run(
     loaded = load_of_run(run_dir, experiment, manifest, device_of(accelerator), partial=True)
     rows = rows or row_conditions((), (), *of_data)
     save_png(path, sample_grid(loaded, experiment, rows, manifest.attribution, singles, show_progress))
+    return loaded.cost

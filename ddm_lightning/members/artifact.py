@@ -159,17 +159,18 @@ def read_artifact(folder: Path) -> tuple[ArtifactMeta, dict[str, Tensor]]:
     return meta, load_weights(folder / WEIGHTS_FILE, meta.model_sha256, REMEDY)
 
 
-def load_network(folder: Path) -> tuple[ArtifactMeta, nn.Module]:
+def load_network(folder: Path, *, mapped: bool = False) -> tuple[ArtifactMeta, nn.Module]:
     """Read an artifact's description and build its network, in evaluation mode on the CPU.
 
-    The network is compared with the header of the weights before they are read.
+    The network is compared with the header of the weights before they are read. If ``mapped``, its weights are the
+    file's pages, which take no memory that the system could not free.
 
     Raises:
         UserError: as ``read_artifact`` and ``build_network``.
     """
     meta, path = read_meta(folder), folder / WEIGHTS_FILE
     network = _fitting_network(meta, read_header(path, REMEDY), str(folder / MEMBER_FILE))
-    network.load_state_dict(load_weights(path, meta.model_sha256, REMEDY))
+    network.load_state_dict(load_weights(path, meta.model_sha256, REMEDY), assign=mapped)
     return meta, network.eval()
 
 

@@ -93,7 +93,9 @@ def test_an_expert_of_other_data_needs_bayes(three: Path, tmp_path: Path, capsys
         expert.register_forward_hook(lambda *_, k=k: used[k].add_(1))
     assert len({*images(ensemble)}) == len(PROMPTS) and used.all()
     refused(lambda: ensemble.sample(PROMPTS, strategy="full", solver="euler"), "no router", "bayes")
-    assert change("add", out, stranger, "--images", 1, "--out", more) == 0  # of eight clusters: numbers go on after them
+    assert (
+        change("add", out, stranger, "--images", 1, "--out", more) == 0
+    )  # of eight clusters: numbers go on after them
     assert load(more).manifest.experts == ["expert-0", "expert-1", "expert-2", "expert-3", "expert-8"]
 
 
@@ -109,9 +111,7 @@ def test_a_newer_expert_keeps_the_router_and_another_one_costs_it(three: Path, t
     assert len(images(other)) == len(PROMPTS)
 
 
-def test_a_lost_expert_is_left_out_and_said_so(
-    three: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_lost_expert_is_left_out_and_said_so(three: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert change("remove", three, "expert-1", "--out", tmp_path / "removed") == 0
     shutil.rmtree(three / "expert-1")
     capsys.readouterr()
