@@ -125,7 +125,7 @@ def filter_chain(
             active[num:] = False  # no later step needs the unconditional branch
         x, time = torch.cat([x_t for _ in branches])[:, None], time_rows(t, x_t)
         found = velocities(x_t, time, active)
-        means, variance = reverse_kernel(x, x - t * found, t, s)
+        means, variance = reverse_kernel(x.expand_as(found), x - t * found, t, s)
         x_s = means[rows, choose(weights[:num], uniform(i))]
         if len(branches) == 2 and low <= t <= high:
             mixed = torch.einsum("rk,rk...->r...", weights.to(means), means)
