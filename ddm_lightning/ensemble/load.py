@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -152,9 +151,11 @@ def load_listed(
     router = None if router_folder is None else load_member(router_folder, device).network
     takes_turns = resident_experts is not None and resident_experts < len(folders)
     networks = {name: load_network(folder, mapped=takes_turns)[1] for name, folder in folders.items()}
-    experts: Sequence[nn.Module] | ResidentExperts = [network if takes_turns else network.to(device) for network in networks.values()]
+    experts: list[nn.Module] | ResidentExperts = list(networks.values())
     if resident_experts is not None and takes_turns:
         experts = ResidentExperts(experts, torch.device(device), resident_experts)
+    else:
+        experts = [network.to(device) for network in experts]
     columns = [int(name.partition("-")[2]) for name in networks]
     if router is not None and len(columns) < metas["router"].num_clusters:
         router = _Columns(router, columns)
