@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -23,7 +24,7 @@ CARD_FILE = "README.md"
 
 
 def fetched(address: str | Path) -> Path:
-    """Folder of an ensemble: ``address`` itself, or a download of the URL into a new temporary folder.
+    """Folder of an ensemble: ``address`` itself, or a download of the URL, kept until the program ends.
 
     Downloads ``ensemble.json``, then only files that it and the layout of artifacts and run folders name.
 
@@ -34,6 +35,7 @@ def fetched(address: str | Path) -> Path:
     if "://" not in url:
         return Path(url).expanduser()
     folder = Path(tempfile.mkdtemp(prefix="ddm_lightning-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     try:
         filesystem, root = url_to_fs(url)
 
@@ -50,10 +52,8 @@ def fetched(address: str | Path) -> Path:
             raise UserError(f"{url}: holds no {ENSEMBLE_FILE}; give the folder of a run or of a saved ensemble")
         _fetch_members(folder, fetch)
     except UserError:
-        shutil.rmtree(folder, ignore_errors=True)
         raise
-    except Exception as error:  # each storage service has its own
-        shutil.rmtree(folder, ignore_errors=True)
+    except Exception as error:  # each storage service raises its own
         raise UserError(f"{url}: cannot be read: {first_line(error)}; fix the address or the access") from error
     return folder
 
@@ -102,6 +102,9 @@ def open_ensemble(folder: Path, experiment: Experiment | None = None, *, partial
             seed=experiment.seed,
             sample=asdict(experiment.sample),
         )
+    condition, names = next(iter(ensemble.metas.values())).condition, about.class_names
+    if condition["kind"] == "class" and names and len(names) != condition["size"]:
+        raise UserError(f"{folder / ENSEMBLE_FILE}: {len(names)} class_names for {condition['size']} classes; fix them")
     num_images = max(1, round(about.num_images * (1 - sum(ensemble.lost.values()))))
     return replace(ensemble, about=replace(about, num_images=num_images))
 

@@ -1,4 +1,4 @@
-"""Experts that are removed, added, replaced, lost or broken: nothing is trained, and the other clusters' images stay."""
+"""Experts removed, added, replaced, lost or broken: the other clusters' images stay, and nothing is trained."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from artifact_files import edit, refused
@@ -35,8 +36,8 @@ def tree(folder: Path) -> dict[str, bytes]:
 
 def test_without_a_cluster_the_velocity_is_that_of_the_other_data() -> None:
     points, labels = finite_set([4, 7, 5, 9], 3, seed=0)
-    whole, rest = FiniteSetOracle(points, labels), labels != 1
-    others = FiniteSetOracle(points[rest], labels[rest] - (labels[rest] > 1).long())
+    whole, rest = FiniteSetOracle(points, labels, 4), labels != 1
+    others = FiniteSetOracle(points[rest], labels[rest] - (labels[rest] > 1).long(), 3)
     kept = [0, 2, 3]
     ensemble = Ensemble([ExactExpert(whole, k) for k in kept], _Columns(ExactRouter(whole), kept), [0.2, 0.3, 0.5])
     x_t, t = torch.randn(32, 3, dtype=torch.float64), torch.linspace(0.05, 1, 32, dtype=torch.float64)
@@ -140,10 +141,11 @@ def test_rows_that_an_expert_breaks_are_made_without_it(
     err = capsys.readouterr().err
     assert err.count("\n") == 1 and err.startswith("note: expert-1 returns NaN on ")
     kept = [image == intact for image, intact in zip(found, full, strict=True)]
-    assert not all(kept) and any(kept) == (strategy in ("top-1", "sample-1"))  # the others ask every expert
+    assert not all(kept)
+    assert any(kept) or strategy not in ("top-1", "sample-1")  # the others ask every expert at first
     if strategy == "full":
-        pairs = (torch.frombuffer(bytearray(a + b), dtype=torch.uint8).view(2, -1) for a, b in zip(found, less))
-        assert all((a.int() - b.int()).abs().max() <= 1 for a, b in pairs)
+        pixels = [np.frombuffer(b"".join(one), np.uint8).astype(int) for one in (found, less)]
+        assert np.abs(pixels[0] - pixels[1]).max() <= 1  # batches of other sizes round otherwise
     only = {"strategy": "oracle", "strategy_params": {"cluster": 1}}
     refused(lambda: images(broken, **only), "expert-1", "returns NaN", "fit it again")
 
