@@ -78,7 +78,9 @@ class Batch:
         drawn = [torch.rand((), generator=keyed_generator(self._seed, "expert", step, *own)) for own in self._keys]
         return torch.stack(drawn).to(self.ensemble.device, non_blocking=True)
 
-    def branches(self, x_t: Samples, t: Times) -> tuple[Samples, Times, Condition | None]:
+    def branches(
+        self, x_t: Samples, t: Times
+    ) -> tuple[Float[Tensor, "r *shape"], Float[Tensor, " r"], Condition | None]:
         """``x_t``, ``t`` and conditions of all ``num_branches``."""
         if self.condition is None or self.num_branches == 1:
             return x_t, t, self.condition

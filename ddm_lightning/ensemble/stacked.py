@@ -43,7 +43,7 @@ class Stack:
                     tensor.data = stacked[name].detach()[k]
 
     def velocities(
-        self, groups: Sequence[Int[Tensor, " r"]], x_t: Samples, t: Times, condition: Condition | None
+        self, groups: Sequence[Int[Tensor, " _"]], x_t: Samples, t: Times, condition: Condition | None
     ) -> Float[Tensor, "K m *shape"]:
         """Compute each expert's velocity on its group of rows, filled up to the largest group with any row."""
         rows = pad_sequence(list(groups), batch_first=True)

@@ -225,12 +225,14 @@ class Ensemble:
                 yield k, rows, self.expert_velocity(k, x_t[rows], t[rows], part)
 
 
-def both_branches(x_t: Samples, t: Times, condition: Condition) -> tuple[Samples, Times, Condition]:
+def both_branches(
+    x_t: Samples, t: Times, condition: Condition
+) -> tuple[Float[Tensor, "r *shape"], Float[Tensor, " r"], Condition]:
     """Rows with the condition, then as many with the null condition."""
     return torch.cat([x_t, x_t]), torch.cat([t, t]), Condition.cat([condition, condition.null()])
 
 
-def rows_by_expert(active: Bool[Tensor, "b K"]) -> tuple[list[Int[Tensor, " r"]], int]:
+def rows_by_expert(active: Bool[Tensor, "b K"]) -> tuple[list[Int[Tensor, " _"]], int]:
     """The rows of each expert, ascending, and the number of rows with any; waits for the device once."""
     *counts, num_rows = torch.cat([active.sum(0), active.any(1).sum()[None]]).tolist()
     order = active.T.flatten().argsort(descending=True, stable=True)[: sum(counts)]
