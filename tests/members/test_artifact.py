@@ -133,7 +133,7 @@ def test_unknown_network_name(tmp_path, member):
     edit(put(tmp_path / "a", member) / "member.json", network="os.path:join")
     meta, state = read_artifact(tmp_path / "a")
     line = refused(lambda: build_network(meta, state), member, "'os.path:join'", "install the release")
-    assert ("router-dit" if member == "router" else "known: dit") in line
+    assert ("router-dit" if member == "router" else "known: diffusers, dit") in line
 
 
 @pytest.mark.parametrize(
