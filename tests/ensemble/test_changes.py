@@ -19,6 +19,7 @@ from ddm_lightning.ensemble.velocity import Ensemble
 from ddm_lightning.flow.oracle import FiniteSetOracle
 
 STRATEGIES = ("full", "top-1", "bayes")
+LOOSE = {"rtol": 0.1, "atol": 0.1}
 
 
 @pytest.fixture
@@ -89,10 +90,10 @@ def test_an_expert_of_other_data_needs_bayes(three: Path, tmp_path: Path, capsys
     assert printed.count("\n") == 3 and "use the strategy bayes, or train a router anew" in printed
     ensemble = load(out)
     assert ensemble.loaded.ensemble.router is None and ensemble.about.sample["strategy"] == "bayes"
-    used = torch.zeros(4)
+    used: list[int] = []
     for k, expert in enumerate(ensemble.loaded.ensemble.experts):
-        expert.register_forward_hook(lambda *_, k=k: used[k].add_(1))
-    assert len({*images(ensemble)}) == len(PROMPTS) and used.all()
+        expert.register_forward_hook(lambda *_, k=k: used.append(k))
+    assert len({*images(ensemble)}) == len(PROMPTS) and {*used} == {0, 1, 2, 3}
     refused(lambda: ensemble.sample(PROMPTS, strategy="full", solver="euler"), "no router", "bayes")
     assert (
         change("add", out, stranger, "--images", 1, "--out", more) == 0
@@ -153,7 +154,7 @@ def test_rows_that_an_expert_breaks_are_made_without_it(
 def test_an_adaptive_solver_survives_a_broken_expert(three: Path) -> None:
     ensemble = load(three)
     next(ensemble.loaded.ensemble.experts[1].parameters()).data.fill_(torch.nan)
-    assert len(ensemble.sample(PROMPTS[:2], strategy="full", solver="dormand-prince")) == 2
+    assert len(ensemble.sample(PROMPTS[:2], strategy="full", solver="dormand-prince", solver_params=LOOSE)) == 2
 
 
 def test_one_expert_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
