@@ -54,7 +54,12 @@ def test_a_stack_computes_what_the_loop_computes(
     name: str, params: dict[str, Any], spec: ConditionSpec, prediction: str, path: str
 ) -> None:
     ensemble, condition = three(name, params, spec, prediction, path), conditions(spec, 7)
-    x_t, t = torch.randn(7, *SHAPE, generator=torch.Generator().manual_seed(5)), torch.linspace(0.1, 0.98, 7)
+    for expert in ensemble.experts:
+        expert.double()
+    if condition is not None and condition.values.is_floating_point():
+        condition = Condition.of(condition.values.double())
+    x_t = torch.randn(7, *SHAPE, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    t = torch.linspace(0.1, 0.98, 7, dtype=torch.float64)
     weights = torch.eye(3)[[0, 0, 0, 1, 0, 1, 0]] + 1e-3 * torch.eye(3)[[1, 1, 0, 1, 1, 1, 1]]  # expert 2 has no row
 
     def velocity() -> Tensor:
