@@ -230,10 +230,8 @@ def _fitting_network(meta: ArtifactMeta, weights: Mapping[str, Tensor], source: 
     declared = getattr(network, "prediction", None)
     if declared != meta.prediction:
         raise UserError(f"{source}: the weights predict {meta.prediction!r}, the code {declared!r}; {remedy}")
-    if declared_path(network) not in (None, meta.path):
-        raise UserError(
-            f"{source}: key 'path' is {meta.path!r}, but the code's is {declared_path(network)!r}; {remedy}"
-        )
+    if (path := declared_path(network)) not in (None, meta.path):
+        raise UserError(f"{source}: key 'path' is {meta.path!r}, but the code's is {path!r}; {remedy}")
     return network
 
 

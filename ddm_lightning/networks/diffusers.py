@@ -78,9 +78,9 @@ class DiffusersTransformer(nn.Module):
         if path is not None:
             _load(self.model, Path(path))
         self.prediction, self.path = ("velocity", "linear") if kind == _SD3 else ("epsilon", "vp")
-        self.x_shape, self.is_dit = x_shape, kind == _DIT
+        self.x_shape = x_shape
         self.null_class = settings.get("num_embeds_ada_norm", 0)
-        self.null = None if self.is_dit else nn.Parameter(torch.zeros(condition.row_shape))
+        self.null = None if kind == _DIT else nn.Parameter(torch.zeros(condition.row_shape))
         self.pooled = nn.Linear(condition.size, settings["pooled_projection_dim"]) if kind == _SD3 else None
         for parameter in () if self.pooled is None else self.pooled.parameters():
             nn.init.zeros_(parameter)
@@ -122,9 +122,9 @@ class DiffusersTransformer(nn.Module):
         """
         if x_t.shape[1:] != self.x_shape:
             raise ValueError(f"the network takes samples of shape {self.x_shape}, not {tuple(x_t.shape[1:])}")
-        dtype = self.model.proj_out.weight.dtype if not self.is_dit else self.model.proj_out_1.weight.dtype
         given = self._classes(len(t), condition) if self.null is None else self._text(self.null, len(t), condition)
-        out: Tensor = self.model(x_t.to(dtype), timestep=self._step(t), **given, return_dict=False)[0]
+        x = x_t.to(self.model.pos_embed.proj.weight.dtype)
+        out: Tensor = self.model(x, timestep=self._step(t), **given, return_dict=False)[0]
         return out[:, : self.x_shape[0]].to(x_t.dtype)
 
     def _step(self, t: Times) -> Times:
@@ -132,14 +132,13 @@ class DiffusersTransformer(nn.Module):
         if self.path == "linear":
             return 1000 * t
         times = self.times.to(t.dtype)
-        upper = torch.searchsorted(times, t).clamp(1, _NUM_STEPS - 1)
+        upper = torch.searchsorted(times, t.contiguous()).clamp(1, _NUM_STEPS - 1)
         below, above = times[upper - 1], times[upper]
         return (upper - 1 + (t - below) / (above - below)).clamp(0, _NUM_STEPS - 1)
 
     def _classes(self, num_rows: int, condition: Condition | None) -> dict[str, Tensor]:
-        if condition is None:
-            return {"class_labels": torch.full((num_rows,), self.null_class, device=self.times.device)}
-        return {"class_labels": torch.where(condition.keep, condition.values, self.null_class)}
+        null = torch.full((num_rows,), self.null_class, device=self.times.device)
+        return {"class_labels": null if condition is None else torch.where(condition.keep, condition.values, null)}
 
     def _text(self, null: Tensor, num_rows: int, condition: Condition | None) -> dict[str, Tensor]:
         tokens = null.expand(num_rows, -1, -1)
@@ -188,9 +187,7 @@ def _check_fit(kind: str, settings: Mapping[str, Any], x_shape: tuple[int, int, 
         raise ValueError(f"the model's out_channels = {settings['out_channels']} fit no in_channels = {channels}")
     sizes = settings.get("use_additional_conditions")
     if sizes or (sizes is None and kind == _PIXART and size == 128):  # diffusers' default
-        raise ValueError(
-            "the model reads resolution and aspect ratio (use_additional_conditions), which are not stored"
-        )
+        raise ValueError("the model reads resolution and aspect ratio (use_additional_conditions), which shards lack")
     given = f"kind {condition.kind!r}, size {condition.size}"
     if kind == _DIT:
         classes = settings["num_embeds_ada_norm"]
