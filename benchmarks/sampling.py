@@ -80,14 +80,16 @@ def ways_of(experiment: Experiment, device: torch.device, folder: Path) -> dict[
     sizes = DataSizes((3, edge, edge), 768, (77, 768), 1000)
     num_clusters = experiment.prepare.partition.num_clusters
     torch.manual_seed(0)
-    expert = Member.resolve(MONOLITH, experiment, sizes).build_network().eval()
     router = EvenRouter(Member.resolve(ROUTER, experiment, sizes).build_network()).to(device)
-    experts = [deepcopy(expert).to(device) for _ in range(num_clusters)]
-    hosts = []
+    experts, hosts = [], []
     for k in range(num_clusters):
+        expert = Member.resolve(MONOLITH, experiment, sizes).build_network().eval()
+        for parameter in expert.parameters():
+            nn.init.normal_(parameter, std=0.02)  # networks begin as 0
         save_file(expert.state_dict(), folder / f"{k}.safetensors")
         hosts.append(deepcopy(expert))
         hosts[k].load_state_dict(load_file(folder / f"{k}.safetensors"), assign=True)  # pages of the file
+        experts.append(expert.to(device))
     priors = [1 / num_clusters] * num_clusters
     ensemble = Ensemble(experts, router, priors)
     stacked = Ensemble([deepcopy(one) for one in experts], router, priors)
@@ -110,7 +112,7 @@ def ways_of(experiment: Experiment, device: torch.device, folder: Path) -> dict[
         )
 
     return {
-        "monolith": way(Ensemble([deepcopy(expert).to(device)], None, [1.0]), "full"),
+        "monolith": way(Ensemble(experts[:1], None, [1.0]), "full"),
         "top-1": way(ensemble, "top-1"),
         "top-1, stacked": way(stacked, "top-1", stacked=True),
         "top-1, plain loop": partial(plain_loop, experts, router, sizes.x_shape, device),
