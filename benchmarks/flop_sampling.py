@@ -16,18 +16,17 @@ from common import console, progress
 from flop_training import ENSEMBLE
 from jaxtyping import Float, UInt8
 from split import read_split
-from torch import Tensor, nn
+from torch import Tensor
 
-from ddm_lightning.config.experiment import PluginConfig
+from ddm_lightning.config.experiment import PluginConfig, SampleConfig
 from ddm_lightning.core.files import atomic_write, sha256_file, sha256_json
 from ddm_lightning.core.registry import FEATURES, IMAGE_ENCODERS, STRATEGIES
 from ddm_lightning.ensemble.load import LoadedEnsemble, load_ensemble, load_single
 from ddm_lightning.ensemble.routing import sample
-from ddm_lightning.flow.condition import Condition, ConditionSpec
+from ddm_lightning.flow.condition import Condition
 from ddm_lightning.flow.randomness import keyed_generator
 from ddm_lightning.members.member import MONOLITH, STUDENT
 from ddm_lightning.members.run_folder import MEMBER_FILE, RunFolder
-from ddm_lightning.networks.flops import flops_per_sample
 from ddm_lightning.shards.manifest import HELD_OUT, Manifest
 
 BATCH_SIZE = 125
@@ -127,7 +126,7 @@ class Images:
     path: Path
     """Their file."""
     experts_per_step: float
-    """Expert evaluations per image and step; guidance evaluates each expert twice."""
+    """Mean number of active experts per image and step."""
     gflop_per_image: float
     """Measured forward GFLOP per image over all steps, router included."""
 
@@ -164,25 +163,21 @@ def sample_all(tasks: Sequence[Task], num_jobs: int) -> list[Images]:
 def sample_task(task: Task) -> None:
     """Sample the images of one task and write them."""
     loaded, settings, method = task.load(), task.settings, task.method
-    ensemble, num_steps = loaded.ensemble, settings.num_steps * method.steps_factor
-    with RowCounter(ensemble.router) as routed:
-        x_0 = sample(
-            ensemble,
-            held_out_conditions(task.data, task.condition_kind, settings),
-            settings.num,
-            loaded.meta.x_shape,
-            strategy=STRATEGIES.build(method.strategy, method.params),
-            solver=method.solver,
-            num_steps=num_steps,
-            shift=loaded.meta.timestep_shift,
-            guidance_scale=settings.guidance_scale,
-            seed=settings.seed,
-            batch_size=BATCH_SIZE,
-        )
+    x_0 = sample(
+        loaded.ensemble,
+        held_out_conditions(task.data, task.condition_kind, settings),
+        settings.num,
+        loaded.meta.x_shape,
+        strategy=STRATEGIES.build(method.strategy, method.params),
+        solver=method.solver,
+        num_steps=settings.num_steps * method.steps_factor,
+        shift=loaded.meta.timestep_shift,
+        settings=SampleConfig(guidance_scale=settings.guidance_scale),
+        seed=settings.seed,
+        batch_size=BATCH_SIZE,
+    )
     images = IMAGE_ENCODERS.build(task.image_encoder.name, task.image_encoder.params).decode(x_0)
-    of_expert, of_router = forward_flops(loaded)
-    flops = ensemble.expert_rows * of_expert + routed.rows * of_router
-    cost = np.array([ensemble.expert_rows / settings.num / num_steps, flops / settings.num / 1e9])
+    cost = np.array([loaded.cost.experts, loaded.cost.gflop])
     atomic_write(task.path, lambda temporary: np.savez(temporary, images=images, cost=cost))
 
 
@@ -210,34 +205,3 @@ def features_of(images: UInt8[np.ndarray, "n h w 3"], network: PluginConfig, sto
         atomic_write(path, lambda temporary: np.savez(temporary, features=features))
     with np.load(path, allow_pickle=False) as found:
         return torch.from_numpy(found["features"])
-
-
-class RowCounter:
-    """Count the rows on which a network is evaluated."""
-
-    def __init__(self, network: nn.Module | None) -> None:
-        self.rows = 0
-        self._network = network
-
-    def __enter__(self) -> RowCounter:
-        if self._network is not None:
-            self._hook = self._network.register_forward_hook(self._count)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._network is not None:
-            self._hook.remove()
-
-    def _count(self, _network: nn.Module, _inputs: Any, output: Tensor) -> None:
-        self.rows += len(output)
-
-
-def forward_flops(loaded: LoadedEnsemble) -> tuple[float, float]:
-    """Measured FLOPs of one row of an expert and of the router."""
-    ensemble, x_shape = loaded.ensemble, loaded.meta.x_shape
-    spec = ConditionSpec.from_dict(loaded.meta.condition)
-    of_expert = flops_per_sample(ensemble.experts[0], x_shape, spec, backward=False)
-    if ensemble.router is None:
-        return of_expert, 0.0
-    router_spec = spec if ensemble.router_conditional else ConditionSpec("none", 0)
-    return of_expert, flops_per_sample(ensemble.router, x_shape, router_spec, backward=False)

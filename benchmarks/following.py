@@ -62,7 +62,7 @@ class Prompts:
             solver="euler",
             num_steps=self.sampling.num_steps,
             shift=loaded.meta.timestep_shift,
-            guidance_scale=self.sampling.guidance_scale,
+            settings=self.sampling,
             seed=self.seed,
             batch_size=BATCH_SIZE,
         )

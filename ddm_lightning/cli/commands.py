@@ -20,11 +20,12 @@ from ddm_lightning.config.validate import check_experiment
 from ddm_lightning.core import processes
 from ddm_lightning.core.devices import check_devices
 from ddm_lightning.core.errors import UserError
+from ddm_lightning.ensemble.cost import Cost
 from ddm_lightning.ensemble.routing import with_suited_solver
 from ddm_lightning.islands.local import default_jobs, fit_members, members_table, shown_members, skipped_lines
 from ddm_lightning.members.artifact import is_finished
 from ddm_lightning.members.assembly import assemble, refuse_stale
-from ddm_lightning.members.member import ensemble_members, parse_members
+from ddm_lightning.members.member import ROUTER, ensemble_members, parse_members
 from ddm_lightning.members.run_folder import RunFolder, open_run, refuse_changed
 from ddm_lightning.shards.manifest import DataSizes, Manifest
 
@@ -208,11 +209,11 @@ def _sample_command(experiment: Experiment, options: argparse.Namespace) -> str:
     return _command("sample", options) + {"class": " --class …", "none": ""}.get(kind, " --prompt …")
 
 
-def _generate(experiment: Experiment, run: RunFolder, prompts: Sequence[str], path: Path, **more: Any) -> None:
+def _generate(experiment: Experiment, run: RunFolder, prompts: Sequence[str], path: Path, **more: Any) -> Cost:
     from ddm_lightning.evaluation.samples import draw_run
 
     _limit_threads(experiment)
-    draw_run(run.root, experiment, prompts, path, show_progress=sys.stderr.isatty(), **more)
+    return draw_run(run.root, experiment, prompts, path, show_progress=sys.stderr.isatty(), **more)
 
 
 def _sample(experiment: Experiment, options: argparse.Namespace) -> int:
@@ -241,8 +242,9 @@ def _sample(experiment: Experiment, options: argparse.Namespace) -> int:
         path = _grid(experiment, run) if is_own and path == run.samples else _next_grid(experiment, path)
     _require_ensemble(experiment, run, options)
     prompts, singles = options.prompt or settings.prompts, path.with_suffix("")
-    _generate(experiment, run, prompts, path, classes=options.classes or (), singles=singles)
+    cost = _generate(experiment, run, prompts, path, classes=options.classes or (), singles=singles)
     print(f"samples: {path}\nsingle images: {singles}")
+    print(f"cost: {cost.gflop:.3g} GFLOP per image, {cost.experts:.2f} active experts on average")
     return 0
 
 
@@ -339,6 +341,42 @@ def _ema(experiment: Experiment, options: argparse.Namespace) -> int:
     return 0
 
 
+def _export(experiment: Experiment, options: argparse.Namespace) -> int:
+    from ddm_lightning.ensemble.saved import open_ensemble, save_ensemble
+    from ddm_lightning.evaluation.pretrained import export_diffusers
+
+    run, out = open_run(experiment, create=False), Path(options.out)
+    _require_ensemble(experiment, run, options)
+    write = save_ensemble if options.to == "ensemble" else export_diffusers
+    write(open_ensemble(run.root, experiment), out, options.licence)
+    print(f"{options.to}: {out}\nmodel card: {out / 'README.md'}")
+    return 0
+
+
+def change_ensemble(options: argparse.Namespace) -> int:
+    """Run ``ensemble add``, ``remove`` or ``replace``, which need no experiment."""
+    from ddm_lightning.ensemble.changes import added, removed, replaced
+    from ddm_lightning.ensemble.saved import fetched, open_ensemble, save_ensemble
+
+    if options.action != "remove" and options.images is not None and options.images < 1:
+        raise UserError(f"--images {options.images}: must be at least 1")
+    before, out = open_ensemble(fetched(options.folder), partial=True), Path(options.out)
+    if options.action == "remove":
+        after = removed(before, options.member)
+    elif options.action == "add":
+        after = added(before, Path(options.artifact), options.images)
+    else:
+        after = replaced(before, options.member, Path(options.artifact), options.images)
+    save_ensemble(after, out)
+    shares = [f"{name} {prior:.4f}" for name, prior in zip(after.experts, after.priors, strict=True)]
+    print(f"ensemble: {out}\npriors: {', '.join(shares)}")
+    if ROUTER in before.folders and ROUTER not in after.folders:
+        print(
+            "the router does not know the new cluster and was left out: use the strategy bayes, or train a router anew"
+        )
+    return 0
+
+
 COMMANDS: Mapping[str, Callable[[Experiment, argparse.Namespace], int]] = {
     "prepare": _prepare,
     "fit": _fit,
@@ -347,6 +385,7 @@ COMMANDS: Mapping[str, Callable[[Experiment, argparse.Namespace], int]] = {
     "diagnose": _diagnose,
     "replay": _replay,
     "ema": _ema,
+    "export": _export,
     "status": _status,
 }
-"""Every command but ``config``, which needs no torch."""
+"""Every command but ``config``, which needs no torch, and ``ensemble``, which needs no experiment."""

@@ -84,10 +84,35 @@ def build_parser() -> argparse.ArgumentParser:
     ema = add("ema", "Compare EMA widths of a finished member (member=expert-3) by held-out loss.")
     ema.add_argument("--width", action="append", type=float, help="width to compare; repeat it for more")
     ema.add_argument("--use", metavar="WIDTH", help="width of the average to hand over; original undoes this")
+    export = add("export", "Write the ensemble as a folder for others: artifacts, hashes and a model card.")
+    export.add_argument("--to", required=True, choices=("ensemble", "diffusers"), help="diffusers adds its pipeline")
+    export.add_argument("--out", required=True, metavar="FOLDER", help="new folder")
+    export.add_argument("--licence", metavar="TEXT", help="licence of the weights, for the model card")
+    _add_changes(commands)
     add("status", "Show the progress of each member.")
     config = add("config", "Print the experiment with all defaults and overrides resolved.")
     config.add_argument("--describe", action=_Describe, nargs=0, help="print every key's type, default and meaning")
     return parser
+
+
+def _add_changes(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    text = "Write an ensemble with other experts; nothing is trained."
+    changes = commands.add_parser("ensemble", help=text, description=text)
+    actions = changes.add_subparsers(dest="action", metavar="ACTION", required=True)
+    for action, words in {
+        "add": "Add an expert; one of other data needs the strategy bayes, because no router knows its cluster.",
+        "remove": "Remove an expert; the router's probabilities of the others are renormalised.",
+        "replace": "Put another artifact in the place of an expert.",
+    }.items():
+        command = actions.add_parser(action, help=words, description=words)
+        command.add_argument("folder", metavar="FOLDER", help="run folder, saved ensemble, or URL of one")
+        if action != "add":
+            command.add_argument("member", metavar="EXPERT", help="name of the expert, such as expert-2")
+        if action != "remove":
+            command.add_argument("artifact", metavar="ARTIFACT", help="artifact folder of the new expert")
+            what = "images in its cluster, for its prior"
+            command.add_argument("--images", type=int, required=action == "add", metavar="N", help=what)
+        command.add_argument("--out", required=True, metavar="OUT", help="new folder, a saved ensemble")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -115,6 +140,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     """Load the experiment and call the command. A bad file is refused before torch is imported."""
+    if options.command == "ensemble":
+        from ddm_lightning.cli.commands import change_ensemble
+
+        return change_ensemble(options)
     from ddm_lightning.config.load import load_experiment, to_yaml
     from ddm_lightning.members.run_folder import load_run
 
@@ -143,8 +172,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         raise SystemExit(2)
     options, rest = parser.parse_known_args(arguments)
     # argparse takes positionals from one place only; overrides may also stand between and after options.
-    strays = [text for text in rest if text.startswith("-") or "=" not in text]
+    is_fixed = options.command == "ensemble"
+    strays = [text for text in rest if is_fixed or text.startswith("-") or "=" not in text]
     if strays:
         parser.error(f"unrecognized arguments: {' '.join(strays)}; settings are given as key=value")
-    options.overrides = [*options.overrides, *rest]
+    options.overrides = [*getattr(options, "overrides", ()), *rest]
     return options

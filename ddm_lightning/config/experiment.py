@@ -287,6 +287,20 @@ class SampleConfig:
     """Steps from noise to data; ``dormand-prince`` chooses its own."""
     guidance_scale: float = option(1.0, low=0)
     """Scale of classifier-free guidance; 1 means none."""
+    guidance: str = option("expert", choices=("expert", "mixture"))
+    """Where guidance happens: ``expert`` (inside each, before mixing) or ``mixture`` (exact, as in one model)."""
+    guidance_interval: list[float] = field(default_factory=lambda: [0.0, 1.0])
+    """Lowest and highest t at which guidance acts."""
+    router_every_n_steps: int = option(1, low=1)
+    """Steps for which the router's probabilities are used."""
+    router_freeze_at: float = option(0.0, low=0, high=1)
+    """Time t below which each image keeps the probabilities that it has."""
+    router_temperature: float = option(1.0, low=1e-3)
+    """Divisor of the router's calibrated logits; below 1 makes it surer."""
+    stacked: bool = False
+    """Whether to evaluate experts of one architecture in one batch."""
+    resident_experts: int | None = option(None, low=2)
+    """Experts on the device at once, for one too small for all; the next one loads meanwhile. None is all."""
     prompts: list[str] = field(default_factory=list)
     """Text prompts, one per row of the sample grid that ``fit`` writes."""
     num_per_prompt: int = option(8, low=1)

@@ -38,13 +38,16 @@ def blamed(source: str | Path, overrides: Sequence[str], key: str, problem: str 
     return f"{source} with {(own or other)[-1]!r}" if own or other else str(source)
 
 
-def check_experiment(experiment: Experiment, source: str | Path, overrides: Sequence[str] = ()) -> None:
+def check_experiment(
+    experiment: Experiment, source: str | Path, overrides: Sequence[str] = (), *, sampling_only: bool = False
+) -> None:
     """Refuse fields out of their limits, and fields that contradict each other.
 
     Args:
         experiment: the resolved experiment.
         source: begins the error line, such as the file's name.
         overrides: ``key=value`` pairs; the error line names the one that caused it.
+        sampling_only: whether to look at contradictions of sampling only: a saved ensemble knows no training.
 
     Raises:
         UserError: the line names ``source``, key and remedy.
@@ -58,7 +61,7 @@ def check_experiment(experiment: Experiment, source: str | Path, overrides: Sequ
             experts = f"there are {num_clusters} experts, expert-0 to expert-{num_clusters - 1}"
             raise UserError(f"{where}: key {key!r}: {experts}; rename or remove it")
         checks.check(change, ExpertConfig, key, where, references=False)
-    for key, problem in _contradictions(experiment):
+    for key, problem in (_contradictions_of_sampling if sampling_only else _contradictions)(experiment):
         value: Any = experiment
         for part in key.split("."):
             value = value[part] if isinstance(value, dict) else getattr(value, part)
@@ -157,3 +160,7 @@ def _contradictions_of_sampling(experiment: Experiment) -> Iterator[tuple[str, s
     if sample.guidance_scale != 1 and (condition.kind == "none" or condition.dropout == 0):
         problem = "guidance needs a condition.kind other than none, and condition.dropout above 0; set 1"
         yield "sample.guidance_scale", problem
+    if not (
+        len(sample.guidance_interval) == 2 and 0 <= sample.guidance_interval[0] <= sample.guidance_interval[1] <= 1
+    ):
+        yield "sample.guidance_interval", "must be two times, 0 <= low <= high <= 1, such as [0.1, 0.8]"

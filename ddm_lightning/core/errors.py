@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import sys
 
 
 class UserError(Exception):
@@ -30,3 +31,8 @@ def line_of(error: BaseException) -> str | None:
 def first_line(error: BaseException) -> str:
     """First line of an error's message, at most 500 characters; its type if it has none."""
     return (str(error).strip() or type(error).__name__).splitlines()[0][:500]
+
+
+def note(line: str) -> None:
+    """Print one line on stderr about something that the program has worked around."""
+    print(f"note: {line}", file=sys.stderr)

@@ -87,8 +87,10 @@ class Registry:
                     problem = f"of the package {package!r} cannot be imported: {error}; fix or reinstall that package"
                     raise UserError(f"{self.kind} {name!r} {problem}") from error
                 return factory
-        known = f"{', '.join(self.names()) or 'none'} (other packages add to the entry-point group {self.group!r})"
-        raise UserError(f"unknown {self.kind} {name!r}; known: {known}")
+        known, group = ", ".join(self.names()) or "none", f"which has the entry-point group {self.group!r}"
+        raise UserError(
+            f"unknown {self.kind} {name!r}; known: {known}; pip install the package that brings it, {group}"
+        )
 
     def build(self, name: str, params: dict[str, Any], **context: Any) -> Any:
         """Call the factory ``name`` with the user's ``params`` and the trainer's ``context``.

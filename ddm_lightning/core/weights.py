@@ -117,12 +117,12 @@ def check_memory(tensors: Iterable[Tensor], source: str) -> None:
     Raises:
         UserError: the tensors do not fit.
     """
-    needed, free = sum(tensor.nbytes for tensor in tensors), _free_bytes()
+    needed, free = sum(tensor.nbytes for tensor in tensors), free_bytes()
     if needed > free:
         raise UserError(f"{source}: needs {amount(needed)} of memory, {amount(free)} is free; use a larger machine")
 
 
-def _free_bytes() -> float:
+def free_bytes() -> float:
     """Memory available to this process; infinite if unknown."""
     meminfo, limit = Path("/proc/meminfo"), Path("/sys/fs/cgroup/memory.max")  # of Linux; of a container
     found = re.search(r"MemAvailable: *(\d+) kB", meminfo.read_text()) if meminfo.exists() else None

@@ -8,15 +8,16 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ddm_lightning.config.experiment import SampleConfig
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import SOLVERS, STRATEGIES
-from ddm_lightning.ensemble.velocity import Ensemble
+from ddm_lightning.ensemble.failures import without_failed
+from ddm_lightning.ensemble.velocity import Ensemble, Route, both_branches
 from ddm_lightning.flow.condition import Condition
-from ddm_lightning.flow.path import Samples, Times, VelocityField, time_rows
+from ddm_lightning.flow.path import Samples, Times, VelocityField, guided, time_rows
 from ddm_lightning.flow.randomness import keyed_generator
 from ddm_lightning.flow.solvers import Solver
 from ddm_lightning.flow.timesteps import sampling_times
@@ -29,10 +30,11 @@ class Batch:
         ensemble: the experts, on the device that samples.
         condition: one per sample, or None for the null condition in all.
         keys: what each sample's noise belongs to.
+        times: decreasing times of the steps.
         x_shape: channels, height and width of a sample.
         seed: seed of all noise.
-        guidance_scale: classifier-free guidance inside each expert; 1 is none.
-        on_evaluation: called with the times [r] before an expert or the ensemble is evaluated.
+        settings: guidance and reuse of the router; None for no guidance.
+        on_evaluation: called with the times [r] before the experts are evaluated.
     """
 
     def __init__(
@@ -40,16 +42,32 @@ class Batch:
         ensemble: Ensemble,
         condition: Condition | None,
         keys: Sequence[tuple[int | str, ...]],
+        times: Float[Tensor, " num_times"],
         x_shape: tuple[int, int, int],
         seed: int,
-        guidance_scale: float = 1.0,
+        settings: SampleConfig | None = None,
         on_evaluation: Callable[[Tensor], object] = lambda _: None,
     ) -> None:
         self.ensemble = ensemble
         self.condition = None if condition is None else condition.to(ensemble.device)
-        self.guidance_scale = guidance_scale
+        self.settings = settings or SampleConfig()
+        self.num_branches = 2 if self._is_guided and self.settings.guidance == "mixture" else 1
+        """2 if the mixture is guided: rows with the condition, then as many without. Otherwise 1."""
         self._keys, self._x_shape, self._seed, self._on_evaluation = keys, x_shape, seed, on_evaluation
+        self._times = times.to(ensemble.device)
+        self._kept: tuple[Tensor, Tensor] | None = None
         self.x_1 = self._normal("x_1")
+
+    @property
+    def _is_guided(self) -> bool:
+        return self.condition is not None and self.settings.guidance_scale != 1
+
+    def guidance_scale(self, t: Times) -> float | Times:
+        """Scale of each row's guidance: 1 is none, as outside ``guidance_interval``."""
+        if not self._is_guided:
+            return 1.0
+        low, high = self.settings.guidance_interval
+        return torch.where((t >= low) & (t <= high), self.settings.guidance_scale, 1.0).to(t)
 
     def noise(self, step: int) -> Float[Tensor, "b c h w"]:
         """Standard normal numbers of one step."""
@@ -58,37 +76,84 @@ class Batch:
     def uniform(self, step: int) -> Float[Tensor, " b"]:
         """Uniform numbers in [0, 1) of one step."""
         drawn = [torch.rand((), generator=keyed_generator(self._seed, "expert", step, *own)) for own in self._keys]
-        return torch.stack(drawn).to(self.ensemble.device)
+        return torch.stack(drawn).to(self.ensemble.device, non_blocking=True)
 
-    def initial_weights(self, *, use_router: bool = True) -> Float[Tensor, "b K"]:
-        """Compute the router's p(k | x_1, t = 1, condition); the priors without a router."""
-        ensemble = self.ensemble
-        if use_router and ensemble.router is not None:
-            return ensemble.probabilities(self.x_1, time_rows(1.0, self.x_1), self.condition)
-        return ensemble.priors.to(self.x_1.device).expand(len(self.x_1), -1)
+    def branches(
+        self, x_t: Samples, t: Times
+    ) -> tuple[Float[Tensor, "r *shape"], Float[Tensor, " r"], Condition | None]:
+        """``x_t``, ``t`` and conditions of all ``num_branches``."""
+        if self.condition is None or self.num_branches == 1:
+            return x_t, t, self.condition
+        return both_branches(x_t, t, self.condition)
 
-    def field(self, **weighting: Any) -> VelocityField:
-        """The ensemble's velocity for these samples; ``weighting`` is ``route`` or ``weights`` of its method."""
+    def probabilities(self, x_t: Samples, t: Times) -> Float[Tensor, "r K"]:
+        """The router's p(k | x_t, t, condition) of all ``num_branches``, reused as ``settings`` say.
+
+        Raises:
+            UserError: several experts and no router.
+        """
+        settings, (x_t, t, condition) = self.settings, self.branches(x_t, t)
+        temperature = settings.router_temperature
+        if settings.router_every_n_steps == 1 and not settings.router_freeze_at:
+            return self.ensemble.probabilities(x_t, t, condition, temperature)
+        step = torch.searchsorted(-self._times.to(t), -t, right=True) - 1
+        if self._kept is None:
+            self._kept = self.ensemble.probabilities(x_t, t, condition, temperature), step
+            return self._kept[0]
+        found, asked = self._kept
+        due = (step >= asked + settings.router_every_n_steps) & (t >= settings.router_freeze_at)
+        rows = due.nonzero().squeeze(1)
+        if len(rows):
+            part = None if condition is None else condition.rows(rows)
+            new = self.ensemble.probabilities(x_t[rows], t[rows], part, temperature)
+            self._kept = found.index_copy(0, rows, new), torch.where(due, step, asked)
+        return self._kept[0]
+
+    def initial_weights(self, *, use_router: bool = True) -> Float[Tensor, "r K"]:
+        """Compute p(k | x_1, t = 1, condition) of all ``num_branches``; the priors without a router."""
+        if use_router and self.ensemble.router is not None:
+            return self.probabilities(self.x_1, time_rows(1.0, self.x_1))
+        return self.ensemble.priors.to(self.x_1.device).expand(self.num_branches * len(self.x_1), -1)
+
+    def field(self, *, route: Route | None = None, weights: Float[Tensor, "b K"] | None = None) -> VelocityField:
+        """The ensemble's guided velocity for these samples, with routed or given weights of the experts."""
 
         def velocity(x_t: Samples, t: Times) -> Samples:
             self._on_evaluation(t)
-            scale = self.guidance_scale
-            return self.ensemble.velocity(x_t, t, self.condition, guidance_scale=scale, **weighting)
+            own = [weights]
+            if route is not None:
+                own = [route(part) for part in self.probabilities(x_t, t).split(len(x_t))]
+            scale = self.guidance_scale(t)
+            return self.ensemble.velocity(
+                x_t, t, self.condition, weights=own[0], null_weights=own[-1], guidance_scale=scale
+            )
 
         return velocity
 
-    def expert_velocity(
-        self, k: int, x_t: Float[Tensor, "r *shape"], t: Float[Tensor, " r"], rows: Int[Tensor, " r"]
-    ) -> Float[Tensor, "r *shape"]:
-        """Expert ``k``'s velocity on the samples ``rows`` of the batch."""
+    def expert_velocities(self, x_t: Samples, t: Times, active: Bool[Tensor, "r K"]) -> Float[Tensor, "r K *shape"]:
+        """The active experts' velocities on all ``num_branches``; 0 for the others.
+
+        Guided if guidance happens inside each expert.
+
+        Args:
+            x_t: noisy samples, [b, …].
+            t: their times, [b].
+            active: experts of each row of each branch; r is b·``num_branches``.
+        """
         self._on_evaluation(t)
-        part = None if self.condition is None else self.condition.rows(rows)
-        return self.ensemble.expert_velocity(k, x_t, t, part, self.guidance_scale)
+        if self.condition is None or self.num_branches == 2 or not self._is_guided:
+            return self.ensemble.expert_velocities(*self.branches(x_t, t), active)
+        scale = self.guidance_scale(t)
+        assert isinstance(scale, Tensor)
+        active = torch.cat([active, active & (scale != 1)[:, None]])
+        both = self.ensemble.expert_velocities(*both_branches(x_t, t, self.condition), active)
+        conditional, unconditional = both.chunk(2)
+        return guided(conditional, unconditional, scale)
 
     def _normal(self, *key: str | int) -> Float[Tensor, "b c h w"]:
         # Generated on the CPU, so that every device produces the same images.
         drawn = [torch.randn(self._x_shape, generator=keyed_generator(self._seed, *key, *own)) for own in self._keys]
-        return torch.stack(drawn).to(self.ensemble.device)
+        return torch.stack(drawn).to(self.ensemble.device, non_blocking=True)
 
 
 class Strategy:
@@ -177,7 +242,8 @@ def choose(weights: Float[Tensor, "b K"], uniform: Float[Tensor, " b"]) -> Int[T
     cumulative = weights.cumsum(dim=1)
     # Scaled by the total, which rounding may leave below a uniform number close to 1.
     threshold = (uniform.to(cumulative) * cumulative[:, -1])[:, None]
-    return torch.searchsorted(cumulative, threshold, right=True).squeeze(1)
+    # A row of NaN, from a failed expert, is beyond the last one.
+    return torch.searchsorted(cumulative, threshold, right=True).squeeze(1).clamp_max(weights.shape[1] - 1)
 
 
 @torch.no_grad()
@@ -194,7 +260,7 @@ def sample(
     batch_size: int,
     solver: str = "euler",
     solver_params: Mapping[str, Any] | None = None,
-    guidance_scale: float = 1.0,
+    settings: SampleConfig | None = None,
     keys: Sequence[tuple[int | str, ...]] | None = None,
     progress: Callable[[float], object] | None = None,
 ) -> Float[Tensor, "num c h w"]:
@@ -217,7 +283,7 @@ def sample(
         batch_size: samples computed at once.
         solver: name of a solver, one of ``strategy.solvers``.
         solver_params: its keyword arguments.
-        guidance_scale: classifier-free guidance inside each expert; 1 is none.
+        settings: guidance, reuse of the router and ``stacked``; the other keys are arguments here. None is no guidance.
         keys: what each sample's noise belongs to, such as ``("red apple", 0)``; None numbers the samples.
         progress: called with the number of finished samples, fractional, after every evaluation and batch.
 
@@ -225,7 +291,8 @@ def sample(
         x_0, float32, on the CPU, in the value range that the experts model.
 
     Raises:
-        UserError: unknown strategy or solver, a pair that does not work together, or no router.
+        UserError: unknown strategy or solver, a pair that does not work together, no router, or ``stacked`` experts
+            of different architectures.
         ValueError: the number of rows of ``condition`` or ``keys`` is not ``num``.
     """
     built: Solver = SOLVERS.build(solver, dict(solver_params or {}))
@@ -240,6 +307,7 @@ def sample(
     keys = [(i,) for i in range(num)] if keys is None else keys
     if len(keys) != num:
         raise ValueError(f"{len(keys)} keys for {num} samples")
+    ensemble.stack(settings is not None and settings.stacked)
     times = sampling_times(num_steps, shift)
     batches: list[Tensor] = [torch.empty(0, *x_shape)]
     for first in range(0, num, batch_size):
@@ -250,10 +318,14 @@ def sample(
                 steps_done = int((times > t.max().cpu()).sum())
                 progress(indices.start + len(indices) * steps_done / num_steps)
 
-        part = None if condition is None else condition.rows(slice(indices.start, indices.stop))
-        own = keys[indices.start : indices.stop]
-        batch = Batch(ensemble, part, own, x_shape, seed, guidance_scale, on_evaluation=advance)
-        batches.append(strategy.generate(batch, times, built).cpu())
+        def generate(ensemble: Ensemble, rows: list[int], advance: Callable[[Tensor], object] = advance) -> Tensor:
+            part = None if condition is None else condition.rows(torch.tensor(rows))
+            own = [keys[row] for row in rows]
+            batch = Batch(ensemble, part, own, times, x_shape, seed, settings, on_evaluation=advance)
+            return strategy.generate(batch, times, built).cpu()
+
+        batches.append(without_failed(ensemble, generate, list(indices)))
         if progress is not None:
             progress(indices.stop)
+    ensemble.work.images += num
     return torch.cat(batches)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from ddm_lightning.core.errors import UserError
-from ddm_lightning.flow.condition import Condition
+from ddm_lightning.ensemble.cost import Cost, Work
+from ddm_lightning.ensemble.residency import ResidentExperts
+from ddm_lightning.ensemble.stacked import Stack
+from ddm_lightning.flow.condition import Condition, ConditionSpec
 from ddm_lightning.flow.path import PATHS, Samples, Times, expand_time, guided, to_velocity
 from ddm_lightning.networks.calibration import temperature_at
+from ddm_lightning.networks.flops import flops_per_sample
 
 Route: TypeAlias = Callable[[Float[Tensor, "b K"]], Float[Tensor, "b K"]]
 """Weights of the experts from the router's probabilities."""
@@ -39,7 +43,7 @@ class Ensemble:
 
     def __init__(
         self,
-        experts: Sequence[nn.Module],
+        experts: Sequence[nn.Module] | ResidentExperts,
         router: nn.Module | None,
         priors: Sequence[float],
         *,
@@ -49,14 +53,20 @@ class Ensemble:
     ) -> None:
         if not experts or len(experts) != len(priors):
             raise ValueError(f"{len(experts)} experts with {len(priors)} priors make no ensemble")
-        self.experts = [expert.eval() for expert in experts]
+        self.experts = experts if isinstance(experts, ResidentExperts) else [expert.eval() for expert in experts]
         self.router = None if router is None else router.eval()
         self.priors = torch.tensor(priors, dtype=torch.float64)
         self.router_conditional = router_conditional
         self.paths = paths or ["linear"] * len(experts)
         self.temperatures = temperatures
-        self.expert_rows = 0
-        """Rows evaluated by experts so far; guidance evaluates and counts a row twice."""
+        self.names = [f"expert-{k}" for k in range(len(experts))]
+        """Names of the experts for messages."""
+        self.failed: set[int] = set()
+        """Experts that returned NaN or an infinity so far; see ``failures``."""
+        self.work = Work([0] * len(experts))
+        """What was evaluated so far."""
+        self._stack: Stack | None = None
+        self._is_stacked = False
 
     @property
     def num_clusters(self) -> int:
@@ -66,12 +76,56 @@ class Ensemble:
     @property
     def device(self) -> torch.device:
         """Device of the experts; the CPU if they have no parameters."""
+        if isinstance(self.experts, ResidentExperts):
+            return self.experts.device
         first = next(self.experts[0].parameters(), None)
         return torch.device("cpu") if first is None else first.device
 
+    @property
+    def expert_rows(self) -> int:
+        """Rows evaluated by experts so far; guidance evaluates and counts a row twice."""
+        return sum(self.work.expert_rows)
+
+    def cost(self, x_shape: tuple[int, int, int], condition: ConditionSpec) -> Cost:
+        """Cost per image of the finished samples.
+
+        Args:
+            x_shape: channels, height and width of a sample.
+            condition: kind of the experts' condition.
+        """
+        work = self.work
+        members = [(expert, rows, condition) for expert, rows in zip(self.experts, work.expert_rows, strict=True)]
+        if self.router is not None:
+            spec = condition if self.router_conditional else ConditionSpec("none", 0)
+            members.append((self.router, work.router_rows, spec))
+        flops = sum(
+            rows * flops_per_sample(network, x_shape, spec, backward=False) for network, rows, spec in members if rows
+        )
+        return Cost(flops / max(1, work.images) / 1e9, work.active / max(1, work.rows))
+
+    def stack(self, wanted: bool = True) -> None:
+        """Evaluate the experts in one batch (``stacked``), or one after the other.
+
+        Raises:
+            UserError: their architectures differ, or not all of them are on the device.
+        """
+        if wanted and isinstance(self.experts, ResidentExperts):
+            raise UserError("sample.stacked = true: needs all experts on the device; remove sample.resident_experts")
+        if wanted and self._stack is None:
+            self._stack = Stack(self.experts, self.paths)
+        self._is_stacked = wanted
+
     @torch.no_grad()
-    def probabilities(self, x_t: Samples, t: Times, condition: Condition | None = None) -> Float[Tensor, "b K"]:
+    def probabilities(
+        self, x_t: Samples, t: Times, condition: Condition | None = None, temperature: float = 1.0
+    ) -> Float[Tensor, "b K"]:
         """Compute the router's p(cluster | x_t, t, condition); ones for a single model.
+
+        Args:
+            x_t: noisy samples.
+            t: their times.
+            condition: one per row, or None for the null condition in all.
+            temperature: divides the calibrated logits.
 
         Raises:
             UserError: several experts and no router.
@@ -81,31 +135,30 @@ class Ensemble:
         if self.router is None:
             raise UserError("no router in this ensemble; train one (fit member=router) or set sample.strategy=bayes")
         condition = condition if self.router_conditional else None
+        self.work.router_rows += len(x_t)
         logits: Tensor = self.router(x_t, t, condition)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         null, conditional = (temperature_at(t, one) if one else torch.ones_like(t) for one in self.temperatures)
-        temperature = null if condition is None else torch.where(condition.keep, conditional, null)
-        return (logits / temperature[:, None]).softmax(dim=1)
+        calibrated = null if condition is None else torch.where(condition.keep, conditional, null)
+        return (logits / (temperature * calibrated[:, None])).softmax(dim=1)
 
     @torch.no_grad()
-    def expert_velocity(
-        self, k: int, x_t: Samples, t: Times, condition: Condition | None = None, guidance_scale: float = 1.0
-    ) -> Samples:
-        """Compute expert ``k``'s velocity, guided inside the expert (Paris, 2510.03434).
+    def expert_velocity(self, k: int, x_t: Samples, t: Times, condition: Condition | None = None) -> Samples:
+        """Compute expert ``k``'s velocity; a ``condition`` of None is the null condition in all rows."""
+        self.work.expert_rows[k] += len(x_t)
+        expert, path = self.experts[k], self.paths[k]
+        x_tau, tau = PATHS[path].from_linear(x_t, t)
+        return to_velocity(expert(x_tau, tau, condition), x_tau, tau, str(expert.prediction), path)
 
-        Args:
-            k: the expert.
-            x_t: noisy samples.
-            t: their times.
-            condition: one per row, or None for the null condition, which guidance does not change.
-            guidance_scale: 1 is none; otherwise both branches are evaluated as one batch.
-        """
-        if condition is None or guidance_scale == 1:
-            return self._evaluate(k, x_t, t, condition)
-        both = Condition.cat([condition, condition.null()])
-        velocity = self._evaluate(k, torch.cat([x_t, x_t]), torch.cat([t, t]), both)
-        conditional, unconditional = velocity.chunk(2)
-        return guided(conditional, unconditional, guidance_scale)
+    @torch.no_grad()
+    def expert_velocities(
+        self, x_t: Samples, t: Times, condition: Condition | None, active: Bool[Tensor, "b K"]
+    ) -> Float[Tensor, "b K *shape"]:
+        """Compute the velocities of the ``active`` experts of each row; 0 for the others."""
+        velocities = x_t.new_zeros(len(x_t), self.num_clusters, *x_t.shape[1:])
+        for k, rows, of_expert in self._of_active(x_t, t, condition, active):
+            velocities[rows, k] = of_expert.to(velocities.dtype)
+        return velocities
 
     @torch.no_grad()
     def velocity(
@@ -116,35 +169,71 @@ class Ensemble:
         *,
         route: Route = lambda probabilities: probabilities,
         weights: Float[Tensor, "b K"] | None = None,
-        guidance_scale: float = 1.0,
+        null_weights: Float[Tensor, "b K"] | None = None,
+        guidance_scale: float | Times = 1.0,
     ) -> Samples:
         """Sum the experts' velocities, weighted by the router; by default the exact mixture.
+
+        Guidance takes ``u_0 + scale·(u_c - u_0)`` of the weighted sums with and without the condition. If both have the
+        same weights, that is guidance inside each expert (Paris, 2510.03434). With ``null_weights`` p(k | x_t, t), it
+        is guidance of the mixture, as a single model trained on all data has it.
 
         Args:
             x_t: noisy samples.
             t: their times.
-            condition: one per row, or None for the null condition in all.
+            condition: one per row, or None for the null condition in all, which guidance does not change.
             route: maps p(k | x_t, t) to weights, such as ``Strategy.weights``; weight 0 skips an expert on that row.
             weights: the experts' weights, instead of routed ones.
-            guidance_scale: see ``expert_velocity``.
+            null_weights: weights without the condition; None for the same.
+            guidance_scale: one number, or one per row; 1 is none. Both branches are evaluated as one batch.
 
         Raises:
             UserError: several experts and no router.
         """
         weights = route(self.probabilities(x_t, t, condition)) if weights is None else weights
+        if condition is None or (isinstance(guidance_scale, float) and guidance_scale == 1):
+            return self._sum(x_t, t, condition, weights)
+        scale = guidance_scale if isinstance(guidance_scale, Tensor) else torch.full_like(t, guidance_scale)
+        null_weights = (weights if null_weights is None else null_weights) * (scale != 1)[:, None]
+        both = torch.cat([weights, null_weights])
+        conditional, unconditional = self._sum(*both_branches(x_t, t, condition), both).chunk(2)
+        return guided(conditional, unconditional, scale)
+
+    def _sum(self, x_t: Samples, t: Times, condition: Condition | None, weights: Float[Tensor, "b K"]) -> Samples:
         velocity = torch.zeros_like(x_t)
-        for k in range(self.num_clusters):
-            rows = weights[:, k].nonzero().squeeze(1)
-            if not len(rows):
-                continue
-            part = None if condition is None else condition.rows(rows)
-            of_expert = self.expert_velocity(k, x_t[rows], t[rows], part, guidance_scale)
+        for k, rows, of_expert in self._of_active(x_t, t, condition, weights != 0):
             share = expand_time(weights[rows, k], of_expert)
             velocity.index_add_(0, rows, (share * of_expert).to(velocity.dtype))
         return velocity
 
-    def _evaluate(self, k: int, x_t: Samples, t: Times, condition: Condition | None) -> Samples:
-        self.expert_rows += len(x_t)
-        expert, path = self.experts[k], self.paths[k]
-        x_tau, tau = PATHS[path].from_linear(x_t, t)
-        return to_velocity(expert(x_tau, tau, condition), x_tau, tau, str(expert.prediction), path)
+    def _of_active(
+        self, x_t: Samples, t: Times, condition: Condition | None, active: Bool[Tensor, "b K"]
+    ) -> Iterator[tuple[int, Int[Tensor, " r"], Float[Tensor, "r *shape"]]]:
+        """Each expert with rows, its rows and its velocity there."""
+        groups, num_rows = rows_by_expert(active)
+        self.work.rows += num_rows
+        self.work.active += sum(map(len, groups))
+        if self._is_stacked and self._stack is not None and num_rows:
+            velocities = self._stack.velocities(groups, x_t, t, condition)
+            for k, rows in enumerate(groups):
+                self.work.expert_rows[k] += velocities.shape[1]  # those that fill up the batch, too
+                yield k, rows, velocities[k, : len(rows)]
+            return
+        for k, rows in enumerate(groups):
+            if len(rows):
+                part = None if condition is None else condition.rows(rows)
+                yield k, rows, self.expert_velocity(k, x_t[rows], t[rows], part)
+
+
+def both_branches(
+    x_t: Samples, t: Times, condition: Condition
+) -> tuple[Float[Tensor, "r *shape"], Float[Tensor, " r"], Condition]:
+    """Rows with the condition, then as many with the null condition."""
+    return torch.cat([x_t, x_t]), torch.cat([t, t]), Condition.cat([condition, condition.null()])
+
+
+def rows_by_expert(active: Bool[Tensor, "b K"]) -> tuple[list[Int[Tensor, " _"]], int]:
+    """The rows of each expert, ascending, and the number of rows with any; waits for the device once."""
+    *counts, num_rows = torch.cat([active.sum(0), active.any(1).sum()[None]]).tolist()
+    order = active.T.flatten().argsort(descending=True, stable=True)[: sum(counts)]
+    return list((order % len(active)).split(counts)), num_rows

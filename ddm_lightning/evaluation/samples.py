@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,17 +14,15 @@ from rich.console import Console
 from rich.progress import Progress
 
 from ddm_lightning.config.experiment import Experiment
-from ddm_lightning.config.validate import check_experiment
 from ddm_lightning.core.devices import check_devices, device_of
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.formatting import member_columns
 from ddm_lightning.core.grids import labelled_grid, save_png
 from ddm_lightning.core.registry import CAPTION_ENCODERS, IMAGE_ENCODERS
+from ddm_lightning.ensemble.cost import Cost
 from ddm_lightning.ensemble.load import LoadedEnsemble, load_ensemble
-from ddm_lightning.ensemble.routing import strategy_of, with_suited_solver
 from ddm_lightning.flow.condition import Condition
 from ddm_lightning.members.member import condition_spec
-from ddm_lightning.members.run_folder import RunFolder, load_run
 from ddm_lightning.shards.manifest import Manifest, manifest_path
 
 # Height in pixels to which small images are scaled up.
@@ -53,7 +49,7 @@ def prompt_condition(prompts: Sequence[str], experiment: Experiment) -> Conditio
     return Condition.of(torch.from_numpy(encode(list(prompts))))
 
 
-def _class_number(given: str, experiment: Experiment, manifest: Manifest) -> int:
+def _class_number(given: str, experiment: Experiment, names: Sequence[str], num_classes: int) -> int:
     """Look up a class by name or, failing that, by number.
 
     Raises:
@@ -61,30 +57,33 @@ def _class_number(given: str, experiment: Experiment, manifest: Manifest) -> int
     """
     if experiment.condition.kind != "class":
         raise UserError(f"--class: {experiment.name} is conditioned on {experiment.condition.kind!r}, not on a class")
-    names = manifest.class_names or []
     if given in names:
         return names.index(given)
-    if given.isdecimal() and int(given) < manifest.num_classes:
+    if given.isdecimal() and int(given) < num_classes:
         return int(given)
     some = f", or a name such as {', '.join(names[:5])}" if names else ""
-    raise UserError(f"--class {given!r}: no such class; give a number from 0 to {manifest.num_classes - 1}{some}")
+    raise UserError(f"--class {given!r}: no such class; give a number from 0 to {num_classes - 1}{some}")
 
 
 def row_conditions(
-    prompts: Sequence[str], classes: Sequence[str], experiment: Experiment, manifest: Manifest
+    prompts: Sequence[str],
+    classes: Sequence[str],
+    experiment: Experiment,
+    class_names: Sequence[str] | None,
+    num_classes: int,
 ) -> list[tuple[str, str, Condition | None]]:
     """Label, noise key and condition of each row: prompts, classes, or one unconditional row.
 
     Raises:
         UserError: as ``prompt_condition``, or a class does not exist.
     """
-    numbers = [_class_number(given, experiment, manifest) for given in classes]
+    numbers = [_class_number(given, experiment, class_names or (), num_classes) for given in classes]
     if prompts:
         condition = prompt_condition(prompts, experiment)
         return [(prompt, prompt, condition.rows(torch.tensor([i]))) for i, prompt in enumerate(prompts)]
     if experiment.condition.kind == "class":
-        names = manifest.class_names or [f"class {c}" for c in range(manifest.num_classes)]
-        shown = numbers or range(min(manifest.num_classes, MAX_ROWS))
+        names = class_names or [f"class {c}" for c in range(num_classes)]
+        shown = numbers or range(min(num_classes, MAX_ROWS))
         return [(names[c], f"class {c}", Condition.of(torch.tensor([c]))) for c in shown]
     return [("no condition", "no condition", None)]
 
@@ -184,14 +183,15 @@ def check_out(out: str) -> Path:
 
 
 def load_of_run(
-    run_dir: Path, experiment: Experiment, manifest: Manifest, device: torch.device | str
+    run_dir: Path, experiment: Experiment, manifest: Manifest, device: torch.device | str, *, partial: bool = False
 ) -> LoadedEnsemble:
-    """Load the ensemble of a run.
+    """Load the ensemble of a run; ``partial`` as in ``load_ensemble``.
 
     Raises:
         UserError: no ensemble, or an artifact that is damaged or of other data.
     """
-    loaded = load_ensemble(run_dir, device)
+    resident = experiment.sample.resident_experts
+    loaded = load_ensemble(run_dir, device, partial=partial, resident_experts=resident)
     found = (loaded.meta.x_shape, loaded.meta.condition)
     if found != (manifest.x_shape, condition_spec(experiment, manifest).to_dict()):
         problem = f"the experts were trained on other data ({found[0]}, {found[1]})"
@@ -208,10 +208,10 @@ def draw_run(
     classes: Sequence[str] = (),
     singles: Path | None = None,
     show_progress: bool = False,
-) -> None:
+) -> Cost:
     """Write the grid of a run's ensemble to the PNG ``path``, one row per prompt or class; see ``sample_grid``.
 
-    Samples on the device of ``island.accelerator``.
+    Samples on the device of ``island.accelerator``, and returns what that cost.
 
     Raises:
         UserError: no ensemble, an artifact that is damaged or of other data, an empty prompt, no such class or device.
@@ -219,73 +219,9 @@ def draw_run(
     accelerator = experiment.island.accelerator
     check_devices(accelerator, 1)
     manifest = Manifest.read(run_dir)
-    rows = row_conditions(prompts, classes, experiment, manifest) if prompts or classes else None
-    loaded = load_of_run(run_dir, experiment, manifest, device_of(accelerator))
-    rows = rows or row_conditions((), (), experiment, manifest)
+    of_data = experiment, manifest.class_names, manifest.num_classes
+    rows = row_conditions(prompts, classes, *of_data) if prompts or classes else None
+    loaded = load_of_run(run_dir, experiment, manifest, device_of(accelerator), partial=True)
+    rows = rows or row_conditions((), (), *of_data)
     save_png(path, sample_grid(loaded, experiment, rows, manifest.attribution, singles, show_progress))
-
-
-class DecentralizedEnsemble:
-    """Experts, router, caption encoder and image decoder of a finished run.
-
-    Args:
-        run_folder: folder with ``experiment.yaml``, ``ensemble.json``, ``prepared/manifest.json`` and the artifacts.
-        device: where to sample, such as ``"cuda"``; None follows ``island.accelerator``.
-
-    Raises:
-        UserError: a file is missing, damaged or of other data.
-    """
-
-    def __init__(self, run_folder: str | Path, device: str | None = None) -> None:
-        root = Path(run_folder)
-        self.experiment = load_run(RunFolder(root).experiment)
-        self.manifest = Manifest.read(root)
-        accelerator = self.experiment.island.accelerator
-        if device is None:
-            check_devices(accelerator, 1)
-        self.loaded = load_of_run(root, self.experiment, self.manifest, device or device_of(accelerator))
-
-    def sample(
-        self,
-        prompts: Sequence[str] = (),
-        *,
-        classes: Sequence[str | int] = (),
-        strategy: str | None = None,
-        num: int | None = None,
-        seed: int | None = None,
-        **settings: Any,
-    ) -> list[Image.Image]:
-        """Generate the images that the command ``sample`` writes with the same options.
-
-        Args:
-            prompts: texts; without prompts and classes, the experiment's.
-            classes: names or numbers, for an experiment conditioned on classes.
-            strategy: routing strategy; None is the experiment's.
-            num: images per prompt or class; None is the experiment's.
-            seed: seed of the noise; None is the experiment's.
-            settings: other keys of the experiment's ``sample`` section, such as ``num_steps=20``.
-
-        Returns:
-            ``num`` images of the first prompt, then of the second, and so on.
-
-        Raises:
-            UserError: an empty prompt, an unknown class or strategy, or a value out of range.
-        """
-        prompts = [prompts] if isinstance(prompts, str) else list(prompts)
-        chosen = self.experiment.sample
-        if strategy not in (None, chosen.strategy):
-            chosen = replace(chosen, strategy=strategy, strategy_params={})
-        if num is not None:
-            settings["num_per_prompt"] = num
-        if settings.get("solver", chosen.solver) != chosen.solver:
-            settings.setdefault("solver_params", {})
-        chosen = replace(chosen, **settings)
-        experiment = replace(self.experiment, sample=chosen, seed=self.experiment.seed if seed is None else seed)
-        check_experiment(experiment, "sample")
-        if "solver" not in settings:
-            experiment.sample = chosen = with_suited_solver(chosen)
-        strategy_of(chosen).check_num_clusters(self.loaded.ensemble.num_clusters)
-        shown = prompts or ([] if classes else chosen.prompts)
-        rows = row_conditions(shown, [str(name) for name in classes], experiment, self.manifest)
-        images = sample_images(self.loaded, experiment, rows, chosen.num_per_prompt)
-        return [Image.fromarray(image) for _, _, image in images]
+    return loaded.cost

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from jaxtyping import Float
@@ -259,13 +259,15 @@ def min_snr_weights(t: Times, gamma: float, kind: str, path: str = "linear") -> 
     raise _unknown(kind)
 
 
-def guided(conditional: Samples, unconditional: Samples, scale: float) -> Samples:
+def guided(conditional: Samples, unconditional: Samples, scale: float | Times) -> Samples:
     """Classifier-free guidance (Ho and Salimans, 2207.12598): ``unconditional + scale·(conditional - unconditional)``.
 
-    ``scale`` 0 returns exactly ``unconditional`` and 1 exactly ``conditional``; the paper's w is ``scale - 1``.
+    ``scale``, one number or one per row: 0 returns exactly ``unconditional`` and 1 exactly ``conditional``; the paper's
+    w is ``scale - 1``.
     Velocity, noise and x_0 at one ``(x_t, t)`` are affine in each other, so guiding any of them gives the same result.
     """
-    return torch.lerp(unconditional, conditional, scale)
+    weight: Any = expand_time(scale, conditional).to(conditional) if isinstance(scale, Tensor) else scale
+    return torch.lerp(unconditional, conditional, weight)
 
 
 def _in_linear_units(t: Times, path: str) -> tuple[Times, Times]:

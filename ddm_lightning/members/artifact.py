@@ -6,7 +6,6 @@ checked, and networks are found by name among those installed here.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 from contextlib import suppress
@@ -25,7 +24,16 @@ from ddm_lightning.core.files import atomic_folder, atomic_write_json
 from ddm_lightning.core.weights import check_memory, load_weights, read_header, save_weights
 from ddm_lightning.flow.condition import ConditionSpec
 from ddm_lightning.flow.path import PATHS, PREDICTIONS
-from ddm_lightning.members.member import MONOLITH, ROUTER, STUDENT, Member, make_network, train_config
+from ddm_lightning.members.member import (
+    MONOLITH,
+    ROUTER,
+    STUDENT,
+    Member,
+    declared_path,
+    make_network,
+    portable_params,
+    train_config,
+)
 from ddm_lightning.members.run_folder import MEMBER_FILE, RunFolder, field_checks, read_record
 from ddm_lightning.members.status import CONDITIONAL, HELD_OUT_STEP, TEMPERATURE, MemberStatus
 from ddm_lightning.shards.manifest import Manifest
@@ -159,17 +167,18 @@ def read_artifact(folder: Path) -> tuple[ArtifactMeta, dict[str, Tensor]]:
     return meta, load_weights(folder / WEIGHTS_FILE, meta.model_sha256, REMEDY)
 
 
-def load_network(folder: Path) -> tuple[ArtifactMeta, nn.Module]:
+def load_network(folder: Path, *, mapped: bool = False) -> tuple[ArtifactMeta, nn.Module]:
     """Read an artifact's description and build its network, in evaluation mode on the CPU.
 
-    The network is compared with the header of the weights before they are read.
+    The network is compared with the header of the weights before they are read. If ``mapped``, its weights are the
+    file's pages, which take no memory that the system could not free.
 
     Raises:
         UserError: as ``read_artifact`` and ``build_network``.
     """
     meta, path = read_meta(folder), folder / WEIGHTS_FILE
     network = _fitting_network(meta, read_header(path, REMEDY), str(folder / MEMBER_FILE))
-    network.load_state_dict(load_weights(path, meta.model_sha256, REMEDY))
+    network.load_state_dict(load_weights(path, meta.model_sha256, REMEDY), assign=mapped)
     return meta, network.eval()
 
 
@@ -198,13 +207,12 @@ def _fitting_network(meta: ArtifactMeta, weights: Mapping[str, Tensor], source: 
     """Build the network of ``meta``, untrained, and check that ``weights`` fit its names, shapes and types."""
     remedy = f"install the release of {meta.network!r} that trained the weights"
     check_memory(weights.values(), source)
-    if math.prod(meta.x_shape) > 1 << 16:  # positional embeddings may take more memory than weights
-        planned: list[Tensor] = []
-        with suppress(UserError, RuntimeError, ArithmeticError), torch.device("meta"):  # some plug-ins need numbers
-            network = _build_bounded(meta, weights)
-            # Positional embeddings are computed from parts, in float64.
-            planned = [*network.parameters(), *5 * list(network.buffers())]
-        check_memory(planned, source)
+    planned: list[Tensor] = []
+    with suppress(UserError, RuntimeError, ArithmeticError), torch.device("meta"):  # some plug-ins need numbers
+        network = _build_bounded(meta, weights)
+        # Positional embeddings may take more memory than weights, and are computed from parts, in float64.
+        planned = [*network.parameters(), *5 * list(network.buffers())]
+    check_memory(planned, source)
     try:
         network = _build_bounded(meta, weights)
     except (UserError, RuntimeError, ArithmeticError) as error:  # torch raises the others for sizes such as 0
@@ -222,6 +230,8 @@ def _fitting_network(meta: ArtifactMeta, weights: Mapping[str, Tensor], source: 
     declared = getattr(network, "prediction", None)
     if declared != meta.prediction:
         raise UserError(f"{source}: the weights predict {meta.prediction!r}, the code {declared!r}; {remedy}")
+    if (path := declared_path(network)) not in (None, meta.path):
+        raise UserError(f"{source}: key 'path' is {meta.path!r}, but the code's is {path!r}; {remedy}")
     return network
 
 
@@ -237,6 +247,8 @@ def _build_bounded(meta: ArtifactMeta, weights: Mapping[str, Tensor]) -> nn.Modu
     hook = register_module_parameter_registration_hook(count)
     try:
         plugin, condition = PluginConfig(meta.network, meta.params), ConditionSpec.from_dict(meta.condition)
+        if portable_params(meta.role, plugin) != plugin.params:
+            raise UserError("its params name a file outside the artifact")
         return make_network(meta.role, plugin, meta.x_shape, condition, meta.num_clusters)
     finally:
         hook.remove()
@@ -262,7 +274,7 @@ def described(member: Member, manifest: Manifest) -> dict[str, Any]:
         "member": member.name,
         "role": member.role,
         "network": member.network.name,
-        "params": member.network.params,
+        "params": portable_params(member.role, member.network),
         "x_shape": member.x_shape,
         "condition": member.condition.to_dict(),
         "num_clusters": member.num_clusters,

@@ -1,14 +1,15 @@
-"""``ensemble.json``: a run's artifacts assembled into one ensemble. Its paths may not leave its folder."""
+"""``ensemble.json``: artifacts assembled into one ensemble. Its paths may not leave its folder."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Annotated, Any
 
-from ddm_lightning.config.experiment import Experiment
+from ddm_lightning.config.experiment import Experiment, SampleConfig
 from ddm_lightning.core import checks
-from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.errors import UserError, note
 from ddm_lightning.core.files import atomic_write_json, inside, sha256_file
 from ddm_lightning.core.weights import check_recorded
 from ddm_lightning.members.artifact import (
@@ -22,18 +23,45 @@ from ddm_lightning.members.artifact import (
     read_meta,
 )
 from ddm_lightning.members.member import ROUTER, Member, ensemble_members, expert_name
-from ddm_lightning.members.run_folder import ENSEMBLE_FILE, MEMBER_FILE, RunFolder, read_record
+from ddm_lightning.members.run_folder import ENSEMBLE_FILE, MEMBER_FILE, RunFolder, field_checks, read_record
 from ddm_lightning.shards.manifest import Manifest
 
-_SHARED_BY_ALL = ("partition_sha256", "num_clusters", "x_shape", "image_encoder", "normalisation")
+# Unless experts were added.
+_SHARED_BY_PARTITION = ("partition_sha256", "num_clusters")
+_SHARED_BY_ALL = ("x_shape", "image_encoder", "normalisation")
 # The router has its own timesteps and may be unconditional.
 _SHARED_BY_EXPERTS = ("condition", "caption_encoder", "timestep_shift")
+_TEXT: checks.Check = (lambda value: isinstance(value, str), "a text")
+
+
+@dataclass(frozen=True, kw_only=True)
+class About:
+    """What sampling needs besides artifacts; each field's annotation checks its JSON value."""
+
+    name: Annotated[str, checks.TEXT]
+    """Name of the experiment."""
+    credit: Annotated[str, _TEXT]
+    """Credit required by the licence of the data; empty for none."""
+    licence: Annotated[str, _TEXT] = ""
+    """Licence of the weights; empty if not stated."""
+    class_names: Annotated[list[str] | None, checks.optional(checks.list_of(checks.TEXT))]
+    """Name of each class, if the data has some."""
+    num_images: Annotated[int, checks.integer(1)]
+    """Images of all clusters."""
+    seed: Annotated[int, checks.integer(0)]
+    """Default seed of the noise."""
+    sample: Annotated[dict[str, Any], checks.OBJECT]
+    """Default settings of sampling: the experiment's section ``sample``."""
+
+
 _CHECKS: dict[str, checks.Check] = {
     "format_version": VERSION,
     "num_clusters": checks.integer(1),
     "priors": checks.SHARES,
     "partition_sha256": checks.SHA256,
     "members": checks.LIST,
+    "changed": (lambda value: isinstance(value, bool), "true or false"),
+    "about": checks.optional(checks.OBJECT),
 }
 _ENTRY_CHECKS: dict[str, checks.Check] = {"member": MEMBER, "path": checks.TEXT, "member_json_sha256": checks.SHA256}
 
@@ -43,13 +71,24 @@ class EnsembleManifest:
     """A checked ``ensemble.json``."""
 
     priors: tuple[float, ...]
-    """Share of the data in each cluster, [K], summing to 1."""
+    """Share of the data in each expert's cluster, [K], summing to 1."""
     partition_sha256: str
-    """SHA-256 of the partition that all members share."""
+    """SHA-256 of the partition that all members share; the first expert's if experts were added."""
     folders: dict[str, Path]
     """Artifact folder of each member: all experts in order, then the router if there is one."""
     metas: dict[str, ArtifactMeta]
     """``member.json`` of each member, in the same order."""
+    changed: bool = False
+    """Whether experts were added, removed or replaced. Without a router they may then be of any partition."""
+    about: About | None = None
+    """Part of a saved ensemble; a run folder holds its experiment instead."""
+    lost: Mapping[str, float] = field(default_factory=dict)
+    """Listed members without an artifact, and their priors (a router's is 0); ``priors`` leaves them out."""
+
+    @property
+    def experts(self) -> list[str]:
+        """Names of the experts, in the order of ``priors``."""
+        return [name for name in self.folders if name != ROUTER]
 
 
 def write_ensemble(run_dir: Path, folders: Sequence[Path], priors: Sequence[float]) -> None:
@@ -68,8 +107,14 @@ def write_ensemble(run_dir: Path, folders: Sequence[Path], priors: Sequence[floa
     outside = [folder for folder in folders if not folder.resolve().is_relative_to(root)]
     if outside:
         raise UserError(f"{outside[0]}: lies outside {run_dir}; copy the artifact folder into it")
-    path = run_dir / ENSEMBLE_FILE
-    manifest = _checked(path, ((folder, read_meta(folder)) for folder in folders), priors)
+    metas = ((folder, read_meta(folder)) for folder in folders)
+    members = ((meta.member, folder, meta) for folder, meta in metas)
+    write_manifest(run_dir, _checked(run_dir / ENSEMBLE_FILE, members, priors))
+
+
+def write_manifest(root: Path, manifest: EnsembleManifest) -> None:
+    """Write ``root/ensemble.json``, unchecked; the artifacts must be inside ``root``."""
+    root = root.resolve()
     document = {
         "format_version": FORMAT_VERSION,
         "num_clusters": len(manifest.priors),
@@ -83,68 +128,118 @@ def write_ensemble(run_dir: Path, folders: Sequence[Path], priors: Sequence[floa
             }
             for member, folder in manifest.folders.items()
         ],
+        **({"changed": True} if manifest.changed else {}),
+        **({"about": asdict(manifest.about)} if manifest.about else {}),
     }
-    atomic_write_json(path, document)
+    atomic_write_json(root / ENSEMBLE_FILE, document)
 
 
-def read_ensemble(path: Path) -> EnsembleManifest:
+def read_ensemble(path: Path, *, partial: bool = False) -> EnsembleManifest:
     """Read and check an ``ensemble.json`` and the ``member.json`` of each of its artifacts.
+
+    Args:
+        path: the file.
+        partial: whether to leave out members whose artifacts are missing, with a note on stderr.
 
     Raises:
         UserError: it is missing or not JSON, has a bad key, or a path that leaves its folder; a ``member.json`` is bad
             or has another hash; an expert is missing; or members do not belong together.
     """
     remedy = "fit the missing members, which writes it, or fetch it again"
-    document = read_record(path, _CHECKS, "the ensemble's manifest", remedy)
+    defaults = {"changed": False, "about": None}  # not in run folders
+    document = read_record(path, _CHECKS, "the ensemble's manifest", remedy, defaults)
+    about, lost = document["about"], list[str]()
+    if about is not None:
+        if problem := checks.problem_with(about, field_checks(About)):
+            raise UserError(f"{path}: in about: {problem}; {remedy}")
+        checks.check(about["sample"], SampleConfig, "about.sample", str(path), references=False)
+    for entry in document["members"]:
+        if problem := checks.problem_with(entry, _ENTRY_CHECKS):
+            raise UserError(f"{path}: in members: {problem}; {remedy}")
+    experts = [entry["member"] for entry in document["members"] if entry["member"] != ROUTER]
 
-    def members() -> Iterator[tuple[Path, ArtifactMeta]]:
+    def members() -> Iterator[tuple[str, Path, ArtifactMeta]]:
         for entry in document["members"]:
-            if problem := checks.problem_with(entry, _ENTRY_CHECKS):
-                raise UserError(f"{path}: in members: {problem}; {remedy}")
             folder = inside(path.parent, entry["path"], path)
+            if partial and not (folder / MEMBER_FILE).exists():
+                lost.append(entry["member"])
+                continue
             meta = read_meta(folder)
-            if sha256_file(folder / MEMBER_FILE) != entry["member_json_sha256"] or meta.member != entry["member"]:
+            if sha256_file(folder / MEMBER_FILE) != entry["member_json_sha256"]:
                 raise UserError(f"{folder / MEMBER_FILE}: is not the {entry['member']} that {path} lists; {REMEDY}")
-            yield folder, meta
+            yield entry["member"], folder, meta
 
-    manifest = _checked(path, members(), document["priors"])
-    if manifest.partition_sha256 != document["partition_sha256"] or len(manifest.priors) != document["num_clusters"]:
+    order = experts if document["changed"] else None
+    manifest = _checked(path, members(), document["priors"], order, lost)  # which fills ``lost`` as it reads
+    is_other = not document["changed"] and manifest.partition_sha256 != document["partition_sha256"]
+    if is_other or len(document["priors"]) != document["num_clusters"]:
         raise UserError(f"{path}: key 'partition_sha256' or 'num_clusters' differs from its members'; {remedy}")
-    return manifest
+    if lost:
+        rest = f"the samples are those of {', '.join(manifest.folders)}, with renormalised weights"
+        note(f"{path}: the artifact of {', '.join(lost)} is missing; {rest}")
+    return replace(manifest, about=None if about is None else About(**about))
 
 
-def _checked(path: Path, members: Iterable[tuple[Path, ArtifactMeta]], priors: Sequence[float]) -> EnsembleManifest:
-    """Check that ``members`` are one ensemble. Error lines name the manifest ``path``."""
-    found: dict[str, tuple[Path, ArtifactMeta]] = {}
-    for folder, meta in members:
-        if meta.member in found:
-            raise UserError(f"{path}: {meta.member} is listed twice; remove one of the two")
-        found[meta.member] = (folder, meta)
-    order = [expert_name(k) for k in range(len(priors))]
-    for member in order:
-        if member not in found:
-            raise UserError(f"{path}: {member} is missing; fit it (member={member}) or fetch its artifact folder")
+def _checked(
+    path: Path,
+    members: Iterable[tuple[str, Path, ArtifactMeta]],
+    priors: Sequence[float],
+    order: list[str] | None = None,
+    lost: Collection[str] = (),
+) -> EnsembleManifest:
+    """Check that ``members``, by their names in the ensemble, belong together. Error lines name the manifest ``path``.
+
+    Args:
+        path: the manifest.
+        members: name, artifact folder and description of each.
+        priors: of all experts, lost ones included.
+        order: names of the experts of a changed ensemble; None for those of one partition.
+        lost: names that may be missing.
+    """
+    changed, found = order is not None, dict[str, tuple[Path, ArtifactMeta]]()
+    for name, folder, meta in members:
+        if name in found:
+            raise UserError(f"{path}: {name} is listed twice; remove one of the two")
+        found[name] = (folder, meta)
+    order = [expert_name(k) for k in range(len(priors))] if order is None else order
+    for name in order:
+        if name not in found and name not in lost:
+            raise UserError(f"{path}: {name} is missing; fit it (member={name}) or fetch its artifact folder")
     if extra := sorted(found.keys() - {*order, ROUTER}):
         raise UserError(f"{path}: {extra[0]} has no prior among the {len(priors)} given; remove it")
+    if len(order) != len(priors):
+        raise UserError(f"{path}: {len(priors)} priors for {len(order)} experts; fetch it again")
+    all_shares = dict(zip(order, priors, strict=True))
+    order = [name for name in order if name in found]
+    shares = [all_shares[name] for name in order]
+    if not order:
+        raise UserError(f"{path}: every expert is missing; fetch their artifact folders")
     if ROUTER in found:
         order.append(ROUTER)
     first_folder, first = found[order[0]]
-    for folder, meta in (found[member] for member in order):
-        for key in _SHARED_BY_ALL if meta.role == ROUTER else (*_SHARED_BY_ALL, *_SHARED_BY_EXPERTS):
+    of_one_partition = not changed or ROUTER in found
+    for name in order:
+        folder, meta = found[name]
+        if meta.role != name.partition("-")[0] or (of_one_partition and meta.member != name):
+            raise UserError(f"{folder / MEMBER_FILE}: is not the {name} that {path} lists; {REMEDY}")
+        shared = _SHARED_BY_ALL if name == ROUTER else (*_SHARED_BY_ALL, *_SHARED_BY_EXPERTS)
+        for key in (*_SHARED_BY_PARTITION, *shared) if of_one_partition else shared:
             if getattr(meta, key) != getattr(first, key):
                 raise UserError(
                     f"{folder / MEMBER_FILE}: was trained on another {key} than "
                     f"{first_folder / MEMBER_FILE}; take members of one run, or fit one of the two again"
                 )
-    if first.num_clusters != len(priors):
+    if not changed and first.num_clusters != len(priors):
         raise UserError(
             f"{path}: {len(priors)} priors, but the members know {first.num_clusters} clusters; fetch it again"
         )
     return EnsembleManifest(
-        priors=tuple(float(prior) for prior in priors),
+        priors=tuple(float(share) if len(shares) == len(priors) else share / sum(shares) for share in shares),
         partition_sha256=first.partition_sha256,
         folders={member: found[member][0] for member in order},
         metas={member: found[member][1] for member in order},
+        changed=changed,
+        lost={name: float(all_shares.get(name, 0)) for name in lost},
     )
 
 

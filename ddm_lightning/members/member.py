@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,6 +14,7 @@ from ddm_lightning.config.merge import expert_section
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import EXPERTS, ROUTERS
 from ddm_lightning.flow.condition import ConditionSpec
+from ddm_lightning.flow.path import PATHS
 from ddm_lightning.flow.randomness import keyed_generator
 from ddm_lightning.shards.manifest import DataSizes, Manifest
 
@@ -154,11 +156,15 @@ class Member:
         All experts, the monolith and the student start from the same weights.
 
         Raises:
-            UserError: the network is unknown or refuses its parameters.
+            UserError: the network is unknown, refuses its parameters or declares another path.
         """
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(keyed_generator(self.seed, "initial weights", self.section).initial_seed())
-            return make_network(self.role, self.network, self.x_shape, self.condition, self.num_clusters)
+            network = make_network(self.role, self.network, self.x_shape, self.condition, self.num_clusters)
+        if (path := declared_path(network)) not in (None, self.path):
+            problem = f"{self.network.name!r} works on the path {path!r}, not {self.path!r}"
+            raise UserError(f"expert {problem}; set expert.path={path}")
+        return network
 
     def plan_network(self) -> nn.Module:
         """Build the network on the meta device, without memory for weights; on the CPU for plug-ins that fail there.
@@ -190,6 +196,23 @@ def make_network(
     if role == ROUTER:
         return ROUTERS.build(network.name, network.params, **context, num_clusters=num_clusters)
     return EXPERTS.build(network.name, network.params, **context)
+
+
+def declared_path(network: nn.Module) -> str | None:
+    """The only path that ``network`` works on, if it declares one."""
+    path = getattr(network, "path", None)
+    return path if isinstance(path, str) and path in PATHS else None
+
+
+def portable_params(role: str, network: PluginConfig) -> dict[str, Any]:
+    """Params for an artifact, in which a network may replace those that name files of this machine.
+
+    Raises:
+        UserError: the network is unknown, or such a file is missing or damaged.
+    """
+    factory = (ROUTERS if role == ROUTER else EXPERTS).get(network.name)
+    portable: Callable[[dict[str, Any]], dict[str, Any]] = getattr(factory, "portable", dict)
+    return portable(network.params)
 
 
 def condition_spec(experiment: Experiment, sizes: Manifest | DataSizes) -> ConditionSpec:

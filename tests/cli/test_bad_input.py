@@ -57,7 +57,10 @@ BAD_SETTINGS: dict[str, tuple[str, list[str]]] = {
         "prepare.source.params.num_samples=6",
         ["num_fine_centroids", "6 samples"],
     ),
-    "unknown expert": ("expert.network.name=resnet", ["'expert.network'", "unknown expert 'resnet'", "known: ", "dit"]),
+    "unknown expert": (
+        "expert.network.name=resnet",
+        ["'expert.network'", "unknown expert 'resnet'", "known: ", "dit", "pip install"],
+    ),
     "unknown router": ("router.network.name=mlp", ["'router.network'", "unknown router 'mlp'", "router-dit"]),
     "unknown source": ("prepare.source.name=coco", ["'prepare.source'", "unknown source 'coco'", "blobs"]),
     "value it turns down": ("expert.network.params.num_heads=5", ["'expert.network'", "num_heads", "32"]),

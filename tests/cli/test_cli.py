@@ -27,7 +27,8 @@ from ddm_lightning.members.member import parse_members
 
 HELP = Path(__file__).with_name("help.txt")
 FEW = "sample.num_steps=4"
-COMMANDS = ("prepare", "fit", "sample", "evaluate", "diagnose", "replay", "ema", "status", "config")
+COMMANDS = ("prepare", "fit", "sample", "evaluate", "diagnose", "replay", "ema", "export", "status", "config")
+CHANGES = ("ensemble", "ensemble add", "ensemble remove", "ensemble replace")
 
 
 def called(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
@@ -41,11 +42,11 @@ def called(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 
 def help_text(capsys: pytest.CaptureFixture[str]) -> str:
     texts = []
-    for command in ("", *COMMANDS):
+    for command in ("", *COMMANDS, *CHANGES):
         with pytest.raises(SystemExit) as caught:
-            main([*([command] if command else []), "--help"])
+            main([*command.split(), "--help"])
         assert caught.value.code == 0
-        texts.append(f"$ {' '.join(['ddm_lightning', *([command] if command else []), '--help'])}\n")
+        texts.append(f"$ {' '.join(['ddm_lightning', *command.split(), '--help'])}\n")
         texts.append(capsys.readouterr().out + "\n")
     return "".join(texts)
 
@@ -206,13 +207,20 @@ def samples(path: Path) -> str:
     return f"samples: {path}\nsingle images: {path.with_suffix('')}\n"
 
 
+def sampled(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    """What ``sample`` prints, after checking its line of the cost."""
+    *lines, cost = called(capsys, "sample", *arguments).splitlines(keepends=True)
+    assert re.fullmatch(r"cost: [\d.e+-]+ GFLOP per image, \d\.\d\d active experts on average\n", cost)
+    return "".join(lines)
+
+
 def test_sample_draws_a_row_a_prompt(capsys: pytest.CaptureFixture[str], finished_run: Path, tmp_path: Path) -> None:
     sizes = {}
     for strategy, num, prompts in (("full", 2, ["red disc"]), ("top-k", 9, ["red disc", "a cross"])):
         path = tmp_path / f"{strategy}.png"
         options = [text for prompt in prompts for text in ("--prompt", prompt)]
         arguments = [*settings(finished_run), FEW, *options, "--strategy", strategy, "--num", num, "--out", path]
-        assert called(capsys, "sample", *arguments) == samples(path)
+        assert sampled(capsys, *arguments) == samples(path)
         assert len(list(path.with_suffix("").iterdir())) == num * len(prompts)
         with Image.open(path) as image:
             sizes[strategy] = image.size
@@ -227,9 +235,9 @@ def test_sample_without_options_draws_the_experiments_grid_into_the_run(
     grid = run / "samples" / "top-1.png"
     as_fit_drew_it = grid.read_bytes()
     grid.unlink()
-    assert called(capsys, "sample", *settings(run)) == samples(grid)
+    assert sampled(capsys, *settings(run)) == samples(grid)
     assert grid.read_bytes() == as_fit_drew_it
-    assert called(capsys, "sample", *settings(run), "--strategy", "full") == samples(run / "samples" / "full.png")
+    assert sampled(capsys, *settings(run), "--strategy", "full") == samples(run / "samples" / "full.png")
 
 
 @pytest.mark.parametrize("strategy", ["top-1", "bayes"])
@@ -260,7 +268,7 @@ def test_out_may_be_a_folder(capsys: pytest.CaptureFixture[str], finished_run: P
     for number in (1, 2):
         sheet = tmp_path / "new" / f"top-1-00{number}.png"
         options = ["--prompt", "red disc", "--num", 1, "--out", tmp_path / "new"]
-        assert called(capsys, "sample", *settings(finished_run), "sample.num_steps=1", *options) == samples(sheet)
+        assert sampled(capsys, *settings(finished_run), "sample.num_steps=1", *options) == samples(sheet)
         assert [path.name for path in sheet.with_suffix("").iterdir()] == ["000-red-disc-0000.png"]
 
 
@@ -273,7 +281,7 @@ def test_a_run_is_addressed_without_repeating_its_overrides(
     for address in (["-c", TINY, f"run_dir={run}"], ["-c", run / "experiment.yaml"]):
         assert f"{STEPS['expert-0']}/{STEPS['expert-0']}" in called(capsys, "status", *address)
         sheet = run / "samples" / "top-1.png"
-        assert called(capsys, "sample", *address) == samples(sheet)
+        assert sampled(capsys, *address) == samples(sheet)
         assert main(["sample", *map(str, address), "seed=5"]) == 2
         line = capsys.readouterr().err
         assert (
@@ -292,7 +300,7 @@ def test_what_is_drawn_besides_takes_a_file_of_its_own(
     drawn = (("--prompt", "red disc"), ("--num", 2), ("--prompt", "red disc"), ("sample.prompts=[blue square]",))
     for number, more in enumerate(drawn, 1):
         path = run / "samples" / f"top-1-00{number}.png"
-        assert called(capsys, "sample", *settings(run), FEW, *more) == samples(path)
+        assert sampled(capsys, *settings(run), FEW, *more) == samples(path)
     first, third = ((run / "samples" / f"top-1-00{number}.png").read_bytes() for number in (1, 3))
     assert first == third != grid
     assert (run / "samples" / "top-1.png").read_bytes() == grid

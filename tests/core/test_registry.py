@@ -76,7 +76,7 @@ def test_the_packages_own_group_is_read_from_metadata() -> None:
 @pytest.mark.parametrize(
     ("name", "params", "line"),
     [
-        ("nte", {}, "unknown expert 'nte'; known: net, open, unseen, unwilling "),
+        ("nte", {}, "unknown expert 'nte'; known: net, open, unseen, unwilling; pip install"),
         ("net", {}, "expert 'net' needs the parameter 'width'; add it to its params"),
         ("net", {"width": 3, "wide": 1}, "expert 'net' has no parameter 'wide'; it takes: width, depth, rate, label"),
         ("net", {"width": 3, "x_shape": 1}, "expert 'net' has no parameter 'x_shape'; it takes: width, depth"),

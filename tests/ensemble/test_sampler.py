@@ -9,11 +9,13 @@ import torch
 from ensemble_networks import Aimed, FixedRouter
 from torch import Tensor, nn
 
+from ddm_lightning.config.experiment import SampleConfig
 from ddm_lightning.core.errors import UserError
-from ddm_lightning.ensemble.routing import sample
+from ddm_lightning.ensemble.routing import Batch, sample
 from ddm_lightning.ensemble.strategies.bayes import Bayes
 from ddm_lightning.ensemble.velocity import Ensemble
 from ddm_lightning.flow.condition import Condition
+from ddm_lightning.flow.timesteps import sampling_times
 
 SHAPE = (2, 3, 3)
 WAYS = [
@@ -24,6 +26,7 @@ WAYS = [
     ),
     *(("top-1", solver) for solver in ("midpoint", "dpm++2m", "dormand-prince")),
     ("bayes", "ancestral"),
+    ("superdiff-or", "ancestral"),
 ]
 
 
@@ -114,14 +117,37 @@ def test_the_shift_moves_the_times() -> None:
 
 
 @pytest.mark.parametrize(("strategy", "solver"), WAYS)
-@pytest.mark.parametrize("scale", [1.0, 2.0])
-def test_conditions_stay_with_their_rows(strategy: str, solver: str, scale: float) -> None:
+@pytest.mark.parametrize(("scale", "guidance"), [(1.0, "expert"), (2.0, "expert"), (2.0, "mixture")])
+def test_conditions_stay_with_their_rows(strategy: str, solver: str, scale: float, guidance: str) -> None:
     values = torch.tensor([3.0, -1.0, 0.5, 7.0, 2.0])
     condition = Condition(values[:, None], torch.tensor([True, True, True, False, True]))
     ensemble = Ensemble([Aimed(1.0), Aimed(1.0)], ByBrightness(), [0.5, 0.5])
-    got = draw(ensemble, 5, condition, strategy=strategy, solver=solver, guidance_scale=scale, batch_size=2)
+    settings = SampleConfig(guidance_scale=scale, guidance=guidance)
+    got = draw(ensemble, 5, condition, strategy=strategy, solver=solver, settings=settings, batch_size=2)
     ends = scale * values * condition.keep
     assert torch.allclose(got, ends.reshape(-1, 1, 1, 1).expand(-1, *SHAPE), atol=1e-4)
+
+
+def test_the_router_is_reused_and_then_frozen() -> None:
+    """Euler's steps by hand: asked at t = 1, 0.7 and 0.4, and not at 0.1, which is below 0.35."""
+    settings = SampleConfig(router_every_n_steps=3, router_freeze_at=0.35, router_temperature=2.0)
+    ensemble, ends = two(), []
+    options: dict[str, Any] = {"num_steps": 10, "shift": 1.0, "settings": settings}
+    got = draw(ensemble, **options)
+    assert ensemble.work.router_rows == 3 * 7
+    for row in range(7):
+        batch = Batch(two(), None, [(row,)], sampling_times(10), SHAPE, 0)
+        x, share = batch.x_1, torch.ones(2)
+        for step in range(10):
+            t = torch.full((1,), 1 - step / 10)
+            if step in (0, 3, 6):
+                share = (4 * x.mean() * torch.tensor([1.0, -1.0]) / 2).softmax(0)
+            x = x - 0.1 * (share[0] * two().experts[0](x, t, None) + share[1] * two().experts[1](x, t, None))
+        ends.append(x)
+    assert torch.allclose(got, torch.cat(ends), atol=1e-5)
+    for solver in ("heun", "dormand-prince"):
+        whole, alone = (draw(two(), solver=solver, batch_size=size, **options) for size in (7, 1))
+        assert torch.allclose(whole, alone, atol=1e-5)
 
 
 def test_a_solver_has_params_and_rows_have_steps_of_their_own() -> None:

@@ -8,7 +8,7 @@ from torch import nn
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.ensemble.strategies.top_1 import Top1
 from ddm_lightning.ensemble.strategies.top_k import TopK
-from ddm_lightning.ensemble.velocity import Ensemble
+from ddm_lightning.ensemble.velocity import Ensemble, rows_by_expert
 from ddm_lightning.flow.condition import Condition
 from ddm_lightning.flow.oracle import FiniteSetOracle
 from ddm_lightning.flow.path import PREDICTIONS
@@ -96,6 +96,47 @@ def test_guidance_without_a_condition_costs_nothing():
     plain = ensemble.velocity(x_t, t)
     assert torch.equal(ensemble.velocity(x_t, t, guidance_scale=5.0), plain)
     assert ensemble.expert_rows == 8
+
+
+class Plain(nn.Linear):
+    prediction = "velocity"
+
+    def forward(self, x_t, *_):
+        return super().forward(x_t)
+
+
+class Syncs:
+    """Counts calls that make the host wait for a device, or would if the tensors were on one."""
+
+    def __init__(self, monkeypatch):
+        self.num = 0
+        for name in ("tolist", "item", "cpu", "nonzero", "__bool__", "__int__", "__float__", "__index__"):
+            monkeypatch.setattr(torch.Tensor, name, self._counted(getattr(torch.Tensor, name)))
+
+    def _counted(self, method):
+        def call(*inputs):
+            self.num += 1
+            return method(*inputs)
+
+        return call
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_an_evaluation_waits_for_the_device_once(stacked, monkeypatch):
+    ensemble = Ensemble([Plain(3, 3) for _ in range(5)], FixedRouter([0.0, 1.0, 2.0, -1.0, 3.0]), [0.2] * 5)
+    ensemble.stack(stacked)
+    x_t, t, condition = torch.randn(9, 3), torch.full((9,), 0.5), Condition.of(torch.ones(9, 1))
+    syncs = Syncs(monkeypatch)
+    ensemble.velocity(x_t, t, condition, route=TopK(3).weights, guidance_scale=2.0)
+    assert syncs.num == 1
+
+
+def test_rows_are_grouped_by_expert():
+    active = torch.rand(50, 6, generator=torch.Generator().manual_seed(0)) < 0.3
+    active[:, 4] = False
+    groups, num_rows = rows_by_expert(active)
+    assert [group.tolist() for group in groups] == [active[:, k].nonzero()[:, 0].tolist() for k in range(6)]
+    assert num_rows == active.any(1).sum()
 
 
 @pytest.mark.parametrize("router_conditional", [True, False])

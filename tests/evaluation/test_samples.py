@@ -15,14 +15,14 @@ from PIL import Image
 from tiny_runs import TINY, settings
 
 import ddm_lightning
-from ddm_lightning import load_ensemble
+from ddm_lightning import DecentralizedEnsemble
 from ddm_lightning.cli.commands import _sample_command
 from ddm_lightning.cli.parser import main
 from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.config.load import load_experiment
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.ensemble import Ensemble, LoadedEnsemble, load
-from ddm_lightning.evaluation import samples
+from ddm_lightning.evaluation import pretrained, samples
 from ddm_lightning.shards.manifest import Manifest
 
 
@@ -37,7 +37,7 @@ def by_class(kind: str = "class") -> Experiment:
 
 def test_rows_of_classes_are_named(manifest: Manifest) -> None:
     def shown(*classes: str, names: list[str] | None = manifest.class_names) -> list[tuple[str, str, int]]:
-        rows = samples.row_conditions([], classes, by_class(), replace(manifest, class_names=names))
+        rows = samples.row_conditions([], classes, by_class(), names, manifest.num_classes)
         return [(label, key, int(condition.values)) for label, key, condition in rows if condition is not None]
 
     cat, two, dog = ("cat", "class 0", 0), ("2", "class 1", 1), ("dog", "class 2", 2)
@@ -83,7 +83,7 @@ def test_it_samples_on_the_islands_device(monkeypatch: pytest.MonkeyPatch, finis
     class AskedError(Exception):
         pass
 
-    def load_ensemble(_: Path, device: torch.device) -> None:
+    def load_ensemble(_: Path, device: torch.device, **_more: object) -> None:
         raise AskedError(device.type)
 
     monkeypatch.setattr(samples, "load_ensemble", load_ensemble)
@@ -100,13 +100,13 @@ def test_the_python_api_gives_the_images_of_the_command(finished_run: Path, tmp_
     prompts, grid = ["red disc", "a cross"], tmp_path / "grid.png"
     options = ["--prompt", prompts[0], "--prompt", prompts[1], "--num", "2", "--seed", "3", "--strategy", strategy]
     assert main(["sample", *settings(finished_run), *options, "--out", str(grid)]) == 0
-    images = load_ensemble(finished_run).sample(prompts, strategy=strategy, num=2, seed=3)
+    images = DecentralizedEnsemble.from_pretrained(finished_run).sample(prompts, strategy=strategy, num=2, seed=3)
     saved = [Image.open(path) for path in sorted(grid.with_suffix("").iterdir())]
     assert [image.tobytes() for image in images] == [image.tobytes() for image in saved]
 
 
 def test_the_python_api_refuses_what_the_command_refuses(finished_run: Path, tmp_path: Path) -> None:
-    ensemble = load_ensemble(finished_run, device="cpu")
+    ensemble = DecentralizedEnsemble.from_pretrained(finished_run, device="cpu")
     assert len(ensemble.sample("red disc", num=1, num_steps=1, solver="heun")) == 1
     for problem, wrong in {
         "'best': must be one of": {"strategy": "best"},
@@ -118,11 +118,11 @@ def test_the_python_api_refuses_what_the_command_refuses(finished_run: Path, tmp
     }.items():
         with pytest.raises(UserError, match=problem):
             ensemble.sample(["red disc"], **wrong)  # type: ignore[arg-type]
-    with pytest.raises(UserError, match=r"experiment\.yaml"):
-        load_ensemble(tmp_path)
+    with pytest.raises(UserError, match=r"ensemble\.json"):
+        DecentralizedEnsemble.from_pretrained(tmp_path)
 
 
 def test_the_package_offers_the_ensemble_and_nothing_else() -> None:
-    assert ddm_lightning.DecentralizedEnsemble is samples.DecentralizedEnsemble
+    assert ddm_lightning.DecentralizedEnsemble is pretrained.DecentralizedEnsemble
     with pytest.raises(ImportError, match="cannot import name 'nothing'"):
         from ddm_lightning import nothing  # noqa: F401

@@ -133,7 +133,7 @@ def test_unknown_network_name(tmp_path, member):
     edit(put(tmp_path / "a", member) / "member.json", network="os.path:join")
     meta, state = read_artifact(tmp_path / "a")
     line = refused(lambda: build_network(meta, state), member, "'os.path:join'", "install the release")
-    assert ("router-dit" if member == "router" else "known: dit") in line
+    assert ("router-dit" if member == "router" else "known: diffusers, dit") in line
 
 
 @pytest.mark.parametrize(
@@ -191,13 +191,13 @@ def test_positions_that_do_not_fit_in_memory(tmp_path, monkeypatch):
     """Weights do not depend on the height and width of a sample, but the positions do: a million of 8 numbers."""
     path = put(tmp_path / "a") / "member.json"
     edit(path, x_shape=[3, 2048, 2048])
-    monkeypatch.setattr(weights, "_free_bytes", lambda: 100e6)
+    monkeypatch.setattr(weights, "free_bytes", lambda: 100e6)
     refused(lambda: load_network(tmp_path / "a"), path, "needs 168 MB of memory, 100 MB is free")
 
 
 def test_weights_that_do_not_fit_in_memory(tmp_path, monkeypatch):
     path = put(tmp_path / "a") / "member.json"
-    monkeypatch.setattr(weights, "_free_bytes", lambda: 1000)
+    monkeypatch.setattr(weights, "free_bytes", lambda: 1000)
     refused(lambda: load_network(tmp_path / "a"), path, "of memory, 1 kB is free")
     refused(lambda: read_artifact(tmp_path / "a"), tmp_path / "a" / "model.safetensors", "of memory, 1 kB is free")
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from ddm_lightning.core.registry import STRATEGIES
 from ddm_lightning.ensemble.routing import Batch, Strategy, choose
-from ddm_lightning.flow.path import Samples, time_rows, x_0_from_velocity
+from ddm_lightning.flow.path import Samples, Times, time_rows
 from ddm_lightning.flow.solvers import Solver
 from ddm_lightning.flow.solvers.ancestral import reverse_kernel
 from ddm_lightning.flow.timesteps import intervals
@@ -20,10 +20,8 @@ from ddm_lightning.flow.timesteps import intervals
 MIN_WEIGHT = 1e-4
 """An expert whose weight falls below this is dropped from the row for the rest of the chain."""
 
-RowVelocity: TypeAlias = Callable[
-    [int, Float[Tensor, "r *shape"], Float[Tensor, " r"], Int[Tensor, " r"]], Float[Tensor, "r *shape"]
-]
-"""``velocity(k, x_t, t, rows)``: expert k's velocity on the given rows of the batch."""
+Velocities: TypeAlias = Callable[[Samples, Times, Bool[Tensor, "r K"]], Float[Tensor, "r K *shape"]]
+"""``velocities(x_t, t, active)``: the active experts' velocities; r is b, or 2b with the unconditional branch."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,10 +30,8 @@ class BayesSamples:
 
     x_0: Samples
     """The samples."""
-    weights: Float[Tensor, "steps b K"]
+    weights: Float[Tensor, "steps r K"]
     """``weights[i]`` is the filter's p(k | x_1 … x_t) at ``times[i]``, before that step; float64."""
-    mean_active: float
-    """Mean number of experts evaluated per row and step."""
 
 
 @STRATEGIES.register("bayes")
@@ -54,26 +50,28 @@ class Bayes(Strategy):
     def generate(self, batch: Batch, times: Float[Tensor, " num_times"], solver: Solver) -> Float[Tensor, "b c h w"]:
         """Run the filter from ``batch.x_1``."""
         return filter_chain(
-            batch.expert_velocity,
-            batch.ensemble.num_clusters,
+            batch.expert_velocities,
             batch.x_1,
             times,
             initial=batch.initial_weights(use_router=self.router_prior),
             noise=batch.noise,
             uniform=batch.uniform,
+            guidance_scale=batch.settings.guidance_scale,
+            guidance_interval=batch.settings.guidance_interval,
         ).x_0
 
 
 @torch.no_grad()
 def filter_chain(
-    velocity: RowVelocity,
-    num_clusters: int,
+    velocities: Velocities,
     x_1: Samples,
     times: Float[Tensor, " num_times"],
     *,
-    initial: Float[Tensor, " K"] | Float[Tensor, "b K"],
+    initial: Float[Tensor, "r K"],
     noise: Callable[[int], Samples],
     uniform: Callable[[int], Float[Tensor, " b"]],
+    guidance_scale: float = 1.0,
+    guidance_interval: Sequence[float] = (0.0, 1.0),
 ) -> BayesSamples:
     """Sample from a mixture of experts and filter its weights along the chain.
 
@@ -85,55 +83,63 @@ def filter_chain(
     unequal 2-D clusters and 20 steps, the mean total variation between w and the exact posterior is 0.001 over all
     steps and at most 0.005 at the worst one. It grows as clusters overlap.
 
-    A discrete-time relative of SuperDiff's density-weighted OR (2412.17762), with priors and pruning.
+    Guidance inside each expert guides μ_k. Then the chain has the law of choosing k by ``initial`` once and following
+    the guided expert k to the end, and w is its exact posterior p(k | x_1 … x_t), which is proportional to
+    ``initial_k · Π q_k(x_s | x_t)``. The proportions are those of ``initial``.
+
+    Guidance of the mixture filters two sets of weights along the one chain, p(k | x_t, c) and p(k | x_t). Both are
+    posteriors of the data, not of the chain: p_s(x_s | k) / p_t(x_t | k) = q_k(x_s | x_t) / p(x_t | x_s) for any x_t
+    and x_s, and the denominator is the same for all k. A step draws k from the first set and adds to its mean
+    ``(scale - 1)·(Σ_k p(k | x_t, c)·μ_k(c) - Σ_k p(k | x_t)·μ_k)``. In the limit of small steps this is the chain of
+    one guided model of all data.
+
+    A discrete-time relative of SuperDiff's density-weighted OR (2412.17762; ``superdiff-or``), with priors and
+    pruning. Cooperative sampling from a mixture of decentralized diffusion models (OpenReview 1GCWcrZTX8) mixes
+    experts by Langevin steps, without a router, too.
 
     Args:
-        velocity: expert k's velocity; called only on rows for which expert k is still active.
-        num_clusters: K.
+        velocities: the experts' velocities, guided if guidance happens inside each expert.
         x_1: the state at ``times[0]``.
         times: decreasing times, usually from 1 to 0 (``timesteps.sampling_times``).
-        initial: p(k) at ``times[0]``: the partition's priors [K], or one row per sample [b, K].
+        initial: p(k) at ``times[0]`` of each sample, such as the partition's priors, [b, K]. For guidance of the
+            mixture, [2b, K]: below them those without the condition.
         noise: ``noise(i)`` returns the standard normal numbers of step i.
         uniform: ``uniform(i)`` returns the uniform numbers in [0, 1) that choose the experts of step i.
+        guidance_scale: scale of guidance of the mixture; not read if ``initial`` has b rows.
+        guidance_interval: lowest and highest t at which it acts.
 
     Raises:
-        ValueError: bad ``times``, or ``initial`` without K columns.
+        ValueError: bad ``times``.
     """
-    if initial.shape[-1] != num_clusters:
-        raise ValueError(f"{initial.shape[-1]} initial weights for {num_clusters} experts")
-    steps = intervals(times)
-    rows = torch.arange(len(x_1), device=x_1.device)
+    steps, num, (low, high) = intervals(times), len(x_1), guidance_interval
     # Logarithms, because likelihoods of many pixels underflow; float64, because their ratios are small differences.
-    log_weights = _pruned(initial.to(x_1.device, torch.float64).log().expand(len(x_1), num_clusters))
+    log_weights = _pruned(initial.to(x_1.device, torch.float64).log())
+    rows, branches = torch.arange(num, device=x_1.device), range(len(initial) // num)
     history: list[Tensor] = []
-    num_evaluated = 0
     x_t = x_1
     for i, (t, s) in enumerate(steps):
         weights = log_weights.exp()
         history.append(weights)
-        means = x_t.new_zeros(len(x_t), num_clusters, *x_t.shape[1:])
-        variance = torch.zeros((), dtype=torch.float64)
-        for k in range(num_clusters):
-            active = weights[:, k].nonzero().squeeze(1)
-            if not len(active):
-                continue
-            x_active = x_t[active]
-            t_active = time_rows(t, x_active)
-            x_0_hat = x_0_from_velocity(x_active, velocity(k, x_active, t_active, active), t_active)
-            mean, variance = reverse_kernel(x_active, x_0_hat, t, s)
-            means[active, k] = mean.to(means.dtype)
-            num_evaluated += len(active)
-        drawn = choose(weights, uniform(i))
-        x_s = means[rows, drawn]
+        active = weights > 0
+        if t < low:
+            active[num:] = False  # no later step needs the unconditional branch
+        x, time = torch.cat([x_t for _ in branches])[:, None], time_rows(t, x_t)
+        found = velocities(x_t, time, active)
+        means, variance = reverse_kernel(x.expand_as(found), x - t * found, t, s)
+        x_s = means[rows, choose(weights[:num], uniform(i))]
+        if len(branches) == 2 and low <= t <= high:
+            mixed = torch.einsum("rk,rk...->r...", weights.to(means), means)
+            x_s = x_s + (guidance_scale - 1) * (mixed[:num] - mixed[num:])
         if s > 0:
             x_s = x_s + (variance.sqrt() * noise(i)).to(x_s.dtype)
-            squares = (x_s[:, None] - means).flatten(2).square().sum(dim=2, dtype=torch.float64)
+            differences = torch.cat([x_s for _ in branches])[:, None] - means
+            squares = differences.flatten(2).square().sum(dim=2, dtype=torch.float64)
             log_weights = _pruned(log_weights - squares / (2 * variance))
         x_t = x_s
-    return BayesSamples(x_t, torch.stack(history), num_evaluated / (len(x_1) * len(steps)))
+    return BayesSamples(x_t, torch.stack(history))
 
 
-def _pruned(log_weights: Float[Tensor, "b K"]) -> Float[Tensor, "b K"]:
+def _pruned(log_weights: Float[Tensor, "r K"]) -> Float[Tensor, "r K"]:
     """Normalise; set weights below ``MIN_WEIGHT`` to -inf, where they stay."""
     log_weights = log_weights.log_softmax(dim=1)
     kept = log_weights.masked_fill(log_weights.exp() < MIN_WEIGHT, -torch.inf)

@@ -43,13 +43,13 @@ class Sample1(Strategy):
 
     def generate(self, batch: Batch, times: Float[Tensor, " num_times"], solver: Solver) -> Float[Tensor, "b c h w"]:
         """Go from ``batch.x_1`` to x_0 with one expert per sample; with a threshold, solve each step on its own."""
-        experts, num_clusters = choose(batch.initial_weights(), batch.uniform(0)), batch.ensemble.num_clusters
-        x_t = batch.x_1
+        x_t, num_clusters = batch.x_1, batch.ensemble.num_clusters
+        experts = choose(batch.initial_weights()[: len(x_t)], batch.uniform(0))
         if not self.threshold:
             return solver.solve(batch.field(weights=one_hot(experts, num_clusters).to(x_t)), x_t, times, batch.noise)
         for step in range(len(times) - 1):
             if step:
-                weights = batch.ensemble.probabilities(x_t, time_rows(float(times[step]), x_t), batch.condition)
+                weights = batch.probabilities(x_t, time_rows(float(times[step]), x_t))[: len(x_t)]
                 unsure = weights.amax(1) < self.threshold
                 experts = torch.where(unsure, choose(weights, batch.uniform(step)), experts)
             velocity = batch.field(weights=one_hot(experts, num_clusters).to(x_t))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -14,7 +16,7 @@ from torch import Tensor
 
 from ddm_lightning.ensemble.strategies.bayes import MIN_WEIGHT, BayesSamples, filter_chain
 from ddm_lightning.flow.oracle import FiniteSetOracle
-from ddm_lightning.flow.path import VelocityField
+from ddm_lightning.flow.path import VelocityField, guided
 from ddm_lightning.flow.solvers.ancestral import Ancestral
 from ddm_lightning.flow.timesteps import sampling_times
 
@@ -23,30 +25,45 @@ MEANS = torch.tensor([[2.0, 2.0], [-2.0, 2.0], [-2.0, -2.0], [2.0, -2.0]], dtype
 STDS = torch.tensor([0.3, 0.5, 0.2, 0.4], dtype=torch.float64)
 
 
-def gaussian_expert(k: int) -> VelocityField:
-    """E[noise - x_0 | x_t] for x_0 ~ N(MEANS[k], STDS[k]²I): a linear regression on x_t."""
+def gaussian_expert(k: int, mean: Tensor | None = None, std: Tensor | None = None) -> VelocityField:
+    """E[noise - x_0 | x_t] for x_0 ~ N(mean, std²I), by default cluster k's: a linear regression on x_t."""
+    mean, std = MEANS[k] if mean is None else mean, STDS[k] if std is None else std
 
     def velocity(x_t: Tensor, t: Tensor) -> Tensor:
         time = t[:, None]
-        gain = 1 / ((1 - time) ** 2 * STDS[k] ** 2 + time**2)
-        rest = x_t - (1 - time) * MEANS[k]
-        return (time * gain - (1 - time) * STDS[k] ** 2 * gain) * rest - MEANS[k]
+        gain = 1 / ((1 - time) ** 2 * std**2 + time**2)
+        rest = x_t - (1 - time) * mean
+        return (time * gain - (1 - time) * std**2 * gain) * rest - mean
 
     return velocity
 
 
-def gaussian_posterior(x_t: Tensor, t: float) -> Tensor:
+def gaussian_posterior(
+    x_t: Tensor, t: float, priors: Tensor = PRIORS, means: Tensor = MEANS, stds: Tensor = STDS
+) -> Tensor:
     densities = [
         multivariate_normal((1 - t) * mean, ((1 - t) * std) ** 2 + t**2).pdf(x_t)
-        for mean, std in zip(MEANS.numpy(), STDS.numpy(), strict=True)
+        for mean, std in zip(means.numpy(), stds.numpy(), strict=True)
     ]
-    joint = np.stack(densities, axis=1) * PRIORS.numpy()
+    joint = np.stack(densities, axis=1) * priors.numpy()
     return torch.from_numpy(joint / joint.sum(1, keepdims=True))
 
 
-def sample_bayes(experts: list[VelocityField], x_1: Tensor, times: Tensor, **ways: Any) -> BayesSamples:
-    """Run the filter with experts that ignore ``rows``."""
-    return filter_chain(lambda k, x_t, t, _: experts[k](x_t, t), len(experts), x_1, times, **ways)
+def of_active(experts: Sequence[VelocityField], x_t: Tensor, t: Tensor, active: Tensor) -> Tensor:
+    """Velocities of the experts on their active rows, [r, K, …]; an expert without any is not evaluated."""
+    found = torch.zeros(*active.shape, *x_t.shape[1:], dtype=x_t.dtype)
+    for k, expert in enumerate(experts):
+        if (own := active[:, k]).any():
+            found[own, k] = expert(x_t[own], t[own])
+    return found
+
+
+def sample_bayes(
+    experts: list[VelocityField], x_1: Tensor, times: Tensor, *, initial: Tensor, **ways: Any
+) -> BayesSamples:
+    """Run the filter; ``initial`` may be one row for all."""
+    initial = initial.expand(len(x_1), -1)
+    return filter_chain(partial(of_active, experts), x_1, times, initial=initial, **ways)
 
 
 @dataclass
@@ -66,18 +83,16 @@ def run(experts: list[VelocityField], num: int, num_steps: int, initial: Tensor,
     states = torch.full((num_steps, num, dim), torch.nan, dtype=torch.float64)
     evaluated = torch.zeros(num_steps, num, len(experts), dtype=torch.bool)
 
-    def velocity(k: int, x_t: Tensor, t: Tensor, rows: Tensor) -> Tensor:
+    def velocities(x_t: Tensor, t: Tensor, active: Tensor) -> Tensor:
         step = times.tolist().index(t[0].item())
-        states[step, rows] = x_t
-        evaluated[step, rows, k] = True
-        return experts[k](x_t, t)
+        states[step], evaluated[step] = x_t, active
+        return of_active(experts, x_t, t, active)
 
     samples = filter_chain(
-        velocity,
-        len(experts),
+        velocities,
         torch.randn(num, dim, generator=generator, dtype=torch.float64),
         times,
-        initial=initial,
+        initial=initial.expand(num, -1),
         noise=lambda _: torch.randn(num, dim, generator=generator, dtype=torch.float64),
         uniform=lambda _: torch.rand(num, generator=generator, dtype=torch.float64),
     )
@@ -139,14 +154,130 @@ def test_clusters_come_out_in_the_priors_proportions(gaussians: Chain) -> None:
         assert torch.allclose(members.std(0), STDS[k].expand(2), rtol=0.25)
 
 
+SHIFTS = torch.tensor([[0.5, 0.0], [0.0, 0.5], [-0.5, 0.0], [0.0, -0.3]], dtype=torch.float64)
+"""The condition moves the mean of each cluster and halves its std."""
+
+
+def conditional_expert(k: int) -> VelocityField:
+    return gaussian_expert(k, MEANS[k] + SHIFTS[k], STDS[k] / 2)
+
+
+def log_density_of_paths(k: int, path: np.ndarray, times: list[float], scale: float) -> np.ndarray:
+    """log p(x_1 … x_t) of the chain of the guided expert k alone: one Gaussian, from its moments, [b].
+
+    Each coordinate moves by x_s = gain·x_t + offset + noise, where gain and offset follow from E[x_0 | x_t] of two
+    Gaussians and from the conditional of the joint Gaussian of x_s and x_t given x_0.
+    """
+    num, dim = len(times), path.shape[2]
+    cov, mean = np.eye(1), np.zeros((1, dim))
+    for t, s in pairwise(times):
+        estimate = np.zeros(2), np.zeros((2, dim))  # slope and offset of E[x_0 | x_t], with and without the condition
+        for branch, (centre, std) in enumerate(
+            [((MEANS + SHIFTS)[k].numpy(), STDS[k].item() / 2), (MEANS[k].numpy(), STDS[k].item())]
+        ):
+            estimate[0][branch] = (1 - t) * std**2 / ((1 - t) ** 2 * std**2 + t**2)
+            estimate[1][branch] = (1 - estimate[0][branch] * (1 - t)) * centre
+        slope, offset = (one[1] + scale * (one[0] - one[1]) for one in estimate)
+        a = (1 - t) / (1 - s)
+        of_x_t = a * s**2 / t**2
+        of_x_0 = (1 - s) - of_x_t * (1 - t)
+        gain, variance = of_x_t + of_x_0 * slope, s**2 - of_x_t * a * s**2
+        cov = np.block([[cov, gain * cov[:, -1:]], [gain * cov[-1:], gain**2 * cov[-1:, -1:] + variance]])
+        mean = np.concatenate([mean, gain * mean[-1:] + of_x_0 * offset])
+    assert len(mean) == num
+    return sum(multivariate_normal(mean[:, d], cov).logpdf(path[:, :, d].T) for d in range(dim))
+
+
+def test_weights_are_the_posterior_of_the_chain_guided_inside_each_expert() -> None:
+    """Each step's weights against p(k | x_1 … x_t) of four guided chains, chosen by the priors; and their shares."""
+    scale, num = 2.5, 2048
+    experts: list[VelocityField] = [
+        lambda x_t, t, k=k: guided(conditional_expert(k)(x_t, t), gaussian_expert(k)(x_t, t), scale)  # type: ignore[misc]
+        for k in range(4)
+    ]
+    chain = run(experts, num, 20, PRIORS)
+    distances = []
+    for i in range(1, 20):
+        path = chain.states[: i + 1].numpy()
+        logs = [log_density_of_paths(k, path, chain.times[: i + 1], scale) for k in range(4)]
+        exact = (torch.from_numpy(np.stack(logs, axis=1)) + PRIORS.log()).softmax(1)
+        distances.append(((chain.samples.weights[i] - exact).abs().sum(1).mean() / 2).item())
+    shares = torch.cdist(chain.samples.x_0, MEANS + scale * SHIFTS).argmin(1).bincount(minlength=4) / num
+    print(f"bayes, guided experts, 20 steps: largest TV {max(distances):.4f}, shares {shares.tolist()}")
+    assert max(distances) < 0.01
+    assert ((shares - PRIORS).abs() < 4 * (PRIORS * (1 - PRIORS) / num).sqrt()).all()
+
+
+OWN = torch.tensor([0.4, 0.1, 0.3, 0.2], dtype=torch.float64)
+"""p(k | c)."""
+SCALE = 2.0
+
+
+def conditional_posterior(x_t: Tensor, t: float) -> Tensor:
+    return gaussian_posterior(x_t, t, OWN, MEANS + SHIFTS, STDS / 2)
+
+
+def guided_mixture(num_steps: int, num: int = 8192) -> tuple[BayesSamples, list[Tensor], Tensor]:
+    """Samples of the filter, its states, and samples of one guided model of all data with the same noise."""
+    times, generator = sampling_times(num_steps, dtype=torch.float64), torch.Generator().manual_seed(0)
+    x_1 = torch.randn(num, 2, generator=generator, dtype=torch.float64)
+    drawn = torch.randn(num_steps, num, 2, generator=generator, dtype=torch.float64)
+    states: list[Tensor] = []
+    conditional, null = ([expert(k) for k in range(4)] for expert in (conditional_expert, gaussian_expert))
+
+    def velocities(x_t: Tensor, t: Tensor, active: Tensor) -> Tensor:
+        states.append(x_t)
+        return torch.cat([of_active(conditional, x_t, t, active[:num]), of_active(null, x_t, t, active[num:])])
+
+    def one_model(x_t: Tensor, t: Tensor) -> Tensor:
+        weights = conditional_posterior(x_t, t[0].item()), gaussian_posterior(x_t, t[0].item())
+        everything = torch.ones(num, 4, dtype=torch.bool)
+        found = of_active(conditional, x_t, t, everything), of_active(null, x_t, t, everything)
+        mixed = [(w[:, :, None] * v).sum(1) for w, v in zip(weights, found, strict=True)]
+        return mixed[1] + SCALE * (mixed[0] - mixed[1])
+
+    samples = filter_chain(
+        velocities,
+        x_1,
+        times,
+        initial=torch.cat([OWN.expand(num, 4), PRIORS.expand(num, 4)]),
+        noise=lambda i: drawn[i],
+        uniform=lambda _: torch.rand(num, generator=generator, dtype=torch.float64),
+        guidance_scale=SCALE,
+    )
+    return samples, states, Ancestral().solve(one_model, x_1, times, lambda i: drawn[i])
+
+
+def test_both_posteriors_stay_exact_along_the_chain_of_the_guided_mixture() -> None:
+    """p(k | x_t, c) and p(k | x_t) of the data, at states that guidance has moved."""
+    samples, states, _ = guided_mixture(20)
+    distances = []
+    for i, (x_t, t) in enumerate(zip(states, sampling_times(20, dtype=torch.float64).tolist(), strict=False)):
+        exact = torch.cat([conditional_posterior(x_t, t), gaussian_posterior(x_t, t)])
+        distances.append((samples.weights[i] - exact).abs().sum(1).view(2, -1).mean(1) / 2)
+    largest = torch.stack(distances).amax(0)
+    print(f"bayes, guided mixture, 20 steps: largest TV {largest.tolist()}")
+    assert len(distances) == 20 and largest.max() < 0.01
+
+
+def test_the_guided_mixture_has_the_shares_of_one_guided_model() -> None:
+    """Those differ from p(k | c), because guidance moves samples between clusters; within sampling error."""
+    samples, _, of_one_model = guided_mixture(80)
+    found, expected = (
+        torch.cdist(end, MEANS).argmin(1).bincount(minlength=4) / 8192 for end in (samples.x_0, of_one_model)
+    )
+    print(f"bayes, guided mixture, 80 steps: shares {found.tolist()}, of one guided model {expected.tolist()}")
+    assert ((found - expected).abs() < 4 * (2 * expected * (1 - expected) / 8192).sqrt()).all()
+    assert (found - OWN).abs().sum() / 2 > 0.1
+
+
 def test_experts_are_evaluated_on_active_rows_only(gaussians: Chain) -> None:
     weights = gaussians.samples.weights
     assert torch.equal(gaussians.rows, weights > 0)
     assert not ((weights > 0) & (weights < MIN_WEIGHT)).any()
     assert torch.allclose(weights.sum(2), torch.ones(20, 8192, dtype=torch.float64))
     assert not ((weights[:-1] == 0) & (weights[1:] > 0)).any()  # dropped for good
-    assert gaussians.samples.mean_active == pytest.approx(gaussians.rows.sum(2).double().mean().item())
-    assert 1 < gaussians.samples.mean_active < 3
+    assert 1 < gaussians.rows.sum(2).double().mean() < 3
 
 
 def test_the_last_step_is_an_active_experts_estimate(gaussians: Chain) -> None:
@@ -169,7 +300,7 @@ def test_one_expert_is_plain_ancestral_sampling() -> None:
     one = torch.ones(1, dtype=torch.float64)
     got = sample_bayes([gaussian_expert(1)], normal(99), times, initial=one, noise=normal, uniform=half)
     assert torch.allclose(got.x_0, Ancestral().solve(gaussian_expert(1), normal(99), times, normal), atol=1e-12)
-    assert got.mean_active == 1 and got.weights.shape == (12, 64, 1)
+    assert got.weights.shape == (12, 64, 1)
 
 
 def test_initial_weights_may_differ_from_row_to_row() -> None:
@@ -178,10 +309,8 @@ def test_initial_weights_may_differ_from_row_to_row() -> None:
     experts = [gaussian_expert(k) for k in range(4)]
     times = sampling_times(20, dtype=torch.float64)
     got = sample_bayes(experts, normal(99), times, initial=initial, noise=normal, uniform=half)
-    assert torch.equal(got.weights, initial.expand(20, 64, 4)) and got.mean_active == 1
+    assert torch.equal(got.weights, initial.expand(20, 64, 4))
     assert torch.equal(torch.cdist(got.x_0, MEANS).argmin(1), clusters)
-    with pytest.raises(ValueError, match="4 initial weights for 3 experts"):
-        sample_bayes(experts[:3], normal(99), times, initial=initial, noise=normal, uniform=half)
 
 
 @pytest.mark.parametrize("number", [0.0, 0.5, 1 - 2**-24])

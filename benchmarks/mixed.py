@@ -1,0 +1,92 @@
+"""An ensemble of different experts against one of equal experts: KID by strategy, and held-out error of the velocity.
+
+Trains the experiment as it is, and without ``expert.overrides``: same data, clusters, steps and batches (six minutes).
+
+    python benchmarks/mixed.py --json benchmarks/results/mixed.json
+"""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from common import REPOSITORY, Report, call, console, load, parse, parser, run, use_all_threads
+from router_scores import noised
+from split import Split, read_split
+
+from ddm_lightning.config.load import to_yaml
+from ddm_lightning.core.files import atomic_write_text, read_json
+from ddm_lightning.ensemble.load import load_ensemble
+from ddm_lightning.ensemble.velocity import Ensemble
+from ddm_lightning.flow.path import velocity_target
+from ddm_lightning.members.member import expert_name
+from ddm_lightning.members.run_folder import RunFolder
+from ddm_lightning.shards.manifest import HELD_OUT, Manifest
+
+METHODS = {"full": ("full", "euler"), "full_ancestral": ("full", "ancestral"), "bayes": ("bayes", "ancestral")}
+ENDS = {"value": "", "low": "_low", "high": "_high"}
+TIMES = (0.1, 0.3, 0.5, 0.7, 0.9)
+NUM_DRAWS = 4
+QUICK = ("expert.train.max_steps=100", "router.train.max_steps=100", "evaluate.num_images=64")
+
+
+def main(arguments: Sequence[str] | None) -> None:
+    """Run the benchmark."""
+    cli = parser(__doc__ or "", config=str(REPOSITORY / "experiments" / "mixed_4x.yaml"))
+    options = parse(cli, arguments)
+    mixed = load(options, *(QUICK if options.quick else ()))
+    if options.quick:
+        mixed = replace(mixed, run_dir=f"{mixed.run_dir}-quick")
+    equal = replace(mixed, run_dir=f"{mixed.run_dir}-equal", expert=replace(mixed.expert, overrides={}))
+    headings = ["experts", *(f"KID {method}" for method in METHODS), "error of full"]
+    num_clusters = mixed.prepare.partition.num_clusters
+    report = Report(
+        f"Different against equal experts: {mixed.name}", [*headings, *map(expert_name, range(num_clusters))]
+    )
+    use_all_threads()
+    for name, experiment in (("different", mixed), ("equal", equal)):
+        folder = RunFolder.of(experiment)
+        file = folder.root.with_suffix(".yaml")
+        atomic_write_text(file, to_yaml(experiment))
+        settings = Namespace(config=file, overrides=[])
+        call("fit", settings)
+        cells = []
+        for method, (strategy, solver) in METHODS.items():
+            out = folder.root / "evaluation" / f"mixed-{method}"
+            call("evaluate", settings, f"sample.strategy={strategy}", f"sample.solver={solver}", f"--out={out}")
+            (score,) = read_json(out / "evaluation.json", "the scores", "run again")["scores"].values()
+            report.figures |= {f"kid_{method}_{name}{end}": score[key] for key, end in ENDS.items()}
+            cells.append(f"{1e3 * score['value']:.2f} ({1e3 * score['low']:.2f} to {1e3 * score['high']:.2f})")
+        split = read_split(folder, Manifest.read(folder.root), HELD_OUT)
+        errors = velocity_errors(load_ensemble(folder.root).ensemble, split, experiment.seed)
+        report.figures |= {f"{of}_error_{name}": error for of, error in errors.items()}
+        report.row(name, *cells, *(f"{error:.4f}" for error in errors.values()))
+    report.note(
+        "KID: times 1000, with its 95 % interval. Errors: mean squared difference to noise - x_0 over held-out images,"
+    )
+    report.note("t = 0.1 … 0.9; of the mixture (full), and of each expert alone on its own cluster.")
+    report.show(console())
+    report.write(options.json)
+
+
+def velocity_errors(ensemble: Ensemble, split: Split, seed: int) -> dict[str, float]:
+    """Mean squared error of the ensemble's velocity (``full``), and of each expert's on its own cluster."""
+    errors = {"full": 0.0} | {f"expert_{k}": 0.0 for k in range(ensemble.num_clusters)}
+    for t in TIMES:
+        for draw in range(NUM_DRAWS):
+            x_t, time = noised(split.x_0, t, draw, seed, purpose="mixed"), torch.full((len(split),), t)
+            target = velocity_target(split.x_0, (x_t - (1 - t) * split.x_0) / t)
+            found = {"full": (ensemble.velocity(x_t, time), target)}
+            for k in range(ensemble.num_clusters):
+                own = split.clusters == k
+                found[f"expert_{k}"] = (ensemble.expert_velocity(k, x_t[own], time[own]), target[own])
+            for name, (velocity, wanted) in found.items():
+                errors[name] += float((velocity - wanted).square().mean()) / (len(TIMES) * NUM_DRAWS)
+    return errors
+
+
+if __name__ == "__main__":
+    sys.exit(run(main))

@@ -1,0 +1,172 @@
+"""Time of sampling from an ensemble: over a monolith's, stacked, with experts that take turns, over a plain loop.
+
+The networks have random weights, which do not change the time; the router spreads the rows evenly over the experts.
+All ways sample the same batch in turns, in one process; ratios are medians over the rounds.
+
+    python benchmarks/sampling.py --json benchmarks/results/sampling.json
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from functools import partial
+from pathlib import Path
+
+import torch
+from common import Report, console, load, parse, parser, run, use_all_threads
+from safetensors.torch import load_file, save_file
+from step_clock import Seconds, median, now, ratio, since
+from torch import Tensor, nn
+
+from ddm_lightning.config.experiment import Experiment, SampleConfig
+from ddm_lightning.ensemble.residency import ResidentExperts
+from ddm_lightning.ensemble.routing import sample, strategy_of
+from ddm_lightning.ensemble.velocity import Ensemble
+from ddm_lightning.flow.path import expand_time
+from ddm_lightning.flow.timesteps import sampling_times
+from ddm_lightning.members.member import MONOLITH, ROUTER, Member
+from ddm_lightning.shards.manifest import DataSizes
+
+# A network large enough that its products, not Python, take the time on a CPU.
+SIZES = ("expert.network.params.width=256", "expert.network.params.depth=8")
+BATCH_SIZE, NUM_STEPS = 64, 2
+ROUNDS, QUICK_ROUNDS = 7, 2
+# Figure: (way, the way it is compared with, how often that one runs; 0 for once per expert).
+RATIOS = {
+    "top1_over_monolith": ("top-1", "monolith", 1),
+    "full_over_k_monoliths": ("full", "monolith", 0),
+    "stacked_over_loop": ("top-1, stacked", "top-1", 1),
+    "residency_over_resident": ("full, two experts at a time", "full", 1),
+    "ours_over_paper_loop": ("top-1", "top-1, plain loop", 1),
+}
+BARS = {"top1_over_monolith": 1.10, "full_over_k_monoliths": 1.05, "residency_over_resident": 1.25}
+
+
+def main(arguments: Sequence[str] | None) -> None:
+    """Run the benchmark."""
+    made = parser(__doc__ or "", config="experiments/mix_8x.yaml")
+    made.add_argument("--device", default="cpu", help="device to sample on (cpu)")
+    options = parse(made, arguments)
+    use_all_threads()
+    with tempfile.TemporaryDirectory() as folder:
+        experiment, device = load(options, *([] if options.overrides else SIZES)), torch.device(options.device)
+        ways = ways_of(experiment, device, Path(folder))
+        report = report_of(measure(ways, device, QUICK_ROUNDS if options.quick else ROUNDS), experiment)
+    report.show(console())
+    report.write(options.json)
+
+
+class EvenRouter(nn.Module):
+    """A router that computes what it costs and then spreads the rows evenly; an untrained one knows no cluster."""
+
+    def __init__(self, router: nn.Module) -> None:
+        super().__init__()
+        self.router = router
+
+    def forward(self, *inputs: Tensor | None) -> Tensor:
+        """Logits that make row i surest of cluster i mod K."""
+        logits: Tensor = self.router(*inputs)
+        rows = torch.arange(len(logits), device=logits.device)
+        return nn.functional.one_hot(rows % logits.shape[1], logits.shape[1]).to(logits)
+
+
+def ways_of(experiment: Experiment, device: torch.device, folder: Path) -> dict[str, Callable[[], object]]:
+    """Ways to sample one batch, by name."""
+    edge = experiment.prepare.images.size or 32
+    sizes = DataSizes((3, edge, edge), 768, (77, 768), 1000)
+    num_clusters = experiment.prepare.partition.num_clusters
+    torch.manual_seed(0)
+    router = EvenRouter(Member.resolve(ROUTER, experiment, sizes).build_network()).to(device)
+    experts, hosts = [], []
+    for k in range(num_clusters):
+        expert = Member.resolve(MONOLITH, experiment, sizes).build_network().eval()
+        for parameter in expert.parameters():
+            nn.init.normal_(parameter, std=0.02)  # networks begin as 0
+        save_file(expert.state_dict(), folder / f"{k}.safetensors")
+        hosts.append(deepcopy(expert))
+        hosts[k].load_state_dict(load_file(folder / f"{k}.safetensors"), assign=True)  # pages of the file
+        experts.append(expert.to(device))
+    priors = [1 / num_clusters] * num_clusters
+    ensemble = Ensemble(experts, router, priors)
+    stacked = Ensemble([deepcopy(one) for one in experts], router, priors)
+    in_turns = Ensemble(ResidentExperts(hosts, device, 2), router, priors)
+
+    def way(ensemble: Ensemble, strategy: str, stacked: bool = False) -> Callable[[], object]:
+        settings = SampleConfig(strategy=strategy, solver="euler", num_steps=NUM_STEPS, stacked=stacked)
+        return partial(
+            sample,
+            ensemble,
+            None,
+            BATCH_SIZE,
+            sizes.x_shape,
+            strategy=strategy_of(settings),
+            num_steps=NUM_STEPS,
+            shift=1.0,
+            seed=0,
+            batch_size=BATCH_SIZE,
+            settings=settings,
+        )
+
+    return {
+        "monolith": way(Ensemble(experts[:1], None, [1.0]), "full"),
+        "top-1": way(ensemble, "top-1"),
+        "top-1, stacked": way(stacked, "top-1", stacked=True),
+        "top-1, plain loop": partial(plain_loop, experts, router, sizes.x_shape, device),
+        "full": way(ensemble, "full"),
+        "full, two experts at a time": way(in_turns, "full"),
+    }
+
+
+@torch.no_grad()
+def plain_loop(
+    experts: Sequence[nn.Module], router: nn.Module, x_shape: tuple[int, int, int], device: torch.device
+) -> Tensor:
+    """Top-1 sampling as the paper's sum is usually written: all experts on all rows, then their weights."""
+    x = torch.randn(BATCH_SIZE, *x_shape).to(device)
+    times = sampling_times(NUM_STEPS, 1.0).tolist()
+    for t, s in itertools.pairwise(times):
+        rows = torch.full((BATCH_SIZE,), t, device=device)
+        chosen = router(x, rows, None).argmax(1)
+        velocity = torch.zeros_like(x)
+        for k, expert in enumerate(experts):
+            velocity += expand_time((chosen == k).to(x), x) * expert(x, rows, None)
+        x = x + (s - t) * velocity
+    return x
+
+
+def measure(
+    ways: Mapping[str, Callable[[], object]], device: torch.device, num_rounds: int
+) -> dict[str, list[Seconds]]:
+    """Times of each way, one per round, after a first round that is not counted."""
+    times: dict[str, list[Seconds]] = {name: [] for name in ways}
+    for _ in range(num_rounds + 1):
+        for name, way in ways.items():
+            start = now()
+            way()
+            times[name].append(since(start, device))
+    return {name: turns[1:] for name, turns in times.items()}
+
+
+def report_of(times: Mapping[str, list[Seconds]], experiment: Experiment) -> Report:
+    """The table and the figures."""
+    num_clusters = experiment.prepare.partition.num_clusters
+    params = experiment.expert.network.params
+    title = f"Sampling {BATCH_SIZE} images in {NUM_STEPS} steps: K = {num_clusters} experts of {params}"
+    report = Report(title, ["", "seconds", "over the monolith"])
+    for name, turns in times.items():
+        report.row(name, f"{median(turns):.2f}", f"{ratio(turns, times['monolith']):.2f}")
+    for figure, (way, other, factor) in RATIOS.items():
+        value = ratio(times[way], times[other]) / (factor or num_clusters)
+        report.figures[figure] = value
+        bar = f" (bar {BARS[figure]:.2f})" if figure in BARS else ""
+        report.note(f"{figure}: {value:.3f}{bar}")
+    report.figures |= {"batch_size": BATCH_SIZE, "num_clusters": num_clusters}
+    return report
+
+
+if __name__ == "__main__":
+    sys.exit(run(main))

@@ -1,0 +1,118 @@
+"""Change the experts of an ensemble without training: each function returns the changed manifest and writes nothing.
+
+Without a router (``bayes``) only the priors change. A router loses the logits of clusters that leave, which is exact.
+It cannot know clusters that come, so an ensemble with an expert of other data has none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from ddm_lightning.config.experiment import SampleConfig
+from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.registry import STRATEGIES
+from ddm_lightning.ensemble.routing import with_suited_solver
+from ddm_lightning.members.artifact import read_meta
+from ddm_lightning.members.assembly import EnsembleManifest
+from ddm_lightning.members.member import ROUTER, expert_name
+from ddm_lightning.members.run_folder import MEMBER_FILE
+
+
+def removed(ensemble: EnsembleManifest, name: str) -> EnsembleManifest:
+    """Take the expert ``name`` out, and its images out of the priors. The other artifacts stay bit for bit.
+
+    Raises:
+        UserError: there is no such expert, or no other.
+    """
+    counts = _counts(ensemble)
+    if name not in ensemble.lost:
+        _require(ensemble, name)
+        del counts[name]
+    if not counts:
+        raise UserError(f"{name}: is the only expert; an ensemble needs one")
+    return _changed(ensemble, {key: path for key, path in ensemble.folders.items() if key != name}, counts)
+
+
+def added(ensemble: EnsembleManifest, folder: Path, num_images: int) -> EnsembleManifest:
+    """Add the expert of the artifact ``folder``.
+
+    An expert of the ensemble's own partition that is not there gets its own place back, and the router knows it. Any
+    other gets the next free number, and the ensemble loses its router.
+
+    Args:
+        ensemble: the ensemble.
+        folder: the expert's artifact.
+        num_images: images in its cluster, which give it its prior.
+
+    Raises:
+        UserError: the artifact is damaged or no expert's.
+    """
+    meta = read_meta(folder)
+    name, num_clusters = meta.member, max(meta.num_clusters for meta in ensemble.metas.values())
+    if meta.partition_sha256 != ensemble.partition_sha256 or name in ensemble.folders:
+        taken = [int(name.partition("-")[2]) for name in ensemble.experts]
+        name = expert_name(max(num_clusters, *(k + 1 for k in taken)))
+    return _with_artifact(ensemble, name, folder, num_images)
+
+
+def replaced(ensemble: EnsembleManifest, name: str, folder: Path, num_images: int | None = None) -> EnsembleManifest:
+    """Put the expert of the artifact ``folder`` in the place of ``name``.
+
+    Args:
+        ensemble: the ensemble.
+        name: the expert to replace.
+        folder: artifact of another training on the same cluster, or of another cluster; the latter costs the router.
+        num_images: images in its cluster; None keeps the prior.
+
+    Raises:
+        UserError: there is no such expert, or the artifact is damaged or no expert's.
+    """
+    _require(ensemble, name)
+    return _with_artifact(ensemble, name, folder, num_images or _counts(ensemble)[name])
+
+
+def _with_artifact(ensemble: EnsembleManifest, name: str, folder: Path, num_images: int) -> EnsembleManifest:
+    meta = read_meta(folder)
+    if meta.role != "expert":
+        raise UserError(f"{folder / MEMBER_FILE}: is the {meta.role}; give the artifact of an expert")
+    counts = {**_counts(ensemble), name: num_images}
+    order = sorted(counts, key=lambda name: int(name.partition("-")[2]))
+    folders = {key: folder if key == name else ensemble.folders[key] for key in order}
+    is_known = meta.member == name and meta.partition_sha256 == ensemble.partition_sha256
+    if ROUTER in ensemble.folders and is_known:
+        folders[ROUTER] = ensemble.folders[ROUTER]
+    return _changed(ensemble, folders, {key: counts[key] for key in order})
+
+
+def _changed(ensemble: EnsembleManifest, folders: dict[str, Path], counts: dict[str, int]) -> EnsembleManifest:
+    metas = {name: read_meta(folder) for name, folder in folders.items()}
+    total, about = sum(counts.values()), ensemble.about
+    assert about is not None
+    sample = SampleConfig(**about.sample)
+    if ROUTER not in folders and STRATEGIES.get(sample.strategy).needs_router:  # type: ignore[attr-defined]
+        sample = with_suited_solver(replace(sample, strategy="bayes", strategy_params={}))
+    return replace(
+        ensemble,
+        priors=tuple(count / total for count in counts.values()),
+        partition_sha256=next(iter(metas.values())).partition_sha256,
+        folders=folders,
+        metas=metas,
+        changed=True,
+        lost={},
+        about=replace(about, num_images=total, sample=asdict(sample)),
+    )
+
+
+def _counts(ensemble: EnsembleManifest) -> dict[str, int]:
+    """Images of each expert's cluster, at least 1."""
+    assert ensemble.about is not None
+    num_images = ensemble.about.num_images
+    return {
+        name: max(1, round(prior * num_images)) for name, prior in zip(ensemble.experts, ensemble.priors, strict=True)
+    }
+
+
+def _require(ensemble: EnsembleManifest, name: str) -> None:
+    if name not in ensemble.experts:
+        raise UserError(f"{name}: no such expert; the ensemble has {', '.join(ensemble.experts)}")

@@ -1,0 +1,82 @@
+"""Sample on when an expert returns NaN: the rows that it breaks are generated again without it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import copy
+from typing import Any, TypeAlias
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from ddm_lightning.core.errors import UserError, note
+from ddm_lightning.ensemble.velocity import Ensemble
+from ddm_lightning.flow.condition import Condition
+
+Generate: TypeAlias = Callable[[Ensemble, list[int]], Float[Tensor, "r c h w"]]
+"""``generate(ensemble, rows)``: samples of the given rows, on the CPU."""
+
+
+class _NotFiniteError(Exception):
+    """An expert returned NaN or an infinity."""
+
+    def __init__(self, expert: int) -> None:
+        super().__init__(expert)
+        self.expert = expert
+
+
+class _Masked(nn.Module):
+    """A router that gives the clusters ``excluded`` no probability."""
+
+    def __init__(self, router: nn.Module, excluded: list[int]) -> None:
+        super().__init__()
+        self.router, self.excluded = router, excluded
+
+    def forward(self, x_t: Tensor, t: Tensor, condition: Condition | None) -> Tensor:
+        logits: Tensor = self.router(x_t, t, condition)
+        return logits.index_fill(1, torch.tensor(self.excluded, dtype=torch.long, device=logits.device), -torch.inf)
+
+
+def without_failed(ensemble: Ensemble, generate: Generate, rows: list[int]) -> Float[Tensor, "r c h w"]:
+    """Generate ``rows``; those that are not finite again, with the same noise and without the experts that failed.
+
+    NaN reaches the samples, which are on the CPU anyway, so that a step costs nothing more. Only a second attempt looks
+    at each expert. The rest keep their weights in proportion. A failure is noted on stderr once per ensemble.
+
+    Raises:
+        UserError: no expert is left for the strategy.
+    """
+    x_0, excluded = generate(ensemble, rows), set[int]()
+    broken = (~x_0.isfinite().flatten(1).all(1)).nonzero().squeeze(1)
+    while len(broken):
+        try:
+            x_0[broken] = generate(_watched(ensemble, excluded), [rows[i] for i in broken.tolist()])
+            break
+        except _NotFiniteError as error:
+            name = ensemble.names[error.expert]
+            if error.expert in excluded or len(excluded) == ensemble.num_clusters - 1:
+                raise UserError(f"{name}: returns NaN, and the strategy has no other expert; fit it again") from None
+            if error.expert not in ensemble.failed:
+                note(f"{name} returns NaN on {len(broken)} images; they are made without it, with renormalised weights")
+            ensemble.failed.add(error.expert)
+            excluded.add(error.expert)
+    return x_0
+
+
+def _watched(ensemble: Ensemble, excluded: set[int]) -> Ensemble:
+    """A copy that raises ``_NotFiniteError`` and gives ``excluded`` experts no weight; no expert changes its number."""
+    watched = copy(ensemble)
+    watched.stack(False)
+
+    def velocity(k: int, *inputs: Any) -> Tensor:
+        found = ensemble.expert_velocity(k, *inputs)
+        if not found.isfinite().all():
+            raise _NotFiniteError(k)
+        return found
+
+    watched.expert_velocity = velocity  # type: ignore[assignment, method-assign]
+    kept = ensemble.priors.index_fill(0, torch.tensor(sorted(excluded), dtype=torch.long), 0)
+    watched.priors = kept / kept.sum()
+    watched.router = None if ensemble.router is None else _Masked(ensemble.router, sorted(excluded))
+    return watched

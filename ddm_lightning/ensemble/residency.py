@@ -1,0 +1,107 @@
+"""Experts that take turns on a device too small for all of them."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from ddm_lightning.core.weights import free_bytes
+
+
+class PlacedExpert:
+    """An expert that computes with copies of its weights on the device.
+
+    Args:
+        host: the expert, whose attributes this one has, too.
+        weights: its parameters and buffers on the device, by name.
+    """
+
+    def __init__(self, host: nn.Module, weights: dict[str, Tensor]) -> None:
+        self._host, self.weights = host, weights
+
+    def __call__(self, *inputs: Any) -> Any:
+        """Evaluate the expert."""
+        return functional_call(self._host, self.weights, inputs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._host, name)
+
+
+class ResidentExperts(Sequence[Any]):
+    """A sequence of experts of which at most ``num_resident`` are on the device; the next one loads meanwhile.
+
+    ``experts[k]`` waits for expert k and starts to load expert k + 1, because an ensemble evaluates its experts in
+    order. The weights stay on the host: mapped from the artifact's file, or pinned for copies at full speed. They are
+    overwritten on the device only after the work that uses them. A placed expert may be used until
+    ``num_resident - 1`` other experts have been asked for. Iteration gives the experts on the host.
+
+    Args:
+        experts: networks on the CPU, in evaluation mode.
+        device: where they are evaluated.
+        num_resident: experts on the device at once, at least 2: one computes, one loads.
+
+    Raises:
+        ValueError: ``num_resident`` below 2.
+    """
+
+    def __init__(self, experts: Sequence[nn.Module], device: torch.device, num_resident: int) -> None:
+        if num_resident < 2:
+            raise ValueError(f"num_resident = {num_resident}: one expert computes while one loads; give at least 2")
+        self._hosts, self.device, self._num_resident = list(experts), device, num_resident
+        tensors = [tensor for host in self._hosts for tensor in (*host.parameters(), *host.buffers())]
+        if device.type == "cuda" and sum(tensor.nbytes for tensor in tensors) < free_bytes() / 2:
+            for tensor in tensors:
+                tensor.data = tensor.data.pin_memory()
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._loader = ThreadPoolExecutor(1, "load-expert")
+        # Least recently used first.
+        self._resident: OrderedDict[int, Future[PlacedExpert]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._hosts)
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter(self._hosts)
+
+    def __getitem__(self, k: int) -> PlacedExpert:  # type: ignore[override]  # no slices
+        self._request(k)
+        placed = self._resident[k].result()
+        if self._stream is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self._stream)
+        self._request((k + 1) % len(self))
+        return placed
+
+    def _request(self, k: int) -> None:
+        """Mark expert k as used last; start to load it if it is not on the device."""
+        if k not in self._resident:
+            old: dict[str, Tensor] = {}
+            if len(self._resident) == self._num_resident:
+                old = self._resident.popitem(last=False)[1].result().weights
+            if self._stream is not None:
+                self._stream.wait_stream(torch.cuda.current_stream(self.device))
+            self._resident[k] = self._loader.submit(self._load, self._hosts[k], old)
+        self._resident.move_to_end(k)
+
+    @torch.no_grad()
+    def _load(self, host: nn.Module, old: dict[str, Tensor]) -> PlacedExpert:
+        """Copy an expert's weights to the device, into the memory of ``old`` where shapes and types agree."""
+        weights = {}
+        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            for name, new in _weights(host).items():
+                place = old.pop(name, None)
+                if place is None or (place.shape, place.dtype) != (new.shape, new.dtype):
+                    place = torch.empty_like(new, device=self.device)
+                weights[name] = place.copy_(new, non_blocking=True)
+        return PlacedExpert(host, weights)
+
+
+def _weights(network: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by name."""
+    return {name: tensor.detach() for name, tensor in [*network.named_parameters(), *network.named_buffers()]}

@@ -1,0 +1,180 @@
+"""Saved ensembles: a folder with ``ensemble.json``, one artifact folder per member and a model card."""
+
+from __future__ import annotations
+
+import atexit
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from fsspec.core import url_to_fs
+
+from ddm_lightning.config.experiment import Experiment
+from ddm_lightning.core.errors import UserError, first_line
+from ddm_lightning.core.files import atomic_folder, inside, read_json
+from ddm_lightning.core.weights import check_recorded
+from ddm_lightning.members.artifact import REMEDY, WEIGHTS_FILE
+from ddm_lightning.members.assembly import About, EnsembleManifest, read_ensemble, write_manifest
+from ddm_lightning.members.run_folder import ENSEMBLE_FILE, MEMBER_FILE, RunFolder, load_run
+from ddm_lightning.shards.manifest import Manifest, manifest_path
+
+CARD_FILE = "README.md"
+
+
+def fetched(address: str | Path) -> Path:
+    """Folder of an ensemble: ``address`` itself, or a download of the URL, kept until the program ends.
+
+    Downloads ``ensemble.json``, then only files that it and the layout of artifacts and run folders name.
+
+    Raises:
+        UserError: the URL cannot be read, or a path leaves the folder.
+    """
+    url = str(address)
+    if "://" not in url:
+        return Path(url).expanduser()
+    folder = Path(tempfile.mkdtemp(prefix="ddm_lightning-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    try:
+        filesystem, root = url_to_fs(url)
+
+        def fetch(relative: str) -> bool:
+            target = folder / relative
+            target.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                filesystem.get_file(f"{root.rstrip('/')}/{relative}", str(target))
+            except FileNotFoundError:
+                return False
+            return True
+
+        if not fetch(ENSEMBLE_FILE):
+            raise UserError(f"{url}: holds no {ENSEMBLE_FILE}; give the folder of a run or of a saved ensemble")
+        _fetch_members(folder, fetch)
+    except UserError:
+        raise
+    except Exception as error:  # each storage service raises its own
+        raise UserError(f"{url}: cannot be read: {first_line(error)}; fix the address or the access") from error
+    return folder
+
+
+def _fetch_members(folder: Path, fetch: Callable[[str], bool]) -> None:
+    path = folder / ENSEMBLE_FILE
+    document = read_json(path, "the ensemble's manifest", "fetch it again")
+    # What is not of this form is refused by ``read_ensemble``.
+    members = document.get("members") if isinstance(document, dict) else None
+    entries = [entry for entry in members if isinstance(entry, dict)] if isinstance(members, list) else []
+    for relative in {entry["path"] for entry in entries if isinstance(entry.get("path"), str)}:
+        inner = inside(folder, relative, path).relative_to(folder.resolve()).as_posix()
+        if fetch(f"{inner}/{MEMBER_FILE}"):
+            fetch(f"{inner}/{WEIGHTS_FILE}")
+    if isinstance(document, dict) and not document.get("about"):
+        for needed in (RunFolder(folder).experiment, manifest_path(folder)):
+            fetch(needed.relative_to(folder).as_posix())
+
+
+def open_ensemble(folder: Path, experiment: Experiment | None = None, *, partial: bool = False) -> EnsembleManifest:
+    """Read the ensemble of a run folder or of a saved ensemble.
+
+    Args:
+        folder: holds ``ensemble.json``.
+        experiment: the run's experiment with other defaults of sampling; None is the recorded one.
+        partial: as in ``read_ensemble``.
+
+    Returns:
+        The manifest, ``about`` included.
+
+    Raises:
+        UserError: a file is missing, damaged or of other data.
+    """
+    ensemble = read_ensemble(folder / ENSEMBLE_FILE, partial=partial)
+    about = ensemble.about
+    if about is None:
+        experiment, prepared = experiment or load_run(RunFolder(folder).experiment), Manifest.read(folder)
+        if prepared.partition_sha256 != ensemble.partition_sha256:
+            problem = "the experts were trained on other data; copy the manifest from where they were trained"
+            raise UserError(f"{manifest_path(folder)}: {problem}")
+        about = About(
+            name=experiment.name,
+            credit=prepared.attribution,
+            class_names=prepared.class_names,
+            num_images=prepared.num_samples,
+            seed=experiment.seed,
+            sample=asdict(experiment.sample),
+        )
+    condition, names = next(iter(ensemble.metas.values())).condition, about.class_names
+    if condition["kind"] == "class" and names and len(names) != condition["size"]:
+        raise UserError(f"{folder / ENSEMBLE_FILE}: {len(names)} class_names for {condition['size']} classes; fix them")
+    num_images = max(1, round(about.num_images * (1 - sum(ensemble.lost.values()))))
+    return replace(ensemble, about=replace(about, num_images=num_images))
+
+
+def save_ensemble(ensemble: EnsembleManifest, out: Path, licence: str | None = None) -> None:
+    """Write a saved ensemble; ``out`` appears whole or not at all.
+
+    Args:
+        ensemble: from ``open_ensemble`` or ``changes``.
+        out: new folder.
+        licence: licence of the weights; None keeps the one stated before.
+
+    Raises:
+        UserError: ``out`` exists, an artifact is damaged, or members do not belong together.
+    """
+    assert ensemble.about is not None
+    if out.exists():
+        raise UserError(f"{out}: exists already; give a new folder")
+    for name, folder in ensemble.folders.items():
+        check_recorded(folder / WEIGHTS_FILE, ensemble.metas[name].model_sha256, REMEDY)
+    about = ensemble.about if licence is None else replace(ensemble.about, licence=licence)
+    with atomic_folder(out) as temporary:
+        for name, folder in ensemble.folders.items():
+            (temporary / name).mkdir()
+            for file in (MEMBER_FILE, WEIGHTS_FILE):
+                shutil.copyfile(folder / file, temporary / name / file)
+        folders = {name: temporary / name for name in ensemble.folders}
+        changed = ensemble.changed or bool(ensemble.lost)
+        write_manifest(temporary, replace(ensemble, folders=folders, about=about, changed=changed))
+        saved = read_ensemble(temporary / ENSEMBLE_FILE)
+        (temporary / CARD_FILE).write_text(model_card(saved), encoding="utf-8")
+
+
+def model_card(ensemble: EnsembleManifest) -> str:
+    """Describe a saved ensemble in Markdown: use, members with hashes, partition, credit and licence."""
+    about, shares = ensemble.about, dict(zip(ensemble.experts, ensemble.priors, strict=True))
+    assert about is not None
+    rows = [
+        f"| {name} | {meta.network} | {meta.prediction or 'cluster'}, {meta.path} | "
+        f"{f'{shares[name]:.4f}' if name in shares else '–'} | {meta.step:,} | {meta.num_samples:,} | "
+        f"`{meta.partition_sha256[:12]}` | `{meta.model_sha256}` |"
+        for name, meta in ensemble.metas.items()
+    ]
+    condition = next(iter(ensemble.metas.values())).condition["kind"]
+    call = {"class": 'classes=["0"], ', "none": ""}.get(condition, '["a prompt"], ')
+    router = " and a router" if len(rows) > len(shares) else ""
+    changed = " Experts were added, removed or replaced after training." if ensemble.changed else ""
+    return f"""\
+# {about.name}
+
+A decentralized diffusion model (McAllister et al., arXiv 2501.05450): {len(shares)} experts, each trained alone on one
+cluster of {about.num_images:,} images{router}. Condition: {condition}.
+
+    from ddm_lightning import DecentralizedEnsemble
+
+    images = DecentralizedEnsemble.from_pretrained("FOLDER").sample({call}num=4, seed=0)
+
+## Members
+
+| member | network | predicts, path | prior | steps | samples seen | partition | SHA-256 of model.safetensors |
+| :-- | :-- | :-- | --: | --: | --: | :-- | :-- |
+{chr(10).join(rows)}
+
+Artifacts hold weights and names, no code. Loading compares these hashes, and that of each `member.json`.
+
+Partition: SHA-256 `{ensemble.partition_sha256}`.{changed}
+
+## Credit and licence
+
+Trained on: {about.credit or "no credit required"}
+
+Licence of the weights: {about.licence or "not stated"}
+"""

@@ -1,0 +1,235 @@
+"""Experts removed, added, replaced, lost or broken: the other clusters' images stay, and nothing is trained."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from artifact_files import edit, refused
+from ensemble_networks import ExactExpert, ExactRouter, finite_set
+from saved_ensembles import PROMPTS, images, load, put_member, saved
+
+from ddm_lightning.cli.parser import main
+from ddm_lightning.ensemble.load import _Columns
+from ddm_lightning.ensemble.velocity import Ensemble
+from ddm_lightning.flow.oracle import FiniteSetOracle
+
+STRATEGIES = ("full", "top-1", "bayes")
+LOOSE = {"rtol": 0.1, "atol": 0.1}
+
+
+@pytest.fixture
+def three(tmp_path: Path) -> Path:
+    return saved(tmp_path)
+
+
+def change(*arguments: object) -> int:
+    return main(["ensemble", *map(str, arguments)])
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_without_a_cluster_the_velocity_is_that_of_the_other_data() -> None:
+    points, labels = finite_set([4, 7, 5, 9], 3, seed=0)
+    whole, rest = FiniteSetOracle(points, labels, 4), labels != 1
+    others = FiniteSetOracle(points[rest], labels[rest] - (labels[rest] > 1).long(), 3)
+    kept = [0, 2, 3]
+    ensemble = Ensemble([ExactExpert(whole, k) for k in kept], _Columns(ExactRouter(whole), kept), [0.2, 0.3, 0.5])
+    x_t, t = torch.randn(32, 3, dtype=torch.float64), torch.linspace(0.05, 1, 32, dtype=torch.float64)
+    assert torch.allclose(ensemble.velocity(x_t, t), others.velocity(x_t, t), atol=1e-10)
+
+
+def test_an_expert_opts_out_and_the_images_of_the_others_stay(
+    three: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert change("remove", three, "expert-1", "--out", out) == 0
+    assert capsys.readouterr().out == f"ensemble: {out}\npriors: expert-0 0.2857, expert-2 0.7143\n"
+    assert not (out / "expert-1").exists() and "added, removed or replaced" in (out / "README.md").read_text()
+    for name in ("expert-0", "expert-2", "router"):
+        assert tree(out / name) == tree(three / name)
+    before, after = load(three), load(out)
+    assert after.loaded.ensemble.paths == ["linear", "cosine"] and after.about.num_images == 70
+    for old, new in ((0, 0), (2, 1)):
+        of_one = [{"strategy": "oracle", "strategy_params": {"cluster": k}} for k in (old, new)]
+        assert images(before, **of_one[0]) == images(after, **of_one[1])
+
+    calls: list[int] = []
+    before.loaded.ensemble.experts[1].register_forward_hook(lambda *_: calls.append(1))
+    touched = []
+    for prompt in PROMPTS:
+        calls.clear()
+        pair = [one.sample(prompt, strategy="top-1")[0].tobytes() for one in (before, after)]
+        touched.append(bool(calls))
+        assert touched[-1] or pair[0] == pair[1]
+    assert {*touched} == {True, False}
+
+
+def test_an_expert_that_comes_back_restores_every_image(three: Path, tmp_path: Path) -> None:
+    less, again = tmp_path / "less", tmp_path / "again"
+    assert change("remove", three, "expert-1", "--out", less) == 0
+    assert change("add", less, three / "expert-1", "--images", 30, "--out", again) == 0
+    assert load(again).manifest.priors == pytest.approx((0.2, 0.3, 0.5), abs=1e-15)
+    for strategy in STRATEGIES:
+        assert images(load(again), strategy=strategy) == images(load(three), strategy=strategy)
+        assert images(load(less), strategy=strategy) != images(load(three), strategy=strategy)
+
+
+def test_an_expert_of_other_data_needs_bayes(three: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stranger = put_member(tmp_path / "stranger", "expert-0", 5, 8, partition_sha256="cd" * 32)
+    out, more = tmp_path / "out", tmp_path / "more"
+    assert change("add", three, stranger, "--images", 100, "--out", out) == 0
+    printed = capsys.readouterr().out
+    assert "expert-0 0.1000, expert-1 0.1500, expert-2 0.2500, expert-3 0.5000\n" in printed
+    assert printed.count("\n") == 3 and "use the strategy bayes, or train a router anew" in printed
+    ensemble = load(out)
+    assert ensemble.loaded.ensemble.router is None and ensemble.about.sample["strategy"] == "bayes"
+    used: list[int] = []
+    for k, expert in enumerate(ensemble.loaded.ensemble.experts):
+        expert.register_forward_hook(lambda *_, k=k: used.append(k))
+    assert len({*images(ensemble)}) == len(PROMPTS) and {*used} == {0, 1, 2, 3}
+    refused(lambda: ensemble.sample(PROMPTS, strategy="full", solver="euler"), "no router", "bayes")
+    assert (
+        change("add", out, stranger, "--images", 1, "--out", more) == 0
+    )  # of eight clusters: numbers go on after them
+    assert load(more).manifest.experts == ["expert-0", "expert-1", "expert-2", "expert-3", "expert-8"]
+
+
+def test_a_newer_expert_keeps_the_router_and_another_one_costs_it(three: Path, tmp_path: Path) -> None:
+    newer = put_member(tmp_path / "newer", "expert-1", 6)
+    assert change("replace", three, "expert-1", newer, "--out", tmp_path / "out") == 0
+    before, after = load(three), load(tmp_path / "out")
+    assert after.loaded.ensemble.router is not None and after.manifest.priors == before.manifest.priors
+    assert tree(tmp_path / "out" / "expert-1") == tree(newer)
+    assert change("replace", three, "expert-0", newer, "--images", 80, "--out", tmp_path / "other") == 0
+    other = load(tmp_path / "other")
+    assert other.loaded.ensemble.router is None and other.manifest.priors == (0.5, 0.1875, 0.3125)
+    assert len(images(other)) == len(PROMPTS)
+
+
+def test_a_lost_expert_is_left_out_and_said_so(three: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert change("remove", three, "expert-1", "--out", tmp_path / "removed") == 0
+    shutil.rmtree(three / "expert-1")
+    capsys.readouterr()
+    lost = load(three)
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and "artifact of expert-1 is missing" in err and "expert-0, expert-2" in err
+    for strategy in STRATEGIES:
+        assert images(lost, strategy=strategy) == images(load(tmp_path / "removed"), strategy=strategy)
+    assert change("remove", three, "expert-1", "--out", tmp_path / "again") == 0  # for good
+    assert (tmp_path / "again" / "ensemble.json").read_bytes() == (tmp_path / "removed" / "ensemble.json").read_bytes()
+    for name in ("expert-0", "expert-2"):
+        shutil.rmtree(three / name)
+    refused(lambda: load(three), three / "ensemble.json", "every expert is missing")
+
+
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "sample-1"])
+def test_rows_that_an_expert_breaks_are_made_without_it(
+    three: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], strategy: str
+) -> None:
+    assert change("remove", three, "expert-1", "--out", tmp_path / "removed") == 0
+    whole, removed, broken = (load(folder) for folder in (three, tmp_path / "removed", three))
+    next(broken.loaded.ensemble.experts[1].parameters()).data.fill_(torch.nan)
+    capsys.readouterr()
+    found, full, less = (images(one, strategy=strategy) for one in (broken, whole, removed))
+    assert images(broken, strategy=strategy) == found
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and err.startswith("note: expert-1 returns NaN on ")
+    kept = [image == intact for image, intact in zip(found, full, strict=True)]
+    assert not all(kept)
+    assert any(kept) or strategy not in ("top-1", "sample-1")  # the others ask every expert at first
+    if strategy == "full":
+        pixels = [np.frombuffer(b"".join(one), np.uint8).astype(int) for one in (found, less)]
+        assert np.abs(pixels[0] - pixels[1]).max() <= 1  # batches of other sizes round otherwise
+    only = {"strategy": "oracle", "strategy_params": {"cluster": 1}}
+    refused(lambda: images(broken, **only), "expert-1", "returns NaN", "fit it again")
+
+
+def test_an_adaptive_solver_survives_a_broken_expert(three: Path) -> None:
+    ensemble = load(three)
+    next(ensemble.loaded.ensemble.experts[1].parameters()).data.fill_(torch.nan)
+    assert len(ensemble.sample(PROMPTS[:2], strategy="full", solver="dormand-prince", solver_params=LOOSE)) == 2
+
+
+def test_one_expert_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one, out = saved(tmp_path, (7,)), tmp_path / "out"
+    assert len({*images(load(one), strategy="full")} & {*images(load(one), strategy="top-1")}) == len(PROMPTS)
+    assert change("remove", one, "expert-0", "--out", out) == 2 and "only expert" in capsys.readouterr().err
+    assert change("add", one, put_member(tmp_path / "b", "expert-0", 3, 1), "--images", 7, "--out", out) == 0
+    assert load(out).manifest.priors == (0.5, 0.5) and change("remove", out, "expert-0", "--out", tmp_path / "b2") == 0
+    assert load(tmp_path / "b2").manifest.priors == (1.0,) and len(images(load(tmp_path / "b2"))) == len(PROMPTS)
+
+
+def damaged(folder: Path, how: str) -> None:
+    weights, manifest = folder / "expert-1" / "model.safetensors", folder / "ensemble.json"
+    content = weights.read_bytes()
+    if how == "tampered":
+        weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    elif how == "truncated":
+        weights.write_bytes(content[:-8])
+    elif how == "described otherwise":
+        edit(folder / "expert-1" / "member.json", step=8)
+    else:
+        entries = json.loads(manifest.read_text())["members"]
+        edit(manifest, members=[{**entries[0], "path": "../run/expert-0"}, *entries[1:]])
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    {
+        "tampered": "SHA-256 is",
+        "truncated": "not a whole safetensors file",
+        "described otherwise": "is not the expert-1",
+        "escaping": "leaves its folder",
+    }.items(),
+)
+def test_damage_is_refused_in_one_line(
+    three: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], how: str, words: str
+) -> None:
+    damaged(three, how)
+    assert change("remove", three, "expert-0", "--out", tmp_path / "out") == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: ") and err.count("\n") == 1 and words in err and not (tmp_path / "out").exists()
+    refused(lambda: load(three), words)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("remove", "THREE", "expert-7", "--out", "OUT"), "expert-7: no such expert; the ensemble has expert-0, "),
+        (("remove", "THREE", "router", "--out", "OUT"), "router: no such expert"),
+        (("remove", "THREE", "expert-0", "--out", "THREE"), "exists already; give a new folder"),
+        (("add", "THREE", "THREE/router", "--images", "5", "--out", "OUT"), "is the router; give the artifact of an "),
+        (("add", "THREE", "THREE/none", "--images", "5", "--out", "OUT"), "is missing"),
+        (("add", "THREE", "THREE/expert-0", "--images", "0", "--out", "OUT"), "--images 0: must be at least 1"),
+        (("add", "THREE", "SMALL", "--images", "5", "--out", "OUT"), "another timestep_shift"),
+        (("remove", "OUT", "expert-0", "--out", "OUT"), "ensemble.json"),
+    ],
+)
+def test_a_change_that_cannot_be(
+    three: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], words: str
+) -> None:
+    put_member(tmp_path / "SMALL", "expert-0", 1, timestep_shift=3.0)
+    places = {"THREE": three, "OUT": tmp_path / "OUT", "SMALL": tmp_path / "SMALL"}
+    given = [str(places.get(word, word)).replace("THREE/", f"{three}/") for word in arguments]
+    assert change(*given) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and words in err and not (tmp_path / "OUT").exists()
+
+
+def test_a_manifest_may_not_mix_partitions_unless_it_says_so(three: Path, tmp_path: Path) -> None:
+    stranger = put_member(tmp_path / "stranger", "expert-0", 5, partition_sha256="cd" * 32)
+    assert change("replace", three, "expert-0", stranger, "--out", tmp_path / "out") == 0
+    edit(tmp_path / "out" / "ensemble.json", changed=False)
+    refused(lambda: load(tmp_path / "out"), "was trained on another partition_sha256")
+    shutil.copytree(three / "router", tmp_path / "out" / "router")
+    document = json.loads((three / "ensemble.json").read_text())
+    mixed = json.loads((tmp_path / "out" / "ensemble.json").read_text())["members"]
+    edit(tmp_path / "out" / "ensemble.json", changed=True, members=[*mixed, document["members"][-1]])
+    refused(lambda: load(tmp_path / "out"), "was trained on another partition_sha256")

@@ -1,0 +1,140 @@
+"""Guidance inside the experts and of the mixture, against closed forms of a finite set with two classes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from ensemble_networks import finite_set
+from torch import Tensor, nn
+
+from ddm_lightning.config.experiment import SampleConfig
+from ddm_lightning.ensemble.routing import Batch, sample
+from ddm_lightning.ensemble.strategies.full import Full
+from ddm_lightning.ensemble.velocity import Ensemble
+from ddm_lightning.flow.condition import Condition
+from ddm_lightning.flow.oracle import FiniteSetOracle
+from ddm_lightning.flow.timesteps import sampling_times
+
+SIZES = [40, 8, 12, 20]
+K, SHAPE, NUM = len(SIZES), (1, 1, 3), 600
+
+
+class ByClass(nn.Module):
+    """Answers each row from the closed form of its class, or of both classes without a condition."""
+
+    prediction = "velocity"
+
+    def __init__(self, oracles: list[FiniteSetOracle], k: int | None) -> None:
+        super().__init__()
+        self.oracles, self.k, self.num_rows = oracles, k, 0
+
+    def forward(self, x_t: Tensor, t: Tensor, condition: Condition) -> Tensor:
+        self.num_rows += len(x_t)
+        answers = [
+            one.cluster_posterior(x_t, t).log() if self.k is None else one.cluster_velocity(self.k, x_t, t)
+            for one in self.oracles
+        ]
+        chosen = torch.where(condition.keep, condition.values, 2)
+        return torch.stack(answers)[chosen, torch.arange(len(x_t))]
+
+
+@pytest.fixture
+def data() -> tuple[Tensor, Tensor, Tensor]:
+    """Points, clusters, and classes of different shares in each cluster; float64."""
+    points, clusters = finite_set(SIZES, 3, seed=1)
+    classes = (torch.arange(len(points)) % (2 + clusters) == 0).long()
+    return points.reshape(-1, *SHAPE), clusters, classes
+
+
+def exact(data: tuple[Tensor, Tensor, Tensor]) -> Ensemble:
+    points, clusters, classes = data
+    kept = [classes == 0, classes == 1, classes >= 0]
+    oracles = [FiniteSetOracle(points[own], clusters[own], K) for own in kept]
+    return Ensemble([ByClass(oracles, k) for k in range(K)], ByClass(oracles, None), [n / 80 for n in SIZES])
+
+
+def mean_velocity(points: Tensor, weights: Tensor, x_t: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+    """Closed form of a set whose points have weights: its velocity and the log of its density, up to a constant."""
+    squares = (x_t[:, None] - (1 - t)[:, None, None, None, None] * points).flatten(2).square().sum(2)
+    logits = weights.log() - squares / (2 * t[:, None] ** 2)
+    mean = torch.einsum("bn,n...->b...", logits.softmax(1), points)
+    return (x_t - mean) / t[:, None, None, None], logits.logsumexp(1)
+
+
+def closed_form(data: tuple[Tensor, Tensor, Tensor], guidance: str, x_t: Tensor, t: Tensor, own: Tensor) -> Tensor:
+    """Velocity guided by 3, written out from the points, of rows of the class ``own``."""
+    points, clusters, classes = data
+    found = []
+    for row in range(len(x_t)):
+        one, time, in_class = x_t[row : row + 1], t[row : row + 1], (classes == own[row]).double()
+        if guidance == "mixture":
+            conditional, null = (mean_velocity(points, w, one, time)[0] for w in (in_class, torch.ones_like(in_class)))
+            found.append(null + 3 * (conditional - null))
+            continue
+        total, evidence = [], []
+        for k in range(K):
+            conditional, log_density = mean_velocity(points, in_class * (clusters == k), one, time)
+            null, _ = mean_velocity(points, (clusters == k).double(), one, time)
+            total.append(null + 3 * (conditional - null))
+            evidence.append(log_density)
+        share = torch.stack(evidence).softmax(0)
+        found.append((share[:, :, None, None, None] * torch.stack(total)).sum(0))
+    return torch.cat(found)
+
+
+def batch_of(ensemble: Ensemble, num: int, **settings: Any) -> tuple[Batch, Tensor, Tensor, Tensor]:
+    classes = torch.arange(num) % 2
+    options = SampleConfig(guidance_scale=3.0, **settings)
+    keys = [(i,) for i in range(num)]
+    batch = Batch(ensemble, Condition.of(classes), keys, sampling_times(8), SHAPE, 0, options)
+    generator = torch.Generator().manual_seed(2)
+    x_t = torch.randn(num, *SHAPE, generator=generator, dtype=torch.float64)
+    return batch, x_t, torch.linspace(0.2, 1, num, dtype=torch.float64), classes
+
+
+@pytest.mark.parametrize("guidance", ["expert", "mixture"])
+def test_guided_velocity_is_the_closed_form(data: tuple[Tensor, Tensor, Tensor], guidance: str) -> None:
+    """The mixture's is that of one guided model of all points, which a router with a condition left on misses."""
+    batch, x_t, t, classes = batch_of(exact(data), 16, guidance=guidance)
+    error = Full().field(batch)(x_t, t) - closed_form(data, guidance, x_t, t, classes)
+    print(f"guidance of the {guidance}: largest error {error.abs().max():.1e}")
+    assert error.abs().max() < 1e-5
+    other = closed_form(data, {"expert": "mixture", "mixture": "expert"}[guidance], x_t, t, classes)
+    assert (closed_form(data, guidance, x_t, t, classes) - other).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("guidance", ["expert", "mixture"])
+def test_outside_its_interval_guidance_neither_acts_nor_costs(
+    data: tuple[Tensor, Tensor, Tensor], guidance: str
+) -> None:
+    ensemble = exact(data)
+    batch, x_t, t, classes = batch_of(ensemble, 16, guidance=guidance, guidance_interval=[0.4, 0.7])
+    got = Full().field(batch)(x_t, t)
+    inside = (t >= 0.4) & (t <= 0.7)
+    plain = ensemble.velocity(x_t, t, Condition.of(classes))
+    assert 3 < inside.sum() < 13 and torch.equal(got[~inside], plain[~inside])
+    expected = closed_form(data, guidance, x_t, t, classes)
+    assert torch.allclose(got[inside], expected[inside], atol=1e-5)
+    assert ensemble.expert_rows == K * (16 + int(inside.sum()) + 16)
+
+
+@pytest.mark.parametrize(("strategy", "solver"), [("superdiff-or", "ancestral"), ("bayes", "ancestral")])
+def test_strategies_of_their_own_guide_the_mixture(
+    data: tuple[Tensor, Tensor, Tensor], strategy: str, solver: str
+) -> None:
+    """They start from the router and then track p(k | x_t, c) and p(k | x_t): as many samples of each class's point."""
+    points = data[0]
+    settings = SampleConfig(guidance_scale=2.0, guidance="mixture", guidance_interval=[0.1, 0.9])
+    condition = Condition.of(torch.arange(NUM) % 2)
+
+    def shares(strategy: str) -> Tensor:
+        options: dict[str, Any] = {"num_steps": 30, "shift": 1.0, "seed": 0, "batch_size": NUM, "settings": settings}
+        x_0 = sample(exact(data), condition, NUM, SHAPE, strategy=strategy, solver=solver, **options)
+        nearest = torch.cdist(x_0.flatten(1).double(), points.flatten(1)).argmin(1)
+        return data[1][nearest].bincount(minlength=K) / NUM
+
+    got, expected = shares(strategy), shares("full")
+    print(f"{strategy}, guidance of the mixture: shares {got.tolist()}, of one guided model {expected.tolist()}")
+    assert ((got - expected).abs() < 4 * (expected * (1 - expected) * 2 / NUM).sqrt() + 1e-9).all()

@@ -1,0 +1,54 @@
+"""Experts that take turns compute what they compute when all are on the device."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from artifact_files import PARAMS, make_meta, make_network, refused
+from torch import nn
+
+from ddm_lightning.config.experiment import SampleConfig
+from ddm_lightning.ensemble import load_ensemble
+from ddm_lightning.ensemble.residency import ResidentExperts
+from ddm_lightning.members.artifact import write_artifact
+from ddm_lightning.members.assembly import write_ensemble
+
+NAMES = ["expert-0", "expert-1", "expert-2", "expert-3"]
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    """A run of four experts, of two predictions, without a router."""
+    folders = []
+    for k, name in enumerate(NAMES):
+        prediction = ["velocity", "x_0"][k % 2]
+        params = {**PARAMS, "prediction": prediction}
+        meta = replace(make_meta(name), num_clusters=4, prediction=prediction, params=params)
+        folders.append(tmp_path / name)
+        write_artifact(folders[-1], make_network("expert", k).state_dict(), meta)
+    write_ensemble(tmp_path, folders, [0.1, 0.2, 0.3, 0.4])
+    return tmp_path
+
+
+def test_experts_that_take_turns_sample_the_same_images(run_dir):
+    settings = SampleConfig(strategy="bayes", solver="ancestral", num_steps=6)
+    all_at_once, in_turns = load_ensemble(run_dir), load_ensemble(run_dir, resident_experts=2)
+    assert isinstance(in_turns.ensemble.experts, ResidentExperts)
+    images = [loaded.sample(settings, None, 5, seed=0, batch_size=5) for loaded in (all_at_once, in_turns)]
+    assert torch.equal(*images)
+    assert in_turns.cost == all_at_once.cost
+    settings.stacked = True
+    refused(lambda: in_turns.sample(settings, None, 5, seed=0, batch_size=5), "sample.resident_experts")
+
+
+def test_only_so_many_experts_have_memory():
+    experts = [nn.Linear(3, 3) for _ in range(5)]
+    resident = ResidentExperts(experts, torch.device("cpu"), 2)
+    x, places = torch.randn(2, 3), set()
+    for k in [0, 1, 2, 3, 4, 0, 3, 3, 1]:
+        placed = resident[k]
+        assert torch.equal(placed(x), experts[k](x))
+        places.add(placed.weights["weight"].data_ptr())
+    assert len(places) == 2 and places.isdisjoint(expert.weight.data_ptr() for expert in experts)
+    with pytest.raises(ValueError, match="at least 2"):
+        ResidentExperts(experts, torch.device("cpu"), 1)

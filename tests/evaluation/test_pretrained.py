@@ -1,0 +1,107 @@
+"""Saved ensembles: what is saved loads with the same images, from a folder, a URL and diffusers."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from pathlib import Path
+
+import fsspec
+import pytest
+import torch
+from artifact_files import edit, refused
+from diffusers import DiffusionPipeline
+from PIL import Image
+from saved_ensembles import images, load, saved
+from tiny_runs import ROOT, settings
+
+from ddm_lightning import DecentralizedEnsemble
+from ddm_lightning.cli.parser import main
+from ddm_lightning.members.artifact import read_meta
+
+
+@pytest.fixture
+def three(tmp_path: Path) -> Path:
+    return saved(tmp_path)
+
+
+def test_a_saved_ensemble_moves_and_keeps_its_images(three: Path, tmp_path: Path) -> None:
+    before = images(load(three))
+    load(three).save_pretrained(tmp_path / "copy", licence="MIT")
+    three.rename(tmp_path / "gone")
+    copy = load(tmp_path / "copy")
+    assert images(copy) == before and copy.about.licence == "MIT"
+    assert sorted(path.name for path in (tmp_path / "copy").iterdir()) == [
+        *("README.md", "ensemble.json", "expert-0", "expert-1", "expert-2", "router")
+    ]
+    card = (tmp_path / "copy" / "README.md").read_text()
+    for name in ("expert-0", "expert-1", "expert-2", "router"):
+        assert read_meta(tmp_path / "copy" / name).model_sha256 in card
+    for words in ("Some painters", "MIT", "ab" * 32, "| 0.3000 |", "velocity, cosine"):
+        assert words in card
+
+
+def test_a_url_is_downloaded_and_checked(three: Path) -> None:
+    url = f"memory://{uuid.uuid4()}"
+    memory = fsspec.filesystem("memory")
+    memory.put(str(three), url, recursive=True)
+    assert images(DecentralizedEnsemble.from_pretrained(f"{url}/", "cpu")) == images(load(three))
+    memory.rm(f"{url}/expert-1", recursive=True)
+    assert len(DecentralizedEnsemble.from_pretrained(url, "cpu").manifest.experts) == 2
+    weights = f"{url}/expert-0/model.safetensors"
+    memory.pipe_file(weights, memory.cat_file(weights)[:-8])
+    refused(lambda: DecentralizedEnsemble.from_pretrained(url, "cpu"), "not a whole safetensors file")
+    members = json.loads((three / "ensemble.json").read_text())["members"]
+    edit(three / "ensemble.json", members=[{**members[0], "path": "../elsewhere"}])
+    memory.put(str(three / "ensemble.json"), f"{url}/ensemble.json")
+    refused(lambda: DecentralizedEnsemble.from_pretrained(url, "cpu"), "'../elsewhere' leaves its folder")
+    refused(lambda: DecentralizedEnsemble.from_pretrained("memory://none", "cpu"), "memory://none: holds no ensemble")
+    refused(lambda: DecentralizedEnsemble.from_pretrained("nosuch://a", "cpu"), "nosuch://a: cannot be read")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"seed": -1}, "in about: key 'seed'"),
+        ({"sample": {"strategie": "full"}}, "unknown key 'about.sample.strategie'"),
+        ({"sample": {"num_steps": 0}}, "'about.sample.num_steps' = 0"),
+        ({"code": "import os"}, "in about: unknown key 'code'"),
+    ],
+)
+def test_bad_settings_in_a_manifest(three: Path, changes: dict, words: str) -> None:
+    about = json.loads((three / "ensemble.json").read_text())["about"]
+    edit(three / "ensemble.json", about={**about, **changes})
+    refused(lambda: load(three), three / "ensemble.json", words)
+
+
+@pytest.mark.slow
+def test_export_loads_in_diffusers_with_the_same_images(
+    finished_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "exported"
+    export = ["export", *settings(finished_run), "sample.num_steps=3", "--out", str(out)]
+    assert main([*export, "--to", "diffusers", "--licence", "CC0"]) == 0
+    assert "CC0" in (out / "README.md").read_text() and str(out) in capsys.readouterr().out
+    pipeline = DiffusionPipeline.from_pretrained(out, custom_pipeline=str(out), trust_remote_code=True)
+    generator = torch.Generator().manual_seed(3)
+    got = pipeline(["red disc", "a cross"], num_images_per_prompt=2, generator=generator).images
+    of_run = DecentralizedEnsemble.from_pretrained(finished_run)
+    expected = of_run.sample(["red disc", "a cross"], num=2, seed=3, num_steps=3)
+    assert [image.tobytes() for image in got] == [image.tobytes() for image in expected]
+    more = pipeline.to("cpu")("red disc", num_inference_steps=2, strategy="bayes", num_images_per_prompt=1).images
+    assert isinstance(more[0], Image.Image) and len(more) == 1
+    pipeline.save_pretrained(tmp_path / "again")
+    assert {path.name for path in (tmp_path / "again").iterdir()} == {path.name for path in out.iterdir()}
+    assert main([*export, "--to", "ensemble"]) == 2
+    assert "exists already" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_notebook_runs(three: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    notebook = json.loads((ROOT / "examples" / "sample.ipynb").read_text(encoding="utf-8"))
+    defined: dict = {"display": lambda *_: None}
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "code":
+            assert cell["outputs"] == []
+            exec("".join(cell["source"]).replace("runs/emoji_4x", str(three)), defined)
