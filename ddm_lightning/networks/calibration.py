@@ -26,7 +26,8 @@ def temperature_at(t: Times, temperatures: Sequence[float]) -> Times:
         t: times.
         temperatures: one for each part, in order.
     """
-    known = torch.tensor([temperatures[0], *temperatures, temperatures[-1]], dtype=t.dtype, device=t.device)
+    known = torch.tensor([temperatures[0], *temperatures, temperatures[-1]], dtype=t.dtype)
+    known = known.to(t.device, non_blocking=True)  # without waiting for a GPU
     place = (t * len(temperatures) + 0.5).clamp(0, len(temperatures) + 0.999)
     left = place.long()
     return torch.lerp(known[left], known[(left + 1).clamp(max=len(known) - 1)], place - left)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 import uuid
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from tiny_runs import ROOT, settings
 
 from ddm_lightning import DecentralizedEnsemble
 from ddm_lightning.cli.parser import main
+from ddm_lightning.core.files import sha256_file
 from ddm_lightning.members.artifact import read_meta
 
 
@@ -41,7 +43,8 @@ def test_a_saved_ensemble_moves_and_keeps_its_images(three: Path, tmp_path: Path
         assert words in card
 
 
-def test_a_url_is_downloaded_and_checked(three: Path) -> None:
+def test_a_url_is_downloaded_and_checked(three: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     url = f"memory://{uuid.uuid4()}"
     memory = fsspec.filesystem("memory")
     memory.put(str(three), url, recursive=True)
@@ -55,6 +58,7 @@ def test_a_url_is_downloaded_and_checked(three: Path) -> None:
     edit(three / "ensemble.json", members=[{**members[0], "path": "../elsewhere"}])
     memory.put(str(three / "ensemble.json"), f"{url}/ensemble.json")
     refused(lambda: DecentralizedEnsemble.from_pretrained(url, "cpu"), "'../elsewhere' leaves its folder")
+    assert not (tmp_path / "elsewhere").exists()
     refused(lambda: DecentralizedEnsemble.from_pretrained("memory://none", "cpu"), "memory://none: holds no ensemble")
     refused(lambda: DecentralizedEnsemble.from_pretrained("nosuch://a", "cpu"), "nosuch://a: cannot be read")
 
@@ -72,6 +76,17 @@ def test_bad_settings_in_a_manifest(three: Path, changes: dict, words: str) -> N
     about = json.loads((three / "ensemble.json").read_text())["about"]
     edit(three / "ensemble.json", about={**about, **changes})
     refused(lambda: load(three), three / "ensemble.json", words)
+
+
+def test_names_of_other_classes_than_the_experts_know(three: Path) -> None:
+    manifest = three / "ensemble.json"
+    document = json.loads(manifest.read_text())
+    for entry in document["members"]:
+        member = three / entry["path"] / "member.json"
+        edit(member, condition={"kind": "class", "size": 3})
+        entry["member_json_sha256"] = sha256_file(member)
+    edit(manifest, members=document["members"], about={**document["about"], "class_names": ["cat", "dog"]})
+    refused(lambda: load(three), manifest, "2 class_names for 3 classes")
 
 
 @pytest.mark.slow

@@ -81,6 +81,10 @@ def test_it_answers_as_diffusers_does(kind, tmp_path):
         with torch.no_grad():
             expected = model(x_t, timestep=torch.tensor(steps), **theirs).sample[:, :4]
             torch.testing.assert_close(network(x_t, t, ours), expected, rtol=1e-3, atol=1e-3)
+    many = torch.arange(4).repeat(25)
+    with torch.no_grad():  # in training, too, conditions are dropped by the trainer alone
+        twice = [network.train(mode)(x_t[many], t[many], condition.rows(many)) for mode in (True, False)]
+    assert torch.equal(*twice)
 
 
 @pytest.mark.parametrize("kind", OWN)

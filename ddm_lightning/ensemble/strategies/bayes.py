@@ -31,7 +31,8 @@ class BayesSamples:
     x_0: Samples
     """The samples."""
     weights: Float[Tensor, "steps r K"]
-    """``weights[i]`` is the filter's p(k | x_1 … x_t) at ``times[i]``, before that step; float64."""
+    """``weights[i]`` is the filter's p(k | x_1 … x_t) at ``times[i]``, before that step; float64. For guidance of the
+    mixture the unconditional branch comes below; it stops at the lower end of the interval."""
 
 
 @STRATEGIES.register("bayes")
