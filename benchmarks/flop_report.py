@@ -66,13 +66,14 @@ def strategy_table(results: Results) -> Report:
             "shares TV",
             "experts per step",
             "GFLOP per image",
+            "s per image",
         ],
     )
     main = [point for point in results.points if point["variant"] == "main"]
     for method in dict.fromkeys(point["method"] for point in main):
         rows = results.rows(method)
         cells = [mean(row[key] for row in rows) for key in ("precision", "recall", "shares_tv")]
-        cost = [mean(row[key] for row in rows) for key in ("experts_per_step", "gflop_per_image")]
+        cost = [mean(row[key] for row in rows) for key in ("experts_per_step", "gflop_per_image", "seconds_per_image")]
         table.row(
             method.replace("_", " "),
             f"{mean(results.kid(method)):.4f}",
@@ -80,12 +81,12 @@ def strategy_table(results: Results) -> Report:
             f"{mean(results.kid(method, network=results.other)):.4f}",
             results.ratio(method, "other_features_"),
             *(f"{value:.3f}" for value in cells),
-            *(f"{value:.2f}" for value in cost),
+            *(f"{value:.3g}" for value in cost),
         )
     table.note(
         "Ratios are taken under the same kind of solver; brackets hold 95 % bootstrap intervals over seeds and images. "
         f"The clusters were made with {results.network}; {results.other} took no part. Shares TV: total variation "
-        "between the clusters' shares among the images and the priors."
+        "between the clusters' shares among the images and the priors. Seconds are CPU time of one thread."
     )
     return table
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import multiprocessing
+import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
@@ -129,13 +130,14 @@ class Images:
     """Mean number of active experts per image and step."""
     gflop_per_image: float
     """Measured forward GFLOP per image over all steps, router included."""
+    seconds_per_image: float
+    """CPU time of one thread."""
 
     @classmethod
     def read(cls, path: Path) -> Images:
         """Read the result of ``sample_task``."""
         with np.load(path, allow_pickle=False) as stored:
-            experts, gflop = (float(value) for value in stored["cost"])
-            return cls(stored["images"], path, experts, gflop)
+            return cls(stored["images"], path, *(float(value) for value in stored["cost"]))
 
 
 def sample_all(tasks: Sequence[Task], num_jobs: int) -> list[Images]:
@@ -163,6 +165,7 @@ def sample_all(tasks: Sequence[Task], num_jobs: int) -> list[Images]:
 def sample_task(task: Task) -> None:
     """Sample the images of one task and write them."""
     loaded, settings, method = task.load(), task.settings, task.method
+    start = time.process_time()
     x_0 = sample(
         loaded.ensemble,
         held_out_conditions(task.data, task.condition_kind, settings),
@@ -177,7 +180,8 @@ def sample_task(task: Task) -> None:
         batch_size=BATCH_SIZE,
     )
     images = IMAGE_ENCODERS.build(task.image_encoder.name, task.image_encoder.params).decode(x_0)
-    cost = np.array([loaded.cost.experts, loaded.cost.gflop])
+    seconds = (time.process_time() - start) / settings.num
+    cost = np.array([loaded.cost.experts, loaded.cost.gflop, seconds])
     atomic_write(task.path, lambda temporary: np.savez(temporary, images=images, cost=cost))
 
 

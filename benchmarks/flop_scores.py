@@ -169,7 +169,8 @@ class Judge:
         features = {name: features_of(found.images, network, self.stored) for name, network in self.networks.items()}
         distances = {name: kid(features[name], self.real[name]) for name in self.networks}
         scores = precision_recall(features[OTHER.name], self.real[OTHER.name])
-        scores |= {"experts_per_step": found.experts_per_step, "gflop_per_image": found.gflop_per_image}
+        for cost in ("experts_per_step", "gflop_per_image", "seconds_per_image"):
+            scores[cost] = getattr(found, cost)
         flops = self.study.budget(share) / 1e12
         variation = self.variation(features[OTHER.name])
         return Point(variant.name, seed, share, flops, task.method.name, distances, variation, scores)

@@ -171,7 +171,7 @@ class Study:
         return share * (experts + router) + self.costs.partition
 
     def jobs(self) -> list[Job]:
-        """All trainings, in the order in which they start: seed by seed, the most expensive first."""
+        """All trainings, in the order in which they start: the longest first, so that none is left over at the end."""
         jobs = []
         for variant in self.variants:
             experiment = self.settings_of(variant)
@@ -187,7 +187,7 @@ class Study:
                     cost = steps[-1] * batch_size(member, experiment) * of_sample
                     jobs.append(Job(variant, seed, member, steps, cost))
         order = {variant.name: index for index, variant in enumerate(self.variants)}
-        return sorted(jobs, key=lambda job: (order[job.variant.name], job.seed, -job.flops))
+        return sorted(jobs, key=lambda job: (order[job.variant.name], -job.flops, job.seed))
 
     def _steps(self, member: str, experiment: Experiment, costs: Costs, share: float) -> int:
         """Steps that the budget pays for; all experts together pay for the rest of router and partition."""

@@ -32,7 +32,7 @@ from ddm_lightning.members.member import MONOLITH, ROUTER, Member
 from ddm_lightning.shards.manifest import DataSizes
 
 # A network large enough that its products, not Python, take the time on a CPU.
-SIZES = ("expert.network.params.width=256", "expert.network.params.depth=8")
+SIZES = tuple(f"expert.network.params.{size}" for size in ("width=256", "depth=8", "num_heads=4"))
 BATCH_SIZE, NUM_STEPS = 64, 2
 ROUNDS, QUICK_ROUNDS = 7, 2
 # Figure: (way, the way it is compared with, how often that one runs; 0 for once per expert).

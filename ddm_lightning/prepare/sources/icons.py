@@ -1,4 +1,4 @@
-"""Multicolour icons of the npm package @iconify/json."""
+"""Icons of the npm package @iconify/json."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ def concept(name: str) -> str:
 
 @SOURCES.register("icons")
 class Icons:
-    """Multicolour icons on white, with free licences and without trademarks, from the npm package ``@iconify/json``.
+    """Icons on white, with free licences and without trademarks, from the npm package ``@iconify/json``.
 
-    Taken are the icon sets with a palette and one of ``licenses``, except those in ``skip_categories``. Within a set,
-    brands, logos and skin-tone variants are skipped. The caption is the name in words ("red apple"). Many sets show the
-    same concept, so all icons of one name are held out together.
+    Taken are the multicolour icon sets with one of ``licenses``, except those in ``skip_categories``. Within a set,
+    brands, logos and skin-tone variants are skipped. The caption is the name in words ("red apple"). Many sets show
+    the same concept, so all icons of one name are held out together.
 
     Args:
         path: the unpacked package, which holds ``collections.json`` and the folder ``json``.
-        sets: names of icon sets; null for all that pass the filter.
+        sets: names of icon sets, also of one colour; null for all multicolour ones that pass the filter.
         size: height and width in pixels.
         licenses: allowed licences, as SPDX identifiers.
         skip_categories: categories of icon sets, as in ``collections.json``: logos (trademarks), and flags, which the
@@ -77,7 +77,7 @@ class Icons:
         allowed = {
             name: about
             for name, about in collections.items()
-            if about.get("palette")
+            if (about.get("palette") or name in (sets or ()))
             and about["license"].get("spdx") in licenses
             and about.get("category") not in skip_categories
         }

@@ -45,7 +45,7 @@ def package(tmp_path):
     (folder / "collections.json").write_text(json.dumps(collections))
     free = {"icons": icons, "width": 4, "height": 4, "categories": {"Brand": ["wolf"], "Food": ["red-apple"]}}
     other = {"icons": {"red-apple-2-flat": RED_APPLE}, "width": 4, "height": 4}
-    for name, content in {"free": free, "other": other}.items():
+    for name, content in {"free": free, "other": other, "one-colour": other}.items():
         (folder / "json" / f"{name}.json").write_text(json.dumps(content))
     return folder
 
@@ -104,6 +104,7 @@ def test_concepts_ignore_spelling_size_and_style(name, expected):
 
 def test_sets_and_licences_can_be_chosen(package):
     assert found_in(package, sets=["other"]).keys() == {"other/red-apple-2-flat"}
+    assert found_in(package, sets=["one-colour"]).keys() == {"one-colour/red-apple-2-flat"}
     assert found_in(package, licenses=["MIT"]).keys() == {"other/red-apple-2-flat"}
     with pytest.raises(UserError, match="'brands' is unknown or does not pass the filter; known: free, other"):
         found_in(package, sets=["brands"])
