@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from common import REPOSITORY, Report
@@ -45,8 +46,34 @@ def _emoji(document: Mapping[str, Any]) -> Report:
     return table
 
 
+_MIX = {
+    "monolith, ODE": "monolith",
+    "monolith, ancestral": "monolith_ancestral",
+    "`bayes`, ancestral": "bayes",
+    "`full`, ancestral": "full_ancestral",
+    "`full`, ODE": "full",
+    "`sample-1`, ODE": "sample1",
+    "`top-1`, ODE": "top1",
+}
+
+
+def _mix(document: Mapping[str, Any]) -> Report:
+    """Equal training FLOPs on the mixture: the methods that matter, in short."""
+    results = Results(document)
+    table = Report(
+        "", ["", "KID", "over monolith", "other features, over monolith", "shares' error", "GFLOP per image"]
+    )
+    for label, method in _MIX.items():
+        rows = results.rows(method)
+        error, gflop = (mean(row[key] for row in rows) for key in ("shares_tv", "gflop_per_image"))
+        ratios = (results.ratio(method, prefix) for prefix in ("", "other_features_"))
+        table.row(label, f"{mean(results.kid(method)):.3f}", *ratios, f"{error:.3f}", f"{gflop:.2f}")
+    return table
+
+
 TABLES: Mapping[str, Callable[[Mapping[str, Any]], Report]] = {
     "emoji": _emoji,
+    "mix": _mix,
     "strategies": lambda document: strategy_table(Results(document)),
     "variants": lambda document: variant_table(Results(document)),
 }
