@@ -1,0 +1,103 @@
+"""An expert leaves an ensemble, and comes back as one that nobody knows: KID and shares of ``bayes``, nothing trained.
+
+Needs a finished run, which it trains if it is missing. ``bayes`` starts from the priors, so no router is asked.
+
+    python benchmarks/changes.py -c experiments/mix_4x.yaml --json benchmarks/results/changes.json
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from common import Report, call, console, load, parse, parser, run, use_all_threads
+from flop_sampling import features_of
+from flop_scores import NUM_CLASSIFIED, OTHER, kid
+from split import read_split
+
+from ddm_lightning.config.experiment import SampleConfig
+from ddm_lightning.core.registry import IMAGE_ENCODERS
+from ddm_lightning.ensemble.changes import added, removed
+from ddm_lightning.ensemble.load import load_listed
+from ddm_lightning.ensemble.saved import open_ensemble
+from ddm_lightning.evaluation.shares import ClusterShares, total_variation
+from ddm_lightning.flow.randomness import keyed_generator
+from ddm_lightning.members.assembly import EnsembleManifest
+from ddm_lightning.members.run_folder import RunFolder
+from ddm_lightning.shards.manifest import HELD_OUT, TRAIN, Manifest
+
+QUICK_NUM = 64
+
+
+def main(arguments: Sequence[str] | None) -> None:
+    """Run the benchmark."""
+    cli = parser(__doc__ or "")
+    cli.add_argument("--expert", default="expert-0", metavar="NAME", help="the one that leaves (expert-0)")
+    cli.add_argument("--num", type=int, default=2000, help=f"images per ensemble (2000; {QUICK_NUM} with --quick)")
+    options = parse(cli, arguments)
+    experiment, num = load(options), min(options.num, QUICK_NUM) if options.quick else options.num
+    folder, plugin = RunFolder.of(experiment), experiment.prepare.image_encoder
+    if not folder.ensemble.exists():
+        call("fit", options)
+    use_all_threads()
+    manifest, encoder = Manifest.read(folder.root), IMAGE_ENCODERS.build(plugin.name, plugin.params)
+    held_out, train = (read_split(folder, manifest, side) for side in (HELD_OUT, TRAIN))
+    stored = folder.root / "benchmarks" / "features"
+
+    def features(x_0: torch.Tensor) -> torch.Tensor:
+        images: np.ndarray = encoder.decode(x_0)
+        return features_of(images, OTHER, stored)
+
+    real = features(held_out.x_0)
+    rows = torch.randperm(len(train), generator=keyed_generator(0, "classifier"))[:NUM_CLASSIFIED]
+    known, clusters, half = features(train.x_0[rows]), train.clusters[rows], len(rows) // 2
+    shares = ClusterShares(known[:half], clusters[:half], known[half:], clusters[half:], manifest.num_clusters)
+
+    whole = open_ensemble(folder.root, experiment)
+    leaving = int(options.expert.partition("-")[2])
+    without = removed(whole, options.expert)
+    # As an expert of another partition, it gets a number of its own, and the router has to go.
+    stranger = replace(without, partition_sha256="0" * 64)
+    images = manifest.clusters[leaving].train + manifest.clusters[leaving].held_out
+    back = added(stranger, folder.artifact(options.expert), images)
+    report = Report(
+        f"An expert leaves and comes back: {experiment.name}, bayes",
+        ["ensemble", "experts", "KID × 1000, all kinds", "KID × 1000, kinds that stayed", "shares TV", "of the leaver"],
+    )
+    stays = held_out.clusters != leaving
+    settings = replace(experiment.sample, strategy="bayes", strategy_params={"router_prior": False}, solver="ancestral")
+    for name, ensemble in (("before", whole), ("removed", without), ("added", back)):
+        x_0 = sampled(ensemble, settings, num, experiment.seed)
+        found, wanted = features(x_0), torch.tensor(manifest.priors)
+        if name == "removed":
+            wanted = wanted.index_fill(0, torch.tensor([leaving]), 0)
+        own = shares.shares(found)
+        figures = {
+            "experts": float(len(ensemble.experts)),
+            "kid_all": 1e3 * kid(found, real).value,
+            "kid_stayed": 1e3 * kid(found, real[stays]).value,
+            "shares_tv": total_variation(own, wanted / wanted.sum()),
+            "share_of_leaver": float(own[leaving]),
+        }
+        report.figures |= {f"{key}_{name}": value for key, value in figures.items()}
+        experts, *scores = figures.values()
+        report.row(name, f"{experts:.0f}", *(f"{score:.3f}" for score in scores))
+    report.note(
+        f"{num} images each from the same noise. KID on random convolutions of the pixels, to held-out images of all "
+        f"clusters and of all but that of {options.expert}. Shares by a classifier on the same features, against the "
+        "priors of the clusters present."
+    )
+    report.show(console())
+    report.write(options.json)
+
+
+def sampled(ensemble: EnsembleManifest, settings: SampleConfig, num: int, seed: int) -> torch.Tensor:
+    """Images of an ensemble without condition."""
+    return load_listed(ensemble).sample(settings, None, num, seed=seed, batch_size=125)
+
+
+if __name__ == "__main__":
+    sys.exit(run(main))
