@@ -209,7 +209,9 @@ def _sample_command(experiment: Experiment, options: argparse.Namespace) -> str:
     return _command("sample", options) + {"class": " --class …", "none": ""}.get(kind, " --prompt …")
 
 
-def _generate(experiment: Experiment, run: RunFolder, prompts: Sequence[str], path: Path, **more: Any) -> Cost:
+def _generate(
+    experiment: Experiment, run: RunFolder, prompts: Sequence[str], path: Path, **more: Any
+) -> tuple[Cost, dict[str, Path]]:
     from ddm_lightning.evaluation.samples import draw_run
 
     _limit_threads(experiment)
@@ -242,8 +244,11 @@ def _sample(experiment: Experiment, options: argparse.Namespace) -> int:
         path = _grid(experiment, run) if is_own and path == run.samples else _next_grid(experiment, path)
     _require_ensemble(experiment, run, options)
     prompts, singles = options.prompt or settings.prompts, path.with_suffix("")
-    cost = _generate(experiment, run, prompts, path, classes=options.classes or (), singles=singles)
+    more = {"classes": options.classes or (), "singles": singles, "gif": options.gif}
+    cost, files = _generate(experiment, run, prompts, path, **more)
     print(f"samples: {path}\nsingle images: {singles}")
+    for name, file in files.items():
+        print(f"{name}: {file}")
     print(f"cost: {cost.gflop:.3g} GFLOP per image, {cost.experts:.2f} active experts on average")
     return 0
 

@@ -72,6 +72,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="PNG file for the grid, or folder for a new one (default: the run's samples folder); single images go "
         "into a folder beside the grid, with the same name",
     )
+    sample.add_argument("--gif", action="store_true", help="also write the way from noise as a GIF")
     evaluate = add("evaluate", "Score the ensemble's samples against held-out images (section evaluate; resumable).")
     evaluate.add_argument("--images", metavar="PATH", help="folder or .npz file to score instead of new samples")
     evaluate.add_argument("--out", metavar="FOLDER", help="results folder (default: one in the run's evaluation/)")
