@@ -47,7 +47,9 @@ def build_parser() -> argparse.ArgumentParser:
 
     def add(name: str, text: str) -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=text, description=text)
-        command.add_argument("-c", "--config", required=True, metavar="FILE", help="experiment file (see experiments/)")
+        what = "experiment file (see experiments/)"
+        what += ", or folder or URL of a saved ensemble" if name == "demo" else ""
+        command.add_argument("-c", "--config", required=True, metavar="FILE", help=what)
         overrides = "settings that override the file, such as island.devices=8"
         command.add_argument("overrides", nargs="*", metavar="key=value", help=overrides)
         return command
@@ -73,6 +75,9 @@ def build_parser() -> argparse.ArgumentParser:
         "into a folder beside the grid, with the same name",
     )
     sample.add_argument("--gif", action="store_true", help="also write the way from noise as a GIF")
+    demo = add("demo", "Try the ensemble on a local page (needs the extra [page]).")
+    demo.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
+    demo.add_argument("--port", type=int, default=7860, help="port (default: 7860; 0 for any free one)")
     evaluate = add("evaluate", "Score the ensemble's samples against held-out images (section evaluate; resumable).")
     evaluate.add_argument("--images", metavar="PATH", help="folder or .npz file to score instead of new samples")
     evaluate.add_argument("--out", metavar="FOLDER", help="results folder (default: one in the run's evaluation/)")
@@ -145,6 +150,10 @@ def _run(options: argparse.Namespace) -> int:
         from ddm_lightning.cli.commands import change_ensemble
 
         return change_ensemble(options)
+    if options.command == "demo":
+        from ddm_lightning.cli.commands import demo
+
+        return demo(options)
     from ddm_lightning.config.load import load_experiment, to_yaml
     from ddm_lightning.members.run_folder import load_run
 

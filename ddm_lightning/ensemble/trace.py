@@ -22,12 +22,12 @@ class Trace:
     experts on its own and does not call ``Batch.record`` leaves the trace empty.
 
     Args:
-        keys: samples whose weights are kept.
+        keys: samples whose weights are kept; None for all.
         images: samples of which x_t and x_0 are kept, too.
     """
 
-    def __init__(self, keys: Collection[Key], images: Collection[Key] = ()) -> None:
-        self._keys, self._images = set(keys), set(images)
+    def __init__(self, keys: Collection[Key] | None = None, images: Collection[Key] = ()) -> None:
+        self._keys, self._images = keys, images
         self.times: Float[Tensor, " num_times"] = torch.empty(0)
         """Decreasing times of the steps; the last one is 0."""
         self.weights: dict[Key, Float[Tensor, "steps K"]] = {}
@@ -60,7 +60,9 @@ class Trace:
         steps, columns = nearest[:, self._rows], torch.arange(len(self._rows), device=t.device)
         x_t, estimates = (part[steps, columns].float().cpu() for part in (x_t, estimates))
         self.times = times.cpu()
-        self.weights |= {key: weights[:, row] for row, key in enumerate(self._batch) if key in self._keys}
+        for row, key in enumerate(self._batch):
+            if self._keys is None or key in self._keys:
+                self.weights[key] = weights[:, row]
         for column, row in enumerate(self._rows.tolist()):
             key, last = self._batch[row], x_0[row, None].float()
             self.x_t[key] = torch.cat([x_t[:, column], last])

@@ -89,8 +89,8 @@ def heat_map(
     times: Float[Tensor, " num_times"], panels: Mapping[str, Float[Tensor, "steps K"]], names: Sequence[str]
 ) -> Image.Image:
     """Draw the weights of the experts by step, one panel per title."""
-    figure = Figure(figsize=(7, len(panels) * (1 + 0.28 * len(names))), layout="constrained")
-    axes = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
+    figure = Figure(figsize=(7, 0.5 + len(panels) * (0.4 + 0.25 * len(names))), layout="constrained")
+    axes = figure.subplots(len(panels), 1, squeeze=False, sharex=True)[:, 0]
     steps = np.unique(np.linspace(0, len(times) - 2, min(_MAX_TICKS, len(times) - 1)).round().astype(int))
     colours = ScalarMappable(Normalize(0, 1), "viridis")
     for axis, (title, weights) in zip(axes, panels.items(), strict=True):
