@@ -41,9 +41,11 @@ def serve(ensemble: DecentralizedEnsemble, host: str, port: int) -> None:
     Raises:
         UserError: the address cannot be had.
     """
+    if not 0 <= port < 2**16:
+        raise UserError(f"--port {port}: must be from 0 to {2**16 - 1}")
     try:
         listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         raise UserError(f"--host {host} --port {port}: {error}; give another address") from None
     warnings.filterwarnings("ignore", module="gradio")  # deprecations in gradio's own calls
     app, theme = FastAPI(openapi_url=None), gr.themes.Base()
@@ -53,7 +55,7 @@ def serve(ensemble: DecentralizedEnsemble, host: str, port: int) -> None:
     name = f"[{host}]" if ":" in host else host
     print(f"page: http://{name}:{listener.getsockname()[1]} (Ctrl-C ends it)", flush=True)
     with suppress(KeyboardInterrupt):
-        uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1)).run([listener])
+        uvicorn.Server(uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=1)).run([listener])
 
 
 def page(ensemble: DecentralizedEnsemble) -> gr.Blocks:
@@ -62,7 +64,7 @@ def page(ensemble: DecentralizedEnsemble) -> gr.Blocks:
     defaults, num_threads = SampleConfig(**about.sample), torch.get_num_threads()
 
     def generate(
-        described: str, strategy: str, num: int, num_steps: int, guidance: float, seed: int | None, *factors: float
+        prompt: str, strategy: str, num: int, num_steps: int, guidance: float, seed: int | None, *factors: float
     ) -> tuple[list[Image.Image], str, Image.Image | None]:
         """Images of one strategy, a line about their cost, and the heat map of the experts' weights."""
         torch.set_num_threads(num_threads)  # a setting of each thread
@@ -70,10 +72,10 @@ def page(ensemble: DecentralizedEnsemble) -> gr.Blocks:
         is_text = kind in ("text", "tokens")
         try:
             if is_text:
-                _check_prompt(described)
+                _check_prompt(prompt or "")
             images = ensemble.sample(
-                [described] if is_text else (),
-                classes=[described] if kind == "class" else (),
+                [prompt] if is_text else (),
+                classes=[prompt] if kind == "class" else (),
                 strategy=strategy,
                 num=num,
                 seed=seed,
@@ -143,13 +145,12 @@ def _two(strategy: str) -> tuple[str, str]:
 
 def _side(name: str, strategy: str) -> list[Any]:
     """A column: strategy, images, cost and weights."""
-    shown: dict[str, Any] = {"format": "png", "buttons": ["download", "fullscreen"], "show_label": False}
     with gr.Column(scale=2, min_width=320):
         return [
             gr.Dropdown(STRATEGIES.names(), value=strategy, label=f"Strategy {name}"),
-            gr.Gallery(columns=4, height="auto", object_fit="contain", **shown),
+            gr.Gallery(columns=4, height="auto", object_fit="contain", format="png", show_label=False, buttons=[]),
             gr.Markdown(),
-            gr.Image(interactive=False, **shown),
+            gr.Image(format="png", interactive=False, show_label=False, buttons=[]),  # a button covers the drawing
         ]
 
 
