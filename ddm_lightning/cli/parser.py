@@ -47,9 +47,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     def add(name: str, text: str) -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=text, description=text)
-        what = "experiment file (see experiments/)"
-        what += ", or folder or URL of a saved ensemble" if name == "demo" else ""
-        command.add_argument("-c", "--config", required=True, metavar="FILE", help=what)
+        command.add_argument("-c", "--config", required=True, metavar="FILE", help="experiment file (see experiments/)")
         overrides = "settings that override the file, such as island.devices=8"
         command.add_argument("overrides", nargs="*", metavar="key=value", help=overrides)
         return command
@@ -75,7 +73,7 @@ def build_parser() -> argparse.ArgumentParser:
         "into a folder beside the grid, with the same name",
     )
     sample.add_argument("--gif", action="store_true", help="also write the way from noise as a GIF")
-    demo = add("demo", "Try the ensemble on a local page (needs the extra [page]).")
+    demo = add("demo", "Try the ensemble of FILE, or of a saved folder or URL, on a local page (extra [page]).")
     demo.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
     demo.add_argument("--port", type=int, default=7860, help="port (default: 7860; 0 for any free one)")
     evaluate = add("evaluate", "Score the ensemble's samples against held-out images (section evaluate; resumable).")

@@ -15,7 +15,7 @@ import gradio as gr
 import torch
 import uvicorn
 from fastapi import FastAPI
-from PIL import Image
+from PIL import Image, ImageOps
 
 from ddm_lightning.config.experiment import SampleConfig
 from ddm_lightning.core.errors import UserError, line_of, note
@@ -24,15 +24,12 @@ from ddm_lightning.ensemble.trace import Trace
 from ddm_lightning.evaluation.pretrained import DecentralizedEnsemble
 from ddm_lightning.evaluation.trajectory import heat_map
 
-MAX_PROMPT_LENGTH = 2000
+_MAX_PROMPT = 2000
 _MAX_IMAGES, _MAX_STEPS, _MAX_GUIDANCE = 8, 200, 20
 # Height in pixels to which small images are scaled up.
 _CELL_SIZE = 192
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 # Gradio keeps room for 320 pixels of images.
 _CSS = ".grid-wrap {min-height: 0 !important}"
-# One after the other: all share the device.
-_TURNS: dict[str, Any] = {"concurrency_id": "device", "concurrency_limit": 1}
 
 
 def serve(ensemble: DecentralizedEnsemble, host: str, port: int) -> None:
@@ -44,16 +41,15 @@ def serve(ensemble: DecentralizedEnsemble, host: str, port: int) -> None:
     if not 0 <= port < 2**16:
         raise UserError(f"--port {port}: must be from 0 to {2**16 - 1}")
     try:
-        listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        listener = socket.create_server((host, port))
     except OSError as error:
         raise UserError(f"--host {host} --port {port}: {error}; give another address") from None
     warnings.filterwarnings("ignore", module="gradio")  # deprecations in gradio's own calls
     app, theme = FastAPI(openapi_url=None), gr.themes.Base()
     gr.mount_gradio_app(app, page(ensemble), "/", theme=theme, css=_CSS, footer_links=[], ssr_mode=False)
-    if host not in _LOOPBACK:
+    if host not in ("127.0.0.1", "localhost"):
         note(f"everybody who reaches {host} can use the page; it asks for no password")
-    name = f"[{host}]" if ":" in host else host
-    print(f"page: http://{name}:{listener.getsockname()[1]} (Ctrl-C ends it)", flush=True)
+    print(f"page: http://{host}:{listener.getsockname()[1]} (Ctrl-C ends it)", flush=True)
     with suppress(KeyboardInterrupt):
         uvicorn.Server(uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=1)).run([listener])
 
@@ -69,21 +65,13 @@ def page(ensemble: DecentralizedEnsemble) -> gr.Blocks:
         """Images of one strategy, a line about their cost, and the heat map of the experts' weights."""
         torch.set_num_threads(num_threads)  # a setting of each thread
         trace, start, rows, active = Trace(), time.perf_counter(), core.work.rows, core.work.active
-        is_text = kind in ("text", "tokens")
+        length = len((prompt or "").strip())
+        described: dict[str, Any] = {"class": {"classes": [prompt]}, "none": {}}.get(kind, {"prompts": [prompt]})
+        given: dict[str, Any] = {"strategy": strategy, "num": num, "num_steps": num_steps, "guidance_scale": guidance}
         try:
-            if is_text:
-                _check_prompt(prompt or "")
-            images = ensemble.sample(
-                [prompt] if is_text else (),
-                classes=[prompt] if kind == "class" else (),
-                strategy=strategy,
-                num=num,
-                seed=seed,
-                trace=trace,
-                factors=factors or None,
-                num_steps=num_steps,
-                guidance_scale=guidance,
-            )
+            if kind != "none" and not 1 <= length <= _MAX_PROMPT:
+                raise UserError(f"the prompt has {length:,} characters; describe an image in 1 to {_MAX_PROMPT:,}")
+            images = ensemble.sample(**described, **given, seed=seed, trace=trace, factors=factors or None)
         except (UserError, MemoryError, RuntimeError) as error:
             line = line_of(error)
             if line is None:
@@ -92,14 +80,14 @@ def page(ensemble: DecentralizedEnsemble) -> gr.Blocks:
         experts = (core.work.active - active) / max(1, core.work.rows - rows)
         cost = f"{time.perf_counter() - start:.1f} s, {experts:.2f} active experts on average"
         scale = max(1, _CELL_SIZE // images[0].height)
-        size = (scale * images[0].width, scale * images[0].height)
-        return [image.resize(size, Image.Resampling.LANCZOS) for image in images], cost, _weights(trace, core.names)
+        larger = [ImageOps.scale(image, scale, Image.Resampling.LANCZOS) for image in images]
+        return larger, cost, _weights(trace, core.names)
 
     with gr.Blocks(title=about.name, analytics_enabled=False, delete_cache=(600, 3600), fill_width=True) as blocks:
         gr.Markdown(f"# {about.name}\n" + (f"Trained on: {about.credit}" if about.credit else ""))
         with gr.Row():
             with gr.Column(scale=1, min_width=260):
-                described = _described(kind, ensemble)
+                condition = _described(kind, ensemble)
                 button = gr.Button("Generate", variant="primary")
                 guidance = gr.State(1.0)
                 settings: list[Any] = [
@@ -112,19 +100,12 @@ def page(ensemble: DecentralizedEnsemble) -> gr.Blocks:
                 if core.num_clusters > 1:
                     gr.Markdown("**Experts**: each one's weight is multiplied by its number; 0 switches it off.")
                     settings += [gr.Slider(0, 1, 1, step=0.05, label=name) for name in core.names]
-            sides = [_side(name, chosen) for name, chosen in zip("AB", _two(defaults.strategy), strict=True)]
-        (first, *outputs), (second, *others) = sides
-        # Not the second after an error of the first, which would only repeat it.
-        done = button.click(generate, [described, first, *settings], outputs, api_name="generate", **_TURNS)
-        done.success(generate, [described, second, *settings], others, api_visibility="private", **_TURNS)
+            first, *outputs = _side("A", defaults.strategy)
+            second, *others = _side("B", "full" if defaults.strategy == "bayes" else "bayes")
+        # Gradio runs one call of a function at a time. After an error of the first, the second would only repeat it.
+        done = button.click(generate, [condition, first, *settings], outputs, api_name="generate")
+        done.success(generate, [condition, second, *settings], others, api_visibility="private")
     return blocks
-
-
-def _check_prompt(prompt: str) -> None:
-    if not prompt.strip():
-        raise UserError("The prompt is empty; describe an image")
-    if len(prompt) > MAX_PROMPT_LENGTH:
-        raise UserError(f"The prompt has {len(prompt):,} characters; shorten it to {MAX_PROMPT_LENGTH:,}")
 
 
 def _described(kind: str, ensemble: DecentralizedEnsemble) -> Any:
@@ -136,11 +117,6 @@ def _described(kind: str, ensemble: DecentralizedEnsemble) -> Any:
         return gr.Dropdown(names, value=names[0], label="Class")
     prompts = ensemble.about.sample["prompts"]
     return gr.Textbox(prompts[0] if prompts else "", label="Prompt", lines=2)
-
-
-def _two(strategy: str) -> tuple[str, str]:
-    """The experiment's strategy, and another one to compare it with."""
-    return strategy, "full" if strategy == "bayes" else "bayes"
 
 
 def _side(name: str, strategy: str) -> list[Any]:
@@ -156,9 +132,6 @@ def _side(name: str, strategy: str) -> list[Any]:
 
 def _weights(trace: Trace, names: list[str]) -> Image.Image | None:
     """Heat map of the mean weights and of each image's; None for a strategy that does not tell them."""
-    if not trace.weights:
-        return None
-    every = list(trace.weights.values())
-    panels = {f"weights of the experts, mean of {len(every)} images": torch.stack(every).mean(0)}
-    panels |= {f"image {i + 1}": weights for i, weights in enumerate(every)}
-    return heat_map(trace.times, panels if len(every) > 1 else {"weights of the experts": every[0]}, names)
+    every = {f"weights for image {i + 1}": weights for i, weights in enumerate(trace.weights.values())}
+    mean = {"mean weights": torch.stack(list(every.values())).mean(0)} if len(every) > 1 else {}
+    return heat_map(trace.times, mean | every, names) if every else None

@@ -16,7 +16,7 @@ from PIL import Image
 from rich.console import Console
 from rich.progress import Progress
 
-from ddm_lightning.config.experiment import Experiment, PluginConfig
+from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.core.devices import check_devices, device_of
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.formatting import member_columns
@@ -25,26 +25,19 @@ from ddm_lightning.core.registry import CAPTION_ENCODERS, IMAGE_ENCODERS, Regist
 from ddm_lightning.ensemble.cost import Cost
 from ddm_lightning.ensemble.load import LoadedEnsemble, load_ensemble
 from ddm_lightning.ensemble.trace import Key, Trace
-from ddm_lightning.evaluation.trajectory import MAX_WAYS, write_way
+from ddm_lightning.evaluation.trajectory import CELL_SIZE, MAX_WAYS, write_way
 from ddm_lightning.flow.condition import Condition
 from ddm_lightning.members.member import condition_spec
 from ddm_lightning.shards.manifest import Manifest, manifest_path
 
-# Height in pixels to which small images are scaled up.
-CELL_SIZE = 72
 # Images computed at once; does not change them.
 BATCH_SIZE = 64
 # Largest grid; images beyond it are written as single images only.
 MAX_ROWS, MAX_COLUMNS = 32, 32
 
 
-def _encoder(registry: Registry, plugin: PluginConfig) -> Any:
-    """Build an encoder, or take the last one again: some load for seconds."""
-    return _built(registry, plugin.name, json.dumps(plugin.params))
-
-
-@functools.lru_cache(maxsize=2)
-def _built(registry: Registry, name: str, params: str) -> Any:
+@functools.lru_cache(maxsize=2)  # some load for seconds
+def _encoder(registry: Registry, name: str, params: str) -> Any:
     return registry.build(name, json.loads(params))
 
 
@@ -59,7 +52,7 @@ def prompt_condition(prompts: Sequence[str], experiment: Experiment) -> Conditio
         raise UserError(f"--prompt: {experiment.name} is conditioned on {kind!r}, not on text")
     if any(not prompt.strip() for prompt in prompts):
         raise UserError("--prompt: a prompt is empty; describe an image")
-    encoder = _encoder(CAPTION_ENCODERS, plugin)
+    encoder = _encoder(CAPTION_ENCODERS, plugin.name, json.dumps(plugin.params))
     encode = encoder.tokens if kind == "tokens" else encoder.vectors
     return Condition.of(torch.from_numpy(encode(list(prompts))))
 
@@ -124,7 +117,8 @@ def sample_images(
     Yields:
         Row, index within the row, and image.
     """
-    settings, encoder = experiment.sample, _encoder(IMAGE_ENCODERS, experiment.prepare.image_encoder)
+    settings, plugin = experiment.sample, experiment.prepare.image_encoder
+    encoder = _encoder(IMAGE_ENCODERS, plugin.name, json.dumps(plugin.params))
     total = num * len(rows)
     for first in range(0, total, BATCH_SIZE):
         places = [divmod(i, num) for i in range(first, min(first + BATCH_SIZE, total))]
@@ -251,5 +245,6 @@ def draw_run(
     save_png(path, sample_grid(loaded, experiment, rows, manifest.attribution, singles, show_progress, trace))
     if trace is None:
         return loaded.cost, {}
-    decode = _encoder(IMAGE_ENCODERS, experiment.prepare.image_encoder).decode
-    return loaded.cost, write_way(path, trace, loaded.ensemble.names, labels, decode, CELL_SIZE, gif)
+    plugin = experiment.prepare.image_encoder
+    encoder = _encoder(IMAGE_ENCODERS, plugin.name, json.dumps(plugin.params))
+    return loaded.cost, write_way(path, trace, loaded.ensemble.names, labels, encoder.decode, gif)

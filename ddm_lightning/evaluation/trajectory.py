@@ -11,8 +11,6 @@ from typing import TypeAlias
 import numpy as np
 import torch
 from jaxtyping import Float, UInt8
-from matplotlib.cm import ScalarMappable
-from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from PIL import Image
 from torch import Tensor
@@ -24,6 +22,8 @@ from ddm_lightning.ensemble.trace import Key, Trace
 Decode: TypeAlias = Callable[[Float[Tensor, "n c h w"]], Sequence[UInt8[np.ndarray, "h w 3"]]]
 """``decode`` of an image encoder."""
 
+# Height in pixels to which small images are scaled up.
+CELL_SIZE = 72
 # Images whose way is drawn.
 MAX_WAYS = 4
 _STRIP_COLUMNS, _GIF_FRAMES, _FRAME_MS, _LAST_FRAME_MS = 10, 30, 100, 1500
@@ -31,13 +31,7 @@ _MAX_TICKS = 8
 
 
 def write_way(
-    path: Path,
-    trace: Trace,
-    names: Sequence[str],
-    labels: Mapping[Key, str],
-    decode: Decode,
-    cell_size: int,
-    gif: bool = False,
+    path: Path, trace: Trace, names: Sequence[str], labels: Mapping[Key, str], decode: Decode, gif: bool = False
 ) -> dict[str, Path]:
     """Write the heat map, the strip and perhaps the GIF of ``trace`` beside the grid ``path``.
 
@@ -47,7 +41,6 @@ def write_way(
         names: the experts' names.
         labels: label of each image whose way is drawn.
         decode: turns latents into images.
-        cell_size: height in pixels to which small images are scaled up.
         gif: whether to write the GIF.
 
     Returns:
@@ -67,7 +60,7 @@ def write_way(
         return [f"t = {t:.2f}" for t in trace.times[picked].tolist()], [list(decode(way)) for way in ways]
 
     headings, images = decoded(_STRIP_COLUMNS)
-    scale = max(1, cell_size // images[0][0].shape[0])
+    scale = max(1, CELL_SIZE // images[0][0].shape[0])
     names_of_rows = [text for label in labels.values() for text in (label, "estimate of x_0")]
     save_png(strip, labelled_grid(list(zip(names_of_rows, images, strict=True)), scale, headings=headings))
     files = {"weights": heat, "way from noise": strip}
@@ -92,14 +85,13 @@ def heat_map(
     figure = Figure(figsize=(7, 0.5 + len(panels) * (0.4 + 0.25 * len(names))), layout="constrained")
     axes = figure.subplots(len(panels), 1, squeeze=False, sharex=True)[:, 0]
     steps = np.unique(np.linspace(0, len(times) - 2, min(_MAX_TICKS, len(times) - 1)).round().astype(int))
-    colours = ScalarMappable(Normalize(0, 1), "viridis")
     for axis, (title, weights) in zip(axes, panels.items(), strict=True):
-        axis.imshow(weights.T.numpy(), colours.cmap, colours.norm, aspect="auto", interpolation="nearest")
+        axis.imshow(weights.T.numpy(), aspect="auto", interpolation="nearest", cmap="viridis", vmin=0, vmax=1)
         axis.set_title(title, fontsize=10)
         axis.set_xticks(steps, [f"{times[step]:.2f}" for step in steps])
         axis.set_yticks(range(len(names)), names)
     axes[-1].set_xlabel("t at the start of each step (1 is noise)")
-    figure.colorbar(colours, ax=list(axes), label="weight", aspect=12 * len(panels))
+    figure.colorbar(axes[0].images[0], ax=list(axes), label="weight", aspect=12 * len(panels))
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=110)
     return Image.open(buffer)

@@ -123,7 +123,7 @@ def test_a_prompt_gives_images_and_heat_maps(browser: Browser, address: str, tmp
     expect(page.get_by_text("every expert is switched off; leave one on")).to_be_visible()
     put(page, "Prompt", "x" * 100_000)
     generate(page)
-    expect(page.get_by_text("The prompt has 100,000 characters; shorten it to 2,000")).to_be_visible()
+    expect(page.get_by_text("the prompt has 100,000 characters; describe an image in 1 to 2,000")).to_be_visible()
     put(page, "Seed", "-1")
     put(page, "Prompt", "red disc")
     generate(page)
@@ -154,7 +154,7 @@ def test_the_page_shows_the_images_of_the_python_api(client: Client, finished_ru
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"prompt": " "}, "The prompt is empty; describe an image"),
+        ({"prompt": " "}, "the prompt has 0 characters; describe an image in 1 to 2,000"),
         ({"num_steps": 5000}, "5000 is greater than maximum"),
         ({"seed": 1e30}, "'seed' = .* must be from 0"),
         ({"strategy": "best"}, "best is not in the list"),

@@ -34,7 +34,7 @@ def decode(x_0: torch.Tensor) -> np.ndarray:
 
 
 def drawn(path: Path, **options: bool) -> dict[str, Path]:
-    return write_way(path, trace_of(50), ["expert-0", "expert-1"], dict.fromkeys(KEYS, "a"), decode, 16, **options)
+    return write_way(path, trace_of(50), ["expert-0", "expert-1"], dict.fromkeys(KEYS, "a"), decode, **options)
 
 
 def cells(image: Image.Image, colour: tuple[int, ...]) -> np.ndarray:
@@ -56,7 +56,7 @@ def test_a_panel_for_each_title_and_room_for_every_expert() -> None:
     times, weights = torch.linspace(1, 0, 11), torch.full((10, 8), 1 / 8)
     names = [f"expert-{k}" for k in range(8)]
     one, three = (heat_map(times, {f"{i}": weights for i in range(num)}, names) for num in (1, 3))
-    assert three.height == pytest.approx(3 * one.height, rel=0.05) and three.width == one.width
+    assert three.height == pytest.approx(3 * one.height, rel=0.2) and three.width == one.width
     assert one.height / 8 > 20  # pixels for a name
 
 
@@ -67,9 +67,9 @@ def test_the_strip_leads_from_noise_to_the_image(tmp_path: Path) -> None:
         "way from noise": "grid-way.png",
     }
     strip = np.asarray(Image.open(files["way from noise"]))
-    left = np.flatnonzero((strip == 0).all(2).sum(0) == 2 * 16)[0]  # x_t of both images begins black
+    left = np.flatnonzero((strip == 0).all(2).sum(0) == 2 * 72)[0]  # x_t of both images begins black
     top = np.flatnonzero((strip[:, left] == 0).all(1))[0]
-    row = strip[top + 8, left + 8 :: 20, 0]  # cells of 16 pixels and gaps of 4
+    row = strip[top + 36, left + 36 :: 76, 0]  # cells of 72 pixels and gaps of 4
     assert len(row) == 10 and (np.diff(row.astype(int)) > 0).all() and row[-1] == 255
 
 
@@ -79,7 +79,7 @@ def test_the_gif_holds_the_finished_image(tmp_path: Path) -> None:
         assert len(frames) == 30 and gif.info["loop"] == 0
     assert frames[-1][0] == 1500 and {duration for duration, _ in frames[:-1]} == {100}
     dark = [(np.asarray(frame) < 5).sum() for _, frame in frames]
-    assert dark[0] - dark[-1] >= 2 * 16 * 16
+    assert dark[0] - dark[-1] >= 2 * 72 * 72
 
 
 def test_sample_writes_them_beside_the_grid(
@@ -107,5 +107,5 @@ def test_sample_writes_them_beside_the_grid(
 
 
 def test_nothing_is_drawn_of_a_strategy_that_tells_nothing(tmp_path: Path) -> None:
-    assert write_way(tmp_path / "grid.png", Trace(KEYS, KEYS), ["a"], {}, decode, 16) == {}
+    assert write_way(tmp_path / "grid.png", Trace(KEYS, KEYS), ["a"], {}, decode) == {}
     assert list(tmp_path.iterdir()) == []
