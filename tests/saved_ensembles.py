@@ -12,6 +12,7 @@ from torch import nn
 from ddm_lightning.config.experiment import SampleConfig
 from ddm_lightning.ensemble.saved import save_ensemble
 from ddm_lightning.evaluation.pretrained import DecentralizedEnsemble
+from ddm_lightning.flow.condition import ConditionSpec
 from ddm_lightning.members.artifact import write_artifact
 from ddm_lightning.members.assembly import About, read_ensemble, write_ensemble
 from ddm_lightning.networks import EXPERTS, ROUTERS
@@ -35,17 +36,18 @@ def put_member(folder: Path, member: str, seed: int, num_clusters: int = 3, **ch
     if meta.role == "router":
         network = ROUTERS.build("router-dit", PARAMS, x_shape=SHAPE, condition=TEXT, num_clusters=num_clusters)
     else:
-        network = EXPERTS.build("dit", PARAMS, x_shape=SHAPE, condition=TEXT)
+        condition = ConditionSpec.from_dict(meta.condition)
+        network = EXPERTS.build("dit", PARAMS, x_shape=SHAPE, condition=condition)
     for parameter in network.parameters():  # away from adaLN-Zero, where every output is 0
         nn.init.normal_(parameter, std=0.3)
     write_artifact(folder, network.state_dict(), meta)
     return folder
 
 
-def saved(tmp_path: Path, counts: tuple[int, ...] = COUNTS) -> Path:
+def saved(tmp_path: Path, counts: tuple[int, ...] = COUNTS, **changes: object) -> Path:
     """A saved ensemble of ``len(counts)`` experts, and a router unless that is one."""
     run, k = tmp_path / "run", len(counts)
-    folders = [put_member(run / f"expert-{i}", f"expert-{i}", i, k, path=PATHS[i]) for i in range(k)]
+    folders = [put_member(run / f"expert-{i}", f"expert-{i}", i, k, path=PATHS[i], **changes) for i in range(k)]
     if k > 1:
         folders.append(put_member(run / "router", "router", 11, k))
     write_ensemble(run, folders, [count / sum(counts) for count in counts])

@@ -18,15 +18,16 @@ from ddm_lightning.cli.check_plugins import check_networks, check_plugins, check
 from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.config.validate import check_experiment
 from ddm_lightning.core import processes
-from ddm_lightning.core.devices import check_devices
+from ddm_lightning.core.devices import check_devices, device_of
 from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.registry import require
 from ddm_lightning.ensemble.cost import Cost
 from ddm_lightning.ensemble.routing import with_suited_solver
 from ddm_lightning.islands.local import default_jobs, fit_members, members_table, shown_members, skipped_lines
 from ddm_lightning.members.artifact import is_finished
 from ddm_lightning.members.assembly import assemble, refuse_stale
 from ddm_lightning.members.member import ROUTER, ensemble_members, parse_members
-from ddm_lightning.members.run_folder import RunFolder, open_run, refuse_changed
+from ddm_lightning.members.run_folder import RunFolder, load_run, open_run, refuse_changed
 from ddm_lightning.shards.manifest import DataSizes, Manifest
 
 
@@ -209,7 +210,9 @@ def _sample_command(experiment: Experiment, options: argparse.Namespace) -> str:
     return _command("sample", options) + {"class": " --class …", "none": ""}.get(kind, " --prompt …")
 
 
-def _generate(experiment: Experiment, run: RunFolder, prompts: Sequence[str], path: Path, **more: Any) -> Cost:
+def _generate(
+    experiment: Experiment, run: RunFolder, prompts: Sequence[str], path: Path, **more: Any
+) -> tuple[Cost, dict[str, Path]]:
     from ddm_lightning.evaluation.samples import draw_run
 
     _limit_threads(experiment)
@@ -242,8 +245,11 @@ def _sample(experiment: Experiment, options: argparse.Namespace) -> int:
         path = _grid(experiment, run) if is_own and path == run.samples else _next_grid(experiment, path)
     _require_ensemble(experiment, run, options)
     prompts, singles = options.prompt or settings.prompts, path.with_suffix("")
-    cost = _generate(experiment, run, prompts, path, classes=options.classes or (), singles=singles)
+    more = {"classes": options.classes or (), "singles": singles, "gif": options.gif}
+    cost, files = _generate(experiment, run, prompts, path, **more)
     print(f"samples: {path}\nsingle images: {singles}")
+    for name, file in files.items():
+        print(f"{name}: {file}")
     print(f"cost: {cost.gflop:.3g} GFLOP per image, {cost.experts:.2f} active experts on average")
     return 0
 
@@ -377,6 +383,30 @@ def change_ensemble(options: argparse.Namespace) -> int:
     return 0
 
 
+def demo(options: argparse.Namespace) -> int:
+    """Run ``demo``, of an experiment's run or of a saved ensemble."""
+    require("demo", "gradio", extra="page")
+    from ddm_lightning.ensemble.saved import open_ensemble
+    from ddm_lightning.evaluation.page import serve
+    from ddm_lightning.evaluation.pretrained import DecentralizedEnsemble
+
+    if "://" in options.config or Path(options.config).is_dir():
+        if options.overrides:
+            raise UserError(f"{' '.join(options.overrides)}: settings go with an experiment file; leave them out")
+        ensemble = DecentralizedEnsemble.from_pretrained(options.config)
+    else:
+        experiment = load_run(options.config, options.overrides)
+        check_strategy(experiment, options.config, options.overrides)
+        check_devices(experiment.island.accelerator, 1)
+        run = open_run(experiment, create=False)
+        _require_ensemble(experiment, run, options)
+        _limit_threads(experiment)
+        manifest, device = open_ensemble(run.root, experiment, partial=True), device_of(experiment.island.accelerator)
+        ensemble = DecentralizedEnsemble(manifest, device, experiment.sample.resident_experts)
+    serve(ensemble, options.host, options.port)
+    return 0
+
+
 COMMANDS: Mapping[str, Callable[[Experiment, argparse.Namespace], int]] = {
     "prepare": _prepare,
     "fit": _fit,
@@ -388,4 +418,4 @@ COMMANDS: Mapping[str, Callable[[Experiment, argparse.Namespace], int]] = {
     "export": _export,
     "status": _status,
 }
-"""Every command but ``config``, which needs no torch, and ``ensemble``, which needs no experiment."""
+"""Every command but ``config``, which needs no torch, and ``ensemble`` and ``demo``, which need no experiment."""

@@ -72,6 +72,10 @@ def build_parser() -> argparse.ArgumentParser:
         help="PNG file for the grid, or folder for a new one (default: the run's samples folder); single images go "
         "into a folder beside the grid, with the same name",
     )
+    sample.add_argument("--gif", action="store_true", help="also write the way from noise as a GIF")
+    demo = add("demo", "Try the ensemble of FILE, or of a saved folder or URL, on a local page (extra [page]).")
+    demo.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
+    demo.add_argument("--port", type=int, default=7860, help="port (default: 7860; 0 for any free one)")
     evaluate = add("evaluate", "Score the ensemble's samples against held-out images (section evaluate; resumable).")
     evaluate.add_argument("--images", metavar="PATH", help="folder or .npz file to score instead of new samples")
     evaluate.add_argument("--out", metavar="FOLDER", help="results folder (default: one in the run's evaluation/)")
@@ -144,6 +148,10 @@ def _run(options: argparse.Namespace) -> int:
         from ddm_lightning.cli.commands import change_ensemble
 
         return change_ensemble(options)
+    if options.command == "demo":
+        from ddm_lightning.cli.commands import demo
+
+        return demo(options)
     from ddm_lightning.config.load import load_experiment, to_yaml
     from ddm_lightning.members.run_folder import load_run
 

@@ -25,6 +25,7 @@ def labelled_grid(
     scale: int = 3,
     title: str = "",
     footer: str = "",
+    headings: Sequence[str] = (),
 ) -> Image.Image:
     """Draw rows of images with a label to the left of each row.
 
@@ -33,6 +34,7 @@ def labelled_grid(
         scale: enlargement factor, by Lanczos, which makes small images easier to recognise.
         title: line above the grid.
         footer: small text below the grid, such as a credit.
+        headings: text above each column, shortened to its width; none without them.
     """
     height, width, _ = next(image for _, images in rows for image in images).shape
     cell_height, cell_width = height * scale, width * scale
@@ -47,13 +49,16 @@ def labelled_grid(
     grid_width = num_columns * (cell_width + _GAP) - _GAP
     full_width = max(grid_left + grid_width, _MARGIN + _width(title, title_font)) + _MARGIN
     footer_lines = _wrap(footer, footer_font, full_width - 2 * _MARGIN)
-    grid_top = _MARGIN + (_TITLE_SIZE + _MARGIN if title else 0)
+    grid_top = _MARGIN + (_TITLE_SIZE + _MARGIN if title else 0) + (_FONT_SIZE + _GAP if headings else 0)
     footer_top = grid_top + len(rows) * (cell_height + _GAP) - _GAP + _MARGIN
     full_height = footer_top + len(footer_lines) * (_FOOTER_SIZE + _GAP) + (_MARGIN if footer_lines else 0)
 
     cell_size = (cell_width, cell_height)
     canvas = Image.new("RGB", (full_width, full_height), _PAPER)
     draw = ImageDraw.Draw(canvas)
+    for column, heading in enumerate(headings):
+        place = (grid_left + column * (cell_width + _GAP) + cell_width // 2, grid_top - _GAP)
+        draw.text(place, _shorten(heading, font, cell_width), _PALE_INK, font=font, anchor="ms")
     draw.text((_MARGIN, _MARGIN), title, _INK, font=title_font)
     for row, (label, (_, images)) in enumerate(zip(labels, rows, strict=True)):
         top = grid_top + row * (cell_height + _GAP)

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from copy import copy
 from typing import Any, TypeAlias
 
-import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
 from ddm_lightning.core.errors import UserError, note
 from ddm_lightning.ensemble.velocity import Ensemble
-from ddm_lightning.flow.condition import Condition
 
 Generate: TypeAlias = Callable[[Ensemble, list[int]], Float[Tensor, "r c h w"]]
 """``generate(ensemble, rows)``: samples of the given rows, on the CPU."""
@@ -24,18 +21,6 @@ class _NotFiniteError(Exception):
     def __init__(self, expert: int) -> None:
         super().__init__(expert)
         self.expert = expert
-
-
-class _Masked(nn.Module):
-    """A router that gives the clusters ``excluded`` no probability."""
-
-    def __init__(self, router: nn.Module, excluded: list[int]) -> None:
-        super().__init__()
-        self.router, self.excluded = router, excluded
-
-    def forward(self, x_t: Tensor, t: Tensor, condition: Condition | None) -> Tensor:
-        logits: Tensor = self.router(x_t, t, condition)
-        return logits.index_fill(1, torch.tensor(self.excluded, dtype=torch.long, device=logits.device), -torch.inf)
 
 
 def without_failed(ensemble: Ensemble, generate: Generate, rows: list[int]) -> Float[Tensor, "r c h w"]:
@@ -66,7 +51,7 @@ def without_failed(ensemble: Ensemble, generate: Generate, rows: list[int]) -> F
 
 def _watched(ensemble: Ensemble, excluded: set[int]) -> Ensemble:
     """A copy that raises ``_NotFiniteError`` and gives ``excluded`` experts no weight; no expert changes its number."""
-    watched = copy(ensemble)
+    watched = ensemble.reweighted([float(k not in excluded) for k in range(ensemble.num_clusters)])
     watched.stack(False)
 
     def velocity(k: int, *inputs: Any) -> Tensor:
@@ -76,7 +61,4 @@ def _watched(ensemble: Ensemble, excluded: set[int]) -> Ensemble:
         return found
 
     watched.expert_velocity = velocity  # type: ignore[assignment, method-assign]
-    kept = ensemble.priors.index_fill(0, torch.tensor(sorted(excluded), dtype=torch.long), 0)
-    watched.priors = kept / kept.sum()
-    watched.router = None if ensemble.router is None else _Masked(ensemble.router, sorted(excluded))
     return watched

@@ -55,7 +55,7 @@ class LoadedEnsemble:
             settings: strategy, solver, steps, guidance and reuse of the router.
             condition: one per sample, or None for the null condition in all.
             num: number of samples.
-            more: ``seed``, ``batch_size``, ``keys`` and ``progress`` of ``routing.sample``.
+            more: ``seed``, ``batch_size``, ``keys``, ``progress`` and ``trace`` of ``routing.sample``.
 
         Returns:
             x_0, float32, on the CPU.

@@ -15,6 +15,7 @@ from ddm_lightning.config.experiment import SampleConfig
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import SOLVERS, STRATEGIES
 from ddm_lightning.ensemble.failures import without_failed
+from ddm_lightning.ensemble.trace import Key, Trace
 from ddm_lightning.ensemble.velocity import Ensemble, Route, both_branches
 from ddm_lightning.flow.condition import Condition
 from ddm_lightning.flow.path import Samples, Times, VelocityField, guided, time_rows
@@ -35,18 +36,20 @@ class Batch:
         seed: seed of all noise.
         settings: guidance and reuse of the router; None for no guidance.
         on_evaluation: called with the times [r] before the experts are evaluated.
+        trace: told every evaluation; None for nobody.
     """
 
     def __init__(
         self,
         ensemble: Ensemble,
         condition: Condition | None,
-        keys: Sequence[tuple[int | str, ...]],
+        keys: Sequence[Key],
         times: Float[Tensor, " num_times"],
         x_shape: tuple[int, int, int],
         seed: int,
         settings: SampleConfig | None = None,
         on_evaluation: Callable[[Tensor], object] = lambda _: None,
+        trace: Trace | None = None,
     ) -> None:
         self.ensemble = ensemble
         self.condition = None if condition is None else condition.to(ensemble.device)
@@ -56,6 +59,9 @@ class Batch:
         self._keys, self._x_shape, self._seed, self._on_evaluation = keys, x_shape, seed, on_evaluation
         self._times = times.to(ensemble.device)
         self._kept: tuple[Tensor, Tensor] | None = None
+        self._trace = trace
+        if trace is not None:
+            trace.begin(keys, ensemble.device)
         self.x_1 = self._normal("x_1")
 
     @property
@@ -124,11 +130,30 @@ class Batch:
             if route is not None:
                 own = [route(part) for part in self.probabilities(x_t, t).split(len(x_t))]
             scale = self.guidance_scale(t)
-            return self.ensemble.velocity(
+            found = self.ensemble.velocity(
                 x_t, t, self.condition, weights=own[0], null_weights=own[-1], guidance_scale=scale
             )
+            self.record(x_t, t, own[0], found)
+            return found
 
         return velocity
+
+    def record(self, x_t: Samples, t: Times, weights: Float[Tensor, "b K"] | None, velocity: Samples) -> None:
+        """Tell the trace of the weights and the velocity at ``x_t`` and ``t``."""
+        if self._trace is not None and weights is not None:
+            self._trace.add(x_t, t, weights, velocity)
+
+    def record_mixture(
+        self, x_t: Samples, t: Times, weights: Float[Tensor, "r K"], found: Float[Tensor, "r K *shape"]
+    ) -> None:
+        """The same of experts that are not mixed otherwise; see ``mixed``."""
+        if self._trace is not None:
+            self.record(x_t, t, weights[: len(x_t)], self.mixed(t, weights, found))
+
+    def mixed(self, t: Times, weights: Float[Tensor, "r K"], found: Float[Tensor, "r K *shape"]) -> Samples:
+        """Sum the experts' velocities ``found`` on all ``num_branches``, and guide the mixture."""
+        sums = torch.einsum("rk,rk...->r...", weights.to(found), found).split(len(t))
+        return guided(sums[0], sums[-1], self.guidance_scale(t)) if self.num_branches == 2 else sums[0]
 
     def expert_velocities(self, x_t: Samples, t: Times, active: Bool[Tensor, "r K"]) -> Float[Tensor, "r K *shape"]:
         """The active experts' velocities on all ``num_branches``; 0 for the others.
@@ -261,8 +286,9 @@ def sample(
     solver: str = "euler",
     solver_params: Mapping[str, Any] | None = None,
     settings: SampleConfig | None = None,
-    keys: Sequence[tuple[int | str, ...]] | None = None,
+    keys: Sequence[Key] | None = None,
     progress: Callable[[float], object] | None = None,
+    trace: Trace | None = None,
 ) -> Float[Tensor, "num c h w"]:
     """Generate ``num`` samples.
 
@@ -286,6 +312,7 @@ def sample(
         settings: guidance, reuse of the router and ``stacked``; the other keys are arguments here. None is no guidance.
         keys: what each sample's noise belongs to, such as ``("red apple", 0)``; None numbers the samples.
         progress: called with the number of finished samples, fractional, after every evaluation and batch.
+        trace: keeps the way from noise; None for no record, which costs nothing.
 
     Returns:
         x_0, float32, on the CPU, in the value range that the experts model.
@@ -321,8 +348,11 @@ def sample(
         def generate(ensemble: Ensemble, rows: list[int], advance: Callable[[Tensor], object] = advance) -> Tensor:
             part = None if condition is None else condition.rows(torch.tensor(rows))
             own = [keys[row] for row in rows]
-            batch = Batch(ensemble, part, own, times, x_shape, seed, settings, on_evaluation=advance)
-            return strategy.generate(batch, times, built).cpu()
+            batch = Batch(ensemble, part, own, times, x_shape, seed, settings, on_evaluation=advance, trace=trace)
+            x_0 = strategy.generate(batch, times, built).cpu()
+            if trace is not None:
+                trace.end(times, x_0)
+            return x_0
 
         batches.append(without_failed(ensemble, generate, list(indices)))
         if progress is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from typing import TypeAlias
 
 import torch
@@ -67,6 +68,7 @@ class Ensemble:
         """What was evaluated so far."""
         self._stack: Stack | None = None
         self._is_stacked = False
+        self._log_factors: Tensor | None = None
 
     @property
     def num_clusters(self) -> int:
@@ -102,6 +104,21 @@ class Ensemble:
             rows * flops_per_sample(network, x_shape, spec, backward=False) for network, rows, spec in members if rows
         )
         return Cost(flops / max(1, work.images) / 1e9, work.active / max(1, work.rows))
+
+    def reweighted(self, factors: Sequence[float]) -> Ensemble:
+        """A copy that multiplies experts' priors and probabilities by ``factors`` and renormalises; 0 leaves one out.
+
+        Raises:
+            UserError: no expert is left.
+        """
+        changed, own = copy(self), torch.tensor(factors, dtype=torch.float64)
+        kept = self.priors * own
+        if not kept.any():
+            raise UserError("every expert is switched off; leave one on")
+        changed.priors = kept / kept.sum()
+        log_factors = own.log().to(self.device, torch.float32)
+        changed._log_factors = log_factors if self._log_factors is None else self._log_factors + log_factors
+        return changed
 
     def stack(self, wanted: bool = True) -> None:
         """Evaluate the experts in one batch (``stacked``), or one after the other.
@@ -140,7 +157,8 @@ class Ensemble:
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         null, conditional = (temperature_at(t, one) if one else torch.ones_like(t) for one in self.temperatures)
         calibrated = null if condition is None else torch.where(condition.keep, conditional, null)
-        return (logits / (temperature * calibrated[:, None])).softmax(dim=1)
+        logits = logits / (temperature * calibrated[:, None])
+        return (logits if self._log_factors is None else logits + self._log_factors).softmax(dim=1)
 
     @torch.no_grad()
     def expert_velocity(self, k: int, x_t: Samples, t: Times, condition: Condition | None = None) -> Samples:

@@ -62,7 +62,7 @@ class DecentralizedPipeline(DiffusionPipeline):  # type: ignore[misc]  # diffuse
         Raises:
             UserError: as ``DecentralizedEnsemble.sample``.
         """
-        given = {"num_steps": num_inference_steps, "guidance_scale": guidance_scale}
+        given: dict[str, Any] = {"num_steps": num_inference_steps, "guidance_scale": guidance_scale}
         images = self.ensemble.sample(
             [prompt] if isinstance(prompt, str) else prompt,
             classes=class_labels,

@@ -18,6 +18,7 @@ from ddm_lightning.core.files import atomic_write_text
 from ddm_lightning.ensemble.load import load_listed
 from ddm_lightning.ensemble.routing import strategy_of, with_suited_solver
 from ddm_lightning.ensemble.saved import fetched, open_ensemble, save_ensemble
+from ddm_lightning.ensemble.trace import Trace
 from ddm_lightning.evaluation.samples import row_conditions, sample_images
 from ddm_lightning.members.assembly import EnsembleManifest
 
@@ -92,6 +93,8 @@ class DecentralizedEnsemble:
         strategy: str | None = None,
         num: int | None = None,
         seed: int | None = None,
+        trace: Trace | None = None,
+        factors: Sequence[float] | None = None,
         **settings: Any,
     ) -> list[Image.Image]:
         """Generate the images that the command ``sample`` writes with the same options.
@@ -102,6 +105,8 @@ class DecentralizedEnsemble:
             strategy: routing strategy; None is the experiment's.
             num: images per prompt or class; None is the experiment's.
             seed: seed of the noise; None is the experiment's.
+            trace: keeps the way from noise, such as the weights of the experts.
+            factors: multiply the experts' weights, one per expert; 0 switches it off. None leaves them as they are.
             settings: other keys of the experiment's ``sample`` section, such as ``num_steps=20``.
 
         Returns:
@@ -123,11 +128,14 @@ class DecentralizedEnsemble:
         check_experiment(experiment, "sample", sampling_only=True)
         if "solver" not in settings:
             experiment.sample = chosen = with_suited_solver(chosen)
-        strategy_of(chosen).check_num_clusters(self.loaded.ensemble.num_clusters)
+        loaded = self.loaded
+        if factors is not None:
+            loaded = replace(loaded, ensemble=loaded.ensemble.reweighted(factors))
+        strategy_of(chosen).check_num_clusters(loaded.ensemble.num_clusters)
         shown = prompts or ([] if classes else chosen.prompts)
         num_classes = self.loaded.meta.condition["size"]
         rows = row_conditions(shown, list(map(str, classes)), experiment, self.about.class_names, num_classes)
-        images = sample_images(self.loaded, experiment, rows, chosen.num_per_prompt)
+        images = sample_images(loaded, experiment, rows, chosen.num_per_prompt, trace=trace)
         return [Image.fromarray(image) for _, _, image in images]
 
     def _experiment(self, chosen: SampleConfig, seed: int) -> Experiment:

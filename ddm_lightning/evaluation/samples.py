@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,19 +21,24 @@ from ddm_lightning.core.devices import check_devices, device_of
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.formatting import member_columns
 from ddm_lightning.core.grids import labelled_grid, save_png
-from ddm_lightning.core.registry import CAPTION_ENCODERS, IMAGE_ENCODERS
+from ddm_lightning.core.registry import CAPTION_ENCODERS, IMAGE_ENCODERS, Registry
 from ddm_lightning.ensemble.cost import Cost
 from ddm_lightning.ensemble.load import LoadedEnsemble, load_ensemble
+from ddm_lightning.ensemble.trace import Key, Trace
+from ddm_lightning.evaluation.trajectory import CELL_SIZE, MAX_WAYS, write_way
 from ddm_lightning.flow.condition import Condition
 from ddm_lightning.members.member import condition_spec
 from ddm_lightning.shards.manifest import Manifest, manifest_path
 
-# Height in pixels to which small images are scaled up.
-CELL_SIZE = 72
 # Images computed at once; does not change them.
 BATCH_SIZE = 64
 # Largest grid; images beyond it are written as single images only.
 MAX_ROWS, MAX_COLUMNS = 32, 32
+
+
+@functools.lru_cache(maxsize=2)  # some load for seconds
+def _encoder(registry: Registry, name: str, params: str) -> Any:
+    return registry.build(name, json.loads(params))
 
 
 def prompt_condition(prompts: Sequence[str], experiment: Experiment) -> Condition:
@@ -44,7 +52,7 @@ def prompt_condition(prompts: Sequence[str], experiment: Experiment) -> Conditio
         raise UserError(f"--prompt: {experiment.name} is conditioned on {kind!r}, not on text")
     if any(not prompt.strip() for prompt in prompts):
         raise UserError("--prompt: a prompt is empty; describe an image")
-    encoder = CAPTION_ENCODERS.build(plugin.name, plugin.params)
+    encoder = _encoder(CAPTION_ENCODERS, plugin.name, json.dumps(plugin.params))
     encode = encoder.tokens if kind == "tokens" else encoder.vectors
     return Condition.of(torch.from_numpy(encode(list(prompts))))
 
@@ -94,6 +102,7 @@ def sample_images(
     rows: Sequence[tuple[str, str, Condition | None]],
     num: int,
     progress: Callable[[float], object] = lambda _: None,
+    trace: Trace | None = None,
 ) -> Iterator[tuple[int, int, UInt8[np.ndarray, "h w 3"]]]:
     """Generate ``num`` images per row, in batches that bound the memory.
 
@@ -103,12 +112,13 @@ def sample_images(
         rows: see ``row_conditions``.
         num: images per row.
         progress: called with the number of finished images, fractional.
+        trace: keeps the way from noise of its samples, by (noise key, index).
 
     Yields:
         Row, index within the row, and image.
     """
     settings, plugin = experiment.sample, experiment.prepare.image_encoder
-    encoder = IMAGE_ENCODERS.build(plugin.name, plugin.params)
+    encoder = _encoder(IMAGE_ENCODERS, plugin.name, json.dumps(plugin.params))
     total = num * len(rows)
     for first in range(0, total, BATCH_SIZE):
         places = [divmod(i, num) for i in range(first, min(first + BATCH_SIZE, total))]
@@ -121,6 +131,7 @@ def sample_images(
             batch_size=BATCH_SIZE,
             keys=[(rows[row][1], index) for row, index in places],
             progress=lambda done, first=first: progress(first + done),
+            trace=trace,
         )
         for (row, index), image in zip(places, encoder.decode(x_0), strict=True):
             yield row, index, image
@@ -133,6 +144,7 @@ def sample_grid(
     credit: str = "",
     singles: Path | None = None,
     show_progress: bool = False,
+    trace: Trace | None = None,
 ) -> Image.Image:
     """Generate ``sample.num_per_prompt`` images per row and lay them out as a grid.
 
@@ -143,6 +155,7 @@ def sample_grid(
         credit: credit of the data set, printed below the grid.
         singles: folder for single images, written as they are made; None saves none.
         show_progress: whether to show a progress bar on stderr.
+        trace: as in ``sample_images``.
 
     Returns:
         The grid, of at most ``MAX_ROWS`` by ``MAX_COLUMNS`` images.
@@ -154,7 +167,7 @@ def sample_grid(
     total = num * len(rows)
     with Progress(*member_columns(), console=Console(stderr=True), disable=not show_progress) as progress:
         task = progress.add_task("images", total=total, note="")
-        images = sample_images(loaded, experiment, rows, num, lambda done: progress.update(task, completed=done))
+        images = sample_images(loaded, experiment, rows, num, lambda done: progress.update(task, completed=done), trace)
         for row, index, image in images:
             if singles is not None:
                 words = re.sub(r"\W+", "-", rows[row][0])[:40].strip("-")
@@ -207,11 +220,13 @@ def draw_run(
     *,
     classes: Sequence[str] = (),
     singles: Path | None = None,
+    gif: bool = False,
     show_progress: bool = False,
-) -> Cost:
+) -> tuple[Cost, dict[str, Path]]:
     """Write the grid of a run's ensemble to the PNG ``path``, one row per prompt or class; see ``sample_grid``.
 
-    Samples on the device of ``island.accelerator``, and returns what that cost.
+    With ``singles`` it also writes the files of ``write_way``, ``gif`` among them if wanted. Samples on the device of
+    ``island.accelerator``; returns what that cost, and those files.
 
     Raises:
         UserError: no ensemble, an artifact that is damaged or of other data, an empty prompt, no such class or device.
@@ -223,5 +238,13 @@ def draw_run(
     rows = row_conditions(prompts, classes, *of_data) if prompts or classes else None
     loaded = load_of_run(run_dir, experiment, manifest, device_of(accelerator), partial=True)
     rows = rows or row_conditions((), (), *of_data)
-    save_png(path, sample_grid(loaded, experiment, rows, manifest.attribution, singles, show_progress))
-    return loaded.cost
+    num_columns = min(experiment.sample.num_per_prompt, MAX_COLUMNS)
+    in_grid: dict[Key, str] = {(key, index): label for index in range(num_columns) for label, key, _ in rows[:MAX_ROWS]}
+    labels = dict(list(in_grid.items())[:MAX_WAYS])
+    trace = None if singles is None else Trace(in_grid, labels)
+    save_png(path, sample_grid(loaded, experiment, rows, manifest.attribution, singles, show_progress, trace))
+    if trace is None:
+        return loaded.cost, {}
+    plugin = experiment.prepare.image_encoder
+    encoder = _encoder(IMAGE_ENCODERS, plugin.name, json.dumps(plugin.params))
+    return loaded.cost, write_way(path, trace, loaded.ensemble.names, labels, encoder.decode, gif)

@@ -27,7 +27,7 @@ from ddm_lightning.members.member import parse_members
 
 HELP = Path(__file__).with_name("help.txt")
 FEW = "sample.num_steps=4"
-COMMANDS = ("prepare", "fit", "sample", "evaluate", "diagnose", "replay", "ema", "export", "status", "config")
+COMMANDS = ("prepare", "fit", "sample", "demo", "evaluate", "diagnose", "replay", "ema", "export", "status", "config")
 CHANGES = ("ensemble", "ensemble add", "ensemble remove", "ensemble replace")
 
 

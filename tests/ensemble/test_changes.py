@@ -14,6 +14,7 @@ from ensemble_networks import ExactExpert, ExactRouter, finite_set
 from saved_ensembles import PROMPTS, images, load, put_member, saved
 
 from ddm_lightning.cli.parser import main
+from ddm_lightning.core.errors import UserError
 from ddm_lightning.ensemble.load import _Columns
 from ddm_lightning.ensemble.velocity import Ensemble
 from ddm_lightning.flow.oracle import FiniteSetOracle
@@ -43,6 +44,16 @@ def test_without_a_cluster_the_velocity_is_that_of_the_other_data() -> None:
     ensemble = Ensemble([ExactExpert(whole, k) for k in kept], _Columns(ExactRouter(whole), kept), [0.2, 0.3, 0.5])
     x_t, t = torch.randn(32, 3, dtype=torch.float64), torch.linspace(0.05, 1, 32, dtype=torch.float64)
     assert torch.allclose(ensemble.velocity(x_t, t), others.velocity(x_t, t), atol=1e-10)
+    all_four = Ensemble([ExactExpert(whole, k) for k in range(4)], ExactRouter(whole), [0.2, 0.3, 0.25, 0.25])
+    off = all_four.reweighted([1, 0, 1, 1])
+    assert torch.allclose(off.velocity(x_t, t), others.velocity(x_t, t), atol=1e-10)
+    assert torch.allclose(off.priors, torch.tensor([2 / 7, 0, 2.5 / 7, 2.5 / 7], dtype=torch.float64))
+    assert off.experts[1].num_rows == 0
+    less = whole.cluster_posterior(x_t, t) * torch.tensor([1, 0.5, 1, 1])
+    halved = all_four.reweighted([1, 0.5, 1, 1]).probabilities(x_t, t)
+    assert torch.allclose(halved, less / less.sum(1, keepdim=True), atol=1e-10)
+    with pytest.raises(UserError, match="leave one on"):
+        all_four.reweighted([0, 0, 0, 0])
 
 
 def test_an_expert_opts_out_and_the_images_of_the_others_stay(

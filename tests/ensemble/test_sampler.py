@@ -7,59 +7,16 @@ from typing import Any
 import pytest
 import torch
 from ensemble_networks import Aimed, FixedRouter
-from torch import Tensor, nn
+from torch import Tensor
+from toy_ensemble import SHAPE, WAYS, ByBrightness, Linear, draw, two
 
 from ddm_lightning.config.experiment import SampleConfig
 from ddm_lightning.core.errors import UserError
-from ddm_lightning.ensemble.routing import Batch, sample
+from ddm_lightning.ensemble.routing import Batch
 from ddm_lightning.ensemble.strategies.bayes import Bayes
 from ddm_lightning.ensemble.velocity import Ensemble
 from ddm_lightning.flow.condition import Condition
 from ddm_lightning.flow.timesteps import sampling_times
-
-SHAPE = (2, 3, 3)
-WAYS = [
-    *(
-        (strategy, solver)
-        for strategy in ("full", "top-1", "top-k", "sample-1")
-        for solver in ("euler", "heun", "ancestral")
-    ),
-    *(("top-1", solver) for solver in ("midpoint", "dpm++2m", "dormand-prince")),
-    ("bayes", "ancestral"),
-    ("superdiff-or", "ancestral"),
-]
-
-
-class Linear(nn.Module):
-    """The exact expert of x_0 ~ N(mean, std²I)."""
-
-    prediction = "velocity"
-
-    def __init__(self, mean: float, std: float) -> None:
-        super().__init__()
-        self.mean, self.std = mean, std
-
-    def forward(self, x_t: Tensor, t: Tensor, _: Condition | None) -> Tensor:
-        time = t.reshape(-1, 1, 1, 1)
-        gain = 1 / ((1 - time) ** 2 * self.std**2 + time**2)
-        return (time - (1 - time) * self.std**2) * gain * (x_t - (1 - time) * self.mean) - self.mean
-
-
-class ByBrightness(nn.Module):
-    """A router that reads x_t: two clusters, bright and dark."""
-
-    def forward(self, x_t: Tensor, *_: Tensor | Condition | None) -> Tensor:
-        bright = 4 * x_t.mean((1, 2, 3))
-        return torch.stack([bright, -bright], dim=1)
-
-
-def two() -> Ensemble:
-    return Ensemble([Linear(1.0, 0.3), Linear(-1.0, 0.2)], ByBrightness(), [0.25, 0.75])
-
-
-def draw(ensemble: Ensemble, num: int = 7, condition: Condition | None = None, **changes: Any) -> Tensor:
-    options: dict[str, Any] = {"strategy": "full", "num_steps": 8, "shift": 1.5, "seed": 0, "batch_size": 64}
-    return sample(ensemble, condition, num, SHAPE, **{**options, **changes})
 
 
 @pytest.mark.parametrize(("strategy", "solver"), WAYS)

@@ -59,6 +59,7 @@ class Bayes(Strategy):
             uniform=batch.uniform,
             guidance_scale=batch.settings.guidance_scale,
             guidance_interval=batch.settings.guidance_interval,
+            on_step=batch.record_mixture,
         ).x_0
 
 
@@ -73,6 +74,7 @@ def filter_chain(
     uniform: Callable[[int], Float[Tensor, " b"]],
     guidance_scale: float = 1.0,
     guidance_interval: Sequence[float] = (0.0, 1.0),
+    on_step: Callable[[Samples, Times, Tensor, Tensor], object] = lambda *_: None,
 ) -> BayesSamples:
     """Sample from a mixture of experts and filter its weights along the chain.
 
@@ -108,6 +110,7 @@ def filter_chain(
         uniform: ``uniform(i)`` returns the uniform numbers in [0, 1) that choose the experts of step i.
         guidance_scale: scale of guidance of the mixture; not read if ``initial`` has b rows.
         guidance_interval: lowest and highest t at which it acts.
+        on_step: called with x_t, t, the weights [r, K] and the experts' velocities [r, K, …] of each step.
 
     Raises:
         ValueError: bad ``times``.
@@ -126,6 +129,7 @@ def filter_chain(
             active[num:] = False  # no later step needs the unconditional branch
         x, time = torch.cat([x_t for _ in branches])[:, None], time_rows(t, x_t)
         found = velocities(x_t, time, active)
+        on_step(x_t, time, weights, found)
         means, variance = reverse_kernel(x.expand_as(found), x - t * found, t, s)
         x_s = means[rows, choose(weights[:num], uniform(i))]
         if len(branches) == 2 and low <= t <= high:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ddm_lightning.core.registry import STRATEGIES
 from ddm_lightning.ensemble.routing import Batch, Strategy
-from ddm_lightning.flow.path import Samples, Times, VelocityField, expand_time, guided
+from ddm_lightning.flow.path import Samples, Times, VelocityField, expand_time
 
 
 @STRATEGIES.register("superdiff-or")
@@ -41,8 +41,9 @@ class SuperDiffOr(Strategy):
             found = batch.expert_velocities(x_t, t, torch.ones_like(log_prior, dtype=torch.bool))
             before = x, time, x[:, None] - expand_time(time, found) * found
             weights = (log_prior + log_density).softmax(1)
-            mixed = torch.einsum("rk,rk...->r...", weights.to(found), found).split(len(x_t))
-            return guided(mixed[0], mixed[-1], batch.guidance_scale(t)) if len(mixed) == 2 else mixed[0]
+            mixed = batch.mixed(t, weights, found)
+            batch.record(x_t, t, weights[: len(x_t)], mixed)
+            return mixed
 
         return velocity
 

@@ -1,0 +1,205 @@
+"""The page of ``demo``: in a headless browser, through its API, and what it shows of other ensembles."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gradio_client import Client
+from gradio_client.exceptions import AppError
+from PIL import Image
+from playwright.sync_api import Browser, Error, Page, expect, sync_playwright
+from saved_ensembles import saved
+from tiny_runs import ROOT, settings, start
+
+from ddm_lightning import DecentralizedEnsemble
+from ddm_lightning.cli.parser import main
+from ddm_lightning.core import registry
+
+pytestmark = pytest.mark.slow
+STEPS = 3
+
+
+@contextlib.contextmanager
+def served(process: subprocess.Popen[str]) -> Iterator[str]:
+    """Address of the page that ``process`` serves until the block ends."""
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        found = re.fullmatch(r"page: (http://127\.0\.0\.1:\d+) \(Ctrl-C ends it\)\n", line)
+        assert found, line or process.communicate(timeout=60)
+        yield found[1]
+    finally:
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+
+
+@pytest.fixture(scope="module")
+def address(finished_run: Path) -> Iterator[str]:
+    with served(start("demo", finished_run, f"sample.num_steps={STEPS}", "--port", "0")) as address:
+        yield address
+
+
+def connected(address: str) -> contextlib.closing[Client]:
+    return contextlib.closing(Client(address, verbose=False, analytics_enabled=False))
+
+
+@pytest.fixture(scope="module")
+def client(address: str) -> Iterator[Client]:
+    with connected(address) as client:
+        yield client
+
+
+@pytest.fixture
+def browser() -> Iterator[Browser]:
+    of_npm = Path(sys.prefix) / "browser" / "chromium"
+    with sync_playwright() as playwright:
+        try:
+            chromium = playwright.chromium.launch(executable_path=of_npm if of_npm.exists() else None)
+        except Error:
+            pytest.skip("no Chromium: `make install` reached neither Playwright's host nor npm")
+        with contextlib.closing(chromium):
+            yield chromium
+
+
+def put(page: Page, label: str, value: str) -> None:
+    """Fill in a field; again if Gradio, which is still loading, puts its own value back."""
+    field = page.get_by_label(label, exact=True)
+    for _ in range(20):
+        field.fill(value)
+        field.blur()
+        page.wait_for_timeout(500)
+        if field.input_value() == value:
+            return
+    raise AssertionError(f"{label} does not keep {value[:50]!r}")
+
+
+def generate(page: Page) -> None:
+    page.get_by_role("button", name="Generate").click()
+
+
+def pixels(page: Page, which: int, folder: Path) -> np.ndarray:
+    """What the browser shows of an image of the page."""
+    shown = page.locator("img").nth(which)
+    expect(shown).to_be_visible()
+    shown.screenshot(path=folder / "shown.png")
+    return opened(folder / "shown.png")
+
+
+def opened(path: str | Path) -> np.ndarray:
+    with Image.open(path) as image:
+        return np.asarray(image.convert("RGB")).astype(int)
+
+
+def test_a_prompt_gives_images_and_heat_maps(browser: Browser, address: str, tmp_path: Path) -> None:
+    page = browser.new_page(viewport={"width": 1400, "height": 1000})
+    hosts: set[str] = set()
+    page.on("request", lambda request: hosts.add(request.url.split("/")[2]) if request.url[:4] == "http" else None)
+    page.goto(address)
+    put(page, "number input for Images", "2")
+    put(page, "Prompt", "a cross")
+    generate(page)
+    expect(page.get_by_text("active experts")).to_have_count(2, timeout=60_000)
+    expect(page.locator("img")).to_have_count(6)  # two images and a heat map on each side
+    page.screenshot(path=tmp_path / "page.png", full_page=True)
+    assert pixels(page, 0, tmp_path).std() > 5
+    yellow = (np.abs(pixels(page, 2, tmp_path) - (253, 231, 36)).max(2) < 8).sum()
+    assert yellow > 500, "the heat map of top-1 shows weights of 1"
+
+    for k in range(2):
+        put(page, f"number input for expert-{k}", "0")
+    generate(page)
+    expect(page.get_by_text("every expert is switched off; leave one on")).to_be_visible()
+    put(page, "Prompt", "x" * 100_000)
+    generate(page)
+    expect(page.get_by_text("the prompt has 100,000 characters; describe an image in 1 to 2,000")).to_be_visible()
+    put(page, "Seed", "-1")
+    put(page, "Prompt", "red disc")
+    generate(page)
+    expect(page.get_by_text(re.compile(r"'seed' = -1: must be from 0"))).to_be_visible()
+    assert page.get_by_text("Traceback").count() == 0
+    assert hosts == {address.removeprefix("http://")}, "everything comes from the page itself"
+
+
+def ask(client: Client, **changes: Any) -> tuple[list[np.ndarray], str, np.ndarray]:
+    asked = {"prompt": "red disc", "strategy": "full", "num": 2, "num_steps": STEPS, "guidance": 1.5, "seed": 3}
+    factors = changes.pop("factors", (1, 1))
+    images, cost, weights = client.predict(*(asked | changes).values(), *factors, api_name="/generate")
+    return [opened(one["image"]) for one in images], cost, opened(weights)
+
+
+def test_the_page_shows_the_images_of_the_python_api(client: Client, finished_run: Path) -> None:
+    ensemble = DecentralizedEnsemble.from_pretrained(finished_run, "cpu")
+    options: dict[str, Any] = {"num": 2, "seed": 3, "num_steps": STEPS, "guidance_scale": 1.5}
+    for strategy, factors in (("full", (1, 1)), ("bayes", (1, 1)), ("full", (0, 1))):
+        shown, cost, _ = ask(client, strategy=strategy, factors=factors)
+        expected = ensemble.sample("red disc", strategy=strategy, factors=factors, **options)
+        for ours, theirs in zip(expected, shown, strict=True):
+            larger = ours.resize(theirs.shape[1::-1], Image.Resampling.LANCZOS)
+            assert len(theirs) >= 96 and np.abs(theirs - np.asarray(larger)).max() <= 2
+        assert (", 1.00 active experts" in cost) == (factors == (0, 1)) or strategy == "bayes"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"prompt": " "}, "the prompt has 0 characters; describe an image in 1 to 2,000"),
+        ({"num_steps": 5000}, "5000 is greater than maximum"),
+        ({"seed": 1e30}, "'seed' = .* must be from 0"),
+        ({"strategy": "best"}, "best is not in the list"),
+        ({"factors": (0, 0)}, "every expert is switched off"),
+    ],
+)
+def test_bad_input_is_told_in_one_line(client: Client, changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(AppError, match=words) as told:
+        ask(client, **changes)
+    assert "\n" not in str(told.value)
+
+
+def test_one_unconditional_expert_has_neither_a_prompt_nor_switches(tmp_path: Path) -> None:
+    folder = saved(tmp_path, (100,), condition={"kind": "none", "size": 0}, caption_encoder=None)
+    command = [sys.executable, "-m", "ddm_lightning", "demo", "-c", str(folder), "--port", "0"]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with served(subprocess.Popen(command, cwd=ROOT, **pipes)) as address, connected(address) as client:
+        labels = [part["props"].get("label") for part in client.config["components"]]
+        assert [label for label in labels if label] == ["Images", "Steps", "Seed", "Strategy A", "Strategy B"]
+        images, cost, weights = client.predict("full", 1, 2, 0, api_name="/generate")
+        assert len(images) == 1 and "1.00 active experts" in cost and len(opened(weights)) < 200
+
+
+def test_what_demo_refuses(
+    finished_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*arguments: str) -> str:
+        assert main(["demo", *arguments]) == 2
+        return capsys.readouterr().err
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        line = refused(*settings(finished_run), "--port", port)
+        assert line.startswith(f"error: --host 127.0.0.1 --port {port}: ") and "give another address" in line
+    assert "--port 99999: must be from 0 to 65535" in refused(*settings(finished_run), "--port", "99999")
+    assert "give another address" in refused(*settings(finished_run), "--host", "192.0.2.1")  # nobody's
+    assert "ensemble.json" in refused("-c", str(tmp_path))
+    assert "sample.num_steps=3: settings go with an experiment file" in refused(
+        "-c", str(tmp_path), "sample.num_steps=3"
+    )
+
+    def missing(name: str) -> None:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(registry, "distribution", missing)
+    assert refused("-c", str(tmp_path)) == (
+        "error: demo needs the package 'gradio'; install it with: pip install 'ddm_lightning[page]'\n"
+    )
