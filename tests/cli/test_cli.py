@@ -204,7 +204,8 @@ def test_artifacts_beside_a_manifest_are_assembled_without_the_source(
 
 def samples(path: Path) -> str:
     """What ``sample`` prints of the grid ``path``."""
-    return f"samples: {path}\nsingle images: {path.with_suffix('')}\n"
+    stem = path.with_suffix("")
+    return f"samples: {path}\nsingle images: {stem}\nweights: {stem}-weights.png\nway from noise: {stem}-way.png\n"
 
 
 def sampled(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
