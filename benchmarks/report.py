@@ -71,9 +71,21 @@ def _mix(document: Mapping[str, Any]) -> Report:
     return table
 
 
+def _changes(document: Mapping[str, Any]) -> Report:
+    """An expert leaves and comes back."""
+    columns = {"experts": 0, "kid_all": 2, "kid_stayed": 2, "share_of_leaver": 3, "shares_tv": 3}
+    headings = ["KID to all kinds", "KID to the kinds that stayed", "share of the leaver's kind", "error of shares"]
+    table = Report("", ["", "experts", *headings])
+    for step in ("before", "removed", "added"):
+        values = [f"{document['figures'][f'{key}_{step}']:.{digits}f}" for key, digits in columns.items()]
+        table.row({"added": "added again"}.get(step, step), *values)
+    return table
+
+
 TABLES: Mapping[str, Callable[[Mapping[str, Any]], Report]] = {
     "emoji": _emoji,
     "mix": _mix,
+    "changes": _changes,
     "strategies": lambda document: strategy_table(Results(document)),
     "variants": lambda document: variant_table(Results(document)),
 }
