@@ -15,6 +15,7 @@ from flop_sampling import METHODS
 from jaxtyping import UInt8
 from jinja2 import Template
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullLocator
 
 CURVES = [method.name for method in METHODS if method.curve]
 """Methods that are sampled at every budget."""
@@ -119,6 +120,10 @@ def curves_figure(results: Results) -> Figure:
     left.set(xscale="log", yscale="log", xlabel="training TFLOPs, router and partition included")
     left.set_ylabel(f"KID ({results.network}), lower is better")
     right.set(xscale="log", xlabel=f"training TFLOPs per machine: {islands} islands, or one monolith")
+    for axis in (left.xaxis, right.xaxis, left.yaxis):
+        axis.set_major_locator(LogLocator(base=2))
+        axis.set_major_formatter("{x:g}")
+        axis.set_minor_locator(NullLocator())
     for axes in (left, right):
         axes.grid(visible=True, which="both", alpha=0.3)
     left.legend(fontsize=8)
