@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean, pstdev
@@ -142,7 +143,7 @@ def strips_figure(images: Mapping[str, UInt8[np.ndarray, "n h w 3"]], attributio
     centres = (np.arange(len(names)) + 0.5) * (height + 2)
     axes.set_yticks(centres, [name.replace("_", " ") for name in names])
     axes.set_xticks([])
-    axes.set_xlabel(attribution, fontsize=4)
+    axes.set_xlabel(textwrap.fill(attribution, 300), fontsize=4)
     for side in axes.spines.values():
         side.set_visible(False)
     return figure
