@@ -18,7 +18,9 @@ def line_of(error: BaseException) -> str | None:
     """One-line message for an error the user can fix; None for a possible bug."""
     if isinstance(error, UserError):
         return str(error)
-    if isinstance(error, (PermissionError, NotADirectoryError, IsADirectoryError, FileExistsError)):
+    unwritable = (errno.EROFS, errno.ENAMETOOLONG)
+    names_path = isinstance(error, (PermissionError, NotADirectoryError, IsADirectoryError, FileExistsError))
+    if isinstance(error, OSError) and (names_path or error.errno in unwritable):
         return f"{error.filename}: {error.strerror}; check run_dir, or free the path"
     if isinstance(error, MemoryError) or "to allocate" in str(error):  # torch: "tried to allocate 2.00 GiB"
         return f"the memory is full ({str(error).partition(chr(10))[0]}); use a smaller network or batch"

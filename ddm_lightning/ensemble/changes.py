@@ -13,10 +13,10 @@ from ddm_lightning.config.experiment import SampleConfig
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import STRATEGIES
 from ddm_lightning.ensemble.routing import with_suited_solver
-from ddm_lightning.members.artifact import read_meta
-from ddm_lightning.members.assembly import EnsembleManifest
+from ddm_lightning.members.artifact import load_network, read_meta
+from ddm_lightning.members.assembly import EnsembleManifest, checked
 from ddm_lightning.members.member import ROUTER, expert_name
-from ddm_lightning.members.run_folder import MEMBER_FILE
+from ddm_lightning.members.run_folder import ENSEMBLE_FILE, MEMBER_FILE
 
 
 def removed(ensemble: EnsembleManifest, name: str) -> EnsembleManifest:
@@ -46,7 +46,7 @@ def added(ensemble: EnsembleManifest, folder: Path, num_images: int) -> Ensemble
         num_images: images in its cluster, which give it its prior.
 
     Raises:
-        UserError: the artifact is damaged or no expert's.
+        UserError: the artifact is damaged, unusable or no expert's, or does not go with the others.
     """
     meta = read_meta(folder)
     name, num_clusters = meta.member, max(meta.num_clusters for meta in ensemble.metas.values())
@@ -66,7 +66,7 @@ def replaced(ensemble: EnsembleManifest, name: str, folder: Path, num_images: in
         num_images: images in its cluster; None keeps the prior.
 
     Raises:
-        UserError: there is no such expert, or the artifact is damaged or no expert's.
+        UserError: there is no such expert, or as ``added``.
     """
     _require(ensemble, name)
     return _with_artifact(ensemble, name, folder, num_images or _counts(ensemble)[name])
@@ -76,6 +76,7 @@ def _with_artifact(ensemble: EnsembleManifest, name: str, folder: Path, num_imag
     meta = read_meta(folder)
     if meta.role != "expert":
         raise UserError(f"{folder / MEMBER_FILE}: is the {meta.role}; give the artifact of an expert")
+    load_network(folder, mapped=True)  # refuses weights that no sampling could load
     counts = {**_counts(ensemble), name: num_images}
     order = sorted(counts, key=lambda name: int(name.partition("-")[2]))
     folders = {key: folder if key == name else ensemble.folders[key] for key in order}
@@ -86,22 +87,14 @@ def _with_artifact(ensemble: EnsembleManifest, name: str, folder: Path, num_imag
 
 
 def _changed(ensemble: EnsembleManifest, folders: dict[str, Path], counts: dict[str, int]) -> EnsembleManifest:
-    metas = {name: read_meta(folder) for name, folder in folders.items()}
+    members = [(name, folder, read_meta(folder)) for name, folder in folders.items()]
     total, about = sum(counts.values()), ensemble.about
     assert about is not None
     sample = SampleConfig(**about.sample)
     if ROUTER not in folders and STRATEGIES.get(sample.strategy).needs_router:  # type: ignore[attr-defined]
         sample = with_suited_solver(replace(sample, strategy="bayes", strategy_params={}))
-    return replace(
-        ensemble,
-        priors=tuple(count / total for count in counts.values()),
-        partition_sha256=next(iter(metas.values())).partition_sha256,
-        folders=folders,
-        metas=metas,
-        changed=True,
-        lost={},
-        about=replace(about, num_images=total, sample=asdict(sample)),
-    )
+    manifest = checked(Path(ENSEMBLE_FILE), members, [count / total for count in counts.values()], list(counts))
+    return replace(manifest, about=replace(about, num_images=total, sample=asdict(sample)))
 
 
 def _counts(ensemble: EnsembleManifest) -> dict[str, int]:

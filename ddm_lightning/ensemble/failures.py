@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from typing import Any, TypeAlias
 
 from jaxtyping import Float
 from torch import Tensor
 
 from ddm_lightning.core.errors import UserError, note
-from ddm_lightning.ensemble.velocity import Ensemble
+from ddm_lightning.ensemble.velocity import Ensemble, finite
 
 Generate: TypeAlias = Callable[[Ensemble, list[int]], Float[Tensor, "r c h w"]]
 """``generate(ensemble, rows)``: samples of the given rows, on the CPU."""
@@ -30,7 +31,7 @@ def without_failed(ensemble: Ensemble, generate: Generate, rows: list[int]) -> F
     at each expert. The rest keep their weights in proportion. A failure is noted on stderr once per ensemble.
 
     Raises:
-        UserError: no expert is left for the strategy.
+        UserError: no expert is left for the strategy, or the router fails.
     """
     x_0, excluded = generate(ensemble, rows), set[int]()
     broken = (~x_0.isfinite().flatten(1).all(1)).nonzero().squeeze(1)
@@ -51,8 +52,9 @@ def without_failed(ensemble: Ensemble, generate: Generate, rows: list[int]) -> F
 
 def _watched(ensemble: Ensemble, excluded: set[int]) -> Ensemble:
     """A copy that raises ``_NotFiniteError`` and gives ``excluded`` experts no weight; no expert changes its number."""
-    watched = ensemble.reweighted([float(k not in excluded) for k in range(ensemble.num_clusters)])
-    watched.stack(False)
+    reweighted = ensemble.reweighted([float(k not in excluded) for k in range(ensemble.num_clusters)])
+    reweighted.stack(False)
+    watched = copy(reweighted)
 
     def velocity(k: int, *inputs: Any) -> Tensor:
         found = ensemble.expert_velocity(k, *inputs)
@@ -60,5 +62,9 @@ def _watched(ensemble: Ensemble, excluded: set[int]) -> Ensemble:
             raise _NotFiniteError(k)
         return found
 
+    def probabilities(*inputs: Any) -> Tensor:
+        return finite(reweighted.probabilities(*inputs))
+
+    watched.probabilities = probabilities  # type: ignore[assignment, method-assign]
     watched.expert_velocity = velocity  # type: ignore[assignment, method-assign]
     return watched

@@ -16,7 +16,7 @@ from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import SOLVERS, STRATEGIES
 from ddm_lightning.ensemble.failures import without_failed
 from ddm_lightning.ensemble.trace import Key, Trace
-from ddm_lightning.ensemble.velocity import Ensemble, Route, both_branches
+from ddm_lightning.ensemble.velocity import Ensemble, Route, both_branches, finite
 from ddm_lightning.flow.condition import Condition
 from ddm_lightning.flow.path import Samples, Times, VelocityField, guided, time_rows
 from ddm_lightning.flow.randomness import keyed_generator
@@ -116,9 +116,13 @@ class Batch:
         return self._kept[0]
 
     def initial_weights(self, *, use_router: bool = True) -> Float[Tensor, "r K"]:
-        """Compute p(k | x_1, t = 1, condition) of all ``num_branches``; the priors without a router."""
+        """Compute p(k | x_1, t = 1, condition) of all ``num_branches``; the priors without a router.
+
+        Raises:
+            UserError: the router returns NaN.
+        """
         if use_router and self.ensemble.router is not None:
-            return self.probabilities(self.x_1, time_rows(1.0, self.x_1))
+            return finite(self.probabilities(self.x_1, time_rows(1.0, self.x_1)))
         return self.ensemble.priors.to(self.x_1.device).expand(self.num_branches * len(self.x_1), -1)
 
     def field(self, *, route: Route | None = None, weights: Float[Tensor, "b K"] | None = None) -> VelocityField:

@@ -243,6 +243,18 @@ class Ensemble:
                 yield k, rows, self.expert_velocity(k, x_t[rows], t[rows], part)
 
 
+def finite(probabilities: Float[Tensor, "b K"]) -> Float[Tensor, "b K"]:
+    """Check the router's probabilities of finite samples; waits for the device.
+
+    Raises:
+        UserError: one is NaN.
+    """
+    if not probabilities.isfinite().all():
+        without = "sample.strategy=bayes sample.strategy_params.router_prior=false"
+        raise UserError(f"router: returns NaN; fit it again, or sample with {without}")
+    return probabilities
+
+
 def both_branches(
     x_t: Samples, t: Times, condition: Condition
 ) -> tuple[Float[Tensor, "r *shape"], Float[Tensor, " r"], Condition]:

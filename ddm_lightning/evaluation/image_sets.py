@@ -5,11 +5,13 @@ from __future__ import annotations
 import bisect
 import functools
 import itertools
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Protocol
+from zipfile import BadZipFile
 
 import numpy as np
 import torch
@@ -153,11 +155,12 @@ class FileImages:
 
 def _read_npz(path: Path) -> Images:
     try:
-        with np.load(path, allow_pickle=False) as stored:
+        # Opened here, because NumPy leaves a damaged file open.
+        with path.open("rb") as stream, np.load(stream, allow_pickle=False) as stored:
             array = stored["images" if "images" in stored.files else stored.files[0]]
         if array.dtype != np.uint8 or array.ndim != 4 or array.shape[3] != 3:
             raise ValueError(f"holds {array.dtype} {list(array.shape)}, not uint8 [n, h, w, 3]")
-    except (OSError, ValueError, IndexError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, IndexError, TypeError, AttributeError, EOFError, BadZipFile, zlib.error) as error:
         problem = f"is neither a folder nor an .npz file of images ({first_line(error)})"
         raise UserError(f"{path}: {problem}; give one of these") from None
     return array
@@ -165,8 +168,9 @@ def _read_npz(path: Path) -> Images:
 
 def _read_image(path: Path) -> UInt8[np.ndarray, "h w 3"]:
     try:
-        return np.asarray(Image.open(path).convert("RGB"))
-    except OSError as error:  # Pillow's for a broken image, too
+        with Image.open(path) as image:
+            return np.asarray(image.convert("RGB"))
+    except (OSError, Image.DecompressionBombError) as error:
         raise UserError(f"{path}: cannot be read as an image ({first_line(error)}); remove or replace it") from None
 
 

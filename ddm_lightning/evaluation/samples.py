@@ -45,13 +45,15 @@ def prompt_condition(prompts: Sequence[str], experiment: Experiment) -> Conditio
     """Encode ``prompts`` as text vectors or tokens with the experiment's caption encoder.
 
     Raises:
-        UserError: the experiment is not conditioned on text, or a prompt is empty.
+        UserError: the experiment is not conditioned on text, or a prompt is empty or not UTF-8.
     """
     plugin, kind = experiment.prepare.caption_encoder, experiment.condition.kind
     if kind not in ("text", "tokens") or plugin is None:
         raise UserError(f"--prompt: {experiment.name} is conditioned on {kind!r}, not on text")
     if any(not prompt.strip() for prompt in prompts):
         raise UserError("--prompt: a prompt is empty; describe an image")
+    if any("\udc80" <= character <= "\udcff" for character in "".join(prompts)):  # as Python reads other bytes
+        raise UserError("--prompt: a prompt is not UTF-8; set the terminal's encoding to it")
     encoder = _encoder(CAPTION_ENCODERS, plugin.name, json.dumps(plugin.params))
     encode = encoder.tokens if kind == "tokens" else encoder.vectors
     return Condition.of(torch.from_numpy(encode(list(prompts))))

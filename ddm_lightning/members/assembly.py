@@ -109,7 +109,7 @@ def write_ensemble(run_dir: Path, folders: Sequence[Path], priors: Sequence[floa
         raise UserError(f"{outside[0]}: lies outside {run_dir}; copy the artifact folder into it")
     metas = ((folder, read_meta(folder)) for folder in folders)
     members = ((meta.member, folder, meta) for folder, meta in metas)
-    write_manifest(run_dir, _checked(run_dir / ENSEMBLE_FILE, members, priors))
+    write_manifest(run_dir, checked(run_dir / ENSEMBLE_FILE, members, priors))
 
 
 def write_manifest(root: Path, manifest: EnsembleManifest) -> None:
@@ -170,7 +170,7 @@ def read_ensemble(path: Path, *, partial: bool = False) -> EnsembleManifest:
             yield entry["member"], folder, meta
 
     order = experts if document["changed"] else None
-    manifest = _checked(path, members(), document["priors"], order, lost)  # which fills ``lost`` as it reads
+    manifest = checked(path, members(), document["priors"], order, lost)  # which fills ``lost`` as it reads
     is_other = not document["changed"] and manifest.partition_sha256 != document["partition_sha256"]
     if is_other or len(document["priors"]) != document["num_clusters"]:
         raise UserError(f"{path}: key 'partition_sha256' or 'num_clusters' differs from its members'; {remedy}")
@@ -180,7 +180,7 @@ def read_ensemble(path: Path, *, partial: bool = False) -> EnsembleManifest:
     return replace(manifest, about=None if about is None else About(**about))
 
 
-def _checked(
+def checked(
     path: Path,
     members: Iterable[tuple[str, Path, ArtifactMeta]],
     priors: Sequence[float],
@@ -195,6 +195,9 @@ def _checked(
         priors: of all experts, lost ones included.
         order: names of the experts of a changed ensemble; None for those of one partition.
         lost: names that may be missing.
+
+    Raises:
+        UserError: an expert is missing or listed twice, or members do not belong together.
     """
     changed, found = order is not None, dict[str, tuple[Path, ArtifactMeta]]()
     for name, folder, meta in members:

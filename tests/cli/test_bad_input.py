@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -196,6 +198,22 @@ def test_an_experiment_with_texts_takes_no_class(refuse_sample: Refuse) -> None:
 @pytest.mark.parametrize("prompt", ["", "  "])
 def test_an_empty_prompt(refuse_sample: Refuse, prompt: str) -> None:
     assert refuse_sample("--prompt", "red disc", "--prompt", prompt).startswith("--prompt: a prompt is empty")
+
+
+def test_a_prompt_of_bytes_that_are_no_text(refuse_sample: Refuse) -> None:
+    assert refuse_sample("--prompt", "caf\udce9").startswith("--prompt: a prompt is not UTF-8")  # café in Latin-1
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.ENAMETOOLONG])
+def test_a_folder_that_cannot_be_written(
+    refuse: Refuse, copied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def mkdtemp(dir: Path, **_: object) -> None:
+        raise OSError(number, os.strerror(number), str(dir))
+
+    monkeypatch.setattr("tempfile.mkdtemp", mkdtemp)
+    line = refuse("export", *settings(copied), "--to", "ensemble", "--out", tmp_path / "out")
+    assert line.startswith(f"{tmp_path}: {os.strerror(number)}; ")
 
 
 @pytest.mark.parametrize("out", ["image.jpg", "", "nowhere/image.png", "nowhere/folder"])

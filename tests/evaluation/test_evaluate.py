@@ -3,6 +3,8 @@
 import json
 import shutil
 import socket
+import struct
+import zlib
 
 import numpy as np
 import pytest
@@ -150,8 +152,26 @@ def test_bad_input_is_one_line(run, tmp_path, capsys):
         error = refused(capsys)
         assert said in error, error
     assert not (run / "evaluation").exists()
+    whole = (tmp_path / "large.npz").read_bytes()
+    for name, content in {"cut": whole[:-30], "empty": b"", "flipped": whole.replace(b"\0" * 9, b"\1" * 9)}.items():
+        (tmp_path / f"{name}.npz").write_bytes(content)
+        assert evaluate(run, "--images", str(tmp_path / f"{name}.npz")) == 2
+        assert f"{name}.npz: is neither a folder nor an .npz file of images" in refused(capsys)
     assert evaluate(run, f"evaluate.reference={tmp_path}/mixed", "evaluate.metrics=[{name: kid}]") == 2
     assert "metric 'kid' needs 4 images" in refused(capsys)
+
+
+def test_a_broken_image_is_named(run, tmp_path, capsys):
+    folder = tmp_path / "images"
+    folder.mkdir()
+    for number in range(5):
+        Image.fromarray(np.full((8, 8, 3), 50 * number, np.uint8)).save(folder / f"{number}.png")
+    whole = (folder / "3.png").read_bytes()
+    huge = whole[:16] + struct.pack(">II", 60_000, 60_000) + whole[24:29]
+    for content in (whole[:45], huge + struct.pack(">I", zlib.crc32(huge[12:])) + whole[33:]):
+        (folder / "3.png").write_bytes(content)
+        assert evaluate(run, "--images", str(folder), f"evaluate.metrics=[{PIXELS}]") == 2
+        assert f"{folder / '3.png'}: cannot be read as an image" in refused(capsys)
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")

@@ -29,6 +29,6 @@ class SampleEachStep(Strategy):
 
         def weights(probabilities: Float[Tensor, "b K"]) -> Float[Tensor, "b K"]:
             chosen = choose(probabilities, batch.uniform(next(evaluations)))
-            return functional.one_hot(chosen, probabilities.shape[1]).to(probabilities)
+            return functional.one_hot(chosen, probabilities.shape[1]) + 0 * probabilities  # NaN stays NaN
 
         return batch.field(route=weights)

@@ -38,7 +38,7 @@ class SuperDiffOr(Strategy):
             x, time, _ = batch.branches(x_t, t)
             if before is not None:
                 log_density = log_density + _increment(*before, x, time)
-            found = batch.expert_velocities(x_t, t, torch.ones_like(log_prior, dtype=torch.bool))
+            found = batch.expert_velocities(x_t, t, log_prior.isfinite())  # all but those left out
             before = x, time, x[:, None] - expand_time(time, found) * found
             weights = (log_prior + log_density).softmax(1)
             mixed = batch.mixed(t, weights, found)
