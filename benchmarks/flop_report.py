@@ -135,7 +135,7 @@ def strips_figure(images: Mapping[str, UInt8[np.ndarray, "n h w 3"]], attributio
     """One strip of images per method, from the same noise."""
     names = list(images)
     _, height, _, _ = images[names[0]].shape
-    figure = Figure(figsize=(2 + num * 0.6, len(names) * 0.62 + 0.5), layout="constrained")
+    figure = Figure(figsize=(2.6 + num * 0.6, len(names) * 0.62 + 0.5), layout="constrained")
     axes = figure.subplots()
     gap = ((1, 1), (1, 1), (0, 0))
     rows = [np.concatenate([np.pad(one, gap, constant_values=255) for one in images[n][:num]], 1) for n in names]

@@ -31,9 +31,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ddm_lightning.config.experiment import TrainConfig
 from ddm_lightning.core.errors import UserError
+from ddm_lightning.networks.compiled import compile_blocks
 from ddm_lightning.training.ema import track_ema
 from ddm_lightning.training.optimizer import build_optimizer
-from ddm_lightning.training.parallel.strategy import compile_blocks, shard_blocks
+from ddm_lightning.training.parallel.strategy import shard_blocks
 
 NUM_RANKS, STEPS_PER_TURN = 8, 5
 SIZES = Sizes(width=32, depth=28, num_heads=2, patch_size=2, channels=4, edge=4, batch_size=1)

@@ -20,11 +20,12 @@ from ddm_lightning.core.errors import UserError
 from ddm_lightning.flow.condition import Condition, ConditionSpec
 from ddm_lightning.members.member import Member
 from ddm_lightning.networks import set_attention
+from ddm_lightning.networks.compiled import compile_blocks
 from ddm_lightning.networks.flops import flops_per_sample
 from ddm_lightning.shards.manifest import DataSizes, Manifest
 from ddm_lightning.training.ema import track_ema
 from ddm_lightning.training.optimizer import build_optimizer
-from ddm_lightning.training.parallel.strategy import checkpoint_blocks, compile_blocks
+from ddm_lightning.training.parallel.strategy import checkpoint_blocks
 
 PRECISIONS = ("32-true", "bf16-mixed")
 

@@ -1,5 +1,6 @@
 """Time of sampling from an ensemble: over a monolith's, stacked, with experts that take turns, over a plain loop.
 
+On a CPU the monolith and top-1 are timed with one thread, too: few rows per expert occupy many threads badly.
 The networks have random weights, which do not change the time; the router spreads the rows evenly over the experts.
 All ways sample the same batch in turns, in one process; ratios are medians over the rounds.
 
@@ -36,8 +37,12 @@ SIZES = tuple(f"expert.network.params.{size}" for size in ("width=256", "depth=8
 BATCH_SIZE, NUM_STEPS = 64, 2
 ROUNDS, QUICK_ROUNDS = 7, 2
 # Figure: (way, the way it is compared with, how often that one runs; 0 for once per expert).
+ONE_THREAD = ", one thread"
 RATIOS = {
     "top1_over_monolith": ("top-1", "monolith", 1),
+    "top1_over_monolith_one_thread": (f"top-1{ONE_THREAD}", f"monolith{ONE_THREAD}", 1),
+    "top1_stacked_over_monolith": ("top-1, stacked", "monolith", 1),
+    "top1_compiled_over_monolith_compiled": ("top-1, compiled", "monolith, compiled", 1),
     "full_over_k_monoliths": ("full", "monolith", 0),
     "stacked_over_loop": ("top-1, stacked", "top-1", 1),
     "residency_over_resident": ("full, two experts at a time", "full", 1),
@@ -55,7 +60,13 @@ def main(arguments: Sequence[str] | None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         experiment, device = load(options, *([] if options.overrides else SIZES)), torch.device(options.device)
         ways = ways_of(experiment, device, Path(folder))
-        report = report_of(measure(ways, device, QUICK_ROUNDS if options.quick else ROUNDS), experiment)
+        rounds = QUICK_ROUNDS if options.quick else ROUNDS
+        times = measure(ways, device, rounds)
+        if device.type == "cpu":
+            torch.set_num_threads(1)
+            first = {name: ways[name] for name in ("monolith", "top-1")}
+            times |= {f"{name}{ONE_THREAD}": found for name, found in measure(first, device, rounds).items()}
+        report = report_of(times, experiment)
     report.show(console())
     report.write(options.json)
 
@@ -66,6 +77,7 @@ class EvenRouter(nn.Module):
     def __init__(self, router: nn.Module) -> None:
         super().__init__()
         self.router = router
+        self.blocks = getattr(router, "blocks", ())
 
     def forward(self, *inputs: Tensor | None) -> Tensor:
         """Logits that make row i surest of cluster i mod K."""
@@ -92,11 +104,16 @@ def ways_of(experiment: Experiment, device: torch.device, folder: Path) -> dict[
         experts.append(expert.to(device))
     priors = [1 / num_clusters] * num_clusters
     ensemble = Ensemble(experts, router, priors)
-    stacked = Ensemble([deepcopy(one) for one in experts], router, priors)
+    stacked, compiled = (Ensemble(deepcopy(experts), deepcopy(router), priors) for _ in range(2))
+    compiled_monolith = Ensemble(deepcopy(experts[:1]), None, [1.0])
     in_turns = Ensemble(ResidentExperts(hosts, device, 2), router, priors)
 
-    def way(ensemble: Ensemble, strategy: str, stacked: bool = False) -> Callable[[], object]:
-        settings = SampleConfig(strategy=strategy, solver="euler", num_steps=NUM_STEPS, stacked=stacked)
+    def way(
+        ensemble: Ensemble, strategy: str, *, stacked: bool = False, compiled: bool = False
+    ) -> Callable[[], object]:
+        settings = SampleConfig(
+            strategy=strategy, solver="euler", num_steps=NUM_STEPS, stacked=stacked, compile=compiled
+        )
         return partial(
             sample,
             ensemble,
@@ -116,6 +133,8 @@ def ways_of(experiment: Experiment, device: torch.device, folder: Path) -> dict[
         "top-1": way(ensemble, "top-1"),
         "top-1, stacked": way(stacked, "top-1", stacked=True),
         "top-1, plain loop": partial(plain_loop, experts, router, sizes.x_shape, device),
+        "monolith, compiled": way(compiled_monolith, "full", compiled=True),
+        "top-1, compiled": way(compiled, "top-1", compiled=True),
         "full": way(ensemble, "full"),
         "full, two experts at a time": way(in_turns, "full"),
     }
@@ -160,6 +179,8 @@ def report_of(times: Mapping[str, list[Seconds]], experiment: Experiment) -> Rep
     for name, turns in times.items():
         report.row(name, f"{median(turns):.2f}", f"{ratio(turns, times['monolith']):.2f}")
     for figure, (way, other, factor) in RATIOS.items():
+        if way not in times:
+            continue
         value = ratio(times[way], times[other]) / (factor or num_clusters)
         report.figures[figure] = value
         bar = f" (bar {BARS[figure]:.2f})" if figure in BARS else ""

@@ -24,11 +24,12 @@ from ddm_lightning.members.member import Member
 from ddm_lightning.members.run_folder import RunFolder
 from ddm_lightning.members.status import MemberStatus
 from ddm_lightning.networks.attention import set_attention
+from ddm_lightning.networks.compiled import compile_blocks
 from ddm_lightning.shards.manifest import Manifest, StoredForm
 from ddm_lightning.training.checkpoint.rolling import RollingCheckpoints
 from ddm_lightning.training.fit import build_data, build_module, build_trainer
 from ddm_lightning.training.optimizer import build_optimizer, build_schedule
-from ddm_lightning.training.parallel.strategy import choose_strategy, compile_blocks
+from ddm_lightning.training.parallel.strategy import choose_strategy
 
 MEMBER = "expert-0"
 Batch = dict[str, Tensor]

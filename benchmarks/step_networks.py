@@ -19,8 +19,8 @@ from ddm_lightning.config.experiment import TrainConfig
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.flow.condition import Condition, ConditionSpec
 from ddm_lightning.networks import DiT, set_attention
+from ddm_lightning.networks.compiled import compile_blocks
 from ddm_lightning.training.optimizer import build_optimizer
-from ddm_lightning.training.parallel.strategy import compile_blocks
 
 NUM_CLASSES = 10
 

@@ -299,6 +299,8 @@ class SampleConfig:
     """Divisor of the router's calibrated logits; below 1 makes it surer."""
     stacked: bool = False
     """Whether to evaluate experts of one architecture in one batch."""
+    compile: bool = False
+    """Whether to compile the transformer blocks; takes a minute and pays for many images."""
     resident_experts: int | None = option(None, low=2)
     """Experts on the device at once, for one too small for all; the next one loads meanwhile. None is all."""
     prompts: list[str] = field(default_factory=list)

@@ -313,7 +313,8 @@ def sample(
         batch_size: samples computed at once.
         solver: name of a solver, one of ``strategy.solvers``.
         solver_params: its keyword arguments.
-        settings: guidance, reuse of the router and ``stacked``; the other keys are arguments here. None is no guidance.
+        settings: guidance, reuse of the router, ``stacked`` and ``compile``; the other keys are arguments here. None is
+            no guidance.
         keys: what each sample's noise belongs to, such as ``("red apple", 0)``; None numbers the samples.
         progress: called with the number of finished samples, fractional, after every evaluation and batch.
         trace: keeps the way from noise; None for no record, which costs nothing.
@@ -322,8 +323,8 @@ def sample(
         x_0, float32, on the CPU, in the value range that the experts model.
 
     Raises:
-        UserError: unknown strategy or solver, a pair that does not work together, no router, or ``stacked`` experts
-            of different architectures.
+        UserError: unknown strategy or solver, a pair that does not work together, no router, ``stacked`` experts
+            of different architectures, or options that do not go together.
         ValueError: the number of rows of ``condition`` or ``keys`` is not ``num``.
     """
     built: Solver = SOLVERS.build(solver, dict(solver_params or {}))
@@ -339,6 +340,8 @@ def sample(
     if len(keys) != num:
         raise ValueError(f"{len(keys)} keys for {num} samples")
     ensemble.stack(settings is not None and settings.stacked)
+    if settings is not None and settings.compile:
+        ensemble.compile()
     times = sampling_times(num_steps, shift)
     batches: list[Tensor] = [torch.empty(0, *x_shape)]
     for first in range(0, num, batch_size):

@@ -17,6 +17,7 @@ from ddm_lightning.ensemble.stacked import Stack
 from ddm_lightning.flow.condition import Condition, ConditionSpec
 from ddm_lightning.flow.path import PATHS, Samples, Times, expand_time, guided, to_velocity
 from ddm_lightning.networks.calibration import temperature_at
+from ddm_lightning.networks.compiled import compile_blocks
 from ddm_lightning.networks.flops import flops_per_sample
 
 Route: TypeAlias = Callable[[Float[Tensor, "b K"]], Float[Tensor, "b K"]]
@@ -67,7 +68,7 @@ class Ensemble:
         self.work = Work([0] * len(experts))
         """What was evaluated so far."""
         self._stack: Stack | None = None
-        self._is_stacked = False
+        self._is_stacked = self._is_compiled = False
         self._log_factors: Tensor | None = None
 
     @property
@@ -131,6 +132,20 @@ class Ensemble:
         if wanted and self._stack is None:
             self._stack = Stack(self.experts, self.paths)
         self._is_stacked = wanted
+
+    def compile(self, backend: str = "inductor") -> None:
+        """Compile the transformer blocks of the experts and the router, unless that was done.
+
+        Raises:
+            UserError: the experts take turns on the device or are evaluated in one batch.
+        """
+        if isinstance(self.experts, ResidentExperts) or self._is_stacked:
+            other = "stacked" if self._is_stacked else "resident_experts"
+            raise UserError(f"sample.compile = true: does not go with sample.{other}; remove one of them")
+        if not self._is_compiled:
+            for network in (*self.experts, *(() if self.router is None else (self.router,))):
+                compile_blocks(network, backend, any_size=True)
+        self._is_compiled = True
 
     @torch.no_grad()
     def probabilities(

@@ -26,12 +26,13 @@ from ddm_lightning.flow.randomness import keyed_generator, keyed_seed
 from ddm_lightning.flow.timesteps import sample_timesteps, stratified_timesteps
 from ddm_lightning.members.member import Member
 from ddm_lightning.networks.attention import check_attention, set_attention
+from ddm_lightning.networks.compiled import compile_blocks
 from ddm_lightning.shards.manifest import StoredForm
 from ddm_lightning.training.alignment import Alignment
 from ddm_lightning.training.ema import ema_weights, track_ema
 from ddm_lightning.training.guard import FiniteGuard
 from ddm_lightning.training.optimizer import build_optimizer, build_schedule
-from ddm_lightning.training.parallel.strategy import HALF, Sharded, checkpoint_blocks, compile_blocks, shard_blocks
+from ddm_lightning.training.parallel.strategy import HALF, Sharded, checkpoint_blocks, shard_blocks
 from ddm_lightning.training.speed import Speed
 
 NUM_VALIDATION_TIMESTEPS = 8

@@ -102,3 +102,10 @@ def test_other_architectures_are_refused() -> None:
     ensemble.experts[2] = EXPERTS.build("dit", {**DIT, "num_heads": 4}, x_shape=SHAPE, condition=NETWORKS[0][2])
     with pytest.raises(UserError, match=r"expert-2 differs from expert-0 in its architecture.*set sample\.stacked=fal"):
         ensemble.stack()
+
+
+def test_experts_are_not_compiled_and_stacked_at_once() -> None:
+    settings = SampleConfig(stacked=True, compile=True)
+    options: dict[str, Any] = {"num_steps": 2, "shift": 1.0, "seed": 0, "batch_size": 2}
+    with pytest.raises(UserError, match=r"sample\.compile = true: does not go with sample\.stacked; remove one"):
+        sample(three(*NETWORKS[0]), None, 2, SHAPE, strategy="full", settings=settings, **options)

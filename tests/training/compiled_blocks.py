@@ -14,11 +14,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parallel import DistributedDataParallel
 
 from ddm_lightning.config.experiment import AlignmentConfig
+from ddm_lightning.ensemble.velocity import Ensemble
 from ddm_lightning.flow.condition import Condition, ConditionSpec
 from ddm_lightning.networks import DiT, MMDiT, RouterDiT, set_attention
 from ddm_lightning.networks.attention import attention
+from ddm_lightning.networks.compiled import compile_blocks
 from ddm_lightning.training.alignment import Alignment
-from ddm_lightning.training.parallel.strategy import checkpoint_blocks, compile_blocks
+from ddm_lightning.training.parallel.strategy import checkpoint_blocks
 
 SMALL = {"x_shape": (3, 8, 8), "width": 32, "depth": 2, "num_heads": 2, "patch_size": 2}
 TEXT, TOKENS = ConditionSpec("text", 6), ConditionSpec("tokens", 6, length=3)
@@ -148,6 +150,24 @@ def takes_flash():
     return all(torch.allclose(found[name], value, rtol=1e-4, atol=1e-6) for name, value in expected.items())
 
 
+def samples():
+    """Whether a compiled ensemble gives the velocities of one that is not, for groups of all sizes, and its graphs."""
+    found, num = [], 7
+    x_t, t = torch.randn(num, 3, 8, 8, generator=torch.Generator().manual_seed(0)), torch.linspace(0.1, 0.9, num)
+    for is_compiled in (True, False):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        router = RouterDiT(**SMALL, condition=TEXT, num_clusters=2)
+        ensemble = Ensemble([built("dit"), built("dit")], router, [0.5, 0.5])
+        if is_compiled:
+            ensemble.compile("eager")
+        condition = Condition.of(torch.ones(num, 6))
+        ways = [torch.eye(2)[(torch.arange(num) >= first).long()] for first in range(num)]
+        found.append(torch.stack([ensemble.velocity(x_t, t, condition, weights=weights) for weights in ways]))
+        graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"] if is_compiled else graphs
+    return {"is_close": torch.allclose(*found, rtol=1e-4, atol=1e-5), "graphs": graphs}
+
+
 def refuses_a_break():
     """Whether a block in two graphs is an error."""
 
@@ -171,6 +191,7 @@ if __name__ == "__main__":
     if sys.argv[1:] == ["quick"]:
         print(json.dumps([*quick, compare(*quick)]))
         print(json.dumps(["break", False, {"refused": refuses_a_break()}]))
+        print(json.dumps(["samples", False, samples()]))
         sys.exit()
     for name in NETWORKS:
         for is_checkpointed in (False, True):

@@ -31,6 +31,8 @@ def test_a_block_with_every_option_is_one_graph_and_one_in_two_graphs_is_an_erro
     quick = run("quick")
     assert is_one_graph_and_close(quick["dit with every option", True])
     assert quick["break", False]["refused"]
+    samples = quick["samples", False]
+    assert samples["is_close"] and 1 <= samples["graphs"] <= 3  # of one row, of the first number of rows, of any
 
 
 @pytest.mark.long

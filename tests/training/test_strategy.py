@@ -7,13 +7,13 @@ from ddm_lightning.config.experiment import IslandConfig
 from ddm_lightning.core.devices import check_devices, configure_torch, resolve_accelerator
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.flow.condition import ConditionSpec
+from ddm_lightning.networks.compiled import compile_blocks
 from ddm_lightning.networks.dit import DiT
 from ddm_lightning.networks.flops import flops_per_sample
 from ddm_lightning.training.parallel.strategy import (
     checkpoint_blocks,
     checkpoint_bytes,
     choose_strategy,
-    compile_blocks,
 )
 
 GIGABYTE = 1024**3

@@ -35,9 +35,6 @@ from ddm_lightning.training.checkpoint.files import (
 )
 from ddm_lightning.training.parallel.ranks import RankLauncher
 
-# Compiled variants of a block: training, validation and previews, each with few, one or many samples, and the last
-# block if it differs. Beyond torch's limit of 8, a block compiled with ``fullgraph`` would end the training.
-_MOST_VARIANTS = 64
 _SHARDED_PRECISIONS = ("32-true", "bf16-mixed")
 """Precisions that Lightning's ModelParallelStrategy supports."""
 HALF = ("bf16-mixed",)
@@ -254,21 +251,6 @@ def checkpoint_blocks(network: nn.Module) -> None:
     """Keep only the input of each block and recompute the rest in the backward pass (Chen et al., 1604.06174)."""
     for block in getattr(network, "blocks", ()):
         block.forward = _Recomputed(block.forward)  # wrapping the module instead would rename its weights
-
-
-def compile_blocks(network: nn.Module, backend: str = "inductor") -> None:
-    """Compile each transformer block in place (regional compilation: one graph serves all blocks).
-
-    A block that does not fit into one graph ends the first step with an error that names the line; compiled in parts,
-    it would be slow without notice.
-    """
-    config = torch._dynamo.config
-    config.optimize_ddp = False  # would split a block's graph by DDP's buckets; blocks are small enough
-    # A smaller last batch gets its own graph; one graph for all sizes would slow down all later steps.
-    config.automatic_dynamic_shapes = False
-    config.recompile_limit = max(config.recompile_limit, _MOST_VARIANTS)
-    for block in getattr(network, "blocks", ()):
-        block.compile(fullgraph=True, backend=backend)
 
 
 def shard_blocks(network: nn.Module, mesh: DeviceMesh, *, gathered: bool = False, half: bool = False) -> None:
