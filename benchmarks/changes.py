@@ -1,6 +1,7 @@
-"""An expert leaves an ensemble, and comes back as one that nobody knows: KID and shares of ``bayes``, nothing trained.
+"""An expert leaves an ensemble, and comes back as one that nobody knows: KID and shares.
 
-Needs a finished run, which it trains if it is missing. ``bayes`` starts from the priors, so no router is asked.
+``bayes`` starts from the priors and asks no router; nothing is trained. For ``full`` the router is extended by the
+expert that comes back. Needs a finished run, which it trains if it is missing.
 
     python benchmarks/changes.py -c experiments/mix_4x.yaml --json benchmarks/results/changes.json
 """
@@ -8,8 +9,10 @@ Needs a finished run, which it trains if it is missing. ``bayes`` starts from th
 from __future__ import annotations
 
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -26,8 +29,10 @@ from ddm_lightning.ensemble.saved import open_ensemble
 from ddm_lightning.evaluation.shares import ClusterShares, total_variation
 from ddm_lightning.flow.randomness import keyed_generator
 from ddm_lightning.members.assembly import EnsembleManifest
+from ddm_lightning.members.member import ROUTER
 from ddm_lightning.members.run_folder import RunFolder
 from ddm_lightning.shards.manifest import HELD_OUT, TRAIN, Manifest
+from ddm_lightning.training.extension import extend_router
 
 QUICK_NUM = 64
 
@@ -53,8 +58,8 @@ def main(arguments: Sequence[str] | None) -> None:
 
     real = features(held_out.x_0)
     rows = torch.randperm(len(train), generator=keyed_generator(0, "classifier"))[:NUM_CLASSIFIED]
-    known, clusters, half = features(train.x_0[rows]), train.clusters[rows], len(rows) // 2
-    shares = ClusterShares(known[:half], clusters[:half], known[half:], clusters[half:], manifest.num_clusters)
+    inputs, clusters, half = features(train.x_0[rows]), train.clusters[rows], len(rows) // 2
+    shares = ClusterShares(inputs[:half], clusters[:half], inputs[half:], clusters[half:], manifest.num_clusters)
 
     whole = open_ensemble(folder.root, experiment)
     leaving = int(options.expert.partition("-")[2])
@@ -63,13 +68,20 @@ def main(arguments: Sequence[str] | None) -> None:
     stranger = replace(without, partition_sha256="0" * 64)
     images = manifest.clusters[leaving].train + manifest.clusters[leaving].held_out
     back = added(stranger, folder.artifact(options.expert), images)
+    scratch = tempfile.TemporaryDirectory()
+    router, share = Path(scratch.name) / ROUTER, images / manifest.num_samples
+    extend_router(stranger, folder.artifact(options.expert), share, folder, folder, router)
+    known = added(stranger, folder.artifact(options.expert), images, router)
     report = Report(
-        f"An expert leaves and comes back: {experiment.name}, bayes",
+        f"An expert leaves and comes back: {experiment.name}",
         ["ensemble", "experts", "KID × 1000, all kinds", "KID × 1000, kinds that stayed", "shares TV", "of the leaver"],
     )
     stays = held_out.clusters != leaving
-    settings = replace(experiment.sample, strategy="bayes", strategy_params={"router_prior": False}, solver="ancestral")
-    for name, ensemble in (("before", whole), ("removed", without), ("added", back)):
+    bayes = replace(experiment.sample, strategy="bayes", strategy_params={"router_prior": False}, solver="ancestral")
+    full = replace(bayes, strategy="full", strategy_params={})
+    ways = [(bayes, "before", whole), (bayes, "removed", without), (bayes, "added", back)]
+    ways += [(full, "before", whole), (full, "removed", without), (full, "added", known)]
+    for settings, name, ensemble in ways:
         x_0 = sampled(ensemble, settings, num, experiment.seed)
         found, wanted = features(x_0), torch.tensor(manifest.priors)
         if name == "removed":
@@ -82,9 +94,10 @@ def main(arguments: Sequence[str] | None) -> None:
             "shares_tv": total_variation(own, wanted / wanted.sum()),
             "share_of_leaver": float(own[leaving]),
         }
-        report.figures |= {f"{key}_{name}": value for key, value in figures.items()}
+        suffix = f"{settings.strategy}_{name}"
+        report.figures |= {f"{key}_{suffix}": value for key, value in figures.items()}
         experts, *scores = figures.values()
-        report.row(name, f"{experts:.0f}", *(f"{score:.3f}" for score in scores))
+        report.row(f"{settings.strategy}, {name}", f"{experts:.0f}", *(f"{score:.3f}" for score in scores))
     report.note(
         f"{num} images each from the same noise. KID on random convolutions of the pixels, to held-out images of all "
         f"clusters and of all but that of {options.expert}. Shares by a classifier on the same features, against the "

@@ -71,9 +71,10 @@ def _changes(document: Mapping[str, Any]) -> Report:
     columns = {"experts": 0, "kid_all": 2, "kid_stayed": 2, "share_of_leaver": 3, "shares_tv": 3}
     headings = ["KID to all kinds", "KID to the kinds that stayed", "share of the leaver's kind", "error of shares"]
     table = Report("", ["", "experts", *headings])
-    for step in ("before", "removed", "added"):
-        values = [f"{document['figures'][f'{key}_{step}']:.{digits}f}" for key, digits in columns.items()]
-        table.row({"added": "added again"}.get(step, step), *values)
+    for strategy in ("bayes", "full"):
+        for step in ("before", "removed", "added"):
+            values = [f"{document['figures'][f'{k}_{strategy}_{step}']:.{digits}f}" for k, digits in columns.items()]
+            table.row(f"`{strategy}`, {'added again' if step == 'added' else step}", *values)
     return table
 
 

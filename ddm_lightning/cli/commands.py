@@ -9,6 +9,7 @@ import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -369,11 +370,20 @@ def change_ensemble(options: argparse.Namespace) -> int:
     before, out = open_ensemble(fetched(options.folder), partial=True), Path(options.out)
     if options.action == "remove":
         after = removed(before, options.member)
-    elif options.action == "add":
-        after = added(before, Path(options.artifact), options.images)
-    else:
+    elif options.action == "replace":
         after = replaced(before, options.member, Path(options.artifact), options.images)
-    save_ensemble(after, out)
+    else:
+        after = added(before, Path(options.artifact), options.images)
+    with TemporaryDirectory() as scratch:
+        if options.action == "add" and options.tune_router and ROUTER not in after.folders:
+            from ddm_lightning.training.extension import extend_router
+
+            assert after.about is not None
+            expert, router = Path(options.artifact), Path(scratch) / ROUTER
+            seen, new = (RunFolder(Path(run)) for run in options.tune_router)
+            extend_router(before, expert, options.images / after.about.num_images, seen, new, router)
+            after = added(before, expert, options.images, router)
+        save_ensemble(after, out)
     shares = [f"{name} {prior:.4f}" for name, prior in zip(after.experts, after.priors, strict=True)]
     print(f"ensemble: {out}\npriors: {', '.join(shares)}")
     if ROUTER in before.folders and ROUTER not in after.folders:

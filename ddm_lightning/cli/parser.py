@@ -100,11 +100,11 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _add_changes(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    text = "Write an ensemble with other experts; nothing is trained."
+    text = "Write an ensemble with other experts, without training."
     changes = commands.add_parser("ensemble", help=text, description=text)
     actions = changes.add_subparsers(dest="action", metavar="ACTION", required=True)
     for action, words in {
-        "add": "Add an expert; one of other data needs the strategy bayes, because no router knows its cluster.",
+        "add": "Add an expert; one of other data needs the strategy bayes, or --tune-router.",
         "remove": "Remove an expert; the router's probabilities of the others are renormalised.",
         "replace": "Put another artifact in the place of an expert.",
     }.items():
@@ -116,6 +116,9 @@ def _add_changes(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
             command.add_argument("artifact", metavar="ARTIFACT", help="artifact folder of the new expert")
             what = "images in its cluster, for its prior"
             command.add_argument("--images", type=int, required=action == "add", metavar="N", help=what)
+        if action == "add":
+            what = "extend the router: run folders with the shards of its own clusters, and with those of the new one"
+            command.add_argument("--tune-router", nargs=2, metavar=("RUN", "NEW_RUN"), help=what)
         command.add_argument("--out", required=True, metavar="OUT", help="new folder, a saved ensemble")
 
 

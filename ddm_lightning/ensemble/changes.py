@@ -1,7 +1,8 @@
 """Change the experts of an ensemble without training: each function returns the changed manifest and writes nothing.
 
 Without a router (``bayes``) only the priors change. A router loses the logits of clusters that leave, which is exact.
-It cannot know clusters that come, so an ensemble with an expert of other data has none.
+It cannot know clusters that come, so an ensemble with an expert of other data has none, unless it is extended
+(``training.extension``).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import STRATEGIES
 from ddm_lightning.ensemble.routing import with_suited_solver
 from ddm_lightning.members.artifact import load_network, read_meta
-from ddm_lightning.members.assembly import EnsembleManifest, checked
+from ddm_lightning.members.assembly import EnsembleManifest, checked, knows
 from ddm_lightning.members.member import ROUTER, expert_name
 from ddm_lightning.members.run_folder import ENSEMBLE_FILE, MEMBER_FILE
 
@@ -34,16 +35,17 @@ def removed(ensemble: EnsembleManifest, name: str) -> EnsembleManifest:
     return _changed(ensemble, {key: path for key, path in ensemble.folders.items() if key != name}, counts)
 
 
-def added(ensemble: EnsembleManifest, folder: Path, num_images: int) -> EnsembleManifest:
+def added(ensemble: EnsembleManifest, folder: Path, num_images: int, router: Path | None = None) -> EnsembleManifest:
     """Add the expert of the artifact ``folder``.
 
     An expert of the ensemble's own partition that is not there gets its own place back, and the router knows it. Any
-    other gets the next free number, and the ensemble loses its router.
+    other gets the next free number, and the ensemble loses its router, unless it gets one that knows the expert.
 
     Args:
         ensemble: the ensemble.
         folder: the expert's artifact.
         num_images: images in its cluster, which give it its prior.
+        router: artifact of an extended router.
 
     Raises:
         UserError: the artifact is damaged, unusable or no expert's, or does not go with the others.
@@ -53,7 +55,7 @@ def added(ensemble: EnsembleManifest, folder: Path, num_images: int) -> Ensemble
     if meta.partition_sha256 != ensemble.partition_sha256 or name in ensemble.folders:
         taken = [int(name.partition("-")[2]) for name in ensemble.experts]
         name = expert_name(max(num_clusters, *(k + 1 for k in taken)))
-    return _with_artifact(ensemble, name, folder, num_images)
+    return _with_artifact(ensemble, name, folder, num_images, router)
 
 
 def replaced(ensemble: EnsembleManifest, name: str, folder: Path, num_images: int | None = None) -> EnsembleManifest:
@@ -72,7 +74,9 @@ def replaced(ensemble: EnsembleManifest, name: str, folder: Path, num_images: in
     return _with_artifact(ensemble, name, folder, num_images or _counts(ensemble)[name])
 
 
-def _with_artifact(ensemble: EnsembleManifest, name: str, folder: Path, num_images: int) -> EnsembleManifest:
+def _with_artifact(
+    ensemble: EnsembleManifest, name: str, folder: Path, num_images: int, router: Path | None = None
+) -> EnsembleManifest:
     meta = read_meta(folder)
     if meta.role != "expert":
         raise UserError(f"{folder / MEMBER_FILE}: is the {meta.role}; give the artifact of an expert")
@@ -80,9 +84,9 @@ def _with_artifact(ensemble: EnsembleManifest, name: str, folder: Path, num_imag
     counts = {**_counts(ensemble), name: num_images}
     order = sorted(counts, key=lambda name: int(name.partition("-")[2]))
     folders = {key: folder if key == name else ensemble.folders[key] for key in order}
-    is_known = meta.member == name and meta.partition_sha256 == ensemble.partition_sha256
-    if ROUTER in ensemble.folders and is_known:
-        folders[ROUTER] = ensemble.folders[ROUTER]
+    router = router or ensemble.folders.get(ROUTER)
+    if router is not None and knows(read_meta(router), name, meta):
+        folders[ROUTER] = router
     return _changed(ensemble, folders, {key: counts[key] for key in order})
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -94,6 +94,8 @@ class ArtifactMeta:
     """``{"name": …, "params": …}`` of the encoder of prompts; None without text."""
     partition_sha256: Annotated[str, checks.SHA256]
     """SHA-256 of the partition that the member trained on."""
+    clusters: Annotated[list[str], checks.list_of(checks.TEXT)] = field(default_factory=list)
+    """The cluster of each logit of an extended router (``assembly.cluster_of``); empty for those of the partition."""
     step: Annotated[int, checks.integer(0)]
     """Optimizer steps taken."""
     num_samples: Annotated[int, checks.integer(0)]
@@ -116,6 +118,8 @@ def _contradiction(document: Mapping[str, Any]) -> str | None:
         return f"key 'member' is {document['member']}, but key 'num_clusters' is {document['num_clusters']}"
     if (document["prediction"] is None) != (role == ROUTER):
         return "key 'prediction' must be null for a router and only there"
+    if document["clusters"] and (role != ROUTER or len(document["clusters"]) != document["num_clusters"]):
+        return "key 'clusters' must name num_clusters clusters of a router"
     if any(value <= 0 for key, value in document["metrics"].items() if key.startswith(TEMPERATURE)):
         return "key 'metrics' holds a temperature that is not positive"
     return None
@@ -147,8 +151,8 @@ def read_meta(folder: Path) -> ArtifactMeta:
         UserError: it is missing or not JSON, has a wrong, missing or unknown key, or another format version.
     """
     path = folder / MEMBER_FILE
-    # Artifacts of earlier releases name no path.
-    document = read_record(path, _CHECKS, "the artifact's description", REMEDY, {"path": "linear"})
+    # Artifacts of earlier releases lack these.
+    document = read_record(path, _CHECKS, "the artifact's description", REMEDY, {"path": "linear", "clusters": []})
     if problem := _contradiction(document):
         raise UserError(f"{path}: {problem}; {REMEDY}")
     return ArtifactMeta(**{**document, "x_shape": tuple(document["x_shape"])})

@@ -79,7 +79,7 @@ class EnsembleManifest:
     metas: dict[str, ArtifactMeta]
     """``member.json`` of each member, in the same order."""
     changed: bool = False
-    """Whether experts were added, removed or replaced. Without a router they may then be of any partition."""
+    """Whether experts were added, removed or replaced. They may then be of any partition, if the router knows them."""
     about: About | None = None
     """Part of a saved ensemble; a run folder holds its experiment instead."""
     lost: Mapping[str, float] = field(default_factory=dict)
@@ -220,13 +220,14 @@ def checked(
     if ROUTER in found:
         order.append(ROUTER)
     first_folder, first = found[order[0]]
-    of_one_partition = not changed or ROUTER in found
+    router = found[ROUTER][1] if ROUTER in found else None
     for name in order:
         folder, meta = found[name]
-        if meta.role != name.partition("-")[0] or (of_one_partition and meta.member != name):
+        is_other = not knows(router, name, meta) if changed and name != ROUTER else not changed and meta.member != name
+        if meta.role != name.partition("-")[0] or is_other:
             raise UserError(f"{folder / MEMBER_FILE}: is not the {name} that {path} lists; {REMEDY}")
         shared = _SHARED_BY_ALL if name == ROUTER else (*_SHARED_BY_ALL, *_SHARED_BY_EXPERTS)
-        for key in (*_SHARED_BY_PARTITION, *shared) if of_one_partition else shared:
+        for key in shared if changed else (*_SHARED_BY_PARTITION, *shared):
             if getattr(meta, key) != getattr(first, key):
                 raise UserError(
                     f"{folder / MEMBER_FILE}: was trained on another {key} than "
@@ -244,6 +245,25 @@ def checked(
         changed=changed,
         lost={name: float(all_shares.get(name, 0)) for name in lost},
     )
+
+
+def cluster_of(expert: ArtifactMeta) -> str:
+    """Name of an expert's cluster among those of all partitions."""
+    return f"{expert.partition_sha256}/{expert.member}"
+
+
+def known_clusters(router: ArtifactMeta) -> list[str]:
+    """What each of a router's logits stands for."""
+    own = [f"{router.partition_sha256}/{expert_name(k)}" for k in range(router.num_clusters)]
+    return router.clusters or own
+
+
+def knows(router: ArtifactMeta | None, name: str, expert: ArtifactMeta) -> bool:
+    """Whether the router's logit for ``name`` stands for the expert's cluster; without a router it need not."""
+    if router is None:
+        return True
+    known, k = known_clusters(router), int(name.partition("-")[2])
+    return k < len(known) and known[k] == cluster_of(expert)
 
 
 def assemble(experiment: Experiment, run: RunFolder) -> bool:

@@ -272,4 +272,4 @@ def test_a_manifest_may_not_mix_partitions_unless_it_says_so(three: Path, tmp_pa
     document = json.loads((three / "ensemble.json").read_text())
     mixed = json.loads((tmp_path / "out" / "ensemble.json").read_text())["members"]
     edit(tmp_path / "out" / "ensemble.json", changed=True, members=[*mixed, document["members"][-1]])
-    refused(lambda: load(tmp_path / "out"), "was trained on another partition_sha256")
+    refused(lambda: load(tmp_path / "out"), "is not the expert-0 that")

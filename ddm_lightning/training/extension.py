@@ -1,0 +1,117 @@
+"""Extend a router by a cluster that came later: a new output, tuned on that cluster and a replay of the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from torch import Tensor
+
+from ddm_lightning.config.experiment import Experiment
+from ddm_lightning.core.devices import device_of
+from ddm_lightning.core.errors import UserError
+from ddm_lightning.members.artifact import ArtifactMeta, read_artifact, read_meta, write_artifact
+from ddm_lightning.members.assembly import EnsembleManifest, cluster_of, known_clusters
+from ddm_lightning.members.member import ROUTER, Member
+from ddm_lightning.members.run_folder import MEMBER_FILE, RunFolder, load_run
+from ddm_lightning.shards.datamodule import ClusterDataModule
+from ddm_lightning.shards.manifest import Manifest
+from ddm_lightning.training.fit import build_data, build_module
+
+NUM_STEPS = 500
+LEARNING_RATE = 3e-3
+
+
+def extend_router(
+    ensemble: EnsembleManifest, expert: Path, share: float, seen: RunFolder, new: RunFolder, out: Path
+) -> None:
+    """Write a router that knows one cluster more; its body stays, so the other logits change by little.
+
+    Each step minimises ``(1 - share)·CE(batch of the known clusters) + share·CE(batch of the new one)``: the
+    cross-entropy of the mixture. The new output starts as the mean of the others.
+
+    Args:
+        ensemble: with a router.
+        expert: artifact of the expert of the new cluster.
+        share: of the new cluster among all images.
+        seen: run folder on whose shards the router was trained; clusters without an expert are left out.
+        new: run folder with the shards of the new cluster.
+        out: artifact folder of the new router.
+
+    Raises:
+        UserError: no router, one that was extended before or has no output per cluster, or shards of another partition.
+    """
+    if ROUTER not in ensemble.folders:
+        raise UserError("--tune-router: the ensemble has no router; leave the option out and use the strategy bayes")
+    folder = ensemble.folders[ROUTER]
+    meta, state = read_artifact(folder)
+    if meta.clusters:
+        raise UserError(f"{folder / MEMBER_FILE}: was extended before; train a router on the shards of all clusters")
+    experiment, manifest = _run_of(meta, folder, seen)
+    own = read_meta(expert)
+    new_experiment, new_manifest = _run_of(own, expert, new)
+    present = tuple(int(name.partition("-")[2]) for name in ensemble.experts)
+    member = replace(Member.resolve(ROUTER, experiment, manifest), clusters=present, num_clusters=meta.num_clusters + 1)
+    module = build_module(member, experiment.island, manifest).eval()
+    grown = []
+    for name, parameter in module.network.named_parameters():
+        if parameter.shape != state[name].shape:
+            state[name] = torch.cat([state[name], state[name].mean(0, keepdim=True)])
+            grown.append(parameter)
+    if not grown or any(parameter.shape != state[name].shape for name, parameter in module.network.named_parameters()):
+        raise UserError(f"{folder / MEMBER_FILE}: {meta.network} has no output per cluster to extend; train a router")
+    module.network.load_state_dict(state)
+    module.requires_grad_(False)
+    device = device_of(experiment.island.accelerator)
+    module.to(device)
+    optimizer = torch.optim.Adam([parameter.requires_grad_() for parameter in grown], LEARNING_RATE)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1, 0, NUM_STEPS)
+    cluster = int(own.member.partition("-")[2])
+    num_new = min(member.batch_size, new_manifest.clusters[cluster].train)
+    alone = replace(member, clusters=(cluster,), batch_size=num_new)
+    batches = (
+        _batches(build_data(member, experiment.island, manifest, seen)),
+        _batches(build_data(alone, new_experiment.island, new_manifest, new)),
+    )
+    with Progress(console=Console(stderr=True)) as bars:
+        for step in bars.track(range(NUM_STEPS), description=ROUTER):
+            for side, weight in enumerate((1 - share, share)):
+                batch = {name: values.to(device) for name, values in next(batches[side]).items()}
+                if side:
+                    batch["cluster"] = torch.full_like(batch["cluster"], meta.num_clusters)
+                module.replayed = (side, step)  # keys the noise
+                losses = module.compute_losses(module.noisy_batch(batch), batch)["loss"]
+                (weight * losses.mean()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+    clusters = [*known_clusters(meta), cluster_of(own)]
+    described = replace(
+        meta,
+        num_clusters=len(clusters),
+        clusters=clusters,
+        metrics={},
+        step=meta.step + NUM_STEPS,
+        num_samples=meta.num_samples + NUM_STEPS * (member.batch_size + num_new),
+    )
+    write_artifact(out, {name: value.cpu() for name, value in module.network.state_dict().items()}, described)
+
+
+def _run_of(meta: ArtifactMeta, folder: Path, run: RunFolder) -> tuple[Experiment, Manifest]:
+    manifest = Manifest.read(run.root)
+    if manifest.partition_sha256 != meta.partition_sha256:
+        raise UserError(f"{run.root}: holds other clusters than those of {folder}; give the run that it was trained in")
+    return load_run(run.experiment), manifest
+
+
+def _batches(data: ClusterDataModule) -> Iterator[dict[str, Tensor]]:
+    """Training batches without end."""
+    data.cache.mkdir(parents=True, exist_ok=True)
+    data.prepare_data()
+    loader = data.train_dataloader()
+    while True:
+        yield from loader
