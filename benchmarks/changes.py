@@ -8,11 +8,10 @@ expert that comes back. Needs a finished run, which it trains if it is missing.
 
 from __future__ import annotations
 
+import shutil
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -29,7 +28,6 @@ from ddm_lightning.ensemble.saved import open_ensemble
 from ddm_lightning.evaluation.shares import ClusterShares, total_variation
 from ddm_lightning.flow.randomness import keyed_generator
 from ddm_lightning.members.assembly import EnsembleManifest
-from ddm_lightning.members.member import ROUTER
 from ddm_lightning.members.run_folder import RunFolder
 from ddm_lightning.shards.manifest import HELD_OUT, TRAIN, Manifest
 from ddm_lightning.training.extension import extend_router
@@ -68,8 +66,8 @@ def main(arguments: Sequence[str] | None) -> None:
     stranger = replace(without, partition_sha256="0" * 64)
     images = manifest.clusters[leaving].train + manifest.clusters[leaving].held_out
     back = added(stranger, folder.artifact(options.expert), images)
-    scratch = tempfile.TemporaryDirectory()
-    router, share = Path(scratch.name) / ROUTER, images / manifest.num_samples
+    router, share = folder.root / "benchmarks" / "extended-router", images / manifest.num_samples
+    shutil.rmtree(router, ignore_errors=True)
     extend_router(stranger, folder.artifact(options.expert), share, folder, folder, router)
     known = added(stranger, folder.artifact(options.expert), images, router)
     report = Report(
