@@ -44,7 +44,12 @@ class Results:
         return [row["kid"][network or self.network]["value"] for row in self.rows(method, share, variant)]
 
     def ratio(self, method: str, prefix: str = "") -> str:
-        """KID over the monolith's with its interval; empty for the monolith itself."""
+        """KID over the monolith's with its interval; empty for the monolith itself.
+
+        Args:
+            method: the compared method.
+            prefix: ``other_features_``, or the variant and share of the budget, ``VARIANT_SHARE_``.
+        """
         name = f"{prefix}{method}_over_monolith"
         if name not in self.figures:
             return ""
@@ -96,10 +101,13 @@ def strategy_table(results: Results) -> Report:
 def variant_table(results: Results) -> Report:
     """All budgets and variants: KID of the methods that are sampled everywhere."""
     present = [name for name in CURVES if any(point["method"] == name for point in results.points)]
-    table = Report(f"KID ({results.network}) by variant and budget", ["variant", "share of the budget", *present])
+    headings = ["variant", "share of the budget", "seeds", *(name.replace("_", " ") for name in present)]
+    table = Report(f"KID ({results.network}) by variant and budget", [*headings, "bayes over monolith"])
     for variant, share in dict.fromkeys((point["variant"], point["share"]) for point in results.points):
         found = [results.kid(method, share, variant) for method in present]
-        table.row(variant, f"{share:g}", *(f"{mean(values):.4f}" if values else "" for values in found))
+        cells = [f"{mean(values):.3f}" if values else "" for values in found]
+        ratio = results.ratio("bayes", f"{variant}_{share:g}_")
+        table.row(variant.replace("_", " "), f"{share:g}", str(max(map(len, found))), *cells, ratio)
     return table
 
 

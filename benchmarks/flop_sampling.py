@@ -66,7 +66,7 @@ METHODS = (
     Method("top2", "top-k", "euler", params={"top_k": 2}),
     Method("oracle", "oracle", "euler"),
     Method("oracle_ancestral", "oracle", "ancestral"),
-    Method("sample1", "sample-1", "euler"),
+    Method("sample1", "sample-1", "euler", curve=True),
     Method("sample_each_step", "sample-each-step", "euler"),
     Method("monolith_ancestral_twice", "full", "ancestral", model=MONOLITH, steps_factor=2),
 )

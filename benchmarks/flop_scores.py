@@ -209,6 +209,15 @@ def figures_of(points: Sequence[Point], network: str) -> dict[str, float]:
                 f"{prefix}{method}_over_monolith_low": found.low,
                 f"{prefix}{method}_over_monolith_high": found.high,
             }
+    for variant, share in dict.fromkeys((point.variant, point.share) for point in points):
+        ours = of_method(points, BEST, share, variant)
+        # A variant of the ensemble alone is compared with the main monolith of the same budget and seeds.
+        theirs = of_method(points, BASELINE, share, variant) or of_method(main, BASELINE, share)
+        theirs = [one for one in theirs if one.seed in {point.seed for point in ours}]
+        if ours and len(ours) == len(theirs):
+            found = ratio([p.kid[network] for p in ours], [p.kid[network] for p in theirs])
+            name = f"{variant}_{share:g}_{BEST}_over_monolith"
+            figures |= {name: found.value, f"{name}_low": found.low, f"{name}_high": found.high}
     wanted = figures[f"kid_{BASELINE}"]
     curve = {share: of_method(main, BEST, share) for share in sorted({point.share for point in main})}
     flops = [row[0].train_tflop for row in curve.values()]
