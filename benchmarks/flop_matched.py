@@ -33,7 +33,7 @@ from flop_report import (
     write_figures,
 )
 from flop_sampling import METHODS, Settings, Task, sample_all
-from flop_scores import OTHER, Judge, Point, figures_of
+from flop_scores import HEADLINE, OTHER, Judge, Point, figures_of
 from flop_training import TRAIN, Study, Variant
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -61,6 +61,13 @@ def main(arguments: Sequence[str] | None) -> None:
     made.add_argument("--jobs", type=int, default=2, help="members trained, or methods sampled, at once (2)")
     made.add_argument(
         "--variants", nargs="+", default=[], metavar=("FILE", "NAME"), help="further trainings to compare"
+    )
+    made.add_argument(
+        "--methods",
+        nargs="+",
+        choices=[method.name for method in METHODS],
+        metavar="NAME",
+        help=f"sample by these and {', '.join(HEADLINE)} only (all)",
     )
     made.add_argument("--only", choices=("train", "score"), help="only train, or only score what is trained")
     made.add_argument("--plan", action="store_true", help="print the trainings and their cost, and stop")
@@ -233,7 +240,8 @@ def collect(study: Study, options: Namespace) -> tuple[list[Point], dict[str, np
         own = study.settings_of(variant)
         is_full = variant.name == "main" and share == max(variant.budgets)
         for method in METHODS:
-            if method.model not in TRAIN[variant.train] or not (method.curve or is_full):
+            wanted = (method.curve or is_full) and method.name in (*HEADLINE, *(options.methods or (method.name,)))
+            if method.model not in TRAIN[variant.train] or not wanted:
                 continue
             run_folder = study.at_budget(variant, seed, share)
             where.append((variant, seed, share))

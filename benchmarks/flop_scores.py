@@ -26,6 +26,8 @@ OTHER = PluginConfig("random-convolutions")
 """Feature network that takes no part in the clustering."""
 BEST, BASELINE = "bayes", "monolith_ancestral"
 """The methods of the headline, chosen before the results."""
+HEADLINE = (BEST, BASELINE, "top1", "monolith")
+"""Methods without which there are no figures."""
 # Training images on which the classifier of clusters is fitted.
 NUM_CLASSIFIED = 8000
 NUM_RESAMPLES = 2000

@@ -22,30 +22,6 @@ from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_write_text
 
 _TABLE = re.compile(r"(<!-- table (\S+) (\S+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
-_EMOJI = {
-    "monolith": ("monolith", "monolith_ancestral"),
-    "ensemble, top-1": ("top1", "top1_ancestral"),
-    "ensemble, full": ("full", "full_ancestral"),
-    "ensemble, `bayes`": (None, "bayes"),
-}
-
-
-def _emoji(document: Mapping[str, Any]) -> Report:
-    """Equal training FLOPs on the emoji."""
-    figures = document["figures"]
-    table = Report("", ["", "ODE", "ancestral"])
-    columns = [[names[column] for names in _EMOJI.values() if names[column]] for column in (0, 1)]
-    best = {min(names, key=lambda name: figures[f"kid_{name}"]) for names in columns}
-    for label, names in _EMOJI.items():
-        cells = []
-        for name in names:
-            value = "" if name is None else f"{figures[f'kid_{name}']:.3f}"
-            spread = "–" if name is None else f" ± {figures[f'kid_spread_{name}']:.3f}"
-            cells.append(f"**{value}**{spread}" if name in best else value + spread)
-        table.row(label, *cells)
-    return table
-
-
 _MIX = {
     "monolith, ODE": "monolith",
     "monolith, ancestral": "monolith_ancestral",
@@ -79,7 +55,6 @@ def _changes(document: Mapping[str, Any]) -> Report:
 
 
 TABLES: Mapping[str, Callable[[Mapping[str, Any]], Report]] = {
-    "emoji": _emoji,
     "mix": _mix,
     "changes": _changes,
     "strategies": lambda document: strategy_table(Results(document)),

@@ -100,13 +100,16 @@ def test_from_nothing_to_results_and_nothing_is_trained_twice(tmp_path):
         "student: {train: student, budgets: [0.5]}\n"
     )
     arguments = ["-c", TINY, "--num", "16", "--json", str(out), f"run_dir={run}", "--quick", "--budgets", "0.5", "1"]
-    arguments += ["--variants", str(variants)]
+    arguments += ["--methods", "sample1", "student", "--variants", str(variants)]
     flop_matched.main(arguments)
     assert not (run / "members").exists()
     found = json.loads(out.read_text())
     assert found["figures"]["num_budgets"] == 2
     assert {"best_over_monolith", "top1_over_monolith", "flops_for_equal_score"} <= found["figures"].keys()
     assert {point["variant"] for point in found["points"]} == {"main", "random", "student"}
+    methods = {"monolith", "monolith_ancestral", "bayes", "top1", "sample1", "student"}
+    assert {point["method"] for point in found["points"]} == methods
+    assert found["figures"]["random_1_bayes_over_monolith"] > 0
     root = run / "quick" / "flop_matched"
     assert (root / "report" / "report.html").stat().st_size > 50_000
     written = {path: path.stat().st_mtime_ns for path in root.rglob("*") if path.suffix in (".npz", ".safetensors")}

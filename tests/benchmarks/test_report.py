@@ -16,13 +16,14 @@ def test_committed_tables_are_those_of_the_committed_results(path):
 
 
 def test_a_table_follows_its_results(tmp_path):
-    figures = json.loads((RESULTS / "flop_matched.json").read_text())
-    figures["figures"]["kid_monolith"] = 0.0123
-    (tmp_path / "r.json").write_text(json.dumps(figures))
-    text = report.rendered("<!-- table emoji r.json -->\nold\n<!-- end of table -->", tmp_path)
-    assert "| monolith | **0.012** ± 0.015 |" in text
+    document = json.loads((RESULTS / "flop_matched_mix_4x.json").read_text())
+    for point in document["points"]:
+        point["kid"]["efficientnet-lite0"]["value"] = 0.0123
+    (tmp_path / "r.json").write_text(json.dumps(document))
+    text = report.rendered("<!-- table mix r.json -->\nold\n<!-- end of table -->", tmp_path)
+    assert "| monolith, ODE | 0.012 |" in text
     assert "old" not in text
     with pytest.raises(UserError, match="no such results"):
-        report.rendered("<!-- table emoji absent.json -->\n<!-- end of table -->", tmp_path)
+        report.rendered("<!-- table mix absent.json -->\n<!-- end of table -->", tmp_path)
     with pytest.raises(UserError, match="table 'x' is none of"):
         report.rendered("<!-- table x r.json -->\n<!-- end of table -->", tmp_path)
