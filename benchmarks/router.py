@@ -19,6 +19,7 @@ from matplotlib.figure import Figure
 from router_scores import (
     TIMES,
     Classifier,
+    RoutingScore,
     router_classifier,
     score_by_time,
     standard_error,
@@ -31,7 +32,6 @@ from ddm_lightning.core.errors import UserError
 from ddm_lightning.ensemble.load import load_member
 from ddm_lightning.members.member import ROUTER
 from ddm_lightning.members.run_folder import RunFolder, open_run
-from ddm_lightning.networks.calibration import RoutingScore
 from ddm_lightning.shards.manifest import HELD_OUT, TRAIN, Manifest
 
 NUM_DRAWS = 8

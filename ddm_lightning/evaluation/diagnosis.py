@@ -32,7 +32,7 @@ from ddm_lightning.flow.randomness import keyed_generator
 from ddm_lightning.flow.timesteps import stratified_timesteps
 from ddm_lightning.members.member import MONOLITH, Member
 from ddm_lightning.members.run_folder import RunFolder
-from ddm_lightning.networks.calibration import is_fitted, score
+from ddm_lightning.networks.calibration import calibration_error, is_fitted, reliability
 from ddm_lightning.shards.loader import ShardLoader
 from ddm_lightning.shards.manifest import Manifest
 from ddm_lightning.training.fit import build_data, build_module
@@ -222,13 +222,14 @@ def router_figures(ensemble: Ensemble, held_out: Samples, seed: int) -> Figures:
                     for part in parts
                 ]
                 found[suffix] = torch.cat(probabilities).clamp_min(1e-30).log()
-                half = score(found[suffix][judged], clusters, 0.0)
-                own[f"nll{suffix}"].append(half.nll)
-                own[f"calibration_error{suffix}"].append(half.calibration_error)
-            own["accuracy"].append(score(found[""], held_out.clusters, 0.0).accuracy)
+                half = found[suffix][judged].double()
+                own[f"nll{suffix}"].append(-float(half.gather(1, clusters[:, None]).mean()))
+                own[f"calibration_error{suffix}"].append(float(calibration_error(reliability(half, clusters))))
+            own["accuracy"].append(float((found[""].argmax(1) == held_out.clusters).double().mean()))
             perfect = found["_calibrated"][judged]
             likely = choose(perfect.exp(), uniform[first][judged])
-            own["calibration_error_by_chance"].append(score(perfect, likely, 0.0).calibration_error)
+            by_chance = calibration_error(reliability(perfect.double(), likely))
+            own["calibration_error_by_chance"].append(float(by_chance))
     return {branch: dict(own) for branch, own in figures.items()}
 
 

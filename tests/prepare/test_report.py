@@ -1,4 +1,3 @@
-import io
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -9,7 +8,6 @@ import torch
 from PIL import Image
 from scipy.spatial.distance import cdist
 from sklearn.metrics import silhouette_samples
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from ddm_lightning.core.columns import Rows
 from ddm_lightning.prepare.report import measures
@@ -22,7 +20,7 @@ from ddm_lightning.prepare.report.measures import (
     measure,
     to_metric_space,
 )
-from ddm_lightning.prepare.report.page import PAGE, TENSORBOARD, write_report
+from ddm_lightning.prepare.report.page import PAGE, write_report
 
 METRICS = {"spherical": "cosine", "euclidean": "euclidean"}
 VOID = {"meta", "img", "source", "br", "link", "input"}
@@ -218,7 +216,7 @@ def test_the_same_input_gives_the_same_bytes(tmp_path):
     for name in names:
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes(), name
     assert (tmp_path / "a" / PAGE).read_bytes() != (tmp_path / "c" / PAGE).read_bytes(), "the seed chooses the images"
-    assert {path.name for path in (tmp_path / "a").iterdir()} == {*names, TENSORBOARD}
+    assert {path.name for path in (tmp_path / "a").iterdir()} == names
     for path in (tmp_path / "a").glob("*.png"):
         Image.open(path).verify()
 
@@ -227,7 +225,6 @@ def test_a_report_replaces_the_one_before(tmp_path):
     write(tmp_path / "report", data_of((20, 20), metric="euclidean"))
     write(tmp_path / "report", data_of((40,), metric="euclidean"))
     assert not (tmp_path / "report" / "silhouette.png").exists()
-    assert len(list((tmp_path / "report" / TENSORBOARD).iterdir())) == 1
     assert [path.name for path in tmp_path.iterdir()] == ["report"]
 
 
@@ -262,20 +259,6 @@ def test_an_empty_cluster_has_no_silhouette(tmp_path):
     text = Page(tmp_path / "report" / PAGE).text
     assert "0 samples · 0.0% of all · 0.000 times the mean · silhouette –" in text
     assert "nan" not in text
-
-
-def test_tensorboard_shows_the_images_and_a_curve_over_clusters(tmp_path):
-    data = data_of()
-    written = write(tmp_path / "report", data)
-    events = EventAccumulator(str(tmp_path / "report" / TENSORBOARD), size_guidance={"images": 0}).Reload()
-    assert set(events.Tags()["images"]) == {f"partition/{name[:-4]}" for name in written if name.endswith(".png")}
-    samples = events.Scalars("partition/samples")
-    assert [(event.step, event.value) for event in samples] == list(enumerate(data.counts))
-    means = [event.value for event in events.Scalars("partition/silhouette")]
-    np.testing.assert_allclose(means, measure(data, 0).cluster_silhouettes, rtol=1e-5)
-    [shown] = events.Images("partition/sizes")
-    stored = Image.open(tmp_path / "report" / "sizes.png").convert("RGB")
-    np.testing.assert_array_equal(Image.open(io.BytesIO(shown.encoded_image_string)), stored)
 
 
 def test_many_clusters_are_shown_with_fewer_images_each():

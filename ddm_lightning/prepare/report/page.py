@@ -1,4 +1,4 @@
-"""Write the report: PNG files, TensorBoard events, and one HTML page that needs no network and no scripts."""
+"""Write the report: PNG files, and one HTML page that needs no network and no scripts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ from ddm_lightning.shards.manifest import OUT_OF_CLUSTER
 from ddm_lightning.shards.verify import verify_shards
 
 PAGE = "report.html"
-TENSORBOARD = "tensorboard"
 _MAX_NEIGHBOURS, _MAX_CAPTIONS = 3, 8
 _PAPER_SAMPLES = 158_000_000
 _FORMATS = {"thousands": ",d", "number": ".3f", "percent": ".0%", "percent1": ".1%", "percent2": ".2%"}
@@ -112,21 +111,6 @@ def write_report(folder: Path, data: ReportData, *, title: str, attribution: str
             (temporary / f"{name}.png").write_bytes(png)
         # Captions may contain lone surrogates.
         (temporary / PAGE).write_bytes(html.encode("utf-8", "replace"))
-        _write_events(temporary / TENSORBOARD, data, measures, images)
-
-
-def _write_events(folder: Path, data: ReportData, measures: Measures, images: dict[str, bytes]) -> None:
-    """Write all images, and scalars with the cluster as the step."""
-    from torch.utils.tensorboard import SummaryWriter
-
-    with SummaryWriter(str(folder)) as writer:
-        for name, png in images.items():
-            pixels = np.asarray(Image.open(io.BytesIO(png)).convert("RGB"))
-            writer.add_image(f"partition/{name}", pixels, dataformats="HWC")
-        for cluster, (count, value) in enumerate(zip(data.counts, measures.cluster_silhouettes, strict=True)):
-            writer.add_scalar("partition/samples", int(count), cluster)
-            if not math.isnan(value):
-                writer.add_scalar("partition/silhouette", value, cluster)
 
 
 def _describe_cluster(
