@@ -14,7 +14,7 @@ from torch import Tensor
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.formatting import amount
 from ddm_lightning.shards.fetch import FetchedShards, Origin
-from ddm_lightning.shards.loader import Ranks, ShardLoader
+from ddm_lightning.shards.loader import ShardLoader
 from ddm_lightning.shards.manifest import HELD_OUT, OUT_OF_CLUSTER, TRAIN, shard_name
 from ddm_lightning.shards.mds import open_shards
 from ddm_lightning.shards.verify import read_index, remove_damaged, verify_shards
@@ -151,23 +151,23 @@ class ClusterDataModule(L.LightningDataModule):
         return shards
 
     def _loader(self, names: Sequence[str], training: bool) -> ShardLoader:
-        ranks, trainer = Ranks(), self.trainer
-        if trainer is not None:
-            ranks = Ranks(trainer.num_nodes, trainer.world_size // trainer.num_nodes, trainer.global_rank)
-        if self.batch_size % ranks.num_ranks:
-            problem = f"{self.batch_size} samples per step cannot be shared equally by {ranks.num_ranks} devices"
+        trainer = self.trainer
+        rank, num_ranks = (0, 1) if trainer is None else (trainer.global_rank, trainer.world_size)
+        if self.batch_size % num_ranks:
+            problem = f"{self.batch_size} samples per step cannot be shared equally by {num_ranks} devices"
             remedy = "make train.global_batch_size a multiple of the devices (experts: of devices x clusters)"
             raise UserError(f"{problem}; {remedy}, or change island.devices")
-        batch_size = self.batch_size // ranks.num_ranks
+        batch_size = self.batch_size // num_ranks
         is_fetched = self.loader == STREAMING and any(map(self._is_fetched, names))
         shards = self._fetched(names) if is_fetched else open_shards([self._folder(name) for name in names])
         found = {column.name: column.encoding for column in shards.layout.columns}
         if not self.columns.items() <= found.items():
             raise UserError(f"{self.shards}: columns {found} are not the manifest's, {self.columns}; copy both again")
-        waiting = ranks.ranks_per_node * self.num_workers * _BATCHES_PER_WORKER
+        waiting = num_ranks * self.num_workers * _BATCHES_PER_WORKER
         _check_shared_memory(waiting * batch_size * shards.layout.num_fixed_bytes)
-        workers = {"num_workers": self.num_workers, "pin_memory": self.pin_memory}
-        return ShardLoader(shards, ranks=ranks, batch_size=batch_size, seed=self.seed, training=training, **workers)
+        settings: Any = {"rank": rank, "num_ranks": num_ranks, "num_workers": self.num_workers}
+        settings |= {"batch_size": batch_size, "seed": self.seed, "pin_memory": self.pin_memory}
+        return ShardLoader(shards, training=training, **settings)
 
 
 def _check_shared_memory(num_bytes: int) -> None:

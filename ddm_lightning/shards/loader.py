@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -33,20 +32,6 @@ _MIN_BLOCK = 1 << 18
 _Step = tuple[Int[np.ndarray, "m"], list[int]]
 
 
-@dataclass(frozen=True)
-class Ranks:
-    """This rank among ``ranks_per_node`` on each of ``num_nodes``."""
-
-    num_nodes: int = 1
-    ranks_per_node: int = 1
-    rank: int = 0
-
-    @property
-    def num_ranks(self) -> int:
-        """Number of ranks on all nodes."""
-        return self.num_nodes * self.ranks_per_node
-
-
 def epoch_order(shard_sizes: Sequence[int], *, seed: int, epoch: int, shuffle: bool) -> Int[np.ndarray, "n"]:
     """Return every sample once, by its position in the concatenated shards; shuffled with Streaming's ``py1e``."""
     if not shuffle:
@@ -63,23 +48,24 @@ def num_steps(num_samples: int, num_ranks: int, batch_size: int, *, full: bool) 
     return math.ceil(math.ceil(num_samples / num_ranks) / batch_size)
 
 
-def steps(order: Int[np.ndarray, "n"], ranks: Ranks, batch_size: int, *, full: bool) -> list[Int[np.ndarray, "_"]]:
+def steps(
+    order: Int[np.ndarray, "n"], rank: int, num_ranks: int, batch_size: int, *, full: bool
+) -> list[Int[np.ndarray, "_"]]:
     """Return this rank's samples of each step; step s takes the next ``num_ranks * batch_size`` samples of the order.
 
     Args:
         order: the rest of the epoch.
-        ranks: this rank among all.
+        rank: this rank.
+        num_ranks: number of all.
         batch_size: samples per step on this rank.
         full: whether to skip samples that do not fill a step. Otherwise all ranks still get equally many samples,
             because they wait for one another: the first samples are repeated, fewer of them than there are ranks.
     """
-    count = num_steps(len(order), ranks.num_ranks, batch_size, full=full)
     if full:
-        order = order[: count * ranks.num_ranks * batch_size]
+        order = order[: len(order) // (num_ranks * batch_size) * num_ranks * batch_size]
     elif len(order):
-        order = np.resize(order, -(-len(order) // ranks.num_ranks) * ranks.num_ranks)
-    node, rank_of_node = divmod(ranks.rank, ranks.ranks_per_node)
-    mine = order[rank_of_node * ranks.num_nodes + node :: ranks.num_ranks]
+        order = np.resize(order, -(-len(order) // num_ranks) * num_ranks)
+    mine = order[rank::num_ranks]
     return [mine[start : start + batch_size].copy() for start in range(0, len(mine), batch_size)]
 
 
@@ -109,28 +95,37 @@ class ShardLoader(DataLoader[dict[str, Tensor]]):
 
     Args:
         shards: the samples.
-        ranks: this rank among all.
         batch_size: samples per step on this rank.
         seed: seed of the order.
         training: whether each epoch has its own order and skips samples that do not fill a step of all ranks.
+        rank: this rank.
+        num_ranks: number of all.
         settings: passed to DataLoader.
     """
 
     def __init__(
-        self, shards: Shards, *, ranks: Ranks, batch_size: int, seed: int, training: bool, **settings: Any
+        self,
+        shards: Shards,
+        *,
+        batch_size: int,
+        seed: int,
+        training: bool,
+        rank: int = 0,
+        num_ranks: int = 1,
+        **settings: Any,
     ) -> None:
         self._rest: list[_Step] = []
         watched = partial(_end_with_parent, os.getpid())
         settings = {"worker_init_fn": watched, "persistent_workers": settings.get("num_workers", 0) > 0, **settings}
         super().__init__(_Batches(shards), sampler=self._rest, batch_size=None, **settings)
-        self.shards, self.ranks, self.samples_per_rank = shards, ranks, batch_size
+        self.shards, self.rank, self.num_ranks, self.samples_per_rank = shards, rank, num_ranks, batch_size
         self.seed, self.training = seed, training
         self._epoch, self._sample = -1, 0
         self._resumed: Mapping[str, Any] | None = None
 
     def __len__(self) -> int:
         """Return the steps of a whole epoch."""
-        return num_steps(len(self.shards), self.ranks.num_ranks, self.samples_per_rank, full=self.training)
+        return num_steps(len(self.shards), self.num_ranks, self.samples_per_rank, full=self.training)
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:  # type: ignore[override]  # a generator, for the clean-up
         """Yield the rest of the resumed epoch, or the next epoch."""
@@ -140,14 +135,14 @@ class ShardLoader(DataLoader[dict[str, Tensor]]):
             self._epoch, self._sample = int(resumed["epoch"]), int(resumed["sample_in_epoch"])
             self.seed = resumed["shuffle_seed"]
         order = epoch_order(self.shards.sizes, seed=self.seed, epoch=self._epoch, shuffle=self.training)
-        rest = steps(order[self._sample :], self.ranks, self.samples_per_rank, full=self.training)
+        rest = steps(order[self._sample :], self.rank, self.num_ranks, self.samples_per_rank, full=self.training)
         missing = self.shards.missing(np.concatenate(rest)) if isinstance(self.shards, FetchedShards) and rest else []
         # The first step of each worker carries the list.
         num_told = max(1, self.num_workers)
         self._rest[:] = [(ids, missing if step < num_told else []) for step, ids in enumerate(rest)]
         try:
             for batch in super().__iter__():
-                self._sample += len(batch["sample_id"]) * self.ranks.num_ranks
+                self._sample += len(batch["sample_id"]) * self.num_ranks
                 yield batch
         except Exception:
             # The traceback would keep persistent workers until the garbage collector waits seconds for them.

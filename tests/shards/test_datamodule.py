@@ -215,7 +215,7 @@ def free(monkeypatch):
 
 def test_a_batch_that_ranks_cannot_share_is_refused(shards, tmp_path):
     data = module_of(shards, [0], 10, tmp_path)
-    data.trainer = SimpleNamespace(num_nodes=1, world_size=4, global_rank=0)
+    data.trainer = SimpleNamespace(world_size=4, global_rank=0)
     with pytest.raises(
         UserError, match=r"10 samples per step cannot be shared equally by 4 devices; .*island\.devices"
     ):

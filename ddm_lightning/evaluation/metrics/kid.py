@@ -7,29 +7,16 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-from jaxtyping import Float, UInt8
+from jaxtyping import Float
 from torch import Tensor
 
-from ddm_lightning.core.registry import FEATURES, METRICS
+from ddm_lightning.core.registry import METRICS
 from ddm_lightning.core.scores import Score
 from ddm_lightning.evaluation.metrics._base import FeatureMetric
 from ddm_lightning.flow.randomness import keyed_generator
 
-FEATURE_NETWORK = "efficientnet-lite0"
-RESOLUTION = 112
 NUM_HALVES = 200
-
-
-def image_features(images: UInt8[np.ndarray, "n h w 3"], device: str = "cpu") -> Float[Tensor, "n d"]:
-    """Compute the features by which images are compared.
-
-    Raises:
-        UserError: the package with the weights is not installed.
-    """
-    network = FEATURES.build(FEATURE_NETWORK, {"resolution": RESOLUTION, "device": device})
-    return torch.from_numpy(network.encode(images))
 
 
 class KernelDistance(NamedTuple):
@@ -131,7 +118,7 @@ class KernelInceptionDistance(FeatureMetric):
         self,
         num_halves: int = NUM_HALVES,
         seed: int = 0,
-        features: str = FEATURE_NETWORK,
+        features: str = "efficientnet-lite0",
         features_params: dict[str, Any] | None = None,
         num_subsets: int | None = None,
     ) -> None:
