@@ -31,12 +31,11 @@ from ddm_lightning.shards.manifest import Manifest, StoredForm
 from ddm_lightning.training import callbacks, ema
 from ddm_lightning.training.alignment import Alignment
 from ddm_lightning.training.checkpoint import rolling
-from ddm_lightning.training.loggers import SampleLogger, build_loggers
+from ddm_lightning.training.loggers import SampleLogger, ScoreLogger, build_loggers
 from ddm_lightning.training.module import MemberModule
 from ddm_lightning.training.parallel import ranks
 from ddm_lightning.training.parallel.strategy import BackgroundCheckpoints, checkpoint_bytes, choose_strategy
 from ddm_lightning.training.roles import ExpertModule, RouterModule, StudentModule
-from ddm_lightning.training.scores import ScoreLogger
 from ddm_lightning.training.speed import measure_cost
 
 WORKERS_OUTLIVE_SECONDS = 15.0
