@@ -107,24 +107,18 @@ class KernelInceptionDistance(FeatureMetric):
     Args:
         num_halves: number of random halves for the spread.
         seed: seed of halves and subsets.
-        features: feature network, by name.
-        features_params: the network's parameters, such as ``path``.
         num_subsets: takes the value from ``mean_over_subsets``, 100 in clean-fid; None compares all pairs.
+        params: see ``FeatureMetric``.
     """
 
     higher_is_better = False
 
     def __init__(
-        self,
-        num_halves: int = NUM_HALVES,
-        seed: int = 0,
-        features: str = "efficientnet-lite0",
-        features_params: dict[str, Any] | None = None,
-        num_subsets: int | None = None,
+        self, num_halves: int = NUM_HALVES, seed: int = 0, num_subsets: int | None = None, **params: Any
     ) -> None:
         if num_subsets is not None and num_subsets < 1:
             raise ValueError("num_subsets must be at least 1")
-        super().__init__(features, features_params)
+        super().__init__(**params)
         self.num_halves, self.seed, self.num_subsets = num_halves, seed, num_subsets
 
     def compute(self) -> KernelDistance:
