@@ -84,11 +84,6 @@ class Ensemble:
         first = next(self.experts[0].parameters(), None)
         return torch.device("cpu") if first is None else first.device
 
-    @property
-    def expert_rows(self) -> int:
-        """Rows evaluated by experts so far; guidance evaluates and counts a row twice."""
-        return sum(self.work.expert_rows)
-
     def cost(self, x_shape: tuple[int, int, int], condition: ConditionSpec) -> Cost:
         """Cost per image of the finished samples.
 

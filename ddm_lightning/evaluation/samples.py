@@ -41,22 +41,28 @@ def _encoder(registry: Registry, name: str, params: str) -> Any:
     return registry.build(name, json.loads(params))
 
 
+def text_condition(texts: Sequence[str], experiment: Experiment) -> Condition:
+    """Encode ``texts`` as vectors or tokens with the experiment's caption encoder."""
+    plugin = experiment.prepare.caption_encoder
+    assert plugin is not None, "check_experiment asks for one"
+    encoder = _encoder(CAPTION_ENCODERS, plugin.name, json.dumps(plugin.params))
+    encode = encoder.tokens if experiment.condition.kind == "tokens" else encoder.vectors
+    return Condition.of(torch.from_numpy(encode(list(texts))))
+
+
 def prompt_condition(prompts: Sequence[str], experiment: Experiment) -> Condition:
-    """Encode ``prompts`` as text vectors or tokens with the experiment's caption encoder.
+    """Encode ``prompts``; see ``text_condition``.
 
     Raises:
         UserError: the experiment is not conditioned on text, or a prompt is empty or not UTF-8.
     """
-    plugin, kind = experiment.prepare.caption_encoder, experiment.condition.kind
-    if kind not in ("text", "tokens") or plugin is None:
+    if (kind := experiment.condition.kind) not in ("text", "tokens"):
         raise UserError(f"--prompt: {experiment.name} is conditioned on {kind!r}, not on text")
     if any(not prompt.strip() for prompt in prompts):
         raise UserError("--prompt: a prompt is empty; describe an image")
     if any("\udc80" <= character <= "\udcff" for character in "".join(prompts)):  # as Python reads other bytes
         raise UserError("--prompt: a prompt is not UTF-8; set the terminal's encoding to it")
-    encoder = _encoder(CAPTION_ENCODERS, plugin.name, json.dumps(plugin.params))
-    encode = encoder.tokens if kind == "tokens" else encoder.vectors
-    return Condition.of(torch.from_numpy(encode(list(prompts))))
+    return text_condition(prompts, experiment)
 
 
 def _class_number(given: str, experiment: Experiment, names: Sequence[str], num_classes: int) -> int:

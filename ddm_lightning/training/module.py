@@ -159,7 +159,7 @@ class MemberModule(L.LightningModule):
             loss = self.weighted(losses, noisy.t).mean()
         else:
             losses, loss = self._accumulate_gradients(noisy, batch, micro_batches)
-        if self._skips_steps():
+        if self.trainer.scaler is None:  # under ``16-mixed`` the gradient scaler skips steps
             self.guard.record(self.global_step, batch["sample_id"], noisy.t, losses["loss"])
         for name, values in losses.items():
             self.accumulate(f"train/{self.loss_name if name == 'loss' else name}", values.mean())
@@ -249,7 +249,7 @@ class MemberModule(L.LightningModule):
         norm = nn.utils.clip_grad_norm_(self._parameters_to_clip, float("inf") if limit is None else limit)
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         self.accumulate("train/gradient_norm", norm)
-        if self._skips_steps():
+        if self.trainer.scaler is None:
             self.guard.judge(optimizer, norm)
 
     @property
@@ -263,10 +263,6 @@ class MemberModule(L.LightningModule):
         if self._guard is None:
             self._guard = FiniteGuard(self.member.name, self.global_rank, self.member.train.max_skipped_steps)
         return self._guard
-
-    def _skips_steps(self) -> bool:
-        """Whether the guard skips steps; under ``16-mixed`` the gradient scaler does."""
-        return self.trainer.scaler is None
 
     def optimizer_step(self, *args: Any, **named: Any) -> None:
         """Take the step, then free the gradients: neither a validation nor the next forward pass needs them."""
