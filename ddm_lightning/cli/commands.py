@@ -22,8 +22,8 @@ from ddm_lightning.core import processes
 from ddm_lightning.core.devices import check_devices, device_of
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import require
-from ddm_lightning.ensemble.cost import Cost
 from ddm_lightning.ensemble.routing import with_suited_solver
+from ddm_lightning.ensemble.velocity import Cost
 from ddm_lightning.islands.local import default_jobs, fit_members, members_table, shown_members, skipped_lines
 from ddm_lightning.members.artifact import is_finished
 from ddm_lightning.members.assembly import assemble, refuse_stale

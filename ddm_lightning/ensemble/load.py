@@ -12,10 +12,9 @@ from torch import Tensor, nn
 
 from ddm_lightning.config.experiment import SampleConfig
 from ddm_lightning.core.errors import UserError
-from ddm_lightning.ensemble.cost import Cost
 from ddm_lightning.ensemble.residency import ResidentExperts
 from ddm_lightning.ensemble.routing import sample, strategy_of
-from ddm_lightning.ensemble.velocity import Ensemble
+from ddm_lightning.ensemble.velocity import Cost, Ensemble
 from ddm_lightning.flow.condition import Condition, ConditionSpec
 from ddm_lightning.members.artifact import ArtifactMeta, load_network, temperatures_of
 from ddm_lightning.members.assembly import EnsembleManifest, read_ensemble
