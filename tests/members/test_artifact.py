@@ -192,14 +192,14 @@ def test_positions_that_do_not_fit_in_memory(tmp_path, monkeypatch):
     path = put(tmp_path / "a") / "member.json"
     edit(path, x_shape=[3, 2048, 2048])
     monkeypatch.setattr(weights, "free_bytes", lambda: 100e6)
-    refused(lambda: load_network(tmp_path / "a"), path, "needs 168 MB of memory, 100 MB is free")
+    refused(lambda: load_network(tmp_path / "a"), path, "needs 167.8 MB of memory, 100.0 MB is free")
 
 
 def test_weights_that_do_not_fit_in_memory(tmp_path, monkeypatch):
     path = put(tmp_path / "a") / "member.json"
     monkeypatch.setattr(weights, "free_bytes", lambda: 1000)
-    refused(lambda: load_network(tmp_path / "a"), path, "of memory, 1 kB is free")
-    refused(lambda: read_artifact(tmp_path / "a"), tmp_path / "a" / "model.safetensors", "of memory, 1 kB is free")
+    refused(lambda: load_network(tmp_path / "a"), path, "of memory, 1.0 kB is free")
+    refused(lambda: read_artifact(tmp_path / "a"), tmp_path / "a" / "model.safetensors", "of memory, 1.0 kB is free")
 
 
 @pytest.mark.parametrize(("dtype", "word"), [(torch.int32, "int32 [8]"), (torch.complex64, "C64")])

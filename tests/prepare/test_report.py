@@ -183,8 +183,8 @@ def test_the_page_stands_alone_and_is_well_formed(tmp_path):
         "displaced 2.0% of the samples are nearer to another cluster's mean: 0.5% because clusters are balanced, 1.5% "
         "because each fine cell is assigned as a whole",
         "empty file 11 13.75% truncated image 3 3.75%",
-        "x_0 6.6 kB 100 B 100 MB 15.8 GB",
-        "together 7.26 kB 110 B 110 MB 17.4 GB",
+        "x_0 6.6 kB 100 bytes 100.0 MB 15.8 GB",
+        "together 7.3 kB 110 bytes 110.0 MB 17.4 GB",
         "drawn by somebody",
     ):
         assert words in page.text, words

@@ -241,7 +241,7 @@ def test_a_disk_too_small_for_the_fetched_shards(tmp_path, free):
 def test_shared_memory_too_small(tmp_path, free, back_end):
     write_mds(tmp_path / "shards/cluster-0/train", range(100))
     free["/dev/shm"] = 2000
-    with pytest.raises(UserError, match=r"/dev/shm: loading needs .* kB of shared memory, but 2 kB.*num_workers"):
+    with pytest.raises(UserError, match=r"/dev/shm: loading needs .* kB of shared memory, but 2.0 kB.*num_workers"):
         module_of(tmp_path / "shards", [0], 6, tmp_path, loader=back_end, num_workers=2).train_dataloader()
     module_of(tmp_path / "shards", [0], 6, tmp_path, loader=back_end, num_workers=0).train_dataloader()
 
