@@ -250,10 +250,8 @@ def routing_heat_map(confusion: Float[Tensor, "t k k"]) -> Figure:
     shares = (confusion / confusion.sum(2, keepdim=True).clamp_min(1e-9)).numpy()
     for index, axis in enumerate(figure.subplots(1, num_times, squeeze=False)[0]):
         axis.imshow(shares[index], vmin=0, vmax=1, cmap="viridis")
-        axis.set_title(f"t = {(index + 0.5) / num_times:.2f}", fontsize=9)
-        axis.set_xticks(range(num_clusters))
-        axis.set_yticks(range(num_clusters))
-        axis.set_xlabel("routed to", fontsize=8)
+        axis.set(title=f"t = {(index + 0.5) / num_times:.2f}", xlabel="routed to")
+        axis.set(xticks=range(num_clusters), yticks=range(num_clusters))
         for (row, column), share in np.ndenumerate(shares[index]):
             colour = "w" if share < 0.6 else "k"
             axis.text(column, row, f"{share:.2f}", ha="center", va="center", fontsize=6, color=colour)

@@ -8,7 +8,7 @@ from math import ceil
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float, Int, Int64, UInt8
+from jaxtyping import Int, Int64
 from matplotlib import colormaps, rc_context
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap, PowerNorm, to_hex
@@ -17,7 +17,7 @@ from matplotlib.ticker import PercentFormatter
 from PIL import Image
 
 from ddm_lightning.core.grids import labelled_grid
-from ddm_lightning.prepare.report.measures import MAX_ROWS, Measures, ReportData, choose_rows, to_metric_space
+from ddm_lightning.prepare.report.measures import Measures, ReportData
 
 _INK, _PAPER, _ACCENT = "#1c1f24", "#ffffff", "#2c64c6"
 _STYLE: Any = {
@@ -33,7 +33,6 @@ _MAX_ANNOTATED_CLUSTERS, _MAX_TICKS = 10, 24
 _CELL_PIXELS = 72
 _GRID_COLUMNS = 18
 _MIN_SHOWN, _MAX_SHOWN, _MAX_SHOWN_IN_ALL = 6, 36, 1152
-_MAP_CELLS, _MAP_CELL_PIXELS, _MAP_FRAME = (20, 14), 48, 3
 
 
 def cluster_colours(num_clusters: int) -> list[str]:
@@ -45,7 +44,7 @@ def cluster_colours(num_clusters: int) -> list[str]:
 
 def draw_charts(data: ReportData, measures: Measures) -> dict[str, bytes]:
     """Draw all charts as PNG, by name; one cluster has neither silhouettes nor neighbours."""
-    draws: dict[str, Callable[[Axes, ReportData, Measures], None]] = {"sizes": _draw_sizes}
+    draws: dict[str, Callable[[Axes, ReportData, Measures], None]] = {"sizes": _draw_sizes, "map": _draw_map}
     if data.num_clusters > 1:
         draws |= {"silhouette": _draw_silhouettes, "neighbours": _draw_neighbours}
     charts = {}
@@ -102,43 +101,18 @@ def _draw_neighbours(axes: Axes, data: ReportData, measures: Measures) -> None:
     _label_clusters(axes.set_yticks, range(num_clusters))
 
 
+def _draw_map(axes: Axes, data: ReportData, measures: Measures) -> None:
+    """Draw every measured sample on the plane of largest variance, in its cluster's colour."""
+    colours = cluster_colours(data.num_clusters)
+    x, y = measures.plane.T
+    axes.scatter(x, y, s=4, c=[colours[k] for k in data.clusters[measures.rows]], linewidths=0)
+    axes.set(title="Samples on the plane of largest variance", xticks=[], yticks=[])
+
+
 def _label_clusters(set_ticks: Callable[..., Any], places: Sequence[float]) -> None:
     """Label the clusters at their places; skip labels so that at most ``_MAX_TICKS`` remain."""
     step = ceil(len(places) / _MAX_TICKS)
     set_ticks(places[::step], [str(k) for k in range(0, len(places), step)])
-
-
-def draw_image_map(data: ReportData, measures: Measures, seed: int) -> Image.Image:
-    """Place thumbnails in the principal plane, framed in their cluster's colour."""
-    chosen = choose_rows(len(data.thumbnails), MAX_ROWS, seed)
-    rows = data.thumbnail_rows[chosen]
-    positions = measures.plane.project(to_metric_space(data.features.take(rows), data.metric))
-    colours = cluster_colours(data.num_clusters)
-    return place_images(data.thumbnails[chosen], positions, [colours[k] for k in data.clusters[rows]])
-
-
-def place_images(
-    images: UInt8[np.ndarray, "m s s 3"], positions: Float[np.ndarray, "m 2"], frames: Sequence[str]
-) -> Image.Image:
-    """Place images on a grid by their positions: in each cell the one nearest to its centre.
-
-    Args:
-        images: at least one.
-        positions: x to the right, y upwards.
-        frames: frame colour of each image.
-    """
-    low, high = positions.min(0), positions.max(0)
-    places = (positions - low) / np.where(high > low, high - low, 1.0) * _MAP_CELLS
-    cells = np.minimum(places.astype(np.int64), np.array(_MAP_CELLS) - 1)
-    off_centre = np.square(places - cells - 0.5).sum(1)
-    nearest = {tuple(cells[index]): index for index in np.argsort(-off_centre, kind="stable")}
-    side, inner = _MAP_CELL_PIXELS, _MAP_CELL_PIXELS - 2 * _MAP_FRAME
-    canvas = Image.new("RGB", (_MAP_CELLS[0] * side, _MAP_CELLS[1] * side), _PAPER)
-    for (column, row), index in nearest.items():
-        left, top = int(column) * side, (_MAP_CELLS[1] - 1 - int(row)) * side
-        canvas.paste(frames[index], (left + 1, top + 1, left + side - 1, top + side - 1))
-        canvas.paste(Image.fromarray(images[index]).resize((inner, inner)), (left + _MAP_FRAME, top + _MAP_FRAME))
-    return canvas
 
 
 def choose_images(

@@ -94,8 +94,6 @@ def write_report(folder: Path, data: ReportData, *, title: str, attribution: str
     measures = measure(data, seed)
     shown = figures.choose_images(data.clusters[data.thumbnail_rows], data.num_clusters, seed)
     images = figures.draw_charts(data, measures)
-    if len(data.thumbnails):
-        images["map"] = _encode(figures.draw_image_map(data, measures, seed), "PNG")
     html = _TEMPLATES.get_template("report.html.j2").render(
         title=title,
         attribution=attribution,
