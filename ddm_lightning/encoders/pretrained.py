@@ -21,7 +21,7 @@ from jaxtyping import Float, UInt8
 from torch import Tensor
 
 from ddm_lightning.core.compat import ensure_torchvision_importable
-from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.errors import UserError, first_line
 from ddm_lightning.core.files import inside, read_json, sha256_file, sha256_json
 from ddm_lightning.core.registry import require
 from ddm_lightning.core.weights import read_header
@@ -147,7 +147,7 @@ class Pretrained:
             return Path(snapshot_download(name, revision=self._revision, local_files_only=only_cached, **patterns))
         except (OSError, errors.HFValidationError) as error:
             problem = "is no folder, not in the hub's cache, and cannot be downloaded"
-            reason = _one_line(error.__cause__ or error)
+            reason = first_line(error.__cause__ or error)
             remedy = f"set its parameter 'path' to a folder, or download it with a network: hf download {name}"
             raise UserError(f"{name}: {problem} ({reason}), needed by {self.place}; {remedy}") from None
 
@@ -211,14 +211,10 @@ def loading(folder: Path, place: str) -> Iterator[None]:
             logger.setLevel(logging.ERROR)
         yield
     except Exception as error:  # noqa: BLE001 (tokenizers raises nothing narrower)
-        raise UserError(f"{folder}: cannot be loaded by {place} ({_one_line(error)}); {_REMEDY}") from None
+        raise UserError(f"{folder}: cannot be loaded by {place} ({first_line(error)}); {_REMEDY}") from None
     finally:
         for logger, level in levels.items():
             logger.setLevel(level)
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__
 
 
 def encode_in_batches(
