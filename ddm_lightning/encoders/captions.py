@@ -37,14 +37,6 @@ class _OneVector:
         """Return the stored vectors."""
         return stored["text"].float()
 
-    def tokens(self, captions: Sequence[str]) -> Float[np.ndarray, "n m width"]:
-        """Raise ``ValueError``: there is no ``token_shape``."""
-        raise ValueError("returns one vector per caption, no tokens")
-
-    def tokens_of_stored(self, stored: Mapping[str, Tensor]) -> Float[Tensor, "n m width"]:
-        """Raise ``ValueError``: there is no ``token_shape``."""
-        raise ValueError("returns one vector per caption, no tokens")
-
 
 @CAPTION_ENCODERS.register("usem3")
 class UniversalSentenceEncoder(_OneVector):

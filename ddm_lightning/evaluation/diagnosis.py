@@ -65,11 +65,6 @@ class Samples:
         condition = None if self.condition is None else self.condition.rows(rows)
         return Samples(self.x_0[rows], self.clusters[rows], self.sample_ids[rows], condition)
 
-    def repeated(self) -> Samples:
-        """Repeat a small set, for several draws of noise."""
-        draws = min(MAX_DRAWS, -(-MIN_ROWS // len(self.x_0)))
-        return self.rows(torch.arange(len(self.x_0)).repeat(draws))
-
     def to(self, device: torch.device) -> Samples:
         """The same samples on ``device``."""
         condition = None if self.condition is None else self.condition.to(device)
@@ -101,7 +96,8 @@ def diagnose(
     train, held_out, num_train = _read(experiment, run)
     with Progress(*member_columns(), console=Console(stderr=True), disable=not show_progress) as bars:
         task = bars.add_task("experts", total=len(stratified_timesteps()), note="")
-        noisy = held_out.repeated().to(device)
+        draws = min(MAX_DRAWS, -(-MIN_ROWS // len(held_out.x_0)))  # of noise
+        noisy = held_out.rows(torch.arange(len(held_out.x_0)).repeat(draws)).to(device)
         figures: Figures = {
             "num_held_out": len(held_out.x_0),
             "num_train": num_train,

@@ -147,7 +147,7 @@ class FileImages:
         first = getattr(self, "shape", images[0].shape)
         for path, image in zip(chosen, images, strict=True):
             if image.shape != first:
-                problem = f"has {_side(image.shape)} pixels, and the first image has {_side(first)}"
+                problem = "has {} × {} pixels, and the first image has {} × {}".format(*image.shape[:2], *first[:2])
                 raise UserError(f"{path}: {problem}; resize them to one size")
         return np.stack(images)
 
@@ -171,10 +171,6 @@ def _read_image(path: Path) -> UInt8[np.ndarray, "h w 3"]:
             return np.asarray(image.convert("RGB"))
     except (OSError, Image.DecompressionBombError) as error:
         raise UserError(f"{path}: cannot be read as an image ({first_line(error)}); remove or replace it") from None
-
-
-def _side(shape: Sequence[int]) -> str:
-    return f"{shape[0]} × {shape[1]}"
 
 
 class Generated:
