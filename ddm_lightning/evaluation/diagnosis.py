@@ -33,7 +33,7 @@ from ddm_lightning.flow.timesteps import stratified_timesteps
 from ddm_lightning.members.member import MONOLITH, Member
 from ddm_lightning.members.run_folder import RunFolder
 from ddm_lightning.networks.calibration import calibration_error, is_fitted, reliability
-from ddm_lightning.shards.loader import ShardLoader
+from ddm_lightning.shards.datamodule import ShardLoader
 from ddm_lightning.shards.manifest import Manifest
 from ddm_lightning.training.fit import build_data, build_module
 

@@ -358,7 +358,7 @@ class MemberModule(L.LightningModule):
         """Return the batch at the ``index``-th of 8 fixed timesteps, with noise that never changes.
 
         Curves of one and of eight devices are comparable: each rank generates the noise of the whole step and takes the
-        rows of its own samples. The ranks' samples alternate in a step (``shards.loader.steps``).
+        rows of its own samples. The ranks' samples alternate in a step (``shards.datamodule.steps``).
         """
         x_0 = self.normalised(batch)
         t = stratified_timesteps(NUM_VALIDATION_TIMESTEPS)[index].to(x_0.device).expand(len(x_0))
@@ -372,7 +372,7 @@ class MemberModule(L.LightningModule):
     def num_counted(self, batch: dict[str, Tensor], batch_idx: int) -> int:
         """Return how many rows of a held-out batch count; they come first.
 
-        Ranks that cannot share the held-out samples equally repeat some (``shards.loader.steps``), each as its last
+        Ranks that cannot share the held-out samples equally repeat some (``shards.datamodule.steps``), each as its last
         row. It is computed like the others, because ranks wait for one another under FSDP2.
         """
         num = len(batch["sample_id"])

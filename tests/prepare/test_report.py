@@ -11,7 +11,6 @@ from sklearn.metrics import silhouette_samples
 
 from ddm_lightning.core.columns import Rows
 from ddm_lightning.prepare.report import measures
-from ddm_lightning.prepare.report.figures import choose_images, cluster_grid
 from ddm_lightning.prepare.report.measures import (
     ReportData,
     choose_rows,
@@ -20,7 +19,7 @@ from ddm_lightning.prepare.report.measures import (
     measure,
     to_metric_space,
 )
-from ddm_lightning.prepare.report.page import PAGE, write_report
+from ddm_lightning.prepare.report.page import PAGE, choose_images, cluster_grid, write_report
 
 METRICS = {"spherical": "cosine", "euclidean": "euclidean"}
 VOID = {"meta", "img", "source", "br", "link", "input"}

@@ -6,8 +6,8 @@ import pytest
 from deadline import within
 from shards.mds import WARNINGS, damage, write_mds
 
+from ddm_lightning.shards.datamodule import ShardLoader
 from ddm_lightning.shards.fetch import FetchedShards, Origin
-from ddm_lightning.shards.loader import ShardLoader
 from ddm_lightning.shards.verify import ShardError
 
 from streaming.base.storage.download import LocalDownloader  # isort: skip (after the shim)

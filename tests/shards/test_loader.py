@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 from shards.mds import write_mds
 
-from ddm_lightning.shards.loader import epoch_order, num_steps, steps
+from ddm_lightning.shards.datamodule import epoch_order, num_steps, steps
 
 from streaming import StreamingDataset  # isort: skip (after the shim)
 

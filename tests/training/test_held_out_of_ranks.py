@@ -16,7 +16,7 @@ from ddm_lightning.config.load import load_experiment
 from ddm_lightning.flow.condition import ConditionSpec
 from ddm_lightning.members.member import Member
 from ddm_lightning.members.run_folder import RunFolder
-from ddm_lightning.shards.loader import steps
+from ddm_lightning.shards.datamodule import steps
 from ddm_lightning.shards.manifest import Manifest
 from ddm_lightning.training.fit import build_data, build_module
 from ddm_lightning.training.roles import ExpertModule, RouterModule

@@ -10,7 +10,7 @@ from training.members import SCALE, SHIFT, Recorder, at, batch, build, expert
 from ddm_lightning.config.experiment import TimestepsConfig, TrainConfig
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.flow.condition import ConditionSpec
-from ddm_lightning.shards.loader import steps
+from ddm_lightning.shards.datamodule import steps
 from ddm_lightning.shards.manifest import StoredForm
 from ddm_lightning.training.optimizer import build_optimizer
 from ddm_lightning.training.roles import ExpertModule
