@@ -354,7 +354,7 @@ class Preparation:
         manifest.write(self.run_dir)
         sizes = ", ".join(f"{name} {bytes_per_sample({name: text})}" for name, text in manifest.columns.items())
         self.reporter.say(f"bytes per sample: {sizes}, and its caption")
-        self.reporter.advance("report", prepared.num_samples, prepared.num_samples)
+        self.reporter.advance("report", manifest.num_samples, manifest.num_samples)
 
     def _tick(self, stage: str) -> Callable[[int, int], None]:
         return lambda done, total: self.reporter.advance(stage, done, total)

@@ -33,7 +33,7 @@ class ByClass(nn.Module):
     def forward(self, x_t: Tensor, t: Tensor, condition: Condition) -> Tensor:
         self.num_rows += len(x_t)
         answers = [
-            one.cluster_posterior(x_t, t).log() if self.k is None else one.cluster_velocity(self.k, x_t, t)
+            one.cluster_posterior(x_t, t).log() if self.k is None else one.velocity(x_t, t, self.k)
             for one in self.oracles
         ]
         chosen = torch.where(condition.keep, condition.values, 2)

@@ -48,7 +48,7 @@ def test_full_ensemble_of_exact_members_is_the_whole_sets_velocity(seed):
 def test_velocity_is_the_weighted_sum_of_all_experts():
     ensemble, oracle, points = exact()
     x_t, t = noisy(points, 64, 1)
-    dense = torch.stack([oracle.cluster_velocity(k, x_t, t) for k in range(4)], dim=1)
+    dense = torch.stack([oracle.velocity(x_t, t, k) for k in range(4)], dim=1)
     for strategy in (TopK(4), TopK(3), Top1()):
         weights = strategy.weights(oracle.cluster_posterior(x_t, t))
         got = ensemble.velocity(x_t, t, route=strategy.weights)

@@ -13,9 +13,9 @@ from torch import nn
 from ddm_lightning.core import weights
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import sha256_file
+from ddm_lightning.core.registry import EXPERTS
 from ddm_lightning.flow.condition import Condition
 from ddm_lightning.members.artifact import build_network, load_network, read_artifact, read_meta, write_artifact
-from ddm_lightning.networks import EXPERTS
 
 
 @pytest.mark.parametrize("member", ["expert-0", "router", "monolith"])

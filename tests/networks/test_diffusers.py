@@ -17,10 +17,10 @@ from ddm_lightning.cli.parser import main
 from ddm_lightning.config.load import load_experiment
 from ddm_lightning.core.compat import ensure_torchvision_importable
 from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.registry import EXPERTS
 from ddm_lightning.flow.condition import Condition, ConditionSpec
 from ddm_lightning.members.artifact import build_network, load_network
 from ddm_lightning.members.member import Member
-from ddm_lightning.networks import EXPERTS
 from ddm_lightning.shards.manifest import DataSizes
 from ddm_lightning.testing import check_expert
 

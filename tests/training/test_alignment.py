@@ -18,8 +18,8 @@ from ddm_lightning.config.experiment import AlignmentConfig, TrainConfig
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.flow.condition import ConditionSpec
 from ddm_lightning.members.artifact import load_network
-from ddm_lightning.networks import DiT
 from ddm_lightning.networks.blocks import DiTBlock
+from ddm_lightning.networks.dit import DiT
 from ddm_lightning.training.alignment import Alignment, check_alignment
 from ddm_lightning.training.optimizer import build_optimizer
 from ddm_lightning.training.roles import ExpertModule

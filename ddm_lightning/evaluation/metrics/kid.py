@@ -36,13 +36,6 @@ class KernelDistance(NamedTuple):
         """
         return float(self.halves.std())
 
-    def minus(self, other: KernelDistance) -> tuple[float, float]:
-        """Difference and its standard error, without the variance that both share through the real images.
-
-        Both must come from the same real images, seed and numbers of images.
-        """
-        return self.value - other.value, float((self.halves - other.halves).std())
-
 
 def kernel_distance(
     generated: Float[Tensor, "n d"], real: Float[Tensor, "m d"], *, num_halves: int = NUM_HALVES, seed: int = 0

@@ -40,15 +40,6 @@ def test_spread_is_the_standard_error():
     assert float(spread / scatter) == pytest.approx(1, abs=0.25)
 
 
-def test_differences_share_the_real_images():
-    real = features(30)
-    close, far = features(60, shift=0.2, seed=1), features(60, shift=0.6, seed=1)
-    first, second = kernel_distance(far, real), kernel_distance(close, real)
-    value, spread = first.minus(second)
-    assert value == pytest.approx(first.value - second.value)
-    assert spread < (first.spread**2 + second.spread**2) ** 0.5
-
-
 def test_refuses_sets_that_have_no_halves():
     with pytest.raises(ValueError, match="at least 4 rows"):
         kernel_distance(features(3), features(9))
