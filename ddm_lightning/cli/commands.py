@@ -183,12 +183,6 @@ def _grid(experiment: Experiment, run: RunFolder) -> Path:
     return run.samples / f"{experiment.sample.strategy}.png"
 
 
-def _next_grid(experiment: Experiment, folder: Path) -> Path:
-    """A new file, so that earlier grids stay."""
-    grids = (folder / f"{experiment.sample.strategy}-{number:03d}.png" for number in itertools.count(1))
-    return next(path for path in grids if not path.exists())
-
-
 def _sample_command(experiment: Experiment, options: argparse.Namespace) -> str:
     kind = experiment.condition.kind
     return _command("sample", options) + {"class": " --class …", "none": ""}.get(kind, " --prompt …")
@@ -225,7 +219,9 @@ def _sample(experiment: Experiment, options: argparse.Namespace) -> int:
     )
     path = run.samples if options.out is None else check_out(options.out)
     if path.suffix != ".png":
-        path = _grid(experiment, run) if is_own and path == run.samples else _next_grid(experiment, path)
+        # A new file, so that earlier grids stay.
+        new = (path / f"{settings.strategy}-{number:03d}.png" for number in itertools.count(1))
+        path = _grid(experiment, run) if is_own and path == run.samples else next(p for p in new if not p.exists())
     _require_ensemble(experiment, run, options)
     prompts, singles = options.prompt or settings.prompts, path.with_suffix("")
     more = {"classes": options.classes or (), "singles": singles, "gif": options.gif}
