@@ -50,7 +50,7 @@ def load_experiment(path: str | Path, overrides: Sequence[str] = (), record: Pat
         for source, change in changes:
             checks.check(OmegaConf.to_container(change, resolve=False), Experiment, "", source)
             merged = merge(merged, change)
-        _check_complete(merged, str(path))
+        _check_complete(OmegaConf.to_container(merged, resolve=False), str(path))
         resolved = OmegaConf.to_container(merged, resolve=True)
     except OmegaConfBaseException as error:
         problem = f"key {error.full_key!r}: {first_line(error)}; fix the reference ${{…}} in it"
@@ -104,12 +104,20 @@ def _check_complete(merged: Any, source: str) -> None:
     Raises:
         UserError: names every missing key, in the order of the schema.
     """
-    missing = sorted(OmegaConf.missing_keys(merged))
+    missing = list(_missing_keys(merged, ""))
     if len(missing) == 1:
         meaning = next((f" ({text})" for key, _, text in describe(Experiment()) if key == missing[0]), "")
         raise UserError(f"{source}: key {missing[0]!r} is missing; give it a value{meaning}")
     if missing:
         raise UserError(f"{source}: keys {', '.join(map(repr, missing))} are missing; give them values")
+
+
+def _missing_keys(value: Any, key: str) -> Iterator[str]:
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _missing_keys(inner, f"{key}.{name}" if key else str(name))
+    elif value == checks.MISSING_MARK:
+        yield key
 
 
 def with_defaults(recorded: dict[str, Any]) -> dict[str, Any]:
