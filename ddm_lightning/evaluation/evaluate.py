@@ -74,9 +74,8 @@ class Evaluation:
 
         self.generated: ImageSet
         self.generated = FileImages(images) if images else Generated(run, experiment, manifest, encoder, device)
-        wanted = self.settings.reference
-        self.reference: ImageSet
-        self.reference = of_shards(wanted) if wanted in (HELD_OUT, TRAIN) else FileImages(Path(wanted).expanduser())
+        wanted, is_side = self.settings.reference, self.settings.reference in (HELD_OUT, TRAIN)
+        self.reference: ImageSet = of_shards(wanted) if is_side else FileImages(Path(wanted).expanduser())
         if self.generated.shape != self.reference.shape:
             sizes = " and ".join("{} × {}".format(*one.shape) for one in (self.reference, self.generated))
             raise UserError(f"{self.reference.name}: its images and the generated ones have {sizes} pixels; resize one")

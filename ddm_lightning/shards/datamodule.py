@@ -169,8 +169,7 @@ class ClusterDataModule(L.LightningDataModule):
         return shards
 
     def _loader(self, names: Sequence[str], training: bool) -> ShardLoader:
-        trainer = self.trainer
-        rank, num_ranks = (0, 1) if trainer is None else (trainer.global_rank, trainer.world_size)
+        rank, num_ranks = (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
         if self.batch_size % num_ranks:
             problem = f"{self.batch_size} samples per step cannot be shared equally by {num_ranks} devices"
             remedy = "make train.global_batch_size a multiple of the devices (experts: of devices x clusters)"

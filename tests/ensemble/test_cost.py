@@ -8,7 +8,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ddm_lightning.config.experiment import SampleConfig
 from ddm_lightning.core.registry import EXPERTS, ROUTERS
-from ddm_lightning.ensemble import Ensemble, LoadedEnsemble
+from ddm_lightning.ensemble.load import LoadedEnsemble
+from ddm_lightning.ensemble.velocity import Ensemble
 from ddm_lightning.flow.condition import Condition, ConditionSpec
 
 SHAPE = (3, 8, 8)

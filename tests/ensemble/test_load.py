@@ -5,7 +5,7 @@ import torch
 from artifact_files import PARAMS, SHAPE, edit, make_meta, make_network, put, refused
 
 from ddm_lightning.core.registry import ROUTERS
-from ddm_lightning.ensemble import load_ensemble, load_single
+from ddm_lightning.ensemble.load import load_ensemble, load_single
 from ddm_lightning.ensemble.velocity import Ensemble
 from ddm_lightning.flow.condition import Condition, ConditionSpec
 from ddm_lightning.members.artifact import load_network, write_artifact
