@@ -17,8 +17,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from ddm_lightning.shards.datamodule import ClusterDataModule
-from ddm_lightning.shards.loader import ShardLoader
+from ddm_lightning.shards.datamodule import ClusterDataModule, ShardLoader
 
 BATCH_SIZE = 256
 SHARD_BYTES = 1 << 25

@@ -5,21 +5,26 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, UInt8
 from split import Split, read_split
 from torch import Tensor
 
 from ddm_lightning.config.experiment import Experiment
-from ddm_lightning.core.registry import IMAGE_ENCODERS
+from ddm_lightning.core.registry import FEATURES, IMAGE_ENCODERS
 from ddm_lightning.ensemble.load import load_single
 from ddm_lightning.ensemble.routing import sample
-from ddm_lightning.evaluation.metrics.kid import image_features
 from ddm_lightning.flow.randomness import keyed_generator
 from ddm_lightning.members.run_folder import RunFolder
 from ddm_lightning.shards.manifest import TRAIN, Manifest
 
 BATCH_SIZE = 64
+
+
+def image_features(images: UInt8[np.ndarray, "n h w 3"]) -> Float[Tensor, "n d"]:
+    """Compute the features by which images are compared."""
+    return torch.from_numpy(FEATURES.build("efficientnet-lite0", {}).encode(images))
 
 
 class Prompts:

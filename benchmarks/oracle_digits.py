@@ -68,7 +68,7 @@ def measure(ensemble: Ensemble, split: Split, seed: int) -> Report:
             x_k = x_t[clusters == k]
             found, exact = (
                 ensemble.expert_velocity(k, x_k, _rows(t, x_k)),
-                oracle.cluster_velocity(k, x_k, _rows(t, x_k)),
+                oracle.velocity(x_k, _rows(t, x_k), k),
             )
             errors[f"expert-{k}"] = relative_error(found, exact)
         posterior = oracle.cluster_posterior(x_t, _rows(t, x_t))

@@ -19,7 +19,7 @@ from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.flow.condition import Condition, ConditionSpec
 from ddm_lightning.members.member import Member
-from ddm_lightning.networks import set_attention
+from ddm_lightning.networks.attention import set_attention
 from ddm_lightning.networks.compiled import compile_blocks
 from ddm_lightning.networks.flops import flops_per_sample
 from ddm_lightning.shards.manifest import DataSizes, Manifest

@@ -19,6 +19,7 @@ from matplotlib.figure import Figure
 from router_scores import (
     TIMES,
     Classifier,
+    RoutingScore,
     router_classifier,
     score_by_time,
     standard_error,
@@ -28,10 +29,9 @@ from torch import Tensor, nn
 
 from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.core.errors import UserError
-from ddm_lightning.ensemble.load import load_member
+from ddm_lightning.members.artifact import load_network
 from ddm_lightning.members.member import ROUTER
 from ddm_lightning.members.run_folder import RunFolder, open_run
-from ddm_lightning.networks.calibration import RoutingScore
 from ddm_lightning.shards.manifest import HELD_OUT, TRAIN, Manifest
 
 NUM_DRAWS = 8
@@ -108,10 +108,10 @@ def _trained_router(folder: RunFolder, experiment: Experiment, options: Namespac
         call("prepare", options)
         call("fit", options, f"member={ROUTER}")
     open_run(experiment, create=False)
-    member = load_member(folder.artifact(ROUTER))
-    if member.meta.partition_sha256 != Manifest.read(folder.root).partition_sha256:
+    meta, network = load_network(folder.artifact(ROUTER))
+    if meta.partition_sha256 != Manifest.read(folder.root).partition_sha256:
         raise UserError(f"{folder.artifact(ROUTER)}: was trained on another partition than {folder.prepared} holds")
-    return member.network
+    return network
 
 
 def _training(split: Split, experiment: Experiment, *, quick: bool) -> probe.Training:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
@@ -12,13 +13,56 @@ from torch import Tensor, nn
 from ddm_lightning.flow.condition import Condition
 from ddm_lightning.flow.path import interpolate
 from ddm_lightning.flow.randomness import keyed_generator
-from ddm_lightning.networks.calibration import RoutingScore, score
+from ddm_lightning.networks.calibration import calibration_error, reliability
 
 TIMES = (0.0, 0.25, 0.5, 0.75, 0.9, 0.95)
 BATCH_SIZE = 256
 
 Classifier: TypeAlias = Callable[[Float[Tensor, "n c h w"], float], Float[Tensor, "n K"]]
 """``classifier(x_t, t)``: log-probabilities of the clusters, one row per noisy sample."""
+
+
+@dataclass(frozen=True, eq=False)
+class RoutingScore:
+    """Scores of a classifier of noisy samples at one time."""
+
+    t: float
+    """Noise level."""
+    hit: Float[Tensor, " n"]
+    """1 where the most probable cluster is the true one, else 0."""
+    loss: Float[Tensor, " n"]
+    """Negative log-probability of the true cluster, in nats."""
+    calibration_error: float
+    """ECE."""
+    confidence: Float[Tensor, " bins"]
+    """Mean probability of the most probable cluster in each bin; 0 in an empty bin."""
+    hits: Float[Tensor, " bins"]
+    """Accuracy in each bin; 0 in an empty bin."""
+    share: Float[Tensor, " bins"]
+    """Share of the samples in each bin."""
+
+    @property
+    def accuracy(self) -> float:
+        """Mean of ``hit``."""
+        return float(self.hit.mean())
+
+    @property
+    def nll(self) -> float:
+        """Mean of ``loss``."""
+        return float(self.loss.mean())
+
+
+def score(log_probabilities: Float[Tensor, "n K"], clusters: Int[Tensor, " n"], t: float) -> RoutingScore:
+    """Score predictions against the true clusters."""
+    log_probabilities = log_probabilities.double()
+    hit = (log_probabilities.argmax(1) == clusters).double()
+    loss = -log_probabilities.gather(1, clusters[:, None])[:, 0]
+    sums = reliability(log_probabilities, clusters)
+    confidence, hits, count = sums.unbind(-1)
+    filled = count.clamp_min(1)
+    return RoutingScore(
+        t, hit, loss, float(calibration_error(sums)), confidence / filled, hits / filled, count / len(clusters)
+    )
 
 
 def score_by_time(

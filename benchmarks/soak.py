@@ -22,7 +22,7 @@ from ddm_lightning.members.run_folder import RunFolder
 
 ensure_torchvision_importable()
 
-from ddm_lightning.ensemble.load import load_member  # noqa: E402  # after torchvision has been made importable
+from ddm_lightning.members.artifact import load_network  # noqa: E402  # after torchvision has been made importable
 from ddm_lightning.training.guard import read_skipped  # noqa: E402
 
 MEMBER = "expert-0"
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None) -> None:
 def _report(name: str, soaked: RunFolder, steps: int, options: argparse.Namespace) -> Report:
     member = soaked.member(MEMBER)
     num_skipped = sum(len(read_skipped(path)) for path in member.glob("skipped_steps*.jsonl"))
-    weights = load_member(soaked.artifact(MEMBER)).network.state_dict()
+    weights = load_network(soaked.artifact(MEMBER))[1].state_dict()
     report = Report(f"{steps:,} steps of {MEMBER} of {name} in {options.precision}", ["", "first", "highest", "last"])
     report.figures |= {
         "steps": steps,

@@ -18,8 +18,9 @@ from torch.optim import Optimizer
 from ddm_lightning.config.experiment import TrainConfig
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.flow.condition import Condition, ConditionSpec
-from ddm_lightning.networks import DiT, set_attention
+from ddm_lightning.networks.attention import set_attention
 from ddm_lightning.networks.compiled import compile_blocks
+from ddm_lightning.networks.dit import DiT
 from ddm_lightning.training.optimizer import build_optimizer
 
 NUM_CLASSES = 10

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -38,7 +38,6 @@ _SPECS = {
 _NUM_ROWS = 4
 _NUM_KEPT = 3
 _NUM_CLUSTERS = 3
-_Kind = TypeVar("_Kind")
 
 
 class _Batch(NamedTuple):
@@ -266,7 +265,7 @@ def check_strategy(factory: Callable[[], Any]) -> None:
         AssertionError: one line with the problem.
     """
     with _checking("strategy"):
-        strategy = _built(factory, Strategy)
+        strategy: Strategy = _built(factory, Strategy)
         known = SOLVERS.names()
         _require(set(strategy.solvers) <= set(known), f"solvers must be some of {', '.join(known)}")
         for num_clusters in (1, 3):
@@ -276,11 +275,11 @@ def check_strategy(factory: Callable[[], Any]) -> None:
                 _check_samples(strategy, num_clusters, solver)
 
 
-def _built(factory: Callable[[], Any], kind: type[_Kind]) -> _Kind:
+def _built(factory: Callable[[], Any], kind: Any) -> Any:
     with _running("the factory"):
         built = factory()
-    _require(isinstance(built, kind), f"the factory returns a {type(built).__name__}, not a {kind.__name__}")
-    return cast(_Kind, built)
+    _require(isinstance(built, kind), f"the factory returns a {type(built).__name__}, which is no {kind.__name__}")
+    return built
 
 
 def _check_weights(strategy: Strategy, num_clusters: int) -> None:
@@ -330,7 +329,7 @@ def check_solver(factory: Callable[[], Any]) -> None:
         AssertionError: one line with the problem.
     """
     with _checking("solver"):
-        solver = _built(factory, Solver)
+        solver: Solver = _built(factory, Solver)
         x_1, drawn, num_steps = torch.randn(500, 2), torch.randn(64, 500, 2), 64
         x_1 = (x_1 - x_1.mean(0)) / x_1.std(0)
         asked: list[int] = []
@@ -370,9 +369,7 @@ def check_source(factory: Callable[[], Any]) -> None:
         AssertionError: one line with the problem.
     """
     with _checking("source"):
-        with _running("the factory"):
-            source, again = factory(), factory()
-        _require(isinstance(source, Source), f"{type(source).__name__} lacks a member of the interface Source")
+        source, again = _built(factory, Source), _built(factory, Source)
         with _running("parts"):
             parts = list(source.parts())
             _require(parts == list(again.parts()), "two calls of parts differ")
@@ -405,9 +402,7 @@ def check_encoder(factory: Callable[[], Any], *, image_size: int = 32) -> None:
         AssertionError: one line with the problem.
     """
     with _checking(f"image encoder for images of {image_size} pixels"):
-        with _running("the factory"):
-            encoder, again = factory(), factory()
-        _require(isinstance(encoder, ImageEncoder), f"{type(encoder).__name__} lacks a member of ImageEncoder")
+        encoder, again = _built(factory, ImageEncoder), _built(factory, ImageEncoder)
         _require(encoder.stores in ("x_0", "posterior"), f"stores = {encoder.stores!r} is not x_0 or posterior")
         images = np.random.default_rng(0).integers(0, 256, (3, image_size, image_size, 3), dtype=np.uint8)
         with _running("encode"):

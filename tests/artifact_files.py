@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.registry import EXPERTS, ROUTERS
 from ddm_lightning.flow.condition import ConditionSpec
 from ddm_lightning.members.artifact import ArtifactMeta, write_artifact
-from ddm_lightning.networks import EXPERTS, ROUTERS
 
 PARAMS = {"width": 8, "depth": 1, "num_heads": 2, "patch_size": 2}
 SHAPE = (3, 4, 4)

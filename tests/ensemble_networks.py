@@ -19,7 +19,7 @@ class ExactExpert(nn.Module):
 
     def forward(self, x_t: Tensor, t: Tensor, _: Condition | None) -> Tensor:
         self.num_rows += len(x_t)
-        velocity = self.oracle.cluster_velocity(self.k, x_t, t)
+        velocity = self.oracle.velocity(x_t, t, self.k)
         if self.prediction == "epsilon":
             return x_t + (1 - expand_time(t, x_t)) * velocity
         return x_0_from_velocity(x_t, velocity, t) if self.prediction == "x_0" else velocity

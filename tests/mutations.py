@@ -21,7 +21,8 @@ from tiny_runs import TINY
 from ddm_lightning.config.load import load_experiment
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import sha256_file
-from ddm_lightning.ensemble.load import load_ensemble, load_member
+from ddm_lightning.ensemble.load import load_ensemble
+from ddm_lightning.members.artifact import load_network
 from ddm_lightning.members.member import Member
 from ddm_lightning.members.run_folder import RunFolder
 from ddm_lightning.shards.manifest import Manifest
@@ -170,7 +171,7 @@ def is_plain(path):
 def read(run, target, loader):
     """What this package does with them."""
     if target == "artifact":
-        load_member(run / "members" / "expert-0" / "artifact")
+        load_network(run / "members" / "expert-0" / "artifact")
     elif target == "ensemble":
         load_ensemble(run)
     else:

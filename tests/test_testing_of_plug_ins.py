@@ -56,7 +56,7 @@ class NeedsTwo(Strategy):
         (FirstExpert, "order of the experts"),
         (NeedsTwo, "weights of 1 experts raises RuntimeError"),
         (type("NoSolver", (Strategy,), {"solvers": ("magic",)}), "solvers must be some of ancestral, dormand-prince"),
-        (dict, "not a Strategy"),
+        (dict, "no Strategy"),
     ],
 )
 def test_broken_strategies_are_named(strategy: type, problem: str) -> None:

@@ -22,8 +22,8 @@ from ddm_lightning.core import processes
 from ddm_lightning.core.devices import check_devices, device_of
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import require
-from ddm_lightning.ensemble.cost import Cost
 from ddm_lightning.ensemble.routing import with_suited_solver
+from ddm_lightning.ensemble.velocity import Cost
 from ddm_lightning.islands.local import default_jobs, fit_members, members_table, shown_members, skipped_lines
 from ddm_lightning.members.artifact import is_finished
 from ddm_lightning.members.assembly import assemble, refuse_stale
@@ -37,15 +37,18 @@ def _command(name: str, options: argparse.Namespace) -> str:
     return shlex.join(["python", "-m", "ddm_lightning", name, "-c", options.config, *options.overrides])
 
 
-def _limit_threads(experiment: Experiment) -> None:
-    """Use as many threads as members do: on a shared machine more threads than idle cores are slower than one."""
-    torch.set_num_threads(experiment.island.num_threads)
-
-
 def _prepare(experiment: Experiment, options: argparse.Namespace) -> int:
     _check(experiment, options)
     if options.dry_run:
-        return _dry_run(experiment, options)
+        from ddm_lightning.prepare.dry_run import dry_run, dry_run_table
+        from ddm_lightning.prepare.engine import num_processes_for
+
+        plan = dry_run(experiment, RunFolder.of(experiment).root, _sizes_check(experiment, options))
+        num_processes = num_processes_for(experiment.prepare.num_processes, plan.num_parts, plan.num_samples)
+        Console().print(dry_run_table(plan, num_processes))
+        print(f"stages to run: {', '.join(plan.stages) or 'none, all is up to date'}")
+        print(f"parts to encode: {plan.num_unfinished_parts} of {plan.num_parts}\nnothing was written")
+        return 0
     run = _prepared(experiment, options)
     print(f"shards: {run.shards}\nreport: {run.prepared / 'report' / 'report.html'}, {run.prepared / 'clusters.png'}")
     print(f"next: {_command('fit', options)}")
@@ -62,25 +65,11 @@ def _sizes_check(experiment: Experiment, options: argparse.Namespace) -> Callabl
     return lambda sizes: check_networks(experiment, sizes, options.config, options.overrides)
 
 
-def _dry_run(experiment: Experiment, options: argparse.Namespace) -> int:
-    from ddm_lightning.prepare.dry_run import dry_run, dry_run_table
-    from ddm_lightning.prepare.engine import num_processes_for
-
-    _limit_threads(experiment)
-    plan = dry_run(experiment, RunFolder.of(experiment).root, _sizes_check(experiment, options))
-    num_processes = num_processes_for(experiment.prepare.num_processes, plan.num_parts, plan.num_samples)
-    Console().print(dry_run_table(plan, num_processes))
-    print(f"stages to run: {', '.join(plan.stages) or 'none, all is up to date'}")
-    print(f"parts to encode: {plan.num_unfinished_parts} of {plan.num_parts}\nnothing was written")
-    return 0
-
-
 def _prepared(experiment: Experiment, options: argparse.Namespace) -> RunFolder:
     """Prepare the run if it is not up to date, and open its folder."""
     from ddm_lightning.prepare.engine import RichReporter
     from ddm_lightning.prepare.stages import prepare
 
-    _limit_threads(experiment)
     with RichReporter() as reporter:
         prune = getattr(options, "prune", False)
         check = _sizes_check(experiment, options)
@@ -173,22 +162,16 @@ def _fit_several(members: list[str], experiment: Experiment, options: argparse.N
     if failures:
         print(f"logs: {run.root / 'members'}; run the same command again to train the rest", file=sys.stderr)
         return 1
-    wanted = ensemble_members(experiment)
-    if all(is_finished(member, experiment, run) for member in wanted):
-        _finish(experiment, run, options)
+    if all(is_finished(member, experiment, run) for member in ensemble_members(experiment)):
+        is_new, grid, clusters = assemble(experiment, run), _grid(experiment, run), run.prepared / "clusters.png"
+        if grid.exists() and not is_new:
+            print("all members are finished and their samples are there: nothing to do")
+        else:
+            _generate(experiment, run, experiment.sample.prompts, grid)
+        print(f"ensemble: {run.ensemble}\nsamples: {grid}" + (f"\nclusters: {clusters}" if clusters.exists() else ""))
+        print(f"next: {_sample_command(experiment, options)}")
     print(f"curves: tensorboard --logdir {run.root}")
     return 0
-
-
-def _finish(experiment: Experiment, run: RunFolder, options: argparse.Namespace) -> None:
-    """Assemble the ensemble of a finished run, and generate the grid of its samples."""
-    is_new, grid, clusters = assemble(experiment, run), _grid(experiment, run), run.prepared / "clusters.png"
-    if grid.exists() and not is_new:
-        print("all members are finished and their samples are there: nothing to do")
-    else:
-        _generate(experiment, run, experiment.sample.prompts, grid)
-    print(f"ensemble: {run.ensemble}\nsamples: {grid}" + (f"\nclusters: {clusters}" if clusters.exists() else ""))
-    print(f"next: {_sample_command(experiment, options)}")
 
 
 def _print_skipped(members: Sequence[str], run: RunFolder, options: argparse.Namespace) -> None:
@@ -198,12 +181,6 @@ def _print_skipped(members: Sequence[str], run: RunFolder, options: argparse.Nam
 
 def _grid(experiment: Experiment, run: RunFolder) -> Path:
     return run.samples / f"{experiment.sample.strategy}.png"
-
-
-def _next_grid(experiment: Experiment, folder: Path) -> Path:
-    """A new file, so that earlier grids stay."""
-    grids = (folder / f"{experiment.sample.strategy}-{number:03d}.png" for number in itertools.count(1))
-    return next(path for path in grids if not path.exists())
 
 
 def _sample_command(experiment: Experiment, options: argparse.Namespace) -> str:
@@ -216,7 +193,6 @@ def _generate(
 ) -> tuple[Cost, dict[str, Path]]:
     from ddm_lightning.evaluation.samples import draw_run
 
-    _limit_threads(experiment)
     return draw_run(run.root, experiment, prompts, path, show_progress=sys.stderr.isatty(), **more)
 
 
@@ -243,7 +219,9 @@ def _sample(experiment: Experiment, options: argparse.Namespace) -> int:
     )
     path = run.samples if options.out is None else check_out(options.out)
     if path.suffix != ".png":
-        path = _grid(experiment, run) if is_own and path == run.samples else _next_grid(experiment, path)
+        # A new file, so that earlier grids stay.
+        new = (path / f"{settings.strategy}-{number:03d}.png" for number in itertools.count(1))
+        path = _grid(experiment, run) if is_own and path == run.samples else next(p for p in new if not p.exists())
     _require_ensemble(experiment, run, options)
     prompts, singles = options.prompt or settings.prompts, path.with_suffix("")
     more = {"classes": options.classes or (), "singles": singles, "gif": options.gif}
@@ -270,7 +248,6 @@ def _evaluate(experiment: Experiment, options: argparse.Namespace) -> int:
     run = open_run(experiment, create=False)
     if options.images is None:
         _require_ensemble(experiment, run, options)
-    _limit_threads(experiment)
 
     from ddm_lightning.evaluation.evaluate import evaluate
 
@@ -287,7 +264,6 @@ def _diagnose(experiment: Experiment, options: argparse.Namespace) -> int:
         raise UserError(f"--num {options.num}: must be at least 1")
     check_devices(experiment.island.accelerator, 1)
     run = open_run(experiment, create=False)
-    _limit_threads(experiment)
 
     from ddm_lightning.evaluation.diagnosis import diagnose
     from ddm_lightning.evaluation.diagnosis_figures import diagnosis_lines, diagnosis_table
@@ -330,7 +306,6 @@ def _ema(experiment: Experiment, options: argparse.Namespace) -> int:
     except ValueError:
         raise UserError(f"--use {options.use}: give a width such as 0.08, or original") from None
     run = open_run(experiment, create=False)
-    _limit_threads(experiment)
 
     from ddm_lightning.training.ema_choice import Averages, widths_table
 
@@ -410,11 +385,17 @@ def demo(options: argparse.Namespace) -> int:
         check_devices(experiment.island.accelerator, 1)
         run = open_run(experiment, create=False)
         _require_ensemble(experiment, run, options)
-        _limit_threads(experiment)
+        torch.set_num_threads(experiment.island.num_threads)
         manifest, device = open_ensemble(run.root, experiment, partial=True), device_of(experiment.island.accelerator)
         ensemble = DecentralizedEnsemble(manifest, device, experiment.sample.resident_experts)
     serve(ensemble, options.host, options.port)
     return 0
+
+
+def run_command(experiment: Experiment, options: argparse.Namespace) -> int:
+    """Run a command of ``COMMANDS`` with as many threads as members use: more than idle cores are slower than one."""
+    torch.set_num_threads(experiment.island.num_threads)
+    return COMMANDS[options.command](experiment, options)
 
 
 COMMANDS: Mapping[str, Callable[[Experiment, argparse.Namespace], int]] = {

@@ -171,9 +171,9 @@ def _run(options: argparse.Namespace) -> int:
         print(to_yaml(experiment), end="")
         return 0
 
-    from ddm_lightning.cli.commands import COMMANDS
+    from ddm_lightning.cli.commands import run_command
 
-    return COMMANDS[options.command](experiment, options)
+    return run_command(experiment, options)
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -8,8 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ddm_lightning.config.experiment import Experiment, ExpertConfig
-from ddm_lightning.config.merge import expert_section
+from ddm_lightning.config.experiment import Experiment, ExpertConfig, expert_section
 from ddm_lightning.core import checks
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import SOLVERS, STRATEGIES
@@ -26,6 +25,8 @@ TRAINER_FLAGS = (
     "sync_batchnorm",
 )
 """Flags of Lightning's Trainer that ``island.trainer`` takes; other keys set the rest."""
+# Streaming's but gz, which writes the time into the shards.
+_COMPRESSIONS = r"br(:(\d|1[01]))?|bz2(:[1-9])?|snappy|zstd(:([1-9]|1\d|2[0-2]))?"
 
 
 def blamed(source: str | Path, overrides: Sequence[str], key: str, problem: str = "") -> str:
@@ -74,8 +75,8 @@ def _contradictions(experiment: Experiment) -> Iterator[tuple[str, str]]:
         yield "name", "names a folder: use letters, digits, '_', '-' and '.' only"
     if not experiment.run_dir:
         yield "run_dir", "must name a folder"
-    if not re.fullmatch(r"(br|bz2|gz|zstd)(:\d+)?|snappy", experiment.prepare.shards.compression or "gz"):
-        problem = "must be br, bz2, gz, snappy or zstd, optionally with a level as in zstd:3, or null"
+    if not re.fullmatch(_COMPRESSIONS, experiment.prepare.shards.compression or "zstd"):
+        problem = "must be br, bz2, snappy or zstd, optionally with a level as in zstd:3, or null"
         yield "prepare.shards.compression", problem
     loggers, flags = experiment.island.loggers, experiment.island.trainer
     if not {*loggers} <= {*LOGGERS} or len({*loggers}) < len(loggers):

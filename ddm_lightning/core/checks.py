@@ -98,6 +98,7 @@ def _is_shares(value: Any) -> bool:
 
 
 TEXT: Check = (is_text, "a text of one line")
+ANY_TEXT: Check = (lambda value: isinstance(value, str), "a text")
 OBJECT: Check = (lambda value: isinstance(value, dict), "an object")
 LIST: Check = (lambda value: isinstance(value, list), "a list")
 POSITIVE: Check = (lambda value: is_number(value) and value > 0, "a positive number")

@@ -34,25 +34,20 @@ _declared: list[Library] = []
 _SCHEMA = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
 
 
-def ensure_torchvision_importable() -> bool:
+def ensure_torchvision_importable() -> None:
     """Make ``import torchvision`` work; call it before Lightning, torchmetrics or Streaming is imported.
 
     A torchvision with a fitting extension is not changed. Otherwise ``torchvision.transforms`` and
     ``torchvision.models`` work, while ``torchvision.ops.nms`` and ``torchvision.io`` raise as in any
     torchvision without its extension. Repeated calls do nothing.
-
-    Returns:
-        Whether torchvision is installed and can now be imported.
     """
     if "torchvision" in sys.modules or _declared:
-        return True
+        return
     spec = importlib.util.find_spec("torchvision")
-    if spec is None or spec.origin is None:
-        return False
+    assert spec is not None and spec.origin is not None  # setup.py requires it
     folder = Path(spec.origin).parent
     if not _extension_loads(folder):
         _declare_operators(folder / "_meta_registrations.py")
-    return True
 
 
 class _DeferredPackage(ModuleType):
@@ -79,23 +74,22 @@ def defer_heavy_packages() -> None:
         ("torchmetrics", _import_base_of_torchmetrics),
         ("streaming", _import_base_of_streaming),
     ):
-        if package not in sys.modules and _defer(package):
+        if package not in sys.modules:
             try:
+                _defer(package)
                 import_base()
             except (ImportError, AttributeError):  # a version with other modules: import it whole
                 for name in [name for name in sys.modules if name.partition(".")[0] == package]:
                     del sys.modules[name]
 
 
-def _defer(name: str) -> bool:
-    """Put the package ``name`` into ``sys.modules`` without running it; False if it is not installed."""
+def _defer(name: str) -> None:
+    """Put the package ``name`` into ``sys.modules`` without running it."""
     spec = importlib.util.find_spec(name)
-    if spec is None:
-        return False
+    assert spec is not None  # setup.py requires it
     package = importlib.util.module_from_spec(spec)
     package.__class__ = _DeferredPackage
     sys.modules[name] = package
-    return True
 
 
 def _import_base_of_torchmetrics() -> None:
@@ -132,8 +126,6 @@ def _declare_operators(registrations: Path) -> None:
     """Declare each operator for which the file ``registrations`` registers a shape function."""
     import torch
 
-    if not registrations.is_file():
-        return
     code = registrations.read_text(encoding="utf-8")
     names = set(re.findall(r"""register_fake\(\s*["']torchvision::(\w+)["']""", code))
     library = torch.library.Library("torchvision", "FRAGMENT")

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
+from rich import filesize
 from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, TextColumn, TimeRemainingColumn
 
 
 def amount(num_bytes: float) -> str:
     """Format bytes with a decimal unit, such as ``1.5 GB``."""
-    prefixes = ("", "k", "M", "G", "T", "P", "E")
-    power = 0
-    while round(num_bytes, 1) >= 1000 and power < len(prefixes) - 1:
-        num_bytes /= 1000
-        power += 1
-    return f"{_digits(num_bytes)} {prefixes[power]}B"
+    return filesize.decimal(int(num_bytes))
 
 
 def duration(seconds: float) -> str:

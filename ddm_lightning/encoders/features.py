@@ -188,7 +188,7 @@ class DinoV2(_Features):
     """DINOv2's class token after the last norm (Oquab et al. 2023, arXiv 2304.07193), with or without registers.
 
     Args:
-        path, subfolder, revision, device, compute_dtype: see ``Pretrained``.
+        path, params: see ``Pretrained``.
         resolution: side of the resized images in pixels, a multiple of the patch size (14 in the published models).
 
     Raises:
@@ -199,16 +199,8 @@ class DinoV2(_Features):
     place = "feature network 'dinov2'"
     kinds = {"model_type": ["dinov2", "dinov2_with_registers"]}  # noqa: RUF012  never changed
 
-    def __init__(
-        self,
-        path: str,
-        subfolder: str | None = None,
-        revision: str | None = None,
-        resolution: int = 224,
-        device: str = "cpu",
-        compute_dtype: str = "float32",
-    ) -> None:
-        super().__init__(path, subfolder, revision, device, compute_dtype)
+    def __init__(self, path: str, resolution: int = 224, **params: Any) -> None:
+        super().__init__(path, **params)
         patch, self.size = (self.config.get(key, 0) for key in ("patch_size", "hidden_size"))
         if not is_int(patch, 1) or not is_int(self.size, 1):
             problem = "patch_size and hidden_size must be integers of at least 1"
@@ -234,7 +226,7 @@ class TimmFeatures(_Features):
     Args:
         path: folder as on the hub (``config.json`` with ``architecture``, and ``model.safetensors``), or the name
             there, such as ``timm/resnet50.a1_in1k``.
-        revision, device, compute_dtype: see ``Pretrained``.
+        params: see ``Pretrained``.
 
     Raises:
         UserError: see ``Pretrained``; or timm does not know the network.
@@ -244,10 +236,8 @@ class TimmFeatures(_Features):
     packages: tuple[str, ...] = ("timm",)
     place = "feature network 'timm'"
 
-    def __init__(
-        self, path: str, revision: str | None = None, device: str = "cpu", compute_dtype: str = "float32"
-    ) -> None:
-        super().__init__(path, None, revision, device, compute_dtype)
+    def __init__(self, path: str, **params: Any) -> None:
+        super().__init__(path, **params)
         with loading(self.folder, self.place):
             import timm
 

@@ -83,12 +83,12 @@ class DiffusersVAE(Pretrained):
     - with ``latents_mean`` and ``latents_std``, one per channel: x_0 = (latent - mean) · scaling_factor / std.
 
     Args:
-        path, revision, device: see ``Pretrained``.
-        subfolder: folder of the model in a pipeline: ``vae``.
+        path: see ``Pretrained``.
         stores: ``posterior``, the mean and the standard deviation of each latent, from which training samples anew at
             each step (as DiT does), or ``x_0``, the mean alone, half the bytes.
         dtype: type of the stored numbers, ``float16`` or ``float32``.
-        compute_dtype: see ``Pretrained``; SDXL's autoencoder overflows in ``float16``.
+        params: see ``Pretrained``. In a pipeline, ``subfolder`` is ``vae``; SDXL's autoencoder overflows with a
+            ``compute_dtype`` of ``float16``.
 
     Raises:
         UserError, ValueError: see ``Pretrained``.
@@ -99,22 +99,13 @@ class DiffusersVAE(Pretrained):
     stem = "diffusion_pytorch_model"
     kinds = {"_class_name": ["AutoencoderKL"]}  # noqa: RUF012  never changed
 
-    def __init__(
-        self,
-        path: str,
-        subfolder: str | None = None,
-        revision: str | None = None,
-        stores: str = "posterior",
-        dtype: str = "float16",
-        device: str = "cpu",
-        compute_dtype: str = "float32",
-    ) -> None:
+    def __init__(self, path: str, stores: str = "posterior", dtype: str = "float16", **params: Any) -> None:
         if stores not in ("posterior", "x_0"):
             raise ValueError(f"stores = {stores!r} must be posterior or x_0")
         if dtype not in ("float16", "float32"):
             raise ValueError(f"dtype = {dtype!r} must be float16 or float32")
         self.stores, self.dtype = stores, dtype
-        super().__init__(path, subfolder, revision, device, compute_dtype)
+        super().__init__(path, **params)
         config = {**_DEFAULTS, **{key: value for key, value in self.config.items() if key in _CONFIG}}
         mean, std, shift = config["latents_mean"], config["latents_std"], config["shift_factor"]
         problem = problem_with(config, _CONFIG)

@@ -10,6 +10,7 @@ import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar
@@ -20,7 +21,7 @@ from jaxtyping import Float, UInt8
 from torch import Tensor
 
 from ddm_lightning.core.compat import ensure_torchvision_importable
-from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.errors import UserError, first_line
 from ddm_lightning.core.files import inside, read_json, sha256_file, sha256_json
 from ddm_lightning.core.registry import require
 from ddm_lightning.core.weights import read_header
@@ -32,15 +33,26 @@ _REMEDY = "copy or download the model again"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
+@dataclass(frozen=True)
+class PretrainedParams:
+    """Parameters of every ``Pretrained``."""
+
+    subfolder: str | None = None
+    """Folder of the model inside ``path``."""
+    revision: str | None = None
+    """Commit, tag or branch on the hub."""
+    device: str = "cpu"
+    """Torch device to compute on."""
+    compute_dtype: str = "float32"
+    """``float32``, ``bfloat16`` or ``float16``."""
+
+
 class Pretrained:
     """A model of a library: found and checked when built, loaded on first use.
 
     Args:
         path: folder of the model or of its pipeline, or ``owner/name`` on the Hugging Face hub.
-        subfolder: folder of the model inside ``path``.
-        revision: commit, tag or branch on the hub.
-        device: torch device to compute on.
-        compute_dtype: ``float32``, ``bfloat16`` or ``float16``.
+        params: those of ``PretrainedParams``.
 
     Raises:
         UserError: a package, a folder or a file is missing, cut short, pickled, or of another kind.
@@ -48,6 +60,8 @@ class Pretrained:
     """
 
     packages: tuple[str, ...]
+    params: ClassVar[type] = PretrainedParams
+    """Dataclass of the ``**params`` of a subclass's constructor, for ``Registry.check``."""
     place: ClassVar[str]
     """Name in error lines, such as ``image encoder 'diffusers-vae'``."""
     stem: ClassVar[str] = "model"
@@ -63,19 +77,20 @@ class Pretrained:
     shapes: Mapping[str, tuple[int, ...]]
     """Name of a weight in the files -> shape."""
 
-    def __init__(self, path: str, subfolder: str | None, revision: str | None, device: str, compute_dtype: str) -> None:
-        if compute_dtype not in _DTYPES:
-            raise ValueError(f"compute_dtype = {compute_dtype!r} must be one of {', '.join(_DTYPES)}")
-        self.compute_dtype = _DTYPES[compute_dtype]
+    def __init__(self, path: str, **params: Any) -> None:
+        given = PretrainedParams(**params)
+        if given.compute_dtype not in _DTYPES:
+            raise ValueError(f"compute_dtype = {given.compute_dtype!r} must be one of {', '.join(_DTYPES)}")
+        self.compute_dtype = _DTYPES[given.compute_dtype]
         try:
-            self.device = torch.device(device)
+            self.device = torch.device(given.device)
         except RuntimeError:
-            raise ValueError(f"device = {device!r} must be cpu, cuda, cuda:1 or the like") from None
+            raise ValueError(f"device = {given.device!r} must be cpu, cuda, cuda:1 or the like") from None
         require(self.place, *self.packages, extra=EXTRA)
         endings = (".safetensors", ".safetensors.index.json", "-*-of-*.safetensors")
         names = ["config.json", *(self.stem + ending for ending in endings)]
-        self._path, self._revision = path, revision
-        self.folder = self._find(subfolder, names, self._read)
+        self._path, self._revision = path, given.revision
+        self.folder = self._find(given.subfolder, names, self._read)
         for key, values in self.kinds.items():
             if (found := self.config.get(key)) not in values:
                 problem = f"{key} is {found!r}, but {self.place} takes {' or '.join(values)}"
@@ -132,7 +147,7 @@ class Pretrained:
             return Path(snapshot_download(name, revision=self._revision, local_files_only=only_cached, **patterns))
         except (OSError, errors.HFValidationError) as error:
             problem = "is no folder, not in the hub's cache, and cannot be downloaded"
-            reason = _one_line(error.__cause__ or error)
+            reason = first_line(error.__cause__ or error)
             remedy = f"set its parameter 'path' to a folder, or download it with a network: hf download {name}"
             raise UserError(f"{name}: {problem} ({reason}), needed by {self.place}; {remedy}") from None
 
@@ -196,14 +211,10 @@ def loading(folder: Path, place: str) -> Iterator[None]:
             logger.setLevel(logging.ERROR)
         yield
     except Exception as error:  # noqa: BLE001 (tokenizers raises nothing narrower)
-        raise UserError(f"{folder}: cannot be loaded by {place} ({_one_line(error)}); {_REMEDY}") from None
+        raise UserError(f"{folder}: cannot be loaded by {place} ({first_line(error)}); {_REMEDY}") from None
     finally:
         for logger, level in levels.items():
             logger.setLevel(level)
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__
 
 
 def encode_in_batches(

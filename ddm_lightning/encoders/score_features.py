@@ -91,7 +91,7 @@ class ClipImages(_Features):
     The CLIP-FID of clean-fid takes ``openai/clip-vit-base-patch32``; it rounds resized pixels, this does not.
 
     Args:
-        path, subfolder, revision, device, compute_dtype: see ``Pretrained``.
+        path, params: see ``Pretrained``.
 
     Raises:
         UserError, ValueError: see ``Pretrained``.
@@ -101,15 +101,8 @@ class ClipImages(_Features):
     place = "feature network 'clip'"
     kinds = {"model_type": ["clip", "clip_vision_model"]}  # noqa: RUF012  never changed
 
-    def __init__(
-        self,
-        path: str,
-        subfolder: str | None = None,
-        revision: str | None = None,
-        device: str = "cpu",
-        compute_dtype: str = "float32",
-    ) -> None:
-        super().__init__(path, subfolder, revision, device, compute_dtype)
+    def __init__(self, path: str, **params: Any) -> None:
+        super().__init__(path, **params)
         if "visual_projection.weight" not in self.shapes:
             raise UserError(f"{self.folder}: has no image projection; give a whole CLIP in its parameter 'path'")
         self.size = self.shapes["visual_projection.weight"][0]

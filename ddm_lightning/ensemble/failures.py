@@ -17,11 +17,7 @@ Generate: TypeAlias = Callable[[Ensemble, list[int]], Float[Tensor, "r c h w"]]
 
 
 class _NotFiniteError(Exception):
-    """An expert returned NaN or an infinity."""
-
-    def __init__(self, expert: int) -> None:
-        super().__init__(expert)
-        self.expert = expert
+    """An expert, of the number in ``args``, returned NaN or an infinity."""
 
 
 def without_failed(ensemble: Ensemble, generate: Generate, rows: list[int]) -> Float[Tensor, "r c h w"]:
@@ -40,13 +36,14 @@ def without_failed(ensemble: Ensemble, generate: Generate, rows: list[int]) -> F
             x_0[broken] = generate(_watched(ensemble, excluded), [rows[i] for i in broken.tolist()])
             break
         except _NotFiniteError as error:
-            name = ensemble.names[error.expert]
-            if error.expert in excluded or len(excluded) == ensemble.num_clusters - 1:
+            expert: int = error.args[0]
+            name = ensemble.names[expert]
+            if expert in excluded or len(excluded) == ensemble.num_clusters - 1:
                 raise UserError(f"{name}: returns NaN, and the strategy has no other expert; fit it again") from None
-            if error.expert not in ensemble.failed:
+            if expert not in ensemble.failed:
                 note(f"{name} returns NaN on {len(broken)} images; they are made without it, with renormalised weights")
-            ensemble.failed.add(error.expert)
-            excluded.add(error.expert)
+            ensemble.failed.add(expert)
+            excluded.add(expert)
     return x_0
 
 

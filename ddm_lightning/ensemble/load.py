@@ -12,24 +12,13 @@ from torch import Tensor, nn
 
 from ddm_lightning.config.experiment import SampleConfig
 from ddm_lightning.core.errors import UserError
-from ddm_lightning.ensemble.cost import Cost
 from ddm_lightning.ensemble.residency import ResidentExperts
 from ddm_lightning.ensemble.routing import sample, strategy_of
-from ddm_lightning.ensemble.velocity import Ensemble
+from ddm_lightning.ensemble.velocity import Cost, Ensemble
 from ddm_lightning.flow.condition import Condition, ConditionSpec
 from ddm_lightning.members.artifact import ArtifactMeta, load_network, temperatures_of
 from ddm_lightning.members.assembly import EnsembleManifest, read_ensemble
 from ddm_lightning.members.run_folder import ENSEMBLE_FILE, MEMBER_FILE
-
-
-@dataclass(frozen=True)
-class LoadedMember:
-    """One member's network and metadata."""
-
-    network: nn.Module
-    """In evaluation mode."""
-    meta: ArtifactMeta
-    """Its ``member.json``."""
 
 
 @dataclass(frozen=True)
@@ -78,26 +67,16 @@ class LoadedEnsemble:
         )
 
 
-def load_member(folder: Path, device: torch.device | str = "cpu") -> LoadedMember:
-    """Load one artifact.
-
-    Raises:
-        UserError: the artifact is damaged or unusable; see ``load_network``.
-    """
-    meta, network = load_network(folder)
-    return LoadedMember(network.to(device), meta)
-
-
 def load_single(folder: Path, device: torch.device | str = "cpu") -> LoadedEnsemble:
     """Load the monolith, or one expert alone, as an ensemble of one.
 
     Raises:
-        UserError: as ``load_member``, or the artifact is a router.
+        UserError: the artifact is damaged or unusable (see ``load_network``), or a router.
     """
-    member = load_member(folder, device)
-    if member.meta.role == "router":
+    meta, network = load_network(folder)
+    if meta.role == "router":
         raise UserError(f"{folder / MEMBER_FILE}: is a router; give an expert or the monolith")
-    return LoadedEnsemble(Ensemble([member.network], None, [1.0], paths=[member.meta.path]), member.meta)
+    return LoadedEnsemble(Ensemble([network.to(device)], None, [1.0], paths=[meta.path]), meta)
 
 
 class _Columns(nn.Module):
@@ -148,7 +127,7 @@ def load_listed(
     """
     metas, folders = manifest.metas, dict(manifest.folders)
     router_folder = folders.pop("router", None)
-    router = None if router_folder is None else load_member(router_folder, device).network
+    router = None if router_folder is None else load_network(router_folder)[1].to(device)
     takes_turns = resident_experts is not None and resident_experts < len(folders)
     networks = {name: load_network(folder, mapped=takes_turns)[1] for name, folder in folders.items()}
     experts: list[nn.Module] | ResidentExperts = list(networks.values())

@@ -94,14 +94,9 @@ class ResidentExperts(Sequence[Any]):
         """Copy an expert's weights to the device, into the memory of ``old`` where shapes and types agree."""
         weights = {}
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
-            for name, new in _weights(host).items():
+            for name, new in [*host.named_parameters(), *host.named_buffers()]:
                 place = old.pop(name, None)
                 if place is None or (place.shape, place.dtype) != (new.shape, new.dtype):
                     place = torch.empty_like(new, device=self.device)
                 weights[name] = place.copy_(new, non_blocking=True)
         return PlacedExpert(host, weights)
-
-
-def _weights(network: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by name."""
-    return {name: tensor.detach() for name, tensor in [*network.named_parameters(), *network.named_buffers()]}

@@ -205,7 +205,8 @@ class Strategy:
             UserError: the line names ``sample.solver``.
         """
         if self.solvers and solver not in self.solvers:
-            raise UserError(f"does not work with sample.solver = {solver!r}; set it to {' or '.join(self.solvers)}")
+            problem = f"{type(self).__name__} does not work with sample.solver = {solver!r}"
+            raise UserError(f"{problem}; set it to {' or '.join(self.solvers)}")
 
     def check_num_clusters(self, num_clusters: int) -> None:
         """Refuse params that do not fit K experts; by default none.
@@ -328,12 +329,8 @@ def sample(
         ValueError: the number of rows of ``condition`` or ``keys`` is not ``num``.
     """
     built: Solver = SOLVERS.build(solver, dict(solver_params or {}))
-    name = strategy if isinstance(strategy, str) else type(strategy).__name__
     strategy = STRATEGIES.build(strategy, {}) if isinstance(strategy, str) else strategy
-    try:
-        strategy.check_solver(solver)
-    except UserError as error:
-        raise UserError(f"strategy {name!r} {error}") from None
+    strategy.check_solver(solver)
     if condition is not None and len(condition) != num:
         raise ValueError(f"{len(condition)} conditions for {num} samples")
     keys = [(i,) for i in range(num)] if keys is None else keys

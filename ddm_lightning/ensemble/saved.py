@@ -10,6 +10,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from fsspec.core import url_to_fs
+from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.core.errors import UserError, first_line
@@ -21,6 +22,9 @@ from ddm_lightning.members.run_folder import ENSEMBLE_FILE, MEMBER_FILE, RunFold
 from ddm_lightning.shards.manifest import Manifest, manifest_path
 
 CARD_FILE = "README.md"
+_TEMPLATES = Environment(
+    loader=PackageLoader(__package__), undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True
+)
 
 
 def fetched(address: str | Path) -> Path:
@@ -140,41 +144,6 @@ def save_ensemble(ensemble: EnsembleManifest, out: Path, licence: str | None = N
 
 def model_card(ensemble: EnsembleManifest) -> str:
     """Describe a saved ensemble in Markdown: use, members with hashes, partition, credit and licence."""
-    about, shares = ensemble.about, dict(zip(ensemble.experts, ensemble.priors, strict=True))
-    assert about is not None
-    rows = [
-        f"| {name} | {meta.network} | {meta.prediction or 'cluster'}, {meta.path} | "
-        f"{f'{shares[name]:.4f}' if name in shares else '–'} | {meta.step:,} | {meta.num_samples:,} | "
-        f"`{meta.partition_sha256[:12]}` | `{meta.model_sha256}` |"
-        for name, meta in ensemble.metas.items()
-    ]
+    shares = dict(zip(ensemble.experts, ensemble.priors, strict=True))
     condition = next(iter(ensemble.metas.values())).condition["kind"]
-    call = {"class": 'classes=["0"], ', "none": ""}.get(condition, '["a prompt"], ')
-    router = " and a router" if len(rows) > len(shares) else ""
-    changed = " Experts were added, removed or replaced after training." if ensemble.changed else ""
-    return f"""\
-# {about.name}
-
-A decentralized diffusion model (McAllister et al., arXiv 2501.05450): {len(shares)} experts, each trained alone on one
-cluster of {about.num_images:,} images{router}. Condition: {condition}.
-
-    from ddm_lightning import DecentralizedEnsemble
-
-    images = DecentralizedEnsemble.from_pretrained("FOLDER").sample({call}num=4, seed=0)
-
-## Members
-
-| member | network | predicts, path | prior | steps | samples seen | partition | SHA-256 of model.safetensors |
-| :-- | :-- | :-- | --: | --: | --: | :-- | :-- |
-{chr(10).join(rows)}
-
-Artifacts hold weights and names, no code. Loading compares these hashes, and that of each `member.json`.
-
-Partition: SHA-256 `{ensemble.partition_sha256}`.{changed}
-
-## Credit and licence
-
-Trained on: {about.credit or "no credit required"}
-
-Licence of the weights: {about.licence or "not stated"}
-"""
+    return _TEMPLATES.get_template("model_card.md.j2").render(vars(ensemble), shares=shares, condition=condition)

@@ -1,19 +1,22 @@
-"""The ensemble's velocity; an expert is evaluated only on the rows routed to it."""
+"""The ensemble's velocity, and its cost; an expert is evaluated only on the rows routed to it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from copy import copy
-from typing import TypeAlias
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
+from torch.func import functional_call, stack_module_state, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.utils.rnn import pad_sequence
 
 from ddm_lightning.core.errors import UserError
-from ddm_lightning.ensemble.cost import Cost, Work
 from ddm_lightning.ensemble.residency import ResidentExperts
-from ddm_lightning.ensemble.stacked import Stack
 from ddm_lightning.flow.condition import Condition, ConditionSpec
 from ddm_lightning.flow.path import PATHS, Samples, Times, expand_time, guided, to_velocity
 from ddm_lightning.networks.calibration import temperature_at
@@ -22,6 +25,32 @@ from ddm_lightning.networks.flops import flops_per_sample
 
 Route: TypeAlias = Callable[[Float[Tensor, "b K"]], Float[Tensor, "b K"]]
 """Weights of the experts from the router's probabilities."""
+
+
+@dataclass
+class Work:
+    """Rows evaluated by an ensemble; guidance evaluates a row twice."""
+
+    expert_rows: list[int]
+    """Rows computed by each expert; more than ``active`` where ``stacked`` fills up its batch."""
+    router_rows: int = 0
+    """Rows computed by the router."""
+    rows: int = 0
+    """Rows for which any expert was evaluated."""
+    active: int = 0
+    """Experts active on these rows, summed."""
+    images: int = 0
+    """Finished samples."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Cost of the images sampled so far."""
+
+    gflop: float
+    """Forward GFLOP per image over all steps, router included; a multiply-add is 2."""
+    experts: float
+    """Mean number of active experts per evaluation of an image."""
 
 
 class Ensemble:
@@ -83,11 +112,6 @@ class Ensemble:
             return self.experts.device
         first = next(self.experts[0].parameters(), None)
         return torch.device("cpu") if first is None else first.device
-
-    @property
-    def expert_rows(self) -> int:
-        """Rows evaluated by experts so far; guidance evaluates and counts a row twice."""
-        return sum(self.work.expert_rows)
 
     def cost(self, x_shape: tuple[int, int, int], condition: ConditionSpec) -> Cost:
         """Cost per image of the finished samples.
@@ -282,3 +306,62 @@ def rows_by_expert(active: Bool[Tensor, "b K"]) -> tuple[list[Int[Tensor, " _"]]
     *counts, num_rows = torch.cat([active.sum(0), active.any(1).sum()[None]]).tolist()
     order = active.T.flatten().argsort(descending=True, stable=True)[: sum(counts)]
     return list((order % len(active)).split(counts)), num_rows
+
+
+class Stack:
+    """The weights of K experts as one tensor each; the experts' own become views of it, which takes no more memory.
+
+    Args:
+        experts: networks of one architecture on one device.
+        paths: path of each.
+
+    Raises:
+        UserError: architectures or paths differ.
+    """
+
+    def __init__(self, experts: Sequence[nn.Module], paths: Sequence[str]) -> None:
+        recipes = [(_recipe(expert), path) for expert, path in zip(experts, paths, strict=True)]
+        for k, recipe in enumerate(recipes):
+            if recipe != recipes[0]:
+                problem = f"expert-{k} differs from expert-0 in its architecture, prediction or path"
+                raise UserError(f"sample.stacked = true: {problem}; set sample.stacked=false")
+        self._expert, self._path = experts[0], PATHS[paths[0]]
+        self._prediction, self._path_name = str(experts[0].prediction), paths[0]
+        self._state = stack_module_state(list(experts))
+        for k, expert in enumerate(experts):
+            for stacked, own in zip(self._state, (expert.named_parameters(), expert.named_buffers()), strict=True):
+                for name, tensor in own:
+                    tensor.data = stacked[name].detach()[k]
+
+    def velocities(
+        self, groups: Sequence[Int[Tensor, " _"]], x_t: Samples, t: Times, condition: Condition | None
+    ) -> Float[Tensor, "K m *shape"]:
+        """Compute each expert's velocity on its group of rows, filled up to the largest group with any row."""
+        rows = pad_sequence(list(groups), batch_first=True)
+        values = () if condition is None else (condition.values[rows], condition.keep[rows])
+        # Of torch's attention kernels for CPUs, vmap knows this one only.
+        with sdpa_kernel(SDPBackend.MATH) if x_t.device.type == "cpu" else nullcontext():
+            velocities: Tensor = vmap(self._velocity)(self._state, x_t[rows], t[rows], *values)
+        return velocities
+
+    def _velocity(
+        self,
+        state: tuple[dict[str, Any], dict[str, Any]],
+        x_t: Samples,
+        t: Times,
+        values: Tensor | None = None,
+        keep: Bool[Tensor, " b"] | None = None,
+    ) -> Samples:
+        condition = None if values is None or keep is None else Condition(values, keep)
+        x_tau, tau = self._path.from_linear(x_t, t)
+        predicted = functional_call(self._expert, state, (x_tau, tau, condition))
+        return to_velocity(predicted, x_tau, tau, self._prediction, self._path_name)
+
+
+def _recipe(expert: nn.Module) -> list[object]:
+    """All that an expert computes with but the values of its tensors: modules, their plain attributes, shapes."""
+    plain = (int, float, str, bool, tuple, type(None))
+    return [
+        *((type(part), {k: v for k, v in vars(part).items() if isinstance(v, plain)}) for part in expert.modules()),
+        *((name, tensor.shape, tensor.dtype) for name, tensor in expert.state_dict().items()),
+    ]

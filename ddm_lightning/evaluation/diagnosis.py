@@ -32,8 +32,8 @@ from ddm_lightning.flow.randomness import keyed_generator
 from ddm_lightning.flow.timesteps import stratified_timesteps
 from ddm_lightning.members.member import MONOLITH, Member
 from ddm_lightning.members.run_folder import RunFolder
-from ddm_lightning.networks.calibration import is_fitted, score
-from ddm_lightning.shards.loader import ShardLoader
+from ddm_lightning.networks.calibration import calibration_error, is_fitted, reliability
+from ddm_lightning.shards.datamodule import ShardLoader
 from ddm_lightning.shards.manifest import Manifest
 from ddm_lightning.training.fit import build_data, build_module
 
@@ -64,11 +64,6 @@ class Samples:
         """The chosen samples."""
         condition = None if self.condition is None else self.condition.rows(rows)
         return Samples(self.x_0[rows], self.clusters[rows], self.sample_ids[rows], condition)
-
-    def repeated(self) -> Samples:
-        """Repeat a small set, for several draws of noise."""
-        draws = min(MAX_DRAWS, -(-MIN_ROWS // len(self.x_0)))
-        return self.rows(torch.arange(len(self.x_0)).repeat(draws))
 
     def to(self, device: torch.device) -> Samples:
         """The same samples on ``device``."""
@@ -101,7 +96,8 @@ def diagnose(
     train, held_out, num_train = _read(experiment, run)
     with Progress(*member_columns(), console=Console(stderr=True), disable=not show_progress) as bars:
         task = bars.add_task("experts", total=len(stratified_timesteps()), note="")
-        noisy = held_out.repeated().to(device)
+        draws = min(MAX_DRAWS, -(-MIN_ROWS // len(held_out.x_0)))  # of noise
+        noisy = held_out.rows(torch.arange(len(held_out.x_0)).repeat(draws)).to(device)
         figures: Figures = {
             "num_held_out": len(held_out.x_0),
             "num_train": num_train,
@@ -222,13 +218,14 @@ def router_figures(ensemble: Ensemble, held_out: Samples, seed: int) -> Figures:
                     for part in parts
                 ]
                 found[suffix] = torch.cat(probabilities).clamp_min(1e-30).log()
-                half = score(found[suffix][judged], clusters, 0.0)
-                own[f"nll{suffix}"].append(half.nll)
-                own[f"calibration_error{suffix}"].append(half.calibration_error)
-            own["accuracy"].append(score(found[""], held_out.clusters, 0.0).accuracy)
+                half = found[suffix][judged].double()
+                own[f"nll{suffix}"].append(-float(half.gather(1, clusters[:, None]).mean()))
+                own[f"calibration_error{suffix}"].append(float(calibration_error(reliability(half, clusters))))
+            own["accuracy"].append(float((found[""].argmax(1) == held_out.clusters).double().mean()))
             perfect = found["_calibrated"][judged]
             likely = choose(perfect.exp(), uniform[first][judged])
-            own["calibration_error_by_chance"].append(score(perfect, likely, 0.0).calibration_error)
+            by_chance = calibration_error(reliability(perfect.double(), likely))
+            own["calibration_error_by_chance"].append(float(by_chance))
     return {branch: dict(own) for branch, own in figures.items()}
 
 

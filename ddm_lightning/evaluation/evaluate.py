@@ -74,9 +74,8 @@ class Evaluation:
 
         self.generated: ImageSet
         self.generated = FileImages(images) if images else Generated(run, experiment, manifest, encoder, device)
-        wanted = self.settings.reference
-        self.reference: ImageSet
-        self.reference = of_shards(wanted) if wanted in (HELD_OUT, TRAIN) else FileImages(Path(wanted).expanduser())
+        wanted, is_side = self.settings.reference, self.settings.reference in (HELD_OUT, TRAIN)
+        self.reference: ImageSet = of_shards(wanted) if is_side else FileImages(Path(wanted).expanduser())
         if self.generated.shape != self.reference.shape:
             sizes = " and ".join("{} × {}".format(*one.shape) for one in (self.reference, self.generated))
             raise UserError(f"{self.reference.name}: its images and the generated ones have {sizes} pixels; resize one")
@@ -99,7 +98,9 @@ class Evaluation:
         """Find the results folder, refuse one of other settings, and write down these."""
         generated, name = self.generated, self.experiment.sample.strategy
         own = generated.settings if isinstance(generated, Generated) else {"images_sha256": generated.sha256}
-        self.origin = {"version": __version__, "commit": _commit(), "code_sha256": _code(), **own}
+        root = Path(__file__).parents[1]
+        code = sha256_json({str(path.relative_to(root)): sha256_file(path) for path in root.rglob("*.py")})
+        self.origin = {"version": __version__, "commit": _commit(), "code_sha256": code, **own}
         name = name if isinstance(generated, Generated) else "images"
         folder = out or self.run.root / "evaluation" / f"{name}-{sha256_json(self.origin)[:8]}"
         path, remedy = folder / SETTINGS_FILE, "give another folder with --out"
@@ -229,12 +230,6 @@ def _commit() -> str:
         return "unknown"
     command = ["git", "-C", str(root), "rev-parse", "HEAD"]
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
-
-
-def _code() -> str:
-    """Hash of this package's modules, committed or not."""
-    root = Path(__file__).parents[1]
-    return sha256_json({str(path.relative_to(root)): sha256_file(path) for path in root.rglob("*.py")})
 
 
 @contextmanager

@@ -22,9 +22,8 @@ from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.core.errors import UserError, first_line
 from ddm_lightning.core.files import atomic_write, sha256_file, sha256_json
 from ddm_lightning.core.grids import save_png
-from ddm_lightning.core.registry import CAPTION_ENCODERS
 from ddm_lightning.encoders.interfaces import ImageEncoder
-from ddm_lightning.evaluation.samples import load_of_run
+from ddm_lightning.evaluation.samples import load_of_run, text_condition
 from ddm_lightning.flow.condition import Condition
 from ddm_lightning.flow.randomness import keyed_generator
 from ddm_lightning.members.run_folder import RunFolder
@@ -148,7 +147,7 @@ class FileImages:
         first = getattr(self, "shape", images[0].shape)
         for path, image in zip(chosen, images, strict=True):
             if image.shape != first:
-                problem = f"has {_side(image.shape)} pixels, and the first image has {_side(first)}"
+                problem = "has {} × {} pixels, and the first image has {} × {}".format(*image.shape[:2], *first[:2])
                 raise UserError(f"{path}: {problem}; resize them to one size")
         return np.stack(images)
 
@@ -172,10 +171,6 @@ def _read_image(path: Path) -> UInt8[np.ndarray, "h w 3"]:
             return np.asarray(image.convert("RGB"))
     except (OSError, Image.DecompressionBombError) as error:
         raise UserError(f"{path}: cannot be read as an image ({first_line(error)}); remove or replace it") from None
-
-
-def _side(shape: Sequence[int]) -> str:
-    return f"{shape[0]} × {shape[1]}"
 
 
 class Generated:
@@ -215,12 +210,6 @@ class Generated:
             "conditions": None if self._given is None else {"of": self._given.name, "sha256": self._given.sha256},
         }
 
-    @functools.cached_property
-    def _caption_encoder(self) -> Any:
-        plugin = self._experiment.prepare.caption_encoder
-        assert plugin is not None, "check_experiment asks for one"
-        return CAPTION_ENCODERS.build(plugin.name, plugin.params)
-
     def given(self, rows: range, column: str) -> list[Any]:
         """Return a column, such as ``caption``, of the samples whose conditions are used."""
         assert self._given is not None
@@ -235,8 +224,7 @@ class Generated:
             return None
         if self._kind == "class":
             return Condition.of(torch.tensor([int(label) for label in self.given(rows, "label")]))
-        encode = self._caption_encoder.tokens if self._kind == "tokens" else self._caption_encoder.vectors
-        return Condition.of(torch.from_numpy(encode(self.given(rows, "caption"))))
+        return text_condition(self.given(rows, "caption"), self._experiment)
 
     def images(self, rows: range) -> Images:
         """Return one part, generated now if it is not there."""

@@ -22,7 +22,7 @@ from ddm_lightning.core.errors import UserError, line_of, note
 from ddm_lightning.core.registry import STRATEGIES
 from ddm_lightning.ensemble.trace import Trace
 from ddm_lightning.evaluation.pretrained import DecentralizedEnsemble
-from ddm_lightning.evaluation.trajectory import heat_map
+from ddm_lightning.evaluation.samples import heat_map
 
 _MAX_PROMPT = 2000
 _MAX_IMAGES, _MAX_STEPS, _MAX_GUIDANCE = 8, 200, 20

@@ -48,26 +48,15 @@ class FiniteSetOracle:
         self._slices = list(zip([0, *ends[:-1]], ends, strict=True))
         self._chunk_size = chunk_size
 
-    def velocity(self, x_t: Samples, t: Times) -> Samples:
-        """The velocity of the whole set; raises ``ValueError`` unless every t > 0."""
-        return self._velocity(x_t, t, 0, len(self._points))
+    def velocity(self, x_t: Samples, t: Times, cluster: int | None = None) -> Samples:
+        """The velocity of the whole set, or of one ``cluster`` alone.
 
-    def cluster_velocity(self, k: int, x_t: Samples, t: Times) -> Samples:
-        """The velocity of cluster ``k`` alone; raises ``ValueError`` if it is empty, or unless every t > 0."""
-        start, end = self._slices[k]
+        Raises:
+            ValueError: the cluster is empty, or a t is not above 0.
+        """
+        start, end = (0, len(self._points)) if cluster is None else self._slices[cluster]
         if start == end:
-            raise ValueError(f"cluster {k} is empty and has no velocity")
-        return self._velocity(x_t, t, start, end)
-
-    def cluster_posterior(self, x_t: Samples, t: Times) -> Float[Tensor, "b k"]:
-        """``p(k | x_t, t)`` of every cluster, 0 for an empty one; raises ``ValueError`` unless every t > 0."""
-        evidence = x_t.new_full((len(x_t), len(self._slices)), -torch.inf, dtype=torch.float64)
-        for k, (start, end) in enumerate(self._slices):
-            for logits, _ in self._chunks(x_t, t, start, end):
-                evidence[:, k] = torch.logaddexp(evidence[:, k], logits.logsumexp(1))
-        return evidence.softmax(1).to(x_t.dtype)
-
-    def _velocity(self, x_t: Samples, t: Times, start: int, end: int) -> Samples:
+            raise ValueError(f"cluster {cluster} is empty and has no velocity")
         total = x_t.new_full((len(x_t), 1), -torch.inf, dtype=torch.float64)
         mean = x_t.new_zeros((len(x_t), self._points.shape[1]), dtype=torch.float64)
         for logits, points in self._chunks(x_t, t, start, end):
@@ -76,6 +65,14 @@ class FiniteSetOracle:
             total = torch.logaddexp(total, chunk)
             mean = mean + (chunk - total).exp() * (logits.softmax(1) @ points - mean)
         return ((x_t.double() - mean.reshape(x_t.shape)) / expand_time(t.double(), x_t)).to(x_t.dtype)
+
+    def cluster_posterior(self, x_t: Samples, t: Times) -> Float[Tensor, "b k"]:
+        """``p(k | x_t, t)`` of every cluster, 0 for an empty one; raises ``ValueError`` unless every t > 0."""
+        evidence = x_t.new_full((len(x_t), len(self._slices)), -torch.inf, dtype=torch.float64)
+        for k, (start, end) in enumerate(self._slices):
+            for logits, _ in self._chunks(x_t, t, start, end):
+                evidence[:, k] = torch.logaddexp(evidence[:, k], logits.logsumexp(1))
+        return evidence.softmax(1).to(x_t.dtype)
 
     def _chunks(
         self, x_t: Samples, t: Times, start: int, end: int

@@ -101,7 +101,9 @@ def fit_members(
             second request.
         UserError: the shards are not prepared, or the name or params of a network are unknown.
     """
-    waiting = _longest_first([name for name in members if not is_finished(name, experiment, run)], experiment, run)
+    manifest, names = Manifest.read(run.root), [name for name in members if not is_finished(name, experiment, run)]
+    # The longest trainings first, so that all finish at about the same time.
+    waiting = sorted(names, key=lambda name: -Member.resolve(name, experiment, manifest).training_cost())
     running: list[_Child] = []
     failures: dict[str, str] = {}
     with _stop_requests() as requests:
@@ -132,13 +134,6 @@ def fit_members(
             if running:
                 _stop(running, requests, console)
     return failures
-
-
-def _longest_first(names: list[str], experiment: Experiment, run: RunFolder) -> list[str]:
-    """Start the longest trainings first, so that all finish at about the same time."""
-    manifest = Manifest.read(run.root)
-    members = [Member.resolve(name, experiment, manifest) for name in names]
-    return [member.name for member in sorted(members, key=Member.training_cost, reverse=True)]
 
 
 def _start(member: str, slot: int, experiment: Experiment, run: RunFolder) -> _Child:

@@ -223,14 +223,10 @@ def _fitting_network(meta: ArtifactMeta, weights: Mapping[str, Tensor], source: 
         raise UserError(f"{source}: cannot be built: {first_line(error)}; {remedy}") from None
     has = {key: _described(weight) for key, weight in weights.items()}
     needs = {key: _described(weight) for key, weight in network.state_dict().items()}
-    mismatches = [f"{key!r} is missing" for key in needs if key not in has]
-    mismatches += [f"{key!r} is unexpected" for key in has if key not in needs]
-    mismatches += [
-        f"{key!r} is {has[key]} instead of {needs[key]}" for key in needs if has.get(key, needs[key]) != needs[key]
-    ]
-    if mismatches:
-        more = f" and {len(mismatches) - 3} more" if len(mismatches) > 3 else ""
-        raise UserError(f"{source}: the weights do not fit: {', '.join(mismatches[:3])}{more}; {remedy}")
+    if odd := [key for key in {**needs, **has} if has.get(key) != needs.get(key)]:
+        shown = [f"{key!r} is {has.get(key, 'missing')} instead of {needs.get(key, 'absent')}" for key in odd[:3]]
+        more = f" and {len(odd) - 3} more" if len(odd) > 3 else ""
+        raise UserError(f"{source}: the weights do not fit: {', '.join(shown)}{more}; {remedy}")
     declared = getattr(network, "prediction", None)
     if declared != meta.prediction:
         raise UserError(f"{source}: the weights predict {meta.prediction!r}, the code {declared!r}; {remedy}")

@@ -31,7 +31,6 @@ _SHARED_BY_PARTITION = ("partition_sha256", "num_clusters")
 _SHARED_BY_ALL = ("x_shape", "image_encoder", "normalisation")
 # The router has its own timesteps and may be unconditional.
 _SHARED_BY_EXPERTS = ("condition", "caption_encoder", "timestep_shift")
-_TEXT: checks.Check = (lambda value: isinstance(value, str), "a text")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,9 +39,9 @@ class About:
 
     name: Annotated[str, checks.TEXT]
     """Name of the experiment."""
-    credit: Annotated[str, _TEXT]
+    credit: Annotated[str, checks.ANY_TEXT]
     """Credit required by the licence of the data; empty for none."""
-    licence: Annotated[str, _TEXT] = ""
+    licence: Annotated[str, checks.ANY_TEXT] = ""
     """Licence of the weights; empty if not stated."""
     class_names: Annotated[list[str] | None, checks.optional(checks.list_of(checks.TEXT))]
     """Name of each class, if the data has some."""

@@ -9,8 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from ddm_lightning.config.experiment import AlignmentConfig, Experiment, PluginConfig, TimestepsConfig, TrainConfig
-from ddm_lightning.config.merge import expert_section
+from ddm_lightning.config.experiment import (
+    AlignmentConfig,
+    Experiment,
+    PluginConfig,
+    TimestepsConfig,
+    TrainConfig,
+    expert_section,
+)
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import EXPERTS, ROUTERS
 from ddm_lightning.flow.condition import ConditionSpec

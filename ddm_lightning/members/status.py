@@ -25,7 +25,6 @@ CONDITIONAL = "_conditional"
 STATES = ("waiting", "starting", "training", "stopped", "failed", "done")
 _COUNT = checks.integer(0)
 _AMOUNT: checks.Check = (lambda value: checks.is_number(value) and value >= 0, "a number of at least 0")
-_TEXT: checks.Check = (lambda value: isinstance(value, str), "a text")
 
 
 def loss_of(metrics: Mapping[str, float], split: str) -> float | None:
@@ -55,9 +54,9 @@ class MemberStatus:
     """Step of the newest complete validation."""
     pid: Annotated[int, _COUNT] = 0
     """Process that trains the member."""
-    began: Annotated[str, _TEXT] = ""
+    began: Annotated[str, checks.ANY_TEXT] = ""
     """Start of that process, in ticks of its machine's clock; empty if unknown."""
-    host: Annotated[str, _TEXT] = ""
+    host: Annotated[str, checks.ANY_TEXT] = ""
     """Name of that machine."""
     updated: Annotated[float, _AMOUNT] = 0.0
     """Unix time of the last write."""

@@ -51,7 +51,7 @@ def attention(
         ).transpose(1, 2)
     if backend == "xformers":
         return _xformers(q, k, v)
-    raise _unknown(backend)
+    raise UserError(f"unknown attention back end {backend!r}; island.attention is one of: {', '.join(BACKENDS)}")
 
 
 def rotate(x: Float[Tensor, "b n h d"], rotation: Float[Tensor, "#b n 2 half"]) -> Float[Tensor, "b n h d"]:
@@ -75,10 +75,8 @@ def set_attention(module: nn.Module, backend: str) -> None:
     """Set the ``attention_backend`` of every submodule that has one.
 
     Raises:
-        UserError: unknown ``backend``, or ``xformers`` is not installed.
+        UserError: ``xformers`` is not installed.
     """
-    if backend not in BACKENDS:
-        raise _unknown(backend)
     if backend == "xformers":
         _load_xformers()  # now, because compiled code cannot import
     for part in module.modules():
@@ -102,10 +100,6 @@ def check_attention(backend: str, device: torch.device) -> None:
             attention(q, q, q, backend).sum().backward()
     except RuntimeError as error:
         raise UserError(f"attention back end {backend!r} has no kernel for {q.dtype} on {device}; {_REMEDY}") from error
-
-
-def _unknown(backend: str) -> UserError:
-    return UserError(f"unknown attention back end {backend!r}; island.attention is one of: {', '.join(BACKENDS)}")
 
 
 def _load_xformers() -> Any:

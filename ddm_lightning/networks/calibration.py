@@ -1,4 +1,4 @@
-"""Calibration of routers: temperatures by time (Guo et al., 1706.04599), and the scores that judge them.
+"""Calibration of routers: temperatures by time (Guo et al., 1706.04599).
 
 A temperature divides the logits. It changes how sure a router is, but never which cluster is the most probable.
 """
@@ -6,7 +6,6 @@ A temperature divides the logits. It changes how sure a router is, but never whi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -95,46 +94,3 @@ class Calibration:
         errors = calibration_error(self.reliability)
         nearest = [int((_CHOICES - one).abs().argmin()) for one in self.temperatures()]
         return errors[:, len(_CHOICES) // 2].tolist(), errors[range(len(errors)), nearest].tolist()
-
-
-@dataclass(frozen=True, eq=False)
-class RoutingScore:
-    """Scores of a classifier of noisy samples at one time."""
-
-    t: float
-    """Noise level."""
-    hit: Float[Tensor, " n"]
-    """1 where the most probable cluster is the true one, else 0."""
-    loss: Float[Tensor, " n"]
-    """Negative log-probability of the true cluster, in nats."""
-    calibration_error: float
-    """ECE."""
-    confidence: Float[Tensor, " bins"]
-    """Mean probability of the most probable cluster in each bin; 0 in an empty bin."""
-    hits: Float[Tensor, " bins"]
-    """Accuracy in each bin; 0 in an empty bin."""
-    share: Float[Tensor, " bins"]
-    """Share of the samples in each bin."""
-
-    @property
-    def accuracy(self) -> float:
-        """Mean of ``hit``."""
-        return float(self.hit.mean())
-
-    @property
-    def nll(self) -> float:
-        """Mean of ``loss``."""
-        return float(self.loss.mean())
-
-
-def score(log_probabilities: Float[Tensor, "n K"], clusters: Int[Tensor, " n"], t: float) -> RoutingScore:
-    """Score predictions against the true clusters."""
-    log_probabilities = log_probabilities.double()
-    hit = (log_probabilities.argmax(1) == clusters).double()
-    loss = -log_probabilities.gather(1, clusters[:, None])[:, 0]
-    sums = reliability(log_probabilities, clusters)
-    confidence, hits, count = sums.unbind(-1)
-    filled = count.clamp_min(1)
-    return RoutingScore(
-        t, hit, loss, float(calibration_error(sums)), confidence / filled, hits / filled, count / len(clusters)
-    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar
 
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -22,13 +22,6 @@ from ddm_lightning.networks.embeddings import (
     unpatchify,
 )
 from ddm_lightning.networks.recipe import Architecture, ExpertArchitecture
-
-
-@runtime_checkable
-class _Initialised(Protocol):
-    """A part with its own initial weights, set after those of all linear layers."""
-
-    def initialise(self) -> None: ...
 
 
 class PatchTransformer(nn.Module):
@@ -84,8 +77,8 @@ class PatchTransformer(nn.Module):
                 nn.init.xavier_uniform_(part.weight)
                 nn.init.zeros_(part.bias)
         for part in self.modules():
-            if part is not self and isinstance(part, _Initialised):
-                part.initialise()
+            if part is not self and hasattr(part, "initialise"):
+                part.initialise()  # type: ignore[operator]  # torch expects tensors and modules
 
     def tokens(self, x_t: Float[Tensor, "b c h w"]) -> Tokens:
         """Embed the patches; add positions unless RoPE is used.

@@ -78,7 +78,7 @@ class RouterDiT(Trunk):
         patches, rotation = self.tokens(x_t), self.rotation
         if self.training and self.dropout:
             kept = sample_kept(patches, self.dropout)
-            patches = pick(patches, kept)
+            patches = patches.gather(1, kept[:, :, None].expand(-1, -1, patches.shape[2]))
             rotation = None if rotation is None else rotation[0, kept]
         class_token = self.class_token.to(patches.dtype).expand(len(patches), 1, -1)
         tokens = torch.cat([class_token, patches], dim=1)
@@ -95,11 +95,6 @@ def sample_kept(tokens: Tokens, dropout: float) -> Int[Tensor, "b kept"]:
     b, n, _ = tokens.shape
     num_kept = max(1, round(n * (1 - dropout)))
     return torch.rand(b, n, device=tokens.device).argsort(dim=1)[:, :num_kept]
-
-
-def pick(tokens: Tokens, kept: Int[Tensor, "b kept"]) -> Float[Tensor, "b kept d"]:
-    """The tokens with indices ``kept``, row by row."""
-    return tokens.gather(1, kept[:, :, None].expand(-1, -1, tokens.shape[2]))
 
 
 def _identity_rotation(rotation: Float[Tensor, "r n 2 half"]) -> Float[Tensor, "r 1 2 half"]:

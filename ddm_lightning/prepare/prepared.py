@@ -121,11 +121,6 @@ class Prepared:
         """Cluster of each sample, int32."""
         return np.load(self.clusters_file, mmap_mode="r")
 
-    @property
-    def num_samples(self) -> int:
-        """Number of usable samples."""
-        return int(self.index["num_samples"])
-
 
 Dropped = dict[int, dict[int, str]]
 """Cause by row, by number of the part."""

@@ -34,7 +34,7 @@ from ddm_lightning.prepare.prepared import Prepared, write_index
 from ddm_lightning.prepare.reading import Plugins
 from ddm_lightning.prepare.records import Part, Record, count_samples
 from ddm_lightning.prepare.report.page import report_partition
-from ddm_lightning.prepare.write_shards import check_compression, manifest_of, write_shards
+from ddm_lightning.prepare.write_shards import manifest_of, write_shards
 from ddm_lightning.shards.manifest import DataSizes, Manifest, manifest_path
 from ddm_lightning.shards.upload import upload_shards
 
@@ -234,7 +234,6 @@ class Preparation:
             UserError: bad input.
         """
         self.plugins.versions()
-        check_compression(self.config.shards)
         if self.experiment.condition.kind == "class" and self.plugins.source.num_classes < 2:
             name = self.config.source.name
             raise UserError(f"key 'condition.kind' = 'class': source {name!r} has no classes; use text or none")
@@ -355,7 +354,7 @@ class Preparation:
         manifest.write(self.run_dir)
         sizes = ", ".join(f"{name} {bytes_per_sample({name: text})}" for name, text in manifest.columns.items())
         self.reporter.say(f"bytes per sample: {sizes}, and its caption")
-        self.reporter.advance("report", prepared.num_samples, prepared.num_samples)
+        self.reporter.advance("report", manifest.num_samples, manifest.num_samples)
 
     def _tick(self, stage: str) -> Callable[[int, int], None]:
         return lambda done, total: self.reporter.advance(stage, done, total)

@@ -14,7 +14,6 @@ from jaxtyping import Bool, Float64, Int, UInt64
 from ddm_lightning.config.experiment import Experiment, ShardsConfig
 from ddm_lightning.core.columns import Rows
 from ddm_lightning.core.compat import ensure_torchvision_importable
-from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_folder, atomic_write_json, read_json
 from ddm_lightning.core.formatting import amount
 from ddm_lightning.encoders.interfaces import array_encoding, parse_encoding
@@ -36,23 +35,6 @@ from ddm_lightning.shards.verify import verify_shards
 
 _SAMPLES_AT_ONCE = 256
 _HASHES = ["sha1", "xxh64"]  # MDSWriter wants them sorted
-
-
-def check_compression(config: ShardsConfig) -> None:
-    """Refuse a compression that Streaming does not know or that is not reproducible.
-
-    Raises:
-        UserError: naming the key.
-    """
-    if config.compression is None:
-        return
-    from streaming.base.compression import is_compression
-
-    key = f"key 'prepare.shards.compression' = {config.compression!r}"
-    if not is_compression(config.compression):
-        raise UserError(f"{key}: Streaming knows no such compression; use zstd:3, or null for none")
-    if config.compression.startswith("gz"):
-        raise UserError(f"{key}: writes the time into the shards, so runs differ; use zstd:3")
 
 
 def held_out_samples(

@@ -245,23 +245,3 @@ def read_index(folder: Path) -> dict[str, str]:
     if not isinstance(index, dict) or not all(map(checks.SHA256[0], index.values())):
         raise UserError(f"{path}: is not an index of snapshots and their hashes; {snapshots_remedy(folder)}")
     return index
-
-
-def missing_snapshots(folder: Path, train: TrainConfig, step: int) -> str | None:
-    """Describe snapshots missing from the member's ``folder`` when it resumes at ``step``; None if all are there.
-
-    Training continues without them, but no width can be chosen afterwards.
-
-    Raises:
-        UserError: the index of snapshots is damaged.
-    """
-    known = read_index(folder / FOLDER) if train.ema_widths else {}
-    due = [snapshot.file for snapshot in all_snapshots(train) if snapshot.step <= step]
-    missing = [name for name in due if name not in known or not (folder / FOLDER / name).is_file()]
-    if not missing:
-        return None
-    return (
-        f"{len(missing)} of the {len(due)} snapshots of averages that were due are missing, such as "
-        f"{folder / FOLDER / missing[0]}; restore them and {_INDEX}, or the command ema will refuse this member "
-        "(as it does after max_steps was raised)"
-    )

@@ -31,16 +31,14 @@ from ddm_lightning.shards.manifest import Manifest, StoredForm
 from ddm_lightning.training import callbacks, ema
 from ddm_lightning.training.alignment import Alignment
 from ddm_lightning.training.checkpoint import rolling
-from ddm_lightning.training.loggers import SampleLogger, build_loggers
+from ddm_lightning.training.loggers import SampleLogger, ScoreLogger, build_loggers
 from ddm_lightning.training.module import MemberModule
 from ddm_lightning.training.parallel import ranks
 from ddm_lightning.training.parallel.strategy import BackgroundCheckpoints, checkpoint_bytes, choose_strategy
 from ddm_lightning.training.roles import ExpertModule, RouterModule, StudentModule
-from ddm_lightning.training.scores import ScoreLogger
 from ddm_lightning.training.speed import measure_cost
 
 WORKERS_OUTLIVE_SECONDS = 15.0
-FLOAT32_BYTES = 4
 
 
 def fit_member(name: str, experiment: Experiment, run: RunFolder, *, show_progress: bool) -> MemberStatus:
@@ -95,7 +93,6 @@ def _fit_locked(
     for line in (
         f"{num_parameters / 1e6:.2f} M parameters, {reason}",
         f"a checkpoint takes {amount(size)} of the disk and of the host's memory",
-        f"the disk must hold about {amount(_disk_bytes(size, num_parameters, member, island))}, besides curves",
         cost_line,
     ):
         console.print(f"{name}: {line}")
@@ -107,9 +104,8 @@ def _fit_locked(
     if resume:
         changed = rolling.check_origin(resume, name, experiment)
         console.print(f"{name}: resumes at step {resumed_step}")
-        for note in (changed, ema.missing_snapshots(folder, member.train, resumed_step)):
-            if note:
-                console.print(f"{name}: {note}")
+        if changed:
+            console.print(f"{name}: {changed}")
     status.validated_step = min(status.validated_step, resumed_step)  # later validations are repeated
 
     trainer, stop = build_trainer(
@@ -294,12 +290,3 @@ def _quieten(*, keep_notes: bool) -> None:
         warnings.filterwarnings("ignore", message=message)
     for name in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.distributed"):
         logging.getLogger(name).setLevel(logging.INFO if keep_notes else logging.WARNING)
-
-
-def _disk_bytes(checkpoint: int, num_parameters: int, member: Member, island: IslandConfig) -> int:
-    """Estimate the bytes of checkpoints, milestones, snapshots and the artifact."""
-    num_kept = island.keep_checkpoints + 1  # one is written before the oldest is removed
-    if island.milestone_every_n_steps is not None:
-        num_kept += member.train.max_steps // island.milestone_every_n_steps
-    num_copies = 1 + len(member.train.ema_widths) * len(ema.snapshot_steps(member.train))
-    return num_kept * checkpoint + num_copies * FLOAT32_BYTES * num_parameters

@@ -1,4 +1,4 @@
-"""Loggers by name, and the images that they show: samples of an expert, routing heat maps of the router."""
+"""Loggers by name, and what validations log: samples of an expert and their scores, routing heat maps of the router."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, Wand
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from ddm_lightning.config.experiment import SampleConfig
+from ddm_lightning.config.experiment import EvaluateConfig, SampleConfig
 from ddm_lightning.core.errors import first_line
 from ddm_lightning.core.grids import labelled_grid
-from ddm_lightning.core.registry import IMAGE_ENCODERS
+from ddm_lightning.core.registry import IMAGE_ENCODERS, METRICS
+from ddm_lightning.core.scores import scores_of
 from ddm_lightning.encoders.interfaces import ImageEncoder
 from ddm_lightning.flow.condition import Condition
 from ddm_lightning.flow.path import PATHS, guided, to_velocity
@@ -30,6 +31,8 @@ from ddm_lightning.training.module import MemberModule
 from ddm_lightning.training.roles import RouterModule
 
 NUM_COLUMNS = 8
+MAX_IMAGES = 512
+"""Maximum number of samples per score, as training waits for them."""
 
 
 class CutShortError(Exception):
@@ -175,6 +178,71 @@ class SampleLogger(L.Callback):
         print(f"{self.member.name}: {line}", file=sys.stderr)
 
 
+class ScoreLogger(L.Callback):
+    """Logs ``evaluate.metrics`` at every N-th step, as part of a validation.
+
+    Samples under the conditions of held-out samples, with the averaged weights and noise of their own, are compared
+    with these samples: at most ``evaluate.num_images`` and ``MAX_IMAGES``. Metrics that need captions are skipped.
+    Every rank scores its own samples, and the metrics reduce over ranks.
+
+    Args:
+        sampler: generates the samples.
+        evaluate: metrics and number of images.
+        every_n_steps: steps between scores.
+
+    Raises:
+        UserError: a metric refuses its params.
+    """
+
+    def __init__(self, sampler: SampleLogger, evaluate: EvaluateConfig, every_n_steps: int) -> None:
+        built = [(plugin.name, METRICS.build(plugin.name, plugin.params)) for plugin in evaluate.metrics]
+        self.metrics = [(name, metric) for name, metric in built if not hasattr(metric, "captioned")]
+        self.sampler, self.every_n_steps = sampler, every_n_steps
+        self.num_images = min(evaluate.num_images, MAX_IMAGES)
+        self._batches: list[tuple[dict[str, Tensor], int]] = []
+
+    def setup(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
+        """Find the weights of the feature networks before the first step."""
+        for _, metric in self.metrics:
+            getattr(metric.to(trainer.strategy.root_device), "network", None)
+
+    def on_validation_batch_start(
+        self, trainer: L.Trainer, module: L.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Keep held-out batches of a validation that is scored."""
+        assert isinstance(module, MemberModule)
+        self._batches = self._batches if batch_idx else []
+        first = batch_idx * module.member.batch_size  # counts all ranks, which must sample alike
+        if trainer.global_step % self.every_n_steps == 0 and first < self.num_images:
+            num = -(-(self.num_images - first) // trainer.world_size)
+            self._batches.append((batch, min(num, module.num_counted(batch, batch_idx))))
+
+    @torch.no_grad()
+    def on_validation_epoch_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        """Sample and log the scores."""
+        batches, self._batches = self._batches, []
+        if trainer.should_stop or not batches:
+            return
+        assert isinstance(module, MemberModule)
+        try:
+            encoder = self.sampler.encoder()
+            for number, (batch, num) in enumerate(batches):
+                sampled = self.sampler.sampled(module, batch, ("scores", number))
+                for real, x_0 in ((True, module.normalised(batch)), (False, sampled)):
+                    images = encoder.decode(x_0.float().cpu())[:num]
+                    for _, metric in self.metrics:
+                        metric.update(images, real=real)
+            found = [scores_of(name, metric) for name, metric in self.metrics]
+            module.log_figures({f"score/{key}": score.value for one in found for key, score in one.items()})
+        except CutShortError:
+            return
+        except Exception as error:  # noqa: BLE001  # no score is worth a training
+            self.sampler.print(f"step {trainer.global_step}: no scores: {first_line(error)}")
+        finally:
+            for _, metric in self.metrics:
+                metric.reset()
+
+
 def routing_heat_map(confusion: Float[Tensor, "t k k"]) -> Figure:
     """Draw a panel per timestep: true clusters downwards, the mean probability of each cluster across."""
     num_times, num_clusters, _ = confusion.shape
@@ -182,10 +250,8 @@ def routing_heat_map(confusion: Float[Tensor, "t k k"]) -> Figure:
     shares = (confusion / confusion.sum(2, keepdim=True).clamp_min(1e-9)).numpy()
     for index, axis in enumerate(figure.subplots(1, num_times, squeeze=False)[0]):
         axis.imshow(shares[index], vmin=0, vmax=1, cmap="viridis")
-        axis.set_title(f"t = {(index + 0.5) / num_times:.2f}", fontsize=9)
-        axis.set_xticks(range(num_clusters))
-        axis.set_yticks(range(num_clusters))
-        axis.set_xlabel("routed to", fontsize=8)
+        axis.set(title=f"t = {(index + 0.5) / num_times:.2f}", xlabel="routed to")
+        axis.set(xticks=range(num_clusters), yticks=range(num_clusters))
         for (row, column), share in np.ndenumerate(shares[index]):
             colour = "w" if share < 0.6 else "k"
             axis.text(column, row, f"{share:.2f}", ha="center", va="center", fontsize=6, color=colour)

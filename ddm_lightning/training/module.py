@@ -159,7 +159,7 @@ class MemberModule(L.LightningModule):
             loss = self.weighted(losses, noisy.t).mean()
         else:
             losses, loss = self._accumulate_gradients(noisy, batch, micro_batches)
-        if self._skips_steps():
+        if self.trainer.scaler is None:  # under ``16-mixed`` the gradient scaler skips steps
             self.guard.record(self.global_step, batch["sample_id"], noisy.t, losses["loss"])
         for name, values in losses.items():
             self.accumulate(f"train/{self.loss_name if name == 'loss' else name}", values.mean())
@@ -249,7 +249,7 @@ class MemberModule(L.LightningModule):
         norm = nn.utils.clip_grad_norm_(self._parameters_to_clip, float("inf") if limit is None else limit)
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         self.accumulate("train/gradient_norm", norm)
-        if self._skips_steps():
+        if self.trainer.scaler is None:
             self.guard.judge(optimizer, norm)
 
     @property
@@ -263,10 +263,6 @@ class MemberModule(L.LightningModule):
         if self._guard is None:
             self._guard = FiniteGuard(self.member.name, self.global_rank, self.member.train.max_skipped_steps)
         return self._guard
-
-    def _skips_steps(self) -> bool:
-        """Whether the guard skips steps; under ``16-mixed`` the gradient scaler does."""
-        return self.trainer.scaler is None
 
     def optimizer_step(self, *args: Any, **named: Any) -> None:
         """Take the step, then free the gradients: neither a validation nor the next forward pass needs them."""
@@ -362,7 +358,7 @@ class MemberModule(L.LightningModule):
         """Return the batch at the ``index``-th of 8 fixed timesteps, with noise that never changes.
 
         Curves of one and of eight devices are comparable: each rank generates the noise of the whole step and takes the
-        rows of its own samples. The ranks' samples alternate in a step (``shards.loader.steps``).
+        rows of its own samples. The ranks' samples alternate in a step (``shards.datamodule.steps``).
         """
         x_0 = self.normalised(batch)
         t = stratified_timesteps(NUM_VALIDATION_TIMESTEPS)[index].to(x_0.device).expand(len(x_0))
@@ -376,7 +372,7 @@ class MemberModule(L.LightningModule):
     def num_counted(self, batch: dict[str, Tensor], batch_idx: int) -> int:
         """Return how many rows of a held-out batch count; they come first.
 
-        Ranks that cannot share the held-out samples equally repeat some (``shards.loader.steps``), each as its last
+        Ranks that cannot share the held-out samples equally repeat some (``shards.datamodule.steps``), each as its last
         row. It is computed like the others, because ranks wait for one another under FSDP2.
         """
         num = len(batch["sample_id"])

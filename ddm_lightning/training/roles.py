@@ -119,7 +119,10 @@ class RouterModule(MemberModule):
                 calibration = self.calibrations.setdefault(branch, Calibration(NUM_VALIDATION_TIMESTEPS))
                 calibration.add(index, logits, cluster, sample_ids)
                 if not branch:
-                    self._add_confusion(index, cluster, logits.softmax(1))
+                    if self.confusion is None:
+                        num_clusters = logits.shape[1]
+                        self.confusion = logits.new_zeros(NUM_VALIDATION_TIMESTEPS, num_clusters, num_clusters)
+                    self.confusion[index].index_add_(0, cluster, logits.softmax(1))
 
     def drain(self, prefix: str) -> dict[str, float]:
         """Add the temperatures of a validation, and the calibration error before and after, to its averages."""
@@ -145,9 +148,3 @@ class RouterModule(MemberModule):
         if self.confusion is not None and self.trainer.world_size > 1:
             torch.distributed.all_reduce(self.confusion)
         return self.confusion
-
-    def _add_confusion(self, index: int, cluster: Tensor, probabilities: Float[Tensor, "b k"]) -> None:
-        num_clusters = probabilities.shape[1]
-        if self.confusion is None:
-            self.confusion = probabilities.new_zeros(NUM_VALIDATION_TIMESTEPS, num_clusters, num_clusters)
-        self.confusion[index].index_add_(0, cluster, probabilities)

@@ -8,9 +8,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from ddm_lightning.config.experiment import PluginConfig
-from ddm_lightning.ensemble import Ensemble, LoadedEnsemble, sample
+from ddm_lightning.core.registry import EXPERTS, ROUTERS
+from ddm_lightning.ensemble.load import LoadedEnsemble
+from ddm_lightning.ensemble.routing import sample
+from ddm_lightning.ensemble.velocity import Ensemble
 from ddm_lightning.flow.condition import ConditionSpec
-from ddm_lightning.networks import EXPERTS, ROUTERS
 
 K, NUM, STEPS = 3, 5, 4
 SHAPE = (3, 8, 8)

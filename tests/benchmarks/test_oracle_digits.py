@@ -6,7 +6,7 @@ import torch
 from ensemble_networks import ExactExpert, ExactRouter
 from split import Split
 
-from ddm_lightning.ensemble import Ensemble
+from ddm_lightning.ensemble.velocity import Ensemble
 from ddm_lightning.flow.oracle import FiniteSetOracle
 
 

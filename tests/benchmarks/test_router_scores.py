@@ -1,11 +1,10 @@
 import pytest
 import torch
-from router_scores import noised, router_classifier, score_by_time, standard_error
+from router_scores import noised, router_classifier, score, score_by_time, standard_error
 from torchmetrics.functional.classification import multiclass_calibration_error
 
 from ddm_lightning.flow.condition import Condition
 from ddm_lightning.flow.oracle import FiniteSetOracle
-from ddm_lightning.networks.calibration import score
 
 
 def predictions(num=300, num_clusters=4, seed=0):

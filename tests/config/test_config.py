@@ -216,7 +216,7 @@ def test_what_a_reference_brings_is_checked_too(path: Path, monkeypatch: pytest.
             ["sample.guidance_interval=[0.5,0.2]"],
             "'sample.guidance_interval' = [0.5, 0.2]: must be two times, 0 <= low <= high <= 1",
         ),
-        (["prepare.shards.compression=zip"], "'prepare.shards.compression' = 'zip': must be br, bz2"),
+        (["prepare.shards.compression=gz:3"], "'prepare.shards.compression' = 'gz:3': must be br, bz2"),
         (["seed=99999999999999999999"], "'seed' = 99999999999999999999: must be from 0 to 9223372036854775807"),
         (["name=../elsewhere"], "'name' = '../elsewhere': names a folder"),
         (["name=.."], "'name' = '..': names a folder"),

@@ -14,7 +14,7 @@ from shards.mds import damage
 from tiny_runs import finish, read_status, start
 from training.checkpoint.checkpoint_folders import state_by_parameter
 
-from ddm_lightning.ensemble.load import load_member
+from ddm_lightning.members.artifact import load_network
 
 STEPS = 40
 SETTINGS = (
@@ -39,7 +39,7 @@ def fit(run, strategy, *more):
 
 
 def state_of(run):
-    return load_member(run / "members/expert-0/artifact").network.state_dict()
+    return load_network(run / "members/expert-0/artifact")[1].state_dict()
 
 
 def until_step(run, step, process):

@@ -6,13 +6,13 @@ from ddm_lightning.core.formatting import amount, duration
 @pytest.mark.parametrize(
     ("value", "expected"),
     [
-        (0, "0 B"),
-        (999, "999 B"),
-        (999.96, "1 kB"),
-        (118_000, "118 kB"),
+        (0, "0 bytes"),
+        (999, "999 bytes"),
+        (1000.9, "1.0 kB"),
+        (118_000, "118.0 kB"),
         (1.3e12, "1.3 TB"),
         (2.5e18, "2.5 EB"),
-        (2.5e21, "2,500 EB"),
+        (2.5e21, "2.5 ZB"),
     ],
 )
 def test_bytes_are_written_in_the_unit_that_fits(value, expected):

@@ -7,9 +7,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from ddm_lightning.config.experiment import SampleConfig
-from ddm_lightning.ensemble import Ensemble, LoadedEnsemble
+from ddm_lightning.core.registry import EXPERTS, ROUTERS
+from ddm_lightning.ensemble.load import LoadedEnsemble
+from ddm_lightning.ensemble.velocity import Ensemble
 from ddm_lightning.flow.condition import Condition, ConditionSpec
-from ddm_lightning.networks import EXPERTS, ROUTERS
 
 SHAPE = (3, 8, 8)
 PARAMS = {"width": 16, "depth": 1, "num_heads": 2, "patch_size": 4}

@@ -33,7 +33,7 @@ class ByClass(nn.Module):
     def forward(self, x_t: Tensor, t: Tensor, condition: Condition) -> Tensor:
         self.num_rows += len(x_t)
         answers = [
-            one.cluster_posterior(x_t, t).log() if self.k is None else one.cluster_velocity(self.k, x_t, t)
+            one.cluster_posterior(x_t, t).log() if self.k is None else one.velocity(x_t, t, self.k)
             for one in self.oracles
         ]
         chosen = torch.where(condition.keep, condition.values, 2)
@@ -117,7 +117,7 @@ def test_outside_its_interval_guidance_neither_acts_nor_costs(
     assert 3 < inside.sum() < 13 and torch.equal(got[~inside], plain[~inside])
     expected = closed_form(data, guidance, x_t, t, classes)
     assert torch.allclose(got[inside], expected[inside], atol=1e-5)
-    assert ensemble.expert_rows == K * (16 + int(inside.sum()) + 16)
+    assert sum(ensemble.work.expert_rows) == K * (16 + int(inside.sum()) + 16)
 
 
 @pytest.mark.parametrize(("strategy", "solver"), [("superdiff-or", "ancestral"), ("bayes", "ancestral")])

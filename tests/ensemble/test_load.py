@@ -4,13 +4,12 @@ import pytest
 import torch
 from artifact_files import PARAMS, SHAPE, edit, make_meta, make_network, put, refused
 
-from ddm_lightning.ensemble import load_ensemble, load_single
-from ddm_lightning.ensemble.load import load_member
+from ddm_lightning.core.registry import ROUTERS
+from ddm_lightning.ensemble.load import load_ensemble, load_single
 from ddm_lightning.ensemble.velocity import Ensemble
 from ddm_lightning.flow.condition import Condition, ConditionSpec
-from ddm_lightning.members.artifact import write_artifact
+from ddm_lightning.members.artifact import load_network, write_artifact
 from ddm_lightning.members.assembly import write_ensemble
-from ddm_lightning.networks import ROUTERS
 
 PRIORS = [0.25, 0.75]
 
@@ -56,7 +55,7 @@ def test_the_routers_temperatures_are_applied(run_dir):
     expected = (plain.probabilities(x_t, t, condition).log() / 2).softmax(1)
     assert torch.allclose(calibrated.probabilities(x_t, t, condition), expected, atol=1e-5)
     edit(run_dir / "router" / "member.json", metrics={"held_out/temperature_t0.25": 0.0})
-    refused(lambda: load_member(run_dir / "router"), run_dir / "router" / "member.json", "temperature", "not positive")
+    refused(lambda: load_network(run_dir / "router"), run_dir / "router" / "member.json", "temperature", "not positive")
 
 
 def test_a_router_without_a_condition_is_given_none(run_dir):
@@ -76,17 +75,17 @@ def test_a_single_member_is_an_ensemble_of_itself(run_dir, member):
     x_t, t, condition = inputs()
     expected = make_network("expert", 1).eval()(x_t, t, condition)
     assert torch.equal(loaded.ensemble.velocity(x_t, t, condition), expected)
-    assert torch.equal(load_member(run_dir / member).network(x_t, t, condition), expected)
+    assert torch.equal(load_network(run_dir / member)[1](x_t, t, condition), expected)
     assert loaded.meta.member == member
 
 
 def test_bad_folders_are_named(run_dir):
     refused(lambda: load_single(run_dir / "router"), run_dir / "router" / "member.json", "give an expert")
-    refused(lambda: load_member(run_dir / "expert-7"), run_dir / "expert-7" / "member.json", "is missing", "fetch")
+    refused(lambda: load_network(run_dir / "expert-7"), run_dir / "expert-7" / "member.json", "is missing", "fetch")
     refused(lambda: load_ensemble(run_dir.parent), run_dir.parent / "ensemble.json", "is missing", "fit")
     weights = run_dir / "expert-1" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-8])
     refused(lambda: load_ensemble(run_dir), weights, "not a whole safetensors file", "fetch this artifact again")
     put(run_dir / "expert-1", "expert-1", network="dit")
     edit(run_dir / "expert-1" / "member.json", network="unheard-of")
-    refused(lambda: load_member(run_dir / "expert-1"), run_dir / "expert-1" / "member.json", "unheard-of", "install")
+    refused(lambda: load_network(run_dir / "expert-1"), run_dir / "expert-1" / "member.json", "unheard-of", "install")

@@ -8,7 +8,7 @@ from artifact_files import PARAMS, make_meta, make_network, refused
 from torch import nn
 
 from ddm_lightning.config.experiment import SampleConfig
-from ddm_lightning.ensemble import load_ensemble
+from ddm_lightning.ensemble.load import load_ensemble
 from ddm_lightning.ensemble.residency import ResidentExperts
 from ddm_lightning.members.artifact import write_artifact
 from ddm_lightning.members.assembly import write_ensemble

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from ddm_lightning.config.experiment import SampleConfig
 from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.registry import EXPERTS, ROUTERS
 from ddm_lightning.ensemble.routing import sample
 from ddm_lightning.ensemble.velocity import Ensemble
 from ddm_lightning.flow.condition import Condition, ConditionSpec
-from ddm_lightning.networks import EXPERTS, ROUTERS
 
 SHAPE = (3, 8, 8)
 DIT = {"width": 16, "depth": 1, "num_heads": 2, "patch_size": 4}

@@ -21,7 +21,9 @@ from ddm_lightning.cli.parser import main
 from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.config.load import load_experiment
 from ddm_lightning.core.errors import UserError
-from ddm_lightning.ensemble import Ensemble, LoadedEnsemble, load
+from ddm_lightning.ensemble import load
+from ddm_lightning.ensemble.load import LoadedEnsemble
+from ddm_lightning.ensemble.velocity import Ensemble
 from ddm_lightning.evaluation import pretrained, samples
 from ddm_lightning.shards.manifest import Manifest
 

@@ -12,7 +12,7 @@ from tiny_runs import settings
 
 from ddm_lightning.cli.parser import main
 from ddm_lightning.ensemble.trace import Trace
-from ddm_lightning.evaluation.trajectory import heat_map, write_way
+from ddm_lightning.evaluation.samples import heat_map, write_way
 
 ALL, NONE = (253, 231, 36), (68, 1, 84)  # ends of viridis
 KEYS = [("a", 0), ("b", 0)]

@@ -56,7 +56,7 @@ def test_clusters_weighted_by_their_posterior_are_the_whole_set(seed, n, d, num_
     np.testing.assert_allclose(oracle.velocity(x, time).numpy(), whole, rtol=0, atol=1e-8)
     mixture = np.zeros_like(whole)
     for k in sorted(set(labels.tolist())):
-        velocity = oracle.cluster_velocity(k, x, time).numpy()
+        velocity = oracle.velocity(x, time, k).numpy()
         np.testing.assert_allclose(velocity, by_cluster[k], rtol=0, atol=1e-8)
         mixture += weights[:, [k]] * velocity
     np.testing.assert_allclose(mixture, whole, rtol=0, atol=1e-5)
@@ -68,7 +68,7 @@ def test_at_pure_noise_the_posterior_is_the_share_and_the_data_estimate_the_mean
     x, t = torch.tensor([[0.5], [-3.0]], dtype=torch.float64), torch.ones(2, dtype=torch.float64)
     np.testing.assert_allclose(oracle.cluster_posterior(x, t).numpy(), [[0.25, 0.75, 0.0]] * 2, atol=1e-15)
     np.testing.assert_allclose(oracle.velocity(x, t).numpy(), x.numpy() - 4.0, atol=1e-14)
-    np.testing.assert_allclose(partial(oracle.cluster_velocity, 1)(x, t).numpy(), x.numpy() - 2.0, atol=1e-14)
+    np.testing.assert_allclose(oracle.velocity(x, t, 1).numpy(), x.numpy() - 2.0, atol=1e-14)
 
 
 @pytest.mark.parametrize("far", [0.0, 1e4])
@@ -96,8 +96,8 @@ def test_what_has_no_velocity_is_refused():
     oracle = FiniteSetOracle(torch.zeros(2, 1), torch.tensor([0, 0]), 2)
     x = torch.zeros(2, 1)
     with pytest.raises(ValueError, match="cluster 1 is empty"):
-        oracle.cluster_velocity(1, x, torch.ones(2))
-    for call in (oracle.velocity, oracle.cluster_posterior, partial(oracle.cluster_velocity, 0)):
+        oracle.velocity(x, torch.ones(2), 1)
+    for call in (oracle.velocity, oracle.cluster_posterior, partial(oracle.velocity, cluster=0)):
         with pytest.raises(ValueError, match="needs t > 0"):
             call(x, torch.tensor([0.5, 0.0]))
 

@@ -245,7 +245,7 @@ class Backwards(Solver):
         (AtTheData, "asks for a velocity at t ="),
         (Backwards, "mean and std of the samples are wrong"),
         (type("Silent", (SOLVERS.get("euler"),), {"is_stochastic": True}), "draws noise for 0 steps, not 63"),
-        (dict, "not a Solver"),
+        (dict, "no Solver"),
     ],
 )
 def test_broken_solvers_are_named(broken: type, problem: str) -> None:

@@ -17,11 +17,10 @@ from ddm_lightning.cli.parser import main
 from ddm_lightning.config.load import load_experiment
 from ddm_lightning.core.compat import ensure_torchvision_importable
 from ddm_lightning.core.errors import UserError
-from ddm_lightning.ensemble.load import load_member
+from ddm_lightning.core.registry import EXPERTS
 from ddm_lightning.flow.condition import Condition, ConditionSpec
-from ddm_lightning.members.artifact import build_network
+from ddm_lightning.members.artifact import build_network, load_network
 from ddm_lightning.members.member import Member
-from ddm_lightning.networks import EXPERTS
 from ddm_lightning.shards.manifest import DataSizes
 from ddm_lightning.testing import check_expert
 
@@ -113,10 +112,10 @@ def test_a_pretrained_one_trains_and_its_artifact_does_not_need_the_folder(tiny_
     assert main(fit) == 0
     assert main(fit) == 0  # finished: its artifact is recognised
     shutil.rmtree(folder)
-    found = load_member(tiny_run / "members" / "expert-0" / "artifact")
-    assert list(found.meta.params) == ["config"] and str(tmp_path) not in json.dumps(found.meta.params)
-    assert (found.meta.path, found.meta.prediction) == ("vp", "epsilon")
-    state = found.network.model.state_dict()
+    meta, network = load_network(tiny_run / "members" / "expert-0" / "artifact")
+    assert list(meta.params) == ["config"] and str(tmp_path) not in json.dumps(meta.params)
+    assert (meta.path, meta.prediction) == ("vp", "epsilon")
+    state = network.model.state_dict()
     distances = [float((state[name] - value).abs().max()) for name, value in model.state_dict().items()]
     assert 0 < max(distances) < 1e-3
 

@@ -6,9 +6,10 @@ import torch
 from networks.small import moved
 
 from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.registry import EXPERTS
 from ddm_lightning.flow.condition import Condition, ConditionSpec
-from ddm_lightning.networks import EXPERTS, DiT
 from ddm_lightning.networks.blocks import modulate
+from ddm_lightning.networks.dit import DiT
 from ddm_lightning.testing import check_expert
 
 SMALL = {"width": 16, "depth": 2, "num_heads": 2, "patch_size": 2}

@@ -5,9 +5,9 @@ import torch
 from networks.small import moved, random, randomised
 
 from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.registry import EXPERTS
 from ddm_lightning.flow.condition import Condition, ConditionSpec
-from ddm_lightning.networks import EXPERTS, MMDiT
-from ddm_lightning.networks.mmdit import JointBlock, ReadStream, Stream
+from ddm_lightning.networks.mmdit import JointBlock, MMDiT, ReadStream, Stream
 from ddm_lightning.testing import check_expert
 
 SMALL = {"width": 16, "depth": 2, "num_heads": 2, "patch_size": 2}

@@ -3,9 +3,9 @@ import torch
 from networks.small import moved
 
 from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.registry import ROUTERS
 from ddm_lightning.flow.condition import Condition, ConditionSpec
-from ddm_lightning.networks import ROUTERS, RouterDiT
-from ddm_lightning.networks.router import pick, sample_kept
+from ddm_lightning.networks.router import RouterDiT, sample_kept
 
 SMALL = {"width": 16, "depth": 2, "num_heads": 2, "patch_size": 2}
 NONE, TEXT, TOKENS = ConditionSpec("none", 0), ConditionSpec("text", 6), ConditionSpec("tokens", 6, length=3)
@@ -83,7 +83,7 @@ def test_dropout_acts_in_training_only():
 def test_dropping_keeps_distinct_tokens_of_each_row(dropout, num_kept):
     torch.manual_seed(0)
     tokens = torch.arange(3 * 8.0).reshape(3, 8, 1).expand(-1, -1, 2)
-    kept = pick(tokens, sample_kept(tokens, dropout))
+    kept = tokens.gather(1, sample_kept(tokens, dropout)[:, :, None].expand(-1, -1, tokens.shape[2]))
     assert kept.shape == (3, num_kept, 2)
     assert torch.equal(kept[..., 0], kept[..., 1])
     for row in range(3):

@@ -8,9 +8,9 @@ from networks.small import moved
 from torch.nn import functional
 
 from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.registry import EXPERTS
 from ddm_lightning.flow.condition import Condition, ConditionSpec
 from ddm_lightning.flow.path import interpolate, training_target
-from ddm_lightning.networks import EXPERTS
 from ddm_lightning.networks.flops import flops_per_sample
 from ddm_lightning.networks.unet import UNet
 from ddm_lightning.testing import check_expert

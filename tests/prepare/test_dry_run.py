@@ -119,6 +119,6 @@ def test_the_table_multiplies_by_hand(tmp_path):
     text = printed(dry_run_table(DryRun(EVERYTHING, 1000, 1000, 1_000_000, estimates), 4))
     rows = {line.split("  ")[1].strip(): line.split() for line in text.splitlines() if line.startswith("  ")}
     assert "parts: 1,000, samples: 1,000,000" in text
-    assert " ".join(rows["encoded images"][2:]) == "8,192 36 ms 8.19 GB 2.5 h"
+    assert " ".join(rows["encoded images"][2:]) == "8,192 36 ms 8.2 GB 2.5 h"
     assert " ".join(rows["features"][1:]) == "4,096 18 ms 4.1 GB 75 min"
     assert " ".join(rows["total"][1:]) == "12,288 54 ms 12.3 GB 3.75 h"

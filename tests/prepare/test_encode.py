@@ -122,7 +122,7 @@ def test_only_the_part_that_changed_is_done_again(tmp_path, experiment, source):
     source.fingerprints["two"] = "2"
     done = rewritten(tmp_path, lambda: prepare(experiment, tmp_path))
     assert done == {("two", group) for group in ("records", "latents", "captions", "features")}
-    assert Prepared(tmp_path / "prepared").num_samples == 38
+    assert Prepared(tmp_path / "prepared").index["num_samples"] == 38
 
 
 @pytest.mark.parametrize("sized", [True, False])

@@ -10,11 +10,9 @@ from streaming.base.format import reader_from_json
 
 from ddm_lightning.config.experiment import ShardsConfig
 from ddm_lightning.core.columns import Rows
-from ddm_lightning.core.errors import UserError
 from ddm_lightning.prepare.write_shards import (
     Samples,
     SplitJob,
-    check_compression,
     held_out_samples,
     split_orders,
     statistics_of,
@@ -214,12 +212,3 @@ def test_every_cluster_trains_on_something_however_groups_are_spread(pairs, frac
         if fraction > 0 and not shared and len(set(groups[here].tolist())) > 1:
             assert held_out[here].any()
     assert all(len(set(held_out[groups == group].tolist())) == 1 for group in groups)
-
-
-@pytest.mark.parametrize(("compression", "problem"), [("zip", "no such compression"), ("gz:3", "runs differ")])
-def test_compressions_that_cannot_serve_are_refused(compression, problem):
-    with pytest.raises(UserError, match=problem) as refusal:
-        check_compression(ShardsConfig(compression=compression))
-    assert "prepare.shards.compression" in str(refusal.value)
-    check_compression(ShardsConfig(compression="zstd:3"))
-    check_compression(ShardsConfig())

@@ -215,7 +215,7 @@ def free(monkeypatch):
 
 def test_a_batch_that_ranks_cannot_share_is_refused(shards, tmp_path):
     data = module_of(shards, [0], 10, tmp_path)
-    data.trainer = SimpleNamespace(num_nodes=1, world_size=4, global_rank=0)
+    data.trainer = SimpleNamespace(world_size=4, global_rank=0)
     with pytest.raises(
         UserError, match=r"10 samples per step cannot be shared equally by 4 devices; .*island\.devices"
     ):
@@ -241,7 +241,7 @@ def test_a_disk_too_small_for_the_fetched_shards(tmp_path, free):
 def test_shared_memory_too_small(tmp_path, free, back_end):
     write_mds(tmp_path / "shards/cluster-0/train", range(100))
     free["/dev/shm"] = 2000
-    with pytest.raises(UserError, match=r"/dev/shm: loading needs .* kB of shared memory, but 2 kB.*num_workers"):
+    with pytest.raises(UserError, match=r"/dev/shm: loading needs .* kB of shared memory, but 2.0 kB.*num_workers"):
         module_of(tmp_path / "shards", [0], 6, tmp_path, loader=back_end, num_workers=2).train_dataloader()
     module_of(tmp_path / "shards", [0], 6, tmp_path, loader=back_end, num_workers=0).train_dataloader()
 

@@ -6,8 +6,8 @@ import pytest
 from deadline import within
 from shards.mds import WARNINGS, damage, write_mds
 
+from ddm_lightning.shards.datamodule import ShardLoader
 from ddm_lightning.shards.fetch import FetchedShards, Origin
-from ddm_lightning.shards.loader import Ranks, ShardLoader
 from ddm_lightning.shards.verify import ShardError
 
 from streaming.base.storage.download import LocalDownloader  # isort: skip (after the shim)
@@ -25,7 +25,7 @@ def folder(tmp_path):
 
 def loader_of(folder, cache, num_workers, **settings):
     shards = FetchedShards([Origin(str(folder), cache)], [None])
-    settings = {"ranks": Ranks(), "batch_size": 5, "seed": 3, "training": True, **settings}
+    settings = {"batch_size": 5, "seed": 3, "training": True, **settings}
     return ShardLoader(shards, num_workers=num_workers, **settings)
 
 

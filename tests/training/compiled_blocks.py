@@ -16,9 +16,11 @@ from torch.nn.parallel import DistributedDataParallel
 from ddm_lightning.config.experiment import AlignmentConfig
 from ddm_lightning.ensemble.velocity import Ensemble
 from ddm_lightning.flow.condition import Condition, ConditionSpec
-from ddm_lightning.networks import DiT, MMDiT, RouterDiT, set_attention
-from ddm_lightning.networks.attention import attention
+from ddm_lightning.networks.attention import attention, set_attention
 from ddm_lightning.networks.compiled import compile_blocks
+from ddm_lightning.networks.dit import DiT
+from ddm_lightning.networks.mmdit import MMDiT
+from ddm_lightning.networks.router import RouterDiT
 from ddm_lightning.training.alignment import Alignment
 from ddm_lightning.training.parallel.strategy import checkpoint_blocks
 

@@ -16,10 +16,10 @@ from training.short_fits import fit, member, trained, weights
 from ddm_lightning.cli.parser import main
 from ddm_lightning.config.experiment import AlignmentConfig, TrainConfig
 from ddm_lightning.core.errors import UserError
-from ddm_lightning.ensemble.load import load_member
 from ddm_lightning.flow.condition import ConditionSpec
-from ddm_lightning.networks import DiT
+from ddm_lightning.members.artifact import load_network
 from ddm_lightning.networks.blocks import DiTBlock
+from ddm_lightning.networks.dit import DiT
 from ddm_lightning.training.alignment import Alignment, check_alignment
 from ddm_lightning.training.optimizer import build_optimizer
 from ddm_lightning.training.roles import ExpertModule
@@ -160,7 +160,7 @@ def aligned(prepared, tmp_path_factory):
 
 
 def test_the_artifact_is_the_plain_network_and_the_checkpoint_has_the_head(aligned, finished):
-    states = [load_member(member(run, "artifact")).network.state_dict() for run in (aligned, finished)]
+    states = [load_network(member(run, "artifact"))[1].state_dict() for run in (aligned, finished)]
     assert states[0].keys() == states[1].keys() and weights(aligned) != weights(finished)
     checkpoint = member(aligned, "checkpoints", "step-00000020.ckpt")
     head = {f"alignment.head.{number}.{kind}" for number in (0, 2, 4) for kind in ("weight", "bias")}

@@ -1,7 +1,6 @@
 """The command ``ema``: widths of the average compared, and one handed over, after the training."""
 
 import json
-import re
 import shutil
 
 import pytest
@@ -88,25 +87,10 @@ def interrupted(run):
     shutil.rmtree(run / "members/expert-0/checkpoints/step-00000040.ckpt")
 
 
-def test_after_a_resume_a_width_can_be_chosen(run, capsys):
+def test_after_a_resume_a_width_can_be_chosen(run):
     interrupted(run)
     assert command("fit", run) == 0
-    said = capsys.readouterr().err
-    assert "snapshots of averages" not in said
     assert command("ema", run) == 0
-    promised = 1e6 * float(re.search(r"the disk must hold about ([\d.]+) MB", said)[1])
-    checkpoints, *others = [run / "members/expert-0" / name for name in ("checkpoints", "ema", "artifact")]
-    kept = [size(path) for path in checkpoints.iterdir()]
-    # One more while it is written; names of tensors are on the disk, too.
-    assert promised < sum(kept) + kept[0] + sum(map(size, others)) < 1.1 * promised
-
-
-def test_a_resume_without_earlier_snapshots_says_so_at_once(run, capsys):
-    interrupted(run)
-    (run / "members/expert-0/ema/width-0.1-step-00000010.safetensors").unlink()
-    assert command("fit", run) == 0
-    said = "expert-0: 1 of the 6 snapshots of averages that were due are missing, such as "
-    assert said in capsys.readouterr().err
 
 
 def losses_of(lines):

@@ -21,10 +21,10 @@ from training.short_fits import SHORT, checkpoints, events, fit, member, weights
 from ddm_lightning.cli.parser import main
 from ddm_lightning.config.load import load_experiment
 from ddm_lightning.core.files import sha256_file
-from ddm_lightning.ensemble.load import load_member
 from ddm_lightning.evaluation.samples import prompt_condition
 from ddm_lightning.flow.randomness import keyed_generator
 from ddm_lightning.flow.timesteps import sample_timesteps
+from ddm_lightning.members.artifact import load_network
 from ddm_lightning.training.guard import read_skipped
 from ddm_lightning.training.roles import ExpertModule
 
@@ -53,15 +53,15 @@ def test_no_gradient_outlives_its_step(tiny_run, monkeypatch, parts):
 
 
 def test_what_a_finished_member_leaves(finished):
-    loaded = load_member(member(finished, "artifact"))
-    assert (loaded.meta.step, loaded.meta.num_samples) == (20, 20 * 8)
-    assert {"train/loss", "held_out/loss", "train/gradient_norm"} <= set(loaded.meta.metrics)
-    assert all(math.isfinite(value) for value in loaded.meta.metrics.values())
-    assert loaded.meta.metrics["held_out/step"] == 20
+    meta, _ = load_network(member(finished, "artifact"))
+    assert (meta.step, meta.num_samples) == (20, 20 * 8)
+    assert {"train/loss", "held_out/loss", "train/gradient_norm"} <= set(meta.metrics)
+    assert all(math.isfinite(value) for value in meta.metrics.values())
+    assert meta.metrics["held_out/step"] == 20
     assert checkpoints(finished) == ["step-00000012.ckpt", "step-00000018.ckpt", "step-00000020.ckpt"]
     status = read_status(finished, "expert-0")
     assert (status["state"], status["step"]) == ("done", 20)
-    assert {**status["metrics"], "held_out/step": 20} == loaded.meta.metrics
+    assert {**status["metrics"], "held_out/step": 20} == meta.metrics
 
 
 def test_its_curves_and_images_are_in_tensorboard(finished):
@@ -84,10 +84,10 @@ def test_its_curves_and_images_are_in_tensorboard(finished):
 
 def test_the_router_trains_on_all_clusters_and_has_curves_of_its_own(tiny_run, capsys):
     assert fit(tiny_run, "router.train.max_steps=12", name="router") == 0
-    loaded = load_member(tiny_run / "members/router/artifact")
-    assert (loaded.meta.role, loaded.meta.step, loaded.meta.num_samples) == ("router", 12, 12 * 16)
+    meta, _ = load_network(tiny_run / "members/router/artifact")
+    assert (meta.role, meta.step, meta.num_samples) == ("router", 12, 12 * 16)
     names = {"held_out/accuracy", "held_out/accuracy_conditional", "held_out/cross_entropy_t0.062"}
-    assert names <= set(loaded.meta.metrics)
+    assert names <= set(meta.metrics)
     shown = events(tiny_run, "router")
     assert [image.step for image in shown.Images("held_out/routing")] == [12]
     assert not [tag for tag in shown.Tags()["scalars"] if "loss" in tag], "an expert's are squared errors"
@@ -99,10 +99,10 @@ def test_the_router_trains_on_all_clusters_and_has_curves_of_its_own(tiny_run, c
 
 def test_the_monolith_trains_on_all_clusters_with_all_of_the_batch(finished, tiny_run):
     assert fit(tiny_run, "expert.train.max_steps=3", name="monolith") == 0
-    loaded = load_member(tiny_run / "members/monolith/artifact")
-    expert = load_member(member(finished, "artifact"))
-    assert (loaded.meta.role, loaded.meta.num_samples) == ("monolith", 3 * 16)
-    assert [p.shape for p in loaded.network.parameters()] == [p.shape for p in expert.network.parameters()]
+    meta, network = load_network(tiny_run / "members/monolith/artifact")
+    _, expert = load_network(member(finished, "artifact"))
+    assert (meta.role, meta.num_samples) == ("monolith", 3 * 16)
+    assert [p.shape for p in network.parameters()] == [p.shape for p in expert.parameters()]
 
 
 def test_shards_from_a_url_train_the_same_weights(finished, tiny_run, tmp_path, capsys):
@@ -150,14 +150,14 @@ def test_an_expert_reads_tokens(tmp_path):
     recipe = [f"expert.network.params.{key}={value}" for key, value in (("modulation", "single"), ("rope", "true"))]
     assert main(["prepare", "-c", str(TINY), f"run_dir={run}", *SHORT, *tokens, *recipe]) == 0
     assert fit(run, *tokens, *recipe, "expert.train.max_steps=3") == 0
-    loaded = load_member(member(run, "artifact"))
-    assert (loaded.meta.condition, loaded.meta.step) == ({"kind": "tokens", "size": 16, "length": 3}, 3)
+    meta, network = load_network(member(run, "artifact"))
+    assert (meta.condition, meta.step) == ({"kind": "tokens", "size": 16, "length": 3}, 3)
     experiment = load_experiment(TINY, [f"run_dir={run}", *SHORT, *tokens])
     conditions = [prompt_condition([prompt], experiment) for prompt in ("red disc", "disc red", "red disc")]
     assert conditions[0].values.shape == (1, 3, 16) and bool((conditions[0].values[0, 2] == 0).all())
     x_t, t = torch.randn(1, 3, 8, 8), torch.tensor([0.5])
     with torch.no_grad():
-        first, other, again = (loaded.network(x_t, t, condition) for condition in conditions)
+        first, other, again = (network(x_t, t, condition) for condition in conditions)
     assert torch.equal(first, again) and first.shape == x_t.shape
     assert torch.isfinite(other).all()
 
@@ -201,7 +201,7 @@ def test_a_sample_that_is_not_finite_costs_its_steps_and_is_found_by_one_command
     assert sum(not math.isfinite(loss) for one in skipped for loss in one.losses) == len(skipped)
     status = read_status(tiny_run, "expert-0")
     assert status["metrics"]["train/skipped_steps"] == len(skipped) and math.isfinite(status["metrics"]["train/loss"])
-    load_member(member(tiny_run, "artifact"))  # refuses weights that are not finite
+    load_network(member(tiny_run, "artifact"))  # refuses weights that are not finite
 
     settings = ["-c", str(TINY), f"run_dir={tiny_run}", "condition.dropout=0.0", *SHORT]
     steps = "1 step" if len(skipped) == 1 else f"{len(skipped)} steps"
@@ -243,8 +243,8 @@ def test_a_sample_that_is_not_finite_costs_its_steps_and_is_found_by_one_command
 def test_mixed_precision_trains(finished, tiny_run):
     assert fit(tiny_run, "island.precision=bf16-mixed") == 0
     mixed, exact = (
-        load_member(member(tiny_run, "artifact")).meta.metrics,
-        load_member(member(finished, "artifact")).meta.metrics,
+        load_network(member(tiny_run, "artifact"))[0].metrics,
+        load_network(member(finished, "artifact"))[0].metrics,
     )
     assert mixed["held_out/loss"] == pytest.approx(exact["held_out/loss"], rel=0.05)
     assert mixed != exact

@@ -16,7 +16,7 @@ from ddm_lightning.config.load import load_experiment
 from ddm_lightning.flow.condition import ConditionSpec
 from ddm_lightning.members.member import Member
 from ddm_lightning.members.run_folder import RunFolder
-from ddm_lightning.shards.loader import Ranks, steps
+from ddm_lightning.shards.datamodule import steps
 from ddm_lightning.shards.manifest import Manifest
 from ddm_lightning.training.fit import build_data, build_module
 from ddm_lightning.training.roles import ExpertModule, RouterModule
@@ -57,7 +57,7 @@ def validated(kind, network, num_ranks, strategy):
                 return noised
 
         whole = batch(NUM_HELD_OUT)
-        order = steps(np.arange(NUM_HELD_OUT), Ranks(1, num_ranks, rank), BATCH_SIZE // num_ranks, full=False)
+        order = steps(np.arange(NUM_HELD_OUT), rank, num_ranks, BATCH_SIZE // num_ranks, full=False)
         dealt = [{name: column[rows] for name, column in whole.items()} for rows in order]
         trainer = trainer_of(rank, strategy, num_ranks, max_steps=1, num_sanity_val_steps=0)
         module = build(

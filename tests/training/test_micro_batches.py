@@ -6,7 +6,7 @@ from shards.mds import WARNINGS
 from tiny_runs import read_status
 from training.short_fits import fit, trained, weights
 
-from ddm_lightning.ensemble.load import load_member
+from ddm_lightning.members.artifact import load_network
 
 pytestmark = WARNINGS
 SHORT = ("router.train.max_steps=10", "island.log_sample_ids=true")
@@ -26,8 +26,8 @@ def test_micro_batches_give_the_weights_of_the_whole_batch(whole, tiny_run, memb
     assert fit(tiny_run, *SHORT, "island.micro_batch_size=3", name=member) == 0
     parts, expected = (run / "members" / member for run in (tiny_run, whole))
     assert (parts / "sample_ids.txt").read_text() == (expected / "sample_ids.txt").read_text()
-    reference = load_member(expected / "artifact").network.state_dict()
-    for name, value in load_member(parts / "artifact").network.state_dict().items():
+    reference = load_network(expected / "artifact")[1].state_dict()
+    for name, value in load_network(parts / "artifact")[1].state_dict().items():
         torch.testing.assert_close(value, reference[name], rtol=1e-3, atol=1e-4)  # 20 steps moved it by some 1e-2
     figures, found = (read_status(run, member)["metrics"] for run in (whole, tiny_run))
     assert found.keys() == figures.keys()

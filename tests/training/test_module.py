@@ -10,7 +10,7 @@ from training.members import SCALE, SHIFT, Recorder, at, batch, build, expert
 from ddm_lightning.config.experiment import TimestepsConfig, TrainConfig
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.flow.condition import ConditionSpec
-from ddm_lightning.shards.loader import Ranks, steps
+from ddm_lightning.shards.datamodule import steps
 from ddm_lightning.shards.manifest import StoredForm
 from ddm_lightning.training.optimizer import build_optimizer
 from ddm_lightning.training.roles import ExpertModule
@@ -209,7 +209,7 @@ def test_a_held_out_sample_has_the_same_noise_on_any_number_of_ranks(num_ranks, 
         found = {}
         for rank in range(ranks_of_step):
             module = expert(rank=rank, num_ranks=ranks_of_step, batch_size=size)
-            dealt = steps(np.arange(num_held_out), Ranks(1, ranks_of_step, rank), size // ranks_of_step, full=False)
+            dealt = steps(np.arange(num_held_out), rank, ranks_of_step, size // ranks_of_step, full=False)
             for index, rows in enumerate(dealt):
                 noised = module.noisy_validation_batch({name: column[rows] for name, column in whole.items()}, index, 5)
                 # The first ones come once more where ranks would have unequally many.

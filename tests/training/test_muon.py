@@ -10,7 +10,7 @@ from training.short_fits import fit
 
 from ddm_lightning.config.experiment import TrainConfig
 from ddm_lightning.flow.condition import ConditionSpec
-from ddm_lightning.networks import DiT
+from ddm_lightning.networks.dit import DiT
 from ddm_lightning.training.ema import gathered_ema, track_ema
 from ddm_lightning.training.optimizer import MuonWithAdamW, build_optimizer, build_schedule
 

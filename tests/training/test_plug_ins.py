@@ -12,8 +12,7 @@ from training.short_fits import member
 
 from ddm_lightning.cli.parser import main
 from ddm_lightning.core.registry import EXPERTS
-from ddm_lightning.ensemble.load import load_member
-from ddm_lightning.members.artifact import read_artifact
+from ddm_lightning.members.artifact import load_network, read_artifact
 from ddm_lightning.training.checkpoint.files import read_tensors
 
 pytestmark = WARNINGS
@@ -51,9 +50,9 @@ def registered(monkeypatch):
 
 
 def test_what_is_trained_can_be_loaded(trained):
-    found = load_member(member(trained, "artifact"))
-    assert found.meta.network == "normed"
-    state = found.network.state_dict()
+    meta, network = load_network(member(trained, "artifact"))
+    assert meta.network == "normed"
+    state = network.state_dict()
     last = {f"model/network.{name}": torch.empty_like(value) for name, value in state.items() if "second.w" not in name}
     read_tensors(member(trained, "checkpoints", "step-00000020.ckpt"), last)
     kept = {name: last[f"model/network.{name}"] for name in ("norm.running_mean", "norm.num_batches_tracked")}
@@ -77,4 +76,4 @@ def test_another_width_leaves_the_buffers_as_they_are(trained, tmp_path, capsys)
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed == {name for name in before if not name.startswith("norm.running") and "tracked" not in name}
     assert torch.equal(after["second.weight"], after["first.weight"])
-    load_member(member(run, "artifact"))
+    load_network(member(run, "artifact"))

@@ -15,7 +15,8 @@ from training.two_processes import WORLD, in_two_processes
 
 from ddm_lightning.config.experiment import TrainConfig
 from ddm_lightning.flow.condition import Condition, ConditionSpec
-from ddm_lightning.networks import DiT, MMDiT
+from ddm_lightning.networks.dit import DiT
+from ddm_lightning.networks.mmdit import MMDiT
 from ddm_lightning.training.checkpoint.files import damage_of, tensors_of
 from ddm_lightning.training.ema import KEY, ema_tensors, ema_weights, gathered_ema, track_ema, width_key
 from ddm_lightning.training.optimizer import build_optimizer

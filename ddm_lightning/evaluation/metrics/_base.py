@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -14,11 +14,21 @@ from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat
 
 from ddm_lightning.core.errors import UserError
-from ddm_lightning.core.registry import FEATURES
+from ddm_lightning.core.registry import FEATURES, parameters_of
 from ddm_lightning.core.scores import Score
 from ddm_lightning.encoders.interfaces import Features
 
 _ROWS_AT_ONCE = 1024
+
+
+@dataclass(frozen=True)
+class FeatureParams:
+    """Parameters of every ``FeatureMetric``."""
+
+    features: str = "efficientnet-lite0"
+    """Feature network, by name."""
+    features_params: dict[str, Any] | None = None
+    """Its parameters, such as ``path``."""
 
 
 class FeatureMetric(Metric):
@@ -27,11 +37,12 @@ class FeatureMetric(Metric):
     Override ``compute`` and ``scores``.
 
     Args:
-        features: feature network, by name.
-        features_params: its parameters, such as ``path``.
         keeps_features: whether to keep all features; false for metrics of sums.
+        params: those of ``FeatureParams``.
     """
 
+    params: ClassVar[type] = FeatureParams
+    """Dataclass of the ``**params`` of a subclass's constructor, for ``Registry.check``."""
     full_state_update = False
     min_images = 4
     """Fewest images of each set."""
@@ -40,15 +51,12 @@ class FeatureMetric(Metric):
     real: list[Tensor]
     generated: list[Tensor]
 
-    def __init__(
-        self,
-        features: str = "efficientnet-lite0",
-        features_params: dict[str, Any] | None = None,
-        keeps_features: bool = True,
-    ) -> None:
+    def __init__(self, keeps_features: bool = True, **params: Any) -> None:
         super().__init__()
-        FEATURES.check(features, features_params or {})
-        self.features, self.features_params, self.keeps_features = features, features_params or {}, keeps_features
+        given = FeatureParams(**params)
+        self.features, self.features_params = given.features, given.features_params or {}
+        self.keeps_features = keeps_features
+        FEATURES.check(self.features, self.features_params)
         self.add_state("real", [], dist_reduce_fx="cat")
         self.add_state("generated", [], dist_reduce_fx="cat")
 
@@ -59,7 +67,7 @@ class FeatureMetric(Metric):
         Raises:
             UserError: its weights are missing.
         """
-        has_device = "device" in inspect.signature(FEATURES.get(self.features)).parameters
+        has_device = "device" in parameters_of(FEATURES.get(self.features))
         own = {"device": str(self.device)} if has_device else {}
         network: Features = FEATURES.build(self.features, {**own, **self.features_params})
         return network

@@ -43,7 +43,7 @@ class ClipScore(CLIPScore):
     means: list[Tensor]
 
     def __init__(self, path: str, revision: str | None = None) -> None:
-        self.clip = clip = _Clip(path, None, revision, "cpu", "float32")
+        self.clip = clip = _Clip(path, revision=revision)
 
         def load() -> tuple[Any, Any]:
             with loading(clip.folder, clip.place):

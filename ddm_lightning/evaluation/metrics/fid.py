@@ -62,23 +62,17 @@ class FrechetDistance(FeatureMetric):
     one, the bootstrap's 1.1 to 2.1 times, most with fewer images than features.
 
     Args:
-        features: ``inception`` for FID; with ``dinov2`` it is FD-DINOv2, with ``clip`` CLIP-FID.
-        features_params: the network's parameters, such as ``path``.
         num_groups: groups of the jackknife; 0 gives no interval and keeps no features.
         min_images: fewest images of each set; with fewer, the bias exceeds most differences of interest.
+        params: see ``FeatureMetric``. ``features`` are ``inception`` for FID, ``dinov2`` for FD-DINOv2, ``clip`` for
+            CLIP-FID.
     """
 
     higher_is_better = False
     remedy = "use kid, which is unbiased, or raise evaluate.num_images or params.min_images"
 
-    def __init__(
-        self,
-        features: str = "efficientnet-lite0",
-        features_params: dict[str, Any] | None = None,
-        num_groups: int = 20,
-        min_images: int = 2000,
-    ) -> None:
-        super().__init__(features, features_params, keeps_features=num_groups > 0)
+    def __init__(self, num_groups: int = 20, min_images: int = 2000, **params: Any) -> None:
+        super().__init__(keeps_features=num_groups > 0, **params)
         self.num_groups, self.min_images = num_groups, min_images
         for side in ("generated", "real"):
             for name in Moments._fields:

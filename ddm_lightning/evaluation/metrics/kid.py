@@ -7,29 +7,16 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-from jaxtyping import Float, UInt8
+from jaxtyping import Float
 from torch import Tensor
 
-from ddm_lightning.core.registry import FEATURES, METRICS
+from ddm_lightning.core.registry import METRICS
 from ddm_lightning.core.scores import Score
 from ddm_lightning.evaluation.metrics._base import FeatureMetric
 from ddm_lightning.flow.randomness import keyed_generator
 
-FEATURE_NETWORK = "efficientnet-lite0"
-RESOLUTION = 112
 NUM_HALVES = 200
-
-
-def image_features(images: UInt8[np.ndarray, "n h w 3"], device: str = "cpu") -> Float[Tensor, "n d"]:
-    """Compute the features by which images are compared.
-
-    Raises:
-        UserError: the package with the weights is not installed.
-    """
-    network = FEATURES.build(FEATURE_NETWORK, {"resolution": RESOLUTION, "device": device})
-    return torch.from_numpy(network.encode(images))
 
 
 class KernelDistance(NamedTuple):
@@ -48,13 +35,6 @@ class KernelDistance(NamedTuple):
         that mean varies about the truth. To first order, a kernel distance is such a mean.
         """
         return float(self.halves.std())
-
-    def minus(self, other: KernelDistance) -> tuple[float, float]:
-        """Difference and its standard error, without the variance that both share through the real images.
-
-        Both must come from the same real images, seed and numbers of images.
-        """
-        return self.value - other.value, float((self.halves - other.halves).std())
 
 
 def kernel_distance(
@@ -120,24 +100,18 @@ class KernelInceptionDistance(FeatureMetric):
     Args:
         num_halves: number of random halves for the spread.
         seed: seed of halves and subsets.
-        features: feature network, by name.
-        features_params: the network's parameters, such as ``path``.
         num_subsets: takes the value from ``mean_over_subsets``, 100 in clean-fid; None compares all pairs.
+        params: see ``FeatureMetric``.
     """
 
     higher_is_better = False
 
     def __init__(
-        self,
-        num_halves: int = NUM_HALVES,
-        seed: int = 0,
-        features: str = FEATURE_NETWORK,
-        features_params: dict[str, Any] | None = None,
-        num_subsets: int | None = None,
+        self, num_halves: int = NUM_HALVES, seed: int = 0, num_subsets: int | None = None, **params: Any
     ) -> None:
         if num_subsets is not None and num_subsets < 1:
             raise ValueError("num_subsets must be at least 1")
-        super().__init__(features, features_params)
+        super().__init__(**params)
         self.num_halves, self.seed, self.num_subsets = num_halves, seed, num_subsets
 
     def compute(self) -> KernelDistance:

@@ -49,20 +49,14 @@ class PrecisionRecallMetric(FeatureMetric):
     Compare sets of one size only: both shares depend on the numbers of images.
 
     Args:
-        features: feature network, by name.
-        features_params: the network's parameters, such as ``path``.
         num_neighbours: k, 3 in the paper.
+        params: see ``FeatureMetric``.
     """
 
     higher_is_better = True
 
-    def __init__(
-        self,
-        features: str = "efficientnet-lite0",
-        features_params: dict[str, Any] | None = None,
-        num_neighbours: int = 3,
-    ) -> None:
-        super().__init__(features, features_params)
+    def __init__(self, num_neighbours: int = 3, **params: Any) -> None:
+        super().__init__(**params)
         self.num_neighbours, self.min_images = num_neighbours, num_neighbours + 1
 
     def compute(self) -> PrecisionRecall:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 from jaxtyping import UInt8
-from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from ddm_lightning.prepare.records import Broken
 
@@ -37,8 +37,6 @@ def decode(data: bytes | Exception, key: str, max_pixels: int = MAX_PIXELS) -> U
         return _unread(data, key)
     if not data:
         return Broken(key, "empty file")
-    load_truncated = ImageFile.LOAD_TRUNCATED_IMAGES
-    ImageFile.LOAD_TRUNCATED_IMAGES = False  # another package may have asked for grey instead of an error
     try:
         # Pillow warns of large images and of damaged Exif data, which is ignored below.
         with warnings.catch_warnings():
@@ -52,8 +50,6 @@ def decode(data: bytes | Exception, key: str, max_pixels: int = MAX_PIXELS) -> U
         return Broken(key, cause, f"begins with {data[:8]!r}")
     except Exception as error:  # noqa: BLE001  Pillow raises anything on damaged files
         return Broken(key, "damaged image", one_line(error))
-    finally:
-        ImageFile.LOAD_TRUNCATED_IMAGES = load_truncated
 
 
 def rgb(image: Image.Image, key: str, max_pixels: int = MAX_PIXELS) -> UInt8[np.ndarray, "h w 3"] | Broken:

@@ -6,21 +6,31 @@ import hashlib
 import heapq
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
+from ddm_lightning.core import checks
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import SOURCES
 from ddm_lightning.prepare.records import Broken, Part, Record, Source, count_samples
 from ddm_lightning.prepare.sources.tables import PARAMS
 
 
+@dataclass(frozen=True)
+class _Entry:
+    """An entry of the list."""
+
+    name: str
+    params: dict[str, Any] | None = None
+    prefix: str | None = None
+    max_samples: int | None = checks.option(None, low=1)
+
+
 class _Child(NamedTuple):
     name: str
     """Unique in the mixture: the prefix, or else the name of the source."""
     source: Source
-    prefix: str
-    max_samples: int | None
+    entry: _Entry
 
 
 @SOURCES.register("mixture")
@@ -44,12 +54,15 @@ class Mixture:
         self.max_samples = max_samples
         self._children: list[_Child] = []
         times = Counter[str]()
-        for number, entry in enumerate(sources):
-            name, params, prefix, most = _checked(entry, f"key '{PARAMS}.sources[{number}]'")
-            label = prefix or name
+        for number, given in enumerate(sources):
+            checks.check(given, _Entry, place := f"{PARAMS}.sources[{number}]", "source 'mixture'")
+            if "name" not in given:
+                raise UserError(f"key {place!r}: needs the name of a source; write {{name: …, params: …}}")
+            entry = _Entry(**given)
+            label = entry.prefix or entry.name
             times[label] += 1
             unique = label if times[label] == 1 else f"{label}-{times[label]}"
-            self._children.append(_Child(unique, SOURCES.build(name, params), prefix, most))
+            self._children.append(_Child(unique, SOURCES.build(entry.name, entry.params or {}), entry))
         if not self._children:
             raise UserError(f"key '{PARAMS}.sources': is empty; list the sources to mix")
         self.num_classes = len(self._children)
@@ -66,7 +79,7 @@ class Mixture:
                 replace(part, name=f"{child.name}/{part.name}", where={"source": number, "part": asdict(part)})
                 for part in child.source.parts()
             ]
-            parts += _limit(wrapped, child.max_samples)
+            parts += _limit(wrapped, child.entry.max_samples)
         return _limit(parts, self.max_samples)
 
     def read(self, part: Part) -> Iterator[Record | Broken]:
@@ -80,25 +93,9 @@ class Mixture:
                 yield replace(one, key=key)
                 continue
             caption = one.caption
-            if child.prefix and isinstance(caption, str):
-                caption = f"{child.prefix}: {caption}" if caption else child.prefix
+            if (prefix := child.entry.prefix) and isinstance(caption, str):
+                caption = f"{prefix}: {caption}" if caption else prefix
             yield replace(one, key=key, caption=caption, label=number)
-
-
-def _checked(entry: Any, place: str) -> tuple[str, dict[str, Any], str, int | None]:
-    """Return name, params, prefix and maximum of an entry of the list."""
-    kinds = {"name": str, "params": Mapping, "prefix": str, "max_samples": int}
-    if not isinstance(entry, Mapping) or "name" not in entry:
-        raise UserError(f"{place}: needs the name of a source; write {{name: …, params: …}}")
-    for key, value in entry.items():
-        if key not in kinds:
-            raise UserError(f"{place}: has the unknown key {key!r}; it takes: {', '.join(kinds)}")
-        if value is not None and not isinstance(value, kinds[key]):
-            raise UserError(f"{place}: {key} = {value!r} is no {kinds[key].__name__.lower()}; change it")
-    most = entry.get("max_samples")
-    if most is not None and most < 1:
-        raise UserError(f"{place}: max_samples = {most} must be at least 1; change it")
-    return entry["name"], dict(entry.get("params") or {}), entry.get("prefix") or "", most
 
 
 def _limit(parts: list[Part], max_samples: int | None) -> list[Part]:

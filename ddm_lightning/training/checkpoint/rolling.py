@@ -203,8 +203,7 @@ def check_origin(path: Path, member: str, experiment: Experiment) -> str | None:
             f"{path}: was trained with island.precision={old['precision']}, and {new['precision']} keeps other "
             "weights; set it back, or use another folder with run_dir=…"
         )
-    differing = [name for name in _NUMERICS if old.get(name) != new[name]]
-    if not differing:
+    if not (differing := [name for name in _NUMERICS if old.get(name) != new[name]]):
         return None
     settings = ", ".join(f"island.{name}={_in_yaml(new[name])} (was {_in_yaml(old.get(name))})" for name in differing)
     noise = "noise and " if {"accelerator", "devices"} & {*differing} else ""

@@ -127,7 +127,7 @@ def test_weights_stay_with_the_exact_posterior_of_a_finite_set() -> None:
     generator = torch.Generator().manual_seed(4)
     points = MEANS[labels] + STDS[labels][:, None] * torch.randn(100, 2, generator=generator, dtype=torch.float64)
     oracle = FiniteSetOracle(points, labels, 4)
-    experts: list[VelocityField] = [lambda x_t, t, k=k: oracle.cluster_velocity(k, x_t, t) for k in range(4)]  # type: ignore[misc]
+    experts: list[VelocityField] = [lambda x_t, t, k=k: oracle.velocity(x_t, t, k) for k in range(4)]  # type: ignore[misc]
     chain = run(experts, 4096, 20, PRIORS)
     tv = total_variation(chain, lambda x_t, t: oracle.cluster_posterior(x_t, torch.full((len(x_t),), t).double()))
     print(

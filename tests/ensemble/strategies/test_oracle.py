@@ -46,7 +46,7 @@ def test_an_oracle_keeps_one_expert_and_the_priors():
     assert torch.allclose(x_0, clusters, atol=1e-5)
     counts = torch.bincount(clusters.long(), minlength=3)
     assert chisquare(counts.numpy(), 1000 * torch.tensor(PRIORS).numpy()).pvalue > 0.01
-    assert ensemble.expert_rows == 8 * 1000
+    assert sum(ensemble.work.expert_rows) == 8 * 1000
     assert torch.allclose(generate("oracle", None, cluster=1)[0], torch.ones(1000), atol=1e-5)
     with pytest.raises(UserError, match="cluster = 3 is not from 0 to 2"):
         STRATEGIES.build("oracle", {"cluster": 3}).check_num_clusters(3)
@@ -58,4 +58,4 @@ def test_sampling_at_each_step_ends_with_the_expert_of_the_last():
     counts = torch.bincount(x_0.round().long(), minlength=3)
     assert torch.allclose(x_0, x_0.round(), atol=1e-5)
     assert chisquare(counts.numpy(), 1000 * torch.tensor(PRIORS).numpy()).pvalue > 0.01
-    assert ensemble.expert_rows == 8 * 1000
+    assert sum(ensemble.work.expert_rows) == 8 * 1000

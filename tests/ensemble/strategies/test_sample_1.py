@@ -79,7 +79,7 @@ def test_a_sure_router_is_not_asked_to_draw_again(threshold, num_calls):
     settings = {"num_steps": 8, "shift": 1.0, "seed": 0, "batch_size": 400}
     condition = Condition.of(torch.ones(400, 1))
     got = sample(ensemble, condition, 400, SHAPE, strategy=Sample1(threshold), **settings)
-    assert ensemble.expert_rows == 400 * 8 and len(router.conditions) == num_calls
+    assert sum(ensemble.work.expert_rows) == 400 * 8 and len(router.conditions) == num_calls
     changes = len(set(expert.rows.values())) > 1
     assert changes == (threshold > 0.7)
     assert (got.mean((1, 2, 3)) > 0).float().mean().item() == pytest.approx(0.7, abs=4 * (0.21 / 400) ** 0.5)

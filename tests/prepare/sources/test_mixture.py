@@ -100,11 +100,11 @@ def test_files_of_any_size_mix_with_digits(tmp_path, quick_prepare):
 @pytest.mark.parametrize(
     ("entry", "problem"),
     [
-        ("blobs", "sources[0]': needs the name of a source"),
+        ("blobs", "sources[0]': must be a section of keys, is 'blobs'; write it as {name: blobs}"),
         ({"params": {}}, "sources[0]': needs the name of a source"),
-        ({"name": "blobs", "maximum": 3}, "unknown key 'maximum'; it takes: name, params, prefix, max_samples"),
-        ({"name": "blobs", "max_samples": 0}, "max_samples = 0 must be at least 1"),
-        ({"name": "blobs", "prefix": 3}, "prefix = 3 is no str"),
+        ({"name": "blobs", "maximum": 3}, "sources[0].maximum'; known there: name, params, prefix, max_samples"),
+        ({"name": "blobs", "max_samples": 0}, "sources[0].max_samples' = 0: must be at least 1"),
+        ({"name": "blobs", "prefix": 3}, "sources[0].prefix': must be a text, is 3"),
         ({"name": "blob"}, "unknown source 'blob'"),
         ({"name": "blobs", "params": {"size": 3}}, "source 'blobs' has no parameter 'size'"),
     ],
