@@ -1,3 +1,4 @@
+import io
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -8,6 +9,7 @@ import torch
 from PIL import Image
 from scipy.spatial.distance import cdist
 from sklearn.metrics import silhouette_samples
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from ddm_lightning.core.columns import Rows
 from ddm_lightning.prepare.report import measures
@@ -19,7 +21,14 @@ from ddm_lightning.prepare.report.measures import (
     measure,
     to_metric_space,
 )
-from ddm_lightning.prepare.report.page import PAGE, choose_images, cluster_grid, write_report
+from ddm_lightning.prepare.report.page import (
+    PAGE,
+    TENSORBOARD,
+    choose_images,
+    cluster_grid,
+    place_images,
+    write_report,
+)
 
 METRICS = {"spherical": "cosine", "euclidean": "euclidean"}
 VOID = {"meta", "img", "source", "br", "link", "input"}
@@ -127,11 +136,11 @@ def test_neighbours_are_the_nearest_other_centroids(metric):
 
 def test_the_map_is_the_plane_of_the_two_largest_singular_values():
     x = np.random.default_rng(1).normal(size=(50, 6)) * [5, 1, 3, 1, 1, 1] + 4
-    places, explained = fit_plane(torch.from_numpy(x))
+    plane = fit_plane(torch.from_numpy(x))
     _, singular, axes = np.linalg.svd(x - x.mean(0), full_matrices=False)
-    expected = (x - x.mean(0)) @ axes[:2].T
-    np.testing.assert_allclose(places, expected * np.sign(expected[0] * places[0]), atol=1e-9)
-    assert explained == pytest.approx(np.square(singular)[:2].sum() / np.square(singular).sum())
+    signs = np.sign([axis[np.abs(axis).argmax()] for axis in axes[:2]])
+    np.testing.assert_allclose(plane.project(torch.from_numpy(x)), (x - x.mean(0)) @ axes[:2].T * signs, atol=1e-9)
+    np.testing.assert_allclose(plane.explained, np.square(singular)[:2] / np.square(singular).sum())
 
 
 def test_rows_are_chosen_evenly_and_once():
@@ -215,7 +224,7 @@ def test_the_same_input_gives_the_same_bytes(tmp_path):
     for name in names:
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes(), name
     assert (tmp_path / "a" / PAGE).read_bytes() != (tmp_path / "c" / PAGE).read_bytes(), "the seed chooses the images"
-    assert {path.name for path in (tmp_path / "a").iterdir()} == names
+    assert {path.name for path in (tmp_path / "a").iterdir()} == {*names, TENSORBOARD}
     for path in (tmp_path / "a").glob("*.png"):
         Image.open(path).verify()
 
@@ -248,7 +257,7 @@ def test_missing_thumbnails_and_captions_are_named(tmp_path):
 
     written = write(tmp_path / "none", data_of((30, 20), thumbnails=[]), attribution="")
     page = Page(tmp_path / "none" / PAGE)
-    assert written == {"sizes.png", "silhouette.png", "neighbours.png", "map.png", PAGE}
+    assert written == {"sizes.png", "silhouette.png", "neighbours.png", PAGE}
     assert page.text.count("No thumbnails of this cluster were kept") == 2
     assert "footer" not in page.tags
 
@@ -260,6 +269,20 @@ def test_an_empty_cluster_has_no_silhouette(tmp_path):
     assert "nan" not in text
 
 
+def test_tensorboard_shows_the_images_and_a_curve_over_clusters(tmp_path):
+    data = data_of()
+    written = write(tmp_path / "report", data)
+    events = EventAccumulator(str(tmp_path / "report" / TENSORBOARD), size_guidance={"images": 0}).Reload()
+    assert set(events.Tags()["images"]) == {f"partition/{name[:-4]}" for name in written if name.endswith(".png")}
+    samples = events.Scalars("partition/samples")
+    assert [(event.step, event.value) for event in samples] == list(enumerate(data.counts))
+    means = [event.value for event in events.Scalars("partition/silhouette")]
+    np.testing.assert_allclose(means, measure(data, 0).cluster_silhouettes, rtol=1e-5)
+    [shown] = events.Images("partition/sizes")
+    stored = Image.open(tmp_path / "report" / "sizes.png").convert("RGB")
+    np.testing.assert_array_equal(Image.open(io.BytesIO(shown.encoded_image_string)), stored)
+
+
 def test_many_clusters_are_shown_with_fewer_images_each():
     assert {len(shown) for shown in choose_images(np.arange(2000) % 100, 100, seed=0)} == {11}
     clusters = np.repeat([0, 1], [40, 30])
@@ -268,6 +291,20 @@ def test_many_clusters_are_shown_with_fewer_images_each():
     for cluster, indices in enumerate(shown):
         assert len(set(indices)) == len(indices)
         assert (clusters[indices] == cluster).all()
+
+
+def test_the_map_of_images_shows_the_one_nearest_to_the_centre_of_a_cell():
+    colours = np.array([(200, 0, 0), (0, 200, 0), (0, 0, 200), (90, 90, 90)], dtype=np.uint8)
+    images = np.ascontiguousarray(np.broadcast_to(colours[:, None, None], (4, 5, 5, 3)))
+    # 20 by 14 cells of 48 pixels: the first two images share a cell, and the second is nearer to its centre.
+    positions = np.array([[0, 0], [0.5, 0.5], [20, 14], [0, 14]])
+    pixels = np.asarray(place_images(images, positions, ["#010203"] * 4))
+    assert pixels.shape == (14 * 48, 20 * 48, 3)
+    assert (pixels[13 * 48 + 24, 24] == [0, 200, 0]).all()
+    assert (pixels[24, 19 * 48 + 24] == [0, 0, 200]).all()
+    assert (pixels[24, 24] == [90, 90, 90]).all()
+    assert (pixels[2, 24] == [1, 2, 3]).all()
+    assert (pixels < 255).any(-1).sum() == 3 * 46 * 46, "the other cells are white"
 
 
 def test_the_grid_of_all_clusters_counts_all_samples():

@@ -1,1 +1,1 @@
-"""The report of a partition: measures, charts and one HTML page."""
+"""The report of a partition: measures, charts, TensorBoard events and one HTML page."""

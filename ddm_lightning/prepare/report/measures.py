@@ -62,6 +62,20 @@ class ReportData:
 
 
 @dataclass(frozen=True, eq=False)
+class Plane:
+    """The first two principal components."""
+
+    mean: Float[Tensor, "d"]
+    axes: Float[Tensor, "d 2"]
+    explained: tuple[float, float]
+    """Share of the variance along each axis."""
+
+    def project(self, features: Float[Tensor, "n d"]) -> Float[np.ndarray, "n 2"]:
+        """Coordinates of the samples on the plane."""
+        return ((features - self.mean) @ self.axes).numpy()
+
+
+@dataclass(frozen=True, eq=False)
 class Measures:
     """Measures of a partition on m uniformly chosen rows; NaN marks an undefined value."""
 
@@ -72,10 +86,7 @@ class Measures:
     centroid_distances: Float[np.ndarray, "k k"]
     second_choices: Float[np.ndarray, "k k"]
     """Row per cluster: the share of its samples for which each other cluster's centroid is the second nearest."""
-    plane: Float[np.ndarray, "m 2"]
-    """Place of each row on the plane of largest variance."""
-    explained: float
-    """Share of the variance in that plane."""
+    plane: Plane
 
 
 def measure(data: ReportData, seed: int) -> Measures:
@@ -93,7 +104,7 @@ def measure(data: ReportData, seed: int) -> Measures:
         np.array([float(silhouettes[chosen].mean()) for chosen in members]),
         _distances(centroids, centroids, data.metric).fill_diagonal_(0).numpy(),
         count_second_choices(features, clusters, centroids, data.metric).numpy(),
-        *fit_plane(features),
+        fit_plane(features),
     )
 
 
@@ -156,13 +167,16 @@ def count_second_choices(
     return table / table.sum(1, keepdim=True)
 
 
-def fit_plane(features: Float[Tensor, "n d"]) -> tuple[Float[np.ndarray, "n 2"], float]:
-    """Coordinates of the samples on the first two principal components, and these two's share of the variance.
+def fit_plane(features: Float[Tensor, "n d"]) -> Plane:
+    """Fit the first two principal components; the largest entry of each axis is positive.
 
-    Unlike neighbourhood embeddings, a linear map invents no structure.
+    Unlike neighbourhood embeddings, a linear map is reproducible across machines and invents no structure.
     """
-    centred = features - features.mean(0)
+    mean = features.mean(0)
+    centred = features - mean
     variances, axes = torch.linalg.eigh(centred.T @ centred)
     variances = variances.clamp(min=0)
-    share = variances[-2:].sum() / variances.sum().clamp(min=torch.finfo(variances.dtype).tiny)
-    return (centred @ axes[:, -2:].flip(1)).numpy(), float(share)
+    shares = variances / variances.sum().clamp(min=torch.finfo(variances.dtype).tiny)
+    axes, shares = axes.flip(1)[:, :2], shares.flip(0)[:2]
+    largest = axes.gather(0, axes.abs().argmax(0, keepdim=True))
+    return Plane(mean, torch.where(largest < 0, -axes, axes), (float(shares[0]), float(shares[1])))

@@ -1,4 +1,4 @@
-"""Write the report: charts and grids of images as PNG, and one HTML page that needs no network and no scripts."""
+"""Write the report: PNG files, TensorBoard events, and one HTML page that needs no network and no scripts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jaxtyping import Int, Int64
+from jaxtyping import Float, Int, Int64, UInt8
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from matplotlib import colormaps, rc_context
 from matplotlib.axes import Axes
@@ -28,12 +28,20 @@ from ddm_lightning.partition.partition import NearestCentroid, Partition
 from ddm_lightning.prepare.encode import FEATURES
 from ddm_lightning.prepare.prepared import Prepared
 from ddm_lightning.prepare.reading import Plugins
-from ddm_lightning.prepare.report.measures import Measures, ReportData, measure
+from ddm_lightning.prepare.report.measures import (
+    MAX_ROWS,
+    Measures,
+    ReportData,
+    choose_rows,
+    measure,
+    to_metric_space,
+)
 from ddm_lightning.prepare.write_shards import samples_of
 from ddm_lightning.shards.manifest import OUT_OF_CLUSTER
 from ddm_lightning.shards.verify import verify_shards
 
 PAGE = "report.html"
+TENSORBOARD = "tensorboard"
 _INK, _PAPER, _ACCENT = "#1c1f24", "#ffffff", "#2c64c6"
 _STYLE: Any = {
     "figure.figsize": (5.6, 4.3),
@@ -48,6 +56,7 @@ _MAX_ANNOTATED_CLUSTERS, _MAX_TICKS = 10, 24
 _CELL_PIXELS = 72
 _GRID_COLUMNS = 18
 _MIN_SHOWN, _MAX_SHOWN, _MAX_SHOWN_IN_ALL = 6, 36, 1152
+_MAP_CELLS, _MAP_CELL_PIXELS, _MAP_FRAME = (20, 14), 48, 3
 _MAX_NEIGHBOURS, _MAX_CAPTIONS = 3, 8
 _PAPER_SAMPLES = 158_000_000
 _FORMATS = {"thousands": ",d", "number": ".3f", "percent": ".0%", "percent1": ".1%", "percent2": ".2%"}
@@ -113,6 +122,8 @@ def write_report(folder: Path, data: ReportData, *, title: str, attribution: str
     measures = measure(data, seed)
     shown = choose_images(data.clusters[data.thumbnail_rows], data.num_clusters, seed)
     images = draw_charts(data, measures)
+    if len(data.thumbnails):
+        images["map"] = _encode(draw_image_map(data, measures, seed), "PNG")
     html = _TEMPLATES.get_template("report.html.j2").render(
         title=title,
         attribution=attribution,
@@ -128,6 +139,21 @@ def write_report(folder: Path, data: ReportData, *, title: str, attribution: str
             (temporary / f"{name}.png").write_bytes(png)
         # Captions may contain lone surrogates.
         (temporary / PAGE).write_bytes(html.encode("utf-8", "replace"))
+        _write_events(temporary / TENSORBOARD, data, measures, images)
+
+
+def _write_events(folder: Path, data: ReportData, measures: Measures, images: dict[str, bytes]) -> None:
+    """Write all images, and scalars with the cluster as the step."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(str(folder)) as writer:
+        for name, png in images.items():
+            pixels = np.asarray(Image.open(io.BytesIO(png)).convert("RGB"))
+            writer.add_image(f"partition/{name}", pixels, dataformats="HWC")
+        for cluster, (count, value) in enumerate(zip(data.counts, measures.cluster_silhouettes, strict=True)):
+            writer.add_scalar("partition/samples", int(count), cluster)
+            if not math.isnan(value):
+                writer.add_scalar("partition/silhouette", value, cluster)
 
 
 def _describe_cluster(
@@ -173,7 +199,7 @@ def cluster_colours(num_clusters: int) -> list[str]:
 
 def draw_charts(data: ReportData, measures: Measures) -> dict[str, bytes]:
     """Draw all charts as PNG, by name; one cluster has neither silhouettes nor neighbours."""
-    draws: dict[str, Callable[[Axes, ReportData, Measures], None]] = {"sizes": _draw_sizes, "map": _draw_map}
+    draws: dict[str, Callable[[Axes, ReportData, Measures], None]] = {"sizes": _draw_sizes}
     if data.num_clusters > 1:
         draws |= {"silhouette": _draw_silhouettes, "neighbours": _draw_neighbours}
     charts = {}
@@ -230,18 +256,43 @@ def _draw_neighbours(axes: Axes, data: ReportData, measures: Measures) -> None:
     _label_clusters(axes.set_yticks, range(num_clusters))
 
 
-def _draw_map(axes: Axes, data: ReportData, measures: Measures) -> None:
-    """Draw every measured sample on the plane of largest variance, in its cluster's colour."""
-    colours = cluster_colours(data.num_clusters)
-    x, y = measures.plane.T
-    axes.scatter(x, y, s=4, c=[colours[k] for k in data.clusters[measures.rows]], linewidths=0)
-    axes.set(title="Samples on the plane of largest variance", xticks=[], yticks=[])
-
-
 def _label_clusters(set_ticks: Callable[..., Any], places: Sequence[float]) -> None:
     """Label the clusters at their places; skip labels so that at most ``_MAX_TICKS`` remain."""
     step = math.ceil(len(places) / _MAX_TICKS)
     set_ticks(places[::step], [str(k) for k in range(0, len(places), step)])
+
+
+def draw_image_map(data: ReportData, measures: Measures, seed: int) -> Image.Image:
+    """Place thumbnails in the principal plane, framed in their cluster's colour."""
+    chosen = choose_rows(len(data.thumbnails), MAX_ROWS, seed)
+    rows = data.thumbnail_rows[chosen]
+    positions = measures.plane.project(to_metric_space(data.features.take(rows), data.metric))
+    colours = cluster_colours(data.num_clusters)
+    return place_images(data.thumbnails[chosen], positions, [colours[k] for k in data.clusters[rows]])
+
+
+def place_images(
+    images: UInt8[np.ndarray, "m s s 3"], positions: Float[np.ndarray, "m 2"], frames: Sequence[str]
+) -> Image.Image:
+    """Place images on a grid by their positions: in each cell the one nearest to its centre.
+
+    Args:
+        images: at least one.
+        positions: x to the right, y upwards.
+        frames: frame colour of each image.
+    """
+    low, high = positions.min(0), positions.max(0)
+    places = (positions - low) / np.where(high > low, high - low, 1.0) * _MAP_CELLS
+    cells = np.minimum(places.astype(np.int64), np.array(_MAP_CELLS) - 1)
+    off_centre = np.square(places - cells - 0.5).sum(1)
+    nearest = {tuple(cells[index]): index for index in np.argsort(-off_centre, kind="stable")}
+    side, inner = _MAP_CELL_PIXELS, _MAP_CELL_PIXELS - 2 * _MAP_FRAME
+    canvas = Image.new("RGB", (_MAP_CELLS[0] * side, _MAP_CELLS[1] * side), _PAPER)
+    for (column, row), index in nearest.items():
+        left, top = int(column) * side, (_MAP_CELLS[1] - 1 - int(row)) * side
+        canvas.paste(frames[index], (left + 1, top + 1, left + side - 1, top + side - 1))
+        canvas.paste(Image.fromarray(images[index]).resize((inner, inner)), (left + _MAP_FRAME, top + _MAP_FRAME))
+    return canvas
 
 
 def choose_images(
