@@ -13,6 +13,8 @@ everything runs, and says nothing about quality.
 
 from __future__ import annotations
 
+import math
+import re
 import sys
 import time
 from argparse import Namespace
@@ -37,6 +39,7 @@ from flop_scores import HEADLINE, OTHER, Judge, Point, figures_of
 from flop_training import TRAIN, Study, Variant
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from ddm_lightning.config.validate import check_experiment
 from ddm_lightning.core.errors import UserError, first_line
@@ -47,6 +50,7 @@ from ddm_lightning.shards.manifest import Manifest
 
 QUICK_STEPS, QUICK_NUM, QUICK_SAMPLING_STEPS = 20, 64, 8
 MIN_NUM = 16
+BUDGETS = "shares above 0 and at most 1"
 
 
 def main(arguments: Sequence[str] | None) -> None:
@@ -78,8 +82,10 @@ def main(arguments: Sequence[str] | None) -> None:
     if options.num < MIN_NUM or options.seeds < 1 or options.jobs < 1:
         raise UserError(f"--num must be at least {MIN_NUM}, --seeds and --jobs at least 1")
     budgets = tuple(sorted(set(options.budgets)))
-    if not all(0 < share <= 1 for share in budgets):
-        raise UserError(f"--budgets {' '.join(map(str, options.budgets))}: give shares above 0 and at most 1")
+    if not are_shares(budgets):
+        raise UserError(f"--budgets {' '.join(map(str, options.budgets))}: give {BUDGETS}")
+    if not math.isfinite(options.guidance):
+        raise UserError(f"--guidance {options.guidance}: give a number; 1 is no guidance")
     check_experiment(load(options), options.config)
     mains = Variant("main", budgets=budgets, seeds=tuple(range(options.seeds)))
     study = Study(options, [mains, *read_variants(options.variants)])
@@ -94,6 +100,11 @@ def main(arguments: Sequence[str] | None) -> None:
         study.train(options.jobs)
     if options.only != "train":
         score(study, options)
+
+
+def are_shares(budgets: Sequence[Any]) -> bool:
+    """Whether all budgets are shares of the experiment's steps."""
+    return all(isinstance(share, (int, float)) and 0 < share <= 1 for share in budgets)
 
 
 def _quick(options: Namespace) -> list[str]:
@@ -126,12 +137,20 @@ def read_variants(words: Sequence[str]) -> list[Variant]:
         for name, entry in found.items():
             settings: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in (entry or {}).items()}
             variants[name] = Variant(name, **settings)
-    except (OSError, OmegaConfBaseException, TypeError, AttributeError) as error:
-        raise UserError(f"--variants {path}: is no file of variants ({first_line(error)})") from None
+    except (OSError, OmegaConfBaseException, YAMLError, TypeError, AttributeError) as error:
+        problem = f"is no file of variants ({first_line(error)}); variants_mix.yaml shows the form"
+        raise UserError(f"--variants {path}: {problem}") from None
+    for name, one in variants.items():
+        problems = {
+            f"train = {one.train!r} is none of {', '.join(TRAIN)}": one.train not in TRAIN,
+            f"budgets = {list(one.budgets)}: give {BUDGETS}": not are_shares(one.budgets),
+            f"seeds = {list(one.seeds)}: give whole numbers": not all(isinstance(seed, int) for seed in one.seeds),
+            "its name must be of letters, digits and _": not re.fullmatch(r"\w+", str(name)),
+        }
+        if found := [problem for problem, holds in problems.items() if holds]:
+            raise UserError(f"--variants {path}: {name}: {found[0]}")
     if unknown := [name for name in names if name not in variants]:
         raise UserError(f"--variants {path}: no variant {unknown[0]!r}; known: {', '.join(variants)}")
-    if wrong := [one for one in variants.values() if one.train not in TRAIN]:
-        raise UserError(f"--variants {path}: {wrong[0].name}: train = {wrong[0].train!r} is none of {', '.join(TRAIN)}")
     return [variants[name] for name in names or variants]
 
 
@@ -153,7 +172,7 @@ def show_plan(study: Study, num_jobs: int) -> None:
     router = costs.router * train.global_batch_size * train.max_steps
     equal_steps = costs.expert * experiment.expert.train.global_batch_size * experiment.expert.train.max_steps
     total, left = sum(job.flops for job in jobs), sum(job.flops - study.done(job) for job in jobs)
-    rate = measured_rate(study) if left else 1.0
+    rate = measured_rate(study)
     table.note(
         f"The ensemble costs {budget / equal_steps:.4f} of a monolith of as many steps: the router adds "
         f"{router / equal_steps:.2%}, the partition {costs.partition / equal_steps:.2%} (features of all images and "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -57,6 +58,11 @@ class Results:
         return f"{value:.3f} [{low:.3f}, {high:.3f}]"
 
 
+def label_of(method: str) -> str:
+    """Name of a method as documents write it."""
+    return re.sub(r"(top|sample)(\d)", r"\1-\2", method).replace("_", " ")
+
+
 def strategy_table(results: Results) -> Report:
     """All methods of the main comparison at the largest budget."""
     num_seeds = results.figures["num_seeds"]
@@ -82,7 +88,7 @@ def strategy_table(results: Results) -> Report:
         cells = [mean(row[key] for row in rows) for key in ("precision", "recall", "shares_tv")]
         cost = [mean(row[key] for row in rows) for key in ("experts_per_step", "gflop_per_image", "seconds_per_image")]
         table.row(
-            method.replace("_", " "),
+            label_of(method),
             f"{mean(results.kid(method)):.4f}",
             results.ratio(method),
             f"{mean(results.kid(method, network=results.other)):.4f}",
@@ -101,7 +107,7 @@ def strategy_table(results: Results) -> Report:
 def variant_table(results: Results) -> Report:
     """All budgets and variants: KID of the methods that are sampled everywhere."""
     present = [name for name in CURVES if any(point["method"] == name for point in results.points)]
-    headings = ["variant", "share of the budget", "seeds", *(name.replace("_", " ") for name in present)]
+    headings = ["variant", "share of the budget", "seeds", *map(label_of, present)]
     table = Report(f"KID ({results.network}) by variant and budget", [*headings, "bayes over monolith"])
     for variant, share in dict.fromkeys((point["variant"], point["share"]) for point in results.points):
         found = [results.kid(method, share, variant) for method in present]
@@ -123,19 +129,21 @@ def curves_figure(results: Results) -> Figure:
         values = [results.kid(method, share) for share in budgets]
         flops = np.array([results.rows(method, share)[0]["train_tflop"] for share in budgets])
         is_single = method.startswith("monolith")
-        style = {"marker": "o", "linestyle": "--" if is_single else "-", "label": method.replace("_", " ")}
+        style = {"marker": "o", "linestyle": "--" if is_single else "-", "label": label_of(method)}
         for axes, x in ((left, flops), (right, flops if is_single else flops / islands)):
             axes.errorbar(x, [mean(v) for v in values], yerr=[pstdev(v) for v in values], capsize=3, **style)
     left.set(xscale="log", yscale="log", xlabel="training TFLOPs, router and partition included")
     left.set_ylabel(f"KID ({results.network}), lower is better")
     right.set(xscale="log", xlabel=f"training TFLOPs per machine: {islands} islands, or one monolith")
-    for axis in (left.xaxis, right.xaxis, left.yaxis):
+    left.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 4, 5, 6, 7, 8)))
+    for axis in (left.xaxis, right.xaxis):
         axis.set_major_locator(LogLocator(base=2))
+    for axis in (left.xaxis, right.xaxis, left.yaxis):
         axis.set_major_formatter("{x:g}")
         axis.set_minor_locator(NullLocator())
     for axes in (left, right):
         axes.grid(visible=True, which="both", alpha=0.3)
-    left.legend(fontsize=8)
+    left.legend(fontsize=8, title="bars: std over seeds" if results.figures["num_seeds"] > 1 else None)
     return figure
 
 
@@ -149,7 +157,7 @@ def strips_figure(images: Mapping[str, UInt8[np.ndarray, "n h w 3"]], attributio
     rows = [np.concatenate([np.pad(one, gap, constant_values=255) for one in images[n][:num]], 1) for n in names]
     axes.imshow(np.concatenate(rows), interpolation="nearest")
     centres = (np.arange(len(names)) + 0.5) * (height + 2)
-    axes.set_yticks(centres, [name.replace("_", " ") for name in names])
+    axes.set_yticks(centres, list(map(label_of, names)))
     axes.set_xticks([])
     axes.set_xlabel(textwrap.fill(attribution, 300), fontsize=4)
     for side in axes.spines.values():

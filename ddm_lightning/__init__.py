@@ -19,10 +19,12 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from ddm_lightning.core.errors import UserError
+
 if TYPE_CHECKING:
     from ddm_lightning.evaluation.pretrained import DecentralizedEnsemble
 
-__all__ = ["DecentralizedEnsemble"]
+__all__ = ["DecentralizedEnsemble", "UserError"]
 __version__ = "0.1.0"
 
 

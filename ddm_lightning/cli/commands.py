@@ -203,9 +203,13 @@ def _sample(experiment: Experiment, options: argparse.Namespace) -> int:
     if options.strategy in (None, settings.strategy):
         check_strategy(experiment, options.config, options.overrides)
     else:
-        settings.strategy, settings.strategy_params = options.strategy, {}
+        given = [text.partition("=")[0].split(".") for text in options.overrides]
+        kept = {words[2] for words in given if words[:2] == ["sample", "strategy_params"] and len(words) > 2}
+        settings.strategy = options.strategy
+        settings.strategy_params = {key: value for key, value in settings.strategy_params.items() if key in kept}
         check_experiment(experiment, f"--strategy {options.strategy}")
-        settings = experiment.sample = with_suited_solver(settings)
+        if ["sample", "solver"] not in given:
+            settings = experiment.sample = with_suited_solver(settings)
         check_strategy(experiment, f"--strategy {options.strategy}")
     if options.num is not None:
         settings.num_per_prompt = options.num
@@ -234,12 +238,10 @@ def _sample(experiment: Experiment, options: argparse.Namespace) -> int:
 
 
 def _require_ensemble(experiment: Experiment, run: RunFolder, options: argparse.Namespace) -> None:
-    unfinished = [member for member in ensemble_members(experiment) if not run.is_finished(member)]
-    if unfinished and not run.ensemble.exists():
-        raise UserError(
-            f"{run.ensemble}: does not exist yet, because these members are not finished: {', '.join(unfinished)}; "
-            f"train them: {_command('fit', options)}"
-        )
+    if not run.ensemble.exists():
+        unfinished = [member for member in ensemble_members(experiment) if not run.is_finished(member)]
+        why = f", because these members are not finished: {', '.join(unfinished)}" if unfinished else ""
+        raise UserError(f"{run.ensemble}: does not exist yet{why}; run {_command('fit', options)}")
 
 
 def _evaluate(experiment: Experiment, options: argparse.Namespace) -> int:

@@ -150,10 +150,12 @@ def _contradictions_of_sizes(experiment: Experiment) -> Iterator[tuple[str, str]
 def _contradictions_of_sampling(experiment: Experiment) -> Iterator[tuple[str, str]]:
     sample, condition = experiment.sample, experiment.condition
     reads_text = condition.kind in ("text", "tokens")
-    if sample.strategy not in (names := STRATEGIES.names()):
-        yield "sample.strategy", f"must be one of {', '.join(names)}"
-    if sample.solver not in (names := SOLVERS.names()):
-        yield "sample.solver", f"must be one of {', '.join(names)}"
+    for key, name, plugins in (
+        ("sample.strategy", sample.strategy, STRATEGIES),
+        ("sample.solver", sample.solver, SOLVERS),
+    ):
+        if name not in plugins.names():
+            yield key, f"is unknown; {plugins.known()}"
     if reads_text and experiment.prepare.caption_encoder is None:
         yield "condition.kind", "needs prepare.caption_encoder, which is null; set it"
     if sample.prompts and not reads_text:

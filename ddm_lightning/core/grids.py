@@ -8,12 +8,13 @@ from pathlib import Path
 
 import numpy as np
 from jaxtyping import UInt8
+from matplotlib import get_data_path
 from PIL import Image, ImageDraw, ImageFont
 
 from ddm_lightning.core.files import atomic_write
 
 _GAP, _MARGIN = 4, 12
-_FONT_SIZE, _TITLE_SIZE, _FOOTER_SIZE = 15, 20, 12
+_FONT_SIZE, _TITLE_SIZE, _FOOTER_SIZE = 13, 17, 10
 _MAX_LABEL_WIDTH, _MAX_LABEL_LINES = 260, 4
 _INK, _PALE_INK, _PAPER = (20, 20, 20), (110, 110, 110), (255, 255, 255)
 
@@ -38,8 +39,9 @@ def labelled_grid(
     """
     height, width, _ = next(image for _, images in rows for image in images).shape
     cell_height, cell_width = height * scale, width * scale
-    # Pillow's built-in font makes a grid look the same on every machine.
-    font, title_font, footer_font = map(ImageFont.load_default, (_FONT_SIZE, _TITLE_SIZE, _FOOTER_SIZE))
+    # Matplotlib's own font makes a grid look the same on every machine, and has accents, Greek and Cyrillic.
+    path = f"{get_data_path()}/fonts/ttf/DejaVuSans.ttf"
+    font, title_font, footer_font = (ImageFont.truetype(path, s) for s in (_FONT_SIZE, _TITLE_SIZE, _FOOTER_SIZE))
     num_columns = max(len(images) for _, images in rows)
 
     most_lines = max(1, min(_MAX_LABEL_LINES, cell_height // (_FONT_SIZE + _GAP)))

@@ -87,10 +87,12 @@ class Registry:
                     problem = f"of the package {package!r} cannot be imported: {error}; fix or reinstall that package"
                     raise UserError(f"{self.kind} {name!r} {problem}") from error
                 return factory
-        known, group = ", ".join(self.names()) or "none", f"which has the entry-point group {self.group!r}"
-        raise UserError(
-            f"unknown {self.kind} {name!r}; known: {known}; pip install the package that brings it, {group}"
-        )
+        raise UserError(f"unknown {self.kind} {name!r}; {self.known()}")
+
+    def known(self) -> str:
+        """All known names, and how to install others."""
+        group = f"which has the entry-point group {self.group!r}"
+        return f"known: {', '.join(self.names()) or 'none'}; pip install the package that brings another, {group}"
 
     def build(self, name: str, params: dict[str, Any], **context: Any) -> Any:
         """Call the factory ``name`` with the user's ``params`` and the trainer's ``context``.

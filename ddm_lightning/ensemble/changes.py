@@ -48,9 +48,11 @@ def added(ensemble: EnsembleManifest, folder: Path, num_images: int, router: Pat
         router: artifact of an extended router.
 
     Raises:
-        UserError: the artifact is damaged, unusable or no expert's, or does not go with the others.
+        UserError: the artifact is damaged, unusable, no expert's or there already, or does not go with the others.
     """
     meta = read_meta(folder)
+    if present := [name for name in ensemble.experts if ensemble.metas.get(name) == meta]:
+        raise UserError(f"{folder}: is already in the ensemble as {present[0]}; add another expert")
     name, num_clusters = meta.member, max(meta.num_clusters for meta in ensemble.metas.values())
     if meta.partition_sha256 != ensemble.partition_sha256 or name in ensemble.folders:
         taken = [int(name.partition("-")[2]) for name in ensemble.experts]

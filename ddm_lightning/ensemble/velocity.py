@@ -134,8 +134,10 @@ class Ensemble:
         """A copy that multiplies experts' priors and probabilities by ``factors`` and renormalises; 0 leaves one out.
 
         Raises:
-            UserError: no expert is left.
+            UserError: not one number from 0 up per expert, or no expert is left.
         """
+        if len(factors) != self.num_clusters or not all(0 <= factor < float("inf") for factor in factors):
+            raise UserError(f"factors = {list(factors)}: give {self.num_clusters} numbers from 0 up, one per expert")
         changed, own = copy(self), torch.tensor(factors, dtype=torch.float64)
         kept = self.priors * own
         if not kept.any():

@@ -35,8 +35,8 @@ def diagnosis_table(figures: Mapping[str, Any]) -> Table:
     for heading in ("", *map(str, range(len(experts["loss"]))), "own", "others"):
         table.add_column(heading, justify="right" if heading else "left")
     for k, row in enumerate(experts["loss"]):
-        values = [*row, experts["in_cluster"][k], experts["out_of_cluster"][k]]
-        table.add_row(f"expert-{k}", *(f"{value:.4f}" for value in values))
+        values = [f"{value:.4f}" for value in (*row, experts["in_cluster"][k], experts["out_of_cluster"][k])]
+        table.add_row(f"expert-{k}", *(values if len(row) > 1 else [*values[:-1], "–"]))
     return table
 
 
@@ -50,7 +50,8 @@ def diagnosis_lines(figures: Mapping[str, Any]) -> list[str]:
         ece = f"largest ECE {before:.3f}, calibrated {after:.3f}, by chance {chance:.3f}"
         lines.append(f"router, {branch}: accuracy {accuracy:.3f}, NLL {nll:.3f}, {ece}")
     shares = figures["shares"]
-    lines.append(f"shares by a classifier of accuracy {shares['classifier_accuracy']:.3f}:")
+    expected = ", ".join(f"{share:.3f}" for share in shares["expected"])
+    lines.append(f"shares by a classifier of accuracy {shares['classifier_accuracy']:.3f}; expected {expected}:")
     for name, found in shares["strategies"].items():
         own = ", ".join(f"{share:.3f}" for share in found["shares"])
         lines.append(f"{name} ({found['solver']}): {own}; total variation {found['total_variation']:.3f}")
@@ -63,30 +64,30 @@ def _experts(figures: Mapping[str, Any]) -> Figure:
     figure = Figure(figsize=(13, 4), layout="constrained")
     matrix, own, disagreement = figure.subplots(1, 3)
     excess = loss / loss.min(0) - 1  # over the best expert of the cluster
-    matrix.imshow(excess, cmap="viridis_r", vmin=0)
+    matrix.imshow(excess, cmap="Blues", vmin=0)
     for (k, cluster), value in np.ndenumerate(loss):
         colour = "w" if excess[k, cluster] > 0.5 * excess.max() else "k"
         matrix.text(cluster, k, f"{value:.3f}", ha="center", va="center", color=colour, fontsize=8)
-    matrix.set(title="held-out loss", xlabel="cluster", ylabel="expert")
+    matrix.set(title="held-out loss (darker: worse than the cluster's best)", xlabel="cluster", ylabel="expert")
     matrix.set(xticks=range(len(loss)), yticks=range(len(loss)))
     inside = np.eye(len(loss), dtype=bool)
     own.plot(times, by_time[:, inside].mean(1), "o-", label="own cluster")
     if len(loss) > 1:
         own.plot(times, by_time[:, ~inside].mean(1), "o-", label="other clusters")
-    own.set(title="held-out loss by time", xlabel="t (1 is noise)", ylim=(0, None))
+    own.set(title="held-out loss by time", xlabel="t (1 is noise)")
     own.legend(fontsize=8)
     if experts["disagreement"]:
         disagreement.plot(times, experts["disagreement"], "o-")
     disagreement.set(title="disagreement of routed experts", xlabel="t (1 is noise)", ylabel="variance / mean²")
-    disagreement.set_ylim(0, None)
     for axis in (own, disagreement):
+        axis.set_ylim(0, 1.05 * axis.get_ylim()[1])
         axis.grid(alpha=0.3)
     return figure
 
 
 def _router(figures: Mapping[str, Any]) -> Figure:
     times, exact = figures["times"], figures.get("exact")
-    figure = Figure(figsize=(16 if exact else 12, 4), layout="constrained")
+    figure = Figure(figsize=(16 if exact else 12, 5), layout="constrained")
     axes = figure.subplots(1, 4 if exact else 3)
     for colour, (branch, scores) in enumerate(figures["router"].items()):
         axes[0].plot(times, scores["accuracy"], "o-", label=branch)
@@ -97,15 +98,15 @@ def _router(figures: Mapping[str, Any]) -> Figure:
             times, scores["calibration_error_by_chance"], ":", color=f"C{colour}", label=f"{branch}, by chance"
         )
     axes[0].axhline(max(figures["priors"]), color="0.6", linestyle=":", label="largest cluster")
-    axes[2].axhline(0.05, color="0.6", linestyle=":")
     titles = ["held-out accuracy", "held-out NLL (nats)", "calibration error (ECE)"]
     if exact:
         axes[3].plot(times, exact["total_variation"], "o-", label="router: total variation")
         axes[3].plot(times, exact["velocity_error"], "o-", label="velocity: relative L2 error")
         titles.append("distance to the exact answer")
     for axis, title in zip(axes, titles, strict=True):
-        axis.set(title=title, xlabel="t (1 is noise)", ylim=(0, None))
-        axis.legend(fontsize=8)
+        axis.set(title=title, xlabel="t (1 is noise)")
+        axis.set_ylim(0, 1.05 * axis.get_ylim()[1])
+        axis.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.16))
         axis.grid(alpha=0.3)
     return figure
 

@@ -62,6 +62,8 @@ class Evaluation:
         device = device_of(experiment.island.accelerator)
         if device.type == "cuda":
             device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        if not self.settings.metrics:
+            raise UserError("key 'evaluate.metrics': is empty; name at least one, such as kid")
         plugin = experiment.prepare.image_encoder
         encoder: ImageEncoder = IMAGE_ENCODERS.build(plugin.name, plugin.params)
         try:
@@ -204,6 +206,10 @@ class Evaluation:
             "device": f"{platform.processor() or platform.machine()}, torch {torch.__version__}",
         }
         path = self.folder / RESULT_FILE
+        if path.exists():  # of the same images; other metrics or another reference get a file of their own
+            compared, before = ("metrics", "reference"), read_json(path, "earlier scores", "delete it")
+            if any(before.get(key) != document[key] for key in compared):
+                path = path.with_stem(f"{path.stem}-{sha256_json([document[key] for key in compared])[:8]}")
         atomic_write_json(path, document)
         return path, _table(f"{generated.num:,} images against {real.num:,} of {real.name}", scores, memorised)
 

@@ -43,7 +43,7 @@ def serve(ensemble: DecentralizedEnsemble, host: str, port: int) -> None:
     try:
         listener = socket.create_server((host, port))
     except OSError as error:
-        raise UserError(f"--host {host} --port {port}: {error}; give another address") from None
+        raise UserError(f"--host {host} --port {port}: {error.strerror}; give another --port or --host") from None
     warnings.filterwarnings("ignore", module="gradio")  # deprecations in gradio's own calls
     app, theme = FastAPI(openapi_url=None), gr.themes.Base()
     gr.mount_gradio_app(app, page(ensemble), "/", theme=theme, css=_CSS, footer_links=[], ssr_mode=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from PIL import Image
 from ddm_lightning.config.experiment import Experiment, PluginConfig, SampleConfig
 from ddm_lightning.config.validate import check_experiment
 from ddm_lightning.core.devices import check_devices, device_of
+from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_write_text
 from ddm_lightning.ensemble.load import load_listed
 from ddm_lightning.ensemble.routing import strategy_of, with_suited_solver
@@ -61,10 +62,12 @@ class DecentralizedEnsemble:
                 in the host's memory or on disk. None is all.
 
         Raises:
-            UserError: a file is missing, damaged or of other data, or leads out of the folder.
+            UserError: a file is missing, damaged or of other data, or leads out of the folder; no such device, or
+                ``resident_experts`` below 2.
         """
-        if device is None:
-            check_devices("auto", 1)
+        check_devices("auto" if device is None else {"cuda": "gpu"}.get(torch.device(device).type, "cpu"), 1)
+        if resident_experts is not None and resident_experts < 2:
+            raise UserError(f"resident_experts = {resident_experts}: one computes while one loads; give at least 2")
         manifest = open_ensemble(fetched(folder_or_url), partial=True)
         return cls(manifest, device or device_of("auto"), resident_experts)
 
@@ -113,9 +116,12 @@ class DecentralizedEnsemble:
             ``num`` images of the first prompt, then of the second, and so on.
 
         Raises:
-            UserError: an empty prompt, an unknown class or strategy, or a value out of range.
+            UserError: an empty prompt, an unknown class, strategy or setting, or a value out of range.
         """
-        prompts = [prompts] if isinstance(prompts, str) else list(prompts)
+        prompts = [prompts] if isinstance(prompts, str) else list(map(str, prompts))
+        known = [field.name for field in fields(SampleConfig)]
+        if unknown := set(settings) - set(known):
+            raise UserError(f"sample: no setting {min(unknown)!r}; known: {', '.join(known)}")
         chosen = SampleConfig(**self.about.sample)
         if strategy not in (None, chosen.strategy):
             chosen = replace(chosen, strategy=strategy, strategy_params={})

@@ -182,6 +182,8 @@ def sample_grid(
         The grid, of at most ``MAX_ROWS`` by ``MAX_COLUMNS`` images.
     """
     settings, num = experiment.sample, experiment.sample.num_per_prompt
+    for old in singles.glob("[0-9][0-9][0-9]-*-[0-9][0-9][0-9][0-9].png") if singles is not None else ():
+        old.unlink()  # of an earlier grid of this name
     if singles is None:
         rows, num = rows[:MAX_ROWS], min(num, MAX_COLUMNS)
     shown: list[tuple[str, list[np.ndarray]]] = [(label, []) for label, _, _ in rows[:MAX_ROWS]]
@@ -268,11 +270,18 @@ def draw_run(
         return loaded.cost, {}
     plugin = experiment.prepare.image_encoder
     encoder = _encoder(IMAGE_ENCODERS, plugin.name, json.dumps(plugin.params))
-    return loaded.cost, write_way(path, trace, loaded.ensemble.names, labels, encoder.decode, gif)
+    footer = f"Trained on: {manifest.attribution}" if manifest.attribution else ""
+    return loaded.cost, write_way(path, trace, loaded.ensemble.names, labels, encoder.decode, gif, footer)
 
 
 def write_way(
-    path: Path, trace: Trace, names: Sequence[str], labels: Mapping[Key, str], decode: Decode, gif: bool = False
+    path: Path,
+    trace: Trace,
+    names: Sequence[str],
+    labels: Mapping[Key, str],
+    decode: Decode,
+    gif: bool = False,
+    footer: str = "",
 ) -> dict[str, Path]:
     """Write the heat map, the strip and perhaps the GIF of ``trace`` beside the grid ``path``.
 
@@ -283,6 +292,7 @@ def write_way(
         labels: label of each image whose way is drawn.
         decode: turns latents into images.
         gif: whether to write the GIF.
+        footer: small text below strip and GIF, such as a credit.
 
     Returns:
         The files by what they show.
@@ -291,7 +301,8 @@ def write_way(
         return {}
     heat, strip = (path.with_name(f"{path.stem}-{name}.png") for name in ("weights", "way"))
     mean = torch.stack(list(trace.weights.values())).mean(0)
-    title = f"weights of the experts, mean of {len(trace.weights)} images"
+    num = len(trace.weights)
+    title = "weights of the experts" + (f", mean of {num} images" if num > 1 else "")
     save_png(heat, heat_map(trace.times, {title: mean}, names))
 
     def decoded(num: int) -> tuple[list[str], list[list[UInt8[np.ndarray, "h w 3"]]]]:
@@ -302,13 +313,13 @@ def write_way(
 
     headings, images = decoded(_STRIP_COLUMNS)
     scale = max(1, CELL_SIZE // images[0][0].shape[0])
-    names_of_rows = [text for label in labels.values() for text in (label, "estimate of x_0")]
-    save_png(strip, labelled_grid(list(zip(names_of_rows, images, strict=True)), scale, headings=headings))
+    names_of_rows = [text for label in labels.values() for text in (f"{label}: x_t".lstrip(": "), "estimate of x_0")]
+    save_png(strip, labelled_grid(list(zip(names_of_rows, images, strict=True)), scale, "", footer, headings))
     files = {"weights": heat, "way from noise": strip}
     if gif:
         headings, images = decoded(_GIF_FRAMES)
         frames = [
-            labelled_grid([("x_t", columns[::2]), ("estimate of x_0", columns[1::2])], scale, heading)
+            labelled_grid([("x_t", columns[::2]), ("estimate of x_0", columns[1::2])], scale, heading, footer)
             for heading, columns in zip(headings, map(list, zip(*images, strict=True)), strict=True)
         ]
         files["animation"], durations = path.with_suffix(".gif"), [*[_FRAME_MS] * (len(frames) - 1), _LAST_FRAME_MS]

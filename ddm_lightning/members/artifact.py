@@ -40,7 +40,7 @@ from ddm_lightning.shards.manifest import Manifest
 
 FORMAT_VERSION = 1
 WEIGHTS_FILE = "model.safetensors"
-REMEDY = "fetch this artifact again from its island, or fit the member again"
+REMEDY = "fetch this artifact again from its island, or delete its folder and fit the member again"
 """Ends error lines about damaged artifacts."""
 VERSION: checks.Check = (
     lambda value: checks.is_int(value, 1) and value == FORMAT_VERSION,

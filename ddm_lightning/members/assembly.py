@@ -174,8 +174,8 @@ def read_ensemble(path: Path, *, partial: bool = False) -> EnsembleManifest:
     if is_other or len(document["priors"]) != document["num_clusters"]:
         raise UserError(f"{path}: key 'partition_sha256' or 'num_clusters' differs from its members'; {remedy}")
     if lost:
-        rest = f"the samples are those of {', '.join(manifest.folders)}, with renormalised weights"
-        note(f"{path}: the artifact of {', '.join(lost)} is missing; {rest}")
+        rest = ", and the weights of the other experts are renormalised" if set(lost) - {ROUTER} else ""
+        note(f"{path}: the artifact of {', '.join(lost)} is missing; samples are made without it{rest}")
     return replace(manifest, about=None if about is None else About(**about))
 
 

@@ -51,6 +51,10 @@ def test_trainings_that_cannot_be_compared_are_refused(tmp_path, override, messa
         ("a: {colour: red}", "is no file of variants"),
         ("b: {}", "no variant 'a'; known: b"),
         ("- a", "is no file of variants"),
+        ("a: [", "is no file of variants"),
+        ("a: {budgets: [2]}", r"a: budgets = \[2\]: give shares above 0 and at most 1"),
+        ("a: {seeds: [x]}", "whole numbers"),
+        ("../a: {}", "its name must be of letters"),
     ],
 )
 def test_bad_variants_are_refused(tmp_path, text, words):

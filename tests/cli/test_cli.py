@@ -265,6 +265,29 @@ def test_an_image_of_a_prompt_is_the_same_whatever_its_neighbours(
         assert np.abs(alone.astype(int) - other).max() > 20
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--strategy", "top-p", "sample.strategy_params.p=2"], "p = 2"),
+        (["--strategy", "bayes", "sample.solver=heun"], "set it to ancestral"),
+    ],
+)
+def test_settings_beside_another_strategy_count(
+    capsys: pytest.CaptureFixture[str], finished_run: Path, arguments: list[str], words: str
+) -> None:
+    assert main(["sample", *settings(finished_run), *arguments]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_grid_written_again_leaves_no_images_of_the_first(
+    capsys: pytest.CaptureFixture[str], finished_run: Path, tmp_path: Path
+) -> None:
+    for num in (2, 1):
+        options = ["sample.num_steps=1", "--prompt", "red disc", "--num", num, "--out", tmp_path / "a.png"]
+        called(capsys, "sample", *settings(finished_run), *options)
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["000-red-disc-0000.png"]
+
+
 def test_out_may_be_a_folder(capsys: pytest.CaptureFixture[str], finished_run: Path, tmp_path: Path) -> None:
     for number in (1, 2):
         sheet = tmp_path / "new" / f"top-1-00{number}.png"

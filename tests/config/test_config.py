@@ -204,7 +204,7 @@ def test_what_a_reference_brings_is_checked_too(path: Path, monkeypatch: pytest.
             ["island.accelerator=cpu", "island.attention=xformers"],
             "'island.attention' = 'xformers': needs a CUDA",
         ),
-        (["sample.strategy=best"], "'sample.strategy' = 'best': must be one of bayes, full, "),
+        (["sample.strategy=best"], "'sample.strategy' = 'best': is unknown; known: bayes, full, "),
         (["condition.kind=text"], "'condition.kind' = 'text': needs prepare.caption_encoder, which is null"),
         (["sample.prompts=[a]"], "'condition.kind' = 'none': sample.prompts need"),
         (["sample.guidance_scale=2"], "'sample.guidance_scale' = 2.0: guidance needs a condition.kind"),

@@ -107,7 +107,9 @@ def test_a_second_call_samples_only_what_is_missing(run, monkeypatch):
     assert numbers == [8, 8, 4, 8] and result(folder) == first
     monkeypatch.setattr(FEATURES.get("pixels"), "encode", None)  # other metrics on the same features compute none
     assert evaluate(run, "evaluate.metrics=[{name: precision-recall, params: {features: pixels}}]") == 0
-    assert numbers == [8, 8, 4, 8] and "recall (pixels)" in result(folder)["scores"]
+    assert numbers == [8, 8, 4, 8] and result(folder) == first
+    (second,) = folder.glob("evaluation-*.json")
+    assert "recall (pixels)" in json.loads(second.read_text())["scores"]
 
 
 def test_results_of_other_settings_are_refused(run, tmp_path, capsys):

@@ -78,6 +78,14 @@ def test_bad_settings_in_a_manifest(three: Path, changes: dict, words: str) -> N
     refused(lambda: load(three), three / "ensemble.json", words)
 
 
+def test_what_sampling_cannot_take_is_refused_in_one_line(three: Path) -> None:
+    ensemble = load(three)
+    refused(lambda: ensemble.sample(factors=[1, 0]), "factors = [1, 0]: give 3 numbers from 0 up")
+    refused(lambda: ensemble.sample(factors=[-1, 1, 1]), "give 3 numbers from 0 up")
+    refused(lambda: ensemble.sample(steps=2), "no setting 'steps'; known: strategy, ")
+    refused(lambda: DecentralizedEnsemble.from_pretrained(three, "cpu", resident_experts=1), "give at least 2")
+
+
 def test_names_of_other_classes_than_the_experts_know(three: Path) -> None:
     manifest = three / "ensemble.json"
     document = json.loads(manifest.read_text())

@@ -25,16 +25,19 @@ class Oracle(Strategy):
     needs_router = False
     cluster: int | None = None
 
-    def check_num_clusters(self, num_clusters: int) -> None:
-        """Refuse a ``cluster`` that does not exist."""
-        if self.cluster is not None and not 0 <= self.cluster < num_clusters:
-            raise UserError(f"strategy 'oracle': cluster = {self.cluster} is not from 0 to {num_clusters - 1}")
-
     def field(self, batch: Batch) -> VelocityField:
-        """Velocity of each sample's own expert."""
+        """Velocity of each sample's own expert.
+
+        Raises:
+            UserError: ``cluster`` has no expert in the ensemble.
+        """
         priors, num_clusters = batch.ensemble.priors.to(batch.x_1.device), batch.ensemble.num_clusters
         if self.cluster is None:
             clusters = choose(priors.expand(len(batch.x_1), -1), batch.uniform(0))
         else:
-            clusters = torch.full((len(batch.x_1),), self.cluster, device=batch.x_1.device)
+            names, name = batch.ensemble.names, f"expert-{self.cluster}"
+            if name not in names:
+                problem = f"cluster = {self.cluster} has no expert here; choose one of {', '.join(names)}"
+                raise UserError(f"strategy 'oracle': {problem}")
+            clusters = torch.full((len(batch.x_1),), names.index(name), device=batch.x_1.device)
         return batch.field(weights=functional.one_hot(clusters, num_clusters).to(batch.x_1))

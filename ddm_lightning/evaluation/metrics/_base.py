@@ -46,8 +46,8 @@ class FeatureMetric(Metric):
     full_state_update = False
     min_images = 4
     """Fewest images of each set."""
-    remedy = "raise evaluate.num_images, or hold out more images"
-    """What to do with fewer."""
+    remedy = "enlarge {few}"
+    """What to do with fewer; ``few`` is the smaller set."""
     real: list[Tensor]
     generated: list[Tensor]
 
@@ -103,7 +103,10 @@ class FeatureMetric(Metric):
         """
         if min(num_generated, num_real) < self.min_images:
             problem = f"needs {self.min_images:,} images of each kind, not {num_generated:,} samples, {num_real:,} real"
-            raise UserError(f"metric {name!r} {problem}; {self.remedy}")
+            few = (
+                "evaluate.num_images" if num_generated < self.min_images else "the reference (evaluate.reference=train)"
+            )
+            raise UserError(f"metric {name!r} {problem}; {self.remedy.format(few=few)}")
 
 
 def nearest(

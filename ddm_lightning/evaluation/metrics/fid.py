@@ -69,7 +69,7 @@ class FrechetDistance(FeatureMetric):
     """
 
     higher_is_better = False
-    remedy = "use kid, which is unbiased, or raise evaluate.num_images or params.min_images"
+    remedy = "use kid, which is unbiased, enlarge {few}, or lower the metric's min_images"
 
     def __init__(self, num_groups: int = 20, min_images: int = 2000, **params: Any) -> None:
         super().__init__(keeps_features=num_groups > 0, **params)

@@ -57,6 +57,8 @@ class PrecisionRecallMetric(FeatureMetric):
 
     def __init__(self, num_neighbours: int = 3, **params: Any) -> None:
         super().__init__(**params)
+        if num_neighbours < 1:
+            raise ValueError(f"num_neighbours = {num_neighbours} must be at least 1")
         self.num_neighbours, self.min_images = num_neighbours, num_neighbours + 1
 
     def compute(self) -> PrecisionRecall:

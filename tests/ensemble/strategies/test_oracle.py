@@ -48,8 +48,16 @@ def test_an_oracle_keeps_one_expert_and_the_priors():
     assert chisquare(counts.numpy(), 1000 * torch.tensor(PRIORS).numpy()).pvalue > 0.01
     assert sum(ensemble.work.expert_rows) == 8 * 1000
     assert torch.allclose(generate("oracle", None, cluster=1)[0], torch.ones(1000), atol=1e-5)
-    with pytest.raises(UserError, match="cluster = 3 is not from 0 to 2"):
-        STRATEGIES.build("oracle", {"cluster": 3}).check_num_clusters(3)
+    with pytest.raises(UserError, match="cluster = 3 has no expert here; choose one of expert-0, expert-1, expert-2"):
+        generate("oracle", None, cluster=3)
+
+
+def test_an_oracle_finds_its_expert_where_another_is_missing():
+    ensemble = Ensemble([Point(1.0), Point(2.0)], None, [0.4, 0.6])
+    ensemble.names = ["expert-1", "expert-2"]
+    settings = {"num_steps": 4, "shift": 1.0, "seed": 0, "batch_size": 5}
+    x_0 = sample(ensemble, None, 5, (1, 1, 1), strategy=STRATEGIES.build("oracle", {"cluster": 1}), **settings)
+    assert torch.allclose(x_0, torch.ones_like(x_0), atol=1e-5)
 
 
 def test_sampling_at_each_step_ends_with_the_expert_of_the_last():
