@@ -68,7 +68,7 @@ def _experts(figures: Mapping[str, Any]) -> Figure:
     for (k, cluster), value in np.ndenumerate(loss):
         colour = "w" if excess[k, cluster] > 0.5 * excess.max() else "k"
         matrix.text(cluster, k, f"{value:.3f}", ha="center", va="center", color=colour, fontsize=8)
-    matrix.set(title="held-out loss (darker: worse than the cluster's best)", xlabel="cluster", ylabel="expert")
+    matrix.set(title="held-out loss (darker is worse)", xlabel="cluster", ylabel="expert")
     matrix.set(xticks=range(len(loss)), yticks=range(len(loss)))
     inside = np.eye(len(loss), dtype=bool)
     own.plot(times, by_time[:, inside].mean(1), "o-", label="own cluster")
