@@ -188,9 +188,9 @@ def test_what_demo_refuses(
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         line = refused(*settings(finished_run), "--port", port)
-        assert line.startswith(f"error: --host 127.0.0.1 --port {port}: ") and "give another address" in line
+        assert line.startswith(f"error: --host 127.0.0.1 --port {port}: ") and "give another --port or --host" in line
     assert "--port 99999: must be from 0 to 65535" in refused(*settings(finished_run), "--port", "99999")
-    assert "give another address" in refused(*settings(finished_run), "--host", "192.0.2.1")  # nobody's
+    assert "give another --port or --host" in refused(*settings(finished_run), "--host", "192.0.2.1")  # nobody's
     assert "ensemble.json" in refused("-c", str(tmp_path))
     assert "sample.num_steps=3: settings go with an experiment file" in refused(
         "-c", str(tmp_path), "sample.num_steps=3"
