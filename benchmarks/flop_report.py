@@ -45,7 +45,7 @@ class Results:
         return [row["kid"][network or self.network]["value"] for row in self.rows(method, share, variant)]
 
     def ratio(self, method: str, prefix: str = "") -> str:
-        """KID over the monolith's with its interval; empty for the monolith itself.
+        """KID over the monolith's with its interval; empty for the monolith itself, a dash if the interval reaches 0.
 
         Args:
             method: the compared method.
@@ -55,7 +55,7 @@ class Results:
         if name not in self.figures:
             return ""
         value, low, high = (self.figures[f"{name}{end}"] for end in ("", "_low", "_high"))
-        return f"{value:.3f} [{low:.3f}, {high:.3f}]"
+        return f"{value:.3f} [{low:.3f}, {high:.3f}]" if low > 0 else "–"
 
 
 def label_of(method: str) -> str:
@@ -99,7 +99,8 @@ def strategy_table(results: Results) -> Report:
     table.note(
         "Ratios are taken under the same kind of solver; brackets hold 95 % bootstrap intervals over seeds and images. "
         f"The clusters were made with {results.network}; {results.other} took no part. Shares TV: total variation "
-        "between the clusters' shares among the images and the priors. Seconds are CPU time of one thread."
+        "between the clusters' shares among the images and the priors. Seconds are CPU time of one thread. "
+        "–: one of the two KIDs cannot be told from 0."
     )
     return table
 
@@ -122,9 +123,10 @@ def curves_figure(results: Results) -> Figure:
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     islands = int(results.figures["num_clusters"])
     left, right = figure.subplots(1, 2, sharey=True)
-    budgets = sorted({point["share"] for point in results.points if point["variant"] == "main"})
+    main = [point for point in results.points if point["variant"] == "main"]
     for method in CURVES:
-        if not results.rows(method):
+        budgets = sorted({point["share"] for point in main if point["method"] == method})
+        if not budgets:
             continue
         values = [results.kid(method, share) for share in budgets]
         flops = np.array([results.rows(method, share)[0]["train_tflop"] for share in budgets])
