@@ -10,6 +10,7 @@ from pathlib import Path
 import fsspec
 import pytest
 import torch
+import yaml
 from artifact_files import edit, refused
 from diffusers import DiffusionPipeline
 from PIL import Image
@@ -41,6 +42,8 @@ def test_a_saved_ensemble_moves_and_keeps_its_images(three: Path, tmp_path: Path
         assert read_meta(tmp_path / "copy" / name).model_sha256 in card
     for words in ("Some painters", "MIT", "ab" * 32, "| 0.3000 |", "velocity, cosine"):
         assert words in card
+    front = yaml.safe_load(card.split("---")[1])  # what a model hub reads
+    assert front["pipeline_tag"] == "text-to-image" and front["library_name"] == "ddm_lightning"
 
 
 def test_a_url_is_downloaded_and_checked(three: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
