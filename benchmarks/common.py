@@ -39,7 +39,7 @@ def parser(description: str, *, config: str | None = None) -> argparse.ArgumentP
     cli = argparse.ArgumentParser(description=description)
     cli.add_argument("-c", "--config", metavar="FILE", default=config, required=config is None, help="experiment file")
     cli.add_argument("--json", metavar="OUT", type=Path, help="write commit, device, command and figures here")
-    cli.add_argument("--quick", action="store_true", help="about a minute; the same ratios with less certainty")
+    cli.add_argument("--quick", action="store_true", help="a smaller run of about a minute, to see that it works")
     cli.add_argument("overrides", nargs="*", metavar="key=value", help="settings that override the file")
     return cli
 

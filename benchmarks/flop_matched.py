@@ -1,10 +1,10 @@
-"""Compare an ensemble with a monolith at equal training FLOPs, at several budgets and seeds.
+r"""Compare an ensemble with a monolith at equal training FLOPs, at several budgets and seeds.
 
 Trains whatever is missing, samples from every method with the same noise, and scores the images against held-out ones.
 An interrupted run continues where it stopped. ``--plan`` prints the cost and trains nothing.
 
-    python benchmarks/flop_matched.py -c experiments/mix_4x.yaml --seeds 3 --budgets 0.125 0.25 0.5 1
-        --json benchmarks/results/flop_matched_mix_4x.json
+    python benchmarks/flop_matched.py -c experiments/mix_4x.yaml --seeds 3 --budgets 0.125 0.25 0.5 1 \
+        --num 1000 --json benchmarks/results/flop_matched_mix_4x.json
 
 ``--variants FILE NAME…`` adds controls and ablations: trainings under other settings, described in a YAML file such as
 ``benchmarks/variants_mix.yaml``. ``--quick`` trains each member for 20 steps in a folder of its own: it shows that

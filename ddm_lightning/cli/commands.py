@@ -224,9 +224,10 @@ def _sample(experiment: Experiment, options: argparse.Namespace) -> int:
     path = run.samples if options.out is None else check_out(options.out)
     if path.suffix != ".png":
         # A new file, so that earlier grids stay.
-        new = (path / f"{settings.strategy}-{number:03d}.png" for number in itertools.count(1))
+        name = settings.member or settings.strategy
+        new = (path / f"{name}-{number:03d}.png" for number in itertools.count(1))
         path = _grid(experiment, run) if is_own and path == run.samples else next(p for p in new if not p.exists())
-    _require_ensemble(experiment, run, options)
+    _require_weights(experiment, run, options)
     prompts, singles = options.prompt or settings.prompts, path.with_suffix("")
     more = {"classes": options.classes or (), "singles": singles, "gif": options.gif}
     cost, files = _generate(experiment, run, prompts, path, **more)
@@ -237,8 +238,14 @@ def _sample(experiment: Experiment, options: argparse.Namespace) -> int:
     return 0
 
 
-def _require_ensemble(experiment: Experiment, run: RunFolder, options: argparse.Namespace) -> None:
-    if not run.ensemble.exists():
+def _require_weights(experiment: Experiment, run: RunFolder, options: argparse.Namespace) -> None:
+    if (member := experiment.sample.member) is not None:
+        if parse_members(member, experiment, "sample.member") != [member]:
+            raise UserError(f"sample.member={member}: name one member, such as monolith")
+        if not run.is_finished(member):
+            fit = f"{_command('fit', options)} member={member}"
+            raise UserError(f"{run.artifact(member)}: does not exist yet; run {fit}")
+    elif not run.ensemble.exists():
         unfinished = [member for member in ensemble_members(experiment) if not run.is_finished(member)]
         why = f", because these members are not finished: {', '.join(unfinished)}" if unfinished else ""
         raise UserError(f"{run.ensemble}: does not exist yet{why}; run {_command('fit', options)}")
@@ -249,7 +256,7 @@ def _evaluate(experiment: Experiment, options: argparse.Namespace) -> int:
     check_devices(experiment.island.accelerator, 1)
     run = open_run(experiment, create=False)
     if options.images is None:
-        _require_ensemble(experiment, run, options)
+        _require_weights(experiment, run, options)
 
     from ddm_lightning.evaluation.evaluate import evaluate
 
@@ -330,7 +337,7 @@ def _export(experiment: Experiment, options: argparse.Namespace) -> int:
     from ddm_lightning.evaluation.pretrained import export_diffusers
 
     run, out = open_run(experiment, create=False), Path(options.out)
-    _require_ensemble(experiment, run, options)
+    _require_weights(experiment, run, options)
     write = save_ensemble if options.to == "ensemble" else export_diffusers
     write(open_ensemble(run.root, experiment), out, options.licence)
     print(f"{options.to}: {out}\nmodel card: {out / 'README.md'}")
@@ -386,7 +393,7 @@ def demo(options: argparse.Namespace) -> int:
         check_strategy(experiment, options.config, options.overrides)
         check_devices(experiment.island.accelerator, 1)
         run = open_run(experiment, create=False)
-        _require_ensemble(experiment, run, options)
+        _require_weights(experiment, run, options)
         torch.set_num_threads(experiment.island.num_threads)
         manifest, device = open_ensemble(run.root, experiment, partial=True), device_of(experiment.island.accelerator)
         ensemble = DecentralizedEnsemble(manifest, device, experiment.sample.resident_experts)

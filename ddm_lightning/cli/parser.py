@@ -56,7 +56,7 @@ def build_parser() -> argparse.ArgumentParser:
     mode = prepare.add_mutually_exclusive_group()
     mode.add_argument("--dry-run", action="store_true", help="print stages, samples, bytes and hours; write nothing")
     mode.add_argument("--prune", action="store_true", help="remove encoded parts that the source no longer lists")
-    fit = add("fit", "Train the members (member=all by default, or member=expert-3) and assemble the ensemble.")
+    fit = add("fit", "Train the members (member=all by default, or names such as member=expert-3) and assemble them.")
     fit.add_argument("--jobs", type=int, help="members trained at once (default: as many as fit this machine)")
     sample = add("sample", "Generate images with the ensemble.")
     sample.add_argument("--prompt", action="append", help="text prompt; repeat it for more rows")
@@ -72,7 +72,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="PNG file for the grid, or folder for a new one (default: the run's samples folder); single images go "
         "into a folder beside the grid, with the same name",
     )
-    sample.add_argument("--gif", action="store_true", help="also write the way from noise as a GIF")
+    sample.add_argument("--gif", action="store_true", help="also write the sampling trajectory as a GIF")
     demo = add("demo", "Try the ensemble of FILE, or of a saved folder or URL, on a local page (extra [page]).")
     demo.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
     demo.add_argument("--port", type=int, default=7860, help="port (default: 7860; 0 for any free one)")
@@ -87,7 +87,9 @@ def build_parser() -> argparse.ArgumentParser:
     replay.add_argument("--rank", type=int, default=0, help="rank whose samples are replayed (default: 0)")
     ema = add("ema", "Compare EMA widths of a finished member (member=expert-3) by held-out loss.")
     ema.add_argument("--width", action="append", type=float, help="width to compare; repeat it for more")
-    ema.add_argument("--use", metavar="WIDTH", help="width of the average to hand over; original undoes this")
+    ema.add_argument(
+        "--use", metavar="WIDTH", help="put this width's average into the artifact; original undoes it"
+    )
     export = add("export", "Write the ensemble as a folder for others: artifacts, hashes and a model card.")
     export.add_argument("--to", required=True, choices=("ensemble", "diffusers"), help="diffusers adds its pipeline")
     export.add_argument("--out", required=True, metavar="FOLDER", help="new folder")

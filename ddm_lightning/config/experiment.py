@@ -271,8 +271,10 @@ class IslandConfig:
 
 @dataclass
 class SampleConfig:
-    """Sampling from the ensemble."""
+    """Sampling from the ensemble, or from one member."""
 
+    member: str | None = None
+    """Member to sample from alone, such as ``monolith``, ``student`` or ``expert-3``; null for the ensemble."""
     strategy: str = "top-1"
     """Routing strategy, by name: ``full``, ``top-1``, ``top-k``, ``bayes`` … (``sample --help`` lists all)."""
     strategy_params: dict[str, Any] = field(default_factory=dict)

@@ -92,7 +92,8 @@ class Registry:
     def known(self) -> str:
         """All known names, and how to install others."""
         group = f"which has the entry-point group {self.group!r}"
-        return f"known: {', '.join(self.names()) or 'none'}; pip install the package that brings another, {group}"
+        known = ", ".join(self.names()) or "none"
+        return f"known: {known}; check the spelling, or install the package that provides it, {group}"
 
     def build(self, name: str, params: dict[str, Any], **context: Any) -> Any:
         """Call the factory ``name`` with the user's ``params`` and the trainer's ``context``.
@@ -176,7 +177,7 @@ def require(wanted_by: str, *names: str, extra: str = "demo") -> None:
         try:
             distribution(name)
         except PackageNotFoundError:
-            remedy = f"install it with: pip install 'ddm_lightning[{extra}]'"
+            remedy = f"install it with: pip install -e '.[{extra}]'"
             raise UserError(f"{wanted_by} needs the package {name!r}; {remedy}") from None
 
 

@@ -205,8 +205,8 @@ class Strategy:
             UserError: the line names ``sample.solver``.
         """
         if self.solvers and solver not in self.solvers:
-            problem = f"{type(self).__name__} does not work with sample.solver = {solver!r}"
-            raise UserError(f"{problem}; set it to {' or '.join(self.solvers)}")
+            problem = f"this strategy needs sample.solver={' or '.join(self.solvers)}, not {solver!r}"
+            raise UserError(f"{problem}; add sample.solver={self.solvers[0]}")
 
     def check_num_clusters(self, num_clusters: int) -> None:
         """Refuse params that do not fit K experts; by default none.
@@ -318,7 +318,7 @@ def sample(
             no guidance.
         keys: what each sample's noise belongs to, such as ``("red apple", 0)``; None numbers the samples.
         progress: called with the number of finished samples, fractional, after every evaluation and batch.
-        trace: keeps the way from noise; None for no record, which costs nothing.
+        trace: keeps the sampling trajectory; None for no record, which costs nothing.
 
     Returns:
         x_0, float32, on the CPU, in the value range that the experts model.

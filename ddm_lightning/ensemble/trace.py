@@ -1,4 +1,4 @@
-"""Record the way from noise: the experts' weights, and what the images look like, at the start of each step."""
+"""Record the sampling trajectory: the experts' weights, and what the images look like, at the start of each step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Key: TypeAlias = tuple[int | str, ...]
 
 
 class Trace:
-    """The way from noise of some samples, by their keys; give it to ``routing.sample``. All tensors are on the CPU.
+    """The sampling trajectory of some samples, by their keys; give it to ``routing.sample``. All on the CPU.
 
     Evaluations stay on the device until a batch is finished, so that no step waits for them. A strategy that mixes the
     experts on its own and does not call ``Batch.record`` leaves the trace empty.

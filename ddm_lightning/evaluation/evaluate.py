@@ -80,7 +80,8 @@ class Evaluation:
         self.reference: ImageSet = of_shards(wanted) if is_side else FileImages(Path(wanted).expanduser())
         if self.generated.shape != self.reference.shape:
             sizes = " and ".join("{} × {}".format(*one.shape) for one in (self.reference, self.generated))
-            raise UserError(f"{self.reference.name}: its images and the generated ones have {sizes} pixels; resize one")
+            problem = f"key 'evaluate.reference' = {wanted!r}: its images and the generated ones have {sizes} pixels"
+            raise UserError(f"{problem}; give a reference of the second size")
         for name, metric in self.metrics:
             if isinstance(metric, FeatureMetric):
                 metric.check_nums(name, self.generated.num, self.reference.num)
@@ -98,7 +99,7 @@ class Evaluation:
 
     def _open(self, out: Path | None) -> Path:
         """Find the results folder, refuse one of other settings, and write down these."""
-        generated, name = self.generated, self.experiment.sample.strategy
+        generated, name = self.generated, self.experiment.sample.member or self.experiment.sample.strategy
         own = generated.settings if isinstance(generated, Generated) else {"images_sha256": generated.sha256}
         root = Path(__file__).parents[1]
         code = sha256_json({str(path.relative_to(root)): sha256_file(path) for path in root.rglob("*.py")})

@@ -203,7 +203,7 @@ class Generated:
         settings = asdict(experiment.sample)
         self.settings = {
             "experiment": experiment.name,
-            "ensemble_sha256": sha256_file(run.ensemble),
+            "weights_sha256": sha256_file(run.sampled_from(experiment.sample.member)),
             "seed": experiment.seed,
             "sample": {key: settings[key] for key in settings if key not in ("prompts", "num_per_prompt")},
             **{key: getattr(experiment.evaluate, key) for key in ("num_images", "batch_size", "image_format")},

@@ -108,7 +108,7 @@ class DecentralizedEnsemble:
             strategy: routing strategy; None is the experiment's.
             num: images per prompt or class; None is the experiment's.
             seed: seed of the noise; None is the experiment's.
-            trace: keeps the way from noise, such as the weights of the experts.
+            trace: keeps the sampling trajectory, such as the weights of the experts.
             factors: multiply the experts' weights, one per expert; 0 switches it off. None leaves them as they are.
             settings: other keys of the experiment's ``sample`` section, such as ``num_steps=20``.
 

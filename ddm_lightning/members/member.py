@@ -38,8 +38,8 @@ def ensemble_members(experiment: Experiment) -> list[str]:
     return [expert_name(k) for k in range(num_clusters)] + ([ROUTER] if num_clusters > 1 else [])
 
 
-def parse_members(text: str, experiment: Experiment) -> list[str]:
-    """Parse ``member=…`` of the command line: names separated by commas, or ``all``.
+def parse_members(text: str, experiment: Experiment, key: str = "member") -> list[str]:
+    """Parse ``member=…`` of the command line, or the value of ``key``: names separated by commas, or ``all``.
 
     Raises:
         UserError: the experiment has no member of that name.
@@ -50,7 +50,7 @@ def parse_members(text: str, experiment: Experiment) -> list[str]:
     names = [name.strip() for name in text.split(",")]
     for name in names:
         if name not in known:
-            raise UserError(f"member={text}: unknown member {name!r}; known: {', '.join(known)}, all")
+            raise UserError(f"{key}={text}: unknown member {name!r}; known: {', '.join(known)}, all")
     return list(dict.fromkeys(names))
 
 
@@ -122,9 +122,8 @@ class Member:
         role = name.partition("-")[0]
         is_router, num_clusters = role == ROUTER, experiment.prepare.partition.num_clusters
         if isinstance(sizes, Manifest) and sizes.num_clusters != num_clusters:
-            raise UserError(
-                f"key 'prepare.partition.num_clusters' = {num_clusters}: the manifest has {sizes.num_clusters}"
-            )
+            problem = f"key 'prepare.partition.num_clusters' = {num_clusters}: the manifest has {sizes.num_clusters}"
+            raise UserError(f"{problem}; copy this run's prepared/manifest.json, or set it to {sizes.num_clusters}")
         expert = expert_section(name, experiment)
         alignment = None if is_router or not expert.alignment.weight else expert.alignment
         if alignment is not None and not sizes.num_features:

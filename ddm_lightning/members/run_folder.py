@@ -58,6 +58,10 @@ class RunFolder:
         """Artifact of a finished member."""
         return self.member(name) / "artifact"
 
+    def sampled_from(self, member: str | None) -> Path:
+        """File that describes the weights to sample from: those of ``member`` alone, or of the ensemble."""
+        return self.ensemble if member is None else self.artifact(member) / MEMBER_FILE
+
     def is_finished(self, name: str) -> bool:
         """Whether the member has handed over its artifact."""
         return (self.artifact(name) / MEMBER_FILE).exists()

@@ -102,7 +102,7 @@ def check_broken(
     example = f". For example {first['key']!r}: {first['cause']}{detail}" if first else ""
     problem = f"{num_broken} of {num_read} samples cannot be used ({causes})"
     limit = f"more than prepare.max_bad_fraction = {max_bad_fraction:g} allows"
-    raise UserError(f"{listed}: {problem}, {limit}; fix the source or raise it{example}")
+    raise UserError(f"{listed}: {problem}, {limit}; fix the source or raise that limit{example}")
 
 
 def encode_part(job: PartJob, plugins: Plugins, tick: Tick) -> dict[str, Any]:

@@ -72,7 +72,7 @@ def _complete_folders(store: _Store, hashes: dict[str, str]) -> set[str]:
     found = {name: store.sha256(name, may_be_missing=present is None) for name in indices}
     others += [name for name, digest in found.items() if digest not in (None, hashes[name])]
     if others:
-        raise UserError(f"holds other data ({others[0]}); empty it, or name another folder")
+        raise UserError(f"holds other data ({others[0]}); empty it, or set prepare.shards.remote to another folder")
     return {posixpath.dirname(name) for name, digest in found.items() if digest is not None}
 
 

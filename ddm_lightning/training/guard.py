@@ -110,7 +110,7 @@ class FiniteGuard:
         if longest > self.max_consecutive:
             raise UserError(
                 f"{self.member}: training diverged: {longest} consecutive steps, up to step {last}, had no finite "
-                "gradient; lower train.learning_rate (in another run_dir=…), or replay a step as status says"
+                "gradient; lower its train.learning_rate in another run_dir=…, or find the sample with replay"
             )
 
     def write(self, path: Path) -> None:

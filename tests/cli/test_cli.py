@@ -205,7 +205,7 @@ def test_artifacts_beside_a_manifest_are_assembled_without_the_source(
 def samples(path: Path) -> str:
     """What ``sample`` prints of the grid ``path``."""
     stem = path.with_suffix("")
-    return f"samples: {path}\nsingle images: {stem}\nweights: {stem}-weights.png\nway from noise: {stem}-way.png\n"
+    return f"samples: {path}\nsingle images: {stem}\nweights: {stem}-weights.png\ntrajectory: {stem}-trajectory.png\n"
 
 
 def sampled(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
@@ -239,6 +239,21 @@ def test_sample_without_options_draws_the_experiments_grid_into_the_run(
     assert sampled(capsys, *settings(run)) == samples(grid)
     assert grid.read_bytes() == as_fit_drew_it
     assert sampled(capsys, *settings(run), "--strategy", "full") == samples(run / "samples" / "full.png")
+
+
+def test_one_member_alone_is_what_the_oracle_of_its_cluster_samples(
+    capsys: pytest.CaptureFixture[str], finished_run: Path, tmp_path: Path
+) -> None:
+    run, images = copy_run(finished_run, tmp_path / "run"), []
+    few = [*settings(run), FEW, "--prompt", "red disc", "--num", "2", "--out"]
+    for name, more in {"oracle": ["--strategy", "oracle", "sample.strategy_params.cluster=1"], "expert-1": []}.items():
+        sampled(capsys, *few, tmp_path / f"{name}.png", *(more or [f"sample.member={name}"]))
+        images.append([path.read_bytes() for path in sorted((tmp_path / name).iterdir())])
+    assert images[0] == images[1] and len(images[0]) == 2
+    refusals = {"expert-9": "unknown member", "all": "name one member", "monolith": "does not exist yet"}
+    for member, words in refusals.items():
+        assert main(["sample", *settings(run), f"sample.member={member}"]) == 2
+        assert words in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("strategy", ["top-1", "bayes"])

@@ -145,7 +145,7 @@ def test_progress_rises_to_the_number_of_samples(strategy: str, solver: str) -> 
 
 
 def test_refusals() -> None:
-    with pytest.raises(UserError, match=r"Bayes does not work with sample\.solver = 'euler'; set it to ancestral"):
+    with pytest.raises(UserError, match=r"needs sample\.solver=ancestral, not 'euler'; add sample\.solver=ancestral"):
         draw(two(), strategy="bayes", solver="euler")
     with pytest.raises(UserError, match=r"unknown solver 'magic'; known: ancestral, dormand-prince"):
         draw(two(), solver="magic")

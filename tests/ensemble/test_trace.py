@@ -1,4 +1,4 @@
-"""The recorded way from noise: whose weights, which images, and no wait for the device."""
+"""The recorded trajectory: whose weights, which images, and no wait for the device."""
 
 from __future__ import annotations
 

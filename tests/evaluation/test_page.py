@@ -201,5 +201,5 @@ def test_what_demo_refuses(
 
     monkeypatch.setattr(registry, "distribution", missing)
     assert refused("-c", str(tmp_path)) == (
-        "error: demo needs the package 'gradio'; install it with: pip install 'ddm_lightning[page]'\n"
+        "error: demo needs the package 'gradio'; install it with: pip install -e '.[page]'\n"
     )

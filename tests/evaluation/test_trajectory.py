@@ -12,7 +12,7 @@ from tiny_runs import settings
 
 from ddm_lightning.cli.parser import main
 from ddm_lightning.ensemble.trace import Trace
-from ddm_lightning.evaluation.samples import heat_map, write_way
+from ddm_lightning.evaluation.samples import heat_map, write_trajectory
 
 ALL, NONE = (253, 231, 36), (68, 1, 84)  # ends of viridis
 KEYS = [("a", 0), ("b", 0)]
@@ -34,7 +34,7 @@ def decode(x_0: torch.Tensor) -> np.ndarray:
 
 
 def drawn(path: Path, **options: bool) -> dict[str, Path]:
-    return write_way(path, trace_of(50), ["expert-0", "expert-1"], dict.fromkeys(KEYS, "a"), decode, **options)
+    return write_trajectory(path, trace_of(50), ["expert-0", "expert-1"], dict.fromkeys(KEYS, "a"), decode, **options)
 
 
 def cells(image: Image.Image, colour: tuple[int, ...]) -> np.ndarray:
@@ -64,9 +64,9 @@ def test_the_strip_leads_from_noise_to_the_image(tmp_path: Path) -> None:
     files = drawn(tmp_path / "grid.png")
     assert {name: path.name for name, path in files.items()} == {
         "weights": "grid-weights.png",
-        "way from noise": "grid-way.png",
+        "trajectory": "grid-trajectory.png",
     }
-    strip = np.asarray(Image.open(files["way from noise"]))
+    strip = np.asarray(Image.open(files["trajectory"]))
     left = np.flatnonzero((strip == 0).all(2).sum(0) == 2 * 72)[0]  # x_t of both images begins black
     top = np.flatnonzero((strip[:, left] == 0).all(1))[0]
     row = strip[top + 36, left + 36 :: 76, 0]  # cells of 72 pixels and gaps of 4
@@ -97,7 +97,7 @@ def test_sample_writes_them_beside_the_grid(
     ]
     assert main([*options, "sample.num_steps=3", "--strategy", "bayes", "--gif"]) == 0
     printed = capsys.readouterr().out
-    for name, file in {"weights": "a-weights.png", "way from noise": "a-way.png", "animation": "a.gif"}.items():
+    for name, file in {"weights": "a-weights.png", "trajectory": "a-trajectory.png", "animation": "a.gif"}.items():
         assert f"{name}: {tmp_path / file}\n" in printed and (tmp_path / file).stat().st_size > 500
     with Image.open(tmp_path / "a.gif") as gif:
         assert gif.n_frames == 4
@@ -107,5 +107,5 @@ def test_sample_writes_them_beside_the_grid(
 
 
 def test_nothing_is_drawn_of_a_strategy_that_tells_nothing(tmp_path: Path) -> None:
-    assert write_way(tmp_path / "grid.png", Trace(KEYS, KEYS), ["a"], {}, decode) == {}
+    assert write_trajectory(tmp_path / "grid.png", Trace(KEYS, KEYS), ["a"], {}, decode) == {}
     assert list(tmp_path.iterdir()) == []

@@ -229,11 +229,11 @@ def test_the_fraction_counts_after_enough_samples_and_is_not_exceeded_by_being_m
         check_broken({"truncated image": 41, "empty file": 60}, 1000, 0.1, here)
     assert str(refusal.value) == (
         f"{here}: 101 of 1000 samples cannot be used (empty file: 60, truncated image: 41), more than "
-        "prepare.max_bad_fraction = 0.1 allows; fix the source or raise it. "
+        "prepare.max_bad_fraction = 0.1 allows; fix the source or raise that limit. "
         "For example 'a.png': empty file (0 bytes)"
     )
     here.write_text("")
-    with pytest.raises(UserError, match=r"1 of 1 samples.*raise it$"):
+    with pytest.raises(UserError, match=r"1 of 1 samples.*raise that limit$"):
         check_broken({"empty file": 1}, 1, 0.5, here, enough=1)
 
 

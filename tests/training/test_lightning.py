@@ -123,7 +123,7 @@ def test_plug_in_callbacks_and_flags_reach_the_trainer(tiny_run, monkeypatch, ca
     [
         ("island.callbacks=[{name: nowhere}]", "unknown callback 'nowhere'; known: none"),
         ("island.trainer={profiler: magic}", "keys 'island.trainer' and 'island.callbacks': When passing"),
-        ("island.loggers=[wandb]", "needs the package 'wandb'; install it with: pip install 'ddm_lightning[wandb]'"),
+        ("island.loggers=[wandb]", "needs the package 'wandb'; install it with: pip install -e '.[wandb]'"),
     ],
 )
 def test_what_fit_cannot_use_is_one_line(tiny_run, capsys, setting, words):

@@ -211,7 +211,8 @@ def choose_strategy(
         )
     if optimizer == "muon":
         raise UserError(
-            f"key 'train.optimizer' = 'muon': FSDP2 ({reason}) shards its matrices; set it to adamw, {remedy}"
+            f"key 'train.optimizer' = 'muon': FSDP2 ({reason}) splits the matrices that Muon needs whole; set it to "
+            f"adamw, {remedy}"
         )
     if is_aligned:
         raise UserError(f"key 'expert.alignment.weight': FSDP2 ({reason}) would not train its head; set 0, {remedy}")
