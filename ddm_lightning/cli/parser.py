@@ -87,9 +87,7 @@ def build_parser() -> argparse.ArgumentParser:
     replay.add_argument("--rank", type=int, default=0, help="rank whose samples are replayed (default: 0)")
     ema = add("ema", "Compare EMA widths of a finished member (member=expert-3) by held-out loss.")
     ema.add_argument("--width", action="append", type=float, help="width to compare; repeat it for more")
-    ema.add_argument(
-        "--use", metavar="WIDTH", help="put this width's average into the artifact; original undoes it"
-    )
+    ema.add_argument("--use", metavar="WIDTH", help="put this width's average into the artifact; original undoes it")
     export = add("export", "Write the ensemble as a folder for others: artifacts, hashes and a model card.")
     export.add_argument("--to", required=True, choices=("ensemble", "diffusers"), help="diffusers adds its pipeline")
     export.add_argument("--out", required=True, metavar="FOLDER", help="new folder")
