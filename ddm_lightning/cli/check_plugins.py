@@ -10,18 +10,8 @@ from contextlib import contextmanager
 
 from ddm_lightning.config.experiment import Experiment, PluginConfig, expert_section
 from ddm_lightning.config.validate import blamed
+from ddm_lightning.core import registry
 from ddm_lightning.core.errors import UserError, first_line
-from ddm_lightning.core.registry import (
-    CALLBACKS,
-    CAPTION_ENCODERS,
-    EXPERTS,
-    FEATURES,
-    IMAGE_ENCODERS,
-    ROUTERS,
-    SOLVERS,
-    SOURCES,
-    Registry,
-)
 from ddm_lightning.ensemble.routing import strategy_of
 from ddm_lightning.members.member import MONOLITH, ROUTER, Member
 from ddm_lightning.shards.manifest import DataSizes, Manifest
@@ -36,22 +26,22 @@ def check_plugins(experiment: Experiment, source: str, overrides: Sequence[str] 
         UserError: unknown name, or params that the plug-in does not take.
     """
     prepare = experiment.prepare
-    named: list[tuple[str, Registry, PluginConfig | None, tuple[str, ...]]] = [
-        ("prepare.source", SOURCES, prepare.source, ()),
-        ("prepare.image_encoder", IMAGE_ENCODERS, prepare.image_encoder, ()),
-        ("prepare.caption_encoder", CAPTION_ENCODERS, prepare.caption_encoder, ()),
-        ("prepare.features", FEATURES, prepare.features, ()),
+    named: list[tuple[str, registry.Registry, PluginConfig | None, tuple[str, ...]]] = [
+        ("prepare.source", registry.SOURCES, prepare.source, ()),
+        ("prepare.image_encoder", registry.IMAGE_ENCODERS, prepare.image_encoder, ()),
+        ("prepare.caption_encoder", registry.CAPTION_ENCODERS, prepare.caption_encoder, ()),
+        ("prepare.features", registry.FEATURES, prepare.features, ()),
         *(
-            (key, EXPERTS, expert_section(name, experiment).network, ("x_shape", "condition"))
+            (key, registry.EXPERTS, expert_section(name, experiment).network, ("x_shape", "condition"))
             for key, name in _expert_networks(experiment)
         ),
-        ("router.network", ROUTERS, experiment.router.network, ("x_shape", "condition", "num_clusters")),
-        *(("island.callbacks", CALLBACKS, plugin, ()) for plugin in experiment.island.callbacks),
+        ("router.network", registry.ROUTERS, experiment.router.network, ("x_shape", "condition", "num_clusters")),
+        *(("island.callbacks", registry.CALLBACKS, plugin, ()) for plugin in experiment.island.callbacks),
     ]
-    for key, registry, plugin, context in named:
+    for key, plugins, plugin, context in named:
         if plugin is not None:
             with _blaming(key, source, overrides):
-                registry.check(plugin.name, plugin.params, **dict.fromkeys(context))
+                plugins.check(plugin.name, plugin.params, **dict.fromkeys(context))
     check_strategy(experiment, source, overrides)
 
 
@@ -81,7 +71,7 @@ def check_strategy(experiment: Experiment, source: str, overrides: Sequence[str]
         strategy.check_solver(experiment.sample.solver)
         strategy.check_num_clusters(experiment.prepare.partition.num_clusters)
     with _blaming("sample.solver", source, overrides, f" = {experiment.sample.solver!r}"):
-        SOLVERS.build(experiment.sample.solver, experiment.sample.solver_params)
+        registry.SOLVERS.build(experiment.sample.solver, experiment.sample.solver_params)
 
 
 def check_networks(

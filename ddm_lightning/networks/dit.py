@@ -11,16 +11,8 @@ from torch.nn import functional
 from ddm_lightning.core.registry import EXPERTS
 from ddm_lightning.flow.condition import Condition, ConditionSpec
 from ddm_lightning.flow.path import Times
+from ddm_lightning.networks import embeddings
 from ddm_lightning.networks.blocks import DiTBlock, FinalLayer, Tokens
-from ddm_lightning.networks.embeddings import (
-    ConditionEmbedding,
-    TimestepEmbedding,
-    TokenEmbedding,
-    axial_rotation,
-    patchify,
-    sincos_positions,
-    unpatchify,
-)
 from ddm_lightning.networks.recipe import Architecture, ExpertArchitecture
 
 
@@ -61,11 +53,11 @@ class PatchTransformer(nn.Module):
         self.patch_size = patch_size
         self.patch_embedding = nn.Linear(channels * patch_size**2, width)
         rows, columns = height_cells // patch_size, width_cells // patch_size
-        positions = None if rope else sincos_positions(width, rows, columns)
-        rotation = axial_rotation(width // num_heads, rows, columns) if rope else None
+        positions = None if rope else embeddings.sincos_positions(width, rows, columns)
+        rotation = embeddings.axial_rotation(width // num_heads, rows, columns) if rope else None
         self.register_buffer("positions", positions, persistent=False)
         self.register_buffer("rotation", rotation, persistent=False)
-        self.time_embedding = TimestepEmbedding(width)
+        self.time_embedding = embeddings.TimestepEmbedding(width)
 
     def initialise(self) -> None:
         """Initialise all weights from torch's global generator: adaLN-Zero (section 3.2), with DiT's ranges.
@@ -88,7 +80,7 @@ class PatchTransformer(nn.Module):
         """
         if x_t.shape[1:] != self.x_shape:
             raise ValueError(f"the network takes samples of shape {self.x_shape}, not {tuple(x_t.shape[1:])}")
-        patches = patchify(x_t, self.patch_size).to(self.patch_embedding.weight.dtype)
+        patches = embeddings.patchify(x_t, self.patch_size).to(self.patch_embedding.weight.dtype)
         embedded: Tensor = self.patch_embedding(patches)
         if self.positions is not None:
             return embedded + self.positions
@@ -123,8 +115,8 @@ class Trunk(PatchTransformer):
         depth, width, num_heads = options.sizes()
         reads_tokens = condition.kind == "tokens"
         is_vector = condition.kind in ("text", "class")
-        self.condition_embedding = ConditionEmbedding(condition, width) if is_vector else None
-        self.token_embedding = TokenEmbedding(condition, width) if reads_tokens else None
+        self.condition_embedding = embeddings.ConditionEmbedding(condition, width) if is_vector else None
+        self.token_embedding = embeddings.TokenEmbedding(condition, width) if reads_tokens else None
         self.shared_modulation = nn.Linear(width, 6 * width) if options.modulation == "single" else None
         self.blocks = nn.ModuleList(DiTBlock(width, num_heads, options, reads_tokens) for _ in range(depth))
         self.final = FinalLayer(width, out_features, options.norm)
@@ -214,4 +206,4 @@ class DiT(Trunk):
         """
         conditioning = self.conditioning(t, condition)
         tokens = self.run(self.tokens(x_t), conditioning, self.rotation, condition)
-        return unpatchify(self.final(tokens, conditioning), self.x_shape, self.patch_size).to(x_t.dtype)
+        return embeddings.unpatchify(self.final(tokens, conditioning), self.x_shape, self.patch_size).to(x_t.dtype)

@@ -17,11 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from ddm_lightning.config.experiment import IslandConfig
 from ddm_lightning.encoders.interfaces import CaptionEncoder
 from ddm_lightning.flow.condition import Condition
-from ddm_lightning.flow.path import (
-    interpolate,
-    min_snr_weights,
-    velocity_loss_weights,
-)
+from ddm_lightning.flow.path import interpolate, min_snr_weights, velocity_loss_weights
 from ddm_lightning.flow.randomness import keyed_generator, keyed_seed
 from ddm_lightning.flow.timesteps import sample_timesteps, stratified_timesteps
 from ddm_lightning.members.member import Member
