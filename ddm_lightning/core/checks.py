@@ -132,6 +132,12 @@ def problem_with(document: Any, checks: Mapping[str, Check]) -> str | None:
     return f"unknown key {unknown[0]!r}; known: {', '.join(checks)}" if unknown else None
 
 
+def field_checks(kind: type) -> dict[str, Check]:
+    """Checks of a dataclass's fields by name, from annotations ``Annotated[type, check]``; other fields have none."""
+    hints = typing.get_type_hints(kind, include_extras=True)
+    return {name: hint.__metadata__[0] for name, hint in hints.items() if hasattr(hint, "__metadata__")}
+
+
 def option(default: Any, *, choices: Sequence[str] = (), low: float = -math.inf, high: float = math.inf) -> Any:
     """Field of a settings dataclass: a text among ``choices``, or a number from ``low`` to ``high``."""
     check = one_of(choices) if choices else within(low, high)

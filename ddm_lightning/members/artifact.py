@@ -34,7 +34,7 @@ from ddm_lightning.members.member import (
     portable_params,
     train_config,
 )
-from ddm_lightning.members.run_folder import MEMBER_FILE, RunFolder, field_checks, read_record
+from ddm_lightning.members.run_folder import MEMBER_FILE, RunFolder, read_record
 from ddm_lightning.members.status import CONDITIONAL, HELD_OUT_STEP, TEMPERATURE, MemberStatus
 from ddm_lightning.shards.manifest import Manifest
 
@@ -106,7 +106,7 @@ class ArtifactMeta:
     """SHA-256 of ``model.safetensors``; set by ``write_artifact``."""
 
 
-_CHECKS = field_checks(ArtifactMeta)
+_CHECKS = checks.field_checks(ArtifactMeta)
 
 
 def _contradiction(document: Mapping[str, Any]) -> str | None:

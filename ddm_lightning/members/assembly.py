@@ -23,7 +23,7 @@ from ddm_lightning.members.artifact import (
     read_meta,
 )
 from ddm_lightning.members.member import ROUTER, Member, ensemble_members, expert_name
-from ddm_lightning.members.run_folder import ENSEMBLE_FILE, MEMBER_FILE, RunFolder, field_checks, read_record
+from ddm_lightning.members.run_folder import ENSEMBLE_FILE, MEMBER_FILE, RunFolder, read_record
 from ddm_lightning.shards.manifest import Manifest
 
 # Unless experts were added.
@@ -149,7 +149,7 @@ def read_ensemble(path: Path, *, partial: bool = False) -> EnsembleManifest:
     document = read_record(path, _CHECKS, "the ensemble's manifest", remedy, defaults)
     about, lost = document["about"], list[str]()
     if about is not None:
-        if problem := checks.problem_with(about, field_checks(About)):
+        if problem := checks.problem_with(about, checks.field_checks(About)):
             raise UserError(f"{path}: in about: {problem}; {remedy}")
         checks.check(about["sample"], SampleConfig, "about.sample", str(path), references=False)
     for entry in document["members"]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import typing
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
@@ -82,12 +81,6 @@ def lock_member(folder: Path, user: str = "another process", seconds: float = 0.
         return FileLock(folder / ".lock").acquire(timeout=seconds)
     except Timeout:
         raise UserError(f"{folder}: {folder.name} is in use by {user}; wait for it or stop it") from None
-
-
-def field_checks(kind: type) -> dict[str, Check]:
-    """Check of each field of the dataclass ``kind``, from annotations ``Annotated[type, check]``."""
-    hints = typing.get_type_hints(kind, include_extras=True)
-    return {name: hint.__metadata__[0] for name, hint in hints.items()}
 
 
 def read_record(

@@ -14,7 +14,7 @@ from ddm_lightning.core import checks
 from ddm_lightning.core.files import atomic_write_json
 from ddm_lightning.core.formatting import duration
 from ddm_lightning.core.processes import start_time
-from ddm_lightning.members.run_folder import field_checks, read_record
+from ddm_lightning.members.run_folder import read_record
 
 HELD_OUT_STEP = "held_out/step"
 """Metric of an artifact: step at which its other held-out figures were measured."""
@@ -78,7 +78,8 @@ class MemberStatus:
         path = folder / "status.json"
         if not path.exists():
             return cls(member, max_steps)
-        return cls(**read_record(path, field_checks(cls), "the member's status", "delete it; training rewrites it"))
+        fields = checks.field_checks(cls)
+        return cls(**read_record(path, fields, "the member's status", "delete it; training rewrites it"))
 
     def shown_state(self) -> str:
         """The state; ``killed`` if the process is gone, and the age of the status if it ran on another machine."""

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from jaxtyping import Float, Shaped
@@ -26,29 +26,20 @@ OUT_OF_CLUSTER = "out-of-cluster"
 _REMEDY = "run prepare first, with the same FILE and settings, or copy it from where that was done"
 
 _COUNT = checks.integer(0)
-_CHECKS: dict[str, checks.Check] = {
-    "stores": checks.one_of(STORED_FORMS),
-    "x_shape": checks.X_SHAPE,
-    "normalisation": checks.NORMALISATION,
-    "text_size": _COUNT,
-    "token_shape": checks.optional((lambda value: checks.is_shape(value, 2), "a list of tokens and their size")),
-    "columns": checks.TEXTS,
-    "num_classes": _COUNT,
-    "clusters": checks.list_of(checks.object_of({"train": _COUNT, "held_out": _COUNT, "out_of_cluster": _COUNT})),
-    "priors": checks.SHARES,
-    "index_sha256": checks.TEXTS,
-    "partition_sha256": checks.TEXT,
-}
+_TOKENS = checks.optional((lambda value: checks.is_shape(value, 2), "a list of tokens and their size"))
 
 
 @dataclass(frozen=True)
 class ClusterSamples:
     """Samples of one cluster."""
 
-    train: int
-    held_out: int
-    out_of_cluster: int = 0
+    train: Annotated[int, _COUNT]
+    held_out: Annotated[int, _COUNT]
+    out_of_cluster: Annotated[int, _COUNT] = 0
     """Samples of other clusters in its expert's training data."""
+
+
+_CLUSTERS = checks.list_of(checks.object_of(checks.field_checks(ClusterSamples)))
 
 
 @dataclass(frozen=True)
@@ -69,7 +60,7 @@ class DataSizes:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Everything that loading, training and sampling need to know about the shards."""
+    """Everything that loading, training and sampling need to know about the shards; annotations check JSON values."""
 
     source: dict[str, Any]
     """Name and parameters."""
@@ -79,23 +70,23 @@ class Manifest:
     """Side in pixels of the encoded square images, and the treatment of other aspect ratios."""
     image_encoder: dict[str, Any]
     """Name and parameters."""
-    stores: str
+    stores: Annotated[str, checks.one_of(STORED_FORMS)]
     """``x_0``, or ``posterior``: mean, then standard deviation, of the Gaussian of ``x_0``."""
-    x_shape: tuple[int, int, int]
+    x_shape: Annotated[tuple[int, int, int], checks.X_SHAPE]
     """Channels, height, width of ``x_0``."""
-    normalisation: dict[str, float | list[float]]
+    normalisation: Annotated[dict[str, float | list[float]], checks.NORMALISATION]
     """``x_0 = (stored - shift) * scale``, float32; one number each or one per channel."""
     statistics: dict[str, list[float]]
     """Mean and standard deviation of ``x_0`` per channel: near 0 and 1 if the encoder suits the data."""
     caption_encoder: dict[str, Any] | None
     """Name and parameters; None if the shards hold no text vectors."""
-    text_size: int
+    text_size: Annotated[int, _COUNT]
     """Entries of a text vector; 0 for none."""
-    token_shape: tuple[int, int] | None
+    token_shape: Annotated[tuple[int, int] | None, _TOKENS]
     """Tokens per caption and entries of each; None if the shards hold no tokens."""
-    columns: dict[str, str]
+    columns: Annotated[dict[str, str], checks.TEXTS]
     """The MDS encoding of each column besides ``sample_id``, ``cluster`` and ``caption``."""
-    num_classes: int
+    num_classes: Annotated[int, _COUNT]
     """Labels run from 0 to this minus 1."""
     features: dict[str, Any]
     """Name and parameters of the feature network for clustering."""
@@ -109,15 +100,15 @@ class Manifest:
     """Samples of all clusters, held-out ones included."""
     num_without_caption: int
     """Samples with an empty caption."""
-    clusters: tuple[ClusterSamples, ...]
+    clusters: Annotated[tuple[ClusterSamples, ...], _CLUSTERS]
     """Samples of each cluster."""
-    priors: tuple[float, ...]
+    priors: Annotated[tuple[float, ...], checks.SHARES]
     """Each cluster's share of the samples."""
     seed: int
     """Seed of the partition and of the sample order."""
-    index_sha256: dict[str, str]
+    index_sha256: Annotated[dict[str, str], checks.TEXTS]
     """SHA-256 of each ``index.json``, by its folder below ``shards/`` ("cluster-0/train")."""
-    partition_sha256: str
+    partition_sha256: Annotated[str, checks.TEXT]
     """SHA-256 of ``partition.safetensors``; equal in artifacts that belong together."""
     versions: dict[str, str]
     """Versions of the packages that shaped the result."""
@@ -159,6 +150,9 @@ class Manifest:
                 "token_shape": stored["token_shape"] and tuple(stored["token_shape"]),
             }
         )
+
+
+_CHECKS = checks.field_checks(Manifest)
 
 
 def _problem_with(stored: Any) -> str | None:
