@@ -147,14 +147,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     """Load the experiment and call the command. A bad file is refused before torch is imported."""
-    if options.command == "ensemble":
-        from ddm_lightning.cli.commands import change_ensemble
+    if options.command in ("ensemble", "demo"):
+        from ddm_lightning.cli.commands import change_ensemble, demo
 
-        return change_ensemble(options)
-    if options.command == "demo":
-        from ddm_lightning.cli.commands import demo
-
-        return demo(options)
+        return change_ensemble(options) if options.command == "ensemble" else demo(options)
     from ddm_lightning.config.load import load_experiment, to_yaml
     from ddm_lightning.members.run_folder import load_run
 
@@ -184,8 +180,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options, rest = parser.parse_known_args(arguments)
     # argparse takes positionals from one place only; overrides may also stand between and after options.
     is_fixed = options.command == "ensemble"
-    strays = [text for text in rest if is_fixed or text.startswith("-") or "=" not in text]
-    if strays:
+    if strays := [text for text in rest if is_fixed or text.startswith("-") or "=" not in text]:
         parser.error(f"unrecognized arguments: {' '.join(strays)}; settings are given as key=value")
     options.overrides = [*getattr(options, "overrides", ()), *rest]
     return options

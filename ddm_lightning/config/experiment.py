@@ -385,5 +385,4 @@ def expert_section(name: str, experiment: Experiment) -> ExpertConfig:
     if change is None:
         return experiment.expert
     merged = merge(OmegaConf.structured(experiment.expert), OmegaConf.create(change))
-    section: ExpertConfig = OmegaConf.to_object(merged)  # type: ignore[assignment]  # may be of any dataclass
-    return section
+    return OmegaConf.to_object(merged)  # type: ignore[return-value]  # may be of any dataclass

@@ -145,8 +145,7 @@ def describe(section: Any, prefix: str = "") -> Iterator[tuple[str, str, str]]:
     for name, hint in checks.hints(kind).items():
         key, default, text = prefix + name, getattr(section, name), _docs(kind)[name].replace("``", "`")
         inner, _ = checks.without_none(hint)
-        is_section = is_dataclass(inner)
-        if is_section:
+        if is_dataclass(inner):
             yield key, "" if default else " null by default", text
             yield from describe(default or inner(), f"{key}.")
         else:

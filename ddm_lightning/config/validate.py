@@ -131,11 +131,10 @@ def _contradictions_of_sizes(experiment: Experiment) -> Iterator[tuple[str, str]
         yield "prepare.partition.num_clusters", problem
     for name in ("expert", *experiment.expert.overrides):
         yield from _contradictions_of_expert(name, expert_section(name, experiment), experiment)
-    train = experiment.router.train
-    if train.global_batch_size % island.devices:
-        samples = f"{train.global_batch_size} samples per step"
-        yield "island.devices", f"must divide the router's {samples}; change one of them"
-    for problem in _problems_of_widths(train.ema_widths):
+    batch = experiment.router.train.global_batch_size
+    if batch % island.devices:
+        yield "island.devices", f"must divide the router's {batch} samples per step; change one of them"
+    for problem in _problems_of_widths(experiment.router.train.ema_widths):
         yield "router.train.ema_widths", problem
     every = island.evaluate_every_n_steps
     if every is not None and every % island.validate_every_n_steps:
@@ -163,7 +162,6 @@ def _contradictions_of_sampling(experiment: Experiment) -> Iterator[tuple[str, s
     if sample.guidance_scale != 1 and (condition.kind == "none" or condition.dropout == 0):
         problem = "guidance needs a condition.kind other than none, and condition.dropout above 0; set 1"
         yield "sample.guidance_scale", problem
-    if not (
-        len(sample.guidance_interval) == 2 and 0 <= sample.guidance_interval[0] <= sample.guidance_interval[1] <= 1
-    ):
+    times = sample.guidance_interval
+    if len(times) != 2 or not 0 <= times[0] <= times[1] <= 1:
         yield "sample.guidance_interval", "must be two times, 0 <= low <= high <= 1, such as [0.1, 0.8]"

@@ -84,9 +84,9 @@ def peak_tflops(name: str, precision: str, *, tf32: bool = False) -> float | Non
     """
     kinds = {"bf16-mixed": 0, "16-mixed": 0, "32-true": 1 if tf32 else 2}
     found = next((peaks for pattern, peaks in _PEAKS if re.search(pattern, name)), None)
-    if "MIG" in name:  # a slice of the device
+    if found is None or precision not in kinds or "MIG" in name:  # a slice of the device
         return None
-    return None if found is None or precision not in kinds else found[kinds[precision]]
+    return found[kinds[precision]]
 
 
 def peak_of_this_device(accelerator: str, precision: str) -> tuple[str, float | None]:

@@ -43,10 +43,9 @@ class Registry:
 
     @functools.cached_property
     def _built_in(self) -> dict[str, Callable[..., Any]]:
-        if self._package is None:
-            return self._registered
-        for module in pkgutil.iter_modules(importlib.import_module(self._package).__path__):
-            importlib.import_module(f"{self._package}.{module.name}")
+        package = self._package
+        for module in pkgutil.iter_modules(importlib.import_module(package).__path__) if package else ():
+            importlib.import_module(f"{package}.{module.name}")
         return self._registered
 
     def _file_names(self) -> Iterator[str]:
@@ -81,12 +80,11 @@ class Registry:
         for entry in entry_points(group=self.group):
             if entry.name == name:
                 try:
-                    factory: Callable[..., Any] = entry.load()
+                    return entry.load()
                 except (ImportError, AttributeError) as error:
                     package = entry.dist.name if entry.dist else entry.value
                     problem = f"of the package {package!r} cannot be imported: {error}; fix or reinstall that package"
                     raise UserError(f"{self.kind} {name!r} {problem}") from error
-                return factory
         raise UserError(f"unknown {self.kind} {name!r}; {self.known()}")
 
     def known(self) -> str:

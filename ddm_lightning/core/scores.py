@@ -23,8 +23,7 @@ class Score(NamedTuple):
 def scores_of(name: str, metric: Any) -> dict[str, Score]:
     """Return a metric's ``scores()``; without that method, what ``compute`` returns: a number or a dict of them."""
     if hasattr(metric, "scores"):
-        found: dict[str, Score] = metric.scores()
-        return found
+        return metric.scores()
     values = metric.compute()
     values = values if isinstance(values, dict) else {name: values}
     return {key: Score(float(value)) for key, value in values.items()}

@@ -41,8 +41,7 @@ def save_weights(path: Path, state_dict: Mapping[str, Tensor], owner: str) -> st
     """
     # Copies, because safetensors refuses tensors that share memory (tied weights).
     state = {key: value.detach().to("cpu", copy=True).contiguous() for key, value in state_dict.items()}
-    bad = _first_non_finite(state)
-    if bad is not None:
+    if (bad := _first_non_finite(state)) is not None:
         raise UserError(f"{owner}: weight {bad!r} is not finite: the training diverged; lower its learning rate")
     atomic_write(path, lambda temporary: _save(state, temporary))
     return sha256_file(path)
@@ -72,8 +71,7 @@ def load_weights(path: Path, sha256: str, remedy: str) -> dict[str, Tensor]:
     """
     check_memory(check_recorded(path, sha256, remedy).values(), str(path))
     state = load_file(path)
-    bad = _first_non_finite(state)
-    if bad is not None:
+    if (bad := _first_non_finite(state)) is not None:
         raise UserError(f"{path}: weight {bad!r} is not finite; {remedy}")
     return state
 
