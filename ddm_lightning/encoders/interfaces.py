@@ -132,5 +132,4 @@ def bytes_per_sample(columns: Mapping[str, str]) -> int:
     Raises:
         ValueError: an encoding without a fixed size.
     """
-    values = map(parse_encoding, columns.values())
-    return sum(dtype.itemsize * prod(shape) for dtype, shape in values)
+    return sum(dtype.itemsize * prod(shape) for dtype, shape in map(parse_encoding, columns.values()))

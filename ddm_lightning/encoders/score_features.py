@@ -77,10 +77,9 @@ class Inception:
         resize, found = build_resizer("clean"), np.empty((len(images), self.size), np.float32)
         step = _batch_size(self.device)
         for start in range(0, len(images), step):
-            pixels = torch.from_numpy(np.stack([resize(image) for image in images[start : start + step]]))
-            found[start : start + step] = (
-                self._network(pixels.permute(0, 3, 1, 2).to(self.device)).float().cpu().numpy()
-            )
+            resized = np.stack([resize(image) for image in images[start : start + step]])
+            pixels = torch.from_numpy(resized).permute(0, 3, 1, 2).to(self.device)
+            found[start : start + step] = self._network(pixels).float().cpu().numpy()
         return found
 
 

@@ -243,8 +243,7 @@ def strategy_of(settings: SampleConfig) -> Strategy:
     """
     takes_top_k = "top_k" in inspect.signature(STRATEGIES.get(settings.strategy)).parameters
     top_k = {"top_k": settings.top_k} if takes_top_k else {}
-    strategy: Strategy = STRATEGIES.build(settings.strategy, {**top_k, **settings.strategy_params})
-    return strategy
+    return STRATEGIES.build(settings.strategy, {**top_k, **settings.strategy_params})
 
 
 def with_suited_solver(settings: SampleConfig) -> SampleConfig:

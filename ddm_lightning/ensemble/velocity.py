@@ -343,8 +343,7 @@ class Stack:
         values = () if condition is None else (condition.values[rows], condition.keep[rows])
         # Of torch's attention kernels for CPUs, vmap knows this one only.
         with sdpa_kernel(SDPBackend.MATH) if x_t.device.type == "cpu" else nullcontext():
-            velocities: Tensor = vmap(self._velocity)(self._state, x_t[rows], t[rows], *values)
-        return velocities
+            return vmap(self._velocity)(self._state, x_t[rows], t[rows], *values)
 
     def _velocity(
         self,

@@ -245,15 +245,12 @@ def members_table(experiment: Experiment, run: RunFolder) -> Table:
     return table
 
 
-def skipped_lines(members: Sequence[str], run: RunFolder, replay: str) -> list[str]:
+def skipped_lines(members: Sequence[str], run: RunFolder, replay: str) -> Iterator[str]:
     """One line per member that skipped steps; ``replay`` is the command that examines them."""
-    lines = []
     for member in members:
-        num = len({skipped.step for skipped in skipped_of(run.member(member))})
-        if num:
+        if num := len({skipped.step for skipped in skipped_of(run.member(member))}):
             steps = "1 step" if num == 1 else f"{num} steps"
-            lines.append(f"{member}: skipped {steps} without a finite gradient; see {replay} member={member}")
-    return lines
+            yield f"{member}: skipped {steps} without a finite gradient; see {replay} member={member}"
 
 
 def _figure(value: float | None, form: str) -> str:

@@ -103,8 +103,7 @@ def write_ensemble(run_dir: Path, folders: Sequence[Path], priors: Sequence[floa
             belong together.
     """
     root = run_dir.resolve()
-    outside = [folder for folder in folders if not folder.resolve().is_relative_to(root)]
-    if outside:
+    if outside := [folder for folder in folders if not folder.resolve().is_relative_to(root)]:
         raise UserError(f"{outside[0]}: lies outside {run_dir}; copy the artifact folder into it")
     metas = ((folder, read_meta(folder)) for folder in folders)
     members = ((meta.member, folder, meta) for folder, meta in metas)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -216,8 +215,7 @@ def portable_params(role: str, network: PluginConfig) -> dict[str, Any]:
         UserError: the network is unknown, or such a file is missing or damaged.
     """
     factory = (ROUTERS if role == ROUTER else EXPERTS).get(network.name)
-    portable: Callable[[dict[str, Any]], dict[str, Any]] = getattr(factory, "portable", dict)
-    return portable(network.params)
+    return getattr(factory, "portable", dict)(network.params)
 
 
 def condition_spec(experiment: Experiment, sizes: Manifest | DataSizes) -> ConditionSpec:

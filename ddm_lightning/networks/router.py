@@ -86,8 +86,7 @@ class RouterDiT(Trunk):
             rotation = torch.cat([_identity_rotation(rotation), rotation], dim=1)
         tokens = self.run(tokens, conditioning, rotation, condition)
         # A copy, because FSDP2 warns about views, which it cannot track.
-        logits: Tensor = self.final(tokens[:, :1], conditioning)[:, 0].clone()
-        return logits
+        return self.final(tokens[:, :1], conditioning)[:, 0].clone()
 
 
 def sample_kept(tokens: Tokens, dropout: float) -> Int[Tensor, "b kept"]:

@@ -13,7 +13,7 @@ another run.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 
@@ -218,12 +218,9 @@ def _two_stages(
 
 def _cached(path: Path, key: str, make: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
     """Return the tensors of a file if it carries this key; otherwise make them and write the file."""
-    try:
-        with safe_open(path, framework="pt") as stored:
-            if (stored.metadata() or {}).get("key") == key:
-                return {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
-    except (FileNotFoundError, SafetensorError):
-        pass
+    with suppress(FileNotFoundError, SafetensorError), safe_open(path, framework="pt") as stored:
+        if (stored.metadata() or {}).get("key") == key:
+            return {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
     tensors = make()
     atomic_write(path, lambda temporary: save_file(tensors, temporary, {"key": key}))
     return tensors
@@ -249,10 +246,9 @@ def _existing(config: PartitionConfig, rows: Rows, features: str) -> Rule:
     if isinstance(found.rule, NearestCentroid):
         theirs, size = found.rule.features, found.rule.fine_centroids.shape[1]
         if (size,) != rows.row_shape or (features and theirs and features != theirs):
-            made = (
-                f"was made of features {theirs!r} with {size} entries, these are {features!r} with {rows.row_shape[0]}"
-            )
-            raise _refusal(config, "path", f"{made}; set prepare.features to those of the other run")
+            made = f"was made of features {theirs!r} with {size} entries"
+            ours = f"these are {features!r} with {rows.row_shape[0]}"
+            raise _refusal(config, "path", f"{made}, {ours}; set prepare.features to those of the other run")
     return found.rule
 
 

@@ -238,8 +238,7 @@ def _encode_captions(job: PartJob, ledger: Ledger, plugins: Plugins, tick: Tick)
             for name in encoder.columns:
                 arrays.add(name, rows[name], "encoded caption is not finite")
             tick(min(first + SAMPLES_AT_ONCE, len(captions)))
-    paths = (job.folder / CAPTIONS).iterdir()
-    ledger.record(CAPTIONS, job.wanted[CAPTIONS], paths, start, unfit=arrays.unfit)
+    ledger.record(CAPTIONS, job.wanted[CAPTIONS], (job.folder / CAPTIONS).iterdir(), start, unfit=arrays.unfit)
 
 
 class _Arrays(ExitStack):

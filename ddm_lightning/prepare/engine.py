@@ -17,10 +17,10 @@ from functools import lru_cache, partial
 from typing import Any, TypeVar
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+from rich.progress import Progress, TaskID
 
 from ddm_lightning.core.errors import UserError
-from ddm_lightning.core.formatting import time_column
+from ddm_lightning.core.formatting import member_columns
 from ddm_lightning.core.processes import num_cores, on_orphaned
 from ddm_lightning.prepare.reading import Plugins
 
@@ -160,8 +160,7 @@ class RichReporter(Reporter):
     """A bar per stage with elapsed and remaining time; a context manager."""
 
     def __init__(self, console: Console | None = None) -> None:
-        columns = (TextColumn("{task.description:<10}"), BarColumn(), MofNCompleteColumn(), time_column())
-        self._progress = Progress(*columns, console=console, transient=True)
+        self._progress = Progress(*member_columns()[:-1], console=console, transient=True)
         self._bars: dict[str, TaskID] = {}
         self._last_line = time.monotonic()
 

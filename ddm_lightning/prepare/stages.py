@@ -200,8 +200,7 @@ class Preparation:
         for number, (part, ledger) in enumerate(zip(self.parts, self.prepared.ledgers, strict=True)):
             samples = sha256_json([part.name, part.fingerprint])
             keys = {name: f"{samples} {digest}" for name, digest in inputs.items()}
-            missing = {name: key for name, key in keys.items() if not ledger.is_done(name, key)}
-            if missing:
+            if missing := {name: key for name, key in keys.items() if not ledger.is_done(name, key)}:
                 # New records may have other rows.
                 wanted[number] = keys if RECORDS in missing else missing
         return wanted

@@ -157,8 +157,7 @@ class Origin:
 
     def close(self) -> None:
         """Close this thread's connection."""
-        client = self._clients.pop((os.getpid(), get_ident()), None)
-        if client is not None:
+        if client := self._clients.pop((os.getpid(), get_ident()), None):
             client.clean_up()
 
 

@@ -282,7 +282,6 @@ def _quieten(*, keep_notes: bool) -> None:
     for message in (
         r".*does not have many workers.*",
         r".*isinstance\(treespec, LeafSpec\).*",
-        r".*`IterableDataset` has `__len__` defined.*",
         r".*is smaller than the logging interval.*",
         r"Checkpoint directory .* exists and is not empty.*",
         r"Experiment logs directory .* exists and is not empty.*",

@@ -121,8 +121,7 @@ class MemberModule(L.LightningModule):
         if self._trainer is not None and isinstance(self.trainer.strategy, Sharded):
             mesh, gathered = self.device_mesh, self.trainer.strategy.gathered
             assert mesh is not None  # Lightning makes it
-            half = self.trainer.precision in HALF
-            shard_blocks(self.network, mesh["data_parallel"], gathered=gathered, half=half)
+            shard_blocks(self.network, mesh["data_parallel"], gathered=gathered, half=self.trainer.precision in HALF)
 
     def configure_optimizers(self) -> Any:
         """Build AdamW or Muon with the EMAs in its state, and the learning-rate schedule."""
@@ -296,8 +295,7 @@ class MemberModule(L.LightningModule):
             UserError: the guard skipped too many consecutive steps.
         """
         self.guard.settle()
-        averages = self.drain("train/")
-        if averages:
+        if averages := self.drain("train/"):
             self.averages = {**averages, "train/skipped_steps": float(self.guard.num_skipped)}
             learning_rate = self.trainer.optimizers[0].param_groups[0]["lr"]
             speed = self.speed.read(self.global_step)
@@ -362,8 +360,7 @@ class MemberModule(L.LightningModule):
         # In full even for a smaller batch: the values may depend on their number.
         noise = torch.randn((self.member.batch_size, *x_0.shape[1:]), generator=generator, device=x_0.device)
         noise = noise[self.global_rank :: self._num_ranks()][: len(x_0)]
-        x_t = interpolate(x_0, noise, t, self.member.path)
-        return NoisyBatch(x_t, t, noise, x_0, self.condition(batch))
+        return NoisyBatch(interpolate(x_0, noise, t, self.member.path), t, noise, x_0, self.condition(batch))
 
     def num_counted(self, batch: dict[str, Tensor], batch_idx: int) -> int:
         """Return how many rows of a held-out batch count; they come first.

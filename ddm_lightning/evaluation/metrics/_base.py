@@ -69,8 +69,7 @@ class FeatureMetric(Metric):
         """
         has_device = "device" in parameters_of(FEATURES.get(self.features))
         own = {"device": str(self.device)} if has_device else {}
-        network: Features = FEATURES.build(self.features, {**own, **self.features_params})
-        return network
+        return FEATURES.build(self.features, {**own, **self.features_params})
 
     @cached_property
     def provenance(self) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -132,12 +132,10 @@ class TableSource:
             value = _text(value)
         if isinstance(value, str) and value in self._number_of:
             return self._number_of[value]
-        try:
+        with suppress(TypeError, ValueError):
             number = int(value)
             if 0 <= number < (self.num_classes or 1) and number == float(value):
                 return number
-        except (TypeError, ValueError):
-            pass
         return Broken(key, "unknown class", f"{repr(value)[:80]}, of {self.num_classes} classes")
 
     def _image(self, cell: Any, key: str) -> Any:

@@ -184,8 +184,7 @@ def damage_of(path: Path) -> str | None:
         sums = json.loads((path / FILES).read_text(encoding="utf-8"))
         if not isinstance(sums, dict) or REST not in sums or not all(SHA256[0](value) for value in sums.values()):
             return f"{FILES} is not a list of files and hashes"
-        extra = {found.name for found in path.glob("*.safetensors")} - sums.keys()
-        if extra:
+        if extra := {found.name for found in path.glob("*.safetensors")} - sums.keys():
             return f"{min(extra)} is not listed in {FILES}"  # but would be read
         for name, expected in sums.items():
             if not (path / name).exists():

@@ -150,8 +150,7 @@ class RankLauncher(_SubprocessScriptLauncher):
     def _watch(self) -> None:
         """End this process if another rank failed, because it may wait for that rank in a collective forever."""
         while not self._over.wait(_POLL_SECONDS):
-            failure = self._failure()
-            if failure is not None:
+            if failure := self._failure():
                 if not self._over.wait(_UNWIND_SECONDS):
                     self.kill(signal.SIGKILL)
                     print(f"error: {failure.text}", file=sys.stderr, flush=True)
