@@ -138,10 +138,9 @@ def _is_collected(members: Sequence[str], experiment: Experiment) -> bool:
     is_copy = (run.prepared / "manifest.json").exists() and not (run.prepared / "parts.json").exists()
     missing = [member for member in members if not run.is_finished(member)]
     if is_copy and missing:
-        raise UserError(
-            f"{run.prepared / 'manifest.json'}: was prepared elsewhere, and the artifacts of {', '.join(missing)} are "
-            f"not here; copy them to {run.root / 'members'}/NAME/artifact, or train one with member={missing[0]}"
-        )
+        problem = f"was prepared elsewhere, and the artifacts of {', '.join(missing)} are not here"
+        remedy = f"copy them to {run.root / 'members'}/NAME/artifact, or train one with member={missing[0]}"
+        raise UserError(f"{run.prepared / 'manifest.json'}: {problem}; {remedy}")
     return is_copy
 
 

@@ -103,11 +103,9 @@ def _contradictions_of_expert(name: str, expert: ExpertConfig, experiment: Exper
         yield of("min_snr_gamma", "weights the loss, as expert.loss = 'velocity' does; set one of them")
     batch = expert.train.global_batch_size
     if batch % num_clusters:
-        yield of(
-            "train.global_batch_size",
-            f"must be divisible by prepare.partition.num_clusters = {num_clusters}, because each expert takes 1/K of "
-            f"it; set expert.train.global_batch_size={-(-batch // num_clusters) * num_clusters}",
-        )
+        divisor = f"prepare.partition.num_clusters = {num_clusters}, because each expert takes 1/K of it"
+        remedy = f"set expert.train.global_batch_size={-(-batch // num_clusters) * num_clusters}"
+        yield of("train.global_batch_size", f"must be divisible by {divisor}; {remedy}")
     if batch // num_clusters % experiment.island.devices:
         yield "island.devices", f"must divide the {name}'s {batch // num_clusters} samples per step; change one of them"
     for problem in _problems_of_widths(expert.train.ema_widths):

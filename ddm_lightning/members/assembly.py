@@ -227,14 +227,12 @@ def checked(
         shared = _SHARED_BY_ALL if name == ROUTER else (*_SHARED_BY_ALL, *_SHARED_BY_EXPERTS)
         for key in shared if changed else (*_SHARED_BY_PARTITION, *shared):
             if getattr(meta, key) != getattr(first, key):
-                raise UserError(
-                    f"{folder / MEMBER_FILE}: was trained on another {key} than "
-                    f"{first_folder / MEMBER_FILE}; take members of one run, or fit one of the two again"
-                )
+                problem = f"was trained on another {key} than {first_folder / MEMBER_FILE}"
+                remedy = "take members of one run, or fit one of the two again"
+                raise UserError(f"{folder / MEMBER_FILE}: {problem}; {remedy}")
     if not changed and first.num_clusters != len(priors):
-        raise UserError(
-            f"{path}: {len(priors)} priors, but the members know {first.num_clusters} clusters; fetch it again"
-        )
+        problem = f"{len(priors)} priors, but the members know {first.num_clusters} clusters"
+        raise UserError(f"{path}: {problem}; fetch it again")
     return EnsembleManifest(
         priors=tuple(float(share) if len(shares) == len(priors) else share / sum(shares) for share in shares),
         partition_sha256=first.partition_sha256,
@@ -318,7 +316,5 @@ def refuse_stale(members: Sequence[str], experiment: Experiment, run: RunFolder)
             problem = f"has {differing[0]} = {was!r} in {MEMBER_FILE}, and the experiment asks for {now!r}"
         else:
             continue
-        raise UserError(
-            f"{folder}: {problem}; copy the right one there, remove {folder.parent} to train {name} anew, or use "
-            "another folder with run_dir=…"
-        )
+        remedy = f"remove {folder.parent} to train {name} anew, or use another folder with run_dir=…"
+        raise UserError(f"{folder}: {problem}; copy the right one there, {remedy}")

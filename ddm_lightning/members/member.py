@@ -126,10 +126,8 @@ class Member:
         expert = expert_section(name, experiment)
         alignment = None if is_router or not expert.alignment.weight else expert.alignment
         if alignment is not None and not sizes.num_features:
-            raise UserError(
-                f"key 'expert.alignment.weight' = {alignment.weight:g}: the shards hold no features; prepare with "
-                "prepare.shards.features=true, or set it to 0"
-            )
+            problem = "the shards hold no features; prepare with prepare.shards.features=true, or set it to 0"
+            raise UserError(f"key 'expert.alignment.weight' = {alignment.weight:g}: {problem}")
         config = experiment.router if is_router else expert
         unconditional = is_router and not experiment.router.conditional
         return cls(

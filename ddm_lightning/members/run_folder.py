@@ -178,10 +178,8 @@ def refuse_changes(path: Path, old: dict[str, Any], new: dict[str, Any]) -> None
         UserError: naming the changed keys.
     """
     if changed := changes(with_defaults(old), new):
-        raise UserError(
-            f"{path}: the experiment changed since this was written: {changed}; set those keys back, or use another "
-            "folder with run_dir=…"
-        )
+        remedy = "set those keys back, or use another folder with run_dir=…"
+        raise UserError(f"{path}: the experiment changed since this was written: {changed}; {remedy}")
 
 
 def changes(old: dict[str, Any], new: dict[str, Any]) -> str:

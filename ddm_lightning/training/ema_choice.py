@@ -162,10 +162,9 @@ class Averages:
             raise UserError(f"width {width:g}: is a share of the training, above 0 and at most {ema.WIDEST:.4f}")
         shares, misfit = mixture(self._all, width, self.member.train.max_steps)
         if misfit > LARGEST_MISFIT:
-            raise UserError(
-                f"width {width:g}: the snapshots miss its profile by {misfit:.0%}; choose a width nearer to "
-                "train.ema_widths, or train in another run_dir=… with more ema_snapshots"
-            )
+            problem = f"the snapshots miss its profile by {misfit:.0%}"
+            remedy = "choose a width nearer to train.ema_widths, or train in another run_dir=… with more ema_snapshots"
+            raise UserError(f"width {width:g}: {problem}; {remedy}")
         return shares
 
     def _averaged(self, width: float) -> dict[str, Tensor]:
@@ -187,9 +186,8 @@ class Averages:
         data = build_data(self.member, self.island, self.manifest, self.run)
         try:
             if not data.held_out_clusters:
-                raise UserError(
-                    f"{self.run.root}: {self.name} has no held-out samples; prepare anew with held_out_fraction"
-                )
+                problem = f"{self.name} has no held-out samples; prepare anew with held_out_fraction"
+                raise UserError(f"{self.run.root}: {problem}")
             data.prepare_data()
             module = build_module(self.member, self.island, self.manifest)
             module.configure_model()

@@ -148,10 +148,9 @@ def build_module(member: Member, island: IslandConfig, manifest: Manifest) -> Me
             memory.
     """
     if member.train.horizontal_flip and manifest.stores == "posterior" and "x_0_flipped" not in manifest.columns:
-        raise UserError(
-            f"key '{member.section}.train.horizontal_flip': the shards hold no latents of mirrored images; prepare "
-            "with prepare.horizontal_flips=true, or set it to false"
-        )
+        problem = "the shards hold no latents of mirrored images"
+        remedy = "prepare with prepare.horizontal_flips=true, or set it to false"
+        raise UserError(f"key '{member.section}.train.horizontal_flip': {problem}; {remedy}")
     planned = member.plan_network()
     check_memory([*planned.parameters(), *planned.buffers()], member.name)
     kind = {ROUTER: RouterModule, STUDENT: StudentModule}.get(member.role, ExpertModule)

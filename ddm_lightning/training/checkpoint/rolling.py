@@ -161,9 +161,8 @@ def newest_checkpoint(folder: Path, *, leads: bool = True) -> tuple[Path | None,
     if problems:
         newest, problem = next(iter(problems.items()))
         others = f", nor the {len(problems) - 1} before it" if len(problems) > 1 else ""
-        raise UserError(
-            f"{newest}: damaged checkpoint ({problem}){others}; restore one, or remove {folder} to start afresh"
-        )
+        remedy = f"restore one, or remove {folder} to start afresh"
+        raise UserError(f"{newest}: damaged checkpoint ({problem}){others}; {remedy}")
     return None, []
 
 
@@ -193,16 +192,13 @@ def check_origin(path: Path, member: str, experiment: Experiment) -> str | None:
     """
     rest, own = read_rest(path), origin_of(member, experiment)
     if rest.get("member") != member:
-        raise UserError(
-            f"{path}: is a checkpoint of {rest.get('member')}, not of {member}; move it to that folder, or remove it"
-        )
+        problem = f"is a checkpoint of {rest.get('member')}, not of {member}"
+        raise UserError(f"{path}: {problem}; move it to that folder, or remove it")
     refuse_changes(path, rest["experiment"], own["experiment"])
     old, new = rest["experiment"]["island"], own["experiment"]["island"]
     if bytes_per_number(old["precision"]) != bytes_per_number(new["precision"]):
-        raise UserError(
-            f"{path}: was trained with island.precision={old['precision']}, and {new['precision']} keeps other "
-            "weights; set it back, or use another folder with run_dir=…"
-        )
+        problem = f"was trained with island.precision={old['precision']}, and {new['precision']} keeps other weights"
+        raise UserError(f"{path}: {problem}; set it back, or use another folder with run_dir=…")
     if not (differing := [name for name in _NUMERICS if old.get(name) != new[name]]):
         return None
     settings = ", ".join(f"island.{name}={_in_yaml(new[name])} (was {_in_yaml(old.get(name))})" for name in differing)

@@ -198,15 +198,11 @@ def choose_strategy(
         return Replicated(), f"DDP over {devices} devices: {reason}"
     remedy = "or island.strategy=ddp if a device holds everything"
     if island.precision not in _SHARDED_PRECISIONS:
-        raise UserError(
-            f"key 'island.precision' = {island.precision!r}: FSDP2 ({reason}) takes "
-            f"{' or '.join(_SHARDED_PRECISIONS)}; set one of them, {remedy}"
-        )
+        problem = f"FSDP2 ({reason}) takes {' or '.join(_SHARDED_PRECISIONS)}; set one of them, {remedy}"
+        raise UserError(f"key 'island.precision' = {island.precision!r}: {problem}")
     if optimizer == "muon":
-        raise UserError(
-            f"key 'train.optimizer' = 'muon': FSDP2 ({reason}) splits the matrices that Muon needs whole; set it to "
-            f"adamw, {remedy}"
-        )
+        problem = f"FSDP2 ({reason}) splits the matrices that Muon needs whole; set it to adamw, {remedy}"
+        raise UserError(f"key 'train.optimizer' = 'muon': {problem}")
     if is_aligned:
         raise UserError(f"key 'expert.alignment.weight': FSDP2 ({reason}) would not train its head; set 0, {remedy}")
     gathered = name == "fsdp-shard-grad-op"
