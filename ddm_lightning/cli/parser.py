@@ -60,18 +60,14 @@ def build_parser() -> argparse.ArgumentParser:
     fit.add_argument("--jobs", type=int, help="members trained at once (default: as many as fit this machine)")
     sample = add("sample", "Generate images with the ensemble.")
     sample.add_argument("--prompt", action="append", help="text prompt; repeat it for more rows")
-    sample.add_argument(
-        "--class", dest="classes", action="append", metavar="NAME", help="class name or number; repeat it for more rows"
-    )
+    text = "class name or number; repeat it for more rows"
+    sample.add_argument("--class", dest="classes", action="append", metavar="NAME", help=text)
     sample.add_argument("--strategy", help=f"routing: {', '.join(STRATEGIES.names())}")
     sample.add_argument("--num", type=int, help="images per row (default: the experiment's)")
     sample.add_argument("--seed", type=int, help="noise seed (default: the experiment's)")
-    sample.add_argument(
-        "--out",
-        metavar="PATH",
-        help="PNG file for the grid, or folder for a new one (default: the run's samples folder); single images go "
-        "into a folder beside the grid, with the same name",
-    )
+    text = "PNG file for the grid, or folder for a new one (default: the run's samples folder)"
+    text += "; single images go into a folder beside the grid, with the same name"
+    sample.add_argument("--out", metavar="PATH", help=text)
     sample.add_argument("--gif", action="store_true", help="also write the sampling trajectory as a GIF")
     demo = add("demo", "Try the ensemble of FILE, or of a saved folder or URL, on a local page (extra [page]).")
     demo.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
@@ -135,8 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (UserError, OSError, MemoryError, RuntimeError) as error:
-        line = line_of(error)
-        if line is None:
+        if (line := line_of(error)) is None:
             raise
         print(f"error: {line}", file=sys.stderr)
         return 2

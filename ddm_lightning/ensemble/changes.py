@@ -106,10 +106,8 @@ def _changed(ensemble: EnsembleManifest, folders: dict[str, Path], counts: dict[
 def _counts(ensemble: EnsembleManifest) -> dict[str, int]:
     """Images of each expert's cluster, at least 1."""
     assert ensemble.about is not None
-    num_images = ensemble.about.num_images
-    return {
-        name: max(1, round(prior * num_images)) for name, prior in zip(ensemble.experts, ensemble.priors, strict=True)
-    }
+    num_images, shares = ensemble.about.num_images, zip(ensemble.experts, ensemble.priors, strict=True)
+    return {name: max(1, round(share * num_images)) for name, share in shares}
 
 
 def _require(ensemble: EnsembleManifest, name: str) -> None:

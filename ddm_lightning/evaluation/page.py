@@ -73,8 +73,7 @@ def page(ensemble: DecentralizedEnsemble) -> gr.Blocks:
                 raise UserError(f"the prompt has {length:,} characters; describe an image in 1 to {_MAX_PROMPT:,}")
             images = ensemble.sample(**described, **given, seed=seed, trace=trace, factors=factors or None)
         except (UserError, MemoryError, RuntimeError) as error:
-            line = line_of(error)
-            if line is None:
+            if (line := line_of(error)) is None:
                 raise
             raise gr.Error(line, print_exception=False) from None
         experts = (core.work.active - active) / max(1, core.work.rows - rows)

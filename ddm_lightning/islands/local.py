@@ -143,9 +143,8 @@ def _start(member: str, slot: int, experiment: Experiment, run: RunFolder) -> _C
     environment = dict(os.environ, OMP_NUM_THREADS=str(island.num_threads), PYTHONUNBUFFERED="1")
     environment[FITTED_BY] = str(os.getpid())
     if resolve_accelerator(island.accelerator) == "gpu":
-        environment["CUDA_VISIBLE_DEVICES"] = gpus_of_slot(
-            slot, island.devices, os.environ.get("CUDA_VISIBLE_DEVICES"), torch.cuda.device_count()
-        )
+        visible, count = os.environ.get("CUDA_VISIBLE_DEVICES"), torch.cuda.device_count()
+        environment["CUDA_VISIBLE_DEVICES"] = gpus_of_slot(slot, island.devices, visible, count)
     # Not the run's experiment.yaml, into which another fit may write the settings of another island meanwhile.
     settings = folder / "experiment.yaml"
     atomic_write_text(settings, to_yaml(experiment))

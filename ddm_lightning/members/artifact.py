@@ -308,14 +308,12 @@ def hand_over(
     Raises:
         UserError: a weight is not finite.
     """
-    metrics = dict(status.metrics)
-    if status.validated_step:
-        metrics[HELD_OUT_STEP] = float(status.validated_step)
+    validated = {HELD_OUT_STEP: float(status.validated_step)} if status.validated_step else {}
     meta = ArtifactMeta(
         **described(member, manifest),
         prediction=None if member.role == ROUTER else prediction,
         step=status.step,
         num_samples=status.step * member.batch_size,
-        metrics=metrics,
+        metrics={**status.metrics, **validated},
     )
     write_artifact(folder, weights, meta)

@@ -175,8 +175,7 @@ class Ledger:
             path.relative_to(self.folder).as_posix(): {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
             for path in sorted(paths)
         }
-        seconds = round(time.monotonic() - start, 3)
-        self.records[name] = {"key": key, **facts, "files": files, "seconds": seconds}
+        self.records[name] = {"key": key, **facts, "files": files, "seconds": round(time.monotonic() - start, 3)}
         atomic_write_json(self.file, self.records)
 
     def files(self, name: str) -> dict[str, Any]:

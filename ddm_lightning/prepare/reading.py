@@ -63,8 +63,7 @@ class Plugins:
 
     def versions(self) -> dict[str, str]:
         """Build every plug-in, and return the versions of all packages that shape the result."""
-        plugins = [self.source, *self._encoders().values()]
-        packages = {name for plugin in plugins for name in plugin.packages}
+        packages = {name for plugin in (self.source, *self._encoders().values()) for name in plugin.packages}
         return {name: version(name) for name in sorted({*_COMMON_PACKAGES, *packages})}
 
     def provenance(self) -> dict[str, dict[str, str]]:

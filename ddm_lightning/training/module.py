@@ -172,9 +172,7 @@ class MemberModule(L.LightningModule):
             mirrored = batch["x_0_flipped"] if "x_0_flipped" in batch else stored.flip(-1)
             stored = torch.where(flipped[:, None, None, None], mirrored, stored)
         x_0 = self.stored.sample(stored, generator)
-        t = sample_timesteps(
-            len(x_0), config.density, config.mean, config.std, config.shift, generator=generator, device=device
-        )
+        t = sample_timesteps(len(x_0), config.density, config.mean, config.std, config.shift, generator, device)
         noise = torch.randn(x_0.shape, generator=generator, device=device)
         condition = self.condition(batch)
         if condition is not None:

@@ -102,9 +102,8 @@ class FeatureMetric(Metric):
         """
         if min(num_generated, num_real) < self.min_images:
             problem = f"needs {self.min_images:,} images of each kind, not {num_generated:,} samples, {num_real:,} real"
-            few = (
-                "evaluate.num_images" if num_generated < self.min_images else "the reference (evaluate.reference=train)"
-            )
+            is_generated = num_generated < self.min_images
+            few = "evaluate.num_images" if is_generated else "the reference (evaluate.reference=train)"
             raise UserError(f"metric {name!r} {problem}; {self.remedy.format(few=few)}")
 
 

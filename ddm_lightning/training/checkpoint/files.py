@@ -226,9 +226,7 @@ def tensors_of(module: nn.Module, optimizer: Optimizer | None = None) -> dict[st
 def named_groups(module: nn.Module, optimizer: Optimizer) -> list[dict[str, Any]]:
     """The optimizer's parameter groups as plain values, with names instead of parameters."""
     names = {parameter: name for name, parameter in module.named_parameters()}
-    return [
-        {**group, "params": [names[parameter] for parameter in group["params"]]} for group in optimizer.param_groups
-    ]
+    return [{**group, "params": [names[p] for p in group["params"]]} for group in optimizer.param_groups]
 
 
 def load_groups(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
