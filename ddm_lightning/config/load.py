@@ -145,7 +145,8 @@ def describe(section: Any, prefix: str = "") -> Iterator[tuple[str, str, str]]:
     for name, hint in checks.hints(kind).items():
         key, default, text = prefix + name, getattr(section, name), _docs(kind)[name].replace("``", "`")
         inner, _ = checks.without_none(hint)
-        if is_dataclass(inner):
+        is_section = is_dataclass(inner)
+        if is_section:
             yield key, "" if default else " null by default", text
             yield from describe(default or inner(), f"{key}.")
         else:
