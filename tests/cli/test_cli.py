@@ -284,7 +284,7 @@ def test_an_image_of_a_prompt_is_the_same_whatever_its_neighbours(
     ("arguments", "words"),
     [
         (["--strategy", "top-p", "sample.strategy_params.p=2"], "p = 2"),
-        (["--strategy", "bayes", "sample.solver=heun"], "set it to ancestral"),
+        (["--strategy", "bayes", "sample.solver=heun"], "add sample.solver=ancestral"),
     ],
 )
 def test_settings_beside_another_strategy_count(

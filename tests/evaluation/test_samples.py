@@ -112,7 +112,7 @@ def test_the_python_api_refuses_what_the_command_refuses(finished_run: Path, tmp
     assert len(ensemble.sample("red disc", num=1, num_steps=1, solver="heun")) == 1
     for problem, wrong in {
         "'best': is unknown; known: bayes, ": {"strategy": "best"},
-        "does not work with": {"strategy": "bayes", "solver": "euler"},
+        "needs sample.solver=ancestral": {"strategy": "bayes", "solver": "euler"},
         "top_k": {"strategy": "top-k", "top_k": 3},
         "num_per_prompt": {"num": 0},
         "'seed' = -1": {"seed": -1},
