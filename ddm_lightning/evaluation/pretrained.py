@@ -119,7 +119,7 @@ class DecentralizedEnsemble:
             UserError: an empty prompt, an unknown class, strategy or setting, or a value out of range.
         """
         prompts = [prompts] if isinstance(prompts, str) else list(map(str, prompts))
-        known = [field.name for field in fields(SampleConfig)]
+        known = [field.name for field in fields(SampleConfig) if field.name != "member"]  # this is the ensemble
         if unknown := set(settings) - set(known):
             raise UserError(f"sample: no setting {min(unknown)!r}; known: {', '.join(known)}")
         chosen = SampleConfig(**self.about.sample)

@@ -304,7 +304,7 @@ def write_trajectory(
     """
     if not trace.weights:
         return {}
-    heat, strip = (path.with_name(f"{path.stem}-{name}.png") for name in ("weights", "way"))
+    heat, strip = (path.with_name(f"{path.stem}-{name}.png") for name in ("weights", "trajectory"))
     mean = torch.stack(list(trace.weights.values())).mean(0)
     num = len(trace.weights)
     title = "weights of the experts" + (f", mean of {num} images" if num > 1 else "")
@@ -313,8 +313,8 @@ def write_trajectory(
     def decoded(num: int) -> tuple[list[str], list[list[UInt8[np.ndarray, "h w 3"]]]]:
         """At most ``num`` times, and for each image a row of x_t and one of x_0."""
         picked = torch.linspace(0, len(trace.times) - 1, min(num, len(trace.times))).round().long()
-        ways = [way[key][picked] for key in labels for way in (trace.x_t, trace.x_0)]
-        return [f"t = {t:.2f}" for t in trace.times[picked].tolist()], [list(decode(way)) for way in ways]
+        states = [of_key[key][picked] for key in labels for of_key in (trace.x_t, trace.x_0)]
+        return [f"t = {t:.2f}" for t in trace.times[picked].tolist()], [list(decode(one)) for one in states]
 
     headings, images = decoded(_STRIP_COLUMNS)
     scale = max(1, CELL_SIZE // images[0][0].shape[0])

@@ -136,7 +136,7 @@ def test_a_diverged_training_says_so_and_keeps_its_checkpoints_from_before(tiny_
     assert fit(tiny_run, *settings) == 2
     line = refusal(capsys)
     assert re.search(r"expert-0: .*\d consecutive steps, up to step 5, had no finite gradient", line)
-    assert "lower train.learning_rate" in line
+    assert "lower its train.learning_rate" in line
     assert [skipped.step for skipped in read_skipped(member(tiny_run, "skipped_steps.jsonl"))] == [1, 2, 3, 4, 5]
     assert not member(tiny_run, "checkpoints").exists()
     assert read_status(tiny_run, "expert-0")["state"] == "failed"
