@@ -76,7 +76,7 @@ def test_the_packages_own_group_is_read_from_metadata() -> None:
 @pytest.mark.parametrize(
     ("name", "params", "line"),
     [
-        ("nte", {}, "unknown expert 'nte'; known: net, open, unseen, unwilling; pip install"),
+        ("nte", {}, "unknown expert 'nte'; known: net, open, unseen, unwilling; check the spelling"),
         ("net", {}, "expert 'net' needs the parameter 'width'; add it to its params"),
         ("net", {"width": 3, "wide": 1}, "expert 'net' has no parameter 'wide'; it takes: width, depth, rate, label"),
         ("net", {"width": 3, "x_shape": 1}, "expert 'net' has no parameter 'x_shape'; it takes: width, depth"),
@@ -131,7 +131,7 @@ def test_a_missing_package_names_the_command_that_installs_it(
         raise registry.PackageNotFoundError(package)
 
     monkeypatch.setattr(registry, "distribution", nothing_installed)
-    with pytest.raises(UserError, match=rf"pip install 'ddm_lightning\[{extra}\]'"):
+    with pytest.raises(UserError, match=rf"pip install -e '\.\[{extra}\]'"):
         kinds.build(name, params)
 
 
