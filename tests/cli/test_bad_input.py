@@ -68,7 +68,7 @@ BAD_SETTINGS: dict[str, tuple[str, list[str]]] = {
     "value it turns down": ("expert.network.params.num_heads=5", ["'expert.network'", "num_heads", "32"]),
     "router's value": ("router.network.params.num_heads=5", ["'router.network'", "num_heads", "32"]),
     "patches that do not fit": ("expert.network.params.patch_size=3", ["'expert.network'", "patch_size", "8"]),
-    "strategy with another solver": ("sample.strategy=bayes", ["'sample.strategy' = 'bayes'", "add sample.solver=ancestral"]),
+    "strategy with another solver": ("sample.strategy=bayes", ["'sample.strategy' = 'bayes'", "add sample.solver="]),
     "unknown solver": ("sample.solver=rk4", ["'sample.solver' = 'rk4'", "check the spelling", "dpm++2m"]),
     "param of another solver": ("sample.solver_params={rtol: 1}", ["'sample.solver' = 'euler'", "no parameter 'rtol'"]),
     "param of another strategy": ("sample.strategy_params={k: 1}", ["'sample.strategy' = 'top-1'", "no parameter 'k'"]),
