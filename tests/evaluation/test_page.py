@@ -111,7 +111,7 @@ def test_a_prompt_gives_images_and_heat_maps(browser: Browser, address: str, tmp
     put(page, "Prompt", "a cross")
     generate(page)
     expect(page.get_by_text("active experts")).to_have_count(2, timeout=60_000)
-    expect(page.locator("img")).to_have_count(6)  # two images and a heat map on each side
+    expect(page.locator("img")).to_have_count(6, timeout=60_000)  # two images and a heat map on each side
     page.screenshot(path=tmp_path / "page.png", full_page=True)
     assert pixels(page, 0, tmp_path).std() > 5
     yellow = (np.abs(pixels(page, 2, tmp_path) - (253, 231, 36)).max(2) < 8).sum()
