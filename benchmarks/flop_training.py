@@ -174,8 +174,10 @@ class Study:
         """All trainings, in the order in which they start: the longest first, so that none is left over at the end."""
         jobs = []
         for variant in self.variants:
-            experiment = self.settings_of(variant)
-            manifest = Manifest.read(self.prepared(variant).root)
+            experiment, run = self.settings_of(variant), self.prepared(variant)
+            if not (run.prepared / "manifest.json").exists():  # --plan: the sizes are those of the main comparison
+                run = self.prepared(self.variants[0])
+            manifest = Manifest.read(run.root)
             costs = Costs.of(experiment, manifest, manifest.num_samples)
             members = []
             for model in TRAIN[variant.train]:
