@@ -101,15 +101,15 @@ def test_the_arithmetic_of_a_header_is_right(stem):
     assert f"{gflop:,} GFLOP per sample" in text and f"{in_all:.1e}".replace("e+", "e") in text
 
 
-@pytest.mark.parametrize(("stem", "of_paper"), [("imagenet_8x", 1.045), ("laion_8x", 1.089)])
-def test_ensemble_and_monolith_cost_as_much_as_in_the_paper(stem, of_paper):
+@pytest.mark.parametrize(("stem", "ratio"), [("imagenet_8x", 1.045), ("laion_8x", 1.089), ("laion_24b", 1.030)])
+def test_ensemble_over_monolith_is_that_of_the_paper_or_the_header(stem, ratio):
     """FLOPs of eight experts and a router over those of a monolith of as many steps."""
     experiment = load_experiment(FOLDER / f"{stem}.yaml")
-    sizes = DataSizes((4, 32, 32), 768, None, 1000)
+    sizes = DataSizes((4, 32, 32), 768, (77, 768), 1000)
     costs = {}
     for name in ("monolith", "router", "expert-0"):
         member = Member.resolve(name, experiment, sizes)
         per_sample = flops_per_sample(member.plan_network(), sizes.x_shape, member.condition, backward=True)
         costs[name] = per_sample * member.batch_size * member.train.max_steps
     ensemble = experiment.prepare.partition.num_clusters * costs["expert-0"] + costs["router"]
-    assert ensemble / costs["monolith"] == pytest.approx(of_paper, abs=0.002)
+    assert ensemble / costs["monolith"] == pytest.approx(ratio, abs=0.002)
