@@ -33,7 +33,7 @@ from ddm_lightning.encoders.interfaces import ImageEncoder
 from ddm_lightning.evaluation import image_sets
 from ddm_lightning.evaluation.image_sets import FileImages, Generated, ImageSet, ShardImages, parts
 from ddm_lightning.evaluation.metrics._base import FeatureMetric, nearest
-from ddm_lightning.members.run_folder import RunFolder
+from ddm_lightning.members.run_folder import RunFolder, flat
 from ddm_lightning.shards.manifest import HELD_OUT, TRAIN, Manifest
 
 SETTINGS_FILE, RESULT_FILE = "settings.json", "evaluation.json"
@@ -109,8 +109,8 @@ class Evaluation:
         path, remedy = folder / SETTINGS_FILE, "give another folder with --out"
         if path.exists():
             found = read_json(path, "the settings of these results", remedy)
-            found = found if isinstance(found, dict) else {}
-            if changed := [key for key in {**found, **self.origin} if found.get(key) != self.origin.get(key)]:
+            found, ours = flat(found) if isinstance(found, dict) else {}, flat(self.origin)
+            if changed := [key for key in {**found, **ours} if found.get(key) != ours.get(key)]:
                 was = ", ".join(f"{key} (was {found.get(key)!r})" for key in changed)
                 raise UserError(f"{path}: results of other settings: {was}; {remedy}")
         elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):

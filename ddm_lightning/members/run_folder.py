@@ -187,7 +187,7 @@ def changes(old: dict[str, Any], new: dict[str, Any]) -> str:
 
     More ``max_steps`` under a constant schedule are no change: a finished member can be trained on.
     """
-    before, after = _flat(old), _flat(new)
+    before, after = flat(old), flat(new)
     described = []
     for key in sorted(before.keys() | after.keys()):
         was, now = before.get(key), after.get(key)
@@ -202,8 +202,8 @@ def changes(old: dict[str, Any], new: dict[str, Any]) -> str:
     return ", ".join(described)
 
 
-def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
+def flat(value: Any, prefix: str = "") -> dict[str, Any]:
     """Values of nested dicts by dotted key."""
     if not isinstance(value, dict):
         return {prefix: value}
-    return {key: leaf for name in value for key, leaf in _flat(value[name], f"{prefix}.{name}".lstrip(".")).items()}
+    return {key: leaf for name in value for key, leaf in flat(value[name], f"{prefix}.{name}".lstrip(".")).items()}

@@ -118,7 +118,7 @@ def test_results_of_other_settings_are_refused(run, tmp_path, capsys):
     before = sorted((tmp_path / "out").rglob("*"))
     capsys.readouterr()
     for more, said in {
-        ("sample.num_steps=3",): "results of other settings: sample (was {'member'",
+        ("sample.num_steps=3",): "results of other settings: sample.num_steps (was 2); give",
         ("evaluate.num_images=21",): "num_images (was 20)",
     }.items():
         assert evaluate(run, *out, *more) == 2
