@@ -9,12 +9,13 @@ import torch
 from ddm_lightning.cli.check_plugins import check_plugins
 from ddm_lightning.config.load import load_experiment
 from ddm_lightning.core.registry import CAPTION_ENCODERS, EXPERTS, FEATURES, IMAGE_ENCODERS, ROUTERS, SOURCES
-from ddm_lightning.members.member import Member
+from ddm_lightning.members.member import Member, batch_size, train_config
 from ddm_lightning.networks.flops import flops_per_sample
 from ddm_lightning.shards.manifest import DataSizes
 
 FOLDER = Path(__file__).parents[2] / "experiments"
 FILES = sorted(FOLDER.glob("*.yaml"))
+SIZES = DataSizes((4, 32, 32), 768, (77, 768), 1000)
 
 
 def header(path):
@@ -87,12 +88,11 @@ LARGE = {
 def test_the_arithmetic_of_a_header_is_right(stem):
     millions, gflop, in_all = LARGE[stem]
     experiment = load_experiment(FOLDER / f"{stem}.yaml")
-    sizes = DataSizes((4, 32, 32), 768, (77, 768), 1000)
-    member = Member.resolve("expert-0", experiment, sizes)
+    member = Member.resolve("expert-0", experiment, SIZES)
     with torch.device("meta"):
         network = member.build_network()
     assert sum(p.numel() for p in network.parameters()) / 1e6 == pytest.approx(millions, rel=2e-3)
-    per_sample = flops_per_sample(network, sizes.x_shape, member.condition, backward=True)
+    per_sample = flops_per_sample(network, SIZES.x_shape, member.condition, backward=True)
     assert per_sample / 1e9 == pytest.approx(gflop, rel=2e-3)
     train = experiment.expert.train
     samples = train.max_steps * train.global_batch_size / experiment.prepare.partition.num_clusters
@@ -101,15 +101,41 @@ def test_the_arithmetic_of_a_header_is_right(stem):
     assert f"{gflop:,} GFLOP per sample" in text and f"{in_all:.1e}".replace("e+", "e") in text
 
 
+# MEMBER, N GPUs  STEPS steps x (SAMPLES samples x (products + activations) + others ms) = HOURS h, of ranges a..b
+_RANGE = r"([\d.]+)\.\.([\d.]+)"
+_HOURS = (
+    rf"(\w+), (\d) GPUs? +([\d,]+) steps x \(([\d,]+) samples x \({_RANGE} \+ ([\d.]+)\) \+ {_RANGE} ms\) = {_RANGE} h"
+)
+
+
+@pytest.mark.parametrize("stem", LARGE)
+def test_the_hours_of_a_header_follow_from_its_formula(stem):
+    experiment = load_experiment(FOLDER / f"{stem}.yaml")
+    lines = re.findall(_HOURS, header(FOLDER / f"{stem}.yaml"))
+    shipped = {(role, str(experiment.island.devices)) for role in ("expert", "router")}
+    assert shipped <= {(role, gpus) for role, gpus, *_ in lines}
+    for role, gpus, steps, samples, *texts in lines:
+        member = "expert-0" if role == "expert" else role
+        max_steps = train_config(member, experiment).max_steps
+        assert int(steps.replace(",", "")) == max_steps
+        per_gpu = int(samples.replace(",", ""))
+        assert per_gpu * int(gpus) == batch_size(member, experiment)
+        gflop = LARGE[stem][1] if role == "expert" else 138.6
+        low, high, activations, *others, shortest, longest = texts
+        assert (low, high) == (f"{gflop / 620:.2f}", f"{gflop / 520:.2f}")  # GFLOP at TFLOP/s are ms
+        for product, other, shown in ((low, others[0], shortest), (high, others[1], longest)):
+            hours = max_steps * (per_gpu * (float(product) + float(activations)) + float(other)) / 3.6e6
+            assert f"{hours:.{len(shown.partition('.')[2])}f}" == shown
+
+
 @pytest.mark.parametrize(("stem", "ratio"), [("imagenet_8x", 1.045), ("laion_8x", 1.089), ("laion_24b", 1.030)])
 def test_ensemble_over_monolith_is_that_of_the_paper_or_the_header(stem, ratio):
     """FLOPs of eight experts and a router over those of a monolith of as many steps."""
     experiment = load_experiment(FOLDER / f"{stem}.yaml")
-    sizes = DataSizes((4, 32, 32), 768, (77, 768), 1000)
     costs = {}
     for name in ("monolith", "router", "expert-0"):
-        member = Member.resolve(name, experiment, sizes)
-        per_sample = flops_per_sample(member.plan_network(), sizes.x_shape, member.condition, backward=True)
+        member = Member.resolve(name, experiment, SIZES)
+        per_sample = flops_per_sample(member.plan_network(), SIZES.x_shape, member.condition, backward=True)
         costs[name] = per_sample * member.batch_size * member.train.max_steps
     ensemble = experiment.prepare.partition.num_clusters * costs["expert-0"] + costs["router"]
     assert ensemble / costs["monolith"] == pytest.approx(ratio, abs=0.002)

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from deadline import within
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny_runs import LONG, MEMBERS, TINY, ended_on_failure, finish, read_status, settings
@@ -224,6 +225,16 @@ def test_a_member_is_trained_once_at_a_time(disturbed):
 )
 def test_members_get_gpus_that_are_there(slot, devices, visible, count, expected):
     assert local.gpus_of_slot(slot, devices, visible, count) == expected
+
+
+def test_experts_of_one_gpu_fill_a_node_of_eight(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    experiment = load_experiment(TINY.with_name("laion_8x.yaml"))
+    assert local.default_jobs(experiment) == 8
+    assert [local.gpus_of_slot(slot, experiment.island.devices, None, 8) for slot in range(8)] == list("01234567")
+    experiment.island.devices = 8
+    assert local.default_jobs(experiment) == 1
 
 
 def test_as_many_jobs_as_cores_that_this_process_may_use(monkeypatch):

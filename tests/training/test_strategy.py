@@ -1,9 +1,12 @@
+from pathlib import Path
+
 import pytest
 import torch
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from torch import nn
 
 from ddm_lightning.config.experiment import IslandConfig
+from ddm_lightning.config.load import load_experiment
 from ddm_lightning.core.devices import check_devices, configure_torch, resolve_accelerator
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.flow.condition import ConditionSpec
@@ -101,6 +104,23 @@ def test_auto_shards_above_half_of_a_device():
     assert choose_strategy(half, 8 * GIGABYTE // 12 - 1)[0].gathered
     assert not choose_strategy(half, 8 * GIGABYTE // 12 + 1)[0].gathered
     assert isinstance(choose_strategy(island(devices=2), fits, num_widths=1)[0], ModelParallelStrategy)
+
+
+@pytest.mark.parametrize(
+    ("stem", "devices", "millions", "chosen"),
+    [
+        ("imagenet_8x", 1, 675, "one device"),
+        ("laion_8x", 1, 675, "one device"),
+        ("laion_8x", 8, 675, "DDP"),
+        ("paris_8x", 8, 608, "DDP"),
+        ("laion_24b", 8, 2980, "FSDP2 over 8 devices, weights stay gathered"),
+    ],
+)
+def test_large_experiments_leave_the_choice_to_the_memory_of_their_gpus(stem, devices, millions, chosen, monkeypatch):
+    monkeypatch.setattr(f"{choose_strategy.__module__}.device_bytes", lambda _: 80 * GIGABYTE)
+    path = Path(__file__).parents[2] / "experiments" / f"{stem}.yaml"
+    shipped = load_experiment(path, [f"island.devices={devices}"]).island
+    assert choose_strategy(shipped, millions * 10**6)[1].startswith(chosen)
 
 
 def test_missing_devices_are_one_line(monkeypatch):
