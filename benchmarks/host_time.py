@@ -25,7 +25,6 @@ import torch
 import torch.distributed as dist
 from common import Report, console, parse, run
 from step_networks import NUM_CLASSES, Side, Sizes, forget_compiled, our_side
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -33,7 +32,7 @@ from ddm_lightning.config.experiment import TrainConfig
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.networks.compiled import compile_blocks
 from ddm_lightning.training.ema import track_ema
-from ddm_lightning.training.optimizer import build_optimizer
+from ddm_lightning.training.optimizer import build_optimizer, clip_in_step
 from ddm_lightning.training.parallel.strategy import shard_blocks
 
 NUM_RANKS, STEPS_PER_TURN = 8, 5
@@ -64,8 +63,7 @@ class HostStep:
         """Take one step."""
         start = time.process_time()
         self.side.predict(self.x_t, self.t, self.classes).square().mean().backward()
-        norm = nn.utils.clip_grad_norm_(self.parameters, 1.0)
-        _ = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        clip_in_step(self.optimizer, self.parameters, 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
         end = time.process_time()

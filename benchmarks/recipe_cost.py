@@ -12,7 +12,7 @@ import torch
 from step_clock import Seconds
 from step_memory import peak_bytes
 from step_networks import NUM_CLASSES, Sizes, Timed, forget_compiled, in_turn
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from ddm_lightning.config.experiment import Experiment
@@ -24,7 +24,7 @@ from ddm_lightning.networks.compiled import compile_blocks
 from ddm_lightning.networks.flops import flops_per_sample
 from ddm_lightning.shards.manifest import DataSizes, Manifest
 from ddm_lightning.training.ema import track_ema
-from ddm_lightning.training.optimizer import build_optimizer
+from ddm_lightning.training.optimizer import build_optimizer, clip_in_step
 from ddm_lightning.training.parallel.strategy import checkpoint_blocks
 
 PRECISIONS = ("32-true", "bf16-mixed")
@@ -93,8 +93,7 @@ class TrainingStep(Timed):
         self.optimizer.zero_grad()
         for part in range(self.num_parts):
             self.loss(part).backward()
-        limit = self.train.gradient_clip_norm
-        norm = nn.utils.clip_grad_norm_(self.parameters, float("inf") if limit is None else limit)
+        norm = clip_in_step(self.optimizer, self.parameters, self.train.gradient_clip_norm)
         # As the training's guard does; Muon then keeps a copy in case the step is skipped.
         self.optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]  # fused optimizers read it
         self.optimizer.step()

@@ -88,12 +88,17 @@ class BareLoop:
                 loss = functional.mse_loss(predicted.float(), noise - x_0)
             self.optimizer.zero_grad()
             loss.backward()
-            if self.train.gradient_clip_norm is not None:
-                nn.utils.clip_grad_norm_(self.parameters, self.train.gradient_clip_norm)
+            self._clip()
             self.optimizer.step()
             self._average()
             self.schedule.step()
             self.step += 1
+
+    def _clip(self) -> None:
+        """Clip within the fused step, as ours: ``clip_grad_norm_`` rounds otherwise and takes another pass."""
+        if (limit := self.train.gradient_clip_norm) is not None:
+            norm = nn.utils.get_total_norm([parameter.grad for parameter in self.parameters])
+            self.optimizer.grad_scale = ((norm + 1e-6) / limit).clamp(min=1)
 
     def _precision(self) -> AbstractContextManager[Any]:
         return torch.autocast(self.device.type, torch.bfloat16) if self.half else nullcontext()

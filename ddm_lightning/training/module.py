@@ -27,7 +27,7 @@ from ddm_lightning.shards.manifest import StoredForm
 from ddm_lightning.training.alignment import Alignment
 from ddm_lightning.training.ema import ema_weights, track_ema
 from ddm_lightning.training.guard import FiniteGuard
-from ddm_lightning.training.optimizer import build_optimizer, build_schedule
+from ddm_lightning.training.optimizer import build_optimizer, build_schedule, clip_in_step
 from ddm_lightning.training.parallel.strategy import HALF, Sharded, checkpoint_blocks, shard_blocks
 from ddm_lightning.training.speed import Speed
 
@@ -231,16 +231,13 @@ class MemberModule(L.LightningModule):
         return {name: torch.cat([one[name] for one in found]) for name in found[0]}, loss
 
     def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
-        """Clip by the global norm, also of sharded gradients; skip the step if the norm is not finite."""
-        limit = self.member.train.gradient_clip_norm
+        """Clip by the global norm, also of sharded gradients, in the step; skip the step if it is not finite."""
         if self.trainer.scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
             # A fused optimizer unscales within its step, which comes later: the limit would be of scaled gradients.
             self.trainer.scaler.unscale_(optimizer)
         if not self._parameters_to_clip:
             self._parameters_to_clip = list(self.parameters())  # walks through all modules, so only once
-        # An infinite limit measures without clipping.
-        norm = nn.utils.clip_grad_norm_(self._parameters_to_clip, float("inf") if limit is None else limit)
-        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        norm = clip_in_step(optimizer, self._parameters_to_clip, self.member.train.gradient_clip_norm)
         self.accumulate("train/gradient_norm", norm)
         if self.trainer.scaler is None:
             self.guard.judge(optimizer, norm)

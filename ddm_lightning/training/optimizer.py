@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Muon, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -38,6 +40,27 @@ def build_optimizer(network: nn.Module, train: TrainConfig, head: Iterable[nn.Pa
     if train.optimizer == "adamw":
         return AdamW(groups, lr=train.learning_rate, fused=True)
     return MuonWithAdamW(hidden, train.weight_decay, groups, lr=train.learning_rate)
+
+
+def clip_in_step(optimizer: Optimizer, parameters: Iterable[nn.Parameter], limit: float | None) -> Float[Tensor, ""]:
+    """Let the next step of ``optimizer`` clip by the global norm, which spares a pass over all gradients.
+
+    Its fused kernel divides each gradient by ``grad_scale``. The step equals one after torch's ``clip_grad_norm_``.
+
+    Args:
+        optimizer: from ``build_optimizer``.
+        parameters: with their gradients, which stay as they are until the step; may be sharded.
+        limit: largest norm; None for no clipping.
+
+    Returns:
+        The norm before clipping, over all ranks.
+    """
+    norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    if limit is not None:
+        scale = ((norm + 1e-6) / limit).clamp(min=1.0)
+        optimizer.grad_scale = scale.float()  # type: ignore[attr-defined]  # fused kernels read no other dtype
+    return norm
 
 
 def learning_rate_factor(train: TrainConfig) -> Callable[[int], float]:
@@ -102,6 +125,8 @@ class MuonWithAdamW(Optimizer):
 
     found_inf: Tensor | None = None
     """1.0, on the device, to skip this step; AdamW's fused kernel reads it."""
+    grad_scale: Tensor | None = None
+    """Divides all gradients in this step, on the device; likewise."""
 
     def __init__(
         self, muon: Mapping[Tensor, int], weight_decay: float, adamw: Iterable[dict[str, Any]], lr: float
@@ -127,7 +152,8 @@ class MuonWithAdamW(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._adamw.found_inf = self.found_inf  # type: ignore[attr-defined]  # its fused kernel reads it
+        self._adamw.found_inf = self.found_inf  # type: ignore[attr-defined]  # its fused kernel reads both
+        self._adamw.grad_scale = self.grad_scale  # type: ignore[attr-defined]
         self._adamw.step()
         self._muon_step()
         return loss
@@ -135,11 +161,13 @@ class MuonWithAdamW(Optimizer):
     @torch.no_grad()
     def _muon_step(self) -> None:
         """Take Muon's step; it cannot be skipped on the device, so restore the matrices from copies if it must be."""
+        matrices = [p for group in self._muon.param_groups for p in group["params"] if p.grad is not None]
+        if self.grad_scale is not None:
+            torch._foreach_div_([matrix.grad for matrix in matrices], self.grad_scale)
         if self.found_inf is None:
             self._muon.step()
             return
         counts = self.found_inf == 0
-        matrices = [p for group in self._muon.param_groups for p in group["params"] if p.grad is not None]
         before = [matrix.clone() for matrix in matrices]
         for matrix in matrices:
             buffer = self.state[matrix].get(_BUFFER)

@@ -10,7 +10,7 @@ from ddm_lightning.config.experiment import TrainConfig
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.training.ema import ema_tensors, track_ema
 from ddm_lightning.training.guard import FiniteGuard, SkippedStep, read_skipped
-from ddm_lightning.training.optimizer import build_optimizer
+from ddm_lightning.training.optimizer import build_optimizer, clip_in_step
 
 NAN = float("nan")
 
@@ -35,8 +35,7 @@ def take(module, optimizer, guard, step, spoil=False):
     guard.record(step, torch.arange(5) + 10 * step, torch.linspace(0.1, 0.9, 5), losses)
     optimizer.zero_grad()
     losses.mean().backward()
-    norm = nn.utils.clip_grad_norm_(module.parameters(), 1.0)
-    guard.judge(optimizer, norm)
+    guard.judge(optimizer, clip_in_step(optimizer, module.parameters(), 1.0))
     optimizer.step()
 
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from ddm_lightning.config.experiment import TrainConfig
-from ddm_lightning.training.optimizer import build_optimizer, build_schedule, learning_rate_factor
+from ddm_lightning.training.optimizer import build_optimizer, build_schedule, clip_in_step, learning_rate_factor
 
 
 def network():
@@ -20,6 +20,38 @@ def test_every_trained_parameter_is_in_one_group_and_only_matrices_decay():
     grouped = [(id(p), group["weight_decay"], group["lr"]) for group in groups for p in group["params"]]
     expected = [(id(p), 0.2 if p.ndim >= 2 else 0.0, 0.3) for p in module.parameters() if p.requires_grad]
     assert sorted(grouped) == sorted(expected)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_clipping_in_the_step_is_clipping_before_it(kind):
+    """As torch's ``clip_grad_norm_``; a step below the limit, and one with NaN, which changes nothing."""
+    train = TrainConfig(10, 1, optimizer=kind, learning_rate=0.05, weight_decay=0.1)
+    sides = []
+    for in_step in (True, False):
+        torch.manual_seed(0)
+        module = nn.ModuleDict({"blocks": nn.Linear(30, 20), "head": nn.Linear(20, 7)})
+        optimizer, norms = build_optimizer(module, train), []
+        for step, size in enumerate((3.0, 1e-3, math.nan, 1.0, 10.0)):
+            generator = torch.Generator().manual_seed(step)
+            for parameter in module.parameters():
+                parameter.grad = size * torch.randn(parameter.shape, generator=generator)
+            if in_step:
+                norms.append(clip_in_step(optimizer, module.parameters(), 1.0).item())
+                optimizer.found_inf = torch.tensor(float(math.isnan(size)))
+                optimizer.step()
+            else:
+                norms.append(nn.utils.clip_grad_norm_(module.parameters(), 1.0).item())
+                if not math.isnan(size):
+                    optimizer.step()
+        assert norms[0] > 1 > norms[1]
+        moments = [state.get("exp_avg", state.get("momentum_buffer")) for state in optimizer.state.values()]
+        sides.append((norms, moments, list(module.parameters())))
+    (ours, *found), (theirs, *expected) = sides
+    assert ours == pytest.approx(theirs, rel=1e-6, nan_ok=True)
+    # Muon orthogonalises in bfloat16, which turns a last digit into a thousandth of the update.
+    for name, tolerance in (("moments", 2e-7), ("weights", 2e-7 if kind == "adamw" else 1e-3)):
+        pairs = zip(found[name == "weights"], expected[name == "weights"], strict=True)
+        assert all((a - b).norm() <= tolerance * b.norm() for a, b in pairs), name
 
 
 def expected_factor(schedule, step, warmup, total):

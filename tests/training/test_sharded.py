@@ -8,6 +8,7 @@ import torch.distributed as dist
 from networks.small import moved
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from training.checkpoint.saved import load, save
@@ -19,7 +20,7 @@ from ddm_lightning.networks.dit import DiT
 from ddm_lightning.networks.mmdit import MMDiT
 from ddm_lightning.training.checkpoint.files import damage_of, tensors_of
 from ddm_lightning.training.ema import KEY, ema_tensors, ema_weights, gathered_ema, track_ema, width_key
-from ddm_lightning.training.optimizer import build_optimizer
+from ddm_lightning.training.optimizer import build_optimizer, clip_in_step
 from ddm_lightning.training.parallel.strategy import shard_blocks
 
 TRAIN = TrainConfig(10, 4, learning_rate=0.1, weight_decay=0.05, ema_decay=0.9, ema_widths=[0.1])
@@ -57,10 +58,17 @@ def gathered(value):
 def step(network, optimizer, x, clip):
     optimizer.zero_grad()
     network(x).square().mean().backward()
-    norm = nn.utils.clip_grad_norm_(network.parameters(), clip)
     gradients = {name: gathered(p.grad) for name, p in network.named_parameters()}
+    norm = clipped(network, optimizer, clip)
     optimizer.step()
-    return gathered(norm), gradients
+    return norm, gradients
+
+
+def clipped(network, optimizer, limit):
+    """As in training on several ranks; by torch's function in one process."""
+    if isinstance(network, FSDPModule | DistributedDataParallel):
+        return clip_in_step(optimizer, network.parameters(), limit)
+    return nn.utils.clip_grad_norm_(network.parameters(), limit)
 
 
 def close(sharded, single):
@@ -185,7 +193,7 @@ def losses_of_twenty_steps(rank):
             optimizers[name].zero_grad()
             loss = network(x if name == "one" else x.chunk(WORLD)[rank]).square().mean()
             loss.backward()
-            nn.utils.clip_grad_norm_(network.parameters(), 0.05)
+            clipped(network, optimizers[name], 0.05)
             optimizers[name].step()
             mean = loss.detach().clone()
             if name != "one":
@@ -225,7 +233,7 @@ def a_dit_in_bfloat16(rank):
             with torch.autocast("cpu", torch.bfloat16):
                 loss = (network(x[rows], t[rows], Condition.of(classes[rows])).float() - x[rows]).square().mean()
             loss.backward()
-            nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+            clipped(network, optimizer, 1.0)
             assert {p.grad.dtype for p in network.parameters()} == {torch.float32}
             optimizer.step()
             mean = loss.detach().clone()
