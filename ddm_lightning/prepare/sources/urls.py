@@ -140,10 +140,10 @@ class Files:
 
 
 def _follow_link(filesystem: AbstractFileSystem, name: str, info: dict[str, Any]) -> dict[str, Any]:
-    """Return the target's information; a dead link counts as a file, found missing later."""
+    """Return the target's information; a dead or circular link counts as a file, found broken later."""
     try:
         return filesystem.info(name) if info.get("islink") else info
-    except FileNotFoundError:
+    except OSError:
         return {**info, "type": "file"}
 
 

@@ -7,10 +7,12 @@ import json
 import re
 import tarfile
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from tarfile import EmptyHeaderError, EOFHeaderError, HeaderError, ReadError  # type: ignore[attr-defined]
 from typing import Any
 
+from ddm_lightning.core.checks import is_int
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import SOURCES
 from ddm_lightning.prepare.records import Broken, Part, Record
@@ -51,14 +53,26 @@ class WebDataset(TableSource):
         super().__post_init__()
 
     def parts(self) -> list[Part]:
-        """List one part per tar; looks into the first.
+        """List one part per tar; looks into the first, and into the statistics of img2dataset.
 
         Raises:
             UserError: no tar, or its first samples lack a column.
         """
         names = self.files.ending(".tar")
         self._check_columns(names[0])
-        return [Part(name, self.files.states[name], None, {"file": name}) for name in names]
+        sizes = self._sizes(names)
+        return [Part(name, self.files.states[name], sizes.get(name), {"file": name}) for name in names]
+
+    def _sizes(self, names: list[str]) -> dict[str, int]:
+        """Return the number of samples of each tar beside which img2dataset left its ``00000_stats.json``."""
+        beside = {name: f"{name.removesuffix('.tar')}_stats.json" for name in names}
+        listed, sizes = [name for name in names if beside[name] in self.files.states], {}
+        for name, content in zip(listed, self.files.contents([beside[name] for name in listed]), strict=True):
+            with suppress(ValueError, TypeError, KeyError):  # unreadable, damaged, or of another program
+                found = json.loads(content if isinstance(content, bytes) else b"")
+                if is_int(found["successes"], 0):
+                    sizes[name] = found["successes"]
+        return sizes
 
     def read(self, part: Part) -> Iterator[Record | Broken]:
         """Yield the samples of the tar. In a damaged one, a ``Broken`` stands for the rest.
@@ -108,8 +122,9 @@ def _cells(members: dict[str, bytes]) -> dict[str, Any]:
 def samples_of(file: Any) -> Iterator[tuple[str, dict[str, bytes] | Broken]]:
     """Yield key and members (content by extension) of every sample in a tar; ``Broken`` for bad ones.
 
-    Adjacent files with the same name up to the first dot are one sample. Folders, links, hidden files and ``__...__``
-    are skipped. Damage ends the tar: its sample and the rest are ``Broken``.
+    Adjacent files with the same name up to the first dot are one sample. Of several with the same extension the first
+    counts; a second image begins another sample. Folders, links, hidden files and ``__...__`` are skipped. Damage ends
+    the tar: its sample and the rest are ``Broken``.
     """
     key, members = "", dict[str, bytes]()
     try:
@@ -121,6 +136,8 @@ def samples_of(file: Any) -> Iterator[tuple[str, dict[str, bytes] | Broken]]:
                     continue
                 stem, dot, extension = base.partition(".")
                 stem, extension = f"{folder}/{stem}" if folder else stem, extension.lower()
+                if stem == key and extension in members and extension not in _IMAGES:
+                    continue
                 if stem != key or extension in members:
                     if members:
                         yield key, members

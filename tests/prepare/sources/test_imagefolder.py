@@ -72,13 +72,15 @@ def test_a_caption_that_is_no_utf8_is_counted(folder):
     assert samples(folder)["a.png"].caption.cause == "caption is not UTF-8"
 
 
-def test_a_link_is_followed_and_a_dead_one_is_counted(tmp_path):
+def test_a_link_is_followed_and_a_dead_or_circular_one_is_counted(tmp_path):
     write(str(tmp_path / "in"), {"a.png": encoded(noise(2, 2, 3)), "deep/b.png": encoded(noise(2, 2, 3))})
-    for name, to in (("live.png", "a.png"), ("dead.png", "gone.png"), ("folder", "deep")):
+    links = {"live.png": "a.png", "dead.png": "gone.png", "folder": "deep", "self.png": "self.png", "deep/up": "."}
+    for name, to in links.items():
         (tmp_path / "in" / name).symlink_to(tmp_path / "in" / to)
     found = samples(str(tmp_path / "in"), labels=False)
     causes = {key: getattr(sample, "cause", None) for key, sample in found.items()}
-    assert causes == {"a.png": None, "dead.png": "missing file", "deep/b.png": None, "live.png": None}
+    broken = {"dead.png": "missing file", "self.png": "unreadable file"}
+    assert causes == {"a.png": None, "deep/b.png": None, "live.png": None, **broken}
 
 
 @pytest.mark.parametrize("name", ["captions.jsonl", "metadata.jsonl"])

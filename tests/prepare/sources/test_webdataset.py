@@ -91,6 +91,33 @@ def test_samples_are_those_that_the_webdataset_library_finds(tmp_path):
             np.testing.assert_array_equal(record.image, pixels)
 
 
+def test_the_statistics_of_img2dataset_give_the_number_of_samples(folder):
+    tars = {f"{number:05}": tar_of(laion(number + 1)) for number in range(5)}
+    write(folder, {f"{name}.tar": tar for name, tar in tars.items()})
+    stats = {"count": 9, "successes": 1, "failed_to_download": 8}  # the start of what it writes
+    left = ["", json.dumps(stats), "{", '{"count": 9}', '{"successes": "4"}']
+    write(folder, {f"{name}_stats.json": text for name, text in zip(tars, left, strict=True) if text})
+    parts = SOURCES.build("webdataset", {"path": folder}).parts()
+    assert [part.num_samples for part in parts] == [None, 1, None, None, None]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # the library leaves files open
+def test_of_two_captions_of_a_sample_the_first_counts_as_in_the_webdataset_library(tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import webdataset
+
+    png = encoded(noise(4, 4, 3))
+    files = [("a.png", png), ("a.txt", "1"), ("a.txt", "2"), ("b.txt", "3"), ("b.png", png), ("b.TXT", "4")]
+    path = tmp_path / "a.tar"
+    path.write_bytes(tar_of(files))
+    ignore = webdataset.ignore_and_continue  # by default the library stops at the second
+    peer = webdataset.WebDataset(str(path), shardshuffle=False, empty_check=False, handler=ignore)
+    expected = [(f"a.tar/{row['__key__']}", row["txt"].decode()) for row in peer]
+    assert [(record.key, record.caption) for record in samples(str(path))] == expected
+    assert expected == [("a.tar/a", "1"), ("a.tar/b", "3")]
+
+
 def test_captions_arrive_unchanged_from_text_and_from_json(folder):
     png = encoded(noise(2, 2, 3))
     files = []
