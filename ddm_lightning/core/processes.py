@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import ctypes
 import gc
+import io
 import os
 import signal
 import sys
@@ -35,7 +36,9 @@ _default = gc.get_threshold()
 
 
 def begin() -> None:
-    """Set up a new process of the command line: signals, parent, and rare garbage collection until ``end_imports``."""
+    """Set up a new process of the command line: output, signals, parent, rare garbage collection until ``end_imports``."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that is not UTF-8 shows "?" for "–"
     if STARTED_BY in os.environ:
         # A terminal signals all ranks. Rank zero decides for all, also for those still importing.
         for number in STOP_SIGNALS:

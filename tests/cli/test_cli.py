@@ -356,6 +356,14 @@ def test_the_installed_command_is_the_same() -> None:
     assert yaml.safe_load(done.stdout)["seed"] == 9
 
 
+@pytest.mark.parametrize("variables", [{"LC_ALL": "C", "PYTHONUTF8": "0"}, {"PYTHONIOENCODING": "latin-1"}], ids=str)
+def test_an_output_that_is_not_utf_8_shows_question_marks(variables: dict[str, str]) -> None:
+    command = [sys.executable, "-m", "ddm_lightning", "config", "--describe"]
+    done = subprocess.run(command, capture_output=True, env={**os.environ, **variables}, check=False)
+    assert done.returncode == 0, done.stderr
+    assert b"`bayes` ? (`sample --help`" in done.stdout
+
+
 def documented_commands() -> list[str]:
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
     lines = [line for page in pages for line in page.read_text(encoding="utf-8").splitlines()]
