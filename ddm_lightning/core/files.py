@@ -25,6 +25,18 @@ def _flush(path: Path) -> None:
         os.close(handle)
 
 
+@contextmanager
+def _naming(path: Path, temporary: Path) -> Iterator[None]:
+    """Let an ``OSError`` of the block name ``path`` if it names no file, or one in ``temporary``."""
+    try:
+        yield
+    except OSError as error:
+        place = error.filename2 or error.filename  # shutil blames the source of a copy first
+        if error.errno and (place is None or Path(place).is_relative_to(temporary)):
+            error.filename, error.filename2 = str(path), None
+        raise
+
+
 def atomic_write(path: Path, write: Callable[[Path], object]) -> None:
     """Call ``write`` on a temporary path beside ``path``, then rename it into place.
 
@@ -34,10 +46,11 @@ def atomic_write(path: Path, write: Callable[[Path], object]) -> None:
     # Keep the suffix: some writers (Pillow, numpy) choose a format by it or append one.
     temporary = path.with_name(f".tmp-{os.getpid()}-{path.name}")
     try:
-        write(temporary)
-        _flush(temporary)
-        os.replace(temporary, path)
-        _flush(path.parent)
+        with _naming(path, temporary):
+            write(temporary)
+            _flush(temporary)
+            os.replace(temporary, path)
+            _flush(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -58,11 +71,31 @@ def atomic_folder(path: Path) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".tmp-{path.name}-", dir=path.parent))
     try:
-        yield temporary
-        temporary.chmod(0o755)
-        move_folder(temporary, path)
+        with _naming(path, temporary):
+            yield temporary
+            temporary.chmod(0o755)
+            move_folder(temporary, path)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextmanager
+def atomic_files(folder: Path) -> Iterator[Path]:
+    """Yield an empty temporary folder, whose files move into ``folder`` unless the block raises."""
+    is_new = not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=".tmp-", dir=folder))
+    try:
+        with _naming(folder, temporary):
+            yield temporary
+            for written in [file for file in temporary.rglob("*") if file.is_file()]:
+                target = folder / written.relative_to(temporary)
+                target.parent.mkdir(exist_ok=True)
+                os.replace(written, target)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+        if is_new and not any(folder.iterdir()):
+            folder.rmdir()
 
 
 def move_folder(temporary: Path, path: Path) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor
 from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.core.devices import check_devices, device_of
 from ddm_lightning.core.errors import UserError
-from ddm_lightning.core.files import atomic_write
+from ddm_lightning.core.files import atomic_files, atomic_write
 from ddm_lightning.core.formatting import member_columns
 from ddm_lightning.core.grids import labelled_grid, save_png
 from ddm_lightning.core.registry import CAPTION_ENCODERS, IMAGE_ENCODERS, Registry
@@ -183,8 +183,6 @@ def sample_grid(
         The grid, of at most ``MAX_ROWS`` by ``MAX_COLUMNS`` images.
     """
     settings, num = experiment.sample, experiment.sample.num_per_prompt
-    for old in singles.glob("[0-9][0-9][0-9]-*-[0-9][0-9][0-9][0-9].png") if singles is not None else ():
-        old.unlink()  # of an earlier grid of this name
     if singles is None:
         rows, num = rows[:MAX_ROWS], min(num, MAX_COLUMNS)
     shown: list[tuple[str, list[np.ndarray]]] = [(label, []) for label, _, _ in rows[:MAX_ROWS]]
@@ -253,8 +251,9 @@ def draw_run(
 ) -> tuple[Cost, dict[str, Path]]:
     """Write the grid of a run's ensemble to the PNG ``path``, one row per prompt or class; see ``sample_grid``.
 
-    With ``singles`` it also writes the files of ``write_trajectory``, ``gif`` among them if wanted. Samples on the
-    device of ``island.accelerator``; returns what that cost, and those files.
+    With ``singles``, a folder beside the grid, it also writes the files of ``write_trajectory``, ``gif`` among them if
+    wanted. Files appear when all are made. Samples on the device of ``island.accelerator``; returns what that cost, and
+    the files of the trajectory.
 
     Raises:
         UserError: no ensemble, an artifact that is damaged or of other data, an empty prompt, no such class or device.
@@ -270,13 +269,17 @@ def draw_run(
     in_grid: dict[Key, str] = {(key, index): label for index in range(num_columns) for label, key, _ in rows[:MAX_ROWS]}
     labels = dict(list(in_grid.items())[:MAX_TRAJECTORIES])
     trace = None if singles is None else Trace(in_grid, labels)
-    save_png(path, sample_grid(loaded, experiment, rows, manifest.attribution, singles, show_progress, trace))
-    if trace is None:
-        return loaded.cost, {}
-    plugin = experiment.prepare.image_encoder
+    plugin, credit = experiment.prepare.image_encoder, manifest.attribution
     encoder = _encoder(IMAGE_ENCODERS, plugin.name, json.dumps(plugin.params))
-    footer = f"Trained on: {manifest.attribution}" if manifest.attribution else ""
-    return loaded.cost, write_trajectory(path, trace, loaded.ensemble.names, labels, encoder.decode, gif, footer)
+    footer, files = f"Trained on: {credit}" if credit else "", dict[str, Path]()
+    with atomic_files(path.parent) as folder:
+        grid, new = folder / path.name, None if singles is None else folder / singles.name
+        save_png(grid, sample_grid(loaded, experiment, rows, credit, new, show_progress, trace))
+        if trace is not None:
+            files = write_trajectory(grid, trace, loaded.ensemble.names, labels, encoder.decode, gif, footer)
+        for old in singles.glob("[0-9][0-9][0-9]-*-[0-9][0-9][0-9][0-9].png") if singles is not None else ():
+            old.unlink()  # of an earlier grid of this name
+    return loaded.cost, {name: path.with_name(file.name) for name, file in files.items()}
 
 
 def write_trajectory(

@@ -29,7 +29,7 @@ def test_stops_are_random_in_order_and_of_every_kind():
         (0, "", "done"),
         (-signal.SIGKILL, "", kills.KILL),
         (130, "stopped at step 7", kills.TERMINATE),
-        (2, "error: /x: is full; free some space, then run the same command again to resume", kills.FULL_DISK),
+        (2, "error: /x: is full; free some space, then run the same command again", kills.FULL_DISK),
     ],
 )
 def test_how_a_training_ended(code, said, what):

@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from deadline import within
 
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import (
+    atomic_files,
     atomic_folder,
     atomic_write,
     atomic_write_json,
@@ -57,10 +59,41 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
         temporary.write_text("ne")
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(OSError, match="No space left") as caught:
         atomic_write(path, half)
+    assert caught.value.filename == str(path)
     assert path.read_text() == "old"
     assert names(tmp_path) == ["f.txt"]
+
+
+def test_an_error_of_a_reader_or_a_library_keeps_its_words(tmp_path):
+    def read(_):
+        (tmp_path / "none").read_bytes()
+
+    def refuse(_):
+        raise OSError("cannot write this mode as PNG")
+
+    for write, words in ((read, f"'{tmp_path / 'none'}'"), (refuse, "this mode as PNG")):
+        with pytest.raises(OSError, match=words):
+            atomic_write(tmp_path / "f.txt", write)
+
+
+def test_several_files_appear_together_beside_others(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "own.txt").write_text("mine")
+    (tmp_path / "grid.png").write_text("old")
+    for fails in (True, False):
+        with suppress(ZeroDivisionError), atomic_files(tmp_path) as folder:
+            atomic_write_text(folder / "a" / "b.txt", "b")
+            atomic_write_text(folder / "grid.png", "new")
+            assert (tmp_path / "grid.png").read_text() == "old"
+            _ = 1 / (not fails)
+        assert (tmp_path / "a" / "b.txt").exists() != fails
+    assert names(tmp_path) == ["a", "grid.png"] and names(tmp_path / "a") == ["b.txt", "own.txt"]
+    assert (tmp_path / "grid.png").read_text() == "new"
+    with suppress(ZeroDivisionError), atomic_files(tmp_path / "new"):
+        _ = 1 / 0
+    assert names(tmp_path) == ["a", "grid.png"]
 
 
 def test_a_killed_write_leaves_the_old_file(tmp_path):

@@ -1,8 +1,8 @@
 """A disk that fills up while ``prepare`` writes: a real one, a tmpfs of half a megabyte."""
 
-import subprocess
-
 import pytest
+from small_disk import mount
+from small_disk import small_disk as small_disk
 from tiny_runs import TINY
 
 from ddm_lightning.cli.parser import main
@@ -11,20 +11,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_prepare")]
 LARGER = ("prepare.source.params.num_samples=2000", "prepare.source.params.image_size=16")
 
 
-def mount(*arguments):
-    return subprocess.run(["mount", *arguments], capture_output=True, timeout=20, check=False).returncode == 0
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    if not mount("-t", "tmpfs", "-o", "size=600k", "tmpfs", str(folder)):
-        pytest.skip("needs the right to mount a tmpfs")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True, timeout=20)
-
-
+@pytest.mark.parametrize("small_disk", ["600k"], indirect=True)
 def test_a_full_disk_is_one_line_and_with_more_room_the_same_command_goes_on(small_disk, tmp_path, capsys):
     def prepare(run):
         return main(["prepare", "-c", str(TINY), f"run_dir={run}", *LARGER])

@@ -70,9 +70,7 @@ def resume(run):
 def test_a_full_disk_of_one_rank_is_reported_once_and_ends_both(tiny_run, strategy, rank):
     said = fit_and_fail(tiny_run, strategy, rank, "full", code=2)
     path = tiny_run / "members/expert-0/checkpoints/step-00000010.ckpt"
-    assert said.splitlines()[4:] == [
-        f"error: {path}: is full; free some space, then run the same command again to resume"
-    ]
+    assert said.splitlines()[4:] == [f"error: {path}: is full; free some space, then run the same command again"]
     assert read_status(tiny_run, "expert-0")["state"] == "failed"
     assert checkpoints(tiny_run) == ["step-00000005.ckpt"]
 
