@@ -156,11 +156,11 @@ def _fit_several(members: list[str], experiment: Experiment, options: argparse.N
     failures = fit_members(members, experiment, run, options.jobs or default_jobs(experiment), console)
     console.print(members_table(experiment, run))
     _print_skipped(members, run, options)
-    for member, reason in failures.items():
-        print(f"{member}: {reason}", file=sys.stderr)
+    for member, failure in failures.items():
+        print(f"{member}: {failure.reason}", file=sys.stderr)
     if failures:
         print(f"logs: {run.root / 'members'}; run the same command again to train the rest", file=sys.stderr)
-        return 1
+        return 2 if all(failure.code == 2 for failure in failures.values()) else 1
     if all(is_finished(member, experiment, run) for member in ensemble_members(experiment)):
         is_new, grid, clusters = assemble(experiment, run), _grid(experiment, run), run.prepared / "clusters.png"
         if grid.exists() and not is_new:

@@ -22,6 +22,9 @@ one member alone, as on an island (needs the prepared shards):
 """
 
 
+_RESUMABLE = ("prepare", "fit", "evaluate")
+
+
 class _Describe(argparse.Action):
     """Print the schema and exit, as ``--help`` does: no experiment file is needed."""
 
@@ -122,10 +125,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Returns:
-        0 on success, 1 when a member failed, 2 on bad input, 130 after Ctrl-C.
+        0 on success, 1 when a member failed, 2 on bad input or a full disk, 130 after Ctrl-C.
     """
+    options = argparse.Namespace(command="")
     try:
-        return _run(_parse(arguments))
+        options = _parse(arguments)
+        return _run(options)
     except BrokenPipeError:
         # The reader, such as head, has closed the pipe. Python would complain at exit that it cannot write the rest.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -136,7 +141,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {line}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("interrupted; run the same command again to resume", file=sys.stderr)
+        remedy = "; run the same command again to resume" if options.command in _RESUMABLE else ""
+        print(f"interrupted{remedy}", file=sys.stderr)
         return STOPPED
 
 

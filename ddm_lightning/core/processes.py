@@ -36,7 +36,10 @@ _default = gc.get_threshold()
 
 
 def begin() -> None:
-    """Set up a new process of the command line: output, signals, parent, rare garbage collection until ``end_imports``."""
+    """Set up a new process of the command line: output, signals, parent, rare garbage collection.
+
+    The collection is rare until ``end_imports``.
+    """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that is not UTF-8 shows "?" for "–"
     if STARTED_BY in os.environ:

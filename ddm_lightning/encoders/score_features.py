@@ -39,7 +39,7 @@ class Inception:
     """Inception-V3's 2,048 pooled features with clean-fid's weights and resizing (Parmar et al., arXiv 2104.11222).
 
     Args:
-        path: the file ``inception-2015-12-05.pt``, or its folder.
+        path: the file ``inception-2015-12-05.pt``, or its folder; by default the current one.
         device: torch device to compute on.
 
     Raises:
@@ -49,7 +49,7 @@ class Inception:
     packages: tuple[str, ...] = ("clean-fid", "pillow")
     size = 2048
 
-    def __init__(self, path: str, device: str = "cpu") -> None:
+    def __init__(self, path: str = ".", device: str = "cpu") -> None:
         self.device, self.path = torch.device(device), Path(path).expanduser()
         self.path = self.path / INCEPTION_FILE if self.path.is_dir() else self.path
         if self.path.name != INCEPTION_FILE or not self.path.is_file():

@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import NamedTuple
 
 import torch
 from rich import box
@@ -45,6 +46,15 @@ class _Child:
     process: subprocess.Popen[bytes]
     slot: int
     log: Path
+
+
+class Failure(NamedTuple):
+    """End of a member that did not finish."""
+
+    code: int
+    """Exit code of its process; negative for a signal."""
+    reason: str
+    """Its error line, or the signal that ended it."""
 
 
 @contextmanager
@@ -88,13 +98,13 @@ def gpus_of_slot(slot: int, devices: int, visible: str | None, count: int) -> st
 
 def fit_members(
     members: Sequence[str], experiment: Experiment, run: RunFolder, jobs: int, console: Console
-) -> dict[str, str]:
+) -> dict[str, Failure]:
     """Train ``members``, ``jobs`` at a time, the longest first. Skip finished ones.
 
     A failed member does not affect the others.
 
     Returns:
-        Reason for each member that did not finish: its error line, or the signal that ended it.
+        Failure of each member that did not finish.
 
     Raises:
         KeyboardInterrupt: Ctrl-C, SIGTERM or SIGUSR1. The children have written a checkpoint, or were killed by a
@@ -105,7 +115,7 @@ def fit_members(
     # The longest trainings first, so that all finish at about the same time.
     waiting = sorted(names, key=lambda name: -Member.resolve(name, experiment, manifest).training_cost())
     running: list[_Child] = []
-    failures: dict[str, str] = {}
+    failures: dict[str, Failure] = {}
     with _stop_requests() as requests:
         try:
             with Progress(*member_columns(), console=console) as progress:
@@ -127,7 +137,7 @@ def fit_members(
                         if code is not None:
                             running.remove(child)
                             if not is_finished(child.member, experiment, run):
-                                failures[child.member] = _failure(child, code)
+                                failures[child.member] = Failure(code, _failure(child, code))
             if requests:
                 raise KeyboardInterrupt
         finally:

@@ -120,6 +120,26 @@ def test_a_missing_command_or_file_is_told_with_the_usage(capsys: pytest.Capture
         assert "usage: ddm_lightning" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        *(f"{command} -c f" for command in COMMANDS if command != "export"),
+        "export -c f --to ensemble --out o",
+        "ensemble remove a b --out c",
+    ],
+)
+def test_ctrl_c_promises_to_resume_only_what_resumes(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    def interrupted(_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(parser, "_run", interrupted)
+    assert main(command.split()) == 130
+    resumes = command.startswith(("prepare", "fit", "evaluate"))
+    assert capsys.readouterr().err == f"interrupted{'; run the same command again to resume' * resumes}\n"
+
+
 # Commands on runs.
 
 

@@ -143,6 +143,7 @@ def test_bad_input_is_one_line(run, tmp_path, capsys):
     for setting, said in {
         "evaluate.metrics=[{name: fid}]": "metric 'fid' needs 2,000 images of each kind, not 20 samples, 21 real; use",
         f"evaluate.metrics=[{{name: kid, params: {{{inception}}}}}]": "no.pt: the weights of 'inception'",
+        "evaluate.metrics=[{name: kid, params: {features: inception}}]": "are missing; download them from https://",
         "evaluate.metrics=[{name: fib}]": "unknown metric 'fib'",
         "evaluate.metrics=[{name: kid, params: {features: dino}}]": "unknown feature network 'dino'",
         f"evaluate.reference={tmp_path}/large.npz": "its images and the generated ones have 9 × 9 and 8 × 8 pixels",

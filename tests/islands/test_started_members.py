@@ -16,6 +16,7 @@ from deadline import within
 from rich.console import Console
 from tiny_runs import MEMBERS, TINY
 
+from ddm_lightning.cli.parser import main
 from ddm_lightning.config.load import load_experiment
 from ddm_lightning.core.registry import EXPERTS
 from ddm_lightning.islands import local
@@ -94,10 +95,18 @@ def test_each_failure_is_told_and_ends_no_other_member(alone, monkeypatch):
     monkeypatch.setattr(subprocess, "Popen", spawn)
     failures = local.fit_members(MEMBERS, alone.experiment, alone.run, 1, Console(file=io.StringIO()))
     assert failures == {
-        "expert-0": "ended by SIGKILL; the same command resumes it",
-        "expert-1": "stopped on request; the same command resumes it",
-        "router": f"exit code 1; see {alone.run.member('router') / 'log.txt'}",
+        "expert-0": (-9, "ended by SIGKILL; the same command resumes it"),
+        "expert-1": (130, "stopped on request; the same command resumes it"),
+        "router": (1, f"exit code 1; see {alone.run.member('router') / 'log.txt'}"),
     }
+
+
+@pytest.mark.parametrize(("codes", "expected"), [((2, 2, 2), 2), ((2, 1, 2), 1)])
+def test_errors_that_the_user_can_fix_end_in_their_exit_code(alone, monkeypatch, codes, expected):
+    ends = dict(zip(MEMBERS, codes, strict=True))
+    spawn = start_as(alone, lambda member: f"import os; print(flush=True); os._exit({ends[member]})")
+    monkeypatch.setattr(subprocess, "Popen", spawn)
+    assert main(["fit", "-c", str(TINY), f"run_dir={alone.run.root}", "island.accelerator=cpu"]) == expected
 
 
 def test_a_second_signal_kills_members_without_a_checkpoint(alone, monkeypatch):
