@@ -47,8 +47,15 @@ RIGHT = {
 }
 
 
-def test_what_fits_passes() -> None:
-    checks.check(RIGHT, Outer, "", "f.yaml")
+def test_what_fits_passes_and_no_part_of_it_goes_unchecked() -> None:
+    assert RIGHT.keys() == checks.hints(Outer).keys()
+    for change in ({}, *({key: object()} for key in RIGHT)):
+        found = []
+        try:
+            checks.check({**RIGHT, **change}, Outer, "", "f.yaml")
+        except UserError as error:
+            found = [str(error).partition("'")[2].partition("'")[0]]
+        assert found == list(change)
 
 
 def test_null_passes_only_where_the_type_says_so() -> None:

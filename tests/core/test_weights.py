@@ -78,10 +78,11 @@ def test_safetensors_that_begins_like_a_pickle_is_read(tmp_path):
     assert torch.equal(read_artifact(tmp_path / "a")[1]["w"], torch.ones(2))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
-def test_weights_that_are_not_finite(tmp_path, dtype):
+@pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e5m2])
+def test_weights_that_are_not_finite(tmp_path, dtype, number):
     path = put(tmp_path / "a") / "model.safetensors"
-    save_file({"good": torch.ones(2), "bad": torch.tensor([1.0, torch.nan]).to(dtype)}, path)
+    save_file({"good": torch.ones(2), "bad": torch.tensor([1.0, number]).to(dtype)}, path)
     edit(tmp_path / "a" / "member.json", model_sha256=sha256_file(path))
     refused(lambda: read_artifact(tmp_path / "a"), path, "'bad' is not finite", "fetch this artifact again")
 

@@ -53,6 +53,9 @@ def test_without_a_cluster_the_velocity_is_that_of_the_other_data() -> None:
     less = whole.cluster_posterior(x_t, t) * torch.tensor([1, 0.5, 1, 1])
     halved = all_four.reweighted([1, 0.5, 1, 1]).probabilities(x_t, t)
     assert torch.allclose(halved, less / less.sum(1, keepdim=True), atol=1e-10)
+    twice, once = all_four.reweighted([3, 0.5, 1, 1]).reweighted([1, 1, 0.2, 4]), all_four.reweighted([3, 0.5, 0.2, 4])
+    assert torch.allclose(twice.probabilities(x_t, t), once.probabilities(x_t, t))
+    assert torch.allclose(twice.priors, once.priors)
     with pytest.raises(UserError, match="leave one on"):
         all_four.reweighted([0, 0, 0, 0])
 

@@ -1,5 +1,6 @@
 """From a run folder to an ensemble that computes what the trained networks computed."""
 
+import numpy as np
 import pytest
 import torch
 from artifact_files import PARAMS, SHAPE, edit, make_meta, make_network, put, refused
@@ -45,14 +46,17 @@ def test_the_loaded_ensemble_computes_what_was_trained(run_dir):
 
 def test_the_routers_temperatures_are_applied(run_dir):
     plain = load_ensemble(run_dir).ensemble
-    figures = {f"held_out/temperature{branch}_t{t}": 2.0 for branch in ("", "_conditional") for t in (0.25, 0.75)}
+    without, given = (2.0, 3.0), (0.5, 0.25)
+    figures = {f"held_out/temperature_t{t}": one for t, one in zip((0.25, 0.75), without, strict=True)}
+    figures |= {f"held_out/temperature_conditional_t{t}": one for t, one in zip((0.25, 0.75), given, strict=True)}
     put(run_dir / "router", "router", metrics=figures)
     write_ensemble(run_dir, [run_dir / member for member in ("expert-0", "expert-1", "router")], PRIORS)
     calibrated = load_ensemble(run_dir).ensemble
     plain.router = calibrated.router
     x_t, t, condition = inputs()
-    assert calibrated.temperatures == ([2.0, 2.0], [2.0, 2.0])
-    expected = (plain.probabilities(x_t, t, condition).log() / 2).softmax(1)
+    of_rows = [given if keep else without for keep in condition.keep]
+    divisors = [np.interp(time, (0.25, 0.75), pair) for time, pair in zip(t.tolist(), of_rows, strict=True)]
+    expected = (plain.probabilities(x_t, t, condition).log() / torch.tensor(divisors)[:, None].float()).softmax(1)
     assert torch.allclose(calibrated.probabilities(x_t, t, condition), expected, atol=1e-5)
     edit(run_dir / "router" / "member.json", metrics={"held_out/temperature_t0.25": 0.0})
     refused(lambda: load_network(run_dir / "router"), run_dir / "router" / "member.json", "temperature", "not positive")

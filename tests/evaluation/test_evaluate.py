@@ -90,6 +90,29 @@ def test_training_images_are_found_out_and_score_a_distance_of_zero(run, tmp_pat
     assert result(tmp_path / "other")["scores"]["FD (pooled-pixels)"]["value"] == pytest.approx(0, abs=1e-6)
 
 
+def test_held_out_images_count_as_near_as_often_as_expected(run, tmp_path):
+    """One of the 21 is nearer to a training image than their own 5 % quantile; 19 are nearer than the 95 % one."""
+    np.savez(tmp_path / "new.npz", images=decoded(run, HELD_OUT))
+    out = tmp_path / "out"
+    assert evaluate(run, "--images", str(tmp_path / "new.npz"), "--out", str(out)) == 0
+    assert result(out)["memorisation"]["share_nearer"] == pytest.approx(1 / 21)
+
+
+def test_features_of_other_parameters_are_computed_anew(run, tmp_path):
+    """Both networks are called pooled-pixels, and read the same images."""
+    np.savez(tmp_path / "images.npz", images=decoded(run, TRAIN)[:30])
+    for grid in (2, 4):
+        metric = f"{{name: kid, params: {{features: pooled-pixels, features_params: {{grid: {grid}}}}}}}"
+        out = tmp_path / str(grid)
+        shown = ["--images", str(tmp_path / "images.npz"), "--out", str(out), f"evaluate.metrics=[{metric}]"]
+        assert evaluate(run, *shown) == 0
+        expected = METRICS.build("kid", {"features": "pooled-pixels", "features_params": {"grid": grid}})
+        expected.update(decoded(run, TRAIN)[:30], real=False)
+        expected.update(decoded(run, HELD_OUT), real=True)
+        (score,) = result(out)["scores"].values()
+        assert score["value"] == pytest.approx(expected.compute().value, rel=1e-6)
+
+
 def test_a_second_call_samples_only_what_is_missing(run, monkeypatch):
     numbers = []
     sample = load.sample

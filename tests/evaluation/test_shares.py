@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+from torch.nn import functional
 
+from ddm_lightning.evaluation import shares
 from ddm_lightning.evaluation.shares import ClusterShares, total_variation
 
 
@@ -21,6 +23,23 @@ def test_overlapping_clusters_are_counted_without_bias(shares):
     assert found.tolist() == pytest.approx(shares, abs=0.03)
     assert total_variation(found, torch.tensor([0.8, 0.2])) == pytest.approx(abs(0.8 - shares[0]), abs=0.03)
     assert 0.75 < estimator.accuracy < 0.9
+
+
+def test_the_weight_decay_of_the_lowest_held_out_loss_is_taken(monkeypatch):
+    """Of 150 samples with 40 features, of which three tell the clusters apart, weak decay learns the noise."""
+    generator = torch.Generator().manual_seed(0)
+    clusters = torch.randint(3, (300,), generator=generator)
+    features = torch.randn(300, 40, generator=generator)
+    features[torch.arange(300), clusters] += 1.5
+    data = features[:150], clusters[:150], features[150:], clusters[150:], 3
+
+    def loss(decays):
+        monkeypatch.setattr(shares, "WEIGHT_DECAYS", decays)
+        probabilities = ClusterShares(*data)._probabilities(features[150:])
+        return float(functional.nll_loss(probabilities.log(), clusters[150:]))
+
+    alone = [loss((decay,)) for decay in (1e-3, 1e-2, 1e-1)]
+    assert loss((1e-3, 1e-2, 1e-1)) == pytest.approx(min(alone)) and max(alone) > 1.5 * min(alone)
 
 
 def test_total_variation_by_hand():

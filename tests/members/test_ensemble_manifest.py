@@ -85,6 +85,9 @@ def test_a_router_without_a_condition_joins_an_ensemble_with_one(run_dir):
         run_dir / "members" / "router" / "artifact", "router", condition={"kind": "none", "size": 0}, timestep_shift=1.0
     )
     write_ensemble(run_dir, read_folders(run_dir), [0.25, 0.75])
+    metas = read_ensemble(run_dir / "ensemble.json").metas
+    assert [metas[name].condition["kind"] for name in ("expert-0", "expert-1", "router")] == ["text", "text", "none"]
+    assert [metas[name].timestep_shift for name in ("expert-0", "expert-1", "router")] == [1.5, 1.5, 1.0]
 
 
 def test_ensemble_with_a_missing_expert(run_dir):
@@ -118,6 +121,7 @@ def test_ensemble_with_wrong_members(run_dir, tmp_path):
         ({"format_version": 2}, ("format_version", "install the release")),
         ({"priors": [0.5, 0.6]}, ("'priors'", "sum to 1", "fetch it again")),
         ({"priors": [1.5, -0.5]}, ("'priors'", "positive")),
+        ({"priors": [1.0, 0.0]}, ("'priors'", "positive")),
         ({"priors": ...}, ("'priors' is missing",)),
         ({"num_clusters": 3}, ("num_clusters",)),
         ({"partition_sha256": "cd" * 32}, ("partition_sha256", "fetch it again")),

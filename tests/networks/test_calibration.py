@@ -49,6 +49,15 @@ def test_the_fit_is_the_minimum_and_uses_half_of_the_samples():
 
     assert np.log2(calibration.temperatures()[0]) == pytest.approx(minimize_scalar(loss).x, abs=0.02)
 
+    # The other half judges: |confidence - accuracy| by the bin, at the temperatures nearest to 1 and to the fitted one.
+    fitted = calibration.temperatures()[0]
+    choices = 2 ** np.linspace(-2, 2, 41)
+    for found, temperature in zip(calibration.errors(), (1.0, choices[np.abs(choices - fitted).argmin()]), strict=True):
+        rows = np.exp(log_softmax(logits.double().numpy()[~first] / temperature, axis=1))
+        hits, bins = rows.argmax(1) == clusters.numpy()[~first], np.ceil(rows.max(1) * 15)
+        gaps = [np.abs((rows.max(1) - hits)[bins == one].sum()) for one in range(1, 16)]
+        assert found == pytest.approx([sum(gaps) / len(rows)])
+
 
 def test_temperatures_are_linear_between_the_middles_of_the_parts():
     t = torch.tensor([0.0, 0.125, 0.25, 0.375, 0.5, 0.625, 0.875, 0.9, 1.0])

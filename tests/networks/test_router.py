@@ -66,16 +66,18 @@ def test_the_class_token_is_not_rotated(dropout):
     assert rotation[:, 1:, 1].any()
 
 
-def test_dropout_acts_in_training_only():
-    network = perturbed(dropout=0.5)
+@pytest.mark.parametrize("changes", [{"dropout": 0.5}, {"text_dropout": 0.5, "condition": TEXT}])
+def test_dropout_acts_in_training_only(changes):
+    network = perturbed(**changes)
     x, t = batch(3)
+    condition = Condition.of(torch.ones(3, 6)) if "condition" in changes else None
     network.eval()
-    assert torch.equal(network(x, t, None), network(x, t, None))
+    assert torch.equal(network(x, t, condition), network(x, t, condition))
     network.train()
     torch.manual_seed(0)
-    first, other = network(x, t, None), network(x, t, None)
+    first, other = network(x, t, condition), network(x, t, condition)
     torch.manual_seed(0)
-    assert torch.equal(network(x, t, None), first)
+    assert torch.equal(network(x, t, condition), first)
     assert (first - other).abs().max() > 1e-3
 
 

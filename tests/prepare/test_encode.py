@@ -203,7 +203,7 @@ def test_parts_that_are_gone_are_kept_until_pruned(tmp_path, experiment, source)
 @pytest.mark.parametrize("damage", ["missing", "truncated", "no state", "state is no JSON", "state is a list"])
 def test_a_part_that_lost_something_is_mended(tmp_path, experiment, damage):
     first = prepare(experiment, tmp_path)
-    before = groups_written(tmp_path)
+    before, whole = groups_written(tmp_path), digests(tmp_path)
     part = part_folder(tmp_path, "two")
     column = part / "features" / "features.npy"
     if damage == "missing":
@@ -218,6 +218,7 @@ def test_a_part_that_lost_something_is_mended(tmp_path, experiment, damage):
     after = groups_written(tmp_path)
     groups = ["features"] if damage in ("missing", "truncated") else ["captions", "features", "latents", "records"]
     assert {key for key in after if after[key] != before[key]} == {("two", group) for group in groups}
+    assert digests(tmp_path) == whole
 
 
 class Stopped(BaseException):

@@ -25,8 +25,8 @@ def state_of(module, optimizer):
     return [*(p.detach().clone() for p in module.parameters()), *(torch.as_tensor(m).clone() for m in moments)]
 
 
-def take(module, optimizer, guard, step, spoil=False):
-    """One step as the module takes it."""
+def take(module, optimizer, guard, step, spoil=False, gradient=None):
+    """One step as the module takes it; ``gradient`` takes the place of one number of it."""
     generator = torch.Generator().manual_seed(step)
     x = torch.randn(5, 3, generator=generator)
     if spoil:
@@ -35,6 +35,8 @@ def take(module, optimizer, guard, step, spoil=False):
     guard.record(step, torch.arange(5) + 10 * step, torch.linspace(0.1, 0.9, 5), losses)
     optimizer.zero_grad()
     losses.mean().backward()
+    if gradient is not None:
+        next(module.parameters()).grad[0, 0] = gradient
     guard.judge(optimizer, clip_in_step(optimizer, module.parameters(), 1.0))
     optimizer.step()
 
@@ -45,7 +47,8 @@ def take_and_look(guard, step):
     guard.settle()
 
 
-def test_a_skipped_step_changes_nothing():
+@pytest.mark.parametrize("number", [NAN, math.inf, -math.inf])
+def test_a_skipped_step_changes_nothing(number):
     runs = []
     for steps in ([0, 1, "bad", 2, 3], [0, 1, 2, 3]):
         module = network()
@@ -53,10 +56,12 @@ def test_a_skipped_step_changes_nothing():
         guard = FiniteGuard("expert-0", 0, 3)
         for step in steps:
             before = state_of(module, optimizer)
-            take(module, optimizer, guard, 99 if step == "bad" else step, spoil=step == "bad")
+            take(module, optimizer, guard, *((99, False, number) if step == "bad" else (step,)))
             changed = [not torch.equal(a, b) for a, b in zip(before, state_of(module, optimizer), strict=False)]
             assert not any(changed) if step == "bad" else all(changed[:4])
         runs.append(state_of(module, optimizer))
+        guard.settle()
+        assert guard.num_skipped == steps.count("bad")
     for one, other in zip(*runs, strict=True):
         assert torch.equal(one, other)
 

@@ -271,6 +271,27 @@ def test_the_guided_mixture_has_the_shares_of_one_guided_model() -> None:
     assert (found - OWN).abs().sum() / 2 > 0.1
 
 
+@pytest.mark.parametrize(("interval", "guided_step"), [((0.6, 0.8), 1), ((0.75, 0.75), 1), ((0.1, 0.5), 2)])
+def test_guidance_of_the_mixture_acts_in_steps_that_start_in_its_interval(
+    interval: tuple[float, float], guided_step: int
+) -> None:
+    def states(scale: float) -> list[Tensor]:
+        seen: list[Tensor] = []
+
+        def velocities(x_t: Tensor, t: Tensor, active: Tensor) -> Tensor:
+            seen.append(x_t)
+            fields = [[expert(k) for k in range(4)] for expert in (conditional_expert, gaussian_expert)]
+            return torch.cat([of_active(one, x_t, t, own) for one, own in zip(fields, active.split(64), strict=True)])
+
+        ways: dict[str, Any] = {"noise": normal, "uniform": half, "guidance_interval": interval}
+        times, initial = torch.tensor([1.0, 0.75, 0.5, 0.0], dtype=torch.float64), PRIORS.expand(128, 4)
+        found = filter_chain(velocities, normal(99), times, initial=initial, guidance_scale=scale, **ways)
+        return [*seen, found.x_0]
+
+    moved = [not torch.equal(one, other) for one, other in zip(states(1.0), states(3.0), strict=True)]
+    assert moved == [step > guided_step for step in range(4)]
+
+
 def test_experts_are_evaluated_on_active_rows_only(gaussians: Chain) -> None:
     weights = gaussians.samples.weights
     assert torch.equal(gaussians.rows, weights > 0)
