@@ -21,6 +21,9 @@ from ddm_lightning.config.validate import check_experiment
 from ddm_lightning.core import checks
 from ddm_lightning.core.errors import UserError, first_line
 
+_OTHER_BASE = re.compile(r"tag:yaml\.org,2002:(int [-+]?0[\d_]|(int|float) .*:)")
+"""Tag and text of a YAML number in base 8 or 60."""
+
 
 def load_experiment(path: str | Path, overrides: Sequence[str] = (), record: Path | None = None) -> Experiment:
     """Read, merge and check an experiment file.
@@ -48,13 +51,16 @@ def load_experiment(path: str | Path, overrides: Sequence[str] = (), record: Pat
     try:
         merged: Any = OmegaConf.structured(Experiment)
         for source, change in changes:
-            checks.check(OmegaConf.to_container(change, resolve=False), Experiment, "", source)
+            given = OmegaConf.to_container(change, resolve=False)
+            _refuse_resolvers(given, "", source)
+            checks.check(given, Experiment, "", source)
             merged = merge(merged, change)
         _check_complete(OmegaConf.to_container(merged, resolve=False), str(path))
         resolved = OmegaConf.to_container(merged, resolve=True)
     except OmegaConfBaseException as error:
         problem = f"key {error.full_key!r}: {first_line(error)}; fix the reference ${{…}} in it"
         raise UserError(f"{path}: {problem}") from None
+    _refuse_resolvers(resolved, "", str(path))  # expert_section resolves again, and two texts may join to a resolver
     checks.check(resolved, Experiment, "", str(path), references=False)
     experiment: Experiment = OmegaConf.to_object(merged)  # type: ignore[assignment]  # may be of any dataclass
     check_experiment(experiment, path, overrides)
@@ -65,7 +71,8 @@ def read_yaml(path: Path) -> DictConfig:
     """Read a mapping from a YAML file, leaving references unresolved.
 
     Raises:
-        UserError: the file is missing, a folder, not UTF-8, not YAML (with the line) or not a mapping.
+        UserError: the file is missing, a folder, not UTF-8, not YAML (with the line) or not a mapping, or a number is
+            in base 8 or 60.
     """
     try:
         loaded = OmegaConf.load(path)
@@ -80,6 +87,7 @@ def read_yaml(path: Path) -> DictConfig:
         raise UserError(f"{path}: cannot be read: {problem}; give a YAML file in UTF-8") from None
     if not isinstance(loaded, DictConfig):
         raise UserError(f"{path}: the top level must be a mapping of keys; experiments/ has examples")
+    _refuse_other_bases(yaml.compose(path.read_text(encoding="utf-8"), yaml.SafeLoader), "", str(path))
     return loaded
 
 
@@ -87,15 +95,56 @@ def read_override(override: str, source: str) -> DictConfig:
     """Parse ``key=value`` into a nested mapping, the value as YAML.
 
     Raises:
-        UserError: not of this form.
+        UserError: not of this form, or a number in base 8 or 60.
     """
     if not re.match(r"[A-Za-z_][\w-]*(\.[\w-]+)*=", override):
         raise UserError(f"{source}: override {override!r} is not key=value; write for example seed=1")
+    key, _, text = override.partition("=")
     try:
-        return OmegaConf.from_dotlist([override])
+        parsed = OmegaConf.from_dotlist([override])
+        _refuse_other_bases(yaml.compose(text, yaml.SafeLoader), key, f"{source} with {override!r}")
+        return parsed
     except (ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
         problem = getattr(error, "problem", None) or first_line(error)
         raise UserError(f"{source}: override {override!r}: its value is not YAML: {problem}; quote it") from None
+
+
+def _refuse_other_bases(node: Any, key: str, source: str) -> None:
+    """Refuse numbers that YAML 1.1 reads in base 8 (060 is 48) or 60 (1:30 is 90).
+
+    Raises:
+        UserError: names the key and the number.
+    """
+    if isinstance(node, yaml.MappingNode):
+        for name, inner in node.value:
+            _refuse_other_bases(inner, f"{key}.{name.value}" if key else name.value, source)
+    elif isinstance(node, yaml.SequenceNode):
+        for index, inner in enumerate(node.value):
+            _refuse_other_bases(inner, f"{key}[{index}]", source)
+    elif isinstance(node, yaml.ScalarNode) and _OTHER_BASE.match(f"{node.tag} {node.value}"):
+        problem = f"YAML reads {node.value} as {yaml.safe_load(node.value)}"
+        raise UserError(f"{source}: key {key!r}: {problem}; write a number without ':' and leading 0, or quote it")
+
+
+def _refuse_resolvers(value: Any, key: str, source: str) -> None:
+    """Refuse references ``${resolver:…}``: a stranger's file must not read the environment. ``${a.b}`` may stay.
+
+    Raises:
+        UserError: names the key and its text.
+    """
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            _refuse_resolvers(inner, f"{key}.{name}" if key else str(name), source)
+    elif isinstance(value, list):
+        for index, inner in enumerate(value):
+            _refuse_resolvers(inner, f"{key}[{index}]", source)
+    elif isinstance(value, str):
+        rest, before = value, ""
+        while rest != before:  # references within references
+            rest, before = re.sub(r"\$\{[^${}:]*\}", "", rest), rest
+        if "${" in rest:
+            problem = f"{value[:60]!r}: a reference names another key, as ${{name}} does, and reads no environment"
+            raise UserError(f"{source}: key {key!r} = {problem}; write the value itself")
 
 
 def _check_complete(merged: Any, source: str) -> None:

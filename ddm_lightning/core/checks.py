@@ -245,7 +245,7 @@ def _check_scalar(value: Any, kind: type, key: str, source: str) -> None:
         _refuse(source, key, "true or false", value, "write true or false, without quotes")
     if kind is str and not isinstance(value, str):
         is_plain = isinstance(value, bool | int | float)
-        remedy = "put it into quotes (YAML reads yes, no, 1e3 and 12:30 as other types)" if is_plain else "give a text"
+        remedy = "put it into quotes (YAML reads yes, no and 1e3 as other types)" if is_plain else "give a text"
         _refuse(source, key, "a text", value, remedy)
     if kind is int and not (is_real and isinstance(value, int)):
         is_whole = isinstance(value, float) and value.is_integer()
