@@ -192,7 +192,7 @@ def _generate(
 ) -> tuple[Cost, dict[str, Path]]:
     from ddm_lightning.evaluation.samples import draw_run
 
-    return draw_run(run.root, experiment, prompts, path, show_progress=sys.stderr.isatty(), **more)
+    return draw_run(run.root, experiment, prompts, path, show_progress=True, **more)
 
 
 def _sample(experiment: Experiment, options: argparse.Namespace) -> int:
@@ -260,7 +260,7 @@ def _evaluate(experiment: Experiment, options: argparse.Namespace) -> int:
     from ddm_lightning.evaluation.evaluate import evaluate
 
     images, out = (None if path is None else Path(path).expanduser() for path in (options.images, options.out))
-    if found := evaluate(experiment, run, images, out, show_progress=sys.stderr.isatty()):
+    if found := evaluate(experiment, run, images, out, show_progress=True):
         path, table = found
         Console().print(table)
         print(f"results: {path}")
@@ -276,7 +276,7 @@ def _diagnose(experiment: Experiment, options: argparse.Namespace) -> int:
     from ddm_lightning.evaluation.diagnosis import diagnose
     from ddm_lightning.evaluation.diagnosis_figures import diagnosis_lines, diagnosis_table
 
-    figures = diagnose(experiment, run, options.strategy, options.num, show_progress=sys.stderr.isatty())
+    figures = diagnose(experiment, run, options.strategy, options.num, show_progress=True)
     Console().print(diagnosis_table(figures))
     print(*diagnosis_lines(figures), sep="\n")
     print(f"diagnosis: {run.root / 'diagnosis' / 'diagnosis.json'}, and figures beside it")

@@ -1,9 +1,25 @@
-"""Format sizes and times for people, and columns of progress bars."""
+"""Format sizes and times for people; progress bars, and lines in their place."""
 
 from __future__ import annotations
 
+import threading
+from typing import Any
+
 from rich import filesize
-from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, TextColumn, TimeRemainingColumn
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
+
+LINE_SECONDS = 30.0
+"""Interval of the lines that a log gets in place of bars."""
 
 
 def amount(num_bytes: float) -> str:
@@ -39,3 +55,47 @@ def member_columns() -> tuple[ProgressColumn, ...]:
         time_column(),
         TextColumn("{task.fields[note]}"),
     )
+
+
+class Bars(Progress):
+    """Progress bars on a terminal; elsewhere a line every ``LINE_SECONDS`` about the running tasks.
+
+    Args:
+        console: by default stderr.
+        show: whether to show anything at all.
+        transient: whether bars disappear at the end.
+    """
+
+    def __init__(self, console: Console | None = None, *, show: bool = True, transient: bool = False) -> None:
+        console = console or Console(stderr=True)
+        self._shows_lines, self._over = show and not console.is_terminal, threading.Event()
+        disable = self._shows_lines or not show
+        super().__init__(*member_columns(), console=console, disable=disable, transient=transient)
+
+    def start(self) -> None:
+        """Show the bars, or begin to print lines."""
+        super().start()
+        if self._shows_lines:
+            threading.Thread(target=self._print_lines, name="progress", daemon=True).start()
+
+    def stop(self) -> None:
+        """End the bars or the lines."""
+        super().stop()
+        self._over.set()
+
+    def add_task(self, description: str, *options: Any, **fields: Any) -> TaskID:
+        """Add a task; its field ``note`` is empty by default."""
+        return super().add_task(description, *options, **{"note": "", **fields})
+
+    def _print_lines(self) -> None:
+        while not self._over.wait(LINE_SECONDS):
+            started = [task for task in self.tasks if task.started]
+            running = [task for task in started if not task.finished] or started[-1:]
+            line = "; ".join(map(_line_of, running)) or "starting"
+            self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _line_of(task: Task) -> str:
+    left = f", {duration(task.time_remaining)} left" if task.time_remaining else ""
+    note = f", {task.fields['note']}" if task.fields["note"] else ""
+    return f"{task.description}: {task.completed:,.0f} of {task.total or 0:,.0f}{left}{note}"

@@ -10,8 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 from jaxtyping import Float, Int
-from rich.console import Console
-from rich.progress import Progress
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -19,7 +17,7 @@ from ddm_lightning.config.experiment import Experiment, SampleConfig
 from ddm_lightning.core.devices import device_of
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_write_json
-from ddm_lightning.core.formatting import member_columns
+from ddm_lightning.core.formatting import Bars
 from ddm_lightning.ensemble.load import load_ensemble
 from ddm_lightning.ensemble.routing import choose, strategy_of, with_suited_solver
 from ddm_lightning.ensemble.velocity import Ensemble
@@ -94,8 +92,8 @@ def diagnose(
     if ensemble.router is None and ensemble.num_clusters > 1 and not strategies:
         chosen = {name: settings for name, settings in chosen.items() if not strategy_of(settings).needs_router}
     train, held_out, num_train = _read(experiment, run)
-    with Progress(*member_columns(), console=Console(stderr=True), disable=not show_progress) as bars:
-        task = bars.add_task("experts", total=len(stratified_timesteps()), note="")
+    with Bars(show=show_progress) as bars:
+        task = bars.add_task("experts", total=len(stratified_timesteps()))
         draws = min(MAX_DRAWS, -(-MIN_ROWS // len(held_out.x_0)))  # of noise
         noisy = held_out.rows(torch.arange(len(held_out.x_0)).repeat(draws)).to(device)
         figures: Figures = {
@@ -119,7 +117,7 @@ def diagnose(
         shares = given.clusters.bincount(minlength=len(priors)) / num if given.condition is not None else priors
         found = {}
         for name, settings in chosen.items():
-            task = bars.add_task(name, total=num, note="")
+            task = bars.add_task(name, total=num)
             x_0 = loaded.sample(
                 settings,
                 given.condition,

@@ -16,8 +16,6 @@ from typing import Any
 import numpy as np
 import torch
 from jaxtyping import Float
-from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor, distributed
 
@@ -26,6 +24,7 @@ from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.core.devices import device_of
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_write, atomic_write_json, read_json, sha256_file, sha256_json
+from ddm_lightning.core.formatting import Bars
 from ddm_lightning.core.grids import labelled_grid, save_png
 from ddm_lightning.core.registry import IMAGE_ENCODERS, METRICS
 from ddm_lightning.core.scores import Score, scores_of
@@ -136,7 +135,7 @@ class Evaluation:
 
     def compute_parts(self, rank: int, world: int, show_progress: bool) -> None:
         """Generate this rank's parts of the samples, and compute the features of its parts of all sets."""
-        with Progress(console=Console(stderr=True), disable=not show_progress) as bars:
+        with Bars(show=show_progress) as bars:
             for images in filter(None, (self.generated, self.reference, self.train, self.held_out)):
                 is_compared = images in (self.generated, self.reference)
                 for rows in bars.track(parts(images)[rank::world], description=f"{images.name}, {images.num} images"):

@@ -16,15 +16,13 @@ import torch
 from jaxtyping import Float, UInt8
 from matplotlib.figure import Figure
 from PIL import Image
-from rich.console import Console
-from rich.progress import Progress
 from torch import Tensor
 
 from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.core.devices import check_devices, device_of
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_files, atomic_write
-from ddm_lightning.core.formatting import member_columns
+from ddm_lightning.core.formatting import Bars
 from ddm_lightning.core.grids import labelled_grid, save_png
 from ddm_lightning.core.registry import CAPTION_ENCODERS, IMAGE_ENCODERS, Registry
 from ddm_lightning.ensemble.load import LoadedEnsemble, load_ensemble, load_single
@@ -187,8 +185,8 @@ def sample_grid(
         rows, num = rows[:MAX_ROWS], min(num, MAX_COLUMNS)
     shown: list[tuple[str, list[np.ndarray]]] = [(label, []) for label, _, _ in rows[:MAX_ROWS]]
     total = num * len(rows)
-    with Progress(*member_columns(), console=Console(stderr=True), disable=not show_progress) as progress:
-        task = progress.add_task("images", total=total, note="")
+    with Bars(show=show_progress) as progress:
+        task = progress.add_task("images", total=total)
         images = sample_images(loaded, experiment, rows, num, lambda done: progress.update(task, completed=done), trace)
         for row, index, image in images:
             if singles is not None:

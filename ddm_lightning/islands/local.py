@@ -28,7 +28,7 @@ from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.config.load import to_yaml
 from ddm_lightning.core.devices import resolve_accelerator
 from ddm_lightning.core.files import atomic_write_text
-from ddm_lightning.core.formatting import member_columns
+from ddm_lightning.core.formatting import Bars
 from ddm_lightning.core.processes import FITTED_BY, STOPPED, handling, num_cores
 from ddm_lightning.members.artifact import is_finished, read_meta
 from ddm_lightning.members.member import MONOLITH, STUDENT, Member, ensemble_members, train_config
@@ -118,7 +118,7 @@ def fit_members(
     failures: dict[str, Failure] = {}
     with _stop_requests() as requests:
         try:
-            with Progress(*member_columns(), console=console) as progress:
+            with Bars(console) as progress:
                 tasks = {member: _task(progress, member, experiment, run) for member in members}
                 while (waiting or running) and not requests:
                     free = [slot for slot in range(jobs) if slot not in {child.slot for child in running}]

@@ -9,7 +9,6 @@ import logging
 import multiprocessing
 import pickle
 import signal
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -17,10 +16,10 @@ from functools import lru_cache, partial
 from typing import Any, TypeVar
 
 from rich.console import Console
-from rich.progress import Progress, TaskID
+from rich.progress import TaskID
 
 from ddm_lightning.core.errors import UserError
-from ddm_lightning.core.formatting import member_columns
+from ddm_lightning.core.formatting import Bars
 from ddm_lightning.core.processes import num_cores, on_orphaned
 from ddm_lightning.prepare.reading import Plugins
 
@@ -29,7 +28,6 @@ Result = TypeVar("Result")
 
 # One process encodes fewer samples before others have even started.
 WORTH_PROCESSES = 4096
-_SECONDS_BETWEEN_LINES = 60.0
 
 
 def num_processes_for(wanted: int, num_jobs: int, num_samples: int | None) -> int:
@@ -160,9 +158,8 @@ class RichReporter(Reporter):
     """A bar per stage with elapsed and remaining time; a context manager."""
 
     def __init__(self, console: Console | None = None) -> None:
-        self._progress = Progress(*member_columns()[:-1], console=console, transient=True)
+        self._progress = Bars(console or Console(), transient=True)
         self._bars: dict[str, TaskID] = {}
-        self._last_line = time.monotonic()
 
     def __enter__(self) -> RichReporter:
         self._progress.start()
@@ -176,10 +173,6 @@ class RichReporter(Reporter):
         if stage not in self._bars:
             self._bars[stage] = self._progress.add_task(stage, total=total)
         self._progress.update(self._bars[stage], completed=done, total=total)
-        # A log shows no bars: print a line per minute instead.
-        if not self._progress.console.is_terminal and time.monotonic() > self._last_line + _SECONDS_BETWEEN_LINES:
-            self._last_line = time.monotonic()
-            self.say(f"{stage}: {done:,} of {total:,}")
 
     def say(self, line: str) -> None:
         """Print a line above the bars."""

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from jaxtyping import Float
 from rich import box
-from rich.progress import track
 from rich.table import Table
 from torch import Tensor
 
@@ -20,6 +19,7 @@ from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.core.devices import autocast, device_of
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_folder
+from ddm_lightning.core.formatting import Bars
 from ddm_lightning.core.weights import load_weights
 from ddm_lightning.members.artifact import ArtifactMeta, build_network, read_artifact, read_meta, write_artifact
 from ddm_lightning.members.member import Member
@@ -124,9 +124,9 @@ class Averages:
         current = self.meta.metrics.get(WIDTH)
         name = "of the artifact" if current is None else f"of the artifact (width {current:g})"
         weights = read_artifact(self.artifact)[1]
-        with lock_member(self.folder), self._measuring() as measure:
+        with lock_member(self.folder), self._measuring() as measure, Bars(transient=True) as bars:
             found = {name: measure(weights)}
-            for width in track(chosen, description=f"{self.name}: widths", transient=True):
+            for width in bars.track(chosen, description=f"{self.name}: widths"):
                 found[f"width {width:g}"] = measure({**weights, **self._averaged(width)})
         return found
 

@@ -7,13 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.progress import Progress
 from torch import Tensor
 
 from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.core.devices import device_of
 from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.formatting import Bars
 from ddm_lightning.members.artifact import ArtifactMeta, read_artifact, read_meta, write_artifact
 from ddm_lightning.members.assembly import EnsembleManifest, cluster_of, known_clusters
 from ddm_lightning.members.member import ROUTER, Member
@@ -77,7 +76,7 @@ def extend_router(
         _batches(build_data(member, experiment.island, manifest, seen)),
         _batches(build_data(alone, new_experiment.island, new_manifest, new)),
     )
-    with Progress(console=Console(stderr=True)) as bars:
+    with Bars() as bars:
         for step in bars.track(range(NUM_STEPS), description=ROUTER):
             for side, weight in enumerate((1 - share, share)):
                 batch = {name: values.to(device) for name, values in next(batches[side]).items()}

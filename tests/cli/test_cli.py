@@ -143,6 +143,22 @@ def test_ctrl_c_promises_to_resume_only_what_resumes(
 # Commands on runs.
 
 
+@pytest.mark.parametrize("command", ["sample --prompt disc", "diagnose --num 12", "evaluate evaluate.num_images=20"])
+def test_a_log_shows_that_a_long_command_goes_on(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    finished_run: Path,
+    tmp_path: Path,
+    command: str,
+) -> None:
+    monkeypatch.setattr("ddm_lightning.core.formatting.LINE_SECONDS", 0.01)
+    run = copy_run(finished_run, tmp_path / "run")
+    name, *more = command.split()
+    few = [FEW, "evaluate.metrics=[{name: kid, params: {features: pixels}}]"]
+    assert main([name, *settings(run), *few, *more]) == 0
+    assert re.search(r"^[\w, ]+: \d+ of \d+", capsys.readouterr().err, re.MULTILINE)
+
+
 def test_prepare_names_its_results_and_the_next_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     run = tmp_path / "run"
     out = called(capsys, "prepare", *settings(run))

@@ -1,6 +1,12 @@
-import pytest
+import io
+import time
 
-from ddm_lightning.core.formatting import amount, duration
+import pytest
+from deadline import within
+from rich.console import Console
+
+from ddm_lightning.core import formatting
+from ddm_lightning.core.formatting import Bars, amount, duration
 
 
 @pytest.mark.parametrize(
@@ -25,3 +31,36 @@ def test_bytes_are_written_in_the_unit_that_fits(value, expected):
 )
 def test_durations_are_written_in_the_unit_that_fits(value, expected):
     assert duration(value) == expected
+
+
+def test_a_log_gets_lines_in_place_of_bars(monkeypatch):
+    monkeypatch.setattr(formatting, "LINE_SECONDS", 0.01)
+    out = io.StringIO()
+
+    def wait_for(line):
+        while f"{line}\n" not in out.getvalue():
+            time.sleep(0.01)
+
+    with within(20):
+        with Bars(Console(file=out)) as bars:
+            experts = bars.add_task("experts", total=8)
+            bars.add_task("router", start=False, total=5)
+            wait_for("experts: 0 of 8")
+            bars.update(experts, completed=8)
+            wait_for("experts: 8 of 8")  # the newest one, if none is under way
+            images = [bars.add_task(name, total=2000, note=note) for name, note in {"a": "", "b": "slow"}.items()]
+            bars.advance(images[1], 1200)
+            wait_for("a: 0 of 2,000; b: 1,200 of 2,000, slow")
+        said = out.getvalue()
+        time.sleep(0.1)
+    assert out.getvalue() in (said, said + said.splitlines()[-1] + "\n")
+
+
+def test_a_terminal_gets_bars_and_no_lines(monkeypatch):
+    monkeypatch.setattr(formatting, "LINE_SECONDS", 0.01)
+    for show in (True, False):
+        out = io.StringIO()
+        with Bars(Console(file=out, force_terminal=True, width=100), show=show) as bars:
+            bars.add_task("experts", total=8)
+            time.sleep(0.1)
+        assert "0 of 8" not in out.getvalue() and bool(out.getvalue()) == ("0/8" in out.getvalue()) == show

@@ -101,6 +101,18 @@ def test_each_failure_is_told_and_ends_no_other_member(alone, monkeypatch):
     }
 
 
+def test_a_log_gets_lines_about_the_running_members(alone, monkeypatch):
+    monkeypatch.setattr("ddm_lightning.core.formatting.LINE_SECONDS", 0.02)
+    sleepy = "import time; print(flush=True); time.sleep(0.3)"
+    monkeypatch.setattr(subprocess, "Popen", start_as(alone, lambda _: sleepy))
+    out = io.StringIO()
+    local.fit_members(MEMBERS, alone.experiment, alone.run, 2, Console(file=out))
+    steps = {name: local.member_status(name, alone.experiment, alone.run).max_steps for name in MEMBERS}
+    assert (
+        f"expert-0: 0 of {steps['expert-0']}, waiting; expert-1: 0 of {steps['expert-1']}, waiting\n" in out.getvalue()
+    )
+
+
 @pytest.mark.parametrize(("codes", "expected"), [((2, 2, 2), 2), ((2, 1, 2), 1)])
 def test_errors_that_the_user_can_fix_end_in_their_exit_code(alone, monkeypatch, codes, expected):
     ends = dict(zip(MEMBERS, codes, strict=True))
