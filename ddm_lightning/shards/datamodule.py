@@ -7,10 +7,11 @@ the epoch alone. So a run that stopped on some number of ranks and workers resum
 from __future__ import annotations
 
 import math
+import multiprocessing
 import os
 import shutil
+import threading
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,6 @@ from torch.utils.data import DataLoader, Dataset
 
 from ddm_lightning.core.errors import UserError, first_line
 from ddm_lightning.core.formatting import amount
-from ddm_lightning.core.processes import on_orphaned
 from ddm_lightning.shards.fetch import FetchedShards, Origin
 from ddm_lightning.shards.manifest import HELD_OUT, OUT_OF_CLUSTER, TRAIN, shard_name
 from ddm_lightning.shards.mds import Shards, open_shards
@@ -68,7 +68,7 @@ class ClusterDataModule(L.LightningDataModule):
         index_sha256: the manifest's hash of each ``index.json``, by ``cluster-{k}/{split}``.
         loader: ``local`` (uncompress a folder's shards before training), ``streaming`` (fetch or uncompress shards when
             needed) or ``auto`` (``local`` for a folder).
-        pin_memory: whether batches go to a GPU.
+        pin_memory: whether to page-lock training batches, for a GPU.
 
     Raises:
         UserError: ``local`` for a URL.
@@ -137,8 +137,15 @@ class ClusterDataModule(L.LightningDataModule):
         return loader
 
     def val_dataloader(self) -> ShardLoader | list[Any]:
-        """Return the held-out samples in a fixed order; an empty list if there are none."""
-        return self._loader(self._held_out, training=False) if self._held_out else []
+        """Return the held-out samples in a fixed order; an empty list if there are none.
+
+        Its workers start now: a fork copies page-locked memory at once, such as that of the first checkpoint.
+        """
+        if not self._held_out:
+            return []
+        loader = self._loader(self._held_out, training=False)
+        loader.start_workers()
+        return loader
 
     def transfer_batch_to_device(
         self, batch: dict[str, Tensor], device: torch.device, dataloader_idx: int
@@ -183,7 +190,8 @@ class ClusterDataModule(L.LightningDataModule):
         waiting = num_ranks * self.num_workers * _BATCHES_PER_WORKER
         _check_shared_memory(waiting * batch_size * shards.layout.num_fixed_bytes)
         settings: Any = {"rank": rank, "num_ranks": num_ranks, "num_workers": self.num_workers}
-        settings |= {"batch_size": batch_size, "seed": self.seed, "pin_memory": self.pin_memory}
+        # Validation needs no page-locked batches, and their thread would run when the training's workers are forked.
+        settings |= {"batch_size": batch_size, "seed": self.seed, "pin_memory": self.pin_memory and training}
         return ShardLoader(shards, training=training, **settings)
 
 
@@ -233,9 +241,16 @@ def steps(
     return [mine[start : start + batch_size].copy() for start in range(0, len(mine), batch_size)]
 
 
-def _end_with_parent(parent: int, _worker: int) -> None:
+def _end_with_parent(_worker: int) -> None:
     """End a worker whose parent was killed: waiting for a shard, it would hold the member's lock for ever."""
-    on_orphaned(parent)
+    parent = multiprocessing.parent_process()  # of a forkserver's child, this is not the process that forked it
+    assert parent is not None
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, name="parent", daemon=True).start()
 
 
 class _Batches(Dataset[dict[str, Tensor]]):
@@ -279,8 +294,8 @@ class ShardLoader(DataLoader[dict[str, Tensor]]):
         **settings: Any,
     ) -> None:
         self._rest: list[_Step] = []
-        watched = partial(_end_with_parent, os.getpid())
-        settings = {"worker_init_fn": watched, "persistent_workers": settings.get("num_workers", 0) > 0, **settings}
+        persistent = settings.get("num_workers", 0) > 0
+        settings = {"worker_init_fn": _end_with_parent, "persistent_workers": persistent, **settings}
         super().__init__(_Batches(shards), sampler=self._rest, batch_size=None, **settings)
         self.shards, self.rank, self.num_ranks, self.samples_per_rank = shards, rank, num_ranks, batch_size
         self.seed, self.training = seed, training
@@ -317,6 +332,11 @@ class ShardLoader(DataLoader[dict[str, Tensor]]):
         finally:
             if isinstance(self.shards, FetchedShards):
                 self.shards.stop_fetching()
+
+    def start_workers(self) -> None:
+        """Start the workers before the first batch is wanted."""
+        if self.num_workers:
+            self._iterator = self._get_iterator()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the epoch, for ``load_state_dict`` on any number of ranks and workers."""

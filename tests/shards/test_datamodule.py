@@ -119,6 +119,12 @@ def test_no_held_out_samples_means_no_validation(shards, tmp_path):
     assert module_of(shards, [2], 3, tmp_path).val_dataloader() == []
 
 
+def test_only_training_has_a_thread_that_page_locks_batches(shards, tmp_path):
+    """One that runs while the other loader's workers are forked may leave them a lock that nobody opens."""
+    data = module_of(shards, [0], 7, tmp_path, held_out_clusters=[0], pin_memory=True)
+    assert [data.train_dataloader().pin_memory, data.val_dataloader().pin_memory] == [True, False]
+
+
 def test_the_order_follows_the_seed_and_not_the_back_end(shards, tmp_path):
     orders = [
         ids(module_of(shards, [0, 2], 7, tmp_path, seed=seed, loader=back_end).train_dataloader())
