@@ -8,7 +8,7 @@ from typing import Any
 
 from ddm_lightning.core import checks
 from ddm_lightning.core.errors import UserError
-from ddm_lightning.core.files import hash_file, inside, read_json, sha256_file
+from ddm_lightning.core.files import hash_file, in_threads, inside, read_json, sha256_file
 
 _REMEDY = "delete the run's prepared/shards and run prepare again, or copy them again from where that was done"
 
@@ -63,7 +63,8 @@ def verify_shards(folder: Path, hashes: bool = True, *, index_sha256: str | None
     index, shards = folder / "index.json", read_index(folder)
     if index_sha256 is not None and sha256_file(index) != index_sha256:
         raise UserError(f"{index}: differs from the manifest's; {_REMEDY}")
-    for shard in shards:
+
+    def verify(shard: dict[str, Any]) -> int:
         # A compressed shard is present compressed, uncompressed, or both.
         files = _files(folder, shard)
         if not any(path.is_file() for path in files):
@@ -71,7 +72,9 @@ def verify_shards(folder: Path, hashes: bool = True, *, index_sha256: str | None
         for path, entry in files.items():
             if path.is_file() and (problem := file_problem(path, entry, hashes)):
                 raise UserError(f"{path}: shard is damaged: {problem}; {_REMEDY}")
-    return sum(shard["samples"] for shard in shards)
+        return int(shard["samples"])
+
+    return sum(in_threads(verify, shards))
 
 
 def remove_damaged(folder: Path, *, index_sha256: str | None = None) -> None:
@@ -89,8 +92,9 @@ def remove_damaged(folder: Path, *, index_sha256: str | None = None) -> None:
     except UserError:
         shutil.rmtree(folder)
         return
-    for path, entry in (item for shard in shards for item in _files(folder, shard).items()):
-        if path.is_file() and file_problem(path, entry):
+    entries = {path: entry for shard in shards for path, entry in _files(folder, shard).items() if path.is_file()}
+    for path, problem in zip(entries, in_threads(file_problem, entries, entries.values()), strict=True):
+        if problem:
             path.unlink()
 
 

@@ -1,11 +1,14 @@
 import json
 import re
+import threading
+import time
 
 import pytest
 from shards.mds import damage, write_mds
 
 from ddm_lightning.core.errors import UserError
-from ddm_lightning.core.files import sha256_file
+from ddm_lightning.core.files import hash_file, sha256_file
+from ddm_lightning.shards import verify
 from ddm_lightning.shards.verify import verify_shards
 
 
@@ -29,6 +32,33 @@ def test_a_damaged_shard_is_named(folder, kind):
         verify_shards(folder, hashes=kind == "flipped")
     line = str(refusal.value)
     assert "run prepare again" in line and "\n" not in line
+
+
+def test_the_first_of_several_damaged_shards_is_named(folder, monkeypatch):
+    """Although a later one is found out before."""
+    first, _, later, *_ = shards = sorted(folder.glob("*.mds"))
+    for path in (first, later):
+        path.write_bytes(b"x" + path.read_bytes()[1:])
+
+    def hash_late(path, algorithm):
+        time.sleep(0.2 * (path == first))
+        return hash_file(path, algorithm)
+
+    monkeypatch.setattr(verify, "hash_file", hash_late)
+    with pytest.raises(UserError, match=re.escape(str(first))):
+        verify_shards(folder)
+    verify.remove_damaged(folder)
+    assert sorted(folder.glob("*.mds")) == [path for path in shards if path not in (first, later)]
+
+
+def test_shards_are_hashed_together(folder, monkeypatch):
+    """Each waits until another one is hashed, too."""
+    assert len(list(folder.glob("*.mds"))) % 2 == 0
+    pair = threading.Barrier(2, timeout=10)
+    monkeypatch.setattr(verify, "hash_file", lambda *given: (pair.wait(), hash_file(*given))[1])
+    assert verify_shards(folder) == 100
+    verify.remove_damaged(folder)
+    assert verify_shards(folder) == 100
 
 
 def test_compressed_shards_may_be_present_in_either_form(tmp_path):

@@ -33,13 +33,12 @@ from torch.optim import Optimizer
 from ddm_lightning.core.checks import SHA256
 from ddm_lightning.core.devices import local
 from ddm_lightning.core.errors import UserError, first_line
-from ddm_lightning.core.files import atomic_write_json, move_folder, sha256_file
+from ddm_lightning.core.files import atomic_write_json, in_threads, move_folder, sha256_file
 
 FILES, REST = "files.json", "rest.pt"
 TEMPORARY = ".tmp-"
 _MODEL, _OPTIMIZER = "model/", "optimizer/"
 _OTHERS_TAKE_SECONDS = 60.0
-_HASHING_THREADS = 4
 # Serialising a file holds Python's global lock: 20 ms at this size.
 _MAX_FILE_BYTES = 64 << 20
 
@@ -109,8 +108,7 @@ class CheckpointWriter:
             if self.leads:
                 (temporary / REST).write_bytes(rest)
                 names = sorted(path.name for path in temporary.iterdir())
-                with ThreadPoolExecutor(_HASHING_THREADS) as threads:  # hashing releases Python's global lock
-                    sums = dict(zip(names, threads.map(lambda name: sha256_file(temporary / name), names), strict=True))
+                sums = dict(zip(names, in_threads(lambda name: sha256_file(temporary / name), names), strict=True))
                 atomic_write_json(temporary / FILES, sums)
                 move_folder(temporary, path)
                 done()
@@ -186,11 +184,14 @@ def damage_of(path: Path) -> str | None:
             return f"{FILES} is not a list of files and hashes"
         if extra := {found.name for found in path.glob("*.safetensors")} - sums.keys():
             return f"{min(extra)} is not listed in {FILES}"  # but would be read
-        for name, expected in sums.items():
+
+        def problem_of(name: str) -> str | None:
             if not (path / name).exists():
                 return f"{name} is missing"
-            if sha256_file(path / name) != expected:
-                return f"{name} has changed since it was written"
+            return None if sha256_file(path / name) == sums[name] else f"{name} has changed since it was written"
+
+        if problem := next(filter(None, in_threads(problem_of, sums)), None):
+            return problem
         read_rest(path, "meta")
     except pickle.UnpicklingError:  # torch's message tells how to run the code in it
         return f"{REST} holds more than plain values"

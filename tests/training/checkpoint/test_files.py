@@ -175,6 +175,15 @@ def test_damage_is_described(tmp_path, harm):
     assert "\n" not in problem
 
 
+def test_files_are_hashed_together(tmp_path, monkeypatch):
+    """Each waits until another one is hashed, too."""
+    pair, hashed = threading.Barrier(2, timeout=10), files.sha256_file
+    monkeypatch.setattr(files, "sha256_file", lambda path: (pair.wait(), hashed(path))[1])
+    path = write(tmp_path / "step-1")
+    assert len(names(path)) == 3  # two, and their list
+    assert damage_of(path) is None
+
+
 class _Bomb:
     def __init__(self, path):
         self.path = path
