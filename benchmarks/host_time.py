@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from common import Report, console, parse, run
 from step_networks import NUM_CLASSES, Side, Sizes, forget_compiled, our_side
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 

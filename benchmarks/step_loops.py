@@ -97,8 +97,9 @@ class BareLoop:
     def _clip(self) -> None:
         """Clip within the fused step, as ours: ``clip_grad_norm_`` rounds otherwise and takes another pass."""
         if (limit := self.train.gradient_clip_norm) is not None:
-            norm = nn.utils.get_total_norm([parameter.grad for parameter in self.parameters])
-            self.optimizer.grad_scale = ((norm + 1e-6) / limit).clamp(min=1)
+            norm = nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
+            scale = ((norm + 1e-6) / limit).clamp(min=1)
+            self.optimizer.grad_scale = scale  # type: ignore[attr-defined]  # fused optimizers read it
 
     def _precision(self) -> AbstractContextManager[Any]:
         return torch.autocast(self.device.type, torch.bfloat16) if self.half else nullcontext()

@@ -99,6 +99,16 @@ def _close(created: list[SharedMemory], opened: list[SharedMemory]) -> None:
 
 
 @pytest.fixture
+def torch_settings() -> Iterator[None]:
+    """For a test that sets up torch as for a GPU: settings of the whole process, restored afterwards."""
+    precision, cudnn = torch.get_float32_matmul_precision(), torch.backends.cuda.cudnn_sdp_enabled()
+    yield
+    torch.set_float32_matmul_precision(precision)
+    torch.backends.cuda.enable_cudnn_sdp(cudnn)
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
 def unchecked_types() -> Iterator[None]:
     """For a test that hands in a wrong shape or type to see what the code itself says of it."""
     config.update("jaxtyping_disable", True)

@@ -1,13 +1,29 @@
-"""Networks with known answers: exact experts and routers of finite sets, and experts that count their rows."""
+"""Networks with known answers: exact experts and routers of finite sets, and experts that count their rows.
+
+And small random ones of the built-in kinds, which have none.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ddm_lightning.flow.condition import Condition
+from ddm_lightning.core.registry import EXPERTS, ROUTERS
+from ddm_lightning.ensemble.velocity import Ensemble
+from ddm_lightning.flow.condition import Condition, ConditionSpec
 from ddm_lightning.flow.oracle import FiniteSetOracle
 from ddm_lightning.flow.path import expand_time, x_0_from_velocity
+
+SHAPE = (3, 8, 8)
+DIT = {"width": 16, "depth": 1, "num_heads": 2, "patch_size": 4}
+NETWORKS = [
+    ("dit", DIT, ConditionSpec("class", 4), "velocity", "linear"),
+    ("dit", DIT, ConditionSpec("none", 0), "x_0", "cosine"),
+    ("mmdit", DIT, ConditionSpec("tokens", 5, 3), "epsilon", "vp"),
+    ("unet", {"width": 16}, ConditionSpec("text", 5), "velocity", "linear"),
+]
 
 
 class ExactExpert(nn.Module):
@@ -74,3 +90,27 @@ def finite_set(sizes: list[int], dim: int, seed: int, spread: float = 2.0) -> tu
     centres = spread * torch.randn(len(sizes), dim, generator=generator, dtype=torch.float64)
     labels = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
     return centres[labels] + 0.5 * torch.randn(len(labels), dim, generator=generator, dtype=torch.float64), labels
+
+
+def randomised(network: nn.Module, seed: int) -> nn.Module:
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in network.parameters():
+        parameter.data = 0.2 * torch.randn(parameter.shape, generator=generator)
+    return network
+
+
+def three(name: str, params: dict[str, Any], spec: ConditionSpec, prediction: str, path: str) -> Ensemble:
+    experts = [randomised(EXPERTS.build(name, params, x_shape=SHAPE, condition=spec), k) for k in range(3)]
+    for expert in experts:
+        expert.prediction = prediction  # type: ignore[assignment]
+    router = randomised(ROUTERS.build("router-dit", DIT, x_shape=SHAPE, condition=spec, num_clusters=3), 3)
+    return Ensemble(experts, router, [0.2, 0.3, 0.5], paths=[path] * 3)
+
+
+def conditions(spec: ConditionSpec, num: int) -> Condition | None:
+    generator = torch.Generator().manual_seed(4)
+    if spec.kind == "none":
+        return None
+    if spec.kind == "class":
+        return Condition.of(torch.randint(spec.size, (num,), generator=generator))
+    return Condition.of(torch.randn(num, *spec.row_shape, generator=generator))

@@ -19,7 +19,7 @@ from ddm_lightning.cli.check_plugins import check_networks, check_plugins, check
 from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.config.validate import check_experiment
 from ddm_lightning.core import processes
-from ddm_lightning.core.devices import check_devices, device_of
+from ddm_lightning.core.devices import check_devices, configure_torch, device_of
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import require
 from ddm_lightning.ensemble.routing import with_suited_solver
@@ -402,7 +402,7 @@ def demo(options: argparse.Namespace) -> int:
 
 def run_command(experiment: Experiment, options: argparse.Namespace) -> int:
     """Run a command of ``COMMANDS`` with as many threads as members use: more than idle cores are slower than one."""
-    torch.set_num_threads(experiment.island.num_threads)
+    configure_torch(experiment.island.accelerator, experiment.island.num_threads)
     return COMMANDS[options.command](experiment, options)
 
 

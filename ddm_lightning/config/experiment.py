@@ -232,7 +232,7 @@ class IslandConfig:
     precision: str = option("32-true", choices=("32-true", "bf16-mixed", "16-mixed", "64-true"))
     """Lightning's precision: ``32-true``, ``bf16-mixed``, ``16-mixed`` or ``64-true``; weights stay fp32 or wider."""
     attention: str = option("auto", choices=("auto", "sdpa", "flash", "cudnn", "efficient", "xformers"))
-    """``auto`` or ``sdpa`` (torch chooses), ``flash``, ``cudnn``, ``efficient`` (torch's kernels) or ``xformers``."""
+    """``auto`` or ``sdpa`` (first that runs of flash, efficient, math), or a kernel by name; ``cudnn`` only by name."""
     micro_batch_size: int | None = option(None, low=1)
     """Samples that a device computes at once; a step accumulates their gradients. Null for all at once."""
     activation_checkpointing: bool = False
@@ -303,6 +303,8 @@ class SampleConfig:
     """Whether to evaluate experts of one architecture in one batch."""
     compile: bool = False
     """Whether to compile the transformer blocks; takes a minute and pays for many images."""
+    precision: str = option("auto", choices=("auto", "32-true", "bf16-mixed"))
+    """Precision within the networks: ``32-true``, ``bf16-mixed`` or ``auto``, which is ``bf16-mixed`` on a GPU only."""
     resident_experts: int | None = option(None, low=2)
     """Experts on the device at once, for one too small for all; the next one loads meanwhile. None is all."""
     prompts: list[str] = field(default_factory=list)

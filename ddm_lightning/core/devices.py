@@ -40,16 +40,34 @@ def device_of(accelerator: str) -> torch.device:
 
 
 def configure_torch(accelerator: str, num_threads: int) -> None:
-    """Set ``num_threads`` on a CPU; allow TensorFloat-32 products on a GPU."""
-    if resolve_accelerator(accelerator) == "cpu":
-        torch.set_num_threads(num_threads)
-    else:
-        torch.set_float32_matmul_precision("high")
+    """Set ``num_threads``; on a GPU also call ``configure_cuda``."""
+    torch.set_num_threads(num_threads)
+    if resolve_accelerator(accelerator) == "gpu":
+        configure_cuda()
+
+
+def configure_cuda() -> None:
+    """Allow TensorFloat-32 products; exclude cuDNN's attention, unless ``island.attention`` names it.
+
+    torch prefers cuDNN's on H100s, but its backward pass is reported to return NaN (kyutai-labs/pocket-tts#264), and it
+    plans anew for each batch size. Without it torch takes the first that can run of flash, efficient and math.
+    """
+    torch.set_float32_matmul_precision("high")
+    torch.backends.cuda.enable_cudnn_sdp(False)
+
+
+def resolve_precision(precision: str, device: torch.device) -> str:
+    """Resolve ``auto`` to ``bf16-mixed`` on a GPU with bfloat16 units, else to ``32-true``; return others unchanged."""
+    if precision != "auto":
+        return precision
+    has_units = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    return "bf16-mixed" if has_units else "32-true"
 
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any]:
-    """Autocast for ``island.precision`` in a forward pass outside the Trainer."""
-    dtype = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(precision)
+    """Autocast for ``island.precision`` or ``sample.precision`` in a forward pass outside the Trainer."""
+    dtypes = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+    dtype = dtypes.get(resolve_precision(precision, device))
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype)
 
 

@@ -313,8 +313,8 @@ def sample(
         batch_size: samples computed at once.
         solver: name of a solver, one of ``strategy.solvers``.
         solver_params: its keyword arguments.
-        settings: guidance, reuse of the router, ``stacked`` and ``compile``; the other keys are arguments here. None is
-            no guidance.
+        settings: guidance, reuse of the router, ``stacked``, ``compile``, ``precision``; the other keys are arguments
+            here. None is no guidance.
         keys: what each sample's noise belongs to, such as ``("red apple", 0)``; None numbers the samples.
         progress: called with the number of finished samples, fractional, after every evaluation and batch.
         trace: keeps the sampling trajectory; None for no record, which costs nothing.
@@ -336,8 +336,10 @@ def sample(
     if len(keys) != num:
         raise ValueError(f"{len(keys)} keys for {num} samples")
     ensemble.stack(settings is not None and settings.stacked)
-    if settings is not None and settings.compile:
-        ensemble.compile()
+    if settings is not None:
+        ensemble.precision = settings.precision
+        if settings.compile:
+            ensemble.compile()
     times = sampling_times(num_steps, shift)
     batches: list[Tensor] = [torch.empty(0, *x_shape)]
     for first in range(0, num, batch_size):

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from copy import copy
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -15,6 +16,7 @@ from torch.func import functional_call, stack_module_state, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils.rnn import pad_sequence
 
+from ddm_lightning.core.devices import autocast
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.ensemble.residency import ResidentExperts
 from ddm_lightning.flow.condition import Condition, ConditionSpec
@@ -92,6 +94,8 @@ class Ensemble:
         self.temperatures = temperatures
         self.names = [f"expert-{k}" for k in range(len(experts))]
         """Names of the experts for messages."""
+        self.precision = "auto"
+        """As ``sample.precision``: what the networks compute in; times, weights and velocities stay float32."""
         self.failed: set[int] = set()
         """Experts that returned NaN or an infinity so far; see ``failures``."""
         self.work = Work([0] * len(experts))
@@ -194,8 +198,7 @@ class Ensemble:
             raise UserError("no router in this ensemble; train one (fit member=router) or set sample.strategy=bayes")
         condition = condition if self.router_conditional else None
         self.work.router_rows += len(x_t)
-        logits: Tensor = self.router(x_t, t, condition)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        logits = _output(self.router, self.precision, x_t, t, condition)
         null, conditional = (temperature_at(t, one) if one else torch.ones_like(t) for one in self.temperatures)
         calibrated = null if condition is None else torch.where(condition.keep, conditional, null)
         logits = logits / (temperature * calibrated[:, None])
@@ -207,7 +210,8 @@ class Ensemble:
         self.work.expert_rows[k] += len(x_t)
         expert, path = self.experts[k], self.paths[k]
         x_tau, tau = PATHS[path].from_linear(x_t, t)
-        return to_velocity(expert(x_tau, tau, condition), x_tau, tau, str(expert.prediction), path)
+        predicted = _output(expert, self.precision, x_tau, tau, condition)
+        return to_velocity(predicted, x_tau, tau, str(expert.prediction), path)
 
     @torch.no_grad()
     def expert_velocities(
@@ -273,7 +277,7 @@ class Ensemble:
         self.work.rows += num_rows
         self.work.active += sum(map(len, groups))
         if self._is_stacked and self._stack is not None and num_rows:
-            velocities = self._stack.velocities(groups, x_t, t, condition)
+            velocities = self._stack.velocities(groups, x_t, t, condition, self.precision)
             for k, rows in enumerate(groups):
                 self.work.expert_rows[k] += velocities.shape[1]  # those that fill up the batch, too
                 yield k, rows, velocities[k, : len(rows)]
@@ -282,6 +286,15 @@ class Ensemble:
             if len(rows):
                 part = None if condition is None else condition.rows(rows)
                 yield k, rows, self.expert_velocity(k, x_t[rows], t[rows], part)
+
+
+def _output(
+    network: Callable[..., Tensor], precision: str, x_t: Samples, t: Times, condition: Condition | None
+) -> Float[Tensor, "b *output"]:
+    """Evaluate a network in ``precision``; its output is float32, or float64 if the network's is."""
+    with autocast(precision, x_t.device):
+        output = network(x_t, t, condition)
+    return output.to(torch.promote_types(output.dtype, torch.float32))
 
 
 def finite(probabilities: Float[Tensor, "b K"]) -> Float[Tensor, "b K"]:
@@ -336,17 +349,23 @@ class Stack:
                     tensor.data = stacked[name].detach()[k]
 
     def velocities(
-        self, groups: Sequence[Int[Tensor, " _"]], x_t: Samples, t: Times, condition: Condition | None
+        self,
+        groups: Sequence[Int[Tensor, " _"]],
+        x_t: Samples,
+        t: Times,
+        condition: Condition | None,
+        precision: str,
     ) -> Float[Tensor, "K m *shape"]:
         """Compute each expert's velocity on its group of rows, filled up to the largest group with any row."""
         rows = pad_sequence(list(groups), batch_first=True)
         values = () if condition is None else (condition.values[rows], condition.keep[rows])
         # Of torch's attention kernels for CPUs, vmap knows this one only.
         with sdpa_kernel(SDPBackend.MATH) if x_t.device.type == "cpu" else nullcontext():
-            return vmap(self._velocity)(self._state, x_t[rows], t[rows], *values)
+            return vmap(partial(self._velocity, precision))(self._state, x_t[rows], t[rows], *values)
 
     def _velocity(
         self,
+        precision: str,
         state: tuple[dict[str, Any], dict[str, Any]],
         x_t: Samples,
         t: Times,
@@ -355,7 +374,7 @@ class Stack:
     ) -> Samples:
         condition = None if values is None or keep is None else Condition(values, keep)
         x_tau, tau = self._path.from_linear(x_t, t)
-        predicted = functional_call(self._expert, state, (x_tau, tau, condition))
+        predicted = _output(lambda *x: functional_call(self._expert, state, x), precision, x_tau, tau, condition)
         return to_velocity(predicted, x_tau, tau, self._prediction, self._path_name)
 
 

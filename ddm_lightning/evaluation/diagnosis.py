@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -89,6 +90,7 @@ def diagnose(
     device = device_of(experiment.island.accelerator)
     loaded = load_ensemble(run.root, device)
     ensemble, priors = loaded.ensemble, loaded.ensemble.priors
+    ensemble.precision = experiment.sample.precision
     if ensemble.router is None and ensemble.num_clusters > 1 and not strategies:
         chosen = {name: settings for name, settings in chosen.items() if not strategy_of(settings).needs_router}
     train, held_out, num_train = _read(experiment, run)
@@ -194,9 +196,8 @@ def router_figures(ensemble: Ensemble, held_out: Samples, seed: int) -> Figures:
     """
     if ensemble.router is None:
         return {}
-    plain = Ensemble(
-        ensemble.experts, ensemble.router, ensemble.priors.tolist(), router_conditional=ensemble.router_conditional
-    )
+    plain = copy(ensemble)
+    plain.temperatures = ((), ())
     is_conditional = ensemble.router_conditional and held_out.condition is not None
     branches = {"unconditional": None, **({"conditional": held_out.condition} if is_conditional else {})}
     judged = ~is_fitted(held_out.sample_ids)

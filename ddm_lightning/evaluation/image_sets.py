@@ -19,6 +19,7 @@ from jaxtyping import UInt8
 from PIL import Image
 
 from ddm_lightning.config.experiment import Experiment
+from ddm_lightning.core.devices import resolve_precision
 from ddm_lightning.core.errors import UserError, first_line
 from ddm_lightning.core.files import atomic_write, sha256_file, sha256_json
 from ddm_lightning.core.grids import save_png
@@ -201,6 +202,7 @@ class Generated:
             side = HELD_OUT if any(cluster.held_out for cluster in manifest.clusters) else TRAIN
             self._given = ShardImages(run.shards, manifest, encoder, side)
         settings = asdict(experiment.sample)
+        settings["precision"] = resolve_precision(settings["precision"], device)
         self.settings = {
             "experiment": experiment.name,
             "weights_sha256": sha256_file(run.sampled_from(experiment.sample.member)),

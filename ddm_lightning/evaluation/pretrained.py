@@ -13,7 +13,7 @@ from PIL import Image
 
 from ddm_lightning.config.experiment import Experiment, PluginConfig, SampleConfig
 from ddm_lightning.config.validate import check_experiment
-from ddm_lightning.core.devices import check_devices, device_of
+from ddm_lightning.core.devices import check_devices, configure_cuda, device_of
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_write_text
 from ddm_lightning.ensemble.load import load_listed
@@ -46,7 +46,7 @@ class DecentralizedEnsemble:
     ) -> None:
         assert manifest.about is not None
         self.manifest, self.about, self.resident_experts = manifest, manifest.about, resident_experts
-        self.loaded = load_listed(manifest, device, resident_experts)
+        self.to(device)
 
     @classmethod
     def from_pretrained(
@@ -85,6 +85,8 @@ class DecentralizedEnsemble:
 
     def to(self, device: torch.device | str) -> DecentralizedEnsemble:
         """Load all networks onto another device."""
+        if torch.device(device).type == "cuda":
+            configure_cuda()
         self.loaded = load_listed(self.manifest, device, self.resident_experts)
         return self
 

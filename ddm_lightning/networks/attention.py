@@ -35,8 +35,9 @@ def attention(
         q: queries.
         k: keys.
         v: values.
-        backend: ``sdpa`` is torch's, with a kernel of its choice; ``flash``, ``cudnn`` and ``efficient`` fix that
-            kernel; ``xformers`` is memory-efficient attention on CUDA; ``auto`` is ``sdpa``, which runs everywhere.
+        backend: ``sdpa`` is torch's, with a kernel of its choice (``chosen_kernel``); ``flash``, ``cudnn`` and
+            ``efficient`` fix that kernel; ``xformers`` is memory-efficient attention on CUDA; ``auto`` is ``sdpa``,
+            which runs everywhere.
 
     Raises:
         UserError: unknown ``backend``, or ``xformers`` cannot run here.
@@ -82,6 +83,20 @@ def set_attention(module: nn.Module, backend: str) -> None:
     for part in module.modules():
         if hasattr(part, "attention_backend"):
             part.attention_backend = backend  # type: ignore[assignment]  # torch expects tensors and modules
+
+
+def chosen_kernel(network: nn.Module, device: torch.device) -> str | None:
+    """Name the kernel that ``auto`` takes on ``device`` for heads of ``network``, in the current precision.
+
+    None for a network without this package's attention.
+    """
+    for part in network.modules():
+        if isinstance(qkv := getattr(part, "qkv", None), nn.Linear):
+            one = torch.ones(1, 1, device=device)
+            size = qkv.in_features // int(part.num_heads)  # type: ignore[arg-type]  # torch expects tensors and modules
+            q = torch.ones(1, 1, 256, size, dtype=(one @ one).dtype, device=device, requires_grad=True)
+            return SDPBackend(torch._fused_sdp_choice(q, q, q)).name.lower()
+    return None
 
 
 def check_attention(backend: str, device: torch.device) -> None:

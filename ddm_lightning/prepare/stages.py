@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from filelock import FileLock, Timeout
 
 from ddm_lightning.config.experiment import Experiment
@@ -65,6 +66,7 @@ def prepare(
         UserError: bad input. Nothing is written; if only a stage can detect it (too many broken samples, unbalanced
             clusters), no further stage runs.
     """
+    torch.set_float32_matmul_precision("highest")  # nearest centroids count on float32's rounding
     preparation = Preparation(experiment, run_dir, reporter or Reporter())
     preparation.bring_up_to_date(check)
     preparation.handle_unlisted(prune)

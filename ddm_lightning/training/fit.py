@@ -6,6 +6,7 @@ import contextlib
 import logging
 import shutil
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import lightning as L
@@ -13,7 +14,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from rich.console import Console
 
 from ddm_lightning.config.experiment import Experiment, IslandConfig
-from ddm_lightning.core.devices import configure_torch, device_of, resolve_accelerator
+from ddm_lightning.core.devices import autocast, configure_torch, device_of, resolve_accelerator
 from ddm_lightning.core.errors import UserError, first_line
 from ddm_lightning.core.formatting import amount
 from ddm_lightning.core.processes import keep_heap
@@ -26,6 +27,7 @@ from ddm_lightning.members.artifact import hand_over, is_finished
 from ddm_lightning.members.member import ROUTER, STUDENT, Member, train_config
 from ddm_lightning.members.run_folder import RunFolder, lock_member
 from ddm_lightning.members.status import MemberStatus
+from ddm_lightning.networks.attention import chosen_kernel
 from ddm_lightning.shards.datamodule import ClusterDataModule
 from ddm_lightning.shards.manifest import Manifest, StoredForm
 from ddm_lightning.training import callbacks, ema
@@ -94,6 +96,7 @@ def _fit_locked(
         f"{num_parameters / 1e6:.2f} M parameters, {reason}",
         f"a checkpoint takes {amount(size)} of the disk and of the host's memory",
         cost_line,
+        *_attention_line(module, island),
     ):
         console.print(f"{name}: {line}")
 
@@ -140,6 +143,13 @@ def _fit_locked(
     return status
 
 
+def _attention_line(module: MemberModule, island: IslandConfig) -> Iterator[str]:
+    device = device_of(island.accelerator)
+    if device.type == "cuda" and island.attention in ("auto", "sdpa"):
+        with autocast(island.precision, device):
+            yield f"attention by torch's kernel {chosen_kernel(module.network, device)}"
+
+
 def build_module(member: Member, island: IslandConfig, manifest: Manifest) -> MemberModule:
     """Build the member's LightningModule, untrained.
 
@@ -174,6 +184,7 @@ def teach(module: StudentModule, experiment: Experiment, run: RunFolder) -> None
     """
     device, name = device_of(experiment.island.accelerator), experiment.distill.teacher
     module.teacher = load_ensemble(run.root, device).ensemble
+    module.teacher.precision = experiment.sample.precision
     module.strategy = None if name == "owner" else STRATEGIES.build(name, {})
     if module.strategy is not None and type(module.strategy).weights is Strategy.weights:
         raise UserError(f"key 'distill.teacher' = {name!r}: does not weight velocities; set owner, full or top-1")

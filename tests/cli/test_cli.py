@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import yaml
 from PIL import Image
 from tiny_runs import MEMBERS, ROOT, STEPS, TINY, copy_run, settings
@@ -197,6 +198,15 @@ def test_status_after_the_run(capsys: pytest.CaptureFixture[str], finished_run: 
         assert re.search(row, table, re.MULTILINE), table
     assert f"curves: tensorboard --logdir {run}" in table
     assert "monolith" not in table
+
+
+def test_a_command_sets_up_torch_for_the_islands_device(
+    capsys: pytest.CaptureFixture[str], finished_run: Path, tmp_path: Path, torch_settings: None
+) -> None:
+    run = copy_run(finished_run, tmp_path / "run")
+    for accelerator, precision in (("cpu", "highest"), ("gpu", "high")):
+        called(capsys, "status", *settings(run), f"island.accelerator={accelerator}", "island.num_threads=2")
+        assert (torch.get_float32_matmul_precision(), torch.get_num_threads()) == (precision, 2)
 
 
 def test_a_second_fit_does_nothing_and_says_so(

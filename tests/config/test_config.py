@@ -256,6 +256,7 @@ def test_numbers_that_yaml_reads_in_another_base_are_refused(path: Path, text: s
             ["island.accelerator=cpu", "island.attention=xformers"],
             "'island.attention' = 'xformers': needs a CUDA",
         ),
+        (["sample.precision=bf16"], "'sample.precision' = 'bf16': must be one of auto, 32-true, bf16-mixed"),
         (["sample.strategy=best"], "'sample.strategy' = 'best': is unknown; known: bayes, full, "),
         (["condition.kind=text"], "'condition.kind' = 'text': needs prepare.caption_encoder, which is null"),
         (["sample.prompts=[a]"], "'condition.kind' = 'none': sample.prompts need"),

@@ -6,47 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from ensemble_networks import DIT, NETWORKS, SHAPE, conditions, three
+from torch import Tensor
 
 from ddm_lightning.config.experiment import SampleConfig
 from ddm_lightning.core.errors import UserError
-from ddm_lightning.core.registry import EXPERTS, ROUTERS
+from ddm_lightning.core.registry import EXPERTS
 from ddm_lightning.ensemble.routing import sample
-from ddm_lightning.ensemble.velocity import Ensemble
 from ddm_lightning.flow.condition import Condition, ConditionSpec
-
-SHAPE = (3, 8, 8)
-DIT = {"width": 16, "depth": 1, "num_heads": 2, "patch_size": 4}
-NETWORKS = [
-    ("dit", DIT, ConditionSpec("class", 4), "velocity", "linear"),
-    ("dit", DIT, ConditionSpec("none", 0), "x_0", "cosine"),
-    ("mmdit", DIT, ConditionSpec("tokens", 5, 3), "epsilon", "vp"),
-    ("unet", {"width": 16}, ConditionSpec("text", 5), "velocity", "linear"),
-]
-
-
-def randomised(network: nn.Module, seed: int) -> nn.Module:
-    generator = torch.Generator().manual_seed(seed)
-    for parameter in network.parameters():
-        parameter.data = 0.2 * torch.randn(parameter.shape, generator=generator)
-    return network
-
-
-def three(name: str, params: dict[str, Any], spec: ConditionSpec, prediction: str, path: str) -> Ensemble:
-    experts = [randomised(EXPERTS.build(name, params, x_shape=SHAPE, condition=spec), k) for k in range(3)]
-    for expert in experts:
-        expert.prediction = prediction  # type: ignore[assignment]
-    router = randomised(ROUTERS.build("router-dit", DIT, x_shape=SHAPE, condition=spec, num_clusters=3), 3)
-    return Ensemble(experts, router, [0.2, 0.3, 0.5], paths=[path] * 3)
-
-
-def conditions(spec: ConditionSpec, num: int) -> Condition | None:
-    generator = torch.Generator().manual_seed(4)
-    if spec.kind == "none":
-        return None
-    if spec.kind == "class":
-        return Condition.of(torch.randint(spec.size, (num,), generator=generator))
-    return Condition.of(torch.randn(num, *spec.row_shape, generator=generator))
 
 
 @pytest.mark.parametrize(("name", "params", "spec", "prediction", "path"), NETWORKS)

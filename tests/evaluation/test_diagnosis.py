@@ -93,5 +93,10 @@ def test_the_command_writes_figures_and_charts(capsys, finished_run, tmp_path):
         with Image.open(run / "diagnosis" / f"{name}.png") as chart:
             assert chart.width > 500
     assert any((run / "diagnosis" / "tensorboard").iterdir())
+    assert main(["diagnose", *settings(run), "--strategy", "top-1", "--num", "2", "sample.precision=bf16-mixed"]) == 0
+    half = json.loads((run / "diagnosis" / "diagnosis.json").read_text())
+    for part in ("experts", "router", "exact"):  # nearly the same
+        assert half[part] != figures[part]
+    assert half["experts"]["in_cluster"] == pytest.approx(figures["experts"]["in_cluster"], rel=0.01)
     assert main(["diagnose", *settings(run), "--strategy", "unheard-of"]) == 2
     assert "unheard-of" in capsys.readouterr().err

@@ -143,6 +143,7 @@ def test_results_of_other_settings_are_refused(run, tmp_path, capsys):
     for more, said in {
         ("sample.num_steps=3",): "results of other settings: sample.num_steps (was 2); give",
         ("evaluate.num_images=21",): "num_images (was 20)",
+        ("sample.precision=bf16-mixed",): "sample.precision (was '32-true')",  # auto, on a CPU
     }.items():
         assert evaluate(run, *out, *more) == 2
         assert said in refused(capsys)

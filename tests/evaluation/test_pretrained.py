@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 import uuid
+from contextlib import suppress
 from pathlib import Path
 
 import fsspec
@@ -26,6 +27,14 @@ from ddm_lightning.members.artifact import read_meta
 @pytest.fixture
 def three(tmp_path: Path) -> Path:
     return saved(tmp_path)
+
+
+def test_it_sets_up_torch_on_a_gpu(three: Path, torch_settings: None) -> None:
+    ensemble = load(three)
+    assert torch.get_float32_matmul_precision() == "highest"
+    with suppress(AssertionError, RuntimeError):  # this torch may know no CUDA
+        ensemble.to("cuda")
+    assert torch.get_float32_matmul_precision() == "high"
 
 
 def test_a_saved_ensemble_moves_and_keeps_its_images(three: Path, tmp_path: Path) -> None:

@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ddm_lightning.core.errors import UserError
-from ddm_lightning.networks.attention import BACKENDS, attention, check_attention, rotate, set_attention
+from ddm_lightning.networks.attention import BACKENDS, attention, check_attention, chosen_kernel, rotate, set_attention
 from ddm_lightning.networks.blocks import SelfAttention
 from ddm_lightning.networks.embeddings import axial_rotation
 
@@ -159,6 +160,14 @@ def test_equals_the_formula_on_a_gpu(dtype, tolerance, backend):
     assert out.dtype == dtype
     assert bool(on_gpu.grad.isfinite().all())
     torch.testing.assert_close(out.detach().cpu().double(), expected, atol=tolerance, rtol=tolerance)
+
+
+def test_the_chosen_kernel_is_named():
+    layer, cpu = nn.Sequential(SelfAttention(8, 2, False)), torch.device("cpu")
+    assert chosen_kernel(layer, cpu) == "flash_attention"
+    with sdpa_kernel(SDPBackend.MATH), torch.autocast("cpu", torch.bfloat16):
+        assert chosen_kernel(layer, cpu) == "math"
+    assert chosen_kernel(nn.Linear(2, 2), cpu) is None
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -4,6 +4,7 @@ import shutil
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from prepare.listed import Listener, state_of
 from prepare.tiny_experiment import tiny_experiment
@@ -73,6 +74,12 @@ def test_manifest_files_and_partition_agree(tmp_path):
     assert (manifest.num_read, manifest.broken, manifest.stores) == (60, {}, "x_0")
     assert manifest.images == {"size": 8, "aspect": "crop"}
     assert manifest.provenance == {"image_encoder": {}, "caption_encoder": {}, "features": {}}
+
+
+def test_it_computes_in_full_float32_also_where_members_do_not(tmp_path, torch_settings):
+    torch.set_float32_matmul_precision("high")  # as for a GPU
+    prepare(tiny_experiment(), tmp_path)
+    assert torch.get_float32_matmul_precision() == "highest"
 
 
 def test_samples_for_the_experts_of_other_clusters_change_nothing_else(tmp_path):

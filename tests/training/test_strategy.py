@@ -7,7 +7,7 @@ from torch import nn
 
 from ddm_lightning.config.experiment import IslandConfig
 from ddm_lightning.config.load import load_experiment
-from ddm_lightning.core.devices import check_devices, configure_torch, resolve_accelerator
+from ddm_lightning.core.devices import check_devices, configure_torch, resolve_accelerator, resolve_precision
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.flow.condition import ConditionSpec
 from ddm_lightning.networks.compiled import compile_blocks
@@ -205,10 +205,24 @@ def test_a_checkpointed_block_takes_named_inputs():
     assert x.grad.tolist() == [3.0, 3.0]
 
 
-def test_float32_products_use_tensor_cores_only_on_a_gpu(monkeypatch):
-    called = []
-    monkeypatch.setattr(torch, "set_float32_matmul_precision", called.append)
-    monkeypatch.setattr(torch, "set_num_threads", called.append)
-    configure_torch("cpu", 3)
-    configure_torch("gpu", 3)
-    assert called == [3, "high"]
+@pytest.mark.parametrize(("accelerator", "precision", "has_cudnn"), [("cpu", "highest", True), ("gpu", "high", False)])
+def test_a_gpu_takes_tensor_cores_for_float32_and_not_cudnns_attention(
+    accelerator, precision, has_cudnn, torch_settings
+):
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    configure_torch(accelerator, 3)
+    assert torch.get_num_threads() == 3
+    assert torch.get_float32_matmul_precision() == precision
+    assert torch.backends.cuda.cudnn_sdp_enabled() == has_cudnn
+    assert torch.backends.cuda.flash_sdp_enabled() and torch.backends.cuda.mem_efficient_sdp_enabled()
+
+
+@pytest.mark.parametrize(
+    ("device", "has_units", "expected"),
+    [("cpu", True, "32-true"), ("cuda", True, "bf16-mixed"), ("cuda", False, "32-true")],
+)
+def test_sampling_is_in_bfloat16_on_gpus_that_have_it(monkeypatch, device, has_units, expected):
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: has_units or including_emulation)
+    assert resolve_precision("auto", torch.device(device)) == expected
+    for precision in ("32-true", "16-mixed"):
+        assert resolve_precision(precision, torch.device(device)) == precision

@@ -1,14 +1,19 @@
 """The student: its target is the ensemble's velocity."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
-from tiny_runs import copy_run, settings
+from tiny_runs import TINY, copy_run, settings
 from training.members import Recorder, at, batch, build, expert
 
 from ddm_lightning.cli.parser import main
+from ddm_lightning.config.load import load_experiment
 from ddm_lightning.core.registry import STRATEGIES
 from ddm_lightning.ensemble.velocity import Ensemble
 from ddm_lightning.members.artifact import read_artifact
+from ddm_lightning.members.run_folder import RunFolder
+from ddm_lightning.training.fit import teach
 from ddm_lightning.training.module import NUM_VALIDATION_TIMESTEPS
 from ddm_lightning.training.roles import StudentModule
 
@@ -54,6 +59,12 @@ def test_the_held_out_loss_is_an_experts():
         losses.append(module.drain("held_out/"))
     assert len(losses[0]) == 1 + NUM_VALIDATION_TIMESTEPS
     assert losses[0] == losses[1]
+
+
+def test_its_teacher_computes_in_the_precision_of_samples(finished_run):
+    module, experiment = SimpleNamespace(), load_experiment(TINY, ["sample.precision=bf16-mixed"])
+    teach(module, experiment, RunFolder(finished_run))
+    assert module.teacher.precision == "bf16-mixed"
 
 
 @pytest.mark.slow

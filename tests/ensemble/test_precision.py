@@ -1,0 +1,80 @@
+"""``sample.precision``: half precision within the networks, float32 around them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from ensemble_networks import NETWORKS, SHAPE, conditions, three
+from torch import Tensor, nn
+
+from ddm_lightning.config.experiment import SampleConfig
+from ddm_lightning.ensemble.residency import ResidentExperts
+from ddm_lightning.ensemble.routing import sample
+from ddm_lightning.ensemble.velocity import Ensemble
+
+DIT, MMDIT = NETWORKS[0], NETWORKS[2]
+FULL, HALF = torch.float32, torch.bfloat16
+
+
+def draw(ensemble: Ensemble, spec: Any, settings: SampleConfig | None) -> Tensor:
+    options: dict[str, Any] = {"strategy": "full", "num_steps": 6, "shift": 1.0, "seed": 0, "batch_size": 4}
+    return sample(ensemble, conditions(spec, 6), 6, SHAPE, settings=settings, **options)
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_only_the_networks_compute_in_half_precision(stacked: bool) -> None:
+    ensemble, seen = three(*DIT), list[tuple[str, torch.dtype]]()
+    for network in (*ensemble.experts, ensemble.router):
+        assert isinstance(network, nn.Module)
+        attention = next(part for part in network.modules() if hasattr(part, "qkv"))
+        network.register_forward_pre_hook(
+            lambda _, given: seen.extend([("x_t", given[0].dtype), ("t", given[1].dtype)])
+        )
+        network.time_embedding.register_forward_pre_hook(lambda _, given: seen.append(("embedded t", given[0].dtype)))
+        attention.register_forward_hook(lambda *called: seen.append(("attention", called[-1].dtype)))
+    ensemble.stack(stacked)
+    ensemble.precision = "bf16-mixed"
+    given = torch.randn(5, 3, 8, 8), torch.full((5,), 0.937), conditions(DIT[2], 5)
+    assert ensemble.velocity(*given, weights=torch.full((5, 3), 1 / 3)).dtype == FULL
+    of_vmap = FULL if stacked else HALF  # which adds biases apart, in float32
+    assert {*seen} == {("x_t", FULL), ("t", FULL), ("embedded t", FULL), ("attention", of_vmap)}
+    seen.clear()
+    assert ensemble.probabilities(*given).dtype == FULL
+    assert {*seen} == {("x_t", FULL), ("t", FULL), ("embedded t", FULL), ("attention", HALF)}
+
+
+class Product(nn.Linear):
+    """One product, whose result is in half precision under autocast."""
+
+    prediction = "velocity"
+
+    def forward(self, x_t: Tensor, *_: object) -> Tensor:
+        return super().forward(x_t)
+
+
+def test_what_a_network_returns_in_half_precision_goes_on_in_float32() -> None:
+    ensemble = Ensemble([Product(8, 8), Product(8, 8)], Product(8, 2), [0.5, 0.5])
+    ensemble.precision = "bf16-mixed"
+    x_t, t = torch.randn(3, 8), torch.full((3,), 0.5)
+    assert ensemble.expert_velocity(0, x_t, t).dtype == ensemble.probabilities(x_t, t).dtype == FULL
+
+
+@pytest.mark.parametrize("network", [DIT, MMDIT])
+@pytest.mark.parametrize("way", ["one by one", "stacked", "in turns"])
+def test_samples_in_half_precision_are_close_to_those_in_float32(network: Any, way: str) -> None:
+    ensemble, spec = three(*network), network[2]
+    exact = draw(ensemble, spec, SampleConfig(precision="32-true"))
+    if way == "in turns":
+        ensemble.experts = ResidentExperts(list(ensemble.experts), torch.device("cpu"), 2)
+    half = draw(ensemble, spec, SampleConfig(precision="bf16-mixed", stacked=way == "stacked"))
+    assert half.dtype == FULL
+    assert 1e-5 < (half - exact).norm() / exact.norm() < 0.02
+
+
+def test_a_cpu_computes_in_float32_unless_told_otherwise() -> None:
+    ensemble = three(*DIT)
+    ways = [None, SampleConfig(), SampleConfig(precision="32-true")]
+    first, *others = (draw(ensemble, DIT[2], settings) for settings in ways)
+    assert all(torch.equal(first, other) for other in others)
