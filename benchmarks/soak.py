@@ -24,6 +24,7 @@ ensure_torchvision_importable()
 
 from ddm_lightning.members.artifact import load_network  # noqa: E402  # after torchvision has been made importable
 from ddm_lightning.training.guard import read_skipped  # noqa: E402
+from ddm_lightning.training.loggers import tensorboard_tag  # noqa: E402
 
 MEMBER = "expert-0"
 NUM_STEPS, QUICK_STEPS = 10_000, 300
@@ -92,7 +93,7 @@ def curves(folder: Path) -> dict[str, Curve]:
 
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
     events.Reload()
-    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in CURVES}
+    return {tag: [(event.step, event.value) for event in events.Scalars(tensorboard_tag(tag))] for tag in CURVES}
 
 
 def figures(found: Mapping[str, Curve], steps: int) -> dict[str, float]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,28 @@ class CutShortError(Exception):
     """The validation must end while samples are generated."""
 
 
+class GroupingLogger(TensorBoardLogger):
+    """TensorBoard with the curves in groups, what to watch first; see ``tensorboard_tag``."""
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Log figures under their tags."""
+        super().log_metrics({tensorboard_tag(name): value for name, value in metrics.items()}, step)
+
+
+def tensorboard_tag(name: str) -> str:
+    """Put the curve or image ``name`` into a group; TensorBoard sorts groups by the part before the first slash."""
+    kind, _, figure = name.rpartition("/")
+    if re.search(r"_t0\.\d+$", figure):
+        return f"4_by_noise_level/{name}"
+    if figure.startswith(("cross_entropy", "accuracy", "routing")):
+        return f"2_router/{name}"
+    if name == "samples":
+        return "1_watch/train/samples"  # sorted behind the losses: each member has a card of its own
+    if kind == "score" or figure in ("loss", "alignment"):
+        return f"1_watch/{name}"
+    return f"3_training/{name}" if kind == "train" else name
+
+
 def build_loggers(names: list[str], folder: Path, project: str, resumed_step: int) -> list[Logger]:
     """Build the loggers of a member.
 
@@ -52,7 +76,7 @@ def build_loggers(names: list[str], folder: Path, project: str, resumed_step: in
     for name in names:
         if name == "tensorboard":
             purge_step = resumed_step + 1 if resumed_step else None
-            loggers.append(TensorBoardLogger(folder, name="", version="tensorboard", purge_step=purge_step))
+            loggers.append(GroupingLogger(folder, name="", version="tensorboard", purge_step=purge_step))
         elif name == "csv":  # a file per start: the logger would overwrite that of an earlier one
             loggers.append(CSVLogger(folder / "csv", "", f"from-step-{resumed_step:08d}", flush_logs_every_n_steps=1))
         else:
@@ -66,9 +90,9 @@ def log_image(trainer: L.Trainer, name: str, image: np.ndarray[Any, Any] | Figur
         if isinstance(logger, WandbLogger):
             logger.log_image(name, [image], trainer.global_step)
         elif isinstance(logger, TensorBoardLogger) and isinstance(image, Figure):
-            logger.experiment.add_figure(name, image, trainer.global_step)
+            logger.experiment.add_figure(tensorboard_tag(name), image, trainer.global_step)
         elif isinstance(logger, TensorBoardLogger):
-            logger.experiment.add_image(name, image, trainer.global_step, dataformats="HWC")
+            logger.experiment.add_image(tensorboard_tag(name), image, trainer.global_step, dataformats="HWC")
 
 
 class SampleLogger(L.Callback):

@@ -18,7 +18,10 @@ def curves(folder: Path) -> dict[str, tuple[list[int], list[float]]]:
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
     events.Reload()
     scalars = {tag: events.Scalars(tag) for tag in events.Tags()["scalars"]}
-    return {tag: ([one.step for one in found], [one.value for one in found]) for tag, found in scalars.items()}
+    return {  # without the group in front, which older runs lack
+        tag.partition("/")[2] if tag[0].isdigit() else tag: ([one.step for one in found], [one.value for one in found])
+        for tag, found in scalars.items()
+    }
 
 
 def tidy(axes: Axes, title: str, unit: str) -> None:

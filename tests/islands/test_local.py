@@ -72,7 +72,7 @@ def call(command, run, *more):
 def losses(run, member):
     events = EventAccumulator(str(run / "members" / member / "tensorboard"), size_guidance={"scalars": 0})
     events.Reload()
-    name = "train/cross_entropy" if member == "router" else "train/loss"
+    name = "2_router/train/cross_entropy" if member == "router" else "1_watch/train/loss"
     return [(event.step, event.value) for event in events.Scalars(name)]
 
 

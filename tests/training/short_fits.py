@@ -43,3 +43,9 @@ def checkpoints(run):
 def events(run, name="expert-0"):
     """What TensorBoard shows of a member."""
     return EventAccumulator(str(run / "members" / name / "tensorboard")).Reload()
+
+
+def groups(shown):
+    """Names of curves and images by group, in the order in which TensorBoard shows the groups."""
+    tags = [tag.partition("/") for kind in ("scalars", "images") for tag in shown.Tags()[kind]]
+    return {group: {name for own, _, name in tags if own == group} for group in sorted({tag[0] for tag in tags})}

@@ -16,7 +16,7 @@ from streaming import MDSWriter
 from streaming.base.format import reader_from_json
 from tiny_runs import TINY, read_status
 from training.checkpoint.checkpoint_folders import cut
-from training.short_fits import SHORT, checkpoints, events, fit, member, weights
+from training.short_fits import SHORT, checkpoints, events, fit, groups, member, weights
 
 from ddm_lightning.cli.parser import main
 from ddm_lightning.config.load import load_experiment
@@ -66,20 +66,27 @@ def test_what_a_finished_member_leaves(finished):
 
 def test_its_curves_and_images_are_in_tensorboard(finished):
     shown = events(finished)
-    assert [event.step for event in shown.Scalars("train/loss")] == [5, 10, 15, 20]
-    assert [event.step for event in shown.Scalars("held_out/loss")] == [12, 20]
-    assert len([tag for tag in shown.Tags()["scalars"] if tag.startswith("held_out/loss_t0.")]) == 8
-    rates = [event.value for event in shown.Scalars("train/learning_rate")]
+    assert [event.step for event in shown.Scalars("1_watch/train/loss")] == [5, 10, 15, 20]
+    assert [event.step for event in shown.Scalars("1_watch/held_out/loss")] == [12, 20]
+    assert len([tag for tag in shown.Tags()["scalars"] if tag.startswith("4_by_noise_level/held_out/loss_t0.")]) == 8
+    rates = [event.value for event in shown.Scalars("3_training/train/learning_rate")]
     assert rates == pytest.approx([2e-3 * min(1, (step + 1) / 10) for step in (5, 10, 15, 20)])
     for name in ("samples_per_second", "data_wait", "memory_gb", "skipped_steps", "gradient_norm"):
-        assert [event.step for event in shown.Scalars(f"train/{name}")] == [5, 10, 15, 20], name
-    assert all(event.value > 0 for event in shown.Scalars("train/samples_per_second"))
-    assert {event.value for event in shown.Scalars("train/skipped_steps")} == {0}
-    assert "train/mfu" not in shown.Tags()["scalars"], "the peak of a CPU is not known"
-    assert len([tag for tag in shown.Tags()["scalars"] if tag.startswith("train/loss_t0.")]) >= 6
-    images = shown.Images("samples")
+        assert [event.step for event in shown.Scalars(f"3_training/train/{name}")] == [5, 10, 15, 20], name
+    assert all(event.value > 0 for event in shown.Scalars("3_training/train/samples_per_second"))
+    assert {event.value for event in shown.Scalars("3_training/train/skipped_steps")} == {0}
+    assert "3_training/train/mfu" not in shown.Tags()["scalars"], "the peak of a CPU is not known"
+    assert len([tag for tag in shown.Tags()["scalars"] if tag.startswith("4_by_noise_level/train/loss_t0.")]) >= 6
+    images = shown.Images("1_watch/train/samples")
     assert [image.step for image in images] == [12, 20]
     assert all(image.encoded_image_string.startswith(b"\x89PNG") for image in images)
+
+
+def test_tensorboard_opens_on_what_to_watch(finished):
+    watch, training, by_noise_level = groups(events(finished)).items()
+    assert watch == ("1_watch", {"train/loss", "held_out/loss", "train/samples"})
+    assert training[0] == "3_training" and {"train/learning_rate", "train/data_wait"} <= training[1]
+    assert by_noise_level[0] == "4_by_noise_level" and all("loss_t0." in name for name in by_noise_level[1])
 
 
 def test_the_router_trains_on_all_clusters_and_has_curves_of_its_own(tiny_run, capsys):
@@ -89,7 +96,11 @@ def test_the_router_trains_on_all_clusters_and_has_curves_of_its_own(tiny_run, c
     names = {"held_out/accuracy", "held_out/accuracy_conditional", "held_out/cross_entropy_t0.062"}
     assert names <= set(meta.metrics)
     shown = events(tiny_run, "router")
-    assert [image.step for image in shown.Images("held_out/routing")] == [12]
+    assert [image.step for image in shown.Images("2_router/held_out/routing")] == [12]
+    assert list(groups(shown)) == ["2_router", "3_training", "4_by_noise_level"]
+    both = {f"{split}/{name}" for split in ("train", "held_out") for name in ("accuracy", "cross_entropy")}
+    conditional = {"held_out/accuracy_conditional", "held_out/cross_entropy_conditional", "held_out/routing"}
+    assert groups(shown)["2_router"] == both | conditional
     assert not [tag for tag in shown.Tags()["scalars"] if "loss" in tag], "an expert's are squared errors"
     status = read_status(tiny_run, "router")["metrics"]
     assert main(["status", "-c", str(TINY), f"run_dir={tiny_run}", *SHORT, "router.train.max_steps=12"]) == 0

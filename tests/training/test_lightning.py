@@ -55,9 +55,10 @@ def rows_of(run, step=0):
 
 def curves(run):
     shown = events(run)
+    tags = {tag.partition("/")[2]: tag for tag in shown.Tags()["scalars"]}  # without the group in front
     return {
-        name: [(event.step, event.value) for event in shown.Scalars(name)]
-        for name in shown.Tags()["scalars"]
+        name: [(event.step, event.value) for event in shown.Scalars(tag)]
+        for name, tag in tags.items()
         if name not in ("train/samples_per_second", "train/data_wait", "train/memory_gb")
     }
 

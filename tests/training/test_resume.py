@@ -189,7 +189,7 @@ def test_a_resume_around_the_end_of_an_epoch_skips_and_repeats_nothing(
         assert steps_of(run) == steps_of(straight)[at:]
         assert weights(run) == weights(straight)
         shown = events(run)
-        assert [event.step for event in shown.Scalars("held_out/loss")] == [epoch, 2 * epoch, 2 * epoch + 1]
+        assert [event.step for event in shown.Scalars("1_watch/held_out/loss")] == [epoch, 2 * epoch, 2 * epoch + 1]
 
 
 def test_a_kill_between_the_last_step_and_the_artifact_costs_nothing(finished, tmp_path, capsys):
@@ -214,7 +214,7 @@ def test_a_truncated_checkpoint_falls_back_to_the_one_before_and_says_so(finishe
     assert "step-00000018.damaged" in checkpoints(interrupted)
     # What the curves had of the steps that are taken again is gone.
     shown = events(interrupted)
-    assert [event.step for event in shown.Scalars("train/loss")] == [5, 10, 15, 20]
+    assert [event.step for event in shown.Scalars("1_watch/train/loss")] == [5, 10, 15, 20]
 
 
 def until(is_true, process):
