@@ -29,7 +29,7 @@ STOPPED = 130
 STARTED_BY = "DDM_LIGHTNING_STARTED_BY"
 """Environment variable of ranks started by rank zero: rank zero's process id, and the folder for failure reports."""
 FITTED_BY = "DDM_LIGHTNING_FITTED_BY"
-"""Environment variable of members started by a ``fit`` of several: the process id of that ``fit``."""
+"""Environment variable of members started by a ``fit`` of several: its process id; empty after ``begin``."""
 PARENT_SECONDS = 0.5
 """Interval at which ``on_orphaned`` looks for the parent."""
 _default = gc.get_threshold()
@@ -47,7 +47,8 @@ def begin() -> None:
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # blocked by ``held_back`` in rank zero
-    if parent := os.environ.pop(FITTED_BY, None):  # children of this process have another parent
+    if parent := os.environ.get(FITTED_BY):
+        os.environ[FITTED_BY] = ""  # children of this process have another parent
         on_orphaned(int(parent), _stop_orphan)
     gc.set_threshold(*_WHILE_IMPORTING)
     atexit.register(gc.freeze)

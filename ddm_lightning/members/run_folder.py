@@ -72,7 +72,7 @@ def lock_member(folder: Path, user: str = "another process", seconds: float = 0.
     Args:
         folder: the member's folder.
         user: who may hold the lock, for the error line.
-        seconds: time to wait for it.
+        seconds: time to wait for it; -1 for ever.
 
     Raises:
         UserError: another process trains the member or changes its artifact.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import shutil
 import warnings
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from ddm_lightning.config.experiment import Experiment, IslandConfig
 from ddm_lightning.core.devices import autocast, configure_torch, device_of, resolve_accelerator
 from ddm_lightning.core.errors import UserError, first_line
 from ddm_lightning.core.formatting import amount
-from ddm_lightning.core.processes import keep_heap
+from ddm_lightning.core.processes import FITTED_BY, keep_heap
 from ddm_lightning.core.registry import CALLBACKS, CAPTION_ENCODERS, STRATEGIES, require
 from ddm_lightning.core.weights import check_memory
 from ddm_lightning.encoders.interfaces import CaptionEncoder
@@ -46,6 +47,8 @@ WORKERS_OUTLIVE_SECONDS = 15.0
 def fit_member(name: str, experiment: Experiment, run: RunFolder, *, show_progress: bool) -> MemberStatus:
     """Train member ``name`` to its last step, from its newest checkpoint if there is one, and write its artifact.
 
+    Members that a ``fit`` of several started wait if another process trains them, and may then find nothing left to do.
+
     Returns:
         Its status: ``done``, or ``stopped`` if SIGTERM, Ctrl-C or a plug-in callback ended the training early.
 
@@ -62,23 +65,27 @@ def fit_member(name: str, experiment: Experiment, run: RunFolder, *, show_progre
     console = Console(stderr=True, quiet=not ranks.leads(), soft_wrap=True, markup=False, highlight=False)
     folder, max_steps = run.member(name), train_config(name, experiment).max_steps
     status = MemberStatus.read(folder, name, max_steps)
-    status.max_steps = max_steps  # a finished training may be extended
-    if is_finished(name, experiment, run):
-        console.print(f"{name} is finished: {run.artifact(name)}")
-        status.state = "done"  # even if it was stopped here and another island finished it
-        return status
-    folder.mkdir(parents=True, exist_ok=True)
-    # The loading processes of a killed one live on for some seconds and hold its lock.
-    seconds = WORKERS_OUTLIVE_SECONDS if experiment.island.num_workers else 0.0
-    user = f"another process ({status.pid})" if status.runs() else "another process"
-    with lock_member(folder, user, seconds) if ranks.leads() else contextlib.nullcontext(), ranks.handing_over():
-        return _fit_locked(name, experiment, run, status, console, show_progress)
+    if not is_finished(name, experiment, run):
+        folder.mkdir(parents=True, exist_ok=True)
+        # The loading processes of a killed one live on for some seconds and hold its lock.
+        seconds, waits = WORKERS_OUTLIVE_SECONDS if experiment.island.num_workers else 0.0, FITTED_BY in os.environ
+        user = f"another process ({status.pid})" if status.runs() else "another process"
+        lock = lock_member(folder, user, -1 if waits else seconds) if ranks.leads() else contextlib.nullcontext()
+        with lock, ranks.handing_over():
+            if not (waits and is_finished(name, experiment, run)):
+                return _fit_locked(name, experiment, run, console, show_progress)
+    console.print(f"{name} is finished: {run.artifact(name)}")
+    # Even if it was stopped here and another island finished it; a finished training may be extended.
+    status.state, status.max_steps = "done", max_steps
+    return status
 
 
 def _fit_locked(
-    name: str, experiment: Experiment, run: RunFolder, status: MemberStatus, console: Console, show_progress: bool
+    name: str, experiment: Experiment, run: RunFolder, console: Console, show_progress: bool
 ) -> MemberStatus:
-    island, folder = experiment.island, run.member(name)
+    island, folder, max_steps = experiment.island, run.member(name), train_config(name, experiment).max_steps
+    status = MemberStatus.read(folder, name, max_steps)
+    status.max_steps = max_steps  # a finished training may be extended
     configure_torch(island.accelerator, island.num_threads)
     manifest = Manifest.read(run.root)
     member = Member.resolve(name, experiment, manifest)

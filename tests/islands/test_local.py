@@ -209,6 +209,17 @@ def test_a_member_is_trained_once_at_a_time(disturbed):
     assert re.fullmatch(f"error: {folder}: {KILLED} {words}", line)
 
 
+@pytest.mark.long
+def test_two_fits_at_once_both_end_well(tmp_path):
+    run = tmp_path / "run"
+    fits = [start_shorter("fit", run) for _ in range(2)]
+    with within(300):
+        said = [finish(process)[0] for process in fits]
+    assert all(f"ensemble: {run / 'ensemble.json'}" in out for out in said)
+    for name in MEMBERS:
+        assert (run / "members" / name / "log.txt").read_text().count("M parameters") == 1, "trained once"
+
+
 @pytest.mark.parametrize(
     ("slot", "devices", "visible", "count", "expected"),
     [

@@ -6,11 +6,14 @@ import math
 import re
 import shlex
 import shutil
+import threading
+import time
 
 import numpy as np
 import pytest
 import torch
 from deadline import within
+from filelock import FileLock
 from shards.mds import WARNINGS, damage
 from streaming import MDSWriter
 from streaming.base.format import reader_from_json
@@ -21,10 +24,12 @@ from training.short_fits import SHORT, checkpoints, events, fit, groups, member,
 from ddm_lightning.cli.parser import main
 from ddm_lightning.config.load import load_experiment
 from ddm_lightning.core.files import sha256_file
+from ddm_lightning.core.processes import FITTED_BY
 from ddm_lightning.evaluation.samples import prompt_condition
 from ddm_lightning.flow.randomness import keyed_generator
 from ddm_lightning.flow.timesteps import sample_timesteps
 from ddm_lightning.members.artifact import load_network
+from ddm_lightning.members.run_folder import lock_member
 from ddm_lightning.training.guard import read_skipped
 from ddm_lightning.training.roles import ExpertModule
 
@@ -62,6 +67,27 @@ def test_what_a_finished_member_leaves(finished):
     status = read_status(finished, "expert-0")
     assert (status["state"], status["step"]) == ("done", 20)
     assert {**status["metrics"], "held_out/step": 20} == meta.metrics
+
+
+def test_a_member_of_several_waits_while_another_process_trains_it(finished, tiny_run, monkeypatch, capsys):
+    monkeypatch.setenv(FITTED_BY, "")
+    folder, locked, asked = member(tiny_run), threading.Event(), threading.Event()
+    folder.mkdir(parents=True)
+    monkeypatch.setattr("ddm_lightning.training.fit.lock_member", lambda *its: asked.set() or lock_member(*its))
+
+    def train_there():
+        with FileLock(folder / ".lock"):
+            locked.set()
+            assert asked.wait(20)
+            time.sleep(0.2)
+            shutil.copytree(member(finished, "artifact"), folder / "artifact")
+
+    thread = threading.Thread(target=train_there)
+    thread.start()
+    assert locked.wait(10) and fit(tiny_run) == 0
+    thread.join()
+    assert f"expert-0 is finished: {folder / 'artifact'}\n" in capsys.readouterr().err
+    assert sorted(path.name for path in folder.iterdir()) == [".lock", "artifact"], "it has trained nothing"
 
 
 def test_its_curves_and_images_are_in_tensorboard(finished):
