@@ -54,6 +54,8 @@ MIX = ["resvg-py==0.5.0", "scikit-image>=0.24,<0.27", "mlxtend>=0.23.3,<0.26"]
 LATENTS = [*HUB, "diffusers>=0.35,<0.40", "timm>=1.0.20,<2", "sentencepiece>=0.2,<0.3"]
 # The page of `demo`: 6.18 asks for a huggingface-hub that transformers 4 does not take.
 PAGE = ["gradio>=6.15,<6.18"]
+# Opens examples/sample.ipynb; brings nbformat.
+NOTEBOOK = ["notebook>=7"]
 RAY = ["ray[data]>=2.40"]
 WANDB = ["wandb>=0.18"]
 # What benchmarks compare with.
@@ -103,6 +105,7 @@ setup(
         "latents": LATENTS,
         "mix": MIX,
         "page": PAGE,
+        "notebook": NOTEBOOK,
         "ray": RAY,
         "wandb": WANDB,
         "benchmarks": BENCHMARKS,

@@ -195,9 +195,24 @@ def _generate(
     return draw_run(run.root, experiment, prompts, path, show_progress=True, **more)
 
 
+def _print_captions(run: RunFolder, word: str) -> int:
+    from ddm_lightning.prepare.prepared import Prepared
+
+    prepared = Prepared(run.prepared)
+    if not prepared.index_file.exists():
+        raise UserError(
+            f"{prepared.index_file}: is missing; search for captions on the machine that prepared the images"
+        )
+    for text in sorted({text for text in prepared.texts("captions") if word.casefold() in text.casefold()}):
+        print(text)
+    return 0
+
+
 def _sample(experiment: Experiment, options: argparse.Namespace) -> int:
     from ddm_lightning.evaluation.samples import check_out
 
+    if options.captions is not None:
+        return _print_captions(open_run(experiment, create=False), options.captions)
     settings = experiment.sample
     if options.strategy in (None, settings.strategy):
         check_strategy(experiment, options.config, options.overrides)

@@ -71,6 +71,9 @@ def build_parser() -> argparse.ArgumentParser:
     text = "PNG file for the grid, or folder for a new one (default: the run's samples folder)"
     text += "; single images go into a folder beside the grid, with the same name"
     sample.add_argument("--out", metavar="PATH", help=text)
+    sample.add_argument(
+        "--captions", metavar="WORD", help="print the captions that hold WORD, to use as prompts; '' for all"
+    )
     sample.add_argument("--gif", action="store_true", help="also write the sampling trajectory as a GIF")
     demo = add("demo", "Try the ensemble of FILE, or of a saved folder or URL, on a local page (extra [page]).")
     demo.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")

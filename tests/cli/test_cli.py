@@ -248,6 +248,19 @@ def test_artifacts_beside_a_manifest_are_assembled_without_the_source(
     assert image == (finished_run / "samples" / "top-1.png").read_bytes()
 
 
+def test_captions_are_listed_and_searched_in_any_case(
+    capsys: pytest.CaptureFixture[str], finished_run: Path, tmp_path: Path
+) -> None:
+    every = called(capsys, "sample", *settings(finished_run), "--captions", "").splitlines()
+    assert every == sorted(set(every)) and {"red disc", "blue square"} <= set(every)
+    found = called(capsys, "sample", *settings(finished_run), "--captions", "RED d").splitlines()
+    assert found == [text for text in every if "red d" in text]
+    run = copy_run(finished_run, tmp_path / "run")
+    (run / "prepared" / "index.json").unlink()
+    assert main(["sample", *settings(run), "--captions", "red"]) == 2
+    assert "index.json: is missing; search for captions on the machine that" in capsys.readouterr().err
+
+
 def samples(path: Path) -> str:
     """What ``sample`` prints of the grid ``path``."""
     stem = path.with_suffix("")
