@@ -135,7 +135,7 @@ class TrainConfig:
     """Samples per step. For experts, the monolith's batch; each expert takes 1/K of it."""
     optimizer: str = option("adamw", choices=("adamw", "muon"))
     """``adamw``, or ``muon`` for the blocks' matrices (AdamW for adaLN and the rest); ``muon`` excludes FSDP2."""
-    learning_rate: float = option(1e-4, low=0)
+    learning_rate: float = option(1e-4, low=1e-12)
     """Peak learning rate."""
     weight_decay: float = option(0.0, low=0)
     """Weight decay of matrices; other parameters have none."""
@@ -261,6 +261,8 @@ class IslandConfig:
     """Steps between scores by ``evaluate.metrics``, a multiple of ``validate_every_n_steps``; null for none."""
     checkpoint_every_n_steps: int = option(500, low=1)
     """Steps between checkpoints; a killed member loses at most this many."""
+    checkpoint_every_n_minutes: float | None = option(None, low=0.01)
+    """Minutes between checkpoints, instead of ``checkpoint_every_n_steps``; null to count steps."""
     log_sample_ids: bool = False
     """Whether to write each step's sample ids to ``sample_ids.txt`` (``sample_ids-0.txt`` … for several devices)."""
     keep_checkpoints: int = option(2, low=1)

@@ -202,8 +202,9 @@ class StopOnRequest(L.Callback):
     """On SIGTERM, SIGUSR1 (SLURM's warning) or Ctrl-C: finishes the step, saves a checkpoint and stops.
 
     It cuts a validation short, because ``RollingCheckpoints`` has saved that step, but not the last one, which comes
-    after training. Several ranks agree every ten steps whether to stop. Ranks started by rank zero ignore the signals:
-    a terminal sends them to all, and the others would wait for a rank that stops during start-up.
+    after training. Several ranks agree every ten steps whether to stop, and whether a checkpoint is due by rank zero's
+    clock (``checkpoint_every_n_minutes``). Ranks started by rank zero ignore the signals: a terminal sends them to all,
+    and the others would wait for a rank that stops during start-up.
     """
 
     def __init__(self, checkpoints: RollingCheckpoints) -> None:
@@ -242,12 +243,13 @@ class StopOnRequest(L.Callback):
             self._hosts = torch.distributed.new_group(backend="gloo")
 
     def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
-        """Save a checkpoint and stop, if asked to."""
+        """Save a checkpoint if one is due by time; save one and stop if asked to."""
         if self._hosts is not None and trainer.global_step % POLL_STEPS:
             return  # a collective at each step would hold up hosts that run ahead of their devices
-        if self._agreed() and not self.stopped:
+        asked, late = self._agreed(self._requested, trainer.is_global_zero and self.checkpoints.is_late())
+        if (asked or late) and not self.stopped:
             self.checkpoints.save(trainer)
-            if trainer.global_step < trainer.max_steps:
+            if asked and trainer.global_step < trainer.max_steps:
                 self.stopped = trainer.should_stop = True
                 trainer.limit_val_batches = 0  # else Lightning validates before it stops
 
@@ -258,7 +260,7 @@ class StopOnRequest(L.Callback):
 
     def cuts_validation(self, trainer: L.Trainer) -> bool:
         """Return whether the running validation must end here; a collective."""
-        if self._training and trainer.global_step < trainer.max_steps and self._agreed():
+        if self._training and trainer.global_step < trainer.max_steps and self.any_rank(self._requested):
             self.stopped = trainer.should_stop = True
         return trainer.should_stop
 
@@ -267,9 +269,13 @@ class StopOnRequest(L.Callback):
         self.checkpoints.on_train_end(trainer, module)
         self._training = False
 
-    def _agreed(self) -> bool:
+    def any_rank(self, flag: bool) -> bool:
+        """Whether any rank has set ``flag``; a collective."""
+        return self._agreed(flag)[0]
+
+    def _agreed(self, *flags: bool) -> list[bool]:
         if self._hosts is None:
-            return self._requested
-        flag = torch.tensor(int(self._requested))
-        torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, group=self._hosts)
-        return bool(flag)
+            return [*flags]
+        table = torch.tensor(flags, dtype=torch.int)
+        torch.distributed.all_reduce(table, torch.distributed.ReduceOp.MAX, group=self._hosts)
+        return [bool(flag) for flag in table.tolist()]

@@ -236,6 +236,8 @@ def test_numbers_that_yaml_reads_in_another_base_are_refused(path: Path, text: s
     ("overrides", "line"),
     [
         (["prepare.partition.num_clusters=0"], "'prepare.partition.num_clusters' = 0: must be at least 1"),
+        (["router.train.learning_rate=0"], "'router.train.learning_rate' = 0: must be at least 1e-12"),
+        (["island.checkpoint_every_n_minutes=0"], "'island.checkpoint_every_n_minutes' = 0: must be at least 0.01"),
         (
             ["prepare.partition.num_fine_centroids=8", "prepare.partition.num_clusters=16"],
             "'prepare.partition.num_clusters' = 16: exceeds prepare.partition.num_fine_centroids",
@@ -287,6 +289,7 @@ def test_values_out_of_range_and_contradictions_are_refused(path: Path, override
     "overrides",
     [
         ["island.devices=4"],
+        ["island.checkpoint_every_n_minutes=0.01"],
         ["island.validate_every_n_steps=4", "island.evaluate_every_n_steps=8"],
     ],
 )

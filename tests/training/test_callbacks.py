@@ -6,6 +6,7 @@ import lightning as L
 import pytest
 import torch
 from training.members import batch, expert
+from training.two_processes import in_two_processes
 
 from ddm_lightning.core.processes import STARTED_BY
 from ddm_lightning.training.callbacks import SampleLog, StopOnRequest, StopRequested
@@ -13,8 +14,11 @@ from ddm_lightning.training.checkpoint.rolling import RollingCheckpoints
 
 
 class Saves(RollingCheckpoints):
-    def __init__(self):
-        self.steps = []
+    def __init__(self, late=False):
+        self.steps, self.late = [], late
+
+    def is_late(self):
+        return self.late
 
     def save(self, trainer):
         self.steps.append(trainer.global_step)
@@ -25,7 +29,9 @@ class Saves(RollingCheckpoints):
 
 def trainer_at(step, **settings):
     defaults = {"world_size": 1, "max_steps": 10, "should_stop": False, "limit_val_batches": 1.0, "global_rank": 0}
-    return SimpleNamespace(**{**defaults, "global_step": step, **settings})
+    found = SimpleNamespace(**{**defaults, "global_step": step, **settings})
+    found.is_global_zero = found.global_rank == 0
+    return found
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
@@ -57,11 +63,24 @@ def test_a_signal_in_the_last_step_does_not_keep_the_member_from_ending():
 
 def test_ranks_ask_one_another_every_ten_steps(monkeypatch):
     asked, stop = [], StopOnRequest(Saves())
-    monkeypatch.setattr(stop, "_agreed", lambda: asked.append(step))
+    monkeypatch.setattr(stop, "_agreed", lambda *flags: asked.append(step) or flags)
     stop._hosts = object()
     for step in range(1, 31):
         stop.on_train_batch_end(trainer_at(step), None)
     assert asked == [10, 20, 30]
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_ranks_save_by_the_clock_of_rank_zero(late):
+    def saved(rank):
+        saves = Saves(late=rank == late)
+        stop = StopOnRequest(saves)
+        stop.on_train_start(trainer_at(0, world_size=2), None)
+        for step in range(1, 21):
+            stop.on_train_batch_end(trainer_at(step, world_size=2, global_rank=rank, max_steps=20), None)
+        return saves.steps, stop.stopped
+
+    assert in_two_processes(saved) == dict.fromkeys((0, 1), ([10, 20] if late == 0 else [], False))
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])

@@ -1,10 +1,12 @@
 """A member that goes on: killed anywhere, with damaged checkpoints, on an island set otherwise."""
 
 import contextlib
+import itertools
 import json
 import shutil
 import signal
 import subprocess
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -127,6 +129,22 @@ def test_steps_lost_by_a_kill_are_repeated(finished, interrupted, capsys):
     assert "from here on" not in capsys.readouterr().err, "nothing changed"
     assert read_status(interrupted, "expert-0")["seconds"] > before > 0
     assert weights(interrupted) == weights(finished)
+
+
+def test_a_resume_at_a_checkpoint_by_minutes_is_exact(finished, tmp_path, monkeypatch):
+    """A clock that each look at it, once per step and once per save, moves on by a minute."""
+    minutes = itertools.count()
+    clock = SimpleNamespace(monotonic=lambda: 60.0 * next(minutes))
+    monkeypatch.setattr("ddm_lightning.training.checkpoint.rolling.time", clock)
+    run = tmp_path / "run"
+    shutil.copytree(finished / "prepared", run / "prepared")
+    assert fit(run, "island.checkpoint_every_n_minutes=5", "island.keep_checkpoints=9") == 0
+    assert checkpoints(run) == [f"step-{step:08d}.ckpt" for step in (5, 10, 12, 16, 20)]
+    assert weights(run) == weights(finished)
+    shutil.rmtree(member(run, "artifact"))
+    shutil.rmtree(member(run, "checkpoints", "step-00000020.ckpt"))
+    assert fit(run) == 0
+    assert weights(run) == weights(finished)
 
 
 def test_a_finished_member_trains_on_as_if_it_had_never_ended(finished, tmp_path, capsys):

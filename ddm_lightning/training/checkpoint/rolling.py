@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -35,7 +36,8 @@ _NUMERICS = (
 class RollingCheckpoints(L.Callback):
     """Save at the island's interval, before each validation, after the last step and on request.
 
-    Saving before a validation allows a stop at any moment of it. Writing happens in the background.
+    Saving before a validation allows a stop at any moment of it. Writing happens in the background. ``StopOnRequest``
+    asks for the saves by time, because ranks must agree on their steps.
 
     Lightning's ``ModelCheckpoint`` delays saves to the next validation (2.6), and after a kill forgets files of earlier
     starts.
@@ -49,9 +51,10 @@ class RollingCheckpoints(L.Callback):
     def __init__(self, folder: Path, island: IslandConfig, origin: Mapping[str, Any]) -> None:
         self.folder, self.keep, self.origin = folder, island.keep_checkpoints, origin
         self.milestone_every_n_steps = island.milestone_every_n_steps
-        self.due = [island.checkpoint_every_n_steps, island.validate_every_n_steps]
-        self.due += [self.milestone_every_n_steps] if self.milestone_every_n_steps else []
-        self._newest_step = -1
+        self.every_n_minutes = island.checkpoint_every_n_minutes
+        by_steps = None if self.every_n_minutes else island.checkpoint_every_n_steps
+        self.due = [n for n in (by_steps, island.validate_every_n_steps, self.milestone_every_n_steps) if n]
+        self._newest_step, self._saved_at = -1, time.monotonic()
 
     def setup(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
         """Remove old checkpoints whenever a new one is written."""
@@ -68,6 +71,10 @@ class RollingCheckpoints(L.Callback):
         if trainer.global_step == trainer.max_steps or any(trainer.global_step % n == 0 for n in self.due):
             self.save(trainer)
 
+    def is_late(self) -> bool:
+        """Whether the newest checkpoint is older than ``checkpoint_every_n_minutes`` by this process's clock."""
+        return self.every_n_minutes is not None and time.monotonic() - self._saved_at >= 60 * self.every_n_minutes
+
     def save(self, trainer: L.Trainer) -> None:
         """Save this step, once; a collective of all ranks.
 
@@ -82,7 +89,7 @@ class RollingCheckpoints(L.Callback):
         guard.settle()
         # Write now: a training resumed here does not repeat the steps skipped before.
         guard.write(skipped_file(self.folder.parent, trainer.global_rank, trainer.world_size))
-        self._newest_step = trainer.global_step
+        self._newest_step, self._saved_at = trainer.global_step, time.monotonic()
         trainer.save_checkpoint(self.folder / f"step-{trainer.global_step:08d}.ckpt", weights_only=False)
 
     def on_save_checkpoint(self, trainer: L.Trainer, module: L.LightningModule, checkpoint: dict[str, Any]) -> None:

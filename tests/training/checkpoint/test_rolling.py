@@ -11,6 +11,7 @@ from training.members import expert
 from ddm_lightning.config.experiment import IslandConfig
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.processes import STARTED_BY
+from ddm_lightning.training.callbacks import StopOnRequest
 from ddm_lightning.training.checkpoint.files import CheckpointWriter
 from ddm_lightning.training.checkpoint.rolling import RollingCheckpoints, newest_checkpoint
 from ddm_lightning.training.guard import read_skipped
@@ -20,7 +21,7 @@ from ddm_lightning.training.parallel.strategy import OneDevice
 class FakeTrainer:
     """Counts steps and writes checkpoints as a Trainer does."""
 
-    world_size, global_rank = 1, 0
+    world_size, global_rank, is_global_zero = 1, 0, True
 
     def __init__(self, rolling, max_steps=1000):
         self.max_steps = max_steps
@@ -38,16 +39,18 @@ class FakeTrainer:
         tensors = {"w": torch.tensor(float(self.global_step))}
         self.strategy.checkpoints.start(path, tensors, None, self.strategy.checkpoint_written)
 
-    def take(self, steps):
+    def take(self, steps, *others):
         for _ in range(steps):
             self.global_step += 1
-            self.rolling.on_train_batch_end(self, self.lightning_module)
+            for callback in (self.rolling, *others):
+                callback.on_train_batch_end(self, self.lightning_module)
         self.rolling.on_train_end(self, self.lightning_module)
 
 
-def rolling(folder, every, keep, validate_every, milestone_every=None):
+def rolling(folder, every, keep, validate_every, milestone_every=None, minutes=None):
     island = IslandConfig(
         checkpoint_every_n_steps=every,
+        checkpoint_every_n_minutes=minutes,
         keep_checkpoints=keep,
         validate_every_n_steps=validate_every,
         milestone_every_n_steps=milestone_every,
@@ -101,6 +104,16 @@ def test_milestones_are_kept_for_good_and_validations_have_a_checkpoint(tmp_path
     trainer.take(60)
     assert trainer.saved == [10, 20, 25, 30, 35, 40, 50, 60]
     assert names(tmp_path) == [f"step-000000{step}.ckpt" for step in (25, 50, 60)]
+
+
+def test_checkpoints_by_minutes_count_from_the_newest_and_validations_still_have_one(tmp_path, monkeypatch):
+    """Steps of two minutes, and an interval in steps that no longer counts."""
+    clock = SimpleNamespace(monotonic=lambda: 5000.0 + 120 * trainer.global_step if trainer else 5000.0)
+    monkeypatch.setattr("ddm_lightning.training.checkpoint.rolling.time", clock)
+    trainer = None
+    trainer = FakeTrainer(rolling(tmp_path, 2, 1, 9, 12, minutes=10))
+    trainer.take(28, StopOnRequest(trainer.rolling))
+    assert trainer.saved == [5, 9, 12, 17, 18, 23, 24, 27]
 
 
 def test_checkpoints_of_an_earlier_start_count(tmp_path):
