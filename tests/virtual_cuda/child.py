@@ -30,8 +30,10 @@ defer_heavy_packages()
 
 from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from tiny_runs import light_prepare
 
 from ddm_lightning.__main__ import run
+from ddm_lightning.ensemble.routing import Batch
 from ddm_lightning.ensemble.velocity import Ensemble
 from ddm_lightning.training import ema
 from ddm_lightning.training.checkpoint.files import CheckpointWriter
@@ -59,9 +61,10 @@ counted(MemberModule, "on_validation_start", "validation")
 counted(MemberModule, "log_figures", "figure", lambda _self, figures: len(figures) + 1)
 counted(MemberModule, "training_step", "step")
 counted(_EvaluationLoop, "_evaluation_step", "validation batch")
-counted(ema, "gathered_ema", "snapshot")
-counted(Ensemble, "velocity", "velocity")
+counted(ema, "gathered_ema", "average")
+counted(Ensemble, "_of_active", "evaluation")
 counted(Ensemble, "probabilities", "routing")
+counted(Batch, "__init__", "batch")
 advance = _TrainingEpochLoop.advance
 
 
@@ -71,7 +74,7 @@ def advance_counting(self: Any, *args: Any) -> None:
     with recorder.fresh() as counts:
         advance(self, *args)
     recorder.counts.update(counts)
-    due = [unit for unit in ("save", "snapshot") if units[unit] > before[unit]]
+    due = [unit for unit in ("save", "average") if units[unit] > before[unit]]
     if self.trainer.lightning_module.logs_now():
         due.append("log")
         units["log"] += 1
@@ -131,4 +134,5 @@ if __name__ == "__main__":
         module, _, name = task["probe"].partition(":")
         getattr(importlib.import_module(module), name)(notes.append)
     pairs = zip(task["commands"], task["stop_at"], strict=True)
-    print(json.dumps([ran(argv, stop_at, notes) for argv, stop_at in pairs]))
+    with light_prepare():
+        print(json.dumps([ran(argv, stop_at, notes) for argv, stop_at in pairs]))

@@ -57,11 +57,11 @@ class Command:
 
 @dataclass(frozen=True)
 class Step:
-    """One training step, with the validation after it."""
+    """One training step, without the validation after it."""
 
     number: int
     due: frozenset[str]
-    """What else happened: ``log``, ``save``, ``snapshot``, ``validation``."""
+    """What else happened: ``log``, ``save``, ``average`` (a snapshot)."""
     counts: Counts
 
 
@@ -85,6 +85,11 @@ class Ran:
     def name(self) -> str:
         """The command's name."""
         return self.argv[0]
+
+    @property
+    def shown(self) -> str:
+        """The command without the settings that all have."""
+        return " ".join(self.argv)
 
 
 def run(

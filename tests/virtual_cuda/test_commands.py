@@ -2,15 +2,67 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
+import numpy as np
+import yaml
+from PIL import Image
 from virtual_cuda.runs import Ran
 
-ROUTED = ("wait", "ensemble.velocity:rows_by_expert")
 COLUMNS = ("upload", "shards.datamodule:transfer_batch_to_device")
+ROUTED = ("wait", "ensemble.velocity:rows_by_expert")
 
 
-def test_between_log_steps_training_waits_for_nothing_and_copies_the_batch(everything: list[Ran]) -> None:
-    quiet = [(ran, step) for ran in everything for step in ran.steps[1:] if not step.due]
-    assert quiet
-    for ran, step in quiet:
-        # The rows that each expert of the teacher takes are known on the device only.
-        assert set(step.counts) == ({COLUMNS, ROUTED} if "member=student" in ran.argv else {COLUMNS})
+def allow_list() -> dict[tuple[str, str, str], tuple[int, list[str]]]:
+    """By command, kind and place: how many events may be, and per which units."""
+    found = {}
+    for group in yaml.safe_load(Path(__file__).with_name("allowed.yaml").read_text(encoding="utf-8")):
+        for command in group.pop("commands").split():
+            for kind, places in group.items():
+                for place, text in places.items():
+                    entry = re.fullmatch(r"(\d+) per ([a-z +]+); .{5,}", text)
+                    assert entry is not None, f"{place}: {text!r} gives no bound with a reason"
+                    assert (command, kind, place) not in found, f"{command}, {kind}, {place}: twice"
+                    found[command, kind, place] = int(entry[1]), entry[2].split("+")
+    return found
+
+
+def test_the_host_waits_and_copies_only_where_a_reason_is_given(everything: list[Ran]) -> None:
+    allowed, problems = allow_list(), []
+    for ran in everything:
+        for event, number in ran.counts.items():
+            at_most, units = allowed.get((ran.name, *event), (0, []))
+            limit = at_most * sum(ran.units[unit] for unit in units)
+            if number > limit:
+                problems.append(f"{number} x {': '.join(event)} ({limit} allowed) in {ran.shown}")
+    assert not problems, "\n".join(problems)
+
+
+def test_every_entry_of_the_allow_list_still_matches(everything: list[Ran]) -> None:
+    assert not set(allow_list()) - {(ran.name, *event) for ran in everything for event in ran.counts}
+
+
+def test_between_log_steps_a_training_step_copies_its_batch_and_waits_for_nothing(everything: list[Ran]) -> None:
+    members = set()
+    for ran in everything:
+        # The first step also brings constants to the device.
+        for step in (step for step in ran.steps[1:] if not step.due):
+            # An expert of a student's teacher is called with its rows alone, whose number the host must know.
+            student = {ROUTED: 1} if "member=student" in ran.argv else {}
+            assert step.counts == {COLUMNS: 6, **student}, f"step {step.number} of {ran.shown}"
+            members |= {word for word in ran.argv if word.startswith("member=")}
+    names = ("expert-0", "expert-1", "expert-2", "router", "monolith", "student")
+    assert members == {f"member={name}" for name in names}
+
+
+def test_a_stopped_training_resumes_on_the_device(everything: list[Ran]) -> None:
+    stopped, resumed = (ran for ran in everything if "member=expert-0" in ran.argv and ran.name == "fit")
+    assert [step.number for step in stopped.steps] == [1, 2, 3, 4, 5, 6]
+    assert [step.number for step in resumed.steps] == [7, 8, 9, 10, 11, 12]
+
+
+def test_it_computes_what_a_cpu_computes(everything: list[Ran], run_dir: Path) -> None:
+    on_device, on_cpu = (np.asarray(Image.open(run_dir / f"{name}.png")) for name in ("gpu", "cpu"))
+    assert on_cpu.std() > 10
+    np.testing.assert_array_equal(on_device, on_cpu)
