@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -35,15 +36,20 @@ def resolve_accelerator(accelerator: str) -> str:
 
 
 def device_of(accelerator: str) -> torch.device:
-    """Device for work that needs only one."""
-    return torch.device("cuda" if resolve_accelerator(accelerator) == "gpu" else "cpu")
+    """Device for work that needs only one: a rank's own, or the current one where no launcher numbers ranks."""
+    if resolve_accelerator(accelerator) != "gpu":
+        return torch.device("cpu")
+    rank, count = os.environ.get("LOCAL_RANK"), torch.cuda.device_count()
+    return torch.device("cuda", int(rank) % count) if rank and count else torch.device("cuda")
 
 
 def configure_torch(accelerator: str, num_threads: int) -> None:
-    """Set ``num_threads``; on a GPU also call ``configure_cuda``."""
+    """Set ``num_threads``; on a GPU also call ``configure_cuda``, and make a rank's own device the current one."""
     torch.set_num_threads(num_threads)
     if resolve_accelerator(accelerator) == "gpu":
         configure_cuda()
+        if (device := device_of(accelerator)).index is not None:
+            torch.cuda.set_device(device)  # encoders with ``device: cuda`` take it, too
 
 
 def configure_cuda() -> None:

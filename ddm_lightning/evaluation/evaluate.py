@@ -59,8 +59,6 @@ class Evaluation:
         self.experiment, self.run, self.settings = experiment, run, experiment.evaluate
         self.manifest = manifest = Manifest.read(run.root)
         device = device_of(experiment.island.accelerator)
-        if device.type == "cuda":
-            device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         if not self.settings.metrics:
             raise UserError("key 'evaluate.metrics': is empty; name at least one, such as kid")
         plugin = experiment.prepare.image_encoder

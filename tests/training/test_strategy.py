@@ -7,7 +7,7 @@ from torch import nn
 
 from ddm_lightning.config.experiment import IslandConfig
 from ddm_lightning.config.load import load_experiment
-from ddm_lightning.core.devices import check_devices, configure_torch, resolve_accelerator, resolve_precision
+from ddm_lightning.core.devices import check_devices, configure_torch, device_of, resolve_accelerator, resolve_precision
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.flow.condition import ConditionSpec
 from ddm_lightning.networks.compiled import compile_blocks
@@ -215,6 +215,19 @@ def test_a_gpu_takes_tensor_cores_for_float32_and_not_cudnns_attention(
     assert torch.get_float32_matmul_precision() == precision
     assert torch.backends.cuda.cudnn_sdp_enabled() == has_cudnn
     assert torch.backends.cuda.flash_sdp_enabled() and torch.backends.cuda.mem_efficient_sdp_enabled()
+
+
+@pytest.mark.parametrize(
+    ("rank", "count", "expected"),
+    [(None, 2, "cuda"), ("0", 2, "cuda:0"), ("1", 2, "cuda:1"), ("3", 2, "cuda:1"), ("1", 0, "cuda")],
+)
+def test_ranks_share_the_gpus(monkeypatch, rank, count, expected):
+    """Without a rank it is the current one, whichever that is."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    if rank:
+        monkeypatch.setenv("LOCAL_RANK", rank)
+    assert device_of("gpu") == torch.device(expected)
+    assert device_of("cpu") == torch.device("cpu")
 
 
 @pytest.mark.parametrize(

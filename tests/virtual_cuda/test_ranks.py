@@ -1,0 +1,48 @@
+"""A rank takes its own GPU before anything is on one: encoders, whose ``device`` is ``cuda``, and a student's teacher."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_runs import copy_run, settings
+from virtual_cuda.runs import Command, run
+
+
+def note_devices(note: Callable[[Any], None]) -> None:
+    """Note the device that networks go to, and where ``cuda`` leads when they and the encoder are built."""
+    from ddm_lightning.core.errors import UserError
+    from ddm_lightning.core.registry import IMAGE_ENCODERS
+    from ddm_lightning.evaluation import evaluate
+    from ddm_lightning.training import fit
+
+    build, begin = IMAGE_ENCODERS.build, evaluate.Generated.__init__
+
+    def noting(*arguments: Any) -> Any:
+        note(["encoder", torch.cuda.current_device()])
+        return build(*arguments)
+
+    def beginning(*arguments: Any) -> None:
+        note([str(arguments[-1]), torch.cuda.current_device()])
+        begin(*arguments)
+
+    def load(_folder: Path, device: torch.device) -> Any:
+        note([str(device), torch.cuda.current_device()])
+        raise UserError("enough")
+
+    IMAGE_ENCODERS.build = noting  # type: ignore[method-assign]
+    evaluate.Generated.__init__, fit.load_ensemble = beginning, load  # type: ignore[method-assign]
+
+
+@pytest.mark.slow
+def test_a_rank_takes_its_own_device_first(finished_run: Path, tmp_path: Path) -> None:
+    """The second of two, as torchrun numbers them."""
+    given = [*settings(copy_run(finished_run, tmp_path / "run")), "island.accelerator=gpu", "evaluate.num_images=8"]
+    student = Command(["fit", *given, "member=student", "island.devices=2"], code=2)
+    probe = "virtual_cuda.test_ranks:note_devices"
+    distilled, evaluated = run([student, Command(["evaluate", *given])], probe, {"LOCAL_RANK": "1"})
+    assert distilled.notes == [["cuda:1", 1]]
+    assert evaluated.notes[:2] == [["encoder", 1], ["cuda:1", 1]]
