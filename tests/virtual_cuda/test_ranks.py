@@ -1,4 +1,4 @@
-"""A rank takes its own GPU before anything is on one: encoders, whose ``device`` is ``cuda``, and a student's teacher."""
+"""A rank takes its own GPU before anything is on one: encoders with ``device: cuda``, and the teacher of a student."""
 
 from __future__ import annotations
 
