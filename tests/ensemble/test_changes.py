@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -58,6 +59,9 @@ def test_without_a_cluster_the_velocity_is_that_of_the_other_data() -> None:
     assert torch.allclose(twice.priors, once.priors)
     with pytest.raises(UserError, match="leave one on"):
         all_four.reweighted([0, 0, 0, 0])
+    for factors in ([1, 1, 1], [1, -1, 1, 1], [1, math.inf, 1, 1], [1, math.nan, 1, 1]):
+        with pytest.raises(UserError, match="give 4 numbers from 0 up"):
+            all_four.reweighted(factors)
 
 
 def test_an_expert_opts_out_and_the_images_of_the_others_stay(

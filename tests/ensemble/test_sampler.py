@@ -102,6 +102,9 @@ def test_the_router_is_reused_and_then_frozen() -> None:
             x = x - 0.1 * (share[0] * two().experts[0](x, t, None) + share[1] * two().experts[1](x, t, None))
         ends.append(x)
     assert torch.allclose(got, torch.cat(ends), atol=1e-5)
+    until = two()
+    draw(until, num_steps=4, shift=1.0, settings=SampleConfig(router_freeze_at=0.5))
+    assert until.work.router_rows == 3 * 7, "asked at t = 1, 0.75 and 0.5"
     for solver in ("heun", "dormand-prince"):
         whole, alone = (draw(two(), solver=solver, batch_size=size, **options) for size in (7, 1))
         assert torch.allclose(whole, alone, atol=1e-5)

@@ -52,6 +52,11 @@ def test_an_error_of_the_network_is_amplified_a_bounded_number_of_times(kind: st
     assert error.isfinite().all()
 
 
+def test_the_data_that_a_noise_prediction_implies_are_clamped_on_both_sides() -> None:
+    x_t, half = torch.tensor([[-50.0], [-5.0], [5.0], [50.0]]), torch.full((4,), 0.5)
+    assert to_velocity(torch.zeros(4, 1), x_t, half, "epsilon").tolist() == [[20.0], [10.0], [-10.0], [-20.0]]
+
+
 def test_exact_epsilon_at_pure_noise_means_centred_data() -> None:
     _, noise = draw(3)
     assert torch.equal(to_velocity(noise, noise, torch.ones(3, dtype=torch.float64), "epsilon"), noise)

@@ -55,7 +55,7 @@ class DormandPrince(Solver):
         """Go from ``times[0]`` to ``times[-1]``; see ``Solver.solve``."""
         steps = intervals(times)
         (start, second), end = steps[0], steps[-1][1]
-        stop = end or min(MIN_NOISE_SCALE, start)
+        stop = end or MIN_NOISE_SCALE
         x_t, t = x_1, time_rows(start, x_1)
         step = torch.full_like(t, start - second)
         slope = velocity(x_t, t)

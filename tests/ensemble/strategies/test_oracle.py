@@ -20,9 +20,10 @@ class Point(nn.Module):
 
     def __init__(self, point):
         super().__init__()
-        self.point = nn.Parameter(torch.tensor(point))
+        self.point, self.num_rows = nn.Parameter(torch.tensor(point)), []
 
     def forward(self, x_t, t, _condition):
+        self.num_rows.append(len(x_t))
         return (x_t - self.point) / t[:, None, None, None]
 
 
@@ -47,6 +48,7 @@ def test_an_oracle_keeps_one_expert_and_the_priors():
     counts = torch.bincount(clusters.long(), minlength=3)
     assert chisquare(counts.numpy(), 1000 * torch.tensor(PRIORS).numpy()).pvalue > 0.01
     assert sum(ensemble.work.expert_rows) == 8 * 1000
+    assert len(set(ensemble.experts[0].num_rows)) <= 2  # of two batches
     assert torch.allclose(generate("oracle", None, cluster=1)[0], torch.ones(1000), atol=1e-5)
     with pytest.raises(UserError, match="cluster = 3 has no expert here; choose one of expert-0, expert-1, expert-2"):
         generate("oracle", None, cluster=3)
@@ -67,3 +69,4 @@ def test_sampling_at_each_step_ends_with_the_expert_of_the_last():
     assert torch.allclose(x_0, x_0.round(), atol=1e-5)
     assert chisquare(counts.numpy(), 1000 * torch.tensor(PRIORS).numpy()).pvalue > 0.01
     assert sum(ensemble.work.expert_rows) == 8 * 1000
+    assert len(set(ensemble.experts[0].num_rows)) > 4  # chosen anew at each of 8 steps

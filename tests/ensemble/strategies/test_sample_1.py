@@ -85,6 +85,13 @@ def test_a_sure_router_is_not_asked_to_draw_again(threshold, num_calls):
     assert (got.mean((1, 2, 3)) > 0).float().mean().item() == pytest.approx(0.7, abs=4 * (0.21 / 400) ** 0.5)
 
 
+def test_a_threshold_that_every_router_reaches_changes_no_sample(points):
+    """Each step is then solved on its own, with the noise of that step."""
+    settings = {"num_steps": 6, "shift": 1.0, "seed": 0, "batch_size": 50, "solver": "ancestral"}
+    once, stepwise = (sample(exact(points), None, 50, SHAPE, strategy=Sample1(t), **settings) for t in (0.0, 1e-9))
+    assert torch.allclose(once, stepwise, atol=1e-5)
+
+
 def test_without_a_router_the_priors_choose_once():
     ensemble = Ensemble([Aimed(5.0), Aimed(-5.0)], None, [0.25, 0.75])
     condition = Condition.of(torch.ones(600, 1))

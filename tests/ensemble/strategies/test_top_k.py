@@ -37,3 +37,4 @@ def test_top_k_must_keep_an_expert_and_no_more_than_there_are():
     settings = SampleConfig(strategy="top-k", top_k=2, strategy_params={"top_k": 3})
     with pytest.raises(UserError, match=r"sample\.top_k = 3 exceeds prepare\.partition\.num_clusters = 2"):
         strategy_of(settings).check_num_clusters(2)
+    strategy_of(settings).check_num_clusters(3)

@@ -1,0 +1,55 @@
+"""Experts that return NaN or an infinity, at once or late; ``test_changes.py`` has whole ensembles on disk."""
+
+import math
+
+import pytest
+import torch
+from ensemble_networks import Aimed, FixedRouter
+from torch import nn
+
+from ddm_lightning.core.errors import UserError
+from ddm_lightning.ensemble.routing import sample
+from ddm_lightning.ensemble.velocity import Ensemble
+from ddm_lightning.flow.condition import Condition
+
+SHAPE = (1, 2, 2)
+
+
+class Breaks(nn.Module):
+    """Returns ``number`` in one pixel of the rows whose condition is 1, from a time on."""
+
+    prediction = "velocity"
+
+    def __init__(self, number: float, time: float) -> None:
+        super().__init__()
+        self.number, self.time = number, time
+
+    def forward(self, x_t: torch.Tensor, t: torch.Tensor, condition: Condition) -> torch.Tensor:
+        found = x_t.clone()
+        found[(t <= self.time) & (condition.values[:, 0] == 1), 0, 0, 1] = self.number
+        return found
+
+
+def generate(experts: list[nn.Module]) -> tuple[torch.Tensor, Ensemble]:
+    ensemble = Ensemble(experts, FixedRouter([0.0] * len(experts)), [1 / len(experts)] * len(experts))
+    condition = Condition.of(torch.tensor([[0.5], [1.0], [0.0]]))
+    options = {"strategy": "full", "num_steps": 4, "shift": 1.0, "seed": 0, "batch_size": 3}
+    return sample(ensemble, condition, 3, SHAPE, **options), ensemble
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("time", [1.0, 0.25])
+def test_an_expert_that_breaks_is_left_out_of_its_rows(number: float, time: float) -> None:
+    """Those rows become what the other expert alone makes of the same noise."""
+    found, ensemble = generate([Aimed(), Breaks(number, time)])
+    alone, both = generate([Aimed()])[0], generate([Aimed(), Breaks(number, -1.0)])[0]
+    assert ensemble.failed == {1}
+    assert torch.allclose(found[1], alone[1], atol=1e-6)
+    assert torch.allclose(found[[0, 2]], both[[0, 2]], atol=1e-6)
+
+
+def test_if_all_experts_break_the_last_one_is_named() -> None:
+    with pytest.raises(
+        UserError, match=r"expert-[01]: returns NaN, and the strategy has no other expert; fit it again"
+    ):
+        generate([Breaks(math.nan, 1.0), Breaks(math.inf, 1.0)])
