@@ -5,6 +5,9 @@ from __future__ import annotations
 import errno
 import sys
 
+DOWNLOADS: dict[str, str] = {}
+"""URL of each temporary folder that holds a download; messages name the URL."""
+
 
 class UserError(Exception):
     """Bad input, such as a config, shard, checkpoint, artifact or prompt.
@@ -12,6 +15,9 @@ class UserError(Exception):
     The message is one line with the file, the key and the remedy. The command line prints it after
     ``error:`` and exits with 2. Raise it before anything is written.
     """
+
+    def __str__(self) -> str:
+        return _with_urls(super().__str__())
 
 
 def line_of(error: BaseException) -> str | None:
@@ -38,4 +44,10 @@ def first_line(error: BaseException) -> str:
 
 def note(line: str) -> None:
     """Print one line on stderr about something that the program has worked around."""
-    print(f"note: {line}", file=sys.stderr)
+    print(f"note: {_with_urls(line)}", file=sys.stderr)
+
+
+def _with_urls(line: str) -> str:
+    for folder, url in DOWNLOADS.items():
+        line = line.replace(folder, url)
+    return line

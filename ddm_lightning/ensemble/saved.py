@@ -13,7 +13,7 @@ from fsspec.core import url_to_fs
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from ddm_lightning.config.experiment import Experiment
-from ddm_lightning.core.errors import UserError, first_line
+from ddm_lightning.core.errors import DOWNLOADS, UserError, first_line
 from ddm_lightning.core.files import atomic_folder, inside, read_json
 from ddm_lightning.core.weights import check_recorded
 from ddm_lightning.members.artifact import REMEDY, WEIGHTS_FILE
@@ -38,7 +38,8 @@ def fetched(address: str | Path) -> Path:
     url = str(address)
     if "://" not in url:
         return Path(url).expanduser()
-    folder = Path(tempfile.mkdtemp(prefix="ddm_lightning-"))
+    folder = Path(tempfile.mkdtemp(prefix="ddm_lightning-")).resolve()
+    DOWNLOADS[str(folder)] = url.rstrip("/")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     try:
         filesystem, root = url_to_fs(url)

@@ -55,7 +55,9 @@ def test_a_saved_ensemble_moves_and_keeps_its_images(three: Path, tmp_path: Path
     assert front["pipeline_tag"] == "text-to-image" and front["library_name"] == "ddm_lightning"
 
 
-def test_a_url_is_downloaded_and_checked(three: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_url_is_downloaded_and_checked(
+    three: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     url = f"memory://{uuid.uuid4()}"
     memory = fsspec.filesystem("memory")
@@ -63,9 +65,10 @@ def test_a_url_is_downloaded_and_checked(three: Path, tmp_path: Path, monkeypatc
     assert images(DecentralizedEnsemble.from_pretrained(f"{url}/", "cpu")) == images(load(three))
     memory.rm(f"{url}/expert-1", recursive=True)
     assert len(DecentralizedEnsemble.from_pretrained(url, "cpu").manifest.experts) == 2
+    assert f"note: {url}/ensemble.json: " in capsys.readouterr().err
     weights = f"{url}/expert-0/model.safetensors"
     memory.pipe_file(weights, memory.cat_file(weights)[:-8])
-    refused(lambda: DecentralizedEnsemble.from_pretrained(url, "cpu"), "not a whole safetensors file")
+    refused(lambda: DecentralizedEnsemble.from_pretrained(url, "cpu"), f"{url}/expert-0/model.safetensors: not a whole")
     members = json.loads((three / "ensemble.json").read_text())["members"]
     edit(three / "ensemble.json", members=[{**members[0], "path": "../elsewhere"}])
     memory.put(str(three / "ensemble.json"), f"{url}/ensemble.json")
