@@ -6,6 +6,7 @@ import functools
 import io
 import json
 import re
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -22,7 +23,7 @@ from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.core.devices import check_devices, device_of
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_files, atomic_write
-from ddm_lightning.core.formatting import Bars
+from ddm_lightning.core.formatting import Bars, amount
 from ddm_lightning.core.grids import labelled_grid, save_png
 from ddm_lightning.core.registry import CAPTION_ENCODERS, IMAGE_ENCODERS, Registry
 from ddm_lightning.ensemble.load import LoadedEnsemble, load_ensemble, load_single
@@ -44,6 +45,7 @@ _STRIP_COLUMNS, _GIF_FRAMES, _FRAME_MS, _LAST_FRAME_MS = 10, 30, 100, 1500
 _MAX_TICKS = 8
 # Images computed at once; does not change them.
 BATCH_SIZE = 64
+_BLOCK_BYTES = 4096
 # Largest grid; images beyond it are written as single images only.
 MAX_ROWS, MAX_COLUMNS = 32, 32
 
@@ -254,13 +256,16 @@ def draw_run(
     the files of the trajectory.
 
     Raises:
-        UserError: no ensemble, an artifact that is damaged or of other data, an empty prompt, no such class or device.
+        UserError: no ensemble, an artifact that is damaged or of other data, an empty prompt, no such class or device,
+            or too many images for the disk.
     """
     accelerator = experiment.island.accelerator
     check_devices(accelerator, 1)
     manifest = Manifest.read(run_dir)
     of_data = experiment, manifest.class_names, manifest.num_classes
     rows = row_conditions(prompts, classes, *of_data) if prompts or classes else None
+    if singles is not None:
+        _check_space(path.parent, experiment.sample.num_per_prompt * len(rows or [None]))
     loaded = load_of_run(run_dir, experiment, manifest, device_of(accelerator), partial=True)
     rows = rows or row_conditions((), (), *of_data)
     num_columns = min(experiment.sample.num_per_prompt, MAX_COLUMNS)
@@ -278,6 +283,19 @@ def draw_run(
         for old in singles.glob("[0-9][0-9][0-9]-*-[0-9][0-9][0-9][0-9].png") if singles is not None else ():
             old.unlink()  # of an earlier grid of this name
     return loaded.cost, {name: path.with_name(file.name) for name, file in files.items()}
+
+
+def _check_space(folder: Path, num: int) -> None:
+    """Refuse more images than single files fit on the disk of ``folder``, which need not exist yet.
+
+    Raises:
+        UserError: they do not fit even if each takes no more than one block of the disk.
+    """
+    place = next(one for one in (folder.resolve(), *folder.resolve().parents) if one.exists())
+    needed, free = num * _BLOCK_BYTES, shutil.disk_usage(place).free
+    if needed > free:
+        problem = f"{num:,} images take at least {amount(needed)}, and {amount(free)} is free"
+        raise UserError(f"{place}: {problem}; lower --num, or give another disk with --out")
 
 
 def write_trajectory(

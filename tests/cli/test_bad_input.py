@@ -244,6 +244,13 @@ def test_sample_options_that_cannot_be(refuse_sample: Refuse, option: str, value
         assert word in line
 
 
+def test_more_images_than_the_disk_or_the_memory_holds(refuse_sample: Refuse, refuse: Refuse, copied: Path) -> None:
+    line = refuse_sample("--prompt", "a", "--prompt", "b", "--num", str(10**9))
+    assert line.startswith(f"{copied / 'samples'}: 2,000,000,000 images take at least 8.2 TB, and ")
+    line = refuse("diagnose", *settings(copied), "--num", str(10**12))
+    assert line.startswith(f"--num {10**12}: so many images take 768.0 TB of memory")
+
+
 @pytest.mark.parametrize("command", ["sample", "status"])
 def test_a_run_that_is_not_there(refuse: Refuse, tmp_path: Path, command: str) -> None:
     line = refuse(command, *settings(tmp_path / "run"))
