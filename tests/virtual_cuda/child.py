@@ -111,7 +111,6 @@ def ran(argv: list[str], stop_at: int | None, notes: list[Any]) -> dict[str, Any
             traceback.print_exc()
             code = 1
     return {
-        "argv": argv,
         "code": code,
         "output": output.getvalue(),
         "counts": rows(counts),

@@ -49,6 +49,8 @@ class Command:
 
     argv: Sequence[str]
     """What follows ``python -m ddm_lightning``."""
+    settings: Sequence[str] = ()
+    """Settings that go after the command's name and are not shown."""
     code: int = 0
     """Exit code that it must have."""
     stop_at: int | None = None
@@ -70,6 +72,7 @@ class Ran:
     """What a command did."""
 
     argv: list[str]
+    """``Command.argv``."""
     code: int
     output: str
     counts: Counts
@@ -86,9 +89,7 @@ class Ran:
         """The command's name."""
         return self.argv[0]
 
-    @property
-    def shown(self) -> str:
-        """The command without the settings that all have."""
+    def __str__(self) -> str:
         return " ".join(self.argv)
 
 
@@ -96,21 +97,22 @@ def run(
     commands: Sequence[Command], probe: str | None = None, environment: Mapping[str, str] | None = None
 ) -> list[Ran]:
     """Run commands in one process, whose imports take some seconds; fail the test if one exits with another code."""
-    task = {"commands": [[*command.argv] for command in commands], "stop_at": [c.stop_at for c in commands]}
+    task = {"commands": [[c.argv[0], *c.settings, *c.argv[1:]] for c in commands], "stop_at": [c.stop_at for c in commands]}
     printed = start([str(HERE / "child.py")], json.dumps(task | {"probe": probe}), environment)
-    found = [_ran(record) for record in json.loads(printed.splitlines()[-1])]
+    records = json.loads(printed.splitlines()[-1])
+    found = [_ran(command.argv, record) for command, record in zip(commands, records, strict=True)]
     for command, ran in zip(commands, found, strict=True):
-        assert ran.code == command.code, f"{' '.join(command.argv)}: exit code {ran.code}\n{ran.output}"
+        assert ran.code == command.code, f"{ran}: exit code {ran.code}\n{ran.output}"
     return found
 
 
-def _ran(record: dict[str, Any]) -> Ran:
+def _ran(argv: Sequence[str], record: dict[str, Any]) -> Ran:
     def counts(rows: list[list[Any]]) -> Counts:
         return Counts({(kind, place): number for kind, place, number in rows})
 
     steps = [Step(number, frozenset(due), counts(rows)) for number, due, rows in record.pop("steps")]
     units = collections.Counter(record.pop("units"))
-    return Ran(**{**record, "counts": counts(record["counts"]), "units": units, "steps": steps})
+    return Ran([*argv], **{**record, "counts": counts(record["counts"]), "units": units, "steps": steps})
 
 
 def start(arguments: Sequence[str], stdin: str = "", environment: Mapping[str, str] | None = None) -> str:
