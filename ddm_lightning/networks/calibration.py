@@ -69,9 +69,8 @@ class Calibration:
     def add(
         self, index: int, logits: Float[Tensor, "n K"], clusters: Int[Tensor, " n"], sample_ids: Int[Tensor, " n"]
     ) -> None:
-        """Add predictions at the ``index``-th time."""
-        log_probabilities = (logits[None] / _CHOICES.to(logits)[:, None, None]).log_softmax(2).double().cpu()
-        clusters, sample_ids = clusters.cpu(), sample_ids.cpu()
+        """Add predictions at the ``index``-th time; all tensors are on the CPU."""
+        log_probabilities = (logits[None] / _CHOICES.to(logits)[:, None, None]).log_softmax(2).double()
         first = is_fitted(sample_ids)
         rows, own = log_probabilities[:, first], clusters[first]
         self.loss[index] -= rows.gather(2, own.expand(len(rows), -1)[..., None]).sum((1, 2))

@@ -350,7 +350,8 @@ class MemberModule(L.LightningModule):
         rows of its own samples. The ranks' samples alternate in a step (``shards.datamodule.steps``).
         """
         x_0 = self.normalised(batch)
-        t = stratified_timesteps(NUM_VALIDATION_TIMESTEPS)[index].to(x_0.device).expand(len(x_0))
+        time = stratified_timesteps(NUM_VALIDATION_TIMESTEPS)[index].item()
+        t = torch.full((len(x_0),), time, device=x_0.device)  # a copy would wait for the device
         generator = keyed_generator(self.member.seed, "validation", batch_idx, index, 0, device=x_0.device)
         # In full even for a smaller batch: the values may depend on their number.
         noise = torch.randn((self.member.batch_size, *x_0.shape[1:]), generator=generator, device=x_0.device)

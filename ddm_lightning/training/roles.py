@@ -106,6 +106,7 @@ class RouterModule(MemberModule):
         """Average held-out cross-entropy and accuracy at 8 fixed timesteps, without and with the condition."""
         num = self.num_counted(batch, batch_idx)
         cluster, sample_ids = batch["cluster"][:num], batch["sample_id"][:num]
+        on_host = cluster.cpu(), sample_ids.cpu()
         for index in range(NUM_VALIDATION_TIMESTEPS):
             noisy = self.noisy_validation_batch(batch, batch_idx, index)
             branches = {"": None} | ({CONDITIONAL: noisy.condition} if noisy.condition is not None else {})
@@ -117,7 +118,7 @@ class RouterModule(MemberModule):
                     self.accumulate(f"held_out/{self.loss_name}{suffix}", nll, num)
                     self.accumulate(f"held_out/accuracy{suffix}", hits, num)
                 calibration = self.calibrations.setdefault(branch, Calibration(NUM_VALIDATION_TIMESTEPS))
-                calibration.add(index, logits, cluster, sample_ids)
+                calibration.add(index, logits.cpu(), *on_host)
                 if not branch:
                     if self.confusion is None:
                         num_clusters = logits.shape[1]
