@@ -56,6 +56,7 @@ LATENTS = [*HUB, "diffusers>=0.35,<0.40", "timm>=1.0.20,<2", "sentencepiece>=0.2
 PAGE = ["gradio>=6.15,<6.18"]
 # Opens examples/sample.ipynb; brings nbformat.
 NOTEBOOK = ["notebook>=7"]
+COMPLETION = ["argcomplete>=3"]
 RAY = ["ray[data]>=2.40"]
 WANDB = ["wandb>=0.18"]
 # What benchmarks compare with.
@@ -69,6 +70,7 @@ TEST = [
     *LATENTS,
     *MIX,
     *PAGE,
+    *COMPLETION,
     *RAY,
     *BENCHMARKS,
     "pytest>=8",
@@ -106,6 +108,7 @@ setup(
         "mix": MIX,
         "page": PAGE,
         "notebook": NOTEBOOK,
+        "completion": COMPLETION,
         "ray": RAY,
         "wandb": WANDB,
         "benchmarks": BENCHMARKS,

@@ -19,6 +19,8 @@ from images to an ensemble, on this machine:
   python -m ddm_lightning sample -c experiments/emoji_4x.yaml --prompt "red apple" --num 8
 one member alone, as on an island (needs the prepared shards):
   python -m ddm_lightning fit -c experiments/emoji_4x.yaml member=expert-2 island.shards=/data/shards
+completion by Tab of the short name ddm-lightning (extra [completion]):
+  eval "$(register-python-argcomplete ddm-lightning)"
 """
 
 
@@ -78,10 +80,11 @@ def build_parser() -> argparse.ArgumentParser:
     demo = add("demo", "Try the ensemble of FILE, or of a saved folder or URL, on a local page (extra [page]).")
     demo.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
     demo.add_argument("--port", type=int, default=7860, help="port (default: 7860; 0 for any free one)")
-    evaluate = add("evaluate", "Score the ensemble's samples against held-out images (section evaluate; resumable).")
+    evaluate = add("evaluate", "Score the ensemble's samples against held-out images (resumable; minutes on a CPU).")
     evaluate.add_argument("--images", metavar="PATH", help="folder or .npz file to score instead of new samples")
     evaluate.add_argument("--out", metavar="FOLDER", help="results folder (default: one in the run's evaluation/)")
-    diagnose = add("diagnose", "Measure experts by cluster, the router by time and the clusters' shares among samples.")
+    text = "Measure experts by cluster, the router by time and the clusters' shares among samples (minutes on a CPU)."
+    diagnose = add("diagnose", text)
     diagnose.add_argument("--strategy", action="append", help="strategy whose samples are classified; repeat for more")
     diagnose.add_argument("--num", type=int, default=256, help="images per strategy (default: 256)")
     replay = add("replay", "Repeat a step of member=expert-3 that was skipped because its gradient was not finite.")
@@ -178,6 +181,10 @@ def _run(options: argparse.Namespace) -> int:
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = build_parser()
+    if "_ARGCOMPLETE" in os.environ:  # a shell asks for completions
+        import argcomplete
+
+        argcomplete.autocomplete(parser)
     if not (sys.argv[1:] if arguments is None else arguments):
         parser.print_help(sys.stderr)
         raise SystemExit(2)

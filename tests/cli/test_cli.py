@@ -423,6 +423,18 @@ def test_an_output_that_is_not_utf_8_shows_question_marks(variables: dict[str, s
     assert b"`bayes` ? (`sample --help`" in done.stdout
 
 
+@pytest.mark.parametrize(
+    ("line", "expected"), [("dia", {"diagnose"}), ("sample --st", {"--strategy"}), ("export --to d", {"diffusers"})]
+)
+def test_a_shell_completes_commands_and_options(tmp_path: Path, line: str, expected: set[str]) -> None:
+    line = f"ddm-lightning {line}"
+    shell = {"_ARGCOMPLETE": "1", "COMP_LINE": line, "COMP_POINT": str(len(line)), "_ARGCOMPLETE_IFS": "\n"}
+    out = tmp_path / "completions"
+    environment = {**os.environ, **shell, "_ARGCOMPLETE_STDOUT_FILENAME": str(out)}
+    subprocess.run([Path(sys.executable).with_name("ddm-lightning")], env=environment, check=True)
+    assert {word.strip() for word in out.read_text(encoding="utf-8").splitlines()} == expected
+
+
 def documented_commands() -> list[str]:
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
     lines = [line for page in pages for line in page.read_text(encoding="utf-8").splitlines()]
