@@ -65,14 +65,14 @@ def dry_run(experiment: Experiment, run_dir: Path, check: Callable[[DataSizes], 
     preparation.check_before_writing(check)
 
     start = time.monotonic()
-    readings = [Reading(part, plugins, lambda _: None, at_once=_TRIED) for part in parts]
+    readings = [Reading(part, plugins, at_once=_TRIED) for part in parts]
     first = next((chunk for reading in readings for chunk in reading.chunks()), None)
     seconds = time.monotonic() - start
     if first is None:
         broken = (one for reading in readings for one in reading.broken)
         example = next((f" (for example {one.key!r}: {one.cause})" for one in broken), "")
         raise UserError(f"source {plugins.config.source.name!r}: no sample can be read{example}; fix prepare.source")
-    records, images = first
+    _, records, images = first
     num = len(records)
     texts = sum(len(f"{record.key}{record.caption}".encode()) for record in records)
     estimates = [Estimate("keys and captions", texts // num, seconds / num)]

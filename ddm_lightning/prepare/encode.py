@@ -10,7 +10,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
@@ -24,12 +24,13 @@ from ddm_lightning.core.columns import GrowingArray, Strings, save_array
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_folder, atomic_write_json, sha256_file
 from ddm_lightning.prepare.engine import run_jobs
-from ddm_lightning.prepare.reading import SAMPLES_AT_ONCE, Plugins, Reading
+from ddm_lightning.prepare.reading import Plugins, Reading, one_ahead
 from ddm_lightning.prepare.records import Broken, Part, Record, count_samples
 
 RECORDS, LATENTS, CAPTIONS, FEATURES = "records", "latents", "captions", "features"
 LEDGER = "part.json"
 _THUMBNAIL_SIZE = 96
+_CAPTIONS_AT_ONCE = 256
 # Samples to read before the fraction of broken ones can stop ``prepare``.
 _ENOUGH = 1000
 
@@ -131,7 +132,7 @@ def _without_unchanged(job: PartJob, ledger: Ledger, plugins: Plugins) -> dict[s
     alike = [name for name, record in made.items() if record["key"].split()[-1] == job.wanted[name].split()[-1]]
     if RECORDS not in alike or job.part.num_samples not in (None, made[RECORDS]["num_read"]):
         return dict(job.wanted)
-    reading = Reading(job.part, plugins, lambda _: None)
+    reading = Reading(job.part, plugins)
     for _ in reading.chunks():
         pass
     if reading.content.hexdigest() != made[RECORDS]["content"]:
@@ -190,14 +191,15 @@ def key_hash(text: str) -> int:
 
 def _encode_images(job: PartJob, names: list[str], ledger: Ledger, plugins: Plugins, tick: Tick) -> None:
     start = time.monotonic()
-    reading, texts, size = Reading(job.part, plugins, tick), _Texts(job.max_thumbnails), 0
+    reading, texts, size, num_rows = Reading(job.part, plugins), _Texts(job.max_thumbnails), 0, 0
     with ExitStack() as stack:
         folders = {name: stack.enter_context(atomic_folder(job.folder / name)) for name in names}
         arrays = {name: stack.enter_context(_Arrays(folder)) for name, folder in folders.items()}
-        for records, images in reading.chunks():
+        for num_read, records, images in stack.enter_context(closing(one_ahead(reading.chunks()))):
+            tick(num_read)
             size = images.shape[1]
             if RECORDS in names:
-                texts.add(records, images, reading.num_rows - len(records))
+                texts.add(records, images, num_rows)
                 groups = [record.group or record.key for record in records]
                 arrays[RECORDS].add("label", np.array([record.label for record in records], np.int32))
                 arrays[RECORDS].add("key_hash", np.array([key_hash(record.key) for record in records], np.uint64))
@@ -207,10 +209,12 @@ def _encode_images(job: PartJob, names: list[str], ledger: Ledger, plugins: Plug
                     arrays[LATENTS].add(name, rows, "encoded image is not finite")
             if FEATURES in names:
                 arrays[FEATURES].add("features", plugins.features.encode(images), "features are not finite")
+            num_rows += len(records)
+        tick(reading.num_read)
         if RECORDS in names:
             texts.write(folders[RECORDS], reading.broken)
-        elif reading.num_rows != (expected := ledger.records[RECORDS]["num_rows"]):
-            found = f"has {reading.num_rows} samples instead of {expected}, with the same fingerprint"
+        elif num_rows != (expected := ledger.records[RECORDS]["num_rows"]):
+            found = f"has {num_rows} samples instead of {expected}, with the same fingerprint"
             raise UserError(f"part {job.part.name!r} of the source: {found}; delete {job.folder}")
     for name in names:
         facts = {"unfit": arrays[name].unfit} if name != RECORDS else {**reading.facts(), "image_size": size}
@@ -232,11 +236,11 @@ def _encode_captions(job: PartJob, ledger: Ledger, plugins: Plugins, tick: Tick)
     assert encoder is not None
     captions = Strings(job.folder / RECORDS, "captions")
     with atomic_folder(job.folder / CAPTIONS) as folder, _Arrays(folder) as arrays:
-        for first in range(0, len(captions), SAMPLES_AT_ONCE):
-            rows = encoder.encode(captions[first : first + SAMPLES_AT_ONCE].tolist())
+        for first in range(0, len(captions), _CAPTIONS_AT_ONCE):
+            rows = encoder.encode(captions[first : first + _CAPTIONS_AT_ONCE].tolist())
             for name in encoder.columns:
                 arrays.add(name, rows[name], "encoded caption is not finite")
-            tick(min(first + SAMPLES_AT_ONCE, len(captions)))
+            tick(min(first + _CAPTIONS_AT_ONCE, len(captions)))
     ledger.record(CAPTIONS, job.wanted[CAPTIONS], (job.folder / CAPTIONS).iterdir(), start, unfit=arrays.unfit)
 
 
@@ -278,7 +282,9 @@ class _Texts:
         self._captions += [str(record.caption) for record in records]
         new = [(key_hash(record.key), first_row + i, images[i]) for i, record in enumerate(records)]
         lowest = sorted([*self._thumbnails, *new], key=lambda one: one[:2])[: self._max_thumbnails]
-        self._thumbnails = [(rank, row, _thumbnail(image)) for rank, row, image in lowest]
+        self._thumbnails = [
+            (rank, row, _thumbnail(image) if row >= first_row else image) for rank, row, image in lowest
+        ]
 
     def write(self, folder: Path, broken: list[Broken]) -> None:
         """Write all files; thumbnails in the order of their rows."""

@@ -1,15 +1,20 @@
-"""The plug-ins of ``prepare``, and one pass over a part: chunks of checked, square images, and broken samples."""
+"""The plug-ins of ``prepare``, and one pass over a part: chunks of checked, square images, and broken samples.
+
+Reading and decoding run in a thread, one chunk ahead of the encoders.
+"""
 
 from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import replace
 from functools import cached_property
 from importlib.metadata import version
 from itertools import islice
-from typing import Any
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any, TypeVar
 
 import numpy as np
 from jaxtyping import UInt8
@@ -21,7 +26,10 @@ from ddm_lightning.core.registry import CAPTION_ENCODERS, FEATURES, IMAGE_ENCODE
 from ddm_lightning.encoders.interfaces import CaptionEncoder, Features, ImageEncoder
 from ddm_lightning.prepare.records import Broken, Part, Record, Source
 
-SAMPLES_AT_ONCE = 256
+Item = TypeVar("Item")
+
+IMAGES_AT_ONCE = 64
+"""Images read before the encoders begin; few, because a part may have only some hundred."""
 _FIX, _SET_SIZE = "fix the source (its contract: prepare/records.py)", "set prepare.images.size"
 _COMMON_PACKAGES = ("ddm_lightning", "torch", "numpy", "pillow", "mosaicml-streaming")
 
@@ -77,14 +85,11 @@ class Reading:
     Args:
         part: the part to read.
         plugins: its source and configuration.
-        tick: called with the number of samples read so far.
         at_once: samples per chunk.
     """
 
-    def __init__(
-        self, part: Part, plugins: Plugins, tick: Callable[[int], None], at_once: int = SAMPLES_AT_ONCE
-    ) -> None:
-        self.part, self.plugins, self.tick, self.at_once = part, plugins, tick, at_once
+    def __init__(self, part: Part, plugins: Plugins, at_once: int = IMAGES_AT_ONCE) -> None:
+        self.part, self.plugins, self.at_once = part, plugins, at_once
         self.num_read = 0
         """Samples read so far, broken ones included."""
         self.num_rows = 0
@@ -109,8 +114,8 @@ class Reading:
             "odd_shapes": +self.odd_shapes,
         }
 
-    def chunks(self) -> Iterator[tuple[list[Record], UInt8[np.ndarray, "n h w 3"]]]:
-        """Yield up to ``at_once`` samples at a time, with their square images.
+    def chunks(self) -> Iterator[tuple[int, list[Record], UInt8[np.ndarray, "n h w 3"]]]:
+        """Yield ``num_read``, up to ``at_once`` samples, and their square images.
 
         Raises:
             UserError: the source breaks its contract, or images differ in size and no size is set.
@@ -118,9 +123,7 @@ class Reading:
         samples = self._samples()
         while chunk := list(islice(samples, self.at_once)):
             self.num_rows += len(chunk)
-            self.tick(self.num_read)
-            yield [record for record, _ in chunk], np.stack([image for _, image in chunk])
-        self.tick(self.num_read)
+            yield self.num_read, [record for record, _ in chunk], np.stack([image for _, image in chunk])
 
     def _samples(self) -> Iterator[tuple[Record, UInt8[np.ndarray, "h w 3"]]]:
         first: UInt8[np.ndarray, "h w 3"] | None = None
@@ -201,3 +204,30 @@ def to_square(image: UInt8[np.ndarray, "h w 3"], size: int, aspect: str) -> UInt
     sheet = Image.new("RGB", (size, size), "white")
     sheet.paste(whole.resize(inner, lanczos), ((size - inner[0]) // 2, (size - inner[1]) // 2))
     return np.asarray(sheet)
+
+
+def one_ahead(items: Iterator[Item]) -> Generator[Item, None, None]:
+    """Yield ``items``, whose next one a thread makes while the caller works on the last; errors come in their place."""
+    wanted, made = SimpleQueue[bool](), SimpleQueue[tuple[list[Item], BaseException | None]]()
+
+    def make() -> None:
+        while wanted.get():
+            try:
+                made.put((list(islice(items, 1)), None))
+            except BaseException as error:  # noqa: BLE001  raised where the item is wanted
+                made.put(([], error))
+
+    # A daemon, so that Ctrl-C need not wait for a slow server.
+    Thread(target=make, name="read", daemon=True).start()
+    try:
+        wanted.put(True)
+        while True:
+            item, error = made.get()
+            if error is not None:
+                raise error
+            if not item:
+                return
+            wanted.put(True)
+            yield item.pop()
+    finally:
+        wanted.put(False)

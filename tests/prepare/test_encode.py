@@ -109,6 +109,28 @@ def digests(run):
     return {p.relative_to(run).as_posix(): sha256_file(p) for p in files if p.name != "part.json"}
 
 
+def test_what_was_read_before_the_encoders_began_changes_no_byte(tmp_path, monkeypatch, experiment, source):
+    broken = [Broken(f"x{number}", "empty file") for number in range(9)]
+    source.samples = {"one": [*records(300), *broken, *records(400, "b")], "two": records(20, "c")}
+    source.fingerprints = dict.fromkeys(source.samples, "1")
+    told = {}
+    for name, ahead in (("nothing", iter), ("the next chunk", encode.one_ahead), ("everything", list)):
+        monkeypatch.setattr(encode, "one_ahead", lambda chunks, ahead=ahead: (one for one in ahead(chunks)))
+        listener = Listener()
+        prepare(experiment, tmp_path / name, listener)
+        told[name] = [done for stage, done, _ in listener.ticks if stage == "encode"]
+    files = [digests(tmp_path / name) for name in told]
+    assert files[0] == files[1] == files[2]
+    assert told["nothing"] == told["the next chunk"] == told["everything"] and told["nothing"][:6] == [
+        64,
+        128,
+        192,
+        256,
+        329,
+        393,
+    ]
+
+
 def test_new_captions_do_not_read_the_source(tmp_path, experiment, source):
     prepare(experiment, tmp_path)
     source.read = lambda _: pytest.fail("images are not needed")
