@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -68,6 +69,18 @@ def resolve_precision(precision: str, device: torch.device) -> str:
         return precision
     has_units = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     return "bf16-mixed" if has_units else "32-true"
+
+
+@contextmanager
+def tf32() -> Iterator[None]:
+    """Allow TensorFloat-32 products within the block, on a machine with a GPU."""
+    before = torch.get_float32_matmul_precision()
+    if torch.cuda.is_available():
+        torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any]:

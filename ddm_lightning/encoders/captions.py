@@ -157,6 +157,7 @@ class _TextModel(Pretrained):
     """Sets of files; each set makes a tokenizer."""
     has_positions: ClassVar[bool]
     """Whether the number of positions limits the tokens."""
+    is_safe_in_bfloat16 = True
 
     def __init__(
         self,
@@ -232,7 +233,8 @@ class _TextModel(Pretrained):
 
     def _network(self, device: torch.device) -> Any:
         if device not in self._networks:
-            network = self._load("transformers", self._class, config=self.text_config, dtype=self.compute_dtype)
+            dtype = self.dtype_on(device)
+            network = self._load("transformers", self._class, config=self.text_config, dtype=dtype)
             self._networks[device] = network.to(device)
         return self._networks[device]
 

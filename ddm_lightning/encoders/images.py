@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ from ddm_lightning.core.checks import POSITIVE, Check, integer, is_number, list_
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import IMAGE_ENCODERS
 from ddm_lightning.encoders.interfaces import NoWeights
-from ddm_lightning.encoders.pretrained import Pretrained, encode_in_batches
+from ddm_lightning.encoders.pretrained import Pretrained, encode_in_batches, on_device
 
 _SCALE, _SHIFT = 1 / 127.5, 127.5
 # Pixels per batch: on a CPU, SD's activations take 0.5 GB.
@@ -88,7 +87,8 @@ class DiffusersVAE(Pretrained):
             each step (as DiT does), or ``x_0``, the mean alone, half the bytes.
         dtype: type of the stored numbers, ``float16`` or ``float32``.
         params: see ``Pretrained``. In a pipeline, ``subfolder`` is ``vae``; SDXL's autoencoder overflows with a
-            ``compute_dtype`` of ``float16``.
+            ``compute_dtype`` of ``float16``. Without one, GPUs encode in bfloat16 and decode in float32, because
+            bfloat16 has fewer levels than a pixel.
 
     Raises:
         UserError, ValueError: see ``Pretrained``.
@@ -98,13 +98,14 @@ class DiffusersVAE(Pretrained):
     place = "image encoder 'diffusers-vae'"
     stem = "diffusion_pytorch_model"
     kinds = {"_class_name": ["AutoencoderKL"]}  # noqa: RUF012  never changed
+    is_safe_in_bfloat16 = True
 
     def __init__(self, path: str, stores: str = "posterior", dtype: str = "float16", **params: Any) -> None:
         if stores not in ("posterior", "x_0"):
             raise ValueError(f"stores = {stores!r} must be posterior or x_0")
         if dtype not in ("float16", "float32"):
             raise ValueError(f"dtype = {dtype!r} must be float16 or float32")
-        self.stores, self.dtype = stores, dtype
+        self.stores, self.dtype, self._networks = stores, dtype, dict[torch.dtype, Any]()
         super().__init__(path, **params)
         config = {**_DEFAULTS, **{key: value for key, value in self.config.items() if key in _CONFIG}}
         mean, std, shift = config["latents_mean"], config["latents_std"], config["shift_factor"]
@@ -136,9 +137,11 @@ class DiffusersVAE(Pretrained):
             raise UserError(f"{self.place}: {problem}; set prepare.images.size to {nearest}")
         return (self.num_channels, image_size // self.factor, image_size // self.factor)
 
-    @cached_property
-    def _network(self) -> Any:
-        return self._load("diffusers", "AutoencoderKL", torch_dtype=self.compute_dtype, low_cpu_mem_usage=False)
+    def _network(self, device: torch.device, dtype: torch.dtype) -> Any:
+        if dtype not in self._networks:
+            found = self._load("diffusers", "AutoencoderKL", torch_dtype=dtype, low_cpu_mem_usage=False)
+            self._networks[dtype] = found
+        return on_device(self._networks[dtype], device)
 
     @torch.inference_mode()
     def encode(self, images: UInt8[np.ndarray, "n h w 3"]) -> Float[np.ndarray, "n c height width"]:
@@ -150,11 +153,13 @@ class DiffusersVAE(Pretrained):
         self._require_device()
         height, width = (self.x_shape(extent)[1] for extent in images.shape[1:3])
         stacked = 2 if self.stores == "posterior" else 1
-        network = self._network.to(self.device)
+        dtype = self.dtype_on(self.device)
+        network = self._network(self.device, dtype)
 
         def encode(pixels: Tensor) -> Tensor:
-            posterior = network.encode((pixels / 127.5 - 1).to(self.compute_dtype)).latent_dist
+            rounded = network.encode((pixels / 127.5 - 1).to(dtype)).latent_dist
             # Diffusers clamps the standard deviation to 3e-7 … 2.2e4, which float16 holds.
+            posterior = type(rounded)(rounded.parameters.float())
             return torch.cat([posterior.mean, posterior.std][:stacked], dim=1)
 
         shape = (stacked * self.num_channels, height, width)
@@ -164,8 +169,8 @@ class DiffusersVAE(Pretrained):
     @torch.inference_mode()
     def decode(self, x_0: Float[Tensor, "n c height width"]) -> UInt8[np.ndarray, "n h w 3"]:
         """Decode to images, rounded to the nearest pixel value; on the CPU if the machine lacks the device."""
-        device = self._device_or_cpu()
-        network = self._network.to(device)
+        device, dtype = self._device_or_cpu(), self.compute_dtype or torch.float32
+        network = self._network(device, dtype)
         n, _, height, width = x_0.shape
         out = np.empty((n, height * self.factor, width * self.factor, 3), np.uint8)
         scale, shift = (
@@ -175,7 +180,7 @@ class DiffusersVAE(Pretrained):
         batch_size = _batch_size(height * width * self.factor**2, device)
         for start in range(0, n, batch_size):
             latents = x_0[start : start + batch_size].detach().to(device).float() / scale + shift
-            pixels = network.decode(latents.to(self.compute_dtype)).sample.float()
+            pixels = network.decode(latents.to(dtype)).sample.float()
             out[start : start + batch_size] = _as_images((pixels + 1) * 127.5)
         return out
 

@@ -43,8 +43,8 @@ class PretrainedParams:
     """Commit, tag or branch on the hub."""
     device: str = "cpu"
     """Torch device to compute on."""
-    compute_dtype: str = "float32"
-    """``float32``, ``bfloat16`` or ``float16``."""
+    compute_dtype: str | None = None
+    """``float32``, ``bfloat16`` or ``float16``; null for the model's own: see ``Pretrained.dtype_on``."""
 
 
 class Pretrained:
@@ -68,6 +68,8 @@ class Pretrained:
     """File name of the weights before ``.safetensors``."""
     kinds: ClassVar[Mapping[str, Sequence[str]]] = {}
     """Key of ``config.json`` -> accepted values."""
+    is_safe_in_bfloat16: ClassVar[bool] = False
+    """Whether GPUs compute in bfloat16 if no ``compute_dtype`` is given."""
 
     folder: Path
     config: Mapping[str, Any]
@@ -79,9 +81,9 @@ class Pretrained:
 
     def __init__(self, path: str, **params: Any) -> None:
         given = PretrainedParams(**params)
-        if given.compute_dtype not in _DTYPES:
+        if given.compute_dtype not in (None, *_DTYPES):
             raise ValueError(f"compute_dtype = {given.compute_dtype!r} must be one of {', '.join(_DTYPES)}")
-        self.compute_dtype = _DTYPES[given.compute_dtype]
+        self.compute_dtype = _DTYPES.get(given.compute_dtype or "")
         try:
             self.device = torch.device(given.device)
         except RuntimeError:
@@ -170,6 +172,13 @@ class Pretrained:
                 raise ValueError(f"{len(missing)} weights are missing, among them {min(missing)}")
         return network.eval().requires_grad_(False)
 
+    def dtype_on(self, device: torch.device) -> torch.dtype:
+        """Return the given ``compute_dtype``; else bfloat16 where it is safe and the GPU has it, or float32."""
+        if self.compute_dtype is not None:
+            return self.compute_dtype
+        is_fast = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)  # from Ampere on
+        return torch.bfloat16 if is_fast and self.is_safe_in_bfloat16 else torch.float32
+
     def _has_device(self) -> bool:
         return self.device.type != "cuda" or (self.device.index or 0) < torch.cuda.device_count()
 
@@ -179,6 +188,12 @@ class Pretrained:
 
     def _device_or_cpu(self) -> torch.device:
         return self.device if self._has_device() else torch.device("cpu")
+
+
+def on_device(network: Any, device: torch.device) -> Any:
+    """Move an image network to a device; on a GPU with channels last in memory, as its tensor cores multiply them."""
+    is_gpu = device.type == "cuda"
+    return network.to(device, memory_format=torch.channels_last if is_gpu else torch.preserve_format)
 
 
 def _weight_files(folder: Path, stem: str) -> list[Path]:

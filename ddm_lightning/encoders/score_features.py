@@ -21,7 +21,7 @@ from ddm_lightning.core.files import sha256_file
 from ddm_lightning.core.registry import FEATURES
 from ddm_lightning.encoders.features import PooledPixels, _batch_size, _Features
 from ddm_lightning.encoders.interfaces import NoWeights
-from ddm_lightning.encoders.pretrained import encode_in_batches
+from ddm_lightning.encoders.pretrained import encode_in_batches, on_device
 from ddm_lightning.flow.randomness import keyed_generator
 
 INCEPTION_FILE = "inception-2015-12-05.pt"
@@ -113,7 +113,8 @@ class ClipImages(_Features):
         config = CLIPVisionConfig.from_pretrained(self.folder)
         config.projection_dim = self.size  # some published configurations state another size
         kind, side = "CLIPVisionModelWithProjection", config.image_size
-        network = self._load("transformers", kind, config=config, dtype=self.compute_dtype).to(self.device)
+        network = self._load("transformers", kind, config=config, dtype=self.dtype_on(self.device))
+        network = on_device(network, self.device)
         return lambda pixels: network(pixel_values=pixels).image_embeds, {**_CLIP, "input_size": (3, side, side)}
 
 

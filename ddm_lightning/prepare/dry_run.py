@@ -12,6 +12,7 @@ from rich import box
 from rich.table import Table
 
 from ddm_lightning.config.experiment import Experiment
+from ddm_lightning.core.devices import tf32
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.formatting import amount, duration
 from ddm_lightning.prepare.encode import latent_rows
@@ -48,6 +49,7 @@ class DryRun:
     estimates: tuple[Estimate, ...]
 
 
+@tf32()
 def dry_run(experiment: Experiment, run_dir: Path, check: Callable[[DataSizes], None] | None = None) -> DryRun:
     """List the source and encode its first samples; write nothing.
 

@@ -17,11 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from jaxtyping import Shaped, UInt8
 from PIL import Image
 
 from ddm_lightning.core.columns import GrowingArray, Strings, save_array
-from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.devices import tf32
+from ddm_lightning.core.errors import UserError, first_line
 from ddm_lightning.core.files import atomic_folder, atomic_write_json, sha256_file
 from ddm_lightning.prepare.engine import run_jobs
 from ddm_lightning.prepare.reading import Plugins, Reading, one_ahead
@@ -106,11 +108,13 @@ def check_broken(
     raise UserError(f"{listed}: {problem}, {limit}; fix the source or raise that limit{example}")
 
 
+@tf32()
 def encode_part(job: PartJob, plugins: Plugins, tick: Tick) -> dict[str, Any]:
     """Write the wanted groups of one part; return the recorded facts of its samples.
 
     Raises:
-        UserError: the source breaks its contract, or yields other samples than for the existing groups.
+        UserError: the source breaks its contract, or yields other samples than for the existing groups; or a GPU has
+            too little memory.
     """
     ledger = Ledger(job.folder / LEDGER)
     job = replace(job, wanted=_without_unchanged(job, ledger, plugins))
@@ -118,11 +122,15 @@ def encode_part(job: PartJob, plugins: Plugins, tick: Tick) -> dict[str, Any]:
     # New records may hold other samples, so they outdate every group.
     ledger.forget(*(list(ledger.records) if RECORDS in job.wanted else job.wanted))
     image_groups = [name for name in job.wanted if name != CAPTIONS]
-    if image_groups:
-        _encode_images(job, image_groups, ledger, plugins, tick)
-    if CAPTIONS in job.wanted:
-        # The images have counted the samples already.
-        _encode_captions(job, ledger, plugins, tick if not image_groups else lambda _: None)
+    try:
+        if image_groups:
+            _encode_images(job, image_groups, ledger, plugins, tick)
+        if CAPTIONS in job.wanted:
+            # The images have counted the samples already.
+            _encode_captions(job, ledger, plugins, tick if not image_groups else lambda _: None)
+    except torch.OutOfMemoryError as error:
+        remedy = "lower prepare.num_processes, as each process has networks of its own, and run the same command again"
+        raise UserError(f"part {job.part.name!r}: no memory left on the GPU ({first_line(error)}); {remedy}") from None
     return ledger.records[RECORDS]
 
 

@@ -179,6 +179,22 @@ def test_reduced_precision_is_close(saved):
 
 
 @pytest.mark.parametrize(
+    ("params", "device", "capability", "expected"),
+    [
+        ({}, "cuda", (9, 0), torch.bfloat16),
+        ({}, "cuda:1", (8, 0), torch.bfloat16),
+        ({}, "cuda", (7, 5), torch.float32),  # has no units for it
+        ({}, "cpu", None, torch.float32),
+        ({"compute_dtype": "float32"}, "cuda", (9, 0), torch.float32),
+        ({"compute_dtype": "float16"}, "cpu", None, torch.float16),
+    ],
+)
+def test_without_a_type_gpus_that_have_bfloat16_use_it(saved, monkeypatch, params, device, capability, expected):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    assert build(saved["plain"], **params).dtype_on(torch.device(device)) == expected
+
+
+@pytest.mark.parametrize(
     ("kind", "params", "complaint"),
     [
         ("projected", {"store": "all"}, "store = 'all' must be pooled, tokens or ids"),

@@ -1,6 +1,7 @@
 import json
 import re
 import shutil
+from copy import deepcopy
 
 import numpy as np
 import pytest
@@ -106,6 +107,29 @@ def test_half_precision_is_stored_and_the_mean_alone_on_request(saved):
     np.testing.assert_array_equal(stored, exact.astype(np.float16))
     mean = build(folder, stores="x_0", dtype="float32").encode(some_images())
     np.testing.assert_array_equal(mean, exact[:, :4])
+
+
+def test_bfloat16_is_close_and_hands_its_moments_on_in_float32(saved):
+    folder, vae = saved["sd"]
+    exact, near = (build(folder, dtype="float32", compute_dtype=name) for name in ("float32", "bfloat16"))
+    stored, rounded = exact.encode(some_images()), near.encode(some_images())
+    scatter = stored[:, :4].std()
+    assert 0 < np.abs(rounded - stored)[:, :4].max() < 0.05 * scatter
+    np.testing.assert_allclose(rounded[:, 4:], stored[:, 4:], rtol=0.02)
+    pixels = torch.tensor(some_images().transpose(0, 3, 1, 2)) / 127.5 - 1
+    with torch.no_grad():
+        moments = deepcopy(vae).bfloat16().encode(pixels.bfloat16()).latent_dist.parameters.double().numpy()
+    np.testing.assert_array_equal(rounded[:, :4], moments[:, :4])
+    np.testing.assert_allclose(rounded[:, 4:], np.exp(moments[:, 4:] / 2), rtol=1e-6)
+
+
+def test_an_encoder_in_bfloat16_decodes_in_float32_unless_told(saved, monkeypatch):
+    folder, x_0 = saved["sd"][0], torch.ones(2, 4, 4, 4)
+    monkeypatch.setattr(pretrained.Pretrained, "dtype_on", lambda *_: torch.bfloat16)  # as on a GPU
+    encoder = build(folder)
+    encoder.encode(some_images())
+    np.testing.assert_array_equal(encoder.decode(x_0), build(folder, compute_dtype="float32").decode(x_0))
+    assert (encoder.decode(x_0) != build(folder, compute_dtype="bfloat16").decode(x_0)).any()
 
 
 def test_batch_size_and_process_do_not_matter(saved, monkeypatch):

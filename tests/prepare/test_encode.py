@@ -3,6 +3,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from prepare.listed import Listed, Listener, experiment_of, part_folder, plug_in, record, records
 
 from ddm_lightning.config.experiment import PluginConfig
@@ -192,6 +193,19 @@ def test_a_part_in_front_of_the_others_is_all_there_is_to_do(tmp_path, experimen
     assert folder.parent == part_folder(tmp_path / "run", "one").parent and folder.name.startswith("zero-new-tar-")
     prepare(experiment, tmp_path / "fresh")
     assert digests(tmp_path / "run") == digests(tmp_path / "fresh")
+
+
+def test_a_gpu_without_memory_is_one_line(tmp_path, monkeypatch, experiment):
+    def encode(images):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has …")
+
+    pooled = FEATURES.build("pooled-pixels", {})
+    pooled.encode = encode
+    experiment.prepare.features = plug_in(monkeypatch, FEATURES, pooled)
+    with pytest.raises(
+        UserError, match=r"^part 'one': no memory left on the GPU \(CUDA out .*GiB\.\); lower prepare\.num"
+    ):
+        prepare(experiment, tmp_path)
 
 
 def test_two_parts_of_one_name_are_refused(tmp_path, experiment, source):
