@@ -44,7 +44,7 @@ def _prepare(experiment: Experiment, options: argparse.Namespace) -> int:
         from ddm_lightning.prepare.engine import num_processes_for
 
         plan = dry_run(experiment, RunFolder.of(experiment).root, _sizes_check(experiment, options))
-        num_processes = num_processes_for(experiment.prepare.num_processes, plan.num_parts, plan.num_samples)
+        num_processes = num_processes_for(experiment.prepare, plan.num_parts, plan.num_samples)
         Console().print(dry_run_table(plan, num_processes))
         print(f"stages to run: {', '.join(plan.stages) or 'none, all is up to date'}")
         print(f"parts to encode: {plan.num_unfinished_parts} of {plan.num_parts}\nnothing was written")

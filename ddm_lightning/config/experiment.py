@@ -98,7 +98,7 @@ class PrepareConfig:
     engine: str = option("local", choices=("local", "ray"))
     """Workers for the parts of the source: ``local`` (processes here) or ``ray`` (Ray Data, on many machines)."""
     num_processes: int = option(0, low=0)
-    """Processes of the ``local`` engine; 0 means one per core."""
+    """Processes of the ``local`` engine, spread over all GPUs; 0 means four per GPU that encodes, else one per core."""
 
 
 @dataclass

@@ -15,9 +15,11 @@ from concurrent.futures.process import BrokenProcessPool
 from functools import lru_cache, partial
 from typing import Any, TypeVar
 
+import torch
 from rich.console import Console
 from rich.progress import TaskID
 
+from ddm_lightning.config.experiment import PrepareConfig
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.formatting import Bars
 from ddm_lightning.core.processes import num_cores, on_orphaned
@@ -28,19 +30,37 @@ Result = TypeVar("Result")
 
 # One process encodes fewer samples before others have even started.
 WORTH_PROCESSES = 4096
+# One process cannot read and decode images as fast as a GPU encodes them; each has its own copy of the networks.
+PROCESSES_PER_GPU = 4
 
 
-def num_processes_for(wanted: int, num_jobs: int, num_samples: int | None) -> int:
+def num_processes_for(config: PrepareConfig, num_jobs: int, num_samples: int | None) -> int:
     """Return the number of processes worth starting.
 
     Args:
-        wanted: the configured number; 0 for one per core.
+        config: its ``num_processes``, or for 0 a number that suits the machine.
         num_jobs: number of jobs.
         num_samples: samples in all jobs; None if unknown.
     """
     if num_samples is not None and num_samples < WORTH_PROCESSES:
         return 1
-    return max(1, min(wanted or num_cores(), num_jobs))
+    num_gpus = num_gpus_for(config)
+    default = max(num_gpus, min(num_cores(), PROCESSES_PER_GPU * num_gpus)) if num_gpus else num_cores()
+    return max(1, min(config.num_processes or default, num_jobs))
+
+
+def num_gpus_for(config: PrepareConfig) -> int:
+    """Return the number of GPUs on which the encoders compute: all for ``device: cuda``, else those they name."""
+    plugins = (config.image_encoder, config.caption_encoder, config.features)
+    devices = {str(plugin.params.get("device")) for plugin in plugins if plugin is not None}
+    if "cuda" in devices:
+        return torch.cuda.device_count()
+    return sum(device.startswith("cuda:") for device in devices)
+
+
+def gpu_of(identity: tuple[int, ...], num_gpus: int) -> int | None:
+    """Return the GPU of a process by its number among those that its parent started: they take turns."""
+    return (identity[-1] - 1) % num_gpus if num_gpus else None
 
 
 def run_jobs(
@@ -62,7 +82,7 @@ def run_jobs(
         engine: ``local`` or ``ray``.
     """
     work_in_process = partial(_work_in_process, work, pickle.dumps(plugins.config))
-    num_processes = num_processes_for(plugins.config.num_processes, len(jobs), num_samples)
+    num_processes = num_processes_for(plugins.config, len(jobs), num_samples)
     if engine == "ray":
         yield from run_ray(work_in_process, jobs)
     elif num_processes > 1:
@@ -132,13 +152,10 @@ def run_ray(work: Callable[[Job], Result], jobs: Sequence[Job]) -> Iterator[tupl
 
 def _begin() -> None:
     """Set up a process of ``run_local``."""
-    import torch
-
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches all: end silently, the parent reports it
     torch.set_num_threads(1)
-    if torch.cuda.is_available():  # spread the processes over the GPUs
-        number = multiprocessing.current_process()._identity[0] - 1
-        torch.cuda.set_device(number % torch.cuda.device_count())
+    if (gpu := gpu_of(multiprocessing.current_process()._identity, torch.cuda.device_count())) is not None:
+        torch.cuda.set_device(gpu)
     parent = multiprocessing.parent_process()
     assert parent is not None and parent.pid is not None
     on_orphaned(parent.pid)

@@ -30,7 +30,7 @@ from ddm_lightning.encoders.interfaces import bytes_per_sample
 from ddm_lightning.members.run_folder import RunFolder
 from ddm_lightning.partition.build import check_sizes, displaced_fractions, fit_partition
 from ddm_lightning.prepare.encode import CAPTIONS, FEATURES, LATENTS, RECORDS, Ledger, PartJob, encode_parts
-from ddm_lightning.prepare.engine import Reporter
+from ddm_lightning.prepare.engine import Reporter, num_gpus_for
 from ddm_lightning.prepare.prepared import Prepared, write_index
 from ddm_lightning.prepare.reading import Plugins
 from ddm_lightning.prepare.records import Part, Record, count_samples
@@ -299,7 +299,11 @@ class Preparation:
         atomic_write_json(self.prepared.parts_file, [asdict(part) for part in self.parts])
 
     def _encode(self) -> str:
-        wanted = self.unfinished_parts()
+        wanted, num_processes, num_gpus = self.unfinished_parts(), self.config.num_processes, num_gpus_for(self.config)
+        if self.config.engine == "local" and 0 < num_processes < num_gpus:
+            self.reporter.say(
+                f"prepare.num_processes = {num_processes} uses {num_processes} of {num_gpus} GPUs; 0 uses all"
+            )
         max_thumbnails = max(_MIN_THUMBNAILS_PER_PART, _MAX_THUMBNAILS // len(self.parts))
         jobs = [
             PartJob(self.parts[number], self.prepared.part_folder(number), keys, max_thumbnails)

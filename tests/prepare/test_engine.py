@@ -5,34 +5,74 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from prepare.engine_work import complain, die, fill_the_disk, square
 from prepare.listed import Listener
 from prepare.tiny_experiment import tiny_experiment
 
+from ddm_lightning.config.experiment import PluginConfig, PrepareConfig
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import sha256_file
 from ddm_lightning.prepare import engine
-from ddm_lightning.prepare.engine import WORTH_PROCESSES, num_processes_for, run_local, run_ray
+from ddm_lightning.prepare.engine import WORTH_PROCESSES, gpu_of, num_gpus_for, num_processes_for, run_local, run_ray
 from ddm_lightning.prepare.stages import prepare
 from ddm_lightning.shards.manifest import Manifest
 
 
 @pytest.mark.parametrize(
-    ("wanted", "jobs", "samples", "expected"),
+    ("wanted", "jobs", "samples", "num_gpus", "expected"),
     [
-        (4, 10, None, 4),
-        (4, 10, WORTH_PROCESSES, 4),
-        (4, 10, WORTH_PROCESSES - 1, 1),
-        (4, 3, WORTH_PROCESSES, 3),
-        (4, 0, WORTH_PROCESSES, 1),
-        (1, 10, 10**9, 1),
-        (0, 1000, 10**9, 6),
+        (4, 10, None, 0, 4),
+        (4, 10, WORTH_PROCESSES, 0, 4),
+        (4, 10, WORTH_PROCESSES - 1, 0, 1),
+        (4, 3, WORTH_PROCESSES, 0, 3),
+        (4, 0, WORTH_PROCESSES, 0, 1),
+        (1, 10, 10**9, 0, 1),
+        (0, 1000, 10**9, 0, 6),
+        (0, 1000, 10**9, 1, 4),
+        (0, 1000, 10**9, 8, 8),  # more than the six cores
+        (5, 1000, 10**9, 8, 5),
     ],
 )
-def test_so_many_processes_are_worth_starting(monkeypatch, wanted, jobs, samples, expected):
+def test_so_many_processes_are_worth_starting(monkeypatch, wanted, jobs, samples, num_gpus, expected):
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)))
-    assert num_processes_for(wanted, jobs, samples) == expected
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    config = PrepareConfig(num_processes=wanted, image_encoder=PluginConfig("vae", {"device": "cuda"}))
+    assert num_processes_for(config, jobs, samples) == expected
+
+
+@pytest.mark.parametrize(
+    ("devices", "expected"),
+    [
+        (("cuda", "cuda", "cuda"), 8),
+        (("cpu", None, "cuda"), 8),
+        (("cuda:1", "cuda:1", "cuda:3"), 2),
+        (("cpu", "mps", None), 0),
+    ],
+)
+def test_the_encoders_use_so_many_gpus(monkeypatch, devices, expected):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    images, captions, features = (PluginConfig("x", {"device": device} if device else {}) for device in devices)
+    config = PrepareConfig(image_encoder=images, caption_encoder=captions, features=features)
+    assert num_gpus_for(config) == expected
+    config.caption_encoder = None
+    assert num_gpus_for(config) == expected
+
+
+def test_processes_take_turns_on_all_gpus():
+    first, later = [gpu_of((number,), 8) for number in range(1, 33)], [gpu_of((number,), 8) for number in range(6, 14)]
+    assert [first.count(gpu) for gpu in range(8)] == [4] * 8 and sorted(later) == list(range(8))
+    assert sorted(gpu_of((7, number), 2) for number in (1, 2)) == [0, 1], "started by a process that was started itself"
+    assert gpu_of((3,), 0) is None
+
+
+@pytest.mark.parametrize(("num_processes", "told"), [(4, True), (8, False), (0, False)])
+def test_idle_gpus_are_told(tmp_path, monkeypatch, quick_prepare, num_processes, told):
+    monkeypatch.setattr("ddm_lightning.prepare.stages.num_gpus_for", lambda _: 8)
+    listener = Listener()
+    prepare(tiny_experiment(num_processes=num_processes), tmp_path, listener)
+    assert ("prepare.num_processes = 4 uses 4 of 8 GPUs; 0 uses all" in listener.lines) == told
 
 
 @pytest.mark.slow
