@@ -122,8 +122,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     if (to.index() >= 0) current_device = to.index();
   }
   c10::Stream getStream(c10::Device d) const noexcept override { return c10::Stream(c10::Stream::DEFAULT, d); }
-  c10::Stream getDefaultStream(c10::Device d) const override { return c10::Stream(c10::Stream::DEFAULT, d); }
-  c10::Stream getStreamFromGlobalPool(c10::Device d, bool) const override { return c10::Stream(c10::Stream::DEFAULT, d); }
+  c10::Stream getDefaultStream(c10::Device d) const override { return getStream(d); }
+  c10::Stream getStreamFromGlobalPool(c10::Device d, bool) const override { return getStream(d); }
   c10::Stream exchangeStream(c10::Stream stream) const noexcept override { return stream; }
   c10::DeviceIndex deviceCount() const noexcept override { return kNumDevices; }
   void record(void**, const c10::Stream&, const c10::DeviceIndex, const c10::EventFlag) const override {}
@@ -173,12 +173,16 @@ at::Tensor tensor_in(c10::Storage storage, const at::Tensor& like, c10::Dispatch
   return made;
 }
 
+c10::Storage storage_of(c10::DataPtr memory, size_t num_bytes, c10::Allocator* allocator) {
+  return {c10::Storage::use_byte_size_t(), num_bytes, std::move(memory), allocator, /*resizable=*/true};
+}
+
 at::Tensor host_twin(const at::Tensor& tensor) {
   TORCH_CHECK(!tensor.is_conj() && !tensor.is_neg(), "the virtual device knows no lazy conjugation");
   const auto& storage = tensor.storage();
   c10::DataPtr memory(const_cast<void*>(storage.data()), c10::Device(c10::DeviceType::CPU));
-  c10::Storage shared(c10::Storage::use_byte_size_t(), storage.nbytes(), std::move(memory), c10::GetCPUAllocator(), true);
-  return tensor_in(std::move(shared), tensor, c10::DispatchKey::CPU);
+  return tensor_in(storage_of(std::move(memory), storage.nbytes(), c10::GetCPUAllocator()), tensor,
+                   c10::DispatchKey::CPU);
 }
 
 at::Tensor to_device(const at::Tensor& made, const Originals& originals, c10::Device device) {
@@ -188,18 +192,16 @@ at::Tensor to_device(const at::Tensor& made, const Originals& originals, c10::De
       return tensor_in(original.storage(), made, c10::DispatchKey::CUDA);  // a view
   }
   auto* owner = new c10::Storage(made.storage());
-  c10::DataPtr memory(const_cast<void*>(owner->data()), owner, [](void* it) { delete static_cast<c10::Storage*>(it); }, device);
-  c10::Storage storage(c10::Storage::use_byte_size_t(), owner->nbytes(), std::move(memory), &device_memory, true);
-  return tensor_in(std::move(storage), made, c10::DispatchKey::CUDA);
+  auto free = [](void* it) { delete static_cast<c10::Storage*>(it); };
+  c10::DataPtr memory(const_cast<void*>(owner->data()), owner, free, device);
+  return tensor_in(storage_of(std::move(memory), owner->nbytes(), &device_memory), made, c10::DispatchKey::CUDA);
 }
 
 // Operations whose result's size, or whose value, the host needs.
-bool host_needs_result(const std::string& name) {
-  static const std::set<std::string> names{
-      "aten::nonzero", "aten::equal",     "aten::masked_select",      "aten::_unique2",         "aten::unique_dim",
-      "aten::unique_consecutive", "aten::bincount", "aten::histogram", "aten::_linalg_eigh", "aten::repeat_interleave"};
-  return names.count(name) > 0;
-}
+const std::set<std::string> kWaiting{
+    "aten::_linalg_eigh",  "aten::_unique2",          "aten::bincount",           "aten::equal",      "aten::histogram",
+    "aten::masked_select", "aten::repeat_interleave", "aten::unique_consecutive", "aten::unique_dim", "aten::nonzero",
+};
 
 // ``x[index] = values``: what CUDA's kernel waits for and copies. A mask needs its number of rows on the host, unless a
 // single number is filled in; a mask, index or value on the CPU is copied. (Reading ``x[index]`` calls ``nonzero`` and
@@ -273,15 +275,16 @@ void on_host(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Sta
     }
   }
   TORCH_CHECK(!random_device || (device && device->type() == random_device->type()), "Expected a '",
-              (device ? *device : c10::Device(at::kCPU)), "' device type for generator but found '", *random_device, "'");
+              device.value_or(c10::Device(at::kCPU)), "' device type for generator but found '", *random_device, "'");
   TORCH_CHECK(device, name, ": nothing here is on the virtual device");
   for (const auto& tensor : on_cpu) {
     // A number on the CPU may go with tensors on the device, where an operation works on each element.
-    const bool is_number = tensor.dim() == 0 && (op.hasTag(at::Tag::pointwise) || name.find("fill") != std::string::npos);
-    TORCH_CHECK(puts || gets || is_number, "Expected all tensors to be on the same device, but found at least two devices, ",
-                *device, " and cpu! (in ", name, ", shape ", tensor.sizes(), ")");
+    const bool takes_numbers = op.hasTag(at::Tag::pointwise) || name.find("fill") != std::string::npos;
+    TORCH_CHECK(puts || gets || (tensor.dim() == 0 && takes_numbers),
+                "Expected all tensors to be on the same device, but found at least two devices, ", *device,
+                " and cpu! (in ", name, ", shape ", tensor.sizes(), ")");
   }
-  if (host_needs_result(name)) report("wait", name);
+  if (kWaiting.count(name) > 0) report("wait", name);
 
   op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
 
@@ -334,16 +337,17 @@ at::Scalar item(const at::Tensor& tensor) {
   return host_twin(tensor).item();
 }
 
-int64_t math_attention(const at::Tensor&, const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&, double,
-                       bool, std::optional<double>, bool) {
+int64_t math_attention(const at::Tensor&, const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&,
+                       double, bool, std::optional<double>, bool) {
   return static_cast<int64_t>(sdp::SDPBackend::math);
 }
 
 void record_stream(at::Tensor&, at::Stream) {}
 
 // Known to CUDA alone: there, each group of channels of a convolution has one filter.
-at::Tensor depthwise(const at::Tensor& images, const at::Tensor& filters, c10::IntArrayRef, const std::optional<at::Tensor>& bias,
-                     c10::IntArrayRef stride, c10::IntArrayRef padding, c10::IntArrayRef dilation) {
+at::Tensor depthwise(const at::Tensor& images, const at::Tensor& filters, c10::IntArrayRef,
+                     const std::optional<at::Tensor>& bias, c10::IntArrayRef stride, c10::IntArrayRef padding,
+                     c10::IntArrayRef dilation) {
   const auto host_bias = bias && bias->defined() ? std::optional(host_twin(*bias)) : std::nullopt;
   const auto made = at::convolution(host_twin(images), host_twin(filters), host_bias, stride, padding, dilation, false,
                                     {0, 0}, images.size(1));

@@ -16,11 +16,11 @@ import torch
 Event = tuple[str, str]
 """Kind of an event, and its place.
 
-Kinds: ``wait`` (the host waits for the device, which a copy to it without page-locked memory implies), ``blocking
-upload`` (a copy to the device that waits), ``upload`` and ``download`` (copies that do not).
+Kinds: ``wait`` (the host waits for the device: for a number, or for a copy from it), ``blocking upload`` (a copy to the
+device that waits, because it was not asked to be ``non_blocking``), ``upload`` and ``download`` (copies from and to
+page-locked memory, beside which the host goes on) and ``staged upload`` (not page-locked: the driver copies it first).
 """
 GIGABYTE = 10**9
-BACKWARD = "no function of ours, such as the backward pass"
 _PACKAGES = ("ddm_lightning", "lightning", "torchmetrics")
 
 
@@ -39,7 +39,7 @@ class Recorder:
         return self._library.virtual_cuda_num_operations()
 
     def _heard(self, kind: bytes, what: bytes) -> None:
-        self.counts[kind.decode(), place(sys._getframe(1))] += 1
+        self.counts[kind.decode(), place(sys._getframe(1)) or f"elsewhere: {what.decode()}"] += 1
 
     @contextlib.contextmanager
     def fresh(self) -> Iterator[collections.Counter[Event]]:
@@ -54,8 +54,8 @@ class Recorder:
 def place(frame: FrameType | None) -> str:
     """Where an event comes from: the innermost function of ours, then Lightning's or torchmetrics' within it.
 
-    ``training.guard:settle``, say, or ``training.module:log_figures > module:log_dict``.
-    Without line numbers, so that an allow-list stays true when code above moves.
+    ``training.guard:settle``, say, or ``training.module:log_figures > module:log_dict``; empty in the threads of the
+    backward pass. Without line numbers, so that an allow-list stays true when code above moves.
     """
     within = ""
     while frame is not None:
@@ -67,7 +67,7 @@ def place(frame: FrameType | None) -> str:
                 return f"{here} > {within}" if within else here
             within = within or f"{name.rpartition('.')[2]}:{function}"
         frame = frame.f_back
-    return within or BACKWARD
+    return within
 
 
 class _Stream:

@@ -97,8 +97,9 @@ def run(
     commands: Sequence[Command], probe: str | None = None, environment: Mapping[str, str] | None = None
 ) -> list[Ran]:
     """Run commands in one process, whose imports take some seconds; fail the test if one exits with another code."""
-    task = {"commands": [[c.argv[0], *c.settings, *c.argv[1:]] for c in commands], "stop_at": [c.stop_at for c in commands]}
-    printed = start([str(HERE / "child.py")], json.dumps(task | {"probe": probe}), environment)
+    whole = [[command.argv[0], *command.settings, *command.argv[1:]] for command in commands]
+    task = {"commands": whole, "stop_at": [command.stop_at for command in commands], "probe": probe}
+    printed = start([str(HERE / "child.py")], json.dumps(task), environment)
     records = json.loads(printed.splitlines()[-1])
     found = [_ran(command.argv, record) for command, record in zip(commands, records, strict=True)]
     for command, ran in zip(commands, found, strict=True):

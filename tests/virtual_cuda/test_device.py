@@ -27,6 +27,8 @@ print(json.dumps(found))
 CASES = {
     "x + x; x @ x.T; x.sum(); x[0]; x[:, 1:]; x[rows]; torch.ones(3, device='cuda')": [],
     "x + torch.tensor(1.0); torch.where(x > 0, x, 0.0); x[0] = 1.0; x[mask] = 0.0": [],
+    "y = x.clone().requires_grad_(); (y @ y.T).sum().backward(); y.grad + x": [],
+    "y = x.clone().requires_grad_(); y.register_hook(lambda g: g * g.sum().item()); y.sum().backward()": ["wait"],
     "x.sum().item()": ["wait"],
     "bool((x > 0).all())": ["wait"],
     "x.tolist()": ["wait"],
