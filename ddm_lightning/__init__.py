@@ -10,8 +10,8 @@ everything (McAllister, Tancik, Song, Kanazawa; CVPR 2025; arXiv 2501.05450).
     ensemble = DecentralizedEnsemble.from_pretrained("runs/emoji_4x")
     images = ensemble.sample(["red apple", "cat"], strategy="bayes", num=4, seed=0)
 
-Importing this package imports neither torch nor Lightning. Code that imports Lightning or Streaming
-must first call ``ddm_lightning.core.compat.ensure_torchvision_importable()``.
+Importing this package imports neither torch nor Lightning. It lets a CPU torch import a torchvision built for
+CUDA, so import it before Lightning, Streaming, torchmetrics or diffusers.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from ddm_lightning.core.compat import ensure_torchvision_importable
 from ddm_lightning.core.errors import UserError
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["DecentralizedEnsemble", "UserError"]
 __version__ = "0.1.0"
+ensure_torchvision_importable()
 
 
 def __getattr__(name: str) -> Any:

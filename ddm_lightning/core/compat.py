@@ -20,6 +20,7 @@ import importlib.util
 import logging
 import re
 import sys
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -35,19 +36,26 @@ _SCHEMA = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
 
 
 def ensure_torchvision_importable() -> None:
-    """Make ``import torchvision`` work; call it before Lightning, torchmetrics or Streaming is imported.
+    """Make ``import torchvision`` work, whoever imports it later. Importing ``ddm_lightning`` calls this.
 
-    A torchvision with a fitting extension is not changed. Otherwise ``torchvision.transforms`` and
-    ``torchvision.models`` work, while ``torchvision.ops.nms`` and ``torchvision.io`` raise as in any
-    torchvision without its extension. Repeated calls do nothing.
+    It imports nothing itself. A torchvision with a fitting extension is not changed. Otherwise
+    ``torchvision.transforms`` and ``torchvision.models`` work, while ``torchvision.ops.nms`` and ``torchvision.io``
+    raise as in any torchvision without its extension. Repeated calls do nothing.
     """
-    if "torchvision" in sys.modules or _declared:
-        return
-    spec = importlib.util.find_spec("torchvision")
-    assert spec is not None and spec.origin is not None  # setup.py requires it
-    folder = Path(spec.origin).parent
-    if not _extension_loads(folder):
-        _declare_operators(folder / "_meta_registrations.py")
+    if _BeforeTorchvision not in sys.meta_path:
+        sys.meta_path.insert(0, _BeforeTorchvision)
+
+
+class _BeforeTorchvision:
+    """A finder that finds nothing, but notices that torchvision is about to be imported."""
+
+    @staticmethod
+    def find_spec(name: str, *_: Any) -> None:
+        spec = PathFinder.find_spec(name) if name == "torchvision" and not _declared else None
+        if spec is not None and spec.origin is not None:
+            folder = Path(spec.origin).parent
+            if not _extension_loads(folder):
+                _declare_operators(folder / "_meta_registrations.py")
 
 
 class _DeferredPackage(ModuleType):

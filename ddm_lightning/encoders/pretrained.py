@@ -20,7 +20,6 @@ import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor
 
-from ddm_lightning.core.compat import ensure_torchvision_importable
 from ddm_lightning.core.errors import UserError, first_line
 from ddm_lightning.core.files import inside, read_json, sha256_file, sha256_json
 from ddm_lightning.core.registry import require
@@ -218,7 +217,6 @@ def loading(folder: Path, place: str) -> Iterator[None]:
     Raises:
         UserError: naming ``folder`` and ``place``.
     """
-    ensure_torchvision_importable()
     loggers = map(logging.getLogger, ("transformers", "diffusers", "timm", "xformers"))
     levels = {logger: logger.level for logger in loggers}
     try:

@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from ddm_lightning.core.compat import ensure_torchvision_importable
 from ddm_lightning.core.errors import UserError, first_line
 from ddm_lightning.core.files import read_json
 from ddm_lightning.core.registry import EXPERTS, require
@@ -161,7 +160,6 @@ def _resolved(config: Any) -> tuple[Any, dict[str, Any]]:
     if name not in (_DIT, _PIXART, _SD3):
         raise ValueError(f"_class_name is {config.get('_class_name')!r}, not {_DIT}, {_PIXART} or {_SD3}")
     require("expert 'diffusers'", "diffusers", extra="latents")
-    ensure_torchvision_importable()
     build = getattr(importlib.import_module("diffusers"), name)
     found = {key: config.get(key, one.default) for key, one in inspect.signature(build).parameters.items()}
     # As JSON would return it.

@@ -13,7 +13,6 @@ from jaxtyping import Bool, Float64, Int, UInt64
 
 from ddm_lightning.config.experiment import Experiment, ShardsConfig
 from ddm_lightning.core.columns import Rows
-from ddm_lightning.core.compat import ensure_torchvision_importable
 from ddm_lightning.core.files import atomic_folder, atomic_write_json, read_json
 from ddm_lightning.core.formatting import amount
 from ddm_lightning.encoders.interfaces import array_encoding, parse_encoding
@@ -131,7 +130,6 @@ def write_split(
     Returns:
         Per channel of ``x_0``: number of values, their sum, and the sum of their squares.
     """
-    ensure_torchvision_importable()
     from streaming.base.format.mds.writer import MDSWriter
 
     moments: list[Float64[np.ndarray, "3 c"]] = []

@@ -1,7 +1,6 @@
 """Shards: written by ``prepare``, read by training."""
 
-from ddm_lightning.core.compat import defer_heavy_packages, ensure_torchvision_importable
+from ddm_lightning.core.compat import defer_heavy_packages
 
 # Before Lightning and Streaming are imported.
-ensure_torchvision_importable()
 defer_heavy_packages()

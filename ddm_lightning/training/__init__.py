@@ -1,7 +1,6 @@
 """One member's training: LightningModules, their callbacks, checkpoints and strategy."""
 
-from ddm_lightning.core.compat import defer_heavy_packages, ensure_torchvision_importable
+from ddm_lightning.core.compat import defer_heavy_packages
 
 # Here, because a package runs before its modules: all of them import Lightning or Streaming.
-ensure_torchvision_importable()
 defer_heavy_packages()

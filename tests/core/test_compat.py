@@ -23,11 +23,10 @@ def test_a_torchvision_that_fits_is_left_alone(tmp_path, monkeypatch):
     (tmp_path / "_meta_registrations.py").write_text('register_fake("torchvision::never_declared_here")\n')
     loaded = []
     monkeypatch.setattr(torch.ops, "load_library", loaded.append)
-    monkeypatch.delitem(sys.modules, "torchvision", raising=False)
     monkeypatch.setattr(compat, "_declared", [])
     spec = type("Spec", (), {"origin": str(tmp_path / "__init__.py")})
-    monkeypatch.setattr(compat.importlib.util, "find_spec", lambda _: spec)
-    compat.ensure_torchvision_importable()
+    monkeypatch.setattr(compat.PathFinder, "find_spec", lambda _: spec)
+    assert compat._BeforeTorchvision.find_spec("torchvision") is None
     assert loaded == [str(tmp_path / "_C.so")]
     assert not hasattr(torch.ops.torchvision, "never_declared_here")
 
@@ -81,9 +80,7 @@ from streaming.base import MDSWriter
 print(streaming.__version__ > "0", issubclass(streaming.StreamingDataset, object), MDSWriter.__name__)
 print(torchmetrics.__version__ > "1", torchmetrics.Metric.__name__, torchmetrics.aggregation.__name__)
 
-compat.ensure_torchvision_importable()
-compat.ensure_torchvision_importable()
-import torch, torchvision
+import torch, torchvision  # importable because ddm_lightning was imported before
 from torchvision.transforms.v2 import functional
 assert functional.resize(torch.zeros(3, 8, 8), [4, 4]).shape == (3, 4, 4)
 print("importable", flush=True)

@@ -3,7 +3,3 @@
 A metric is a ``torchmetrics.Metric``: ``update(images_or_features, real=…)`` any number of times, then ``compute()``.
 Images are uint8 arrays [n, h, w, 3]; features are float tensors [n, d].
 """
-
-from ddm_lightning.core.compat import ensure_torchvision_importable
-
-ensure_torchvision_importable()  # Before any metric imports torchmetrics.

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from ddm_lightning.core.compat import ensure_torchvision_importable
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import SOURCES
 from ddm_lightning.prepare.records import Broken, Part, Record, block_of, block_parts
@@ -94,7 +93,6 @@ class Mds(TableSource):
         if stored == raw:
             file = self.files.open(raw)
         else:
-            ensure_torchvision_importable()
             from streaming.base.compression import decompress
 
             file = BytesIO(decompress(shard["compression"], self.files.content(stored)))
@@ -134,7 +132,6 @@ def _cell(encoding: str, data: bytes) -> Any:
             return data.decode()
         except UnicodeDecodeError:
             return data  # counted later as a caption that is not UTF-8
-    ensure_torchvision_importable()
     from streaming.base.format.mds.encodings import mds_decode
 
     value = mds_decode(encoding, data)
