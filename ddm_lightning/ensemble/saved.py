@@ -33,11 +33,13 @@ def fetched(address: str | Path) -> Path:
     Downloads ``ensemble.json``, then only files that it and the layout of artifacts and run folders name.
 
     Raises:
-        UserError: the URL cannot be read, or a path leaves the folder.
+        UserError: the URL cannot be read, the folder does not exist, or a path leaves it.
     """
     url = str(address)
     if "://" not in url:
-        return Path(url).expanduser()
+        if not (local := Path(url).expanduser()).is_dir():
+            raise UserError(f"{url}: is no folder here; give one, or a URL (on the Hugging Face hub: hf://owner/name)")
+        return local
     folder = Path(tempfile.mkdtemp(prefix="ddm_lightning-")).resolve()
     DOWNLOADS[str(folder)] = url.rstrip("/")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
@@ -50,6 +52,7 @@ def fetched(address: str | Path) -> Path:
             try:
                 filesystem.get_file(f"{root.rstrip('/')}/{relative}", str(target))
             except FileNotFoundError:
+                target.unlink(missing_ok=True)  # hf:// leaves an empty one
                 return False
             return True
 

@@ -9,21 +9,26 @@ from typing import Any
 
 import torch
 from diffusers import DiffusionPipeline, ImagePipelineOutput
+from diffusers.image_processor import VaeImageProcessor
 
+from ddm_lightning.core.errors import UserError
 from ddm_lightning.evaluation.pretrained import DecentralizedEnsemble, export_diffusers
 
 
 class DecentralizedPipeline(DiffusionPipeline):  # type: ignore[misc]  # diffusers is not checked
     """Text- or class-to-image with a decentralized ensemble, called like other pipelines of diffusers."""
 
-    def __init__(self) -> None:
+    def __init__(self, allow_paths: bool = False) -> None:
         super().__init__()
+        self._allow_paths = allow_paths
         self._place: torch.device | str = "cpu"
 
     @cached_property
     def ensemble(self) -> DecentralizedEnsemble:
         """The ensemble of the folder; loaded at first use, because diffusers tells the folder after construction."""
-        return DecentralizedEnsemble.from_pretrained(self.config["_name_or_path"], str(self._place))
+        return DecentralizedEnsemble.from_pretrained(
+            self.config["_name_or_path"], str(self._place), allow_paths=self._allow_paths
+        )
 
     def to(self, device: torch.device | str) -> DecentralizedPipeline:
         """Move the ensemble to ``device``."""
@@ -37,16 +42,19 @@ class DecentralizedPipeline(DiffusionPipeline):  # type: ignore[misc]  # diffuse
 
     def __call__(
         self,
-        prompt: str | Sequence[str] = (),
+        prompt: str | Sequence[str] | None = None,
         *,
-        class_labels: Sequence[str | int] = (),
-        num_images_per_prompt: int | None = None,
+        class_labels: Sequence[str | int] | None = None,
+        num_images_per_prompt: int = 1,
         num_inference_steps: int | None = None,
         guidance_scale: float | None = None,
-        generator: torch.Generator | None = None,
+        negative_prompt: str | Sequence[str] | None = None,
+        generator: torch.Generator | Sequence[torch.Generator] | None = None,
+        output_type: str = "pil",
+        return_dict: bool = True,
         strategy: str | None = None,
         **settings: Any,
-    ) -> ImagePipelineOutput:
+    ) -> ImagePipelineOutput | tuple[Any]:
         """Generate images; None takes the ensemble's own setting.
 
         Args:
@@ -55,21 +63,44 @@ class DecentralizedPipeline(DiffusionPipeline):  # type: ignore[misc]  # diffuse
             num_images_per_prompt: images of each.
             num_inference_steps: steps from noise to data.
             guidance_scale: classifier-free guidance; 1 is none.
-            generator: only its initial seed counts.
+            negative_prompt: refused unless empty: guidance leads away from no condition.
+            generator: makes the seed of the noise, or of each image if they are several; None is torch's own generator,
+                so that each call has other images.
+            output_type: ``pil``, or ``np`` or ``pt`` for numbers from 0 to 1, [n h w 3] or [n 3 h w].
+            return_dict: whether to return the images as ``.images``, not in a tuple.
             strategy: routing strategy.
             settings: other keys of ``DecentralizedEnsemble.sample``.
 
         Raises:
-            UserError: as ``DecentralizedEnsemble.sample``.
+            UserError: as ``DecentralizedEnsemble.sample``, a negative prompt, another ``output_type``, or another
+                number of generators than of images.
         """
-        given: dict[str, Any] = {"num_steps": num_inference_steps, "guidance_scale": guidance_scale}
-        images = self.ensemble.sample(
-            [prompt] if isinstance(prompt, str) else prompt,
-            classes=class_labels,
-            strategy=strategy,
-            num=num_images_per_prompt,
-            seed=None if generator is None else generator.initial_seed(),
-            **{key: value for key, value in given.items() if value is not None},
-            **settings,
-        )
-        return ImagePipelineOutput(images=images)
+        if negative_prompt:
+            raise UserError("negative_prompt: this ensemble has none; leave it out")
+        if output_type not in ("pil", "np", "pt"):
+            raise UserError(f"output_type = {output_type!r}: must be pil, np or pt")
+        given = {"num_steps": num_inference_steps, "guidance_scale": guidance_scale, "strategy": strategy}
+        settings |= {key: value for key, value in given.items() if value is not None}
+        kind = "classes" if prompt is None else "prompts"
+        rows = class_labels if prompt is None else [prompt] if isinstance(prompt, str) else prompt
+        if generator is None or isinstance(generator, torch.Generator):
+            settings |= {kind: rows, "num": num_images_per_prompt, "seed": _seed(generator)}
+            images: Any = self.ensemble.sample(**settings)
+        else:
+            each: list[dict[str, Any]] = [{kind: [row]} for row in rows or () for _ in range(num_images_per_prompt)]
+            if len(each) != len(generator):
+                raise UserError(f"generator: {len(generator)} for {len(each)} images; give one, or one for each")
+            images = [
+                self.ensemble.sample(**settings, **row, num=1, seed=_seed(own))[0]
+                for row, own in zip(each, generator, strict=True)
+            ]
+        if output_type != "pil":
+            images = VaeImageProcessor.pil_to_numpy(images)
+        if output_type == "pt":
+            images = VaeImageProcessor.numpy_to_pt(images)
+        return ImagePipelineOutput(images=images) if return_dict else (images,)
+
+
+def _seed(generator: torch.Generator | None) -> int:
+    device = None if generator is None else generator.device
+    return int(torch.randint(2**63 - 1, (), generator=generator, device=device))

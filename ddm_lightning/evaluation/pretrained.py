@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -14,14 +16,16 @@ from PIL import Image
 from ddm_lightning.config.experiment import Experiment, PluginConfig, SampleConfig
 from ddm_lightning.config.validate import check_experiment
 from ddm_lightning.core.devices import check_devices, configure_cuda, device_of
-from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.errors import UserError, first_line
 from ddm_lightning.core.files import atomic_write_text
+from ddm_lightning.core.registry import require
 from ddm_lightning.ensemble.load import load_listed
 from ddm_lightning.ensemble.routing import strategy_of, with_suited_solver
 from ddm_lightning.ensemble.saved import fetched, open_ensemble, save_ensemble
 from ddm_lightning.ensemble.trace import Trace
 from ddm_lightning.evaluation.samples import row_conditions, sample_images
 from ddm_lightning.members.assembly import EnsembleManifest
+from ddm_lightning.members.run_folder import MEMBER_FILE, RunFolder, load_run
 
 _PIPELINE = '''"""Code of this folder for diffusers: the class is part of the installed package ddm_lightning."""
 
@@ -48,27 +52,45 @@ class DecentralizedEnsemble:
         self.manifest, self.about, self.resident_experts = manifest, manifest.about, resident_experts
         self.to(device)
 
+    def __repr__(self) -> str:
+        meta = self.loaded.meta
+        return (
+            f"{type(self).__name__}({self.about.name!r}, members={list(self.manifest.folders)}, "
+            f"condition={meta.condition['kind']!r}, x_shape={meta.x_shape})"
+        )
+
     @classmethod
     def from_pretrained(
-        cls, folder_or_url: str | Path, device: str | None = None, *, resident_experts: int | None = None
+        cls,
+        folder_or_url: str | Path,
+        device: str | None = None,
+        *,
+        resident_experts: int | None = None,
+        allow_paths: bool = False,
     ) -> DecentralizedEnsemble:
         """Load an ensemble. An expert whose artifact is missing is left out, with a note on stderr.
 
         Args:
             folder_or_url: run folder (``experiment.yaml``, ``ensemble.json``, ``prepared/manifest.json`` and the
-                artifacts), saved ensemble, or a URL of one of them that fsspec reads; a URL is downloaded first.
+                artifacts), saved ensemble, or a URL of one of them that fsspec reads, such as ``hf://owner/name`` for
+                a repository of the Hugging Face hub; a URL is downloaded first.
             device: where to sample, such as ``"cuda"``; None is a GPU if there is one.
             resident_experts: experts on the device at once, at least 2, if it is too small for all; the others wait
                 in the host's memory or on disk. None is all.
+            allow_paths: whether encoders may read a path, or a model of the hub, that the ensemble names. A local run
+                folder's own encoders always may.
 
         Raises:
-            UserError: a file is missing, damaged or of other data, or leads out of the folder; no such device, or
-                ``resident_experts`` below 2.
+            UserError: a file is missing, damaged or of other data, or leads out of the folder; no such device,
+                ``resident_experts`` below 2, or as ``refuse_paths``.
         """
         check_devices("auto" if device is None else {"cuda": "gpu"}.get(torch.device(device).type, "cpu"), 1)
         if resident_experts is not None and resident_experts < 2:
             raise UserError(f"resident_experts = {resident_experts}: one computes while one loads; give at least 2")
-        manifest = open_ensemble(fetched(folder_or_url), partial=True)
+        folder = fetched(folder_or_url)
+        manifest, record = open_ensemble(folder, partial=True), RunFolder(folder).experiment
+        own = load_run(record) if "://" not in str(folder_or_url) and record.exists() else None
+        refuse_paths(manifest, own, allow_paths)
         return cls(manifest, device or device_of("auto"), resident_experts)
 
     def save_pretrained(self, folder: str | Path, licence: str | None = None) -> None:
@@ -83,6 +105,34 @@ class DecentralizedEnsemble:
         """
         save_ensemble(self.manifest, Path(folder), licence)
 
+    def push_to_hub(self, repo_id: str, licence: str | None = None, **options: Any) -> str:
+        """Upload what ``save_pretrained`` writes to a repository of the Hugging Face hub; needs huggingface_hub.
+
+        Args:
+            repo_id: ``owner/name``; created if it is missing.
+            licence: as in ``save_pretrained``.
+            options: others of ``HfApi.create_repo``, such as ``private=True`` and ``token="hf_…"``.
+
+        Returns:
+            URL of the repository, to load with ``from_pretrained("hf://owner/name")``.
+
+        Raises:
+            UserError: as ``save_pretrained``, or the hub refuses or cannot be reached.
+        """
+        require("push_to_hub", "huggingface_hub", extra="latents")
+        from huggingface_hub import HfApi
+
+        with TemporaryDirectory() as scratch:
+            folder, hub = Path(scratch) / "ensemble", HfApi(token=options.pop("token", None))
+            self.save_pretrained(folder, licence)
+            try:
+                url = hub.create_repo(repo_id, exist_ok=True, **options)
+                hub.upload_folder(repo_id=repo_id, folder_path=folder)
+            except (OSError, ValueError) as error:
+                problem = f"cannot be uploaded ({first_line(error)})"
+                raise UserError(f"{repo_id}: {problem}; check name and network, or run: hf auth login") from None
+        return str(url)
+
     def to(self, device: torch.device | str) -> DecentralizedEnsemble:
         """Load all networks onto another device."""
         if torch.device(device).type == "cuda":
@@ -92,9 +142,9 @@ class DecentralizedEnsemble:
 
     def sample(
         self,
-        prompts: Sequence[str] = (),
+        prompts: str | Sequence[str] | None = None,
         *,
-        classes: Sequence[str | int] = (),
+        classes: Sequence[str | int] | None = None,
         strategy: str | None = None,
         num: int | None = None,
         seed: int | None = None,
@@ -105,8 +155,8 @@ class DecentralizedEnsemble:
         """Generate the images that the command ``sample`` writes with the same options.
 
         Args:
-            prompts: texts; without prompts and classes, the experiment's.
-            classes: names or numbers, for an experiment conditioned on classes.
+            prompts: texts. None, without classes, is the experiment's.
+            classes: names or numbers, for an experiment conditioned on classes. None is all.
             strategy: routing strategy; None is the experiment's.
             num: images per prompt or class; None is the experiment's.
             seed: seed of the noise; None is the experiment's.
@@ -118,9 +168,12 @@ class DecentralizedEnsemble:
             ``num`` images of the first prompt, then of the second, and so on.
 
         Raises:
-            UserError: an empty prompt, an unknown class, strategy or setting, or a value out of range.
+            UserError: an empty prompt or list, an unknown class, strategy or setting, or a value out of range.
         """
-        prompts = [prompts] if isinstance(prompts, str) else list(map(str, prompts))
+        given = None if prompts is None else [prompts] if isinstance(prompts, str) else list(prompts)
+        shown = None if classes is None else list(map(str, classes))
+        if [] in (given, shown) or not all(isinstance(prompt, str) for prompt in given or ()):
+            raise UserError("sample: give prompts, which are texts, or classes; leave both out for the experiment's")
         known = [field.name for field in fields(SampleConfig) if field.name != "member"]  # this is the ensemble
         if unknown := set(settings) - set(known):
             raise UserError(f"sample: no setting {min(unknown)!r}; known: {', '.join(known)}")
@@ -140,9 +193,9 @@ class DecentralizedEnsemble:
         if factors is not None:
             loaded = replace(loaded, ensemble=loaded.ensemble.reweighted(factors))
         strategy_of(chosen).check_num_clusters(loaded.ensemble.num_clusters)
-        shown = prompts or ([] if classes else chosen.prompts)
+        given = given or ([] if shown else chosen.prompts)
         num_classes = self.loaded.meta.condition["size"]
-        rows = row_conditions(shown, list(map(str, classes)), experiment, self.about.class_names, num_classes)
+        rows = row_conditions(given, shown or [], experiment, self.about.class_names, num_classes)
         images = sample_images(loaded, experiment, rows, chosen.num_per_prompt, trace=trace)
         return [Image.fromarray(image) for _, _, image in images]
 
@@ -153,6 +206,27 @@ class DecentralizedEnsemble:
         found.prepare.image_encoder = PluginConfig(**meta.image_encoder)
         found.prepare.caption_encoder = PluginConfig(**meta.caption_encoder) if meta.caption_encoder else None
         return found
+
+
+def refuse_paths(manifest: EnsembleManifest, experiment: Experiment | None, allow_paths: bool) -> None:
+    """Check that no encoder reads a path, or a model of the hub, that only the artifacts name.
+
+    Args:
+        manifest: artifacts, perhaps of strangers.
+        experiment: the user's own, whose encoders are allowed.
+        allow_paths: whether the user allows every encoder.
+
+    Raises:
+        UserError: an encoder's params name a path or a model of the hub.
+    """
+    name, meta = next(iter(manifest.metas.items()))
+    own = [] if experiment is None else [experiment.prepare.image_encoder, experiment.prepare.caption_encoder]
+    for encoder in filter(None, (meta.image_encoder, meta.caption_encoder)):
+        params = json.dumps(encoder["params"], ensure_ascii=False)
+        if not allow_paths and PluginConfig(**encoder) not in own and re.search(r'[/\\]|"path":', params):
+            problem = f"the encoder {encoder['name']!r} would read what {params} names"
+            place = manifest.folders[name] / MEMBER_FILE
+            raise UserError(f"{place}: {problem}; if you trust its maker, set --allow-paths or allow_paths=True")
 
 
 def export_diffusers(manifest: EnsembleManifest, out: Path, licence: str | None = None) -> None:

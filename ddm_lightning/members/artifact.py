@@ -247,7 +247,7 @@ def _build_bounded(meta: ArtifactMeta, weights: Mapping[str, Tensor]) -> nn.Modu
     hook = register_module_parameter_registration_hook(count)
     try:
         plugin, condition = PluginConfig(meta.network, meta.params), ConditionSpec.from_dict(meta.condition)
-        if portable_params(meta.role, plugin) != plugin.params:
+        if "path" in meta.params or portable_params(meta.role, plugin) != plugin.params:
             raise UserError("its params name a file outside the artifact")
         return make_network(meta.role, plugin, meta.x_shape, condition, meta.num_clusters)
     finally:

@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
+import sys
 import tempfile
+import textwrap
 import uuid
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import fsspec
+import numpy as np
 import pytest
 import torch
 import yaml
 from artifact_files import edit, refused
 from diffusers import DiffusionPipeline
+from hub import hub as hub
 from PIL import Image
 from saved_ensembles import images, load, saved
-from tiny_runs import ROOT, settings
+from tiny_runs import ROOT, copy_run, settings
 
 from ddm_lightning import DecentralizedEnsemble
 from ddm_lightning.cli.parser import main
 from ddm_lightning.core.files import sha256_file
+from ddm_lightning.evaluation.pretrained import export_diffusers
 from ddm_lightning.members.artifact import read_meta
 
 
@@ -95,10 +103,81 @@ def test_bad_settings_in_a_manifest(three: Path, changes: dict, words: str) -> N
 
 def test_what_sampling_cannot_take_is_refused_in_one_line(three: Path) -> None:
     ensemble = load(three)
+    for nothing in ({"prompts": []}, {"prompts": ()}, {"prompts": [None]}, {"prompts": [1]}, {"classes": []}):
+        refused(lambda nothing=nothing: ensemble.sample(**nothing), "give prompts, which are texts, or classes")
+    refused(lambda: ensemble.sample(""), "a prompt is empty")
     refused(lambda: ensemble.sample(factors=[1, 0]), "factors = [1, 0]: give 3 numbers from 0 up")
     refused(lambda: ensemble.sample(factors=[-1, 1, 1]), "give 3 numbers from 0 up")
     refused(lambda: ensemble.sample(steps=2), "no setting 'steps'; known: strategy, ")
     refused(lambda: DecentralizedEnsemble.from_pretrained(three, "cpu", resident_experts=1), "give at least 2")
+
+
+def test_an_ensemble_tells_what_it_is(three: Path) -> None:
+    members = "members=['expert-0', 'expert-1', 'expert-2', 'router']"
+    expected = f"DecentralizedEnsemble('three', {members}, condition='text', x_shape=(3, 4, 4))"
+    assert repr(load(three)) == expected
+
+
+def test_a_name_that_is_no_folder_may_be_one_of_the_hub() -> None:
+    refused(lambda: load("some/name"), "some/name: is no folder here", "on the Hugging Face hub: hf://owner/name")
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")  # huggingface_hub leaves the file of a failed download open
+def test_the_hub_takes_and_gives_an_ensemble(three: Path, hub: dict[str, dict[str, bytes]]) -> None:
+    before = load(three)
+    url = before.push_to_hub("owner/three", licence="MIT", token="hf_good")
+    assert url.endswith("/owner/three") and b"weights: MIT" in hub["owner/three"]["README.md"]
+    files = {path.relative_to(three).as_posix() for path in three.rglob("*") if path.is_file()}
+    assert set(hub["owner/three"]) == files
+    assert images(DecentralizedEnsemble.from_pretrained("hf://owner/three", "cpu")) == images(before)
+    del hub["owner/three"]["expert-1/member.json"]
+    assert len(DecentralizedEnsemble.from_pretrained("hf://owner/three", "cpu").manifest.experts) == 2
+    refused(lambda: load("hf://owner/none"), "hf://owner/none: holds no ensemble.json")
+    refused(
+        lambda: before.push_to_hub("owner/other", token="hf_bad"), "owner/other: cannot be uploaded (401", "hf auth"
+    )
+    refused(lambda: before.push_to_hub("a name", token="hf_good"), "a name: cannot be uploaded (Repo id must")
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "path"),
+    [
+        ("caption_encoder", "clip-text", "owner/name"),
+        ("caption_encoder", "t5-text", "weights"),
+        ("image_encoder", "diffusers-vae", "../weights"),
+    ],
+)
+def test_an_encoder_that_a_stranger_names_reads_nothing(tmp_path: Path, kind: str, name: str, path: str) -> None:
+    encoder = {"name": name, "params": {"path": path}}
+    folder = saved(tmp_path, (100,), **{kind: encoder})
+    line = refused(lambda: load(folder), folder / "expert-0" / "member.json", repr(name), path, "allow_paths=True")
+    assert "--allow-paths" in line
+    url = f"memory://{uuid.uuid4()}"
+    fsspec.filesystem("memory").put(str(folder), url, recursive=True)
+    refused(lambda: DecentralizedEnsemble.from_pretrained(url, "cpu"), repr(name))
+    allowed = DecentralizedEnsemble.from_pretrained(folder, "cpu", allow_paths=True)
+    refused(lambda: allowed.sample("cat", num=1), path)  # the encoder looks for it
+
+
+@pytest.mark.slow
+def test_the_encoders_of_ones_own_run_may_read_paths(finished_run: Path, tmp_path: Path) -> None:
+    run = copy_run(finished_run, tmp_path / "run")
+    encoder = {"name": "clip-text", "params": {"path": str(tmp_path / "clip")}}
+    document = json.loads((run / "ensemble.json").read_text())
+    for entry in document["members"]:
+        member = run / entry["path"] / "member.json"
+        edit(member, caption_encoder=encoder)
+        entry["member_json_sha256"] = sha256_file(member)
+    edit(run / "ensemble.json", members=document["members"])
+    refused(lambda: load(run), "'clip-text' would read")
+    record = run / "experiment.yaml"
+    experiment = yaml.safe_load(record.read_text())
+    experiment["prepare"]["caption_encoder"] = encoder
+    record.write_text(yaml.safe_dump(experiment))
+    assert len(load(run).manifest.experts) == 2
+    url = f"memory://{uuid.uuid4()}"
+    fsspec.filesystem("memory").put(str(run), url, recursive=True)
+    refused(lambda: DecentralizedEnsemble.from_pretrained(url, "cpu"), "'clip-text' would read")
 
 
 def test_names_of_other_classes_than_the_experts_know(three: Path) -> None:
@@ -121,17 +200,78 @@ def test_export_loads_in_diffusers_with_the_same_images(
     assert main([*export, "--to", "diffusers", "--licence", "CC0"]) == 0
     assert "CC0" in (out / "README.md").read_text() and str(out) in capsys.readouterr().out
     pipeline = DiffusionPipeline.from_pretrained(out, custom_pipeline=str(out), trust_remote_code=True)
-    generator = torch.Generator().manual_seed(3)
-    got = pipeline(["red disc", "a cross"], num_images_per_prompt=2, generator=generator).images
+    got = pipeline(["red disc", "a cross"], num_images_per_prompt=2, generator=seeded(3)).images
     of_run = DecentralizedEnsemble.from_pretrained(finished_run)
-    expected = of_run.sample(["red disc", "a cross"], num=2, seed=3, num_steps=3)
+    seed = int(torch.randint(2**63 - 1, (), generator=seeded(3)))
+    expected = of_run.sample(["red disc", "a cross"], num=2, seed=seed, num_steps=3)
     assert [image.tobytes() for image in got] == [image.tobytes() for image in expected]
-    more = pipeline.to("cpu")("red disc", num_inference_steps=2, strategy="bayes", num_images_per_prompt=1).images
+    more = pipeline.to("cpu")("red disc", num_inference_steps=2, strategy="bayes").images
     assert isinstance(more[0], Image.Image) and len(more) == 1
     pipeline.save_pretrained(tmp_path / "again")
     assert {path.name for path in (tmp_path / "again").iterdir()} == {path.name for path in out.iterdir()}
     assert main([*export, "--to", "ensemble"]) == 2
     assert "exists already" in capsys.readouterr().err
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.fixture
+def pipeline(three: Path, tmp_path: Path) -> DiffusionPipeline:
+    export_diffusers(load(three).manifest, tmp_path / "exported")
+    code = {"custom_pipeline": str(tmp_path / "exported"), "trust_remote_code": True}
+    return DiffusionPipeline.from_pretrained(tmp_path / "exported", **code, allow_paths=True)
+
+
+def test_the_pipeline_takes_what_those_of_diffusers_take(pipeline: DiffusionPipeline) -> None:
+    (image,) = pipeline("cat", generator=seeded(1)).images  # one image, unless told otherwise
+    pixels = np.asarray(image, np.float32) / 255
+    (numbers,) = pipeline("cat", generator=seeded(1), output_type="np", return_dict=False)
+    assert numbers.dtype == np.float32 and np.array_equal(numbers, pixels[None])
+    tensor = pipeline("cat", generator=seeded(1), output_type="pt").images
+    assert torch.equal(tensor, torch.from_numpy(pixels).permute(2, 0, 1)[None])
+    same = pipeline("cat", generator=seeded(1), negative_prompt="").images
+    assert same[0].tobytes() == image.tobytes()
+
+
+def test_generators_of_the_pipeline(pipeline: DiffusionPipeline) -> None:
+    def made(*prompts: str, **settings: Any) -> list[bytes]:
+        return [image.tobytes() for image in pipeline(prompts, **settings).images]
+
+    moving = seeded(1)
+    first, second = made("cat", generator=moving), made("cat", generator=moving)
+    assert first == made("cat", generator=seeded(1)) != second
+    assert made("cat") != made("cat")  # torch's own generator
+    torch.manual_seed(1)
+    assert made("cat") == first
+    each = made("cat", "dog", num_images_per_prompt=2, generator=[seeded(seed) for seed in (1, 2, 3, 1)])
+    assert each[:1] == first and each[1:2] == made("cat", generator=seeded(2))
+    assert each[3:] == made("dog", generator=seeded(1)) and len(set(each)) == 4
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"negative_prompt": "dog"}, "negative_prompt: this ensemble has none"),
+        ({"output_type": "latent"}, "output_type = 'latent': must be pil, np or pt"),
+        ({"generator": [torch.Generator()] * 2}, "generator: 2 for 1 images"),
+        ({"height": 512}, "no setting 'height'"),
+    ],
+)
+def test_what_the_pipeline_refuses(pipeline: DiffusionPipeline, settings: dict[str, Any], words: str) -> None:
+    refused(lambda: pipeline("cat", **settings), words)
+
+
+@pytest.mark.slow
+def test_the_snippet_for_diffusers_runs_in_a_fresh_process(three: Path, tmp_path: Path) -> None:
+    """Which has not yet imported torchvision; the one that pip installs beside a CPU torch may not fit it."""
+    export_diffusers(load(three).manifest, tmp_path / "emoji")
+    text = (ROOT / "docs" / "sampling.md").read_text(encoding="utf-8")
+    (snippet,) = re.findall(r"\n\n((?:    .*\n|\n)+?)\n(?=It is called)", text)
+    code = f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n{textwrap.dedent(snippet)}\nprint(image.size)"
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, cwd=tmp_path)
+    assert done.stdout == "(4, 4)\n", done.stderr
 
 
 @pytest.mark.slow

@@ -151,6 +151,12 @@ def test_parameters_that_the_network_refuses(tmp_path, params):
     refused(lambda: build_network(meta, state), "expert-0", "cannot be built", "install the release")
 
 
+def test_a_network_that_names_a_path_opens_nothing(tmp_path):
+    folder = put(tmp_path / "artifact")
+    edit(folder / "member.json", network="diffusers", params={"path": str(tmp_path / "missing")})
+    refused(lambda: load_network(folder), "its params name a file outside the artifact")
+
+
 def test_weights_that_do_not_fit(tmp_path):
     meta, state = read_artifact(put(tmp_path / "a"))
     first, second, *_ = state
