@@ -395,23 +395,27 @@ def demo(options: argparse.Namespace) -> int:
     """Run ``demo``, of an experiment's run or of a saved ensemble."""
     require("demo", "gradio", extra="page")
     from ddm_lightning.ensemble.saved import open_ensemble
-    from ddm_lightning.evaluation.page import serve
-    from ddm_lightning.evaluation.pretrained import DecentralizedEnsemble
+    from ddm_lightning.evaluation.page import captions_of, listen, serve
+    from ddm_lightning.evaluation.pretrained import DecentralizedEnsemble, refuse_paths
 
-    if "://" in options.config or Path(options.config).is_dir():
-        if options.overrides:
-            raise UserError(f"{' '.join(options.overrides)}: settings go with an experiment file; leave them out")
-        ensemble = DecentralizedEnsemble.from_pretrained(options.config)
-    else:
-        experiment = load_run(options.config, options.overrides)
-        check_strategy(experiment, options.config, options.overrides)
-        check_devices(experiment.island.accelerator, 1)
-        run = open_run(experiment, create=False)
-        _require_weights(experiment, run, options)
-        torch.set_num_threads(experiment.island.num_threads)
-        manifest, device = open_ensemble(run.root, experiment, partial=True), device_of(experiment.island.accelerator)
-        ensemble = DecentralizedEnsemble(manifest, device, experiment.sample.resident_experts)
-    serve(ensemble, options.host, options.port)
+    root = Path(options.config)
+    with listen(options.host, options.port) as listener:  # before anything is loaded
+        if "://" in options.config or root.is_dir():
+            if options.overrides:
+                raise UserError(f"{' '.join(options.overrides)}: settings go with an experiment file; leave them out")
+            ensemble = DecentralizedEnsemble.from_pretrained(options.config, allow_paths=options.allow_paths)
+        else:
+            experiment = load_run(options.config, options.overrides)
+            check_strategy(experiment, options.config, options.overrides)
+            check_devices(experiment.island.accelerator, 1)
+            run = open_run(experiment, create=False)
+            _require_weights(experiment, run, options)
+            torch.set_num_threads(experiment.island.num_threads)
+            manifest, root = open_ensemble(run.root, experiment, partial=True), run.root
+            refuse_paths(manifest, experiment, options.allow_paths)
+            device = device_of(experiment.island.accelerator)
+            ensemble = DecentralizedEnsemble(manifest, device, experiment.sample.resident_experts)
+        serve(ensemble, listener, options.host, captions_of(root))
     return 0
 
 

@@ -80,6 +80,8 @@ def build_parser() -> argparse.ArgumentParser:
     demo = add("demo", "Try the ensemble of FILE, or of a saved folder or URL, on a local page (extra [page]).")
     demo.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
     demo.add_argument("--port", type=int, default=7860, help="port (default: 7860; 0 for any free one)")
+    text = "let encoders read paths, or models of a hub, that only the ensemble's files name"
+    demo.add_argument("--allow-paths", action="store_true", help=text)
     evaluate = add("evaluate", "Score the ensemble's samples against held-out images (resumable; minutes on a CPU).")
     evaluate.add_argument("--images", metavar="PATH", help="folder or .npz file to score instead of new samples")
     evaluate.add_argument("--out", metavar="FOLDER", help="results folder (default: one in the run's evaluation/)")

@@ -1,21 +1,30 @@
 """A local page to try an ensemble: two strategies side by side, their weights over time, experts switched off.
 
 Needs the extra ``page``. Nothing is sent elsewhere or loaded from there: no analytics, no share link, local fonts.
+Only what the page needs is served: Gradio has more, such as uploads.
 """
 
 from __future__ import annotations
 
+import re
 import socket
 import time
 import warnings
+from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import gradio as gr
+import numpy as np
 import torch
 import uvicorn
 from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
 from PIL import Image, ImageOps
+from starlette.datastructures import Headers
+from starlette.responses import PlainTextResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ddm_lightning.config.experiment import SampleConfig
 from ddm_lightning.core.errors import UserError, line_of, note
@@ -23,6 +32,7 @@ from ddm_lightning.core.registry import STRATEGIES
 from ddm_lightning.ensemble.trace import Trace
 from ddm_lightning.evaluation.pretrained import DecentralizedEnsemble
 from ddm_lightning.evaluation.samples import heat_map
+from ddm_lightning.prepare.prepared import Prepared
 
 _MAX_PROMPT = 2000
 _MAX_IMAGES, _MAX_STEPS, _MAX_GUIDANCE = 8, 200, 20
@@ -30,10 +40,18 @@ _MAX_IMAGES, _MAX_STEPS, _MAX_GUIDANCE = 8, 200, 20
 _CELL_SIZE = 192
 # Gradio keeps room for 320 pixels of images.
 _CSS = ".grid-wrap {min-height: 0 !important}"
+_NUM_EXAMPLES = 24
+# All that the browser and gradio_client ask for. ``file=`` also takes URLs, to which Gradio would redirect.
+_ROUTES = {
+    "GET": r"/|/config|/theme\.css|/favicon\.ico|/(assets|static)/.+"
+    r"|/gradio_api/(info|app_id|queue/data|heartbeat/\w+|file=/.+)",
+    "POST": "/gradio_api/queue/join",
+}
+_MAX_BYTES = 1 << 20
 
 
-def serve(ensemble: DecentralizedEnsemble, host: str, port: int) -> None:
-    """Serve the page of ``ensemble`` until Ctrl-C.
+def listen(host: str, port: int) -> socket.socket:
+    """Open the port of the page.
 
     Raises:
         UserError: the address cannot be had.
@@ -41,37 +59,112 @@ def serve(ensemble: DecentralizedEnsemble, host: str, port: int) -> None:
     if not 0 <= port < 2**16:
         raise UserError(f"--port {port}: must be from 0 to {2**16 - 1}")
     try:
-        listener = socket.create_server((host, port))
+        return socket.create_server((host, port))
     except OSError as error:
         raise UserError(f"--host {host} --port {port}: {error.strerror}; give another --port or --host") from None
+
+
+def serve(ensemble: DecentralizedEnsemble, listener: socket.socket, host: str, captions: Sequence[str] = ()) -> None:
+    """Serve the page of ``ensemble`` until Ctrl-C.
+
+    Args:
+        ensemble: the ensemble.
+        listener: from ``listen``.
+        host: name or address that was given to it.
+        captions: see ``page``.
+    """
     warnings.filterwarnings("ignore", module="gradio")  # deprecations in gradio's own calls
     app, theme = FastAPI(openapi_url=None), gr.themes.Base()
-    gr.mount_gradio_app(app, page(ensemble), "/", theme=theme, css=_CSS, footer_links=[], ssr_mode=False)
+    gr.mount_gradio_app(app, page(ensemble, captions), "/", theme=theme, css=_CSS, footer_links=[], ssr_mode=False)
+    app.routes[-1].app.add_exception_handler(  # Gradio's own
+        RequestValidationError, lambda *_: PlainTextResponse("give what /gradio_api/info lists\n", 422)
+    )
     if host not in ("127.0.0.1", "localhost"):
         note(f"everybody who reaches {host} can use the page; it asks for no password")
     print(f"page: http://{host}:{listener.getsockname()[1]} (Ctrl-C ends it)", flush=True)
+    server = uvicorn.Server(uvicorn.Config(_guarded(app, host), log_level="critical", timeout_graceful_shutdown=1))
     with suppress(KeyboardInterrupt):
-        uvicorn.Server(uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=1)).run([listener])
+        server.run([listener])
 
 
-def page(ensemble: DecentralizedEnsemble) -> gr.Blocks:
-    """Build the page of ``ensemble``."""
+def _guarded(app: ASGIApp, host: str) -> ASGIApp:
+    """Refuse what the page does not need, and names that are not this machine's.
+
+    Otherwise a foreign page could let its own name point here, and read the answers (DNS rebinding).
+    """
+    names = "|".join(map(re.escape, (host, "localhost", socket.gethostname())))
+    own = re.compile(rf"({names}|[\d.]+|\[[\da-f:.]+\])(:\d+)?", re.IGNORECASE)
+
+    def answer(scope: Scope) -> ASGIApp:
+        headers, method = Headers(scope=scope), scope["method"]
+        if own.fullmatch(headers.get("host", "")) is None:
+            return PlainTextResponse(f"use {host}, localhost or an address in place of this name\n", 421)
+        if re.fullmatch(_ROUTES.get(method, ""), scope["path"]) is None:
+            return PlainTextResponse("not part of the page\n", 404)
+        if method == "POST" and int(headers.get("content-length", _MAX_BYTES + 1)) > _MAX_BYTES:
+            return PlainTextResponse(f"send a Content-Length of at most {_MAX_BYTES}\n", 413)
+        return app
+
+    async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
+        await (app if scope["type"] == "lifespan" else answer(scope))(scope, receive, send)
+
+    return guarded
+
+
+class _Page(gr.Blocks):  # type: ignore[misc]  # gradio is not checked
+    """Blocks that answer a call of wrong values in one line, and print no traceback."""
+
+    async def preprocess_data(self, *args: Any, **more: Any) -> list[Any]:
+        try:
+            return await super().preprocess_data(*args, **more)
+        except Exception as error:  # noqa: BLE001 (values may be any JSON)
+            other = "the call has other values than /gradio_api/info lists"
+            raise gr.Error(error.message if isinstance(error, gr.Error) else other, print_exception=False) from None
+
+
+def captions_of(folder: Path) -> list[str]:
+    """Captions from all over the training set, if ``folder`` is the run folder that prepared it; else nothing."""
+    prepared = Prepared(folder / "prepared")
+    if not prepared.parts_file.exists():
+        return []
+    texts = prepared.texts("captions")
+    picked = texts.take(np.arange(0, len(texts), max(1, len(texts) // _NUM_EXAMPLES)))
+    return [text for text in dict.fromkeys(picked) if 1 <= len(text.strip()) <= _MAX_PROMPT]
+
+
+def page(ensemble: DecentralizedEnsemble, captions: Sequence[str] = ()) -> gr.Blocks:
+    """Build the page of ``ensemble``.
+
+    Args:
+        ensemble: the ensemble.
+        captions: offered as examples; the experiment's prompts if there are none.
+    """
     about, core, kind = ensemble.about, ensemble.loaded.ensemble, ensemble.loaded.meta.condition["kind"]
     defaults, num_threads = SampleConfig(**about.sample), torch.get_num_threads()
 
     def generate(
-        prompt: str, strategy: str, num: int, num_steps: int, guidance: float, seed: int | None, *factors: float
+        prompt: str, strategy: str, num: int, num_steps: int, guidance: float, seed: int, *factors: float
     ) -> tuple[list[Image.Image], str, Image.Image | None]:
         """Images of one strategy, a line about their cost, and the heat map of the experts' weights."""
         torch.set_num_threads(num_threads)  # a setting of each thread
         trace, start, rows, active = Trace(), time.perf_counter(), core.work.rows, core.work.active
         length = len((prompt or "").strip())
         described: dict[str, Any] = {"class": {"classes": [prompt]}, "none": {}}.get(kind, {"prompts": [prompt]})
-        given: dict[str, Any] = {"strategy": strategy, "num": num, "num_steps": num_steps, "guidance_scale": guidance}
         try:
             if kind != "none" and not 1 <= length <= _MAX_PROMPT:
                 raise UserError(f"the prompt has {length:,} characters; describe an image in 1 to {_MAX_PROMPT:,}")
-            images = ensemble.sample(**described, **given, seed=seed, trace=trace, factors=factors or None)
+            if None in (num, num_steps, guidance, seed):
+                raise UserError("a number is empty; fill it in")
+            images = ensemble.sample(
+                **described,
+                strategy=strategy,
+                num=num,
+                num_steps=num_steps,
+                guidance_scale=guidance,
+                seed=seed,
+                trace=trace,
+                factors=factors or None,
+            )
         except (UserError, MemoryError, RuntimeError) as error:
             if (line := line_of(error)) is None:
                 raise
@@ -82,28 +175,35 @@ def page(ensemble: DecentralizedEnsemble) -> gr.Blocks:
         larger = [ImageOps.scale(image, scale, Image.Resampling.LANCZOS) for image in images]
         return larger, cost, _weights(trace, core.names)
 
-    with gr.Blocks(title=about.name, analytics_enabled=False, delete_cache=(600, 3600), fill_width=True) as blocks:
+    with _Page(title=about.name, analytics_enabled=False, delete_cache=(600, 3600), fill_width=True) as blocks:
         gr.Markdown(f"# {about.name}\n" + (f"Trained on: {about.credit}" if about.credit else ""))
         with gr.Row():
             with gr.Column(scale=1, min_width=260):
                 condition = _described(kind, ensemble)
                 button = gr.Button("Generate", variant="primary")
+                if kind in ("text", "tokens"):
+                    _offer(captions, defaults.prompts, condition)
                 guidance = gr.State(1.0)
                 settings: list[Any] = [
-                    gr.Slider(1, _MAX_IMAGES, min(4, defaults.num_per_prompt), step=1, precision=0, label="Images"),
-                    gr.Slider(1, _MAX_STEPS, min(defaults.num_steps, _MAX_STEPS), step=1, precision=0, label="Steps"),
+                    gr.Slider(1, _MAX_IMAGES, min(4, defaults.num_per_prompt), step=1, label="Images"),
+                    gr.Slider(1, _MAX_STEPS, min(defaults.num_steps, _MAX_STEPS), step=1, label="Steps"),
                 ]
                 if kind != "none":
                     guidance = gr.Slider(0, _MAX_GUIDANCE, defaults.guidance_scale, step=0.1, label="Guidance")
-                settings += [guidance, gr.Number(about.seed, precision=0, label="Seed")]
+                settings += [guidance, gr.Number(about.seed, label="Seed")]
                 if core.num_clusters > 1:
                     gr.Markdown("**Experts**: each one's weight is multiplied by its number; 0 switches it off.")
                     settings += [gr.Slider(0, 1, 1, step=0.05, label=name) for name in core.names]
             first, *outputs = _side("A", defaults.strategy)
             second, *others = _side("B", "full" if defaults.strategy == "bayes" else "bayes")
         # Gradio runs one call of a function at a time. After an error of the first, the second would only repeat it.
-        done = button.click(generate, [condition, first, *settings], outputs, api_name="generate")
-        done.success(generate, [condition, second, *settings], others, api_visibility="private")
+        inputs = [condition, first, *settings]
+        done = button.click(generate, inputs, outputs, api_name="generate", show_progress_on=outputs[0])
+        inputs = [condition, second, *settings]
+        both_done = done.success(generate, inputs, others, api_visibility="private", show_progress_on=others[0])
+        # Images of an earlier prompt must not stay beside the error.
+        done.failure(lambda: [None] * 6, None, [*outputs, *others], api_visibility="private")
+        both_done.failure(lambda: [None] * 3, None, others, api_visibility="private")
     return blocks
 
 
@@ -114,8 +214,17 @@ def _described(kind: str, ensemble: DecentralizedEnsemble) -> Any:
     if kind == "class":
         names = ensemble.about.class_names or list(map(str, range(ensemble.loaded.meta.condition["size"])))
         return gr.Dropdown(names, value=names[0], label="Class")
-    prompts = ensemble.about.sample["prompts"]
-    return gr.Textbox(prompts[0] if prompts else "", label="Prompt", lines=2)
+    return gr.Textbox(next(iter(ensemble.about.sample["prompts"]), ""), label="Prompt", lines=2)
+
+
+def _offer(captions: Sequence[str], prompts: Sequence[str], field: gr.Textbox) -> None:
+    """Examples; a click puts one into ``field``."""
+    offered = gr.Dataset(
+        components=[field],
+        samples=[[text] for text in captions or prompts],
+        label=("Captions" if captions else "Examples; captions") + " of the training images work best",
+    )
+    offered.click(lambda row: row[0], offered, field, show_progress="hidden", api_visibility="private")
 
 
 def _side(name: str, strategy: str) -> list[Any]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
+import json
 import re
 import signal
 import socket
@@ -13,6 +15,7 @@ from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 from gradio_client import Client
@@ -42,7 +45,7 @@ def served(process: subprocess.Popen[str]) -> Iterator[str]:
     finally:
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=60)
-    assert process.returncode == 0, err
+    assert process.returncode == 0 and "Traceback" not in err, err
 
 
 @pytest.fixture(scope="module")
@@ -124,15 +127,84 @@ def test_a_prompt_gives_images_and_heat_maps(browser: Browser, address: str, tmp
         put(page, f"number input for expert-{k}", "0")
     generate(page)
     expect(page.get_by_text("every expert is switched off; leave one on")).to_be_visible()
+    expect(page.locator("img")).to_have_count(0)  # none of the earlier prompt
+    assert page.get_by_text("Error", exact=True).count() == 1
     put(page, "Prompt", "x" * 100_000)
     generate(page)
     expect(page.get_by_text("the prompt has 100,000 characters; describe an image in 1 to 2,000")).to_be_visible()
-    put(page, "Seed", "-1")
     put(page, "Prompt", "red disc")
-    generate(page)
-    expect(page.get_by_text(re.compile(r"'seed' = -1: must be from 0"))).to_be_visible()
+    for seed, words in (("-1", r"'seed' = -1: must be from 0"), ("1.5", "is 1.5"), ("", "a number is empty")):
+        put(page, "Seed", seed)
+        generate(page)
+        expect(page.get_by_text(re.compile(words))).to_be_visible()
     assert page.get_by_text("Traceback").count() == 0
     assert hosts == {address.removeprefix("http://")}, "everything comes from the page itself"
+
+
+def test_a_click_on_a_caption_of_the_training_images_fills_it_in(browser: Browser, address: str) -> None:
+    page = browser.new_page()
+    page.goto(address)
+    expect(page.get_by_text("Captions of the training images work best")).to_be_visible(timeout=60_000)
+    caption = page.locator("button.gallery-item").nth(1)
+    expect(caption).to_have_text(re.compile(r"^\w+ (disc|square|cross|ring)$"))
+    page.wait_for_timeout(1000)  # Gradio is still loading
+    caption.click()
+    expect(page.get_by_label("Prompt", exact=True)).to_have_value(caption.inner_text().strip())
+
+
+@pytest.mark.parametrize(
+    ("path", "headers", "content", "status"),
+    [
+        ("config", {"Host": "evil.example"}, None, 421),
+        ("config", {"Host": "127.0.0.1.evil.example"}, None, 421),
+        ("config", {"Host": "localhost:1"}, None, 200),
+        ("config", {"Host": "192.168.3.4"}, None, 200),
+        ("config", {"Host": "[::1]:1"}, None, 200),
+        ("monitoring", {}, None, 404),
+        ("docs", {}, None, 404),
+        ("gradio_api/file=http://127.0.0.1/", {}, None, 404),
+        ("gradio_api/file=/etc/hostname", {}, None, 403),
+        ("gradio_api/upload", {}, b"x", 404),
+        ("gradio_api/run/generate", {}, b'{"data": []}', 404),
+        ("gradio_api/queue/join", {}, b" " * (1 << 20) + b"{}", 413),
+        ("gradio_api/queue/join", {"Transfer-Encoding": "chunked"}, b"2\r\n{}\r\n0\r\n\r\n", 413),
+        ("gradio_api/queue/join", {}, b"{", 422),
+        ("gradio_api/queue/join", {}, b'{"data": [], "fn_index": 99, "session_hash": "a"}', 500),
+    ],
+)
+def test_what_the_page_does_not_need_is_closed(
+    address: str, path: str, headers: dict[str, str], content: bytes | None, status: int
+) -> None:
+    with contextlib.closing(http.client.HTTPConnection(address.removeprefix("http://"), timeout=30)) as connection:
+        connection.putrequest("GET" if content is None else "POST", f"/{path}", skip_host="Host" in headers)
+        if content is not None and "Transfer-Encoding" not in headers:
+            headers = {**headers, "Content-Length": str(len(content)), "Content-Type": "application/json"}
+        for name, value in headers.items():
+            connection.putheader(name, value)
+        connection.endheaders(content)
+        answer = connection.getresponse()
+        told = answer.read().decode()
+    assert answer.status == status
+    assert status == 200 or len(told.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        [],
+        ["cat"],
+        [{}, *["full", 1, 2, 3, 0], [], 1],
+        ["cat", ["full"], 1, 2, 3, 0, 1, 1],
+    ],
+)
+def test_malformed_calls_are_told_in_one_line(address: str, client: Client, data: list[Any]) -> None:
+    """``served`` checks that the server prints no traceback of them."""
+    index = next(i for i, one in enumerate(client.config["dependencies"]) if one["api_name"] == "generate")
+    call = {"data": data, "fn_index": index, "session_hash": "malformed"}
+    httpx.post(f"{address}/gradio_api/queue/join", json=call).raise_for_status()
+    events = httpx.get(f"{address}/gradio_api/queue/data", params={"session_hash": "malformed"}, timeout=30).text
+    (told,) = [event["output"] for event in map(json.loads, re.findall("data: (.*)", events)) if "output" in event]
+    assert told["error"] and "\n" not in told["error"] and "<gradio" not in told["error"]
 
 
 def ask(client: Client, **changes: Any) -> tuple[list[np.ndarray], str, np.ndarray]:
@@ -159,7 +231,10 @@ def test_the_page_shows_the_images_of_the_python_api(client: Client, finished_ru
     [
         ({"prompt": " "}, "the prompt has 0 characters; describe an image in 1 to 2,000"),
         ({"num_steps": 5000}, "5000 is greater than maximum"),
-        ({"seed": 1e30}, "'seed' = .* must be from 0"),
+        ({"seed": 1e30}, "'seed': must be a whole number"),
+        ({"seed": 1.5}, "'seed': must be a whole number, is 1.5"),
+        ({"seed": None}, "a number is empty"),
+        ({"num": 1.5}, "must be a whole number, is 1.5"),
         ({"strategy": "best"}, "best is not in the list"),
         ({"factors": (0, 0)}, "every expert is switched off"),
     ],
@@ -190,7 +265,7 @@ def test_what_demo_refuses(
 
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        line = refused(*settings(finished_run), "--port", port)
+        line = refused(*settings(tmp_path / "no-run"), "--port", port)  # told before anything is loaded
         assert line.startswith(f"error: --host 127.0.0.1 --port {port}: ") and "give another --port or --host" in line
     assert "--port 99999: must be from 0 to 65535" in refused(*settings(finished_run), "--port", "99999")
     assert "give another --port or --host" in refused(*settings(finished_run), "--host", "192.0.2.1")  # nobody's
