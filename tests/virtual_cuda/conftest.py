@@ -75,7 +75,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def everything(run_dir: Path, pytestconfig: pytest.Config) -> list[Ran]:
     """What every command did."""
-    found = run(commands(run_dir), probe="virtual_cuda.probes:spoil_a_step")
+    found = run(commands(run_dir), probe="virtual_cuda.probes:watch")
     pytestconfig.stash[RUN] = found
     return found
 

@@ -7,7 +7,22 @@ from typing import Any
 
 from torch import Tensor
 
+from ddm_lightning.networks.blocks import SelfAttention
 from ddm_lightning.training.module import MemberModule
+
+
+def watch(note: Callable[[Any], None]) -> None:
+    """``spoil_a_step``, and note what each attention layer computes in."""
+    spoil_a_step(note)
+    forward = SelfAttention.forward
+
+    def noting(self: SelfAttention, *inputs: Any) -> Tensor:
+        output = forward(self, *inputs)
+        if not output.is_meta:  # which FLOPs are counted on
+            note(str(output.dtype))
+        return output
+
+    SelfAttention.forward = noting  # type: ignore[method-assign]
 
 
 def spoil_a_step(note: Callable[[Any], None]) -> None:

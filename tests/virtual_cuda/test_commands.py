@@ -74,3 +74,20 @@ def test_it_computes_what_a_cpu_computes(everything: list[Ran], run_dir: Path) -
     on_device, on_cpu = (np.asarray(Image.open(run_dir / f"{name}.png")) for name in ("gpu", "cpu"))
     assert on_cpu.std() > 10
     np.testing.assert_array_equal(on_device, on_cpu)
+
+
+def test_networks_sample_in_bfloat16_unless_told_otherwise(everything: list[Ran]) -> None:
+    full, half = "torch.float32", "torch.bfloat16"
+    for ran in everything:
+        if ran.name in ("sample", "evaluate", "diagnose"):
+            expected = {full} if "sample.precision=32-true" in ran.argv else {half}
+            if "sample.stacked=true" in ran.argv:
+                expected |= {full}  # vmap adds the experts' biases apart
+            assert {*ran.notes} == expected, ran.argv
+        if "member=student" in ran.argv:
+            assert {*ran.notes} == {full, half}  # its own, and its teacher's
+
+
+def test_a_training_names_its_attention_kernel(everything: list[Ran]) -> None:
+    lines = ["attention by torch's kernel" in ran.output for ran in everything if "member=expert-0" in ran.argv]
+    assert lines[:2] == [True, True]
