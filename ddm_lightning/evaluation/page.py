@@ -221,6 +221,7 @@ def _offer(captions: Sequence[str], prompts: Sequence[str], field: gr.Textbox) -
     """Examples; a click puts one into ``field``."""
     offered = gr.Dataset(
         components=[field],
+        samples_per_page=6,
         samples=[[text] for text in captions or prompts],
         label=("Captions" if captions else "Examples; captions") + " of the training images work best",
     )
