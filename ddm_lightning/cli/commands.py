@@ -41,11 +41,11 @@ def _prepare(experiment: Experiment, options: argparse.Namespace) -> int:
     _check(experiment, options)
     if options.dry_run:
         from ddm_lightning.prepare.dry_run import dry_run, dry_run_table
-        from ddm_lightning.prepare.engine import num_processes_for
+        from ddm_lightning.prepare.engine import num_gpus_for, num_processes_for
 
         plan = dry_run(experiment, RunFolder.of(experiment).root, _sizes_check(experiment, options))
         num_processes = num_processes_for(experiment.prepare, plan.num_parts, plan.num_samples)
-        Console().print(dry_run_table(plan, num_processes))
+        Console().print(dry_run_table(plan, num_processes, num_gpus_for(experiment.prepare)))
         print(f"stages to run: {', '.join(plan.stages) or 'none, all is up to date'}")
         print(f"parts to encode: {plan.num_unfinished_parts} of {plan.num_parts}\nnothing was written")
         return 0

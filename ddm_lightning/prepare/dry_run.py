@@ -94,23 +94,26 @@ def dry_run(experiment: Experiment, run_dir: Path, check: Callable[[DataSizes], 
     return DryRun(stages, len(parts), unfinished, count_samples(parts), tuple(estimates))
 
 
-def dry_run_table(plan: DryRun, num_processes: int) -> Table:
+def dry_run_table(plan: DryRun, num_processes: int, num_gpus: int = 0) -> Table:
     """Format a dry run, one row per group of columns.
 
     Args:
         plan: the dry run.
         num_processes: number of processes that share the work.
+        num_gpus: number of GPUs that the processes share; one of several on a GPU makes it no faster.
     """
+    shares = min(num_processes, num_gpus) or num_processes
     samples = "unknown before reading" if plan.num_samples is None else f"{plan.num_samples:,}"
     table = Table(title=f"parts: {plan.num_parts:,}, samples: {samples}", box=box.SIMPLE_HEAD, title_justify="left")
-    spread = f"with {num_processes} process{'es' if num_processes > 1 else ''}"
+    unit, plural = ("GPU", "GPUs") if num_gpus else ("process", "processes")
+    spread = f"with {shares} {plural if shares > 1 else unit}"
     for heading in ("", "bytes per sample", "per sample", "total", spread):
         table.add_column(heading, justify="right" if heading else "left")
     sizes, times = zip(*((one.bytes_per_sample, one.seconds_per_sample) for one in plan.estimates), strict=True)
     for one in (*plan.estimates, Estimate("total", sum(sizes), sum(times))):
         num_samples, seconds = plan.num_samples, one.seconds_per_sample
         size = "–" if num_samples is None else amount(one.bytes_per_sample * num_samples)
-        hours = "–" if num_samples is None or not seconds else duration(seconds * num_samples / num_processes)
+        hours = "–" if num_samples is None or not seconds else duration(seconds * num_samples / shares)
         cells = (one.name, f"{one.bytes_per_sample:,}", duration(seconds) if seconds else "–", size, hours)
         table.add_row(*cells, end_section=one is plan.estimates[-1])
     return table

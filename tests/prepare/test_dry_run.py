@@ -116,7 +116,10 @@ def test_the_table_multiplies_by_hand(tmp_path):
     from ddm_lightning.prepare.dry_run import DryRun, Estimate
 
     estimates = (Estimate("encoded images", 8192, 0.036), Estimate("features", 4096, 0.018))
-    text = printed(dry_run_table(DryRun(EVERYTHING, 1000, 1000, 1_000_000, estimates), 4))
+    plan = DryRun(EVERYTHING, 1000, 1000, 1_000_000, estimates)
+    text, shared = printed(dry_run_table(plan, 4)), printed(dry_run_table(plan, 16, 4))
+    assert "with 4 processes" in text and "with 4 GPUs" in shared and "3.75 h" in shared
+    assert "with 1 GPU " in printed(dry_run_table(plan, 1, 8))
     rows = {line.split("  ")[1].strip(): line.split() for line in text.splitlines() if line.startswith("  ")}
     assert "parts: 1,000, samples: 1,000,000" in text
     assert " ".join(rows["encoded images"][2:]) == "8,192 36 ms 8.2 GB 2.5 h"
