@@ -111,13 +111,21 @@ def test_block_equals_the_formula(mlp, norm, modulation, reads_tokens):
 @pytest.mark.parametrize(
     ("width", "hidden", "gated"),
     # 2/3 of hidden, up to a multiple of 64, or of 8 for narrow ones.
-    [(1152, 4608, 3072), (1024, 4096, 2752), (768, 3072, 2048), (384, 1536, 1024), (16, 64, 48), (12, 24, 16)],
+    [
+        (1152, 4608, 3072),
+        (1024, 4096, 2752),
+        (768, 3072, 2048),
+        (512, 2048, 1408),
+        (384, 1536, 1024),
+        (16, 64, 48),
+        (12, 24, 16),
+    ],
 )
 def test_a_gated_mlp_has_about_as_many_parameters(width, hidden, gated):
     with torch.device("meta"):
         mlp, plain = SwiGLU(width, hidden), plain_mlp(width, hidden)
     assert mlp.down.in_features == gated and mlp.gate_up.out_features == 2 * gated
-    if width > 100:
+    if width not in (512, 16, 12):  # there the rounding shows
         gated_count, plain_count = (sum(p.numel() for p in part.parameters()) for part in (mlp, plain))
         assert gated_count == pytest.approx(plain_count, rel=0.01)
 

@@ -10,6 +10,7 @@ from ddm_lightning.core.registry import EXPERTS
 from ddm_lightning.flow.condition import Condition, ConditionSpec
 from ddm_lightning.networks.blocks import modulate
 from ddm_lightning.networks.dit import DiT
+from ddm_lightning.networks.embeddings import axial_rotation, sincos_positions
 from ddm_lightning.testing import check_expert
 
 SMALL = {"width": 16, "depth": 2, "num_heads": 2, "patch_size": 2}
@@ -156,6 +157,15 @@ def test_other_shapes_are_refused():
 def test_a_condition_is_refused_where_none_is_taken():
     with pytest.raises(ValueError, match="without a condition"):
         perturbed()(torch.randn(1, 3, 8, 8), torch.rand(1), Condition.of(torch.randn(1, 6)))
+
+
+def test_positions_of_an_image_that_is_no_square():
+    wide = DiT(x_shape=(3, 4, 8), condition=NONE, **SMALL)
+    assert torch.equal(wide.positions, sincos_positions(16, rows=2, columns=4))
+    turned = DiT(x_shape=(3, 4, 8), condition=NONE, **SMALL, rope=True)
+    assert torch.equal(turned.rotation, axial_rotation(8, rows=2, columns=4))
+    with pytest.raises(UserError, match="patch_size = 2 must divide the 8x9 cells"):
+        EXPERTS.build("dit", SMALL, x_shape=(3, 8, 9), condition=NONE)
 
 
 @pytest.mark.parametrize(

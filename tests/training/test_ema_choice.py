@@ -99,6 +99,12 @@ def losses_of(lines):
     return [float(row[-1]) for row in rows]
 
 
+def test_the_row_of_the_lowest_loss_is_marked_and_one_without_a_loss_never():
+    losses = {"width 0.1": {"held_out/loss": 0.3}, "width 0.2": {"held_out/loss": 0.25}, "width 0.25": {}}
+    *columns, marks = [list(column.cells) for column in ema_choice.widths_table(losses).columns]
+    assert columns == [list(losses), ["0.30000", "0.25000", "inf"]] and marks == ["", "lowest", ""]
+
+
 def test_widths_are_compared_by_held_out_loss_and_change_nothing(run, capsys):
     before = sha256_file(run / "members/expert-0/artifact/model.safetensors")
     capsys.readouterr()

@@ -17,6 +17,12 @@ def test_a_width_is_the_standard_deviation_of_its_profile(exponent):
     assert exponent_of(deviation) == pytest.approx(exponent, rel=1e-6, abs=1e-6)
 
 
+@pytest.mark.parametrize("width", [0.0, -0.1, 0.29])
+def test_no_profile_has_a_width_of_0_or_above_that_of_equal_weights(width):
+    with pytest.raises(ValueError, match=r"a width is above 0 and at most 0\.2887"):
+        exponent_of(width)
+
+
 def test_the_recursion_weighs_steps_by_their_power():
     """Written out, step τ of 2000 has the share ∫ of the profile over (τ − 1, τ], to 1/t."""
     exponent, num = 6.94, 2000

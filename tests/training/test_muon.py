@@ -12,7 +12,7 @@ from ddm_lightning.config.experiment import TrainConfig
 from ddm_lightning.flow.condition import ConditionSpec
 from ddm_lightning.networks.dit import DiT
 from ddm_lightning.training.ema import gathered_ema, track_ema
-from ddm_lightning.training.optimizer import MuonWithAdamW, build_optimizer, build_schedule
+from ddm_lightning.training.optimizer import MuonWithAdamW, build_optimizer, build_schedule, is_muon_matrix
 
 pytestmark = WARNINGS
 TRAIN = TrainConfig(20, 4, optimizer="muon", learning_rate=0.02, weight_decay=0.1, warmup_steps=5, schedule="cosine")
@@ -88,6 +88,22 @@ def test_it_takes_only_the_matrices_of_a_dits_blocks(modulation):
     parts = ["attention.qkv", "attention.out", "mlp.0", "mlp.2"]
     wanted = {f"blocks.{index}.{part}.weight" for index in range(2) for part in parts}
     assert {names[id(p)] for p in groups[0]["params"]} == wanted
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "expected"),
+    [
+        ("blocks.0.mlp.weight", (2, 3), True),
+        ("blocks.0.mlp.weight", (1, 3), False),
+        ("blocks.0.mlp.weight", (3, 1), False),
+        ("blocks.0.mlp.weight", (2, 2, 2), False),
+        ("blocks.0.mlp.table", (2, 3), False),
+        ("blocks.0.modulation.weight", (2, 3), False),
+        ("final.out.weight", (2, 3), False),
+    ],
+)
+def test_which_parameters_are_its_matrices(name, shape, expected):
+    assert is_muon_matrix(name, nn.Parameter(torch.zeros(shape))) is expected
 
 
 @pytest.mark.parametrize(("name", "num"), [("qkv", 3), ("kv", 2), ("gate_up", 2)])
