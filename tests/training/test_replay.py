@@ -23,15 +23,16 @@ pytestmark = WARNINGS
 
 
 def left_out(run, step, name="expert-0"):
-    """As if three samples of ``step`` had been left out; the step as the member's module draws it."""
+    """As if three samples of ``step`` had been left out, step 5 before it, and step 19 by another rank."""
     experiment = load_experiment(TINY, [f"run_dir={run}", *SHORT])
     folder = RunFolder.of(experiment)
     manifest = Manifest.read(run)
     data = build_data(Member.resolve(name, experiment, manifest), experiment.island, manifest, folder)
     ids = open_shards(data.training_folders()).take(np.arange(3))["sample_id"].tolist()
     folder.member(name).mkdir(parents=True, exist_ok=True)
-    record = SkippedStep(step, 0, ids, [0.5] * 3, [1.0] * 3)
-    (folder.member(name) / "skipped_steps.jsonl").write_text(record.line() + "\n")
+    records = [SkippedStep(at, rank, ids, [0.5] * 3, [1.0] * 3) for at, rank in ((step, 0), (5, 0), (19, 1))]
+    lines = "".join(record.line() + "\n" for record in records)
+    (folder.member(name) / "skipped_steps.jsonl").write_text(lines)
     return experiment, folder, manifest, data, ids
 
 
@@ -44,7 +45,11 @@ def test_each_sample_has_its_own_loss_and_gradient_at_the_nearest_weights(finish
     assert "every gradient is finite here: the cause is that step's weights" in capsys.readouterr().out
     replay = replay_step("expert-0", experiment, folder, None, 0)
     nearest = member(run, "checkpoints", "step-00000018.ckpt")
-    assert replay.weights == str(nearest) and [sample.sample_id for sample in replay.samples] == ids
+    assert (
+        replay.skipped.step == 17
+        and replay.weights == str(nearest)
+        and [sample.sample_id for sample in replay.samples] == ids
+    )
 
     module = build_module(Member.resolve("expert-0", experiment, manifest), experiment.island, manifest)
     load_tensors(nearest, module)
