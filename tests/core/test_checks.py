@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, field
 from typing import Any
@@ -82,7 +83,11 @@ def test_null_passes_only_where_the_type_says_so() -> None:
         ({"flag": 1}, "key 'flag': must be true or false, is 1"),
         ({"limit": "1e-4"}, "key 'limit': must be a number, is '1e-4'; give a number, without quotes"),
         ({"limit": True}, "key 'limit': must be a number, is True"),
-        ({"limit": float("nan")}, "key 'limit': must be a finite number, is nan"),
+        *(
+            ({"limit": number}, f"key 'limit': must be a finite number, is {number}")
+            for number in (math.nan, math.inf, -math.inf)
+        ),
+        ({"limit": 10**400}, "key 'limit': must be a finite number, is 1000"),
         ({"inner": {"count": 1e5}}, "key 'inner.count': must be a whole number, is 100000.0; write 100000"),
         ({"inner": {"count": True}}, "key 'inner.count': must be a whole number, is True"),
         ({"inner": {"count": "7"}}, "key 'inner.count': must be a whole number, is '7'; give digits only"),
@@ -90,7 +95,10 @@ def test_null_passes_only_where_the_type_says_so() -> None:
         ({"words": ["a", 750]}, "key 'words[1]': must be a text, is 750; put it into quotes"),
         ({"params": [1]}, "key 'params': must be a mapping, is [1]; write it as {name: value}"),
         ({"params": {1: 2}}, "key 'params.1': must be a text as a key, is 1; put the key into quotes"),
-        ({"params": {"a": [float("inf")]}}, "key 'params.a[0]': must be a finite number, is inf"),
+        *(
+            ({"params": {"a": [number]}}, f"key 'params.a[0]': must be a finite number, is {number}")
+            for number in (math.nan, math.inf, -math.inf)
+        ),
         ({"params": {"a": {"b": object}}}, "key 'params.a.b': must be text, a number, true, false or null"),
         ({"name": ["x" * 100]}, "key 'name': must be a text, is ['" + "x" * 55 + "...; give a text"),
     ],
@@ -107,12 +115,43 @@ def test_what_does_not_fit_is_one_line(value: Any, line: str) -> None:
     [
         ({"name": "z"}, "key 'name' = 'z': must be one of x, y"),
         ({"inner": {"count": 10}}, "key 'inner.count' = 10: must be from 0 to 9"),
+        ({"inner": {"count": -1}}, "key 'inner.count' = -1: must be from 0 to 9"),
         ({"limit": 0}, "key 'limit' = 0: must be at least 0.5"),
     ],
 )
 def test_values_outside_the_limits_of_their_option_are_refused(value: Any, line: str) -> None:
     with pytest.raises(UserError, match=f"^{re.escape(f'f.yaml: {line}')}$"):
         checks.check(value, Outer, "", "f.yaml")
+
+
+NOT_FINITE = [math.nan, math.inf, -math.inf]
+
+
+@pytest.mark.parametrize(
+    ("check", "right", "wrong"),
+    [
+        (checks.integer(0), [0, 2**63 - 1], [-1, 2**63, True, 1.0, "1", None]),
+        (checks.within(0, 9), [0, 0.5, 9], [-1e-9, 9.1]),
+        (checks.POSITIVE, [1, 1e-300], [0, -1, True, "1", *NOT_FINITE]),
+        (checks.NUMBERS, [{}, {"a": -1.5, "b": 2}], [[], *({"a": one} for one in (True, "1", *NOT_FINITE))]),
+        (checks.SHARES, [[1], [0.25, 0.75]], [[], [0.5, 0.4], [0.5, 0.6], [1.0, 0.0], [1.5, -0.5], [1.0, math.nan]]),
+        (checks.X_SHAPE, [[1, 1, 1], [1, 2**12, 2**12]], [[1, 2**12, 2**12 + 1], [3, 4, 0], [3, 4], [3, 4, True]]),
+        (
+            checks.NORMALISATION,
+            [{"scale": -2, "shift": 0}, {"scale": [1, 2.5], "shift": [0, 1]}],
+            [
+                *({"scale": scale, "shift": 0} for scale in (0, [1, 0], [], True, *NOT_FINITE)),
+                *({"scale": 1, "shift": shift} for shift in ([], True, *NOT_FINITE)),
+                {"scale": 1},
+            ],
+        ),
+        (checks.SHA256, ["0a" * 32], ["0a" * 31, "0A" * 32, "0a" * 32 + "\n", None]),
+        (checks.TEXT, ["a b"], ["", "a\nb", 1]),
+    ],
+)
+def test_checks_at_their_limits(check: checks.Check, right: list[Any], wrong: list[Any]) -> None:
+    assert [value for value in right if not check[0](value)] == []
+    assert [value for value in wrong if check[0](value)] == []
 
 
 def test_references_pass_only_before_they_are_resolved() -> None:

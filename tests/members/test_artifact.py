@@ -37,11 +37,12 @@ def test_writing_replaces_the_artifact_or_leaves_it(tmp_path):
     assert read_meta(tmp_path / "a").step == 2
     with pytest.raises(ValueError, match="'step' must be an integer"):
         write_artifact(tmp_path / "a", {"w": torch.ones(1)}, replace(make_meta(), step=-1))
-    refused(
-        lambda: write_artifact(tmp_path / "a", {"w": torch.tensor([torch.nan])}, make_meta()),
-        f"{tmp_path / 'a'}: weight 'w'",
-        "learning rate",
-    )
+    for number in (torch.nan, torch.inf, -torch.inf):
+        refused(
+            lambda number=number: write_artifact(tmp_path / "a", {"w": torch.tensor([number])}, make_meta()),
+            f"{tmp_path / 'a'}: weight 'w'",
+            "learning rate",
+        )
     assert read_artifact(tmp_path / "a")[0].step == 2
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
@@ -85,6 +86,7 @@ def test_missing_and_unknown_keys(tmp_path):
         ("prediction", "score"),
         ("path", "sine"),
         ("timestep_shift", float("nan")),
+        ("timestep_shift", 0),
         ("normalisation", {"scale": 0, "shift": 1}),
         ("partition_sha256", "xyz"),
         ("step", 1.5),

@@ -206,14 +206,14 @@ def test_tokens_that_the_shards_do_not_have_are_asked_for_before_anything_is_wri
     assert not (tmp_path / "run").exists()
 
 
-def plant_nan(run, sample_index):
+def plant_infinity(run, sample_index):
     """Spoil the text of one training sample of cluster 0; returns its id."""
     folder, name = run / "prepared/shards/cluster-0/train", "cluster-0/train"
     shards = json.loads((folder / "index.json").read_text())["shards"]
     readers = [reader_from_json(str(folder.parent), folder.name, shard) for shard in shards]
     samples = [dict(reader[i]) for reader in readers for i in range(reader.samples)]
     text = np.array(samples[sample_index]["text"])
-    text[0] = np.nan
+    text[0] = np.inf
     samples[sample_index]["text"] = text
     columns = dict(zip(shards[0]["column_names"], shards[0]["column_encodings"], strict=True))
     shutil.rmtree(folder)
@@ -229,7 +229,7 @@ def plant_nan(run, sample_index):
 
 def test_a_sample_that_is_not_finite_costs_its_steps_and_is_found_by_one_command(tiny_run, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
-    planted = plant_nan(tiny_run, 3)
+    planted = plant_infinity(tiny_run, 3)
     assert fit(tiny_run, "condition.dropout=0.0") == 0
     skipped = read_skipped(member(tiny_run, "skipped_steps.jsonl"))
     assert 1 <= len(skipped) < 20
