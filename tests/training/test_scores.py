@@ -2,10 +2,14 @@
 
 import csv
 
+import pytest
+import torch
 from shards.mds import WARNINGS
 from tiny_runs import TINY
+from torchmetrics import Metric
 
 from ddm_lightning.cli.parser import main
+from ddm_lightning.core.registry import METRICS
 
 pytestmark = WARNINGS
 
@@ -14,9 +18,28 @@ SETTINGS = (
     "island.validate_every_n_steps=4",
     "island.log_every_n_steps=4",
     "island.loggers=[csv]",
-    "evaluate.metrics=[{name: kid, params: {features: pixels}}]",
-    "evaluate.num_images=12",
+    "evaluate.metrics=[{name: kid, params: {features: pixels}}, {name: count}]",
+    "evaluate.num_images=9",
 )
+
+
+class Count(Metric):
+    """Number of generated images."""
+
+    def __init__(self):
+        super().__init__()
+        self.add_state("num", torch.tensor(0.0), dist_reduce_fx="sum")
+
+    def update(self, images, *, real):
+        self.num += 0 if real else len(images)
+
+    def compute(self):
+        return self.num
+
+
+@pytest.fixture(autouse=True)
+def _count(monkeypatch):
+    monkeypatch.setitem(METRICS._built_in, "count", Count)
 
 
 def fit(run, *more):
@@ -38,6 +61,7 @@ def test_scores_are_logged_and_weights_stay_bit_identical(tiny_run, tmp_path, ca
     found = [row for row in scores if row.get("score/KID (pixels)")]
     assert [row["step"] for row in found] == ["4", "8"]
     assert all(0 < float(row["score/KID (pixels)"]) < 100 for row in found)
+    assert [float(row["score/count"]) for row in found] == [9, 9]  # of two batches of at most 8
     assert "no scores" not in capsys.readouterr().err
 
 
