@@ -23,6 +23,7 @@ from ddm_lightning.core.devices import check_devices, configure_torch, device_of
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import require
 from ddm_lightning.ensemble.routing import with_suited_solver
+from ddm_lightning.ensemble.saved import is_saved
 from ddm_lightning.ensemble.velocity import Cost
 from ddm_lightning.islands.local import default_jobs, fit_members, members_table, shown_members, skipped_lines
 from ddm_lightning.members.artifact import is_finished
@@ -221,17 +222,17 @@ def _sample(experiment: Experiment, options: argparse.Namespace) -> int:
         kept = {words[2] for words in given if words[:2] == ["sample", "strategy_params"] and len(words) > 2}
         settings.strategy = options.strategy
         settings.strategy_params = {key: value for key, value in settings.strategy_params.items() if key in kept}
-        check_experiment(experiment, f"--strategy {options.strategy}")
+        check_experiment(experiment, f"--strategy {options.strategy}", sampling_only=True)
         if ["sample", "solver"] not in given:
             settings = experiment.sample = with_suited_solver(settings)
         check_strategy(experiment, f"--strategy {options.strategy}")
     if options.num is not None:
         settings.num_per_prompt = options.num
-        check_experiment(experiment, f"--num {options.num}")
-    run = open_run(experiment, create=False)
+        check_experiment(experiment, f"--num {options.num}", sampling_only=True)
+    run = _opened(experiment)
     if options.seed is not None:
         experiment.seed = options.seed
-        check_experiment(experiment, f"--seed {options.seed}")
+        check_experiment(experiment, f"--seed {options.seed}", sampling_only=True)
     is_own = not any((options.prompt, options.classes, options.num, options.seed is not None)) and not any(
         text.startswith("sample.") for text in options.overrides
     )
@@ -252,6 +253,12 @@ def _sample(experiment: Experiment, options: argparse.Namespace) -> int:
     return 0
 
 
+def _opened(experiment: Experiment) -> RunFolder:
+    """Open a run that exists, or a saved ensemble."""
+    run = RunFolder.of(experiment)
+    return run if is_saved(run.root) else open_run(experiment, create=False)
+
+
 def _require_weights(experiment: Experiment, run: RunFolder, options: argparse.Namespace) -> None:
     if (member := experiment.sample.member) is not None:
         if parse_members(member, experiment, "sample.member") != [member]:
@@ -268,7 +275,7 @@ def _require_weights(experiment: Experiment, run: RunFolder, options: argparse.N
 def _evaluate(experiment: Experiment, options: argparse.Namespace) -> int:
     check_strategy(experiment, options.config, options.overrides)
     check_devices(experiment.island.accelerator, 1)
-    run = open_run(experiment, create=False)
+    run = _opened(experiment)
     if options.images is None:
         _require_weights(experiment, run, options)
 
@@ -350,7 +357,7 @@ def _export(experiment: Experiment, options: argparse.Namespace) -> int:
     from ddm_lightning.ensemble.saved import open_ensemble, save_ensemble
     from ddm_lightning.evaluation.pretrained import export_diffusers
 
-    run, out = open_run(experiment, create=False), Path(options.out)
+    run, out = _opened(experiment), Path(options.out)
     _require_weights(experiment, run, options)
     write = save_ensemble if options.to == "ensemble" else export_diffusers
     write(open_ensemble(run.root, experiment), out, options.licence)

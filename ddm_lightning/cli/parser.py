@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from ddm_lightning import __version__
@@ -52,7 +53,10 @@ def build_parser() -> argparse.ArgumentParser:
 
     def add(name: str, text: str) -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=text, description=text)
-        command.add_argument("-c", "--config", required=True, metavar="FILE", help="experiment file (see experiments/)")
+        places = "experiment file (see experiments/)"
+        if name in ("sample", "demo", "evaluate", "export"):
+            places += ", or folder or URL of a run or of a saved ensemble"
+        command.add_argument("-c", "--config", required=True, metavar="FILE", help=places)
         overrides = "settings that override the file, such as island.devices=8"
         command.add_argument("overrides", nargs="*", metavar="key=value", help=overrides)
         return command
@@ -77,14 +81,15 @@ def build_parser() -> argparse.ArgumentParser:
         "--captions", metavar="WORD", help="print the captions that hold WORD, to use as prompts; '' for all"
     )
     sample.add_argument("--gif", action="store_true", help="also write the sampling trajectory as a GIF")
-    demo = add("demo", "Try the ensemble of FILE, or of a saved folder or URL, on a local page (extra [page]).")
+    demo = add("demo", "Try the ensemble on a local page (extra [page]).")
     demo.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
     demo.add_argument("--port", type=int, default=7860, help="port (default: 7860; 0 for any free one)")
-    text = "let encoders read paths, or models of a hub, that only the ensemble's files name"
-    demo.add_argument("--allow-paths", action="store_true", help=text)
     evaluate = add("evaluate", "Score the ensemble's samples against held-out images (resumable; minutes on a CPU).")
     evaluate.add_argument("--images", metavar="PATH", help="folder or .npz file to score instead of new samples")
     evaluate.add_argument("--out", metavar="FOLDER", help="results folder (default: one in the run's evaluation/)")
+    text = "let encoders read paths, or models of a hub, that only the ensemble's files name"
+    for command in (sample, demo, evaluate):
+        command.add_argument("--allow-paths", action="store_true", help=text)
     text = "Measure experts by cluster, the router by time and the clusters' shares among samples (minutes on a CPU)."
     diagnose = add("diagnose", text)
     diagnose.add_argument("--strategy", action="append", help="strategy whose samples are classified; repeat for more")
@@ -170,8 +175,18 @@ def _run(options: argparse.Namespace) -> int:
     if options.command == "fit" and options.member != "all":
         stop_as_by_ctrl_c()
     makes_run = options.command in ("config", "prepare", "fit")
-    # The other commands need a run, and its record replaces the overrides it was made with.
-    experiment = (load_experiment if makes_run else load_run)(options.config, options.overrides)
+    if not makes_run and (record := Path(options.config, "experiment.yaml")).exists():
+        options.config = str(record)
+    if not makes_run and ("://" in options.config or Path(options.config).is_dir()):
+        from ddm_lightning.evaluation.pretrained import load_saved
+
+        if getattr(options, "out", options.config) is None and "://" in options.config:
+            raise UserError(f"{options.config}: takes no results; add --out with a folder of this machine")
+        # Commands without the option use no encoder.
+        experiment = load_saved(options.config, options.overrides, getattr(options, "allow_paths", True))
+    else:
+        # The other commands need a run, and its record replaces the overrides it was made with.
+        experiment = (load_experiment if makes_run else load_run)(options.config, options.overrides)
     if options.command == "config":
         print(to_yaml(experiment), end="")
         return 0

@@ -19,7 +19,7 @@ from ddm_lightning.core.weights import check_recorded
 from ddm_lightning.members.artifact import REMEDY, WEIGHTS_FILE
 from ddm_lightning.members.assembly import About, EnsembleManifest, read_ensemble, write_manifest
 from ddm_lightning.members.run_folder import ENSEMBLE_FILE, MEMBER_FILE, RunFolder, load_run
-from ddm_lightning.shards.manifest import Manifest, manifest_path
+from ddm_lightning.shards.manifest import ClusterSamples, Manifest, manifest_path
 
 CARD_FILE = "README.md"
 _TEMPLATES = Environment(
@@ -81,13 +81,63 @@ def _fetch_members(folder: Path, fetch: Callable[[str], bool]) -> None:
             fetch(needed.relative_to(folder).as_posix())
 
 
-def open_ensemble(folder: Path, experiment: Experiment | None = None, *, partial: bool = False) -> EnsembleManifest:
+def is_saved(folder: Path) -> bool:
+    """Whether ``folder`` is to be used as a saved ensemble: it holds no run, or is a download."""
+    run = RunFolder(folder)
+    return run.ensemble.exists() and (str(folder) in DOWNLOADS or not run.experiment.exists())
+
+
+def data_of(folder: Path) -> Manifest:
+    """Manifest of a run's shards; of a saved ensemble's data, without shards.
+
+    Raises:
+        UserError: as ``Manifest.read`` or ``open_ensemble``.
+    """
+    if not is_saved(folder):
+        return Manifest.read(folder)
+    ensemble = open_ensemble(folder, partial=True, quiet=True)
+    about, meta = ensemble.about, next(iter(ensemble.metas.values()))
+    assert about is not None
+    kind, size = meta.condition["kind"], meta.condition["size"]
+    return Manifest(
+        source={},
+        attribution=about.credit,
+        images={},
+        image_encoder=meta.image_encoder,
+        stores="x_0",
+        x_shape=meta.x_shape,
+        normalisation=meta.normalisation,
+        statistics={},
+        caption_encoder=meta.caption_encoder,
+        text_size=size if kind == "text" else 0,
+        token_shape=(meta.condition["length"], size) if kind == "tokens" else None,
+        columns={},
+        num_classes=size if kind == "class" else 0,
+        features={},
+        provenance={},
+        num_read=0,
+        broken={},
+        num_samples=about.num_images,
+        num_without_caption=0,
+        clusters=(ClusterSamples(0, 0),) * len(ensemble.priors),
+        priors=ensemble.priors,
+        seed=about.seed,
+        index_sha256={},
+        partition_sha256=ensemble.partition_sha256,
+        versions={},
+        class_names=about.class_names,
+    )
+
+
+def open_ensemble(
+    folder: Path, experiment: Experiment | None = None, *, partial: bool = False, quiet: bool = False
+) -> EnsembleManifest:
     """Read the ensemble of a run folder or of a saved ensemble.
 
     Args:
         folder: holds ``ensemble.json``.
-        experiment: the run's experiment with other defaults of sampling; None is the recorded one.
-        partial: as in ``read_ensemble``.
+        experiment: the experiment with other defaults of sampling; None is the recorded one.
+        partial, quiet: as in ``read_ensemble``.
 
     Returns:
         The manifest, ``about`` included.
@@ -95,7 +145,7 @@ def open_ensemble(folder: Path, experiment: Experiment | None = None, *, partial
     Raises:
         UserError: a file is missing, damaged or of other data.
     """
-    ensemble = read_ensemble(folder / ENSEMBLE_FILE, partial=partial)
+    ensemble = read_ensemble(folder / ENSEMBLE_FILE, partial=partial, quiet=quiet)
     about = ensemble.about
     if about is None:
         experiment, prepared = experiment or load_run(RunFolder(folder).experiment), Manifest.read(folder)
@@ -110,6 +160,8 @@ def open_ensemble(folder: Path, experiment: Experiment | None = None, *, partial
             seed=experiment.seed,
             sample=asdict(experiment.sample),
         )
+    elif experiment is not None:
+        about = replace(about, seed=experiment.seed, sample=asdict(experiment.sample))
     condition, names = next(iter(ensemble.metas.values())).condition, about.class_names
     if condition["kind"] == "class" and names and len(names) != condition["size"]:
         raise UserError(f"{folder / ENSEMBLE_FILE}: {len(names)} class_names for {condition['size']} classes; fix them")

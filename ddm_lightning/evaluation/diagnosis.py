@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import asdict, dataclass, replace
-from math import prod
 from typing import Any
 
 import numpy as np
@@ -19,8 +18,7 @@ from ddm_lightning.config.experiment import Experiment, SampleConfig
 from ddm_lightning.core.devices import device_of
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_write_json
-from ddm_lightning.core.formatting import Bars, amount
-from ddm_lightning.core.weights import free_bytes
+from ddm_lightning.core.formatting import Bars
 from ddm_lightning.ensemble.load import load_ensemble
 from ddm_lightning.ensemble.routing import choose, strategy_of, with_suited_solver
 from ddm_lightning.ensemble.velocity import Ensemble
@@ -85,7 +83,7 @@ def diagnose(
         show_progress: whether to show a progress bar on stderr.
 
     Raises:
-        UserError: no ensemble or no held-out samples, an unknown strategy, or too many images for the memory.
+        UserError: no ensemble or no held-out samples, or an unknown strategy.
     """
     names = strategies or dict.fromkeys([*STRATEGIES_SHOWN, experiment.sample.strategy])
     chosen = {name: _settings(experiment.sample, name) for name in names}
@@ -93,8 +91,6 @@ def diagnose(
     loaded = load_ensemble(run.root, device)
     ensemble, priors = loaded.ensemble, loaded.ensemble.priors
     ensemble.precision = experiment.sample.precision
-    if (needed := 4 * num * prod(loaded.meta.x_shape)) > free_bytes():
-        raise UserError(f"--num {num}: so many images take {amount(needed)} of memory, more than is free; lower it")
     if ensemble.router is None and ensemble.num_clusters > 1 and not strategies:
         chosen = {name: settings for name, settings in chosen.items() if not strategy_of(settings).needs_router}
     train, held_out, num_train = _read(experiment, run)

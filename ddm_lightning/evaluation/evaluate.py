@@ -29,11 +29,12 @@ from ddm_lightning.core.grids import labelled_grid, save_png
 from ddm_lightning.core.registry import IMAGE_ENCODERS, METRICS
 from ddm_lightning.core.scores import Score, scores_of
 from ddm_lightning.encoders.interfaces import ImageEncoder
+from ddm_lightning.ensemble.saved import data_of
 from ddm_lightning.evaluation import image_sets
 from ddm_lightning.evaluation.image_sets import FileImages, Generated, ImageSet, ShardImages, parts
 from ddm_lightning.evaluation.metrics._base import FeatureMetric, nearest
 from ddm_lightning.members.run_folder import RunFolder, flat
-from ddm_lightning.shards.manifest import HELD_OUT, TRAIN, Manifest
+from ddm_lightning.shards.manifest import HELD_OUT, TRAIN
 
 SETTINGS_FILE, RESULT_FILE = "settings.json", "evaluation.json"
 NUM_SUSPECTS, NUM_NEIGHBOURS = 8, 5
@@ -46,7 +47,7 @@ class Evaluation:
 
     Args:
         experiment: its sections ``sample`` and ``evaluate``, and ``island.accelerator``.
-        run: its run folder, with prepared shards and, without ``images``, the ensemble.
+        run: its run folder, with prepared shards and, without ``images``, the ensemble; or a saved ensemble.
         images: folder or ``.npz`` file to evaluate instead of new samples.
         out: results folder; None names one in the run folder after the settings.
 
@@ -57,7 +58,7 @@ class Evaluation:
 
     def __init__(self, experiment: Experiment, run: RunFolder, images: Path | None, out: Path | None) -> None:
         self.experiment, self.run, self.settings = experiment, run, experiment.evaluate
-        self.manifest = manifest = Manifest.read(run.root)
+        self.manifest = manifest = data_of(run.root)
         device = device_of(experiment.island.accelerator)
         if not self.settings.metrics:
             raise UserError("key 'evaluate.metrics': is empty; name at least one, such as kid")

@@ -77,9 +77,9 @@ class ShardImages:
     ) -> None:
         counts = [cluster.held_out if side == HELD_OUT else cluster.train for cluster in manifest.clusters]
         names = [shard_name(k, side) for k, count in enumerate(counts) if count]
-        if not names:
-            remedy = "prepare with prepare.held_out_fraction above 0, or set evaluate.reference"
-            raise UserError(f"{shards}: no {side} samples; {remedy}")
+        if not names or not shards.exists():
+            remedy = "copy or prepare some (prepare.held_out_fraction), or give images with evaluate.reference=FOLDER"
+            raise UserError(f"{shards}: no {side} samples here; {remedy}")
         for name in names:
             verify_shards(shards / name, hashes=side == HELD_OUT, index_sha256=manifest.index_sha256[name])
         self.name, self._encoder = side, encoder
@@ -178,7 +178,8 @@ class Generated:
     """Images of a run's ensemble, generated in parts and kept in ``folder``.
 
     Conditions are those of the held-out samples (of training samples if none are held out), again and again in a
-    shuffled order. All randomness of an image is keyed by its number, so neither parts nor ranks matter.
+    shuffled order; without shards, ``sample.prompts`` or all classes in turn. All randomness of an image is keyed by
+    its number, so neither parts nor ranks matter.
 
     Args:
         run: the run's folder.
@@ -186,6 +187,9 @@ class Generated:
         manifest: the run's.
         encoder: its image encoder.
         device: where to sample.
+
+    Raises:
+        UserError: neither shards nor prompts, or damaged shards.
     """
 
     folder: Path
@@ -198,9 +202,12 @@ class Generated:
         self.name, self.num, self.shape = "samples", experiment.evaluate.num_images, decoded_shape(encoder, manifest)
         self._loaded = functools.cache(lambda: load_of_run(run.root, experiment, manifest, device))
         self._given: ShardImages | None = None
-        if self._kind != "none":
+        self._own = [*range(manifest.num_classes)] if self._kind == "class" else experiment.sample.prompts
+        if self._kind != "none" and run.shards.exists():
             side = HELD_OUT if any(cluster.held_out for cluster in manifest.clusters) else TRAIN
             self._given = ShardImages(run.shards, manifest, encoder, side)
+        elif self._kind != "none" and not self._own:
+            raise UserError(f"{run.shards}: no shards with captions here; copy them there, or set sample.prompts")
         settings = asdict(experiment.sample)
         settings["precision"] = resolve_precision(settings["precision"], device)
         self.settings = {
@@ -209,12 +216,13 @@ class Generated:
             "seed": experiment.seed,
             "sample": {key: settings[key] for key in settings if key not in ("prompts", "num_per_prompt")},
             **{key: getattr(experiment.evaluate, key) for key in ("num_images", "batch_size", "image_format")},
-            "conditions": None if self._given is None else {"of": self._given.name, "sha256": self._given.sha256},
+            "conditions": {"of": self._given.name, "sha256": self._given.sha256} if self._given else self._own or None,
         }
 
     def given(self, rows: range, column: str) -> list[Any]:
         """Return a column, such as ``caption``, of the samples whose conditions are used."""
-        assert self._given is not None
+        if self._given is None:
+            return [self._own[row % len(self._own)] for row in rows]
         order = torch.randperm(self._given.num, generator=keyed_generator(self._experiment.seed, "conditions")).tolist()
         wanted = [order[row % len(order)] for row in rows]
         ordered = sorted({*wanted})

@@ -11,10 +11,13 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from omegaconf import OmegaConf
 from PIL import Image
 
-from ddm_lightning.config.experiment import Experiment, PluginConfig, SampleConfig
+from ddm_lightning.config.experiment import Experiment, PluginConfig, SampleConfig, merge
+from ddm_lightning.config.load import read_override
 from ddm_lightning.config.validate import check_experiment
+from ddm_lightning.core import checks
 from ddm_lightning.core.devices import check_devices, configure_cuda, device_of
 from ddm_lightning.core.errors import UserError, first_line
 from ddm_lightning.core.files import atomic_write_text
@@ -27,6 +30,8 @@ from ddm_lightning.evaluation.samples import row_conditions, sample_images
 from ddm_lightning.members.assembly import EnsembleManifest
 from ddm_lightning.members.run_folder import MEMBER_FILE, RunFolder, load_run
 
+# Sections that one may set for a saved ensemble.
+_FREE = ("island", "sample", "evaluate")
 _PIPELINE = '''"""Code of this folder for diffusers: the class is part of the installed package ddm_lightning."""
 
 from ddm_lightning.evaluation.diffusers_pipeline import DecentralizedPipeline  # noqa: F401
@@ -185,7 +190,7 @@ class DecentralizedEnsemble:
         if settings.get("solver", chosen.solver) != chosen.solver:
             settings.setdefault("solver_params", {})
         chosen = replace(chosen, **settings)
-        experiment = self._experiment(chosen, self.about.seed if seed is None else seed)
+        experiment = experiment_of(self.manifest, chosen, self.about.seed if seed is None else seed)
         check_experiment(experiment, "sample", sampling_only=True)
         if "solver" not in settings:
             experiment.sample = chosen = with_suited_solver(chosen)
@@ -199,13 +204,48 @@ class DecentralizedEnsemble:
         images = sample_images(loaded, experiment, rows, chosen.num_per_prompt, trace=trace)
         return [Image.fromarray(image) for _, _, image in images]
 
-    def _experiment(self, chosen: SampleConfig, seed: int) -> Experiment:
-        """The experiment as far as sampling needs it."""
-        meta, found = self.loaded.meta, Experiment(name=self.about.name, sample=chosen, seed=seed)
-        found.condition.kind = meta.condition["kind"]
-        found.prepare.image_encoder = PluginConfig(**meta.image_encoder)
-        found.prepare.caption_encoder = PluginConfig(**meta.caption_encoder) if meta.caption_encoder else None
-        return found
+
+def experiment_of(manifest: EnsembleManifest, sample: SampleConfig, seed: int) -> Experiment:
+    """The experiment as far as sampling from an ensemble needs it."""
+    assert manifest.about is not None
+    meta, found = next(iter(manifest.metas.values())), Experiment(name=manifest.about.name, sample=sample, seed=seed)
+    found.condition.kind = meta.condition["kind"]
+    found.prepare.image_encoder = PluginConfig(**meta.image_encoder)
+    found.prepare.caption_encoder = PluginConfig(**meta.caption_encoder) if meta.caption_encoder else None
+    found.prepare.partition.num_clusters = len(manifest.experts)
+    return found
+
+
+def load_saved(path: str, overrides: Sequence[str], allow_paths: bool) -> Experiment:
+    """Load the experiment of a saved ensemble or of a run at a URL, as far as the commands need it.
+
+    Args:
+        path: folder of a saved ensemble, or the URL of one or of a run folder, which is downloaded.
+        overrides: ``key=value`` pairs of the sections in ``_FREE``.
+        allow_paths: as in ``refuse_paths``.
+
+    Raises:
+        UserError: no ensemble, a damaged one, a setting that cannot be, one member alone, or as ``refuse_paths``.
+    """
+    folder = fetched(path)
+    manifest = open_ensemble(folder, partial=True, quiet=True)
+    refuse_paths(manifest, None, allow_paths)
+    assert manifest.about is not None
+    sample = replace(SampleConfig(**manifest.about.sample), member=None)
+    experiment = experiment_of(manifest, sample, manifest.about.seed)
+    experiment.run_dir = str(folder)
+    for text in overrides:
+        change = read_override(text, path)
+        (section,) = change
+        if section not in _FREE:
+            raise UserError(f"{path} with {text!r}: a saved ensemble takes only {', '.join(_FREE)}; leave it out")
+        checks.check(OmegaConf.to_container(change), Experiment, "", f"{path} with {text!r}", references=False)
+        merged = merge(OmegaConf.structured(getattr(experiment, section)), change[section])
+        setattr(experiment, section, OmegaConf.to_object(merged))
+    if experiment.sample.member is not None:
+        raise UserError(f"{path}: key 'sample.member': a saved ensemble is sampled as a whole; leave it out")
+    check_experiment(experiment, path, overrides, sampling_only=True)
+    return experiment
 
 
 def refuse_paths(manifest: EnsembleManifest, experiment: Experiment | None, allow_paths: bool) -> None:

@@ -27,6 +27,7 @@ from ddm_lightning.core.formatting import Bars, amount
 from ddm_lightning.core.grids import labelled_grid, save_png
 from ddm_lightning.core.registry import CAPTION_ENCODERS, IMAGE_ENCODERS, Registry
 from ddm_lightning.ensemble.load import LoadedEnsemble, load_ensemble, load_single
+from ddm_lightning.ensemble.saved import data_of
 from ddm_lightning.ensemble.trace import Key, Trace
 from ddm_lightning.ensemble.velocity import Cost
 from ddm_lightning.flow.condition import Condition
@@ -45,7 +46,6 @@ _STRIP_COLUMNS, _GIF_FRAMES, _FRAME_MS, _LAST_FRAME_MS = 10, 30, 100, 1500
 _MAX_TICKS = 8
 # Images computed at once; does not change them.
 BATCH_SIZE = 64
-_BLOCK_BYTES = 4096
 # Largest grid; images beyond it are written as single images only.
 MAX_ROWS, MAX_COLUMNS = 32, 32
 
@@ -249,7 +249,7 @@ def draw_run(
     gif: bool = False,
     show_progress: bool = False,
 ) -> tuple[Cost, dict[str, Path]]:
-    """Write the grid of a run's ensemble to the PNG ``path``, one row per prompt or class; see ``sample_grid``.
+    """Write the grid of a run's or saved ensemble to the PNG ``path``, a row per prompt or class; see ``sample_grid``.
 
     With ``singles``, a folder beside the grid, it also writes the files of ``write_trajectory``, ``gif`` among them if
     wanted. Files appear when all are made. Samples on the device of ``island.accelerator``; returns what that cost, and
@@ -261,7 +261,7 @@ def draw_run(
     """
     accelerator = experiment.island.accelerator
     check_devices(accelerator, 1)
-    manifest = Manifest.read(run_dir)
+    manifest = data_of(run_dir)
     of_data = experiment, manifest.class_names, manifest.num_classes
     rows = row_conditions(prompts, classes, *of_data) if prompts or classes else None
     if singles is not None:
@@ -286,15 +286,11 @@ def draw_run(
 
 
 def _check_space(folder: Path, num: int) -> None:
-    """Refuse more images than single files fit on the disk of ``folder``, which need not exist yet.
-
-    Raises:
-        UserError: they do not fit even if each takes no more than one block of the disk.
-    """
+    """Refuse more images than fit on the disk of ``folder``, which need not exist, even at one block of 4 kB each."""
     place = next(one for one in (folder.resolve(), *folder.resolve().parents) if one.exists())
-    needed, free = num * _BLOCK_BYTES, shutil.disk_usage(place).free
-    if needed > free:
-        problem = f"{num:,} images take at least {amount(needed)}, and {amount(free)} is free"
+    free = shutil.disk_usage(place).free
+    if (least := 4096 * num) > free:
+        problem = f"{num:,} images take at least {amount(least)}, and {amount(free)} is free"
         raise UserError(f"{place}: {problem}; lower --num, or give another disk with --out")
 
 

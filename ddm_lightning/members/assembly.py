@@ -132,12 +132,13 @@ def write_manifest(root: Path, manifest: EnsembleManifest) -> None:
     atomic_write_json(root / ENSEMBLE_FILE, document)
 
 
-def read_ensemble(path: Path, *, partial: bool = False) -> EnsembleManifest:
+def read_ensemble(path: Path, *, partial: bool = False, quiet: bool = False) -> EnsembleManifest:
     """Read and check an ``ensemble.json`` and the ``member.json`` of each of its artifacts.
 
     Args:
         path: the file.
         partial: whether to leave out members whose artifacts are missing, with a note on stderr.
+        quiet: whether to leave out the note.
 
     Raises:
         UserError: it is missing or not JSON, has a bad key, or a path that leaves its folder; a ``member.json`` is bad
@@ -172,7 +173,7 @@ def read_ensemble(path: Path, *, partial: bool = False) -> EnsembleManifest:
     is_other = not document["changed"] and manifest.partition_sha256 != document["partition_sha256"]
     if is_other or len(document["priors"]) != document["num_clusters"]:
         raise UserError(f"{path}: key 'partition_sha256' or 'num_clusters' differs from its members'; {remedy}")
-    if lost:
+    if lost and not quiet:
         rest = ", and the weights of the other experts are renormalised" if set(lost) - {ROUTER} else ""
         note(f"{path}: the artifact of {', '.join(lost)} is missing; samples are made without it{rest}")
     return replace(manifest, about=None if about is None else About(**about))

@@ -140,7 +140,9 @@ def open_run(experiment: Experiment, *, create: bool) -> RunFolder:
     """
     run = RunFolder.of(experiment)
     if not (run.experiment.exists() or create):
-        raise UserError(f"{run.root}: no run here; start it with fit and the same FILE and settings")
+        is_saved, missing = run.ensemble.exists(), "no run here; start it with fit and the same FILE and settings"
+        problem = "is a saved ensemble, without shards and trainings; give its run with -c" if is_saved else missing
+        raise UserError(f"{run.root}: {problem}")
     refuse_changed(experiment)
     if create and _recorded(run) != asdict(experiment):
         atomic_write_text(run.experiment, to_yaml(experiment))

@@ -244,11 +244,9 @@ def test_sample_options_that_cannot_be(refuse_sample: Refuse, option: str, value
         assert word in line
 
 
-def test_more_images_than_the_disk_or_the_memory_holds(refuse_sample: Refuse, refuse: Refuse, copied: Path) -> None:
+def test_more_images_than_the_disk_holds(refuse_sample: Refuse, copied: Path) -> None:
     line = refuse_sample("--prompt", "a", "--prompt", "b", "--num", str(10**9))
     assert line.startswith(f"{copied / 'samples'}: 2,000,000,000 images take at least 8.2 TB, and ")
-    line = refuse("diagnose", *settings(copied), "--num", str(10**12))
-    assert line.startswith(f"--num {10**12}: so many images take 768.0 TB of memory")
 
 
 @pytest.mark.parametrize("command", ["sample", "status"])
