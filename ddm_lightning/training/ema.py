@@ -167,8 +167,10 @@ def ema_weights(module: nn.Module, optimizer: Optimizer) -> Iterator[None]:
     load(averages)
     try:
         yield
-    finally:
+    except Exception:  # but not GeneratorExit: when Python collects an open validation, FSDP's state is gone
         load(own)
+        raise
+    load(own)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from ddm_lightning.config.experiment import EvaluateConfig, SampleConfig
-from ddm_lightning.core.errors import first_line
+from ddm_lightning.core.errors import UserError, first_line, line_of
 from ddm_lightning.core.grids import labelled_grid
 from ddm_lightning.core.registry import IMAGE_ENCODERS, METRICS
 from ddm_lightning.core.scores import scores_of
@@ -99,7 +100,7 @@ class SampleLogger(L.Callback):
     """Logs images at each validation: held-out images above samples of an expert, or the router's heat map.
 
     It runs before the module swaps its training weights back, so it samples with the averaged weights. An image that
-    cannot be made never ends training.
+    cannot be made ends training only where other ranks may wait for this one.
 
     Args:
         member: the member.
@@ -137,29 +138,52 @@ class SampleLogger(L.Callback):
         """Log the images; every rank samples, as a sharded network needs all, and rank zero decodes and logs."""
         if trainer.should_stop or self._is_off:
             return
-        try:
-            if isinstance(module, RouterModule):
-                confusion = module.sum_confusion()
-                if trainer.is_global_zero and confusion is not None:
+        if isinstance(module, RouterModule):
+            confusion = module.sum_confusion()
+            if trainer.is_global_zero and confusion is not None:
+                with self.forgiving(trainer, "images of this validation"):
                     log_image(trainer, "held_out/routing", routing_heat_map(confusion.cpu()))
-            elif self._batch is not None:
-                assert isinstance(module, MemberModule)
-                self._log_samples(trainer, module, self._batch)
-        except CutShortError:
-            return
-        except Exception as error:  # noqa: BLE001  # no image is worth a training
-            self.print(f"step {trainer.global_step}: no images of this validation: {first_line(error)}")
+        elif self._batch is not None:
+            assert isinstance(module, MemberModule)
+            sampled: Tensor | None = None
+            with self.forgiving(trainer, "images of this validation", together=True):
+                sampled = self.sampled(module, self._batch)
+            if trainer.is_global_zero and sampled is not None:
+                with self.forgiving(trainer, "images of this validation"):
+                    self._log_samples(trainer, module, self._batch, sampled)
 
-    def _log_samples(self, trainer: L.Trainer, module: MemberModule, batch: dict[str, Tensor]) -> None:
-        sampled = self.sampled(module, batch)
-        if not trainer.is_global_zero:
-            return
+    def _log_samples(
+        self, trainer: L.Trainer, module: MemberModule, batch: dict[str, Tensor], sampled: Float[Tensor, "b c h w"]
+    ) -> None:
         encoder = self.encoder()  # built anew, so that it takes no memory between validations
         rows = [
             (name, list(encoder.decode(x_0.float().cpu())))
             for name, x_0 in (("held out", module.normalised(batch)), ("sampled", sampled))
         ]
         log_image(trainer, "samples", np.asarray(labelled_grid(rows)))
+
+    @contextmanager
+    def forgiving(self, trainer: L.Trainer, missing: str, *, together: bool = False) -> Iterator[None]:
+        """Print an error of the block, which leaves something ``missing``: that is not worth a training.
+
+        Args:
+            trainer: the Trainer.
+            missing: for the line.
+            together: whether several ranks work together in the block. An error then ends them all, because the others
+                may wait for this one.
+        """
+        try:
+            yield
+        except CutShortError:
+            return
+        except Exception as error:
+            if together and trainer.world_size > 1:
+                if line := line_of(error):
+                    remedy = "or train without: island.loggers=[csv] and island.evaluate_every_n_steps=null"
+                    problem = f"rank {trainer.global_rank} cannot make {missing}: {line}"
+                    raise UserError(f"{self.member.name}: step {trainer.global_step}: {problem}; {remedy}") from error
+                raise
+            self.print(f"step {trainer.global_step}: no {missing}: {first_line(error)}")
 
     def sampled(
         self, module: MemberModule, batch: dict[str, Tensor], key: tuple[str | int, ...] = ("images",)
@@ -248,23 +272,26 @@ class ScoreLogger(L.Callback):
         if trainer.should_stop or not batches:
             return
         assert isinstance(module, MemberModule)
-        try:
+        forgiving, samples, is_whole = self.sampler.forgiving, list[Tensor](), False
+        with forgiving(trainer, "scores", together=True):
+            for number, (batch, _) in enumerate(batches):
+                samples.append(self.sampler.sampled(module, batch, ("scores", number)).float().cpu())
+        if len(samples) < len(batches):
+            return
+        with forgiving(trainer, "scores"):
             encoder = self.sampler.encoder()
-            for number, (batch, num) in enumerate(batches):
-                sampled = self.sampler.sampled(module, batch, ("scores", number))
-                for real, x_0 in ((True, module.normalised(batch)), (False, sampled)):
-                    images = encoder.decode(x_0.float().cpu())[:num]
+            for (batch, num), sampled in zip(batches, samples, strict=True):
+                for real, x_0 in ((True, module.normalised(batch).float().cpu()), (False, sampled)):
+                    images = encoder.decode(x_0)[:num]
                     for _, metric in self.metrics:
                         metric.update(images, real=real)
-            found = [scores_of(name, metric) for name, metric in self.metrics]
-            module.log_figures({f"score/{key}": score.value for one in found for key, score in one.items()})
-        except CutShortError:
-            return
-        except Exception as error:  # noqa: BLE001  # no score is worth a training
-            self.sampler.print(f"step {trainer.global_step}: no scores: {first_line(error)}")
-        finally:
-            for _, metric in self.metrics:
-                metric.reset()
+            is_whole = True
+        if not self.sampler.stop.any_rank(not is_whole):  # metrics reduce over ranks
+            with forgiving(trainer, "scores"):
+                found = [scores_of(name, metric) for name, metric in self.metrics]
+                module.log_figures({f"score/{key}": score.value for one in found for key, score in one.items()})
+        for _, metric in self.metrics:
+            metric.reset()
 
 
 def routing_heat_map(confusion: Float[Tensor, "t k k"]) -> Figure:

@@ -1,11 +1,12 @@
 """The command line, in which one rank fails while a checkpoint is written: ``FAILS`` is its number, how, and the step.
 
-Or it is late: to begin with its steps, or to find a checkpoint damaged.
+Or it has no memory for sample images, or it is late: to begin with its steps, or to find a checkpoint damaged.
 
 A file to be run, because ranks are started by the command line of the first.
 """
 
 import errno
+import itertools
 import os
 import signal
 import sys
@@ -13,7 +14,7 @@ import time
 from pathlib import Path
 
 from ddm_lightning.cli.parser import main
-from ddm_lightning.training import callbacks
+from ddm_lightning.training import callbacks, loggers
 from ddm_lightning.training.checkpoint import files, rolling
 
 LATE_SECONDS = 5
@@ -51,6 +52,18 @@ def fail_at(step, fail):
     setattr(kind, method, patched)
 
 
+def no_memory_for_images():
+    """At the second evaluation of the network, while the others take part in the first layers of theirs."""
+    before, calls = loggers.to_velocity, itertools.count()
+
+    def patched(*arguments):
+        if next(calls):
+            raise MemoryError("tried to allocate 2 GiB")
+        return before(*arguments)
+
+    loggers.to_velocity = patched
+
+
 def late(place, name):
     before = getattr(place, name)
 
@@ -68,6 +81,8 @@ if __name__ == "__main__":
             late(callbacks.Reporter, "on_train_start")
         elif how == "late-damage":
             late(rolling, "damage_of")
+        elif how == "images":
+            no_memory_for_images()
         else:
             fail_at(int(at_step), {"full": full, "bug": bug, "killed": killed}[how])
     sys.exit(main())

@@ -8,13 +8,15 @@ from shards.mds import WARNINGS
 from tiny_runs import read_status
 from training.members import MEMBER, batch, expert
 from training.short_fits import fit, weights
+from training.two_processes import in_two_processes
 
-from ddm_lightning.config.experiment import SampleConfig
+from ddm_lightning.config.experiment import EvaluateConfig, PluginConfig, SampleConfig
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.encoders import images
 from ddm_lightning.flow.randomness import keyed_generator
 from ddm_lightning.shards.manifest import StoredForm
-from ddm_lightning.training.loggers import SampleLogger, routing_heat_map
+from ddm_lightning.training.callbacks import StopOnRequest
+from ddm_lightning.training.loggers import SampleLogger, ScoreLogger, routing_heat_map
 
 pytestmark = WARNINGS
 
@@ -62,6 +64,82 @@ def test_the_heat_map_has_a_panel_per_timestep_and_rows_that_sum_to_one():
         # Position is (column, row): the true cluster goes downwards.
         assert labels[2, 0] == f"{float(expected[0, 2]):.2f}"
         assert len(labels) == 9
+
+
+class Fails(torch.nn.Module):
+    prediction = "velocity"
+
+    def __init__(self, error):
+        super().__init__()
+        self.error = error
+
+    def forward(self, x_t, t, condition):
+        raise self.error
+
+
+def in_validation(module, num_ranks=1, rank=0, **settings):
+    """A Trainer in a validation at step 4 of 8."""
+    defaults = {"global_step": 4, "max_steps": 8, "should_stop": False, "scaler": None}
+    trainer = SimpleNamespace(world_size=num_ranks, global_rank=rank, is_global_zero=rank == 0, **defaults)
+    trainer.precision_plugin = SimpleNamespace(forward_context=contextlib.nullcontext)
+    trainer.loggers, module._trainer = [], trainer
+    return trainer
+
+
+def log_samples(module, num_ranks):
+    trainer = in_validation(module, num_ranks)
+    logger = SampleLogger(MEMBER, SampleConfig(num_steps=1), SimpleNamespace(cuts_validation=lambda _: False))
+    logger.on_validation_batch_start(trainer, module, batch(), 0)
+    logger.on_validation_epoch_end(trainer, module)
+
+
+def test_networks_that_fail_end_no_training_on_one_rank(capsys):
+    log_samples(expert(Fails(ValueError("odd"))), num_ranks=1)
+    assert capsys.readouterr().err == "expert-0: step 4: no images of this validation: odd\n"
+
+
+def test_networks_that_fail_on_one_of_several_ranks_end_all_at_once():
+    """The others would wait in a collective. What may be a lost connection keeps its type: another rank says why."""
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        log_samples(expert(Fails(RuntimeError("closed by peer"))), num_ranks=2)
+    with pytest.raises(UserError, match=r"^expert-0: step 4: rank 0 cannot make images .*: out of memory .*\[csv\]"):
+        log_samples(expert(Fails(RuntimeError("Tried to allocate 2 GiB"))), num_ranks=2)
+
+
+def test_a_decoder_that_fails_ends_no_training_on_several_ranks(monkeypatch, capsys):
+    def fails(*_):
+        raise ValueError("odd")
+
+    monkeypatch.setattr(images.Pixels, "decode", fails)
+    log_samples(expert(), num_ranks=2)
+    assert capsys.readouterr().err == "expert-0: step 4: no images of this validation: odd\n"
+
+
+@pytest.mark.parametrize("failing", [None, 1])
+def test_ranks_skip_scores_together_when_one_cannot_score(failing):
+    """At its first batch of two; a collective after that finds both ranks in step."""
+
+    def scored(rank):
+        def fails(*_, **__):
+            raise OSError("no disk")
+
+        module, logged = expert(), {}
+        trainer = in_validation(module, num_ranks=2, rank=rank)
+        module.log_figures = logged.update
+        stop = StopOnRequest(None)
+        stop.on_train_start(trainer, module)
+        evaluate = EvaluateConfig([PluginConfig("kid", {"features": "pixels"})], num_images=24)
+        scores = ScoreLogger(SampleLogger(MEMBER, SampleConfig(num_steps=2), stop), evaluate, 4)
+        if rank == failing:
+            scores.metrics[0][1].update = fails
+        for index in range(2):
+            scores.on_validation_batch_start(trainer, module, batch(seed=2 * rank + index), index)
+        scores.on_validation_epoch_end(trainer, module)
+        return logged, stop.any_rank(rank == 1)
+
+    (first, in_step), second = in_two_processes(scored).values()
+    assert (first, in_step) == second and in_step
+    assert [*first] == (["score/KID (pixels)"] if failing is None else [])
 
 
 @pytest.mark.parametrize("place", ["__init__", "decode"])

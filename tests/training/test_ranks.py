@@ -111,6 +111,18 @@ def test_a_signal_while_rank_one_is_late_stops_both_at_the_same_step(tiny_run):
     assert checkpoints(tiny_run) == ["step-00000005.ckpt", "step-00000010.ckpt"]
 
 
+@pytest.mark.slow
+@pytest.mark.long
+def test_a_rank_without_memory_for_sample_images_ends_both(tiny_run):
+    """The other waits in an all-gather."""
+    settings = "island.strategy=fsdp", "island.validate_every_n_steps=10"
+    said = finish(start(tiny_run, *settings, program=FAILING, FAILS="1 images 0"), 2, TRAINS_SECONDS)[1]
+    said, _, error = said.partition("error: ")
+    assert error.startswith("expert-0: step 10: rank 1 cannot make images of this validation: out of memory (")
+    assert error.count("\n") == 1 and "Traceback" not in said
+    assert checkpoints(tiny_run) == ["step-00000005.ckpt", "step-00000010.ckpt"]
+
+
 def artifact(run):
     return (run / "members/expert-0/artifact/model.safetensors").read_bytes()
 
