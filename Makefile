@@ -20,7 +20,7 @@ BROWSER := $(BIN)/python -m playwright install --only-shell chromium > /dev/null
 	|| echo "no browser is in reach: the test of the page will skip"
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-long bench-gpu report lint type imports format clean
+.PHONY: help install demo test test-long smoke-gpu bench-gpu report lint type imports format clean
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -37,6 +37,10 @@ test: $(TEST) lint type imports ## what CI runs: lint, types, import rules, test
 
 test-long: $(TEST) ## the tests that take minutes: kills at every moment, quick runs of benchmarks
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "long and not gpu and not slurm"
+
+smoke-gpu: export PYTHONPATH := $(CURDIR):$(PYTHONPATH)
+smoke-gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(TEST)) ## the first day on a GPU: ten steps, expected against found; without one, on a virtual one
+	$(GPU_PYTHON) benchmarks/smoke_gpu.py --json benchmarks/results/smoke_gpu.json
 
 bench-gpu: export PYTHONPATH := $(CURDIR):$(PYTHONPATH)
 bench-gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(TEST)) ## steps, recipe, MFU and checkpoints on a GPU, to benchmarks/results

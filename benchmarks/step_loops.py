@@ -25,9 +25,11 @@ from ddm_lightning.members.run_folder import RunFolder
 from ddm_lightning.members.status import MemberStatus
 from ddm_lightning.networks.attention import set_attention
 from ddm_lightning.networks.compiled import compile_blocks
+from ddm_lightning.shards.datamodule import ClusterDataModule
 from ddm_lightning.shards.manifest import Manifest, StoredForm
 from ddm_lightning.training.checkpoint.rolling import RollingCheckpoints
 from ddm_lightning.training.fit import build_data, build_module, build_trainer
+from ddm_lightning.training.module import MemberModule
 from ddm_lightning.training.optimizer import build_optimizer, build_schedule
 from ddm_lightning.training.parallel.strategy import choose_strategy
 
@@ -168,28 +170,35 @@ class Trained:
     num_parameters: int
 
 
-def train(experiment: Experiment, steps: int, clock: Clock = now) -> Trained:
-    """Train ``MEMBER`` of a prepared run as ``fit`` does and with the bare loop, alternating every ``steps`` steps."""
-    run = RunFolder.of(experiment)
+def our_trainer(experiment: Experiment) -> tuple[L.Trainer, MemberModule, ClusterDataModule]:
+    """Build what ``fit`` trains ``MEMBER`` of a prepared run with, from scratch."""
+    run, island = RunFolder.of(experiment), experiment.island
     manifest = Manifest.read(run.root)
     member = Member.resolve(MEMBER, experiment, manifest)
-    device = torch.device("cuda" if resolve_accelerator(experiment.island.accelerator) == "gpu" else "cpu")
     folder = run.member(MEMBER)
     folder.mkdir(parents=True, exist_ok=True)
-    data = build_data(member, experiment.island, manifest, run)
+    module = build_module(member, island, manifest)
+    strategy, _ = choose_strategy(island, sum(p.numel() for p in module.parameters()))
+    trainer, _ = build_trainer(member, experiment, folder, MemberStatus(MEMBER, member.train.max_steps), strategy)
+    return trainer, module, build_data(member, island, manifest, run)
+
+
+def train(experiment: Experiment, steps: int, clock: Clock = now) -> Trained:
+    """Train ``MEMBER`` of a prepared run as ``fit`` does and with the bare loop, alternating every ``steps`` steps."""
+    device = torch.device("cuda" if resolve_accelerator(experiment.island.accelerator) == "gpu" else "cpu")
+    run = RunFolder.of(experiment)
+    manifest = Manifest.read(run.root)
+    trainer, module, data_of_ours = our_trainer(experiment)
+    data = build_data(module.member, experiment.island, manifest, run)
     data.prepare_data()
     loader = data.train_dataloader()
     batches = itertools.chain.from_iterable(iter(loader) for _ in itertools.count())
     bare = BareLoop(experiment, manifest, batches, device)
-
-    module = build_module(member, experiment.island, manifest)
-    strategy, _ = choose_strategy(experiment.island, sum(p.numel() for p in module.parameters()))
-    trainer, _ = build_trainer(member, experiment, folder, MemberStatus(MEMBER, member.train.max_steps), strategy)
     turns = TakeTurns(bare, steps, clock)
     # Just before the callback that saves after the last step, so that saving is not part of the last turn.
     callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # Lightning's list
     callbacks.insert(next(at for at, one in enumerate(callbacks) if isinstance(one, RollingCheckpoints)), turns)
-    trainer.fit(module, datamodule=build_data(member, experiment.island, manifest, run))
+    trainer.fit(module, datamodule=data_of_ours)
     state = trainer.optimizers[0].state
     parameters = list(module.network.parameters())
     return Trained(

@@ -1,0 +1,376 @@
+"""Steps of ``smoke_gpu.py`` that run the command line in child processes, as users do; and what every step uses."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+import torch
+from common import REPOSITORY
+
+from ddm_lightning.core.registry import STRATEGIES
+from ddm_lightning.evaluation.pretrained import DecentralizedEnsemble
+from ddm_lightning.training.guard import SkippedStep, skipped_file
+
+TINY = REPOSITORY / "experiments" / "tiny_2x.yaml"
+SECONDS = 300.0
+"""Limit of a child process."""
+MAX_STEPS, STOP_AT = 120, 30
+RANDOM = 0.08
+"""Tolerance of a held-out loss under other random numbers; on a CPU its standard deviation is 0.02."""
+ROUNDED = 0.003
+"""Tolerance under other rounding; on a CPU it takes 0.0005."""
+PRIVATE = 300
+"""Megabytes of a loading process; a copy of the pinned checkpoint would take 510 more."""
+WHOLE = (
+    "prepare.partition.num_clusters=3",
+    "expert.train.global_batch_size=24",
+    "expert.train.ema_widths=[0.05, 0.1]",
+    "island.log_sample_ids=true",
+    "evaluate.num_images=64",
+)
+"""Settings of the ensemble of step 9."""
+METRIC = "evaluate.metrics=[{name: kid, params: {features: pooled-pixels}}]"
+
+
+class Check(NamedTuple):
+    """One thing that a step looked at."""
+
+    what: str
+    expected: str
+    """Empty for a fact that is only shown."""
+    found: str
+    ok: bool = True
+    figure: float | None = None
+    """``found`` as a number, for ``--json``."""
+
+
+def shown(what: str, found: object, figure: float | None = None) -> Check:
+    """Show a fact that nothing is expected of."""
+    return Check(what, "", str(found), True, figure)
+
+
+def same(what: str, found: object, expected: object = True) -> Check:
+    """Expect equality."""
+    return Check(what, str(expected), str(found), found == expected)
+
+
+def near(what: str, found: float, expected: float, tolerance: float) -> Check:
+    """Expect a number that differs by at most the share ``tolerance``."""
+    is_near = abs(found - expected) <= tolerance * abs(expected)
+    return Check(what, f"{expected:.5g} ± {tolerance:.1%}", f"{found:.5g}", is_near, found)
+
+
+def at_most(what: str, found: float, limit: float) -> Check:
+    """Expect a number up to ``limit``; infinity shows it without an expectation."""
+    expected = "" if limit == float("inf") else f"at most {limit:.4g}"
+    return Check(what, expected, f"{found:.4g}", found <= limit, found)
+
+
+class Child(subprocess.Popen[bytes]):
+    """A module of Python as a child process, in the repository whose code it runs.
+
+    Args:
+        log: receives its output.
+        words: what follows ``python -m``.
+    """
+
+    started: ClassVar[list[Child]] = []
+    """All of them, to end those that still run."""
+
+    def __init__(self, log: Path, *words: str) -> None:
+        self.log, self.words = log, words
+        path = os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])])
+        with log.open("w", encoding="utf-8") as output:
+            super().__init__(
+                [sys.executable, "-m", *words],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "PYTHONPATH": path},
+                cwd=REPOSITORY,
+            )
+        self.started.append(self)
+
+    def ended(self, code: int = 0) -> str:
+        """Wait for the end and return what it printed.
+
+        Raises:
+            RuntimeError: another exit code, or no end within ``SECONDS``.
+        """
+        with suppress(subprocess.TimeoutExpired):
+            self.wait(SECONDS)
+        self.kill()  # does nothing after its end
+        output = self.log.read_text(encoding="utf-8")
+        if self.wait() != code:
+            last = output.strip().rpartition("\n")[2]
+            raise RuntimeError(f"{shlex.join(self.words)}: exit code {self.returncode} instead of {code}: {last}")
+        return output
+
+    def wait_until(self, is_there: Callable[[], bool]) -> None:
+        """Return once ``is_there``, which may fail until its files appear.
+
+        Raises:
+            RuntimeError: the process ended before.
+        """
+        while self.poll() is None:
+            with suppress(OSError, ValueError, LookupError):
+                if is_there():
+                    return
+            time.sleep(0.01)
+        raise RuntimeError(f"ended too early: {self.ended()}")
+
+    def memory(self, checkpoints: Path) -> tuple[float, list[tuple[float, float]]]:
+        """Look at its memory until it ends, in megabytes.
+
+        Returns:
+            The most private memory of a process that it started; its own memory, and all of /dev/shm, just before each
+            new checkpoint.
+        """
+        private, seen = 0.0, {}
+        while self.poll() is None:
+            with suppress(OSError, LookupError):  # a process or a checkpoint has gone meanwhile
+                resident = megabytes(self.pid, "status", "VmRSS")
+                shared = os.statvfs("/dev/shm")
+                newest = max((path.name for path in checkpoints.glob("step-*")), default="")
+                seen[newest] = resident, (shared.f_blocks - shared.f_bfree) * shared.f_frsize / 2**20
+                private = max(
+                    [private, *(megabytes(one, "smaps_rollup", "Private_Dirty") for one in started_by(self.pid))]
+                )
+            time.sleep(0.02)
+        return private, list(seen.values())
+
+
+def started_by(pid: int) -> list[int]:
+    """Processes that a process started, and those that they started, except the compiler's."""
+    words = (name for tasks in Path(f"/proc/{pid}/task").glob("*/children") for name in tasks.read_text().split())
+    found = [one for child in words for one in (int(child), *started_by(int(child)))]
+    return [one for one in found if "compile_worker" not in Path(f"/proc/{one}/cmdline").read_text()]
+
+
+def megabytes(pid: int, file: str, key: str) -> float:
+    """A field of a process's ``smaps_rollup`` or ``status``."""
+    # An ended one has no such field, which is a LookupError.
+    return int(Path(f"/proc/{pid}/{file}").read_text().partition(f"{key}:")[2].split()[0]) / 1024
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the steps run, and how large."""
+
+    folder: Path
+    """Receives the runs."""
+    device: torch.device
+    quick: bool = False
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the real sizes run; on a CPU all are small."""
+        return self.device.type == "cuda"
+
+    @property
+    def compiles(self) -> bool:
+        """Whether commands compile."""
+        return self.on_gpu and not self.quick
+
+    @property
+    def island(self) -> list[str]:
+        """Settings of the island."""
+        kind, compiled = "gpu" if self.on_gpu else "cpu", str(self.compiles).lower()
+        return [f"island.accelerator={kind}", "island.precision=bf16-mixed", f"island.compile={compiled}"]
+
+    def start(self, command: str, run: str, *more: str) -> Child:
+        """Start a command on a run, which has the folder's shards if there are any."""
+        folder, prepared = self.folder / run, self.folder / "prepared"
+        folder.mkdir(parents=True, exist_ok=True)
+        if prepared.exists() and not (folder / "prepared").exists():
+            (folder / "prepared").symlink_to(prepared)
+        return Child(folder / f"{command}.txt", "ddm_lightning", command, "-c", str(TINY), f"run_dir={folder}", *more)
+
+    def fit(self, run: str, *more: str) -> Child:
+        """Start to train the first expert of two; the first call of all prepares."""
+        width, depth = (384, 12) if self.on_gpu and not self.quick else (64, 2)
+        network = f"{{width: {width}, depth: {depth}, num_heads: {width // 32}, patch_size: 4, qk_norm: true}}"
+        settings = [
+            "prepare.source.params={num_samples: 600, image_size: 16}",
+            f"expert.network={{name: dit, params: {network}}}",
+            f"expert.train.max_steps={MAX_STEPS}",
+            "expert.train.global_batch_size=32",
+            "expert.train.learning_rate=1e-3",
+            "island.log_every_n_steps=5",
+            "island.checkpoint_every_n_steps=10",
+            "island.validate_every_n_steps=40",
+            "island.log_sample_ids=true",
+            *self.island,
+        ]
+        if not (self.folder / "prepared").exists():
+            self.start("prepare", "shards", *settings).ended()
+            (self.folder / "prepared").symlink_to(self.folder / "shards" / "prepared")
+        return self.start("fit", run, *settings, "member=expert-0", *more)
+
+    def member(self, run: str, name: str = "expert-0") -> Path:
+        """Folder of a member."""
+        return self.folder / run / "members" / name
+
+    def status(self, run: str, name: str = "expert-0") -> dict[str, Any]:
+        """Contents of a member's ``status.json``."""
+        found: dict[str, Any] = json.loads((self.member(run, name) / "status.json").read_text(encoding="utf-8"))
+        return found
+
+    def held_out(self, run: str) -> float:
+        """Held-out loss of the first expert."""
+        return float(self.status(run)["metrics"]["held_out/loss"])
+
+    def sample_ids(self, run: str, rank: str = "") -> dict[int, list[str]]:
+        """Step -> ids of its samples; a repeated step counts once."""
+        lines = (self.member(run) / f"sample_ids{rank}.txt").read_text(encoding="utf-8").splitlines()
+        return {int(step): ids.split() for step, _, ids in (line.partition(":") for line in lines)}
+
+
+def tests(place: Place) -> Iterator[Check]:
+    """Run the tests that need a GPU; without one, only find them."""
+    files = [str(path) for path in (REPOSITORY / "tests").rglob("test_*.py") if "mark.gpu" in path.read_text("utf-8")]
+    more = [] if place.on_gpu else ["--collect-only"]
+    last = Child(place.folder / "pytest.txt", "pytest", "-q", "-m", "gpu", *files, *more).ended().splitlines()[-1]
+    yield Check("pytest -m gpu", "passed", last, re.match(r"\d+(/\d+ tests collected| passed)", last) is not None)
+
+
+def training(place: Place) -> Iterator[Check]:
+    """Train with four workers, validations, previews and checkpoints; compare with the CPU."""
+    on_cpu = ("island.accelerator=cpu", "island.precision=32-true", "island.compile=false", "island.num_threads=8")
+    reference = place.fit("cpu", *on_cpu, "island.checkpoint_every_n_steps=1000")
+    child = place.fit("fit", "island.num_workers=4")
+    private, memory = child.memory(place.member("fit") / "checkpoints")
+    child.ended()
+    reference.ended()
+    yield near("held-out loss, against the CPU's", place.held_out("fit"), place.held_out("cpu"), RANDOM)
+    yield at_most("private memory of a loading process, MB", private, PRIVATE)
+    (resident, shared), (resident_last, shared_last) = memory[len(memory) // 2], memory[-1]
+    yield at_most("growth of its memory in the second half, MB", resident_last - resident, resident / 10)
+    yield at_most("growth of /dev/shm in the second half, MB", shared_last - shared, 64)
+
+
+def stop_and_resume(place: Place) -> Iterator[Check]:
+    """Stop a training by SIGTERM, resume it, and compare it with one that ran through."""
+    place.fit("fit").ended()  # does nothing after step 5
+    child = place.fit("stopped", "island.num_workers=4")
+    child.wait_until(lambda: place.status("stopped")["step"] >= STOP_AT)
+    child.send_signal(signal.SIGTERM)
+    child.ended(code=130)
+    step = place.status("stopped")["step"]
+    resumed = re.search(r"resumes at step (\d+)", place.fit("stopped", "island.num_workers=4").ended())
+    yield same("exit code 130, then resumes at step", int(resumed[1]) if resumed else None, step)
+    yield same("the same samples in each step", place.sample_ids("stopped") == place.sample_ids("fit"))
+    yield near("held-out loss, against no stop", place.held_out("stopped"), place.held_out("fit"), ROUNDED)
+
+
+def strategies(place: Place) -> Iterator[Check]:
+    """Train under each strategy of several devices with one, in micro batches; repeat the last steps."""
+    place.fit("fit").ended()
+    for name in ("ddp", "fsdp", "fsdp-shard-grad-op"):
+        more = (f"island.strategy={name}", "island.micro_batch_size=8")
+        place.fit(name, *more).ended()
+        yield near(f"{name}: held-out loss", place.held_out(name), place.held_out("fit"), ROUNDED)
+        shutil.rmtree(place.member(name) / "artifact")
+        shutil.rmtree(place.member(name) / "checkpoints" / f"step-{MAX_STEPS:08}.ckpt")
+        output = place.fit(name, *more).ended()
+        yield same(f"{name}: resumes at step {MAX_STEPS - 10}", f"resumes at step {MAX_STEPS - 10}" in output)
+        yield near(f"{name}: held-out loss again", place.held_out(name), place.held_out("fit"), ROUNDED)
+
+
+def ensemble(place: Place) -> Iterator[Check]:
+    """Train an ensemble, a monolith and a student; sample in every way, evaluate, replay, compare averages."""
+    whole = replace(place, folder=place.folder / "whole")  # shards of its own
+    whole.start("fit", "run", *WHOLE, *place.island, "--jobs", "4" if place.on_gpu else "2").ended()
+    for name in ("monolith", "student"):
+        whole.start("fit", "run", *WHOLE, *place.island, f"member={name}").ended()
+        yield same(name, whole.status("run", name)["state"], "done")
+    yield from images(whole)
+    yield same("evaluate", "results:" in whole.start("evaluate", "run", METRIC).ended())
+    ids = [int(one) for one in whole.sample_ids("run")[40][:2]]
+    record = SkippedStep(40, 0, ids, [0.5] * 2, [1.0] * 2).line() + "\n"
+    skipped_file(whole.member("run"), 0, 1).write_text(record, encoding="utf-8")
+    yield same("replay", "every gradient is finite" in whole.start("replay", "run", "member=expert-0").ended())
+    yield same("ema", "next:" in whole.start("ema", "run", "member=expert-0", "--width", "0.08").ended())
+
+
+def images(place: Place) -> Iterator[Check]:
+    """Sample with every strategy and in further ways; compare with the CPU's images."""
+    run, device = place.folder / "run", str(place.device)
+    on_cpu, here = (DecentralizedEnsemble.from_pretrained(run, one) for one in ("cpu", device))
+    few = DecentralizedEnsemble.from_pretrained(run, device, resident_experts=2)
+    ways: list[tuple[DecentralizedEnsemble, dict[str, Any]]] = [
+        *((here, {"strategy": name}) for name in STRATEGIES.names() if name != "oracle"),
+        *((here, {"guidance_scale": 3.0, "guidance": where}) for where in ("expert", "mixture")),
+        *((one, {"strategy": "full", "stacked": one is here}) for one in (here, few)),
+        (here, {"strategy": "full", "compile": place.compiles}),
+        (here, {"strategy": "full", "precision": "auto"}),
+    ]
+    for one, settings in ways:
+        found, wanted = (_pixels(each, {"precision": "32-true", **settings}) for each in (one, on_cpu))
+        what = f"{settings}{', two resident experts' if one is few else ''}: median difference of images"
+        # Rounding may flip the choice of an expert for a few of them.
+        yield at_most(
+            what, float(np.median(abs(found - wanted).mean(axis=1))), 0.03 if "precision" in settings else 0.01
+        )
+
+
+def _pixels(ensemble: DecentralizedEnsemble, settings: Mapping[str, Any]) -> np.ndarray:
+    images = ensemble.sample(["red disc", "blue square"], num=4, seed=0, **settings)
+    return np.stack([np.asarray(image, np.float32).ravel() / 255 for image in images])
+
+
+def options(place: Place) -> Iterator[Check]:
+    """Train twelve steps with settings that no other step has."""
+    for setting in ("expert.train.optimizer=muon", "island.precision=16-mixed", "island.activation_checkpointing=true"):
+        place.fit(setting, "expert.train.max_steps=12", setting).ended()
+        yield at_most(f"{setting}: held-out loss", place.held_out(setting), 3)
+
+
+def two_devices(place: Place) -> Iterator[Check]:
+    """Train on two devices: DDP, FSDP2, a killed rank, a student; evaluate under torchrun."""
+    place.fit("fit").ended()
+    for name in ("ddp", "fsdp"):
+        place.fit(f"{name}-2", "island.devices=2", f"island.strategy={name}").ended()
+        first, second = (place.sample_ids(f"{name}-2", rank) for rank in ("-0", "-1"))
+        both = {step: sorted(ids + second[step]) for step, ids in first.items()}
+        alone = {step: sorted(ids) for step, ids in place.sample_ids("fit").items()}
+        yield same(f"{name}: the samples of one device in each step", both == alone)
+    ddp, fsdp = (place.status(run)["metrics"]["train/gradient_norm"] for run in ("ddp-2", "fsdp-2"))
+    yield near("gradient norm of FSDP2, against DDP's", fsdp, ddp, 0.01)
+    child = place.fit("killed", "island.devices=2", "island.strategy=ddp")
+    child.wait_until(lambda: place.status("killed")["step"] >= STOP_AT)
+    (rank,) = (pid for pid in started_by(child.pid) if "member=" in Path(f"/proc/{pid}/cmdline").read_text())
+    start = time.monotonic()
+    os.kill(rank, signal.SIGKILL)
+    child.wait(60)
+    yield at_most("end after a killed rank, s", time.monotonic() - start, 30)
+    whole = replace(place, folder=place.folder / "whole")
+    if whole.folder.exists():  # step 9 makes it
+        whole.member("run", "student").rename(whole.folder / "student-1")
+        whole.start("fit", "run", *WHOLE, *place.island, "island.devices=2", "member=student").ended()
+        yield same("student", whole.status("run", "student")["state"], "done")
+        words = [
+            "--nproc-per-node",
+            "2",
+            "-m",
+            "ddm_lightning",
+            "evaluate",
+            "-c",
+            str(whole.folder / "run/experiment.yaml"),
+        ]
+        output = Child(whole.folder / "torchrun.txt", "torch.distributed.run", *words, METRIC).ended()
+        yield same("evaluate under torchrun", "results:" in output)

@@ -1,0 +1,116 @@
+"""The first day on a GPU: ten steps, each with what is expected and what was found; ends at the first that differs.
+
+    make smoke-gpu
+    python benchmarks/smoke_gpu.py --steps 1 2 4 --json smoke.json
+
+Without a GPU it runs what the virtual CUDA device of the tests can; ``--device cpu`` runs the steps in small sizes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+from common import REPOSITORY, Report, parse, run
+
+from ddm_lightning.core import processes
+from ddm_lightning.core.compat import ensure_torchvision_importable
+from ddm_lightning.core.devices import configure_torch
+from ddm_lightning.core.errors import UserError, first_line
+
+ensure_torchvision_importable()
+
+import smoke_commands  # noqa: E402  # after torchvision has been made importable
+import smoke_networks  # noqa: E402
+from smoke_commands import Check, Child, Place  # noqa: E402
+
+Step = Callable[[Place], Iterator[Check]]
+STEPS: dict[int, tuple[str, Step]] = {
+    1: ("environment", smoke_networks.environment),
+    2: ("attention kernels", smoke_networks.kernels),
+    3: ("pytest -m gpu", smoke_commands.tests),
+    4: ("DiT-XL/2 in the Trainer", smoke_networks.training),
+    5: ("fit with workers, validation and checkpoints", smoke_commands.training),
+    6: ("SIGTERM and resume", smoke_commands.stop_and_resume),
+    7: ("checkpoint of DiT-XL/2", smoke_networks.checkpoint),
+    8: ("DDP and FSDP2 with one device", smoke_commands.strategies),
+    9: ("all members, sampling, evaluation", smoke_commands.ensemble),
+    10: ("Muon, float16, activation checkpointing", smoke_commands.options),
+    11: ("two GPUs", smoke_commands.two_devices),
+}
+
+
+def main(arguments: Sequence[str] | None) -> None:
+    """Run the steps."""
+    processes.begin()
+    processes.end_imports()
+    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cli.add_argument("--json", metavar="OUT", type=Path, help="write commit, device, command and figures here")
+    cli.add_argument("--quick", action="store_true", help="two minutes: fewer sizes, small networks")
+    cli.add_argument("--device", choices=("cpu", "cuda"), default=None, help="default: cuda where there is one")
+    cli.add_argument("--steps", type=int, nargs="+", choices=STEPS, help="default: all; 11 needs two GPUs")
+    cli.set_defaults(overrides=[])
+    options = parse(cli, arguments)
+    if options.device is None and not torch.cuda.is_available():
+        print("torch sees no CUDA device here: running the tests on a virtual one (--device cpu: the steps, small)")
+        words = [sys.executable, "-m", "pytest", "-q", "-m", "not gpu", str(REPOSITORY / "tests" / "virtual_cuda")]
+        if code := subprocess.run(words, cwd=REPOSITORY, check=False).returncode:
+            raise UserError(f"pytest tests/virtual_cuda: ended with code {code}; see above")
+        return
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device cuda: torch sees no CUDA device here; give --device cpu")
+    device = torch.device(options.device or "cuda")
+    configure_torch("gpu" if device.type == "cuda" else "cpu", torch.get_num_threads())  # as commands do
+    numbers = options.steps or [number for number in STEPS if number < 11 or torch.cuda.device_count() > 1]
+    report = Report(f"First steps on {device.type}", ["what", "expected", "found", "as expected"])
+    try:
+        with tempfile.TemporaryDirectory(prefix="smoke-") as folder:
+            take(numbers, Place(Path(folder), device, options.quick), report)
+    finally:
+        for child in Child.started:
+            child.kill()
+        report.write(options.json)
+
+
+def take(numbers: Sequence[int], place: Place, report: Report) -> None:
+    """Take the steps in turn, print each check and add it to the report.
+
+    Raises:
+        UserError: something differs.
+    """
+    start = time.perf_counter()
+    for number in numbers:
+        title, step = STEPS[number]
+        print(f"step {number}: {title}", flush=True)
+        began = time.perf_counter()
+        for check in checks_of(step, place):
+            expected = f"  (expected: {check.expected})" if check.expected else ""
+            print(f"  {'ok' if check.ok else 'DIFFERS':<8}{check.what}: {check.found}{expected}", flush=True)
+            report.row(f"{number}. {check.what}", check.expected, check.found, "yes" if check.ok else "no")
+            if check.figure is not None:
+                report.figures[f"{number}. {check.what}"] = check.figure
+            if not check.ok:
+                raise UserError(f"step {number} ({title}): {check.what}: {check.found}; expected {check.expected}")
+        report.figures[f"seconds_of_step_{number}"] = time.perf_counter() - began
+        print(f"  {time.perf_counter() - began:.0f} s", flush=True)
+    print(f"as expected: {len(numbers)} steps, {time.perf_counter() - start:.0f} s")
+
+
+def checks_of(step: Step, place: Place) -> Iterator[Check]:
+    """The checks of a step; an error is one that failed."""
+    try:
+        yield from step(place)
+    except Exception as error:  # noqa: BLE001  whatever fails is the finding
+        traceback.print_exc()
+        yield Check("runs to its end", "no error", first_line(error), False)
+
+
+if __name__ == "__main__":
+    sys.exit(run(main))

@@ -1,0 +1,173 @@
+"""Steps of ``smoke_gpu.py`` in its own process: attention kernels, DiT-XL/2 in the Trainer, its checkpoint."""
+
+from __future__ import annotations
+
+import gc
+import platform
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import product
+from typing import Any
+
+import lightning as L
+import step_gpu
+import torch
+from checkpoints import QUICK, Saved
+from smoke_commands import TINY, Check, Child, Place, at_most, near, same, shown
+from step import LOOPS, Loop
+from step_loops import our_trainer
+from step_networks import forget_compiled
+from torch import Tensor
+from torch.backends import cudnn
+from torch.nn.attention import SDPBackend
+from torch.utils.benchmark import Timer
+from torch.utils.collect_env import get_nvidia_driver_version, run
+
+from ddm_lightning.config.load import load_experiment
+from ddm_lightning.core.devices import device_bytes
+from ddm_lightning.networks.attention import attention
+from ddm_lightning.training.checkpoint.files import read_tensors, tensors_of
+from ddm_lightning.training.checkpoint.rolling import RollingCheckpoints
+from ddm_lightning.training.speed import measure_cost
+
+KERNELS = ("flash", "cudnn", "efficient")
+TOLERANCE = 0.02
+"""Relative error of attention in bfloat16; on a CPU it is 0.004."""
+NUM_STEPS, LOG_EVERY = 30, 10
+SMALL = Loop("", 64, 2, 2, 4, image_size=16, text_size=16, batch_size=16)
+_TIMED = re.compile("H100 80GB|H100 SXM|H200|GH200")
+"""Names of the GPUs whose time per step is expected."""
+
+
+def environment(place: Place) -> Iterator[Check]:
+    """Show what runs here, and the kernel that attention takes at the size of DiT-XL/2."""
+    yield shown("Python, torch, CUDA", f"{platform.python_version()}, {torch.__version__}, {torch.version.cuda}")
+    if place.on_gpu:
+        yield shown(
+            "GPU, driver, cuDNN", f"{torch.cuda.get_device_name()}, {get_nvidia_driver_version(run)}, {cudnn.version()}"
+        )
+    q = torch.randn(16, 16, 256, 72, device=place.device, dtype=torch.bfloat16, requires_grad=True)
+    chosen = SDPBackend(torch._fused_sdp_choice(q, q, q)).name
+    yield Check("attention kernel", "not MATH", chosen, chosen != "MATH")
+
+
+def kernels(place: Place) -> Iterator[Check]:
+    """Compare each attention kernel with plain float64, forward and backward, also with logits near -120."""
+    names, batches, heads, size = (KERNELS, (16, 128), 16, 72) if place.on_gpu else (("sdpa",), (2,), 2, 8)
+    for name, batch, num_keys, is_low in product(names, batches, (256, 77), (False, True)):
+        generator = torch.Generator().manual_seed(0)
+        shapes = [(batch, num, heads, size) for num in (256, num_keys, num_keys, 256)]
+        q, k, v, upstream = (torch.randn(shape, generator=generator) for shape in shapes)
+        if is_low:  # half of the keys get no weight
+            level = (120 / size**0.5) ** 0.5
+            q += level
+            k[:, ::2] = k[:, ::2] / 10 - level
+        inputs = [x.to(place.device, torch.bfloat16) for x in (q, k, v, upstream)]
+        call = partial(_with_gradients, partial(attention, backend=name), *inputs)
+        found = call()
+        wanted = _with_gradients(_plain, *(x[:4].double() for x in inputs))  # rows do not depend on each other
+        errors = torch.stack([(a[:4] - b).norm() / b.norm() for a, b in zip(found, wanted, strict=True)])
+        what = f"{name}, batch {batch}, {num_keys} keys{', logits of -120' if is_low else ''}"
+        error = errors.max().item() if all(bool(x.isfinite().all()) for x in found) else float("inf")
+        yield at_most(
+            f"{what}: relative error", error, float("inf") if name == "cudnn" else TOLERANCE
+        )  # off by default
+        ms = 1000 * Timer("call()", globals={"call": call}).timeit(10).mean
+        yield shown(f"{what}: ms", f"{ms:.2f}", ms)
+
+
+def _with_gradients(function: Callable[..., Tensor], *inputs: Tensor) -> list[Tensor]:
+    *leaves, upstream = (x.detach().requires_grad_() for x in inputs)
+    out = function(*leaves)
+    return [out.detach(), *torch.autograd.grad(out, leaves, upstream)]
+
+
+def _plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    weights = torch.einsum("bnhd,bmhd->bhnm", q / q.shape[-1] ** 0.5, k).softmax(-1)
+    return torch.einsum("bhnm,bmhd->bnhd", weights, v)
+
+
+class Between(L.Callback):
+    """Makes operations that wait for the GPU raise between two points of the curves; keeps the losses of these."""
+
+    def __init__(self, on_gpu: bool) -> None:
+        self.on_gpu = on_gpu
+        self.losses: list[float] = []
+
+    def on_train_batch_start(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
+        """Allow waiting in steps that log, and before the first one that does."""
+        waits = trainer.global_step < LOG_EVERY or (trainer.global_step + 1) % LOG_EVERY == 0
+        if self.on_gpu:
+            torch.cuda.set_sync_debug_mode("default" if waits else "error")
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
+        """Keep a loss that was logged."""
+        if trainer.global_step % LOG_EVERY == 0:
+            self.losses.append(module.averages["train/loss"])
+
+
+def training(place: Place) -> Iterator[Check]:
+    """Train DiT-XL/2 at three batch sizes in the Trainer: no waiting, one graph, loss, memory, time, MFU."""
+    loop, sizes = (LOOPS["cuda"], (16, 32, 128)[: 1 if place.quick else 3]) if place.on_gpu else (SMALL, (16,))
+    settings = loop.overrides(place.folder / "large", 1, place.device.type, 80 * sizes[-1])
+    settings += [f"expert.train.max_steps={NUM_STEPS}", f"island.log_every_n_steps={LOG_EVERY}"]
+    settings += ["expert.train.learning_rate=1e-4", "island.compile=true"]
+    Child(place.folder / "large.txt", "ddm_lightning", "prepare", "-c", str(TINY), *settings).ended()
+    for batch in sizes:
+        planned = 14.8 + 0.298 * batch  # weights and state, then the tensors kept for the backward pass
+        what = f"batch {batch}:"
+        if place.on_gpu and planned > 0.9e-9 * device_bytes("gpu"):
+            yield shown(what, f"not run: it takes {planned:.0f} GB")
+            continue
+        losses, figures = _train([*settings, f"expert.train.global_batch_size={2 * batch}"], place)
+        yield same(f"{what} compiled graphs", torch._dynamo.utils.counters["stats"]["unique_graphs"], 1)
+        yield at_most(f"{what} last loss over the first", losses[-1] / losses[0], 0.99)
+        if place.on_gpu:
+            yield shown(f"{what} operations that wait between two points of the curves", "none")  # they raise
+            yield near(f"{what} peak memory, GB", torch.cuda.max_memory_allocated() / 1e9, planned, 0.15)
+        is_timed = place.on_gpu and _TIMED.search(torch.cuda.get_device_name())
+        limit = 1.15 * (1.9 * batch + 18) if is_timed else float("inf")
+        yield at_most(f"{what} ms a step", 1000 * batch / figures["train/samples_per_second"], limit)
+        yield shown(f"{what} MFU", figures.get("train/mfu", "unknown"), figures.get("train/mfu"))
+
+
+def _train(settings: list[str], place: Place) -> tuple[list[float], dict[str, float]]:
+    """Train as ``fit`` does, without validation and checkpoints; return the losses and the last figures."""
+    gc.collect()
+    forget_compiled()
+    torch._dynamo.utils.counters.clear()
+    if place.on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    experiment, between = load_experiment(TINY, settings), Between(place.on_gpu)
+    trainer, module, data = our_trainer(experiment)
+    module.speed.cost, _ = measure_cost(module.network, module.member, experiment.island)
+    kept = [one for one in trainer.callbacks if not isinstance(one, RollingCheckpoints)]  # type: ignore[attr-defined]
+    trainer.callbacks = [*kept, between]  # type: ignore[attr-defined]  # Lightning's list
+    trainer.limit_val_batches = 0
+    trainer.fit(module, datamodule=data)
+    return between.losses, {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+def checkpoint(place: Place) -> Iterator[Check]:
+    """Save DiT-XL/2 twice and read it back."""
+    gc.collect()
+    is_large = place.on_gpu and not place.quick and device_bytes("gpu") > 40e9
+    saved = Saved(step_gpu.XL2 if is_large else QUICK, place.device, place.folder)
+    network, optimizer, path = saved.step.side.network, saved.step.optimizer, place.folder / "large.ckpt"
+    tensors, gigabytes = tensors_of(network, optimizer), f"{saved.num_bytes / 1e9:.2f} GB"
+    for name, limit in (("first", 60.0), ("second", 1.0)):  # the first one allocates the memory on the host
+        start = time.perf_counter()
+        saved.writer.start(path, tensors, {}, lambda: None)
+        yield at_most(f"{name} pause, s", time.perf_counter() - start, limit)
+        saved.writer.wait()
+        seconds = time.perf_counter() - start
+        yield shown(f"{name} of {gigabytes} on disk after, s", f"{seconds:.2f}", seconds)
+    saved.writer.close()
+    into = {name: torch.full_like(value, -1) for name, value in tensors.items()}
+    read_tensors(path, into)
+    equal = sum(torch.equal(into[name], value) for name, value in tensors.items())
+    yield same("tensors read back to the bit", equal, len(tensors))
+    shutil.rmtree(path)
