@@ -56,7 +56,7 @@ def environment(place: Place) -> Iterator[Check]:
 
 def kernels(place: Place) -> Iterator[Check]:
     """Compare each attention kernel with plain float64, forward and backward, also with logits near -120."""
-    names, batches, heads, size = (KERNELS, (16, 128), 16, 72) if place.on_gpu else (("sdpa",), (2,), 2, 8)
+    names, batches, heads, size = (KERNELS, (16, 128), 16, 72) if place.on_gpu else (("sdpa",), (6,), 2, 8)
     for name, batch, num_keys, is_low in product(names, batches, (256, 77), (False, True)):
         generator = torch.Generator().manual_seed(0)
         shapes = [(batch, num, heads, size) for num in (256, num_keys, num_keys, 256)]
