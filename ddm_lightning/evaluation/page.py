@@ -197,10 +197,8 @@ def page(ensemble: DecentralizedEnsemble, captions: Sequence[str] = ()) -> gr.Bl
             first, *outputs = _side("A", defaults.strategy)
             second, *others = _side("B", "full" if defaults.strategy == "bayes" else "bayes")
         # Gradio runs one call of a function at a time. After an error of the first, the second would only repeat it.
-        inputs = [condition, first, *settings]
-        done = button.click(generate, inputs, outputs, api_name="generate", show_progress_on=outputs[0])
-        inputs = [condition, second, *settings]
-        both_done = done.success(generate, inputs, others, api_visibility="private", show_progress_on=others[0])
+        done = button.click(generate, [condition, first, *settings], outputs, api_name="generate")
+        both_done = done.success(generate, [condition, second, *settings], others, api_visibility="private")
         # Images of an earlier prompt must not stay beside the error.
         done.failure(lambda: [None] * 6, None, [*outputs, *others], api_visibility="private")
         both_done.failure(lambda: [None] * 3, None, others, api_visibility="private")

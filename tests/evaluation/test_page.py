@@ -144,7 +144,7 @@ def test_a_prompt_gives_images_and_heat_maps(browser: Browser, address: str, tmp
 def test_a_click_on_a_caption_of_the_training_images_fills_it_in(browser: Browser, address: str) -> None:
     page = browser.new_page()
     page.goto(address)
-    expect(page.get_by_text("Captions of the training images work best")).to_be_visible(timeout=60_000)
+    expect(page.get_by_text("Captions of the training images work best", exact=True)).to_be_visible(timeout=60_000)
     caption = page.locator("button.gallery-item").nth(1)
     expect(caption).to_have_text(re.compile(r"^\w+ (disc|square|cross|ring)$"))
     page.wait_for_timeout(1000)  # Gradio is still loading
@@ -185,7 +185,7 @@ def test_what_the_page_does_not_need_is_closed(
         answer = connection.getresponse()
         told = answer.read().decode()
     assert answer.status == status
-    assert status == 200 or len(told.strip().splitlines()) == 1
+    assert status == 200 or (len(told.strip().splitlines()) == 1 and "input" not in told)
 
 
 @pytest.mark.parametrize(
@@ -252,6 +252,8 @@ def test_one_unconditional_expert_has_neither_a_prompt_nor_switches(tmp_path: Pa
     with served(subprocess.Popen(command, cwd=ROOT, **pipes)) as address, connected(address) as client:
         labels = [part["props"].get("label") for part in client.config["components"]]
         assert [label for label in labels if label] == ["Images", "Steps", "Seed", "Strategy A", "Strategy B"]
+        cleared = [len(one["outputs"]) for one in client.config["dependencies"] if one["trigger_only_on_failure"]]
+        assert sorted(cleared) == [3, 6], "side B after its own error, both sides after one of A"
         images, cost, weights = client.predict("full", 1, 2, 0, api_name="/generate")
         assert len(images) == 1 and "1.00 active experts" in cost and len(opened(weights)) < 200
 

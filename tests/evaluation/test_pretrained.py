@@ -159,6 +159,12 @@ def test_an_encoder_that_a_stranger_names_reads_nothing(tmp_path: Path, kind: st
     refused(lambda: allowed.sample("cat", num=1), path)  # the encoder looks for it
 
 
+def test_a_path_under_any_key_is_refused(tmp_path: Path) -> None:
+    encoder = {"name": "hashed-words", "params": {"size": 5, "vocabulary": "owner/name"}}
+    folder = saved(tmp_path, (100,), caption_encoder=encoder)
+    refused(lambda: load(folder), "'hashed-words' would read", "owner/name")
+
+
 @pytest.mark.slow
 def test_the_encoders_of_ones_own_run_may_read_paths(finished_run: Path, tmp_path: Path) -> None:
     run = copy_run(finished_run, tmp_path / "run")
