@@ -124,12 +124,11 @@ class _Page(gr.Blocks):  # type: ignore[misc]  # gradio is not checked
 
 def captions_of(folder: Path) -> list[str]:
     """Captions from all over the training set, if ``folder`` is the run folder that prepared it; else nothing."""
-    prepared = Prepared(folder / "prepared")
-    if not prepared.parts_file.exists():
-        return []
-    texts = prepared.texts("captions")
-    picked = texts.take(np.arange(0, len(texts), max(1, len(texts) // _NUM_EXAMPLES)))
-    return [text for text in dict.fromkeys(picked) if 1 <= len(text.strip()) <= _MAX_PROMPT]
+    with suppress(OSError, KeyError):  # parts may be elsewhere, or removed
+        texts = Prepared(folder / "prepared").texts("captions")
+        picked = texts.take(np.arange(0, len(texts), max(1, len(texts) // _NUM_EXAMPLES)))
+        return [text for text in dict.fromkeys(picked) if 1 <= len(text.strip()) <= _MAX_PROMPT]
+    return []
 
 
 def page(ensemble: DecentralizedEnsemble, captions: Sequence[str] = ()) -> gr.Blocks:

@@ -6,6 +6,7 @@ import contextlib
 import http.client
 import json
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -28,6 +29,7 @@ from tiny_runs import ROOT, settings, start
 from ddm_lightning import DecentralizedEnsemble
 from ddm_lightning.cli.parser import main
 from ddm_lightning.core import registry
+from ddm_lightning.evaluation.page import captions_of
 
 pytestmark = pytest.mark.slow
 STEPS = 3
@@ -150,6 +152,14 @@ def test_a_click_on_a_caption_of_the_training_images_fills_it_in(browser: Browse
     page.wait_for_timeout(1000)  # Gradio is still loading
     caption.click()
     expect(page.get_by_label("Prompt", exact=True)).to_have_value(caption.inner_text().strip())
+
+
+def test_a_run_without_the_parts_of_its_data_has_no_captions(finished_run: Path, tmp_path: Path) -> None:
+    shutil.copytree(finished_run / "prepared", tmp_path / "prepared")
+    assert 1 < len(captions_of(tmp_path)) <= 12  # colours and shapes
+    for gone in ("parts", "."):
+        shutil.rmtree(tmp_path / "prepared" / gone)
+        assert captions_of(tmp_path) == []
 
 
 @pytest.mark.parametrize(
