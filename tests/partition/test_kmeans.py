@@ -153,6 +153,13 @@ def test_the_best_start_within_the_limit_beats_cheaper_ones_beyond_it(num, seed,
     assert result(*balanced_kmeans(x, 3, generator(), num_restarts=10, **options)) == best
 
 
+def test_a_sample_without_weight_is_no_start():
+    """It is far from all others, so that chances by distance alone would choose it."""
+    x = torch.tensor([[0.0], [1.0], [100.0]])
+    centroids, assignment = balanced_kmeans(x, 2, generator(), weights=torch.tensor([1.0, 1.0, 0.0]))
+    assert sorted(centroids.flatten().tolist()) == [0.0, 1.0] and assignment[0] != assignment[1] == assignment[2]
+
+
 def test_fewer_distinct_samples_than_clusters_are_refused():
     x = torch.tensor([[0.0], [1.0]]).repeat(10, 1)
     with pytest.raises(ValueError, match="only 2 distinct samples for 3 clusters"):

@@ -119,6 +119,29 @@ def test_a_pile_of_near_duplicates_is_split(monkeypatch):
     assert largest(fit(x, 40)) < 1000
 
 
+@pytest.mark.parametrize(
+    ("counts", "moved"),
+    [
+        ([600, 120, 130, 150], [True, True, False, False]),  # below half the mean of 250
+        ([600, 130, 130, 140], [False] * 4),
+        ([500, 100, 200, 200], [False] * 4),  # not above twice the mean
+        ([300, 0, 350, 350], [False, True, True, False]),  # an empty cell is always given up
+    ],
+)
+def test_which_cells_are_given_up_to_split_which(monkeypatch, counts, moved):
+    monkeypatch.setattr(lloyd, "LARGEST_OVER_MEAN", 2.0)
+    before = torch.arange(12.0).reshape(4, 3)
+    after = lloyd._relocated(before, torch.tensor(counts), torch.tensor(counts) * 4.0, generator())
+    assert (after != before).any(1).tolist() == moved
+
+
+def test_the_last_two_iterations_move_no_centroid_to_another_cell(monkeypatch):
+    calls, relocated = [], lloyd._relocated
+    monkeypatch.setattr(lloyd, "_relocated", lambda *given: calls.append(given) or relocated(*given))
+    fit(blobs(200, 4, 2), 4, num_iterations=5)
+    assert len(calls) == 3
+
+
 def test_starting_centroids_find_small_far_groups():
     """A group of one in a thousand is found because it is far; rows drawn evenly would miss most."""
     x = 0.01 * torch.randn(4000, 3, generator=generator())

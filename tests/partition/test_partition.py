@@ -261,6 +261,11 @@ def test_an_empty_cluster_of_an_existing_partition_is_refused(tmp_path):
             "prepare.partition.fit_fraction",
             "leaves 5 of 10",
         ),
+        (
+            {"num_clusters": 2, "num_fine_centroids": 6, "fit_fraction": 0.46},
+            "prepare.partition.fit_fraction",
+            "leaves 5 of 10",
+        ),
         ({"num_clusters": 11, "kind": "random"}, "prepare.partition.num_clusters", "only 10 samples"),
     ],
 )
@@ -269,6 +274,11 @@ def test_more_parts_than_samples_are_refused(options, key, problem):
     with pytest.raises(UserError, match=problem) as refusal:
         fit(features, PartitionConfig(**options))
     assert key in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+def test_as_many_parts_as_samples_have_one_each():
+    features, _ = directions([5, 5])
+    assert fit(features, config(10, 10)).counts.tolist() == [1] * 10
 
 
 @pytest.mark.usefixtures("either_way")

@@ -53,6 +53,16 @@ def test_the_interval_is_that_of_independent_sets():
     assert 0.8 < float(spread / scatter) < 1.3  # wider with fewer images
 
 
+def test_the_interval_leaves_out_every_third_image_of_both_sets():
+    """The delete-a-group jackknife in numpy; sets of different sizes."""
+    generated, real = features(40, 0.3, seed=1), features(50)
+    kept = [[np.arange(len(rows)) % 3 != j for rows in (generated, real)] for j in range(3)]
+    without = [metric(generated[a], real[b]).compute().value for a, b in kept]
+    score = metric(generated, real, num_groups=3).compute()
+    assert (score.high - score.low) / (2 * 1.96) == pytest.approx(np.sqrt(2) * np.std(without), rel=1e-5)
+    assert (score.high + score.low) / 2 == pytest.approx(score.value)
+
+
 @pytest.mark.parametrize(("name", "title"), [("inception", "FID (inception)"), ("pixels", "FD (pixels)")])
 def test_only_inception_makes_it_fid(name, title):
     params = {"features_params": {"path": "x"}} if name == "inception" else {}

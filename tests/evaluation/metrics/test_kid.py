@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 import torch
 
+from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import FEATURES, METRICS
 from ddm_lightning.evaluation.metrics.kid import kernel_distance, mean_over_subsets
 
@@ -40,11 +41,29 @@ def test_spread_is_the_standard_error():
     assert float(spread / scatter) == pytest.approx(1, abs=0.25)
 
 
+def test_the_spread_does_not_depend_on_the_order_of_the_images():
+    """Samples and held-out images may follow one another in the same order; their halves must not."""
+    real = features(60, shift=0.5) * torch.linspace(0.2, 2, 60, dtype=torch.float64)[:, None]
+    generated = real + 0.1 * features(60, seed=1)
+    spreads = [kernel_distance(generated[order], real).spread for order in (slice(None), torch.randperm(60))]
+    assert spreads[0] == pytest.approx(spreads[1], rel=0.2)
+
+
 def test_refuses_sets_that_have_no_halves():
     with pytest.raises(ValueError, match="at least 4 rows"):
         kernel_distance(features(3), features(9))
     with pytest.raises(ValueError, match="equal columns"):
         kernel_distance(features(9), features(9, size=5))
+
+
+def test_four_images_of_each_kind_are_enough():
+    metric = METRICS.build("kid", {})
+    metric.check_nums("kid", 4, 4)
+    for nums, remedy in (((3, 4), "enlarge evaluate.num_images"), ((4, 3), "enlarge the reference")):
+        with pytest.raises(
+            UserError, match=f"'kid' needs 4 images of each kind, not {nums[0]} samples, {nums[1]} real; {remedy}"
+        ):
+            metric.check_nums("kid", *nums)
 
 
 def test_the_metric_takes_features_in_parts_and_is_found_by_name():

@@ -4,6 +4,7 @@ import torch
 from sklearn.neighbors import NearestNeighbors
 
 from ddm_lightning.core.registry import METRICS
+from ddm_lightning.evaluation.metrics._base import covered
 from ddm_lightning.evaluation.metrics.precision_recall import precision_recall
 
 
@@ -28,6 +29,11 @@ def test_agrees_with_a_second_implementation_on_2000_features(k):
     expected = [share_within(a.double().numpy(), b.double().numpy(), k) for a, b in pairs]
     assert [found.precision.value, found.recall.value] == pytest.approx(expected, rel=1e-3)
     assert 0.1 < expected[0] < 0.95
+
+
+def test_a_ball_holds_its_border_and_any_ball_will_do():
+    rows, centres = torch.tensor([[-1.0], [-1.1], [4.5], [3.0]]), torch.tensor([[0.0], [5.0]])
+    assert covered(rows, centres, torch.tensor([1.0, 0.5])).tolist() == [True, False, True, False]
 
 
 def test_intervals_cover_a_share_of_none_and_all():
