@@ -25,6 +25,18 @@ def test_overlapping_clusters_are_counted_without_bias(shares):
     assert 0.75 < estimator.accuracy < 0.9
 
 
+def test_shares_depend_on_no_offset_of_the_features_and_are_never_negative():
+    def moved(samples):
+        return samples[0] * 3 + 500, samples[1]
+
+    plain = ClusterShares(*clusters_of([0.8, 0.2], 0), *clusters_of([0.8, 0.2], 1), 2)
+    other = ClusterShares(*moved(clusters_of([0.8, 0.2], 0)), *moved(clusters_of([0.8, 0.2], 1)), 2)
+    features, _ = given = clusters_of([0.4, 0.6], 2)
+    assert other.shares(moved(given)[0]).tolist() == pytest.approx(plain.shares(features).tolist(), abs=2e-3)
+    # Surer of the first cluster than any mixture can be.
+    assert plain.shares(clusters_of([1.0, 0.0], 2)[0] - 2).tolist() == [1.0, 0.0]
+
+
 def test_the_weight_decay_of_the_lowest_held_out_loss_is_taken(monkeypatch):
     """Of 150 samples with 40 features, of which three tell the clusters apart, weak decay learns the noise."""
     generator = torch.Generator().manual_seed(0)
