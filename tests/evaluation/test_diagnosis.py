@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 from ensemble_networks import ExactExpert, ExactRouter, finite_set
@@ -13,6 +14,7 @@ from ddm_lightning.cli.parser import main
 from ddm_lightning.ensemble.velocity import Ensemble
 from ddm_lightning.evaluation.diagnosis import Samples, exact_figures, expert_figures, router_figures
 from ddm_lightning.flow.oracle import FiniteSetOracle
+from ddm_lightning.flow.randomness import keyed_generator
 
 SIZES = [30, 60, 90]
 PRIORS = [size / 180 for size in SIZES]
@@ -60,6 +62,28 @@ def test_exact_experts_are_best_on_their_own_clusters():
     assert found["disagreement"][0] < 1e-3 < found["disagreement"][-1]
 
 
+def at_time(points, index):
+    """Noisy samples at one of the eight times, as the diagnosis makes them."""
+    noise = torch.randn(points.x_0.shape, generator=keyed_generator(0, "diagnosis", index))
+    t = (index + 0.5) / 8
+    return (1 - t) * points.x_0 + t * noise, torch.full((len(noise),), t), noise - points.x_0
+
+
+def test_losses_and_likelihoods_are_those_by_hand():
+    points = samples()
+    x_t, t, target = at_time(points, 3)
+    oracle = FiniteSetOracle(points.x_0, points.clusters, 3)
+    squares = [(oracle.velocity(x_t, t, k) - target).square().flatten(1).mean(1) for k in range(3)]
+    expected = [[float(loss[points.clusters == cluster].mean()) for cluster in range(3)] for loss in squares]
+    found = expert_figures(ensemble(points), points, seed=0)["loss_by_time"][3]
+    assert [row == pytest.approx(other, rel=1e-4) for row, other in zip(found, expected, strict=True)] == [True] * 3
+    # The router is judged by the half of the samples that did not fit its temperatures.
+    judged = (points.sample_ids * 2654435761 >> 16) % 2 == 1
+    own = oracle.cluster_posterior(x_t, t)[torch.arange(180), points.clusters]
+    found = router_figures(ensemble(points), points, seed=0)["unconditional"]["nll"][3]
+    assert found == pytest.approx(-float(own[judged].log().mean()), rel=1e-4)
+
+
 def test_calibration_is_judged_before_and_after():
     points = samples()
     exact = router_figures(ensemble(points), repeated(points), seed=0)["unconditional"]
@@ -89,6 +113,10 @@ def test_the_command_writes_figures_and_charts(capsys, finished_run, tmp_path):
     for found in figures["shares"]["strategies"].values():
         assert sum(found["shares"]) == pytest.approx(1, abs=1e-5) and "total variation" in out
     assert set(figures["router"]) and len(figures["experts"]["loss"]) == 2 and "exact" in figures
+    expected = np.array(figures["shares"]["expected"])
+    drawn = np.random.default_rng(0).multinomial(12, expected, 4000) / 12
+    by_chance = np.abs(drawn - expected).sum(1).mean() / 2
+    assert figures["shares"]["by_chance"] == pytest.approx(by_chance, rel=0.15)
     for name in ("experts", "router", "shares"):
         with Image.open(run / "diagnosis" / f"{name}.png") as chart:
             assert chart.width > 500

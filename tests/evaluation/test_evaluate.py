@@ -95,7 +95,9 @@ def test_held_out_images_count_as_near_as_often_as_expected(run, tmp_path):
     np.savez(tmp_path / "new.npz", images=decoded(run, HELD_OUT))
     out = tmp_path / "out"
     assert evaluate(run, "--images", str(tmp_path / "new.npz"), "--out", str(out)) == 0
-    assert result(out)["memorisation"]["share_nearer"] == pytest.approx(1 / 21)
+    found = result(out)["memorisation"]
+    assert found["share_nearer"] == pytest.approx(1 / 21)
+    assert found["median_distance"] == pytest.approx(found["median_distance_of_held_out"])
 
 
 def test_features_of_other_parameters_are_computed_anew(run, tmp_path):

@@ -148,8 +148,8 @@ def test_either_loader_resumes_where_either_was_stopped(shards, tmp_path, back_e
         rest = [ids([batch]) for batch in iterator]
         third = ids(loader)
 
-        again = module_of(shards, [0, 2], 10, tmp_path, loader=second).train_dataloader()
-        again.load_state_dict(state)
+        again = module_of(shards, [0, 2], 10, tmp_path, loader=second, seed=99).train_dataloader()
+        again.load_state_dict(state)  # and its seed
         assert again.state_dict()["sample_in_epoch"] == state["sample_in_epoch"]
         if num_seen:  # else nothing of the second epoch was asked for yet: it is at the end of the first
             assert [ids([batch]) for batch in again] == rest
