@@ -29,7 +29,7 @@ help: ## this list
 
 install: $(TEST) ## make .venv with everything that the demo and the tests need
 
-demo: $(DEMO) ## train text-to-emoji, four experts and a router, on this machine's CPU
+demo: $(DEMO) ## train text-to-emoji: four experts and a router
 	$(BIN)/python -m ddm_lightning fit -c experiments/emoji_4x.yaml
 
 test: $(TEST) lint type imports ## what CI runs: lint, types, import rules, tests
@@ -39,7 +39,7 @@ test-long: $(TEST) ## the tests that take minutes: kills at every moment, quick 
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "long and not gpu and not slurm"
 
 smoke-gpu: export PYTHONPATH := $(CURDIR):$(PYTHONPATH)
-smoke-gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(TEST)) ## the first day on a GPU: ten steps, expected against found; without one, on a virtual one
+smoke-gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(TEST)) ## the first day on a GPU: ten steps, expected against found; a virtual GPU if there is none
 	$(GPU_PYTHON) benchmarks/smoke_gpu.py --json benchmarks/results/smoke_gpu.json
 
 bench-gpu: export PYTHONPATH := $(CURDIR):$(PYTHONPATH)
