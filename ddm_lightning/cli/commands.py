@@ -409,7 +409,7 @@ def demo(options: argparse.Namespace) -> int:
     with listen(options.host, options.port) as listener:  # before anything is loaded
         if "://" in options.config or root.is_dir():
             if options.overrides:
-                raise UserError(f"{' '.join(options.overrides)}: settings go with an experiment file; leave them out")
+                raise UserError(f"{' '.join(options.overrides)}: settings need an experiment file; leave them out")
             ensemble = DecentralizedEnsemble.from_pretrained(options.config, allow_paths=options.allow_paths)
         else:
             experiment = load_run(options.config, options.overrides)

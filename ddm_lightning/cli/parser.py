@@ -78,7 +78,7 @@ def build_parser() -> argparse.ArgumentParser:
     text += "; single images go into a folder beside the grid, with the same name"
     sample.add_argument("--out", metavar="PATH", help=text)
     sample.add_argument(
-        "--captions", metavar="WORD", help="print the captions that hold WORD, to use as prompts; '' for all"
+        "--captions", metavar="WORD", help="print the captions that contain WORD, to use as prompts; '' for all"
     )
     sample.add_argument("--gif", action="store_true", help="also write the sampling trajectory as a GIF")
     demo = add("demo", "Try the ensemble on a local page (extra [page]).")
@@ -87,7 +87,7 @@ def build_parser() -> argparse.ArgumentParser:
     evaluate = add("evaluate", "Score the ensemble's samples against held-out images (resumable; minutes on a CPU).")
     evaluate.add_argument("--images", metavar="PATH", help="folder or .npz file to score instead of new samples")
     evaluate.add_argument("--out", metavar="FOLDER", help="results folder (default: one in the run's evaluation/)")
-    text = "let encoders read paths, or models of a hub, that only the ensemble's files name"
+    text = "let encoders load local paths or hub models that only the ensemble's files name"
     for command in (sample, demo, evaluate):
         command.add_argument("--allow-paths", action="store_true", help=text)
     text = "Measure experts by cluster, the router by time and the clusters' shares among samples (minutes on a CPU)."
@@ -181,7 +181,7 @@ def _run(options: argparse.Namespace) -> int:
         from ddm_lightning.evaluation.pretrained import load_saved
 
         if getattr(options, "out", options.config) is None and "://" in options.config:
-            raise UserError(f"{options.config}: takes no results; add --out with a folder of this machine")
+            raise UserError(f"{options.config}: a URL cannot hold results; add --out FOLDER")
         # Commands without the option use no encoder.
         experiment = load_saved(options.config, options.overrides, getattr(options, "allow_paths", True))
     else:

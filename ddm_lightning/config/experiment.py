@@ -98,7 +98,7 @@ class PrepareConfig:
     engine: str = option("local", choices=("local", "ray"))
     """Workers for the parts of the source: ``local`` (processes here) or ``ray`` (Ray Data, on many machines)."""
     num_processes: int = option(0, low=0)
-    """Processes of the ``local`` engine, spread over all GPUs; 0 means four per GPU that encodes, else one per core."""
+    """Processes of the ``local`` engine, over all GPUs; 0 means four per GPU with encoders, else one per core."""
 
 
 @dataclass
@@ -232,7 +232,7 @@ class IslandConfig:
     precision: str = option("32-true", choices=("32-true", "bf16-mixed", "16-mixed", "64-true"))
     """Lightning's precision: ``32-true``, ``bf16-mixed``, ``16-mixed`` or ``64-true``; weights stay fp32 or wider."""
     attention: str = option("auto", choices=("auto", "sdpa", "flash", "cudnn", "efficient", "xformers"))
-    """``auto`` or ``sdpa`` (first that runs of flash, efficient, math), or a kernel by name; ``cudnn`` only by name."""
+    """``auto`` or ``sdpa`` (first of flash, efficient, math that can run), or a kernel by name, such as ``cudnn``."""
     micro_batch_size: int | None = option(None, low=1)
     """Samples that a device computes at once; a step accumulates their gradients. Null for all at once."""
     activation_checkpointing: bool = False
@@ -296,11 +296,11 @@ class SampleConfig:
     guidance_interval: list[float] = field(default_factory=lambda: [0.0, 1.0])
     """Lowest and highest t at which guidance acts."""
     router_every_n_steps: int = option(1, low=1)
-    """Steps for which the router's probabilities are used."""
+    """Steps between evaluations of the router, which reuse its probabilities."""
     router_freeze_at: float = option(0.0, low=0, high=1)
-    """Time t below which each image keeps the probabilities that it has."""
+    """Time t below which each image keeps its last probabilities."""
     router_temperature: float = option(1.0, low=1e-3)
-    """Divisor of the router's calibrated logits; below 1 makes it surer."""
+    """Divisor of the router's calibrated logits; below 1 makes it more confident."""
     stacked: bool = False
     """Whether to evaluate experts of one architecture in one batch."""
     compile: bool = False

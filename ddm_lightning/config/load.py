@@ -60,7 +60,9 @@ def load_experiment(path: str | Path, overrides: Sequence[str] = (), record: Pat
     except OmegaConfBaseException as error:
         problem = f"key {error.full_key!r}: {first_line(error)}; fix the reference ${{…}} in it"
         raise UserError(f"{path}: {problem}") from None
-    _refuse_resolvers(resolved, "", str(path))  # expert_section resolves again, and two texts may join to a resolver
+    _refuse_resolvers(
+        resolved, "", str(path)
+    )  # expert_section resolves again, and two strings may join into a resolver
     checks.check(resolved, Experiment, "", str(path), references=False)
     experiment: Experiment = OmegaConf.to_object(merged)  # type: ignore[assignment]  # may be of any dataclass
     check_experiment(experiment, path, overrides)
@@ -77,7 +79,7 @@ def read_yaml(path: Path) -> DictConfig:
     try:
         loaded = OmegaConf.load(path)
     except FileNotFoundError:
-        raise UserError(f"{path}: no such file; experiments/ has examples") from None
+        raise UserError(f"{path}: no such file or folder; experiments/ has examples") from None
 
     except yaml.MarkedYAMLError as error:
         where = f" at line {error.problem_mark.line + 1}" if error.problem_mark else ""
@@ -123,11 +125,11 @@ def _refuse_other_bases(node: Any, key: str, source: str) -> None:
             _refuse_other_bases(inner, f"{key}[{index}]", source)
     elif isinstance(node, yaml.ScalarNode) and _OTHER_BASE.match(f"{node.tag} {node.value}"):
         problem = f"YAML reads {node.value} as {yaml.safe_load(node.value)}"
-        raise UserError(f"{source}: key {key!r}: {problem}; write a number without ':' and leading 0, or quote it")
+        raise UserError(f"{source}: key {key!r}: {problem}; write a number without ':' or a leading 0, or quote it")
 
 
 def _refuse_resolvers(value: Any, key: str, source: str) -> None:
-    """Refuse references ``${resolver:…}``: a stranger's file must not read the environment. ``${a.b}`` may stay.
+    """Refuse references ``${resolver:…}``: a stranger's file must not read the environment. ``${a.b}`` is allowed.
 
     Raises:
         UserError: names the key and its text.
@@ -143,7 +145,7 @@ def _refuse_resolvers(value: Any, key: str, source: str) -> None:
         while rest != before:  # references within references
             rest, before = re.sub(r"\$\{[^${}:]*\}", "", rest), rest
         if "${" in rest:
-            problem = f"{value[:60]!r}: a reference names another key, as ${{name}} does, and reads no environment"
+            problem = f"{value[:60]!r}: a reference may only name another key, such as ${{name}}"
             raise UserError(f"{source}: key {key!r} = {problem}; write the value itself")
 
 

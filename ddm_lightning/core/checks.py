@@ -97,8 +97,8 @@ def _is_shares(value: Any) -> bool:
     return positive and abs(sum(value) - 1) < 1e-6
 
 
-TEXT: Check = (is_text, "a text of one line")
-ANY_TEXT: Check = (lambda value: isinstance(value, str), "a text")
+TEXT: Check = (is_text, "a string of one line")
+ANY_TEXT: Check = (lambda value: isinstance(value, str), "a string")
 OBJECT: Check = (lambda value: isinstance(value, dict), "an object")
 LIST: Check = (lambda value: isinstance(value, list), "a list")
 POSITIVE: Check = (lambda value: is_number(value) and value > 0, "a positive number")
@@ -228,7 +228,7 @@ def _check_plain(value: Any, key: str, source: str) -> None:
     if isinstance(value, dict):
         for name, inner in value.items():
             if not isinstance(name, str):
-                _refuse(source, f"{key}.{name}", "a text as a key", name, "put the key into quotes")
+                _refuse(source, f"{key}.{name}", "a string as a key", name, "put the key into quotes")
             _check_plain(inner, f"{key}.{name}", source)
     elif isinstance(value, list):
         for index, item in enumerate(value):
@@ -245,8 +245,8 @@ def _check_scalar(value: Any, kind: type, key: str, source: str) -> None:
         _refuse(source, key, "true or false", value, "write true or false, without quotes")
     if kind is str and not isinstance(value, str):
         is_plain = isinstance(value, bool | int | float)
-        remedy = "put it into quotes (YAML reads yes, no and 1e3 as other types)" if is_plain else "give a text"
-        _refuse(source, key, "a text", value, remedy)
+        remedy = "put it into quotes (YAML reads yes, no and 1e3 as other types)" if is_plain else "give a string"
+        _refuse(source, key, "a string", value, remedy)
     if kind is int and not (is_real and isinstance(value, int)):
         is_whole = isinstance(value, float) and value.is_integer()
         remedy = f"write {int(value)}" if is_whole else "give digits only, without quotes"

@@ -57,7 +57,7 @@ def configure_cuda() -> None:
     """Allow TensorFloat-32 products; exclude cuDNN's attention, unless ``island.attention`` names it.
 
     torch prefers cuDNN's on H100s, but its backward pass is reported to return NaN (kyutai-labs/pocket-tts#264), and it
-    plans anew for each batch size. Without it torch takes the first that can run of flash, efficient and math.
+    plans anew for each batch size. Without it torch takes the first of flash, efficient and math that can run.
     """
     torch.set_float32_matmul_precision("high")
     torch.backends.cuda.enable_cudnn_sdp(False)

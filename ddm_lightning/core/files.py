@@ -31,7 +31,7 @@ def _flush(path: Path) -> None:
 
 @contextmanager
 def _naming(path: Path, temporary: Path) -> Iterator[None]:
-    """Let an ``OSError`` of the block name ``path`` if it names no file, or one in ``temporary``."""
+    """Make an ``OSError`` of the block name ``path`` if it names no file or one in ``temporary``."""
     try:
         yield
     except OSError as error:
@@ -85,7 +85,7 @@ def atomic_folder(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def atomic_files(folder: Path) -> Iterator[Path]:
-    """Yield an empty temporary folder, whose files move into ``folder`` unless the block raises."""
+    """Yield an empty temporary folder. Its files move into ``folder`` unless the block raises."""
     is_new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=".tmp-", dir=folder))

@@ -147,7 +147,7 @@ class Pretrained:
         try:
             return Path(snapshot_download(name, revision=self._revision, local_files_only=only_cached, **patterns))
         except (OSError, errors.HFValidationError) as error:
-            problem = "is no folder, not in the hub's cache, and cannot be downloaded"
+            problem = "is not a folder, not in the hub's cache, and cannot be downloaded"
             reason = first_line(error.__cause__ or error)
             remedy = f"set its parameter 'path' to a folder, or download it with a network: hf download {name}"
             raise UserError(f"{name}: {problem} ({reason}), needed by {self.place}; {remedy}") from None
@@ -190,7 +190,7 @@ class Pretrained:
 
 
 def on_device(network: Any, device: torch.device) -> Any:
-    """Move an image network to a device; on a GPU with channels last in memory, as its tensor cores multiply them."""
+    """Move an image network to a device; on a GPU in channels-last format, which tensor cores prefer."""
     is_gpu = device.type == "cuda"
     return network.to(device, memory_format=torch.channels_last if is_gpu else torch.preserve_format)
 

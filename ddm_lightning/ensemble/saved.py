@@ -38,7 +38,8 @@ def fetched(address: str | Path) -> Path:
     url = str(address)
     if "://" not in url:
         if not (local := Path(url).expanduser()).is_dir():
-            raise UserError(f"{url}: is no folder here; give one, or a URL (on the Hugging Face hub: hf://owner/name)")
+            remedy = "give one, or a URL (on the Hugging Face hub: hf://owner/name)"
+            raise UserError(f"{url}: is not a folder here; {remedy}")
         return local
     folder = Path(tempfile.mkdtemp(prefix="ddm_lightning-")).resolve()
     DOWNLOADS[str(folder)] = url.rstrip("/")
@@ -82,13 +83,13 @@ def _fetch_members(folder: Path, fetch: Callable[[str], bool]) -> None:
 
 
 def is_saved(folder: Path) -> bool:
-    """Whether ``folder`` is to be used as a saved ensemble: it holds no run, or is a download."""
+    """Whether to use ``folder`` as a saved ensemble: it holds no run, or is a download."""
     run = RunFolder(folder)
     return run.ensemble.exists() and (str(folder) in DOWNLOADS or not run.experiment.exists())
 
 
 def data_of(folder: Path) -> Manifest:
-    """Manifest of a run's shards; of a saved ensemble's data, without shards.
+    """Read the manifest of a run's shards; for a saved ensemble, describe its data without shards.
 
     Raises:
         UserError: as ``Manifest.read`` or ``open_ensemble``.

@@ -63,11 +63,11 @@ class DecentralizedPipeline(DiffusionPipeline):  # type: ignore[misc]  # diffuse
             num_images_per_prompt: images of each.
             num_inference_steps: steps from noise to data.
             guidance_scale: classifier-free guidance; 1 is none.
-            negative_prompt: refused unless empty: guidance leads away from no condition.
-            generator: makes the seed of the noise, or of each image if they are several; None is torch's own generator,
-                so that each call has other images.
+            negative_prompt: refused unless empty: guidance uses the null condition.
+            generator: gives the seed of the noise; a list gives each image its own seed. None uses torch's default
+                generator, so each call gives other images.
             output_type: ``pil``, or ``np`` or ``pt`` for numbers from 0 to 1, [n h w 3] or [n 3 h w].
-            return_dict: whether to return the images as ``.images``, not in a tuple.
+            return_dict: whether to return an object with ``.images`` instead of a tuple.
             strategy: routing strategy.
             settings: other keys of ``DecentralizedEnsemble.sample``.
 
@@ -76,7 +76,7 @@ class DecentralizedPipeline(DiffusionPipeline):  # type: ignore[misc]  # diffuse
                 number of generators than of images.
         """
         if negative_prompt:
-            raise UserError("negative_prompt: this ensemble has none; leave it out")
+            raise UserError("negative_prompt: is not supported; leave it out")
         if output_type not in ("pil", "np", "pt"):
             raise UserError(f"output_type = {output_type!r}: must be pil, np or pt")
         given = {"num_steps": num_inference_steps, "guidance_scale": guidance_scale, "strategy": strategy}
@@ -89,7 +89,7 @@ class DecentralizedPipeline(DiffusionPipeline):  # type: ignore[misc]  # diffuse
         else:
             each: list[dict[str, Any]] = [{kind: [row]} for row in rows or () for _ in range(num_images_per_prompt)]
             if len(each) != len(generator):
-                raise UserError(f"generator: {len(generator)} for {len(each)} images; give one, or one for each")
+                raise UserError(f"generator: {len(generator)} given for {len(each)} images; give one, or one per image")
             images = [
                 self.ensemble.sample(**settings, **row, num=1, seed=_seed(own))[0]
                 for row, own in zip(each, generator, strict=True)

@@ -207,7 +207,7 @@ class Generated:
             side = HELD_OUT if any(cluster.held_out for cluster in manifest.clusters) else TRAIN
             self._given = ShardImages(run.shards, manifest, encoder, side)
         elif self._kind != "none" and not self._own:
-            raise UserError(f"{run.shards}: no shards with captions here; copy them there, or set sample.prompts")
+            raise UserError(f"{run.shards}: no shards with captions; copy them to this folder, or set sample.prompts")
         settings = asdict(experiment.sample)
         settings["precision"] = resolve_precision(settings["precision"], device)
         self.settings = {

@@ -30,7 +30,7 @@ from ddm_lightning.evaluation.samples import row_conditions, sample_images
 from ddm_lightning.members.assembly import EnsembleManifest
 from ddm_lightning.members.run_folder import MEMBER_FILE, RunFolder, load_run
 
-# Sections that one may set for a saved ensemble.
+# Sections that may be overridden for a saved ensemble.
 _FREE = ("island", "sample", "evaluate")
 _PIPELINE = '''"""Code of this folder for diffusers: the class is part of the installed package ddm_lightning."""
 
@@ -116,7 +116,7 @@ class DecentralizedEnsemble:
         Args:
             repo_id: ``owner/name``; created if it is missing.
             licence: as in ``save_pretrained``.
-            options: others of ``HfApi.create_repo``, such as ``private=True`` and ``token="hf_…"``.
+            options: further arguments of ``HfApi.create_repo``, such as ``private=True`` and ``token="hf_…"``.
 
         Returns:
             URL of the repository, to load with ``from_pretrained("hf://owner/name")``.
@@ -178,7 +178,7 @@ class DecentralizedEnsemble:
         given = None if prompts is None else [prompts] if isinstance(prompts, str) else list(prompts)
         shown = None if classes is None else list(map(str, classes))
         if [] in (given, shown) or not all(isinstance(prompt, str) for prompt in given or ()):
-            raise UserError("sample: give prompts, which are texts, or classes; leave both out for the experiment's")
+            raise UserError("sample: give prompts (strings) or classes, or leave both out for the experiment's")
         known = [field.name for field in fields(SampleConfig) if field.name != "member"]  # this is the ensemble
         if unknown := set(settings) - set(known):
             raise UserError(f"sample: no setting {min(unknown)!r}; known: {', '.join(known)}")
@@ -206,7 +206,7 @@ class DecentralizedEnsemble:
 
 
 def experiment_of(manifest: EnsembleManifest, sample: SampleConfig, seed: int) -> Experiment:
-    """The experiment as far as sampling from an ensemble needs it."""
+    """Build the part of an experiment that sampling from an ensemble needs."""
     assert manifest.about is not None
     meta, found = next(iter(manifest.metas.values())), Experiment(name=manifest.about.name, sample=sample, seed=seed)
     found.condition.kind = meta.condition["kind"]
@@ -217,7 +217,7 @@ def experiment_of(manifest: EnsembleManifest, sample: SampleConfig, seed: int) -
 
 
 def load_saved(path: str, overrides: Sequence[str], allow_paths: bool) -> Experiment:
-    """Load the experiment of a saved ensemble or of a run at a URL, as far as the commands need it.
+    """Load the part of an experiment that the commands need, from a saved ensemble or a run at a URL.
 
     Args:
         path: folder of a saved ensemble, or the URL of one or of a run folder, which is downloaded.
@@ -225,7 +225,7 @@ def load_saved(path: str, overrides: Sequence[str], allow_paths: bool) -> Experi
         allow_paths: as in ``refuse_paths``.
 
     Raises:
-        UserError: no ensemble, a damaged one, a setting that cannot be, one member alone, or as ``refuse_paths``.
+        UserError: a missing or damaged ensemble, an invalid setting, ``sample.member``, or as ``refuse_paths``.
     """
     folder = fetched(path)
     manifest = open_ensemble(folder, partial=True, quiet=True)
@@ -249,10 +249,10 @@ def load_saved(path: str, overrides: Sequence[str], allow_paths: bool) -> Experi
 
 
 def refuse_paths(manifest: EnsembleManifest, experiment: Experiment | None, allow_paths: bool) -> None:
-    """Check that no encoder reads a path, or a model of the hub, that only the artifacts name.
+    """Refuse encoders that load a local path or hub model that only the artifacts name.
 
     Args:
-        manifest: artifacts, perhaps of strangers.
+        manifest: the ensemble, perhaps a stranger's.
         experiment: the user's own, whose encoders are allowed.
         allow_paths: whether the user allows every encoder.
 
@@ -264,9 +264,9 @@ def refuse_paths(manifest: EnsembleManifest, experiment: Experiment | None, allo
     for encoder in filter(None, (meta.image_encoder, meta.caption_encoder)):
         params = json.dumps(encoder["params"], ensure_ascii=False)
         if not allow_paths and PluginConfig(**encoder) not in own and re.search(r'[/\\]|"path":', params):
-            problem = f"the encoder {encoder['name']!r} would read what {params} names"
+            problem = f"the encoder {encoder['name']!r} would load what {params} names"
             place = manifest.folders[name] / MEMBER_FILE
-            raise UserError(f"{place}: {problem}; if you trust its maker, set --allow-paths or allow_paths=True")
+            raise UserError(f"{place}: {problem}; if you trust the author, add --allow-paths or allow_paths=True")
 
 
 def export_diffusers(manifest: EnsembleManifest, out: Path, licence: str | None = None) -> None:

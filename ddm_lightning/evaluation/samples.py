@@ -252,7 +252,7 @@ def draw_run(
     """Write the grid of a run's or saved ensemble to the PNG ``path``, a row per prompt or class; see ``sample_grid``.
 
     With ``singles``, a folder beside the grid, it also writes the files of ``write_trajectory``, ``gif`` among them if
-    wanted. Files appear when all are made. Samples on the device of ``island.accelerator``; returns what that cost, and
+    wanted. Files appear once all are made. Samples on the device of ``island.accelerator``; returns what that cost, and
     the files of the trajectory.
 
     Raises:
@@ -286,7 +286,7 @@ def draw_run(
 
 
 def _check_space(folder: Path, num: int) -> None:
-    """Refuse more images than fit on the disk of ``folder``, which need not exist, even at one block of 4 kB each."""
+    """Refuse images that would not fit on the disk at 4 kB each; ``folder`` need not exist."""
     place = next(one for one in (folder.resolve(), *folder.resolve().parents) if one.exists())
     free = shutil.disk_usage(place).free
     if (least := 4096 * num) > free:

@@ -141,8 +141,8 @@ def open_run(experiment: Experiment, *, create: bool) -> RunFolder:
     run = RunFolder.of(experiment)
     if not (run.experiment.exists() or create):
         is_saved, missing = run.ensemble.exists(), "no run here; start it with fit and the same FILE and settings"
-        problem = "is a saved ensemble, without shards and trainings; give its run with -c" if is_saved else missing
-        raise UserError(f"{run.root}: {problem}")
+        saved = "is a saved ensemble, which has no shards or checkpoints; give the run folder with -c"
+        raise UserError(f"{run.root}: {saved if is_saved else missing}")
     refuse_changed(experiment)
     if create and _recorded(run) != asdict(experiment):
         atomic_write_text(run.experiment, to_yaml(experiment))

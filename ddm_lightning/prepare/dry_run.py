@@ -100,7 +100,7 @@ def dry_run_table(plan: DryRun, num_processes: int, num_gpus: int = 0) -> Table:
     Args:
         plan: the dry run.
         num_processes: number of processes that share the work.
-        num_gpus: number of GPUs that the processes share; one of several on a GPU makes it no faster.
+        num_gpus: number of GPUs that the processes share; several on one GPU count as one.
     """
     shares = min(num_processes, num_gpus) or num_processes
     samples = "unknown before reading" if plan.num_samples is None else f"{plan.num_samples:,}"

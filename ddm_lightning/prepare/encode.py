@@ -129,8 +129,8 @@ def encode_part(job: PartJob, plugins: Plugins, tick: Tick) -> dict[str, Any]:
             # The images have counted the samples already.
             _encode_captions(job, ledger, plugins, tick if not image_groups else lambda _: None)
     except torch.OutOfMemoryError as error:
-        remedy = "lower prepare.num_processes, as each process has networks of its own, and run the same command again"
-        raise UserError(f"part {job.part.name!r}: no memory left on the GPU ({first_line(error)}); {remedy}") from None
+        remedy = "lower prepare.num_processes (each process loads its own networks), then run the same command again"
+        raise UserError(f"part {job.part.name!r}: out of GPU memory ({first_line(error)}); {remedy}") from None
     return ledger.records[RECORDS]
 
 

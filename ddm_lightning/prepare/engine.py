@@ -59,7 +59,7 @@ def num_gpus_for(config: PrepareConfig) -> int:
 
 
 def gpu_of(identity: tuple[int, ...], num_gpus: int) -> int | None:
-    """Return the GPU of a process by its number among those that its parent started: they take turns."""
+    """Assign GPUs in turn to the processes that a parent started, by their number."""
     return (identity[-1] - 1) % num_gpus if num_gpus else None
 
 

@@ -207,7 +207,7 @@ def to_square(image: UInt8[np.ndarray, "h w 3"], size: int, aspect: str) -> UInt
 
 
 def one_ahead(items: Iterator[Item]) -> Generator[Item, None, None]:
-    """Yield ``items``, whose next one a thread makes while the caller works on the last; errors come in their place."""
+    """Yield ``items``; a thread makes the next one meanwhile. Errors are raised in the place of their item."""
     wanted, made = SimpleQueue[bool](), SimpleQueue[tuple[list[Item], BaseException | None]]()
 
     def make() -> None:

@@ -66,7 +66,7 @@ def prepare(
         UserError: bad input. Nothing is written; if only a stage can detect it (too many broken samples, unbalanced
             clusters), no further stage runs.
     """
-    torch.set_float32_matmul_precision("highest")  # nearest centroids count on float32's rounding
+    torch.set_float32_matmul_precision("highest")  # nearest centroids depend on float32's rounding
     preparation = Preparation(experiment, run_dir, reporter or Reporter())
     preparation.bring_up_to_date(check)
     preparation.handle_unlisted(prune)

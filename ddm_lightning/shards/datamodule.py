@@ -139,7 +139,7 @@ class ClusterDataModule(L.LightningDataModule):
     def val_dataloader(self) -> ShardLoader | list[Any]:
         """Return the held-out samples in a fixed order; an empty list if there are none.
 
-        Its workers start now: a fork copies page-locked memory at once, such as that of the first checkpoint.
+        Starts its workers now, because a later fork would copy page-locked memory, such as the first checkpoint's.
         """
         if not self._held_out:
             return []

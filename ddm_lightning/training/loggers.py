@@ -164,11 +164,11 @@ class SampleLogger(L.Callback):
 
     @contextmanager
     def forgiving(self, trainer: L.Trainer, missing: str, *, together: bool = False) -> Iterator[None]:
-        """Print an error of the block, which leaves something ``missing``: that is not worth a training.
+        """Print an error of the block instead of ending the training.
 
         Args:
             trainer: the Trainer.
-            missing: for the line.
+            missing: what the error leaves out, for the line.
             together: whether several ranks work together in the block. An error then ends them all, because the others
                 may wait for this one.
         """

@@ -126,7 +126,7 @@ class MuonWithAdamW(Optimizer):
     found_inf: Tensor | None = None
     """1.0, on the device, to skip this step; AdamW's fused kernel reads it."""
     grad_scale: Tensor | None = None
-    """Divides all gradients in this step, on the device; likewise."""
+    """Divisor of all gradients in this step, on the device; AdamW's fused kernel reads it, too."""
 
     def __init__(
         self, muon: Mapping[Tensor, int], weight_decay: float, adamw: Iterable[dict[str, Any]], lr: float

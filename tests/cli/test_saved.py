@@ -58,7 +58,7 @@ def test_a_saved_ensemble_is_scored_against_images(places, tmp_path, capsys):
     few = ["evaluate", "-c", places["saved"], "evaluate.num_images=6", "sample.num_steps=2", PIXELS, f"--out={out}"]
     line = refused(capsys, *few)
     assert line.startswith(f"{shards}: no held-out samples here; ") and line.endswith("evaluate.reference=FOLDER")
-    assert refused(capsys, *few, "sample.prompts=[]").startswith(f"{shards}: no shards with captions here; ")
+    assert refused(capsys, *few, "sample.prompts=[]").startswith(f"{shards}: no shards with captions; ")
     assert main(["sample", "-c", places["saved"], *FEW[:-1], "6", "--out", str(tmp_path / "real.png")]) == 0
     assert main([*few, f"evaluate.reference={tmp_path / 'real'}", "sample.prompts=[red disc]"]) == 0
     assert json.loads((out / "settings.json").read_text())["conditions"] == ["red disc"]
@@ -69,7 +69,10 @@ def test_a_saved_ensemble_is_scored_against_images(places, tmp_path, capsys):
 def test_what_needs_a_run_says_so(places, capsys, command):
     name, *more = command.split()
     line = refused(capsys, name, "-c", places["saved"], *more)
-    assert line == f"{places['saved']}: is a saved ensemble, without shards and trainings; give its run with -c"
+    assert (
+        line
+        == f"{places['saved']}: is a saved ensemble, which has no shards or checkpoints; give the run folder with -c"
+    )
 
 
 def test_export_takes_other_defaults_along(places, tmp_path):
@@ -101,7 +104,7 @@ def test_a_setting_that_cannot_be(places, capsys, override, words):
 def test_a_url_takes_no_results(places, capsys):
     for command in ("sample", "evaluate"):
         line = refused(capsys, command, "-c", places["run's URL"])
-        assert line == places["run's URL"] + ": takes no results; add --out with a folder of this machine"
+        assert line == places["run's URL"] + ": a URL cannot hold results; add --out FOLDER"
     line = refused(capsys, "sample", "-c", "memory://none", "--out", "x.png")
     assert line.startswith("memory://none: holds no ensemble.json")
 
@@ -111,7 +114,7 @@ def test_a_strangers_encoders_read_nothing_unasked(tmp_path, capsys, command):
     encoder = {"name": "clip-text", "params": {"path": "owner/model"}}
     folder = saved(tmp_path, caption_encoder=encoder)
     line = refused(capsys, command, "-c", str(folder))
-    assert line.startswith(f"{folder / 'expert-0' / 'member.json'}: the encoder 'clip-text' would read what ")
+    assert line.startswith(f"{folder / 'expert-0' / 'member.json'}: the encoder 'clip-text' would load what ")
     assert "owner/model" in line and "--allow-paths" in line
     allowed = refused(capsys, command, "-c", str(folder), "--allow-paths", "sample.prompts=[cat]")
     assert not allowed.startswith(str(folder / "expert-0"))

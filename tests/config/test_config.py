@@ -112,7 +112,7 @@ def test_numbers_that_yaml_1_1_takes_for_text_are_numbers(path: Path, text: str,
 @pytest.mark.parametrize("text", ["no", "on", "7", "1e3", "null", "2.0"])
 def test_words_that_yaml_1_1_takes_for_something_else_are_refused_where_a_text_belongs(path: Path, text: str) -> None:
     path.write_text(SMALLEST.replace("name: smallest", f"name: {text}"))
-    assert refusal(path).startswith(": key 'name': must be a text, is ")
+    assert refusal(path).startswith(": key 'name': must be a string, is ")
     path.write_text(SMALLEST.replace("name: smallest", f"name: '{text}'"))
     assert load_experiment(path).name == text
 
@@ -196,7 +196,7 @@ def test_what_a_reference_brings_is_checked_too(path: Path) -> None:
 def test_a_reference_reads_no_environment(path: Path, monkeypatch: pytest.MonkeyPatch, key: str, text: str) -> None:
     monkeypatch.setenv("DDM_SECRET", "hush")
     override = f"sample.prompts=[{json.dumps(text)}]" if "[" in key else f"{key}={json.dumps(text)}"
-    said = f"key {key!r} = {text!r}: a reference names another key, as ${{name}} does, and reads no environment; "
+    said = f"key {key!r} = {text!r}: a reference may only name another key, such as ${{name}}; "
     assert refusal(path, override) == f" with {override!r}: {said}write the value itself"
     document = yaml.safe_load(SMALLEST)
     section, *inner = key.removesuffix("[0]").split(".")[::-1]
@@ -213,14 +213,14 @@ def test_a_reference_that_others_join_to_reads_no_environment_either(
     """Sections of single experts are resolved a second time."""
     monkeypatch.setenv("DDM_SECRET", "hush")
     joined = "expert.overrides.expert-0.network.params.url='${run_dir}{oc.env:DDM_SECRET}'"
-    assert "'${oc.env:DDM_SECRET}': a reference names another key" in refusal(path, "run_dir=$", joined)
+    assert "'${oc.env:DDM_SECRET}': a reference may only name another key" in refusal(path, "run_dir=$", joined)
 
 
 @pytest.mark.parametrize(
     ("text", "value"), [("060", 48), ("-017", -15), ("0_7", 7), ("1:30", 90), ("1:00:00", 3600), ("0:20.5", 20.5)]
 )
 def test_numbers_that_yaml_reads_in_another_base_are_refused(path: Path, text: str, value: float) -> None:
-    said = f"YAML reads {text} as {value}; write a number without ':' and leading 0, or quote it"
+    said = f"YAML reads {text} as {value}; write a number without ':' or a leading 0, or quote it"
     override = f"expert.network.params={{a: [1, {text}]}}"
     for change in (override, f"seed={text}"):
         key = "seed" if "seed" in change else "expert.network.params.a[1]"

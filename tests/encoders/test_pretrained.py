@@ -144,7 +144,7 @@ def test_a_name_in_the_hubs_cache_needs_no_network_and_gives_its_commit(model, c
 
 def test_an_unknown_name_is_one_line_with_a_remedy(cache):
     line = refusal_of("owner/name")
-    assert line.startswith("owner/name: is no folder, not in the hub's cache, and cannot be downloaded (")
+    assert line.startswith("owner/name: is not a folder, not in the hub's cache, and cannot be downloaded (")
     assert "needed by feature network 'dinov2'" in line
     assert line.endswith("hf download owner/name")
 
@@ -175,7 +175,7 @@ def test_only_missing_files_are_downloaded(hub, model):
 
 
 def test_a_name_that_the_hub_does_not_have_is_one_line(hub):
-    assert "no/such: is no folder" in refusal_of("no/such")
+    assert "no/such: is not a folder" in refusal_of("no/such")
 
 
 def test_an_incomplete_cache_is_completed(cache, model, hub):

@@ -251,7 +251,7 @@ def test_damage_is_refused_in_one_line(
         (("replace", "THREE", "expert-1", "UNKNOWN", "--out", "OUT"), "install the package that provides it"),
         (("add", "THREE", "WIDER", "--images", "5", "--out", "OUT"), "WIDER/member.json: the weights do not fit"),
         (("add", "THREE", "HUGE", "--images", "5", "--out", "OUT"), "HUGE/member.json: needs 1.1 TB of memory"),
-        (("remove", "OUT", "expert-0", "--out", "OUT"), "OUT: is no folder here"),
+        (("remove", "OUT", "expert-0", "--out", "OUT"), "OUT: is not a folder here"),
     ],
 )
 def test_a_change_that_cannot_be(

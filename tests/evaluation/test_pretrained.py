@@ -104,7 +104,7 @@ def test_bad_settings_in_a_manifest(three: Path, changes: dict, words: str) -> N
 def test_what_sampling_cannot_take_is_refused_in_one_line(three: Path) -> None:
     ensemble = load(three)
     for nothing in ({"prompts": []}, {"prompts": ()}, {"prompts": [None]}, {"prompts": [1]}, {"classes": []}):
-        refused(lambda nothing=nothing: ensemble.sample(**nothing), "give prompts, which are texts, or classes")
+        refused(lambda nothing=nothing: ensemble.sample(**nothing), "give prompts (strings) or classes")
     refused(lambda: ensemble.sample(""), "a prompt is empty")
     refused(lambda: ensemble.sample(factors=[1, 0]), "factors = [1, 0]: give 3 numbers from 0 up")
     refused(lambda: ensemble.sample(factors=[-1, 1, 1]), "give 3 numbers from 0 up")
@@ -119,7 +119,7 @@ def test_an_ensemble_tells_what_it_is(three: Path) -> None:
 
 
 def test_a_name_that_is_no_folder_may_be_one_of_the_hub() -> None:
-    refused(lambda: load("some/name"), "some/name: is no folder here", "on the Hugging Face hub: hf://owner/name")
+    refused(lambda: load("some/name"), "some/name: is not a folder here", "on the Hugging Face hub: hf://owner/name")
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # huggingface_hub leaves the file of a failed download open
@@ -259,9 +259,9 @@ def test_generators_of_the_pipeline(pipeline: DiffusionPipeline) -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"negative_prompt": "dog"}, "negative_prompt: this ensemble has none"),
+        ({"negative_prompt": "dog"}, "negative_prompt: is not supported"),
         ({"output_type": "latent"}, "output_type = 'latent': must be pil, np or pt"),
-        ({"generator": [torch.Generator()] * 2}, "generator: 2 for 1 images"),
+        ({"generator": [torch.Generator()] * 2}, "generator: 2 given for 1 images"),
         ({"height": 512}, "no setting 'height'"),
     ],
 )

@@ -63,7 +63,7 @@ def test_the_expert_of_paris_has_as_many_parameters():
         ({"size": "XXL"}, "size = 'XXL' is none of S, B, L, XL"),
         ({}, r"needs size \(S, B, L, XL\), or width, depth and num_heads; width, depth, num_heads missing"),
         ({"width": 8, "num_heads": 2}, "; depth missing"),
-        ({"size": 3}, "key 'params.size': must be a text"),
+        ({"size": 3}, "key 'params.size': must be a string"),
     ],
 )
 def test_a_size_and_numbers_exclude_each_other(params, message):

@@ -202,9 +202,7 @@ def test_a_gpu_without_memory_is_one_line(tmp_path, monkeypatch, experiment):
     pooled = FEATURES.build("pooled-pixels", {})
     pooled.encode = encode
     experiment.prepare.features = plug_in(monkeypatch, FEATURES, pooled)
-    with pytest.raises(
-        UserError, match=r"^part 'one': no memory left on the GPU \(CUDA out .*GiB\.\); lower prepare\.num"
-    ):
+    with pytest.raises(UserError, match=r"^part 'one': out of GPU memory \(CUDA out .*GiB\.\); lower prepare\.num"):
         prepare(experiment, tmp_path)
 
 

@@ -159,7 +159,7 @@ def test_sizes_that_contradict_each_other_are_one_line(tmp_path, changes, words)
 @pytest.mark.parametrize("content", ["[]", "{}", '{"shards": {}}', '{"shards": [1]}'])
 def test_an_invalid_index_is_one_line(tmp_path, content):
     (tmp_path / "index.json").write_text(content)
-    with pytest.raises(UserError, match="is no index of MDS shards"):
+    with pytest.raises(UserError, match="is not an index of MDS shards"):
         open_shards([tmp_path])
 
 

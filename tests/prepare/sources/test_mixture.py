@@ -104,7 +104,7 @@ def test_files_of_any_size_mix_with_digits(tmp_path, quick_prepare):
         ({"params": {}}, "sources[0]': needs the name of a source"),
         ({"name": "blobs", "maximum": 3}, "sources[0].maximum'; known there: name, params, prefix, max_samples"),
         ({"name": "blobs", "max_samples": 0}, "sources[0].max_samples' = 0: must be at least 1"),
-        ({"name": "blobs", "prefix": 3}, "sources[0].prefix': must be a text, is 3"),
+        ({"name": "blobs", "prefix": 3}, "sources[0].prefix': must be a string, is 3"),
         ({"name": "blob"}, "unknown source 'blob'"),
         ({"name": "blobs", "params": {"size": 3}}, "source 'blobs' has no parameter 'size'"),
     ],
