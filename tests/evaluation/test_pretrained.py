@@ -162,7 +162,7 @@ def test_an_encoder_that_a_stranger_names_reads_nothing(tmp_path: Path, kind: st
 def test_a_path_under_any_key_is_refused(tmp_path: Path) -> None:
     encoder = {"name": "hashed-words", "params": {"size": 5, "vocabulary": "owner/name"}}
     folder = saved(tmp_path, (100,), caption_encoder=encoder)
-    refused(lambda: load(folder), "'hashed-words' would read", "owner/name")
+    refused(lambda: load(folder), "'hashed-words' would load", "owner/name")
 
 
 @pytest.mark.slow
@@ -175,7 +175,7 @@ def test_the_encoders_of_ones_own_run_may_read_paths(finished_run: Path, tmp_pat
         edit(member, caption_encoder=encoder)
         entry["member_json_sha256"] = sha256_file(member)
     edit(run / "ensemble.json", members=document["members"])
-    refused(lambda: load(run), "'clip-text' would read")
+    refused(lambda: load(run), "'clip-text' would load")
     record = run / "experiment.yaml"
     experiment = yaml.safe_load(record.read_text())
     experiment["prepare"]["caption_encoder"] = encoder
@@ -183,7 +183,7 @@ def test_the_encoders_of_ones_own_run_may_read_paths(finished_run: Path, tmp_pat
     assert len(load(run).manifest.experts) == 2
     url = f"memory://{uuid.uuid4()}"
     fsspec.filesystem("memory").put(str(run), url, recursive=True)
-    refused(lambda: DecentralizedEnsemble.from_pretrained(url, "cpu"), "'clip-text' would read")
+    refused(lambda: DecentralizedEnsemble.from_pretrained(url, "cpu"), "'clip-text' would load")
 
 
 def test_names_of_other_classes_than_the_experts_know(three: Path) -> None:
