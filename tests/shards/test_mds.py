@@ -101,6 +101,36 @@ def test_an_index_that_does_not_fit_its_shard_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("columns", "number", "by", "longer"),
+    [
+        ("fixed", -1, 4, 4),  # the last sample is too long
+        ("fixed", 3, 4, 0),
+        ("all", -1, 0, 4),  # bytes after the last sample
+        ("all", 0, None, 0),  # the first sample begins among the offsets
+    ],
+)
+def test_offsets_that_do_not_fit_their_shard_are_refused(tmp_path, columns, number, by, longer):
+    kept = {name: kind for name, kind in COLUMNS.items() if columns == "all" or kind != "str"}
+    write_mds(tmp_path, range(9), columns=kept, shard_bytes=1 << 16)
+    open_shards([tmp_path]).take(np.arange(9))
+    path = tmp_path / "shard.00000.mds"
+    content = np.frombuffer(path.read_bytes() + bytes(longer), np.uint8).copy()
+    offsets = content[4 : 4 + 4 * 10].view(np.int32)
+    offsets[number] = 40 if by is None else offsets[number] + by
+    path.write_bytes(content.tobytes())
+    edit_index(tmp_path, raw_data={"basename": path.name, "bytes": len(content), "hashes": {}})
+    with pytest.raises(ValueError, match=r"00000.mds: its samples do not have the columns that the index lists"):
+        open_shards([tmp_path]).take(np.arange(9))
+
+
+def test_labels_of_any_integer_type_are_int64(tmp_path):
+    write_mds(tmp_path, range(9), columns=COLUMNS | {"label": "uint8", "cluster": "uint16"})
+    batch = open_shards([tmp_path]).take(np.arange(9))
+    assert batch["label"].dtype == batch["cluster"].dtype == torch.int64
+    assert batch["label"].tolist() == [i % 5 for i in range(9)]
+
+
+@pytest.mark.parametrize(
     ("columns", "words"),
     [
         ({"sample_id": "int64", "x_0": "png"}, r"columns: 'x_0' \(png\) has no fixed size"),
