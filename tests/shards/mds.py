@@ -57,6 +57,8 @@ def damage(folder, kind):
         path.unlink()
     elif kind == "truncated":
         path.write_bytes(content[: len(content) // 2])
+    elif kind == "grown":
+        path.write_bytes(content + b"x")
     else:
         middle = len(content) // 2
         path.write_bytes(content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])

@@ -23,7 +23,7 @@ def test_whole_shards_pass(folder):
     assert verify_shards(folder, hashes=False, index_sha256=sha256_file(folder / "index.json")) == 100
 
 
-@pytest.mark.parametrize("kind", ["flipped", "truncated", "missing"])
+@pytest.mark.parametrize("kind", ["flipped", "truncated", "grown", "missing"])
 def test_a_damaged_shard_is_named(folder, kind):
     victim = folder / damage(folder, kind)
     if kind == "flipped":
@@ -75,6 +75,10 @@ def test_compressed_shards_may_be_present_in_either_form(tmp_path):
     (packed / first.name).write_bytes(first.read_bytes())
     assert verify_shards(packed) == 100
     zipped = packed / index["shards"][0]["zip_data"]["basename"]
+    whole = zipped.read_bytes()
+    zipped.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    with pytest.raises(UserError, match=re.escape(str(zipped))):
+        verify_shards(packed)
     zipped.unlink()
     assert verify_shards(packed) == 100
     (packed / first.name).write_bytes(b"x" + first.read_bytes()[1:])
