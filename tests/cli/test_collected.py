@@ -68,11 +68,12 @@ def test_an_artifact_of_another_network_is_not_the_experiments(run, capsys, memb
     assert line.startswith(f"error: {artifact}: {words}; copy the right one there")
 
 
-def test_an_artifact_of_another_batch_is_not_the_experiments(run, capsys):
+@pytest.mark.parametrize("num", [7, 7000])
+def test_an_artifact_of_another_batch_is_not_the_experiments(run, capsys, num):
     artifact = run / "members" / "router" / "artifact"
     meta = json.loads((artifact / "member.json").read_text(encoding="utf-8"))
-    (artifact / "member.json").write_text(json.dumps({**meta, "num_samples": 7}), encoding="utf-8")
-    words = f"was trained on 7 samples, and the experiment asks for {meta['num_samples']:,}; copy"
+    (artifact / "member.json").write_text(json.dumps({**meta, "num_samples": num}), encoding="utf-8")
+    words = f"was trained on {num:,} samples, and the experiment asks for {meta['num_samples']:,}; copy"
     assert refused(capsys, "fit", *settings(run)).startswith(f"error: {artifact}: {words}")
 
 

@@ -291,6 +291,11 @@ def test_values_out_of_range_and_contradictions_are_refused(path: Path, override
         ["island.devices=4"],
         ["island.checkpoint_every_n_minutes=0.01"],
         ["island.validate_every_n_steps=4", "island.evaluate_every_n_steps=8"],
+        ["expert.train.ema_widths=[0.005, 0.288]"],
+        ["sample.guidance_interval=[0.3, 0.3]"],
+        ["sample.guidance_interval=[0.0, 1.0]"],
+        ["prepare.partition.num_clusters=8", "prepare.partition.num_fine_centroids=8"],
+        ["island.devices=1", "island.strategy=single"],
     ],
 )
 def test_values_at_their_limits_are_accepted(path: Path, overrides: list[str]) -> None:

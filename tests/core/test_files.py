@@ -248,6 +248,8 @@ def test_a_path_that_leaves_its_folder_is_refused(tmp_path, relative):
     with pytest.raises(UserError) as caught:
         inside(tmp_path, relative, tmp_path / "m.json")
     assert str(caught.value).startswith(f"{tmp_path / 'm.json'}: path {relative!r} leaves its folder; ")
+    with pytest.raises(UserError, match="leaves its folder"):  # once the folder moves
+        inside(tmp_path, str(tmp_path / "a"), tmp_path / "m.json")
 
 
 def test_neither_a_link_nor_a_neighbour_of_the_same_beginning_is_inside(tmp_path):

@@ -27,7 +27,15 @@ def test_bytes_are_written_in_the_unit_that_fits(value, expected):
 
 @pytest.mark.parametrize(
     ("value", "expected"),
-    [(2e-6, "2 µs"), (0.0125, "12.5 ms"), (90, "90 s"), (150, "2.5 min"), (9000, "2.5 h"), (864e5, "1,000 days")],
+    [
+        (2e-6, "2 µs"),
+        (0.0125, "12.5 ms"),
+        (90, "90 s"),
+        (120, "2 min"),
+        (150, "2.5 min"),
+        (9000, "2.5 h"),
+        (864e5, "1,000 days"),
+    ],
 )
 def test_durations_are_written_in_the_unit_that_fits(value, expected):
     assert duration(value) == expected

@@ -2,6 +2,7 @@ import multiprocessing
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from deadline import within
 from shards.mds import WARNINGS, damage, write_mds
@@ -31,6 +32,15 @@ def loader_of(folder, cache, num_workers, **settings):
 
 def ids(batches):
     return [i for batch in batches for i in batch["sample_id"].tolist()]
+
+
+def test_missing_shards_are_listed_in_the_order_of_first_need(folder, tmp_path):
+    shards = FetchedShards([Origin(str(folder), tmp_path / "cache")], [None])
+    starts = np.cumsum([0, *shards.sizes[:-1]])
+    need = starts[[4, 0, 4, 2]] + 1
+    assert shards.missing(need) == [4, 0, 2]
+    shards.fetch([0], wait=True)
+    assert shards.missing(need) == [4, 2]
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
