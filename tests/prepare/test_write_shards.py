@@ -178,6 +178,20 @@ def test_held_out_samples_do_not_depend_on_the_rest_of_the_data_set():
     assert (held_out_samples(keys, one_cluster, 1, 0.2) >= held_out).all(), "a larger part contains the smaller one"
 
 
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        ([(100, 0), (200, 0), (50, 1), (100, 1)], {100}),  # the first cluster's; the second then has some, too
+        ([(200, 0), (100, 1), (200, 1)], {100}),  # not 200: the first cluster has nothing else to train on
+        ([(200, 0), (300, 1), (200, 1)], set()),  # nor here, although the second would hold it out
+    ],
+)
+def test_which_group_is_held_out_where_the_fraction_finds_none(rows, expected):
+    hashes, clusters = np.array(rows, np.uint64).T
+    held_out = held_out_samples(hashes, clusters.astype(np.int64), 2, 1e-18)
+    assert set(hashes[held_out].tolist()) == expected
+
+
 def test_each_cluster_of_two_or_more_has_samples_on_both_sides():
     keys = hashes_of(41)
     clusters = np.array([*np.arange(20).repeat(2), 20])
