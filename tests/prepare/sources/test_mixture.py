@@ -1,5 +1,6 @@
 from collections import Counter
 from functools import partial
+from hashlib import sha256
 
 import numpy as np
 import pytest
@@ -58,7 +59,12 @@ def test_a_maximum_takes_its_share_of_every_part_whatever_the_order(monkeypatch,
     plug_in(monkeypatch, SOURCES, Listed({name: found[::-1] for name, found in parts.items()}, sized=sized))
     again = read(build({"name": "made-up", "max_samples": 10}))
     assert {one.key for one in again} == {one.key for one in chosen} != {f"made-up/a{i}" for i in range(7)}
+    lowest = sorted((f"a{i}" for i in range(30)), key=lambda key: sha256(key.encode()).digest())
+    assert {one.key for one in chosen if one.key[8] == "a"} == {f"made-up/{key}" for key in lowest[: 7 if sized else 5]}
+    every = build({"name": "made-up"}).parts()
     assert len(read(build({"name": "made-up", "max_samples": 99}))) == 40
+    if sized:  # a maximum that is no limit leaves the parts as they are, so that nothing is encoded again
+        assert build({"name": "made-up", "max_samples": 40}).parts() == every
 
 
 def test_a_maximum_of_all_keeps_the_proportions_and_grows_by_adding(monkeypatch):
