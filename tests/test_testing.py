@@ -113,6 +113,11 @@ def zero_gradient(self, x_t, t, condition):
 
 
 def infinite_gradient(self, x_t, t, condition):
+    steep = (self.unused - self.unused.detach()).sum() * 3e38 * 1e6
+    return Good.forward(self, x_t, t, condition) + steep * x_t.abs()
+
+
+def nan_gradient(self, x_t, t, condition):
     root = (self.unused - self.unused.detach()).abs().sqrt().sum()
     return Good.forward(self, x_t, t, condition) + root * x_t.abs()
 
@@ -181,6 +186,7 @@ def own_generator(self):
         (made(unused), "no gradient reaches parameter 'unused'"),
         (made(unused, zero_gradient), "no gradient reaches parameter 'unused'"),
         (made(unused, infinite_gradient), "gradient of 'unused' not finite"),
+        (made(unused, nan_gradient), "gradient of 'unused' not finite"),
         (MixesRows, "depends on the other rows"),
         (NeedsCondition, "forward with condition=None raises AttributeError"),
         (OtherNull, "condition=None differs from a condition whose rows are all null"),

@@ -155,6 +155,12 @@ def test_a_line_that_was_cut_or_is_no_record_is_ignored(tmp_path):
     assert read_skipped(tmp_path / "none") == []
 
 
+def test_losses_that_are_not_finite_survive_json():
+    step = SkippedStep(3, 0, [1, 2, 3], [0.5, 0.25, 1.0], [1.0, math.inf, -math.inf])
+    json.loads(step.line(), parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
+    assert SkippedStep.of(step.line()) == step
+
+
 def test_the_line_after_one_that_was_cut_is_whole(tmp_path):
     path = tmp_path / "skipped_steps.jsonl"
     whole, cut = (SkippedStep(step, 0, [1], [0.5], [NAN]).line() for step in (3, 4))
