@@ -53,7 +53,7 @@ def help_text(capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def test_the_help_is_the_frozen_one(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A change of the command line has to be meant; to freeze it anew: FREEZE_HELP=1 pytest tests/test_cli.py."""
+    """A change of the command line has to be meant; to freeze it anew: FREEZE_HELP=1 pytest tests/cli/test_cli.py."""
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setattr(parser.STRATEGIES, "names", lambda: ["even", "odd"])
