@@ -86,6 +86,12 @@ def test_sizes_that_do_not_fit(params: dict[str, object], problem: str) -> None:
         EXPERTS.build("unet", {"width": 8, "multipliers": [1, 2], **params}, x_shape=(3, 8, 8), condition=NONE)
 
 
+@pytest.mark.parametrize("x_shape", [(3, 8, 6), (3, 6, 8)])
+def test_both_sides_must_be_divisible(x_shape: tuple[int, int, int]) -> None:
+    with pytest.raises(UserError, match=f"3 levels need sizes divisible by 4, not {x_shape[1]}x{x_shape[2]}"):
+        EXPERTS.build("unet", {"width": 8, "multipliers": [1, 1, 1]}, x_shape=x_shape, condition=NONE)
+
+
 def test_wrong_inputs() -> None:
     network = UNet(x_shape=(3, 8, 8), condition=NONE, width=8)
     with pytest.raises(ValueError, match="takes samples of shape"):
