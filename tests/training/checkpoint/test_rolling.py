@@ -1,3 +1,4 @@
+import json
 import math
 import shutil
 from concurrent.futures import wait
@@ -5,15 +6,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tiny_runs import TINY
 from training.checkpoint.checkpoint_folders import cut
 from training.members import expert
 
 from ddm_lightning.config.experiment import IslandConfig
+from ddm_lightning.config.load import load_experiment
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.processes import STARTED_BY
 from ddm_lightning.training.callbacks import StopOnRequest
 from ddm_lightning.training.checkpoint.files import CheckpointWriter
-from ddm_lightning.training.checkpoint.rolling import RollingCheckpoints, newest_checkpoint
+from ddm_lightning.training.checkpoint.rolling import RollingCheckpoints, check_origin, newest_checkpoint, origin_of
 from ddm_lightning.training.guard import read_skipped
 from ddm_lightning.training.parallel.strategy import OneDevice
 
@@ -62,10 +65,11 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-def write(folder, *steps):
+def write(folder, *steps, **rest):
     writer = CheckpointWriter(None, leads=True, from_device=False)
     for step in steps:
-        writer.start(folder / f"step-{step:08d}.ckpt", {"w": torch.arange(5000.0)}, {"step": step}, lambda: None)
+        path, tensors = folder / f"step-{step:08d}.ckpt", {"w": torch.arange(5000.0)}
+        writer.start(path, tensors, {"step": step, **rest}, lambda: None)
     writer.wait()
     writer.close()
     return folder
@@ -104,6 +108,37 @@ def test_milestones_are_kept_for_good_and_validations_have_a_checkpoint(tmp_path
     trainer.take(60)
     assert trainer.saved == [10, 20, 25, 30, 35, 40, 50, 60]
     assert names(tmp_path) == [f"step-000000{step}.ckpt" for step in (25, 50, 60)]
+
+
+def test_milestones_by_the_setting_they_were_saved_under_are_kept(tmp_path):
+    write(tmp_path, 20, 25, experiment={"island": {"milestone_every_n_steps": 25}})
+    trainer = FakeTrainer(rolling(tmp_path, 10, 1, 100))
+    trainer.global_step = 29
+    trainer.take(11)
+    assert names(tmp_path) == ["step-00000025.ckpt", "step-00000040.ckpt"]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "line"),
+    [
+        ({}, {"keep_checkpoints": 9}, None),
+        ({}, {"devices": 2}, "island.devices=2 (was 1): the same samples, other noise and rounding"),
+        ({}, {"compile": True}, "island.compile=true (was false): the same samples, other rounding"),
+        ({"precision": "64-true"}, {"precision": "32-true"}, "was trained with island.precision=64-true, and 32-true"),
+        ({"precision": "32-true"}, {"precision": "64-true"}, "was trained with island.precision=32-true, and 64-true"),
+    ],
+)
+def test_settings_that_differ_from_the_checkpoints(tmp_path, before, after, line):
+    def experiment_of(changes):
+        return load_experiment(TINY, [f"island.{key}={json.dumps(value)}" for key, value in changes.items()])
+
+    write(tmp_path, 5, **origin_of("expert-0", experiment_of(before)))
+    path = tmp_path / "step-00000005.ckpt"
+    if "precision" in after:
+        with pytest.raises(UserError, match=line):
+            check_origin(path, "expert-0", experiment_of(after))
+    else:
+        assert check_origin(path, "expert-0", experiment_of(after)) == (line and f"from here on with {line}")
 
 
 def test_checkpoints_by_minutes_count_from_the_newest_and_validations_still_have_one(tmp_path, monkeypatch):
@@ -189,7 +224,7 @@ def test_the_newest_is_found(tmp_path):
     assert newest_checkpoint(tmp_path / "none") == (None, [])
     write(tmp_path, 90, 100, 1000)
     assert newest_checkpoint(tmp_path) == (tmp_path / "step-00001000.ckpt", [])
-    write(tmp_path, 100_000_000)
+    write(tmp_path, 20_000_000, 100_000_000)  # the last of them by number, not by name
     assert newest_checkpoint(tmp_path)[0] == tmp_path / "step-100000000.ckpt"
 
 

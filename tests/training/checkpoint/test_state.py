@@ -113,6 +113,13 @@ def test_empty_shards_are_not_tied_weights():
     assert list(tensors_of(module)) == ["model/first", "model/second"]
 
 
+def test_a_part_of_a_weight_is_no_tied_weight():
+    """It begins where the weight does."""
+    module = nn.Linear(4, 2)
+    module.register_buffer("part", module.weight.detach()[:1])
+    assert list(tensors_of(module)) == ["model/weight", "model/bias", "model/part"]
+
+
 def test_state_that_is_not_a_tensor_is_refused():
     class Counting(nn.Linear):
         def get_extra_state(self):
