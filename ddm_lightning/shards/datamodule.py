@@ -97,6 +97,7 @@ class ClusterDataModule(L.LightningDataModule):
         self._training = [shard_name(k, TRAIN) for k in self.clusters]
         self._training += [shard_name(k, OUT_OF_CLUSTER) for k in self.out_of_cluster]
         self._held_out = [shard_name(k, HELD_OUT) for k in self.held_out_clusters]
+        self._validation: ShardLoader | None = None
         self._is_remote = "://" in self.shards
         if loader == LOCAL and self._is_remote:
             problem = f"reads no URL ({self.shards}); use 'auto', or set island.shards to a local copy"
@@ -143,9 +144,14 @@ class ClusterDataModule(L.LightningDataModule):
         """
         if not self._held_out:
             return []
-        loader = self._loader(self._held_out, training=False)
-        loader.start_workers()
-        return loader
+        self._validation = self._loader(self._held_out, training=False)
+        self._validation.start_workers()
+        return self._validation
+
+    def close(self) -> None:
+        """End the validation's workers, which a training that fails may never have used."""
+        if self._validation is not None:
+            self._validation.end_workers()
 
     def transfer_batch_to_device(
         self, batch: dict[str, Tensor], device: torch.device, dataloader_idx: int
@@ -324,10 +330,7 @@ class ShardLoader(DataLoader[dict[str, Tensor]]):
                 self._sample += len(batch["sample_id"]) * self.num_ranks
                 yield batch
         except Exception:
-            # The traceback would keep persistent workers until the garbage collector waits seconds for them.
-            if self._iterator is not None:
-                self._iterator._shutdown_workers()  # type: ignore[attr-defined]  # exists with workers only
-                self._iterator = None
+            self.end_workers()  # the traceback would keep them until the garbage collector waits seconds for them
             raise
         finally:
             if isinstance(self.shards, FetchedShards):
@@ -337,6 +340,12 @@ class ShardLoader(DataLoader[dict[str, Tensor]]):
         """Start the workers before the first batch is wanted."""
         if self.num_workers:
             self._iterator = self._get_iterator()
+
+    def end_workers(self) -> None:
+        """End the workers now, if there are any."""
+        if self._iterator is not None:
+            self._iterator._shutdown_workers()  # type: ignore[attr-defined]  # exists with workers only
+            self._iterator = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the epoch, for ``load_state_dict`` on any number of ranks and workers."""

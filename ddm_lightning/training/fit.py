@@ -121,7 +121,7 @@ def _fit_locked(
     trainer, stop = build_trainer(
         member, experiment, folder, status, strategy, resumed_step, show_progress=show_progress
     )
-    with ranks.speaking_for_all(trainer):
+    with contextlib.closing(data), ranks.speaking_for_all(trainer):
         try:
             with stop.listening():
                 status.state = "starting"
