@@ -150,7 +150,7 @@ def test_the_memory_of_what_a_process_starts_is_seen(tmp_path, monkeypatch):
     child.ended()
     assert 80 <= private < 120
     assert 2 <= len(seen) <= 3  # before the first checkpoint, perhaps; before the second; at the end
-    assert all(5 < resident < 60 for resident, _ in seen)
+    assert all(5 < resident < 60 for resident, _ in seen[-2:])  # the first look may be before Python has loaded
 
 
 def test_a_child_that_fails_is_told_with_its_last_line(tmp_path):
