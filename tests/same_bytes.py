@@ -1,0 +1,59 @@
+"""Check that this checkout trains the same weights and makes the same grids as another commit, byte for byte.
+
+    python tests/same_bytes.py COMMIT [tiny_2x digits_2x mixed_4x emoji_4x]
+
+A restructuring must pass it. It trains everything twice on this machine, because the bytes depend on the processor: a
+quarter of an hour on two cores. Runs stay in ``runs/same_bytes/COMMIT`` and are reused. Exit code 1 if bytes differ.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[1]
+RUNS = REPOSITORY / "runs" / "same_bytes"
+OVERRIDES = {"emoji_4x": ["expert.train.max_steps=150", "router.train.max_steps=150"]}
+EXPERIMENTS = ("tiny_2x", "digits_2x", "mixed_4x", "emoji_4x")
+
+
+def git(*words: str) -> str:
+    return subprocess.run(["git", "-C", REPOSITORY, *words], check=True, capture_output=True, text=True).stdout.strip()
+
+
+def hashes(code: Path, name: str, folder: Path) -> dict[str, str]:
+    """Train the experiment ``name`` of the checkout ``code`` to the end and hash its weights and grids."""
+    command = [sys.executable, "-m", "ddm_lightning", "fit", "-c", f"experiments/{name}.yaml", f"run_dir={folder}"]
+    environment = {**os.environ, "PYTHONPATH": str(code), "OMP_NUM_THREADS": "1"}
+    subprocess.run([*command, *OVERRIDES.get(name, ())], check=True, cwd=code, env=environment, stdout=sys.stderr)
+    files = [*folder.glob("members/*/artifact/model.safetensors"), *folder.glob("samples/*.png")]
+    return {str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(files)}
+
+
+def main(base: str, *names: str) -> int:
+    base = git("rev-parse", "--short", base)
+    here = git("rev-parse", "--short", "HEAD") + ("-changed" if git("status", "--porcelain", "ddm_lightning") else "")
+    num_different = 0
+    with tempfile.TemporaryDirectory() as scratch:
+        other = Path(scratch) / base
+        git("worktree", "add", "--detach", str(other), base)
+        try:
+            for name in names or EXPERIMENTS:
+                before = hashes(other, name, RUNS / base / name)
+                after = hashes(REPOSITORY, name, RUNS / here / name)
+                for file in sorted(before.keys() | after.keys()):
+                    same = before.get(file) == after.get(file)
+                    num_different += not same
+                    print(f"{name:10} {file:50} {before.get(file, '-')[:12]} {after.get(file, '-')[:12]} {same}")
+        finally:
+            git("worktree", "remove", "--force", str(other))
+    print(f"{base} and {here}: {num_different or 'no'} files differ")
+    return int(num_different > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
