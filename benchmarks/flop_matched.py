@@ -44,7 +44,7 @@ from yaml import YAMLError
 from ddm_lightning.config.validate import check_experiment
 from ddm_lightning.core.errors import UserError, first_line
 from ddm_lightning.core.files import atomic_write_json, atomic_write_text
-from ddm_lightning.core.formatting import duration
+from ddm_lightning.core.formatting import format_duration
 from ddm_lightning.members.member import Member
 from ddm_lightning.shards.manifest import Manifest
 
@@ -180,7 +180,7 @@ def show_plan(study: Study, num_jobs: int) -> None:
     )
     table.note(
         f"All trainings: {total / 1e12:,.1f} TFLOP, {left / 1e12:,.1f} of them left: about "
-        f"{duration(left / rate / num_jobs)} at {rate / 1e9:.0f} GFLOP/s in each of {num_jobs} processes."
+        f"{format_duration(left / rate / num_jobs)} at {rate / 1e9:.0f} GFLOP/s in each of {num_jobs} processes."
     )
     table.show(console())
 

@@ -27,7 +27,7 @@ from ddm_lightning.flow.condition import KINDS, Condition, ConditionSpec
 from ddm_lightning.flow.path import PREDICTIONS, Samples, Times, expand_time
 from ddm_lightning.flow.solvers import Solver
 from ddm_lightning.flow.timesteps import sampling_times
-from ddm_lightning.prepare.records import Broken, Source
+from ddm_lightning.prepare.records import BrokenSample, Source
 
 _SPECS = {
     "none": ConditionSpec("none", 0),
@@ -384,7 +384,7 @@ def check_source(factory: Callable[[], Any]) -> None:
             for one in found:
                 _require(one.key not in keys, f"{where}: key {one.key!r} comes twice")
                 keys.add(one.key)
-                if isinstance(one, Broken):
+                if isinstance(one, BrokenSample):
                     continue
                 is_rgb = one.image.dtype == np.uint8 and one.image.ndim == 3 and one.image.shape[2] == 3
                 _require(is_rgb, f"{where}: image of {one.key!r} is not uint8 [h, w, 3]")

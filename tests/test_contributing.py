@@ -13,7 +13,7 @@ from shards.mds import WARNINGS
 from training.short_fits import fit, weights
 
 from ddm_lightning.core.registry import EXPERTS, METRICS
-from ddm_lightning.prepare.records import Broken, Record, Source
+from ddm_lightning.prepare.records import BrokenSample, Record, Source
 
 pytestmark = WARNINGS
 TEXT = (Path(__file__).parents[1] / "docs" / "plugins.md").read_text(encoding="utf-8")
@@ -69,7 +69,7 @@ def test_the_source_reads_what_it_says(tmp_path):
     assert isinstance(source, Source)
     (part,) = source.parts()
     black, *others = source.read(part)
-    assert isinstance(black, Broken)
+    assert isinstance(black, BrokenSample)
     assert [(record.key, record.caption) for record in others if isinstance(record, Record)] == [
         ("a.npz/1", "two"),
         ("a.npz/2", "three"),

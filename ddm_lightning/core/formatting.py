@@ -22,12 +22,12 @@ LINE_SECONDS = 30.0
 """Interval of the lines that a log gets in place of bars."""
 
 
-def amount(num_bytes: float) -> str:
+def format_bytes(num_bytes: float) -> str:
     """Format bytes with a decimal unit, such as ``1.5 GB``."""
     return filesize.decimal(int(num_bytes))
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Format seconds with a unit from µs to days."""
     units = (("days", 86400.0, 2), ("h", 3600.0, 2), ("min", 60.0, 2), ("s", 1.0, 1), ("ms", 1e-3, 1))
     for unit, length, least in units:
@@ -96,6 +96,6 @@ class Bars(Progress):
 
 
 def _line_of(task: Task) -> str:
-    left = f", {duration(task.time_remaining)} left" if task.time_remaining else ""
+    left = f", {format_duration(task.time_remaining)} left" if task.time_remaining else ""
     note = f", {task.fields['note']}" if task.fields["note"] else ""
     return f"{task.description}: {task.completed:,.0f} of {task.total or 0:,.0f}{left}{note}"

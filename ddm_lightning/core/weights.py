@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ddm_lightning.core.errors import UserError, first_line
 from ddm_lightning.core.files import atomic_write, check_file, sha256_file
-from ddm_lightning.core.formatting import amount
+from ddm_lightning.core.formatting import format_bytes
 
 _DTYPES = (
     {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -117,7 +117,9 @@ def check_memory(tensors: Iterable[Tensor], source: str) -> None:
     """
     needed, free = sum(tensor.nbytes for tensor in tensors), free_bytes()
     if needed > free:
-        raise UserError(f"{source}: needs {amount(needed)} of memory, {amount(free)} is free; use a larger machine")
+        raise UserError(
+            f"{source}: needs {format_bytes(needed)} of memory, {format_bytes(free)} is free; use a larger machine"
+        )
 
 
 def free_bytes() -> float:

@@ -23,7 +23,7 @@ from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.core.devices import check_devices, device_of
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_files, atomic_write
-from ddm_lightning.core.formatting import Bars, amount
+from ddm_lightning.core.formatting import Bars, format_bytes
 from ddm_lightning.core.grids import labelled_grid, save_png
 from ddm_lightning.core.registry import CAPTION_ENCODERS, IMAGE_ENCODERS, Registry
 from ddm_lightning.ensemble.load import LoadedEnsemble, load_ensemble, load_single
@@ -290,7 +290,7 @@ def _check_space(folder: Path, num: int) -> None:
     place = next(one for one in (folder.resolve(), *folder.resolve().parents) if one.exists())
     free = shutil.disk_usage(place).free
     if (least := 4096 * num) > free:
-        problem = f"{num:,} images take at least {amount(least)}, and {amount(free)} is free"
+        problem = f"{num:,} images take at least {format_bytes(least)}, and {format_bytes(free)} is free"
         raise UserError(f"{place}: {problem}; lower --num, or give another disk with --out")
 
 

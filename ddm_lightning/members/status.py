@@ -12,7 +12,7 @@ from typing import Annotated
 
 from ddm_lightning.core import checks
 from ddm_lightning.core.files import atomic_write_json
-from ddm_lightning.core.formatting import duration
+from ddm_lightning.core.formatting import format_duration
 from ddm_lightning.core.processes import start_time
 from ddm_lightning.members.run_folder import read_record
 
@@ -86,7 +86,7 @@ class MemberStatus:
         if self.state not in ("starting", "training"):
             return self.state
         if self._is_elsewhere():
-            return f"seen {duration(max(time.time() - self.updated, 1))} ago"
+            return f"seen {format_duration(max(time.time() - self.updated, 1))} ago"
         return self.state if self.runs() else "killed"
 
     def note(self) -> str:

@@ -30,7 +30,7 @@ from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_write
 from ddm_lightning.partition.kmeans import balanced_kmeans, capacity, weighted_means
 from ddm_lightning.partition.lloyd import LARGEST_OVER_MEAN, lloyd_kmeans
-from ddm_lightning.partition.nearest import Tick, nearest, nearest_of_rows, one_thread, prepared
+from ddm_lightning.partition.nearest import OnProgress, nearest, nearest_of_rows, one_thread, prepared
 from ddm_lightning.partition.partition import (
     ClusterOfLabel,
     KeyHash,
@@ -72,7 +72,7 @@ def fit_partition(
     labels: Int[np.ndarray, "n"],
     keys: Sequence[str],
     features: str = "",
-    tick: Tick = lambda *_: None,
+    on_progress: OnProgress = lambda *_: None,
     kept_fine: tuple[Path, str] | None = None,
 ) -> tuple[Partition, Int32[np.ndarray, "n"]]:
     """Split the data set; the same samples, config and seed give the same partition.
@@ -84,7 +84,7 @@ def fit_partition(
         labels: class of each sample.
         keys: permanent name of each sample; ``random`` depends on them.
         features: name of the feature network; ``existing`` refuses a partition made with another.
-        tick: called with progress.
+        on_progress: called with progress.
         kept_fine: cache of the first stage: a file, and a key that it must carry to be reused.
 
     Returns:
@@ -96,11 +96,11 @@ def fit_partition(
     """
     check_sizes(config, len(rows))
     if config.kind == "kmeans":
-        rule, clusters = _two_stages(rows, config, seed, features, tick, kept_fine)
+        rule, clusters = _two_stages(rows, config, seed, features, on_progress, kept_fine)
     else:
         samples = Samples(rows, labels, keys)
         rule = _rule(samples, config, seed, features)
-        clusters = rule.assign(samples, config.device, tick)
+        clusters = rule.assign(samples, config.device, on_progress)
     counts = torch.from_numpy(np.bincount(clusters, minlength=config.num_clusters))
     _check_balance(counts, config)
     return Partition(rule, counts), clusters.astype(np.int32)
@@ -126,9 +126,9 @@ def displaced_fractions(
 
 
 def fit_fine(
-    rows: Rows, config: PartitionConfig, generator: torch.Generator, tick: Callable[[], None] = lambda: None
+    rows: Rows, config: PartitionConfig, generator: torch.Generator, on_progress: Callable[[], None] = lambda: None
 ) -> Float[Tensor, "f d"]:
-    """Fit the fine centroids (first stage), on the CPU; ``tick`` is called after each pass over large data.
+    """Fit the fine centroids (first stage), on the CPU; ``on_progress`` is called after each pass over large data.
 
     Raises:
         UserError: more fine centroids than distinct samples.
@@ -144,7 +144,7 @@ def fit_fine(
             with one_thread():
                 x = prepared(rows[:], config.metric)
                 return balanced_kmeans(x, num_fine, generator, config.num_iterations, LARGEST_OVER_MEAN)[0]
-        return lloyd_kmeans(rows, config, generator, tick)
+        return lloyd_kmeans(rows, config, generator, on_progress)
 
 
 def group_fine(
@@ -196,16 +196,21 @@ def _num_fitted(config: PartitionConfig, num_samples: int) -> int:
 
 
 def _two_stages(
-    rows: Rows, config: PartitionConfig, seed: int, features: str, tick: Tick, kept_fine: tuple[Path, str] | None
+    rows: Rows,
+    config: PartitionConfig,
+    seed: int,
+    features: str,
+    on_progress: OnProgress,
+    kept_fine: tuple[Path, str] | None,
 ) -> tuple[Rule, Int64[np.ndarray, "n"]]:
     generator = torch.Generator().manual_seed(seed)
     size, passes = _num_fitted(config, len(rows)), count(1)
     total = config.num_iterations * size + len(rows)
 
     def fit() -> dict[str, Tensor]:
-        fine = fit_fine(rows, config, generator, lambda: tick(next(passes) * size, total)).contiguous()
+        fine = fit_fine(rows, config, generator, lambda: on_progress(next(passes) * size, total)).contiguous()
         nearest_fine = nearest_of_rows(
-            rows, fine, config.metric, config.device, lambda done, num: tick(total - num + done, total)
+            rows, fine, config.metric, config.device, lambda done, num: on_progress(total - num + done, total)
         )
         return {"fine": fine, "nearest": torch.from_numpy(nearest_fine), "generator": generator.get_state()}
 

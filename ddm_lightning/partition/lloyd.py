@@ -37,7 +37,7 @@ _SPLIT = 0.1
 
 
 def lloyd_kmeans(
-    rows: Rows, config: PartitionConfig, generator: torch.Generator, tick: Callable[[], None] = lambda: None
+    rows: Rows, config: PartitionConfig, generator: torch.Generator, on_progress: Callable[[], None] = lambda: None
 ) -> Float[Tensor, "k d"]:
     """Run k-means to ``num_fine_centroids``; the result is the same for any split of the rows into arrays.
 
@@ -46,7 +46,7 @@ def lloyd_kmeans(
         config: number of centroids, metric (with ``spherical``, centroids are means of unit vectors), passes, and the
             torch device that computes.
         generator: CPU generator of all random numbers.
-        tick: called after each pass.
+        on_progress: called after each pass.
 
     Returns:
         Centroids, float32, on the CPU.
@@ -60,7 +60,7 @@ def lloyd_kmeans(
         centroids = means(sums, counts, centroids)
         if iteration < config.num_iterations - _SETTLING_ITERATIONS:
             centroids = _relocated(centroids, counts, costs, generator)
-        tick()
+        on_progress()
     return (centroids if centre is None else centroids + centre).cpu()
 
 

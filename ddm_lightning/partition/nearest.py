@@ -25,7 +25,7 @@ T = TypeVar("T")
 # Rows read at a time by ``nearest_of_rows``.
 ROWS_AT_ONCE = 4096
 
-Tick = Callable[[int, int], None]
+OnProgress = Callable[[int, int], None]
 """Progress: called with the rows read so far and all rows to read."""
 
 
@@ -130,7 +130,11 @@ def _nearest_in_float64(
 
 
 def nearest_of_rows(
-    rows: Rows, centroids: Float[Tensor, "k d"], metric: str, device: str = "cpu", tick: Tick = lambda *_: None
+    rows: Rows,
+    centroids: Float[Tensor, "k d"],
+    metric: str,
+    device: str = "cpu",
+    on_progress: OnProgress = lambda *_: None,
 ) -> Int32[np.ndarray, "n"]:
     """Apply ``nearest`` to features that may be larger than memory, in one pass.
 
@@ -145,5 +149,5 @@ def nearest_of_rows(
 
     for start, block in zip(starts, in_order(of_block, starts, device), strict=True):
         found[start : start + len(block)] = block.numpy()
-        tick(start + len(block), len(rows))
+        on_progress(start + len(block), len(rows))
     return found

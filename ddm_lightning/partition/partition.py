@@ -21,7 +21,7 @@ from ddm_lightning.core.columns import Rows
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_write
 from ddm_lightning.partition.kmeans import repair
-from ddm_lightning.partition.nearest import Tick, nearest_of_rows
+from ddm_lightning.partition.nearest import OnProgress, nearest_of_rows
 
 FORMAT_VERSION = 2
 
@@ -44,7 +44,9 @@ class Rule(ABC):
     kind: ClassVar[str]
 
     @abstractmethod
-    def assign(self, samples: Samples, device: str = "cpu", tick: Tick = lambda *_: None) -> Int64[np.ndarray, "n"]:
+    def assign(
+        self, samples: Samples, device: str = "cpu", on_progress: OnProgress = lambda *_: None
+    ) -> Int64[np.ndarray, "n"]:
         """Return the cluster of each sample, which depends on that sample alone.
 
         Raises:
@@ -66,9 +68,11 @@ class NearestCentroid(Rule):
     features: str = ""
     """Name of the feature network; a partition is not applied to features of another. Empty if unknown."""
 
-    def assign(self, samples: Samples, device: str = "cpu", tick: Tick = lambda *_: None) -> Int64[np.ndarray, "n"]:
+    def assign(
+        self, samples: Samples, device: str = "cpu", on_progress: OnProgress = lambda *_: None
+    ) -> Int64[np.ndarray, "n"]:
         """Return the cluster of each sample's nearest fine centroid."""
-        found = nearest_of_rows(samples.features, self.fine_centroids, self.metric, device, tick)
+        found = nearest_of_rows(samples.features, self.fine_centroids, self.metric, device, on_progress)
         return self.cluster_of_fine.numpy()[found]
 
 
@@ -87,7 +91,9 @@ class KeyHash(Rule):
         ranks = [len(keys) * k // num_clusters for k in range(1, num_clusters)]
         return cls(torch.from_numpy(np.sort(hashes(keys, seed))[ranks]), seed)
 
-    def assign(self, samples: Samples, device: str = "cpu", tick: Tick = lambda *_: None) -> Int64[np.ndarray, "n"]:
+    def assign(
+        self, samples: Samples, device: str = "cpu", on_progress: OnProgress = lambda *_: None
+    ) -> Int64[np.ndarray, "n"]:
         """Return the cluster of each key's hash."""
         return np.searchsorted(self.cuts.numpy(), hashes(samples.keys, self.seed), side="right")
 
@@ -125,7 +131,9 @@ class ClusterOfLabel(Rule):
         table[present] = largest_first(home, sizes[present], num_clusters)
         return cls(table)
 
-    def assign(self, samples: Samples, device: str = "cpu", tick: Tick = lambda *_: None) -> Int64[np.ndarray, "n"]:
+    def assign(
+        self, samples: Samples, device: str = "cpu", on_progress: OnProgress = lambda *_: None
+    ) -> Int64[np.ndarray, "n"]:
         """Return the cluster of each sample's class."""
         table, labels = self.cluster_of_label.numpy(), samples.labels
         known = (labels >= 0) & (labels < len(table))

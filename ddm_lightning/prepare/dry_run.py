@@ -14,7 +14,7 @@ from rich.table import Table
 from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.core.devices import tf32
 from ddm_lightning.core.errors import UserError
-from ddm_lightning.core.formatting import amount, duration
+from ddm_lightning.core.formatting import format_bytes, format_duration
 from ddm_lightning.prepare.encode import latent_rows
 from ddm_lightning.prepare.engine import Reporter
 from ddm_lightning.prepare.reading import Reading
@@ -112,8 +112,8 @@ def dry_run_table(plan: DryRun, num_processes: int, num_gpus: int = 0) -> Table:
     sizes, times = zip(*((one.bytes_per_sample, one.seconds_per_sample) for one in plan.estimates), strict=True)
     for one in (*plan.estimates, Estimate("total", sum(sizes), sum(times))):
         num_samples, seconds = plan.num_samples, one.seconds_per_sample
-        size = "–" if num_samples is None else amount(one.bytes_per_sample * num_samples)
-        hours = "–" if num_samples is None or not seconds else duration(seconds * num_samples / shares)
-        cells = (one.name, f"{one.bytes_per_sample:,}", duration(seconds) if seconds else "–", size, hours)
+        size = "–" if num_samples is None else format_bytes(one.bytes_per_sample * num_samples)
+        hours = "–" if num_samples is None or not seconds else format_duration(seconds * num_samples / shares)
+        cells = (one.name, f"{one.bytes_per_sample:,}", format_duration(seconds) if seconds else "–", size, hours)
         table.add_row(*cells, end_section=one is plan.estimates[-1])
     return table

@@ -27,7 +27,7 @@ from ddm_lightning.core.errors import UserError, first_line
 from ddm_lightning.core.files import atomic_folder, atomic_write_json, sha256_file
 from ddm_lightning.prepare.engine import run_jobs
 from ddm_lightning.prepare.reading import Plugins, Reading, one_ahead
-from ddm_lightning.prepare.records import Broken, Part, Record, count_samples
+from ddm_lightning.prepare.records import BrokenSample, Part, Record, count_samples
 
 RECORDS, LATENTS, CAPTIONS, FEATURES = "records", "latents", "captions", "features"
 LEDGER = "part.json"
@@ -36,7 +36,7 @@ _CAPTIONS_AT_ONCE = 256
 # Samples to read before the fraction of broken ones can stop ``prepare``.
 _ENOUGH = 1000
 
-Tick = Callable[[int], None]
+OnProgress = Callable[[int], None]
 """Called with the number of samples read so far."""
 
 
@@ -54,14 +54,14 @@ class PartJob:
 
 
 def encode_parts(
-    jobs: Sequence[PartJob], plugins: Plugins, tick: Callable[[int, int], None], captions_used: bool
+    jobs: Sequence[PartJob], plugins: Plugins, on_progress: Callable[[int, int], None], captions_used: bool
 ) -> None:
     """Compute the wanted groups of all jobs with the configured engine.
 
     Args:
         jobs: one per part.
         plugins: source and encoders.
-        tick: called with samples done and samples in total.
+        on_progress: called with samples done and samples in total.
         captions_used: whether a sample with an unreadable caption counts as broken.
 
     Raises:
@@ -70,7 +70,7 @@ def encode_parts(
     config, total, done, counts = plugins.config, count_samples(job.part for job in jobs), 0, Counter[str]()
 
     def advance(in_part: int) -> None:
-        tick(done + in_part, max(total or 0, done + in_part))
+        on_progress(done + in_part, max(total or 0, done + in_part))
 
     for number, state in run_jobs(encode_part, jobs, plugins, total, advance, config.engine):
         done += state["num_read"]
@@ -109,7 +109,7 @@ def check_broken(
 
 
 @tf32()
-def encode_part(job: PartJob, plugins: Plugins, tick: Tick) -> dict[str, Any]:
+def encode_part(job: PartJob, plugins: Plugins, on_progress: OnProgress) -> dict[str, Any]:
     """Write the wanted groups of one part; return the recorded facts of its samples.
 
     Raises:
@@ -124,10 +124,10 @@ def encode_part(job: PartJob, plugins: Plugins, tick: Tick) -> dict[str, Any]:
     image_groups = [name for name in job.wanted if name != CAPTIONS]
     try:
         if image_groups:
-            _encode_images(job, image_groups, ledger, plugins, tick)
+            _encode_images(job, image_groups, ledger, plugins, on_progress)
         if CAPTIONS in job.wanted:
             # The images have counted the samples already.
-            _encode_captions(job, ledger, plugins, tick if not image_groups else lambda _: None)
+            _encode_captions(job, ledger, plugins, on_progress if not image_groups else lambda _: None)
     except torch.OutOfMemoryError as error:
         remedy = "lower prepare.num_processes (each process loads its own networks), then run the same command again"
         raise UserError(f"part {job.part.name!r}: out of GPU memory ({first_line(error)}); {remedy}") from None
@@ -197,14 +197,14 @@ def key_hash(text: str) -> int:
     return int.from_bytes(blake2b(text.encode("utf-8"), digest_size=8).digest(), "little")
 
 
-def _encode_images(job: PartJob, names: list[str], ledger: Ledger, plugins: Plugins, tick: Tick) -> None:
+def _encode_images(job: PartJob, names: list[str], ledger: Ledger, plugins: Plugins, on_progress: OnProgress) -> None:
     start = time.monotonic()
     reading, texts, size, num_rows = Reading(job.part, plugins), _Texts(job.max_thumbnails), 0, 0
     with ExitStack() as stack:
         folders = {name: stack.enter_context(atomic_folder(job.folder / name)) for name in names}
         arrays = {name: stack.enter_context(_Arrays(folder)) for name, folder in folders.items()}
         for num_read, records, images in stack.enter_context(closing(one_ahead(reading.chunks()))):
-            tick(num_read)
+            on_progress(num_read)
             size = images.shape[1]
             if RECORDS in names:
                 texts.add(records, images, num_rows)
@@ -218,7 +218,7 @@ def _encode_images(job: PartJob, names: list[str], ledger: Ledger, plugins: Plug
             if FEATURES in names:
                 arrays[FEATURES].add("features", plugins.features.encode(images), "features are not finite")
             num_rows += len(records)
-        tick(reading.num_read)
+        on_progress(reading.num_read)
         if RECORDS in names:
             texts.write(folders[RECORDS], reading.broken)
         elif num_rows != (expected := ledger.records[RECORDS]["num_rows"]):
@@ -238,7 +238,7 @@ def latent_rows(plugins: Plugins, images: UInt8[np.ndarray, "n h w 3"]) -> dict[
     return rows
 
 
-def _encode_captions(job: PartJob, ledger: Ledger, plugins: Plugins, tick: Tick) -> None:
+def _encode_captions(job: PartJob, ledger: Ledger, plugins: Plugins, on_progress: OnProgress) -> None:
     start = time.monotonic()
     encoder = plugins.caption_encoder
     assert encoder is not None
@@ -248,7 +248,7 @@ def _encode_captions(job: PartJob, ledger: Ledger, plugins: Plugins, tick: Tick)
             rows = encoder.encode(captions[first : first + _CAPTIONS_AT_ONCE].tolist())
             for name in encoder.columns:
                 arrays.add(name, rows[name], "encoded caption is not finite")
-            tick(min(first + _CAPTIONS_AT_ONCE, len(captions)))
+            on_progress(min(first + _CAPTIONS_AT_ONCE, len(captions)))
     ledger.record(CAPTIONS, job.wanted[CAPTIONS], (job.folder / CAPTIONS).iterdir(), start, unfit=arrays.unfit)
 
 
@@ -294,7 +294,7 @@ class _Texts:
             (rank, row, _thumbnail(image) if row >= first_row else image) for rank, row, image in lowest
         ]
 
-    def write(self, folder: Path, broken: list[Broken]) -> None:
+    def write(self, folder: Path, broken: list[BrokenSample]) -> None:
         """Write all files; thumbnails in the order of their rows."""
         Strings.write(folder, "keys", self._keys)
         Strings.write(folder, "captions", self._captions)

@@ -68,7 +68,7 @@ def run_jobs(
     jobs: Sequence[Job],
     plugins: Plugins,
     num_samples: int | None,
-    tick: Callable[[int], None],
+    on_progress: Callable[[int], None],
     engine: str = "local",
 ) -> Iterator[tuple[int, Result]]:
     """Yield each job's number and result as it finishes; in this process if starting others is not worth it.
@@ -78,7 +78,7 @@ def run_jobs(
         jobs: the jobs.
         plugins: those of this process; another process builds its own and keeps them from job to job.
         num_samples: samples in all jobs; None if unknown.
-        tick: receives the samples done so far of the job running in this process.
+        on_progress: receives the samples done so far of the job running in this process.
         engine: ``local`` or ``ray``.
     """
     work_in_process = partial(_work_in_process, work, pickle.dumps(plugins.config))
@@ -88,7 +88,7 @@ def run_jobs(
     elif num_processes > 1:
         yield from run_local(work_in_process, jobs, num_processes)
     else:
-        yield from ((number, work(job, plugins, tick)) for number, job in enumerate(jobs))
+        yield from ((number, work(job, plugins, on_progress)) for number, job in enumerate(jobs))
 
 
 def _work_in_process(work: Callable[[Any, Plugins, Callable[[int], None]], Result], config: bytes, job: Any) -> Result:

@@ -19,7 +19,7 @@ from ddm_lightning.core.columns import Rows, StoredArray, Strings
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_write_json, atomic_write_text
 from ddm_lightning.prepare.encode import LEDGER, RECORDS, Ledger, check_broken
-from ddm_lightning.prepare.records import Broken, Part
+from ddm_lightning.prepare.records import BrokenSample, Part
 
 
 class Prepared:
@@ -224,4 +224,4 @@ def _broken(prepared: Prepared, dropped: Dropped) -> Iterator[dict[str, Any]]:
         if number in dropped:
             rows = sorted(dropped[number])
             for row, key in zip(rows, Strings(folder, "keys")[np.array(rows)], strict=True):
-                yield {"part": part.name, **asdict(Broken(key, dropped[number][row]))}
+                yield {"part": part.name, **asdict(BrokenSample(key, dropped[number][row]))}

@@ -24,7 +24,7 @@ from ddm_lightning.config.experiment import PrepareConfig
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import CAPTION_ENCODERS, FEATURES, IMAGE_ENCODERS, SOURCES
 from ddm_lightning.encoders.interfaces import CaptionEncoder, Features, ImageEncoder
-from ddm_lightning.prepare.records import Broken, Part, Record, Source
+from ddm_lightning.prepare.records import BrokenSample, Part, Record, Source
 
 Item = TypeVar("Item")
 
@@ -94,7 +94,7 @@ class Reading:
         """Samples read so far, broken ones included."""
         self.num_rows = 0
         """Samples yielded so far."""
-        self.broken: list[Broken] = []
+        self.broken: list[BrokenSample] = []
         """Broken samples so far."""
         self.unread_captions: dict[str, str] = {}
         """Cause by row of each unreadable caption; it is replaced by an empty one."""
@@ -130,7 +130,7 @@ class Reading:
         row = 0
         for found in map(_with_plain_text, self.plugins.source.read(self.part)):
             self.num_read += 1
-            if isinstance(found, Broken):
+            if isinstance(found, BrokenSample):
                 self.broken.append(found)
                 self.content.update(repr((found.key, found.cause)).encode())
                 continue
@@ -140,7 +140,7 @@ class Reading:
             first = image if first is None else first
             if image.shape != first.shape:
                 raise self._error(found, f"has {_size(image)} pixels, others have {_size(first)}", _SET_SIZE)
-            if isinstance(found.caption, Broken):
+            if isinstance(found.caption, BrokenSample):
                 self.unread_captions[str(row)] = found.caption.cause
                 found = replace(found, caption="")
             yield found, image
@@ -169,15 +169,15 @@ def _size(image: UInt8[np.ndarray, "h w 3"]) -> str:
     return f"{image.shape[1]} x {image.shape[0]}"
 
 
-def _with_plain_text(found: Record | Broken) -> Record | Broken:
-    """Return a record that UTF-8 can store: ``Broken`` for a bad key, or with a broken caption."""
-    if isinstance(found, Broken):
+def _with_plain_text(found: Record | BrokenSample) -> Record | BrokenSample:
+    """Return a record that UTF-8 can store: ``BrokenSample`` for a bad key, or with a broken caption."""
+    if isinstance(found, BrokenSample):
         return found
     for is_key, text in ((True, f"{found.key}{found.group or ''}"), (False, str(found.caption))):
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            broken = Broken(repr(found.key) if is_key else found.key, "text that UTF-8 cannot hold", str(error))
+            broken = BrokenSample(repr(found.key) if is_key else found.key, "text that UTF-8 cannot hold", str(error))
             return broken if is_key else replace(found, caption=broken)
     return found
 

@@ -18,8 +18,8 @@ class Record:
     """Unique name, independent of other samples; decides whether the sample is held out."""
     image: UInt8[np.ndarray, "h w 3"]
     """RGB image of any size."""
-    caption: str | Broken
-    """Caption; empty if unknown. ``Broken`` if unreadable: then the sample is broken if captions are used."""
+    caption: str | BrokenSample
+    """Caption; empty if unknown. ``BrokenSample`` if unreadable: then the sample is broken if captions are used."""
     label: int
     """Class, from 0 to the source's ``num_classes`` - 1."""
     group: str | None = None
@@ -27,7 +27,7 @@ class Record:
 
 
 @dataclass(frozen=True)
-class Broken:
+class BrokenSample:
     """An unusable sample: counted by cause, listed in ``prepared/broken.jsonl``, and skipped."""
 
     key: str
@@ -98,5 +98,5 @@ class Source(Protocol):
     def parts(self) -> Sequence[Part]:
         """List the parts in a fixed order without opening samples."""
 
-    def read(self, part: Part) -> Iterator[Record | Broken]:
-        """Yield every sample of one part in a fixed order; unreadable ones as ``Broken``."""
+    def read(self, part: Part) -> Iterator[Record | BrokenSample]:
+        """Yield every sample of one part in a fixed order; unreadable ones as ``BrokenSample``."""

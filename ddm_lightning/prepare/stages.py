@@ -25,7 +25,7 @@ from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.core.columns import save_array
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_write, atomic_write_json, sha256_file, sha256_json
-from ddm_lightning.core.formatting import amount
+from ddm_lightning.core.formatting import format_bytes
 from ddm_lightning.encoders.interfaces import bytes_per_sample
 from ddm_lightning.members.run_folder import RunFolder
 from ddm_lightning.partition.build import check_sizes, displaced_fractions, fit_partition
@@ -150,7 +150,7 @@ class Preparation:
                 "shards",
                 [stored, shards.compression, seed, groups(*keys.keys() - unstored), index, partition],
                 ("shards/*/*/index.json", "statistics.json"),
-                lambda: lambda: write_shards(self.plugins, seed, self.prepared, self._tick("shards")),
+                lambda: lambda: write_shards(self.plugins, seed, self.prepared, self._progress_of("shards")),
             ),
             Stage("upload", [shards.remote, files("shards")], ("uploaded.json",), lambda: self._upload),
             Stage(
@@ -288,7 +288,7 @@ class Preparation:
         if not unlisted:
             return
         num_bytes = sum(path.stat().st_size for folder in unlisted for path in folder.rglob("*") if path.is_file())
-        found = f"encoded parts that the source no longer lists: {len(unlisted):,}, {amount(num_bytes)}"
+        found = f"encoded parts that the source no longer lists: {len(unlisted):,}, {format_bytes(num_bytes)}"
         if prune:
             with self._alone():
                 for folder in unlisted:
@@ -309,7 +309,7 @@ class Preparation:
             PartJob(self.parts[number], self.prepared.part_folder(number), keys, max_thumbnails)
             for number, keys in wanted.items()
         ]
-        encode_parts(jobs, self.plugins, self._tick("encode"), self._captions_used)
+        encode_parts(jobs, self.plugins, self._progress_of("encode"), self._captions_used)
         num_parts, num_kept = len(self.parts), len(self.parts) - len(wanted)
         return f"{num_parts:,} part{'s' * (num_parts != 1)}" + (f", {num_kept:,} already encoded" if num_kept else "")
 
@@ -330,7 +330,7 @@ class Preparation:
             labels=prepared.rows(RECORDS, "label")[:],
             keys=prepared.texts("keys"),
             features=sha256_json(asdict(self.config.features)),
-            tick=self._tick("partition"),
+            on_progress=self._progress_of("partition"),
             kept_fine=(self.folder / "fine.safetensors", fine_key),
         )
         displaced = displaced_fractions(partition, features, clusters, config.device)
@@ -347,9 +347,9 @@ class Preparation:
 
     def _upload(self) -> str:
         remote, folder = str(self.config.shards.remote), self.prepared.shards
-        hashes = upload_shards(folder, remote, self._tick("upload"))
+        hashes = upload_shards(folder, remote, self._progress_of("upload"))
         atomic_write_json(self.folder / "uploaded.json", {"remote": remote, "sha256": hashes})
-        size = amount(sum((folder / name).stat().st_size for name in hashes))
+        size = format_bytes(sum((folder / name).stat().st_size for name in hashes))
         return f"{len(hashes)} files, {size}, each read back; islands stream them with island.shards={remote}"
 
     def _report(self) -> None:
@@ -361,5 +361,5 @@ class Preparation:
         self.reporter.say(f"bytes per sample: {sizes}, and its caption")
         self.reporter.advance("report", manifest.num_samples, manifest.num_samples)
 
-    def _tick(self, stage: str) -> Callable[[int, int], None]:
+    def _progress_of(self, stage: str) -> Callable[[int, int], None]:
         return lambda done, total: self.reporter.advance(stage, done, total)

@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float64, Int, UInt64
 from ddm_lightning.config.experiment import Experiment, ShardsConfig
 from ddm_lightning.core.columns import Rows
 from ddm_lightning.core.files import atomic_folder, atomic_write_json, read_json
-from ddm_lightning.core.formatting import amount
+from ddm_lightning.core.formatting import format_bytes
 from ddm_lightning.encoders.interfaces import array_encoding, parse_encoding
 from ddm_lightning.partition.partition import Partition
 from ddm_lightning.prepare.encode import CAPTIONS, FEATURES, LATENTS, RECORDS
@@ -115,7 +115,7 @@ class SplitJob:
 
 
 def write_split(
-    job: SplitJob, samples: Samples, config: ShardsConfig, tick: Callable[[int], None]
+    job: SplitJob, samples: Samples, config: ShardsConfig, on_progress: Callable[[int], None]
 ) -> Float64[np.ndarray, "3 c"]:
     """Write the shards of one split.
 
@@ -125,7 +125,7 @@ def write_split(
         job: the folder and its samples.
         samples: rows of all samples.
         config: shard size and compression.
-        tick: called with the number of samples written so far.
+        on_progress: called with the number of samples written so far.
 
     Returns:
         Per channel of ``x_0``: number of values, their sum, and the sum of their squares.
@@ -152,7 +152,7 @@ def write_split(
             block["caption"] = samples.captions.take(chosen)
             for row in range(len(chosen)):
                 writer.write({name: values[row] for name, values in block.items()})
-            tick(start + len(chosen))
+            on_progress(start + len(chosen))
     return sum(moments[1:], moments[0])
 
 
@@ -163,14 +163,14 @@ def statistics_of(moments: Float64[np.ndarray, "3 c"]) -> dict[str, list[float]]
     return {"mean": mean.tolist(), "std": np.sqrt(np.maximum(squares / count - mean**2, 0)).tolist()}
 
 
-def write_shards(plugins: Plugins, seed: int, prepared: Prepared, tick: Callable[[int, int], None]) -> str:
+def write_shards(plugins: Plugins, seed: int, prepared: Prepared, on_progress: Callable[[int, int], None]) -> str:
     """Write ``shards/cluster-k/{train,held-out,out-of-cluster}`` and ``statistics.json`` atomically.
 
     Args:
         plugins: encoders and configuration.
         seed: of the samples' order.
         prepared: folder with encoded parts and their clusters.
-        tick: called with samples done and samples in total.
+        on_progress: called with samples done and samples in total.
 
     Returns:
         The counts in words.
@@ -183,7 +183,7 @@ def write_shards(plugins: Plugins, seed: int, prepared: Prepared, tick: Callable
     done = 0
 
     def advance(in_folder: int) -> None:
-        tick(done + in_folder, num_written)
+        on_progress(done + in_folder, num_written)
 
     with atomic_folder(prepared.shards) as folder:
         jobs = [SplitJob(prepared.folder, folder, *order) for order in orders]
@@ -198,11 +198,11 @@ def write_shards(plugins: Plugins, seed: int, prepared: Prepared, tick: Callable
     num_samples, size = len(clusters), sum(path.stat().st_size for path in prepared.shards.rglob("*") if path.is_file())
     num_others = num_written - num_samples
     mixed = f", {num_others:,} of them copied for another cluster's expert" if num_others else ""
-    return f"{num_samples:,} samples{mixed}, {amount(size)}"
+    return f"{num_samples:,} samples{mixed}, {format_bytes(size)}"
 
 
-def _write_job(job: SplitJob, plugins: Plugins, tick: Callable[[int], None]) -> Float64[np.ndarray, "3 c"]:
-    return write_split(job, samples_of(Prepared(job.prepared), plugins), plugins.config.shards, tick)
+def _write_job(job: SplitJob, plugins: Plugins, on_progress: Callable[[int], None]) -> Float64[np.ndarray, "3 c"]:
+    return write_split(job, samples_of(Prepared(job.prepared), plugins), plugins.config.shards, on_progress)
 
 
 def samples_of(prepared: Prepared, plugins: Plugins) -> Samples:

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from ddm_lightning.core.errors import UserError, first_line
-from ddm_lightning.core.formatting import amount
+from ddm_lightning.core.formatting import format_bytes
 from ddm_lightning.shards.fetch import FetchedShards, Origin
 from ddm_lightning.shards.manifest import HELD_OUT, OUT_OF_CLUSTER, TRAIN, shard_name
 from ddm_lightning.shards.mds import Shards, open_shards
@@ -177,8 +177,9 @@ class ClusterDataModule(L.LightningDataModule):
         shards = FetchedShards(origins, [self.index_sha256.get(name) for name in names])
         needed, free = shards.missing_bytes(), shutil.disk_usage(self.cache).free
         if needed > free:
-            problem = f"the missing shards of {', '.join(names)} need {amount(needed)}, but {amount(free)} are free"
-            raise UserError(f"{self.cache}: {problem}; free some, or put run_dir on a larger disk")
+            problem = f"the missing shards of {', '.join(names)} need {format_bytes(needed)}"
+            remedy = "free some, or put run_dir on a larger disk"
+            raise UserError(f"{self.cache}: {problem}, but {format_bytes(free)} are free; {remedy}")
         return shards
 
     def _loader(self, names: Sequence[str], training: bool) -> ShardLoader:
@@ -205,7 +206,7 @@ def _check_shared_memory(num_bytes: int) -> None:
     """Refuse to start workers that would die of a bus error; skipped without ``/dev/shm``, which Linux has."""
     free = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else num_bytes
     if free < num_bytes:
-        problem = f"loading needs {amount(num_bytes)} of shared memory, but {amount(free)} are free"
+        problem = f"loading needs {format_bytes(num_bytes)} of shared memory, but {format_bytes(free)} are free"
         remedy = "lower island.num_workers, or give the container more (docker run --shm-size)"
         raise UserError(f"{SHARED_MEMORY}: {problem}; {remedy}")
 

@@ -17,7 +17,7 @@ from rich.console import Console
 from ddm_lightning.config.experiment import Experiment, IslandConfig
 from ddm_lightning.core.devices import autocast, configure_torch, device_of, resolve_accelerator
 from ddm_lightning.core.errors import UserError, first_line
-from ddm_lightning.core.formatting import amount
+from ddm_lightning.core.formatting import format_bytes
 from ddm_lightning.core.processes import FITTED_BY, keep_heap
 from ddm_lightning.core.registry import CALLBACKS, CAPTION_ENCODERS, STRATEGIES, require
 from ddm_lightning.core.weights import check_memory
@@ -101,7 +101,7 @@ def _fit_locked(
     size = checkpoint_bytes(num_parameters, num_widths, island.precision)
     for line in (
         f"{num_parameters / 1e6:.2f} M parameters, {reason}",
-        f"a checkpoint takes {amount(size)} of the disk and of the host's memory",
+        f"a checkpoint takes {format_bytes(size)} of the disk and of the host's memory",
         cost_line,
         *_attention_line(module, island),
     ):

@@ -6,7 +6,7 @@ from deadline import within
 from rich.console import Console
 
 from ddm_lightning.core import formatting
-from ddm_lightning.core.formatting import Bars, amount, duration
+from ddm_lightning.core.formatting import Bars, format_bytes, format_duration
 
 
 @pytest.mark.parametrize(
@@ -22,7 +22,7 @@ from ddm_lightning.core.formatting import Bars, amount, duration
     ],
 )
 def test_bytes_are_written_in_the_unit_that_fits(value, expected):
-    assert amount(value) == expected
+    assert format_bytes(value) == expected
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def test_bytes_are_written_in_the_unit_that_fits(value, expected):
     ],
 )
 def test_durations_are_written_in_the_unit_that_fits(value, expected):
-    assert duration(value) == expected
+    assert format_duration(value) == expected
 
 
 def test_a_log_gets_lines_in_place_of_bars(monkeypatch):

@@ -122,7 +122,7 @@ def test_displaced_samples_are_counted_and_progress_is_reported():
     features, _ = directions([300, 100, 60, 40], spread=0.4)
     ticks = []
     rows = Rows([features[:123], features[123:]])
-    partition, clusters = fit_and_assign(rows, config(4, 60), tick=lambda *at: ticks.append(at))
+    partition, clusters = fit_and_assign(rows, config(4, 60), on_progress=lambda *at: ticks.append(at))
     assert clusters.dtype == np.int32 and clusters.tolist() == assign(partition, features).tolist()
     points = features.astype(np.float64) / np.linalg.norm(features, axis=1, keepdims=True)
     distances = np.linalg.norm(points[:, None] - partition.rule.centroids.numpy(), axis=2)

@@ -10,7 +10,7 @@ from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import SOURCES
 from ddm_lightning.prepare.dry_run import dry_run, dry_run_table
 from ddm_lightning.prepare.prepared import Prepared
-from ddm_lightning.prepare.records import Broken
+from ddm_lightning.prepare.records import BrokenSample
 from ddm_lightning.prepare.stages import prepare
 
 pytestmark = pytest.mark.usefixtures("quick_prepare")
@@ -72,7 +72,7 @@ def test_bytes_a_sample_are_those_that_prepare_writes(tmp_path, horizontal_flips
 
 
 def test_a_source_that_does_not_know_its_size_is_estimated_by_the_sample(tmp_path, monkeypatch):
-    parts = {"broken": [Broken("x", "empty file")] * 3, "good": records(5, caption="é")}
+    parts = {"broken": [BrokenSample("x", "empty file")] * 3, "good": records(5, caption="é")}
     source = plug_in(monkeypatch, SOURCES, Listed(parts, sized=False))
     plan = dry_run(experiment_of(source), tmp_path)
     assert (plan.num_samples, plan.num_parts) == (None, 2)
@@ -90,7 +90,7 @@ def test_only_the_first_samples_are_read(tmp_path, monkeypatch):
 
 
 def test_a_source_of_which_nothing_can_be_read_is_told(tmp_path, monkeypatch):
-    source = plug_in(monkeypatch, SOURCES, Listed({"one": [Broken("x", "empty file")] * 20}))
+    source = plug_in(monkeypatch, SOURCES, Listed({"one": [BrokenSample("x", "empty file")] * 20}))
     with pytest.raises(UserError, match=r"no sample can be read \(for example 'x': empty file\); fix prepare\.source"):
         dry_run(experiment_of(source), tmp_path)
 

@@ -9,12 +9,12 @@ from prepare.listed import Listed, Listener, experiment_of, part_folder, plug_in
 from ddm_lightning.config.experiment import PluginConfig
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import sha256_file
-from ddm_lightning.core.formatting import amount
+from ddm_lightning.core.formatting import format_bytes
 from ddm_lightning.core.registry import CAPTION_ENCODERS, FEATURES, IMAGE_ENCODERS, SOURCES
 from ddm_lightning.prepare import encode
 from ddm_lightning.prepare.encode import LEDGER, Ledger, key_hash
 from ddm_lightning.prepare.prepared import Prepared
-from ddm_lightning.prepare.records import Broken
+from ddm_lightning.prepare.records import BrokenSample
 from ddm_lightning.prepare.stages import prepare
 
 pytestmark = pytest.mark.usefixtures("quick_prepare")
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("quick_prepare")
 
 @pytest.fixture
 def source():
-    return Listed({"one": records(20), "two": [Broken("x", "empty file"), *records(15, "b")], "none": []})
+    return Listed({"one": records(20), "two": [BrokenSample("x", "empty file"), *records(15, "b")], "none": []})
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def both(*groups):
 def test_columns_hold_what_source_and_encoders_give(tmp_path, experiment, source):
     prepare(experiment, tmp_path)
     prepared = Prepared(tmp_path / "prepared")
-    expected = [one for samples in source.samples.values() for one in samples if not isinstance(one, Broken)]
+    expected = [one for samples in source.samples.values() for one in samples if not isinstance(one, BrokenSample)]
     images = np.stack([one.image for one in expected])
     everyone = np.arange(35)
     np.testing.assert_array_equal(prepared.rows("latents", "x_0").take(everyone), images.transpose(0, 3, 1, 2))
@@ -111,7 +111,7 @@ def digests(run):
 
 
 def test_what_was_read_before_the_encoders_began_changes_no_byte(tmp_path, monkeypatch, experiment, source):
-    broken = [Broken(f"x{number}", "empty file") for number in range(9)]
+    broken = [BrokenSample(f"x{number}", "empty file") for number in range(9)]
     source.samples = {"one": [*records(300), *broken, *records(400, "b")], "two": records(20, "c")}
     source.fingerprints = dict.fromkeys(source.samples, "1")
     told = {}
@@ -220,7 +220,7 @@ def test_parts_that_are_gone_are_kept_until_pruned(tmp_path, experiment, source)
     del source.samples["two"]
     listener = Listener()
     manifest = prepare(experiment, tmp_path, listener)
-    kept = f"encoded parts that the source no longer lists: 1, {amount(size)}; "
+    kept = f"encoded parts that the source no longer lists: 1, {format_bytes(size)}; "
     assert listener.lines[-1] == kept + "prepare --prune removes them"
     source.samples = listed
     source.reads.clear()
@@ -309,7 +309,7 @@ def test_captions_of_rows_that_are_gone_are_not_taken_for_those_of_new_ones(tmp_
     encoder = experiment.prepare.caption_encoder
     prepare(experiment, tmp_path)
     experiment.prepare.caption_encoder = None
-    source.samples["two"] = [Broken("x", "empty file"), Broken("y", "empty file"), *records(14, "b")]
+    source.samples["two"] = [BrokenSample("x", "empty file"), BrokenSample("y", "empty file"), *records(14, "b")]
     shutil.rmtree(part_folder(tmp_path, "two") / "records")
     source.reads.clear()
     prepare(experiment, tmp_path)
@@ -388,7 +388,7 @@ def test_flips_store_the_encoding_of_the_mirrored_image(tmp_path, monkeypatch):
 def test_images_of_any_size_become_squares(tmp_path, monkeypatch):
     sizes = [(8, 8), (9, 20), (1, 1), (200, 3), (7, 7), (64, 65)]
     samples = [record(f"a{i}", size=sizes[i % len(sizes)]) for i in range(24)]
-    samples.insert(5, Broken("x", "truncated image"))
+    samples.insert(5, BrokenSample("x", "truncated image"))
     experiment = experiment_of(plug_in(monkeypatch, SOURCES, Listed({"one": samples})), max_bad_fraction=0.1)
     for aspect in ("crop", "pad", "stretch"):
         experiment.prepare.images.size, experiment.prepare.images.aspect = 10, aspect

@@ -12,7 +12,7 @@ from ddm_lightning.core.registry import CAPTION_ENCODERS, FEATURES, IMAGE_ENCODE
 from ddm_lightning.prepare import encode
 from ddm_lightning.prepare.encode import check_broken
 from ddm_lightning.prepare.prepared import Prepared
-from ddm_lightning.prepare.records import Broken
+from ddm_lightning.prepare.records import BrokenSample
 from ddm_lightning.prepare.stages import prepare
 from ddm_lightning.shards.manifest import Manifest
 
@@ -80,12 +80,12 @@ def test_keys_of_one_hash_that_differ_both_stay(run, monkeypatch):
 def test_what_is_broken_is_counted_by_cause_listed_and_left_out(run, monkeypatch):
     sources = {
         "one": [
-            Broken("p", "empty file"),
+            BrokenSample("p", "empty file"),
             *records(15),
-            Broken("q", "truncated image", "12 of 99 bytes"),
+            BrokenSample("q", "truncated image", "12 of 99 bytes"),
             record("lone", caption="\ud800"),
         ],
-        "nothing": [Broken("r", "empty file")],
+        "nothing": [BrokenSample("r", "empty file")],
         "two": records(15, "b"),
     }
     pixels, pooled = IMAGE_ENCODERS.build("pixels", {}), FEATURES.build("pooled-pixels", {})
@@ -140,7 +140,7 @@ def test_what_is_broken_is_counted_by_cause_listed_and_left_out(run, monkeypatch
     ("kind", "encoder", "lost"), [("text", True, 1), ("class", True, 0), ("none", True, 0), ("none", False, 0)]
 )
 def test_an_unreadable_caption_loses_a_sample_where_captions_are_used(tmp_path, monkeypatch, kind, encoder, lost):
-    unread = record("x", caption=Broken("x", "caption is not UTF-8", "0xe9"))
+    unread = record("x", caption=BrokenSample("x", "caption is not UTF-8", "0xe9"))
     source = Listed({"one": [unread, *records(30)]})
     experiment = experiment_of(plug_in(monkeypatch, SOURCES, source), max_bad_fraction=0.5)
     experiment.condition.kind = kind
@@ -175,7 +175,7 @@ def test_what_is_left_out_has_no_part_in_partition_and_shards(run, tmp_path, mon
     clean = Listed({"one": records(20), "two": records(20, "b"), "three": records(5, "c")})
     expected = prepare(experiment_of(plug_in(monkeypatch, SOURCES, clean, "clean")), tmp_path / "clean")
     dirty = {
-        "one": [record("a0"), Broken("x", "empty file"), *records(20)],
+        "one": [record("a0"), BrokenSample("x", "empty file"), *records(20)],
         "two": [*records(3), *records(20, "b"), record("b1")],
         "three": [*records(9, "b"), *records(5, "c")],
     }
@@ -196,7 +196,7 @@ def test_thumbnails_are_of_rows_that_are_kept(run):
 
 
 def bad_and_good(num_bad, num_good):
-    return [*(Broken(f"bad{i}", "empty file") for i in range(num_bad)), *records(num_good)]
+    return [*(BrokenSample(f"bad{i}", "empty file") for i in range(num_bad)), *records(num_good)]
 
 
 def test_too_many_broken_samples_stop_it_before_the_partition(run, tmp_path):
@@ -212,7 +212,7 @@ def test_too_many_broken_samples_stop_it_before_the_partition(run, tmp_path):
 
 
 def test_far_too_many_broken_samples_stop_it_early(monkeypatch, tmp_path):
-    parts = {f"part {i}": [Broken(f"{i}-{j}", "unreadable URL") for j in range(600)] for i in range(5)}
+    parts = {f"part {i}": [BrokenSample(f"{i}-{j}", "unreadable URL") for j in range(600)] for i in range(5)}
     source = Listed({**parts, "good": records(10)})
     experiment = experiment_of(plug_in(monkeypatch, SOURCES, source), max_bad_fraction=0.2)
     with pytest.raises(UserError, match="1200 of 1200 samples cannot be used"):
@@ -245,7 +245,7 @@ def test_empty_captions_are_counted_of_the_samples_that_can_be_used(run):
 
 @pytest.mark.parametrize("sized", [True, False])
 def test_a_source_of_which_nothing_is_left_is_refused(tmp_path, monkeypatch, sized):
-    parts = {"one": [Broken("a", "empty file")] * 13, "two": [Broken("b", "empty file")] * 13}
+    parts = {"one": [BrokenSample("a", "empty file")] * 13, "two": [BrokenSample("b", "empty file")] * 13}
     source = Listed(parts, sized=sized)
     experiment = experiment_of(plug_in(monkeypatch, SOURCES, source), max_bad_fraction=1.0)
     with pytest.raises(UserError, match=r"has no usable samples; fix prepare\.source"):
@@ -260,7 +260,7 @@ def test_a_source_without_parts_is_refused_before_anything_is_written(tmp_path, 
 
 def test_parts_of_several_image_sizes_are_named(run):
     with pytest.raises(UserError, match=r"8 pixels in 'one', 12 pixels in 'three'.*set prepare.images.size"):
-        run({"one": records(20), "two": [Broken("x", "empty file")], "three": records(20, "c", size=12)})
+        run({"one": records(20), "two": [BrokenSample("x", "empty file")], "three": records(20, "c", size=12)})
 
 
 def test_neither_open_files_nor_maps_grow_with_the_number_of_parts(run):

@@ -48,11 +48,11 @@ CLUSTERS = np.random.default_rng(1).integers(0, K, NUM)
 PIXELS = StoredForm("x_0", {"scale": 1 / 127.5, "shift": 127.5})
 
 
-def write(folder, samples, *, seed=0, tick=lambda _: None, **shards):
+def write(folder, samples, *, seed=0, on_progress=lambda _: None, **shards):
     held_out = np.random.default_rng(2).random(NUM) < 0.3
     orders = split_orders(held_out, CLUSTERS, K, seed)
     config = ShardsConfig(**shards)
-    return [write_split(SplitJob(folder, folder, *order), samples, config, tick) for order in orders], orders
+    return [write_split(SplitJob(folder, folder, *order), samples, config, on_progress) for order in orders], orders
 
 
 def test_samples_of_other_clusters_are_a_given_part_of_what_an_expert_trains_on():
@@ -92,7 +92,7 @@ def read(folder):
 
 def test_each_sample_lies_once_in_its_clusters_folder_with_all_its_columns(tmp_path, samples, columns):
     ticks = []
-    write(tmp_path, samples, tick=ticks.append)
+    write(tmp_path, samples, on_progress=ticks.append)
     seen = []
     for k in range(K):
         for split in ("train", "held-out"):

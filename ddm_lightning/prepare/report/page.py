@@ -22,7 +22,7 @@ from PIL import Image
 
 from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.core.files import atomic_folder, read_json
-from ddm_lightning.core.formatting import amount
+from ddm_lightning.core.formatting import format_bytes
 from ddm_lightning.core.grids import labelled_grid, save_png
 from ddm_lightning.partition.partition import NearestCentroid, Partition
 from ddm_lightning.prepare.encode import FEATURES
@@ -177,7 +177,7 @@ def _column_sizes(data: ReportData) -> list[list[str]]:
     """Disk space of each column: here, for one sample, for 1 million and for the paper's 158 million samples."""
     totals = {**data.column_bytes, "together": sum(data.column_bytes.values())} if data.column_bytes else {}
     scales = [size / data.num_samples for size in (data.num_samples, 1, 1e6, _PAPER_SAMPLES)]
-    return [[name, *(amount(num_bytes * scale) for scale in scales)] for name, num_bytes in totals.items()]
+    return [[name, *(format_bytes(num_bytes * scale) for scale in scales)] for name, num_bytes in totals.items()]
 
 
 def _data_url(image: bytes, kind: str) -> str:

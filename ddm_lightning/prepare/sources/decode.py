@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import UInt8
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from ddm_lightning.prepare.records import Broken
+from ddm_lightning.prepare.records import BrokenSample
 
 MAX_PIXELS = 1 << 27
 """Largest width times height to decode: the header of a small file can claim any size."""
@@ -22,7 +22,9 @@ _FORMATS = ("JPEG", "MPO", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000
 _SIGNATURES = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"GIF8", b"RIFF", b"II*\x00", b"MM\x00*", b"BM")
 
 
-def decode(data: bytes | Exception, key: str, max_pixels: int = MAX_PIXELS) -> UInt8[np.ndarray, "h w 3"] | Broken:
+def decode(
+    data: bytes | Exception, key: str, max_pixels: int = MAX_PIXELS
+) -> UInt8[np.ndarray, "h w 3"] | BrokenSample:
     """Decode an image: upright, on white where it is transparent, the first frame of an animation.
 
     Grey of more than 8 bits is scaled to 8: from 12 bits if no value is larger, else from 16. CMYK is
@@ -30,13 +32,13 @@ def decode(data: bytes | Exception, key: str, max_pixels: int = MAX_PIXELS) -> U
 
     Args:
         data: the encoded image, or the error of reading it.
-        key: of the sample, for ``Broken``.
+        key: of the sample, for ``BrokenSample``.
         max_pixels: largest width times height.
     """
     if isinstance(data, Exception):
         return _unread(data, key)
     if not data:
-        return Broken(key, "empty file")
+        return BrokenSample(key, "empty file")
     try:
         # Pillow warns of large images and of damaged Exif data, which is ignored below.
         with warnings.catch_warnings():
@@ -44,20 +46,20 @@ def decode(data: bytes | Exception, key: str, max_pixels: int = MAX_PIXELS) -> U
             with Image.open(BytesIO(data), formats=_formats()) as image:
                 return rgb(image, key, max_pixels)
     except Image.DecompressionBombError as error:
-        return Broken(key, "too many pixels", one_line(error))
+        return BrokenSample(key, "too many pixels", one_line(error))
     except UnidentifiedImageError:
         cause = "damaged image" if data.startswith(_SIGNATURES) else "no image"
-        return Broken(key, cause, f"begins with {data[:8]!r}")
+        return BrokenSample(key, cause, f"begins with {data[:8]!r}")
     except Exception as error:  # noqa: BLE001  Pillow raises anything on damaged files
-        return Broken(key, "damaged image", one_line(error))
+        return BrokenSample(key, "damaged image", one_line(error))
 
 
-def rgb(image: Image.Image, key: str, max_pixels: int = MAX_PIXELS) -> UInt8[np.ndarray, "h w 3"] | Broken:
+def rgb(image: Image.Image, key: str, max_pixels: int = MAX_PIXELS) -> UInt8[np.ndarray, "h w 3"] | BrokenSample:
     """Convert an opened Pillow image of any mode as ``decode`` does. Pillow's errors on damaged data pass through."""
     if image.width * image.height > max_pixels:
-        return Broken(key, "too many pixels", f"{image.width} x {image.height}; at most {max_pixels}")
+        return BrokenSample(key, "too many pixels", f"{image.width} x {image.height}; at most {max_pixels}")
     if not image.width * image.height:
-        return Broken(key, "no image", "no pixels")
+        return BrokenSample(key, "no image", "no pixels")
     image.load()
     with suppress(Exception):  # damaged Exif data is no reason to lose an image
         ImageOps.exif_transpose(image, in_place=True)
@@ -67,14 +69,14 @@ def rgb(image: Image.Image, key: str, max_pixels: int = MAX_PIXELS) -> UInt8[np.
         grey = np.clip(grey * (255 / (4095 if grey.max() <= 4095 else 65535)), 0, 255)
         image = Image.fromarray(np.rint(grey).astype(np.uint8))
     if image.mode == "F":
-        return Broken(key, "unsupported pixels", "floating-point numbers of unknown range")
+        return BrokenSample(key, "unsupported pixels", "floating-point numbers of unknown range")
     if image.has_transparency_data:
         white = Image.new("RGBA", image.size, "white")
         image = Image.alpha_composite(white, image.convert("RGBA"))
     return np.asarray(image.convert("RGB"))
 
 
-def caption_in(value: Any, key: str) -> str | Broken:
+def caption_in(value: Any, key: str) -> str | BrokenSample:
     """Return the caption of a cell: its text, the first entry of a list, or the empty string for null.
 
     Bytes are UTF-8; a byte-order mark and surrounding white space are removed. An exception stands for a caption that
@@ -88,15 +90,15 @@ def caption_in(value: Any, key: str) -> str | Broken:
         try:
             return value.decode("utf-8-sig").strip()
         except UnicodeDecodeError as error:
-            return Broken(key, "caption is not UTF-8", str(error))
+            return BrokenSample(key, "caption is not UTF-8", str(error))
     if value is None or isinstance(value, str):
         return value or ""
-    return Broken(key, "caption is not text", f"a {type(value).__name__}")
+    return BrokenSample(key, "caption is not text", f"a {type(value).__name__}")
 
 
-def _unread(error: Exception, key: str) -> Broken:
+def _unread(error: Exception, key: str) -> BrokenSample:
     cause = "missing file" if isinstance(error, FileNotFoundError) else "unreadable file"
-    return Broken(key, cause, one_line(error))
+    return BrokenSample(key, cause, one_line(error))
 
 
 def one_line(error: BaseException) -> str:

@@ -15,7 +15,7 @@ from PIL import Image
 
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import SOURCES, require
-from ddm_lightning.prepare.records import Broken, Part, Record, block_of, block_parts
+from ddm_lightning.prepare.records import BrokenSample, Part, Record, block_of, block_parts
 
 _LICENSES = ("MIT", "Apache-2.0", "CC-BY-4.0", "CC0-1.0")
 _CATEGORIES = ("Logos", "Programming", "Flags / Maps")
@@ -100,7 +100,7 @@ class Icons:
             for part in block_parts(len(_icons(self.path, name)[0]), self.version, name, set=name)
         ]
 
-    def read(self, part: Part) -> Iterator[Record | Broken]:
+    def read(self, part: Part) -> Iterator[Record | BrokenSample]:
         """Render the icons of the block."""
         from resvg_py import svg_to_bytes
 
@@ -112,12 +112,12 @@ class Icons:
             try:
                 png = svg_to_bytes(svg_string=svg, width=self.size, background="#ffffff", skip_system_fonts=True)
             except ValueError as error:
-                yield Broken(key, "damaged image", str(error))
+                yield BrokenSample(key, "damaged image", str(error))
                 continue
             with Image.open(BytesIO(bytes(png))) as image:
                 pixels = np.asarray(image.convert("RGB"))
             if pixels.min() > _ALMOST_WHITE:
-                yield Broken(key, "blank image")
+                yield BrokenSample(key, "blank image")
                 continue
             yield Record(key, pixels, _VARIANT.sub("", name).replace("-", " "), 0, concept(name))
 

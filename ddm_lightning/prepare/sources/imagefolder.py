@@ -11,7 +11,7 @@ from pathlib import PurePosixPath
 
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import SOURCES
-from ddm_lightning.prepare.records import BLOCK_SIZE, Broken, Part, Record
+from ddm_lightning.prepare.records import BLOCK_SIZE, BrokenSample, Part, Record
 from ddm_lightning.prepare.sources.decode import caption_in, decode
 from ddm_lightning.prepare.sources.tables import PARAMS
 from ddm_lightning.prepare.sources.urls import Files
@@ -61,7 +61,7 @@ class ImageFolder:
         starts = [0, *(index for index, name in enumerate(names) if index and _begins_block(name)), len(names)]
         return [self._part(names[start:stop]) for start, stop in pairwise(starts)]
 
-    def read(self, part: Part) -> Iterator[Record | Broken]:
+    def read(self, part: Part) -> Iterator[Record | BrokenSample]:
         """Yield the images of the block."""
         # From the part, so that no worker lists the folder again.
         self.num_classes = part.where["num_classes"]
@@ -71,10 +71,12 @@ class ImageFolder:
         for name, label, found, data in zip(names, labels, captions, self.files.contents(names), strict=True):
             caption = caption_in(next(texts) if found is True else found, name)
             if label < 0:
-                yield Broken(name, "outside the class folders", f"set {PARAMS}.labels=false if folders are not classes")
+                yield BrokenSample(
+                    name, "outside the class folders", f"set {PARAMS}.labels=false if folders are not classes"
+                )
                 continue
             image = decode(data, name)
-            yield image if isinstance(image, Broken) else Record(name, image, caption, label)
+            yield image if isinstance(image, BrokenSample) else Record(name, image, caption, label)
 
     @cached_property
     def _images(self) -> list[str]:
@@ -103,7 +105,7 @@ class ImageFolder:
             try:
                 row = json.loads(line)
                 image, caption = row["file_name"], caption_in(row.get(self.caption_column), "")
-                if not isinstance(image, str) or image in captions or isinstance(caption, Broken):
+                if not isinstance(image, str) or image in captions or isinstance(caption, BrokenSample):
                     raise ValueError(f"'file_name' or {self.caption_column!r} is not text, or the name is not unique")
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 place = f"{self.files.shown(name)}: line {number}"

@@ -13,7 +13,7 @@ import numpy as np
 
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import SOURCES
-from ddm_lightning.prepare.records import Broken, Part, Record, block_of, block_parts
+from ddm_lightning.prepare.records import BrokenSample, Part, Record, block_of, block_parts
 from ddm_lightning.prepare.sources.decode import one_line
 from ddm_lightning.prepare.sources.tables import TableSource
 
@@ -45,8 +45,8 @@ class Mds(TableSource):
             parts += block_parts(shard["samples"], fingerprint, prefix=raw, shard=raw)
         return parts
 
-    def read(self, part: Part) -> Iterator[Record | Broken]:
-        """Yield the samples of the block; all are ``Broken`` if the shard is damaged."""
+    def read(self, part: Part) -> Iterator[Record | BrokenSample]:
+        """Yield the samples of the block; all are ``BrokenSample`` if the shard is damaged."""
         raw, numbers = part.where["shard"], block_of(part)
         shard = self._shards[raw]
         try:
@@ -54,7 +54,7 @@ class Mds(TableSource):
         except UserError:
             raise
         except Exception as error:  # noqa: BLE001  each compression raises its own errors
-            yield from (Broken(f"{raw}:{number}", "damaged shard", one_line(error)) for number in numbers)
+            yield from (BrokenSample(f"{raw}:{number}", "damaged shard", one_line(error)) for number in numbers)
             return
         for number, sample in zip(numbers, samples, strict=True):
             yield self._decode(sample, shard, f"{raw}:{number}")
@@ -106,13 +106,13 @@ class Mds(TableSource):
             raise ValueError("its length differs from its header")
         return [data[first:last] for first, last in pairwise(bounds.tolist())]
 
-    def _decode(self, sample: bytes, shard: dict[str, Any], place: str) -> Record | Broken:
+    def _decode(self, sample: bytes, shard: dict[str, Any], place: str) -> Record | BrokenSample:
         sizes, at = [], 0
         for size in shard["column_sizes"]:
             sizes.append(size or int.from_bytes(sample[at : at + 4], "little"))
             at += 0 if size else 4
         if at + sum(sizes) != len(sample):
-            return Broken(place, "damaged sample", "its length differs from its header")
+            return BrokenSample(place, "damaged sample", "its length differs from its header")
         row = {}
         try:
             for name, encoding, size in zip(shard["column_names"], shard["column_encodings"], sizes, strict=True):
@@ -120,7 +120,7 @@ class Mds(TableSource):
                     row[name] = _cell(encoding, sample[at : at + size])
                 at += size
         except (ValueError, TypeError) as error:
-            return Broken(place, "damaged sample", one_line(error))
+            return BrokenSample(place, "damaged sample", one_line(error))
         return self.record(row, place)
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from ddm_lightning.core import checks
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import SOURCES
-from ddm_lightning.prepare.records import Broken, Part, Record, Source, count_samples
+from ddm_lightning.prepare.records import BrokenSample, Part, Record, Source, count_samples
 from ddm_lightning.prepare.sources.tables import PARAMS
 
 
@@ -82,14 +82,14 @@ class Mixture:
             parts += _limit(wrapped, child.entry.max_samples)
         return _limit(parts, self.max_samples)
 
-    def read(self, part: Part) -> Iterator[Record | Broken]:
+    def read(self, part: Part) -> Iterator[Record | BrokenSample]:
         """Yield the samples of one part of one source."""
         number, quota = part.where["source"], part.where.get("quota")
         child = self._children[number]
         found = child.source.read(Part(**part.where["part"]))
         for one in found if quota is None else _choose(found, quota):
             key = f"{child.name}/{one.key}"
-            if isinstance(one, Broken):
+            if isinstance(one, BrokenSample):
                 yield replace(one, key=key)
                 continue
             caption = one.caption
@@ -117,7 +117,7 @@ def _limit(parts: list[Part], max_samples: int | None) -> list[Part]:
     return limited
 
 
-def _choose(found: Iterable[Record | Broken], num: int) -> list[Record | Broken]:
+def _choose(found: Iterable[Record | BrokenSample], num: int) -> list[Record | BrokenSample]:
     """Return the ``num`` samples whose keys have the lowest hashes, in their order."""
     numbered = heapq.nsmallest(num, enumerate(found), key=lambda item: hashlib.sha256(item[1].key.encode()).digest())
     return [one for _, one in sorted(numbered, key=lambda item: item[0])]

@@ -14,7 +14,7 @@ from PIL import Image
 
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import SOURCES, require
-from ddm_lightning.prepare.records import BLOCK_SIZE, Broken, Part, Record, block_parts
+from ddm_lightning.prepare.records import BLOCK_SIZE, BrokenSample, Part, Record, block_parts
 from ddm_lightning.prepare.sources.decode import caption_in, decode, one_line, rgb
 from ddm_lightning.prepare.sources.urls import Files
 
@@ -108,26 +108,26 @@ class TableSource:
                 has = ", ".join(existing) or "none"
                 raise UserError(f"key '{PARAMS}.{name}': {place} has no column {column!r}; it has: {has}")
 
-    def record(self, row: Mapping[Any, Any], place: str) -> Record | Broken:
+    def record(self, row: Mapping[Any, Any], place: str) -> Record | BrokenSample:
         """Return a row as a record; ``place`` is its key if there is no key column."""
         key = place if self.key_column is None else _text(row[self.key_column])
         if key is None:
-            return Broken(place, "no key")
+            return BrokenSample(place, "no key")
         group = None if self.group_column is None else _text(row[self.group_column])
         if self.group_column is not None and group is None:
-            return Broken(key, "no group")
+            return BrokenSample(key, "no group")
         label = 0 if self.label_column is None else self._label(row[self.label_column], key)
         image = self._image(row[self.image_column], key)
         for found in (image, label):
-            if isinstance(found, Broken):
+            if isinstance(found, BrokenSample):
                 return found
         caption = next((row[name] for name in self.captions if row[name]), None)
         return Record(key, image, caption_in(caption, key), label, group)  # type: ignore[arg-type]
 
-    def _label(self, value: Any, key: str) -> int | Broken:
+    def _label(self, value: Any, key: str) -> int | BrokenSample:
         """Return the class of a cell: a number, a class name, or either of them as text or bytes."""
         if value is None:
-            return Broken(key, "no label")
+            return BrokenSample(key, "no label")
         if isinstance(value, bytes):
             value = _text(value)
         if isinstance(value, str) and value in self._number_of:
@@ -136,17 +136,21 @@ class TableSource:
             number = int(value)
             if 0 <= number < (self.num_classes or 1) and number == float(value):
                 return number
-        return Broken(key, "unknown class", f"{repr(value)[:80]}, of {self.num_classes} classes")
+        return BrokenSample(key, "unknown class", f"{repr(value)[:80]}, of {self.num_classes} classes")
 
     def _image(self, cell: Any, key: str) -> Any:
-        """Return the pixels of a cell, ``Broken`` if there are none."""
+        """Return the pixels of a cell, ``BrokenSample`` if there are none."""
         if isinstance(cell, Mapping):
             cell = cell.get("path") if cell.get("bytes") is None else cell["bytes"]
         if isinstance(cell, str):
             cell = self._fetch(cell)
         if isinstance(cell, (bytes, Exception)):
             return decode(cell, key)
-        return rgb(cell, key) if isinstance(cell, Image.Image) else Broken(key, "no image", f"a {type(cell).__name__}")
+        return (
+            rgb(cell, key)
+            if isinstance(cell, Image.Image)
+            else BrokenSample(key, "no image", f"a {type(cell).__name__}")
+        )
 
     def _fetch(self, path: str) -> bytes | Exception:
         """Read an image file, or return the error."""
@@ -220,8 +224,8 @@ class Parquet(TableSource):
                 parts += self._parts_of(file, reader)
         return parts
 
-    def read(self, part: Part) -> Iterator[Record | Broken]:
-        """Yield the rows of a part; where the file is damaged, one ``Broken`` per lost row.
+    def read(self, part: Part) -> Iterator[Record | BrokenSample]:
+        """Yield the rows of a part; where the file is damaged, one ``BrokenSample`` per lost row.
 
         Raises:
             UserError: the connection broke.
@@ -240,7 +244,7 @@ class Parquet(TableSource):
             except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
                 stop = row + 1 if part.num_samples is None else first_row + part.num_samples
                 for lost in range(row, stop):
-                    yield Broken(f"{file}:{lost}", "damaged table", one_line(error))
+                    yield BrokenSample(f"{file}:{lost}", "damaged table", one_line(error))
 
     def stored_class_names(self) -> list[str] | None:
         """Names of a Hugging Face ``ClassLabel`` column."""

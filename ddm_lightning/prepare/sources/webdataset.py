@@ -15,7 +15,7 @@ from typing import Any
 from ddm_lightning.core.checks import is_int
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import SOURCES
-from ddm_lightning.prepare.records import Broken, Part, Record
+from ddm_lightning.prepare.records import BrokenSample, Part, Record
 from ddm_lightning.prepare.sources.tables import PARAMS, TableSource
 
 _IMAGES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "jp2", "avif", "ppm", "img")
@@ -74,8 +74,8 @@ class WebDataset(TableSource):
                     sizes[name] = found["successes"]
         return sizes
 
-    def read(self, part: Part) -> Iterator[Record | Broken]:
-        """Yield the samples of the tar. In a damaged one, a ``Broken`` stands for the rest.
+    def read(self, part: Part) -> Iterator[Record | BrokenSample]:
+        """Yield the samples of the tar. In a damaged one, a ``BrokenSample`` stands for the rest.
 
         Raises:
             UserError: the connection broke.
@@ -96,16 +96,16 @@ class WebDataset(TableSource):
                 remedy = f"they have: {', '.join(existing)}; or set it to null"
                 raise UserError(f"key '{PARAMS}.{param}': {problem}; {remedy}")
 
-    def _sample(self, key: str, members: dict[str, bytes] | Broken) -> Record | Broken:
-        if isinstance(members, Broken):
+    def _sample(self, key: str, members: dict[str, bytes] | BrokenSample) -> Record | BrokenSample:
+        if isinstance(members, BrokenSample):
             return replace(members, key=key)
         cells = _cells(members)
         if isinstance(error := cells.get("json"), ValueError):
-            return Broken(key, "damaged JSON", str(error))
+            return BrokenSample(key, "damaged JSON", str(error))
         images = [name for name in ([self.image_column] if self.image_column else _IMAGES) if name in members]
         if len(images) != 1:
             cause = "several images" if images else "no image"
-            return Broken(key, cause, f"it has: {', '.join(cells)}; set {PARAMS}.image_column")
+            return BrokenSample(key, cause, f"it has: {', '.join(cells)}; set {PARAMS}.image_column")
         row = {column: cells.get(column) for column in self.columns}
         return self.record({**row, self.image_column: members[images[0]]}, key)
 
@@ -119,12 +119,12 @@ def _cells(members: dict[str, bytes]) -> dict[str, Any]:
     return {**members, **(about if isinstance(about, dict) else {}), **members}
 
 
-def samples_of(file: Any) -> Iterator[tuple[str, dict[str, bytes] | Broken]]:
-    """Yield key and members (content by extension) of every sample in a tar; ``Broken`` for bad ones.
+def samples_of(file: Any) -> Iterator[tuple[str, dict[str, bytes] | BrokenSample]]:
+    """Yield key and members (content by extension) of every sample in a tar; ``BrokenSample`` for bad ones.
 
     Adjacent files with the same name up to the first dot are one sample. Of several with the same extension the first
     counts; a second image begins another sample. Folders, links, hidden files and ``__...__`` are skipped. Damage ends
-    the tar: its sample and the rest are ``Broken``.
+    the tar: its sample and the rest are ``BrokenSample``.
     """
     key, members = "", dict[str, bytes]()
     try:
@@ -143,14 +143,17 @@ def samples_of(file: Any) -> Iterator[tuple[str, dict[str, bytes] | Broken]]:
                         yield key, members
                     key, members = stem, {}
                 if not dot:
-                    yield stem, Broken(stem, "no extension")
+                    yield stem, BrokenSample(stem, "no extension")
                     continue
                 content = tar.extractfile(member)
                 members[extension] = content.read() if content else b""
     except (tarfile.TarError, EOFError, UnicodeDecodeError) as error:
         if members:
-            yield key, Broken(key, "damaged tar", "the damage is in or after this sample")
-        yield "", Broken("", "rest of a damaged tar", f"nothing after {key or 'its start'!r} can be read: {error}")
+            yield key, BrokenSample(key, "damaged tar", "the damage is in or after this sample")
+        yield (
+            "",
+            BrokenSample("", "rest of a damaged tar", f"nothing after {key or 'its start'!r} can be read: {error}"),
+        )
         return
     if members:
         yield key, members

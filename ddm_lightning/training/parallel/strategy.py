@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from ddm_lightning.config.experiment import IslandConfig
 from ddm_lightning.core.devices import device_bytes, device_of
 from ddm_lightning.core.errors import UserError
-from ddm_lightning.core.formatting import amount
+from ddm_lightning.core.formatting import format_bytes
 from ddm_lightning.training.checkpoint import files
 from ddm_lightning.training.parallel.ranks import RankLauncher
 
@@ -215,7 +215,7 @@ def _by_memory(island: IslandConfig, num_parameters: int, num_widths: int) -> tu
     unsharded = training_bytes(num_parameters, num_widths, island.precision)
     weights = (2 if island.precision in HALF else bytes_per_number(island.precision)) * num_parameters
     room = 0.5 * device_bytes(island.accelerator)
-    reason = f"weights, gradients, AdamW and EMA take {amount(unsharded)} per device unsharded"
+    reason = f"weights, gradients, AdamW and EMA take {format_bytes(unsharded)} per device unsharded"
     if unsharded < room:
         return "ddp", reason
     # Gathered weights come on top of the shards. A block's whole gradients do, too, but are far smaller.

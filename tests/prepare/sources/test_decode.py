@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps
 
-from ddm_lightning.prepare.records import Broken
+from ddm_lightning.prepare.records import BrokenSample
 from ddm_lightning.prepare.sources.decode import decode
 
 
@@ -22,14 +22,14 @@ def noise(*shape, high=256, dtype=np.uint8):
 
 def picture(data):
     image = decode(data, "a")
-    assert not isinstance(image, Broken), image
+    assert not isinstance(image, BrokenSample), image
     assert image.dtype == np.uint8 and image.ndim == 3 and image.shape[2] == 3
     return image
 
 
 def cause(data, **limits):
     broken = decode(data, "a", **limits)
-    assert isinstance(broken, Broken) and broken.key == "a" and "\n" not in broken.detail
+    assert isinstance(broken, BrokenSample) and broken.key == "a" and "\n" not in broken.detail
     return broken.cause
 
 
@@ -168,7 +168,7 @@ def test_random_damage_gives_a_image_or_a_cause():
             damaged = whole.copy()
             damaged[random.integers(8, len(whole), 6)] = random.integers(0, 256, 6)
             result = decode(damaged.tobytes(), "a")
-            if isinstance(result, Broken):
+            if isinstance(result, BrokenSample):
                 assert result.cause in {
                     "damaged image", "too many pixels", "no image", "unsupported pixels",
                 }  # fmt: skip
@@ -177,7 +177,7 @@ def test_random_damage_gives_a_image_or_a_cause():
 def test_too_many_pixels_are_not_decoded():
     data = encoded(Image.new("1", (200, 100)))
     assert cause(data, max_pixels=19_999) == "too many pixels"
-    assert not isinstance(decode(data, "a", max_pixels=20_000), Broken)
+    assert not isinstance(decode(data, "a", max_pixels=20_000), BrokenSample)
     bomb = encoded(Image.new("1", (1, 1)))
     at = bomb.index(b"IHDR")
     for side in (20_000, 60_000):  # below and above the number that Pillow itself refuses

@@ -5,7 +5,7 @@ import pytest
 
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import SOURCES
-from ddm_lightning.prepare.records import Broken
+from ddm_lightning.prepare.records import BrokenSample
 from ddm_lightning.prepare.sources.icons import concept
 from ddm_lightning.testing import check_source
 
@@ -61,9 +61,9 @@ def test_it_keeps_the_contract_of_sources(package):
 
 def test_free_colourful_icons_without_trademarks_and_skin_tones_are_taken(package):
     found = found_in(package)
-    usable = {key for key, one in found.items() if not isinstance(one, Broken)}
+    usable = {key for key, one in found.items() if not isinstance(one, BrokenSample)}
     assert usable == {"free/red-apple", "free/wide-box", "free/offset", "other/red-apple-2-flat"}
-    assert {key: one.cause for key, one in found.items() if isinstance(one, Broken)} == {
+    assert {key: one.cause for key, one in found.items() if isinstance(one, BrokenSample)} == {
         "free/nothing": "blank image",
         "free/damaged": "damaged image",
     }

@@ -7,7 +7,7 @@ from source_files import CAPTIONS, bad_images, encoded, noise, read_all, write
 
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import SOURCES
-from ddm_lightning.prepare.records import Broken
+from ddm_lightning.prepare.records import BrokenSample
 from ddm_lightning.prepare.sources import imagefolder
 
 
@@ -54,7 +54,7 @@ def test_a_image_outside_the_class_folders_is_counted(folder):
     write(folder, {"a.png": encoded(noise(2, 2, 3)), "x/b.png": encoded(noise(2, 2, 3))})
     found = samples(folder)
     assert found["a.png"].cause == "outside the class folders" and found["x/b.png"].label == 0
-    assert not any(isinstance(sample, Broken) for sample in samples(folder, labels=False).values())
+    assert not any(isinstance(sample, BrokenSample) for sample in samples(folder, labels=False).values())
 
 
 def test_captions_from_text_files_arrive_unchanged(folder):

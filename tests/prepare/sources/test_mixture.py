@@ -11,7 +11,7 @@ from source_files import encoded, noise, write
 from ddm_lightning.config.experiment import ImagesConfig, PluginConfig
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import SOURCES
-from ddm_lightning.prepare.records import Broken
+from ddm_lightning.prepare.records import BrokenSample
 from ddm_lightning.prepare.stages import prepare
 from ddm_lightning.testing import check_source
 
@@ -83,11 +83,11 @@ def test_a_maximum_of_all_keeps_the_proportions_and_grows_by_adding(monkeypatch)
 
 
 def test_broken_samples_captions_and_empty_captions_pass_through(monkeypatch):
-    unread = Broken("c", "missing file")
-    given = [Broken("a", "empty file"), record("b", caption=""), record("c", caption=unread, group="film")]
+    unread = BrokenSample("c", "missing file")
+    given = [BrokenSample("a", "empty file"), record("b", caption=""), record("c", caption=unread, group="film")]
     plug_in(monkeypatch, SOURCES, Listed({"all": given}))
     broken, empty, grouped = read(build({"name": "made-up", "prefix": "x"}))
-    assert broken == Broken("x/a", "empty file")
+    assert broken == BrokenSample("x/a", "empty file")
     assert (empty.caption, empty.group) == ("x", None)
     assert (grouped.caption, grouped.group) == (unread, "film")
 

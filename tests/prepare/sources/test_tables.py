@@ -16,7 +16,7 @@ from streaming import MDSWriter
 
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import SOURCES
-from ddm_lightning.prepare.records import Broken
+from ddm_lightning.prepare.records import BrokenSample
 
 NAMES = ["cat", "dog", "cow"]
 
@@ -294,7 +294,7 @@ def test_damage_inside_a_table_breaks_its_rows_and_no_others(source, tmp_path):
         path.write_bytes(bytes(content))
         found = samples(source, tmp_path)
     assert len(found) == 1100, "every row is accounted for"
-    broken = [index for index, sample in enumerate(found) if isinstance(sample, Broken)]
+    broken = [index for index, sample in enumerate(found) if isinstance(sample, BrokenSample)]
     assert 700 in broken and 0 < len(broken) <= 600 and 0 not in broken
     assert {found[index].cause for index in broken} <= {"damaged table", "damaged shard"}
     assert found[700].key == f"{FILES[source]}:700"
@@ -322,7 +322,7 @@ def test_a_connection_that_breaks_is_no_damaged_table(monkeypatch, source, num_b
     monkeypatch.setattr(type(store), "_open", lambda self, path, *_, **__: Cut(self.store[path].getvalue()))
     with pytest.raises(UserError, match="cannot be read: ConnectionResetError: reset by peer; fix the address"):
         for part in parts:
-            assert not [found for found in built.read(part) if isinstance(found, Broken)]
+            assert not [found for found in built.read(part) if isinstance(found, BrokenSample)]
     if num_bytes == 0:
         with pytest.raises(UserError, match="cannot be read: ConnectionResetError: reset by peer"):
             again.parts()

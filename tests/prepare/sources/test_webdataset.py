@@ -11,7 +11,7 @@ from source_files import CAPTIONS, bad_images, encoded, noise, read_all, write
 
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import SOURCES
-from ddm_lightning.prepare.records import Broken
+from ddm_lightning.prepare.records import BrokenSample
 
 
 def tar_of(files, format=tarfile.PAX_FORMAT):
@@ -132,9 +132,9 @@ def test_captions_arrive_unchanged_from_text_and_from_json(folder):
 
 
 def cause_of(sample):
-    if isinstance(sample, Broken):
+    if isinstance(sample, BrokenSample):
         return sample.cause
-    return sample.caption.cause if isinstance(sample.caption, Broken) else None
+    return sample.caption.cause if isinstance(sample.caption, BrokenSample) else None
 
 
 def test_every_bad_sample_is_counted(folder):
@@ -180,7 +180,7 @@ def test_labels_in_a_member(tmp_path, label, expected):
     files = [("a.png", encoded(noise(2, 2, 3))), ("a.txt", ""), ("a.cls", label)]
     write(str(tmp_path), {"a.tar": tar_of(files)})
     (found,) = samples(str(tmp_path), label_column="cls", class_names=["cat", "dog", "cow"])
-    assert (found.cause if isinstance(found, Broken) else found.label) == expected
+    assert (found.cause if isinstance(found, BrokenSample) else found.label) == expected
 
 
 def test_a_tar_cut_anywhere_gives_what_was_before_and_says_that_something_is_missing(tmp_path):
@@ -192,11 +192,11 @@ def test_a_tar_cut_anywhere_gives_what_was_before_and_says_that_something_is_mis
     for length in (*starts, *(start + 300 for start in starts), *(start + 700 for start in starts), end):
         write(str(tmp_path), {"0.tar": whole[:length]})
         found = samples(str(tmp_path))
-        keys = [record.key for record in found if not isinstance(record, Broken)]
+        keys = [record.key for record in found if not isinstance(record, BrokenSample)]
         num_whole = sum(start + 512 <= length for start in starts[3::3])
         assert keys[:-2] == [f"0.tar/{i:09}" for i in range(num_whole)]
         assert keys[-2:] == ["1.tar/000000010", "1.tar/000000011"], "the next tar is read"
-        broken = [sample for sample in found if isinstance(sample, Broken)]
+        broken = [sample for sample in found if isinstance(sample, BrokenSample)]
         assert {sample.cause for sample in broken[:-1]} <= {"damaged tar"}
         assert (broken[-1].key, broken[-1].cause) == ("0.tar", "rest of a damaged tar")
 
