@@ -59,8 +59,6 @@ NOTEBOOK = ["notebook>=7"]
 COMPLETION = ["argcomplete>=3"]
 RAY = ["ray[data]>=2.40"]
 WANDB = ["wandb>=0.18"]
-# What benchmarks compare with.
-BENCHMARKS = ["faiss-cpu>=1.8", "litdata>=0.2.50", "webdataset>=0.2.100"]
 
 TEST = [
     *DEMO,
@@ -72,7 +70,8 @@ TEST = [
     *PAGE,
     *COMPLETION,
     *RAY,
-    *BENCHMARKS,
+    # Writes archives that tests read.
+    "webdataset>=0.2.100",
     "pytest>=8",
     "pytest-xdist>=3.6",
     "beartype>=0.18",
@@ -111,7 +110,6 @@ setup(
         "completion": COMPLETION,
         "ray": RAY,
         "wandb": WANDB,
-        "benchmarks": BENCHMARKS,
         "test": TEST,
         "dev": [*TEST, "pre-commit>=4"],
     },

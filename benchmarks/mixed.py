@@ -14,8 +14,7 @@ from dataclasses import replace
 
 import torch
 from common import REPOSITORY, Report, call, console, load, parse, parser, run, use_all_threads
-from router_scores import noised
-from split import Split, read_split
+from split import Split, noised, read_split
 
 from ddm_lightning.config.load import to_yaml
 from ddm_lightning.core.files import atomic_write_text, read_json

@@ -14,8 +14,7 @@ from collections.abc import Sequence
 
 import torch
 from common import REPOSITORY, Report, by_time, call, console, load, parse, parser, run, use_all_threads
-from router_scores import noised
-from split import Split, read_split
+from split import Split, noised, read_split
 from torch import Tensor
 
 from ddm_lightning.ensemble.load import load_ensemble

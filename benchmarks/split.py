@@ -16,6 +16,8 @@ from torch import Tensor
 
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.flow.condition import Condition
+from ddm_lightning.flow.path import interpolate
+from ddm_lightning.flow.randomness import keyed_generator
 from ddm_lightning.members.run_folder import RunFolder
 from ddm_lightning.shards.fetch import Origin
 from ddm_lightning.shards.manifest import HELD_OUT, Manifest, StoredForm, shard_name
@@ -93,3 +95,9 @@ def read_samples(folders: Sequence[Path]) -> Iterator[dict[str, Any]]:
                 if info["zip_data"]:
                     Origin(str(folder), Path(scratch)).fetch(info, wait=True)
                 yield from reader_from_json(scratch if info["zip_data"] else str(folder), None, info)
+
+
+def noised(x_0: Float[Tensor, "n c h w"], t: float, draw: int, seed: int, purpose: str) -> Float[Tensor, "n c h w"]:
+    """Add the noise of one draw to every sample; different purposes have different noise."""
+    noise = torch.randn(x_0.shape, generator=keyed_generator(seed, purpose, draw))
+    return interpolate(x_0, noise, torch.full((len(x_0),), t))

@@ -1,4 +1,4 @@
-"""Time of one optimizer step: our loop against a bare one, our network against diffusers', FSDP2 against DDP.
+"""Time of one optimizer step: our loop against a bare one and our network against diffusers'.
 
 The sides alternate in one process, a few steps each; ratios are medians over neighbouring groups of turns. On a GPU the
 networks are DiT-XL/2 in bfloat16 with compiled blocks, and its speed and memory are measured, too.
@@ -28,7 +28,6 @@ ensure_torchvision_importable()
 import step_gpu  # noqa: E402  # after torchvision has been made importable
 import step_loops  # noqa: E402
 import step_networks  # noqa: E402
-import step_sharded  # noqa: E402
 from step_clock import Seconds, grouped, median, ratio, ratios  # noqa: E402
 from step_networks import Sizes  # noqa: E402
 
@@ -111,12 +110,9 @@ def main(arguments: Sequence[str] | None) -> None:
     cli.add_argument("--json", metavar="OUT", type=Path, help="write commit, device, command and figures here")
     cli.add_argument("--quick", action="store_true", help="two to three minutes; the same ratios with less certainty")
     cli.add_argument("--device", choices=("cpu", "cuda"), default=None, help="default: cuda where there is one")
-    cli.add_argument("--original", metavar="FOLDER", type=Path, help="checkout of facebookresearch/DiT to compare with")
     cli.set_defaults(overrides=[], config=str(REPOSITORY / "experiments" / "tiny_2x.yaml"))
     options = parse(cli, arguments)
     name = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if options.original is not None:
-        step_networks.original_side(SMALL, options.original)  # report problems before the other measurements
     torch.set_num_threads(1)
     report = Report(f"One optimizer step on {name}, one thread", HEADINGS)
     with tempfile.TemporaryDirectory(prefix="step-") as folder:
@@ -128,9 +124,7 @@ def main(arguments: Sequence[str] | None) -> None:
             add_loop(report, loop, trained(options, overrides))
     num_rounds = 3 if options.quick else 30
     for kind in NETWORKS[name]:
-        add_networks(report, kind, torch.device(name), num_rounds, options.original)
-    sharded = step_sharded.measure(SMALL, 4 if options.quick else 20, 1 if options.quick else 2)
-    add_sharded(report, sharded)
+        add_networks(report, kind, torch.device(name), num_rounds)
     if name == "cuda":
         step_gpu.measure(report, step_gpu.XL2, torch.device(name), 5 if options.quick else 20, 10)
     else:
@@ -189,17 +183,13 @@ def same(trained: step_loops.Trained) -> bool:
     return ours.keys() == bare.keys() and all(torch.equal(a.cpu(), b.cpu()) for a, b in pairs)
 
 
-def add_networks(
-    report: Report, kind: Networks, device: torch.device, num_rounds: int, original: Path | None = None
-) -> None:
-    """Add rows and figures of our network against diffusers' and, if its folder is given, the original one."""
+def add_networks(report: Report, kind: Networks, device: torch.device, num_rounds: int) -> None:
+    """Add rows and figures of our network against diffusers'."""
     ours = {f"ours{end}": step_networks.our_side(kind.sizes) for end in kind.compiled}
     others = {
         "diffusers": step_networks.diffusers_side(kind.sizes, nearest=False),
         "diffusers_nearest": step_networks.diffusers_side(kind.sizes, nearest=True),
     }
-    if original is not None:
-        others["original"] = step_networks.original_side(kind.sizes, original)
     compiled = {f"ours{end}" for end, is_compiled in kind.compiled.items() if is_compiled}
     steps = {
         name: step_networks.Step(side, kind.sizes, device, half=kind.half, compiled=name in compiled)
@@ -223,17 +213,6 @@ def add_networks(
     report.figures |= {f"seconds_{name}{kind.end}": median(found[name]) for name in others}
     report.figures |= {f"parameters_{name}": side.num_parameters for name, side in others.items()}
     report.figures["parameters_ours"] = next(iter(ours.values())).num_parameters
-
-
-def add_sharded(report: Report, found: dict[str, list[Seconds]]) -> None:
-    """Add the row and the figures of two processes."""
-    title = f"FSDP2 against DDP, {step_sharded.WORLD} processes on gloo: {SMALL} per process"
-    _row(report, title, found["fsdp2"], found["ddp"])
-    report.figures |= {
-        "fsdp2_over_ddp": ratio(found["fsdp2"], found["ddp"]),
-        "seconds_fsdp2": median(found["fsdp2"]),
-        "seconds_ddp": median(found["ddp"]),
-    }
 
 
 def _row(report: Report, title: str, ours: Sequence[Seconds], others: Sequence[Seconds]) -> None:

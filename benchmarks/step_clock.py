@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,19 +18,16 @@ class Seconds(NamedTuple):
     """CPU time of this process: hardly affected by other processes, and without the GPU's work."""
 
 
-Clock = Callable[[], Seconds]
-
-
 def now() -> Seconds:
     """Read both clocks."""
     return Seconds(time.perf_counter(), time.process_time())
 
 
-def since(start: Seconds, device: torch.device, clock: Clock = now) -> Seconds:
+def since(start: Seconds, device: torch.device) -> Seconds:
     """Time from ``start`` until all work queued on ``device`` is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    end = clock()
+    end = now()
     return Seconds(end.wall - start.wall, end.cpu - start.cpu)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import lightning as L
 import torch
-from step_clock import Clock, Seconds, now, since
+from step_clock import Seconds, now, since
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -133,9 +133,8 @@ class TakeTurns(L.Callback):
     between steps.
     """
 
-    def __init__(self, bare: BareLoop, steps: int, clock: Clock = now) -> None:
+    def __init__(self, bare: BareLoop, steps: int) -> None:
         self.bare = bare
-        self.clock = clock
         self.turns = Turns(steps)
         self._start: Seconds | None = None
 
@@ -143,10 +142,10 @@ class TakeTurns(L.Callback):
         """Let the bare loop take its turn when it is due."""
         if trainer.global_step % self.turns.steps == 0:
             self._end_of_turn()
-            start = self.clock()
+            start = now()
             self.bare.take(self.turns.steps)
-            self.turns.bare.append(since(start, self.bare.device, self.clock))
-            self._start = self.clock()
+            self.turns.bare.append(since(start, self.bare.device))
+            self._start = now()
 
     def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
         """End the last turn, which no further step ends."""
@@ -155,7 +154,7 @@ class TakeTurns(L.Callback):
 
     def _end_of_turn(self) -> None:
         if self._start is not None:
-            self.turns.ours.append(since(self._start, self.bare.device, self.clock))
+            self.turns.ours.append(since(self._start, self.bare.device))
 
 
 @dataclass(frozen=True)
@@ -183,7 +182,7 @@ def our_trainer(experiment: Experiment) -> tuple[L.Trainer, MemberModule, Cluste
     return trainer, module, build_data(member, island, manifest, run)
 
 
-def train(experiment: Experiment, steps: int, clock: Clock = now) -> Trained:
+def train(experiment: Experiment, steps: int) -> Trained:
     """Train ``MEMBER`` of a prepared run as ``fit`` does and with the bare loop, alternating every ``steps`` steps."""
     device = torch.device("cuda" if resolve_accelerator(experiment.island.accelerator) == "gpu" else "cpu")
     run = RunFolder.of(experiment)
@@ -194,7 +193,7 @@ def train(experiment: Experiment, steps: int, clock: Clock = now) -> Trained:
     loader = data.train_dataloader()
     batches = itertools.chain.from_iterable(iter(loader) for _ in itertools.count())
     bare = BareLoop(experiment, manifest, batches, device)
-    turns = TakeTurns(bare, steps, clock)
+    turns = TakeTurns(bare, steps)
     # Just before the callback that saves after the last step, so that saving is not part of the last turn.
     callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # Lightning's list
     callbacks.insert(next(at for at, one in enumerate(callbacks) if isinstance(one, RollingCheckpoints)), turns)

@@ -1,22 +1,19 @@
-"""One training step of a network alone: ours, diffusers' and the original DiT in the same sizes."""
+"""One training step of a network alone: ours and diffusers' in the same sizes."""
 
 from __future__ import annotations
 
-import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
-from step_clock import Clock, Seconds, now, since, total
+from step_clock import Seconds, now, since, total
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
 
 from ddm_lightning.config.experiment import TrainConfig
-from ddm_lightning.core.errors import UserError
 from ddm_lightning.flow.condition import Condition, ConditionSpec
 from ddm_lightning.networks.attention import set_attention
 from ddm_lightning.networks.compiled import compile_blocks
@@ -70,8 +67,8 @@ class Side:
         return sum(parameter.numel() for parameter in self.network.parameters())
 
 
-def our_side(sizes: Sizes, attention: str = "auto", wrap: Callable[[nn.Module], nn.Module] | None = None) -> Side:
-    """Build our DiT; ``wrap`` distributes it over processes."""
+def our_side(sizes: Sizes, attention: str = "auto") -> Side:
+    """Build our DiT."""
     network = DiT(
         x_shape=sizes.x_shape,
         condition=ConditionSpec("class", NUM_CLASSES),
@@ -81,13 +78,12 @@ def our_side(sizes: Sizes, attention: str = "auto", wrap: Callable[[nn.Module], 
         patch_size=sizes.patch_size,
     )
     set_attention(network, attention)
-    wrapped = network if wrap is None else wrap(network)
 
     def predict(x_t: Tensor, t: Tensor, classes: Tensor) -> Tensor:
-        predicted: Tensor = wrapped(x_t, t, Condition.of(classes))
+        predicted: Tensor = network(x_t, t, Condition.of(classes))
         return predicted
 
-    return Side("ours", wrapped, predict)
+    return Side("ours", network, predict)
 
 
 def diffusers_side(sizes: Sizes, *, nearest: bool) -> Side:
@@ -121,44 +117,6 @@ def diffusers_side(sizes: Sizes, *, nearest: bool) -> Side:
     return Side(title, network.train(), predict)
 
 
-def original_side(sizes: Sizes, folder: Path) -> Side:
-    """Build the authors' DiT from ``folder``, a checkout of https://github.com/facebookresearch/DiT.
-
-    Its licence forbids commercial use, so this project does not contain it. It is initialised like ours: blocks are the
-    identity.
-
-    Raises:
-        UserError: ``folder`` is no such checkout, or timm is missing.
-    """
-    path = folder / "models.py"
-    spec = importlib.util.spec_from_file_location("original_dit", path)
-    try:
-        assert spec is not None and spec.loader is not None  # because the name ends in .py
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        network: nn.Module = module.DiT(
-            input_size=sizes.edge,
-            patch_size=sizes.patch_size,
-            in_channels=sizes.channels,
-            hidden_size=sizes.width,
-            depth=sizes.depth,
-            num_heads=sizes.num_heads,
-            num_classes=NUM_CLASSES,
-            learn_sigma=False,
-        )
-    except (OSError, ImportError, AttributeError, TypeError) as error:
-        raise UserError(
-            f"--original {folder}: {type(error).__name__}: {error}; give a checkout of facebookresearch/DiT, "
-            "which needs timm"
-        ) from error
-
-    def predict(x_t: Tensor, t: Tensor, classes: Tensor) -> Tensor:
-        predicted: Tensor = network(x_t, 1000 * t, classes)
-        return predicted
-
-    return Side("the original DiT", network.train(), predict)
-
-
 def forget_compiled() -> None:
     """Reset the compiler, so that the next network gets kernels for its own sizes.
 
@@ -186,12 +144,12 @@ class Timed(ABC):
     def take(self) -> None:
         """Take one step."""
 
-    def seconds(self, num_steps: int, clock: Clock = now) -> Seconds:
+    def seconds(self, num_steps: int) -> Seconds:
         """Take ``num_steps`` steps and return their mean time."""
-        start = clock()
+        start = now()
         for _ in range(num_steps):
             self.take()
-        return total([since(start, self.device, clock)], num_steps)
+        return total([since(start, self.device)], num_steps)
 
 
 class Step(Timed):
@@ -231,17 +189,15 @@ class Step(Timed):
         self.optimizer.step()
 
 
-def in_turn(
-    steps: Mapping[str, Timed], num_rounds: int, steps_per_turn: int, clock: Clock = now
-) -> dict[str, list[Seconds]]:
+def in_turn(steps: Mapping[str, Timed], num_rounds: int, steps_per_turn: int) -> dict[str, list[Seconds]]:
     """Measure seconds per step of each side, one value per round; every other round runs in reverse order.
 
     Two turns of each side warm up first.
     """
     for step in steps.values():
-        step.seconds(2 * steps_per_turn, clock)
+        step.seconds(2 * steps_per_turn)
     found: dict[str, list[Seconds]] = {name: [] for name in steps}
     for number in range(num_rounds):
         for name in list(steps)[:: 1 if number % 2 == 0 else -1]:
-            found[name].append(steps[name].seconds(steps_per_turn, clock))
+            found[name].append(steps[name].seconds(steps_per_turn))
     return found

@@ -73,7 +73,7 @@ def test_results_hold_origin_and_figures_and_the_table_lies_beside(tmp_path, mon
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["flop_matched", "router", "oracle_digits", "sweep", "report"])
+@pytest.mark.parametrize("name", ["flop_matched", "oracle_digits", "report"])
 def test_a_benchmark_starts_as_a_script(name):
     """Tests import torchvision's stand-in first; a script has to do it itself."""
     script = common.REPOSITORY / "benchmarks" / f"{name}.py"

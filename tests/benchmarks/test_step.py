@@ -4,14 +4,11 @@ import pytest
 import step
 import step_gpu
 import step_networks
-import step_sharded
 import torch
 from common import REPOSITORY, Report
 from step_clock import Seconds, ratio
 from step_loops import Trained, Turns
 from step_networks import Sizes
-
-from ddm_lightning.core.errors import UserError
 
 TINY = Sizes(width=16, depth=2, num_heads=2, patch_size=2, channels=3, edge=4, batch_size=2)
 CPU = torch.device("cpu")
@@ -109,36 +106,6 @@ def test_half_precision_is_that_of_the_products_in_a_step(half):
     assert seen == [torch.bfloat16 if half else torch.float32]
 
 
-ORIGINAL = """
-import torch
-class DiT(torch.nn.Module):
-    def __init__(self, input_size, patch_size, in_channels, hidden_size, depth, num_heads, num_classes, learn_sigma):
-        super().__init__()
-        assert not learn_sigma
-        self.scale = torch.nn.Parameter(torch.ones(in_channels, 1, 1))
-        self.embed = torch.nn.Embedding(num_classes, 1)
-    def forward(self, x, t, y):
-        assert t.max() > 1
-        return self.scale * x + t[:, None, None, None] / 1000 + self.embed(y)[..., None, None]
-"""
-
-
-def test_the_original_is_measured_where_it_lies(tmp_path):
-    (tmp_path / "models.py").write_text(ORIGINAL)
-    report = Report("", step.HEADINGS)
-    step.add_networks(report, step.Networks(TINY), CPU, 2, tmp_path)
-    assert report.figures["parameters_original"] == TINY.channels + step_networks.NUM_CLASSES
-    assert report.figures["ours_over_original"] > 0
-
-
-@pytest.mark.parametrize("source", [None, "import of_no_such_package", "DiT = 3", "class DiT: pass"])
-def test_no_original_is_one_line(tmp_path, source):
-    if source is not None:
-        (tmp_path / "models.py").write_text(source)
-    with pytest.raises(UserError, match=r"--original .*: .*give a checkout of facebookresearch/DiT"):
-        step_networks.original_side(TINY, tmp_path)
-
-
 def test_the_gpu_part_runs_on_a_cpu_and_says_what_did_not():
     report = Report("", step.HEADINGS)
     step_gpu.measure(report, TINY, CPU, 1, 1)
@@ -146,9 +113,3 @@ def test_the_gpu_part_runs_on_a_cpu_and_says_what_did_not():
         TINY.batch_size / report.figures["seconds_xl2_sdpa"]
     )
     assert any("xformers" in note and "CUDA" in note for note in report.notes)
-
-
-@pytest.mark.long
-def test_two_processes_answer():
-    found = step_sharded.measure(TINY, 2, 1)
-    assert {name: len(values) for name, values in found.items()} == {"ddp": 2, "fsdp2": 2}
