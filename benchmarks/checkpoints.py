@@ -29,7 +29,7 @@ ensure_torchvision_importable()
 import step_gpu  # noqa: E402  # after torchvision has been made importable
 from step_networks import Sizes, Step, our_side  # noqa: E402
 
-from ddm_lightning.training.checkpoint.files import (  # noqa: E402
+from ddm_lightning.training.checkpoint import (  # noqa: E402
     CheckpointWriter,
     named_groups,
     tensors_of,

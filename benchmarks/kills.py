@@ -29,7 +29,7 @@ from ddm_lightning.core.files import sha256_file
 from ddm_lightning.members.run_folder import RunFolder
 from ddm_lightning.members.status import MemberStatus
 from ddm_lightning.prepare.stages import prepare
-from ddm_lightning.training.checkpoint.files import damage_of
+from ddm_lightning.training.checkpoint import damage_of
 
 MEMBER = "expert-0"
 KILL, TERMINATE, FULL_DISK = "SIGKILL", "SIGTERM", "full disk"

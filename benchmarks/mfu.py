@@ -29,7 +29,7 @@ from ddm_lightning.config.experiment import Experiment  # noqa: E402
 from ddm_lightning.core.devices import peak_of_this_device  # noqa: E402
 from ddm_lightning.core.errors import UserError  # noqa: E402
 from ddm_lightning.shards.manifest import DataSizes  # noqa: E402
-from ddm_lightning.training.parallel.strategy import training_bytes  # noqa: E402
+from ddm_lightning.training.parallel import training_bytes  # noqa: E402
 
 MEMBER = "expert-0"
 LATENTS = DataSizes((4, 32, 32), 768, (77, 768), 1000)

@@ -25,7 +25,7 @@ from ddm_lightning.networks.flops import flops_per_sample
 from ddm_lightning.shards.manifest import DataSizes, Manifest
 from ddm_lightning.training.ema import track_ema
 from ddm_lightning.training.optimizer import build_optimizer, clip_in_step
-from ddm_lightning.training.parallel.strategy import checkpoint_blocks
+from ddm_lightning.training.parallel import checkpoint_blocks
 
 PRECISIONS = ("32-true", "bf16-mixed")
 

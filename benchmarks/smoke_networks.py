@@ -29,8 +29,8 @@ from torch.utils.collect_env import get_nvidia_driver_version, run
 from ddm_lightning.config.load import load_experiment
 from ddm_lightning.core.devices import device_bytes
 from ddm_lightning.networks.attention import attention
-from ddm_lightning.training.checkpoint.files import read_tensors, tensors_of
-from ddm_lightning.training.checkpoint.rolling import RollingCheckpoints
+from ddm_lightning.training.checkpoint import read_tensors, tensors_of
+from ddm_lightning.training.rolling import RollingCheckpoints
 from ddm_lightning.training.speed import measure_cost
 
 KERNELS = ("flash", "cudnn", "efficient")

@@ -27,11 +27,11 @@ from ddm_lightning.networks.attention import set_attention
 from ddm_lightning.networks.compiled import compile_blocks
 from ddm_lightning.shards.datamodule import ClusterDataModule
 from ddm_lightning.shards.manifest import Manifest, StoredForm
-from ddm_lightning.training.checkpoint.rolling import RollingCheckpoints
 from ddm_lightning.training.fit import build_data, build_module, build_trainer
 from ddm_lightning.training.module import MemberModule
 from ddm_lightning.training.optimizer import build_optimizer, build_schedule
-from ddm_lightning.training.parallel.strategy import choose_strategy
+from ddm_lightning.training.parallel import choose_strategy
+from ddm_lightning.training.rolling import RollingCheckpoints
 
 MEMBER = "expert-0"
 Batch = dict[str, Tensor]

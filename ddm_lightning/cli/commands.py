@@ -111,7 +111,7 @@ def _fit_one(member: str, experiment: Experiment, options: argparse.Namespace) -
         refuse_stale([member], experiment, run)
 
         from ddm_lightning.training.fit import fit_member
-        from ddm_lightning.training.parallel.ranks import leads
+        from ddm_lightning.training.ranks import leads
 
         processes.end_imports()
         status = fit_member(member, experiment, run, show_progress=sys.stderr.isatty())

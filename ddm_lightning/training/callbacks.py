@@ -24,9 +24,9 @@ from torch.distributed import ProcessGroup
 from ddm_lightning.core.formatting import member_columns
 from ddm_lightning.core.processes import STARTED_BY, handling
 from ddm_lightning.members.status import MemberStatus
-from ddm_lightning.training.checkpoint.rolling import RollingCheckpoints
 from ddm_lightning.training.guard import skipped_file
 from ddm_lightning.training.module import MemberModule
+from ddm_lightning.training.rolling import RollingCheckpoints
 
 LINE_SECONDS = 60.0
 POLL_STEPS = 10

@@ -31,13 +31,12 @@ from ddm_lightning.members.status import MemberStatus
 from ddm_lightning.networks.attention import chosen_kernel
 from ddm_lightning.shards.datamodule import ClusterDataModule
 from ddm_lightning.shards.manifest import Manifest, StoredForm
-from ddm_lightning.training import callbacks, ema
+from ddm_lightning.training import callbacks, ema, ranks, rolling
 from ddm_lightning.training.alignment import Alignment
-from ddm_lightning.training.checkpoint import rolling
-from ddm_lightning.training.loggers import SampleLogger, ScoreLogger, build_loggers
+from ddm_lightning.training.loggers import build_loggers
 from ddm_lightning.training.module import MemberModule
-from ddm_lightning.training.parallel import ranks
-from ddm_lightning.training.parallel.strategy import BackgroundCheckpoints, checkpoint_bytes, choose_strategy
+from ddm_lightning.training.parallel import BackgroundCheckpoints, checkpoint_bytes, choose_strategy
+from ddm_lightning.training.previews import SampleLogger, ScoreLogger
 from ddm_lightning.training.roles import ExpertModule, RouterModule, StudentModule
 from ddm_lightning.training.speed import measure_cost
 

@@ -28,7 +28,7 @@ from ddm_lightning.training.alignment import Alignment
 from ddm_lightning.training.ema import ema_weights, track_ema
 from ddm_lightning.training.guard import FiniteGuard
 from ddm_lightning.training.optimizer import build_optimizer, build_schedule, clip_in_step
-from ddm_lightning.training.parallel.strategy import HALF, Sharded, checkpoint_blocks, shard_blocks
+from ddm_lightning.training.parallel import HALF, Sharded, checkpoint_blocks, shard_blocks
 from ddm_lightning.training.speed import Speed
 
 NUM_VALIDATION_TIMESTEPS = 8

@@ -20,11 +20,11 @@ from ddm_lightning.members.run_folder import RunFolder
 from ddm_lightning.shards.datamodule import ClusterDataModule
 from ddm_lightning.shards.manifest import Manifest
 from ddm_lightning.shards.mds import open_shards
-from ddm_lightning.training.checkpoint.files import damage_of, load_tensors
-from ddm_lightning.training.checkpoint.rolling import checkpoints_in, step_of
+from ddm_lightning.training.checkpoint import damage_of, load_tensors
 from ddm_lightning.training.fit import build_data, build_module
 from ddm_lightning.training.guard import SkippedStep, skipped_of
 from ddm_lightning.training.module import MemberModule
+from ddm_lightning.training.rolling import checkpoints_in, step_of
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ import pytest
 import torch
 from checkpoints import Cost, Saved
 
-from ddm_lightning.training.checkpoint.files import damage_of
+from ddm_lightning.training.checkpoint import damage_of
 
 
 def test_both_ways_save_all_and_what_is_waited_for_stands_still(tmp_path):

@@ -12,7 +12,7 @@ import torch
 from deadline import within
 from shards.mds import damage
 from tiny_runs import finish, read_status, start
-from training.checkpoint.checkpoint_folders import state_by_parameter
+from training.checkpoint_folders import state_by_parameter
 
 from ddm_lightning.members.artifact import load_network
 

@@ -14,7 +14,7 @@ from ddm_lightning.flow.path import interpolate, training_target
 from ddm_lightning.networks.flops import flops_per_sample
 from ddm_lightning.networks.unet import UNet
 from ddm_lightning.testing import check_expert
-from ddm_lightning.training.parallel.strategy import checkpoint_blocks
+from ddm_lightning.training.parallel import checkpoint_blocks
 
 NONE, CLASSES = ConditionSpec("none", 0), ConditionSpec("class", 4)
 

@@ -22,7 +22,7 @@ from ddm_lightning.networks.dit import DiT
 from ddm_lightning.networks.mmdit import MMDiT
 from ddm_lightning.networks.router import RouterDiT
 from ddm_lightning.training.alignment import Alignment
-from ddm_lightning.training.parallel.strategy import checkpoint_blocks
+from ddm_lightning.training.parallel import checkpoint_blocks
 
 SMALL = {"x_shape": (3, 8, 8), "width": 32, "depth": 2, "num_heads": 2, "patch_size": 2}
 TEXT, TOKENS = ConditionSpec("text", 6), ConditionSpec("tokens", 6, length=3)

@@ -14,8 +14,7 @@ import time
 from pathlib import Path
 
 from ddm_lightning.cli.parser import main
-from ddm_lightning.training import callbacks, loggers
-from ddm_lightning.training.checkpoint import files, rolling
+from ddm_lightning.training import callbacks, checkpoint, previews, rolling
 
 LATE_SECONDS = 5
 
@@ -36,7 +35,9 @@ def fail_at(step, fail):
     """Behind this rank's tensors for a signal, else before the ranks work together: the others learn nothing of it."""
     name = f"step-{step:08d}.ckpt"
     kind, method = (
-        (files.HuggingFaceStorageWriter, "write_data") if fail is killed else (files.CheckpointWriter, "_write")
+        (checkpoint.HuggingFaceStorageWriter, "write_data")
+        if fail is killed
+        else (checkpoint.CheckpointWriter, "_write")
     )
     before = getattr(kind, method)
 
@@ -54,14 +55,14 @@ def fail_at(step, fail):
 
 def no_memory_for_images():
     """At the second evaluation of the network, while the others take part in the first layers of theirs."""
-    before, calls = loggers.to_velocity, itertools.count()
+    before, calls = previews.to_velocity, itertools.count()
 
     def patched(*arguments):
         if next(calls):
             raise MemoryError("tried to allocate 2 GiB")
         return before(*arguments)
 
-    loggers.to_velocity = patched
+    previews.to_velocity = patched
 
 
 def late(place, name):

@@ -9,7 +9,7 @@ import tiny_runs
 import torch
 from shards.mds import WARNINGS
 from tiny_runs import TINY, copy_run
-from training.checkpoint.checkpoint_folders import state_by_parameter, stored
+from training.checkpoint_folders import state_by_parameter, stored
 from training.members import Recorder, at, batch, build
 from training.short_fits import fit, member, trained, weights
 

@@ -10,7 +10,7 @@ from training.two_processes import in_two_processes
 
 from ddm_lightning.core.processes import STARTED_BY
 from ddm_lightning.training.callbacks import SampleLog, StopOnRequest, StopRequested
-from ddm_lightning.training.checkpoint.rolling import RollingCheckpoints
+from ddm_lightning.training.rolling import RollingCheckpoints
 
 
 class Saves(RollingCheckpoints):

@@ -18,7 +18,7 @@ from shards.mds import WARNINGS, damage
 from streaming import MDSWriter
 from streaming.base.format import reader_from_json
 from tiny_runs import TINY, read_status
-from training.checkpoint.checkpoint_folders import cut
+from training.checkpoint_folders import cut
 from training.short_fits import SHORT, checkpoints, events, fit, groups, member, weights
 
 from ddm_lightning.cli.parser import main

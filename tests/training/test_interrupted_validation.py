@@ -15,9 +15,8 @@ from tiny_runs import TINY
 
 from ddm_lightning.cli.parser import main
 from ddm_lightning.members.status import MemberStatus
-from ddm_lightning.training import loggers
+from ddm_lightning.training import checkpoint, previews
 from ddm_lightning.training.callbacks import MissedValidation
-from ddm_lightning.training.checkpoint import files
 from ddm_lightning.training.roles import ExpertModule
 
 SHORT = (
@@ -89,7 +88,7 @@ def in_held_out_batches(monkeypatch, at_step):
 
 def in_sampling(monkeypatch, at_step):
     """SIGTERM while the third velocity of the samples of ``at_step`` is computed."""
-    solve, seen = loggers.Euler.solve, []
+    solve, seen = previews.Euler.solve, []
 
     def watched(self, field, noise, times):
         seen.append([])
@@ -102,7 +101,7 @@ def in_sampling(monkeypatch, at_step):
 
         return solve(self, velocity, noise, times)
 
-    monkeypatch.setattr(loggers.Euler, "solve", watched)
+    monkeypatch.setattr(previews.Euler, "solve", watched)
     return seen
 
 
@@ -132,7 +131,7 @@ def test_it_ends_at_once_and_resumes_to_the_same_bits(undisturbed, tiny_run, mon
 def test_a_second_signal_does_not_end_the_writing_of_the_checkpoint(undisturbed, tiny_run, monkeypatch, capsys):
     with monkeypatch.context() as patched:
         in_the_last_step(patched, 13)  # a step that saves by request alone
-        moved, signals = files.move_folder, []
+        moved, signals = checkpoint.move_folder, []
 
         def slowly(temporary, path):
             if path.name == "step-00000013.ckpt":
@@ -142,7 +141,7 @@ def test_a_second_signal_does_not_end_the_writing_of_the_checkpoint(undisturbed,
                     signals.append(path.exists())
             moved(temporary, path)
 
-        patched.setattr(files, "move_folder", slowly)
+        patched.setattr(checkpoint, "move_folder", slowly)
         assert fit(tiny_run) == 130
     assert signals == [False, False]
     assert "expert-0: stopped at step 13; the same command resumes it" in capsys.readouterr().err

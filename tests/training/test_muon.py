@@ -5,7 +5,7 @@ import torch
 from shards.mds import WARNINGS
 from torch import nn
 from torch.optim import AdamW, Muon
-from training.checkpoint.saved import load, save
+from training.saved import load, save
 from training.short_fits import fit
 
 from ddm_lightning.config.experiment import TrainConfig

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ddm_lightning.training.checkpoint.files import CheckpointWriter, read_tensors
+from ddm_lightning.training.checkpoint import CheckpointWriter, read_tensors
 from ddm_lightning.training.guard import FiniteGuard
 from ddm_lightning.training.optimizer import clip_in_step
 

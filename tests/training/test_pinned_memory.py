@@ -11,8 +11,8 @@ from shards.mds import WARNINGS
 from tiny_runs import copy_run
 from training.short_fits import fit
 
+from ddm_lightning.training import checkpoint
 from ddm_lightning.training.callbacks import MissedValidation
-from ddm_lightning.training.checkpoint import files
 
 pytestmark = WARNINGS
 BALLAST_BYTES, MAX_PRIVATE_BYTES = 134_217_728, 20_000_000
@@ -44,7 +44,7 @@ def private_bytes(worker):
 
 def test_workers_share_nothing_with_a_page_locked_checkpoint(finished, tmp_path, monkeypatch, page_lock):
     """A resumed training saves at steps 24 and 32 and then validates; epochs of five steps end in between."""
-    found, start, record = [], files.CheckpointWriter.start, MissedValidation._record
+    found, start, record = [], checkpoint.CheckpointWriter.start, MissedValidation._record
     ballast = torch.zeros(BALLAST_BYTES, dtype=torch.uint8)
     monkeypatch.setattr("torch.cuda._pin_memory_utils.pin_memory", page_lock)
     monkeypatch.setattr("torch.cuda._pin_memory_utils.unpin_memory", lambda _: None)
@@ -59,7 +59,7 @@ def test_workers_share_nothing_with_a_page_locked_checkpoint(finished, tmp_path,
         found.append([private_bytes(worker) for loader in loaders for worker in loader._iterator._workers])
         record(self, trainer)
 
-    monkeypatch.setattr(files.CheckpointWriter, "start", start_pinned)
+    monkeypatch.setattr(checkpoint.CheckpointWriter, "start", start_pinned)
     monkeypatch.setattr(MissedValidation, "_record", look)
     run = copy_run(finished, tmp_path / "run")
     assert fit(run, "island.num_workers=2", "expert.train.max_steps=32") == 0

@@ -13,7 +13,7 @@ from training.short_fits import member
 from ddm_lightning.cli.parser import main
 from ddm_lightning.core.registry import EXPERTS
 from ddm_lightning.members.artifact import load_network, read_artifact
-from ddm_lightning.training.checkpoint.files import read_tensors
+from ddm_lightning.training.checkpoint import read_tensors
 
 pytestmark = WARNINGS
 WIDTHS = "expert.train.ema_widths=[0.1,0.2]"

@@ -17,7 +17,7 @@ from tiny_runs import RANK_VARIABLES, ROOT, TINY, ended_on_failure, finish, read
 
 from ddm_lightning.cli.parser import main
 from ddm_lightning.core.processes import STARTED_BY
-from ddm_lightning.training.parallel import ranks
+from ddm_lightning.training import ranks
 
 SETTINGS = (
     "member=expert-0",
@@ -204,7 +204,7 @@ def test_another_number_of_ranks_than_devices_is_refused(tiny_run, monkeypatch, 
 HANDS_OVER = """
 import os
 from ddm_lightning.core.errors import UserError
-from ddm_lightning.training.parallel.ranks import handing_over
+from ddm_lightning.training.ranks import handing_over
 os.environ["LOCAL_RANK"] = "2"
 with handing_over():
     raise UserError("a shard is damaged")

@@ -14,7 +14,7 @@ from ddm_lightning.members.member import Member
 from ddm_lightning.members.run_folder import RunFolder
 from ddm_lightning.shards.manifest import Manifest
 from ddm_lightning.shards.mds import open_shards
-from ddm_lightning.training.checkpoint.files import load_tensors
+from ddm_lightning.training.checkpoint import load_tensors
 from ddm_lightning.training.fit import build_data, build_module
 from ddm_lightning.training.guard import SkippedStep
 from ddm_lightning.training.replay import replay_step

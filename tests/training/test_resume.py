@@ -13,11 +13,11 @@ import torch
 from deadline import within
 from shards.mds import WARNINGS
 from tiny_runs import TINY, copy_run, finish, read_status, start
-from training.checkpoint.checkpoint_folders import cut
+from training.checkpoint_folders import cut
 from training.short_fits import checkpoints, events, fit, member, weights
 
 from ddm_lightning.config.load import load_experiment
-from ddm_lightning.training.checkpoint.rolling import check_origin, origin_of
+from ddm_lightning.training.rolling import check_origin, origin_of
 
 pytestmark = WARNINGS
 
@@ -135,7 +135,7 @@ def test_a_resume_at_a_checkpoint_by_minutes_is_exact(finished, tmp_path, monkey
     """A clock that each look at it, once per step and once per save, moves on by a minute."""
     minutes = itertools.count()
     clock = SimpleNamespace(monotonic=lambda: 60.0 * next(minutes))
-    monkeypatch.setattr("ddm_lightning.training.checkpoint.rolling.time", clock)
+    monkeypatch.setattr("ddm_lightning.training.rolling.time", clock)
     run = tmp_path / "run"
     shutil.copytree(finished / "prepared", run / "prepared")
     assert fit(run, "island.checkpoint_every_n_minutes=5", "island.keep_checkpoints=9") == 0

@@ -11,17 +11,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from training.checkpoint.saved import load, save
+from training.saved import load, save
 from training.two_processes import WORLD, in_two_processes
 
 from ddm_lightning.config.experiment import TrainConfig
 from ddm_lightning.flow.condition import Condition, ConditionSpec
 from ddm_lightning.networks.dit import DiT
 from ddm_lightning.networks.mmdit import MMDiT
-from ddm_lightning.training.checkpoint.files import damage_of, tensors_of
+from ddm_lightning.training.checkpoint import damage_of, tensors_of
 from ddm_lightning.training.ema import KEY, ema_tensors, ema_weights, gathered_ema, track_ema, width_key
 from ddm_lightning.training.optimizer import build_optimizer, clip_in_step
-from ddm_lightning.training.parallel.strategy import shard_blocks
+from ddm_lightning.training.parallel import shard_blocks
 
 TRAIN = TrainConfig(10, 4, learning_rate=0.1, weight_decay=0.05, ema_decay=0.9, ema_widths=[0.1])
 

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from deadline import within
 
 from ddm_lightning.config.experiment import IslandConfig
-from ddm_lightning.training.parallel.ranks import OwnProcesses
-from ddm_lightning.training.parallel.strategy import choose_strategy
+from ddm_lightning.training.parallel import choose_strategy
+from ddm_lightning.training.ranks import OwnProcesses
 
 WORLD = 2
 

@@ -36,7 +36,7 @@ from ddm_lightning.__main__ import run
 from ddm_lightning.ensemble.routing import Batch
 from ddm_lightning.ensemble.velocity import Ensemble
 from ddm_lightning.training import ema
-from ddm_lightning.training.checkpoint.files import CheckpointWriter
+from ddm_lightning.training.checkpoint import CheckpointWriter
 from ddm_lightning.training.module import MemberModule
 
 units: collections.Counter[str] = collections.Counter()

@@ -13,7 +13,7 @@ from ddm_lightning.flow.condition import ConditionSpec
 from ddm_lightning.networks.compiled import compile_blocks
 from ddm_lightning.networks.dit import DiT
 from ddm_lightning.networks.flops import flops_per_sample
-from ddm_lightning.training.parallel.strategy import (
+from ddm_lightning.training.parallel import (
     checkpoint_blocks,
     checkpoint_bytes,
     choose_strategy,

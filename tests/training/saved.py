@@ -1,6 +1,6 @@
 """A module and its optimizer saved to a folder and loaded again, without a Trainer."""
 
-from ddm_lightning.training.checkpoint.files import (
+from ddm_lightning.training.checkpoint import (
     CheckpointWriter,
     load_groups,
     load_tensors,

@@ -20,10 +20,10 @@ from ddm_lightning.core.devices import resolve_accelerator
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.processes import STARTED_BY
 from ddm_lightning.members.run_folder import refuse_changes
-from ddm_lightning.training.checkpoint.files import TEMPORARY, damage_of, read_rest
+from ddm_lightning.training.checkpoint import TEMPORARY, damage_of, read_rest
 from ddm_lightning.training.guard import skipped_file
 from ddm_lightning.training.module import MemberModule
-from ddm_lightning.training.parallel.strategy import BackgroundCheckpoints, bytes_per_number
+from ddm_lightning.training.parallel import BackgroundCheckpoints, bytes_per_number
 
 _NAME = re.compile(r"step-\d{8,}\.ckpt")
 # Island settings that change the rounding; the first two also change the noise.

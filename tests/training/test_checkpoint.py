@@ -9,10 +9,10 @@ import threading
 
 import pytest
 import torch
-from training.checkpoint.checkpoint_folders import cut, largest_file, stored
+from training.checkpoint_folders import cut, largest_file, stored
 
-from ddm_lightning.training.checkpoint import files
-from ddm_lightning.training.checkpoint.files import CheckpointWriter, damage_of, read_tensors, stored_sizes
+from ddm_lightning.training import checkpoint
+from ddm_lightning.training.checkpoint import CheckpointWriter, damage_of, read_tensors, stored_sizes
 
 
 def write(path, tensors=None, rest=None, done=lambda: None):
@@ -49,7 +49,7 @@ def test_tensors_come_back_as_they_were(tmp_path):
 
 
 def test_large_tensors_are_spread_over_files(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "_MAX_FILE_BYTES", 1000)
+    monkeypatch.setattr(checkpoint, "_MAX_FILE_BYTES", 1000)
     tensors = {f"model/{n}": torch.full((100,), float(n)) for n in range(5)} | {"model/big": torch.zeros(1000)}
     path = write(tmp_path / "step-1", tensors)
     sizes = sorted(file.stat().st_size for file in path.glob("*.safetensors"))
@@ -63,13 +63,13 @@ def test_large_tensors_are_spread_over_files(tmp_path, monkeypatch):
 
 def test_a_checkpoint_appears_whole_while_training_continues(tmp_path, monkeypatch):
     may_end, ended = threading.Event(), []
-    moved = files.move_folder
+    moved = checkpoint.move_folder
 
     def slowly(temporary, path):
         assert may_end.wait(20)
         moved(temporary, path)
 
-    monkeypatch.setattr(files, "move_folder", slowly)
+    monkeypatch.setattr(checkpoint, "move_folder", slowly)
     writer = CheckpointWriter(None, leads=True, from_device=False)
     value = torch.zeros(1000)
     writer.start(tmp_path / "step-1", {"w": value}, {"list": [1]}, lambda: ended.append(names(tmp_path)))
@@ -121,8 +121,8 @@ def test_tensors_that_are_views_are_saved(tmp_path):
 
 def test_a_signal_interrupts_the_wait_but_not_the_save(tmp_path, monkeypatch):
     may_end = threading.Event()
-    moved = files.move_folder
-    monkeypatch.setattr(files, "move_folder", lambda *paths: [may_end.wait(20), moved(*paths)])
+    moved = checkpoint.move_folder
+    monkeypatch.setattr(checkpoint, "move_folder", lambda *paths: [may_end.wait(20), moved(*paths)])
     writer = CheckpointWriter(None, leads=True, from_device=False)
     writer.start(tmp_path / "step-1", {"w": torch.zeros(3)}, None, lambda: None)
 
@@ -177,8 +177,8 @@ def test_damage_is_described(tmp_path, harm):
 
 def test_files_are_hashed_together(tmp_path, monkeypatch):
     """Each waits until another one is hashed, too."""
-    pair, hashed = threading.Barrier(2, timeout=10), files.sha256_file
-    monkeypatch.setattr(files, "sha256_file", lambda path: (pair.wait(), hashed(path))[1])
+    pair, hashed = threading.Barrier(2, timeout=10), checkpoint.sha256_file
+    monkeypatch.setattr(checkpoint, "sha256_file", lambda path: (pair.wait(), hashed(path))[1])
     path = write(tmp_path / "step-1")
     assert len(names(path)) == 3  # two, and their list
     assert damage_of(path) is None
@@ -198,7 +198,7 @@ def test_a_pickle_with_code_is_not_loaded(tmp_path, dump):
     path = write(tmp_path / "step-1")
     dump({"state": _Bomb(tmp_path / "ran")}, path / "rest.pt")
     sums = json.loads((path / "files.json").read_text())
-    sums["rest.pt"] = files.sha256_file(path / "rest.pt")
+    sums["rest.pt"] = checkpoint.sha256_file(path / "rest.pt")
     (path / "files.json").write_text(json.dumps(sums))
     assert damage_of(path) == "rest.pt holds more than plain values"
     assert not (tmp_path / "ran").exists()
@@ -232,7 +232,7 @@ def test_a_failed_save_is_raised_once(tmp_path, monkeypatch):
     def fails(temporary, path):
         raise OSError(errno.EIO, "Input/output error", str(path))
 
-    monkeypatch.setattr(files, "move_folder", fails)
+    monkeypatch.setattr(checkpoint, "move_folder", fails)
     writer = CheckpointWriter(None, leads=True, from_device=False)
     writer.start(tmp_path / "step-1", {"w": torch.zeros(3)}, None, lambda: None)
     writer._thread.submit(lambda: None).result()  # behind it

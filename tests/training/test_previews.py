@@ -16,7 +16,7 @@ from ddm_lightning.encoders import images
 from ddm_lightning.flow.randomness import keyed_generator
 from ddm_lightning.shards.manifest import StoredForm
 from ddm_lightning.training.callbacks import StopOnRequest
-from ddm_lightning.training.loggers import SampleLogger, ScoreLogger, routing_heat_map
+from ddm_lightning.training.previews import SampleLogger, ScoreLogger, routing_heat_map
 
 pytestmark = WARNINGS
 

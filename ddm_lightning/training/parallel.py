@@ -25,8 +25,15 @@ from ddm_lightning.config.experiment import IslandConfig
 from ddm_lightning.core.devices import device_bytes, device_of
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.formatting import format_bytes
-from ddm_lightning.training.checkpoint import files
-from ddm_lightning.training.parallel.ranks import RankLauncher
+from ddm_lightning.training.checkpoint import (
+    CheckpointWriter,
+    load_groups,
+    load_tensors,
+    named_groups,
+    read_rest,
+    tensors_of,
+)
+from ddm_lightning.training.ranks import RankLauncher
 
 _SHARDED_PRECISIONS = ("32-true", "bf16-mixed")
 """Precisions that Lightning's ModelParallelStrategy supports."""
@@ -37,7 +44,7 @@ HALF = ("bf16-mixed",)
 class BackgroundCheckpoints(strategies.Strategy):
     """Save through a ``CheckpointWriter``; load in place, once the module is sharded and has its optimizer."""
 
-    checkpoints: files.CheckpointWriter
+    checkpoints: CheckpointWriter
     checkpoint_written: Callable[[], object] = staticmethod(lambda: None)
     """Called in rank zero's writing thread when a checkpoint is on disk."""
     _hosts: ProcessGroup | None = None
@@ -50,10 +57,10 @@ class BackgroundCheckpoints(strategies.Strategy):
         """
         super().setup(trainer)
         assert self.lightning_module is not None
-        files.tensors_of(self.lightning_module)  # fail now rather than at the first save
+        tensors_of(self.lightning_module)  # fail now rather than at the first save
         self._hosts = self._group()
         from_device = self.root_device.type == "cuda"
-        self.checkpoints = files.CheckpointWriter(self._hosts, leads=self.is_global_zero, from_device=from_device)
+        self.checkpoints = CheckpointWriter(self._hosts, leads=self.is_global_zero, from_device=from_device)
 
     def _group(self) -> ProcessGroup | None:
         """Ranks that save and load together; None if each rank holds everything."""
@@ -82,8 +89,8 @@ class BackgroundCheckpoints(strategies.Strategy):
             return
         module, (optimizer,) = self.lightning_module, self.optimizers
         assert module is not None
-        checkpoint["groups"] = files.named_groups(module, optimizer)
-        self.checkpoints.start(Path(filepath), files.tensors_of(module, optimizer), checkpoint, self.checkpoint_written)
+        checkpoint["groups"] = named_groups(module, optimizer)
+        self.checkpoints.start(Path(filepath), tensors_of(module, optimizer), checkpoint, self.checkpoint_written)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load tensors in place and return everything else.
@@ -93,9 +100,9 @@ class BackgroundCheckpoints(strategies.Strategy):
         """
         path, module, (optimizer,) = Path(self.broadcast(checkpoint_path)), self.lightning_module, self.optimizers
         assert module is not None
-        rest = files.read_rest(path)
-        files.load_tensors(path, module, optimizer, self._hosts)
-        files.load_groups(optimizer, rest["groups"])
+        rest = read_rest(path)
+        load_tensors(path, module, optimizer, self._hosts)
+        load_groups(optimizer, rest["groups"])
         return rest
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

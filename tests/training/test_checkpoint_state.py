@@ -1,12 +1,12 @@
 import pytest
 import torch
 from torch import nn
-from training.checkpoint.checkpoint_folders import stored
-from training.checkpoint.saved import load, save
+from training.checkpoint_folders import stored
+from training.saved import load, save
 
 from ddm_lightning.config.experiment import TrainConfig
 from ddm_lightning.core.errors import UserError
-from ddm_lightning.training.checkpoint.files import tensors_of
+from ddm_lightning.training.checkpoint import tensors_of
 from ddm_lightning.training.ema import track_ema
 from ddm_lightning.training.optimizer import build_optimizer
 

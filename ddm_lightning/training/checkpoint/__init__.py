@@ -1,1 +1,0 @@
-"""Checkpoints: files, state, and the rolling policy."""

@@ -1,1 +1,0 @@
-"""Parallel training: ranks, strategies, and functions that change a network."""
