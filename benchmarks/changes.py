@@ -24,13 +24,13 @@ from ddm_lightning.config.experiment import SampleConfig
 from ddm_lightning.core.registry import IMAGE_ENCODERS
 from ddm_lightning.ensemble.changes import added, removed
 from ddm_lightning.ensemble.load import load_listed
-from ddm_lightning.ensemble.saved import open_ensemble
+from ddm_lightning.ensemble.manifest import EnsembleManifest
 from ddm_lightning.evaluation.shares import ClusterShares, total_variation
 from ddm_lightning.flow.randomness import keyed_generator
-from ddm_lightning.members.assembly import EnsembleManifest
 from ddm_lightning.members.run_folder import RunFolder
 from ddm_lightning.shards.manifest import HELD_OUT, TRAIN, Manifest
 from ddm_lightning.training.extension import extend_router
+from ddm_lightning.use.saved import open_ensemble
 
 QUICK_NUM = 64
 

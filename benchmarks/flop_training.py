@@ -27,8 +27,8 @@ from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_folder
 from ddm_lightning.core.registry import FEATURES
+from ddm_lightning.ensemble.manifest import write_ensemble
 from ddm_lightning.members.artifact import read_meta
-from ddm_lightning.members.assembly import write_ensemble
 from ddm_lightning.members.member import MONOLITH, ROUTER, STUDENT, Member, batch_size, ensemble_members
 from ddm_lightning.members.run_folder import MEMBER_FILE, RunFolder, refuse_changed
 from ddm_lightning.members.status import MemberStatus

@@ -22,8 +22,8 @@ import torch
 from common import REPOSITORY
 
 from ddm_lightning.core.registry import STRATEGIES
-from ddm_lightning.evaluation.pretrained import DecentralizedEnsemble
 from ddm_lightning.training.guard import SkippedStep, skipped_file
+from ddm_lightning.use.pretrained import DecentralizedEnsemble
 
 TINY = REPOSITORY / "experiments" / "tiny_2x.yaml"
 SECONDS = 300.0

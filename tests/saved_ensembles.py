@@ -11,11 +11,11 @@ from torch import nn
 
 from ddm_lightning.config.experiment import SampleConfig
 from ddm_lightning.core.registry import EXPERTS, ROUTERS
-from ddm_lightning.ensemble.saved import save_ensemble
-from ddm_lightning.evaluation.pretrained import DecentralizedEnsemble
+from ddm_lightning.ensemble.manifest import About, read_ensemble, write_ensemble
 from ddm_lightning.flow.condition import ConditionSpec
 from ddm_lightning.members.artifact import write_artifact
-from ddm_lightning.members.assembly import About, read_ensemble, write_ensemble
+from ddm_lightning.use.pretrained import DecentralizedEnsemble
+from ddm_lightning.use.saved import save_ensemble
 
 ABOUT = About(
     name="three",

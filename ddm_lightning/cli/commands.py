@@ -22,15 +22,15 @@ from ddm_lightning.core import processes
 from ddm_lightning.core.devices import check_devices, configure_torch, device_of
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import require
+from ddm_lightning.ensemble.manifest import assemble, refuse_stale
 from ddm_lightning.ensemble.routing import with_suited_solver
-from ddm_lightning.ensemble.saved import is_saved
 from ddm_lightning.ensemble.velocity import Cost
 from ddm_lightning.islands.local import default_jobs, fit_members, members_table, shown_members, skipped_lines
 from ddm_lightning.members.artifact import is_finished
-from ddm_lightning.members.assembly import assemble, refuse_stale
 from ddm_lightning.members.member import ROUTER, ensemble_members, parse_members
 from ddm_lightning.members.run_folder import RunFolder, load_run, open_run, refuse_changed
 from ddm_lightning.shards.manifest import DataSizes, Manifest
+from ddm_lightning.use.saved import is_saved
 
 
 def _command(name: str, options: argparse.Namespace) -> str:
@@ -191,7 +191,7 @@ def _sample_command(experiment: Experiment, options: argparse.Namespace) -> str:
 def _generate(
     experiment: Experiment, run: RunFolder, prompts: Sequence[str], path: Path, **more: Any
 ) -> tuple[Cost, dict[str, Path]]:
-    from ddm_lightning.evaluation.samples import draw_run
+    from ddm_lightning.use.samples import draw_run
 
     return draw_run(run.root, experiment, prompts, path, show_progress=True, **more)
 
@@ -210,7 +210,7 @@ def _print_captions(run: RunFolder, word: str) -> int:
 
 
 def _sample(experiment: Experiment, options: argparse.Namespace) -> int:
-    from ddm_lightning.evaluation.samples import check_out
+    from ddm_lightning.use.samples import check_out
 
     if options.captions is not None:
         return _print_captions(open_run(experiment, create=False), options.captions)
@@ -354,8 +354,8 @@ def _ema(experiment: Experiment, options: argparse.Namespace) -> int:
 
 
 def _export(experiment: Experiment, options: argparse.Namespace) -> int:
-    from ddm_lightning.ensemble.saved import open_ensemble, save_ensemble
-    from ddm_lightning.evaluation.pretrained import export_diffusers
+    from ddm_lightning.use.pretrained import export_diffusers
+    from ddm_lightning.use.saved import open_ensemble, save_ensemble
 
     run, out = _opened(experiment), Path(options.out)
     _require_weights(experiment, run, options)
@@ -368,7 +368,7 @@ def _export(experiment: Experiment, options: argparse.Namespace) -> int:
 def change_ensemble(options: argparse.Namespace) -> int:
     """Run ``ensemble add``, ``remove`` or ``replace``, which need no experiment."""
     from ddm_lightning.ensemble.changes import added, removed, replaced
-    from ddm_lightning.ensemble.saved import fetched, open_ensemble, save_ensemble
+    from ddm_lightning.use.saved import fetched, open_ensemble, save_ensemble
 
     if options.action != "remove" and options.images is not None and options.images < 1:
         raise UserError(f"--images {options.images}: must be at least 1")
@@ -401,9 +401,10 @@ def change_ensemble(options: argparse.Namespace) -> int:
 def demo(options: argparse.Namespace) -> int:
     """Run ``demo``, of an experiment's run or of a saved ensemble."""
     require("demo", "gradio", extra="page")
-    from ddm_lightning.ensemble.saved import open_ensemble
-    from ddm_lightning.evaluation.page import captions_of, listen, serve
-    from ddm_lightning.evaluation.pretrained import DecentralizedEnsemble, refuse_paths
+    from ddm_lightning.prepare.prepared import example_captions
+    from ddm_lightning.use.page import NUM_EXAMPLES, listen, serve
+    from ddm_lightning.use.pretrained import DecentralizedEnsemble, refuse_paths
+    from ddm_lightning.use.saved import open_ensemble
 
     root = Path(options.config)
     with listen(options.host, options.port) as listener:  # before anything is loaded
@@ -422,7 +423,7 @@ def demo(options: argparse.Namespace) -> int:
             refuse_paths(manifest, experiment, options.allow_paths)
             device = device_of(experiment.island.accelerator)
             ensemble = DecentralizedEnsemble(manifest, device, experiment.sample.resident_experts)
-        serve(ensemble, listener, options.host, captions_of(root))
+        serve(ensemble, listener, options.host, example_captions(root / "prepared", NUM_EXAMPLES))
     return 0
 
 

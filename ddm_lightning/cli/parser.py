@@ -178,7 +178,7 @@ def _run(options: argparse.Namespace) -> int:
     if not makes_run and (record := Path(options.config, "experiment.yaml")).exists():
         options.config = str(record)
     if not makes_run and ("://" in options.config or Path(options.config).is_dir()):
-        from ddm_lightning.evaluation.pretrained import load_saved
+        from ddm_lightning.use.pretrained import load_saved
 
         if getattr(options, "out", options.config) is None and "://" in options.config:
             raise UserError(f"{options.config}: a URL cannot hold results; add --out FOLDER")

@@ -13,9 +13,9 @@ from pathlib import Path
 from ddm_lightning.config.experiment import SampleConfig
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import STRATEGIES
+from ddm_lightning.ensemble.manifest import EnsembleManifest, checked, knows
 from ddm_lightning.ensemble.routing import with_suited_solver
 from ddm_lightning.members.artifact import load_network, read_meta
-from ddm_lightning.members.assembly import EnsembleManifest, checked, knows
 from ddm_lightning.members.member import ROUTER, expert_name
 from ddm_lightning.members.run_folder import ENSEMBLE_FILE, MEMBER_FILE
 

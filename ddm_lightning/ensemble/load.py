@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from ddm_lightning.config.experiment import SampleConfig
 from ddm_lightning.core.errors import UserError
+from ddm_lightning.ensemble.manifest import EnsembleManifest, read_ensemble
 from ddm_lightning.ensemble.residency import ResidentExperts
 from ddm_lightning.ensemble.routing import sample, strategy_of
 from ddm_lightning.ensemble.velocity import Cost, Ensemble
 from ddm_lightning.flow.condition import Condition, ConditionSpec
 from ddm_lightning.members.artifact import ArtifactMeta, load_network, temperatures_of
-from ddm_lightning.members.assembly import EnsembleManifest, read_ensemble
 from ddm_lightning.members.run_folder import ENSEMBLE_FILE, MEMBER_FILE
 
 

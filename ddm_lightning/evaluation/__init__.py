@@ -1,1 +1,1 @@
-"""Show and score generated images, and score routers."""
+"""Score generated images, ensembles and routers."""

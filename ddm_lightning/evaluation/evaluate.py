@@ -29,12 +29,12 @@ from ddm_lightning.core.grids import labelled_grid, save_png
 from ddm_lightning.core.registry import IMAGE_ENCODERS, METRICS
 from ddm_lightning.core.scores import Score, scores_of
 from ddm_lightning.encoders.interfaces import ImageEncoder
-from ddm_lightning.ensemble.saved import data_of
 from ddm_lightning.evaluation import image_sets
 from ddm_lightning.evaluation.image_sets import FileImages, Generated, ImageSet, ShardImages, parts
 from ddm_lightning.evaluation.metrics._base import FeatureMetric, nearest
 from ddm_lightning.members.run_folder import RunFolder, flat
 from ddm_lightning.shards.manifest import HELD_OUT, TRAIN
+from ddm_lightning.use.saved import data_of
 
 SETTINGS_FILE, RESULT_FILE = "settings.json", "evaluation.json"
 NUM_SUSPECTS, NUM_NEIGHBOURS = 8, 5

@@ -95,7 +95,7 @@ class ArtifactMeta:
     partition_sha256: Annotated[str, checks.SHA256]
     """SHA-256 of the partition that the member trained on."""
     clusters: Annotated[list[str], checks.list_of(checks.TEXT)] = field(default_factory=list)
-    """The cluster of each logit of an extended router (``assembly.cluster_of``); empty for those of the partition."""
+    """The cluster of each logit of an extended router (``cluster_of``); empty for those of the partition."""
     step: Annotated[int, checks.integer(0)]
     """Optimizer steps taken."""
     num_samples: Annotated[int, checks.integer(0)]

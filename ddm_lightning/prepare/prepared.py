@@ -7,6 +7,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
@@ -225,3 +226,11 @@ def _broken(prepared: Prepared, dropped: Dropped) -> Iterator[dict[str, Any]]:
             rows = sorted(dropped[number])
             for row, key in zip(rows, Strings(folder, "keys")[np.array(rows)], strict=True):
                 yield {"part": part.name, **asdict(BrokenSample(key, dropped[number][row]))}
+
+
+def example_captions(folder: Path, num: int) -> list[str]:
+    """About ``num`` captions from all over the training set, each once; none without encoded parts in ``folder``."""
+    with suppress(OSError, KeyError):  # parts may be elsewhere, or removed
+        texts = Prepared(folder).texts("captions")
+        return list(dict.fromkeys(texts.take(np.arange(0, len(texts), max(1, len(texts) // num)))))
+    return []

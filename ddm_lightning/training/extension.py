@@ -13,8 +13,8 @@ from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.core.devices import device_of
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.formatting import Bars
+from ddm_lightning.ensemble.manifest import EnsembleManifest, cluster_of, known_clusters
 from ddm_lightning.members.artifact import ArtifactMeta, read_artifact, read_meta, write_artifact
-from ddm_lightning.members.assembly import EnsembleManifest, cluster_of, known_clusters
 from ddm_lightning.members.member import ROUTER, Member
 from ddm_lightning.members.run_folder import MEMBER_FILE, RunFolder, load_run
 from ddm_lightning.shards.datamodule import ClusterDataModule

@@ -5,8 +5,8 @@ import pytest
 import torch
 from tiny_runs import copy_run, settings
 
-from ddm_lightning.ensemble.saved import open_ensemble
 from ddm_lightning.members.artifact import read_artifact
+from ddm_lightning.use.saved import open_ensemble
 
 
 def test_the_leaver_comes_back_with_its_prior(finished_run, tmp_path, monkeypatch):

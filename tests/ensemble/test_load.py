@@ -7,10 +7,10 @@ from artifact_files import PARAMS, SHAPE, edit, make_meta, make_network, put, re
 
 from ddm_lightning.core.registry import ROUTERS
 from ddm_lightning.ensemble.load import load_ensemble, load_single
+from ddm_lightning.ensemble.manifest import write_ensemble
 from ddm_lightning.ensemble.velocity import Ensemble
 from ddm_lightning.flow.condition import Condition, ConditionSpec
 from ddm_lightning.members.artifact import load_network, write_artifact
-from ddm_lightning.members.assembly import write_ensemble
 
 PRIORS = [0.25, 0.75]
 

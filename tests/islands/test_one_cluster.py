@@ -5,7 +5,7 @@ from shards.mds import WARNINGS
 from tiny_runs import TINY
 
 from ddm_lightning.cli.parser import main
-from ddm_lightning.members.assembly import read_ensemble
+from ddm_lightning.ensemble.manifest import read_ensemble
 
 pytestmark = WARNINGS
 

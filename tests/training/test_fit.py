@@ -25,13 +25,13 @@ from ddm_lightning.cli.parser import main
 from ddm_lightning.config.load import load_experiment
 from ddm_lightning.core.files import sha256_file
 from ddm_lightning.core.processes import FITTED_BY
-from ddm_lightning.evaluation.samples import prompt_condition
 from ddm_lightning.flow.randomness import keyed_generator
 from ddm_lightning.flow.timesteps import sample_timesteps
 from ddm_lightning.members.artifact import load_network
 from ddm_lightning.members.run_folder import lock_member
 from ddm_lightning.training.guard import read_skipped
 from ddm_lightning.training.roles import ExpertModule
+from ddm_lightning.use.samples import prompt_condition
 
 pytestmark = WARNINGS
 

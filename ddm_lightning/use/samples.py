@@ -27,13 +27,13 @@ from ddm_lightning.core.formatting import Bars, format_bytes
 from ddm_lightning.core.grids import labelled_grid, save_png
 from ddm_lightning.core.registry import CAPTION_ENCODERS, IMAGE_ENCODERS, Registry
 from ddm_lightning.ensemble.load import LoadedEnsemble, load_ensemble, load_single
-from ddm_lightning.ensemble.saved import data_of
 from ddm_lightning.ensemble.trace import Key, Trace
 from ddm_lightning.ensemble.velocity import Cost
 from ddm_lightning.flow.condition import Condition
 from ddm_lightning.members.member import condition_spec
 from ddm_lightning.members.run_folder import RunFolder
 from ddm_lightning.shards.manifest import Manifest, manifest_path
+from ddm_lightning.use.saved import data_of
 
 Decode: TypeAlias = Callable[[Float[Tensor, "n c h w"]], Sequence[UInt8[np.ndarray, "h w 3"]]]
 """``decode`` of an image encoder."""

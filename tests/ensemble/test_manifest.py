@@ -8,8 +8,8 @@ from artifact_files import edit, put, refused
 from deadline import within
 
 from ddm_lightning.core.files import sha256_file
+from ddm_lightning.ensemble.manifest import read_ensemble, write_ensemble
 from ddm_lightning.members.artifact import read_meta
-from ddm_lightning.members.assembly import read_ensemble, write_ensemble
 
 
 @pytest.fixture

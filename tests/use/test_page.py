@@ -29,7 +29,7 @@ from tiny_runs import ROOT, settings, start
 from ddm_lightning import DecentralizedEnsemble
 from ddm_lightning.cli.parser import main
 from ddm_lightning.core import registry
-from ddm_lightning.evaluation.page import captions_of
+from ddm_lightning.prepare.prepared import example_captions
 
 pytestmark = pytest.mark.slow
 STEPS = 3
@@ -156,10 +156,10 @@ def test_a_click_on_a_caption_of_the_training_images_fills_it_in(browser: Browse
 
 def test_a_run_without_the_parts_of_its_data_has_no_captions(finished_run: Path, tmp_path: Path) -> None:
     shutil.copytree(finished_run / "prepared", tmp_path / "prepared")
-    assert 1 < len(captions_of(tmp_path)) <= 12  # colours and shapes
+    assert 1 < len(example_captions(tmp_path / "prepared", 24)) <= 12  # colours and shapes
     for gone in ("parts", "."):
         shutil.rmtree(tmp_path / "prepared" / gone)
-        assert captions_of(tmp_path) == []
+        assert example_captions(tmp_path / "prepared", 24) == []
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from diffusers import DiffusionPipeline, ImagePipelineOutput
 from diffusers.image_processor import VaeImageProcessor
 
 from ddm_lightning.core.errors import UserError
-from ddm_lightning.evaluation.pretrained import DecentralizedEnsemble, export_diffusers
+from ddm_lightning.use.pretrained import DecentralizedEnsemble, export_diffusers
 
 
 class DecentralizedPipeline(DiffusionPipeline):  # type: ignore[misc]  # diffusers is not checked

@@ -16,8 +16,8 @@ from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.core.errors import DOWNLOADS, UserError, first_line
 from ddm_lightning.core.files import atomic_folder, inside, read_json
 from ddm_lightning.core.weights import check_recorded
+from ddm_lightning.ensemble.manifest import About, EnsembleManifest, read_ensemble, write_manifest
 from ddm_lightning.members.artifact import REMEDY, WEIGHTS_FILE
-from ddm_lightning.members.assembly import About, EnsembleManifest, read_ensemble, write_manifest
 from ddm_lightning.members.run_folder import ENSEMBLE_FILE, MEMBER_FILE, RunFolder, load_run
 from ddm_lightning.shards.manifest import ClusterSamples, Manifest, manifest_path
 

@@ -12,11 +12,9 @@ import time
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import gradio as gr
-import numpy as np
 import torch
 import uvicorn
 from fastapi import FastAPI
@@ -30,17 +28,17 @@ from ddm_lightning.config.experiment import SampleConfig
 from ddm_lightning.core.errors import UserError, line_of, note
 from ddm_lightning.core.registry import STRATEGIES
 from ddm_lightning.ensemble.trace import Trace
-from ddm_lightning.evaluation.pretrained import DecentralizedEnsemble
-from ddm_lightning.evaluation.samples import heat_map
-from ddm_lightning.prepare.prepared import Prepared
+from ddm_lightning.use.pretrained import DecentralizedEnsemble
+from ddm_lightning.use.samples import heat_map
 
+NUM_EXAMPLES = 24
+"""Captions to offer."""
 _MAX_PROMPT = 2000
 _MAX_IMAGES, _MAX_STEPS, _MAX_GUIDANCE = 8, 200, 20
 # Height in pixels to which small images are scaled up.
 _CELL_SIZE = 192
 # Gradio keeps room for 320 pixels of images.
 _CSS = ".grid-wrap {min-height: 0 !important}"
-_NUM_EXAMPLES = 24
 # All that the browser and gradio_client ask for. ``file=`` also takes URLs, to which Gradio would redirect.
 _ROUTES = {
     "GET": r"/|/config|/theme\.css|/favicon\.ico|/(assets|static)/.+"
@@ -122,15 +120,6 @@ class _Page(gr.Blocks):  # type: ignore[misc]  # gradio is not checked
             raise gr.Error(error.message if isinstance(error, gr.Error) else other, print_exception=False) from None
 
 
-def captions_of(folder: Path) -> list[str]:
-    """Captions from all over the training set, if ``folder`` is the run folder that prepared it; else nothing."""
-    with suppress(OSError, KeyError):  # parts may be elsewhere, or removed
-        texts = Prepared(folder / "prepared").texts("captions")
-        picked = texts.take(np.arange(0, len(texts), max(1, len(texts) // _NUM_EXAMPLES)))
-        return [text for text in dict.fromkeys(picked) if 1 <= len(text.strip()) <= _MAX_PROMPT]
-    return []
-
-
 def page(ensemble: DecentralizedEnsemble, captions: Sequence[str] = ()) -> gr.Blocks:
     """Build the page of ``ensemble``.
 
@@ -138,6 +127,7 @@ def page(ensemble: DecentralizedEnsemble, captions: Sequence[str] = ()) -> gr.Bl
         ensemble: the ensemble.
         captions: offered as examples; the experiment's prompts if there are none.
     """
+    captions = [text for text in captions if 1 <= len(text.strip()) <= _MAX_PROMPT]
     about, core, kind = ensemble.about, ensemble.loaded.ensemble, ensemble.loaded.meta.condition["kind"]
     defaults, num_threads = SampleConfig(**about.sample), torch.get_num_threads()
 

@@ -28,8 +28,8 @@ from tiny_runs import ROOT, copy_run, settings
 from ddm_lightning import DecentralizedEnsemble
 from ddm_lightning.cli.parser import main
 from ddm_lightning.core.files import sha256_file
-from ddm_lightning.evaluation.pretrained import export_diffusers
 from ddm_lightning.members.artifact import read_meta
+from ddm_lightning.use.pretrained import export_diffusers
 
 
 @pytest.fixture

@@ -23,18 +23,18 @@ from ddm_lightning.core.errors import UserError, first_line
 from ddm_lightning.core.files import atomic_write_text
 from ddm_lightning.core.registry import require
 from ddm_lightning.ensemble.load import load_listed
+from ddm_lightning.ensemble.manifest import EnsembleManifest
 from ddm_lightning.ensemble.routing import strategy_of, with_suited_solver
-from ddm_lightning.ensemble.saved import fetched, open_ensemble, save_ensemble
 from ddm_lightning.ensemble.trace import Trace
-from ddm_lightning.evaluation.samples import row_conditions, sample_images
-from ddm_lightning.members.assembly import EnsembleManifest
 from ddm_lightning.members.run_folder import MEMBER_FILE, RunFolder, load_run
+from ddm_lightning.use.samples import row_conditions, sample_images
+from ddm_lightning.use.saved import fetched, open_ensemble, save_ensemble
 
 # Sections that may be overridden for a saved ensemble.
 _FREE = ("island", "sample", "evaluate")
 _PIPELINE = '''"""Code of this folder for diffusers: the class is part of the installed package ddm_lightning."""
 
-from ddm_lightning.evaluation.diffusers_pipeline import DecentralizedPipeline  # noqa: F401
+from ddm_lightning.use.diffusers_pipeline import DecentralizedPipeline  # noqa: F401
 '''
 
 

@@ -24,8 +24,8 @@ from ddm_lightning.core.errors import UserError
 from ddm_lightning.ensemble import load
 from ddm_lightning.ensemble.load import LoadedEnsemble
 from ddm_lightning.ensemble.velocity import Ensemble
-from ddm_lightning.evaluation import pretrained, samples
 from ddm_lightning.shards.manifest import Manifest
+from ddm_lightning.use import pretrained, samples
 
 
 @pytest.fixture
