@@ -58,7 +58,7 @@ lint: $(TEST) ## ruff: rules and format
 	$(BIN)/ruff format --check .
 
 type: $(TEST) ## mypy
-	$(BIN)/python -m mypy ddm_lightning $(wildcard benchmarks/*.py)
+	$(BIN)/python -m mypy ddm_lightning data/ddm_data $(wildcard benchmarks/*.py)
 
 imports: $(TEST) ## import-linter: imports point one way
 	$(BIN)/lint-imports --no-logo

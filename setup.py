@@ -96,7 +96,8 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.10",
-    packages=find_packages(include=["ddm_lightning", "ddm_lightning.*"]),
+    packages=[*find_packages(include=["ddm_lightning", "ddm_lightning.*"]), "ddm_data"],
+    package_dir={"ddm_data": "data/ddm_data"},
     package_data={"ddm_lightning": ["py.typed", "use/templates/*.j2", "prepare/report/templates/*.j2"]},
     install_requires=REQUIRED,
     extras_require={
@@ -113,5 +114,15 @@ setup(
         "test": TEST,
         "dev": [*TEST, "pre-commit>=4"],
     },
-    entry_points={"console_scripts": ["ddm-lightning = ddm_lightning.__main__:run"]},
+    entry_points={
+        "console_scripts": ["ddm-lightning = ddm_lightning.__main__:run"],
+        "ddm_lightning.sources": [
+            "earthtiles = ddm_data.earthtiles:EarthTiles",
+            "icons = ddm_data.icons:Icons",
+            "mixture = ddm_data.mixture:Mixture",
+            "mnist5k = ddm_data.mnist:Mnist5k",
+            "openmoji = ddm_data.openmoji:OpenMoji",
+            "photos = ddm_data.photos:Photos",
+        ],
+    },
 )

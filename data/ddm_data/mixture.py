@@ -33,7 +33,6 @@ class _Child(NamedTuple):
     entry: _Entry
 
 
-@SOURCES.register("mixture")
 class Mixture:
     """Several sources as one; the label is the number of the source in the list.
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from ddm_lightning.core.registry import SOURCES, file_of, require
+from ddm_lightning.core.registry import file_of, require
 from ddm_lightning.prepare.records import Part, Record
 
 # Caption by package and file.
@@ -30,7 +30,6 @@ _PHOTOS = {
 }
 
 
-@SOURCES.register("photos")
 class Photos:
     """Square patches of twelve photographs; the label is the photograph, the caption says what it shows.
 

@@ -3,10 +3,10 @@ import json
 import numpy as np
 import pytest
 
+from ddm_data.icons import concept
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import SOURCES
 from ddm_lightning.prepare.records import BrokenSample
-from ddm_lightning.prepare.sources.icons import concept
 from ddm_lightning.testing import check_source
 
 SQUARE = '<path fill="#f00" d="M0 0h4v4H0z"/>'

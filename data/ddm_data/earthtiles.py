@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Int, UInt8
 from PIL import Image
 
-from ddm_lightning.core.registry import SOURCES, file_of, require
+from ddm_lightning.core.registry import file_of, require
 from ddm_lightning.prepare.records import Part, Record, block_of, block_parts
 
 _MAPS = ("bmng", "shadedrelief")
@@ -40,7 +40,6 @@ ZONES = dict(zone.split(": ") for zone in _ZONES.split("; "))
 _PHRASES = list(ZONES.values())
 
 
-@SOURCES.register("earthtiles")
 class EarthTiles:
     """Squares of NASA's Blue Marble (5400 x 2700 pixels), or of a relief map, that are at least a quarter land.
 
