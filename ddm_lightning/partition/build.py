@@ -25,9 +25,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ddm_lightning.config.experiment import PartitionConfig
-from ddm_lightning.core.columns import Rows
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_write
+from ddm_lightning.partition.columns import Rows
 from ddm_lightning.partition.kmeans import balanced_kmeans, capacity, weighted_means
 from ddm_lightning.partition.lloyd import LARGEST_OVER_MEAN, lloyd_kmeans
 from ddm_lightning.partition.nearest import OnProgress, nearest, nearest_of_rows, one_thread, prepared

@@ -17,7 +17,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from ddm_lightning.config.experiment import PartitionConfig
-from ddm_lightning.core.columns import Rows
+from ddm_lightning.partition.columns import Rows
 from ddm_lightning.partition.kmeans import means
 from ddm_lightning.partition.nearest import in_order, one_thread, prepared, rows_at_once
 

@@ -13,9 +13,9 @@ import torch
 from jaxtyping import Float, Int32, Int64, Shaped
 from torch import Tensor
 
-from ddm_lightning.core.columns import Rows
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.processes import num_cores
+from ddm_lightning.partition.columns import Rows
 
 # Entries of one matrix of rows times centroids: 32 MB in float32.
 _SCORES_AT_ONCE = 1 << 23

@@ -17,9 +17,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from ddm_lightning.core.columns import Rows
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_write
+from ddm_lightning.partition.columns import Rows
 from ddm_lightning.partition.kmeans import repair
 from ddm_lightning.partition.nearest import OnProgress, nearest_of_rows
 

@@ -21,10 +21,10 @@ import torch
 from jaxtyping import Shaped, UInt8
 from PIL import Image
 
-from ddm_lightning.core.columns import GrowingArray, Strings, save_array
 from ddm_lightning.core.devices import tf32
 from ddm_lightning.core.errors import UserError, first_line
 from ddm_lightning.core.files import atomic_folder, atomic_write_json, sha256_file
+from ddm_lightning.partition.columns import GrowingArray, Strings, save_array
 from ddm_lightning.prepare.engine import run_jobs
 from ddm_lightning.prepare.reading import Plugins, Reading, one_ahead
 from ddm_lightning.prepare.records import BrokenSample, Part, Record, count_samples

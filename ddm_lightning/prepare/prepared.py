@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int, UInt8, UInt64
 
-from ddm_lightning.core.columns import Rows, StoredArray, Strings
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_write_json, atomic_write_text
+from ddm_lightning.partition.columns import Rows, StoredArray, Strings
 from ddm_lightning.prepare.encode import LEDGER, RECORDS, Ledger, check_broken
 from ddm_lightning.prepare.records import BrokenSample, Part
 

@@ -22,13 +22,13 @@ import torch
 from filelock import FileLock, Timeout
 
 from ddm_lightning.config.experiment import Experiment
-from ddm_lightning.core.columns import save_array
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_write, atomic_write_json, sha256_file, sha256_json
 from ddm_lightning.core.formatting import format_bytes
 from ddm_lightning.encoders.interfaces import bytes_per_sample
 from ddm_lightning.members.run_folder import RunFolder
 from ddm_lightning.partition.build import check_sizes, displaced_fractions, fit_partition
+from ddm_lightning.partition.columns import save_array
 from ddm_lightning.prepare.encode import CAPTIONS, FEATURES, LATENTS, RECORDS, Ledger, PartJob, encode_parts
 from ddm_lightning.prepare.engine import Reporter, num_gpus_for
 from ddm_lightning.prepare.prepared import Prepared, write_index

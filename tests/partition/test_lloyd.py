@@ -5,8 +5,8 @@ from sklearn.cluster import KMeans
 from sklearn.preprocessing import normalize
 
 from ddm_lightning.config.experiment import PartitionConfig
-from ddm_lightning.core.columns import Rows
 from ddm_lightning.partition import lloyd, nearest
+from ddm_lightning.partition.columns import Rows
 from ddm_lightning.partition.lloyd import lloyd_kmeans, plus_plus
 
 

@@ -8,10 +8,10 @@ import torch
 from safetensors.torch import save_file
 
 from ddm_lightning.config.experiment import PartitionConfig
-from ddm_lightning.core.columns import Rows
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.partition import build
 from ddm_lightning.partition.build import displaced_fractions, fit_partition
+from ddm_lightning.partition.columns import Rows
 from ddm_lightning.partition.partition import ClusterOfLabel, Partition, Samples, hashes
 
 

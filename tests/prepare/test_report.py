@@ -11,7 +11,7 @@ from scipy.spatial.distance import cdist
 from sklearn.metrics import silhouette_samples
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from ddm_lightning.core.columns import Rows
+from ddm_lightning.partition.columns import Rows
 from ddm_lightning.prepare.report import measures
 from ddm_lightning.prepare.report.measures import (
     ReportData,

@@ -11,7 +11,7 @@ from jaxtyping import Float, Int, Int64, Shaped, UInt8
 from torch import Tensor
 from torch.nn.functional import normalize, one_hot
 
-from ddm_lightning.core.columns import Rows
+from ddm_lightning.partition.columns import Rows
 
 # Silhouettes need the square of this many distances: 128 MB.
 MAX_ROWS = 4_000

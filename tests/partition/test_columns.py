@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddm_lightning.core.columns import GrowingArray, Rows, StoredArray, Strings, save_array
+from ddm_lightning.partition.columns import GrowingArray, Rows, StoredArray, Strings, save_array
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (2, 1, 4)])
