@@ -20,13 +20,12 @@ from ddm_lightning.flow.condition import Condition
 from ddm_lightning.flow.path import interpolate
 from ddm_lightning.flow.randomness import keyed_generator
 from ddm_lightning.flow.timesteps import sample_timesteps
-from ddm_lightning.members.member import Member
-from ddm_lightning.members.run_folder import RunFolder
+from ddm_lightning.members.run import Run
 from ddm_lightning.members.status import MemberStatus
 from ddm_lightning.networks.attention import set_attention
 from ddm_lightning.networks.compiled import compile_blocks
 from ddm_lightning.shards.datamodule import ClusterDataModule
-from ddm_lightning.shards.manifest import Manifest, StoredForm
+from ddm_lightning.shards.manifest import StoredForm
 from ddm_lightning.training.fit import build_data, build_module, build_trainer
 from ddm_lightning.training.module import MemberModule
 from ddm_lightning.training.optimizer import build_optimizer, build_schedule
@@ -41,16 +40,13 @@ class BareLoop:
     """Training loop without a Trainer: only the next batch and the step itself.
 
     Args:
-        experiment: settings of ``MEMBER``.
-        manifest: manifest of its data.
+        run: run of ``MEMBER``.
         batches: batches of its steps, in order.
         device: training device.
     """
 
-    def __init__(
-        self, experiment: Experiment, manifest: Manifest, batches: Iterator[Batch], device: torch.device
-    ) -> None:
-        member = Member.resolve(MEMBER, experiment, manifest)
+    def __init__(self, run: Run, batches: Iterator[Batch], device: torch.device) -> None:
+        member, experiment, manifest = run.member(MEMBER), run.experiment, run.manifest
         self.train: TrainConfig = member.train
         self.timesteps = member.timesteps
         self.seed, self.dropout = experiment.seed, experiment.condition.dropout
@@ -171,28 +167,26 @@ class Trained:
 
 def our_trainer(experiment: Experiment) -> tuple[L.Trainer, MemberModule, ClusterDataModule]:
     """Build what ``fit`` trains ``MEMBER`` of a prepared run with, from scratch."""
-    run, island = RunFolder.of(experiment), experiment.island
-    manifest = Manifest.read(run.root)
-    member = Member.resolve(MEMBER, experiment, manifest)
-    folder = run.member(MEMBER)
+    run = Run(experiment)
+    member = run.member(MEMBER)
+    folder = run.folder.member(MEMBER)
     folder.mkdir(parents=True, exist_ok=True)
-    module = build_module(member, island, manifest)
-    strategy, _ = choose_strategy(island, sum(p.numel() for p in module.parameters()))
+    module = build_module(member, run)
+    strategy, _ = choose_strategy(experiment.island, sum(p.numel() for p in module.parameters()))
     trainer, _ = build_trainer(member, experiment, folder, MemberStatus(MEMBER, member.train.max_steps), strategy)
-    return trainer, module, build_data(member, island, manifest, run)
+    return trainer, module, build_data(member, run)
 
 
 def train(experiment: Experiment, steps: int) -> Trained:
     """Train ``MEMBER`` of a prepared run as ``fit`` does and with the bare loop, alternating every ``steps`` steps."""
     device = torch.device("cuda" if resolve_accelerator(experiment.island.accelerator) == "gpu" else "cpu")
-    run = RunFolder.of(experiment)
-    manifest = Manifest.read(run.root)
+    run = Run(experiment)
     trainer, module, data_of_ours = our_trainer(experiment)
-    data = build_data(module.member, experiment.island, manifest, run)
+    data = build_data(module.member, run)
     data.prepare_data()
     loader = data.train_dataloader()
     batches = itertools.chain.from_iterable(iter(loader) for _ in itertools.count())
-    bare = BareLoop(experiment, manifest, batches, device)
+    bare = BareLoop(run, batches, device)
     turns = TakeTurns(bare, steps)
     # Just before the callback that saves after the last step, so that saving is not part of the last turn.
     callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # Lightning's list

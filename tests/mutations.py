@@ -23,9 +23,7 @@ from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import sha256_file
 from ddm_lightning.ensemble.load import load_ensemble
 from ddm_lightning.members.artifact import load_network
-from ddm_lightning.members.member import Member
-from ddm_lightning.members.run_folder import RunFolder
-from ddm_lightning.shards.manifest import Manifest
+from ddm_lightning.members.run import Run
 from ddm_lightning.training.fit import build_data, build_module
 
 SECONDS, BYTES = 10, 1 << 30
@@ -176,10 +174,10 @@ def read(run, target, loader):
         load_ensemble(run)
     else:
         experiment = load_experiment(TINY, [f"run_dir={run}", f"island.loader={loader}"])
-        manifest = Manifest.read(run)
-        member = Member.resolve("expert-0", experiment, manifest)
-        module = build_module(member, experiment.island, manifest)
-        data = build_data(member, experiment.island, manifest, RunFolder.of(experiment))
+        opened = Run(experiment)
+        member = opened.member("expert-0")
+        module = build_module(member, opened)
+        data = build_data(member, opened)
         data.prepare_data()
         batch = next(iter(data.train_dataloader()))
         module.replayed = (0, 1)

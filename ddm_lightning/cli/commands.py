@@ -26,10 +26,10 @@ from ddm_lightning.ensemble.manifest import assemble, refuse_stale
 from ddm_lightning.ensemble.routing import with_suited_solver
 from ddm_lightning.ensemble.velocity import Cost
 from ddm_lightning.islands.local import default_jobs, fit_members, members_table, shown_members, skipped_lines
-from ddm_lightning.members.artifact import is_finished
-from ddm_lightning.members.member import ROUTER, ensemble_members, parse_members
-from ddm_lightning.members.run_folder import RunFolder, load_run, open_run, refuse_changed
-from ddm_lightning.shards.manifest import DataSizes, Manifest
+from ddm_lightning.members.member import ROUTER, parse_members
+from ddm_lightning.members.run import Run
+from ddm_lightning.members.run_folder import RunFolder, load_run, refuse_changed
+from ddm_lightning.shards.manifest import DataSizes
 from ddm_lightning.use.saved import is_saved
 
 
@@ -51,7 +51,9 @@ def _prepare(experiment: Experiment, options: argparse.Namespace) -> int:
         print(f"parts to encode: {plan.num_unfinished_parts} of {plan.num_parts}\nnothing was written")
         return 0
     run = _prepared(experiment, options)
-    print(f"shards: {run.shards}\nreport: {run.prepared / 'report' / 'report.html'}, {run.prepared / 'clusters.png'}")
+    prepared = run.folder.prepared
+    print(f"shards: {run.folder.shards}")
+    print(f"report: {prepared / 'report' / 'report.html'}, {prepared / 'clusters.png'}")
     print(f"next: {_command('fit', options)}")
     return 0
 
@@ -66,7 +68,7 @@ def _sizes_check(experiment: Experiment, options: argparse.Namespace) -> Callabl
     return lambda sizes: check_networks(experiment, sizes, options.config, options.overrides)
 
 
-def _prepared(experiment: Experiment, options: argparse.Namespace) -> RunFolder:
+def _prepared(experiment: Experiment, options: argparse.Namespace) -> Run:
     """Prepare the run if it is not up to date, and open its folder."""
     from ddm_lightning.prepare.engine import RichReporter
     from ddm_lightning.prepare.stages import prepare
@@ -77,7 +79,7 @@ def _prepared(experiment: Experiment, options: argparse.Namespace) -> RunFolder:
         manifest = prepare(experiment, RunFolder.of(experiment).root, reporter, check, prune)
     check_networks(experiment, manifest, options.config, options.overrides)  # also if nothing was to prepare
     # Only now: after an error in prepare, the corrected experiment may use the same folder.
-    return open_run(experiment, create=True)
+    return Run.open(experiment, create=True)
 
 
 def _one_member(experiment: Experiment, options: argparse.Namespace) -> str:
@@ -99,33 +101,33 @@ def _fit(experiment: Experiment, options: argparse.Namespace) -> int:
 
 def _fit_one(member: str, experiment: Experiment, options: argparse.Namespace) -> int:
     _check(experiment, options)
-    run = RunFolder.of(experiment)
-    manifest = Manifest.read(run.root)  # an island receives prepared shards, it does not make them
-    is_new = not run.experiment.exists()
+    run = Run(experiment)
+    manifest = run.manifest  # an island receives prepared shards, it does not make them
+    is_new = not run.folder.experiment.exists()
     if is_new:
         check_networks(experiment, manifest, options.config, options.overrides)
-    checkpoints = run.member(member) / "checkpoints"
+    checkpoints = run.folder.member(member) / "checkpoints"
     before = set(checkpoints.glob("*"))
-    open_run(experiment, create=True)
+    Run.open(experiment, create=True)
     try:
-        refuse_stale([member], experiment, run)
+        refuse_stale([member], run)
 
         from ddm_lightning.training.fit import fit_member
         from ddm_lightning.training.ranks import leads
 
         processes.end_imports()
-        status = fit_member(member, experiment, run, show_progress=sys.stderr.isatty())
+        status = fit_member(member, run, show_progress=sys.stderr.isatty())
     except UserError:
         # Nothing was trained: release the folder, so that a corrected experiment can use it.
         if is_new and set(checkpoints.glob("*")) == before:
-            run.experiment.unlink(missing_ok=True)
+            run.folder.experiment.unlink(missing_ok=True)
         raise
     if not leads():
         return 0  # rank zero prints the result; it is killed if another rank exits with another code
     if status.state == "stopped":
         return processes.STOPPED
     _print_skipped([member], run, options)
-    print(f"artifact: {run.artifact(member)}\ncurves: tensorboard --logdir {run.root}")
+    print(f"artifact: {run.folder.artifact(member)}\ncurves: tensorboard --logdir {run.folder.root}")
     return 0
 
 
@@ -149,38 +151,40 @@ def _fit_several(members: list[str], experiment: Experiment, options: argparse.N
     console = Console()
     check_strategy(experiment, options.config, options.overrides)
     if _is_collected(members, experiment):
-        run = open_run(experiment, create=True)
+        run = Run.open(experiment, create=True)
     else:
         _check(experiment, options)
         run = _prepared(experiment, options)
-    refuse_stale(members, experiment, run)
-    failures = fit_members(members, experiment, run, options.jobs or default_jobs(experiment), console)
-    console.print(members_table(experiment, run))
+    refuse_stale(members, run)
+    failures = fit_members(members, run, options.jobs or default_jobs(experiment), console)
+    console.print(members_table(run))
     _print_skipped(members, run, options)
     for member, failure in failures.items():
         print(f"{member}: {failure.reason}", file=sys.stderr)
     if failures:
-        print(f"logs: {run.root / 'members'}; run the same command again to train the rest", file=sys.stderr)
+        print(f"logs: {run.folder.root / 'members'}; run the same command again to train the rest", file=sys.stderr)
         return 2 if all(failure.code == 2 for failure in failures.values()) else 1
-    if all(is_finished(member, experiment, run) for member in ensemble_members(experiment)):
-        is_new, grid, clusters = assemble(experiment, run), _grid(experiment, run), run.prepared / "clusters.png"
+    if all(run.is_finished(member) for member in run.names):
+        is_new, grid, clusters = assemble(run), _grid(run), run.folder.prepared / "clusters.png"
         if grid.exists() and not is_new:
             print("all members are finished and their samples are there: nothing to do")
         else:
-            _generate(experiment, run, experiment.sample.prompts, grid)
-        print(f"ensemble: {run.ensemble}\nsamples: {grid}" + (f"\nclusters: {clusters}" if clusters.exists() else ""))
+            _generate(run, experiment.sample.prompts, grid)
+        print(f"ensemble: {run.folder.ensemble}\nsamples: {grid}")
+        if clusters.exists():
+            print(f"clusters: {clusters}")
         print(f"next: {_sample_command(experiment, options)}")
-    print(f"curves: tensorboard --logdir {run.root}")
+    print(f"curves: tensorboard --logdir {run.folder.root}")
     return 0
 
 
-def _print_skipped(members: Sequence[str], run: RunFolder, options: argparse.Namespace) -> None:
+def _print_skipped(members: Sequence[str], run: Run, options: argparse.Namespace) -> None:
     for line in skipped_lines(members, run, _command("replay", options)):
         print(line)
 
 
-def _grid(experiment: Experiment, run: RunFolder) -> Path:
-    return run.samples / f"{experiment.sample.strategy}.png"
+def _grid(run: Run) -> Path:
+    return run.folder.samples / f"{run.experiment.sample.strategy}.png"
 
 
 def _sample_command(experiment: Experiment, options: argparse.Namespace) -> str:
@@ -188,18 +192,16 @@ def _sample_command(experiment: Experiment, options: argparse.Namespace) -> str:
     return _command("sample", options) + {"class": " --class …", "none": ""}.get(kind, " --prompt …")
 
 
-def _generate(
-    experiment: Experiment, run: RunFolder, prompts: Sequence[str], path: Path, **more: Any
-) -> tuple[Cost, dict[str, Path]]:
+def _generate(run: Run, prompts: Sequence[str], path: Path, **more: Any) -> tuple[Cost, dict[str, Path]]:
     from ddm_lightning.use.samples import draw_run
 
-    return draw_run(run.root, experiment, prompts, path, show_progress=True, **more)
+    return draw_run(run.folder.root, run.experiment, prompts, path, show_progress=True, **more)
 
 
-def _print_captions(run: RunFolder, word: str) -> int:
+def _print_captions(run: Run, word: str) -> int:
     from ddm_lightning.prepare.prepared import Prepared
 
-    prepared = Prepared(run.prepared)
+    prepared = Prepared(run.folder.prepared)
     if not prepared.index_file.exists():
         raise UserError(
             f"{prepared.index_file}: is missing; search for captions on the machine that prepared the images"
@@ -213,7 +215,7 @@ def _sample(experiment: Experiment, options: argparse.Namespace) -> int:
     from ddm_lightning.use.samples import check_out
 
     if options.captions is not None:
-        return _print_captions(open_run(experiment, create=False), options.captions)
+        return _print_captions(Run.open(experiment), options.captions)
     settings = experiment.sample
     if options.strategy in (None, settings.strategy):
         check_strategy(experiment, options.config, options.overrides)
@@ -236,16 +238,16 @@ def _sample(experiment: Experiment, options: argparse.Namespace) -> int:
     is_own = not any((options.prompt, options.classes, options.num, options.seed is not None)) and not any(
         text.startswith("sample.") for text in options.overrides
     )
-    path = run.samples if options.out is None else check_out(options.out)
+    path = run.folder.samples if options.out is None else check_out(options.out)
     if path.suffix != ".png":
         # A new file, so that earlier grids stay.
         name = settings.member or settings.strategy
         new = (path / f"{name}-{number:03d}.png" for number in itertools.count(1))
-        path = _grid(experiment, run) if is_own and path == run.samples else next(p for p in new if not p.exists())
-    _require_weights(experiment, run, options)
+        path = _grid(run) if is_own and path == run.folder.samples else next(p for p in new if not p.exists())
+    _require_weights(run, options)
     prompts, singles = options.prompt or settings.prompts, path.with_suffix("")
     more = {"classes": options.classes or (), "singles": singles, "gif": options.gif}
-    cost, files = _generate(experiment, run, prompts, path, **more)
+    cost, files = _generate(run, prompts, path, **more)
     print(f"samples: {path}\nsingle images: {singles}")
     for name, file in files.items():
         print(f"{name}: {file}")
@@ -253,23 +255,24 @@ def _sample(experiment: Experiment, options: argparse.Namespace) -> int:
     return 0
 
 
-def _opened(experiment: Experiment) -> RunFolder:
+def _opened(experiment: Experiment) -> Run:
     """Open a run that exists, or a saved ensemble."""
-    run = RunFolder.of(experiment)
-    return run if is_saved(run.root) else open_run(experiment, create=False)
+    run = Run(experiment)
+    return run if is_saved(run.folder.root) else Run.open(experiment)
 
 
-def _require_weights(experiment: Experiment, run: RunFolder, options: argparse.Namespace) -> None:
+def _require_weights(run: Run, options: argparse.Namespace) -> None:
+    experiment, folder = run.experiment, run.folder
     if (member := experiment.sample.member) is not None:
         if parse_members(member, experiment, "sample.member") != [member]:
             raise UserError(f"sample.member={member}: name one member, such as monolith")
-        if not run.is_finished(member):
+        if not folder.is_finished(member):
             fit = f"{_command('fit', options)} member={member}"
-            raise UserError(f"{run.artifact(member)}: does not exist yet; run {fit}")
-    elif not run.ensemble.exists():
-        unfinished = [member for member in ensemble_members(experiment) if not run.is_finished(member)]
+            raise UserError(f"{folder.artifact(member)}: does not exist yet; run {fit}")
+    elif not folder.ensemble.exists():
+        unfinished = [member for member in run.names if not folder.is_finished(member)]
         why = f", because these members are not finished: {', '.join(unfinished)}" if unfinished else ""
-        raise UserError(f"{run.ensemble}: does not exist yet{why}; run {_command('fit', options)}")
+        raise UserError(f"{folder.ensemble}: does not exist yet{why}; run {_command('fit', options)}")
 
 
 def _evaluate(experiment: Experiment, options: argparse.Namespace) -> int:
@@ -277,12 +280,12 @@ def _evaluate(experiment: Experiment, options: argparse.Namespace) -> int:
     check_devices(experiment.island.accelerator, 1)
     run = _opened(experiment)
     if options.images is None:
-        _require_weights(experiment, run, options)
+        _require_weights(run, options)
 
     from ddm_lightning.evaluation.evaluate import evaluate
 
     images, out = (None if path is None else Path(path).expanduser() for path in (options.images, options.out))
-    if found := evaluate(experiment, run, images, out, show_progress=True):
+    if found := evaluate(run, images, out, show_progress=True):
         path, table = found
         Console().print(table)
         print(f"results: {path}")
@@ -293,33 +296,33 @@ def _diagnose(experiment: Experiment, options: argparse.Namespace) -> int:
     if options.num < 1:
         raise UserError(f"--num {options.num}: must be at least 1")
     check_devices(experiment.island.accelerator, 1)
-    run = open_run(experiment, create=False)
+    run = Run.open(experiment)
 
     from ddm_lightning.evaluation.diagnosis import diagnose
     from ddm_lightning.evaluation.diagnosis_figures import diagnosis_lines, diagnosis_table
 
-    figures = diagnose(experiment, run, options.strategy, options.num, show_progress=True)
+    figures = diagnose(run, options.strategy, options.num, show_progress=True)
     Console().print(diagnosis_table(figures))
     print(*diagnosis_lines(figures), sep="\n")
-    print(f"diagnosis: {run.root / 'diagnosis' / 'diagnosis.json'}, and figures beside it")
+    print(f"diagnosis: {run.folder.root / 'diagnosis' / 'diagnosis.json'}, and figures beside it")
     return 0
 
 
 def _status(experiment: Experiment, options: argparse.Namespace) -> int:
-    run = open_run(experiment, create=False)
-    Console().print(members_table(experiment, run))
-    _print_skipped(shown_members(experiment, run), run, options)
-    print(f"curves: tensorboard --logdir {run.root}")
+    run = Run.open(experiment)
+    Console().print(members_table(run))
+    _print_skipped(shown_members(run), run, options)
+    print(f"curves: tensorboard --logdir {run.folder.root}")
     return 0
 
 
 def _replay(experiment: Experiment, options: argparse.Namespace) -> int:
     member = _one_member(experiment, options)
-    run = open_run(experiment, create=False)
+    run = Run.open(experiment)
 
     from ddm_lightning.training.replay import replay_step, replay_table
 
-    replay = replay_step(member, experiment, run, options.step, options.rank)
+    replay = replay_step(member, run, options.step, options.rank)
     print(f"step {replay.skipped.step} of {member}, rank {replay.skipped.rank}, with {replay.weights}")
     Console().print(replay_table(replay))
     if all(math.isfinite(sample.gradient_norm) for sample in replay.samples):
@@ -335,21 +338,21 @@ def _ema(experiment: Experiment, options: argparse.Namespace) -> int:
         width = None if options.use in (None, "original") else float(options.use)
     except ValueError:
         raise UserError(f"--use {options.use}: give a width such as 0.08, or original") from None
-    run = open_run(experiment, create=False)
+    run = Run.open(experiment)
 
     from ddm_lightning.training.ema_choice import Averages, widths_table
 
-    averages = Averages(member, experiment, run)
+    averages = Averages(member, run)
     if options.use is None:
         Console().print(widths_table(averages.compare(options.width)))
         print(f"next: {_command('ema', options)} member={member} --use WIDTH")
         return 0
     averages.use(width)
-    print(f"artifact: {run.artifact(member)}")
-    if run.ensemble.exists() and member in ensemble_members(experiment):
-        assemble(experiment, run)
-        _grid(experiment, run).unlink(missing_ok=True)  # from other weights; fit and sample make it again
-        print(f"ensemble: {run.ensemble}\nnext: {_sample_command(experiment, options)}")
+    print(f"artifact: {run.folder.artifact(member)}")
+    if run.folder.ensemble.exists() and member in run.names:
+        assemble(run)
+        _grid(run).unlink(missing_ok=True)  # from other weights; fit and sample make it again
+        print(f"ensemble: {run.folder.ensemble}\nnext: {_sample_command(experiment, options)}")
     return 0
 
 
@@ -358,9 +361,9 @@ def _export(experiment: Experiment, options: argparse.Namespace) -> int:
     from ddm_lightning.use.saved import open_ensemble, save_ensemble
 
     run, out = _opened(experiment), Path(options.out)
-    _require_weights(experiment, run, options)
+    _require_weights(run, options)
     write = save_ensemble if options.to == "ensemble" else export_diffusers
-    write(open_ensemble(run.root, experiment), out, options.licence)
+    write(open_ensemble(run.folder.root, experiment), out, options.licence)
     print(f"{options.to}: {out}\nmodel card: {out / 'README.md'}")
     return 0
 
@@ -416,10 +419,10 @@ def demo(options: argparse.Namespace) -> int:
             experiment = load_run(options.config, options.overrides)
             check_strategy(experiment, options.config, options.overrides)
             check_devices(experiment.island.accelerator, 1)
-            run = open_run(experiment, create=False)
-            _require_weights(experiment, run, options)
+            run = Run.open(experiment)
+            _require_weights(run, options)
             torch.set_num_threads(experiment.island.num_threads)
-            manifest, root = open_ensemble(run.root, experiment, partial=True), run.root
+            manifest, root = open_ensemble(run.folder.root, experiment, partial=True), run.folder.root
             refuse_paths(manifest, experiment, options.allow_paths)
             device = device_of(experiment.island.accelerator)
             ensemble = DecentralizedEnsemble(manifest, device, experiment.sample.resident_experts)

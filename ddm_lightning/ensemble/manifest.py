@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from ddm_lightning.config.experiment import Experiment, SampleConfig
+from ddm_lightning.config.experiment import SampleConfig
 from ddm_lightning.core import checks
 from ddm_lightning.core.errors import UserError, note
 from ddm_lightning.core.files import atomic_write_json, inside, sha256_file
@@ -22,9 +22,9 @@ from ddm_lightning.members.artifact import (
     described,
     read_meta,
 )
-from ddm_lightning.members.member import ROUTER, Member, ensemble_members, expert_name
-from ddm_lightning.members.run_folder import ENSEMBLE_FILE, MEMBER_FILE, RunFolder, read_record
-from ddm_lightning.shards.manifest import Manifest
+from ddm_lightning.members.member import ROUTER, expert_name
+from ddm_lightning.members.run import Run
+from ddm_lightning.members.run_folder import ENSEMBLE_FILE, MEMBER_FILE, read_record
 
 # Unless experts were added.
 _SHARED_BY_PARTITION = ("partition_sha256", "num_clusters")
@@ -263,7 +263,7 @@ def knows(router: ArtifactMeta | None, name: str, expert: ArtifactMeta) -> bool:
     return k < len(known) and known[k] == cluster_of(expert)
 
 
-def assemble(experiment: Experiment, run: RunFolder) -> bool:
+def assemble(run: Run) -> bool:
     """Write ``ensemble.json`` over the artifacts of all members, which must be finished.
 
     Returns:
@@ -272,36 +272,36 @@ def assemble(experiment: Experiment, run: RunFolder) -> bool:
     Raises:
         UserError: artifacts are damaged or do not belong together.
     """
+    ensemble = run.folder.ensemble
     try:
-        listed = read_ensemble(run.ensemble).metas
+        listed = read_ensemble(ensemble).metas
     except UserError:  # none yet, or its artifacts have changed
         listed = {}
-    folders = [run.artifact(member) for member in ensemble_members(experiment)]
+    folders = [run.folder.artifact(name) for name in run.names]
     for folder in folders:
         meta = read_meta(folder)
         if listed.get(meta.member) != meta:  # hash only new weights: they are gigabytes
             check_recorded(folder / WEIGHTS_FILE, meta.model_sha256, REMEDY)
-    before = run.ensemble.read_bytes() if run.ensemble.exists() else None
-    write_ensemble(run.root, folders, Manifest.read(run.root).priors)
-    return run.ensemble.read_bytes() != before
+    before = ensemble.read_bytes() if ensemble.exists() else None
+    write_ensemble(run.folder.root, folders, run.manifest.priors)
+    return ensemble.read_bytes() != before
 
 
-def refuse_stale(members: Sequence[str], experiment: Experiment, run: RunFolder) -> None:
-    """Check that the artifacts of finished members belong to ``experiment``.
+def refuse_stale(members: Sequence[str], run: Run) -> None:
+    """Check that the artifacts of finished members belong to the experiment of ``run``.
 
     One with fewer steps is allowed if its training can continue: with a constant schedule and a checkpoint.
 
     Raises:
         UserError: an artifact is another member's or was trained with other settings.
     """
-    manifest = Manifest.read(run.root)
-    for name in filter(run.is_finished, members):
-        folder, meta = run.artifact(name), read_meta(run.artifact(name))
-        member = Member.resolve(name, experiment, manifest)
+    for name in filter(run.folder.is_finished, members):
+        folder, member = run.folder.artifact(name), run.member(name)
+        meta = read_meta(folder)
         steps = member.train.max_steps
-        has_checkpoint = any((run.member(name) / "checkpoints").glob("step-*.ckpt"))
+        has_checkpoint = any((run.folder.member(name) / "checkpoints").glob("step-*.ckpt"))
         can_continue = meta.step < steps and member.train.schedule == "constant" and has_checkpoint
-        wanted = described(member, manifest)
+        wanted = described(member, run.manifest)
         differing = [key for key, value in wanted.items() if getattr(meta, key) != value]
         if meta.member != name:
             problem = f"is the artifact of {meta.member}, not of {name}"

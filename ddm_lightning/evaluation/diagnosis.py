@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
-from ddm_lightning.config.experiment import Experiment, SampleConfig
+from ddm_lightning.config.experiment import SampleConfig
 from ddm_lightning.core.devices import device_of
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_write_json
@@ -29,11 +29,10 @@ from ddm_lightning.flow.oracle import FiniteSetOracle
 from ddm_lightning.flow.path import interpolate
 from ddm_lightning.flow.randomness import keyed_generator
 from ddm_lightning.flow.timesteps import stratified_timesteps
-from ddm_lightning.members.member import MONOLITH, Member
-from ddm_lightning.members.run_folder import RunFolder
+from ddm_lightning.members.member import MONOLITH
+from ddm_lightning.members.run import Run
 from ddm_lightning.networks.calibration import calibration_error, is_fitted, reliability
 from ddm_lightning.shards.datamodule import ShardLoader
-from ddm_lightning.shards.manifest import Manifest
 from ddm_lightning.training.fit import build_data, build_module
 
 STRATEGIES_SHOWN = ("full", "top-1", "sample-1", "bayes")
@@ -70,14 +69,11 @@ class Samples:
         return Samples(self.x_0.to(device), self.clusters.to(device), self.sample_ids.to(device), condition)
 
 
-def diagnose(
-    experiment: Experiment, run: RunFolder, strategies: Sequence[str] | None, num: int, *, show_progress: bool = False
-) -> Figures:
+def diagnose(run: Run, strategies: Sequence[str] | None, num: int, *, show_progress: bool = False) -> Figures:
     """Diagnose a run's ensemble; write ``diagnosis.json`` and figures to the run's folder ``diagnosis``.
 
     Args:
-        experiment: the run's; its ``sample`` section says how to sample.
-        run: a finished run with its shards.
+        run: a finished one with its shards; the experiment's ``sample`` section says how to sample.
         strategies: strategies whose samples are classified; None for ``STRATEGIES_SHOWN``.
         num: images per strategy.
         show_progress: whether to show a progress bar on stderr.
@@ -85,15 +81,16 @@ def diagnose(
     Raises:
         UserError: no ensemble or no held-out samples, or an unknown strategy.
     """
+    experiment = run.experiment
     names = strategies or dict.fromkeys([*STRATEGIES_SHOWN, experiment.sample.strategy])
     chosen = {name: _settings(experiment.sample, name) for name in names}
     device = device_of(experiment.island.accelerator)
-    loaded = load_ensemble(run.root, device)
+    loaded = load_ensemble(run.folder.root, device)
     ensemble, priors = loaded.ensemble, loaded.ensemble.priors
     ensemble.precision = experiment.sample.precision
     if ensemble.router is None and ensemble.num_clusters > 1 and not strategies:
         chosen = {name: settings for name, settings in chosen.items() if not strategy_of(settings).needs_router}
-    train, held_out, num_train = _read(experiment, run)
+    train, held_out, num_train = _read(run)
     with Bars(show=show_progress) as bars:
         task = bars.add_task("experts", total=len(stratified_timesteps()))
         draws = min(MAX_DRAWS, -(-MIN_ROWS // len(held_out.x_0)))  # of noise
@@ -137,7 +134,7 @@ def diagnose(
         "classifier_accuracy": classifier.accuracy,
         "strategies": found,
     }
-    folder = run.root / "diagnosis"
+    folder = run.folder.root / "diagnosis"
     folder.mkdir(exist_ok=True)
     write_figures(folder, figures)
     atomic_write_json(folder / "diagnosis.json", figures)
@@ -263,7 +260,7 @@ def _settings(settings: SampleConfig, strategy: str) -> SampleConfig:
     return with_suited_solver(replace(settings, strategy=strategy, strategy_params=dict(params)))
 
 
-def _read(experiment: Experiment, run: RunFolder) -> tuple[Samples, Samples, int]:
+def _read(run: Run) -> tuple[Samples, Samples, int]:
     """Read training and held-out samples of all clusters, evenly spaced ones of large sets.
 
     Returns:
@@ -272,13 +269,13 @@ def _read(experiment: Experiment, run: RunFolder) -> tuple[Samples, Samples, int
     Raises:
         UserError: there are no held-out samples, or shards are damaged.
     """
-    manifest = Manifest.read(run.root)
-    member = replace(Member.resolve(MONOLITH, experiment, manifest), name="diagnosis", batch_size=1)
-    data = build_data(member, experiment.island, manifest, run)
+    member = replace(run.member(MONOLITH), name="diagnosis", batch_size=1)
+    data = build_data(member, run)
     if not data.held_out_clusters:
-        raise UserError(f"{run.root}: no held-out samples; set prepare.held_out_fraction above 0 and prepare again")
+        remedy = "set prepare.held_out_fraction above 0 and prepare again"
+        raise UserError(f"{run.folder.root}: no held-out samples; {remedy}")
     data.prepare_data()
-    module = build_module(member, experiment.island, manifest)
+    module = build_module(member, run)
 
     def samples(loader: Any, most: int) -> Samples:
         assert isinstance(loader, ShardLoader)

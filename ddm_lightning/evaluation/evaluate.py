@@ -20,7 +20,6 @@ from rich.table import Table
 from torch import Tensor, distributed
 
 from ddm_lightning import __version__
-from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.core.devices import device_of
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_write, atomic_write_json, read_json, sha256_file, sha256_json
@@ -32,7 +31,8 @@ from ddm_lightning.encoders.interfaces import ImageEncoder
 from ddm_lightning.evaluation import image_sets
 from ddm_lightning.evaluation.image_sets import FileImages, Generated, ImageSet, ShardImages, parts
 from ddm_lightning.evaluation.metrics._base import FeatureMetric, nearest
-from ddm_lightning.members.run_folder import RunFolder, flat
+from ddm_lightning.members.run import Run
+from ddm_lightning.members.run_folder import flat
 from ddm_lightning.shards.manifest import HELD_OUT, TRAIN
 from ddm_lightning.use.saved import data_of
 
@@ -46,8 +46,8 @@ class Evaluation:
     """One comparison of generated with reference images, checked before anything is generated.
 
     Args:
-        experiment: its sections ``sample`` and ``evaluate``, and ``island.accelerator``.
-        run: its run folder, with prepared shards and, without ``images``, the ensemble; or a saved ensemble.
+        run: with prepared shards and, without ``images``, the ensemble; or a saved ensemble. Of its experiment, the
+            sections ``sample`` and ``evaluate`` and ``island.accelerator`` count.
         images: folder or ``.npz`` file to evaluate instead of new samples.
         out: results folder; None names one in the run folder after the settings.
 
@@ -56,9 +56,10 @@ class Evaluation:
             captions without any, or a results folder of other settings.
     """
 
-    def __init__(self, experiment: Experiment, run: RunFolder, images: Path | None, out: Path | None) -> None:
-        self.experiment, self.run, self.settings = experiment, run, experiment.evaluate
-        self.manifest = manifest = data_of(run.root)
+    def __init__(self, run: Run, images: Path | None, out: Path | None) -> None:
+        self.run, self.experiment = run, run.experiment
+        experiment, self.settings = run.experiment, run.experiment.evaluate
+        self.manifest = manifest = data_of(run.folder.root)
         device = device_of(experiment.island.accelerator)
         if not self.settings.metrics:
             raise UserError("key 'evaluate.metrics': is empty; name at least one, such as kid")
@@ -70,10 +71,10 @@ class Evaluation:
             raise UserError(f"key 'evaluate.metrics': {error}") from None
 
         def of_shards(side: str, max_num: int | None = None) -> ShardImages:
-            return ShardImages(run.shards, manifest, encoder, side, max_num)
+            return ShardImages(run.folder.shards, manifest, encoder, side, max_num)
 
         self.generated: ImageSet
-        self.generated = FileImages(images) if images else Generated(run, experiment, manifest, encoder, device)
+        self.generated = FileImages(images) if images else Generated(run, manifest, encoder, device)
         wanted, is_side = self.settings.reference, self.settings.reference in (HELD_OUT, TRAIN)
         self.reference: ImageSet = of_shards(wanted) if is_side else FileImages(Path(wanted).expanduser())
         if self.generated.shape != self.reference.shape:
@@ -89,7 +90,7 @@ class Evaluation:
         self.by_features = [metric for _, metric in self.metrics if isinstance(metric, FeatureMetric)]
         self.train: ImageSet | None = None
         self.held_out: ImageSet | None = None
-        is_of_run = run.shards.exists() and self.generated.shape == image_sets.decoded_shape(encoder, manifest)
+        is_of_run = run.folder.shards.exists() and self.generated.shape == image_sets.decoded_shape(encoder, manifest)
         has_held_out = any(cluster.held_out for cluster in manifest.clusters)
         if self.by_features and self.settings.max_train_images and has_held_out and is_of_run:
             self.train, self.held_out = of_shards(TRAIN, self.settings.max_train_images), of_shards(HELD_OUT)
@@ -103,7 +104,7 @@ class Evaluation:
         code = sha256_json({str(path.relative_to(root)): sha256_file(path) for path in root.rglob("*.py")})
         self.origin = {"version": __version__, "commit": _commit(), "code_sha256": code, **own}
         name = name if isinstance(generated, Generated) else "images"
-        folder = out or self.run.root / "evaluation" / f"{name}-{sha256_json(self.origin)[:8]}"
+        folder = out or self.run.folder.root / "evaluation" / f"{name}-{sha256_json(self.origin)[:8]}"
         path, remedy = folder / SETTINGS_FILE, "give another folder with --out"
         if path.exists():
             found = read_json(path, "the settings of these results", remedy)
@@ -121,7 +122,7 @@ class Evaluation:
     def features(self, metric: FeatureMetric, images: ImageSet, rows: range) -> Float[np.ndarray, "n d"]:
         """Return the features of one part, computed now if they are not on disk."""
         name = f"{metric.features}-{sha256_json(metric.provenance)[:12]}"
-        folder = self.run.root / "evaluation" / "features" / name / images.sha256[:16]
+        folder = self.run.folder.root / "evaluation" / "features" / name / images.sha256[:16]
         path = folder / f"{rows.start:08d}-{rows.stop:08d}.npy"
         if not path.exists():
             found = metric.network.encode(images.images(rows))
@@ -251,13 +252,13 @@ def _joined() -> Iterator[tuple[int, int]]:
 
 
 def evaluate(
-    experiment: Experiment, run: RunFolder, images: Path | None, out: Path | None, *, show_progress: bool = False
+    run: Run, images: Path | None, out: Path | None, *, show_progress: bool = False
 ) -> tuple[Path, Table] | None:
     """Generate and compare; see ``Evaluation``. Every rank of torchrun calls it; only rank zero gets a result."""
     with _joined() as (rank, world):
         if rank:
             distributed.barrier()  # rank zero makes the folder, or says why not
-        evaluation = Evaluation(experiment, run, images, out)
+        evaluation = Evaluation(run, images, out)
         if world > 1 and not rank:
             distributed.barrier()
         evaluation.compute_parts(rank, world, show_progress and rank == 0)

@@ -18,7 +18,6 @@ import torch
 from jaxtyping import UInt8
 from PIL import Image
 
-from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.core.devices import resolve_precision
 from ddm_lightning.core.errors import UserError, first_line
 from ddm_lightning.core.files import atomic_write, sha256_file, sha256_json
@@ -26,7 +25,7 @@ from ddm_lightning.core.grids import save_png
 from ddm_lightning.encoders.interfaces import ImageEncoder
 from ddm_lightning.flow.condition import Condition
 from ddm_lightning.flow.randomness import keyed_generator
-from ddm_lightning.members.run_folder import RunFolder
+from ddm_lightning.members.run import Run
 from ddm_lightning.shards.fetch import Origin
 from ddm_lightning.shards.manifest import HELD_OUT, TRAIN, Manifest, StoredForm, shard_name
 from ddm_lightning.shards.verify import read_index, verify_shards
@@ -182,8 +181,7 @@ class Generated:
     its number, so neither parts nor ranks matter.
 
     Args:
-        run: the run's folder.
-        experiment: its seed and its sections ``sample`` and ``evaluate``.
+        run: of its experiment, the seed and the sections ``sample`` and ``evaluate`` count.
         manifest: the run's.
         encoder: its image encoder.
         device: where to sample.
@@ -195,24 +193,24 @@ class Generated:
     folder: Path
     sha256: str
 
-    def __init__(
-        self, run: RunFolder, experiment: Experiment, manifest: Manifest, encoder: ImageEncoder, device: torch.device
-    ) -> None:
+    def __init__(self, run: Run, manifest: Manifest, encoder: ImageEncoder, device: torch.device) -> None:
+        experiment, folder = run.experiment, run.folder
         self._experiment, self._kind, self._encoder = experiment, experiment.condition.kind, encoder
         self.name, self.num, self.shape = "samples", experiment.evaluate.num_images, decoded_shape(encoder, manifest)
-        self._loaded = functools.cache(lambda: load_of_run(run.root, experiment, manifest, device))
+        self._loaded = functools.cache(lambda: load_of_run(folder.root, experiment, manifest, device))
         self._given: ShardImages | None = None
         self._own = [*range(manifest.num_classes)] if self._kind == "class" else experiment.sample.prompts
-        if self._kind != "none" and run.shards.exists():
+        if self._kind != "none" and folder.shards.exists():
             side = HELD_OUT if any(cluster.held_out for cluster in manifest.clusters) else TRAIN
-            self._given = ShardImages(run.shards, manifest, encoder, side)
+            self._given = ShardImages(folder.shards, manifest, encoder, side)
         elif self._kind != "none" and not self._own:
-            raise UserError(f"{run.shards}: no shards with captions; copy them to this folder, or set sample.prompts")
+            remedy = "copy them to this folder, or set sample.prompts"
+            raise UserError(f"{folder.shards}: no shards with captions; {remedy}")
         settings = asdict(experiment.sample)
         settings["precision"] = resolve_precision(settings["precision"], device)
         self.settings = {
             "experiment": experiment.name,
-            "weights_sha256": sha256_file(run.sampled_from(experiment.sample.member)),
+            "weights_sha256": sha256_file(folder.sampled_from(experiment.sample.member)),
             "seed": experiment.seed,
             "sample": {key: settings[key] for key in settings if key not in ("prompts", "num_per_prompt")},
             **{key: getattr(experiment.evaluate, key) for key in ("num_images", "batch_size", "image_format")},

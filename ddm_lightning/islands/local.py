@@ -30,11 +30,9 @@ from ddm_lightning.core.devices import resolve_accelerator
 from ddm_lightning.core.files import atomic_write_text
 from ddm_lightning.core.formatting import Bars
 from ddm_lightning.core.processes import FITTED_BY, STOPPED, handling, num_cores
-from ddm_lightning.members.artifact import is_finished, read_meta
-from ddm_lightning.members.member import MONOLITH, STUDENT, Member, ensemble_members, train_config
-from ddm_lightning.members.run_folder import RunFolder
-from ddm_lightning.members.status import MemberStatus, loss_of
-from ddm_lightning.shards.manifest import Manifest
+from ddm_lightning.members.member import MONOLITH, STUDENT
+from ddm_lightning.members.run import Run
+from ddm_lightning.members.status import loss_of
 from ddm_lightning.training.guard import skipped_of
 
 POLL_SECONDS = 0.5
@@ -96,9 +94,7 @@ def gpus_of_slot(slot: int, devices: int, visible: str | None, count: int) -> st
     return ",".join(names[first : first + devices])
 
 
-def fit_members(
-    members: Sequence[str], experiment: Experiment, run: RunFolder, jobs: int, console: Console
-) -> dict[str, Failure]:
+def fit_members(members: Sequence[str], run: Run, jobs: int, console: Console) -> dict[str, Failure]:
     """Train ``members``, ``jobs`` at a time, the longest first. Skip finished ones.
 
     A failed member does not affect the others.
@@ -111,15 +107,15 @@ def fit_members(
             second request.
         UserError: the shards are not prepared, or the name or params of a network are unknown.
     """
-    manifest, names = Manifest.read(run.root), [name for name in members if not is_finished(name, experiment, run)]
+    names = [name for name in members if not run.is_finished(name)]
     # The longest trainings first, so that all finish at about the same time.
-    waiting = sorted(names, key=lambda name: -Member.resolve(name, experiment, manifest).training_cost())
+    waiting = sorted(names, key=lambda name: -run.member(name).training_cost())
     running: list[_Child] = []
     failures: dict[str, Failure] = {}
     with _stop_requests() as requests:
         try:
             with Bars(console) as progress:
-                tasks = {member: _task(progress, member, experiment, run) for member in members}
+                tasks = {member: _task(progress, member, run) for member in members}
                 while (waiting or running) and not requests:
                     free = [slot for slot in range(jobs) if slot not in {child.slot for child in running}]
                     for slot in free[: len(waiting)]:
@@ -127,16 +123,16 @@ def fit_members(
                             break
                         member = waiting.pop(0)
                         progress.start_task(tasks[member])
-                        running.append(_start(member, slot, experiment, run))
+                        running.append(_start(member, slot, run))
                     _wait_for_any(running)
                     for child in list(running):
                         code = child.process.poll()
-                        status = member_status(child.member, experiment, run)
+                        status = run.status(child.member)
                         note = status.note() if status.step else status.state
                         progress.update(tasks[child.member], completed=status.step, note=note)
                         if code is not None:
                             running.remove(child)
-                            if not is_finished(child.member, experiment, run):
+                            if not run.is_finished(child.member):
                                 failures[child.member] = Failure(code, _failure(child, code))
             if requests:
                 raise KeyboardInterrupt
@@ -146,9 +142,9 @@ def fit_members(
     return failures
 
 
-def _start(member: str, slot: int, experiment: Experiment, run: RunFolder) -> _Child:
-    island = experiment.island
-    folder = run.member(member)
+def _start(member: str, slot: int, run: Run) -> _Child:
+    island = run.experiment.island
+    folder = run.folder.member(member)
     folder.mkdir(parents=True, exist_ok=True)
     environment = dict(os.environ, OMP_NUM_THREADS=str(island.num_threads), PYTHONUNBUFFERED="1")
     environment[FITTED_BY] = str(os.getpid())
@@ -157,7 +153,7 @@ def _start(member: str, slot: int, experiment: Experiment, run: RunFolder) -> _C
         environment["CUDA_VISIBLE_DEVICES"] = gpus_of_slot(slot, island.devices, visible, count)
     # Not the run's experiment.yaml, into which another fit may write the settings of another island meanwhile.
     settings = folder / "experiment.yaml"
-    atomic_write_text(settings, to_yaml(experiment))
+    atomic_write_text(settings, to_yaml(run.experiment))
     command = [sys.executable, "-m", "ddm_lightning", "fit", "-c", str(settings), f"member={member}"]
     log = folder / "log.txt"
     with log.open("ab") as stream:
@@ -180,10 +176,10 @@ def _wait_for_any(running: list[_Child]) -> None:
             running[0].process.wait(POLL_SECONDS)
 
 
-def _task(progress: Progress, member: str, experiment: Experiment, run: RunFolder) -> TaskID:
-    status = member_status(member, experiment, run)
-    state = status.state if is_finished(member, experiment, run) else "waiting"
-    max_steps = train_config(member, experiment).max_steps  # a finished training may go on
+def _task(progress: Progress, member: str, run: Run) -> TaskID:
+    status = run.status(member)
+    state = status.state if run.is_finished(member) else "waiting"
+    max_steps = run.max_steps(member)  # a finished training may go on
     return progress.add_task(member, start=False, total=max_steps, completed=status.step, note=state)
 
 
@@ -214,30 +210,25 @@ def _stop(running: list[_Child], requests: list[float], console: Console) -> Non
             console.print(f"{child.member}: killed before it wrote a checkpoint; it resumes at the previous one")
 
 
-def member_status(member: str, experiment: Experiment, run: RunFolder) -> MemberStatus:
-    """Newest status of ``member``; a finished member's figures come from its artifact, which ``ema`` may change."""
-    status = MemberStatus.read(run.member(member), member, train_config(member, experiment).max_steps)
-    # A finished member that trains on has taken more steps than its artifact.
-    if run.is_finished(member) and (meta := read_meta(run.artifact(member))).step >= status.step:
-        status.state, status.step, status.metrics = "done", meta.step, {**status.metrics, **meta.metrics}
-    return status
-
-
-def shown_members(experiment: Experiment, run: RunFolder) -> list[str]:
+def shown_members(run: Run) -> list[str]:
     """Members of the ensemble, and the monolith once it has started."""
-    return ensemble_members(experiment) + [name for name in (MONOLITH, STUDENT) if run.member(name).exists()]
+    return run.names + [name for name in (MONOLITH, STUDENT) if run.folder.member(name).exists()]
 
 
-def members_table(experiment: Experiment, run: RunFolder) -> Table:
+def members_table(run: Run) -> Table:
     """Steps, losses, router accuracy, time and speed of each member."""
     # Fits the 80 columns of a log file or a pipe.
     table = Table(
-        title=Text(str(run.root)), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0)
+        title=Text(str(run.folder.root)),
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
     )
     for heading in ("member", "state", "step", "loss", "held out", "accuracy", "time", "samples/s"):
         table.add_column(heading, justify="left" if heading in ("member", "state") else "right", no_wrap=True)
-    for member in shown_members(experiment, run):
-        status = member_status(member, experiment, run)
+    for member in shown_members(run):
+        status = run.status(member)
         metrics = status.metrics
         accuracy = metrics.get("held_out/accuracy")  # without the condition, as the router's loss
         minutes, seconds = divmod(round(status.seconds), 60)
@@ -254,10 +245,10 @@ def members_table(experiment: Experiment, run: RunFolder) -> Table:
     return table
 
 
-def skipped_lines(members: Sequence[str], run: RunFolder, replay: str) -> Iterator[str]:
+def skipped_lines(members: Sequence[str], run: Run, replay: str) -> Iterator[str]:
     """One line per member that skipped steps; ``replay`` is the command that examines them."""
     for member in members:
-        if num := len({skipped.step for skipped in skipped_of(run.member(member))}):
+        if num := len({skipped.step for skipped in skipped_of(run.folder.member(member))}):
             steps = "1 step" if num == 1 else f"{num} steps"
             yield f"{member}: skipped {steps} without a finite gradient; see {replay} member={member}"
 

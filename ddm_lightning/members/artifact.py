@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from ddm_lightning.config.experiment import Experiment, PluginConfig
+from ddm_lightning.config.experiment import PluginConfig
 from ddm_lightning.core import checks
 from ddm_lightning.core.errors import UserError, first_line
 from ddm_lightning.core.files import atomic_folder, atomic_write_json
@@ -32,9 +32,8 @@ from ddm_lightning.members.member import (
     declared_path,
     make_network,
     portable_params,
-    train_config,
 )
-from ddm_lightning.members.run_folder import MEMBER_FILE, RunFolder, read_record
+from ddm_lightning.members.run_folder import MEMBER_FILE, read_record
 from ddm_lightning.members.status import CONDITIONAL, HELD_OUT_STEP, TEMPERATURE, MemberStatus
 from ddm_lightning.shards.manifest import Manifest
 
@@ -257,15 +256,6 @@ def _build_bounded(meta: ArtifactMeta, weights: Mapping[str, Tensor]) -> nn.Modu
 def _described(weight: Tensor) -> str:
     kind = "floats" if weight.is_floating_point() else str(weight.dtype).removeprefix("torch.")
     return f"{kind} {list(weight.shape)}"
-
-
-def is_finished(name: str, experiment: Experiment, run: RunFolder) -> bool:
-    """Whether member ``name`` has handed over an artifact of all steps of ``experiment``.
-
-    Raises:
-        UserError: the artifact's description is damaged.
-    """
-    return run.is_finished(name) and read_meta(run.artifact(name)).step >= train_config(name, experiment).max_steps
 
 
 def described(member: Member, manifest: Manifest) -> dict[str, Any]:

@@ -13,10 +13,10 @@ from filelock import FileLock, Timeout
 from omegaconf import OmegaConf
 
 from ddm_lightning.config.experiment import Experiment
-from ddm_lightning.config.load import load_experiment, read_yaml, to_yaml, with_defaults
+from ddm_lightning.config.load import load_experiment, read_yaml, with_defaults
 from ddm_lightning.core.checks import Check, problem_with
 from ddm_lightning.core.errors import UserError
-from ddm_lightning.core.files import atomic_write_text, read_json
+from ddm_lightning.core.files import read_json
 
 MEMBER_FILE = "member.json"
 """Description of an artifact's weights."""
@@ -128,27 +128,6 @@ def load_run(path: str | Path, overrides: Sequence[str] = ()) -> Experiment:
     return recorded
 
 
-def open_run(experiment: Experiment, *, create: bool) -> RunFolder:
-    """Open the experiment's run folder, after ``refuse_changed``.
-
-    Args:
-        experiment: the experiment.
-        create: whether to create the folder if it is missing, and to record the resolved experiment in it.
-
-    Raises:
-        UserError: as ``refuse_changed``, or the folder is missing and ``create`` is false.
-    """
-    run = RunFolder.of(experiment)
-    if not (run.experiment.exists() or create):
-        is_saved, missing = run.ensemble.exists(), "no run here; start it with fit and the same FILE and settings"
-        saved = "is a saved ensemble, which has no shards or checkpoints; give the run folder with -c"
-        raise UserError(f"{run.root}: {saved if is_saved else missing}")
-    refuse_changed(experiment)
-    if create and _recorded(run) != asdict(experiment):
-        atomic_write_text(run.experiment, to_yaml(experiment))
-    return run
-
-
 def refuse_changed(experiment: Experiment) -> None:
     """Check that the experiment's run folder, if any, was made by the same experiment.
 
@@ -159,10 +138,10 @@ def refuse_changed(experiment: Experiment) -> None:
     # Without members the folder is only prepared, and prepare knows which of its stages a changed key affects.
     if not run.experiment.exists() or not (run.root / "members").exists():
         return
-    refuse_changes(run.experiment, _recorded(run), asdict(experiment))
+    refuse_changes(run.experiment, recorded(run), asdict(experiment))
 
 
-def _recorded(run: RunFolder) -> dict[str, Any]:
+def recorded(run: RunFolder) -> dict[str, Any]:
     """The experiment recorded in the folder; empty if there is none."""
     recorded: Any = OmegaConf.to_container(read_yaml(run.experiment)) if run.experiment.exists() else {}
     return dict(recorded)

@@ -15,17 +15,15 @@ from rich import box
 from rich.table import Table
 from torch import Tensor
 
-from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.core.devices import autocast, device_of
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_folder
 from ddm_lightning.core.formatting import Bars
 from ddm_lightning.core.weights import load_weights
 from ddm_lightning.members.artifact import ArtifactMeta, build_network, read_artifact, read_meta, write_artifact
-from ddm_lightning.members.member import Member
-from ddm_lightning.members.run_folder import RunFolder, lock_member
+from ddm_lightning.members.run import Run
+from ddm_lightning.members.run_folder import lock_member
 from ddm_lightning.members.status import HELD_OUT_STEP, loss_of
-from ddm_lightning.shards.manifest import Manifest
 from ddm_lightning.training import ema
 from ddm_lightning.training.fit import build_data, build_module
 
@@ -81,21 +79,19 @@ class Averages:
 
     Args:
         name: a finished member, trained with ``train.ema_widths``.
-        experiment: the run's experiment.
-        run: the run folder.
+        run: its run.
 
     Raises:
         UserError: the member is unfinished, its clusters have changed, or snapshots are missing.
     """
 
-    def __init__(self, name: str, experiment: Experiment, run: RunFolder) -> None:
-        self.name, self.island, self.run, self.folder = name, experiment.island, run, run.member(name)
-        self.artifact = run.artifact(name)
-        if not run.is_finished(name):
+    def __init__(self, name: str, run: Run) -> None:
+        self.name, self.run, self.folder = name, run, run.folder.member(name)
+        self.artifact = run.folder.artifact(name)
+        if not run.folder.is_finished(name):
             raise UserError(f"{self.artifact}: {name} is not finished; fit it first")
         self.meta: ArtifactMeta = read_meta(self.artifact)
-        self.manifest = Manifest.read(run.root)
-        self.member = Member.resolve(name, experiment, self.manifest)
+        self.member = run.member(name)
         self._ema = self.folder / ema.FOLDER
         self._original, self._remedy = self._ema / "artifact", ema.snapshots_remedy(self._ema)
         if not self.member.train.ema_widths:
@@ -105,7 +101,7 @@ class Averages:
         for snapshot in self._all:
             if snapshot.file not in self._sha256:
                 raise UserError(f"{self._ema / snapshot.file}: this snapshot is missing; {self._remedy}")
-        if self.meta.partition_sha256 != self.manifest.partition_sha256:
+        if self.meta.partition_sha256 != run.manifest.partition_sha256:
             raise UserError(f"{self.artifact}: was trained on clusters that have changed since; fit it again")
 
     def compare(self, widths: Sequence[float] | None) -> dict[str, dict[str, float]]:
@@ -183,22 +179,23 @@ class Averages:
     @contextmanager
     def _measuring(self) -> Iterator[Callable[[Mapping[str, Tensor]], dict[str, float]]]:
         """Yield a function from weights to held-out figures."""
-        data = build_data(self.member, self.island, self.manifest, self.run)
+        data = build_data(self.member, self.run)
         try:
             if not data.held_out_clusters:
                 problem = f"{self.name} has no held-out samples; prepare anew with held_out_fraction"
-                raise UserError(f"{self.run.root}: {problem}")
+                raise UserError(f"{self.run.folder.root}: {problem}")
             data.prepare_data()
-            module = build_module(self.member, self.island, self.manifest)
+            module = build_module(self.member, self.run)
             module.configure_model()
-            device = device_of(self.island.accelerator)
+            island = self.run.experiment.island
+            device = device_of(island.accelerator)
             batches = data.val_dataloader()
 
             def measure(weights: Mapping[str, Tensor]) -> dict[str, float]:
                 # Built as in an ensemble, so that weights that do not fit give the same error.
                 module.network.load_state_dict(build_network(self.meta, weights).state_dict())
                 module.to(device).eval()
-                with autocast(self.island.precision, device):
+                with autocast(island.precision, device):
                     for index, batch in enumerate(batches):
                         module.validation_step(data.transfer_batch_to_device(batch, device, 0), index)
                 return module.drain("held_out/")

@@ -9,16 +9,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.core.devices import device_of
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.formatting import Bars
 from ddm_lightning.ensemble.manifest import EnsembleManifest, cluster_of, known_clusters
 from ddm_lightning.members.artifact import ArtifactMeta, read_artifact, read_meta, write_artifact
-from ddm_lightning.members.member import ROUTER, Member
+from ddm_lightning.members.member import ROUTER
+from ddm_lightning.members.run import Run
 from ddm_lightning.members.run_folder import MEMBER_FILE, RunFolder, load_run
 from ddm_lightning.shards.datamodule import ClusterDataModule
-from ddm_lightning.shards.manifest import Manifest
 from ddm_lightning.training.fit import build_data, build_module
 
 NUM_STEPS = 500
@@ -50,12 +49,12 @@ def extend_router(
     meta, state = read_artifact(folder)
     if meta.clusters:
         raise UserError(f"{folder / MEMBER_FILE}: was extended before; train a router on the shards of all clusters")
-    experiment, manifest = _run_of(meta, folder, seen)
+    run = _run_of(meta, folder, seen)
     own = read_meta(expert)
-    new_experiment, new_manifest = _run_of(own, expert, new)
+    new_run = _run_of(own, expert, new)
     present = tuple(int(name.partition("-")[2]) for name in ensemble.experts)
-    member = replace(Member.resolve(ROUTER, experiment, manifest), clusters=present, num_clusters=meta.num_clusters + 1)
-    module = build_module(member, experiment.island, manifest).eval()
+    member = replace(run.member(ROUTER), clusters=present, num_clusters=meta.num_clusters + 1)
+    module = build_module(member, run).eval()
     grown = []
     for name, parameter in module.network.named_parameters():
         if parameter.shape != state[name].shape:
@@ -65,17 +64,14 @@ def extend_router(
         raise UserError(f"{folder / MEMBER_FILE}: {meta.network} has no output per cluster to extend; train a router")
     module.network.load_state_dict(state)
     module.requires_grad_(False)
-    device = device_of(experiment.island.accelerator)
+    device = device_of(run.experiment.island.accelerator)
     module.to(device)
     optimizer = torch.optim.Adam([parameter.requires_grad_() for parameter in grown], LEARNING_RATE)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1, 0, NUM_STEPS)
     cluster = int(own.member.partition("-")[2])
-    num_new = min(member.batch_size, new_manifest.clusters[cluster].train)
+    num_new = min(member.batch_size, new_run.manifest.clusters[cluster].train)
     alone = replace(member, clusters=(cluster,), batch_size=num_new)
-    batches = (
-        _batches(build_data(member, experiment.island, manifest, seen)),
-        _batches(build_data(alone, new_experiment.island, new_manifest, new)),
-    )
+    batches = _batches(build_data(member, run)), _batches(build_data(alone, new_run))
     with Bars() as bars:
         for step in bars.track(range(NUM_STEPS), description=ROUTER):
             for side, weight in enumerate((1 - share, share)):
@@ -100,11 +96,12 @@ def extend_router(
     write_artifact(out, {name: value.cpu() for name, value in module.network.state_dict().items()}, described)
 
 
-def _run_of(meta: ArtifactMeta, folder: Path, run: RunFolder) -> tuple[Experiment, Manifest]:
-    manifest = Manifest.read(run.root)
-    if manifest.partition_sha256 != meta.partition_sha256:
-        raise UserError(f"{run.root}: holds other clusters than those of {folder}; give the run that it was trained in")
-    return load_run(run.experiment), manifest
+def _run_of(meta: ArtifactMeta, artifact: Path, folder: RunFolder) -> Run:
+    run = Run(load_run(folder.experiment), folder)
+    if run.manifest.partition_sha256 != meta.partition_sha256:
+        problem = f"holds other clusters than those of {artifact}"
+        raise UserError(f"{folder.root}: {problem}; give the run that it was trained in")
+    return run
 
 
 def _batches(data: ClusterDataModule) -> Iterator[dict[str, Tensor]]:

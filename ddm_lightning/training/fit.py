@@ -24,9 +24,10 @@ from ddm_lightning.core.weights import check_memory
 from ddm_lightning.encoders.interfaces import CaptionEncoder
 from ddm_lightning.ensemble.load import load_ensemble
 from ddm_lightning.ensemble.routing import Strategy
-from ddm_lightning.members.artifact import hand_over, is_finished
-from ddm_lightning.members.member import ROUTER, STUDENT, Member, train_config
-from ddm_lightning.members.run_folder import RunFolder, lock_member
+from ddm_lightning.members.artifact import hand_over
+from ddm_lightning.members.member import ROUTER, STUDENT, Member
+from ddm_lightning.members.run import Run
+from ddm_lightning.members.run_folder import lock_member
 from ddm_lightning.members.status import MemberStatus
 from ddm_lightning.networks.attention import chosen_kernel
 from ddm_lightning.shards.datamodule import ClusterDataModule
@@ -43,7 +44,7 @@ from ddm_lightning.training.speed import measure_cost
 WORKERS_OUTLIVE_SECONDS = 15.0
 
 
-def fit_member(name: str, experiment: Experiment, run: RunFolder, *, show_progress: bool) -> MemberStatus:
+def fit_member(name: str, run: Run, *, show_progress: bool) -> MemberStatus:
     """Train member ``name`` to its last step, from its newest checkpoint if there is one, and write its artifact.
 
     Members that a ``fit`` of several started wait if another process trains them, and may then find nothing left to do.
@@ -56,42 +57,41 @@ def fit_member(name: str, experiment: Experiment, run: RunFolder, *, show_progre
             torchrun started another number of ranks.
         RuntimeError: another rank failed.
     """
-    ranks.check_launch(experiment.island.devices)
-    if "wandb" in experiment.island.loggers:
+    island = run.experiment.island
+    ranks.check_launch(island.devices)
+    if "wandb" in island.loggers:
         require("key 'island.loggers': 'wandb'", "wandb", extra="wandb")
     keep_heap()
     # Keep paths whole, also in a log file, which passes for 80 columns.
     console = Console(stderr=True, quiet=not ranks.leads(), soft_wrap=True, markup=False, highlight=False)
-    folder, max_steps = run.member(name), train_config(name, experiment).max_steps
+    folder, max_steps = run.folder.member(name), run.max_steps(name)
     status = MemberStatus.read(folder, name, max_steps)
-    if not is_finished(name, experiment, run):
+    if not run.is_finished(name):
         folder.mkdir(parents=True, exist_ok=True)
         # The loading processes of a killed one live on for some seconds and hold its lock.
-        seconds, waits = WORKERS_OUTLIVE_SECONDS if experiment.island.num_workers else 0.0, FITTED_BY in os.environ
+        seconds, waits = WORKERS_OUTLIVE_SECONDS if island.num_workers else 0.0, FITTED_BY in os.environ
         user = f"another process ({status.pid})" if status.runs() else "another process"
         lock = lock_member(folder, user, -1 if waits else seconds) if ranks.leads() else contextlib.nullcontext()
         with lock, ranks.handing_over():
-            if not (waits and is_finished(name, experiment, run)):
-                return _fit_locked(name, experiment, run, console, show_progress)
-    console.print(f"{name} is finished: {run.artifact(name)}")
+            if not (waits and run.is_finished(name)):
+                return _fit_locked(name, run, console, show_progress)
+    console.print(f"{name} is finished: {run.folder.artifact(name)}")
     # Even if it was stopped here and another island finished it; a finished training may be extended.
     status.state, status.max_steps = "done", max_steps
     return status
 
 
-def _fit_locked(
-    name: str, experiment: Experiment, run: RunFolder, console: Console, show_progress: bool
-) -> MemberStatus:
-    island, folder, max_steps = experiment.island, run.member(name), train_config(name, experiment).max_steps
+def _fit_locked(name: str, run: Run, console: Console, show_progress: bool) -> MemberStatus:
+    experiment, folder, max_steps = run.experiment, run.folder.member(name), run.max_steps(name)
+    island = experiment.island
     status = MemberStatus.read(folder, name, max_steps)
     status.max_steps = max_steps  # a finished training may be extended
     configure_torch(island.accelerator, island.num_threads)
-    manifest = Manifest.read(run.root)
-    member = Member.resolve(name, experiment, manifest)
-    module = build_module(member, island, manifest)
+    member = run.member(name)
+    module = build_module(member, run)
     if isinstance(module, StudentModule):
-        teach(module, experiment, run)
-    data = build_data(member, island, manifest, run)
+        teach(module, run)
+    data = build_data(member, run)
 
     num_parameters, num_widths = sum(p.numel() for p in module.network.parameters()), len(member.train.ema_widths)
     aligned = member.alignment is not None
@@ -139,7 +139,7 @@ def _fit_locked(
         status.step = trainer.global_step
         if leader:
             shutil.rmtree(folder / ema.FOLDER / "artifact", ignore_errors=True)  # ``ema`` kept it, after fewer steps
-            hand_over(run.artifact(name), member, manifest, weights, module.prediction, status)
+            hand_over(run.folder.artifact(name), member, run.manifest, weights, module.prediction, status)
     else:
         step = max(trainer.global_step, resumed_step)
         console.print(f"{name}: stopped at step {step}; the same command resumes it")
@@ -156,13 +156,14 @@ def _attention_line(module: MemberModule, island: IslandConfig) -> Iterator[str]
             yield f"attention by torch's kernel {chosen_kernel(module.network, device)}"
 
 
-def build_module(member: Member, island: IslandConfig, manifest: Manifest) -> MemberModule:
-    """Build the member's LightningModule, untrained.
+def build_module(member: Member, run: Run) -> MemberModule:
+    """Build the LightningModule, untrained, of a member of ``run``.
 
     Raises:
         UserError: unknown network or parameters, flips whose encodings the shards lack, or a network too large for the
             memory.
     """
+    manifest = run.manifest
     if member.train.horizontal_flip and manifest.stores == "posterior" and "x_0_flipped" not in manifest.columns:
         problem = "the shards hold no latents of mirrored images"
         remedy = "prepare with prepare.horizontal_flips=true, or set it to false"
@@ -175,21 +176,21 @@ def build_module(member: Member, island: IslandConfig, manifest: Manifest) -> Me
         network,
         member,
         StoredForm(manifest.stores, manifest.normalisation),
-        island=island,
+        island=run.experiment.island,
         caption_encoder=_online_encoder(member, manifest),
         alignment=None if member.alignment is None else Alignment(network, member, manifest.num_features),
         num_held_out=sum(manifest.clusters[k].held_out for k in member.clusters),
     )
 
 
-def teach(module: StudentModule, experiment: Experiment, run: RunFolder) -> None:
+def teach(module: StudentModule, run: Run) -> None:
     """Give a student its teacher: the run's finished ensemble.
 
     Raises:
         UserError: no ensemble, a damaged artifact, or a strategy without weights or without its router.
     """
-    device, name = device_of(experiment.island.accelerator), experiment.distill.teacher
-    module.teacher = load_ensemble(run.root, device).ensemble
+    experiment, name = run.experiment, run.experiment.distill.teacher
+    module.teacher = load_ensemble(run.folder.root, device_of(experiment.island.accelerator)).ensemble
     module.teacher.precision = experiment.sample.precision
     module.strategy = None if name == "owner" else STRATEGIES.build(name, {})
     if module.strategy is not None and type(module.strategy).weights is Strategy.weights:
@@ -204,15 +205,15 @@ def _online_encoder(member: Member, manifest: Manifest) -> CaptionEncoder | None
     return CAPTION_ENCODERS.build(member.caption_encoder.name, member.caption_encoder.params)
 
 
-def build_data(member: Member, island: IslandConfig, manifest: Manifest, run: RunFolder) -> ClusterDataModule:
-    """Build the member's LightningDataModule."""
-    clusters = member.clusters
+def build_data(member: Member, run: Run) -> ClusterDataModule:
+    """Build the LightningDataModule of a member of ``run``."""
+    island, manifest, clusters = run.experiment.island, run.manifest, member.clusters
     return ClusterDataModule(
-        shards=island.shards or run.shards,
+        shards=island.shards or run.folder.shards,
         clusters=clusters,
         batch_size=member.batch_size,
         seed=member.seed,
-        cache=run.member(member.name) / "cache",
+        cache=run.folder.member(member.name) / "cache",
         num_workers=island.num_workers,
         columns=manifest.columns,
         index_sha256=manifest.index_sha256,

@@ -12,13 +12,10 @@ from rich import box
 from rich.table import Table
 from torch import Tensor
 
-from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.core.devices import autocast, device_of
 from ddm_lightning.core.errors import UserError
-from ddm_lightning.members.member import Member
-from ddm_lightning.members.run_folder import RunFolder
+from ddm_lightning.members.run import Run
 from ddm_lightning.shards.datamodule import ClusterDataModule
-from ddm_lightning.shards.manifest import Manifest
 from ddm_lightning.shards.mds import open_shards
 from ddm_lightning.training.checkpoint import damage_of, load_tensors
 from ddm_lightning.training.fit import build_data, build_module
@@ -50,30 +47,29 @@ class Replay:
     samples: list[ReplayedSample]
 
 
-def replay_step(name: str, experiment: Experiment, run: RunFolder, step: int | None, rank: int) -> Replay:
+def replay_step(name: str, run: Run, step: int | None, rank: int) -> Replay:
     """Repeat a step that ``FiniteGuard`` skipped, with the same samples, timesteps, noise and dropped conditions.
 
     It uses the island's precision, but neither FSDP2 nor compiled blocks.
 
     Args:
         name: the member.
-        experiment: of the run.
-        run: the run folder.
+        run: its run.
         step: the step; None for the last one.
         rank: the rank whose part of the batch is replayed.
 
     Raises:
         UserError: no such step was skipped, or its samples are not on this machine.
     """
-    skipped = _find(run.member(name), step, rank)
-    manifest = Manifest.read(run.root)
-    member = Member.resolve(name, experiment, manifest)
-    module = build_module(member, experiment.island, manifest)
-    weights = _load_nearest(module, run.member(name) / "checkpoints", skipped.step)
+    folder, island = run.folder.member(name), run.experiment.island
+    skipped = _find(folder, step, rank)
+    member = run.member(name)
+    module = build_module(member, run)
+    weights = _load_nearest(module, folder / "checkpoints", skipped.step)
     # The kind of device it was trained on, because each has its own random generator.
-    device = device_of(experiment.island.accelerator)
+    device = device_of(island.accelerator)
     module.to(device)
-    samples = _samples(build_data(member, experiment.island, manifest, run), skipped)
+    samples = _samples(build_data(member, run), skipped)
     batch = {name: values.to(device) for name, values in samples.items()}
     module.replayed = (skipped.rank, skipped.step)
     noisy = module.noisy_batch(batch)
@@ -84,7 +80,7 @@ def replay_step(name: str, experiment: Experiment, run: RunFolder, step: int | N
         one = slice(row, row + 1)
         alone = {name: rows[one] for name, rows in batch.items()}
         module.on_train_batch_start(alone, 0)  # seeds the network's own dropout
-        with autocast(experiment.island.precision, device):
+        with autocast(island.precision, device):
             loss = module.compute_losses(noisy.rows(one), alone)["loss"].sum()
         loss.backward()
         squares = [p.grad.double().square().sum() for p in module.network.parameters() if p.grad is not None]

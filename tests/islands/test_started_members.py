@@ -20,7 +20,7 @@ from ddm_lightning.cli.parser import main
 from ddm_lightning.config.load import load_experiment
 from ddm_lightning.core.registry import EXPERTS
 from ddm_lightning.islands import local
-from ddm_lightning.members.run_folder import RunFolder, open_run
+from ddm_lightning.members.run import Run
 
 
 class _SlowToSave:
@@ -64,7 +64,7 @@ OBEDIENT = BUSY.replace("import", "import os,").replace("signal.SIG_IGN", "lambd
 def alone(tiny_run, tmp_path):
     """A prepared run; signals that arrive when ``fit_members`` takes none do not end the tests; no child stays."""
     experiment = load_experiment(TINY, [f"run_dir={tiny_run}", "island.accelerator=cpu"])
-    made = SimpleNamespace(experiment=experiment, run=open_run(experiment, create=True), children=[], late=[])
+    made = SimpleNamespace(run=Run.open(experiment, create=True), children=[], late=[])
     previous = signal.signal(signal.SIGUSR1, lambda *_: made.late.append(time.monotonic()))
     with within(60):
         yield made
@@ -93,11 +93,11 @@ def test_each_failure_is_told_and_ends_no_other_member(alone, monkeypatch):
     ends = {"expert-0": "os.kill(os.getpid(), 9)", "expert-1": "os._exit(130)", "router": "os._exit(1)"}
     spawn = start_as(alone, lambda member: f"import os; print(flush=True); {ends[member]}")
     monkeypatch.setattr(subprocess, "Popen", spawn)
-    failures = local.fit_members(MEMBERS, alone.experiment, alone.run, 1, Console(file=io.StringIO()))
+    failures = local.fit_members(MEMBERS, alone.run, 1, Console(file=io.StringIO()))
     assert failures == {
         "expert-0": (-9, "ended by SIGKILL; the same command resumes it"),
         "expert-1": (130, "stopped on request; the same command resumes it"),
-        "router": (1, f"exit code 1; see {alone.run.member('router') / 'log.txt'}"),
+        "router": (1, f"exit code 1; see {alone.run.folder.member('router') / 'log.txt'}"),
     }
 
 
@@ -106,8 +106,8 @@ def test_a_log_gets_lines_about_the_running_members(alone, monkeypatch):
     sleepy = "import time; print(flush=True); time.sleep(0.3)"
     monkeypatch.setattr(subprocess, "Popen", start_as(alone, lambda _: sleepy))
     out = io.StringIO()
-    local.fit_members(MEMBERS, alone.experiment, alone.run, 2, Console(file=out))
-    steps = {name: local.member_status(name, alone.experiment, alone.run).max_steps for name in MEMBERS}
+    local.fit_members(MEMBERS, alone.run, 2, Console(file=out))
+    steps = {name: alone.run.status(name).max_steps for name in MEMBERS}
     assert (
         f"expert-0: 0 of {steps['expert-0']}, waiting; expert-1: 0 of {steps['expert-1']}, waiting\n" in out.getvalue()
     )
@@ -118,7 +118,7 @@ def test_errors_that_the_user_can_fix_end_in_their_exit_code(alone, monkeypatch,
     ends = dict(zip(MEMBERS, codes, strict=True))
     spawn = start_as(alone, lambda member: f"import os; print(flush=True); os._exit({ends[member]})")
     monkeypatch.setattr(subprocess, "Popen", spawn)
-    assert main(["fit", "-c", str(TINY), f"run_dir={alone.run.root}", "island.accelerator=cpu"]) == expected
+    assert main(["fit", "-c", str(TINY), f"run_dir={alone.run.folder.root}", "island.accelerator=cpu"]) == expected
 
 
 def test_a_second_signal_kills_members_without_a_checkpoint(alone, monkeypatch):
@@ -142,7 +142,7 @@ def test_a_second_signal_kills_members_without_a_checkpoint(alone, monkeypatch):
     thread = threading.Thread(target=ask_twice)
     thread.start()
     with pytest.raises(KeyboardInterrupt):
-        local.fit_members(MEMBERS, alone.experiment, alone.run, 3, Console(file=out, width=200))
+        local.fit_members(MEMBERS, alone.run, 3, Console(file=out, width=200))
     thread.join()
     assert ended_before_the_second == [None, 130, None]
     assert [child.returncode for child in alone.children] == [-signal.SIGKILL, 130, -signal.SIGKILL]
@@ -174,7 +174,7 @@ def test_a_signal_while_a_member_is_started_leaves_none_behind(alone, monkeypatc
 
     monkeypatch.setattr(subprocess, "Popen", asked_meanwhile)
     with pytest.raises(KeyboardInterrupt):
-        local.fit_members(MEMBERS, alone.experiment, alone.run, 2, Console(file=io.StringIO()))
+        local.fit_members(MEMBERS, alone.run, 2, Console(file=io.StringIO()))
     assert [child.returncode for child in alone.children] == [130]  # the other place stays empty
     assert time.monotonic() - asked[0] < 10 * local.POLL_SECONDS
     assert not alone.late
@@ -199,30 +199,32 @@ def test_the_longest_members_are_started_first(alone, monkeypatch, counted):
     steps = {"expert": 60, "router": 70}
     overrides = [f"{section}.train.max_steps={number}" for section, number in steps.items()]
     overrides += ["expert.network.params.depth=8"] if counted else ["expert.network={name: reads-numbers, params: {}}"]
-    experiment = load_experiment(TINY, [f"run_dir={alone.run.root}", "island.accelerator=cpu", *overrides])
+    experiment = load_experiment(TINY, [f"run_dir={alone.run.folder.root}", "island.accelerator=cpu", *overrides])
     started = []
     spawn = start_as(alone, lambda member: started.append(member) or "print(flush=True)")
     monkeypatch.setattr(subprocess, "Popen", spawn)
     experts_first, router_first = ["expert-0", "expert-1", "router"], ["router", "expert-0", "expert-1"]
     given, expected = (router_first, experts_first) if counted else (experts_first, router_first)
-    local.fit_members(given, experiment, alone.run, 1, Console(file=io.StringIO()))
+    local.fit_members(given, Run(experiment), 1, Console(file=io.StringIO()))
     assert started == expected
 
 
 def test_a_member_gets_the_settings_of_the_fit_that_starts_it(alone, monkeypatch):
-    experiment = load_experiment(TINY, [f"run_dir={alone.run.root}", "island.num_threads=3", "island.accelerator=cpu"])
-    open_run(experiment, create=True)
+    experiment = load_experiment(
+        TINY, [f"run_dir={alone.run.folder.root}", "island.num_threads=3", "island.accelerator=cpu"]
+    )
+    run = Run.open(experiment, create=True)
     read = []
     popen = subprocess.Popen
 
     def spawn(command, **options):
-        open_run(alone.experiment, create=True)  # by another fit, with other settings of the island
+        Run.open(alone.run.experiment, create=True)  # by another fit, with other settings of the island
         read.append(load_experiment(command[command.index("-c") + 1]))
         return popen([sys.executable, "-S", "-c", ""])
 
     monkeypatch.setattr(subprocess, "Popen", spawn)
-    local.fit_members(MEMBERS, experiment, alone.run, 1, Console(file=io.StringIO()))
-    assert RunFolder.of(experiment) == alone.run
-    assert load_experiment(alone.run.experiment).island.num_threads == 1
+    local.fit_members(MEMBERS, run, 1, Console(file=io.StringIO()))
+    assert run.folder == alone.run.folder
+    assert load_experiment(alone.run.folder.experiment).island.num_threads == 1
     assert [one.island.num_threads for one in read] == [3, 3, 3]
     assert read == [experiment] * 3

@@ -5,7 +5,8 @@ import pytest
 
 from ddm_lightning.config.load import load_experiment
 from ddm_lightning.core.errors import UserError
-from ddm_lightning.members.run_folder import changes, open_run, refuse_changed, refuse_changes
+from ddm_lightning.members.run import Run
+from ddm_lightning.members.run_folder import changes, refuse_changed, refuse_changes
 
 TINY = Path(__file__).parents[2] / "experiments" / "tiny_2x.yaml"
 
@@ -43,15 +44,15 @@ def test_changes_are_those_of_the_training():
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
 def test_more_steps_are_the_same_training_where_the_schedule_does_not_end(tmp_path, schedule):
     settings = [f"router.train.schedule={schedule}"]
-    run = open_run(tiny(tmp_path, *settings), create=True)
-    run.member("router").mkdir(parents=True)
+    run = Run.open(tiny(tmp_path, *settings), create=True)
+    run.folder.member("router").mkdir(parents=True)
     longer = tiny(tmp_path, *settings, "router.train.max_steps=41", "expert.train.max_steps=61")
     if schedule == "constant":
-        assert open_run(longer, create=True) == run
-        assert load_experiment(run.experiment) == longer
+        assert Run.open(longer, create=True).folder == run.folder
+        assert load_experiment(run.folder.experiment) == longer
         return
     with pytest.raises(UserError) as caught:
-        open_run(longer, create=True)
+        Run.open(longer, create=True)
     assert f": router.train.max_steps (was 40, where the {schedule} schedule ends); set" in str(caught.value)
 
 
@@ -66,44 +67,44 @@ def test_a_record_without_newer_keys_is_of_the_same_experiment(tmp_path):
 
 def test_a_new_folder_keeps_the_resolved_experiment(tmp_path):
     experiment = tiny(tmp_path / "run")
-    run = open_run(experiment, create=True)
-    assert load_experiment(run.experiment) == experiment
+    run = Run.open(experiment, create=True)
+    assert load_experiment(run.folder.experiment) == experiment
 
 
 def test_reading_does_not_create_a_missing_folder(tmp_path):
     with pytest.raises(UserError, match="no run here; start it with"):
-        open_run(tiny(tmp_path / "run"), create=False)
+        Run.open(tiny(tmp_path / "run"))
     assert not (tmp_path / "run").exists()
 
 
 def test_another_experiment_is_refused_by_its_keys_and_changes_nothing(tmp_path):
-    run = open_run(tiny(tmp_path), create=True)
-    before = run.experiment.read_bytes()
+    run = Run.open(tiny(tmp_path), create=True)
+    before = run.folder.experiment.read_bytes()
     refuse_changed(tiny(tmp_path, "seed=5"))  # nothing was trained
-    run.member("expert-0").mkdir(parents=True)
+    run.folder.member("expert-0").mkdir(parents=True)
     with pytest.raises(UserError) as caught:
-        open_run(tiny(tmp_path, "seed=5", "expert.train.max_steps=59"), create=True)
+        Run.open(tiny(tmp_path, "seed=5", "expert.train.max_steps=59"), create=True)
     line = str(caught.value)
     assert "expert.train.max_steps (was 60), seed (was 0);" in line
-    assert str(run.experiment) in line
+    assert str(run.folder.experiment) in line
     assert "run_dir=" in line
-    assert run.experiment.read_bytes() == before
+    assert run.folder.experiment.read_bytes() == before
 
 
 def test_free_sections_reach_the_members_through_the_folder(tmp_path):
-    open_run(tiny(tmp_path), create=True)
+    Run.open(tiny(tmp_path), create=True)
     changed = tiny(tmp_path, "island.num_workers=2")
-    run = open_run(changed, create=False)
-    assert load_experiment(run.experiment).island.num_workers == 0
-    open_run(changed, create=True)
-    assert load_experiment(run.experiment) == changed
+    run = Run.open(changed)
+    assert load_experiment(run.folder.experiment).island.num_workers == 0
+    Run.open(changed, create=True)
+    assert load_experiment(run.folder.experiment) == changed
 
 
 @pytest.mark.parametrize("text", ["a: [", "\x00", "- 1"])
 def test_a_damaged_record_is_refused(tmp_path, text):
-    run = open_run(tiny(tmp_path), create=True)
-    run.experiment.write_text(text)
-    run.member("expert-0").mkdir(parents=True)
+    run = Run.open(tiny(tmp_path), create=True)
+    run.folder.experiment.write_text(text)
+    run.folder.member("expert-0").mkdir(parents=True)
     with pytest.raises(UserError, match=r"experiment\.yaml"):
-        open_run(tiny(tmp_path), create=True)
-    assert run.experiment.read_text() == text
+        Run.open(tiny(tmp_path), create=True)
+    assert run.folder.experiment.read_text() == text

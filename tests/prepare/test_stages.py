@@ -15,7 +15,7 @@ from ddm_lightning.config.experiment import ImagesConfig, PartitionConfig, Plugi
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import sha256_file
 from ddm_lightning.core.registry import CAPTION_ENCODERS, FEATURES, IMAGE_ENCODERS, SOURCES
-from ddm_lightning.members.member import Member
+from ddm_lightning.members.run import Run
 from ddm_lightning.members.run_folder import RunFolder
 from ddm_lightning.partition import build
 from ddm_lightning.partition.partition import Partition, Samples
@@ -92,9 +92,9 @@ def test_samples_for_the_experts_of_other_clusters_change_nothing_else(tmp_path)
     assert (mixed.num_samples, mixed.priors, mixed.statistics) == (60, without.priors, without.statistics)
     common = {name: digest for name, digest in mixed.index_sha256.items() if "out-of-cluster" not in name}
     assert common == without.index_sha256
-    members = changed(partition=MIXED, num_processes=1)
+    members = Run(changed(partition=MIXED, num_processes=1), RunFolder(tmp_path / "mixed"))
     for member, folders in (("expert-1", [1]), ("router", []), ("monolith", [])):
-        data = build_data(Member.resolve(member, members, mixed), members.island, mixed, RunFolder(tmp_path / "mixed"))
+        data = build_data(members.member(member), members)
         data.prepare_data()
         seen = [i for batch in data.train_dataloader() for i in batch["sample_id"].tolist()]
         assert len(set(seen)) == len(seen) == data.batch_size * (len(seen) // data.batch_size)

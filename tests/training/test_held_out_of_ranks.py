@@ -14,10 +14,8 @@ from training.two_processes import WORLD, in_two_processes, trainer_of
 from ddm_lightning.config.experiment import TrainConfig
 from ddm_lightning.config.load import load_experiment
 from ddm_lightning.flow.condition import ConditionSpec
-from ddm_lightning.members.member import Member
-from ddm_lightning.members.run_folder import RunFolder
+from ddm_lightning.members.run import Run
 from ddm_lightning.shards.datamodule import steps
-from ddm_lightning.shards.manifest import Manifest
 from ddm_lightning.training.fit import build_data, build_module
 from ddm_lightning.training.roles import ExpertModule, RouterModule
 
@@ -117,10 +115,9 @@ def test_what_ranks_see_once_more_does_not_count_once_more(kind, network, strate
 
 @pytest.mark.parametrize("member", ["expert-1", "router", "monolith"])
 def test_a_member_counts_as_many_as_its_shards_hold_out(member, tiny_run):
-    experiment = load_experiment(TINY, settings(tiny_run)[2:])
-    manifest, run = Manifest.read(tiny_run), RunFolder.of(experiment)
-    resolved = Member.resolve(member, experiment, manifest)
-    data = build_data(resolved, experiment.island, manifest, run)
+    run = Run(load_experiment(TINY, settings(tiny_run)[2:]))
+    resolved = run.member(member)
+    data = build_data(resolved, run)
     data.prepare_data()
     held_out = [one for part in data.val_dataloader() for one in part["sample_id"].tolist()]
-    assert build_module(resolved, experiment.island, manifest).num_held_out == len(set(held_out)) == len(held_out) > 0
+    assert build_module(resolved, run).num_held_out == len(set(held_out)) == len(held_out) > 0

@@ -19,9 +19,7 @@ from ddm_lightning.config.load import load_experiment
 from ddm_lightning.config.validate import TRAINER_FLAGS
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import CALLBACKS
-from ddm_lightning.members.member import Member
-from ddm_lightning.members.run_folder import RunFolder
-from ddm_lightning.shards.manifest import Manifest
+from ddm_lightning.members.run import Run
 from ddm_lightning.training.fit import build_data, build_module
 from ddm_lightning.training.loggers import log_image
 
@@ -169,19 +167,17 @@ def test_images_go_to_weights_and_biases():
 @pytest.fixture
 def plain(tiny_prepared, tmp_path):
     """Builds the module and the data of a member, and a Trainer that knows nothing of islands."""
-    experiment = load_experiment(TINY, [f"run_dir={tmp_path}", *SHORT])
-    manifest = Manifest.read(tiny_prepared.parent)
+    run = Run(load_experiment(TINY, [f"run_dir={tmp_path}", *SHORT]))
     (tmp_path / "prepared").symlink_to(tiny_prepared)
 
     def build(name, max_steps, *callbacks):
-        own = Member.resolve(name, experiment, manifest)
+        own = run.member(name)
         trainer = L.Trainer(
             accelerator="cpu", max_steps=max_steps, val_check_interval=3, check_val_every_n_epoch=None,
             log_every_n_steps=2, logger=CSVLogger(tmp_path, "", f"to-{max_steps}"), callbacks=list(callbacks),
             enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
         )  # fmt: skip
-        data = build_data(own, experiment.island, manifest, RunFolder.of(experiment))
-        return trainer, build_module(own, experiment.island, manifest), data
+        return trainer, build_module(own, run), build_data(own, run)
 
     return build
 

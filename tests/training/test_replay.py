@@ -10,9 +10,7 @@ from training.short_fits import SHORT, member
 
 from ddm_lightning.cli.parser import main
 from ddm_lightning.config.load import load_experiment
-from ddm_lightning.members.member import Member
-from ddm_lightning.members.run_folder import RunFolder
-from ddm_lightning.shards.manifest import Manifest
+from ddm_lightning.members.run import Run
 from ddm_lightning.shards.mds import open_shards
 from ddm_lightning.training.checkpoint import load_tensors
 from ddm_lightning.training.fit import build_data, build_module
@@ -25,25 +23,25 @@ pytestmark = WARNINGS
 def left_out(run, step, name="expert-0"):
     """As if three samples of ``step`` had been left out, step 5 before it, and step 19 by another rank."""
     experiment = load_experiment(TINY, [f"run_dir={run}", *SHORT])
-    folder = RunFolder.of(experiment)
-    manifest = Manifest.read(run)
-    data = build_data(Member.resolve(name, experiment, manifest), experiment.island, manifest, folder)
+    opened = Run(experiment)
+    folder = opened.folder
+    data = build_data(opened.member(name), opened)
     ids = open_shards(data.training_folders()).take(np.arange(3))["sample_id"].tolist()
     folder.member(name).mkdir(parents=True, exist_ok=True)
     records = [SkippedStep(at, rank, ids, [0.5] * 3, [1.0] * 3) for at, rank in ((step, 0), (5, 0), (19, 1))]
     lines = "".join(record.line() + "\n" for record in records)
     (folder.member(name) / "skipped_steps.jsonl").write_text(lines)
-    return experiment, folder, manifest, data, ids
+    return opened, data, ids
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_each_sample_has_its_own_loss_and_gradient_at_the_nearest_weights(finished, tmp_path, capsys, precision):
     run = copy_run(finished, tmp_path / "run", "expert-0")
-    experiment, folder, manifest, data, ids = left_out(run, 17)
-    experiment.island.precision = precision
+    opened, data, ids = left_out(run, 17)
+    opened.experiment.island.precision = precision
     assert main(["replay", "-c", str(TINY), f"run_dir={run}", "member=expert-0", *SHORT]) == 0
     assert "every gradient is finite here: the cause is that step's weights" in capsys.readouterr().out
-    replay = replay_step("expert-0", experiment, folder, None, 0)
+    replay = replay_step("expert-0", opened, None, 0)
     nearest = member(run, "checkpoints", "step-00000018.ckpt")
     assert (
         replay.skipped.step == 17
@@ -51,7 +49,7 @@ def test_each_sample_has_its_own_loss_and_gradient_at_the_nearest_weights(finish
         and [sample.sample_id for sample in replay.samples] == ids
     )
 
-    module = build_module(Member.resolve("expert-0", experiment, manifest), experiment.island, manifest)
+    module = build_module(opened.member("expert-0"), opened)
     load_tensors(nearest, module)
     module.replayed = (0, 17)
     batch = open_shards(data.training_folders()).take(np.arange(3))

@@ -6,8 +6,8 @@ from tiny_runs import TINY
 from ddm_lightning.config.experiment import IslandConfig
 from ddm_lightning.config.load import load_experiment
 from ddm_lightning.core.devices import peak_tflops
-from ddm_lightning.members.member import Member
-from ddm_lightning.shards.manifest import Manifest
+from ddm_lightning.members.run import Run
+from ddm_lightning.members.run_folder import RunFolder
 from ddm_lightning.training import speed
 from ddm_lightning.training.fit import build_module
 from ddm_lightning.training.speed import Speed, StepCost, measure_cost
@@ -55,9 +55,9 @@ def test_a_forward_pass_counts_once_more_in_hfu_where_it_is_computed_twice(
     """A backward pass costs as much as two forward passes."""
     monkeypatch.setattr(speed, "peak_of_this_device", lambda *_: ("some device", 1.0))
     experiment = load_experiment(TINY, [f"island.activation_checkpointing={checkpointed}"])
-    manifest = Manifest.read(tiny_prepared.parent)
-    member = Member.resolve("expert-0", experiment, manifest)
-    cost, _ = measure_cost(build_module(member, experiment.island, manifest).network, member, experiment.island)
+    run = Run(experiment, RunFolder(tiny_prepared.parent))
+    member = run.member("expert-0")
+    cost, _ = measure_cost(build_module(member, run).network, member, experiment.island)
     measured = Speed(8, cost)
     measured.start(0)
     take(measured, clock, 1, wait=0.5, work=0.5)

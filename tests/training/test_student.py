@@ -12,6 +12,7 @@ from ddm_lightning.config.load import load_experiment
 from ddm_lightning.core.registry import STRATEGIES
 from ddm_lightning.ensemble.velocity import Ensemble
 from ddm_lightning.members.artifact import read_artifact
+from ddm_lightning.members.run import Run
 from ddm_lightning.members.run_folder import RunFolder
 from ddm_lightning.training.fit import teach
 from ddm_lightning.training.module import NUM_VALIDATION_TIMESTEPS
@@ -63,7 +64,7 @@ def test_the_held_out_loss_is_an_experts():
 
 def test_its_teacher_computes_in_the_precision_of_samples(finished_run):
     module, experiment = SimpleNamespace(), load_experiment(TINY, ["sample.precision=bf16-mixed"])
-    teach(module, experiment, RunFolder(finished_run))
+    teach(module, Run(experiment, RunFolder(finished_run)))
     assert module.teacher.precision == "bf16-mixed"
 
 

@@ -1,0 +1,116 @@
+"""A run: one experiment, its folder and what the folder holds; opened once and passed on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import cached_property
+from pathlib import Path
+
+from ddm_lightning.config.experiment import Experiment
+from ddm_lightning.config.load import to_yaml
+from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.files import atomic_write_text
+from ddm_lightning.members.artifact import read_meta
+from ddm_lightning.members.member import Member, ensemble_members, train_config
+from ddm_lightning.members.run_folder import RunFolder, load_run, recorded, refuse_changed
+from ddm_lightning.members.status import MemberStatus
+from ddm_lightning.shards.manifest import Manifest
+
+
+class Run:
+    """An experiment and its run folder, unchecked; ``open`` and ``load`` check.
+
+    Args:
+        experiment: its settings must not change while the run is in use.
+        folder: None for the experiment's.
+    """
+
+    def __init__(self, experiment: Experiment, folder: RunFolder | None = None) -> None:
+        self.experiment = experiment
+        """The resolved experiment."""
+        self.folder = folder or RunFolder.of(experiment)
+        """Where everything is."""
+        self._members: dict[str, Member] = {}
+
+    @classmethod
+    def open(cls, experiment: Experiment, *, create: bool = False) -> Run:
+        """Open the experiment's run folder, after ``refuse_changed``.
+
+        Args:
+            experiment: the experiment.
+            create: whether to create the folder if it is missing, and to record the resolved experiment in it.
+
+        Raises:
+            UserError: as ``refuse_changed``, or the folder is missing and ``create`` is false.
+        """
+        run = cls(experiment)
+        folder = run.folder
+        if not (folder.experiment.exists() or create):
+            problem = "no run here; start it with fit and the same FILE and settings"
+            if folder.ensemble.exists():
+                problem = "is a saved ensemble, which has no shards or checkpoints; give the run folder with -c"
+            raise UserError(f"{folder.root}: {problem}")
+        refuse_changed(experiment)
+        if create and recorded(folder) != asdict(experiment):
+            atomic_write_text(folder.experiment, to_yaml(experiment))
+        return run
+
+    @classmethod
+    def load(cls, path: str | Path, overrides: Sequence[str] = ()) -> Run:
+        """Open the run of the experiment file ``path``, or of a run's record, with the settings recorded there.
+
+        Raises:
+            UserError: as ``load_run`` and ``open``.
+        """
+        return cls.open(load_run(path, overrides))
+
+    @cached_property
+    def manifest(self) -> Manifest:
+        """Description of the prepared shards, read on first use.
+
+        Raises:
+            UserError: the shards are not prepared, or the file is damaged.
+        """
+        return Manifest.read(self.folder.root)
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the ensemble's members."""
+        return ensemble_members(self.experiment)
+
+    def member(self, name: str) -> Member:
+        """The member called ``name``, resolved on first use.
+
+        Raises:
+            UserError: as ``Member.resolve`` and ``manifest``.
+        """
+        if name not in self._members:
+            self._members[name] = Member.resolve(name, self.experiment, self.manifest)
+        return self._members[name]
+
+    def max_steps(self, name: str) -> int:
+        """Optimizer steps that the experiment asks of the member."""
+        return train_config(name, self.experiment).max_steps
+
+    def is_finished(self, name: str) -> bool:
+        """Whether the member has handed over an artifact of all steps of the experiment.
+
+        Raises:
+            UserError: the artifact's description is damaged.
+        """
+        if not self.folder.is_finished(name):
+            return False
+        return read_meta(self.folder.artifact(name)).step >= self.max_steps(name)
+
+    def status(self, name: str) -> MemberStatus:
+        """Newest status of the member; a finished one's figures come from its artifact, which ``ema`` may change.
+
+        Raises:
+            UserError: the status or the artifact's description is damaged.
+        """
+        status = MemberStatus.read(self.folder.member(name), name, self.max_steps(name))
+        # A finished member that trains on has taken more steps than its artifact.
+        if self.folder.is_finished(name) and (meta := read_meta(self.folder.artifact(name))).step >= status.step:
+            status.state, status.step, status.metrics = "done", meta.step, {**status.metrics, **meta.metrics}
+        return status
