@@ -16,7 +16,7 @@ from statistics import mean
 from typing import Any
 
 from common import REPOSITORY, Report
-from flop_report import Results, curves_figure, strategy_table, variant_table, write_figures
+from flop_report import Results, curves_figure, write_figures
 
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_write_text
@@ -57,8 +57,6 @@ def _changes(document: Mapping[str, Any]) -> Report:
 TABLES: Mapping[str, Callable[[Mapping[str, Any]], Report]] = {
     "mix": _mix,
     "changes": _changes,
-    "strategies": lambda document: strategy_table(Results(document)),
-    "variants": lambda document: variant_table(Results(document)),
 }
 
 

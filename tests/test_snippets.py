@@ -2,6 +2,7 @@
 
 import doctest
 import importlib
+import json
 import re
 import shlex
 import textwrap
@@ -18,6 +19,7 @@ DOCUMENTS = [
     *sorted((ROOT / "docs").glob("*.md")),
 ]
 EXPERIMENTS = sorted((ROOT / "experiments").glob("*.yaml"))
+EVIDENCE = (ROOT / "docs" / "evidence.md").read_text(encoding="utf-8")
 
 
 def named(paths):
@@ -67,7 +69,7 @@ def test_links_lead_somewhere(document):
 
 
 def test_the_evidence_names_tests_that_exist():
-    rows = re.findall(r"`pytest ([^`]+)`", (ROOT / "docs" / "evidence.md").read_text(encoding="utf-8"))
+    rows = re.findall(r"`pytest ([^`]+)`", EVIDENCE)
     assert rows
     for row in rows:
         paths, _, words = row.partition(" -k ")
@@ -76,6 +78,18 @@ def test_the_evidence_names_tests_that_exist():
         names = [*map(str, files), *re.findall(r"def (test_\w+)", "".join(file.read_text() for file in files))]
         for word in re.findall(r"\w+", words.replace(" or ", " ")) or ["test"]:
             assert any(word in name for name in names), (row, word)
+
+
+def test_the_evidence_has_the_figures_of_its_results():
+    rows = re.findall(r"\| ([^|]*) \| [^|]* \| \[[^|]*results/(\w+)\.md\) \|$", EVIDENCE, re.MULTILINE)
+    assert len(rows) == EVIDENCE.count("results/")
+    for figures, name in rows:
+        path = ROOT / "benchmarks" / "results" / f"{name}.json"
+        values = json.loads(path.read_text(encoding="utf-8"))["figures"].values()
+        table = path.with_suffix(".md").read_text(encoding="utf-8")
+        for figure in re.findall(r"\d+\.\d+", figures):
+            digits = len(figure.partition(".")[2])
+            assert figure in table or figure in {f"{value:.{digits}f}" for value in values}, (name, figure)
 
 
 def test_the_targets_of_make_exist():
