@@ -17,7 +17,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from filelock import FileLock, Timeout
 
@@ -82,9 +81,10 @@ class Stage:
     """Everything the stage reads, by content, as plain JSON; valid when the stages before it are done."""
     outputs: tuple[str, ...]
     """Patterns of its result files below ``prepared/``."""
-    begin: Callable[[], Callable[[], str | None]]
-    """Check and compute; raise before old files change. Returns the function that writes the new files, which may
-    return a line to print."""
+    write: Callable[[], str | None]
+    """Writes the result files; may return a line to print."""
+    compute: Callable[[], object] = lambda: None
+    """Called before ``write``, while the old files are still there; raises for bad input."""
 
     @property
     def key(self) -> str:
@@ -96,8 +96,11 @@ class Preparation:
     """One call of ``prepare``. Plug-ins are built only when a stage needs them."""
 
     def __init__(self, experiment: Experiment, run_dir: Path, reporter: Reporter) -> None:
-        self.experiment, self.config, self.plugins = experiment, experiment.prepare, Plugins(experiment.prepare)
-        self.run_dir, self.reporter = run_dir, reporter
+        self.experiment = experiment
+        self.config = experiment.prepare
+        self.plugins = Plugins(experiment.prepare)
+        self.run_dir = run_dir
+        self.reporter = reporter
         self.folder = RunFolder(run_dir).prepared
         self.ledger = Ledger(self.folder / "stages.json")
         self.parts = self._list_parts()
@@ -125,39 +128,41 @@ class Preparation:
 
     def _stages(self) -> list[Stage]:
         """List the stages with their inputs as the files are now."""
-        config, seed, files, groups = self.config, self.experiment.seed, self.ledger.files, self._group_files
-        keys, index, partition, shards = self._group_keys(), files("index"), files("partition"), config.shards
+        config, seed, shards = self.config, self.experiment.seed, self.config.shards
+        files, groups, keys = self.ledger.files, self._group_files, self._group_keys()
+        index, partition = files("index"), files("partition")
         # The engine and the number of processes change no byte.
         everything = asdict(replace(config, engine="local", num_processes=0))
         stored = [config.held_out_fraction, config.partition.out_of_cluster_fraction, shards.max_bytes]
         unstored = set[str]() if shards.features else {FEATURES}
         stages = [
-            Stage("source", [asdict(part) for part in self.parts], ("parts.json",), lambda: self._write_parts),
-            Stage("encode", [files("source"), keys], (), lambda: self._encode),
+            Stage("source", [asdict(part) for part in self.parts], ("parts.json",), self._write_parts),
+            Stage("encode", [files("source"), keys], (), self._encode),
             Stage(
                 "index",
                 [groups(*keys), config.max_bad_fraction, self._captions_used],
                 ("index.json", "broken.jsonl"),
-                lambda: lambda: write_index(self.prepared, keys, config.max_bad_fraction, self._captions_used),
+                lambda: write_index(self.prepared, keys, config.max_bad_fraction, self._captions_used),
             ),
             Stage(
                 "partition",
                 [self._partition_inputs(), seed, groups(RECORDS, FEATURES), index],
                 ("partition.safetensors", "partition.json", "clusters.npy"),
+                self._write_partition,
                 self._compute_partition,
             ),
             Stage(
                 "shards",
                 [stored, shards.compression, seed, groups(*keys.keys() - unstored), index, partition],
                 ("shards/*/*/index.json", "statistics.json"),
-                lambda: lambda: write_shards(self.plugins, seed, self.prepared, self._progress_of("shards")),
+                lambda: write_shards(self.plugins, seed, self.prepared, self._progress_of("shards")),
             ),
-            Stage("upload", [shards.remote, files("shards")], ("uploaded.json",), lambda: self._upload),
+            Stage("upload", [shards.remote, files("shards")], ("uploaded.json",), self._upload),
             Stage(
                 "report",
                 [everything, self.experiment.name, index, partition, files("shards")],
                 ("clusters.png", "report/report.html", "report/*.png", "manifest.json"),
-                lambda: self._report,
+                self._report,
             ),
         ]
         return [stage for stage in stages if stage.name != "upload" or shards.remote]
@@ -177,11 +182,11 @@ class Preparation:
 
     def _run(self, stage: Stage) -> None:
         start = time.monotonic()
-        write = stage.begin()
+        stage.compute()
         # Remove the manifest first, so that a half-changed folder does not look finished.
         manifest_path(self.run_dir).unlink(missing_ok=True)
         self.ledger.forget(stage.name)
-        found = write()
+        found = stage.write()
         paths = [path for pattern in stage.outputs for path in self.folder.glob(pattern)]
         self.ledger.record(stage.name, stage.key, paths, start)
         self.reporter.say(f"{stage.name}: done in {time.monotonic() - start:.1f} s" + (f": {found}" if found else ""))
@@ -313,18 +318,16 @@ class Preparation:
         num_parts, num_kept = len(self.parts), len(self.parts) - len(wanted)
         return f"{num_parts:,} part{'s' * (num_parts != 1)}" + (f", {num_kept:,} already encoded" if num_kept else "")
 
-    def _compute_partition(self) -> Callable[[], str]:
-        """Compute the partition and return a function that writes it.
+    def _compute_partition(self) -> None:
+        """Fit the partition.
 
-        ``partition.json`` holds the displaced fractions. The fine centroids are cached under a key of all their inputs,
-        so that another number of clusters reuses them.
+        The fine centroids are cached under a key of all their inputs, so that another number of clusters reuses them.
         """
         config, seed, prepared = self.config.partition, self.experiment.seed, self.prepared
         fine = [config.metric, config.num_fine_centroids, config.fit_fraction, config.num_iterations, config.device]
         fine_key = sha256_json([fine, seed, self._group_files(FEATURES), self.ledger.files("index")])
-        features = prepared.rows(FEATURES, "features")
-        partition, clusters = fit_partition(
-            features,
+        self._fitted = fit_partition(
+            prepared.rows(FEATURES, "features"),
             config,
             seed,
             labels=prepared.rows(RECORDS, "label")[:],
@@ -333,17 +336,18 @@ class Preparation:
             on_progress=self._progress_of("partition"),
             kept_fine=(self.folder / "fine.safetensors", fine_key),
         )
-        displaced = displaced_fractions(partition, features, clusters, config.device)
+
+    def _write_partition(self) -> str:
+        """Write the fitted partition; ``partition.json`` holds the displaced fractions."""
+        prepared, (partition, clusters) = self.prepared, self._fitted
+        features = prepared.rows(FEATURES, "features")
+        displaced = displaced_fractions(partition, features, clusters, self.config.partition.device)
+        partition.save(prepared.partition_file)
+        atomic_write(prepared.clusters_file, lambda path: save_array(path, clusters))
+        atomic_write_json(prepared.partition_facts_file, {"displaced": displaced})
         self.reporter.advance("partition", len(features), len(features))
-
-        def write() -> str:
-            partition.save(prepared.partition_file)
-            atomic_write(prepared.clusters_file, lambda path: save_array(path, clusters))
-            atomic_write_json(prepared.partition_facts_file, {"displaced": displaced})
-            sizes = np.bincount(clusters, minlength=config.num_clusters)
-            return f"{len(sizes)} clusters of {sizes.min():,} to {sizes.max():,} samples"
-
-        return write
+        sizes = partition.counts.tolist()
+        return f"{len(sizes)} clusters of {min(sizes):,} to {max(sizes):,} samples"
 
     def _upload(self) -> str:
         remote, folder = str(self.config.shards.remote), self.prepared.shards

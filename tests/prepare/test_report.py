@@ -1,4 +1,3 @@
-import io
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -9,7 +8,6 @@ import torch
 from PIL import Image
 from scipy.spatial.distance import cdist
 from sklearn.metrics import silhouette_samples
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from ddm_lightning.partition.columns import Rows
 from ddm_lightning.prepare.report import measures
@@ -23,7 +21,6 @@ from ddm_lightning.prepare.report.measures import (
 )
 from ddm_lightning.prepare.report.page import (
     PAGE,
-    TENSORBOARD,
     choose_images,
     cluster_grid,
     place_images,
@@ -168,7 +165,6 @@ def test_the_page_stands_alone_and_is_well_formed(tmp_path):
         num_without_caption=11,
         num_out_of_cluster=7,
         facts={"source": "some images", "features": "some network"},
-        column_bytes={"text": 660, "x_0": 6600},
     )
     write(tmp_path / "report", data)
     page = Page(tmp_path / "report" / PAGE)
@@ -191,8 +187,6 @@ def test_the_page_stands_alone_and_is_well_formed(tmp_path):
         "displaced 2.0% of the samples are nearer to another cluster's mean: 0.5% because clusters are balanced, 1.5% "
         "because each fine cell is assigned as a whole",
         "empty file 11 13.75% truncated image 3 3.75%",
-        "x_0 6.6 kB 100 bytes 100.0 MB 15.8 GB",
-        "together 7.3 kB 110 bytes 110.0 MB 17.4 GB",
         "drawn by somebody",
     ):
         assert words in page.text, words
@@ -200,7 +194,7 @@ def test_the_page_stands_alone_and_is_well_formed(tmp_path):
 
 def test_html_in_captions_and_names_is_escaped(tmp_path):
     evil = """</bdi><script>alert("1")</script><img src=x onerror='alert(2)'>" onload="alert(3)"""
-    data = data_of(captions=evil, facts={evil: evil}, broken={evil: 1}, column_bytes={evil: 1})
+    data = data_of(captions=evil, facts={evil: evil}, broken={evil: 1})
     write(tmp_path / "report", data, title=evil, attribution=evil)
     page = Page(tmp_path / "report" / PAGE)
     assert "script" not in page.tags
@@ -224,7 +218,7 @@ def test_the_same_input_gives_the_same_bytes(tmp_path):
     for name in names:
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes(), name
     assert (tmp_path / "a" / PAGE).read_bytes() != (tmp_path / "c" / PAGE).read_bytes(), "the seed chooses the images"
-    assert {path.name for path in (tmp_path / "a").iterdir()} == {*names, TENSORBOARD}
+    assert {path.name for path in (tmp_path / "a").iterdir()} == names
     for path in (tmp_path / "a").glob("*.png"):
         Image.open(path).verify()
 
@@ -253,7 +247,6 @@ def test_missing_thumbnails_and_captions_are_named(tmp_path):
     assert page.text.count("No thumbnails of this cluster were kept") == 1
     assert page.values("title") == [] and "li" not in page.tags
     assert "None: every sample of the source was read." in page.text
-    assert "Disk space" not in page.text
 
     written = write(tmp_path / "none", data_of((30, 20), thumbnails=[]), attribution="")
     page = Page(tmp_path / "none" / PAGE)
@@ -267,20 +260,6 @@ def test_an_empty_cluster_has_no_silhouette(tmp_path):
     text = Page(tmp_path / "report" / PAGE).text
     assert "0 samples · 0.0% of all · 0.000 times the mean · silhouette –" in text
     assert "nan" not in text
-
-
-def test_tensorboard_shows_the_images_and_a_curve_over_clusters(tmp_path):
-    data = data_of()
-    written = write(tmp_path / "report", data)
-    events = EventAccumulator(str(tmp_path / "report" / TENSORBOARD), size_guidance={"images": 0}).Reload()
-    assert set(events.Tags()["images"]) == {f"partition/{name[:-4]}" for name in written if name.endswith(".png")}
-    samples = events.Scalars("partition/samples")
-    assert [(event.step, event.value) for event in samples] == list(enumerate(data.counts))
-    means = [event.value for event in events.Scalars("partition/silhouette")]
-    np.testing.assert_allclose(means, measure(data, 0).cluster_silhouettes, rtol=1e-5)
-    [shown] = events.Images("partition/sizes")
-    stored = Image.open(tmp_path / "report" / "sizes.png").convert("RGB")
-    np.testing.assert_array_equal(Image.open(io.BytesIO(shown.encoded_image_string)), stored)
 
 
 def test_many_clusters_are_shown_with_fewer_images_each():

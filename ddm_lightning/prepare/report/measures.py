@@ -47,8 +47,6 @@ class ReportData:
     """Share of samples nearer to another cluster's mean, and the part of this share due to balancing."""
     facts: Mapping[str, str] = field(default_factory=dict)
     """First rows of the key figures, such as ``{"source": "openmoji"}``."""
-    column_bytes: Mapping[str, int] = field(default_factory=dict)
-    """Bytes on disk of each stored column."""
 
     @property
     def num_samples(self) -> int:

@@ -22,7 +22,6 @@ from PIL import Image
 
 from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.core.files import atomic_folder, read_json
-from ddm_lightning.core.formatting import format_bytes
 from ddm_lightning.core.grids import labelled_grid, save_png
 from ddm_lightning.partition.partition import NearestCentroid, Partition
 from ddm_lightning.prepare.encode import FEATURES
@@ -36,12 +35,10 @@ from ddm_lightning.prepare.report.measures import (
     measure,
     to_metric_space,
 )
-from ddm_lightning.prepare.write_shards import samples_of
 from ddm_lightning.shards.manifest import OUT_OF_CLUSTER
 from ddm_lightning.shards.verify import verify_shards
 
 PAGE = "report.html"
-TENSORBOARD = "tensorboard"
 _INK, _PAPER, _ACCENT = "#1c1f24", "#ffffff", "#2c64c6"
 _STYLE: Any = {
     "figure.figsize": (5.6, 4.3),
@@ -58,7 +55,6 @@ _GRID_COLUMNS = 18
 _MIN_SHOWN, _MAX_SHOWN, _MAX_SHOWN_IN_ALL = 6, 36, 1152
 _MAP_CELLS, _MAP_CELL_PIXELS, _MAP_FRAME = (20, 14), 48, 3
 _MAX_NEIGHBOURS, _MAX_CAPTIONS = 3, 8
-_PAPER_SAMPLES = 158_000_000
 _FORMATS = {"thousands": ",d", "number": ".3f", "percent": ".0%", "percent1": ".1%", "percent2": ".2%"}
 
 
@@ -86,7 +82,6 @@ def report_partition(experiment: Experiment, plugins: Plugins, prepared: Prepare
     facts = read_json(prepared.partition_facts_file, "the figures of the partition", "run prepare again")
     clusters = prepared.clusters
     counts = np.bincount(clusters, minlength=partition.num_clusters)
-    columns = samples_of(prepared, plugins).columns.items()
     data = ReportData(
         thumbnails=thumbnails,
         thumbnail_rows=rows,
@@ -101,7 +96,6 @@ def report_partition(experiment: Experiment, plugins: Plugins, prepared: Prepare
         num_out_of_cluster=sum(verify_shards(path, False) for path in prepared.shards.glob(f"*/{OUT_OF_CLUSTER}")),
         displaced=facts["displaced"] and tuple(facts["displaced"]),
         facts={name: getattr(config, name.replace(" ", "_")).name for name in ("source", "features", "image encoder")},
-        column_bytes={name: len(rows) * rows.row_bytes for name, rows in columns},
     )
     save_png(prepared.folder / "clusters.png", cluster_grid(data, **credit))
     write_report(prepared.folder / "report", data, **credit)
@@ -110,7 +104,7 @@ def report_partition(experiment: Experiment, plugins: Plugins, prepared: Prepare
 def write_report(folder: Path, data: ReportData, *, title: str, attribution: str, seed: int) -> None:
     """Write the report of a partition, whole or not at all; replace an earlier one.
 
-    The PNG files and the page are deterministic. The TensorBoard events contain the time.
+    All files are deterministic.
 
     Args:
         folder: becomes the report.
@@ -132,28 +126,12 @@ def write_report(folder: Path, data: ReportData, *, title: str, attribution: str
         images={name: _data_url(png, "png") for name, png in images.items()},
         clusters=[_describe_cluster(data, measures, k, indices) for k, indices in enumerate(shown)],
         broken=sorted(data.broken.items(), key=lambda item: (-item[1], item[0])),
-        columns=_column_sizes(data),
     )
     with atomic_folder(folder) as temporary:
         for name, png in images.items():
             (temporary / f"{name}.png").write_bytes(png)
         # Captions may contain lone surrogates.
         (temporary / PAGE).write_bytes(html.encode("utf-8", "replace"))
-        _write_events(temporary / TENSORBOARD, data, measures, images)
-
-
-def _write_events(folder: Path, data: ReportData, measures: Measures, images: dict[str, bytes]) -> None:
-    """Write all images, and scalars with the cluster as the step."""
-    from torch.utils.tensorboard import SummaryWriter
-
-    with SummaryWriter(str(folder)) as writer:
-        for name, png in images.items():
-            pixels = np.asarray(Image.open(io.BytesIO(png)).convert("RGB"))
-            writer.add_image(f"partition/{name}", pixels, dataformats="HWC")
-        for cluster, (count, value) in enumerate(zip(data.counts, measures.cluster_silhouettes, strict=True)):
-            writer.add_scalar("partition/samples", int(count), cluster)
-            if not math.isnan(value):
-                writer.add_scalar("partition/silhouette", value, cluster)
 
 
 def _describe_cluster(
@@ -171,13 +149,6 @@ def _describe_cluster(
         "images": [(_data_url(image, "webp"), text) for image, text in zip(webp, captions, strict=True)],
         "captions": [text for text in dict.fromkeys(captions) if text.strip()][:_MAX_CAPTIONS],
     }
-
-
-def _column_sizes(data: ReportData) -> list[list[str]]:
-    """Disk space of each column: here, for one sample, for 1 million and for the paper's 158 million samples."""
-    totals = {**data.column_bytes, "together": sum(data.column_bytes.values())} if data.column_bytes else {}
-    scales = [size / data.num_samples for size in (data.num_samples, 1, 1e6, _PAPER_SAMPLES)]
-    return [[name, *(format_bytes(num_bytes * scale) for scale in scales)] for name, num_bytes in totals.items()]
 
 
 def _data_url(image: bytes, kind: str) -> str:
