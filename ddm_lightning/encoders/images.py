@@ -39,7 +39,7 @@ class Pixels(NoWeights):
 
     Args:
         image_size: height and width to which images are scaled (Lanczos); None keeps theirs. The feature network always
-            sees the full-size images, so a small model need not mean poor clusters.
+            sees the full-size images, so small samples do not harm the clustering.
 
     Raises:
         ValueError: an ``image_size`` below 1.
@@ -129,11 +129,11 @@ class DiffusersVAE(Pretrained):
         """Return channels, height and width of ``x_0`` for square images of ``image_size`` pixels.
 
         Raises:
-            UserError: ``image_size`` is no multiple of ``factor``.
+            UserError: ``image_size`` is not a multiple of ``factor``.
         """
         if image_size % self.factor:
             nearest = max(1, round(image_size / self.factor)) * self.factor
-            problem = f"{image_size} pixels are no multiple of {self.factor}"
+            problem = f"{image_size} pixels are not a multiple of {self.factor}"
             raise UserError(f"{self.place}: {problem}; set prepare.images.size to {nearest}")
         return (self.num_channels, image_size // self.factor, image_size // self.factor)
 
@@ -148,7 +148,7 @@ class DiffusersVAE(Pretrained):
         """Encode images to the mean of their latents, or to mean and standard deviation, stacked in channels.
 
         Raises:
-            UserError: height or width is no multiple of ``factor``, or the device is missing.
+            UserError: height or width is not a multiple of ``factor``, or the device is missing.
         """
         self._require_device()
         height, width = (self.x_shape(extent)[1] for extent in images.shape[1:3])

@@ -2,7 +2,8 @@
 
 Each is built from its name and plain parameters, in several processes at once. All are built before anything is
 written, so building must be cheap and must raise ``UserError`` when a package or a path is missing
-(``registry.require``); load weights on first use. ``packages`` names the distributions whose version shapes the result.
+(``registry.require``); load weights on first use. ``packages`` names the distributions whose version affects the
+result.
 The same input must give the same bytes in any process and order.
 """
 
@@ -19,7 +20,7 @@ from torch import Tensor
 
 
 class Provenance(Protocol):
-    """Names everything that shapes the result."""
+    """Names everything that affects the result."""
 
     packages: tuple[str, ...]
 

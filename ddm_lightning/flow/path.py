@@ -197,7 +197,7 @@ def to_velocity(prediction: Samples, x_t: Samples, t: Times, kind: str, path: st
 
 
 def training_target(x_0: Samples, noise: Samples, t: Times, kind: str, path: str = "linear") -> Samples:
-    """The regression target of a network that predicts ``kind`` on ``path``; its velocity is ``dx_t/dt``.
+    """The regression target of a network that predicts ``kind`` on ``path``; for ``velocity`` it is ``dx_t/dt``.
 
     Raises:
         ValueError: ``kind`` is none of ``PREDICTIONS``.

@@ -15,7 +15,7 @@ from ddm_lightning.flow.path import Times
 
 NUM_BINS = 15
 _CHOICES = torch.logspace(-2, 2, 41, base=2)
-"""Temperatures of which the best is taken, refined by a parabola: 1/4 … 4."""
+"""Candidate temperatures, 1/4 … 4; the best one is refined by a parabola."""
 
 
 def temperature_at(t: Times, temperatures: Sequence[float]) -> Times:
@@ -50,14 +50,14 @@ def calibration_error(sums: Float[Tensor, "*c bins 3"]) -> Float[Tensor, "*c"]:
 
 
 def is_fitted(sample_ids: Int[Tensor, " n"]) -> Bool[Tensor, " n"]:
-    """Whether held-out samples belong to the half that fits temperatures; the other half judges them."""
+    """Whether each held-out sample is in the half that fits temperatures; the other half evaluates them."""
     return (sample_ids * 2654435761 >> 16) % 2 == 0  # Knuth's hash: neighbours in the source are often alike
 
 
 class Calibration:
-    """Fits a temperature on one half of held-out samples and judges it on the other; a stable key splits them.
+    """Fits temperatures on one half of the held-out samples and evaluates them on the other; a hash of ids splits them.
 
-    Sums over samples are kept for each of 41 temperatures, so that ranks can add theirs.
+    Sums over samples are kept for each of 41 temperatures, so that those of several ranks can be added.
     """
 
     def __init__(self, num_times: int) -> None:

@@ -23,8 +23,8 @@ class PatchTransformer(nn.Module):
 
     Args:
         x_shape: (channels, height, width) of ``x_t``; height and width in pixels or latent cells.
-        options: patches and size; with ``rope`` blocks rotate queries and keys by ``rotation``, else ``positions`` are
-            added to the patches.
+        options: patch size and network size. With ``rope``, blocks rotate queries and keys by ``rotation``; otherwise
+            ``positions`` are added to the patches.
 
     Raises:
         ValueError: sizes that do not fit each other.
@@ -171,8 +171,8 @@ class DiT(Trunk):
     """Predicts the velocity of ``x_t``, or its noise or data.
 
     DiT-XL/2 is size XL, patch_size 2. With modulation ``single`` and CLIP's 77 x 768 tokens it is the expert of Paris
-    (2510.03434) with 608M parameters instead of 605M: its last layer projects the modulation from the time (2.7M),
-    while PixArt-alpha adds the time to a table.
+    (2510.03434) with 608M parameters instead of 605M: here the last layer projects the time to its modulation (2.7M);
+    in PixArt-alpha it adds the time to a table.
 
     >>> import torch
     >>> network = DiT(x_shape=(4, 32, 32), condition=ConditionSpec("class", 1000), size="S", patch_size=4)

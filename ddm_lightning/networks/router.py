@@ -22,8 +22,8 @@ from ddm_lightning.networks.recipe import Architecture
 class RouterDiT(Trunk):
     """Logits of p(cluster | x_t, t, condition), as in Decentralized Diffusion Models (2501.05450).
 
-    A learned class token without a position joins the patches. After the last block a linear layer reads it; zero at
-    the start, it makes all clusters equally likely. Takes the parameters of ``DiT``, and:
+    A learned class token without a position joins the patches. After the last block a linear layer reads it. That layer
+    starts at zero, so all clusters are equally likely. Takes the parameters of ``DiT``, and:
 
     Args:
         num_clusters: K.

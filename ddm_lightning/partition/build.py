@@ -3,8 +3,8 @@
 ``kmeans`` is balanced k-means of the features in two stages, as in MoDE (2404.16030), whose code the DDM paper
 (2501.05450) used: k-means of a part of the samples to fine centroids, then balanced k-means of the fine centroids to K
 clusters. The second stage weights a fine centroid by its samples, because clusters must balance samples, not centroids.
-Small data sets get balanced fine cells by prices (``kmeans``), which needs all distances in memory; large ones get
-them by plain k-means that splits crowded cells (``lloyd``).
+In small data sets, prices balance the fine cells (``kmeans``), which needs all distances in memory. In large ones,
+plain k-means splits crowded cells (``lloyd``).
 
 ``random`` is the ablation of the DDM paper, ``labels`` packs whole classes, ``existing`` reuses the partition of
 another run.
@@ -42,7 +42,7 @@ from ddm_lightning.partition.partition import (
 )
 
 _CLUSTER_RESTARTS = 10
-# Largest problem solved by prices, in distances and in numbers of features: seconds on a CPU.
+# Largest problem balanced by prices, in distances and in numbers of features: seconds on a CPU.
 _PRICED_DISTANCES, _PRICED_NUMBERS = 1 << 22, 1 << 26
 # Scattered rows, slow to read in every pass, are kept in memory up to this size.
 _KEPT_BYTES = 1 << 30
@@ -111,8 +111,9 @@ def displaced_fractions(
 ) -> tuple[float, float] | None:
     """Measure the share of samples nearer to the mean of another cluster, and the part of it caused by balancing.
 
-    Balancing displaces a sample if its whole fine cell is nearer to another mean. The other displaced samples follow
-    their cell, which is assigned as one. Measured on about 30,000 samples; None unless the rule is ``kmeans``.
+    A sample is displaced by balancing if its fine cell as a whole is nearer to another mean. The other displaced
+    samples just follow their cell, which is assigned as a whole. Measured on about 30,000 samples; None unless the rule
+    is ``kmeans``.
     """
     rule = partition.rule
     if not isinstance(rule, NearestCentroid):
@@ -251,7 +252,7 @@ def _existing(config: PartitionConfig, rows: Rows, features: str) -> Rule:
     if isinstance(found.rule, NearestCentroid):
         theirs, size = found.rule.features, found.rule.fine_centroids.shape[1]
         if (size,) != rows.row_shape or (features and theirs and features != theirs):
-            made = f"was made of features {theirs!r} with {size} entries"
+            made = f"was made from features {theirs!r} with {size} entries"
             ours = f"these are {features!r} with {rows.row_shape[0]}"
             raise _refusal(config, "path", f"{made}, {ours}; set prepare.features to those of the other run")
     return found.rule

@@ -177,16 +177,16 @@ class Partition:
 
     @classmethod
     def load(cls, path: Path) -> Partition:
-        """Read a file of ``save``.
+        """Read a file that ``save`` wrote.
 
         Raises:
-            UserError: the file is missing, is no safetensors file, or is no valid partition of this format.
+            UserError: the file is missing, is not a safetensors file, or is not a valid partition of this format.
         """
         try:
             with safe_open(path, framework="pt") as stored:
                 header = json.loads((stored.metadata() or {}).get("ddm_lightning", "{}"))
                 if header.get("kind") != "partition" or header.get("format_version") != FORMAT_VERSION:
-                    raise ValueError(f"is no partition of format {FORMAT_VERSION}")
+                    raise ValueError(f"is not a partition of format {FORMAT_VERSION}")
                 values = header["settings"] | {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
             rule_type = _RULES[header["rule"]]
             return cls(rule_type(**{field.name: values[field.name] for field in fields(rule_type)}), values["counts"])

@@ -90,7 +90,7 @@ def check_broken(
         num_read: samples read, broken ones included.
         max_bad_fraction: largest allowed fraction of broken samples.
         listed: file with one JSON object per broken sample.
-        enough: the fraction counts only after so many samples.
+        enough: number of samples from which on the fraction is checked.
 
     Raises:
         UserError: too many are broken; the line counts them by cause.
@@ -113,8 +113,8 @@ def encode_part(job: PartJob, plugins: Plugins, on_progress: OnProgress) -> dict
     """Write the wanted groups of one part; return the recorded facts of its samples.
 
     Raises:
-        UserError: the source breaks its contract, or yields other samples than for the existing groups; or a GPU has
-            too little memory.
+        UserError: the source breaks its contract, or now yields other samples than those of the existing groups; or a
+            GPU has too little memory.
     """
     ledger = Ledger(job.folder / LEDGER)
     job = replace(job, wanted=_without_unchanged(job, ledger, plugins))
@@ -126,7 +126,7 @@ def encode_part(job: PartJob, plugins: Plugins, on_progress: OnProgress) -> dict
         if image_groups:
             _encode_images(job, image_groups, ledger, plugins, on_progress)
         if CAPTIONS in job.wanted:
-            # The images have counted the samples already.
+            # Encoding the images has already reported the number of samples.
             _encode_captions(job, ledger, plugins, on_progress if not image_groups else lambda _: None)
     except torch.OutOfMemoryError as error:
         remedy = "lower prepare.num_processes (each process loads its own networks), then run the same command again"

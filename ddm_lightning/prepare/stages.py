@@ -39,7 +39,7 @@ from ddm_lightning.shards.manifest import DataSizes, Manifest, manifest_path
 from ddm_lightning.shards.upload import upload_shards
 
 _MAX_THUMBNAILS, _MIN_THUMBNAILS_PER_PART = 8192, 16
-# Part of every stage's hash. Raise it when a stage writes something else.
+# Part of every stage's hash. Raise it when the output of a stage changes.
 _STAGES_VERSION = 4
 
 
@@ -202,7 +202,7 @@ class Preparation:
         return []
 
     def unfinished_parts(self) -> dict[int, dict[str, str]]:
-        """Return the missing groups of columns, each with its key, by the number of the part."""
+        """Return by number of the part which groups of columns are missing, each with its key."""
         wanted, inputs = {}, {name: sha256_json(inputs) for name, inputs in self._group_keys().items()}
         for number, (part, ledger) in enumerate(zip(self.parts, self.prepared.ledgers, strict=True)):
             samples = sha256_json([part.name, part.fingerprint])
@@ -213,7 +213,7 @@ class Preparation:
         return wanted
 
     def _group_keys(self) -> dict[str, Any]:
-        """Return everything that each group of columns is made from, besides the part."""
+        """Return the inputs of each group of columns, other than the part."""
         config = self.config
         base = {"source": asdict(config.source), "images": asdict(config.images)}
         latents = [base, asdict(config.image_encoder), config.horizontal_flips]

@@ -155,9 +155,9 @@ def test_sizes_are_known_without_loading_weights(saved, monkeypatch):
     encoder = build(saved["sd"][0])
     monkeypatch.setattr(pretrained, "loading", None)
     assert encoder.x_shape(256) == (4, 128, 128)
-    with pytest.raises(UserError, match=r"255 pixels are no multiple of 2; set prepare.images.size to 256"):
+    with pytest.raises(UserError, match=r"255 pixels are not a multiple of 2; set prepare.images.size to 256"):
         encoder.x_shape(255)
-    with pytest.raises(UserError, match="7 pixels are no multiple of 2"):
+    with pytest.raises(UserError, match="7 pixels are not a multiple of 2"):
         encoder.encode(some_images(height=8, width=7))
 
 

@@ -27,21 +27,21 @@ Noise: TypeAlias = Callable[[int], Samples]
 
 
 def no_noise(step: int) -> Samples:
-    """Noise of an ODE, which no solver may ask for."""
+    """Noise source of ODE solvers, which must not ask for noise: raises ``ValueError``."""
     raise ValueError(f"a stochastic solver needs noise for step {step}")
 
 
 class Solver:
-    """Base class: one step after the other of dx/dt = velocity(x, t).
+    """Base class: integrates dx/dt = velocity(x, t) step by step.
 
     Override ``step`` for a method with fixed steps and no memory, else ``solve``. Arguments of the constructor are the
-    user's ``sample.solver_params``; raise ``ValueError`` to refuse them. A row's result must not depend on other rows,
-    and no velocity is asked for at t = 0: networks are not trained there, and a finite set has none. Check a plug-in
-    with ``ddm_lightning.testing.check_solver``.
+    user's ``sample.solver_params``; raise ``ValueError`` to refuse them. A row's result must not depend on other rows.
+    Do not evaluate the velocity at t = 0: networks are not trained there, and for a finite data set it does not exist.
+    Check a plug-in with ``ddm_lightning.testing.check_solver``.
     """
 
     is_stochastic: ClassVar[bool] = False
-    """Whether it takes noise: a chain, rather than the ODE."""
+    """Whether its steps add noise: a Markov chain instead of the ODE."""
 
     def step(self, velocity: VelocityField, x_t: Samples, t: float, s: float) -> Samples:
         """Step from time ``t`` to ``s`` < ``t``."""

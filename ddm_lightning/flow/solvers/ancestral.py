@@ -16,7 +16,7 @@ from ddm_lightning.flow.timesteps import intervals
 class Ancestral(Solver):
     """Sample x_s from q(x_s | x_t, x_0), with x_0 estimated from the velocity; see ``reverse_kernel``.
 
-    One evaluation per step. The chain has the law of the data in the limit of small steps, with an error of order 1.
+    One evaluation per step. With small steps the samples follow the distribution of the data; the error is of order 1.
     """
 
     is_stochastic = True

@@ -24,7 +24,7 @@ _STAGES: tuple[tuple[float, tuple[float, ...]], ...] = (
 _ERROR = (71 / 57600, 0.0, -71 / 16695, 71 / 1920, -17253 / 339200, 22 / 525, -1 / 40)
 """Weights of the slopes in the difference between the solutions of order 5 and 4."""
 MIN_STEP = 1e-3
-"""A step this short is accepted whatever its error, so that a velocity with jumps (``top-1``) comes to an end."""
+"""A step this short is accepted whatever its error, so that sampling ends even if the velocity jumps (``top-1``)."""
 
 
 @SOLVERS.register("dormand-prince")
@@ -34,10 +34,11 @@ class DormandPrince(Solver):
 
     Each row has its own time and step, so that a sample does not depend on its batch. A step is accepted if its error,
     measured in ``atol + rtol·max(|x_t|, |x_s|)`` and averaged as a root mean square over the row, is at most 1
-    (eq. II.4.11); then the next one is chosen for an error of 1. Of ``times`` only the ends count, and the first
-    interval as the first step to try. Six evaluations of the whole batch per step, as many steps as its slowest row.
+    (eq. II.4.11); the next step is chosen for an error of 1. Only the ends of ``times`` matter, and its first interval,
+    which is the first step to try. A step evaluates the whole batch six times, and the slowest row sets the number of
+    steps.
 
-    At t = ``path.MIN_NOISE_SCALE`` an Euler step leads to 0.
+    From t = ``path.MIN_NOISE_SCALE`` one Euler step goes to 0.
 
     Args:
         rtol: tolerance relative to the sample.
