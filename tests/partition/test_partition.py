@@ -232,7 +232,7 @@ def test_an_existing_partition_assigns_new_data(tmp_path):
     [
         (2, 16, "A", "has 3 clusters; set prepare.partition.num_clusters"),
         (3, 15, "A", "features 'A' with 16 entries, these are 'A' with 15"),
-        (3, 16, "B", "made of features 'A' .* these are 'B'"),
+        (3, 16, "B", "made from features 'A' .* these are 'B'"),
     ],
 )
 def test_a_partition_that_does_not_fit_is_refused(tmp_path, num_clusters, dims, name, problem):
