@@ -27,6 +27,7 @@ from ddm_lightning.ensemble.load import load_listed
 from ddm_lightning.ensemble.manifest import EnsembleManifest
 from ddm_lightning.evaluation.shares import ClusterShares, total_variation
 from ddm_lightning.flow.randomness import keyed_generator
+from ddm_lightning.members.roles import cluster_of_expert
 from ddm_lightning.members.run_folder import RunFolder
 from ddm_lightning.shards.manifest import HELD_OUT, TRAIN, Manifest
 from ddm_lightning.training.extension import extend_router
@@ -60,7 +61,7 @@ def main(arguments: Sequence[str] | None) -> None:
     shares = ClusterShares(inputs[:half], clusters[:half], inputs[half:], clusters[half:], manifest.num_clusters)
 
     whole = open_ensemble(folder.root, experiment)
-    leaving = int(options.expert.partition("-")[2])
+    leaving = cluster_of_expert(options.expert)
     without = removed(whole, options.expert)
     # As an expert of another partition, it gets a number of its own, and the router has to go.
     stranger = replace(without, partition_sha256="0" * 64)

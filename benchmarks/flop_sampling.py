@@ -26,7 +26,7 @@ from ddm_lightning.ensemble.load import LoadedEnsemble, load_ensemble, load_sing
 from ddm_lightning.ensemble.routing import sample
 from ddm_lightning.flow.condition import Condition
 from ddm_lightning.flow.randomness import keyed_generator
-from ddm_lightning.members.member import MONOLITH, STUDENT
+from ddm_lightning.members.roles import MONOLITH, STUDENT
 from ddm_lightning.members.run_folder import MEMBER_FILE, RunFolder
 from ddm_lightning.shards.manifest import HELD_OUT, Manifest
 

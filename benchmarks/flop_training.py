@@ -29,7 +29,8 @@ from ddm_lightning.core.files import atomic_folder
 from ddm_lightning.core.registry import FEATURES
 from ddm_lightning.ensemble.manifest import write_ensemble
 from ddm_lightning.members.artifact import read_meta
-from ddm_lightning.members.member import MONOLITH, ROUTER, STUDENT, Member, batch_size, ensemble_members
+from ddm_lightning.members.member import Member
+from ddm_lightning.members.roles import MONOLITH, ROUTER, STUDENT, batch_size, ensemble_members
 from ddm_lightning.members.run_folder import MEMBER_FILE, RunFolder, refuse_changed
 from ddm_lightning.members.status import MemberStatus
 from ddm_lightning.networks.flops import flops_per_sample

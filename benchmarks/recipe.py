@@ -32,7 +32,7 @@ from step_networks import Sizes  # noqa: E402
 from ddm_lightning.config.experiment import Experiment  # noqa: E402
 from ddm_lightning.config.load import load_experiment  # noqa: E402
 from ddm_lightning.core.errors import UserError, first_line  # noqa: E402
-from ddm_lightning.members.member import batch_size  # noqa: E402
+from ddm_lightning.members.roles import batch_size  # noqa: E402
 from ddm_lightning.members.run_folder import RunFolder  # noqa: E402
 from ddm_lightning.shards.manifest import DataSizes, Manifest  # noqa: E402
 

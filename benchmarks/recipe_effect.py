@@ -13,7 +13,7 @@ from recipe_options import MEMBER, Option, options_of
 from trainings import Trainings
 
 from ddm_lightning.core.errors import UserError
-from ddm_lightning.members.member import batch_size
+from ddm_lightning.members.roles import batch_size
 from ddm_lightning.members.run_folder import RunFolder
 from ddm_lightning.shards.manifest import Manifest
 

@@ -11,7 +11,8 @@ from typing import Any
 from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import EXPERTS
-from ddm_lightning.members.member import Member, batch_size
+from ddm_lightning.members.member import Member
+from ddm_lightning.members.roles import batch_size
 from ddm_lightning.networks.recipe import Recipe
 from ddm_lightning.shards.manifest import DataSizes, Manifest
 from ddm_lightning.training.optimizer import has_muon_matrices

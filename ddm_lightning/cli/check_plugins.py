@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from ddm_lightning.config.experiment import Experiment, PluginConfig, expert_section
+from ddm_lightning.config.experiment import Experiment, PluginConfig
+from ddm_lightning.config.merge import expert_section
 from ddm_lightning.config.validate import blamed
 from ddm_lightning.core import registry
 from ddm_lightning.core.errors import UserError, first_line
 from ddm_lightning.ensemble.routing import strategy_of
-from ddm_lightning.members.member import MONOLITH, ROUTER, Member
+from ddm_lightning.members.member import Member
+from ddm_lightning.members.roles import MONOLITH, ROUTER
 from ddm_lightning.shards.manifest import DataSizes, Manifest
 from ddm_lightning.training.alignment import check_alignment
 from ddm_lightning.training.optimizer import has_muon_matrices

@@ -25,8 +25,8 @@ from ddm_lightning.core.registry import require
 from ddm_lightning.ensemble.manifest import assemble, refuse_stale
 from ddm_lightning.ensemble.routing import with_suited_solver
 from ddm_lightning.ensemble.velocity import Cost
-from ddm_lightning.islands.local import default_jobs, fit_members, members_table, shown_members, skipped_lines
-from ddm_lightning.members.member import ROUTER, parse_members
+from ddm_lightning.islands.local import default_jobs, fit_members, members_table, skipped_lines
+from ddm_lightning.members.roles import ROUTER, parse_members
 from ddm_lightning.members.run import Run
 from ddm_lightning.members.run_folder import RunFolder, load_run, refuse_changed
 from ddm_lightning.shards.manifest import DataSizes
@@ -311,7 +311,7 @@ def _diagnose(experiment: Experiment, options: argparse.Namespace) -> int:
 def _status(experiment: Experiment, options: argparse.Namespace) -> int:
     run = Run.open(experiment)
     Console().print(members_table(run))
-    _print_skipped(shown_members(run), run, options)
+    _print_skipped(run.started, run, options)
     print(f"curves: tensorboard --logdir {run.folder.root}")
     return 0
 

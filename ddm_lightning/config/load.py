@@ -16,7 +16,8 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from ddm_lightning.config.experiment import Experiment, merge
+from ddm_lightning.config.experiment import Experiment
+from ddm_lightning.config.merge import merge
 from ddm_lightning.config.validate import check_experiment
 from ddm_lightning.core import checks
 from ddm_lightning.core.errors import UserError, first_line

@@ -8,7 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ddm_lightning.config.experiment import Experiment, ExpertConfig, expert_section
+from ddm_lightning.config.experiment import Experiment, ExpertConfig
+from ddm_lightning.config.merge import expert_section
 from ddm_lightning.core import checks
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import SOLVERS, STRATEGIES

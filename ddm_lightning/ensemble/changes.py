@@ -16,7 +16,7 @@ from ddm_lightning.core.registry import STRATEGIES
 from ddm_lightning.ensemble.manifest import EnsembleManifest, checked, knows
 from ddm_lightning.ensemble.routing import with_suited_solver
 from ddm_lightning.members.artifact import load_network, read_meta
-from ddm_lightning.members.member import ROUTER, expert_name
+from ddm_lightning.members.roles import EXPERT, ROUTER, cluster_of_expert, expert_name
 from ddm_lightning.members.run_folder import ENSEMBLE_FILE, MEMBER_FILE
 
 
@@ -55,7 +55,7 @@ def added(ensemble: EnsembleManifest, folder: Path, num_images: int, router: Pat
         raise UserError(f"{folder}: is already in the ensemble as {present[0]}; add another expert")
     name, num_clusters = meta.member, max(meta.num_clusters for meta in ensemble.metas.values())
     if meta.partition_sha256 != ensemble.partition_sha256 or name in ensemble.folders:
-        taken = [int(name.partition("-")[2]) for name in ensemble.experts]
+        taken = [cluster_of_expert(name) for name in ensemble.experts]
         name = expert_name(max(num_clusters, *(k + 1 for k in taken)))
     return _with_artifact(ensemble, name, folder, num_images, router)
 
@@ -80,11 +80,11 @@ def _with_artifact(
     ensemble: EnsembleManifest, name: str, folder: Path, num_images: int, router: Path | None = None
 ) -> EnsembleManifest:
     meta = read_meta(folder)
-    if meta.role != "expert":
+    if meta.role != EXPERT:
         raise UserError(f"{folder / MEMBER_FILE}: is the {meta.role}; give the artifact of an expert")
     load_network(folder, mapped=True)  # refuses weights that no sampling could load
     counts = {**_counts(ensemble), name: num_images}
-    order = sorted(counts, key=lambda name: int(name.partition("-")[2]))
+    order = sorted(counts, key=cluster_of_expert)
     folders = {key: folder if key == name else ensemble.folders[key] for key in order}
     router = router or ensemble.folders.get(ROUTER)
     if router is not None and knows(read_meta(router), name, meta):

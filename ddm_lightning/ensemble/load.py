@@ -18,6 +18,7 @@ from ddm_lightning.ensemble.routing import sample, strategy_of
 from ddm_lightning.ensemble.velocity import Cost, Ensemble
 from ddm_lightning.flow.condition import Condition, ConditionSpec
 from ddm_lightning.members.artifact import ArtifactMeta, load_network, temperatures_of
+from ddm_lightning.members.roles import cluster_of_expert
 from ddm_lightning.members.run_folder import ENSEMBLE_FILE, MEMBER_FILE
 
 
@@ -135,7 +136,7 @@ def load_listed(
         experts = ResidentExperts(experts, torch.device(device), resident_experts)
     else:
         experts = [network.to(device) for network in experts]
-    columns = [int(name.partition("-")[2]) for name in networks]
+    columns = [cluster_of_expert(name) for name in networks]
     if router is not None and len(columns) < metas["router"].num_clusters:
         router = _Columns(router, columns)
     ensemble = Ensemble(

@@ -22,7 +22,7 @@ from ddm_lightning.members.artifact import (
     described,
     read_meta,
 )
-from ddm_lightning.members.member import ROUTER, expert_name
+from ddm_lightning.members.roles import ROUTER, cluster_of_expert, expert_name, role_of
 from ddm_lightning.members.run import Run
 from ddm_lightning.members.run_folder import ENSEMBLE_FILE, MEMBER_FILE, read_record
 
@@ -223,7 +223,7 @@ def checked(
     for name in order:
         folder, meta = found[name]
         is_other = not knows(router, name, meta) if changed and name != ROUTER else not changed and meta.member != name
-        if meta.role != name.partition("-")[0] or is_other:
+        if meta.role != role_of(name).name or is_other:
             raise UserError(f"{folder / MEMBER_FILE}: is not the {name} that {path} lists; {REMEDY}")
         shared = _SHARED_BY_ALL if name == ROUTER else (*_SHARED_BY_ALL, *_SHARED_BY_EXPERTS)
         for key in shared if changed else (*_SHARED_BY_PARTITION, *shared):
@@ -259,7 +259,7 @@ def knows(router: ArtifactMeta | None, name: str, expert: ArtifactMeta) -> bool:
     """Whether the router's logit for ``name`` stands for the expert's cluster; without a router it need not."""
     if router is None:
         return True
-    known, k = known_clusters(router), int(name.partition("-")[2])
+    known, k = known_clusters(router), cluster_of_expert(name)
     return k < len(known) and known[k] == cluster_of(expert)
 
 

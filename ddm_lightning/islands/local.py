@@ -30,7 +30,6 @@ from ddm_lightning.core.devices import resolve_accelerator
 from ddm_lightning.core.files import atomic_write_text
 from ddm_lightning.core.formatting import Bars
 from ddm_lightning.core.processes import FITTED_BY, STOPPED, handling, num_cores
-from ddm_lightning.members.member import MONOLITH, STUDENT
 from ddm_lightning.members.run import Run
 from ddm_lightning.members.status import loss_of
 from ddm_lightning.training.guard import skipped_of
@@ -210,11 +209,6 @@ def _stop(running: list[_Child], requests: list[float], console: Console) -> Non
             console.print(f"{child.member}: killed before it wrote a checkpoint; it resumes at the previous one")
 
 
-def shown_members(run: Run) -> list[str]:
-    """Members of the ensemble, and the monolith once it has started."""
-    return run.names + [name for name in (MONOLITH, STUDENT) if run.folder.member(name).exists()]
-
-
 def members_table(run: Run) -> Table:
     """Steps, losses, router accuracy, time and speed of each member."""
     # Fits the 80 columns of a log file or a pipe.
@@ -227,7 +221,7 @@ def members_table(run: Run) -> Table:
     )
     for heading in ("member", "state", "step", "loss", "held out", "accuracy", "time", "samples/s"):
         table.add_column(heading, justify="left" if heading in ("member", "state") else "right", no_wrap=True)
-    for member in shown_members(run):
+    for member in run.started:
         status = run.status(member)
         metrics = status.metrics
         accuracy = metrics.get("held_out/accuracy")  # without the condition, as the router's loss

@@ -24,15 +24,8 @@ from ddm_lightning.core.files import atomic_folder, atomic_write_json
 from ddm_lightning.core.weights import check_memory, load_weights, read_header, save_weights
 from ddm_lightning.flow.condition import ConditionSpec
 from ddm_lightning.flow.path import PATHS, PREDICTIONS
-from ddm_lightning.members.member import (
-    MONOLITH,
-    ROUTER,
-    STUDENT,
-    Member,
-    declared_path,
-    make_network,
-    portable_params,
-)
+from ddm_lightning.members.member import Member, declared_path
+from ddm_lightning.members.roles import EXPERT, ROLES, expert_name, role_of
 from ddm_lightning.members.run_folder import MEMBER_FILE, read_record
 from ddm_lightning.members.status import CONDITIONAL, HELD_OUT_STEP, TEMPERATURE, MemberStatus
 from ddm_lightning.shards.manifest import Manifest
@@ -45,8 +38,10 @@ VERSION: checks.Check = (
     lambda value: checks.is_int(value, 1) and value == FORMAT_VERSION,
     f"{FORMAT_VERSION} (for another, install the release of ddm_lightning that wrote it)",
 )
+_ALONE = [name for name in ROLES if name != EXPERT]
 MEMBER: checks.Check = checks.matching(
-    rf"expert-(0|[1-9]\d{{0,5}})|{ROUTER}|{MONOLITH}|{STUDENT}", "expert-0, expert-1 …, router, monolith or student"
+    "|".join(role.pattern for role in ROLES.values()),
+    f"{expert_name(0)}, {expert_name(1)} …, {', '.join(_ALONE[:-1])} or {_ALONE[-1]}",
 )
 """Check for a member's name."""
 
@@ -67,7 +62,7 @@ class ArtifactMeta:
     """Version of this layout."""
     member: Annotated[str, MEMBER]
     """``expert-0`` … ``expert-{K-1}``, ``router``, ``monolith`` or ``student``."""
-    role: Annotated[str, checks.one_of(("expert", ROUTER, MONOLITH, STUDENT))]
+    role: Annotated[str, checks.one_of(tuple(ROLES))]
     """``expert``, ``router``, ``monolith`` or ``student``."""
     network: Annotated[str, checks.TEXT]
     """Name in the registry of experts (or of routers)."""
@@ -110,14 +105,14 @@ _CHECKS = checks.field_checks(ArtifactMeta)
 
 def _contradiction(document: Mapping[str, Any]) -> str | None:
     """Describe fields of a ``member.json`` that contradict each other."""
-    role, _, index = document["member"].partition("-")
-    if role != document["role"]:
-        return f"key 'role' must be {role} for {document['member']}, not {document['role']}"
-    if index and int(index) >= document["num_clusters"]:
-        return f"key 'member' is {document['member']}, but key 'num_clusters' is {document['num_clusters']}"
-    if (document["prediction"] is None) != (role == ROUTER):
+    role, num_clusters = role_of(document["member"]), document["num_clusters"]
+    if role.name != document["role"]:
+        return f"key 'role' must be {role.name} for {document['member']}, not {document['role']}"
+    if max(role.clusters(document["member"], num_clusters)) >= num_clusters:
+        return f"key 'member' is {document['member']}, but key 'num_clusters' is {num_clusters}"
+    if (document["prediction"] is None) != role.classifies:
         return "key 'prediction' must be null for a router and only there"
-    if document["clusters"] and (role != ROUTER or len(document["clusters"]) != document["num_clusters"]):
+    if document["clusters"] and not (role.classifies and len(document["clusters"]) == num_clusters):
         return "key 'clusters' must name num_clusters clusters of a router"
     if any(value <= 0 for key, value in document["metrics"].items() if key.startswith(TEMPERATURE)):
         return "key 'metrics' holds a temperature that is not positive"
@@ -246,9 +241,10 @@ def _build_bounded(meta: ArtifactMeta, weights: Mapping[str, Tensor]) -> nn.Modu
     hook = register_module_parameter_registration_hook(count)
     try:
         plugin, condition = PluginConfig(meta.network, meta.params), ConditionSpec.from_dict(meta.condition)
-        if "path" in meta.params or portable_params(meta.role, plugin) != plugin.params:
+        role = ROLES[meta.role]
+        if "path" in meta.params or role.portable_params(plugin) != plugin.params:
             raise UserError("its params name a file outside the artifact")
-        return make_network(meta.role, plugin, meta.x_shape, condition, meta.num_clusters)
+        return role.build(plugin, meta.x_shape, condition, meta.num_clusters)
     finally:
         hook.remove()
 
@@ -262,9 +258,9 @@ def described(member: Member, manifest: Manifest) -> dict[str, Any]:
     """Fields of ``ArtifactMeta`` known before the first step; an artifact that differs is another experiment's."""
     return {
         "member": member.name,
-        "role": member.role,
+        "role": member.role.name,
         "network": member.network.name,
-        "params": portable_params(member.role, member.network),
+        "params": member.role.portable_params(member.network),
         "x_shape": member.x_shape,
         "condition": member.condition.to_dict(),
         "num_clusters": member.num_clusters,
@@ -301,7 +297,7 @@ def hand_over(
     validated = {HELD_OUT_STEP: float(status.validated_step)} if status.validated_step else {}
     meta = ArtifactMeta(
         **described(member, manifest),
-        prediction=None if member.role == ROUTER else prediction,
+        prediction=None if member.role.classifies else prediction,
         step=status.step,
         num_samples=status.step * member.batch_size,
         metrics={**status.metrics, **validated},

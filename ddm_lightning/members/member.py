@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -11,65 +10,17 @@ from torch import nn
 from ddm_lightning.config.experiment import (
     AlignmentConfig,
     Experiment,
+    ExpertConfig,
     PluginConfig,
     TimestepsConfig,
     TrainConfig,
-    expert_section,
 )
 from ddm_lightning.core.errors import UserError
-from ddm_lightning.core.registry import EXPERTS, ROUTERS
 from ddm_lightning.flow.condition import ConditionSpec
 from ddm_lightning.flow.path import PATHS
 from ddm_lightning.flow.randomness import keyed_generator
+from ddm_lightning.members.roles import Role, role_of
 from ddm_lightning.shards.manifest import DataSizes, Manifest
-
-ROUTER, MONOLITH, STUDENT = "router", "monolith", "student"
-
-
-def expert_name(cluster: int) -> str:
-    """Name of the expert that trains on ``cluster``."""
-    return f"expert-{cluster}"
-
-
-def ensemble_members(experiment: Experiment) -> list[str]:
-    """Names of the ensemble's members: K experts, then the router unless K = 1."""
-    num_clusters = experiment.prepare.partition.num_clusters
-    return [expert_name(k) for k in range(num_clusters)] + ([ROUTER] if num_clusters > 1 else [])
-
-
-def parse_members(text: str, experiment: Experiment, key: str = "member") -> list[str]:
-    """Parse ``member=…`` of the command line, or the value of ``key``: names separated by commas, or ``all``.
-
-    Raises:
-        UserError: the experiment has no member of that name.
-    """
-    if text == "all":
-        return ensemble_members(experiment)
-    known = [*ensemble_members(experiment), MONOLITH, STUDENT]
-    names = [name.strip() for name in text.split(",")]
-    for name in names:
-        if name not in known:
-            raise UserError(f"{key}={text}: unknown member {name!r}; known: {', '.join(known)}, all")
-    return list(dict.fromkeys(names))
-
-
-def train_config(name: str, experiment: Experiment) -> TrainConfig:
-    """Training settings of a member; needs no data sizes, unlike ``Member.resolve``."""
-    train = experiment.router.train if name == ROUTER else expert_section(name, experiment).train
-    distill = experiment.distill
-    if name != STUDENT:
-        return train
-    return replace(
-        train,
-        max_steps=distill.max_steps or train.max_steps,
-        global_batch_size=distill.global_batch_size or train.global_batch_size,
-    )
-
-
-def batch_size(name: str, experiment: Experiment) -> int:
-    """Samples per optimizer step; an expert takes 1/K of the monolith's (arXiv 2501.05450, section 4)."""
-    total = train_config(name, experiment).global_batch_size
-    return total // experiment.prepare.partition.num_clusters if name.startswith("expert-") else total
 
 
 @dataclass(frozen=True)
@@ -78,10 +29,8 @@ class Member:
 
     name: str
     """``expert-0`` …, ``router``, ``monolith`` or ``student``; keys the noise of its training."""
-    role: str
-    """``expert``, ``router``, ``monolith`` or ``student``."""
-    section: str
-    """Section of the experiment that describes it: ``expert`` or ``router``."""
+    role: Role
+    """What it has in common with others."""
     clusters: tuple[int, ...]
     """Clusters of its training data."""
     num_clusters: int
@@ -118,35 +67,34 @@ class Member:
             UserError: the manifest has another number of clusters, or lacks the tokens of the condition or the features
                 of the alignment.
         """
-        role = name.partition("-")[0]
-        is_router, num_clusters = role == ROUTER, experiment.prepare.partition.num_clusters
+        num_clusters = experiment.prepare.partition.num_clusters
         if isinstance(sizes, Manifest) and sizes.num_clusters != num_clusters:
             problem = f"key 'prepare.partition.num_clusters' = {num_clusters}: the manifest has {sizes.num_clusters}"
             raise UserError(f"{problem}; copy this run's prepared/manifest.json, or set it to {sizes.num_clusters}")
-        expert = expert_section(name, experiment)
-        alignment = None if is_router or not expert.alignment.weight else expert.alignment
+        role = role_of(name)
+        config = role.config(name, experiment)
+        expert = config if isinstance(config, ExpertConfig) else None
+        alignment = expert.alignment if expert and expert.alignment.weight else None
         if alignment is not None and not sizes.num_features:
             problem = "the shards hold no features; prepare with prepare.shards.features=true, or set it to 0"
             raise UserError(f"key 'expert.alignment.weight' = {alignment.weight:g}: {problem}")
-        config = experiment.router if is_router else expert
-        unconditional = is_router and not experiment.router.conditional
+        condition, condition_dropout = role.condition(experiment, sizes)
         return cls(
             name=name,
             role=role,
-            section="router" if is_router else "expert",
-            clusters=(int(name.partition("-")[2]),) if role == "expert" else tuple(range(num_clusters)),
+            clusters=role.clusters(name, num_clusters),
             num_clusters=num_clusters,
             seed=experiment.seed,
             network=config.network,
-            train=train_config(name, experiment),
+            train=role.train(name, experiment),
             timesteps=config.timesteps,
-            batch_size=batch_size(name, experiment),
+            batch_size=role.batch_size(name, experiment),
             x_shape=sizes.x_shape,
-            condition=ConditionSpec("none", 0) if unconditional else condition_spec(experiment, sizes),
-            condition_dropout=experiment.router.condition_dropout if is_router else experiment.condition.dropout,
-            path="linear" if is_router else expert.path,
-            loss="prediction" if is_router else expert.loss,
-            min_snr_gamma=None if is_router else expert.min_snr_gamma,
+            condition=condition,
+            condition_dropout=condition_dropout,
+            path=expert.path if expert else "linear",
+            loss=expert.loss if expert else "prediction",
+            min_snr_gamma=expert.min_snr_gamma if expert else None,
             alignment=alignment,
             image_encoder=experiment.prepare.image_encoder,
             caption_encoder=experiment.prepare.caption_encoder,
@@ -161,8 +109,8 @@ class Member:
             UserError: the network is unknown, refuses its parameters or declares another path.
         """
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(keyed_generator(self.seed, "initial weights", self.section).initial_seed())
-            network = make_network(self.role, self.network, self.x_shape, self.condition, self.num_clusters)
+            torch.manual_seed(keyed_generator(self.seed, "initial weights", self.role.section).initial_seed())
+            network = self.role.build(self.network, self.x_shape, self.condition, self.num_clusters)
         if (path := declared_path(network)) not in (None, self.path):
             problem = f"{self.network.name!r} works on the path {path!r}, not {self.path!r}"
             raise UserError(f"expert {problem}; set expert.path={path}")
@@ -186,46 +134,7 @@ class Member:
         return num_parameters * self.batch_size * self.train.max_steps
 
 
-def make_network(
-    role: str, network: PluginConfig, x_shape: tuple[int, int, int], condition: ConditionSpec, num_clusters: int
-) -> nn.Module:
-    """Build the network of a member of ``role``.
-
-    Raises:
-        UserError: the network is unknown or refuses its parameters.
-    """
-    context: dict[str, Any] = {"x_shape": tuple(x_shape), "condition": condition}
-    if role == ROUTER:
-        return ROUTERS.build(network.name, network.params, **context, num_clusters=num_clusters)
-    return EXPERTS.build(network.name, network.params, **context)
-
-
 def declared_path(network: nn.Module) -> str | None:
     """The only path that ``network`` works on, if it declares one."""
     path = getattr(network, "path", None)
     return path if isinstance(path, str) and path in PATHS else None
-
-
-def portable_params(role: str, network: PluginConfig) -> dict[str, Any]:
-    """Params for an artifact, in which a network may replace those that name files of this machine.
-
-    Raises:
-        UserError: the network is unknown, or such a file is missing or damaged.
-    """
-    factory = (ROUTERS if role == ROUTER else EXPERTS).get(network.name)
-    return getattr(factory, "portable", dict)(network.params)
-
-
-def condition_spec(experiment: Experiment, sizes: Manifest | DataSizes) -> ConditionSpec:
-    """Kind and size of the experts' condition.
-
-    Raises:
-        UserError: the condition is tokens and the shards hold none.
-    """
-    kind = experiment.condition.kind
-    if kind == "tokens":
-        if sizes.token_shape is None:
-            raise UserError("key 'condition.kind' = 'tokens': the caption encoder makes none; use clip-text or t5-text")
-        length, size = sizes.token_shape
-        return ConditionSpec(kind, size, length)
-    return ConditionSpec(kind, {"text": sizes.text_size, "class": sizes.num_classes, "none": 0}[kind])

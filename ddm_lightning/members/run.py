@@ -12,7 +12,8 @@ from ddm_lightning.config.load import to_yaml
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_write_text
 from ddm_lightning.members.artifact import read_meta
-from ddm_lightning.members.member import Member, ensemble_members, train_config
+from ddm_lightning.members.member import Member
+from ddm_lightning.members.roles import all_members, ensemble_members, train_config
 from ddm_lightning.members.run_folder import RunFolder, load_run, recorded, refuse_changed
 from ddm_lightning.members.status import MemberStatus
 from ddm_lightning.shards.manifest import Manifest
@@ -78,6 +79,12 @@ class Run:
     def names(self) -> list[str]:
         """Names of the ensemble's members."""
         return ensemble_members(self.experiment)
+
+    @property
+    def started(self) -> list[str]:
+        """Names of the ensemble's members, and of others that have started, such as the monolith."""
+        others = [name for name in all_members(self.experiment) if name not in self.names]
+        return self.names + [name for name in others if self.folder.member(name).exists()]
 
     def member(self, name: str) -> Member:
         """The member called ``name``, resolved on first use.

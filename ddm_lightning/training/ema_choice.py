@@ -95,7 +95,7 @@ class Averages:
         self._ema = self.folder / ema.FOLDER
         self._original, self._remedy = self._ema / "artifact", ema.snapshots_remedy(self._ema)
         if not self.member.train.ema_widths:
-            key = f"{self.member.section}.train.ema_widths"
+            key = f"{self.member.role.section}.train.ema_widths"
             raise UserError(f"key '{key}' is empty: no averages to choose from; train in another run_dir=…")
         self._sha256, self._all = ema.read_index(self._ema), ema.all_snapshots(self.member.train)
         for snapshot in self._all:

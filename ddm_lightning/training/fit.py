@@ -25,7 +25,7 @@ from ddm_lightning.encoders.interfaces import CaptionEncoder
 from ddm_lightning.ensemble.load import load_ensemble
 from ddm_lightning.ensemble.routing import Strategy
 from ddm_lightning.members.artifact import hand_over
-from ddm_lightning.members.member import ROUTER, STUDENT, Member
+from ddm_lightning.members.member import Member
 from ddm_lightning.members.run import Run
 from ddm_lightning.members.run_folder import lock_member
 from ddm_lightning.members.status import MemberStatus
@@ -38,7 +38,7 @@ from ddm_lightning.training.loggers import build_loggers
 from ddm_lightning.training.module import MemberModule
 from ddm_lightning.training.parallel import BackgroundCheckpoints, checkpoint_bytes, choose_strategy
 from ddm_lightning.training.previews import SampleLogger, ScoreLogger
-from ddm_lightning.training.roles import ExpertModule, RouterModule, StudentModule
+from ddm_lightning.training.roles import OBJECTIVES, StudentModule
 from ddm_lightning.training.speed import measure_cost
 
 WORKERS_OUTLIVE_SECONDS = 15.0
@@ -167,12 +167,11 @@ def build_module(member: Member, run: Run) -> MemberModule:
     if member.train.horizontal_flip and manifest.stores == "posterior" and "x_0_flipped" not in manifest.columns:
         problem = "the shards hold no latents of mirrored images"
         remedy = "prepare with prepare.horizontal_flips=true, or set it to false"
-        raise UserError(f"key '{member.section}.train.horizontal_flip': {problem}; {remedy}")
+        raise UserError(f"key '{member.role.section}.train.horizontal_flip': {problem}; {remedy}")
     planned = member.plan_network()
     check_memory([*planned.parameters(), *planned.buffers()], member.name)
-    kind = {ROUTER: RouterModule, STUDENT: StudentModule}.get(member.role, ExpertModule)
     network = member.build_network()
-    return kind(
+    return OBJECTIVES[member.role.objective](
         network,
         member,
         StoredForm(manifest.stores, manifest.normalisation),
@@ -220,7 +219,7 @@ def build_data(member: Member, run: Run) -> ClusterDataModule:
         loader=island.loader,
         held_out_clusters=[k for k in clusters if manifest.clusters[k].held_out > 0],
         # A member that trains on all clusters has these samples already.
-        out_of_cluster=[k for k in clusters if member.role == "expert" and manifest.clusters[k].out_of_cluster > 0],
+        out_of_cluster=[k for k in clusters if member.role.out_of_cluster and manifest.clusters[k].out_of_cluster > 0],
         pin_memory=resolve_accelerator(island.accelerator) == "gpu",
     )
 
@@ -259,7 +258,7 @@ def build_trainer(
         checkpoints,
         stop,
         samples,
-        *([ScoreLogger(samples, experiment.evaluate, every)] if every and member.role != ROUTER else []),
+        *([ScoreLogger(samples, experiment.evaluate, every)] if every and not member.role.classifies else []),
         *([ema.EmaSnapshots(folder, member.train)] if member.train.ema_widths else []),
         *([callbacks.SampleLog(folder)] if island.log_sample_ids else []),
         *(CALLBACKS.build(plugin.name, plugin.params) for plugin in island.callbacks),

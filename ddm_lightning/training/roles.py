@@ -149,3 +149,7 @@ class RouterModule(MemberModule):
         if self.confusion is not None and self.trainer.world_size > 1:
             torch.distributed.all_reduce(self.confusion)
         return self.confusion
+
+
+OBJECTIVES = {"regression": ExpertModule, "classification": RouterModule, "distillation": StudentModule}
+"""What computes the losses of a role, by the name of its objective."""

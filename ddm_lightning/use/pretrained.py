@@ -14,8 +14,9 @@ import torch
 from omegaconf import OmegaConf
 from PIL import Image
 
-from ddm_lightning.config.experiment import Experiment, PluginConfig, SampleConfig, merge
+from ddm_lightning.config.experiment import Experiment, PluginConfig, SampleConfig
 from ddm_lightning.config.load import read_override
+from ddm_lightning.config.merge import merge
 from ddm_lightning.config.validate import check_experiment
 from ddm_lightning.core import checks
 from ddm_lightning.core.devices import check_devices, configure_cuda, device_of

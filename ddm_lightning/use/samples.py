@@ -30,7 +30,7 @@ from ddm_lightning.ensemble.load import LoadedEnsemble, load_ensemble, load_sing
 from ddm_lightning.ensemble.trace import Key, Trace
 from ddm_lightning.ensemble.velocity import Cost
 from ddm_lightning.flow.condition import Condition
-from ddm_lightning.members.member import condition_spec
+from ddm_lightning.members.roles import condition_spec
 from ddm_lightning.members.run_folder import RunFolder
 from ddm_lightning.shards.manifest import Manifest, manifest_path
 from ddm_lightning.use.saved import data_of

@@ -9,7 +9,7 @@ from flop_scores import equal_score_share, kid, ratio
 from flop_training import Study, Variant
 
 from ddm_lightning.core.errors import UserError
-from ddm_lightning.members.member import batch_size
+from ddm_lightning.members.roles import batch_size
 
 TINY = str(Path(__file__).parents[2] / "experiments" / "tiny_2x.yaml")
 

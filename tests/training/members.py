@@ -9,6 +9,7 @@ from torch import nn
 from ddm_lightning.config.experiment import IslandConfig, PluginConfig, TimestepsConfig, TrainConfig
 from ddm_lightning.flow.condition import ConditionSpec
 from ddm_lightning.members.member import Member
+from ddm_lightning.members.roles import ROLES
 from ddm_lightning.shards.manifest import StoredForm
 from ddm_lightning.training.roles import ExpertModule, RouterModule
 
@@ -17,8 +18,7 @@ SCALE, SHIFT = 1 / 127.5, 127.5
 
 MEMBER = Member(
     name="expert-0",
-    role="expert",
-    section="expert",
+    role=ROLES["expert"],
     clusters=(0,),
     num_clusters=3,
     seed=7,

@@ -12,6 +12,7 @@ from ddm_lightning.cli.parser import main
 from ddm_lightning.ensemble.load import load_ensemble
 from ddm_lightning.ensemble.velocity import Ensemble
 from ddm_lightning.flow.path import PATHS
+from ddm_lightning.members.roles import ROLES
 from ddm_lightning.training.roles import StudentModule
 
 pytestmark = WARNINGS
@@ -44,7 +45,7 @@ def test_the_target_and_the_weights_are_the_paths():
 
 
 def test_a_student_on_another_path_asks_its_teacher_on_the_linear_one():
-    module = at(build(StudentModule, Recorder(), name="student", role="student", path="vp"), step=0)
+    module = at(build(StudentModule, Recorder(), name="student", role=ROLES["student"], path="vp"), step=0)
     asked = []
 
     def answer(x_t, t):

@@ -12,6 +12,7 @@ from ddm_lightning.config.load import load_experiment
 from ddm_lightning.core.registry import STRATEGIES
 from ddm_lightning.ensemble.velocity import Ensemble
 from ddm_lightning.members.artifact import read_artifact
+from ddm_lightning.members.roles import ROLES
 from ddm_lightning.members.run import Run
 from ddm_lightning.members.run_folder import RunFolder
 from ddm_lightning.training.fit import teach
@@ -32,7 +33,7 @@ class Router(torch.nn.Module):
 
 def student(network, strategy=None):
     """A student of three experts whose velocities are multiples of x_t."""
-    module = at(build(StudentModule, network, name="student", role="student", condition_dropout=0.0), step=0)
+    module = at(build(StudentModule, network, name="student", role=ROLES["student"], condition_dropout=0.0), step=0)
     experts = [Recorder(answer=lambda x_t, _, slope=slope: slope / 0.7 * x_t) for slope in SLOPES]
     module.teacher = Ensemble(experts, Router(), [1 / 3] * 3)
     module.strategy = None if strategy is None else STRATEGIES.build(strategy, {})

@@ -1,0 +1,39 @@
+"""Merging of settings, in which a plug-in with another name keeps none of the previous params."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from ddm_lightning.config.experiment import Experiment, ExpertConfig, PluginConfig
+
+
+def merge(base: Any, change: Any) -> Any:
+    """Merge two configurations; a plug-in with another ``name`` keeps none of the previous params."""
+    _forget_params(base, change)
+    return OmegaConf.merge(base, change)
+
+
+def _forget_params(merged: DictConfig, change: DictConfig) -> None:
+    """Empty the params of each plug-in whose name ``change`` replaces."""
+    for key in change:
+        # References cannot be followed before everything is merged.
+        if OmegaConf.is_interpolation(change, key) or OmegaConf.is_interpolation(merged, key):
+            continue
+        node, given = merged.get(key), change.get(key)
+        if not (isinstance(node, DictConfig) and isinstance(given, DictConfig)):
+            continue
+        if OmegaConf.get_type(node) is not PluginConfig:
+            _forget_params(node, given)
+        elif "name" in given and not OmegaConf.is_missing(node, "name") and given["name"] != node["name"]:
+            node["params"] = {}
+
+
+def expert_section(name: str, experiment: Experiment) -> ExpertConfig:
+    """The section ``expert`` for the member ``name``: with its overrides, if it has any."""
+    change = experiment.expert.overrides.get(name)
+    if change is None:
+        return experiment.expert
+    merged = merge(OmegaConf.structured(experiment.expert), OmegaConf.create(change))
+    return OmegaConf.to_object(merged)  # type: ignore[return-value]  # may be of any dataclass

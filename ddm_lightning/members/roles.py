@@ -1,0 +1,227 @@
+"""Roles of members: what an expert, the router, the monolith and a student build, train on and hand over.
+
+A new role is a class here, an entry in ``ROLES`` and, if its loss is new, an objective of training.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from ddm_lightning.config.experiment import Experiment, ExpertConfig, PluginConfig, RouterConfig, TrainConfig
+from ddm_lightning.config.merge import expert_section
+from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.registry import EXPERTS, ROUTERS
+from ddm_lightning.flow.condition import ConditionSpec
+from ddm_lightning.shards.manifest import DataSizes, Manifest
+
+EXPERT = "expert"
+ROUTER = "router"
+MONOLITH = "monolith"
+STUDENT = "student"
+
+
+class Role:
+    """What the members of one kind have in common. Unless changed: one that trains an expert's network on all clusters.
+
+    ``name`` is that of the role; methods take that of a member.
+    """
+
+    name: str
+    section = "expert"
+    """Section of the experiment. The members of one start from the same weights."""
+    objective = "regression"
+    """Name of its objective in ``training``."""
+    classifies = False
+    """Whether its network gives a logit per cluster, instead of a prediction of data or noise."""
+    in_ensemble = False
+    """Whether an ensemble needs it."""
+    out_of_cluster = False
+    """Whether it also trains on the samples of other clusters that ``prepare`` drew for its own."""
+
+    def names(self, num_clusters: int) -> list[str]:
+        """Names of its members."""
+        return [self.name]
+
+    @property
+    def pattern(self) -> str:
+        """Regular expression of the names of its members."""
+        return self.name
+
+    def clusters(self, name: str, num_clusters: int) -> tuple[int, ...]:
+        """Clusters of the member's training data."""
+        return tuple(range(num_clusters))
+
+    def config(self, name: str, experiment: Experiment) -> ExpertConfig | RouterConfig:
+        """The section of the experiment, with the member's overrides."""
+        return expert_section(name, experiment)
+
+    def train(self, name: str, experiment: Experiment) -> TrainConfig:
+        """Settings of the member's training."""
+        return self.config(name, experiment).train
+
+    def batch_size(self, name: str, experiment: Experiment) -> int:
+        """Samples per optimizer step."""
+        return self.train(name, experiment).global_batch_size
+
+    def condition(self, experiment: Experiment, sizes: Manifest | DataSizes) -> tuple[ConditionSpec, float]:
+        """Condition of the network, and the probability of dropping a sample's.
+
+        Raises:
+            UserError: as ``condition_spec``.
+        """
+        return condition_spec(experiment, sizes), experiment.condition.dropout
+
+    def build(
+        self, network: PluginConfig, x_shape: tuple[int, int, int], condition: ConditionSpec, num_clusters: int
+    ) -> nn.Module:
+        """Build a network.
+
+        Raises:
+            UserError: the network is unknown or refuses its parameters.
+        """
+        context: dict[str, Any] = {"x_shape": tuple(x_shape), "condition": condition}
+        if self.classifies:
+            return ROUTERS.build(network.name, network.params, **context, num_clusters=num_clusters)
+        return EXPERTS.build(network.name, network.params, **context)
+
+    def portable_params(self, network: PluginConfig) -> dict[str, Any]:
+        """Params for an artifact, in which a network may replace those that name files of this machine.
+
+        Raises:
+            UserError: the network is unknown, or such a file is missing or damaged.
+        """
+        factory = (ROUTERS if self.classifies else EXPERTS).get(network.name)
+        return getattr(factory, "portable", dict)(network.params)
+
+
+class Expert(Role):
+    """Trains on one cluster, with 1/K of the monolith's batch (arXiv 2501.05450, section 4)."""
+
+    name = EXPERT
+    pattern = r"expert-(0|[1-9]\d{0,5})"
+    in_ensemble = True
+    out_of_cluster = True
+
+    def names(self, num_clusters: int) -> list[str]:
+        return [expert_name(k) for k in range(num_clusters)]
+
+    def clusters(self, name: str, num_clusters: int) -> tuple[int, ...]:
+        return (cluster_of_expert(name),)
+
+    def batch_size(self, name: str, experiment: Experiment) -> int:
+        return super().batch_size(name, experiment) // experiment.prepare.partition.num_clusters
+
+
+class Router(Role):
+    """Classifies noisy samples by cluster; a single expert needs none."""
+
+    name = ROUTER
+    section = "router"
+    objective = "classification"
+    classifies = True
+    in_ensemble = True
+
+    def names(self, num_clusters: int) -> list[str]:
+        return [self.name] if num_clusters > 1 else []
+
+    def config(self, name: str, experiment: Experiment) -> RouterConfig:
+        return experiment.router
+
+    def condition(self, experiment: Experiment, sizes: Manifest | DataSizes) -> tuple[ConditionSpec, float]:
+        router = experiment.router
+        spec = condition_spec(experiment, sizes) if router.conditional else ConditionSpec("none", 0)
+        return spec, router.condition_dropout
+
+
+class Monolith(Role):
+    """Trains on all clusters, and is what the ensemble is compared with."""
+
+    name = MONOLITH
+
+
+class Student(Role):
+    """Learns the ensemble's velocity instead of the data's."""
+
+    name = STUDENT
+    objective = "distillation"
+
+    def train(self, name: str, experiment: Experiment) -> TrainConfig:
+        train, distill = super().train(name, experiment), experiment.distill
+        return replace(
+            train,
+            max_steps=distill.max_steps or train.max_steps,
+            global_batch_size=distill.global_batch_size or train.global_batch_size,
+        )
+
+
+ROLES = {role.name: role for role in (Expert(), Router(), Monolith(), Student())}
+
+
+def role_of(name: str) -> Role:
+    """Role of the member ``name``, which must be one."""
+    return ROLES[name.partition("-")[0]]
+
+
+def train_config(name: str, experiment: Experiment) -> TrainConfig:
+    """Training settings of the member ``name``; needs no data sizes, unlike ``Member.resolve``."""
+    return role_of(name).train(name, experiment)
+
+
+def batch_size(name: str, experiment: Experiment) -> int:
+    """Samples per optimizer step of the member ``name``."""
+    return role_of(name).batch_size(name, experiment)
+
+
+def expert_name(cluster: int) -> str:
+    """Name of the expert that trains on ``cluster``."""
+    return f"{EXPERT}-{cluster}"
+
+
+def cluster_of_expert(name: str) -> int:
+    """Cluster of the expert ``name``."""
+    return int(name.removeprefix(f"{EXPERT}-"))
+
+
+def ensemble_members(experiment: Experiment) -> list[str]:
+    """Names of the ensemble's members: K experts, then the router unless K = 1."""
+    return [name for name in all_members(experiment) if role_of(name).in_ensemble]
+
+
+def all_members(experiment: Experiment) -> list[str]:
+    """Names of all members that can be trained, those of the ensemble first."""
+    num_clusters = experiment.prepare.partition.num_clusters
+    return [name for role in ROLES.values() for name in role.names(num_clusters)]
+
+
+def parse_members(text: str, experiment: Experiment, key: str = "member") -> list[str]:
+    """Parse ``member=…`` of the command line, or the value of ``key``: names separated by commas, or ``all``.
+
+    Raises:
+        UserError: the experiment has no member of that name.
+    """
+    if text == "all":
+        return ensemble_members(experiment)
+    known = all_members(experiment)
+    names = [name.strip() for name in text.split(",")]
+    for name in names:
+        if name not in known:
+            raise UserError(f"{key}={text}: unknown member {name!r}; known: {', '.join(known)}, all")
+    return list(dict.fromkeys(names))
+
+
+def condition_spec(experiment: Experiment, sizes: Manifest | DataSizes) -> ConditionSpec:
+    """Kind and size of the experts' condition.
+
+    Raises:
+        UserError: the condition is tokens and the shards hold none.
+    """
+    kind = experiment.condition.kind
+    if kind == "tokens":
+        if sizes.token_shape is None:
+            raise UserError("key 'condition.kind' = 'tokens': the caption encoder makes none; use clip-text or t5-text")
+        length, size = sizes.token_shape
+        return ConditionSpec(kind, size, length)
+    return ConditionSpec(kind, {"text": sizes.text_size, "class": sizes.num_classes, "none": 0}[kind])
