@@ -1,4 +1,4 @@
-"""Time of sampling from an ensemble: over a monolith's, stacked, with experts that take turns, over a plain loop.
+"""Time of sampling from an ensemble: over a monolith's, with experts that take turns, over a plain loop.
 
 On a CPU the monolith and top-1 are timed with one thread, too: few rows per expert occupy many threads badly.
 The networks have random weights, which do not change the time; the router spreads the rows evenly over the experts.
@@ -42,10 +42,8 @@ ONE_THREAD = ", one thread"
 RATIOS = {
     "top1_over_monolith": ("top-1", "monolith", 1),
     "top1_over_monolith_one_thread": (f"top-1{ONE_THREAD}", f"monolith{ONE_THREAD}", 1),
-    "top1_stacked_over_monolith": ("top-1, stacked", "monolith", 1),
     "top1_compiled_over_monolith_compiled": ("top-1, compiled", "monolith, compiled", 1),
     "full_over_k_monoliths": ("full", "monolith", 0),
-    "stacked_over_loop": ("top-1, stacked", "top-1", 1),
     "residency_over_resident": ("full, two experts at a time", "full", 1),
     "ours_over_paper_loop": ("top-1", "top-1, plain loop", 1),
 }
@@ -105,16 +103,12 @@ def ways_of(experiment: Experiment, device: torch.device, folder: Path) -> dict[
         experts.append(expert.to(device))
     priors = [1 / num_clusters] * num_clusters
     ensemble = Ensemble(experts, router, priors)
-    stacked, compiled = (Ensemble(deepcopy(experts), deepcopy(router), priors) for _ in range(2))
+    compiled = Ensemble(deepcopy(experts), deepcopy(router), priors)
     compiled_monolith = Ensemble(deepcopy(experts[:1]), None, [1.0])
     in_turns = Ensemble(ResidentExperts(hosts, device, 2), router, priors)
 
-    def way(
-        ensemble: Ensemble, strategy: str, *, stacked: bool = False, compiled: bool = False
-    ) -> Callable[[], object]:
-        settings = SampleConfig(
-            strategy=strategy, solver="euler", num_steps=NUM_STEPS, stacked=stacked, compile=compiled
-        )
+    def way(ensemble: Ensemble, strategy: str, *, compiled: bool = False) -> Callable[[], object]:
+        settings = SampleConfig(strategy=strategy, solver="euler", num_steps=NUM_STEPS, compile=compiled)
         return partial(
             sample,
             ensemble,
@@ -132,7 +126,6 @@ def ways_of(experiment: Experiment, device: torch.device, folder: Path) -> dict[
     return {
         "monolith": way(Ensemble(experts[:1], None, [1.0]), "full"),
         "top-1": way(ensemble, "top-1"),
-        "top-1, stacked": way(stacked, "top-1", stacked=True),
         "top-1, plain loop": partial(plain_loop, experts, router, sizes.x_shape, device),
         "monolith, compiled": way(compiled_monolith, "full", compiled=True),
         "top-1, compiled": way(compiled, "top-1", compiled=True),

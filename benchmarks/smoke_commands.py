@@ -315,7 +315,7 @@ def images(place: Place) -> Iterator[Check]:
     ways: list[tuple[DecentralizedEnsemble, dict[str, Any]]] = [
         *((here, {"strategy": name}) for name in STRATEGIES.names() if name != "oracle"),
         *((here, {"guidance_scale": 3.0, "guidance": where}) for where in ("expert", "mixture")),
-        *((one, {"strategy": "full", "stacked": one is here}) for one in (here, few)),
+        (few, {"strategy": "full"}),
         (here, {"strategy": "full", "compile": place.compiles}),
         (here, {"strategy": "full", "precision": "auto"}),
     ]

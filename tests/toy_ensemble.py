@@ -20,7 +20,6 @@ WAYS = [
     ),
     *(("top-1", solver) for solver in ("midpoint", "dpm++2m", "dormand-prince")),
     ("bayes", "ancestral"),
-    ("superdiff-or", "ancestral"),
 ]
 
 

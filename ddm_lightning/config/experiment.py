@@ -281,8 +281,6 @@ class SampleConfig:
     """Routing strategy, by name: ``full``, ``top-1``, ``top-k``, ``bayes`` … (``sample --help`` lists all)."""
     strategy_params: dict[str, Any] = field(default_factory=dict)
     """The strategy's keyword arguments."""
-    top_k: int = option(2, low=1)
-    """Experts kept by ``top-k``; ``top_k`` in ``strategy_params`` wins."""
     solver: str = "euler"
     """``euler``, ``heun``, ``midpoint``, ``dpm++2m``, ``dormand-prince``, or ``ancestral`` (stochastic)."""
     solver_params: dict[str, Any] = field(default_factory=dict)
@@ -295,14 +293,8 @@ class SampleConfig:
     """Where guidance happens: ``expert`` (inside each, before mixing) or ``mixture`` (exact, as in one model)."""
     guidance_interval: list[float] = field(default_factory=lambda: [0.0, 1.0])
     """Lowest and highest t at which guidance acts."""
-    router_every_n_steps: int = option(1, low=1)
-    """Steps between evaluations of the router, which reuse its probabilities."""
-    router_freeze_at: float = option(0.0, low=0, high=1)
-    """Time t below which each image keeps its last probabilities."""
     router_temperature: float = option(1.0, low=1e-3)
     """Divisor of the router's calibrated logits; below 1 makes it more confident."""
-    stacked: bool = False
-    """Whether to evaluate experts of one architecture in one batch."""
     compile: bool = False
     """Whether to compile the transformer blocks; takes a minute and pays for many images."""
     precision: str = option("auto", choices=("auto", "32-true", "bf16-mixed"))

@@ -50,7 +50,6 @@ def without_failed(ensemble: Ensemble, generate: Generate, rows: list[int]) -> F
 def _watched(ensemble: Ensemble, excluded: set[int]) -> Ensemble:
     """A copy that raises ``_NotFiniteError`` and gives ``excluded`` experts no weight; no expert changes its number."""
     reweighted = ensemble.reweighted([float(k not in excluded) for k in range(ensemble.num_clusters)])
-    reweighted.stack(False)
     watched = copy(reweighted)
 
     def velocity(k: int, *inputs: Any) -> Tensor:

@@ -42,7 +42,7 @@ class LoadedEnsemble:
         """Generate ``num`` samples as a section ``sample`` says.
 
         Args:
-            settings: strategy, solver, steps, guidance and reuse of the router.
+            settings: strategy, solver, steps and guidance.
             condition: one per sample, or None for the null condition in all.
             num: number of samples.
             more: ``seed``, ``batch_size``, ``keys``, ``progress`` and ``trace`` of ``routing.sample``.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -31,10 +30,9 @@ class Batch:
         ensemble: the experts, on the device that samples.
         condition: one per sample, or None for the null condition in all.
         keys: what each sample's noise belongs to.
-        times: decreasing times of the steps.
         x_shape: channels, height and width of a sample.
         seed: seed of all noise.
-        settings: guidance and reuse of the router; None for no guidance.
+        settings: guidance and the router's temperature; None for no guidance.
         on_evaluation: called with the times [r] before the experts are evaluated.
         trace: told every evaluation; None for nobody.
     """
@@ -44,7 +42,6 @@ class Batch:
         ensemble: Ensemble,
         condition: Condition | None,
         keys: Sequence[Key],
-        times: Float[Tensor, " num_times"],
         x_shape: tuple[int, int, int],
         seed: int,
         settings: SampleConfig | None = None,
@@ -57,8 +54,6 @@ class Batch:
         self.num_branches = 2 if self._is_guided and self.settings.guidance == "mixture" else 1
         """2 if the mixture is guided: rows with the condition, then as many without. Otherwise 1."""
         self._keys, self._x_shape, self._seed, self._on_evaluation = keys, x_shape, seed, on_evaluation
-        self._times = times.to(ensemble.device)
-        self._kept: tuple[Tensor, Tensor] | None = None
         self._trace = trace
         if trace is not None:
             trace.begin(keys, ensemble.device)
@@ -93,27 +88,13 @@ class Batch:
         return both_branches(x_t, t, self.condition)
 
     def probabilities(self, x_t: Samples, t: Times) -> Float[Tensor, "r K"]:
-        """The router's p(k | x_t, t, condition) of all ``num_branches``, reused as ``settings`` say.
+        """The router's p(k | x_t, t, condition) of all ``num_branches``.
 
         Raises:
             UserError: several experts and no router.
         """
-        settings, (x_t, t, condition) = self.settings, self.branches(x_t, t)
-        temperature = settings.router_temperature
-        if settings.router_every_n_steps == 1 and not settings.router_freeze_at:
-            return self.ensemble.probabilities(x_t, t, condition, temperature)
-        step = torch.searchsorted(-self._times.to(t), -t, right=True) - 1
-        if self._kept is None:
-            self._kept = self.ensemble.probabilities(x_t, t, condition, temperature), step
-            return self._kept[0]
-        found, asked = self._kept
-        due = (step >= asked + settings.router_every_n_steps) & (t >= settings.router_freeze_at)
-        rows = due.nonzero().squeeze(1)
-        if len(rows):
-            part = None if condition is None else condition.rows(rows)
-            new = self.ensemble.probabilities(x_t[rows], t[rows], part, temperature)
-            self._kept = found.index_copy(0, rows, new), torch.where(due, step, asked)
-        return self._kept[0]
+        x_t, t, condition = self.branches(x_t, t)
+        return self.ensemble.probabilities(x_t, t, condition, self.settings.router_temperature)
 
     def initial_weights(self, *, use_router: bool = True) -> Float[Tensor, "r K"]:
         """Compute p(k | x_1, t = 1, condition) of all ``num_branches``; the priors without a router.
@@ -236,14 +217,12 @@ class Strategy:
 
 
 def strategy_of(settings: SampleConfig) -> Strategy:
-    """Build ``sample.strategy`` with its params; ``sample.top_k`` is the ``top_k`` of a strategy that takes one.
+    """Build ``sample.strategy`` with its params.
 
     Raises:
         UserError: unknown strategy, or params that it refuses.
     """
-    takes_top_k = "top_k" in inspect.signature(STRATEGIES.get(settings.strategy)).parameters
-    top_k = {"top_k": settings.top_k} if takes_top_k else {}
-    return STRATEGIES.build(settings.strategy, {**top_k, **settings.strategy_params})
+    return STRATEGIES.build(settings.strategy, settings.strategy_params)
 
 
 def with_suited_solver(settings: SampleConfig) -> SampleConfig:
@@ -313,8 +292,7 @@ def sample(
         batch_size: samples computed at once.
         solver: name of a solver, one of ``strategy.solvers``.
         solver_params: its keyword arguments.
-        settings: guidance, reuse of the router, ``stacked``, ``compile``, ``precision``; the other keys are arguments
-            here. None is no guidance.
+        settings: guidance, ``compile`` and ``precision``; the other keys are arguments here. None is no guidance.
         keys: what each sample's noise belongs to, such as ``("red apple", 0)``; None numbers the samples.
         progress: called with the number of finished samples, fractional, after every evaluation and batch.
         trace: keeps the sampling trajectory; None for no record, which costs nothing.
@@ -323,8 +301,8 @@ def sample(
         x_0, float32, on the CPU, in the value range that the experts model.
 
     Raises:
-        UserError: unknown strategy or solver, a pair that does not work together, no router, ``stacked`` experts
-            of different architectures, or options that do not go together.
+        UserError: unknown strategy or solver, a pair that does not work together, no router, or options that do not
+            go together.
         ValueError: the number of rows of ``condition`` or ``keys`` is not ``num``.
     """
     built: Solver = SOLVERS.build(solver, dict(solver_params or {}))
@@ -335,7 +313,6 @@ def sample(
     keys = [(i,) for i in range(num)] if keys is None else keys
     if len(keys) != num:
         raise ValueError(f"{len(keys)} keys for {num} samples")
-    ensemble.stack(settings is not None and settings.stacked)
     if settings is not None:
         ensemble.precision = settings.precision
         if settings.compile:
@@ -353,7 +330,7 @@ def sample(
         def generate(ensemble: Ensemble, rows: list[int], advance: Callable[[Tensor], object] = advance) -> Tensor:
             part = None if condition is None else condition.rows(torch.tensor(rows))
             own = [keys[row] for row in rows]
-            batch = Batch(ensemble, part, own, times, x_shape, seed, settings, on_evaluation=advance, trace=trace)
+            batch = Batch(ensemble, part, own, x_shape, seed, settings, on_evaluation=advance, trace=trace)
             x_0 = strategy.generate(batch, times, built).cpu()
             if trace is not None:
                 trace.end(times, x_0)

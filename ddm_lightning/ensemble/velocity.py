@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from copy import copy
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from torch.func import functional_call, stack_module_state, vmap
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.utils.rnn import pad_sequence
 
 from ddm_lightning.core.devices import autocast
 from ddm_lightning.core.errors import UserError
@@ -34,7 +29,7 @@ class Work:
     """Rows evaluated by an ensemble; guidance evaluates a row twice."""
 
     expert_rows: list[int]
-    """Rows computed by each expert; more than ``active`` where ``stacked`` fills up its batch."""
+    """Rows computed by each expert."""
     router_rows: int = 0
     """Rows computed by the router."""
     rows: int = 0
@@ -100,8 +95,7 @@ class Ensemble:
         """Experts that returned NaN or an infinity so far; see ``failures``."""
         self.work = Work([0] * len(experts))
         """What was evaluated so far."""
-        self._stack: Stack | None = None
-        self._is_stacked = self._is_compiled = False
+        self._is_compiled = False
         self._log_factors: Tensor | None = None
 
     @property
@@ -151,27 +145,14 @@ class Ensemble:
         changed._log_factors = log_factors if self._log_factors is None else self._log_factors + log_factors
         return changed
 
-    def stack(self, wanted: bool = True) -> None:
-        """Evaluate the experts in one batch (``stacked``), or one after the other.
-
-        Raises:
-            UserError: their architectures differ, or not all of them are on the device.
-        """
-        if wanted and isinstance(self.experts, ResidentExperts):
-            raise UserError("sample.stacked = true: needs all experts on the device; remove sample.resident_experts")
-        if wanted and self._stack is None:
-            self._stack = Stack(self.experts, self.paths)
-        self._is_stacked = wanted
-
     def compile(self, backend: str = "inductor") -> None:
         """Compile the transformer blocks of the experts and the router, unless that was done.
 
         Raises:
-            UserError: the experts take turns on the device or are evaluated in one batch.
+            UserError: the experts take turns on the device.
         """
-        if isinstance(self.experts, ResidentExperts) or self._is_stacked:
-            other = "stacked" if self._is_stacked else "resident_experts"
-            raise UserError(f"sample.compile = true: does not go with sample.{other}; remove one of them")
+        if isinstance(self.experts, ResidentExperts):
+            raise UserError("sample.compile = true: does not go with sample.resident_experts; remove one of them")
         if not self._is_compiled:
             for network in (*self.experts, *(() if self.router is None else (self.router,))):
                 compile_blocks(network, backend, any_size=True)
@@ -276,12 +257,6 @@ class Ensemble:
         groups, num_rows = rows_by_expert(active)
         self.work.rows += num_rows
         self.work.active += sum(map(len, groups))
-        if self._is_stacked and self._stack is not None and num_rows:
-            velocities = self._stack.velocities(groups, x_t, t, condition, self.precision)
-            for k, rows in enumerate(groups):
-                self.work.expert_rows[k] += velocities.shape[1]  # those that fill up the batch, too
-                yield k, rows, velocities[k, : len(rows)]
-            return
         for k, rows in enumerate(groups):
             if len(rows):
                 part = None if condition is None else condition.rows(rows)
@@ -321,67 +296,3 @@ def rows_by_expert(active: Bool[Tensor, "b K"]) -> tuple[list[Int[Tensor, " _"]]
     *counts, num_rows = torch.cat([active.sum(0), active.any(1).sum()[None]]).tolist()
     order = active.T.flatten().argsort(descending=True, stable=True)[: sum(counts)]
     return list((order % len(active)).split(counts)), num_rows
-
-
-class Stack:
-    """The weights of K experts as one tensor each; the experts' own become views of it, which takes no more memory.
-
-    Args:
-        experts: networks of one architecture on one device.
-        paths: path of each.
-
-    Raises:
-        UserError: architectures or paths differ.
-    """
-
-    def __init__(self, experts: Sequence[nn.Module], paths: Sequence[str]) -> None:
-        recipes = [(_recipe(expert), path) for expert, path in zip(experts, paths, strict=True)]
-        for k, recipe in enumerate(recipes):
-            if recipe != recipes[0]:
-                problem = f"expert-{k} differs from expert-0 in its architecture, prediction or path"
-                raise UserError(f"sample.stacked = true: {problem}; set sample.stacked=false")
-        self._expert, self._path = experts[0], PATHS[paths[0]]
-        self._prediction, self._path_name = str(experts[0].prediction), paths[0]
-        self._state = stack_module_state(list(experts))
-        for k, expert in enumerate(experts):
-            for stacked, own in zip(self._state, (expert.named_parameters(), expert.named_buffers()), strict=True):
-                for name, tensor in own:
-                    tensor.data = stacked[name].detach()[k]
-
-    def velocities(
-        self,
-        groups: Sequence[Int[Tensor, " _"]],
-        x_t: Samples,
-        t: Times,
-        condition: Condition | None,
-        precision: str,
-    ) -> Float[Tensor, "K m *shape"]:
-        """Compute each expert's velocity on its group of rows, filled up to the largest group with any row."""
-        rows = pad_sequence(list(groups), batch_first=True)
-        values = () if condition is None else (condition.values[rows], condition.keep[rows])
-        # Of torch's attention kernels for CPUs, vmap knows this one only.
-        with sdpa_kernel(SDPBackend.MATH) if x_t.device.type == "cpu" else nullcontext():
-            return vmap(partial(self._velocity, precision))(self._state, x_t[rows], t[rows], *values)
-
-    def _velocity(
-        self,
-        precision: str,
-        state: tuple[dict[str, Any], dict[str, Any]],
-        x_t: Samples,
-        t: Times,
-        values: Tensor | None = None,
-        keep: Bool[Tensor, " b"] | None = None,
-    ) -> Samples:
-        condition = None if values is None or keep is None else Condition(values, keep)
-        x_tau, tau = self._path.from_linear(x_t, t)
-        predicted = _output(lambda *x: functional_call(self._expert, state, x), precision, x_tau, tau, condition)
-        return to_velocity(predicted, x_tau, tau, self._prediction, self._path_name)
-
-
-def _recipe(expert: nn.Module) -> list[object]:
-    """All that an expert computes with but the values of its tensors: modules, their plain attributes, shapes."""
-    plain = (int, float, str, bool, tuple, type(None))
-    return [
-        *((type(part), {k: v for k, v in vars(part).items() if isinstance(v, plain)}) for part in expert.modules()),
-        *((name, tensor.shape, tensor.dtype) for name, tensor in expert.state_dict().items()),
-    ]

@@ -73,8 +73,8 @@ BAD_SETTINGS: dict[str, tuple[str, list[str]]] = {
     "param of another solver": ("sample.solver_params={rtol: 1}", ["'sample.solver' = 'euler'", "no parameter 'rtol'"]),
     "param of another strategy": ("sample.strategy_params={k: 1}", ["'sample.strategy' = 'top-1'", "no parameter 'k'"]),
     "more experts than there are": (
-        "sample={strategy: top-k, top_k: 3}",
-        ["'sample.strategy' = 'top-k'", "sample.top_k = 3", "num_clusters = 2"],
+        "sample={strategy: top-k, strategy_params: {top_k: 3}}",
+        ["'sample.strategy' = 'top-k'", "sample.strategy_params.top_k = 3", "num_clusters = 2"],
     ),
     "no width at all": ("expert.network.params.width=0", ["'expert.network'", "width"]),
 }

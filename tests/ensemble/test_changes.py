@@ -147,7 +147,7 @@ def test_a_lost_expert_is_left_out_and_said_so(three: Path, tmp_path: Path, caps
     refused(lambda: load(three), three / "ensemble.json", "every expert is missing")
 
 
-@pytest.mark.parametrize("strategy", [*STRATEGIES, "sample-1", "superdiff-or"])
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "sample-1"])
 def test_rows_that_an_expert_breaks_are_made_without_it(
     three: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], strategy: str
 ) -> None:
@@ -169,7 +169,7 @@ def test_rows_that_an_expert_breaks_are_made_without_it(
     refused(lambda: images(broken, **only), "expert-1", "returns NaN", "fit it again")
 
 
-@pytest.mark.parametrize("strategy", [*STRATEGIES, "sample-1", "sample-each-step", "superdiff-or"])
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "sample-1", "sample-each-step"])
 def test_a_broken_router_is_not_blamed_on_an_expert(three: Path, strategy: str) -> None:
     ensemble = load(three)
     assert ensemble.loaded.ensemble.router is not None

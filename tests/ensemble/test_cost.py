@@ -35,14 +35,13 @@ def loaded(depths):
     [
         ("top-1", 1, {"guidance_scale": 2.0}),
         ("full", 3, {"guidance_scale": 2.0, "guidance": "mixture", "guidance_interval": [0.4, 0.6]}),
-        ("top-k", 2, {"router_every_n_steps": 2}),
+        ("top-k", 2, {}),
         ("bayes", None, {"solver": "ancestral"}),
-        ("top-k", 2, {"stacked": True}),  # fills up its batch
     ],
 )
 def test_cost_is_what_the_counter_sees(strategy, experts, more):
-    """Experts of different sizes where they may be; the second call adds images and rows."""
-    ensemble = loaded([1, 1, 1] if "stacked" in more else [1, 2, 3])
+    """Experts of different sizes; the second call adds images and rows."""
+    ensemble = loaded([1, 2, 3])
     settings = SampleConfig(strategy=strategy, num_steps=4, **more)
     # The counter does not know the fused attention of CPUs.
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:

@@ -37,7 +37,7 @@ def test_experts_that_take_turns_sample_the_same_images(run_dir):
     images = [loaded.sample(settings, None, 5, seed=0, batch_size=5) for loaded in (all_at_once, in_turns)]
     assert torch.equal(*images)
     assert in_turns.cost == all_at_once.cost
-    settings.stacked = True
+    settings.compile = True
     refused(lambda: in_turns.sample(settings, None, 5, seed=0, batch_size=5), "sample.resident_experts")
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from ensemble_networks import Aimed, FixedRouter
@@ -12,11 +10,9 @@ from toy_ensemble import SHAPE, WAYS, ByBrightness, Linear, draw, two
 
 from ddm_lightning.config.experiment import SampleConfig
 from ddm_lightning.core.errors import UserError
-from ddm_lightning.ensemble.routing import Batch
 from ddm_lightning.ensemble.strategies.bayes import Bayes
 from ddm_lightning.ensemble.velocity import Ensemble
 from ddm_lightning.flow.condition import Condition
-from ddm_lightning.flow.timesteps import sampling_times
 
 
 @pytest.mark.parametrize(("strategy", "solver"), WAYS)
@@ -83,31 +79,6 @@ def test_conditions_stay_with_their_rows(strategy: str, solver: str, scale: floa
     got = draw(ensemble, 5, condition, strategy=strategy, solver=solver, settings=settings, batch_size=2)
     ends = scale * values * condition.keep
     assert torch.allclose(got, ends.reshape(-1, 1, 1, 1).expand(-1, *SHAPE), atol=1e-4)
-
-
-def test_the_router_is_reused_and_then_frozen() -> None:
-    """Euler's steps by hand: asked at t = 1, 0.7 and 0.4, and not at 0.1, which is below 0.35."""
-    settings = SampleConfig(router_every_n_steps=3, router_freeze_at=0.35, router_temperature=2.0)
-    ensemble, ends = two(), []
-    options: dict[str, Any] = {"num_steps": 10, "shift": 1.0, "settings": settings}
-    got = draw(ensemble, **options)
-    assert ensemble.work.router_rows == 3 * 7
-    for row in range(7):
-        batch = Batch(two(), None, [(row,)], sampling_times(10), SHAPE, 0)
-        x, share = batch.x_1, torch.ones(2)
-        for step in range(10):
-            t = torch.full((1,), 1 - step / 10)
-            if step in (0, 3, 6):
-                share = (4 * x.mean() * torch.tensor([1.0, -1.0]) / 2).softmax(0)
-            x = x - 0.1 * (share[0] * two().experts[0](x, t, None) + share[1] * two().experts[1](x, t, None))
-        ends.append(x)
-    assert torch.allclose(got, torch.cat(ends), atol=1e-5)
-    until = two()
-    draw(until, num_steps=4, shift=1.0, settings=SampleConfig(router_freeze_at=0.5))
-    assert until.work.router_rows == 3 * 7, "asked at t = 1, 0.75 and 0.5"
-    for solver in ("heun", "dormand-prince"):
-        whole, alone = (draw(two(), solver=solver, batch_size=size, **options) for size in (7, 1))
-        assert torch.allclose(whole, alone, atol=1e-5)
 
 
 def test_a_solver_has_params_and_rows_have_steps_of_their_own() -> None:

@@ -121,10 +121,8 @@ class Syncs:
         return call
 
 
-@pytest.mark.parametrize("stacked", [False, True])
-def test_an_evaluation_waits_for_the_device_once(stacked, monkeypatch):
+def test_an_evaluation_waits_for_the_device_once(monkeypatch):
     ensemble = Ensemble([Plain(3, 3) for _ in range(5)], FixedRouter([0.0, 1.0, 2.0, -1.0, 3.0]), [0.2] * 5)
-    ensemble.stack(stacked)
     x_t, t, condition = torch.randn(9, 3), torch.full((9,), 0.5), Condition.of(torch.ones(9, 1))
     syncs = Syncs(monkeypatch)
     ensemble.velocity(x_t, t, condition, route=TopK(3).weights, guidance_scale=2.0)

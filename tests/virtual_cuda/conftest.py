@@ -53,7 +53,6 @@ def commands(run_dir: Path) -> list[Command]:
         *(command("sample", f"sample.solver={name}") for name in SOLVERS.names()),
         command("sample", guided, "sample.guidance=expert"),
         command("sample", guided, "sample.guidance=mixture", "sample.guidance_interval=[0.2,0.9]"),
-        command("sample", "sample.strategy=full", "sample.stacked=true"),
         command("sample", "sample.strategy=full", "sample.resident_experts=2"),
         command("sample", "sample.member=student", "--gif"),
         command("sample", *exact, "island.accelerator=gpu", "--out", str(run_dir / "gpu.png")),

@@ -96,9 +96,9 @@ def filter_chain(
     ``(scale - 1)·(Σ_k p(k | x_t, c)·μ_k(c) - Σ_k p(k | x_t)·μ_k)``. In the limit of small steps this is the chain of
     one guided model of all data.
 
-    A discrete-time relative of SuperDiff's density-weighted OR (2412.17762; ``superdiff-or``), with priors and
-    pruning. Cooperative sampling from a mixture of decentralized diffusion models (OpenReview 1GCWcrZTX8) mixes
-    experts by Langevin steps, without a router, too.
+    A discrete-time relative of SuperDiff's density-weighted OR (2412.17762), with priors and pruning. Cooperative
+    sampling from a mixture of decentralized diffusion models (OpenReview 1GCWcrZTX8) mixes experts by Langevin steps,
+    without a router, too.
 
     Args:
         velocities: the experts' velocities, guided if guidance happens inside each expert.

@@ -17,7 +17,8 @@ from ddm_lightning.ensemble.routing import strategy_of
 def test_against_a_loop(name, seed, num_clusters, top_k):
     generator = torch.Generator().manual_seed(seed)
     probabilities = torch.randn(5, num_clusters, generator=generator, dtype=torch.float64).mul(3).softmax(1)
-    weights = strategy_of(SampleConfig(strategy=name, top_k=top_k)).weights(probabilities)
+    params = {"top_k": top_k} if name == "top-k" else {}
+    weights = strategy_of(SampleConfig(strategy=name, strategy_params=params)).weights(probabilities)
     num_kept = {"full": num_clusters, "top-1": 1, "top-k": min(top_k, num_clusters)}[name]
     for row, got in zip(probabilities.tolist(), weights.tolist(), strict=True):
         best = sorted(range(num_clusters), key=lambda k: -row[k])[:num_kept]
@@ -34,7 +35,7 @@ def test_ties_keep_exactly_so_many():
 def test_top_k_must_keep_an_expert_and_no_more_than_there_are():
     with pytest.raises(UserError, match="strategy 'top-k' refuses its params: top_k = 0 keeps no expert"):
         STRATEGIES.build("top-k", {"top_k": 0})
-    settings = SampleConfig(strategy="top-k", top_k=2, strategy_params={"top_k": 3})
-    with pytest.raises(UserError, match=r"sample\.top_k = 3 exceeds prepare\.partition\.num_clusters = 2"):
+    settings = SampleConfig(strategy="top-k", strategy_params={"top_k": 3})
+    with pytest.raises(UserError, match=r"strategy_params\.top_k = 3 exceeds prepare\.partition\.num_clusters = 2"):
         strategy_of(settings).check_num_clusters(2)
     strategy_of(settings).check_num_clusters(3)
