@@ -56,8 +56,10 @@ def build_parser() -> argparse.ArgumentParser:
         places = "experiment file (see experiments/)"
         if name in ("sample", "demo", "evaluate", "export"):
             places += ", or folder or URL of a run or of a saved ensemble"
+        elif name in ("diagnose", "replay", "ema", "status"):
+            places += ", or run folder"
         command.add_argument("-c", "--config", required=True, metavar="FILE", help=places)
-        overrides = "settings that override the file, such as island.devices=8"
+        overrides = "settings that override the file, such as sample.num_steps=20"
         command.add_argument("overrides", nargs="*", metavar="key=value", help=overrides)
         return command
 

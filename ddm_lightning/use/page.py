@@ -1,7 +1,7 @@
 """A local page to try an ensemble: two strategies side by side, their weights over time, experts switched off.
 
 Needs the extra ``page``. Nothing is sent elsewhere or loaded from there: no analytics, no share link, local fonts.
-Only what the page needs is served: Gradio has more, such as uploads.
+Serve only the page's own routes; Gradio's others, such as uploads, are closed.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def listen(host: str, port: int) -> socket.socket:
     """Open the port of the page.
 
     Raises:
-        UserError: the address cannot be had.
+        UserError: the address is not available.
     """
     if not 0 <= port < 2**16:
         raise UserError(f"--port {port}: must be from 0 to {2**16 - 1}")
@@ -68,17 +68,17 @@ def serve(ensemble: DecentralizedEnsemble, listener: socket.socket, host: str, c
     Args:
         ensemble: the ensemble.
         listener: from ``listen``.
-        host: name or address that was given to it.
+        host: name or address given to ``listen``.
         captions: see ``page``.
     """
     warnings.filterwarnings("ignore", module="gradio")  # deprecations in gradio's own calls
     app, theme = FastAPI(openapi_url=None), gr.themes.Base()
     gr.mount_gradio_app(app, page(ensemble, captions), "/", theme=theme, css=_CSS, footer_links=[], ssr_mode=False)
     app.routes[-1].app.add_exception_handler(  # Gradio's own
-        RequestValidationError, lambda *_: PlainTextResponse("give what /gradio_api/info lists\n", 422)
+        RequestValidationError, lambda *_: PlainTextResponse("the values do not match /gradio_api/info\n", 422)
     )
     if host not in ("127.0.0.1", "localhost"):
-        note(f"everybody who reaches {host} can use the page; it asks for no password")
+        note(f"anyone who can reach {host} can use the page; it asks for no password")
     print(f"page: http://{host}:{listener.getsockname()[1]} (Ctrl-C ends it)", flush=True)
     server = uvicorn.Server(uvicorn.Config(_guarded(app, host), log_level="critical", timeout_graceful_shutdown=1))
     with suppress(KeyboardInterrupt):
@@ -86,9 +86,9 @@ def serve(ensemble: DecentralizedEnsemble, listener: socket.socket, host: str, c
 
 
 def _guarded(app: ASGIApp, host: str) -> ASGIApp:
-    """Refuse what the page does not need, and names that are not this machine's.
+    """Refuse other routes, and host names that are not this machine's.
 
-    Otherwise a foreign page could let its own name point here, and read the answers (DNS rebinding).
+    Otherwise a foreign website could point its own name here and read the answers (DNS rebinding).
     """
     names = "|".join(map(re.escape, (host, "localhost", socket.gethostname())))
     own = re.compile(rf"({names}|[\d.]+|\[[\da-f:.]+\])(:\d+)?", re.IGNORECASE)
@@ -110,13 +110,13 @@ def _guarded(app: ASGIApp, host: str) -> ASGIApp:
 
 
 class _Page(gr.Blocks):  # type: ignore[misc]  # gradio is not checked
-    """Blocks that answer a call of wrong values in one line, and print no traceback."""
+    """Blocks that answer a call with wrong values in one line, without a traceback."""
 
     async def preprocess_data(self, *args: Any, **more: Any) -> list[Any]:
         try:
             return await super().preprocess_data(*args, **more)
         except Exception as error:  # noqa: BLE001 (values may be any JSON)
-            other = "the call has other values than /gradio_api/info lists"
+            other = "the values do not match /gradio_api/info"
             raise gr.Error(error.message if isinstance(error, gr.Error) else other, print_exception=False) from None
 
 
