@@ -106,8 +106,7 @@ def _check_network(
     factory: Callable[..., Any], x_shape: tuple[int, int, int], spec: ConditionSpec, is_router: bool
 ) -> None:
     def build() -> nn.Module:
-        with _running("the factory"):
-            network = factory(x_shape=x_shape, condition=spec)
+        network = factory(x_shape=x_shape, condition=spec)
         _require(isinstance(network, nn.Module), f"the factory returns a {type(network).__name__}, not an nn.Module")
         prediction, choices = getattr(network, "prediction", None), ", ".join(PREDICTIONS)
         is_known = is_router or prediction in PREDICTIONS
@@ -127,22 +126,15 @@ def _check_network(
 
 @contextmanager
 def _checking(what: str) -> Iterator[None]:
-    """Begin the line of a failed requirement with ``what``; leave the global generator unchanged."""
+    """Turn any failure into one line that begins with ``what``; leave the global generator unchanged."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         try:
             yield
         except AssertionError as error:
-            raise AssertionError(f"{what}: {error}") from error.__cause__
-
-
-@contextmanager
-def _running(call: str) -> Iterator[None]:
-    """Turn an exception of a plug-in into one line that names the call."""
-    try:
-        yield
-    except Exception as error:
-        raise AssertionError(f"{call} raises {type(error).__name__}: {error}") from error
+            raise AssertionError(f"{what}: {error}") from None
+        except Exception as error:
+            raise AssertionError(f"{what}: raises {type(error).__name__}: {' '.join(str(error).split())}") from error
 
 
 def _require(holds: bool, otherwise: str) -> None:
@@ -179,8 +171,7 @@ def _condition(spec: ConditionSpec) -> Condition | None:
 
 
 def _forward(network: nn.Module, batch: _Batch) -> Tensor:
-    with _running(f"forward with {'a condition' if batch.condition is not None else 'condition=None'}"):
-        out = network(batch.x_t, batch.t, batch.condition)
+    out = network(batch.x_t, batch.t, batch.condition)
     _require(isinstance(out, Tensor), f"forward returns a {type(out).__name__}, not a tensor")
     _check_output(out, batch.x_t.new_empty(len(batch.x_t), *batch.out_shape))
     return out
@@ -200,8 +191,7 @@ def _agree(a: Tensor, b: Tensor) -> bool:
 
 def _check_gradients(network: nn.Module, batch: _Batch) -> None:
     out = _forward(network.train(), batch)
-    with _running("backward"):
-        (out * torch.randn_like(out)).sum().backward()
+    (out * torch.randn_like(out)).sum().backward()
     for name, parameter in network.named_parameters():
         if parameter.requires_grad:
             gradient = torch.zeros(1) if parameter.grad is None else parameter.grad
@@ -224,10 +214,8 @@ def _check_in_eval(network: nn.Module, fresh: nn.Module, batch: _Batch) -> None:
             _require(_agree(null, unconditional), "condition=None differs from a condition whose rows are all null")
             changed = not _agree(out[:_NUM_KEPT], unconditional[:_NUM_KEPT])
             _require(changed, "the condition does not change the output")
-        with _running("state_dict, saved as safetensors,"):
-            stored = safetensors.save(network.state_dict())
-        with _running("load_state_dict"):
-            fresh.load_state_dict(safetensors.load(stored))
+        stored = safetensors.save(network.state_dict())
+        fresh.load_state_dict(safetensors.load(stored))
         problem = "a network rebuilt from its state_dict answers differently: some state is not in it"
         _require(_agree(_forward(fresh.eval(), batch), out), problem)
 
@@ -276,8 +264,7 @@ def check_strategy(factory: Callable[[], Any]) -> None:
 
 
 def _built(factory: Callable[[], Any], kind: Any) -> Any:
-    with _running("the factory"):
-        built = factory()
+    built = factory()
     _require(isinstance(built, kind), f"the factory returns a {type(built).__name__}, which is no {kind.__name__}")
     return built
 
@@ -285,11 +272,10 @@ def _built(factory: Callable[[], Any], kind: Any) -> Any:
 def _check_weights(strategy: Strategy, num_clusters: int) -> None:
     probabilities = (3 * torch.randn(6, num_clusters)).softmax(1)
     probabilities[0] = torch.eye(num_clusters)[0]
-    with _running(f"weights of {num_clusters} experts"):
-        weights = strategy.weights(probabilities.clone())
-        alone = torch.cat([strategy.weights(row[None].clone()) for row in probabilities])
-        order = torch.arange(num_clusters).roll(1)
-        permuted = strategy.weights(probabilities[:, order])
+    weights = strategy.weights(probabilities.clone())
+    alone = torch.cat([strategy.weights(row[None].clone()) for row in probabilities])
+    order = torch.arange(num_clusters).roll(1)
+    permuted = strategy.weights(probabilities[:, order])
     _check_output(weights, probabilities)
     _require(bool((weights >= 0).all()), "a weight is negative")
     _require(_agree(weights.sum(1), torch.ones(6)), "weights of a row do not sum to 1")
@@ -306,8 +292,7 @@ def _check_samples(strategy: Strategy, num_clusters: int, solver: str) -> None:
         shape, settings = (1, 4, 4), {"num_steps": 4, "shift": 1.0, "seed": 0, "solver": solver}
         return sample(ensemble, None, 4, shape, strategy=strategy, batch_size=batch_size, **settings)  # type: ignore[arg-type]
 
-    with _running(f"sampling from {num_clusters} experts with {solver}"):
-        whole, single = samples(4), samples(1)
+    whole, single = samples(4), samples(1)
     _check_output(whole, torch.empty(4, 1, 4, 4))
     _require(_agree(single, whole), "a sample depends on the other samples of its batch")
 
@@ -347,8 +332,7 @@ def check_solver(factory: Callable[[], Any]) -> None:
 
             return solver.solve(velocity, x_1[rows], sampling_times(num_steps), noise)
 
-        with _running("solve"):
-            whole, part = solve(slice(None)), solve(slice(3, 5))
+        whole, part = solve(slice(None)), solve(slice(3, 5))
         _check_output(whole, x_1)
         errors = float((whole.mean(0) - 1).abs().max()), float((whole.std(0) - 0.5).abs().max())
         _require(max(errors) <= 0.05, f"mean and std of the samples are wrong by {errors[0]:.3f} and {errors[1]:.3f}")
@@ -370,14 +354,12 @@ def check_source(factory: Callable[[], Any]) -> None:
     """
     with _checking("source"):
         source, again = _built(factory, Source), _built(factory, Source)
-        with _running("parts"):
-            parts = list(source.parts())
-            _require(parts == list(again.parts()), "two calls of parts differ")
+        parts = list(source.parts())
+        _require(parts == list(again.parts()), "two calls of parts differ")
         _require(bool(parts) and len({part.name for part in parts}) == len(parts), "no parts, or two of one name")
         keys: set[str] = set()
         for part in parts:
-            with _running(f"read of part {part.name!r}"):
-                found, repeated = list(source.read(part)), list(again.read(part))
+            found, repeated = list(source.read(part)), list(again.read(part))
             where = f"part {part.name!r}"
             _require(part.num_samples in (None, len(found)), f"{where} has {len(found)} samples, not num_samples")
             _require([one.key for one in found] == [one.key for one in repeated], f"two reads of {where} differ")
@@ -405,14 +387,12 @@ def check_encoder(factory: Callable[[], Any], *, image_size: int = 32) -> None:
         encoder, again = _built(factory, ImageEncoder), _built(factory, ImageEncoder)
         _require(encoder.stores in ("x_0", "posterior"), f"stores = {encoder.stores!r} is not x_0 or posterior")
         images = np.random.default_rng(0).integers(0, 256, (3, image_size, image_size, 3), dtype=np.uint8)
-        with _running("encode"):
-            shape, stored, repeated = encoder.x_shape(image_size), encoder.encode(images), again.encode(images)
+        shape, stored, repeated = encoder.x_shape(image_size), encoder.encode(images), again.encode(images)
         channels = shape[0] * (2 if encoder.stores == "posterior" else 1)
         expected = (3, channels, *shape[1:])
         _require(stored.shape == expected, f"encode returns shape {stored.shape}, x_shape asks for {expected}")
         _require(str(stored.dtype) == encoder.dtype, f"encode returns {stored.dtype}, dtype says {encoder.dtype}")
         _require(stored.tobytes() == repeated.tobytes(), "two encoders give different bytes for the same images")
-        with _running("decode"):
-            decoded = encoder.decode(torch.zeros(3, *shape))
+        decoded = encoder.decode(torch.zeros(3, *shape))
         is_images = decoded.dtype == np.uint8 and decoded.shape == images.shape
         _require(is_images, f"decode returns {decoded.dtype} {decoded.shape}, not uint8 {images.shape}")

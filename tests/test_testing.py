@@ -178,7 +178,7 @@ def own_generator(self):
     [
         (lambda **_: 3, "returns a int, not an nn.Module"),
         (NoPrediction, "'prediction' is 'score', not one of velocity, epsilon, x_0"),
-        (OtherArguments, "the factory raises TypeError"),
+        (OtherArguments, "raises TypeError"),
         (answers(lambda out: out.repeat(1, 2, 1, 1)), r"returns shape \(4, 6, 8, 8\) instead of \(4, 3, 8, 8\)"),
         (answers(Tensor.double), "returns torch.float64 for x_t of torch.float32"),
         (answers(lambda out: (out, out)), "returns a tuple, not a tensor"),
@@ -188,7 +188,7 @@ def own_generator(self):
         (made(unused, infinite_gradient), "gradient of 'unused' not finite"),
         (made(unused, nan_gradient), "gradient of 'unused' not finite"),
         (MixesRows, "depends on the other rows"),
-        (NeedsCondition, "forward with condition=None raises AttributeError"),
+        (NeedsCondition, "raises AttributeError"),
         (OtherNull, "condition=None differs from a condition whose rows are all null"),
         (IgnoresKeep, "condition=None differs from a condition whose rows are all null"),
         (IgnoresCondition, "the condition does not change the output"),
@@ -196,10 +196,10 @@ def own_generator(self):
             made(hidden_state, lambda self, *given: Good.forward(self, *given) * self.frequencies),
             "some state is not in it",
         ),
-        (made(lambda self: setattr(self, "again", self.time)), "saved as safetensors, raises RuntimeError"),
+        (made(lambda self: setattr(self, "again", self.time)), "raises RuntimeError: .*share memory"),
         (made(uninitialised), "two networks built from one seed differ in 'null': initialise it with torch's"),
         (made(own_generator), "two networks built from one seed differ in 'mix.weight'"),
-        (made(random_key), "load_state_dict raises RuntimeError"),
+        (made(random_key), "raises RuntimeError: .*buffer_"),
     ],
 )
 def test_each_breach_is_one_clear_line(factory, message):

@@ -54,7 +54,7 @@ class NeedsTwo(Strategy):
         (Unnormalised, "do not sum to 1"),
         (OfTheBatch, "depend on the other rows"),
         (FirstExpert, "order of the experts"),
-        (NeedsTwo, "weights of 1 experts raises RuntimeError"),
+        (NeedsTwo, "strategy: raises RuntimeError"),
         (type("NoSolver", (Strategy,), {"solvers": ("magic",)}), "solvers must be some of ancestral, dormand-prince"),
         (dict, "no Strategy"),
     ],
