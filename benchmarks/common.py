@@ -31,6 +31,10 @@ ensure_torchvision_importable()  # before a benchmark imports Streaming
 defer_heavy_packages()
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+LOGS_SAMPLES = "island.callbacks=[{name: sample-log}]"
+"""Setting that writes each step's sample ids to the member's folder, by a plug-in of ``tests``."""
+PYTHON_PATH = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests"), os.environ.get("PYTHONPATH", "")])
+"""PYTHONPATH of child processes that need this plug-in."""
 INTERRUPTED = 130
 
 

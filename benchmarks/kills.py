@@ -8,6 +8,7 @@ tmpfs, if mounting one is allowed). After each stop, every checkpoint is read.
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import subprocess
@@ -20,7 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from common import Report, console, load, parse, parser, progress, run
+from common import LOGS_SAMPLES, PYTHON_PATH, Report, console, load, parse, parser, progress, run
 from rich.progress import Progress, TaskID
 
 from ddm_lightning.config.experiment import Experiment
@@ -82,7 +83,7 @@ def main(arguments: Sequence[str] | None) -> None:
         "island.log_every_n_steps=25",
         "island.checkpoint_every_n_steps=50",
         f"island.validate_every_n_steps={max_steps}",
-        "island.log_sample_ids=true",
+        LOGS_SAMPLES,
         # Writes snapshots between checkpoints, where the disk may be full, too.
         "expert.train.ema_widths=[0.1]",
     ]
@@ -136,6 +137,7 @@ class Trainings:
             stderr=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             text=True,
+            env={**os.environ, "PYTHONPATH": PYTHON_PATH},
         )
         filler = self.run.root.parent / "filler"
         try:

@@ -19,7 +19,7 @@ from ddm_lightning.training.optimizer import has_muon_matrices
 
 MEMBER = "expert-0"
 PARAMS, TRAIN, ISLAND = "expert.network.params", "expert.train", "island"
-DECAY, CLIP, MIN_SNR, WIDTHS, SHIFT, DROPOUT = 0.1, 1.0, 5.0, [0.05, 0.1], 2.0, 0.1
+DECAY, CLIP, WIDTHS, SHIFT, DROPOUT = 0.1, 1.0, [0.05, 0.1], 2.0, 0.1
 """Values to try where the experiment has none."""
 WARMUP_SHARE = 40
 """Steps of a training over the steps of its warm-up, where the experiment has none."""
@@ -118,7 +118,6 @@ def _training(experiment: Experiment, sizes: Manifest | DataSizes) -> Iterator[O
         "expert.timesteps.density": _words("expert.timesteps.density", expert.timesteps.density),
         "expert.timesteps.shift": [SHIFT if expert.timesteps.shift == 1 else 1.0],
         "condition.dropout": _other_dropout(experiment),
-        "expert.min_snr_gamma": [MIN_SNR if expert.min_snr_gamma is None else None],
         f"{TRAIN}.schedule": _words(f"{TRAIN}.schedule", train.schedule),
         f"{TRAIN}.warmup_steps": [0 if train.warmup_steps else max(1, train.max_steps // WARMUP_SHARE)],
         f"{TRAIN}.weight_decay": [0.0 if train.weight_decay else DECAY],

@@ -19,7 +19,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
-from common import REPOSITORY
+from common import LOGS_SAMPLES, PYTHON_PATH, REPOSITORY
 
 from ddm_lightning.core.registry import STRATEGIES
 from ddm_lightning.training.guard import SkippedStep, skipped_file
@@ -39,7 +39,7 @@ WHOLE = (
     "prepare.partition.num_clusters=3",
     "expert.train.global_batch_size=24",
     "expert.train.ema_widths=[0.05, 0.1]",
-    "island.log_sample_ids=true",
+    LOGS_SAMPLES,
     "evaluate.num_images=64",
 )
 """Settings of the ensemble of step 9."""
@@ -93,14 +93,13 @@ class Child(subprocess.Popen[bytes]):
 
     def __init__(self, log: Path, *words: str) -> None:
         self.log, self.words = log, words
-        path = os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])])
         with log.open("w", encoding="utf-8") as output:
             super().__init__(
                 [sys.executable, "-m", *words],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, "PYTHONPATH": path},
+                env={**os.environ, "PYTHONPATH": PYTHON_PATH},
                 cwd=REPOSITORY,
             )
         self.started.append(self)
@@ -213,7 +212,7 @@ class Place:
             "island.log_every_n_steps=5",
             "island.checkpoint_every_n_steps=10",
             "island.validate_every_n_steps=40",
-            "island.log_sample_ids=true",
+            LOGS_SAMPLES,
             *self.island,
         ]
         if not (self.folder / "prepared").exists():

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from filelock import FileLock
+from sample_log import LOGS_SAMPLES, python_path
 
 from ddm_lightning.cli.parser import main
 
@@ -28,7 +29,7 @@ LONG = ("expert.train.max_steps=240", "router.train.max_steps=120")
 SETTINGS = (
     f"expert.train.max_steps={STEPS['expert-0']}",
     f"router.train.max_steps={STEPS['router']}",
-    "island.log_sample_ids=true",
+    LOGS_SAMPLES,
     "island.log_every_n_steps=5",
     "island.checkpoint_every_n_steps=20",
     "island.validate_every_n_steps=100",
@@ -48,7 +49,7 @@ def start(command: str, run_dir: Path, *more: str) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=dict(environment, OMP_NUM_THREADS="1", COLUMNS="200", PYTHONFAULTHANDLER="1"),
+        env=dict(environment, PYTHONPATH=python_path(), OMP_NUM_THREADS="1", COLUMNS="200", PYTHONFAULTHANDLER="1"),
         cwd=ROOT,
     )
 

@@ -17,7 +17,6 @@ from ddm_lightning.ensemble.routing import strategy_of
 from ddm_lightning.members.member import Member
 from ddm_lightning.members.roles import MONOLITH, ROUTER
 from ddm_lightning.shards.manifest import DataSizes, Manifest
-from ddm_lightning.training.alignment import check_alignment
 from ddm_lightning.training.optimizer import has_muon_matrices
 
 
@@ -82,7 +81,7 @@ def check_networks(
     """Check values that a network refuses only when it is built, such as heads that do not divide its width.
 
     Raises:
-        UserError: a network cannot be built, or the optimizer or the alignment cannot train it.
+        UserError: a network cannot be built, or the optimizer cannot train it.
     """
     for key, name in (*_expert_networks(experiment), ("router.network", ROUTER)):
         member = Member.resolve(name, experiment, sizes)
@@ -95,5 +94,3 @@ def check_networks(
         if member.train.optimizer == "muon" and not has_muon_matrices(network):
             where = blamed(source, overrides, train, key)
             raise UserError(f"{where}: key {train!r} = 'muon': {key} has no matrices in 'blocks'; set adamw")
-        if member.alignment is not None:
-            check_alignment(network, member.alignment.depth)

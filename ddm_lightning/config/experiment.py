@@ -67,8 +67,6 @@ class ShardsConfig:
     """MDS compression, such as ``zstd:3``; null for none."""
     remote: str | None = None
     """URL (``s3://…``, ``sftp://…``) for the upload of finished shards; null keeps them here."""
-    features: bool = False
-    """Whether to store each sample's clustering features (float16), as ``expert.alignment`` needs."""
 
 
 @dataclass
@@ -158,18 +156,6 @@ class TrainConfig:
 
 
 @dataclass
-class AlignmentConfig:
-    """Alignment of hidden tokens with the clustering features (REPA: 2410.06940); needs prepare.shards.features."""
-
-    weight: float = option(0.0, low=0)
-    """Weight of the negative cosine similarity in the loss, 0.5 in the paper; 0 for no alignment."""
-    depth: int = option(2, low=1)
-    """Number of blocks before the aligned tokens: about a third of the network's."""
-    until_step: int | None = option(None, low=1)
-    """Optimizer step after which the weight is 0; null for none."""
-
-
-@dataclass
 class ExpertConfig:
     """Experts, and the monolith that they are compared with."""
 
@@ -181,10 +167,6 @@ class ExpertConfig:
     """Path from data to noise in training: ``linear``, ``cosine`` or ``vp`` (DDPM's); sampling is on the linear one."""
     loss: str = option("prediction", choices=("prediction", "velocity"))
     """Error that the loss squares: of the network's ``prediction``, or of the ``velocity`` it implies (JiT)."""
-    min_snr_gamma: float | None = option(None, low=1e-6)
-    """Gamma of the Min-SNR loss weight min(SNR, gamma), 5 in its paper; null for equal weights."""
-    alignment: AlignmentConfig = field(default_factory=AlignmentConfig)
-    """Alignment with the features of ``prepare``."""
     train: TrainConfig = field(default_factory=TrainConfig)
     """Optimisation."""
     overrides: dict[str, Any] = field(default_factory=dict)
@@ -229,8 +211,8 @@ class IslandConfig:
     """Devices of this node that train one member together."""
     strategy: str = option("auto", choices=("auto", "single", "ddp", "fsdp", "fsdp-shard-grad-op"))
     """``auto`` (by memory), ``single``, ``ddp``, ``fsdp`` (FSDP2) or ``fsdp-shard-grad-op`` (weights stay gathered)."""
-    precision: str = option("32-true", choices=("32-true", "bf16-mixed", "16-mixed", "64-true"))
-    """Lightning's precision: ``32-true``, ``bf16-mixed``, ``16-mixed`` or ``64-true``; weights stay fp32 or wider."""
+    precision: str = option("32-true", choices=("32-true", "bf16-mixed", "16-mixed"))
+    """Lightning's precision: ``32-true``, ``bf16-mixed`` or ``16-mixed``; weights stay fp32."""
     attention: str = option("auto", choices=("auto", "sdpa", "flash", "cudnn", "efficient", "xformers"))
     """``auto`` or ``sdpa`` (first of flash, efficient, math that can run), or a kernel by name, such as ``cudnn``."""
     micro_batch_size: int | None = option(None, low=1)
@@ -263,8 +245,6 @@ class IslandConfig:
     """Steps between checkpoints; a killed member loses at most this many."""
     checkpoint_every_n_minutes: float | None = option(None, low=0.01)
     """Minutes between checkpoints, instead of ``checkpoint_every_n_steps``; null to count steps."""
-    log_sample_ids: bool = False
-    """Whether to write each step's sample ids to ``sample_ids.txt`` (``sample_ids-0.txt`` … for several devices)."""
     keep_checkpoints: int = option(2, low=1)
     """Number of checkpoints to keep; an older one is used if the newest is damaged."""
     milestone_every_n_steps: int | None = option(None, low=1)

@@ -100,8 +100,6 @@ def _contradictions_of_expert(name: str, expert: ExpertConfig, experiment: Exper
         yield of("overrides", "cannot be overridden; remove them")
     if expert.timesteps.shift != base.timesteps.shift:
         yield of("timesteps.shift", "must be that of all experts, because sampling uses it; remove it")
-    if expert.loss == "velocity" and expert.min_snr_gamma is not None:
-        yield of("min_snr_gamma", "weights the loss, as expert.loss = 'velocity' does; set one of them")
     batch = expert.train.global_batch_size
     if batch % num_clusters:
         divisor = f"prepare.partition.num_clusters = {num_clusters}, because each expert takes 1/K of it"

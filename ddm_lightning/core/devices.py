@@ -116,7 +116,7 @@ def peak_tflops(name: str, precision: str, *, tf32: bool = False) -> float | Non
 
     Args:
         name: from ``torch.cuda.get_device_name``.
-        precision: ``island.precision``, such as ``bf16-mixed``; ``64-true`` has no peak here.
+        precision: ``island.precision``, such as ``bf16-mixed``.
         tf32: whether float32 products may use TensorFloat-32.
     """
     kinds = {"bf16-mixed": 0, "16-mixed": 0, "32-true": 1 if tf32 else 2}

@@ -231,34 +231,6 @@ def velocity_loss_weights(t: Times, kind: str, path: str = "linear") -> Times:
     return divisor.clamp(min=MIN_LOSS_SCALE) ** -2
 
 
-def min_snr_weights(t: Times, gamma: float, kind: str, path: str = "linear") -> Times:
-    """Loss weights that make a squared error of ``kind`` equal ``min(SNR, gamma)`` times the squared error in x_0.
-
-    ``SNR = ((1-t)/t)²`` (Min-SNR, Hang et al., 2303.09556, section 3.4). The error in x_0 is t times the error in the
-    velocity and t/(1-t) times the error in the noise. Hence the weights are ``min((1-t)², gamma·t²)`` for the velocity
-    and ``min(1, gamma/SNR)`` for the noise. They do not change the optimum at each t, only the times at which a network
-    of limited capacity is best.
-
-    Args:
-        t: times strictly inside (0, 1).
-        gamma: the cap; 5 in the paper.
-        kind: prediction of the network: ``velocity``, ``epsilon`` or ``x_0``.
-        path: path of the network; the weights above are for the linear one, and t its time of equal SNR.
-
-    Raises:
-        ValueError: ``kind`` is none of ``PREDICTIONS``.
-    """
-    scale, t = _in_linear_units(t, path)
-    snr = ((1 - t) / t).square()
-    if kind == "velocity":
-        return torch.minimum((1 - t).square(), gamma * t.square()) * scale.square()
-    if kind == "epsilon":
-        return (gamma / snr).clamp(max=1)
-    if kind == "x_0":
-        return snr.clamp(max=gamma)
-    raise _unknown(kind)
-
-
 def guided(conditional: Samples, unconditional: Samples, scale: float | Times) -> Samples:
     """Classifier-free guidance (Ho and Salimans, 2207.12598): ``unconditional + scale·(conditional - unconditional)``.
 

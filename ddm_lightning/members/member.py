@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from ddm_lightning.config.experiment import (
-    AlignmentConfig,
     Experiment,
     ExpertConfig,
     PluginConfig,
@@ -52,10 +51,6 @@ class Member:
     """Path between data and noise; ``linear`` for a router."""
     loss: str
     """Error that the loss squares: of the ``prediction`` or of the ``velocity``."""
-    min_snr_gamma: float | None
-    """Cap of the loss weight over timesteps; None for equal weights."""
-    alignment: AlignmentConfig | None
-    """Alignment with the clustering features; None for a router, and without it."""
     image_encoder: PluginConfig
     caption_encoder: PluginConfig | None
 
@@ -64,8 +59,7 @@ class Member:
         """Resolve the member called ``name``.
 
         Raises:
-            UserError: the manifest has another number of clusters, or lacks the tokens of the condition or the features
-                of the alignment.
+            UserError: the manifest has another number of clusters, or lacks the tokens of the condition.
         """
         num_clusters = experiment.prepare.partition.num_clusters
         if isinstance(sizes, Manifest) and sizes.num_clusters != num_clusters:
@@ -74,10 +68,6 @@ class Member:
         role = role_of(name)
         config = role.config(name, experiment)
         expert = config if isinstance(config, ExpertConfig) else None
-        alignment = expert.alignment if expert and expert.alignment.weight else None
-        if alignment is not None and not sizes.num_features:
-            problem = "the shards hold no features; prepare with prepare.shards.features=true, or set it to 0"
-            raise UserError(f"key 'expert.alignment.weight' = {alignment.weight:g}: {problem}")
         condition, condition_dropout = role.condition(experiment, sizes)
         return cls(
             name=name,
@@ -94,8 +84,6 @@ class Member:
             condition_dropout=condition_dropout,
             path=expert.path if expert else "linear",
             loss=expert.loss if expert else "prediction",
-            min_snr_gamma=expert.min_snr_gamma if expert else None,
-            alignment=alignment,
             image_encoder=experiment.prepare.image_encoder,
             caption_encoder=experiment.prepare.caption_encoder,
         )

@@ -88,7 +88,6 @@ def dry_run(experiment: Experiment, run_dir: Path, check: Callable[[DataSizes], 
         num_bytes = sum(rows[0].nbytes for rows in encode().values())
         estimates.append(Estimate(name, num_bytes, (time.monotonic() - start) / num))
     in_shards = texts // num + sum(one.bytes_per_sample for one in estimates[1:-1])
-    in_shards += plugins.config.shards.features * estimates[-1].bytes_per_sample // 2  # float16 instead of float32
     estimates.append(Estimate("shards", in_shards, 0.0))
     unfinished = len(preparation.unfinished_parts())
     return DryRun(stages, len(parts), unfinished, count_samples(parts), tuple(estimates))

@@ -134,7 +134,6 @@ class Preparation:
         # The engine and the number of processes change no byte.
         everything = asdict(replace(config, engine="local", num_processes=0))
         stored = [config.held_out_fraction, config.partition.out_of_cluster_fraction, shards.max_bytes]
-        unstored = set[str]() if shards.features else {FEATURES}
         stages = [
             Stage("source", [asdict(part) for part in self.parts], ("parts.json",), self._write_parts),
             Stage("encode", [files("source"), keys], (), self._encode),
@@ -153,7 +152,7 @@ class Preparation:
             ),
             Stage(
                 "shards",
-                [stored, shards.compression, seed, groups(*keys.keys() - unstored), index, partition],
+                [stored, shards.compression, seed, groups(*keys.keys() - {FEATURES}), index, partition],
                 ("shards/*/*/index.json", "statistics.json"),
                 lambda: write_shards(self.plugins, seed, self.prepared, self._progress_of("shards")),
             ),
@@ -263,7 +262,6 @@ class Preparation:
             captions.size if captions else 0,
             captions.token_shape if captions else None,
             self.plugins.source.num_classes,
-            self.plugins.features.size if self.config.shards.features else 0,
         )
 
     @contextmanager

@@ -17,7 +17,7 @@ from ddm_lightning.core.formatting import format_bytes
 from ddm_lightning.encoders.interfaces import array_encoding, parse_encoding
 from ddm_lightning.partition.columns import Rows
 from ddm_lightning.partition.partition import Partition
-from ddm_lightning.prepare.encode import CAPTIONS, FEATURES, LATENTS, RECORDS
+from ddm_lightning.prepare.encode import CAPTIONS, LATENTS, RECORDS
 from ddm_lightning.prepare.engine import run_jobs
 from ddm_lightning.prepare.prepared import Prepared
 from ddm_lightning.prepare.reading import Plugins
@@ -64,7 +64,7 @@ class Samples:
     """Rows to store in the shards."""
 
     columns: Mapping[str, Rows]
-    """``x_0``, ``label`` and the caption encoder's columns; ``x_0_flipped`` and ``features`` if stored."""
+    """``x_0``, ``label`` and the caption encoder's columns; ``x_0_flipped`` if stored."""
     encodings: Mapping[str, str]
     """MDS encoding of each column; its rows are cast to it."""
     captions: Rows
@@ -214,9 +214,6 @@ def samples_of(prepared: Prepared, plugins: Plugins) -> Samples:
     columns["label"], encodings["label"] = prepared.rows(RECORDS, "label"), "int32"
     for name, encoding in (captions.columns if captions else {}).items():
         columns[name], encodings[name] = prepared.rows(CAPTIONS, name), encoding
-    if plugins.config.shards.features:
-        columns["features"] = prepared.rows(FEATURES, "features")
-        encodings["features"] = array_encoding("float16", columns["features"].row_shape)
     form = StoredForm(encoder.stores, encoder.normalisation)
     return Samples(columns, encodings, prepared.texts("captions"), prepared.clusters, form)
 

@@ -15,7 +15,6 @@ from torch import Tensor
 from ddm_lightning.core import checks
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_write_json, read_json
-from ddm_lightning.encoders.interfaces import parse_encoding
 
 FORMAT_VERSION = 3
 STORED_FORMS = ("x_0", "posterior")
@@ -54,8 +53,6 @@ class DataSizes:
     """Tokens per caption and entries of each; None if the shards hold no tokens."""
     num_classes: int
     """Labels run from 0 to this minus 1."""
-    num_features: int = 0
-    """Entries of the clustering features in the shards; 0 if they hold none."""
 
 
 @dataclass(frozen=True)
@@ -120,11 +117,6 @@ class Manifest:
     def num_clusters(self) -> int:
         """K."""
         return len(self.clusters)
-
-    @property
-    def num_features(self) -> int:
-        """Entries of the clustering features in the shards; 0 if they hold none."""
-        return parse_encoding(self.columns["features"])[1][0] if "features" in self.columns else 0
 
     def write(self, run_dir: Path) -> None:
         """Write ``prepared/manifest.json``, whole or not at all."""

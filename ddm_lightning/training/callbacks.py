@@ -1,4 +1,4 @@
-"""Lightning callbacks of one member: status, missed validations, sample ids, and a stop on request.
+"""Lightning callbacks of one member: status, missed validations, and a stop on request.
 
 Their order does not matter: none relies on another one's hook having run before its own.
 """
@@ -18,7 +18,6 @@ from typing import Any
 import lightning as L
 import torch
 from rich.progress import Progress
-from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ddm_lightning.core.formatting import member_columns
@@ -174,24 +173,6 @@ class MissedValidation(L.Callback):
         self.status.validated_step = trainer.global_step
         if trainer.is_global_zero:
             self.status.write(self.folder)
-
-
-class SampleLog(L.Callback):
-    """Writes the sample ids of each step to ``sample_ids.txt``, one line per step: proof of the training data.
-
-    Several ranks write a file each, ``sample_ids-0.txt`` and so on.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def on_train_batch_start(
-        self, trainer: L.Trainer, module: L.LightningModule, batch: dict[str, Tensor], batch_idx: int
-    ) -> None:
-        """Append ``step: ids``."""
-        name = "sample_ids.txt" if trainer.world_size == 1 else f"sample_ids-{trainer.global_rank}.txt"
-        with (self.folder / name).open("a", encoding="utf-8") as stream:
-            stream.write(f"{trainer.global_step}: {' '.join(str(i) for i in batch['sample_id'].tolist())}\n")
 
 
 class StopRequested(BaseException):

@@ -33,7 +33,6 @@ from ddm_lightning.networks.attention import chosen_kernel
 from ddm_lightning.shards.datamodule import ClusterDataModule
 from ddm_lightning.shards.manifest import Manifest, StoredForm
 from ddm_lightning.training import callbacks, ema, ranks, rolling
-from ddm_lightning.training.alignment import Alignment
 from ddm_lightning.training.loggers import build_loggers
 from ddm_lightning.training.module import MemberModule
 from ddm_lightning.training.parallel import BackgroundCheckpoints, checkpoint_bytes, choose_strategy
@@ -94,10 +93,9 @@ def _fit_locked(name: str, run: Run, console: Console, show_progress: bool) -> M
     data = build_data(member, run)
 
     num_parameters, num_widths = sum(p.numel() for p in module.network.parameters()), len(member.train.ema_widths)
-    aligned = member.alignment is not None
-    strategy, reason = choose_strategy(island, num_parameters, num_widths, member.train.optimizer, aligned)
+    strategy, reason = choose_strategy(island, num_parameters, num_widths, member.train.optimizer)
     module.speed.cost, cost_line = measure_cost(module.network, member, island)
-    size = checkpoint_bytes(num_parameters, num_widths, island.precision)
+    size = checkpoint_bytes(num_parameters, num_widths)
     for line in (
         f"{num_parameters / 1e6:.2f} M parameters, {reason}",
         f"a checkpoint takes {format_bytes(size)} of the disk and of the host's memory",
@@ -170,14 +168,12 @@ def build_module(member: Member, run: Run) -> MemberModule:
         raise UserError(f"key '{member.role.section}.train.horizontal_flip': {problem}; {remedy}")
     planned = member.plan_network()
     check_memory([*planned.parameters(), *planned.buffers()], member.name)
-    network = member.build_network()
     return OBJECTIVES[member.role.objective](
-        network,
+        member.build_network(),
         member,
         StoredForm(manifest.stores, manifest.normalisation),
         island=run.experiment.island,
         caption_encoder=_online_encoder(member, manifest),
-        alignment=None if member.alignment is None else Alignment(network, member, manifest.num_features),
         num_held_out=sum(manifest.clusters[k].held_out for k in member.clusters),
     )
 
@@ -260,7 +256,6 @@ def build_trainer(
         samples,
         *([ScoreLogger(samples, experiment.evaluate, every)] if every and not member.role.classifies else []),
         *([ema.EmaSnapshots(folder, member.train)] if member.train.ema_widths else []),
-        *([callbacks.SampleLog(folder)] if island.log_sample_ids else []),
         *(CALLBACKS.build(plugin.name, plugin.params) for plugin in island.callbacks),
     ]
     _quieten(keep_notes="profiler" in island.trainer)

@@ -30,7 +30,7 @@ def tensorboard_tag(name: str) -> str:
         return f"2_router/{name}"
     if name == "samples":
         return "1_watch/train/samples"  # sorted behind the losses: each member has a card of its own
-    if kind == "score" or figure in ("loss", "alignment"):
+    if kind == "score" or figure == "loss":
         return f"1_watch/{name}"
     return f"3_training/{name}" if kind == "train" else name
 

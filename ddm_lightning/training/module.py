@@ -17,14 +17,13 @@ from torch.distributed.fsdp import FSDPModule
 from ddm_lightning.config.experiment import IslandConfig
 from ddm_lightning.encoders.interfaces import CaptionEncoder
 from ddm_lightning.flow.condition import Condition
-from ddm_lightning.flow.path import interpolate, min_snr_weights, velocity_loss_weights
+from ddm_lightning.flow.path import interpolate, velocity_loss_weights
 from ddm_lightning.flow.randomness import keyed_generator, keyed_seed
 from ddm_lightning.flow.timesteps import sample_timesteps, stratified_timesteps
 from ddm_lightning.members.member import Member
 from ddm_lightning.networks.attention import check_attention, set_attention
 from ddm_lightning.networks.compiled import compile_blocks
 from ddm_lightning.shards.manifest import StoredForm
-from ddm_lightning.training.alignment import Alignment
 from ddm_lightning.training.ema import ema_weights, track_ema
 from ddm_lightning.training.guard import FiniteGuard
 from ddm_lightning.training.optimizer import build_optimizer, build_schedule, clip_in_step
@@ -69,7 +68,6 @@ class MemberModule(L.LightningModule):
         island: attention, compilation, checkpointing and micro batches on this machine; defaults if None.
         caption_encoder: encodes captions during training; None if the shards hold the result.
         num_held_out: held-out samples of its clusters; None to count every row of a held-out batch.
-        alignment: aligns the network's tokens with the clustering features; None for no alignment.
     """
 
     loss_name = "loss"
@@ -84,7 +82,6 @@ class MemberModule(L.LightningModule):
         island: IslandConfig | None = None,
         caption_encoder: CaptionEncoder | None = None,
         num_held_out: int | None = None,
-        alignment: Alignment | None = None,
     ) -> None:
         super().__init__()
         self.network = network
@@ -93,7 +90,6 @@ class MemberModule(L.LightningModule):
         self.island = island or IslandConfig()
         self.caption_encoder = caption_encoder
         self.num_held_out = num_held_out
-        self.alignment = alignment
         self.speed = Speed(member.batch_size)
         self.averages: dict[str, float] = {}
         """Training averages of the newest report."""
@@ -125,8 +121,7 @@ class MemberModule(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         """Build AdamW or Muon with the EMAs in its state, and the learning-rate schedule."""
-        head = () if self.alignment is None else self.alignment.parameters()
-        optimizer = build_optimizer(self.network, self.member.train, head)
+        optimizer = build_optimizer(self.network, self.member.train)
         track_ema(optimizer, self.member.train.ema_decay, self.member.train.ema_widths)
         schedule = build_schedule(optimizer, self.member.train)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
@@ -185,15 +180,10 @@ class MemberModule(L.LightningModule):
         raise NotImplementedError
 
     def weighted(self, losses: dict[str, Float[Tensor, " b"]], t: Float[Tensor, " b"]) -> Float[Tensor, " b"]:
-        """Weight ``loss`` for training, by velocity or Min-SNR, and reward alignment; curves show both unweighted."""
-        loss, gamma = losses["loss"], self.member.min_snr_gamma
+        """Weight ``loss`` for training; curves show it unweighted."""
         if self.member.loss == "velocity":
-            loss = loss * velocity_loss_weights(t, self.prediction, self.member.path)
-        elif gamma is not None:
-            loss = loss * min_snr_weights(t, gamma, self.prediction, self.member.path)
-        if self.alignment is not None:
-            loss = loss - self.alignment.weight_at(self.global_step) * losses["alignment"]
-        return loss
+            return losses["loss"] * velocity_loss_weights(t, self.prediction, self.member.path)
+        return losses["loss"]
 
     def _micro_batches(self, num: int) -> list[slice]:
         """Split a batch into nearly equal micro batches, so that compiled blocks see at most two sizes."""

@@ -16,13 +16,12 @@ from torch.optim.lr_scheduler import LambdaLR
 from ddm_lightning.config.experiment import TrainConfig
 
 
-def build_optimizer(network: nn.Module, train: TrainConfig, head: Iterable[nn.Parameter] = ()) -> Optimizer:
+def build_optimizer(network: nn.Module, train: TrainConfig) -> Optimizer:
     """Build fused AdamW, or Muon for the blocks' matrices; only parameters of two or more dimensions decay.
 
     Args:
         network: the network.
         train: optimizer, rate and decay.
-        head: further parameters, for AdamW.
 
     Raises:
         ValueError: Muon for a network without such matrices (``has_muon_matrices``).
@@ -31,7 +30,7 @@ def build_optimizer(network: nn.Module, train: TrainConfig, head: Iterable[nn.Pa
     hidden: dict[Tensor, int] = {}
     if train.optimizer == "muon":
         hidden = {p: num_layers(name) for name, p in named if is_muon_matrix(name, p)}
-    others = [*(p for _, p in named if p not in hidden), *head]
+    others = [p for _, p in named if p not in hidden]
     groups = [
         {"params": [p for p in others if p.ndim >= 2], "weight_decay": train.weight_decay},
         {"params": [p for p in others if p.ndim < 2], "weight_decay": 0.0},

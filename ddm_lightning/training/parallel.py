@@ -161,23 +161,18 @@ class Sharded(SeveralRanks, strategies.ModelParallelStrategy):
         return torch.distributed.new_group(backend="gloo")
 
 
-def bytes_per_number(precision: str) -> int:
-    """Bytes of a weight and of each number kept for it; of Lightning's precisions only ``64-true`` is not fp32."""
-    return 8 if precision == "64-true" else 4
+def checkpoint_bytes(num_parameters: int, num_widths: int) -> int:
+    """Bytes of weights, two AdamW moments, the EMA and ``num_widths`` power-function averages, all fp32."""
+    return 4 * (4 + num_widths) * num_parameters
 
 
-def checkpoint_bytes(num_parameters: int, num_widths: int, precision: str = "32-true") -> int:
-    """Bytes of weights, two AdamW moments, the EMA and ``num_widths`` power-function averages."""
-    return bytes_per_number(precision) * (4 + num_widths) * num_parameters
-
-
-def training_bytes(num_parameters: int, num_widths: int = 0, precision: str = "32-true") -> int:
+def training_bytes(num_parameters: int, num_widths: int = 0) -> int:
     """Unsharded memory of a training besides activations: the checkpoint's contents and the gradients."""
-    return checkpoint_bytes(num_parameters, num_widths + 1, precision)
+    return checkpoint_bytes(num_parameters, num_widths + 1)
 
 
 def choose_strategy(
-    island: IslandConfig, num_parameters: int, num_widths: int = 0, optimizer: str = "adamw", is_aligned: bool = False
+    island: IslandConfig, num_parameters: int, num_widths: int = 0, optimizer: str = "adamw"
 ) -> tuple[BackgroundCheckpoints, str]:
     """Choose the strategy of an island.
 
@@ -186,13 +181,12 @@ def choose_strategy(
         num_parameters: number of the network's parameters.
         num_widths: number of power-function averages besides the EMA.
         optimizer: ``train.optimizer``.
-        is_aligned: whether the loss has an ``expert.alignment``.
 
     Returns:
         The strategy, and one line that gives the reason.
 
     Raises:
-        UserError: a precision, optimizer or alignment that FSDP2 does not support.
+        UserError: a precision or optimizer that FSDP2 does not support.
     """
     devices, name = island.devices, island.strategy
     if devices == 1 and name in ("auto", "single"):
@@ -210,8 +204,6 @@ def choose_strategy(
     if optimizer == "muon":
         problem = f"FSDP2 ({reason}) splits the matrices that Muon needs whole; set it to adamw, {remedy}"
         raise UserError(f"key 'train.optimizer' = 'muon': {problem}")
-    if is_aligned:
-        raise UserError(f"key 'expert.alignment.weight': FSDP2 ({reason}) would not train its head; set 0, {remedy}")
     gathered = name == "fsdp-shard-grad-op"
     weights = "weights stay gathered until the backward pass" if gathered else "weights are gathered block by block"
     return Sharded(devices, gathered=gathered), f"FSDP2 over {devices} devices, {weights}: {reason}"
@@ -219,8 +211,8 @@ def choose_strategy(
 
 def _by_memory(island: IslandConfig, num_parameters: int, num_widths: int) -> tuple[str, str]:
     """Strategy with the least communication that leaves half of a device to activations, and the reason."""
-    unsharded = training_bytes(num_parameters, num_widths, island.precision)
-    weights = (2 if island.precision in HALF else bytes_per_number(island.precision)) * num_parameters
+    unsharded = training_bytes(num_parameters, num_widths)
+    weights = (2 if island.precision in HALF else 4) * num_parameters
     room = 0.5 * device_bytes(island.accelerator)
     reason = f"weights, gradients, AdamW and EMA take {format_bytes(unsharded)} per device unsharded"
     if unsharded < room:

@@ -26,13 +26,10 @@ class ExpertModule(MemberModule):
     """
 
     def compute_losses(self, noisy: NoisyBatch, batch: dict[str, Tensor]) -> dict[str, Float[Tensor, " b"]]:
-        """Return the mean squared error of each sample and, in training with alignment, its cosine similarity."""
+        """Return the mean squared error of each sample."""
         prediction = self.network(noisy.x_t, noisy.t, noisy.condition)
         target = training_target(*self.ends(noisy, batch), noisy.t, self.prediction, self.member.path)
-        losses = {"loss": F.mse_loss(prediction.float(), target, reduction="none").flatten(1).mean(1)}
-        if self.alignment is not None and self.training:
-            losses["alignment"] = self.alignment(batch["features"])
-        return losses
+        return {"loss": F.mse_loss(prediction.float(), target, reduction="none").flatten(1).mean(1)}
 
     def ends(self, noisy: NoisyBatch, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Return data and noise of each sample, the ends of its path."""

@@ -23,7 +23,7 @@ from ddm_lightning.members.run_folder import refuse_changes
 from ddm_lightning.training.checkpoint import TEMPORARY, damage_of, read_rest
 from ddm_lightning.training.guard import skipped_file
 from ddm_lightning.training.module import MemberModule
-from ddm_lightning.training.parallel import BackgroundCheckpoints, bytes_per_number
+from ddm_lightning.training.parallel import BackgroundCheckpoints
 
 _NAME = re.compile(r"step-\d{8,}\.ckpt")
 # Island settings that change the rounding; the first two also change the noise.
@@ -194,8 +194,7 @@ def check_origin(path: Path, member: str, experiment: Experiment) -> str | None:
     A checkpoint may have been copied, and the experiment changed since.
 
     Raises:
-        UserError: the checkpoint is another member's or of another experiment, or its weights have another width,
-            which loading would keep.
+        UserError: the checkpoint is another member's or of another experiment.
     """
     rest, own = read_rest(path), origin_of(member, experiment)
     if rest.get("member") != member:
@@ -203,9 +202,6 @@ def check_origin(path: Path, member: str, experiment: Experiment) -> str | None:
         raise UserError(f"{path}: {problem}; move it to that folder, or remove it")
     refuse_changes(path, rest["experiment"], own["experiment"])
     old, new = rest["experiment"]["island"], own["experiment"]["island"]
-    if bytes_per_number(old["precision"]) != bytes_per_number(new["precision"]):
-        problem = f"was trained with island.precision={old['precision']}, and {new['precision']} keeps other weights"
-        raise UserError(f"{path}: {problem}; set it back, or use another folder with run_dir=…")
     if not (differing := [name for name in _NUMERICS if old.get(name) != new[name]]):
         return None
     settings = ", ".join(f"island.{name}={_in_yaml(new[name])} (was {_in_yaml(old.get(name))})" for name in differing)

@@ -58,10 +58,10 @@ def test_more_steps_are_the_same_training_where_the_schedule_does_not_end(tmp_pa
 
 def test_a_record_without_newer_keys_is_of_the_same_experiment(tmp_path):
     old, new = asdict(load_experiment(TINY)), asdict(load_experiment(TINY))
-    del old["expert"]["min_snr_gamma"], old["prepare"]["horizontal_flips"]
+    del old["expert"]["loss"], old["prepare"]["horizontal_flips"]
     refuse_changes(tmp_path, old, new)
-    new["expert"]["min_snr_gamma"] = 5.0
-    with pytest.raises(UserError, match=r"expert\.min_snr_gamma"):
+    new["expert"]["loss"] = "velocity"
+    with pytest.raises(UserError, match=r"expert\.loss"):
         refuse_changes(tmp_path, old, new)
 
 

@@ -38,13 +38,6 @@ def test_nothing_is_written_before_or_after_a_run(tmp_path):
     assert state_of(tmp_path) == before
 
 
-def test_features_in_the_shards_take_two_bytes_a_number(tmp_path):
-    experiment, told = tiny_experiment(num_samples=60), []
-    for experiment.prepare.shards.features in (False, True):
-        told.append(bytes_of(dry_run(experiment, tmp_path))["shards"])
-    assert told[1] - told[0] == 2 * 48
-
-
 @pytest.mark.parametrize("horizontal_flips", [False, True])
 @pytest.mark.parametrize("caption_encoder", [None, PluginConfig("hashed-words", {"size": 6})])
 def test_bytes_a_sample_are_those_that_prepare_writes(tmp_path, horizontal_flips, caption_encoder):

@@ -103,22 +103,6 @@ def test_samples_for_the_experts_of_other_clusters_change_nothing_else(tmp_path)
         assert data.out_of_cluster == folders
 
 
-def test_the_shards_can_hold_the_features_of_every_sample_and_change_in_nothing_else(tmp_path):
-    plain, _ = run(tiny_experiment(), tmp_path / "plain")
-    both, _ = run(changed(shards=ShardsConfig(features=True)), tmp_path / "both")
-    assert both.columns == {**plain.columns, "features": "ndarray:float16:48"}
-    assert (plain.num_features, both.num_features) == (0, 48)
-    features = Prepared(tmp_path / "both" / "prepared").rows("features", "features")[:]
-    found = {int(sample["sample_id"]): sample for sample in stored_samples(tmp_path / "both")}
-    assert sorted(found) == list(range(60))
-    for row, sample in found.items():
-        assert sample["features"].dtype == np.float16
-        np.testing.assert_array_equal(sample["features"], features[row].astype(np.float16))
-    for sample in stored_samples(tmp_path / "plain"):
-        other = found[int(sample["sample_id"])]
-        assert all(np.array_equal(other[name], value) for name, value in sample.items())
-
-
 def stored_images(run):
     return (sample["x_0"] for sample in stored_samples(run))
 
@@ -185,7 +169,6 @@ def changed(**changes):
         ({"partition": MIXED}, ["shards", "report"]),
         ({"held_out_fraction": 0.2}, ["shards", "report"]),
         ({"shards": ShardsConfig(compression="zstd:3")}, ["shards", "report"]),
-        ({"shards": ShardsConfig(features=True)}, ["shards", "report"]),
         ({"num_processes": 7}, []),
         ({"seed": 1}, ["partition", "shards", "report"]),
     ],

@@ -5,7 +5,7 @@ Prints a line of JSON a network: whether its gradients are those of no compiler,
 
 import json
 import sys
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,6 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parallel import DistributedDataParallel
 
-from ddm_lightning.config.experiment import AlignmentConfig
 from ddm_lightning.ensemble.velocity import Ensemble
 from ddm_lightning.flow.condition import Condition, ConditionSpec
 from ddm_lightning.networks.attention import attention, set_attention
@@ -21,7 +20,6 @@ from ddm_lightning.networks.compiled import compile_blocks
 from ddm_lightning.networks.dit import DiT
 from ddm_lightning.networks.mmdit import MMDiT
 from ddm_lightning.networks.router import RouterDiT
-from ddm_lightning.training.alignment import Alignment
 from ddm_lightning.training.parallel import checkpoint_blocks
 
 SMALL = {"x_shape": (3, 8, 8), "width": 32, "depth": 2, "num_heads": 2, "patch_size": 2}
@@ -72,24 +70,6 @@ def compare(name, is_checkpointed):
         is_close &= all(torch.allclose(found[key], value, rtol=1e-4, atol=1e-6) for key, value in expected.items())
     counters = torch._dynamo.utils.counters
     return {"is_close": is_close, "breaks": len(counters["graph_break"]), "graphs": counters["stats"]["unique_graphs"]}
-
-
-def gives_tokens(name):
-    """Whether the tokens of a compiled block reach its alignment in training, with the gradients of no compiler."""
-    torch._dynamo.reset()
-    found = []
-    for is_compiled in (True, False):
-        network, condition = built(name), NETWORKS[name][1]
-        head = Alignment(network, SimpleNamespace(alignment=AlignmentConfig(1.0, depth=1), seed=0), num_features=5)
-        if is_compiled:
-            compile_blocks(network, backend="eager")
-        for num in (3, 4):
-            gradients(network, condition, num)
-            network.zero_grad()
-            head(torch.arange(5.0).expand(num, 5)).sum().backward()
-        found.append({name: p.grad for name, p in network.named_parameters() if p.grad is not None})
-    assert found[0].keys() == found[1].keys()
-    return all(torch.allclose(found[0][name], value, rtol=1e-4, atol=1e-6) for name, value in found[1].items())
 
 
 def kinds_of_calls(name):
@@ -199,8 +179,6 @@ if __name__ == "__main__":
         for is_checkpointed in (False, True):
             print(json.dumps([name, is_checkpointed, compare(name, is_checkpointed)]))
         print(json.dumps([name, "kinds", {"graphs": kinds_of_calls(name)}]))
-    for name in ("dit", "mmdit"):
-        print(json.dumps([name, "tokens", gives_tokens(name)]))
     print(json.dumps(["ddp", False, under_ddp("dit")]))
     print(json.dumps(["xformers", False, {"taken": takes_xformers()}]))
     print(json.dumps(["flash", False, {"taken": takes_flash()}]))

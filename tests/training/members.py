@@ -31,8 +31,6 @@ MEMBER = Member(
     condition_dropout=0.1,
     path="linear",
     loss="prediction",
-    min_snr_gamma=None,
-    alignment=None,
     image_encoder=PluginConfig("pixels"),
     caption_encoder=None,
 )

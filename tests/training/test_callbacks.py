@@ -4,12 +4,10 @@ from types import SimpleNamespace
 
 import lightning as L
 import pytest
-import torch
-from training.members import batch, expert
 from training.two_processes import in_two_processes
 
 from ddm_lightning.core.processes import STARTED_BY
-from ddm_lightning.training.callbacks import SampleLog, StopOnRequest, StopRequested
+from ddm_lightning.training.callbacks import StopOnRequest, StopRequested
 from ddm_lightning.training.rolling import RollingCheckpoints
 
 
@@ -127,13 +125,3 @@ def test_lightning_takes_no_signal():
         assert signal.getsignal(signal.SIGTERM) == stop._request
         trainer._signal_connector.teardown()
         assert signal.getsignal(signal.SIGTERM) == stop._request
-
-
-def test_sample_ids_are_written_a_line_a_step_and_a_file_a_rank(tmp_path):
-    log = SampleLog(tmp_path)
-    part = {"sample_id": torch.tensor([3, 1, 2])}
-    log.on_train_batch_start(trainer_at(0), expert(), part, 0)
-    log.on_train_batch_start(trainer_at(1), expert(), batch(2), 1)
-    log.on_train_batch_start(trainer_at(1, world_size=2, global_rank=1), expert(), part, 1)
-    assert (tmp_path / "sample_ids.txt").read_text() == "0: 3 1 2\n1: 0 1\n"
-    assert (tmp_path / "sample_ids-1.txt").read_text() == "1: 3 1 2\n"

@@ -43,12 +43,6 @@ def test_each_block_is_one_graph_with_the_gradients_of_no_compiler(found, name, 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["dit", "mmdit"])
-def test_tokens_of_a_compiled_block_can_be_aligned(found, name):
-    assert found[name, "tokens"]
-
-
-@pytest.mark.long
 def test_a_block_is_one_graph_under_ddp_too(found):
     assert found["ddp", False]["ddp"] == found["ddp", False]["alone"]
 

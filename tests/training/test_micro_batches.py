@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from sample_log import LOGS_SAMPLES
 from shards.mds import WARNINGS
 from tiny_runs import read_status
 from training.short_fits import fit, trained, weights
@@ -9,7 +10,7 @@ from training.short_fits import fit, trained, weights
 from ddm_lightning.members.artifact import load_network
 
 pytestmark = WARNINGS
-SHORT = ("router.train.max_steps=10", "island.log_sample_ids=true")
+SHORT = ("router.train.max_steps=10", LOGS_SAMPLES)
 
 
 @pytest.fixture(scope="module")

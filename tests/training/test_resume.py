@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from deadline import within
+from sample_log import LOGS_SAMPLES
 from shards.mds import WARNINGS
 from tiny_runs import TINY, copy_run, finish, read_status, start
 from training.checkpoint_folders import cut
@@ -67,16 +68,6 @@ def test_milestones_of_an_earlier_start_are_kept_for_good(finished, tmp_path):
     shutil.rmtree(member(run, "checkpoints", "step-00000020.ckpt"))
     assert fit(run, "island.keep_checkpoints=1") == 0
     assert checkpoints(run) == milestones
-
-
-def test_weights_of_another_width_are_refused(interrupted, capsys):
-    assert fit(interrupted, "island.precision=64-true") == 2
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-    newest = member(interrupted, "checkpoints", "step-00000018.ckpt")
-    assert line == (
-        f"error: {newest}: was trained with island.precision=32-true, and 64-true keeps other weights; "
-        "set it back, or use another folder with run_dir=…"
-    )
 
 
 def test_the_checkpoint_of_another_member_is_refused(finished, tmp_path, capsys):
@@ -184,7 +175,7 @@ def test_a_resume_around_the_end_of_an_epoch_skips_and_repeats_nothing(
         "island.checkpoint_every_n_steps=1",
         "island.keep_checkpoints=100",
         f"island.validate_every_n_steps={epoch}",
-        "island.log_sample_ids=true",
+        LOGS_SAMPLES,
         f"island.loader={loader}",
     ]
 

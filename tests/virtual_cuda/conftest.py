@@ -13,7 +13,6 @@ from ddm_lightning.core.registry import SOLVERS, STRATEGIES
 SETTINGS = (
     "prepare.partition.num_clusters=3",
     "prepare.partition.device=cuda",
-    "prepare.shards.features=true",
     "island.accelerator=gpu",
     "island.log_every_n_steps=4",
     "island.checkpoint_every_n_steps=6",
@@ -22,7 +21,6 @@ SETTINGS = (
     "expert.train.global_batch_size=12",
     "expert.train.ema_widths=[0.1]",
     "expert.train.ema_snapshots=2",
-    "expert.alignment={weight: 0.5, depth: 1}",
     "expert.overrides={expert-2: {train: {optimizer: muon, horizontal_flip: true}}}",
     "router.train.max_steps=12",
     "evaluate.num_images=8",

@@ -1,0 +1,28 @@
+"""A plug-in callback for tests: which samples each step was trained on.
+
+The folder beside this file makes it a package with an entry point wherever ``tests`` is on Python's path.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import lightning as L
+
+FOLDER = Path(__file__).parent
+LOGS_SAMPLES = "island.callbacks=[{name: sample-log}]"
+
+
+class SampleLog(L.Callback):
+    """Appends ``step: ids`` for each step to ``sample_ids.txt``; several ranks write ``sample_ids-0.txt`` and so on."""
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        name = "sample_ids.txt" if trainer.world_size == 1 else f"sample_ids-{trainer.global_rank}.txt"
+        with (Path(trainer.default_root_dir) / name).open("a", encoding="utf-8") as stream:
+            stream.write(f"{trainer.global_step}: {' '.join(map(str, batch['sample_id'].tolist()))}\n")
+
+
+def python_path() -> str:
+    """PYTHONPATH of a process that shall find the plug-in."""
+    return os.pathsep.join(filter(None, (str(FOLDER), os.environ.get("PYTHONPATH"))))
