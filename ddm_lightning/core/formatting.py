@@ -1,4 +1,4 @@
-"""Format sizes and times for people; progress bars, and lines in their place."""
+"""Format sizes and times for people; progress bars, or lines where there is no terminal."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rich.progress import (
 )
 
 LINE_SECONDS = 30.0
-"""Interval of the lines that a log gets in place of bars."""
+"""Interval of the lines that are printed instead of bars when there is no terminal."""
 
 
 def format_bytes(num_bytes: float) -> str:
@@ -58,7 +58,7 @@ def member_columns() -> tuple[ProgressColumn, ...]:
 
 
 class Bars(Progress):
-    """Progress bars on a terminal; elsewhere a line every ``LINE_SECONDS`` about the running tasks.
+    """Progress bars on a terminal; elsewhere a line about the running tasks every ``LINE_SECONDS``, if it is new.
 
     Args:
         console: by default stderr.
@@ -88,11 +88,14 @@ class Bars(Progress):
         return super().add_task(description, *options, **{"note": "", **fields})
 
     def _print_lines(self) -> None:
+        last = ""
         while not self._over.wait(LINE_SECONDS):
             started = [task for task in self.tasks if task.started]
             running = [task for task in started if not task.finished] or started[-1:]
             line = "; ".join(map(_line_of, running)) or "starting"
-            self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+            if line != last:
+                self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+            last = line
 
 
 def _line_of(task: Task) -> str:

@@ -109,9 +109,8 @@ def test_a_log_gets_lines_about_the_running_members(alone, monkeypatch):
     out = io.StringIO()
     local.fit_members(MEMBERS, alone.run, 2, Console(file=out))
     steps = {name: alone.run.status(name).max_steps for name in MEMBERS}
-    assert (
-        f"expert-0: 0 of {steps['expert-0']}, waiting; expert-1: 0 of {steps['expert-1']}, waiting\n" in out.getvalue()
-    )
+    line = f"expert-0: 0 of {steps['expert-0']}, waiting; expert-1: 0 of {steps['expert-1']}, waiting\n"
+    assert out.getvalue().count(line) == 1
 
 
 @pytest.mark.parametrize(("codes", "expected"), [((2, 2, 2), 2), ((2, 1, 2), 1)])
