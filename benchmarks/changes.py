@@ -13,23 +13,21 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
-import numpy as np
 import torch
 from common import Report, call, console, load, parse, parser, run, use_all_threads
 from flop_sampling import features_of
 from flop_scores import NUM_CLASSIFIED, OTHER, kid
-from split import read_split
+from split import encoder_of, read_split
 
 from ddm_lightning.config.experiment import SampleConfig
-from ddm_lightning.core.registry import IMAGE_ENCODERS
 from ddm_lightning.ensemble.changes import added, removed
 from ddm_lightning.ensemble.load import load_listed
 from ddm_lightning.ensemble.manifest import EnsembleManifest
 from ddm_lightning.evaluation.shares import ClusterShares, total_variation
 from ddm_lightning.flow.randomness import keyed_generator
 from ddm_lightning.members.roles import cluster_of_expert
-from ddm_lightning.members.run_folder import RunFolder
-from ddm_lightning.shards.manifest import HELD_OUT, TRAIN, Manifest
+from ddm_lightning.members.run import Run
+from ddm_lightning.shards.manifest import HELD_OUT, TRAIN
 from ddm_lightning.training.extension import extend_router
 from ddm_lightning.use.saved import open_ensemble
 
@@ -43,17 +41,17 @@ def main(arguments: Sequence[str] | None) -> None:
     cli.add_argument("--num", type=int, default=2000, help=f"images per ensemble (2000; {QUICK_NUM} with --quick)")
     options = parse(cli, arguments)
     experiment, num = load(options), min(options.num, QUICK_NUM) if options.quick else options.num
-    folder, plugin = RunFolder.of(experiment), experiment.prepare.image_encoder
+    original = Run(experiment)
+    folder = original.folder
     if not folder.ensemble.exists():
         call("fit", options)
     use_all_threads()
-    manifest, encoder = Manifest.read(folder.root), IMAGE_ENCODERS.build(plugin.name, plugin.params)
-    held_out, train = (read_split(folder, manifest, side) for side in (HELD_OUT, TRAIN))
+    manifest, encoder = original.manifest, encoder_of(original)
+    held_out, train = (read_split(original, side) for side in (HELD_OUT, TRAIN))
     stored = folder.root / "benchmarks" / "features"
 
     def features(x_0: torch.Tensor) -> torch.Tensor:
-        images: np.ndarray = encoder.decode(x_0)
-        return features_of(images, OTHER, stored)
+        return features_of(encoder.decode(x_0), OTHER, stored)
 
     real = features(held_out.x_0)
     rows = torch.randperm(len(train), generator=keyed_generator(0, "classifier"))[:NUM_CLASSIFIED]

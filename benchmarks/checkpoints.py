@@ -8,7 +8,6 @@ is the time of all steps until it is on disk, less the time of as many undisturb
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import statistics
@@ -20,21 +19,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from common import Report, console, parse, progress, run
+from common import Report, console, device_of, parse, parser, progress, run
+from step_gpu import XL2
+from step_networks import Sizes, Step, our_side
 
-from ddm_lightning.core.compat import ensure_torchvision_importable
-
-ensure_torchvision_importable()
-
-import step_gpu  # noqa: E402  # after torchvision has been made importable
-from step_networks import Sizes, Step, our_side  # noqa: E402
-
-from ddm_lightning.training.checkpoint import (  # noqa: E402
+from ddm_lightning.training.checkpoint import (
     CheckpointWriter,
     named_groups,
     tensors_of,
 )
-from ddm_lightning.training.ema import track_ema  # noqa: E402
+from ddm_lightning.training.ema import track_ema
 
 SMALL = Sizes(width=384, depth=12, num_heads=6, patch_size=2, channels=4, edge=16, batch_size=4)
 QUICK = Sizes(width=128, depth=4, num_heads=4, patch_size=2, channels=4, edge=16, batch_size=4)
@@ -116,18 +110,13 @@ class Saved:
 
 def main(arguments: Sequence[str] | None) -> None:
     """Run the benchmark."""
-    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    cli.add_argument("--json", metavar="OUT", type=Path, help="write commit, device, command and figures here")
-    cli.add_argument("--quick", action="store_true", help="a few seconds, with a tiny network")
-    cli.add_argument("--device", choices=("cpu", "cuda"), default=None, help="default: cuda where there is one")
-    cli.set_defaults(overrides=[])
-    options = parse(cli, arguments)
-    name = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    options = parse(parser(__doc__ or "", fixed=True, device=True), arguments)
+    device = device_of(options)
     torch.set_num_threads(1)
-    sizes = QUICK if options.quick else step_gpu.XL2 if name == "cuda" else SMALL
+    sizes = QUICK if options.quick else XL2 if device.type == "cuda" else SMALL
     shown = console()
     with tempfile.TemporaryDirectory(prefix="checkpoints-") as folder, progress(shown) as bars:
-        saved = Saved(sizes, torch.device(name), Path(folder))
+        saved = Saved(sizes, device, Path(folder))
         num_turns = 3 if options.quick else 8
         found: dict[str, list[Cost]] = {"background": [], "waited for": []}
         undisturbed = []

@@ -10,40 +10,59 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from pathlib import Path
 from types import FrameType
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from matplotlib.figure import Figure
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
+from yaml import YAMLError
 
 from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.config.load import load_experiment
-from ddm_lightning.core.compat import defer_heavy_packages, ensure_torchvision_importable
-from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.errors import UserError, first_line
 from ddm_lightning.core.files import atomic_write, atomic_write_json, atomic_write_text
 from ddm_lightning.core.formatting import time_column
 
-ensure_torchvision_importable()  # before a benchmark imports Streaming
-defer_heavy_packages()
-
 REPOSITORY = Path(__file__).resolve().parents[1]
+TINY = REPOSITORY / "experiments" / "tiny_2x.yaml"
+MEMBER = "expert-0"
+"""The member that benchmarks of a training step or of one training train."""
 LOGS_SAMPLES = "island.callbacks=[{name: sample-log}]"
 """Setting that writes each step's sample ids to the member's folder, by a plug-in of ``tests``."""
-PYTHON_PATH = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests"), os.environ.get("PYTHONPATH", "")])
-"""PYTHONPATH of child processes that need this plug-in."""
 INTERRUPTED = 130
+POLL_SECONDS = 2.0
+T = TypeVar("T")
 
 
-def parser(description: str, *, config: str | None = None) -> argparse.ArgumentParser:
-    """Make a parser with the options common to all benchmarks; ``config`` is the default of ``-c``."""
-    cli = argparse.ArgumentParser(description=description)
-    cli.add_argument("-c", "--config", metavar="FILE", default=config, required=config is None, help="experiment file")
+def parser(
+    description: str, *, config: str | None = None, fixed: bool = False, device: bool = False
+) -> argparse.ArgumentParser:
+    """Make a parser with the options common to all benchmarks.
+
+    Args:
+        description: the benchmark's docstring.
+        config: default of ``-c``.
+        fixed: leave out ``-c`` and overrides; the experiment is ``tiny_2x.yaml``.
+        device: add ``--device``; see ``device_of``.
+    """
+    cli = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     cli.add_argument("--json", metavar="OUT", type=Path, help="write commit, device, command and figures here")
     cli.add_argument("--quick", action="store_true", help="a smaller run of about a minute, to see that it works")
+    if device:
+        cli.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+    if fixed:
+        cli.set_defaults(config=str(TINY), overrides=[])
+        return cli
+    cli.add_argument("-c", "--config", metavar="FILE", default=config, required=config is None, help="experiment file")
     cli.add_argument("overrides", nargs="*", metavar="key=value", help="settings that override the file")
     return cli
 
@@ -91,25 +110,151 @@ def load(options: argparse.Namespace, *overrides: str) -> Experiment:
     return load_experiment(options.config, [*options.overrides, *overrides])
 
 
+def device_of(options: argparse.Namespace) -> torch.device:
+    """Device of ``--device``; a GPU if there is one and none is named.
+
+    Raises:
+        UserError: there is no GPU.
+    """
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device cuda: torch sees no CUDA device here; give --device cpu")
+    return torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def read_variants(words: Sequence[str], kind: Callable[..., T]) -> list[T]:
+    """Read variants from a YAML file: all of them, or those named behind the file.
+
+    Args:
+        words: ``FILE NAME…``, as given to ``--variants``; empty for none.
+        kind: dataclass with a field ``name`` and one for each key of a variant.
+
+    Raises:
+        UserError: the file is missing or damaged, a key is unknown, or there is no variant of a name.
+    """
+    if not words:
+        return []
+    path, names = Path(words[0]), words[1:]
+    try:
+        document: Any = OmegaConf.to_container(OmegaConf.load(path))
+        variants = {
+            name: kind(name, **{key: tuple(v) if isinstance(v, list) else v for key, v in (entry or {}).items()})
+            for name, entry in document.items()
+        }
+    except (OSError, OmegaConfBaseException, YAMLError, TypeError, AttributeError) as error:
+        problem = f"is not a file of variants ({first_line(error)}); benchmarks/variants_….yaml show the form"
+        raise UserError(f"--variants {path}: {problem}") from None
+    if unknown := [name for name in names if name not in variants]:
+        raise UserError(f"--variants {path}: no variant {unknown[0]!r}; known: {', '.join(variants)}")
+    return [variants[name] for name in names or variants]
+
+
+class Child(subprocess.Popen[bytes]):
+    """A module of Python in a process of its own, with the code of this repository.
+
+    It has a session of its own, so that Ctrl-C in the terminal reaches this process alone, which passes it on once.
+
+    Args:
+        words: what follows ``python -m``.
+        shown: let it print to the terminal.
+    """
+
+    running: ClassVar[list[Child]] = []
+    """All of them that nobody has ended; see ``end_all``."""
+
+    def __init__(self, *words: str, shown: bool = False) -> None:
+        self.words = words
+        self.log = None if shown else tempfile.TemporaryFile()  # noqa: SIM115  # closed by ``output``
+        # The tests' plug-ins, for ``LOGS_SAMPLES``.
+        paths = [str(REPOSITORY), str(REPOSITORY / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
+        super().__init__(
+            [sys.executable, "-m", *words],
+            stdin=subprocess.DEVNULL,
+            stdout=self.log,
+            stderr=None if shown else subprocess.STDOUT,
+            start_new_session=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        )
+        self.running.append(self)
+
+    @classmethod
+    def end_all(cls) -> None:
+        """Ask each to stop, once."""
+        while cls.running:
+            cls.running.pop().terminate()
+
+    def output(self) -> str:
+        """Return what it printed; call it once, after the end."""
+        if self.log is None:
+            return "see above"
+        with self.log:
+            self.log.seek(0)
+            return self.log.read().decode(errors="replace")
+
+    def ended(self, code: int = 0, seconds: float | None = None) -> str:
+        """Wait for the end and return what it printed.
+
+        Args:
+            code: expected exit code.
+            seconds: kill it after so many.
+
+        Raises:
+            UserError: another exit code.
+            KeyboardInterrupt: this process or the child was interrupted.
+        """
+        try:
+            self.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self.kill()
+        except KeyboardInterrupt:
+            self.send_signal(signal.SIGINT)
+            self.wait()
+            raise
+        self.wait()
+        output = self.output()
+        if self.returncode == code:
+            return output
+        if self.returncode == INTERRUPTED:
+            raise KeyboardInterrupt
+        last = output.strip().rpartition("\n")[2]
+        command = f"python -m {shlex.join(self.words)}"
+        raise UserError(f"{command}: ended with code {self.returncode}, not {code}: {last}\n{output[-2000:]}")
+
+
+def start(command: str, options: argparse.Namespace, *overrides: str, shown: bool = False) -> Child:
+    """Start a command of ``ddm_lightning`` as a user would, on the experiment of ``load``."""
+    return Child("ddm_lightning", command, "-c", str(options.config), *options.overrides, *overrides, shown=shown)
+
+
 def call(command: str, options: argparse.Namespace, *overrides: str) -> None:
-    """Run a command of ``ddm_lightning`` as a user would, on the experiment of ``load``.
+    """Run a command of ``ddm_lightning`` in the terminal, on the experiment of ``load``.
 
     Raises:
         UserError: the command failed; it has printed the reason.
     """
-    arguments = [command, "-c", str(options.config), *options.overrides, *overrides]
-    # In a session of its own, so that Ctrl-C in the terminal reaches this process alone, which passes it on once.
-    process = subprocess.Popen([sys.executable, "-m", "ddm_lightning", *arguments], start_new_session=True)
+    start(command, options, *overrides, shown=True).ended()
+
+
+def all_of(futures: Sequence[Future[T]], tick: Callable[[int], object]) -> list[T]:
+    """Wait for all results; after an error or Ctrl-C, end children and start no others.
+
+    Args:
+        futures: running in the threads or processes of one pool.
+        tick: called every ``POLL_SECONDS`` with the number of results.
+    """
     try:
-        code = process.wait()
-    except KeyboardInterrupt:
-        process.send_signal(signal.SIGINT)
-        process.wait()
+        waiting = set(futures)
+        while waiting:
+            done, waiting = wait(waiting, POLL_SECONDS, FIRST_EXCEPTION)
+            for one in done:
+                one.result()
+            tick(len(futures) - len(waiting))
+    except BaseException:
+        for one in futures:
+            one.cancel()
+        while wait(futures, 0.1).not_done:
+            Child.end_all()  # again, because a thread may have started one meanwhile
         raise
-    if code == INTERRUPTED:
-        raise KeyboardInterrupt
-    if code:
-        raise UserError(f"python -m ddm_lightning {shlex.join(arguments)}: ended with code {code}; see above")
+    return [one.result() for one in futures]
 
 
 def console() -> Console:

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import Report, call, command, commit, console, device, load, parse, parser, run
+from common import Report, call, command, commit, console, device, load, parse, parser, read_variants, run
 from flop_report import (
     Results,
     curves_figure,
@@ -37,16 +37,11 @@ from flop_report import (
 from flop_sampling import METHODS, Settings, Task, sample_all
 from flop_scores import HEADLINE, OTHER, Judge, Point, figures_of
 from flop_training import TRAIN, Study, Variant
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
 from ddm_lightning.config.validate import check_experiment
-from ddm_lightning.core.errors import UserError, first_line
+from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_write_json, atomic_write_text
 from ddm_lightning.core.formatting import format_duration
-from ddm_lightning.members.member import Member
-from ddm_lightning.shards.manifest import Manifest
 
 QUICK_STEPS, QUICK_NUM, QUICK_SAMPLING_STEPS = 20, 64, 8
 MIN_NUM = 16
@@ -88,10 +83,10 @@ def main(arguments: Sequence[str] | None) -> None:
         raise UserError(f"--guidance {options.guidance}: give a number; 1 is no guidance")
     check_experiment(load(options), options.config)
     mains = Variant("main", budgets=budgets, seeds=tuple(range(options.seeds)))
-    study = Study(options, [mains, *read_variants(options.variants)])
-    if options.plan and not (study.prepared(mains).prepared / "manifest.json").exists():
-        raise UserError(f"{study.prepared(mains).root}: not prepared; run prepare first, which --plan needs for sizes")
-    if not options.plan:
+    study = Study(options, [mains, *variants_of(options.variants)])
+    if options.plan:
+        _ = study.main.manifest  # --plan needs its sizes; where there is none, this says so
+    else:
         study.prepare()
     show_plan(study, options.jobs)
     if options.plan:
@@ -122,36 +117,23 @@ def _quick(options: Namespace) -> list[str]:
     return [f"run_dir={quick}", *shorter, *sampling]
 
 
-def read_variants(words: Sequence[str]) -> list[Variant]:
-    """Read the variants named behind ``FILE``, or all of them.
+def variants_of(words: Sequence[str]) -> list[Variant]:
+    """Read the variants named behind ``FILE``, or all of them, and check their values.
 
     Raises:
-        UserError: the file is missing or damaged, a key is unknown, or there is no variant of a name.
+        UserError: a bad file (see ``read_variants``), or a bad value.
     """
-    if not words:
-        return []
-    path, names = Path(words[0]), list(words[1:])
-    try:
-        found: Any = OmegaConf.to_container(OmegaConf.load(path))
-        variants = {}
-        for name, entry in found.items():
-            settings: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in (entry or {}).items()}
-            variants[name] = Variant(name, **settings)
-    except (OSError, OmegaConfBaseException, YAMLError, TypeError, AttributeError) as error:
-        problem = f"is no file of variants ({first_line(error)}); variants_mix.yaml shows the form"
-        raise UserError(f"--variants {path}: {problem}") from None
-    for name, one in variants.items():
+    variants = read_variants(words, Variant)
+    for one in variants:
         problems = {
             f"train = {one.train!r} is none of {', '.join(TRAIN)}": one.train not in TRAIN,
             f"budgets = {list(one.budgets)}: give {BUDGETS}": not are_shares(one.budgets),
             f"seeds = {list(one.seeds)}: give whole numbers": not all(isinstance(seed, int) for seed in one.seeds),
-            "its name must be of letters, digits and _": not re.fullmatch(r"\w+", str(name)),
+            "its name must be of letters, digits and _": not re.fullmatch(r"\w+", str(one.name)),
         }
         if found := [problem for problem, holds in problems.items() if holds]:
-            raise UserError(f"--variants {path}: {name}: {found[0]}")
-    if unknown := [name for name in names if name not in variants]:
-        raise UserError(f"--variants {path}: no variant {unknown[0]!r}; known: {', '.join(variants)}")
-    return [variants[name] for name in names or variants]
+            raise UserError(f"--variants {words[0]}: {one.name}: {found[0]}")
+    return variants
 
 
 def show_plan(study: Study, num_jobs: int) -> None:
@@ -187,8 +169,7 @@ def show_plan(study: Study, num_jobs: int) -> None:
 
 def measured_rate(study: Study, seconds: float = 2.0) -> float:
     """Training FLOPs per second of one thread, measured on an expert."""
-    manifest = Manifest.read(study.prepared(study.variants[0]).root)
-    member = Member.resolve("expert-0", study.experiment, manifest)
+    manifest, member = study.main.manifest, study.main.member("expert-0")
     network, num = member.build_network().train(), member.batch_size
     threads, steps = torch.get_num_threads(), 0
     torch.set_num_threads(1)
@@ -207,7 +188,7 @@ def score(study: Study, options: Namespace) -> None:
     """Sample from everything that is trained, score the images and write the results."""
     points, images, floors = collect(study, options)
     experiment, costs = study.experiment, study.costs
-    manifest = Manifest.read(study.prepared(study.variants[0]).root)
+    manifest = study.main.manifest
     train, budget = experiment.router.train, study.budget(1.0)
     figures = figures_of(points, experiment.prepare.features.name) | {
         "num_images": manifest.num_samples,
@@ -256,27 +237,16 @@ def collect(study: Study, options: Namespace) -> tuple[list[Point], dict[str, np
     where: list[tuple[Variant, int, float]] = []
     tasks: list[Task] = []
     for variant, seed, share in study.points():
-        own = study.settings_of(variant)
         is_full = variant.name == "main" and share == max(variant.budgets)
         for method in METHODS:
             wanted = (method.curve or is_full) and method.name in (*HEADLINE, *(options.methods or (method.name,)))
             if method.model not in TRAIN[variant.train] or not wanted:
                 continue
-            run_folder = study.at_budget(variant, seed, share)
             where.append((variant, seed, share))
-            tasks.append(
-                Task(
-                    method,
-                    run_folder.root,
-                    study.prepared(variant).root,
-                    own.prepare.image_encoder,
-                    own.condition.kind,
-                    settings,
-                    run_folder.root / "samples",
-                )
-            )
+            data, folder = study.prepared(variant), study.at_budget(variant, seed, share).root
+            tasks.append(Task(method, folder, data, settings, folder / "samples"))
     sampled = sample_all(tasks, options.jobs)
-    judge = Judge(study, experiment)
+    judge = Judge(study)
     points = []
     shown: dict[str, np.ndarray] = {"held-out images": judge.held_out_images}
     for (variant, seed, share), task, found in zip(where, tasks, sampled, strict=True):

@@ -6,29 +6,30 @@ import hashlib
 import multiprocessing
 import time
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from common import console, progress
+from common import all_of, console, progress
 from flop_training import ENSEMBLE
 from jaxtyping import Float, UInt8
-from split import read_split
+from split import encoder_of, read_split
 from torch import Tensor
 
 from ddm_lightning.config.experiment import PluginConfig, SampleConfig
 from ddm_lightning.core.files import atomic_write, sha256_file, sha256_json
-from ddm_lightning.core.registry import FEATURES, IMAGE_ENCODERS, STRATEGIES
+from ddm_lightning.core.registry import FEATURES, STRATEGIES
 from ddm_lightning.ensemble.load import LoadedEnsemble, load_ensemble, load_single
 from ddm_lightning.ensemble.routing import sample
 from ddm_lightning.flow.condition import Condition
 from ddm_lightning.flow.randomness import keyed_generator
 from ddm_lightning.members.roles import MONOLITH, STUDENT
+from ddm_lightning.members.run import Run
 from ddm_lightning.members.run_folder import MEMBER_FILE, RunFolder
-from ddm_lightning.shards.manifest import HELD_OUT, Manifest
+from ddm_lightning.shards.manifest import HELD_OUT
 
 BATCH_SIZE = 125
 
@@ -90,10 +91,8 @@ class Task:
     method: Method
     weights: Path
     """Run folder of an ensemble or a monolith at one budget."""
-    data: Path
-    """Run folder whose held-out samples give the conditions and whose manifest describes the data."""
-    image_encoder: PluginConfig
-    condition_kind: str
+    data: Run
+    """Run whose held-out samples give the conditions."""
     settings: Settings
     out: Path
     """Folder of the results."""
@@ -105,7 +104,7 @@ class Task:
             "weights": sha256_file(self._described_by()),
             "method": {key: value for key, value in asdict(self.method).items() if key != "curve"},
             "settings": asdict(self.settings),
-            "condition": self.condition_kind,
+            "condition": self.data.experiment.condition.kind,
         }
         return self.out / f"{self.method.name}-{sha256_json(described)[:12]}.npz"
 
@@ -146,19 +145,10 @@ def sample_all(tasks: Sequence[Task], num_jobs: int) -> list[Images]:
     Two threads of one process compute fewer images per second on two cores than two processes of one thread.
     """
     missing = [task for task in tasks if not task.path.exists()]
-    with progress(console()) as bars:
-        bar = bars.add_task("images", total=len(tasks) * tasks[0].settings.num if tasks else 0)
-        num = tasks[0].settings.num if tasks else 0
-        bars.advance(bar, (len(tasks) - len(missing)) * num)
-        with ProcessPoolExecutor(num_jobs, multiprocessing.get_context("spawn"), torch.set_num_threads, (1,)) as pool:
-            futures = [pool.submit(sample_task, task) for task in missing]
-            try:
-                for future in as_completed(futures):
-                    future.result()
-                    bars.advance(bar, num)
-            except BaseException:
-                pool.shutdown(cancel_futures=True)
-                raise
+    processes = multiprocessing.get_context("spawn")
+    with progress(console()) as bars, ProcessPoolExecutor(num_jobs, processes, torch.set_num_threads, (1,)) as pool:
+        bar = bars.add_task("methods", total=len(missing))
+        all_of([pool.submit(sample_task, task) for task in missing], lambda num: bars.update(bar, completed=num))
     return [Images.read(task.path) for task in tasks]
 
 
@@ -168,7 +158,7 @@ def sample_task(task: Task) -> None:
     start = time.process_time()
     x_0 = sample(
         loaded.ensemble,
-        held_out_conditions(task.data, task.condition_kind, settings),
+        held_out_conditions(task.data, settings),
         settings.num,
         loaded.meta.x_shape,
         strategy=STRATEGIES.build(method.strategy, method.params),
@@ -179,7 +169,7 @@ def sample_task(task: Task) -> None:
         seed=settings.seed,
         batch_size=BATCH_SIZE,
     )
-    images = IMAGE_ENCODERS.build(task.image_encoder.name, task.image_encoder.params).decode(x_0)
+    images = encoder_of(task.data).decode(x_0)
     seconds = (time.process_time() - start) / settings.num
     cost = np.array([loaded.cost.experts, loaded.cost.gflop, seconds])
     atomic_write(task.path, lambda temporary: np.savez(temporary, images=images, cost=cost))
@@ -191,12 +181,12 @@ def condition_rows(num_held_out: int, settings: Settings) -> Tensor:
     return order.repeat(-(-settings.num // num_held_out))[: settings.num]
 
 
-def held_out_conditions(data: Path, kind: str, settings: Settings) -> Condition | None:
+def held_out_conditions(data: Run, settings: Settings) -> Condition | None:
     """Conditions of held-out samples; None if there are none."""
-    if kind == "none":
+    if data.experiment.condition.kind == "none":
         return None
-    held_out = read_split(RunFolder(data), Manifest.read(data), HELD_OUT)
-    condition = held_out.condition(kind)
+    held_out = read_split(data, HELD_OUT)
+    condition = held_out.condition(data.experiment.condition.kind)
     return None if condition is None else condition.rows(condition_rows(len(held_out), settings))
 
 

@@ -12,15 +12,15 @@ import torch
 from flop_sampling import METHODS, Images, Task, features_of
 from flop_training import Study, Variant
 from jaxtyping import Float
-from split import read_split
+from split import encoder_of, read_split
 from torch import Tensor
 
-from ddm_lightning.config.experiment import Experiment, PluginConfig
-from ddm_lightning.core.registry import IMAGE_ENCODERS, METRICS
+from ddm_lightning.config.experiment import PluginConfig
+from ddm_lightning.core.registry import METRICS
 from ddm_lightning.evaluation.metrics.kid import KernelDistance
 from ddm_lightning.evaluation.shares import ClusterShares, total_variation
 from ddm_lightning.flow.randomness import keyed_generator
-from ddm_lightning.shards.manifest import HELD_OUT, TRAIN, Manifest
+from ddm_lightning.shards.manifest import HELD_OUT, TRAIN
 
 OTHER = PluginConfig("random-convolutions")
 """Feature network that takes no part in the clustering."""
@@ -143,19 +143,16 @@ class Judge:
 
     Args:
         study: the trainings.
-        experiment: the main experiment.
     """
 
-    def __init__(self, study: Study, experiment: Experiment) -> None:
-        self.study, self.experiment = study, experiment
-        data = study.prepared(study.variants[0])
-        manifest = Manifest.read(data.root)
-        self.held_out, train = (read_split(data, manifest, side) for side in (HELD_OUT, TRAIN))
-        encoder = IMAGE_ENCODERS.build(experiment.prepare.image_encoder.name, experiment.prepare.image_encoder.params)
+    def __init__(self, study: Study) -> None:
+        self.study, run = study, study.main
+        manifest, encoder = run.manifest, encoder_of(run)
+        self.held_out, train = (read_split(run, side) for side in (HELD_OUT, TRAIN))
         order = torch.randperm(len(self.held_out), generator=keyed_generator(0, "shown"))
         images = encoder.decode(self.held_out.x_0)
         self.held_out_images = images[order.numpy()]
-        self.networks = {network.name: network for network in (experiment.prepare.features, OTHER)}
+        self.networks = {network.name: network for network in (run.experiment.prepare.features, OTHER)}
         self.stored = study.root / "features"
         self.real = {name: features_of(images, network, self.stored) for name, network in self.networks.items()}
         rows = torch.randperm(len(train), generator=keyed_generator(0, "classifier"))[:NUM_CLASSIFIED]

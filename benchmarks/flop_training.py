@@ -8,10 +8,6 @@ each member trains on from budget to budget, and its artifact is kept at each.
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
-import threading
-import time
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +16,7 @@ from functools import cached_property
 from pathlib import Path
 
 import numpy as np
-from common import call, console, load, progress
+from common import all_of, call, console, load, progress, start
 from torch.utils.flop_counter import FlopCounterMode
 
 from ddm_lightning.config.experiment import Experiment
@@ -31,17 +27,17 @@ from ddm_lightning.ensemble.manifest import write_ensemble
 from ddm_lightning.members.artifact import read_meta
 from ddm_lightning.members.member import Member
 from ddm_lightning.members.roles import MONOLITH, ROUTER, STUDENT, batch_size, ensemble_members
+from ddm_lightning.members.run import Run
 from ddm_lightning.members.run_folder import MEMBER_FILE, RunFolder, refuse_changed
 from ddm_lightning.members.status import MemberStatus
 from ddm_lightning.networks.flops import flops_per_sample
-from ddm_lightning.shards.manifest import DataSizes, Manifest
+from ddm_lightning.shards.manifest import DataSizes, Manifest, manifest_path
 
 ENSEMBLE = "ensemble"
 TRAIN = {"both": (ENSEMBLE, MONOLITH), ENSEMBLE: (ENSEMBLE,), MONOLITH: (MONOLITH,), STUDENT: (STUDENT,)}
 """What a variant trains. A student learns from the main ensemble of its seed."""
 STUDENT_COST = 4 / 3
 """FLOPs of a student's step over a monolith's: the teacher's forward pass is a third of forward and backward."""
-POLL_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -140,11 +136,16 @@ class Study:
         """The variant's experiment."""
         return load(self.options, *variant.overrides, *more)
 
-    def prepared(self, variant: Variant) -> RunFolder:
-        """The run folder that holds the variant's shards: the experiment's, or its own if it prepares otherwise."""
-        if not any(override.startswith("prepare.") for override in variant.overrides):
-            return RunFolder.of(self.experiment)
-        return RunFolder(self.root / variant.name / "data")
+    def prepared(self, variant: Variant) -> Run:
+        """The variant's run: shards are those of the experiment, or its own if it prepares otherwise."""
+        prepares = any(override.startswith("prepare.") for override in variant.overrides)
+        folder = RunFolder(self.root / variant.name / "data") if prepares else RunFolder.of(self.experiment)
+        return Run(self.settings_of(variant), folder)
+
+    @property
+    def main(self) -> Run:
+        """The run of the main comparison."""
+        return self.prepared(self.variants[0])
 
     def prepare(self) -> None:
         """Prepare the shards of all variants.
@@ -153,15 +154,15 @@ class Study:
             UserError: ``prepare`` failed.
         """
         for variant in self.variants:
-            run = self.prepared(variant)
-            if not (run.prepared / "manifest.json").exists():
+            run = self.prepared(variant).folder
+            if not is_prepared(run):
                 own = [*variant.overrides, f"run_dir={run.root}"] if run.root != Path(self.experiment.run_dir) else []
                 call("prepare", self.options, *own)
 
     @cached_property
     def costs(self) -> Costs:
         """Costs of the main experiment."""
-        manifest = Manifest.read(self.prepared(self.variants[0]).root)
+        manifest = self.main.manifest
         return Costs.of(self.experiment, manifest, manifest.num_samples)
 
     def budget(self, share: float) -> float:
@@ -175,10 +176,10 @@ class Study:
         """All trainings, in the order in which they start: the longest first, so that none is left over at the end."""
         jobs = []
         for variant in self.variants:
-            experiment, run = self.settings_of(variant), self.prepared(variant)
-            if not (run.prepared / "manifest.json").exists():  # --plan: the sizes are those of the main comparison
-                run = self.prepared(self.variants[0])
-            manifest = Manifest.read(run.root)
+            run = self.prepared(variant)
+            experiment = run.experiment
+            # With --plan, sizes are those of the main comparison.
+            manifest = (run if is_prepared(run.folder) else self.main).manifest
             costs = Costs.of(experiment, manifest, manifest.num_samples)
             members = []
             for model in TRAIN[variant.train]:
@@ -225,31 +226,15 @@ class Study:
         self._train_all([job for job in jobs if job.member != STUDENT], num_jobs)
         for variant, seed, share in self.points():
             if ENSEMBLE in TRAIN[variant.train]:
-                run, experiment = self.at_budget(variant, seed, share), self.settings_of(variant)
-                manifest = Manifest.read(self.prepared(variant).root)
-                folders = [run.artifact(member) for member in ensemble_members(experiment)]
-                write_ensemble(run.root, folders, manifest.priors)
+                run, kept = self.prepared(variant), self.at_budget(variant, seed, share)
+                write_ensemble(kept.root, [kept.artifact(member) for member in run.names], run.manifest.priors)
         self._train_all([job for job in jobs if job.member == STUDENT], num_jobs)
 
     def _train_all(self, jobs: Sequence[Job], num_jobs: int) -> None:
         with progress(console()) as bars, ThreadPoolExecutor(num_jobs) as pool:
-            task = bars.add_task("steps", total=sum(job.flops for job in jobs) / 1e12)
-            stop = threading.Event()
-            futures = [pool.submit(self._train, job, stop) for job in jobs]
-            try:
-                while not all(future.done() for future in futures):
-                    for future in futures:
-                        if future.done():
-                            future.result()
-                    bars.update(task, completed=sum(self.done(job) for job in jobs) / 1e12)
-                    time.sleep(POLL_SECONDS)
-                for future in futures:
-                    future.result()
-            except BaseException:
-                stop.set()
-                pool.shutdown(cancel_futures=True)
-                raise
-            bars.update(task, completed=sum(self.done(job) for job in jobs) / 1e12)
+            bar = bars.add_task("steps", total=sum(job.flops for job in jobs) / 1e12)
+            trainings = [pool.submit(self._train, job) for job in jobs]
+            all_of(trainings, lambda _: bars.update(bar, completed=sum(self.done(job) for job in jobs) / 1e12))
 
     def points(self) -> Iterator[tuple[Variant, int, float]]:
         """Variant, seed and share of every comparison."""
@@ -265,9 +250,9 @@ class Study:
         folder = RunFolder(self.folder(job)).member(job.member)
         return job.flops * min(1.0, MemberStatus.read(folder, job.member, job.steps[-1]).step / job.steps[-1])
 
-    def _train(self, job: Job, stop: threading.Event) -> None:
+    def _train(self, job: Job) -> None:
         """Train one member from budget to budget, by the command line, as a user would."""
-        run, prepared = RunFolder(self.folder(job)), self.prepared(job.variant)
+        run, prepared = RunFolder(self.folder(job)), self.prepared(job.variant).folder
         section = {ROUTER: "router.train", STUDENT: "distill"}.get(job.member, "expert.train")
         for share, steps in zip(job.variant.budgets, job.steps, strict=True):
             kept = self.at_budget(job.variant, job.seed, share).artifact(job.member)
@@ -287,37 +272,18 @@ class Study:
                 f"island.validate_every_n_steps={steps}",
             ]
             refuse_changed(load(self.options, *settings))
-            if not (run.prepared / "manifest.json").exists():
+            if not is_prepared(run):
                 run.prepared.mkdir(parents=True, exist_ok=True)
                 shutil.copy(prepared.prepared / "manifest.json", run.prepared)
             if job.member == STUDENT and not run.ensemble.exists():
                 teacher = self.at_budget(self.variants[0], job.seed, max(self.variants[0].budgets))
                 shutil.copytree(teacher.root / "members", run.root / "members", dirs_exist_ok=True)
                 shutil.copy(teacher.ensemble, run.ensemble)
-            self._fit(job, settings, stop)
+            start("fit", self.options, *settings, f"member={job.member}").ended()
             with atomic_folder(kept) as temporary:
                 shutil.copytree(run.artifact(job.member), temporary, dirs_exist_ok=True)
 
-    def _fit(self, job: Job, settings: Sequence[str], stop: threading.Event) -> None:
-        arguments = ["fit", "-c", str(self.options.config), *self.options.overrides, *settings, f"member={job.member}"]
-        if stop.is_set():
-            return
-        # A session of its own: we pass Ctrl-C on, once.
-        process = subprocess.Popen(
-            [sys.executable, "-m", "ddm_lightning", *arguments],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        errors = ""
-        while process.returncode is None:
-            try:
-                _, errors = process.communicate(timeout=POLL_SECONDS)
-            except subprocess.TimeoutExpired:
-                if stop.is_set():
-                    process.terminate()
-                    process.communicate()
-                    raise KeyboardInterrupt from None
-        if process.returncode:
-            raise UserError(f"{self.folder(job)}: training ended with code {process.returncode}: {errors[-2000:]}")
+
+def is_prepared(run: RunFolder) -> bool:
+    """Whether the folder has a manifest of shards."""
+    return manifest_path(run.root).exists()

@@ -8,23 +8,22 @@ tmpfs, if mounting one is allowed). After each stop, every checkpoint is read.
 
 from __future__ import annotations
 
-import os
 import random
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from common import LOGS_SAMPLES, PYTHON_PATH, Report, console, load, parse, parser, progress, run
+from common import LOGS_SAMPLES, MEMBER, Child, Report, console, load, parse, parser, progress, run, start
 from rich.progress import Progress, TaskID
 
-from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import sha256_file
 from ddm_lightning.members.run_folder import RunFolder
@@ -32,7 +31,6 @@ from ddm_lightning.members.status import MemberStatus
 from ddm_lightning.prepare.stages import prepare
 from ddm_lightning.training.checkpoint import damage_of
 
-MEMBER = "expert-0"
 KILL, TERMINATE, FULL_DISK = "SIGKILL", "SIGTERM", "full disk"
 NUM_KILLS, MAX_STEPS = 20, 8000
 QUICK_KILLS, QUICK_STEPS = 3, 1500
@@ -77,8 +75,7 @@ def main(arguments: Sequence[str] | None) -> None:
     max_steps = QUICK_STEPS if options.quick else MAX_STEPS
     if not 1 <= num_kills <= max_steps // 10:
         raise UserError(f"--kills {num_kills}: must be from 1 to {max_steps // 10}, a tenth of the steps")
-    settings = [
-        *options.overrides,
+    options.overrides += [
         f"expert.train.max_steps={max_steps}",
         "island.log_every_n_steps=25",
         "island.checkpoint_every_n_steps=50",
@@ -90,13 +87,13 @@ def main(arguments: Sequence[str] | None) -> None:
     shown = console()
     with tempfile.TemporaryDirectory(prefix="kills-") as folder, progress(shown) as bars:
         task = bars.add_task("undisturbed", total=max_steps)
-        reference = Trainings(options.config, settings, Path(folder) / "reference")
+        reference = Trainings(options, Path(folder) / "reference")
         reference.prepare()
         seconds = reference.train(None, bars, task)
         task = bars.add_task("disturbed", total=max_steps)
         with small_disk(Path(folder) / "disk") as can_fill:
             kinds = [KILL, TERMINATE, *([FULL_DISK] if can_fill else [])]
-            disturbed = Trainings(options.config, settings, Path(folder) / "disk" / "run")
+            disturbed = Trainings(options, Path(folder) / "disk" / "run")
             disturbed.prepare()
             runs = [disturbed.train(stop, bars, task) for stop in random_stops(num_kills, max_steps, kinds, seed=0)]
             runs.append(disturbed.train(None, bars, task))
@@ -110,19 +107,14 @@ def main(arguments: Sequence[str] | None) -> None:
 class Trainings:
     """One run folder, in which successive processes train one member."""
 
-    def __init__(self, config: str, settings: Sequence[str], folder: Path) -> None:
-        self.config, self.settings, self.run = config, [*settings, f"run_dir={folder}"], RunFolder(folder)
+    def __init__(self, options: Namespace, folder: Path) -> None:
+        self.options, self.run_dir, self.run = options, f"run_dir={folder}", RunFolder(folder)
         self.num_unreadable = self.num_checkpoints_read = 0
         self.ends: Counter[str] = Counter()
 
-    @property
-    def experiment(self) -> Experiment:
-        """The experiment with all settings."""
-        return load(type("Options", (), {"config": self.config, "overrides": self.settings})())
-
     def prepare(self) -> None:
         """Write the shards."""
-        prepare(self.experiment, self.run.root)
+        prepare(load(self.options, self.run_dir), self.run.root)
 
     def train(self, stop: Stop | None, bars: Progress, task: TaskID) -> float:
         """Train until ``stop``, or to the last step; return seconds of wall-clock time.
@@ -130,15 +122,8 @@ class Trainings:
         Raises:
             UserError: the process ended in another way than planned.
         """
-        arguments = ["fit", "-c", self.config, *self.settings, f"member={MEMBER}"]
-        start = time.monotonic()
-        process = subprocess.Popen(
-            [sys.executable, "-m", "ddm_lightning", *arguments],
-            stderr=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            text=True,
-            env={**os.environ, "PYTHONPATH": PYTHON_PATH},
-        )
+        began = time.monotonic()
+        process = start("fit", self.options, self.run_dir, f"member={MEMBER}")
         filler = self.run.root.parent / "filler"
         try:
             if stop is not None:
@@ -148,22 +133,22 @@ class Trainings:
                         fill(filler)
                     else:
                         process.send_signal(signal.SIGKILL if stop.kind == KILL else signal.SIGTERM)
-            while process.poll() is None and time.monotonic() < start + _MOST_SECONDS:
+            while process.poll() is None and time.monotonic() < began + _MOST_SECONDS:
                 time.sleep(_WAIT_SECONDS)
                 bars.update(task, completed=self._step())
         finally:
             process.kill()
             filler.unlink(missing_ok=True)
-        _, errors = process.communicate()
-        seconds = time.monotonic() - start
-        reason = _reason(process.returncode, errors)
+        process.wait()
+        seconds, output = time.monotonic() - began, process.output()
+        reason = _reason(process.returncode, output)
         if stop is None and reason != "done":
-            raise UserError(f"{self.run.root}: the training did not reach its last step: {errors}")
+            raise UserError(f"{self.run.root}: the training did not reach its last step: {output}")
         self.ends[reason] += 1
         self._read_checkpoints()
         return seconds
 
-    def _await(self, stop: Stop, process: subprocess.Popen[str], bars: Progress, task: TaskID) -> None:
+    def _await(self, stop: Stop, process: Child, bars: Progress, task: TaskID) -> None:
         while stop.at_step is not None and process.poll() is None:
             status = self._status()
             if status.state == "training" and status.step >= stop.at_step:

@@ -13,25 +13,19 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
-from common import Report, console, load, parse, parser, run
+from common import MEMBER, Report, console, device_of, load, parse, parser, run
+from recipe_cost import TrainingStep, measured
+from step_clock import median
+from step_memory import peak_bytes, planned_bytes
+from step_networks import in_turn
 
+from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.core import processes
-from ddm_lightning.core.compat import ensure_torchvision_importable
+from ddm_lightning.core.devices import peak_of_this_device
+from ddm_lightning.core.errors import UserError
+from ddm_lightning.shards.manifest import DataSizes
+from ddm_lightning.training.parallel import training_bytes
 
-ensure_torchvision_importable()
-
-from recipe_cost import TrainingStep, measured  # noqa: E402  # after torchvision has been made importable
-from step_clock import median  # noqa: E402
-from step_memory import peak_bytes, planned_bytes  # noqa: E402
-from step_networks import in_turn  # noqa: E402
-
-from ddm_lightning.config.experiment import Experiment  # noqa: E402
-from ddm_lightning.core.devices import peak_of_this_device  # noqa: E402
-from ddm_lightning.core.errors import UserError  # noqa: E402
-from ddm_lightning.shards.manifest import DataSizes  # noqa: E402
-from ddm_lightning.training.parallel import training_bytes  # noqa: E402
-
-MEMBER = "expert-0"
 LATENTS = DataSizes((4, 32, 32), 768, (77, 768), 1000)
 """Sizes of 256 x 256 images encoded by Stable Diffusion's VAE, and of captions encoded by CLIP ViT-L/14."""
 ROUNDS, QUICK_ROUNDS, STEPS_PER_TURN = 20, 3, 5
@@ -41,18 +35,14 @@ def main(arguments: Sequence[str] | None) -> None:
     """Run the benchmark."""
     processes.begin()
     processes.end_imports()
-    cli = parser(__doc__ or "")
-    cli.add_argument("--device", choices=("cpu", "cuda"), default=None, help="default: cuda where there is one")
+    cli = parser(__doc__ or "", device=True)
     cli.add_argument(
         "--batch", type=int, nargs="+", default=[32], help="samples per step; several are measured in turn"
     )
     options = parse(cli, arguments)
-    name = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if name == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device cuda: torch sees no CUDA device here; give --device cpu")
-    own = load(options)
+    device, own = device_of(options), load(options)
     report = Report(
-        f"{MEMBER} of {own.name} on one {name} device, {own.island.precision}",
+        f"{MEMBER} of {own.name} on one {device.type} device, {own.island.precision}",
         ["samples per step", "ms per step", "samples/s", "MFU", "HFU", "planned, GB", "peak, GB"],
     )
     for batch in options.batch:
@@ -62,7 +52,7 @@ def main(arguments: Sequence[str] | None) -> None:
         total = batch * own.prepare.partition.num_clusters
         experiment = load(options, f"expert.train.global_batch_size={total}", *settings)
         try:
-            add(report, experiment, batch, torch.device(name), QUICK_ROUNDS if options.quick else ROUNDS)
+            add(report, experiment, batch, device, QUICK_ROUNDS if options.quick else ROUNDS)
         except torch.OutOfMemoryError:
             report.row(str(batch), "out of memory", *[""] * 5)
     report.show(console())

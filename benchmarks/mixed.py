@@ -22,8 +22,9 @@ from ddm_lightning.ensemble.load import load_ensemble
 from ddm_lightning.ensemble.velocity import Ensemble
 from ddm_lightning.flow.path import velocity_target
 from ddm_lightning.members.roles import expert_name
+from ddm_lightning.members.run import Run
 from ddm_lightning.members.run_folder import RunFolder
-from ddm_lightning.shards.manifest import HELD_OUT, Manifest
+from ddm_lightning.shards.manifest import HELD_OUT
 
 METHODS = {"full": ("full", "euler"), "full_ancestral": ("full", "ancestral"), "bayes": ("bayes", "ancestral")}
 ENDS = {"value": "", "low": "_low", "high": "_high"}
@@ -59,8 +60,8 @@ def main(arguments: Sequence[str] | None) -> None:
             (score,) = read_json(out / "evaluation.json", "the scores", "run again")["scores"].values()
             report.figures |= {f"kid_{method}_{name}{end}": score[key] for key, end in ENDS.items()}
             cells.append(f"{1e3 * score['value']:.2f} ({1e3 * score['low']:.2f} to {1e3 * score['high']:.2f})")
-        split = read_split(folder, Manifest.read(folder.root), HELD_OUT)
-        errors = velocity_errors(load_ensemble(folder.root).ensemble, split, experiment.seed)
+        split, loaded = read_split(Run(experiment), HELD_OUT), load_ensemble(folder.root)
+        errors = velocity_errors(loaded.ensemble, split, experiment.seed)
         report.figures |= {f"{of}_error_{name}": error for of, error in errors.items()}
         report.row(name, *cells, *(f"{error:.4f}" for error in errors.values()))
     report.note(

@@ -20,8 +20,8 @@ from torch import Tensor
 from ddm_lightning.ensemble.load import load_ensemble
 from ddm_lightning.ensemble.velocity import Ensemble
 from ddm_lightning.flow.oracle import FiniteSetOracle
-from ddm_lightning.members.run_folder import RunFolder
-from ddm_lightning.shards.manifest import TRAIN, Manifest
+from ddm_lightning.members.run import Run
+from ddm_lightning.shards.manifest import TRAIN
 
 TIMES = (0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99)
 BAR, BAR_FROM = 0.2, 0.75
@@ -41,9 +41,9 @@ def main(arguments: Sequence[str] | None) -> None:
     experiment = load(options, *ours)
     call("fit", options, *ours)
     use_all_threads()
-    folder = RunFolder.of(experiment)
-    split = read_split(folder, Manifest.read(folder.root), TRAIN)
-    report = measure(load_ensemble(folder.root).ensemble, split, experiment.seed)
+    trained = Run(experiment)
+    split = read_split(trained, TRAIN)
+    report = measure(load_ensemble(trained.folder.root).ensemble, split, experiment.seed)
     report.show(console())
     report.write(options.json)
 

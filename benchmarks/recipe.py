@@ -11,33 +11,40 @@ from __future__ import annotations
 
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
-from common import call, console, load, parse, parser, progress, run, save_figure
+from common import MEMBER, REPOSITORY, call, console, device_of, load, parse, parser, progress, read_variants, run
+from recipe_cost import Cost, Costs, TrainingStep, large
+from recipe_effect import Effect
+from recipe_results import Results
+from step_gpu import XL2
 
+from ddm_lightning.config.experiment import Experiment
+from ddm_lightning.config.load import load_experiment
 from ddm_lightning.core import processes
-from ddm_lightning.core.compat import ensure_torchvision_importable
-
-ensure_torchvision_importable()
-
-from recipe_cost import Cost, Costs, TrainingStep, large  # noqa: E402  # after torchvision has been made importable
-from recipe_effect import Effect  # noqa: E402
-from recipe_options import MEMBER, Option, chosen, options_of  # noqa: E402
-from recipe_results import Results, plot  # noqa: E402
-from step_gpu import XL2  # noqa: E402
-from step_networks import Sizes  # noqa: E402
-
-from ddm_lightning.config.experiment import Experiment  # noqa: E402
-from ddm_lightning.config.load import load_experiment  # noqa: E402
-from ddm_lightning.core.errors import UserError, first_line  # noqa: E402
-from ddm_lightning.members.roles import batch_size  # noqa: E402
-from ddm_lightning.members.run_folder import RunFolder  # noqa: E402
-from ddm_lightning.shards.manifest import DataSizes, Manifest  # noqa: E402
+from ddm_lightning.core.errors import UserError, first_line
+from ddm_lightning.members.roles import batch_size
+from ddm_lightning.members.run_folder import RunFolder
+from ddm_lightning.shards.manifest import DataSizes, Manifest
 
 STEPS_PER_TURN = {"cpu": 3, "cuda": 5}
 ROUNDS, QUICK_ROUNDS = {"cpu": 30, "cuda": 12}, 3
+
+
+@dataclass(frozen=True)
+class Option:
+    """One setting with another value than the experiment's, as ``variants_recipe.yaml`` describes it."""
+
+    name: str
+    setting: str
+    """Override ``key=value``."""
+    timed: bool = True
+    """Whether it may change the time of a step."""
+    trained: bool = True
+    """Whether it may change the trained weights by more than rounding."""
 
 
 def main(arguments: Sequence[str] | None) -> None:
@@ -46,10 +53,14 @@ def main(arguments: Sequence[str] | None) -> None:
     processes.begin()
     processes.end_imports()
     processes.keep_heap()
-    cli = parser(__doc__ or "")
-    cli.add_argument("--device", choices=("cpu", "cuda"), default=None, help="default: cuda where there is one")
-    cli.add_argument("--compile", action="store_true", help="also time compiled blocks")
-    cli.add_argument("--only", nargs="+", metavar="NAME", help="options to measure, such as: --only rope mlp_swiglu")
+    cli = parser(__doc__ or "", device=True)
+    cli.add_argument(
+        "--variants",
+        nargs="+",
+        default=[str(REPOSITORY / "benchmarks" / "variants_recipe.yaml")],
+        metavar=("FILE", "NAME"),
+        help="options to measure: those of a file (variants_recipe.yaml), or only the ones named",
+    )
     cli.add_argument("--train", action="store_true", help="train the experiment and each option")
     cli.add_argument("--samples", type=int, default=None, help="samples per training (default: the experiment's)")
     cli.add_argument("--seeds", type=int, default=1, help="trainings per option")
@@ -58,74 +69,56 @@ def main(arguments: Sequence[str] | None) -> None:
     for name in ("seeds", "jobs"):
         if getattr(options, name) < 1:
             raise UserError(f"--{name} {getattr(options, name)}: must be at least 1")
-    name = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if name == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device cuda: torch sees no CUDA device here; give --device cpu")
-    if name == "cpu" or options.train:
+    variants = read_variants(options.variants, Option)
+    device = device_of(options)
+    if device.type == "cpu" or options.train:
         call("prepare", options)
-    timing = Timing(options, XL2, torch.device(name))
+    timing = Timing(options, device)
     effect = Effect(options) if options.train else None
-    timed, trained = chosen(options.only, timing.found, [] if effect is None else effect.found)
-    losses = {} if effect is None else effect.losses(trained)  # first, because an interrupted run keeps them
-    results = Results(timing.costs(timed), losses)
-    rows = list({option.name: option for option in [*timed, *trained]}.values())
+    # Trainings first, because an interrupted run keeps them.
+    losses = effect.losses({one.name: one.setting for one in variants if one.trained}) if effect is not None else {}
+    results = Results(timing.costs({one.name: one.setting for one in variants if one.timed}), losses)
     title = "; ".join([timing.title, *([] if effect is None else [effect.title])])
-    report = results.report(f"Recipe options against {title}", rows)
+    report = results.report(f"Recipe options against {title}", [one.name for one in variants])
     report.notes += timing.notes
     report.show(console())
     report.write(options.json)
-    if effect is not None:
-        image = effect.folder / "recipe.png"
-        save_figure(image, plot(results, rows, report.title))
-        print(f"image: {image}")
 
 
 class Timing:
-    """Options to time, and the experiment to compare them with.
+    """Times steps under other settings and the experiment's.
 
     Args:
         options: the parsed command line.
-        sizes: sizes of the network on a GPU; on a CPU the experiment's network is measured.
-        device: device to measure on.
+        device: device to measure on; on a CPU the experiment's own network is measured, on a GPU DiT-XL/2.
     """
 
-    def __init__(self, options: Namespace, sizes: Sizes, device: torch.device) -> None:
+    def __init__(self, options: Namespace, device: torch.device) -> None:
         self.options, self.device = options, device
         own = load(options)
         self.settings: list[str] = []
         self.sizes: DataSizes | Manifest
         if device.type == "cuda":
-            self.settings, self.sizes = large(sizes, own.prepare.partition.num_clusters)
-            self.title = f"{own.name}: steps of a DiT on {device.type}, {sizes}"
+            self.settings, self.sizes = large(XL2, own.prepare.partition.num_clusters)
+            self.title = f"{own.name}: steps of a DiT on {device.type}, {XL2}"
         else:
             self.sizes = Manifest.read(RunFolder.of(own).root)
             self.title = f"{own.name}: steps of {MEMBER} on {device.type}, batch {batch_size(MEMBER, own)}"
         torch.set_num_threads(own.island.num_threads)
-        self.experiment = self._load()
-        on_gpu = device.type == "cuda"
-        found = options_of(self.experiment, self.sizes, on_gpu=on_gpu, compiles=options.compile)
-        self.found = [option for option in found if option.is_timed]
         self.notes: list[str] = []
         """One line per option that did not run."""
 
-    def costs(self, options: Sequence[Option]) -> dict[str, tuple[Cost, Cost]]:
-        """Measure the experiment's cost and the cost with each option, by the option's name."""
-        if not options:
-            return {}
-        experiments = {option.name: self._load(option.setting) for option in options}
+    def costs(self, settings: Mapping[str, str]) -> dict[str, tuple[Cost, Cost]]:
+        """Measure the experiment's cost and the cost with each setting, by the option's name."""
         kind, quick = self.device.type, self.options.quick
-        base = Costs(
-            partial(self._step, self.experiment), QUICK_ROUNDS if quick else ROUNDS[kind], STEPS_PER_TURN[kind]
-        )
+        base = Costs(partial(self._step, self._load()), QUICK_ROUNDS if quick else ROUNDS[kind], STEPS_PER_TURN[kind])
         found = {}
         with progress(console()) as bars:
-            task = bars.add_task("steps", total=len(options))
-            for name, experiment in experiments.items():
+            for name, setting in bars.track(settings.items(), description="steps"):
                 try:
-                    found[name] = base.compare(partial(self._step, experiment))
+                    found[name] = base.compare(partial(self._step, self._load(setting)))
                 except (UserError, RuntimeError) as error:
                     self.notes.append(f"{name} did not run on {kind}: {first_line(error)}")
-                bars.advance(task)
         return found
 
     def _load(self, *settings: str) -> Experiment:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import math
+import shutil
 import statistics
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import NamedTuple
 
-from common import load
-from recipe_options import MEMBER, Option, options_of
-from trainings import Trainings
+from common import MEMBER, all_of, console, load, progress, start
 
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.members.roles import batch_size
-from ddm_lightning.members.run_folder import RunFolder
-from ddm_lightning.shards.manifest import Manifest
+from ddm_lightning.members.run_folder import RunFolder, refuse_changed
+from ddm_lightning.members.status import MemberStatus, loss_of
 
 BASE = "experiment"
 """Name of the training without any option."""
@@ -42,50 +43,67 @@ class Effect:
         self.experiment = load(options)
         train, batch = self.experiment.expert.train, batch_size(MEMBER, self.experiment)
         samples = QUICK_SAMPLES if options.quick else train.max_steps * batch
-        self.num_samples: int = samples if options.samples is None else options.samples
-        if self.num_samples < batch:
-            raise UserError(f"--samples {self.num_samples}: a step of {MEMBER} takes {batch}")
-        self.num_steps = round(self.num_samples / batch)
-        run = RunFolder.of(self.experiment)
-        self.trainings = Trainings(options, run, MEMBER)
-        self.folder = run.root / "benchmarks" / "recipe" / f"{MEMBER}-{self.num_samples}-samples"
-        found = options_of(self.experiment, Manifest.read(run.root))
-        self.found = [option for option in found if option.is_trained]
-        self.title = f"loss of {MEMBER} after {self.num_samples:,} samples"
+        num_samples: int = samples if options.samples is None else options.samples
+        if num_samples < batch:
+            raise UserError(f"--samples {num_samples}: a step of {MEMBER} takes {batch}")
+        self.num_steps = round(num_samples / batch)
+        self.run = RunFolder.of(self.experiment)
+        self.folder = self.run.root / "benchmarks" / "recipe" / f"{MEMBER}-{num_samples}-samples"
+        self.title = f"loss of {MEMBER} after {num_samples:,} samples"
 
-    def losses(self, options: Sequence[Option]) -> dict[str, list[float]]:
-        """Run the trainings that are not finished; return the held-out loss per seed by option name and ``BASE``.
+    def losses(self, options: Mapping[str, str]) -> dict[str, list[float]]:
+        """Run the trainings that are not finished.
+
+        Args:
+            options: the setting of each option, by its name.
+
+        Returns:
+            The held-out loss of each seed, by option name and ``BASE``.
 
         Raises:
-            UserError: a folder holds another experiment, or a training failed.
+            UserError: a folder holds another experiment, a training failed, or there are no held-out samples.
         """
-        if not options:
-            return {}
-        tried: dict[str, Option | None] = {BASE: None} | {option.name: option for option in options}
-        folders = {name: [self.folder / f"{name}-seed-{seed}" for seed in self.seeds] for name in tried}
-        settings = {
-            folder: self.settings(option, seed)
-            for name, option in tried.items()
-            for folder, seed in zip(folders[name], self.seeds, strict=True)
-        }
-        found = self.trainings.losses(settings)
-        return {name: [found[folder] for folder in of_seeds] for name, of_seeds in folders.items()}
+        seeds = range(self.experiment.seed, self.experiment.seed + self.options.seeds)
+        settings = {BASE: [], **{name: [setting] for name, setting in options.items()}}
+        trainings = [(name, seed) for name in settings for seed in seeds]
+        given = [self.settings(name, seed, *settings[name]) for name, seed in trainings]
+        for each in given:
+            refuse_changed(load(self.options, *each))
+        with progress(console()) as bars, ThreadPoolExecutor(self.options.jobs) as pool:
+            bar = bars.add_task("trainings", total=len(trainings))
+            found = all_of(
+                [pool.submit(self._loss, each) for each in given], lambda num: bars.update(bar, completed=num)
+            )
+        by_training = dict(zip(trainings, found, strict=True))
+        return {name: [by_training[name, seed] for seed in seeds] for name in settings}
 
-    @property
-    def seeds(self) -> range:
-        """The experiment's seed and the ones that follow it."""
-        return range(self.experiment.seed, self.experiment.seed + self.options.seeds)
-
-    def settings(self, option: Option | None, seed: int) -> list[str]:
-        """Overrides for a training with ``option`` and ``seed``; None for the experiment without options."""
+    def settings(self, name: str, seed: int, *option: str) -> list[str]:
+        """Overrides of a training with a seed and the setting of an option; its folder is called ``name``."""
         train = self.experiment.expert.train
         return [
+            f"run_dir={self.folder / f'{name}-seed-{seed}'}",
+            f"member={MEMBER}",
+            f"island.shards={self.run.shards.resolve()}",
             f"seed={seed}",
             f"expert.train.max_steps={self.num_steps}",
             f"expert.train.warmup_steps={round(train.warmup_steps * self.num_steps / train.max_steps)}",
             f"island.validate_every_n_steps={self.num_steps}",
-            *([] if option is None else [option.setting]),
+            *option,
         ]
+
+    def _loss(self, settings: Sequence[str]) -> float:
+        run = RunFolder(Path(settings[0].partition("=")[2]))
+        if not run.is_finished(MEMBER):
+            if not (run.prepared / "manifest.json").exists():
+                # The shards are not copied.
+                shutil.rmtree(run.root, ignore_errors=True)
+                run.prepared.mkdir(parents=True)
+                shutil.copy(self.run.prepared / "manifest.json", run.prepared)
+            start("fit", self.options, *settings).ended()
+        loss = loss_of(MemberStatus.read(run.member(MEMBER), MEMBER, 0).metrics, "held_out")
+        if loss is None:
+            raise UserError(f"{run.root}: {MEMBER} has no held-out samples; see prepare.held_out_fraction")
+        return loss
 
 
 def difference(losses: Sequence[float], base: Sequence[float]) -> Difference:

@@ -1,4 +1,4 @@
-"""Costs and losses of options as a table, figures and a plot."""
+"""Costs and losses of options as a table and figures."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from common import Report
-from matplotlib.figure import Figure
 from recipe_cost import Cost
 from recipe_effect import BASE, Difference, difference
-from recipe_options import Option
 from step_clock import Seconds, median, ratio, ratios
 
 COST_HEADINGS = ["ms per step", "over the experiment's", "parameters", "FLOPs"]
@@ -41,7 +39,7 @@ class Results:
         """Difference of the loss with an option from the experiment's; negative is better."""
         return difference(self.losses[name], self.losses[BASE]) if name in self.losses else None
 
-    def report(self, title: str, options: Sequence[Option]) -> Report:
+    def report(self, title: str, names: Sequence[str]) -> Report:
         """Make a table with a row for the experiment, then one per option, in order."""
         headings = [""]
         if self.costs:
@@ -50,9 +48,9 @@ class Results:
             headings += LOSS_HEADINGS
         report = Report(title, headings)
         report.row("the experiment", *self._base_cells(report.figures))
-        for option in options:
-            if option.name in self.costs or option.name in self.losses:
-                report.row(option.name, *self._cells(option.name, report.figures))
+        for name in names:
+            if name in self.costs or name in self.losses:
+                report.row(name, *self._cells(name, report.figures))
         self._notes(report)
         return report
 
@@ -137,34 +135,3 @@ class Results:
                 if num_seeds == 1
                 else f"Means of {num_seeds} seeds; ± is one standard error of differences between equal seeds."
             )
-
-
-def plot(results: Results, options: Sequence[Option], title: str) -> Figure:
-    """Plot a bar per option: on the left its cost, on the right its difference in loss, with a dot per seed."""
-    names = [option.name for option in options]
-    figure = Figure(figsize=(10, 1.5 + 0.35 * len(names)), layout="constrained")
-    left, right = figure.subplots(1, 2, sharey=True)
-    for row, name in enumerate(names):
-        if name in results.costs:
-            base, cost = results.costs[name]
-            each = ratios(cost.seconds, base.seconds)
-            middle = statistics.median(each)
-            left.barh(row, middle - 1, left=1, color="C0")
-            left.plot([min(each), max(each)], [row, row], color="black", linewidth=1)
-        less = results.difference(name)
-        if less is not None:
-            right.barh(row, less.mean, color="C2" if less.mean < 0 else "C3")
-            pairs = zip(results.losses[name], results.losses[BASE], strict=True)
-            dots = [loss - base for loss, base in pairs]
-            right.plot(dots, [row] * len(dots), "o", color="black", markersize=3)
-    left.set_yticks(range(len(names)), names)
-    left.invert_yaxis()
-    for axis, middle, label in (
-        (left, 1, "time per step over the experiment's"),
-        (right, 0, "held-out loss minus the experiment's"),
-    ):
-        axis.axvline(middle, color="black", linewidth=0.8)
-        axis.set_xlabel(label)
-        axis.locator_params(axis="x", nbins=5)  # more would overlap
-    figure.suptitle(title, fontsize=9)
-    return figure

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from common import Report, console, load, parse, parser, run, use_all_threads
+from common import Report, console, device_of, load, parse, parser, run, use_all_threads
 from safetensors.torch import load_file, save_file
 from step_clock import Seconds, median, now, ratio, since
 from torch import Tensor, nn
@@ -52,12 +52,10 @@ BARS = {"top1_over_monolith": 1.10, "full_over_k_monoliths": 1.05, "residency_ov
 
 def main(arguments: Sequence[str] | None) -> None:
     """Run the benchmark."""
-    made = parser(__doc__ or "", config="experiments/mix_8x.yaml")
-    made.add_argument("--device", default="cpu", help="device to sample on (cpu)")
-    options = parse(made, arguments)
+    options = parse(parser(__doc__ or "", config="experiments/mix_8x.yaml", device=True), arguments)
     use_all_threads()
     with tempfile.TemporaryDirectory() as folder:
-        experiment, device = load(options, *([] if options.overrides else SIZES)), torch.device(options.device)
+        experiment, device = load(options, *([] if options.overrides else SIZES)), device_of(options)
         ways = ways_of(experiment, device, Path(folder))
         rounds = QUICK_ROUNDS if options.quick else ROUNDS
         times = measure(ways, device, rounds)

@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import shlex
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from common import LOGS_SAMPLES, PYTHON_PATH, REPOSITORY
+from common import LOGS_SAMPLES, MEMBER, REPOSITORY, TINY, Child
 
 from ddm_lightning.core.registry import STRATEGIES
+from ddm_lightning.members.status import MemberStatus
 from ddm_lightning.training.guard import SkippedStep, skipped_file
 from ddm_lightning.use.pretrained import DecentralizedEnsemble
 
-TINY = REPOSITORY / "experiments" / "tiny_2x.yaml"
 SECONDS = 300.0
 """Limit of a child process."""
 MAX_STEPS, STOP_AT = 120, 30
@@ -80,44 +76,11 @@ def at_most(what: str, found: float, limit: float) -> Check:
     return Check(what, expected, f"{found:.4g}", found <= limit, found)
 
 
-class Child(subprocess.Popen[bytes]):
-    """A module of Python as a child process, in the repository whose code it runs.
+class Watched(Child):
+    """A child process that is looked at while it runs."""
 
-    Args:
-        log: receives its output.
-        words: what follows ``python -m``.
-    """
-
-    started: ClassVar[list[Child]] = []
-    """All of them, to end those that still run."""
-
-    def __init__(self, log: Path, *words: str) -> None:
-        self.log, self.words = log, words
-        with log.open("w", encoding="utf-8") as output:
-            super().__init__(
-                [sys.executable, "-m", *words],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, "PYTHONPATH": PYTHON_PATH},
-                cwd=REPOSITORY,
-            )
-        self.started.append(self)
-
-    def ended(self, code: int = 0) -> str:
-        """Wait for the end and return what it printed.
-
-        Raises:
-            RuntimeError: another exit code, or no end within ``SECONDS``.
-        """
-        with suppress(subprocess.TimeoutExpired):
-            self.wait(SECONDS)
-        self.kill()  # does nothing after its end
-        output = self.log.read_text(encoding="utf-8")
-        if self.wait() != code:
-            last = output.strip().rpartition("\n")[2]
-            raise RuntimeError(f"{shlex.join(self.words)}: exit code {self.returncode} instead of {code}: {last}")
-        return output
+    def ended(self, code: int = 0, seconds: float | None = SECONDS) -> str:
+        return super().ended(code, seconds)
 
     def wait_until(self, is_there: Callable[[], bool]) -> None:
         """Return once ``is_there``, which may fail until its files appear.
@@ -191,15 +154,15 @@ class Place:
         kind, compiled = "gpu" if self.on_gpu else "cpu", str(self.compiles).lower()
         return [f"island.accelerator={kind}", "island.precision=bf16-mixed", f"island.compile={compiled}"]
 
-    def start(self, command: str, run: str, *more: str) -> Child:
+    def start(self, command: str, run: str, *more: str) -> Watched:
         """Start a command on a run, which has the folder's shards if there are any."""
         folder, prepared = self.folder / run, self.folder / "prepared"
         folder.mkdir(parents=True, exist_ok=True)
         if prepared.exists() and not (folder / "prepared").exists():
             (folder / "prepared").symlink_to(prepared)
-        return Child(folder / f"{command}.txt", "ddm_lightning", command, "-c", str(TINY), f"run_dir={folder}", *more)
+        return Watched("ddm_lightning", command, "-c", str(TINY), f"run_dir={folder}", *more)
 
-    def fit(self, run: str, *more: str) -> Child:
+    def fit(self, run: str, *more: str) -> Watched:
         """Start to train the first expert of two; the first call of all prepares."""
         width, depth = (384, 12) if self.on_gpu and not self.quick else (64, 2)
         network = f"{{width: {width}, depth: {depth}, num_heads: {width // 32}, patch_size: 4, qk_norm: true}}"
@@ -218,20 +181,19 @@ class Place:
         if not (self.folder / "prepared").exists():
             self.start("prepare", "shards", *settings).ended()
             (self.folder / "prepared").symlink_to(self.folder / "shards" / "prepared")
-        return self.start("fit", run, *settings, "member=expert-0", *more)
+        return self.start("fit", run, *settings, f"member={MEMBER}", *more)
 
-    def member(self, run: str, name: str = "expert-0") -> Path:
+    def member(self, run: str, name: str = MEMBER) -> Path:
         """Folder of a member."""
         return self.folder / run / "members" / name
 
-    def status(self, run: str, name: str = "expert-0") -> dict[str, Any]:
-        """Contents of a member's ``status.json``."""
-        found: dict[str, Any] = json.loads((self.member(run, name) / "status.json").read_text(encoding="utf-8"))
-        return found
+    def status(self, run: str, name: str = MEMBER) -> MemberStatus:
+        """Status of a member."""
+        return MemberStatus.read(self.member(run, name), name, 0)
 
     def held_out(self, run: str) -> float:
         """Held-out loss of the first expert."""
-        return float(self.status(run)["metrics"]["held_out/loss"])
+        return float(self.status(run).metrics["held_out/loss"])
 
     def sample_ids(self, run: str, rank: str = "") -> dict[int, list[str]]:
         """Step -> ids of its samples; a repeated step counts once."""
@@ -243,7 +205,7 @@ def tests(place: Place) -> Iterator[Check]:
     """Run the tests that need a GPU; without one, only find them."""
     files = [str(path) for path in (REPOSITORY / "tests").rglob("test_*.py") if "mark.gpu" in path.read_text("utf-8")]
     more = [] if place.on_gpu else ["--collect-only"]
-    last = Child(place.folder / "pytest.txt", "pytest", "-q", "-m", "gpu", *files, *more).ended().splitlines()[-1]
+    last = Watched("pytest", "-q", "-m", "gpu", *files, *more).ended().splitlines()[-1]
     yield Check("pytest -m gpu", "passed", last, re.match(r"\d+(/\d+ tests collected| passed)", last) is not None)
 
 
@@ -266,10 +228,10 @@ def stop_and_resume(place: Place) -> Iterator[Check]:
     """Stop a training by SIGTERM, resume it, and compare it with one that ran through."""
     place.fit("fit").ended()  # does nothing after step 5
     child = place.fit("stopped", "island.num_workers=4")
-    child.wait_until(lambda: place.status("stopped")["step"] >= STOP_AT)
+    child.wait_until(lambda: place.status("stopped").step >= STOP_AT)
     child.send_signal(signal.SIGTERM)
     child.ended(code=130)
-    step = place.status("stopped")["step"]
+    step = place.status("stopped").step
     resumed = re.search(r"resumes at step (\d+)", place.fit("stopped", "island.num_workers=4").ended())
     yield same("exit code 130, then resumes at step", int(resumed[1]) if resumed else None, step)
     yield same("the same samples in each step", place.sample_ids("stopped") == place.sample_ids("fit"))
@@ -296,14 +258,14 @@ def ensemble(place: Place) -> Iterator[Check]:
     whole.start("fit", "run", *WHOLE, *place.island, "--jobs", "4" if place.on_gpu else "2").ended()
     for name in ("monolith", "student"):
         whole.start("fit", "run", *WHOLE, *place.island, f"member={name}").ended()
-        yield same(name, whole.status("run", name)["state"], "done")
+        yield same(name, whole.status("run", name).state, "done")
     yield from images(whole)
     yield same("evaluate", "results:" in whole.start("evaluate", "run", METRIC).ended())
     ids = [int(one) for one in whole.sample_ids("run")[40][:2]]
     record = SkippedStep(40, 0, ids, [0.5] * 2, [1.0] * 2).line() + "\n"
     skipped_file(whole.member("run"), 0, 1).write_text(record, encoding="utf-8")
-    yield same("replay", "every gradient is finite" in whole.start("replay", "run", "member=expert-0").ended())
-    yield same("ema", "next:" in whole.start("ema", "run", "member=expert-0", "--width", "0.08").ended())
+    yield same("replay", "every gradient is finite" in whole.start("replay", "run", f"member={MEMBER}").ended())
+    yield same("ema", "next:" in whole.start("ema", "run", f"member={MEMBER}", "--width", "0.08").ended())
 
 
 def images(place: Place) -> Iterator[Check]:
@@ -348,28 +310,21 @@ def two_devices(place: Place) -> Iterator[Check]:
         both = {step: sorted(ids + second[step]) for step, ids in first.items()}
         alone = {step: sorted(ids) for step, ids in place.sample_ids("fit").items()}
         yield same(f"{name}: the samples of one device in each step", both == alone)
-    ddp, fsdp = (place.status(run)["metrics"]["train/gradient_norm"] for run in ("ddp-2", "fsdp-2"))
+    ddp, fsdp = (place.status(run).metrics["train/gradient_norm"] for run in ("ddp-2", "fsdp-2"))
     yield near("gradient norm of FSDP2, against DDP's", fsdp, ddp, 0.01)
     child = place.fit("killed", "island.devices=2", "island.strategy=ddp")
-    child.wait_until(lambda: place.status("killed")["step"] >= STOP_AT)
+    child.wait_until(lambda: place.status("killed").step >= STOP_AT)
     (rank,) = (pid for pid in started_by(child.pid) if "member=" in Path(f"/proc/{pid}/cmdline").read_text())
     start = time.monotonic()
     os.kill(rank, signal.SIGKILL)
     child.wait(60)
+    child.output()
     yield at_most("end after a killed rank, s", time.monotonic() - start, 30)
     whole = replace(place, folder=place.folder / "whole")
     if whole.folder.exists():  # step 9 makes it
         whole.member("run", "student").rename(whole.folder / "student-1")
         whole.start("fit", "run", *WHOLE, *place.island, "island.devices=2", "member=student").ended()
-        yield same("student", whole.status("run", "student")["state"], "done")
-        words = [
-            "--nproc-per-node",
-            "2",
-            "-m",
-            "ddm_lightning",
-            "evaluate",
-            "-c",
-            str(whole.folder / "run/experiment.yaml"),
-        ]
-        output = Child(whole.folder / "torchrun.txt", "torch.distributed.run", *words, METRIC).ended()
+        yield same("student", whole.status("run", "student").state, "done")
+        words = ["--nproc-per-node=2", "-m", "ddm_lightning", "evaluate", METRIC]
+        output = Watched("torch.distributed.run", *words, "-c", str(whole.folder / "run/experiment.yaml")).ended()
         yield same("evaluate under torchrun", "results:" in output)

@@ -8,7 +8,6 @@ Without a GPU it runs what the virtual CUDA device of the tests can; ``--device 
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
 import tempfile
@@ -17,19 +16,15 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import smoke_commands
+import smoke_networks
 import torch
-from common import REPOSITORY, Report, parse, run
+from common import REPOSITORY, Child, Report, device_of, parse, parser, run
+from smoke_commands import Check, Place
 
 from ddm_lightning.core import processes
-from ddm_lightning.core.compat import ensure_torchvision_importable
 from ddm_lightning.core.devices import configure_torch
 from ddm_lightning.core.errors import UserError, first_line
-
-ensure_torchvision_importable()
-
-import smoke_commands  # noqa: E402  # after torchvision has been made importable
-import smoke_networks  # noqa: E402
-from smoke_commands import Check, Child, Place  # noqa: E402
 
 Step = Callable[[Place], Iterator[Check]]
 STEPS: dict[int, tuple[str, Step]] = {
@@ -51,12 +46,8 @@ def main(arguments: Sequence[str] | None) -> None:
     """Run the steps."""
     processes.begin()
     processes.end_imports()
-    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    cli.add_argument("--json", metavar="OUT", type=Path, help="write commit, device, command and figures here")
-    cli.add_argument("--quick", action="store_true", help="two minutes: fewer sizes, small networks")
-    cli.add_argument("--device", choices=("cpu", "cuda"), default=None, help="default: cuda where there is one")
+    cli = parser(__doc__ or "", fixed=True, device=True)
     cli.add_argument("--steps", type=int, nargs="+", choices=STEPS, help="default: all; 11 needs two GPUs")
-    cli.set_defaults(overrides=[])
     options = parse(cli, arguments)
     if options.device is None and not torch.cuda.is_available():
         print("torch sees no CUDA device here: running the tests on a virtual one (--device cpu: the steps, small)")
@@ -64,9 +55,7 @@ def main(arguments: Sequence[str] | None) -> None:
         if code := subprocess.run(words, cwd=REPOSITORY, check=False).returncode:
             raise UserError(f"pytest tests/virtual_cuda: ended with code {code}; see above")
         return
-    if options.device == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device cuda: torch sees no CUDA device here; give --device cpu")
-    device = torch.device(options.device or "cuda")
+    device = device_of(options)
     configure_torch("gpu" if device.type == "cuda" else "cpu", torch.get_num_threads())  # as commands do
     numbers = options.steps or [number for number in STEPS if number < 11 or torch.cuda.device_count() > 1]
     report = Report(f"First steps on {device.type}", ["what", "expected", "found", "as expected"])
@@ -74,7 +63,7 @@ def main(arguments: Sequence[str] | None) -> None:
         with tempfile.TemporaryDirectory(prefix="smoke-") as folder:
             take(numbers, Place(Path(folder), device, options.quick), report)
     finally:
-        for child in Child.started:
+        for child in Child.running:
             child.kill()
         report.write(options.json)
 

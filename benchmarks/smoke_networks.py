@@ -16,7 +16,8 @@ import lightning as L
 import step_gpu
 import torch
 from checkpoints import QUICK, Saved
-from smoke_commands import TINY, Check, Child, Place, at_most, near, same, shown
+from common import TINY
+from smoke_commands import Check, Place, Watched, at_most, near, same, shown
 from step import LOOPS, Loop
 from step_loops import our_trainer
 from step_networks import forget_compiled
@@ -115,7 +116,7 @@ def training(place: Place) -> Iterator[Check]:
     settings = loop.overrides(place.folder / "large", 1, place.device.type, 80 * sizes[-1])
     settings += [f"expert.train.max_steps={NUM_STEPS}", f"island.log_every_n_steps={LOG_EVERY}"]
     settings += ["expert.train.learning_rate=1e-4", "island.compile=true"]
-    Child(place.folder / "large.txt", "ddm_lightning", "prepare", "-c", str(TINY), *settings).ended()
+    Watched("ddm_lightning", "prepare", "-c", str(TINY), *settings).ended()
     for batch in sizes:
         planned = 14.8 + 0.298 * batch  # weights and state, then the tensors kept for the backward pass
         what = f"batch {batch}:"

@@ -8,7 +8,6 @@ networks are DiT-XL/2 in bfloat16 with compiled blocks, and its speed and memory
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import tempfile
@@ -17,19 +16,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import step_gpu
+import step_loops
+import step_networks
 import torch
-from common import REPOSITORY, Report, call, console, load, parse, run
+from common import Report, call, console, device_of, load, parse, parser, run
+from step_clock import Seconds, grouped, median, ratio, ratios
+from step_networks import Sizes
 
 from ddm_lightning.core import processes
-from ddm_lightning.core.compat import ensure_torchvision_importable
-
-ensure_torchvision_importable()
-
-import step_gpu  # noqa: E402  # after torchvision has been made importable
-import step_loops  # noqa: E402
-import step_networks  # noqa: E402
-from step_clock import Seconds, grouped, median, ratio, ratios  # noqa: E402
-from step_networks import Sizes  # noqa: E402
 
 LOOP_BAR = 1.02
 NETWORK_BAR = {"cpu": 0.9, "cuda": 0.6}
@@ -106,13 +101,9 @@ def main(arguments: Sequence[str] | None) -> None:
     processes.begin()
     processes.end_imports()
     processes.keep_heap()
-    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    cli.add_argument("--json", metavar="OUT", type=Path, help="write commit, device, command and figures here")
-    cli.add_argument("--quick", action="store_true", help="two to three minutes; the same ratios with less certainty")
-    cli.add_argument("--device", choices=("cpu", "cuda"), default=None, help="default: cuda where there is one")
-    cli.set_defaults(overrides=[], config=str(REPOSITORY / "experiments" / "tiny_2x.yaml"))
-    options = parse(cli, arguments)
-    name = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    options = parse(parser(__doc__ or "", fixed=True, device=True), arguments)
+    device = device_of(options)
+    name = device.type
     torch.set_num_threads(1)
     report = Report(f"One optimizer step on {name}, one thread", HEADINGS)
     with tempfile.TemporaryDirectory(prefix="step-") as folder:
@@ -124,9 +115,9 @@ def main(arguments: Sequence[str] | None) -> None:
             add_loop(report, loop, trained(options, overrides))
     num_rounds = 3 if options.quick else 30
     for kind in NETWORKS[name]:
-        add_networks(report, kind, torch.device(name), num_rounds)
+        add_networks(report, kind, device, num_rounds)
     if name == "cuda":
-        step_gpu.measure(report, step_gpu.XL2, torch.device(name), 5 if options.quick else 20, 10)
+        step_gpu.measure(report, step_gpu.XL2, device, 5 if options.quick else 20, 10)
     else:
         report.note("DiT-XL/2 in bfloat16 is measured on a GPU only: make bench-gpu.")
     report.note(

@@ -1,7 +1,9 @@
 import json
 import subprocess
 import sys
+import time
 from argparse import Namespace
+from concurrent.futures import ThreadPoolExecutor
 
 import common
 import pytest
@@ -70,6 +72,39 @@ def test_results_hold_origin_and_figures_and_the_table_lies_beside(tmp_path, mon
     markdown = (tmp_path / "new" / "out.md").read_text()
     assert "| t | value |\n| :-- | --: |\n| 0.50 | 1.25 |\n\nA note.\n" in markdown
     assert f"- commit: `{written['commit']}`" in markdown
+
+
+def test_a_child_that_fails_is_told_with_its_last_line():
+    with pytest.raises(UserError, match=r"no_such_module: ended with code 1, not 0: .*No module named no_such"):
+        common.Child("no_such_module").ended()
+    with pytest.raises(UserError, match="ended with code 0, not 130"):
+        common.Child("this").ended(code=130)
+    assert "Beautiful" in common.Child("this").ended()
+
+
+SLEEP = "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(130)); time.sleep(60)"
+
+
+def test_after_a_failure_children_end_and_no_other_starts(tmp_path, monkeypatch):
+    (tmp_path / "asleep.py").write_text(SLEEP)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    begun = []
+
+    def fail():
+        while not common.Child.running:
+            time.sleep(0.01)
+        time.sleep(1)  # until it handles the signal
+        raise UserError("of the first")
+
+    def sleep():
+        begun.append(common.Child("asleep"))
+        begun[-1].ended()
+
+    monkeypatch.setattr(common.Child, "running", [])
+    with pytest.raises(UserError, match="of the first"), ThreadPoolExecutor(2) as pool:
+        common.all_of([pool.submit(one) for one in (fail, sleep, sleep, sleep)], lambda _: None)
+    assert all(child.returncode == common.INTERRUPTED for child in begun)
+    assert len(begun) < 3
 
 
 @pytest.mark.long

@@ -48,10 +48,10 @@ def test_trainings_that_cannot_be_compared_are_refused(tmp_path, override, messa
     ("text", "words"),
     [
         ("a: {train: nothing}", "train = 'nothing' is none of both, ensemble, monolith, student"),
-        ("a: {colour: red}", "is no file of variants"),
+        ("a: {colour: red}", "is not a file of variants"),
         ("b: {}", "no variant 'a'; known: b"),
-        ("- a", "is no file of variants"),
-        ("a: [", "is no file of variants"),
+        ("- a", "is not a file of variants"),
+        ("a: [", "is not a file of variants"),
         ("a: {budgets: [2]}", r"a: budgets = \[2\]: give shares above 0 and at most 1"),
         ("a: {seeds: [x]}", "whole numbers"),
         ("../a: {}", "its name must be of letters"),
@@ -61,12 +61,12 @@ def test_bad_variants_are_refused(tmp_path, text, words):
     path = tmp_path / "variants.yaml"
     path.write_text(text)
     with pytest.raises(UserError, match=words):
-        flop_matched.read_variants([str(path), "a"])
+        flop_matched.variants_of([str(path), *(["a"] if text == "b: {}" else [])])
 
 
 def test_all_variants_for_the_mixture_are_valid():
     path = Path(flop_matched.__file__).with_name("variants_mix.yaml")
-    assert len(flop_matched.read_variants([str(path)])) > 5
+    assert len(flop_matched.variants_of([str(path)])) > 5
 
 
 def test_a_ratio_of_equal_sets_is_one_and_its_interval_covers_the_truth():

@@ -4,15 +4,17 @@ import flop_sampling
 import pytest
 import torch
 from artifact_files import make_meta
+from tiny_runs import TINY
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from ddm_lightning.config.experiment import PluginConfig
+from ddm_lightning.config.load import load_experiment
 from ddm_lightning.core.registry import EXPERTS, ROUTERS
 from ddm_lightning.ensemble.load import LoadedEnsemble
 from ddm_lightning.ensemble.routing import sample
 from ddm_lightning.ensemble.velocity import Ensemble
 from ddm_lightning.flow.condition import ConditionSpec
+from ddm_lightning.members.run import Run
 
 K, NUM, STEPS = 3, 5, 4
 SHAPE = (3, 8, 8)
@@ -34,9 +36,8 @@ def task(tmp_path, monkeypatch):
         flop_sampling.Task, "load", lambda _: LoadedEnsemble(Ensemble(experts, router, [1 / K] * K), meta)
     )
     settings = flop_sampling.Settings(NUM, STEPS, 1.0, seed=0)
-    return flop_sampling.Task(
-        METHODS["top1"], tmp_path, tmp_path, PluginConfig("pixels"), "none", settings, tmp_path / "samples"
-    )
+    data = Run(load_experiment(TINY, [f"run_dir={tmp_path}", "condition.kind=none", "sample.prompts=[]"]))
+    return flop_sampling.Task(METHODS["top1"], tmp_path, data, settings, tmp_path / "samples")
 
 
 def test_evaluations_and_flops_are_those_that_the_counter_sees(task, monkeypatch):

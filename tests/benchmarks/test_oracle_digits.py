@@ -13,7 +13,7 @@ from ddm_lightning.flow.oracle import FiniteSetOracle
 def small_split():
     x_0 = torch.randn(9, 1, 2, 2, generator=torch.Generator().manual_seed(0))
     clusters = torch.tensor([0, 0, 0, 0, 0, 0, 1, 1, 1])
-    return Split(torch.arange(9), clusters, clusters, [""] * 9, x_0, None)
+    return Split(clusters, clusters, x_0, None)
 
 
 def test_exact_experts_and_an_exact_router_have_no_error():

@@ -1,28 +1,25 @@
-import dataclasses
 import json
 from dataclasses import asdict
 from types import SimpleNamespace
 
+import common
 import pytest
 import recipe
 import recipe_cost
 import recipe_effect
-import recipe_options
 import torch
-from common import REPOSITORY
+from common import MEMBER, REPOSITORY
 from recipe_cost import Cost, TrainingStep
 from recipe_effect import BASE, difference
-from recipe_results import Results, plot
+from recipe_results import Results
 from step_clock import Seconds
 from step_networks import Sizes
 from tiny_runs import TINY
 
 from ddm_lightning.config.load import load_experiment
 from ddm_lightning.core.errors import UserError
-from ddm_lightning.networks.recipe import Recipe
 from ddm_lightning.shards.manifest import DataSizes
 
-MEMBER = recipe_options.MEMBER
 CPU = torch.device("cpu")
 PICTURES = DataSizes((3, 8, 8), 16, None, 4)
 SMALL = Sizes(width=16, depth=2, num_heads=2, patch_size=2, channels=4, edge=4, batch_size=4)
@@ -47,60 +44,14 @@ def options(run_dir, *overrides, **changes):
     return SimpleNamespace(**{**settings, **changes})
 
 
-def names(*overrides, sizes=PICTURES, **more):
-    return {option.name: option for option in recipe_options.options_of(experiment(*overrides), sizes, **more)}
-
-
-def flat(value, prefix=""):
-    if not isinstance(value, dict):
-        return {prefix: value}
-    return {key: one for name, inner in value.items() for key, one in flat(inner, f"{prefix}.{name}").items()}
-
-
-def test_each_option_changes_one_key_of_the_experiment():
-    before = flat(asdict(experiment()))
-    for option in names(on_gpu=True, compiles=True).values():
-        after = flat(asdict(experiment(option.setting)))
-        changed = {key for key in before.keys() | after.keys() if before.get(key) != after.get(key)}
-        assert changed == {f".{option.key}"}
-
-
-@pytest.mark.parametrize(
-    ("changed", "back"),
-    [
-        ("expert.network.params.rope=true", "no_rope"),
-        ("expert.train.optimizer=muon", "optimizer_adamw"),
-        ("expert.train.weight_decay=0.5", "no_weight_decay"),
-        ("expert.train.gradient_clip_norm=null", "gradient_clip_norm_1.0"),
-        ("island.micro_batch_size=2", "no_micro_batch_size"),
-        ("island.attention=xformers", "attention_sdpa"),
-        ("island.compile=true", "no_compile"),
-    ],
-)
-def test_what_is_chosen_already_can_be_left_out(changed, back):
-    more = {"on_gpu": True, "compiles": True}
-    before, after = names(**more), names(changed, **more)
-    key = changed.partition("=")[0]
-    (gone,) = [name for name, option in before.items() if option.key == key]
-    assert after.keys() == before.keys() - {gone} | {back}
-
-
-def test_every_choice_of_a_recipe_is_an_option():
-    """But the ratio of the MLP, which is a size."""
-    found = {option.key.rpartition(".")[2] for option in names().values()}
-    assert {field.name for field in dataclasses.fields(Recipe)} - found == {"mlp_ratio"}
-    assert {"rope", "mlp_swiglu", "modulation_single", "no_gradient_clip_norm", "micro_batch_size_4"} <= names().keys()
-
-
-def test_only_what_the_network_takes_and_the_data_allow():
-    tokens = DataSizes((3, 8, 8), 16, (4, 16), 4)
-    overrides = [
-        "expert.network={name: mmdit, params: {width: 32, depth: 2, num_heads: 2, patch_size: 4}}",
-        "condition.kind=tokens",
-    ]
-    found = names(*overrides, sizes=tokens).values()
-    assert [option.name for option in found if option.key.startswith(recipe_options.PARAMS)] == ["qk_norm"]
-    assert "micro_batch_size_1" not in names("expert.train.global_batch_size=2")
+def test_every_option_is_one_setting_that_the_demo_does_not_have():
+    file = REPOSITORY / "experiments" / "emoji_4x.yaml"
+    base = asdict(experiment(config=file))
+    found = common.read_variants([str(REPOSITORY / "benchmarks" / "variants_recipe.yaml")], recipe.Option)
+    assert len(found) > 10
+    for option in found:
+        assert asdict(experiment(option.setting, config=file)) != base, option.name
+        assert option.timed or option.trained
 
 
 def step_of(*overrides, sizes=PICTURES):
@@ -147,11 +98,8 @@ def test_on_a_gpu_an_experiment_has_the_sizes_that_are_compared(config):
 
 def test_trainings_differ_in_one_option_and_see_as_many_samples(tiny_run):
     made = recipe_effect.Effect(options(tiny_run, "seed=5", samples=240, seeds=2))
-    found = {option.name: option for option in made.found}
-    assert not found.keys() & {"micro_batch_size_4", "activation_checkpointing", "ema_widths"}
-    base, rope = made.settings(None, 5), made.settings(found["rope"], 5)
-    assert set(rope) - set(base) == {"expert.network.params.rope=true"}
-    assert list(made.seeds) == [5, 6]
+    base, rope = made.settings(BASE, 5), made.settings("rope", 5, "expert.network.params.rope=true")
+    assert set(rope[1:]) - set(base[1:]) == {"expert.network.params.rope=true"}
     # Half of 60 steps, and half of 10 of warm-up.
     assert {"expert.train.max_steps=30", "expert.train.warmup_steps=5", "seed=5"} <= set(base)
     with pytest.raises(UserError, match=f"--samples 7: a step of {MEMBER} takes 8"):
@@ -169,8 +117,7 @@ def a_cost(*walls, parameters=2_000_000, peak=None):
 
 
 def test_rows_and_figures_of_what_was_measured():
-    found = names()
-    rows = [found[name] for name in ("rope", "optimizer_muon", "density_uniform", "norm_rms")]
+    rows = ["rope", "optimizer_muon", "density_uniform", "norm_rms"]
     costs = {
         "rope": (a_cost(1, 1, 10), a_cost(1, 2, 30)),
         "optimizer_muon": (a_cost(2, 2, 2), a_cost(3, 3, 3, parameters=1_000_000)),
@@ -188,8 +135,6 @@ def test_rows_and_figures_of_what_was_measured():
     assert [cells[0] for cells in report.rows] == ["the experiment", "rope", "optimizer_muon", "density_uniform"]
     assert {len(cells) for cells in report.rows} == {len(report.headings)} == {7}
     assert report.rows[2][-2:] == ["", ""] and report.rows[3][1:5] == [""] * 4
-    left, right = plot(results, rows, "Title").get_axes()
-    assert (len(left.patches), len(right.patches)) == (2, 2)
     only_costs = Results({"rope": (a_cost(1, peak=4), a_cost(1, peak=2))}, {}).report("Title", rows)
     assert only_costs.figures["peak_over_experiment_rope"] == 0.5
     assert {len(cells) for cells in only_costs.rows} == {len(only_costs.headings)} == {6}
@@ -200,12 +145,14 @@ def test_rows_and_figures_of_what_was_measured():
 @pytest.mark.long
 def test_quick_times_and_trains(tmp_path):
     arguments = ["-c", str(TINY), f"run_dir={tmp_path / 'run'}", "--quick", "--train", "--samples", "160"]
-    arguments += ["--json", str(tmp_path / "recipe.json"), "--only", "norm_rms", "schedule_cosine"]
+    variants = str(REPOSITORY / "benchmarks" / "variants_recipe.yaml")
+    arguments += ["--json", str(tmp_path / "recipe.json"), "--variants", variants, "norm_rms", "schedule_cosine"]
     recipe.main(arguments)
     figures = json.loads((tmp_path / "recipe.json").read_text())["figures"]
     assert figures["seconds_over_experiment_norm_rms"] > 0
     assert len({figures["loss"], figures["loss_norm_rms"], figures["loss_schedule_cosine"]}) == 3
-    assert list((tmp_path / "run").glob("benchmarks/recipe/expert-0-160-samples/recipe.png"))
+    (folder,) = (tmp_path / "run").glob("benchmarks/recipe/expert-0-160-samples/norm_rms-seed-0")
+    assert not (folder / "prepared" / "shards").exists()
     recipe.main(arguments)  # finds all of them trained
     again = json.loads((tmp_path / "recipe.json").read_text())["figures"]
     assert again["loss_norm_rms"] == figures["loss_norm_rms"]

@@ -11,7 +11,7 @@ import smoke_gpu
 import smoke_networks
 import torch
 from common import Report
-from smoke_commands import Child, Place, at_most, near, same, shown
+from smoke_commands import Place, Watched, at_most, near, same, shown
 from tiny_runs import ROOT
 from virtual_cuda import runs as virtual_cuda
 
@@ -145,19 +145,12 @@ else:
 def test_the_memory_of_what_a_process_starts_is_seen(tmp_path, monkeypatch):
     (tmp_path / "holding.py").write_text(HOLD)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    child = Child(tmp_path / "log.txt", "holding", str(tmp_path))
+    child = Watched("holding", str(tmp_path))
     private, seen = child.memory(tmp_path)
     child.ended()
     assert 80 <= private < 120
     assert 2 <= len(seen) <= 3  # before the first checkpoint, perhaps; before the second; at the end
     assert all(5 < resident < 60 for resident, _ in seen[-2:])  # the first look may be before Python has loaded
-
-
-def test_a_child_that_fails_is_told_with_its_last_line(tmp_path):
-    with pytest.raises(RuntimeError, match=r"no_such_module.*exit code 1 instead of 0: .*No module named no_such"):
-        Child(tmp_path / "log.txt", "no_such_module").ended()
-    with pytest.raises(RuntimeError, match="exit code 0 instead of 130"):
-        Child(tmp_path / "log.txt", "this").ended(code=130)
 
 
 INSTALL = """
