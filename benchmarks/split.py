@@ -12,12 +12,12 @@ from torch import Tensor
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import IMAGE_ENCODERS
 from ddm_lightning.encoders.interfaces import ImageEncoder
+from ddm_lightning.encoders.stored import StoredForm
 from ddm_lightning.evaluation.image_sets import ShardImages
 from ddm_lightning.flow.condition import Condition
 from ddm_lightning.flow.path import interpolate
 from ddm_lightning.flow.randomness import keyed_generator
 from ddm_lightning.members.run import Run
-from ddm_lightning.shards.manifest import StoredForm
 
 
 @dataclass(frozen=True, eq=False)

@@ -23,11 +23,12 @@ from ddm_lightning.core.errors import UserError, first_line
 from ddm_lightning.core.files import atomic_write, sha256_file, sha256_json
 from ddm_lightning.core.grids import save_png
 from ddm_lightning.encoders.interfaces import ImageEncoder
+from ddm_lightning.encoders.stored import StoredForm
 from ddm_lightning.flow.condition import Condition
 from ddm_lightning.flow.randomness import keyed_generator
 from ddm_lightning.members.run import Run
 from ddm_lightning.shards.fetch import Origin
-from ddm_lightning.shards.manifest import HELD_OUT, TRAIN, Manifest, StoredForm, shard_name
+from ddm_lightning.shards.manifest import HELD_OUT, TRAIN, Manifest, shard_name
 from ddm_lightning.shards.verify import read_index, verify_shards
 from ddm_lightning.use.samples import load_of_run, text_condition
 

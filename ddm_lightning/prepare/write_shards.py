@@ -15,21 +15,14 @@ from ddm_lightning.config.experiment import Experiment, ShardsConfig
 from ddm_lightning.core.files import atomic_folder, atomic_write_json, read_json
 from ddm_lightning.core.formatting import format_bytes
 from ddm_lightning.encoders.interfaces import array_encoding, parse_encoding
+from ddm_lightning.encoders.stored import StoredForm
 from ddm_lightning.partition.columns import Rows
 from ddm_lightning.partition.partition import Partition
 from ddm_lightning.prepare.encode import CAPTIONS, LATENTS, RECORDS
 from ddm_lightning.prepare.engine import run_jobs
 from ddm_lightning.prepare.prepared import Prepared
 from ddm_lightning.prepare.reading import Plugins
-from ddm_lightning.shards.manifest import (
-    HELD_OUT,
-    OUT_OF_CLUSTER,
-    TRAIN,
-    ClusterSamples,
-    Manifest,
-    StoredForm,
-    shard_name,
-)
+from ddm_lightning.shards.manifest import HELD_OUT, OUT_OF_CLUSTER, TRAIN, ClusterSamples, Manifest, shard_name
 from ddm_lightning.shards.verify import verify_shards
 
 _SAMPLES_AT_ONCE = 256
@@ -145,7 +138,7 @@ def write_split(
             chosen = job.order[start : start + _SAMPLES_AT_ONCE]
             block = {name: rows.take(chosen).astype(types[name], copy=False) for name, rows in samples.columns.items()}
             stored = torch.from_numpy(block["x_0"])
-            mean, std = samples.form.mean(stored, torch.float64).numpy(), samples.form.spread(stored, torch.float64)
+            mean, std = samples.form.mean(stored, torch.float64).numpy(), samples.form.std(stored, torch.float64)
             squares = mean**2 + (0.0 if std is None else std.square().numpy())
             moments.append(np.stack([np.ones_like(mean).sum((0, 2, 3)), mean.sum((0, 2, 3)), squares.sum((0, 2, 3))]))
             block |= {"sample_id": chosen, "cluster": samples.clusters[chosen]}

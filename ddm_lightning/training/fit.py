@@ -22,6 +22,7 @@ from ddm_lightning.core.processes import FITTED_BY, keep_heap
 from ddm_lightning.core.registry import CALLBACKS, CAPTION_ENCODERS, STRATEGIES, require
 from ddm_lightning.core.weights import check_memory
 from ddm_lightning.encoders.interfaces import CaptionEncoder
+from ddm_lightning.encoders.stored import StoredForm
 from ddm_lightning.ensemble.load import load_ensemble
 from ddm_lightning.ensemble.routing import Strategy
 from ddm_lightning.members.artifact import hand_over
@@ -31,7 +32,7 @@ from ddm_lightning.members.run_folder import lock_member
 from ddm_lightning.members.status import MemberStatus
 from ddm_lightning.networks.attention import chosen_kernel
 from ddm_lightning.shards.datamodule import ClusterDataModule
-from ddm_lightning.shards.manifest import Manifest, StoredForm
+from ddm_lightning.shards.manifest import Manifest
 from ddm_lightning.training import callbacks, ema, ranks, rolling
 from ddm_lightning.training.loggers import build_loggers
 from ddm_lightning.training.module import MemberModule

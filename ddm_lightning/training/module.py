@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from ddm_lightning.config.experiment import IslandConfig
 from ddm_lightning.encoders.interfaces import CaptionEncoder
+from ddm_lightning.encoders.stored import StoredForm
 from ddm_lightning.flow.condition import Condition
 from ddm_lightning.flow.path import interpolate, velocity_loss_weights
 from ddm_lightning.flow.randomness import keyed_generator, keyed_seed
@@ -23,7 +24,6 @@ from ddm_lightning.flow.timesteps import sample_timesteps, stratified_timesteps
 from ddm_lightning.members.member import Member
 from ddm_lightning.networks.attention import check_attention, set_attention
 from ddm_lightning.networks.compiled import compile_blocks
-from ddm_lightning.shards.manifest import StoredForm
 from ddm_lightning.training.ema import ema_weights, track_ema
 from ddm_lightning.training.guard import FiniteGuard
 from ddm_lightning.training.optimizer import build_optimizer, build_schedule, clip_in_step

@@ -9,6 +9,7 @@ from prepare.listed import hashes
 from streaming.base.format import reader_from_json
 
 from ddm_lightning.config.experiment import ShardsConfig
+from ddm_lightning.encoders.stored import StoredForm
 from ddm_lightning.partition.columns import Rows
 from ddm_lightning.prepare.write_shards import (
     Samples,
@@ -18,7 +19,6 @@ from ddm_lightning.prepare.write_shards import (
     statistics_of,
     write_split,
 )
-from ddm_lightning.shards.manifest import StoredForm
 
 NUM, K = 50, 3
 

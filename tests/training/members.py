@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from ddm_lightning.config.experiment import IslandConfig, PluginConfig, TimestepsConfig, TrainConfig
+from ddm_lightning.encoders.stored import StoredForm
 from ddm_lightning.flow.condition import ConditionSpec
 from ddm_lightning.members.member import Member
 from ddm_lightning.members.roles import ROLES
-from ddm_lightning.shards.manifest import StoredForm
 from ddm_lightning.training.roles import ExpertModule, RouterModule
 
 SCALE, SHIFT = 1 / 127.5, 127.5

@@ -12,10 +12,11 @@ from artifact_files import edit
 from tiny_runs import prepared
 
 from ddm_lightning.cli.parser import main
+from ddm_lightning.encoders.stored import StoredForm
 from ddm_lightning.ensemble.load import load_ensemble
 from ddm_lightning.flow.path import interpolate
 from ddm_lightning.members.artifact import read_meta
-from ddm_lightning.shards.manifest import Manifest, StoredForm
+from ddm_lightning.shards.manifest import Manifest
 from ddm_lightning.shards.mds import open_shards
 
 IMAGES = 16  # far from half of all, which also swapped shares would give

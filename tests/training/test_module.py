@@ -9,9 +9,9 @@ from training.members import SCALE, SHIFT, Recorder, at, batch, build, expert
 
 from ddm_lightning.config.experiment import TimestepsConfig, TrainConfig
 from ddm_lightning.core.errors import UserError
+from ddm_lightning.encoders.stored import StoredForm
 from ddm_lightning.flow.condition import ConditionSpec
 from ddm_lightning.shards.datamodule import steps
-from ddm_lightning.shards.manifest import StoredForm
 from ddm_lightning.training.optimizer import build_optimizer
 from ddm_lightning.training.roles import ExpertModule
 
@@ -143,7 +143,7 @@ def test_a_posterior_is_drawn_anew_at_each_step_by_the_keyed_generator():
 def test_draws_of_a_posterior_have_its_mean_and_spread_and_nothing_of_the_noise():
     stored = {name: values[:1].expand(4000, *values.shape[1:]) for name, values in posterior_batch().items()}
     noised = expert(stored=POSTERIOR).noisy_batch(stored)
-    mean, spread = POSTERIOR.mean(stored["x_0"][:1])[0].numpy(), POSTERIOR.spread(stored["x_0"][:1])[0].numpy()
+    mean, spread = POSTERIOR.mean(stored["x_0"][:1])[0].numpy(), POSTERIOR.std(stored["x_0"][:1])[0].numpy()
     z = (noised.x_0.numpy() - mean) / spread
     assert np.abs(z.mean(0)).max() < 5 / np.sqrt(4000) and np.abs(z.std(0) - 1).max() < 5 / np.sqrt(8000)
     for other in (noised.noise.numpy()[:, 1, 2, 2], noised.noise.numpy()[:, 0, 0, 0], noised.t.numpy()):

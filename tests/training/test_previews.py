@@ -13,8 +13,8 @@ from training.two_processes import in_two_processes
 from ddm_lightning.config.experiment import EvaluateConfig, PluginConfig, SampleConfig
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.encoders import images
+from ddm_lightning.encoders.stored import StoredForm
 from ddm_lightning.flow.randomness import keyed_generator
-from ddm_lightning.shards.manifest import StoredForm
 from ddm_lightning.training.callbacks import StopOnRequest
 from ddm_lightning.training.previews import SampleLogger, ScoreLogger, routing_heat_map
 

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from ddm_lightning.shards.manifest import StoredForm
+from ddm_lightning.encoders.stored import StoredForm
 
 SCALES, SHIFTS = [0.5, 2.0, 0.18215], [0.0, -1.5, 0.1159]
 
@@ -23,21 +23,21 @@ def per_channel(values):
     return np.reshape(values, (-1, 1, 1))
 
 
-def test_mean_and_spread_are_in_the_networks_units_channel_by_channel():
+def test_mean_and_std_are_in_the_networks_units_channel_by_channel():
     form = StoredForm("posterior", {"scale": SCALES, "shift": SHIFTS})
     stored = posterior()
     exact = stored.double().numpy()
     mean = (exact[:, :3] - per_channel(SHIFTS)) * per_channel(SCALES)
     spread = exact[:, 3:] * per_channel(SCALES)
     np.testing.assert_allclose(form.mean(stored, torch.float64).numpy(), mean, rtol=1e-12)
-    np.testing.assert_allclose(form.spread(stored, torch.float64).numpy(), spread, rtol=1e-12)
-    assert form.mean(stored).dtype == form.spread(stored).dtype == torch.float32
+    np.testing.assert_allclose(form.std(stored, torch.float64).numpy(), spread, rtol=1e-12)
+    assert form.mean(stored).dtype == form.std(stored).dtype == torch.float32
     np.testing.assert_allclose(form.mean(stored).numpy(), mean, rtol=1e-5, atol=1e-6)
 
 
-def test_a_spread_is_positive_whatever_the_sign_of_the_scale():
+def test_a_std_is_positive_whatever_the_sign_of_the_scale():
     form = StoredForm("posterior", {"scale": -2.0, "shift": 0.0})
-    assert (form.spread(posterior()) > 0).all()
+    assert (form.std(posterior()) > 0).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float16, torch.float32])
@@ -47,7 +47,7 @@ def test_stored_x_0_is_scaled_by_the_plain_formula_bit_for_bit(dtype, scale, shi
     form = StoredForm("x_0", {"scale": scale, "shift": shift})
     expected = (stored.float() - shift) * scale
     assert torch.equal(form.mean(stored), expected)
-    assert form.spread(stored) is None
+    assert form.std(stored) is None
     drawing = generator()
     assert torch.equal(form.sample(stored, drawing), expected)
     assert torch.equal(drawing.get_state(), generator().get_state()), "nothing was drawn"
