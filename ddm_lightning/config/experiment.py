@@ -46,13 +46,13 @@ class PartitionConfig:
     num_fine_centroids: int = option(1024, low=1)
     """Centroids of the first stage; the second stage groups them into K clusters."""
     fit_fraction: float = option(1.0, low=1e-6, high=1)
-    """Fraction of the samples that the fine centroids are fitted to."""
+    """Fraction of the samples on which the fine centroids are fitted."""
     device: str = "cpu"
     """Torch device for k-means: ``cpu`` or ``cuda``."""
     num_iterations: int = option(20, low=1)
     """Iterations of each k-means stage."""
     max_largest_over_mean: float = option(1.05, low=1)
-    """Largest allowed cluster, as a multiple of N/K samples; a partition above it is refused."""
+    """Largest allowed cluster, as a multiple of N/K samples; a larger one is refused."""
     out_of_cluster_fraction: float = option(0.0, low=0, high=0.5)
     """Fraction of each expert's training samples that comes from other clusters (MoDE: 0.02)."""
 
@@ -90,7 +90,7 @@ class PrepareConfig:
     max_bad_fraction: float = option(0.01, low=0, high=1)
     """Fraction of broken samples that may be skipped; above it ``prepare`` stops."""
     horizontal_flips: bool = False
-    """Whether to store the encoding of the mirrored image, too; training picks one of the two at random."""
+    """Whether to store the encoding of the mirrored image as well; training picks one of the two at random."""
     shards: ShardsConfig = field(default_factory=ShardsConfig)
     """Size and compression of the shards."""
     engine: str = option("local", choices=("local", "ray"))
@@ -164,13 +164,13 @@ class ExpertConfig:
     timesteps: TimestepsConfig = field(default_factory=TimestepsConfig)
     """Training timesteps."""
     path: str = option("linear", choices=("linear", "cosine", "vp"))
-    """Path from data to noise in training: ``linear``, ``cosine`` or ``vp`` (DDPM's); sampling is on the linear one."""
+    """Path from data to noise in training: ``linear``, ``cosine`` or ``vp`` (DDPM's); sampling uses ``linear``."""
     loss: str = option("prediction", choices=("prediction", "velocity"))
-    """Error that the loss squares: of the network's ``prediction``, or of the ``velocity`` it implies (JiT)."""
+    """Squared error in the loss: of the network's ``prediction``, or of the ``velocity`` it implies (JiT)."""
     train: TrainConfig = field(default_factory=TrainConfig)
     """Optimisation."""
     overrides: dict[str, Any] = field(default_factory=dict)
-    """Keys of this section that differ for single experts, as in ``{expert-1: {path: cosine}}``."""
+    """Keys of this section that differ for some experts, as in ``{expert-1: {path: cosine}}``."""
 
 
 @dataclass
@@ -196,14 +196,14 @@ class DistillConfig:
     teacher: str = "owner"
     """``owner`` (the expert of the sample's cluster; no router needed) or a routing strategy, such as ``full``."""
     max_steps: int | None = option(None, low=1)
-    """Optimizer steps; null for those of an expert."""
+    """Optimizer steps; null for as many as an expert takes."""
     global_batch_size: int | None = option(None, low=1)
     """Samples per step; null for ``expert.train.global_batch_size``. The paper takes a quarter of it."""
 
 
 @dataclass
 class IslandConfig:
-    """Machine that trains a member; may differ between islands."""
+    """Settings of the machine that trains a member; they may differ between islands."""
 
     accelerator: str = option("auto", choices=("auto", "cpu", "gpu"))
     """Lightning's accelerator: ``auto``, ``cpu``, ``gpu``."""
@@ -280,7 +280,7 @@ class SampleConfig:
     precision: str = option("auto", choices=("auto", "32-true", "bf16-mixed"))
     """Precision within the networks: ``32-true``, ``bf16-mixed`` or ``auto``, which is ``bf16-mixed`` on a GPU only."""
     resident_experts: int | None = option(None, low=2)
-    """Experts on the device at once, for one too small for all; the next one loads meanwhile. None is all."""
+    """Experts kept at once on a device too small for all, while the next one loads; null keeps all."""
     prompts: list[str] = field(default_factory=list)
     """Text prompts, one per row of the sample grid that ``fit`` writes."""
     num_per_prompt: int = option(8, low=1)
@@ -302,7 +302,7 @@ class EvaluateConfig:
     batch_size: int = option(64, low=1)
     """Images generated at once."""
     image_format: str = option("npz", choices=("npz", "png"))
-    """``npz`` keeps the images in parts; ``png`` writes single files, too."""
+    """``npz`` keeps the images in parts; ``png`` also writes each as a file."""
     max_train_images: int = option(50_000, low=0)
     """Maximum number of training images in the check for memorised samples; 0 for no check."""
 
@@ -328,7 +328,7 @@ class Experiment:
     distill: DistillConfig = field(default_factory=DistillConfig)
     """Distillation of the ensemble into a student."""
     island: IslandConfig = field(default_factory=IslandConfig)
-    """Machine."""
+    """Machine that trains a member."""
     sample: SampleConfig = field(default_factory=SampleConfig)
     """Sampling."""
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)

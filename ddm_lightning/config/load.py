@@ -16,7 +16,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from ddm_lightning.config.experiment import Experiment
+from ddm_lightning.config.experiment import Experiment, PluginConfig
 from ddm_lightning.config.merge import merge
 from ddm_lightning.config.validate import check_experiment
 from ddm_lightning.core import checks
@@ -203,6 +203,7 @@ def describe(section: Any, prefix: str = "") -> Iterator[tuple[str, str, str]]:
             yield from describe(default or inner(), f"{key}.")
         else:
             form = inspect.formatannotation(hint).replace("typing.", "").replace("None", "null")
+            form = form.replace(f"{PluginConfig.__module__}.PluginConfig", "{name, params}")
             value = ", required" if default == checks.MISSING_MARK else f" = {json.dumps(default, default=asdict)}"
             limits = checks.limits(kind).get(name)
             yield key, f" {form}{value}" + (f", {limits[1]}" if limits else ""), text

@@ -26,7 +26,7 @@ TRAINER_FLAGS = (
     "sync_batchnorm",
 )
 """Flags of Lightning's Trainer that ``island.trainer`` takes; other keys set the rest."""
-# Streaming's but gz, which writes the time into the shards.
+# All of Streaming's except gz, which writes the time into the shards.
 _COMPRESSIONS = r"br(:(\d|1[01]))?|bz2(:[1-9])?|snappy|zstd(:([1-9]|1\d|2[0-2]))?"
 
 
@@ -49,7 +49,7 @@ def check_experiment(
         experiment: the resolved experiment.
         source: begins the error line, such as the file's name.
         overrides: ``key=value`` pairs; the error line names the one that caused it.
-        sampling_only: whether to look at contradictions of sampling only: a saved ensemble knows no training.
+        sampling_only: whether to check sampling alone, because a saved ensemble has no settings of training.
 
     Raises:
         UserError: the line names ``source``, key and remedy.

@@ -33,7 +33,7 @@ def is_number(value: Any) -> bool:
 
 
 def is_text(value: Any) -> bool:
-    """Whether ``value`` is a non-empty text that prints on one line."""
+    """Whether ``value`` is a non-empty string that prints on one line."""
     return isinstance(value, str) and value != "" and value.isprintable()
 
 
@@ -54,12 +54,12 @@ def within(low: float, high: float = math.inf) -> Check:
 
 
 def matching(pattern: str, wanted: str) -> Check:
-    """Check for a text that ``pattern`` matches completely."""
+    """Check for a string that ``pattern`` matches completely."""
     return lambda value: isinstance(value, str) and re.fullmatch(pattern, value) is not None, wanted
 
 
 def one_of(choices: Sequence[str]) -> Check:
-    """Check for one of several texts."""
+    """Check for one of several strings."""
     return lambda value: value in choices, f"one of {', '.join(choices)}"
 
 

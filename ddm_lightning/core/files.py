@@ -31,7 +31,7 @@ def _flush(path: Path) -> None:
 
 @contextmanager
 def _naming(path: Path, temporary: Path) -> Iterator[None]:
-    """Make an ``OSError`` of the block name ``path`` if it names no file or one in ``temporary``."""
+    """Make an ``OSError`` in the block name ``path``, where it names no file or one in ``temporary``."""
     try:
         yield
     except OSError as error:
@@ -172,7 +172,7 @@ def hash_file(path: Path, algorithm: str) -> str:
 
 
 def in_threads(function: Callable[..., _Result], *items: Iterable[Any]) -> Iterator[_Result]:
-    """Map like ``map``, four items at a time; reading and hashing release Python's global lock."""
+    """Map like ``map``, four items at a time; reading and hashing release the global interpreter lock."""
     with ThreadPoolExecutor(_NUM_THREADS) as threads:
         yield from threads.map(function, *items)
 

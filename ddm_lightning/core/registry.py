@@ -88,10 +88,10 @@ class Registry:
         raise UserError(f"unknown {self.kind} {name!r}; {self.known()}")
 
     def known(self) -> str:
-        """All known names, and how to install others."""
-        group = f"which has the entry-point group {self.group!r}"
+        """Known names and how to get others, for error lines."""
+        group = f"in the entry-point group {self.group!r}"
         known = ", ".join(self.names()) or "none"
-        return f"known: {known}; check the spelling, or install the package that provides it, {group}"
+        return f"known: {known}; check the spelling, or install the package that registers it {group}"
 
     def build(self, name: str, params: dict[str, Any], **context: Any) -> Any:
         """Call the factory ``name`` with the user's ``params`` and the trainer's ``context``.

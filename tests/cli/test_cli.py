@@ -470,7 +470,7 @@ def test_describe_prints_every_key_with_type_default_and_documentation(capsys: p
         "expert.network.params: dict[str, Any] = {}\n",
         'router.timesteps.density: str = "uniform", one of logit-normal, uniform\n    `logit-normal` or `uniform`.\n',
         "existing` (the clusters of another run, for new data).\n",  # a second line
-        "\nisland:\n    Machine.\n",
+        "\nisland:\n    Machine that trains a member.\n",
     ):
         assert lines in text
 

@@ -248,7 +248,7 @@ def test_damage_is_refused_in_one_line(
             "SMALL/member.json: was trained on another timestep_shift than THREE/expert-0/member.json",
         ),
         (("add", "THREE", "UNKNOWN", "--images", "5", "--out", "OUT"), "unknown expert 'pixel-net'; known: "),
-        (("replace", "THREE", "expert-1", "UNKNOWN", "--out", "OUT"), "install the package that provides it"),
+        (("replace", "THREE", "expert-1", "UNKNOWN", "--out", "OUT"), "install the package that registers it"),
         (("add", "THREE", "WIDER", "--images", "5", "--out", "OUT"), "WIDER/member.json: the weights do not fit"),
         (("add", "THREE", "HUGE", "--images", "5", "--out", "OUT"), "HUGE/member.json: needs 1.1 TB of memory"),
         (("remove", "OUT", "expert-0", "--out", "OUT"), "OUT: is not a folder here"),
