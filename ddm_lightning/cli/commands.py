@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.table import Table
 
-from ddm_lightning.cli.check_plugins import check_networks, check_plugins, check_strategy
 from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.config.validate import check_experiment
 from ddm_lightning.core import processes
@@ -25,11 +25,14 @@ from ddm_lightning.core.registry import require
 from ddm_lightning.ensemble.manifest import assemble, refuse_stale
 from ddm_lightning.ensemble.routing import with_suited_solver
 from ddm_lightning.ensemble.velocity import Cost
-from ddm_lightning.islands.local import default_jobs, fit_members, members_table, skipped_lines
+from ddm_lightning.islands.local import default_jobs, fit_members
+from ddm_lightning.members.preflight import check_networks, check_plugins, check_strategy, check_weights, is_collected
 from ddm_lightning.members.roles import ROUTER, parse_members
 from ddm_lightning.members.run import Run
 from ddm_lightning.members.run_folder import RunFolder, load_run, refuse_changed
+from ddm_lightning.members.status import status_table
 from ddm_lightning.shards.manifest import DataSizes
+from ddm_lightning.training.guard import skipped_of
 from ddm_lightning.use.saved import is_saved
 
 
@@ -131,33 +134,17 @@ def _fit_one(member: str, experiment: Experiment, options: argparse.Namespace) -
     return 0
 
 
-def _is_collected(members: Sequence[str], experiment: Experiment) -> bool:
-    """Whether the folder holds a manifest that was prepared elsewhere, and artifacts of all members.
-
-    Raises:
-        UserError: some artifacts are missing. The user expects to copy them, not to prepare and train here.
-    """
-    run = RunFolder.of(experiment)
-    is_copy = (run.prepared / "manifest.json").exists() and not (run.prepared / "parts.json").exists()
-    missing = [member for member in members if not run.is_finished(member)]
-    if is_copy and missing:
-        problem = f"was prepared elsewhere, and the artifacts of {', '.join(missing)} are not here"
-        remedy = f"copy them to {run.root / 'members'}/NAME/artifact, or train one with member={missing[0]}"
-        raise UserError(f"{run.prepared / 'manifest.json'}: {problem}; {remedy}")
-    return is_copy
-
-
 def _fit_several(members: list[str], experiment: Experiment, options: argparse.Namespace) -> int:
     console = Console()
     check_strategy(experiment, options.config, options.overrides)
-    if _is_collected(members, experiment):
+    if is_collected(members, Run(experiment)):
         run = Run.open(experiment, create=True)
     else:
         _check(experiment, options)
         run = _prepared(experiment, options)
     refuse_stale(members, run)
     failures = fit_members(members, run, options.jobs or default_jobs(experiment), console)
-    console.print(members_table(run))
+    console.print(_status_table(run))
     _print_skipped(members, run, options)
     for member, failure in failures.items():
         print(f"{member}: {failure.reason}", file=sys.stderr)
@@ -179,8 +166,15 @@ def _fit_several(members: list[str], experiment: Experiment, options: argparse.N
 
 
 def _print_skipped(members: Sequence[str], run: Run, options: argparse.Namespace) -> None:
-    for line in skipped_lines(members, run, _command("replay", options)):
-        print(line)
+    for member in members:
+        if num := len({skipped.step for skipped in skipped_of(run.folder.member(member))}):
+            steps = "1 step" if num == 1 else f"{num} steps"
+            replay = f"{_command('replay', options)} member={member}"
+            print(f"{member}: skipped {steps} without a finite gradient; see {replay}")
+
+
+def _status_table(run: Run) -> Table:
+    return status_table(str(run.folder.root), map(run.status, run.started))
 
 
 def _grid(run: Run) -> Path:
@@ -244,7 +238,7 @@ def _sample(experiment: Experiment, options: argparse.Namespace) -> int:
         name = settings.member or settings.strategy
         new = (path / f"{name}-{number:03d}.png" for number in itertools.count(1))
         path = _grid(run) if is_own and path == run.folder.samples else next(p for p in new if not p.exists())
-    _require_weights(run, options)
+    check_weights(run, _command("fit", options))
     prompts, singles = options.prompt or settings.prompts, path.with_suffix("")
     more = {"classes": options.classes or (), "singles": singles, "gif": options.gif}
     cost, files = _generate(run, prompts, path, **more)
@@ -261,26 +255,12 @@ def _opened(experiment: Experiment) -> Run:
     return run if is_saved(run.folder.root) else Run.open(experiment)
 
 
-def _require_weights(run: Run, options: argparse.Namespace) -> None:
-    experiment, folder = run.experiment, run.folder
-    if (member := experiment.sample.member) is not None:
-        if parse_members(member, experiment, "sample.member") != [member]:
-            raise UserError(f"sample.member={member}: name one member, such as monolith")
-        if not folder.is_finished(member):
-            fit = f"{_command('fit', options)} member={member}"
-            raise UserError(f"{folder.artifact(member)}: does not exist yet; run {fit}")
-    elif not folder.ensemble.exists():
-        unfinished = [member for member in run.names if not folder.is_finished(member)]
-        why = f", because these members are not finished: {', '.join(unfinished)}" if unfinished else ""
-        raise UserError(f"{folder.ensemble}: does not exist yet{why}; run {_command('fit', options)}")
-
-
 def _evaluate(experiment: Experiment, options: argparse.Namespace) -> int:
     check_strategy(experiment, options.config, options.overrides)
     check_devices(experiment.island.accelerator, 1)
     run = _opened(experiment)
     if options.images is None:
-        _require_weights(run, options)
+        check_weights(run, _command("fit", options))
 
     from ddm_lightning.evaluation.evaluate import evaluate
 
@@ -310,7 +290,7 @@ def _diagnose(experiment: Experiment, options: argparse.Namespace) -> int:
 
 def _status(experiment: Experiment, options: argparse.Namespace) -> int:
     run = Run.open(experiment)
-    Console().print(members_table(run))
+    Console().print(_status_table(run))
     _print_skipped(run.started, run, options)
     print(f"curves: tensorboard --logdir {run.folder.root}")
     return 0
@@ -361,7 +341,7 @@ def _export(experiment: Experiment, options: argparse.Namespace) -> int:
     from ddm_lightning.use.saved import open_ensemble, save_ensemble
 
     run, out = _opened(experiment), Path(options.out)
-    _require_weights(run, options)
+    check_weights(run, _command("fit", options))
     write = save_ensemble if options.to == "ensemble" else export_diffusers
     write(open_ensemble(run.folder.root, experiment), out, options.licence)
     print(f"{options.to}: {out}\nmodel card: {out / 'README.md'}")
@@ -420,7 +400,7 @@ def demo(options: argparse.Namespace) -> int:
             check_strategy(experiment, options.config, options.overrides)
             check_devices(experiment.island.accelerator, 1)
             run = Run.open(experiment)
-            _require_weights(run, options)
+            check_weights(run, _command("fit", options))
             torch.set_num_threads(experiment.island.num_threads)
             manifest, root = open_ensemble(run.folder.root, experiment, partial=True), run.folder.root
             refuse_paths(manifest, experiment, options.allow_paths)

@@ -7,7 +7,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from ddm_lightning.core.checks import option
+from ddm_lightning.core.checks import CHANGEABLE, option
 
 
 @dataclass
@@ -65,7 +65,7 @@ class ShardsConfig:
     """Maximum bytes of one shard before compression."""
     compression: str | None = None
     """MDS compression, such as ``zstd:3``; null for none."""
-    remote: str | None = None
+    remote: str | None = field(default=None, metadata=CHANGEABLE)
     """URL (``s3://…``, ``sftp://…``) for the upload of finished shards; null keeps them here."""
 
 
@@ -93,9 +93,9 @@ class PrepareConfig:
     """Whether to store the encoding of the mirrored image as well; training picks one of the two at random."""
     shards: ShardsConfig = field(default_factory=ShardsConfig)
     """Size and compression of the shards."""
-    engine: str = option("local", choices=("local", "ray"))
+    engine: str = option("local", choices=("local", "ray"), changeable=True)
     """Workers for the parts of the source: ``local`` (processes here) or ``ray`` (Ray Data, on many machines)."""
-    num_processes: int = option(0, low=0)
+    num_processes: int = option(0, low=0, changeable=True)
     """Processes of the ``local`` engine, over all GPUs; 0 means four per GPU with encoders, else one per core."""
 
 
@@ -313,7 +313,7 @@ class Experiment:
 
     name: str = MISSING
     """Name of the experiment and, by default, of its run folder."""
-    run_dir: str = "runs/${name}"
+    run_dir: str = field(default="runs/${name}", metadata=CHANGEABLE)
     """Run folder: everything that the experiment produces."""
     seed: int = option(0, low=0, high=2**63 - 1)
     """Seed of the partition, the initial weights, the sample order, noise and timesteps."""
@@ -325,11 +325,11 @@ class Experiment:
     """Experts and monolith."""
     router: RouterConfig = field(default_factory=RouterConfig)
     """Router."""
-    distill: DistillConfig = field(default_factory=DistillConfig)
+    distill: DistillConfig = field(default_factory=DistillConfig, metadata=CHANGEABLE)
     """Distillation of the ensemble into a student."""
-    island: IslandConfig = field(default_factory=IslandConfig)
+    island: IslandConfig = field(default_factory=IslandConfig, metadata=CHANGEABLE)
     """Machine that trains a member."""
-    sample: SampleConfig = field(default_factory=SampleConfig)
+    sample: SampleConfig = field(default_factory=SampleConfig, metadata=CHANGEABLE)
     """Sampling."""
-    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig, metadata=CHANGEABLE)
     """Evaluation of the ensemble's images."""

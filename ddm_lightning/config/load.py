@@ -8,7 +8,7 @@ import inspect
 import json
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, is_dataclass
+from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +180,21 @@ def with_defaults(recorded: dict[str, Any]) -> dict[str, Any]:
         return recorded
     filled: Any = OmegaConf.to_container(merged, resolve=False)
     return dict(filled)
+
+
+@functools.cache
+def changeable_keys() -> tuple[str, ...]:
+    """Dotted keys of fields and sections that may differ between two starts, as the schema declares."""
+    return tuple(_changeable(Experiment, ""))
+
+
+def _changeable(kind: Any, prefix: str) -> Iterator[str]:
+    for own in fields(kind):
+        key, inner = prefix + own.name, checks.without_none(checks.hints(kind)[own.name])[0]
+        if own.metadata.get("changeable"):
+            yield key
+        elif is_dataclass(inner):
+            yield from _changeable(inner, f"{key}.")
 
 
 def to_yaml(experiment: Experiment) -> str:

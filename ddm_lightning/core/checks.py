@@ -138,10 +138,21 @@ def field_checks(kind: type) -> dict[str, Check]:
     return {name: hint.__metadata__[0] for name, hint in hints.items() if hasattr(hint, "__metadata__")}
 
 
-def option(default: Any, *, choices: Sequence[str] = (), low: float = -math.inf, high: float = math.inf) -> Any:
+CHANGEABLE = {"changeable": True}
+"""Metadata of a settings field that may differ between two starts: it changes no byte of shards, no training."""
+
+
+def option(
+    default: Any,
+    *,
+    choices: Sequence[str] = (),
+    low: float = -math.inf,
+    high: float = math.inf,
+    changeable: bool = False,
+) -> Any:
     """Field of a settings dataclass: a text among ``choices``, or a number from ``low`` to ``high``."""
     check = one_of(choices) if choices else within(low, high)
-    return field(default=default, metadata={"check": check, "choices": choices})
+    return field(default=default, metadata={"check": check, "choices": choices, "changeable": changeable})
 
 
 @functools.cache

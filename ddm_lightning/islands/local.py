@@ -18,11 +18,8 @@ from types import FrameType
 from typing import NamedTuple
 
 import torch
-from rich import box
 from rich.console import Console
 from rich.progress import Progress, TaskID
-from rich.table import Table
-from rich.text import Text
 
 from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.config.load import to_yaml
@@ -31,8 +28,6 @@ from ddm_lightning.core.files import atomic_write_text
 from ddm_lightning.core.formatting import Bars
 from ddm_lightning.core.processes import FITTED_BY, STOPPED, handling, num_cores
 from ddm_lightning.members.run import Run
-from ddm_lightning.members.status import loss_of
-from ddm_lightning.training.guard import skipped_of
 
 POLL_SECONDS = 0.5
 
@@ -207,46 +202,3 @@ def _stop(running: list[_Child], requests: list[float], console: Console) -> Non
     for child in left:
         if child.process.wait() == -signal.SIGKILL:
             console.print(f"{child.member}: killed before it wrote a checkpoint; it resumes at the previous one")
-
-
-def members_table(run: Run) -> Table:
-    """Steps, losses, router accuracy, time and speed of each member."""
-    # Fits the 80 columns of a log file or a pipe.
-    table = Table(
-        title=Text(str(run.folder.root)),
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-        padding=(0, 1, 0, 0),
-    )
-    for heading in ("member", "state", "step", "loss", "held out", "accuracy", "time", "samples/s"):
-        table.add_column(heading, justify="left" if heading in ("member", "state") else "right", no_wrap=True)
-    for member in run.started:
-        status = run.status(member)
-        metrics = status.metrics
-        accuracy = metrics.get("held_out/accuracy")  # without the condition, as the router's loss
-        minutes, seconds = divmod(round(status.seconds), 60)
-        table.add_row(
-            member,
-            status.shown_state(),
-            f"{status.step}/{status.max_steps}",
-            _figure(loss_of(metrics, "train"), ".4f"),
-            _figure(loss_of(metrics, "held_out"), ".4f"),
-            _figure(accuracy, ".1%"),
-            f"{minutes}:{seconds:02d}",
-            _figure(status.samples_per_second or None, ".0f"),
-        )
-    return table
-
-
-def skipped_lines(members: Sequence[str], run: Run, replay: str) -> Iterator[str]:
-    """One line per member that skipped steps; ``replay`` is the command that examines them."""
-    for member in members:
-        if num := len({skipped.step for skipped in skipped_of(run.folder.member(member))}):
-            steps = "1 step" if num == 1 else f"{num} steps"
-            yield f"{member}: skipped {steps} without a finite gradient; see {replay} member={member}"
-
-
-def _figure(value: float | None, form: str) -> str:
-    # Keeps a diverged loss as narrow as the others.
-    return "–" if value is None else format(value, form if abs(value) < 1e5 else ".2g")

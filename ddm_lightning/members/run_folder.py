@@ -13,7 +13,7 @@ from filelock import FileLock, Timeout
 from omegaconf import OmegaConf
 
 from ddm_lightning.config.experiment import Experiment
-from ddm_lightning.config.load import load_experiment, read_yaml, with_defaults
+from ddm_lightning.config.load import changeable_keys, load_experiment, read_yaml, with_defaults
 from ddm_lightning.core.checks import Check, problem_with
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import read_json
@@ -21,9 +21,6 @@ from ddm_lightning.core.files import read_json
 MEMBER_FILE = "member.json"
 """Description of an artifact's weights."""
 ENSEMBLE_FILE = "ensemble.json"
-# Sections and keys that may change between two starts: they change no byte of shards and no meaning of weights.
-FREE_SECTIONS = ("run_dir", "island", "sample", "evaluate", "distill")
-FREE_KEYS = ("prepare.engine", "prepare.num_processes", "prepare.shards.remote")
 
 
 @dataclass(unsafe_hash=True)
@@ -164,15 +161,16 @@ def refuse_changes(path: Path, old: dict[str, Any], new: dict[str, Any]) -> None
 
 
 def changes(old: dict[str, Any], new: dict[str, Any]) -> str:
-    """Describe keys that differ between two experiments, outside ``FREE_SECTIONS`` and ``FREE_KEYS``; empty if none.
+    """Describe keys that differ between two experiments, except ``changeable_keys``; empty if none.
 
     More ``max_steps`` under a constant schedule are no change: a finished member can be trained on.
     """
     before, after = flat(old), flat(new)
+    allowed = tuple(f"{key}." for key in changeable_keys())
     described = []
     for key in sorted(before.keys() | after.keys()):
         was, now = before.get(key), after.get(key)
-        if was == now or key.split(".")[0] in FREE_SECTIONS or key in FREE_KEYS:
+        if was == now or f"{key}.".startswith(allowed):
             continue
         schedule = after.get(f"{key.removesuffix('max_steps')}schedule")
         is_raised = key.endswith(".train.max_steps") and isinstance(was, int) and isinstance(now, int) and was < now

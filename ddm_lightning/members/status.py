@@ -5,10 +5,14 @@ from __future__ import annotations
 import os
 import platform
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
 
 from ddm_lightning.core import checks
 from ddm_lightning.core.files import atomic_write_json
@@ -108,3 +112,30 @@ class MemberStatus:
 
     def _is_elsewhere(self) -> bool:
         return self.host not in ("", platform.node())
+
+
+def status_table(title: str, statuses: Iterable[MemberStatus]) -> Table:
+    """Steps, losses, router accuracy, time and speed of each member."""
+    # Fits the 80 columns of a log file or a pipe.
+    table = Table(title=Text(title), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for heading in ("member", "state", "step", "loss", "held out", "accuracy", "time", "samples/s"):
+        table.add_column(heading, justify="left" if heading in ("member", "state") else "right", no_wrap=True)
+    for status in statuses:
+        accuracy = status.metrics.get("held_out/accuracy")  # without the condition, as the router's loss
+        minutes, seconds = divmod(round(status.seconds), 60)
+        table.add_row(
+            status.member,
+            status.shown_state(),
+            f"{status.step}/{status.max_steps}",
+            _figure(loss_of(status.metrics, "train"), ".4f"),
+            _figure(loss_of(status.metrics, "held_out"), ".4f"),
+            _figure(accuracy, ".1%"),
+            f"{minutes}:{seconds:02d}",
+            _figure(status.samples_per_second or None, ".0f"),
+        )
+    return table
+
+
+def _figure(value: float | None, form: str) -> str:
+    # Keeps a diverged loss as narrow as the others.
+    return "–" if value is None else format(value, form if abs(value) < 1e5 else ".2g")

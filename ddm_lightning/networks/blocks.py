@@ -193,3 +193,18 @@ class FinalLayer(nn.Module):
         """``out_features`` numbers per token."""
         shift, scale = self.modulation(conditioning)[:, None].chunk(2, dim=-1)
         return self.out(modulate(x, shift, scale, self.norm))
+
+
+def has_muon_matrices(network: nn.Module) -> bool:
+    """Whether ``network`` has matrices for Muon."""
+    return any(is_muon_matrix(name, parameter) for name, parameter in network.named_parameters())
+
+
+def is_muon_matrix(name: str, parameter: nn.Parameter) -> bool:
+    """Whether a parameter is a layer's matrix within a block: not an embedding, nor the first or last layer.
+
+    Excluded are tables of vectors, such as the offsets of adaLN-single, and adaLN modulations: six projections in one
+    that start at zero and read one vector per sample.
+    """
+    is_matrix = parameter.ndim == 2 and min(parameter.shape) > 1 and name.endswith(".weight")
+    return is_matrix and name.startswith("blocks.") and not name.endswith("modulation.weight")

@@ -14,6 +14,7 @@ from torch.optim import AdamW, Muon, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from ddm_lightning.config.experiment import TrainConfig
+from ddm_lightning.networks.blocks import is_muon_matrix
 
 
 def build_optimizer(network: nn.Module, train: TrainConfig) -> Optimizer:
@@ -176,21 +177,6 @@ class MuonWithAdamW(Optimizer):
         self._muon.step()
         for matrix, old in zip(matrices, before, strict=True):
             matrix.copy_(torch.where(counts, matrix, old))
-
-
-def has_muon_matrices(network: nn.Module) -> bool:
-    """Whether ``network`` has matrices for Muon."""
-    return any(is_muon_matrix(name, parameter) for name, parameter in network.named_parameters())
-
-
-def is_muon_matrix(name: str, parameter: nn.Parameter) -> bool:
-    """Whether a parameter is a layer's matrix within a block: not an embedding, nor the first or last layer.
-
-    Excluded are tables of vectors, such as the offsets of adaLN-single, and adaLN modulations: six projections in one
-    that start at zero and read one vector per sample.
-    """
-    is_matrix = parameter.ndim == 2 and min(parameter.shape) > 1 and name.endswith(".weight")
-    return is_matrix and name.startswith("blocks.") and not name.endswith("modulation.weight")
 
 
 def num_layers(name: str) -> int:

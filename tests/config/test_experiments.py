@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from ddm_lightning.cli.check_plugins import check_plugins
 from ddm_lightning.config.load import load_experiment
 from ddm_lightning.core.registry import CAPTION_ENCODERS, EXPERTS, FEATURES, IMAGE_ENCODERS, ROUTERS, SOURCES
 from ddm_lightning.members.member import Member
+from ddm_lightning.members.preflight import check_plugins
 from ddm_lightning.members.roles import batch_size, train_config
 from ddm_lightning.networks.flops import flops_per_sample
 from ddm_lightning.shards.manifest import DataSizes

@@ -9,12 +9,12 @@ import pytest
 import torch
 import yaml
 
-from ddm_lightning.cli.check_plugins import check_networks, check_plugins
 from ddm_lightning.config.experiment import Experiment, PluginConfig
 from ddm_lightning.config.load import load_experiment, to_yaml
 from ddm_lightning.config.merge import expert_section
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.members.member import Member
+from ddm_lightning.members.preflight import check_networks, check_plugins
 from ddm_lightning.members.roles import batch_size, train_config
 from ddm_lightning.members.run_folder import changes
 from ddm_lightning.shards.manifest import DataSizes

@@ -70,7 +70,7 @@ loaded("diffusers", "transformers", "timm", "huggingface_hub")
 from ddm_lightning.core.registry import EXPERTS, ROUTERS
 EXPERTS.get("dit"), EXPERTS.get("mmdit"), ROUTERS.get("router-dit")
 loaded("streaming", "xformers", "torchvision")
-import ddm_lightning.islands.local, ddm_lightning.cli.check_plugins
+import ddm_lightning.islands.local, ddm_lightning.members.preflight
 loaded("lightning")
 
 import ddm_lightning.training.fit

@@ -257,11 +257,3 @@ def test_as_many_jobs_as_cores_that_this_process_may_use(monkeypatch):
     assert local.default_jobs(experiment) == 1
     experiment.island.num_threads = 12
     assert local.default_jobs(experiment) == 1
-
-
-@pytest.mark.parametrize(
-    ("value", "form", "shown"),
-    [(None, ".4f", "–"), (0.27549, ".4f", "0.2755"), (2354.4, ".0f", "2354"), (2.4654e24, ".4f", "2.5e+24")],
-)
-def test_figures_fit_their_columns(value, form, shown):
-    assert local._figure(value, form) == shown

@@ -9,7 +9,7 @@ import pytest
 
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.processes import start_time
-from ddm_lightning.members.status import MemberStatus
+from ddm_lightning.members.status import MemberStatus, _figure
 
 
 def gone():
@@ -125,3 +125,11 @@ def test_status_of_another_machine_shows_its_age(tmp_path, monkeypatch):
     status.updated -= 180
     assert status.shown_state() == "seen 3 min ago"
     assert not status.runs()
+
+
+@pytest.mark.parametrize(
+    ("value", "form", "shown"),
+    [(None, ".4f", "–"), (0.27549, ".4f", "0.2755"), (2354.4, ".0f", "2354"), (2.4654e24, ".4f", "2.5e+24")],
+)
+def test_figures_fit_their_columns(value, form, shown):
+    assert _figure(value, form) == shown

@@ -10,9 +10,10 @@ from training.short_fits import fit
 
 from ddm_lightning.config.experiment import TrainConfig
 from ddm_lightning.flow.condition import ConditionSpec
+from ddm_lightning.networks.blocks import is_muon_matrix
 from ddm_lightning.networks.dit import DiT
 from ddm_lightning.training.ema import gathered_ema, track_ema
-from ddm_lightning.training.optimizer import MuonWithAdamW, build_optimizer, build_schedule, is_muon_matrix
+from ddm_lightning.training.optimizer import MuonWithAdamW, build_optimizer, build_schedule
 
 pytestmark = WARNINGS
 TRAIN = TrainConfig(20, 4, optimizer="muon", learning_rate=0.02, weight_decay=0.1, warmup_steps=5, schedule="cosine")

@@ -1,4 +1,4 @@
-"""Check every plug-in that an experiment names, before anything is written.
+"""Checks of an experiment before anything is written or started: its plug-ins, networks, strategy and weights.
 
 Error lines begin with ``source`` (the experiment's file or an option) and the override that caused the error.
 """
@@ -13,11 +13,11 @@ from ddm_lightning.config.merge import expert_section
 from ddm_lightning.config.validate import blamed
 from ddm_lightning.core import registry
 from ddm_lightning.core.errors import UserError, first_line
-from ddm_lightning.ensemble.routing import strategy_of
 from ddm_lightning.members.member import Member
-from ddm_lightning.members.roles import MONOLITH, ROUTER
+from ddm_lightning.members.roles import MONOLITH, ROUTER, parse_members
+from ddm_lightning.members.run import Run
+from ddm_lightning.networks.blocks import has_muon_matrices
 from ddm_lightning.shards.manifest import DataSizes, Manifest
-from ddm_lightning.training.optimizer import has_muon_matrices
 
 
 def check_plugins(experiment: Experiment, source: str, overrides: Sequence[str] = ()) -> None:
@@ -67,12 +67,13 @@ def check_strategy(experiment: Experiment, source: str, overrides: Sequence[str]
     Raises:
         UserError: naming ``source`` and the key.
     """
-    with _blaming("sample.strategy", source, overrides, f" = {experiment.sample.strategy!r}"):
-        strategy = strategy_of(experiment.sample)
-        strategy.check_solver(experiment.sample.solver)
+    sample = experiment.sample
+    with _blaming("sample.strategy", source, overrides, f" = {sample.strategy!r}"):
+        strategy = registry.STRATEGIES.build(sample.strategy, sample.strategy_params)
+        strategy.check_solver(sample.solver)
         strategy.check_num_clusters(experiment.prepare.partition.num_clusters)
-    with _blaming("sample.solver", source, overrides, f" = {experiment.sample.solver!r}"):
-        registry.SOLVERS.build(experiment.sample.solver, experiment.sample.solver_params)
+    with _blaming("sample.solver", source, overrides, f" = {sample.solver!r}"):
+        registry.SOLVERS.build(sample.solver, sample.solver_params)
 
 
 def check_networks(
@@ -94,3 +95,42 @@ def check_networks(
         if member.train.optimizer == "muon" and not has_muon_matrices(network):
             where = blamed(source, overrides, train, key)
             raise UserError(f"{where}: key {train!r} = 'muon': {key} has no matrices in 'blocks'; set adamw")
+
+
+def check_weights(run: Run, fit: str) -> None:
+    """Check that the weights to sample from are there: of ``sample.member``, or of the ensemble.
+
+    Args:
+        run: the run.
+        fit: command that trains them, for the error line.
+
+    Raises:
+        UserError: they are not, or there is no such member.
+    """
+    member, folder = run.experiment.sample.member, run.folder
+    if member is not None:
+        if parse_members(member, run.experiment, "sample.member") != [member]:
+            raise UserError(f"sample.member={member}: name one member, such as monolith")
+        if not folder.is_finished(member):
+            raise UserError(f"{folder.artifact(member)}: does not exist yet; run {fit} member={member}")
+    elif not folder.ensemble.exists():
+        unfinished = [name for name in run.names if not folder.is_finished(name)]
+        why = f", because these members are not finished: {', '.join(unfinished)}" if unfinished else ""
+        raise UserError(f"{folder.ensemble}: does not exist yet{why}; run {fit}")
+
+
+def is_collected(members: Sequence[str], run: Run) -> bool:
+    """Whether the folder holds a manifest that was prepared elsewhere, and artifacts of all ``members``.
+
+    Raises:
+        UserError: some artifacts are missing. The user expects to copy them, not to prepare and train here.
+    """
+    folder = run.folder
+    manifest = folder.prepared / "manifest.json"
+    if not manifest.exists() or (folder.prepared / "parts.json").exists():
+        return False
+    if missing := [name for name in members if not folder.is_finished(name)]:
+        problem = f"was prepared elsewhere, and the artifacts of {', '.join(missing)} are not here"
+        remedy = f"copy them to {folder.root / 'members'}/NAME/artifact, or train one with member={missing[0]}"
+        raise UserError(f"{manifest}: {problem}; {remedy}")
+    return True
