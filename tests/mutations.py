@@ -1,6 +1,6 @@
-"""Harm done to files that strangers write, and what reads them; ``main`` tries it in a process of its own.
+"""Mutate untrusted files, then run what reads them; ``main`` does so in a process of its own.
 
-Prints a JSON line before each mutation and one behind it, so that whoever reads knows which one a hang belongs to.
+It prints a JSON line before and after each mutation, so that a hang can be traced to its mutation.
 """
 
 import hashlib
@@ -75,7 +75,7 @@ def mutate(document, rng):
 def mutate_json(path, rng):
     document = json.loads(path.read_text())
     done = mutate(document, rng)
-    # As deep as is just read, and not shown or compared any more.
+    # As deep as the parser still reads, but too deep to print or compare.
     path.write_text(json.dumps(document).replace(f'"{NESTED}"', "[" * 900 + "]" * 900))
     return f"{path.name}: {done}"
 
@@ -129,7 +129,7 @@ def replace_file(path, rng):
 
 
 def harm(run, target, rng):
-    """Do one harm to what ``target`` reads of a run; mostly, whoever did it has put the hashes right."""
+    """Damage one file that ``target`` reads; in most cases also correct the hashes, as an attacker would."""
     train = run / "prepared" / "shards" / "cluster-0" / "train"
     files = {"manifest": [run / "prepared" / "manifest.json"], "index": [train / "index.json", train / SHARD]}
     name = "expert-0" if target == "artifact" else rng.choice(("expert-0", "expert-1", "router"))

@@ -91,7 +91,7 @@ def copy_run(finished: Path, to: Path, *unfinished: str) -> Path:
 
 
 def _finished(tmp_path_factory: pytest.TempPathFactory, name: str, *more: str) -> Path:
-    """Make a run once for all processes of pytest-xdist: whoever comes first makes it."""
+    """Make a run once for all processes of pytest-xdist: the first one that needs it."""
     base = tmp_path_factory.getbasetemp()
     base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
     run_dir = base / "tiny" / name
@@ -105,7 +105,7 @@ def _finished(tmp_path_factory: pytest.TempPathFactory, name: str, *more: str) -
 
 @pytest.fixture(scope="session")
 def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Prepared, trained, assembled and drawn without any disturbance. Not to be changed: copy it."""
+    """A finished run that nothing disturbed. Do not change it; copy it."""
     return _finished(tmp_path_factory, "undisturbed")
 
 

@@ -73,7 +73,7 @@ def diagnose(run: Run, strategies: Sequence[str] | None, num: int, *, show_progr
     """Diagnose a run's ensemble; write ``diagnosis.json`` and figures to the run's folder ``diagnosis``.
 
     Args:
-        run: a finished one with its shards; the experiment's ``sample`` section says how to sample.
+        run: a finished run with its shards; the experiment's ``sample`` section says how to sample.
         strategies: strategies whose samples are classified; None for ``STRATEGIES_SHOWN``.
         num: images per strategy.
         show_progress: whether to show a progress bar on stderr.
@@ -112,7 +112,7 @@ def diagnose(run: Run, strategies: Sequence[str] | None, num: int, *, show_progr
             _pixels(train.x_0), train.clusters, _pixels(held_out.x_0), held_out.clusters, ensemble.num_clusters
         )
         given = held_out.rows(torch.arange(num) * max(1, len(held_out.x_0) // num) % len(held_out.x_0))
-        # With conditions the images follow those of the held-out samples, whose shares are not quite the priors.
+        # Conditions are those of held-out samples, whose shares differ a little from the priors.
         shares = given.clusters.bincount(minlength=len(priors)) / num if given.condition is not None else priors
         found = {}
         for name, settings in chosen.items():

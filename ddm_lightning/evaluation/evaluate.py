@@ -46,8 +46,8 @@ class Evaluation:
     """One comparison of generated with reference images, checked before anything is generated.
 
     Args:
-        run: with prepared shards and, without ``images``, the ensemble; or a saved ensemble. Of its experiment, the
-            sections ``sample`` and ``evaluate`` and ``island.accelerator`` count.
+        run: one with prepared shards and, unless ``images`` is given, an ensemble; or a saved ensemble. Only the sections
+            ``sample`` and ``evaluate`` and the key ``island.accelerator`` of its experiment are used.
         images: folder or ``.npz`` file to evaluate instead of new samples.
         out: results folder; None names one in the run folder after the settings.
 
@@ -97,7 +97,7 @@ class Evaluation:
         self.folder = self._open(out)
 
     def _open(self, out: Path | None) -> Path:
-        """Find the results folder, refuse one of other settings, and write down these."""
+        """Find the results folder, refuse one with other settings, and write the settings into it."""
         generated, name = self.generated, self.experiment.sample.member or self.experiment.sample.strategy
         own = generated.settings if isinstance(generated, Generated) else {"images_sha256": generated.sha256}
         root = Path(__file__).parents[1]
@@ -144,7 +144,7 @@ class Evaluation:
                         self.features(metric, images, rows)
 
     def scores(self) -> dict[str, Score]:
-        """Compute all metrics; all parts are there."""
+        """Compute all metrics from the finished parts."""
         found: dict[str, Score] = {}
         for name, metric in self.metrics:
             for images, real in ((self.reference, True), (self.generated, False)):
@@ -160,12 +160,12 @@ class Evaluation:
         return found
 
     def memorisation(self) -> dict[str, Any] | None:
-        """Find the training images nearest to each sample, and write the most suspicious samples beside theirs.
+        """Find the training images nearest to each sample; write a grid of the closest samples beside those images.
 
         Returns:
-            None without held-out or training images. ``share_nearer`` is the share of samples that are nearer to a
-            training image than all but ``NEAR_QUANTILE`` of the held-out images are; it equals ``NEAR_QUANTILE`` for
-            samples as new as held-out images.
+            None without held-out or training images. ``share_nearer`` is the share of samples whose distance
+            to the nearest training image is below the ``NEAR_QUANTILE`` of held-out images' distances. About
+            ``NEAR_QUANTILE`` is expected of new images.
         """
         if self.train is None or self.held_out is None:
             return None
@@ -240,7 +240,7 @@ def _commit() -> str:
 
 @contextmanager
 def _joined() -> Iterator[tuple[int, int]]:
-    """Rank and number of ranks. They meet on the hosts, because they only wait for one another's files."""
+    """Yield rank and number of ranks. The group is of CPUs, because ranks only wait for each other's files."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or "RANK" not in os.environ:
         yield 0, 1
         return
@@ -264,5 +264,5 @@ def evaluate(
         evaluation.compute_parts(rank, world, show_progress and rank == 0)
         if world > 1:
             distributed.barrier()
-    # Outside of the group, in which metrics would wait for those of the other ranks.
+    # After leaving the group: within it, metrics would synchronise with the other ranks.
     return evaluation.write() if rank == 0 else None
