@@ -46,8 +46,8 @@ class Evaluation:
     """One comparison of generated with reference images, checked before anything is generated.
 
     Args:
-        run: one with prepared shards and, unless ``images`` is given, an ensemble; or a saved ensemble. Only the sections
-            ``sample`` and ``evaluate`` and the key ``island.accelerator`` of its experiment are used.
+        run: one with prepared shards and, unless ``images`` is given, an ensemble; or a saved ensemble. Of its
+            experiment, only the sections ``sample`` and ``evaluate`` and the key ``island.accelerator`` are used.
         images: folder or ``.npz`` file to evaluate instead of new samples.
         out: results folder; None names one in the run folder after the settings.
 
