@@ -216,8 +216,10 @@ def _check_in_eval(network: nn.Module, fresh: nn.Module, batch: _Batch) -> None:
             _require(changed, "the condition does not change the output")
         stored = safetensors.save(network.state_dict())
         fresh.load_state_dict(safetensors.load(stored))
-        problem = "a network rebuilt from its state_dict answers differently: some state is not in it"
-        _require(_agree(_forward(fresh.eval(), batch), out), problem)
+        _require(
+            _agree(_forward(fresh.eval(), batch), out),
+            "a network rebuilt from its state_dict answers differently: some state is not in it",
+        )
 
 
 class _Toward(nn.Module):

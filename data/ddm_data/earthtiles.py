@@ -82,8 +82,7 @@ class EarthTiles:
             is_coast = (climate == _OCEAN).mean() >= _COAST
             caption = f"coast, {_PHRASES[zone]}" if is_coast else _PHRASES[zone]
             image = self._map[y : y + self.size, x : x + self.size]
-            region = f"{y // self._region},{x // self._region}"
-            yield Record(f"{name}-{y:04}-{x:04}", image, caption, zone, region)
+            yield Record(f"{name}-{y:04}-{x:04}", image, caption, zone, f"{y // self._region},{x // self._region}")
 
     @cached_property
     def _map(self) -> UInt8[np.ndarray, "h w 3"]:

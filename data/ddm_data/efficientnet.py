@@ -126,8 +126,9 @@ class EfficientNetFeatures:
             network.load_state_dict({name: value for name, value in state.items() if not name.startswith("_fc.")})
         except (RuntimeError, pickle.UnpicklingError, AttributeError, EOFError) as error:
             # Not torch's message, which advises how to run a pickle's code.
-            problem = f"is no EfficientNet-Lite0 state dict ({type(error).__name__})"
-            raise UserError(f"{self.path}: {problem}; install it again") from None
+            raise UserError(
+                f"{self.path}: is no EfficientNet-Lite0 state dict ({type(error).__name__}); install it again"
+            ) from None
         return on_device(network.eval(), self.device)
 
     @torch.inference_mode()

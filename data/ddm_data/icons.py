@@ -70,9 +70,11 @@ class Icons:
             self.version = json.loads((self.path / "package.json").read_text(encoding="utf-8"))["version"]
             collections = json.loads((self.path / "collections.json").read_text(encoding="utf-8"))
         except FileNotFoundError as error:
-            unpack = f"mkdir -p {path} && tar -xzf iconify-json-*.tgz -C {path} --strip-components=1"
-            remedy = f"fetch and unpack the package: npm pack @iconify/json && {unpack}"
-            raise UserError(f"source 'icons': {error.filename} is missing; {remedy}") from None
+            raise UserError(
+                f"source 'icons': {error.filename} is missing; "
+                f"fetch and unpack the package: npm pack @iconify/json && mkdir -p {path} && tar -xzf "
+                f"iconify-json-*.tgz -C {path} --strip-components=1"
+            ) from None
         allowed = {
             name: about
             for name, about in collections.items()
@@ -81,8 +83,9 @@ class Icons:
             and about.get("category") not in skip_categories
         }
         if unknown := sorted(set(sets or ()) - set(allowed)):
-            problem = f"sets: {unknown[0]!r} is unknown or does not pass the filter"
-            raise ValueError(f"{problem}; known: {', '.join(sorted(allowed))}")
+            raise ValueError(
+                f"sets: {unknown[0]!r} is unknown or does not pass the filter; known: {', '.join(sorted(allowed))}"
+            )
         self.sets: dict[str, Any] = {name: about for name, about in allowed.items() if sets is None or name in sets}
 
     @cached_property

@@ -44,8 +44,10 @@ class OpenMoji:
         if image_size < 8:
             raise ValueError("image_size must be at least 8")
         if not features.check("raqm"):
-            remedy = "install its wheel: pip install --force-reinstall pillow"
-            raise UserError(f"source 'openmoji' needs a Pillow with Raqm, which joins the parts of an emoji; {remedy}")
+            raise UserError(
+                "source 'openmoji' needs a Pillow with Raqm, which joins the parts of an emoji; "
+                "install its wheel: pip install --force-reinstall pillow"
+            )
         self.image_size, self.skin_tones = image_size, skin_tones
 
     def parts(self) -> list[Part]:

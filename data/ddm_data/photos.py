@@ -87,5 +87,10 @@ class Photos:
             for x in starts[1]:
                 patch = photo[y : y + self.size, x : x + self.size]
                 if patch.std() >= self.min_std:
-                    block = f"{part.name}: {y // self.block},{x // self.block}"
-                    yield Record(f"{part.name}-{y:04}-{x:04}", patch, self.class_names[label], label, block)
+                    yield Record(
+                        f"{part.name}-{y:04}-{x:04}",
+                        patch,
+                        self.class_names[label],
+                        label,
+                        f"{part.name}: {y // self.block},{x // self.block}",
+                    )

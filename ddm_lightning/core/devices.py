@@ -100,8 +100,10 @@ def check_devices(accelerator: str, devices: int) -> None:
         return
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count < devices:
-        problem = f"but torch sees {count} usable CUDA devices; change one, or check CUDA_VISIBLE_DEVICES"
-        raise UserError(f"key 'island.devices' = {devices} with 'island.accelerator' = {accelerator!r}, {problem}")
+        raise UserError(
+            f"key 'island.devices' = {devices} with 'island.accelerator' = {accelerator!r}, "
+            f"but torch sees {count} usable CUDA devices; change one, or check CUDA_VISIBLE_DEVICES"
+        )
 
 
 def device_bytes(accelerator: str) -> int:

@@ -83,8 +83,10 @@ class Registry:
                     return entry.load()
                 except (ImportError, AttributeError) as error:
                     package = entry.dist.name if entry.dist else entry.value
-                    problem = f"of the package {package!r} cannot be imported: {error}; fix or reinstall that package"
-                    raise UserError(f"{self.kind} {name!r} {problem}") from error
+                    raise UserError(
+                        f"{self.kind} {name!r} of the package {package!r} cannot be imported: {error}; "
+                        "fix or reinstall that package"
+                    ) from error
         raise UserError(f"unknown {self.kind} {name!r}; {self.known()}")
 
     def known(self) -> str:
@@ -175,8 +177,9 @@ def require(wanted_by: str, *names: str, extra: str = "demo") -> None:
         try:
             distribution(name)
         except PackageNotFoundError:
-            remedy = f"install it with: pip install -e '.[{extra}]'"
-            raise UserError(f"{wanted_by} needs the package {name!r}; {remedy}") from None
+            raise UserError(
+                f"{wanted_by} needs the package {name!r}; install it with: pip install -e '.[{extra}]'"
+            ) from None
 
 
 def file_of(name: str, relative: str) -> Path:

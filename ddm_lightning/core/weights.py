@@ -147,8 +147,10 @@ def check_recorded(path: Path, sha256: str, remedy: str) -> dict[str, Tensor]:
     header = read_header(path, remedy)
     found = sha256_file(path)
     if found != sha256:
-        problem = f"SHA-256 is {found[:12]}…, but {sha256[:12]}… was recorded: the file is damaged or replaced"
-        raise UserError(f"{path}: {problem}; {remedy}")
+        raise UserError(
+            f"{path}: SHA-256 is {found[:12]}…, but {sha256[:12]}… was recorded: the file is damaged or replaced; "
+            f"{remedy}"
+        )
     return header
 
 

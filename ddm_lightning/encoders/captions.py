@@ -166,8 +166,10 @@ class _TextModel(Pretrained):
     def _check_tokenizer(self, folder: Path) -> None:
         if not any(all((folder / name).is_file() for name in files) for files in self.tokenizer_files):
             wanted = ", or ".join(" and ".join(files) for files in self.tokenizer_files)
-            remedy = "set its parameter 'tokenizer' to the folder inside 'path' that has one"
-            raise UserError(f"{folder}: no tokenizer ({wanted}), needed by {self.place}; {remedy}")
+            raise UserError(
+                f"{folder}: no tokenizer ({wanted}), needed by {self.place}; "
+                "set its parameter 'tokenizer' to the folder inside 'path' that has one"
+            )
 
     @property
     def columns(self) -> dict[str, str]:
@@ -194,8 +196,10 @@ class _TextModel(Pretrained):
             folder, settings = self.tokenizer_folder, {"local_files_only": True, "padding_side": "right"}
             tokenizer = tokenizer_class.from_pretrained(folder, **settings)
         if (num_words := len(tokenizer)) > (known := self.text_config.vocab_size):
-            problem = f"its tokenizer has {num_words} words, but {self.folder} knows {known}"
-            raise UserError(f"{folder}: {problem}; set the parameter 'tokenizer' of {self.place}")
+            raise UserError(
+                f"{folder}: its tokenizer has {num_words} words, but {self.folder} knows {known}; "
+                f"set the parameter 'tokenizer' of {self.place}"
+            )
         return tokenizer
 
     def _network(self, device: torch.device) -> Any:

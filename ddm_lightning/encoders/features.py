@@ -80,8 +80,10 @@ class DinoV2(_Features):
         super().__init__(path, **params)
         patch, self.size = (self.config.get(key, 0) for key in ("patch_size", "hidden_size"))
         if not is_int(patch, 1) or not is_int(self.size, 1):
-            problem = "patch_size and hidden_size must be integers of at least 1"
-            raise UserError(f"{self.folder / 'config.json'}: {problem}; copy or download the model again")
+            raise UserError(
+                f"{self.folder / 'config.json'}: patch_size and hidden_size must be integers of at least 1; "
+                "copy or download the model again"
+            )
         if resolution < patch or resolution % patch:
             raise ValueError(f"resolution = {resolution} must be a multiple of the model's patch size, {patch}")
         self.resolution = resolution

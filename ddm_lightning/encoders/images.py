@@ -114,8 +114,9 @@ class DiffusersVAE(Pretrained):
         if is_listed and (shift or not len(mean or ()) == len(std or ()) == config["latent_channels"]):
             problem = "latents_mean and latents_std need one number per channel, and no shift_factor"
         if problem is not None:
-            remedy = "use an image autoencoder with its pipeline's config.json"
-            raise UserError(f"{self.folder / 'config.json'}: {problem}; {remedy}")
+            raise UserError(
+                f"{self.folder / 'config.json'}: {problem}; use an image autoencoder with its pipeline's config.json"
+            )
         if self.compute_dtype == torch.float16 and self.config.get("force_upcast"):
             raise ValueError("compute_dtype = 'float16' overflows: the model's config.json says force_upcast")
         self.num_channels = config["latent_channels"]
@@ -133,8 +134,10 @@ class DiffusersVAE(Pretrained):
         """
         if image_size % self.factor:
             nearest = max(1, round(image_size / self.factor)) * self.factor
-            problem = f"{image_size} pixels are not a multiple of {self.factor}"
-            raise UserError(f"{self.place}: {problem}; set prepare.images.size to {nearest}")
+            raise UserError(
+                f"{self.place}: {image_size} pixels are not a multiple of {self.factor}; "
+                f"set prepare.images.size to {nearest}"
+            )
         return (self.num_channels, image_size // self.factor, image_size // self.factor)
 
     def _network(self, device: torch.device, dtype: torch.dtype) -> Any:

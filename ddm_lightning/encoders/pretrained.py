@@ -94,8 +94,10 @@ class Pretrained:
         self.folder = self._find(given.subfolder, names, self._read)
         for key, values in self.kinds.items():
             if (found := self.config.get(key)) not in values:
-                problem = f"{key} is {found!r}, but {self.place} takes {' or '.join(values)}"
-                raise UserError(f"{self.folder / 'config.json'}: {problem}; set its parameters 'path' and 'subfolder'")
+                raise UserError(
+                    f"{self.folder / 'config.json'}: {key} is {found!r}, but {self.place} takes {' or '.join(values)}; "
+                    "set its parameters 'path' and 'subfolder'"
+                )
 
     def provenance(self) -> dict[str, str]:
         """Return the hashes of the weights and of the configuration, and the hub's commit if it is known.
@@ -149,8 +151,10 @@ class Pretrained:
         except (OSError, errors.HFValidationError) as error:
             problem = "is not a folder, not in the hub's cache, and cannot be downloaded"
             reason = first_line(error.__cause__ or error)
-            remedy = f"set its parameter 'path' to a folder, or download it with a network: hf download {name}"
-            raise UserError(f"{name}: {problem} ({reason}), needed by {self.place}; {remedy}") from None
+            raise UserError(
+                f"{name}: {problem} ({reason}), needed by {self.place}; "
+                f"set its parameter 'path' to a folder, or download it with a network: hf download {name}"
+            ) from None
 
     def _read(self, folder: Path) -> None:
         remedy, path = "set 'path' to a model's folder", folder / "config.json"
@@ -203,8 +207,10 @@ def _weight_files(folder: Path, stem: str) -> list[Path]:
     missing = next((path for path in paths if not path.is_file()), None)
     pickled = sorted(folder.glob("*.bin"))
     if missing and pickled:
-        remedy = f"use a version of the model with {missing.name}, or save_pretrained(safe_serialization=True)"
-        raise UserError(f"{pickled[0]}: pickled weights, which can run code, were not loaded; {remedy}")
+        raise UserError(
+            f"{pickled[0]}: pickled weights, which can run code, were not loaded; "
+            f"use a version of the model with {missing.name}, or save_pretrained(safe_serialization=True)"
+        )
     if missing:
         raise UserError(f"{missing}: the weights are missing; {_REMEDY}")
     return paths

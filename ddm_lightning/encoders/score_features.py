@@ -53,8 +53,10 @@ class Inception:
         self.device, self.path = torch.device(device), Path(path).expanduser()
         self.path = self.path / INCEPTION_FILE if self.path.is_dir() else self.path
         if self.path.name != INCEPTION_FILE or not self.path.is_file():
-            problem = f"the weights of 'inception' ({INCEPTION_FILE}) are missing"
-            raise UserError(f"{self.path}: {problem}; download them from {INCEPTION_URL} and set its parameter 'path'")
+            raise UserError(
+                f"{self.path}: the weights of 'inception' ({INCEPTION_FILE}) are missing; "
+                f"download them from {INCEPTION_URL} and set its parameter 'path'"
+            )
 
     def provenance(self) -> dict[str, str]:
         """Return the hash of the weights."""

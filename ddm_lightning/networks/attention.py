@@ -134,5 +134,6 @@ def _xformers(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     try:
         return ops.memory_efficient_attention(q, k, v)
     except NotImplementedError as error:
-        shape = f"{tuple(q.shape)} {q.dtype}"
-        raise UserError(f"attention back end 'xformers' has no kernel for queries {shape} here; {_REMEDY}") from error
+        raise UserError(
+            f"attention back end 'xformers' has no kernel for queries {tuple(q.shape)} {q.dtype} here; {_REMEDY}"
+        ) from error

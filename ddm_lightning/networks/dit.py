@@ -42,8 +42,9 @@ class PatchTransformer(nn.Module):
                 raise ValueError(f"{name} = {number} must be at least 1")
         channels, height_cells, width_cells = x_shape
         if height_cells % patch_size or width_cells % patch_size:
-            cells = f"{height_cells}x{width_cells} cells of a sample"
-            raise ValueError(f"patch_size = {patch_size} must divide the {cells}")
+            raise ValueError(
+                f"patch_size = {patch_size} must divide the {height_cells}x{width_cells} cells of a sample"
+            )
         if width % num_heads:
             raise ValueError(f"num_heads = {num_heads} must divide width = {width}")
         if mlp_ratio * width < 1:

@@ -137,8 +137,10 @@ class UNet(nn.Module):
         if any(width * multipliers[level] % num_heads for level in (*attention, -1)):
             raise ValueError(f"num_heads = {num_heads} must divide the channels of each level with attention")
         if any(cells % 2 ** (len(multipliers) - 1) for cells in x_shape[1:]):
-            wanted = f"sizes divisible by {2 ** (len(multipliers) - 1)}"
-            raise ValueError(f"{len(multipliers)} levels need {wanted}, not {x_shape[1]}x{x_shape[2]}")
+            raise ValueError(
+                f"{len(multipliers)} levels need sizes divisible by {2 ** (len(multipliers) - 1)}, "
+                f"not {x_shape[1]}x{x_shape[2]}"
+            )
         if prediction not in PREDICTIONS:
             raise ValueError(f"prediction = {prediction!r} is none of {', '.join(PREDICTIONS)}")
         self.prediction, self.x_shape = prediction, x_shape

@@ -60,8 +60,9 @@ def check_sizes(config: PartitionConfig, num_samples: int) -> None:
         if number > num_samples:
             raise _refusal(config, key, f"the source has only {num_samples} samples; use fewer")
     if num_fine > (fitted := _num_fitted(config, num_samples)):
-        problem = f"leaves {fitted} of {num_samples} samples for {num_fine} fine centroids; raise it"
-        raise _refusal(config, "fit_fraction", problem)
+        raise _refusal(
+            config, "fit_fraction", f"leaves {fitted} of {num_samples} samples for {num_fine} fine centroids; raise it"
+        )
 
 
 def fit_partition(
@@ -247,14 +248,16 @@ def _existing(config: PartitionConfig, rows: Rows, features: str) -> Rule:
     assert config.path is not None, "check_experiment requires it"
     found = Partition.load(Path(config.path))
     if found.num_clusters != config.num_clusters:
-        problem = f"has {found.num_clusters} clusters; set prepare.partition.num_clusters to that"
-        raise _refusal(config, "path", problem)
+        raise _refusal(config, "path", f"has {found.num_clusters} clusters; set prepare.partition.num_clusters to that")
     if isinstance(found.rule, NearestCentroid):
         theirs, size = found.rule.features, found.rule.fine_centroids.shape[1]
         if (size,) != rows.row_shape or (features and theirs and features != theirs):
-            made = f"was made from features {theirs!r} with {size} entries"
-            ours = f"these are {features!r} with {rows.row_shape[0]}"
-            raise _refusal(config, "path", f"{made}, {ours}; set prepare.features to those of the other run")
+            raise _refusal(
+                config,
+                "path",
+                f"was made from features {theirs!r} with {size} entries, these are {features!r} with "
+                f"{rows.row_shape[0]}; set prepare.features to those of the other run",
+            )
     return found.rule
 
 
@@ -273,5 +276,8 @@ def _check_balance(counts: Int64[Tensor, "k"], config: PartitionConfig) -> None:
     limit = capacity(total, config.num_clusters, config.max_largest_over_mean)
     if config.kind != "existing" and largest > limit:
         ratio = largest / (total / config.num_clusters)
-        size = f"the largest cluster has {largest} samples, {ratio:.3f} times the mean"
-        raise _refusal(config, "max_largest_over_mean", f"{size}; raise this key, or {remedy}")
+        raise _refusal(
+            config,
+            "max_largest_over_mean",
+            f"the largest cluster has {largest} samples, {ratio:.3f} times the mean; raise this key, or {remedy}",
+        )

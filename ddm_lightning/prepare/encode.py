@@ -103,9 +103,10 @@ def check_broken(
         first = json.loads(next(lines, "{}"))
     detail = f" ({first['detail']})" if first.get("detail") else ""
     example = f". For example {first['key']!r}: {first['cause']}{detail}" if first else ""
-    problem = f"{num_broken} of {num_read} samples cannot be used ({causes})"
-    limit = f"more than prepare.max_bad_fraction = {max_bad_fraction:g} allows"
-    raise UserError(f"{listed}: {problem}, {limit}; fix the source or raise that limit{example}")
+    raise UserError(
+        f"{listed}: {num_broken} of {num_read} samples cannot be used ({causes}), "
+        f"more than prepare.max_bad_fraction = {max_bad_fraction:g} allows; fix the source or raise that limit{example}"
+    )
 
 
 @tf32()
@@ -129,8 +130,10 @@ def encode_part(job: PartJob, plugins: Plugins, on_progress: OnProgress) -> dict
             # Encoding the images has already reported the number of samples.
             _encode_captions(job, ledger, plugins, on_progress if not image_groups else lambda _: None)
     except torch.OutOfMemoryError as error:
-        remedy = "lower prepare.num_processes (each process loads its own networks), then run the same command again"
-        raise UserError(f"part {job.part.name!r}: out of GPU memory ({first_line(error)}); {remedy}") from None
+        raise UserError(
+            f"part {job.part.name!r}: out of GPU memory ({first_line(error)}); "
+            "lower prepare.num_processes (each process loads its own networks), then run the same command again"
+        ) from None
     return ledger.records[RECORDS]
 
 
@@ -222,8 +225,10 @@ def _encode_images(job: PartJob, names: list[str], ledger: Ledger, plugins: Plug
         if RECORDS in names:
             texts.write(folders[RECORDS], reading.broken)
         elif num_rows != (expected := ledger.records[RECORDS]["num_rows"]):
-            found = f"has {num_rows} samples instead of {expected}, with the same fingerprint"
-            raise UserError(f"part {job.part.name!r} of the source: {found}; delete {job.folder}")
+            raise UserError(
+                f"part {job.part.name!r} of the source: has {num_rows} samples instead of {expected}, "
+                f"with the same fingerprint; delete {job.folder}"
+            )
     for name in names:
         facts = {"unfit": arrays[name].unfit} if name != RECORDS else {**reading.facts(), "image_size": size}
         ledger.record(name, job.wanted[name], (job.folder / name).iterdir(), start, **facts)

@@ -113,8 +113,10 @@ def run_local(work: Callable[[Job], Result], jobs: Sequence[Job], num_processes:
         for future in as_completed(numbers):
             yield numbers[future], future.result()
     except BrokenProcessPool:
-        problem = "a process of prepare was killed, perhaps out of memory"
-        raise UserError(f"{problem}; lower prepare.num_processes and run the same command again") from None
+        raise UserError(
+            "a process of prepare was killed, perhaps out of memory; "
+            "lower prepare.num_processes and run the same command again"
+        ) from None
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 

@@ -108,13 +108,17 @@ class ImageFolder:
                 if not isinstance(image, str) or image in captions or isinstance(caption, BrokenSample):
                     raise ValueError(f"'file_name' or {self.caption_column!r} is not text, or the name is not unique")
             except (ValueError, KeyError, TypeError, AttributeError) as error:
-                place = f"{self.files.shown(name)}: line {number}"
-                raise UserError(f"{place}: needs JSON with its own 'file_name' ({error!r}); fix the line") from None
+                raise UserError(
+                    f"{self.files.shown(name)}: line {number}: needs JSON with its own 'file_name' ({error!r}); "
+                    "fix the line"
+                ) from None
             captions[image] = caption
             columns.update(row)
         if self.caption_column not in columns:
-            problem = f"has no column {self.caption_column!r}; it has: {', '.join(sorted(columns)) or 'none'}"
-            raise UserError(f"key '{PARAMS}.caption_column': {self.files.shown(name)} {problem}")
+            raise UserError(
+                f"key '{PARAMS}.caption_column': {self.files.shown(name)} has no column {self.caption_column!r}; "
+                f"it has: {', '.join(sorted(columns)) or 'none'}"
+            )
         return captions
 
     def _part(self, names: list[str]) -> Part:

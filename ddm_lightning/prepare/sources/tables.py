@@ -74,8 +74,9 @@ class TableSource:
         elif num_classes is None:
             names = self.stored_class_names() if names is None else names
             if not names:
-                problem = "the files do not name the classes; add num_classes or class_names"
-                raise UserError(f"key '{PARAMS}.label_column': {problem}")
+                raise UserError(
+                    f"key '{PARAMS}.label_column': the files do not name the classes; add num_classes or class_names"
+                )
             num_classes = len(names)
         self.num_classes, self.class_names = num_classes, [str(name) for name in names or ()]
         self._number_of = {name: number for number, name in enumerate(self.class_names)}
@@ -202,8 +203,9 @@ class Parquet(TableSource):
             num_rows += footer.row_group(group).num_rows
             if num_rows >= BLOCK_SIZE or group == footer.num_row_groups - 1:
                 where = {"file": file, "row_groups": groups, "start": first_row}
-                fingerprint = f"{self.files.states[file]}; rows from {first_row}"
-                parts.append(Part(f"{file}:{first_row}", fingerprint, num_rows, where))
+                parts.append(
+                    Part(f"{file}:{first_row}", f"{self.files.states[file]}; rows from {first_row}", num_rows, where)
+                )
                 groups, first_row, num_rows = [], first_row + num_rows, 0
         return parts
 

@@ -129,8 +129,9 @@ class Files:
             raise UserError(f"{_KEY}: {self.shown(relative)} does not exist; change the path") from error
         except Exception as error:  # back ends raise anything; also an unknown protocol, or a missing package
             problem = " ".join(f"{type(error).__name__}: {error}".split())
-            place = f"{_KEY}: {self.shown(relative)}"
-            raise UserError(f"{place} cannot be read: {problem}; fix the address or the access") from error
+            raise UserError(
+                f"{_KEY}: {self.shown(relative)} cannot be read: {problem}; fix the address or the access"
+            ) from error
 
     def _filesystem(self) -> tuple[AbstractFileSystem, str]:
         # Not kept here: fsspec caches it, and must make another one after a fork.

@@ -92,9 +92,10 @@ class WebDataset(TableSource):
         has_captions = any(column in existing for column in self.captions)
         for param, column in self.roles if samples else []:
             if column not in existing and not (param == "caption_column" and has_captions):
-                problem = f"none of the first {len(samples)} samples of {self.files.shown(name)} has {column!r}"
-                remedy = f"they have: {', '.join(existing)}; or set it to null"
-                raise UserError(f"key '{PARAMS}.{param}': {problem}; {remedy}")
+                raise UserError(
+                    f"key '{PARAMS}.{param}': none of the first {len(samples)} samples of {self.files.shown(name)} has "
+                    f"{column!r}; they have: {', '.join(existing)}; or set it to null"
+                )
 
     def _sample(self, key: str, members: dict[str, bytes] | BrokenSample) -> Record | BrokenSample:
         if isinstance(members, BrokenSample):
