@@ -32,11 +32,6 @@ def is_number(value: Any) -> bool:
     return is_int(value, -(1 << 63)) or (type(value) is float and math.isfinite(value))
 
 
-def is_text(value: Any) -> bool:
-    """Whether ``value`` is a non-empty string that prints on one line."""
-    return isinstance(value, str) and value != "" and value.isprintable()
-
-
 def is_shape(value: Any, length: int) -> bool:
     """Whether ``value`` is a list of ``length`` positive sizes whose product is at most 2^24."""
     is_sizes = isinstance(value, list) and len(value) == length and all(is_int(size, 1) for size in value)
@@ -97,7 +92,10 @@ def _is_shares(value: Any) -> bool:
     return positive and abs(sum(value) - 1) < 1e-6
 
 
-TEXT: Check = (is_text, "a string of one line")
+TEXT: Check = (
+    lambda value: isinstance(value, str) and value != "" and value.isprintable(),
+    "a string of one line",
+)
 ANY_TEXT: Check = (lambda value: isinstance(value, str), "a string")
 OBJECT: Check = (lambda value: isinstance(value, dict), "an object")
 LIST: Check = (lambda value: isinstance(value, list), "a list")
@@ -251,19 +249,21 @@ def _check_plain(value: Any, key: str, source: str) -> None:
 
 
 def _check_scalar(value: Any, kind: type, key: str, source: str) -> None:
-    is_real = isinstance(value, int | float) and not isinstance(value, bool)
-    if kind is bool and not isinstance(value, bool):
-        _refuse(source, key, "true or false", value, "write true or false, without quotes")
-    if kind is str and not isinstance(value, str):
-        is_plain = isinstance(value, bool | int | float)
-        remedy = "put it into quotes (YAML reads yes, no and 1e3 as other types)" if is_plain else "give a string"
-        _refuse(source, key, "a string", value, remedy)
-    if kind is int and not (is_real and isinstance(value, int)):
-        is_whole = isinstance(value, float) and value.is_integer()
-        remedy = f"write {int(value)}" if is_whole else "give digits only, without quotes"
-        _refuse(source, key, "a whole number", value, remedy)
-    if kind is float and not is_real:
-        _refuse(source, key, "a number", value, "give a number, without quotes")
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    is_whole = isinstance(value, float) and value.is_integer()
+    in_quotes = "put it into quotes (YAML reads yes, no and 1e3 as other types)"
+    is_right, wanted, remedy = {
+        bool: (isinstance(value, bool), "true or false", "write true or false, without quotes"),
+        str: (isinstance(value, str), "a string", in_quotes if isinstance(value, int | float) else "give a string"),
+        int: (
+            is_number and isinstance(value, int),
+            "a whole number",
+            f"write {int(value)}" if is_whole else "give digits only, without quotes",
+        ),
+        float: (is_number, "a number", "give a number, without quotes"),
+    }[kind]
+    if not is_right:
+        _refuse(source, key, wanted, value, remedy)
     if kind is float and not abs(value) <= sys.float_info.max:
         _refuse(source, key, "a finite number", value, "change the value")
 
