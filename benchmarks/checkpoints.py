@@ -20,8 +20,7 @@ from pathlib import Path
 
 import torch
 from common import Report, console, device_of, parse, parser, progress, run
-from step_gpu import XL2
-from step_networks import Sizes, Step, our_side
+from step_networks import XL2, Sizes, Step, our_side
 
 from ddm_lightning.training.checkpoint import (
     CheckpointWriter,

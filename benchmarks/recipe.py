@@ -20,7 +20,7 @@ from common import MEMBER, REPOSITORY, call, console, device_of, load, parse, pa
 from recipe_cost import Cost, Costs, TrainingStep, large
 from recipe_effect import Effect
 from recipe_results import Results
-from step_gpu import XL2
+from step_networks import XL2
 
 from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.config.load import load_experiment

@@ -13,14 +13,13 @@ from itertools import product
 from typing import Any
 
 import lightning as L
-import step_gpu
 import torch
 from checkpoints import QUICK, Saved
 from common import TINY
 from smoke_commands import Check, Place, Watched, at_most, near, same, shown
 from step import LOOPS, Loop
 from step_loops import our_trainer
-from step_networks import forget_compiled
+from step_networks import XL2, forget_compiled
 from torch import Tensor
 from torch.backends import cudnn
 from torch.nn.attention import SDPBackend
@@ -156,7 +155,7 @@ def checkpoint(place: Place) -> Iterator[Check]:
     """Save DiT-XL/2 twice and read it back."""
     gc.collect()
     is_large = place.on_gpu and not place.quick and device_bytes("gpu") > 40e9
-    saved = Saved(step_gpu.XL2 if is_large else QUICK, place.device, place.folder)
+    saved = Saved(XL2 if is_large else QUICK, place.device, place.folder)
     network, optimizer, path = saved.step.side.network, saved.step.optimizer, place.folder / "large.ckpt"
     tensors, gigabytes = tensors_of(network, optimizer), f"{saved.num_bytes / 1e9:.2f} GB"
     for name, limit in (("first", 60.0), ("second", 1.0)):  # the first one allocates the memory on the host

@@ -1,7 +1,7 @@
 """Time of one optimizer step: our loop against a bare one and our network against diffusers'.
 
 The sides alternate in one process, a few steps each; ratios are medians over neighbouring groups of turns. On a GPU the
-networks are DiT-XL/2 in bfloat16 with compiled blocks, and its speed and memory are measured, too.
+networks are DiT-XL/2 in bfloat16 with compiled blocks.
 
     python benchmarks/step.py --json benchmarks/results/step.json
 """
@@ -16,13 +16,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import step_gpu
 import step_loops
 import step_networks
 import torch
 from common import Report, call, console, device_of, load, parse, parser, run
 from step_clock import Seconds, grouped, median, ratio, ratios
-from step_networks import Sizes
+from step_networks import XL2, Sizes
 
 from ddm_lightning.core import processes
 
@@ -90,7 +89,7 @@ LOOPS = {
 BOTH = {"": False, "_compiled": True}
 NETWORKS = {
     "cpu": (Networks(SMALL, compiled=BOTH), Networks(SMALL, "_bf16", half=True, compiled=BOTH)),
-    "cuda": (Networks(step_gpu.XL2, half=True, compiled={"": True}),),
+    "cuda": (Networks(XL2, half=True, compiled={"": True}),),
 }
 DEMO = Loop("_demo", 128, 4, 4, 4, image_size=24, text_size=512, batch_size=16)
 
@@ -116,10 +115,6 @@ def main(arguments: Sequence[str] | None) -> None:
     num_rounds = 3 if options.quick else 30
     for kind in NETWORKS[name]:
         add_networks(report, kind, device, num_rounds)
-    if name == "cuda":
-        step_gpu.measure(report, step_gpu.XL2, device, 5 if options.quick else 20, 10)
-    else:
-        report.note("DiT-XL/2 in bfloat16 is measured on a GPU only: make bench-gpu.")
     report.note(
         "Networks are compared by forward, backward and fused AdamW. In diffusers' AdaLayerNormZero each block has its "
         "own embedder of time and class; with a shared embedder, which each block still calls, it has as many "

@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 
 from ddm_lightning.config.experiment import TrainConfig
 from ddm_lightning.flow.condition import Condition, ConditionSpec
-from ddm_lightning.networks.attention import set_attention
 from ddm_lightning.networks.compiled import compile_blocks
 from ddm_lightning.networks.dit import DiT
 from ddm_lightning.training.optimizer import build_optimizer
@@ -53,6 +52,10 @@ class Sizes:
         )
 
 
+XL2 = Sizes(width=1152, depth=28, num_heads=16, patch_size=2, channels=4, edge=32, batch_size=32)
+"""DiT-XL/2 on latents of 256 x 256 images."""
+
+
 @dataclass(frozen=True)
 class Side:
     """A network and a function that predicts from ``(x_t, t, classes)``."""
@@ -67,7 +70,7 @@ class Side:
         return sum(parameter.numel() for parameter in self.network.parameters())
 
 
-def our_side(sizes: Sizes, attention: str = "auto") -> Side:
+def our_side(sizes: Sizes) -> Side:
     """Build our DiT."""
     network = DiT(
         x_shape=sizes.x_shape,
@@ -77,7 +80,6 @@ def our_side(sizes: Sizes, attention: str = "auto") -> Side:
         num_heads=sizes.num_heads,
         patch_size=sizes.patch_size,
     )
-    set_attention(network, attention)
 
     def predict(x_t: Tensor, t: Tensor, classes: Tensor) -> Tensor:
         predicted: Tensor = network(x_t, t, Condition.of(classes))

@@ -2,7 +2,6 @@ from argparse import Namespace
 
 import pytest
 import step
-import step_gpu
 import step_networks
 import torch
 from common import REPOSITORY, Report
@@ -104,12 +103,3 @@ def test_half_precision_is_that_of_the_products_in_a_step(half):
     product.register_forward_hook(lambda *called: seen.append(called[-1].dtype))
     assert taken.loss().dtype == torch.float32
     assert seen == [torch.bfloat16 if half else torch.float32]
-
-
-def test_the_gpu_part_runs_on_a_cpu_and_says_what_did_not():
-    report = Report("", step.HEADINGS)
-    step_gpu.measure(report, TINY, CPU, 1, 1)
-    assert report.figures["samples_per_second_xl2"] == pytest.approx(
-        TINY.batch_size / report.figures["seconds_xl2_sdpa"]
-    )
-    assert any("xformers" in note and "CUDA" in note for note in report.notes)
