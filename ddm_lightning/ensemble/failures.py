@@ -1,4 +1,4 @@
-"""Sample on when an expert returns NaN: the rows that it breaks are generated again without it."""
+"""Continue sampling when an expert returns NaN: the rows that it breaks are generated again without it."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class BayesSamples:
     """The samples."""
     weights: Float[Tensor, "steps r K"]
     """``weights[i]`` is the filter's p(k | x_1 … x_t) at ``times[i]``, before that step; float64. For guidance of the
-    mixture the unconditional branch comes below; it stops at the lower end of the interval."""
+    mixture, rows without the condition follow; they stop at the lower end of the interval."""
 
 
 @STRATEGIES.register("bayes")
@@ -88,7 +88,7 @@ def filter_chain(
 
     Guidance inside each expert guides μ_k. Then the chain has the law of choosing k by ``initial`` once and following
     the guided expert k to the end, and w is its exact posterior p(k | x_1 … x_t), which is proportional to
-    ``initial_k · Π q_k(x_s | x_t)``. The proportions are those of ``initial``.
+    ``initial_k · Π q_k(x_s | x_t)``. So the clusters' shares are those of ``initial``.
 
     Guidance of the mixture filters two sets of weights along the one chain, p(k | x_t, c) and p(k | x_t). Both are
     posteriors of the data, not of the chain: p_s(x_s | k) / p_t(x_t | k) = q_k(x_s | x_t) / p(x_t | x_s) for any x_t
@@ -98,14 +98,14 @@ def filter_chain(
 
     A discrete-time relative of SuperDiff's density-weighted OR (2412.17762), with priors and pruning. Cooperative
     sampling from a mixture of decentralized diffusion models (OpenReview 1GCWcrZTX8) mixes experts by Langevin steps,
-    without a router, too.
+    also without a router.
 
     Args:
         velocities: the experts' velocities, guided if guidance happens inside each expert.
         x_1: the state at ``times[0]``.
         times: decreasing times, usually from 1 to 0 (``timesteps.sampling_times``).
         initial: p(k) at ``times[0]`` of each sample, such as the partition's priors, [b, K]. For guidance of the
-            mixture, [2b, K]: below them those without the condition.
+            mixture, [2b, K]: those without the condition follow.
         noise: ``noise(i)`` returns the standard normal numbers of step i.
         uniform: ``uniform(i)`` returns the uniform numbers in [0, 1) that choose the experts of step i.
         guidance_scale: scale of guidance of the mixture; not read if ``initial`` has b rows.
