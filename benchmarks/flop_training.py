@@ -25,12 +25,12 @@ from ddm_lightning.core.files import atomic_folder
 from ddm_lightning.core.registry import FEATURES
 from ddm_lightning.ensemble.manifest import write_ensemble
 from ddm_lightning.members.artifact import read_meta
+from ddm_lightning.members.cost import step_cost
 from ddm_lightning.members.member import Member
 from ddm_lightning.members.roles import MONOLITH, ROUTER, STUDENT, batch_size, ensemble_members
 from ddm_lightning.members.run import Run
 from ddm_lightning.members.run_folder import MEMBER_FILE, RunFolder, refuse_changed
 from ddm_lightning.members.status import MemberStatus
-from ddm_lightning.networks.flops import flops_per_sample
 from ddm_lightning.shards.manifest import DataSizes, Manifest, manifest_path
 
 ENSEMBLE = "ensemble"
@@ -53,11 +53,11 @@ class Costs:
 
     @classmethod
     def of(cls, experiment: Experiment, sizes: Manifest | DataSizes, num_samples: int) -> Costs:
-        """Measure the networks with ``torch.utils.flop_counter``; count the multiply-adds of k-means."""
+        """Count the operations of the networks, and the multiply-adds of k-means."""
 
         def training(name: str) -> float:
             member = Member.resolve(name, experiment, sizes)
-            return flops_per_sample(member.build_network(), sizes.x_shape, member.condition, backward=True)
+            return step_cost(member, experiment.island, member.plan_network()).flops
 
         has_router = ROUTER in ensemble_members(experiment)
         partition = partition_flops(experiment, num_samples)

@@ -23,8 +23,8 @@ from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.core import processes
 from ddm_lightning.core.devices import peak_of_this_device
 from ddm_lightning.core.errors import UserError
+from ddm_lightning.members.cost import training_bytes
 from ddm_lightning.shards.manifest import DataSizes
-from ddm_lightning.training.parallel import training_bytes
 
 LATENTS = DataSizes((4, 32, 32), 768, (77, 768), 1000)
 """Sizes of 256 x 256 images encoded by Stable Diffusion's VAE, and of captions encoded by CLIP ViT-L/14."""

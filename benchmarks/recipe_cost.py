@@ -18,10 +18,10 @@ from torch.nn import functional
 from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.flow.condition import Condition, ConditionSpec
+from ddm_lightning.members.cost import step_cost
 from ddm_lightning.members.member import Member
 from ddm_lightning.networks.attention import set_attention
 from ddm_lightning.networks.compiled import compile_blocks
-from ddm_lightning.networks.flops import flops_per_sample
 from ddm_lightning.shards.manifest import DataSizes, Manifest
 from ddm_lightning.training.ema import track_ema
 from ddm_lightning.training.optimizer import build_optimizer, clip_in_step
@@ -55,9 +55,9 @@ class TrainingStep(Timed):
         resolved = Member.resolve(member, experiment, sizes)
         with device:  # faster than on the host for billions of weights
             self.network = resolved.build_network()
-        self.flops = self.model_flops = flops_per_sample(self.network, sizes.x_shape, resolved.condition, backward=True)
+        cost = step_cost(resolved, island, self.network)
+        self.model_flops, self.flops = cost.flops, cost.flops + cost.recomputed_flops
         if island.activation_checkpointing:
-            self.flops += flops_per_sample(self.network, sizes.x_shape, resolved.condition, backward=False)
             checkpoint_blocks(self.network)
         self.network.to(device)
         set_attention(self.network, island.attention)

@@ -28,10 +28,10 @@ from torch.utils.collect_env import get_nvidia_driver_version, run
 
 from ddm_lightning.config.load import load_experiment
 from ddm_lightning.core.devices import device_bytes
+from ddm_lightning.members.cost import step_cost
 from ddm_lightning.networks.attention import attention
 from ddm_lightning.training.checkpoint import read_tensors, tensors_of
 from ddm_lightning.training.rolling import RollingCheckpoints
-from ddm_lightning.training.speed import measure_cost
 
 KERNELS = ("flash", "cudnn", "efficient")
 TOLERANCE = 0.02
@@ -143,7 +143,7 @@ def _train(settings: list[str], place: Place) -> tuple[list[float], dict[str, fl
         torch.cuda.reset_peak_memory_stats()
     experiment, between = load_experiment(TINY, settings), Between(place.on_gpu)
     trainer, module, data = our_trainer(experiment)
-    module.speed.cost, _ = measure_cost(module.network, module.member, experiment.island)
+    module.speed.cost = step_cost(module.member, experiment.island, module.network)
     kept = [one for one in trainer.callbacks if not isinstance(one, RollingCheckpoints)]  # type: ignore[attr-defined]
     trainer.callbacks = [*kept, between]  # type: ignore[attr-defined]  # Lightning's list
     trainer.limit_val_batches = 0

@@ -3,35 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 from step_networks import Timed
-from torch import Tensor, nn
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
+
+from ddm_lightning.members.cost import step_bytes
 
 
 def planned_bytes(step: Timed) -> int:
-    """Predict the peak memory of ``step`` from forward passes of its first two blocks.
-
-    Weights and optimizer state exist all the time. When the backward pass begins, the tensors kept by the forward pass
-    exist, too; when it ends, all gradients and the tensors kept by the first block. Activation checkpointing adds the
-    recomputed tensors of one block. Temporary tensors are not counted.
-
-    Args:
-        step: a step on its device, with equal ``network.blocks``, whose optimizer has taken a step.
-    """
-    blocks = step.network.blocks
-    assert isinstance(blocks, nn.ModuleList)
-    one, two = (_kept_by_first(step, blocks, num) for num in (1, 2))
-    kept = one + (len(blocks) - 1) * (two - one)
-    anew = 0
-    if "forward" in vars(blocks[0]):
-        with _as_written(blocks[0]):
-            anew = _kept_by_first(step, blocks, 1) - one
-    gradients = sum(_size(parameter) for parameter in step.network.parameters())
-    state = _bytes_of(held(step))
-    return state + anew + max(kept + gradients * (step.num_parts > 1), gradients + one)
+    """Predict the peak memory of ``step``, whose optimizer has taken a step; see ``step_bytes``."""
+    return step_bytes(step.network, step.loss, _bytes_of(held(step)), accumulates=step.num_parts > 1)
 
 
 def peak_bytes(step: Timed) -> int:
@@ -63,46 +46,5 @@ def held(step: Timed) -> Iterator[Tensor]:
         yield from (value for value in kept.values() if isinstance(value, Tensor))
 
 
-def kept_for_backward(step: Timed) -> int:
-    """Bytes that a forward pass keeps for the backward pass, without uncast weights."""
-    own = {tensor.untyped_storage().data_ptr() for tensor in step.network.state_dict(keep_vars=True).values()}
-    kept: dict[int, int] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = storage.nbytes()  # by address: a view of a kept tensor costs nothing
-        return tensor.detach()  # the tensor itself and its graph would keep each other alive
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = step.loss()
-    del loss  # only now: its graph keeps the counted tensors, so that no address is reused
-    return sum(kept.values())
-
-
-def _kept_by_first(step: Timed, blocks: nn.ModuleList, num: int) -> int:
-    step.network.blocks = nn.ModuleList(list(blocks)[:num])
-    try:
-        return kept_for_backward(step)
-    finally:
-        step.network.blocks = blocks
-
-
-@contextmanager
-def _as_written(block: nn.Module) -> Iterator[None]:
-    """Run ``block`` neither compiled nor checkpointed, by removing the attributes that hide its class's methods."""
-    hidden: dict[str, object] = {
-        name: vars(block).pop(name) for name in ("forward", "_compiled_call_impl") if name in vars(block)
-    }
-    try:
-        yield
-    finally:
-        vars(block).update(hidden)
-
-
 def _bytes_of(tensors: Iterator[Tensor]) -> int:
     return sum({tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
-
-
-def _size(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

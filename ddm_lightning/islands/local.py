@@ -27,6 +27,7 @@ from ddm_lightning.core.devices import resolve_accelerator
 from ddm_lightning.core.files import atomic_write_text
 from ddm_lightning.core.formatting import Bars
 from ddm_lightning.core.processes import FITTED_BY, STOPPED, handling, num_cores
+from ddm_lightning.members.cost import relative_cost
 from ddm_lightning.members.run import Run
 
 POLL_SECONDS = 0.5
@@ -103,7 +104,7 @@ def fit_members(members: Sequence[str], run: Run, jobs: int, console: Console) -
     """
     names = [name for name in members if not run.is_finished(name)]
     # The longest trainings first, so that all finish at about the same time.
-    waiting = sorted(names, key=lambda name: -run.member(name).training_cost())
+    waiting = sorted(names, key=lambda name: -relative_cost(run.member(name)))
     running: list[_Child] = []
     failures: dict[str, Failure] = {}
     with _stop_requests() as requests:

@@ -116,11 +116,6 @@ class Member:
         except (RuntimeError, ArithmeticError):
             return self.build_network()
 
-    def training_cost(self) -> int:
-        """Parameters times training samples: roughly proportional to the FLOPs of the whole training."""
-        num_parameters = sum(parameter.numel() for parameter in self.plan_network().parameters())
-        return num_parameters * self.batch_size * self.train.max_steps
-
 
 def declared_path(network: nn.Module) -> str | None:
     """The only path that ``network`` works on, if it declares one."""

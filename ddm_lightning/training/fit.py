@@ -26,6 +26,7 @@ from ddm_lightning.encoders.stored import StoredForm
 from ddm_lightning.ensemble.load import load_ensemble
 from ddm_lightning.ensemble.routing import Strategy
 from ddm_lightning.members.artifact import hand_over
+from ddm_lightning.members.cost import checkpoint_bytes, step_cost
 from ddm_lightning.members.member import Member
 from ddm_lightning.members.run import Run
 from ddm_lightning.members.run_folder import lock_member
@@ -36,10 +37,9 @@ from ddm_lightning.shards.manifest import Manifest
 from ddm_lightning.training import callbacks, ema, ranks, rolling
 from ddm_lightning.training.loggers import build_loggers
 from ddm_lightning.training.module import MemberModule
-from ddm_lightning.training.parallel import BackgroundCheckpoints, checkpoint_bytes, choose_strategy
+from ddm_lightning.training.parallel import BackgroundCheckpoints, choose_strategy
 from ddm_lightning.training.previews import SampleLogger, ScoreLogger
 from ddm_lightning.training.roles import OBJECTIVES, StudentModule
-from ddm_lightning.training.speed import measure_cost
 
 WORKERS_OUTLIVE_SECONDS = 15.0
 
@@ -95,12 +95,12 @@ def _fit_locked(name: str, run: Run, console: Console, show_progress: bool) -> M
 
     num_parameters, num_widths = sum(p.numel() for p in module.network.parameters()), len(member.train.ema_widths)
     strategy, reason = choose_strategy(island, num_parameters, num_widths, member.train.optimizer)
-    module.speed.cost, cost_line = measure_cost(module.network, member, island)
+    module.speed.cost = step_cost(member, island, module.network)
     size = checkpoint_bytes(num_parameters, num_widths)
     for line in (
         f"{num_parameters / 1e6:.2f} M parameters, {reason}",
         f"a checkpoint takes {format_bytes(size)} of the disk and of the host's memory",
-        cost_line,
+        module.speed.cost.line,
         *_attention_line(module, island),
     ):
         console.print(f"{name}: {line}")

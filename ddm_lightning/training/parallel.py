@@ -25,6 +25,7 @@ from ddm_lightning.config.experiment import IslandConfig
 from ddm_lightning.core.devices import device_bytes, device_of
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.formatting import format_bytes
+from ddm_lightning.members.cost import training_bytes
 from ddm_lightning.training.checkpoint import (
     CheckpointWriter,
     load_groups,
@@ -159,16 +160,6 @@ class Sharded(SeveralRanks, strategies.ModelParallelStrategy):
     def _group(self) -> ProcessGroup:
         # On the hosts, for checkpoints alone: training uses the other group while they are written.
         return torch.distributed.new_group(backend="gloo")
-
-
-def checkpoint_bytes(num_parameters: int, num_widths: int) -> int:
-    """Bytes of weights, two AdamW moments, the EMA and ``num_widths`` power-function averages, all fp32."""
-    return 4 * (4 + num_widths) * num_parameters
-
-
-def training_bytes(num_parameters: int, num_widths: int = 0) -> int:
-    """Unsharded memory of a training besides activations: the checkpoint's contents and the gradients."""
-    return checkpoint_bytes(num_parameters, num_widths + 1)
 
 
 def choose_strategy(

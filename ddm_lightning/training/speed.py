@@ -5,48 +5,10 @@ from __future__ import annotations
 import resource
 import sys
 import time
-from dataclasses import dataclass
 
 import torch
-from torch import nn
 
-from ddm_lightning.config.experiment import IslandConfig
-from ddm_lightning.core.devices import peak_of_this_device
-from ddm_lightning.core.errors import first_line
-from ddm_lightning.members.member import Member
-from ddm_lightning.networks.flops import flops_per_sample
-
-
-@dataclass(frozen=True)
-class StepCost:
-    """FLOPs of one training sample, and the peak of the devices."""
-
-    flops: float
-    """Forward and backward pass; a multiply-add is two, and recomputation does not count."""
-    recomputed_flops: float
-    """FLOPs that activation checkpointing adds."""
-    peak_flops: float | None
-    """FLOPs per second of all devices of the member; None if unknown, and then there is neither MFU nor HFU."""
-
-
-UNKNOWN_COST = StepCost(0.0, 0.0, None)
-
-
-def measure_cost(network: nn.Module, member: Member, island: IslandConfig) -> tuple[StepCost, str]:
-    """Count the FLOPs of a sample and look up the peak of the devices; return them and a line for the user."""
-    try:
-        forward, whole = (
-            flops_per_sample(network, member.x_shape, member.condition, backward=backward) for backward in (False, True)
-        )
-    except (RuntimeError, NotImplementedError) as error:  # operations of a plug-in that the counter does not know
-        return UNKNOWN_COST, f"its FLOPs cannot be counted ({first_line(error)}), so no MFU is shown"
-    recomputed = forward if island.activation_checkpointing else 0.0
-    name, peak = peak_of_this_device(island.accelerator, island.precision)
-    line = f"{whole / 1e9:.4g} GFLOP per sample"
-    if peak is None:
-        return StepCost(whole, recomputed, None), f"{line}; the peak of {name} is not known, so no MFU is shown"
-    line += f"; MFU against {island.devices} x {peak:g} TFLOP/s of {name} in {island.precision}"
-    return StepCost(whole, recomputed, island.devices * peak * 1e12), line
+from ddm_lightning.members.cost import UNKNOWN_COST, StepCost
 
 
 class Speed:

@@ -3,11 +3,12 @@
 import pytest
 import torch
 from recipe_cost import TrainingStep
-from step_memory import held, kept_for_backward, peak_bytes, planned_bytes
+from step_memory import held, peak_bytes, planned_bytes
 from step_networks import Sizes, Step, our_side
 from tiny_runs import TINY
 
 from ddm_lightning.config.load import load_experiment
+from ddm_lightning.members.cost import activation_bytes
 from ddm_lightning.shards.manifest import DataSizes
 
 CPU = torch.device("cpu")
@@ -27,17 +28,16 @@ def step_of(*overrides):
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_a_block_that_is_computed_twice_keeps_its_input_alone(precision):
     """4 bytes a feature of the residual stream, which is float32 under autocast, too."""
-    kept = {
-        depth: kept_for_backward(
-            step_of(
-                DIT.replace("depth: 5", f"depth: {depth}"),
-                "island.activation_checkpointing=true",
-                f"island.precision={precision}",
-                "condition.kind=class",
-            )
+    steps = {
+        depth: step_of(
+            DIT.replace("depth: 5", f"depth: {depth}"),
+            "island.activation_checkpointing=true",
+            f"island.precision={precision}",
+            "condition.kind=class",
         )
         for depth in (2, 5)
     }
+    kept = {depth: activation_bytes(step.network, step.loss) for depth, step in steps.items()}
     assert kept[5] - kept[2] == 3 * 4 * 8 * 64 * 96
 
 
@@ -46,7 +46,7 @@ def test_two_blocks_tell_of_all():
     step = Step(our_side(WIDE), WIDE, CPU, half=False, compiled=False)
     step.take()
     state = sum(tensor.nbytes for tensor in held(step))
-    assert planned_bytes(step) == state + kept_for_backward(step)
+    assert planned_bytes(step) == state + activation_bytes(step.network, step.loss)
     assert len(step.network.blocks) == WIDE.depth
 
 

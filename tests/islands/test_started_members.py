@@ -20,7 +20,6 @@ from ddm_lightning.cli.parser import main
 from ddm_lightning.config.load import load_experiment
 from ddm_lightning.core.registry import EXPERTS
 from ddm_lightning.islands import local
-from ddm_lightning.members.member import Member
 from ddm_lightning.members.run import Run
 
 
@@ -138,7 +137,7 @@ def test_a_second_signal_kills_members_without_a_checkpoint(alone, monkeypatch):
         os.kill(os.getpid(), signal.SIGUSR1)
 
     started = ["expert-0", "expert-1", "router"]
-    monkeypatch.setattr(Member, "training_cost", lambda member: -started.index(member.name))
+    monkeypatch.setattr(local, "relative_cost", lambda member: -started.index(member.name))
     thread = threading.Thread(target=ask_twice)
     thread.start()
     with pytest.raises(KeyboardInterrupt):

@@ -3,14 +3,15 @@ from types import SimpleNamespace
 import pytest
 from tiny_runs import TINY
 
-from ddm_lightning.config.experiment import IslandConfig
 from ddm_lightning.config.load import load_experiment
 from ddm_lightning.core.devices import peak_tflops
+from ddm_lightning.members import cost
+from ddm_lightning.members.cost import StepCost, step_cost
 from ddm_lightning.members.run import Run
 from ddm_lightning.members.run_folder import RunFolder
 from ddm_lightning.training import speed
 from ddm_lightning.training.fit import build_module
-from ddm_lightning.training.speed import Speed, StepCost, measure_cost
+from ddm_lightning.training.speed import Speed
 
 
 @pytest.fixture
@@ -53,12 +54,12 @@ def test_a_forward_pass_counts_once_more_in_hfu_where_it_is_computed_twice(
     tiny_prepared, clock, monkeypatch, checkpointed, forward_passes
 ):
     """A backward pass costs as much as two forward passes."""
-    monkeypatch.setattr(speed, "peak_of_this_device", lambda *_: ("some device", 1.0))
+    monkeypatch.setattr(cost, "peak_of_this_device", lambda *_: ("some device", 1.0))
     experiment = load_experiment(TINY, [f"island.activation_checkpointing={checkpointed}"])
     run = Run(experiment, RunFolder(tiny_prepared.parent))
     member = run.member("expert-0")
-    cost, _ = measure_cost(build_module(member, run).network, member, experiment.island)
-    measured = Speed(8, cost)
+    of_a_sample = step_cost(member, experiment.island, build_module(member, run).network)
+    measured = Speed(8, of_a_sample)
     measured.start(0)
     take(measured, clock, 1, wait=0.5, work=0.5)
     figures = measured.read(1)
@@ -81,24 +82,3 @@ def test_a_forward_pass_counts_once_more_in_hfu_where_it_is_computed_twice(
 )
 def test_peaks_are_dense_and_unknown_devices_have_none(name, precision, tf32, expected):
     assert peak_tflops(name, precision, tf32=tf32) == expected
-
-
-@pytest.mark.parametrize(
-    ("island", "peak", "line"),
-    [
-        (IslandConfig("cpu", 2), None, "the peak of this CPU is not known, so no MFU is shown"),
-        (
-            IslandConfig("gpu", 8, precision="bf16-mixed"),
-            8 * 989.4e12,
-            "MFU against 8 x 989.4 TFLOP/s of NVIDIA H200 in bf16-mixed",
-        ),
-    ],
-)
-def test_the_line_of_the_cost_names_the_device_and_sums_the_peaks(monkeypatch, island, peak, line):
-    monkeypatch.setattr(speed, "flops_per_sample", lambda *_, **__: 2.5e9)
-    if island.accelerator == "gpu":
-        monkeypatch.setattr(speed, "peak_of_this_device", lambda *_: ("NVIDIA H200", 989.4))
-    member = SimpleNamespace(x_shape=None, condition=None)
-    cost, told = measure_cost(None, member, island)
-    assert (cost.flops, cost.recomputed_flops, cost.peak_flops) == (2.5e9, 0, pytest.approx(peak) if peak else None)
-    assert told == f"2.5 GFLOP per sample; {line}"
