@@ -15,19 +15,16 @@ from dataclasses import replace
 
 import torch
 from common import Report, call, console, load, parse, parser, run, use_all_threads
-from flop_sampling import features_of
-from flop_scores import NUM_CLASSIFIED, OTHER, kid
-from split import encoder_of, read_split
+from flop_scores import OTHER, Judge, kid
+from split import encoder_of
 
 from ddm_lightning.config.experiment import SampleConfig
 from ddm_lightning.ensemble.changes import added, removed
 from ddm_lightning.ensemble.load import load_listed
 from ddm_lightning.ensemble.manifest import EnsembleManifest
-from ddm_lightning.evaluation.shares import ClusterShares, total_variation
-from ddm_lightning.flow.randomness import keyed_generator
+from ddm_lightning.evaluation.shares import total_variation
 from ddm_lightning.members.roles import cluster_of_expert
 from ddm_lightning.members.run import Run
-from ddm_lightning.shards.manifest import HELD_OUT, TRAIN
 from ddm_lightning.training.extension import extend_router
 from ddm_lightning.use.saved import open_ensemble
 
@@ -47,17 +44,8 @@ def main(arguments: Sequence[str] | None) -> None:
         call("fit", options)
     use_all_threads()
     manifest, encoder = original.manifest, encoder_of(original)
-    held_out, train = (read_split(original, side) for side in (HELD_OUT, TRAIN))
-    stored = folder.root / "benchmarks" / "features"
-
-    def features(x_0: torch.Tensor) -> torch.Tensor:
-        return features_of(encoder.decode(x_0), OTHER, stored)
-
-    real = features(held_out.x_0)
-    rows = torch.randperm(len(train), generator=keyed_generator(0, "classifier"))[:NUM_CLASSIFIED]
-    inputs, clusters, half = features(train.x_0[rows]), train.clusters[rows], len(rows) // 2
-    shares = ClusterShares(inputs[:half], clusters[:half], inputs[half:], clusters[half:], manifest.num_clusters)
-
+    judge = Judge(original, [OTHER], folder.root / "benchmarks" / "features")
+    real = judge.real[OTHER.name]
     whole = open_ensemble(folder.root, experiment)
     leaving = cluster_of_expert(options.expert)
     without = removed(whole, options.expert)
@@ -73,17 +61,17 @@ def main(arguments: Sequence[str] | None) -> None:
         f"An expert leaves and comes back: {experiment.name}",
         ["ensemble", "experts", "KID × 1000, all kinds", "KID × 1000, kinds that stayed", "shares TV", "of the leaver"],
     )
-    stays = held_out.clusters != leaving
+    stays = judge.held_out.clusters != leaving
     bayes = replace(experiment.sample, strategy="bayes", strategy_params={"router_prior": False}, solver="ancestral")
     full = replace(bayes, strategy="full", strategy_params={})
     ways = [(bayes, "before", whole), (bayes, "removed", without), (bayes, "added", back)]
     ways += [(full, "before", whole), (full, "removed", without), (full, "added", known)]
     for settings, name, ensemble in ways:
         x_0 = sampled(ensemble, settings, num, experiment.seed)
-        found, wanted = features(x_0), torch.tensor(manifest.priors)
+        found, wanted = judge.features(encoder.decode(x_0))[OTHER.name], judge.priors
         if name == "removed":
             wanted = wanted.index_fill(0, torch.tensor([leaving]), 0)
-        own = shares.shares(found)
+        own = judge.classifier.shares(found)
         figures = {
             "experts": float(len(ensemble.experts)),
             "kid_all": 1e3 * kid(found, real).value,

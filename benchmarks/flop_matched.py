@@ -42,8 +42,11 @@ from ddm_lightning.config.validate import check_experiment
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_write_json, atomic_write_text
 from ddm_lightning.core.formatting import format_duration
+from ddm_lightning.flow.randomness import keyed_generator
 
-QUICK_STEPS, QUICK_NUM, QUICK_SAMPLING_STEPS = 20, 64, 8
+QUICK_STEPS = 20
+QUICK_NUM = 64
+QUICK_SAMPLING_STEPS = 8
 MIN_NUM = 16
 BUDGETS = "shares above 0 and at most 1"
 
@@ -246,11 +249,12 @@ def collect(study: Study, options: Namespace) -> tuple[list[Point], dict[str, np
             data, folder = study.prepared(variant), study.at_budget(variant, seed, share).root
             tasks.append(Task(method, folder, data, settings, folder / "samples"))
     sampled = sample_all(tasks, options.jobs)
-    judge = Judge(study)
+    judge = Judge(study.main, (experiment.prepare.features, OTHER), study.root / "features")
     points = []
-    shown: dict[str, np.ndarray] = {"held-out images": judge.held_out_images}
+    order = torch.randperm(len(judge.held_out), generator=keyed_generator(0, "shown"))
+    shown: dict[str, np.ndarray] = {"held-out images": judge.held_out_images[order.numpy()]}
     for (variant, seed, share), task, found in zip(where, tasks, sampled, strict=True):
-        points.append(judge.point(variant, seed, share, task, found))
+        points.append(judge.point(variant, seed, share, study.budget(share), task.method.name, found))
         if variant.name == "main" and seed == 0 and share == max(variant.budgets):
             shown[task.method.name] = found.images
     return points, shown, judge.floors()

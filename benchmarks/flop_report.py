@@ -31,7 +31,8 @@ class Results:
     """
 
     def __init__(self, document: Mapping[str, Any]) -> None:
-        self.document, self.figures, self.points = document, document["figures"], document["points"]
+        self.figures = document["figures"]
+        self.points = document["points"]
         self.network, self.other = document["features"]
         self.largest = max(point["share"] for point in self.points if point["variant"] == "main")
 

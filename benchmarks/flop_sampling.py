@@ -154,7 +154,8 @@ def sample_all(tasks: Sequence[Task], num_jobs: int) -> list[Images]:
 
 def sample_task(task: Task) -> None:
     """Sample the images of one task and write them."""
-    loaded, settings, method = task.load(), task.settings, task.method
+    loaded = task.load()
+    settings, method = task.settings, task.method
     start = time.process_time()
     x_0 = sample(
         loaded.ensemble,

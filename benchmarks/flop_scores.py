@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from flop_sampling import METHODS, Images, Task, features_of
-from flop_training import Study, Variant
-from jaxtyping import Float
+from flop_sampling import METHODS, Images, features_of
+from flop_training import Variant
+from jaxtyping import Float, UInt8
 from split import encoder_of, read_split
 from torch import Tensor
 
@@ -20,6 +21,7 @@ from ddm_lightning.core.registry import METRICS
 from ddm_lightning.evaluation.metrics.kid import KernelDistance
 from ddm_lightning.evaluation.shares import ClusterShares, total_variation
 from ddm_lightning.flow.randomness import keyed_generator
+from ddm_lightning.members.run import Run
 from ddm_lightning.shards.manifest import HELD_OUT, TRAIN
 
 OTHER = PluginConfig("random-convolutions")
@@ -139,40 +141,42 @@ def of_method(points: Iterable[Point], method: str, share: float, variant: str =
 
 
 class Judge:
-    """Score images against the held-out ones of the main experiment.
+    """Score images against the held-out ones of a run.
 
     Args:
-        study: the trainings.
+        run: prepared, with held-out samples.
+        networks: feature networks; ``OTHER`` is one of them.
+        stored: folder in which features are kept.
     """
 
-    def __init__(self, study: Study) -> None:
-        self.study, run = study, study.main
-        manifest, encoder = run.manifest, encoder_of(run)
+    def __init__(self, run: Run, networks: Sequence[PluginConfig], stored: Path) -> None:
+        self.networks, self.stored = networks, stored
+        encoder = encoder_of(run)
         self.held_out, train = (read_split(run, side) for side in (HELD_OUT, TRAIN))
-        order = torch.randperm(len(self.held_out), generator=keyed_generator(0, "shown"))
-        images = encoder.decode(self.held_out.x_0)
-        self.held_out_images = images[order.numpy()]
-        self.networks = {network.name: network for network in (run.experiment.prepare.features, OTHER)}
-        self.stored = study.root / "features"
-        self.real = {name: features_of(images, network, self.stored) for name, network in self.networks.items()}
+        self.held_out_images = encoder.decode(self.held_out.x_0)
+        self.real = self.features(self.held_out_images)
         rows = torch.randperm(len(train), generator=keyed_generator(0, "classifier"))[:NUM_CLASSIFIED]
-        self.some_train = encoder.decode(train.x_0[rows])
-        other, clusters, half = features_of(self.some_train, OTHER, self.stored), train.clusters[rows], len(rows) // 2
+        self.some_train = self.features(encoder.decode(train.x_0[rows]))
+        half = len(rows) // 2
+        inputs, clusters = self.some_train[OTHER.name], train.clusters[rows]
         self.classifier = ClusterShares(
-            other[:half], clusters[:half], other[half:], clusters[half:], manifest.num_clusters
+            inputs[:half], clusters[:half], inputs[half:], clusters[half:], run.manifest.num_clusters
         )
-        self.priors = torch.tensor(manifest.priors)
+        self.priors = torch.tensor(run.manifest.priors)
 
-    def point(self, variant: Variant, seed: int, share: float, task: Task, found: Images) -> Point:
-        """Score the images of one task."""
-        features = {name: features_of(found.images, network, self.stored) for name, network in self.networks.items()}
-        distances = {name: kid(features[name], self.real[name]) for name in self.networks}
+    def features(self, images: UInt8[np.ndarray, "n h w 3"]) -> dict[str, Float[Tensor, "n d"]]:
+        """Features of images, by network."""
+        return {network.name: features_of(images, network, self.stored) for network in self.networks}
+
+    def point(self, variant: Variant, seed: int, share: float, train_flops: float, method: str, found: Images) -> Point:
+        """Score the images of one method."""
+        features = self.features(found.images)
         scores = precision_recall(features[OTHER.name], self.real[OTHER.name])
         for cost in ("experts_per_step", "gflop_per_image", "seconds_per_image"):
             scores[cost] = getattr(found, cost)
-        flops = self.study.budget(share) / 1e12
+        distances = {name: kid(found, self.real[name]) for name, found in features.items()}
         variation = self.variation(features[OTHER.name])
-        return Point(variant.name, seed, share, flops, task.method.name, distances, variation, scores)
+        return Point(variant.name, seed, share, train_flops / 1e12, method, distances, variation, scores)
 
     def variation(self, features: Float[Tensor, "n d"]) -> float:
         """Total variation between the clusters' shares among images and the priors."""
@@ -180,9 +184,7 @@ class Judge:
 
     def floors(self) -> dict[str, float]:
         """Scores of real images: what a perfect model would reach."""
-        found = {}
-        for name, network in self.networks.items():
-            found[f"kid_floor_{name}"] = kid(features_of(self.some_train, network, self.stored), self.real[name]).value
+        found = {f"kid_floor_{name}": kid(self.some_train[name], real).value for name, real in self.real.items()}
         return found | {"shares_tv_floor": self.variation(self.real[OTHER.name])}
 
 

@@ -31,7 +31,9 @@ from ddm_lightning.members.status import MemberStatus
 from ddm_lightning.prepare.stages import prepare
 from ddm_lightning.training.checkpoint import damage_of
 
-KILL, TERMINATE, FULL_DISK = "SIGKILL", "SIGTERM", "full disk"
+KILL = "SIGKILL"
+TERMINATE = "SIGTERM"
+FULL_DISK = "full disk"
 NUM_KILLS, MAX_STEPS = 20, 8000
 QUICK_KILLS, QUICK_STEPS = 3, 1500
 _DISK_MEGABYTES = 64
@@ -108,7 +110,9 @@ class Trainings:
     """One run folder, in which successive processes train one member."""
 
     def __init__(self, options: Namespace, folder: Path) -> None:
-        self.options, self.run_dir, self.run = options, f"run_dir={folder}", RunFolder(folder)
+        self.options = options
+        self.run_dir = f"run_dir={folder}"
+        self.run = RunFolder(folder)
         self.num_unreadable = self.num_checkpoints_read = 0
         self.ends: Counter[str] = Counter()
 
