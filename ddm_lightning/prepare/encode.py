@@ -10,7 +10,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
@@ -206,7 +206,7 @@ def _encode_images(job: PartJob, names: list[str], ledger: Ledger, plugins: Plug
     with ExitStack() as stack:
         folders = {name: stack.enter_context(atomic_folder(job.folder / name)) for name in names}
         arrays = {name: stack.enter_context(_Arrays(folder)) for name, folder in folders.items()}
-        for num_read, records, images in stack.enter_context(closing(one_ahead(reading.chunks()))):
+        for num_read, records, images in one_ahead(reading.chunks()):
             on_progress(num_read)
             size = images.shape[1]
             if RECORDS in names:

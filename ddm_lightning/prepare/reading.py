@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import cached_property
 from importlib.metadata import version
 from itertools import islice
-from queue import SimpleQueue
 from threading import Thread
 from typing import Any, TypeVar
 
@@ -206,28 +206,23 @@ def to_square(image: UInt8[np.ndarray, "h w 3"], size: int, aspect: str) -> UInt
     return np.asarray(sheet)
 
 
-def one_ahead(items: Iterator[Item]) -> Generator[Item, None, None]:
+def one_ahead(items: Iterator[Item]) -> Iterator[Item]:
     """Yield ``items``; a thread makes the next one meanwhile. Errors are raised in the place of their item."""
-    wanted, made = SimpleQueue[bool](), SimpleQueue[tuple[list[Item], BaseException | None]]()
 
-    def make() -> None:
-        while wanted.get():
+    def begin_next() -> Future[list[Item]]:
+        following = Future[list[Item]]()
+
+        def make() -> None:
             try:
-                made.put((list(islice(items, 1)), None))
+                following.set_result(list(islice(items, 1)))
             except BaseException as error:  # noqa: BLE001  raised where the item is wanted
-                made.put(([], error))
+                following.set_exception(error)
 
-    # A daemon, so that Ctrl-C need not wait for a slow server.
-    Thread(target=make, name="read", daemon=True).start()
-    try:
-        wanted.put(True)
-        while True:
-            item, error = made.get()
-            if error is not None:
-                raise error
-            if not item:
-                return
-            wanted.put(True)
-            yield item.pop()
-    finally:
-        wanted.put(False)
+        # A daemon, so that Ctrl-C need not wait for a slow server.
+        Thread(target=make, name="read", daemon=True).start()
+        return following
+
+    following = begin_next()
+    while made := following.result():
+        following = begin_next()
+        yield made.pop()
