@@ -6,7 +6,6 @@ from typing import Any, ClassVar
 
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.nn import functional
 
 from ddm_lightning.core.registry import EXPERTS
 from ddm_lightning.flow.condition import Condition, ConditionSpec
@@ -16,7 +15,7 @@ from ddm_lightning.networks.blocks import DiTBlock, FinalLayer, Tokens
 from ddm_lightning.networks.recipe import Architecture, ExpertArchitecture
 
 
-class PatchTransformer(nn.Module):
+class PatchTransformer(embeddings.Conditioned):
     """Base of all networks: embeddings of patches and time, for any kind of block.
 
     A subclass adds ``blocks`` and calls ``initialise`` once all parameters exist.
@@ -115,9 +114,7 @@ class Trunk(PatchTransformer):
         super().__init__(x_shape, options)
         depth, width, num_heads = options.sizes()
         reads_tokens = condition.kind == "tokens"
-        is_vector = condition.kind in ("text", "class")
-        self.condition_embedding = embeddings.ConditionEmbedding(condition, width) if is_vector else None
-        self.token_embedding = embeddings.TokenEmbedding(condition, width) if reads_tokens else None
+        self.add_condition(condition, width)
         self.shared_modulation = nn.Linear(width, 6 * width) if options.modulation == "single" else None
         self.blocks = nn.ModuleList(DiTBlock(width, num_heads, options, reads_tokens) for _ in range(depth))
         self.final = FinalLayer(width, out_features, options.norm)
@@ -127,19 +124,6 @@ class Trunk(PatchTransformer):
         super().initialise()
         if self.shared_modulation is not None:
             nn.init.zeros_(self.shared_modulation.weight)
-
-    def conditioning(self, t: Times, condition: Condition | None) -> Float[Tensor, "b d"]:
-        """The vector that modulates all blocks, after their shared SiLU.
-
-        Raises:
-            ValueError: a condition for a network without one.
-        """
-        summed: Tensor = self.time_embedding(t)
-        if self.condition_embedding is not None:
-            summed = summed + self.condition_embedding(condition, len(t))
-        elif condition is not None and self.token_embedding is None:
-            raise ValueError("the network was built without a condition; pass None")
-        return functional.silu(summed)
 
     def run(
         self,

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ddm_lightning.flow.condition import Condition, ConditionSpec
+from ddm_lightning.flow.path import Times
 
 _MAX_PERIOD = 10_000.0
 
@@ -177,3 +178,30 @@ class TokenEmbedding(_NullableEmbedding):
         # Text tokens may be stored in float16.
         embedded = self.embed(values.to(self.embed.weight.dtype))
         return torch.where(condition.keep[:, None, None], embedded, self.null)
+
+
+class Conditioned(nn.Module):
+    """Base of networks that are modulated by the time and, if it is one vector, by the condition."""
+
+    time_embedding: TimestepEmbedding
+    condition_embedding: ConditionEmbedding | None
+    token_embedding: TokenEmbedding | None
+
+    def add_condition(self, spec: ConditionSpec, width: int) -> None:
+        """Make the embedding of a text vector or class, or that of text tokens."""
+        is_vector = spec.kind in ("text", "class")
+        self.condition_embedding = ConditionEmbedding(spec, width) if is_vector else None
+        self.token_embedding = TokenEmbedding(spec, width) if spec.kind == "tokens" else None
+
+    def conditioning(self, t: Times, condition: Condition | None) -> Float[Tensor, "b d"]:
+        """The vector that modulates all blocks, after the SiLU that they share.
+
+        Raises:
+            ValueError: a condition for a network without one.
+        """
+        summed: Tensor = self.time_embedding(t)
+        if self.condition_embedding is not None:
+            summed = summed + self.condition_embedding(condition, len(t))
+        elif condition is not None and self.token_embedding is None:
+            raise ValueError("the network was built without a condition; pass None")
+        return functional.silu(summed)

@@ -147,6 +147,7 @@ class MMDiT(PatchTransformer):
     """
 
     prediction = "velocity"
+    token_embedding: TokenEmbedding
 
     def __init__(
         self,

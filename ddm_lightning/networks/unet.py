@@ -14,7 +14,7 @@ from ddm_lightning.core.registry import EXPERTS
 from ddm_lightning.flow.condition import Condition, ConditionSpec
 from ddm_lightning.flow.path import PREDICTIONS, Samples, Times
 from ddm_lightning.networks.blocks import CrossAttention, SelfAttention
-from ddm_lightning.networks.embeddings import ConditionEmbedding, TimestepEmbedding, TokenEmbedding
+from ddm_lightning.networks.embeddings import Conditioned, TimestepEmbedding
 
 
 def _norm(channels: int) -> nn.GroupNorm:
@@ -96,7 +96,7 @@ class UNetBlock(nn.Module):
 
 
 @EXPERTS.register("unet")
-class UNet(nn.Module):
+class UNet(Conditioned):
     """Predicts the velocity of ``x_t``, or its noise or data, with convolutions.
 
     Each level halves height and width, and has as many blocks on the way up as on the way down, with a skip connection
@@ -144,10 +144,10 @@ class UNet(nn.Module):
         if prediction not in PREDICTIONS:
             raise ValueError(f"prediction = {prediction!r} is none of {', '.join(PREDICTIONS)}")
         self.prediction, self.x_shape = prediction, x_shape
-        features, is_vector, reads_tokens = 4 * width, condition.kind in ("text", "class"), condition.kind == "tokens"
+        features = 4 * width
+        reads_tokens = condition.kind == "tokens"
         self.time_embedding = TimestepEmbedding(features)
-        self.condition_embedding = ConditionEmbedding(condition, features) if is_vector else None
-        self.token_embedding = TokenEmbedding(condition, features) if reads_tokens else None
+        self.add_condition(condition, features)
 
         sizes = [width * multiplier for multiplier in multipliers]
         current, self.num_down = sizes[0], len(sizes) * num_blocks
@@ -184,13 +184,8 @@ class UNet(nn.Module):
         """
         if x_t.shape[1:] != self.x_shape:
             raise ValueError(f"the network takes samples of shape {self.x_shape}, not {tuple(x_t.shape[1:])}")
-        conditioning = self.time_embedding(t)
+        conditioning = self.conditioning(t, condition)
         context = None if self.token_embedding is None else self.token_embedding(condition, len(t))
-        if self.condition_embedding is not None:
-            conditioning = conditioning + self.condition_embedding(condition, len(t))
-        elif condition is not None and context is None:
-            raise ValueError("the network was built without a condition; pass None")
-        conditioning = functional.silu(conditioning)
         x = self.stem(x_t.to(self.stem.weight.dtype))
         skips: list[Tensor] = []
         for index, block in enumerate(self.blocks):
