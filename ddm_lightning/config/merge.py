@@ -17,7 +17,7 @@ def merge(base: Any, change: Any) -> Any:
 
 def _forget_params(merged: DictConfig, change: DictConfig) -> None:
     """Empty the params of each plug-in whose name ``change`` replaces."""
-    for key in change:
+    for key in map(str, change):
         # References cannot be followed before everything is merged.
         if OmegaConf.is_interpolation(change, key) or OmegaConf.is_interpolation(merged, key):
             continue
