@@ -32,10 +32,9 @@ class _Describe(argparse.Action):
     """Print the schema and exit, as ``--help`` does: no experiment file is needed."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        from ddm_lightning.config.experiment import Experiment
         from ddm_lightning.config.load import describe
 
-        for key, form, text in describe(Experiment()):
+        for key, form, text in describe():
             print(f"{key}:{form}\n    {text}")
         parser.exit()
 

@@ -8,7 +8,7 @@ import inspect
 import json
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import Field, asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -53,17 +53,17 @@ def load_experiment(path: str | Path, overrides: Sequence[str] = (), record: Pat
         merged: Any = OmegaConf.structured(Experiment)
         for source, change in changes:
             given = OmegaConf.to_container(change, resolve=False)
-            _refuse_resolvers(given, "", source)
+            _refuse_resolvers(given, source)
             checks.check(given, Experiment, "", source)
             merged = merge(merged, change)
         _check_complete(OmegaConf.to_container(merged, resolve=False), str(path))
         resolved = OmegaConf.to_container(merged, resolve=True)
     except OmegaConfBaseException as error:
-        problem = f"key {error.full_key!r}: {first_line(error)}; fix the reference ${{…}} in it"
-        raise UserError(f"{path}: {problem}") from None
-    _refuse_resolvers(
-        resolved, "", str(path)
-    )  # expert_section resolves again, and two strings may join into a resolver
+        raise UserError(
+            f"{path}: key {error.full_key!r}: {first_line(error)}; fix the reference ${{…}} in it"
+        ) from None
+    # ``expert_section`` resolves again, and two strings may join into a resolver.
+    _refuse_resolvers(resolved, str(path))
     checks.check(resolved, Experiment, "", str(path), references=False)
     experiment: Experiment = OmegaConf.to_object(merged)  # type: ignore[assignment]  # may be of any dataclass
     check_experiment(experiment, path, overrides)
@@ -129,25 +129,33 @@ def _refuse_other_bases(node: Any, key: str, source: str) -> None:
         raise UserError(f"{source}: key {key!r}: {problem}; write a number without ':' or a leading 0, or quote it")
 
 
-def _refuse_resolvers(value: Any, key: str, source: str) -> None:
+def leaves(value: Any, key: str = "", *, lists: bool = True) -> Iterator[tuple[str, Any]]:
+    """Dotted key and value of all that is no dict and, with ``lists``, no list."""
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield from leaves(inner, f"{key}.{name}" if key else str(name), lists=lists)
+    elif lists and isinstance(value, list):
+        for index, inner in enumerate(value):
+            yield from leaves(inner, f"{key}[{index}]")
+    else:
+        yield key, value
+
+
+def _refuse_resolvers(value: Any, source: str) -> None:
     """Refuse references ``${resolver:…}``: a stranger's file must not read the environment. ``${a.b}`` is allowed.
 
     Raises:
         UserError: names the key and its text.
     """
-    if isinstance(value, dict):
-        for name, inner in value.items():
-            _refuse_resolvers(inner, f"{key}.{name}" if key else str(name), source)
-    elif isinstance(value, list):
-        for index, inner in enumerate(value):
-            _refuse_resolvers(inner, f"{key}[{index}]", source)
-    elif isinstance(value, str):
-        rest, before = value, ""
+    for key, text in leaves(value):
+        rest, before = text if isinstance(text, str) else "", ""
         while rest != before:  # references within references
             rest, before = re.sub(r"\$\{[^${}:]*\}", "", rest), rest
         if "${" in rest:
-            problem = f"{value[:60]!r}: a reference may only name another key, such as ${{name}}"
-            raise UserError(f"{source}: key {key!r} = {problem}; write the value itself")
+            raise UserError(
+                f"{source}: key {key!r} = {text[:60]!r}: a reference may only name another key, such as ${{name}}; "
+                "write the value itself"
+            )
 
 
 def _check_complete(merged: Any, source: str) -> None:
@@ -156,20 +164,12 @@ def _check_complete(merged: Any, source: str) -> None:
     Raises:
         UserError: names every missing key, in the order of the schema.
     """
-    missing = list(_missing_keys(merged, ""))
+    missing = [key for key, value in leaves(merged) if value == checks.MISSING_MARK]
     if len(missing) == 1:
-        meaning = next((f" ({text})" for key, _, text in describe(Experiment()) if key == missing[0]), "")
+        meaning = next((f" ({text})" for key, _, text in describe() if key == missing[0]), "")
         raise UserError(f"{source}: key {missing[0]!r} is missing; give it a value{meaning}")
     if missing:
         raise UserError(f"{source}: keys {', '.join(map(repr, missing))} are missing; give them values")
-
-
-def _missing_keys(value: Any, key: str) -> Iterator[str]:
-    if isinstance(value, dict):
-        for name, inner in value.items():
-            yield from _missing_keys(inner, f"{key}.{name}" if key else str(name))
-    elif value == checks.MISSING_MARK:
-        yield key
 
 
 def with_defaults(recorded: dict[str, Any]) -> dict[str, Any]:
@@ -182,46 +182,42 @@ def with_defaults(recorded: dict[str, Any]) -> dict[str, Any]:
     return dict(filled)
 
 
-@functools.cache
-def changeable_keys() -> tuple[str, ...]:
-    """Dotted keys of fields and sections that may differ between two starts, as the schema declares."""
-    return tuple(_changeable(Experiment, ""))
-
-
-def _changeable(kind: Any, prefix: str) -> Iterator[str]:
-    for own in fields(kind):
-        key, inner = prefix + own.name, checks.without_none(checks.hints(kind)[own.name])[0]
-        if own.metadata.get("changeable"):
-            yield key
-        elif is_dataclass(inner):
-            yield from _changeable(inner, f"{key}.")
-
-
 def to_yaml(experiment: Experiment) -> str:
     """The resolved experiment as YAML."""
     return OmegaConf.to_yaml(OmegaConf.create(asdict(experiment)))
 
 
-def describe(section: Any, prefix: str = "") -> Iterator[tuple[str, str, str]]:
-    """Describe every key in ``section``, a dataclass with the default values.
+def _schema(section: Any, prefix: str = "") -> Iterator[tuple[str, Any, Field[Any]]]:
+    """Yield the dotted key of each field in ``section`` and in sections within it, its section and the field."""
+    for own in fields(section):
+        yield prefix + own.name, section, own
+        if is_dataclass(inner := checks.without_none(checks.hints(type(section))[own.name])[0]):
+            yield from _schema(getattr(section, own.name) or inner(), f"{prefix}{own.name}.")
+
+
+def describe() -> Iterator[tuple[str, str, str]]:
+    """Describe every key of the schema.
 
     Yields:
         The dotted key; type, default and limits; documentation.
     """
-    kind: Any = type(section)
-    for name, hint in checks.hints(kind).items():
-        key, default, text = prefix + name, getattr(section, name), _docs(kind)[name].replace("``", "`")
-        inner, _ = checks.without_none(hint)
-        is_section = is_dataclass(inner)
-        if is_section:
+    for key, section, own in _schema(Experiment()):
+        hint, default = checks.hints(type(section))[own.name], getattr(section, own.name)
+        text = _docs(type(section))[own.name].replace("``", "`")
+        if is_dataclass(checks.without_none(hint)[0]):
             yield key, "" if default else " null by default", text
-            yield from describe(default or inner(), f"{key}.")
-        else:
-            form = inspect.formatannotation(hint).replace("typing.", "").replace("None", "null")
-            form = form.replace(f"{PluginConfig.__module__}.PluginConfig", "{name, params}")
-            value = ", required" if default == checks.MISSING_MARK else f" = {json.dumps(default, default=asdict)}"
-            limits = checks.limits(kind).get(name)
-            yield key, f" {form}{value}" + (f", {limits[1]}" if limits else ""), text
+            continue
+        form = inspect.formatannotation(hint).replace("typing.", "").replace("None", "null")
+        form = form.replace(f"{PluginConfig.__module__}.PluginConfig", "{name, params}")
+        value = ", required" if default == checks.MISSING_MARK else f" = {json.dumps(default, default=asdict)}"
+        limits = checks.limits(type(section)).get(own.name)
+        yield key, f" {form}{value}" + (f", {limits[1]}" if limits else ""), text
+
+
+@functools.cache
+def changeable_keys() -> tuple[str, ...]:
+    """Dotted keys of fields and sections that may differ between two starts, as the schema declares."""
+    return tuple(key for key, _, own in _schema(Experiment()) if own.metadata.get("changeable"))
 
 
 @functools.cache

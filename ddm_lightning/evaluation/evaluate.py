@@ -20,6 +20,7 @@ from rich.table import Table
 from torch import Tensor, distributed
 
 from ddm_lightning import __version__
+from ddm_lightning.config.load import leaves
 from ddm_lightning.core.devices import device_of
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_write, atomic_write_json, read_json, sha256_file, sha256_json
@@ -32,7 +33,6 @@ from ddm_lightning.evaluation import image_sets
 from ddm_lightning.evaluation.image_sets import FileImages, Generated, ImageSet, ShardImages, parts
 from ddm_lightning.evaluation.metrics._base import FeatureMetric, nearest
 from ddm_lightning.members.run import Run
-from ddm_lightning.members.run_folder import flat
 from ddm_lightning.shards.manifest import HELD_OUT, TRAIN
 from ddm_lightning.use.saved import data_of
 
@@ -108,7 +108,7 @@ class Evaluation:
         path, remedy = folder / SETTINGS_FILE, "give another folder with --out"
         if path.exists():
             found = read_json(path, "the settings of these results", remedy)
-            found, ours = flat(found) if isinstance(found, dict) else {}, flat(self.origin)
+            found, ours = (dict(leaves(one, lists=False)) for one in (found, self.origin))
             if changed := [key for key in {**found, **ours} if found.get(key) != ours.get(key)]:
                 was = ", ".join(f"{key} (was {found.get(key)!r})" for key in changed)
                 raise UserError(f"{path}: results of other settings: {was}; {remedy}")

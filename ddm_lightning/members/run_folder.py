@@ -13,7 +13,7 @@ from filelock import FileLock, Timeout
 from omegaconf import OmegaConf
 
 from ddm_lightning.config.experiment import Experiment
-from ddm_lightning.config.load import changeable_keys, load_experiment, read_yaml, with_defaults
+from ddm_lightning.config.load import changeable_keys, leaves, load_experiment, read_yaml, with_defaults
 from ddm_lightning.core.checks import Check, problem_with
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import read_json
@@ -165,7 +165,7 @@ def changes(old: dict[str, Any], new: dict[str, Any]) -> str:
 
     More ``max_steps`` under a constant schedule are no change: a finished member can be trained on.
     """
-    before, after = flat(old), flat(new)
+    before, after = (dict(leaves(experiment, lists=False)) for experiment in (old, new))
     allowed = tuple(f"{key}." for key in changeable_keys())
     described = []
     for key in sorted(before.keys() | after.keys()):
@@ -179,10 +179,3 @@ def changes(old: dict[str, Any], new: dict[str, Any]) -> str:
         value = f"was {json.dumps(was)}" if key in before else "was not set"
         described.append(f"{key} ({value}{f', where the {schedule} schedule ends' if is_raised else ''})")
     return ", ".join(described)
-
-
-def flat(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Values of nested dicts by dotted key."""
-    if not isinstance(value, dict):
-        return {prefix: value}
-    return {key: leaf for name in value for key, leaf in flat(value[name], f"{prefix}.{name}".lstrip(".")).items()}
