@@ -74,7 +74,6 @@ class EarthTiles:
         return block_parts(len(self._corners), f"{versions}; {self.size} by {self.stride}")
 
     def read(self, part: Part) -> Iterator[Record]:
-        """Yield the tiles of the block."""
         name = "earth" if self.map == "bmng" else self.map
         for y, x in self._corners[block_of(part).start : block_of(part).stop].tolist():
             climate = self._climate[self._on_raster(y, x)]

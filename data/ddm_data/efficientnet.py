@@ -115,7 +115,6 @@ class EfficientNetFeatures:
             raise UserError(f"{self.path}: the weights of 'efficientnet-lite0' are missing; set its parameter 'path'")
 
     def provenance(self) -> dict[str, str]:
-        """Return the hash of the weights."""
         return {"weights_sha256": sha256_file(self.path)}
 
     @cached_property
@@ -133,7 +132,6 @@ class EfficientNetFeatures:
 
     @torch.inference_mode()
     def encode(self, images: UInt8[np.ndarray, "n h w 3"]) -> Float[np.ndarray, "n 1280"]:
-        """Encode images to features, float32."""
         size = (self.resolution, self.resolution)
 
         def encode(pixels: Tensor) -> Tensor:

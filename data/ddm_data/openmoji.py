@@ -55,7 +55,6 @@ class OpenMoji:
         return [Part("all", " ".join(version(name) for name in self.packages), sum(1 for _ in self._emoji()))]
 
     def read(self, part: Part) -> Iterator[Record]:
-        """Yield all emoji."""
         for text, name in self._emoji():
             points = [ord(character) for character in text]
             # Without variants, the key decides, as it always has.

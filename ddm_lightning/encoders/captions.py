@@ -33,7 +33,6 @@ class OneVector:
     token_shape: tuple[int, int] | None = None
 
     def vectors_of_stored(self, stored: Mapping[str, Tensor]) -> Float[Tensor, "n size"]:
-        """Return the stored vectors."""
         return stored["text"].float()
 
 
@@ -61,7 +60,6 @@ class HashedWords(NoWeights, OneVector):
         return unit_variance(np.stack([sum(map(self._vector, _words(caption))) for caption in captions]))
 
     def encode(self, captions: Sequence[str]) -> dict[str, np.ndarray]:
-        """Encode captions to the stored columns."""
         stored = {"text": self.vectors(captions).astype(np.float16)}
         return stored | ({"text_tokens": self.tokens(captions).astype(np.float16)} if self.max_tokens else {})
 
@@ -74,7 +72,6 @@ class HashedWords(NoWeights, OneVector):
         return found
 
     def tokens_of_stored(self, stored: Mapping[str, Tensor]) -> Float[Tensor, "n m width"]:
-        """Return the stored tokens."""
         return stored["text_tokens"].float()
 
     def _vector(self, word: str) -> Float[np.ndarray, "size"]:

@@ -153,6 +153,5 @@ class PooledPixels(NoWeights):
         self.grid, self.size = grid, 3 * grid * grid
 
     def encode(self, images: UInt8[np.ndarray, "n h w 3"]) -> Float[np.ndarray, "n size"]:
-        """Encode images to mean colours."""
         pixels = torch.from_numpy(np.array(images)).permute(0, 3, 1, 2).float() / 255
         return functional.adaptive_avg_pool2d(pixels, self.grid).flatten(1).numpy()

@@ -55,7 +55,6 @@ class Pixels(NoWeights):
         self.normalisation: dict[str, float | list[float]] = {"scale": _SCALE, "shift": _SHIFT}
 
     def x_shape(self, image_size: int) -> tuple[int, int, int]:
-        """Return channels, height and width."""
         size = self.image_size or image_size
         return (3, size, size)
 

@@ -59,7 +59,6 @@ class Inception:
             )
 
     def provenance(self) -> dict[str, str]:
-        """Return the hash of the weights."""
         return {"weights_sha256": sha256_file(self.path)}
 
     @cached_property
@@ -155,7 +154,6 @@ class RandomConvolutions(NoWeights):
 
     @torch.inference_mode()
     def encode(self, images: UInt8[np.ndarray, "n h w 3"]) -> Float[np.ndarray, "n size"]:
-        """Encode images to features, float32."""
         device = torch.device("cpu")
         return encode_in_batches(images, self._statistics, (self.size,), batch_size_on(device), device)
 

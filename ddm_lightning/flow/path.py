@@ -79,18 +79,15 @@ class _Curved(Path):
         raise NotImplementedError
 
     def from_linear(self, x_t: Samples, t: Times) -> tuple[Samples, Times]:
-        """``x_tau`` and ``tau`` with the signal-to-noise ratio of ``(x_t, t)``, or the nearest that the path has."""
         tau = self.tau(t)
         alpha, sigma = self.scales(tau)
         return x_t * expand_time(alpha + sigma, x_t), tau
 
     def to_linear(self, x_tau: Samples, tau: Times) -> tuple[Samples, Times]:
-        """Inverse of ``from_linear``."""
         alpha, sigma = self.scales(tau)
         return x_tau / expand_time(alpha + sigma, x_tau), sigma / (alpha + sigma)
 
     def velocity_scale(self, tau: Times) -> Times:
-        """Error in the linear path's velocity caused by an error of 1 in this path's velocity, at a given ``x_tau``."""
         (alpha, sigma), (d_alpha, d_sigma) = self.scales(tau), self.slopes(tau)
         return (alpha + sigma) / (alpha * d_sigma - sigma * d_alpha)
 
@@ -99,12 +96,10 @@ class Cosine(_Curved):
     """``alpha = cos(π·tau/2)``, ``sigma = sin(π·tau/2)`` (Salimans and Ho, 2202.00512)."""
 
     def scales(self, tau: Times) -> tuple[Times, Times]:
-        """``alpha`` and ``sigma``."""
         angle = math.pi / 2 * tau
         return angle.cos(), angle.sin()
 
     def slopes(self, tau: Times) -> tuple[Times, Times]:
-        """Derivatives of ``alpha`` and ``sigma``."""
         alpha, sigma = self.scales(tau)
         return -math.pi / 2 * sigma, math.pi / 2 * alpha
 
@@ -123,7 +118,6 @@ class VariancePreserving(_Curved):
     BETA_MIN, BETA_MAX = 0.1, 20.0
 
     def scales(self, tau: Times) -> tuple[Times, Times]:
-        """``alpha`` and ``sigma``."""
         decay = (self.BETA_MAX - self.BETA_MIN) / 4 * tau.square() + self.BETA_MIN / 2 * tau
         return (-decay).exp(), (-torch.expm1(-2 * decay)).sqrt()
 

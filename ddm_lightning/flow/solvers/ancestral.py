@@ -22,7 +22,6 @@ class Ancestral(Solver):
     is_stochastic = True
 
     def solve(self, velocity: VelocityField, x_1: Samples, times: TimeGrid, noise: Noise = no_noise) -> Samples:
-        """Go from ``times[0]`` to ``times[-1]``; see ``Solver.solve``."""
         x_t = x_1
         for step, (t, s) in enumerate(intervals(times)):
             rows = time_rows(t, x_t)

@@ -53,7 +53,6 @@ class DormandPrince(Solver):
             raise ValueError(f"rtol = {self.rtol} must be at least 0, and atol = {self.atol} above 0")
 
     def solve(self, velocity: VelocityField, x_1: Samples, times: TimeGrid, noise: Noise = no_noise) -> Samples:
-        """Go from ``times[0]`` to ``times[-1]``; see ``Solver.solve``."""
         steps = intervals(times)
         (start, second), end = steps[0], steps[-1][1]
         stop = end or MIN_NOISE_SCALE

@@ -22,7 +22,6 @@ class DPMSolver2M(Solver):
     """
 
     def solve(self, velocity: VelocityField, x_1: Samples, times: TimeGrid, noise: Noise = no_noise) -> Samples:
-        """Go from ``times[0]`` to ``times[-1]``; see ``Solver.solve``."""
         x_t, before, last = x_1, x_1, math.inf
         for t, s in intervals(times):
             rows = time_rows(t, x_t)

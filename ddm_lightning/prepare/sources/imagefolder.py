@@ -62,7 +62,6 @@ class ImageFolder:
         return [self._part(names[start:stop]) for start, stop in pairwise(starts)]
 
     def read(self, part: Part) -> Iterator[Record | BrokenSample]:
-        """Yield the images of the block."""
         # From the part, so that no worker lists the folder again.
         self.num_classes = part.where["num_classes"]
         names, labels, captions = part.where["files"], part.where["labels"], part.where["captions"]

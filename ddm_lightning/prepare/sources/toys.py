@@ -50,7 +50,6 @@ class Blobs:
         return block_parts(self.num_samples, "1")
 
     def read(self, part: Part) -> Iterator[Record]:
-        """Yield the images of the block."""
         for index in block_of(part):
             # A random stream per image, so that image i is the same in a larger set.
             random = np.random.default_rng([self.seed, index])
@@ -94,7 +93,6 @@ class Digits:
         return [Part("all", version("scikit-learn"), _NUM_SAMPLES)]
 
     def read(self, part: Part) -> Iterator[Record]:
-        """Yield all digits."""
         from sklearn.datasets import load_digits
 
         digits = load_digits()
