@@ -317,7 +317,8 @@ def check_solver(factory: Callable[[], Any]) -> None:
     """
     with _checking("solver"):
         solver: Solver = _built(factory, Solver)
-        x_1, drawn, num_steps = torch.randn(500, 2), torch.randn(64, 500, 2), 64
+        num_steps = 64
+        x_1, drawn = torch.randn(500, 2), torch.randn(num_steps, 500, 2)
         x_1 = (x_1 - x_1.mean(0)) / x_1.std(0)
         asked: list[int] = []
 
@@ -389,12 +390,14 @@ def check_encoder(factory: Callable[[], Any], *, image_size: int = 32) -> None:
         encoder, again = _built(factory, ImageEncoder), _built(factory, ImageEncoder)
         _require(encoder.stores in ("x_0", "posterior"), f"stores = {encoder.stores!r} is not x_0 or posterior")
         images = np.random.default_rng(0).integers(0, 256, (3, image_size, image_size, 3), dtype=np.uint8)
-        shape, stored, repeated = encoder.x_shape(image_size), encoder.encode(images), again.encode(images)
+        shape, stored = encoder.x_shape(image_size), encoder.encode(images)
         channels = shape[0] * (2 if encoder.stores == "posterior" else 1)
         expected = (3, channels, *shape[1:])
         _require(stored.shape == expected, f"encode returns shape {stored.shape}, x_shape asks for {expected}")
         _require(str(stored.dtype) == encoder.dtype, f"encode returns {stored.dtype}, dtype says {encoder.dtype}")
-        _require(stored.tobytes() == repeated.tobytes(), "two encoders give different bytes for the same images")
+        _require(
+            stored.tobytes() == again.encode(images).tobytes(), "two encoders give different bytes for the same images"
+        )
         decoded = encoder.decode(torch.zeros(3, *shape))
         is_images = decoded.dtype == np.uint8 and decoded.shape == images.shape
         _require(is_images, f"decode returns {decoded.dtype} {decoded.shape}, not uint8 {images.shape}")

@@ -190,8 +190,8 @@ class _TextModel(Pretrained):
     def _tokenizer(self) -> Any:
         with loading(self.tokenizer_folder, self.place):
             tokenizer_class = getattr(import_module("transformers"), self.tokenizer_class)
-            folder, settings = self.tokenizer_folder, {"local_files_only": True, "padding_side": "right"}
-            tokenizer = tokenizer_class.from_pretrained(folder, **settings)
+            folder = self.tokenizer_folder
+            tokenizer = tokenizer_class.from_pretrained(folder, local_files_only=True, padding_side="right")
         if (num_words := len(tokenizer)) > (known := self.text_config.vocab_size):
             raise UserError(
                 f"{folder}: its tokenizer has {num_words} words, but {self.folder} knows {known}; "
@@ -201,8 +201,7 @@ class _TextModel(Pretrained):
 
     def _network(self, device: torch.device) -> Any:
         if device not in self._networks:
-            dtype = self.dtype_on(device)
-            network = self._load("transformers", self._class, config=self.text_config, dtype=dtype)
+            network = self._load("transformers", self._class, config=self.text_config, dtype=self.dtype_on(device))
             self._networks[device] = network.to(device)
         return self._networks[device]
 

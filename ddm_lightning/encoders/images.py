@@ -104,10 +104,13 @@ class DiffusersVAE(Pretrained):
             raise ValueError(f"stores = {stores!r} must be posterior or x_0")
         if dtype not in ("float16", "float32"):
             raise ValueError(f"dtype = {dtype!r} must be float16 or float32")
-        self.stores, self.dtype, self._networks = stores, dtype, dict[torch.dtype, Any]()
+        self.stores = stores
+        self.dtype = dtype
+        self._networks = dict[torch.dtype, Any]()
         super().__init__(path, **params)
         config = {**_DEFAULTS, **{key: value for key, value in self.config.items() if key in _CONFIG}}
-        mean, std, shift = config["latents_mean"], config["latents_std"], config["shift_factor"]
+        mean, std = config["latents_mean"], config["latents_std"]
+        shift = config["shift_factor"]
         problem = problem_with(config, _CONFIG)
         is_listed = problem is None and (mean is not None or std is not None)
         if is_listed and (shift or not len(mean or ()) == len(std or ()) == config["latent_channels"]):
@@ -141,8 +144,7 @@ class DiffusersVAE(Pretrained):
 
     def _network(self, device: torch.device, dtype: torch.dtype) -> Any:
         if dtype not in self._networks:
-            found = self._load("diffusers", "AutoencoderKL", torch_dtype=dtype, low_cpu_mem_usage=False)
-            self._networks[dtype] = found
+            self._networks[dtype] = self._load("diffusers", "AutoencoderKL", torch_dtype=dtype, low_cpu_mem_usage=False)
         return on_device(self._networks[dtype], device)
 
     @torch.inference_mode()

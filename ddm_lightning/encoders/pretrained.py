@@ -149,16 +149,15 @@ class Pretrained:
         try:
             return Path(snapshot_download(name, revision=self._revision, local_files_only=only_cached, **patterns))
         except (OSError, errors.HFValidationError) as error:
-            problem = "is not a folder, not in the hub's cache, and cannot be downloaded"
-            reason = first_line(error.__cause__ or error)
             raise UserError(
-                f"{name}: {problem} ({reason}), needed by {self.place}; "
+                f"{name}: is not a folder, not in the hub's cache, and cannot be downloaded "
+                f"({first_line(error.__cause__ or error)}), needed by {self.place}; "
                 f"set its parameter 'path' to a folder, or download it with a network: hf download {name}"
             ) from None
 
     def _read(self, folder: Path) -> None:
-        remedy, path = "set 'path' to a model's folder", folder / "config.json"
-        self.config = read_json(path, "the model's configuration", remedy, link=True)
+        path = folder / "config.json"
+        self.config = read_json(path, "the model's configuration", "set 'path' to a model's folder", link=True)
         if not isinstance(self.config, dict):
             raise UserError(f"{path}: is no JSON object; {_REMEDY}")
         self.weights = _weight_files(folder, self.stem)

@@ -172,7 +172,8 @@ def _check_fit(kind: str, settings: Mapping[str, Any], x_shape: tuple[int, int, 
     Raises:
         ValueError: they do not fit.
     """
-    channels, patch, size = settings["in_channels"], settings["patch_size"], settings["sample_size"]
+    channels, patch = settings["in_channels"], settings["patch_size"]
+    size = settings["sample_size"]
     if kind == _SD3:
         size = settings["pos_embed_max_size"] * patch
         fits = all(cells % patch == 0 and cells <= size for cells in x_shape[1:])

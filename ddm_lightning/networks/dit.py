@@ -35,7 +35,7 @@ class PatchTransformer(embeddings.Conditioned):
     def __init__(self, x_shape: tuple[int, int, int], options: Architecture) -> None:
         super().__init__()
         depth, width, num_heads = options.sizes()
-        patch_size, mlp_ratio, rope = options.patch_size, options.mlp_ratio, options.rope
+        patch_size, rope = options.patch_size, options.rope
         for name, number in (("width", width), ("depth", depth), ("num_heads", num_heads), ("patch_size", patch_size)):
             if number < 1:
                 raise ValueError(f"{name} = {number} must be at least 1")
@@ -46,8 +46,8 @@ class PatchTransformer(embeddings.Conditioned):
             )
         if width % num_heads:
             raise ValueError(f"num_heads = {num_heads} must divide width = {width}")
-        if mlp_ratio * width < 1:
-            raise ValueError(f"mlp_ratio = {mlp_ratio} leaves the MLP without features")
+        if options.mlp_ratio * width < 1:
+            raise ValueError(f"mlp_ratio = {options.mlp_ratio} leaves the MLP without features")
         self.x_shape = x_shape
         self.width = width
         self.patch_size = patch_size

@@ -170,9 +170,14 @@ def group_fine(
     """
     x, weights = fine.double(), per_fine.double()
     with one_thread(), _refusing(config, "num_clusters", "use fewer, or remove duplicates from the source"):
-        limit, num_clusters = config.max_largest_over_mean, config.num_clusters
         _, cluster_of_fine = balanced_kmeans(
-            x, num_clusters, generator, config.num_iterations, limit, weights, _CLUSTER_RESTARTS
+            x,
+            config.num_clusters,
+            generator,
+            config.num_iterations,
+            config.max_largest_over_mean,
+            weights,
+            _CLUSTER_RESTARTS,
         )
     cluster_of_fine = largest_first(cluster_of_fine, per_fine, config.num_clusters)
     centroids = weighted_means(x, weights, cluster_of_fine, x.new_zeros(config.num_clusters, x.shape[1]))

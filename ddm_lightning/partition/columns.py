@@ -29,7 +29,9 @@ class GrowingArray:
 
     def __init__(self, path: Path, dtype: np.dtype, row_shape: tuple[int, ...]) -> None:
         self._file = path.open("wb")
-        self.dtype, self.row_shape, self.num_rows = np.dtype(dtype), row_shape, 0
+        self.dtype = np.dtype(dtype)
+        self.row_shape = row_shape
+        self.num_rows = 0
         self._write_header()
 
     def append(self, rows: Shaped[np.ndarray, "n ..."]) -> None:

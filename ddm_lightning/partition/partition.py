@@ -139,8 +139,11 @@ class ClusterOfLabel(Rule):
         known = (labels >= 0) & (labels < len(table))
         clusters = np.where(known, table[np.where(known, labels, 0)], -1)
         if len(unknown := np.flatnonzero(clusters < 0)):
-            sample, label = samples.keys[unknown[0]], labels[unknown[0]]
-            raise UserError(f"sample {sample!r}: the partition has no cluster for its class {label}; make a new one")
+            first = unknown[0]
+            raise UserError(
+                f"sample {samples.keys[first]!r}: the partition has no cluster for its class {labels[first]}; "
+                "make a new one"
+            )
         return clusters
 
 

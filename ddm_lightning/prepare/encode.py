@@ -67,17 +67,19 @@ def encode_parts(
     Raises:
         UserError: as ``encode_part``; or too many samples are broken.
     """
-    config, total, done, counts = plugins.config, count_samples(job.part for job in jobs), 0, Counter[str]()
+    total = count_samples(job.part for job in jobs)
+    done = 0
+    counts = Counter[str]()
 
     def advance(in_part: int) -> None:
         on_progress(done + in_part, max(total or 0, done + in_part))
 
-    for number, state in run_jobs(encode_part, jobs, plugins, total, advance, config.engine):
+    for number, state in run_jobs(encode_part, jobs, plugins, total, advance, plugins.config.engine):
         done += state["num_read"]
         counts.update(state["broken"])
         counts.update(state["unread_captions"].values() if captions_used else ())
         advance(0)
-        check_broken(counts, done, config.max_bad_fraction, jobs[number].folder / RECORDS / "broken.jsonl")
+        check_broken(counts, done, plugins.config.max_bad_fraction, jobs[number].folder / RECORDS / "broken.jsonl")
 
 
 def check_broken(
@@ -202,7 +204,8 @@ def key_hash(text: str) -> int:
 
 def _encode_images(job: PartJob, names: list[str], ledger: Ledger, plugins: Plugins, on_progress: OnProgress) -> None:
     start = time.monotonic()
-    reading, texts, size, num_rows = Reading(job.part, plugins), _Texts(job.max_thumbnails), 0, 0
+    reading, texts = Reading(job.part, plugins), _Texts(job.max_thumbnails)
+    size = 0
     with ExitStack() as stack:
         folders = {name: stack.enter_context(atomic_folder(job.folder / name)) for name in names}
         arrays = {name: stack.enter_context(_Arrays(folder)) for name, folder in folders.items()}
@@ -210,7 +213,7 @@ def _encode_images(job: PartJob, names: list[str], ledger: Ledger, plugins: Plug
             on_progress(num_read)
             size = images.shape[1]
             if RECORDS in names:
-                texts.add(records, images, num_rows)
+                texts.add(records, images)
                 groups = [record.group or record.key for record in records]
                 arrays[RECORDS].add("label", np.array([record.label for record in records], np.int32))
                 arrays[RECORDS].add("key_hash", np.array([key_hash(record.key) for record in records], np.uint64))
@@ -220,13 +223,12 @@ def _encode_images(job: PartJob, names: list[str], ledger: Ledger, plugins: Plug
                     arrays[LATENTS].add(name, rows, "encoded image is not finite")
             if FEATURES in names:
                 arrays[FEATURES].add("features", plugins.features.encode(images), "features are not finite")
-            num_rows += len(records)
         on_progress(reading.num_read)
         if RECORDS in names:
             texts.write(folders[RECORDS], reading.broken)
-        elif num_rows != (expected := ledger.records[RECORDS]["num_rows"]):
+        elif reading.num_rows != (expected := ledger.records[RECORDS]["num_rows"]):
             raise UserError(
-                f"part {job.part.name!r} of the source: has {num_rows} samples instead of {expected}, "
+                f"part {job.part.name!r} of the source: has {reading.num_rows} samples instead of {expected}, "
                 f"with the same fingerprint; delete {job.folder}"
             )
     for name in names:
@@ -270,8 +272,8 @@ class _Arrays(ExitStack):
     def add(self, name: str, rows: Shaped[np.ndarray, "n ..."], cause: str = "") -> None:
         """Append rows to a column; note those that are not finite under ``cause``."""
         if name not in self._arrays:
-            path = self.folder / f"{name}.npy"
-            self._arrays[name] = self.enter_context(GrowingArray(path, rows.dtype, rows.shape[1:]))
+            array = GrowingArray(self.folder / f"{name}.npy", rows.dtype, rows.shape[1:])
+            self._arrays[name] = self.enter_context(array)
         array = self._arrays[name]
         if cause and rows.dtype.kind == "f":
             bad = ~np.isfinite(rows.reshape(len(rows), -1)).all(1)
@@ -289,8 +291,9 @@ class _Texts:
         self._thumbnails: list[tuple[int, int, UInt8[np.ndarray, "h w 3"]]] = []
         """Hash, row and image of the lowest hashes so far."""
 
-    def add(self, records: list[Record], images: UInt8[np.ndarray, "n h w 3"], first_row: int) -> None:
+    def add(self, records: list[Record], images: UInt8[np.ndarray, "n h w 3"]) -> None:
         """Collect one chunk."""
+        first_row = len(self._keys)
         self._keys += [record.key for record in records]
         self._captions += [str(record.caption) for record in records]
         new = [(key_hash(record.key), first_row + i, images[i]) for i, record in enumerate(records)]

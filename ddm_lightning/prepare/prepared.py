@@ -71,15 +71,15 @@ class Prepared:
         return json.loads(self.index_file.read_text(encoding="utf-8"))
 
     @cached_property
-    def full_parts(self) -> list[int]:
+    def filled_parts(self) -> list[int]:
         """Numbers of the parts with at least one row."""
         return [number for number, ledger in enumerate(self.ledgers) if ledger.records[RECORDS]["num_rows"]]
 
     @cached_property
     def kept(self) -> list[Int[np.ndarray, "m"] | None]:
-        """Usable rows of each of ``full_parts``; None for all of them."""
+        """Usable rows of each of ``filled_parts``; None for all of them."""
         dropped: Mapping[str, list[int]] = self.index["dropped"]
-        num_rows = {str(number): self.ledgers[number].records[RECORDS]["num_rows"] for number in self.full_parts}
+        num_rows = {str(number): self.ledgers[number].records[RECORDS]["num_rows"] for number in self.filled_parts}
         return [np.delete(np.arange(num), dropped[key]) if key in dropped else None for key, num in num_rows.items()]
 
     def rows(self, group: str, column: str, unusable: bool = False) -> Rows:
@@ -92,14 +92,14 @@ class Prepared:
         return Rows(strings, None if unusable else self.kept)
 
     def _arrays(self, group: str, column: str) -> list[StoredArray]:
-        """Return a column of each of ``full_parts``. Opens the first file only: all have the same header."""
+        """Return a column of each of ``filled_parts``. Opens the first file only: all have the same header."""
         name = f"{group}/{column}.npy"
-        first = StoredArray.of(self.part_folder(self.full_parts[0]) / name)
+        first = StoredArray.of(self.part_folder(self.filled_parts[0]) / name)
         arrays = []
-        for number in self.full_parts:
+        for number in self.filled_parts:
             state = self.ledgers[number].records
-            shape = (state[RECORDS]["num_rows"], *first.shape[1:])
-            arrays.append(replace(first, path=self.part_folder(number) / name, shape=shape))
+            num_rows = state[RECORDS]["num_rows"]
+            arrays.append(replace(first, path=self.part_folder(number) / name, shape=(num_rows, *first.shape[1:])))
             if first.offset + arrays[-1].nbytes != state[group]["files"][name]["bytes"]:
                 raise ValueError(f"{arrays[-1].path}: rows differ in size from those of {first.path}")
         return arrays
@@ -108,7 +108,7 @@ class Prepared:
         """Return small images of some samples, and their rows."""
         images, rows = [], []
         starts = self.rows(RECORDS, "label").starts
-        for number, kept, start in zip(self.full_parts, self.kept, starts, strict=False):
+        for number, kept, start in zip(self.filled_parts, self.kept, starts, strict=False):
             folder = self.part_folder(number) / RECORDS
             local = np.load(folder / "thumbnail_rows.npy")
             shown = np.ones(len(local), bool) if kept is None else np.isin(local, kept)
@@ -188,7 +188,7 @@ def write_index(prepared: Prepared, groups: Collection[str], max_bad_fraction: f
 
 def _num_without_caption(prepared: Prepared, dropped: Dropped) -> int:
     num_empty = 0
-    for number in prepared.full_parts:
+    for number in prepared.filled_parts:
         sizes = Strings(prepared.part_folder(number) / RECORDS, "captions").num_bytes()
         num_empty += int(np.count_nonzero(np.delete(sizes, list(dropped.get(number, {}))) == 0))
     return num_empty
@@ -196,11 +196,11 @@ def _num_without_caption(prepared: Prepared, dropped: Dropped) -> int:
 
 def _drop_duplicates(prepared: Prepared, dropped: Dropped) -> None:
     """Drop all but the first usable sample of each key."""
-    if not prepared.full_parts:
+    if not prepared.filled_parts:
         return
     rows = prepared.rows(RECORDS, "key_hash", unusable=True)
     hashes: UInt64[np.ndarray, "n"] = rows[:]
-    start_of = dict(zip(prepared.full_parts, rows.starts.tolist(), strict=False))
+    start_of = dict(zip(prepared.filled_parts, rows.starts.tolist(), strict=False))
     fit = np.ones(len(hashes), bool)
     for number, unfit in dropped.items():
         fit[start_of[number] + np.array(list(unfit))] = False
@@ -212,7 +212,7 @@ def _drop_duplicates(prepared: Prepared, dropped: Dropped) -> None:
     first_of: dict[tuple[int, str], int] = {}
     for place, key in zip(places.tolist(), prepared.texts("keys", unusable=True).take(places), strict=True):
         if first_of.setdefault((int(hashes[place]), key), place) != place:
-            number = prepared.full_parts[int(np.searchsorted(rows.starts, place, side="right")) - 1]
+            number = prepared.filled_parts[int(np.searchsorted(rows.starts, place, side="right")) - 1]
             dropped.setdefault(number, {})[place - start_of[number]] = "duplicate key"
 
 

@@ -66,8 +66,12 @@ class Plugins:
         return FEATURES.build(self.config.features.name, self.config.features.params)
 
     def _encoders(self) -> dict[str, Any]:
-        names = ("image_encoder", "caption_encoder", "features")
-        return {name: plugin for name in names if (plugin := getattr(self, name)) is not None}
+        found = {
+            "image_encoder": self.image_encoder,
+            "caption_encoder": self.caption_encoder,
+            "features": self.features,
+        }
+        return {name: plugin for name, plugin in found.items() if plugin is not None}
 
     def versions(self) -> dict[str, str]:
         """Build every plug-in, and return the versions of all packages that shape the result."""
@@ -89,7 +93,9 @@ class Reading:
     """
 
     def __init__(self, part: Part, plugins: Plugins, at_once: int = IMAGES_AT_ONCE) -> None:
-        self.part, self.plugins, self.at_once = part, plugins, at_once
+        self.part = part
+        self.plugins = plugins
+        self.at_once = at_once
         self.num_read = 0
         """Samples read so far, broken ones included."""
         self.num_rows = 0
@@ -147,7 +153,8 @@ class Reading:
             row += 1
 
     def _square(self, record: Record) -> UInt8[np.ndarray, "h w 3"]:
-        size, image, num_classes = self.plugins.config.images.size, record.image, self.plugins.source.num_classes
+        image, size = record.image, self.plugins.config.images.size
+        num_classes = self.plugins.source.num_classes
         if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3 or 0 in image.shape:
             raise self._error(record, f"is not a uint8 RGB image ({image.dtype} {list(image.shape)})")
         if not 0 <= record.label < num_classes:

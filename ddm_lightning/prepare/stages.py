@@ -105,8 +105,10 @@ class Preparation:
         self.ledger = Ledger(self.folder / "stages.json")
         self.parts = self._list_parts()
         self.prepared = Prepared(self.folder, self.parts)
-        has_captions = self.config.caption_encoder is not None
-        self._captions_used = has_captions and experiment.condition.kind in ("text", "tokens")
+        self._captions_used = self.config.caption_encoder is not None and experiment.condition.kind in (
+            "text",
+            "tokens",
+        )
 
     def _list_parts(self) -> list[Part]:
         name = self.config.source.name
@@ -240,8 +242,9 @@ class Preparation:
         """
         self.plugins.versions()
         if self.experiment.condition.kind == "class" and self.plugins.source.num_classes < 2:
-            name = self.config.source.name
-            raise UserError(f"key 'condition.kind' = 'class': source {name!r} has no classes; use text or none")
+            raise UserError(
+                f"key 'condition.kind' = 'class': source {self.config.source.name!r} has no classes; use text or none"
+            )
         if (num_samples := count_samples(self.parts)) is not None:
             check_sizes(self.config.partition, num_samples)
         if check is not None:
@@ -302,7 +305,8 @@ class Preparation:
         atomic_write_json(self.prepared.parts_file, [asdict(part) for part in self.parts])
 
     def _encode(self) -> str:
-        wanted, num_processes, num_gpus = self.unfinished_parts(), self.config.num_processes, num_gpus_for(self.config)
+        wanted = self.unfinished_parts()
+        num_processes, num_gpus = self.config.num_processes, num_gpus_for(self.config)
         if self.config.engine == "local" and 0 < num_processes < num_gpus:
             self.reporter.say(
                 f"prepare.num_processes = {num_processes} uses {num_processes} of {num_gpus} GPUs; 0 uses all"

@@ -207,8 +207,13 @@ def samples_of(prepared: Prepared, plugins: Plugins) -> Samples:
     columns["label"], encodings["label"] = prepared.rows(RECORDS, "label"), "int32"
     for name, encoding in (captions.columns if captions else {}).items():
         columns[name], encodings[name] = prepared.rows(CAPTIONS, name), encoding
-    form = StoredForm(encoder.stores, encoder.normalisation)
-    return Samples(columns, encodings, prepared.texts("captions"), prepared.clusters, form)
+    return Samples(
+        columns,
+        encodings,
+        prepared.texts("captions"),
+        prepared.clusters,
+        StoredForm(encoder.stores, encoder.normalisation),
+    )
 
 
 def manifest_of(
@@ -227,8 +232,8 @@ def manifest_of(
         ClusterSamples(*(samples.get(shard_name(k, split), 0) for split in (TRAIN, HELD_OUT, OUT_OF_CLUSTER)))
         for k in range(partition.num_clusters)
     )
-    encoder, captions, size = plugins.image_encoder, plugins.caption_encoder, prepared.index["image_size"]
-
+    encoder, captions = plugins.image_encoder, plugins.caption_encoder
+    size = prepared.index["image_size"]
     return Manifest(
         source=asdict(config.source),
         attribution=plugins.source.attribution,

@@ -75,7 +75,8 @@ class DormandPrince(Solver):
         self, velocity: VelocityField, x_t: Samples, t: Times, step: Times, slope: Samples
     ) -> tuple[Samples, Samples, Times]:
         """The value and the slope after ``step``, and the error of each row."""
-        slopes, x_s, length = [slope], x_t, expand_time(step, x_t)
+        slopes, x_s = [slope], x_t
+        length = expand_time(step, x_t)
         for node, weights in _STAGES:
             x_s = x_t - length * _weighted(weights, slopes)
             slopes.append(velocity(x_s, t - node * step))

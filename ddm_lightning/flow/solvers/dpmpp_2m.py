@@ -22,7 +22,8 @@ class DPMSolver2M(Solver):
     """
 
     def solve(self, velocity: VelocityField, x_1: Samples, times: TimeGrid, noise: Noise = no_noise) -> Samples:
-        x_t, before, last = x_1, x_1, math.inf
+        x_t = before = x_1
+        last = math.inf
         for t, s in intervals(times):
             rows = time_rows(t, x_t)
             x_0 = x_0_from_velocity(x_t, velocity(x_t, rows), rows)

@@ -81,7 +81,6 @@ def report_partition(experiment: Experiment, plugins: Plugins, prepared: Prepare
     thumbnails, rows = prepared.thumbnails()
     facts = read_json(prepared.partition_facts_file, "the figures of the partition", "run prepare again")
     clusters = prepared.clusters
-    counts = np.bincount(clusters, minlength=partition.num_clusters)
     data = ReportData(
         thumbnails=thumbnails,
         thumbnail_rows=rows,
@@ -89,7 +88,7 @@ def report_partition(experiment: Experiment, plugins: Plugins, prepared: Prepare
         features=prepared.rows(FEATURES, "features"),
         clusters=clusters,
         metric=partition.rule.metric if isinstance(partition.rule, NearestCentroid) else config.partition.metric,
-        counts=counts,
+        counts=np.bincount(clusters, minlength=partition.num_clusters),
         num_read=index["num_read"],
         broken=index["broken"],
         num_without_caption=index["num_without_caption"],
@@ -212,7 +211,8 @@ def _draw_silhouettes(axes: Axes, data: ReportData, measures: Measures) -> None:
 
 def _draw_neighbours(axes: Axes, data: ReportData, measures: Measures) -> None:
     """Draw the matrix of second-nearest clusters."""
-    num_clusters, shares, largest = data.num_clusters, measures.second_choices, np.nanmax(measures.second_choices)
+    num_clusters, shares = data.num_clusters, measures.second_choices
+    largest = np.nanmax(shares)
     # The square root keeps small shares visible beside a cluster with a single neighbour.
     norm = PowerNorm(0.5, vmin=0, vmax=largest)
     image = axes.imshow(shares, cmap=LinearSegmentedColormap.from_list("shares", [_PAPER, _ACCENT]), norm=norm)

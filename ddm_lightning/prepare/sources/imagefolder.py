@@ -64,10 +64,12 @@ class ImageFolder:
     def read(self, part: Part) -> Iterator[Record | BrokenSample]:
         # From the part, so that no worker lists the folder again.
         self.num_classes = part.where["num_classes"]
-        names, labels, captions = part.where["files"], part.where["labels"], part.where["captions"]
+        names, captions = part.where["files"], part.where["captions"]
         with_text = [_text_file(name) for name, found in zip(names, captions, strict=True) if found is True]
         texts = self.files.contents(with_text)
-        for name, label, found, data in zip(names, labels, captions, self.files.contents(names), strict=True):
+        for name, label, found, data in zip(
+            names, part.where["labels"], captions, self.files.contents(names), strict=True
+        ):
             caption = caption_in(next(texts) if found is True else found, name)
             if label < 0:
                 yield BrokenSample(
@@ -97,7 +99,8 @@ class ImageFolder:
             raise UserError(f"{self.files.shown()}: has both {' and '.join(found)}; keep one")
         if not found:
             return None
-        name, captions, columns = found[0], dict[str, str](), set[str]()
+        name = found[0]
+        captions, columns = dict[str, str](), set[str]()
         for number, line in enumerate(self.files.content(name).split(b"\n"), 1):
             if not line.strip():
                 continue

@@ -106,8 +106,9 @@ class TableSource:
         existing = list(existing)
         for name, column in self.roles:
             if column not in existing:
-                has = ", ".join(existing) or "none"
-                raise UserError(f"key '{PARAMS}.{name}': {place} has no column {column!r}; it has: {has}")
+                raise UserError(
+                    f"key '{PARAMS}.{name}': {place} has no column {column!r}; it has: {', '.join(existing) or 'none'}"
+                )
 
     def record(self, row: Mapping[Any, Any], place: str) -> Record | BrokenSample:
         """Return a row as a record; ``place`` is its key if there is no key column."""
@@ -197,7 +198,8 @@ class Parquet(TableSource):
 
     def _parts_of(self, file: str, reader: Any) -> list[Part]:
         footer = reader.metadata
-        parts, groups, first_row, num_rows = [], list[int](), 0, 0
+        parts, groups = [], list[int]()
+        first_row = num_rows = 0
         for group in range(footer.num_row_groups):
             groups.append(group)
             num_rows += footer.row_group(group).num_rows
@@ -206,7 +208,8 @@ class Parquet(TableSource):
                 parts.append(
                     Part(f"{file}:{first_row}", f"{self.files.states[file]}; rows from {first_row}", num_rows, where)
                 )
-                groups, first_row, num_rows = [], first_row + num_rows, 0
+                first_row += num_rows
+                groups, num_rows = [], 0
         return parts
 
     def _batches(self, part: Part, reader: Any) -> Iterator[pyarrow.RecordBatch]:
@@ -267,8 +270,9 @@ class Parquet(TableSource):
             with self._file(file) as opened:
                 yield self._reader(opened)
         except (pyarrow.ArrowException, OSError) as error:
-            place = self.files.shown(file)
-            raise UserError(f"{place} is not a whole table: {one_line(error)}; save it again") from error
+            raise UserError(
+                f"{self.files.shown(file)} is not a whole table: {one_line(error)}; save it again"
+            ) from error
 
 
 def _schema(reader: Any) -> pyarrow.Schema:
@@ -296,8 +300,9 @@ class HuggingFace(Parquet):
         if self.split is not None or "dataset_dict.json" in self.files.states:
             splits = sorted({name.partition("/")[0] for name in found if "/" in name})
             if self.split not in splits and not (self.split is None and len(splits) == 1):
-                has = ", ".join(splits) or "none"
-                raise UserError(f"key '{PARAMS}.split': {self.files.shown()} has the splits {has}; name one")
+                raise UserError(
+                    f"key '{PARAMS}.split': {self.files.shown()} has the splits {', '.join(splits) or 'none'}; name one"
+                )
             folder = f"{self.split or splits[0]}/"
         if f"{folder}state.json" not in self.files.states:
             return [name for name in found if name.startswith(folder)]

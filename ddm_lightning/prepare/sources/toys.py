@@ -42,7 +42,10 @@ class Blobs:
             raise ValueError(f"num_kinds must be from 1 to {len(_KINDS)}")
         if num_samples < 1 or image_size < 4:
             raise ValueError("num_samples must be at least 1 and image_size at least 4")
-        self.num_samples, self.image_size, self.num_classes, self.seed = num_samples, image_size, num_kinds, seed
+        self.num_samples = num_samples
+        self.image_size = image_size
+        self.num_classes = num_kinds
+        self.seed = seed
         self.class_names = [" ".join(kind) for kind in _KINDS[:num_kinds]]
 
     def parts(self) -> list[Part]:

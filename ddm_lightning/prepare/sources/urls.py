@@ -13,6 +13,7 @@ from fsspec.core import has_magic, url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from ddm_lightning.core.errors import UserError
+from ddm_lightning.prepare.sources.decode import one_line
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
@@ -128,9 +129,8 @@ class Files:
         except FileNotFoundError as error:
             raise UserError(f"{_KEY}: {self.shown(relative)} does not exist; change the path") from error
         except Exception as error:  # back ends raise anything; also an unknown protocol, or a missing package
-            problem = " ".join(f"{type(error).__name__}: {error}".split())
             raise UserError(
-                f"{_KEY}: {self.shown(relative)} cannot be read: {problem}; fix the address or the access"
+                f"{_KEY}: {self.shown(relative)} cannot be read: {one_line(error)}; fix the address or the access"
             ) from error
 
     def _filesystem(self) -> tuple[AbstractFileSystem, str]:
@@ -153,7 +153,9 @@ class CheckedFile(io.RawIOBase):
 
     def __init__(self, file: BinaryIO, files: Files, relative: str) -> None:
         super().__init__()
-        self._file, self._files, self._relative = file, files, relative
+        self._file = file
+        self._files = files
+        self._relative = relative
         for name in ("seek", "tell", "readable", "seekable"):
             setattr(self, name, getattr(file, name))
 
