@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from ddm_lightning import __version__
 from ddm_lightning.core.errors import UserError, line_of
@@ -26,6 +26,16 @@ completion by Tab of the short name ddm-lightning (extra [completion]):
 
 
 _RESUMABLE = ("prepare", "fit", "evaluate")
+_PLACE = "experiment file (see experiments/)"
+_PLACES = {
+    **dict.fromkeys(
+        ("sample", "demo", "evaluate", "export"), f"{_PLACE}, or folder or URL of a run or of a saved ensemble"
+    ),
+    **dict.fromkeys(("diagnose", "replay", "ema", "status"), f"{_PLACE}, or run folder"),
+}
+"""Help of ``--config`` where it takes more than a file."""
+_Options: TypeAlias = dict[str, dict[str, Any]]
+"""Arguments of ``add_argument`` by the name of the option."""
 
 
 class _Describe(argparse.Action):
@@ -49,90 +59,150 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"ddm_lightning {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-
-    def add(name: str, text: str) -> argparse.ArgumentParser:
+    for name, (text, options) in _commands().items():
         command = commands.add_parser(name, help=text, description=text)
-        places = "experiment file (see experiments/)"
-        if name in ("sample", "demo", "evaluate", "export"):
-            places += ", or folder or URL of a run or of a saved ensemble"
-        elif name in ("diagnose", "replay", "ema", "status"):
-            places += ", or run folder"
-        command.add_argument("-c", "--config", required=True, metavar="FILE", help=places)
+        if name == "ensemble":
+            actions = command.add_subparsers(dest="action", metavar="ACTION", required=True)
+            for action, (words, own) in _changes().items():
+                _add(actions.add_parser(action, help=words, description=words), own)
+            continue
+        command.add_argument("-c", "--config", required=True, metavar="FILE", help=_PLACES.get(name, _PLACE))
         overrides = "settings that override the file, such as sample.num_steps=20"
         command.add_argument("overrides", nargs="*", metavar="key=value", help=overrides)
-        return command
-
-    prepare = add("prepare", "Cluster the data set and write one folder of shards per cluster.")
-    mode = prepare.add_mutually_exclusive_group()
-    mode.add_argument("--dry-run", action="store_true", help="print stages, samples, bytes and hours; write nothing")
-    mode.add_argument("--prune", action="store_true", help="remove encoded parts that the source no longer lists")
-    fit = add("fit", "Train the members (member=all by default, or names such as member=expert-3) and assemble them.")
-    fit.add_argument("--jobs", type=int, help="members trained at once (default: as many as fit this machine)")
-    sample = add("sample", "Generate images with the ensemble.")
-    sample.add_argument("--prompt", action="append", help="text prompt; repeat it for more rows")
-    text = "class name or number; repeat it for more rows"
-    sample.add_argument("--class", dest="classes", action="append", metavar="NAME", help=text)
-    sample.add_argument("--strategy", help=f"routing: {', '.join(STRATEGIES.names())}")
-    sample.add_argument("--num", type=int, help="images per row (default: the experiment's)")
-    sample.add_argument("--seed", type=int, help="noise seed (default: the experiment's)")
-    text = "PNG file for the grid, or folder for a new one (default: the run's samples folder)"
-    text += "; single images go into a folder beside the grid, with the same name"
-    sample.add_argument("--out", metavar="PATH", help=text)
-    sample.add_argument(
-        "--captions", metavar="WORD", help="print the captions that contain WORD, to use as prompts; '' for all"
-    )
-    sample.add_argument("--gif", action="store_true", help="also write the sampling trajectory as a GIF")
-    demo = add("demo", "Try the ensemble on a local page (extra [page]).")
-    demo.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
-    demo.add_argument("--port", type=int, default=7860, help="port (default: 7860; 0 for any free one)")
-    evaluate = add("evaluate", "Score the ensemble's samples against held-out images (resumable; minutes on a CPU).")
-    evaluate.add_argument("--images", metavar="PATH", help="folder or .npz file to score instead of new samples")
-    evaluate.add_argument("--out", metavar="FOLDER", help="results folder (default: one in the run's evaluation/)")
-    text = "let encoders load local paths or hub models that only the ensemble's files name"
-    for command in (sample, demo, evaluate):
-        command.add_argument("--allow-paths", action="store_true", help=text)
-    text = "Measure experts by cluster, the router by time and the clusters' shares among samples (minutes on a CPU)."
-    diagnose = add("diagnose", text)
-    diagnose.add_argument("--strategy", action="append", help="strategy whose samples are classified; repeat for more")
-    diagnose.add_argument("--num", type=int, default=256, help="images per strategy (default: 256)")
-    replay = add("replay", "Repeat a step of member=expert-3 that was skipped because its gradient was not finite.")
-    replay.add_argument("--step", type=int, help="number of the step (default: the last skipped one)")
-    replay.add_argument("--rank", type=int, default=0, help="rank whose samples are replayed (default: 0)")
-    ema = add("ema", "Compare EMA widths of a finished member (member=expert-3) by held-out loss.")
-    ema.add_argument("--width", action="append", type=float, help="width to compare; repeat it for more")
-    ema.add_argument("--use", metavar="WIDTH", help="put this width's average into the artifact; original undoes it")
-    export = add("export", "Write the ensemble as a folder for others: artifacts, hashes and a model card.")
-    export.add_argument("--to", required=True, choices=("ensemble", "diffusers"), help="diffusers adds its pipeline")
-    export.add_argument("--out", required=True, metavar="FOLDER", help="new folder")
-    export.add_argument("--licence", metavar="TEXT", help="licence of the weights, for the model card")
-    _add_changes(commands)
-    add("status", "Show the progress of each member.")
-    config = add("config", "Print the experiment with all defaults and overrides resolved.")
-    config.add_argument("--describe", action=_Describe, nargs=0, help="print every key's type, default and meaning")
+        _add(command.add_mutually_exclusive_group() if name == "prepare" else command, options)
     return parser
 
 
-def _add_changes(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    text = "Write an ensemble with other experts, without training."
-    changes = commands.add_parser("ensemble", help=text, description=text)
-    actions = changes.add_subparsers(dest="action", metavar="ACTION", required=True)
-    for action, words in {
-        "add": "Add an expert; one of other data needs the strategy bayes, or --tune-router.",
-        "remove": "Remove an expert; the router's probabilities of the others are renormalised.",
-        "replace": "Put another artifact in the place of an expert.",
-    }.items():
-        command = actions.add_parser(action, help=words, description=words)
-        command.add_argument("folder", metavar="FOLDER", help="run folder, saved ensemble, or URL of one")
-        if action != "add":
-            command.add_argument("member", metavar="EXPERT", help="name of the expert, such as expert-2")
-        if action != "remove":
-            command.add_argument("artifact", metavar="ARTIFACT", help="artifact folder of the new expert")
-            what = "images in its cluster, for its prior"
-            command.add_argument("--images", type=int, required=action == "add", metavar="N", help=what)
-        if action == "add":
-            what = "extend the router: run folders with the shards of its own clusters, and with those of the new one"
-            command.add_argument("--tune-router", nargs=2, metavar=("RUN", "NEW_RUN"), help=what)
-        command.add_argument("--out", required=True, metavar="OUT", help="new folder, a saved ensemble")
+def _add(command: argparse._ActionsContainer, options: _Options) -> None:
+    for name, settings in options.items():
+        command.add_argument(name, **settings)
+
+
+def _commands() -> dict[str, tuple[str, _Options]]:
+    """Description and options of each command."""
+    paths = "let encoders load local paths or hub models that only the ensemble's files name"
+    allow_paths = {"--allow-paths": _option(paths, action="store_true")}
+    return {
+        "prepare": (
+            "Cluster the data set and write one folder of shards per cluster.",
+            {
+                "--dry-run": _option("print stages, samples, bytes and hours; write nothing", action="store_true"),
+                "--prune": _option("remove encoded parts that the source no longer lists", action="store_true"),
+            },
+        ),
+        "fit": (
+            "Train the members (member=all by default, or names such as member=expert-3) and assemble them.",
+            {"--jobs": _option("members trained at once (default: as many as fit this machine)", type=int)},
+        ),
+        "sample": (
+            "Generate images with the ensemble.",
+            {
+                "--prompt": _option("text prompt; repeat it for more rows", action="append"),
+                "--class": _option(
+                    "class name or number; repeat it for more rows", dest="classes", action="append", metavar="NAME"
+                ),
+                "--strategy": _option(f"routing: {', '.join(STRATEGIES.names())}"),
+                "--num": _option("images per row (default: the experiment's)", type=int),
+                "--seed": _option("noise seed (default: the experiment's)", type=int),
+                "--out": _option(
+                    "PNG file for the grid, or folder for a new one (default: the run's samples folder); single images "
+                    "go into a folder beside the grid, with the same name",
+                    metavar="PATH",
+                ),
+                "--captions": _option(
+                    "print the captions that contain WORD, to use as prompts; '' for all", metavar="WORD"
+                ),
+                "--gif": _option("also write the sampling trajectory as a GIF", action="store_true"),
+                **allow_paths,
+            },
+        ),
+        "demo": (
+            "Try the ensemble on a local page (extra [page]).",
+            {
+                "--host": _option("address to listen on (default: this machine only)", default="127.0.0.1"),
+                "--port": _option("port (default: 7860; 0 for any free one)", type=int, default=7860),
+                **allow_paths,
+            },
+        ),
+        "evaluate": (
+            "Score the ensemble's samples against held-out images (resumable; minutes on a CPU).",
+            {
+                "--images": _option("folder or .npz file to score instead of new samples", metavar="PATH"),
+                "--out": _option("results folder (default: one in the run's evaluation/)", metavar="FOLDER"),
+                **allow_paths,
+            },
+        ),
+        "diagnose": (
+            "Measure experts by cluster, the router by time and the clusters' shares among samples (minutes on a CPU).",
+            {
+                "--strategy": _option("strategy whose samples are classified; repeat for more", action="append"),
+                "--num": _option("images per strategy (default: 256)", type=int, default=256),
+            },
+        ),
+        "replay": (
+            "Repeat a step of member=expert-3 that was skipped because its gradient was not finite.",
+            {
+                "--step": _option("number of the step (default: the last skipped one)", type=int),
+                "--rank": _option("rank whose samples are replayed (default: 0)", type=int, default=0),
+            },
+        ),
+        "ema": (
+            "Compare EMA widths of a finished member (member=expert-3) by held-out loss.",
+            {
+                "--width": _option("width to compare; repeat it for more", action="append", type=float),
+                "--use": _option("put this width's average into the artifact; original undoes it", metavar="WIDTH"),
+            },
+        ),
+        "export": (
+            "Write the ensemble as a folder for others: artifacts, hashes and a model card.",
+            {
+                "--to": _option("diffusers adds its pipeline", required=True, choices=("ensemble", "diffusers")),
+                "--out": _option("new folder", required=True, metavar="FOLDER"),
+                "--licence": _option("licence of the weights, for the model card", metavar="TEXT"),
+            },
+        ),
+        "ensemble": ("Write an ensemble with other experts, without training.", {}),
+        "status": ("Show the progress of each member.", {}),
+        "config": (
+            "Print the experiment with all defaults and overrides resolved.",
+            {"--describe": _option("print every key's type, default and meaning", action=_Describe, nargs=0)},
+        ),
+    }
+
+
+def _changes() -> dict[str, tuple[str, _Options]]:
+    """Description and arguments of each action of ``ensemble``."""
+    folder = {"folder": _option("run folder, saved ensemble, or URL of one", metavar="FOLDER")}
+    member = {"member": _option("name of the expert, such as expert-2", metavar="EXPERT")}
+    artifact = {"artifact": _option("artifact folder of the new expert", metavar="ARTIFACT")}
+    images = _option("images in its cluster, for its prior", type=int, metavar="N")
+    out = {"--out": _option("new folder, a saved ensemble", required=True, metavar="OUT")}
+    tune = "extend the router: run folders with the shards of its own clusters, and with those of the new one"
+    return {
+        "add": (
+            "Add an expert; one of other data needs the strategy bayes, or --tune-router.",
+            {
+                **folder,
+                **artifact,
+                "--images": {**images, "required": True},
+                "--tune-router": _option(tune, nargs=2, metavar=("RUN", "NEW_RUN")),
+                **out,
+            },
+        ),
+        "remove": (
+            "Remove an expert; the router's probabilities of the others are renormalised.",
+            {**folder, **member, **out},
+        ),
+        "replace": (
+            "Put another artifact in the place of an expert.",
+            {**folder, **member, **artifact, "--images": images, **out},
+        ),
+    }
+
+
+def _option(help_text: str, **settings: Any) -> dict[str, Any]:
+    """Arguments of ``add_argument``."""
+    return {"help": help_text, **settings}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
