@@ -187,12 +187,16 @@ def to_yaml(experiment: Experiment) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(asdict(experiment)))
 
 
-def _schema(section: Any, prefix: str = "") -> Iterator[tuple[str, Any, Field[Any]]]:
-    """Yield the dotted key of each field in ``section`` and in sections within it, its section and the field."""
+def _schema(section: Any, prefix: str = "") -> Iterator[tuple[str, Any, Field[Any], Any]]:
+    """Yield the dotted key of each field in ``section`` and in sections within it, its class, the field and default."""
+    kind: Any = type(section)
     for own in fields(section):
-        yield prefix + own.name, section, own
-        if is_dataclass(inner := checks.without_none(checks.hints(type(section))[own.name])[0]):
-            yield from _schema(getattr(section, own.name) or inner(), f"{prefix}{own.name}.")
+        default = getattr(section, own.name)
+        yield prefix + own.name, kind, own, default
+        inner, _ = checks.without_none(checks.hints(kind)[own.name])
+        is_section = is_dataclass(inner)
+        if is_section:
+            yield from _schema(default or inner(), f"{prefix}{own.name}.")
 
 
 def describe() -> Iterator[tuple[str, str, str]]:
@@ -201,23 +205,23 @@ def describe() -> Iterator[tuple[str, str, str]]:
     Yields:
         The dotted key; type, default and limits; documentation.
     """
-    for key, section, own in _schema(Experiment()):
-        hint, default = checks.hints(type(section))[own.name], getattr(section, own.name)
-        text = _docs(type(section))[own.name].replace("``", "`")
+    for key, kind, own, default in _schema(Experiment()):
+        hint = checks.hints(kind)[own.name]
+        text = _docs(kind)[own.name].replace("``", "`")
         if is_dataclass(checks.without_none(hint)[0]):
             yield key, "" if default else " null by default", text
             continue
         form = inspect.formatannotation(hint).replace("typing.", "").replace("None", "null")
         form = form.replace(f"{PluginConfig.__module__}.PluginConfig", "{name, params}")
         value = ", required" if default == checks.MISSING_MARK else f" = {json.dumps(default, default=asdict)}"
-        limits = checks.limits(type(section)).get(own.name)
+        limits = checks.limits(kind).get(own.name)
         yield key, f" {form}{value}" + (f", {limits[1]}" if limits else ""), text
 
 
 @functools.cache
 def changeable_keys() -> tuple[str, ...]:
     """Dotted keys of fields and sections that may differ between two starts, as the schema declares."""
-    return tuple(key for key, _, own in _schema(Experiment()) if own.metadata.get("changeable"))
+    return tuple(key for key, _, own, _ in _schema(Experiment()) if own.metadata.get("changeable"))
 
 
 @functools.cache
