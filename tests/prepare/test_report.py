@@ -170,7 +170,7 @@ def test_the_page_stands_alone_and_is_well_formed(tmp_path):
     page = Page(tmp_path / "report" / PAGE)
     assert {"script", "link", "iframe", "object"}.isdisjoint(page.tags)
     images = page.values("src", "srcset")
-    assert len(images) == 3 + 1 + 36 + 25 + 1
+    assert len(images) == 2 + 1 + 36 + 25 + 1
     assert all(re.fullmatch(r"data:image/(png|webp);base64,[\w+/=]+", image) for image in images)
     ids = page.values("id")
     assert len(set(ids)) == len(ids) == 3
@@ -214,7 +214,7 @@ def test_long_and_strange_captions_become_short_lines(tmp_path):
 def test_the_same_input_gives_the_same_bytes(tmp_path):
     names, other = (write(tmp_path / name, data_of(), seed) for name, seed in (("a", 1), ("c", 2)))
     assert names == other == write(tmp_path / "b", data_of(), 1)
-    assert names == {"sizes.png", "silhouette.png", "neighbours.png", "map.png", PAGE}
+    assert names == {"sizes.png", "silhouette.png", "map.png", PAGE}
     for name in names:
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes(), name
     assert (tmp_path / "a" / PAGE).read_bytes() != (tmp_path / "c" / PAGE).read_bytes(), "the seed chooses the images"
@@ -250,7 +250,7 @@ def test_missing_thumbnails_and_captions_are_named(tmp_path):
 
     written = write(tmp_path / "none", data_of((30, 20), thumbnails=[]), attribution="")
     page = Page(tmp_path / "none" / PAGE)
-    assert written == {"sizes.png", "silhouette.png", "neighbours.png", PAGE}
+    assert written == {"sizes.png", "silhouette.png", PAGE}
     assert page.text.count("No thumbnails of this cluster were kept") == 2
     assert "footer" not in page.tags
 

@@ -15,9 +15,8 @@ from jaxtyping import Float, Int, Int64, UInt8
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from matplotlib import colormaps, rc_context
 from matplotlib.axes import Axes
-from matplotlib.colors import LinearSegmentedColormap, PowerNorm, to_hex
+from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
-from matplotlib.ticker import PercentFormatter
 from PIL import Image
 
 from ddm_lightning.config.experiment import Experiment
@@ -168,10 +167,10 @@ def cluster_colours(num_clusters: int) -> list[str]:
 
 
 def draw_charts(data: ReportData, measures: Measures) -> dict[str, bytes]:
-    """Draw all charts as PNG, by name; one cluster has neither silhouettes nor neighbours."""
+    """Draw all charts as PNG, by name; one cluster has no silhouettes."""
     draws: dict[str, Callable[[Axes, ReportData, Measures], None]] = {"sizes": _draw_sizes}
     if data.num_clusters > 1:
-        draws |= {"silhouette": _draw_silhouettes, "neighbours": _draw_neighbours}
+        draws["silhouette"] = _draw_silhouettes
     charts = {}
     for name, draw in draws.items():
         with rc_context(_STYLE):
@@ -207,24 +206,6 @@ def _draw_silhouettes(axes: Axes, data: ReportData, measures: Measures) -> None:
     axes.set(title="Silhouette of each sample (dots: cluster means)", ylabel="cluster", ylim=(top, 0))
     axes.set_xlabel("nearer to another cluster  ←  0  →  nearer to its own")
     _label_clusters(axes.set_yticks, centres)
-
-
-def _draw_neighbours(axes: Axes, data: ReportData, measures: Measures) -> None:
-    """Draw the matrix of second-nearest clusters."""
-    num_clusters, shares = data.num_clusters, measures.second_choices
-    largest = np.nanmax(shares)
-    # The square root keeps small shares visible beside a cluster with a single neighbour.
-    norm = PowerNorm(0.5, vmin=0, vmax=largest)
-    image = axes.imshow(shares, cmap=LinearSegmentedColormap.from_list("shares", [_PAPER, _ACCENT]), norm=norm)
-    if num_clusters <= _MAX_ANNOTATED_CLUSTERS:
-        for row, column in np.argwhere(~np.eye(num_clusters, dtype=bool) & ~np.isnan(shares)):
-            share = shares[row, column]
-            colour = _PAPER if share > 0.35 * largest else _INK
-            axes.text(column, row, f"{share:.0%}", ha="center", va="center", color=colour)
-    axes.figure.colorbar(image, ax=axes, format=PercentFormatter(1, decimals=0))
-    axes.set(title="Second-nearest cluster", xlabel="nearest other cluster", ylabel="samples of cluster")
-    _label_clusters(axes.set_xticks, range(num_clusters))
-    _label_clusters(axes.set_yticks, range(num_clusters))
 
 
 def _label_clusters(set_ticks: Callable[..., Any], places: Sequence[float]) -> None:
