@@ -16,9 +16,9 @@ from ddm_lightning.core.errors import UserError
 from ddm_lightning.ensemble.residency import ResidentExperts
 from ddm_lightning.flow.condition import Condition, ConditionSpec
 from ddm_lightning.flow.path import PATHS, Samples, Times, expand_time, guided, to_velocity
+from ddm_lightning.members.cost import flops_per_sample
 from ddm_lightning.networks.calibration import temperature_at
 from ddm_lightning.networks.compiled import compile_blocks
-from ddm_lightning.networks.flops import flops_per_sample
 
 Route: TypeAlias = Callable[[Float[Tensor, "b K"]], Float[Tensor, "b K"]]
 """Weights of the experts from the router's probabilities."""

@@ -5,18 +5,56 @@ A multiply-add counts as two operations.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from ddm_lightning.config.experiment import IslandConfig
 from ddm_lightning.core.devices import peak_of_this_device
 from ddm_lightning.core.errors import first_line
+from ddm_lightning.flow.condition import Condition, ConditionSpec
 from ddm_lightning.members.member import Member
-from ddm_lightning.networks.flops import flops_per_sample
+
+
+def flops_per_sample(
+    network: nn.Module, x_shape: tuple[int, int, int], condition: ConditionSpec, *, backward: bool
+) -> float:
+    """Floating-point operations of one sample's forward pass, or of its forward and backward pass.
+
+    Counted by ``torch.utils.flop_counter`` on the meta device, without computing anything. The optimizer step
+    (elementwise) is not counted.
+    """
+    num = 2  # a batch of one may take a shortcut
+    meta = _on_meta(network).train(backward)
+    x_t = torch.zeros(num, *x_shape, device="meta")
+    t = torch.zeros(num, device="meta")
+    with FlopCounterMode(display=False) as counter, torch.set_grad_enabled(backward):
+        output = meta(x_t, t, _example_condition(condition, num))
+        if backward:
+            output.sum().backward()
+    return counter.get_total_flops() / num
+
+
+def _example_condition(condition: ConditionSpec, num: int) -> Condition | None:
+    if condition.kind == "none":
+        return None
+    dtype = torch.int64 if condition.kind == "class" else torch.float32
+    return Condition.of(torch.zeros(num, *condition.row_shape, dtype=dtype, device="meta"))
+
+
+def _on_meta(network: nn.Module) -> nn.Module:
+    """A copy without data, which takes no memory."""
+    memo: dict[int, torch.Tensor] = {
+        id(parameter): nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+        for parameter in network.parameters()
+    }
+    memo |= {id(buffer): torch.empty_like(buffer, device="meta") for buffer in network.buffers()}
+    return copy.deepcopy(network, memo)
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from ddm_lightning.flow.condition import ConditionSpec
+from ddm_lightning.members.cost import flops_per_sample
 from ddm_lightning.networks.dit import DiT
-from ddm_lightning.networks.flops import flops_per_sample
 from ddm_lightning.networks.mmdit import MMDiT
 from ddm_lightning.networks.router import RouterDiT
 
