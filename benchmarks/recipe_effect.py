@@ -82,7 +82,6 @@ class Effect:
         train = self.experiment.expert.train
         return [
             f"run_dir={self.folder / f'{name}-seed-{seed}'}",
-            f"member={MEMBER}",
             f"island.shards={self.run.shards.resolve()}",
             f"seed={seed}",
             f"expert.train.max_steps={self.num_steps}",
@@ -99,7 +98,7 @@ class Effect:
                 shutil.rmtree(run.root, ignore_errors=True)
                 run.prepared.mkdir(parents=True)
                 shutil.copy(self.run.prepared / "manifest.json", run.prepared)
-            start("fit", self.options, *settings).ended()
+            start("fit", self.options, *settings, f"member={MEMBER}").ended()
         loss = loss_of(MemberStatus.read(run.member(MEMBER), MEMBER, 0).metrics, "held_out")
         if loss is None:
             raise UserError(f"{run.root}: {MEMBER} has no held-out samples; see prepare.held_out_fraction")
