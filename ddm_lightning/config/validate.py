@@ -76,8 +76,8 @@ def check_experiment(
 
 
 def _rules(experiment: Experiment) -> Iterator[Rule]:
-    island, prepare, router = experiment.island, experiment.prepare, experiment.router.train
-    partition = prepare.partition
+    island, prepare = experiment.island, experiment.prepare
+    partition, router = prepare.partition, experiment.router.train
     loggers = island.loggers
     flags = [flag for flag in island.trainer if flag not in TRAINER_FLAGS]
     every = island.evaluate_every_n_steps

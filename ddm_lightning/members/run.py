@@ -119,5 +119,7 @@ class Run:
         status = MemberStatus.read(self.folder.member(name), name, self.max_steps(name))
         # A finished member that trains on has taken more steps than its artifact.
         if self.folder.is_finished(name) and (meta := read_meta(self.folder.artifact(name))).step >= status.step:
-            status.state, status.step, status.metrics = "done", meta.step, {**status.metrics, **meta.metrics}
+            status.state = "done"
+            status.step = meta.step
+            status.metrics |= meta.metrics
         return status
