@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import ddm_lightning  # noqa: F401 isort: skip (before Lightning, for a CPU torch beside a torchvision built for CUDA)
 import lightning as L
 
 FOLDER = Path(__file__).parent
