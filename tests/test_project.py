@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import os
 import re
 import subprocess
 from pathlib import Path
@@ -34,13 +33,6 @@ def test_make_without_a_target_lists_every_target() -> None:
     targets = re.findall(r"^([a-z]+):", text("Makefile"), re.MULTILINE)
     assert {"help", "install", "demo", "test", "lint", "format", "type", "clean"} <= set(targets)
     assert re.findall(r"^  make ([a-z]+) ", done.stdout, re.MULTILINE) == targets
-
-
-def test_continuous_integration_runs_what_make_test_runs() -> None:
-    assert os.access(ROOT / ".ci" / "run", os.X_OK)
-    assert "set -euo pipefail" in text(".ci/run")
-    assert "make test" in text(".ci/run")
-    assert "run: .ci/run" in text(".github/workflows/test.yml")
 
 
 def test_the_contributors_guide_draws_the_layers_that_import_linter_holds() -> None:
@@ -83,13 +75,6 @@ def test_the_plug_in_page_lists_the_built_in_ones(group: str) -> None:
     assert registry.group == f"ddm_lightning.{group}"
     row = next(row for row in text("docs/plugins.md").splitlines() if row.startswith(f"| `ddm_lightning.{group}`"))
     assert set(re.findall(r"`([\w+-]+)`", row.split("|")[2])) == set(registry.names())
-
-
-def test_the_licence_is_apache_2_and_the_images_are_credited() -> None:
-    assert "Apache License\n                           Version 2.0" in text("LICENSE")
-    assert "All emojis designed by OpenMoji" in text("NOTICE")
-    for name in ("NOTICE", "README.md"):
-        assert "CC BY-SA 4.0" in text(name) and "docs/images/samples.png" in text(name)
 
 
 def test_no_data_and_no_weights_are_committed() -> None:

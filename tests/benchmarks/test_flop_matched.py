@@ -77,7 +77,7 @@ def test_a_ratio_of_equal_sets_is_one_and_its_interval_covers_the_truth():
     assert ratio(ours, ours).value == 1
     found = ratio(ours, theirs)
     # Closed form of the kernel distance between a shifted and a centred Gaussian, by many samples.
-    many = torch.randn(4, 4000, 4, generator=random)
+    many = torch.randn(4, 1500, 4, generator=random)
     truth = kid(many[0] + 0.5, many[1]).value / kid(many[2] + 1.0, many[3]).value
     assert found.low < truth < found.high
 
