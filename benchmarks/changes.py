@@ -20,13 +20,13 @@ from split import encoder_of
 
 from ddm_lightning.config.experiment import SampleConfig
 from ddm_lightning.ensemble.changes import added, removed
-from ddm_lightning.ensemble.load import load_listed
 from ddm_lightning.ensemble.manifest import EnsembleManifest
 from ddm_lightning.evaluation.shares import total_variation
 from ddm_lightning.members.roles import cluster_of_expert
 from ddm_lightning.members.run import Run
 from ddm_lightning.training.extension import extend_router
-from ddm_lightning.use.saved import open_ensemble
+from ddm_lightning.use.ensemble import DecentralizedEnsemble
+from ddm_lightning.use.saved import experiment_of, manifest_with_about
 
 QUICK_NUM = 64
 
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None) -> None:
     manifest, encoder = original.manifest, encoder_of(original)
     judge = Judge(original, [OTHER], folder.root / "benchmarks" / "features")
     real = judge.real[OTHER.name]
-    whole = open_ensemble(folder.root, experiment)
+    whole = manifest_with_about(folder.root, experiment)
     leaving = cluster_of_expert(options.expert)
     without = removed(whole, options.expert)
     # As an expert of another partition, it gets a number of its own, and the router has to go.
@@ -92,9 +92,10 @@ def main(arguments: Sequence[str] | None) -> None:
     report.write(options.json)
 
 
-def sampled(ensemble: EnsembleManifest, settings: SampleConfig, num: int, seed: int) -> torch.Tensor:
+def sampled(manifest: EnsembleManifest, settings: SampleConfig, num: int, seed: int) -> torch.Tensor:
     """Images of an ensemble without condition."""
-    return load_listed(ensemble).sample(settings, None, num, seed=seed, batch_size=125)
+    experiment = replace(experiment_of(manifest), sample=settings, seed=seed)
+    return DecentralizedEnsemble(manifest, experiment).latents(None, num, batch_size=125)
 
 
 if __name__ == "__main__":

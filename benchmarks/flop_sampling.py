@@ -21,11 +21,14 @@ from torch import Tensor
 
 from ddm_lightning.config.experiment import PluginConfig, SampleConfig
 from ddm_lightning.core.files import atomic_write, sha256_file, sha256_json
-from ddm_lightning.core.registry import FEATURES, STRATEGIES
-from ddm_lightning.ensemble.load import LoadedEnsemble, load_ensemble, load_single
+from ddm_lightning.core.registry import FEATURES
+from ddm_lightning.ensemble.load import load_ensemble
+from ddm_lightning.ensemble.manifest import read_ensemble, single
 from ddm_lightning.ensemble.routing import sample
-from ddm_lightning.flow.condition import Condition
+from ddm_lightning.ensemble.velocity import Ensemble
+from ddm_lightning.flow.condition import Condition, ConditionSpec
 from ddm_lightning.flow.randomness import keyed_generator
+from ddm_lightning.members.artifact import ArtifactMeta
 from ddm_lightning.members.roles import MONOLITH, STUDENT
 from ddm_lightning.members.run import Run
 from ddm_lightning.members.run_folder import MEMBER_FILE, RunFolder
@@ -112,10 +115,11 @@ class Task:
         run, model = RunFolder(self.weights), self.method.model
         return run.ensemble if model == ENSEMBLE else run.artifact(model) / MEMBER_FILE
 
-    def load(self) -> LoadedEnsemble:
-        """Load the weights."""
+    def load(self) -> tuple[Ensemble, ArtifactMeta]:
+        """Load the weights, and the metadata that their experts share."""
         run, model = RunFolder(self.weights), self.method.model
-        return load_ensemble(run.root) if model == ENSEMBLE else load_single(run.artifact(model))
+        manifest = read_ensemble(run.ensemble) if model == ENSEMBLE else single(run.artifact(model))
+        return load_ensemble(manifest), manifest.meta
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,26 +158,30 @@ def sample_all(tasks: Sequence[Task], num_jobs: int) -> list[Images]:
 
 def sample_task(task: Task) -> None:
     """Sample the images of one task and write them."""
-    loaded = task.load()
+    ensemble, meta = task.load()
     settings, method = task.settings, task.method
     start = time.process_time()
     x_0 = sample(
-        loaded.ensemble,
+        ensemble,
         held_out_conditions(task.data, settings),
         settings.num,
-        loaded.meta.x_shape,
-        strategy=STRATEGIES.build(method.strategy, method.params),
-        solver=method.solver,
-        num_steps=settings.num_steps * method.steps_factor,
-        shift=loaded.meta.timestep_shift,
-        settings=SampleConfig(guidance_scale=settings.guidance_scale),
+        meta.x_shape,
+        SampleConfig(
+            strategy=method.strategy,
+            strategy_params=method.params,
+            solver=method.solver,
+            num_steps=settings.num_steps * method.steps_factor,
+            guidance_scale=settings.guidance_scale,
+        ),
+        shift=meta.timestep_shift,
         seed=settings.seed,
         batch_size=BATCH_SIZE,
     )
     images = encoder_of(task.data).decode(x_0)
     seconds = (time.process_time() - start) / settings.num
-    cost = np.array([loaded.cost.experts, loaded.cost.gflop, seconds])
-    atomic_write(task.path, lambda temporary: np.savez(temporary, images=images, cost=cost))
+    cost = ensemble.cost(meta.x_shape, ConditionSpec.from_dict(meta.condition))
+    figures = np.array([cost.experts, cost.gflop, seconds])
+    atomic_write(task.path, lambda temporary: np.savez(temporary, images=images, cost=figures))
 
 
 def condition_rows(num_held_out: int, settings: Settings) -> Tensor:

@@ -19,6 +19,7 @@ from split import Split, noised, read_split
 from ddm_lightning.config.load import to_yaml
 from ddm_lightning.core.files import atomic_write_text, read_json
 from ddm_lightning.ensemble.load import load_ensemble
+from ddm_lightning.ensemble.manifest import read_ensemble
 from ddm_lightning.ensemble.velocity import Ensemble
 from ddm_lightning.flow.path import velocity_target
 from ddm_lightning.members.roles import expert_name
@@ -60,8 +61,8 @@ def main(arguments: Sequence[str] | None) -> None:
             (score,) = read_json(out / "evaluation.json", "the scores", "run again")["scores"].values()
             report.figures |= {f"kid_{method}_{name}{end}": score[key] for key, end in ENDS.items()}
             cells.append(f"{1e3 * score['value']:.2f} ({1e3 * score['low']:.2f} to {1e3 * score['high']:.2f})")
-        split, loaded = read_split(Run(experiment), HELD_OUT), load_ensemble(folder.root)
-        errors = velocity_errors(loaded.ensemble, split, experiment.seed)
+        split, loaded = read_split(Run(experiment), HELD_OUT), load_ensemble(read_ensemble(folder.ensemble))
+        errors = velocity_errors(loaded, split, experiment.seed)
         report.figures |= {f"{of}_error_{name}": error for of, error in errors.items()}
         report.row(name, *cells, *(f"{error:.4f}" for error in errors.values()))
     report.note(

@@ -18,6 +18,7 @@ from split import Split, noised, read_split
 from torch import Tensor
 
 from ddm_lightning.ensemble.load import load_ensemble
+from ddm_lightning.ensemble.manifest import read_ensemble
 from ddm_lightning.ensemble.velocity import Ensemble
 from ddm_lightning.flow.oracle import FiniteSetOracle
 from ddm_lightning.members.run import Run
@@ -43,7 +44,7 @@ def main(arguments: Sequence[str] | None) -> None:
     use_all_threads()
     trained = Run(experiment)
     split = read_split(trained, TRAIN)
-    report = measure(load_ensemble(trained.folder.root).ensemble, split, experiment.seed)
+    report = measure(load_ensemble(read_ensemble(trained.folder.ensemble)), split, experiment.seed)
     report.show(console())
     report.write(options.json)
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from ddm_lightning.config.experiment import Experiment, SampleConfig
 from ddm_lightning.ensemble.residency import ResidentExperts
-from ddm_lightning.ensemble.routing import sample, strategy_of
+from ddm_lightning.ensemble.routing import sample
 from ddm_lightning.ensemble.velocity import Ensemble
 from ddm_lightning.flow.path import expand_time
 from ddm_lightning.flow.timesteps import sampling_times
@@ -113,12 +113,10 @@ def ways_of(experiment: Experiment, device: torch.device, folder: Path) -> dict[
             None,
             BATCH_SIZE,
             sizes.x_shape,
-            strategy=strategy_of(settings),
-            num_steps=NUM_STEPS,
+            settings,
             shift=1.0,
             seed=0,
             batch_size=BATCH_SIZE,
-            settings=settings,
         )
 
     return {

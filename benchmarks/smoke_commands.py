@@ -20,7 +20,7 @@ from common import LOGS_SAMPLES, MEMBER, REPOSITORY, TINY, Child
 from ddm_lightning.core.registry import STRATEGIES
 from ddm_lightning.members.status import MemberStatus
 from ddm_lightning.training.guard import SkippedStep, skipped_file
-from ddm_lightning.use.pretrained import DecentralizedEnsemble
+from ddm_lightning.use.ensemble import DecentralizedEnsemble
 
 SECONDS = 300.0
 """Limit of a child process."""

@@ -23,7 +23,7 @@ from ddm_lightning.core.compat import ensure_torchvision_importable
 from ddm_lightning.core.errors import UserError
 
 if TYPE_CHECKING:
-    from ddm_lightning.use.pretrained import DecentralizedEnsemble
+    from ddm_lightning.use.ensemble import DecentralizedEnsemble
 
 __all__ = ["DecentralizedEnsemble", "UserError"]
 __version__ = "0.1.0"
@@ -34,4 +34,4 @@ def __getattr__(name: str) -> Any:
     """Import ``DecentralizedEnsemble``, and with it torch, on first use."""
     if name != "DecentralizedEnsemble":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return importlib.import_module("ddm_lightning.use.pretrained").DecentralizedEnsemble
+    return importlib.import_module("ddm_lightning.use.ensemble").DecentralizedEnsemble

@@ -19,9 +19,10 @@ import torch
 from safetensors import torch as safetensors
 from torch import Tensor, nn
 
+from ddm_lightning.config.experiment import SampleConfig
 from ddm_lightning.core.registry import SOLVERS
 from ddm_lightning.encoders.interfaces import ImageEncoder
-from ddm_lightning.ensemble.routing import Strategy, sample
+from ddm_lightning.ensemble.routing import Batch, Strategy
 from ddm_lightning.ensemble.velocity import Ensemble
 from ddm_lightning.flow.condition import KINDS, Condition, ConditionSpec
 from ddm_lightning.flow.path import PREDICTIONS, Samples, Times, expand_time
@@ -290,11 +291,12 @@ def _check_samples(strategy: Strategy, num_clusters: int, solver: str) -> None:
     experts = [_Toward(k + 1.0) for k in range(num_clusters)]
     ensemble = Ensemble(experts, router, [1 / num_clusters] * num_clusters)
 
-    def samples(batch_size: int) -> Tensor:
-        shape, settings = (1, 4, 4), {"num_steps": 4, "shift": 1.0, "seed": 0, "solver": solver}
-        return sample(ensemble, None, 4, shape, strategy=strategy, batch_size=batch_size, **settings)  # type: ignore[arg-type]
+    def samples(*numbers: int) -> Tensor:
+        batch = Batch(ensemble, None, [(number,) for number in numbers], (1, 4, 4), 0, SampleConfig())
+        return strategy.generate(batch, sampling_times(4), SOLVERS.build(solver, {}))
 
-    whole, single = samples(4), samples(1)
+    whole = samples(0, 1, 2, 3)
+    single = torch.cat([samples(number) for number in range(4)])
     _check_output(whole, torch.empty(4, 1, 4, 4))
     _require(_agree(single, whole), "a sample depends on the other samples of its batch")
 

@@ -22,6 +22,7 @@ from ddm_lightning.config.load import load_experiment
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import sha256_file
 from ddm_lightning.ensemble.load import load_ensemble
+from ddm_lightning.ensemble.manifest import read_ensemble
 from ddm_lightning.members.artifact import load_network
 from ddm_lightning.members.run import Run
 from ddm_lightning.training.fit import build_data, build_module
@@ -171,7 +172,7 @@ def read(run, target, loader):
     if target == "artifact":
         load_network(run / "members" / "expert-0" / "artifact")
     elif target == "ensemble":
-        load_ensemble(run)
+        load_ensemble(read_ensemble(run / "ensemble.json"))
     else:
         experiment = load_experiment(TINY, [f"run_dir={run}", f"island.loader={loader}"])
         opened = Run(experiment)

@@ -14,7 +14,7 @@ from ddm_lightning.core.registry import EXPERTS, ROUTERS
 from ddm_lightning.ensemble.manifest import About, read_ensemble, write_ensemble
 from ddm_lightning.flow.condition import ConditionSpec
 from ddm_lightning.members.artifact import write_artifact
-from ddm_lightning.use.pretrained import DecentralizedEnsemble
+from ddm_lightning.use.ensemble import DecentralizedEnsemble
 from ddm_lightning.use.saved import save_ensemble
 
 ABOUT = About(

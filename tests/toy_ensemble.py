@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ddm_lightning.ensemble.routing import sample
+from ddm_lightning.config.experiment import SampleConfig
+from ddm_lightning.ensemble import routing
 from ddm_lightning.ensemble.velocity import Ensemble
 from ddm_lightning.flow.condition import Condition
 
@@ -48,6 +50,21 @@ class ByBrightness(nn.Module):
 
 def two() -> Ensemble:
     return Ensemble([Linear(1.0, 0.3), Linear(-1.0, 0.2)], ByBrightness(), [0.25, 0.75])
+
+
+def sample(
+    ensemble: Ensemble,
+    condition: Condition | None,
+    num: int,
+    shape: tuple[int, int, int],
+    settings: SampleConfig | None = None,
+    **options: Any,
+) -> Tensor:
+    """``routing.sample``; keys of the section ``sample`` are options, too."""
+    keys = {field.name for field in fields(SampleConfig)}
+    changes = {key: options.pop(key) for key in [*options] if key in keys}
+    settings = replace(settings or SampleConfig(), **changes)
+    return routing.sample(ensemble, condition, num, shape, settings, **{"shift": 1.0, "seed": 0, **options})
 
 
 def draw(ensemble: Ensemble, num: int = 7, condition: Condition | None = None, **changes: Any) -> Tensor:

@@ -10,30 +10,27 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
 from ddm_lightning.config.experiment import Experiment
-from ddm_lightning.config.validate import check_experiment
 from ddm_lightning.core import processes
-from ddm_lightning.core.devices import check_devices, configure_torch, device_of
+from ddm_lightning.core.devices import check_devices, configure_torch
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import require
 from ddm_lightning.ensemble.manifest import assemble, refuse_stale
-from ddm_lightning.ensemble.routing import with_suited_solver
-from ddm_lightning.ensemble.velocity import Cost
 from ddm_lightning.islands.local import default_jobs, fit_members
 from ddm_lightning.members.preflight import check_networks, check_plugins, check_strategy, check_weights, is_collected
 from ddm_lightning.members.roles import ROUTER, parse_members
 from ddm_lightning.members.run import Run
-from ddm_lightning.members.run_folder import RunFolder, load_run, refuse_changed
+from ddm_lightning.members.run_folder import RunFolder, refuse_changed
 from ddm_lightning.members.status import status_table
 from ddm_lightning.shards.manifest import DataSizes
 from ddm_lightning.training.guard import skipped_of
-from ddm_lightning.use.saved import is_saved
+from ddm_lightning.use.ensemble import DecentralizedEnsemble
+from ddm_lightning.use.saved import export_diffusers, fetched, manifest_with_about, open_run, save_ensemble
+from ddm_lightning.use.settings import resolve
 
 
 def _command(name: str, options: argparse.Namespace) -> str:
@@ -152,11 +149,16 @@ def _fit_several(members: list[str], experiment: Experiment, options: argparse.N
         print(f"logs: {run.folder.root / 'members'}; run the same command again to train the rest", file=sys.stderr)
         return 2 if all(failure.code == 2 for failure in failures.values()) else 1
     if all(run.is_finished(member) for member in run.names):
-        is_new, grid, clusters = assemble(run), _grid(run), run.folder.prepared / "clusters.png"
+        is_new = assemble(run)
+        grid = _grid(run, experiment)
+        clusters = run.folder.prepared / "clusters.png"
         if grid.exists() and not is_new:
             print("all members are finished and their samples are there: nothing to do")
         else:
-            _generate(run, experiment.sample.prompts, grid)
+            from ddm_lightning.use.samples import write_samples
+
+            ensemble = DecentralizedEnsemble.of_run(run, partial=True)
+            write_samples(ensemble, grid, experiment.sample.prompts, show_progress=True)
         print(f"ensemble: {run.folder.ensemble}\nsamples: {grid}")
         if clusters.exists():
             print(f"clusters: {clusters}")
@@ -177,19 +179,13 @@ def _status_table(run: Run) -> Table:
     return status_table(str(run.folder.root), map(run.status, run.started))
 
 
-def _grid(run: Run) -> Path:
-    return run.folder.samples / f"{run.experiment.sample.strategy}.png"
+def _grid(run: Run, settings: Experiment) -> Path:
+    return run.folder.samples / f"{settings.sample.strategy}.png"
 
 
 def _sample_command(experiment: Experiment, options: argparse.Namespace) -> str:
     kind = experiment.condition.kind
     return _command("sample", options) + {"class": " --class …", "none": ""}.get(kind, " --prompt …")
-
-
-def _generate(run: Run, prompts: Sequence[str], path: Path, **more: Any) -> tuple[Cost, dict[str, Path]]:
-    from ddm_lightning.use.samples import draw_run
-
-    return draw_run(run.folder.root, run.experiment, prompts, path, show_progress=True, **more)
 
 
 def _print_captions(run: Run, word: str) -> int:
@@ -206,59 +202,54 @@ def _print_captions(run: Run, word: str) -> int:
 
 
 def _sample(experiment: Experiment, options: argparse.Namespace) -> int:
-    from ddm_lightning.use.samples import check_out
+    from ddm_lightning.use.samples import check_out, write_samples
 
     if options.captions is not None:
         return _print_captions(Run.open(experiment), options.captions)
-    settings = experiment.sample
-    if options.strategy in (None, settings.strategy):
-        check_strategy(experiment, options.config, options.overrides)
-    else:
-        given = [text.partition("=")[0].split(".") for text in options.overrides]
-        kept = {words[2] for words in given if words[:2] == ["sample", "strategy_params"] and len(words) > 2}
-        settings.strategy = options.strategy
-        settings.strategy_params = {key: value for key, value in settings.strategy_params.items() if key in kept}
-        check_experiment(experiment, f"--strategy {options.strategy}", sampling_only=True)
-        if ["sample", "solver"] not in given:
-            settings = experiment.sample = with_suited_solver(settings)
-        check_strategy(experiment, f"--strategy {options.strategy}")
-    if options.num is not None:
-        settings.num_per_prompt = options.num
-        check_experiment(experiment, f"--num {options.num}", sampling_only=True)
-    run = _opened(experiment)
-    if options.seed is not None:
-        experiment.seed = options.seed
-        check_experiment(experiment, f"--seed {options.seed}", sampling_only=True)
+    run = open_run(experiment)
+    given = {"--strategy": options.strategy, "--num": options.num, "--seed": options.seed}
+    source = " ".join(f"{name} {value}" for name, value in given.items() if value is not None)
+    arguments = {"strategy": options.strategy, "num_per_prompt": options.num}
+    settings = resolve(
+        experiment,
+        {key: value for key, value in arguments.items() if value is not None},
+        seed=options.seed,
+        overrides=options.overrides,
+        source=source or options.config,
+    )
     is_own = not any((options.prompt, options.classes, options.num, options.seed is not None)) and not any(
         text.startswith("sample.") for text in options.overrides
     )
     path = run.folder.samples if options.out is None else check_out(options.out)
     if path.suffix != ".png":
         # A new file, so that earlier grids stay.
-        name = settings.member or settings.strategy
+        name = settings.sample.member or settings.sample.strategy
         new = (path / f"{name}-{number:03d}.png" for number in itertools.count(1))
-        path = _grid(run) if is_own and path == run.folder.samples else next(p for p in new if not p.exists())
+        is_default = is_own and path == run.folder.samples
+        path = _grid(run, settings) if is_default else next(p for p in new if not p.exists())
     check_weights(run, _command("fit", options))
-    prompts, singles = options.prompt or settings.prompts, path.with_suffix("")
-    more = {"classes": options.classes or (), "singles": singles, "gif": options.gif}
-    cost, files = _generate(run, prompts, path, **more)
-    print(f"samples: {path}\nsingle images: {singles}")
+    ensemble = DecentralizedEnsemble.of_run(run, settings, partial=True)
+    files = write_samples(
+        ensemble,
+        path,
+        options.prompt or settings.sample.prompts,
+        classes=options.classes or (),
+        singles=path.with_suffix(""),
+        gif=options.gif,
+        show_progress=True,
+    )
+    print(f"samples: {path}\nsingle images: {path.with_suffix('')}")
     for name, file in files.items():
         print(f"{name}: {file}")
+    cost = ensemble.cost
     print(f"cost: {cost.gflop:.3g} GFLOP per image, {cost.experts:.2f} active experts on average")
     return 0
-
-
-def _opened(experiment: Experiment) -> Run:
-    """Open a run that exists, or a saved ensemble."""
-    run = Run(experiment)
-    return run if is_saved(run.folder.root) else Run.open(experiment)
 
 
 def _evaluate(experiment: Experiment, options: argparse.Namespace) -> int:
     check_strategy(experiment, options.config, options.overrides)
     check_devices(experiment.island.accelerator, 1)
-    run = _opened(experiment)
+    run = open_run(experiment)
     if options.images is None:
         check_weights(run, _command("fit", options))
 
@@ -331,19 +322,16 @@ def _ema(experiment: Experiment, options: argparse.Namespace) -> int:
     print(f"artifact: {run.folder.artifact(member)}")
     if run.folder.ensemble.exists() and member in run.names:
         assemble(run)
-        _grid(run).unlink(missing_ok=True)  # from other weights; fit and sample make it again
+        _grid(run, experiment).unlink(missing_ok=True)  # from other weights; fit and sample make it again
         print(f"ensemble: {run.folder.ensemble}\nnext: {_sample_command(experiment, options)}")
     return 0
 
 
 def _export(experiment: Experiment, options: argparse.Namespace) -> int:
-    from ddm_lightning.use.pretrained import export_diffusers
-    from ddm_lightning.use.saved import open_ensemble, save_ensemble
-
-    run, out = _opened(experiment), Path(options.out)
+    run, out = open_run(experiment), Path(options.out)
     check_weights(run, _command("fit", options))
     write = save_ensemble if options.to == "ensemble" else export_diffusers
-    write(open_ensemble(run.folder.root, experiment), out, options.licence)
+    write(manifest_with_about(run.folder.root, experiment), out, options.licence)
     print(f"{options.to}: {out}\nmodel card: {out / 'README.md'}")
     return 0
 
@@ -351,11 +339,10 @@ def _export(experiment: Experiment, options: argparse.Namespace) -> int:
 def change_ensemble(options: argparse.Namespace) -> int:
     """Run ``ensemble add``, ``remove`` or ``replace``, which need no experiment."""
     from ddm_lightning.ensemble.changes import added, removed, replaced
-    from ddm_lightning.use.saved import fetched, open_ensemble, save_ensemble
 
     if options.action != "remove" and options.images is not None and options.images < 1:
         raise UserError(f"--images {options.images}: must be at least 1")
-    before, out = open_ensemble(fetched(options.folder), partial=True), Path(options.out)
+    before, out = manifest_with_about(fetched(options.folder), partial=True), Path(options.out)
     if options.action == "remove":
         after = removed(before, options.member)
     elif options.action == "replace":
@@ -381,32 +368,17 @@ def change_ensemble(options: argparse.Namespace) -> int:
     return 0
 
 
-def demo(options: argparse.Namespace) -> int:
-    """Run ``demo``, of an experiment's run or of a saved ensemble."""
+def _demo(experiment: Experiment, options: argparse.Namespace) -> int:
     require("demo", "gradio", extra="page")
     from ddm_lightning.prepare.prepared import example_captions
     from ddm_lightning.use.page import NUM_EXAMPLES, listen, serve
-    from ddm_lightning.use.pretrained import DecentralizedEnsemble, refuse_paths
-    from ddm_lightning.use.saved import open_ensemble
 
-    root = Path(options.config)
+    check_strategy(experiment, options.config, options.overrides)
     with listen(options.host, options.port) as listener:  # before anything is loaded
-        if "://" in options.config or root.is_dir():
-            if options.overrides:
-                raise UserError(f"{' '.join(options.overrides)}: settings need an experiment file; leave them out")
-            ensemble = DecentralizedEnsemble.from_pretrained(options.config, allow_paths=options.allow_paths)
-        else:
-            experiment = load_run(options.config, options.overrides)
-            check_strategy(experiment, options.config, options.overrides)
-            check_devices(experiment.island.accelerator, 1)
-            run = Run.open(experiment)
-            check_weights(run, _command("fit", options))
-            torch.set_num_threads(experiment.island.num_threads)
-            manifest, root = open_ensemble(run.folder.root, experiment, partial=True), run.folder.root
-            refuse_paths(manifest, experiment, options.allow_paths)
-            device = device_of(experiment.island.accelerator)
-            ensemble = DecentralizedEnsemble(manifest, device, experiment.sample.resident_experts)
-        serve(ensemble, listener, options.host, example_captions(root / "prepared", NUM_EXAMPLES))
+        run = open_run(experiment)
+        check_weights(run, _command("fit", options))
+        ensemble = DecentralizedEnsemble.of_run(run, partial=True)
+        serve(ensemble, listener, options.host, example_captions(run.folder.prepared, NUM_EXAMPLES))
     return 0
 
 
@@ -420,6 +392,7 @@ COMMANDS: Mapping[str, Callable[[Experiment, argparse.Namespace], int]] = {
     "prepare": _prepare,
     "fit": _fit,
     "sample": _sample,
+    "demo": _demo,
     "evaluate": _evaluate,
     "diagnose": _diagnose,
     "replay": _replay,
@@ -427,4 +400,4 @@ COMMANDS: Mapping[str, Callable[[Experiment, argparse.Namespace], int]] = {
     "export": _export,
     "status": _status,
 }
-"""Every command but ``config``, which needs no torch, and ``ensemble`` and ``demo``, which need no experiment."""
+"""Every command but ``config``, which needs no torch, and ``ensemble``, which needs no experiment."""

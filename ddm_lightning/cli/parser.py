@@ -6,7 +6,6 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, TypeAlias
 
 from ddm_lightning import __version__
@@ -232,12 +231,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     """Load the experiment and call the command. A bad file is refused before torch is imported."""
-    if options.command in ("ensemble", "demo"):
-        from ddm_lightning.cli.commands import change_ensemble, demo
+    if options.command == "ensemble":
+        from ddm_lightning.cli.commands import change_ensemble
 
-        return change_ensemble(options) if options.command == "ensemble" else demo(options)
+        return change_ensemble(options)
     from ddm_lightning.config.load import load_experiment, to_yaml
-    from ddm_lightning.members.run_folder import load_run
+    from ddm_lightning.use.settings import load_settings
 
     if options.command in ("fit", "replay", "ema"):
         chosen = [text for text in options.overrides if text.startswith("member=")]
@@ -246,18 +245,14 @@ def _run(options: argparse.Namespace) -> int:
     if options.command == "fit" and options.member != "all":
         stop_as_by_ctrl_c()
     makes_run = options.command in ("config", "prepare", "fit")
-    if not makes_run and (record := Path(options.config, "experiment.yaml")).exists():
-        options.config = str(record)
-    if not makes_run and ("://" in options.config or Path(options.config).is_dir()):
-        from ddm_lightning.use.pretrained import load_saved
-
-        if getattr(options, "out", options.config) is None and "://" in options.config:
-            raise UserError(f"{options.config}: a URL cannot hold results; add --out FOLDER")
-        # Commands without the option use no encoder.
-        experiment = load_saved(options.config, options.overrides, getattr(options, "allow_paths", True))
+    if getattr(options, "out", options.config) is None and "://" in options.config:
+        raise UserError(f"{options.config}: a URL cannot hold results; add --out FOLDER")
+    if makes_run:
+        experiment = load_experiment(options.config, options.overrides)
     else:
-        # The other commands need a run, and its record replaces the overrides it was made with.
-        experiment = (load_experiment if makes_run else load_run)(options.config, options.overrides)
+        # Commands without the option use no encoder.
+        allow_paths = getattr(options, "allow_paths", True)
+        experiment = load_settings(options.config, options.overrides, allow_paths=allow_paths)
     if options.command == "config":
         print(to_yaml(experiment), end="")
         return 0

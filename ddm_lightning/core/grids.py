@@ -5,14 +5,18 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from jaxtyping import UInt8
 from matplotlib import get_data_path
+from matplotlib.axes import Axes
 from PIL import Image, ImageDraw, ImageFont
 
 from ddm_lightning.core.files import atomic_write
 
+# Height in pixels to which small images are enlarged.
+CELL_SIZE = 72
 _GAP, _MARGIN = 4, 12
 _FONT_SIZE, _TITLE_SIZE, _FOOTER_SIZE = 13, 17, 10
 _MAX_LABEL_WIDTH, _MAX_LABEL_LINES = 260, 4
@@ -72,6 +76,31 @@ def labelled_grid(
     for index, line in enumerate(footer_lines):
         draw.text((_MARGIN, footer_top + index * (_FOOTER_SIZE + _GAP)), line, _PALE_INK, font=footer_font)
     return canvas
+
+
+def scale_of(image: UInt8[np.ndarray, "h w 3"], cell_size: int = CELL_SIZE) -> int:
+    """Factor that enlarges small images to a height of about ``cell_size`` pixels."""
+    return max(1, cell_size // image.shape[0])
+
+
+def heat_map(axis: Axes, values: np.ndarray, numbers: np.ndarray | None = None, form: str = "", **options: Any) -> None:
+    """Draw a matrix as colours, with ``numbers`` in its cells.
+
+    Args:
+        axis: where to draw.
+        values: the matrix.
+        numbers: one for each cell; None for none.
+        form: their format, such as ``.2f``.
+        options: of ``imshow``.
+    """
+    image = axis.imshow(values, **options)
+    if numbers is None:
+        return
+    axis.set(xticks=range(values.shape[1]), yticks=range(values.shape[0]))
+    for (row, column), number in np.ndenumerate(numbers):
+        red, green, blue, _ = image.to_rgba(values[row, column])
+        colour = "w" if 0.3 * red + 0.6 * green + 0.1 * blue < 0.5 else "k"
+        axis.text(column, row, f"{number:{form}}", ha="center", va="center", fontsize="x-small", color=colour)
 
 
 def save_png(path: Path, image: Image.Image) -> None:

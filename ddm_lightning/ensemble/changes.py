@@ -14,7 +14,7 @@ from ddm_lightning.config.experiment import SampleConfig
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import STRATEGIES
 from ddm_lightning.ensemble.manifest import EnsembleManifest, checked, knows
-from ddm_lightning.ensemble.routing import with_suited_solver
+from ddm_lightning.ensemble.routing import with_strategy
 from ddm_lightning.members.artifact import load_network, read_meta
 from ddm_lightning.members.roles import EXPERT, ROUTER, cluster_of_expert, expert_name
 from ddm_lightning.members.run_folder import ENSEMBLE_FILE, MEMBER_FILE
@@ -98,7 +98,7 @@ def _changed(ensemble: EnsembleManifest, folders: dict[str, Path], counts: dict[
     assert about is not None
     sample = SampleConfig(**about.sample)
     if ROUTER not in folders and STRATEGIES.get(sample.strategy).needs_router:  # type: ignore[attr-defined]
-        sample = with_suited_solver(replace(sample, strategy="bayes", strategy_params={}))
+        sample = with_strategy(sample, "bayes")
     manifest = checked(Path(ENSEMBLE_FILE), members, [count / total for count in counts.values()], list(counts))
     return replace(manifest, about=replace(about, num_images=total, sample=asdict(sample)))
 

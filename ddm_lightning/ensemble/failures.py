@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from copy import copy
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from jaxtyping import Float
 from torch import Tensor
 
 from ddm_lightning.core.errors import UserError, note
-from ddm_lightning.ensemble.velocity import Ensemble, finite
+from ddm_lightning.ensemble.velocity import Ensemble, NotFiniteError
 
 Generate: TypeAlias = Callable[[Ensemble, list[int]], Float[Tensor, "r c h w"]]
 """``generate(ensemble, rows)``: samples of the given rows, on the CPU."""
-
-
-class _NotFiniteError(Exception):
-    """An expert, of the number in ``args``, returned NaN or an infinity."""
 
 
 def without_failed(ensemble: Ensemble, generate: Generate, rows: list[int]) -> Float[Tensor, "r c h w"]:
@@ -33,9 +28,9 @@ def without_failed(ensemble: Ensemble, generate: Generate, rows: list[int]) -> F
     broken = (~x_0.isfinite().flatten(1).all(1)).nonzero().squeeze(1)
     while len(broken):
         try:
-            x_0[broken] = generate(_watched(ensemble, excluded), [rows[i] for i in broken.tolist()])
+            x_0[broken] = generate(ensemble.watched(excluded), [rows[i] for i in broken.tolist()])
             break
-        except _NotFiniteError as error:
+        except NotFiniteError as error:
             expert: int = error.args[0]
             name = ensemble.names[expert]
             if expert in excluded or len(excluded) == ensemble.num_clusters - 1:
@@ -45,22 +40,3 @@ def without_failed(ensemble: Ensemble, generate: Generate, rows: list[int]) -> F
             ensemble.failed.add(expert)
             excluded.add(expert)
     return x_0
-
-
-def _watched(ensemble: Ensemble, excluded: set[int]) -> Ensemble:
-    """A copy that raises ``_NotFiniteError`` and gives ``excluded`` experts no weight; no expert changes its number."""
-    reweighted = ensemble.reweighted([float(k not in excluded) for k in range(ensemble.num_clusters)])
-    watched = copy(reweighted)
-
-    def velocity(k: int, *inputs: Any) -> Tensor:
-        found = ensemble.expert_velocity(k, *inputs)
-        if not found.isfinite().all():
-            raise _NotFiniteError(k)
-        return found
-
-    def probabilities(*inputs: Any) -> Tensor:
-        return finite(reweighted.probabilities(*inputs))
-
-    watched.probabilities = probabilities  # type: ignore[assignment, method-assign]
-    watched.expert_velocity = velocity  # type: ignore[assignment, method-assign]
-    return watched

@@ -26,7 +26,7 @@ from ddm_lightning.members.roles import ROUTER, cluster_of_expert, expert_name, 
 from ddm_lightning.members.run import Run
 from ddm_lightning.members.run_folder import ENSEMBLE_FILE, MEMBER_FILE, read_record
 
-# Unless experts were added.
+# Not shared with experts that were added.
 _SHARED_BY_PARTITION = ("partition_sha256", "num_clusters")
 _SHARED_BY_ALL = ("x_shape", "image_encoder", "normalisation")
 # The router has its own timesteps and may be unconditional.
@@ -88,6 +88,23 @@ class EnsembleManifest:
     def experts(self) -> list[str]:
         """Names of the experts, in the order of ``priors``."""
         return [name for name in self.folders if name != ROUTER]
+
+    @property
+    def meta(self) -> ArtifactMeta:
+        """The first expert's ``member.json``; all experts share x_shape, condition, timestep_shift and encoders."""
+        return next(iter(self.metas.values()))
+
+
+def single(folder: Path) -> EnsembleManifest:
+    """An ensemble of one artifact: the monolith, a student, or an expert alone.
+
+    Raises:
+        UserError: the artifact is damaged, or a router.
+    """
+    meta = read_meta(folder)
+    if meta.role == ROUTER:
+        raise UserError(f"{folder / MEMBER_FILE}: is a router; give an expert or the monolith")
+    return EnsembleManifest((1.0,), meta.partition_sha256, {meta.member: folder}, {meta.member: meta})
 
 
 def write_ensemble(run_dir: Path, folders: Sequence[Path], priors: Sequence[float]) -> None:

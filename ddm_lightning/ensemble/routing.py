@@ -32,9 +32,9 @@ class Batch:
         keys: what each sample's noise belongs to.
         x_shape: channels, height and width of a sample.
         seed: seed of all noise.
-        settings: guidance and the router's temperature; None for no guidance.
+        settings: guidance and the router's temperature.
         on_evaluation: called with the times [r] before the experts are evaluated.
-        trace: told every evaluation; None for nobody.
+        trace: records every evaluation; None records nothing.
     """
 
     def __init__(
@@ -44,17 +44,20 @@ class Batch:
         keys: Sequence[Key],
         x_shape: tuple[int, int, int],
         seed: int,
-        settings: SampleConfig | None = None,
+        settings: SampleConfig,
         on_evaluation: Callable[[Tensor], object] = lambda _: None,
         trace: Trace | None = None,
     ) -> None:
         self.ensemble = ensemble
         self.condition = None if condition is None else condition.to(ensemble.device)
-        self.settings = settings or SampleConfig()
+        self.settings = settings
         self.num_branches = 2 if self._is_guided and self.settings.guidance == "mixture" else 1
         """2 if the mixture is guided: rows with the condition, then as many without. Otherwise 1."""
-        self._keys, self._x_shape, self._seed, self._on_evaluation = keys, x_shape, seed, on_evaluation
-        self._trace = trace
+        self._keys = keys
+        self._x_shape = x_shape
+        self._seed = seed
+        self._on_evaluation = on_evaluation
+        self.trace = trace
         if trace is not None:
             trace.begin(keys, ensemble.device)
         self.x_1 = self._normal("x_1")
@@ -124,16 +127,9 @@ class Batch:
         return velocity
 
     def record(self, x_t: Samples, t: Times, weights: Float[Tensor, "b K"] | None, velocity: Samples) -> None:
-        """Tell the trace of the weights and the velocity at ``x_t`` and ``t``."""
-        if self._trace is not None and weights is not None:
-            self._trace.add(x_t, t, weights, velocity)
-
-    def record_mixture(
-        self, x_t: Samples, t: Times, weights: Float[Tensor, "r K"], found: Float[Tensor, "r K *shape"]
-    ) -> None:
-        """The same of experts that are not mixed otherwise; see ``mixed``."""
-        if self._trace is not None:
-            self.record(x_t, t, weights[: len(x_t)], self.mixed(t, weights, found))
+        """Add the weights and the velocity at ``x_t`` and ``t`` to the trace, if there is one."""
+        if self.trace is not None and weights is not None:
+            self.trace.add(x_t, t, weights, velocity)
 
     def mixed(self, t: Times, weights: Float[Tensor, "r K"], found: Float[Tensor, "r K *shape"]) -> Samples:
         """Sum the experts' velocities ``found`` on all ``num_branches``, and guide the mixture."""
@@ -225,16 +221,17 @@ def strategy_of(settings: SampleConfig) -> Strategy:
     return STRATEGIES.build(settings.strategy, settings.strategy_params)
 
 
-def with_suited_solver(settings: SampleConfig) -> SampleConfig:
-    """Replace a solver that does not work with the strategy by the strategy's default.
+def with_strategy(settings: SampleConfig, strategy: str, params: Mapping[str, Any] | None = None) -> SampleConfig:
+    """Change the strategy and its params; a solver that does not work with it becomes its default one.
 
     Raises:
         UserError: as ``strategy_of``.
     """
-    solvers = strategy_of(settings).solvers
-    if not solvers or settings.solver in solvers:
-        return settings
-    return replace(settings, solver=solvers[0], solver_params={})
+    changed = replace(settings, strategy=strategy, strategy_params=dict(params or {}))
+    solvers = strategy_of(changed).solvers
+    if not solvers or changed.solver in solvers:
+        return changed
+    return replace(changed, solver=solvers[0], solver_params={})
 
 
 def normalised(
@@ -260,15 +257,11 @@ def sample(
     condition: Condition | None,
     num: int,
     x_shape: tuple[int, int, int],
+    settings: SampleConfig,
     *,
-    strategy: str | Strategy,
-    num_steps: int,
     shift: float,
     seed: int,
     batch_size: int,
-    solver: str = "euler",
-    solver_params: Mapping[str, Any] | None = None,
-    settings: SampleConfig | None = None,
     keys: Sequence[Key] | None = None,
     progress: Callable[[float], object] | None = None,
     trace: Trace | None = None,
@@ -285,17 +278,13 @@ def sample(
         condition: one per sample, or None for the null condition in all.
         num: number of samples.
         x_shape: channels, height and width of one sample.
-        strategy: name of a routing strategy, or a strategy with params, such as ``TopK(top_k=3)``.
-        num_steps: steps from noise to data.
+        settings: strategy, solver, steps, guidance, ``compile`` and ``precision``.
         shift: resolution shift of the times, as recorded in the experts' artifacts.
         seed: seed of all noise.
         batch_size: samples computed at once.
-        solver: name of a solver, one of ``strategy.solvers``.
-        solver_params: its keyword arguments.
-        settings: guidance, ``compile`` and ``precision``; the other keys are arguments here. None is no guidance.
         keys: what each sample's noise belongs to, such as ``("red apple", 0)``; None numbers the samples.
         progress: called with the number of finished samples, fractional, after every evaluation and batch.
-        trace: keeps the sampling trajectory; None for no record, which costs nothing.
+        trace: keeps the sampling trajectory; None records nothing and costs nothing.
 
     Returns:
         x_0, float32, on the CPU, in the value range that the experts model.
@@ -305,19 +294,18 @@ def sample(
             go together.
         ValueError: the number of rows of ``condition`` or ``keys`` is not ``num``.
     """
-    built: Solver = SOLVERS.build(solver, dict(solver_params or {}))
-    strategy = STRATEGIES.build(strategy, {}) if isinstance(strategy, str) else strategy
-    strategy.check_solver(solver)
+    solver: Solver = SOLVERS.build(settings.solver, settings.solver_params)
+    strategy = strategy_of(settings)
+    strategy.check_solver(settings.solver)
     if condition is not None and len(condition) != num:
         raise ValueError(f"{len(condition)} conditions for {num} samples")
     keys = [(i,) for i in range(num)] if keys is None else keys
     if len(keys) != num:
         raise ValueError(f"{len(keys)} keys for {num} samples")
-    if settings is not None:
-        ensemble.precision = settings.precision
-        if settings.compile:
-            ensemble.compile()
-    times = sampling_times(num_steps, shift)
+    ensemble.precision = settings.precision
+    if settings.compile:
+        ensemble.compile()
+    times = sampling_times(settings.num_steps, shift)
     batches: list[Tensor] = [torch.empty(0, *x_shape)]
     for first in range(0, num, batch_size):
         indices = range(first, min(first + batch_size, num))
@@ -325,13 +313,13 @@ def sample(
         def advance(t: Tensor, indices: range = indices) -> None:
             if progress is not None:
                 steps_done = int((times > t.max().cpu()).sum())
-                progress(indices.start + len(indices) * steps_done / num_steps)
+                progress(indices.start + len(indices) * steps_done / settings.num_steps)
 
         def generate(ensemble: Ensemble, rows: list[int], advance: Callable[[Tensor], object] = advance) -> Tensor:
             part = None if condition is None else condition.rows(torch.tensor(rows))
             own = [keys[row] for row in rows]
             batch = Batch(ensemble, part, own, x_shape, seed, settings, on_evaluation=advance, trace=trace)
-            x_0 = strategy.generate(batch, times, built).cpu()
+            x_0 = strategy.generate(batch, times, solver).cpu()
             if trace is not None:
                 trace.end(times, x_0)
             return x_0

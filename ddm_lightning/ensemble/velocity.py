@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias
 
 import torch
@@ -15,7 +16,7 @@ from ddm_lightning.core.devices import autocast
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.ensemble.residency import ResidentExperts
 from ddm_lightning.flow.condition import Condition, ConditionSpec
-from ddm_lightning.flow.path import PATHS, Samples, Times, expand_time, guided, to_velocity
+from ddm_lightning.flow.path import Samples, Times, expand_time, guided, velocity_of
 from ddm_lightning.members.cost import flops_per_sample
 from ddm_lightning.networks.calibration import temperature_at
 from ddm_lightning.networks.compiled import compile_blocks
@@ -50,6 +51,10 @@ class Cost:
     """Mean number of active experts per evaluation of an image."""
 
 
+class NotFiniteError(Exception):
+    """An expert, of the number in ``args``, returned NaN or an infinity."""
+
+
 class Ensemble:
     """K experts and an optional router; K = 1 without a router is a single model, such as the monolith.
 
@@ -60,6 +65,7 @@ class Ensemble:
         router: network whose ``forward(x_t, t, condition)`` returns K logits. None for K = 1, or for a
             strategy that needs no router.
         priors: share of the data in each cluster, [K], positive, summing to 1.
+        names: of the experts, for messages and charts; empty for ``expert-0`` and so on.
         router_conditional: whether the router takes a condition; published ones see x_t and t only.
         paths: path of each expert, in ``flow.path.PATHS``; empty if all are linear.
         temperatures: divisors of the router's logits for rows without and with a condition, by equal parts of t; see
@@ -75,6 +81,7 @@ class Ensemble:
         router: nn.Module | None,
         priors: Sequence[float],
         *,
+        names: Sequence[str] = (),
         router_conditional: bool = True,
         paths: Sequence[str] = (),
         temperatures: tuple[Sequence[float], Sequence[float]] = ((), ()),
@@ -87,8 +94,7 @@ class Ensemble:
         self.router_conditional = router_conditional
         self.paths = paths or ["linear"] * len(experts)
         self.temperatures = temperatures
-        self.names = [f"expert-{k}" for k in range(len(experts))]
-        """Names of the experts for messages."""
+        self.names = list(names) or [f"expert-{k}" for k in range(len(experts))]
         self.precision = "auto"
         """As ``sample.precision``: what the networks compute in; times, weights and velocities stay float32."""
         self.failed: set[int] = set()
@@ -96,6 +102,7 @@ class Ensemble:
         self.work = Work([0] * len(experts))
         """What was evaluated so far."""
         self._is_compiled = False
+        self._is_watched = False
         self._log_factors: Tensor | None = None
 
     @property
@@ -145,6 +152,15 @@ class Ensemble:
         changed._log_factors = log_factors if self._log_factors is None else self._log_factors + log_factors
         return changed
 
+    def watched(self, excluded: Collection[int]) -> Ensemble:
+        """A copy without the ``excluded`` experts that checks every output for NaN, which waits for the device.
+
+        Raises ``NotFiniteError`` for an expert and ``UserError`` for the router. No expert changes its number.
+        """
+        changed = self.reweighted([float(k not in excluded) for k in range(self.num_clusters)])
+        changed._is_watched = True
+        return changed
+
     def compile(self, backend: str = "inductor") -> None:
         """Compile the transformer blocks of the experts and the router, unless that was done.
 
@@ -183,16 +199,19 @@ class Ensemble:
         null, conditional = (temperature_at(t, one) if one else torch.ones_like(t) for one in self.temperatures)
         calibrated = null if condition is None else torch.where(condition.keep, conditional, null)
         logits = logits / (temperature * calibrated[:, None])
-        return (logits if self._log_factors is None else logits + self._log_factors).softmax(dim=1)
+        probabilities = (logits if self._log_factors is None else logits + self._log_factors).softmax(dim=1)
+        return finite(probabilities) if self._is_watched else probabilities
 
     @torch.no_grad()
     def expert_velocity(self, k: int, x_t: Samples, t: Times, condition: Condition | None = None) -> Samples:
         """Compute expert ``k``'s velocity; a ``condition`` of None is the null condition in all rows."""
         self.work.expert_rows[k] += len(x_t)
-        expert, path = self.experts[k], self.paths[k]
-        x_tau, tau = PATHS[path].from_linear(x_t, t)
-        predicted = _output(expert, self.precision, x_tau, tau, condition)
-        return to_velocity(predicted, x_tau, tau, str(expert.prediction), path)
+        expert = self.experts[k]
+        network = partial(_output, expert, self.precision)
+        velocity = velocity_of(network, x_t, t, condition, str(expert.prediction), self.paths[k])
+        if self._is_watched and not velocity.isfinite().all():
+            raise NotFiniteError(k)
+        return velocity
 
     @torch.no_grad()
     def expert_velocities(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -14,13 +14,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
-from ddm_lightning.config.experiment import SampleConfig
 from ddm_lightning.core.devices import device_of
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_write_json
 from ddm_lightning.core.formatting import Bars
-from ddm_lightning.ensemble.load import load_ensemble
-from ddm_lightning.ensemble.routing import choose, strategy_of, with_suited_solver
+from ddm_lightning.ensemble.routing import choose, strategy_of
 from ddm_lightning.ensemble.velocity import Ensemble
 from ddm_lightning.evaluation.diagnosis_figures import write_figures
 from ddm_lightning.evaluation.shares import ClusterShares, total_variation
@@ -34,6 +32,9 @@ from ddm_lightning.members.run import Run
 from ddm_lightning.networks.calibration import calibration_error, is_fitted, reliability
 from ddm_lightning.shards.datamodule import ShardLoader
 from ddm_lightning.training.fit import build_data, build_module
+from ddm_lightning.use.ensemble import DecentralizedEnsemble
+from ddm_lightning.use.saved import manifest_with_about
+from ddm_lightning.use.settings import resolve
 
 STRATEGIES_SHOWN = ("full", "top-1", "sample-1", "bayes")
 MAX_HELD_OUT, MAX_TRAIN = 2048, 20_000
@@ -83,13 +84,14 @@ def diagnose(run: Run, strategies: Sequence[str] | None, num: int, *, show_progr
     """
     experiment = run.experiment
     names = strategies or dict.fromkeys([*STRATEGIES_SHOWN, experiment.sample.strategy])
-    chosen = {name: _settings(experiment.sample, name) for name in names}
+    chosen = {name: resolve(experiment, {"strategy": name}, source=f"--strategy {name}") for name in names}
     device = device_of(experiment.island.accelerator)
-    loaded = load_ensemble(run.folder.root, device)
-    ensemble, priors = loaded.ensemble, loaded.ensemble.priors
+    whole = DecentralizedEnsemble(manifest_with_about(run.folder.root, experiment), experiment, device)
+    ensemble = whole.field
+    priors = ensemble.priors
     ensemble.precision = experiment.sample.precision
     if ensemble.router is None and ensemble.num_clusters > 1 and not strategies:
-        chosen = {name: settings for name, settings in chosen.items() if not strategy_of(settings).needs_router}
+        chosen = {name: own for name, own in chosen.items() if not strategy_of(own.sample).needs_router}
     train, held_out, num_train = _read(run)
     with Bars(show=show_progress) as bars:
         task = bars.add_task("experts", total=len(stratified_timesteps()))
@@ -117,17 +119,15 @@ def diagnose(run: Run, strategies: Sequence[str] | None, num: int, *, show_progr
         found = {}
         for name, settings in chosen.items():
             task = bars.add_task(name, total=num)
-            x_0 = loaded.sample(
-                settings,
+            x_0 = whole.with_settings(settings).latents(
                 given.condition,
                 num,
-                seed=experiment.seed,
                 batch_size=BATCH_SIZE,
                 progress=lambda done, task=task: bars.update(task, completed=done),
             )
             own = classifier.shares(_pixels(x_0))
             variation = total_variation(own, shares)
-            found[name] = {"solver": settings.solver, "shares": own.tolist(), "total_variation": variation}
+            found[name] = {"solver": settings.sample.solver, "shares": own.tolist(), "total_variation": variation}
     figures["shares"] = {
         "expected": shares.tolist(),
         "by_chance": float((shares * (1 - shares) / num).sqrt().sum() * (2 / torch.pi) ** 0.5 / 2),
@@ -253,11 +253,6 @@ def _noisy(x_0: Float[Tensor, "n c h w"], seed: int) -> Iterator[tuple[Tensor, T
     for index, t in enumerate(stratified_timesteps().to(x_0.device)):
         noise = torch.randn(x_0.shape, generator=keyed_generator(seed, "diagnosis", index)).to(x_0.device)
         yield interpolate(x_0, noise, t.expand(len(x_0))), t.expand(len(x_0))
-
-
-def _settings(settings: SampleConfig, strategy: str) -> SampleConfig:
-    params: Mapping[str, Any] = settings.strategy_params if strategy == settings.strategy else {}
-    return with_suited_solver(replace(settings, strategy=strategy, strategy_params=dict(params)))
 
 
 def _read(run: Run) -> tuple[Samples, Samples, int]:

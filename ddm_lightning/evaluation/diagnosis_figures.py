@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich import box
 from rich.table import Table
 
 from ddm_lightning.core.files import atomic_write
+from ddm_lightning.core.grids import heat_map
 
 
 def write_figures(folder: Path, figures: Mapping[str, Any]) -> None:
@@ -62,67 +64,59 @@ def _experts(figures: Mapping[str, Any]) -> Figure:
     experts, times = figures["experts"], figures["times"]
     loss, by_time = np.array(experts["loss"]), np.array(experts["loss_by_time"])
     figure = Figure(figsize=(13, 4), layout="constrained")
-    matrix, own, disagreement = figure.subplots(1, 3)
+    matrix, by_cluster, disagreement = figure.subplots(1, 3)
     excess = loss / loss.min(0) - 1  # over the best expert of the cluster
-    matrix.imshow(excess, cmap="Blues", vmin=0)
-    for (k, cluster), value in np.ndenumerate(loss):
-        colour = "w" if excess[k, cluster] > 0.5 * excess.max() else "k"
-        matrix.text(cluster, k, f"{value:.3f}", ha="center", va="center", color=colour, fontsize=8)
+    heat_map(matrix, excess, loss, ".3f", cmap="Blues", vmin=0)
     matrix.set(title="held-out loss (darker is worse)", xlabel="cluster", ylabel="expert")
-    matrix.set(xticks=range(len(loss)), yticks=range(len(loss)))
-    inside = np.eye(len(loss), dtype=bool)
-    own.plot(times, by_time[:, inside].mean(1), "o-", label="own cluster")
+    own = np.eye(len(loss), dtype=bool)
+    curves = {"own cluster": by_time[:, own].mean(1)}
     if len(loss) > 1:
-        own.plot(times, by_time[:, ~inside].mean(1), "o-", label="other clusters")
-    own.set(title="held-out loss by time", xlabel="t (1 is noise)")
-    own.legend(fontsize=8)
-    if experts["disagreement"]:
-        disagreement.plot(times, experts["disagreement"], "o-")
-    disagreement.set(title="disagreement of routed experts", xlabel="t (1 is noise)", ylabel="variance / mean²")
-    for axis in (own, disagreement):
-        axis.set_ylim(0, 1.05 * axis.get_ylim()[1])
-        axis.grid(alpha=0.3)
+        curves["other clusters"] = by_time[:, ~own].mean(1)
+    _curves(by_cluster, "held-out loss by time", times, curves)
+    curves = {"variance / mean²": experts["disagreement"]} if experts["disagreement"] else {}
+    _curves(disagreement, "disagreement of routed experts", times, curves)
     return figure
 
 
 def _router(figures: Mapping[str, Any]) -> Figure:
-    times, exact = figures["times"], figures.get("exact")
-    figure = Figure(figsize=(16 if exact else 12, 5), layout="constrained")
-    axes = figure.subplots(1, 4 if exact else 3)
-    for colour, (branch, scores) in enumerate(figures["router"].items()):
-        axes[0].plot(times, scores["accuracy"], "o-", label=branch)
-        for axis, name in ((axes[1], "nll"), (axes[2], "calibration_error")):
-            axis.plot(times, scores[name], "o--", color=f"C{colour}", alpha=0.4, label=branch)
-            axis.plot(times, scores[f"{name}_calibrated"], "o-", color=f"C{colour}", label=f"{branch}, calibrated")
-        axes[2].plot(
-            times, scores["calibration_error_by_chance"], ":", color=f"C{colour}", label=f"{branch}, by chance"
-        )
-    axes[0].axhline(max(figures["priors"]), color="0.6", linestyle=":", label="largest cluster")
-    titles = ["held-out accuracy", "held-out NLL (nats)", "calibration error (ECE)"]
-    if exact:
-        axes[3].plot(times, exact["total_variation"], "o-", label="router: total variation")
-        axes[3].plot(times, exact["velocity_error"], "o-", label="velocity: relative L2 error")
-        titles.append("distance to the exact answer")
-    for axis, title in zip(axes, titles, strict=True):
-        axis.set(title=title, xlabel="t (1 is noise)")
-        axis.set_ylim(0, 1.05 * axis.get_ylim()[1])
-        axis.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.16))
-        axis.grid(alpha=0.3)
+    times = figures["times"]
+    charts: dict[str, dict[str, Any]] = {
+        "held-out accuracy": {"largest cluster": [max(figures["priors"])] * len(times)}
+    }
+    for branch, scores in figures["router"].items():
+        charts["held-out accuracy"][branch] = scores["accuracy"]
+        for title, name in (("held-out NLL (nats)", "nll"), ("calibration error (ECE)", "calibration_error")):
+            charts.setdefault(title, {})[branch] = scores[name]
+            charts[title][f"{branch}, calibrated"] = scores[f"{name}_calibrated"]
+        charts["calibration error (ECE)"][f"{branch}, by chance"] = scores["calibration_error_by_chance"]
+    if exact := figures.get("exact"):
+        names = {"router: total variation": "total_variation", "velocity: relative L2 error": "velocity_error"}
+        charts["distance to the exact answer"] = {label: exact[name] for label, name in names.items()}
+    figure = Figure(figsize=(4 * len(charts), 5), layout="constrained")
+    for axis, (title, curves) in zip(figure.subplots(1, len(charts)), charts.items(), strict=True):
+        _curves(axis, title, times, curves)
     return figure
+
+
+def _curves(axis: Axes, title: str, times: Sequence[float], curves: Mapping[str, Sequence[float]]) -> None:
+    for label, values in curves.items():
+        axis.plot(times, values, "o-", label=label)
+    axis.set(title=title, xlabel="t (1 is noise)")
+    axis.set_ylim(0, 1.05 * axis.get_ylim()[1])
+    axis.grid(alpha=0.3)
+    if curves:
+        axis.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.16))
 
 
 def _shares(figures: Mapping[str, Any]) -> Figure:
     shares = figures["shares"]
-    rows = {"expected": {"shares": shares["expected"]}, **shares["strategies"]}
-    figure = Figure(figsize=(8, 4), layout="constrained")
+    rows = {"expected": shares["expected"]}
+    for name, found in shares["strategies"].items():
+        rows[f"{name} (TV {found['total_variation']:.3f})"] = found["shares"]
+    values = np.array(list(rows.values()))
+    figure = Figure(figsize=(4 + len(values[0]), 1 + len(rows) / 2), layout="constrained")
     axis = figure.subplots()
-    width = 0.8 / len(rows)
-    for index, (name, row) in enumerate(rows.items()):
-        note = f" (TV {row['total_variation']:.3f})" if "total_variation" in row else ""
-        places = np.arange(len(row["shares"])) + (index - (len(rows) - 1) / 2) * width
-        colour = "0.6" if index == 0 else f"C{index - 1}"
-        axis.bar(places, row["shares"], width * 0.95, label=f"{name}{note}", color=colour)
-    axis.set(title="clusters' shares among samples", xlabel="cluster", xticks=range(len(shares["expected"])))
-    axis.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
-    axis.grid(alpha=0.3, axis="y")
+    heat_map(axis, values, values, ".3f", cmap="viridis", vmin=0, aspect="auto")
+    axis.set(title="clusters' shares among samples", xlabel="cluster")
+    axis.set_yticks(range(len(rows)), list(rows))
     return figure

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import timedelta
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,12 @@ from jaxtyping import Float
 from rich.table import Table
 from torch import Tensor, distributed
 
-from ddm_lightning import __version__
 from ddm_lightning.config.load import leaves
 from ddm_lightning.core.devices import device_of
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_write, atomic_write_json, read_json, sha256_file, sha256_json
 from ddm_lightning.core.formatting import Bars
-from ddm_lightning.core.grids import labelled_grid, save_png
+from ddm_lightning.core.grids import labelled_grid, save_png, scale_of
 from ddm_lightning.core.registry import IMAGE_ENCODERS, METRICS
 from ddm_lightning.core.scores import Score, scores_of
 from ddm_lightning.encoders.interfaces import ImageEncoder
@@ -34,7 +34,7 @@ from ddm_lightning.evaluation.image_sets import FileImages, Generated, ImageSet,
 from ddm_lightning.evaluation.metrics._base import FeatureMetric, nearest
 from ddm_lightning.members.run import Run
 from ddm_lightning.shards.manifest import HELD_OUT, TRAIN
-from ddm_lightning.use.saved import data_of
+from ddm_lightning.use.conditions import built_encoder
 
 SETTINGS_FILE, RESULT_FILE = "settings.json", "evaluation.json"
 NUM_SUSPECTS, NUM_NEIGHBOURS = 8, 5
@@ -57,14 +57,14 @@ class Evaluation:
     """
 
     def __init__(self, run: Run, images: Path | None, out: Path | None) -> None:
-        self.run, self.experiment = run, run.experiment
-        experiment, self.settings = run.experiment, run.experiment.evaluate
-        self.manifest = manifest = data_of(run.folder.root)
+        self.run = run
+        self.experiment = experiment = run.experiment
+        self.settings = experiment.evaluate
+        manifest = run.manifest if run.folder.shards.exists() else None
         device = device_of(experiment.island.accelerator)
         if not self.settings.metrics:
             raise UserError("key 'evaluate.metrics': is empty; name at least one, such as kid")
-        plugin = experiment.prepare.image_encoder
-        encoder: ImageEncoder = IMAGE_ENCODERS.build(plugin.name, plugin.params)
+        encoder: ImageEncoder = built_encoder(IMAGE_ENCODERS, experiment.prepare.image_encoder)
         try:
             self.metrics = [(one.name, METRICS.build(one.name, one.params).to(device)) for one in self.settings.metrics]
         except UserError as error:
@@ -74,7 +74,7 @@ class Evaluation:
             return ShardImages(run.folder.shards, manifest, encoder, side, max_num)
 
         self.generated: ImageSet
-        self.generated = FileImages(images) if images else Generated(run, manifest, encoder, device)
+        self.generated = FileImages(images) if images else Generated(run, manifest, encoder)
         wanted, is_side = self.settings.reference, self.settings.reference in (HELD_OUT, TRAIN)
         self.reference: ImageSet = of_shards(wanted) if is_side else FileImages(Path(wanted).expanduser())
         if self.generated.shape != self.reference.shape:
@@ -90,10 +90,11 @@ class Evaluation:
         self.by_features = [metric for _, metric in self.metrics if isinstance(metric, FeatureMetric)]
         self.train: ImageSet | None = None
         self.held_out: ImageSet | None = None
-        is_of_run = run.folder.shards.exists() and self.generated.shape == image_sets.decoded_shape(encoder, manifest)
-        has_held_out = any(cluster.held_out for cluster in manifest.clusters)
-        if self.by_features and self.settings.max_train_images and has_held_out and is_of_run:
-            self.train, self.held_out = of_shards(TRAIN, self.settings.max_train_images), of_shards(HELD_OUT)
+        if self.by_features and self.settings.max_train_images and manifest is not None:
+            has_held_out = any(cluster.held_out for cluster in manifest.clusters)
+            if has_held_out and self.generated.shape == image_sets.decoded_shape(encoder, manifest.x_shape):
+                self.train = of_shards(TRAIN, self.settings.max_train_images)
+                self.held_out = of_shards(HELD_OUT)
         self.folder = self._open(out)
 
     def _open(self, out: Path | None) -> Path:
@@ -102,7 +103,7 @@ class Evaluation:
         own = generated.settings if isinstance(generated, Generated) else {"images_sha256": generated.sha256}
         root = Path(__file__).parents[1]
         code = sha256_json({str(path.relative_to(root)): sha256_file(path) for path in root.rglob("*.py")})
-        self.origin = {"version": __version__, "commit": _commit(), "code_sha256": code, **own}
+        self.origin = {"version": version("ddm_lightning"), "commit": _commit(), "code_sha256": code, **own}
         name = name if isinstance(generated, Generated) else "images"
         folder = out or self.run.folder.root / "evaluation" / f"{name}-{sha256_json(self.origin)[:8]}"
         path, remedy = folder / SETTINGS_FILE, "give another folder with --out"
@@ -177,9 +178,9 @@ class Evaluation:
         for row in closest.argsort()[:NUM_SUSPECTS].tolist():
             images = [_image(self.generated, row), *(_image(self.train, other) for other in neighbours[row].tolist())]
             grid.append((f"sample {row}: {float(closest[row]):.3g}", images))
-        title, credit = "Closest samples, each beside its nearest training images", self.manifest.attribution
-        scale = max(1, 72 // self.generated.shape[0])
-        drawn = labelled_grid(grid, scale, title, footer=f"Trained on: {credit}" if credit else "")
+        title = "Closest samples, each beside its nearest training images"
+        credit = self.run.manifest.attribution
+        drawn = labelled_grid(grid, scale_of(grid[0][1][0]), title, footer=f"Trained on: {credit}" if credit else "")
         save_png(self.folder / "neighbours.png", drawn)
         return {
             "features": metric.features,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import functools
 import itertools
 import zlib
 from collections.abc import Iterator, Sequence
@@ -30,7 +29,8 @@ from ddm_lightning.members.run import Run
 from ddm_lightning.shards.fetch import Origin
 from ddm_lightning.shards.manifest import HELD_OUT, TRAIN, Manifest, shard_name
 from ddm_lightning.shards.verify import read_index, verify_shards
-from ddm_lightning.use.samples import load_of_run, text_condition
+from ddm_lightning.use.conditions import text_condition
+from ddm_lightning.use.ensemble import DecentralizedEnsemble
 
 PART_SIZE = 256
 _ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
@@ -63,7 +63,7 @@ class ShardImages:
 
     Args:
         shards: folder ``prepared/shards``.
-        manifest: the run's.
+        manifest: the run's; None if the shards are not here.
         encoder: the image encoder.
         side: ``TRAIN`` or ``HELD_OUT``.
         max_num: takes this many, evenly spaced, if there are more.
@@ -73,11 +73,12 @@ class ShardImages:
     """
 
     def __init__(
-        self, shards: Path, manifest: Manifest, encoder: ImageEncoder, side: str, max_num: int | None = None
+        self, shards: Path, manifest: Manifest | None, encoder: ImageEncoder, side: str, max_num: int | None = None
     ) -> None:
-        counts = [cluster.held_out if side == HELD_OUT else cluster.train for cluster in manifest.clusters]
+        clusters = manifest.clusters if manifest is not None else ()
+        counts = [cluster.held_out if side == HELD_OUT else cluster.train for cluster in clusters]
         names = [shard_name(k, side) for k, count in enumerate(counts) if count]
-        if not names or not shards.exists():
+        if manifest is None or not names:
             remedy = "copy or prepare some (prepare.held_out_fraction), or give images with evaluate.reference=FOLDER"
             raise UserError(f"{shards}: no {side} samples here; {remedy}")
         for name in names:
@@ -87,7 +88,7 @@ class ShardImages:
         self._shards = [(shards / name, info) for name in names for info in read_index(shards / name)]
         self._starts = list(itertools.accumulate((int(info["samples"]) for _, info in self._shards), initial=0))
         self.num = min(self._starts[-1], max_num or self._starts[-1])
-        self.shape = decoded_shape(encoder, manifest)
+        self.shape = decoded_shape(encoder, manifest.x_shape)
         made_by = [manifest.image_encoder, manifest.provenance.get("image_encoder")]
         self.sha256 = sha256_json([[manifest.index_sha256[name] for name in names], made_by, self.num])
 
@@ -110,9 +111,9 @@ class ShardImages:
         return self._encoder.decode(self._stored.mean(torch.from_numpy(stored)))
 
 
-def decoded_shape(encoder: ImageEncoder, manifest: Manifest) -> tuple[int, ...]:
-    """Height, width and 3 of the images that ``encoder`` decodes from the run's samples."""
-    return encoder.decode(torch.zeros(1, *manifest.x_shape)).shape[1:]
+def decoded_shape(encoder: ImageEncoder, x_shape: tuple[int, int, int]) -> tuple[int, ...]:
+    """Height, width and 3 of the images that ``encoder`` decodes from samples of ``x_shape``."""
+    return encoder.decode(torch.zeros(1, *x_shape)).shape[1:]
 
 
 class FileImages:
@@ -183,35 +184,40 @@ class Generated:
 
     Args:
         run: of its experiment, the seed and the sections ``sample`` and ``evaluate`` count.
-        manifest: the run's.
+        manifest: the run's; None if the shards are not here.
         encoder: its image encoder.
-        device: where to sample.
 
     Raises:
-        UserError: neither shards nor prompts, or damaged shards.
+        UserError: no ensemble, neither shards nor prompts, or damaged shards.
     """
 
+    name = "samples"
     folder: Path
     sha256: str
 
-    def __init__(self, run: Run, manifest: Manifest, encoder: ImageEncoder, device: torch.device) -> None:
-        experiment, folder = run.experiment, run.folder
-        self._experiment, self._kind, self._encoder = experiment, experiment.condition.kind, encoder
-        self.name, self.num, self.shape = "samples", experiment.evaluate.num_images, decoded_shape(encoder, manifest)
-        self._loaded = functools.cache(lambda: load_of_run(folder.root, experiment, manifest, device))
+    def __init__(self, run: Run, manifest: Manifest | None, encoder: ImageEncoder) -> None:
+        experiment = run.experiment
+        self._ensemble = DecentralizedEnsemble.of_run(run)
+        self._experiment = experiment
+        self._kind = experiment.condition.kind
+        self._encoder = encoder
+        self.num = experiment.evaluate.num_images
+        self.shape = decoded_shape(encoder, self._ensemble.meta.x_shape)
         self._given: ShardImages | None = None
-        self._own = [*range(manifest.num_classes)] if self._kind == "class" else experiment.sample.prompts
-        if self._kind != "none" and folder.shards.exists():
+        self._own = experiment.sample.prompts
+        if self._kind == "class":
+            self._own = [*range(self._ensemble.meta.condition["size"])]
+        if self._kind != "none" and manifest is not None:
             side = HELD_OUT if any(cluster.held_out for cluster in manifest.clusters) else TRAIN
-            self._given = ShardImages(folder.shards, manifest, encoder, side)
+            self._given = ShardImages(run.folder.shards, manifest, encoder, side)
         elif self._kind != "none" and not self._own:
             remedy = "copy them to this folder, or set sample.prompts"
-            raise UserError(f"{folder.shards}: no shards with captions; {remedy}")
+            raise UserError(f"{run.folder.shards}: no shards with captions; {remedy}")
         settings = asdict(experiment.sample)
-        settings["precision"] = resolve_precision(settings["precision"], device)
+        settings["precision"] = resolve_precision(settings["precision"], self._ensemble.device)
         self.settings = {
             "experiment": experiment.name,
-            "weights_sha256": sha256_file(folder.sampled_from(experiment.sample.member)),
+            "weights_sha256": sha256_file(run.folder.sampled_from(experiment.sample.member)),
             "seed": experiment.seed,
             "sample": {key: settings[key] for key in settings if key not in ("prompts", "num_per_prompt")},
             **{key: getattr(experiment.evaluate, key) for key in ("num_images", "batch_size", "image_format")},
@@ -237,13 +243,11 @@ class Generated:
 
     def images(self, rows: range) -> Images:
         """Return one part, generated now if it is not there."""
-        path, settings = self.folder / "parts" / f"{rows.start:08d}.npz", self._experiment.sample
+        path = self.folder / "parts" / f"{rows.start:08d}.npz"
         if not path.exists():
-            x_0 = self._loaded().sample(
-                settings,
+            x_0 = self._ensemble.latents(
                 self._condition(rows),
                 len(rows),
-                seed=self._experiment.seed,
                 batch_size=self._experiment.evaluate.batch_size,
                 keys=[("evaluate", row) for row in rows],
             )

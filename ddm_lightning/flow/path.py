@@ -190,6 +190,18 @@ def to_velocity(prediction: Samples, x_t: Samples, t: Times, kind: str, path: st
     raise _unknown(kind)
 
 
+def velocity_of(
+    network: Callable[..., Samples], x_t: Samples, t: Times, condition: Any, kind: str, path: str = "linear"
+) -> Samples:
+    """Evaluate a ``network`` that predicts ``kind`` on ``path``; return the linear path's velocity at ``(x_t, t)``.
+
+    Raises:
+        ValueError: ``kind`` is none of ``PREDICTIONS``.
+    """
+    x_tau, tau = PATHS[path].from_linear(x_t, t)
+    return to_velocity(network(x_tau, tau, condition), x_tau, tau, kind, path)
+
+
 def training_target(x_0: Samples, noise: Samples, t: Times, kind: str, path: str = "linear") -> Samples:
     """The regression target of a network that predicts ``kind`` on ``path``; for ``velocity`` it is ``dx_t/dt``.
 

@@ -24,6 +24,7 @@ from ddm_lightning.core.weights import check_memory
 from ddm_lightning.encoders.interfaces import CaptionEncoder
 from ddm_lightning.encoders.stored import StoredForm
 from ddm_lightning.ensemble.load import load_ensemble
+from ddm_lightning.ensemble.manifest import read_ensemble
 from ddm_lightning.ensemble.routing import Strategy
 from ddm_lightning.members.artifact import hand_over
 from ddm_lightning.members.cost import checkpoint_bytes, step_cost
@@ -186,7 +187,7 @@ def teach(module: StudentModule, run: Run) -> None:
         UserError: no ensemble, a damaged artifact, or a strategy without weights or without its router.
     """
     experiment, name = run.experiment, run.experiment.distill.teacher
-    module.teacher = load_ensemble(run.folder.root, device_of(experiment.island.accelerator)).ensemble
+    module.teacher = load_ensemble(read_ensemble(run.folder.ensemble), device_of(experiment.island.accelerator))
     module.teacher.precision = experiment.sample.precision
     module.strategy = None if name == "owner" else STRATEGIES.build(name, {})
     if module.strategy is not None and type(module.strategy).weights is Strategy.weights:

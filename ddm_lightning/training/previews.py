@@ -17,12 +17,12 @@ from torch import Tensor
 
 from ddm_lightning.config.experiment import EvaluateConfig, SampleConfig
 from ddm_lightning.core.errors import UserError, first_line, line_of
-from ddm_lightning.core.grids import labelled_grid
+from ddm_lightning.core.grids import heat_map, labelled_grid
 from ddm_lightning.core.registry import IMAGE_ENCODERS, METRICS
 from ddm_lightning.core.scores import scores_of
 from ddm_lightning.encoders.interfaces import ImageEncoder
 from ddm_lightning.flow.condition import Condition
-from ddm_lightning.flow.path import PATHS, guided, to_velocity
+from ddm_lightning.flow.path import guided, velocity_of
 from ddm_lightning.flow.randomness import keyed_generator
 from ddm_lightning.flow.solvers.euler import Euler
 from ddm_lightning.flow.timesteps import sampling_times
@@ -141,14 +141,15 @@ class SampleLogger(L.Callback):
         x_0 = module.normalised(batch)  # its shape; a stored posterior has twice the channels
         condition, scale = module.condition(batch), self.sample.guidance_scale
 
+        def network(*inputs: Any) -> Tensor:
+            # The precision of a validation step: sharded weights may exist in bfloat16 only.
+            with module.trainer.precision_plugin.forward_context():
+                return module.network(*inputs).float()
+
         def predicted(x_t: Tensor, t: Tensor, condition: Condition | None) -> Tensor:
             if self.stop.cuts_validation(module.trainer):
                 raise CutShortError
-            path = module.member.path
-            x_tau, tau = PATHS[path].from_linear(x_t, t)
-            # The precision of a validation step: sharded weights may exist in bfloat16 only.
-            with module.trainer.precision_plugin.forward_context():
-                return to_velocity(module.network(x_tau, tau, condition).float(), x_tau, tau, module.prediction, path)
+            return velocity_of(network, x_t, t, condition, module.prediction, module.member.path)
 
         def velocity(x_t: Tensor, t: Tensor) -> Tensor:
             found = predicted(x_t, t, condition)
@@ -241,15 +242,11 @@ class ScoreLogger(L.Callback):
 
 def routing_heat_map(confusion: Float[Tensor, "t k k"]) -> Figure:
     """Draw a panel per timestep: true clusters downwards, the mean probability of each cluster across."""
-    num_times, num_clusters, _ = confusion.shape
+    num_times = len(confusion)
     figure = Figure(figsize=(2.1 * num_times, 2.6), layout="constrained")
     shares = (confusion / confusion.sum(2, keepdim=True).clamp_min(1e-9)).numpy()
     for index, axis in enumerate(figure.subplots(1, num_times, squeeze=False)[0]):
-        axis.imshow(shares[index], vmin=0, vmax=1, cmap="viridis")
+        heat_map(axis, shares[index], shares[index], ".2f", vmin=0, vmax=1, cmap="viridis")
         axis.set(title=f"t = {(index + 0.5) / num_times:.2f}", xlabel="routed to")
-        axis.set(xticks=range(num_clusters), yticks=range(num_clusters))
-        for (row, column), share in np.ndenumerate(shares[index]):
-            colour = "w" if share < 0.6 else "k"
-            axis.text(column, row, f"{share:.2f}", ha="center", va="center", fontsize=6, color=colour)
     figure.get_axes()[0].set_ylabel("true cluster", fontsize=8)
     return figure

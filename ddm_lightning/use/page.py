@@ -28,8 +28,8 @@ from ddm_lightning.config.experiment import SampleConfig
 from ddm_lightning.core.errors import UserError, line_of, note
 from ddm_lightning.core.registry import STRATEGIES
 from ddm_lightning.ensemble.trace import Trace
-from ddm_lightning.use.pretrained import DecentralizedEnsemble
-from ddm_lightning.use.samples import heat_map
+from ddm_lightning.use.ensemble import DecentralizedEnsemble
+from ddm_lightning.use.trajectory import weights_chart
 
 NUM_EXAMPLES = 24
 """Captions to offer."""
@@ -128,7 +128,7 @@ def page(ensemble: DecentralizedEnsemble, captions: Sequence[str] = ()) -> gr.Bl
         captions: offered as examples; the experiment's prompts if there are none.
     """
     captions = [text for text in captions if 1 <= len(text.strip()) <= _MAX_PROMPT]
-    about, core, kind = ensemble.about, ensemble.loaded.ensemble, ensemble.loaded.meta.condition["kind"]
+    about, field, kind = ensemble.about, ensemble.field, ensemble.meta.condition["kind"]
     defaults, num_threads = SampleConfig(**about.sample), torch.get_num_threads()
 
     def generate(
@@ -136,7 +136,7 @@ def page(ensemble: DecentralizedEnsemble, captions: Sequence[str] = ()) -> gr.Bl
     ) -> tuple[list[Image.Image], str, Image.Image | None]:
         """Images of one strategy, a line about their cost, and the heat map of the experts' weights."""
         torch.set_num_threads(num_threads)  # a setting of each thread
-        trace, start, rows, active = Trace(), time.perf_counter(), core.work.rows, core.work.active
+        trace, start, rows, active = Trace(), time.perf_counter(), field.work.rows, field.work.active
         length = len((prompt or "").strip())
         described: dict[str, Any] = {"class": {"classes": [prompt]}, "none": {}}.get(kind, {"prompts": [prompt]})
         try:
@@ -158,11 +158,11 @@ def page(ensemble: DecentralizedEnsemble, captions: Sequence[str] = ()) -> gr.Bl
             if (line := line_of(error)) is None:
                 raise
             raise gr.Error(line, print_exception=False) from None
-        experts = (core.work.active - active) / max(1, core.work.rows - rows)
+        experts = (field.work.active - active) / max(1, field.work.rows - rows)
         cost = f"{time.perf_counter() - start:.1f} s, {experts:.2f} active experts on average"
         scale = max(1, _CELL_SIZE // images[0].height)
         larger = [ImageOps.scale(image, scale, Image.Resampling.LANCZOS) for image in images]
-        return larger, cost, _weights(trace, core.names)
+        return larger, cost, _weights(trace, field.names)
 
     with _Page(title=about.name, analytics_enabled=False, delete_cache=(600, 3600), fill_width=True) as blocks:
         gr.Markdown(f"# {about.name}\n" + (f"Trained on: {about.credit}" if about.credit else ""))
@@ -180,9 +180,9 @@ def page(ensemble: DecentralizedEnsemble, captions: Sequence[str] = ()) -> gr.Bl
                 if kind != "none":
                     guidance = gr.Slider(0, _MAX_GUIDANCE, defaults.guidance_scale, step=0.1, label="Guidance")
                 settings += [guidance, gr.Number(about.seed, label="Seed")]
-                if core.num_clusters > 1:
+                if field.num_clusters > 1:
                     gr.Markdown("**Experts**: each one's weight is multiplied by its number; 0 switches it off.")
-                    settings += [gr.Slider(0, 1, 1, step=0.05, label=name) for name in core.names]
+                    settings += [gr.Slider(0, 1, 1, step=0.05, label=name) for name in field.names]
             first, *outputs = _side("A", defaults.strategy)
             second, *others = _side("B", "full" if defaults.strategy == "bayes" else "bayes")
         # Gradio runs one call of a function at a time. After an error of the first, the second would only repeat it.
@@ -199,7 +199,7 @@ def _described(kind: str, ensemble: DecentralizedEnsemble) -> Any:
     if kind == "none":
         return gr.State("")
     if kind == "class":
-        names = ensemble.about.class_names or list(map(str, range(ensemble.loaded.meta.condition["size"])))
+        names = ensemble.about.class_names or list(map(str, range(ensemble.meta.condition["size"])))
         return gr.Dropdown(names, value=names[0], label="Class")
     return gr.Textbox(next(iter(ensemble.about.sample["prompts"]), ""), label="Prompt", lines=2)
 
@@ -230,4 +230,4 @@ def _weights(trace: Trace, names: list[str]) -> Image.Image | None:
     """Heat map of the mean weights and of each image's; None for a strategy that does not tell them."""
     every = {f"weights for image {i + 1}": weights for i, weights in enumerate(trace.weights.values())}
     mean = {"mean weights": torch.stack(list(every.values())).mean(0)} if len(every) > 1 else {}
-    return heat_map(trace.times, mean | every, names) if every else None
+    return weights_chart(trace.times, mean | every, names) if every else None

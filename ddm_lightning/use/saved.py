@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import atexit
+import json
+import re
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -12,16 +14,22 @@ from pathlib import Path
 from fsspec.core import url_to_fs
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from ddm_lightning.config.experiment import Experiment
+from ddm_lightning.config.experiment import Experiment, PluginConfig, SampleConfig
 from ddm_lightning.core.errors import DOWNLOADS, UserError, first_line
-from ddm_lightning.core.files import atomic_folder, inside, read_json
+from ddm_lightning.core.files import atomic_folder, atomic_write_text, inside, read_json
 from ddm_lightning.core.weights import check_recorded
-from ddm_lightning.ensemble.manifest import About, EnsembleManifest, read_ensemble, write_manifest
+from ddm_lightning.ensemble.manifest import About, EnsembleManifest, read_ensemble, single, write_manifest
 from ddm_lightning.members.artifact import REMEDY, WEIGHTS_FILE
+from ddm_lightning.members.roles import condition_spec
+from ddm_lightning.members.run import Run
 from ddm_lightning.members.run_folder import ENSEMBLE_FILE, MEMBER_FILE, RunFolder, load_run
-from ddm_lightning.shards.manifest import ClusterSamples, Manifest, manifest_path
+from ddm_lightning.shards.manifest import Manifest, manifest_path
 
 CARD_FILE = "README.md"
+_PIPELINE = '''"""Code of this folder for diffusers: the class is part of the installed package ddm_lightning."""
+
+from ddm_lightning.use.diffusers_pipeline import DecentralizedPipeline  # noqa: F401
+'''
 _TEMPLATES = Environment(
     loader=PackageLoader(__package__), undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True
 )
@@ -88,56 +96,30 @@ def is_saved(folder: Path) -> bool:
     return run.ensemble.exists() and (str(folder) in DOWNLOADS or not run.experiment.exists())
 
 
-def data_of(folder: Path) -> Manifest:
-    """Read the manifest of a run's shards; for a saved ensemble, describe its data without shards.
+def open_run(experiment: Experiment) -> Run:
+    """Open the run folder or saved ensemble of an experiment from ``load_settings``.
 
     Raises:
-        UserError: as ``Manifest.read`` or ``open_ensemble``.
+        UserError: as ``Run.open``.
     """
-    if not is_saved(folder):
-        return Manifest.read(folder)
-    ensemble = open_ensemble(folder, partial=True, quiet=True)
-    about, meta = ensemble.about, next(iter(ensemble.metas.values()))
-    assert about is not None
-    kind, size = meta.condition["kind"], meta.condition["size"]
-    return Manifest(
-        source={},
-        attribution=about.credit,
-        images={},
-        image_encoder=meta.image_encoder,
-        stores="x_0",
-        x_shape=meta.x_shape,
-        normalisation=meta.normalisation,
-        statistics={},
-        caption_encoder=meta.caption_encoder,
-        text_size=size if kind == "text" else 0,
-        token_shape=(meta.condition["length"], size) if kind == "tokens" else None,
-        columns={},
-        num_classes=size if kind == "class" else 0,
-        features={},
-        provenance={},
-        num_read=0,
-        broken={},
-        num_samples=about.num_images,
-        num_without_caption=0,
-        clusters=(ClusterSamples(0, 0),) * len(ensemble.priors),
-        priors=ensemble.priors,
-        seed=about.seed,
-        index_sha256={},
-        partition_sha256=ensemble.partition_sha256,
-        versions={},
-        class_names=about.class_names,
-    )
+    run = Run(experiment)
+    return run if is_saved(run.folder.root) else Run.open(experiment)
 
 
-def open_ensemble(
-    folder: Path, experiment: Experiment | None = None, *, partial: bool = False, quiet: bool = False
+def manifest_with_about(
+    folder: Path,
+    experiment: Experiment | None = None,
+    *,
+    member: str | None = None,
+    partial: bool = False,
+    quiet: bool = False,
 ) -> EnsembleManifest:
-    """Read the ensemble of a run folder or of a saved ensemble.
+    """Read the manifest of a run's or a saved ensemble, and describe it.
 
     Args:
         folder: holds ``ensemble.json``.
-        experiment: the experiment with other defaults of sampling; None is the recorded one.
+        experiment: gives the defaults of sampling; None is the recorded one.
+        member: of a run, one member alone instead of the ensemble.
         partial, quiet: as in ``read_ensemble``.
 
     Returns:
@@ -146,13 +128,19 @@ def open_ensemble(
     Raises:
         UserError: a file is missing, damaged or of other data.
     """
-    ensemble = read_ensemble(folder / ENSEMBLE_FILE, partial=partial, quiet=quiet)
-    about = ensemble.about
+    run = RunFolder(folder)
+    if member is not None:
+        ensemble = single(run.artifact(member))
+    else:
+        ensemble = read_ensemble(run.ensemble, partial=partial, quiet=quiet)
+    about, meta = ensemble.about, ensemble.meta
     if about is None:
-        experiment, prepared = experiment or load_run(RunFolder(folder).experiment), Manifest.read(folder)
-        if prepared.partition_sha256 != ensemble.partition_sha256:
-            problem = "the experts were trained on other data; copy the manifest from where they were trained"
-            raise UserError(f"{manifest_path(folder)}: {problem}")
+        experiment, prepared = experiment or load_run(run.experiment), Manifest.read(folder)
+        condition = condition_spec(experiment, prepared).to_dict()
+        known = (meta.partition_sha256, meta.x_shape, meta.condition)
+        if known != (prepared.partition_sha256, prepared.x_shape, condition):
+            problem = f"the experts were trained on other data ({meta.x_shape}, {meta.condition})"
+            raise UserError(f"{manifest_path(folder)}: {problem}; copy the manifest from where they were trained")
         about = About(
             name=experiment.name,
             credit=prepared.attribution,
@@ -163,18 +151,52 @@ def open_ensemble(
         )
     elif experiment is not None:
         about = replace(about, seed=experiment.seed, sample=asdict(experiment.sample))
-    condition, names = next(iter(ensemble.metas.values())).condition, about.class_names
-    if condition["kind"] == "class" and names and len(names) != condition["size"]:
-        raise UserError(f"{folder / ENSEMBLE_FILE}: {len(names)} class_names for {condition['size']} classes; fix them")
+    names, num_classes = about.class_names, meta.condition["size"]
+    if meta.condition["kind"] == "class" and names and len(names) != num_classes:
+        raise UserError(f"{run.ensemble}: {len(names)} class_names for {num_classes} classes; fix them")
     num_images = max(1, round(about.num_images * (1 - sum(ensemble.lost.values()))))
     return replace(ensemble, about=replace(about, num_images=num_images))
+
+
+def experiment_of(manifest: EnsembleManifest) -> Experiment:
+    """Build the part of an experiment that sampling from an ensemble needs."""
+    assert manifest.about is not None
+    about, meta = manifest.about, manifest.meta
+    sample = replace(SampleConfig(**about.sample), member=None)
+    experiment = Experiment(name=about.name, sample=sample, seed=about.seed)
+    experiment.condition.kind = meta.condition["kind"]
+    experiment.prepare.image_encoder = PluginConfig(**meta.image_encoder)
+    experiment.prepare.caption_encoder = PluginConfig(**meta.caption_encoder) if meta.caption_encoder else None
+    experiment.prepare.partition.num_clusters = len(manifest.experts)
+    return experiment
+
+
+def refuse_paths(manifest: EnsembleManifest, experiment: Experiment | None, allow_paths: bool) -> None:
+    """Refuse encoders that load a local path or hub model that only the artifacts name.
+
+    Args:
+        manifest: the ensemble, perhaps a stranger's.
+        experiment: the user's own, whose encoders are allowed.
+        allow_paths: whether the user allows every encoder.
+
+    Raises:
+        UserError: an encoder's params name a path or a model of the hub.
+    """
+    name, meta = next(iter(manifest.metas.items()))
+    own = [] if experiment is None else [experiment.prepare.image_encoder, experiment.prepare.caption_encoder]
+    for encoder in filter(None, (meta.image_encoder, meta.caption_encoder)):
+        params = json.dumps(encoder["params"], ensure_ascii=False)
+        if not allow_paths and PluginConfig(**encoder) not in own and re.search(r'[/\\]|"path":', params):
+            problem = f"the encoder {encoder['name']!r} would load what {params} names"
+            place = manifest.folders[name] / MEMBER_FILE
+            raise UserError(f"{place}: {problem}; if you trust the author, add --allow-paths or allow_paths=True")
 
 
 def save_ensemble(ensemble: EnsembleManifest, out: Path, licence: str | None = None) -> None:
     """Write a saved ensemble; ``out`` appears whole or not at all.
 
     Args:
-        ensemble: from ``open_ensemble`` or ``changes``.
+        ensemble: from ``manifest_with_about`` or ``changes``.
         out: new folder.
         licence: licence of the weights; None keeps the one stated before.
 
@@ -202,5 +224,19 @@ def save_ensemble(ensemble: EnsembleManifest, out: Path, licence: str | None = N
 def model_card(ensemble: EnsembleManifest) -> str:
     """Describe a saved ensemble in Markdown: use, members with hashes, partition, credit and licence."""
     shares = dict(zip(ensemble.experts, ensemble.priors, strict=True))
-    condition = next(iter(ensemble.metas.values())).condition["kind"]
+    condition = ensemble.meta.condition["kind"]
     return _TEMPLATES.get_template("model_card.md.j2").render(vars(ensemble), shares=shares, condition=condition)
+
+
+def export_diffusers(manifest: EnsembleManifest, out: Path, licence: str | None = None) -> None:
+    """Write a saved ensemble that ``diffusers`` loads, too.
+
+    Use ``DiffusionPipeline.from_pretrained(out, custom_pipeline=out, trust_remote_code=True)``.
+
+    Raises:
+        UserError: as ``save_ensemble``.
+    """
+    save_ensemble(manifest, out, licence)
+    atomic_write_text(out / "pipeline.py", _PIPELINE)
+    index = {"_class_name": ["pipeline", "DecentralizedPipeline"]}
+    atomic_write_text(out / "model_index.json", json.dumps(index, indent=2) + "\n")

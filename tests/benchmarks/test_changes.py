@@ -6,7 +6,7 @@ import torch
 from tiny_runs import copy_run, settings
 
 from ddm_lightning.members.artifact import read_artifact
-from ddm_lightning.use.saved import open_ensemble
+from ddm_lightning.use.saved import manifest_with_about
 
 
 def test_the_leaver_comes_back_with_its_prior(finished_run, tmp_path, monkeypatch):
@@ -24,7 +24,7 @@ def test_the_leaver_comes_back_with_its_prior(finished_run, tmp_path, monkeypatc
     assert [len(one.experts) for one in seen] == [2, 1, 2, 2, 1, 2]
     assert "router" in before.folders and "router" not in added.folders
     assert extended.metas["router"].num_clusters == 3
-    assert sorted(added.priors) == pytest.approx(sorted(open_ensemble(run).priors), abs=0.01)
+    assert sorted(added.priors) == pytest.approx(sorted(manifest_with_about(run).priors), abs=0.01)
     same = (read_artifact(one.folders[name])[1] for one, name in ((before, "expert-1"), (removed, "expert-1")))
     assert all(torch.equal(a, b) for a, b in zip(*(weights.values() for weights in same), strict=True))
     assert json.loads(out.read_text())["figures"]["experts_bayes_removed"] == 1

@@ -10,7 +10,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ddm_lightning.config.load import load_experiment
 from ddm_lightning.core.registry import EXPERTS, ROUTERS
-from ddm_lightning.ensemble.load import LoadedEnsemble
 from ddm_lightning.ensemble.routing import sample
 from ddm_lightning.ensemble.velocity import Ensemble
 from ddm_lightning.flow.condition import ConditionSpec
@@ -32,9 +31,7 @@ def task(tmp_path, monkeypatch):
     meta = replace(make_meta(), x_shape=SHAPE, condition=spec.to_dict(), timestep_shift=1.0)
     weights = tmp_path / "ensemble.json"
     weights.write_text("{}")
-    monkeypatch.setattr(
-        flop_sampling.Task, "load", lambda _: LoadedEnsemble(Ensemble(experts, router, [1 / K] * K), meta)
-    )
+    monkeypatch.setattr(flop_sampling.Task, "load", lambda _: (Ensemble(experts, router, [1 / K] * K), meta))
     settings = flop_sampling.Settings(NUM, STEPS, 1.0, seed=0)
     data = Run(load_experiment(TINY, [f"run_dir={tmp_path}", "condition.kind=none", "sample.prompts=[]"]))
     return flop_sampling.Task(METHODS["top1"], tmp_path, data, settings, tmp_path / "samples")

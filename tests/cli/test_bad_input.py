@@ -182,15 +182,6 @@ def refuse_sample(refuse: Refuse, copied: Path) -> Refuse:
     return run
 
 
-def test_an_unconditional_experiment_takes_no_prompt(refuse: Refuse, copied: Path) -> None:
-    record = copied / "experiment.yaml"
-    text = record.read_text(encoding="utf-8").replace("kind: text", "kind: none")
-    record.write_text(re.sub(r"prompts:\n(  - .*\n)+", "prompts: []\n", text), encoding="utf-8")
-    line = refuse("sample", "-c", record, "--prompt", "red disc")
-    assert line.startswith("--prompt: ")
-    assert "'none', not on text" in line
-
-
 def test_an_experiment_with_texts_takes_no_class(refuse_sample: Refuse) -> None:
     assert refuse_sample("--class", "3") == "--class: tiny_2x is conditioned on 'text', not on a class"
 
@@ -225,7 +216,7 @@ def test_a_image_that_cannot_be_written(
     def load(*_: object) -> None:
         raise AssertionError("images are drawn for nothing")
 
-    monkeypatch.setattr("ddm_lightning.ensemble.load.load_ensemble", load)
+    monkeypatch.setattr("ddm_lightning.use.ensemble.load_ensemble", load)
     assert refuse_sample("--out", out).startswith(f"--out {out!r}: ")
 
 

@@ -329,7 +329,7 @@ def test_an_image_of_a_prompt_is_the_same_whatever_its_neighbours(
         return np.stack([np.asarray(Image.open(path)) for path in sorted((tmp_path / out).glob("*-red-disc-*.png"))])
 
     alone = drawn("alone", "--prompt", "red disc", "--num", 2)
-    monkeypatch.setattr("ddm_lightning.use.samples.BATCH_SIZE", 4)
+    monkeypatch.setattr("ddm_lightning.use.ensemble.BATCH_SIZE", 4)
     among = drawn("among", "--prompt", "a cross", "--prompt", "red disc", "--prompt", "a box", "--num", 3)
     assert alone.shape[0] == 2 and among.shape[0] == 3
     assert np.abs(alone.astype(int) - among[:2]).max() <= 1  # a rounding of 256 values

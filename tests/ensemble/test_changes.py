@@ -74,13 +74,13 @@ def test_an_expert_opts_out_and_the_images_of_the_others_stay(
     for name in ("expert-0", "expert-2", "router"):
         assert tree(out / name) == tree(three / name)
     before, after = load(three), load(out)
-    assert after.loaded.ensemble.paths == ["linear", "cosine"] and after.about.num_images == 70
+    assert after.field.paths == ["linear", "cosine"] and after.about.num_images == 70
     for cluster in (0, 2):
         of_one = {"strategy": "oracle", "strategy_params": {"cluster": cluster}}
         assert images(before, **of_one) == images(after, **of_one)
 
     calls: list[int] = []
-    before.loaded.ensemble.experts[1].register_forward_hook(lambda *_: calls.append(1))
+    before.field.experts[1].register_forward_hook(lambda *_: calls.append(1))
     touched = []
     for prompt in PROMPTS:
         calls.clear()
@@ -108,9 +108,9 @@ def test_an_expert_of_other_data_needs_bayes(three: Path, tmp_path: Path, capsys
     assert "expert-0 0.1000, expert-1 0.1500, expert-2 0.2500, expert-3 0.5000\n" in printed
     assert printed.count("\n") == 3 and "use the strategy bayes, or train a router anew" in printed
     ensemble = load(out)
-    assert ensemble.loaded.ensemble.router is None and ensemble.about.sample["strategy"] == "bayes"
+    assert ensemble.field.router is None and ensemble.about.sample["strategy"] == "bayes"
     used: list[int] = []
-    for k, expert in enumerate(ensemble.loaded.ensemble.experts):
+    for k, expert in enumerate(ensemble.field.experts):
         expert.register_forward_hook(lambda *_, k=k: used.append(k))
     assert len({*images(ensemble)}) == len(PROMPTS) and {*used} == {0, 1, 2, 3}
     refused(lambda: ensemble.sample(PROMPTS, strategy="full", solver="euler"), "no router", "bayes")
@@ -123,11 +123,11 @@ def test_a_newer_expert_keeps_the_router_and_another_one_costs_it(three: Path, t
     newer = put_member(tmp_path / "newer", "expert-1", 6)
     assert change("replace", three, "expert-1", newer, "--out", tmp_path / "out") == 0
     before, after = load(three), load(tmp_path / "out")
-    assert after.loaded.ensemble.router is not None and after.manifest.priors == before.manifest.priors
+    assert after.field.router is not None and after.manifest.priors == before.manifest.priors
     assert tree(tmp_path / "out" / "expert-1") == tree(newer)
     assert change("replace", three, "expert-0", newer, "--images", 80, "--out", tmp_path / "other") == 0
     other = load(tmp_path / "other")
-    assert other.loaded.ensemble.router is None and other.manifest.priors == (0.5, 0.1875, 0.3125)
+    assert other.field.router is None and other.manifest.priors == (0.5, 0.1875, 0.3125)
     assert len(images(other)) == len(PROMPTS)
 
 
@@ -153,7 +153,7 @@ def test_rows_that_an_expert_breaks_are_made_without_it(
 ) -> None:
     assert change("remove", three, "expert-1", "--out", tmp_path / "removed") == 0
     whole, removed, broken = (load(folder) for folder in (three, tmp_path / "removed", three))
-    next(broken.loaded.ensemble.experts[1].parameters()).data.fill_(torch.nan)
+    next(broken.field.experts[1].parameters()).data.fill_(torch.nan)
     capsys.readouterr()
     found, full, less = (images(one, strategy=strategy) for one in (broken, whole, removed))
     assert images(broken, strategy=strategy) == found
@@ -172,14 +172,14 @@ def test_rows_that_an_expert_breaks_are_made_without_it(
 @pytest.mark.parametrize("strategy", [*STRATEGIES, "sample-1", "sample-each-step"])
 def test_a_broken_router_is_not_blamed_on_an_expert(three: Path, strategy: str) -> None:
     ensemble = load(three)
-    assert ensemble.loaded.ensemble.router is not None
-    next(ensemble.loaded.ensemble.router.parameters()).data.fill_(torch.nan)
+    assert ensemble.field.router is not None
+    next(ensemble.field.router.parameters()).data.fill_(torch.nan)
     refused(lambda: images(ensemble, strategy=strategy), "router: returns NaN", "bayes")
 
 
 def test_an_adaptive_solver_survives_a_broken_expert(three: Path) -> None:
     ensemble = load(three)
-    next(ensemble.loaded.ensemble.experts[1].parameters()).data.fill_(torch.nan)
+    next(ensemble.field.experts[1].parameters()).data.fill_(torch.nan)
     assert len(ensemble.sample(PROMPTS[:2], strategy="full", solver="dormand-prince", solver_params=LOOSE)) == 2
 
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from ensemble_networks import Aimed, FixedRouter
 from torch import nn
+from toy_ensemble import sample
 
 from ddm_lightning.core.errors import UserError
-from ddm_lightning.ensemble.routing import sample
 from ddm_lightning.ensemble.velocity import Ensemble
 from ddm_lightning.flow.condition import Condition
 

@@ -8,10 +8,11 @@ import pytest
 import torch
 from ensemble_networks import finite_set
 from torch import Tensor, nn
+from toy_ensemble import sample
 
 from ddm_lightning.config.experiment import SampleConfig
-from ddm_lightning.ensemble.routing import Batch, sample
-from ddm_lightning.ensemble.strategies.full import Full
+from ddm_lightning.ensemble.routing import Batch
+from ddm_lightning.ensemble.strategies.weighting import Full
 from ddm_lightning.ensemble.velocity import Ensemble
 from ddm_lightning.flow.condition import Condition
 from ddm_lightning.flow.oracle import FiniteSetOracle

@@ -6,8 +6,8 @@ import torch
 from artifact_files import PARAMS, SHAPE, edit, make_meta, make_network, put, refused
 
 from ddm_lightning.core.registry import ROUTERS
-from ddm_lightning.ensemble.load import load_ensemble, load_single
-from ddm_lightning.ensemble.manifest import write_ensemble
+from ddm_lightning.ensemble.load import load_ensemble
+from ddm_lightning.ensemble.manifest import read_ensemble, single, write_ensemble
 from ddm_lightning.ensemble.velocity import Ensemble
 from ddm_lightning.flow.condition import Condition, ConditionSpec
 from ddm_lightning.members.artifact import load_network, write_artifact
@@ -34,24 +34,25 @@ def inputs():
 
 
 def test_the_loaded_ensemble_computes_what_was_trained(run_dir):
-    loaded = load_ensemble(run_dir)
+    manifest = read_ensemble(run_dir / "ensemble.json")
+    loaded = load_ensemble(manifest)
     trained = Ensemble([make_network("expert", 0), make_network("expert", 1)], make_network("router", 2), PRIORS)
     x_t, t, condition = inputs()
     expected = trained.velocity(x_t, t, condition, guidance_scale=2.0)
-    got = loaded.ensemble.velocity(x_t, t, condition, guidance_scale=2.0)
+    got = loaded.velocity(x_t, t, condition, guidance_scale=2.0)
     assert torch.equal(got, expected) and got.abs().sum() > 0
-    assert loaded.ensemble.priors.tolist() == PRIORS
-    assert loaded.meta.member == "expert-0" and loaded.meta.timestep_shift == 1.5
+    assert loaded.priors.tolist() == PRIORS
+    assert manifest.meta.member == "expert-0" and manifest.meta.timestep_shift == 1.5
 
 
 def test_the_routers_temperatures_are_applied(run_dir):
-    plain = load_ensemble(run_dir).ensemble
+    plain = load_ensemble(read_ensemble(run_dir / "ensemble.json"))
     without, given = (2.0, 3.0), (0.5, 0.25)
     figures = {f"held_out/temperature_t{t}": one for t, one in zip((0.25, 0.75), without, strict=True)}
     figures |= {f"held_out/temperature_conditional_t{t}": one for t, one in zip((0.25, 0.75), given, strict=True)}
     put(run_dir / "router", "router", metrics=figures)
     write_ensemble(run_dir, [run_dir / member for member in ("expert-0", "expert-1", "router")], PRIORS)
-    calibrated = load_ensemble(run_dir).ensemble
+    calibrated = load_ensemble(read_ensemble(run_dir / "ensemble.json"))
     plain.router = calibrated.router
     x_t, t, condition = inputs()
     of_rows = [given if keep else without for keep in condition.keep]
@@ -68,28 +69,36 @@ def test_a_router_without_a_condition_is_given_none(run_dir):
     put_meta.condition.update(kind="none", size=0)
     write_artifact(run_dir / "router", router.state_dict(), put_meta)
     write_ensemble(run_dir, [run_dir / member for member in ("expert-0", "expert-1", "router")], PRIORS)
-    assert load_ensemble(run_dir).ensemble.velocity(*inputs()).shape == (6, *SHAPE)
+    assert load_ensemble(read_ensemble(run_dir / "ensemble.json")).velocity(*inputs()).shape == (6, *SHAPE)
 
 
 @pytest.mark.parametrize("member", ["monolith", "expert-1"])
 def test_a_single_member_is_an_ensemble_of_itself(run_dir, member):
     if member == "monolith":
         write_artifact(run_dir / member, make_network("monolith", 1).state_dict(), make_meta("monolith"))
-    loaded = load_single(run_dir / member)
+    manifest = single(run_dir / member)
+    loaded = load_ensemble(manifest)
     x_t, t, condition = inputs()
     expected = make_network("expert", 1).eval()(x_t, t, condition)
-    assert torch.equal(loaded.ensemble.velocity(x_t, t, condition), expected)
+    assert torch.equal(loaded.velocity(x_t, t, condition), expected)
     assert torch.equal(load_network(run_dir / member)[1](x_t, t, condition), expected)
-    assert loaded.meta.member == member
+    assert manifest.meta.member == member and loaded.names == [member]
 
 
 def test_bad_folders_are_named(run_dir):
-    refused(lambda: load_single(run_dir / "router"), run_dir / "router" / "member.json", "give an expert")
+    refused(lambda: single(run_dir / "router"), run_dir / "router" / "member.json", "give an expert")
     refused(lambda: load_network(run_dir / "expert-7"), run_dir / "expert-7" / "member.json", "is missing", "fetch")
-    refused(lambda: load_ensemble(run_dir.parent), run_dir.parent / "ensemble.json", "is missing", "fit")
+    refused(
+        lambda: read_ensemble(run_dir.parent / "ensemble.json"), run_dir.parent / "ensemble.json", "is missing", "fit"
+    )
     weights = run_dir / "expert-1" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-8])
-    refused(lambda: load_ensemble(run_dir), weights, "not a whole safetensors file", "fetch this artifact again")
+    refused(
+        lambda: load_ensemble(read_ensemble(run_dir / "ensemble.json")),
+        weights,
+        "not a whole safetensors file",
+        "fetch this artifact again",
+    )
     put(run_dir / "expert-1", "expert-1", network="dit")
     edit(run_dir / "expert-1" / "member.json", network="unheard-of")
     refused(lambda: load_network(run_dir / "expert-1"), run_dir / "expert-1" / "member.json", "unheard-of", "install")

@@ -8,10 +8,10 @@ import pytest
 import torch
 from ensemble_networks import NETWORKS, SHAPE, conditions, three
 from torch import Tensor, nn
+from toy_ensemble import sample
 
 from ddm_lightning.config.experiment import SampleConfig
 from ddm_lightning.ensemble.residency import ResidentExperts
-from ddm_lightning.ensemble.routing import sample
 from ddm_lightning.ensemble.velocity import Ensemble
 
 DIT, MMDIT = NETWORKS[0], NETWORKS[2]

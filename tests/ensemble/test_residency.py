@@ -4,12 +4,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from artifact_files import PARAMS, make_meta, make_network, refused
+from artifact_files import PARAMS, SHAPE, TEXT, make_meta, make_network, refused
 from torch import nn
+from toy_ensemble import sample
 
 from ddm_lightning.config.experiment import SampleConfig
 from ddm_lightning.ensemble.load import load_ensemble
-from ddm_lightning.ensemble.manifest import write_ensemble
+from ddm_lightning.ensemble.manifest import read_ensemble, write_ensemble
 from ddm_lightning.ensemble.residency import ResidentExperts
 from ddm_lightning.members.artifact import write_artifact
 
@@ -32,13 +33,14 @@ def run_dir(tmp_path):
 
 def test_experts_that_take_turns_sample_the_same_images(run_dir):
     settings = SampleConfig(strategy="bayes", solver="ancestral", num_steps=6)
-    all_at_once, in_turns = load_ensemble(run_dir), load_ensemble(run_dir, resident_experts=2)
-    assert isinstance(in_turns.ensemble.experts, ResidentExperts)
-    images = [loaded.sample(settings, None, 5, seed=0, batch_size=5) for loaded in (all_at_once, in_turns)]
+    manifest = read_ensemble(run_dir / "ensemble.json")
+    all_at_once, in_turns = load_ensemble(manifest), load_ensemble(manifest, resident_experts=2)
+    assert isinstance(in_turns.experts, ResidentExperts)
+    images = [sample(loaded, None, 5, SHAPE, settings, batch_size=5) for loaded in (all_at_once, in_turns)]
     assert torch.equal(*images)
-    assert in_turns.cost == all_at_once.cost
+    assert in_turns.cost(SHAPE, TEXT) == all_at_once.cost(SHAPE, TEXT)
     settings.compile = True
-    refused(lambda: in_turns.sample(settings, None, 5, seed=0, batch_size=5), "sample.resident_experts")
+    refused(lambda: sample(in_turns, None, 5, SHAPE, settings, batch_size=5), "sample.resident_experts")
 
 
 def test_only_so_many_experts_have_memory():

@@ -10,7 +10,6 @@ from toy_ensemble import SHAPE, WAYS, ByBrightness, Linear, draw, two
 
 from ddm_lightning.config.experiment import SampleConfig
 from ddm_lightning.core.errors import UserError
-from ddm_lightning.ensemble.strategies.bayes import Bayes
 from ddm_lightning.ensemble.velocity import Ensemble
 from ddm_lightning.flow.condition import Condition
 
@@ -103,7 +102,15 @@ def test_bayes_starts_from_the_router_or_the_priors(router_prior: bool, shares: 
     router.logits = router.logits.log()
     condition = Condition.of(torch.ones(600, 1))
     ensemble = Ensemble([Aimed(5.0), Aimed(-5.0)], router, [0.25, 0.75])
-    got = draw(ensemble, 600, condition, strategy=Bayes(router_prior), solver="ancestral", batch_size=600)
+    got = draw(
+        ensemble,
+        600,
+        condition,
+        strategy="bayes",
+        strategy_params={"router_prior": router_prior},
+        solver="ancestral",
+        batch_size=600,
+    )
     share = (got.mean((1, 2, 3)) > 0).float().mean().item()
     assert share == pytest.approx(shares[0], abs=4 * (shares[0] * shares[1] / 600) ** 0.5)
     assert len(router.conditions) == int(router_prior)  # one batch, asked once

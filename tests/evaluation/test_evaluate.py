@@ -14,10 +14,10 @@ from tiny_runs import copy_run, settings
 
 from ddm_lightning.cli.parser import main
 from ddm_lightning.core.registry import FEATURES, METRICS
-from ddm_lightning.ensemble import load
 from ddm_lightning.evaluation import image_sets
 from ddm_lightning.evaluation.image_sets import ShardImages
 from ddm_lightning.shards.manifest import HELD_OUT, TRAIN, Manifest
+from ddm_lightning.use import ensemble
 
 PIXELS = "{name: kid, params: {features: pixels}}"
 FD = "{name: fid, params: {features: pooled-pixels, num_groups: 2, min_images: 10}}"
@@ -117,13 +117,13 @@ def test_features_of_other_parameters_are_computed_anew(run, tmp_path):
 
 def test_a_second_call_samples_only_what_is_missing(run, monkeypatch):
     numbers = []
-    sample = load.sample
+    sample = ensemble.sample
 
     def counted(*arguments, **named):
         numbers.append(arguments[2])
         return sample(*arguments, **named)
 
-    monkeypatch.setattr(load, "sample", counted)
+    monkeypatch.setattr(ensemble, "sample", counted)
     assert evaluate(run) == 0
     (folder,) = (path for path in (run / "evaluation").iterdir() if path.name != "features")
     first = result(folder)

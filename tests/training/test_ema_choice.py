@@ -14,6 +14,7 @@ from ddm_lightning.cli.parser import main
 from ddm_lightning.config.experiment import TrainConfig
 from ddm_lightning.core.files import sha256_file
 from ddm_lightning.ensemble.load import load_ensemble
+from ddm_lightning.ensemble.manifest import read_ensemble
 from ddm_lightning.members.artifact import read_artifact
 from ddm_lightning.training import ema_choice
 from ddm_lightning.training.ema import snapshot_steps
@@ -197,7 +198,7 @@ def test_an_ensemble_takes_the_new_weights_and_fit_and_status_follow(run, capsys
     capsys.readouterr()
     assert command("ema", run, "--use", "0.2") == 0
     assert (run / "ensemble.json").read_bytes() != before
-    load_ensemble(run)
+    load_ensemble(read_ensemble(run / "ensemble.json"))
     loss = json.loads((run / "members/expert-0/artifact/member.json").read_text())["metrics"]["held_out/loss"]
     assert command("status", run, member=None) == 0
     assert f"{loss:.4f}" in capsys.readouterr().out

@@ -14,6 +14,7 @@ from tiny_runs import prepared
 from ddm_lightning.cli.parser import main
 from ddm_lightning.encoders.stored import StoredForm
 from ddm_lightning.ensemble.load import load_ensemble
+from ddm_lightning.ensemble.manifest import read_ensemble
 from ddm_lightning.flow.path import interpolate
 from ddm_lightning.members.artifact import read_meta
 from ddm_lightning.shards.manifest import Manifest
@@ -41,7 +42,7 @@ def test_an_extended_router_knows_the_new_cluster_and_keeps_the_others(
     assert main([*add, "--tune-router", str(finished_run), str(new), "--out", str(out)]) == 0
     assert "use the strategy bayes" not in capsys.readouterr().out
 
-    loaded = load_ensemble(out).ensemble
+    loaded = load_ensemble(read_ensemble(out / "ensemble.json"))
     meta = read_meta(out / "router")
     assert loaded.num_clusters == 3 and meta.num_clusters == 3 and len(meta.clusters) == 3
     share = IMAGES / (IMAGES + Manifest.read(finished_run).num_samples)
@@ -57,7 +58,7 @@ def test_an_extended_router_knows_the_new_cluster_and_keeps_the_others(
 
     again, less = tmp_path / "again", tmp_path / "less"
     assert main(["ensemble", "remove", str(out), "expert-0", "--out", str(less)]) == 0
-    assert load_ensemble(less).ensemble.router is not None
+    assert load_ensemble(read_ensemble(less / "ensemble.json")).router is not None
     other = shutil.copytree(expert, tmp_path / "other")
     edit(other / "member.json", member="expert-0")
     refusals = {

@@ -31,7 +31,7 @@ from ddm_lightning.members.artifact import load_network
 from ddm_lightning.members.run_folder import lock_member
 from ddm_lightning.training.guard import read_skipped
 from ddm_lightning.training.roles import ExpertModule
-from ddm_lightning.use.samples import prompt_condition
+from ddm_lightning.use.conditions import prompt_condition
 
 pytestmark = WARNINGS
 

@@ -10,6 +10,7 @@ from training.members import Recorder, at, batch, build, expert
 
 from ddm_lightning.cli.parser import main
 from ddm_lightning.ensemble.load import load_ensemble
+from ddm_lightning.ensemble.manifest import read_ensemble
 from ddm_lightning.ensemble.velocity import Ensemble
 from ddm_lightning.flow.path import PATHS
 from ddm_lightning.members.roles import ROLES
@@ -81,7 +82,7 @@ def test_two_networks_and_objectives_in_one_ensemble(tiny_run, capsys):
     }
     said = [(meta["network"], meta["prediction"], meta["path"]) for meta in metas.values()]
     assert said == [("dit", "velocity", "linear"), ("unet", "epsilon", "cosine"), ("router-dit", None, "linear")]
-    assert load_ensemble(tiny_run).ensemble.paths == ["linear", "cosine"]
+    assert load_ensemble(read_ensemble(tiny_run / "ensemble.json")).paths == ["linear", "cosine"]
     assert (tiny_run / "samples" / "full.png").exists()
     assert "without sample images" not in capsys.readouterr().err
     # Another path is another experiment.

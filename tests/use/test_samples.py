@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from artifact_files import make_meta
 from PIL import Image
+from saved_ensembles import saved
 from tiny_runs import TINY, settings
 
 import ddm_lightning
@@ -21,11 +21,11 @@ from ddm_lightning.cli.parser import main
 from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.config.load import load_experiment
 from ddm_lightning.core.errors import UserError
-from ddm_lightning.ensemble import load
-from ddm_lightning.ensemble.load import LoadedEnsemble
-from ddm_lightning.ensemble.velocity import Ensemble
+from ddm_lightning.members.run import Run
+from ddm_lightning.members.run_folder import RunFolder
 from ddm_lightning.shards.manifest import Manifest
-from ddm_lightning.use import pretrained, samples
+from ddm_lightning.use import ensemble, samples
+from ddm_lightning.use.conditions import prompt_condition, row_conditions
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def by_class(kind: str = "class") -> Experiment:
 
 def test_rows_of_classes_are_named(manifest: Manifest) -> None:
     def shown(*classes: str, names: list[str] | None = manifest.class_names) -> list[tuple[str, str, int]]:
-        rows = samples.row_conditions([], classes, by_class(), names, manifest.num_classes)
+        rows = row_conditions([], classes, by_class(), names, manifest.num_classes)
         return [(label, key, int(condition.values)) for label, key, condition in rows if condition is not None]
 
     cat, two, dog = ("cat", "class 0", 0), ("2", "class 1", 1), ("dog", "class 2", 2)
@@ -66,35 +66,28 @@ def test_memory_does_not_grow_with_the_number_of_images(monkeypatch: pytest.Monk
         nums.append(arguments[2])
         return torch.zeros(arguments[2], 3, 4, 4)
 
-    monkeypatch.setattr(load, "sample", sample)
-    experiment = by_class("none")
-    experiment.sample.num_per_prompt = 200
-    loaded = LoadedEnsemble(Ensemble([torch.nn.Identity()], None, [1.0]), make_meta())
+    monkeypatch.setattr(ensemble, "sample", sample)
+    one = DecentralizedEnsemble.from_pretrained(saved(tmp_path, (100,)), "cpu")
+    settings = one.experiment.sample
+    settings.num_per_prompt = 200
     rows = [(name, name, None) for name in "ab"]
-    grid = samples.sample_grid(loaded, experiment, rows, singles=tmp_path)
-    assert max(nums) == samples.BATCH_SIZE and sum(nums) == 400 == len(list(tmp_path.iterdir()))
-    assert np.asarray(Image.open(tmp_path / "001-b-0199.png")).shape == (4, 4, 3)
-    experiment.sample.num_per_prompt = samples.MAX_COLUMNS
-    assert samples.sample_grid(loaded, experiment, rows).width == grid.width
-    experiment.sample.num_per_prompt, nums[:] = 10**9, []
-    samples.sample_grid(loaded, experiment, rows)
+    grid = samples.sample_grid(one, rows, singles=tmp_path / "singles")
+    assert max(nums) == ensemble.BATCH_SIZE and sum(nums) == 400 == len(list((tmp_path / "singles").iterdir()))
+    assert np.asarray(Image.open(tmp_path / "singles" / "001-b-0199.png")).shape == (4, 4, 3)
+    settings.num_per_prompt = samples.MAX_COLUMNS
+    assert samples.sample_grid(one, rows).width == grid.width
+    settings.num_per_prompt, nums[:] = 10**9, []
+    samples.sample_grid(one, rows)
     assert sum(nums) == 2 * samples.MAX_COLUMNS
 
 
-def test_it_samples_on_the_islands_device(monkeypatch: pytest.MonkeyPatch, finished_run: Path, tmp_path: Path) -> None:
-    class AskedError(Exception):
-        pass
-
-    def load_ensemble(_: Path, device: torch.device, **_more: object) -> None:
-        raise AskedError(device.type)
-
-    monkeypatch.setattr(samples, "load_ensemble", load_ensemble)
+def test_it_samples_on_the_islands_device(monkeypatch: pytest.MonkeyPatch, finished_run: Path) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     for there, accelerator, device in ((True, "auto", "cuda"), (False, "auto", "cpu"), (True, "cpu", "cpu")):
         monkeypatch.setattr(torch.cuda, "is_available", lambda there=there: there)
         experiment = load_experiment(TINY, [f"island.accelerator={accelerator}"])
-        with pytest.raises(AskedError, match=device):
-            samples.draw_run(finished_run, experiment, [], tmp_path / "grid.png")
+        run = Run(experiment, RunFolder(finished_run))
+        assert DecentralizedEnsemble.of_run(run).device.type == device
 
 
 @pytest.mark.parametrize("strategy", ["top-1", "bayes"])
@@ -103,13 +96,13 @@ def test_the_python_api_gives_the_images_of_the_command(finished_run: Path, tmp_
     options = ["--prompt", prompts[0], "--prompt", prompts[1], "--num", "2", "--seed", "3", "--strategy", strategy]
     assert main(["sample", *settings(finished_run), *options, "--out", str(grid)]) == 0
     images = DecentralizedEnsemble.from_pretrained(finished_run).sample(prompts, strategy=strategy, num=2, seed=3)
-    saved = [Image.open(path) for path in sorted(grid.with_suffix("").iterdir())]
-    assert [image.tobytes() for image in images] == [image.tobytes() for image in saved]
+    files = [Image.open(path) for path in sorted(grid.with_suffix("").iterdir())]
+    assert [image.tobytes() for image in images] == [image.tobytes() for image in files]
 
 
 def test_the_python_api_refuses_what_the_command_refuses(finished_run: Path, tmp_path: Path) -> None:
-    ensemble = DecentralizedEnsemble.from_pretrained(finished_run, device="cpu")
-    assert len(ensemble.sample("red disc", num=1, num_steps=1, solver="heun")) == 1
+    of_run = DecentralizedEnsemble.from_pretrained(finished_run, device="cpu")
+    assert len(of_run.sample("red disc", num=1, num_steps=1, solver="heun")) == 1
     for problem, wrong in {
         "'best': is unknown; known: bayes, ": {"strategy": "best"},
         "needs sample.solver=ancestral": {"strategy": "bayes", "solver": "euler"},
@@ -119,12 +112,17 @@ def test_the_python_api_refuses_what_the_command_refuses(finished_run: Path, tmp
         "not on a class": {"classes": [1]},
     }.items():
         with pytest.raises(UserError, match=problem):
-            ensemble.sample(["red disc"], **wrong)  # type: ignore[arg-type]
+            of_run.sample(["red disc"], **wrong)  # type: ignore[arg-type]
     with pytest.raises(UserError, match=r"ensemble\.json"):
         DecentralizedEnsemble.from_pretrained(tmp_path)
 
 
+def test_an_unconditional_experiment_takes_no_prompt() -> None:
+    with pytest.raises(UserError, match=r"^--prompt: .* 'none', not on text"):
+        prompt_condition(["red disc"], by_class("none"))
+
+
 def test_the_package_offers_the_ensemble_and_nothing_else() -> None:
-    assert ddm_lightning.DecentralizedEnsemble is pretrained.DecentralizedEnsemble
+    assert ddm_lightning.DecentralizedEnsemble is ensemble.DecentralizedEnsemble
     with pytest.raises(ImportError, match="cannot import name 'nothing'"):
         from ddm_lightning import nothing  # noqa: F401

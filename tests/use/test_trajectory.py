@@ -12,7 +12,7 @@ from tiny_runs import settings
 
 from ddm_lightning.cli.parser import main
 from ddm_lightning.ensemble.trace import Trace
-from ddm_lightning.use.samples import heat_map, write_trajectory
+from ddm_lightning.use.trajectory import weights_chart, write_trajectory
 
 ALL, NONE = (253, 231, 36), (68, 1, 84)  # ends of viridis
 KEYS = [("a", 0), ("b", 0)]
@@ -44,7 +44,7 @@ def cells(image: Image.Image, colour: tuple[int, ...]) -> np.ndarray:
 @pytest.mark.parametrize("num_steps", [1, 2, 50])
 def test_time_runs_to_the_right_and_the_first_expert_is_on_top(num_steps: int) -> None:
     late = (torch.arange(num_steps) >= num_steps // 2).float()
-    image = heat_map(torch.linspace(1, 0, num_steps + 1), {"mean": torch.stack([1 - late, late], 1)}, ["a", "b"])
+    image = weights_chart(torch.linspace(1, 0, num_steps + 1), {"mean": torch.stack([1 - late, late], 1)}, ["a", "b"])
     bright, dark = (np.argwhere(cells(image, colour)[:, :-160]) for colour in (ALL, NONE))  # without the colour bar
     assert len(bright) > 1000 and len(bright) == pytest.approx(len(dark), rel=0.1)
     if num_steps > 1:
@@ -55,7 +55,7 @@ def test_time_runs_to_the_right_and_the_first_expert_is_on_top(num_steps: int) -
 def test_a_panel_for_each_title_and_room_for_every_expert() -> None:
     times, weights = torch.linspace(1, 0, 11), torch.full((10, 8), 1 / 8)
     names = [f"expert-{k}" for k in range(8)]
-    one, three = (heat_map(times, {f"{i}": weights for i in range(num)}, names) for num in (1, 3))
+    one, three = (weights_chart(times, {f"{i}": weights for i in range(num)}, names) for num in (1, 3))
     assert three.height == pytest.approx(3 * one.height, rel=0.2) and three.width == one.width
     assert one.height / 8 > 20  # pixels for a name
 

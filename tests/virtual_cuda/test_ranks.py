@@ -26,10 +26,10 @@ def note_devices(note: Callable[[Any], None]) -> None:
         return build(*arguments)
 
     def beginning(*arguments: Any) -> None:
-        note([str(arguments[-1]), torch.cuda.current_device()])
         begin(*arguments)
+        note([str(arguments[0]._ensemble.device), torch.cuda.current_device()])
 
-    def load(_folder: Path, device: torch.device) -> Any:
+    def load(_: Any, device: torch.device) -> Any:
         note([str(device), torch.cuda.current_device()])
         raise UserError("enough")
 

@@ -50,6 +50,11 @@ class Bayes(Strategy):
 
     def generate(self, batch: Batch, times: Float[Tensor, " num_times"], solver: Solver) -> Float[Tensor, "b c h w"]:
         """Run the filter from ``batch.x_1``."""
+
+        def record(x_t: Samples, t: Times, weights: Tensor, velocities: Tensor) -> None:
+            if batch.trace is not None:
+                batch.record(x_t, t, weights[: len(x_t)], batch.mixed(t, weights, velocities))
+
         return filter_chain(
             batch.expert_velocities,
             batch.x_1,
@@ -59,7 +64,7 @@ class Bayes(Strategy):
             uniform=batch.uniform,
             guidance_scale=batch.settings.guidance_scale,
             guidance_interval=batch.settings.guidance_interval,
-            on_step=batch.record_mixture,
+            on_step=record,
         ).x_0
 
 

@@ -4,10 +4,9 @@ import pytest
 import torch
 from scipy.stats import chisquare
 from torch import nn
+from toy_ensemble import sample
 
 from ddm_lightning.core.errors import UserError
-from ddm_lightning.core.registry import STRATEGIES
-from ddm_lightning.ensemble.routing import sample
 from ddm_lightning.ensemble.velocity import Ensemble
 
 PRIORS = [0.1, 0.2, 0.7]
@@ -36,8 +35,9 @@ class ConstantRouter(nn.Module):
 
 def generate(strategy, router, **params):
     ensemble = Ensemble([Point(0.0), Point(1.0), Point(2.0)], router, PRIORS)
-    built = STRATEGIES.build(strategy, params)
-    x_0 = sample(ensemble, None, 1000, (1, 1, 1), strategy=built, num_steps=8, shift=1.0, seed=0, batch_size=500)
+    x_0 = sample(
+        ensemble, None, 1000, (1, 1, 1), strategy=strategy, strategy_params=params, num_steps=8, batch_size=500
+    )
     return x_0.flatten(), ensemble
 
 
@@ -57,8 +57,8 @@ def test_an_oracle_keeps_one_expert_and_the_priors():
 def test_an_oracle_finds_its_expert_where_another_is_missing():
     ensemble = Ensemble([Point(1.0), Point(2.0)], None, [0.4, 0.6])
     ensemble.names = ["expert-1", "expert-2"]
-    settings = {"num_steps": 4, "shift": 1.0, "seed": 0, "batch_size": 5}
-    x_0 = sample(ensemble, None, 5, (1, 1, 1), strategy=STRATEGIES.build("oracle", {"cluster": 1}), **settings)
+    settings = {"strategy": "oracle", "strategy_params": {"cluster": 1}, "num_steps": 4}
+    x_0 = sample(ensemble, None, 5, (1, 1, 1), **settings, batch_size=5)
     assert torch.allclose(x_0, torch.ones_like(x_0), atol=1e-5)
 
 

@@ -5,11 +5,10 @@ import pytest
 import torch
 from ensemble_networks import Aimed, ExactExpert, ExactRouter, FixedRouter
 from scipy.stats import chisquare
+from toy_ensemble import sample
 
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import STRATEGIES
-from ddm_lightning.ensemble.routing import sample
-from ddm_lightning.ensemble.strategies.sample_1 import Sample1
 from ddm_lightning.ensemble.velocity import Ensemble
 from ddm_lightning.flow.condition import Condition
 from ddm_lightning.flow.oracle import FiniteSetOracle
@@ -35,17 +34,21 @@ def exact(points):
     return Ensemble([ExactExpert(oracle, k) for k in range(4)], ExactRouter(oracle), PRIORS)
 
 
-def counts(points, strategy):
+def following(threshold):
+    return {"strategy": "sample-1", "strategy_params": {"threshold": threshold}}
+
+
+def counts(points, strategy, **params):
     """How many of ``NUM`` samples end at each of the 50 equally likely points."""
     settings = {"num_steps": 16, "shift": 1.0, "seed": 1, "batch_size": NUM, "solver": "heun"}
-    x_0 = sample(exact(points), None, NUM, SHAPE, strategy=strategy, **settings)
+    x_0 = sample(exact(points), None, NUM, SHAPE, strategy=strategy, strategy_params=params, **settings)
     return torch.cdist(x_0.flatten(1), points.flatten(1)).argmin(1).bincount(minlength=len(points))
 
 
 @pytest.mark.parametrize("threshold", [0.0, 0.7, 1.0])
 def test_exact_experts_sample_every_point_equally_often(points, threshold):
     """Pearson's test of all 50 points, and of the clusters."""
-    found = counts(points, Sample1(threshold))
+    found = counts(points, "sample-1", threshold=threshold)
     clusters = torch.stack([part.sum() for part in found.split(SIZES)])
     of_points, of_clusters = chisquare(found).pvalue, chisquare(clusters, NUM * np.array(PRIORS)).pvalue
     print(f"sample-1, threshold {threshold}: shares {(clusters / NUM).tolist()}, p {of_points:.3f}, {of_clusters:.3f}")
@@ -53,7 +56,7 @@ def test_exact_experts_sample_every_point_equally_often(points, threshold):
 
 
 def test_top_1_favours_the_largest_cluster(points):
-    shares = torch.stack([part.sum() for part in counts(points, STRATEGIES.build("top-1", {})).split(SIZES)]) / NUM
+    shares = torch.stack([part.sum() for part in counts(points, "top-1").split(SIZES)]) / NUM
     print(f"top-1: shares {shares.tolist()}")
     assert shares[3] > 0.5 and (shares - torch.tensor(PRIORS)).abs().sum() / 2 > 0.1
 
@@ -78,7 +81,7 @@ def test_a_sure_router_is_not_asked_to_draw_again(threshold, num_calls):
     ensemble = Ensemble([expert, Steps(-5.0)], router, [0.5, 0.5])
     settings = {"num_steps": 8, "shift": 1.0, "seed": 0, "batch_size": 400}
     condition = Condition.of(torch.ones(400, 1))
-    got = sample(ensemble, condition, 400, SHAPE, strategy=Sample1(threshold), **settings)
+    got = sample(ensemble, condition, 400, SHAPE, **following(threshold), **settings)
     assert sum(ensemble.work.expert_rows) == 400 * 8 and len(router.conditions) == num_calls
     changes = len(set(expert.rows.values())) > 1
     assert changes == (threshold > 0.7)
@@ -88,7 +91,7 @@ def test_a_sure_router_is_not_asked_to_draw_again(threshold, num_calls):
 def test_a_threshold_that_every_router_reaches_changes_no_sample(points):
     """Each step is then solved on its own, with the noise of that step."""
     settings = {"num_steps": 6, "shift": 1.0, "seed": 0, "batch_size": 50, "solver": "ancestral"}
-    once, stepwise = (sample(exact(points), None, 50, SHAPE, strategy=Sample1(t), **settings) for t in (0.0, 1e-9))
+    once, stepwise = (sample(exact(points), None, 50, SHAPE, **following(t), **settings) for t in (0.0, 1e-9))
     assert torch.allclose(once, stepwise, atol=1e-5)
 
 
@@ -99,7 +102,7 @@ def test_without_a_router_the_priors_choose_once():
     got = sample(ensemble, condition, 600, SHAPE, strategy="sample-1", **settings)
     assert (got.mean((1, 2, 3)) > 0).float().mean().item() == pytest.approx(0.25, abs=4 * (0.1875 / 600) ** 0.5)
     with pytest.raises(UserError, match="no router in this ensemble"):
-        sample(ensemble, condition, 600, SHAPE, strategy=Sample1(0.5), **settings)
+        sample(ensemble, condition, 600, SHAPE, **following(0.5), **settings)
 
 
 @pytest.mark.parametrize("threshold", [-0.1, 1.1])

@@ -29,7 +29,7 @@ from ddm_lightning import DecentralizedEnsemble
 from ddm_lightning.cli.parser import main
 from ddm_lightning.core.files import sha256_file
 from ddm_lightning.members.artifact import read_meta
-from ddm_lightning.use.pretrained import export_diffusers
+from ddm_lightning.use.saved import export_diffusers
 
 
 @pytest.fixture

@@ -1,0 +1,324 @@
+"""The Python API: a trained ensemble from a folder or URL, to sample, save and export."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from copy import copy
+from functools import cached_property
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float, UInt8
+from PIL import Image
+from torch import Tensor
+
+from ddm_lightning.config.experiment import Experiment
+from ddm_lightning.core.devices import check_devices, configure_cuda, device_of
+from ddm_lightning.core.errors import UserError, first_line
+from ddm_lightning.core.registry import IMAGE_ENCODERS, require
+from ddm_lightning.ensemble.load import load_ensemble
+from ddm_lightning.ensemble.manifest import About, EnsembleManifest
+from ddm_lightning.ensemble.routing import sample
+from ddm_lightning.ensemble.trace import Trace
+from ddm_lightning.ensemble.velocity import Cost, Ensemble
+from ddm_lightning.flow.condition import Condition, ConditionSpec
+from ddm_lightning.members.artifact import ArtifactMeta
+from ddm_lightning.members.run import Run
+from ddm_lightning.use.conditions import Row, built_encoder, row_conditions
+from ddm_lightning.use.saved import (
+    experiment_of,
+    fetched,
+    is_saved,
+    manifest_with_about,
+    refuse_paths,
+    save_ensemble,
+)
+from ddm_lightning.use.settings import load_settings, resolve
+
+# Images computed at once; does not change them.
+BATCH_SIZE = 64
+
+
+class DecentralizedEnsemble:
+    """Experts, router, caption encoder and image decoder, ready to sample; or one member, as an ensemble of one.
+
+    Args:
+        manifest: members, and ``about`` them; from ``manifest_with_about``.
+        experiment: settings of sampling, seed and encoders; None is what the manifest says.
+        device: where to sample.
+    """
+
+    def __init__(
+        self, manifest: EnsembleManifest, experiment: Experiment | None = None, device: torch.device | str = "cpu"
+    ) -> None:
+        self.manifest = manifest
+        self.experiment = experiment or experiment_of(manifest)
+        self.device = torch.device(device)
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}({self.about.name!r}, members={list(self.manifest.folders)}, "
+            f"condition={self.meta.condition['kind']!r}, x_shape={self.meta.x_shape})"
+        )
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        folder_or_url: str | Path,
+        device: str | None = None,
+        *,
+        resident_experts: int | None = None,
+        allow_paths: bool = False,
+    ) -> DecentralizedEnsemble:
+        """Load an ensemble. An expert whose artifact is missing is left out, with a note on stderr.
+
+        Args:
+            folder_or_url: run folder (``experiment.yaml``, ``ensemble.json``, ``prepared/manifest.json`` and the
+                artifacts), saved ensemble, or a URL of one of them that fsspec reads, such as ``hf://owner/name`` for
+                a repository of the Hugging Face hub; a URL is downloaded first.
+            device: where to sample, such as ``"cuda"``; None is a GPU if there is one.
+            resident_experts: experts on the device at once, at least 2, if it is too small for all; the others wait
+                in the host's memory or on disk. None is all.
+            allow_paths: whether encoders may read a path, or a model of the hub, that the ensemble names. A local run
+                folder's own encoders always may.
+
+        Raises:
+            UserError: a file is missing, damaged or of other data, or leads out of the folder; no such device,
+                ``resident_experts`` below 2, or as ``refuse_paths``.
+        """
+        check_devices("auto" if device is None else {"cuda": "gpu"}.get(torch.device(device).type, "cpu"), 1)
+        if resident_experts is not None and resident_experts < 2:
+            raise UserError(f"resident_experts = {resident_experts}: one computes while one loads; give at least 2")
+        folder = fetched(folder_or_url)
+        experiment = load_settings(folder, allow_paths=allow_paths)
+        experiment.sample.resident_experts = resident_experts
+        manifest = manifest_with_about(folder, experiment, partial=True)
+        refuse_paths(manifest, None if is_saved(folder) else experiment, allow_paths)
+        return cls(manifest, experiment).to(device or device_of("auto"))
+
+    @classmethod
+    def of_run(cls, run: Run, settings: Experiment | None = None, *, partial: bool = False) -> DecentralizedEnsemble:
+        """Open the ensemble of a run or of a saved ensemble, or the run's ``sample.member``, where the run computes.
+
+        Args:
+            run: the run, or the saved ensemble.
+            settings: from ``resolve``; None is the run's experiment.
+            partial: whether to leave out members whose artifacts are missing, with a note on stderr.
+
+        Raises:
+            UserError: a file is missing, damaged or of other data, or there is no such device.
+        """
+        experiment = settings or run.experiment
+        check_devices(experiment.island.accelerator, 1)
+        member = experiment.sample.member
+        manifest = manifest_with_about(run.folder.root, experiment, member=member, partial=partial)
+        return cls(manifest, experiment, device_of(experiment.island.accelerator))
+
+    @property
+    def about(self) -> About:
+        """Name, credit, classes and defaults."""
+        assert self.manifest.about is not None
+        return self.manifest.about
+
+    @property
+    def meta(self) -> ArtifactMeta:
+        """The first expert's ``member.json``; all experts share x_shape, condition, timestep_shift and encoders."""
+        return self.manifest.meta
+
+    @property
+    def credit_line(self) -> str:
+        """Credit of the data, to print below images; empty if none is due."""
+        return f"Trained on: {self.about.credit}" if self.about.credit else ""
+
+    @cached_property
+    def field(self) -> Ensemble:
+        """Experts and router as one velocity field; loaded on first use.
+
+        Raises:
+            UserError: an artifact is damaged or unusable.
+        """
+        return load_ensemble(self.manifest, self.device, self.experiment.sample.resident_experts)
+
+    @property
+    def cost(self) -> Cost:
+        """Cost of the images sampled so far."""
+        return self.field.cost(self.meta.x_shape, ConditionSpec.from_dict(self.meta.condition))
+
+    def to(self, device: torch.device | str) -> DecentralizedEnsemble:
+        """Load all networks onto a device."""
+        self.device = torch.device(device)
+        if self.device.type == "cuda":
+            configure_cuda()
+        vars(self).pop("field", None)
+        _ = self.field
+        return self
+
+    def with_settings(self, experiment: Experiment, factors: Sequence[float] | None = None) -> DecentralizedEnsemble:
+        """A copy of other settings over the same networks.
+
+        Args:
+            experiment: from ``resolve``.
+            factors: as in ``sample``.
+
+        Raises:
+            UserError: as ``Ensemble.reweighted``.
+        """
+        changed = copy(self)
+        changed.experiment = experiment
+        changed.field = self.field if factors is None else self.field.reweighted(factors)
+        return changed
+
+    def latents(self, condition: Condition | None, num: int, **more: Any) -> Float[Tensor, "num c h w"]:
+        """Generate ``num`` samples with the ensemble's settings.
+
+        Args:
+            condition: one per sample, or None for the null condition in all.
+            num: number of samples.
+            more: ``batch_size``, ``keys``, ``progress`` and ``trace`` of ``routing.sample``.
+
+        Returns:
+            x_0, float32, on the CPU.
+
+        Raises:
+            UserError: as ``routing.sample``.
+        """
+        meta, experiment = self.meta, self.experiment
+        return sample(
+            self.field,
+            condition,
+            num,
+            meta.x_shape,
+            experiment.sample,
+            shift=meta.timestep_shift,
+            seed=experiment.seed,
+            **more,
+        )
+
+    def decode(self, x_0: Float[Tensor, "n c h w"]) -> UInt8[np.ndarray, "n h w 3"]:
+        """Decode samples to images."""
+        return built_encoder(IMAGE_ENCODERS, self.experiment.prepare.image_encoder).decode(x_0)
+
+    def rows(self, prompts: Sequence[str] = (), classes: Sequence[str] = ()) -> list[Row]:
+        """Condition the rows of a grid; see ``row_conditions``."""
+        num_classes = self.meta.condition["size"]
+        return row_conditions(prompts, classes, self.experiment, self.about.class_names, num_classes)
+
+    def images(
+        self,
+        rows: Sequence[Row],
+        num: int,
+        progress: Callable[[float], object] = lambda _: None,
+        trace: Trace | None = None,
+    ) -> Iterator[tuple[int, int, UInt8[np.ndarray, "h w 3"]]]:
+        """Generate ``num`` images per row, in batches that bound the memory.
+
+        Args:
+            rows: from ``rows``.
+            num: images per row.
+            progress: called with the number of finished images, fractional.
+            trace: keeps the sampling trajectory of its samples, by (noise key, index).
+
+        Yields:
+            Row, index within the row, and image.
+        """
+        total = num * len(rows)
+        for first in range(0, total, BATCH_SIZE):
+            places = [divmod(i, num) for i in range(first, min(first + BATCH_SIZE, total))]
+            conditions = [condition for condition in (rows[row][2] for row, _ in places) if condition is not None]
+            x_0 = self.latents(
+                Condition.cat(conditions) if conditions else None,
+                len(places),
+                batch_size=BATCH_SIZE,
+                keys=[(rows[row][1], index) for row, index in places],
+                progress=lambda done, first=first: progress(first + done),
+                trace=trace,
+            )
+            for (row, index), image in zip(places, self.decode(x_0), strict=True):
+                yield row, index, image
+
+    def sample(
+        self,
+        prompts: str | Sequence[str] | None = None,
+        *,
+        classes: Sequence[str | int] | None = None,
+        strategy: str | None = None,
+        num: int | None = None,
+        seed: int | None = None,
+        trace: Trace | None = None,
+        factors: Sequence[float] | None = None,
+        **settings: Any,
+    ) -> list[Image.Image]:
+        """Generate the images that the command ``sample`` writes with the same options.
+
+        Args:
+            prompts: texts. None, without classes, is the experiment's.
+            classes: names or numbers, for an experiment conditioned on classes. None is all.
+            strategy: routing strategy; None is the experiment's.
+            num: images per prompt or class; None is the experiment's.
+            seed: seed of the noise; None is the experiment's.
+            trace: keeps the sampling trajectory, such as the weights of the experts.
+            factors: multiply the experts' weights, one per expert; 0 switches it off. None leaves them as they are.
+            settings: other keys of the experiment's ``sample`` section, such as ``num_steps=20``.
+
+        Returns:
+            ``num`` images of the first prompt, then of the second, and so on.
+
+        Raises:
+            UserError: an empty prompt or list, an unknown class, strategy or setting, or a value out of range.
+        """
+        given = None if prompts is None else [prompts] if isinstance(prompts, str) else list(prompts)
+        shown = None if classes is None else list(map(str, classes))
+        if [] in (given, shown) or not all(isinstance(prompt, str) for prompt in given or ()):
+            raise UserError("sample: give prompts (strings) or classes, or leave both out for the experiment's")
+        arguments = dict(settings)
+        if strategy is not None:
+            arguments["strategy"] = strategy
+        if num is not None:
+            arguments["num_per_prompt"] = num
+        chosen = self.with_settings(resolve(self.experiment, arguments, seed=seed), factors)
+        own = chosen.experiment.sample
+        rows = chosen.rows(given or ([] if shown else own.prompts), shown or [])
+        return [Image.fromarray(image) for _, _, image in chosen.images(rows, own.num_per_prompt, trace=trace)]
+
+    def save_pretrained(self, folder: str | Path, licence: str | None = None) -> None:
+        """Write a folder that ``from_pretrained`` loads: ``ensemble.json``, artifacts and a model card.
+
+        Args:
+            folder: a new folder.
+            licence: licence of the weights, for the model card.
+
+        Raises:
+            UserError: the folder exists, or an artifact has been damaged.
+        """
+        save_ensemble(self.manifest, Path(folder), licence)
+
+    def push_to_hub(self, repo_id: str, licence: str | None = None, **options: Any) -> str:
+        """Upload what ``save_pretrained`` writes to a repository of the Hugging Face hub; needs huggingface_hub.
+
+        Args:
+            repo_id: ``owner/name``; created if it is missing.
+            licence: as in ``save_pretrained``.
+            options: further arguments of ``HfApi.create_repo``, such as ``private=True`` and ``token="hf_…"``.
+
+        Returns:
+            URL of the repository, to load with ``from_pretrained("hf://owner/name")``.
+
+        Raises:
+            UserError: as ``save_pretrained``, or the hub refuses or cannot be reached.
+        """
+        require("push_to_hub", "huggingface_hub", extra="latents")
+        from huggingface_hub import HfApi
+
+        with TemporaryDirectory() as scratch:
+            folder, hub = Path(scratch) / "ensemble", HfApi(token=options.pop("token", None))
+            self.save_pretrained(folder, licence)
+            try:
+                url = hub.create_repo(repo_id, exist_ok=True, **options)
+                hub.upload_folder(repo_id=repo_id, folder_path=folder)
+            except (OSError, ValueError) as error:
+                problem = f"cannot be uploaded ({first_line(error)})"
+                raise UserError(f"{repo_id}: {problem}; check name and network, or run: hf auth login") from None
+        return str(url)
