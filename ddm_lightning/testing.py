@@ -109,9 +109,11 @@ def _check_network(
     def build() -> nn.Module:
         network = factory(x_shape=x_shape, condition=spec)
         _require(isinstance(network, nn.Module), f"the factory returns a {type(network).__name__}, not an nn.Module")
-        prediction, choices = getattr(network, "prediction", None), ", ".join(PREDICTIONS)
-        is_known = is_router or prediction in PREDICTIONS
-        _require(is_known, f"its attribute 'prediction' is {prediction!r}, not one of {choices}")
+        prediction = getattr(network, "prediction", None)
+        _require(
+            is_router or prediction in PREDICTIONS,
+            f"its attribute 'prediction' is {prediction!r}, not one of {', '.join(PREDICTIONS)}",
+        )
         return network
 
     _check_initial(build)
@@ -156,8 +158,10 @@ def _check_initial(build: Callable[[], nn.Module]) -> None:
     for named in (nn.Module.named_parameters, nn.Module.named_buffers):
         values = dict(named(second))
         for name, value in named(first):
-            same = name not in values or torch.equal(value, values[name])
-            _require(same, f"two networks built from one seed differ in {name!r}: initialise it with torch's generator")
+            _require(
+                name not in values or torch.equal(value, values[name]),
+                f"two networks built from one seed differ in {name!r}: initialise it with torch's generator",
+            )
 
 
 def _condition(spec: ConditionSpec) -> Condition | None:
@@ -213,10 +217,8 @@ def _check_in_eval(network: nn.Module, fresh: nn.Module, batch: _Batch) -> None:
             unconditional = _forward(network, batch._replace(condition=None))
             null = _forward(network, batch._replace(condition=batch.condition.null()))
             _require(_agree(null, unconditional), "condition=None differs from a condition whose rows are all null")
-            changed = not _agree(out[:_NUM_KEPT], unconditional[:_NUM_KEPT])
-            _require(changed, "the condition does not change the output")
-        stored = safetensors.save(network.state_dict())
-        fresh.load_state_dict(safetensors.load(stored))
+            _require(not _agree(out[:_NUM_KEPT], unconditional[:_NUM_KEPT]), "the condition does not change the output")
+        fresh.load_state_dict(safetensors.load(safetensors.save(network.state_dict())))
         _require(
             _agree(_forward(fresh.eval(), batch), out),
             "a network rebuilt from its state_dict answers differently: some state is not in it",
@@ -393,13 +395,14 @@ def check_encoder(factory: Callable[[], Any], *, image_size: int = 32) -> None:
         _require(encoder.stores in ("x_0", "posterior"), f"stores = {encoder.stores!r} is not x_0 or posterior")
         images = np.random.default_rng(0).integers(0, 256, (3, image_size, image_size, 3), dtype=np.uint8)
         shape, stored = encoder.x_shape(image_size), encoder.encode(images)
-        channels = shape[0] * (2 if encoder.stores == "posterior" else 1)
-        expected = (3, channels, *shape[1:])
+        expected = (3, shape[0] * (2 if encoder.stores == "posterior" else 1), *shape[1:])
         _require(stored.shape == expected, f"encode returns shape {stored.shape}, x_shape asks for {expected}")
         _require(str(stored.dtype) == encoder.dtype, f"encode returns {stored.dtype}, dtype says {encoder.dtype}")
         _require(
             stored.tobytes() == again.encode(images).tobytes(), "two encoders give different bytes for the same images"
         )
         decoded = encoder.decode(torch.zeros(3, *shape))
-        is_images = decoded.dtype == np.uint8 and decoded.shape == images.shape
-        _require(is_images, f"decode returns {decoded.dtype} {decoded.shape}, not uint8 {images.shape}")
+        _require(
+            decoded.dtype == np.uint8 and decoded.shape == images.shape,
+            f"decode returns {decoded.dtype} {decoded.shape}, not uint8 {images.shape}",
+        )

@@ -24,13 +24,14 @@ def line_of(error: BaseException) -> str | None:
     """One-line message for an error the user can fix; None for a possible bug."""
     if isinstance(error, UserError):
         return str(error)
-    unwritable = (errno.EROFS, errno.ENAMETOOLONG)
     names_path = isinstance(error, (PermissionError, NotADirectoryError, IsADirectoryError, FileExistsError))
-    if isinstance(error, OSError) and (names_path or error.errno in unwritable):
+    if isinstance(error, OSError) and (names_path or error.errno in (errno.EROFS, errno.ENAMETOOLONG)):
         return f"{error.filename}: {error.strerror}; check its permissions, or give another folder (run_dir, --out)"
     if isinstance(error, MemoryError) or "to allocate" in str(error):  # torch: "tried to allocate 2.00 GiB"
-        remedy = "set island.micro_batch_size, or sample.resident_experts for sampling"
-        return f"out of memory ({str(error).partition(chr(10))[0]}); {remedy}"
+        return (
+            f"out of memory ({str(error).partition(chr(10))[0]}); "
+            "set island.micro_batch_size, or sample.resident_experts for sampling"
+        )
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         place = error.filename or "the disk of the run folder"  # unknown if writing to an open file failed
         return f"{place}: is full; free some space, then run the same command again"

@@ -91,9 +91,10 @@ class Registry:
 
     def known(self) -> str:
         """Known names and how to get others, for error lines."""
-        group = f"in the entry-point group {self.group!r}"
-        known = ", ".join(self.names()) or "none"
-        return f"known: {known}; check the spelling, or install the package that registers it {group}"
+        return (
+            f"known: {', '.join(self.names()) or 'none'}; check the spelling, "
+            f"or install the package that registers it in the entry-point group {self.group!r}"
+        )
 
     def build(self, name: str, params: dict[str, Any], **context: Any) -> Any:
         """Call the factory ``name`` with the user's ``params`` and the trainer's ``context``.

@@ -46,15 +46,15 @@ class _Features(Pretrained):
         """
         self._require_device()
         network, wanted = self._network
-        size, mode = tuple(wanted["input_size"][1:]), wanted["interpolation"]
+        size = tuple(wanted["input_size"][1:])
+        mode = "bilinear" if wanted["interpolation"] == "bilinear" else "bicubic"
         mean, std = (torch.tensor(wanted[key], device=self.device).view(1, 3, 1, 1) for key in ("mean", "std"))
         dtype = self.dtype_on(self.device)
 
         def encode(pixels: Tensor) -> Tensor:
             pixels = pixels / 255
             if pixels.shape[2:] != size:
-                kind = "bilinear" if mode == "bilinear" else "bicubic"
-                pixels = functional.interpolate(pixels, size, mode=kind, antialias=True, align_corners=False)
+                pixels = functional.interpolate(pixels, size, mode=mode, antialias=True, align_corners=False)
             return network(((pixels.clamp(0, 1) - mean) / std).to(dtype))
 
         return encode_in_batches(images, encode, (self.size,), batch_size_on(self.device), self.device)

@@ -166,9 +166,14 @@ class DiffusersVAE(Pretrained):
             posterior = type(rounded)(rounded.parameters.float())
             return torch.cat([posterior.mean, posterior.std][:stacked], dim=1)
 
-        shape = (stacked * self.num_channels, height, width)
-        batch_size = _batch_size(images.shape[1] * images.shape[2], self.device)
-        return encode_in_batches(images, encode, shape, batch_size, self.device, self.dtype)
+        return encode_in_batches(
+            images,
+            encode,
+            (stacked * self.num_channels, height, width),
+            _batch_size(images.shape[1] * images.shape[2], self.device),
+            self.device,
+            self.dtype,
+        )
 
     @torch.inference_mode()
     def decode(self, x_0: Float[Tensor, "n c height width"]) -> UInt8[np.ndarray, "n h w 3"]:

@@ -161,8 +161,11 @@ class Pretrained:
         if not isinstance(self.config, dict):
             raise UserError(f"{path}: is no JSON object; {_REMEDY}")
         self.weights = _weight_files(folder, self.stem)
-        headers = [read_header(path, _REMEDY, link=True) for path in self.weights]
-        self.shapes = {key: tuple(weight.shape) for header in headers for key, weight in header.items()}
+        self.shapes = {
+            key: tuple(weight.shape)
+            for file in self.weights
+            for key, weight in read_header(file, _REMEDY, link=True).items()
+        }
 
     def _load(self, library: str, kind: str, **settings: Any) -> Any:
         """Load ``library.kind`` from the folder: safetensors only, no network, no weight missing."""
@@ -194,8 +197,7 @@ class Pretrained:
 
 def on_device(network: Any, device: torch.device) -> Any:
     """Move an image network to a device; on a GPU in channels-last format, which tensor cores prefer."""
-    is_gpu = device.type == "cuda"
-    return network.to(device, memory_format=torch.channels_last if is_gpu else torch.preserve_format)
+    return network.to(device, memory_format=torch.channels_last if device.type == "cuda" else torch.preserve_format)
 
 
 def _weight_files(folder: Path, stem: str) -> list[Path]:

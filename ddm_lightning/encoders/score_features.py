@@ -113,10 +113,12 @@ class ClipImages(_Features):
 
         config = CLIPVisionConfig.from_pretrained(self.folder)
         config.projection_dim = self.size  # some published configurations state another size
-        kind, side = "CLIPVisionModelWithProjection", config.image_size
-        network = self._load("transformers", kind, config=config, dtype=self.dtype_on(self.device))
+        network = self._load(
+            "transformers", "CLIPVisionModelWithProjection", config=config, dtype=self.dtype_on(self.device)
+        )
         network = on_device(network, self.device)
-        return lambda pixels: network(pixel_values=pixels).image_embeds, {**_CLIP, "input_size": (3, side, side)}
+        wanted = {**_CLIP, "input_size": (3, config.image_size, config.image_size)}
+        return lambda pixels: network(pixel_values=pixels).image_embeds, wanted
 
 
 @FEATURES.register("pixels")

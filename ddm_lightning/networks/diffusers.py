@@ -106,7 +106,7 @@ class DiffusersTransformer(nn.Module):
         except ValueError as error:
             raise UserError(f"{file}: {error}; {_REMEDY}") from None
         others = {key: value for key, value in params.items() if key != "path"}
-        return {**others, "config": {"_class_name": build.__name__, **settings}}
+        return others | {"config": {"_class_name": build.__name__, **settings}}
 
     @property
     def blocks(self) -> nn.ModuleList:
@@ -214,5 +214,6 @@ def _load(model: nn.Module, folder: Path) -> None:
     try:
         model.load_state_dict(state)
     except RuntimeError as error:
-        problem = " ".join(str(error).split())[:300]
-        raise UserError(f"{folder}: the weights do not fit config.json: {problem}; copy the model again") from None
+        raise UserError(
+            f"{folder}: the weights do not fit config.json: {' '.join(str(error).split())[:300]}; copy the model again"
+        ) from None

@@ -178,8 +178,12 @@ class DiT(Trunk):
 
     def __init__(self, *, x_shape: tuple[int, int, int], condition: ConditionSpec, **params: Any) -> None:
         options = ExpertArchitecture(**params)
-        out_features = x_shape[0] * options.patch_size**2
-        super().__init__(x_shape=x_shape, condition=condition, options=options, out_features=out_features)
+        super().__init__(
+            x_shape=x_shape,
+            condition=condition,
+            options=options,
+            out_features=x_shape[0] * options.patch_size**2,
+        )
         self.prediction = options.prediction
         self.initialise()
 

@@ -155,8 +155,9 @@ class UNet(Conditioned):
 
         def add(skip: int, size: int, resample: str, has_attention: bool) -> None:
             nonlocal current
-            heads = num_heads if has_attention else 0
-            blocks.append(UNetBlock(current, skip, size, features, resample, heads, reads_tokens))
+            blocks.append(
+                UNetBlock(current, skip, size, features, resample, num_heads if has_attention else 0, reads_tokens)
+            )
             current = size
 
         for level, size in enumerate(sizes):
@@ -189,8 +190,7 @@ class UNet(Conditioned):
         x = self.stem(x_t.to(self.stem.weight.dtype))
         skips: list[Tensor] = []
         for index, block in enumerate(self.blocks):
-            is_up = index >= self.num_down + 2
-            x = block(x, conditioning, context, skips.pop() if is_up else None)
+            x = block(x, conditioning, context, skips.pop() if index >= self.num_down + 2 else None)
             if index < self.num_down:
                 skips.append(x)
         return self.final(functional.silu(self.final_norm(x))).to(x_t.dtype)

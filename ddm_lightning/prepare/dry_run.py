@@ -71,9 +71,10 @@ def dry_run(experiment: Experiment, run_dir: Path, check: Callable[[DataSizes], 
     first = next((chunk for reading in readings for chunk in reading.chunks()), None)
     seconds = time.monotonic() - start
     if first is None:
-        broken = (one for reading in readings for one in reading.broken)
-        example = next((f" (for example {one.key!r}: {one.cause})" for one in broken), "")
-        raise UserError(f"source {plugins.config.source.name!r}: no sample can be read{example}; fix prepare.source")
+        examples = (f" (for example {one.key!r}: {one.cause})" for reading in readings for one in reading.broken)
+        raise UserError(
+            f"source {plugins.config.source.name!r}: no sample can be read{next(examples, '')}; fix prepare.source"
+        )
     _, records, images = first
     num = len(records)
     texts = sum(len(f"{record.key}{record.caption}".encode()) for record in records)
@@ -89,8 +90,8 @@ def dry_run(experiment: Experiment, run_dir: Path, check: Callable[[DataSizes], 
         estimates.append(Estimate(name, num_bytes, (time.monotonic() - start) / num))
     in_shards = texts // num + sum(one.bytes_per_sample for one in estimates[1:-1])
     estimates.append(Estimate("shards", in_shards, 0.0))
-    unfinished = len(preparation.unfinished_parts())
-    return DryRun(stages, len(parts), unfinished, count_samples(parts), tuple(estimates))
+    num_unfinished = len(preparation.unfinished_parts())
+    return DryRun(stages, len(parts), num_unfinished, count_samples(parts), tuple(estimates))
 
 
 def dry_run_table(plan: DryRun, num_processes: int, num_gpus: int = 0) -> Table:

@@ -214,10 +214,11 @@ def _encode_images(job: PartJob, names: list[str], ledger: Ledger, plugins: Plug
             size = images.shape[1]
             if RECORDS in names:
                 texts.add(records, images)
-                groups = [record.group or record.key for record in records]
                 arrays[RECORDS].add("label", np.array([record.label for record in records], np.int32))
                 arrays[RECORDS].add("key_hash", np.array([key_hash(record.key) for record in records], np.uint64))
-                arrays[RECORDS].add("split_hash", np.array([key_hash(group) for group in groups], np.uint64))
+                arrays[RECORDS].add(
+                    "split_hash", np.array([key_hash(record.group or record.key) for record in records], np.uint64)
+                )
             if LATENTS in names:
                 for name, rows in latent_rows(plugins, images).items():
                     arrays[LATENTS].add(name, rows, "encoded image is not finite")

@@ -68,8 +68,14 @@ def block_parts(num_samples: int, fingerprint: str, prefix: str = "block", **whe
     parts = []
     for start in range(0, num_samples, BLOCK_SIZE):
         stop = min(start + BLOCK_SIZE, num_samples)
-        place = {"start": start, "stop": stop, **where}
-        parts.append(Part(f"{prefix}-{start:09}", f"{fingerprint}; samples {start} to {stop}", stop - start, place))
+        parts.append(
+            Part(
+                f"{prefix}-{start:09}",
+                f"{fingerprint}; samples {start} to {stop}",
+                stop - start,
+                {"start": start, "stop": stop, **where},
+            )
+        )
     return parts
 
 

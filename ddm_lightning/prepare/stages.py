@@ -217,8 +217,11 @@ class Preparation:
         """Return the inputs of each group of columns, other than the part."""
         config = self.config
         base = {"source": asdict(config.source), "images": asdict(config.images)}
-        latents = [base, asdict(config.image_encoder), config.horizontal_flips]
-        keys: dict[str, Any] = {RECORDS: base, LATENTS: latents, FEATURES: [base, asdict(config.features)]}
+        keys: dict[str, Any] = {
+            RECORDS: base,
+            LATENTS: [base, asdict(config.image_encoder), config.horizontal_flips],
+            FEATURES: [base, asdict(config.features)],
+        }
         if config.caption_encoder is not None:
             keys[CAPTIONS] = [base, asdict(config.caption_encoder)]
         return keys

@@ -71,8 +71,7 @@ def rgb(image: Image.Image, key: str, max_pixels: int = MAX_PIXELS) -> UInt8[np.
     if image.mode == "F":
         return BrokenSample(key, "unsupported pixels", "floating-point numbers of unknown range")
     if image.has_transparency_data:
-        white = Image.new("RGBA", image.size, "white")
-        image = Image.alpha_composite(white, image.convert("RGBA"))
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
     return np.asarray(image.convert("RGB"))
 
 
