@@ -26,7 +26,7 @@ from ddm_lightning.members.roles import ROUTER, parse_members
 from ddm_lightning.members.run import Run
 from ddm_lightning.members.run_folder import RunFolder, refuse_changed
 from ddm_lightning.members.status import status_table
-from ddm_lightning.shards.manifest import DataSizes
+from ddm_lightning.shards.manifest import DataSizes, Manifest
 from ddm_lightning.training.guard import skipped_of
 from ddm_lightning.use.ensemble import DecentralizedEnsemble
 from ddm_lightning.use.saved import export_diffusers, fetched, manifest_with_about, open_run, save_ensemble
@@ -38,24 +38,23 @@ def _command(name: str, options: argparse.Namespace) -> str:
     return shlex.join(["python", "-m", "ddm_lightning", name, "-c", options.config, *options.overrides])
 
 
-def _prepare(experiment: Experiment, options: argparse.Namespace) -> int:
+def _prepare(experiment: Experiment, options: argparse.Namespace) -> None:
     _check(experiment, options)
     if options.dry_run:
         from ddm_lightning.prepare.dry_run import dry_run, dry_run_table
         from ddm_lightning.prepare.engine import num_gpus_for, num_processes_for
 
-        plan = dry_run(experiment, RunFolder.of(experiment).root, _sizes_check(experiment, options))
+        plan = dry_run(experiment, RunFolder.of(experiment).root, _networks_check(experiment, options))
         num_processes = num_processes_for(experiment.prepare, plan.num_parts, plan.num_samples)
         Console().print(dry_run_table(plan, num_processes, num_gpus_for(experiment.prepare)))
         print(f"stages to run: {', '.join(plan.stages) or 'none, all is up to date'}")
         print(f"parts to encode: {plan.num_unfinished_parts} of {plan.num_parts}\nnothing was written")
-        return 0
+        return
     run = _prepared(experiment, options)
     prepared = run.folder.prepared
     print(f"shards: {run.folder.shards}")
     print(f"report: {prepared / 'report' / 'report.html'}, {prepared / 'clusters.png'}")
     print(f"next: {_command('fit', options)}")
-    return 0
 
 
 def _check(experiment: Experiment, options: argparse.Namespace) -> None:
@@ -63,8 +62,8 @@ def _check(experiment: Experiment, options: argparse.Namespace) -> None:
     refuse_changed(experiment)
 
 
-def _sizes_check(experiment: Experiment, options: argparse.Namespace) -> Callable[[DataSizes], None]:
-    """Check the networks against the sizes of the data to be written."""
+def _networks_check(experiment: Experiment, options: argparse.Namespace) -> Callable[[DataSizes | Manifest], None]:
+    """Check the networks against the sizes of the data."""
     return lambda sizes: check_networks(experiment, sizes, options.config, options.overrides)
 
 
@@ -73,11 +72,10 @@ def _prepared(experiment: Experiment, options: argparse.Namespace) -> Run:
     from ddm_lightning.prepare.engine import RichReporter
     from ddm_lightning.prepare.stages import prepare
 
+    check = _networks_check(experiment, options)
     with RichReporter() as reporter:
         prune = getattr(options, "prune", False)
-        check = _sizes_check(experiment, options)
-        manifest = prepare(experiment, RunFolder.of(experiment).root, reporter, check, prune)
-    check_networks(experiment, manifest, options.config, options.overrides)  # also if nothing was to prepare
+        check(prepare(experiment, RunFolder.of(experiment).root, reporter, check, prune))  # also if it is up to date
     # Only now: after an error in prepare, the corrected experiment may use the same folder.
     return Run.open(experiment, create=True)
 
@@ -89,7 +87,7 @@ def _one_member(experiment: Experiment, options: argparse.Namespace) -> str:
     return members[0]
 
 
-def _fit(experiment: Experiment, options: argparse.Namespace) -> int:
+def _fit(experiment: Experiment, options: argparse.Namespace) -> int | None:
     members = parse_members(options.member, experiment)
     if options.jobs is not None and options.jobs < 1:
         raise UserError(f"--jobs {options.jobs}: must be at least 1")
@@ -99,17 +97,13 @@ def _fit(experiment: Experiment, options: argparse.Namespace) -> int:
     return _fit_several(members, experiment, options)  # also if the whole ensemble is one expert
 
 
-def _fit_one(member: str, experiment: Experiment, options: argparse.Namespace) -> int:
+def _fit_one(member: str, experiment: Experiment, options: argparse.Namespace) -> int | None:
     _check(experiment, options)
     run = Run(experiment)
     manifest = run.manifest  # an island receives prepared shards, it does not make them
-    is_new = not run.folder.experiment.exists()
-    if is_new:
-        check_networks(experiment, manifest, options.config, options.overrides)
-    checkpoints = run.folder.member(member) / "checkpoints"
-    before = set(checkpoints.glob("*"))
-    Run.open(experiment, create=True)
-    try:
+    if not run.folder.experiment.exists():
+        _networks_check(experiment, options)(manifest)
+    with run.claimed_for(member):
         refuse_stale([member], run)
 
         from ddm_lightning.training.fit import fit_member
@@ -117,21 +111,16 @@ def _fit_one(member: str, experiment: Experiment, options: argparse.Namespace) -
 
         processes.end_imports()
         status = fit_member(member, run, show_progress=sys.stderr.isatty())
-    except UserError:
-        # Nothing was trained: release the folder, so that a corrected experiment can use it.
-        if is_new and set(checkpoints.glob("*")) == before:
-            run.folder.experiment.unlink(missing_ok=True)
-        raise
     if not leads():
-        return 0  # rank zero prints the result; it is killed if another rank exits with another code
+        return None  # rank zero prints the result; it is killed if another rank exits with another code
     if status.state == "stopped":
         return processes.STOPPED
     _print_skipped([member], run, options)
     print(f"artifact: {run.folder.artifact(member)}\ncurves: tensorboard --logdir {run.folder.root}")
-    return 0
+    return None
 
 
-def _fit_several(members: list[str], experiment: Experiment, options: argparse.Namespace) -> int:
+def _fit_several(members: list[str], experiment: Experiment, options: argparse.Namespace) -> int | None:
     console = Console()
     check_strategy(experiment, options.config, options.overrides)
     if is_collected(members, Run(experiment)):
@@ -164,7 +153,7 @@ def _fit_several(members: list[str], experiment: Experiment, options: argparse.N
             print(f"clusters: {clusters}")
         print(f"next: {_sample_command(experiment, options)}")
     print(f"curves: tensorboard --logdir {run.folder.root}")
-    return 0
+    return None
 
 
 def _print_skipped(members: Sequence[str], run: Run, options: argparse.Namespace) -> None:
@@ -188,7 +177,7 @@ def _sample_command(experiment: Experiment, options: argparse.Namespace) -> str:
     return _command("sample", options) + {"class": " --class …", "none": ""}.get(kind, " --prompt …")
 
 
-def _print_captions(run: Run, word: str) -> int:
+def _print_captions(run: Run, word: str) -> None:
     from ddm_lightning.prepare.prepared import Prepared
 
     prepared = Prepared(run.folder.prepared)
@@ -198,14 +187,14 @@ def _print_captions(run: Run, word: str) -> int:
         )
     for text in sorted({text for text in prepared.texts("captions") if word.casefold() in text.casefold()}):
         print(text)
-    return 0
 
 
-def _sample(experiment: Experiment, options: argparse.Namespace) -> int:
+def _sample(experiment: Experiment, options: argparse.Namespace) -> None:
     from ddm_lightning.use.samples import check_out, write_samples
 
     if options.captions is not None:
-        return _print_captions(Run.open(experiment), options.captions)
+        _print_captions(Run.open(experiment), options.captions)
+        return
     run = open_run(experiment)
     given = {"--strategy": options.strategy, "--num": options.num, "--seed": options.seed}
     source = " ".join(f"{name} {value}" for name, value in given.items() if value is not None)
@@ -243,10 +232,9 @@ def _sample(experiment: Experiment, options: argparse.Namespace) -> int:
         print(f"{name}: {file}")
     cost = ensemble.cost
     print(f"cost: {cost.gflop:.3g} GFLOP per image, {cost.experts:.2f} active experts on average")
-    return 0
 
 
-def _evaluate(experiment: Experiment, options: argparse.Namespace) -> int:
+def _evaluate(experiment: Experiment, options: argparse.Namespace) -> None:
     check_strategy(experiment, options.config, options.overrides)
     check_devices(experiment.island.accelerator, 1)
     run = open_run(experiment)
@@ -260,10 +248,9 @@ def _evaluate(experiment: Experiment, options: argparse.Namespace) -> int:
         path, table = found
         Console().print(table)
         print(f"results: {path}")
-    return 0
 
 
-def _diagnose(experiment: Experiment, options: argparse.Namespace) -> int:
+def _diagnose(experiment: Experiment, options: argparse.Namespace) -> None:
     if options.num < 1:
         raise UserError(f"--num {options.num}: must be at least 1")
     check_devices(experiment.island.accelerator, 1)
@@ -276,18 +263,16 @@ def _diagnose(experiment: Experiment, options: argparse.Namespace) -> int:
     Console().print(diagnosis_table(figures))
     print(*diagnosis_lines(figures), sep="\n")
     print(f"diagnosis: {run.folder.root / 'diagnosis' / 'diagnosis.json'}, and figures beside it")
-    return 0
 
 
-def _status(experiment: Experiment, options: argparse.Namespace) -> int:
+def _status(experiment: Experiment, options: argparse.Namespace) -> None:
     run = Run.open(experiment)
     Console().print(_status_table(run))
     _print_skipped(run.started, run, options)
     print(f"curves: tensorboard --logdir {run.folder.root}")
-    return 0
 
 
-def _replay(experiment: Experiment, options: argparse.Namespace) -> int:
+def _replay(experiment: Experiment, options: argparse.Namespace) -> None:
     member = _one_member(experiment, options)
     run = Run.open(experiment)
 
@@ -298,10 +283,9 @@ def _replay(experiment: Experiment, options: argparse.Namespace) -> int:
     Console().print(replay_table(replay))
     if all(math.isfinite(sample.gradient_norm) for sample in replay.samples):
         print("every gradient is finite here: the cause is that step's weights, or a sample of another rank (--rank)")
-    return 0
 
 
-def _ema(experiment: Experiment, options: argparse.Namespace) -> int:
+def _ema(experiment: Experiment, options: argparse.Namespace) -> None:
     member = _one_member(experiment, options)
     if options.use is not None and options.width is not None:
         raise UserError("ema: --width compares and --use hands over; give one of them")
@@ -317,26 +301,24 @@ def _ema(experiment: Experiment, options: argparse.Namespace) -> int:
     if options.use is None:
         Console().print(widths_table(averages.compare(options.width)))
         print(f"next: {_command('ema', options)} member={member} --use WIDTH")
-        return 0
+        return
     averages.use(width)
     print(f"artifact: {run.folder.artifact(member)}")
     if run.folder.ensemble.exists() and member in run.names:
         assemble(run)
         _grid(run, experiment).unlink(missing_ok=True)  # from other weights; fit and sample make it again
         print(f"ensemble: {run.folder.ensemble}\nnext: {_sample_command(experiment, options)}")
-    return 0
 
 
-def _export(experiment: Experiment, options: argparse.Namespace) -> int:
+def _export(experiment: Experiment, options: argparse.Namespace) -> None:
     run, out = open_run(experiment), Path(options.out)
     check_weights(run, _command("fit", options))
     write = save_ensemble if options.to == "ensemble" else export_diffusers
     write(manifest_with_about(run.folder.root, experiment), out, options.licence)
     print(f"{options.to}: {out}\nmodel card: {out / 'README.md'}")
-    return 0
 
 
-def change_ensemble(options: argparse.Namespace) -> int:
+def change_ensemble(options: argparse.Namespace) -> None:
     """Run ``ensemble add``, ``remove`` or ``replace``, which need no experiment."""
     from ddm_lightning.ensemble.changes import added, removed, replaced
 
@@ -365,10 +347,9 @@ def change_ensemble(options: argparse.Namespace) -> int:
         print(
             "the router does not know the new cluster and was left out: use the strategy bayes, or train a router anew"
         )
-    return 0
 
 
-def _demo(experiment: Experiment, options: argparse.Namespace) -> int:
+def _demo(experiment: Experiment, options: argparse.Namespace) -> None:
     require("demo", "gradio", extra="page")
     from ddm_lightning.prepare.prepared import example_captions
     from ddm_lightning.use.page import NUM_EXAMPLES, listen, serve
@@ -379,16 +360,15 @@ def _demo(experiment: Experiment, options: argparse.Namespace) -> int:
         check_weights(run, _command("fit", options))
         ensemble = DecentralizedEnsemble.of_run(run, partial=True)
         serve(ensemble, listener, options.host, example_captions(run.folder.prepared, NUM_EXAMPLES))
-    return 0
 
 
 def run_command(experiment: Experiment, options: argparse.Namespace) -> int:
     """Run a command of ``COMMANDS`` with as many threads as members use: more than idle cores are slower than one."""
     configure_torch(experiment.island.accelerator, experiment.island.num_threads)
-    return COMMANDS[options.command](experiment, options)
+    return COMMANDS[options.command](experiment, options) or 0
 
 
-COMMANDS: Mapping[str, Callable[[Experiment, argparse.Namespace], int]] = {
+COMMANDS: Mapping[str, Callable[[Experiment, argparse.Namespace], int | None]] = {
     "prepare": _prepare,
     "fit": _fit,
     "sample": _sample,

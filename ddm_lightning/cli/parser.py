@@ -234,7 +234,8 @@ def _run(options: argparse.Namespace) -> int:
     if options.command == "ensemble":
         from ddm_lightning.cli.commands import change_ensemble
 
-        return change_ensemble(options)
+        change_ensemble(options)
+        return 0
     from ddm_lightning.config.load import load_experiment, to_yaml
     from ddm_lightning.use.settings import load_settings
 

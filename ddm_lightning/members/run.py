@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import cached_property
-from pathlib import Path
 
 from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.config.load import to_yaml
@@ -14,13 +14,13 @@ from ddm_lightning.core.files import atomic_write_text
 from ddm_lightning.members.artifact import read_meta
 from ddm_lightning.members.member import Member
 from ddm_lightning.members.roles import all_members, ensemble_members, train_config
-from ddm_lightning.members.run_folder import RunFolder, load_run, recorded, refuse_changed
+from ddm_lightning.members.run_folder import RunFolder, recorded, refuse_changed
 from ddm_lightning.members.status import MemberStatus
 from ddm_lightning.shards.manifest import Manifest
 
 
 class Run:
-    """An experiment and its run folder, unchecked; ``open`` and ``load`` check.
+    """An experiment and its run folder, unchecked; ``open`` checks.
 
     Args:
         experiment: its settings must not change while the run is in use.
@@ -57,14 +57,25 @@ class Run:
             atomic_write_text(folder.experiment, to_yaml(experiment))
         return run
 
-    @classmethod
-    def load(cls, path: str | Path, overrides: Sequence[str] = ()) -> Run:
-        """Open the run of the experiment file ``path``, or of a run's record, with the settings recorded there.
+    @contextmanager
+    def claimed_for(self, member: str) -> Iterator[None]:
+        """Record the experiment in the folder to train ``member``; take a new record back if nothing was trained.
+
+        Without the record, a corrected experiment can use the folder. It is taken back after a ``UserError`` alone.
 
         Raises:
-            UserError: as ``load_run`` and ``open``.
+            UserError: as ``open``.
         """
-        return cls.open(load_run(path, overrides))
+        checkpoints = self.folder.member(member) / "checkpoints"
+        before = set(checkpoints.glob("*"))
+        is_new = not self.folder.experiment.exists()
+        Run.open(self.experiment, create=True)
+        try:
+            yield
+        except UserError:
+            if is_new and set(checkpoints.glob("*")) == before:
+                self.folder.experiment.unlink(missing_ok=True)
+            raise
 
     @cached_property
     def manifest(self) -> Manifest:
