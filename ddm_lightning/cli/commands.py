@@ -19,9 +19,16 @@ from ddm_lightning.core import processes
 from ddm_lightning.core.devices import check_devices, configure_torch
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import require
-from ddm_lightning.ensemble.manifest import assemble, refuse_stale
+from ddm_lightning.ensemble.manifest import assemble
 from ddm_lightning.islands.local import default_jobs, fit_members
-from ddm_lightning.members.preflight import check_networks, check_plugins, check_strategy, check_weights, is_collected
+from ddm_lightning.members.preflight import (
+    check_networks,
+    check_plugins,
+    check_strategy,
+    check_weights,
+    is_collected,
+    refuse_stale,
+)
 from ddm_lightning.members.roles import ROUTER, parse_members
 from ddm_lightning.members.run import Run
 from ddm_lightning.members.run_folder import RunFolder, refuse_changed

@@ -15,16 +15,24 @@ Generate: TypeAlias = Callable[[Ensemble, list[int]], Float[Tensor, "r c h w"]]
 """``generate(ensemble, rows)``: samples of the given rows, on the CPU."""
 
 
-def without_failed(ensemble: Ensemble, generate: Generate, rows: list[int]) -> Float[Tensor, "r c h w"]:
-    """Generate ``rows``; those that are not finite again, with the same noise and without the experts that failed.
+def without_failed(
+    ensemble: Ensemble, generate: Generate, rows: list[int], x_0: Float[Tensor, "r c h w"]
+) -> Float[Tensor, "r c h w"]:
+    """Generate samples that are not finite again, with the same noise and without the experts that failed.
 
-    NaN reaches the samples, which are on the CPU anyway, so that a step costs nothing more. Only a second attempt looks
-    at each expert. The rest keep their weights in proportion. A failure is noted on stderr once per ensemble.
+    Only this second attempt looks at each expert. The rest keep their weights in proportion. A failure is noted on
+    stderr once per ensemble.
+
+    Args:
+        ensemble: the ensemble.
+        generate: generates samples.
+        rows: the samples that were generated.
+        x_0: what became of them; changed in place.
 
     Raises:
         UserError: no expert is left for the strategy, or the router fails.
     """
-    x_0, excluded = generate(ensemble, rows), set[int]()
+    excluded = set[int]()
     broken = (~x_0.isfinite().flatten(1).all(1)).nonzero().squeeze(1)
     while len(broken):
         try:

@@ -324,7 +324,10 @@ def sample(
                 trace.end(times, x_0)
             return x_0
 
-        batches.append(without_failed(ensemble, generate, list(indices)))
+        x_0 = generate(ensemble, list(indices))
+        if not x_0.isfinite().all():  # on the CPU anyway, so that no step costs more
+            x_0 = without_failed(ensemble, generate, list(indices), x_0)
+        batches.append(x_0)
         if progress is not None:
             progress(indices.stop)
     ensemble.work.images += num

@@ -13,9 +13,11 @@ from ddm_lightning.config.merge import expert_section
 from ddm_lightning.config.validate import blamed
 from ddm_lightning.core import registry
 from ddm_lightning.core.errors import UserError, first_line
+from ddm_lightning.members.artifact import described, read_meta
 from ddm_lightning.members.member import Member
 from ddm_lightning.members.roles import MONOLITH, ROUTER, parse_members
 from ddm_lightning.members.run import Run
+from ddm_lightning.members.run_folder import MEMBER_FILE
 from ddm_lightning.networks.blocks import has_muon_matrices
 from ddm_lightning.shards.manifest import DataSizes, Manifest
 
@@ -134,3 +136,37 @@ def is_collected(members: Sequence[str], run: Run) -> bool:
         remedy = f"copy them to {folder.root / 'members'}/NAME/artifact, or train one with member={missing[0]}"
         raise UserError(f"{manifest}: {problem}; {remedy}")
     return True
+
+
+def refuse_stale(members: Sequence[str], run: Run) -> None:
+    """Check that the artifacts of finished members belong to the experiment of ``run``.
+
+    One with fewer steps is allowed if its training can continue: with a constant schedule and a checkpoint.
+
+    Raises:
+        UserError: an artifact is another member's or was trained with other settings.
+    """
+    for name in filter(run.folder.is_finished, members):
+        folder, member = run.folder.artifact(name), run.member(name)
+        meta = read_meta(folder)
+        steps = member.train.max_steps
+        has_checkpoint = any((run.folder.member(name) / "checkpoints").glob("step-*.ckpt"))
+        can_continue = meta.step < steps and member.train.schedule == "constant" and has_checkpoint
+        wanted = described(member, run.manifest)
+        differing = [key for key, value in wanted.items() if getattr(meta, key) != value]
+        if meta.member != name:
+            problem = f"is the artifact of {meta.member}, not of {name}"
+        elif "partition_sha256" in differing:
+            problem = "was trained on clusters that have changed since, or on those of another run"
+        elif meta.step != steps and not can_continue:
+            problem = f"has {meta.step} steps of training, and the experiment asks for {steps}"
+        elif meta.num_samples != meta.step * member.batch_size:
+            samples = f"{steps * member.batch_size:,}"
+            problem = f"was trained on {meta.num_samples:,} samples, and the experiment asks for {samples}"
+        elif differing:
+            was, now = getattr(meta, differing[0]), wanted[differing[0]]
+            problem = f"has {differing[0]} = {was!r} in {MEMBER_FILE}, and the experiment asks for {now!r}"
+        else:
+            continue
+        remedy = f"remove {folder.parent} to train {name} anew, or use another folder with run_dir=…"
+        raise UserError(f"{folder}: {problem}; copy the right one there, {remedy}")
