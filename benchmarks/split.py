@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -62,14 +61,11 @@ def read_split(run: Run, side: str) -> Split:
         UserError: a shard is missing or damaged, or this side has no samples.
     """
     shards = ShardImages(run.folder.shards, run.manifest, encoder_of(run), side)
-    samples = sorted(shards.samples(range(shards.num)), key=lambda sample: int(sample["sample_id"]))
-
-    def column(name: str) -> Tensor:
-        return torch.from_numpy(np.stack([np.asarray(sample[name]) for sample in samples]))
-
-    x_0 = StoredForm(run.manifest.stores, run.manifest.normalisation).mean(column("x_0").float())
-    texts = column("text").float() if "text" in samples[0] else None
-    return Split(column("cluster").long(), column("label").long(), x_0, texts)
+    samples = shards.take(range(shards.num))
+    order = samples["sample_id"].argsort()
+    samples = {name: column[order] for name, column in samples.items()}
+    x_0 = StoredForm(run.manifest.stores, run.manifest.normalisation).mean(samples["x_0"].float())
+    return Split(samples["cluster"], samples["label"], x_0, samples.get("text"))
 
 
 def noised(x_0: Float[Tensor, "n c h w"], t: float, draw: int, seed: int, purpose: str) -> Float[Tensor, "n c h w"]:

@@ -17,10 +17,10 @@ from types import MethodType, SimpleNamespace
 # Before torch is imported: two OpenMP threads on two shared cores are slower than one.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from ddm_lightning.core.compat import defer_heavy_packages, ensure_torchvision_importable
+from ddm_lightning.core.compat import defer_torchmetrics, ensure_torchvision_importable
 
 ensure_torchvision_importable()
-defer_heavy_packages()
+defer_torchmetrics()
 
 import pytest
 import torch

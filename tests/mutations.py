@@ -167,14 +167,14 @@ def is_plain(path):
     return path.is_file() and not path.is_symlink() and path.stat().st_size < BYTES
 
 
-def read(run, target, loader):
+def read(run, target):
     """What this package does with them."""
     if target == "artifact":
         load_network(run / "members" / "expert-0" / "artifact")
     elif target == "ensemble":
         load_ensemble(read_ensemble(run / "ensemble.json"))
     else:
-        experiment = load_experiment(TINY, [f"run_dir={run}", f"island.loader={loader}"])
+        experiment = load_experiment(TINY, [f"run_dir={run}"])
         opened = Run(experiment)
         member = opened.member("expert-0")
         module = build_module(member, opened)
@@ -199,19 +199,19 @@ def outcome(call):
 
 def main(source, work, first, num):
     """Try mutations of the seeds from ``first`` on copies of a finished run."""
-    ways = [(target, loader) for loader in ("local", "streaming") for target in ("artifact", "ensemble", *SHARDS)]
-    for target, loader in ways:
-        read(source, target, loader)  # whatever has to be imported is
+    targets = ("artifact", "ensemble", *SHARDS)
+    for target in targets:
+        read(source, target)  # whatever has to be imported is
     size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (size + BYTES, size + BYTES))
     for number in range(first, first + num):
-        target, loader = ways[number % len(ways)]
+        target = targets[number % len(targets)]
         run = work / str(number)
         shutil.copytree(source, run)
-        done = f"{target}, {loader}: {harm(run, target, random.Random(number))}"
+        done = f"{target}: {harm(run, target, random.Random(number))}"
         print(json.dumps({"number": number, "done": done}), flush=True)
         start = time.perf_counter()
-        found = outcome(partial(read, run, target, loader))
+        found = outcome(partial(read, run, target))
         print(json.dumps({"number": number, "found": found, "seconds": time.perf_counter() - start}), flush=True)
         shutil.rmtree(run)
 

@@ -227,8 +227,6 @@ class IslandConfig:
     """Data-loading processes per rank."""
     shards: str | None = None
     """URL (``s3://…``, ``file://…``) or folder to read shards from; null for the run's own."""
-    loader: str = option("auto", choices=("auto", "local", "streaming"))
-    """Reader of the shards: ``local`` (memory maps), ``streaming`` (also URLs) or ``auto``."""
     loggers: list[str] = field(default_factory=lambda: ["tensorboard"])
     """Where curves go: ``tensorboard``, ``csv`` and ``wandb`` (Weights & Biases); images go to all but ``csv``."""
     callbacks: list[PluginConfig] = field(default_factory=list)

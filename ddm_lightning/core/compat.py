@@ -7,8 +7,8 @@ exist``, because it registers shape functions for missing operators. Declaring t
 an implementation is enough, as nothing in this package calls them.
 
 Lightning needs two classes of torchmetrics, and this package a few modules of Streaming. Both packages import
-everything they have at once, and with it scipy, scikit-learn, pandas, transformers and torchvision: a third of the
-CPU time of starting a member. ``defer_heavy_packages`` lets them do so when something asks for more.
+everything they have at once, and with it scipy, scikit-learn, pandas, transformers and torchvision: four seconds.
+``import_light`` lets them do so when something asks for more.
 
 Importing this module imports only the standard library.
 """
@@ -20,6 +20,7 @@ import importlib.util
 import logging
 import re
 import sys
+from collections.abc import Mapping
 from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
@@ -72,23 +73,36 @@ class _DeferredPackage(ModuleType):
         return getattr(self, name)
 
 
-def defer_heavy_packages() -> None:
-    """Let Lightning and Streaming start without the parts of torchmetrics and Streaming that they do not use.
+def defer_torchmetrics() -> None:
+    """Let Lightning start without the parts of torchmetrics that it does not use; call it before importing it."""
+    names = {"Metric": "metric", "MetricCollection": "collections", "__version__": "__about__"}
+    import_light("torchmetrics", first="torchmetrics.utilities", names=names)
 
-    Nothing is taken away: ``torchmetrics.Accuracy`` and ``streaming.StreamingDataset`` import the rest when used.
-    Call it before Lightning or Streaming is imported; packages already imported stay as they are.
+
+def import_light(*packages: str, first: str, names: Mapping[str, str] | None = None) -> None:
+    """Import a module of a package without what the package itself imports.
+
+    Nothing is taken away: ``torchmetrics.Accuracy`` and ``streaming.StreamingDataset`` import the rest when used. A
+    package that is imported already stays as it is, and one of another version, with other modules, is left to be
+    imported whole.
+
+    Args:
+        packages: the package, then those in it that are not to run.
+        first: the module.
+        names: what other packages take from the package, and the modules of it that have them.
     """
-    for package, import_base in (
-        ("torchmetrics", _import_base_of_torchmetrics),
-        ("streaming", _import_base_of_streaming),
-    ):
-        if package not in sys.modules:
-            try:
-                _defer(package)
-                import_base()
-            except (ImportError, AttributeError):  # a version with other modules: import it whole
-                for name in [name for name in sys.modules if name.partition(".")[0] == package]:
-                    del sys.modules[name]
+    package = packages[0]
+    if package in sys.modules:
+        return
+    try:
+        for name in packages:
+            _defer(name)
+        importlib.import_module(first)
+        for name, module in (names or {}).items():
+            setattr(sys.modules[package], name, getattr(importlib.import_module(f"{package}.{module}"), name))
+    except (ImportError, AttributeError):
+        for name in [name for name in sys.modules if name.partition(".")[0] == package]:
+            del sys.modules[name]
 
 
 def _defer(name: str) -> None:
@@ -97,21 +111,8 @@ def _defer(name: str) -> None:
     assert spec is not None  # setup.py requires it
     package = importlib.util.module_from_spec(spec)
     package.__class__ = _DeferredPackage
+    package.__dict__["_logger"] = logging.getLogger(name)  # the modules of torchmetrics take it from there
     sys.modules[name] = package
-
-
-def _import_base_of_torchmetrics() -> None:
-    """Set what Lightning and torchmetrics' own modules take from the package."""
-    package = sys.modules["torchmetrics"]
-    package.__dict__["_logger"] = logging.getLogger("torchmetrics")
-    importlib.import_module("torchmetrics.utilities")  # before ``metric``: they import each other
-    for module, name in (("__about__", "__version__"), ("metric", "Metric"), ("collections", "MetricCollection")):
-        setattr(package, name, getattr(importlib.import_module(f"torchmetrics.{module}"), name))
-
-
-def _import_base_of_streaming() -> None:
-    _defer("streaming.base")
-    importlib.import_module("streaming.base.format")  # before ``util``: they import each other
 
 
 def _extension_loads(folder: Path) -> bool:

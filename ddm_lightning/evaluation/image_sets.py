@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import bisect
-import itertools
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 from zipfile import BadZipFile
 
 import numpy as np
 import torch
-from jaxtyping import UInt8
+from jaxtyping import Int, UInt8
 from PIL import Image
+from torch import Tensor
 
 from ddm_lightning.core.devices import resolve_precision
 from ddm_lightning.core.errors import UserError, first_line
@@ -26,9 +24,9 @@ from ddm_lightning.encoders.stored import StoredForm
 from ddm_lightning.flow.condition import Condition
 from ddm_lightning.flow.randomness import keyed_generator
 from ddm_lightning.members.run import Run
-from ddm_lightning.shards.fetch import Origin
 from ddm_lightning.shards.manifest import HELD_OUT, TRAIN, Manifest, shard_name
-from ddm_lightning.shards.verify import read_index, verify_shards
+from ddm_lightning.shards.mds import open_shards
+from ddm_lightning.shards.verify import verify_shards
 from ddm_lightning.use.conditions import text_condition
 from ddm_lightning.use.ensemble import DecentralizedEnsemble
 
@@ -85,30 +83,28 @@ class ShardImages:
             verify_shards(shards / name, hashes=side == HELD_OUT, index_sha256=manifest.index_sha256[name])
         self.name, self._encoder = side, encoder
         self._stored = StoredForm(manifest.stores, manifest.normalisation)
-        self._shards = [(shards / name, info) for name in names for info in read_index(shards / name)]
-        self._starts = list(itertools.accumulate((int(info["samples"]) for _, info in self._shards), initial=0))
-        self.num = min(self._starts[-1], max_num or self._starts[-1])
+        self._shards = open_shards([shards / name for name in names])
+        self.num = min(len(self._shards), max_num or len(self._shards))
         self.shape = decoded_shape(encoder, manifest.x_shape)
         made_by = [manifest.image_encoder, manifest.provenance.get("image_encoder")]
         self.sha256 = sha256_json([[manifest.index_sha256[name] for name in names], made_by, self.num])
 
-    def samples(self, rows: Sequence[int]) -> Iterator[dict[str, Any]]:
-        """Yield stored samples with all columns, captions included."""
-        from streaming.base.format import reader_from_json  # after ``shards``, which makes torchvision importable
+    def take(self, rows: Sequence[int], names: Sequence[str] | None = None) -> dict[str, Tensor]:
+        """Return columns of fixed size of some samples; None for all columns."""
+        return self._shards.take(self._places(rows), names)
 
-        places = [row * self._starts[-1] // self.num for row in rows]
-        for shard, chosen in itertools.groupby(places, lambda place: bisect.bisect_right(self._starts, place) - 1):
-            folder, info = self._shards[shard]
-            with TemporaryDirectory() as scratch:
-                if info["zip_data"]:
-                    Origin(str(folder), Path(scratch)).fetch(info, wait=True)
-                reader = reader_from_json(scratch if info["zip_data"] else str(folder), None, info)
-                yield from (reader[place - self._starts[shard]] for place in chosen)
+    def column(self, rows: Sequence[int], name: str) -> list[Any]:
+        """Return a column of some samples, such as ``caption`` or ``label``."""
+        if any(name == column.name for column in self._shards.layout.texts):
+            return self._shards.texts(self._places(rows), name)
+        return self.take(rows, (name,))[name].tolist()
 
     def images(self, rows: range) -> Images:
         """Decode one part."""
-        stored = np.stack([sample["x_0"] for sample in self.samples(rows)])
-        return self._encoder.decode(self._stored.mean(torch.from_numpy(stored)))
+        return self._encoder.decode(self._stored.mean(self.take(rows, ("x_0",))["x_0"]))
+
+    def _places(self, rows: Sequence[int]) -> Int[np.ndarray, "m"]:
+        return np.asarray(rows, np.int64) * len(self._shards) // self.num
 
 
 def decoded_shape(encoder: ImageEncoder, x_shape: tuple[int, int, int]) -> tuple[int, ...]:
@@ -230,9 +226,7 @@ class Generated:
             return [self._own[row % len(self._own)] for row in rows]
         order = torch.randperm(self._given.num, generator=keyed_generator(self._experiment.seed, "conditions")).tolist()
         wanted = [order[row % len(order)] for row in rows]
-        ordered = sorted({*wanted})
-        found = {row: sample[column] for row, sample in zip(ordered, self._given.samples(ordered), strict=True)}
-        return [found[row] for row in wanted]
+        return self._given.column(wanted, column)
 
     def _condition(self, rows: range) -> Condition | None:
         if self._kind == "none":

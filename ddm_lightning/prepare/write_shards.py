@@ -23,10 +23,10 @@ from ddm_lightning.prepare.engine import run_jobs
 from ddm_lightning.prepare.prepared import Prepared
 from ddm_lightning.prepare.reading import Plugins
 from ddm_lightning.shards.manifest import HELD_OUT, OUT_OF_CLUSTER, TRAIN, ClusterSamples, Manifest, shard_name
+from ddm_lightning.shards.mosaic import open_writer
 from ddm_lightning.shards.verify import verify_shards
 
 _SAMPLES_AT_ONCE = 256
-_HASHES = ["sha1", "xxh64"]  # MDSWriter wants them sorted
 
 
 def held_out_samples(
@@ -123,17 +123,11 @@ def write_split(
     Returns:
         Per channel of ``x_0``: number of values, their sum, and the sum of their squares.
     """
-    from streaming.base.format.mds.writer import MDSWriter
-
     moments: list[Float64[np.ndarray, "3 c"]] = []
     types = {name: parse_encoding(encoding)[0] for name, encoding in samples.encodings.items()}
-    with MDSWriter(
-        out=str(job.folder / shard_name(job.cluster, job.split)),
-        columns={**samples.encodings, "sample_id": "int64", "cluster": "int32", "caption": "str"},
-        compression=config.compression,
-        hashes=_HASHES,
-        size_limit=config.max_bytes,
-    ) as writer:
+    folder = job.folder / shard_name(job.cluster, job.split)
+    encodings = {**samples.encodings, "sample_id": "int64", "cluster": "int32", "caption": "str"}
+    with open_writer(folder, encodings, config.compression, config.max_bytes) as writer:
         for start in range(0, len(job.order), _SAMPLES_AT_ONCE):
             chosen = job.order[start : start + _SAMPLES_AT_ONCE]
             block = {name: rows.take(chosen).astype(types[name], copy=False) for name, rows in samples.columns.items()}

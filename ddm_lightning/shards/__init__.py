@@ -1,6 +1,6 @@
 """Shards: written by ``prepare``, read by training."""
 
-from ddm_lightning.core.compat import defer_heavy_packages
+from ddm_lightning.core.compat import defer_torchmetrics
 
-# Before Lightning and Streaming are imported.
-defer_heavy_packages()
+# Here, because a package runs before its modules: one of them imports Lightning.
+defer_torchmetrics()

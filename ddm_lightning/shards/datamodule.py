@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import shutil
 import threading
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,23 +20,18 @@ import lightning as L
 import numpy as np
 import torch
 from jaxtyping import Int
-from streaming.base.shuffle import get_shuffle
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from ddm_lightning.core.errors import UserError, first_line
+from ddm_lightning.core import remote
+from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.formatting import format_bytes
 from ddm_lightning.shards.fetch import FetchedShards, Origin
 from ddm_lightning.shards.manifest import HELD_OUT, OUT_OF_CLUSTER, TRAIN, shard_name
-from ddm_lightning.shards.mds import Shards, open_shards
-from ddm_lightning.shards.verify import read_index, remove_damaged, unreadable, verify_shards
+from ddm_lightning.shards.mosaic import shuffled
+from ddm_lightning.shards.verify import remove_damaged, verify_shards
 
-AUTO, STREAMING, LOCAL = "auto", "streaming", "local"
 SHARED_MEMORY = Path("/dev/shm")
-# Fewest samples among which a shard's samples are scattered: they are fetched before the first step of an epoch. Four
-# times the largest shard is the lower limit, because a shard larger than a block mixes with no other.
-_MIN_BLOCK = 1 << 18
-
 # Places of one step's samples, and the shards to fetch ahead.
 _Step = tuple[Int[np.ndarray, "m"], list[int]]
 
@@ -51,12 +47,13 @@ class ClusterDataModule(L.LightningDataModule):
     ``[b]``, ``text`` float32 ``[b d]``, and all others as stored: ``x_0`` ``[b c h w]``, ``x_0_flipped``,
     ``text_ids``, ``text_tokens`` … Captions are skipped.
 
-    Batches and their order are the same with any loader, number of workers and, step by step, number of ranks. The
-    loaders' ``state_dict`` resumes exactly with any of these.
+    Batches and their order are the same from a folder and a URL, with any number of workers and, step by step, number
+    of ranks. The loaders' ``state_dict`` resumes exactly with any of these.
 
     Args:
         shards: folder, or URL of a folder, with ``cluster-{k}/train`` and ``cluster-{k}/held-out``. Shards behind a URL
-            (``s3://``, ``sftp://``, ``gs://``, ``hf://`` …; ``file://`` for a mounted folder) are fetched as needed.
+            (``s3://``, ``sftp://``, ``gs://``, ``hf://`` …; ``file://`` for a mounted folder) are fetched as needed;
+            compressed ones of a folder are decompressed before training.
         clusters: the clusters k to load.
         batch_size: samples per optimizer step, over all ranks.
         seed: of the sample order.
@@ -66,12 +63,7 @@ class ClusterDataModule(L.LightningDataModule):
         out_of_cluster: clusters whose experts also train on samples of other clusters; these are loaded, too.
         columns: the manifest's columns: name -> MDS encoding.
         index_sha256: the manifest's hash of each ``index.json``, by ``cluster-{k}/{split}``.
-        loader: ``local`` (uncompress a folder's shards before training), ``streaming`` (fetch or uncompress shards when
-            needed) or ``auto`` (``local`` for a folder).
         pin_memory: whether to page-lock training batches, for a GPU.
-
-    Raises:
-        UserError: ``local`` for a URL.
     """
 
     def __init__(
@@ -86,23 +78,23 @@ class ClusterDataModule(L.LightningDataModule):
         out_of_cluster: Sequence[int] = (),
         columns: Mapping[str, str] | None = None,
         index_sha256: Mapping[str, str] | None = None,
-        loader: str = AUTO,
         pin_memory: bool = False,
     ) -> None:
         super().__init__()
-        self.shards, self.clusters, self.batch_size, self.seed = str(shards), list(clusters), batch_size, seed
-        self.cache, self.num_workers, self.pin_memory = cache, num_workers, pin_memory
-        self.held_out_clusters, self.out_of_cluster = list(held_out_clusters), list(out_of_cluster)
-        self.columns, self.index_sha256 = dict(columns or {}), dict(index_sha256 or {})
+        self.shards = str(shards)
+        self.clusters = list(clusters)
+        self.batch_size = batch_size
+        self.seed = seed
+        self.cache = cache
+        self.num_workers = num_workers
+        self.pin_memory = pin_memory
+        self.columns = dict(columns or {})
+        self.index_sha256 = dict(index_sha256 or {})
         self._training = [shard_name(k, TRAIN) for k in self.clusters]
-        self._training += [shard_name(k, OUT_OF_CLUSTER) for k in self.out_of_cluster]
+        self._training += [shard_name(k, OUT_OF_CLUSTER) for k in out_of_cluster]
+        self.held_out_clusters = list(held_out_clusters)
         self._held_out = [shard_name(k, HELD_OUT) for k in self.held_out_clusters]
-        self._validation: ShardLoader | None = None
-        self._is_remote = "://" in self.shards
-        if loader == LOCAL and self._is_remote:
-            problem = f"reads no URL ({self.shards}); use 'auto', or set island.shards to a local copy"
-            raise UserError(f"key 'island.loader' = 'local' {problem}")
-        self.loader = loader if loader != AUTO else STREAMING if self._is_remote else LOCAL
+        self._loaders: list[ShardLoader] = []
 
     def prepare_data(self) -> None:
         """Check every shard on this machine against its index; remove damaged and outdated ones from the cache.
@@ -110,18 +102,20 @@ class ClusterDataModule(L.LightningDataModule):
         Raises:
             UserError: a local shard is missing, truncated or fails its hash; the line names it.
         """
-        if not self._is_remote and not Path(self.shards).is_dir():
+        is_url = remote.is_url(self.shards)
+        if not is_url and not Path(self.shards).is_dir():
             remedy = "copy the run's prepared/shards here, or set island.shards to their folder or URL"
             raise UserError(f"{self.shards}: no shards here; {remedy}")
         for name in (*self._training, *self._held_out):
             sha256 = self.index_sha256.get(name)
-            if not self._is_remote:
+            if not is_url:
                 verify_shards(Path(self.shards) / name, index_sha256=sha256)
             if (self._store(name) / "index.json").exists():
                 remove_damaged(self._store(name), index_sha256=sha256)
-            if self.loader == LOCAL and self._is_fetched(name):
-                packed = self._fetched([name])
-                packed.fetch(range(len(packed.files)), wait=True)
+            if not is_url:
+                packed = self._open([name])
+                for shard in range(len(packed.files)):
+                    packed.fetch(shard)
 
     def train_dataloader(self) -> ShardLoader:
         """Return shuffled batches of exactly ``batch_size / world_size`` samples.
@@ -144,14 +138,14 @@ class ClusterDataModule(L.LightningDataModule):
         """
         if not self._held_out:
             return []
-        self._validation = self._loader(self._held_out, training=False)
-        self._validation.start_workers()
-        return self._validation
+        loader = self._loader(self._held_out, training=False)
+        loader.start_workers()
+        return loader
 
     def close(self) -> None:
-        """End the validation's workers, which a training that fails may never have used."""
-        if self._validation is not None:
-            self._validation.end_workers()
+        """End all workers."""
+        for loader in self._loaders:
+            loader.end_workers()
 
     def transfer_batch_to_device(
         self, batch: dict[str, Tensor], device: torch.device, dataloader_idx: int
@@ -161,25 +155,22 @@ class ClusterDataModule(L.LightningDataModule):
 
     def training_folders(self) -> list[Path]:
         """Return the folders of the uncompressed training shards on this machine; call ``prepare_data`` before."""
-        return [self._folder(name) for name in self._training]
-
-    def _is_fetched(self, name: str) -> bool:
-        return self._is_remote or any(info["zip_data"] for info in read_index(Path(self.shards) / name))
+        return [self._origin(name).folder for name in self._training]
 
     def _store(self, name: str) -> Path:
         return self.cache / "store" / name
 
-    def _folder(self, name: str) -> Path:
-        return self._store(name) if self._is_fetched(name) else Path(self.shards) / name
+    def _origin(self, name: str) -> Origin:
+        return Origin(f"{self.shards.rstrip('/')}/{name}", self._store(name), self.index_sha256.get(name))
 
-    def _fetched(self, names: Sequence[str]) -> FetchedShards:
-        origins = [Origin(f"{self.shards.rstrip('/')}/{name}", self._store(name)) for name in names]
-        shards = FetchedShards(origins, [self.index_sha256.get(name) for name in names])
-        needed, free = shards.missing_bytes(), shutil.disk_usage(self.cache).free
+    def _open(self, names: Sequence[str]) -> FetchedShards:
+        shards = FetchedShards([self._origin(name) for name in names])
+        needed = shards.missing_bytes()
+        free = shutil.disk_usage(self.cache).free if needed else needed
         if needed > free:
-            problem = f"the missing shards of {', '.join(names)} need {format_bytes(needed)}"
+            problem = f"need {format_bytes(needed)}, but {format_bytes(free)} are free"
             remedy = "free some, or put run_dir on a larger disk"
-            raise UserError(f"{self.cache}: {problem}, but {format_bytes(free)} are free; {remedy}")
+            raise UserError(f"{self.cache}: the missing shards of {', '.join(names)} {problem}; {remedy}")
         return shards
 
     def _loader(self, names: Sequence[str], training: bool) -> ShardLoader:
@@ -189,8 +180,7 @@ class ClusterDataModule(L.LightningDataModule):
             remedy = "make train.global_batch_size a multiple of the devices (experts: of devices x clusters)"
             raise UserError(f"{problem}; {remedy}, or change island.devices")
         batch_size = self.batch_size // num_ranks
-        is_fetched = self.loader == STREAMING and any(map(self._is_fetched, names))
-        shards = self._fetched(names) if is_fetched else open_shards([self._folder(name) for name in names])
+        shards = self._open(names)
         found = {column.name: column.encoding for column in shards.layout.columns}
         if not self.columns.items() <= found.items():
             raise UserError(f"{self.shards}: columns {found} are not the manifest's, {self.columns}; copy both again")
@@ -199,7 +189,8 @@ class ClusterDataModule(L.LightningDataModule):
         settings: Any = {"rank": rank, "num_ranks": num_ranks, "num_workers": self.num_workers}
         # Validation needs no page-locked batches, and their thread would run when the training's workers are forked.
         settings |= {"batch_size": batch_size, "seed": self.seed, "pin_memory": self.pin_memory and training}
-        return ShardLoader(shards, training=training, **settings)
+        self._loaders.append(ShardLoader(shards, training=training, **settings))
+        return self._loaders[-1]
 
 
 def _check_shared_memory(num_bytes: int) -> None:
@@ -212,12 +203,10 @@ def _check_shared_memory(num_bytes: int) -> None:
 
 
 def epoch_order(shard_sizes: Sequence[int], *, seed: int, epoch: int, shuffle: bool) -> Int[np.ndarray, "n"]:
-    """Return every sample once, by its position in the concatenated shards; shuffled with Streaming's ``py1e``."""
-    if not shuffle:
-        return np.arange(np.sum(shard_sizes), dtype=np.int64)
-    sizes = np.asarray(shard_sizes, dtype=np.int64)
-    # One canonical node: a permutation of all shards, whatever the number of nodes.
-    return get_shuffle("py1e", sizes, 1, seed, epoch, max(_MIN_BLOCK, 4 * int(sizes.max())))
+    """Return every sample once, by its position in the concatenated shards; shuffled as by Streaming."""
+    if shuffle:
+        return shuffled(shard_sizes, seed, epoch)
+    return np.arange(np.sum(shard_sizes), dtype=np.int64)
 
 
 def num_steps(num_samples: int, num_ranks: int, batch_size: int, *, full: bool) -> int:
@@ -261,20 +250,16 @@ def _end_with_parent(_worker: int) -> None:
 
 
 class _Batches(Dataset[dict[str, Tensor]]):
-    def __init__(self, shards: Shards) -> None:
+    def __init__(self, shards: FetchedShards) -> None:
         self.shards = shards
 
     def __getitem__(self, step: _Step) -> dict[str, Tensor]:
         ids, ahead = step
-        try:
-            if ahead and isinstance(self.shards, FetchedShards):
-                self.shards.fetch_ahead(ahead)
-            return self.shards.take(ids)
-        except (OSError, ValueError) as error:
-            raise unreadable(first_line(error)) from error
+        self.shards.fetch_ahead(ahead)
+        return self.shards.take(ids)
 
 
-class ShardLoader(DataLoader[dict[str, Tensor]]):
+class ShardLoader:
     """Batches of shards, resumable within an epoch on any number of ranks and workers.
 
     Each iteration is one epoch. Errors of a worker end all workers and are raised as ``ShardError``.
@@ -286,67 +271,91 @@ class ShardLoader(DataLoader[dict[str, Tensor]]):
         training: whether each epoch has its own order and skips samples that do not fill a step of all ranks.
         rank: this rank.
         num_ranks: number of all.
-        settings: passed to DataLoader.
+        num_workers: data-loading processes; 0 loads in this one.
+        pin_memory: whether to page-lock batches.
     """
 
     def __init__(
         self,
-        shards: Shards,
+        shards: FetchedShards,
         *,
         batch_size: int,
         seed: int,
         training: bool,
         rank: int = 0,
         num_ranks: int = 1,
-        **settings: Any,
+        num_workers: int = 0,
+        pin_memory: bool = False,
     ) -> None:
-        self._rest: list[_Step] = []
-        persistent = settings.get("num_workers", 0) > 0
-        settings = {"worker_init_fn": _end_with_parent, "persistent_workers": persistent, **settings}
-        super().__init__(_Batches(shards), sampler=self._rest, batch_size=None, **settings)
-        self.shards, self.rank, self.num_ranks, self.samples_per_rank = shards, rank, num_ranks, batch_size
-        self.seed, self.training = seed, training
-        self._epoch, self._sample = -1, 0
+        self.shards = shards
+        self.samples_per_rank = batch_size
+        self.seed = seed
+        self.training = training
+        self.rank = rank
+        self.num_ranks = num_ranks
+        self.num_workers = num_workers
+        self.pin_memory = pin_memory
+        self._epoch = -1
+        self._sample = 0
         self._resumed: Mapping[str, Any] | None = None
+        self._rest: list[_Step] = []
+        # The only references to the workers, which end with the last one.
+        self._loader: DataLoader[dict[str, Tensor]] | None = None
+        self._batches: Iterator[dict[str, Tensor]] | None = None
 
     def __len__(self) -> int:
         """Return the steps of a whole epoch."""
         return num_steps(len(self.shards), self.num_ranks, self.samples_per_rank, full=self.training)
 
-    def __iter__(self) -> Iterator[dict[str, Tensor]]:  # type: ignore[override]  # a generator, for the clean-up
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
         """Yield the rest of the resumed epoch, or the next epoch."""
-        self._epoch, self._sample = self._epoch + 1, 0
+        self._epoch += 1
+        self._sample = 0
         resumed, self._resumed = self._resumed, None
         if resumed is not None and resumed["epoch"] >= self._epoch:
-            self._epoch, self._sample = int(resumed["epoch"]), int(resumed["sample_in_epoch"])
+            self._epoch = int(resumed["epoch"])
+            self._sample = int(resumed["sample_in_epoch"])
             self.seed = resumed["shuffle_seed"]
         order = epoch_order(self.shards.sizes, seed=self.seed, epoch=self._epoch, shuffle=self.training)
         rest = steps(order[self._sample :], self.rank, self.num_ranks, self.samples_per_rank, full=self.training)
-        missing = self.shards.missing(np.concatenate(rest)) if isinstance(self.shards, FetchedShards) and rest else []
+        missing = self.shards.missing(np.concatenate(rest)) if rest else []
         # The first step of each worker carries the list.
         num_told = max(1, self.num_workers)
         self._rest[:] = [(ids, missing if step < num_told else []) for step, ids in enumerate(rest)]
         try:
-            for batch in super().__iter__():
+            self._begin()
+            while self._batches is not None and (batch := next(self._batches, None)) is not None:
                 self._sample += len(batch["sample_id"]) * self.num_ranks
                 yield batch
-        except Exception:
-            self.end_workers()  # the traceback would keep them until the garbage collector waits seconds for them
+        except Exception as error:
+            traceback.clear_frames(error.__traceback__)  # which refer to the workers, too
+            self.end_workers()
             raise
         finally:
-            if isinstance(self.shards, FetchedShards):
-                self.shards.stop_fetching()
+            self.shards.stop_fetching()
+
+    def _begin(self) -> None:
+        if self._loader is None:
+            self._loader = DataLoader(
+                _Batches(self.shards),
+                batch_size=None,
+                sampler=self._rest,
+                num_workers=self.num_workers,
+                pin_memory=self.pin_memory,
+                worker_init_fn=_end_with_parent,
+                persistent_workers=self.num_workers > 0,
+            )
+        self._batches = iter(self._loader)
 
     def start_workers(self) -> None:
         """Start the workers before the first batch is wanted."""
         if self.num_workers:
-            self._iterator = self._get_iterator()
+            self._begin()
 
     def end_workers(self) -> None:
         """End the workers now, if there are any."""
-        if self._iterator is not None:
-            self._iterator._shutdown_workers()  # type: ignore[attr-defined]  # exists with workers only
-            self._iterator = None
+        self._loader = None
+        self._batches = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the epoch, for ``load_state_dict`` on any number of ranks and workers."""

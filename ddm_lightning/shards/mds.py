@@ -1,4 +1,4 @@
-"""Whole batches gathered from MDS shards through memory maps.
+"""The reader of MDS shards: whole batches through memory maps, or single samples of any file.
 
 A shard (MosaicML Streaming, format version 2) consists of the number of samples n, n + 1 offsets, all uint32, the
 columns as JSON, and the samples. A sample consists of the sizes of its variable-size columns, uint32, and then its
@@ -8,20 +8,21 @@ columns in order.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.errors import UserError, first_line
 from ddm_lightning.core.files import inside
 from ddm_lightning.encoders.interfaces import parse_encoding
-from ddm_lightning.shards.verify import read_index
+from ddm_lightning.shards.verify import read_index, unreadable
 
 _TEXT = ("str", "json")
 # The first column of a batch.
@@ -31,14 +32,14 @@ _IDS_AT_ONCE = 1 << 16
 
 @dataclass(frozen=True)
 class Column:
-    """Position and type of a fixed-size column."""
+    """Position and type of a column of fixed size, or of a text."""
 
     name: str
     encoding: str
     dtype: np.dtype
     shape: tuple[int, ...]
     num_bytes: int
-    """Bytes of one value."""
+    """Bytes of one value; 0 for a text."""
     fixed_before: int
     """Bytes of the fixed-size columns before it."""
     variable_before: int
@@ -47,10 +48,12 @@ class Column:
 
 @dataclass(frozen=True)
 class Layout:
-    """The fixed-size columns of a shard, which batches hold. Captions and other text are skipped."""
+    """The columns of a shard."""
 
     columns: tuple[Column, ...]
-    num_variable: int
+    """Those of fixed size, which batches hold."""
+    texts: tuple[Column, ...]
+    """Captions and other texts, in order."""
     num_fixed_bytes: int
 
     @classmethod
@@ -62,12 +65,14 @@ class Layout:
         """
         if not len(set(names)) == len(names) == len(encodings) == len(sizes) or _ID not in names:
             raise _refusal(f"{', '.join(names)}: {_ID!r} is missing, or some are listed twice or have no size")
-        columns, fixed, variable = [], 0, 0
+        columns: list[Column] = []
+        texts: list[Column] = []
+        fixed = 0
         for name, encoding, size in zip(names, encodings, sizes, strict=True):
             if not size:
                 if encoding not in _TEXT:
                     raise _refusal(f"{name!r} ({encoding}) has no fixed size")
-                variable += 1
+                texts.append(Column(name, encoding, np.dtype(np.uint8), (), 0, fixed, len(texts)))
                 continue
             try:
                 dtype, shape = parse_encoding(encoding)
@@ -75,10 +80,15 @@ class Layout:
                 raise _refusal(f"{name!r}: {error}") from None
             if dtype.itemsize * math.prod(shape) != size:
                 raise _refusal(f"{name!r} ({encoding}) cannot have {size} bytes")
-            columns.append(Column(name, encoding, dtype, shape, size, fixed, variable))
+            columns.append(Column(name, encoding, dtype, shape, size, fixed, len(texts)))
             fixed += size
         columns.sort(key=lambda column: column.name != _ID)
-        return cls(tuple(columns), variable, fixed)
+        return cls(tuple(columns), tuple(texts), fixed)
+
+    @property
+    def num_sample_bytes(self) -> int:
+        """Bytes of a sample with empty texts."""
+        return 4 * len(self.texts) + self.num_fixed_bytes
 
 
 def _refusal(problem: str) -> UserError:
@@ -87,12 +97,15 @@ def _refusal(problem: str) -> UserError:
 
 @dataclass(frozen=True)
 class ShardFile:
-    """Index entry of one uncompressed shard."""
+    """Index entry of one shard."""
 
     path: Path
     num_samples: int
     num_bytes: int
+    """Its bytes, uncompressed."""
     layout: Layout
+    compression: str | None = None
+    """How the file is compressed; None if it is not."""
 
     @classmethod
     def of(cls, folder: Path, info: Mapping[str, Any]) -> ShardFile:
@@ -101,12 +114,14 @@ class ShardFile:
         Raises:
             UserError: the shard is not MDS, its samples do not fit in its file, or see ``Layout.of``.
         """
-        index, raw, num_samples = folder / "index.json", info["raw_data"], int(info["samples"])
+        index = folder / "index.json"
+        raw = info["raw_data"]
+        num_samples = int(info["samples"])
         if (info.get("format"), info.get("version")) != ("mds", 2):
             raise UserError(f"{index}: lists shards that are not MDS version 2; prepare them again")
         path = inside(folder, raw["basename"], index)
         layout = Layout.of(info["column_names"], info["column_encodings"], info["column_sizes"])
-        least = 8 + num_samples * (4 + 4 * layout.num_variable + layout.num_fixed_bytes)
+        least = 8 + num_samples * (4 + layout.num_sample_bytes)
         if not least <= raw["bytes"] < 1 << 32:
             sizes = f"{num_samples} samples in {raw['bytes']} bytes"
             raise UserError(f"{index}: lists {sizes}, which is impossible; copy the shards again")
@@ -114,37 +129,47 @@ class ShardFile:
 
 
 class _Map:
-    """One memory-mapped shard; rows are copied by byte offset, whatever their alignment."""
+    """One shard in memory, mapped if it is not compressed; rows are copied by byte offset, whatever their alignment."""
 
     def __init__(self, file: ShardFile) -> None:
-        size = file.path.stat().st_size
+        content = _content(file)
+        size = len(content)
         if size != file.num_bytes:
             raise ValueError(f"{size} bytes instead of {file.num_bytes}")
-        # Not numpy.memmap, which keeps a file open: a member may have thousands of shards.
-        content = torch.from_file(str(file.path), shared=False, size=size, dtype=torch.uint8).numpy()
         count = int(content[:4].view(np.uint32)[0])
         if count != file.num_samples:
             raise ValueError(f"holds {count} samples instead of {file.num_samples}")
         self._offsets = content[4 : 8 + 4 * count].view(np.uint32)
-        layout = file.layout
         rows = np.diff(self._offsets.astype(np.int64))
-        least = 4 * layout.num_variable + layout.num_fixed_bytes
-        wrong = (rows < least) if layout.num_variable else (rows != least)
+        least = file.layout.num_sample_bytes
+        wrong = (rows < least) if file.layout.texts else (rows != least)
         if wrong.any() or self._offsets[-1] != size or self._offsets[0] < 8 + 4 * count:
             raise ValueError("its samples do not have the columns that the index lists")
-        self._layout, self._content = layout, content
+        self._layout = file.layout
+        self._content = content
 
     def gather(self, rows: Int[np.ndarray, "m"], out: dict[str, np.ndarray], places: Int[np.ndarray, "m"]) -> None:
         """Copy ``rows`` to ``places`` of the columns in ``out``, one item per sample."""
-        begin = self._offsets[rows].astype(np.int64)
-        # Entry v: begin of the fixed-size columns after v variable-size columns.
-        shifts = [begin + 4 * self._layout.num_variable]
-        for variable in range(self._layout.num_variable):
-            shifts.append(shifts[-1] + self._items(4)[begin + 4 * variable].view(np.uint32))
+        begins = self._begins(rows)
         for column in self._layout.columns:
             if column.name in out:
                 items = self._items(column.num_bytes)
-                out[column.name][places] = items[shifts[column.variable_before] + column.fixed_before]
+                out[column.name][places] = items[begins[column.variable_before] + column.fixed_before]
+
+    def texts(self, rows: Int[np.ndarray, "m"], name: str) -> list[str]:
+        """Return a text column of ``rows``."""
+        (column,) = (column for column in self._layout.texts if column.name == name)
+        begin, end = self._begins(rows)[column.variable_before :][:2]
+        spans = zip(begin + column.fixed_before, end + column.fixed_before, strict=True)
+        return [self._content[first:last].tobytes().decode() for first, last in spans]
+
+    def _begins(self, rows: Int[np.ndarray, "m"]) -> list[Int[np.ndarray, "m"]]:
+        """Return where each row's fixed-size columns after v texts would begin without those before, for each v."""
+        begin = self._offsets[rows].astype(np.int64)
+        begins = [begin + 4 * len(self._layout.texts)]
+        for text in range(len(self._layout.texts)):
+            begins.append(begins[-1] + self._items(4)[begin + 4 * text].view(np.uint32))
+        return begins
 
     def _items(self, num_bytes: int) -> np.ndarray:
         """View the file as overlapping items of ``num_bytes``; item i begins at byte i."""
@@ -152,8 +177,20 @@ class _Map:
         return np.ndarray(shape, np.dtype((np.void, num_bytes)), self._content, strides=(1,))
 
 
+def _content(file: ShardFile) -> np.ndarray:
+    if file.compression is not None:
+        from ddm_lightning.shards.mosaic import decompress
+
+        return np.frombuffer(decompress(file.compression, file.path.read_bytes()), np.uint8)
+    # Not numpy.memmap, which keeps a file open: a member may have thousands of shards.
+    return torch.from_file(str(file.path), size=file.path.stat().st_size, dtype=torch.uint8).numpy()
+
+
 class Shards:
     """Samples of several shards, concatenated. A file is mapped when one of its samples is first needed.
+
+    Args:
+        files: the shards.
 
     Raises:
         UserError: there are no shards, or their columns differ.
@@ -184,7 +221,7 @@ class Shards:
 
         Raises:
             KeyError: a sample is missing.
-            ValueError, OSError: as ``take``.
+            ShardError: as ``take``.
         """
         places: dict[int, int] = {}
         for start in range(0, len(self), _IDS_AT_ONCE):
@@ -206,7 +243,7 @@ class Shards:
             as float32, all others as stored.
 
         Raises:
-            ValueError, OSError: a shard differs from its index entry; the message begins with its path.
+            ShardError: a shard is missing, or differs from its index entry.
         """
         columns = [column for column in self.layout.columns if names is None or column.name in names]
         batch = {column.name: np.empty((len(ids), *column.shape), column.dtype) for column in columns}
@@ -214,22 +251,38 @@ class Shards:
             column.name: batch[column.name].reshape(len(ids), -1).view((np.void, column.num_bytes)).reshape(-1)
             for column in columns
         }
+        self._visit(ids, lambda shard, rows, places: shard.gather(rows, items, places))
+        return {column.name: _as_tensor(column, batch[column.name]) for column in columns}
+
+    def texts(self, ids: Int[np.ndarray, "m"], name: str) -> list[str]:
+        """Return a column of texts, such as ``caption``, in the order of ``ids``.
+
+        Raises:
+            ShardError: as ``take``.
+        """
+        found: dict[int, str] = {}
+        self._visit(
+            ids, lambda shard, rows, places: found.update(zip(places.tolist(), shard.texts(rows, name), strict=True))
+        )
+        return [found[place] for place in range(len(ids))]
+
+    def _visit(self, ids: Int[np.ndarray, "m"], visit: Callable[[_Map, np.ndarray, np.ndarray], object]) -> None:
+        """Call ``visit`` for each shard that is needed, with its rows and their places in ``ids``."""
         shards = self.shards_of(ids)
         by_shard = np.argsort(shards, kind="stable")
         found, first = np.unique(shards[by_shard], return_index=True)
         for shard, places in zip(found.tolist(), np.split(by_shard, first[1:]), strict=True):
             try:
-                self._map(shard).gather(ids[places] - self._starts[shard], items, places)
-            except IndexError:
-                raise ValueError(f"{self.files[shard].path}: a sample ends after the file") from None
-        return {column.name: _as_tensor(column, batch[column.name]) for column in columns}
+                visit(self._map(shard), ids[places] - self._starts[shard], places)
+            except Exception as error:  # each compression raises its own
+                problem = "a sample ends after the file" if isinstance(error, IndexError) else first_line(error)
+                raise unreadable(f"{self.files[shard].path}: {problem}") from error
 
     def _map(self, shard: int) -> _Map:
+        if self.files[shard].compression is not None:
+            return _Map(self.files[shard])  # not kept: it is in memory
         if shard not in self._maps:
-            try:
-                self._maps[shard] = _Map(self.files[shard])
-            except (ValueError, RuntimeError) as error:
-                raise ValueError(f"{self.files[shard].path}: {error}") from error
+            self._maps[shard] = _Map(self.files[shard])
         return self._maps[shard]
 
 
@@ -241,9 +294,50 @@ def _as_tensor(column: Column, values: np.ndarray) -> Tensor:
 
 
 def open_shards(folders: Sequence[Path]) -> Shards:
-    """Open the uncompressed shards of some MDS folders, one after the other.
+    """Open the shards of some MDS folders, one after the other; compressed ones are decompressed whenever used.
 
     Raises:
         UserError: they cannot be read together.
     """
-    return Shards([ShardFile.of(folder, info) for folder in folders for info in read_index(folder)])
+    files = []
+    for folder in folders:
+        for info in read_index(folder):
+            file = ShardFile.of(folder, info)
+            if info["zip_data"] and not file.path.is_file():
+                packed = inside(folder, info["zip_data"]["basename"], folder / "index.json")
+                file = replace(file, path=packed, compression=info["compression"])
+            files.append(file)
+    return Shards(files)
+
+
+def read_samples(file: BinaryIO, num_samples: int, numbers: range) -> list[bytes]:
+    """Read consecutive samples of one shard that is not compressed.
+
+    Raises:
+        ValueError: its length differs from its header.
+    """
+    found = int.from_bytes(file.read(4), "little")
+    offsets = np.frombuffer(file.read(4 * (found + 1)), np.uint32).astype(np.int64)
+    bounds = offsets[numbers.start : numbers.stop + 1] - offsets[numbers.start]
+    file.seek(int(offsets[numbers.start]))
+    data = file.read(int(bounds[-1]))
+    if found != num_samples or (np.diff(bounds) < 0).any() or bounds[-1] != len(data):
+        raise ValueError("its length differs from its header")
+    return [data[first:last] for first, last in pairwise(bounds.tolist())]
+
+
+def split_sample(sample: bytes, sizes: Sequence[int | None]) -> list[bytes]:
+    """Return the encoded value of each column; ``sizes`` are those of the columns of fixed size.
+
+    Raises:
+        ValueError: its length differs from its header.
+    """
+    found = []
+    at = 0
+    for size in sizes:
+        found.append(size or int.from_bytes(sample[at : at + 4], "little"))
+        at += 0 if size else 4
+    if at + sum(found) != len(sample):
+        raise ValueError("its length differs from its header")
+    bounds = accumulate(found, initial=at)
+    return [sample[first:last] for first, last in pairwise(bounds)]

@@ -8,13 +8,14 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from fsspec.core import url_to_fs
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from ddm_lightning.config.experiment import Experiment, PluginConfig, SampleConfig
+from ddm_lightning.core import remote
 from ddm_lightning.core.errors import DOWNLOADS, UserError, first_line
 from ddm_lightning.core.files import atomic_folder, atomic_write_text, inside, read_json
 from ddm_lightning.core.weights import check_recorded
@@ -44,7 +45,7 @@ def fetched(address: str | Path) -> Path:
         UserError: the URL cannot be read, the folder does not exist, or a path leaves it.
     """
     url = str(address)
-    if "://" not in url:
+    if not remote.is_url(url):
         if not (local := Path(url).expanduser()).is_dir():
             remedy = "give one, or a URL (on the Hugging Face hub: hf://owner/name)"
             raise UserError(f"{url}: is not a folder here; {remedy}")
@@ -52,25 +53,18 @@ def fetched(address: str | Path) -> Path:
     folder = Path(tempfile.mkdtemp(prefix="ddm_lightning-")).resolve()
     DOWNLOADS[str(folder)] = url.rstrip("/")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    try:
-        filesystem, root = url_to_fs(url)
 
-        def fetch(relative: str) -> bool:
-            target = folder / relative
-            target.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                filesystem.get_file(f"{root.rstrip('/')}/{relative}", str(target))
-            except FileNotFoundError:
-                target.unlink(missing_ok=True)  # hf:// leaves an empty one
-                return False
+    def fetch(relative: str) -> bool:
+        with suppress(FileNotFoundError):
+            remote.get(f"{url.rstrip('/')}/{relative}", folder / relative)
             return True
+        return False
 
+    try:
         if not fetch(ENSEMBLE_FILE):
             raise UserError(f"{url}: holds no {ENSEMBLE_FILE}; give the folder of a run or of a saved ensemble")
         _fetch_members(folder, fetch)
-    except UserError:
-        raise
-    except Exception as error:  # each storage service raises its own
+    except OSError as error:
         raise UserError(f"{url}: cannot be read: {first_line(error)}; fix the address or the access") from error
     return folder
 

@@ -57,13 +57,8 @@ def loaded(*names):
     print([name for name in names if name in sys.modules], flush=True)
 
 from ddm_lightning.core import compat
-base = compat._import_base_of_streaming
-def moved():
-    raise ImportError('of another version')
-compat._import_base_of_streaming = moved
-compat.defer_heavy_packages()
-assert "streaming" not in sys.modules and "torchmetrics" in sys.modules
-compat._import_base_of_streaming = base
+compat.import_light("streaming", "streaming.base", first="streaming.base.of_another_version")
+assert "streaming" not in sys.modules
 
 import ddm_lightning.encoders
 loaded("diffusers", "transformers", "timm", "huggingface_hub")

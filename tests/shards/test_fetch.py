@@ -5,13 +5,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from deadline import within
+from fsspec.implementations.local import LocalFileSystem
 from shards.mds import WARNINGS, damage, write_mds
 
 from ddm_lightning.shards.datamodule import ShardLoader
 from ddm_lightning.shards.fetch import FetchedShards, Origin
 from ddm_lightning.shards.verify import ShardError
-
-from streaming.base.storage.download import LocalDownloader  # isort: skip (after the shim)
 
 pytestmark = WARNINGS
 NUM_SAMPLES = 100
@@ -25,7 +24,7 @@ def folder(tmp_path):
 
 
 def loader_of(folder, cache, num_workers, **settings):
-    shards = FetchedShards([Origin(str(folder), cache)], [None])
+    shards = FetchedShards([Origin(f"file://{folder}", cache)])
     settings = {"batch_size": 5, "seed": 3, "training": True, **settings}
     return ShardLoader(shards, num_workers=num_workers, **settings)
 
@@ -35,11 +34,11 @@ def ids(batches):
 
 
 def test_missing_shards_are_listed_in_the_order_of_first_need(folder, tmp_path):
-    shards = FetchedShards([Origin(str(folder), tmp_path / "cache")], [None])
+    shards = FetchedShards([Origin(f"file://{folder}", tmp_path / "cache")])
     starts = np.cumsum([0, *shards.sizes[:-1]])
     need = starts[[4, 0, 4, 2]] + 1
     assert shards.missing(need) == [4, 0, 2]
-    shards.fetch([0], wait=True)
+    shards.fetch(0)
     assert shards.missing(need) == [4, 2]
 
 
@@ -49,7 +48,10 @@ def test_a_damaged_shard_raises_within_seconds_now_and_later(folder, tmp_path, k
     name = damage(folder, kind)
     loader = loader_of(folder, tmp_path / "cache", num_workers)
     for _ in range(2):
-        with within(20), pytest.raises(ShardError, match=rf"^a shard cannot be read: {folder}/{name}: ") as caught:
+        with (
+            within(20),
+            pytest.raises(ShardError, match=rf"^a shard cannot be read: .*{name}: ") as caught,
+        ):
             list(loader)
         assert "\n" not in str(caught.value)
 
@@ -65,15 +67,15 @@ def test_an_error_ends_all_workers(folder, tmp_path):
 
 def test_a_shard_is_fetched_once_however_many_workers_need_it(folder, tmp_path, monkeypatch):
     fetched = tmp_path / "fetched"
-    download = LocalDownloader._download_file_impl
+    download = LocalFileSystem.get_file
 
-    def note(self, remote, local, timeout):
+    def note(self, remote, local):
         with fetched.open("a") as stream:
             stream.write(f"{Path(remote).name}\n")
         time.sleep(0.01)
-        download(self, remote, local, timeout)
+        download(self, remote, local)
 
-    monkeypatch.setattr(LocalDownloader, "_download_file_impl", note)
+    monkeypatch.setattr(LocalFileSystem, "get_file", note)
     with within(60):
         for num_workers in (2, 0):
             assert sorted(ids(loader_of(folder, tmp_path / "cache", num_workers))) == list(range(NUM_SAMPLES))
@@ -81,8 +83,8 @@ def test_a_shard_is_fetched_once_however_many_workers_need_it(folder, tmp_path, 
 
 
 def test_an_abandoned_epoch_fetches_no_more(folder, tmp_path, monkeypatch):
-    download = LocalDownloader._download_file_impl
-    monkeypatch.setattr(LocalDownloader, "_download_file_impl", lambda *call: (time.sleep(0.05), download(*call))[1])
+    download = LocalFileSystem.get_file
+    monkeypatch.setattr(LocalFileSystem, "get_file", lambda *call: (time.sleep(0.05), download(*call))[1])
     iterator = iter(loader_of(folder, tmp_path / "cache", 0, training=False))
     next(iterator)
     iterator.close()
@@ -93,7 +95,7 @@ def test_an_abandoned_epoch_fetches_no_more(folder, tmp_path, monkeypatch):
 
 
 def _wait_for_ever(folder, cache):
-    LocalDownloader._download_file_impl = lambda *_: time.sleep(3600)
+    LocalFileSystem.get_file = lambda *_: time.sleep(3600)
     list(loader_of(folder, cache, 2))
 
 

@@ -9,6 +9,7 @@ from shards.mds import COLUMNS, sample, write_mds
 
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.shards.mds import Layout, open_shards
+from ddm_lightning.shards.verify import ShardError
 
 from streaming import MDSWriter, StreamingDataset  # isort: skip (after the shim)
 
@@ -96,7 +97,7 @@ def edit_index(folder, **changes):
 def test_an_index_that_does_not_fit_its_shard_is_refused(tmp_path):
     write_mds(tmp_path, range(17), shard_bytes=1 << 16)
     edit_index(tmp_path, samples=5)
-    with pytest.raises(ValueError, match="holds 17 samples instead of 5"):
+    with pytest.raises(ShardError, match="holds 17 samples instead of 5"):
         open_shards([tmp_path]).take(np.arange(3))
 
 
@@ -119,7 +120,7 @@ def test_offsets_that_do_not_fit_their_shard_are_refused(tmp_path, columns, numb
     offsets[number] = 40 if by is None else offsets[number] + by
     path.write_bytes(content.tobytes())
     edit_index(tmp_path, raw_data={"basename": path.name, "bytes": len(content), "hashes": {}})
-    with pytest.raises(ValueError, match=r"00000.mds: its samples do not have the columns that the index lists"):
+    with pytest.raises(ShardError, match=r"00000.mds: its samples do not have the columns that the index lists"):
         open_shards([tmp_path]).take(np.arange(9))
 
 
@@ -202,5 +203,5 @@ def test_a_text_longer_than_its_file_is_refused(tmp_path):
     begin = int.from_bytes(content[4:8], "little")
     content[begin : begin + 4] = b"\xff\xff\xff\x7f"
     path.write_bytes(content)
-    with pytest.raises(ValueError, match=r"shard.00000.mds: a sample ends after the file"):
+    with pytest.raises(ShardError, match=r"shard.00000.mds: a sample ends after the file"):
         open_shards([tmp_path]).take(np.arange(1))

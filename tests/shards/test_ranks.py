@@ -18,16 +18,15 @@ def shards(tmp_path_factory):
     return root
 
 
-def settings_of(shards, cache, back_end, num_workers):
+def settings_of(shards, cache, place, num_workers):
     return {
-        "shards": shards if back_end == "local" else f"file://{shards}",
+        "shards": shards if place == "folder" else f"file://{shards}",
         "clusters": [0, 1],
         "batch_size": BATCH,
         "seed": 5,
         "cache": cache,
         "num_workers": num_workers,
         "held_out_clusters": [0],
-        "loader": back_end,
     }
 
 
@@ -62,16 +61,16 @@ def by_step(per_rank):
     return [sorted(i for batch in step for i in batch) for step in zip(*per_rank, strict=True)]
 
 
-def run_on(num_ranks, function, tmp_path, shards, back_end, num_workers, *more):
+def run_on(num_ranks, function, tmp_path, shards, place, num_workers, *more):
     cache = tmp_path / f"cache-{len(list(tmp_path.glob('cache-*')))}"
     cache.mkdir()
-    return on_ranks(num_ranks, tmp_path, function, settings_of(shards, cache, back_end, num_workers), *more)
+    return on_ranks(num_ranks, tmp_path, function, settings_of(shards, cache, place, num_workers), *more)
 
 
-@pytest.mark.parametrize(("back_end", "num_workers"), [("local", 2), ("streaming", 0)])
-def test_two_ranks_share_the_cluster_and_any_number_of_them_goes_on(shards, tmp_path, back_end, num_workers):
+@pytest.mark.parametrize(("place", "num_workers"), [("folder", 2), ("URL", 0)])
+def test_two_ranks_share_the_cluster_and_any_number_of_them_goes_on(shards, tmp_path, place, num_workers):
     everything = {*range(50), *range(100, 100 + NUM_SAMPLES - 50)}
-    answers = run_on(2, two_epochs, tmp_path, shards, back_end, num_workers)
+    answers = run_on(2, two_epochs, tmp_path, shards, place, num_workers)
     first, seen, states, rest, third = ([answer[part] for answer in answers] for part in range(5))
     for epoch in (first, [s + r for s, r in zip(seen, rest, strict=True)], third):
         assert all(len(batch) == BATCH // 2 for rank in epoch for batch in rank)
@@ -82,15 +81,15 @@ def test_two_ranks_share_the_cluster_and_any_number_of_them_goes_on(shards, tmp_
     assert states[0] == states[1]
 
     for num_ranks in (2, 1):  # the rest is exactly the rest, step by step
-        again = run_on(num_ranks, resumed, tmp_path, shards, back_end, (num_workers + 1) % 3, states[0])
+        again = run_on(num_ranks, resumed, tmp_path, shards, place, (num_workers + 1) % 3, states[0])
         assert by_step([answer[0] for answer in again]) == by_step(rest)
         assert by_step([answer[1] for answer in again]) == by_step(third)
         if num_ranks == 2:
             assert [answer[0] for answer in again] == rest
 
 
-@pytest.mark.parametrize("back_end", ["local", "streaming"])
-def test_ranks_validate_equally_many_batches_and_leave_no_sample_out(shards, tmp_path, back_end):
-    answers = run_on(2, held_out, tmp_path, shards, back_end, 0)
+@pytest.mark.parametrize("place", ["folder", "URL"])
+def test_ranks_validate_equally_many_batches_and_leave_no_sample_out(shards, tmp_path, place):
+    answers = run_on(2, held_out, tmp_path, shards, place, 0)
     assert [[len(batch) for batch in rank] for rank in answers] == [[4], [4]]
     assert {i for rank in answers for batch in rank for i in batch} == set(range(200, 207))

@@ -8,7 +8,6 @@ from shards import servers
 from shards.mds import WARNINGS, write_mds
 from shards.ranks import data_module, on_ranks
 
-from ddm_lightning.shards import fetch
 from ddm_lightning.shards.verify import ShardError
 
 pytestmark = [*WARNINGS, pytest.mark.slow]
@@ -73,7 +72,7 @@ def test_a_connection_that_is_always_cut_ends_with_one_clear_line(remote, tmp_pa
 
 
 def test_a_server_that_falls_silent_is_given_up(remote, tmp_path, monkeypatch):
-    monkeypatch.setattr(fetch, "SILENT_SECONDS", 0.5)
+    monkeypatch.setattr("ddm_lightning.core.remote.SILENT_SECONDS", 0.5)
     url, line = remote
     loader = data_module(0, 1, settings_of(url, tmp_path, 2)).train_dataloader()
     line.fail(20_000, silent=True)

@@ -9,9 +9,9 @@ from prepare.tiny_experiment import tiny_experiment
 from shards import servers
 from shards.mds import WARNINGS, write_mds
 
+from ddm_lightning.core import remote as core_remote
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.prepare.stages import prepare
-from ddm_lightning.shards import upload
 from ddm_lightning.shards.upload import upload_shards
 
 pytestmark = [*WARNINGS, pytest.mark.slow]
@@ -64,11 +64,11 @@ def puts(monkeypatch):
     """Names of the files that are uploaded, in order."""
     seen = []
 
-    def watched(store, name, digest, put=upload._put):
-        seen.append(name)
-        put(store, name, digest)
+    def watched(path, url, put=core_remote.put):
+        seen.append("/".join(path.parts[-3:]))
+        put(path, url)
 
-    monkeypatch.setattr(upload, "_put", watched)
+    monkeypatch.setattr(core_remote, "put", watched)
     return seen
 
 
@@ -127,17 +127,18 @@ def test_a_damaged_file_is_sent_again_and_finally_refused(shards, tmp_path, monk
     folder = tmp_path / "remote"
     left = {"cluster-1/train/shard.00001.mds": times}
 
-    def damaging(self, name, put=upload._FolderStore.put):
-        put(self, name)
+    def damaging(path, url, put=core_remote.put):
+        put(path, url)
+        name = "/".join(path.parts[-3:])
         if left.get(name):
             left[name] -= 1
             (folder / name).write_bytes(b"\0" + (folder / name).read_bytes()[1:])
 
-    monkeypatch.setattr(upload._FolderStore, "put", damaging)
+    monkeypatch.setattr(core_remote, "put", damaging)
     if times == 2:
         assert upload_shards(shards, f"file://{folder}", lambda *_: None) == hashes(folder)
         return
-    with pytest.raises(UserError, match=r"cluster-1/train/shard\.00001\.mds arrived damaged 3 times"):
+    with pytest.raises(UserError, match=r"shard\.00001\.mds arrived damaged 3 times"):
         upload_shards(shards, f"file://{folder}", lambda *_: None)
     assert not (folder / "cluster-1/train/index.json").exists(), "without an index nobody takes the folder for whole"
 

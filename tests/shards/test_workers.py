@@ -32,7 +32,7 @@ def test_workers_load_samples_and_end_with_a_killed_parent(tmp_path, method, num
         loader = ClusterDataModule(url, [0], 4, seed=0, cache=tmp_path / "cache", **settings).val_dataloader()
         batches = iter(loader)
         ids = [i for _ in range(8) for i in next(batches)["sample_id"].tolist()]
-        atomic_write_json(answer, [ids, [worker.pid for worker in loader._iterator._workers]])
+        atomic_write_json(answer, [ids, [worker.pid for worker in multiprocessing.active_children()]])
         next(batches)
 
     store.mkdir(parents=True)

@@ -1,6 +1,7 @@
 """Workers copy no page-locked memory, which a fork copies at once and for each of them: a checkpoint of 10 GB each."""
 
 import ctypes
+import multiprocessing
 import struct
 import sys
 from pathlib import Path
@@ -55,8 +56,7 @@ def test_workers_share_nothing_with_a_page_locked_checkpoint(finished, tmp_path,
         start(self, *arguments)
 
     def look(self, trainer):
-        loaders = trainer.train_dataloader, trainer.val_dataloaders
-        found.append([private_bytes(worker) for loader in loaders for worker in loader._iterator._workers])
+        found.append([private_bytes(worker) for worker in multiprocessing.active_children()])
         record(self, trainer)
 
     monkeypatch.setattr(checkpoint.CheckpointWriter, "start", start_pinned)

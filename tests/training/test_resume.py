@@ -162,10 +162,8 @@ def test_a_finished_member_without_checkpoints_is_not_trained_on(finished, tmp_p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("batch_size", "loader", "stops"), [(24, "local", 3), (40, "streaming", 1)])
-def test_a_resume_around_the_end_of_an_epoch_skips_and_repeats_nothing(
-    tiny_prepared, tmp_path, batch_size, loader, stops
-):
+@pytest.mark.parametrize(("batch_size", "stops"), [(24, 3), (40, 1)])
+def test_a_resume_around_the_end_of_an_epoch_skips_and_repeats_nothing(tiny_prepared, tmp_path, batch_size, stops):
     """Validations at the same steps, too; one is due at the end of the first epoch."""
     num_samples = json.loads((tiny_prepared / "manifest.json").read_text())["clusters"][0]["train"]
     epoch = num_samples // (batch_size // 2)
@@ -176,7 +174,6 @@ def test_a_resume_around_the_end_of_an_epoch_skips_and_repeats_nothing(
         "island.keep_checkpoints=100",
         f"island.validate_every_n_steps={epoch}",
         LOGS_SAMPLES,
-        f"island.loader={loader}",
     ]
 
     def steps_of(run):

@@ -23,10 +23,10 @@ import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ddm_lightning.core.compat import defer_heavy_packages, ensure_torchvision_importable
+from ddm_lightning.core.compat import defer_torchmetrics, ensure_torchvision_importable
 
 ensure_torchvision_importable()
-defer_heavy_packages()
+defer_torchmetrics()
 
 from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop

@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator
 from functools import cached_property
 from io import BytesIO
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,8 @@ from ddm_lightning.core.registry import SOURCES
 from ddm_lightning.prepare.records import BrokenSample, Part, Record, block_of, block_parts
 from ddm_lightning.prepare.sources.decode import one_line
 from ddm_lightning.prepare.sources.tables import TableSource
+from ddm_lightning.shards import mosaic
+from ddm_lightning.shards.mds import read_samples, split_sample
 
 _INDEX = "index.json"
 
@@ -93,32 +94,17 @@ class Mds(TableSource):
         if stored == raw:
             file = self.files.open(raw)
         else:
-            from streaming.base.compression import decompress
-
-            file = BytesIO(decompress(shard["compression"], self.files.content(stored)))
+            file = BytesIO(mosaic.decompress(shard["compression"], self.files.content(stored)))
         with file:
-            num_samples = int.from_bytes(file.read(4), "little")
-            offsets = np.frombuffer(file.read(4 * (num_samples + 1)), np.uint32).astype(np.int64)
-            bounds = offsets[numbers.start : numbers.stop + 1] - offsets[numbers.start]
-            file.seek(int(offsets[numbers.start]))
-            data = file.read(int(bounds[-1]))
-        if num_samples != shard["samples"] or (np.diff(bounds) < 0).any() or bounds[-1] != len(data):
-            raise ValueError("its length differs from its header")
-        return [data[first:last] for first, last in pairwise(bounds.tolist())]
+            return read_samples(file, shard["samples"], numbers)
 
     def _decode(self, sample: bytes, shard: dict[str, Any], place: str) -> Record | BrokenSample:
-        sizes, at = [], 0
-        for size in shard["column_sizes"]:
-            sizes.append(size or int.from_bytes(sample[at : at + 4], "little"))
-            at += 0 if size else 4
-        if at + sum(sizes) != len(sample):
-            return BrokenSample(place, "damaged sample", "its length differs from its header")
         row = {}
         try:
-            for name, encoding, size in zip(shard["column_names"], shard["column_encodings"], sizes, strict=True):
+            values = split_sample(sample, shard["column_sizes"])
+            for name, encoding, value in zip(shard["column_names"], shard["column_encodings"], values, strict=True):
                 if name in self.columns:
-                    row[name] = _cell(encoding, sample[at : at + size])
-                at += size
+                    row[name] = _cell(encoding, value)
         except (ValueError, TypeError) as error:
             return BrokenSample(place, "damaged sample", one_line(error))
         return self.record(row, place)
@@ -132,7 +118,5 @@ def _cell(encoding: str, data: bytes) -> Any:
             return data.decode()
         except UnicodeDecodeError:
             return data  # counted later as a caption that is not UTF-8
-    from streaming.base.format.mds.encodings import mds_decode
-
-    value = mds_decode(encoding, data)
+    value = mosaic.mds_decode(encoding, data)
     return value.item() if isinstance(value, np.generic) else value

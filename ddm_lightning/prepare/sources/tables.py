@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from fsspec.core import url_to_fs
 from PIL import Image
 
+from ddm_lightning.core import remote
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import SOURCES, require
 from ddm_lightning.prepare.records import BLOCK_SIZE, BrokenSample, Part, Record, block_parts
@@ -156,12 +156,12 @@ class TableSource:
 
     def _fetch(self, path: str) -> bytes | Exception:
         """Read an image file, or return the error."""
-        if "://" not in path and not path.startswith("/"):
+        if not remote.is_url(path) and not path.startswith("/"):
             if self.image_root is None:
                 return next(self.files.contents([path]))
             path = f"{self.image_root.rstrip('/')}/{path}"
         try:
-            filesystem, inner = url_to_fs(path)
+            filesystem, inner = remote.filesystem(path)
             return filesystem.cat_file(inner)
         except Exception as error:  # noqa: BLE001  each fsspec back end raises its own errors
             return error

@@ -9,9 +9,10 @@ from contextlib import contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from fsspec.core import has_magic, url_to_fs
+from fsspec.core import has_magic
 from fsspec.implementations.local import LocalFileSystem
 
+from ddm_lightning.core import remote
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.prepare.sources.decode import one_line
 
@@ -118,7 +119,7 @@ class Files:
 
     def shown(self, relative: str = "") -> str:
         """Quote the URL for a message, without its password."""
-        url = re.sub(r"(://[^/:@]*):[^/@]*@", r"\1:***@", self.path)
+        url = remote.shown(self.path)
         return repr(f"{url.rstrip('/')}: {relative}" if relative else url)
 
     @contextmanager
@@ -136,8 +137,7 @@ class Files:
     def _filesystem(self) -> tuple[AbstractFileSystem, str]:
         # Not kept here: fsspec caches it, and must make another one after a fork.
         with self.reading():
-            filesystem, inner = url_to_fs(self.path)
-        return filesystem, inner
+            return remote.filesystem(self.path)
 
 
 def _follow_link(filesystem: AbstractFileSystem, name: str, info: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,125 @@
+"""File systems of fsspec for S3 and SFTP that survive a fork and give up on a silent server; see ``core.remote``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from itertools import chain
+from typing import Any
+
+import boto3
+import paramiko
+from boto3.s3.transfer import TransferConfig
+from botocore import UNSIGNED
+from botocore.config import Config
+from botocore.exceptions import ClientError
+from fsspec import AbstractFileSystem
+from fsspec.implementations import sftp
+
+_NUM_THREADS = 10
+
+
+class S3FileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no annotations
+    """Objects of S3, and of stores with its protocol, by boto3: s3fs bars the releases of it that Streaming may bring.
+
+    boto3 finds credentials, region and endpoint; ``S3_ENDPOINT_URL`` names an endpoint, too. Without credentials,
+    requests are not signed.
+
+    Args:
+        timeout: seconds without data after which a request fails.
+    """
+
+    protocol = "s3"
+
+    def __init__(self, timeout: float) -> None:
+        super().__init__(timeout=timeout)
+        session = boto3.Session()
+        signature = {} if session.get_credentials() else {"signature_version": UNSIGNED}
+        config = Config(connect_timeout=timeout, read_timeout=timeout, retries={"mode": "adaptive"}, **signature)
+        self._client = session.client("s3", config=config, endpoint_url=os.environ.get("S3_ENDPOINT_URL"))
+
+    def info(self, path: str, **_: Any) -> dict[str, Any]:
+        bucket, key = _split(path)
+        if key:
+            with suppress(FileNotFoundError), _missing(path):
+                found = self._client.head_object(Bucket=bucket, Key=key)
+                return _file(path, found["ContentLength"], found)
+        self.ls(path)
+        return {"name": path, "size": 0, "type": "directory"}
+
+    def ls(self, path: str, detail: bool = True, **_: Any) -> list[Any]:
+        bucket, key = _split(path)
+        pages = self._client.get_paginator("list_objects_v2")
+        found: list[dict[str, Any]] = []
+        with _missing(path):
+            for page in pages.paginate(Bucket=bucket, Prefix=f"{key}/" if key else "", Delimiter="/"):
+                folders = [folder["Prefix"].rstrip("/") for folder in page.get("CommonPrefixes", ())]
+                found += [{"name": f"{bucket}/{folder}", "size": 0, "type": "directory"} for folder in folders]
+                found += [_file(f"{bucket}/{entry['Key']}", entry["Size"], entry) for entry in page.get("Contents", ())]
+        if not found:
+            raise FileNotFoundError(path)
+        return found if detail else [entry["name"] for entry in found]
+
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: Any) -> bytes:
+        bucket, key = _split(path)
+        part = {} if start is None else {"Range": f"bytes={start}-{'' if end is None else end - 1}"}
+        with _missing(path):
+            return self._client.get_object(Bucket=bucket, Key=key, **part)["Body"].read()
+
+    def cat_ranges(self, paths: list[str], starts: Any, ends: Any, **options: Any) -> list[Any]:
+        """Read one part of several files at a time, as the asynchronous file systems do."""
+        read_one = super().cat_ranges
+        with ThreadPoolExecutor(_NUM_THREADS) as threads:
+            return list(chain(*threads.map(lambda path: read_one([path], starts, ends, **options), paths)))
+
+    def get_file(self, rpath: str, lpath: str, **_: Any) -> None:
+        with _missing(rpath):
+            self._client.download_file(*_split(rpath), lpath, Config=TransferConfig(use_threads=False))
+
+    def put_file(self, lpath: str, rpath: str, **_: Any) -> None:
+        self._client.upload_file(lpath, *_split(rpath), Config=TransferConfig(use_threads=False))
+
+
+def _split(path: str) -> tuple[str, str]:
+    bucket, _, key = path.removeprefix("s3://").rstrip("/").partition("/")
+    return bucket, key
+
+
+def _file(path: str, size: int, found: dict[str, Any]) -> dict[str, Any]:
+    return {"name": path, "size": size, "type": "file", "ETag": found["ETag"]}
+
+
+@contextmanager
+def _missing(path: str) -> Iterator[None]:
+    """Turn the error for a missing object into ``FileNotFoundError``."""
+    try:
+        yield
+    except ClientError as error:
+        if error.response["Error"]["Code"] in ("404", "NoSuchKey", "NoSuchBucket"):
+            raise FileNotFoundError(path) from error
+        raise
+
+
+class SFTPFileSystem(sftp.SFTPFileSystem):  # type: ignore[misc]
+    """SFTP with known hosts and a time limit; fsspec's own trusts any host and waits for ever.
+
+    Host keys are those of ``~/.ssh/known_hosts`` or of the file named by ``COMPOSER_SFTP_KNOWN_HOSTS_FILE``; the login
+    key is the agent's, one in ``~/.ssh``, or in the file named by ``COMPOSER_SFTP_KEY_FILE``.
+
+    Args:
+        host: name or address.
+        timeout: seconds without data after which a transfer fails.
+        login: port, user name and password.
+    """
+
+    protocol = "sftp"
+
+    def __init__(self, host: str, timeout: float, **login: Any) -> None:
+        AbstractFileSystem.__init__(self, host=host, timeout=timeout, **login)  # not fsspec's own, which connects
+        self.client = paramiko.SSHClient()
+        self.client.load_system_host_keys(os.environ.get("COMPOSER_SFTP_KNOWN_HOSTS_FILE"))
+        self.client.connect(host, key_filename=os.environ.get("COMPOSER_SFTP_KEY_FILE"), timeout=timeout, **login)
+        self.ftp = self.client.open_sftp()
+        self.ftp.get_channel().settimeout(timeout)

@@ -1,0 +1,166 @@
+"""Files behind a URL or in a folder: the one module that reaches other machines, by fsspec.
+
+``s3://``, ``sftp://``, ``file://`` and paths work as they are; fsspec names the package that any other address needs
+(``gs://``: gcsfs, ``hf://``: huggingface_hub, ``az://``: adlfs).
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import unquote, urlsplit
+
+from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
+
+from ddm_lightning.core.errors import first_line
+from ddm_lightning.core.files import atomic_write, sha256_file
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
+
+_Result = TypeVar("_Result")
+# Seconds without data after which a transfer fails.
+SILENT_SECONDS = 20.0
+_ATTEMPTS = 3
+# Ending of a file that is being sent.
+_PARTIAL = ".partial"
+# Own file systems that this process has used.
+_used: set[Any] = set()
+
+
+def filesystem(url: str) -> tuple[AbstractFileSystem, str]:
+    """Return the file system of a URL or path, and the path in it. fsspec keeps one per process and thread.
+
+    Raises:
+        Exception: the protocol is unknown or needs a package, or there is no connection.
+    """
+    scheme, _, rest = url.partition("://")
+    if scheme not in ("s3", "sftp", "ssh"):
+        return url_to_fs(url)
+    from ddm_lightning.core.filesystems import S3FileSystem, SFTPFileSystem
+
+    _used.update((S3FileSystem, SFTPFileSystem))
+    if scheme == "s3":
+        return S3FileSystem(SILENT_SECONDS), rest.rstrip("/")
+    parts = urlsplit(url)
+    login = {"port": parts.port or 22, "username": parts.username, "password": parts.password}
+    return SFTPFileSystem(parts.hostname or "", SILENT_SECONDS, **login), unquote(parts.path)
+
+
+def is_url(address: str | Path) -> bool:
+    """Whether an address is a URL and not a path."""
+    return "://" in str(address)
+
+
+def shown(url: str) -> str:
+    """Return the URL without its password, for messages."""
+    return re.sub(r"(://[^/:@]*):[^/@]*@", r"\1:***@", url)
+
+
+def get(url: str, path: Path) -> None:
+    """Fetch a file; ``path`` appears whole or not at all.
+
+    Raises:
+        FileNotFoundError: nothing is there.
+        OSError: it cannot be fetched, after several attempts; the message begins with the URL.
+    """
+
+    def fetch(remote: AbstractFileSystem, inner: str) -> None:
+        atomic_write(path, lambda temporary: remote.get_file(inner, str(temporary)))
+
+    _attempt(url, fetch)
+
+
+def put(path: Path, url: str) -> None:
+    """Send a file; it appears at ``url`` whole or not at all.
+
+    Raises:
+        OSError: it cannot be sent, after several attempts; the message begins with the URL.
+    """
+
+    def send(remote: AbstractFileSystem, inner: str) -> None:
+        if isinstance(remote, LocalFileSystem):
+            atomic_write(Path(inner), lambda temporary: shutil.copyfile(path, temporary))
+        elif remote.protocol == "sftp":
+            remote.put_file(str(path), inner + _PARTIAL)
+            remote.mv(inner + _PARTIAL, inner)
+        else:  # an object store shows no object before it is complete
+            remote.put_file(str(path), inner)
+
+    _attempt(url, send)
+
+
+def sha256(url: str) -> str:
+    """Fetch a file and return its SHA-256.
+
+    Raises:
+        OSError: as ``get``.
+    """
+    with TemporaryDirectory() as scratch:
+        copy = Path(scratch) / "copy"
+        get(url, copy)
+        return sha256_file(copy)
+
+
+def files(url: str) -> dict[str, int]:
+    """Return bytes of each file below ``url``, by its relative path; nothing if there is no such folder.
+
+    Raises:
+        OSError: it cannot be listed, after several attempts; the message begins with the URL.
+    """
+
+    def listed(remote: AbstractFileSystem, root: str) -> dict[str, int]:
+        remote.invalidate_cache()
+        try:
+            return {os.path.relpath(name, root): size for name, size in _walk(remote, root)}
+        except FileNotFoundError:
+            return {}
+
+    return _attempt(url, listed)
+
+
+def _walk(remote: AbstractFileSystem, folder: str) -> Iterator[tuple[str, int]]:
+    # Not fsspec's own, which takes a broken connection for an empty folder.
+    for entry in remote.ls(folder, detail=True):
+        if entry["type"] == "directory":
+            yield from _walk(remote, entry["name"])
+        elif not entry["name"].endswith((_PARTIAL, "/")):
+            yield entry["name"], entry["size"]
+
+
+def disconnect() -> None:
+    """Forget this process's connections: before a fork, after an error, when all is done. A transfer makes new ones."""
+    for kind in _used:
+        kind.clear_instance_cache()
+
+
+def _attempt(url: str, action: Callable[[Any, str], _Result]) -> _Result:
+    for attempt in range(_ATTEMPTS):
+        try:
+            return action(*filesystem(url))
+        except FileNotFoundError as error:
+            raise FileNotFoundError(f"{shown(url)}: does not exist") from error
+        except Exception as error:  # each file system raises its own
+            is_final = isinstance(error, (ImportError, ValueError, PermissionError)) or not is_url(url)
+            if is_final or attempt == _ATTEMPTS - 1:
+                raise OSError(shown(f"{url}: {_reason(error)}")) from error
+        disconnect()
+        time.sleep(2**attempt + random.random() / 2)
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, TimeoutError):
+        return f"silent for {SILENT_SECONDS:g} s"
+    if isinstance(error, EOFError):  # of paramiko, without a message
+        return "the connection was closed"
+    last = getattr(error, "last_exception", None)  # of boto3, whose own message is the number of attempts
+    return first_line(error) if last is None else f"{first_line(error)}: {first_line(last)}"

@@ -1,0 +1,41 @@
+"""The parts of MosaicML Streaming in use; no other module imports it.
+
+It writes shards, decompresses them, and shuffles as ``StreamingDataset`` does, which could read the shards, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Int
+
+from ddm_lightning.core.compat import import_light
+
+import_light("streaming", "streaming.base", first="streaming.base.format")
+
+from streaming.base.compression import decompress  # noqa: E402  # after that
+from streaming.base.format.mds.encodings import mds_decode  # noqa: E402
+from streaming.base.format.mds.writer import MDSWriter  # noqa: E402
+from streaming.base.shuffle import get_shuffle  # noqa: E402
+
+__all__ = ["decompress", "mds_decode", "open_writer", "shuffled"]
+# Fewest samples among which a shard's samples are scattered: they are fetched before the first step of an epoch. Four
+# times the largest shard is the lower limit, because a shard larger than a block mixes with no other.
+_MIN_BLOCK = 1 << 18
+_HASHES = ["sha1", "xxh64"]  # MDSWriter wants them sorted
+
+
+def open_writer(folder: Path, columns: Mapping[str, str], compression: str | None, max_bytes: int) -> MDSWriter:
+    """Open a writer of shards in ``folder``; ``columns`` gives their encodings."""
+    return MDSWriter(
+        out=str(folder), columns=dict(columns), compression=compression, hashes=_HASHES, size_limit=max_bytes
+    )
+
+
+def shuffled(shard_sizes: Sequence[int], seed: int, epoch: int) -> Int[np.ndarray, "n"]:
+    """Return every sample once, by its position in the concatenated shards, in the order ``py1e``."""
+    sizes = np.asarray(shard_sizes, dtype=np.int64)
+    # One canonical node: a permutation of all shards, whatever the number of nodes.
+    return get_shuffle("py1e", sizes, 1, seed, epoch, max(_MIN_BLOCK, 4 * int(sizes.max())))
