@@ -172,16 +172,6 @@ def _check_complete(merged: Any, source: str) -> None:
         raise UserError(f"{source}: keys {', '.join(map(repr, missing))} are missing; give them values")
 
 
-def with_defaults(recorded: dict[str, Any]) -> dict[str, Any]:
-    """Add the defaults of keys that are newer than the record of an experiment; unchanged if a key was removed."""
-    try:
-        merged = OmegaConf.merge(OmegaConf.structured(Experiment), OmegaConf.create(recorded))
-    except OmegaConfBaseException:
-        return recorded
-    filled: Any = OmegaConf.to_container(merged, resolve=False)
-    return dict(filled)
-
-
 def to_yaml(experiment: Experiment) -> str:
     """The resolved experiment as YAML."""
     return OmegaConf.to_yaml(OmegaConf.create(asdict(experiment)))

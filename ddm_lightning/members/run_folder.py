@@ -13,7 +13,7 @@ from filelock import FileLock, Timeout
 from omegaconf import OmegaConf
 
 from ddm_lightning.config.experiment import Experiment
-from ddm_lightning.config.load import changeable_keys, leaves, load_experiment, read_yaml, with_defaults
+from ddm_lightning.config.load import changeable_keys, leaves, load_experiment, read_yaml
 from ddm_lightning.core.checks import Check, problem_with
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import read_json
@@ -155,21 +155,24 @@ def refuse_changes(path: Path, old: dict[str, Any], new: dict[str, Any]) -> None
     Raises:
         UserError: naming the changed keys.
     """
-    if changed := changes(with_defaults(old), new):
-        remedy = "set those keys back, or use another folder with run_dir=…"
-        raise UserError(f"{path}: the experiment changed since this was written: {changed}; {remedy}")
+    if changed := changes(old, new):
+        raise UserError(
+            f"{path}: the experiment changed since this was written: {changed}; set those keys back, or use another "
+            "folder with run_dir=…"
+        )
 
 
 def changes(old: dict[str, Any], new: dict[str, Any]) -> str:
     """Describe keys that differ between two experiments, except ``changeable_keys``; empty if none.
 
-    More ``max_steps`` under a constant schedule are no change: a finished member can be trained on.
+    Keys that are newer than ``old`` had their defaults. More ``max_steps`` under a constant schedule are no change:
+    a finished member can be trained on.
     """
-    before, after = (dict(leaves(experiment, lists=False)) for experiment in (old, new))
+    before, after, defaults = (dict(leaves(one, lists=False)) for one in (old, new, asdict(Experiment())))
     allowed = tuple(f"{key}." for key in changeable_keys())
     described = []
     for key in sorted(before.keys() | after.keys()):
-        was, now = before.get(key), after.get(key)
+        was, now = before.get(key, defaults.get(key)), after.get(key)
         if was == now or f"{key}.".startswith(allowed):
             continue
         schedule = after.get(f"{key.removesuffix('max_steps')}schedule")
