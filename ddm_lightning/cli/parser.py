@@ -248,12 +248,12 @@ def _run(options: argparse.Namespace) -> int:
     makes_run = options.command in ("config", "prepare", "fit")
     if getattr(options, "out", options.config) is None and "://" in options.config:
         raise UserError(f"{options.config}: a URL cannot hold results; add --out FOLDER")
-    if makes_run:
-        experiment = load_experiment(options.config, options.overrides)
-    else:
+    experiment = (
+        load_experiment(options.config, options.overrides)
+        if makes_run
         # Commands without the option use no encoder.
-        allow_paths = getattr(options, "allow_paths", True)
-        experiment = load_settings(options.config, options.overrides, allow_paths=allow_paths)
+        else load_settings(options.config, options.overrides, allow_paths=getattr(options, "allow_paths", True))
+    )
     if options.command == "config":
         print(to_yaml(experiment), end="")
         return 0

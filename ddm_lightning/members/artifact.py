@@ -106,17 +106,27 @@ _CHECKS = checks.field_checks(ArtifactMeta)
 def _contradiction(document: Mapping[str, Any]) -> str | None:
     """Describe fields of a ``member.json`` that contradict each other."""
     role, num_clusters = role_of(document["member"]), document["num_clusters"]
-    if role.name != document["role"]:
-        return f"key 'role' must be {role.name} for {document['member']}, not {document['role']}"
-    if max(role.clusters(document["member"], num_clusters)) >= num_clusters:
-        return f"key 'member' is {document['member']}, but key 'num_clusters' is {num_clusters}"
-    if (document["prediction"] is None) != role.classifies:
-        return "key 'prediction' must be null for a router and only there"
-    if document["clusters"] and not (role.classifies and len(document["clusters"]) == num_clusters):
-        return "key 'clusters' must name num_clusters clusters of a router"
-    if any(value <= 0 for key, value in document["metrics"].items() if key.startswith(TEMPERATURE)):
-        return "key 'metrics' holds a temperature that is not positive"
-    return None
+    temperatures = (value for key, value in document["metrics"].items() if key.startswith(TEMPERATURE))
+    rules = (
+        (
+            role.name != document["role"],
+            f"key 'role' must be {role.name} for {document['member']}, not {document['role']}",
+        ),
+        (
+            max(role.clusters(document["member"], num_clusters)) >= num_clusters,
+            f"key 'member' is {document['member']}, but key 'num_clusters' is {num_clusters}",
+        ),
+        (
+            (document["prediction"] is None) != role.classifies,
+            "key 'prediction' must be null for a router and only there",
+        ),
+        (
+            document["clusters"] and not (role.classifies and len(document["clusters"]) == num_clusters),
+            "key 'clusters' must name num_clusters clusters of a router",
+        ),
+        (any(value <= 0 for value in temperatures), "key 'metrics' holds a temperature that is not positive"),
+    )
+    return next((problem for is_wrong, problem in rules if is_wrong), None)
 
 
 def write_artifact(folder: Path, state_dict: Mapping[str, Tensor], meta: ArtifactMeta) -> ArtifactMeta:

@@ -132,9 +132,10 @@ def is_collected(members: Sequence[str], run: Run) -> bool:
     if not manifest.exists() or (folder.prepared / "parts.json").exists():
         return False
     if missing := [name for name in members if not folder.is_finished(name)]:
-        problem = f"was prepared elsewhere, and the artifacts of {', '.join(missing)} are not here"
-        remedy = f"copy them to {folder.root / 'members'}/NAME/artifact, or train one with member={missing[0]}"
-        raise UserError(f"{manifest}: {problem}; {remedy}")
+        raise UserError(
+            f"{manifest}: was prepared elsewhere, and the artifacts of {', '.join(missing)} are not here; copy them to "
+            f"{folder.root / 'members'}/NAME/artifact, or train one with member={missing[0]}"
+        )
     return True
 
 
@@ -154,19 +155,31 @@ def refuse_stale(members: Sequence[str], run: Run) -> None:
         can_continue = meta.step < steps and member.train.schedule == "constant" and has_checkpoint
         wanted = described(member, run.manifest)
         differing = [key for key, value in wanted.items() if getattr(meta, key) != value]
-        if meta.member != name:
-            problem = f"is the artifact of {meta.member}, not of {name}"
-        elif "partition_sha256" in differing:
-            problem = "was trained on clusters that have changed since, or on those of another run"
-        elif meta.step != steps and not can_continue:
-            problem = f"has {meta.step} steps of training, and the experiment asks for {steps}"
-        elif meta.num_samples != meta.step * member.batch_size:
-            samples = f"{steps * member.batch_size:,}"
-            problem = f"was trained on {meta.num_samples:,} samples, and the experiment asks for {samples}"
-        elif differing:
-            was, now = getattr(meta, differing[0]), wanted[differing[0]]
-            problem = f"has {differing[0]} = {was!r} in {MEMBER_FILE}, and the experiment asks for {now!r}"
-        else:
-            continue
-        remedy = f"remove {folder.parent} to train {name} anew, or use another folder with run_dir=…"
-        raise UserError(f"{folder}: {problem}; copy the right one there, {remedy}")
+        for is_wrong, problem in (
+            (meta.member != name, f"is the artifact of {meta.member}, not of {name}"),
+            (
+                "partition_sha256" in differing,
+                "was trained on clusters that have changed since, or on those of another run",
+            ),
+            (
+                meta.step != steps and not can_continue,
+                f"has {meta.step} steps of training, and the experiment asks for {steps}",
+            ),
+            (
+                meta.num_samples != meta.step * member.batch_size,
+                f"was trained on {meta.num_samples:,} samples, and the experiment asks for "
+                f"{steps * member.batch_size:,}",
+            ),
+            *(
+                (
+                    True,
+                    f"has {key} = {getattr(meta, key)!r} in {MEMBER_FILE}, and the experiment asks for {wanted[key]!r}",
+                )
+                for key in differing
+            ),
+        ):
+            if is_wrong:
+                raise UserError(
+                    f"{folder}: {problem}; copy the right one there, remove {folder.parent} to train {name} anew, or "
+                    "use another folder with run_dir=…"
+                )
