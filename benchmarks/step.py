@@ -16,11 +16,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import step_loops
 import step_networks
 import torch
 from common import Report, call, console, device_of, load, parse, parser, run
 from step_clock import Seconds, grouped, median, ratio, ratios
+from step_loops import Trained, train
 from step_networks import XL2, Sizes
 
 from ddm_lightning.core import processes
@@ -128,16 +128,16 @@ def main(arguments: Sequence[str] | None) -> None:
     report.write(options.json)
 
 
-def trained(options: Namespace, overrides: Sequence[str]) -> step_loops.Trained:
+def trained(options: Namespace, overrides: Sequence[str]) -> Trained:
     """Prepare the data in a process of its own, then train with both loops."""
     call("prepare", options, *overrides)
     experiment = load(options, *overrides)
     if experiment.island.compile:
         step_networks.forget_compiled()
-    return step_loops.train(experiment, STEPS_PER_TURN)
+    return train(experiment, STEPS_PER_TURN)
 
 
-def add_loop(report: Report, loop: Loop, trained: step_loops.Trained) -> None:
+def add_loop(report: Report, loop: Loop, trained: Trained) -> None:
     """Add the row and the figures of the loops, without the first group, which warms up."""
     turns = trained.turns
     steps = TURNS_PER_GROUP * turns.steps
@@ -161,7 +161,7 @@ def add_loop(report: Report, loop: Loop, trained: step_loops.Trained) -> None:
     report.note(f"{figure}: weights and averages of both are {equal} after {len(turns.ours) * turns.steps} steps.")
 
 
-def same(trained: step_loops.Trained) -> bool:
+def same(trained: Trained) -> bool:
     """Whether both loops ended with the same weights and averages."""
     ours, bare = trained.weights
     pairs = [(ours[name], bare[name]) for name in bare] + list(zip(*trained.averages, strict=True))

@@ -108,7 +108,7 @@ def test_after_a_failure_children_end_and_no_other_starts(tmp_path, monkeypatch)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["flop_matched", "oracle_digits", "report"])
+@pytest.mark.parametrize("name", ["flop_matched", "mfu", "smoke_gpu", "step"])
 def test_a_benchmark_starts_as_a_script(name):
     """Tests import torchvision's stand-in first; a script has to do it itself."""
     script = common.REPOSITORY / "benchmarks" / f"{name}.py"
