@@ -52,7 +52,7 @@ def test_between_log_steps_a_training_step_copies_its_batch_and_waits_for_nothin
         for step in (step for step in ran.steps[1:] if not step.due):
             # An expert of a student's teacher is called with its rows alone, whose number the host must know.
             student = {ROUTED: 1} if "member=student" in ran.argv else {}
-            assert step.counts == {COLUMNS: 6, **student}, f"step {step.number} of {ran}"
+            assert step.counts == {COLUMNS: 5, **student}, f"step {step.number} of {ran}"
             members |= {word for word in ran.argv if word.startswith("member=")}
     names = ("expert-0", "expert-1", "expert-2", "router", "monolith", "student")
     assert members == {f"member={name}" for name in names}
