@@ -244,12 +244,14 @@ def checked(
         shared = _SHARED_BY_ALL if name == ROUTER else (*_SHARED_BY_ALL, *_SHARED_BY_EXPERTS)
         for key in shared if changed else (*_SHARED_BY_PARTITION, *shared):
             if getattr(meta, key) != getattr(first, key):
-                problem = f"was trained on another {key} than {first_folder / MEMBER_FILE}"
-                remedy = "take members of one run, or fit one of the two again"
-                raise UserError(f"{folder / MEMBER_FILE}: {problem}; {remedy}")
+                raise UserError(
+                    f"{folder / MEMBER_FILE}: was trained on another {key} than {first_folder / MEMBER_FILE}; "
+                    "take members of one run, or fit one of the two again"
+                )
     if not changed and first.num_clusters != len(priors):
-        problem = f"{len(priors)} priors, but the members know {first.num_clusters} clusters"
-        raise UserError(f"{path}: {problem}; fetch it again")
+        raise UserError(
+            f"{path}: {len(priors)} priors, but the members know {first.num_clusters} clusters; fetch it again"
+        )
     return EnsembleManifest(
         priors=tuple(float(share) if len(shares) == len(priors) else share / sum(shares) for share in shares),
         partition_sha256=first.partition_sha256,

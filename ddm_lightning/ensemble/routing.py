@@ -182,8 +182,10 @@ class Strategy:
             UserError: the line names ``sample.solver``.
         """
         if self.solvers and solver not in self.solvers:
-            problem = f"this strategy needs sample.solver={' or '.join(self.solvers)}, not {solver!r}"
-            raise UserError(f"{problem}; add sample.solver={self.solvers[0]}")
+            raise UserError(
+                f"this strategy needs sample.solver={' or '.join(self.solvers)}, not {solver!r}; "
+                f"add sample.solver={self.solvers[0]}"
+            )
 
     def check_num_clusters(self, num_clusters: int) -> None:
         """Refuse params that do not fit K experts; by default none.

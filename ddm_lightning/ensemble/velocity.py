@@ -298,8 +298,10 @@ def finite(probabilities: Float[Tensor, "b K"]) -> Float[Tensor, "b K"]:
         UserError: one is NaN.
     """
     if not probabilities.isfinite().all():
-        without = "sample.strategy=bayes sample.strategy_params.router_prior=false"
-        raise UserError(f"router: returns NaN; fit it again, or sample with {without}")
+        raise UserError(
+            "router: returns NaN; fit it again, or sample with sample.strategy=bayes "
+            "sample.strategy_params.router_prior=false"
+        )
     return probabilities
 
 

@@ -49,8 +49,10 @@ def diagnosis_lines(figures: Mapping[str, Any]) -> list[str]:
         accuracy, nll = (float(np.mean(scores[name])) for name in ("accuracy", "nll_calibrated"))
         before, after = (max(scores[f"calibration_error{suffix}"]) for suffix in ("", "_calibrated"))
         chance = max(scores["calibration_error_by_chance"])
-        ece = f"largest ECE {before:.3f}, calibrated {after:.3f}, by chance {chance:.3f}"
-        lines.append(f"router, {branch}: accuracy {accuracy:.3f}, NLL {nll:.3f}, {ece}")
+        lines.append(
+            f"router, {branch}: accuracy {accuracy:.3f}, NLL {nll:.3f}, largest ECE {before:.3f}, "
+            f"calibrated {after:.3f}, by chance {chance:.3f}"
+        )
     shares = figures["shares"]
     expected = ", ".join(f"{share:.3f}" for share in shares["expected"])
     lines.append(f"shares by a classifier of accuracy {shares['classifier_accuracy']:.3f}; expected {expected}:")

@@ -79,8 +79,10 @@ class Evaluation:
         self.reference: ImageSet = of_shards(wanted) if is_side else FileImages(Path(wanted).expanduser())
         if self.generated.shape != self.reference.shape:
             sizes = " and ".join("{} × {}".format(*one.shape) for one in (self.reference, self.generated))
-            problem = f"key 'evaluate.reference' = {wanted!r}: its images and the generated ones have {sizes} pixels"
-            raise UserError(f"{problem}; give a reference of the second size")
+            raise UserError(
+                f"key 'evaluate.reference' = {wanted!r}: its images and the generated ones have {sizes} pixels; "
+                "give a reference of the second size"
+            )
         for name, metric in self.metrics:
             if isinstance(metric, FeatureMetric):
                 metric.check_nums(name, self.generated.num, self.reference.num)
@@ -225,8 +227,11 @@ def _table(title: str, scores: Mapping[str, Score], memorised: Mapping[str, Any]
     for name, score in scores.items():
         table.add_row(name, f"{score.value:.4g}", "" if score.low is None else f"{score.low:.4g} to {score.high:.4g}")
     if memorised is not None:
-        expected = f"held-out images: {memorised['expected_share']:.0%}"
-        table.add_row("samples near a training image", f"{memorised['share_nearer']:.1%}", expected)
+        table.add_row(
+            "samples near a training image",
+            f"{memorised['share_nearer']:.1%}",
+            f"held-out images: {memorised['expected_share']:.0%}",
+        )
     return table
 
 

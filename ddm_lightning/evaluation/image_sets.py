@@ -77,8 +77,10 @@ class ShardImages:
         counts = [cluster.held_out if side == HELD_OUT else cluster.train for cluster in clusters]
         names = [shard_name(k, side) for k, count in enumerate(counts) if count]
         if manifest is None or not names:
-            remedy = "copy or prepare some (prepare.held_out_fraction), or give images with evaluate.reference=FOLDER"
-            raise UserError(f"{shards}: no {side} samples here; {remedy}")
+            raise UserError(
+                f"{shards}: no {side} samples here; "
+                "copy or prepare some (prepare.held_out_fraction), or give images with evaluate.reference=FOLDER"
+            )
         for name in names:
             verify_shards(shards / name, hashes=side == HELD_OUT, index_sha256=manifest.index_sha256[name])
         self.name, self._encoder = side, encoder
@@ -158,8 +160,9 @@ def _read_npz(path: Path) -> Images:
         if array.dtype != np.uint8 or array.ndim != 4 or array.shape[3] != 3:
             raise ValueError(f"holds {array.dtype} {list(array.shape)}, not uint8 [n, h, w, 3]")
     except (OSError, ValueError, IndexError, TypeError, AttributeError, EOFError, BadZipFile, zlib.error) as error:
-        problem = f"is neither a folder nor an .npz file of images ({first_line(error)})"
-        raise UserError(f"{path}: {problem}; give one of these") from None
+        raise UserError(
+            f"{path}: is neither a folder nor an .npz file of images ({first_line(error)}); give one of these"
+        ) from None
     return array
 
 
@@ -207,8 +210,9 @@ class Generated:
             side = HELD_OUT if any(cluster.held_out for cluster in manifest.clusters) else TRAIN
             self._given = ShardImages(run.folder.shards, manifest, encoder, side)
         elif self._kind != "none" and not self._own:
-            remedy = "copy them to this folder, or set sample.prompts"
-            raise UserError(f"{run.folder.shards}: no shards with captions; {remedy}")
+            raise UserError(
+                f"{run.folder.shards}: no shards with captions; copy them to this folder, or set sample.prompts"
+            )
         settings = asdict(experiment.sample)
         settings["precision"] = resolve_precision(settings["precision"], self._ensemble.device)
         self.settings = {

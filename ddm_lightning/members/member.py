@@ -63,8 +63,10 @@ class Member:
         """
         num_clusters = experiment.prepare.partition.num_clusters
         if isinstance(sizes, Manifest) and sizes.num_clusters != num_clusters:
-            problem = f"key 'prepare.partition.num_clusters' = {num_clusters}: the manifest has {sizes.num_clusters}"
-            raise UserError(f"{problem}; copy this run's prepared/manifest.json, or set it to {sizes.num_clusters}")
+            raise UserError(
+                f"key 'prepare.partition.num_clusters' = {num_clusters}: the manifest has {sizes.num_clusters}; "
+                f"copy this run's prepared/manifest.json, or set it to {sizes.num_clusters}"
+            )
         role = role_of(name)
         config = role.config(name, experiment)
         expert = config if isinstance(config, ExpertConfig) else None
@@ -100,8 +102,9 @@ class Member:
             torch.manual_seed(keyed_generator(self.seed, "initial weights", self.role.section).initial_seed())
             network = self.role.build(self.network, self.x_shape, self.condition, self.num_clusters)
         if (path := declared_path(network)) not in (None, self.path):
-            problem = f"{self.network.name!r} works on the path {path!r}, not {self.path!r}"
-            raise UserError(f"expert {problem}; set expert.path={path}")
+            raise UserError(
+                f"expert {self.network.name!r} works on the path {path!r}, not {self.path!r}; set expert.path={path}"
+            )
         return network
 
     def plan_network(self) -> nn.Module:

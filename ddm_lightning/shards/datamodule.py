@@ -104,8 +104,10 @@ class ClusterDataModule(L.LightningDataModule):
         """
         is_url = remote.is_url(self.shards)
         if not is_url and not Path(self.shards).is_dir():
-            remedy = "copy the run's prepared/shards here, or set island.shards to their folder or URL"
-            raise UserError(f"{self.shards}: no shards here; {remedy}")
+            raise UserError(
+                f"{self.shards}: no shards here; copy the run's prepared/shards here, "
+                "or set island.shards to their folder or URL"
+            )
         for name in (*self._training, *self._held_out):
             sha256 = self.index_sha256.get(name)
             if not is_url:
@@ -126,9 +128,10 @@ class ClusterDataModule(L.LightningDataModule):
         """
         loader = self._loader(self._training, training=True)
         if len(loader.shards) < self.batch_size:
-            problem = f"hold {len(loader.shards)} training samples, fewer than the {self.batch_size} of one step"
-            remedy = "lower global_batch_size or num_clusters"
-            raise UserError(f"{self.shards}: clusters {self.clusters} {problem}; {remedy}")
+            raise UserError(
+                f"{self.shards}: clusters {self.clusters} hold {len(loader.shards)} training samples, "
+                f"fewer than the {self.batch_size} of one step; lower global_batch_size or num_clusters"
+            )
         return loader
 
     def val_dataloader(self) -> ShardLoader | list[Any]:
@@ -168,17 +171,20 @@ class ClusterDataModule(L.LightningDataModule):
         needed = shards.missing_bytes()
         free = shutil.disk_usage(self.cache).free if needed else needed
         if needed > free:
-            problem = f"need {format_bytes(needed)}, but {format_bytes(free)} are free"
-            remedy = "free some, or put run_dir on a larger disk"
-            raise UserError(f"{self.cache}: the missing shards of {', '.join(names)} {problem}; {remedy}")
+            raise UserError(
+                f"{self.cache}: the missing shards of {', '.join(names)} need {format_bytes(needed)}, "
+                f"but {format_bytes(free)} are free; free some, or put run_dir on a larger disk"
+            )
         return shards
 
     def _loader(self, names: Sequence[str], training: bool) -> ShardLoader:
         rank, num_ranks = (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
         if self.batch_size % num_ranks:
-            problem = f"{self.batch_size} samples per step cannot be shared equally by {num_ranks} devices"
-            remedy = "make train.global_batch_size a multiple of the devices (experts: of devices x clusters)"
-            raise UserError(f"{problem}; {remedy}, or change island.devices")
+            raise UserError(
+                f"{self.batch_size} samples per step cannot be shared equally by {num_ranks} devices; "
+                "make train.global_batch_size a multiple of the devices (experts: of devices x clusters), "
+                "or change island.devices"
+            )
         batch_size = self.batch_size // num_ranks
         shards = self._open(names)
         found = {column.name: column.encoding for column in shards.layout.columns}
@@ -197,9 +203,11 @@ def _check_shared_memory(num_bytes: int) -> None:
     """Refuse to start workers that would die of a bus error; skipped without ``/dev/shm``, which Linux has."""
     free = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else num_bytes
     if free < num_bytes:
-        problem = f"loading needs {format_bytes(num_bytes)} of shared memory, but {format_bytes(free)} are free"
-        remedy = "lower island.num_workers, or give the container more (docker run --shm-size)"
-        raise UserError(f"{SHARED_MEMORY}: {problem}; {remedy}")
+        raise UserError(
+            f"{SHARED_MEMORY}: loading needs {format_bytes(num_bytes)} of shared memory, "
+            f"but {format_bytes(free)} are free; "
+            "lower island.num_workers, or give the container more (docker run --shm-size)"
+        )
 
 
 def epoch_order(shard_sizes: Sequence[int], *, seed: int, epoch: int, shuffle: bool) -> Int[np.ndarray, "n"]:

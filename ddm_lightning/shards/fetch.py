@@ -61,12 +61,14 @@ class Origin:
                     if not path.exists():
                         remote.get(f"{self.address}/{path.name}", path)
             except OSError as error:
-                problem = f"shards cannot be opened: {first_line(error)}; check key 'island.shards'"
-                raise ShardError(f"{self.address}: {problem}") from error
+                raise ShardError(
+                    f"{self.address}: shards cannot be opened: {first_line(error)}; check key 'island.shards'"
+                ) from error
             remote.disconnect()  # workers are forked next
         if self.index_sha256 is not None and sha256_file(path) != self.index_sha256:
-            problem = "differs from the manifest's; put the shards of this run's prepare there"
-            raise UserError(f"{self.address}/index.json: {problem}")
+            raise UserError(
+                f"{self.address}/index.json: differs from the manifest's; put the shards of this run's prepare there"
+            )
         return read_index(self.folder)
 
     def fetch(self, entry: dict[str, Any], *, wait: bool) -> bool:

@@ -123,8 +123,10 @@ class ShardFile:
         layout = Layout.of(info["column_names"], info["column_encodings"], info["column_sizes"])
         least = 8 + num_samples * (4 + layout.num_sample_bytes)
         if not least <= raw["bytes"] < 1 << 32:
-            sizes = f"{num_samples} samples in {raw['bytes']} bytes"
-            raise UserError(f"{index}: lists {sizes}, which is impossible; copy the shards again")
+            raise UserError(
+                f"{index}: lists {num_samples} samples in {raw['bytes']} bytes, which is impossible; "
+                "copy the shards again"
+            )
         return cls(path, num_samples, raw["bytes"], layout)
 
 

@@ -47,8 +47,10 @@ def upload_shards(shards: Path, url: str, tick: Callable[[int, int], None]) -> d
     except UserError as error:
         raise UserError(f"key 'prepare.shards.remote' = {remote.shown(url)!r}: {error}") from None
     except OSError as error:
-        problem = f"cannot be written to ({first_line(error)}); check the address and the access to it"
-        raise UserError(f"key 'prepare.shards.remote' = {remote.shown(url)!r}: {problem}") from error
+        raise UserError(
+            f"key 'prepare.shards.remote' = {remote.shown(url)!r}: cannot be written to ({first_line(error)}); "
+            "check the address and the access to it"
+        ) from error
     finally:
         remote.disconnect()
     return hashes

@@ -256,8 +256,10 @@ def load_tensors(
     found = {name: size for name, (size, _) in stored.items() if name.startswith(_MODEL)}
     if shapes != found:
         name = min(key for key in shapes.keys() | found.keys() if shapes.get(key) != found.get(key))
-        problem = f"is the checkpoint of another network, which differs in {name.removeprefix(_MODEL)}"
-        raise UserError(f"{path}: {problem}; remove it, or set the experiment back")
+        raise UserError(
+            f"{path}: is the checkpoint of another network, which differs in {name.removeprefix(_MODEL)}; "
+            "remove it, or set the experiment back"
+        )
     if optimizer is not None:
         parameters = dict(module.named_parameters())
         for full_name, (size, dtype) in stored.items():

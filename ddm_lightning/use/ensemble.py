@@ -319,6 +319,8 @@ class DecentralizedEnsemble:
                 url = hub.create_repo(repo_id, exist_ok=True, **options)
                 hub.upload_folder(repo_id=repo_id, folder_path=folder)
             except (OSError, ValueError) as error:
-                problem = f"cannot be uploaded ({first_line(error)})"
-                raise UserError(f"{repo_id}: {problem}; check name and network, or run: hf auth login") from None
+                raise UserError(
+                    f"{repo_id}: cannot be uploaded ({first_line(error)}); "
+                    "check name and network, or run: hf auth login"
+                ) from None
         return str(url)

@@ -128,5 +128,7 @@ def _check_space(folder: Path, num: int) -> None:
     free = shutil.disk_usage(place).free
     least = 4096 * num
     if least > free:
-        problem = f"{num:,} images take at least {format_bytes(least)}, and {format_bytes(free)} is free"
-        raise UserError(f"{place}: {problem}; lower --num, or give another disk with --out")
+        raise UserError(
+            f"{place}: {num:,} images take at least {format_bytes(least)}, and {format_bytes(free)} is free; "
+            "lower --num, or give another disk with --out"
+        )

@@ -47,8 +47,9 @@ def fetched(address: str | Path) -> Path:
     url = str(address)
     if not remote.is_url(url):
         if not (local := Path(url).expanduser()).is_dir():
-            remedy = "give one, or a URL (on the Hugging Face hub: hf://owner/name)"
-            raise UserError(f"{url}: is not a folder here; {remedy}")
+            raise UserError(
+                f"{url}: is not a folder here; give one, or a URL (on the Hugging Face hub: hf://owner/name)"
+            )
         return local
     folder = Path(tempfile.mkdtemp(prefix="ddm_lightning-")).resolve()
     DOWNLOADS[str(folder)] = url.rstrip("/")
@@ -133,8 +134,10 @@ def manifest_with_about(
         condition = condition_spec(experiment, prepared).to_dict()
         known = (meta.partition_sha256, meta.x_shape, meta.condition)
         if known != (prepared.partition_sha256, prepared.x_shape, condition):
-            problem = f"the experts were trained on other data ({meta.x_shape}, {meta.condition})"
-            raise UserError(f"{manifest_path(folder)}: {problem}; copy the manifest from where they were trained")
+            raise UserError(
+                f"{manifest_path(folder)}: the experts were trained on other data ({meta.x_shape}, {meta.condition}); "
+                "copy the manifest from where they were trained"
+            )
         about = About(
             name=experiment.name,
             credit=prepared.attribution,

@@ -37,7 +37,8 @@ class Oracle(Strategy):
         else:
             names, name = batch.ensemble.names, f"expert-{self.cluster}"
             if name not in names:
-                problem = f"cluster = {self.cluster} has no expert here; choose one of {', '.join(names)}"
-                raise UserError(f"strategy 'oracle': {problem}")
+                raise UserError(
+                    f"strategy 'oracle': cluster = {self.cluster} has no expert here; choose one of {', '.join(names)}"
+                )
             clusters = torch.full((len(batch.x_1),), names.index(name), device=batch.x_1.device)
         return batch.field(weights=functional.one_hot(clusters, num_clusters).to(batch.x_1))

@@ -44,8 +44,10 @@ class TopK(Strategy):
     def check_num_clusters(self, num_clusters: int) -> None:
         """Refuse a ``top_k`` above K."""
         if self.top_k > num_clusters:
-            problem = f"top_k = {self.top_k} exceeds prepare.partition.num_clusters = {num_clusters}"
-            raise UserError(f"sample.strategy_params.{problem}; set it to at most {num_clusters}")
+            raise UserError(
+                f"sample.strategy_params.top_k = {self.top_k} exceeds prepare.partition.num_clusters = {num_clusters}; "
+                f"set it to at most {num_clusters}"
+            )
 
     def weights(self, probabilities: Float[Tensor, "b K"]) -> Float[Tensor, "b K"]:
         """Keep the ``top_k`` largest probabilities of each row and renormalise."""
