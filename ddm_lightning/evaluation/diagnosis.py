@@ -23,7 +23,6 @@ from ddm_lightning.ensemble.velocity import Ensemble
 from ddm_lightning.evaluation.diagnosis_figures import write_figures
 from ddm_lightning.evaluation.shares import ClusterShares, total_variation
 from ddm_lightning.flow.condition import Condition
-from ddm_lightning.flow.oracle import FiniteSetOracle
 from ddm_lightning.flow.path import interpolate
 from ddm_lightning.flow.randomness import keyed_generator
 from ddm_lightning.flow.timesteps import stratified_timesteps
@@ -40,8 +39,6 @@ STRATEGIES_SHOWN = ("full", "top-1", "sample-1", "bayes")
 MAX_HELD_OUT, MAX_TRAIN = 2048, 20_000
 # A smaller set is repeated with other noise.
 MIN_ROWS, MAX_DRAWS = 512, 8
-# The exact answer of a larger training set is too far from any network's.
-MAX_EXACT, NUM_EXACT_ROWS = 4096, 256
 BATCH_SIZE = 64
 # Side of the images whose pixels the classifier of clusters sees.
 CLASSIFIER_SIDE = 12
@@ -108,8 +105,6 @@ def diagnose(run: Run, strategies: Sequence[str] | None, num: int, *, show_progr
             "experts": expert_figures(ensemble, noisy, experiment.seed, lambda: bars.advance(task)),
             "router": router_figures(ensemble, noisy, experiment.seed),
         }
-        if num_train <= MAX_EXACT and ensemble.router is not None:
-            figures["exact"] = exact_figures(ensemble, train.to(device), experiment.seed)
         classifier = ClusterShares(
             _pixels(train.x_0), train.clusters, _pixels(held_out.x_0), held_out.clusters, ensemble.num_clusters
         )
@@ -223,24 +218,6 @@ def router_figures(ensemble: Ensemble, held_out: Samples, seed: int) -> Figures:
             by_chance = calibration_error(reliability(perfect.double(), likely))
             own["calibration_error_by_chance"].append(float(by_chance))
     return {branch: dict(own) for branch, own in figures.items()}
-
-
-@torch.no_grad()
-def exact_figures(ensemble: Ensemble, train: Samples, seed: int) -> Figures:
-    """Compare router and ensemble, without conditions, with the closed form of their training set.
-
-    Returns:
-        At each time, ``total_variation`` of the router from the exact posterior, and ``velocity_error``: relative L2
-        error of the full ensemble.
-    """
-    oracle = FiniteSetOracle(train.x_0, train.clusters, ensemble.num_clusters)
-    rows = train.rows(torch.linspace(0, len(train.x_0) - 1, min(NUM_EXACT_ROWS, len(train.x_0))).long())
-    variations, errors = [], []
-    for x_t, t in _noisy(rows.x_0, seed):
-        variations.append(total_variation(ensemble.probabilities(x_t, t), oracle.cluster_posterior(x_t, t)))
-        exact = oracle.velocity(x_t, t)
-        errors.append(float((ensemble.velocity(x_t, t) - exact).norm() / exact.norm()))
-    return {"total_variation": variations, "velocity_error": errors}
 
 
 def _pixels(x_0: Float[Tensor, "n c h w"]) -> Float[Tensor, "n d"]:

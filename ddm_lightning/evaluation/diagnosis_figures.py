@@ -1,4 +1,4 @@
-"""Charts of a diagnosis, as PNG files and in TensorBoard."""
+"""Table, lines and charts of a diagnosis."""
 
 from __future__ import annotations
 
@@ -18,16 +18,12 @@ from ddm_lightning.core.grids import heat_map
 
 
 def write_figures(folder: Path, figures: Mapping[str, Any]) -> None:
-    """Draw ``experts.png``, ``router.png`` (with a router) and ``shares.png``; log the same to TensorBoard."""
-    from torch.utils.tensorboard.writer import SummaryWriter
-
+    """Draw ``experts.png``, ``router.png`` (with a router) and ``shares.png``."""
     charts = {"experts": _experts(figures), "shares": _shares(figures)}
     if figures["router"]:
         charts["router"] = _router(figures)
-    with SummaryWriter(str(folder / "tensorboard")) as writer:
-        for name, figure in charts.items():
-            atomic_write(folder / f"{name}.png", partial(figure.savefig, format="png", dpi=120))
-            writer.add_figure(f"diagnosis/{name}", figure)
+    for name, figure in charts.items():
+        atomic_write(folder / f"{name}.png", partial(figure.savefig, format="png", dpi=120))
 
 
 def diagnosis_table(figures: Mapping[str, Any]) -> Table:
@@ -91,9 +87,6 @@ def _router(figures: Mapping[str, Any]) -> Figure:
             charts.setdefault(title, {})[branch] = scores[name]
             charts[title][f"{branch}, calibrated"] = scores[f"{name}_calibrated"]
         charts["calibration error (ECE)"][f"{branch}, by chance"] = scores["calibration_error_by_chance"]
-    if exact := figures.get("exact"):
-        names = {"router: total variation": "total_variation", "velocity: relative L2 error": "velocity_error"}
-        charts["distance to the exact answer"] = {label: exact[name] for label, name in names.items()}
     figure = Figure(figsize=(4 * len(charts), 5), layout="constrained")
     for axis, (title, curves) in zip(figure.subplots(1, len(charts)), charts.items(), strict=True):
         _curves(axis, title, times, curves)

@@ -6,8 +6,7 @@ import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import timedelta
 from importlib.metadata import version
@@ -244,31 +243,26 @@ def _commit() -> str:
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
 
 
-@contextmanager
-def _joined() -> Iterator[tuple[int, int]]:
-    """Yield rank and number of ranks. The group is of CPUs, because ranks only wait for each other's files."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or "RANK" not in os.environ:
-        yield 0, 1
-        return
-    distributed.init_process_group("gloo", timeout=timedelta(days=7))
-    try:
-        yield distributed.get_rank(), distributed.get_world_size()
-    finally:
-        distributed.destroy_process_group()
-
-
 def evaluate(
     run: Run, images: Path | None, out: Path | None, *, show_progress: bool = False
 ) -> tuple[Path, Table] | None:
     """Generate and compare; see ``Evaluation``. Every rank of torchrun calls it; only rank zero gets a result."""
-    with _joined() as (rank, world):
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if world == 1:
+        evaluation = Evaluation(run, images, out)
+        evaluation.compute_parts(0, 1, show_progress)
+        return evaluation.write()
+    # Of CPUs, because ranks only wait for each other's files.
+    distributed.init_process_group("gloo", timeout=timedelta(days=7))
+    try:
         if rank:
             distributed.barrier()  # rank zero makes the folder, or says why not
         evaluation = Evaluation(run, images, out)
-        if world > 1 and not rank:
+        if not rank:
             distributed.barrier()
-        evaluation.compute_parts(rank, world, show_progress and rank == 0)
-        if world > 1:
-            distributed.barrier()
+        evaluation.compute_parts(rank, world, show_progress and not rank)
+        distributed.barrier()
+    finally:
+        distributed.destroy_process_group()
     # After leaving the group: within it, metrics would synchronise with the other ranks.
-    return evaluation.write() if rank == 0 else None
+    return evaluation.write() if not rank else None

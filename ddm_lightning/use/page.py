@@ -29,7 +29,7 @@ from ddm_lightning.core.errors import UserError, line_of, note
 from ddm_lightning.core.registry import STRATEGIES
 from ddm_lightning.ensemble.trace import Trace
 from ddm_lightning.use.ensemble import DecentralizedEnsemble
-from ddm_lightning.use.trajectory import weights_chart
+from ddm_lightning.use.samples import weights_chart
 
 NUM_EXAMPLES = 24
 """Captions to offer."""

@@ -12,7 +12,7 @@ from tiny_runs import settings
 
 from ddm_lightning.cli.parser import main
 from ddm_lightning.ensemble.trace import Trace
-from ddm_lightning.use.trajectory import weights_chart, write_trajectory
+from ddm_lightning.use.samples import weights_chart, write_trajectory
 
 ALL, NONE = (253, 231, 36), (68, 1, 84)  # ends of viridis
 KEYS = [("a", 0), ("b", 0)]
