@@ -22,10 +22,10 @@ _NUM_THREADS = 10
 
 
 class S3FileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no annotations
-    """Objects of S3, and of stores with its protocol, by boto3: s3fs bars the releases of it that Streaming may bring.
+    """Objects of S3, and of stores with its protocol, by boto3: s3fs excludes releases of it that Streaming may bring.
 
-    boto3 finds credentials, region and endpoint; ``S3_ENDPOINT_URL`` names an endpoint, too. Without credentials,
-    requests are not signed.
+    boto3 finds credentials, region and endpoint; ``S3_ENDPOINT_URL`` can name an endpoint. Without
+    credentials, requests are not signed.
 
     Args:
         timeout: seconds without data after which a request fails.

@@ -29,7 +29,7 @@ class Batch:
     Args:
         ensemble: the experts, on the device that samples.
         condition: one per sample, or None for the null condition in all.
-        keys: what each sample's noise belongs to.
+        keys: key of each sample's noise.
         x_shape: channels, height and width of a sample.
         seed: seed of all noise.
         settings: guidance and the router's temperature.
@@ -249,7 +249,7 @@ def choose(weights: Float[Tensor, "b K"], uniform: Float[Tensor, " b"]) -> Int[T
     cumulative = weights.cumsum(dim=1)
     # Scaled by the total, which rounding may leave below a uniform number close to 1.
     threshold = (uniform.to(cumulative) * cumulative[:, -1])[:, None]
-    # A row of NaN, from a failed expert, is beyond the last one.
+    # A row of NaN, from a failed expert, would give an index past the last expert.
     return torch.searchsorted(cumulative, threshold, right=True).squeeze(1).clamp_max(weights.shape[1] - 1)
 
 
@@ -271,9 +271,9 @@ def sample(
     """Generate ``num`` samples.
 
     All noise of sample i depends on (``seed``, ``keys[i]``) alone: its x_1, the noise of each ancestral step and the
-    numbers by which ``bayes`` chooses experts. It is bit-equal for any other samples, ``num``, ``batch_size``, device,
-    strategy and solver. The sample itself is equal to 1e-4 only, because matrix products round differently for
-    another number of rows; a choice of expert that is tied to within rounding may flip.
+    numbers by which ``bayes`` chooses experts. Bit for bit, it does not depend on the other samples, ``num``,
+    ``batch_size``, device, strategy or solver. The sample itself is equal to 1e-4 only, because matrix products round
+    differently for another number of rows; a choice of expert that is tied to within rounding may flip.
 
     Args:
         ensemble: the experts, on the device that samples.
@@ -284,7 +284,7 @@ def sample(
         shift: resolution shift of the times, as recorded in the experts' artifacts.
         seed: seed of all noise.
         batch_size: samples computed at once.
-        keys: what each sample's noise belongs to, such as ``("red apple", 0)``; None numbers the samples.
+        keys: key of each sample's noise, such as ``("red apple", 0)``; None for its number.
         progress: called with the number of finished samples, fractional, after every evaluation and batch.
         trace: keeps the sampling trajectory; None records nothing and costs nothing.
 

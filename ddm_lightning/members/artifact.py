@@ -178,8 +178,8 @@ def read_artifact(folder: Path) -> tuple[ArtifactMeta, dict[str, Tensor]]:
 def load_network(folder: Path, *, mapped: bool = False) -> tuple[ArtifactMeta, nn.Module]:
     """Read an artifact's description and build its network, in evaluation mode on the CPU.
 
-    The network is compared with the header of the weights before they are read. If ``mapped``, its weights are the
-    file's pages, which take no memory that the system could not free.
+    The network is compared with the header of the weights before they are read. If ``mapped``, its weights are
+    mapped from the file, so that the system can free their memory.
 
     Raises:
         UserError: as ``read_artifact`` and ``build_network``.
@@ -216,7 +216,7 @@ def _fitting_network(meta: ArtifactMeta, weights: Mapping[str, Tensor], source: 
     remedy = f"install the release of {meta.network!r} that trained the weights"
     check_memory(weights.values(), source)
     planned: list[Tensor] = []
-    with suppress(UserError, RuntimeError, ArithmeticError), torch.device("meta"):  # some plug-ins need numbers
+    with suppress(UserError, RuntimeError, ArithmeticError), torch.device("meta"):  # some plug-ins fail there
         network = _build_bounded(meta, weights)
         # Positional embeddings may take more memory than weights, and are computed from parts, in float64.
         planned = [*network.parameters(), *5 * list(network.buffers())]

@@ -68,7 +68,7 @@ class StepCost:
     peak_flops: float | None
     """FLOPs per second of all devices of the member; None if unknown, and then there is neither MFU nor HFU."""
     line: str = ""
-    """Both for the user."""
+    """FLOPs and peak in words, for the user."""
 
 
 UNKNOWN_COST = StepCost(0.0, 0.0, None)

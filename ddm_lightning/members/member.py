@@ -29,7 +29,7 @@ class Member:
     name: str
     """``expert-0`` …, ``router``, ``monolith`` or ``student``; keys the noise of its training."""
     role: Role
-    """What it has in common with others."""
+    """Its kind: what it builds, trains on and hands over."""
     clusters: tuple[int, ...]
     """Clusters of its training data."""
     num_clusters: int
@@ -50,7 +50,7 @@ class Member:
     path: str
     """Path between data and noise; ``linear`` for a router."""
     loss: str
-    """Error that the loss squares: of the ``prediction`` or of the ``velocity``."""
+    """Squared error in the loss: of the ``prediction`` or of the ``velocity``."""
     image_encoder: PluginConfig
     caption_encoder: PluginConfig | None
 

@@ -24,14 +24,14 @@ STUDENT = "student"
 
 
 class Role:
-    """What the members of one kind have in common. Unless changed: one that trains an expert's network on all clusters.
+    """Base of the roles. As it is, a member trains an expert's network on all clusters.
 
     ``name`` is that of the role; methods take that of a member.
     """
 
     name: str
     section = "expert"
-    """Section of the experiment. The members of one start from the same weights."""
+    """Section of the experiment; members of one section start from the same weights."""
     objective = "regression"
     """Name of its objective in ``training``."""
     classifies = False
@@ -39,7 +39,7 @@ class Role:
     in_ensemble = False
     """Whether an ensemble needs it."""
     out_of_cluster = False
-    """Whether it also trains on the samples of other clusters that ``prepare`` drew for its own."""
+    """Whether it also trains on the samples of other clusters that ``prepare`` added to its own."""
 
     def names(self, num_clusters: int) -> list[str]:
         """Names of its members."""
@@ -161,7 +161,7 @@ ROLES = {role.name: role for role in (Expert(), Router(), Monolith(), Student())
 
 
 def role_of(name: str) -> Role:
-    """Role of the member ``name``, which must be one."""
+    """Role of the member ``name``, which must exist."""
     return ROLES[name.partition("-")[0]]
 
 

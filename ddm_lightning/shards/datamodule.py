@@ -232,10 +232,10 @@ def steps(
     Args:
         order: the rest of the epoch.
         rank: this rank.
-        num_ranks: number of all.
+        num_ranks: number of ranks.
         batch_size: samples per step on this rank.
-        full: whether to skip samples that do not fill a step. Otherwise all ranks still get equally many samples,
-            because they wait for one another: the first samples are repeated, fewer of them than there are ranks.
+        full: whether to skip samples that do not fill a step. Otherwise the first samples are repeated, fewer than
+            there are ranks, so that all ranks get equally many.
     """
     if full:
         order = order[: len(order) // (num_ranks * batch_size) * num_ranks * batch_size]

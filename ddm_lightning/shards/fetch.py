@@ -75,7 +75,7 @@ class Origin:
         """Bring one shard into the store.
 
         Args:
-            entry: the shard's, in the index.
+            entry: entry of the shard in the index.
             wait: whether to wait for a process that is fetching it.
 
         Returns:

@@ -166,7 +166,7 @@ class _Map:
         return [self._content[first:last].tobytes().decode() for first, last in spans]
 
     def _begins(self, rows: Int[np.ndarray, "m"]) -> list[Int[np.ndarray, "m"]]:
-        """Return where each row's fixed-size columns after v texts would begin without those before, for each v."""
+        """Return, for each v, where a row's columns after v texts begin, without fixed-size columns before."""
         begin = self._offsets[rows].astype(np.int64)
         begins = [begin + 4 * len(self._layout.texts)]
         for text in range(len(self._layout.texts)):
@@ -329,7 +329,7 @@ def read_samples(file: BinaryIO, num_samples: int, numbers: range) -> list[bytes
 
 
 def split_sample(sample: bytes, sizes: Sequence[int | None]) -> list[bytes]:
-    """Return the encoded value of each column; ``sizes`` are those of the columns of fixed size.
+    """Return the encoded value of each column; ``sizes`` holds their bytes, None if these vary.
 
     Raises:
         ValueError: its length differs from its header.

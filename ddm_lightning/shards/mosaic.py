@@ -1,6 +1,6 @@
 """The parts of MosaicML Streaming in use; no other module imports it.
 
-It writes shards, decompresses them, and shuffles as ``StreamingDataset`` does, which could read the shards, too.
+It writes and decompresses shards, and shuffles as ``StreamingDataset`` does, which can also read them.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from streaming.base.format.mds.writer import MDSWriter  # noqa: E402
 from streaming.base.shuffle import get_shuffle  # noqa: E402
 
 __all__ = ["decompress", "mds_decode", "open_writer", "shuffled"]
-# Fewest samples among which a shard's samples are scattered: they are fetched before the first step of an epoch. Four
-# times the largest shard is the lower limit, because a shard larger than a block mixes with no other.
+# Least number of samples in a block of the shuffle, which is fetched before the first step of an epoch. It is at least
+# four times the largest shard, because a shard larger than a block is not mixed with others.
 _MIN_BLOCK = 1 << 18
 _HASHES = ["sha1", "xxh64"]  # MDSWriter wants them sorted
 

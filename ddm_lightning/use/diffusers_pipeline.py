@@ -26,7 +26,7 @@ class DecentralizedPipeline(DiffusionPipeline):  # type: ignore[misc]  # diffuse
 
     @cached_property
     def ensemble(self) -> DecentralizedEnsemble:
-        """The ensemble of the folder; loaded at first use, because diffusers tells the folder after construction."""
+        """The ensemble of the folder; loaded at first use, because diffusers sets the folder after construction."""
         return DecentralizedEnsemble.from_pretrained(
             self.config["_name_or_path"], str(self._place), allow_paths=self._allow_paths
         )
@@ -61,7 +61,7 @@ class DecentralizedPipeline(DiffusionPipeline):  # type: ignore[misc]  # diffuse
         Args:
             prompt: one text or several.
             class_labels: names or numbers, for an ensemble conditioned on classes.
-            num_images_per_prompt: images of each.
+            num_images_per_prompt: images per prompt or class.
             num_inference_steps: steps from noise to data.
             guidance_scale: classifier-free guidance; 1 is none.
             negative_prompt: refused unless empty: guidance uses the null condition.

@@ -38,7 +38,7 @@ from ddm_lightning.use.saved import (
 )
 from ddm_lightning.use.settings import load_settings, resolve
 
-# Images computed at once; does not change them.
+# Images computed at once; the number does not change them.
 BATCH_SIZE = 64
 
 
@@ -46,8 +46,8 @@ class DecentralizedEnsemble:
     """Experts, router, caption encoder and image decoder, ready to sample; or one member, as an ensemble of one.
 
     Args:
-        manifest: members, and ``about`` them; from ``manifest_with_about``.
-        experiment: settings of sampling, seed and encoders; None is what the manifest says.
+        manifest: members and the field ``about``; from ``manifest_with_about``.
+        experiment: settings of sampling, seed and encoders; None takes those of the manifest.
         device: where to sample.
     """
 
@@ -101,7 +101,7 @@ class DecentralizedEnsemble:
 
     @classmethod
     def of_run(cls, run: Run, settings: Experiment | None = None, *, partial: bool = False) -> DecentralizedEnsemble:
-        """Open the ensemble of a run or of a saved ensemble, or the run's ``sample.member``, where the run computes.
+        """Open a run's or saved ensemble, or the run's ``sample.member``, on the device of ``island.accelerator``.
 
         Args:
             run: the run, or the saved ensemble.
@@ -157,7 +157,7 @@ class DecentralizedEnsemble:
         return self
 
     def with_settings(self, experiment: Experiment, factors: Sequence[float] | None = None) -> DecentralizedEnsemble:
-        """A copy of other settings over the same networks.
+        """A copy with other settings, which shares the networks.
 
         Args:
             experiment: from ``resolve``.

@@ -93,7 +93,7 @@ def write_samples(
     """Generate a grid and write it to the PNG ``path``, a row per prompt or class; see ``sample_grid``.
 
     With ``singles``, a folder beside the grid, also write single images and the files of ``write_trajectory``, ``gif``
-    among them if wanted. Files appear once all are made.
+    among them if wanted. Files appear when all are finished.
 
     Returns:
         The files of the trajectory.

@@ -39,7 +39,7 @@ _TEMPLATES = Environment(
 def fetched(address: str | Path) -> Path:
     """Folder of an ensemble: ``address`` itself, or a download of the URL, kept until the program ends.
 
-    Downloads ``ensemble.json``, then only files that it and the layout of artifacts and run folders name.
+    Downloads ``ensemble.json``, then only the artifacts that it lists and the files of a run that sampling needs.
 
     Raises:
         UserError: the URL cannot be read, the folder does not exist, or a path leaves it.
@@ -109,7 +109,7 @@ def manifest_with_about(
     partial: bool = False,
     quiet: bool = False,
 ) -> EnsembleManifest:
-    """Read the manifest of a run's or a saved ensemble, and describe it.
+    """Read the manifest of a run's or a saved ensemble, and fill in ``about``.
 
     Args:
         folder: holds ``ensemble.json``.

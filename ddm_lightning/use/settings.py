@@ -27,7 +27,7 @@ _FREE = ("island", "sample", "evaluate")
 def load_settings(place: str | Path, overrides: Sequence[str] = (), *, allow_paths: bool = False) -> Experiment:
     """Load the experiment of a file, a run folder, a saved ensemble, or a URL of one of the last two.
 
-    A URL is downloaded. Of a saved ensemble, and of a run at a URL, the experiment holds what sampling needs.
+    A URL is downloaded. For a saved ensemble, or a run at a URL, the experiment holds only what sampling needs.
 
     Args:
         place: where it is.
@@ -35,7 +35,7 @@ def load_settings(place: str | Path, overrides: Sequence[str] = (), *, allow_pat
         allow_paths: as in ``refuse_paths``.
 
     Raises:
-        UserError: as ``load_run`` or ``fetched``; or, of a saved ensemble, a key outside of ``island``, ``sample`` and
+        UserError: as ``load_run`` or ``fetched``; or, for a saved ensemble, a key outside of ``island``, ``sample`` and
             ``evaluate``, ``sample.member``, or as ``refuse_paths``.
     """
     is_file = "://" not in str(place) and not Path(place).is_dir()
