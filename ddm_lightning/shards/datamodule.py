@@ -47,8 +47,8 @@ class ClusterDataModule(L.LightningDataModule):
     ``[b]``, ``text`` float32 ``[b d]``, and all others as stored: ``x_0`` ``[b c h w]``, ``x_0_flipped``,
     ``text_ids``, ``text_tokens`` … Captions are skipped.
 
-    Batches and their order are the same from a folder and a URL, with any number of workers and, step by step, number
-    of ranks. The loaders' ``state_dict`` resumes exactly with any of these.
+    Batches and their order do not depend on the place of the shards or the number of workers. With another number of
+    ranks each step has the same samples. The loaders' ``state_dict`` resumes exactly with any of these.
 
     Args:
         shards: folder, or URL of a folder, with ``cluster-{k}/train`` and ``cluster-{k}/held-out``. Shards behind a URL

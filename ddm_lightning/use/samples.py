@@ -163,7 +163,7 @@ def write_trajectory(
 
     Args:
         path: the grid's PNG file.
-        trace: nothing is written of an empty one.
+        trace: if it is empty, nothing is written.
         names: the experts' names.
         labels: label of each image whose trajectory is drawn.
         decode: turns latents into images.
