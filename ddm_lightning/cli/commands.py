@@ -107,7 +107,7 @@ def _fit(experiment: Experiment, options: argparse.Namespace) -> int | None:
 def _fit_one(member: str, experiment: Experiment, options: argparse.Namespace) -> int | None:
     _check(experiment, options)
     run = Run(experiment)
-    manifest = run.manifest  # an island receives prepared shards, it does not make them
+    manifest = run.manifest  # an island gets prepared shards; it does not make them
     if not run.folder.experiment.exists():
         _networks_check(experiment, options)(manifest)
     with run.claimed_for(member):

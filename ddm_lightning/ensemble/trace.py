@@ -12,11 +12,11 @@ from torch import Tensor
 from ddm_lightning.flow.path import Samples, Times, x_0_from_velocity
 
 Key: TypeAlias = tuple[int | str, ...]
-"""What a sample's noise belongs to, such as ``("red apple", 0)``."""
+"""Key of a sample's noise, such as ``("red apple", 0)``."""
 
 
 class Trace:
-    """The sampling trajectory of some samples, by their keys; give it to ``routing.sample``. All on the CPU.
+    """The sampling trajectory of some samples, by their keys; give it to ``routing.sample``. It is on the CPU.
 
     Evaluations stay on the device until a batch is finished, so that no step waits for them. A strategy that mixes the
     experts on its own and does not call ``Batch.record`` leaves the trace empty.
@@ -33,7 +33,7 @@ class Trace:
         self.weights: dict[Key, Float[Tensor, "steps K"]] = {}
         """Weights of the experts at the start of each step."""
         self.x_t: dict[Key, Float[Tensor, "num_times c h w"]] = {}
-        """The sample at each time, from noise to the finished one."""
+        """The sample at each time, from noise to the end."""
         self.x_0: dict[Key, Float[Tensor, "num_times c h w"]] = {}
         """Its estimate of x_0 at each time, ``x_t - t·velocity``."""
 
