@@ -260,7 +260,7 @@ class SampleConfig:
     strategy_params: dict[str, Any] = field(default_factory=dict)
     """The strategy's keyword arguments."""
     solver: str = "euler"
-    """Solver, by name: ``euler``, ``heun``, ``dpm++2m``, ``ancestral`` (stochastic) …"""
+    """Solver, by name: ``euler``, ``heun``, ``dpm++2m``, ``ancestral`` (stochastic) and others."""
     solver_params: dict[str, Any] = field(default_factory=dict)
     """The solver's keyword arguments."""
     num_steps: int = option(50, low=1)
@@ -292,7 +292,7 @@ class EvaluateConfig:
     metrics: list[PluginConfig] = field(
         default_factory=lambda: [PluginConfig(name="kid"), PluginConfig(name="precision-recall")]
     )
-    """Metrics by name: ``kid``, ``fid``, ``precision-recall``, ``clip-score`` …"""
+    """Metrics by name: ``kid``, ``fid``, ``precision-recall``, ``clip-score`` and others."""
     num_images: int = option(1000, low=4)
     """Images to generate."""
     reference: str = "held-out"
