@@ -281,6 +281,18 @@ def test_the_snippet_for_diffusers_runs_in_a_fresh_process(three: Path, tmp_path
 
 
 @pytest.mark.slow
+def test_sampling_imports_neither_a_trainer_nor_a_data_loader(three: Path) -> None:
+    code = f"""
+        import sys
+        from ddm_lightning import DecentralizedEnsemble
+        DecentralizedEnsemble.from_pretrained({str(three)!r}, "cpu").sample("cat")
+        print(sorted({{"lightning", "pytorch_lightning", "streaming"}} & sys.modules.keys()))
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=False, capture_output=True, text=True)
+    assert done.stdout == "[]\n", done.stderr
+
+
+@pytest.mark.slow
 def test_the_notebook_runs(three: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     notebook = json.loads((ROOT / "examples" / "sample.ipynb").read_text(encoding="utf-8"))
