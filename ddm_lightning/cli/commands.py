@@ -370,7 +370,7 @@ def _demo(experiment: Experiment, options: argparse.Namespace) -> None:
 
 
 def run_command(experiment: Experiment, options: argparse.Namespace) -> int:
-    """Run a command of ``COMMANDS`` with as many threads as members use: more than idle cores are slower than one."""
+    """Run a command of ``COMMANDS`` with as many threads as members use; more threads than idle cores slow it down."""
     configure_torch(experiment.island.accelerator, experiment.island.num_threads)
     return COMMANDS[options.command](experiment, options) or 0
 

@@ -27,7 +27,7 @@ def without_failed(
         ensemble: the ensemble.
         generate: generates samples.
         rows: the samples that were generated.
-        x_0: what became of them; changed in place.
+        x_0: the finished samples; changed in place.
 
     Raises:
         UserError: no expert is left for the strategy, or the router fails.

@@ -52,7 +52,7 @@ class Cost:
 
 
 class NotFiniteError(Exception):
-    """An expert, of the number in ``args``, returned NaN or an infinity."""
+    """An expert returned NaN or an infinity; ``args`` holds its number."""
 
 
 class Ensemble:
