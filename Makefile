@@ -10,7 +10,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 export PYTHONDONTWRITEBYTECODE :=
 # Compiles what is imported, for starts by hand too; pip would compile ten times as many files.
 COMPILE := $(BIN)/python -c 'import ddm_lightning.training.fit, ddm_lightning.prepare.stages, ddm_lightning.islands.local'
-# Stamps in .venv: a second call installs nothing unless setup.py changed.
+# Stamps in .venv: a second call installs nothing unless setup.py or constraints.txt changed.
 DEMO := $(VENV)/.demo-installed
 TEST := $(VENV)/.test-installed
 # For the test of the page, which skips without: Playwright's Chromium or, where its host is out of reach, one from npm.
@@ -71,17 +71,17 @@ clean: ## remove caches and build outputs; .venv and runs stay
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
 	find . -name __pycache__ -not -path './$(VENV)/*' -not -path './runs/*' -prune -exec rm -rf {} +
 
-$(DEMO): setup.py
+$(DEMO): setup.py constraints.txt
 	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	@echo "Installing into $(VENV); the first time takes a minute or two."
-	$(PIP) install --quiet --no-compile --editable '.[demo]'
+	$(PIP) install --quiet --no-compile --constraint constraints.txt --editable '.[demo]'
 	$(COMPILE)
 	touch $@
 
-$(TEST): setup.py
+$(TEST): setup.py constraints.txt
 	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	@echo "Installing into $(VENV); the first time takes a minute or two."
-	$(PIP) install --quiet --no-compile --editable '.[test]'
+	$(PIP) install --quiet --no-compile --constraint constraints.txt --editable '.[test]'
 	$(BROWSER)
 	$(COMPILE)
 	touch $(DEMO) $@

@@ -83,7 +83,8 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, dict[str, bytes]]
         address = f"http://127.0.0.1:{server.server_port}"
         monkeypatch.setattr(constants, "ENDPOINT", address)
         template = f"{address}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
-        monkeypatch.setattr(file_download, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        for module in (file_download, constants):  # up to 0.36, and from 1 on
+            monkeypatch.setattr(module, "HUGGINGFACE_CO_URL_TEMPLATE", template, raising=False)
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         HfFileSystem.clear_instance_cache()

@@ -46,6 +46,7 @@ def test_the_contributors_guide_draws_the_layers_that_import_linter_holds() -> N
 def test_every_bound_is_explained() -> None:
     pins = section(text("CONTRIBUTING.md"), "Pins")
     bounded = [line for line in setup_list("REQUIRED") if re.search(r"<|==|!=", line.partition(";")[0])]
+    bounded += [line for line in text("constraints.txt").splitlines() if line and not line.startswith("#")]
     for requirement in bounded:
         name, bounds = re.match(r"([\w.-]+)(.*)", requirement.partition(";")[0]).groups()
         row = next((row for row in pins.splitlines() if row.startswith("|") and f"`{name}" in row), None)

@@ -55,6 +55,7 @@ def by_hand(entry, caption, max_tokens):
             pooled = states.mean(1)
         elif hasattr(model, "get_text_features"):
             pooled, states = model.get_text_features(ids), model.text_model(ids).last_hidden_state
+            pooled = getattr(pooled, "pooler_output", pooled)  # from transformers 5 on
         else:
             out = model(ids)
             states = out.last_hidden_state

@@ -10,11 +10,15 @@ import numpy as np
 import pytest
 import torch
 from encoders.tiny_models import save_dinov2
-from huggingface_hub import constants
-from huggingface_hub.utils import reset_sessions
+from huggingface_hub import constants, file_download
 
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import FEATURES
+
+try:
+    from huggingface_hub import close_session
+except ImportError:  # before 1.0
+    from huggingface_hub.utils import reset_sessions as close_session
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 NOWHERE = "http://127.0.0.1:9"  # the port "discard", where nobody listens
@@ -38,7 +42,8 @@ def cache(tmp_path, monkeypatch):
 def point_to(address, monkeypatch):
     monkeypatch.setattr(constants, "ENDPOINT", address)
     template = address + "/{repo_id}/resolve/{revision}/{filename}"
-    monkeypatch.setattr("huggingface_hub.file_download.HUGGINGFACE_CO_URL_TEMPLATE", template)
+    for module in (file_download, constants):  # up to 0.36, and from 1 on
+        monkeypatch.setattr(module, "HUGGINGFACE_CO_URL_TEMPLATE", template, raising=False)
 
 
 def put_into(cache, model, name="owner/name", commit=COMMIT):
@@ -151,11 +156,11 @@ def test_an_unknown_name_is_one_line_with_a_remedy(cache):
 
 def test_a_hub_that_was_switched_off_is_named(cache, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    reset_sessions()  # they look at the switch when they are made
+    close_session()  # they look at the switch when they are made
     try:
         assert "unset the `HF_HUB_OFFLINE` environment variable" in refusal_of("owner/name")
     finally:
-        reset_sessions()
+        close_session()
 
 
 def test_a_cache_without_the_weights_is_refused(model, cache):

@@ -28,9 +28,8 @@ def save_vae(folder, **config):
 
 def save_clip_tokenizer(folder):
     """Byte-level BPE of single characters and a few merges, in the two files that OpenAI published."""
-    from transformers.models.clip.tokenization_clip import bytes_to_unicode
-
-    letters = list(bytes_to_unicode().values())
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]  # of Latin-1; other bytes have letters beyond it
+    letters = [chr(code) for code in (*printable, *range(256, 512 - len(printable)))]
     merges = [("r", "e"), ("re", "d</w>"), ("d", "o"), ("do", "g</w>")]
     vocabulary = letters + [letter + "</w>" for letter in letters] + ["".join(pair) for pair in merges]
     vocabulary += ["<|startoftext|>", "<|endoftext|>"]
