@@ -20,6 +20,7 @@ from ddm_lightning.core import remote
 from ddm_lightning.core.errors import UserError, first_line
 from ddm_lightning.core.files import inside, sha256_file
 from ddm_lightning.shards.mds import ShardFile, Shards
+from ddm_lightning.shards.mosaic import decompress
 from ddm_lightning.shards.verify import ShardError, file_problem, read_index, unreadable
 
 
@@ -99,7 +100,7 @@ class Origin:
                     if problem := file_problem(partial, stored):
                         raise ValueError(f"{url}: arrived damaged: {problem}")
                     if entry["zip_data"]:
-                        _decompress(partial, entry["compression"])
+                        partial.write_bytes(decompress(entry["compression"], partial.read_bytes()))
                     os.replace(partial, raw)
                 lock.unlink(missing_ok=True)  # the shard is there, so whoever waits needs no lock
         except Timeout:
@@ -107,12 +108,6 @@ class Origin:
         except Exception as error:  # each compression has its own
             raise unreadable(first_line(error) if url in str(error) else f"{url}: {first_line(error)}") from error
         return True
-
-
-def _decompress(path: Path, compression: str) -> None:
-    from ddm_lightning.shards.mosaic import decompress
-
-    path.write_bytes(decompress(compression, path.read_bytes()))
 
 
 class FetchedShards(Shards):

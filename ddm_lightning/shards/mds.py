@@ -22,6 +22,7 @@ from torch import Tensor
 from ddm_lightning.core.errors import UserError, first_line
 from ddm_lightning.core.files import inside
 from ddm_lightning.encoders.interfaces import parse_encoding
+from ddm_lightning.shards.mosaic import decompress
 from ddm_lightning.shards.verify import read_index, unreadable
 
 _TEXT = ("str", "json")
@@ -181,11 +182,9 @@ class _Map:
 
 def _content(file: ShardFile) -> np.ndarray:
     if file.compression is not None:
-        from ddm_lightning.shards.mosaic import decompress
-
         return np.frombuffer(decompress(file.compression, file.path.read_bytes()), np.uint8)
     # Not numpy.memmap, which keeps a file open: a member may have thousands of shards.
-    return torch.from_file(str(file.path), size=file.path.stat().st_size, dtype=torch.uint8).numpy()
+    return torch.from_file(str(file.path), shared=False, size=file.path.stat().st_size, dtype=torch.uint8).numpy()
 
 
 class Shards:

@@ -1,0 +1,97 @@
+import fsspec
+import numpy as np
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+from shards import servers
+from shards.mds import WARNINGS
+
+from ddm_lightning.core import remote
+from ddm_lightning.core.files import sha256_file
+from ddm_lightning.prepare.sources.urls import Files
+
+pytestmark = WARNINGS
+CONTENTS = {"a.txt": b"one", "sub/b [1].txt": b"", "sub/deep/c.bin": np.random.default_rng(0).bytes(100_000)}
+
+
+class Flaky(MemoryFileSystem):
+    protocol = ("flaky",)
+    left = 0
+
+    def get_file(self, rpath, lpath, **options):
+        if Flaky.left:
+            Flaky.left -= 1
+            raise ConnectionResetError("cut off at flaky://me:secret@host")
+        super().get_file(rpath, lpath, **options)
+
+
+fsspec.register_implementation("flaky", Flaky, clobber=True)
+
+
+@pytest.fixture
+def sources(tmp_path):
+    for name, content in CONTENTS.items():
+        (tmp_path / "here" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "here" / name).write_bytes(content)
+    return tmp_path / "here"
+
+
+@pytest.fixture(
+    params=[
+        "folder",
+        "memory",
+        "s3",
+        pytest.param("sftp", marks=pytest.mark.skipif(not servers.SSHD, reason="needs OpenSSH's sshd")),
+    ]
+)
+def url(request, tmp_path, monkeypatch):
+    there = tmp_path / "there"
+    there.mkdir()
+    if request.param == "folder":
+        yield f"file://{there}"
+    elif request.param == "memory":
+        MemoryFileSystem.store.clear()
+        yield "memory://there"
+    else:
+        with getattr(servers, request.param)(there, tmp_path, monkeypatch) as (address, _):
+            yield address
+    remote.disconnect()
+
+
+def test_what_is_put_is_listed_and_comes_back(url, sources, tmp_path):
+    assert remote.files(url) == {}
+    for name in CONTENTS:
+        remote.put(sources / name, f"{url}/{name}")
+    assert remote.files(url) == {name: len(content) for name, content in CONTENTS.items()}
+    for name in CONTENTS:
+        remote.get(f"{url}/{name}", tmp_path / "back" / name)
+        assert (tmp_path / "back" / name).read_bytes() == CONTENTS[name]
+        assert remote.sha256(f"{url}/{name}") == sha256_file(sources / name)
+    with pytest.raises(FileNotFoundError, match=r"^\S+/sub/none: does not exist$"):
+        remote.get(f"{url}/sub/none", tmp_path / "none")
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_source_reads_the_same_files(url, sources):
+    for name in CONTENTS:
+        remote.put(sources / name, f"{url}/{name}")
+    files = Files(url)
+    assert list(files.states) == sorted(CONTENTS)
+    assert list(files.contents(sorted(CONTENTS))) == [CONTENTS[name] for name in sorted(CONTENTS)]
+    with files.open("sub/deep/c.bin") as file:
+        file.seek(70_000)
+        assert file.read(1000) == CONTENTS["sub/deep/c.bin"][70_000:71_000]
+    assert list(Files(f"{url}/*.txt").states) == ["a.txt"]
+    assert list(Files(f"{url}/a.txt").states) == ["a.txt"]
+
+
+def test_a_transfer_is_tried_again_and_its_error_hides_the_password(sources, tmp_path, monkeypatch):
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    remote.put(sources / "a.txt", "flaky://me:secret@host/a.txt")
+    for Flaky.left in (2, 3):
+        if Flaky.left == 2:
+            remote.get("flaky://me:secret@host/a.txt", tmp_path / "a")
+            assert (tmp_path / "a").read_bytes() == b"one"
+            continue
+        with pytest.raises(OSError, match=r"^flaky://me:\*\*\*@host/a\.txt: cut off at flaky://me:\*\*\*@host$"):
+            remote.get("flaky://me:secret@host/a.txt", tmp_path / "b")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "here"]
