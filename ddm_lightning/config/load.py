@@ -125,8 +125,10 @@ def _refuse_other_bases(node: Any, key: str, source: str) -> None:
         for index, inner in enumerate(node.value):
             _refuse_other_bases(inner, f"{key}[{index}]", source)
     elif isinstance(node, yaml.ScalarNode) and _OTHER_BASE.match(f"{node.tag} {node.value}"):
-        problem = f"YAML reads {node.value} as {yaml.safe_load(node.value)}"
-        raise UserError(f"{source}: key {key!r}: {problem}; write a number without ':' or a leading 0, or quote it")
+        raise UserError(
+            f"{source}: key {key!r}: YAML reads {node.value} as {yaml.safe_load(node.value)}; "
+            "write a number without ':' or a leading 0, or quote it"
+        )
 
 
 def leaves(value: Any, key: str = "", *, lists: bool = True) -> Iterator[tuple[str, Any]]:
