@@ -127,8 +127,6 @@ class Images:
     """Images of one method."""
 
     images: UInt8[np.ndarray, "n h w 3"]
-    path: Path
-    """Their file."""
     experts_per_step: float
     """Mean number of active experts per image and step."""
     gflop_per_image: float
@@ -140,7 +138,7 @@ class Images:
     def read(cls, path: Path) -> Images:
         """Read the result of ``sample_task``."""
         with np.load(path, allow_pickle=False) as stored:
-            return cls(stored["images"], path, *(float(value) for value in stored["cost"]))
+            return cls(stored["images"], *(float(value) for value in stored["cost"]))
 
 
 def sample_all(tasks: Sequence[Task], num_jobs: int) -> list[Images]:
