@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,23 +16,8 @@ from torch.func import functional_call
 from ddm_lightning.core.weights import free_bytes
 
 
-class PlacedExpert:
-    """An expert that computes with copies of its weights on the device.
-
-    Args:
-        host: the expert, whose attributes this one has, too.
-        weights: its parameters and buffers on the device, by name.
-    """
-
-    def __init__(self, host: nn.Module, weights: dict[str, Tensor]) -> None:
-        self._host, self.weights = host, weights
-
-    def __call__(self, *inputs: Any) -> Any:
-        """Evaluate the expert."""
-        return functional_call(self._host, self.weights, inputs)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._host, name)
+def _evaluate(host: nn.Module, weights: dict[str, Tensor], *inputs: Any) -> Any:
+    return functional_call(host, weights, inputs)
 
 
 class ResidentExperts(Sequence[Any]):
@@ -62,7 +48,7 @@ class ResidentExperts(Sequence[Any]):
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._loader = ThreadPoolExecutor(1, "load-expert")
         # Least recently used first.
-        self._resident: OrderedDict[int, Future[PlacedExpert]] = OrderedDict()
+        self._resident: OrderedDict[int, Future[dict[str, Tensor]]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._hosts)
@@ -70,27 +56,27 @@ class ResidentExperts(Sequence[Any]):
     def __iter__(self) -> Iterator[nn.Module]:
         return iter(self._hosts)
 
-    def __getitem__(self, k: int) -> PlacedExpert:  # type: ignore[override]  # no slices
+    def __getitem__(self, k: int) -> Callable[..., Any]:  # type: ignore[override]  # no slices
         self._request(k)
-        placed = self._resident[k].result()
+        weights = self._resident[k].result()
         if self._stream is not None:
             torch.cuda.current_stream(self.device).wait_stream(self._stream)
         self._request((k + 1) % len(self))
-        return placed
+        return partial(_evaluate, self._hosts[k], weights)
 
     def _request(self, k: int) -> None:
         """Mark expert k as used last; start to load it if it is not on the device."""
         if k not in self._resident:
             old: dict[str, Tensor] = {}
             if len(self._resident) == self._num_resident:
-                old = self._resident.popitem(last=False)[1].result().weights
+                old = self._resident.popitem(last=False)[1].result()
             if self._stream is not None:
                 self._stream.wait_stream(torch.cuda.current_stream(self.device))
             self._resident[k] = self._loader.submit(self._load, self._hosts[k], old)
         self._resident.move_to_end(k)
 
     @torch.no_grad()
-    def _load(self, host: nn.Module, old: dict[str, Tensor]) -> PlacedExpert:
+    def _load(self, host: nn.Module, old: dict[str, Tensor]) -> dict[str, Tensor]:
         """Copy an expert's weights to the device, into the memory of ``old`` where shapes and types agree."""
         weights = {}
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
@@ -99,4 +85,4 @@ class ResidentExperts(Sequence[Any]):
                 if place is None or (place.shape, place.dtype) != (new.shape, new.dtype):
                     place = torch.empty_like(new, device=self.device)
                 weights[name] = place.copy_(new, non_blocking=True)
-        return PlacedExpert(host, weights)
+        return weights

@@ -92,6 +92,7 @@ class Ensemble:
         self.router = None if router is None else router.eval()
         self.priors = torch.tensor(priors, dtype=torch.float64)
         self.router_conditional = router_conditional
+        self.predictions = [str(expert.prediction) for expert in self.experts]
         self.paths = paths or ["linear"] * len(experts)
         self.temperatures = temperatures
         self.names = list(names) or [f"expert-{k}" for k in range(len(experts))]
@@ -206,9 +207,8 @@ class Ensemble:
     def expert_velocity(self, k: int, x_t: Samples, t: Times, condition: Condition | None = None) -> Samples:
         """Compute expert ``k``'s velocity; a ``condition`` of None is the null condition in all rows."""
         self.work.expert_rows[k] += len(x_t)
-        expert = self.experts[k]
-        network = partial(_output, expert, self.precision)
-        velocity = velocity_of(network, x_t, t, condition, str(expert.prediction), self.paths[k])
+        network = partial(_output, self.experts[k], self.precision)
+        velocity = velocity_of(network, x_t, t, condition, self.predictions[k], self.paths[k])
         if self._is_watched and not velocity.isfinite().all():
             raise NotFiniteError(k)
         return velocity

@@ -197,9 +197,7 @@ class Generated:
     def __init__(self, run: Run, manifest: Manifest | None, encoder: ImageEncoder) -> None:
         experiment = run.experiment
         self._ensemble = DecentralizedEnsemble.of_run(run)
-        self._experiment = experiment
         self._kind = experiment.condition.kind
-        self._encoder = encoder
         self.num = experiment.evaluate.num_images
         self.shape = decoded_shape(encoder, self._ensemble.meta.x_shape)
         self._given: ShardImages | None = None
@@ -228,7 +226,9 @@ class Generated:
         """Return a column, such as ``caption``, of the samples whose conditions are used."""
         if self._given is None:
             return [self._own[row % len(self._own)] for row in rows]
-        order = torch.randperm(self._given.num, generator=keyed_generator(self._experiment.seed, "conditions")).tolist()
+        order = torch.randperm(
+            self._given.num, generator=keyed_generator(self._ensemble.experiment.seed, "conditions")
+        ).tolist()
         wanted = [order[row % len(order)] for row in rows]
         return self._given.column(wanted, column)
 
@@ -237,20 +237,21 @@ class Generated:
             return None
         if self._kind == "class":
             return Condition.of(torch.tensor([int(label) for label in self.given(rows, "label")]))
-        return text_condition(self.given(rows, "caption"), self._experiment)
+        return text_condition(self.given(rows, "caption"), self._ensemble.experiment)
 
     def images(self, rows: range) -> Images:
         """Return one part, generated now if it is not there."""
         path = self.folder / "parts" / f"{rows.start:08d}.npz"
+        settings = self._ensemble.experiment.evaluate
         if not path.exists():
             x_0 = self._ensemble.latents(
                 self._condition(rows),
                 len(rows),
-                batch_size=self._experiment.evaluate.batch_size,
+                batch_size=settings.batch_size,
                 keys=[("evaluate", row) for row in rows],
             )
-            images = self._encoder.decode(x_0)
-            if self._experiment.evaluate.image_format == "png":
+            images = self._ensemble.decode(x_0)
+            if settings.image_format == "png":
                 for row, image in zip(rows, images, strict=True):
                     save_png(self.folder / "images" / f"{row:06d}.png", Image.fromarray(image))
             atomic_write(path, lambda temporary: np.savez(temporary, images=images))

@@ -94,8 +94,8 @@ class DecentralizedEnsemble:
             raise UserError(f"resident_experts = {resident_experts}: one computes while one loads; give at least 2")
         folder = fetched(folder_or_url)
         experiment = load_settings(folder, allow_paths=allow_paths)
-        experiment.sample.resident_experts = resident_experts
         manifest = manifest_with_about(folder, experiment, partial=True)
+        experiment.sample.resident_experts = resident_experts
         refuse_paths(manifest, None if is_saved(folder) else experiment, allow_paths)
         return cls(manifest, experiment).to(device or device_of("auto"))
 

@@ -24,7 +24,6 @@ from starlette.datastructures import Headers
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ddm_lightning.config.experiment import SampleConfig
 from ddm_lightning.core.errors import UserError, line_of, note
 from ddm_lightning.core.registry import STRATEGIES
 from ddm_lightning.ensemble.trace import Trace
@@ -129,7 +128,7 @@ def page(ensemble: DecentralizedEnsemble, captions: Sequence[str] = ()) -> gr.Bl
     """
     captions = [text for text in captions if 1 <= len(text.strip()) <= _MAX_PROMPT]
     about, field, kind = ensemble.about, ensemble.field, ensemble.meta.condition["kind"]
-    defaults, num_threads = SampleConfig(**about.sample), torch.get_num_threads()
+    defaults, num_threads = ensemble.experiment.sample, torch.get_num_threads()
 
     def generate(
         prompt: str, strategy: str, num: int, num_steps: int, guidance: float, seed: int, *factors: float
@@ -165,7 +164,7 @@ def page(ensemble: DecentralizedEnsemble, captions: Sequence[str] = ()) -> gr.Bl
         return larger, cost, _weights(trace, field.names)
 
     with _Page(title=about.name, analytics_enabled=False, delete_cache=(600, 3600), fill_width=True) as blocks:
-        gr.Markdown(f"# {about.name}\n" + (f"Trained on: {about.credit}" if about.credit else ""))
+        gr.Markdown(f"# {about.name}\n" + ensemble.credit_line)
         with gr.Row():
             with gr.Column(scale=1, min_width=260):
                 condition = _described(kind, ensemble)
@@ -179,7 +178,7 @@ def page(ensemble: DecentralizedEnsemble, captions: Sequence[str] = ()) -> gr.Bl
                 ]
                 if kind != "none":
                     guidance = gr.Slider(0, _MAX_GUIDANCE, defaults.guidance_scale, step=0.1, label="Guidance")
-                settings += [guidance, gr.Number(about.seed, label="Seed")]
+                settings += [guidance, gr.Number(ensemble.experiment.seed, label="Seed")]
                 if field.num_clusters > 1:
                     gr.Markdown("**Experts**: each one's weight is multiplied by its number; 0 switches it off.")
                     settings += [gr.Slider(0, 1, 1, step=0.05, label=name) for name in field.names]
@@ -201,7 +200,7 @@ def _described(kind: str, ensemble: DecentralizedEnsemble) -> Any:
     if kind == "class":
         names = ensemble.about.class_names or list(map(str, range(ensemble.meta.condition["size"])))
         return gr.Dropdown(names, value=names[0], label="Class")
-    return gr.Textbox(next(iter(ensemble.about.sample["prompts"]), ""), label="Prompt", lines=2)
+    return gr.Textbox(next(iter(ensemble.experiment.sample.prompts), ""), label="Prompt", lines=2)
 
 
 def _offer(captions: Sequence[str], prompts: Sequence[str], field: gr.Textbox) -> None:

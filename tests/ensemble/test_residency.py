@@ -50,7 +50,7 @@ def test_only_so_many_experts_have_memory():
     for k in [0, 1, 2, 3, 4, 0, 3, 3, 1]:
         placed = resident[k]
         assert torch.equal(placed(x), experts[k](x))
-        places.add(placed.weights["weight"].data_ptr())
+        places.add(placed.args[1]["weight"].data_ptr())
     assert len(places) == 2 and places.isdisjoint(expert.weight.data_ptr() for expert in experts)
     with pytest.raises(ValueError, match="at least 2"):
         ResidentExperts(experts, torch.device("cpu"), 1)
