@@ -26,8 +26,9 @@ from ddm_lightning.members.status import MemberStatus
 from ddm_lightning.networks.attention import set_attention
 from ddm_lightning.networks.compiled import compile_blocks
 from ddm_lightning.shards.datamodule import ClusterDataModule
-from ddm_lightning.training.fit import build_data, build_module, build_trainer
+from ddm_lightning.training.fit import build_data, build_trainer
 from ddm_lightning.training.module import MemberModule
+from ddm_lightning.training.objective import build_objective
 from ddm_lightning.training.optimizer import build_optimizer, build_schedule
 from ddm_lightning.training.parallel import choose_strategy
 from ddm_lightning.training.rolling import RollingCheckpoints
@@ -171,7 +172,7 @@ def our_trainer(experiment: Experiment) -> tuple[L.Trainer, MemberModule, Cluste
     member = run.member(MEMBER)
     folder = run.folder.member(MEMBER)
     folder.mkdir(parents=True, exist_ok=True)
-    module = build_module(member, run)
+    module = MemberModule(build_objective(member, run), experiment.island)
     strategy, _ = choose_strategy(experiment.island, sum(p.numel() for p in module.parameters()))
     trainer, _ = build_trainer(member, experiment, folder, MemberStatus(MEMBER, member.train.max_steps), strategy)
     return trainer, module, build_data(member, run)

@@ -25,7 +25,8 @@ from ddm_lightning.ensemble.load import load_ensemble
 from ddm_lightning.ensemble.manifest import read_ensemble
 from ddm_lightning.members.artifact import load_network
 from ddm_lightning.members.run import Run
-from ddm_lightning.training.fit import build_data, build_module
+from ddm_lightning.training.fit import build_data
+from ddm_lightning.training.objective import Position, build_objective
 
 SECONDS, BYTES = 10, 1 << 30
 SHARD = "shard.00000.mds"
@@ -177,12 +178,11 @@ def read(run, target):
         experiment = load_experiment(TINY, [f"run_dir={run}"])
         opened = Run(experiment)
         member = opened.member("expert-0")
-        module = build_module(member, opened)
+        objective = build_objective(member, opened)
         data = build_data(member, opened)
         data.prepare_data()
         batch = next(iter(data.train_dataloader()))
-        module.replayed = (0, 1)
-        module.compute_losses(module.noisy_batch(batch), batch)
+        objective.compute_losses(objective.noisy_batch(batch, Position(1)), batch)
 
 
 def outcome(call):

@@ -30,7 +30,8 @@ from ddm_lightning.members.roles import MONOLITH
 from ddm_lightning.members.run import Run
 from ddm_lightning.networks.calibration import calibration_error, is_fitted, reliability
 from ddm_lightning.shards.datamodule import ShardLoader
-from ddm_lightning.training.fit import build_data, build_module
+from ddm_lightning.training.fit import build_data
+from ddm_lightning.training.objective import build_objective
 from ddm_lightning.use.ensemble import DecentralizedEnsemble
 from ddm_lightning.use.saved import manifest_with_about
 from ddm_lightning.use.settings import resolve
@@ -247,13 +248,13 @@ def _read(run: Run) -> tuple[Samples, Samples, int]:
         remedy = "set prepare.held_out_fraction above 0 and prepare again"
         raise UserError(f"{run.folder.root}: no held-out samples; {remedy}")
     data.prepare_data()
-    module = build_module(member, run)
+    objective = build_objective(member, run)
 
     def samples(loader: Any, most: int) -> Samples:
         assert isinstance(loader, ShardLoader)
         total = len(loader.shards)
         batch = loader.shards.take(np.arange(min(total, most)) * total // min(total, most))
-        return Samples(module.normalised(batch), batch["cluster"], batch["sample_id"], module.condition(batch))
+        return Samples(objective.x_0(batch), batch["cluster"], batch["sample_id"], objective.condition(batch))
 
     try:
         loader = data.train_dataloader()

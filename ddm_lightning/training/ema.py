@@ -121,7 +121,7 @@ def ema_tensors(module: nn.Module, optimizer: Optimizer, key: str = KEY) -> dict
     }
 
 
-def gathered_ema(module: nn.Module, optimizer: Optimizer, key: str = KEY, *, keeps: bool = True) -> dict[str, Tensor]:
+def unsharded_ema(module: nn.Module, optimizer: Optimizer, key: str = KEY, *, keeps: bool = True) -> dict[str, Tensor]:
     """Unsharded averages on the CPU, fp32; a collective of all ranks.
 
     Args:
@@ -130,12 +130,12 @@ def gathered_ema(module: nn.Module, optimizer: Optimizer, key: str = KEY, *, kee
         key: key of the average.
         keeps: whether this rank wants the result; otherwise it gets none.
     """
-    gathered: dict[str, Tensor] = {}
+    found: dict[str, Tensor] = {}
     for name, value in ema_tensors(module, optimizer, key).items():
         whole = value.full_tensor() if isinstance(value, DTensor) else value
         if keeps:
-            gathered[name] = whole.detach().float().cpu().clone()
-    return gathered
+            found[name] = whole.detach().float().cpu().clone()
+    return found
 
 
 def kept_buffers(module: nn.Module) -> dict[str, Tensor]:
@@ -222,7 +222,7 @@ class EmaSnapshots(L.Callback):
         for snapshot in self.snapshots:
             if snapshot.step == trainer.global_step:
                 key, leads = width_key(snapshot.width), trainer.is_global_zero
-                weights = gathered_ema(network, trainer.optimizers[0], key, keeps=leads)
+                weights = unsharded_ema(network, trainer.optimizers[0], key, keeps=leads)
                 if leads:
                     path = self.folder / snapshot.file
                     index = read_index(self.folder) | {snapshot.file: save_weights(path, weights, str(path))}

@@ -25,7 +25,9 @@ from ddm_lightning.members.run import Run
 from ddm_lightning.members.run_folder import lock_member
 from ddm_lightning.members.status import HELD_OUT_STEP, loss_of
 from ddm_lightning.training import ema
-from ddm_lightning.training.fit import build_data, build_module
+from ddm_lightning.training.fit import build_data
+from ddm_lightning.training.objective import Position, build_objective
+from ddm_lightning.training.parallel import apply_island
 
 DEFAULT_WIDTHS = (0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.25)
 LARGEST_MISFIT = 0.05
@@ -185,20 +187,22 @@ class Averages:
                 problem = f"{self.name} has no held-out samples; prepare anew with held_out_fraction"
                 raise UserError(f"{self.run.folder.root}: {problem}")
             data.prepare_data()
-            module = build_module(self.member, self.run)
-            module.configure_model()
-            island = self.run.experiment.island
+            objective = build_objective(self.member, self.run)
+            network, island = objective.network, self.run.experiment.island
+            apply_island(network, island)
             device = device_of(island.accelerator)
             batches = data.val_dataloader()
 
             def measure(weights: Mapping[str, Tensor]) -> dict[str, float]:
                 # Built as in an ensemble, so that weights that do not fit give the same error.
-                module.network.load_state_dict(build_network(self.meta, weights).state_dict())
-                module.to(device).eval()
+                network.load_state_dict(build_network(self.meta, weights).state_dict())
+                network.to(device).eval()
+                objective.start_validation()
                 with autocast(island.precision, device):
                     for index, batch in enumerate(batches):
-                        module.validation_step(data.transfer_batch_to_device(batch, device, 0), index)
-                return module.drain("held_out/")
+                        on_device = data.transfer_batch_to_device(batch, device, 0)
+                        objective.validate(on_device, index, Position(self.meta.step))
+                return objective.held_out_figures()
 
             yield measure
         finally:

@@ -18,7 +18,8 @@ from ddm_lightning.members.roles import ROUTER, cluster_of_expert
 from ddm_lightning.members.run import Run
 from ddm_lightning.members.run_folder import MEMBER_FILE, RunFolder, load_run
 from ddm_lightning.shards.datamodule import ClusterDataModule
-from ddm_lightning.training.fit import build_data, build_module
+from ddm_lightning.training.fit import build_data
+from ddm_lightning.training.objective import Position, build_objective
 
 NUM_STEPS = 500
 LEARNING_RATE = 3e-3
@@ -54,18 +55,19 @@ def extend_router(
     new_run = _run_of(own, expert, new)
     present = tuple(cluster_of_expert(name) for name in ensemble.experts)
     member = replace(run.member(ROUTER), clusters=present, num_clusters=meta.num_clusters + 1)
-    module = build_module(member, run).eval()
+    objective = build_objective(member, run)
+    network = objective.network.eval()
     grown = []
-    for name, parameter in module.network.named_parameters():
+    for name, parameter in network.named_parameters():
         if parameter.shape != state[name].shape:
             state[name] = torch.cat([state[name], state[name].mean(0, keepdim=True)])
             grown.append(parameter)
-    if not grown or any(parameter.shape != state[name].shape for name, parameter in module.network.named_parameters()):
+    if not grown or any(parameter.shape != state[name].shape for name, parameter in network.named_parameters()):
         raise UserError(f"{folder / MEMBER_FILE}: {meta.network} has no output per cluster to extend; train a router")
-    module.network.load_state_dict(state)
-    module.requires_grad_(False)
+    network.load_state_dict(state)
+    network.requires_grad_(False)
     device = device_of(run.experiment.island.accelerator)
-    module.to(device)
+    network.to(device)
     optimizer = torch.optim.Adam([parameter.requires_grad_() for parameter in grown], LEARNING_RATE)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1, 0, NUM_STEPS)
     cluster = cluster_of_expert(own.member)
@@ -78,8 +80,8 @@ def extend_router(
                 batch = {name: values.to(device) for name, values in next(batches[side]).items()}
                 if side:
                     batch["cluster"] = torch.full_like(batch["cluster"], meta.num_clusters)
-                module.replayed = (side, step)  # keys the noise
-                losses = module.compute_losses(module.noisy_batch(batch), batch)["loss"]
+                noisy = objective.noisy_batch(batch, Position(step, rank=side))
+                losses = objective.compute_losses(noisy, batch)["loss"]
                 (weight * losses.mean()).backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -93,7 +95,7 @@ def extend_router(
         step=meta.step + NUM_STEPS,
         num_samples=meta.num_samples + NUM_STEPS * (member.batch_size + num_new),
     )
-    write_artifact(out, {name: value.cpu() for name, value in module.network.state_dict().items()}, described)
+    write_artifact(out, {name: value.cpu() for name, value in network.state_dict().items()}, described)
 
 
 def _run_of(meta: ArtifactMeta, artifact: Path, folder: RunFolder) -> Run:

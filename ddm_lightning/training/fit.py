@@ -19,13 +19,7 @@ from ddm_lightning.core.devices import autocast, configure_torch, device_of, res
 from ddm_lightning.core.errors import UserError, first_line
 from ddm_lightning.core.formatting import format_bytes
 from ddm_lightning.core.processes import FITTED_BY, keep_heap
-from ddm_lightning.core.registry import CALLBACKS, CAPTION_ENCODERS, STRATEGIES, require
-from ddm_lightning.core.weights import check_memory
-from ddm_lightning.encoders.interfaces import CaptionEncoder
-from ddm_lightning.encoders.stored import StoredForm
-from ddm_lightning.ensemble.load import load_ensemble
-from ddm_lightning.ensemble.manifest import read_ensemble
-from ddm_lightning.ensemble.routing import Strategy
+from ddm_lightning.core.registry import CALLBACKS, require
 from ddm_lightning.members.artifact import hand_over
 from ddm_lightning.members.cost import checkpoint_bytes, step_cost
 from ddm_lightning.members.member import Member
@@ -34,13 +28,12 @@ from ddm_lightning.members.run_folder import lock_member
 from ddm_lightning.members.status import MemberStatus
 from ddm_lightning.networks.attention import chosen_kernel
 from ddm_lightning.shards.datamodule import ClusterDataModule
-from ddm_lightning.shards.manifest import Manifest
 from ddm_lightning.training import callbacks, ema, ranks, rolling
 from ddm_lightning.training.loggers import build_loggers
 from ddm_lightning.training.module import MemberModule
+from ddm_lightning.training.objective import Distillation, build_objective
 from ddm_lightning.training.parallel import BackgroundCheckpoints, choose_strategy
 from ddm_lightning.training.previews import SampleLogger, ScoreLogger
-from ddm_lightning.training.roles import OBJECTIVES, StudentModule
 
 WORKERS_OUTLIVE_SECONDS = 15.0
 
@@ -89,9 +82,10 @@ def _fit_locked(name: str, run: Run, console: Console, show_progress: bool) -> M
     status.max_steps = max_steps  # a finished training may be extended
     configure_torch(island.accelerator, island.num_threads)
     member = run.member(name)
-    module = build_module(member, run)
-    if isinstance(module, StudentModule):
-        teach(module, run)
+    objective = build_objective(member, run)
+    if isinstance(objective, Distillation):
+        objective.teach(run)
+    module = MemberModule(objective, island)
     data = build_data(member, run)
 
     num_parameters, num_widths = sum(p.numel() for p in module.network.parameters()), len(member.train.ema_widths)
@@ -131,7 +125,7 @@ def _fit_locked(name: str, run: Run, console: Console, show_progress: bool) -> M
         except callbacks.StopRequested:
             is_done = False
         leader = trainer.is_global_zero
-        weights = ema.gathered_ema(module.network, trainer.optimizers[0], keeps=leader) if is_done else {}
+        weights = ema.unsharded_ema(module.network, trainer.optimizers[0], keeps=leader) if is_done else {}
         if leader and is_done:
             weights |= ema.kept_buffers(module.network)
 
@@ -139,7 +133,7 @@ def _fit_locked(name: str, run: Run, console: Console, show_progress: bool) -> M
         status.step = trainer.global_step
         if leader:
             shutil.rmtree(folder / ema.FOLDER / "artifact", ignore_errors=True)  # ``ema`` kept it, after fewer steps
-            hand_over(run.folder.artifact(name), member, run.manifest, weights, module.prediction, status)
+            hand_over(run.folder.artifact(name), member, run.manifest, weights, objective.prediction, status)
     else:
         step = max(trainer.global_step, resumed_step)
         console.print(f"{name}: stopped at step {step}; the same command resumes it")
@@ -154,52 +148,6 @@ def _attention_line(module: MemberModule, island: IslandConfig) -> Iterator[str]
     if device.type == "cuda" and island.attention in ("auto", "sdpa"):
         with autocast(island.precision, device):
             yield f"attention by torch's kernel {chosen_kernel(module.network, device)}"
-
-
-def build_module(member: Member, run: Run) -> MemberModule:
-    """Build the LightningModule, untrained, of a member of ``run``.
-
-    Raises:
-        UserError: unknown network or parameters, flips whose encodings the shards lack, or a network too large for the
-            memory.
-    """
-    manifest = run.manifest
-    if member.train.horizontal_flip and manifest.stores == "posterior" and "x_0_flipped" not in manifest.columns:
-        problem = "the shards hold no latents of mirrored images"
-        remedy = "prepare with prepare.horizontal_flips=true, or set it to false"
-        raise UserError(f"key '{member.role.section}.train.horizontal_flip': {problem}; {remedy}")
-    planned = member.plan_network()
-    check_memory([*planned.parameters(), *planned.buffers()], member.name)
-    return OBJECTIVES[member.role.objective](
-        member.build_network(),
-        member,
-        StoredForm(manifest.stores, manifest.normalisation),
-        island=run.experiment.island,
-        caption_encoder=_online_encoder(member, manifest),
-        num_held_out=sum(manifest.clusters[k].held_out for k in member.clusters),
-    )
-
-
-def teach(module: StudentModule, run: Run) -> None:
-    """Give a student its teacher: the run's finished ensemble.
-
-    Raises:
-        UserError: no ensemble, a damaged artifact, or a strategy without weights or without its router.
-    """
-    experiment, name = run.experiment, run.experiment.distill.teacher
-    module.teacher = load_ensemble(read_ensemble(run.folder.ensemble), device_of(experiment.island.accelerator))
-    module.teacher.precision = experiment.sample.precision
-    module.strategy = None if name == "owner" else STRATEGIES.build(name, {})
-    if module.strategy is not None and type(module.strategy).weights is Strategy.weights:
-        raise UserError(f"key 'distill.teacher' = {name!r}: does not weight velocities; set owner, full or top-1")
-
-
-def _online_encoder(member: Member, manifest: Manifest) -> CaptionEncoder | None:
-    """Build the caption encoder to run during training; None if the shards hold its results."""
-    column = {"text": "text", "tokens": "text_tokens"}.get(member.condition.kind)
-    if column is None or member.caption_encoder is None or column in manifest.columns:
-        return None
-    return CAPTION_ENCODERS.build(member.caption_encoder.name, member.caption_encoder.params)
 
 
 def build_data(member: Member, run: Run) -> ClusterDataModule:

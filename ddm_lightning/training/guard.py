@@ -49,6 +49,7 @@ class _Seen:
     """A step whose gradient norm the host has not read; its tensors stay on the device."""
 
     step: int
+    rank: int
     batches: list[tuple[Int[Tensor, " b"], Float[Tensor, " b"], Float[Tensor, " b"]]]
     norm: Float[Tensor, ""] | None = None
 
@@ -61,12 +62,11 @@ class FiniteGuard:
 
     Args:
         member: for error messages.
-        rank: this process's rank, for the records.
         max_consecutive: consecutive steps that may be skipped.
     """
 
-    def __init__(self, member: str, rank: int, max_consecutive: int) -> None:
-        self.member, self.rank, self.max_consecutive = member, rank, max_consecutive
+    def __init__(self, member: str, max_consecutive: int) -> None:
+        self.member, self.max_consecutive = member, max_consecutive
         self.num_skipped = 0
         """Skipped steps since this process started."""
         self._consecutive = 0
@@ -74,39 +74,39 @@ class FiniteGuard:
         self._skipped: list[SkippedStep] = []
 
     def record(
-        self, step: int, sample_ids: Int[Tensor, " b"], t: Float[Tensor, " b"], losses: Float[Tensor, " b"]
+        self, step: int, rank: int, sample_ids: Int[Tensor, " b"], t: Float[Tensor, " b"], losses: Float[Tensor, " b"]
     ) -> None:
-        """Remember the samples of the current step."""
+        """Remember this rank's samples of the current step."""
         if not self._seen or self._seen[-1].step != step:
-            self._seen.append(_Seen(step, []))
+            self._seen.append(_Seen(step, rank, []))
         self._seen[-1].batches.append((sample_ids, t, losses.detach()))
 
-    def judge(self, optimizer: torch.optim.Optimizer, norm: Float[Tensor, ""]) -> None:
+    def skip_unless_finite(self, optimizer: torch.optim.Optimizer, norm: Float[Tensor, ""]) -> None:
         """Make ``optimizer`` skip this step if the gradient's ``norm`` is not finite."""
         optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]  # fused optimizers read it
         if self._seen:
             self._seen[-1].norm = norm
 
-    def settle(self) -> None:
+    def find_skipped(self) -> None:
         """Find the skipped steps; the host waits for the device here.
 
         Raises:
             UserError: too many consecutive ones; no weight was damaged.
         """
-        judged = [(seen, seen.norm) for seen in self._seen if seen.norm is not None]
+        taken = [(seen, seen.norm) for seen in self._seen if seen.norm is not None]
         self._seen = [seen for seen in self._seen if seen.norm is None]
-        if not judged:
+        if not taken:
             return
         longest, last = 0, 0
-        finite = torch.stack([norm for _, norm in judged]).isfinite().tolist()
-        for (seen, _), is_finite in zip(judged, finite, strict=True):
+        finite = torch.stack([norm for _, norm in taken]).isfinite().tolist()
+        for (seen, _), is_finite in zip(taken, finite, strict=True):
             self._consecutive = 0 if is_finite else self._consecutive + 1
             if self._consecutive > longest:
                 longest, last = self._consecutive, seen.step
             if not is_finite:
                 self.num_skipped += 1
                 ids, times, losses = (torch.cat(parts).tolist() for parts in zip(*seen.batches, strict=True))
-                self._skipped.append(SkippedStep(seen.step, self.rank, ids, times, losses))
+                self._skipped.append(SkippedStep(seen.step, seen.rank, ids, times, losses))
         if longest > self.max_consecutive:
             problem = f"{longest} consecutive steps, up to step {last}, had no finite gradient"
             remedy = "lower its train.learning_rate in another run_dir=…, or find the sample with replay"

@@ -1,11 +1,11 @@
-"""Base of the members' LightningModules: a training step from its batch to the curves. ``roles`` has the losses."""
+"""LightningModule of every member: an ``Objective`` in a Trainer's steps, its optimizer and its curves."""
 
 from __future__ import annotations
 
 import itertools
 import math
 import warnings
-from dataclasses import dataclass
+from contextlib import ExitStack
 from typing import Any
 
 import lightning as L
@@ -13,111 +13,63 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.optim import AdamW
 
 from ddm_lightning.config.experiment import IslandConfig
-from ddm_lightning.encoders.interfaces import CaptionEncoder
-from ddm_lightning.encoders.stored import StoredForm
-from ddm_lightning.flow.condition import Condition
-from ddm_lightning.flow.path import interpolate, velocity_loss_weights
-from ddm_lightning.flow.randomness import keyed_generator, keyed_seed
-from ddm_lightning.flow.timesteps import sample_timesteps, stratified_timesteps
-from ddm_lightning.members.member import Member
-from ddm_lightning.networks.attention import check_attention, set_attention
-from ddm_lightning.networks.compiled import compile_blocks
+from ddm_lightning.networks.attention import check_attention
 from ddm_lightning.training.ema import ema_weights, track_ema
 from ddm_lightning.training.guard import FiniteGuard
+from ddm_lightning.training.objective import NUM_VALIDATION_TIMESTEPS, Averages, NoisyBatch, Objective, Position
 from ddm_lightning.training.optimizer import build_optimizer, build_schedule, clip_in_step
-from ddm_lightning.training.parallel import HALF, Sharded, checkpoint_blocks, shard_blocks
+from ddm_lightning.training.parallel import HALF, Sharded, apply_island, shard_blocks
 from ddm_lightning.training.speed import Speed
 
-NUM_VALIDATION_TIMESTEPS = 8
 LOG_EVERY_N_STEPS = 50
 """Reporting interval under a Trainer that does not log."""
 
 
-@dataclass(frozen=True)
-class NoisyBatch:
-    """A batch on the member's path between data and noise; ``t`` is the path's time."""
-
-    x_t: Float[Tensor, "b c h w"]
-    t: Float[Tensor, " b"]
-    noise: Float[Tensor, "b c h w"]
-    x_0: Float[Tensor, "b c h w"]
-    condition: Condition | None
-
-    def rows(self, rows: slice) -> NoisyBatch:
-        """Return some of the samples."""
-        condition = None if self.condition is None else self.condition.rows(rows)
-        return NoisyBatch(self.x_t[rows], self.t[rows], self.noise[rows], self.x_0[rows], condition)
-
-
 class MemberModule(L.LightningModule):
-    """Base of the experts' and the router's modules.
-
-    All randomness of a step (timesteps, noise, dropped conditions, dropout within the network) is keyed by seed,
-    member, global rank and step. So ranks differ, and a resumed run neither repeats nor skips any. The batches that a
-    Trainer accumulates gradients over differ, too.
+    """A member in training.
 
     Curves are averaged on the device and logged at the Trainer's ``log_every_n_steps``; no other step makes the host
     wait for the device.
 
     Args:
-        network: the built network; ``configure_model`` shards and compiles it.
-        member: its role, clusters and training settings.
-        stored: how the shards hold ``x_0``.
+        objective: the network and its losses; ``configure_model`` shards and compiles the network.
         island: attention, compilation, checkpointing and micro batches on this machine; defaults if None.
-        caption_encoder: encodes captions during training; None if the shards hold the result.
-        num_held_out: held-out samples of its clusters; None to count every row of a held-out batch.
     """
 
-    loss_name = "loss"
-    """Name of the loss in curves."""
-
-    def __init__(
-        self,
-        network: nn.Module,
-        member: Member,
-        stored: StoredForm,
-        *,
-        island: IslandConfig | None = None,
-        caption_encoder: CaptionEncoder | None = None,
-        num_held_out: int | None = None,
-    ) -> None:
+    def __init__(self, objective: Objective, island: IslandConfig | None = None) -> None:
         super().__init__()
-        self.network = network
-        self.member = member
-        self.stored = stored
+        self.objective = objective
+        self.network = objective.network
+        self.member = objective.member
         self.island = island or IslandConfig()
-        self.caption_encoder = caption_encoder
-        self.num_held_out = num_held_out
-        self.speed = Speed(member.batch_size)
+        self.guard = FiniteGuard(self.member.name, self.member.train.max_skipped_steps)
+        self.speed = Speed(self.member.batch_size)
         self.averages: dict[str, float] = {}
         """Training averages of the newest report."""
-        self.replayed: tuple[int, int] | None = None
-        """Rank and step that key the randomness, instead of the Trainer's."""
-        self._configured = False
+        self._running = Averages()
+        self._is_configured = False
         self._parameters_to_clip: list[nn.Parameter] = []
-        self._sums: dict[str, Tensor] = {}
-        self._guard: FiniteGuard | None = None
-        self._micro_batch = 0
+        self._averaged_weights = ExitStack()
 
     def configure_model(self) -> None:
-        """Apply the island's settings to the network: attention, activation checkpointing, compilation, sharding."""
-        if self._configured:
+        """Apply the island's settings to the network, and shard it under FSDP2."""
+        if self._is_configured:
             return
-        self._configured = True
-        set_attention(self.network, self.island.attention)
-        if self._trainer is not None:
-            with self.trainer.precision_plugin.forward_context():
-                check_attention(self.island.attention, self.trainer.strategy.root_device)
-        if self.island.activation_checkpointing:
-            checkpoint_blocks(self.network)
-        if self.island.compile:
-            compile_blocks(self.network)
-        if self._trainer is not None and isinstance(self.trainer.strategy, Sharded):
-            mesh, gathered = self.device_mesh, self.trainer.strategy.gathered
+        self._is_configured = True
+        with self.trainer.precision_plugin.forward_context():
+            check_attention(self.island.attention, self.trainer.strategy.root_device)
+        apply_island(self.network, self.island)
+        strategy = self.trainer.strategy
+        if isinstance(strategy, Sharded):
+            mesh = self.device_mesh
             assert mesh is not None  # Lightning makes it
-            shard_blocks(self.network, mesh["data_parallel"], gathered=gathered, half=self.trainer.precision in HALF)
+            half = self.trainer.precision in HALF
+            shard_blocks(
+                self.network, mesh["data_parallel"], reshard_after_forward=strategy.reshard_after_forward, half=half
+            )
 
     def configure_optimizers(self) -> Any:
         """Build AdamW or Muon with the EMAs in its state, and the learning-rate schedule."""
@@ -126,64 +78,37 @@ class MemberModule(L.LightningModule):
         schedule = build_schedule(optimizer, self.member.train)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
-    def on_train_start(self) -> None:
-        """Start the clock."""
-        # ``drain`` has summed over ranks, but Lightning cannot know.
-        warnings.filterwarnings("ignore", message=r"It is recommended to use `self.log\(.*sync_dist=True\)`.*")
-        self.speed.start(self.global_step)
+    def position(self, batch_idx: int = 0) -> Position:
+        """Return the place of a batch in the training."""
+        part = batch_idx % self.trainer.accumulate_grad_batches
+        return Position(self.global_step, self.global_rank, self.trainer.world_size, part)
 
     # A training step, from its batch to the curves.
 
+    def on_train_start(self) -> None:
+        # The averages are over all ranks, but Lightning cannot know.
+        warnings.filterwarnings("ignore", message=r"It is recommended to use `self.log\(.*sync_dist=True\)`.*")
+        self.speed.start(self.global_step)
+
     def on_train_batch_start(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        """Key the global generator, which a network's own dropout uses, by the step."""
         self.speed.end_wait()
-        self._micro_batch = batch_idx % getattr(self._trainer, "accumulate_grad_batches", 1)  # a replay has no Trainer
-        _seed(keyed_seed(self.member.seed, *self._key("network")), self.device)
+        self.objective.seed_network(self.position(batch_idx), self.device)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """Return the mean loss of a batch. With micro batches: accumulate gradients, return the last one's loss."""
-        noisy = self.noisy_batch(batch)
+        noisy = self.objective.noisy_batch(batch, self.position(batch_idx))
         micro_batches = self._micro_batches(len(noisy.t))
         if len(micro_batches) == 1:
-            losses = self.compute_losses(noisy, batch)
-            loss = self.weighted(losses, noisy.t).mean()
+            losses = self.objective.compute_losses(noisy, batch)
+            loss = self.objective.weighted(losses, noisy.t).mean()
         else:
             losses, loss = self._accumulate_gradients(noisy, batch, micro_batches)
         if self.trainer.scaler is None:  # under ``16-mixed`` the gradient scaler skips steps
-            self.guard.record(self.global_step, batch["sample_id"], noisy.t, losses["loss"])
+            self.guard.record(self.global_step, self.global_rank, batch["sample_id"], noisy.t, losses["loss"])
         for name, values in losses.items():
-            self.accumulate(f"train/{self.loss_name if name == 'loss' else name}", values.mean())
-        self._accumulate_by_time(noisy.t, losses["loss"].detach())
+            self._running.add(f"train/{self.objective.loss_name if name == 'loss' else name}", values.mean())
+        self._add_by_time(noisy.t, losses["loss"].detach())
         return loss
-
-    def noisy_batch(self, batch: dict[str, Tensor]) -> NoisyBatch:
-        """Sample this step's timesteps, noise and dropped conditions for a batch."""
-        config, device = self.member.timesteps, batch["x_0"].device
-        generator = keyed_generator(self.member.seed, *self._key("noise"), device=device)
-        stored = batch["x_0"]
-        if self.member.train.horizontal_flip:
-            flipped = torch.rand(len(stored), generator=generator, device=device) < 0.5
-            # A mirrored latent is not the latent of the mirrored image, so take that one if the shards hold it.
-            mirrored = batch["x_0_flipped"] if "x_0_flipped" in batch else stored.flip(-1)
-            stored = torch.where(flipped[:, None, None, None], mirrored, stored)
-        x_0 = self.stored.sample(stored, generator)
-        t = sample_timesteps(len(x_0), config.density, config.mean, config.std, config.shift, generator, device)
-        noise = torch.randn(x_0.shape, generator=generator, device=device)
-        condition = self.condition(batch)
-        if condition is not None:
-            dropped = torch.rand(len(x_0), generator=generator, device=device) < self.member.condition_dropout
-            condition = condition.dropped(dropped)
-        return NoisyBatch(interpolate(x_0, noise, t, self.member.path), t, noise, x_0, condition)
-
-    def compute_losses(self, noisy: NoisyBatch, batch: dict[str, Tensor]) -> dict[str, Float[Tensor, " b"]]:
-        """Return ``loss`` of each sample, in fp32, and further figures to show as curves."""
-        raise NotImplementedError
-
-    def weighted(self, losses: dict[str, Float[Tensor, " b"]], t: Float[Tensor, " b"]) -> Float[Tensor, " b"]:
-        """Weight ``loss`` for training; curves show it unweighted."""
-        if self.member.loss == "velocity":
-            return losses["loss"] * velocity_loss_weights(t, self.prediction, self.member.path)
-        return losses["loss"]
 
     def _micro_batches(self, num: int) -> list[slice]:
         """Split a batch into nearly equal micro batches, so that compiled blocks see at most two sizes."""
@@ -202,9 +127,10 @@ class MemberModule(L.LightningModule):
         found: list[dict[str, Tensor]] = []
 
         def loss_of(rows: slice) -> Float[Tensor, ""]:
-            losses = self.compute_losses(noisy.rows(rows), {name: values[rows] for name, values in batch.items()})
+            part = {name: values[rows] for name, values in batch.items()}
+            losses = self.objective.compute_losses(noisy.rows(rows), part)
             found.append({name: values.detach() for name, values in losses.items()})
-            return self.weighted(losses, noisy.t[rows]).sum() / len(noisy.t)
+            return self.objective.weighted(losses, noisy.t[rows]).sum() / len(noisy.t)
 
         def reduce_gradients(now: bool) -> None:
             if isinstance(self.network, FSDPModule):
@@ -222,27 +148,16 @@ class MemberModule(L.LightningModule):
 
     def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
         """Clip by the global norm, also of sharded gradients, in the step; skip the step if it is not finite."""
-        if self.trainer.scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
+        scaler = self.trainer.scaler
+        if scaler is not None and isinstance(optimizer, AdamW):
             # A fused optimizer unscales within its step, which comes later: the limit would be of scaled gradients.
-            self.trainer.scaler.unscale_(optimizer)
+            scaler.unscale_(optimizer)
         if not self._parameters_to_clip:
             self._parameters_to_clip = list(self.parameters())  # walks through all modules, so only once
         norm = clip_in_step(optimizer, self._parameters_to_clip, self.member.train.gradient_clip_norm)
-        self.accumulate("train/gradient_norm", norm)
-        if self.trainer.scaler is None:
-            self.guard.judge(optimizer, norm)
-
-    @property
-    def prediction(self) -> str:
-        """Prediction type that an expert's network declares."""
-        return getattr(self.network, "prediction", "velocity")
-
-    @property
-    def guard(self) -> FiniteGuard:
-        """Guard that skips steps whose gradient is not finite."""
-        if self._guard is None:
-            self._guard = FiniteGuard(self.member.name, self.global_rank, self.member.train.max_skipped_steps)
-        return self._guard
+        self._running.add("train/gradient_norm", norm)
+        if scaler is None:
+            self.guard.skip_unless_finite(optimizer, norm)
 
     def optimizer_step(self, *args: Any, **named: Any) -> None:
         """Take the step, then free the gradients: neither a validation nor the next forward pass needs them."""
@@ -279,8 +194,8 @@ class MemberModule(L.LightningModule):
         Raises:
             UserError: the guard skipped too many consecutive steps.
         """
-        self.guard.settle()
-        if averages := self.drain("train/"):
+        self.guard.find_skipped()
+        if averages := self._running.drain(self.trainer.world_size):
             self.averages = {**averages, "train/skipped_steps": float(self.guard.num_skipped)}
             learning_rate = self.trainer.optimizers[0].param_groups[0]["lr"]
             speed = self.speed.read(self.global_step)
@@ -291,128 +206,34 @@ class MemberModule(L.LightningModule):
         # Lightning takes the x-axis from "step"; its own counter is one behind.
         self.log_dict({**figures, "step": float(self.global_step)})
 
-    def accumulate(self, name: str, value: Float[Tensor, "*times"], count: int | Tensor = 1) -> None:
-        """Add values to a running average on the device, unless they are not finite.
-
-        Args:
-            name: of the average; ends in ``_by_time`` for a row of averages, one per timestep.
-            value: the sum of the values, or one sum per timestep.
-            count: number of values in a sum.
-        """
-        value = value.detach().float()
-        finite = value.isfinite()
-        pair = torch.stack([torch.where(finite, value, 0.0), finite * count])
-        self._sums[name] = self._sums[name] + pair if name in self._sums else pair
-
-    def _accumulate_by_time(self, t: Float[Tensor, " b"], losses: Float[Tensor, " b"]) -> None:
+    def _add_by_time(self, t: Float[Tensor, " b"], losses: Float[Tensor, " b"]) -> None:
         """Average the training loss over equal parts of [0, 1], whose middles are the validation timesteps."""
         part = torch.arange(NUM_VALIDATION_TIMESTEPS, device=t.device)[:, None]
         within = (t * NUM_VALIDATION_TIMESTEPS).long().clamp(max=NUM_VALIDATION_TIMESTEPS - 1) == part
-        self.accumulate(f"train/{self.loss_name}_by_time", torch.where(within, losses, 0.0).sum(1), within.sum(1))
-
-    def drain(self, prefix: str) -> dict[str, float]:
-        """Return and reset the averages over all ranks whose names start with ``prefix``; empty ones are missing.
-
-        The host waits for the device here. With several ranks this is a collective, and all need the same names.
-        """
-        drained = {name: self._sums.pop(name) for name in sorted(self._sums) if name.startswith(prefix)}
-        if not drained:
-            return {}
-        table = torch.cat([pair.view(2, -1) for pair in drained.values()], dim=1)
-        if self._num_ranks() > 1:
-            torch.distributed.all_reduce(table)
-        sums, counts = table.tolist()
-        names = [one for name, pair in drained.items() for one in _names(name, pair.view(2, -1).shape[1])]
-        return {name: total / count for name, total, count in zip(names, sums, counts, strict=True) if count}
+        sums = torch.where(within, losses, 0.0).sum(1)
+        self._running.add(f"train/{self.objective.loss_name}_by_time", sums, within.sum(1))
 
     # Validation.
 
     def on_validation_start(self) -> None:
         """Swap in the averaged weights, which the artifact will hold."""
         self.speed.pause()
-        self._swap = ema_weights(self.network, self.trainer.optimizers[0])
-        self._swap.__enter__()
+        self.objective.start_validation()
+        self._averaged_weights.enter_context(ema_weights(self.network, self.trainer.optimizers[0]))
 
-    def noisy_validation_batch(self, batch: dict[str, Tensor], batch_idx: int, index: int) -> NoisyBatch:
-        """Return the batch at the ``index``-th of 8 fixed timesteps, with noise that never changes.
-
-        Curves of one and of eight devices are comparable: each rank generates the noise of the whole step and takes the
-        rows of its own samples. The ranks' samples alternate in a step (``shards.datamodule.steps``).
-        """
-        x_0 = self.normalised(batch)
-        time = stratified_timesteps(NUM_VALIDATION_TIMESTEPS)[index].item()
-        t = torch.full((len(x_0),), time, device=x_0.device)  # a copy would wait for the device
-        generator = keyed_generator(self.member.seed, "validation", batch_idx, index, 0, device=x_0.device)
-        # In full even for a smaller batch: the values may depend on their number.
-        noise = torch.randn((self.member.batch_size, *x_0.shape[1:]), generator=generator, device=x_0.device)
-        noise = noise[self.global_rank :: self._num_ranks()][: len(x_0)]
-        return NoisyBatch(interpolate(x_0, noise, t, self.member.path), t, noise, x_0, self.condition(batch))
-
-    def num_counted(self, batch: dict[str, Tensor], batch_idx: int) -> int:
-        """Return how many rows of a held-out batch count; they come first.
-
-        Ranks that cannot share the held-out samples equally repeat some (``shards.datamodule.steps``), each as its last
-        row. It is computed like the others, because ranks wait for one another under FSDP2.
-        """
-        num = len(batch["sample_id"])
-        if self.num_held_out is None:
-            return num
-        first = batch_idx * self.member.batch_size + self.global_rank
-        return min(num, len(range(first, self.num_held_out, self._num_ranks())))
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self.objective.validate(batch, batch_idx, self.position())
 
     def on_validation_epoch_end(self) -> None:
         """Log the held-out averages, unless the validation was cut short; swap the training weights back.
 
         A ``ModelCheckpoint`` saves after this, in ``on_validation_end``.
         """
-        held_out = self.drain("held_out/")
+        held_out = self.objective.held_out_figures(self.trainer.world_size)
         if held_out and not self.trainer.should_stop:
             self.log_figures(held_out)
-        self._swap.__exit__(None, None, None)
+        self._averaged_weights.close()
 
     def on_validation_end(self) -> None:
         """Count training time again."""
         self.speed.resume()
-
-    # Parts of both steps.
-
-    def normalised(self, batch: dict[str, Tensor]) -> Float[Tensor, "b c h w"]:
-        """Return ``x_0`` of a batch, or the mean of a stored posterior, in fp32 and the networks' units."""
-        return self.stored.mean(batch["x_0"])
-
-    def condition(self, batch: dict[str, Tensor]) -> Condition | None:
-        """Return the condition of a batch, without dropout."""
-        kind, encoder = self.member.condition.kind, self.caption_encoder
-        if kind == "none":
-            return None
-        if kind == "class":
-            return Condition.of(batch["label"])
-        if kind == "tokens":
-            return Condition.of(batch["text_tokens"] if encoder is None else encoder.tokens_of_stored(batch))
-        if "text" not in batch and encoder is not None:
-            return Condition.of(encoder.vectors_of_stored(batch))
-        return Condition.of(batch["text"])
-
-    def _num_ranks(self) -> int:
-        return 1 if self._trainer is None else self.trainer.world_size
-
-    def _key(self, purpose: str) -> tuple[int | str, ...]:
-        rank, step = self.replayed or (self.global_rank, self.global_step)
-        # The first micro batch has the key of a step without accumulation.
-        return self.member.name, purpose, rank, step, *([self._micro_batch] if self._micro_batch else [])
-
-
-def _seed(seed: int, device: torch.device) -> None:
-    """Seed only the generators in use: ``torch.manual_seed`` takes a millisecond per kind of idle device."""
-    torch.default_generator.manual_seed(seed)
-    if device.type == "cuda":
-        torch.cuda.manual_seed(seed)
-
-
-def time_suffix(index: int, num: int = NUM_VALIDATION_TIMESTEPS) -> str:
-    """Ends the names of curves at the ``index``-th of ``num`` timesteps, as in ``_t0.062``."""
-    return f"_t{(index + 0.5) / num:.3f}"
-
-
-def _names(name: str, num: int) -> list[str]:
-    return [name] if num == 1 else [f"{name.removesuffix('_by_time')}{time_suffix(index, num)}" for index in range(num)]

@@ -26,6 +26,8 @@ from ddm_lightning.core.devices import device_bytes, device_of
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.formatting import format_bytes
 from ddm_lightning.members.cost import training_bytes
+from ddm_lightning.networks.attention import set_attention
+from ddm_lightning.networks.compiled import compile_blocks
 from ddm_lightning.training.checkpoint import (
     CheckpointWriter,
     load_groups,
@@ -150,12 +152,12 @@ class Sharded(SeveralRanks, strategies.ModelParallelStrategy):
 
     Args:
         devices: number of devices that share the weights.
-        gathered: whether weights stay whole between the forward and the backward pass (see ``shard_blocks``).
+        reshard_after_forward: whether to shard weights again before the backward pass (see ``shard_blocks``).
     """
 
-    def __init__(self, devices: int, *, gathered: bool) -> None:
+    def __init__(self, devices: int, *, reshard_after_forward: bool) -> None:
         super().__init__(data_parallel_size=devices, tensor_parallel_size=1)
-        self.gathered = gathered
+        self.reshard_after_forward = reshard_after_forward
 
     def _group(self) -> ProcessGroup:
         # On the hosts, for checkpoints alone: training uses the other group while they are written.
@@ -195,9 +197,9 @@ def choose_strategy(
     if optimizer == "muon":
         problem = f"FSDP2 ({reason}) splits the matrices that Muon needs whole; set it to adamw, {remedy}"
         raise UserError(f"key 'train.optimizer' = 'muon': {problem}")
-    gathered = name == "fsdp-shard-grad-op"
-    weights = "weights stay gathered until the backward pass" if gathered else "weights are gathered block by block"
-    return Sharded(devices, gathered=gathered), f"FSDP2 over {devices} devices, {weights}: {reason}"
+    reshard = name == "fsdp"
+    weights = "weights are gathered block by block" if reshard else "weights stay gathered until the backward pass"
+    return Sharded(devices, reshard_after_forward=reshard), f"FSDP2 over {devices} devices, {weights}: {reason}"
 
 
 def _by_memory(island: IslandConfig, num_parameters: int, num_widths: int) -> tuple[str, str]:
@@ -211,6 +213,15 @@ def _by_memory(island: IslandConfig, num_parameters: int, num_widths: int) -> tu
     # Gathered weights come on top of the shards. A block's whole gradients do, too, but are far smaller.
     name = "fsdp-shard-grad-op" if weights + unsharded / island.devices < room else "fsdp"
     return name, reason
+
+
+def apply_island(network: nn.Module, island: IslandConfig) -> None:
+    """Apply an island's settings to a network: attention kernel, activation checkpointing, compilation."""
+    set_attention(network, island.attention)
+    if island.activation_checkpointing:
+        checkpoint_blocks(network)
+    if island.compile:
+        compile_blocks(network)
 
 
 class _Recomputed:
@@ -233,21 +244,24 @@ def checkpoint_blocks(network: nn.Module) -> None:
         block.forward = _Recomputed(block.forward)  # wrapping the module instead would rename its weights
 
 
-def shard_blocks(network: nn.Module, mesh: DeviceMesh, *, gathered: bool = False, half: bool = False) -> None:
+def shard_blocks(
+    network: nn.Module, mesh: DeviceMesh, *, reshard_after_forward: bool = True, half: bool = False
+) -> None:
     """Shard each block, then the rest (FSDP2), over ``mesh``.
 
     Args:
         network: changed in place.
         mesh: the devices.
-        gathered: whether weights stay whole between the forward and the backward pass: more memory, a third less
-            communication (ZeRO-2 instead of ZeRO-3: Rajbhandari et al., 1910.02054).
+        reshard_after_forward: whether to shard weights again between the forward and the backward pass. Without: more
+            memory, a third less communication (ZeRO-2 instead of ZeRO-3: Rajbhandari et al., 1910.02054).
         half: whether weights are gathered in bfloat16, in which autocast wants nearly all of them; shards, gradients
             and their sums over devices stay float32.
     """
     # Inputs are not cast: a time in bfloat16 has two digits.
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False) if half else None
     sharded = partial(fully_shard, mesh=mesh, mp_policy=policy or MixedPrecisionPolicy())
-    again = False if gathered else None  # None: blocks, but not the rest, which the backward pass needs first
+    # None: blocks are, but not the rest, which the backward pass needs first.
+    again = None if reshard_after_forward else False
     for block in getattr(network, "blocks", ()):
         sharded(block, reshard_after_forward=again)
     sharded(network, reshard_after_forward=again)

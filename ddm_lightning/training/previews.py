@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import lightning as L
@@ -30,7 +30,7 @@ from ddm_lightning.members.member import Member
 from ddm_lightning.training.callbacks import StopOnRequest
 from ddm_lightning.training.loggers import log_image
 from ddm_lightning.training.module import MemberModule
-from ddm_lightning.training.roles import RouterModule
+from ddm_lightning.training.objective import Classification, Objective
 
 NUM_COLUMNS = 8
 MAX_IMAGES = 512
@@ -61,7 +61,7 @@ class SampleLogger(L.Callback):
     def setup(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
         """Build the decoder once, on rank zero; if that fails no rank samples."""
         self._is_off = not any(isinstance(logger, TensorBoardLogger | WandbLogger) for logger in trainer.loggers)
-        if isinstance(module, RouterModule) or self._is_off:
+        if self._is_off or self.member.role.classifies:
             return
         if trainer.is_global_zero:
             try:
@@ -83,13 +83,13 @@ class SampleLogger(L.Callback):
         """Log the images; every rank samples, as a sharded network needs all, and rank zero decodes and logs."""
         if trainer.should_stop or self._is_off:
             return
-        if isinstance(module, RouterModule):
-            confusion = module.sum_confusion()
+        assert isinstance(module, MemberModule)
+        if isinstance(module.objective, Classification):
+            confusion = module.objective.sum_confusion(trainer.world_size)
             if trainer.is_global_zero and confusion is not None:
                 with self.forgiving(trainer, "images of this validation"):
                     log_image(trainer, "held_out/routing", routing_heat_map(confusion.cpu()))
         elif self._batch is not None:
-            assert isinstance(module, MemberModule)
             sampled: Tensor | None = None
             with self.forgiving(trainer, "images of this validation", together=True):
                 sampled = self.sampled(module, self._batch)
@@ -103,7 +103,7 @@ class SampleLogger(L.Callback):
         encoder = self.encoder()  # built anew, so that it takes no memory between validations
         rows = [
             (name, list(encoder.decode(x_0.float().cpu())))
-            for name, x_0 in (("held out", module.normalised(batch)), ("sampled", sampled))
+            for name, x_0 in (("held out", module.objective.x_0(batch)), ("sampled", sampled))
         ]
         log_image(trainer, "samples", np.asarray(labelled_grid(rows)))
 
@@ -138,30 +138,17 @@ class SampleLogger(L.Callback):
         Raises:
             CutShortError: the validation must end.
         """
-        x_0 = module.normalised(batch)  # its shape; a stored posterior has twice the channels
-        condition, scale = module.condition(batch), self.sample.guidance_scale
 
-        def network(*inputs: Any) -> Tensor:
-            # The precision of a validation step: sharded weights may exist in bfloat16 only.
-            with module.trainer.precision_plugin.forward_context():
-                return module.network(*inputs).float()
-
-        def predicted(x_t: Tensor, t: Tensor, condition: Condition | None) -> Tensor:
+        @contextmanager
+        def evaluating() -> Iterator[None]:
             if self.stop.cuts_validation(module.trainer):
                 raise CutShortError
-            return velocity_of(network, x_t, t, condition, module.prediction, module.member.path)
-
-        def velocity(x_t: Tensor, t: Tensor) -> Tensor:
-            found = predicted(x_t, t, condition)
-            if condition is None or scale == 1:
-                return found
-            return guided(found, predicted(x_t, t, condition.null()), scale)
+            # The precision of a validation step: sharded weights may exist in bfloat16 only.
+            with module.trainer.precision_plugin.forward_context():
+                yield
 
         key = (*key, module.global_rank) if module.global_rank else key
-        generator = keyed_generator(self.member.seed, *key, device=x_0.device)
-        noise = torch.randn(x_0.shape, generator=generator, device=x_0.device)
-        times = sampling_times(self.sample.num_steps, self.member.timesteps.shift, device=x_0.device)
-        return Euler().solve(velocity, noise, times)
+        return sample_like(module.objective, batch, self.sample, key, evaluating)
 
     def encoder(self) -> ImageEncoder:
         """Build the decoder."""
@@ -209,7 +196,7 @@ class ScoreLogger(L.Callback):
         first = batch_idx * module.member.batch_size  # counts all ranks, which must sample alike
         if trainer.global_step % self.every_n_steps == 0 and first < self.num_images:
             num = -(-(self.num_images - first) // trainer.world_size)
-            self._batches.append((batch, min(num, module.num_counted(batch, batch_idx))))
+            self._batches.append((batch, min(num, module.objective.num_counted(batch, batch_idx, module.position()))))
 
     @torch.no_grad()
     def on_validation_epoch_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
@@ -227,7 +214,7 @@ class ScoreLogger(L.Callback):
         with forgiving(trainer, "scores"):
             encoder = self.sampler.encoder()
             for (batch, num), sampled in zip(batches, samples, strict=True):
-                for real, x_0 in ((True, module.normalised(batch).float().cpu()), (False, sampled)):
+                for real, x_0 in ((True, module.objective.x_0(batch).float().cpu()), (False, sampled)):
                     images = encoder.decode(x_0)[:num]
                     for _, metric in self.metrics:
                         metric.update(images, real=real)
@@ -238,6 +225,44 @@ class ScoreLogger(L.Callback):
                 module.log_figures({f"score/{key}": score.value for one in found for key, score in one.items()})
         for _, metric in self.metrics:
             metric.reset()
+
+
+def sample_like(
+    objective: Objective,
+    batch: dict[str, Tensor],
+    sample: SampleConfig,
+    key: tuple[str | int, ...],
+    evaluating: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> Float[Tensor, "b c h w"]:
+    """Sample under the conditions of ``batch`` by Euler steps.
+
+    Args:
+        objective: with the network.
+        batch: conditions, and the shape of the samples.
+        sample: number of steps and guidance.
+        key: keys the noise, with the member's seed.
+        evaluating: makes the context of each evaluation of the network.
+    """
+    x_0 = objective.x_0(batch)  # its shape; a stored posterior has twice the channels
+    condition, scale = objective.condition(batch), sample.guidance_scale
+
+    def network(*inputs: Any) -> Tensor:
+        with evaluating():
+            return objective.network(*inputs).float()
+
+    def predicted(x_t: Tensor, t: Tensor, condition: Condition | None) -> Tensor:
+        return velocity_of(network, x_t, t, condition, objective.prediction, objective.member.path)
+
+    def velocity(x_t: Tensor, t: Tensor) -> Tensor:
+        found = predicted(x_t, t, condition)
+        if condition is None or scale == 1:
+            return found
+        return guided(found, predicted(x_t, t, condition.null()), scale)
+
+    generator = keyed_generator(objective.member.seed, *key, device=x_0.device)
+    noise = torch.randn(x_0.shape, generator=generator, device=x_0.device)
+    times = sampling_times(sample.num_steps, objective.member.timesteps.shift, device=x_0.device)
+    return Euler().solve(velocity, noise, times)
 
 
 def routing_heat_map(confusion: Float[Tensor, "t k k"]) -> Figure:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from rich import box
 from rich.table import Table
-from torch import Tensor
+from torch import Tensor, nn
 
 from ddm_lightning.core.devices import autocast, device_of
 from ddm_lightning.core.errors import UserError
@@ -18,9 +18,9 @@ from ddm_lightning.members.run import Run
 from ddm_lightning.shards.datamodule import ClusterDataModule
 from ddm_lightning.shards.mds import open_shards
 from ddm_lightning.training.checkpoint import damage_of, load_tensors
-from ddm_lightning.training.fit import build_data, build_module
+from ddm_lightning.training.fit import build_data
 from ddm_lightning.training.guard import SkippedStep, skipped_of
-from ddm_lightning.training.module import MemberModule
+from ddm_lightning.training.objective import Position, build_objective
 from ddm_lightning.training.rolling import checkpoints_in, step_of
 
 
@@ -64,26 +64,27 @@ def replay_step(name: str, run: Run, step: int | None, rank: int) -> Replay:
     folder, island = run.folder.member(name), run.experiment.island
     skipped = _find(folder, step, rank)
     member = run.member(name)
-    module = build_module(member, run)
-    weights = _load_nearest(module, folder / "checkpoints", skipped.step)
+    objective = build_objective(member, run)
+    network = objective.network
+    weights = _load_nearest(network, folder / "checkpoints", skipped.step)
     # The kind of device it was trained on, because each has its own random generator.
     device = device_of(island.accelerator)
-    module.to(device)
+    network.to(device)
     samples = _samples(build_data(member, run), skipped)
     batch = {name: values.to(device) for name, values in samples.items()}
-    module.replayed = (skipped.rank, skipped.step)
-    noisy = module.noisy_batch(batch)
+    at = Position(skipped.step, skipped.rank)
+    noisy = objective.noisy_batch(batch, at)
     found = []
     for row, sample_id in enumerate(skipped.sample_ids):
         # One sample at a time: within a batch, zero times a neighbour's NaN is NaN.
-        module.zero_grad()
+        network.zero_grad()
         one = slice(row, row + 1)
         alone = {name: rows[one] for name, rows in batch.items()}
-        module.on_train_batch_start(alone, 0)  # seeds the network's own dropout
+        objective.seed_network(at, device)
         with autocast(island.precision, device):
-            loss = module.compute_losses(noisy.rows(one), alone)["loss"].sum()
+            loss = objective.compute_losses(noisy.rows(one), alone)["loss"].sum()
         loss.backward()
-        squares = [p.grad.double().square().sum() for p in module.network.parameters() if p.grad is not None]
+        squares = [p.grad.double().square().sum() for p in network.parameters() if p.grad is not None]
         norm = math.sqrt(float(torch.stack(squares).sum())) if squares else 0.0
         columns = (name for name, rows in batch.items() if not bool(rows[row].isfinite().all()))
         found.append(ReplayedSample(sample_id, float(noisy.t[row]), tuple(columns), float(loss.detach()), norm))
@@ -100,13 +101,13 @@ def _find(folder: Path, step: int | None, rank: int) -> SkippedStep:
     return skipped[max(skipped) if step is None else step]
 
 
-def _load_nearest(module: MemberModule, checkpoints: Path, step: int) -> str:
+def _load_nearest(network: nn.Module, checkpoints: Path, step: int) -> str:
     """Load the whole checkpoint nearest to ``step``; return its path."""
     paths = sorted(checkpoints_in(checkpoints), key=lambda path: abs(step_of(path) - step))
     nearest = next((path for path in paths if damage_of(path) is None), None)
     if nearest is None:
         return "the initial weights"
-    load_tensors(nearest, module)
+    load_tensors(nearest, nn.ModuleDict({"network": network}))  # its name in a LightningModule
     return str(nearest)
 
 

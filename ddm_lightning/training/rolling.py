@@ -86,7 +86,7 @@ class RollingCheckpoints(L.Callback):
             return
         assert isinstance(trainer.lightning_module, MemberModule)
         guard = trainer.lightning_module.guard
-        guard.settle()
+        guard.find_skipped()
         # Write now: a training resumed here does not repeat the steps skipped before.
         guard.write(skipped_file(self.folder.parent, trainer.global_rank, trainer.world_size))
         self._newest_step, self._saved_at = trainer.global_step, time.monotonic()

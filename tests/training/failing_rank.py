@@ -55,14 +55,14 @@ def fail_at(step, fail):
 
 def no_memory_for_images():
     """At the second evaluation of the network, while the others take part in the first layers of theirs."""
-    before, calls = previews.to_velocity, itertools.count()
+    before, calls = previews.velocity_of, itertools.count()
 
     def patched(*arguments):
         if next(calls):
             raise MemoryError("tried to allocate 2 GiB")
         return before(*arguments)
 
-    previews.to_velocity = patched
+    previews.velocity_of = patched
 
 
 def late(place, name):

@@ -1,17 +1,19 @@
-"""Member modules around networks whose output is known, without a Trainer."""
+"""Objectives around networks whose output is known."""
 
 import dataclasses
-from types import SimpleNamespace
 
+import lightning as L
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
-from ddm_lightning.config.experiment import IslandConfig, PluginConfig, TimestepsConfig, TrainConfig
+from ddm_lightning.config.experiment import PluginConfig, TimestepsConfig, TrainConfig
 from ddm_lightning.encoders.stored import StoredForm
 from ddm_lightning.flow.condition import ConditionSpec
 from ddm_lightning.members.member import Member
 from ddm_lightning.members.roles import ROLES
-from ddm_lightning.training.roles import ExpertModule, RouterModule
+from ddm_lightning.training.module import MemberModule
+from ddm_lightning.training.objective import Classification, Position, Regression
 
 SCALE, SHIFT = 1 / 127.5, 127.5
 
@@ -37,12 +39,10 @@ MEMBER = Member(
 
 
 def build(kind, network, **changes):
-    """A module of ``kind`` whose member, island or own arguments are changed."""
+    """An objective of ``kind`` whose member or own arguments are changed."""
     own = {name: changes.pop(name) for name in ("stored", "caption_encoder", "num_held_out") if name in changes}
-    fields = {field.name for field in dataclasses.fields(Member)}
-    member = dataclasses.replace(MEMBER, **{name: changes.pop(name) for name in [*changes] if name in fields})
     stored = own.pop("stored", StoredForm("x_0", {"scale": SCALE, "shift": SHIFT}))
-    return kind(network, member, stored, island=IslandConfig(**changes), **own)
+    return kind(network, dataclasses.replace(MEMBER, **changes), stored, **own)
 
 
 class Recorder(nn.Module):
@@ -60,18 +60,48 @@ class Recorder(nn.Module):
         return self.gain * x_t if self.answer is None else self.gain * self.answer(x_t, t)
 
 
-def expert(network=None, step=0, rank=0, num_ranks=1, **changes):
-    return at(build(ExpertModule, network or Recorder(), **changes), step, rank, num_ranks)
+def expert(network=None, **changes):
+    return build(Regression, network or Recorder(), **changes)
 
 
-def router(network, step=0, rank=0, **changes):
-    return at(build(RouterModule, network, **{"name": "router", **changes}), step, rank)
+def router(network, **changes):
+    return build(Classification, network, **{"name": "router", **changes})
 
 
-def at(module, step, rank=0, num_ranks=1):
-    """As a Trainer would number it."""
-    module._trainer = SimpleNamespace(global_step=step, global_rank=rank, world_size=num_ranks, scaler=None)
-    return module
+def noisy(objective, given=None, step=0, rank=0):
+    """A noisy batch as rank ``rank`` trains on it in ``step``."""
+    return objective.noisy_batch(batch() if given is None else given, Position(step, rank))
+
+
+def held_out(objective, given, batch_idx, index, rank=0, num_ranks=1):
+    """A noisy batch of a validation."""
+    return objective.noisy_validation_batch(given, batch_idx, index, Position(0, rank, num_ranks))
+
+
+def losses_of(objective, given):
+    """Losses of a batch in step 0, and their weighted mean, with its graph."""
+    noised = noisy(objective, given)
+    losses = objective.compute_losses(noised, given)
+    return losses, objective.weighted(losses, noised.t).mean()
+
+
+def figures(objective, *batches):
+    """Held-out figures of a validation."""
+    objective.start_validation()
+    for index, given in enumerate(batches):
+        objective.validate(given, index, Position(0))
+    return objective.held_out_figures()
+
+
+def fitted(objective, *batches, **settings):
+    """The module after a step per batch by a bare Trainer, and the Trainer."""
+    island = settings.pop("island", None)
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    defaults = {"accelerator": "cpu", "max_steps": len(batches), "limit_val_batches": 0}
+    trainer = L.Trainer(**quiet, **{**defaults, **settings})
+    module, loader = MemberModule(objective, island), DataLoader(list(batches), batch_size=None)
+    trainer.fit(module, loader, loader)
+    return module, trainer
 
 
 def batch(num=6, seed=0, num_clusters=3):

@@ -3,7 +3,7 @@ import pytest
 import torch
 from torch import nn
 
-from ddm_lightning.training.ema import KEY, ema_tensors, ema_weights, gathered_ema, track_ema, width_key
+from ddm_lightning.training.ema import KEY, ema_tensors, ema_weights, track_ema, unsharded_ema, width_key
 
 
 def network(seed=0):
@@ -44,7 +44,7 @@ def test_ema_matches_its_closed_form(decay):
         take_step(module, optimizer, step)
         for name, parameter in module.named_parameters():
             history[name].append(parameter.detach().double().numpy().copy())
-    averages = gathered_ema(module, optimizer)
+    averages = unsharded_ema(module, optimizer)
     assert set(averages) == set(history)
     for name, weights in history.items():
         np.testing.assert_allclose(averages[name].double().numpy(), closed_form(weights, decay), rtol=2e-6, atol=2e-7)
@@ -68,10 +68,10 @@ def test_power_function_averages_match_their_recursion():
             for step, value in enumerate(weights, start=1):
                 kept = (1 - 1 / step) ** (exponent + 1)
                 expected[name] = kept * expected[name] + (1 - kept) * value
-        for name, average in gathered_ema(module, optimizer, width_key(width)).items():
+        for name, average in unsharded_ema(module, optimizer, width_key(width)).items():
             np.testing.assert_allclose(average.double().numpy(), expected[name], rtol=1e-4, atol=1e-5)
-    undisturbed = gathered_ema(plain, without)
-    assert all(torch.equal(value, undisturbed[name]) for name, value in gathered_ema(module, optimizer).items())
+    undisturbed = unsharded_ema(plain, without)
+    assert all(torch.equal(value, undisturbed[name]) for name, value in unsharded_ema(module, optimizer).items())
 
 
 def test_a_parameter_without_gradients_is_its_own_average():
@@ -90,7 +90,7 @@ def test_ema_weights_restores_the_weights_bit_for_bit():
     for step in range(5):
         take_step(module, optimizer, step)
     own = {name: value.clone() for name, value in module.state_dict().items()}
-    averages = gathered_ema(module, optimizer)  # a copy
+    averages = unsharded_ema(module, optimizer)  # a copy
     with pytest.raises(KeyError), ema_weights(module, optimizer):
         for name, value in module.state_dict().items():
             assert torch.equal(value, averages[name])
@@ -98,4 +98,4 @@ def test_ema_weights_restores_the_weights_bit_for_bit():
         raise KeyError
     for name, value in module.state_dict().items():
         assert torch.equal(value, own[name])
-    assert all(torch.equal(value, averages[name]) for name, value in gathered_ema(module, optimizer).items())
+    assert all(torch.equal(value, averages[name]) for name, value in unsharded_ema(module, optimizer).items())

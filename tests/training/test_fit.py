@@ -30,7 +30,7 @@ from ddm_lightning.flow.timesteps import sample_timesteps
 from ddm_lightning.members.artifact import load_network
 from ddm_lightning.members.run_folder import lock_member
 from ddm_lightning.training.guard import read_skipped
-from ddm_lightning.training.roles import ExpertModule
+from ddm_lightning.training.module import MemberModule
 from ddm_lightning.use.conditions import prompt_condition
 
 pytestmark = WARNINGS
@@ -42,7 +42,7 @@ def test_no_gradient_outlives_its_step(tiny_run, monkeypatch, parts):
     held = {"training_step": [], "validation_step": []}
 
     def watched(name):
-        method = getattr(ExpertModule, name)
+        method = getattr(MemberModule, name)
 
         def step(self, *arguments):
             held[name].append(any(parameter.grad is not None for parameter in self.network.parameters()))
@@ -51,7 +51,7 @@ def test_no_gradient_outlives_its_step(tiny_run, monkeypatch, parts):
         return step
 
     for name in held:
-        monkeypatch.setattr(ExpertModule, name, watched(name))
+        monkeypatch.setattr(MemberModule, name, watched(name))
     assert fit(tiny_run, f"island.micro_batch_size={parts}", "expert.train.max_steps=3") == 0
     assert held["training_step"] == [False] * 3
     assert held["validation_step"] and not any(held["validation_step"])

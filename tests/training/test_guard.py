@@ -25,26 +25,26 @@ def state_of(module, optimizer):
     return [*(p.detach().clone() for p in module.parameters()), *(torch.as_tensor(m).clone() for m in moments)]
 
 
-def take(module, optimizer, guard, step, spoil=False, gradient=None):
+def take(module, optimizer, guard, step, spoil=False, gradient=None, rank=0):
     """One step as the module takes it; ``gradient`` takes the place of one number of it."""
     generator = torch.Generator().manual_seed(step)
     x = torch.randn(5, 3, generator=generator)
     if spoil:
         x[3, 1] = NAN
     losses = module(x).square().mean(1)
-    guard.record(step, torch.arange(5) + 10 * step, torch.linspace(0.1, 0.9, 5), losses)
+    guard.record(step, rank, torch.arange(5) + 10 * step, torch.linspace(0.1, 0.9, 5), losses)
     optimizer.zero_grad()
     losses.mean().backward()
     if gradient is not None:
         next(module.parameters()).grad[0, 0] = gradient
-    guard.judge(optimizer, clip_in_step(optimizer, module.parameters(), 1.0))
+    guard.skip_unless_finite(optimizer, clip_in_step(optimizer, module.parameters(), 1.0))
     optimizer.step()
 
 
 def take_and_look(guard, step):
     module = network()
     take(module, build_optimizer(module, TrainConfig(10, 5)), guard, step, spoil=True)
-    guard.settle()
+    guard.find_skipped()
 
 
 @pytest.mark.parametrize("number", [NAN, math.inf, -math.inf])
@@ -53,14 +53,14 @@ def test_a_skipped_step_changes_nothing(number):
     for steps in ([0, 1, "bad", 2, 3], [0, 1, 2, 3]):
         module = network()
         optimizer = build_optimizer(module, TrainConfig(10, 5, learning_rate=0.1, weight_decay=0.1))
-        guard = FiniteGuard("expert-0", 0, 3)
+        guard = FiniteGuard("expert-0", 3)
         for step in steps:
             before = state_of(module, optimizer)
             take(module, optimizer, guard, *((99, False, number) if step == "bad" else (step,)))
             changed = [not torch.equal(a, b) for a, b in zip(before, state_of(module, optimizer), strict=False)]
             assert not any(changed) if step == "bad" else all(changed[:4])
         runs.append(state_of(module, optimizer))
-        guard.settle()
+        guard.find_skipped()
         assert guard.num_skipped == steps.count("bad")
     for one, other in zip(*runs, strict=True):
         assert torch.equal(one, other)
@@ -70,7 +70,7 @@ def test_averages_stay_finite():
     module = network()
     optimizer = build_optimizer(module, TrainConfig(10, 5, learning_rate=0.1))
     track_ema(optimizer, 0.9)
-    guard = FiniteGuard("expert-0", 0, 3)
+    guard = FiniteGuard("expert-0", 3)
     for step in range(6):
         take(module, optimizer, guard, step, spoil=step % 2 == 1)
     assert all(bool(average.isfinite().all()) for average in ema_tensors(module, optimizer).values())
@@ -78,12 +78,12 @@ def test_averages_stay_finite():
 
 def test_skipped_steps_are_known_once_the_host_looks(tmp_path):
     module, path = network(), tmp_path / "skipped_steps.jsonl"
-    optimizer, guard = build_optimizer(module, TrainConfig(10, 5)), FiniteGuard("expert-0", 1, 3)
+    optimizer, guard = build_optimizer(module, TrainConfig(10, 5)), FiniteGuard("expert-0", 3)
     for step in range(7, 12):
-        take(module, optimizer, guard, step, spoil=step in (8, 11))
+        take(module, optimizer, guard, step, spoil=step in (8, 11), rank=1)
     guard.write(path)
     assert not path.exists() and guard.num_skipped == 0, "nobody has looked yet"
-    guard.settle()
+    guard.find_skipped()
     guard.write(path)
     assert guard.num_skipped == 2
     first, second = read_skipped(path)
@@ -94,10 +94,10 @@ def test_skipped_steps_are_known_once_the_host_looks(tmp_path):
     json.loads(path.read_text().splitlines()[0], parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
 
     # A resumed training takes step 11 once more.
-    again = FiniteGuard("expert-0", 1, 3)
+    again = FiniteGuard("expert-0", 3)
     for step in (11, 12):
-        take(module, optimizer, again, step, spoil=True)
-    again.settle()
+        take(module, optimizer, again, step, spoil=True, rank=1)
+    again.find_skipped()
     again.write(path)
     assert [skipped.step for skipped in read_skipped(path)] == [8, 11, 12]
 
@@ -110,7 +110,7 @@ class Activation:
 
 
 def test_a_remembered_step_holds_no_activations():
-    kept, guard = [], FiniteGuard("expert-0", 0, 3)
+    kept, guard = [], FiniteGuard("expert-0", 3)
 
     def keep(value):
         activation = Activation(value)
@@ -119,7 +119,7 @@ def test_a_remembered_step_holds_no_activations():
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda activation: activation.value):
         losses = network()(torch.ones(5, 3)).square().mean(1)
-    guard.record(0, torch.arange(5), torch.linspace(0.1, 0.9, 5), losses)
+    guard.record(0, 0, torch.arange(5), torch.linspace(0.1, 0.9, 5), losses)
     assert all(activation() is not None for activation in kept) and len(kept) > 1
     del losses
     assert all(activation() is None for activation in kept)
@@ -127,20 +127,20 @@ def test_a_remembered_step_holds_no_activations():
 
 def test_too_many_consecutive_skipped_steps_end_the_training():
     module = network()
-    optimizer, guard = build_optimizer(module, TrainConfig(10, 5)), FiniteGuard("expert-0", 0, 2)
+    optimizer, guard = build_optimizer(module, TrainConfig(10, 5)), FiniteGuard("expert-0", 2)
     for step in range(12):
         take(module, optimizer, guard, step, spoil=step % 3 != 0)
-    guard.settle()
+    guard.find_skipped()
     assert guard.num_skipped == 8
     for step in (12, 13):
         take(module, optimizer, guard, step, spoil=step == 13)
-    guard.settle()
+    guard.find_skipped()
     take(module, optimizer, guard, 14, spoil=True)
-    guard.settle()  # succession is counted over looks
+    guard.find_skipped()  # succession is counted over looks
     take(module, optimizer, guard, 15, spoil=True)
     take(module, optimizer, guard, 16, spoil=False)  # behind them, before anybody looks
     with pytest.raises(UserError, match=r"expert-0: .*3 consecutive steps, up to step 15.* lower its train."):
-        guard.settle()
+        guard.find_skipped()
     assert all(bool(p.isfinite().all()) for p in module.parameters())
 
 
@@ -165,7 +165,7 @@ def test_the_line_after_one_that_was_cut_is_whole(tmp_path):
     path = tmp_path / "skipped_steps.jsonl"
     whole, cut = (SkippedStep(step, 0, [1], [0.5], [NAN]).line() for step in (3, 4))
     path.write_text(f"{whole}\n{cut[:20]}")
-    guard = FiniteGuard("expert-0", 0, 3)
+    guard = FiniteGuard("expert-0", 3)
     take_and_look(guard, step=9)
     guard.write(path)
     assert [skipped.step for skipped in read_skipped(path)] == [3, 9]

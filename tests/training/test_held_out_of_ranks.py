@@ -16,8 +16,9 @@ from ddm_lightning.config.load import load_experiment
 from ddm_lightning.flow.condition import ConditionSpec
 from ddm_lightning.members.run import Run
 from ddm_lightning.shards.datamodule import steps
-from ddm_lightning.training.fit import build_data, build_module
-from ddm_lightning.training.roles import ExpertModule, RouterModule
+from ddm_lightning.training.fit import build_data
+from ddm_lightning.training.module import MemberModule
+from ddm_lightning.training.objective import Classification, Regression, build_objective
 
 NUM_HELD_OUT, BATCH_SIZE, NUM_CLUSTERS, NUM_TIMES = 17, 8, 3, 8  # a last step in which one rank has only a sample again
 
@@ -49,8 +50,8 @@ def validated(kind, network, num_ranks, strategy):
         seen = []
 
         class Seeing(kind):
-            def noisy_validation_batch(self, given, batch_idx, index):
-                noised = super().noisy_validation_batch(given, batch_idx, index)
+            def noisy_validation_batch(self, given, batch_idx, index, at):
+                noised = super().noisy_validation_batch(given, batch_idx, index, at)
                 seen.append((given["sample_id"].tolist(), noised.t[0].item(), noised.noise.tolist()))
                 return noised
 
@@ -58,7 +59,7 @@ def validated(kind, network, num_ranks, strategy):
         order = steps(np.arange(NUM_HELD_OUT), rank, num_ranks, BATCH_SIZE // num_ranks, full=False)
         dealt = [{name: column[rows] for name, column in whole.items()} for rows in order]
         trainer = trainer_of(rank, strategy, num_ranks, max_steps=1, num_sanity_val_steps=0)
-        module = build(
+        objective = build(
             Seeing,
             network(),
             batch_size=BATCH_SIZE,
@@ -66,9 +67,9 @@ def validated(kind, network, num_ranks, strategy):
             condition=ConditionSpec("none", 0),
             train=TrainConfig(1, BATCH_SIZE, learning_rate=0.0),
         )
-        trainer.fit(module, *(DataLoader(batches, batch_size=None) for batches in (dealt[:1], dealt)))
+        trainer.fit(MemberModule(objective), *(DataLoader(batches, batch_size=None) for batches in (dealt[:1], dealt)))
         figures = {name: float(value) for name, value in trainer.callback_metrics.items() if "held_out" in name}
-        confusion = module.sum_confusion() if kind is RouterModule else None
+        confusion = objective.sum_confusion(num_ranks) if kind is Classification else None
         return figures, seen, None if confusion is None else confusion.tolist()
 
     return task
@@ -86,7 +87,7 @@ def expected(kind, answers):
                     continue  # once more, behind its first time
                 x_0 = (whole["x_0"][one].double().numpy() - SHIFT) * SCALE
                 x_t = (1 - t) * x_0 + t * noise
-                if kind is ExpertModule:
+                if kind is Regression:
                     found[t][one] = np.square(0.5 * x_t - (noise - x_0)).mean()
                     continue
                 chances = np.exp(0.5 * x_t.reshape(-1)[:NUM_CLUSTERS])
@@ -98,7 +99,7 @@ def expected(kind, answers):
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-@pytest.mark.parametrize(("kind", "network"), [(ExpertModule, Half), (RouterModule, FirstPixels)])
+@pytest.mark.parametrize(("kind", "network"), [(Regression, Half), (Classification, FirstPixels)])
 def test_what_ranks_see_once_more_does_not_count_once_more(kind, network, strategy):
     answers = in_two_processes(validated(kind, network, WORLD, strategy))
     losses, seen, confusion = expected(kind, [answers[0], answers[1]])
@@ -108,7 +109,7 @@ def test_what_ranks_see_once_more_does_not_count_once_more(kind, network, strate
         assert figures[name] == pytest.approx(np.mean(list(losses.values())), rel=1e-5)
         for t, loss in losses.items():
             assert figures[f"{name}_t{t:.3f}"] == pytest.approx(loss, rel=1e-5)
-    if kind is RouterModule:
+    if kind is Classification:
         for _, _, found in answers.values():
             np.testing.assert_allclose(found, confusion, rtol=1e-4)
 
@@ -120,4 +121,4 @@ def test_a_member_counts_as_many_as_its_shards_hold_out(member, tiny_run):
     data = build_data(resolved, run)
     data.prepare_data()
     held_out = [one for part in data.val_dataloader() for one in part["sample_id"].tolist()]
-    assert build_module(resolved, run).num_held_out == len(set(held_out)) == len(held_out) > 0
+    assert build_objective(resolved, run).num_held_out == len(set(held_out)) == len(held_out) > 0

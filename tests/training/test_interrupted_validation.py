@@ -17,7 +17,7 @@ from ddm_lightning.cli.parser import main
 from ddm_lightning.members.status import MemberStatus
 from ddm_lightning.training import checkpoint, previews
 from ddm_lightning.training.callbacks import MissedValidation
-from ddm_lightning.training.roles import ExpertModule
+from ddm_lightning.training.module import MemberModule
 
 SHORT = (
     "expert.train.max_steps=20",
@@ -74,7 +74,7 @@ def values(run, tag):
 
 def in_held_out_batches(monkeypatch, at_step):
     """SIGTERM in the first held-out batch of ``at_step``."""
-    step_of, seen = ExpertModule.validation_step, []
+    step_of, seen = MemberModule.validation_step, []
 
     def validation_step(self, batch, batch_idx):
         seen.append(self.global_step)
@@ -82,7 +82,7 @@ def in_held_out_batches(monkeypatch, at_step):
             os.kill(os.getpid(), signal.SIGTERM)
         step_of(self, batch, batch_idx)
 
-    monkeypatch.setattr(ExpertModule, "validation_step", validation_step)
+    monkeypatch.setattr(MemberModule, "validation_step", validation_step)
     return seen
 
 
@@ -153,14 +153,14 @@ def test_a_second_signal_does_not_end_the_writing_of_the_checkpoint(undisturbed,
 
 def in_the_last_step(monkeypatch, at_step):
     """SIGTERM while the step before ``at_step`` is taken."""
-    step_of = ExpertModule.training_step
+    step_of = MemberModule.training_step
 
     def training_step(self, batch, batch_idx):
         if self.global_step == at_step - 1:
             os.kill(os.getpid(), signal.SIGTERM)
         return step_of(self, batch, batch_idx)
 
-    monkeypatch.setattr(ExpertModule, "training_step", training_step)
+    monkeypatch.setattr(MemberModule, "training_step", training_step)
 
 
 def test_the_last_validation_is_not_cut_short(tiny_run, monkeypatch):
@@ -180,7 +180,7 @@ class KilledError(Exception):
 def test_the_last_one_is_made_up_for_where_a_kill_ended_it(tiny_run, tmp_path, monkeypatch):
     last, other = [*SHORT, "expert.train.max_steps=16"], tmp_path / "other"
     shutil.copytree(tiny_run, other)
-    step_of = ExpertModule.validation_step
+    step_of = MemberModule.validation_step
 
     def validation_step(self, batch, batch_idx):
         if self.global_step == 16:
@@ -188,7 +188,7 @@ def test_the_last_one_is_made_up_for_where_a_kill_ended_it(tiny_run, tmp_path, m
         step_of(self, batch, batch_idx)
 
     with monkeypatch.context() as patched:
-        patched.setattr(ExpertModule, "validation_step", validation_step)
+        patched.setattr(MemberModule, "validation_step", validation_step)
         with pytest.raises(KilledError):
             main(["fit", "-c", str(TINY), f"run_dir={tiny_run}", "member=expert-0", *last])
     speed = status(tiny_run)["samples_per_second"]

@@ -20,8 +20,10 @@ from ddm_lightning.config.validate import TRAINER_FLAGS
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import CALLBACKS
 from ddm_lightning.members.run import Run
-from ddm_lightning.training.fit import build_data, build_module
+from ddm_lightning.training.fit import build_data
 from ddm_lightning.training.loggers import log_image
+from ddm_lightning.training.module import MemberModule
+from ddm_lightning.training.objective import build_objective
 
 pytestmark = WARNINGS
 WIDTHS = "expert.train.ema_widths=[0.1,0.2]"
@@ -120,7 +122,7 @@ def test_plug_in_callbacks_and_flags_reach_the_trainer(tiny_run, monkeypatch, ca
 @pytest.mark.parametrize(
     ("setting", "words"),
     [
-        ("island.callbacks=[{name: nowhere}]", "unknown callback 'nowhere'; known: none"),
+        ("island.callbacks=[{name: nowhere}]", "unknown callback 'nowhere'; known: sample-log"),
         ("island.trainer={profiler: magic}", "keys 'island.trainer' and 'island.callbacks': When passing"),
         ("island.loggers=[wandb]", "needs the package 'wandb'; install it with: pip install -e '.[wandb]'"),
     ],
@@ -177,7 +179,7 @@ def plain(tiny_prepared, tmp_path):
             log_every_n_steps=2, logger=CSVLogger(tmp_path, "", f"to-{max_steps}"), callbacks=list(callbacks),
             enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
         )  # fmt: skip
-        return trainer, build_module(own, run), build_data(own, run)
+        return trainer, MemberModule(build_objective(own, run), run.experiment.island), build_data(own, run)
 
     return build
 

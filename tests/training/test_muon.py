@@ -12,7 +12,7 @@ from ddm_lightning.config.experiment import TrainConfig
 from ddm_lightning.flow.condition import ConditionSpec
 from ddm_lightning.networks.blocks import is_muon_matrix
 from ddm_lightning.networks.dit import DiT
-from ddm_lightning.training.ema import gathered_ema, track_ema
+from ddm_lightning.training.ema import track_ema, unsharded_ema
 from ddm_lightning.training.optimizer import MuonWithAdamW, build_optimizer, build_schedule
 
 pytestmark = WARNINGS
@@ -171,7 +171,7 @@ def test_it_is_resumed_to_the_bit_with_its_averages(tmp_path):
         backward(resumed, step)
         optimizer.step()
     assert same(values(resumed), values(straight))
-    assert same(gathered_ema(resumed, optimizer), gathered_ema(straight, optimizers[0]))
+    assert same(unsharded_ema(resumed, optimizer), unsharded_ema(straight, optimizers[0]))
 
 
 def test_a_member_trains_with_it(tiny_run):

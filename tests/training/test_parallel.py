@@ -59,7 +59,7 @@ def test_a_named_strategy_is_used(name, kind, said, devices):
     strategy, reason = choose_strategy(island(strategy=name, devices=devices), 1)
     assert isinstance(strategy, kind)
     assert f"over {devices} devices{said}: asked for by island.strategy" in reason
-    assert getattr(strategy, "gathered", False) == (name == "fsdp-shard-grad-op")
+    assert getattr(strategy, "reshard_after_forward", True) == (name != "fsdp-shard-grad-op")
 
 
 def test_under_ddp_only_rank_zero_saves(tmp_path, monkeypatch):
@@ -86,14 +86,14 @@ def test_auto_shards_above_half_of_a_device():
     assert isinstance(strategy, ModelParallelStrategy)
     assert "8.6 GB per device unsharded" in reason
     # Of 20 bytes 4 are whole and 20 shared by two: 14 a parameter, beside 8 GiB.
-    assert strategy.gathered
-    assert choose_strategy(island(devices=2), 8 * GIGABYTE // 14 - 1)[0].gathered
-    assert not choose_strategy(island(devices=2), 8 * GIGABYTE // 14 + 1)[0].gathered
-    assert choose_strategy(island(devices=4), 8 * GIGABYTE // 14 + 1)[0].gathered
+    assert not strategy.reshard_after_forward
+    assert not choose_strategy(island(devices=2), 8 * GIGABYTE // 14 - 1)[0].reshard_after_forward
+    assert choose_strategy(island(devices=2), 8 * GIGABYTE // 14 + 1)[0].reshard_after_forward
+    assert not choose_strategy(island(devices=4), 8 * GIGABYTE // 14 + 1)[0].reshard_after_forward
     # In bfloat16 2 of the 4.
     half = island(devices=2, precision="bf16-mixed")
-    assert choose_strategy(half, 8 * GIGABYTE // 12 - 1)[0].gathered
-    assert not choose_strategy(half, 8 * GIGABYTE // 12 + 1)[0].gathered
+    assert not choose_strategy(half, 8 * GIGABYTE // 12 - 1)[0].reshard_after_forward
+    assert choose_strategy(half, 8 * GIGABYTE // 12 + 1)[0].reshard_after_forward
     assert isinstance(choose_strategy(island(devices=2), fits, num_widths=1)[0], ModelParallelStrategy)
 
 

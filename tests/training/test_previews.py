@@ -1,38 +1,39 @@
 import contextlib
-from types import SimpleNamespace
+import io
+import re
 
+import lightning as L
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.loggers import TensorBoardLogger
 from shards.mds import WARNINGS
 from tiny_runs import read_status
-from training.members import MEMBER, batch, expert
+from torch.utils.data import DataLoader
+from training.members import MEMBER, Recorder, batch, expert
 from training.short_fits import fit, weights
-from training.two_processes import in_two_processes
+from training.two_processes import in_two_processes, trainer_of
 
-from ddm_lightning.config.experiment import EvaluateConfig, PluginConfig, SampleConfig
+from ddm_lightning.config.experiment import EvaluateConfig, IslandConfig, PluginConfig, SampleConfig
 from ddm_lightning.core.errors import UserError
-from ddm_lightning.encoders import images
+from ddm_lightning.encoders import images as encoders
 from ddm_lightning.encoders.stored import StoredForm
 from ddm_lightning.flow.randomness import keyed_generator
 from ddm_lightning.training.callbacks import StopOnRequest
-from ddm_lightning.training.previews import SampleLogger, ScoreLogger, routing_heat_map
+from ddm_lightning.training.module import MemberModule
+from ddm_lightning.training.parallel import choose_strategy
+from ddm_lightning.training.previews import SampleLogger, ScoreLogger, routing_heat_map, sample_like
+from ddm_lightning.training.rolling import RollingCheckpoints
 
 pytestmark = WARNINGS
 
 
-def sampled(module, given, **settings):
-    module._trainer.precision_plugin = SimpleNamespace(forward_context=contextlib.nullcontext)
-    stop = SimpleNamespace(cuts_validation=lambda _: False)
-    return SampleLogger(MEMBER, SampleConfig(**settings), stop).sampled(module, given)
-
-
 def test_samples_from_a_stored_posterior_have_the_channels_of_an_image():
-    module = expert(stored=StoredForm("posterior", {"scale": 0.5, "shift": 0.0}))
+    objective = expert(stored=StoredForm("posterior", {"scale": 0.5, "shift": 0.0}))
     given = {**batch(), "x_0": torch.randn(6, 8, 4, 4, generator=torch.Generator().manual_seed(0))}
-    found = sampled(module, given)
-    assert found.shape == module.normalised(given).shape == (6, 4, 4, 4)
-    assert all(x_t.shape == found.shape for x_t, *_ in module.network.calls)
+    found = sample_like(objective, given, SampleConfig(), ("images",))
+    assert found.shape == objective.x_0(given).shape == (6, 4, 4, 4)
+    assert all(x_t.shape == found.shape for x_t, *_ in objective.network.calls)
 
 
 def test_samples_are_guided():
@@ -43,7 +44,7 @@ def test_samples_are_guided():
             return x_t * (1.0 + 2.0 * condition.keep[:, None, None, None])  # 1 without the condition, 3 with it
 
     noise = torch.randn((6, 3, 4, 4), generator=keyed_generator(MEMBER.seed, "images"))
-    found = sampled(expert(Answers()), batch(), guidance_scale=4, num_steps=1)
+    found = sample_like(expert(Answers()), batch(), SampleConfig(guidance_scale=4, num_steps=1), ("images",))
     torch.testing.assert_close(found, noise - (1 + 4 * (3 - 1)) * noise)
 
 
@@ -66,80 +67,98 @@ def test_the_heat_map_has_a_panel_per_timestep_and_rows_that_sum_to_one():
         assert len(labels) == 9
 
 
-class Fails(torch.nn.Module):
-    prediction = "velocity"
+class Fails(Recorder):
+    """Fails where sampling begins, and neither training nor validation comes."""
 
     def __init__(self, error):
         super().__init__()
+        self.gain = torch.nn.Parameter(torch.ones(1))
         self.error = error
 
     def forward(self, x_t, t, condition):
-        raise self.error
+        if t[0] == 1:
+            raise self.error
+        return super().forward(x_t, t, condition)
 
 
-def in_validation(module, num_ranks=1, rank=0, **settings):
-    """A Trainer in a validation at step 4 of 8."""
-    defaults = {"global_step": 4, "max_steps": 8, "should_stop": False, "scaler": None}
-    trainer = SimpleNamespace(world_size=num_ranks, global_rank=rank, is_global_zero=rank == 0, **defaults)
-    trainer.precision_plugin = SimpleNamespace(forward_context=contextlib.nullcontext)
-    trainer.loggers, module._trainer = [], trainer
-    return trainer
+QUIET = dict.fromkeys(("enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+ODD = "expert-0: step 1: no images of this validation: odd"
 
 
-def log_samples(module, num_ranks):
-    trainer = in_validation(module, num_ranks)
-    logger = SampleLogger(MEMBER, SampleConfig(num_steps=1), SimpleNamespace(cuts_validation=lambda _: False))
-    logger.on_validation_batch_start(trainer, module, batch(), 0)
-    logger.on_validation_epoch_end(trainer, module)
+def shown(folder, network, *callbacks, rank=None, batches=1):
+    """Scores of a step and its validation with these callbacks, on one rank or one of two."""
+    stop = StopOnRequest(RollingCheckpoints(folder, IslandConfig(), {}))
+    settings = {"max_steps": 1, "num_sanity_val_steps": 0, "log_every_n_steps": 1}
+    settings |= {"callbacks": [stop, *(make(stop) for make in callbacks)]}
+    settings["logger"] = TensorBoardLogger(folder, version=rank)
+    if rank is None:
+        strategy, _ = choose_strategy(IslandConfig(accelerator="cpu"), 1)
+        trainer = L.Trainer(accelerator="cpu", strategy=strategy, **QUIET, **settings)
+    else:
+        trainer = trainer_of(rank, "ddp", **settings)
+    loaders = (DataLoader([batch(seed=n) for n in range(many)], batch_size=None) for many in (1, batches))
+    trainer.fit(MemberModule(expert(network)), *loaders)
+    return {name for name in trainer.callback_metrics if name.startswith("score/")}
 
 
-def test_networks_that_fail_end_no_training_on_one_rank(capsys):
-    log_samples(expert(Fails(ValueError("odd"))), num_ranks=1)
-    assert capsys.readouterr().err == "expert-0: step 4: no images of this validation: odd\n"
+def images(stop):
+    return SampleLogger(MEMBER, SampleConfig(num_steps=1), stop)
 
 
-def test_networks_that_fail_on_one_of_several_ranks_end_all_at_once():
+def test_networks_that_fail_end_no_training_on_one_rank(tmp_path, capsys):
+    shown(tmp_path, Fails(ValueError("odd")), images)
+    assert ODD in capsys.readouterr().err.splitlines()
+
+
+def test_networks_that_fail_on_one_of_several_ranks_end_all_at_once(tmp_path):
     """The others would wait in a collective. What may be a lost connection keeps its type: another rank says why."""
-    with pytest.raises(RuntimeError, match="closed by peer"):
-        log_samples(expert(Fails(RuntimeError("closed by peer"))), num_ranks=2)
-    with pytest.raises(UserError, match=r"^expert-0: step 4: rank 0 cannot make images .*: out of memory .*\[csv\]"):
-        log_samples(expert(Fails(RuntimeError("Tried to allocate 2 GiB"))), num_ranks=2)
+
+    def raised(error):
+        def task(rank):
+            with pytest.raises(Exception) as caught:
+                shown(tmp_path, Fails(error), images, rank=rank)
+            return caught.type.__name__, str(caught.value)
+
+        return in_two_processes(task)[0]
+
+    assert raised(RuntimeError("closed by peer")) == ("RuntimeError", "closed by peer")
+    name, text = raised(RuntimeError("Tried to allocate 2 GiB"))
+    assert name == "UserError"
+    assert re.match(r"expert-0: step 1: rank 0 cannot make images .*: out of memory .*\[csv\]", text)
 
 
-def test_a_decoder_that_fails_ends_no_training_on_several_ranks(monkeypatch, capsys):
+def test_a_decoder_that_fails_ends_no_training_on_several_ranks(tmp_path, monkeypatch):
     def fails(*_):
         raise ValueError("odd")
 
-    monkeypatch.setattr(images.Pixels, "decode", fails)
-    log_samples(expert(), num_ranks=2)
-    assert capsys.readouterr().err == "expert-0: step 4: no images of this validation: odd\n"
+    def task(rank):
+        with contextlib.redirect_stderr(io.StringIO()) as said:
+            shown(tmp_path, Recorder(), images, rank=rank)
+        return ODD in said.getvalue().splitlines()
+
+    monkeypatch.setattr(encoders.Pixels, "decode", fails)
+    assert in_two_processes(task) == {0: True, 1: False}
 
 
 @pytest.mark.parametrize("failing", [None, 1])
-def test_ranks_skip_scores_together_when_one_cannot_score(failing):
+def test_ranks_skip_scores_together_when_one_cannot_score(tmp_path, failing):
     """At its first batch of two; a collective after that finds both ranks in step."""
 
-    def scored(rank):
+    def task(rank):
         def fails(*_, **__):
             raise OSError("no disk")
 
-        module, logged = expert(), {}
-        trainer = in_validation(module, num_ranks=2, rank=rank)
-        module.log_figures = logged.update
-        stop = StopOnRequest(None)
-        stop.on_train_start(trainer, module)
-        evaluate = EvaluateConfig([PluginConfig("kid", {"features": "pixels"})], num_images=24)
-        scores = ScoreLogger(SampleLogger(MEMBER, SampleConfig(num_steps=2), stop), evaluate, 4)
-        if rank == failing:
-            scores.metrics[0][1].update = fails
-        for index in range(2):
-            scores.on_validation_batch_start(trainer, module, batch(seed=2 * rank + index), index)
-        scores.on_validation_epoch_end(trainer, module)
-        return logged, stop.any_rank(rank == 1)
+        def scores(stop):
+            evaluate = EvaluateConfig([PluginConfig("kid", {"features": "pixels"})], num_images=24)
+            found = ScoreLogger(images(stop), evaluate, 1)
+            if rank == failing:
+                found.metrics[0][1].update = fails
+            return found
 
-    (first, in_step), second = in_two_processes(scored).values()
-    assert (first, in_step) == second and in_step
-    assert [*first] == (["score/KID (pixels)"] if failing is None else [])
+        return shown(tmp_path, Recorder(), scores, rank=rank, batches=2)
+
+    expected = {"score/KID (pixels)"} if failing is None else set()
+    assert in_two_processes(task) == {0: expected, 1: expected}
 
 
 @pytest.mark.parametrize("place", ["__init__", "decode"])
@@ -149,7 +168,7 @@ def test_an_island_that_cannot_decode_trains_without_images_and_says_so(finished
     def fails(*_, **__):
         raise UserError("no weights here\nand more")
 
-    monkeypatch.setattr(images.Pixels, place, fails)
+    monkeypatch.setattr(encoders.Pixels, place, fails)
     assert fit(tiny_run) == 0
     said = [line for line in capsys.readouterr().err.splitlines() if "no weights here" in line]
     if place == "__init__":

@@ -13,8 +13,10 @@ from ddm_lightning.config.load import load_experiment
 from ddm_lightning.members.run import Run
 from ddm_lightning.shards.mds import open_shards
 from ddm_lightning.training.checkpoint import load_tensors
-from ddm_lightning.training.fit import build_data, build_module
+from ddm_lightning.training.fit import build_data
 from ddm_lightning.training.guard import SkippedStep
+from ddm_lightning.training.module import MemberModule
+from ddm_lightning.training.objective import Position, build_objective
 from ddm_lightning.training.replay import replay_step
 
 pytestmark = WARNINGS
@@ -49,11 +51,11 @@ def test_each_sample_has_its_own_loss_and_gradient_at_the_nearest_weights(finish
         and [sample.sample_id for sample in replay.samples] == ids
     )
 
-    module = build_module(opened.member("expert-0"), opened)
+    objective = build_objective(opened.member("expert-0"), opened)
+    module = MemberModule(objective)
     load_tensors(nearest, module)
-    module.replayed = (0, 17)
     batch = open_shards(data.training_folders()).take(np.arange(3))
-    noised = module.noisy_batch(batch)
+    noised = objective.noisy_batch(batch, Position(17))
     for row, sample in enumerate(replay.samples):
         one = noised.rows(slice(row, row + 1))
         with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-mixed"):

@@ -17,6 +17,7 @@ from ddm_lightning.core.processes import STARTED_BY
 from ddm_lightning.training.callbacks import StopOnRequest
 from ddm_lightning.training.checkpoint import CheckpointWriter
 from ddm_lightning.training.guard import read_skipped
+from ddm_lightning.training.module import MemberModule
 from ddm_lightning.training.parallel import OneDevice
 from ddm_lightning.training.rolling import RollingCheckpoints, check_origin, newest_checkpoint, origin_of
 
@@ -30,7 +31,7 @@ class FakeTrainer:
         self.max_steps = max_steps
         self.global_step = 0
         self.saved = []
-        self.lightning_module = expert()
+        self.lightning_module = MemberModule(expert())
         self.strategy = OneDevice(torch.device("cpu"))
         self.strategy.checkpoints = CheckpointWriter(None, leads=True, from_device=False)
         self.rolling = rolling
@@ -96,8 +97,8 @@ def test_skipped_steps_are_written_before_the_checkpoint(tmp_path):
         save(*path, **named),
     )
     guard, ids = trainer.lightning_module.guard, torch.tensor([5, 9])
-    guard.record(7, ids, torch.tensor([0.25, 0.5]), torch.tensor([1.0, math.inf]))
-    guard.judge(SimpleNamespace(), torch.tensor(math.inf))
+    guard.record(7, 0, ids, torch.tensor([0.25, 0.5]), torch.tensor([1.0, math.inf]))
+    guard.skip_unless_finite(SimpleNamespace(), torch.tensor(math.inf))
     trainer.take(10)
     ((skipped,),) = found
     assert (skipped.step, skipped.rank, skipped.sample_ids, skipped.t) == (7, 0, [5, 9], [0.25, 0.5])
@@ -168,8 +169,8 @@ def test_a_diverged_step_is_not_kept(tmp_path):
     trainer.take(5)
     guard = trainer.lightning_module.guard
     for step in range(guard.max_consecutive + 1):
-        guard.record(step, torch.tensor([0]), torch.tensor([0.5]), torch.tensor([1.0]))
-        guard.judge(SimpleNamespace(), torch.tensor(float("nan")))
+        guard.record(step, 0, torch.tensor([0]), torch.tensor([0.5]), torch.tensor([1.0]))
+        guard.skip_unless_finite(SimpleNamespace(), torch.tensor(float("nan")))
     with pytest.raises(UserError, match="no finite gradient"):
         trainer.take(5)
     assert names(tmp_path) == ["step-00000005.ckpt"]

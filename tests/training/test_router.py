@@ -3,7 +3,7 @@ import pytest
 import torch
 from tiny_runs import TINY
 from torch import nn
-from training.members import batch, router
+from training.members import batch, figures, losses_of, router
 
 from ddm_lightning.config.load import load_experiment
 from ddm_lightning.flow.condition import ConditionSpec
@@ -50,28 +50,23 @@ def test_the_router_drops_conditions_as_often_as_its_own_section_says(tiny_prepa
 
 def test_the_loss_is_the_cross_entropy_of_the_cluster():
     network = LinearRouter()
-    module = router(network, condition_dropout=0.0)
     part = batch(16)
-    loss = module.training_step(part, 0)
+    losses, loss = losses_of(router(network, condition_dropout=0.0), part)
     ((x_t, _, _),) = network.calls
     logits = expected_logits(network, x_t, part, is_conditional=True)
     rows = np.arange(16), part["cluster"].numpy()
     assert loss.item() == pytest.approx(-log_softmax(logits)[rows].mean(), rel=1e-4)
     accuracy = (logits.argmax(1) == rows[1]).mean()
-    figures = module.drain("train/")
-    assert figures["train/cross_entropy"] == pytest.approx(loss.item())
-    assert figures["train/accuracy"] == pytest.approx(accuracy)
-    assert {name.partition("_t")[0] for name in figures} == {"train/cross_entropy", "train/accuracy"}
+    assert losses.keys() == {"loss", "accuracy"}
+    assert losses["accuracy"].mean().item() == pytest.approx(accuracy)
 
 
 @pytest.mark.parametrize("kind", ["text", "none"])
 def test_held_out_figures_and_confusion_against_numpy(kind):
     network = LinearRouter()
-    module = router(network, condition=ConditionSpec(kind, 6 if kind == "text" else 0))
-    module.confusion = None
+    objective = router(network, condition=ConditionSpec(kind, 6 if kind == "text" else 0))
     batches = [batch(10, seed=1), batch(3, seed=2)]
-    for index, part in enumerate(batches):
-        module.validation_step(part, index)
+    found = figures(objective, *batches)
     branches = [""] if kind == "none" else ["", "_conditional"]
     nll = {(suffix, time): [] for suffix in branches for time in range(NUM_TIMES)}
     hits = {key: [] for key in nll}
@@ -89,18 +84,17 @@ def test_held_out_figures_and_confusion_against_numpy(kind):
                 hits[suffix, time] += (logits.argmax(1) == true).tolist()
                 if not suffix:
                     np.add.at(confusion[time], true, np.exp(log_softmax(logits)))
-    figures = module.drain("held_out/")
     for suffix, time in nll:
         at = f"{suffix}_t{(time + 0.5) / NUM_TIMES:.3f}"
-        assert figures[f"held_out/cross_entropy{at}"] == pytest.approx(np.mean(nll[suffix, time]), rel=1e-4)
-        assert figures[f"held_out/accuracy{at}"] == pytest.approx(np.mean(hits[suffix, time]))
+        assert found[f"held_out/cross_entropy{at}"] == pytest.approx(np.mean(nll[suffix, time]), rel=1e-4)
+        assert found[f"held_out/accuracy{at}"] == pytest.approx(np.mean(hits[suffix, time]))
     for suffix in branches:
         everything = [nll[suffix, time] for time in range(NUM_TIMES)]
-        assert figures[f"held_out/cross_entropy{suffix}"] == pytest.approx(np.mean(everything), rel=1e-4)
-    calibration = {name for name in figures if "temperature" in name or "calibration" in name}
+        assert found[f"held_out/cross_entropy{suffix}"] == pytest.approx(np.mean(everything), rel=1e-4)
+    calibration = {name for name in found if "temperature" in name or "calibration" in name}
     assert len(calibration) == len(branches) * 3 * NUM_TIMES  # temperature, and the error before and after
-    assert len(figures) - len(calibration) == len(branches) * 2 * (1 + NUM_TIMES)
-    np.testing.assert_allclose(module.confusion.numpy(), confusion, rtol=1e-4, atol=1e-5)
+    assert len(found) - len(calibration) == len(branches) * 2 * (1 + NUM_TIMES)
+    np.testing.assert_allclose(objective.confusion.numpy(), confusion, rtol=1e-4, atol=1e-5)
     # Rows are true clusters: each holds as many samples as there are of it.
     counts = np.bincount(torch.cat([part["cluster"] for part in batches]).numpy(), minlength=NUM_CLUSTERS)
-    np.testing.assert_allclose(module.confusion.sum(2).numpy(), np.tile(counts, (NUM_TIMES, 1)), rtol=1e-4)
+    np.testing.assert_allclose(objective.confusion.sum(2).numpy(), np.tile(counts, (NUM_TIMES, 1)), rtol=1e-4)

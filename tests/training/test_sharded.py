@@ -19,7 +19,7 @@ from ddm_lightning.flow.condition import Condition, ConditionSpec
 from ddm_lightning.networks.dit import DiT
 from ddm_lightning.networks.mmdit import MMDiT
 from ddm_lightning.training.checkpoint import damage_of, tensors_of
-from ddm_lightning.training.ema import KEY, ema_tensors, ema_weights, gathered_ema, track_ema, width_key
+from ddm_lightning.training.ema import KEY, ema_tensors, ema_weights, track_ema, unsharded_ema, width_key
 from ddm_lightning.training.optimizer import build_optimizer, clip_in_step
 from ddm_lightning.training.parallel import shard_blocks
 
@@ -79,8 +79,8 @@ def close(sharded, single):
         )
 
 
-def shard(network, gathered=False):
-    shard_blocks(network, init_device_mesh("cpu", (WORLD,)), gathered=gathered)
+def shard(network, reshard_after_forward=True):
+    shard_blocks(network, init_device_mesh("cpu", (WORLD,)), reshard_after_forward=reshard_after_forward)
     return network
 
 
@@ -100,7 +100,7 @@ def averages_and_clipping(rank):
         for name, value in ema_tensors(sharded, optimizer, key).items():
             assert isinstance(value, DTensor)
             assert value.to_local().shape[0] == sizes[name]
-        close(gathered_ema(sharded, optimizer, key), gathered_ema(single, reference, key))
+        close(unsharded_ema(sharded, optimizer, key), unsharded_ema(single, reference, key))
     return sizes
 
 
@@ -111,7 +111,7 @@ def lending_after_a_forward(rank):
     for number in range(3):
         step(network, optimizer, inputs(number).chunk(WORLD)[rank], clip=1.0)
     own = {name: gathered(p) for name, p in network.named_parameters()}
-    averages = gathered_ema(network, optimizer)
+    averages = unsharded_ema(network, optimizer)
     with torch.no_grad():
         network(inputs(9))
     single = Uneven()
@@ -160,7 +160,7 @@ def checkpoints_of_either_kind(folder):
         x = inputs(9)
         step(sharded, optimizer, x.chunk(WORLD)[rank], clip=0.05)
         step(single, reference, x, clip=0.05)
-        close(gathered_ema(sharded, optimizer), gathered_ema(single, reference))
+        close(unsharded_ema(sharded, optimizer), unsharded_ema(single, reference))
         return sorted(path.name for path in (folder / "two").iterdir())
 
     return task
@@ -169,7 +169,7 @@ def checkpoints_of_either_kind(folder):
 def what_is_whole_after_a_forward(rank):
     found = {}
     for gathered in (False, True):
-        network = shard(Uneven(), gathered=gathered)
+        network = shard(Uneven(), reshard_after_forward=not gathered)
         loss = network(inputs(0).chunk(WORLD)[rank]).square().mean()
         found[gathered] = sorted(name for name, p in network.named_parameters() if not isinstance(p, DTensor))
         loss.backward()
@@ -181,7 +181,7 @@ def losses_of_twenty_steps(rank):
     """Of FSDP2, DDP and one process on the same 20 batches; no dimension is shared equally."""
     networks = {
         "fsdp": shard(Uneven()),
-        "gathered": shard(Uneven(), gathered=True),
+        "gathered": shard(Uneven(), reshard_after_forward=False),
         "ddp": DistributedDataParallel(Uneven()),
         "one": Uneven(),
     }
@@ -217,7 +217,7 @@ def a_dit_in_bfloat16(rank):
     qkv.register_forward_hook(lambda part, inputs, _: seen.add((part.weight.dtype, inputs[0].dtype)))
     sharded.blocks[0].register_forward_hook(lambda *call: seen.add(call[-1].dtype))
     sharded.time_embedding.register_forward_hook(lambda _, inputs, __: seen.add(inputs[0].dtype))
-    shard_blocks(sharded, init_device_mesh("cpu", (WORLD,)), gathered=True, half=True)
+    shard_blocks(sharded, init_device_mesh("cpu", (WORLD,)), reshard_after_forward=False, half=True)
     for part in (sharded, *sharded.blocks):
         assert part._get_fsdp_state()._mp_policy.reduce_dtype == torch.float32
     optimizers = [build_optimizer(network, replace(TRAIN, learning_rate=3e-3)) for network in (sharded, single)]

@@ -10,7 +10,7 @@ from ddm_lightning.members.cost import StepCost, step_cost
 from ddm_lightning.members.run import Run
 from ddm_lightning.members.run_folder import RunFolder
 from ddm_lightning.training import speed
-from ddm_lightning.training.fit import build_module
+from ddm_lightning.training.objective import build_objective
 from ddm_lightning.training.speed import Speed
 
 
@@ -58,8 +58,7 @@ def test_a_forward_pass_counts_once_more_in_hfu_where_it_is_computed_twice(
     experiment = load_experiment(TINY, [f"island.activation_checkpointing={checkpointed}"])
     run = Run(experiment, RunFolder(tiny_prepared.parent))
     member = run.member("expert-0")
-    of_a_sample = step_cost(member, experiment.island, build_module(member, run).network)
-    measured = Speed(8, of_a_sample)
+    measured = Speed(8, step_cost(member, experiment.island, build_objective(member, run).network))
     measured.start(0)
     take(measured, clock, 1, wait=0.5, work=0.5)
     figures = measured.read(1)

@@ -8,12 +8,13 @@ import torch
 from torch import nn
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.utils.data import DataLoader
-from training.members import SCALE, SHIFT, Recorder, batch, build
+from training.members import SCALE, SHIFT, Recorder, batch, expert
 from training.two_processes import WORLD, in_two_processes, trainer_of
 
+from ddm_lightning.config.experiment import IslandConfig
 from ddm_lightning.flow.randomness import keyed_generator
 from ddm_lightning.training.callbacks import StopOnRequest
-from ddm_lightning.training.roles import ExpertModule
+from ddm_lightning.training.module import MemberModule
 
 NUM_STEPS = 3
 
@@ -63,7 +64,7 @@ def test_hosts_do_not_ask_their_devices_and_gradients_lie_where_they_are_sent_fr
             limit_val_batches=0,
         )
         batches = DataLoader([batch()] * NUM_STEPS, batch_size=None)
-        trainer.fit(build(ExpertModule, TwoWeights()), batches, batches)
+        trainer.fit(MemberModule(expert(TwoWeights())), batches, batches)
         return watch.num_broadcasts, watch.num_memories, watch.sends_buffers
 
     assert in_two_processes(task) == dict.fromkeys(range(WORLD), (0, [1] * NUM_STEPS, False))
@@ -78,7 +79,7 @@ def test_fsdp2_reduces_gradients_once_a_step_of_several_parts(monkeypatch):
             network = TwoWeights()
             trainer = trainer_of(rank, "fsdp", max_steps=NUM_STEPS, limit_val_batches=0)
             batches = DataLoader([batch()] * NUM_STEPS, batch_size=None)
-            trainer.fit(build(ExpertModule, network, micro_batch_size=size), batches, batches)
+            trainer.fit(MemberModule(expert(network), IslandConfig(micro_batch_size=size)), batches, batches)
             return len(reduced), [weight.full_tensor().tolist() for weight in network.parameters()]
 
         return in_two_processes(task)
@@ -97,7 +98,7 @@ def seen_by(strategy):
         network.gain = nn.Parameter(torch.ones(1))  # FSDP2 shares no number without a dimension
         trainer = trainer_of(rank, strategy, max_steps=2, limit_val_batches=0)
         batches = DataLoader([batch()] * 2, batch_size=None)
-        trainer.fit(build(ExpertModule, network), batches, batches)
+        trainer.fit(MemberModule(expert(network)), batches, batches)
         return [(t.tolist(), x_t.tolist()) for x_t, t, _ in network.calls]
 
     return task

@@ -1,11 +1,9 @@
 """The student: its target is the ensemble's velocity."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from tiny_runs import TINY, copy_run, settings
-from training.members import Recorder, at, batch, build, expert
+from training.members import Recorder, batch, build, expert, figures, losses_of
 
 from ddm_lightning.cli.parser import main
 from ddm_lightning.config.load import load_experiment
@@ -15,9 +13,7 @@ from ddm_lightning.members.artifact import read_artifact
 from ddm_lightning.members.roles import ROLES
 from ddm_lightning.members.run import Run
 from ddm_lightning.members.run_folder import RunFolder
-from ddm_lightning.training.fit import teach
-from ddm_lightning.training.module import NUM_VALIDATION_TIMESTEPS
-from ddm_lightning.training.roles import StudentModule
+from ddm_lightning.training.objective import NUM_VALIDATION_TIMESTEPS, Distillation
 
 SLOPES = torch.tensor([-1.0, 0.5, 2.0])
 
@@ -33,18 +29,18 @@ class Router(torch.nn.Module):
 
 def student(network, strategy=None):
     """A student of three experts whose velocities are multiples of x_t."""
-    module = at(build(StudentModule, network, name="student", role=ROLES["student"], condition_dropout=0.0), step=0)
+    objective = build(Distillation, network, name="student", role=ROLES["student"], condition_dropout=0.0)
     experts = [Recorder(answer=lambda x_t, _, slope=slope: slope / 0.7 * x_t) for slope in SLOPES]
-    module.teacher = Ensemble(experts, Router(), [1 / 3] * 3)
-    module.strategy = None if strategy is None else STRATEGIES.build(strategy, {})
-    return module
+    objective.teacher = Ensemble(experts, Router(), [1 / 3] * 3)
+    objective.strategy = None if strategy is None else STRATEGIES.build(strategy, {})
+    return objective
 
 
 @pytest.mark.parametrize("prediction", ["velocity", "epsilon", "x_0"])
 @pytest.mark.parametrize("strategy", [None, "full", "top-1"])
 def test_the_target_is_the_teachers_velocity(prediction, strategy):
     network, part = Recorder(prediction), batch(32)
-    loss = student(network, strategy).training_step(part, 0)
+    _, loss = losses_of(student(network, strategy), part)
     ((x_t, t, _),) = network.calls
     slope = {None: SLOPES[part["cluster"]], "full": (SLOPES * Router.probabilities).sum(), "top-1": SLOPES[2]}[strategy]
     velocity = slope.reshape(-1, 1, 1, 1) * x_t
@@ -54,19 +50,15 @@ def test_the_target_is_the_teachers_velocity(prediction, strategy):
 
 
 def test_the_held_out_loss_is_an_experts():
-    part, losses = batch(16), []
-    for module in (student(Recorder()), expert(Recorder())):
-        module.eval()
-        module.validation_step(part, 0)
-        losses.append(module.drain("held_out/"))
+    losses = [figures(objective, batch(16)) for objective in (student(Recorder()), expert(Recorder()))]
     assert len(losses[0]) == 1 + NUM_VALIDATION_TIMESTEPS
     assert losses[0] == losses[1]
 
 
 def test_its_teacher_computes_in_the_precision_of_samples(finished_run):
-    module, experiment = SimpleNamespace(), load_experiment(TINY, ["sample.precision=bf16-mixed"])
-    teach(module, Run(experiment, RunFolder(finished_run)))
-    assert module.teacher.precision == "bf16-mixed"
+    objective, experiment = student(Recorder()), load_experiment(TINY, ["sample.precision=bf16-mixed"])
+    objective.teach(Run(experiment, RunFolder(finished_run)))
+    assert objective.teacher.precision == "bf16-mixed"
 
 
 @pytest.mark.slow

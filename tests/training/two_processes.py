@@ -55,10 +55,9 @@ def trainer_of(rank, strategy, num_ranks=WORLD, **settings):
         devices=num_ranks,
         strategy=choose_strategy(IslandConfig(accelerator="cpu", devices=num_ranks, strategy=strategy), 1)[0],
         plugins=[OwnProcesses()],
-        logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         use_distributed_sampler=False,
-        **settings,
+        **{"logger": False, **settings},
     )

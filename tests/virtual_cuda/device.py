@@ -54,8 +54,8 @@ class Recorder:
 def place(frame: FrameType | None) -> str:
     """Where an event comes from: the innermost function of ours, then Lightning's or torchmetrics' within it.
 
-    ``training.guard:settle``, say, or ``training.module:log_figures > module:log_dict``; empty in the threads of the
-    backward pass. Without line numbers, so that an allow-list stays true when code above moves.
+    ``training.guard:find_skipped``, say, or ``training.module:log_figures > module:log_dict``; empty in the threads
+    of the backward pass. Without line numbers, so that an allow-list stays true when code above moves.
     """
     within = ""
     while frame is not None:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from ddm_lightning.networks.blocks import SelfAttention
-from ddm_lightning.training.module import MemberModule
+from ddm_lightning.training.objective import Objective
 
 
 def watch(note: Callable[[Any], None]) -> None:
@@ -27,10 +27,10 @@ def watch(note: Callable[[Any], None]) -> None:
 
 def spoil_a_step(note: Callable[[Any], None]) -> None:
     """Give one step of the monolith a loss that is not finite, so that there is a skipped step to replay."""
-    weighted = MemberModule.weighted
+    weighted = Objective.weighted
 
-    def spoilt(self: MemberModule, losses: dict[str, Tensor], t: Tensor) -> Tensor:
+    def spoilt(self: Objective, losses: dict[str, Tensor], t: Tensor) -> Tensor:
         loss = weighted(self, losses, t)
         return loss * float("nan") if self.member.name == "monolith" and self.global_step == 2 else loss
 
-    MemberModule.weighted = spoilt  # type: ignore[method-assign]
+    Objective.weighted = spoilt  # type: ignore[method-assign]

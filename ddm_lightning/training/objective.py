@@ -1,0 +1,425 @@
+"""What members train on, in pure PyTorch: batch → noisy batch → losses, and held-out figures. Needs no Trainer.
+
+All randomness (timesteps, noise, dropped conditions, dropout within the network) is keyed by seed, member and
+``Position``. So ranks differ, and a resumed training neither repeats nor skips any.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ddm_lightning.core.devices import device_of
+from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.registry import CAPTION_ENCODERS, STRATEGIES
+from ddm_lightning.core.weights import check_memory
+from ddm_lightning.encoders.interfaces import CaptionEncoder
+from ddm_lightning.encoders.stored import StoredForm
+from ddm_lightning.ensemble.load import load_ensemble
+from ddm_lightning.ensemble.manifest import read_ensemble
+from ddm_lightning.ensemble.routing import Strategy
+from ddm_lightning.ensemble.velocity import Ensemble
+from ddm_lightning.flow.condition import Condition
+from ddm_lightning.flow.path import PATHS, interpolate, training_target, velocity_loss_weights, x_0_from_velocity
+from ddm_lightning.flow.randomness import keyed_generator, keyed_seed
+from ddm_lightning.flow.timesteps import sample_timesteps, stratified_timesteps
+from ddm_lightning.members.member import Member
+from ddm_lightning.members.run import Run
+from ddm_lightning.members.status import CONDITIONAL, TEMPERATURE
+from ddm_lightning.networks.calibration import Calibration
+from ddm_lightning.shards.manifest import Manifest
+
+NUM_VALIDATION_TIMESTEPS = 8
+ECE = "held_out/calibration_error"
+
+
+@dataclass(frozen=True)
+class Position:
+    """Place of a batch in a training; keys its randomness."""
+
+    step: int
+    """Optimizer steps taken before."""
+    rank: int = 0
+    num_ranks: int = 1
+    part: int = 0
+    """Number of the batch within its step, where a Trainer accumulates gradients over several."""
+
+
+@dataclass(frozen=True)
+class NoisyBatch:
+    """A batch on the member's path between data and noise; ``t`` is the path's time."""
+
+    x_t: Float[Tensor, "b c h w"]
+    t: Float[Tensor, " b"]
+    noise: Float[Tensor, "b c h w"]
+    x_0: Float[Tensor, "b c h w"]
+    condition: Condition | None
+
+    def rows(self, rows: slice) -> NoisyBatch:
+        """Return some of the samples."""
+        condition = None if self.condition is None else self.condition.rows(rows)
+        return NoisyBatch(self.x_t[rows], self.t[rows], self.noise[rows], self.x_0[rows], condition)
+
+
+class Averages:
+    """Running averages on the device."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Tensor] = {}
+
+    def add(self, name: str, value: Float[Tensor, "*times"], count: int | Tensor = 1) -> None:
+        """Add values, unless they are not finite.
+
+        Args:
+            name: of the average; ends in ``_by_time`` for a row of averages, one per timestep.
+            value: the sum of the values, or one sum per timestep.
+            count: number of values in a sum.
+        """
+        value = value.detach().float()
+        finite = value.isfinite()
+        pair = torch.stack([torch.where(finite, value, 0.0), finite * count])
+        self._sums[name] = self._sums[name] + pair if name in self._sums else pair
+
+    def drain(self, num_ranks: int = 1) -> dict[str, float]:
+        """Return and reset the averages over all ranks, sorted by name; empty ones are missing.
+
+        The host waits for the device here. With several ranks this is a collective, and all need the same names.
+        """
+        drained = {name: self._sums[name] for name in sorted(self._sums)}
+        self._sums = {}
+        if not drained:
+            return {}
+        table = torch.cat([pair.view(2, -1) for pair in drained.values()], dim=1)
+        if num_ranks > 1:
+            torch.distributed.all_reduce(table)
+        sums, counts = table.tolist()
+        names = [one for name, pair in drained.items() for one in _names(name, pair.view(2, -1).shape[1])]
+        return {name: total / count for name, total, count in zip(names, sums, counts, strict=True) if count}
+
+
+class Objective(ABC):
+    """Base of the objectives: how a batch is noised, and how its losses count.
+
+    Args:
+        network: the built network.
+        member: its role, clusters and training settings.
+        stored: how the shards hold ``x_0``.
+        caption_encoder: encodes captions during training; None if the shards hold the result.
+        num_held_out: held-out samples of its clusters; None to count every row of a held-out batch.
+    """
+
+    loss_name = "loss"
+    """Name of the loss in curves."""
+
+    def __init__(
+        self,
+        network: nn.Module,
+        member: Member,
+        stored: StoredForm,
+        *,
+        caption_encoder: CaptionEncoder | None = None,
+        num_held_out: int | None = None,
+    ) -> None:
+        self.network = network
+        self.member = member
+        self.stored = stored
+        self.caption_encoder = caption_encoder
+        self.num_held_out = num_held_out
+        self.held_out = Averages()
+
+    @property
+    def prediction(self) -> str:
+        """Prediction type that an expert's network declares."""
+        return getattr(self.network, "prediction", "velocity")
+
+    def x_0(self, batch: dict[str, Tensor]) -> Float[Tensor, "b c h w"]:
+        """Return the data of a batch, or the mean of a stored posterior, in fp32 and the networks' units."""
+        return self.stored.mean(batch["x_0"])
+
+    def condition(self, batch: dict[str, Tensor]) -> Condition | None:
+        """Return the condition of a batch, without dropout."""
+        kind, encoder = self.member.condition.kind, self.caption_encoder
+        if kind == "none":
+            return None
+        if kind == "class":
+            return Condition.of(batch["label"])
+        if kind == "tokens":
+            return Condition.of(batch["text_tokens"] if encoder is None else encoder.tokens_of_stored(batch))
+        if "text" not in batch and encoder is not None:
+            return Condition.of(encoder.vectors_of_stored(batch))
+        return Condition.of(batch["text"])
+
+    # Training.
+
+    def seed_network(self, at: Position, device: torch.device) -> None:
+        """Key the global generators, which a network's own dropout uses."""
+        seed = keyed_seed(self.member.seed, *self._key("network", at))
+        # Only those in use: ``torch.manual_seed`` takes a millisecond per kind of idle device.
+        torch.default_generator.manual_seed(seed)
+        if device.type == "cuda":
+            torch.cuda.manual_seed(seed)
+
+    def noisy_batch(self, batch: dict[str, Tensor], at: Position) -> NoisyBatch:
+        """Sample timesteps, noise and dropped conditions for a batch."""
+        config, device = self.member.timesteps, batch["x_0"].device
+        generator = keyed_generator(self.member.seed, *self._key("noise", at), device=device)
+        stored = batch["x_0"]
+        if self.member.train.horizontal_flip:
+            flipped = torch.rand(len(stored), generator=generator, device=device) < 0.5
+            # A mirrored latent is not the latent of the mirrored image, so take that one if the shards hold it.
+            mirrored = batch["x_0_flipped"] if "x_0_flipped" in batch else stored.flip(-1)
+            stored = torch.where(flipped[:, None, None, None], mirrored, stored)
+        x_0 = self.stored.sample(stored, generator)
+        t = sample_timesteps(len(x_0), config.density, config.mean, config.std, config.shift, generator, device)
+        noise = torch.randn(x_0.shape, generator=generator, device=device)
+        condition = self.condition(batch)
+        if condition is not None:
+            dropped = torch.rand(len(x_0), generator=generator, device=device) < self.member.condition_dropout
+            condition = condition.dropped(dropped)
+        return NoisyBatch(interpolate(x_0, noise, t, self.member.path), t, noise, x_0, condition)
+
+    @abstractmethod
+    def compute_losses(self, noisy: NoisyBatch, batch: dict[str, Tensor]) -> dict[str, Float[Tensor, " b"]]:
+        """Return ``loss`` of each sample, in fp32, and further figures to show as curves."""
+
+    def weighted(self, losses: dict[str, Float[Tensor, " b"]], t: Float[Tensor, " b"]) -> Float[Tensor, " b"]:
+        """Weight ``loss`` for training; curves show it unweighted."""
+        if self.member.loss == "velocity":
+            return losses["loss"] * velocity_loss_weights(t, self.prediction, self.member.path)
+        return losses["loss"]
+
+    def _key(self, purpose: str, at: Position) -> tuple[int | str, ...]:
+        # The first part has the key of a step without accumulation.
+        return self.member.name, purpose, at.rank, at.step, *([at.part] if at.part else [])
+
+    # Validation.
+
+    def start_validation(self) -> None:
+        """Forget an earlier validation."""
+        self.held_out = Averages()
+
+    @abstractmethod
+    def validate(self, batch: dict[str, Tensor], batch_idx: int, at: Position) -> None:
+        """Add a held-out batch to the figures, at 8 fixed timesteps, so that curves of runs are comparable."""
+
+    def held_out_figures(self, num_ranks: int = 1) -> dict[str, float]:
+        """Return the averages since ``start_validation``, over all ranks; a collective of them."""
+        return self.held_out.drain(num_ranks)
+
+    def noisy_validation_batch(self, batch: dict[str, Tensor], batch_idx: int, index: int, at: Position) -> NoisyBatch:
+        """Return the batch at the ``index``-th of 8 fixed timesteps, with noise that never changes.
+
+        Curves of one and of eight devices are comparable: each rank generates the noise of the whole step and takes the
+        rows of its own samples. The ranks' samples alternate in a step (``shards.datamodule.steps``).
+        """
+        x_0 = self.x_0(batch)
+        time = stratified_timesteps(NUM_VALIDATION_TIMESTEPS)[index].item()
+        t = torch.full((len(x_0),), time, device=x_0.device)  # a copy would wait for the device
+        generator = keyed_generator(self.member.seed, "validation", batch_idx, index, 0, device=x_0.device)
+        # In full even for a smaller batch: the values may depend on their number.
+        noise = torch.randn((self.member.batch_size, *x_0.shape[1:]), generator=generator, device=x_0.device)
+        noise = noise[at.rank :: at.num_ranks][: len(x_0)]
+        return NoisyBatch(interpolate(x_0, noise, t, self.member.path), t, noise, x_0, self.condition(batch))
+
+    def num_counted(self, batch: dict[str, Tensor], batch_idx: int, at: Position) -> int:
+        """Return how many rows of a held-out batch count; they come first.
+
+        Ranks that cannot share the held-out samples equally repeat some (``shards.datamodule.steps``), each as its last
+        row. It is computed like the others, because ranks wait for one another under FSDP2.
+        """
+        num = len(batch["sample_id"])
+        if self.num_held_out is None:
+            return num
+        first = batch_idx * self.member.batch_size + at.rank
+        return min(num, len(range(first, self.num_held_out, at.num_ranks)))
+
+
+class Regression(Objective):
+    """Flow-matching expert or monolith: regresses ``ε − x_0``, or the target that its network declares, at ``x_t``.
+
+    The loss is the mean squared error in fp32 (McAllister et al., arXiv 2501.05450, section 3).
+    """
+
+    def compute_losses(self, noisy: NoisyBatch, batch: dict[str, Tensor]) -> dict[str, Float[Tensor, " b"]]:
+        return {"loss": self._squared_error(noisy, noisy.x_0, noisy.noise)}
+
+    def _squared_error(self, noisy: NoisyBatch, x_0: Tensor, noise: Tensor) -> Float[Tensor, " b"]:
+        """Mean squared error of each sample, whose path ends at ``x_0`` and ``noise``."""
+        prediction = self.network(noisy.x_t, noisy.t, noisy.condition)
+        target = training_target(x_0, noise, noisy.t, self.prediction, self.member.path)
+        return F.mse_loss(prediction.float(), target, reduction="none").flatten(1).mean(1)
+
+    @torch.no_grad()
+    def validate(self, batch: dict[str, Tensor], batch_idx: int, at: Position) -> None:
+        num = self.num_counted(batch, batch_idx, at)
+        for index in range(NUM_VALIDATION_TIMESTEPS):
+            noisy = self.noisy_validation_batch(batch, batch_idx, index, at)
+            loss = self._squared_error(noisy, noisy.x_0, noisy.noise)[:num].sum()
+            for suffix in ("", time_suffix(index)):
+                self.held_out.add(f"held_out/loss{suffix}", loss, num)
+
+
+class Distillation(Regression):
+    """Student: regresses the ensemble's velocity instead of ``ε − x_0`` (arXiv 2501.05450, section 4).
+
+    The held-out loss is an expert's, so that it compares with the monolith's.
+    """
+
+    teacher: Ensemble
+    """All experts, and the router if ``strategy`` needs one."""
+    strategy: Strategy | None = None
+    """Weights the experts; None evaluates the expert of each sample's cluster."""
+
+    def teach(self, run: Run) -> None:
+        """Take the run's finished ensemble as the teacher.
+
+        Raises:
+            UserError: no ensemble, a damaged artifact, or a strategy without weights or without its router.
+        """
+        experiment, name = run.experiment, run.experiment.distill.teacher
+        self.teacher = load_ensemble(read_ensemble(run.folder.ensemble), device_of(experiment.island.accelerator))
+        self.teacher.precision = experiment.sample.precision
+        self.strategy = None if name == "owner" else STRATEGIES.build(name, {})
+        if self.strategy is not None and type(self.strategy).weights is Strategy.weights:
+            raise UserError(f"key 'distill.teacher' = {name!r}: does not weight velocities; set owner, full or top-1")
+
+    def compute_losses(self, noisy: NoisyBatch, batch: dict[str, Tensor]) -> dict[str, Float[Tensor, " b"]]:
+        return {"loss": self._squared_error(noisy, *self.ends(noisy, batch))}
+
+    def ends(self, noisy: NoisyBatch, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the teacher's estimates of data and noise, the ends of each sample's path."""
+        x_t, t = PATHS[self.member.path].to_linear(noisy.x_t, noisy.t)
+        weighting: dict[str, Any] = {"weights": F.one_hot(batch["cluster"], self.member.num_clusters).to(x_t)}
+        if self.strategy is not None:
+            weighting = {"route": self.strategy.weights}
+        velocity = self.teacher.velocity(x_t, t, noisy.condition, **weighting)
+        x_0 = x_0_from_velocity(x_t, velocity, t)
+        return x_0, x_0 + velocity
+
+
+class Classification(Objective):
+    """Router: classifies noisy samples by cluster with a cross-entropy (arXiv 2501.05450, section 3.2).
+
+    It trains on the natural mixture of clusters, so its probabilities contain the cluster priors.
+    """
+
+    loss_name = "cross_entropy"
+    confusion: Float[Tensor, "t k k"] | None = None
+    """Probabilities of this rank's part of a validation, summed by timestep and true cluster."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.calibrations: dict[str, Calibration] = {}
+        """Calibration without (``""``) and with (``CONDITIONAL``) the condition, of this rank's samples."""
+
+    def compute_losses(self, noisy: NoisyBatch, batch: dict[str, Tensor]) -> dict[str, Float[Tensor, " b"]]:
+        """Return the cross-entropy of each sample, in nats, and whether its cluster is the likeliest."""
+        logits = self.network(noisy.x_t, noisy.t, noisy.condition).float()
+        hits = (logits.argmax(1) == batch["cluster"]).float()
+        return {"loss": F.cross_entropy(logits, batch["cluster"], reduction="none"), "accuracy": hits}
+
+    def start_validation(self) -> None:
+        super().start_validation()
+        self.confusion = None
+        self.calibrations = {}
+
+    @torch.no_grad()
+    def validate(self, batch: dict[str, Tensor], batch_idx: int, at: Position) -> None:
+        """Add cross-entropy and accuracy, without and with the condition."""
+        num = self.num_counted(batch, batch_idx, at)
+        cluster, sample_ids = batch["cluster"][:num], batch["sample_id"][:num]
+        on_host = cluster.cpu(), sample_ids.cpu()
+        for index in range(NUM_VALIDATION_TIMESTEPS):
+            noisy = self.noisy_validation_batch(batch, batch_idx, index, at)
+            branches = {"": None} | ({CONDITIONAL: noisy.condition} if noisy.condition is not None else {})
+            for branch, condition in branches.items():
+                logits = self.network(noisy.x_t, noisy.t, condition).float()[:num]
+                nll = F.cross_entropy(logits, cluster, reduction="sum")
+                hits = (logits.argmax(1) == cluster).float().sum()
+                for suffix in (branch, f"{branch}{time_suffix(index)}"):
+                    self.held_out.add(f"held_out/{self.loss_name}{suffix}", nll, num)
+                    self.held_out.add(f"held_out/accuracy{suffix}", hits, num)
+                calibration = self.calibrations.setdefault(branch, Calibration(NUM_VALIDATION_TIMESTEPS))
+                calibration.add(index, logits.cpu(), *on_host)
+                if not branch:
+                    if self.confusion is None:
+                        num_clusters = logits.shape[1]
+                        self.confusion = logits.new_zeros(NUM_VALIDATION_TIMESTEPS, num_clusters, num_clusters)
+                    self.confusion[index].index_add_(0, cluster, logits.softmax(1))
+
+    def held_out_figures(self, num_ranks: int = 1) -> dict[str, float]:
+        """Return the averages, the temperatures, and the calibration error before and after; a collective."""
+        figures = super().held_out_figures(num_ranks)
+        device = next(self.network.parameters()).device
+        for branch, calibration in self.calibrations.items():
+            if num_ranks > 1:
+                for sums in (calibration.loss, calibration.reliability):
+                    on_device = sums.to(device)
+                    torch.distributed.all_reduce(on_device)
+                    sums.copy_(on_device)
+            before, after = calibration.errors()
+            temperatures = calibration.temperatures()
+            for name, values in ((TEMPERATURE, temperatures), (ECE, before), (f"{ECE}_calibrated", after)):
+                figures |= {f"{name}{branch}{time_suffix(index)}": value for index, value in enumerate(values)}
+        self.calibrations = {}
+        return figures
+
+    def sum_confusion(self, num_ranks: int) -> Float[Tensor, "t k k"] | None:
+        """Return the confusion of all ranks; a collective, once per validation. None without held-out samples."""
+        if self.confusion is not None and num_ranks > 1:
+            torch.distributed.all_reduce(self.confusion)
+        return self.confusion
+
+
+OBJECTIVES: dict[str, type[Objective]] = {
+    "regression": Regression,
+    "classification": Classification,
+    "distillation": Distillation,
+}
+"""What computes the losses of a role, by the name of its objective."""
+
+
+def build_objective(member: Member, run: Run) -> Objective:
+    """Build the objective of a member of ``run``, around its untrained network.
+
+    Raises:
+        UserError: unknown network or parameters, flips whose encodings the shards lack, or a network too large for the
+            memory.
+    """
+    manifest = run.manifest
+    if member.train.horizontal_flip and manifest.stores == "posterior" and "x_0_flipped" not in manifest.columns:
+        problem = "the shards hold no latents of mirrored images"
+        remedy = "prepare with prepare.horizontal_flips=true, or set it to false"
+        raise UserError(f"key '{member.role.section}.train.horizontal_flip': {problem}; {remedy}")
+    planned = member.plan_network()
+    check_memory([*planned.parameters(), *planned.buffers()], member.name)
+    return OBJECTIVES[member.role.objective](
+        member.build_network(),
+        member,
+        StoredForm(manifest.stores, manifest.normalisation),
+        caption_encoder=_online_encoder(member, manifest),
+        num_held_out=sum(manifest.clusters[k].held_out for k in member.clusters),
+    )
+
+
+def _online_encoder(member: Member, manifest: Manifest) -> CaptionEncoder | None:
+    """Build the caption encoder to run during training; None if the shards hold its results."""
+    column = {"text": "text", "tokens": "text_tokens"}.get(member.condition.kind)
+    if column is None or member.caption_encoder is None or column in manifest.columns:
+        return None
+    return CAPTION_ENCODERS.build(member.caption_encoder.name, member.caption_encoder.params)
+
+
+def time_suffix(index: int, num: int = NUM_VALIDATION_TIMESTEPS) -> str:
+    """Ends the names of curves at the ``index``-th of ``num`` timesteps, as in ``_t0.062``."""
+    return f"_t{(index + 0.5) / num:.3f}"
+
+
+def _names(name: str, num: int) -> list[str]:
+    return [name] if num == 1 else [f"{name.removesuffix('_by_time')}{time_suffix(index, num)}" for index in range(num)]

@@ -1,0 +1,325 @@
+import numpy as np
+import pytest
+import torch
+from training.members import SCALE, SHIFT, Recorder, batch, build, expert, figures, held_out, losses_of, noisy
+
+from ddm_lightning.config.experiment import TimestepsConfig, TrainConfig
+from ddm_lightning.encoders.stored import StoredForm
+from ddm_lightning.ensemble.velocity import Ensemble
+from ddm_lightning.flow.condition import ConditionSpec
+from ddm_lightning.flow.path import PATHS
+from ddm_lightning.members.roles import ROLES
+from ddm_lightning.shards.datamodule import steps
+from ddm_lightning.training.objective import Averages, Distillation, Position
+
+NUM_TIMES = 8
+
+
+def drawn(objective, **at):
+    noised = noisy(objective, **at)
+    return noised.noise, noised.t, noised.condition.keep
+
+
+def test_equal_keys_repeat_the_step_and_nothing_else_does():
+    objective = expert(condition_dropout=0.5)
+    torch.manual_seed(1)
+    first = drawn(objective, step=5, rank=1)
+    torch.manual_seed(2)  # the global generator has no part in it
+    assert all(torch.equal(a, b) for a, b in zip(first, drawn(objective, step=5, rank=1), strict=True))
+    others = [
+        drawn(objective, step=6, rank=1),
+        drawn(objective, step=5, rank=0),
+        drawn(expert(condition_dropout=0.5, seed=8), step=5, rank=1),
+        drawn(expert(condition_dropout=0.5, name="expert-1"), step=5, rank=1),
+    ]
+    for noise, t, _ in others:
+        assert not torch.equal(noise, first[0])
+        assert not torch.equal(t, first[1])
+
+
+def test_the_batch_lies_on_the_straight_path():
+    noised = noisy(expert(), batch())
+    x_0 = (batch()["x_0"].numpy().astype(np.float64) - 127.5) / 127.5
+    t = noised.t.double().numpy()[:, None, None, None]
+    np.testing.assert_allclose(noised.x_0.numpy(), x_0, atol=1e-6)
+    np.testing.assert_allclose(noised.x_t.numpy(), (1 - t) * x_0 + t * noised.noise.double().numpy(), atol=1e-6)
+    assert noised.x_t.dtype == noised.t.dtype == torch.float32
+    assert x_0.min() >= -1
+    assert x_0.max() <= 1
+
+
+def test_timesteps_follow_their_density_and_are_shifted_for_the_resolution():
+    """SD3 (2403.03206), section 5.3.2: t becomes 3t / (1 + 2t)."""
+    plain, shifted = (
+        noisy(expert(timesteps=TimestepsConfig(mean=0.5, std=0.8, shift=shift)), batch(4000)).t.double().numpy()
+        for shift in (1.0, 3.0)
+    )
+    logit = np.log(plain) - np.log1p(-plain)
+    assert (logit.mean(), logit.std()) == (pytest.approx(0.5, abs=0.05), pytest.approx(0.8, abs=0.04))
+    np.testing.assert_allclose(shifted, 3 * plain / (1 + 2 * plain), rtol=1e-4)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1, 0.5, 1.0])
+def test_conditions_are_dropped_as_often_as_asked(dropout):
+    num, steps = 500, 40
+    kept = torch.cat(
+        [noisy(expert(condition_dropout=dropout), batch(num), step).condition.keep for step in range(steps)]
+    )
+    spread = 4 * np.sqrt(dropout * (1 - dropout) / (num * steps))
+    assert abs((~kept).double().mean().item() - dropout) <= spread
+
+
+def test_dropping_is_independent_of_noise_and_time():
+    """A generator used twice from its beginning would tie the three together."""
+    noised = noisy(expert(condition_dropout=0.5), batch(4000))
+    keep = noised.condition.keep.double().numpy()
+    for other in (noised.t.double().numpy(), noised.noise[:, 0, 0, 0].double().numpy()):
+        assert abs(np.corrcoef(keep, other)[0, 1]) < 0.06
+
+
+@pytest.mark.parametrize(("kind", "size", "name"), [("text", 6, "text"), ("class", 5, "label")])
+def test_the_condition_is_the_batchs(kind, size, name):
+    condition = noisy(expert(condition=ConditionSpec(kind, size)), batch()).condition
+    assert torch.equal(condition.values, batch()[name])
+    assert noisy(expert(condition=ConditionSpec("none", 0)), batch()).condition is None
+
+
+def test_half_of_the_images_are_mirrored_left_to_right_when_asked():
+    plain = noisy(expert(train=TrainConfig(1, 1)), batch(400)).x_0
+    mirrored = noisy(expert(train=TrainConfig(1, 1, horizontal_flip=True)), batch(400)).x_0
+    same = (mirrored == plain).flatten(1).all(1)
+    flipped = (mirrored == plain.flip(3)).flatten(1).all(1)
+    assert bool((same ^ flipped).all())
+    assert 150 < int(flipped.sum()) < 250
+
+
+def test_the_mirrored_images_own_encoding_is_used_where_it_is_stored():
+    """An encoder is not symmetric: the mirrored latent is not the latent of the mirrored image."""
+    num = 400
+    stored = batch(num)
+    stored["x_0_flipped"] = 255 - batch(num, seed=1)["x_0"]
+    objective = expert(train=TrainConfig(1, 1, horizontal_flip=True))
+    found = noisy(objective, stored).x_0
+    itself = (found == (stored["x_0"].float() - SHIFT) * SCALE).flatten(1).all(1)
+    flipped = (found == (stored["x_0_flipped"].float() - SHIFT) * SCALE).flatten(1).all(1)
+    assert bool((itself ^ flipped).all())
+    assert 150 < int(flipped.sum()) < 250
+    # The same samples as where the shards hold no such column, and none without the setting.
+    mirrored = noisy(objective, batch(num)).x_0
+    assert torch.equal(flipped, (mirrored != (batch(num)["x_0"].float() - SHIFT) * SCALE).flatten(1).any(1))
+    plain = noisy(expert(train=TrainConfig(1, 1)), stored).x_0
+    assert torch.equal(plain, (stored["x_0"].float() - SHIFT) * SCALE)
+
+
+POSTERIOR = StoredForm("posterior", {"scale": [0.5, 2.0, 1.0], "shift": [0.0, -1.0, 3.0]})
+
+
+def posterior_batch(num=6):
+    drawn = torch.Generator().manual_seed(3)
+    mean, spread = torch.randn(num, 3, 4, 4, generator=drawn), torch.rand(num, 3, 4, 4, generator=drawn) + 0.5
+    return {**batch(num), "x_0": torch.cat([mean, spread], 1).half()}
+
+
+def test_a_posterior_is_drawn_anew_at_each_step_by_the_keyed_generator():
+    stored = posterior_batch()
+
+    def x_0(step=5, rank=1, **changes):
+        return noisy(expert(stored=POSTERIOR, **changes), stored, step, rank).x_0
+
+    torch.manual_seed(1)
+    first = x_0()
+    torch.manual_seed(2)
+    assert torch.equal(first, x_0()), "a resumed step draws what it drew"
+    for other in (x_0(step=6), x_0(rank=0), x_0(seed=8), x_0(name="expert-1")):
+        assert not torch.isclose(other, first).any(1).all()
+    noised = noisy(expert(stored=POSTERIOR), stored, 5, 1)
+    t = noised.t[:, None, None, None]
+    torch.testing.assert_close(noised.x_t, (1 - t) * noised.x_0 + t * noised.noise)
+
+
+def test_draws_of_a_posterior_have_its_mean_and_spread_and_nothing_of_the_noise():
+    stored = {name: values[:1].expand(4000, *values.shape[1:]) for name, values in posterior_batch().items()}
+    noised = noisy(expert(stored=POSTERIOR), stored)
+    mean, spread = POSTERIOR.mean(stored["x_0"][:1])[0].numpy(), POSTERIOR.std(stored["x_0"][:1])[0].numpy()
+    z = (noised.x_0.numpy() - mean) / spread
+    assert np.abs(z.mean(0)).max() < 5 / np.sqrt(4000) and np.abs(z.std(0) - 1).max() < 5 / np.sqrt(8000)
+    for other in (noised.noise.numpy()[:, 1, 2, 2], noised.noise.numpy()[:, 0, 0, 0], noised.t.numpy()):
+        assert abs(np.corrcoef(z[:, 0, 0, 0], other)[0, 1]) < 0.08
+
+
+def test_validation_looks_at_the_mean_of_a_posterior():
+    stored = posterior_batch()
+    mean = (stored["x_0"][:, :3].double().numpy() - np.reshape([0.0, -1.0, 3.0], (3, 1, 1))) * np.reshape(
+        [0.5, 2.0, 1.0], (3, 1, 1)
+    )
+    objective = expert(stored=POSTERIOR)
+    for found in (held_out(objective, stored, 2, 3).x_0, objective.x_0(stored)):
+        np.testing.assert_allclose(found.numpy(), mean, rtol=1e-6, atol=1e-6)
+
+
+class OnlineText:
+    """Counts the ids of a caption: what a text network does in a way that can be checked."""
+
+    def vectors_of_stored(self, stored):
+        return torch.nn.functional.one_hot(stored["text_ids"].long(), 6).sum(1).float()
+
+
+def test_token_ids_become_vectors_while_training():
+    stored = {name: values for name, values in batch().items() if name != "text"}
+    stored["text_ids"] = torch.tensor([[0, 1], [5, 5], [2, 3], [4, 0], [1, 1], [3, 5]], dtype=torch.int32)
+    expected = np.zeros((6, 6), np.float32)
+    for row, ids in enumerate(stored["text_ids"].tolist()):
+        for number in ids:
+            expected[row, number] += 1
+    objective = expert(caption_encoder=OnlineText())
+    np.testing.assert_array_equal(noisy(objective, stored).condition.values.numpy(), expected)
+    np.testing.assert_array_equal(held_out(objective, stored, 0, 0).condition.values.numpy(), expected)
+    # Vectors that are stored win: they are not computed twice.
+    both = {**stored, "text": batch()["text"]}
+    assert torch.equal(noisy(objective, both).condition.values, both["text"])
+    unconditional = expert(caption_encoder=OnlineText(), condition=ConditionSpec("none", 0))
+    assert noisy(unconditional, stored).condition is None
+
+
+def test_validation_is_the_same_for_every_member():
+    first = [held_out(expert(), batch(), 2, index) for index in range(NUM_TIMES)]
+    later = [held_out(expert(name="expert-3"), batch(), 2, index) for index in range(NUM_TIMES)]
+    for index, (a, b) in enumerate(zip(first, later, strict=True)):
+        assert torch.equal(a.noise, b.noise)
+        assert torch.equal(a.x_t, b.x_t)
+        np.testing.assert_allclose(a.t.numpy(), (index + 0.5) / NUM_TIMES)
+        assert bool(a.condition.keep.all())
+    noises = {noised.noise.numpy().tobytes() for noised in first}
+    noises.add(held_out(expert(), batch(), 3, 0).noise.numpy().tobytes())
+    assert len(noises) == NUM_TIMES + 1
+
+
+@pytest.mark.parametrize("num_held_out", [24, 20, 21])  # the last step is full, and is not
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("edge", [4, 6])  # torch draws numbers of multiples of 16 otherwise than others
+def test_a_held_out_sample_has_the_same_noise_on_any_number_of_ranks(num_ranks, num_held_out, edge):
+    whole, size = batch(num_held_out), 8
+    whole["x_0"] = torch.zeros(num_held_out, 3, edge, edge, dtype=torch.uint8)
+
+    def noises(ranks_of_step):
+        found = {}
+        for rank in range(ranks_of_step):
+            objective = expert(batch_size=size)
+            dealt = steps(np.arange(num_held_out), rank, ranks_of_step, size // ranks_of_step, full=False)
+            for index, rows in enumerate(dealt):
+                part = {name: column[rows] for name, column in whole.items()}
+                noised = held_out(objective, part, index, 5, rank, ranks_of_step)
+                # The first ones come once more where ranks would have unequally many.
+                found = dict(zip(rows.tolist(), noised.noise, strict=True)) | found
+        return torch.stack([found[row] for row in range(num_held_out)])
+
+    one = noises(1)
+    assert len(one.unique(dim=0)) == num_held_out
+    assert torch.equal(noises(num_ranks), one)
+
+
+def test_the_loss_can_be_that_of_the_velocity():
+    plain, weighted = (expert(Recorder("x_0"), loss=loss) for loss in ("prediction", "velocity"))
+    noised, (_, found) = noisy(plain), losses_of(weighted, batch())
+    each = plain.compute_losses(noised, batch())["loss"]
+    assert found.item() == pytest.approx((each / noised.t.clamp(min=0.05) ** 2).mean().item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("prediction", ["velocity", "epsilon", "x_0"])
+def test_the_loss_is_the_mean_squared_error_of_what_is_predicted(prediction):
+    network = Recorder(prediction)
+    _, loss = losses_of(expert(network), batch())
+    ((x_t, t, _),) = network.calls
+    x_0 = batch()["x_0"].double().numpy() * SCALE - SHIFT * SCALE
+    times = t.double().numpy()[:, None, None, None]
+    noise = (x_t.double().numpy() - (1 - times) * x_0) / times
+    target = {"velocity": noise - x_0, "epsilon": noise, "x_0": x_0}[prediction]
+    assert loss.item() == pytest.approx(np.mean((0.7 * x_t.double().numpy() - target) ** 2), rel=1e-4)
+    loss.backward()
+    assert network.gain.grad is not None
+
+
+def test_held_out_losses_weigh_samples_and_not_batches():
+    network = Recorder()
+    batches = [batch(6, seed=1), batch(2, seed=2)]
+    found = figures(expert(network), *batches)
+    squares = {index: [] for index in range(NUM_TIMES)}
+    for call, (x_t, t, condition) in enumerate(network.calls):
+        part = batches[call // NUM_TIMES]
+        x_0 = (part["x_0"].double() - SHIFT) * SCALE
+        times = t.double()[:, None, None, None]
+        noise = (x_t.double() - (1 - times) * x_0) / times
+        squares[call % NUM_TIMES] += (0.7 * x_t.double() - (noise - x_0)).square().mean((1, 2, 3)).tolist()
+        assert bool(condition.keep.all())
+    for index, values in squares.items():
+        assert len(values) == 8
+        assert found[f"held_out/loss_t{(index + 0.5) / 8:.3f}"] == pytest.approx(np.mean(values), rel=1e-4)
+    assert found["held_out/loss"] == pytest.approx(np.mean(list(squares.values())), rel=1e-4)
+    assert len(found) == 1 + NUM_TIMES
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_averages_leave_out_what_is_not_finite(value):
+    averages = Averages()
+    for one in (1.0, value, 6.0):
+        averages.add("a", torch.tensor(one))
+    averages.add("b_by_time", torch.tensor([2.0, value, 0.0]), torch.tensor([4, 5, 0]))
+    averages.add("c", torch.tensor(value))
+    averages.add("d", torch.tensor(10.0), 4)
+    assert averages.drain() == {"a": 3.5, "b_t0.167": 0.5, "d": 2.5}
+    assert averages.drain() == {}, "averages start anew"
+
+
+def test_a_networks_own_dropout_is_keyed_by_the_step():
+    def draw(step, rank=0):
+        expert().seed_network(Position(step, rank), torch.device("cpu"))
+        return torch.rand(4)
+
+    torch.manual_seed(5)
+    assert torch.equal(draw(3), draw(3))
+    assert not torch.equal(draw(3), draw(4))
+    assert not torch.equal(draw(3), draw(3, rank=1))
+
+
+@pytest.mark.parametrize("path", ["cosine", "vp"])
+def test_a_batch_lies_on_the_members_path_in_training_and_validation(path):
+    objective = expert(Recorder(), path=path)
+    noised = noisy(objective)
+    for one in (noised, held_out(objective, batch(), 0, 5)):
+        alpha, sigma = (scale[:, None, None, None] for scale in PATHS[path].scales(one.t))
+        torch.testing.assert_close(one.x_t, alpha * one.x_0 + sigma * one.noise)
+    straight = noisy(expert(Recorder()))
+    assert torch.equal(straight.t, noised.t) and torch.equal(straight.noise, noised.noise)
+
+
+def test_the_target_and_the_weights_are_the_paths():
+    recorder = Recorder("velocity", lambda x_t, _: torch.zeros_like(x_t))
+    objective = expert(recorder, path="cosine", loss="velocity")
+    noised = noisy(objective)
+    losses = objective.compute_losses(noised, batch())
+    angle = torch.pi / 2 * noised.t[:, None, None, None]
+    target = torch.pi / 2 * (angle.cos() * noised.noise - angle.sin() * noised.x_0)
+    expected = target.square().flatten(1).mean(1)
+    torch.testing.assert_close(losses["loss"], expected)
+    angle = angle.flatten()
+    scale = (angle.cos() + angle.sin()) / (torch.pi / 2)
+    torch.testing.assert_close(objective.weighted(losses, noised.t), expected * scale**2)
+
+
+def test_a_student_on_another_path_asks_its_teacher_on_the_linear_one():
+    objective = build(Distillation, Recorder(), name="student", role=ROLES["student"], path="vp")
+    asked = []
+
+    def answer(x_t, t):
+        asked.append((x_t, t))
+        return 2 / 0.7 * x_t
+
+    objective.teacher = Ensemble([Recorder(answer=answer)] * 3, None, [1 / 3] * 3)
+    noised = noisy(objective, batch(4))
+    x_0, noise = objective.ends(noised, {"cluster": torch.zeros(4, dtype=torch.int64)})
+    ((x_t, t),) = asked
+    expected_x_t, expected_t = PATHS["vp"].to_linear(noised.x_t, noised.t)
+    assert torch.equal(t, expected_t) and torch.equal(x_t, expected_x_t)
+    torch.testing.assert_close(noise - x_0, 2 * x_t)
+    time = t[:, None, None, None]
+    torch.testing.assert_close((1 - time) * x_0 + time * noise, x_t)
