@@ -6,11 +6,11 @@ Their order does not matter: none relies on another one's hook having run before
 from __future__ import annotations
 
 import math
-import os
 import signal
 import sys
 import time
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -21,7 +21,7 @@ from rich.progress import Progress
 from torch.distributed import ProcessGroup
 
 from ddm_lightning.core.formatting import member_columns
-from ddm_lightning.core.processes import STARTED_BY, handling
+from ddm_lightning.core.processes import handling
 from ddm_lightning.members.status import MemberStatus
 from ddm_lightning.training.guard import skipped_file
 from ddm_lightning.training.module import MemberModule
@@ -113,61 +113,53 @@ class MissedValidation(L.Callback):
     """Validates after the last step, and makes up for a validation that a stop or a kill cut short.
 
     A resumed training makes up for it before its next step. Lightning counts it as taken, because the checkpoint is
-    older than its first batch. This wraps Lightning's loops, so it comes after every callback's hook.
+    older than its first batch. A training without steps left starts and ends, too, for the same reason.
 
     Args:
         folder: the member's folder.
         status: records the newest validation.
         validate_every_n_steps: steps between validations.
+        resumed_step: step of the checkpoint to resume from; 0 for none.
     """
 
-    def __init__(self, folder: Path, status: MemberStatus, validate_every_n_steps: int) -> None:
-        self.folder, self.status, self.every_n_steps = folder, status, validate_every_n_steps
+    def __init__(self, folder: Path, status: MemberStatus, validate_every_n_steps: int, resumed_step: int) -> None:
+        self.folder, self.status = folder, status
+        self.every_n_steps, self.resumed_step = validate_every_n_steps, resumed_step
 
-    def setup(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
-        """Wrap the loops."""
-        fit = trainer.fit_loop
-        epoch, validation = fit.epoch_loop, fit.epoch_loop.val_loop
-        train, start, validate, is_due = fit.run, fit.on_run_start, validation.run, epoch._should_check_val_fx
+    def on_fit_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        """Lift the limit of a training without steps left: Lightning would not even start it."""
+        self._max_steps = trainer.max_steps
+        if 0 < self._max_steps <= self.resumed_step:
+            trainer.fit_loop.epoch_loop.max_steps = -1
 
-        def run() -> None:
-            """Start and end a training that has no steps left, too."""
-            fit.setup_data()
-            if fit.done:
-                fit.on_run_start()
-                fit.on_run_end()
-            else:
-                train()
+    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        """Validate if this step's validation was missed."""
+        trainer.fit_loop.epoch_loop.max_steps = self._max_steps
+        if self.is_missed(trainer.global_step, trainer.max_steps):
+            self._validate(trainer)
 
-        def on_run_start() -> None:
-            start()
-            self.make_up(trainer)
+    def on_train_epoch_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        """Validate after the last step, unless Lightning has just done so."""
+        if trainer.global_step == trainer.max_steps and self.status.validated_step < trainer.max_steps:
+            self._validate(trainer)
 
-        def run_validation() -> Any:
-            outputs = validate()
-            if not (validation.skip or trainer.should_stop):
-                self._record(trainer)
-            return outputs
+    def is_missed(self, step: int, max_steps: int) -> bool:
+        """Whether a validation was due after ``step`` and missed; every rank has read the same status."""
+        is_due = step == max_steps or (step > 0 and step % self.every_n_steps == 0)
+        return is_due and step > self.status.validated_step
 
-        def is_due_or_last(fetcher: Any) -> bool:
-            return is_due(fetcher) or (trainer.global_step == trainer.max_steps and epoch._should_check_val_epoch())
+    def _validate(self, trainer: L.Trainer) -> None:
+        """Validate as Lightning does within a training, so that every callback takes part."""
+        loop = trainer.fit_loop.epoch_loop.val_loop
+        loop.restarting = False
+        trainer.validating = True
+        loop.run()
+        trainer.training = True
 
-        fit.run, fit.on_run_start, validation.run = run, on_run_start, run_validation  # type: ignore[method-assign]
-        epoch._should_check_val_fx = is_due_or_last  # type: ignore[method-assign, assignment]
-
-    def make_up(self, trainer: L.Trainer) -> None:
-        """Validate now if this step's validation was due and missed; every rank has read the same status."""
-        step = trainer.global_step
-        is_due = step == trainer.max_steps or (step > 0 and step % self.every_n_steps == 0)
-        if is_due and step > self.status.validated_step:
-            loop = trainer.fit_loop.epoch_loop.val_loop
-            loop.restarting = False
-            trainer.validating = True
-            loop.run()
-            trainer.training = True
-
-    def _record(self, trainer: L.Trainer) -> None:
+    def on_validation_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Put the held-out averages into the status, and with them into the artifact."""
+        if trainer.should_stop:  # it was cut short
+            return
         held_out = {k: float(v) for k, v in trainer.callback_metrics.items() if k.startswith("held_out/")}
         self.status.metrics.update(held_out)
         self.status.validated_step = trainer.global_step
@@ -184,24 +176,27 @@ class StopOnRequest(L.Callback):
 
     It cuts a validation short, because ``RollingCheckpoints`` has saved that step, but not the last one, which comes
     after training. Several ranks agree every ten steps whether to stop, and whether a checkpoint is due by rank zero's
-    clock (``checkpoint_every_n_minutes``). Ranks started by rank zero ignore the signals: a terminal sends them to all,
-    and the others would wait for a rank that stops during start-up.
+    clock (``checkpoint_every_n_minutes``), so that it is enough if one of them gets the signal.
     """
 
     def __init__(self, checkpoints: RollingCheckpoints) -> None:
         self.checkpoints = checkpoints
         self.stopped = False
+        self._is_listening = False
         self._training = False
         self._requested = False
         self._hosts: ProcessGroup | None = None
 
-    def listening(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def listening(self) -> Iterator[None]:
         """Handle these signals within the returned context.
 
         Raises:
             StopRequested: a signal came outside the training steps.
         """
-        return handling(signal.SIG_IGN if STARTED_BY in os.environ else self._request)
+        self._is_listening = True
+        with handling(self._request):
+            yield
 
     def _request(self, _number: int, _frame: FrameType | None) -> None:
         if not self._training:
@@ -209,16 +204,15 @@ class StopOnRequest(L.Callback):
         self._requested = True
 
     def setup(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
-        """Keep Lightning away from SIGTERM, at which it would call a collective that the other ranks do not.
-
-        It would also ask the devices at each step whether one came, and so wait for all work queued there.
-        """
-        trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
+        """Let no step ask the devices whether a SIGTERM came: that waits for all work queued there."""
         trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Let signals wait for the end of a step from here on; a collective."""
         self._training = True
+        if self._is_listening:
+            # Lightning has put a handler of SIGTERM in front, which calls a collective that other ranks do not.
+            signal.signal(signal.SIGTERM, self._request)
         if trainer.world_size > 1:
             # On the hosts, because a collective on the devices waits for their queues.
             self._hosts = torch.distributed.new_group(backend="gloo")

@@ -199,7 +199,7 @@ def build_trainer(
     samples, every = SampleLogger(member, experiment.sample, stop), island.evaluate_every_n_steps
     all_callbacks: list[L.Callback] = [
         callbacks.Reporter(folder, status, show_progress),
-        callbacks.MissedValidation(folder, status, island.validate_every_n_steps),
+        callbacks.MissedValidation(folder, status, island.validate_every_n_steps, resumed_step),
         checkpoints,
         stop,
         samples,

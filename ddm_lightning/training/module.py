@@ -85,9 +85,11 @@ class MemberModule(L.LightningModule):
 
     # A training step, from its batch to the curves.
 
-    def on_train_start(self) -> None:
+    def on_fit_start(self) -> None:
         # The averages are over all ranks, but Lightning cannot know.
         warnings.filterwarnings("ignore", message=r"It is recommended to use `self.log\(.*sync_dist=True\)`.*")
+
+    def on_train_start(self) -> None:
         self.speed.start(self.global_step)
 
     def on_train_batch_start(self, batch: dict[str, Tensor], batch_idx: int) -> None:

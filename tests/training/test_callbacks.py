@@ -2,11 +2,9 @@ import os
 import signal
 from types import SimpleNamespace
 
-import lightning as L
 import pytest
 from training.two_processes import in_two_processes
 
-from ddm_lightning.core.processes import STARTED_BY
 from ddm_lightning.training.callbacks import StopOnRequest, StopRequested
 from ddm_lightning.training.rolling import RollingCheckpoints
 
@@ -99,29 +97,3 @@ def test_the_signals_are_given_back():
         stop.on_train_start(trainer_at(0), None)
         assert signal.getsignal(signal.SIGINT) != before[1]
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)] == before
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
-def test_a_rank_that_the_first_one_started_leaves_signals_to_it(monkeypatch, number):
-    monkeypatch.setenv(STARTED_BY, "1:/nowhere")
-    stop, trainer, before = StopOnRequest(Saves()), trainer_at(4), signal.getsignal(number)
-    with stop.listening():
-        os.kill(os.getpid(), number)
-        stop.on_train_start(trainer, None)
-        os.kill(os.getpid(), number)
-        stop.on_train_batch_end(trainer, None)
-        stop.on_train_end(trainer, None)
-        os.kill(os.getpid(), number)
-    assert not trainer.should_stop
-    assert signal.getsignal(number) is before
-
-
-def test_lightning_takes_no_signal():
-    """Its handler of SIGTERM calls a collective, wherever the others are."""
-    stop, trainer = StopOnRequest(Saves()), L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
-    with stop.listening():
-        stop.setup(trainer, None, "fit")
-        trainer._signal_connector.register_signal_handlers()
-        assert signal.getsignal(signal.SIGTERM) == stop._request
-        trainer._signal_connector.teardown()
-        assert signal.getsignal(signal.SIGTERM) == stop._request

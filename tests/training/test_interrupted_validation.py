@@ -6,7 +6,6 @@ import shutil
 import signal
 import threading
 import time
-from types import SimpleNamespace
 
 import pytest
 from shards.mds import WARNINGS
@@ -209,13 +208,8 @@ def test_the_last_one_is_made_up_for_where_a_kill_ended_it(tiny_run, tmp_path, m
     ("step", "validated", "again"), [(16, 8, 1), (16, 16, 0), (12, 8, 0), (0, 0, 0), (20, 16, 1), (20, 20, 0)]
 )
 def test_only_what_was_due_and_missed_is_made_up_for(tmp_path, step, validated, again):
-    taken = []
-    loop = SimpleNamespace(run=lambda: taken.append(loop.restarting), restarting=True)
-    epoch = SimpleNamespace(val_loop=loop)
-    trainer = SimpleNamespace(global_step=step, max_steps=20, fit_loop=SimpleNamespace(epoch_loop=epoch))
     status = MemberStatus("expert-0", 20, validated_step=validated)
-    MissedValidation(tmp_path, status, 8).make_up(trainer)
-    assert taken == [False] * again
+    assert MissedValidation(tmp_path, status, 8, 0).is_missed(step, 20) == bool(again)
 
 
 def test_a_point_behind_the_checkpoint_that_is_resumed_does_not_count(undisturbed, tmp_path, monkeypatch):
@@ -227,6 +221,11 @@ def test_a_point_behind_the_checkpoint_that_is_resumed_does_not_count(undisturbe
     shutil.rmtree(member / "checkpoints/step-00000020.ckpt")
     (member / "status.json").write_text(json.dumps({**status(run), "validated_step": 24}))
     seen = []
-    monkeypatch.setattr(MissedValidation, "make_up", lambda self, _: seen.append(self.status.validated_step))
+
+    def seen_before(self, *_):
+        seen.append(self.status.validated_step)
+        return False
+
+    monkeypatch.setattr(MissedValidation, "is_missed", seen_before)
     assert fit(run) == 0
     assert seen == [16]

@@ -45,7 +45,7 @@ def private_bytes(worker):
 
 def test_workers_share_nothing_with_a_page_locked_checkpoint(finished, tmp_path, monkeypatch, page_lock):
     """A resumed training saves at steps 24 and 32 and then validates; epochs of five steps end in between."""
-    found, start, record = [], checkpoint.CheckpointWriter.start, MissedValidation._record
+    found, start, record = [], checkpoint.CheckpointWriter.start, MissedValidation.on_validation_end
     ballast = torch.zeros(BALLAST_BYTES, dtype=torch.uint8)
     monkeypatch.setattr("torch.cuda._pin_memory_utils.pin_memory", page_lock)
     monkeypatch.setattr("torch.cuda._pin_memory_utils.unpin_memory", lambda _: None)
@@ -55,12 +55,12 @@ def test_workers_share_nothing_with_a_page_locked_checkpoint(finished, tmp_path,
         self.ballast = self._stager.stage(ballast)
         start(self, *arguments)
 
-    def look(self, trainer):
+    def look(self, trainer, module):
         found.append([private_bytes(worker) for worker in multiprocessing.active_children()])
-        record(self, trainer)
+        record(self, trainer, module)
 
     monkeypatch.setattr(checkpoint.CheckpointWriter, "start", start_pinned)
-    monkeypatch.setattr(MissedValidation, "_record", look)
+    monkeypatch.setattr(MissedValidation, "on_validation_end", look)
     run = copy_run(finished, tmp_path / "run")
     assert fit(run, "island.num_workers=2", "expert.train.max_steps=32") == 0
     assert [len(workers) for workers in found] == [4, 4]
