@@ -174,7 +174,7 @@ def our_trainer(experiment: Experiment) -> tuple[L.Trainer, MemberModule, Cluste
     folder.mkdir(parents=True, exist_ok=True)
     module = MemberModule(build_objective(member, run), experiment.island)
     strategy, _ = choose_strategy(experiment.island, sum(p.numel() for p in module.parameters()))
-    trainer, _ = build_trainer(member, experiment, folder, MemberStatus(MEMBER, member.train.max_steps), strategy)
+    trainer, _ = build_trainer(member, run, MemberStatus(MEMBER, member.train.max_steps), strategy)
     return trainer, module, build_data(member, run)
 
 

@@ -113,15 +113,22 @@ def _fit_one(member: str, experiment: Experiment, options: argparse.Namespace) -
     with run.claimed_for(member):
         refuse_stale([member], run)
 
+        from ddm_lightning.training import ranks
+
+        if experiment.island.devices > 1 and not ranks.is_rank() and not run.is_finished(member):
+            processes.end_imports()
+            status = ranks.fit_on_ranks(member, run)
+            return None if status.state == "done" else processes.STOPPED  # rank zero has printed the result
+
         from ddm_lightning.training.fit import fit_member
-        from ddm_lightning.training.ranks import leads
 
         processes.end_imports()
-        status = fit_member(member, run, show_progress=sys.stderr.isatty())
-    if not leads():
-        return None  # rank zero prints the result; it is killed if another rank exits with another code
+        with ranks.recorded():
+            status = fit_member(member, run, show_progress=sys.stderr.isatty())
+    if not ranks.is_rank_zero():
+        return None
     if status.state == "stopped":
-        return processes.STOPPED
+        return None if ranks.has_agent() else processes.STOPPED
     _print_skipped([member], run, options)
     print(f"artifact: {run.folder.artifact(member)}\ncurves: tensorboard --logdir {run.folder.root}")
     return None

@@ -26,8 +26,6 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, *([signal.SIGUSR1] if hasattr(sig
 """Ask a training to write a checkpoint and stop: from a terminal, a scheduler, or SLURM before its time limit."""
 STOPPED = 130
 """Exit code of a process that was stopped on request, as after Ctrl-C."""
-STARTED_BY = "DDM_LIGHTNING_STARTED_BY"
-"""Environment variable of ranks started by rank zero: rank zero's process id, and the folder for failure reports."""
 FITTED_BY = "DDM_LIGHTNING_FITTED_BY"
 """Environment variable of members started by a ``fit`` of several: its process id; empty after ``begin``."""
 PARENT_SECONDS = 0.5
@@ -42,11 +40,6 @@ def begin() -> None:
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that is not UTF-8 shows "?" for "–"
-    if STARTED_BY in os.environ:
-        # A terminal signals all ranks. Rank zero decides for all, also for those still importing.
-        for number in STOP_SIGNALS:
-            signal.signal(number, signal.SIG_IGN)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # blocked by ``held_back`` in rank zero
     if parent := os.environ.get(FITTED_BY):
         os.environ[FITTED_BY] = ""  # children of this process have another parent
         on_orphaned(int(parent), _stop_orphan)
@@ -93,16 +86,6 @@ def start_time(pid: int) -> str:
 
 
 @contextlib.contextmanager
-def held_back() -> Iterator[None]:
-    """Block stop signals; processes started within the block receive none before ``begin``."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-@contextlib.contextmanager
 def handling(handler: Any) -> Iterator[None]:
     """Let ``handler`` receive the stop signals within the block."""
     previous = {number: signal.signal(number, handler) for number in STOP_SIGNALS}
@@ -125,7 +108,7 @@ def stop_as_by_ctrl_c() -> None:
     if threading.current_thread() is not threading.main_thread():
         return
     for number in STOP_SIGNALS:
-        if signal.getsignal(number) == signal.SIG_DFL:  # ranks that rank zero started ignore them
+        if signal.getsignal(number) == signal.SIG_DFL:
             signal.signal(number, signal.default_int_handler)
 
 

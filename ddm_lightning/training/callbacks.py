@@ -21,10 +21,11 @@ from rich.progress import Progress
 from torch.distributed import ProcessGroup
 
 from ddm_lightning.core.formatting import member_columns
-from ddm_lightning.core.processes import handling
+from ddm_lightning.core.processes import STOPPED, handling
 from ddm_lightning.members.status import MemberStatus
 from ddm_lightning.training.guard import skipped_file
 from ddm_lightning.training.module import MemberModule
+from ddm_lightning.training.ranks import has_agent
 from ddm_lightning.training.rolling import RollingCheckpoints
 
 LINE_SECONDS = 60.0
@@ -119,22 +120,21 @@ class MissedValidation(L.Callback):
         folder: the member's folder.
         status: records the newest validation.
         validate_every_n_steps: steps between validations.
-        resumed_step: step of the checkpoint to resume from; 0 for none.
     """
 
-    def __init__(self, folder: Path, status: MemberStatus, validate_every_n_steps: int, resumed_step: int) -> None:
-        self.folder, self.status = folder, status
-        self.every_n_steps, self.resumed_step = validate_every_n_steps, resumed_step
+    def __init__(self, folder: Path, status: MemberStatus, validate_every_n_steps: int) -> None:
+        self.folder, self.status, self.every_n_steps = folder, status, validate_every_n_steps
 
     def on_fit_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Lift the limit of a training without steps left: Lightning would not even start it."""
+        """Lift the limit until the start: Lightning would not even start a training without steps left."""
         self._max_steps = trainer.max_steps
-        if 0 < self._max_steps <= self.resumed_step:
-            trainer.fit_loop.epoch_loop.max_steps = -1
+        trainer.fit_loop.epoch_loop.max_steps = -1
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Validate if this step's validation was missed."""
         trainer.fit_loop.epoch_loop.max_steps = self._max_steps
+        # Curves are cut off behind the checkpoint, so later validations are repeated.
+        self.status.validated_step = min(self.status.validated_step, trainer.global_step)
         if self.is_missed(trainer.global_step, trainer.max_steps):
             self._validate(trainer)
 
@@ -200,7 +200,8 @@ class StopOnRequest(L.Callback):
 
     def _request(self, _number: int, _frame: FrameType | None) -> None:
         if not self._training:
-            raise StopRequested
+            # A rank: the agent ends it because another one failed, and tells why.
+            raise SystemExit(STOPPED) if has_agent() else StopRequested
         self._requested = True
 
     def setup(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:

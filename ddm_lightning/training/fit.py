@@ -7,14 +7,12 @@ import logging
 import os
 import shutil
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 
 import lightning as L
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from rich.console import Console
 
-from ddm_lightning.config.experiment import Experiment, IslandConfig
 from ddm_lightning.core.devices import autocast, configure_torch, device_of, resolve_accelerator
 from ddm_lightning.core.errors import UserError, first_line
 from ddm_lightning.core.formatting import format_bytes
@@ -31,8 +29,8 @@ from ddm_lightning.shards.datamodule import ClusterDataModule
 from ddm_lightning.training import callbacks, ema, ranks, rolling
 from ddm_lightning.training.loggers import build_loggers
 from ddm_lightning.training.module import MemberModule
-from ddm_lightning.training.objective import Distillation, build_objective
-from ddm_lightning.training.parallel import BackgroundCheckpoints, choose_strategy
+from ddm_lightning.training.objective import Distillation, Objective, build_objective
+from ddm_lightning.training.parallel import BackgroundCheckpoints, choose_strategy, environment
 from ddm_lightning.training.previews import SampleLogger, ScoreLogger
 
 WORKERS_OUTLIVE_SECONDS = 15.0
@@ -49,105 +47,105 @@ def fit_member(name: str, run: Run, *, show_progress: bool) -> MemberStatus:
     Raises:
         UserError: not prepared, damaged shards, unknown network or callback, the member is being trained elsewhere, or
             torchrun started another number of ranks.
-        RuntimeError: another rank failed.
     """
     island = run.experiment.island
-    ranks.check_launch(island.devices)
+    ranks.check_ranks(island.devices)
     if "wandb" in island.loggers:
         require("key 'island.loggers': 'wandb'", "wandb", extra="wandb")
     keep_heap()
     # Keep paths whole, also in a log file, which passes for 80 columns.
-    console = Console(stderr=True, quiet=not ranks.leads(), soft_wrap=True, markup=False, highlight=False)
-    folder, max_steps = run.folder.member(name), run.max_steps(name)
-    status = MemberStatus.read(folder, name, max_steps)
+    console = Console(stderr=True, quiet=not ranks.is_rank_zero(), soft_wrap=True, markup=False, highlight=False)
+    folder, waits = run.folder.member(name), FITTED_BY in os.environ
+    status = MemberStatus.read(folder, name, run.max_steps(name))
+    status.max_steps = run.max_steps(name)  # a finished training may be extended
     if not run.is_finished(name):
         folder.mkdir(parents=True, exist_ok=True)
         # The loading processes of a killed one live on for some seconds and hold its lock.
-        seconds, waits = WORKERS_OUTLIVE_SECONDS if island.num_workers else 0.0, FITTED_BY in os.environ
+        seconds = WORKERS_OUTLIVE_SECONDS if island.num_workers else 0.0
         user = f"another process ({status.pid})" if status.runs() else "another process"
-        lock = lock_member(folder, user, -1 if waits else seconds) if ranks.leads() else contextlib.nullcontext()
-        with lock, ranks.handing_over():
+        with lock_member(folder, user, -1 if waits else seconds) if ranks.is_rank_zero() else contextlib.nullcontext():
             if not (waits and run.is_finished(name)):
-                return _fit_locked(name, run, console, show_progress)
+                return _train(run.member(name), run, status, console, show_progress)
     console.print(f"{name} is finished: {run.folder.artifact(name)}")
-    # Even if it was stopped here and another island finished it; a finished training may be extended.
-    status.state, status.max_steps = "done", max_steps
+    status.state = "done"  # even if it was stopped here and another island finished it
     return status
 
 
-def _fit_locked(name: str, run: Run, console: Console, show_progress: bool) -> MemberStatus:
-    experiment, folder, max_steps = run.experiment, run.folder.member(name), run.max_steps(name)
-    island = experiment.island
-    status = MemberStatus.read(folder, name, max_steps)
-    status.max_steps = max_steps  # a finished training may be extended
+def _train(member: Member, run: Run, status: MemberStatus, console: Console, show_progress: bool) -> MemberStatus:
+    """Train a member whose lock this process, or rank zero, holds."""
+    island, folder = run.experiment.island, run.folder.member(member.name)
     configure_torch(island.accelerator, island.num_threads)
-    member = run.member(name)
     objective = build_objective(member, run)
     if isinstance(objective, Distillation):
         objective.teach(run)
-    module = MemberModule(objective, island)
-    data = build_data(member, run)
-
-    num_parameters, num_widths = sum(p.numel() for p in module.network.parameters()), len(member.train.ema_widths)
-    strategy, reason = choose_strategy(island, num_parameters, num_widths, member.train.optimizer)
+    module, data = MemberModule(objective, island), build_data(member, run)
     module.speed.cost = step_cost(member, island, module.network)
-    size = checkpoint_bytes(num_parameters, num_widths)
-    for line in (
-        f"{num_parameters / 1e6:.2f} M parameters, {reason}",
-        f"a checkpoint takes {format_bytes(size)} of the disk and of the host's memory",
-        module.speed.cost.line,
-        *_attention_line(module, island),
-    ):
-        console.print(f"{name}: {line}")
 
-    resume, lines = rolling.newest_checkpoint(folder / "checkpoints", leads=ranks.leads())
-    for line in lines:
-        console.print(line)
-    resumed_step = rolling.step_of(resume) if resume else 0
-    if resume:
-        changed = rolling.check_origin(resume, name, experiment)
-        console.print(f"{name}: resumes at step {resumed_step}")
-        if changed:
-            console.print(f"{name}: {changed}")
-    status.validated_step = min(status.validated_step, resumed_step)  # later validations are repeated
+    num_parameters = sum(parameter.numel() for parameter in module.network.parameters())
+    num_widths = len(member.train.ema_widths)
+    strategy, reason = choose_strategy(island, num_parameters, num_widths, member.train.optimizer)
+    size = format_bytes(checkpoint_bytes(num_parameters, num_widths))
+    console.print(f"{member.name}: {num_parameters / 1e6:.2f} M parameters, {reason}")
+    console.print(f"{member.name}: a checkpoint takes {size} of the disk and of the host's memory")
+    console.print(f"{member.name}: {module.speed.cost.line}")
+    if device_of(island.accelerator).type == "cuda" and island.attention in ("auto", "sdpa"):
+        with autocast(island.precision, device_of(island.accelerator)):
+            kernel = chosen_kernel(module.network, device_of(island.accelerator))
+        console.print(f"{member.name}: attention by torch's kernel {kernel}")
 
-    trainer, stop = build_trainer(
-        member, experiment, folder, status, strategy, resumed_step, show_progress=show_progress
-    )
-    with contextlib.closing(data), ranks.speaking_for_all(trainer):
+    resume = _checkpoint_of(member.name, run, console)
+    trainer, stop = build_trainer(member, run, status, strategy, resume, show_progress=show_progress)
+    with contextlib.closing(data):
         try:
             with stop.listening():
                 status.state = "starting"
-                if ranks.leads():
+                if ranks.is_rank_zero():
                     status.write(folder)
                 trainer.fit(module, datamodule=data, ckpt_path=resume, weights_only=True)
-            is_done = trainer.global_step >= member.train.max_steps
         except callbacks.StopRequested:
-            is_done = False
-        leader = trainer.is_global_zero
-        weights = ema.unsharded_ema(module.network, trainer.optimizers[0], keeps=leader) if is_done else {}
-        if leader and is_done:
-            weights |= ema.kept_buffers(module.network)
-
-    if is_done:
-        status.step = trainer.global_step
-        if leader:
-            shutil.rmtree(folder / ema.FOLDER / "artifact", ignore_errors=True)  # ``ema`` kept it, after fewer steps
-            hand_over(run.folder.artifact(name), member, run.manifest, weights, objective.prediction, status)
-    else:
-        step = max(trainer.global_step, resumed_step)
-        console.print(f"{name}: stopped at step {step}; the same command resumes it")
-    status.state = "done" if is_done else "stopped"
-    if leader:
+            step = max(trainer.global_step, rolling.step_of(resume) if resume else 0)
+        else:
+            step = trainer.global_step
+        status.step, status.state = step, "done" if step >= member.train.max_steps else "stopped"
+        if status.state == "done":
+            _hand_over(objective, trainer, run, status)
+        else:
+            console.print(f"{member.name}: stopped at step {step}; the same command resumes it")
+    if trainer.is_global_zero:
         status.write(folder)
     return status
 
 
-def _attention_line(module: MemberModule, island: IslandConfig) -> Iterator[str]:
-    device = device_of(island.accelerator)
-    if device.type == "cuda" and island.attention in ("auto", "sdpa"):
-        with autocast(island.precision, device):
-            yield f"attention by torch's kernel {chosen_kernel(module.network, device)}"
+def _checkpoint_of(name: str, run: Run, console: Console) -> Path | None:
+    """Find the checkpoint to resume from; None if there is none.
+
+    Raises:
+        UserError: all are damaged, or the newest whole one is of another member or experiment.
+    """
+    folder = run.folder.member(name) / "checkpoints"
+    if not ranks.is_rank_zero():
+        return rolling.newest_checkpoint(folder)  # only whether there is one: rank zero tells which to load
+    path, damaged = rolling.find_resumable(folder)
+    rolling.tidy(folder, damaged)
+    for other, problem in damaged.items():
+        console.print(f"{other}: damaged checkpoint ({problem}); falling back to the one before it")
+    if path is not None:
+        changed = rolling.check_origin(path, name, run.experiment)
+        console.print(f"{name}: resumes at step {rolling.step_of(path)}")
+        if changed:
+            console.print(f"{name}: {changed}")
+    return path
+
+
+def _hand_over(objective: Objective, trainer: L.Trainer, run: Run, status: MemberStatus) -> None:
+    """Write the artifact, on rank zero; a collective of all ranks."""
+    member, leads = objective.member, trainer.is_global_zero
+    weights = ema.unsharded_ema(objective.network, trainer.optimizers[0], keeps=leads)
+    if leads:
+        weights |= ema.kept_buffers(objective.network)
+        # ``ema`` kept it, after fewer steps.
+        shutil.rmtree(run.folder.member(member.name) / ema.FOLDER / "artifact", ignore_errors=True)
+        hand_over(run.folder.artifact(member.name), member, run.manifest, weights, objective.prediction, status)
 
 
 def build_data(member: Member, run: Run) -> ClusterDataModule:
@@ -171,11 +169,10 @@ def build_data(member: Member, run: Run) -> ClusterDataModule:
 
 def build_trainer(
     member: Member,
-    experiment: Experiment,
-    folder: Path,
+    run: Run,
     status: MemberStatus,
     strategy: BackgroundCheckpoints,
-    resumed_step: int = 0,
+    resume: Path | None = None,
     *,
     show_progress: bool = False,
 ) -> tuple[L.Trainer, callbacks.StopOnRequest]:
@@ -183,23 +180,23 @@ def build_trainer(
 
     Args:
         member: the member.
-        experiment: gives the island and the settings of sample images; recorded in checkpoints.
-        folder: receives checkpoints, curves and ``status.json``.
+        run: gives the island, the settings of sample images, and the folder for checkpoints, curves and the status.
         status: kept up to date.
         strategy: from ``choose_strategy``.
-        resumed_step: step of the checkpoint to resume from; 0 for none.
+        resume: checkpoint to resume from; None for none.
         show_progress: whether to show a progress bar.
 
     Raises:
         UserError: an unknown plug-in callback, or flags in ``island.trainer`` that Lightning refuses.
     """
+    experiment, folder = run.experiment, run.folder.member(member.name)
     island = experiment.island
     checkpoints = rolling.RollingCheckpoints(folder / "checkpoints", island, rolling.origin_of(member.name, experiment))
     stop = callbacks.StopOnRequest(checkpoints)
     samples, every = SampleLogger(member, experiment.sample, stop), island.evaluate_every_n_steps
     all_callbacks: list[L.Callback] = [
         callbacks.Reporter(folder, status, show_progress),
-        callbacks.MissedValidation(folder, status, island.validate_every_n_steps, resumed_step),
+        callbacks.MissedValidation(folder, status, island.validate_every_n_steps),
         checkpoints,
         stop,
         samples,
@@ -220,9 +217,9 @@ def build_trainer(
             val_check_interval=island.validate_every_n_steps,
             check_val_every_n_epoch=None,
             num_sanity_val_steps=0,
-            logger=build_loggers(island.loggers, folder, experiment.name, resumed_step),
+            logger=build_loggers(island.loggers, folder, experiment.name, rolling.step_of(resume) if resume else 0),
             callbacks=all_callbacks,
-            plugins=[ranks.OwnProcesses()],
+            plugins=[environment()],
             log_every_n_steps=island.log_every_n_steps,
             enable_checkpointing=False,
             enable_progress_bar=False,

@@ -89,32 +89,11 @@ _FUSED = {"qkv": 3, "kv": 2, "gate_up": 2}
 """Fused layers by their name in a block, and how many layers of equal size each one fuses."""
 
 
-class _LayerByLayer(Muon):
-    """Muon that orthogonalises each layer of a fused matrix on its own: queries, keys and values apart.
-
-    Args:
-        groups: parameter groups of matrices.
-        num_layers: number of layers stacked in each matrix.
-        lr: learning rate.
-    """
-
-    def __init__(self, groups: Iterable[dict[str, Any]], num_layers: Mapping[Tensor, int], lr: float) -> None:
-        super().__init__(groups, lr=lr, adjust_lr_fn="match_rms_adamw")
-        self._num_layers = num_layers
-
-    def _init_group(self, group: Any, params: list[Tensor], grads: list[Tensor], buffers: list[Tensor]) -> bool:
-        has_complex = super()._init_group(group, params, grads, buffers)
-        nums = [self._num_layers[matrix] for matrix in params]
-        for matrices in (params, grads, buffers):
-            matrices[:] = [rows for matrix, num in zip(matrices, nums, strict=True) for rows in matrix.chunk(num)]
-        return has_complex
-
-
 class MuonWithAdamW(Optimizer):
     """Muon and fused AdamW that share parameter groups and state, so that they are saved as one optimizer.
 
-    Muon's updates are scaled to the size of AdamW's (Liu et al., 2502.16982), so that both share one learning rate and
-    one weight decay.
+    Muon orthogonalises each layer of a fused matrix on its own: queries, keys and values apart. Its updates are scaled
+    to the size of AdamW's (Liu et al., 2502.16982), so that both share one learning rate and one weight decay.
 
     Args:
         muon: matrices, each with its number of stacked layers (``num_layers``).
@@ -131,15 +110,15 @@ class MuonWithAdamW(Optimizer):
     def __init__(
         self, muon: Mapping[Tensor, int], weight_decay: float, adamw: Iterable[dict[str, Any]], lr: float
     ) -> None:
-        self._muon: Optimizer = _LayerByLayer([{"params": list(muon), "weight_decay": weight_decay}], muon, lr)
+        self._num_layers = muon
         self._adamw = AdamW(adamw, lr=lr, fused=True)
-        super().__init__([*self._muon.param_groups, *self._adamw.param_groups], {"lr": lr})
+        matrices = {"params": list(muon), "weight_decay": weight_decay, "lr": lr}
+        super().__init__([matrices, *self._adamw.param_groups], {"lr": lr})
         self._share()
 
     def _share(self) -> None:
-        num = len(self._muon.param_groups)
-        self._muon.param_groups, self._adamw.param_groups = self.param_groups[:num], self.param_groups[num:]
-        self._muon.state = self._adamw.state = self.state
+        self._adamw.param_groups = self.param_groups[1:]
+        self._adamw.state = self.state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a ``state_dict``."""
@@ -161,11 +140,11 @@ class MuonWithAdamW(Optimizer):
     @torch.no_grad()
     def _muon_step(self) -> None:
         """Take Muon's step; it cannot be skipped on the device, so restore the matrices from copies if it must be."""
-        matrices = [p for group in self._muon.param_groups for p in group["params"] if p.grad is not None]
+        matrices = [p for p in self.param_groups[0]["params"] if p.grad is not None]
         if self.grad_scale is not None:
             torch._foreach_div_([matrix.grad for matrix in matrices], self.grad_scale)
         if self.found_inf is None:
-            self._muon.step()
+            self._step_by_layer(matrices)
             return
         counts = self.found_inf == 0
         before = [matrix.clone() for matrix in matrices]
@@ -174,9 +153,29 @@ class MuonWithAdamW(Optimizer):
             # With a gradient equal to the momentum, the momentum does not change.
             still = torch.zeros_like(matrix) if buffer is None else buffer
             matrix.grad.copy_(torch.where(counts, matrix.grad, still))
-        self._muon.step()
+        self._step_by_layer(matrices)
         for matrix, old in zip(matrices, before, strict=True):
             matrix.copy_(torch.where(counts, matrix, old))
+
+    def _step_by_layer(self, matrices: list[Tensor]) -> None:
+        """Let torch's Muon take a step of views of the layers, which share memory with the matrices and momenta."""
+        layers: list[Tensor] = []
+        momenta: list[Tensor] = []
+        for matrix in matrices:
+            num, state = self._num_layers[matrix], self.state[matrix]
+            if _BUFFER not in state:
+                state[_BUFFER] = torch.zeros_like(matrix)
+            assert matrix.grad is not None
+            parts = matrix.detach().chunk(num)
+            for part, gradient in zip(parts, matrix.grad.chunk(num), strict=True):
+                part.grad = gradient
+            layers += parts
+            momenta += state[_BUFFER].chunk(num)
+        group = self.param_groups[0]
+        muon = Muon(layers, group["lr"], group["weight_decay"], adjust_lr_fn="match_rms_adamw")
+        for layer, momentum in zip(layers, momenta, strict=True):
+            muon.state[layer][_BUFFER] = momentum
+        muon.step()
 
 
 def num_layers(name: str) -> int:

@@ -12,6 +12,9 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.pytorch import strategies
 from torch import nn
 from torch.distributed import ProcessGroup
@@ -36,7 +39,7 @@ from ddm_lightning.training.checkpoint import (
     read_rest,
     tensors_of,
 )
-from ddm_lightning.training.ranks import RankLauncher
+from ddm_lightning.training.ranks import is_rank
 
 _SHARDED_PRECISIONS = ("32-true", "bf16-mixed")
 """Precisions that Lightning's ModelParallelStrategy supports."""
@@ -125,16 +128,7 @@ class OneDevice(BackgroundCheckpoints, strategies.SingleDeviceStrategy):
     """Train on one device."""
 
 
-class SeveralRanks(BackgroundCheckpoints, strategies.ParallelStrategy):
-    """Base of DDP and FSDP2: rank zero starts the other ranks on its node and reports their failures."""
-
-    def _configure_launcher(self) -> None:
-        assert self.cluster_environment is not None and self.parallel_devices is not None
-        if not self.cluster_environment.creates_processes_externally:
-            self._launcher = RankLauncher(self.cluster_environment, len(self.parallel_devices), num_nodes=1)
-
-
-class Replicated(SeveralRanks, strategies.DDPStrategy):
+class Replicated(BackgroundCheckpoints, strategies.DDPStrategy):
     """DDP: every rank holds everything, and rank zero saves it."""
 
     def __init__(self) -> None:
@@ -147,7 +141,7 @@ class Replicated(SeveralRanks, strategies.DDPStrategy):
         self.model.broadcast_buffers = False  # not an argument: torch 2.13 warns of it, 2.10 has no other
 
 
-class Sharded(SeveralRanks, strategies.ModelParallelStrategy):
+class Sharded(BackgroundCheckpoints, strategies.ModelParallelStrategy):
     """FSDP2: each rank saves its shards.
 
     Args:
@@ -162,6 +156,11 @@ class Sharded(SeveralRanks, strategies.ModelParallelStrategy):
     def _group(self) -> ProcessGroup:
         # On the hosts, for checkpoints alone: training uses the other group while they are written.
         return torch.distributed.new_group(backend="gloo")
+
+
+def environment() -> ClusterEnvironment:
+    """Ranks are as torchrun sets them; tasks of a SLURM job are not ranks."""
+    return TorchElasticEnvironment() if is_rank() else LightningEnvironment()
 
 
 def choose_strategy(

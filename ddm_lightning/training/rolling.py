@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from pickle import UnpicklingError
@@ -18,7 +17,6 @@ import lightning as L
 from ddm_lightning.config.experiment import Experiment, IslandConfig
 from ddm_lightning.core.devices import resolve_accelerator
 from ddm_lightning.core.errors import UserError
-from ddm_lightning.core.processes import STARTED_BY
 from ddm_lightning.members.run_folder import refuse_changes
 from ddm_lightning.training.checkpoint import TEMPORARY, damage_of, read_rest
 from ddm_lightning.training.guard import skipped_file
@@ -138,47 +136,42 @@ def step_of(path: Path) -> int:
     return int(path.stem.removeprefix("step-"))
 
 
-def newest_checkpoint(folder: Path, *, leads: bool = True) -> tuple[Path | None, list[str]]:
-    """Find the newest readable checkpoint and set newer, damaged ones aside.
+def newest_checkpoint(folder: Path) -> Path | None:
+    """A member's newest checkpoint, which may be damaged; None if there is none."""
+    return next(reversed(checkpoints_in(folder)), None)
 
-    Args:
-        folder: the member's checkpoints.
-        leads: whether this process is rank zero, which sets aside; other ranks come to the same result.
 
-    Returns:
-        Path of the checkpoint (None if there is none), and one line per damaged one. The oldest damaged one is kept as
-        ``*.damaged``.
+def find_resumable(folder: Path) -> tuple[Path | None, dict[Path, str]]:
+    """Find the newest readable checkpoint in ``folder``, and the problems of newer ones; changes nothing.
 
     Raises:
-        UserError: all checkpoints are damaged; they stay as they are. Ranks other than zero exit silently.
+        UserError: all checkpoints are damaged.
     """
-    if STARTED_BY in os.environ:  # rank zero has checked them before it started this rank
-        return next(reversed(checkpoints_in(folder)), None), []
-    # Left by a killed process: this one holds the member's lock, so no other is alive.
-    for unfinished in folder.glob(f"{TEMPORARY}*") if leads else ():
-        shutil.rmtree(unfinished, ignore_errors=True)
     problems: dict[Path, str] = {}
     for path in reversed(checkpoints_in(folder)):
         problem = damage_of(path)
         if problem is None:
-            return path, [_set_aside(damaged, why) for damaged, why in problems.items() if leads]
+            return path, problems
         problems[path] = problem
-    if problems and not leads:
-        raise SystemExit(2)  # rank zero prints why
     if problems:
         newest, problem = next(iter(problems.items()))
         others = f", nor the {len(problems) - 1} before it" if len(problems) > 1 else ""
         remedy = f"restore one, or remove {folder} to start afresh"
         raise UserError(f"{newest}: damaged checkpoint ({problem}){others}; {remedy}")
-    return None, []
+    return None, problems
 
 
-def _set_aside(path: Path, problem: str) -> str:
-    """Rename a damaged checkpoint, replacing an earlier one, and describe it."""
-    for earlier in path.parent.glob("*.damaged"):
-        shutil.rmtree(earlier, ignore_errors=True)
-    path.rename(path.with_suffix(".damaged"))
-    return f"{path}: damaged checkpoint ({problem}); falling back to the one before it"
+def tidy(folder: Path, damaged: Iterable[Path]) -> None:
+    """Remove what a killed process left half-written, and rename ``damaged``, of which the oldest is kept.
+
+    The caller holds the member's lock, so no other process writes here.
+    """
+    for unfinished in folder.glob(f"{TEMPORARY}*"):
+        shutil.rmtree(unfinished, ignore_errors=True)
+    for path in damaged:
+        for earlier in folder.glob("*.damaged"):
+            shutil.rmtree(earlier, ignore_errors=True)
+        path.rename(path.with_suffix(".damaged"))
 
 
 def origin_of(member: str, experiment: Experiment) -> dict[str, Any]:

@@ -20,21 +20,6 @@ assert gc.get_threshold() == before and gc.get_freeze_count() > 1000
 """
 
 
-IGNORED = """
-import signal
-from ddm_lightning.core import processes
-processes.begin()
-raise SystemExit(sum(signal.getsignal(number) == signal.SIG_IGN for number in processes.STOP_SIGNALS))
-"""
-
-
-def test_ranks_that_are_starting_leave_signals_to_the_first_one():
-    for variables, number in (({}, 0), ({processes.STARTED_BY: "1:/nowhere"}, len(processes.STOP_SIGNALS))):
-        environment = {name: value for name, value in os.environ.items() if name != processes.STARTED_BY}
-        done = subprocess.run([sys.executable, "-c", IGNORED], env={**environment, **variables}, check=False)
-        assert done.returncode == number
-
-
 STOPPED = """
 import os, signal, sys
 from ddm_lightning.core import processes
@@ -50,32 +35,6 @@ except KeyboardInterrupt:
 @pytest.mark.parametrize("number", processes.STOP_SIGNALS)
 def test_a_stop_while_a_fit_starts_is_as_one_by_ctrl_c(number):
     assert subprocess.run([sys.executable, "-c", STOPPED, str(int(number))], check=False, timeout=60).returncode == 7
-
-
-HELD_BACK = """
-import os, signal, subprocess, sys
-from ddm_lightning.core import processes
-
-CHILD = (
-    "import os, signal; from ddm_lightning.core import processes\\n"
-    "for number in processes.STOP_SIGNALS: os.kill(os.getpid(), number)\\n"
-    "processes.begin(); raise SystemExit(len(signal.pthread_sigmask(signal.SIG_BLOCK, [])))"
-)
-found = []
-for number in processes.STOP_SIGNALS:
-    signal.signal(number, lambda number, _: found.append(number))
-with processes.held_back():
-    child = subprocess.Popen([sys.executable, "-c", CHILD], env={**os.environ, processes.STARTED_BY: "1:/nowhere"})
-    for number in processes.STOP_SIGNALS:
-        os.kill(os.getpid(), number)
-    assert found == []
-assert sorted(found) == sorted(processes.STOP_SIGNALS)
-raise SystemExit(child.wait())
-"""
-
-
-def test_a_stop_while_a_rank_starts_is_for_the_first_one():
-    assert subprocess.run([sys.executable, "-c", HELD_BACK], check=False, timeout=60).returncode == 0
 
 
 def test_the_collector_waits_for_the_imports_and_is_then_as_before():

@@ -209,7 +209,7 @@ def test_the_last_one_is_made_up_for_where_a_kill_ended_it(tiny_run, tmp_path, m
 )
 def test_only_what_was_due_and_missed_is_made_up_for(tmp_path, step, validated, again):
     status = MemberStatus("expert-0", 20, validated_step=validated)
-    assert MissedValidation(tmp_path, status, 8, 0).is_missed(step, 20) == bool(again)
+    assert MissedValidation(tmp_path, status, 8).is_missed(step, 20) == bool(again)
 
 
 def test_a_point_behind_the_checkpoint_that_is_resumed_does_not_count(undisturbed, tmp_path, monkeypatch):

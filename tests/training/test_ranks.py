@@ -3,7 +3,6 @@
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -11,13 +10,11 @@ from pathlib import Path
 
 import pytest
 from deadline import within
-from forked import Forked
 from shards.mds import WARNINGS
 from tiny_runs import RANK_VARIABLES, ROOT, TINY, ended_on_failure, finish, read_status
 
 from ddm_lightning.cli.parser import main
-from ddm_lightning.core.processes import STARTED_BY
-from ddm_lightning.training import ranks
+from ddm_lightning.members.run_folder import lock_member
 
 SETTINGS = (
     "member=expert-0",
@@ -89,9 +86,9 @@ def test_a_mistake_in_one_rank_is_shown_with_its_place(tiny_run):
 @pytest.mark.long
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_killed_at_a_checkpoint_ends_the_other_and_the_one_before_is_resumed(tiny_run, rank):
-    said = fit_and_fail(tiny_run, "fsdp", rank, "killed", code=2 if rank else -signal.SIGKILL)
-    line = "error: rank 1 of 2 was ended by SIGKILL; the same command resumes at the newest checkpoint"
-    assert said.splitlines()[3:] == ([line] if rank else [])
+    said = fit_and_fail(tiny_run, "fsdp", rank, "killed", code=2)
+    line = f"error: rank {rank} of 2 was ended by SIGKILL; the same command resumes at the newest checkpoint"
+    assert said.splitlines()[3:] == [line]
     assert checkpoints(tiny_run) == ["step-00000005.ckpt"]
     resume(tiny_run)
 
@@ -138,23 +135,15 @@ def test_ranks_start_inside_a_slurm_job_and_under_torchrun(tiny_run, tmp_path):
     out, _ = finish(start(tiny_run, "island.strategy=fsdp", **job, **nodes), 0, TRAINS_SECONDS)
     assert out.count("artifact: ") == 1
 
-    said = by_torchrun(other, "island.strategy=fsdp")
-    assert [out.count("artifact: ") for out, _ in said] == [1, 0]
+    out, _ = by_torchrun(other, "island.strategy=fsdp")
+    assert out.count("artifact: ") == 1
     assert artifact(other) == artifact(tiny_run)
 
 
-def by_torchrun(run, *more, code=0, **variables):
-    """What two ranks print that are started as torchrun does and end with ``code``."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **variables}
-    ranks = [start(run, *more, RANK=n, LOCAL_RANK=n, GROUP_RANK="0", **common) for n in "01"]
-    try:
-        return [finish(process, code, TRAINS_SECONDS) for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
+def by_torchrun(run, *more, code=0, program=("-m", "ddm_lightning"), **variables):
+    """What is printed by two ranks that a torchrun of the user's starts."""
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    return finish(start(run, *more, program=(*torchrun, *program), **variables), code, TRAINS_SECONDS)
 
 
 @pytest.mark.slow
@@ -169,13 +158,11 @@ def test_ranks_of_torchrun_agree_on_the_checkpoint(tiny_run):
     for path, content in zip(paths, whole, strict=True):
         (path / "rest.pt").write_bytes(content + b"x")
     late = {"program": FAILING, "FAILS": "0 late-damage 0"}
-    (_, err), (_, of_second) = by_torchrun(tiny_run, "island.strategy=ddp", code=2, **late)
-    (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
-    assert of_second == ""
-    assert "step-00000020.ckpt: damaged checkpoint" in line and "nor the 1 before it; restore one" in line
+    _, err = by_torchrun(tiny_run, "island.strategy=ddp", code=1, **late)
+    assert "step-00000020.ckpt: damaged checkpoint" in err and "nor the 1 before it; restore one" in err
 
     (paths[0] / "rest.pt").write_bytes(whole[0])
-    (out, err), _ = by_torchrun(tiny_run, "island.strategy=ddp", **late)
+    out, err = by_torchrun(tiny_run, "island.strategy=ddp", **late)
     assert "step-00000020.ckpt: damaged checkpoint" in err and "expert-0: resumes at step 15\n" in err
     assert out.count("artifact: ") == 1
     assert paths[1].with_suffix(".damaged").is_dir()
@@ -201,85 +188,47 @@ def test_another_number_of_ranks_than_devices_is_refused(tiny_run, monkeypatch, 
     assert not (tiny_run / "members").exists()
 
 
-HANDS_OVER = """
-import os
-from ddm_lightning.core.errors import UserError
-from ddm_lightning.training.ranks import handing_over
-os.environ["LOCAL_RANK"] = "2"
-with handing_over():
-    raise UserError("a shard is damaged")
-"""
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_stop_before_the_first_step_ends_all_ranks_at_once(tiny_run, number):
+    process = start(tiny_run, "island.strategy=ddp")
+    with ended_on_failure(process), within(TRAINS_SECONDS):
+        while read_status(tiny_run, "expert-0").get("state") != "starting":
+            time.sleep(0.01)
+        process.send_signal(number)
+    _, said = finish(process, 130, TRAINS_SECONDS)
+    assert said.splitlines()[3:] == ["interrupted; run the same command again to resume"]
 
 
-def stuck(child, seconds):
-    """Rank zero of three, in a collective or interrupted; the others sleep and run the program ``child``."""
-    ranks._POLL_SECONDS, ranks._UNWIND_SECONDS = 0.05, 0.3
-
-    class Launcher(ranks.RankLauncher):
-        def _call_children_scripts(self):
-            self.procs = [subprocess.Popen(command) for command in (["sleep", "99"], [sys.executable, "-c", child])]
-            print(self.procs[0].pid, flush=True)
-
-    def wait():
-        if not seconds:
-            raise KeyboardInterrupt
-        time.sleep(seconds)
-
-    launcher = Launcher(ranks.OwnProcesses(), 3, 1)
-    try:
-        launcher.launch(wait)
-    except KeyboardInterrupt:
-        raise SystemExit(7 if all(process.wait(9) == -9 for process in launcher.procs) else 1) from None
-
-
-@pytest.mark.parametrize(
-    ("child", "code", "line"),
-    [
-        pytest.param(HANDS_OVER, 2, "error: a shard is damaged", marks=[pytest.mark.slow, pytest.mark.long]),
-        ("import os; os.abort()", 2, "error: rank 2 of 3 was ended by SIGABRT; the same command resumes at the newest"),
-        ("raise SystemExit(0)", 1, "error: rank 2 ended with exit code 0"),
-    ],
-)
-def test_rank_zero_waiting_for_a_lost_rank_is_ended(tmp_path, child, code, line):
-    """As in a collective of GPUs, which notice nothing."""
-    (tmp_path / "temporary").mkdir()
-    rank = Forked(lambda: stuck(child, 99), tmp_path, TMPDIR=str(tmp_path / "temporary"), PYTHONPATH=str(ROOT))
-    ended, out, err = rank.finish()
-    assert (ended, err.startswith(line), err.count("\n")) == (code, True, 1), err
-    assert list((tmp_path / "temporary").iterdir()) == []
-    other = Path(f"/proc/{out.strip()}/stat")
-    assert not other.exists() or other.read_text().split()[2] == "Z"
-
-
-def test_a_stop_request_during_start_up_ends_other_ranks_first(tmp_path):
-    """One that reads from the first one's store when that is gone says so in fifty lines."""
-    assert Forked(lambda: stuck("import time; time.sleep(99)", 0), tmp_path).finish()[0] == 7
-
-
-def test_a_finished_rank_waits_for_rank_zero(tmp_path):
-    def finished():
-        with ranks.handing_over():
-            (tmp_path / "through").touch()
-
-    folder = tmp_path / "all"
-    folder.mkdir()
-    rank = Forked(finished, tmp_path, LOCAL_RANK="1", **{STARTED_BY: f"{os.getpid()}:{folder}"})
-    with within(60):
-        while not (tmp_path / "through").exists():
+@pytest.mark.slow
+@pytest.mark.long
+def test_no_rank_outlives_the_agent(tiny_run):
+    process = start(tiny_run, "island.strategy=ddp", "expert.train.max_steps=100000")
+    with ended_on_failure(process), within(TRAINS_SECONDS):
+        while read_status(tiny_run, "expert-0").get("state") != "training":
             time.sleep(0.02)
-    rank.process.join(10 * ranks._FINISHED_POLL_SECONDS)
-    assert rank.process.is_alive()
-    folder.rmdir()
-    assert rank.finish()[0] == 0
+    lists = [path.read_text() for path in Path(f"/proc/{process.pid}/task").glob("*/children")]
+    ranks = " ".join(lists).split()
+    process.kill()
+    assert len(ranks) == 2
+    with within(20):
+        while any(is_alive(rank) for rank in ranks):
+            time.sleep(0.05)
+    process.communicate()
 
 
-def test_a_rank_ends_when_rank_zero_is_gone(tmp_path):
-    def orphan():
-        ranks._POLL_SECONDS = 0.05
-        with ranks.handing_over():
-            time.sleep(99)
+def is_alive(pid):
+    path = Path(f"/proc/{pid}/stat")
+    return path.exists() and path.read_text().rpartition(")")[2].split()[0] != "Z"
 
-    reasons = tmp_path / "reasons"
-    reasons.mkdir()
-    rank = Forked(orphan, tmp_path / "said", LOCAL_RANK="1", **{STARTED_BY: f"1:{reasons}"})
-    assert (rank.finish()[0], reasons.exists()) == (1, False)
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_a_mistake_of_the_user_is_one_line_and_ends_both(tiny_run):
+    folder = tiny_run / "members/expert-0"
+    folder.mkdir(parents=True)
+    with lock_member(folder):
+        said = finish(start(tiny_run, "island.strategy=ddp"), 2, TRAINS_SECONDS)[1]
+    (line,) = said.splitlines()
+    assert line.startswith(f"error: {folder}: expert-0 is in use by another process")

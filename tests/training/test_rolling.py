@@ -13,13 +13,19 @@ from training.members import expert
 from ddm_lightning.config.experiment import IslandConfig
 from ddm_lightning.config.load import load_experiment
 from ddm_lightning.core.errors import UserError
-from ddm_lightning.core.processes import STARTED_BY
 from ddm_lightning.training.callbacks import StopOnRequest
 from ddm_lightning.training.checkpoint import CheckpointWriter
 from ddm_lightning.training.guard import read_skipped
 from ddm_lightning.training.module import MemberModule
 from ddm_lightning.training.parallel import OneDevice
-from ddm_lightning.training.rolling import RollingCheckpoints, check_origin, newest_checkpoint, origin_of
+from ddm_lightning.training.rolling import (
+    RollingCheckpoints,
+    check_origin,
+    find_resumable,
+    newest_checkpoint,
+    origin_of,
+    tidy,
+)
 
 
 class FakeTrainer:
@@ -215,34 +221,22 @@ def test_an_exception_waits_for_the_running_save(tmp_path):
 
 
 def test_the_newest_is_found(tmp_path):
-    assert newest_checkpoint(tmp_path) == (None, [])
-    assert newest_checkpoint(tmp_path / "none") == (None, [])
+    assert find_resumable(tmp_path) == (None, {})
+    assert find_resumable(tmp_path / "none") == (None, {})
     write(tmp_path, 90, 100, 1000)
-    assert newest_checkpoint(tmp_path) == (tmp_path / "step-00001000.ckpt", [])
+    assert find_resumable(tmp_path) == (tmp_path / "step-00001000.ckpt", {})
     write(tmp_path, 20_000_000, 100_000_000)  # the last of them by number, not by name
-    assert newest_checkpoint(tmp_path)[0] == tmp_path / "step-100000000.ckpt"
+    assert find_resumable(tmp_path)[0] == newest_checkpoint(tmp_path) == tmp_path / "step-100000000.ckpt"
 
 
 @pytest.mark.parametrize("name", ["step-00000155-copy.ckpt", "step-abc.ckpt", "step-9.ckpt"])
 def test_other_names_are_ignored(tmp_path, name):
     write(tmp_path, 5, 10)
     shutil.copytree(tmp_path / "step-00000010.ckpt", tmp_path / name)
-    for leads in (True, False):
-        assert newest_checkpoint(tmp_path, leads=leads) == (tmp_path / "step-00000010.ckpt", [])
+    assert find_resumable(tmp_path) == (tmp_path / "step-00000010.ckpt", {})
+    assert newest_checkpoint(tmp_path) == tmp_path / "step-00000010.ckpt"
     FakeTrainer(rolling(tmp_path, 15, 1, 100)).take(15)
     assert names(tmp_path) == sorted(["step-00000015.ckpt", name])
-
-
-def test_other_ranks_find_the_same_and_change_nothing(tmp_path, monkeypatch):
-    assert newest_checkpoint(tmp_path, leads=False) == (None, [])
-    write(tmp_path, 10, 20)
-    cut(tmp_path / "step-00000020.ckpt")
-    (tmp_path / ".tmp-step-00000030.ckpt").mkdir()
-    before = names(tmp_path)
-    assert newest_checkpoint(tmp_path, leads=False) == (tmp_path / "step-00000010.ckpt", [])
-    monkeypatch.setenv(STARTED_BY, "1:/nowhere")  # rank zero has checked them
-    assert newest_checkpoint(tmp_path, leads=False) == (tmp_path / "step-00000020.ckpt", [])
-    assert names(tmp_path) == before
 
 
 @pytest.mark.parametrize(("steps", "others"), [((10, 20, 30), ", nor the 2 before it"), ((30,), "")])
@@ -252,7 +246,7 @@ def test_training_does_not_start_over_if_all_are_damaged(tmp_path, steps, others
         cut(path)
     before = names(tmp_path)
     with pytest.raises(UserError) as caught:
-        newest_checkpoint(tmp_path)
+        find_resumable(tmp_path)
     line = str(caught.value)
     assert line.startswith(f"{tmp_path / 'step-00000030.ckpt'}: damaged checkpoint (")
     assert line.endswith(f"){others}; restore one, or remove {tmp_path} to start afresh")
@@ -265,12 +259,12 @@ def test_damaged_checkpoints_give_way_to_an_earlier_one(tmp_path):
         newer = [tmp_path / f"step-000000{step}.ckpt" for step in (30, 20)]
         for path in newer:
             cut(path)
-        path, lines = newest_checkpoint(tmp_path)
-        assert path == tmp_path / "step-00000010.ckpt"
-        for damaged, line in zip(newer, lines, strict=True):
-            assert line.startswith(f"{damaged}: damaged checkpoint (") and "\n" not in line
+        path, damaged = find_resumable(tmp_path)
+        assert (path, [*damaged]) == (tmp_path / "step-00000010.ckpt", newer)
+        assert all(problem and "\n" not in problem for problem in damaged.values())
+        tidy(tmp_path, damaged)
         assert names(tmp_path) == ["step-00000010.ckpt", "step-00000020.damaged"]
-    assert newest_checkpoint(tmp_path) == (path, [])  # reported once
+    assert find_resumable(tmp_path) == (path, {})  # reported once
 
 
 def test_leftovers_of_a_killed_save_are_removed(tmp_path):
@@ -278,5 +272,5 @@ def test_leftovers_of_a_killed_save_are_removed(tmp_path):
     left = tmp_path / ".tmp-step-00000020.ckpt"
     left.mkdir()
     (left / "half").write_bytes(b"half")
-    assert newest_checkpoint(tmp_path)[0] == tmp_path / "step-00000010.ckpt"
+    tidy(tmp_path, [])
     assert names(tmp_path) == ["step-00000010.ckpt"]

@@ -10,8 +10,7 @@ import torch.distributed as dist
 from deadline import within
 
 from ddm_lightning.config.experiment import IslandConfig
-from ddm_lightning.training.parallel import choose_strategy
-from ddm_lightning.training.ranks import OwnProcesses
+from ddm_lightning.training.parallel import choose_strategy, environment
 
 WORLD = 2
 
@@ -54,7 +53,7 @@ def trainer_of(rank, strategy, num_ranks=WORLD, **settings):
         accelerator="cpu",
         devices=num_ranks,
         strategy=choose_strategy(IslandConfig(accelerator="cpu", devices=num_ranks, strategy=strategy), 1)[0],
-        plugins=[OwnProcesses()],
+        plugins=[environment()],
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -27,10 +28,10 @@ def watch(note: Callable[[Any], None]) -> None:
 
 def spoil_a_step(note: Callable[[Any], None]) -> None:
     """Give one step of the monolith a loss that is not finite, so that there is a skipped step to replay."""
-    weighted = Objective.weighted
+    weighted, calls = Objective.weighted, itertools.count()
 
     def spoilt(self: Objective, losses: dict[str, Tensor], t: Tensor) -> Tensor:
         loss = weighted(self, losses, t)
-        return loss * float("nan") if self.member.name == "monolith" and self.global_step == 2 else loss
+        return loss * float("nan") if self.member.name == "monolith" and next(calls) == 2 else loss
 
     Objective.weighted = spoilt  # type: ignore[method-assign]
