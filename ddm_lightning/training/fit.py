@@ -39,7 +39,7 @@ WORKERS_OUTLIVE_SECONDS = 15.0
 def fit_member(name: str, run: Run, *, show_progress: bool) -> MemberStatus:
     """Train member ``name`` to its last step, from its newest checkpoint if there is one, and write its artifact.
 
-    Members that a ``fit`` of several started wait if another process trains them, and may then find nothing left to do.
+    A member started by a ``fit`` of several waits while another process trains it, and may then have nothing to do.
 
     Returns:
         Its status: ``done``, or ``stopped`` if SIGTERM, Ctrl-C or a plug-in callback ended the training early.
@@ -60,7 +60,7 @@ def fit_member(name: str, run: Run, *, show_progress: bool) -> MemberStatus:
     status.max_steps = run.max_steps(name)  # a finished training may be extended
     if not run.is_finished(name):
         folder.mkdir(parents=True, exist_ok=True)
-        # The loading processes of a killed one live on for some seconds and hold its lock.
+        # Data-loading processes of a killed training live on for some seconds and hold its lock.
         seconds = WORKERS_OUTLIVE_SECONDS if island.num_workers else 0.0
         user = f"another process ({status.pid})" if status.runs() else "another process"
         with lock_member(folder, user, -1 if waits else seconds) if ranks.is_rank_zero() else contextlib.nullcontext():
@@ -124,7 +124,7 @@ def _checkpoint_of(name: str, run: Run, console: Console) -> Path | None:
     """
     folder = run.folder.member(name) / "checkpoints"
     if not ranks.is_rank_zero():
-        return rolling.newest_checkpoint(folder)  # only whether there is one: rank zero tells which to load
+        return rolling.newest_checkpoint(folder)  # says only that there is one; rank zero tells which to load
     path, damaged = rolling.find_resumable(folder)
     rolling.tidy(folder, damaged)
     for other, problem in damaged.items():
@@ -143,7 +143,7 @@ def _hand_over(objective: Objective, trainer: L.Trainer, run: Run, status: Membe
     weights = ema.unsharded_ema(objective.network, trainer.optimizers[0], keeps=leads)
     if leads:
         weights |= ema.kept_buffers(objective.network)
-        # ``ema`` kept it, after fewer steps.
+        # The one that ``ema`` replaced has fewer steps.
         shutil.rmtree(run.folder.member(member.name) / ema.FOLDER / "artifact", ignore_errors=True)
         hand_over(run.folder.artifact(member.name), member, run.manifest, weights, objective.prediction, status)
 

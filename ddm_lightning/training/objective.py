@@ -222,7 +222,7 @@ class Objective(ABC):
         time = stratified_timesteps(NUM_VALIDATION_TIMESTEPS)[index].item()
         t = torch.full((len(x_0),), time, device=x_0.device)  # a copy would wait for the device
         generator = keyed_generator(self.member.seed, "validation", batch_idx, index, 0, device=x_0.device)
-        # In full even for a smaller batch: the values may depend on their number.
+        # For the full batch even if this one is smaller: random values may depend on their number.
         noise = torch.randn((self.member.batch_size, *x_0.shape[1:]), generator=generator, device=x_0.device)
         noise = noise[at.rank :: at.num_ranks][: len(x_0)]
         return NoisyBatch(interpolate(x_0, noise, t, self.member.path), t, noise, x_0, self.condition(batch))
@@ -268,7 +268,7 @@ class Regression(Objective):
 class Distillation(Regression):
     """Student: regresses the ensemble's velocity instead of ``ε − x_0`` (arXiv 2501.05450, section 4).
 
-    The held-out loss is an expert's, so that it compares with the monolith's.
+    The held-out loss is that of an expert, so that it can be compared with the monolith's.
     """
 
     teacher: Ensemble
@@ -382,7 +382,7 @@ OBJECTIVES: dict[str, type[Objective]] = {
     "classification": Classification,
     "distillation": Distillation,
 }
-"""What computes the losses of a role, by the name of its objective."""
+"""Objectives by name; each role names its own."""
 
 
 def build_objective(member: Member, run: Run) -> Objective:

@@ -253,13 +253,13 @@ def shard_blocks(
         mesh: the devices.
         reshard_after_forward: whether to shard weights again between the forward and the backward pass. Without: more
             memory, a third less communication (ZeRO-2 instead of ZeRO-3: Rajbhandari et al., 1910.02054).
-        half: whether weights are gathered in bfloat16, in which autocast wants nearly all of them; shards, gradients
-            and their sums over devices stay float32.
+        half: whether weights are gathered in bfloat16, to which autocast casts nearly all of them anyway; shards,
+            gradients and their sums over devices stay float32.
     """
     # Inputs are not cast: a time in bfloat16 has two digits.
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False) if half else None
     sharded = partial(fully_shard, mesh=mesh, mp_policy=policy or MixedPrecisionPolicy())
-    # None: blocks are, but not the rest, which the backward pass needs first.
+    # None: torch reshards the blocks, but not the rest, which the backward pass needs first.
     again = None if reshard_after_forward else False
     for block in getattr(network, "blocks", ()):
         sharded(block, reshard_after_forward=again)
