@@ -1,8 +1,8 @@
 """Ranks of one member: processes as torchrun sets them, and the agent of torchrun that starts them on this machine.
 
 ``fit`` on several devices is the agent's process: it starts the same command once per device, waits, hands on requests
-to stop, and says why the training failed. Ranks themselves print nothing of their failure; ``recorded`` leaves it to
-the agent. They train alike if a user's own torchrun starts them.
+to stop, and says why the training failed. Ranks print nothing about a failure: ``recorded`` leaves it to the agent. A
+user's own torchrun may start the ranks, too.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def fit_on_ranks(name: str, run: Run) -> MemberStatus:
 
     Raises:
         KeyboardInterrupt: a request came before the first step.
-        UserError: a rank failed of an error the user can fix, or a signal ended it.
+        UserError: a rank failed with an error the user can fix, or a signal ended it.
         RuntimeError: a rank failed.
     """
     island = run.experiment.island
@@ -139,8 +139,8 @@ def _silent() -> Iterator[None]:
 
 
 def _cause(failures: dict[int, ProcessFailure], num_ranks: int, folder: Path) -> Exception:
-    """Error to raise of several: one the user can fix, else a signal, because the loss of a rank makes others fail."""
-    for path in sorted(folder.rglob("error.json")):  # also of a rank that the agent ended while it left
+    """Choose the error to raise: one the user can fix, else a signal, because the loss of a rank makes others fail."""
+    for path in sorted(folder.rglob("error.json")):  # also of a rank that the agent ended while it was exiting
         text = json.loads(path.read_text(encoding="utf-8"))["message"]["message"]
         if text.startswith(f"{UserError.__name__}: "):
             return UserError(text.partition(": ")[2])
