@@ -113,8 +113,8 @@ class Reporter(L.Callback):
 class MissedValidation(L.Callback):
     """Validates after the last step, and makes up for a validation that a stop or a kill cut short.
 
-    A resumed training makes up for it before its next step. Lightning counts it as taken, because the checkpoint is
-    older than its first batch. A training without steps left starts and ends, too, for the same reason.
+    A resumed training makes up for it before its next step. Lightning counts it as done, because the checkpoint was
+    saved before it. A training with no steps left starts for this reason, too.
 
     Args:
         folder: the member's folder.
@@ -133,7 +133,7 @@ class MissedValidation(L.Callback):
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Validate if this step's validation was missed."""
         trainer.fit_loop.epoch_loop.max_steps = self._max_steps
-        # Curves are cut off behind the checkpoint, so later validations are repeated.
+        # Curves after the checkpoint are discarded, so later validations are repeated.
         self.status.validated_step = min(self.status.validated_step, trainer.global_step)
         if self.is_missed(trainer.global_step, trainer.max_steps):
             self._validate(trainer)
@@ -174,9 +174,9 @@ class StopRequested(BaseException):
 class StopOnRequest(L.Callback):
     """On SIGTERM, SIGUSR1 (SLURM's warning) or Ctrl-C: finishes the step, saves a checkpoint and stops.
 
-    It cuts a validation short, because ``RollingCheckpoints`` has saved that step, but not the last one, which comes
-    after training. Several ranks agree every ten steps whether to stop, and whether a checkpoint is due by rank zero's
-    clock (``checkpoint_every_n_minutes``), so that it is enough if one of them gets the signal.
+    It cuts a running validation short, whose step ``RollingCheckpoints`` has saved, except after the last step. Several
+    ranks agree every ten steps whether to stop, so that it is enough if one of them gets the signal, and whether a
+    checkpoint is due by rank zero's clock (``checkpoint_every_n_minutes``).
     """
 
     def __init__(self, checkpoints: RollingCheckpoints) -> None:
