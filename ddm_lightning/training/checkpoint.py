@@ -266,7 +266,7 @@ def load_tensors(
             if full_name.startswith(_OPTIMIZER):
                 key, _, name = full_name.removeprefix(_OPTIMIZER).partition("/")
                 parameter = parameters[name]
-                if size == parameter.shape:  # then sharded as the parameter is
+                if size == parameter.shape:  # then sharded like the parameter
                     room = torch.empty_like(parameter.detach(), dtype=dtype)
                 else:
                     room = torch.empty(size, dtype=dtype, device=parameter.device)

@@ -66,7 +66,7 @@ class SampleLogger(L.Callback):
         if trainer.is_global_zero:
             try:
                 self.encoder()
-            except Exception as error:  # noqa: BLE001  # no image is worth a training
+            except Exception as error:  # noqa: BLE001  # an image must not end a training
                 self._is_off = True
                 self.print(f"trains without sample images: {first_line(error)}")
         self._is_off = trainer.strategy.broadcast(self._is_off)

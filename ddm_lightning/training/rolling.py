@@ -162,7 +162,7 @@ def find_resumable(folder: Path) -> tuple[Path | None, dict[Path, str]]:
 
 
 def tidy(folder: Path, damaged: Iterable[Path]) -> None:
-    """Remove what a killed process left half-written, and rename ``damaged``, of which the oldest is kept.
+    """Remove what a killed process left half-written; rename the checkpoints ``damaged``, of which the oldest is kept.
 
     The caller holds the member's lock, so no other process writes here.
     """
