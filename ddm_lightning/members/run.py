@@ -59,9 +59,10 @@ class Run:
 
     @contextmanager
     def claimed_for(self, member: str) -> Iterator[None]:
-        """Record the experiment in the folder to train ``member``; take a new record back if nothing was trained.
+        """Record the experiment in the folder to train ``member``.
 
-        Without the record, a corrected experiment can use the folder. It is taken back after a ``UserError`` alone.
+        After a ``UserError`` before any training, remove a new record, so that a corrected experiment can use the
+        folder.
 
         Raises:
             UserError: as ``open``.
