@@ -174,8 +174,10 @@ def _print_skipped(members: Sequence[str], run: Run, options: argparse.Namespace
     for member in members:
         if num := len({skipped.step for skipped in skipped_of(run.folder.member(member))}):
             steps = "1 step" if num == 1 else f"{num} steps"
-            replay = f"{_command('replay', options)} member={member}"
-            print(f"{member}: skipped {steps} without a finite gradient; see {replay}")
+            print(
+                f"{member}: skipped {steps} without a finite gradient; "
+                f"see {_command('replay', options)} member={member}"
+            )
 
 
 def _status_table(run: Run) -> Table:

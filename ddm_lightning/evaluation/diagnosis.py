@@ -245,8 +245,9 @@ def _read(run: Run) -> tuple[Samples, Samples, int]:
     member = replace(run.member(MONOLITH), name="diagnosis", batch_size=1)
     data = build_data(member, run)
     if not data.held_out_clusters:
-        remedy = "set prepare.held_out_fraction above 0 and prepare again"
-        raise UserError(f"{run.folder.root}: no held-out samples; {remedy}")
+        raise UserError(
+            f"{run.folder.root}: no held-out samples; set prepare.held_out_fraction above 0 and prepare again"
+        )
     data.prepare_data()
     objective = build_objective(member, run)
 

@@ -97,8 +97,10 @@ class Averages:
         self._ema = self.folder / ema.FOLDER
         self._original, self._remedy = self._ema / "artifact", ema.snapshots_remedy(self._ema)
         if not self.member.train.ema_widths:
-            key = f"{self.member.role.section}.train.ema_widths"
-            raise UserError(f"key '{key}' is empty: no averages to choose from; train in another run_dir=…")
+            raise UserError(
+                f"key '{self.member.role.section}.train.ema_widths' is empty: no averages to choose from; "
+                "train in another run_dir=…"
+            )
         self._sha256, self._all = ema.read_index(self._ema), ema.all_snapshots(self.member.train)
         for snapshot in self._all:
             if snapshot.file not in self._sha256:
@@ -160,9 +162,10 @@ class Averages:
             raise UserError(f"width {width:g}: is a share of the training, above 0 and at most {ema.WIDEST:.4f}")
         shares, misfit = mixture(self._all, width, self.member.train.max_steps)
         if misfit > LARGEST_MISFIT:
-            problem = f"the snapshots miss its profile by {misfit:.0%}"
-            remedy = "choose a width nearer to train.ema_widths, or train in another run_dir=… with more ema_snapshots"
-            raise UserError(f"width {width:g}: {problem}; {remedy}")
+            raise UserError(
+                f"width {width:g}: the snapshots miss its profile by {misfit:.0%}; "
+                "choose a width nearer to train.ema_widths, or train in another run_dir=… with more ema_snapshots"
+            )
         return shares
 
     def _averaged(self, width: float) -> dict[str, Tensor]:
@@ -184,8 +187,9 @@ class Averages:
         data = build_data(self.member, self.run)
         try:
             if not data.held_out_clusters:
-                problem = f"{self.name} has no held-out samples; prepare anew with held_out_fraction"
-                raise UserError(f"{self.run.folder.root}: {problem}")
+                raise UserError(
+                    f"{self.run.folder.root}: {self.name} has no held-out samples; prepare anew with held_out_fraction"
+                )
             data.prepare_data()
             objective = build_objective(self.member, self.run)
             network, island = objective.network, self.run.experiment.island

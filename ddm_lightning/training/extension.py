@@ -101,8 +101,9 @@ def extend_router(
 def _run_of(meta: ArtifactMeta, artifact: Path, folder: RunFolder) -> Run:
     run = Run(load_run(folder.experiment), folder)
     if run.manifest.partition_sha256 != meta.partition_sha256:
-        problem = f"holds other clusters than those of {artifact}"
-        raise UserError(f"{folder.root}: {problem}; give the run that it was trained in")
+        raise UserError(
+            f"{folder.root}: holds other clusters than those of {artifact}; give the run that it was trained in"
+        )
     return run
 
 

@@ -108,9 +108,11 @@ class FiniteGuard:
                 ids, times, losses = (torch.cat(parts).tolist() for parts in zip(*seen.batches, strict=True))
                 self._skipped.append(SkippedStep(seen.step, seen.rank, ids, times, losses))
         if longest > self.max_consecutive:
-            problem = f"{longest} consecutive steps, up to step {last}, had no finite gradient"
-            remedy = "lower its train.learning_rate in another run_dir=…, or find the sample with replay"
-            raise UserError(f"{self.member}: training diverged: {problem}; {remedy}")
+            raise UserError(
+                f"{self.member}: training diverged: {longest} consecutive steps, up to step {last}, "
+                "had no finite gradient; lower its train.learning_rate in another run_dir=…, "
+                "or find the sample with replay"
+            )
 
     def write(self, path: Path) -> None:
         """Append the newly found steps to ``path``; a step that a resumed training repeats is recorded once."""

@@ -394,9 +394,10 @@ def build_objective(member: Member, run: Run) -> Objective:
     """
     manifest = run.manifest
     if member.train.horizontal_flip and manifest.stores == "posterior" and "x_0_flipped" not in manifest.columns:
-        problem = "the shards hold no latents of mirrored images"
-        remedy = "prepare with prepare.horizontal_flips=true, or set it to false"
-        raise UserError(f"key '{member.role.section}.train.horizontal_flip': {problem}; {remedy}")
+        raise UserError(
+            f"key '{member.role.section}.train.horizontal_flip': the shards hold no latents of mirrored images; "
+            "prepare with prepare.horizontal_flips=true, or set it to false"
+        )
     planned = member.plan_network()
     check_memory([*planned.parameters(), *planned.buffers()], member.name)
     return OBJECTIVES[member.role.objective](

@@ -191,11 +191,15 @@ def choose_strategy(
         return Replicated(), f"DDP over {devices} devices: {reason}"
     remedy = "or island.strategy=ddp if a device holds everything"
     if island.precision not in _SHARDED_PRECISIONS:
-        problem = f"FSDP2 ({reason}) takes {' or '.join(_SHARDED_PRECISIONS)}; set one of them, {remedy}"
-        raise UserError(f"key 'island.precision' = {island.precision!r}: {problem}")
+        raise UserError(
+            f"key 'island.precision' = {island.precision!r}: FSDP2 ({reason}) takes "
+            f"{' or '.join(_SHARDED_PRECISIONS)}; set one of them, {remedy}"
+        )
     if optimizer == "muon":
-        problem = f"FSDP2 ({reason}) splits the matrices that Muon needs whole; set it to adamw, {remedy}"
-        raise UserError(f"key 'train.optimizer' = 'muon': {problem}")
+        raise UserError(
+            f"key 'train.optimizer' = 'muon': FSDP2 ({reason}) splits the matrices that Muon needs whole; "
+            f"set it to adamw, {remedy}"
+        )
     reshard = name == "fsdp"
     weights = "weights are gathered block by block" if reshard else "weights stay gathered until the backward pass"
     return Sharded(devices, reshard_after_forward=reshard), f"FSDP2 over {devices} devices, {weights}: {reason}"

@@ -124,9 +124,11 @@ class SampleLogger(L.Callback):
         except Exception as error:
             if together and trainer.world_size > 1:
                 if line := line_of(error):
-                    remedy = "or train without: island.loggers=[csv] and island.evaluate_every_n_steps=null"
-                    problem = f"rank {trainer.global_rank} cannot make {missing}: {line}"
-                    raise UserError(f"{self.member.name}: step {trainer.global_step}: {problem}; {remedy}") from error
+                    raise UserError(
+                        f"{self.member.name}: step {trainer.global_step}: rank {trainer.global_rank} cannot make "
+                        f"{missing}: {line}; or train without: island.loggers=[csv] and "
+                        "island.evaluate_every_n_steps=null"
+                    ) from error
                 raise
             self.print(f"step {trainer.global_step}: no {missing}: {first_line(error)}")
 

@@ -67,8 +67,10 @@ def check_ranks(devices: int) -> None:
     if number > _number("LOCAL_WORLD_SIZE", number):
         raise UserError("processes of fit were started on several nodes; start fit on one node, the member's island")
     if number != devices and (number > 1 or has_agent()):
-        problem = f"{number} processes of fit were started, as by torchrun, but island.devices = {devices}"
-        raise UserError(f"{problem}; start fit only once, and it starts one process per device")
+        raise UserError(
+            f"{number} processes of fit were started, as by torchrun, but island.devices = {devices}; "
+            "start fit only once, and it starts one process per device"
+        )
 
 
 def fit_on_ranks(name: str, run: Run) -> MemberStatus:

@@ -156,8 +156,9 @@ def find_resumable(folder: Path) -> tuple[Path | None, dict[Path, str]]:
     if problems:
         newest, problem = next(iter(problems.items()))
         others = f", nor the {len(problems) - 1} before it" if len(problems) > 1 else ""
-        remedy = f"restore one, or remove {folder} to start afresh"
-        raise UserError(f"{newest}: damaged checkpoint ({problem}){others}; {remedy}")
+        raise UserError(
+            f"{newest}: damaged checkpoint ({problem}){others}; restore one, or remove {folder} to start afresh"
+        )
     return None, problems
 
 
@@ -191,8 +192,9 @@ def check_origin(path: Path, member: str, experiment: Experiment) -> str | None:
     """
     rest, own = read_rest(path), origin_of(member, experiment)
     if rest.get("member") != member:
-        problem = f"is a checkpoint of {rest.get('member')}, not of {member}"
-        raise UserError(f"{path}: {problem}; move it to that folder, or remove it")
+        raise UserError(
+            f"{path}: is a checkpoint of {rest.get('member')}, not of {member}; move it to that folder, or remove it"
+        )
     refuse_changes(path, rest["experiment"], own["experiment"])
     old, new = rest["experiment"]["island"], own["experiment"]["island"]
     if not (differing := [name for name in _NUMERICS if old.get(name) != new[name]]):
