@@ -245,7 +245,7 @@ class Study:
 
     def done(self, job: Job) -> float:
         """FLOPs of the training that are done."""
-        if all(self.at_budget(job.variant, job.seed, s).is_finished(job.member) for s in job.variant.budgets):
+        if all(self.at_budget(job.variant, job.seed, s).has_artifact(job.member) for s in job.variant.budgets):
             return job.flops
         folder = RunFolder(self.folder(job)).member(job.member)
         return job.flops * min(1.0, MemberStatus.read(folder, job.member, job.steps[-1]).step / job.steps[-1])

@@ -113,10 +113,10 @@ def check_weights(run: Run, fit: str) -> None:
     if member is not None:
         if parse_members(member, run.experiment, "sample.member") != [member]:
             raise UserError(f"sample.member={member}: name one member, such as monolith")
-        if not folder.is_finished(member):
+        if not folder.has_artifact(member):
             raise UserError(f"{folder.artifact(member)}: does not exist yet; run {fit} member={member}")
     elif not folder.ensemble.exists():
-        unfinished = [name for name in run.names if not folder.is_finished(name)]
+        unfinished = [name for name in run.names if not folder.has_artifact(name)]
         why = f", because these members are not finished: {', '.join(unfinished)}" if unfinished else ""
         raise UserError(f"{folder.ensemble}: does not exist yet{why}; run {fit}")
 
@@ -131,7 +131,7 @@ def is_collected(members: Sequence[str], run: Run) -> bool:
     manifest = folder.prepared / "manifest.json"
     if not manifest.exists() or (folder.prepared / "parts.json").exists():
         return False
-    if missing := [name for name in members if not folder.is_finished(name)]:
+    if missing := [name for name in members if not folder.has_artifact(name)]:
         raise UserError(
             f"{manifest}: was prepared elsewhere, and the artifacts of {', '.join(missing)} are not here; copy them to "
             f"{folder.root / 'members'}/NAME/artifact, or train one with member={missing[0]}"
@@ -147,7 +147,7 @@ def refuse_stale(members: Sequence[str], run: Run) -> None:
     Raises:
         UserError: an artifact is another member's or was trained with other settings.
     """
-    for name in filter(run.folder.is_finished, members):
+    for name in filter(run.folder.has_artifact, members):
         folder, member = run.folder.artifact(name), run.member(name)
         meta = read_meta(folder)
         steps = member.train.max_steps

@@ -118,7 +118,7 @@ class Run:
         Raises:
             UserError: the artifact's description is damaged.
         """
-        if not self.folder.is_finished(name):
+        if not self.folder.has_artifact(name):
             return False
         return read_meta(self.folder.artifact(name)).step >= self.max_steps(name)
 
@@ -130,7 +130,7 @@ class Run:
         """
         status = MemberStatus.read(self.folder.member(name), name, self.max_steps(name))
         # A finished member that trains on has taken more steps than its artifact.
-        if self.folder.is_finished(name) and (meta := read_meta(self.folder.artifact(name))).step >= status.step:
+        if self.folder.has_artifact(name) and (meta := read_meta(self.folder.artifact(name))).step >= status.step:
             status.state = "done"
             status.step = meta.step
             status.metrics |= meta.metrics

@@ -58,7 +58,7 @@ class RunFolder:
         """File that describes the weights to sample from: those of ``member`` alone, or of the ensemble."""
         return self.ensemble if member is None else self.artifact(member) / MEMBER_FILE
 
-    def is_finished(self, name: str) -> bool:
+    def has_artifact(self, name: str) -> bool:
         """Whether the member has handed over its artifact."""
         return (self.artifact(name) / MEMBER_FILE).exists()
 

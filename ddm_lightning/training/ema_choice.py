@@ -90,7 +90,7 @@ class Averages:
     def __init__(self, name: str, run: Run) -> None:
         self.name, self.run, self.folder = name, run, run.folder.member(name)
         self.artifact = run.folder.artifact(name)
-        if not run.folder.is_finished(name):
+        if not run.folder.has_artifact(name):
             raise UserError(f"{self.artifact}: {name} is not finished; fit it first")
         self.meta: ArtifactMeta = read_meta(self.artifact)
         self.member = run.member(name)
