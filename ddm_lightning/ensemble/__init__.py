@@ -1,6 +1,6 @@
 """Router and experts as one velocity field, built from artifacts alone.
 
+- ``manifest``: which artifacts make an ensemble; ``load`` turns them into networks
 - ``velocity``: the weighted sum of the experts' velocities
-- ``routing``: generate samples; the interface of routing strategies; ``strategies`` has one file for each
-- ``load``: from a run folder to an ensemble
+- ``routing``: generate samples; the interface of routing strategies, which are in ``strategies``
 """

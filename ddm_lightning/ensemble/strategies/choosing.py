@@ -1,17 +1,19 @@
-"""``sample-1``: one expert per sample, drawn by its probability instead of being the most probable."""
+"""Strategies that choose one expert for each sample: once, again where the router is unsure, or at every step."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import count
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import one_hot
 
+from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import STRATEGIES
 from ddm_lightning.ensemble.routing import Batch, Strategy, choose
-from ddm_lightning.flow.path import time_rows
+from ddm_lightning.flow.path import VelocityField, time_rows
 from ddm_lightning.flow.solvers import Solver
 
 
@@ -55,3 +57,55 @@ class Sample1(Strategy):
             velocity = batch.field(weights=one_hot(experts, num_clusters).to(x_t))
             x_t = solver.solve(velocity, x_t, times[step : step + 2], lambda _, step=step: batch.noise(step))  # type: ignore[misc]
         return x_t
+
+
+@STRATEGIES.register("oracle")
+@dataclass(frozen=True)
+class Oracle(Strategy):
+    """Follow one expert per sample (DDM, 2501.05450, table 3); for evaluation.
+
+    The cluster is drawn from the partition's priors, which is exact without a condition. For samples of held-out
+    conditions give their true cluster with ``cluster``.
+    """
+
+    needs_router = False
+    cluster: int | None = None
+
+    def field(self, batch: Batch) -> VelocityField:
+        """Velocity of each sample's own expert.
+
+        Raises:
+            UserError: ``cluster`` has no expert in the ensemble.
+        """
+        priors, num_clusters = batch.ensemble.priors.to(batch.x_1.device), batch.ensemble.num_clusters
+        if self.cluster is None:
+            clusters = choose(priors.expand(len(batch.x_1), -1), batch.uniform(0))
+        else:
+            names, name = batch.ensemble.names, f"expert-{self.cluster}"
+            if name not in names:
+                raise UserError(
+                    f"strategy 'oracle': cluster = {self.cluster} has no expert here; choose one of {', '.join(names)}"
+                )
+            clusters = torch.full((len(batch.x_1),), names.index(name), device=batch.x_1.device)
+        return batch.field(weights=one_hot(clusters, num_clusters).to(batch.x_1))
+
+
+@STRATEGIES.register("sample-each-step")
+class SampleEachStep(Strategy):
+    """Choose each step's expert with the router's probability (DDM, 2501.05450, table 3); a negative control.
+
+    Its mean velocity is exact, but the noise of the choice accumulates along the trajectory.
+    """
+
+    # A velocity that changes at random has no error to control and none to extrapolate.
+    solvers = ("euler", "ancestral", "heun", "midpoint")
+
+    def field(self, batch: Batch) -> VelocityField:
+        """Velocity of one expert per sample, chosen anew at every evaluation."""
+        evaluations = count()
+
+        def weights(probabilities: Float[Tensor, "b K"]) -> Float[Tensor, "b K"]:
+            chosen = choose(probabilities, batch.uniform(next(evaluations)))
+            return one_hot(chosen, probabilities.shape[1]) + 0 * probabilities  # NaN stays NaN
+
+        return batch.field(route=weights)
