@@ -4,8 +4,8 @@ They live in the optimizer's state, so saving, resuming and resharding need no c
 parameter averages its local shard without communication.
 
 The weight of step τ in a power-function average at step t is proportional to τ^γ; its width is the standard deviation
-of that profile, as a share of t (EDM2: Karras et al., 2312.02696). Snapshots of a few widths, on disk, allow any width
-to be chosen after training (``ema_choice``).
+of that profile, as a share of t. Snapshots of a few widths, on disk, allow any width to be chosen after training
+(``ema_choice``). Numbers of equations are those of EDM2 (Karras et al., 2312.02696), which calls the width σ_rel.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from ddm_lightning.config.experiment import TrainConfig
 from ddm_lightning.core import checks
@@ -48,9 +49,9 @@ def width_key(width: float) -> str:
 
 
 def exponent_of(width: float) -> float:
-    """Exponent γ of the profile of ``width``, which is in (0, ``WIDEST``].
+    """Exponent γ of the profile of ``width``, which is in (0, ``WIDEST``] (eq. 126 and algorithm 2).
 
-    The profile's variance is (γ + 1) / ((γ + 2)² (γ + 3)) of t², which decreases with γ.
+    The profile's variance is (γ + 1) / ((γ + 2)² (γ + 3)) of t² (eq. 123), which decreases with γ.
 
     Raises:
         ValueError: no profile has this width.
@@ -63,7 +64,7 @@ def exponent_of(width: float) -> float:
 
 
 def power_decay(exponent: float, step: int) -> float:
-    """Decay of a power-function average at ``step``, counted from 1: (1 − 1/t)^(γ + 1)."""
+    """Decay of a power-function average at ``step``, counted from 1: (1 − 1/t)^(γ + 1) (eq. 127)."""
     return float((1.0 - 1.0 / step) ** (exponent + 1.0))
 
 
@@ -104,7 +105,8 @@ def track_ema(optimizer: Optimizer, decay: float, widths: Sequence[float] = ()) 
                     shards = [local(tensor) for tensor in tensors]
                     kept[number, key] = tensors, shards
                 if shards:
-                    torch._foreach_lerp_(shards[len(parameters) :], shards[: len(parameters)], 1.0 - share)
+                    average = get_ema_multi_avg_fn(share)
+                    average(shards[len(parameters) :], shards[: len(parameters)], steps)
             group[STEPS] = steps + 1
 
     optimizer.register_step_post_hook(after_step)

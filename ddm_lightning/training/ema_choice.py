@@ -37,7 +37,9 @@ _ACCURACY = "held_out/accuracy"
 
 
 def mixture(snapshots: Sequence[ema.Snapshot], width: float, step: int) -> tuple[Float[np.ndarray, " n"], float]:
-    """Mix snapshots into an average of another ``width`` at ``step``, by least squares of profiles (2312.02696).
+    """Mix snapshots into an average of another ``width`` at ``step``, by least squares of profiles.
+
+    This is EDM2's algorithm 3 (2312.02696), but the shares are constrained to sum to 1 and not scaled afterwards.
 
     Inner products of profiles are integrals over continuous time.
 
@@ -67,7 +69,7 @@ def _products(
     b: Float[np.ndarray, "*n"],
     step_b: Float[np.ndarray, "*n"],
 ) -> Float[np.ndarray, "*m"]:
-    """Inner products ∫ p_a p_b dτ of profiles p(τ) = (γ + 1) τ^γ / t^(γ + 1), τ ≤ t."""
+    """Inner products ∫ p_a p_b dτ of profiles p(τ) = (γ + 1) τ^γ / t^(γ + 1), τ ≤ t (EDM2, eq. 151)."""
     earlier = np.minimum(step_a, step_b)
     # Powers of ratios, because powers of steps overflow.
     overlap = (earlier / step_a) ** a * (earlier / step_b) ** b * earlier / (step_a * step_b)

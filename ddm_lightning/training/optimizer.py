@@ -142,7 +142,8 @@ class MuonWithAdamW(Optimizer):
         """Take Muon's step; it cannot be skipped on the device, so restore the matrices from copies if it must be."""
         matrices = [p for p in self.param_groups[0]["params"] if p.grad is not None]
         if self.grad_scale is not None:
-            torch._foreach_div_([matrix.grad for matrix in matrices], self.grad_scale)
+            for matrix in matrices:
+                matrix.grad.div_(self.grad_scale)
         if self.found_inf is None:
             self._step_by_layer(matrices)
             return
