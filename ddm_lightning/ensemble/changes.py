@@ -21,7 +21,7 @@ from ddm_lightning.members.run_folder import ENSEMBLE_FILE, MEMBER_FILE
 
 
 def removed(ensemble: EnsembleManifest, name: str) -> EnsembleManifest:
-    """Take the expert ``name`` out, and its images out of the priors. The other artifacts stay bit for bit.
+    """Remove the expert ``name``, and its images from the priors. The other artifacts stay bit for bit.
 
     Raises:
         UserError: there is no such expert, or no other.
@@ -61,7 +61,7 @@ def added(ensemble: EnsembleManifest, folder: Path, num_images: int, router: Pat
 
 
 def replaced(ensemble: EnsembleManifest, name: str, folder: Path, num_images: int | None = None) -> EnsembleManifest:
-    """Put the expert of the artifact ``folder`` in the place of ``name``.
+    """Replace the expert ``name`` by that of the artifact ``folder``.
 
     Args:
         ensemble: the ensemble.

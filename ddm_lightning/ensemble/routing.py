@@ -247,7 +247,7 @@ def normalised(
 def choose(weights: Float[Tensor, "b K"], uniform: Float[Tensor, " b"]) -> Int[Tensor, " b"]:
     """Choose one expert per row by inverting the cumulative ``weights``; never one of weight 0."""
     cumulative = weights.cumsum(dim=1)
-    # Scaled by the total, which rounding may leave below a uniform number close to 1.
+    # Scaled by the total: rounding may leave it below a uniform number close to 1.
     threshold = (uniform.to(cumulative) * cumulative[:, -1])[:, None]
     # A row of NaN, from a failed expert, would give an index past the last expert.
     return torch.searchsorted(cumulative, threshold, right=True).squeeze(1).clamp_max(weights.shape[1] - 1)

@@ -53,7 +53,7 @@ class Trace:
         if not self._evaluations:
             return
         t, weights, x_t, estimates = (torch.stack(parts) for parts in zip(*self._evaluations, strict=True))
-        # Solvers evaluate between the steps, too, and some choose their own: the closest, and the last of equals.
+        # Solvers also evaluate between steps, and some choose their own steps. Take the closest; of equals, the last.
         distances = (t.flip(0) - times[:-1, None, None].to(t)).abs()
         nearest = len(t) - 1 - distances.argmin(1)
         weights = weights[nearest, torch.arange(len(self._batch), device=t.device)].float().cpu()

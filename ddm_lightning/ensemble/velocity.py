@@ -137,7 +137,7 @@ class Ensemble:
         return Cost(flops / max(1, work.images) / 1e9, work.active / max(1, work.rows))
 
     def reweighted(self, factors: Sequence[float]) -> Ensemble:
-        """A copy that multiplies experts' priors and probabilities by ``factors`` and renormalises; 0 leaves one out.
+        """A copy with the experts' priors and probabilities multiplied by ``factors`` and renormalised; 0 removes one.
 
         Raises:
             UserError: not one number from 0 up per expert, or no expert is left.
@@ -154,7 +154,7 @@ class Ensemble:
         return changed
 
     def watched(self, excluded: Collection[int]) -> Ensemble:
-        """A copy without the ``excluded`` experts that checks every output for NaN, which waits for the device.
+        """A copy without the ``excluded`` experts. It checks every output for NaN, so it waits for the device.
 
         Raises ``NotFiniteError`` for an expert and ``UserError`` for the router. No expert changes its number.
         """
@@ -163,7 +163,7 @@ class Ensemble:
         return changed
 
     def compile(self, backend: str = "inductor") -> None:
-        """Compile the transformer blocks of the experts and the router, unless that was done.
+        """Compile the transformer blocks of the experts and the router, once.
 
         Raises:
             UserError: the experts take turns on the device.

@@ -88,7 +88,7 @@ class Role:
         return EXPERTS.build(network.name, network.params, **context)
 
     def portable_params(self, network: PluginConfig) -> dict[str, Any]:
-        """Params for an artifact, in which a network may replace those that name files of this machine.
+        """Params for an artifact; a network may replace those that name files on this machine.
 
         Raises:
             UserError: the network is unknown, or such a file is missing or damaged.

@@ -36,7 +36,7 @@ _MAX_PROMPT = 2000
 _MAX_IMAGES, _MAX_STEPS, _MAX_GUIDANCE = 8, 200, 20
 # Height in pixels to which small images are scaled up.
 _CELL_SIZE = 192
-# Gradio keeps room for 320 pixels of images.
+# By default Gradio reserves a height of 320 pixels for images.
 _CSS = ".grid-wrap {min-height: 0 !important}"
 # All that the browser and gradio_client ask for. ``file=`` also takes URLs, to which Gradio would redirect.
 _ROUTES = {

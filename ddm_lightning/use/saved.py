@@ -73,7 +73,7 @@ def fetched(address: str | Path) -> Path:
 def _fetch_members(folder: Path, fetch: Callable[[str], bool]) -> None:
     path = folder / ENSEMBLE_FILE
     document = read_json(path, "the ensemble's manifest", "fetch it again")
-    # What is not of this form is refused by ``read_ensemble``.
+    # ``read_ensemble`` refuses any other form.
     members = document.get("members") if isinstance(document, dict) else None
     entries = [entry for entry in members if isinstance(entry, dict)] if isinstance(members, list) else []
     for relative in {entry["path"] for entry in entries if isinstance(entry.get("path"), str)}:
