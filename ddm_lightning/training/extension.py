@@ -28,7 +28,7 @@ LEARNING_RATE = 3e-3
 def extend_router(
     ensemble: EnsembleManifest, expert: Path, share: float, seen: RunFolder, new: RunFolder, out: Path
 ) -> None:
-    """Write a router that knows one cluster more; its body stays, so the other logits change by little.
+    """Write a router that knows one more cluster; its other weights are frozen, so the other logits change little.
 
     Each step minimises ``(1 - share)·CE(batch of the known clusters) + share·CE(batch of the new one)``: the
     cross-entropy of the mixture. The new output starts as the mean of the others.

@@ -53,7 +53,7 @@ def fit_member(name: str, run: Run, *, show_progress: bool) -> MemberStatus:
     if "wandb" in island.loggers:
         require("key 'island.loggers': 'wandb'", "wandb", extra="wandb")
     keep_heap()
-    # Keep paths whole, also in a log file, which passes for 80 columns.
+    # Do not break paths: rich takes a log file for a terminal of 80 columns.
     console = Console(stderr=True, quiet=not ranks.is_rank_zero(), soft_wrap=True, markup=False, highlight=False)
     folder, waits = run.folder.member(name), FITTED_BY in os.environ
     status = MemberStatus.read(folder, name, run.max_steps(name))

@@ -12,7 +12,7 @@ from ddm_lightning.members.cost import UNKNOWN_COST, StepCost
 
 
 class Speed:
-    """Clock of a training: measures the steps since the last report, without validations and their images.
+    """Clock of a training: measures the steps since the last report, excluding validations.
 
     It reads the host's clock. Over the time between two reports that is the device's time too, because a report waits
     for the device.
