@@ -169,7 +169,7 @@ class Pretrained:
 
     def _load(self, library: str, kind: str, **settings: Any) -> Any:
         """Load ``library.kind`` from the folder: safetensors only, no network, no weight missing."""
-        with loading(self.folder, self.place):
+        with loading(self.folder, self.place), _without_bar(library):
             network, info = getattr(import_module(library), kind).from_pretrained(
                 self.folder, use_safetensors=True, local_files_only=True, output_loading_info=True, **settings
             )
@@ -193,6 +193,18 @@ class Pretrained:
 
     def _device_or_cpu(self) -> torch.device:
         return self.device if self._has_device() else torch.device("cpu")
+
+
+@contextmanager
+def _without_bar(library: str) -> Iterator[None]:
+    """Hide the progress bar that transformers 5 shows of each network it loads, in log files too."""
+    bars = import_module(f"{library}.utils.logging") if library == "transformers" else None
+    if bars is None or not bars.is_progress_bar_enabled():
+        yield
+        return
+    bars.disable_progress_bar()
+    yield
+    bars.enable_progress_bar()
 
 
 def on_device(network: Any, device: torch.device) -> Any:

@@ -86,6 +86,9 @@ def hub(model, cache, monkeypatch):
             if self.path.startswith("/api/models/owner/name/revision/"):
                 body = {"id": "owner/name", "sha": COMMIT, "siblings": [{"rfilename": name} for name in files]}
                 self.reply(200, json.dumps(body).encode(), with_body)
+            elif self.path.startswith(f"/api/models/owner/name/tree/{COMMIT}?"):  # from huggingface-hub 2 on
+                body = [{"type": "file", "path": name, "size": len(files[name]), "oid": name} for name in files]
+                self.reply(200, json.dumps(body).encode(), with_body)
             elif wanted in files:
                 etag = hashlib.sha256(files[wanted]).hexdigest()
                 self.reply(200, files[wanted], with_body, {"ETag": f'"{etag}"', "X-Repo-Commit": COMMIT})
