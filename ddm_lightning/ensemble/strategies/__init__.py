@@ -1,1 +1,1 @@
-"""Routing strategies, one file each, named after the strategy; a new file is found by its name."""
+"""Routing strategies, found by their names; a new one is a file of its own."""
