@@ -40,7 +40,9 @@ class ResidentExperts(Sequence[Any]):
     def __init__(self, experts: Sequence[nn.Module], device: torch.device, num_resident: int) -> None:
         if num_resident < 2:
             raise ValueError(f"num_resident = {num_resident}: one expert computes while one loads; give at least 2")
-        self._hosts, self.device, self._num_resident = list(experts), device, num_resident
+        self._hosts = list(experts)
+        self.device = device
+        self._num_resident = num_resident
         tensors = [tensor for host in self._hosts for tensor in (*host.parameters(), *host.buffers())]
         if device.type == "cuda" and sum(tensor.nbytes for tensor in tensors) < free_bytes() / 2:
             for tensor in tensors:

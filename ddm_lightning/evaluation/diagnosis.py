@@ -155,7 +155,8 @@ def expert_figures(
     for index, (x_t, t) in enumerate(_noisy(held_out.x_0, seed)):
         variance = square = 0.0
         for part in torch.arange(len(x_t), device=x_t.device).split(BATCH_SIZE):
-            own, noisy, time = held_out.rows(part), x_t[part], t[part]
+            own = held_out.rows(part)
+            noisy, time = x_t[part], t[part]
             found = torch.stack([ensemble.expert_velocity(k, noisy, time, own.condition) for k in range(num_clusters)])
             target = (noisy - own.x_0) / times[index]  # noise - x_0
             losses[index].index_add_(1, own.clusters, (found - target).square().flatten(2).mean(2))

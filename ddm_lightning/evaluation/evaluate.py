@@ -195,7 +195,9 @@ class Evaluation:
 
     def write(self) -> tuple[Path, Table]:
         """Compute everything, write ``evaluation.json`` and return its path and a table."""
-        scores, memorised, generated, real = self.scores(), self.memorisation(), self.generated, self.reference
+        scores = self.scores()
+        memorised = self.memorisation()
+        generated, real = self.generated, self.reference
         document = {
             **self.origin,
             "num_generated": generated.num,

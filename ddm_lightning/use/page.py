@@ -33,7 +33,9 @@ from ddm_lightning.use.samples import weights_chart
 NUM_EXAMPLES = 24
 """Captions to offer."""
 _MAX_PROMPT = 2000
-_MAX_IMAGES, _MAX_STEPS, _MAX_GUIDANCE = 8, 200, 20
+_MAX_IMAGES = 8
+_MAX_STEPS = 200
+_MAX_GUIDANCE = 20
 # Height in pixels to which small images are scaled up.
 _CELL_SIZE = 192
 # By default Gradio reserves a height of 320 pixels for images.
@@ -127,15 +129,19 @@ def page(ensemble: DecentralizedEnsemble, captions: Sequence[str] = ()) -> gr.Bl
         captions: offered as examples; the experiment's prompts if there are none.
     """
     captions = [text for text in captions if 1 <= len(text.strip()) <= _MAX_PROMPT]
-    about, field, kind = ensemble.about, ensemble.field, ensemble.meta.condition["kind"]
-    defaults, num_threads = ensemble.experiment.sample, torch.get_num_threads()
+    field = ensemble.field
+    kind = ensemble.meta.condition["kind"]
+    defaults = ensemble.experiment.sample
+    num_threads = torch.get_num_threads()
 
     def generate(
         prompt: str, strategy: str, num: int, num_steps: int, guidance: float, seed: int, *factors: float
     ) -> tuple[list[Image.Image], str, Image.Image | None]:
         """Images of one strategy, a line about their cost, and the heat map of the experts' weights."""
         torch.set_num_threads(num_threads)  # a setting of each thread
-        trace, start, rows, active = Trace(), time.perf_counter(), field.work.rows, field.work.active
+        trace = Trace()
+        start = time.perf_counter()
+        rows, active = field.work.rows, field.work.active
         length = len((prompt or "").strip())
         described: dict[str, Any] = {"class": {"classes": [prompt]}, "none": {}}.get(kind, {"prompts": [prompt]})
         try:
@@ -163,8 +169,8 @@ def page(ensemble: DecentralizedEnsemble, captions: Sequence[str] = ()) -> gr.Bl
         larger = [ImageOps.scale(image, scale, Image.Resampling.LANCZOS) for image in images]
         return larger, cost, _weights(trace, field.names)
 
-    with _Page(title=about.name, analytics_enabled=False, delete_cache=(600, 3600), fill_width=True) as blocks:
-        gr.Markdown(f"# {about.name}\n" + ensemble.credit_line)
+    with _Page(title=ensemble.about.name, analytics_enabled=False, delete_cache=(600, 3600), fill_width=True) as blocks:
+        gr.Markdown(f"# {ensemble.about.name}\n" + ensemble.credit_line)
         with gr.Row():
             with gr.Column(scale=1, min_width=260):
                 condition = _described(kind, ensemble)
@@ -226,7 +232,7 @@ def _side(name: str, strategy: str) -> list[Any]:
 
 
 def _weights(trace: Trace, names: list[str]) -> Image.Image | None:
-    """Heat map of the mean weights and of each image's; None for a strategy that does not tell them."""
+    """Heat map of the mean weights and of each image's; None for a strategy that records none."""
     every = {f"weights for image {i + 1}": weights for i, weights in enumerate(trace.weights.values())}
     mean = {"mean weights": torch.stack(list(every.values())).mean(0)} if len(every) > 1 else {}
     return weights_chart(trace.times, mean | every, names) if every else None

@@ -120,13 +120,14 @@ def filter_chain(
     Raises:
         ValueError: bad ``times``.
     """
-    steps, num, (low, high) = intervals(times), len(x_1), guidance_interval
+    num = len(x_1)
+    low, high = guidance_interval
     # Logarithms, because likelihoods of many pixels underflow; float64, because their ratios are small differences.
     log_weights = _pruned(initial.to(x_1.device, torch.float64).log())
     rows, branches = torch.arange(num, device=x_1.device), range(len(initial) // num)
     history: list[Tensor] = []
     x_t = x_1
-    for i, (t, s) in enumerate(steps):
+    for i, (t, s) in enumerate(intervals(times)):
         weights = log_weights.exp()
         history.append(weights)
         active = weights > 0

@@ -57,7 +57,9 @@ def kernel_distance(
     if min(len(generated), len(real)) < 4 or generated.shape[1] != real.shape[1]:
         raise ValueError(f"features [{list(generated.shape)}] and [{list(real.shape)}]: at least 4 rows, equal columns")
     generated, real = generated.double().cpu(), real.double().cpu()
-    within, across, within_real = _kernel(generated, generated), _kernel(generated, real), _kernel(real, real)
+    within = _kernel(generated, generated)
+    within_real = _kernel(real, real)
+    across = _kernel(generated, real)
 
     def estimates(rows: Float[Tensor, "r n"], real_rows: Float[Tensor, "r m"]) -> Float[Tensor, " r"]:
         cross = ((rows @ across) * real_rows).sum(1) / (rows.sum(1) * real_rows.sum(1))
@@ -112,7 +114,9 @@ class KernelInceptionDistance(FeatureMetric):
         if num_subsets is not None and num_subsets < 1:
             raise ValueError("num_subsets must be at least 1")
         super().__init__(**params)
-        self.num_halves, self.seed, self.num_subsets = num_halves, seed, num_subsets
+        self.num_halves = num_halves
+        self.seed = seed
+        self.num_subsets = num_subsets
 
     def compute(self) -> KernelDistance:
         """Compare all generated with all real images; see ``kernel_distance``."""

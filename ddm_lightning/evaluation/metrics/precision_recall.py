@@ -36,7 +36,9 @@ def precision_recall(
 
 def _share(hits: Bool[Tensor, " n"]) -> Score:
     """Share of hits with Wilson's interval, which has a width also at 0 and 1."""
-    num, share, z_2 = len(hits), float(hits.double().mean()), QUANTILE_95**2
+    num = len(hits)
+    share = float(hits.double().mean())
+    z_2 = QUANTILE_95**2
     middle = (share + z_2 / (2 * num)) / (1 + z_2 / num)
     reach = QUANTILE_95 / (1 + z_2 / num) * (share * (1 - share) / num + z_2 / (4 * num**2)) ** 0.5
     return Score(share, max(middle - reach, 0.0), min(middle + reach, 1.0))
