@@ -21,7 +21,7 @@ from ddm_lightning.flow.condition import Condition, ConditionSpec
 from ddm_lightning.members.cost import step_cost
 from ddm_lightning.members.member import Member
 from ddm_lightning.networks.attention import set_attention
-from ddm_lightning.networks.compiled import compile_blocks
+from ddm_lightning.networks.blocks import compile_blocks
 from ddm_lightning.shards.manifest import DataSizes, Manifest
 from ddm_lightning.training.ema import track_ema
 from ddm_lightning.training.optimizer import build_optimizer, clip_in_step

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import IMAGE_ENCODERS
-from ddm_lightning.encoders.interfaces import ImageEncoder
-from ddm_lightning.encoders.stored import StoredForm
+from ddm_lightning.encoders.interfaces import ImageEncoder, StoredForm
 from ddm_lightning.evaluation.image_sets import ShardImages
 from ddm_lightning.flow.condition import Condition
 from ddm_lightning.flow.path import interpolate

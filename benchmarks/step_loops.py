@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from ddm_lightning.config.experiment import Experiment, TrainConfig
 from ddm_lightning.core.devices import resolve_accelerator
-from ddm_lightning.encoders.stored import StoredForm
+from ddm_lightning.encoders.interfaces import StoredForm
 from ddm_lightning.flow.condition import Condition
 from ddm_lightning.flow.path import interpolate
 from ddm_lightning.flow.randomness import keyed_generator
@@ -24,7 +24,7 @@ from ddm_lightning.flow.timesteps import sample_timesteps
 from ddm_lightning.members.run import Run
 from ddm_lightning.members.status import MemberStatus
 from ddm_lightning.networks.attention import set_attention
-from ddm_lightning.networks.compiled import compile_blocks
+from ddm_lightning.networks.blocks import compile_blocks
 from ddm_lightning.shards.datamodule import ClusterDataModule
 from ddm_lightning.training.fit import build_data, build_trainer
 from ddm_lightning.training.module import MemberModule

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from ddm_lightning.config.experiment import TrainConfig
 from ddm_lightning.flow.condition import Condition, ConditionSpec
-from ddm_lightning.networks.compiled import compile_blocks
+from ddm_lightning.networks.blocks import compile_blocks
 from ddm_lightning.networks.dit import DiT
 from ddm_lightning.training.optimizer import build_optimizer
 

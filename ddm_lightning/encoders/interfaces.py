@@ -1,10 +1,9 @@
-"""Interfaces of encoders and feature networks.
+"""Interfaces of encoders and feature networks, and the form in which encoded images are stored.
 
 Each is built from its name and plain parameters, in several processes at once. All are built before anything is
 written, so building must be cheap and must raise ``UserError`` when a package or a path is missing
 (``registry.require``); load weights on first use. ``packages`` names the distributions whose version affects the
-result.
-The same input must give the same bytes in any process and order.
+result. The same input must give the same bytes in any process and order.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from math import prod
 from typing import Protocol, runtime_checkable
 
 import numpy as np
+import torch
 from jaxtyping import Float, Shaped, UInt8
 from torch import Tensor
 
@@ -62,6 +62,55 @@ class ImageEncoder(Provenance, Protocol):
 
     def decode(self, x_0: Float[Tensor, "n c height width"]) -> UInt8[np.ndarray, "n h w 3"]:
         """Decode ``x_0`` to images."""
+
+
+class StoredForm:
+    """How ``x_0`` is stored: as itself or as a Gaussian to sample from, and in which units.
+
+    ``x_0 = (stored - shift) * scale`` in float32. A ``posterior`` holds means, then standard deviations, in twice the
+    channels, as returned by a variational autoencoder (Kingma and Welling, arXiv 1312.6114).
+
+    Args:
+        stores: ``x_0`` or ``posterior``.
+        normalisation: ``scale`` and ``shift``, one number each or one per channel.
+    """
+
+    def __init__(self, stores: str, normalisation: Mapping[str, float | list[float]]) -> None:
+        self.stores = stores
+        self._scale, self._shift = (
+            torch.tensor(normalisation[name], dtype=torch.float64).reshape(-1, 1, 1) for name in ("scale", "shift")
+        )
+        # Cached by device and type: a new tensor at each step would synchronise with the device.
+        self._placed: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
+
+    def mean(self, stored: Shaped[Tensor, "b s h w"], dtype: torch.dtype = torch.float32) -> Float[Tensor, "b c h w"]:
+        """Return ``x_0`` or its mean."""
+        scale, shift = self._units(stored.device, dtype)
+        if self.stores == "posterior":
+            stored = stored[:, : stored.shape[1] // 2]
+        return (stored.to(dtype) - shift) * scale
+
+    def std(
+        self, stored: Shaped[Tensor, "b s h w"], dtype: torch.dtype = torch.float32
+    ) -> Float[Tensor, "b c h w"] | None:
+        """Return the standard deviation of ``x_0``; None if ``x_0`` itself is stored."""
+        if self.stores != "posterior":
+            return None
+        scale, _ = self._units(stored.device, dtype)
+        return stored[:, stored.shape[1] // 2 :].to(dtype) * scale.abs()
+
+    def sample(self, stored: Shaped[Tensor, "b s h w"], generator: torch.Generator) -> Float[Tensor, "b c h w"]:
+        """Sample ``x_0`` from its Gaussian; return a stored ``x_0`` unchanged."""
+        mean, std = self.mean(stored), self.std(stored)
+        if std is None:
+            return mean
+        return mean + std * torch.randn(mean.shape, generator=generator, device=mean.device)
+
+    def _units(self, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        place = (device, dtype)
+        if place not in self._placed:
+            self._placed[place] = (self._scale.to(device, dtype), self._shift.to(device, dtype))
+        return self._placed[place]
 
 
 @runtime_checkable

@@ -18,8 +18,8 @@ from ddm_lightning.ensemble.residency import ResidentExperts
 from ddm_lightning.flow.condition import Condition, ConditionSpec
 from ddm_lightning.flow.path import Samples, Times, expand_time, guided, velocity_of
 from ddm_lightning.members.cost import flops_per_sample
+from ddm_lightning.networks.blocks import compile_blocks
 from ddm_lightning.networks.calibration import temperature_at
-from ddm_lightning.networks.compiled import compile_blocks
 
 Route: TypeAlias = Callable[[Float[Tensor, "b K"]], Float[Tensor, "b K"]]
 """Weights of the experts from the router's probabilities."""

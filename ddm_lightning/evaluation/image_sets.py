@@ -19,8 +19,7 @@ from ddm_lightning.core.devices import resolve_precision
 from ddm_lightning.core.errors import UserError, first_line
 from ddm_lightning.core.files import atomic_write, sha256_file, sha256_json
 from ddm_lightning.core.grids import save_png
-from ddm_lightning.encoders.interfaces import ImageEncoder
-from ddm_lightning.encoders.stored import StoredForm
+from ddm_lightning.encoders.interfaces import ImageEncoder, StoredForm
 from ddm_lightning.flow.condition import Condition
 from ddm_lightning.flow.randomness import keyed_generator
 from ddm_lightning.members.run import Run

@@ -18,6 +18,9 @@ from ddm_lightning.networks.recipe import Recipe
 Tokens: TypeAlias = Float[Tensor, "b n d"]
 """Tokens of each row."""
 _EPSILON = 1e-6
+# torch compiles a block anew for training, validation and previews, for each kind of batch size, and for a last block
+# that differs. At the default limit of 8 variants, a block compiled with ``fullgraph`` would end the training.
+_MOST_VARIANTS = 64
 
 
 def modulate(x: Tokens, shift: Float[Tensor, "b 1 d"], scale: Float[Tensor, "b 1 d"], norm: str = "layer") -> Tokens:
@@ -208,3 +211,23 @@ def is_muon_matrix(name: str, parameter: nn.Parameter) -> bool:
     """
     is_matrix = parameter.ndim == 2 and min(parameter.shape) > 1 and name.endswith(".weight")
     return is_matrix and name.startswith("blocks.") and not name.endswith("modulation.weight")
+
+
+def compile_blocks(network: nn.Module, backend: str = "inductor", *, any_size: bool = False) -> None:
+    """Compile each transformer block in place (regional compilation: one graph serves all blocks).
+
+    A block that does not fit into one graph ends the first step with an error that names the line; graph breaks would
+    silently make it slow.
+
+    Args:
+        network: its ``blocks`` are compiled, if it has any.
+        backend: of ``torch.compile``.
+        any_size: compile one graph for all batch sizes, as sampling needs, where an expert's number of rows varies.
+            Otherwise compile one graph per size, which is faster; a training has few sizes.
+    """
+    config = torch._dynamo.config
+    config.optimize_ddp = False  # would split a block's graph by DDP's buckets; blocks are small enough
+    config.automatic_dynamic_shapes = any_size
+    config.recompile_limit = max(config.recompile_limit, _MOST_VARIANTS)
+    for block in getattr(network, "blocks", ()):
+        block.compile(fullgraph=True, backend=backend)

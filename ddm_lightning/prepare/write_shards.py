@@ -14,8 +14,7 @@ from jaxtyping import Bool, Float64, Int, UInt64
 from ddm_lightning.config.experiment import Experiment, ShardsConfig
 from ddm_lightning.core.files import atomic_folder, atomic_write_json, read_json
 from ddm_lightning.core.formatting import format_bytes
-from ddm_lightning.encoders.interfaces import array_encoding, parse_encoding
-from ddm_lightning.encoders.stored import StoredForm
+from ddm_lightning.encoders.interfaces import StoredForm, array_encoding, parse_encoding
 from ddm_lightning.partition.columns import Rows
 from ddm_lightning.partition.partition import Partition
 from ddm_lightning.prepare.encode import CAPTIONS, LATENTS, RECORDS

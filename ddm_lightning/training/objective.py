@@ -19,8 +19,7 @@ from ddm_lightning.core.devices import device_of
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import CAPTION_ENCODERS, STRATEGIES
 from ddm_lightning.core.weights import check_memory
-from ddm_lightning.encoders.interfaces import CaptionEncoder
-from ddm_lightning.encoders.stored import StoredForm
+from ddm_lightning.encoders.interfaces import CaptionEncoder, StoredForm
 from ddm_lightning.ensemble.load import load_ensemble
 from ddm_lightning.ensemble.manifest import read_ensemble
 from ddm_lightning.ensemble.routing import Strategy

@@ -30,7 +30,7 @@ from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.formatting import format_bytes
 from ddm_lightning.members.cost import training_bytes
 from ddm_lightning.networks.attention import set_attention
-from ddm_lightning.networks.compiled import compile_blocks
+from ddm_lightning.networks.blocks import compile_blocks
 from ddm_lightning.training.checkpoint import (
     CheckpointWriter,
     load_groups,

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from ddm_lightning.encoders.stored import StoredForm
+from ddm_lightning.encoders.interfaces import StoredForm
 
 SCALES, SHIFTS = [0.5, 2.0, 0.18215], [0.0, -1.5, 0.1159]
 

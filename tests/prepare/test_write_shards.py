@@ -9,7 +9,7 @@ from prepare.listed import hashes
 from streaming.base.format import reader_from_json
 
 from ddm_lightning.config.experiment import ShardsConfig
-from ddm_lightning.encoders.stored import StoredForm
+from ddm_lightning.encoders.interfaces import StoredForm
 from ddm_lightning.partition.columns import Rows
 from ddm_lightning.prepare.write_shards import (
     Samples,

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddm_lightning.ensemble.velocity import Ensemble
 from ddm_lightning.flow.condition import Condition, ConditionSpec
 from ddm_lightning.networks.attention import attention, set_attention
-from ddm_lightning.networks.compiled import compile_blocks
+from ddm_lightning.networks.blocks import compile_blocks
 from ddm_lightning.networks.dit import DiT
 from ddm_lightning.networks.mmdit import MMDiT
 from ddm_lightning.networks.router import RouterDiT

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from ddm_lightning.config.experiment import PluginConfig, TimestepsConfig, TrainConfig
-from ddm_lightning.encoders.stored import StoredForm
+from ddm_lightning.encoders.interfaces import StoredForm
 from ddm_lightning.flow.condition import ConditionSpec
 from ddm_lightning.members.member import Member
 from ddm_lightning.members.roles import ROLES

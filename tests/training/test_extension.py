@@ -12,7 +12,7 @@ from artifact_files import edit
 from tiny_runs import prepared
 
 from ddm_lightning.cli.parser import main
-from ddm_lightning.encoders.stored import StoredForm
+from ddm_lightning.encoders.interfaces import StoredForm
 from ddm_lightning.ensemble.load import load_ensemble
 from ddm_lightning.ensemble.manifest import read_ensemble
 from ddm_lightning.flow.path import interpolate

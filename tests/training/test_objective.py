@@ -4,7 +4,7 @@ import torch
 from training.members import SCALE, SHIFT, Recorder, batch, build, expert, figures, held_out, losses_of, noisy
 
 from ddm_lightning.config.experiment import TimestepsConfig, TrainConfig
-from ddm_lightning.encoders.stored import StoredForm
+from ddm_lightning.encoders.interfaces import StoredForm
 from ddm_lightning.ensemble.velocity import Ensemble
 from ddm_lightning.flow.condition import ConditionSpec
 from ddm_lightning.flow.path import PATHS

@@ -11,7 +11,7 @@ from ddm_lightning.core.devices import check_devices, configure_torch, device_of
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.flow.condition import ConditionSpec
 from ddm_lightning.members.cost import checkpoint_bytes, flops_per_sample
-from ddm_lightning.networks.compiled import compile_blocks
+from ddm_lightning.networks.blocks import compile_blocks
 from ddm_lightning.networks.dit import DiT
 from ddm_lightning.training.parallel import (
     checkpoint_blocks,

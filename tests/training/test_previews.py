@@ -17,7 +17,7 @@ from training.two_processes import in_two_processes, trainer_of
 from ddm_lightning.config.experiment import EvaluateConfig, IslandConfig, PluginConfig, SampleConfig
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.encoders import images as encoders
-from ddm_lightning.encoders.stored import StoredForm
+from ddm_lightning.encoders.interfaces import StoredForm
 from ddm_lightning.flow.randomness import keyed_generator
 from ddm_lightning.training.callbacks import StopOnRequest
 from ddm_lightning.training.module import MemberModule
