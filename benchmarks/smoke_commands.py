@@ -314,7 +314,7 @@ def two_devices(place: Place) -> Iterator[Check]:
     yield near("gradient norm of FSDP2, against DDP's", fsdp, ddp, 0.01)
     child = place.fit("killed", "island.devices=2", "island.strategy=ddp")
     child.wait_until(lambda: place.status("killed").step >= STOP_AT)
-    (rank,) = (pid for pid in started_by(child.pid) if "member=" in Path(f"/proc/{pid}/cmdline").read_text())
+    *_, rank = (pid for pid in started_by(child.pid) if "member=" in Path(f"/proc/{pid}/cmdline").read_text())
     start = time.monotonic()
     os.kill(rank, signal.SIGKILL)
     child.wait(60)
