@@ -17,7 +17,7 @@ def note_devices(note: Callable[[Any], None]) -> None:
     from ddm_lightning.core.errors import UserError
     from ddm_lightning.core.registry import IMAGE_ENCODERS
     from ddm_lightning.evaluation import evaluate
-    from ddm_lightning.training import fit
+    from ddm_lightning.training import objective
 
     build, begin = IMAGE_ENCODERS.build, evaluate.Generated.__init__
 
@@ -34,7 +34,7 @@ def note_devices(note: Callable[[Any], None]) -> None:
         raise UserError("enough")
 
     IMAGE_ENCODERS.build = noting  # type: ignore[method-assign]
-    evaluate.Generated.__init__, fit.load_ensemble = beginning, load  # type: ignore[method-assign]
+    evaluate.Generated.__init__, objective.load_ensemble = beginning, load  # type: ignore[method-assign]
 
 
 @pytest.mark.slow
