@@ -60,7 +60,7 @@ class Saved:
         self.step = Step(our_side(sizes), sizes, device, half=on_gpu, compiled=on_gpu)
         track_ema(self.step.optimizer, 0.9999)
         self.folder, self.device = folder, device
-        self.writer = CheckpointWriter(None, leads=True, from_device=on_gpu)
+        self.writer = CheckpointWriter(None, is_rank_zero=True, from_device=on_gpu)
         self.step.seconds(3)
 
     @property

@@ -64,12 +64,12 @@ class CheckpointWriter:
     Args:
         group: host process group of all ranks that hold parts of the tensors, used for nothing else; None if this
             process holds everything.
-        leads: whether this process is rank zero.
+        is_rank_zero: whether this process is rank zero.
         from_device: whether tensors are on an accelerator and are copied through page-locked memory.
     """
 
-    def __init__(self, group: ProcessGroup | None, *, leads: bool, from_device: bool) -> None:
-        self.group, self.leads, self.from_device = group, leads, from_device
+    def __init__(self, group: ProcessGroup | None, *, is_rank_zero: bool, from_device: bool) -> None:
+        self.group, self.is_rank_zero, self.from_device = group, is_rank_zero, from_device
         # The core of torch's DefaultStager, which in torch 2.11 frees its memory after a copy and cannot make another.
         self._stager = StateDictStager(pin_memory=from_device)
         self._thread = ThreadPoolExecutor(1, "checkpoint")
@@ -100,12 +100,12 @@ class CheckpointWriter:
     def _write(self, path: Path, tensors: dict[str, Tensor], rest: bytes, done: Callable[[], object]) -> None:
         temporary = path.with_name(TEMPORARY + path.name)
         try:
-            if self.leads and temporary.exists():
+            if self.is_rank_zero and temporary.exists():
                 shutil.rmtree(temporary)  # it may hold files of more ranks
             writer = HuggingFaceStorageWriter(str(temporary), _file_numbers(tensors), save_distributed=True)
             writer.per_thread_copy_ahead = 0  # tensors are on the host; copying ahead would queue on the first GPU
             save(dict(tensors), storage_writer=writer, process_group=self.group, no_dist=self.group is None)
-            if self.leads:
+            if self.is_rank_zero:
                 (temporary / REST).write_bytes(rest)
                 names = sorted(path.name for path in temporary.iterdir())
                 sums = dict(zip(names, in_threads(lambda name: sha256_file(temporary / name), names), strict=True))
@@ -119,7 +119,7 @@ class CheckpointWriter:
                 raise RuntimeError(f"{path}: {first_line(causes[0])}") from error
             raise OSError(known.errno, os.strerror(known.errno or errno.EIO), str(path)) from error
         finally:
-            if self.leads:
+            if self.is_rank_zero:
                 shutil.rmtree(temporary, ignore_errors=True)
 
     def raise_failure(self) -> None:

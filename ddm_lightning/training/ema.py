@@ -223,9 +223,9 @@ class EmaSnapshots(L.Callback):
         assert isinstance(network, nn.Module)
         for snapshot in self.snapshots:
             if snapshot.step == trainer.global_step:
-                key, leads = width_key(snapshot.width), trainer.is_global_zero
-                weights = unsharded_ema(network, trainer.optimizers[0], key, keeps=leads)
-                if leads:
+                key, optimizer = width_key(snapshot.width), trainer.optimizers[0]
+                weights = unsharded_ema(network, optimizer, key, keeps=trainer.is_global_zero)
+                if trainer.is_global_zero:
                     path = self.folder / snapshot.file
                     index = read_index(self.folder) | {snapshot.file: save_weights(path, weights, str(path))}
                     atomic_write_json(self.folder / _INDEX, index)

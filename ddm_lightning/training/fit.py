@@ -139,9 +139,9 @@ def _checkpoint_of(name: str, run: Run, console: Console) -> Path | None:
 
 def _hand_over(objective: Objective, trainer: L.Trainer, run: Run, status: MemberStatus) -> None:
     """Write the artifact, on rank zero; a collective of all ranks."""
-    member, leads = objective.member, trainer.is_global_zero
-    weights = ema.unsharded_ema(objective.network, trainer.optimizers[0], keeps=leads)
-    if leads:
+    member = objective.member
+    weights = ema.unsharded_ema(objective.network, trainer.optimizers[0], keeps=trainer.is_global_zero)
+    if trainer.is_global_zero:
         weights |= ema.kept_buffers(objective.network)
         # The one that ``ema`` replaced has fewer steps.
         shutil.rmtree(run.folder.member(member.name) / ema.FOLDER / "artifact", ignore_errors=True)

@@ -10,9 +10,9 @@ from ddm_lightning.training.checkpoint import (
 )
 
 
-def save(path, module, optimizer, group=None, leads=True, meanwhile=lambda: None):
+def save(path, module, optimizer, group=None, is_rank_zero=True, meanwhile=lambda: None):
     """Save, and do something ``meanwhile``: between the copy and the end of the writing."""
-    writer = CheckpointWriter(group, leads=leads, from_device=False)
+    writer = CheckpointWriter(group, is_rank_zero=is_rank_zero, from_device=False)
     writer.start(path, tensors_of(module, optimizer), {"groups": named_groups(module, optimizer)}, lambda: None)
     meanwhile()
     writer.wait()

@@ -16,7 +16,7 @@ from ddm_lightning.training.checkpoint import CheckpointWriter, damage_of, read_
 
 
 def write(path, tensors=None, rest=None, done=lambda: None):
-    writer = CheckpointWriter(None, leads=True, from_device=False)
+    writer = CheckpointWriter(None, is_rank_zero=True, from_device=False)
     try:
         writer.start(path, {"model/w": torch.arange(5000.0)} if tensors is None else tensors, rest, done)
         writer.wait()
@@ -70,7 +70,7 @@ def test_a_checkpoint_appears_whole_while_training_continues(tmp_path, monkeypat
         moved(temporary, path)
 
     monkeypatch.setattr(checkpoint, "move_folder", slowly)
-    writer = CheckpointWriter(None, leads=True, from_device=False)
+    writer = CheckpointWriter(None, is_rank_zero=True, from_device=False)
     value = torch.zeros(1000)
     writer.start(tmp_path / "step-1", {"w": value}, {"list": [1]}, lambda: ended.append(names(tmp_path)))
     value.fill_(1.0)  # training goes on
@@ -123,7 +123,7 @@ def test_a_signal_interrupts_the_wait_but_not_the_save(tmp_path, monkeypatch):
     may_end = threading.Event()
     moved = checkpoint.move_folder
     monkeypatch.setattr(checkpoint, "move_folder", lambda *paths: [may_end.wait(20), moved(*paths)])
-    writer = CheckpointWriter(None, leads=True, from_device=False)
+    writer = CheckpointWriter(None, is_rank_zero=True, from_device=False)
     writer.start(tmp_path / "step-1", {"w": torch.zeros(3)}, None, lambda: None)
 
     def interrupt(_number, _frame):
@@ -233,7 +233,7 @@ def test_a_failed_save_is_raised_once(tmp_path, monkeypatch):
         raise OSError(errno.EIO, "Input/output error", str(path))
 
     monkeypatch.setattr(checkpoint, "move_folder", fails)
-    writer = CheckpointWriter(None, leads=True, from_device=False)
+    writer = CheckpointWriter(None, is_rank_zero=True, from_device=False)
     writer.start(tmp_path / "step-1", {"w": torch.zeros(3)}, None, lambda: None)
     writer._thread.submit(lambda: None).result()  # behind it
     with pytest.raises(OSError, match="Input/output"):

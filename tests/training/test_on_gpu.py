@@ -86,7 +86,7 @@ def test_a_step_that_is_not_finite_changes_nothing():
 
 def test_a_checkpoint_is_of_its_moment(tmp_path):
     weight = torch.zeros(1 << 24, device="cuda")
-    writer = CheckpointWriter(None, leads=True, from_device=True)
+    writer = CheckpointWriter(None, is_rank_zero=True, from_device=True)
     for number in range(3):
         writer.start(tmp_path / f"step-{number}", {"model/w": weight}, None, lambda: None)
         weight += 1  # queued at once, as the next step would be

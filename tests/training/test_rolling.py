@@ -39,7 +39,7 @@ class FakeTrainer:
         self.saved = []
         self.lightning_module = MemberModule(expert())
         self.strategy = OneDevice(torch.device("cpu"))
-        self.strategy.checkpoints = CheckpointWriter(None, leads=True, from_device=False)
+        self.strategy.checkpoints = CheckpointWriter(None, is_rank_zero=True, from_device=False)
         self.rolling = rolling
         rolling.setup(self, self.lightning_module, "fit")
 
@@ -73,7 +73,7 @@ def names(folder):
 
 
 def write(folder, *steps, **rest):
-    writer = CheckpointWriter(None, leads=True, from_device=False)
+    writer = CheckpointWriter(None, is_rank_zero=True, from_device=False)
     for step in steps:
         path, tensors = folder / f"step-{step:08d}.ckpt", {"w": torch.arange(5000.0)}
         writer.start(path, tensors, {"step": step, **rest}, lambda: None)

@@ -141,7 +141,7 @@ def checkpoints_of_either_kind(folder):
         def meanwhile():
             step(sharded, optimizer, inputs(3).chunk(WORLD)[rank], clip=0.05)
 
-        save(folder / "two", sharded, optimizer, hosts, leads=rank == 0, meanwhile=meanwhile)
+        save(folder / "two", sharded, optimizer, hosts, is_rank_zero=rank == 0, meanwhile=meanwhile)
         if rank == 0:
             save(folder / "one", single, reference)
         dist.barrier()
