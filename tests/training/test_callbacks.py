@@ -1,99 +1,107 @@
+"""A request to stop, in trainings of a few steps."""
+
 import os
 import signal
-from types import SimpleNamespace
 
+import lightning as L
 import pytest
-from training.two_processes import in_two_processes
+from torch.utils.data import DataLoader
+from training.members import Recorder, batch, expert
+from training.two_processes import in_two_processes, trainer_of
 
+from ddm_lightning.config.experiment import IslandConfig
 from ddm_lightning.training.callbacks import StopOnRequest, StopRequested
+from ddm_lightning.training.module import MemberModule
+from ddm_lightning.training.parallel import choose_strategy
 from ddm_lightning.training.rolling import RollingCheckpoints
 
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+QUIET = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
 
-class Saves(RollingCheckpoints):
-    def __init__(self, late=False):
-        self.steps, self.late = [], late
-
-    def is_late(self):
-        return self.late
-
-    def save(self, trainer):
-        self.steps.append(trainer.global_step)
-
-    def on_train_end(self, trainer, module):
-        """Nothing is being written."""
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*trainable parameters.*:UserWarning"),
+]
 
 
-def trainer_at(step, **settings):
-    defaults = {"world_size": 1, "max_steps": 10, "should_stop": False, "limit_val_batches": 1.0, "global_rank": 0}
-    found = SimpleNamespace(**{**defaults, "global_step": step, **settings})
-    found.is_global_zero = found.global_rank == 0
-    return found
+class Told(L.Callback):
+    """Sends a signal to this process within a step, and counts validations."""
+
+    def __init__(self, number=None, step=None):
+        self.number, self.step, self.num_validations = number, step, 0
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        if trainer.global_step == self.step:
+            os.kill(os.getpid(), self.number)
+
+    def on_validation_start(self, trainer, module):
+        self.num_validations += 1
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
-def test_a_signal_between_steps_saves_at_the_end_of_the_step_and_stops_without_validating(number):
-    saves = Saves()
-    stop, trainer = StopOnRequest(saves), trainer_at(4)
+def train(folder, told, rank=None, max_steps=10, every=1000, **island):
+    """Train up to ``max_steps``, validating ``every`` so many: the step it ends at, and the stopping callback."""
+    island = IslandConfig(checkpoint_every_n_steps=1000, validate_every_n_steps=every, **island)
+    stop = StopOnRequest(RollingCheckpoints(folder, island, {}))
+    settings = {"max_steps": max_steps, "num_sanity_val_steps": 0, "val_check_interval": every}
+    settings |= {"callbacks": [stop.checkpoints, stop, told], "check_val_every_n_epoch": None}
+    if rank is None:
+        strategy, _ = choose_strategy(IslandConfig(accelerator="cpu"), 1)
+        trainer = L.Trainer(accelerator="cpu", strategy=strategy, **QUIET, **settings)
+    else:
+        trainer = trainer_of(rank, "ddp", **settings)
+    loader = DataLoader([batch()] * 100, batch_size=None)
     with stop.listening():
-        stop.on_train_start(trainer, None)
-        stop.on_train_batch_end(trainer, None)
-        assert (saves.steps, trainer.should_stop) == ([], False)
-        os.kill(os.getpid(), number)
-        trainer.global_step = 5
-        stop.on_train_batch_end(trainer, None)
-        stop.on_train_end(trainer, None)
-    assert saves.steps == [5]
-    assert stop.stopped
-    assert trainer.should_stop
-    assert trainer.limit_val_batches == 0
+        trainer.fit(MemberModule(expert(Recorder())), loader, DataLoader([batch()], batch_size=None))
+    return trainer.global_step, stop
 
 
-def test_a_signal_in_the_last_step_does_not_keep_the_member_from_ending():
-    stop, trainer = StopOnRequest(Saves()), trainer_at(10)
-    with stop.listening():
-        stop.on_train_start(trainer, None)
-        os.kill(os.getpid(), signal.SIGTERM)
-        stop.on_train_batch_end(trainer, None)
-    assert not stop.stopped
+def saved(folder):
+    return sorted(int(path.stem[5:]) for path in folder.glob("step-*"))
 
 
-def test_ranks_ask_one_another_every_ten_steps(monkeypatch):
-    asked, stop = [], StopOnRequest(Saves())
-    monkeypatch.setattr(stop, "_agreed", lambda *flags: asked.append(step) or flags)
-    stop._hosts = object()
-    for step in range(1, 31):
-        stop.on_train_batch_end(trainer_at(step), None)
-    assert asked == [10, 20, 30]
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_between_steps_saves_at_the_end_of_the_step_and_stops_without_validating(tmp_path, number):
+    told = Told(number, 5)
+    step, stop = train(tmp_path, told, every=3)
+    assert (step, stop.stopped, saved(tmp_path)) == (6, True, [3, 6])
+    assert told.num_validations == 1  # at step 3, and none at 6
+
+
+def test_a_signal_in_the_last_step_does_not_keep_the_member_from_ending(tmp_path):
+    step, stop = train(tmp_path, Told(signal.SIGTERM, 9))
+    assert (step, stop.stopped) == (10, False)
+
+
+@pytest.mark.parametrize("rank_told", [0, 1])
+def test_ranks_stop_together_at_the_tenth_step(tmp_path, rank_told):
+    def task(rank):
+        told = Told(signal.SIGTERM, 4) if rank == rank_told else Told()
+        step, stop = train(tmp_path, told, rank, max_steps=20)
+        return step, stop.stopped
+
+    assert in_two_processes(task) == dict.fromkeys((0, 1), (10, True))
+    assert saved(tmp_path) == [10]
 
 
 @pytest.mark.parametrize("late", [0, 1])
-def test_ranks_save_by_the_clock_of_rank_zero(late):
-    def saved(rank):
-        saves = Saves(late=rank == late)
-        stop = StopOnRequest(saves)
-        stop.on_train_start(trainer_at(0, world_size=2), None)
-        for step in range(1, 21):
-            stop.on_train_batch_end(trainer_at(step, world_size=2, global_rank=rank, max_steps=20), None)
-        return saves.steps, stop.stopped
+def test_ranks_save_by_the_clock_of_rank_zero(tmp_path, late):
+    def task(rank):
+        minutes = 1e-9 if rank == late else None
+        own = {"checkpoint_every_n_minutes": minutes, "keep_checkpoints": 9}
+        return train(tmp_path, Told(), rank, max_steps=25, **own)[0]
 
-    assert in_two_processes(saved) == dict.fromkeys((0, 1), ([10, 20] if late == 0 else [], False))
+    assert in_two_processes(task) == dict.fromkeys((0, 1), 25)
+    assert saved(tmp_path) == ([10, 20, 25] if late == 0 else [25])
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
-def test_a_signal_outside_of_the_steps_stops_at_once(number):
-    stop = StopOnRequest(Saves())
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_outside_of_the_steps_stops_at_once(tmp_path, number):
+    stop = StopOnRequest(RollingCheckpoints(tmp_path, IslandConfig(), {}))
     with pytest.raises(StopRequested), stop.listening():
         os.kill(os.getpid(), number)
-    with pytest.raises(StopRequested), stop.listening():
-        stop.on_train_start(trainer_at(0), None)
-        stop.on_train_end(trainer_at(10), None)
-        os.kill(os.getpid(), number)
 
 
-def test_the_signals_are_given_back():
-    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)]
-    stop = StopOnRequest(Saves())
-    with stop.listening():
-        stop.on_train_start(trainer_at(0), None)
-        assert signal.getsignal(signal.SIGINT) != before[1]
-    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)] == before
+def test_the_signals_are_given_back(tmp_path):
+    before = [signal.getsignal(number) for number in SIGNALS]
+    train(tmp_path, Told(), max_steps=2)
+    assert [signal.getsignal(number) for number in SIGNALS] == before
