@@ -128,7 +128,7 @@ class MissedValidation(L.Callback):
     def on_fit_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Lift the limit until the start: Lightning would not even start a training without steps left."""
         self._max_steps = trainer.max_steps
-        trainer.fit_loop.epoch_loop.max_steps = -1
+        trainer.fit_loop.epoch_loop.max_steps = sys.maxsize  # not -1, by which it counts epochs
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Validate if this step's validation was missed."""

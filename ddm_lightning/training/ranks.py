@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -147,7 +148,8 @@ def _cause(failures: dict[int, ProcessFailure], num_ranks: int, folder: Path) ->
         if text.startswith(f"{UserError.__name__}: "):
             return UserError(text.partition(": ")[2])
     for rank, failure in failures.items():
-        if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:  # by which the agent ends the others
+        is_recorded = isinstance(failure.message, dict)
+        if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM and not is_recorded:
             text = f"rank {rank} of {num_ranks} was ended by {failure.signal_name()}"
             return UserError(f"{text}; the same command resumes at the newest checkpoint")
     rank, failure = min(failures.items(), key=lambda item: (item[1].exitcode < 0, item[1].timestamp))
@@ -170,6 +172,8 @@ def recorded() -> Iterator[None]:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the agent ends ranks by it when another one has failed
     try:
         yield
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()  # its threads would abort the process at its end
     except (Exception, CheckpointException) as error:  # noqa: BLE001  # the agent prints it
         line = line_of(error)
         get_error_handler().record_exception(error if line is None else UserError(line))
