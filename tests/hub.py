@@ -57,9 +57,8 @@ class _Handler(BaseHTTPRequestHandler):
         for line in map(json.loads, content.splitlines()):
             if line["key"] == "file":
                 files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
-        return self.answer(
-            {"success": True, "commitOid": COMMIT, "commitUrl": f"{constants.ENDPOINT}/c", "pullRequestUrl": None}
-        )
+        url = f"{constants.ENDPOINT}/{found[1]}/commit/{COMMIT}"
+        return self.answer({"success": True, "commitOid": COMMIT, "commitUrl": url, "pullRequestUrl": None})
 
     def do_GET(self) -> None:
         name, _, rest = re.sub("^/(api/models/)?", "", self.path).partition("/resolve/")
@@ -68,10 +67,15 @@ class _Handler(BaseHTTPRequestHandler):
         if files is None:
             return self.answer({}, 404, **{"X-Error-Code": "RepoNotFound"})
         if "/tree/" in name:
-            return self.answer([])
+            folder = name.partition("?")[0].partition("/tree/")[2].partition("/")[2]
+            paths = [path for path in files if path.rpartition("/")[0] == folder]
+            return self.answer([{"type": "file", "path": p, "size": len(files[p]), "oid": COMMIT} for p in paths])
         if not rest:
             return self.answer({"id": name, "sha": COMMIT, "siblings": []})
-        return self.answer(files[rest.partition("/")[2]], ETag=f'"{COMMIT}"')
+        content = files.get(rest.partition("/")[2])
+        if content is None:
+            return self.answer({}, 404, **{"X-Error-Code": "EntryNotFound"})
+        return self.answer(content, ETag=f'"{COMMIT}"')
 
 
 @pytest.fixture

@@ -116,13 +116,13 @@ def _defer(name: str) -> None:
 
 
 def _extension_loads(folder: Path) -> bool:
-    """Try to load ``_C`` of the torchvision in ``folder``, which defines the operators itself.
+    """Try to load ``_C``, or ``_C_stable`` from 0.29 on, of the torchvision in ``folder``: it defines the operators.
 
-    Try this first: declaring an operator twice is an error.
+    Try this first: declaring an operator twice ends the process.
     """
     import torch
 
-    for candidate in sorted(folder.glob("_C.*")):
+    for candidate in sorted(folder.glob("_C*.*")):
         try:
             torch.ops.load_library(str(candidate))
         except OSError:

@@ -118,7 +118,6 @@ def files(url: str) -> dict[str, int]:
     """
 
     def listed(remote: AbstractFileSystem, root: str) -> dict[str, int]:
-        remote.invalidate_cache()
         try:
             return {os.path.relpath(name, root): size for name, size in _walk(remote, root)}
         except FileNotFoundError:
@@ -145,7 +144,9 @@ def disconnect() -> None:
 def _attempt(url: str, action: Callable[[Any, str], _Result]) -> _Result:
     for attempt in range(_ATTEMPTS):
         try:
-            return action(*filesystem(url))
+            remote, inner = filesystem(url)
+            remote.invalidate_cache()  # listings that are kept may be old
+            return action(remote, inner)
         except FileNotFoundError as error:
             raise FileNotFoundError(f"{shown(url)}: does not exist") from error
         except Exception as error:  # each file system raises its own

@@ -212,7 +212,7 @@ class Averages:
 
             yield measure
         finally:
-            data.teardown("validate")
+            data.close()
 
 
 def widths_table(averages: Mapping[str, Mapping[str, float]]) -> Table:

@@ -18,8 +18,9 @@ def run(code, *options):
     return subprocess.run([sys.executable, *options, "-c", code], check=False, capture_output=True, text=True, cwd=ROOT)
 
 
-def test_a_torchvision_that_fits_is_left_alone(tmp_path, monkeypatch):
-    (tmp_path / "_C.so").write_bytes(b"")
+@pytest.mark.parametrize("name", ["_C.so", "_C_stable.so"])  # the second one from 0.29 on
+def test_a_torchvision_that_fits_is_left_alone(tmp_path, monkeypatch, name):
+    (tmp_path / name).write_bytes(b"")
     (tmp_path / "_meta_registrations.py").write_text('register_fake("torchvision::never_declared_here")\n')
     loaded = []
     monkeypatch.setattr(torch.ops, "load_library", loaded.append)
@@ -27,7 +28,7 @@ def test_a_torchvision_that_fits_is_left_alone(tmp_path, monkeypatch):
     spec = type("Spec", (), {"origin": str(tmp_path / "__init__.py")})
     monkeypatch.setattr(compat.PathFinder, "find_spec", lambda _: spec)
     assert compat._BeforeTorchvision.find_spec("torchvision") is None
-    assert loaded == [str(tmp_path / "_C.so")]
+    assert loaded == [str(tmp_path / name)]
     assert not hasattr(torch.ops.torchvision, "never_declared_here")
 
 

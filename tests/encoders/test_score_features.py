@@ -11,7 +11,7 @@ from ddm_lightning.core.registry import FEATURES
 from ddm_lightning.encoders import score_features
 from ddm_lightning.encoders.interfaces import Features
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*")
 
 
 def some_images(num=3, side=20, seed=0):

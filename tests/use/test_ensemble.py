@@ -133,9 +133,8 @@ def test_the_hub_takes_and_gives_an_ensemble(three: Path, hub: dict[str, dict[st
     del hub["owner/three"]["expert-1/member.json"]
     assert len(DecentralizedEnsemble.from_pretrained("hf://owner/three", "cpu").manifest.experts) == 2
     refused(lambda: load("hf://owner/none"), "hf://owner/none: holds no ensemble.json")
-    refused(
-        lambda: before.push_to_hub("owner/other", token="hf_bad"), "owner/other: cannot be uploaded (401", "hf auth"
-    )
+    words = ("owner/other: cannot be uploaded (", "401", "hf auth")
+    refused(lambda: before.push_to_hub("owner/other", token="hf_bad"), *words)
     refused(lambda: before.push_to_hub("a name", token="hf_good"), "a name: cannot be uploaded (Repo id must")
 
 
