@@ -92,7 +92,7 @@ class Effect:
 
     def _loss(self, settings: Sequence[str]) -> float:
         run = RunFolder(Path(settings[0].partition("=")[2]))
-        if not run.is_finished(MEMBER):
+        if not run.has_artifact(MEMBER):
             if not (run.prepared / "manifest.json").exists():
                 # The shards are not copied.
                 shutil.rmtree(run.root, ignore_errors=True)
