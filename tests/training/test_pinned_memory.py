@@ -46,6 +46,7 @@ def private_bytes(worker):
 def test_workers_share_nothing_with_a_page_locked_checkpoint(finished, tmp_path, monkeypatch, page_lock):
     """A resumed training saves at steps 24 and 32 and then validates; epochs of five steps end in between."""
     found, start, record = [], checkpoint.CheckpointWriter.start, MissedValidation.on_validation_end
+    earlier = multiprocessing.active_children()  # of other tests, which may still be ending
     ballast = torch.zeros(BALLAST_BYTES, dtype=torch.uint8)
     monkeypatch.setattr("torch.cuda._pin_memory_utils.pin_memory", page_lock)
     monkeypatch.setattr("torch.cuda._pin_memory_utils.unpin_memory", lambda _: None)
@@ -56,7 +57,8 @@ def test_workers_share_nothing_with_a_page_locked_checkpoint(finished, tmp_path,
         start(self, *arguments)
 
     def look(self, trainer, module):
-        found.append([private_bytes(worker) for worker in multiprocessing.active_children()])
+        own = [worker for worker in multiprocessing.active_children() if worker not in earlier]
+        found.append([private_bytes(worker) for worker in own])
         record(self, trainer, module)
 
     monkeypatch.setattr(checkpoint.CheckpointWriter, "start", start_pinned)
