@@ -21,7 +21,6 @@ from ddm_lightning.core.files import atomic_write_text, read_json
 from ddm_lightning.ensemble.load import load_ensemble
 from ddm_lightning.ensemble.manifest import read_ensemble
 from ddm_lightning.ensemble.velocity import Ensemble
-from ddm_lightning.flow.path import velocity_target
 from ddm_lightning.members.roles import expert_name
 from ddm_lightning.members.run import Run
 from ddm_lightning.members.run_folder import RunFolder
@@ -79,7 +78,7 @@ def velocity_errors(ensemble: Ensemble, split: Split, seed: int) -> dict[str, fl
     for t in TIMES:
         for draw in range(NUM_DRAWS):
             x_t, time = noised(split.x_0, t, draw, seed, purpose="mixed"), torch.full((len(split),), t)
-            target = velocity_target(split.x_0, (x_t - (1 - t) * split.x_0) / t)
+            target = (x_t - (1 - t) * split.x_0) / t - split.x_0
             found = {"full": (ensemble.velocity(x_t, time), target)}
             for k in range(ensemble.num_clusters):
                 own = split.clusters == k

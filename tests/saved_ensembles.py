@@ -36,7 +36,7 @@ def put_member(folder: Path, member: str, seed: int, num_clusters: int = 3, **ch
     if meta.role == "router":
         network = ROUTERS.build("router-dit", PARAMS, x_shape=SHAPE, condition=TEXT, num_clusters=num_clusters)
     else:
-        condition = ConditionSpec.from_dict(meta.condition)
+        condition = ConditionSpec(**meta.condition)
         network = EXPERTS.build("dit", PARAMS, x_shape=SHAPE, condition=condition)
     for parameter in network.parameters():  # away from adaLN-Zero, where every output is 0
         nn.init.normal_(parameter, std=0.3)

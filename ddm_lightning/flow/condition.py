@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ class ConditionSpec:
     """Kind and size of a network's condition, as recorded in artifacts.
 
     Raises:
-        ValueError: unknown ``kind``, or a ``size`` or ``length`` that does not fit it.
+        ValueError: unknown ``kind``, or a ``size`` or ``length`` that does not fit it or is no whole number.
     """
 
     kind: str
@@ -29,12 +29,14 @@ class ConditionSpec:
     """Text tokens per row; 0 for the other kinds."""
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise ValueError(f"condition kind {self.kind!r} is none of {', '.join(KINDS)}")
-        if self.size < 0 or (self.size == 0) != (self.kind == "none"):
-            raise ValueError(f"condition size {self.size!r} does not fit kind {self.kind!r}")
-        if self.length < 0 or (self.length > 0) != (self.kind == "tokens"):
-            raise ValueError(f"condition length {self.length!r} does not fit kind {self.kind!r}")
+        numbers = ((self.size, self.kind != "none"), (self.length, self.kind == "tokens"))
+        # Compared by ``type``, because JSON's true is an int to isinstance.
+        fits = all(type(number) is int and number >= 0 and (number > 0) == needed for number, needed in numbers)
+        if self.kind not in KINDS or not fits:
+            raise ValueError(
+                f"a condition of kind {self.kind!r} with size {self.size!r} and length {self.length!r}: kinds are "
+                f"{', '.join(KINDS)}; all but none have a size of at least 1, and tokens alone a length of at least 1"
+            )
 
     @property
     def row_shape(self) -> tuple[int, ...]:
@@ -44,16 +46,8 @@ class ConditionSpec:
         return (self.length, self.size) if self.kind == "tokens" else (self.size,)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON values: ``{"kind": …, "size": …}``, and ``length`` for ``tokens``."""
+        """Arguments of the constructor as JSON values; ``length`` for ``tokens`` only."""
         return {"kind": self.kind, "size": self.size} | ({"length": self.length} if self.length else {})
-
-    @classmethod
-    def from_dict(cls, value: Mapping[str, Any]) -> ConditionSpec:
-        """Inverse of ``to_dict``; raises ``ValueError`` or ``TypeError`` for anything else."""
-        # Compared by ``type``, because JSON's true is an int to isinstance.
-        if not all(type(value.get(key, 0)) is int for key in ("size", "length")):
-            raise ValueError(f"a condition's size and length are whole numbers, not {dict(value)}")
-        return cls(**value)
 
 
 # Tensors have no truth value, so a generated __eq__ would raise.

@@ -7,7 +7,7 @@ The loss of a velocity network:
     >>> network, x_0 = (lambda x_t, t: torch.zeros_like(x_t)), torch.randn(16, 4, 8, 8)
     >>> noise, t = torch.randn_like(x_0), torch.rand(16)
     >>> predicted = network(interpolate(x_0, noise, t), t)
-    >>> loss = (predicted - velocity_target(x_0, noise)).square().mean()
+    >>> loss = (predicted - (noise - x_0)).square().mean()
 """
 
 from __future__ import annotations
@@ -144,11 +144,6 @@ def interpolate(x_0: Samples, noise: Samples, t: Times, path: str = "linear") ->
     return expand_time(alpha, x_0) * x_0 + expand_time(sigma, x_0) * noise
 
 
-def velocity_target(x_0: Samples, noise: Samples) -> Samples:
-    """``dx_t/dt = noise - x_0``, the regression target of a velocity network."""
-    return noise - x_0
-
-
 def x_0_from_velocity(x_t: Samples, velocity: Samples, t: Times) -> Samples:
     """The data end of the line through ``x_t``: ``x_t - t·velocity``."""
     return x_t - expand_time(t, x_t) * velocity
@@ -208,8 +203,6 @@ def training_target(x_0: Samples, noise: Samples, t: Times, kind: str, path: str
     Raises:
         ValueError: ``kind`` is none of ``PREDICTIONS``.
     """
-    if kind == "velocity" and path == "linear":
-        return velocity_target(x_0, noise)
     if kind == "velocity":
         d_alpha, d_sigma = PATHS[path].slopes(t)
         return expand_time(d_alpha, x_0) * x_0 + expand_time(d_sigma, x_0) * noise
@@ -226,13 +219,8 @@ def velocity_loss_weights(t: Times, kind: str, path: str = "linear") -> Times:
     The error in the velocity is the error in x_0 divided by t, and that in the noise divided by 1 - t, where t is the
     linear path's time of equal signal-to-noise ratio. Divisors are at least ``MIN_LOSS_SCALE``, as in JiT (Li and He,
     2511.13720), which trains x_0 predictions with this loss.
-
-    Raises:
-        ValueError: ``kind`` is none of ``PREDICTIONS``.
     """
-    if kind not in PREDICTIONS:
-        raise _unknown(kind)
-    scale, t = _in_linear_units(t, path)
+    scale, (_, t) = PATHS[path].velocity_scale(t), PATHS[path].to_linear(t, t)
     divisor = {"velocity": 1 / scale, "epsilon": 1 - t, "x_0": t}[kind]
     return divisor.clamp(min=MIN_LOSS_SCALE) ** -2
 
@@ -246,11 +234,6 @@ def guided(conditional: Samples, unconditional: Samples, scale: float | Times) -
     """
     weight: Any = expand_time(scale, conditional).to(conditional) if isinstance(scale, Tensor) else scale
     return torch.lerp(unconditional, conditional, weight)
-
-
-def _in_linear_units(t: Times, path: str) -> tuple[Times, Times]:
-    """``Path.velocity_scale`` at ``t`` of ``path``, and the linear path's time."""
-    return PATHS[path].velocity_scale(t), PATHS[path].to_linear(t, t)[1]
 
 
 def _unknown(kind: str) -> ValueError:

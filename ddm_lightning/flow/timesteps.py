@@ -8,8 +8,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-DENSITIES = ("logit-normal", "uniform")
-
 # Far enough from both ends to survive float32 arithmetic such as 1 - t.
 _MARGIN = 1e-6
 
@@ -41,16 +39,11 @@ def sample_timesteps(
         shift: see ``shift_timesteps``.
         generator: source of the times, on its own device: a CPU generator gives the same times on every machine.
         device: device of the result.
-
-    Raises:
-        ValueError: ``density`` is none of ``DENSITIES``.
     """
-    if density == "logit-normal":
-        t = torch.sigmoid(mean + std * torch.randn(num, generator=generator, device=generator.device))
-    elif density == "uniform":
+    if density == "uniform":
         t = torch.rand(num, generator=generator, device=generator.device)
     else:
-        raise ValueError(f"density {density!r} is none of {', '.join(DENSITIES)}")
+        t = torch.sigmoid(mean + std * torch.randn(num, generator=generator, device=generator.device))
     return shift_timesteps(t, shift).clamp(_MARGIN, 1 - _MARGIN).to(device)
 
 

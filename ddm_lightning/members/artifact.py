@@ -48,7 +48,7 @@ MEMBER: checks.Check = checks.matching(
 
 def _is_condition(value: Any) -> bool:
     try:
-        spec = ConditionSpec.from_dict(value)
+        spec = ConditionSpec(**value)
         return checks.is_shape([max(spec.size, 1), max(spec.length, 1)], 2)
     except (ValueError, TypeError, AttributeError):  # the last for anything but an object
         return False
@@ -250,7 +250,7 @@ def _build_bounded(meta: ArtifactMeta, weights: Mapping[str, Tensor]) -> nn.Modu
 
     hook = register_module_parameter_registration_hook(count)
     try:
-        plugin, condition = PluginConfig(meta.network, meta.params), ConditionSpec.from_dict(meta.condition)
+        plugin, condition = PluginConfig(meta.network, meta.params), ConditionSpec(**meta.condition)
         role = ROLES[meta.role]
         if "path" in meta.params or role.portable_params(plugin) != plugin.params:
             raise UserError("its params name a file outside the artifact")

@@ -24,7 +24,7 @@ from ddm_lightning.encoders.interfaces import ImageEncoder
 from ddm_lightning.flow.condition import Condition
 from ddm_lightning.flow.path import guided, velocity_of
 from ddm_lightning.flow.randomness import keyed_generator
-from ddm_lightning.flow.solvers.euler import Euler
+from ddm_lightning.flow.solvers.fixed_steps import Euler
 from ddm_lightning.flow.timesteps import sampling_times
 from ddm_lightning.members.member import Member
 from ddm_lightning.training.callbacks import StopOnRequest

@@ -145,7 +145,7 @@ class DecentralizedEnsemble:
     @property
     def cost(self) -> Cost:
         """Cost of the images sampled so far."""
-        return self.field.cost(self.meta.x_shape, ConditionSpec.from_dict(self.meta.condition))
+        return self.field.cost(self.meta.x_shape, ConditionSpec(**self.meta.condition))
 
     def to(self, device: torch.device | str) -> DecentralizedEnsemble:
         """Load all networks onto a device."""

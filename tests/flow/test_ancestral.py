@@ -10,7 +10,7 @@ from scipy.integrate import trapezoid
 
 from ddm_lightning.flow.oracle import FiniteSetOracle
 from ddm_lightning.flow.randomness import keyed_generator
-from ddm_lightning.flow.solvers.ancestral import Ancestral, reverse_kernel
+from ddm_lightning.flow.solvers.fixed_steps import Ancestral, reverse_kernel
 from ddm_lightning.flow.timesteps import sampling_times
 
 STEPS = [(1.0, 0.95), (1.0, 0.5), (0.9, 0.88), (0.6, 0.2), (0.3, 0.01), (0.05, 0.04)]
@@ -85,20 +85,6 @@ def test_a_step_to_the_data_is_the_estimate_to_the_bit(t: float) -> None:
     x_t, x_0_hat = (torch.randn(5, 3, generator=generator) for _ in range(2))
     mean, variance = reverse_kernel(x_t, x_0_hat, t, 0.0)
     assert torch.equal(mean, x_0_hat) and variance == 0
-
-
-def test_times_may_be_tensors() -> None:
-    x_t, x_0_hat = scalar(0.3), scalar(1.0)
-    times = sampling_times(4)
-    mean, variance = reverse_kernel(x_t, x_0_hat, times[1], times[2])
-    expected_mean, expected_variance = reverse_kernel(x_t, x_0_hat, 0.75, 0.5)
-    assert torch.equal(mean, expected_mean) and torch.equal(variance, expected_variance)
-
-
-@pytest.mark.parametrize(("t", "s"), [(0.5, 0.5), (0.2, 0.6), (1.1, 0.5), (0.5, -0.1), (float("nan"), 0.1)])
-def test_a_step_that_is_no_reverse_step_is_refused(t: float, s: float) -> None:
-    with pytest.raises(ValueError, match="0 <= s < t <= 1"):
-        reverse_kernel(scalar(0.0), scalar(0.0), t, s)
 
 
 def test_chain_of_a_single_point_has_the_forward_marginal_at_every_time() -> None:

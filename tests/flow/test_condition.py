@@ -16,13 +16,13 @@ from ddm_lightning.flow.condition import Condition, ConditionSpec
     ],
 )
 def test_spec_survives_json(spec):
-    assert ConditionSpec.from_dict(json.loads(json.dumps(spec.to_dict()))) == spec
+    assert ConditionSpec(**json.loads(json.dumps(spec.to_dict()))) == spec
 
 
 def test_a_length_is_written_for_tokens_alone():
     """Artifacts from before there were tokens are read, and would be written again byte by byte."""
     old = '{"kind": "text", "size": 512}'
-    assert json.dumps(ConditionSpec.from_dict(json.loads(old)).to_dict()) == old
+    assert json.dumps(ConditionSpec(**json.loads(old)).to_dict()) == old
     assert ConditionSpec("tokens", 768, length=77).to_dict() == {"kind": "tokens", "size": 768, "length": 77}
 
 
@@ -39,9 +39,9 @@ def test_a_length_is_written_for_tokens_alone():
         ("none", 0, 1),
     ],
 )
-def test_spec_refuses_a_length_that_does_not_fit(kind, size, length):
+def test_spec_refuses_a_length_that_does_not_fit(unchecked_types, kind, size, length):
     with pytest.raises(ValueError, match="condition"):
-        ConditionSpec.from_dict({"kind": kind, "size": size, "length": length})
+        ConditionSpec(kind, size, length)
 
 
 @pytest.mark.parametrize(
@@ -57,9 +57,9 @@ def test_spec_refuses_a_length_that_does_not_fit(kind, size, length):
         ("text", "4"),
     ],
 )
-def test_spec_refuses_what_does_not_fit(kind, size):
+def test_spec_refuses_what_does_not_fit(unchecked_types, kind, size):
     with pytest.raises(ValueError, match="condition"):
-        ConditionSpec.from_dict({"kind": kind, "size": size})
+        ConditionSpec(kind, size)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_spec_refuses_what_does_not_fit(kind, size):
 )
 def test_spec_refuses_other_keys(value):
     with pytest.raises(TypeError):
-        ConditionSpec.from_dict(value)
+        ConditionSpec(**value)
 
 
 def test_dropping_only_adds_nulls_and_leaves_the_original():

@@ -47,11 +47,6 @@ def test_draws_follow_the_generator_alone():
     assert torch.equal(first, draw("logit-normal", num=5))
 
 
-def test_unknown_density_is_named():
-    with pytest.raises(ValueError, match="'cosine' is none of logit-normal, uniform"):
-        draw("cosine")
-
-
 def test_shift_keeps_both_ends_and_composes():
     t = torch.linspace(0, 1, 11, dtype=torch.float64)
     shifted = shift_timesteps(t, 3.0)

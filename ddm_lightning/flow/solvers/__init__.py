@@ -1,4 +1,4 @@
-"""Solvers from noise to data, found by name, one file each; ``Solver`` is their interface.
+"""Solvers from noise to data, found by name; ``Solver`` is their interface.
 
 >>> import torch
 >>> from ddm_lightning.core.registry import SOLVERS

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from ddm_lightning.core.registry import SOLVERS
 from ddm_lightning.flow.path import MIN_NOISE_SCALE, Samples, Times, VelocityField, expand_time, time_rows
@@ -85,9 +84,7 @@ class DormandPrince(Solver):
         return x_s, slopes[-1], error
 
 
-def _weighted(weights: tuple[float, ...], slopes: list[Tensor]) -> Tensor:
+def _weighted(weights: tuple[float, ...], slopes: list[Samples]) -> Samples:
     """Sum of the slopes with weights other than 0, always in the same order."""
-    total = torch.zeros_like(slopes[0])
-    for weight, slope in zip(weights, slopes, strict=True):
-        total = total + weight * slope if weight else total
-    return total
+    products = (weight * slope for weight, slope in zip(weights, slopes, strict=True) if weight)
+    return sum(products, torch.zeros_like(slopes[0]))

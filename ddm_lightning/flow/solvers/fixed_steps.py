@@ -1,0 +1,126 @@
+"""Solvers with fixed steps: ``euler``, ``heun``, ``midpoint``, ``dpm++2m`` and the stochastic ``ancestral``."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from jaxtyping import Float
+
+from ddm_lightning.core.registry import SOLVERS
+from ddm_lightning.flow.path import Samples, VelocityField, time_rows, x_0_from_velocity
+from ddm_lightning.flow.solvers import Noise, Solver, TimeGrid, no_noise
+from ddm_lightning.flow.timesteps import intervals
+
+
+@SOLVERS.register("euler")
+class Euler(Solver):
+    """Euler's method, order 1: ``x_s = x_t + (s-t)·velocity(x_t, t)``.
+
+    One evaluation per step; exact if the velocity is constant along the path.
+    """
+
+    def step(self, velocity: VelocityField, x_t: Samples, t: float, s: float) -> Samples:
+        """Follow the velocity at ``t``."""
+        return x_t + (s - t) * velocity(x_t, time_rows(t, x_t))
+
+
+@SOLVERS.register("heun")
+class Heun(Solver):
+    """Heun's method, order 2: ``x_s = x_t + (s-t)·(velocity(x_t, t) + velocity(x_t + (s-t)·velocity(x_t, t), s))/2``.
+
+    Also known as the explicit trapezoidal rule, or improved Euler. Two evaluations per step. A step to s = 0 is
+    Euler's (Karras et al., 2206.00364, algorithm 1). The global order stays 2, because a single Euler step has local
+    order 2.
+    """
+
+    def step(self, velocity: VelocityField, x_t: Samples, t: float, s: float) -> Samples:
+        """Follow the mean of the velocities at ``t`` and at Euler's estimate of x_s."""
+        first = velocity(x_t, time_rows(t, x_t))
+        x_s = x_t + (s - t) * first
+        if s == 0:
+            return x_s
+        return x_t + (s - t) * 0.5 * (first + velocity(x_s, time_rows(s, x_s)))
+
+
+@SOLVERS.register("midpoint")
+class Midpoint(Solver):
+    """Explicit midpoint rule, order 2: follow the velocity that half an Euler step finds. Two evaluations per step."""
+
+    def step(self, velocity: VelocityField, x_t: Samples, t: float, s: float) -> Samples:
+        """Follow the velocity at ``(t + s)/2``."""
+        middle = x_t + (s - t) / 2 * velocity(x_t, time_rows(t, x_t))
+        return x_t + (s - t) * velocity(middle, time_rows((t + s) / 2, x_t))
+
+
+@SOLVERS.register("dpm++2m")
+class DPMSolver2M(Solver):
+    """DPM-Solver++(2M) (Lu et al., 2211.01095, algorithm 2) with alpha = 1-t and sigma = t.
+
+    It solves the ODE in ``lambda = log((1-t)/t)``, with the estimate of x_0 as the slope:
+    ``x_s = (s/t)·x_t + ((t-s)/t)·D``. D extrapolates the last two estimates to the middle of the step in lambda:
+    ``D = x_0(t) + (h/2h')·(x_0(t) - x_0(t'))``, where h and h' are the lengths of this step and the one before. The
+    first step and a step to 0 take ``D = x_0(t)``, which is order 1; so does the one after t = 1, because h' is
+    infinite there.
+    """
+
+    def solve(self, velocity: VelocityField, x_1: Samples, times: TimeGrid, noise: Noise = no_noise) -> Samples:
+        x_t = before = x_1
+        last = math.inf
+        for t, s in intervals(times):
+            rows = time_rows(t, x_t)
+            x_0 = x_0_from_velocity(x_t, velocity(x_t, rows), rows)
+            length = _log_snr(s) - _log_snr(t)
+            weight = 0.0 if s == 0 or last == math.inf else length / (2 * last)
+            x_t = s / t * x_t + (t - s) / t * (x_0 + weight * (x_0 - before))
+            before, last = x_0, length
+        return x_t
+
+
+def _log_snr(t: float) -> float:
+    """``lambda``: half of log SNR; infinite at both ends."""
+    return math.inf if t == 0 else -math.inf if t == 1 else math.log((1 - t) / t)
+
+
+@SOLVERS.register("ancestral")
+class Ancestral(Solver):
+    """Sample x_s from q(x_s | x_t, x_0), with x_0 estimated from the velocity; see ``reverse_kernel``.
+
+    One evaluation per step. With small steps the samples follow the distribution of the data; the error is of order 1.
+    """
+
+    is_stochastic = True
+
+    def solve(self, velocity: VelocityField, x_1: Samples, times: TimeGrid, noise: Noise = no_noise) -> Samples:
+        x_t = x_1
+        for step, (t, s) in enumerate(intervals(times)):
+            rows = time_rows(t, x_t)
+            mean, variance = reverse_kernel(x_t, x_0_from_velocity(x_t, velocity(x_t, rows), rows), t, s)
+            x_t = mean if s == 0 else mean + variance.sqrt() * noise(step)
+        return x_t
+
+
+def reverse_kernel(x_t: Samples, x_0_hat: Samples, t: float, s: float) -> tuple[Samples, Float[torch.Tensor, ""]]:
+    """Mean and variance of the Gaussian q(x_s | x_t, x_0), for 0 <= s < t <= 1.
+
+    This is DDPM's posterior (Ho et al., 2006.11239, eq. 7) on the linear path. As a Markov chain, the forward process
+    is ``x_t = a·x_s + sqrt(t² - a²s²)·z`` with ``a = (1-t)/(1-s)``. Hence
+
+        mean = (a·s²/t²)·x_t + ((1-s)(t² - a²s²)/t²)·x_0,    variance = s²(t² - a²s²)/t².
+
+    ``t² - a²s²`` is computed as ``(t + a·s)(t - s)/(1-s)``, which loses no digits for s near t or near 1. At s = 0 the
+    mean is exactly ``x_0_hat`` and the variance 0.
+
+    Args:
+        x_t: current state of the chain.
+        x_0_hat: estimate of x_0.
+        t: time of ``x_t``.
+        s: time to step to.
+
+    Returns:
+        The mean, and the variance of every entry as a float64 CPU scalar, usable with tensors on any device.
+    """
+    a = (1 - t) / (1 - s)
+    data_weight = (t + a * s) * (t - s) / t**2
+    mean = (a * s**2 / t**2) * x_t + data_weight * x_0_hat
+    return mean, torch.tensor(s**2 * data_weight / (1 - s), dtype=torch.float64)
