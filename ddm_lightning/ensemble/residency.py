@@ -32,14 +32,9 @@ class ResidentExperts(Sequence[Any]):
         experts: networks on the CPU, in evaluation mode.
         device: where they are evaluated.
         num_resident: experts on the device at once, at least 2: one computes, one loads.
-
-    Raises:
-        ValueError: ``num_resident`` below 2.
     """
 
     def __init__(self, experts: Sequence[nn.Module], device: torch.device, num_resident: int) -> None:
-        if num_resident < 2:
-            raise ValueError(f"num_resident = {num_resident}: one expert computes while one loads; give at least 2")
         self._hosts = list(experts)
         self.device = device
         self._num_resident = num_resident

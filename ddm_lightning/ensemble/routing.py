@@ -4,23 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ddm_lightning.config.experiment import SampleConfig
-from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.errors import UserError, note
 from ddm_lightning.core.registry import SOLVERS, STRATEGIES
-from ddm_lightning.ensemble.failures import without_failed
 from ddm_lightning.ensemble.trace import Key, Trace
-from ddm_lightning.ensemble.velocity import Ensemble, Route, both_branches, finite
+from ddm_lightning.ensemble.velocity import Ensemble, NotFiniteError, Route, both_branches, finite
 from ddm_lightning.flow.condition import Condition
 from ddm_lightning.flow.path import Samples, Times, VelocityField, guided, time_rows
 from ddm_lightning.flow.randomness import keyed_generator
 from ddm_lightning.flow.solvers import Solver
 from ddm_lightning.flow.timesteps import sampling_times
+
+Generate: TypeAlias = Callable[[Ensemble, list[int]], Float[Tensor, "r c h w"]]
+"""``generate(ensemble, rows)``: samples of the given rows, on the CPU."""
 
 
 class Batch:
@@ -187,13 +189,6 @@ class Strategy:
                 f"add sample.solver={self.solvers[0]}"
             )
 
-    def check_num_clusters(self, num_clusters: int) -> None:
-        """Refuse params that do not fit K experts; by default none.
-
-        Raises:
-            UserError: the line names the parameter and the limit.
-        """
-
     def weights(self, probabilities: Float[Tensor, "b K"]) -> Float[Tensor, "b K"]:
         """Weight the experts of each row.
 
@@ -328,9 +323,44 @@ def sample(
 
         x_0 = generate(ensemble, list(indices))
         if not x_0.isfinite().all():  # on the CPU anyway, so that no step costs more
-            x_0 = without_failed(ensemble, generate, list(indices), x_0)
+            x_0 = _without_failed(ensemble, generate, list(indices), x_0)
         batches.append(x_0)
         if progress is not None:
             progress(indices.stop)
     ensemble.work.images += num
     return torch.cat(batches)
+
+
+def _without_failed(
+    ensemble: Ensemble, generate: Generate, rows: list[int], x_0: Float[Tensor, "r c h w"]
+) -> Float[Tensor, "r c h w"]:
+    """Generate samples that are not finite again, with the same noise and without the experts that failed.
+
+    Only this second attempt looks at each expert. The rest keep their weights in proportion. A failure is noted on
+    stderr once per ensemble.
+
+    Args:
+        ensemble: the ensemble.
+        generate: generates samples.
+        rows: the samples that were generated.
+        x_0: the finished samples; changed in place.
+
+    Raises:
+        UserError: no expert is left for the strategy, or the router fails.
+    """
+    excluded = set[int]()
+    broken = (~x_0.isfinite().flatten(1).all(1)).nonzero().squeeze(1)
+    while len(broken):
+        try:
+            x_0[broken] = generate(ensemble.watched(excluded), [rows[i] for i in broken.tolist()])
+            break
+        except NotFiniteError as error:
+            expert: int = error.args[0]
+            name = ensemble.names[expert]
+            if expert in excluded or len(excluded) == ensemble.num_clusters - 1:
+                raise UserError(f"{name}: returns NaN, and the strategy has no other expert; fit it again") from None
+            if expert not in ensemble.failed:
+                note(f"{name} returns NaN on {len(broken)} images; they are made without it, with renormalised weights")
+            ensemble.failed.add(expert)
+            excluded.add(expert)
+    return x_0

@@ -1,4 +1,4 @@
-"""The ensemble's velocity, and its cost; an expert is evaluated only on the rows routed to it."""
+"""The ensemble's velocity, its cost, and how it is loaded; an expert is evaluated only on the rows routed to it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -14,10 +14,13 @@ from torch import Tensor, nn
 
 from ddm_lightning.core.devices import autocast
 from ddm_lightning.core.errors import UserError
+from ddm_lightning.ensemble.manifest import EnsembleManifest
 from ddm_lightning.ensemble.residency import ResidentExperts
 from ddm_lightning.flow.condition import Condition, ConditionSpec
 from ddm_lightning.flow.path import Samples, Times, expand_time, guided, velocity_of
+from ddm_lightning.members.artifact import load_network, temperatures_of
 from ddm_lightning.members.cost import flops_per_sample
+from ddm_lightning.members.roles import ROUTER, cluster_of_expert
 from ddm_lightning.networks.blocks import compile_blocks
 from ddm_lightning.networks.calibration import temperature_at
 
@@ -70,9 +73,7 @@ class Ensemble:
         paths: path of each expert, in ``flow.path.PATHS``; empty if all are linear.
         temperatures: divisors of the router's logits for rows without and with a condition, by equal parts of t; see
             ``networks.calibration``. An empty one is 1.
-
-    Raises:
-        ValueError: no experts, or a number of priors that differs from theirs.
+        clusters: those of the router's logits that stand for the experts; the rest renormalises exactly.
     """
 
     def __init__(
@@ -85,9 +86,8 @@ class Ensemble:
         router_conditional: bool = True,
         paths: Sequence[str] = (),
         temperatures: tuple[Sequence[float], Sequence[float]] = ((), ()),
+        clusters: Sequence[int] | slice = slice(None),
     ) -> None:
-        if not experts or len(experts) != len(priors):
-            raise ValueError(f"{len(experts)} experts with {len(priors)} priors make no ensemble")
         self.experts = experts if isinstance(experts, ResidentExperts) else [expert.eval() for expert in experts]
         self.router = None if router is None else router.eval()
         self.priors = torch.tensor(priors, dtype=torch.float64)
@@ -95,6 +95,7 @@ class Ensemble:
         self.predictions = [str(expert.prediction) for expert in self.experts]
         self.paths = paths or ["linear"] * len(experts)
         self.temperatures = temperatures
+        self.clusters = clusters
         self.names = list(names) or [f"expert-{k}" for k in range(len(experts))]
         self.precision = "auto"
         """As ``sample.precision``: what the networks compute in; times, weights and velocities stay float32."""
@@ -196,7 +197,7 @@ class Ensemble:
             raise UserError("no router in this ensemble; train one (fit member=router) or set sample.strategy=bayes")
         condition = condition if self.router_conditional else None
         self.work.router_rows += len(x_t)
-        logits = _output(self.router, self.precision, x_t, t, condition)
+        logits = _output(self.router, self.precision, x_t, t, condition)[:, self.clusters]
         null, conditional = (temperature_at(t, one) if one else torch.ones_like(t) for one in self.temperatures)
         calibrated = null if condition is None else torch.where(condition.keep, conditional, null)
         logits = logits / (temperature * calibrated[:, None])
@@ -280,6 +281,45 @@ class Ensemble:
             if len(rows):
                 part = None if condition is None else condition.rows(rows)
                 yield k, rows, self.expert_velocity(k, x_t[rows], t[rows], part)
+
+
+def load_ensemble(
+    manifest: EnsembleManifest, device: torch.device | str = "cpu", resident_experts: int | None = None
+) -> Ensemble:
+    """Load the networks of ``manifest``.
+
+    Args:
+        manifest: from ``read_ensemble`` or ``single``.
+        device: where to put the networks.
+        resident_experts: experts on the device at once (``ResidentExperts``); None is all.
+
+    Raises:
+        UserError: an artifact is damaged or unusable; see ``load_network``.
+    """
+    names = manifest.experts
+    num_resident = min(resident_experts or len(names), len(names))
+    takes_turns = num_resident < len(names)
+    networks = [load_network(manifest.folders[name], mapped=takes_turns)[1] for name in names]
+    router: nn.Module | None = None
+    of_router: dict[str, Any] = {}
+    if ROUTER in manifest.folders:
+        meta, router = load_network(manifest.folders[ROUTER])
+        router.to(device)
+        of_router = {
+            "router_conditional": meta.condition["kind"] != "none",
+            "temperatures": temperatures_of(meta),
+            "clusters": [cluster_of_expert(name) for name in names],
+        }
+    return Ensemble(
+        ResidentExperts(networks, torch.device(device), num_resident)
+        if takes_turns
+        else [network.to(device) for network in networks],
+        router,
+        manifest.priors,
+        names=names,
+        paths=[manifest.metas[name].path for name in names],
+        **of_router,
+    )
 
 
 def _output(

@@ -64,7 +64,7 @@ def _blaming(key: str, source: str, overrides: Sequence[str], value: str = "") -
 
 
 def check_strategy(experiment: Experiment, source: str, overrides: Sequence[str] = ()) -> None:
-    """Refuse a routing strategy whose params, solver or number of experts do not fit, and params of the solver.
+    """Refuse a routing strategy whose params or solver do not fit, and params of the solver.
 
     Raises:
         UserError: naming ``source`` and the key.
@@ -73,7 +73,6 @@ def check_strategy(experiment: Experiment, source: str, overrides: Sequence[str]
     with _blaming("sample.strategy", source, overrides, f" = {sample.strategy!r}"):
         strategy = registry.STRATEGIES.build(sample.strategy, sample.strategy_params)
         strategy.check_solver(sample.solver)
-        strategy.check_num_clusters(experiment.prepare.partition.num_clusters)
     with _blaming("sample.solver", source, overrides, f" = {sample.solver!r}"):
         registry.SOLVERS.build(sample.solver, sample.solver_params)
 

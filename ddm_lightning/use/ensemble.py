@@ -19,11 +19,10 @@ from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.core.devices import check_devices, configure_cuda, device_of
 from ddm_lightning.core.errors import UserError, first_line
 from ddm_lightning.core.registry import IMAGE_ENCODERS, require
-from ddm_lightning.ensemble.load import load_ensemble
 from ddm_lightning.ensemble.manifest import About, EnsembleManifest
 from ddm_lightning.ensemble.routing import sample
 from ddm_lightning.ensemble.trace import Trace
-from ddm_lightning.ensemble.velocity import Cost, Ensemble
+from ddm_lightning.ensemble.velocity import Cost, Ensemble, load_ensemble
 from ddm_lightning.flow.condition import Condition, ConditionSpec
 from ddm_lightning.members.artifact import ArtifactMeta
 from ddm_lightning.members.run import Run

@@ -17,7 +17,6 @@ from saved_ensembles import PROMPTS, images, load, put_member, saved
 
 from ddm_lightning.cli.parser import main
 from ddm_lightning.core.errors import UserError
-from ddm_lightning.ensemble.load import _Columns
 from ddm_lightning.ensemble.velocity import Ensemble
 from ddm_lightning.flow.oracle import FiniteSetOracle
 
@@ -43,7 +42,7 @@ def test_without_a_cluster_the_velocity_is_that_of_the_other_data() -> None:
     whole, rest = FiniteSetOracle(points, labels, 4), labels != 1
     others = FiniteSetOracle(points[rest], labels[rest] - (labels[rest] > 1).long(), 3)
     kept = [0, 2, 3]
-    ensemble = Ensemble([ExactExpert(whole, k) for k in kept], _Columns(ExactRouter(whole), kept), [0.2, 0.3, 0.5])
+    ensemble = Ensemble([ExactExpert(whole, k) for k in kept], ExactRouter(whole), [0.2, 0.3, 0.5], clusters=kept)
     x_t, t = torch.randn(32, 3, dtype=torch.float64), torch.linspace(0.05, 1, 32, dtype=torch.float64)
     assert torch.allclose(ensemble.velocity(x_t, t), others.velocity(x_t, t), atol=1e-10)
     all_four = Ensemble([ExactExpert(whole, k) for k in range(4)], ExactRouter(whole), [0.2, 0.3, 0.25, 0.25])

@@ -192,10 +192,3 @@ def test_networks_are_evaluated_without_dropout_and_gradients():
     weight = torch.ones(2, requires_grad=True)
     (first * weight).sum().backward()
     assert ensemble.device == torch.device("cpu")
-
-
-def test_priors_must_match_the_experts():
-    with pytest.raises(ValueError, match="1 experts with 2 priors"):
-        Ensemble([Aimed()], None, [0.5, 0.5])
-    with pytest.raises(ValueError, match="0 experts"):
-        Ensemble([], None, [])

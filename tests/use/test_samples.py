@@ -106,7 +106,7 @@ def test_the_python_api_refuses_what_the_command_refuses(finished_run: Path, tmp
     for problem, wrong in {
         "'best': is unknown; known: bayes, ": {"strategy": "best"},
         "needs sample.solver=ancestral": {"strategy": "bayes", "solver": "euler"},
-        "top_k": {"strategy": "top-k", "strategy_params": {"top_k": 3}},
+        "top_k": {"strategy": "top-k", "strategy_params": {"top_k": 0}},
         "num_per_prompt": {"num": 0},
         "'seed' = -1": {"seed": -1},
         "not on a class": {"classes": [1]},

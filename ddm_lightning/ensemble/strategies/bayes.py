@@ -24,17 +24,6 @@ Velocities: TypeAlias = Callable[[Samples, Times, Bool[Tensor, "r K"]], Float[Te
 """``velocities(x_t, t, active)``: the active experts' velocities; r is b, or 2b with the unconditional branch."""
 
 
-@dataclass(frozen=True, eq=False)
-class BayesSamples:
-    """Samples and weights of ``filter_chain``."""
-
-    x_0: Samples
-    """The samples."""
-    weights: Float[Tensor, "steps r K"]
-    """``weights[i]`` is the filter's p(k | x_1 … x_t) at ``times[i]``, before that step; float64. For guidance of the
-    mixture, rows without the condition follow; they stop at the lower end of the interval."""
-
-
 @STRATEGIES.register("bayes")
 @dataclass(frozen=True)
 class Bayes(Strategy):
@@ -65,7 +54,7 @@ class Bayes(Strategy):
             guidance_scale=batch.settings.guidance_scale,
             guidance_interval=batch.settings.guidance_interval,
             on_step=record,
-        ).x_0
+        )
 
 
 @torch.no_grad()
@@ -80,7 +69,7 @@ def filter_chain(
     guidance_scale: float = 1.0,
     guidance_interval: Sequence[float] = (0.0, 1.0),
     on_step: Callable[[Samples, Times, Tensor, Tensor], object] = lambda *_: None,
-) -> BayesSamples:
+) -> Samples:
     """Sample from a mixture of experts and filter its weights along the chain.
 
     Expert k steps by the kernel q_k(x_s | x_t) = N(μ_k, σ²I) of ``reverse_kernel``, with its own estimate of x_0.
@@ -115,7 +104,11 @@ def filter_chain(
         uniform: ``uniform(i)`` returns the uniform numbers in [0, 1) that choose the experts of step i.
         guidance_scale: scale of guidance of the mixture; not read if ``initial`` has b rows.
         guidance_interval: lowest and highest t at which it acts.
-        on_step: called with x_t, t, the weights [r, K] and the experts' velocities [r, K, …] of each step.
+        on_step: called before each step with x_t, t, the weights p(k | x_1 … x_t) [r, K] (float64) and the experts'
+            velocities [r, K, …]. Weights without the condition stop at the lower end of the interval.
+
+    Returns:
+        x_0 of each sample.
 
     Raises:
         ValueError: bad ``times``.
@@ -125,11 +118,9 @@ def filter_chain(
     # Logarithms, because likelihoods of many pixels underflow; float64, because their ratios are small differences.
     log_weights = _pruned(initial.to(x_1.device, torch.float64).log())
     rows, branches = torch.arange(num, device=x_1.device), range(len(initial) // num)
-    history: list[Tensor] = []
     x_t = x_1
     for i, (t, s) in enumerate(intervals(times)):
         weights = log_weights.exp()
-        history.append(weights)
         active = weights > 0
         if t < low:
             active[num:] = False  # no later step needs the unconditional branch
@@ -147,7 +138,7 @@ def filter_chain(
             squares = differences.flatten(2).square().sum(dim=2, dtype=torch.float64)
             log_weights = _pruned(log_weights - squares / (2 * variance))
         x_t = x_s
-    return BayesSamples(x_t, torch.stack(history))
+    return x_t
 
 
 def _pruned(log_weights: Float[Tensor, "r K"]) -> Float[Tensor, "r K"]:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from jaxtyping import Float
 from torch import Tensor
 
-from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import STRATEGIES
 from ddm_lightning.ensemble.routing import Strategy, normalised
 
@@ -40,14 +39,6 @@ class TopK(Strategy):
     def __post_init__(self) -> None:
         if self.top_k < 1:
             raise ValueError(f"top_k = {self.top_k} keeps no expert")
-
-    def check_num_clusters(self, num_clusters: int) -> None:
-        """Refuse a ``top_k`` above K."""
-        if self.top_k > num_clusters:
-            raise UserError(
-                f"sample.strategy_params.top_k = {self.top_k} exceeds prepare.partition.num_clusters = {num_clusters}; "
-                f"set it to at most {num_clusters}"
-            )
 
     def weights(self, probabilities: Float[Tensor, "b K"]) -> Float[Tensor, "b K"]:
         """Keep the ``top_k`` largest probabilities of each row and renormalise."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ import torch
 from scipy.stats import multivariate_normal
 from torch import Tensor
 
-from ddm_lightning.ensemble.strategies.bayes import MIN_WEIGHT, BayesSamples, filter_chain
+from ddm_lightning.ensemble.strategies.bayes import MIN_WEIGHT, filter_chain
 from ddm_lightning.flow.oracle import FiniteSetOracle
 from ddm_lightning.flow.path import VelocityField, guided
 from ddm_lightning.flow.solvers.fixed_steps import Ancestral
@@ -58,17 +58,27 @@ def of_active(experts: Sequence[VelocityField], x_t: Tensor, t: Tensor, active: 
     return found
 
 
-def sample_bayes(
-    experts: list[VelocityField], x_1: Tensor, times: Tensor, *, initial: Tensor, **ways: Any
-) -> BayesSamples:
+class Samples(NamedTuple):
+    x_0: Tensor
+    weights: Tensor
+    """Weights before each step, [steps, r, K]."""
+
+
+def filtered(*arguments: Any, **ways: Any) -> Samples:
+    """Run the filter and keep its weights."""
+    weights: list[Tensor] = []
+    x_0 = filter_chain(*arguments, on_step=lambda *step: weights.append(step[2]), **ways)
+    return Samples(x_0, torch.stack(weights))
+
+
+def sample_bayes(experts: list[VelocityField], x_1: Tensor, times: Tensor, *, initial: Tensor, **ways: Any) -> Samples:
     """Run the filter; ``initial`` may be one row for all."""
-    initial = initial.expand(len(x_1), -1)
-    return filter_chain(partial(of_active, experts), x_1, times, initial=initial, **ways)
+    return filtered(partial(of_active, experts), x_1, times, initial=initial.expand(len(x_1), -1), **ways)
 
 
 @dataclass
 class Chain:
-    samples: BayesSamples
+    samples: Samples
     states: Tensor
     """x_t at the start of each step, [steps, b, d]."""
     rows: Tensor
@@ -88,7 +98,7 @@ def run(experts: list[VelocityField], num: int, num_steps: int, initial: Tensor,
         states[step], evaluated[step] = x_t, active
         return of_active(experts, x_t, t, active)
 
-    samples = filter_chain(
+    samples = filtered(
         velocities,
         torch.randn(num, dim, generator=generator, dtype=torch.float64),
         times,
@@ -217,7 +227,7 @@ def conditional_posterior(x_t: Tensor, t: float) -> Tensor:
     return gaussian_posterior(x_t, t, OWN, MEANS + SHIFTS, STDS / 2)
 
 
-def guided_mixture(num_steps: int, num: int = 8192) -> tuple[BayesSamples, list[Tensor], Tensor]:
+def guided_mixture(num_steps: int, num: int = 8192) -> tuple[Samples, list[Tensor], Tensor]:
     """Samples of the filter, its states, and samples of one guided model of all data with the same noise."""
     times, generator = sampling_times(num_steps, dtype=torch.float64), torch.Generator().manual_seed(0)
     x_1 = torch.randn(num, 2, generator=generator, dtype=torch.float64)
@@ -236,7 +246,7 @@ def guided_mixture(num_steps: int, num: int = 8192) -> tuple[BayesSamples, list[
         mixed = [(w[:, :, None] * v).sum(1) for w, v in zip(weights, found, strict=True)]
         return mixed[1] + SCALE * (mixed[0] - mixed[1])
 
-    samples = filter_chain(
+    samples = filtered(
         velocities,
         x_1,
         times,
@@ -286,7 +296,7 @@ def test_guidance_of_the_mixture_acts_in_steps_that_start_in_its_interval(
         ways: dict[str, Any] = {"noise": normal, "uniform": half, "guidance_interval": interval}
         times, initial = torch.tensor([1.0, 0.75, 0.5, 0.0], dtype=torch.float64), PRIORS.expand(128, 4)
         found = filter_chain(velocities, normal(99), times, initial=initial, guidance_scale=scale, **ways)
-        return [*seen, found.x_0]
+        return [*seen, found]
 
     moved = [not torch.equal(one, other) for one, other in zip(states(1.0), states(3.0), strict=True)]
     assert moved == [step > guided_step for step in range(4)]
