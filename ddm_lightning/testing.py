@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,18 +36,7 @@ _SPECS = {
     "text": ConditionSpec("text", 6),
     "tokens": ConditionSpec("tokens", 6, length=3),
 }
-_NUM_ROWS = 4
-_NUM_KEPT = 3
-_NUM_CLUSTERS = 3
-
-
-class _Batch(NamedTuple):
-    """Arguments of ``forward``, and the shape of a row of its output."""
-
-    x_t: Tensor
-    t: Tensor
-    condition: Condition | None
-    out_shape: tuple[int, ...]
+_NUM_ROWS, _NUM_KEPT, _NUM_CLUSTERS = 4, 3, 3
 
 
 def check_expert(
@@ -74,7 +63,7 @@ def check_expert(
     Raises:
         AssertionError: one line with the problem and the kind of condition.
     """
-    _check_networks("expert", factory, x_shape, kinds)
+    _check_networks("expert", factory, x_shape, kinds, x_shape)
 
 
 def check_router(
@@ -92,39 +81,25 @@ def check_router(
     Raises:
         AssertionError: one line with the problem and the kind of condition.
     """
-    _check_networks("router", partial(factory, num_clusters=_NUM_CLUSTERS), x_shape, kinds)
+    _check_networks("router", partial(factory, num_clusters=_NUM_CLUSTERS), x_shape, kinds, (_NUM_CLUSTERS,))
 
 
 def _check_networks(
-    role: str, factory: Callable[..., Any], x_shape: tuple[int, int, int], kinds: Sequence[str]
+    role: str,
+    factory: Callable[..., Any],
+    x_shape: tuple[int, int, int],
+    kinds: Sequence[str],
+    out_shape: tuple[int, ...],
 ) -> None:
     for kind in kinds:
         with _checking(f"{role} for x_shape={x_shape}, condition {kind!r}"):
-            _check_network(factory, x_shape, _SPECS[kind], is_router=role == "router")
-
-
-def _check_network(
-    factory: Callable[..., Any], x_shape: tuple[int, int, int], spec: ConditionSpec, is_router: bool
-) -> None:
-    def build() -> nn.Module:
-        network = factory(x_shape=x_shape, condition=spec)
-        _require(isinstance(network, nn.Module), f"the factory returns a {type(network).__name__}, not an nn.Module")
-        prediction = getattr(network, "prediction", None)
-        _require(
-            is_router or prediction in PREDICTIONS,
-            f"its attribute 'prediction' is {prediction!r}, not one of {', '.join(PREDICTIONS)}",
-        )
-        return network
-
-    _check_initial(build)
-    network = build()
-    with torch.no_grad():
-        for parameter in network.parameters():
-            parameter.add_(0.05 * torch.randn_like(parameter))
-    x_t, t = torch.randn(_NUM_ROWS, *x_shape), torch.linspace(0.1, 0.9, _NUM_ROWS)
-    batch = _Batch(x_t, t, _condition(spec), (_NUM_CLUSTERS,) if is_router else x_shape)
-    _check_gradients(network, batch)
-    _check_in_eval(network, build(), batch)
+            build = partial(_built, partial(factory, x_shape=x_shape, condition=_SPECS[kind]), nn.Module)
+            network = _built_twice(build)
+            prediction = getattr(network, "prediction", None)
+            assert role == "router" or prediction in PREDICTIONS, (
+                f"its attribute 'prediction' is {prediction!r}, not one of {', '.join(PREDICTIONS)}"
+            )
+            _check_outputs(network, build(), torch.randn(_NUM_ROWS, *x_shape), _condition(_SPECS[kind]), out_shape)
 
 
 @contextmanager
@@ -134,95 +109,90 @@ def _checking(what: str) -> Iterator[None]:
         torch.manual_seed(0)
         try:
             yield
-        except AssertionError as error:
-            raise AssertionError(f"{what}: {error}") from None
         except Exception as error:
-            raise AssertionError(f"{what}: raises {type(error).__name__}: {' '.join(str(error).split())}") from error
+            kind = "" if isinstance(error, AssertionError) else f"raises {type(error).__name__}: "
+            raise AssertionError(f"{what}: {kind}{' '.join(str(error).split())}") from error
 
 
-def _require(holds: bool, otherwise: str) -> None:
-    if not holds:
-        raise AssertionError(otherwise)
+def _built(factory: Callable[[], Any], kind: Any) -> Any:
+    built = factory()
+    assert isinstance(built, kind), f"the factory returns a {type(built).__name__}, which is no {kind.__name__}"
+    return built
 
 
-def _check_initial(build: Callable[[], nn.Module]) -> None:
-    """Build twice from one seed; the first time, ``torch.empty`` gives NaN."""
-    seed, mode = torch.initial_seed(), torch.get_deterministic_debug_mode()
+def _built_twice(build: Callable[[], nn.Module]) -> nn.Module:
+    """Compare two networks built from one seed; for the first, ``torch.empty`` gives NaN."""
+    mode = torch.get_deterministic_debug_mode()
     torch.set_deterministic_debug_mode("warn")
     try:
         first = build()
     finally:
         torch.set_deterministic_debug_mode(mode)
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     second = build()
     for named in (nn.Module.named_parameters, nn.Module.named_buffers):
-        values = dict(named(second))
-        for name, value in named(first):
-            _require(
-                name not in values or torch.equal(value, values[name]),
-                f"two networks built from one seed differ in {name!r}: initialise it with torch's generator",
+        for (name, value), (_, again) in zip(named(first), named(second), strict=True):
+            assert torch.equal(value, again), (
+                f"two networks built from one seed differ in {name!r}: initialise it with torch's generator"
             )
+    return second
 
 
 def _condition(spec: ConditionSpec) -> Condition | None:
     """A condition whose last row is null."""
     if spec.kind == "none":
         return None
-    if spec.kind == "class":
-        values = torch.randint(spec.size, (_NUM_ROWS,))
-    else:
-        values = torch.randn(_NUM_ROWS, *spec.row_shape)
+    is_class = spec.kind == "class"
+    values = torch.randint(spec.size, (_NUM_ROWS,)) if is_class else torch.randn(_NUM_ROWS, *spec.row_shape)
     return Condition(values, torch.arange(_NUM_ROWS) < _NUM_KEPT)
 
 
-def _forward(network: nn.Module, batch: _Batch) -> Tensor:
-    out = network(batch.x_t, batch.t, batch.condition)
-    _require(isinstance(out, Tensor), f"forward returns a {type(out).__name__}, not a tensor")
-    _check_output(out, batch.x_t.new_empty(len(batch.x_t), *batch.out_shape))
-    return out
+def _check_outputs(
+    network: nn.Module, fresh: nn.Module, x_t: Tensor, condition: Condition | None, out_shape: tuple[int, ...]
+) -> None:
+    """Check gradients, rows, condition and state of a network; ``fresh`` is another one, built alike."""
+    t = torch.linspace(0.1, 0.9, _NUM_ROWS)
+
+    def forward(network: nn.Module, condition: Condition | None, rows: slice = slice(None)) -> Tensor:
+        out = network(x_t[rows], t[rows], None if condition is None else condition.rows(rows))
+        _check_output(out, x_t.new_empty(len(t[rows]), *out_shape))
+        return out
+
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    out = forward(network.train(), condition)
+    (out * torch.randn_like(out)).sum().backward()
+    for name, parameter in network.named_parameters():
+        if parameter.requires_grad:
+            gradient = torch.zeros(1) if parameter.grad is None else parameter.grad
+            assert (gradient != 0).any(), f"no gradient reaches parameter {name!r}"
+            assert gradient.isfinite().all(), f"gradient of {name!r} not finite"
+    network.eval()
+    with torch.no_grad():
+        out = forward(network, condition)
+        alone = torch.cat([forward(network, condition, slice(row, row + 1)) for row in range(_NUM_ROWS)])
+        assert _agree(alone, out), "a row's output depends on the other rows of its batch"
+        if condition is not None:
+            unconditional, null = forward(network, None), forward(network, condition.null())
+            assert _agree(null, unconditional), "condition=None differs from a condition whose rows are all null"
+            assert not _agree(out[:_NUM_KEPT], unconditional[:_NUM_KEPT]), "the condition does not change the output"
+        fresh.load_state_dict(safetensors.load(safetensors.save(network.state_dict())))
+        assert _agree(forward(fresh.eval(), condition), out), (
+            "a network rebuilt from its state_dict answers differently: some state is not in it"
+        )
 
 
-def _check_output(out: Tensor, like: Tensor) -> None:
-    shape = tuple(like.shape)
-    _require(out.shape == shape, f"forward returns shape {tuple(out.shape)} instead of {shape}")
-    _require(out.dtype == like.dtype, f"forward returns {out.dtype} for x_t of {like.dtype}")
-    _require(bool(out.isfinite().all()), "forward returns numbers that are not finite")
+def _check_output(out: Any, like: Tensor) -> None:
+    assert isinstance(out, Tensor), f"forward returns a {type(out).__name__}, not a tensor"
+    assert out.shape == like.shape, f"forward returns shape {tuple(out.shape)} instead of {tuple(like.shape)}"
+    assert out.dtype == like.dtype, f"forward returns {out.dtype} for x_t of {like.dtype}"
+    assert out.isfinite().all(), "forward returns numbers that are not finite"
 
 
 def _agree(a: Tensor, b: Tensor) -> bool:
     """Equal up to rounding: the order of a kernel's sums depends on the batch size."""
     return torch.allclose(a, b, rtol=1e-3, atol=1e-4 * float(b.abs().max()))
-
-
-def _check_gradients(network: nn.Module, batch: _Batch) -> None:
-    out = _forward(network.train(), batch)
-    (out * torch.randn_like(out)).sum().backward()
-    for name, parameter in network.named_parameters():
-        if parameter.requires_grad:
-            gradient = torch.zeros(1) if parameter.grad is None else parameter.grad
-            _require(bool((gradient != 0).any()), f"no gradient reaches parameter {name!r}")
-            _require(bool(gradient.isfinite().all()), f"gradient of {name!r} not finite")
-
-
-def _check_in_eval(network: nn.Module, fresh: nn.Module, batch: _Batch) -> None:
-    """Check rows, condition and state of a network; ``fresh`` is another one, built alike."""
-    network.eval()
-    with torch.no_grad():
-        out = _forward(network, batch)
-        for row in torch.arange(_NUM_ROWS).split(1):
-            condition = None if batch.condition is None else batch.condition.rows(row)
-            alone = _forward(network, batch._replace(x_t=batch.x_t[row], t=batch.t[row], condition=condition))
-            _require(_agree(alone, out[row]), "a row's output depends on the other rows of its batch")
-        if batch.condition is not None:
-            unconditional = _forward(network, batch._replace(condition=None))
-            null = _forward(network, batch._replace(condition=batch.condition.null()))
-            _require(_agree(null, unconditional), "condition=None differs from a condition whose rows are all null")
-            _require(not _agree(out[:_NUM_KEPT], unconditional[:_NUM_KEPT]), "the condition does not change the output")
-        fresh.load_state_dict(safetensors.load(safetensors.save(network.state_dict())))
-        _require(
-            _agree(_forward(fresh.eval(), batch), out),
-            "a network rebuilt from its state_dict answers differently: some state is not in it",
-        )
 
 
 class _Toward(nn.Module):
@@ -260,18 +230,12 @@ def check_strategy(factory: Callable[[], Any]) -> None:
     with _checking("strategy"):
         strategy: Strategy = _built(factory, Strategy)
         known = SOLVERS.names()
-        _require(set(strategy.solvers) <= set(known), f"solvers must be some of {', '.join(known)}")
+        assert set(strategy.solvers) <= set(known), f"solvers must be some of {', '.join(known)}"
         for num_clusters in (1, 3):
             if type(strategy).weights is not Strategy.weights:
                 _check_weights(strategy, num_clusters)
             for solver in strategy.solvers or known:
                 _check_samples(strategy, num_clusters, solver)
-
-
-def _built(factory: Callable[[], Any], kind: Any) -> Any:
-    built = factory()
-    _require(isinstance(built, kind), f"the factory returns a {type(built).__name__}, which is no {kind.__name__}")
-    return built
 
 
 def _check_weights(strategy: Strategy, num_clusters: int) -> None:
@@ -282,10 +246,10 @@ def _check_weights(strategy: Strategy, num_clusters: int) -> None:
     order = torch.arange(num_clusters).roll(1)
     permuted = strategy.weights(probabilities[:, order])
     _check_output(weights, probabilities)
-    _require(bool((weights >= 0).all()), "a weight is negative")
-    _require(_agree(weights.sum(1), torch.ones(6)), "weights of a row do not sum to 1")
-    _require(_agree(alone, weights), "a row's weights depend on the other rows of its batch")
-    _require(_agree(permuted, weights[:, order]), "weights depend on the order of the experts")
+    assert (weights >= 0).all(), "a weight is negative"
+    assert _agree(weights.sum(1), torch.ones(6)), "weights of a row do not sum to 1"
+    assert _agree(alone, weights), "a row's weights depend on the other rows of its batch"
+    assert _agree(permuted, weights[:, order]), "weights depend on the order of the experts"
 
 
 def _check_samples(strategy: Strategy, num_clusters: int, solver: str) -> None:
@@ -300,7 +264,7 @@ def _check_samples(strategy: Strategy, num_clusters: int, solver: str) -> None:
     whole = samples(0, 1, 2, 3)
     single = torch.cat([samples(number) for number in range(4)])
     _check_output(whole, torch.empty(4, 1, 4, 4))
-    _require(_agree(single, whole), "a sample depends on the other samples of its batch")
+    assert _agree(single, whole), "a sample depends on the other samples of its batch"
 
 
 def check_solver(factory: Callable[[], Any]) -> None:
@@ -327,7 +291,7 @@ def check_solver(factory: Callable[[], Any]) -> None:
         asked: list[int] = []
 
         def velocity(x_t: Samples, t: Times) -> Samples:
-            _require(t.shape == (len(x_t),) and bool(((t > 0) & (t <= 1)).all()), f"asks for a velocity at t = {t}")
+            assert t.shape == (len(x_t),) and ((t > 0) & (t <= 1)).all(), f"asks for a velocity at t = {t}"
             time = expand_time(t, x_t)
             variance = 0.25 * (1 - time) ** 2 + time**2
             return (time - 0.25 * (1 - time)) / variance * (x_t - (1 - time)) - 1
@@ -342,10 +306,10 @@ def check_solver(factory: Callable[[], Any]) -> None:
         whole, part = solve(slice(None)), solve(slice(3, 5))
         _check_output(whole, x_1)
         errors = float((whole.mean(0) - 1).abs().max()), float((whole.std(0) - 0.5).abs().max())
-        _require(max(errors) <= 0.05, f"mean and std of the samples are wrong by {errors[0]:.3f} and {errors[1]:.3f}")
-        _require(_agree(part, whole[3:5]), "a row depends on the other rows of its batch")
+        assert max(errors) <= 0.05, f"mean and std of the samples are wrong by {errors[0]:.3f} and {errors[1]:.3f}"
+        assert _agree(part, whole[3:5]), "a row depends on the other rows of its batch"
         steps = set(range(num_steps - 1)) if solver.is_stochastic else set()
-        _require(set(asked) == steps, f"draws noise for {len(set(asked))} steps, not {len(steps)}")
+        assert set(asked) == steps, f"draws noise for {len(set(asked))} steps, not {len(steps)}"
 
 
 def check_source(factory: Callable[[], Any]) -> None:
@@ -362,22 +326,22 @@ def check_source(factory: Callable[[], Any]) -> None:
     with _checking("source"):
         source, again = _built(factory, Source), _built(factory, Source)
         parts = list(source.parts())
-        _require(parts == list(again.parts()), "two calls of parts differ")
-        _require(bool(parts) and len({part.name for part in parts}) == len(parts), "no parts, or two of one name")
+        assert parts == list(again.parts()), "two calls of parts differ"
+        assert parts and len({part.name for part in parts}) == len(parts), "no parts, or two of one name"
         keys: set[str] = set()
         for part in parts:
             found, repeated = list(source.read(part)), list(again.read(part))
             where = f"part {part.name!r}"
-            _require(part.num_samples in (None, len(found)), f"{where} has {len(found)} samples, not num_samples")
-            _require([one.key for one in found] == [one.key for one in repeated], f"two reads of {where} differ")
+            assert part.num_samples in (None, len(found)), f"{where} has {len(found)} samples, not num_samples"
+            assert [one.key for one in found] == [one.key for one in repeated], f"two reads of {where} differ"
             for one in found:
-                _require(one.key not in keys, f"{where}: key {one.key!r} comes twice")
+                assert one.key not in keys, f"{where}: key {one.key!r} comes twice"
                 keys.add(one.key)
                 if isinstance(one, BrokenSample):
                     continue
                 is_rgb = one.image.dtype == np.uint8 and one.image.ndim == 3 and one.image.shape[2] == 3
-                _require(is_rgb, f"{where}: image of {one.key!r} is not uint8 [h, w, 3]")
-                _require(0 <= one.label < source.num_classes, f"{where}: label of {one.key!r} is no class")
+                assert is_rgb, f"{where}: image of {one.key!r} is not uint8 [h, w, 3]"
+                assert 0 <= one.label < source.num_classes, f"{where}: label of {one.key!r} is no class"
 
 
 def check_encoder(factory: Callable[[], Any], *, image_size: int = 32) -> None:
@@ -392,17 +356,16 @@ def check_encoder(factory: Callable[[], Any], *, image_size: int = 32) -> None:
     """
     with _checking(f"image encoder for images of {image_size} pixels"):
         encoder, again = _built(factory, ImageEncoder), _built(factory, ImageEncoder)
-        _require(encoder.stores in ("x_0", "posterior"), f"stores = {encoder.stores!r} is not x_0 or posterior")
+        assert encoder.stores in ("x_0", "posterior"), f"stores = {encoder.stores!r} is not x_0 or posterior"
         images = np.random.default_rng(0).integers(0, 256, (3, image_size, image_size, 3), dtype=np.uint8)
         shape, stored = encoder.x_shape(image_size), encoder.encode(images)
         expected = (3, shape[0] * (2 if encoder.stores == "posterior" else 1), *shape[1:])
-        _require(stored.shape == expected, f"encode returns shape {stored.shape}, x_shape asks for {expected}")
-        _require(str(stored.dtype) == encoder.dtype, f"encode returns {stored.dtype}, dtype says {encoder.dtype}")
-        _require(
-            stored.tobytes() == again.encode(images).tobytes(), "two encoders give different bytes for the same images"
+        assert stored.shape == expected, f"encode returns shape {stored.shape}, x_shape asks for {expected}"
+        assert str(stored.dtype) == encoder.dtype, f"encode returns {stored.dtype}, dtype says {encoder.dtype}"
+        assert stored.tobytes() == again.encode(images).tobytes(), (
+            "two encoders give different bytes for the same images"
         )
         decoded = encoder.decode(torch.zeros(3, *shape))
-        _require(
-            decoded.dtype == np.uint8 and decoded.shape == images.shape,
-            f"decode returns {decoded.dtype} {decoded.shape}, not uint8 {images.shape}",
+        assert decoded.dtype == np.uint8 and decoded.shape == images.shape, (
+            f"decode returns {decoded.dtype} {decoded.shape}, not uint8 {images.shape}"
         )

@@ -176,7 +176,7 @@ def own_generator(self):
 @pytest.mark.parametrize(
     ("factory", "message"),
     [
-        (lambda **_: 3, "returns a int, not an nn.Module"),
+        (lambda **_: 3, "returns a int, which is no Module"),
         (NoPrediction, "'prediction' is 'score', not one of velocity, epsilon, x_0"),
         (OtherArguments, "raises TypeError"),
         (answers(lambda out: out.repeat(1, 2, 1, 1)), r"returns shape \(4, 6, 8, 8\) instead of \(4, 3, 8, 8\)"),

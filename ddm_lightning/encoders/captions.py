@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from importlib import import_module
@@ -143,22 +144,22 @@ class _TextModel(Pretrained):
         with loading(self.folder, self.place):
             config_class = getattr(import_module("transformers"), self.config_class)
             self.text_config = config_class.from_pretrained(self.folder, local_files_only=True)
-        self._class, self.size, self.width, limit = self._sizes()
+        self.size, self.width, limit = self._sizes()
         self.max_tokens = limit if max_tokens is None else max_tokens
         if self.max_tokens < 2 or (self.has_positions and self.max_tokens > limit):
             at_most = f" and at most {limit}, the model's number of positions" if self.has_positions else ""
             raise ValueError(f"max_tokens = {max_tokens} must be at least 2{at_most}")
         self._networks: dict[torch.device, Any] = {}
 
-    def _sizes(self) -> tuple[str, int, int, int]:
-        """Return the library's class, the entries of the vector and of a state, and the default of ``max_tokens``."""
-        raise NotImplementedError
+    @abstractmethod
+    def _sizes(self) -> tuple[int, int, int]:
+        """Return the entries of the vector and of a state, and the default of ``max_tokens``."""
 
+    @abstractmethod
     def _pooled(
         self, network: Any, states: Float[Tensor, "n m width"], mask: Bool[Tensor, "n m"]
     ) -> Float[Tensor, "n size"]:
         """Return the vector of each caption, of any norm."""
-        raise NotImplementedError
 
     def _check_tokenizer(self, folder: Path) -> None:
         if not any(all((folder / name).is_file() for name in files) for files in self.tokenizer_files):
@@ -201,7 +202,7 @@ class _TextModel(Pretrained):
 
     def _network(self, device: torch.device) -> Any:
         if device not in self._networks:
-            network = self._load("transformers", self._class, config=self.text_config, dtype=self.dtype_on(device))
+            network = self._load(config=self.text_config, dtype=self.dtype_on(device))
             self._networks[device] = network.to(device)
         return self._networks[device]
 
@@ -227,18 +228,19 @@ class _TextModel(Pretrained):
 
     @torch.inference_mode()
     def _fill(self, out: Mapping[str, np.ndarray], captions: Sequence[str], device: torch.device) -> None:
-        """Fill those of ``text`` [n size] and ``text_tokens`` [n m width] that ``out`` has, batch by batch."""
+        """Fill the columns in ``out``, batch by batch; ``text`` and ``text_tokens`` need the network."""
         at_once = _CAPTIONS_AT_ONCE.get(device.type, _CAPTIONS_AT_ONCE["cuda"])
         for start in range(0, len(captions), at_once):
-            ids, lengths = self._tokens(captions[start : start + at_once])
-            ids = ids[:, : int(lengths.max())]
-            states, vectors = self._run(ids.to(device), lengths.to(device))
-            rows = slice(start, start + len(ids))
-            with np.errstate(over="ignore"):  # prepare refuses infinite numbers
-                if "text" in out:
-                    out["text"][rows] = vectors.cpu().numpy()
-                if "text_tokens" in out:
-                    out["text_tokens"][rows, : ids.shape[1]] = states.cpu().numpy()
+            rows = slice(start, start + at_once)
+            ids, lengths = self._tokens(captions[rows])
+            found = {"text_ids": ids, "text_length": lengths}
+            if not out.keys() <= found.keys():
+                ids = ids[:, : int(lengths.max())]
+                found["text_tokens"], found["text"] = self._run(ids.to(device), lengths.to(device))
+            for name, column in out.items():
+                region = (rows, *map(slice, found[name].shape[1:]))
+                with np.errstate(over="ignore"):  # prepare refuses infinite numbers
+                    column[region] = found[name].cpu().numpy()
 
     def encode(self, captions: Sequence[str]) -> dict[str, np.ndarray]:
         """Encode captions to one row per column and caption.
@@ -248,13 +250,9 @@ class _TextModel(Pretrained):
         """
         kinds = {name: parse_encoding(encoding) for name, encoding in self.columns.items()}
         out = {name: np.zeros((len(captions), *shape), dtype) for name, (dtype, shape) in kinds.items()}
-        if self.store != "pooled" and captions:
-            ids, lengths = self._tokens(captions)
-            columns = {"text_ids": ids, "text_length": lengths}
-            out.update({name: value.int().numpy() for name, value in columns.items() if name in out})
         if self.store != "ids":
             self._require_device()
-            self._fill(out, captions, self.device)
+        self._fill(out, captions, self.device)
         return out
 
     def vectors(self, captions: Sequence[str]) -> Float[np.ndarray, "n size"]:
@@ -293,19 +291,18 @@ class CLIPText(_TextModel):
     """
 
     place = "caption encoder 'clip-text'"
-    kinds = {"model_type": ("clip", "clip_text_model")}  # noqa: RUF012  never changed
+    kinds = dict.fromkeys(("clip", "clip_text_model"), "CLIPTextModel")
     config_class, tokenizer_class = "CLIPTextConfig", "CLIPTokenizerFast"
     tokenizer_files = (("tokenizer.json",), ("vocab.json", "merges.txt"))
     has_positions = True
 
-    def _sizes(self) -> tuple[str, int, int, int]:
+    def _sizes(self) -> tuple[int, int, int]:
         # Some configurations of whole CLIPs state another size than their weights have.
         projection = self.shapes.get("text_projection.weight")
         config = self.text_config
         config.projection_dim = projection[0] if projection else 0
-        name = "CLIPTextModelWithProjection" if projection else "CLIPTextModel"
-        size = config.projection_dim or config.hidden_size
-        return name, size, config.hidden_size, config.max_position_embeddings
+        self.model_class = "CLIPTextModelWithProjection" if projection else "CLIPTextModel"
+        return config.projection_dim or config.hidden_size, config.hidden_size, config.max_position_embeddings
 
     def _pooled(
         self, network: Any, states: Float[Tensor, "n m width"], mask: Bool[Tensor, "n m"]
@@ -324,13 +321,13 @@ class T5Text(_TextModel):
     """
 
     place = "caption encoder 't5-text'"
-    kinds = {"model_type": ("t5",)}  # noqa: RUF012  never changed
+    kinds = {"t5": "T5EncoderModel"}  # noqa: RUF012  never changed
     config_class, tokenizer_class = "T5Config", "T5TokenizerFast"
     tokenizer_files = (("tokenizer.json",), ("spiece.model",))
     has_positions = False
 
-    def _sizes(self) -> tuple[str, int, int, int]:
-        return "T5EncoderModel", self.text_config.d_model, self.text_config.d_model, 128
+    def _sizes(self) -> tuple[int, int, int]:
+        return self.text_config.d_model, self.text_config.d_model, 128
 
     def _pooled(
         self, network: Any, states: Float[Tensor, "n m width"], mask: Bool[Tensor, "n m"]

@@ -1,13 +1,14 @@
-"""Feature networks: images to the vectors by which they are clustered.
+"""Feature networks: images to the vectors by which they are clustered, or by which generated ones are scored.
 
-All networks see the whole image, stretched to their input size (antialiased) and never cropped.
+Scores on the features that made the clusters may favour the ensemble; those without weights made none. DINOv2 and CLIP
+see the whole image, stretched to their input size (antialiased) and never cropped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from functools import cached_property
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -15,27 +16,45 @@ from jaxtyping import Float, UInt8
 from torch import Tensor
 from torch.nn import functional
 
-from ddm_lightning.core.checks import is_int
 from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.files import sha256_file
 from ddm_lightning.core.registry import FEATURES
 from ddm_lightning.encoders.interfaces import NoWeights
-from ddm_lightning.encoders.pretrained import Pretrained, encode_in_batches, loading, on_device
+from ddm_lightning.encoders.pretrained import Pretrained, encode_in_batches, images_at_once, on_device
+from ddm_lightning.flow.randomness import keyed_generator
 
-# On a CPU, 16 images per batch are a third faster than 64: the activations stay in its caches.
-_BATCH_SIZE = {"cpu": 16, "cuda": 256}
-# Normalisation of pixels from 0 to 1, by ImageNet's statistics.
-_IMAGENET = {"interpolation": "bicubic", "mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
-
-
-def batch_size_on(device: torch.device) -> int:
-    """Number of images to encode at once."""
-    return _BATCH_SIZE.get(device.type, _BATCH_SIZE["cuda"])
+INCEPTION_FILE = "inception-2015-12-05.pt"
+INCEPTION_URL = f"https://nvlabs-fi-cdn.nvidia.com/stylegan2-ada-pytorch/pretrained/metrics/{INCEPTION_FILE}"
+INCEPTION_SHA256 = "f58cb9b6ec323ed63459aa4fb441fe750cfe39fafad6da5cb504a16f19e958f4"
 
 
-class _Features(Pretrained):
-    size: int
-    _network: tuple[Callable[[Tensor], Tensor], Mapping[str, Any]]
-    """The network, and timm's data configuration of its images."""
+class _ImageModel(Pretrained):
+    """Base of the image networks of the transformers library."""
+
+    packages: tuple[str, ...] = ("transformers",)
+    mean: ClassVar[tuple[float, ...]]
+    """Mean of pixels from 0 to 1, by channel."""
+    std: ClassVar[tuple[float, ...]]
+    output: ClassVar[str]
+    """Name of the library's output that holds the vectors."""
+    first_size_of: ClassVar[str]
+    """End of the name of a weight whose first size is that of a vector."""
+    resolution: int | None = None
+    """Side of the resized images in pixels; None for the model's own."""
+
+    def __init__(self, path: str, **params: Any) -> None:
+        super().__init__(path, **params)
+        found = [shape for name, shape in self.shapes.items() if name.endswith(self.first_size_of)]
+        if not found:
+            raise UserError(
+                f"{self.folder}: has no {self.first_size_of!r}, needed by {self.place}; "
+                "give a whole model in its parameter 'path'"
+            )
+        self.weight_shape, self.size = found[0], found[0][0]
+
+    @cached_property
+    def _network(self) -> Any:
+        return on_device(self._load(dtype=self.dtype_on(self.device)), self.device)
 
     @torch.inference_mode()
     def encode(self, images: UInt8[np.ndarray, "n h w 3"]) -> Float[np.ndarray, "n size"]:
@@ -45,23 +64,21 @@ class _Features(Pretrained):
             UserError: the weights do not load, or the device is missing.
         """
         self._require_device()
-        network, wanted = self._network
-        size = tuple(wanted["input_size"][1:])
-        mode = "bilinear" if wanted["interpolation"] == "bilinear" else "bicubic"
-        mean, std = (torch.tensor(wanted[key], device=self.device).view(1, 3, 1, 1) for key in ("mean", "std"))
-        dtype = self.dtype_on(self.device)
+        network, dtype = self._network, self.dtype_on(self.device)
+        size = (self.resolution or network.config.image_size,) * 2
+        mean, std = (torch.tensor(values, device=self.device).view(1, 3, 1, 1) for values in (self.mean, self.std))
 
         def encode(pixels: Tensor) -> Tensor:
             pixels = pixels / 255
             if pixels.shape[2:] != size:
-                pixels = functional.interpolate(pixels, size, mode=mode, antialias=True, align_corners=False)
-            return network(((pixels.clamp(0, 1) - mean) / std).to(dtype))
+                pixels = functional.interpolate(pixels, size, mode="bicubic", antialias=True, align_corners=False)
+            return network(pixel_values=((pixels.clamp(0, 1) - mean) / std).to(dtype))[self.output]
 
-        return encode_in_batches(images, encode, (self.size,), batch_size_on(self.device), self.device)
+        return encode_in_batches(images, encode, (self.size,), self.device)
 
 
 @FEATURES.register("dinov2")
-class DinoV2(_Features):
+class DinoV2(_ImageModel):
     """DINOv2's class token after the last norm (Oquab et al. 2023, arXiv 2304.07193), with or without registers.
 
     Args:
@@ -72,75 +89,90 @@ class DinoV2(_Features):
         UserError, ValueError: see ``Pretrained``.
     """
 
-    packages: tuple[str, ...] = ("transformers",)
     place = "feature network 'dinov2'"
-    kinds = {"model_type": ["dinov2", "dinov2_with_registers"]}  # noqa: RUF012  never changed
+    kinds = {"dinov2": "Dinov2Model", "dinov2_with_registers": "Dinov2WithRegistersModel"}  # noqa: RUF012  never changed
+    mean, std = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet
+    output, first_size_of = "pooler_output", "embeddings.patch_embeddings.projection.weight"
 
     def __init__(self, path: str, resolution: int = 224, **params: Any) -> None:
         super().__init__(path, **params)
-        patch, self.size = (self.config.get(key, 0) for key in ("patch_size", "hidden_size"))
-        if not is_int(patch, 1) or not is_int(self.size, 1):
-            raise UserError(
-                f"{self.folder / 'config.json'}: patch_size and hidden_size must be integers of at least 1; "
-                "copy or download the model again"
-            )
+        patch = self.weight_shape[-1]
         if resolution < patch or resolution % patch:
             raise ValueError(f"resolution = {resolution} must be a multiple of the model's patch size, {patch}")
         self.resolution = resolution
 
-    @cached_property
-    def _network(self) -> tuple[Callable[[Tensor], Tensor], Mapping[str, Any]]:  # type: ignore[override]
-        kind = "Dinov2Model" if self.config["model_type"] == "dinov2" else "Dinov2WithRegistersModel"
-        network = on_device(self._load("transformers", kind, dtype=self.dtype_on(self.device)), self.device)
-        wanted = {**_IMAGENET, "input_size": (3, self.resolution, self.resolution)}
-        return lambda pixels: network(pixel_values=pixels).last_hidden_state[:, 0], wanted
 
+@FEATURES.register("clip")
+class ClipImages(_ImageModel):
+    """CLIP's image embedding (Radford et al. 2021, arXiv 2103.00020), at the model's own resolution.
 
-@FEATURES.register("timm")
-class TimmFeatures(_Features):
-    """Pooled features of any network of the timm library for colour images.
-
-    ``config.json`` gives the size, mean and standard deviation of its images.
+    The CLIP-FID of clean-fid takes ``openai/clip-vit-base-patch32``; it rounds resized pixels, this does not.
 
     Args:
-        path: folder as on the hub (``config.json`` with ``architecture``, and ``model.safetensors``), or the name
-            there, such as ``timm/resnet50.a1_in1k``.
-        params: see ``Pretrained``.
+        path, params: see ``Pretrained``.
 
     Raises:
-        UserError: see ``Pretrained``; or timm does not know the network.
-        ValueError: see ``Pretrained``.
+        UserError, ValueError: see ``Pretrained``.
     """
 
-    packages: tuple[str, ...] = ("timm",)
-    place = "feature network 'timm'"
+    place = "feature network 'clip'"
+    kinds = dict.fromkeys(("clip", "clip_vision_model"), "CLIPVisionModelWithProjection")
+    mean, std = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+    output, first_size_of = "image_embeds", "visual_projection.weight"
 
-    def __init__(self, path: str, **params: Any) -> None:
-        super().__init__(path, **params)
-        with loading(self.folder, self.place):
-            import timm
+    def _load(self, **settings: Any) -> Any:
+        # Some published configurations state another size.
+        return super()._load(projection_dim=self.size, **settings)
 
-            if not timm.is_model(self.config["architecture"]):
-                raise ValueError(f"timm {timm.__version__} knows no {self.config['architecture']!r}")
+
+@FEATURES.register("inception")
+class Inception:
+    """Inception-V3's 2,048 pooled features with clean-fid's weights and resizing (Parmar et al., arXiv 2104.11222).
+
+    Args:
+        path: the file ``inception-2015-12-05.pt``, or its folder; by default the current one.
+        device: torch device to compute on.
+
+    Raises:
+        UserError: the file is missing or another one.
+    """
+
+    packages: tuple[str, ...] = ("clean-fid", "pillow")
+    size = 2048
+
+    def __init__(self, path: str = ".", device: str = "cpu") -> None:
+        self.device, self.path = torch.device(device), Path(path).expanduser()
+        self.path = self.path / INCEPTION_FILE if self.path.is_dir() else self.path
+        if self.path.name != INCEPTION_FILE or not self.path.is_file():
+            raise UserError(
+                f"{self.path}: the weights of 'inception' ({INCEPTION_FILE}) are missing; "
+                f"download them from {INCEPTION_URL} and set its parameter 'path'"
+            )
+
+    def provenance(self) -> dict[str, str]:
+        return {"weights_sha256": sha256_file(self.path)}
 
     @cached_property
-    def _network(self) -> tuple[Any, dict[str, Any]]:  # type: ignore[override]
-        with loading(self.folder, self.place):
-            import timm
+    def _network(self) -> Any:
+        # TorchScript is code: run only the published file.
+        if sha256_file(self.path) != INCEPTION_SHA256:
+            raise UserError(f"{self.path}: is not the published file; download it again from {INCEPTION_URL}")
+        from cleanfid.inception_torchscript import InceptionV3W
 
-            # Without num_classes: only then does timm check that no weight is missing.
-            network = timm.create_model(f"local-dir:{self.folder}", pretrained=True)
-            network.reset_classifier(0)
-            wanted = timm.data.resolve_model_data_config(network)
-            if wanted["input_size"][0] != 3:
-                raise ValueError(f"it takes images of {wanted['input_size'][0]} channels, not 3")
-        network = network.eval().requires_grad_(False).to(self.dtype_on(self.device))
-        return on_device(network, self.device), wanted
+        return InceptionV3W(str(self.path.parent), download=False).eval().to(self.device)
 
-    @cached_property
-    def size(self) -> int:  # type: ignore[override]  # computed once, then an attribute
-        """Entries of a vector; loads the weights."""
-        return int(self._network[0].head_hidden_size)
+    @torch.inference_mode()
+    def encode(self, images: UInt8[np.ndarray, "n h w 3"]) -> Float[np.ndarray, "n 2048"]:
+        """Resize each image by Pillow without rounding, then encode it; float32."""
+        from cleanfid.resize import build_resizer
+
+        resize, found = build_resizer("clean"), np.empty((len(images), self.size), np.float32)
+        step = images_at_once(self.device)
+        for start in range(0, len(images), step):
+            resized = np.stack([resize(image) for image in images[start : start + step]])
+            pixels = torch.from_numpy(resized).permute(0, 3, 1, 2).to(self.device)
+            found[start : start + step] = self._network(pixels).float().cpu().numpy()
+        return found
 
 
 @FEATURES.register("pooled-pixels")
@@ -155,3 +187,50 @@ class PooledPixels(NoWeights):
     def encode(self, images: UInt8[np.ndarray, "n h w 3"]) -> Float[np.ndarray, "n size"]:
         pixels = torch.from_numpy(np.array(images)).permute(0, 3, 1, 2).float() / 255
         return functional.adaptive_avg_pool2d(pixels, self.grid).flatten(1).numpy()
+
+
+@FEATURES.register("pixels")
+class PixelFeatures(PooledPixels):
+    """Mean colours on a 16 × 16 grid, from 0 to 1: the pixels of an image of that size."""
+
+    def __init__(self, grid: int = 16) -> None:
+        super().__init__(grid)
+
+
+@FEATURES.register("random-convolutions")
+class RandomConvolutions(NoWeights):
+    """Channel means and standard deviations after each of three untrained convolutions; 448 entries.
+
+    Each level convolves by fixed random 3 × 3 kernels, applies ReLU and halves the resolution. Kernels are equal on
+    every machine; features agree to rounding.
+
+    Args:
+        resolution: side of the resized images in pixels.
+    """
+
+    _CHANNELS = (3, 32, 64, 128)
+    size = 2 * sum(_CHANNELS[1:])
+
+    def __init__(self, resolution: int = 32) -> None:
+        if resolution < 8:
+            raise ValueError("resolution must be at least 8")
+        self.resolution = resolution
+        generator = keyed_generator(0, "random-convolutions")
+        self._kernels = []
+        for inputs, outputs in zip(self._CHANNELS, self._CHANNELS[1:], strict=False):
+            # Uniform numbers, because normal ones depend on the processor's logarithm; He's variance, 2 / fan-in.
+            uniform = torch.rand(outputs, inputs, 3, 3, generator=generator) * 2 - 1
+            self._kernels.append(uniform * (6 / (9 * inputs)) ** 0.5)
+
+    @torch.inference_mode()
+    def encode(self, images: UInt8[np.ndarray, "n h w 3"]) -> Float[np.ndarray, "n size"]:
+        return encode_in_batches(images, self._statistics, (self.size,), torch.device("cpu"))
+
+    def _statistics(self, pixels: Float[Tensor, "n 3 h w"]) -> Float[Tensor, "n size"]:
+        size = (self.resolution, self.resolution)
+        x, found = functional.interpolate(pixels / 127.5 - 1, size, mode="bilinear", antialias=True), []
+        for kernel in self._kernels:
+            x = functional.relu(functional.conv2d(x, kernel, padding=1))
+            found += [x.mean((2, 3)), x.std((2, 3))]
+            x = functional.avg_pool2d(x, 2)
+        return torch.cat(found, 1)

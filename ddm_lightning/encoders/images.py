@@ -96,7 +96,8 @@ class DiffusersVAE(Pretrained):
     packages: tuple[str, ...] = ("diffusers",)
     place = "image encoder 'diffusers-vae'"
     stem = "diffusion_pytorch_model"
-    kinds = {"_class_name": ["AutoencoderKL"]}  # noqa: RUF012  never changed
+    kind_key = "_class_name"
+    kinds = {"AutoencoderKL": "AutoencoderKL"}  # noqa: RUF012  never changed
     is_safe_in_bfloat16 = True
 
     def __init__(self, path: str, stores: str = "posterior", dtype: str = "float16", **params: Any) -> None:
@@ -144,7 +145,7 @@ class DiffusersVAE(Pretrained):
 
     def _network(self, device: torch.device, dtype: torch.dtype) -> Any:
         if dtype not in self._networks:
-            self._networks[dtype] = self._load("diffusers", "AutoencoderKL", torch_dtype=dtype, low_cpu_mem_usage=False)
+            self._networks[dtype] = self._load(torch_dtype=dtype, low_cpu_mem_usage=False)
         return on_device(self._networks[dtype], device)
 
     @torch.inference_mode()
@@ -170,8 +171,8 @@ class DiffusersVAE(Pretrained):
             images,
             encode,
             (stacked * self.num_channels, height, width),
-            _batch_size(images.shape[1] * images.shape[2], self.device),
             self.device,
+            _batch_size(images.shape[1] * images.shape[2], self.device),
             self.dtype,
         )
 

@@ -62,7 +62,7 @@ compat.import_light("streaming", "streaming.base", first="streaming.base.of_anot
 assert "streaming" not in sys.modules
 
 import ddm_lightning.encoders
-loaded("diffusers", "transformers", "timm", "huggingface_hub")
+loaded("diffusers", "transformers", "huggingface_hub")
 from ddm_lightning.core.registry import EXPERTS, ROUTERS
 EXPERTS.get("dit"), EXPERTS.get("mmdit"), ROUTERS.get("router-dit")
 loaded("streaming", "xformers", "torchvision")

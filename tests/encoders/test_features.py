@@ -1,17 +1,17 @@
-import json
-import shutil
-
 import numpy as np
 import pytest
 import torch
-from encoders.tiny_models import save_dinov2, save_timm
+from encoders.tiny_models import save_clip, save_dinov2
 from PIL import Image
+from torch import nn
 
 from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.files import sha256_file
 from ddm_lightning.core.registry import FEATURES
 from ddm_lightning.encoders import features, pretrained
 from ddm_lightning.encoders.interfaces import Features
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*")
 MEAN, STD = np.array([0.485, 0.456, 0.406]), np.array([0.229, 0.224, 0.225])
 
 
@@ -22,8 +22,6 @@ def saved(tmp_path_factory):
     return {
         "dinov2": ("dinov2", root / "dinov2", save_dinov2(root / "dinov2")),
         "registers": ("dinov2", root / "registers", save_dinov2(root / "registers", registers=True)),
-        "resnet": ("timm", root / "resnet", save_timm(root / "resnet", num_classes=7)),
-        "vit": ("timm", root / "vit", save_timm(root / "vit", "test_vit")),
     }
 
 
@@ -52,54 +50,24 @@ def test_dinov2_gives_the_class_token_of_the_librarys_model(saved, kind):
     np.testing.assert_allclose(found, expected, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["resnet", "vit"])
-def test_timm_gives_the_pooled_features_of_its_own_model(saved, kind):
-    _, folder, model = saved[kind]
-    config = json.loads((folder / "config.json").read_text())["pretrained_cfg"]
-    size = config["input_size"][1]
-    encoder = build(saved[kind])
-    assert isinstance(encoder, Features)
-    images = some_images(2, size, size)
-    with torch.no_grad():
-        inputs = normalised(images, np.array(config["mean"]), np.array(config["std"])).float()
-        expected = model.forward_head(model.forward_features(inputs), pre_logits=True).numpy()
-    found = encoder.encode(images)
-    assert found.shape == (2, encoder.size) and expected.std() > 0.01
-    np.testing.assert_allclose(found, expected, atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize("kind", ["dinov2", "resnet"])
-def test_images_are_resized_as_pillow_resizes_them(saved, kind):
-    name, folder, model = saved[kind]
-    encoder = build(saved[kind], **({"resolution": 28} if name == "dinov2" else {}))
+def test_images_are_resized_as_pillow_resizes_them(saved):
+    encoder = build(saved["dinov2"], resolution=28)
     images = some_images(2, 64, 64)  # noise, which shows every filter at once
-    if name == "dinov2":
-        size, mean, std, how = 28, MEAN, STD, Image.Resampling.BICUBIC
-    else:
-        config = json.loads((folder / "config.json").read_text())["pretrained_cfg"]
-        size, mean, std = config["input_size"][1], np.array(config["mean"]), np.array(config["std"])
-        how = getattr(Image.Resampling, config["interpolation"].upper())
-    resized = np.stack([np.asarray(Image.fromarray(image).resize((size, size), how)) for image in images])
+    resized = [np.asarray(Image.fromarray(image).resize((28, 28), Image.Resampling.BICUBIC)) for image in images]
     with torch.no_grad():
-        inputs = normalised(resized, mean, std).float()
-        expected = model(inputs).pooler_output if name == "dinov2" else model.forward_head(
-            model.forward_features(inputs), pre_logits=True
-        )  # fmt: skip
+        expected = saved["dinov2"][2](normalised(np.stack(resized)).float()).pooler_output
     # Pillow rounds to whole pixel values.
     np.testing.assert_allclose(encoder.encode(images), expected, atol=0.02 * float(expected.std()) + 0.01)
 
 
 def test_batch_size_and_process_do_not_matter(saved, monkeypatch):
-    for kind in ("dinov2", "resnet"):
-        params = {"resolution": 28} if kind == "dinov2" else {}
-        encoder = build(saved[kind], **params)
-        images = some_images(5)
-        together = encoder.encode(images)
-        assert together.tobytes() == build(saved[kind], **params).encode(images).tobytes()
-        with monkeypatch.context() as patch:
-            patch.setitem(features._BATCH_SIZE, "cpu", 2)
-            np.testing.assert_allclose(encoder.encode(images), together, atol=1e-4)
-        assert encoder.encode(images[:0]).shape == (0, encoder.size)
+    encoder = build(saved["dinov2"], resolution=28)
+    images = some_images(5)
+    together = encoder.encode(images)
+    assert together.tobytes() == build(saved["dinov2"], resolution=28).encode(images).tobytes()
+    monkeypatch.setitem(pretrained._IMAGES_AT_ONCE, "cpu", 2)
+    np.testing.assert_allclose(encoder.encode(images), together, atol=1e-4)
+    assert encoder.encode(images[:0]).shape == (0, encoder.size)
 
 
 def test_dinov2_knows_its_size_without_loading_weights(saved, monkeypatch):
@@ -114,8 +82,8 @@ def test_dinov2_knows_its_size_without_loading_weights(saved, monkeypatch):
         ("dinov2", {"resolution": 100}, "resolution = 100 must be a multiple of the model's patch size, 14"),
         ("dinov2", {"resolution": 0}, "resolution = 0 must be a multiple"),
         ("dinov2", {"compute_dtype": "int8"}, "compute_dtype = 'int8' must be one of"),
-        ("resnet", {"device": "gpu"}, "device = 'gpu' must be"),
-        ("resnet", {"model": "resnet10t"}, "has no parameter 'model'"),
+        ("dinov2", {"device": "gpu"}, "device = 'gpu' must be"),
+        ("dinov2", {"model": "resnet10t"}, "has no parameter 'model'"),
     ],
 )
 def test_bad_parameters_are_refused(saved, kind, params, complaint):
@@ -123,24 +91,87 @@ def test_bad_parameters_are_refused(saved, kind, params, complaint):
         build(saved[kind], **params)
 
 
-@pytest.mark.parametrize(
-    ("config", "complaint"),
-    [
-        ({"architecture": "resnet10_of_mine"}, "knows no 'resnet10_of_mine'"),
-        ({"model_type": "dinov2"}, "'architecture'"),
-        ({"architecture": "test_resnet", "model_args": {"in_chans": 1}}, "cannot be loaded by feature network 'timm'"),
-        ({"architecture": "test_resnet", "num_classes": 9}, "cannot be loaded by feature network 'timm'"),
-    ],
-)
-def test_a_configuration_unknown_to_timm_is_refused(saved, tmp_path, config, complaint):
-    folder = shutil.copytree(saved["resnet"][1], tmp_path / "model")
-    (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match=complaint) as refusal:
-        FEATURES.build("timm", {"path": str(folder)}).encode(some_images())
-    assert str(refusal.value).startswith(str(folder)) and "\n" not in str(refusal.value)
+class Layers(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.adaptive_avg_pool2d(x, (32, 32)).flatten(1)[:, :2048]
 
 
-def test_networks_for_grey_images_are_refused(tmp_path):
-    save_timm(tmp_path / "grey", in_chans=1)
-    with pytest.raises(UserError, match="takes images of 1 channels, not 3"):
-        FEATURES.build("timm", {"path": str(tmp_path / "grey")}).encode(some_images())
+class Whole(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = Layers()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+@pytest.fixture
+def inception_file(tmp_path, monkeypatch):
+    """Another network in the published file's place."""
+    path = tmp_path / features.INCEPTION_FILE
+    torch.jit.save(torch.jit.script(Whole()), path)
+    monkeypatch.setattr(features, "INCEPTION_SHA256", sha256_file(path))
+    return path
+
+
+def test_inception_gets_the_pixels_that_clean_fid_gives_it(inception_file, tmp_path):
+    from cleanfid.fid import get_files_features
+    from cleanfid.inception_torchscript import InceptionV3W
+
+    images = some_images()
+    for number, image in enumerate(images):
+        Image.fromarray(image).save(tmp_path / f"{number}.png")
+    files = [str(tmp_path / f"{number}.png") for number in range(len(images))]
+    model = InceptionV3W(str(tmp_path), download=False)
+    expected = get_files_features(files, model, num_workers=0, device=torch.device("cpu"), verbose=False)
+    for path in (inception_file, tmp_path):
+        network = FEATURES.build("inception", {"path": str(path)})
+        assert isinstance(network, Features) and network.provenance() == {"weights_sha256": sha256_file(inception_file)}
+        np.testing.assert_allclose(network.encode(images), expected, atol=1e-5)
+
+
+def test_other_weights_than_the_published_ones_are_refused(inception_file, tmp_path, monkeypatch):
+    monkeypatch.undo()
+    with pytest.raises(UserError, match=r"is not the published file; download it again from https://nvlabs"):
+        FEATURES.build("inception", {"path": str(inception_file)}).encode(some_images())
+    with pytest.raises(
+        UserError, match=r"other: the weights of 'inception' .* are missing; download them from https://"
+    ):
+        FEATURES.build("inception", {"path": str(tmp_path / "other")})
+
+
+def test_clip_gives_the_librarys_image_embedding(tmp_path):
+    model = save_clip(tmp_path, whole=True)
+    network = FEATURES.build("clip", {"path": str(tmp_path)})
+    assert isinstance(network, Features) and network.size == 10
+    side = model.config.vision_config.image_size
+    images = some_images(2, side, side)
+    mean, std = (np.array(values) for values in (features.ClipImages.mean, features.ClipImages.std))
+    pixels = torch.from_numpy(((images / 255 - mean) / std).transpose(0, 3, 1, 2)).float()
+    with torch.no_grad():
+        expected = model.get_image_features(pixels)
+        expected = getattr(expected, "pooler_output", expected).numpy()  # from transformers 5 on
+    np.testing.assert_allclose(network.encode(images), expected, atol=1e-4)
+    save_clip(tmp_path / "text")
+    with pytest.raises(UserError, match="takes clip or"):
+        FEATURES.build("clip", {"path": str(tmp_path / "text")})
+
+
+def test_pixels_are_those_of_a_16_by_16_image():
+    images = some_images(2, 16, 16)
+    found = FEATURES.build("pixels", {}).encode(images)
+    np.testing.assert_allclose(found, images.transpose(0, 3, 1, 2).reshape(2, -1) / 255, atol=1e-6)
+
+
+def test_random_convolutions_by_plain_numpy_and_the_same_each_time():
+    network = FEATURES.build("random-convolutions", {"resolution": 8})
+    images = some_images(2, 8, 8)
+    found = network.encode(images)
+    assert found.shape == (2, network.size) and isinstance(network, Features)
+    x = np.pad(images.transpose(0, 3, 1, 2) / 127.5 - 1, ((0, 0), (0, 0), (1, 1), (1, 1)))
+    windows = np.lib.stride_tricks.sliding_window_view(x, (3, 3), axis=(2, 3))
+    level = np.maximum(np.einsum("nchwij,ocij->nohw", windows, network._kernels[0].numpy()), 0)
+    np.testing.assert_allclose(found[:, :32], level.mean((2, 3)), atol=1e-5)
+    np.testing.assert_allclose(found[:, 32:64], level.std((2, 3), ddof=1), atol=1e-5)
+    # Written down once: the kernels must never change.
+    assert float(network._kernels[0][0, 0, 0, 0]) == pytest.approx(0.14574206, abs=1e-7)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from encoders.tiny_models import save_dinov2
 from huggingface_hub import constants, file_download
+from safetensors.torch import save_file
 
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import FEATURES
@@ -215,7 +216,7 @@ def test_a_subfolder_stays_inside(model):
         ("broken configuration", "config.json: the model's configuration cannot be read"),
         ("a list", "config.json: is no JSON object"),
         ("another model", "config.json: model_type is 'clip', but feature network 'dinov2' takes dinov2 or"),
-        ("no sizes", "config.json: patch_size and hidden_size must be integers of at least 1"),
+        ("no image network", "has no 'embeddings.patch_embeddings.projection.weight', needed by feature network"),
         ("cut short", "model.safetensors: not a whole safetensors file ("),
         ("no weights", "model.safetensors: the weights are missing; copy or download the model again"),
         ("pickled", "pytorch_model.bin: pickled weights, which can run code, were not loaded"),
@@ -233,8 +234,8 @@ def test_a_damaged_folder_is_refused_when_built(model, tmp_path, damage, complai
         config.write_text("[]")
     elif damage == "another model":
         config.write_text(json.dumps({**content, "model_type": "clip"}))
-    elif damage == "no sizes":
-        config.write_text(json.dumps({**content, "hidden_size": "wide"}))
+    elif damage == "no image network":
+        save_file({"weight": torch.ones(1)}, weights)
     elif damage == "cut short":
         weights.write_bytes(tensors[:-8])
     else:

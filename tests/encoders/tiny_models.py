@@ -101,13 +101,3 @@ def save_dinov2(folder, registers=False):
         model = Dinov2Model(Dinov2Config(**sizes))
     model.save_pretrained(folder)
     return model.eval()
-
-
-def save_timm(folder, name="test_resnet", **model_args):
-    import timm
-    from timm.models import save_for_hf
-
-    torch.manual_seed(4)
-    model = timm.create_model(name, **model_args)
-    save_for_hf(model, folder, model_args=model_args or None, safe_serialization=True)
-    return model.eval()

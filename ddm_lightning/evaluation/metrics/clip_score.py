@@ -22,7 +22,7 @@ _IMAGES_AT_ONCE = 8
 class _Clip(Pretrained):
     packages = ("transformers",)
     place = "metric 'clip-score'"
-    kinds = {"model_type": ["clip"]}  # noqa: RUF012  never changed
+    kinds = {"clip": "CLIPModel"}  # noqa: RUF012  never changed
 
 
 @METRICS.register("clip-score")
@@ -50,7 +50,7 @@ class ClipScore(CLIPScore):
                 from transformers import CLIPProcessor
 
                 processor = CLIPProcessor.from_pretrained(clip.folder, local_files_only=True, use_fast=False)
-            return clip._load("transformers", "CLIPModel"), processor
+            return clip._load(), processor
 
         super().__init__(load)
         self.add_state("means", [], dist_reduce_fx="cat")
