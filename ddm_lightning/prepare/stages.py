@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from ddm_lightning.prepare.engine import Reporter, num_gpus_for
 from ddm_lightning.prepare.prepared import Prepared, write_index
 from ddm_lightning.prepare.reading import Plugins
 from ddm_lightning.prepare.records import Part, Record, count_samples
-from ddm_lightning.prepare.report.page import report_partition
+from ddm_lightning.prepare.report import report_partition
 from ddm_lightning.prepare.write_shards import manifest_of, write_shards
 from ddm_lightning.shards.manifest import DataSizes, Manifest, manifest_path
 from ddm_lightning.shards.upload import upload_shards
@@ -162,7 +163,7 @@ class Preparation:
             Stage(
                 "report",
                 [everything, self.experiment.name, index, partition, files("shards")],
-                ("clusters.png", "report/report.html", "report/*.png", "manifest.json"),
+                ("clusters.png", "report/report.html", "manifest.json"),
                 self._report,
             ),
         ]
@@ -284,7 +285,7 @@ class Preparation:
 
     def _remove_temporary(self) -> None:
         """Remove half-written files of a killed process; the lock excludes running ones."""
-        for path in [*self.folder.glob(".tmp-*"), *self.folder.glob("parts/*/.tmp-*")]:
+        for path in chain(*map(self.folder.glob, (".tmp-*", "report/.tmp-*", "parts/*/.tmp-*"))):
             if path.is_dir():
                 shutil.rmtree(path)
             else:

@@ -17,9 +17,8 @@ from prepare.tiny_experiment import tiny_experiment
 
 from ddm_lightning.core.compat import ensure_torchvision_importable
 from ddm_lightning.core.files import sha256_file, sha256_json
-from ddm_lightning.prepare import engine, records
+from ddm_lightning.prepare import engine, records, report
 from ddm_lightning.prepare.engine import Reporter
-from ddm_lightning.prepare.report import page
 from ddm_lightning.prepare.stages import prepare
 
 ensure_torchvision_importable()
@@ -126,9 +125,9 @@ def without_times(path):
     return sha256_json(content)
 
 
-def light_report(folder, *_, **__):
-    folder.mkdir(exist_ok=True)
-    (folder / "report.html").write_text("a light stand-in")
+def light_report(path, *_, **__):
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("a light stand-in")
 
 
 def light_grid(path, *_, **__):
@@ -194,9 +193,9 @@ def kill_with_processes(folder, experiment):
 
 
 def main(folder):
-    # A killed process loses nothing that it wrote; waiting for the disk, and charts, would be most of the time here.
+    # A killed process loses nothing that it wrote; waiting for the disk, and the report, would be most of the time here.
     os.fsync = lambda _: None
-    page.write_report, page.save_png = light_report, light_grid
+    report.write_report, report.save_png = light_report, light_grid
     experiment = tiny_experiment()
 
     def run(name, dies_at=-1):

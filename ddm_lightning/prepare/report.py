@@ -1,0 +1,239 @@
+"""The report of a partition: a grid of images per cluster, and one HTML page that needs no network and no scripts."""
+
+from __future__ import annotations
+
+import base64
+import io
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int, Int64, Shaped, UInt8
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from PIL import Image
+from torch import Tensor
+from torch.nn.functional import normalize, one_hot
+
+from ddm_lightning.config.experiment import Experiment
+from ddm_lightning.core.files import atomic_write_text, read_json
+from ddm_lightning.core.grids import labelled_grid, save_png
+from ddm_lightning.partition.columns import Rows
+from ddm_lightning.partition.partition import NearestCentroid, Partition
+from ddm_lightning.prepare.encode import FEATURES
+from ddm_lightning.prepare.prepared import Prepared
+from ddm_lightning.prepare.reading import Plugins
+
+# Silhouettes need the square of this many distances: 128 MB.
+MAX_ROWS = 4_000
+_ZERO_DISTANCE = 1e-12
+_CELL_PIXELS, _GRID_COLUMNS = 72, 18
+_MIN_SHOWN, _MAX_SHOWN, _MAX_SHOWN_IN_ALL = 6, 36, 1152
+_MAX_NEIGHBOURS, _MAX_CAPTIONS = 3, 8
+
+
+@dataclass(frozen=True, eq=False)
+class ReportData:
+    """A prepared data set: n samples in k clusters, m thumbnails, feature width d."""
+
+    thumbnails: UInt8[np.ndarray, "m s s 3"]
+    """Small images of a uniform sample of the data set."""
+    thumbnail_rows: Int[np.ndarray, "m"]
+    """Row of each thumbnail's sample."""
+    captions: Sequence[str]
+    """Caption of each thumbnail."""
+    features: Rows
+    """[n d]; may exceed memory."""
+    clusters: Int[np.ndarray, "n"]
+    """Cluster of each sample."""
+    metric: str
+    """``spherical`` (cosine distance) or ``euclidean``."""
+    counts: Int[np.ndarray, "k"]
+    """Samples in each cluster."""
+    num_read: int
+    """Samples of the source, including broken ones."""
+    broken: Mapping[str, int] = field(default_factory=dict)
+    """Skipped samples by cause."""
+    num_without_caption: int = 0
+    displaced: tuple[float, float] | None = None
+    """Share of samples nearer to another cluster's mean, and the part of this share due to balancing."""
+    facts: Mapping[str, str] = field(default_factory=dict)
+    """First rows of the key figures, such as ``{"source": "openmoji"}``."""
+
+
+@dataclass(frozen=True, eq=False)
+class Measures:
+    """Measures of a partition on ``num_rows`` uniformly chosen rows; NaN marks an undefined value."""
+
+    num_rows: int
+    silhouette: float
+    """Mean of all rows."""
+    cluster_silhouettes: Float[np.ndarray, "k"]
+    """Mean of each cluster."""
+    centroid_distances: Float[np.ndarray, "k k"]
+
+
+def measure(data: ReportData, seed: int) -> Measures:
+    """Measure a partition on at most ``MAX_ROWS`` rows; deterministic for a seed."""
+    num_samples = len(data.clusters)
+    random = np.random.default_rng(seed)
+    rows = np.sort(random.choice(num_samples, min(num_samples, MAX_ROWS), replace=False, shuffle=False))
+    features = to_metric_space(data.features.take(rows), data.metric)
+    clusters = torch.from_numpy(data.clusters[rows].astype(np.int64))
+    members = [clusters == k for k in range(len(data.counts))]
+    centroids = torch.stack([features[chosen].mean(0) for chosen in members]).nan_to_num()
+    centroids = to_metric_space(centroids.numpy(), data.metric)
+    silhouettes = compute_silhouettes(features, clusters, data.metric)
+    return Measures(
+        len(rows),
+        float(silhouettes.mean()),
+        np.array([float(silhouettes[chosen].mean()) for chosen in members]),
+        _distances(centroids, centroids, data.metric).numpy(),
+    )
+
+
+def to_metric_space(features: Shaped[np.ndarray, "n d"], metric: str) -> Float[Tensor, "n d"]:
+    """Convert features to float64, normalized to unit length for the spherical metric."""
+    rows = torch.from_numpy(np.asarray(features, dtype=np.float64))
+    return normalize(rows, dim=1) if metric == "spherical" else rows
+
+
+def _distances(x: Float[Tensor, "n d"], y: Float[Tensor, "m d"], metric: str) -> Float[Tensor, "n m"]:
+    return 1 - x @ y.T if metric == "spherical" else torch.cdist(x, y)
+
+
+def compute_silhouettes(features: Float[Tensor, "n d"], clusters: Int[Tensor, "n"], metric: str) -> Float[Tensor, "n"]:
+    """Compute each sample's silhouette, (b - a) / max(a, b) (Rousseeuw, "Silhouettes", 1987).
+
+    a is the mean distance to the sample's own cluster, b the mean distance to the nearest other cluster. The value
+    is 0 in a cluster of one sample, and NaN everywhere if there is only one cluster.
+
+    Args:
+        features: from ``to_metric_space``.
+        clusters: cluster of each row.
+        metric: ``spherical`` or ``euclidean``.
+    """
+    members = one_hot(clusters).to(features.dtype)
+    members = members[:, members.any(0)]
+    sizes = members.sum(0)
+    if len(sizes) < 2:
+        return torch.full((len(features),), torch.nan, dtype=features.dtype)
+    total = _distances(features, features, metric).fill_diagonal_(0) @ members
+    # Rounding errors must not separate samples with equal features.
+    total[total < _ZERO_DISTANCE * sizes] = 0
+    own = members.bool()
+    a = total[own] / (members @ (sizes - 1)).clamp(min=1)
+    b = (total / sizes).masked_fill(own, torch.inf).min(1).values
+    value = (b - a) / torch.maximum(a, b)
+    # NaN: a and b are 0.
+    return torch.where((members @ sizes == 1) | value.isnan(), 0.0, value)
+
+
+def report_partition(experiment: Experiment, plugins: Plugins, prepared: Prepared) -> None:
+    """Write ``clusters.png`` and ``report/report.html`` of a prepared data set."""
+    config, index = experiment.prepare, prepared.index
+    credit: dict[str, Any] = {
+        "title": f"{experiment.name}: clusters of {config.source.name}, by {config.features.name}",
+        "attribution": plugins.source.attribution,
+        "seed": experiment.seed,
+    }
+    partition = Partition.load(prepared.partition_file)
+    thumbnails, rows = prepared.thumbnails()
+    facts = read_json(prepared.partition_facts_file, "the figures of the partition", "run prepare again")
+    clusters = prepared.clusters
+    data = ReportData(
+        thumbnails=thumbnails,
+        thumbnail_rows=rows,
+        captions=prepared.texts("captions").take(rows).tolist(),
+        features=prepared.rows(FEATURES, "features"),
+        clusters=clusters,
+        metric=partition.rule.metric if isinstance(partition.rule, NearestCentroid) else config.partition.metric,
+        counts=np.bincount(clusters, minlength=partition.num_clusters),
+        num_read=index["num_read"],
+        broken=index["broken"],
+        num_without_caption=index["num_without_caption"],
+        displaced=facts["displaced"] and tuple(facts["displaced"]),
+        facts={name: getattr(config, name.replace(" ", "_")).name for name in ("source", "features", "image encoder")},
+    )
+    save_png(prepared.folder / "clusters.png", cluster_grid(data, **credit))
+    write_report(prepared.folder / "report" / "report.html", data, **credit)
+
+
+def write_report(path: Path, data: ReportData, *, title: str, attribution: str, seed: int) -> None:
+    """Write the page about a partition; the same bytes for the same input.
+
+    Args:
+        path: the HTML file.
+        data: the prepared data set.
+        title: of the page.
+        attribution: credit, printed on the page.
+        seed: chooses the measured samples and the images.
+    """
+    measures, num_clusters = measure(data, seed), len(data.counts)
+    max_images = max(_MIN_SHOWN, min(_MAX_SHOWN, _MAX_SHOWN_IN_ALL // num_clusters))
+    shown = choose_images(data.clusters[data.thumbnail_rows], num_clusters, seed, max_images)
+    templates = Environment(
+        loader=PackageLoader(__package__),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    templates.filters["number"] = _number
+    html = templates.get_template("report.html.j2").render(
+        title=title,
+        attribution=attribution,
+        data=data,
+        measures=measures,
+        clusters=[_describe_cluster(data, measures, k, indices) for k, indices in enumerate(shown)],
+        broken=sorted(data.broken.items(), key=lambda item: (-item[1], item[0])),
+    )
+    atomic_write_text(path, html)
+
+
+def _number(value: float, style: str = ".3f") -> str:
+    """Format a number, NaN as a dash."""
+    return "–" if math.isnan(value) else format(value, style)
+
+
+def _describe_cluster(
+    data: ReportData, measures: Measures, cluster: int, indices: Int64[np.ndarray, "shown"]
+) -> dict[str, Any]:
+    distances = measures.centroid_distances[cluster]
+    nearest = [int(k) for k in np.argsort(distances, kind="stable") if k != cluster]
+    captions = [data.captions[i] for i in indices]
+    return {
+        "count": int(data.counts[cluster]),
+        "silhouette": measures.cluster_silhouettes[cluster],
+        "neighbours": [(k, distances[k]) for k in nearest[:_MAX_NEIGHBOURS]],
+        "images": [(_image_url(data.thumbnails[i]), text) for i, text in zip(indices, captions, strict=True)],
+        "captions": [text for text in dict.fromkeys(captions) if text.strip()][:_MAX_CAPTIONS],
+    }
+
+
+def _image_url(image: UInt8[np.ndarray, "s s 3"]) -> str:
+    stream = io.BytesIO()
+    Image.fromarray(image).save(stream, format="WEBP", quality=90)
+    return f"data:image/webp;base64,{base64.b64encode(stream.getvalue()).decode('ascii')}"
+
+
+def choose_images(
+    clusters: Int[np.ndarray, "m"], num_clusters: int, seed: int, max_images: int
+) -> list[Int64[np.ndarray, "shown"]]:
+    """Choose the indices of at most ``max_images`` random images of each cluster."""
+    members = (np.flatnonzero(clusters == cluster) for cluster in range(num_clusters))
+    return [np.random.default_rng([seed, k]).permutation(indices)[:max_images] for k, indices in enumerate(members)]
+
+
+def cluster_grid(data: ReportData, title: str, attribution: str, seed: int) -> Image.Image:
+    """Arrange random images in one row per cluster, labelled with the cluster's size and share."""
+    chosen = choose_images(data.clusters[data.thumbnail_rows], len(data.counts), seed, _GRID_COLUMNS)
+    rows = [
+        (f"cluster {k} · {count:,} ({count / data.counts.sum():.1%})", list(data.thumbnails[indices]))
+        for k, (count, indices) in enumerate(zip(data.counts, chosen, strict=True))
+    ]
+    scale = max(1, round(_CELL_PIXELS / data.thumbnails.shape[1]))
+    return labelled_grid(rows, scale, title, footer=attribution)

@@ -1,1 +1,0 @@
-"""The report of a partition: measures, charts, TensorBoard events and one HTML page."""
