@@ -53,8 +53,6 @@ class PartitionConfig:
     """Iterations of each k-means stage."""
     max_largest_over_mean: float = option(1.05, low=1)
     """Largest allowed cluster, as a multiple of N/K samples; a larger one is refused."""
-    out_of_cluster_fraction: float = option(0.0, low=0, high=0.5)
-    """Fraction of each expert's training samples that comes from other clusters (MoDE: 0.02)."""
 
 
 @dataclass

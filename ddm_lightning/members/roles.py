@@ -38,8 +38,6 @@ class Role:
     """Whether its network gives a logit per cluster, instead of a prediction of data or noise."""
     in_ensemble = False
     """Whether an ensemble needs it."""
-    out_of_cluster = False
-    """Whether it also trains on the samples of other clusters that ``prepare`` added to its own."""
 
     def names(self, num_clusters: int) -> list[str]:
         """Names of its members."""
@@ -103,7 +101,6 @@ class Expert(Role):
     name = EXPERT
     pattern = r"expert-(0|[1-9]\d{0,5})"
     in_ensemble = True
-    out_of_cluster = True
 
     def names(self, num_clusters: int) -> list[str]:
         return [expert_name(k) for k in range(num_clusters)]

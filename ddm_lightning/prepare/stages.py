@@ -136,7 +136,7 @@ class Preparation:
         index, partition = files("index"), files("partition")
         # The engine and the number of processes change no byte.
         everything = asdict(replace(config, engine="local", num_processes=0))
-        stored = [config.held_out_fraction, config.partition.out_of_cluster_fraction, shards.max_bytes]
+        stored = [config.held_out_fraction, shards.max_bytes, shards.compression]
         stages = [
             Stage("source", [asdict(part) for part in self.parts], ("parts.json",), self._write_parts),
             Stage("encode", [files("source"), keys], (), self._encode),
@@ -155,7 +155,7 @@ class Preparation:
             ),
             Stage(
                 "shards",
-                [stored, shards.compression, seed, groups(*keys.keys() - {FEATURES}), index, partition],
+                [stored, seed, groups(*keys.keys() - {FEATURES}), index, partition],
                 ("shards/*/*/index.json", "statistics.json"),
                 lambda: write_shards(self.plugins, seed, self.prepared, self._progress_of("shards")),
             ),
@@ -234,9 +234,7 @@ class Preparation:
     def _partition_inputs(self) -> list[Any]:
         path = Path(self.config.partition.path or "")
         existing = sha256_file(path) if path.is_file() else None  # another run's partition may have changed
-        # The samples of other clusters are an input of the shards.
-        partition = replace(self.config.partition, out_of_cluster_fraction=0.0)
-        return [asdict(partition), asdict(self.config.features), existing]
+        return [asdict(self.config.partition), asdict(self.config.features), existing]
 
     def check_before_writing(self, check: Callable[[DataSizes], None] | None) -> None:
         """Build all plug-ins and compare sizes, so that bad input is refused before a file is touched; see ``prepare``.

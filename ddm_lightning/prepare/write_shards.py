@@ -21,7 +21,7 @@ from ddm_lightning.prepare.encode import CAPTIONS, LATENTS, RECORDS
 from ddm_lightning.prepare.engine import run_jobs
 from ddm_lightning.prepare.prepared import Prepared
 from ddm_lightning.prepare.reading import Plugins
-from ddm_lightning.shards.manifest import HELD_OUT, OUT_OF_CLUSTER, TRAIN, ClusterSamples, Manifest, shard_name
+from ddm_lightning.shards.manifest import HELD_OUT, TRAIN, ClusterSamples, Manifest, shard_name
 from ddm_lightning.shards.mosaic import open_writer
 from ddm_lightning.shards.verify import verify_shards
 
@@ -66,42 +66,27 @@ class Samples:
 
 
 def split_orders(
-    held_out: Bool[np.ndarray, "n"],
-    clusters: Int[np.ndarray, "n"],
-    num_clusters: int,
-    seed: int,
-    out_of_cluster_fraction: float = 0.0,
+    held_out: Bool[np.ndarray, "n"], clusters: Int[np.ndarray, "n"], num_clusters: int, seed: int
 ) -> list[tuple[int, str, Int[np.ndarray, "m"]]]:
-    """Return cluster, split and shuffled samples of each non-empty folder.
-
-    Shuffled, so that sequential readers see no sorted data. ``OUT_OF_CLUSTER`` are training samples of other clusters,
-    each at most once: ``out_of_cluster_fraction`` of the samples that the cluster's expert trains on (MoDE, arXiv
-    2404.16030), or all there are. They are copies; the folders of their own clusters hold them, too.
-    """
+    """Return cluster, split and samples of each non-empty folder; shuffled, so that sequential readers see no order."""
     orders = []
     for cluster in range(num_clusters):
         for split_index, (split, side) in enumerate(((TRAIN, ~held_out), (HELD_OUT, held_out))):
             ids = np.flatnonzero((clusters == cluster) & side)
             if len(ids):
                 orders.append((cluster, split, np.random.default_rng([seed, cluster, split_index]).permutation(ids)))
-        own = np.count_nonzero((clusters == cluster) & ~held_out)
-        num_others = round(own * out_of_cluster_fraction / (1 - out_of_cluster_fraction))
-        others = np.flatnonzero((clusters != cluster) & ~held_out)
-        chosen = np.random.default_rng([seed, cluster, 2]).permutation(others)[:num_others]
-        if len(chosen):
-            orders.append((cluster, OUT_OF_CLUSTER, chosen))
     return orders
 
 
 @dataclass(frozen=True)
 class SplitJob:
-    """One folder of shards, ``folder``/cluster-k/{train,held-out,out-of-cluster}."""
+    """One folder of shards, ``folder``/cluster-k/{train,held-out}."""
 
     prepared: Path
     folder: Path
     cluster: int
     split: str
-    """``TRAIN``, ``HELD_OUT`` or ``OUT_OF_CLUSTER``."""
+    """``TRAIN`` or ``HELD_OUT``."""
     order: Int[np.ndarray, "m"]
     """Samples to write."""
 
@@ -150,7 +135,7 @@ def statistics_of(moments: Float64[np.ndarray, "3 c"]) -> dict[str, list[float]]
 
 
 def write_shards(plugins: Plugins, seed: int, prepared: Prepared, on_progress: Callable[[int, int], None]) -> str:
-    """Write ``shards/cluster-k/{train,held-out,out-of-cluster}`` and ``statistics.json`` atomically.
+    """Write ``shards/cluster-k/{train,held-out}`` and ``statistics.json`` atomically.
 
     Args:
         plugins: encoders and configuration.
@@ -164,27 +149,23 @@ def write_shards(plugins: Plugins, seed: int, prepared: Prepared, on_progress: C
     config, clusters = plugins.config, prepared.clusters
     num_clusters, split_hash = config.partition.num_clusters, prepared.rows(RECORDS, "split_hash")[:]
     held_out = held_out_samples(split_hash, clusters, num_clusters, config.held_out_fraction)
-    orders = split_orders(held_out, clusters, num_clusters, seed, config.partition.out_of_cluster_fraction)
-    num_written = sum(len(order) for _, _, order in orders)
-    done = 0
+    num_samples, done = len(clusters), 0
 
     def advance(in_folder: int) -> None:
-        on_progress(done + in_folder, num_written)
+        on_progress(done + in_folder, num_samples)
 
     with atomic_folder(prepared.shards) as folder:
+        orders = split_orders(held_out, clusters, num_clusters, seed)
         jobs = [SplitJob(prepared.folder, folder, *order) for order in orders]
         sums = dict[int, Float64[np.ndarray, "3 c"]]()
-        for number, moments in run_jobs(_write_job, jobs, plugins, num_written, advance):
+        for number, moments in run_jobs(_write_job, jobs, plugins, num_samples, advance):
             sums[number] = moments
             done += len(jobs[number].order)
             advance(0)
-        # Each sample once, with its own cluster.
-        first, *others = (sums[number] for number, job in enumerate(jobs) if job.split != OUT_OF_CLUSTER)
-    atomic_write_json(prepared.statistics_file, statistics_of(sum(others, first)))
-    num_samples, size = len(clusters), sum(path.stat().st_size for path in prepared.shards.rglob("*") if path.is_file())
-    num_others = num_written - num_samples
-    mixed = f", {num_others:,} of them copied for another cluster's expert" if num_others else ""
-    return f"{num_samples:,} samples{mixed}, {format_bytes(size)}"
+    # In the order of the jobs, because rounding depends on it.
+    atomic_write_json(prepared.statistics_file, statistics_of(np.sum([sums[job] for job in range(len(jobs))], axis=0)))
+    size = sum(path.stat().st_size for path in prepared.shards.rglob("*") if path.is_file())
+    return f"{num_samples:,} samples, {format_bytes(size)}"
 
 
 def _write_job(job: SplitJob, plugins: Plugins, on_progress: Callable[[int], None]) -> Float64[np.ndarray, "3 c"]:
@@ -222,7 +203,7 @@ def manifest_of(
     }
     samples = {name: verify_shards(prepared.shards / name, hashes=False) for name in indices}
     clusters = tuple(
-        ClusterSamples(*(samples.get(shard_name(k, split), 0) for split in (TRAIN, HELD_OUT, OUT_OF_CLUSTER)))
+        ClusterSamples(*(samples.get(shard_name(k, split), 0) for split in (TRAIN, HELD_OUT)))
         for k in range(partition.num_clusters)
     )
     encoder, captions = plugins.image_encoder, plugins.caption_encoder

@@ -27,7 +27,7 @@ from ddm_lightning.core import remote
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.formatting import format_bytes
 from ddm_lightning.shards.fetch import FetchedShards, Origin
-from ddm_lightning.shards.manifest import HELD_OUT, OUT_OF_CLUSTER, TRAIN, shard_name
+from ddm_lightning.shards.manifest import HELD_OUT, TRAIN, shard_name
 from ddm_lightning.shards.mosaic import shuffled
 from ddm_lightning.shards.verify import remove_damaged, verify_shards
 
@@ -60,7 +60,6 @@ class ClusterDataModule(L.LightningDataModule):
         cache: folder of this member alone, for fetched and uncompressed shards.
         num_workers: data-loading processes per rank.
         held_out_clusters: clusters whose held-out samples validate.
-        out_of_cluster: clusters whose experts also train on samples of other clusters; these are loaded, too.
         columns: the manifest's columns: name -> MDS encoding.
         index_sha256: the manifest's hash of each ``index.json``, by ``cluster-{k}/{split}``.
         pin_memory: whether to page-lock training batches, for a GPU.
@@ -75,7 +74,6 @@ class ClusterDataModule(L.LightningDataModule):
         cache: Path,
         num_workers: int = 0,
         held_out_clusters: Sequence[int] = (),
-        out_of_cluster: Sequence[int] = (),
         columns: Mapping[str, str] | None = None,
         index_sha256: Mapping[str, str] | None = None,
         pin_memory: bool = False,
@@ -91,7 +89,6 @@ class ClusterDataModule(L.LightningDataModule):
         self.columns = dict(columns or {})
         self.index_sha256 = dict(index_sha256 or {})
         self._training = [shard_name(k, TRAIN) for k in self.clusters]
-        self._training += [shard_name(k, OUT_OF_CLUSTER) for k in out_of_cluster]
         self.held_out_clusters = list(held_out_clusters)
         self._held_out = [shard_name(k, HELD_OUT) for k in self.held_out_clusters]
         self._loaders: list[ShardLoader] = []

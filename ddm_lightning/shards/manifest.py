@@ -16,7 +16,6 @@ STORED_FORMS = ("x_0", "posterior")
 PREPARED = "prepared"
 """Folder of ``prepare`` inside the run folder."""
 TRAIN, HELD_OUT = "train", "held-out"
-OUT_OF_CLUSTER = "out-of-cluster"
 _REMEDY = "run prepare first, with the same FILE and settings, or copy it from where that was done"
 
 _COUNT = checks.integer(0)
@@ -29,8 +28,8 @@ class ClusterSamples:
 
     train: Annotated[int, _COUNT]
     held_out: Annotated[int, _COUNT]
-    out_of_cluster: Annotated[int, _COUNT] = 0
-    """Samples of other clusters in its expert's training data."""
+    out_of_cluster: Annotated[int, (lambda value: value == 0, "0")] = 0
+    """Always 0; earlier versions could add samples of other clusters."""
 
 
 _CLUSTERS = checks.list_of(checks.object_of(checks.field_checks(ClusterSamples)))
@@ -171,5 +170,5 @@ def manifest_path(run_dir: Path) -> Path:
 
 
 def shard_name(cluster: int, split: str) -> str:
-    """Return a cluster's folder in ``shards/``; ``split`` is ``TRAIN``, ``HELD_OUT`` or ``OUT_OF_CLUSTER``."""
+    """Return a cluster's folder in ``shards/``; ``split`` is ``TRAIN`` or ``HELD_OUT``."""
     return f"cluster-{cluster}/{split}"

@@ -161,8 +161,6 @@ def build_data(member: Member, run: Run) -> ClusterDataModule:
         columns=manifest.columns,
         index_sha256=manifest.index_sha256,
         held_out_clusters=[k for k in clusters if manifest.clusters[k].held_out > 0],
-        # A member that trains on all clusters has these samples already.
-        out_of_cluster=[k for k in clusters if member.role.out_of_cluster and manifest.clusters[k].out_of_cluster > 0],
         pin_memory=resolve_accelerator(island.accelerator) == "gpu",
     )
 

@@ -193,7 +193,7 @@ def kill_with_processes(folder, experiment):
 
 
 def main(folder):
-    # A killed process loses nothing that it wrote; waiting for the disk, and the report, would be most of the time here.
+    # A killed process loses nothing that it wrote; waiting for the disk, and the report, would take most of the time.
     os.fsync = lambda _: None
     report.write_report, report.save_png = light_report, light_grid
     experiment = tiny_experiment()

@@ -15,8 +15,6 @@ from ddm_lightning.config.experiment import ImagesConfig, PartitionConfig, Plugi
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import sha256_file
 from ddm_lightning.core.registry import CAPTION_ENCODERS, FEATURES, IMAGE_ENCODERS, SOURCES
-from ddm_lightning.members.run import Run
-from ddm_lightning.members.run_folder import RunFolder
 from ddm_lightning.partition import build
 from ddm_lightning.partition.partition import Partition, Samples
 from ddm_lightning.prepare import stages
@@ -25,9 +23,7 @@ from ddm_lightning.prepare.prepared import Prepared
 from ddm_lightning.prepare.stages import prepare
 from ddm_lightning.shards.manifest import Manifest
 from ddm_lightning.shards.verify import verify_shards
-from ddm_lightning.training.fit import build_data
 
-MIXED = PartitionConfig(num_clusters=2, num_fine_centroids=12, max_largest_over_mean=1.1, out_of_cluster_fraction=0.25)
 EVERYTHING = ["source", "encode", "index", "partition", "shards", "report"]
 
 pytestmark = pytest.mark.usefixtures("quick_prepare")
@@ -80,28 +76,6 @@ def test_it_computes_in_full_float32_also_where_members_do_not(tmp_path, torch_s
     torch.set_float32_matmul_precision("high")  # as for a GPU
     prepare(tiny_experiment(), tmp_path)
     assert torch.get_float32_matmul_precision() == "highest"
-
-
-def test_samples_for_the_experts_of_other_clusters_change_nothing_else(tmp_path):
-    without, _ = run(tiny_experiment(), tmp_path / "without")
-    mixed, listener = run(changed(partition=MIXED, num_processes=1), tmp_path / "mixed")
-    last = [tick for tick in listener.ticks if tick[0] == "shards"][-1]
-    drawn = [round(cluster.train / 3) for cluster in without.clusters]
-    assert [cluster.out_of_cluster for cluster in mixed.clusters] == drawn
-    assert last[1] == last[2] == 60 + sum(drawn)
-    assert (mixed.num_samples, mixed.priors, mixed.statistics) == (60, without.priors, without.statistics)
-    common = {name: digest for name, digest in mixed.index_sha256.items() if "out-of-cluster" not in name}
-    assert common == without.index_sha256
-    members = Run(changed(partition=MIXED, num_processes=1), RunFolder(tmp_path / "mixed"))
-    for member, folders in (("expert-1", [1]), ("router", []), ("monolith", [])):
-        data = build_data(members.member(member), members)
-        data.prepare_data()
-        seen = [i for batch in data.train_dataloader() for i in batch["sample_id"].tolist()]
-        assert len(set(seen)) == len(seen) == data.batch_size * (len(seen) // data.batch_size)
-        clusters = {int(k) for batch in data.train_dataloader() for k in batch["cluster"]}
-        assert clusters == {0, 1}, member
-        others = [folder.parent.name for folder in data.training_folders() if folder.name == "out-of-cluster"]
-        assert others == [f"cluster-{k}" for k in folders]
 
 
 def stored_images(run):
@@ -167,7 +141,6 @@ def changed(**changes):
         ({"max_bad_fraction": 0.5}, ["index", "report"]),
         ({"partition": PartitionConfig(kind="random", num_clusters=2, max_largest_over_mean=1.5)}, EVERYTHING[3:]),
         ({"partition": PartitionConfig(kind="labels", num_clusters=2, max_largest_over_mean=1.5)}, EVERYTHING[3:]),
-        ({"partition": MIXED}, ["shards", "report"]),
         ({"held_out_fraction": 0.2}, ["shards", "report"]),
         ({"shards": ShardsConfig(compression="zstd:3")}, ["shards", "report"]),
         ({"num_processes": 7}, []),

@@ -55,35 +55,6 @@ def write(folder, samples, *, seed=0, on_progress=lambda _: None, **shards):
     return [write_split(SplitJob(folder, folder, *order), samples, config, on_progress) for order in orders], orders
 
 
-def test_samples_of_other_clusters_are_a_given_part_of_what_an_expert_trains_on():
-    held_out = np.random.default_rng(2).random(NUM) < 0.3
-    fraction = 0.25
-    orders = split_orders(held_out, CLUSTERS, K, 0, fraction)
-    extra = [(cluster, ids) for cluster, split, ids in orders if split == "out-of-cluster"]
-    assert [cluster for cluster, _ in extra] == list(range(K))
-    for cluster, ids in extra:
-        own = np.count_nonzero((cluster == CLUSTERS) & ~held_out)
-        assert abs(len(ids) - fraction * (own + len(ids))) < 1 and len(set(ids.tolist())) == len(ids)
-        assert (CLUSTERS[ids] != cluster).all() and not held_out[ids].any()
-    others = [order for order in orders if order[1] != "out-of-cluster"]
-    for without, order in zip(split_orders(held_out, CLUSTERS, K, 0), others, strict=True):
-        assert without[:2] == order[:2] and np.array_equal(without[2], order[2])
-    again, other = (split_orders(held_out, CLUSTERS, K, seed, fraction)[2][2].tolist() for seed in (0, 1))
-    assert again == extra[0][1].tolist() != other
-
-
-def test_there_may_be_fewer_samples_of_other_clusters_than_asked_for_or_none():
-    clusters = np.array([0] * 9 + [1])
-    orders = split_orders(np.zeros(10, bool), clusters, 2, 0, 0.5)
-    assert [(cluster, split, len(ids)) for cluster, split, ids in orders] == [
-        (0, "train", 9),
-        (0, "out-of-cluster", 1),
-        (1, "train", 1),
-        (1, "out-of-cluster", 1),
-    ]
-    assert [split for _, split, _ in split_orders(np.zeros(10, bool), np.zeros(10, int), 1, 0, 0.5)] == ["train"]
-
-
 def read(folder):
     shards = json.loads((folder / "index.json").read_text())["shards"]
     readers = [reader_from_json(str(folder.parent), folder.name, shard) for shard in shards]

@@ -90,17 +90,6 @@ def test_fewer_samples_than_one_batch_are_refused(shards, tmp_path):
         module_of(shards, [1], 21, tmp_path).train_dataloader()
 
 
-def test_an_expert_also_trains_on_its_samples_of_other_clusters(shards, tmp_path):
-    write_mds(shards / "cluster-1/out-of-cluster", [3, 4, 201, 202])
-    data = module_of(shards, [1], 6, tmp_path, out_of_cluster=[1], held_out_clusters=[1])
-    data.prepare_data()
-    assert sorted(ids(data.train_dataloader())) == [3, 4, *TRAIN[1], 201, 202]
-    assert sorted(ids(data.val_dataloader())) == list(HELD_OUT[1])
-    shutil.rmtree(shards / "cluster-1/out-of-cluster")
-    with pytest.raises(UserError, match="cluster-1/out-of-cluster"):
-        data.prepare_data()
-
-
 def test_held_out_samples_come_once_each_in_one_order(shards, tmp_path):
     settings = {"held_out_clusters": [0, 1], "num_workers": 2}
     data = module_of(shards, [0, 1, 2], 3, tmp_path, **settings)

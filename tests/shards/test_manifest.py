@@ -65,6 +65,7 @@ def test_a_written_manifest_is_read(tmp_path):
         ({"token_shape": [10**9, 10**9]}, "'token_shape'"),
         ({"clusters": []}, "'priors'"),
         ({"clusters": [{"train": -1, "held_out": 1, "out_of_cluster": 0}] * 2}, "'clusters'"),
+        ({"clusters": [{"train": 1, "held_out": 1, "out_of_cluster": 9}] * 2}, "'clusters'"),
         ({"priors": [2, -1]}, "'priors'"),
         ({"priors": [1]}, "'priors'"),
         ({"num_classes": "many"}, "'num_classes'"),
