@@ -58,8 +58,7 @@ class SelfAttention(nn.Module):
         # One product for all three: large matrix products cost less per FLOP.
         self.qkv = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
-        self.query_norm = head_norm(width, num_heads, qk_norm)
-        self.key_norm = head_norm(width, num_heads, qk_norm)
+        self.query_norm, self.key_norm = (head_norm(width, num_heads, qk_norm) for _ in range(2))
 
     def forward(self, x: Tokens, rotation: Float[Tensor, "#b n 2 half"] | None = None) -> Tokens:
         """Every token attends to all tokens of its row; ``rotation`` is that of ``attention.rotate``."""
@@ -80,8 +79,7 @@ class CrossAttention(nn.Module):
         self.q = nn.Linear(width, width)
         self.kv = nn.Linear(width, 2 * width)
         self.out = nn.Linear(width, width)
-        self.query_norm = head_norm(width, num_heads, qk_norm)
-        self.key_norm = head_norm(width, num_heads, qk_norm)
+        self.query_norm, self.key_norm = (head_norm(width, num_heads, qk_norm) for _ in range(2))
 
     def forward(self, x: Tokens, context: Float[Tensor, "b m d"]) -> Tokens:
         """Every token of ``x`` attends to all tokens of ``context`` in its row."""
@@ -147,13 +145,6 @@ class DiTBlock(nn.Module):
         self.cross_attention = CrossAttention(width, num_heads, recipe.qk_norm) if cross_attention else None
         self.mlp = SwiGLU(width, hidden) if recipe.mlp == "swiglu" else plain_mlp(width, hidden)
 
-    def initialise(self) -> None:
-        """Make the block the identity, by zero modulation and cross-attention."""
-        for parameter in self.modulation.parameters():
-            nn.init.zeros_(parameter)
-        if self.cross_attention is not None:
-            nn.init.zeros_(self.cross_attention.out.weight)
-
     def forward(
         self,
         x: Tokens,
@@ -169,10 +160,8 @@ class DiTBlock(nn.Module):
             rotation: angles of the tokens, for rotary positions.
             context: embedded text tokens, for cross-attention.
         """
-        modulation = self.modulation(conditioning)[:, None].chunk(6, dim=-1)
-        attention_shift, attention_scale, attention_gate, mlp_shift, mlp_scale, mlp_gate = modulation
-        attended = self.attention(modulate(x, attention_shift, attention_scale, self.norm), rotation)
-        x = torch.addcmul(x, attention_gate, attended)
+        shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = self.modulation(conditioning)[:, None].chunk(6, dim=-1)
+        x = torch.addcmul(x, gate, self.attention(modulate(x, shift, scale, self.norm), rotation))
         if self.cross_attention is not None:
             x = x + self.cross_attention(x, context)
         return torch.addcmul(x, mlp_gate, self.mlp(modulate(x, mlp_shift, mlp_scale, self.norm)))
@@ -187,15 +176,21 @@ class FinalLayer(nn.Module):
         self.modulation = nn.Linear(width, 2 * width)
         self.out = nn.Linear(width, out_features)
 
-    def initialise(self) -> None:
-        """Make the output 0."""
-        nn.init.zeros_(self.modulation.weight)
-        nn.init.zeros_(self.out.weight)
-
     def forward(self, x: Tokens, conditioning: Float[Tensor, "b d"]) -> Float[Tensor, "b n out"]:
         """``out_features`` numbers per token."""
         shift, scale = self.modulation(conditioning)[:, None].chunk(2, dim=-1)
         return self.out(modulate(x, shift, scale, self.norm))
+
+
+def initialise(network: nn.Module) -> None:
+    """Initialise linear layers to Xavier-uniform with zero bias; those that blocks and output start from, to zero."""
+    for name, part in network.named_modules():
+        if isinstance(part, nn.Linear):
+            nn.init.xavier_uniform_(part.weight)
+            nn.init.zeros_(part.bias)
+        if name.endswith(("modulation", "cross_attention.out", "final.out")):
+            for parameter in part.parameters():
+                nn.init.zeros_(parameter)
 
 
 def has_muon_matrices(network: nn.Module) -> bool:

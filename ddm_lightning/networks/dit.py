@@ -11,7 +11,7 @@ from ddm_lightning.core.registry import EXPERTS
 from ddm_lightning.flow.condition import Condition, ConditionSpec
 from ddm_lightning.flow.path import Times
 from ddm_lightning.networks import embeddings
-from ddm_lightning.networks.blocks import DiTBlock, FinalLayer, Tokens
+from ddm_lightning.networks.blocks import DiTBlock, FinalLayer, Tokens, initialise
 from ddm_lightning.networks.recipe import Architecture, ExpertArchitecture
 
 
@@ -36,9 +36,8 @@ class PatchTransformer(embeddings.Conditioned):
         super().__init__()
         depth, width, num_heads = options.sizes()
         patch_size, rope = options.patch_size, options.rope
-        for name, number in (("width", width), ("depth", depth), ("num_heads", num_heads), ("patch_size", patch_size)):
-            if number < 1:
-                raise ValueError(f"{name} = {number} must be at least 1")
+        if min(depth, width, num_heads, patch_size) < 1:
+            raise ValueError("width, depth, num_heads and patch_size must be at least 1")
         channels, height_cells, width_cells = x_shape
         if height_cells % patch_size or width_cells % patch_size:
             raise ValueError(
@@ -46,8 +45,6 @@ class PatchTransformer(embeddings.Conditioned):
             )
         if width % num_heads:
             raise ValueError(f"num_heads = {num_heads} must divide width = {width}")
-        if options.mlp_ratio * width < 1:
-            raise ValueError(f"mlp_ratio = {options.mlp_ratio} leaves the MLP without features")
         self.x_shape = x_shape
         self.width = width
         self.patch_size = patch_size
@@ -62,12 +59,10 @@ class PatchTransformer(embeddings.Conditioned):
     def initialise(self) -> None:
         """Initialise all weights from torch's global generator: adaLN-Zero (section 3.2), with DiT's ranges.
 
-        Linear layers are Xavier-uniform with zero bias, embeddings normal(0.02), modulations and last layer zero.
+        Linear layers are Xavier-uniform with zero bias, embeddings normal(0.02). Modulations, the last layer and the
+        outputs of cross-attention are zero, so that each block is the identity.
         """
-        for part in self.modules():
-            if isinstance(part, nn.Linear):
-                nn.init.xavier_uniform_(part.weight)
-                nn.init.zeros_(part.bias)
+        initialise(self)
         for part in self.modules():
             if part is not self and hasattr(part, "initialise"):
                 part.initialise()  # type: ignore[operator]  # torch expects tensors and modules
@@ -118,12 +113,6 @@ class Trunk(PatchTransformer):
         self.shared_modulation = nn.Linear(width, 6 * width) if options.modulation == "single" else None
         self.blocks = nn.ModuleList(DiTBlock(width, num_heads, options, reads_tokens) for _ in range(depth))
         self.final = FinalLayer(width, out_features, options.norm)
-
-    def initialise(self) -> None:
-        """Initialise like ``PatchTransformer``; a shared modulation starts at zero like that of a block."""
-        super().initialise()
-        if self.shared_modulation is not None:
-            nn.init.zeros_(self.shared_modulation.weight)
 
     def run(
         self,

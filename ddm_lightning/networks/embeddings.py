@@ -20,19 +20,15 @@ def patchify(x: Float[Tensor, "b c h w"], patch_size: int) -> Float[Tensor, "b n
 
     A linear layer on the patches equals a strided convolution on ``x``, and is faster on a CPU.
     """
-    b, c, h, w = x.shape
-    rows, columns = h // patch_size, w // patch_size
-    cut = x.reshape(b, c, rows, patch_size, columns, patch_size).permute(0, 2, 4, 1, 3, 5)
-    return cut.reshape(b, rows * columns, c * patch_size**2)
+    return functional.pixel_unshuffle(x, patch_size).flatten(2).transpose(1, 2).contiguous()
 
 
 def unpatchify(
     patches: Float[Tensor, "b n p"], x_shape: tuple[int, int, int], patch_size: int
 ) -> Float[Tensor, "b c h w"]:
     """The inverse of ``patchify`` for ``x`` of shape ``x_shape`` = (c, h, w)."""
-    c, h, w = x_shape
-    grid = patches.unflatten(1, (h // patch_size, w // patch_size)).unflatten(3, (c, patch_size, patch_size))
-    return grid.permute(0, 3, 1, 4, 2, 5).reshape(-1, c, h, w)
+    rows = x_shape[1] // patch_size
+    return functional.pixel_shuffle(patches.transpose(1, 2).unflatten(2, (rows, -1)), patch_size)
 
 
 def sincos_positions(width: int, rows: int, columns: int) -> Float[Tensor, "n width"]:
@@ -116,82 +112,52 @@ class TimestepEmbedding(TwoLayers):
         return self.project(sinusoidal(t, self.num_frequencies).to(self.hidden.weight.dtype))
 
 
-class _NullableEmbedding(nn.Module):
-    """A layer ``embed``, and a learned null for dropped conditions."""
+class ConditionEmbedding(nn.Module):
+    """Embedding of a condition: a linear layer for text, a table for classes, a learned null if dropped.
 
-    def __init__(self, embed: nn.Linear | nn.Embedding, width: int) -> None:
+    Text vectors need no normalisation: their entries have unit variance (unit norm times the root of their size).
+    Kind ``none`` has nothing to embed.
+
+    Args:
+        spec: kind and size of the condition.
+        width: entries of an embedded vector.
+        keep_tokens: embed each text token, for cross-attention, with the null repeated; otherwise their mean.
+    """
+
+    def __init__(self, spec: ConditionSpec, width: int, keep_tokens: bool = False) -> None:
         super().__init__()
-        self.embed = embed
+        self.embed = (nn.Embedding if spec.kind == "class" else nn.Linear)(spec.size, width)
         self.null = nn.Parameter(torch.zeros(width))
+        self.tokens = (spec.length,) if keep_tokens else ()
 
     def initialise(self) -> None:
         """Initialise weights and null from a normal distribution with std 0.02."""
         nn.init.normal_(self.embed.weight, std=0.02)
         nn.init.normal_(self.null, std=0.02)
 
-
-class ConditionEmbedding(_NullableEmbedding):
-    """Embedding of a pooled condition: a linear layer for text, a table for classes, a learned null if dropped.
-
-    Text vectors need no normalisation: their entries have unit variance (unit norm times the root of their size).
-    Text tokens are averaged; ``TokenEmbedding`` keeps them apart. Kind ``none`` has nothing to embed.
-    """
-
-    def __init__(self, spec: ConditionSpec, width: int) -> None:
-        layer = nn.Embedding if spec.kind == "class" else nn.Linear
-        super().__init__(layer(spec.size, width), width)
-
-    def forward(self, condition: Condition | None, num_rows: int) -> Float[Tensor, "b width"]:
-        """One vector for each of ``num_rows`` rows; ``None`` gives the null in all."""
-        null = self.null.expand(num_rows, -1)
+    def forward(self, condition: Condition | None, num_rows: int) -> Float[Tensor, "b *m width"]:
+        """One vector, or one per token, for each of ``num_rows`` rows; ``None`` gives the null in all."""
+        null = self.null.expand(num_rows, *self.tokens, -1)
         if condition is None:
             return null
         values = condition.values
         if isinstance(self.embed, nn.Linear):
-            # Text vectors may be stored in float16.
+            # Text may be stored in float16.
             values = values.to(self.embed.weight.dtype)
-            values = values.mean(1) if values.ndim == 3 else values
-        return torch.where(condition.keep[:, None], self.embed(values), null)
-
-
-class TokenEmbedding(_NullableEmbedding):
-    """Embedding of text tokens, for cross-attention: a linear layer; a learned null repeated if the text is dropped.
-
-    Needs a ``spec`` of kind ``tokens``.
-    """
-
-    def __init__(self, spec: ConditionSpec, width: int) -> None:
-        super().__init__(nn.Linear(spec.size, width), width)
-        self.shape = spec.row_shape
-
-    def forward(self, condition: Condition | None, num_rows: int) -> Float[Tensor, "b m width"]:
-        """One sequence for each of ``num_rows`` rows; ``None`` gives the null in all.
-
-        Raises:
-            ValueError: another number or size of tokens than in ``spec``.
-        """
-        if condition is None:
-            return self.null.expand(num_rows, self.shape[0], -1)
-        values = condition.values
-        if values.shape[1:] != self.shape:
-            raise ValueError(f"the network takes text tokens of shape {self.shape}, not {tuple(values.shape[1:])}")
-        # Text tokens may be stored in float16.
-        embedded = self.embed(values.to(self.embed.weight.dtype))
-        return torch.where(condition.keep[:, None, None], embedded, self.null)
+            values = values if self.tokens or values.ndim == 2 else values.mean(1)
+        return torch.where(condition.keep.view(-1, *(1 for _ in null.shape[1:])), self.embed(values), null)
 
 
 class Conditioned(nn.Module):
     """Base of networks that are modulated by the time and, if it is one vector, by the condition."""
 
     time_embedding: TimestepEmbedding
-    condition_embedding: ConditionEmbedding | None
-    token_embedding: TokenEmbedding | None
 
     def add_condition(self, spec: ConditionSpec, width: int) -> None:
         """Make the embedding of a text vector or class, or that of text tokens."""
         is_vector = spec.kind in ("text", "class")
         self.condition_embedding = ConditionEmbedding(spec, width) if is_vector else None
-        self.token_embedding = TokenEmbedding(spec, width) if spec.kind == "tokens" else None
+        self.token_embedding = ConditionEmbedding(spec, width, keep_tokens=True) if spec.kind == "tokens" else None
 
     def conditioning(self, t: Times, condition: Condition | None) -> Float[Tensor, "b d"]:
         """The vector that modulates all blocks, after the SiLU that they share.

@@ -15,7 +15,7 @@ from ddm_lightning.flow.path import Samples, Times
 from ddm_lightning.networks.attention import attention
 from ddm_lightning.networks.blocks import FinalLayer, Tokens, head_norm, modulate, normalised, plain_mlp
 from ddm_lightning.networks.dit import PatchTransformer
-from ddm_lightning.networks.embeddings import TokenEmbedding, TwoLayers, unpatchify
+from ddm_lightning.networks.embeddings import ConditionEmbedding, TwoLayers, unpatchify
 from ddm_lightning.networks.recipe import Architecture
 
 Heads: TypeAlias = Float[Tensor, "b n h e"]
@@ -32,11 +32,14 @@ class ReadStream(nn.Module):
         self.kv = nn.Linear(width, 2 * width)
         self.key_norm = head_norm(width, num_heads, qk_norm)
 
-    def heads(self, x: Tokens, modulation: Modulation) -> tuple[Heads, Heads]:
-        """Keys and values."""
+    def heads(self, x: Tokens, modulation: Modulation) -> tuple[Float[Tensor, "b 0 h e"], Heads, Heads]:
+        """No queries, keys and values."""
         shift, scale = modulation.chunk(2, dim=-1)
         k, v = self.kv(modulate(x, shift, scale)).unflatten(2, (2, self.num_heads, -1)).unbind(2)
-        return normalised(k, self.key_norm), v
+        return k[:, :0], normalised(k, self.key_norm), v
+
+    def update(self, x: Tokens, attended: Float[Tensor, "b 0 h e"], modulation: Modulation) -> None:
+        """No tokens."""
 
 
 class Stream(nn.Module):
@@ -48,8 +51,7 @@ class Stream(nn.Module):
         self.modulation = nn.Linear(width, 6 * width)
         self.qkv = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
-        self.query_norm = head_norm(width, num_heads, qk_norm)
-        self.key_norm = head_norm(width, num_heads, qk_norm)
+        self.query_norm, self.key_norm = (head_norm(width, num_heads, qk_norm) for _ in range(2))
         self.mlp = plain_mlp(width, int(width * mlp_ratio))
 
     def heads(self, x: Tokens, modulation: Modulation) -> tuple[Heads, Heads, Heads]:
@@ -79,11 +81,6 @@ class JointBlock(nn.Module):
             ReadStream(width, num_heads, qk_norm) if is_last else Stream(width, num_heads, mlp_ratio, qk_norm)
         )
 
-    def initialise(self) -> None:
-        """Make the block the identity, by zero modulation."""
-        nn.init.zeros_(self.patches.modulation.weight)
-        nn.init.zeros_(self.text.modulation.weight)
-
     def forward(
         self, x: Tokens, text: Float[Tensor, "b m d"], conditioning: Float[Tensor, "b d"]
     ) -> tuple[Tokens, Float[Tensor, "b m d"] | None]:
@@ -96,19 +93,10 @@ class JointBlock(nn.Module):
         """
         of_patches = self.patches.modulation(conditioning)[:, None]
         of_text = self.text.modulation(conditioning)[:, None]
-        q, k, v = self.patches.heads(x, of_patches)
-        if isinstance(self.text, ReadStream):
-            text_k, text_v = self.text.heads(text, of_text)
-        else:
-            text_q, text_k, text_v = self.text.heads(text, of_text)
-            q = torch.cat([q, text_q], dim=1)
-        k, v = torch.cat([k, text_k], dim=1), torch.cat([v, text_v], dim=1)
-        attended = attention(q, k, v, self.attention_backend)
-        num_patches = x.shape[1]
-        x = self.patches.update(x, attended[:, :num_patches], of_patches)
-        if isinstance(self.text, ReadStream):
-            return x, None
-        return x, self.text.update(text, attended[:, num_patches:], of_text)
+        heads = zip(self.patches.heads(x, of_patches), self.text.heads(text, of_text), strict=True)
+        q, k, v = (torch.cat(of_both, dim=1) for of_both in heads)
+        patches, others = attention(q, k, v, self.attention_backend).tensor_split([x.shape[1]], dim=1)
+        return self.patches.update(x, patches, of_patches), self.text.update(text, others, of_text)
 
 
 class PooledText(TwoLayers):
@@ -147,7 +135,7 @@ class MMDiT(PatchTransformer):
     """
 
     prediction = "velocity"
-    token_embedding: TokenEmbedding
+    token_embedding: ConditionEmbedding
 
     def __init__(
         self,
@@ -167,7 +155,7 @@ class MMDiT(PatchTransformer):
             width=width, depth=depth, num_heads=num_heads, patch_size=patch_size, mlp_ratio=mlp_ratio
         )
         super().__init__(x_shape, options)
-        self.token_embedding = TokenEmbedding(condition, width)
+        self.token_embedding = ConditionEmbedding(condition, width, keep_tokens=True)
         self.pooled_text = PooledText(width)
         self.blocks = nn.ModuleList(
             JointBlock(width, num_heads, mlp_ratio, qk_norm, is_last=index == depth - 1) for index in range(depth)

@@ -54,14 +54,14 @@ class UNetBlock(nn.Module):
     ) -> None:
         super().__init__()
         joined = channels + skip_channels
-        self.upsample = nn.Upsample(scale_factor=2) if resample == "up" else None
+        self.upsample = nn.Upsample(scale_factor=2) if resample == "up" else nn.Identity()
         stride = 2 if resample == "down" else 1
-        self.resample = nn.Conv2d(channels, channels, 3, stride, padding=1) if resample else None
+        self.resample = nn.Conv2d(channels, channels, 3, stride, padding=1) if resample else nn.Identity()
         self.norms = nn.ModuleList([_norm(joined), _norm(out_channels)])
         self.first = nn.Conv2d(joined, out_channels, 3, padding=1)
         self.second = nn.Conv2d(out_channels, out_channels, 3, padding=1)
         self.modulation = nn.Linear(features, 2 * out_channels)
-        self.shortcut = nn.Conv2d(joined, out_channels, 1) if joined != out_channels else None
+        self.shortcut = nn.Conv2d(joined, out_channels, 1) if joined != out_channels else nn.Identity()
         self.attention_norm = _norm(out_channels) if num_heads else None
         self.attention = SelfAttention(out_channels, num_heads, qk_norm=False) if num_heads else None
         reads_tokens = reads_tokens and num_heads > 0
@@ -79,13 +79,12 @@ class UNetBlock(nn.Module):
         skip: Float[Tensor, "b s h2 w2"] | None = None,
     ) -> Float[Tensor, "b out h2 w2"]:
         """The features after this block; ``skip`` are those of the way down at the same resolution."""
-        x = x if self.upsample is None else self.upsample(x)
-        x = x if self.resample is None else self.resample(x)
+        x = self.resample(self.upsample(x))
         x = x if skip is None else torch.cat([x, skip], dim=1)
         hidden = self.first(functional.silu(self.norms[0](x)))
         shift, scale = self.modulation(conditioning)[:, :, None, None].chunk(2, dim=1)
         hidden = torch.addcmul(shift, self.norms[1](hidden), 1 + scale)
-        x = (x if self.shortcut is None else self.shortcut(x)) + self.second(functional.silu(hidden))
+        x = self.shortcut(x) + self.second(functional.silu(hidden))
         if self.attention is None or self.attention_norm is None:
             return x
         tokens = self.attention_norm(x).flatten(2).transpose(1, 2)
@@ -130,9 +129,9 @@ class UNet(Conditioned):
         prediction: str = "velocity",
     ) -> None:
         super().__init__()
-        if width < 2 or width % 2 or num_blocks < 1 or num_heads < 1 or not multipliers or min(multipliers) < 1:
+        if width % 2 or min(width, num_blocks, num_heads, *multipliers) < 1 or not multipliers:
             raise ValueError("width must be even, and num_blocks, num_heads and all multipliers at least 1")
-        if not set(attention) <= set(range(len(multipliers))):
+        if any(level not in range(len(multipliers)) for level in attention):
             raise ValueError(f"attention = {list(attention)} names levels beyond {len(multipliers) - 1}")
         if any(width * multipliers[level] % num_heads for level in (*attention, -1)):
             raise ValueError(f"num_heads = {num_heads} must divide the channels of each level with attention")
@@ -143,35 +142,26 @@ class UNet(Conditioned):
             )
         if prediction not in PREDICTIONS:
             raise ValueError(f"prediction = {prediction!r} is none of {', '.join(PREDICTIONS)}")
-        self.prediction, self.x_shape = prediction, x_shape
+        self.prediction = prediction
         features = 4 * width
         reads_tokens = condition.kind == "tokens"
         self.time_embedding = TimestepEmbedding(features)
         self.add_condition(condition, features)
 
         sizes = [width * multiplier for multiplier in multipliers]
-        current, self.num_down = sizes[0], len(sizes) * num_blocks
-        blocks: list[UNetBlock] = []
-
-        def add(skip: int, size: int, resample: str, has_attention: bool) -> None:
-            nonlocal current
-            blocks.append(
-                UNetBlock(current, skip, size, features, resample, num_heads if has_attention else 0, reads_tokens)
-            )
-            current = size
-
-        for level, size in enumerate(sizes):
-            for index in range(num_blocks):
-                add(0, size, "down" if level and not index else "", level in attention)
-        for _ in range(2):
-            add(0, sizes[-1], "", True)
-        for level, size in reversed(list(enumerate(sizes))):
-            for index in range(num_blocks):
-                add(size, size, "up" if level < len(sizes) - 1 and not index else "", level in attention)
+        levels = [level for level in range(len(sizes)) for _ in range(num_blocks)]
+        self.num_down = len(levels)
+        levels += [levels[-1], levels[-1], *reversed(levels)]
+        blocks = []
+        for index, (before, level) in enumerate(zip([0, *levels], levels, strict=False)):
+            resample = "down" if level > before else "up" if level < before else ""
+            heads = num_heads if level in attention or 0 <= index - self.num_down < 2 else 0
+            skip = sizes[level] if index >= self.num_down + 2 else 0
+            blocks.append(UNetBlock(sizes[before], skip, sizes[level], features, resample, heads, reads_tokens))
         self.blocks = nn.ModuleList(blocks)
         self.stem = nn.Conv2d(x_shape[0], sizes[0], 3, padding=1)
-        self.final_norm = _norm(current)
-        self.final = nn.Conv2d(current, x_shape[0], 3, padding=1)
+        self.final_norm = _norm(sizes[0])
+        self.final = nn.Conv2d(sizes[0], x_shape[0], 3, padding=1)
         _zero(self.final)
         for part in (self.time_embedding, self.condition_embedding, self.token_embedding):
             if part is not None:
@@ -181,10 +171,8 @@ class UNet(Conditioned):
         """The prediction, in the dtype of ``x_t``; ``condition=None`` is the learned null in every row.
 
         Raises:
-            ValueError: a shape other than ``x_shape``, a ``t`` narrower than 32 bits, or a condition for kind ``none``.
+            ValueError: a ``t`` narrower than 32 bits, or a condition for kind ``none``.
         """
-        if x_t.shape[1:] != self.x_shape:
-            raise ValueError(f"the network takes samples of shape {self.x_shape}, not {tuple(x_t.shape[1:])}")
         conditioning = self.conditioning(t, condition)
         context = None if self.token_embedding is None else self.token_embedding(condition, len(t))
         x = self.stem(x_t.to(self.stem.weight.dtype))

@@ -9,7 +9,6 @@ from ddm_lightning.flow.condition import Condition, ConditionSpec
 from ddm_lightning.networks.embeddings import (
     ConditionEmbedding,
     TimestepEmbedding,
-    TokenEmbedding,
     patchify,
     sincos_positions,
     sinusoidal,
@@ -133,7 +132,7 @@ def test_a_vector_of_tokens_is_that_of_their_mean():
 
 def made_of_tokens():
     torch.manual_seed(0)
-    embedding = TokenEmbedding(ConditionSpec("tokens", 5, length=4), 6)
+    embedding = ConditionEmbedding(ConditionSpec("tokens", 5, length=4), 6, keep_tokens=True)
     embedding.initialise()
     return embedding
 
@@ -151,9 +150,3 @@ def test_dropped_tokens_are_the_learned_null_repeated():
     assert torch.equal(mixed[[0, 2]], embedding(kept, 3)[[0, 2]])
     assert torch.equal(mixed[1], embedding.null.expand(4, -1))
     assert torch.equal(embedding(None, 2), embedding.null.expand(2, 4, -1))
-
-
-@pytest.mark.parametrize("shape", [(2, 3, 5), (2, 4, 6), (2, 5)])
-def test_tokens_of_another_shape_are_refused(shape):
-    with pytest.raises(ValueError, match=r"tokens of shape \(4, 5\), not \("):
-        made_of_tokens()(Condition.of(random(*shape).float()), 2)
