@@ -28,18 +28,11 @@ class FiniteSetOracle:
         labels: cluster of each point, 0 … K-1; a cluster may be empty.
         num_clusters: K.
         chunk_size: points compared at once; takes memory of about ``b·chunk_size`` numbers.
-
-    Raises:
-        ValueError: no points, or a label outside 0 … K-1.
     """
 
     def __init__(
         self, points: Float[Tensor, "n *shape"], labels: Int[Tensor, " n"], num_clusters: int, chunk_size: int = 4096
     ) -> None:
-        if not len(points):
-            raise ValueError("an empty set has no velocity")
-        if labels.min() < 0 or labels.max() >= num_clusters:
-            raise ValueError(f"labels must lie in 0 … {num_clusters - 1}")
         # Sorted by cluster, so that each cluster is a slice and calls copy nothing.
         order = torch.argsort(labels, stable=True)
         self._points = points[order].flatten(1).double()
@@ -49,10 +42,10 @@ class FiniteSetOracle:
         self._chunk_size = chunk_size
 
     def velocity(self, x_t: Samples, t: Times, cluster: int | None = None) -> Samples:
-        """The velocity of the whole set, or of one ``cluster`` alone.
+        """The velocity of the whole set, or of one ``cluster`` alone, for t > 0.
 
         Raises:
-            ValueError: the cluster is empty, or a t is not above 0.
+            ValueError: the cluster is empty.
         """
         start, end = (0, len(self._points)) if cluster is None else self._slices[cluster]
         if start == end:
@@ -67,7 +60,7 @@ class FiniteSetOracle:
         return ((x_t.double() - mean.reshape(x_t.shape)) / expand_time(t.double(), x_t)).to(x_t.dtype)
 
     def cluster_posterior(self, x_t: Samples, t: Times) -> Float[Tensor, "b k"]:
-        """``p(k | x_t, t)`` of every cluster, 0 for an empty one; raises ``ValueError`` unless every t > 0."""
+        """``p(k | x_t, t)`` of every cluster, 0 for an empty one, for t > 0."""
         evidence = x_t.new_full((len(x_t), len(self._slices)), -torch.inf, dtype=torch.float64)
         for k, (start, end) in enumerate(self._slices):
             for logits, _ in self._chunks(x_t, t, start, end):
@@ -78,8 +71,6 @@ class FiniteSetOracle:
         self, x_t: Samples, t: Times, start: int, end: int
     ) -> Iterator[tuple[Float[Tensor, "b c"], Float[Tensor, "c d"]]]:
         """Chunks of points with their log-likelihoods, without the shared term -|x_t|²/2t²."""
-        if (t <= 0).any():
-            raise ValueError("the oracle needs t > 0: at t = 0 a finite set has no density")
         rows, time = x_t.flatten(1).double(), t.double()[:, None]
         for first in range(start, end, self._chunk_size):
             chunk = slice(first, min(first + self._chunk_size, end))

@@ -50,13 +50,9 @@ class Path:
     ratio at ``t = sigma/(alpha + sigma)``, ``x_tau = (alpha + sigma)·x_t`` (HDDM, 2603.06741; SiT, 2401.08740).
     """
 
-    def scales(self, tau: Times) -> tuple[Times, Times]:
-        """``alpha`` and ``sigma``."""
-        return 1 - tau, tau
-
-    def slopes(self, tau: Times) -> tuple[Times, Times]:
-        """Derivatives of ``alpha`` and ``sigma``; the path's velocity is ``alpha'·x_0 + sigma'·noise``."""
-        return -torch.ones_like(tau), torch.ones_like(tau)
+    def scales(self, tau: Times) -> tuple[Times, Times, Times, Times]:
+        """``alpha``, ``sigma`` and their derivatives; the path's velocity is ``alpha'·x_0 + sigma'·noise``."""
+        return 1 - tau, tau, -torch.ones_like(tau), torch.ones_like(tau)
 
     def from_linear(self, x_t: Samples, t: Times) -> tuple[Samples, Times]:
         """``x_tau`` and ``tau`` with the signal-to-noise ratio of ``(x_t, t)``, or the nearest that the path has."""
@@ -80,28 +76,24 @@ class _Curved(Path):
 
     def from_linear(self, x_t: Samples, t: Times) -> tuple[Samples, Times]:
         tau = self.tau(t)
-        alpha, sigma = self.scales(tau)
+        alpha, sigma, *_ = self.scales(tau)
         return x_t * expand_time(alpha + sigma, x_t), tau
 
     def to_linear(self, x_tau: Samples, tau: Times) -> tuple[Samples, Times]:
-        alpha, sigma = self.scales(tau)
+        alpha, sigma, *_ = self.scales(tau)
         return x_tau / expand_time(alpha + sigma, x_tau), sigma / (alpha + sigma)
 
     def velocity_scale(self, tau: Times) -> Times:
-        (alpha, sigma), (d_alpha, d_sigma) = self.scales(tau), self.slopes(tau)
+        alpha, sigma, d_alpha, d_sigma = self.scales(tau)
         return (alpha + sigma) / (alpha * d_sigma - sigma * d_alpha)
 
 
 class Cosine(_Curved):
     """``alpha = cos(π·tau/2)``, ``sigma = sin(π·tau/2)`` (Salimans and Ho, 2202.00512)."""
 
-    def scales(self, tau: Times) -> tuple[Times, Times]:
+    def scales(self, tau: Times) -> tuple[Times, Times, Times, Times]:
         angle = math.pi / 2 * tau
-        return angle.cos(), angle.sin()
-
-    def slopes(self, tau: Times) -> tuple[Times, Times]:
-        alpha, sigma = self.scales(tau)
-        return -math.pi / 2 * sigma, math.pi / 2 * alpha
+        return angle.cos(), angle.sin(), -math.pi / 2 * angle.sin(), math.pi / 2 * angle.cos()
 
     def tau(self, t: Times) -> Times:
         """Solve ``tan(π·tau/2) = t/(1-t)``."""
@@ -117,15 +109,12 @@ class VariancePreserving(_Curved):
 
     BETA_MIN, BETA_MAX = 0.1, 20.0
 
-    def scales(self, tau: Times) -> tuple[Times, Times]:
+    def scales(self, tau: Times) -> tuple[Times, Times, Times, Times]:
+        """``alpha``, ``sigma`` and their derivatives; that of ``sigma`` is infinite at 0."""
         decay = (self.BETA_MAX - self.BETA_MIN) / 4 * tau.square() + self.BETA_MIN / 2 * tau
-        return (-decay).exp(), (-torch.expm1(-2 * decay)).sqrt()
-
-    def slopes(self, tau: Times) -> tuple[Times, Times]:
-        """Derivatives of ``alpha`` and ``sigma``; that of ``sigma`` is infinite at 0."""
-        alpha, sigma = self.scales(tau)
         half_beta = (self.BETA_MIN + (self.BETA_MAX - self.BETA_MIN) * tau) / 2
-        return -half_beta * alpha, half_beta * alpha.square() / sigma
+        alpha, sigma = (-decay).exp(), (-torch.expm1(-2 * decay)).sqrt()
+        return alpha, sigma, -half_beta * alpha, half_beta * alpha.square() / sigma
 
     def tau(self, t: Times) -> Times:
         """Solve the quadratic equation of ``-log alpha``, without cancellation near 0."""
@@ -140,7 +129,7 @@ PATHS: dict[str, Path] = {"linear": Path(), "cosine": Cosine(), "vp": VariancePr
 
 def interpolate(x_0: Samples, noise: Samples, t: Times, path: str = "linear") -> Samples:
     """``x_t = alpha·x_0 + sigma·noise``, in the widest dtype of the three; ``(1-t)·x_0 + t·noise`` by default."""
-    alpha, sigma = PATHS[path].scales(t)
+    alpha, sigma, *_ = PATHS[path].scales(t)
     return expand_time(alpha, x_0) * x_0 + expand_time(sigma, x_0) * noise
 
 
@@ -169,13 +158,13 @@ def to_velocity(prediction: Samples, x_t: Samples, t: Times, kind: str, path: st
     Raises:
         ValueError: ``kind`` is none of ``PREDICTIONS``.
     """
+    if kind == "velocity" and path == "linear":
+        return prediction
     own, tau = PATHS[path], t
     x_t, t = own.to_linear(x_t, tau)
     time = expand_time(t, x_t)
-    if kind == "velocity" and path == "linear":
-        return prediction
     if kind == "velocity":
-        d_alpha, d_sigma = own.slopes(tau)
+        _, _, d_alpha, d_sigma = own.scales(tau)
         return (prediction - expand_time(d_alpha + d_sigma, x_t) * x_t) * expand_time(own.velocity_scale(tau), x_t)
     if kind == "epsilon":
         x_0 = (x_t - time * prediction) / (1 - time).clamp(min=MIN_DATA_SCALE)
@@ -204,7 +193,7 @@ def training_target(x_0: Samples, noise: Samples, t: Times, kind: str, path: str
         ValueError: ``kind`` is none of ``PREDICTIONS``.
     """
     if kind == "velocity":
-        d_alpha, d_sigma = PATHS[path].slopes(t)
+        _, _, d_alpha, d_sigma = PATHS[path].scales(t)
         return expand_time(d_alpha, x_0) * x_0 + expand_time(d_sigma, x_0) * noise
     if kind == "epsilon":
         return noise

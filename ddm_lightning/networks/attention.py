@@ -20,7 +20,6 @@ _KERNELS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
 """torch's own kernels."""
-BACKENDS = ("auto", "sdpa", *_KERNELS, "xformers")
 
 _REMEDY = "set island.attention=sdpa"
 _xformers_ops: Any = None
@@ -40,7 +39,7 @@ def attention(
             which runs everywhere.
 
     Raises:
-        UserError: unknown ``backend``, or ``xformers`` cannot run here.
+        UserError: ``xformers`` cannot run here.
         RuntimeError: a kernel of torch cannot run here (see ``check_attention``).
     """
     if backend in _KERNELS:
@@ -50,9 +49,7 @@ def attention(
         return functional.scaled_dot_product_attention(
             q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         ).transpose(1, 2)
-    if backend == "xformers":
-        return _xformers(q, k, v)
-    raise UserError(f"unknown attention back end {backend!r}; island.attention is one of: {', '.join(BACKENDS)}")
+    return _xformers(q, k, v)
 
 
 def rotate(x: Float[Tensor, "b n h d"], rotation: Float[Tensor, "#b n 2 half"]) -> Float[Tensor, "b n h d"]:

@@ -114,13 +114,7 @@ class DiffusersTransformer(nn.Module):
         return self.model.transformer_blocks
 
     def forward(self, x_t: Samples, t: Times, condition: Condition | None) -> Samples:
-        """The prediction, in the dtype of ``x_t``; ``condition=None`` is null in every row.
-
-        Raises:
-            ValueError: a shape other than ``x_shape``.
-        """
-        if x_t.shape[1:] != self.x_shape:
-            raise ValueError(f"the network takes samples of shape {self.x_shape}, not {tuple(x_t.shape[1:])}")
+        """The prediction, in the dtype of ``x_t``; ``condition=None`` is null in every row."""
         given = self._classes(len(t), condition) if self.null is None else self._text(self.null, len(t), condition)
         x = x_t.to(self.model.pos_embed.proj.weight.dtype)
         out: Tensor = self.model(x, timestep=self._step(t), **given, return_dict=False)[0]
@@ -182,8 +176,6 @@ def _check_fit(kind: str, settings: Mapping[str, Any], x_shape: tuple[int, int, 
         fits, wanted = x_shape[1:] == (size, size), f"({channels}, {size}, {size})"
     if not fits or x_shape[0] != channels:
         raise ValueError(f"the model takes samples of shape {wanted}, not {x_shape}")
-    if settings["out_channels"] not in (None, channels, 2 * channels):
-        raise ValueError(f"the model's out_channels = {settings['out_channels']} fit no in_channels = {channels}")
     sizes = settings.get("use_additional_conditions")
     if sizes or (sizes is None and kind == _PIXART and size == 128):  # diffusers' default
         raise ValueError("the model reads resolution and aspect ratio (use_additional_conditions), which shards lack")

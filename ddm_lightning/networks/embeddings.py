@@ -95,7 +95,7 @@ class TwoLayers(nn.Module):
         nn.init.normal_(self.hidden.weight, std=0.02)
         nn.init.normal_(self.out.weight, std=0.02)
 
-    def project(self, vectors: Float[Tensor, "b size"]) -> Float[Tensor, "b width"]:
+    def forward(self, vectors: Float[Tensor, "b size"]) -> Float[Tensor, "b width"]:
         """One vector per row."""
         return self.out(functional.silu(self.hidden(vectors)))
 
@@ -105,11 +105,10 @@ class TimestepEmbedding(TwoLayers):
 
     def __init__(self, width: int, num_frequencies: int = 256) -> None:
         super().__init__(num_frequencies, width)
-        self.num_frequencies = num_frequencies
 
     def forward(self, t: Float[Tensor, " b"]) -> Float[Tensor, "b width"]:
         """One vector per row; raises ``ValueError`` for a ``t`` narrower than 32 bits."""
-        return self.project(sinusoidal(t, self.num_frequencies).to(self.hidden.weight.dtype))
+        return super().forward(sinusoidal(t, self.hidden.in_features).to(self.hidden.weight.dtype))
 
 
 class ConditionEmbedding(nn.Module):

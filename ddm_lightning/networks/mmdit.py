@@ -99,17 +99,6 @@ class JointBlock(nn.Module):
         return self.patches.update(x, patches, of_patches), self.text.update(text, others, of_text)
 
 
-class PooledText(TwoLayers):
-    """Two-layer MLP of the mean text token; modulates together with the time."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__(width, width)
-
-    def forward(self, text: Float[Tensor, "b m d"]) -> Float[Tensor, "b d"]:
-        """One vector per row."""
-        return self.project(text.mean(1))
-
-
 @EXPERTS.register("mmdit")
 class MMDiT(PatchTransformer):
     """Predicts the velocity of ``x_t`` under a condition of kind ``tokens``.
@@ -156,7 +145,7 @@ class MMDiT(PatchTransformer):
         )
         super().__init__(x_shape, options)
         self.token_embedding = ConditionEmbedding(condition, width, keep_tokens=True)
-        self.pooled_text = PooledText(width)
+        self.pooled_text = TwoLayers(width, width)
         self.blocks = nn.ModuleList(
             JointBlock(width, num_heads, mlp_ratio, qk_norm, is_last=index == depth - 1) for index in range(depth)
         )
@@ -172,7 +161,7 @@ class MMDiT(PatchTransformer):
         x = self.tokens(x_t)
         # In float32 under autocast, like the patches: FSDP2 may gather the embedding and its null in bfloat16.
         text = self.token_embedding(condition, len(x_t)).to(x.dtype)
-        conditioning = functional.silu(self.time_embedding(t) + self.pooled_text(text))
+        conditioning = functional.silu(self.time_embedding(t) + self.pooled_text(text.mean(1)))
         for block in self.blocks:
             x, text = block(x, text, conditioning)
         return unpatchify(self.final(x, conditioning), self.x_shape, self.patch_size).to(x_t.dtype)

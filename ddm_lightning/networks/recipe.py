@@ -70,17 +70,13 @@ class Architecture(Recipe):
         Raises:
             ValueError: unknown name, both a name and numbers, or neither a name nor all numbers.
         """
-        numbers = {"width": self.width, "depth": self.depth, "num_heads": self.num_heads}
-        given = {name: number for name, number in numbers.items() if number is not None}
-        if self.size is None:
-            if absent := ", ".join(name for name in numbers if name not in given):
-                raise ValueError(f"needs size ({', '.join(SIZES)}), or width, depth and num_heads; {absent} missing")
-            return Size(**given)
-        if self.size not in SIZES:
-            raise ValueError(f"size = {self.size!r} is none of {', '.join(SIZES)}")
-        if given:
-            raise ValueError(f"size = {self.size!r} sets width, depth and num_heads: remove it or {', '.join(given)}")
-        return SIZES[self.size]
+        given = [number for number in (self.depth, self.width, self.num_heads) if number is not None]
+        if self.size not in (None, *SIZES) or len(given) != (3 if self.size is None else 0):
+            raise ValueError(
+                f"needs either size ({', '.join(SIZES)}) or all of width, depth and num_heads; given are size = "
+                f"{self.size}, width = {self.width}, depth = {self.depth}, num_heads = {self.num_heads}"
+            )
+        return Size(*given) if self.size is None else SIZES[self.size]
 
 
 @dataclass(frozen=True, kw_only=True)

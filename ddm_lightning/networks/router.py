@@ -47,9 +47,8 @@ class RouterDiT(Trunk):
         text_dropout: float = 0.0,
         **params: Any,
     ) -> None:
-        for name, share in (("dropout", dropout), ("text_dropout", text_dropout)):
-            if not 0 <= share < 1:
-                raise ValueError(f"{name} = {share} must be at least 0 and below 1")
+        if not (0 <= dropout < 1 and 0 <= text_dropout < 1):
+            raise ValueError(f"dropout = {dropout} and text_dropout = {text_dropout} must be at least 0 and below 1")
         if text_dropout and condition.kind != "text":
             raise ValueError(f"text_dropout = {text_dropout} needs a text condition, not {condition.kind!r}")
         options = Architecture(**params)
@@ -83,7 +82,9 @@ class RouterDiT(Trunk):
         class_token = self.class_token.to(patches.dtype).expand(len(patches), 1, -1)
         tokens = torch.cat([class_token, patches], dim=1)
         if rotation is not None:
-            rotation = torch.cat([_identity_rotation(rotation), rotation], dim=1)
+            first = rotation[:, :1, 0]
+            still = torch.stack([torch.ones_like(first), torch.zeros_like(first)], dim=2)  # cosines 1, sines 0
+            rotation = torch.cat([still, rotation], dim=1)
         tokens = self.run(tokens, conditioning, rotation, condition)
         # A copy, because FSDP2 warns about views, which it cannot track.
         return self.final(tokens[:, :1], conditioning)[:, 0].clone()
@@ -94,8 +95,3 @@ def sample_kept(tokens: Tokens, dropout: float) -> Int[Tensor, "b kept"]:
     b, n, _ = tokens.shape
     num_kept = max(1, round(n * (1 - dropout)))
     return torch.rand(b, n, device=tokens.device).argsort(dim=1)[:, :num_kept]
-
-
-def _identity_rotation(rotation: Float[Tensor, "r n 2 half"]) -> Float[Tensor, "r 1 2 half"]:
-    """Rotation of a token without a position: cosines 1, sines 0."""
-    return torch.stack([torch.ones_like(rotation[:, :1, 0]), torch.zeros_like(rotation[:, :1, 0])], dim=2)

@@ -1,5 +1,3 @@
-from functools import partial
-
 import numpy as np
 import pytest
 import torch
@@ -97,12 +95,3 @@ def test_what_has_no_velocity_is_refused():
     x = torch.zeros(2, 1)
     with pytest.raises(ValueError, match="cluster 1 is empty"):
         oracle.velocity(x, torch.ones(2), 1)
-    for call in (oracle.velocity, oracle.cluster_posterior, partial(oracle.velocity, cluster=0)):
-        with pytest.raises(ValueError, match="needs t > 0"):
-            call(x, torch.tensor([0.5, 0.0]))
-
-
-@pytest.mark.parametrize(("labels", "message"), [([], "empty set"), ([0, 2], "0 … 1"), ([-1, 0], "0 … 1")])
-def test_a_set_that_is_not_labelled_is_refused(labels, message):
-    with pytest.raises(ValueError, match=message):
-        FiniteSetOracle(torch.zeros(len(labels), 1), torch.tensor(labels, dtype=torch.int64), 2)

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ddm_lightning.core.errors import UserError
-from ddm_lightning.networks.attention import BACKENDS, attention, check_attention, chosen_kernel, rotate, set_attention
+from ddm_lightning.networks.attention import attention, check_attention, chosen_kernel, rotate, set_attention
 from ddm_lightning.networks.blocks import SelfAttention
 from ddm_lightning.networks.embeddings import axial_rotation
 
@@ -79,12 +79,6 @@ def test_rows_may_be_rotated_differently():
     each = torch.cat([rotation, rotation.flip(1)])
     torch.testing.assert_close(rotate(x, each)[0], rotate(x, rotation)[0])
     torch.testing.assert_close(rotate(x, each)[1], rotate(x.flip(1), rotation)[1].flip(0))
-
-
-def test_unknown_backend_is_refused():
-    q = heads(0, 1, 2, 1, 4)
-    with pytest.raises(UserError, match=r"'fast'.*island\.attention.*auto, sdpa, flash, cudnn, efficient, xformers"):
-        attention(q, q, q, "fast")
 
 
 def test_xformers_on_a_cpu_names_the_remedy():
@@ -170,7 +164,7 @@ def test_the_chosen_kernel_is_named():
     assert chosen_kernel(nn.Linear(2, 2), cpu) is None
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ["auto", "sdpa", "flash", "cudnn", "efficient", "xformers"])
 def test_set_attention_reaches_every_layer(backend):
     network = nn.Sequential(SelfAttention(8, 2, False), nn.Sequential(SelfAttention(8, 2, False)), nn.Linear(8, 8))
     set_attention(network, backend)
@@ -181,13 +175,6 @@ def test_set_attention_is_obeyed():
     layer = SelfAttention(8, 2, False)
     set_attention(layer, "xformers")
     with pytest.raises(UserError, match="xformers"):
-        layer(torch.zeros(1, 3, 8))
-
-
-def test_an_unknown_backend_is_refused():
-    layer = SelfAttention(8, 2, False)
-    set_attention(layer, "fast")
-    with pytest.raises(UserError, match="unknown attention back end 'fast'"):
         layer(torch.zeros(1, 3, 8))
 
 

@@ -134,7 +134,6 @@ def test_a_pretrained_one_trains_and_its_artifact_does_not_need_the_folder(tiny_
         (PIXART, {"condition": TOKENS, "also": {"use_additional_conditions": True}}, "resolution and aspect ratio"),
         (PIXART, {"also": {"_class_name": "os.system"}}, "_class_name is 'os.system', not DiT"),
         (DIT, {"also": {"num_layers": "many"}}, "config: TypeError"),
-        (DIT, {"also": {"out_channels": 6}}, "out_channels = 6"),
     ],
 )
 def test_what_does_not_match_is_refused_in_one_line(kind, changes, problem):

@@ -59,10 +59,10 @@ def test_the_expert_of_paris_has_as_many_parameters():
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        ({"size": "S", "depth": 3}, "size = 'S' sets width, depth and num_heads: remove it or depth"),
-        ({"size": "XXL"}, "size = 'XXL' is none of S, B, L, XL"),
-        ({}, r"needs size \(S, B, L, XL\), or width, depth and num_heads; width, depth, num_heads missing"),
-        ({"width": 8, "num_heads": 2}, "; depth missing"),
+        ({"size": "S", "depth": 3}, "either size .* given are size = S, width = None, depth = 3"),
+        ({"size": "XXL"}, r"needs either size \(S, B, L, XL\) or all of .*; given are size = XXL"),
+        ({}, "or all of width, depth and num_heads"),
+        ({"width": 8, "num_heads": 2}, "or all of width, depth and num_heads; .* width = 8, depth = None"),
         ({"size": 3}, "key 'params.size': must be a string"),
     ],
 )

@@ -286,7 +286,7 @@ def test_a_batch_lies_on_the_members_path_in_training_and_validation(path):
     objective = expert(Recorder(), path=path)
     noised = noisy(objective)
     for one in (noised, held_out(objective, batch(), 0, 5)):
-        alpha, sigma = (scale[:, None, None, None] for scale in PATHS[path].scales(one.t))
+        alpha, sigma = (scale[:, None, None, None] for scale in PATHS[path].scales(one.t)[:2])
         torch.testing.assert_close(one.x_t, alpha * one.x_0 + sigma * one.noise)
     straight = noisy(expert(Recorder()))
     assert torch.equal(straight.t, noised.t) and torch.equal(straight.noise, noised.noise)
