@@ -25,7 +25,6 @@ from ddm_lightning.members.preflight import (
     check_networks,
     check_plugins,
     check_strategy,
-    check_weights,
     is_collected,
     refuse_stale,
 )
@@ -36,7 +35,7 @@ from ddm_lightning.members.status import status_table
 from ddm_lightning.shards.manifest import DataSizes, Manifest
 from ddm_lightning.training.guard import skipped_of
 from ddm_lightning.use.ensemble import DecentralizedEnsemble
-from ddm_lightning.use.saved import export_diffusers, fetched, manifest_with_about, open_run, save_ensemble
+from ddm_lightning.use.saved import export_diffusers, fetched, manifest_with_about, save_ensemble
 from ddm_lightning.use.settings import resolve
 
 
@@ -153,14 +152,14 @@ def _fit_several(members: list[str], experiment: Experiment, options: argparse.N
         return 2 if all(failure.code == 2 for failure in failures.values()) else 1
     if all(run.is_finished(member) for member in run.names):
         is_new = assemble(run)
-        grid = _grid(run, experiment)
+        grid = _grid(experiment)
         clusters = run.folder.prepared / "clusters.png"
         if grid.exists() and not is_new:
             print("all members are finished and their samples are there: nothing to do")
         else:
             from ddm_lightning.use.samples import write_samples
 
-            ensemble = DecentralizedEnsemble.of_run(run, partial=True)
+            ensemble = DecentralizedEnsemble.open(experiment, partial=True)
             write_samples(ensemble, grid, experiment.sample.prompts, show_progress=True)
         print(f"ensemble: {run.folder.ensemble}\nsamples: {grid}")
         if clusters.exists():
@@ -184,8 +183,8 @@ def _status_table(run: Run) -> Table:
     return status_table(str(run.folder.root), map(run.status, run.started))
 
 
-def _grid(run: Run, settings: Experiment) -> Path:
-    return run.folder.samples / f"{settings.sample.strategy}.png"
+def _grid(experiment: Experiment) -> Path:
+    return RunFolder.of(experiment).samples / f"{experiment.sample.strategy}.png"
 
 
 def _sample_command(experiment: Experiment, options: argparse.Namespace) -> str:
@@ -193,47 +192,36 @@ def _sample_command(experiment: Experiment, options: argparse.Namespace) -> str:
     return _command("sample", options) + {"class": " --class …", "none": ""}.get(kind, " --prompt …")
 
 
-def _print_captions(run: Run, word: str) -> None:
+def _captions(experiment: Experiment, options: argparse.Namespace) -> None:
     from ddm_lightning.prepare.prepared import Prepared
 
-    prepared = Prepared(run.folder.prepared)
+    prepared = Prepared(Run.open(experiment).folder.prepared)
     if not prepared.index_file.exists():
         raise UserError(
             f"{prepared.index_file}: is missing; search for captions on the machine that prepared the images"
         )
-    for text in sorted({text for text in prepared.texts("captions") if word.casefold() in text.casefold()}):
+    word = options.captions.casefold()
+    for text in sorted({text for text in prepared.texts("captions") if word in text.casefold()}):
         print(text)
 
 
 def _sample(experiment: Experiment, options: argparse.Namespace) -> None:
     from ddm_lightning.use.samples import check_out, write_samples
 
-    if options.captions is not None:
-        _print_captions(Run.open(experiment), options.captions)
-        return
-    run = open_run(experiment)
     given = {"--strategy": options.strategy, "--num": options.num, "--seed": options.seed}
-    source = " ".join(f"{name} {value}" for name, value in given.items() if value is not None)
-    arguments = {"strategy": options.strategy, "num_per_prompt": options.num}
-    settings = resolve(
-        experiment,
-        {key: value for key, value in arguments.items() if value is not None},
-        seed=options.seed,
-        overrides=options.overrides,
-        source=source or options.config,
-    )
-    is_own = not any((options.prompt, options.classes, options.num, options.seed is not None)) and not any(
-        text.startswith("sample.") for text in options.overrides
-    )
-    path = run.folder.samples if options.out is None else check_out(options.out)
+    source = " ".join(f"{name} {value}" for name, value in given.items() if value is not None) or options.config
+    changes = {"strategy": options.strategy, "num_per_prompt": options.num, "seed": options.seed}
+    settings = resolve(experiment, options.overrides, source, **changes)
+    own = RunFolder.of(settings).samples
+    path = own if options.out is None else check_out(options.out)
     if path.suffix != ".png":
-        # A new file, so that earlier grids stay.
+        changed = (options.prompt, options.classes, options.num, options.seed is not None)
+        is_own = not any(changed) and not any(text.startswith("sample.") for text in options.overrides)
         name = settings.sample.member or settings.sample.strategy
+        # A new file, so that earlier grids stay.
         new = (path / f"{name}-{number:03d}.png" for number in itertools.count(1))
-        is_default = is_own and path == run.folder.samples
-        path = _grid(run, settings) if is_default else next(p for p in new if not p.exists())
-    check_weights(run, _command("fit", options))
-    ensemble = DecentralizedEnsemble.of_run(run, settings, partial=True)
+        path = _grid(settings) if is_own and path == own else next(p for p in new if not p.exists())
+    ensemble = DecentralizedEnsemble.open(settings, partial=True)
     files = write_samples(
         ensemble,
         path,
@@ -253,14 +241,11 @@ def _sample(experiment: Experiment, options: argparse.Namespace) -> None:
 def _evaluate(experiment: Experiment, options: argparse.Namespace) -> None:
     check_strategy(experiment, options.config, options.overrides)
     check_devices(experiment.island.accelerator, 1)
-    run = open_run(experiment)
-    if options.images is None:
-        check_weights(run, _command("fit", options))
 
     from ddm_lightning.evaluation.evaluate import evaluate
 
     images, out = (None if path is None else Path(path).expanduser() for path in (options.images, options.out))
-    if found := evaluate(run, images, out, show_progress=True):
+    if found := evaluate(Run(experiment), images, out, show_progress=True):
         path, table = found
         Console().print(table)
         print(f"results: {path}")
@@ -322,15 +307,14 @@ def _ema(experiment: Experiment, options: argparse.Namespace) -> None:
     print(f"artifact: {run.folder.artifact(member)}")
     if run.folder.ensemble.exists() and member in run.names:
         assemble(run)
-        _grid(run, experiment).unlink(missing_ok=True)  # from other weights; fit and sample make it again
+        _grid(experiment).unlink(missing_ok=True)  # from other weights; fit and sample make it again
         print(f"ensemble: {run.folder.ensemble}\nnext: {_sample_command(experiment, options)}")
 
 
 def _export(experiment: Experiment, options: argparse.Namespace) -> None:
-    run, out = open_run(experiment), Path(options.out)
-    check_weights(run, _command("fit", options))
+    out = Path(options.out)
     write = save_ensemble if options.to == "ensemble" else export_diffusers
-    write(manifest_with_about(run.folder.root, experiment), out, options.licence)
+    write(manifest_with_about(RunFolder.of(experiment).root, experiment), out, options.licence)
     print(f"{options.to}: {out}\nmodel card: {out / 'README.md'}")
 
 
@@ -372,16 +356,16 @@ def _demo(experiment: Experiment, options: argparse.Namespace) -> None:
 
     check_strategy(experiment, options.config, options.overrides)
     with listen(options.host, options.port) as listener:  # before anything is loaded
-        run = open_run(experiment)
-        check_weights(run, _command("fit", options))
-        ensemble = DecentralizedEnsemble.of_run(run, partial=True)
-        serve(ensemble, listener, options.host, example_captions(run.folder.prepared, NUM_EXAMPLES))
+        ensemble = DecentralizedEnsemble.open(experiment, partial=True)
+        captions = example_captions(RunFolder.of(experiment).prepared, NUM_EXAMPLES)
+        serve(ensemble, listener, options.host, captions)
 
 
 def run_command(experiment: Experiment, options: argparse.Namespace) -> int:
     """Run a command of ``COMMANDS`` with as many threads as members use; more threads than idle cores slow it down."""
     configure_torch(experiment.island.accelerator, experiment.island.num_threads)
-    return COMMANDS[options.command](experiment, options) or 0
+    command = _captions if getattr(options, "captions", None) is not None else COMMANDS[options.command]
+    return command(experiment, options) or 0
 
 
 COMMANDS: Mapping[str, Callable[[Experiment, argparse.Namespace], int | None]] = {

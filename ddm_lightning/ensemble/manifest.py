@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from ddm_lightning.config.experiment import SampleConfig
 from ddm_lightning.core import checks
-from ddm_lightning.core.errors import UserError, note
+from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_write_json, inside, sha256_file
 from ddm_lightning.core.weights import check_recorded
 from ddm_lightning.members.artifact import (
@@ -30,6 +30,7 @@ _SHARED_BY_PARTITION = ("partition_sha256", "num_clusters")
 _SHARED_BY_ALL = ("x_shape", "image_encoder", "normalisation")
 # The router has its own timesteps and may be unconditional.
 _SHARED_BY_EXPERTS = ("condition", "caption_encoder", "timestep_shift")
+_REMEDY = "fit the missing members, which writes it, or fetch it again"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,29 +149,37 @@ def write_manifest(root: Path, manifest: EnsembleManifest) -> None:
     atomic_write_json(root / ENSEMBLE_FILE, document)
 
 
-def read_ensemble(path: Path, *, partial: bool = False, quiet: bool = False) -> EnsembleManifest:
+def read_document(path: Path) -> dict[str, Any]:
+    """Read an ``ensemble.json`` and check its keys, but not its artifacts.
+
+    Raises:
+        UserError: it is missing or not JSON, or has a bad key.
+    """
+    defaults = {"changed": False, "about": None}  # not in run folders
+    document = read_record(path, _CHECKS, "the ensemble's manifest", _REMEDY, defaults)
+    if (about := document["about"]) is not None:
+        if problem := checks.problem_with(about, checks.field_checks(About)):
+            raise UserError(f"{path}: in about: {problem}; {_REMEDY}")
+        checks.check(about["sample"], SampleConfig, "about.sample", str(path), references=False)
+    for entry in document["members"]:
+        if problem := checks.problem_with(entry, _ENTRY_CHECKS):
+            raise UserError(f"{path}: in members: {problem}; {_REMEDY}")
+    return document
+
+
+def read_ensemble(path: Path, *, partial: bool = False) -> EnsembleManifest:
     """Read and check an ``ensemble.json`` and the ``member.json`` of each of its artifacts.
 
     Args:
         path: the file.
-        partial: whether to leave out members whose artifacts are missing, with a note on stderr.
-        quiet: whether to leave out the note.
+        partial: whether to leave out members whose artifacts are missing.
 
     Raises:
-        UserError: it is missing or not JSON, has a bad key, or a path that leaves its folder; a ``member.json`` is bad
-            or has another hash; an expert is missing; or members do not belong together.
+        UserError: as ``read_document``; a path leaves its folder; a ``member.json`` is bad or has another hash; an
+            expert is missing; or members do not belong together.
     """
-    remedy = "fit the missing members, which writes it, or fetch it again"
-    defaults = {"changed": False, "about": None}  # not in run folders
-    document = read_record(path, _CHECKS, "the ensemble's manifest", remedy, defaults)
-    about, lost = document["about"], list[str]()
-    if about is not None:
-        if problem := checks.problem_with(about, checks.field_checks(About)):
-            raise UserError(f"{path}: in about: {problem}; {remedy}")
-        checks.check(about["sample"], SampleConfig, "about.sample", str(path), references=False)
-    for entry in document["members"]:
-        if problem := checks.problem_with(entry, _ENTRY_CHECKS):
-            raise UserError(f"{path}: in members: {problem}; {remedy}")
+    document, lost = read_document(path), list[str]()
+    about = document["about"]
     experts = [entry["member"] for entry in document["members"] if entry["member"] != ROUTER]
 
     def members() -> Iterator[tuple[str, Path, ArtifactMeta]]:
@@ -188,10 +197,7 @@ def read_ensemble(path: Path, *, partial: bool = False, quiet: bool = False) -> 
     manifest = checked(path, members(), document["priors"], order, lost)  # which fills ``lost`` as it reads
     is_other = not document["changed"] and manifest.partition_sha256 != document["partition_sha256"]
     if is_other or len(document["priors"]) != document["num_clusters"]:
-        raise UserError(f"{path}: key 'partition_sha256' or 'num_clusters' differs from its members'; {remedy}")
-    if lost and not quiet:
-        rest = ", and the weights of the other experts are renormalised" if set(lost) - {ROUTER} else ""
-        note(f"{path}: the artifact of {', '.join(lost)} is missing; samples are made without it{rest}")
+        raise UserError(f"{path}: key 'partition_sha256' or 'num_clusters' differs from its members'; {_REMEDY}")
     return replace(manifest, about=None if about is None else About(**about))
 
 

@@ -82,7 +82,7 @@ def diagnose(run: Run, strategies: Sequence[str] | None, num: int, *, show_progr
     """
     experiment = run.experiment
     names = strategies or dict.fromkeys([*STRATEGIES_SHOWN, experiment.sample.strategy])
-    chosen = {name: resolve(experiment, {"strategy": name}, source=f"--strategy {name}") for name in names}
+    chosen = {name: resolve(experiment, source=f"--strategy {name}", strategy=name) for name in names}
     device = device_of(experiment.island.accelerator)
     whole = DecentralizedEnsemble(manifest_with_about(run.folder.root, experiment), experiment, device)
     ensemble = whole.field

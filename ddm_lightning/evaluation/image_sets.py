@@ -195,7 +195,7 @@ class Generated:
 
     def __init__(self, run: Run, manifest: Manifest | None, encoder: ImageEncoder) -> None:
         experiment = run.experiment
-        self._ensemble = DecentralizedEnsemble.of_run(run)
+        self._ensemble = DecentralizedEnsemble.open(experiment)
         self._kind = experiment.condition.kind
         self.num = experiment.evaluate.num_images
         self.shape = decoded_shape(encoder, self._ensemble.meta.x_shape)

@@ -15,7 +15,7 @@ from ddm_lightning.core import registry
 from ddm_lightning.core.errors import UserError, first_line
 from ddm_lightning.members.artifact import described, read_meta
 from ddm_lightning.members.member import Member
-from ddm_lightning.members.roles import MONOLITH, ROUTER, parse_members
+from ddm_lightning.members.roles import MONOLITH, ROUTER
 from ddm_lightning.members.run import Run
 from ddm_lightning.members.run_folder import MEMBER_FILE
 from ddm_lightning.networks.blocks import has_muon_matrices
@@ -96,28 +96,6 @@ def check_networks(
         if member.train.optimizer == "muon" and not has_muon_matrices(network):
             where = blamed(source, overrides, train, key)
             raise UserError(f"{where}: key {train!r} = 'muon': {key} has no matrices in 'blocks'; set adamw")
-
-
-def check_weights(run: Run, fit: str) -> None:
-    """Check that the weights to sample from are there: of ``sample.member``, or of the ensemble.
-
-    Args:
-        run: the run.
-        fit: command that trains them, for the error line.
-
-    Raises:
-        UserError: they are not, or there is no such member.
-    """
-    member, folder = run.experiment.sample.member, run.folder
-    if member is not None:
-        if parse_members(member, run.experiment, "sample.member") != [member]:
-            raise UserError(f"sample.member={member}: name one member, such as monolith")
-        if not folder.has_artifact(member):
-            raise UserError(f"{folder.artifact(member)}: does not exist yet; run {fit} member={member}")
-    elif not folder.ensemble.exists():
-        unfinished = [name for name in run.names if not folder.has_artifact(name)]
-        why = f", because these members are not finished: {', '.join(unfinished)}" if unfinished else ""
-        raise UserError(f"{folder.ensemble}: does not exist yet{why}; run {fit}")
 
 
 def is_collected(members: Sequence[str], run: Run) -> bool:

@@ -44,14 +44,12 @@ def prompt_condition(prompts: Sequence[str], experiment: Experiment) -> Conditio
     """Encode ``prompts``; see ``text_condition``.
 
     Raises:
-        UserError: the experiment is not conditioned on text, or a prompt is empty or not UTF-8.
+        UserError: the experiment is not conditioned on text, or a prompt is empty.
     """
     if (kind := experiment.condition.kind) not in ("text", "tokens"):
         raise UserError(f"--prompt: {experiment.name} is conditioned on {kind!r}, not on text; leave --prompt out")
     if any(not prompt.strip() for prompt in prompts):
         raise UserError("--prompt: a prompt is empty; describe an image")
-    if any("\udc80" <= character <= "\udcff" for character in "".join(prompts)):  # as Python reads other bytes
-        raise UserError("--prompt: a prompt is not UTF-8; set the terminal's encoding to it")
     return text_condition(prompts, experiment)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.core.devices import check_devices, configure_cuda, device_of
-from ddm_lightning.core.errors import UserError, first_line
+from ddm_lightning.core.errors import UserError, first_line, note
 from ddm_lightning.core.registry import IMAGE_ENCODERS, require
 from ddm_lightning.ensemble.manifest import About, EnsembleManifest
 from ddm_lightning.ensemble.routing import sample
@@ -25,14 +25,13 @@ from ddm_lightning.ensemble.trace import Trace
 from ddm_lightning.ensemble.velocity import Cost, Ensemble, load_ensemble
 from ddm_lightning.flow.condition import Condition, ConditionSpec
 from ddm_lightning.members.artifact import ArtifactMeta
-from ddm_lightning.members.run import Run
+from ddm_lightning.members.roles import ROUTER, all_members, ensemble_members
+from ddm_lightning.members.run_folder import RunFolder
 from ddm_lightning.use.conditions import Row, built_encoder, row_conditions
 from ddm_lightning.use.saved import (
     experiment_of,
     fetched,
-    is_saved,
     manifest_with_about,
-    refuse_paths,
     save_ensemble,
 )
 from ddm_lightning.use.settings import load_settings, resolve
@@ -86,34 +85,40 @@ class DecentralizedEnsemble:
 
         Raises:
             UserError: a file is missing, damaged or of other data, or leads out of the folder; no such device,
-                ``resident_experts`` below 2, or as ``refuse_paths``.
+                ``resident_experts`` below 2, or an encoder's path is not allowed.
         """
-        check_devices("auto" if device is None else {"cuda": "gpu"}.get(torch.device(device).type, "cpu"), 1)
-        if resident_experts is not None and resident_experts < 2:
-            raise UserError(f"resident_experts = {resident_experts}: one computes while one loads; give at least 2")
-        folder = fetched(folder_or_url)
-        experiment = load_settings(folder, allow_paths=allow_paths)
-        manifest = manifest_with_about(folder, experiment, partial=True)
-        experiment.sample.resident_experts = resident_experts
-        refuse_paths(manifest, None if is_saved(folder) else experiment, allow_paths)
-        return cls(manifest, experiment).to(device or device_of("auto"))
+        accelerator = "auto" if device is None else {"cuda": "gpu"}.get(torch.device(device).type, "cpu")
+        overrides = [
+            "sample.member=null",
+            f"sample.resident_experts={resident_experts or 'null'}",
+            f"island.accelerator={accelerator}",
+        ]
+        ensemble = cls.open(load_settings(fetched(folder_or_url), overrides, allow_paths=allow_paths), partial=True)
+        return ensemble.to(device or ensemble.device)
 
     @classmethod
-    def of_run(cls, run: Run, settings: Experiment | None = None, *, partial: bool = False) -> DecentralizedEnsemble:
+    def open(cls, experiment: Experiment, *, partial: bool = False) -> DecentralizedEnsemble:
         """Open a run's or saved ensemble, or the run's ``sample.member``, on the device of ``island.accelerator``.
 
         Args:
-            run: the run, or the saved ensemble.
-            settings: from ``resolve``; None is the run's experiment.
+            experiment: from ``load_settings`` or ``resolve``.
             partial: whether to leave out members whose artifacts are missing, with a note on stderr.
 
         Raises:
-            UserError: a file is missing, damaged or of other data, or there is no such device.
+            UserError: members are not finished, a file is damaged or of other data, or there is no such device.
         """
-        experiment = settings or run.experiment
         check_devices(experiment.island.accelerator, 1)
-        member = experiment.sample.member
-        manifest = manifest_with_about(run.folder.root, experiment, member=member, partial=partial)
+        run, member = RunFolder.of(experiment), experiment.sample.member
+        if member not in (None, *all_members(experiment)):
+            raise UserError(f"sample.member={member}: unknown member; name one of {', '.join(all_members(experiment))}")
+        if not (path := run.sampled_from(member)).exists():
+            wanted = [member] if member else ensemble_members(experiment)
+            missing = ", ".join(name for name in wanted if not run.has_artifact(name))
+            raise UserError(f"{path}: does not exist yet, because these members are not finished: {missing}; fit them")
+        manifest = manifest_with_about(run.root, experiment, member=member, partial=partial)
+        if lost := list(manifest.lost):
+            rest = ", and the weights of the other experts are renormalised" if set(lost) - {ROUTER} else ""
+            note(f"{path}: the artifact of {', '.join(lost)} is missing; samples are made without it{rest}")
         return cls(manifest, experiment, device_of(experiment.island.accelerator))
 
     @property
@@ -272,12 +277,8 @@ class DecentralizedEnsemble:
         shown = None if classes is None else list(map(str, classes))
         if [] in (given, shown) or not all(isinstance(prompt, str) for prompt in given or ()):
             raise UserError("sample: give prompts (strings) or classes, or leave both out for the experiment's")
-        arguments = dict(settings)
-        if strategy is not None:
-            arguments["strategy"] = strategy
-        if num is not None:
-            arguments["num_per_prompt"] = num
-        chosen = self.with_settings(resolve(self.experiment, arguments, seed=seed), factors)
+        resolved = resolve(self.experiment, strategy=strategy, num_per_prompt=num, seed=seed, **settings)
+        chosen = self.with_settings(resolved, factors)
         own = chosen.experiment.sample
         rows = chosen.rows(given or ([] if shown else own.prompts), shown or [])
         return [Image.fromarray(image) for _, _, image in chosen.images(rows, own.num_per_prompt, trace=trace)]

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import io
 import re
-import shutil
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
@@ -18,8 +16,8 @@ from PIL import Image
 from torch import Tensor
 
 from ddm_lightning.core.errors import UserError
-from ddm_lightning.core.files import atomic_files, atomic_write
-from ddm_lightning.core.formatting import Bars, format_bytes
+from ddm_lightning.core.files import atomic_files
+from ddm_lightning.core.formatting import Bars
 from ddm_lightning.core.grids import heat_map, labelled_grid, save_png, scale_of
 from ddm_lightning.ensemble.trace import Key, Trace
 from ddm_lightning.use.conditions import MAX_ROWS, Row
@@ -32,8 +30,6 @@ Decode: TypeAlias = Callable[[Float[Tensor, "n c h w"]], UInt8[np.ndarray, "n h 
 MAX_TRAJECTORIES = 4
 _STRIP_COLUMNS = 10
 _GIF_FRAMES = 30
-_FRAME_MS = 100
-_LAST_FRAME_MS = 1500
 _MAX_TICKS = 8
 # Columns of the largest grid; images beyond it are written as single images only.
 MAX_COLUMNS = 32
@@ -99,12 +95,10 @@ def write_samples(
         The files of the trajectory.
 
     Raises:
-        UserError: a damaged artifact, an empty prompt, no such class, or too many images for the disk.
+        UserError: a damaged artifact, an empty prompt, or no such class.
     """
     rows = ensemble.rows(prompts, classes)
     num = ensemble.experiment.sample.num_per_prompt
-    if singles is not None:
-        _check_space(path.parent, num * len(rows))
     in_grid: dict[Key, str] = {
         (key, index): label for index in range(min(num, MAX_COLUMNS)) for label, key, _ in rows[:MAX_ROWS]
     }
@@ -136,18 +130,6 @@ def check_out(out: str) -> Path:
     if not path.parent.is_dir():
         raise UserError(f"--out {out!r}: folder {path.parent} does not exist; create it")
     return path
-
-
-def _check_space(folder: Path, num: int) -> None:
-    """Refuse images that would not fit on the disk at 4 kB each; ``folder`` need not exist."""
-    place = next(one for one in (folder.resolve(), *folder.resolve().parents) if one.exists())
-    free = shutil.disk_usage(place).free
-    least = 4096 * num
-    if least > free:
-        raise UserError(
-            f"{place}: {num:,} images take at least {format_bytes(least)}, and {format_bytes(free)} is free; "
-            "lower --num, or give another disk with --out"
-        )
 
 
 def write_trajectory(
@@ -198,12 +180,8 @@ def write_trajectory(
             labelled_grid([("x_t", columns[::2]), ("estimate of x_0", columns[1::2])], scale, heading, footer)
             for heading, columns in zip(headings, map(list, zip(*images, strict=True)), strict=True)
         ]
-        durations = [*[_FRAME_MS] * (len(frames) - 1), _LAST_FRAME_MS]
-        save = partial(
-            frames[0].save, format="GIF", save_all=True, append_images=frames[1:], duration=durations, loop=0
-        )
         files["animation"] = path.with_suffix(".gif")
-        atomic_write(files["animation"], save)
+        frames[0].save(files["animation"], save_all=True, append_images=frames[1:], duration=100, loop=0)
     return files
 
 

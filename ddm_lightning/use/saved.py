@@ -7,7 +7,6 @@ import json
 import re
 import shutil
 import tempfile
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -17,12 +16,18 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from ddm_lightning.config.experiment import Experiment, PluginConfig, SampleConfig
 from ddm_lightning.core import remote
 from ddm_lightning.core.errors import DOWNLOADS, UserError, first_line
-from ddm_lightning.core.files import atomic_folder, atomic_write_text, inside, read_json
+from ddm_lightning.core.files import atomic_folder, atomic_write_text, inside
 from ddm_lightning.core.weights import check_recorded
-from ddm_lightning.ensemble.manifest import About, EnsembleManifest, read_ensemble, single, write_manifest
+from ddm_lightning.ensemble.manifest import (
+    About,
+    EnsembleManifest,
+    read_document,
+    read_ensemble,
+    single,
+    write_manifest,
+)
 from ddm_lightning.members.artifact import REMEDY, WEIGHTS_FILE
 from ddm_lightning.members.roles import condition_spec
-from ddm_lightning.members.run import Run
 from ddm_lightning.members.run_folder import ENSEMBLE_FILE, MEMBER_FILE, RunFolder, load_run
 from ddm_lightning.shards.manifest import Manifest, manifest_path
 
@@ -44,70 +49,38 @@ def fetched(address: str | Path) -> Path:
     Raises:
         UserError: the URL cannot be read, the folder does not exist, or a path leaves it.
     """
-    url = str(address)
+    url = str(address).rstrip("/")
     if not remote.is_url(url):
-        if not (local := Path(url).expanduser()).is_dir():
+        if not (local := Path(address).expanduser()).is_dir():
             raise UserError(
                 f"{url}: is not a folder here; give one, or a URL (on the Hugging Face hub: hf://owner/name)"
             )
         return local
-    folder = Path(tempfile.mkdtemp(prefix="ddm_lightning-")).resolve()
-    DOWNLOADS[str(folder)] = url.rstrip("/")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    run = RunFolder(Path(tempfile.mkdtemp(prefix="ddm_lightning-")).resolve())
+    DOWNLOADS[str(run.root)] = url
+    atexit.register(shutil.rmtree, run.root, ignore_errors=True)
 
-    def fetch(relative: str) -> bool:
-        with suppress(FileNotFoundError):
-            remote.get(f"{url.rstrip('/')}/{relative}", folder / relative)
-            return True
-        return False
+    def fetch(*paths: Path) -> None:
+        """Fetch files, unless they do not exist."""
+        for path in paths:
+            with suppress(FileNotFoundError):
+                remote.get(f"{url}/{path.relative_to(run.root).as_posix()}", path)
 
     try:
-        if not fetch(ENSEMBLE_FILE):
-            raise UserError(f"{url}: holds no {ENSEMBLE_FILE}; give the folder of a run or of a saved ensemble")
-        _fetch_members(folder, fetch)
+        fetch(run.ensemble)
+        document = read_document(run.ensemble)
+        for relative in {entry["path"] for entry in document["members"]}:
+            folder = inside(run.root, relative, run.ensemble)
+            fetch(folder / MEMBER_FILE, folder / WEIGHTS_FILE)
+        if document["about"] is None:
+            fetch(run.experiment, manifest_path(run.root))
     except OSError as error:
         raise UserError(f"{url}: cannot be read: {first_line(error)}; fix the address or the access") from error
-    return folder
-
-
-def _fetch_members(folder: Path, fetch: Callable[[str], bool]) -> None:
-    path = folder / ENSEMBLE_FILE
-    document = read_json(path, "the ensemble's manifest", "fetch it again")
-    # ``read_ensemble`` refuses any other form.
-    members = document.get("members") if isinstance(document, dict) else None
-    entries = [entry for entry in members if isinstance(entry, dict)] if isinstance(members, list) else []
-    for relative in {entry["path"] for entry in entries if isinstance(entry.get("path"), str)}:
-        inner = inside(folder, relative, path).relative_to(folder.resolve()).as_posix()
-        if fetch(f"{inner}/{MEMBER_FILE}"):
-            fetch(f"{inner}/{WEIGHTS_FILE}")
-    if isinstance(document, dict) and not document.get("about"):
-        for needed in (RunFolder(folder).experiment, manifest_path(folder)):
-            fetch(needed.relative_to(folder).as_posix())
-
-
-def is_saved(folder: Path) -> bool:
-    """Whether to use ``folder`` as a saved ensemble: it holds no run, or is a download."""
-    run = RunFolder(folder)
-    return run.ensemble.exists() and (str(folder) in DOWNLOADS or not run.experiment.exists())
-
-
-def open_run(experiment: Experiment) -> Run:
-    """Open the run folder or saved ensemble of an experiment from ``load_settings``.
-
-    Raises:
-        UserError: as ``Run.open``.
-    """
-    run = Run(experiment)
-    return run if is_saved(run.folder.root) else Run.open(experiment)
+    return run.root
 
 
 def manifest_with_about(
-    folder: Path,
-    experiment: Experiment | None = None,
-    *,
-    member: str | None = None,
-    partial: bool = False,
-    quiet: bool = False,
+    folder: Path, experiment: Experiment | None = None, *, member: str | None = None, partial: bool = False
 ) -> EnsembleManifest:
     """Read the manifest of a run's or a saved ensemble, and fill in ``about``.
 
@@ -115,7 +88,7 @@ def manifest_with_about(
         folder: holds ``ensemble.json``.
         experiment: gives the defaults of sampling; None is the recorded one.
         member: of a run, one member alone instead of the ensemble.
-        partial, quiet: as in ``read_ensemble``.
+        partial: as in ``read_ensemble``.
 
     Returns:
         The manifest, ``about`` included.
@@ -124,10 +97,7 @@ def manifest_with_about(
         UserError: a file is missing, damaged or of other data.
     """
     run = RunFolder(folder)
-    if member is not None:
-        ensemble = single(run.artifact(member))
-    else:
-        ensemble = read_ensemble(run.ensemble, partial=partial, quiet=quiet)
+    ensemble = single(run.artifact(member)) if member else read_ensemble(run.ensemble, partial=partial)
     about, meta = ensemble.about, ensemble.meta
     if about is None:
         experiment, prepared = experiment or load_run(run.experiment), Manifest.read(folder)
@@ -168,22 +138,16 @@ def experiment_of(manifest: EnsembleManifest) -> Experiment:
     return experiment
 
 
-def refuse_paths(manifest: EnsembleManifest, experiment: Experiment | None, allow_paths: bool) -> None:
-    """Refuse encoders that load a local path or hub model that only the artifacts name.
-
-    Args:
-        manifest: the ensemble, perhaps a stranger's.
-        experiment: the user's own, whose encoders are allowed.
-        allow_paths: whether the user allows every encoder.
+def refuse_paths(manifest: EnsembleManifest) -> None:
+    """Refuse encoders that load a local path or hub model that the artifacts, perhaps a stranger's, name.
 
     Raises:
         UserError: an encoder's params name a path or a model of the hub.
     """
     name, meta = next(iter(manifest.metas.items()))
-    own = [] if experiment is None else [experiment.prepare.image_encoder, experiment.prepare.caption_encoder]
     for encoder in filter(None, (meta.image_encoder, meta.caption_encoder)):
         params = json.dumps(encoder["params"], ensure_ascii=False)
-        if not allow_paths and PluginConfig(**encoder) not in own and re.search(r'[/\\]|"path":', params):
+        if re.search(r'[/\\]|"path":', params):
             problem = f"the encoder {encoder['name']!r} would load what {params} names"
             place = manifest.folders[name] / MEMBER_FILE
             raise UserError(f"{place}: {problem}; if you trust the author, add --allow-paths or allow_paths=True")

@@ -5,7 +5,7 @@ Modules that need torch are imported where they are used, so that a bad file is 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -16,38 +16,41 @@ from ddm_lightning.config.experiment import Experiment, SampleConfig
 from ddm_lightning.config.load import read_override
 from ddm_lightning.config.merge import merge
 from ddm_lightning.config.validate import check_experiment
-from ddm_lightning.core import checks
+from ddm_lightning.core import checks, remote
 from ddm_lightning.core.errors import DOWNLOADS, UserError
-from ddm_lightning.members.run_folder import RunFolder, load_run
+from ddm_lightning.members.run_folder import RunFolder, load_run, refuse_changed
 
 # Sections that may be overridden for a saved ensemble.
 _FREE = ("island", "sample", "evaluate")
 
 
 def load_settings(place: str | Path, overrides: Sequence[str] = (), *, allow_paths: bool = False) -> Experiment:
-    """Load the experiment of a file, a run folder, a saved ensemble, or a URL of one of the last two.
+    """Load the experiment of a file, a run folder, a saved ensemble, or a URL of one of the last two, for sampling.
 
     A URL is downloaded. For a saved ensemble, or a run at a URL, the experiment holds only what sampling needs.
 
     Args:
         place: where it is.
         overrides: ``key=value`` pairs.
-        allow_paths: as in ``refuse_paths``.
+        allow_paths: whether to skip ``refuse_paths``.
 
     Raises:
-        UserError: as ``load_run`` or ``fetched``; or, for a saved ensemble, a key outside of ``island``, ``sample`` and
-            ``evaluate``, ``sample.member``, or as ``refuse_paths``.
+        UserError: as ``load_run``, ``refuse_changed`` or ``fetched``; or, for a saved ensemble, a key outside of
+            ``island``, ``sample`` and ``evaluate``, ``sample.member``, or as ``refuse_paths``.
     """
-    is_file = "://" not in str(place) and not Path(place).is_dir()
+    is_file = not remote.is_url(place) and not Path(place).is_dir()
     record = RunFolder(Path(place)).experiment
     if is_file or (record.exists() and str(place) not in DOWNLOADS):
-        return load_run(place if is_file else record, overrides)
+        experiment = load_run(place if is_file else record, overrides)
+        refuse_changed(experiment)
+        return experiment
 
     from ddm_lightning.use.saved import experiment_of, fetched, manifest_with_about, refuse_paths
 
     folder = fetched(place)
-    manifest = manifest_with_about(folder, partial=True, quiet=True)
-    refuse_paths(manifest, None, allow_paths)
+    manifest = manifest_with_about(folder, partial=True)
+    if not allow_paths:
+        refuse_paths(manifest)
     experiment = experiment_of(manifest)
     experiment.run_dir = str(folder)
     for text in overrides:
@@ -66,12 +69,7 @@ def load_settings(place: str | Path, overrides: Sequence[str] = (), *, allow_pat
 
 
 def resolve(
-    experiment: Experiment,
-    arguments: Mapping[str, Any],
-    *,
-    seed: int | None = None,
-    overrides: Sequence[str] = (),
-    source: str = "sample",
+    experiment: Experiment, overrides: Sequence[str] = (), source: str = "sample", **arguments: Any
 ) -> Experiment:
     """Give an experiment the arguments of one call, and check its settings of sampling.
 
@@ -80,10 +78,9 @@ def resolve(
 
     Args:
         experiment: from ``load_settings``, overrides included.
-        arguments: keys of the section ``sample``.
-        seed: seed of the noise; None is the experiment's.
         overrides: those of the experiment.
         source: begins error lines.
+        arguments: ``seed`` and keys of the section ``sample``; None is the experiment's.
 
     Returns:
         A changed copy.
@@ -94,18 +91,19 @@ def resolve(
     from ddm_lightning.ensemble.routing import with_strategy
     from ddm_lightning.members.preflight import check_strategy
 
+    arguments = {key: value for key, value in arguments.items() if value is not None}
+    seed, before = arguments.pop("seed", experiment.seed), experiment.sample
     known = [field.name for field in fields(SampleConfig) if field.name != "member"]
-    if unknown := set(arguments) - set(known):
+    if unknown := arguments.keys() - known:
         raise UserError(f"{source}: no setting {min(unknown)!r}; known: {', '.join(known)}")
-    before = experiment.sample
     sample = replace(before, **arguments)
     given = {text.partition("=")[0] for text in overrides} | {f"sample.{key}" for key in arguments}
     if sample.strategy != before.strategy and "strategy_params" not in arguments:
         params = before.strategy_params.items()
         sample.strategy_params = {key: value for key, value in params if f"sample.strategy_params.{key}" in given}
-    if "solver" in arguments and sample.solver != before.solver and "solver_params" not in arguments:
+    if sample.solver != before.solver and "solver_params" not in arguments:
         sample.solver_params = {}
-    resolved = replace(experiment, sample=sample, seed=experiment.seed if seed is None else seed)
+    resolved = replace(experiment, sample=sample, seed=seed)
     check_experiment(resolved, source, overrides, sampling_only=True)
     if "strategy" in arguments and "sample.solver" not in given:
         resolved.sample = with_strategy(sample, sample.strategy, sample.strategy_params)

@@ -309,7 +309,7 @@ def test_one_member_alone_is_what_the_oracle_of_its_cluster_samples(
         sampled(capsys, *few, tmp_path / f"{name}.png", *(more or [f"sample.member={name}"]))
         images.append([path.read_bytes() for path in sorted((tmp_path / name).iterdir())])
     assert images[0] == images[1] and len(images[0]) == 2
-    refusals = {"expert-9": "unknown member", "all": "name one member", "monolith": "does not exist yet"}
+    refusals = {"expert-9": "unknown member", "all": "unknown member", "monolith": "does not exist yet"}
     for member, words in refusals.items():
         assert main(["sample", *settings(run), f"sample.member={member}"]) == 2
         assert words in capsys.readouterr().err

@@ -106,7 +106,7 @@ def test_a_url_takes_no_results(places, capsys):
         line = refused(capsys, command, "-c", places["run's URL"])
         assert line == places["run's URL"] + ": a URL cannot hold results; add --out FOLDER"
     line = refused(capsys, "sample", "-c", "memory://none", "--out", "x.png")
-    assert line.startswith("memory://none: holds no ensemble.json")
+    assert line.startswith("memory://none/ensemble.json: the ensemble's manifest is missing")
 
 
 @pytest.mark.parametrize("command", ["sample", "evaluate"])

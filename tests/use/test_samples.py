@@ -21,8 +21,6 @@ from ddm_lightning.cli.parser import main
 from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.config.load import load_experiment
 from ddm_lightning.core.errors import UserError
-from ddm_lightning.members.run import Run
-from ddm_lightning.members.run_folder import RunFolder
 from ddm_lightning.shards.manifest import Manifest
 from ddm_lightning.use import ensemble, samples
 from ddm_lightning.use.conditions import prompt_condition, row_conditions
@@ -85,9 +83,8 @@ def test_it_samples_on_the_islands_device(monkeypatch: pytest.MonkeyPatch, finis
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     for there, accelerator, device in ((True, "auto", "cuda"), (False, "auto", "cpu"), (True, "cpu", "cpu")):
         monkeypatch.setattr(torch.cuda, "is_available", lambda there=there: there)
-        experiment = load_experiment(TINY, [f"island.accelerator={accelerator}"])
-        run = Run(experiment, RunFolder(finished_run))
-        assert DecentralizedEnsemble.of_run(run).device.type == device
+        experiment = load_experiment(TINY, [f"island.accelerator={accelerator}", f"run_dir={finished_run}"])
+        assert DecentralizedEnsemble.open(experiment).device.type == device
 
 
 @pytest.mark.parametrize("strategy", ["top-1", "bayes"])

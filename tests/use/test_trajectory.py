@@ -75,10 +75,8 @@ def test_the_strip_leads_from_noise_to_the_image(tmp_path: Path) -> None:
 
 def test_the_gif_holds_the_finished_image(tmp_path: Path) -> None:
     with Image.open(drawn(tmp_path / "grid.png", gif=True)["animation"]) as gif:
-        frames = [(frame.info["duration"], frame.convert("L")) for frame in ImageSequence.Iterator(gif)]
-        assert len(frames) == 30 and gif.info["loop"] == 0
-    assert frames[-1][0] == 1500 and {duration for duration, _ in frames[:-1]} == {100}
-    dark = [(np.asarray(frame) < 5).sum() for _, frame in frames]
+        dark = [(np.asarray(frame.convert("L")) < 5).sum() for frame in ImageSequence.Iterator(gif)]
+        assert len(dark) == 30 and gif.info["loop"] == 0
     assert dark[0] - dark[-1] >= 2 * 72 * 72
 
 
