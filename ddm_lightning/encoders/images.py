@@ -29,8 +29,8 @@ _CONFIG: dict[str, Check] = {
     "latents_mean": optional(list_of(_NUMBER)),
     "latents_std": optional(list_of(POSITIVE)),
 }
-# Diffusers' defaults for keys that old files lack.
-_DEFAULTS = {"scaling_factor": 0.18215, "shift_factor": None, "latents_mean": None, "latents_std": None}
+# Diffusers' default for a key that old files lack.
+_DEFAULTS = {"scaling_factor": 0.18215}
 
 
 @IMAGE_ENCODERS.register("pixels")
@@ -109,14 +109,8 @@ class DiffusersVAE(Pretrained):
         self.dtype = dtype
         self._networks = dict[torch.dtype, Any]()
         super().__init__(path, **params)
-        config = {**_DEFAULTS, **{key: value for key, value in self.config.items() if key in _CONFIG}}
-        mean, std = config["latents_mean"], config["latents_std"]
-        shift = config["shift_factor"]
-        problem = problem_with(config, _CONFIG)
-        is_listed = problem is None and (mean is not None or std is not None)
-        if is_listed and (shift or not len(mean or ()) == len(std or ()) == config["latent_channels"]):
-            problem = "latents_mean and latents_std need one number per channel, and no shift_factor"
-        if problem is not None:
+        config = {key: self.config.get(key, _DEFAULTS.get(key)) for key in _CONFIG}
+        if problem := problem_with(config, _CONFIG):
             raise UserError(
                 f"{self.folder / 'config.json'}: {problem}; use an image autoencoder with its pipeline's config.json"
             )
@@ -124,10 +118,10 @@ class DiffusersVAE(Pretrained):
             raise ValueError("compute_dtype = 'float16' overflows: the model's config.json says force_upcast")
         self.num_channels = config["latent_channels"]
         self.factor = 2 ** (len(config["block_out_channels"]) - 1)
-        scale = float(config["scaling_factor"])
-        self.normalisation: dict[str, float | list[float]] = {"scale": scale, "shift": shift or 0.0}
-        if is_listed:
-            self.normalisation = {"scale": [scale / value for value in std], "shift": [float(value) for value in mean]}
+        scale, mean, std = float(config["scaling_factor"]), config["latents_mean"], config["latents_std"]
+        self.normalisation: dict[str, float | list[float]] = {"scale": scale, "shift": config["shift_factor"] or 0.0}
+        if mean and std:
+            self.normalisation = {"scale": [scale / value for value in std], "shift": list(map(float, mean))}
 
     def x_shape(self, image_size: int) -> tuple[int, int, int]:
         """Return channels, height and width of ``x_0`` for square images of ``image_size`` pixels.
@@ -181,18 +175,13 @@ class DiffusersVAE(Pretrained):
         """Decode to images, rounded to the nearest pixel value; on the CPU if the machine lacks the device."""
         device, dtype = self._device_or_cpu(), self.compute_dtype or torch.float32
         network = self._network(device, dtype)
-        n, _, height, width = x_0.shape
-        out = np.empty((n, height * self.factor, width * self.factor, 3), np.uint8)
         scale, shift = (
             torch.as_tensor(self.normalisation[key], dtype=torch.float32, device=device).view(1, -1, 1, 1)
             for key in ("scale", "shift")
         )
-        batch_size = _batch_size(height * width * self.factor**2, device)
-        for start in range(0, n, batch_size):
-            latents = x_0[start : start + batch_size].detach().to(device).float() / scale + shift
-            pixels = network.decode(latents.to(dtype)).sample.float()
-            out[start : start + batch_size] = _as_images((pixels + 1) * 127.5)
-        return out
+        latents = (x_0.detach().to(device).float() / scale + shift).to(dtype)
+        batches = latents.split(_batch_size(x_0.shape[2] * x_0.shape[3] * self.factor**2, device))
+        return np.concatenate([_as_images((network.decode(batch).sample.float() + 1) * 127.5) for batch in batches])
 
 
 def _as_images(pixels: Float[Tensor, "n 3 h w"]) -> UInt8[np.ndarray, "n h w 3"]:

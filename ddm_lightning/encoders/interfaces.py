@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import cache
 from math import prod
 from typing import Protocol, runtime_checkable
 
@@ -77,15 +78,11 @@ class StoredForm:
 
     def __init__(self, stores: str, normalisation: Mapping[str, float | list[float]]) -> None:
         self.stores = stores
-        self._scale, self._shift = (
-            torch.tensor(normalisation[name], dtype=torch.float64).reshape(-1, 1, 1) for name in ("scale", "shift")
-        )
-        # Cached by device and type: a new tensor at each step would synchronise with the device.
-        self._placed: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
+        self._scale, self._shift = (tuple(np.ravel(normalisation[name]).tolist()) for name in ("scale", "shift"))
 
     def mean(self, stored: Shaped[Tensor, "b s h w"], dtype: torch.dtype = torch.float32) -> Float[Tensor, "b c h w"]:
         """Return ``x_0`` or its mean."""
-        scale, shift = self._units(stored.device, dtype)
+        shift, scale = (_per_channel(values, stored.device, dtype) for values in (self._shift, self._scale))
         if self.stores == "posterior":
             stored = stored[:, : stored.shape[1] // 2]
         return (stored.to(dtype) - shift) * scale
@@ -96,7 +93,7 @@ class StoredForm:
         """Return the standard deviation of ``x_0``; None if ``x_0`` itself is stored."""
         if self.stores != "posterior":
             return None
-        scale, _ = self._units(stored.device, dtype)
+        scale = _per_channel(self._scale, stored.device, dtype)
         return stored[:, stored.shape[1] // 2 :].to(dtype) * scale.abs()
 
     def sample(self, stored: Shaped[Tensor, "b s h w"], generator: torch.Generator) -> Float[Tensor, "b c h w"]:
@@ -106,11 +103,11 @@ class StoredForm:
             return mean
         return mean + std * torch.randn(mean.shape, generator=generator, device=mean.device)
 
-    def _units(self, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        place = (device, dtype)
-        if place not in self._placed:
-            self._placed[place] = (self._scale.to(device, dtype), self._shift.to(device, dtype))
-        return self._placed[place]
+
+@cache
+def _per_channel(values: tuple[float, ...], device: torch.device, dtype: torch.dtype) -> Float[Tensor, "c 1 1"]:
+    """``values`` as a tensor; cached, because a new one at each step would synchronise with the device."""
+    return torch.tensor(values, dtype=dtype).reshape(-1, 1, 1).to(device)
 
 
 @runtime_checkable

@@ -93,10 +93,9 @@ class Pretrained:
         except RuntimeError:
             raise ValueError(f"device = {given.device!r} must be cpu, cuda, cuda:1 or the like") from None
         require(self.place, *self.packages, extra=EXTRA)
-        endings = (".safetensors", ".safetensors.index.json", "-*-of-*.safetensors")
-        names = ["config.json", *(self.stem + ending for ending in endings)]
         self._path, self._revision = path, given.revision
-        self.folder = self._find(given.subfolder, names, self._read)
+        endings = (".safetensors", ".safetensors.index.json", "-*-of-*.safetensors")
+        self.folder = self._find(given.subfolder, ["config.json", *(self.stem + end for end in endings)], self._read)
         kind = self.config.get(self.kind_key)
         if str(kind) not in self.kinds:
             raise UserError(
@@ -129,11 +128,10 @@ class Pretrained:
             names: files to download from that folder; ``*`` is a wildcard.
             check: raises ``UserError`` when files are missing.
         """
-        path, local = self._path, Path(self._path).expanduser()
-        on_hub = not local.exists() and _HUB_NAME.fullmatch(path) is not None
+        local = Path(self._path).expanduser()
+        on_hub = not local.exists() and _HUB_NAME.fullmatch(self._path) is not None
         if not on_hub and not local.is_dir():
-            problem = "is a file, not a folder" if local.exists() else "is missing"
-            raise UserError(f"{path}: {problem}, needed by {self.place}; set its parameter 'path'")
+            raise UserError(f"{self._path}: is no folder, needed by {self.place}; set its parameter 'path'")
         for only_cached in (True, False) if on_hub else (False,):
             with suppress(UserError) if only_cached else nullcontext():
                 root = self._snapshot(subfolder, names, only_cached) if on_hub else local
@@ -146,24 +144,25 @@ class Pretrained:
         from huggingface_hub import errors, snapshot_download
 
         prefix, name = f"{subfolder.strip('/')}/" if subfolder else "", self._path
-        patterns = {
-            "allow_patterns": [prefix + pattern for pattern in names],
-            "ignore_patterns": [f"{prefix}*/*"],  # because "*" stands for slashes too
-        }
         try:
-            return Path(snapshot_download(name, revision=self._revision, local_files_only=only_cached, **patterns))
+            found = snapshot_download(
+                name,
+                revision=self._revision,
+                local_files_only=only_cached,
+                allow_patterns=[prefix + pattern for pattern in names],
+                ignore_patterns=[f"{prefix}*/*"],  # because "*" stands for slashes too
+            )
         except (OSError, errors.HFValidationError) as error:
             raise UserError(
                 f"{name}: is not a folder, not in the hub's cache, and cannot be downloaded "
                 f"({first_line(error.__cause__ or error)}), needed by {self.place}; "
                 f"set its parameter 'path' to a folder, or download it with a network: hf download {name}"
             ) from None
+        return Path(found)
 
     def _read(self, folder: Path) -> None:
-        path = folder / "config.json"
-        self.config = read_json(path, "the model's configuration", "set 'path' to a model's folder", link=True)
-        if not isinstance(self.config, dict):
-            raise UserError(f"{path}: is no JSON object; {_REMEDY}")
+        remedy = "set 'path' to a model's folder"
+        self.config = read_json(folder / "config.json", "the model's configuration", remedy, link=True)
         self.weights = _weight_files(folder, self.stem)
         self.shapes = {
             key: tuple(weight.shape)
@@ -211,15 +210,12 @@ def _weight_files(folder: Path, stem: str) -> list[Path]:
     if not paths[0].is_file() and (parts := sorted(folder.glob(f"{stem}-*-of-?????.safetensors"))):
         num_parts = int(parts[0].stem[-5:])
         paths = [folder / f"{stem}-{number:05}-of-{num_parts:05}.safetensors" for number in range(1, num_parts + 1)]
-    missing = next((path for path in paths if not path.is_file()), None)
-    pickled = sorted(folder.glob("*.bin"))
-    if missing and pickled:
-        raise UserError(
-            f"{pickled[0]}: pickled weights, which can run code, were not loaded; "
-            f"use a version of the model with {missing.name}, or save_pretrained(safe_serialization=True)"
-        )
-    if missing:
-        raise UserError(f"{missing}: the weights are missing; {_REMEDY}")
+    for path in paths:
+        if not path.is_file():
+            raise UserError(
+                f"{path}: the weights are missing (pickled ones in *.bin are not loaded, because they can run code); "
+                f"{_REMEDY}, in a version with safetensors or by save_pretrained(safe_serialization=True)"
+            )
     return paths
 
 

@@ -31,5 +31,5 @@ def test_agrees_with_torchmetrics_and_needs_no_real_images(tmp_path):
 
 
 def test_a_missing_model_is_one_line(tmp_path):
-    with pytest.raises(UserError, match=r"gone: is missing, needed by metric 'clip-score'; set its parameter 'path'"):
+    with pytest.raises(UserError, match=r"gone: is no folder, needed by metric 'clip-score'; set its parameter 'path'"):
         METRICS.build("clip-score", {"path": str(tmp_path / "gone")})
