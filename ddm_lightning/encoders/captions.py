@@ -227,8 +227,14 @@ class _TextModel(Pretrained):
         return states.float(), vectors * self.size**0.5
 
     @torch.inference_mode()
-    def _fill(self, out: Mapping[str, np.ndarray], captions: Sequence[str], device: torch.device) -> None:
-        """Fill the columns in ``out``, batch by batch; ``text`` and ``text_tokens`` need the network."""
+    def _encoded(
+        self, captions: Sequence[str], columns: Mapping[str, tuple[Any, tuple[int, ...]]], device: torch.device
+    ) -> dict[str, np.ndarray]:
+        """Encode captions, batch by batch, to columns (name -> type and shape of a row).
+
+        ``text`` and ``text_tokens`` need the network.
+        """
+        out = {name: np.zeros((len(captions), *shape), dtype) for name, (dtype, shape) in columns.items()}
         at_once = _CAPTIONS_AT_ONCE.get(device.type, _CAPTIONS_AT_ONCE["cuda"])
         for start in range(0, len(captions), at_once):
             rows = slice(start, start + at_once)
@@ -241,6 +247,7 @@ class _TextModel(Pretrained):
                 region = (rows, *map(slice, found[name].shape[1:]))
                 with np.errstate(over="ignore"):  # prepare refuses infinite numbers
                     column[region] = found[name].cpu().numpy()
+        return out
 
     def encode(self, captions: Sequence[str]) -> dict[str, np.ndarray]:
         """Encode captions to one row per column and caption.
@@ -248,38 +255,28 @@ class _TextModel(Pretrained):
         Raises:
             UserError: the weights do not load, or the device is missing.
         """
-        kinds = {name: parse_encoding(encoding) for name, encoding in self.columns.items()}
-        out = {name: np.zeros((len(captions), *shape), dtype) for name, (dtype, shape) in kinds.items()}
-        if self.store != "ids":
-            self._require_device()
-        self._fill(out, captions, self.device)
-        return out
+        columns = {name: parse_encoding(encoding) for name, encoding in self.columns.items()}
+        return self._encoded(captions, columns, self.device if self.store == "ids" else self._found_device())
 
     def vectors(self, captions: Sequence[str]) -> Float[np.ndarray, "n size"]:
         """Encode captions to vectors, float32; on the CPU if the machine lacks the device."""
-        out = np.zeros((len(captions), self.size), np.float32)
-        self._fill({"text": out}, captions, self._device_or_cpu())
-        return out
+        return self._encoded(captions, {"text": (np.float32, (self.size,))}, self._found_device(or_cpu=True))["text"]
 
     def tokens(self, captions: Sequence[str]) -> Float[np.ndarray, "n m width"]:
         """Encode captions to their tokens' states, float32, zero after the end; on the CPU without the device."""
-        out = np.zeros((len(captions), self.max_tokens, self.width), np.float32)
-        self._fill({"text_tokens": out}, captions, self._device_or_cpu())
-        return out
+        columns = {"text_tokens": (np.float32, (self.max_tokens, self.width))}
+        return self._encoded(captions, columns, self._found_device(or_cpu=True))["text_tokens"]
 
     @torch.no_grad()
     def tokens_of_stored(self, stored: Mapping[str, Tensor]) -> Float[Tensor, "n m width"]:
         """Turn stored columns into states, float32, on their device; stored ids move the model there."""
-        if "text_tokens" in stored:
-            return stored["text_tokens"].float()
-        return self._run(stored["text_ids"], stored["text_length"])[0]
+        is_stored = "text_tokens" in stored
+        return stored["text_tokens"].float() if is_stored else self._run(stored["text_ids"], stored["text_length"])[0]
 
     @torch.no_grad()
     def vectors_of_stored(self, stored: Mapping[str, Tensor]) -> Float[Tensor, "n size"]:
         """Turn stored columns into vectors, float32, on their device; stored ids move the model there."""
-        if "text" in stored:
-            return stored["text"].float()
-        return self._run(stored["text_ids"], stored["text_length"])[1]
+        return stored["text"].float() if "text" in stored else self._run(stored["text_ids"], stored["text_length"])[1]
 
 
 @CAPTION_ENCODERS.register("clip-text")

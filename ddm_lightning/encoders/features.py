@@ -63,10 +63,9 @@ class _ImageModel(Pretrained):
         Raises:
             UserError: the weights do not load, or the device is missing.
         """
-        self._require_device()
-        network, dtype = self._network, self.dtype_on(self.device)
-        size = (self.resolution or network.config.image_size,) * 2
-        mean, std = (torch.tensor(values, device=self.device).view(1, 3, 1, 1) for values in (self.mean, self.std))
+        device, network = self._found_device(), self._network
+        size, dtype = (self.resolution or network.config.image_size,) * 2, self.dtype_on(device)
+        mean, std = (torch.tensor(values, device=device).view(1, 3, 1, 1) for values in (self.mean, self.std))
 
         def encode(pixels: Tensor) -> Tensor:
             pixels = pixels / 255
@@ -74,7 +73,7 @@ class _ImageModel(Pretrained):
                 pixels = functional.interpolate(pixels, size, mode="bicubic", antialias=True, align_corners=False)
             return network(pixel_values=((pixels.clamp(0, 1) - mean) / std).to(dtype))[self.output]
 
-        return encode_in_batches(images, encode, (self.size,), self.device)
+        return encode_in_batches(images, encode, (self.size,), device)
 
 
 @FEATURES.register("dinov2")
@@ -180,8 +179,6 @@ class PooledPixels(NoWeights):
     """Mean colours on a ``grid`` × ``grid`` grid, from 0 to 1; for tests and synthetic data."""
 
     def __init__(self, grid: int = 4) -> None:
-        if grid < 1:
-            raise ValueError("grid must be at least 1")
         self.grid, self.size = grid, 3 * grid * grid
 
     def encode(self, images: UInt8[np.ndarray, "n h w 3"]) -> Float[np.ndarray, "n size"]:
@@ -212,15 +209,13 @@ class RandomConvolutions(NoWeights):
     size = 2 * sum(_CHANNELS[1:])
 
     def __init__(self, resolution: int = 32) -> None:
-        if resolution < 8:
-            raise ValueError("resolution must be at least 8")
         self.resolution = resolution
         generator = keyed_generator(0, "random-convolutions")
-        self._kernels = []
-        for inputs, outputs in zip(self._CHANNELS, self._CHANNELS[1:], strict=False):
-            # Uniform numbers, because normal ones depend on the processor's logarithm; He's variance, 2 / fan-in.
-            uniform = torch.rand(outputs, inputs, 3, 3, generator=generator) * 2 - 1
-            self._kernels.append(uniform * (6 / (9 * inputs)) ** 0.5)
+        # Uniform numbers, because normal ones depend on the processor's logarithm; He's variance, 2 / fan-in.
+        self._kernels = [
+            (torch.rand(outputs, inputs, 3, 3, generator=generator) * 2 - 1) * (6 / (9 * inputs)) ** 0.5
+            for inputs, outputs in zip(self._CHANNELS, self._CHANNELS[1:], strict=False)
+        ]
 
     @torch.inference_mode()
     def encode(self, images: UInt8[np.ndarray, "n h w 3"]) -> Float[np.ndarray, "n size"]:

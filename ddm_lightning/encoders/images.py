@@ -40,17 +40,12 @@ class Pixels(NoWeights):
     Args:
         image_size: height and width to which images are scaled (Lanczos); None keeps theirs. The feature network always
             sees the full-size images, so small samples do not harm the clustering.
-
-    Raises:
-        ValueError: an ``image_size`` below 1.
     """
 
     dtype = "uint8"
     stores = "x_0"
 
     def __init__(self, image_size: int | None = None) -> None:
-        if image_size is not None and image_size < 1:
-            raise ValueError(f"image_size = {image_size} must be at least 1")
         self.image_size = image_size
         self.normalisation: dict[str, float | list[float]] = {"scale": _SCALE, "shift": _SHIFT}
 
@@ -149,11 +144,11 @@ class DiffusersVAE(Pretrained):
         Raises:
             UserError: height or width is not a multiple of ``factor``, or the device is missing.
         """
-        self._require_device()
+        device = self._found_device()
         height, width = (self.x_shape(extent)[1] for extent in images.shape[1:3])
         stacked = 2 if self.stores == "posterior" else 1
-        dtype = self.dtype_on(self.device)
-        network = self._network(self.device, dtype)
+        dtype = self.dtype_on(device)
+        network = self._network(device, dtype)
 
         def encode(pixels: Tensor) -> Tensor:
             rounded = network.encode((pixels / 127.5 - 1).to(dtype)).latent_dist
@@ -165,15 +160,15 @@ class DiffusersVAE(Pretrained):
             images,
             encode,
             (stacked * self.num_channels, height, width),
-            self.device,
-            _batch_size(images.shape[1] * images.shape[2], self.device),
+            device,
+            _batch_size(images.shape[1] * images.shape[2], device),
             self.dtype,
         )
 
     @torch.inference_mode()
     def decode(self, x_0: Float[Tensor, "n c height width"]) -> UInt8[np.ndarray, "n h w 3"]:
         """Decode to images, rounded to the nearest pixel value; on the CPU if the machine lacks the device."""
-        device, dtype = self._device_or_cpu(), self.compute_dtype or torch.float32
+        device, dtype = self._found_device(or_cpu=True), self.compute_dtype or torch.float32
         network = self._network(device, dtype)
         scale, shift = (
             torch.as_tensor(self.normalisation[key], dtype=torch.float32, device=device).view(1, -1, 1, 1)

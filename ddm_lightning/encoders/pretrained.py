@@ -189,15 +189,12 @@ class Pretrained:
         is_fast = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)  # from Ampere on
         return torch.bfloat16 if is_fast and self.is_safe_in_bfloat16 else torch.float32
 
-    def _has_device(self) -> bool:
-        return self.device.type != "cuda" or (self.device.index or 0) < torch.cuda.device_count()
-
-    def _require_device(self) -> None:
-        if not self._has_device():
+    def _found_device(self, or_cpu: bool = False) -> torch.device:
+        """Return the device; if the machine lacks it, return the CPU or raise ``UserError``."""
+        is_missing = self.device.type == "cuda" and (self.device.index or 0) >= torch.cuda.device_count()
+        if is_missing and not or_cpu:
             raise UserError(f"{self.place}: this machine has no {str(self.device)!r}; set its parameter 'device'")
-
-    def _device_or_cpu(self) -> torch.device:
-        return self.device if self._has_device() else torch.device("cpu")
+        return torch.device("cpu") if is_missing else self.device
 
 
 def on_device(network: Any, device: torch.device) -> Any:

@@ -171,7 +171,7 @@ def to_velocity(prediction: Samples, x_t: Samples, t: Times, kind: str, path: st
         return prediction - x_0.clamp(-MAX_DATA, MAX_DATA)
     if kind == "x_0":
         return (x_t - prediction) / time.clamp(min=MIN_NOISE_SCALE)
-    raise _unknown(kind)
+    raise ValueError(f"prediction {kind!r} is none of {', '.join(PREDICTIONS)}")
 
 
 def velocity_of(
@@ -199,7 +199,7 @@ def training_target(x_0: Samples, noise: Samples, t: Times, kind: str, path: str
         return noise
     if kind == "x_0":
         return x_0
-    raise _unknown(kind)
+    raise ValueError(f"prediction {kind!r} is none of {', '.join(PREDICTIONS)}")
 
 
 def velocity_loss_weights(t: Times, kind: str, path: str = "linear") -> Times:
@@ -223,7 +223,3 @@ def guided(conditional: Samples, unconditional: Samples, scale: float | Times) -
     """
     weight: Any = expand_time(scale, conditional).to(conditional) if isinstance(scale, Tensor) else scale
     return torch.lerp(unconditional, conditional, weight)
-
-
-def _unknown(kind: str) -> ValueError:
-    return ValueError(f"prediction {kind!r} is none of {', '.join(PREDICTIONS)}")

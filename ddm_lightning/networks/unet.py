@@ -14,17 +14,12 @@ from ddm_lightning.core.registry import EXPERTS
 from ddm_lightning.flow.condition import Condition, ConditionSpec
 from ddm_lightning.flow.path import PREDICTIONS, Samples, Times
 from ddm_lightning.networks.blocks import CrossAttention, SelfAttention
-from ddm_lightning.networks.embeddings import Conditioned, TimestepEmbedding
+from ddm_lightning.networks.embeddings import Conditioned, ConditionEmbedding, TimestepEmbedding, TwoLayers
 
 
 def _norm(channels: int) -> nn.GroupNorm:
     """Groups of at least four channels, at most 32: a group of one would lose the channel's mean."""
     return nn.GroupNorm(max(1, math.gcd(channels, 128) // 4), channels)
-
-
-def _zero(layer: nn.Module) -> None:
-    for parameter in layer.parameters():
-        nn.init.zeros_(parameter)
 
 
 class UNetBlock(nn.Module):
@@ -67,9 +62,6 @@ class UNetBlock(nn.Module):
         reads_tokens = reads_tokens and num_heads > 0
         self.context = nn.Linear(features, out_channels) if reads_tokens else None
         self.cross_attention = CrossAttention(out_channels, num_heads, qk_norm=False) if reads_tokens else None
-        for layer in (self.second, self.attention and self.attention.out):
-            if layer is not None:  # each residual branch is 0 at the start
-                _zero(layer)
 
     def forward(
         self,
@@ -162,10 +154,12 @@ class UNet(Conditioned):
         self.stem = nn.Conv2d(x_shape[0], sizes[0], 3, padding=1)
         self.final_norm = _norm(sizes[0])
         self.final = nn.Conv2d(sizes[0], x_shape[0], 3, padding=1)
-        _zero(self.final)
-        for part in (self.time_embedding, self.condition_embedding, self.token_embedding):
-            if part is not None:
+        for name, part in self.named_modules():
+            if isinstance(part, (TwoLayers, ConditionEmbedding)):
                 part.initialise()
+            if name.endswith((".second", ".attention.out")) or part is self.final:
+                for parameter in part.parameters():  # each residual branch, and the output, is 0 at the start
+                    nn.init.zeros_(parameter)
 
     def forward(self, x_t: Samples, t: Times, condition: Condition | None) -> Samples:
         """The prediction, in the dtype of ``x_t``; ``condition=None`` is the learned null in every row.

@@ -42,12 +42,11 @@ def draw_set(seed, n, d, num_clusters, b=7):
     n=st.integers(1, 40),
     d=st.integers(1, 6),
     num_clusters=st.integers(1, 5),
-    chunk_size=st.sampled_from([1, 3, 4096]),
 )
-def test_clusters_weighted_by_their_posterior_are_the_whole_set(seed, n, d, num_clusters, chunk_size):
+def test_clusters_weighted_by_their_posterior_are_the_whole_set(seed, n, d, num_clusters):
     points, labels, x_t, t = draw_set(seed, n, d, num_clusters)
     whole, by_cluster, posterior = reference(points, labels, num_clusters, x_t, t)
-    oracle = FiniteSetOracle(torch.tensor(points), torch.tensor(labels), num_clusters, chunk_size)
+    oracle = FiniteSetOracle(torch.tensor(points), torch.tensor(labels), num_clusters)
     x, time = torch.tensor(x_t), torch.tensor(t)
     weights = oracle.cluster_posterior(x, time).numpy()
     np.testing.assert_allclose(weights, posterior, rtol=0, atol=1e-10)
@@ -72,7 +71,7 @@ def test_at_pure_noise_the_posterior_is_the_share_and_the_data_estimate_the_mean
 @pytest.mark.parametrize("far", [0.0, 1e4])
 def test_the_nearest_point_wins_near_the_data_without_overflow(far):
     points = torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, 2.0]], dtype=torch.float64)
-    oracle = FiniteSetOracle(points, torch.tensor([0, 1, 2]), 3, chunk_size=1)
+    oracle = FiniteSetOracle(points, torch.tensor([0, 1, 2]), 3)
     x, t = torch.tensor([[0.9 + far, 0.0]], dtype=torch.float64), torch.tensor([1e-4], dtype=torch.float64)
     np.testing.assert_allclose(oracle.cluster_posterior(x, t).numpy(), [[0.0, 1.0, 0.0]], atol=1e-12)
     np.testing.assert_allclose(oracle.velocity(x, t).numpy(), [[(far - 0.1) / 1e-4, 0.0]], rtol=1e-9, atol=1e-6)
