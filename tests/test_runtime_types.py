@@ -6,7 +6,7 @@ import pytest
 import torch
 from jaxtyping import TypeCheckError
 
-from ddm_lightning.ensemble.strategies.weighting import Full
+from ddm_lightning.ensemble.strategies.routed import Full
 from ddm_lightning.flow.path import interpolate
 from ddm_lightning.networks.attention import attention
 

@@ -93,13 +93,12 @@ def _with_artifact(
 
 
 def _changed(ensemble: EnsembleManifest, folders: dict[str, Path], counts: dict[str, int]) -> EnsembleManifest:
-    members = [(name, folder, read_meta(folder)) for name, folder in folders.items()]
     total, about = sum(counts.values()), ensemble.about
     assert about is not None
     sample = SampleConfig(**about.sample)
     if ROUTER not in folders and STRATEGIES.get(sample.strategy).needs_router:  # type: ignore[attr-defined]
         sample = with_strategy(sample, "bayes")
-    manifest = checked(Path(ENSEMBLE_FILE), members, [count / total for count in counts.values()], list(counts))
+    manifest = checked(Path(ENSEMBLE_FILE), folders, [count / total for count in counts.values()], list(counts))
     return replace(manifest, about=replace(about, num_images=total, sample=asdict(sample)))
 
 

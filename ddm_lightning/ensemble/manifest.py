@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -107,7 +107,7 @@ def single(folder: Path) -> EnsembleManifest:
     return EnsembleManifest((1.0,), meta.partition_sha256, {meta.member: folder}, {meta.member: meta})
 
 
-def write_ensemble(run_dir: Path, folders: Sequence[Path], priors: Sequence[float]) -> None:
+def write_ensemble(run_dir: Path, folders: Sequence[Path], priors: Sequence[float]) -> EnsembleManifest:
     """Write ``run_dir/ensemble.json`` over artifacts inside ``run_dir``.
 
     Args:
@@ -122,9 +122,9 @@ def write_ensemble(run_dir: Path, folders: Sequence[Path], priors: Sequence[floa
     root = run_dir.resolve()
     if outside := [folder for folder in folders if not folder.resolve().is_relative_to(root)]:
         raise UserError(f"{outside[0]}: lies outside {run_dir}; copy the artifact folder into it")
-    metas = ((folder, read_meta(folder)) for folder in folders)
-    members = ((meta.member, folder, meta) for folder, meta in metas)
-    write_manifest(run_dir, checked(run_dir / ENSEMBLE_FILE, members, priors))
+    manifest = checked(run_dir / ENSEMBLE_FILE, {read_meta(folder).member: folder for folder in folders}, priors)
+    write_manifest(run_dir, manifest)
+    return manifest
 
 
 def write_manifest(root: Path, manifest: EnsembleManifest) -> None:
@@ -178,23 +178,17 @@ def read_ensemble(path: Path, *, partial: bool = False) -> EnsembleManifest:
         UserError: as ``read_document``; a path leaves its folder; a ``member.json`` is bad or has another hash; an
             expert is missing; or members do not belong together.
     """
-    document, lost = read_document(path), list[str]()
-    about = document["about"]
-    experts = [entry["member"] for entry in document["members"] if entry["member"] != ROUTER]
-
-    def members() -> Iterator[tuple[str, Path, ArtifactMeta]]:
-        for entry in document["members"]:
-            folder = inside(path.parent, entry["path"], path)
-            if partial and not (folder / MEMBER_FILE).exists():
-                lost.append(entry["member"])
-                continue
-            meta = read_meta(folder)
-            if sha256_file(folder / MEMBER_FILE) != entry["member_json_sha256"]:
-                raise UserError(f"{folder / MEMBER_FILE}: is not the {entry['member']} that {path} lists; {REMEDY}")
-            yield entry["member"], folder, meta
-
-    order = experts if document["changed"] else None
-    manifest = checked(path, members(), document["priors"], order, lost)  # which fills ``lost`` as it reads
+    document = read_document(path)
+    about, members = document["about"], document["members"]
+    folders = {entry["member"]: inside(path.parent, entry["path"], path) for entry in members}
+    lost = [name for name, folder in folders.items() if partial and not (folder / MEMBER_FILE).exists()]
+    order = [name for name in folders if name != ROUTER] if document["changed"] else None
+    present = {name: folder for name, folder in folders.items() if name not in lost}
+    manifest = checked(path, present, document["priors"], order, lost)
+    for entry in members:
+        name, file = entry["member"], folders[entry["member"]] / MEMBER_FILE
+        if name in present and sha256_file(file) != entry["member_json_sha256"]:
+            raise UserError(f"{file}: is not the {name} that {path} lists; {REMEDY}")
     is_other = not document["changed"] and manifest.partition_sha256 != document["partition_sha256"]
     if is_other or len(document["priors"]) != document["num_clusters"]:
         raise UserError(f"{path}: key 'partition_sha256' or 'num_clusters' differs from its members'; {_REMEDY}")
@@ -203,68 +197,55 @@ def read_ensemble(path: Path, *, partial: bool = False) -> EnsembleManifest:
 
 def checked(
     path: Path,
-    members: Iterable[tuple[str, Path, ArtifactMeta]],
+    folders: Mapping[str, Path],
     priors: Sequence[float],
     order: list[str] | None = None,
     lost: Collection[str] = (),
 ) -> EnsembleManifest:
-    """Check that ``members``, by their names in the ensemble, belong together. Error lines name the manifest ``path``.
+    """Check that artifacts belong together. Error lines name the manifest ``path``.
 
     Args:
         path: the manifest.
-        members: name, artifact folder and description of each.
+        folders: artifact folder of each member, by its name in the ensemble.
         priors: of all experts, lost ones included.
         order: names of the experts of a changed ensemble; None for those of one partition.
-        lost: names that may be missing.
+        lost: names without an artifact.
 
     Raises:
-        UserError: an expert is missing or listed twice, or members do not belong together.
+        UserError: an artifact is damaged, an expert is missing, or members do not belong together.
     """
-    changed, found = order is not None, dict[str, tuple[Path, ArtifactMeta]]()
-    for name, folder, meta in members:
-        if name in found:
-            raise UserError(f"{path}: {name} is listed twice; remove one of the two")
-        found[name] = (folder, meta)
-    order = [expert_name(k) for k in range(len(priors))] if order is None else order
-    for name in order:
-        if name not in found and name not in lost:
-            raise UserError(f"{path}: {name} is missing; fit it (member={name}) or fetch its artifact folder")
-    if extra := sorted(found.keys() - {*order, ROUTER}):
-        raise UserError(f"{path}: {extra[0]} has no prior among the {len(priors)} given; remove it")
-    if len(order) != len(priors):
-        raise UserError(f"{path}: {len(priors)} priors for {len(order)} experts; fetch it again")
-    all_shares = dict(zip(order, priors, strict=True))
-    order = [name for name in order if name in found]
-    shares = [all_shares[name] for name in order]
-    if not order:
+    changed, experts = order is not None, order or [expert_name(k) for k in range(len(priors))]
+    if {*folders, *lost} - {ROUTER} != {*experts} or len(experts) != len(priors):
+        listed = ", ".join(sorted({*folders, *lost}))
+        raise UserError(f"{path}: {len(priors)} priors of {', '.join(experts)}, but lists {listed}; {_REMEDY}")
+    names = [name for name in (*experts, ROUTER) if name in folders]
+    shares = {name: share for name, share in zip(experts, priors, strict=True) if name in folders}
+    if not shares:
         raise UserError(f"{path}: every expert is missing; fetch their artifact folders")
-    if ROUTER in found:
-        order.append(ROUTER)
-    first_folder, first = found[order[0]]
-    router = found[ROUTER][1] if ROUTER in found else None
-    for name in order:
-        folder, meta = found[name]
-        is_other = not knows(router, name, meta) if changed and name != ROUTER else not changed and meta.member != name
-        if meta.role != role_of(name).name or is_other:
-            raise UserError(f"{folder / MEMBER_FILE}: is not the {name} that {path} lists; {REMEDY}")
+    metas = {name: read_meta(folders[name]) for name in names}
+    first, router = metas[names[0]], metas.get(ROUTER)
+    for name, meta in metas.items():
+        file = folders[name] / MEMBER_FILE
+        is_own = knows(router, name, meta) if changed and name != ROUTER else changed or meta.member == name
+        if meta.role != role_of(name).name or not is_own:
+            raise UserError(f"{file}: is not the {name} that {path} lists; {REMEDY}")
         shared = _SHARED_BY_ALL if name == ROUTER else (*_SHARED_BY_ALL, *_SHARED_BY_EXPERTS)
         for key in shared if changed else (*_SHARED_BY_PARTITION, *shared):
             if getattr(meta, key) != getattr(first, key):
                 raise UserError(
-                    f"{folder / MEMBER_FILE}: was trained on another {key} than {first_folder / MEMBER_FILE}; "
+                    f"{file}: was trained on another {key} than {folders[names[0]] / MEMBER_FILE}; "
                     "take members of one run, or fit one of the two again"
                 )
     if not changed and first.num_clusters != len(priors):
-        raise UserError(
-            f"{path}: {len(priors)} priors, but the members know {first.num_clusters} clusters; fetch it again"
-        )
+        raise UserError(f"{path}: {len(priors)} priors, but the members know {first.num_clusters} clusters; {_REMEDY}")
+    total = sum(shares.values()) if lost else 1
     return EnsembleManifest(
-        priors=tuple(float(share) if len(shares) == len(priors) else share / sum(shares) for share in shares),
+        priors=tuple(share / total for share in shares.values()),
         partition_sha256=first.partition_sha256,
-        folders={member: found[member][0] for member in order},
-        metas={member: found[member][1] for member in order},
+        folders={name: folders[name] for name in names},
+        metas=metas,
         changed=changed,
-        lost={name: float(all_shares.get(name, 0)) for name in lost},
+        lost={name: float(dict(zip(experts, priors, strict=True)).get(name, 0)) for name in lost},
     )
 
 
@@ -296,9 +277,8 @@ def assemble(run: Run) -> bool:
     Raises:
         UserError: artifacts are damaged or do not belong together.
     """
-    ensemble = run.folder.ensemble
     try:
-        listed = read_ensemble(ensemble).metas
+        listed = read_ensemble(run.folder.ensemble).metas
     except UserError:  # none yet, or its artifacts have changed
         listed = {}
     folders = [run.folder.artifact(name) for name in run.names]
@@ -306,6 +286,4 @@ def assemble(run: Run) -> bool:
         meta = read_meta(folder)
         if listed.get(meta.member) != meta:  # hash only new weights: they are gigabytes
             check_recorded(folder / WEIGHTS_FILE, meta.model_sha256, REMEDY)
-    before = ensemble.read_bytes() if ensemble.exists() else None
-    write_ensemble(run.folder.root, folders, run.manifest.priors)
-    return ensemble.read_bytes() != before
+    return write_ensemble(run.folder.root, folders, run.manifest.priors).metas != listed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -20,9 +20,6 @@ from ddm_lightning.flow.path import Samples, Times, VelocityField, guided, time_
 from ddm_lightning.flow.randomness import keyed_generator
 from ddm_lightning.flow.solvers import Solver
 from ddm_lightning.flow.timesteps import sampling_times
-
-Generate: TypeAlias = Callable[[Ensemble, list[int]], Float[Tensor, "r c h w"]]
-"""``generate(ensemble, rows)``: samples of the given rows, on the CPU."""
 
 
 class Batch:
@@ -289,16 +286,11 @@ def sample(
     Raises:
         UserError: unknown strategy or solver, a pair that does not work together, no router, or options that do not
             go together.
-        ValueError: the number of rows of ``condition`` or ``keys`` is not ``num``.
     """
     solver: Solver = SOLVERS.build(settings.solver, settings.solver_params)
     strategy = strategy_of(settings)
     strategy.check_solver(settings.solver)
-    if condition is not None and len(condition) != num:
-        raise ValueError(f"{len(condition)} conditions for {num} samples")
     keys = [(i,) for i in range(num)] if keys is None else keys
-    if len(keys) != num:
-        raise ValueError(f"{len(keys)} keys for {num} samples")
     ensemble.precision = settings.precision
     if settings.compile:
         ensemble.compile()
@@ -332,7 +324,10 @@ def sample(
 
 
 def _without_failed(
-    ensemble: Ensemble, generate: Generate, rows: list[int], x_0: Float[Tensor, "r c h w"]
+    ensemble: Ensemble,
+    generate: Callable[[Ensemble, list[int]], Float[Tensor, "r c h w"]],
+    rows: list[int],
+    x_0: Float[Tensor, "r c h w"],
 ) -> Float[Tensor, "r c h w"]:
     """Generate samples that are not finite again, with the same noise and without the experts that failed.
 
@@ -341,7 +336,7 @@ def _without_failed(
 
     Args:
         ensemble: the ensemble.
-        generate: generates samples.
+        generate: generates samples of the given rows with the given ensemble, on the CPU.
         rows: the samples that were generated.
         x_0: the finished samples; changed in place.
 

@@ -10,18 +10,16 @@ import re
 import socket
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
 import gradio as gr
 import torch
 import uvicorn
-from fastapi import FastAPI
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import PlainTextResponse
 from PIL import Image, ImageOps
-from starlette.datastructures import Headers
-from starlette.responses import PlainTextResponse
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ddm_lightning.core.errors import UserError, line_of, note
 from ddm_lightning.core.registry import STRATEGIES
@@ -73,15 +71,16 @@ def serve(ensemble: DecentralizedEnsemble, listener: socket.socket, host: str, c
     warnings.filterwarnings("ignore", module="gradio")  # deprecations in gradio's own calls
     app, theme = FastAPI(openapi_url=None), gr.themes.Base()
     gr.mount_gradio_app(app, page(ensemble, captions), "/", theme=theme, css=_CSS, footer_links=[], ssr_mode=False)
+    _guard(app, host)
     if host not in ("127.0.0.1", "localhost"):
         note(f"anyone who can reach {host} can use the page; it asks for no password")
     print(f"page: http://{host}:{listener.getsockname()[1]} (Ctrl-C ends it)", flush=True)
-    server = uvicorn.Server(uvicorn.Config(_guarded(app, host), log_level="critical", timeout_graceful_shutdown=1))
+    server = uvicorn.Server(uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=1))
     with suppress(KeyboardInterrupt):
         server.run([listener])
 
 
-def _guarded(app: ASGIApp, host: str) -> ASGIApp:
+def _guard(app: FastAPI, host: str) -> None:
     """Refuse other routes, and host names that are not this machine's.
 
     Otherwise a foreign website could point its own name here and read the answers (DNS rebinding).
@@ -89,20 +88,15 @@ def _guarded(app: ASGIApp, host: str) -> ASGIApp:
     names = "|".join(map(re.escape, (host, "localhost", socket.gethostname())))
     own = re.compile(rf"({names}|[\d.]+|\[[\da-f:.]+\])(:\d+)?", re.IGNORECASE)
 
-    def answer(scope: Scope) -> ASGIApp:
-        headers, method = Headers(scope=scope), scope["method"]
-        if own.fullmatch(headers.get("host", "")) is None:
+    @app.middleware("http")  # type: ignore[untyped-decorator]  # fastapi is not checked
+    async def answer(request: Request, go_on: Callable[[Request], Awaitable[Response]]) -> Response:
+        if own.fullmatch(request.headers.get("host", "")) is None:
             return PlainTextResponse(f"use {host}, localhost or an address in place of this name\n", 421)
-        if re.fullmatch(_ROUTES.get(method, ""), scope["path"]) is None:
+        if re.fullmatch(_ROUTES.get(request.method, ""), request.url.path) is None:
             return PlainTextResponse("not part of the page\n", 404)
-        if method == "POST" and int(headers.get("content-length", _MAX_BYTES + 1)) > _MAX_BYTES:
+        if request.method == "POST" and int(request.headers.get("content-length", _MAX_BYTES + 1)) > _MAX_BYTES:
             return PlainTextResponse(f"send a Content-Length of at most {_MAX_BYTES}\n", 413)
-        return app
-
-    async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
-        await (app if scope["type"] == "lifespan" else answer(scope))(scope, receive, send)
-
-    return guarded
+        return await go_on(request)
 
 
 def page(ensemble: DecentralizedEnsemble, captions: Sequence[str] = ()) -> gr.Blocks:

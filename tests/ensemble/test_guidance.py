@@ -12,7 +12,7 @@ from toy_ensemble import sample
 
 from ddm_lightning.config.experiment import SampleConfig
 from ddm_lightning.ensemble.routing import Batch
-from ddm_lightning.ensemble.strategies.weighting import Full
+from ddm_lightning.ensemble.strategies.routed import Full
 from ddm_lightning.ensemble.velocity import Ensemble
 from ddm_lightning.flow.condition import Condition
 from ddm_lightning.flow.oracle import FiniteSetOracle

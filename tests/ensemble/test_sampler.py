@@ -132,7 +132,3 @@ def test_refusals() -> None:
         draw(two(), solver="magic")
     with pytest.raises(UserError, match=r"unknown strategy 'magic'; known: bayes, full"):
         draw(two(), strategy="magic")
-    with pytest.raises(ValueError, match="1 keys for 7 samples"):
-        draw(two(), keys=[("red", 0)])
-    with pytest.raises(ValueError, match="3 conditions for 7 samples"):
-        draw(two(), condition=Condition.of(torch.ones(3, 1)))

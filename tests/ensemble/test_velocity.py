@@ -6,7 +6,7 @@ from ensemble_networks import Aimed, ExactExpert, ExactRouter, FixedRouter, fini
 from torch import nn
 
 from ddm_lightning.core.errors import UserError
-from ddm_lightning.ensemble.strategies.weighting import Top1, TopK
+from ddm_lightning.ensemble.strategies.routed import Top1, TopK
 from ddm_lightning.ensemble.velocity import Ensemble, rows_by_expert
 from ddm_lightning.flow.condition import Condition
 from ddm_lightning.flow.oracle import FiniteSetOracle
