@@ -195,24 +195,17 @@ def _agree(a: Tensor, b: Tensor) -> bool:
     return torch.allclose(a, b, rtol=1e-3, atol=1e-4 * float(b.abs().max()))
 
 
-class _Toward(nn.Module):
-    """Expert whose samples all have the value ``end``."""
+class _Answers(nn.Module):
+    """Expert or router that answers with a function of ``x_t``."""
 
     prediction = "x_0"
 
-    def __init__(self, end: float) -> None:
+    def __init__(self, answer: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
-        self.end = end
+        self.answer = answer
 
     def forward(self, x_t: Tensor, _t: Tensor, _condition: Condition | None) -> Tensor:
-        return torch.full_like(x_t, self.end)
-
-
-class _ByMean(nn.Module):
-    """Router that reads the mean of each row."""
-
-    def forward(self, x_t: Tensor, _t: Tensor, _condition: Condition | None) -> Tensor:
-        return x_t.flatten(1).mean(1, keepdim=True) * torch.tensor([[1.0, -1.0, 0.5]])
+        return self.answer(x_t)
 
 
 def check_strategy(factory: Callable[[], Any]) -> None:
@@ -253,9 +246,10 @@ def _check_weights(strategy: Strategy, num_clusters: int) -> None:
 
 
 def _check_samples(strategy: Strategy, num_clusters: int, solver: str) -> None:
-    router = _ByMean() if num_clusters > 1 and strategy.needs_router else None
-    experts = [_Toward(k + 1.0) for k in range(num_clusters)]
-    ensemble = Ensemble(experts, router, [1 / num_clusters] * num_clusters)
+    router = _Answers(lambda x_t: x_t.flatten(1).mean(1, keepdim=True) * torch.tensor([[1.0, -1.0, 0.5]]))
+    experts = [_Answers(partial(torch.full_like, fill_value=k + 1.0)) for k in range(num_clusters)]
+    is_routed = num_clusters > 1 and strategy.needs_router
+    ensemble = Ensemble(experts, router if is_routed else None, [1 / num_clusters] * num_clusters)
 
     def samples(*numbers: int) -> Tensor:
         batch = Batch(ensemble, None, [(number,) for number in numbers], (1, 4, 4), 0, SampleConfig())

@@ -47,9 +47,6 @@ class HashedWords(NoWeights, OneVector):
     """
 
     def __init__(self, size: int = 64, max_tokens: int = 0) -> None:
-        if size < 1 or max_tokens < 0:
-            raise ValueError("size must be at least 1, max_tokens at least 0")
-
         self.size, self.max_tokens = size, max_tokens
         self.columns = {"text": f"ndarray:float16:{size}"}
         if max_tokens:

@@ -18,7 +18,7 @@ from ddm_lightning.members.member import Member
 from ddm_lightning.members.roles import MONOLITH, ROUTER
 from ddm_lightning.members.run import Run
 from ddm_lightning.members.run_folder import MEMBER_FILE
-from ddm_lightning.networks.blocks import has_muon_matrices
+from ddm_lightning.networks.blocks import is_muon_matrix
 from ddm_lightning.shards.manifest import DataSizes, Manifest
 
 
@@ -93,7 +93,8 @@ def check_networks(
             except (RuntimeError, ArithmeticError) as error:  # torch's, for a width of 0 and the like
                 raise UserError(f"cannot be built: {first_line(error)}; change its params") from None
         train = f"{key.removesuffix('.network')}.train.optimizer"
-        if member.train.optimizer == "muon" and not has_muon_matrices(network):
+        has_matrices = any(is_muon_matrix(name, parameter) for name, parameter in network.named_parameters())
+        if member.train.optimizer == "muon" and not has_matrices:
             where = blamed(source, overrides, train, key)
             raise UserError(f"{where}: key {train!r} = 'muon': {key} has no matrices in 'blocks'; set adamw")
 

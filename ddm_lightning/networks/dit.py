@@ -11,8 +11,14 @@ from ddm_lightning.core.registry import EXPERTS
 from ddm_lightning.flow.condition import Condition, ConditionSpec
 from ddm_lightning.flow.path import Times
 from ddm_lightning.networks import embeddings
-from ddm_lightning.networks.blocks import DiTBlock, FinalLayer, Tokens, initialise
-from ddm_lightning.networks.recipe import Architecture, ExpertArchitecture
+from ddm_lightning.networks.blocks import (
+    Architecture,
+    DiTBlock,
+    ExpertArchitecture,
+    FinalLayer,
+    Tokens,
+    initialise,
+)
 
 
 class PatchTransformer(embeddings.Conditioned):
@@ -34,25 +40,22 @@ class PatchTransformer(embeddings.Conditioned):
 
     def __init__(self, x_shape: tuple[int, int, int], options: Architecture) -> None:
         super().__init__()
-        depth, width, num_heads = options.sizes()
-        patch_size, rope = options.patch_size, options.rope
-        if min(depth, width, num_heads, patch_size) < 1:
-            raise ValueError("width, depth, num_heads and patch_size must be at least 1")
+        _, width, num_heads = options.sizes()
+        patch_size = options.patch_size
         channels, height_cells, width_cells = x_shape
         if height_cells % patch_size or width_cells % patch_size:
             raise ValueError(
                 f"patch_size = {patch_size} must divide the {height_cells}x{width_cells} cells of a sample"
             )
-        if width % num_heads:
-            raise ValueError(f"num_heads = {num_heads} must divide width = {width}")
+        if width < 1 or width % num_heads:
+            raise ValueError(f"width = {width} must be at least 1, and num_heads = {num_heads} must divide it")
         self.x_shape = x_shape
-        self.width = width
         self.patch_size = patch_size
         self.patch_embedding = nn.Linear(channels * patch_size**2, width)
-        rows, columns = height_cells // patch_size, width_cells // patch_size
-        positions = None if rope else embeddings.sincos_positions(width, rows, columns)
-        rotation = embeddings.axial_rotation(width // num_heads, rows, columns) if rope else None
+        grid = (height_cells // patch_size, width_cells // patch_size)
+        positions = None if options.rope else embeddings.sincos_positions(width, *grid)
         self.register_buffer("positions", positions, persistent=False)
+        rotation = embeddings.axial_rotation(width // num_heads, *grid) if options.rope else None
         self.register_buffer("rotation", rotation, persistent=False)
         self.time_embedding = embeddings.TimestepEmbedding(width)
 
@@ -157,7 +160,7 @@ class DiT(Trunk):
     Args:
         x_shape: (channels, height, width) of ``x_t``; height and width in pixels or latent cells.
         condition: kind and size of the condition.
-        params: fields of ``recipe.ExpertArchitecture``, such as ``patch_size``, ``size`` and ``mlp``.
+        params: fields of ``blocks.ExpertArchitecture``, such as ``patch_size``, ``size`` and ``mlp``.
 
     Raises:
         ValueError: sizes that do not fit each other, or an unknown choice.

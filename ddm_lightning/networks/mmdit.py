@@ -13,10 +13,9 @@ from ddm_lightning.core.registry import EXPERTS
 from ddm_lightning.flow.condition import Condition, ConditionSpec
 from ddm_lightning.flow.path import Samples, Times
 from ddm_lightning.networks.attention import attention
-from ddm_lightning.networks.blocks import FinalLayer, Tokens, head_norm, modulate, normalised, plain_mlp
+from ddm_lightning.networks.blocks import Architecture, FinalLayer, Tokens, head_norm, modulate, normalised, plain_mlp
 from ddm_lightning.networks.dit import PatchTransformer
 from ddm_lightning.networks.embeddings import ConditionEmbedding, TwoLayers, unpatchify
-from ddm_lightning.networks.recipe import Architecture
 
 Heads: TypeAlias = Float[Tensor, "b n h e"]
 Modulation: TypeAlias = Float[Tensor, "b 1 features"]

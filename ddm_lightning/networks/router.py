@@ -13,9 +13,8 @@ from torch.nn import functional
 from ddm_lightning.core.registry import ROUTERS
 from ddm_lightning.flow.condition import Condition, ConditionSpec
 from ddm_lightning.flow.path import Times
-from ddm_lightning.networks.blocks import Tokens
+from ddm_lightning.networks.blocks import Architecture, Tokens
 from ddm_lightning.networks.dit import Trunk
-from ddm_lightning.networks.recipe import Architecture
 
 
 @ROUTERS.register("router-dit")

@@ -123,10 +123,12 @@ class UNet(Conditioned):
         super().__init__()
         if width % 2 or min(width, num_blocks, num_heads, *multipliers) < 1 or not multipliers:
             raise ValueError("width must be even, and num_blocks, num_heads and all multipliers at least 1")
-        if any(level not in range(len(multipliers)) for level in attention):
-            raise ValueError(f"attention = {list(attention)} names levels beyond {len(multipliers) - 1}")
-        if any(width * multipliers[level] % num_heads for level in (*attention, -1)):
-            raise ValueError(f"num_heads = {num_heads} must divide the channels of each level with attention")
+        sizes = [width * multiplier for multiplier in multipliers]
+        if not set(attention) <= set(range(len(sizes))) or any(sizes[level] % num_heads for level in (*attention, -1)):
+            raise ValueError(
+                f"attention = {list(attention)} names levels from 0 to {len(sizes) - 1}, whose channels "
+                f"(and those of the last level) num_heads = {num_heads} must divide"
+            )
         if any(cells % 2 ** (len(multipliers) - 1) for cells in x_shape[1:]):
             raise ValueError(
                 f"{len(multipliers)} levels need sizes divisible by {2 ** (len(multipliers) - 1)}, "
@@ -140,7 +142,6 @@ class UNet(Conditioned):
         self.time_embedding = TimestepEmbedding(features)
         self.add_condition(condition, features)
 
-        sizes = [width * multiplier for multiplier in multipliers]
         levels = [level for level in range(len(sizes)) for _ in range(num_blocks)]
         self.num_down = len(levels)
         levels += [levels[-1], levels[-1], *reversed(levels)]

@@ -25,7 +25,7 @@ def build_optimizer(network: nn.Module, train: TrainConfig) -> Optimizer:
         train: optimizer, rate and decay.
 
     Raises:
-        ValueError: Muon for a network without such matrices (``has_muon_matrices``).
+        ValueError: Muon for a network without such matrices (``is_muon_matrix``).
     """
     named = [(name, p) for name, p in network.named_parameters() if p.requires_grad]
     hidden: dict[Tensor, int] = {}

@@ -5,10 +5,18 @@ from torch import nn
 
 from ddm_lightning.flow.condition import Condition, ConditionSpec
 from ddm_lightning.networks.attention import rotate
-from ddm_lightning.networks.blocks import CrossAttention, DiTBlock, FinalLayer, SelfAttention, SwiGLU, plain_mlp
+from ddm_lightning.networks.blocks import (
+    Architecture,
+    CrossAttention,
+    DiTBlock,
+    FinalLayer,
+    Recipe,
+    SelfAttention,
+    SwiGLU,
+    plain_mlp,
+)
 from ddm_lightning.networks.dit import Trunk
 from ddm_lightning.networks.embeddings import axial_rotation
-from ddm_lightning.networks.recipe import Architecture, Recipe
 
 RECIPES = [
     {"mlp": mlp, "norm": norm, "modulation": modulation, "qk_norm": new, "rope": new}

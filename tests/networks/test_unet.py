@@ -74,7 +74,7 @@ def test_it_fits_a_handful_of_samples() -> None:
     [
         ({"width": 7}, "width must be even"),
         ({"multipliers": []}, "all multipliers at least 1"),
-        ({"attention": [2]}, "names levels beyond 1"),
+        ({"attention": [2]}, "names levels from 0 to 1"),
         ({"num_heads": 3}, "num_heads = 3 must divide"),
         ({"multipliers": [1, 1, 1, 1, 1]}, "5 levels need sizes divisible by 16, not 8x8"),
         ({"prediction": "score"}, "'score' is none of"),
