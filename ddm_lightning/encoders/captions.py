@@ -181,8 +181,8 @@ class _TextModel(Pretrained):
 
     def _config_files(self) -> list[Path]:
         names = {name for files in self.tokenizer_files for name in files}
-        files = {path for path in self.tokenizer_folder.iterdir() if path.name in names or "token" in path.name}
-        return super()._config_files() + sorted(path for path in files if path.suffix != ".safetensors")
+        files = (path for path in self.tokenizer_folder.iterdir() if path.suffix != ".safetensors")
+        return super()._config_files() + sorted(path for path in files if path.name in names or "token" in path.name)
 
     @cached_property
     def _tokenizer(self) -> Any:

@@ -24,9 +24,7 @@ def keyed_generator(seed: int, *key: int | str, device: torch.device | str = "cp
         key: purpose of the stream, then rank, step or image number.
         device: device of the generator; CPU and GPU streams of one key differ.
     """
-    generator = torch.Generator(device)
-    generator.manual_seed(keyed_seed(seed, *key))
-    return generator
+    return torch.Generator(device).manual_seed(keyed_seed(seed, *key))
 
 
 def keyed_seed(seed: int, *key: int | str) -> int:

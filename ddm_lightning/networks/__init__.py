@@ -1,7 +1,7 @@
 """Networks in pure torch; a model file knows nothing of sharding, compilation or training.
 
 - ``dit``, ``mmdit``, ``unet``, ``diffusers``, ``router``: the built-in experts and router
-- ``blocks``, ``embeddings``, ``recipe``: their parts and options
+- ``blocks``, ``embeddings``: their parts and options
 - ``attention``: one function with several back ends
 - ``flops``: measured floating-point operations
 """

@@ -96,15 +96,13 @@ class DiffusersTransformer(nn.Module):
         """Params for an artifact: ``path`` replaced with the ``config`` in that folder.
 
         Raises:
-            UserError: ``config.json`` is missing or damaged, or describes another model.
+            UserError: ``config.json`` is missing or damaged.
+            ValueError: it describes another model.
         """
         if "path" not in params:
             return dict(params)
         file = Path(str(params["path"])).expanduser() / "config.json"
-        try:
-            build, settings = _resolved(read_json(file, "the model's configuration", _REMEDY, link=True))
-        except ValueError as error:
-            raise UserError(f"{file}: {error}; {_REMEDY}") from None
+        build, settings = _resolved(read_json(file, "the model's configuration", _REMEDY, link=True), f"{file}: ")
         others = {key: value for key, value in params.items() if key != "path"}
         return others | {"config": {"_class_name": build.__name__, **settings}}
 
@@ -141,18 +139,16 @@ class DiffusersTransformer(nn.Module):
         return {"encoder_hidden_states": tokens, **pooled}
 
 
-def _resolved(config: Any) -> tuple[Any, dict[str, Any]]:
+def _resolved(config: Any, place: str = "") -> tuple[Any, dict[str, Any]]:
     """Class of ``config``, and all arguments of its constructor: keys it does not know are dropped, as diffusers does.
 
     Raises:
         ValueError: another model's configuration.
     """
-    if not isinstance(config, Mapping):
-        raise ValueError("the configuration is no JSON object")
     name = config.get("_class_name")
     name = _BY_NORM.get(str(config.get("norm_type"))) if name == "Transformer2DModel" else name
     if name not in (_DIT, _PIXART, _SD3):
-        raise ValueError(f"_class_name is {config.get('_class_name')!r}, not {_DIT}, {_PIXART} or {_SD3}")
+        raise ValueError(f"{place}_class_name is {config.get('_class_name')!r}, not {_DIT}, {_PIXART} or {_SD3}")
     require("expert 'diffusers'", "diffusers", extra="latents")
     build = getattr(importlib.import_module("diffusers"), name)
     found = {key: config.get(key, one.default) for key, one in inspect.signature(build).parameters.items()}

@@ -59,7 +59,6 @@ class UNetBlock(nn.Module):
         self.shortcut = nn.Conv2d(joined, out_channels, 1) if joined != out_channels else nn.Identity()
         self.attention_norm = _norm(out_channels) if num_heads else None
         self.attention = SelfAttention(out_channels, num_heads, qk_norm=False) if num_heads else None
-        reads_tokens = reads_tokens and num_heads > 0
         self.context = nn.Linear(features, out_channels) if reads_tokens else None
         self.cross_attention = CrossAttention(out_channels, num_heads, qk_norm=False) if reads_tokens else None
 
@@ -138,7 +137,6 @@ class UNet(Conditioned):
             raise ValueError(f"prediction = {prediction!r} is none of {', '.join(PREDICTIONS)}")
         self.prediction = prediction
         features = 4 * width
-        reads_tokens = condition.kind == "tokens"
         self.time_embedding = TimestepEmbedding(features)
         self.add_condition(condition, features)
 
@@ -150,6 +148,7 @@ class UNet(Conditioned):
             resample = "down" if level > before else "up" if level < before else ""
             heads = num_heads if level in attention or 0 <= index - self.num_down < 2 else 0
             skip = sizes[level] if index >= self.num_down + 2 else 0
+            reads_tokens = condition.kind == "tokens" and heads > 0
             blocks.append(UNetBlock(sizes[before], skip, sizes[level], features, resample, heads, reads_tokens))
         self.blocks = nn.ModuleList(blocks)
         self.stem = nn.Conv2d(x_shape[0], sizes[0], 3, padding=1)

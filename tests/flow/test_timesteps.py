@@ -74,11 +74,3 @@ def test_sampling_times_fall_from_exactly_one_to_exactly_zero(num_steps, shift, 
 
 def test_intervals_pair_neighbours():
     assert intervals(torch.tensor([1.0, 0.5, 0.0])) == [(1.0, 0.5), (0.5, 0.0)]
-
-
-@pytest.mark.parametrize(
-    "times", [[], [1.0], [0.0, 1.0], [1.0, 0.5, 0.5], [1.5, 0.0], [1.0, -0.1], [1.0, float("nan"), 0.0]]
-)
-def test_intervals_refuse_times_that_do_not_fall(times):
-    with pytest.raises(ValueError, match="must strictly decrease"):
-        intervals(torch.tensor(times))

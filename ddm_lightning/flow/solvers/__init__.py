@@ -58,9 +58,6 @@ class Solver:
 
         Returns:
             The value at ``times[-1]``: x_0.
-
-        Raises:
-            ValueError: bad ``times``.
         """
         x_t = x_1
         for t, s in intervals(times):
