@@ -1,7 +1,8 @@
-"""A limit on the time that a test may wait for something that should fail at once."""
+"""Limits of what a test may take: time for something that should fail at once, and processes that end with it."""
 
 from __future__ import annotations
 
+import multiprocessing
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,3 +23,14 @@ def within(seconds: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous)
+
+
+@contextmanager
+def no_process_left() -> Iterator[None]:
+    """Check that the processes that the block starts have ended; those of earlier tests may still be ending."""
+    earlier = multiprocessing.active_children()
+    yield
+    for process in multiprocessing.active_children():
+        if process not in earlier:
+            process.join(60)
+            assert not process.is_alive(), process

@@ -25,7 +25,7 @@ class Forked:
         self.process = multiprocessing.get_context("fork").Process(target=_child, args=arguments)
         self.process.start()
 
-    def finish(self, seconds=60):
+    def finish(self, seconds=240):
         """Exit code, and what was printed to either stream."""
         self.process.join(seconds)
         if self.process.is_alive():

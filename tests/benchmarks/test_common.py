@@ -1,4 +1,5 @@
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -82,29 +83,35 @@ def test_a_child_that_fails_is_told_with_its_last_line():
     assert "Beautiful" in common.Child("this").ended()
 
 
-SLEEP = "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(130)); time.sleep(60)"
+SLEEP = """
+import pathlib, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(130))
+pathlib.Path(sys.argv[1]).touch()
+time.sleep(60)
+"""
 
 
 def test_after_a_failure_children_end_and_no_other_starts(tmp_path, monkeypatch):
     (tmp_path / "asleep.py").write_text(SLEEP)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    begun = []
+    begun, handles = [], tmp_path / "handles the signal"
 
     def fail():
-        while not common.Child.running:
+        while not handles.exists():
             time.sleep(0.01)
-        time.sleep(1)  # until it handles the signal
         raise UserError("of the first")
 
     def sleep():
-        begun.append(common.Child("asleep"))
-        begun[-1].ended()
+        child = common.Child("asleep", str(handles))
+        begun.append(child)
+        child.ended()
 
     monkeypatch.setattr(common.Child, "running", [])
     with pytest.raises(UserError, match="of the first"), ThreadPoolExecutor(2) as pool:
         common.all_of([pool.submit(one) for one in (fail, sleep, sleep, sleep)], lambda _: None)
-    assert all(child.returncode == common.INTERRUPTED for child in begun)
-    assert len(begun) < 3
+    assert begun[0].returncode == common.INTERRUPTED
+    # Another one may have been started meanwhile, and ended before it handles the signal.
+    assert [child.returncode in (common.INTERRUPTED, -signal.SIGTERM) for child in begun[1:]] in ([], [True])
 
 
 @pytest.mark.long

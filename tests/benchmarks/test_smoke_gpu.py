@@ -7,11 +7,13 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import smoke_commands
 import smoke_gpu
 import smoke_networks
 import torch
 from common import Report
-from smoke_commands import Place, Watched, at_most, near, same, shown
+from deadline import within
+from smoke_commands import Place, Watched, at_most, megabytes, near, same, shown
 from tiny_runs import ROOT
 from virtual_cuda import runs as virtual_cuda
 
@@ -131,13 +133,15 @@ def test_waiting_is_allowed_until_the_curves_have_begun_and_in_steps_that_log(mo
 HOLD = """
 import pathlib, subprocess, sys, time
 here = pathlib.Path(sys.argv[1])
+def save(name):
+    (here / name).touch()
+    while not (here / f"seen-{name}").exists():
+        time.sleep(0.01)
 if len(sys.argv) > 2:
     held = b"x" * (80 << 20)
-    (here / "step-2").touch()
-    time.sleep(0.5)
+    save("step-2")
 else:
-    (here / "step-1").touch()
-    time.sleep(0.3)
+    save("step-1")
     subprocess.run([sys.executable, __file__, sys.argv[1], "child"], check=True)
 """
 
@@ -145,8 +149,18 @@ else:
 def test_the_memory_of_what_a_process_starts_is_seen(tmp_path, monkeypatch):
     (tmp_path / "holding.py").write_text(HOLD)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    def look(pid, *words):
+        found = megabytes(pid, *words)
+        for name, is_seen in {"step-1": (tmp_path / "step-1").exists(), "step-2": found > 80}.items():
+            if is_seen:
+                (tmp_path / f"seen-{name}").touch()
+        return found
+
+    monkeypatch.setattr(smoke_commands, "megabytes", look)
     child = Watched("holding", str(tmp_path))
-    private, seen = child.memory(tmp_path)
+    with within(120):
+        private, seen = child.memory(tmp_path)
     child.ended()
     assert 80 <= private < 120
     assert 2 <= len(seen) <= 3  # before the first checkpoint, perhaps; before the second; at the end

@@ -405,7 +405,7 @@ def test_a_yaml_bomb_is_one_line_at_once(tmp_path: Path, place: str) -> None:
         [sys.executable, "-m", "ddm_lightning", "config", "-c", str(path)],
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=120,
         check=False,
         cwd=ROOT,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30)),

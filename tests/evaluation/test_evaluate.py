@@ -215,6 +215,6 @@ def test_two_ranks_write_what_one_writes(run, tmp_path):
         raise SystemExit(evaluate(run, "--out", str(tmp_path / "two")))
 
     ranks = [Forked(work, tmp_path / rank, RANK=rank, LOCAL_RANK=rank, **common) for rank in "01"]
-    (first, said, _), (second, nothing, _) = (rank.finish(240) for rank in ranks)
+    (first, said, _), (second, nothing, _) = (rank.finish() for rank in ranks)
     assert (first, second, nothing) == (0, 0, "") and "KID (pixels)" in said
     assert result(tmp_path / "one") == result(tmp_path / "two")

@@ -77,7 +77,7 @@ def test_rounding_differences_count_as_ties():
 def test_results_and_errors_come_in_order_from_one_thread_per_core(monkeypatch):
     """Torch's number of threads is another matter: prepare sets it to what a member trains with, mostly one."""
     monkeypatch.setattr(module, "num_cores", lambda: 3)
-    together = Barrier(3, timeout=20)
+    together = Barrier(3, timeout=60)
 
     def work(item):
         together.wait()

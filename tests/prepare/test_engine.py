@@ -1,11 +1,11 @@
 import errno
-import multiprocessing
 import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from deadline import no_process_left
 from prepare.engine_work import complain, die, fill_the_disk, square
 from prepare.listed import Listener
 from prepare.tiny_experiment import tiny_experiment
@@ -78,12 +78,12 @@ def test_idle_gpus_are_told(tmp_path, monkeypatch, quick_prepare, num_processes,
 @pytest.mark.slow
 def test_each_job_is_done_once_by_processes_of_one_thread_that_are_gone_afterwards():
     jobs = [{"number": number, "rows": np.arange(number)} for number in range(9)]
-    results = dict(run_local(square, jobs, 2))
+    with no_process_left():
+        results = dict(run_local(square, jobs, 2))
     assert sorted(results) == list(range(9))
     for number, (told, process, threads, rows) in results.items():
         assert told == number and process != os.getpid() and threads == 1
         np.testing.assert_array_equal(rows, np.arange(number) ** 2)
-    assert not multiprocessing.active_children()
 
 
 @pytest.mark.slow
@@ -97,11 +97,10 @@ def test_each_job_is_done_once_by_processes_of_one_thread_that_are_gone_afterwar
 )
 def test_what_goes_wrong_in_a_process_comes_out_as_it_is(work, kind, problem):
     jobs = range(1) if work is fill_the_disk else range(4)
-    with pytest.raises(kind, match=problem) as failure:
+    with no_process_left(), pytest.raises(kind, match=problem) as failure:
         list(run_local(work, jobs, 2))
     assert "\n" not in str(failure.value)
     assert kind is UserError or failure.value.errno == errno.ENOSPC
-    assert not multiprocessing.active_children()
 
 
 def files_of(run):

@@ -41,14 +41,14 @@ def test_ctrl_c_does_not_wait_for_a_slow_source_and_no_thread_is_left():
 
     def items():
         yield 0
+        os.kill(os.getpid(), signal.SIGINT)
         yield answers.wait(60)
 
     before, start = set(threading.enumerate()), time.monotonic()
-    threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
         list(one_ahead(items()))
     assert time.monotonic() - start < 30
     (reader,) = {thread for thread in threading.enumerate() if thread.name == "read"} - before
     answers.set()
-    reader.join(10)
+    reader.join(60)
     assert not reader.is_alive()

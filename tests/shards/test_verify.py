@@ -54,7 +54,7 @@ def test_the_first_of_several_damaged_shards_is_named(folder, monkeypatch):
 def test_shards_are_hashed_together(folder, monkeypatch):
     """Each waits until another one is hashed, too."""
     assert len(list(folder.glob("*.mds"))) % 2 == 0
-    pair = threading.Barrier(2, timeout=10)
+    pair = threading.Barrier(2, timeout=60)
     monkeypatch.setattr(verify, "hash_file", lambda *given: (pair.wait(), hash_file(*given))[1])
     assert verify_shards(folder) == 100
     verify.remove_damaged(folder)

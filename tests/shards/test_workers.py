@@ -36,7 +36,7 @@ def test_workers_load_samples_and_end_with_a_killed_parent(tmp_path, method, num
         next(batches)
 
     store.mkdir(parents=True)
-    with FileLock(store / "shard.00002.mds.lock"), within(90):
+    with FileLock(store / "shard.00002.mds.lock"), within(180):
         parent = Forked(validate, tmp_path / "said")
         while not answer.exists():
             assert parent.process.is_alive(), parent.finish()

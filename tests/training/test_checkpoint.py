@@ -177,7 +177,7 @@ def test_damage_is_described(tmp_path, harm):
 
 def test_files_are_hashed_together(tmp_path, monkeypatch):
     """Each waits until another one is hashed, too."""
-    pair, hashed = threading.Barrier(2, timeout=10), checkpoint.sha256_file
+    pair, hashed = threading.Barrier(2, timeout=60), checkpoint.sha256_file
     monkeypatch.setattr(checkpoint, "sha256_file", lambda path: (pair.wait(), hashed(path))[1])
     path = write(tmp_path / "step-1")
     assert len(names(path)) == 3  # two, and their list

@@ -78,13 +78,13 @@ def test_a_member_of_several_waits_while_another_process_trains_it(finished, tin
     def train_there():
         with FileLock(folder / ".lock"):
             locked.set()
-            assert asked.wait(20)
+            assert asked.wait(60)
             time.sleep(0.2)
             shutil.copytree(member(finished, "artifact"), folder / "artifact")
 
     thread = threading.Thread(target=train_there)
     thread.start()
-    assert locked.wait(10) and fit(tiny_run) == 0
+    assert locked.wait(60) and fit(tiny_run) == 0
     thread.join()
     assert f"expert-0 is finished: {folder / 'artifact'}\n" in capsys.readouterr().err
     assert sorted(path.name for path in folder.iterdir()) == [".lock", "artifact"], "it has trained nothing"

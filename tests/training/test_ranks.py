@@ -25,7 +25,7 @@ SETTINGS = (
     "island.validate_every_n_steps=100",
     "island.checkpoint_every_n_steps=5",
 )
-TRAINS_SECONDS = 90
+TRAINS_SECONDS = 240
 """On a busy machine; in half of a minute on a quiet one."""
 
 pytestmark = WARNINGS
@@ -212,7 +212,7 @@ def test_no_rank_outlives_the_agent(tiny_run):
     ranks = " ".join(lists).split()
     process.kill()
     assert len(ranks) == 2
-    with within(20):
+    with within(60):
         while any(is_alive(rank) for rank in ranks):
             time.sleep(0.05)
     process.communicate()

@@ -2,7 +2,7 @@
 
 import multiprocessing
 import os
-import socket
+import tempfile
 import traceback
 
 import lightning as L
@@ -15,10 +15,10 @@ from ddm_lightning.training.parallel import choose_strategy, environment
 WORLD = 2
 
 
-def _in_rank(rank, port, task, results):
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(WORLD))
+def _in_rank(rank, meeting, task, results):
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(WORLD))
     try:
-        dist.init_process_group("gloo", rank=rank, world_size=WORLD)
+        dist.init_process_group("gloo", f"file://{meeting}/ranks", rank=rank, world_size=WORLD)
         results.put((rank, task(rank), None))
         dist.destroy_process_group()
     except BaseException:  # noqa: BLE001
@@ -26,21 +26,19 @@ def _in_rank(rank, port, task, results):
 
 
 def in_two_processes(task):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     context = multiprocessing.get_context("fork")
     results = context.Queue()
-    ranks = [context.Process(target=_in_rank, args=(rank, port, task, results)) for rank in range(WORLD)]
-    for process in ranks:
-        process.start()
-    try:
-        with within(60):
-            answers = [results.get() for _ in ranks]
-    finally:
+    with tempfile.TemporaryDirectory() as meeting:  # another process may take a port before they do
+        ranks = [context.Process(target=_in_rank, args=(rank, meeting, task, results)) for rank in range(WORLD)]
         for process in ranks:
-            process.kill()
-            process.join()
+            process.start()
+        try:
+            with within(240):
+                answers = [results.get() for _ in ranks]
+        finally:
+            for process in ranks:
+                process.kill()
+                process.join()
     for _, _, problem in answers:
         assert problem is None, problem
     return {rank: answer for rank, answer, _ in answers}

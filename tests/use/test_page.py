@@ -30,6 +30,7 @@ from ddm_lightning.core import registry
 from ddm_lightning.prepare.prepared import example_captions
 
 pytestmark = pytest.mark.slow
+expect.set_options(timeout=60_000)
 STEPS = 3
 
 
@@ -116,8 +117,8 @@ def test_a_prompt_gives_images_and_heat_maps(browser: Browser, address: str, tmp
     put(page, "Prompt", "a cross")
     put(page, "number input for Images", "2")  # last: were it put back, four images would appear
     generate(page)
-    expect(page.get_by_text("active experts")).to_have_count(2, timeout=60_000)
-    expect(page.locator("img")).to_have_count(6, timeout=60_000)  # two images and a heat map on each side
+    expect(page.get_by_text("active experts")).to_have_count(2)
+    expect(page.locator("img")).to_have_count(6)  # two images and a heat map on each side
     page.screenshot(path=tmp_path / "page.png", full_page=True)
     assert pixels(page, 0, tmp_path).std() > 5
     yellow = (np.abs(pixels(page, 2, tmp_path) - (253, 231, 36)).max(2) < 8).sum()
@@ -141,12 +142,16 @@ def test_a_prompt_gives_images_and_heat_maps(browser: Browser, address: str, tmp
 def test_a_click_on_a_caption_of_the_training_images_fills_it_in(browser: Browser, address: str) -> None:
     page = browser.new_page()
     page.goto(address)
-    expect(page.get_by_text("Captions of the training images work best", exact=True)).to_be_visible(timeout=60_000)
+    expect(page.get_by_text("Captions of the training images work best", exact=True)).to_be_visible()
     caption = page.locator("button.gallery-item").nth(1)
     expect(caption).to_have_text(re.compile(r"^\w+ (disc|square|cross|ring)$"))
-    page.wait_for_timeout(1000)  # Gradio is still loading
-    caption.click()
-    expect(page.get_by_label("Prompt", exact=True)).to_have_value(caption.inner_text().strip())
+    prompt, wanted = page.get_by_label("Prompt", exact=True), caption.inner_text().strip()
+    for _ in range(60):  # Gradio may still be loading
+        caption.click()
+        page.wait_for_timeout(500)
+        if prompt.input_value() == wanted:
+            break
+    expect(prompt).to_have_value(wanted)
 
 
 def test_a_run_without_the_parts_of_its_data_has_no_captions(finished_run: Path, tmp_path: Path) -> None:
@@ -179,7 +184,7 @@ def test_a_run_without_the_parts_of_its_data_has_no_captions(finished_run: Path,
 def test_what_the_page_does_not_need_is_closed(
     address: str, path: str, headers: dict[str, str], content: bytes | None, status: int
 ) -> None:
-    with contextlib.closing(http.client.HTTPConnection(address.removeprefix("http://"), timeout=30)) as connection:
+    with contextlib.closing(http.client.HTTPConnection(address.removeprefix("http://"), timeout=120)) as connection:
         connection.putrequest("GET" if content is None else "POST", f"/{path}", skip_host="Host" in headers)
         if content is not None and "Transfer-Encoding" not in headers:
             headers = {**headers, "Content-Length": str(len(content)), "Content-Type": "application/json"}
