@@ -25,7 +25,7 @@ from ddm_lightning.members.roles import ROUTER, cluster_of_expert, expert_name, 
 from ddm_lightning.members.run import Run
 from ddm_lightning.members.run_folder import ENSEMBLE_FILE, MEMBER_FILE, read_record
 
-# Not shared with experts that were added.
+# Experts that were added may have been trained on another partition.
 _SHARED_BY_PARTITION = ("partition_sha256", "num_clusters")
 _SHARED_BY_ALL = ("x_shape", "image_encoder", "normalisation")
 # The router has its own timesteps and may be unconditional.

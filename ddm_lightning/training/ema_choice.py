@@ -133,7 +133,7 @@ class Averages:
         return found
 
     def use(self, width: float | None) -> None:
-        """Replace the artifact's weights by the average of ``width``, and its held-out figures by theirs.
+        """Make the average of ``width`` the artifact's weights, with held-out figures of that average.
 
         The original artifact is kept in the member's folder ``ema``. None restores it.
 
