@@ -86,7 +86,7 @@ class Ensemble:
         router_conditional: bool = True,
         paths: Sequence[str] = (),
         temperatures: tuple[Sequence[float], Sequence[float]] = ((), ()),
-        clusters: Sequence[int] | slice = slice(None),
+        clusters: Sequence[int] | Int[Tensor, " K"] | slice = slice(None),
     ) -> None:
         self.experts = experts if isinstance(experts, ResidentExperts) else [expert.eval() for expert in experts]
         self.router = None if router is None else router.eval()
@@ -308,7 +308,8 @@ def load_ensemble(
         of_router = {
             "router_conditional": meta.condition["kind"] != "none",
             "temperatures": temperatures_of(meta),
-            "clusters": [cluster_of_expert(name) for name in names],
+            # On the device, because a list would be copied there at each call.
+            "clusters": torch.tensor([cluster_of_expert(name) for name in names], device=device),
         }
     return Ensemble(
         ResidentExperts(networks, torch.device(device), num_resident)

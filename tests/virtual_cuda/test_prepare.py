@@ -99,5 +99,5 @@ def test_networks_lie_channels_last_in_the_type_that_is_safe_for_them(found) -> 
 def test_the_host_waits_once_per_batch(found) -> None:
     waits = {place: number for (kind, place), number in found[2].items() if kind == "wait"}
     assert waits.pop("encoders.pretrained:encode_in_batches") == 2 * 2  # 70 images are two chunks, of two networks
-    assert waits.pop("encoders.captions:_fill") == 2  # columns of one batch
+    assert waits.pop("encoders.captions:_encoded") == 2  # columns of one batch
     assert {place.partition(":")[0] for place in waits} <= {"partition.nearest", "partition.build", "partition.kmeans"}
