@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate, groupby
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from PIL import Image
@@ -14,7 +15,7 @@ from PIL import Image
 from ddm_lightning.core import remote
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import SOURCES, require
-from ddm_lightning.prepare.records import BLOCK_SIZE, BrokenSample, Part, Record, block_parts
+from ddm_lightning.prepare.records import BLOCK_SIZE, BrokenSample, Part, Record
 from ddm_lightning.prepare.sources.decode import caption_in, decode, one_line, rgb
 from ddm_lightning.prepare.sources.urls import Files
 
@@ -174,7 +175,7 @@ def _text(cell: Any) -> str | None:
 
 @SOURCES.register("parquet")
 class Parquet(TableSource):
-    """Rows of Parquet files. A part is one row group, or several consecutive ones with 512 rows in total."""
+    """Rows of Parquet files. A part is one row group, or consecutive ones with about 512 rows in total."""
 
     packages = ("pillow", "pyarrow")
 
@@ -196,25 +197,13 @@ class Parquet(TableSource):
 
         return ParquetFile(opened)
 
-    def _parts_of(self, file: str, reader: Any) -> list[Part]:
-        footer = reader.metadata
-        parts, groups = [], list[int]()
-        first_row = num_rows = 0
-        for group in range(footer.num_row_groups):
-            groups.append(group)
-            num_rows += footer.row_group(group).num_rows
-            if num_rows >= BLOCK_SIZE or group == footer.num_row_groups - 1:
-                where = {"file": file, "row_groups": groups, "start": first_row}
-                parts.append(
-                    Part(f"{file}:{first_row}", f"{self.files.states[file]}; rows from {first_row}", num_rows, where)
-                )
-                first_row += num_rows
-                groups, num_rows = [], 0
-        return parts
+    def _group_sizes(self, reader: Any) -> list[int] | None:
+        """Count the rows of each group that can be read alone; None if counting would fetch everything."""
+        return [reader.metadata.row_group(group).num_rows for group in range(reader.num_row_groups)]
 
-    def _batches(self, part: Part, reader: Any) -> Iterator[pyarrow.RecordBatch]:
-        """Yield the rows of a part."""
-        yield from reader.iter_batches(_ROWS_AT_ONCE, part.where["row_groups"], columns=self.columns)
+    def _batches(self, reader: Any, groups: list[int] | None) -> Iterator[pyarrow.RecordBatch]:
+        """Yield the rows of some groups; None for all."""
+        yield from reader.iter_batches(_ROWS_AT_ONCE, groups, columns=self.columns)
 
     def parts(self) -> list[Part]:
         """List blocks of rows; reads the table of contents of every file.
@@ -226,7 +215,12 @@ class Parquet(TableSource):
         for file in self._names:
             with self._open(file) as reader:
                 self.check_columns(_schema(reader).names, self.files.shown(file))
-                parts += self._parts_of(file, reader)
+                sizes, state = self._group_sizes(reader), self.files.states[file]
+            if sizes is None:
+                parts.append(Part(file, state, None, {"file": file, "groups": None, "start": 0}))
+            for groups, rows in _blocks(sizes or []):
+                where = {"file": file, "groups": groups, "start": rows.start}
+                parts.append(Part(f"{file}:{rows.start}", f"{state}; rows from {rows.start}", len(rows), where))
         return parts
 
     def read(self, part: Part) -> Iterator[Record | BrokenSample]:
@@ -241,7 +235,7 @@ class Parquet(TableSource):
         row = first_row
         with self._open(file) as reader:
             try:
-                for batch in self._batches(part, reader):
+                for batch in self._batches(reader, part.where["groups"]):
                     for start in range(0, batch.num_rows, _ROWS_AT_ONCE):
                         for values in batch.slice(start, _ROWS_AT_ONCE).select(self.columns).to_pylist():
                             yield self.record(values, f"{file}:{row}")
@@ -275,6 +269,14 @@ class Parquet(TableSource):
             ) from error
 
 
+def _blocks(sizes: list[int]) -> Iterator[tuple[list[int], range]]:
+    """Join consecutive groups of rows to blocks of about 512 rows; yield the groups and the rows of each."""
+    starts = list(accumulate(sizes, initial=0))
+    for _, block in groupby(range(len(sizes)), lambda group: starts[group] // BLOCK_SIZE):
+        groups = list(block)
+        yield groups, range(starts[groups[0]], starts[groups[-1] + 1])
+
+
 def _schema(reader: Any) -> pyarrow.Schema:
     return getattr(reader, "schema_arrow", None) or reader.schema
 
@@ -284,7 +286,7 @@ def _schema(reader: Any) -> pyarrow.Schema:
 class HuggingFace(Parquet):
     """Data sets saved by ``Dataset.save_to_disk`` or ``DatasetDict.save_to_disk``, and other folders of Arrow files.
 
-    A part is a block of rows of one file. Behind a URL, where counting would fetch everything, it is a whole file.
+    A part is about 512 rows of one file. Behind a URL, where counting would fetch everything, it is a whole file.
 
     Args:
         split: of a ``DatasetDict``; null if there is only one.
@@ -326,23 +328,13 @@ class HuggingFace(Parquet):
         opened.seek(0)
         return pyarrow.ipc.open_file(opened) if is_file else pyarrow.ipc.open_stream(opened)
 
-    def _parts_of(self, file: str, reader: Any) -> list[Part]:
-        state = self.files.states[file]
-        if not self.files.is_local:
-            return [Part(file, state, None, {"file": file, "start": 0, "stop": None})]
-        return block_parts(sum(batch.num_rows for batch in _all_batches(reader)), state, prefix=file, file=file)
+    def _group_sizes(self, reader: Any) -> list[int] | None:
+        return [batch.num_rows for batch in _all_batches(reader)] if self.files.is_local else None
 
-    def _batches(self, part: Part, reader: Any) -> Iterator[pyarrow.RecordBatch]:
-        start, stop = part.where["start"], part.where["stop"]
-        first = 0
-        for batch in _all_batches(reader):
-            if stop is not None and first >= stop:
-                return
-            end = batch.num_rows if stop is None else min(batch.num_rows, stop - first)
-            skipped = max(0, start - first)
-            if skipped < end:
-                yield batch.slice(skipped, end - skipped)
-            first += batch.num_rows
+    def _batches(self, reader: Any, groups: list[int] | None) -> Iterator[pyarrow.RecordBatch]:
+        for number, batch in enumerate(_all_batches(reader)):
+            if groups is None or number in groups:
+                yield batch
 
 
 def _all_batches(reader: Any) -> Iterable[pyarrow.RecordBatch]:

@@ -9,7 +9,7 @@ import tarfile
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from tarfile import EmptyHeaderError, EOFHeaderError, HeaderError, ReadError  # type: ignore[attr-defined]
+from tarfile import EOFHeaderError, HeaderError, ReadError  # type: ignore[attr-defined]
 from typing import Any
 
 from ddm_lightning.core.checks import is_int
@@ -129,8 +129,7 @@ def samples_of(file: Any) -> Iterator[tuple[str, dict[str, bytes] | BrokenSample
     """
     key, members = "", dict[str, bytes]()
     try:
-        # After zeros another tar may follow, joined with cat.
-        with _Tar.open(fileobj=file, mode="r|", ignore_zeros=True) as tar:
+        with tarfile.open(fileobj=file, mode="r|", tarinfo=_Member) as tar:
             for member in tar:
                 folder, _, base = member.name.rpartition("/")
                 if not member.isreg() or base.startswith(".") or _META.match(member.name):
@@ -166,18 +165,8 @@ class _Member(tarfile.TarInfo):
     @classmethod
     def fromtarfile(cls, tarfile: Any) -> _Member:
         try:
-            member = super().fromtarfile(tarfile)
+            return super().fromtarfile(tarfile)
         except EOFHeaderError:
-            tarfile.has_ended = True
             raise
         except HeaderError as error:
-            if tarfile.has_ended and isinstance(error, EmptyHeaderError):
-                raise
             raise ReadError(str(error)) from None
-        tarfile.has_ended = False
-        return member
-
-
-class _Tar(tarfile.TarFile):
-    tarinfo = _Member
-    has_ended = False
