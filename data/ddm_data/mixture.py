@@ -92,7 +92,7 @@ class Mixture:
                 yield replace(one, key=key)
                 continue
             caption = one.caption
-            if (prefix := child.entry.prefix) and isinstance(caption, str):
+            if prefix := child.entry.prefix:
                 caption = f"{prefix}: {caption}" if caption else prefix
             yield replace(one, key=key, caption=caption, label=number)
 

@@ -81,7 +81,7 @@ def dry_run(experiment: Experiment, run_dir: Path, check: Callable[[DataSizes], 
     estimates = [Estimate("keys and captions", texts // num, seconds / num)]
     work: dict[str, Callable[[], Mapping[str, np.ndarray]]] = {"encoded images": lambda: latent_rows(plugins, images)}
     if (encoder := plugins.caption_encoder) is not None:
-        work["encoded captions"] = lambda: encoder.encode([str(record.caption) for record in records])
+        work["encoded captions"] = lambda: encoder.encode([record.caption for record in records])
     work["features"] = lambda: {"features": plugins.features.encode(images)}
     for name, encode in work.items():
         encode()  # loads the weights

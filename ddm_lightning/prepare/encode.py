@@ -53,16 +53,13 @@ class PartJob:
     """Number of images kept small for the report: those with the lowest hashes."""
 
 
-def encode_parts(
-    jobs: Sequence[PartJob], plugins: Plugins, on_progress: Callable[[int, int], None], captions_used: bool
-) -> None:
+def encode_parts(jobs: Sequence[PartJob], plugins: Plugins, on_progress: Callable[[int, int], None]) -> None:
     """Compute the wanted groups of all jobs with the configured engine.
 
     Args:
         jobs: one per part.
         plugins: source and encoders.
         on_progress: called with samples done and samples in total.
-        captions_used: whether a sample with an unreadable caption counts as broken.
 
     Raises:
         UserError: as ``encode_part``; or too many samples are broken.
@@ -77,7 +74,6 @@ def encode_parts(
     for number, state in run_jobs(encode_part, jobs, plugins, total, advance, plugins.config.engine):
         done += state["num_read"]
         counts.update(state["broken"])
-        counts.update(state["unread_captions"].values() if captions_used else ())
         advance(0)
         check_broken(counts, done, plugins.config.max_bad_fraction, jobs[number].folder / RECORDS / "broken.jsonl")
 
@@ -296,7 +292,7 @@ class _Texts:
         """Collect one chunk."""
         first_row = len(self._keys)
         self._keys += [record.key for record in records]
-        self._captions += [str(record.caption) for record in records]
+        self._captions += [record.caption for record in records]
         new = [(key_hash(record.key), first_row + i, images[i]) for i, record in enumerate(records)]
         lowest = sorted([*self._thumbnails, *new], key=lambda one: one[:2])[: self._max_thumbnails]
         self._thumbnails = [

@@ -127,14 +127,13 @@ Dropped = dict[int, dict[int, str]]
 """Cause by row, by number of the part."""
 
 
-def write_index(prepared: Prepared, groups: Collection[str], max_bad_fraction: float, captions_used: bool) -> str:
+def write_index(prepared: Prepared, groups: Collection[str], max_bad_fraction: float) -> str:
     """Write ``index.json`` (samples, counts by cause, dropped rows) and ``broken.jsonl`` (each broken sample).
 
     Args:
         prepared: folder with encoded parts.
         groups: groups of columns in use. Failures in others, left by an earlier configuration, are ignored.
         max_bad_fraction: largest allowed fraction of broken samples.
-        captions_used: whether a sample with an unreadable caption is broken; else its caption is empty.
 
     Returns:
         The counts in words.
@@ -150,8 +149,6 @@ def write_index(prepared: Prepared, groups: Collection[str], max_bad_fraction: f
     dropped: Dropped = {}
     for number, ledger in enumerate(prepared.ledgers):
         unfit = {row: cause for name in groups for row, cause in ledger.records[name].get("unfit", {}).items()}
-        if captions_used:
-            unfit |= states[number]["unread_captions"]
         if unfit:
             dropped[number] = {int(row): cause for row, cause in unfit.items()}
     _drop_duplicates(prepared, dropped)

@@ -8,12 +8,10 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import Future
-from dataclasses import replace
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from importlib.metadata import version
 from itertools import islice
-from threading import Thread
 from typing import Any, TypeVar
 
 import numpy as np
@@ -102,8 +100,6 @@ class Reading:
         """Samples yielded so far."""
         self.broken: list[BrokenSample] = []
         """Broken samples so far."""
-        self.unread_captions: dict[str, str] = {}
-        """Cause by row of each unreadable caption; it is replaced by an empty one."""
         self.odd_shapes: Counter[str] = Counter()
         """Number of images degraded by squaring, by kind of damage."""
         self.content = hashlib.sha256()
@@ -116,7 +112,6 @@ class Reading:
             "num_read": self.num_read,
             "broken": dict(sorted(Counter(broken.cause for broken in self.broken).items())),
             "content": self.content.hexdigest(),
-            "unread_captions": self.unread_captions,
             "odd_shapes": +self.odd_shapes,
         }
 
@@ -133,7 +128,6 @@ class Reading:
 
     def _samples(self) -> Iterator[tuple[Record, UInt8[np.ndarray, "h w 3"]]]:
         first: UInt8[np.ndarray, "h w 3"] | None = None
-        row = 0
         for found in map(_with_plain_text, self.plugins.source.read(self.part)):
             self.num_read += 1
             if isinstance(found, BrokenSample):
@@ -146,11 +140,7 @@ class Reading:
             first = image if first is None else first
             if image.shape != first.shape:
                 raise self._error(found, f"has {_size(image)} pixels, others have {_size(first)}", _SET_SIZE)
-            if isinstance(found.caption, BrokenSample):
-                self.unread_captions[str(row)] = found.caption.cause
-                found = replace(found, caption="")
             yield found, image
-            row += 1
 
     def _square(self, record: Record) -> UInt8[np.ndarray, "h w 3"]:
         image, size = record.image, self.plugins.config.images.size
@@ -177,15 +167,13 @@ def _size(image: UInt8[np.ndarray, "h w 3"]) -> str:
 
 
 def _with_plain_text(found: Record | BrokenSample) -> Record | BrokenSample:
-    """Return a record that UTF-8 can store: ``BrokenSample`` for a bad key, or with a broken caption."""
-    if isinstance(found, BrokenSample):
-        return found
-    for is_key, text in ((True, f"{found.key}{found.group or ''}"), (False, str(found.caption))):
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            broken = BrokenSample(repr(found.key) if is_key else found.key, "text that UTF-8 cannot hold", str(error))
-            return broken if is_key else replace(found, caption=broken)
+    """Return a sample whose text UTF-8 can store: ``BrokenSample`` for another."""
+    texts = [found.key] if isinstance(found, BrokenSample) else [found.key, found.group or "", found.caption]
+    try:
+        "".join(texts).encode()
+    except UnicodeEncodeError as error:
+        key = found.key.encode(errors="backslashreplace").decode()
+        return BrokenSample(key, "text that UTF-8 cannot hold", str(error))
     return found
 
 
@@ -215,21 +203,11 @@ def to_square(image: UInt8[np.ndarray, "h w 3"], size: int, aspect: str) -> UInt
 
 def one_ahead(items: Iterator[Item]) -> Iterator[Item]:
     """Yield ``items``; a thread makes the next one meanwhile. Errors are raised in the place of their item."""
-
-    def begin_next() -> Future[list[Item]]:
-        following = Future[list[Item]]()
-
-        def make() -> None:
-            try:
-                following.set_result(list(islice(items, 1)))
-            except BaseException as error:  # noqa: BLE001  raised where the item is wanted
-                following.set_exception(error)
-
-        # A daemon, so that Ctrl-C need not wait for a slow server.
-        Thread(target=make, name="read", daemon=True).start()
-        return following
-
-    following = begin_next()
-    while made := following.result():
-        following = begin_next()
-        yield made.pop()
+    thread = ThreadPoolExecutor(1, "read")
+    try:
+        following = thread.submit(next, items, None)
+        while (item := following.result()) is not None:
+            following = thread.submit(next, items, None)
+            yield item
+    finally:
+        thread.shutdown(wait=False)  # Ctrl-C need not wait for a slow server

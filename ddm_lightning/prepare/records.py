@@ -18,8 +18,8 @@ class Record:
     """Unique name, independent of other samples; decides whether the sample is held out."""
     image: UInt8[np.ndarray, "h w 3"]
     """RGB image of any size."""
-    caption: str | BrokenSample
-    """Caption; empty if unknown. ``BrokenSample`` if unreadable: then the sample is broken if captions are used."""
+    caption: str
+    """Caption; empty if unknown."""
     label: int
     """Class, from 0 to the source's ``num_classes`` - 1."""
     group: str | None = None

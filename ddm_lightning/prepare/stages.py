@@ -106,10 +106,6 @@ class Preparation:
         self.ledger = Ledger(self.folder / "stages.json")
         self.parts = self._list_parts()
         self.prepared = Prepared(self.folder, self.parts)
-        self._captions_used = self.config.caption_encoder is not None and experiment.condition.kind in (
-            "text",
-            "tokens",
-        )
 
     def _list_parts(self) -> list[Part]:
         name = self.config.source.name
@@ -142,9 +138,9 @@ class Preparation:
             Stage("encode", [files("source"), keys], (), self._encode),
             Stage(
                 "index",
-                [groups(*keys), config.max_bad_fraction, self._captions_used],
+                [groups(*keys), config.max_bad_fraction],
                 ("index.json", "broken.jsonl"),
-                lambda: write_index(self.prepared, keys, config.max_bad_fraction, self._captions_used),
+                lambda: write_index(self.prepared, keys, config.max_bad_fraction),
             ),
             Stage(
                 "partition",
@@ -318,7 +314,7 @@ class Preparation:
             PartJob(self.parts[number], self.prepared.part_folder(number), keys, max_thumbnails)
             for number, keys in wanted.items()
         ]
-        encode_parts(jobs, self.plugins, self._progress_of("encode"), self._captions_used)
+        encode_parts(jobs, self.plugins, self._progress_of("encode"))
         num_parts, num_kept = len(self.parts), len(self.parts) - len(wanted)
         return f"{num_parts:,} part{'s' * (num_parts != 1)}" + (f", {num_kept:,} already encoded" if num_kept else "")
 

@@ -83,13 +83,12 @@ def test_a_maximum_of_all_keeps_the_proportions_and_grows_by_adding(monkeypatch)
 
 
 def test_broken_samples_captions_and_empty_captions_pass_through(monkeypatch):
-    unread = BrokenSample("c", "missing file")
-    given = [BrokenSample("a", "empty file"), record("b", caption=""), record("c", caption=unread, group="film")]
+    given = [BrokenSample("a", "empty file"), record("b", caption=""), record("c", group="film")]
     plug_in(monkeypatch, SOURCES, Listed({"all": given}))
     broken, empty, grouped = read(build({"name": "made-up", "prefix": "x"}))
     assert broken == BrokenSample("x/a", "empty file")
     assert (empty.caption, empty.group) == ("x", None)
-    assert (grouped.caption, grouped.group) == (unread, "film")
+    assert (grouped.caption, grouped.group) == ("x: image of c", "film")
 
 
 def test_files_of_any_size_mix_with_digits(tmp_path, quick_prepare):

@@ -136,21 +136,6 @@ def test_what_is_broken_is_counted_by_cause_listed_and_left_out(run, monkeypatch
         np.testing.assert_array_equal(row, record(key).image.transpose(2, 0, 1))
 
 
-@pytest.mark.parametrize(
-    ("kind", "encoder", "lost"), [("text", True, 1), ("class", True, 0), ("none", True, 0), ("none", False, 0)]
-)
-def test_an_unreadable_caption_loses_a_sample_where_captions_are_used(tmp_path, monkeypatch, kind, encoder, lost):
-    unread = record("x", caption=BrokenSample("x", "caption is not UTF-8", "0xe9"))
-    source = Listed({"one": [unread, *records(30)]})
-    experiment = experiment_of(plug_in(monkeypatch, SOURCES, source), max_bad_fraction=0.5)
-    experiment.condition.kind = kind
-    if not encoder:
-        experiment.prepare.caption_encoder = None
-    manifest = prepare(experiment, tmp_path)
-    assert manifest.num_samples == 31 - lost and manifest.num_without_caption == 1 - lost
-    assert manifest.broken == ({"caption is not UTF-8": 1} if lost else {})
-
-
 def test_images_that_suffer_from_being_made_square_are_counted(tmp_path, monkeypatch):
     sizes = {"dot": (1, 1), "strip": (20, 2000), "half": (8, 8), "wide": (16, 48)}
     source = Listed({"one": [*(record(key, size=size) for key, size in sizes.items()), *records(20, size=16)]})

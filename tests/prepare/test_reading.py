@@ -48,7 +48,7 @@ def test_ctrl_c_does_not_wait_for_a_slow_source_and_no_thread_is_left():
     with pytest.raises(KeyboardInterrupt):
         list(one_ahead(items()))
     assert time.monotonic() - start < 30
-    (reader,) = {thread for thread in threading.enumerate() if thread.name == "read"} - before
+    (reader,) = {thread for thread in threading.enumerate() if thread.name.startswith("read")} - before
     answers.set()
     reader.join(60)
     assert not reader.is_alive()

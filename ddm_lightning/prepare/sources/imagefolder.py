@@ -77,7 +77,8 @@ class ImageFolder:
                 )
                 continue
             image = decode(data, name)
-            yield image if isinstance(image, BrokenSample) else Record(name, image, caption, label)
+            bad = next((one for one in (image, caption) if isinstance(one, BrokenSample)), None)
+            yield bad or Record(name, image, caption, label)  # type: ignore[arg-type]
 
     @cached_property
     def _images(self) -> list[str]:

@@ -69,7 +69,7 @@ def test_captions_from_text_files_arrive_unchanged(folder):
 
 def test_a_caption_that_is_no_utf8_is_counted(folder):
     write(folder, {"a.png": encoded(noise(2, 2, 3)), "a.txt": "café".encode("latin-1")})
-    assert samples(folder)["a.png"].caption.cause == "caption is not UTF-8"
+    assert samples(folder)["a.png"].cause == "caption is not UTF-8"
 
 
 def test_a_link_is_followed_and_a_dead_or_circular_one_is_counted(tmp_path):

@@ -132,9 +132,7 @@ def test_captions_arrive_unchanged_from_text_and_from_json(folder):
 
 
 def cause_of(sample):
-    if isinstance(sample, BrokenSample):
-        return sample.cause
-    return sample.caption.cause if isinstance(sample.caption, BrokenSample) else None
+    return sample.cause if isinstance(sample, BrokenSample) else None
 
 
 def test_every_bad_sample_is_counted(folder):
