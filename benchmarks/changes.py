@@ -19,8 +19,7 @@ from flop_scores import OTHER, Judge, kid
 from split import encoder_of
 
 from ddm_lightning.config.experiment import SampleConfig
-from ddm_lightning.ensemble.changes import added, removed
-from ddm_lightning.ensemble.manifest import EnsembleManifest
+from ddm_lightning.ensemble.manifest import EnsembleManifest, added, removed
 from ddm_lightning.evaluation.shares import total_variation
 from ddm_lightning.members.roles import cluster_of_expert
 from ddm_lightning.members.run import Run

@@ -19,7 +19,7 @@ from ddm_lightning.core import processes
 from ddm_lightning.core.devices import check_devices, configure_torch
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import require
-from ddm_lightning.ensemble.manifest import assemble
+from ddm_lightning.ensemble.manifest import added, assemble, removed, replaced
 from ddm_lightning.islands.local import default_jobs, fit_members
 from ddm_lightning.members.preflight import (
     check_networks,
@@ -35,8 +35,7 @@ from ddm_lightning.members.status import status_table
 from ddm_lightning.shards.manifest import DataSizes, Manifest
 from ddm_lightning.training.guard import skipped_of
 from ddm_lightning.use.ensemble import DecentralizedEnsemble
-from ddm_lightning.use.saved import export_diffusers, fetched, manifest_with_about, save_ensemble
-from ddm_lightning.use.settings import resolve
+from ddm_lightning.use.saved import export_diffusers, fetched, manifest_with_about, resolve, save_ensemble
 
 
 def _command(name: str, options: argparse.Namespace) -> str:
@@ -320,8 +319,6 @@ def _export(experiment: Experiment, options: argparse.Namespace) -> None:
 
 def change_ensemble(options: argparse.Namespace) -> None:
     """Run ``ensemble add``, ``remove`` or ``replace``, which need no experiment."""
-    from ddm_lightning.ensemble.changes import added, removed, replaced
-
     if options.action != "remove" and options.images is not None and options.images < 1:
         raise UserError(f"--images {options.images}: must be at least 1")
     before, out = manifest_with_about(fetched(options.folder), partial=True), Path(options.out)

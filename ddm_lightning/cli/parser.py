@@ -237,7 +237,6 @@ def _run(options: argparse.Namespace) -> int:
         change_ensemble(options)
         return 0
     from ddm_lightning.config.load import load_experiment, to_yaml
-    from ddm_lightning.use.settings import load_settings
 
     if options.command in ("fit", "replay", "ema"):
         chosen = [text for text in options.overrides if text.startswith("member=")]
@@ -248,12 +247,14 @@ def _run(options: argparse.Namespace) -> int:
     makes_run = options.command in ("config", "prepare", "fit")
     if getattr(options, "out", options.config) is None and "://" in options.config:
         raise UserError(f"{options.config}: a URL cannot hold results; add --out FOLDER")
-    experiment = (
-        load_experiment(options.config, options.overrides)
-        if makes_run
+    if makes_run:
+        experiment = load_experiment(options.config, options.overrides)
+    else:
+        from ddm_lightning.use.saved import load_settings
+
         # Commands without the option use no encoder.
-        else load_settings(options.config, options.overrides, allow_paths=getattr(options, "allow_paths", True))
-    )
+        allow_paths = getattr(options, "allow_paths", True)
+        experiment = load_settings(options.config, options.overrides, allow_paths=allow_paths)
     if options.command == "config":
         print(to_yaml(experiment), end="")
         return 0

@@ -33,8 +33,7 @@ from ddm_lightning.shards.datamodule import ShardLoader
 from ddm_lightning.training.fit import build_data
 from ddm_lightning.training.objective import build_objective
 from ddm_lightning.use.ensemble import DecentralizedEnsemble
-from ddm_lightning.use.saved import manifest_with_about
-from ddm_lightning.use.settings import resolve
+from ddm_lightning.use.saved import manifest_with_about, resolve
 
 STRATEGIES_SHOWN = ("full", "top-1", "sample-1", "bayes")
 MAX_HELD_OUT, MAX_TRAIN = 2048, 20_000

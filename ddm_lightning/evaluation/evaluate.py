@@ -33,7 +33,7 @@ from ddm_lightning.evaluation.image_sets import FileImages, Generated, ImageSet,
 from ddm_lightning.evaluation.metrics._base import FeatureMetric, nearest
 from ddm_lightning.members.run import Run
 from ddm_lightning.shards.manifest import HELD_OUT, TRAIN
-from ddm_lightning.use.conditions import built_encoder
+from ddm_lightning.use.ensemble import built_encoder
 
 SETTINGS_FILE, RESULT_FILE = "settings.json", "evaluation.json"
 NUM_SUSPECTS, NUM_NEIGHBOURS = 8, 5

@@ -26,8 +26,7 @@ from ddm_lightning.members.run import Run
 from ddm_lightning.shards.manifest import HELD_OUT, TRAIN, Manifest, shard_name
 from ddm_lightning.shards.mds import open_shards
 from ddm_lightning.shards.verify import verify_shards
-from ddm_lightning.use.conditions import text_condition
-from ddm_lightning.use.ensemble import DecentralizedEnsemble
+from ddm_lightning.use.ensemble import DecentralizedEnsemble, text_condition
 
 PART_SIZE = 256
 _ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".bmp")

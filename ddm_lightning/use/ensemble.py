@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -15,10 +16,10 @@ from jaxtyping import Float, UInt8
 from PIL import Image
 from torch import Tensor
 
-from ddm_lightning.config.experiment import Experiment
+from ddm_lightning.config.experiment import Experiment, PluginConfig
 from ddm_lightning.core.devices import check_devices, configure_cuda, device_of
 from ddm_lightning.core.errors import UserError, first_line, note
-from ddm_lightning.core.registry import IMAGE_ENCODERS, require
+from ddm_lightning.core.registry import CAPTION_ENCODERS, IMAGE_ENCODERS, Registry, require
 from ddm_lightning.ensemble.manifest import About, EnsembleManifest
 from ddm_lightning.ensemble.routing import sample
 from ddm_lightning.ensemble.trace import Trace
@@ -27,17 +28,34 @@ from ddm_lightning.flow.condition import Condition, ConditionSpec
 from ddm_lightning.members.artifact import ArtifactMeta
 from ddm_lightning.members.roles import ROUTER, all_members, ensemble_members
 from ddm_lightning.members.run_folder import RunFolder
-from ddm_lightning.use.conditions import Row, built_encoder, row_conditions
-from ddm_lightning.use.saved import (
-    experiment_of,
-    fetched,
-    manifest_with_about,
-    save_ensemble,
-)
-from ddm_lightning.use.settings import load_settings, resolve
+from ddm_lightning.use.saved import experiment_of, fetched, load_settings, manifest_with_about, resolve, save_ensemble
 
+Row: TypeAlias = tuple[str, str, Condition | None]
+"""Label, noise key and condition of a row of images."""
+
+MAX_ROWS = 32
+"""Largest number of rows in a grid."""
 # Images computed at once; the number does not change them.
 BATCH_SIZE = 64
+
+
+@lru_cache(maxsize=2)  # some load for seconds
+def _built(registry: Registry, name: str, params: str) -> Any:
+    return registry.build(name, json.loads(params))
+
+
+def built_encoder(registry: Registry, plugin: PluginConfig) -> Any:
+    """Build an encoder, or take the one built before with the same params."""
+    return _built(registry, plugin.name, json.dumps(plugin.params))
+
+
+def text_condition(texts: Sequence[str], experiment: Experiment) -> Condition:
+    """Encode ``texts`` as vectors or tokens with the experiment's caption encoder."""
+    plugin = experiment.prepare.caption_encoder
+    assert plugin is not None, "check_experiment asks for one"
+    encoder = built_encoder(CAPTION_ENCODERS, plugin)
+    encode = encoder.tokens if experiment.condition.kind == "tokens" else encoder.vectors
+    return Condition.of(torch.from_numpy(encode(list(texts))))
 
 
 class DecentralizedEnsemble:
@@ -206,9 +224,35 @@ class DecentralizedEnsemble:
         return built_encoder(IMAGE_ENCODERS, self.experiment.prepare.image_encoder).decode(x_0)
 
     def rows(self, prompts: Sequence[str] = (), classes: Sequence[str] = ()) -> list[Row]:
-        """Condition the rows of a grid; see ``row_conditions``."""
-        num_classes = self.meta.condition["size"]
-        return row_conditions(prompts, classes, self.experiment, self.about.class_names, num_classes)
+        """Condition the rows of a grid: one per prompt or class; by default the first classes or one row without.
+
+        Args:
+            prompts: texts.
+            classes: names or, where none has that name, numbers.
+
+        Raises:
+            UserError: not this ensemble's kind of condition, an empty prompt, or a class that does not exist.
+        """
+        kind, name = self.experiment.condition.kind, self.experiment.name
+        for option, given, kinds in (("--prompt", prompts, ("text", "tokens")), ("--class", classes, ("class",))):
+            if given and kind not in kinds:
+                raise UserError(f"{option}: {name} is conditioned on {kind!r}, not on {kinds[0]}; leave {option} out")
+        if not all(prompt.strip() for prompt in prompts):
+            raise UserError("--prompt: a prompt is empty; describe an image")
+        if prompts:
+            condition = text_condition(prompts, self.experiment)
+            return [(prompt, prompt, condition.rows(torch.tensor([i]))) for i, prompt in enumerate(prompts)]
+        if kind != "class":
+            return [("no condition", "no condition", None)]
+        all_classes = range(self.meta.condition["size"])
+        names = self.about.class_names or [f"class {c}" for c in all_classes]
+        numbers = {str(c): c for c in all_classes} | {name: c for c, name in enumerate(names)}
+        for given in classes:
+            if given not in numbers:
+                some = f"a number from 0 to {len(names) - 1}, or a name such as {', '.join(names[:5])}"
+                raise UserError(f"--class {given!r}: no such class; give {some}")
+        shown = [numbers[given] for given in classes] or all_classes[:MAX_ROWS]
+        return [(names[c], f"class {c}", Condition.of(torch.tensor([c]))) for c in shown]
 
     def images(
         self,

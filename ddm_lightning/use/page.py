@@ -147,10 +147,22 @@ def page(ensemble: DecentralizedEnsemble, captions: Sequence[str] = ()) -> gr.Bl
         gr.Markdown(f"# {ensemble.about.name}\n" + ensemble.credit_line)
         with gr.Row():
             with gr.Column(scale=1, min_width=260):
-                condition = _described(kind, ensemble)
-                button = gr.Button("Generate", variant="primary")
                 if kind in ("text", "tokens"):
-                    _offer(captions, defaults.prompts, condition)
+                    condition: Any = gr.Textbox(next(iter(defaults.prompts), ""), label="Prompt", lines=2)
+                    examples = gr.Dataset(
+                        components=[condition],
+                        samples_per_page=6,
+                        samples=[[text] for text in captions or defaults.prompts],
+                        label=("Captions" if captions else "Examples; captions") + " of the training images work best",
+                    )
+                    chosen = {"show_progress": "hidden", "api_visibility": "private"}
+                    examples.click(lambda row: row[0], examples, condition, **chosen)
+                elif kind == "class":
+                    classes = ensemble.about.class_names or list(map(str, range(ensemble.meta.condition["size"])))
+                    condition = gr.Dropdown(classes, value=classes[0], label="Class")
+                else:
+                    condition = gr.State("")
+                button = gr.Button("Generate", variant="primary")
                 guidance = gr.State(1.0)
                 settings: list[Any] = [
                     gr.Slider(1, _MAX_IMAGES, min(4, defaults.num_per_prompt), step=1, label="Images"),
@@ -171,27 +183,6 @@ def page(ensemble: DecentralizedEnsemble, captions: Sequence[str] = ()) -> gr.Bl
         done.failure(lambda: [None] * 6, None, [*outputs, *others], api_visibility="private")
         both_done.failure(lambda: [None] * 3, None, others, api_visibility="private")
     return blocks
-
-
-def _described(kind: str, ensemble: DecentralizedEnsemble) -> Any:
-    """The field for the condition; a hidden state if there is none."""
-    if kind == "none":
-        return gr.State("")
-    if kind == "class":
-        names = ensemble.about.class_names or list(map(str, range(ensemble.meta.condition["size"])))
-        return gr.Dropdown(names, value=names[0], label="Class")
-    return gr.Textbox(next(iter(ensemble.experiment.sample.prompts), ""), label="Prompt", lines=2)
-
-
-def _offer(captions: Sequence[str], prompts: Sequence[str], field: gr.Textbox) -> None:
-    """Examples; a click puts one into ``field``."""
-    offered = gr.Dataset(
-        components=[field],
-        samples_per_page=6,
-        samples=[[text] for text in captions or prompts],
-        label=("Captions" if captions else "Examples; captions") + " of the training images work best",
-    )
-    offered.click(lambda row: row[0], offered, field, show_progress="hidden", api_visibility="private")
 
 
 def _side(name: str, strategy: str) -> list[Any]:

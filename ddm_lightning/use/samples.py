@@ -6,7 +6,6 @@ import io
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -20,11 +19,7 @@ from ddm_lightning.core.files import atomic_files
 from ddm_lightning.core.formatting import Bars
 from ddm_lightning.core.grids import heat_map, labelled_grid, save_png, scale_of
 from ddm_lightning.ensemble.trace import Key, Trace
-from ddm_lightning.use.conditions import MAX_ROWS, Row
-from ddm_lightning.use.ensemble import DecentralizedEnsemble
-
-Decode: TypeAlias = Callable[[Float[Tensor, "n c h w"]], UInt8[np.ndarray, "n h w 3"]]
-"""``decode`` of an image encoder."""
+from ddm_lightning.use.ensemble import MAX_ROWS, DecentralizedEnsemble, Row
 
 # Images whose trajectory is drawn.
 MAX_TRAJECTORIES = 4
@@ -137,7 +132,7 @@ def write_trajectory(
     trace: Trace,
     names: Sequence[str],
     labels: Mapping[Key, str],
-    decode: Decode,
+    decode: Callable[[Float[Tensor, "n c h w"]], UInt8[np.ndarray, "n h w 3"]],
     gif: bool = False,
     footer: str = "",
 ) -> dict[str, Path]:

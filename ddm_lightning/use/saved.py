@@ -1,4 +1,8 @@
-"""Saved ensembles: a folder with ``ensemble.json``, one artifact folder per member and a model card."""
+"""Runs and saved ensembles, here or at a URL: their settings and manifests, and how they are saved.
+
+A saved ensemble is a folder with ``ensemble.json``, one artifact folder per member and a model card. Settings of
+sampling: defaults < experiment file or record < overrides < arguments.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +11,20 @@ import json
 import re
 import shutil
 import tempfile
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
+from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
+from omegaconf import OmegaConf
 
 from ddm_lightning.config.experiment import Experiment, PluginConfig, SampleConfig
-from ddm_lightning.core import remote
+from ddm_lightning.config.load import read_override
+from ddm_lightning.config.merge import merge
+from ddm_lightning.config.validate import check_experiment
+from ddm_lightning.core import checks, remote
 from ddm_lightning.core.errors import DOWNLOADS, UserError, first_line
 from ddm_lightning.core.files import atomic_folder, atomic_write_text, inside
 from ddm_lightning.core.weights import check_recorded
@@ -26,19 +36,24 @@ from ddm_lightning.ensemble.manifest import (
     single,
     write_manifest,
 )
+from ddm_lightning.ensemble.routing import with_strategy
 from ddm_lightning.members.artifact import REMEDY, WEIGHTS_FILE
+from ddm_lightning.members.preflight import check_strategy
 from ddm_lightning.members.roles import condition_spec
-from ddm_lightning.members.run_folder import ENSEMBLE_FILE, MEMBER_FILE, RunFolder, load_run
+from ddm_lightning.members.run_folder import ENSEMBLE_FILE, MEMBER_FILE, RunFolder, load_run, refuse_changed
 from ddm_lightning.shards.manifest import Manifest, manifest_path
 
-CARD_FILE = "README.md"
 _PIPELINE = '''"""Code of this folder for diffusers: the class is part of the installed package ddm_lightning."""
 
 from ddm_lightning.use.diffusers_pipeline import DecentralizedPipeline  # noqa: F401
 '''
-_TEMPLATES = Environment(
+_CARD = Environment(
     loader=PackageLoader(__package__), undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True
-)
+).get_template("model_card.md.j2")
+
+
+# Sections that may be overridden for a saved ensemble.
+_FREE = ("island", "sample", "evaluate")
 
 
 def fetched(address: str | Path) -> Path:
@@ -153,6 +168,87 @@ def refuse_paths(manifest: EnsembleManifest) -> None:
             raise UserError(f"{place}: {problem}; if you trust the author, add --allow-paths or allow_paths=True")
 
 
+def load_settings(place: str | Path, overrides: Sequence[str] = (), *, allow_paths: bool = False) -> Experiment:
+    """Load the experiment of a file, a run folder, a saved ensemble, or a URL of one of the last two, for sampling.
+
+    A URL is downloaded. For a saved ensemble, or a run at a URL, the experiment holds only what sampling needs.
+
+    Args:
+        place: where it is.
+        overrides: ``key=value`` pairs.
+        allow_paths: whether to skip ``refuse_paths``.
+
+    Raises:
+        UserError: as ``load_run``, ``refuse_changed`` or ``fetched``; or, for a saved ensemble, a key outside of
+            ``island``, ``sample`` and ``evaluate``, ``sample.member``, or as ``refuse_paths``.
+    """
+    is_file = not remote.is_url(place) and not Path(place).is_dir()
+    record = RunFolder(Path(place)).experiment
+    if is_file or (record.exists() and str(place) not in DOWNLOADS):
+        experiment = load_run(place if is_file else record, overrides)
+        refuse_changed(experiment)
+        return experiment
+    folder = fetched(place)
+    manifest = manifest_with_about(folder, partial=True)
+    if not allow_paths:
+        refuse_paths(manifest)
+    experiment = experiment_of(manifest)
+    experiment.run_dir = str(folder)
+    for text in overrides:
+        source = f"{place} with {text!r}"
+        change = read_override(text, str(place))
+        (section,) = change
+        if section not in _FREE:
+            raise UserError(f"{source}: a saved ensemble takes only {', '.join(_FREE)}; leave it out")
+        checks.check(OmegaConf.to_container(change), Experiment, "", source, references=False)
+        merged = merge(OmegaConf.structured(getattr(experiment, section)), change[section])
+        setattr(experiment, section, OmegaConf.to_object(merged))
+    if experiment.sample.member is not None:
+        raise UserError(f"{place}: key 'sample.member': a saved ensemble is sampled as a whole; leave it out")
+    check_experiment(experiment, place, overrides, sampling_only=True)
+    return experiment
+
+
+def resolve(
+    experiment: Experiment, overrides: Sequence[str] = (), source: str = "sample", **arguments: Any
+) -> Experiment:
+    """Give an experiment the arguments of one call, and check its settings of sampling.
+
+    Another strategy keeps only the params that an override names, and gets its own solver if none is given; another
+    solver keeps no params.
+
+    Args:
+        experiment: from ``load_settings``, overrides included.
+        overrides: those of the experiment.
+        source: begins error lines.
+        arguments: ``seed`` and keys of the section ``sample``; None is the experiment's.
+
+    Returns:
+        A changed copy.
+
+    Raises:
+        UserError: an unknown key, a value out of range, or settings that do not go together.
+    """
+    arguments = {key: value for key, value in arguments.items() if value is not None}
+    seed, before = arguments.pop("seed", experiment.seed), experiment.sample
+    known = [field.name for field in fields(SampleConfig) if field.name != "member"]
+    if unknown := arguments.keys() - known:
+        raise UserError(f"{source}: no setting {min(unknown)!r}; known: {', '.join(known)}")
+    sample = replace(before, **arguments)
+    given = {text.partition("=")[0] for text in overrides} | {f"sample.{key}" for key in arguments}
+    if sample.strategy != before.strategy and "strategy_params" not in arguments:
+        params = before.strategy_params.items()
+        sample.strategy_params = {key: value for key, value in params if f"sample.strategy_params.{key}" in given}
+    if sample.solver != before.solver and "solver_params" not in arguments:
+        sample.solver_params = {}
+    resolved = replace(experiment, sample=sample, seed=seed)
+    check_experiment(resolved, source, overrides, sampling_only=True)
+    if "strategy" in arguments and "sample.solver" not in given:
+        resolved.sample = with_strategy(sample, sample.strategy, sample.strategy_params)
+    check_strategy(resolved, source, overrides)
+    return resolved
+
+
 def save_ensemble(ensemble: EnsembleManifest, out: Path, licence: str | None = None) -> None:
     """Write a saved ensemble; ``out`` appears whole or not at all.
 
@@ -179,14 +275,9 @@ def save_ensemble(ensemble: EnsembleManifest, out: Path, licence: str | None = N
         changed = ensemble.changed or bool(ensemble.lost)
         write_manifest(temporary, replace(ensemble, folders=folders, about=about, changed=changed))
         saved = read_ensemble(temporary / ENSEMBLE_FILE)
-        (temporary / CARD_FILE).write_text(model_card(saved), encoding="utf-8")
-
-
-def model_card(ensemble: EnsembleManifest) -> str:
-    """Describe a saved ensemble in Markdown: use, members with hashes, partition, credit and licence."""
-    shares = dict(zip(ensemble.experts, ensemble.priors, strict=True))
-    condition = ensemble.meta.condition["kind"]
-    return _TEMPLATES.get_template("model_card.md.j2").render(vars(ensemble), shares=shares, condition=condition)
+        shares = dict(zip(saved.experts, saved.priors, strict=True))
+        card = _CARD.render(vars(saved), shares=shares, condition=saved.meta.condition["kind"])
+        (temporary / "README.md").write_text(card, encoding="utf-8")
 
 
 def export_diffusers(manifest: EnsembleManifest, out: Path, licence: str | None = None) -> None:

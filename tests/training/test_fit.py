@@ -31,7 +31,7 @@ from ddm_lightning.members.artifact import load_network
 from ddm_lightning.members.run_folder import lock_member
 from ddm_lightning.training.guard import read_skipped
 from ddm_lightning.training.module import MemberModule
-from ddm_lightning.use.conditions import prompt_condition
+from ddm_lightning.use.ensemble import text_condition
 
 pytestmark = WARNINGS
 
@@ -190,7 +190,7 @@ def test_an_expert_reads_tokens(tmp_path):
     meta, network = load_network(member(run, "artifact"))
     assert (meta.condition, meta.step) == ({"kind": "tokens", "size": 16, "length": 3}, 3)
     experiment = load_experiment(TINY, [f"run_dir={run}", *SHORT, *tokens])
-    conditions = [prompt_condition([prompt], experiment) for prompt in ("red disc", "disc red", "red disc")]
+    conditions = [text_condition([prompt], experiment) for prompt in ("red disc", "disc red", "red disc")]
     assert conditions[0].values.shape == (1, 3, 16) and bool((conditions[0].values[0, 2] == 0).all())
     x_t, t = torch.randn(1, 3, 8, 8), torch.tensor([0.5])
     with torch.no_grad():

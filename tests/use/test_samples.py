@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,23 +22,23 @@ from ddm_lightning.cli.parser import main
 from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.config.load import load_experiment
 from ddm_lightning.core.errors import UserError
-from ddm_lightning.shards.manifest import Manifest
 from ddm_lightning.use import ensemble, samples
-from ddm_lightning.use.conditions import prompt_condition, row_conditions
-
-
-@pytest.fixture
-def manifest(finished_run: Path) -> Manifest:
-    return replace(Manifest.read(finished_run), num_classes=3, class_names=["cat", "2", "dog"])
 
 
 def by_class(kind: str = "class") -> Experiment:
     return load_experiment(TINY, [f"condition.kind={kind}", "sample.prompts=[]"])
 
 
-def test_rows_of_classes_are_named(manifest: Manifest) -> None:
-    def shown(*classes: str, names: list[str] | None = manifest.class_names) -> list[tuple[str, str, int]]:
-        rows = row_conditions([], classes, by_class(), names, manifest.num_classes)
+def rows_of(kind: str, names: Sequence[str] | None = None, **given: Any) -> list[ensemble.Row]:
+    """Rows of an ensemble of three classes."""
+    about, meta = SimpleNamespace(class_names=names), SimpleNamespace(condition={"size": 3})
+    opened: Any = SimpleNamespace(experiment=by_class(kind), about=about, meta=meta)
+    return DecentralizedEnsemble.rows(opened, **given)
+
+
+def test_rows_of_classes_are_named() -> None:
+    def shown(*classes: str, names: Sequence[str] | None = ("cat", "2", "dog")) -> list[tuple[str, str, int]]:
+        rows = rows_of("class", names, classes=classes)
         return [(label, key, int(condition.values)) for label, key, condition in rows if condition is not None]
 
     cat, two, dog = ("cat", "class 0", 0), ("2", "class 1", 1), ("dog", "class 2", 2)
@@ -106,7 +107,7 @@ def test_the_python_api_refuses_what_the_command_refuses(finished_run: Path, tmp
         "top_k": {"strategy": "top-k", "strategy_params": {"top_k": 0}},
         "num_per_prompt": {"num": 0},
         "'seed' = -1": {"seed": -1},
-        "not on a class": {"classes": [1]},
+        "not on class": {"classes": [1]},
     }.items():
         with pytest.raises(UserError, match=problem):
             of_run.sample(["red disc"], **wrong)  # type: ignore[arg-type]
@@ -116,7 +117,7 @@ def test_the_python_api_refuses_what_the_command_refuses(finished_run: Path, tmp
 
 def test_an_unconditional_experiment_takes_no_prompt() -> None:
     with pytest.raises(UserError, match=r"^--prompt: .* 'none', not on text"):
-        prompt_condition(["red disc"], by_class("none"))
+        rows_of("none", prompts=["red disc"])
 
 
 def test_the_package_offers_the_ensemble_and_nothing_else() -> None:

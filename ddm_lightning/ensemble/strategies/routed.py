@@ -78,10 +78,6 @@ class Threshold(Strategy):
 
     threshold: float = 0.1
 
-    def __post_init__(self) -> None:
-        if not 0 <= self.threshold <= 1:
-            raise ValueError(f"threshold = {self.threshold} must be from 0 to 1")
-
     def weights(self, probabilities: Float[Tensor, "b K"]) -> Float[Tensor, "b K"]:
         """Set smaller probabilities to 0 and renormalise."""
         lowest = probabilities.amax(dim=1, keepdim=True).clamp_max(self.threshold)
@@ -110,10 +106,6 @@ class Sample1(Strategy):
 
     needs_router = False
     threshold: float = 0.0
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.threshold <= 1:
-            raise ValueError(f"threshold = {self.threshold} must be from 0 to 1")
 
     def generate(self, batch: Batch, times: Float[Tensor, " num_times"], solver: Solver) -> Float[Tensor, "b c h w"]:
         """Go from ``batch.x_1`` to x_0 with one expert per sample; with a threshold, solve each step on its own."""

@@ -77,11 +77,6 @@ def test_every_expert_above_the_threshold(threshold, expected):
     assert torch.allclose(weights, torch.tensor(expected), atol=1e-6)
 
 
-def test_the_threshold_is_a_probability():
-    with pytest.raises(UserError, match="must be from 0 to 1"):
-        STRATEGIES.build("threshold", {"threshold": 1.1})
-
-
 class Point(nn.Module):
     """The exact expert of a cluster that is a single point."""
 

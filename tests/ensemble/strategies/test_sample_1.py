@@ -8,7 +8,6 @@ from scipy.stats import chisquare
 from toy_ensemble import sample
 
 from ddm_lightning.core.errors import UserError
-from ddm_lightning.core.registry import STRATEGIES
 from ddm_lightning.ensemble.velocity import Ensemble
 from ddm_lightning.flow.condition import Condition
 from ddm_lightning.flow.oracle import FiniteSetOracle
@@ -103,9 +102,3 @@ def test_without_a_router_the_priors_choose_once():
     assert (got.mean((1, 2, 3)) > 0).float().mean().item() == pytest.approx(0.25, abs=4 * (0.1875 / 600) ** 0.5)
     with pytest.raises(UserError, match="no router in this ensemble"):
         sample(ensemble, condition, 600, SHAPE, **following(0.5), **settings)
-
-
-@pytest.mark.parametrize("threshold", [-0.1, 1.1])
-def test_threshold_is_a_probability(threshold):
-    with pytest.raises(UserError, match="must be from 0 to 1"):
-        STRATEGIES.build("sample-1", {"threshold": threshold})
