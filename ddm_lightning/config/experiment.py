@@ -235,8 +235,6 @@ class IslandConfig:
     """Steps between points of a curve."""
     validate_every_n_steps: int = option(1000, low=1)
     """Steps between validations on held-out samples; each logs images."""
-    evaluate_every_n_steps: int | None = option(None, low=1)
-    """Steps between scores by ``evaluate.metrics``, a multiple of ``validate_every_n_steps``; null for none."""
     checkpoint_every_n_steps: int = option(500, low=1)
     """Steps between checkpoints; a killed member loses at most this many."""
     checkpoint_every_n_minutes: float | None = option(None, low=0.01)

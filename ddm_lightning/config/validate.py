@@ -80,7 +80,6 @@ def _rules(experiment: Experiment) -> Iterator[Rule]:
     partition, router = prepare.partition, experiment.router.train
     loggers = island.loggers
     flags = [flag for flag in island.trainer if flag not in TRAINER_FLAGS]
-    every = island.evaluate_every_n_steps
     yield from [
         (
             not re.fullmatch(r"[A-Za-z0-9_][\w.-]*", experiment.name),
@@ -125,12 +124,6 @@ def _rules(experiment: Experiment) -> Iterator[Rule]:
             f"must divide the router's {router.global_batch_size} samples per step; change one of them",
         ),
         *((is_wrong, "router.train.ema_widths", problem) for is_wrong, problem in _rules_of_widths(router.ema_widths)),
-        (
-            every is not None and every % island.validate_every_n_steps > 0,
-            "island.evaluate_every_n_steps",
-            f"must be a multiple of island.validate_every_n_steps = {island.validate_every_n_steps}; change one, "
-            "because scores are part of a validation",
-        ),
         (
             island.strategy == "single" and island.devices > 1,
             "island.devices",

@@ -230,24 +230,20 @@ class StopOnRequest(L.Callback):
                 trainer.limit_val_batches = 0  # else Lightning validates before it stops
 
     def on_validation_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
-        """End the validation, if asked to."""
-        if self.cuts_validation(trainer):
-            raise StopIteration  # as if there were no more held-out batches
+        """End the validation, if asked to; a collective.
 
-    def cuts_validation(self, trainer: L.Trainer) -> bool:
-        """Return whether the running validation must end here; a collective."""
-        if self._training and trainer.global_step < trainer.max_steps and self.any_rank(self._requested):
+        Raises:
+            StopIteration: it ends here, as if there were no more held-out batches.
+        """
+        if self._training and trainer.global_step < trainer.max_steps and self._agreed(self._requested)[0]:
             self.stopped = trainer.should_stop = True
-        return trainer.should_stop
+        if trainer.should_stop:
+            raise StopIteration
 
     def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Let signals act at once again, after the last checkpoint is written."""
         self.checkpoints.on_train_end(trainer, module)
         self._training = False
-
-    def any_rank(self, flag: bool) -> bool:
-        """Whether any rank has set ``flag``; a collective."""
-        return self._agreed(flag)[0]
 
     def _agreed(self, *flags: bool) -> list[bool]:
         if self._hosts is None:

@@ -27,11 +27,10 @@ from ddm_lightning.members.status import MemberStatus
 from ddm_lightning.networks.attention import chosen_kernel
 from ddm_lightning.shards.datamodule import ClusterDataModule
 from ddm_lightning.training import callbacks, ema, ranks, rolling
-from ddm_lightning.training.loggers import build_loggers
 from ddm_lightning.training.module import MemberModule
 from ddm_lightning.training.objective import Distillation, Objective, build_objective
 from ddm_lightning.training.parallel import BackgroundCheckpoints, choose_strategy, environment
-from ddm_lightning.training.previews import SampleLogger, ScoreLogger
+from ddm_lightning.training.previews import SampleLogger, build_loggers
 
 WORKERS_OUTLIVE_SECONDS = 15.0
 
@@ -191,14 +190,12 @@ def build_trainer(
     island = experiment.island
     checkpoints = rolling.RollingCheckpoints(folder / "checkpoints", island, rolling.origin_of(member.name, experiment))
     stop = callbacks.StopOnRequest(checkpoints)
-    samples, every = SampleLogger(member, experiment.sample, stop), island.evaluate_every_n_steps
     all_callbacks: list[L.Callback] = [
         callbacks.Reporter(folder, status, show_progress),
         callbacks.MissedValidation(folder, status, island.validate_every_n_steps),
         checkpoints,
         stop,
-        samples,
-        *([ScoreLogger(samples, experiment.evaluate, every)] if every and not member.role.classifies else []),
+        SampleLogger(experiment.sample, stop),
         *([ema.EmaSnapshots(folder, member.train)] if member.train.ema_widths else []),
         *(CALLBACKS.build(plugin.name, plugin.params) for plugin in island.callbacks),
     ]

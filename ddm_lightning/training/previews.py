@@ -1,44 +1,89 @@
-"""What validations show: samples of an expert and their scores, or a heat map of the router."""
+"""Loggers, and the images of validations: samples of an expert, or a heat map of the router."""
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import lightning as L
 import numpy as np
 import torch
 from jaxtyping import Float
-from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from ddm_lightning.config.experiment import EvaluateConfig, SampleConfig
+from ddm_lightning.config.experiment import SampleConfig
 from ddm_lightning.core.errors import UserError, first_line, line_of
 from ddm_lightning.core.grids import heat_map, labelled_grid
-from ddm_lightning.core.registry import IMAGE_ENCODERS, METRICS
-from ddm_lightning.core.scores import scores_of
-from ddm_lightning.encoders.interfaces import ImageEncoder
+from ddm_lightning.core.registry import IMAGE_ENCODERS
 from ddm_lightning.flow.condition import Condition
 from ddm_lightning.flow.path import guided, velocity_of
 from ddm_lightning.flow.randomness import keyed_generator
 from ddm_lightning.flow.solvers.fixed_steps import Euler
 from ddm_lightning.flow.timesteps import sampling_times
-from ddm_lightning.members.member import Member
 from ddm_lightning.training.callbacks import StopOnRequest
-from ddm_lightning.training.loggers import log_image
 from ddm_lightning.training.module import MemberModule
 from ddm_lightning.training.objective import Classification, Objective
 
 NUM_COLUMNS = 8
-MAX_IMAGES = 512
-"""Maximum number of samples per score, as training waits for them."""
 
 
-class CutShortError(Exception):
-    """The validation must end while samples are generated."""
+class GroupingLogger(TensorBoardLogger):
+    """TensorBoard with the curves in groups, what to watch first; see ``tensorboard_tag``."""
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Log figures under their tags."""
+        super().log_metrics({tensorboard_tag(name): value for name, value in metrics.items()}, step)
+
+
+def tensorboard_tag(name: str) -> str:
+    """Put the curve or image ``name`` into a group; TensorBoard sorts groups by the part before the first slash."""
+    kind, _, figure = name.rpartition("/")
+    if re.search(r"_t0\.\d+$", figure):
+        return f"4_by_noise_level/{name}"
+    if figure.startswith(("cross_entropy", "accuracy", "routing")):
+        return f"2_router/{name}"
+    if name == "samples":
+        return "1_watch/train/samples"  # sorted behind the losses: each member has a card of its own
+    if figure == "loss":
+        return f"1_watch/{name}"
+    return f"3_training/{name}" if kind == "train" else name
+
+
+def build_loggers(names: list[str], folder: Path, project: str, resumed_step: int) -> list[Logger]:
+    """Build the loggers of a member.
+
+    Args:
+        names: ``tensorboard``, ``csv`` or ``wandb``.
+        folder: the member's folder; each logger has a folder of its own in it.
+        project: the project's name in Weights & Biases.
+        resumed_step: step of the checkpoint to resume from; 0 for none.
+    """
+    loggers: list[Logger] = []
+    for name in names:
+        if name == "tensorboard":
+            purge_step = resumed_step + 1 if resumed_step else None
+            loggers.append(GroupingLogger(folder, name="", version="tensorboard", purge_step=purge_step))
+        elif name == "csv":  # a file per start: the logger would overwrite that of an earlier one
+            loggers.append(CSVLogger(folder / "csv", "", f"from-step-{resumed_step:08d}", flush_logs_every_n_steps=1))
+        else:
+            loggers.append(WandbLogger(folder.name, folder, project=project, group=folder.name))
+    return loggers
+
+
+def log_image(trainer: L.Trainer, name: str, image: np.ndarray[Any, Any] | Figure) -> None:
+    """Show an image ``[h w 3]`` or a figure in every logger that takes images."""
+    for logger in trainer.loggers:
+        if isinstance(logger, WandbLogger):
+            logger.log_image(name, [image], trainer.global_step)
+        elif isinstance(logger, TensorBoardLogger) and isinstance(image, Figure):
+            logger.experiment.add_figure(tensorboard_tag(name), image, trainer.global_step)
+        elif isinstance(logger, TensorBoardLogger):
+            logger.experiment.add_image(tensorboard_tag(name), image, trainer.global_step, dataformats="HWC")
 
 
 class SampleLogger(L.Callback):
@@ -48,28 +93,13 @@ class SampleLogger(L.Callback):
     cannot be made ends training only where other ranks may wait for this one.
 
     Args:
-        member: the member.
         sample: solver steps and guidance.
         stop: cuts sampling short.
     """
 
-    def __init__(self, member: Member, sample: SampleConfig, stop: StopOnRequest) -> None:
-        self.member, self.sample, self.stop = member, sample, stop
-        self._batch: dict[str, Tensor] | None = None
-        self._is_off = False
-
-    def setup(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
-        """Build the decoder once, on rank zero; if that fails no rank samples."""
-        self._is_off = not any(isinstance(logger, TensorBoardLogger | WandbLogger) for logger in trainer.loggers)
-        if self._is_off or self.member.role.classifies:
-            return
-        if trainer.is_global_zero:
-            try:
-                self.encoder()
-            except Exception as error:  # noqa: BLE001  # an image must not end a training
-                self._is_off = True
-                self.print(f"trains without sample images: {first_line(error)}")
-        self._is_off = trainer.strategy.broadcast(self._is_off)
+    def __init__(self, sample: SampleConfig, stop: StopOnRequest) -> None:
+        self.sample, self.stop = sample, stop
+        self._batch: dict[str, Tensor] = {}
 
     def on_validation_batch_start(
         self, trainer: L.Trainer, module: L.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -81,176 +111,64 @@ class SampleLogger(L.Callback):
     @torch.no_grad()
     def on_validation_epoch_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Log the images; every rank samples, as a sharded network needs all, and rank zero decodes and logs."""
-        if trainer.should_stop or self._is_off:
+        shows = any(isinstance(logger, TensorBoardLogger | WandbLogger) for logger in trainer.loggers)
+        if trainer.should_stop or not shows or not self._batch:
             return
         assert isinstance(module, MemberModule)
-        if isinstance(module.objective, Classification):
-            confusion = module.objective.sum_confusion(trainer.world_size)
-            if trainer.is_global_zero and confusion is not None:
-                with self.forgiving(trainer, "images of this validation"):
-                    log_image(trainer, "held_out/routing", routing_heat_map(confusion.cpu()))
-        elif self._batch is not None:
-            sampled: Tensor | None = None
-            with self.forgiving(trainer, "images of this validation", together=True):
-                sampled = self.sampled(module, self._batch)
-            if trainer.is_global_zero and sampled is not None:
-                with self.forgiving(trainer, "images of this validation"):
-                    self._log_samples(trainer, module, self._batch, sampled)
-
-    def _log_samples(
-        self, trainer: L.Trainer, module: MemberModule, batch: dict[str, Tensor], sampled: Float[Tensor, "b c h w"]
-    ) -> None:
-        encoder = self.encoder()  # built anew, so that it takes no memory between validations
-        rows = [
-            (name, list(encoder.decode(x_0.float().cpu())))
-            for name, x_0 in (("held out", module.objective.x_0(batch)), ("sampled", sampled))
-        ]
-        log_image(trainer, "samples", np.asarray(labelled_grid(rows)))
-
-    @contextmanager
-    def forgiving(self, trainer: L.Trainer, missing: str, *, together: bool = False) -> Iterator[None]:
-        """Print an error of the block instead of ending the training.
-
-        Args:
-            trainer: the Trainer.
-            missing: what the error leaves out, for the line.
-            together: whether several ranks work together in the block. An error then ends them all, because the others
-                may wait for this one.
-        """
+        made: Tensor | None = None
         try:
-            yield
-        except CutShortError:
+            if isinstance(module.objective, Classification):
+                made = module.objective.sum_confusion(trainer.world_size)
+            else:
+                made = self._sampled(module)
+            if trainer.is_global_zero and made is not None:
+                self._log(trainer, module.objective, made)
+        except StopIteration:
             return
         except Exception as error:
-            if together and trainer.world_size > 1:
+            step = f"{module.member.name}: step {trainer.global_step}"
+            if made is None and trainer.world_size > 1:  # other ranks may wait for this one
                 if line := line_of(error):
-                    raise UserError(
-                        f"{self.member.name}: step {trainer.global_step}: rank {trainer.global_rank} cannot make "
-                        f"{missing}: {line}; or train without: island.loggers=[csv] and "
-                        "island.evaluate_every_n_steps=null"
-                    ) from error
+                    rank = f"rank {trainer.global_rank} cannot make images of this validation"
+                    raise UserError(f"{step}: {rank}: {line}; or train without: island.loggers=[csv]") from error
                 raise
-            self.print(f"step {trainer.global_step}: no {missing}: {first_line(error)}")
+            print(f"{step}: no images of this validation: {first_line(error)}", file=sys.stderr)
 
-    def sampled(
-        self, module: MemberModule, batch: dict[str, Tensor], key: tuple[str | int, ...] = ("images",)
-    ) -> Float[Tensor, "b c h w"]:
-        """Sample under the conditions of ``batch``, with noise keyed by ``key`` and the rank.
+    def _sampled(self, module: MemberModule) -> Float[Tensor, "b c h w"]:
+        """Sample under the conditions of the held-out batch; raises ``StopIteration`` if the validation must end."""
 
-        Raises:
-            CutShortError: the validation must end.
-        """
-
-        @contextmanager
-        def evaluating() -> Iterator[None]:
-            if self.stop.cuts_validation(module.trainer):
-                raise CutShortError
+        def network(*inputs: Any) -> Tensor:
+            self.stop.on_validation_batch_start(module.trainer)
             # The precision of a validation step: sharded weights may exist in bfloat16 only.
             with module.trainer.precision_plugin.forward_context():
-                yield
+                return module.network(*inputs).float()
 
-        key = (*key, module.global_rank) if module.global_rank else key
-        return sample_like(module.objective, batch, self.sample, key, evaluating)
+        return sample_like(module.objective, network, self._batch, self.sample)
 
-    def encoder(self) -> ImageEncoder:
-        """Build the decoder."""
-        return IMAGE_ENCODERS.build(self.member.image_encoder.name, self.member.image_encoder.params)
-
-    def print(self, line: str) -> None:
-        """Print a line about the member."""
-        print(f"{self.member.name}: {line}", file=sys.stderr)
-
-
-class ScoreLogger(L.Callback):
-    """Logs ``evaluate.metrics`` at every N-th step, as part of a validation.
-
-    Samples under the conditions of held-out samples, with the averaged weights and noise of their own, are compared
-    with these samples: at most ``evaluate.num_images`` and ``MAX_IMAGES``. Metrics that need captions are skipped.
-    Every rank scores its own samples, and the metrics reduce over ranks.
-
-    Args:
-        sampler: generates the samples.
-        evaluate: metrics and number of images.
-        every_n_steps: steps between scores.
-
-    Raises:
-        UserError: a metric refuses its params.
-    """
-
-    def __init__(self, sampler: SampleLogger, evaluate: EvaluateConfig, every_n_steps: int) -> None:
-        built = [(plugin.name, METRICS.build(plugin.name, plugin.params)) for plugin in evaluate.metrics]
-        self.metrics = [(name, metric) for name, metric in built if not hasattr(metric, "captioned")]
-        self.sampler, self.every_n_steps = sampler, every_n_steps
-        self.num_images = min(evaluate.num_images, MAX_IMAGES)
-        self._batches: list[tuple[dict[str, Tensor], int]] = []
-
-    def setup(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
-        """Find the weights of the feature networks before the first step."""
-        for _, metric in self.metrics:
-            getattr(metric.to(trainer.strategy.root_device), "network", None)
-
-    def on_validation_batch_start(
-        self, trainer: L.Trainer, module: L.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        """Keep held-out batches of a validation that is scored."""
-        assert isinstance(module, MemberModule)
-        self._batches = self._batches if batch_idx else []
-        first = batch_idx * module.member.batch_size  # counts all ranks, which must sample alike
-        if trainer.global_step % self.every_n_steps == 0 and first < self.num_images:
-            num = -(-(self.num_images - first) // trainer.world_size)
-            self._batches.append((batch, min(num, module.objective.num_counted(batch, batch_idx, module.position()))))
-
-    @torch.no_grad()
-    def on_validation_epoch_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Sample and log the scores."""
-        batches, self._batches = self._batches, []
-        if trainer.should_stop or not batches:
+    def _log(self, trainer: L.Trainer, objective: Objective, made: Tensor) -> None:
+        if isinstance(objective, Classification):
+            log_image(trainer, "held_out/routing", routing_heat_map(made.cpu()))
             return
-        assert isinstance(module, MemberModule)
-        forgiving, samples, is_whole = self.sampler.forgiving, list[Tensor](), False
-        with forgiving(trainer, "scores", together=True):
-            for number, (batch, _) in enumerate(batches):
-                samples.append(self.sampler.sampled(module, batch, ("scores", number)).float().cpu())
-        if len(samples) < len(batches):
-            return
-        with forgiving(trainer, "scores"):
-            encoder = self.sampler.encoder()
-            for (batch, num), sampled in zip(batches, samples, strict=True):
-                for real, x_0 in ((True, module.objective.x_0(batch).float().cpu()), (False, sampled)):
-                    images = encoder.decode(x_0)[:num]
-                    for _, metric in self.metrics:
-                        metric.update(images, real=real)
-            is_whole = True
-        if not self.sampler.stop.any_rank(not is_whole):  # metrics reduce over ranks
-            with forgiving(trainer, "scores"):
-                found = [scores_of(name, metric) for name, metric in self.metrics]
-                module.log_figures({f"score/{key}": score.value for one in found for key, score in one.items()})
-        for _, metric in self.metrics:
-            metric.reset()
+        coder = objective.member.image_encoder
+        encoder = IMAGE_ENCODERS.build(coder.name, coder.params)  # built anew: takes no memory between validations
+        pairs = ("held out", objective.x_0(self._batch)), ("sampled", made)
+        rows = [(name, list(encoder.decode(x_0.float().cpu()))) for name, x_0 in pairs]
+        log_image(trainer, "samples", np.asarray(labelled_grid(rows)))
 
 
 def sample_like(
-    objective: Objective,
-    batch: dict[str, Tensor],
-    sample: SampleConfig,
-    key: tuple[str | int, ...],
-    evaluating: Callable[[], AbstractContextManager[None]] = nullcontext,
+    objective: Objective, network: Callable[..., Tensor], batch: dict[str, Tensor], sample: SampleConfig
 ) -> Float[Tensor, "b c h w"]:
     """Sample under the conditions of ``batch`` by Euler steps.
 
     Args:
-        objective: with the network.
+        objective: of the member.
+        network: evaluates the objective's network.
         batch: conditions, and the shape of the samples.
         sample: number of steps and guidance.
-        key: keys the noise, with the member's seed.
-        evaluating: makes the context of each evaluation of the network.
     """
     x_0 = objective.x_0(batch)  # its shape; a stored posterior has twice the channels
     condition, scale = objective.condition(batch), sample.guidance_scale
-
-    def network(*inputs: Any) -> Tensor:
-        with evaluating():
-            return objective.network(*inputs).float()
 
     def predicted(x_t: Tensor, t: Tensor, condition: Condition | None) -> Tensor:
         return velocity_of(network, x_t, t, condition, objective.prediction, objective.member.path)
@@ -261,7 +179,7 @@ def sample_like(
             return found
         return guided(found, predicted(x_t, t, condition.null()), scale)
 
-    generator = keyed_generator(objective.member.seed, *key, device=x_0.device)
+    generator = keyed_generator(objective.member.seed, "images", device=x_0.device)
     noise = torch.randn(x_0.shape, generator=generator, device=x_0.device)
     times = sampling_times(sample.num_steps, objective.member.timesteps.shift, device=x_0.device)
     return Euler().solve(velocity, noise, times)

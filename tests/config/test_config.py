@@ -248,10 +248,6 @@ def test_numbers_that_yaml_reads_in_another_base_are_refused(path: Path, text: s
         ),
         (["island.devices=3"], "'island.devices' = 3: must divide the expert's 4 samples per step"),
         (["island.devices=8"], "'island.devices' = 8: must divide the expert's 4 samples per step"),
-        (
-            ["island.validate_every_n_steps=4", "island.evaluate_every_n_steps=2"],
-            "'island.evaluate_every_n_steps' = 2: must be a multiple of island.validate_every_n_steps = 4",
-        ),
         (["island.devices=4", "router.train.global_batch_size=2"], "'island.devices' = 4: must divide the router's 2 "),
         (["island.devices=2", "island.strategy=single"], "'island.devices' = 2: island.strategy = 'single' uses one"),
         (
@@ -290,7 +286,6 @@ def test_values_out_of_range_and_contradictions_are_refused(path: Path, override
     [
         ["island.devices=4"],
         ["island.checkpoint_every_n_minutes=0.01"],
-        ["island.validate_every_n_steps=4", "island.evaluate_every_n_steps=8"],
         ["expert.train.ema_widths=[0.005, 0.288]"],
         ["sample.guidance_interval=[0.3, 0.3]"],
         ["sample.guidance_interval=[0.0, 1.0]"],

@@ -21,9 +21,9 @@ from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import CALLBACKS
 from ddm_lightning.members.run import Run
 from ddm_lightning.training.fit import build_data
-from ddm_lightning.training.loggers import log_image
 from ddm_lightning.training.module import MemberModule
 from ddm_lightning.training.objective import build_objective
+from ddm_lightning.training.previews import log_image
 
 pytestmark = WARNINGS
 WIDTHS = "expert.train.ema_widths=[0.1,0.2]"

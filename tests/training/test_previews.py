@@ -14,7 +14,7 @@ from training.members import MEMBER, Recorder, batch, expert
 from training.short_fits import fit, weights
 from training.two_processes import in_two_processes, trainer_of
 
-from ddm_lightning.config.experiment import EvaluateConfig, IslandConfig, PluginConfig, SampleConfig
+from ddm_lightning.config.experiment import IslandConfig, SampleConfig
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.encoders import images as encoders
 from ddm_lightning.encoders.interfaces import StoredForm
@@ -22,7 +22,7 @@ from ddm_lightning.flow.randomness import keyed_generator
 from ddm_lightning.training.callbacks import StopOnRequest
 from ddm_lightning.training.module import MemberModule
 from ddm_lightning.training.parallel import choose_strategy
-from ddm_lightning.training.previews import SampleLogger, ScoreLogger, routing_heat_map, sample_like
+from ddm_lightning.training.previews import SampleLogger, routing_heat_map, sample_like
 from ddm_lightning.training.rolling import RollingCheckpoints
 
 pytestmark = WARNINGS
@@ -31,7 +31,7 @@ pytestmark = WARNINGS
 def test_samples_from_a_stored_posterior_have_the_channels_of_an_image():
     objective = expert(stored=StoredForm("posterior", {"scale": 0.5, "shift": 0.0}))
     given = {**batch(), "x_0": torch.randn(6, 8, 4, 4, generator=torch.Generator().manual_seed(0))}
-    found = sample_like(objective, given, SampleConfig(), ("images",))
+    found = sample_like(objective, objective.network, given, SampleConfig())
     assert found.shape == objective.x_0(given).shape == (6, 4, 4, 4)
     assert all(x_t.shape == found.shape for x_t, *_ in objective.network.calls)
 
@@ -44,7 +44,8 @@ def test_samples_are_guided():
             return x_t * (1.0 + 2.0 * condition.keep[:, None, None, None])  # 1 without the condition, 3 with it
 
     noise = torch.randn((6, 3, 4, 4), generator=keyed_generator(MEMBER.seed, "images"))
-    found = sample_like(expert(Answers()), batch(), SampleConfig(guidance_scale=4, num_steps=1), ("images",))
+    objective = expert(Answers())
+    found = sample_like(objective, objective.network, batch(), SampleConfig(guidance_scale=4, num_steps=1))
     torch.testing.assert_close(found, noise - (1 + 4 * (3 - 1)) * noise)
 
 
@@ -85,28 +86,22 @@ QUIET = dict.fromkeys(("enable_checkpointing", "enable_progress_bar", "enable_mo
 ODD = "expert-0: step 1: no images of this validation: odd"
 
 
-def shown(folder, network, *callbacks, rank=None, batches=1):
-    """Scores of a step and its validation with these callbacks, on one rank or one of two."""
+def show(folder, network, rank=None):
+    """Take a step and validate with images, on one rank or one of two."""
     stop = StopOnRequest(RollingCheckpoints(folder, IslandConfig(), {}))
     settings = {"max_steps": 1, "num_sanity_val_steps": 0, "log_every_n_steps": 1}
-    settings |= {"callbacks": [stop, *(make(stop) for make in callbacks)]}
+    settings |= {"callbacks": [stop, SampleLogger(SampleConfig(num_steps=1), stop)]}
     settings["logger"] = TensorBoardLogger(folder, version=rank)
     if rank is None:
         strategy, _ = choose_strategy(IslandConfig(accelerator="cpu"), 1)
         trainer = L.Trainer(accelerator="cpu", strategy=strategy, **QUIET, **settings)
     else:
         trainer = trainer_of(rank, "ddp", **settings)
-    loaders = (DataLoader([batch(seed=n) for n in range(many)], batch_size=None) for many in (1, batches))
-    trainer.fit(MemberModule(expert(network)), *loaders)
-    return {name for name in trainer.callback_metrics if name.startswith("score/")}
-
-
-def images(stop):
-    return SampleLogger(MEMBER, SampleConfig(num_steps=1), stop)
+    trainer.fit(MemberModule(expert(network)), *(DataLoader([batch()], batch_size=None) for _ in range(2)))
 
 
 def test_networks_that_fail_end_no_training_on_one_rank(tmp_path, capsys):
-    shown(tmp_path, Fails(ValueError("odd")), images)
+    show(tmp_path, Fails(ValueError("odd")))
     assert ODD in capsys.readouterr().err.splitlines()
 
 
@@ -116,7 +111,7 @@ def test_networks_that_fail_on_one_of_several_ranks_end_all_at_once(tmp_path):
     def raised(error):
         def task(rank):
             with pytest.raises(Exception) as caught:
-                shown(tmp_path, Fails(error), images, rank=rank)
+                show(tmp_path, Fails(error), rank)
             return caught.type.__name__, str(caught.value)
 
         return in_two_processes(task)[0]
@@ -133,32 +128,11 @@ def test_a_decoder_that_fails_ends_no_training_on_several_ranks(tmp_path, monkey
 
     def task(rank):
         with contextlib.redirect_stderr(io.StringIO()) as said:
-            shown(tmp_path, Recorder(), images, rank=rank)
+            show(tmp_path, Recorder(), rank)
         return ODD in said.getvalue().splitlines()
 
     monkeypatch.setattr(encoders.Pixels, "decode", fails)
     assert in_two_processes(task) == {0: True, 1: False}
-
-
-@pytest.mark.parametrize("failing", [None, 1])
-def test_ranks_skip_scores_together_when_one_cannot_score(tmp_path, failing):
-    """At its first batch of two; a collective after that finds both ranks in step."""
-
-    def task(rank):
-        def fails(*_, **__):
-            raise OSError("no disk")
-
-        def scores(stop):
-            evaluate = EvaluateConfig([PluginConfig("kid", {"features": "pixels"})], num_images=24)
-            found = ScoreLogger(images(stop), evaluate, 1)
-            if rank == failing:
-                found.metrics[0][1].update = fails
-            return found
-
-        return shown(tmp_path, Recorder(), scores, rank=rank, batches=2)
-
-    expected = {"score/KID (pixels)"} if failing is None else set()
-    assert in_two_processes(task) == {0: expected, 1: expected}
 
 
 @pytest.mark.parametrize("place", ["__init__", "decode"])
@@ -171,9 +145,6 @@ def test_an_island_that_cannot_decode_trains_without_images_and_says_so(finished
     monkeypatch.setattr(encoders.Pixels, place, fails)
     assert fit(tiny_run) == 0
     said = [line for line in capsys.readouterr().err.splitlines() if "no weights here" in line]
-    if place == "__init__":
-        assert said == ["expert-0: trains without sample images: no weights here"]
-    else:
-        assert said == [f"expert-0: step {at}: no images of this validation: no weights here" for at in (12, 20)]
+    assert said == [f"expert-0: step {at}: no images of this validation: no weights here" for at in (12, 20)]
     assert weights(tiny_run) == weights(finished)
     assert read_status(tiny_run, "expert-0")["metrics"]["held_out/loss"] > 0

@@ -44,7 +44,7 @@ def commands(run_dir: Path) -> list[Command]:
         command("fit", "member=expert-1", "island.micro_batch_size=3", "island.num_workers=1"),
         command("fit", "member=expert-2", "island.activation_checkpointing=true"),
         command("fit", "member=router", "island.precision=16-mixed"),
-        command("fit", "member=monolith", "island.evaluate_every_n_steps=9"),
+        command("fit", "member=monolith"),
         command("fit"),  # all are trained: assemble, and draw the grid
         command("fit", "member=student"),
         *(command("sample", "--strategy", name) for name in STRATEGIES.names()),

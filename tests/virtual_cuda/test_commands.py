@@ -64,11 +64,9 @@ def test_a_stopped_training_resumes_on_the_device(everything: list[Ran]) -> None
     assert [step.number for step in resumed.steps] == [7, 8, 9, 10, 11, 12]
 
 
-def test_previews_and_scores_of_a_training_do_not_fail(everything: list[Ran]) -> None:
+def test_previews_of_a_training_do_not_fail(everything: list[Ran]) -> None:
     """Their errors are lines: none of them is worth a training."""
     assert not [line for ran in everything for line in ran.output.splitlines() if re.search(r"step \d+: no ", line)]
-    (monolith,) = (ran for ran in everything if "member=monolith" in ran.argv and ran.name == "fit")
-    assert ("wait", "evaluation.metrics.kid:kernel_distance") in monolith.counts
 
 
 def test_it_computes_what_a_cpu_computes(everything: list[Ran], run_dir: Path) -> None:
