@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ddm_lightning.config.experiment import PluginConfig
 from ddm_lightning.core.registry import METRICS
-from ddm_lightning.evaluation.metrics.kid import KernelDistance
+from ddm_lightning.evaluation.metrics.features import KernelDistance
 from ddm_lightning.evaluation.shares import ClusterShares, total_variation
 from ddm_lightning.flow.randomness import keyed_generator
 from ddm_lightning.members.run import Run

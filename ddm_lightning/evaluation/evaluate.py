@@ -30,7 +30,7 @@ from ddm_lightning.core.scores import Score, scores_of
 from ddm_lightning.encoders.interfaces import ImageEncoder
 from ddm_lightning.evaluation import image_sets
 from ddm_lightning.evaluation.image_sets import FileImages, Generated, ImageSet, ShardImages, parts
-from ddm_lightning.evaluation.metrics._base import FeatureMetric, nearest
+from ddm_lightning.evaluation.metrics.features import FeatureMetric, nearest
 from ddm_lightning.members.run import Run
 from ddm_lightning.shards.manifest import HELD_OUT, TRAIN
 from ddm_lightning.use.ensemble import built_encoder

@@ -4,8 +4,7 @@ import torch
 from sklearn.neighbors import NearestNeighbors
 
 from ddm_lightning.core.registry import METRICS
-from ddm_lightning.evaluation.metrics._base import covered
-from ddm_lightning.evaluation.metrics.precision_recall import precision_recall
+from ddm_lightning.evaluation.metrics.features import covered, precision_recall
 
 
 def features(num, seed, shift=0.0):

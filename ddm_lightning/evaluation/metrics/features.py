@@ -1,0 +1,353 @@
+"""Metrics that compare the features of generated and real images: ``kid``, ``fid``, ``precision-recall``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int, UInt8
+from torch import Tensor
+from torchmetrics import Metric
+from torchmetrics.utilities import dim_zero_cat
+
+from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.registry import FEATURES, METRICS, parameters_of
+from ddm_lightning.core.scores import Score
+from ddm_lightning.encoders.interfaces import Features
+from ddm_lightning.flow.randomness import keyed_generator
+
+NUM_HALVES = 200
+_ROWS_AT_ONCE = 1024
+
+
+@dataclass(frozen=True)
+class FeatureParams:
+    """Parameters of every ``FeatureMetric``."""
+
+    features: str = "efficientnet-lite0"
+    """Feature network, by name."""
+    features_params: dict[str, Any] | None = None
+    """Its parameters, such as ``path``."""
+
+
+class FeatureMetric(Metric):
+    """Base of the metrics that compare the features of generated and real images.
+
+    Subclasses define ``compute``, and ``scores``: the values by the names under which they are reported.
+
+    Args:
+        params: those of ``FeatureParams``.
+    """
+
+    params: ClassVar[type] = FeatureParams
+    """Dataclass of the ``**params`` of a subclass's constructor, for ``Registry.check``."""
+    full_state_update = False
+    min_images = 4
+    """Fewest images of each set."""
+    remedy = "enlarge evaluate.num_images or the reference (evaluate.reference=train)"
+    """What to do with fewer."""
+    real: list[Tensor]
+    generated: list[Tensor]
+
+    def __init__(self, **params: Any) -> None:
+        super().__init__()
+        given = FeatureParams(**params)
+        self.features, self.features_params = given.features, given.features_params or {}
+        FEATURES.check(self.features, self.features_params)
+        self.add_state("real", [], dist_reduce_fx="cat")
+        self.add_state("generated", [], dist_reduce_fx="cat")
+
+    @cached_property
+    def network(self) -> Features:
+        """The feature network, on the metric's device.
+
+        Raises:
+            UserError: its weights are missing.
+        """
+        has_device = "device" in parameters_of(FEATURES.get(self.features))
+        own = {"device": str(self.device)} if has_device else {}
+        return FEATURES.build(self.features, {**own, **self.features_params})
+
+    @cached_property
+    def provenance(self) -> dict[str, Any]:
+        """Everything that shapes the features."""
+        return {"name": self.features, "params": self.features_params, **self.network.provenance()}
+
+    def update(self, images: UInt8[np.ndarray, "n h w 3"] | Float[Tensor, "n d"], *, real: bool) -> None:
+        """Add images, or their features."""
+        features = images if isinstance(images, Tensor) else torch.from_numpy(self.network.encode(images))
+        (self.real if real else self.generated).append(features.to(self.device))
+
+    def sets(self) -> tuple[Float[Tensor, "n d"], Float[Tensor, "m d"]]:
+        """Return the features of all generated and of all real images."""
+        return dim_zero_cat(self.generated), dim_zero_cat(self.real)
+
+    def check_nums(self, name: str, num_generated: int, num_real: int) -> None:
+        """Check that there are enough images.
+
+        Raises:
+            UserError: naming the metric ``name`` and what to do.
+        """
+        if min(num_generated, num_real) < self.min_images:
+            problem = f"needs {self.min_images:,} images of each kind, not {num_generated:,} samples, {num_real:,} real"
+            raise UserError(f"metric {name!r} {problem}; {self.remedy}")
+
+
+class KernelDistance(NamedTuple):
+    """An estimate with its uncertainty."""
+
+    value: float
+    """Unbiased estimate over all pairs; may be slightly negative."""
+    halves: Float[Tensor, " num_halves"]
+    """The same estimate on random halves of both sets."""
+
+    @property
+    def spread(self) -> float:
+        """Standard error of ``value``.
+
+        The mean over a random half, taken without replacement, varies about the mean over all samples as much as
+        that mean varies about the truth. To first order, a kernel distance is such a mean.
+        """
+        return float(self.halves.std())
+
+
+def kernel_distance(
+    generated: Float[Tensor, "n d"], real: Float[Tensor, "m d"], num_halves: int = NUM_HALVES
+) -> KernelDistance:
+    """Squared maximum mean discrepancy with the kernel (x·y/d + 1)³; all pairs, unbiased, float64.
+
+    Equation 4 of 1801.01401. The published protocol averages it over subsets of 1,000 images; a few hundred held-out
+    images do not allow that, and all pairs make it unnecessary. Memory: (n + m)² numbers. The halves of sets of one
+    size are always the same, so that sets can be compared.
+
+    Args:
+        generated: features of the generated images, of four or more.
+        real: features of the real images, of four or more.
+        num_halves: number of random halves for the spread.
+    """
+    generated, real = generated.double().cpu(), real.double().cpu()
+    within = _kernel(generated, generated)
+    within_real = _kernel(real, real)
+    across = _kernel(generated, real)
+
+    def estimates(rows: Float[Tensor, "r n"], real_rows: Float[Tensor, "r m"]) -> Float[Tensor, " r"]:
+        cross = ((rows @ across) * real_rows).sum(1) / (rows.sum(1) * real_rows.sum(1))
+        return _mean_of_pairs(within, rows) + _mean_of_pairs(within_real, real_rows) - 2 * cross
+
+    everything = estimates(torch.ones(1, len(generated)).double(), torch.ones(1, len(real)).double())
+    halves = estimates(
+        _random_halves(len(generated), num_halves, keyed_generator(0, "halves of generated")),
+        _random_halves(len(real), num_halves, keyed_generator(0, "halves of real")),
+    )
+    return KernelDistance(float(everything), halves)
+
+
+def _kernel(x: Float[Tensor, "n d"], y: Float[Tensor, "m d"]) -> Float[Tensor, "n m"]:
+    return (x @ y.T / x.shape[1] + 1) ** 3
+
+
+def _mean_of_pairs(kernel: Float[Tensor, "n n"], rows: Float[Tensor, "r n"]) -> Float[Tensor, " r"]:
+    """Mean of the kernel over ordered pairs of different chosen images, for each row of 0s and 1s."""
+    chosen = rows.sum(1)
+    return (((rows @ kernel) * rows).sum(1) - rows @ kernel.diag()) / (chosen * (chosen - 1))
+
+
+def _random_halves(num: int, num_halves: int, generator: torch.Generator) -> Float[Tensor, "r n"]:
+    order = torch.rand(num_halves, num, generator=generator).argsort(1)
+    return torch.zeros(num_halves, num, dtype=torch.float64).scatter_(1, order[:, : num // 2], 1.0)
+
+
+def mean_over_subsets(
+    generated: Float[Tensor, "n d"], real: Float[Tensor, "m d"], num_subsets: int, max_size: int = 1000
+) -> float:
+    """Average the distance over random subsets, as published (clean-fid: 100 subsets of at most 1,000 images)."""
+    size = min(len(generated), len(real), max_size)
+
+    def subset(name: str, features: Float[Tensor, "n d"], number: int) -> Float[Tensor, "size d"]:
+        generator = keyed_generator(0, "subset", name, number)
+        return features[torch.randperm(len(features), generator=generator)[:size]]
+
+    pairs = ((subset("generated", generated, number), subset("real", real, number)) for number in range(num_subsets))
+    return sum(kernel_distance(*pair, num_halves=0).value for pair in pairs) / num_subsets
+
+
+@METRICS.register("kid")
+class KernelInceptionDistance(FeatureMetric):
+    """``kernel_distance`` (KID, 1801.01401) in torchmetrics' interface; ``compute`` returns a ``KernelDistance``.
+
+    Published KIDs use Inception features. Compare values only on the same features.
+
+    Args:
+        num_subsets: takes the value from ``mean_over_subsets``, 100 in clean-fid; None compares all pairs.
+        params: see ``FeatureMetric``.
+    """
+
+    higher_is_better = False
+
+    def __init__(self, num_subsets: int | None = None, **params: Any) -> None:
+        super().__init__(**params)
+        self.num_subsets = num_subsets
+
+    def compute(self) -> KernelDistance:
+        """Compare all generated with all real images; see ``kernel_distance``."""
+        found = kernel_distance(*self.sets())
+        return found._replace(value=mean_over_subsets(*self.sets(), self.num_subsets)) if self.num_subsets else found
+
+    def scores(self) -> dict[str, Score]:
+        """Return the distance under its name."""
+        found = self.compute()
+        subsets = f", {self.num_subsets} subsets" if self.num_subsets else ""
+        return {f"KID ({self.features}{subsets})": Score.of(found.value, found.spread)}
+
+
+class Moments(NamedTuple):
+    """Sums over features, in float64; sums of parts add up to those of the whole."""
+
+    num: int
+    total: Float[Tensor, " d"]
+    outer: Float[Tensor, "d d"]
+
+    @classmethod
+    def of(cls, features: Float[Tensor, "n d"]) -> Moments:
+        """Sum up features."""
+        features = features.double()
+        return cls(len(features), features.sum(0), features.T @ features)
+
+    def without(self, features: Float[Tensor, "n d"]) -> Moments:
+        """Return the sums without some of the features."""
+        part = Moments.of(features)
+        return Moments(self.num - part.num, self.total - part.total, self.outer - part.outer)
+
+    def mean_and_covariance(self) -> tuple[Float[Tensor, " d"], Float[Tensor, "d d"]]:
+        """Return the mean and the unbiased covariance."""
+        mean = self.total / self.num
+        return mean, (self.outer - self.num * torch.outer(mean, mean)) / (self.num - 1)
+
+
+def frechet_distance(generated: Moments, real: Moments) -> float:
+    """``|μ_g − μ_r|² + tr(S_g + S_r − 2 (S_r^½ S_g S_r^½)^½)`` (equation 6 of 1706.08500).
+
+    The last trace is the sum of roots of the eigenvalues, clipped at 0, of a symmetric matrix. So it is finite for
+    covariances of any rank.
+    """
+    (mean, covariance), (real_mean, real_covariance) = generated.mean_and_covariance(), real.mean_and_covariance()
+    values, vectors = torch.linalg.eigh(real_covariance)
+    root = vectors * values.clamp_min(0).sqrt()  # root · rootᵀ = S_r; any such root gives the same eigenvalues
+    shared = torch.linalg.eigvalsh(root.T @ covariance @ root).clamp_min(0).sqrt().sum()
+    distance = (mean - real_mean).square().sum() + covariance.trace() + real_covariance.trace() - 2 * shared
+    return float(distance)
+
+
+@METRICS.register("fid")
+class FrechetDistance(FeatureMetric):
+    """``frechet_distance`` between Gaussians fitted to both sets; ``compute`` returns a ``Score``.
+
+    It is called FID on Inception features and FD on all others. The interval is a delete-a-group jackknife's over both
+    sets. On Gaussians its width was 0.95 to 1.4 times the true one, the bootstrap's 1.1 to 2.1 times, most with fewer
+    images than features.
+
+    Args:
+        num_groups: groups of the jackknife; 0 gives no interval.
+        min_images: fewest images of each set; with fewer, the bias exceeds most differences of interest.
+        params: see ``FeatureMetric``. ``features`` are ``inception`` for FID, ``dinov2`` for FD-DINOv2, ``clip`` for
+            CLIP-FID.
+    """
+
+    higher_is_better = False
+    remedy = f"use kid, which is unbiased, {FeatureMetric.remedy}, or lower the metric's min_images"
+
+    def __init__(self, num_groups: int = 20, min_images: int = 2000, **params: Any) -> None:
+        super().__init__(**params)
+        self.num_groups, self.min_images = num_groups, min_images
+
+    def compute(self) -> Score:
+        """Compare all generated with all real images."""
+        sets, num = self.sets(), self.num_groups
+        sums = [Moments.of(features) for features in sets]
+        value = frechet_distance(*sums)
+        if not num:
+            return Score(value)
+        pairs = list(zip(sums, sets, strict=True))
+        # A group is every num-th image, because images of a cluster follow one another.
+        left_out = [frechet_distance(*(whole.without(rows[j::num]) for whole, rows in pairs)) for j in range(num)]
+        return Score.of(value, float(((num - 1) * torch.tensor(left_out).var(correction=0)).sqrt()))
+
+    def scores(self) -> dict[str, Score]:
+        """Return the distance under its name."""
+        return {f"{'FID' if self.features == 'inception' else 'FD'} ({self.features})": self.compute()}
+
+
+class PrecisionRecall(NamedTuple):
+    """Shares from 0 to 1."""
+
+    precision: Score
+    """Generated images among real ones."""
+    recall: Score
+    """Real images among generated ones."""
+
+
+def precision_recall(
+    generated: Float[Tensor, "n d"], real: Float[Tensor, "m d"], num_neighbours: int = 3
+) -> PrecisionRecall:
+    """Equations 1 and 2 of 1904.06991.
+
+    A point is among a set if it is at most as far from one of its points as that point's k-th nearest neighbour in the
+    set. Intervals count the judged images as drawn at random and the other set as given.
+    """
+    within_real = covered(generated, real, nearest(real, real, num_neighbours + 1)[0][:, -1])  # itself is the nearest
+    within_generated = covered(real, generated, nearest(generated, generated, num_neighbours + 1)[0][:, -1])
+    return PrecisionRecall(_share(within_real), _share(within_generated))
+
+
+def _share(hits: Bool[Tensor, " n"]) -> Score:
+    """Share of hits with Wilson's interval, which has a width also at 0 and 1."""
+    from scipy.stats import binomtest
+
+    found = binomtest(int(hits.sum()), len(hits))
+    return Score(found.statistic, *found.proportion_ci(method="wilson"))
+
+
+@METRICS.register("precision-recall")
+class PrecisionRecallMetric(FeatureMetric):
+    """``precision_recall`` in torchmetrics' interface (Kynkäänniemi et al. 2019); ``compute`` returns both shares.
+
+    Compare sets of one size only: both shares depend on the numbers of images.
+
+    Args:
+        num_neighbours: k, 3 in the paper.
+        params: see ``FeatureMetric``.
+    """
+
+    higher_is_better = True
+
+    def __init__(self, num_neighbours: int = 3, **params: Any) -> None:
+        super().__init__(**params)
+        self.num_neighbours, self.min_images = num_neighbours, num_neighbours + 1
+
+    def compute(self) -> PrecisionRecall:
+        """Compare all generated with all real images."""
+        return precision_recall(*self.sets(), self.num_neighbours)
+
+    def scores(self) -> dict[str, Score]:
+        """Return both shares under their names."""
+        return {f"{name} ({self.features})": score for name, score in self.compute()._asdict().items()}
+
+
+def nearest(
+    rows: Float[Tensor, "n d"], others: Float[Tensor, "m d"], num: int
+) -> tuple[Float[Tensor, "n num"], Int[Tensor, "n num"]]:
+    """Return the distances to the ``num`` nearest of ``others``, if so many, ascending, and their indices; float64."""
+    num = min(num, len(others))
+    found = [torch.cdist(part, others.double()).topk(num, largest=False) for part in rows.double().split(_ROWS_AT_ONCE)]
+    return torch.cat([values for values, _ in found]), torch.cat([indices for _, indices in found])
+
+
+def covered(
+    rows: Float[Tensor, "n d"], centres: Float[Tensor, "m d"], radii: Float[Tensor, " m"]
+) -> Bool[Tensor, " n"]:
+    """Whether each row lies within the ball of any centre."""
+    parts = rows.double().split(_ROWS_AT_ONCE)
+    return torch.cat([(torch.cdist(part, centres.double()) <= radii).any(1) for part in parts])
