@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -11,7 +12,7 @@ from torch import Tensor
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import IMAGE_ENCODERS
 from ddm_lightning.encoders.interfaces import ImageEncoder, StoredForm
-from ddm_lightning.evaluation.image_sets import ShardImages
+from ddm_lightning.evaluation.image_sets import open_side
 from ddm_lightning.flow.condition import Condition
 from ddm_lightning.flow.path import interpolate
 from ddm_lightning.flow.randomness import keyed_generator
@@ -59,8 +60,8 @@ def read_split(run: Run, side: str) -> Split:
     Raises:
         UserError: a shard is missing or damaged, or this side has no samples.
     """
-    shards = ShardImages(run.folder.shards, run.manifest, encoder_of(run), side)
-    samples = shards.take(range(shards.num))
+    shards, _ = open_side(run.folder.shards, run.manifest, side)
+    samples = shards.take(np.arange(len(shards)))
     order = samples["sample_id"].argsort()
     samples = {name: column[order] for name, column in samples.items()}
     x_0 = StoredForm(run.manifest.stores, run.manifest.normalisation).mean(samples["x_0"].float())

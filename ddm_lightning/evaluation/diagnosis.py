@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -15,12 +15,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ddm_lightning.core.devices import device_of
-from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_write_json
 from ddm_lightning.core.formatting import Bars
 from ddm_lightning.ensemble.routing import choose, strategy_of
 from ddm_lightning.ensemble.velocity import Ensemble
 from ddm_lightning.evaluation.diagnosis_figures import write_figures
+from ddm_lightning.evaluation.image_sets import open_side
 from ddm_lightning.evaluation.shares import ClusterShares, total_variation
 from ddm_lightning.flow.condition import Condition
 from ddm_lightning.flow.path import interpolate
@@ -29,8 +29,7 @@ from ddm_lightning.flow.timesteps import stratified_timesteps
 from ddm_lightning.members.roles import MONOLITH
 from ddm_lightning.members.run import Run
 from ddm_lightning.networks.calibration import calibration_error, is_fitted, reliability
-from ddm_lightning.shards.datamodule import ShardLoader
-from ddm_lightning.training.fit import build_data
+from ddm_lightning.shards.manifest import HELD_OUT, TRAIN
 from ddm_lightning.training.objective import build_objective
 from ddm_lightning.use.ensemble import DecentralizedEnsemble
 from ddm_lightning.use.saved import manifest_with_about, resolve
@@ -89,7 +88,8 @@ def diagnose(run: Run, strategies: Sequence[str] | None, num: int, *, show_progr
     ensemble.precision = experiment.sample.precision
     if ensemble.router is None and ensemble.num_clusters > 1 and not strategies:
         chosen = {name: own for name, own in chosen.items() if not strategy_of(own.sample).needs_router}
-    train, held_out, num_train = _read(run)
+    train, num_train = _read(run, TRAIN, MAX_TRAIN)
+    held_out, _ = _read(run, HELD_OUT, MAX_HELD_OUT)
     with Bars(show=show_progress) as bars:
         task = bars.add_task("experts", total=len(stratified_timesteps()))
         draws = min(MAX_DRAWS, -(-MIN_ROWS // len(held_out.x_0)))  # of noise
@@ -233,32 +233,14 @@ def _noisy(x_0: Float[Tensor, "n c h w"], seed: int) -> Iterator[tuple[Tensor, T
         yield interpolate(x_0, noise, t.expand(len(x_0))), t.expand(len(x_0))
 
 
-def _read(run: Run) -> tuple[Samples, Samples, int]:
-    """Read training and held-out samples of all clusters, evenly spaced ones of large sets.
-
-    Returns:
-        Both, and the number of all training samples.
+def _read(run: Run, side: str, most: int) -> tuple[Samples, int]:
+    """Read evenly spaced samples of all clusters, at most so many; return them with the number of all.
 
     Raises:
-        UserError: there are no held-out samples, or shards are damaged.
+        UserError: there are none, or shards are damaged.
     """
-    member = replace(run.member(MONOLITH), name="diagnosis", batch_size=1)
-    data = build_data(member, run)
-    if not data.held_out_clusters:
-        raise UserError(
-            f"{run.folder.root}: no held-out samples; set prepare.held_out_fraction above 0 and prepare again"
-        )
-    data.prepare_data()
-    objective = build_objective(member, run)
-
-    def samples(loader: Any, most: int) -> Samples:
-        assert isinstance(loader, ShardLoader)
-        total = len(loader.shards)
-        batch = loader.shards.take(np.arange(min(total, most)) * total // min(total, most))
-        return Samples(objective.x_0(batch), batch["cluster"], batch["sample_id"], objective.condition(batch))
-
-    try:
-        loader = data.train_dataloader()
-        return samples(loader, MAX_TRAIN), samples(data.val_dataloader(), MAX_HELD_OUT), len(loader.shards)
-    finally:
-        data.teardown("validate")
+    shards, _ = open_side(run.folder.shards, run.manifest, side)
+    objective, num = build_objective(run.member(MONOLITH), run), min(len(shards), most)
+    batch = shards.take(np.arange(num) * len(shards) // num)
+    samples = Samples(objective.x_0(batch), batch["cluster"], batch["sample_id"], objective.condition(batch))
+    return samples, len(shards)

@@ -61,8 +61,6 @@ class Evaluation:
         self.settings = experiment.evaluate
         manifest = run.manifest if run.folder.shards.exists() else None
         device = device_of(experiment.island.accelerator)
-        if not self.settings.metrics:
-            raise UserError("key 'evaluate.metrics': is empty; name at least one, such as kid")
         encoder: ImageEncoder = built_encoder(IMAGE_ENCODERS, experiment.prepare.image_encoder)
         try:
             self.metrics = [(one.name, METRICS.build(one.name, one.params).to(device)) for one in self.settings.metrics]
@@ -89,13 +87,12 @@ class Evaluation:
             elif hasattr(metric, "captioned") and (images or experiment.condition.kind not in ("text", "tokens")):
                 raise UserError(f"metric {name!r} needs captions, and these images have none; use kid")
         self.by_features = [metric for _, metric in self.metrics if isinstance(metric, FeatureMetric)]
-        self.train: ImageSet | None = None
-        self.held_out: ImageSet | None = None
+        self.known: list[ShardImages] = []
+        """Training and held-out images, for the check of memorised samples."""
         if self.by_features and self.settings.max_train_images and manifest is not None:
             has_held_out = any(cluster.held_out for cluster in manifest.clusters)
             if has_held_out and self.generated.shape == image_sets.decoded_shape(encoder, manifest.x_shape):
-                self.train = of_shards(TRAIN, self.settings.max_train_images)
-                self.held_out = of_shards(HELD_OUT)
+                self.known = [of_shards(TRAIN, self.settings.max_train_images), of_shards(HELD_OUT)]
         self.folder = self._open(out)
 
     def _open(self, out: Path | None) -> Path:
@@ -114,8 +111,6 @@ class Evaluation:
             if changed := [key for key in {**found, **ours} if found.get(key) != ours.get(key)]:
                 was = ", ".join(f"{key} (was {found.get(key)!r})" for key in changed)
                 raise UserError(f"{path}: results of other settings: {was}; {remedy}")
-        elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise UserError(f"--out {folder}: is not empty and holds no {SETTINGS_FILE}; {remedy}")
         atomic_write_json(path, self.origin)
         if isinstance(generated, Generated):
             generated.folder, generated.sha256 = folder, sha256_json(self.origin)
@@ -137,19 +132,20 @@ class Evaluation:
 
     def compute_parts(self, rank: int, world: int, show_progress: bool) -> None:
         """Generate this rank's parts of the samples, and compute the features of its parts of all sets."""
+        sets: list[ImageSet] = [self.generated, self.reference, *self.known]
         with Bars(show=show_progress) as bars:
-            for images in filter(None, (self.generated, self.reference, self.train, self.held_out)):
-                is_compared = images in (self.generated, self.reference)
+            for images in sets:
                 for rows in bars.track(parts(images)[rank::world], description=f"{images.name}, {images.num} images"):
                     images.images(rows)
-                    for metric in self.by_features if is_compared else self.by_features[:1]:
+                    for metric in self.by_features[:1] if images in self.known else self.by_features:
                         self.features(metric, images, rows)
 
     def scores(self) -> dict[str, Score]:
         """Compute all metrics from the finished parts."""
         found: dict[str, Score] = {}
+        sides: list[tuple[ImageSet, bool]] = [(self.reference, True), (self.generated, False)]
         for name, metric in self.metrics:
-            for images, real in ((self.reference, True), (self.generated, False)):
+            for images, real in sides:
                 if isinstance(metric, FeatureMetric):
                     metric.update(self.all_features(metric, images), real=real)
                     continue
@@ -169,15 +165,15 @@ class Evaluation:
             to the nearest training image is below the ``NEAR_QUANTILE`` of held-out images' distances. About
             ``NEAR_QUANTILE`` is expected of new images.
         """
-        if self.train is None or self.held_out is None:
+        if not self.known:
             return None
-        metric = self.by_features[0]
-        train = self.all_features(metric, self.train)
+        metric, (train_images, held_out) = self.by_features[0], self.known
+        train = self.all_features(metric, train_images)
         distances, neighbours = nearest(self.all_features(metric, self.generated), train, NUM_NEIGHBOURS)
-        of_held_out = nearest(self.all_features(metric, self.held_out), train, 1)[0][:, 0]
+        of_held_out = nearest(self.all_features(metric, held_out), train, 1)[0][:, 0]
         closest, grid = distances[:, 0], []
         for row in closest.argsort()[:NUM_SUSPECTS].tolist():
-            images = [_image(self.generated, row), *(_image(self.train, other) for other in neighbours[row].tolist())]
+            images = [_image(self.generated, row), *(_image(train_images, other) for other in neighbours[row].tolist())]
             grid.append((f"sample {row}: {float(closest[row]):.3g}", images))
         title = "Closest samples, each beside its nearest training images"
         credit = self.run.manifest.attribution
@@ -185,8 +181,8 @@ class Evaluation:
         save_png(self.folder / "neighbours.png", drawn)
         return {
             "features": metric.features,
-            "num_train": self.train.num,
-            "num_held_out": self.held_out.num,
+            "num_train": train_images.num,
+            "num_held_out": held_out.num,
             "share_nearer": float((closest < of_held_out.quantile(NEAR_QUANTILE)).double().mean()),
             "expected_share": NEAR_QUANTILE,
             "median_distance": float(closest.median()),

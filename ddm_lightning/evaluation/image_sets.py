@@ -6,14 +6,13 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 from zipfile import BadZipFile
 
 import numpy as np
 import torch
 from jaxtyping import Int, UInt8
 from PIL import Image
-from torch import Tensor
 
 from ddm_lightning.core.devices import resolve_precision
 from ddm_lightning.core.errors import UserError, first_line
@@ -24,29 +23,13 @@ from ddm_lightning.flow.condition import Condition
 from ddm_lightning.flow.randomness import keyed_generator
 from ddm_lightning.members.run import Run
 from ddm_lightning.shards.manifest import HELD_OUT, TRAIN, Manifest, shard_name
-from ddm_lightning.shards.mds import open_shards
+from ddm_lightning.shards.mds import Shards, open_shards
 from ddm_lightning.shards.verify import verify_shards
 from ddm_lightning.use.ensemble import DecentralizedEnsemble, text_condition
 
 PART_SIZE = 256
 _ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 Images = UInt8[np.ndarray, "n h w 3"]
-
-
-class ImageSet(Protocol):
-    """Images in a fixed order."""
-
-    name: str
-    """For tables and error lines."""
-    sha256: str
-    """Equal for equal images."""
-    num: int
-    """Number of images."""
-    shape: tuple[int, ...]
-    """Height, width and 3."""
-
-    def images(self, rows: range) -> Images:
-        """Return the images of one of ``parts``."""
 
 
 def parts(images: ImageSet) -> list[range]:
@@ -65,46 +48,53 @@ class ShardImages:
         max_num: takes this many, evenly spaced, if there are more.
 
     Raises:
-        UserError: a shard is missing or damaged, or this side has no samples.
+        UserError: see ``open_side``.
     """
 
     def __init__(
         self, shards: Path, manifest: Manifest | None, encoder: ImageEncoder, side: str, max_num: int | None = None
     ) -> None:
-        clusters = manifest.clusters if manifest is not None else ()
-        counts = [cluster.held_out if side == HELD_OUT else cluster.train for cluster in clusters]
-        names = [shard_name(k, side) for k, count in enumerate(counts) if count]
-        if manifest is None or not names:
-            raise UserError(
-                f"{shards}: no {side} samples here; "
-                "copy or prepare some (prepare.held_out_fraction), or give images with evaluate.reference=FOLDER"
-            )
-        for name in names:
-            verify_shards(shards / name, hashes=side == HELD_OUT, index_sha256=manifest.index_sha256[name])
+        self._shards, hashes = open_side(shards, manifest, side)
+        assert manifest is not None, "``open_side`` refuses that"
         self.name, self._encoder = side, encoder
         self._stored = StoredForm(manifest.stores, manifest.normalisation)
-        self._shards = open_shards([shards / name for name in names])
         self.num = min(len(self._shards), max_num or len(self._shards))
         self.shape = decoded_shape(encoder, manifest.x_shape)
         made_by = [manifest.image_encoder, manifest.provenance.get("image_encoder")]
-        self.sha256 = sha256_json([[manifest.index_sha256[name] for name in names], made_by, self.num])
-
-    def take(self, rows: Sequence[int], names: Sequence[str] | None = None) -> dict[str, Tensor]:
-        """Return columns of fixed size of some samples; None for all columns."""
-        return self._shards.take(self._places(rows), names)
+        self.sha256 = sha256_json([hashes, made_by, self.num])
 
     def column(self, rows: Sequence[int], name: str) -> list[Any]:
         """Return a column of some samples, such as ``caption`` or ``label``."""
         if any(name == column.name for column in self._shards.layout.texts):
             return self._shards.texts(self._places(rows), name)
-        return self.take(rows, (name,))[name].tolist()
+        return self._shards.take(self._places(rows), (name,))[name].tolist()
 
     def images(self, rows: range) -> Images:
         """Decode one part."""
-        return self._encoder.decode(self._stored.mean(self.take(rows, ("x_0",))["x_0"]))
+        return self._encoder.decode(self._stored.mean(self._shards.take(self._places(rows), ("x_0",))["x_0"]))
 
     def _places(self, rows: Sequence[int]) -> Int[np.ndarray, "m"]:
         return np.asarray(rows, np.int64) * len(self._shards) // self.num
+
+
+def open_side(shards: Path, manifest: Manifest | None, side: str) -> tuple[Shards, list[str]]:
+    """Open the training or held-out shards of all clusters; return them with the hashes of their indices.
+
+    Raises:
+        UserError: a shard is missing or damaged, or this side has no samples.
+    """
+    clusters = manifest.clusters if manifest is not None else ()
+    counts = [cluster.held_out if side == HELD_OUT else cluster.train for cluster in clusters]
+    names = [shard_name(k, side) for k, count in enumerate(counts) if count]
+    if manifest is None or not names:
+        raise UserError(
+            f"{shards}: no {side} samples here; "
+            "copy or prepare some (prepare.held_out_fraction); evaluate.reference=FOLDER compares with other images"
+        )
+    hashes = [manifest.index_sha256[name] for name in names]
+    for name, index_sha256 in zip(names, hashes, strict=True):
+        verify_shards(shards / name, hashes=side == HELD_OUT, index_sha256=index_sha256)
+    return open_shards([shards / name for name in names]), hashes
 
 
 def decoded_shape(encoder: ImageEncoder, x_shape: tuple[int, int, int]) -> tuple[int, ...]:
@@ -253,5 +243,8 @@ class Generated:
                 for row, image in zip(rows, images, strict=True):
                     save_png(self.folder / "images" / f"{row:06d}.png", Image.fromarray(image))
             atomic_write(path, lambda temporary: np.savez(temporary, images=images))
-        with np.load(path, allow_pickle=False) as stored:
-            return stored["images"]
+        return _read_npz(path)
+
+
+ImageSet: TypeAlias = ShardImages | FileImages | Generated
+"""Images in a fixed order: their ``name``, ``sha256``, ``num`` and ``shape``, and ``images`` of one of ``parts``."""

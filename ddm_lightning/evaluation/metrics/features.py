@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,18 +18,10 @@ from ddm_lightning.core.scores import Score
 from ddm_lightning.encoders.interfaces import Features
 from ddm_lightning.flow.randomness import keyed_generator
 
+DEFAULT = "efficientnet-lite0"
+"""Feature network."""
 NUM_HALVES = 200
 _ROWS_AT_ONCE = 1024
-
-
-@dataclass(frozen=True)
-class FeatureParams:
-    """Parameters of every ``FeatureMetric``."""
-
-    features: str = "efficientnet-lite0"
-    """Feature network, by name."""
-    features_params: dict[str, Any] | None = None
-    """Its parameters, such as ``path``."""
 
 
 class FeatureMetric(Metric):
@@ -39,11 +30,10 @@ class FeatureMetric(Metric):
     Subclasses define ``compute``, and ``scores``: the values by the names under which they are reported.
 
     Args:
-        params: those of ``FeatureParams``.
+        features: feature network, by name.
+        features_params: its parameters, such as ``path``.
     """
 
-    params: ClassVar[type] = FeatureParams
-    """Dataclass of the ``**params`` of a subclass's constructor, for ``Registry.check``."""
     full_state_update = False
     min_images = 4
     """Fewest images of each set."""
@@ -52,10 +42,9 @@ class FeatureMetric(Metric):
     real: list[Tensor]
     generated: list[Tensor]
 
-    def __init__(self, **params: Any) -> None:
+    def __init__(self, features: str = DEFAULT, features_params: dict[str, Any] | None = None) -> None:
         super().__init__()
-        given = FeatureParams(**params)
-        self.features, self.features_params = given.features, given.features_params or {}
+        self.features, self.features_params = features, features_params or {}
         FEATURES.check(self.features, self.features_params)
         self.add_state("real", [], dist_reduce_fx="cat")
         self.add_state("generated", [], dist_reduce_fx="cat")
@@ -129,20 +118,12 @@ def kernel_distance(
         num_halves: number of random halves for the spread.
     """
     generated, real = generated.double().cpu(), real.double().cpu()
-    within = _kernel(generated, generated)
-    within_real = _kernel(real, real)
-    across = _kernel(generated, real)
-
-    def estimates(rows: Float[Tensor, "r n"], real_rows: Float[Tensor, "r m"]) -> Float[Tensor, " r"]:
-        cross = ((rows @ across) * real_rows).sum(1) / (rows.sum(1) * real_rows.sum(1))
-        return _mean_of_pairs(within, rows) + _mean_of_pairs(within_real, real_rows) - 2 * cross
-
-    everything = estimates(torch.ones(1, len(generated)).double(), torch.ones(1, len(real)).double())
-    halves = estimates(
-        _random_halves(len(generated), num_halves, keyed_generator(0, "halves of generated")),
-        _random_halves(len(real), num_halves, keyed_generator(0, "halves of real")),
-    )
-    return KernelDistance(float(everything), halves)
+    within, within_real = _kernel(generated, generated), _kernel(real, real)
+    rows = _all_and_halves(len(generated), num_halves, keyed_generator(0, "halves of generated"))
+    real_rows = _all_and_halves(len(real), num_halves, keyed_generator(0, "halves of real"))
+    across = ((rows @ _kernel(generated, real)) * real_rows).sum(1) / (rows.sum(1) * real_rows.sum(1))
+    found = _mean_of_pairs(within, rows) + _mean_of_pairs(within_real, real_rows) - 2 * across
+    return KernelDistance(float(found[0]), found[1:])
 
 
 def _kernel(x: Float[Tensor, "n d"], y: Float[Tensor, "m d"]) -> Float[Tensor, "n m"]:
@@ -155,9 +136,11 @@ def _mean_of_pairs(kernel: Float[Tensor, "n n"], rows: Float[Tensor, "r n"]) -> 
     return (((rows @ kernel) * rows).sum(1) - rows @ kernel.diag()) / (chosen * (chosen - 1))
 
 
-def _random_halves(num: int, num_halves: int, generator: torch.Generator) -> Float[Tensor, "r n"]:
+def _all_and_halves(num: int, num_halves: int, generator: torch.Generator) -> Float[Tensor, "r n"]:
+    """A row of 1s, and rows with 1s at a random half of the places."""
     order = torch.rand(num_halves, num, generator=generator).argsort(1)
-    return torch.zeros(num_halves, num, dtype=torch.float64).scatter_(1, order[:, : num // 2], 1.0)
+    halves = torch.zeros(num_halves, num, dtype=torch.float64).scatter_(1, order[:, : num // 2], 1.0)
+    return torch.cat([torch.ones(1, num, dtype=torch.float64), halves])
 
 
 def mean_over_subsets(
@@ -181,14 +164,18 @@ class KernelInceptionDistance(FeatureMetric):
     Published KIDs use Inception features. Compare values only on the same features.
 
     Args:
+        features: see ``FeatureMetric``.
+        features_params: see ``FeatureMetric``.
         num_subsets: takes the value from ``mean_over_subsets``, 100 in clean-fid; None compares all pairs.
-        params: see ``FeatureMetric``.
     """
 
-    higher_is_better = False
-
-    def __init__(self, num_subsets: int | None = None, **params: Any) -> None:
-        super().__init__(**params)
+    def __init__(
+        self,
+        features: str = DEFAULT,
+        features_params: dict[str, Any] | None = None,
+        num_subsets: int | None = None,
+    ) -> None:
+        super().__init__(features, features_params)
         self.num_subsets = num_subsets
 
     def compute(self) -> KernelDistance:
@@ -250,17 +237,22 @@ class FrechetDistance(FeatureMetric):
     images than features.
 
     Args:
+        features: ``inception`` for FID, ``dinov2`` for FD-DINOv2, ``clip`` for CLIP-FID.
+        features_params: see ``FeatureMetric``.
         num_groups: groups of the jackknife; 0 gives no interval.
         min_images: fewest images of each set; with fewer, the bias exceeds most differences of interest.
-        params: see ``FeatureMetric``. ``features`` are ``inception`` for FID, ``dinov2`` for FD-DINOv2, ``clip`` for
-            CLIP-FID.
     """
 
-    higher_is_better = False
     remedy = f"use kid, which is unbiased, {FeatureMetric.remedy}, or lower the metric's min_images"
 
-    def __init__(self, num_groups: int = 20, min_images: int = 2000, **params: Any) -> None:
-        super().__init__(**params)
+    def __init__(
+        self,
+        features: str = DEFAULT,
+        features_params: dict[str, Any] | None = None,
+        num_groups: int = 20,
+        min_images: int = 2000,
+    ) -> None:
+        super().__init__(features, features_params)
         self.num_groups, self.min_images = num_groups, min_images
 
     def compute(self) -> Score:
@@ -317,14 +309,15 @@ class PrecisionRecallMetric(FeatureMetric):
     Compare sets of one size only: both shares depend on the numbers of images.
 
     Args:
+        features: see ``FeatureMetric``.
+        features_params: see ``FeatureMetric``.
         num_neighbours: k, 3 in the paper.
-        params: see ``FeatureMetric``.
     """
 
-    higher_is_better = True
-
-    def __init__(self, num_neighbours: int = 3, **params: Any) -> None:
-        super().__init__(**params)
+    def __init__(
+        self, features: str = DEFAULT, features_params: dict[str, Any] | None = None, num_neighbours: int = 3
+    ) -> None:
+        super().__init__(features, features_params)
         self.num_neighbours, self.min_images = num_neighbours, num_neighbours + 1
 
     def compute(self) -> PrecisionRecall:
