@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import CAPTION_ENCODERS, require
-from ddm_lightning.encoders.interfaces import NoWeights, array_encoding, parse_encoding
+from ddm_lightning.encoders.interfaces import Provenance, array_encoding, parse_encoding
 from ddm_lightning.encoders.pretrained import EXTRA, Pretrained, loading
 
 _CAPTIONS_AT_ONCE = {"cpu": 32, "cuda": 256}
@@ -38,7 +38,7 @@ class OneVector:
 
 
 @CAPTION_ENCODERS.register("hashed-words")
-class HashedWords(NoWeights, OneVector):
+class HashedWords(Provenance, OneVector):
     """Sum of one fixed random vector per word, for tests: no weights, no meaning.
 
     Args:
@@ -146,7 +146,6 @@ class _TextModel(Pretrained):
         if self.max_tokens < 2 or (self.has_positions and self.max_tokens > limit):
             at_most = f" and at most {limit}, the model's number of positions" if self.has_positions else ""
             raise ValueError(f"max_tokens = {max_tokens} must be at least 2{at_most}")
-        self._networks: dict[torch.device, Any] = {}
 
     @abstractmethod
     def _sizes(self) -> tuple[int, int, int]:
@@ -197,11 +196,8 @@ class _TextModel(Pretrained):
             )
         return tokenizer
 
-    def _network(self, device: torch.device) -> Any:
-        if device not in self._networks:
-            network = self._load(config=self.text_config, dtype=self.dtype_on(device))
-            self._networks[device] = network.to(device)
-        return self._networks[device]
+    def _load(self, **settings: Any) -> Any:
+        return super()._load(config=self.text_config, **settings)
 
     def _tokens(self, captions: Sequence[str]) -> tuple[Int[Tensor, "n max_tokens"], Int[Tensor, "n"]]:
         """Return padded ids and the number of tokens of each caption."""

@@ -19,8 +19,8 @@ from torch.nn import functional
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import sha256_file
 from ddm_lightning.core.registry import FEATURES
-from ddm_lightning.encoders.interfaces import NoWeights
-from ddm_lightning.encoders.pretrained import Pretrained, encode_in_batches, images_at_once, on_device
+from ddm_lightning.encoders.interfaces import Provenance
+from ddm_lightning.encoders.pretrained import Pretrained, encode_in_batches, images_at_once
 from ddm_lightning.flow.randomness import keyed_generator
 
 INCEPTION_FILE = "inception-2015-12-05.pt"
@@ -52,10 +52,6 @@ class _ImageModel(Pretrained):
             )
         self.weight_shape, self.size = found[0], found[0][0]
 
-    @cached_property
-    def _network(self) -> Any:
-        return on_device(self._load(dtype=self.dtype_on(self.device)), self.device)
-
     @torch.inference_mode()
     def encode(self, images: UInt8[np.ndarray, "n h w 3"]) -> Float[np.ndarray, "n size"]:
         """Encode images to features, float32.
@@ -63,8 +59,9 @@ class _ImageModel(Pretrained):
         Raises:
             UserError: the weights do not load, or the device is missing.
         """
-        device, network = self._found_device(), self._network
-        size, dtype = (self.resolution or network.config.image_size,) * 2, self.dtype_on(device)
+        device = self._found_device()
+        network, dtype = self._network(device), self.dtype_on(device)
+        size = (self.resolution or network.config.image_size,) * 2
         mean, std = (torch.tensor(values, device=device).view(1, 3, 1, 1) for values in (self.mean, self.std))
 
         def encode(pixels: Tensor) -> Tensor:
@@ -175,7 +172,7 @@ class Inception:
 
 
 @FEATURES.register("pooled-pixels")
-class PooledPixels(NoWeights):
+class PooledPixels(Provenance):
     """Mean colours on a ``grid`` × ``grid`` grid, from 0 to 1; for tests and synthetic data."""
 
     def __init__(self, grid: int = 4) -> None:
@@ -195,7 +192,7 @@ class PixelFeatures(PooledPixels):
 
 
 @FEATURES.register("random-convolutions")
-class RandomConvolutions(NoWeights):
+class RandomConvolutions(Provenance):
     """Channel means and standard deviations after each of three untrained convolutions; 448 entries.
 
     Each level convolves by fixed random 3 × 3 kernels, applies ReLU and halves the resolution. Kernels are equal on

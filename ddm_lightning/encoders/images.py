@@ -13,8 +13,8 @@ from torch import Tensor
 from ddm_lightning.core.checks import POSITIVE, Check, integer, is_number, list_of, optional, problem_with
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import IMAGE_ENCODERS
-from ddm_lightning.encoders.interfaces import NoWeights
-from ddm_lightning.encoders.pretrained import Pretrained, encode_in_batches, on_device
+from ddm_lightning.encoders.interfaces import Provenance
+from ddm_lightning.encoders.pretrained import Pretrained, encode_in_batches
 
 _SCALE, _SHIFT = 1 / 127.5, 127.5
 # Pixels per batch: on a CPU, SD's activations take 0.5 GB.
@@ -34,7 +34,7 @@ _DEFAULTS = {"scaling_factor": 0.18215}
 
 
 @IMAGE_ENCODERS.register("pixels")
-class Pixels(NoWeights):
+class Pixels(Provenance):
     """Stores uint8 pixels, channels first; ``x_0`` runs from -1 to 1.
 
     Args:
@@ -102,7 +102,6 @@ class DiffusersVAE(Pretrained):
             raise ValueError(f"dtype = {dtype!r} must be float16 or float32")
         self.stores = stores
         self.dtype = dtype
-        self._networks = dict[torch.dtype, Any]()
         super().__init__(path, **params)
         config = {key: self.config.get(key, _DEFAULTS.get(key)) for key in _CONFIG}
         if problem := problem_with(config, _CONFIG):
@@ -132,10 +131,8 @@ class DiffusersVAE(Pretrained):
             )
         return (self.num_channels, image_size // self.factor, image_size // self.factor)
 
-    def _network(self, device: torch.device, dtype: torch.dtype) -> Any:
-        if dtype not in self._networks:
-            self._networks[dtype] = self._load(torch_dtype=dtype, low_cpu_mem_usage=False)
-        return on_device(self._networks[dtype], device)
+    def _load(self, **settings: Any) -> Any:
+        return super()._load(torch_dtype=settings["dtype"], low_cpu_mem_usage=False)
 
     @torch.inference_mode()
     def encode(self, images: UInt8[np.ndarray, "n h w 3"]) -> Float[np.ndarray, "n c height width"]:
@@ -147,8 +144,7 @@ class DiffusersVAE(Pretrained):
         device = self._found_device()
         height, width = (self.x_shape(extent)[1] for extent in images.shape[1:3])
         stacked = 2 if self.stores == "posterior" else 1
-        dtype = self.dtype_on(device)
-        network = self._network(device, dtype)
+        network, dtype = self._network(device), self.dtype_on(device)
 
         def encode(pixels: Tensor) -> Tensor:
             rounded = network.encode((pixels / 127.5 - 1).to(dtype)).latent_dist

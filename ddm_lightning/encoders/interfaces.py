@@ -21,21 +21,12 @@ from torch import Tensor
 
 
 class Provenance(Protocol):
-    """Names everything that affects the result."""
-
-    packages: tuple[str, ...]
-
-    def provenance(self) -> dict[str, str]:
-        """Return ``weights_sha256`` and ``revision`` for the manifest; empty without weights."""
-
-
-class NoWeights:
-    """``Provenance`` of an encoder without packages and weights."""
+    """Names everything that affects the result: by default nothing, as without packages and weights."""
 
     packages: tuple[str, ...] = ()
 
     def provenance(self) -> dict[str, str]:
-        """Return nothing: there are no weights."""
+        """Return ``weights_sha256`` and ``revision`` for the manifest; empty without weights."""
         return {}
 
 

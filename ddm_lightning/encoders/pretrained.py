@@ -103,6 +103,7 @@ class Pretrained:
                 f"{' or '.join(self.kinds)}; set its parameters 'path' and 'subfolder'"
             )
         self.model_class = self.kinds[str(kind)]
+        self._networks = dict[tuple[torch.device, torch.dtype], Any]()
 
     def provenance(self) -> dict[str, str]:
         """Return the hashes of the weights and of the configuration, and the hub's commit if it is known.
@@ -181,6 +182,13 @@ class Pretrained:
             if missing := info["missing_keys"]:  # libraries fill them with random numbers
                 raise ValueError(f"{len(missing)} weights are missing, among them {min(missing)}")
         return network.eval().requires_grad_(False)
+
+    def _network(self, device: torch.device, dtype: torch.dtype | None = None) -> Any:
+        """Return the model on a device, loaded once for each type of its numbers (None: ``dtype_on``)."""
+        place = (device, dtype or self.dtype_on(device))
+        if place not in self._networks:
+            self._networks[place] = on_device(self._load(dtype=place[1]), device)
+        return self._networks[place]
 
     def dtype_on(self, device: torch.device) -> torch.dtype:
         """Return the given ``compute_dtype``; else bfloat16 where it is safe and the GPU has it, or float32."""

@@ -125,8 +125,6 @@ def _load_xformers() -> Any:
 
 
 def _xformers(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    if not q.is_cuda:
-        raise UserError(f"attention back end 'xformers' needs a CUDA device, not {q.device.type!r}; {_REMEDY}")
     ops = _xformers_ops if torch.compiler.is_compiling() else _load_xformers()
     try:
         return ops.memory_efficient_attention(q, k, v)

@@ -71,13 +71,7 @@ class PatchTransformer(embeddings.Conditioned):
                 part.initialise()  # type: ignore[operator]  # torch expects tensors and modules
 
     def tokens(self, x_t: Float[Tensor, "b c h w"]) -> Tokens:
-        """Embed the patches; add positions unless RoPE is used.
-
-        Raises:
-            ValueError: ``x_t`` has another shape than ``x_shape``.
-        """
-        if x_t.shape[1:] != self.x_shape:
-            raise ValueError(f"the network takes samples of shape {self.x_shape}, not {tuple(x_t.shape[1:])}")
+        """Embed the patches; add positions unless RoPE is used."""
         patches = embeddings.patchify(x_t, self.patch_size).to(self.patch_embedding.weight.dtype)
         embedded: Tensor = self.patch_embedding(patches)
         if self.positions is not None:
@@ -131,9 +125,6 @@ class Trunk(PatchTransformer):
             conditioning: output of ``conditioning``.
             rotation: angles of ``tokens``; None unless positions are rotary.
             condition: text tokens for cross-attention; other kinds are part of ``conditioning``.
-
-        Raises:
-            ValueError: text tokens of another shape than the network was built for.
         """
         context = None if self.token_embedding is None else self.token_embedding(condition, len(tokens))
         if self.shared_modulation is not None:
@@ -180,11 +171,7 @@ class DiT(Trunk):
         self.initialise()
 
     def forward(self, x_t: Float[Tensor, "b c h w"], t: Times, condition: Condition | None) -> Float[Tensor, "b c h w"]:
-        """The prediction, in the dtype of ``x_t``; ``condition=None`` is the learned null in every row.
-
-        Raises:
-            ValueError: a shape other than ``x_shape``, a ``t`` narrower than 32 bits, or a condition for kind ``none``.
-        """
+        """The prediction, in the dtype of ``x_t``; ``condition=None`` is the learned null in every row."""
         conditioning = self.conditioning(t, condition)
         tokens = self.run(self.tokens(x_t), conditioning, self.rotation, condition)
         return embeddings.unpatchify(self.final(tokens, conditioning), self.x_shape, self.patch_size).to(x_t.dtype)

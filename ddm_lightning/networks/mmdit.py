@@ -152,11 +152,7 @@ class MMDiT(PatchTransformer):
         self.initialise()
 
     def forward(self, x_t: Samples, t: Times, condition: Condition | None) -> Samples:
-        """The velocity, in the dtype of ``x_t``; ``condition=None`` is the learned null in every row.
-
-        Raises:
-            ValueError: a shape other than ``x_shape``, a ``t`` narrower than 32 bits, or text tokens of another shape.
-        """
+        """The velocity, in the dtype of ``x_t``; ``condition=None`` is the learned null in every row."""
         x = self.tokens(x_t)
         # In float32 under autocast, like the patches: FSDP2 may gather the embedding and its null in bfloat16.
         text = self.token_embedding(condition, len(x_t)).to(x.dtype)

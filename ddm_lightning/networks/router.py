@@ -65,11 +65,7 @@ class RouterDiT(Trunk):
     def forward(
         self, x_t: Float[Tensor, "b c h w"], t: Times, condition: Condition | None
     ) -> Float[Tensor, "b num_clusters"]:
-        """Logits of the clusters; ``condition=None`` is the learned null in every row.
-
-        Raises:
-            ValueError: a shape other than ``x_shape``, a ``t`` narrower than 32 bits, or a condition for kind ``none``.
-        """
+        """Logits of the clusters; ``condition=None`` is the learned null in every row."""
         if condition is not None and self.training and self.text_dropout:
             condition = replace(condition, values=functional.dropout(condition.values, self.text_dropout))
         conditioning = self.conditioning(t, condition)

@@ -162,11 +162,7 @@ class UNet(Conditioned):
                     nn.init.zeros_(parameter)
 
     def forward(self, x_t: Samples, t: Times, condition: Condition | None) -> Samples:
-        """The prediction, in the dtype of ``x_t``; ``condition=None`` is the learned null in every row.
-
-        Raises:
-            ValueError: a ``t`` narrower than 32 bits, or a condition for kind ``none``.
-        """
+        """The prediction, in the dtype of ``x_t``; ``condition=None`` is the learned null in every row."""
         conditioning = self.conditioning(t, condition)
         context = None if self.token_embedding is None else self.token_embedding(condition, len(t))
         x = self.stem(x_t.to(self.stem.weight.dtype))

@@ -149,16 +149,6 @@ def test_blocks_add_up_in_float32_in_mixed_precision(rope):
     assert set(seen) == {torch.float32}
 
 
-def test_other_shapes_are_refused():
-    with pytest.raises(ValueError, match=r"\(3, 8, 8\), not \(3, 8, 10\)"):
-        perturbed()(torch.randn(1, 3, 8, 10), torch.rand(1), None)
-
-
-def test_a_condition_is_refused_where_none_is_taken():
-    with pytest.raises(ValueError, match="without a condition"):
-        perturbed()(torch.randn(1, 3, 8, 8), torch.rand(1), Condition.of(torch.randn(1, 6)))
-
-
 def test_positions_of_an_image_that_is_no_square():
     wide = DiT(x_shape=(3, 4, 8), condition=NONE, **SMALL)
     assert torch.equal(wide.positions, sincos_positions(16, rows=2, columns=4))

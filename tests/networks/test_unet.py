@@ -90,9 +90,3 @@ def test_sizes_that_do_not_fit(params: dict[str, object], problem: str) -> None:
 def test_both_sides_must_be_divisible(x_shape: tuple[int, int, int]) -> None:
     with pytest.raises(UserError, match=f"3 levels need sizes divisible by 4, not {x_shape[1]}x{x_shape[2]}"):
         EXPERTS.build("unet", {"width": 8, "multipliers": [1, 1, 1]}, x_shape=x_shape, condition=NONE)
-
-
-def test_a_condition_is_refused_where_none_is_taken() -> None:
-    network = UNet(x_shape=(3, 8, 8), condition=NONE, width=8)
-    with pytest.raises(ValueError, match="built without a condition"):
-        network(torch.randn(1, 3, 8, 8), torch.rand(1), Condition.of(torch.zeros(1, dtype=torch.int64)))
