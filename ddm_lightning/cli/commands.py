@@ -18,6 +18,7 @@ from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.core import processes
 from ddm_lightning.core.devices import check_devices, configure_torch
 from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.formatting import Bars
 from ddm_lightning.core.registry import require
 from ddm_lightning.ensemble.manifest import added, assemble, removed, replaced
 from ddm_lightning.islands.local import default_jobs, fit_members
@@ -78,8 +79,8 @@ def _prepared(experiment: Experiment, options: argparse.Namespace) -> Run:
     from ddm_lightning.prepare.stages import prepare
 
     check = _networks_check(experiment, options)
-    with RichReporter() as reporter:
-        prune = getattr(options, "prune", False)
+    with Bars(Console(), transient=True) as bars:
+        prune, reporter = getattr(options, "prune", False), RichReporter(bars)
         check(prepare(experiment, RunFolder.of(experiment).root, reporter, check, prune))  # also if it is up to date
     # Only now: after an error in prepare, the corrected experiment may use the same folder.
     return Run.open(experiment, create=True)

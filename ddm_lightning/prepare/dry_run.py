@@ -22,19 +22,6 @@ from ddm_lightning.prepare.records import count_samples
 from ddm_lightning.prepare.stages import Preparation
 from ddm_lightning.shards.manifest import DataSizes
 
-_TRIED = 64
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """One row of a dry run's table."""
-
-    name: str
-    """Name of a group of columns."""
-    bytes_per_sample: int
-    seconds_per_sample: float
-    """In one process, measured on the first samples; 0 if not measured."""
-
 
 @dataclass(frozen=True)
 class DryRun:
@@ -46,7 +33,8 @@ class DryRun:
     num_unfinished_parts: int
     num_samples: int | None
     """None if unknown before reading."""
-    estimates: tuple[Estimate, ...]
+    estimates: Mapping[str, tuple[int, float]]
+    """Bytes and seconds per sample of each group of columns, measured in one process; 0 seconds if not measured."""
 
 
 @tf32()
@@ -67,18 +55,18 @@ def dry_run(experiment: Experiment, run_dir: Path, check: Callable[[DataSizes], 
     preparation.check_before_writing(check)
 
     start = time.monotonic()
-    readings = [Reading(part, plugins, at_once=_TRIED) for part in parts]
+    readings = [Reading(part, plugins) for part in parts]
     first = next((chunk for reading in readings for chunk in reading.chunks()), None)
     seconds = time.monotonic() - start
     if first is None:
-        examples = (f" (for example {one.key!r}: {one.cause})" for reading in readings for one in reading.broken)
+        causes = {one.cause for reading in readings for one in reading.broken}
         raise UserError(
-            f"source {plugins.config.source.name!r}: no sample can be read{next(examples, '')}; fix prepare.source"
+            f"source {plugins.config.source.name!r}: no sample can be read ({', '.join(causes)}); fix prepare.source"
         )
     _, records, images = first
     num = len(records)
     texts = sum(len(f"{record.key}{record.caption}".encode()) for record in records)
-    estimates = [Estimate("keys and captions", texts // num, seconds / num)]
+    estimates = {"keys and captions": (texts // num, seconds / num)}
     work: dict[str, Callable[[], Mapping[str, np.ndarray]]] = {"encoded images": lambda: latent_rows(plugins, images)}
     if (encoder := plugins.caption_encoder) is not None:
         work["encoded captions"] = lambda: encoder.encode([record.caption for record in records])
@@ -87,11 +75,10 @@ def dry_run(experiment: Experiment, run_dir: Path, check: Callable[[DataSizes], 
         encode()  # loads the weights
         start = time.monotonic()
         num_bytes = sum(rows[0].nbytes for rows in encode().values())
-        estimates.append(Estimate(name, num_bytes, (time.monotonic() - start) / num))
-    in_shards = texts // num + sum(one.bytes_per_sample for one in estimates[1:-1])
-    estimates.append(Estimate("shards", in_shards, 0.0))
+        estimates[name] = num_bytes, (time.monotonic() - start) / num
+    estimates["shards"] = sum(size for size, _ in estimates.values()) - estimates["features"][0], 0.0
     num_unfinished = len(preparation.unfinished_parts())
-    return DryRun(stages, len(parts), num_unfinished, count_samples(parts), tuple(estimates))
+    return DryRun(stages, len(parts), num_unfinished, count_samples(parts), estimates)
 
 
 def dry_run_table(plan: DryRun, num_processes: int, num_gpus: int = 0) -> Table:
@@ -109,11 +96,10 @@ def dry_run_table(plan: DryRun, num_processes: int, num_gpus: int = 0) -> Table:
     spread = f"with {shares} {plural if shares > 1 else unit}"
     for heading in ("", "bytes per sample", "per sample", "total", spread):
         table.add_column(heading, justify="right" if heading else "left")
-    sizes, times = zip(*((one.bytes_per_sample, one.seconds_per_sample) for one in plan.estimates), strict=True)
-    for one in (*plan.estimates, Estimate("total", sum(sizes), sum(times))):
-        num_samples, seconds = plan.num_samples, one.seconds_per_sample
-        size = "–" if num_samples is None else format_bytes(one.bytes_per_sample * num_samples)
-        hours = "–" if num_samples is None or not seconds else format_duration(seconds * num_samples / shares)
-        cells = (one.name, f"{one.bytes_per_sample:,}", format_duration(seconds) if seconds else "–", size, hours)
-        table.add_row(*cells, end_section=one is plan.estimates[-1])
+    sizes, times = zip(*plan.estimates.values(), strict=True)
+    for name, (num_bytes, seconds) in {**plan.estimates, "total": (sum(sizes), sum(times))}.items():
+        size = "–" if plan.num_samples is None else format_bytes(num_bytes * plan.num_samples)
+        hours = "–" if plan.num_samples is None or not seconds else format_duration(seconds * plan.num_samples / shares)
+        each = format_duration(seconds) if seconds else "–"
+        table.add_row(name, f"{num_bytes:,}", each, size, hours, end_section=name == [*plan.estimates][-1])
     return table

@@ -97,13 +97,9 @@ def check_broken(
     if num_read < enough or num_broken <= max_bad_fraction * num_read:
         return
     causes = ", ".join(f"{cause}: {count}" for cause, count in sorted(counts.items(), key=lambda item: -item[1]))
-    with listed.open(encoding="utf-8") as lines:
-        first = json.loads(next(lines, "{}"))
-    detail = f" ({first['detail']})" if first.get("detail") else ""
-    example = f". For example {first['key']!r}: {first['cause']}{detail}" if first else ""
     raise UserError(
         f"{listed}: {num_broken} of {num_read} samples cannot be used ({causes}), "
-        f"more than prepare.max_bad_fraction = {max_bad_fraction:g} allows; fix the source or raise that limit{example}"
+        f"more than prepare.max_bad_fraction = {max_bad_fraction:g} allows; fix the source or raise that limit"
     )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+import os
 import pickle
 import signal
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +17,6 @@ from functools import lru_cache, partial
 from typing import Any, TypeVar
 
 import torch
-from rich.console import Console
 from rich.progress import TaskID
 
 from ddm_lightning.config.experiment import PrepareConfig
@@ -158,9 +158,7 @@ def _begin() -> None:
     torch.set_num_threads(1)
     if (gpu := gpu_of(multiprocessing.current_process()._identity, torch.cuda.device_count())) is not None:
         torch.cuda.set_device(gpu)
-    parent = multiprocessing.parent_process()
-    assert parent is not None and parent.pid is not None
-    on_orphaned(parent.pid)
+    on_orphaned(os.getppid())
 
 
 class Reporter:
@@ -174,18 +172,11 @@ class Reporter:
 
 
 class RichReporter(Reporter):
-    """A bar per stage with elapsed and remaining time; a context manager."""
+    """A bar per stage with elapsed and remaining time."""
 
-    def __init__(self, console: Console | None = None) -> None:
-        self._progress = Bars(console or Console(), transient=True)
+    def __init__(self, progress: Bars) -> None:
+        self._progress = progress
         self._bars: dict[str, TaskID] = {}
-
-    def __enter__(self) -> RichReporter:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._progress.stop()
 
     def advance(self, stage: str, done: int, total: int) -> None:
         """Move the bar of ``stage``; create it at the first call."""

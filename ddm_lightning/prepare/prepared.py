@@ -153,10 +153,9 @@ def write_index(prepared: Prepared, groups: Collection[str], max_bad_fraction: f
             dropped[number] = {int(row): cause for row, cause in unfit.items()}
     _drop_duplicates(prepared, dropped)
 
-    counts, odd_shapes = Counter[str](), Counter[str]()
+    counts = Counter[str]()
     for state in states:
         counts.update(state["broken"])
-        odd_shapes.update(state["odd_shapes"])
     counts.update(cause for rows in dropped.values() for cause in rows.values())
     num_read = sum(state["num_read"] for state in states)
     num_samples = sum(state["num_rows"] for state in states) - sum(map(len, dropped.values()))
@@ -165,30 +164,23 @@ def write_index(prepared: Prepared, groups: Collection[str], max_bad_fraction: f
     check_broken(counts, num_read, max_bad_fraction, prepared.broken_file, enough=1)
     if num_samples == 0:
         raise UserError("the source has no usable samples; fix prepare.source")
-    num_without_caption = _num_without_caption(prepared, dropped)
+    num_without_caption = 0
+    for number in prepared.filled_parts:
+        lengths = Strings(prepared.part_folder(number) / RECORDS, "captions").num_bytes()
+        num_without_caption += int(np.count_nonzero(np.delete(lengths, list(dropped.get(number, {}))) == 0))
     index = {
         "num_read": num_read,
         "num_samples": num_samples,
         "num_without_caption": num_without_caption,
         "image_size": next(iter(sizes)),
-        "odd_shapes": odd_shapes,
         "broken": dict(sorted(counts.items())),
         "dropped": {str(number): sorted(rows) for number, rows in sorted(dropped.items())},
     }
     atomic_write_json(prepared.index_file, index)
-    details = {"without a caption": num_without_caption, **odd_shapes}
-    detail = "".join(f", {count:,} of them {how}" for how, count in details.items() if count)
+    detail = f", {num_without_caption:,} of them without a caption" if num_without_caption else ""
     causes = ", ".join(f"{cause}: {count:,}" for cause, count in sorted(counts.items()))
     skipped = f"; skipped: {causes}; see {prepared.broken_file}" if causes else ""
     return f"{num_samples:,} of {num_read:,} samples{detail}{skipped}"
-
-
-def _num_without_caption(prepared: Prepared, dropped: Dropped) -> int:
-    num_empty = 0
-    for number in prepared.filled_parts:
-        sizes = Strings(prepared.part_folder(number) / RECORDS, "captions").num_bytes()
-        num_empty += int(np.count_nonzero(np.delete(sizes, list(dropped.get(number, {}))) == 0))
-    return num_empty
 
 
 def _drop_duplicates(prepared: Prepared, dropped: Dropped) -> None:

@@ -87,21 +87,17 @@ class Reading:
     Args:
         part: the part to read.
         plugins: its source and configuration.
-        at_once: samples per chunk.
     """
 
-    def __init__(self, part: Part, plugins: Plugins, at_once: int = IMAGES_AT_ONCE) -> None:
+    def __init__(self, part: Part, plugins: Plugins) -> None:
         self.part = part
         self.plugins = plugins
-        self.at_once = at_once
         self.num_read = 0
         """Samples read so far, broken ones included."""
         self.num_rows = 0
         """Samples yielded so far."""
         self.broken: list[BrokenSample] = []
         """Broken samples so far."""
-        self.odd_shapes: Counter[str] = Counter()
-        """Number of images degraded by squaring, by kind of damage."""
         self.content = hashlib.sha256()
         """Hash of the samples so far, pixels included."""
 
@@ -112,17 +108,16 @@ class Reading:
             "num_read": self.num_read,
             "broken": dict(sorted(Counter(broken.cause for broken in self.broken).items())),
             "content": self.content.hexdigest(),
-            "odd_shapes": +self.odd_shapes,
         }
 
     def chunks(self) -> Iterator[tuple[int, list[Record], UInt8[np.ndarray, "n h w 3"]]]:
-        """Yield ``num_read``, up to ``at_once`` samples, and their square images.
+        """Yield ``num_read``, up to ``IMAGES_AT_ONCE`` samples, and their square images.
 
         Raises:
             UserError: the source breaks its contract, or images differ in size and no size is set.
         """
         samples = self._samples()
-        while chunk := list(islice(samples, self.at_once)):
+        while chunk := list(islice(samples, IMAGES_AT_ONCE)):
             self.num_rows += len(chunk)
             yield self.num_read, [record for record, _ in chunk], np.stack([image for _, image in chunk])
 
@@ -150,9 +145,6 @@ class Reading:
         if not 0 <= record.label < num_classes:
             raise self._error(record, f"has label {record.label}, outside 0 to {num_classes - 1}")
         if size is not None:
-            shorter, longer = sorted(image.shape[:2])
-            self.odd_shapes["enlarged more than twofold"] += shorter * 2 < size
-            self.odd_shapes["longer than 3 to 1"] += longer > 3 * shorter
             return to_square(image, size, self.plugins.config.images.aspect)
         if image.shape[0] != image.shape[1]:
             raise self._error(record, f"has {_size(image)} pixels and is not square", _SET_SIZE)

@@ -30,7 +30,7 @@ from ddm_lightning.members.run_folder import RunFolder
 from ddm_lightning.partition.build import check_sizes, displaced_fractions, fit_partition
 from ddm_lightning.partition.columns import save_array
 from ddm_lightning.prepare.encode import CAPTIONS, FEATURES, LATENTS, RECORDS, Ledger, PartJob, encode_parts
-from ddm_lightning.prepare.engine import Reporter, num_gpus_for
+from ddm_lightning.prepare.engine import Reporter
 from ddm_lightning.prepare.prepared import Prepared, write_index
 from ddm_lightning.prepare.reading import Plugins
 from ddm_lightning.prepare.records import Part, Record, count_samples
@@ -129,12 +129,13 @@ class Preparation:
         """List the stages with their inputs as the files are now."""
         config, seed, shards = self.config, self.experiment.seed, self.config.shards
         files, groups, keys = self.ledger.files, self._group_files, self._group_keys()
+        parts = [asdict(part) for part in self.parts]
         index, partition = files("index"), files("partition")
         # The engine and the number of processes change no byte.
         everything = asdict(replace(config, engine="local", num_processes=0))
         stored = [config.held_out_fraction, shards.max_bytes, shards.compression]
         stages = [
-            Stage("source", [asdict(part) for part in self.parts], ("parts.json",), self._write_parts),
+            Stage("source", parts, ("parts.json",), lambda: atomic_write_json(self.prepared.parts_file, parts)),
             Stage("encode", [files("source"), keys], (), self._encode),
             Stage(
                 "index",
@@ -155,7 +156,7 @@ class Preparation:
                 ("shards/*/*/index.json", "statistics.json"),
                 lambda: write_shards(self.plugins, seed, self.prepared, self._progress_of("shards")),
             ),
-            Stage("upload", [shards.remote, files("shards")], ("uploaded.json",), self._upload),
+            Stage("upload", [shards.remote, files("shards")], (), self._upload),
             Stage(
                 "report",
                 [everything, self.experiment.name, index, partition, files("shards")],
@@ -299,16 +300,8 @@ class Preparation:
                     shutil.rmtree(folder)
         self.reporter.say(f"{found}; removed" if prune else f"{found}; prepare --prune removes them")
 
-    def _write_parts(self) -> None:
-        atomic_write_json(self.prepared.parts_file, [asdict(part) for part in self.parts])
-
     def _encode(self) -> str:
         wanted = self.unfinished_parts()
-        num_processes, num_gpus = self.config.num_processes, num_gpus_for(self.config)
-        if self.config.engine == "local" and 0 < num_processes < num_gpus:
-            self.reporter.say(
-                f"prepare.num_processes = {num_processes} uses {num_processes} of {num_gpus} GPUs; 0 uses all"
-            )
         max_thumbnails = max(_MIN_THUMBNAILS_PER_PART, _MAX_THUMBNAILS // len(self.parts))
         jobs = [
             PartJob(self.parts[number], self.prepared.part_folder(number), keys, max_thumbnails)
@@ -352,7 +345,6 @@ class Preparation:
     def _upload(self) -> str:
         remote, folder = str(self.config.shards.remote), self.prepared.shards
         hashes = upload_shards(folder, remote, self._progress_of("upload"))
-        atomic_write_json(self.folder / "uploaded.json", {"remote": remote, "sha256": hashes})
         size = format_bytes(sum((folder / name).stat().st_size for name in hashes))
         return f"{len(hashes)} files, {size}, each read back; islands stream them with island.shards={remote}"
 

@@ -18,7 +18,7 @@ EVERYTHING = ("source", "encode", "index", "partition", "shards", "report")
 
 
 def bytes_of(plan):
-    return {estimate.name: estimate.bytes_per_sample for estimate in plan.estimates}
+    return {name: num_bytes for name, (num_bytes, _) in plan.estimates.items()}
 
 
 def test_nothing_is_written_before_or_after_a_run(tmp_path):
@@ -84,7 +84,7 @@ def test_only_the_first_samples_are_read(tmp_path, monkeypatch):
 
 def test_a_source_of_which_nothing_can_be_read_is_told(tmp_path, monkeypatch):
     source = plug_in(monkeypatch, SOURCES, Listed({"one": [BrokenSample("x", "empty file")] * 20}))
-    with pytest.raises(UserError, match=r"no sample can be read \(for example 'x': empty file\); fix prepare\.source"):
+    with pytest.raises(UserError, match=r"no sample can be read \(empty file\); fix prepare\.source"):
         dry_run(experiment_of(source), tmp_path)
 
 
@@ -113,9 +113,9 @@ def printed(table):
 
 
 def test_the_table_multiplies_by_hand(tmp_path):
-    from ddm_lightning.prepare.dry_run import DryRun, Estimate
+    from ddm_lightning.prepare.dry_run import DryRun
 
-    estimates = (Estimate("encoded images", 8192, 0.036), Estimate("features", 4096, 0.018))
+    estimates = {"encoded images": (8192, 0.036), "features": (4096, 0.018)}
     plan = DryRun(EVERYTHING, 1000, 1000, 1_000_000, estimates)
     text, shared = printed(dry_run_table(plan, 4)), printed(dry_run_table(plan, 16, 4))
     assert "with 4 processes" in text and "with 4 GPUs" in shared and "3.75 h" in shared

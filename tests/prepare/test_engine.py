@@ -67,14 +67,6 @@ def test_processes_take_turns_on_all_gpus():
     assert gpu_of((3,), 0) is None
 
 
-@pytest.mark.parametrize(("num_processes", "told"), [(4, True), (8, False), (0, False)])
-def test_idle_gpus_are_told(tmp_path, monkeypatch, quick_prepare, num_processes, told):
-    monkeypatch.setattr("ddm_lightning.prepare.stages.num_gpus_for", lambda _: 8)
-    listener = Listener()
-    prepare(tiny_experiment(num_processes=num_processes), tmp_path, listener)
-    assert ("prepare.num_processes = 4 uses 4 of 8 GPUs; 0 uses all" in listener.lines) == told
-
-
 @pytest.mark.slow
 def test_each_job_is_done_once_by_processes_of_one_thread_that_are_gone_afterwards():
     jobs = [{"number": number, "rows": np.arange(number)} for number in range(9)]

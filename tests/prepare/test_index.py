@@ -4,9 +4,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from prepare.listed import Listed, Listener, experiment_of, plug_in, record, records
+from prepare.listed import Listed, experiment_of, plug_in, record, records
 
-from ddm_lightning.config.experiment import ImagesConfig
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import CAPTION_ENCODERS, FEATURES, IMAGE_ENCODERS, SOURCES
 from ddm_lightning.prepare import encode
@@ -136,16 +135,6 @@ def test_what_is_broken_is_counted_by_cause_listed_and_left_out(run, monkeypatch
         np.testing.assert_array_equal(row, record(key).image.transpose(2, 0, 1))
 
 
-def test_images_that_suffer_from_being_made_square_are_counted(tmp_path, monkeypatch):
-    sizes = {"dot": (1, 1), "strip": (20, 2000), "half": (8, 8), "wide": (16, 48)}
-    source = Listed({"one": [*(record(key, size=size) for key, size in sizes.items()), *records(20, size=16)]})
-    experiment = experiment_of(plug_in(monkeypatch, SOURCES, source), images=ImagesConfig(size=16))
-    listener = Listener()
-    prepare(experiment, tmp_path, listener)
-    (line,) = [line for line in listener.lines if line.startswith("index")]
-    assert line.endswith(": 24 of 24 samples, 1 of them enlarged more than twofold, 1 of them longer than 3 to 1")
-
-
 def test_rows_left_out_of_a_column_that_is_gone_come_back(run, monkeypatch):
     """Without the caption encoder nobody minds that it failed on a caption."""
     words = CAPTION_ENCODERS.build("hashed-words", {})
@@ -207,17 +196,14 @@ def test_far_too_many_broken_samples_stop_it_early(monkeypatch, tmp_path):
 
 def test_the_fraction_counts_after_enough_samples_and_is_not_exceeded_by_being_met(tmp_path):
     here = tmp_path / "broken.jsonl"
-    here.write_text(json.dumps({"key": "a.png", "cause": "empty file", "detail": "0 bytes"}) + "\n{}")
     check_broken({"empty file": 500}, 999, 0.1, here)
     check_broken({"empty file": 60, "truncated image": 40}, 1000, 0.1, here)
     with pytest.raises(UserError) as refusal:
         check_broken({"truncated image": 41, "empty file": 60}, 1000, 0.1, here)
     assert str(refusal.value) == (
         f"{here}: 101 of 1000 samples cannot be used (empty file: 60, truncated image: 41), more than "
-        "prepare.max_bad_fraction = 0.1 allows; fix the source or raise that limit. "
-        "For example 'a.png': empty file (0 bytes)"
+        "prepare.max_bad_fraction = 0.1 allows; fix the source or raise that limit"
     )
-    here.write_text("")
     with pytest.raises(UserError, match=r"1 of 1 samples.*raise that limit$"):
         check_broken({"empty file": 1}, 1, 0.5, here, enough=1)
 

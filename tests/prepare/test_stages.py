@@ -14,6 +14,7 @@ from streaming.base.format import reader_from_json
 from ddm_lightning.config.experiment import ImagesConfig, PartitionConfig, PluginConfig, ShardsConfig
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import sha256_file
+from ddm_lightning.core.formatting import Bars
 from ddm_lightning.core.registry import CAPTION_ENCODERS, FEATURES, IMAGE_ENCODERS, SOURCES
 from ddm_lightning.partition import build
 from ddm_lightning.partition.partition import Partition, Samples
@@ -271,8 +272,8 @@ def test_the_image_of_the_clusters_credits_the_source(tmp_path):
 
 def test_progress_bars_and_lines_reach_the_terminal(tmp_path):
     output = io.StringIO()
-    with RichReporter(Console(file=output, force_terminal=True, width=100)) as reporter:
-        prepare(tiny_experiment(), tmp_path, reporter)
+    with Bars(Console(file=output, force_terminal=True, width=100)) as bars:
+        prepare(tiny_experiment(), tmp_path, RichReporter(bars))
     text = output.getvalue()
     assert "60/60" in text and "0:00:00" in text
     assert all(f"{stage}: done in" in text for stage in EVERYTHING)

@@ -95,12 +95,9 @@ class ImageFolder:
     @cached_property
     def _captions(self) -> dict[str, str] | None:
         """Captions in the caption file by name of the image; None without such a file."""
-        found = [name for name in _CAPTION_FILES if name in self.files.states]
-        if len(found) > 1:
-            raise UserError(f"{self.files.shown()}: has both {' and '.join(found)}; keep one")
-        if not found:
+        name = next((name for name in _CAPTION_FILES if name in self.files.states), None)
+        if name is None:
             return None
-        name = found[0]
         captions, columns = dict[str, str](), set[str]()
         for number, line in enumerate(self.files.content(name).split(b"\n"), 1):
             if not line.strip():

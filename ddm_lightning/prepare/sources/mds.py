@@ -89,14 +89,10 @@ class Mds(TableSource):
 
     def _samples(self, raw: str, shard: dict[str, Any], numbers: range) -> list[bytes]:
         """Read the encoded samples."""
-        file: Any
-        stored = self._stored(raw, shard)
-        if stored == raw:
-            file = self.files.open(raw)
-        else:
-            file = BytesIO(mosaic.decompress(shard["compression"], self.files.content(stored)))
-        with file:
-            return read_samples(file, shard["samples"], numbers)
+        with self.files.open(self._stored(raw, shard)) as file:
+            whole = raw in self.files.states
+            samples: Any = file if whole else BytesIO(mosaic.decompress(shard["compression"], file.read()))
+            return read_samples(samples, shard["samples"], numbers)
 
     def _decode(self, sample: bytes, shard: dict[str, Any], place: str) -> Record | BrokenSample:
         row = {}
@@ -114,9 +110,6 @@ def _cell(encoding: str, data: bytes) -> Any:
     if encoding in ("jpeg", "png", "bytes"):
         return data
     if encoding == "str":
-        try:
-            return data.decode()
-        except UnicodeDecodeError:
-            return data  # counted later as a caption that is not UTF-8
+        return data.decode(errors="surrogateescape")  # counted later as a text that UTF-8 cannot hold
     value = mosaic.mds_decode(encoding, data)
     return value.item() if isinstance(value, np.generic) else value

@@ -40,8 +40,6 @@ class Blobs:
     def __init__(self, num_samples: int = 256, image_size: int = 16, num_kinds: int = 4, seed: int = 0) -> None:
         if not 1 <= num_kinds <= len(_KINDS):
             raise ValueError(f"num_kinds must be from 1 to {len(_KINDS)}")
-        if num_samples < 1 or image_size < 4:
-            raise ValueError("num_samples must be at least 1 and image_size at least 4")
         self.num_samples = num_samples
         self.image_size = image_size
         self.num_classes = num_kinds

@@ -42,15 +42,10 @@ class WebDataset(TableSource):
     """
 
     image_column: str | None = None
-    caption_column: str | list[str] | None = "txt"
+    # img2dataset writes no .txt without a caption: then the caption is in the JSON.
+    caption_column: str | list[str] | None = field(default_factory=["txt", "caption"].copy)
     key_column: None = field(default=None, init=False)
     image_root: None = field(default=None, init=False)
-
-    def __post_init__(self) -> None:
-        if self.caption_column == "txt":
-            # img2dataset writes no .txt without a caption: then the caption is in the JSON.
-            self.caption_column = ["txt", "caption"]
-        super().__post_init__()
 
     def parts(self) -> list[Part]:
         """List one part per tar; looks into the first, and into the statistics of img2dataset.
