@@ -176,9 +176,8 @@ class Evaluation:
             images = [_image(self.generated, row), *(_image(train_images, other) for other in neighbours[row].tolist())]
             grid.append((f"sample {row}: {float(closest[row]):.3g}", images))
         title = "Closest samples, each beside its nearest training images"
-        credit = self.run.manifest.attribution
-        drawn = labelled_grid(grid, scale_of(grid[0][1][0]), title, footer=f"Trained on: {credit}" if credit else "")
-        save_png(self.folder / "neighbours.png", drawn)
+        footer = f"Trained on: {credit}" if (credit := self.run.manifest.attribution) else ""
+        save_png(self.folder / "neighbours.png", labelled_grid(grid, scale_of(grid[0][1][0]), title, footer=footer))
         return {
             "features": metric.features,
             "num_train": train_images.num,
@@ -237,8 +236,8 @@ def _commit() -> str:
     root = Path(__file__).parents[2]
     if not (root / ".git").exists() or shutil.which("git") is None:
         return "unknown"
-    command = ["git", "-C", str(root), "rev-parse", "HEAD"]
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
+    told = subprocess.run(["git", "-C", root, "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    return told.stdout.strip() or "unknown"
 
 
 def evaluate(
