@@ -230,7 +230,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    """Load the experiment and call the command. A bad file is refused before torch is imported."""
+    """Load the experiment and call the command. ``prepare`` and ``fit`` refuse a bad file before torch is imported."""
     if options.command == "ensemble":
         from ddm_lightning.cli.commands import change_ensemble
 

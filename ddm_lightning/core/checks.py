@@ -98,7 +98,6 @@ TEXT: Check = (
 )
 ANY_TEXT: Check = (lambda value: isinstance(value, str), "a string")
 OBJECT: Check = (lambda value: isinstance(value, dict), "an object")
-LIST: Check = (lambda value: isinstance(value, list), "a list")
 POSITIVE: Check = (lambda value: is_number(value) and value > 0, "a positive number")
 NUMBERS: Check = values_of((is_number, ""), "an object of finite numbers")
 TEXTS: Check = values_of(TEXT, "an object of texts")

@@ -55,16 +55,16 @@ class About:
     """Default settings of sampling: the experiment's section ``sample``."""
 
 
+_ENTRY_CHECKS = {"member": MEMBER, "path": checks.TEXT, "member_json_sha256": checks.SHA256}
 _CHECKS: dict[str, checks.Check] = {
     "format_version": VERSION,
     "num_clusters": checks.integer(1),
     "priors": checks.SHARES,
     "partition_sha256": checks.SHA256,
-    "members": checks.LIST,
+    "members": checks.list_of(checks.object_of(_ENTRY_CHECKS)),
     "changed": (lambda value: isinstance(value, bool), "true or false"),
-    "about": checks.optional(checks.OBJECT),
+    "about": checks.optional(checks.object_of(checks.field_checks(About))),
 }
-_ENTRY_CHECKS: dict[str, checks.Check] = {"member": MEMBER, "path": checks.TEXT, "member_json_sha256": checks.SHA256}
 
 
 @dataclass(frozen=True)
@@ -159,13 +159,8 @@ def read_document(path: Path) -> dict[str, Any]:
     """
     defaults = {"changed": False, "about": None}  # not in run folders
     document = read_record(path, _CHECKS, "the ensemble's manifest", _REMEDY, defaults)
-    if (about := document["about"]) is not None:
-        if problem := checks.problem_with(about, checks.field_checks(About)):
-            raise UserError(f"{path}: in about: {problem}; {_REMEDY}")
-        checks.check(about["sample"], SampleConfig, "about.sample", str(path), references=False)
-    for entry in document["members"]:
-        if problem := checks.problem_with(entry, _ENTRY_CHECKS):
-            raise UserError(f"{path}: in members: {problem}; {_REMEDY}")
+    if document["about"] is not None:
+        checks.check(document["about"]["sample"], SampleConfig, "about.sample", str(path), references=False)
     return document
 
 
@@ -258,16 +253,12 @@ def cluster_of(expert: ArtifactMeta) -> str:
 
 def known_clusters(router: ArtifactMeta) -> list[str]:
     """What each of a router's logits stands for."""
-    own = [f"{router.partition_sha256}/{expert_name(k)}" for k in range(router.num_clusters)]
-    return router.clusters or own
+    return router.clusters or [f"{router.partition_sha256}/{expert_name(k)}" for k in range(router.num_clusters)]
 
 
 def knows(router: ArtifactMeta | None, name: str, expert: ArtifactMeta) -> bool:
     """Whether the router's logit for ``name`` stands for the expert's cluster; without a router it need not."""
-    if router is None:
-        return True
-    known, k = known_clusters(router), cluster_of_expert(name)
-    return k < len(known) and known[k] == cluster_of(expert)
+    return router is None or dict(enumerate(known_clusters(router))).get(cluster_of_expert(name)) == cluster_of(expert)
 
 
 def assemble(run: Run) -> bool:

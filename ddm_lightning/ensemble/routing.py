@@ -50,6 +50,7 @@ class Batch:
         self.ensemble = ensemble
         self.condition = None if condition is None else condition.to(ensemble.device)
         self.settings = settings
+        self._is_guided = condition is not None and settings.guidance_scale != 1
         self.num_branches = 2 if self._is_guided and self.settings.guidance == "mixture" else 1
         """2 if the mixture is guided: rows with the condition, then as many without. Otherwise 1."""
         self._keys = keys
@@ -60,10 +61,6 @@ class Batch:
         if trace is not None:
             trace.begin(keys, ensemble.device)
         self.x_1 = self._normal("x_1")
-
-    @property
-    def _is_guided(self) -> bool:
-        return self.condition is not None and self.settings.guidance_scale != 1
 
     def guidance_scale(self, t: Times) -> float | Times:
         """Scale of each row's guidance: 1 is none, as outside ``guidance_interval``."""

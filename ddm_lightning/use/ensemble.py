@@ -207,15 +207,14 @@ class DecentralizedEnsemble:
         Raises:
             UserError: as ``routing.sample``.
         """
-        meta, experiment = self.meta, self.experiment
         return sample(
             self.field,
             condition,
             num,
-            meta.x_shape,
-            experiment.sample,
-            shift=meta.timestep_shift,
-            seed=experiment.seed,
+            self.meta.x_shape,
+            self.experiment.sample,
+            shift=self.meta.timestep_shift,
+            seed=self.experiment.seed,
             **more,
         )
 

@@ -155,8 +155,9 @@ def page(ensemble: DecentralizedEnsemble, captions: Sequence[str] = ()) -> gr.Bl
                         samples=[[text] for text in captions or defaults.prompts],
                         label=("Captions" if captions else "Examples; captions") + " of the training images work best",
                     )
-                    chosen = {"show_progress": "hidden", "api_visibility": "private"}
-                    examples.click(lambda row: row[0], examples, condition, **chosen)
+                    examples.click(
+                        lambda row: row[0], examples, condition, show_progress="hidden", api_visibility="private"
+                    )
                 elif kind == "class":
                     classes = ensemble.about.class_names or list(map(str, range(ensemble.meta.condition["size"])))
                     condition = gr.Dropdown(classes, value=classes[0], label="Class")

@@ -19,7 +19,7 @@ from ddm_lightning.core.files import atomic_files
 from ddm_lightning.core.formatting import Bars
 from ddm_lightning.core.grids import heat_map, labelled_grid, save_png, scale_of
 from ddm_lightning.ensemble.trace import Key, Trace
-from ddm_lightning.use.ensemble import MAX_ROWS, DecentralizedEnsemble, Row
+from ddm_lightning.use.ensemble import MAX_ROWS, DecentralizedEnsemble
 
 # Images whose trajectory is drawn.
 MAX_TRAJECTORIES = 4
@@ -28,47 +28,6 @@ _GIF_FRAMES = 30
 _MAX_TICKS = 8
 # Columns of the largest grid; images beyond it are written as single images only.
 MAX_COLUMNS = 32
-
-
-def sample_grid(
-    ensemble: DecentralizedEnsemble,
-    rows: Sequence[Row],
-    singles: Path | None = None,
-    show_progress: bool = False,
-    trace: Trace | None = None,
-) -> Image.Image:
-    """Generate ``sample.num_per_prompt`` images per row and lay them out as a grid.
-
-    Args:
-        ensemble: the ensemble, with the settings of this call.
-        rows: from ``ensemble.rows``.
-        singles: folder for single images, written as they are made; None saves none.
-        show_progress: whether to show a progress bar on stderr.
-        trace: keeps the sampling trajectory.
-
-    Returns:
-        The grid, of at most ``MAX_ROWS`` by ``MAX_COLUMNS`` images.
-    """
-    settings = ensemble.experiment.sample
-    num = settings.num_per_prompt
-    if singles is None:
-        rows, num = rows[:MAX_ROWS], min(num, MAX_COLUMNS)
-    shown: list[tuple[str, list[np.ndarray]]] = [(label, []) for label, _, _ in rows[:MAX_ROWS]]
-    total = num * len(rows)
-    with Bars(show=show_progress) as progress:
-        task = progress.add_task("images", total=total)
-        images = ensemble.images(rows, num, lambda done: progress.update(task, completed=done), trace)
-        for row, index, image in images:
-            if singles is not None:
-                words = re.sub(r"\W+", "-", rows[row][0])[:40].strip("-")
-                save_png(singles / f"{row:03d}-{words}-{index:04d}.png", Image.fromarray(image))
-            if row < MAX_ROWS and index < MAX_COLUMNS:
-                shown[row][1].append(image.copy())  # a view would keep the whole batch
-    title = f"{settings.member or settings.strategy}, {settings.solver}, {settings.num_steps} steps"
-    title += f", guidance {settings.guidance_scale:g}"
-    if total > sum(len(images) for _, images in shown):
-        title += f"; {len(shown)} of {len(rows)} rows, {min(num, MAX_COLUMNS)} of {num} images each"
-    return labelled_grid(shown, scale_of(shown[0][1][0]), title, footer=ensemble.credit_line)
 
 
 def write_samples(
@@ -81,10 +40,19 @@ def write_samples(
     gif: bool = False,
     show_progress: bool = False,
 ) -> dict[str, Path]:
-    """Generate a grid and write it to the PNG ``path``, a row per prompt or class; see ``sample_grid``.
+    """Generate ``sample.num_per_prompt`` images per prompt or class, and write them as a grid to the PNG ``path``.
 
-    With ``singles``, a folder beside the grid, also write single images and the files of ``write_trajectory``, ``gif``
-    among them if wanted. Files appear when all are finished.
+    The grid has at most ``MAX_ROWS`` by ``MAX_COLUMNS`` images. With ``singles``, a folder beside the grid, also write
+    each image as it is made, and the files of ``write_trajectory``, ``gif`` among them if wanted. Files appear when all
+    are finished.
+
+    Args:
+        ensemble: the ensemble, with the settings of this call.
+        path: the grid's file.
+        prompts, classes: rows of the grid; see ``DecentralizedEnsemble.rows``.
+        singles: folder for single images; None writes none.
+        gif: whether to write the trajectory as a GIF.
+        show_progress: whether to show a progress bar on stderr.
 
     Returns:
         The files of the trajectory.
@@ -92,22 +60,34 @@ def write_samples(
     Raises:
         UserError: a damaged artifact, an empty prompt, or no such class.
     """
-    rows = ensemble.rows(prompts, classes)
-    num = ensemble.experiment.sample.num_per_prompt
+    settings = ensemble.experiment.sample
+    rows, num = ensemble.rows(prompts, classes), settings.num_per_prompt
+    if singles is None:
+        rows, num = rows[:MAX_ROWS], min(num, MAX_COLUMNS)
+    shown: list[tuple[str, list[np.ndarray]]] = [(label, []) for label, _, _ in rows[:MAX_ROWS]]
     in_grid: dict[Key, str] = {
         (key, index): label for index in range(min(num, MAX_COLUMNS)) for label, key, _ in rows[:MAX_ROWS]
     }
     labels = dict(list(in_grid.items())[:MAX_TRAJECTORIES])
     trace = None if singles is None else Trace(in_grid, labels)
     files: dict[str, Path] = {}
-    with atomic_files(path.parent) as folder:
-        grid = folder / path.name
-        new = None if singles is None else folder / singles.name
-        save_png(grid, sample_grid(ensemble, rows, new, show_progress, trace))
+    with atomic_files(path.parent) as folder, Bars(show=show_progress) as progress:
+        task = progress.add_task("images", total=num * len(rows))
+        images = ensemble.images(rows, num, lambda done: progress.update(task, completed=done), trace)
+        for row, index, image in images:
+            if singles is not None:
+                words = re.sub(r"\W+", "-", rows[row][0])[:40].strip("-")
+                save_png(folder / singles.name / f"{row:03d}-{words}-{index:04d}.png", Image.fromarray(image))
+            if row < MAX_ROWS and index < MAX_COLUMNS:
+                shown[row][1].append(image.copy())  # a view would keep the whole batch
+        title = f"{settings.member or settings.strategy}, {settings.solver}, {settings.num_steps} steps"
+        title += f", guidance {settings.guidance_scale:g}"
+        if num * len(rows) > sum(len(images) for _, images in shown):
+            title += f"; {len(shown)} of {len(rows)} rows, {min(num, MAX_COLUMNS)} of {num} images each"
+        grid, credit = folder / path.name, ensemble.credit_line
+        save_png(grid, labelled_grid(shown, scale_of(shown[0][1][0]), title, footer=credit))
         if trace is not None:
-            files = write_trajectory(
-                grid, trace, ensemble.field.names, labels, ensemble.decode, gif, ensemble.credit_line
-            )
+            files = write_trajectory(grid, trace, ensemble.field.names, labels, ensemble.decode, gif, credit)
         for old in singles.glob("[0-9][0-9][0-9]-*-[0-9][0-9][0-9][0-9].png") if singles is not None else ():
             old.unlink()  # of an earlier grid of this name
     return {name: path.with_name(file.name) for name, file in files.items()}
@@ -154,8 +134,7 @@ def write_trajectory(
         return {}
     heat, strip = (path.with_name(f"{path.stem}-{name}.png") for name in ("weights", "trajectory"))
     mean = torch.stack(list(trace.weights.values())).mean(0)
-    num = len(trace.weights)
-    title = "weights of the experts" + (f", mean of {num} images" if num > 1 else "")
+    title = f"weights of the experts, mean of {len(trace.weights)} image(s)"
     save_png(heat, weights_chart(trace.times, {title: mean}, names))
 
     def decoded(num: int) -> tuple[list[str], list[list[UInt8[np.ndarray, "h w 3"]]]]:

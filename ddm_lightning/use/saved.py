@@ -20,7 +20,14 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from omegaconf import OmegaConf
 
-from ddm_lightning.config.experiment import Experiment, PluginConfig, SampleConfig
+from ddm_lightning.config.experiment import (
+    ConditionConfig,
+    Experiment,
+    PartitionConfig,
+    PluginConfig,
+    PrepareConfig,
+    SampleConfig,
+)
 from ddm_lightning.config.load import read_override
 from ddm_lightning.config.merge import merge
 from ddm_lightning.config.validate import check_experiment
@@ -144,13 +151,17 @@ def experiment_of(manifest: EnsembleManifest) -> Experiment:
     """Build the part of an experiment that sampling from an ensemble needs."""
     assert manifest.about is not None
     about, meta = manifest.about, manifest.meta
-    sample = replace(SampleConfig(**about.sample), member=None)
-    experiment = Experiment(name=about.name, sample=sample, seed=about.seed)
-    experiment.condition.kind = meta.condition["kind"]
-    experiment.prepare.image_encoder = PluginConfig(**meta.image_encoder)
-    experiment.prepare.caption_encoder = PluginConfig(**meta.caption_encoder) if meta.caption_encoder else None
-    experiment.prepare.partition.num_clusters = len(manifest.experts)
-    return experiment
+    return Experiment(
+        name=about.name,
+        seed=about.seed,
+        sample=replace(SampleConfig(**about.sample), member=None),
+        condition=ConditionConfig(kind=meta.condition["kind"]),
+        prepare=PrepareConfig(
+            image_encoder=PluginConfig(**meta.image_encoder),
+            caption_encoder=PluginConfig(**meta.caption_encoder) if meta.caption_encoder else None,
+            partition=PartitionConfig(num_clusters=len(manifest.experts)),
+        ),
+    )
 
 
 def refuse_paths(manifest: EnsembleManifest) -> None:
@@ -263,16 +274,15 @@ def save_ensemble(ensemble: EnsembleManifest, out: Path, licence: str | None = N
     assert ensemble.about is not None
     if out.exists():
         raise UserError(f"{out}: exists already; give a new folder")
-    for name, folder in ensemble.folders.items():
-        check_recorded(folder / WEIGHTS_FILE, ensemble.metas[name].model_sha256, REMEDY)
     about = ensemble.about if licence is None else replace(ensemble.about, licence=licence)
     with atomic_folder(out) as temporary:
         for name, folder in ensemble.folders.items():
+            check_recorded(folder / WEIGHTS_FILE, ensemble.metas[name].model_sha256, REMEDY)
             (temporary / name).mkdir()
             for file in (MEMBER_FILE, WEIGHTS_FILE):
                 shutil.copyfile(folder / file, temporary / name / file)
         folders = {name: temporary / name for name in ensemble.folders}
-        changed = ensemble.changed or bool(ensemble.lost)
+        changed = bool(ensemble.changed or ensemble.lost)
         write_manifest(temporary, replace(ensemble, folders=folders, about=about, changed=changed))
         saved = read_ensemble(temporary / ENSEMBLE_FILE)
         shares = dict(zip(saved.experts, saved.priors, strict=True))

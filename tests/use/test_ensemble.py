@@ -92,10 +92,10 @@ def test_a_url_is_downloaded_and_checked(
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"seed": -1}, "in about: key 'seed'"),
+        ({"seed": -1}, "key 'about' must be null or an object of valid name, "),
         ({"sample": {"strategie": "full"}}, "unknown key 'about.sample.strategie'"),
         ({"sample": {"num_steps": 0}}, "'about.sample.num_steps' = 0"),
-        ({"code": "import os"}, "in about: unknown key 'code'"),
+        ({"code": "import os"}, "key 'about' must be"),
     ],
 )
 def test_bad_settings_in_a_manifest(three: Path, changes: dict, words: str) -> None:

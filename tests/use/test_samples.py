@@ -67,17 +67,15 @@ def test_memory_does_not_grow_with_the_number_of_images(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(ensemble, "sample", sample)
     one = DecentralizedEnsemble.from_pretrained(saved(tmp_path, (100,)), "cpu")
-    settings = one.experiment.sample
+    settings, grid, singles = one.experiment.sample, tmp_path / "grid.png", tmp_path / "singles"
     settings.num_per_prompt = 200
-    rows = [(name, name, None) for name in "ab"]
-    grid = samples.sample_grid(one, rows, singles=tmp_path / "singles")
-    assert max(nums) == ensemble.BATCH_SIZE and sum(nums) == 400 == len(list((tmp_path / "singles").iterdir()))
-    assert np.asarray(Image.open(tmp_path / "singles" / "001-b-0199.png")).shape == (4, 4, 3)
-    settings.num_per_prompt = samples.MAX_COLUMNS
-    assert samples.sample_grid(one, rows).width == grid.width
+    samples.write_samples(one, grid, "ab", singles=singles)
+    assert max(nums) == ensemble.BATCH_SIZE and sum(nums) == 400 == len(list(singles.iterdir()))
+    assert np.asarray(Image.open(singles / "001-b-0199.png")).shape == (4, 4, 3)
+    width = np.asarray(Image.open(grid)).shape[1]
     settings.num_per_prompt, nums[:] = 10**9, []
-    samples.sample_grid(one, rows)
-    assert sum(nums) == 2 * samples.MAX_COLUMNS
+    samples.write_samples(one, grid, "ab")
+    assert sum(nums) == 2 * samples.MAX_COLUMNS and np.asarray(Image.open(grid)).shape[1] == width
 
 
 def test_it_samples_on_the_islands_device(monkeypatch: pytest.MonkeyPatch, finished_run: Path) -> None:
