@@ -30,8 +30,8 @@ from ddm_lightning.config.load import load_experiment
 from ddm_lightning.core.devices import device_bytes
 from ddm_lightning.members.cost import step_cost
 from ddm_lightning.networks.attention import attention
+from ddm_lightning.training.callbacks import RollingCheckpoints
 from ddm_lightning.training.checkpoint import read_tensors, tensors_of
-from ddm_lightning.training.rolling import RollingCheckpoints
 
 KERNELS = ("flash", "cudnn", "efficient")
 TOLERANCE = 0.02

@@ -26,12 +26,12 @@ from ddm_lightning.members.status import MemberStatus
 from ddm_lightning.networks.attention import set_attention
 from ddm_lightning.networks.blocks import compile_blocks
 from ddm_lightning.shards.datamodule import ClusterDataModule
+from ddm_lightning.training.callbacks import RollingCheckpoints
 from ddm_lightning.training.fit import build_data, build_trainer
 from ddm_lightning.training.module import MemberModule
 from ddm_lightning.training.objective import build_objective
 from ddm_lightning.training.optimizer import build_optimizer, build_schedule
 from ddm_lightning.training.parallel import choose_strategy
-from ddm_lightning.training.rolling import RollingCheckpoints
 
 MEMBER = "expert-0"
 Batch = dict[str, Tensor]

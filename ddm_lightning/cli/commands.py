@@ -123,7 +123,7 @@ def _fit_one(member: str, experiment: Experiment, options: argparse.Namespace) -
 
         processes.end_imports()
         with ranks.recorded():
-            status = fit_member(member, run, show_progress=sys.stderr.isatty())
+            status = fit_member(member, run)
     if not ranks.is_rank_zero():
         return None
     if status.state == "stopped":

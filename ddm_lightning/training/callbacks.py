@@ -1,67 +1,61 @@
-"""Lightning callbacks of one member: status, missed validations, and a stop on request.
+"""Lightning callbacks of one member: status, missed validations, rolling checkpoints, and a stop on request.
 
-Their order does not matter: none relies on another one's hook having run before its own.
+Their order does not matter, except that ``EmaSnapshots`` comes before the callbacks that save checkpoints.
 """
 
 from __future__ import annotations
 
 import math
+import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from pickle import UnpicklingError
 from types import FrameType
 from typing import Any
 
 import lightning as L
 import torch
-from rich.progress import Progress
 from torch.distributed import ProcessGroup
 
-from ddm_lightning.core.formatting import member_columns
+from ddm_lightning.config.experiment import IslandConfig
+from ddm_lightning.core.formatting import Bars
 from ddm_lightning.core.processes import STOPPED, handling
 from ddm_lightning.members.status import MemberStatus
+from ddm_lightning.training.checkpoint import TEMPORARY, checkpoints_in, read_rest, step_of
 from ddm_lightning.training.guard import skipped_file
 from ddm_lightning.training.module import MemberModule
-from ddm_lightning.training.ranks import has_agent
-from ddm_lightning.training.rolling import RollingCheckpoints
+from ddm_lightning.training.parallel import BackgroundCheckpoints
+from ddm_lightning.training.ranks import has_agent, is_rank_zero
 
-LINE_SECONDS = 60.0
 POLL_STEPS = 10
 """Steps after which ranks ask one another whether one was told to stop."""
 
 
 class Reporter(L.Callback):
-    """Keeps ``status.json`` of a ``MemberModule`` up to date; shows a progress bar or prints a line per minute.
+    """Keeps ``status.json`` of a ``MemberModule`` up to date, and shows the progress.
 
     Args:
         folder: the member's folder.
         status: written at the steps at which curves are logged.
-        show: whether to show a progress bar.
     """
 
-    def __init__(self, folder: Path, status: MemberStatus, show: bool) -> None:
-        self.folder = folder
-        self.status = status
-        self.show = show
-        self._bar: Progress | None = None
-        self._earlier_seconds = status.seconds
+    def __init__(self, folder: Path, status: MemberStatus) -> None:
+        self.folder, self.status = folder, status
+        self._bars, self._earlier_seconds = Bars(show=is_rank_zero()), status.seconds
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Start the clock and the bar."""
-        self._first_step = trainer.global_step
-        self._start = self._printed = time.monotonic()
+        self._first_step, self._start = trainer.global_step, time.monotonic()
         self.status.state, self.status.step = "training", trainer.global_step
         if trainer.is_global_zero:
             self.status.write(self.folder)
-            if self.show:
-                self._bar = Progress(*member_columns())
-                self._bar.start()
-                self._task = self._bar.add_task(
-                    self.status.member, total=self.status.max_steps, completed=trainer.global_step, note=""
-                )
+        self._bars.start()
+        max_steps = self.status.max_steps
+        self._task = self._bars.add_task(self.status.member, total=max_steps, completed=trainer.global_step)
 
     def on_train_batch_end(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
         """Report when the curves are due."""
@@ -72,42 +66,28 @@ class Reporter(L.Callback):
     def on_train_end(self, trainer: L.Trainer, module: Any) -> None:
         """Report the last steps and remove the bar."""
         self._report(trainer, module)
-        self._stop_bar()
+        self._bars.stop()
 
     def on_exception(self, trainer: L.Trainer, module: Any, exception: BaseException) -> None:
         """Record that training failed, or was stopped before its first step."""
-        self._stop_bar()
-        self._write_skipped(trainer, module)
+        self._bars.stop()
+        module.guard.write(skipped_file(self.folder, trainer.global_rank, trainer.world_size))
         self.status.state = "stopped" if isinstance(exception, StopRequested) else "failed"
         if trainer.is_global_zero:
             self.status.write(self.folder)
 
     def _report(self, trainer: L.Trainer, module: MemberModule) -> None:
-        self._write_skipped(trainer, module)
         elapsed = time.monotonic() - self._start
         num_steps = trainer.global_step - self._first_step
         self.status.step = trainer.global_step
         self.status.seconds = self._earlier_seconds + elapsed
         if num_steps:  # a start that only makes up for a validation keeps the speed
-            self.status.samples_per_second = num_steps * module.member.batch_size / elapsed if elapsed > 0 else 0.0
+            self.status.samples_per_second = num_steps * module.member.batch_size / elapsed
         # The gradient norm overflows in a step that 16-bit scaling skips; JSON has no infinity.
         self.status.metrics.update({name: value for name, value in module.averages.items() if math.isfinite(value)})
-        if not trainer.is_global_zero:
-            return
-        self.status.write(self.folder)
-        if self._bar is not None:
-            self._bar.update(self._task, completed=trainer.global_step, note=self.status.note())
-        elif time.monotonic() - self._printed >= LINE_SECONDS:
-            self._printed = time.monotonic()
-            steps = f"step {trainer.global_step:,} of {self.status.max_steps:,}"
-            print(f"{self.status.member}: {steps}  {self.status.note()}", file=sys.stderr)
-
-    def _write_skipped(self, trainer: L.Trainer, module: MemberModule) -> None:
-        module.guard.write(skipped_file(self.folder, trainer.global_rank, trainer.world_size))
-
-    def _stop_bar(self) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+        if trainer.is_global_zero:
+            self.status.write(self.folder)
+        self._bars.update(self._task, completed=trainer.global_step, note=self.status.note())
 
 
 class MissedValidation(L.Callback):
@@ -165,6 +145,101 @@ class MissedValidation(L.Callback):
         self.status.validated_step = trainer.global_step
         if trainer.is_global_zero:
             self.status.write(self.folder)
+
+
+class RollingCheckpoints(L.Callback):
+    """Save at the island's interval, before each validation, after the last step and on request.
+
+    Saving before a validation allows a stop at any moment of it. Writing happens in the background. ``StopOnRequest``
+    asks for the saves by time, because ranks must agree on their steps.
+
+    Lightning's ``ModelCheckpoint`` delays saves to the next validation (2.6), and after a kill forgets files of earlier
+    starts.
+
+    Args:
+        folder: the member's checkpoints, named by step.
+        island: intervals of saves, validations and milestones (kept for good), and the number of others to keep.
+        origin: recorded in each checkpoint, for ``check_origin``.
+    """
+
+    def __init__(self, folder: Path, island: IslandConfig, origin: Mapping[str, Any]) -> None:
+        self.folder, self.keep, self.origin = folder, island.keep_checkpoints, origin
+        self.milestone_every_n_steps = island.milestone_every_n_steps
+        self.every_n_minutes = island.checkpoint_every_n_minutes
+        by_steps = None if self.every_n_minutes else island.checkpoint_every_n_steps
+        self.due = [n for n in (by_steps, island.validate_every_n_steps, self.milestone_every_n_steps) if n]
+        self._newest_step, self._saved_at = -1, time.monotonic()
+
+    def setup(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
+        """Remove old checkpoints whenever a new one is written."""
+        _strategy(trainer).checkpoint_written = self.remove_old
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
+        """Save if a checkpoint is due.
+
+        Raises:
+            OSError: an earlier checkpoint could not be written.
+        """
+        _strategy(trainer).checkpoints.raise_failure()
+        # Also at the last step: a kill before the artifact is written then loses nothing.
+        if trainer.global_step == trainer.max_steps or any(trainer.global_step % n == 0 for n in self.due):
+            self.save(trainer)
+
+    def is_late(self) -> bool:
+        """Whether the newest checkpoint is older than ``checkpoint_every_n_minutes`` by this process's clock."""
+        return self.every_n_minutes is not None and time.monotonic() - self._saved_at >= 60 * self.every_n_minutes
+
+    def save(self, trainer: L.Trainer) -> None:
+        """Save this step, once; a collective of all ranks.
+
+        Raises:
+            UserError: the training diverged; earlier checkpoints stay.
+            OSError: an earlier checkpoint could not be written.
+        """
+        if trainer.global_step == self._newest_step:
+            return
+        assert isinstance(trainer.lightning_module, MemberModule)
+        guard = trainer.lightning_module.guard
+        guard.find_skipped()
+        # Write now: a training resumed here does not repeat the steps skipped before.
+        guard.write(skipped_file(self.folder.parent, trainer.global_rank, trainer.world_size))
+        self._newest_step, self._saved_at = trainer.global_step, time.monotonic()
+        trainer.save_checkpoint(self.folder / f"step-{trainer.global_step:08d}.ckpt", weights_only=False)
+
+    def on_save_checkpoint(self, trainer: L.Trainer, module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Record the origin."""
+        checkpoint |= self.origin
+
+    def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        """Wait for the running save."""
+        _strategy(trainer).checkpoints.wait()
+
+    def on_exception(self, trainer: L.Trainer, module: L.LightningModule, exception: BaseException) -> None:
+        """Wait for the running save and ignore its errors; ``exception`` is the one to show."""
+        writer = getattr(trainer.strategy, "checkpoints", None)  # absent before the strategy is set up
+        if writer is not None:
+            writer.wait_after_failure()
+
+    def remove_old(self) -> None:
+        """Remove all but the newest checkpoints and the milestones, also those of earlier starts."""
+        for path in checkpoints_in(self.folder)[: -self.keep]:
+            if not self._is_milestone(path):
+                gone = path.with_name(f"{TEMPORARY}{path.name}-old")
+                path.rename(gone)  # a half-removed folder would look like a damaged checkpoint
+                shutil.rmtree(gone, ignore_errors=True)  # the next start tries again
+
+    def _is_milestone(self, path: Path) -> bool:
+        """Whether ``path`` is a milestone by this island's setting, or was one by the setting it was saved under."""
+        try:
+            recorded = read_rest(path)["experiment"]["island"]["milestone_every_n_steps"]
+        except (OSError, EOFError, RuntimeError, UnpicklingError, LookupError, TypeError):  # damaged
+            recorded = None
+        return any(n and step_of(path) % n == 0 for n in (self.milestone_every_n_steps, recorded))
+
+
+def _strategy(trainer: L.Trainer) -> BackgroundCheckpoints:
+    assert isinstance(trainer.strategy, BackgroundCheckpoints)
+    return trainer.strategy
 
 
 class StopRequested(BaseException):

@@ -2,7 +2,7 @@
 
 A folder is whole or absent. It holds safetensors files with each rank's shards (torch's distributed checkpoint,
 readable by any number of ranks), ``rest.pt`` with the Trainer's own state, and ``files.json`` with the SHA-256 of each
-file. Reading runs no code: ``rest.pt`` is loaded with ``weights_only``.
+file. Reading runs no code: ``rest.pt`` is loaded with ``weights_only``. ``callbacks`` says when one is saved.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ import errno
 import json
 import os
 import pickle
+import re
 import shutil
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import asdict
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -30,10 +32,12 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
+from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.core.checks import SHA256
-from ddm_lightning.core.devices import local
+from ddm_lightning.core.devices import local, resolve_accelerator
 from ddm_lightning.core.errors import UserError, first_line
 from ddm_lightning.core.files import atomic_write_json, in_threads, move_folder, sha256_file
+from ddm_lightning.members.run_folder import refuse_changes
 
 FILES, REST = "files.json", "rest.pt"
 TEMPORARY = ".tmp-"
@@ -41,6 +45,12 @@ _MODEL, _OPTIMIZER = "model/", "optimizer/"
 _OTHERS_TAKE_SECONDS = 60.0
 # Serialising a file holds Python's global lock: 20 ms at this size.
 _MAX_FILE_BYTES = 64 << 20
+_NAME = re.compile(r"step-\d{8,}\.ckpt")
+# Island settings that change the rounding; the first two also change the noise.
+_NUMERICS = (
+    *("accelerator", "devices", "strategy", "precision", "micro_batch_size"),
+    *("attention", "compile", "activation_checkpointing"),
+)
 
 # One process needs no process group. A filter set in a thread would apply to all threads, so set it once here.
 warnings.filterwarnings("ignore", "torch.distributed is disabled")
@@ -273,3 +283,86 @@ def load_tensors(
                 optimizer.state[parameter][key] = room
         into = tensors_of(module, optimizer)
     read_tensors(path, into, group)
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """A member's checkpoints by step; other files and folders, such as copies, are ignored."""
+    return sorted((path for path in folder.glob("step-*.ckpt") if _NAME.fullmatch(path.name)), key=step_of)
+
+
+def step_of(path: Path) -> int:
+    """Optimizer steps taken before the checkpoint ``path``."""
+    return int(path.stem.removeprefix("step-"))
+
+
+def newest_checkpoint(folder: Path) -> Path | None:
+    """A member's newest checkpoint, which may be damaged; None if there is none."""
+    return next(reversed(checkpoints_in(folder)), None)
+
+
+def find_resumable(folder: Path) -> tuple[Path | None, dict[Path, str]]:
+    """Find the newest readable checkpoint in ``folder``, and the problems of newer ones; changes nothing.
+
+    Raises:
+        UserError: all checkpoints are damaged.
+    """
+    problems: dict[Path, str] = {}
+    for path in reversed(checkpoints_in(folder)):
+        problem = damage_of(path)
+        if problem is None:
+            return path, problems
+        problems[path] = problem
+    if problems:
+        newest, problem = next(iter(problems.items()))
+        others = f", nor the {len(problems) - 1} before it" if len(problems) > 1 else ""
+        raise UserError(
+            f"{newest}: damaged checkpoint ({problem}){others}; restore one, or remove {folder} to start afresh"
+        )
+    return None, problems
+
+
+def tidy(folder: Path, damaged: Iterable[Path]) -> None:
+    """Remove what a killed process left half-written; rename the checkpoints ``damaged``, of which the oldest is kept.
+
+    The caller holds the member's lock, so no other process writes here.
+    """
+    for unfinished in folder.glob(f"{TEMPORARY}*"):
+        shutil.rmtree(unfinished, ignore_errors=True)
+    for path in damaged:
+        for earlier in folder.glob("*.damaged"):
+            shutil.rmtree(earlier, ignore_errors=True)
+        path.rename(path.with_suffix(".damaged"))
+
+
+def origin_of(member: str, experiment: Experiment) -> dict[str, Any]:
+    """Name of a member and its experiment as plain values, which load with ``weights_only``."""
+    record = asdict(experiment)
+    record["island"]["accelerator"] = resolve_accelerator(experiment.island.accelerator)
+    return {"member": member, "experiment": record}
+
+
+def check_origin(path: Path, member: str, experiment: Experiment) -> str | None:
+    """Describe island settings that differ from the checkpoint's; None if none that matters does.
+
+    A checkpoint may have been copied, and the experiment changed since.
+
+    Raises:
+        UserError: the checkpoint is another member's or of another experiment.
+    """
+    rest, own = read_rest(path), origin_of(member, experiment)
+    if rest.get("member") != member:
+        raise UserError(
+            f"{path}: is a checkpoint of {rest.get('member')}, not of {member}; move it to that folder, or remove it"
+        )
+    refuse_changes(path, rest["experiment"], own["experiment"])
+    old, new = rest["experiment"]["island"], own["experiment"]["island"]
+    if not (differing := [name for name in _NUMERICS if old.get(name) != new[name]]):
+        return None
+    settings = ", ".join(f"island.{name}={_in_yaml(new[name])} (was {_in_yaml(old.get(name))})" for name in differing)
+    noise = "noise and " if {"accelerator", "devices"} & {*differing} else ""
+    return f"from here on with {settings}: the same samples, other {noise}rounding"
+
+
+def _in_yaml(value: str | float | None) -> str:
+    """``value`` as typed after ``key=``."""
+    return value if isinstance(value, str) else json.dumps(value)

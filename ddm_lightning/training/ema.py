@@ -27,7 +27,6 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from ddm_lightning.config.experiment import TrainConfig
-from ddm_lightning.core import checks
 from ddm_lightning.core.devices import local
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_write_json, read_json
@@ -54,10 +53,10 @@ def exponent_of(width: float) -> float:
     The profile's variance is (γ + 1) / ((γ + 2)² (γ + 3)) of t² (eq. 123), which decreases with γ.
 
     Raises:
-        ValueError: no profile has this width.
+        UserError: no profile has this width.
     """
     if not 0 < width <= WIDEST * (1 + 1e-9):
-        raise ValueError(f"a width is above 0 and at most {WIDEST:.4f}, not {width}")
+        raise UserError(f"width {width:g}: is a share of the training, above 0 and at most {WIDEST:.4f}")
     inverse = width**-2
     roots = np.roots([1.0, 7.0, 16.0 - inverse, 12.0 - inverse])
     return max(0.0, float(roots[np.isreal(roots)].real.max()))
@@ -200,25 +199,17 @@ def all_snapshots(train: TrainConfig) -> list[Snapshot]:
 
 
 class EmaSnapshots(L.Callback):
-    """Write the averages of ``train.ema_widths``, float32, to the member's folder ``ema``."""
+    """Write the averages of ``train.ema_widths``, float32, to the member's folder ``ema``.
+
+    It comes before ``RollingCheckpoints``, so that a training that resumes from a checkpoint has its step's snapshots.
+    """
 
     def __init__(self, folder: Path, train: TrainConfig) -> None:
         self.folder = folder / FOLDER
         self.snapshots = all_snapshots(train)
-        self._written_step = -1
 
     def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: object) -> None:
         """Write the snapshots of this step. A resumed training writes some again, with the same bytes."""
-        self._write(trainer, module)
-
-    def on_save_checkpoint(self, trainer: L.Trainer, module: L.LightningModule, checkpoint: dict[str, object]) -> None:
-        """Write them before the checkpoint, so that a training that resumes from it has them."""
-        self._write(trainer, module)
-
-    def _write(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        if self._written_step == trainer.global_step:
-            return
-        self._written_step = trainer.global_step
         network = module.network
         assert isinstance(network, nn.Module)
         for snapshot in self.snapshots:
@@ -243,9 +234,4 @@ def read_index(folder: Path) -> dict[str, str]:
         UserError: the index is damaged.
     """
     path = folder / _INDEX
-    if not path.exists():
-        return {}
-    index = read_json(path, "the index of snapshots", snapshots_remedy(folder))
-    if not isinstance(index, dict) or not all(map(checks.SHA256[0], index.values())):
-        raise UserError(f"{path}: is not an index of snapshots and their hashes; {snapshots_remedy(folder)}")
-    return index
+    return read_json(path, "the index of snapshots", snapshots_remedy(folder)) if path.exists() else {}

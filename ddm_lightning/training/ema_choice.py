@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 
 import numpy as np
@@ -20,7 +21,7 @@ from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_folder
 from ddm_lightning.core.formatting import Bars
 from ddm_lightning.core.weights import load_weights
-from ddm_lightning.members.artifact import ArtifactMeta, build_network, read_artifact, read_meta, write_artifact
+from ddm_lightning.members.artifact import build_network, read_artifact, write_artifact
 from ddm_lightning.members.run import Run
 from ddm_lightning.members.run_folder import lock_member
 from ddm_lightning.members.status import HELD_OUT_STEP, loss_of
@@ -94,7 +95,7 @@ class Averages:
         self.artifact = run.folder.artifact(name)
         if not run.folder.has_artifact(name):
             raise UserError(f"{self.artifact}: {name} is not finished; fit it first")
-        self.meta: ArtifactMeta = read_meta(self.artifact)
+        self.meta, self.weights = read_artifact(self.artifact)
         self.member = run.member(name)
         self._ema = self.folder / ema.FOLDER
         self._original, self._remedy = self._ema / "artifact", ema.snapshots_remedy(self._ema)
@@ -125,12 +126,12 @@ class Averages:
         chosen = widths or [w for w in DEFAULT_WIDTHS if mixture(self._all, w, steps)[1] <= LARGEST_MISFIT]
         current = self.meta.metrics.get(WIDTH)
         name = "of the artifact" if current is None else f"of the artifact (width {current:g})"
-        weights = read_artifact(self.artifact)[1]
-        with lock_member(self.folder), self._measuring() as measure, Bars(transient=True) as bars:
-            found = {name: measure(weights)}
-            for width in bars.track(chosen, description=f"{self.name}: widths"):
-                found[f"width {width:g}"] = measure({**weights, **self._averaged(width)})
-        return found
+        with lock_member(self.folder), Bars(transient=True) as bars:
+            averages = (
+                (f"width {width:g}", self._averaged(width))
+                for width in bars.track(chosen, description=f"{self.name}: widths")
+            )
+            return self._measured(itertools.chain([(name, self.weights)], averages))
 
     def use(self, width: float | None) -> None:
         """Make the average of ``width`` the artifact's weights, with held-out figures of that average.
@@ -142,10 +143,9 @@ class Averages:
         """
         with lock_member(self.folder):
             if width is not None:
-                # Snapshots have parameters alone; buffers are not averaged.
-                weights = {**read_artifact(self.artifact)[1], **self._averaged(width)}
-                with self._measuring() as measure:
-                    found = {**measure(weights), HELD_OUT_STEP: float(self.meta.step), WIDTH: width}
+                weights = self._averaged(width)
+                (figures,) = self._measured([("", weights)]).values()
+                found = {**figures, HELD_OUT_STEP: float(self.meta.step), WIDTH: width}
                 if not self._original.exists():
                     with atomic_folder(self._original) as temporary:
                         shutil.copytree(self.artifact, temporary, dirs_exist_ok=True)
@@ -160,8 +160,6 @@ class Averages:
         Raises:
             UserError: no profile has this width, or its misfit exceeds ``LARGEST_MISFIT``.
         """
-        if not 0 < width <= ema.WIDEST:
-            raise UserError(f"width {width:g}: is a share of the training, above 0 and at most {ema.WIDEST:.4f}")
         shares, misfit = mixture(self._all, width, self.member.train.max_steps)
         if misfit > LARGEST_MISFIT:
             raise UserError(
@@ -171,7 +169,7 @@ class Averages:
         return shares
 
     def _averaged(self, width: float) -> dict[str, Tensor]:
-        """Weights averaged over the whole training with any ``width``, float32; takes the memory of two copies.
+        """The artifact's weights with parameters averaged with any ``width``, float32; buffers are not averaged.
 
         Raises:
             UserError: as ``_shares``, or a snapshot is missing or damaged.
@@ -181,13 +179,12 @@ class Averages:
             state = load_weights(self._ema / snapshot.file, self._sha256[snapshot.file], self._remedy)
             for key, value in state.items():
                 total[key] = torch.add(total.get(key, torch.zeros_like(value)), value, alpha=float(share))
-        return total
+        return {**self.weights, **total}
 
-    @contextmanager
-    def _measuring(self) -> Iterator[Callable[[Mapping[str, Tensor]], dict[str, float]]]:
-        """Yield a function from weights to held-out figures."""
-        data = build_data(self.member, self.run)
-        try:
+    def _measured(self, candidates: Iterable[tuple[str, Mapping[str, Tensor]]]) -> dict[str, dict[str, float]]:
+        """Held-out figures of weights, by name."""
+        found = {}
+        with closing(build_data(self.member, self.run)) as data:
             if not data.held_out_clusters:
                 raise UserError(
                     f"{self.run.folder.root}: {self.name} has no held-out samples; prepare anew with held_out_fraction"
@@ -198,8 +195,7 @@ class Averages:
             apply_island(network, island)
             device = device_of(island.accelerator)
             batches = data.val_dataloader()
-
-            def measure(weights: Mapping[str, Tensor]) -> dict[str, float]:
+            for name, weights in candidates:
                 # Built as in an ensemble, so that weights that do not fit give the same error.
                 network.load_state_dict(build_network(self.meta, weights).state_dict())
                 network.to(device).eval()
@@ -208,11 +204,8 @@ class Averages:
                     for index, batch in enumerate(batches):
                         on_device = data.transfer_batch_to_device(batch, device, 0)
                         objective.validate(on_device, index, Position(self.meta.step))
-                return objective.held_out_figures()
-
-            yield measure
-        finally:
-            data.close()
+                found[name] = objective.held_out_figures()
+        return found
 
 
 def widths_table(averages: Mapping[str, Mapping[str, float]]) -> Table:

@@ -26,7 +26,7 @@ from ddm_lightning.members.run_folder import lock_member
 from ddm_lightning.members.status import MemberStatus
 from ddm_lightning.networks.attention import chosen_kernel
 from ddm_lightning.shards.datamodule import ClusterDataModule
-from ddm_lightning.training import callbacks, ema, ranks, rolling
+from ddm_lightning.training import callbacks, checkpoint, ema, ranks
 from ddm_lightning.training.module import MemberModule
 from ddm_lightning.training.objective import Distillation, Objective, build_objective
 from ddm_lightning.training.parallel import BackgroundCheckpoints, choose_strategy, environment
@@ -35,7 +35,7 @@ from ddm_lightning.training.previews import SampleLogger, build_loggers
 WORKERS_OUTLIVE_SECONDS = 15.0
 
 
-def fit_member(name: str, run: Run, *, show_progress: bool) -> MemberStatus:
+def fit_member(name: str, run: Run) -> MemberStatus:
     """Train member ``name`` to its last step, from its newest checkpoint if there is one, and write its artifact.
 
     A member started by a ``fit`` of several waits while another process trains it, and may then have nothing to do.
@@ -64,13 +64,13 @@ def fit_member(name: str, run: Run, *, show_progress: bool) -> MemberStatus:
         user = f"another process ({status.pid})" if status.runs() else "another process"
         with lock_member(folder, user, -1 if waits else seconds) if ranks.is_rank_zero() else contextlib.nullcontext():
             if not (waits and run.is_finished(name)):
-                return _train(run.member(name), run, status, console, show_progress)
+                return _train(run.member(name), run, status, console)
     console.print(f"{name} is finished: {run.folder.artifact(name)}")
     status.state = "done"  # even if it was stopped here and another island finished it
     return status
 
 
-def _train(member: Member, run: Run, status: MemberStatus, console: Console, show_progress: bool) -> MemberStatus:
+def _train(member: Member, run: Run, status: MemberStatus, console: Console) -> MemberStatus:
     """Train a member whose lock this process, or rank zero, holds."""
     island, folder = run.experiment.island, run.folder.member(member.name)
     configure_torch(island.accelerator, island.num_threads)
@@ -93,7 +93,7 @@ def _train(member: Member, run: Run, status: MemberStatus, console: Console, sho
         console.print(f"{member.name}: attention by torch's kernel {kernel}")
 
     resume = _checkpoint_of(member.name, run, console)
-    trainer, stop = build_trainer(member, run, status, strategy, resume, show_progress=show_progress)
+    trainer, stop = build_trainer(member, run, status, strategy, resume)
     with contextlib.closing(data):
         try:
             with stop.listening():
@@ -102,7 +102,7 @@ def _train(member: Member, run: Run, status: MemberStatus, console: Console, sho
                     status.write(folder)
                 trainer.fit(module, datamodule=data, ckpt_path=resume, weights_only=True)
         except callbacks.StopRequested:
-            step = max(trainer.global_step, rolling.step_of(resume) if resume else 0)
+            step = max(trainer.global_step, checkpoint.step_of(resume) if resume else 0)
         else:
             step = trainer.global_step
         status.step, status.state = step, "done" if step >= member.train.max_steps else "stopped"
@@ -123,14 +123,14 @@ def _checkpoint_of(name: str, run: Run, console: Console) -> Path | None:
     """
     folder = run.folder.member(name) / "checkpoints"
     if not ranks.is_rank_zero():
-        return rolling.newest_checkpoint(folder)  # says only that there is one; rank zero tells which to load
-    path, damaged = rolling.find_resumable(folder)
-    rolling.tidy(folder, damaged)
+        return checkpoint.newest_checkpoint(folder)  # says only that there is one; rank zero tells which to load
+    path, damaged = checkpoint.find_resumable(folder)
+    checkpoint.tidy(folder, damaged)
     for other, problem in damaged.items():
         console.print(f"{other}: damaged checkpoint ({problem}); falling back to the one before it")
     if path is not None:
-        changed = rolling.check_origin(path, name, run.experiment)
-        console.print(f"{name}: resumes at step {rolling.step_of(path)}")
+        changed = checkpoint.check_origin(path, name, run.experiment)
+        console.print(f"{name}: resumes at step {checkpoint.step_of(path)}")
         if changed:
             console.print(f"{name}: {changed}")
     return path
@@ -170,8 +170,6 @@ def build_trainer(
     status: MemberStatus,
     strategy: BackgroundCheckpoints,
     resume: Path | None = None,
-    *,
-    show_progress: bool = False,
 ) -> tuple[L.Trainer, callbacks.StopOnRequest]:
     """Build the Trainer of one member, and the callback that stops it on request.
 
@@ -181,22 +179,22 @@ def build_trainer(
         status: kept up to date.
         strategy: from ``choose_strategy``.
         resume: checkpoint to resume from; None for none.
-        show_progress: whether to show a progress bar.
 
     Raises:
         UserError: an unknown plug-in callback, or flags in ``island.trainer`` that Lightning refuses.
     """
     experiment, folder = run.experiment, run.folder.member(member.name)
     island = experiment.island
-    checkpoints = rolling.RollingCheckpoints(folder / "checkpoints", island, rolling.origin_of(member.name, experiment))
+    origin = checkpoint.origin_of(member.name, experiment)
+    checkpoints = callbacks.RollingCheckpoints(folder / "checkpoints", island, origin)
     stop = callbacks.StopOnRequest(checkpoints)
     all_callbacks: list[L.Callback] = [
-        callbacks.Reporter(folder, status, show_progress),
+        callbacks.Reporter(folder, status),
         callbacks.MissedValidation(folder, status, island.validate_every_n_steps),
+        *([ema.EmaSnapshots(folder, member.train)] if member.train.ema_widths else []),
         checkpoints,
         stop,
         SampleLogger(experiment.sample, stop),
-        *([ema.EmaSnapshots(folder, member.train)] if member.train.ema_widths else []),
         *(CALLBACKS.build(plugin.name, plugin.params) for plugin in island.callbacks),
     ]
     _quieten(keep_notes="profiler" in island.trainer)
@@ -212,7 +210,7 @@ def build_trainer(
             val_check_interval=island.validate_every_n_steps,
             check_val_every_n_epoch=None,
             num_sanity_val_steps=0,
-            logger=build_loggers(island.loggers, folder, experiment.name, rolling.step_of(resume) if resume else 0),
+            logger=build_loggers(island.loggers, folder, experiment.name, checkpoint.step_of(resume) if resume else 0),
             callbacks=all_callbacks,
             plugins=[environment()],
             log_every_n_steps=island.log_every_n_steps,

@@ -17,6 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.files import atomic_write_text
 
 
 @dataclass(frozen=True)
@@ -44,16 +45,6 @@ class SkippedStep:
         return cls(**{**fields, "losses": [float(x) for x in fields["losses"]]})
 
 
-@dataclass
-class _Seen:
-    """A step whose gradient norm the host has not read; its tensors stay on the device."""
-
-    step: int
-    rank: int
-    batches: list[tuple[Int[Tensor, " b"], Float[Tensor, " b"], Float[Tensor, " b"]]]
-    norm: Float[Tensor, ""] | None = None
-
-
 class FiniteGuard:
     """Skips steps whose gradient norm, over all ranks, is not finite.
 
@@ -70,22 +61,22 @@ class FiniteGuard:
         self.num_skipped = 0
         """Skipped steps since this process started."""
         self._consecutive = 0
-        self._seen: list[_Seen] = []
+        self._batches: list[tuple[Int[Tensor, " b"], Float[Tensor, " b"], Float[Tensor, " b"]]] = []
+        self._seen: list[tuple[int, int, Float[Tensor, ""], list[tuple[Tensor, Tensor, Tensor]]]] = []
+        """Step, rank, gradient norm and batches of steps that the host has not read; tensors stay on the device."""
         self._skipped: list[SkippedStep] = []
 
-    def record(
-        self, step: int, rank: int, sample_ids: Int[Tensor, " b"], t: Float[Tensor, " b"], losses: Float[Tensor, " b"]
-    ) -> None:
+    def record(self, sample_ids: Int[Tensor, " b"], t: Float[Tensor, " b"], losses: Float[Tensor, " b"]) -> None:
         """Remember this rank's samples of the current step."""
-        if not self._seen or self._seen[-1].step != step:
-            self._seen.append(_Seen(step, rank, []))
-        self._seen[-1].batches.append((sample_ids, t, losses.detach()))
+        self._batches.append((sample_ids, t, losses.detach()))
 
-    def skip_unless_finite(self, optimizer: torch.optim.Optimizer, norm: Float[Tensor, ""]) -> None:
+    def skip_unless_finite(
+        self, step: int, rank: int, optimizer: torch.optim.Optimizer, norm: Float[Tensor, ""]
+    ) -> None:
         """Make ``optimizer`` skip this step if the gradient's ``norm`` is not finite."""
         optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]  # fused optimizers read it
-        if self._seen:
-            self._seen[-1].norm = norm
+        self._seen.append((step, rank, norm, self._batches))
+        self._batches = []
 
     def find_skipped(self) -> None:
         """Find the skipped steps; the host waits for the device here.
@@ -93,40 +84,31 @@ class FiniteGuard:
         Raises:
             UserError: too many consecutive ones; no weight was damaged.
         """
-        taken = [(seen, seen.norm) for seen in self._seen if seen.norm is not None]
-        self._seen = [seen for seen in self._seen if seen.norm is None]
-        if not taken:
+        if not self._seen:
             return
-        longest, last = 0, 0
-        finite = torch.stack([norm for _, norm in taken]).isfinite().tolist()
-        for (seen, _), is_finite in zip(taken, finite, strict=True):
+        longest = 0, 0
+        finite = torch.stack([norm for _, _, norm, _ in self._seen]).isfinite().tolist()
+        for (step, rank, _, batches), is_finite in zip(self._seen, finite, strict=True):
             self._consecutive = 0 if is_finite else self._consecutive + 1
-            if self._consecutive > longest:
-                longest, last = self._consecutive, seen.step
+            longest = max(longest, (self._consecutive, step))
             if not is_finite:
                 self.num_skipped += 1
-                ids, times, losses = (torch.cat(parts).tolist() for parts in zip(*seen.batches, strict=True))
-                self._skipped.append(SkippedStep(seen.step, seen.rank, ids, times, losses))
-        if longest > self.max_consecutive:
+                ids, times, losses = (torch.cat(parts).tolist() for parts in zip(*batches, strict=True))
+                self._skipped.append(SkippedStep(step, rank, ids, times, losses))
+        self._seen.clear()
+        if longest[0] > self.max_consecutive:
             raise UserError(
-                f"{self.member}: training diverged: {longest} consecutive steps, up to step {last}, "
+                f"{self.member}: training diverged: {longest[0]} consecutive steps, up to step {longest[1]}, "
                 "had no finite gradient; lower its train.learning_rate in another run_dir=…, "
                 "or find the sample with replay"
             )
 
     def write(self, path: Path) -> None:
-        """Append the newly found steps to ``path``; a step that a resumed training repeats is recorded once."""
-        if not self._skipped:
-            return
-        known = {(skipped.step, skipped.rank) for skipped in read_skipped(path)}
-        before = path.read_bytes() if path.exists() else b""
-        with path.open("a", encoding="utf-8") as lines:
-            if before and not before.endswith(b"\n"):
-                lines.write("\n")  # a killed process left half a line
-            for skipped in self._skipped:
-                if (skipped.step, skipped.rank) not in known:
-                    lines.write(skipped.line() + "\n")
-        self._skipped.clear()
+        """Add the newly found steps to ``path``; a step that a resumed training repeats is recorded once."""
+        if self._skipped:
+            records = {(skipped.step, skipped.rank): skipped for skipped in [*read_skipped(path), *self._skipped]}
+            atomic_write_text(path, "".join(skipped.line() + "\n" for skipped in records.values()))
+            self._skipped.clear()
 
 
 def read_skipped(path: Path) -> list[SkippedStep]:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
+import resource
+import sys
+import time
 import warnings
 from contextlib import ExitStack
 from typing import Any
@@ -16,13 +19,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import AdamW
 
 from ddm_lightning.config.experiment import IslandConfig
+from ddm_lightning.members.cost import UNKNOWN_COST, StepCost
 from ddm_lightning.networks.attention import check_attention
 from ddm_lightning.training.ema import ema_weights, track_ema
 from ddm_lightning.training.guard import FiniteGuard
 from ddm_lightning.training.objective import NUM_VALIDATION_TIMESTEPS, Averages, NoisyBatch, Objective, Position
 from ddm_lightning.training.optimizer import build_optimizer, build_schedule, clip_in_step
 from ddm_lightning.training.parallel import HALF, Sharded, apply_island, shard_blocks
-from ddm_lightning.training.speed import Speed
 
 LOG_EVERY_N_STEPS = 50
 """Reporting interval under a Trainer that does not log."""
@@ -106,7 +109,7 @@ class MemberModule(L.LightningModule):
         else:
             losses, loss = self._accumulate_gradients(noisy, batch, micro_batches)
         if self.trainer.scaler is None:  # under ``16-mixed`` the gradient scaler skips steps
-            self.guard.record(self.global_step, self.global_rank, batch["sample_id"], noisy.t, losses["loss"])
+            self.guard.record(batch["sample_id"], noisy.t, losses["loss"])
         for name, values in losses.items():
             self._running.add(f"train/{self.objective.loss_name if name == 'loss' else name}", values.mean())
         self._add_by_time(noisy.t, losses["loss"].detach())
@@ -159,7 +162,7 @@ class MemberModule(L.LightningModule):
         norm = clip_in_step(optimizer, self._parameters_to_clip, self.member.train.gradient_clip_norm)
         self._running.add("train/gradient_norm", norm)
         if scaler is None:
-            self.guard.skip_unless_finite(optimizer, norm)
+            self.guard.skip_unless_finite(self.global_step, self.global_rank, optimizer, norm)
 
     def optimizer_step(self, *args: Any, **named: Any) -> None:
         """Take the step, then free the gradients: neither a validation nor the next forward pass needs them."""
@@ -239,3 +242,69 @@ class MemberModule(L.LightningModule):
     def on_validation_end(self) -> None:
         """Count training time again."""
         self.speed.resume()
+
+
+class Speed:
+    """Clock of a training: measures the steps since the last report, excluding validations.
+
+    It reads the host's clock. Over the time between two reports that is the device's time too, because a report waits
+    for the device.
+
+    Args:
+        samples_per_step: over all devices.
+        cost: of one sample.
+    """
+
+    def __init__(self, samples_per_step: int, cost: StepCost = UNKNOWN_COST) -> None:
+        self.samples_per_step, self.cost = samples_per_step, cost
+        self._step_ended: float | None = None
+        self.start(0)
+
+    def start(self, step: int) -> None:
+        """Start measuring after optimizer step ``step``."""
+        self._began, self._first_step = time.perf_counter(), step
+        self._waited = self._paused = 0.0
+
+    def begin_wait(self) -> None:
+        """Note that a step has ended: the loop waits for the next batch."""
+        self._step_ended = time.perf_counter()
+
+    def end_wait(self) -> None:
+        """Note that the batch is there."""
+        if self._step_ended is not None:
+            self._waited += time.perf_counter() - self._step_ended
+
+    def pause(self) -> None:
+        """Stop the clock for a validation."""
+        self._pause_began = time.perf_counter()
+
+    def resume(self) -> None:
+        """Restart the clock after a validation."""
+        self._step_ended = time.perf_counter()
+        self._paused += self._step_ended - self._pause_began
+
+    def read(self, step: int) -> dict[str, float]:
+        """Return the curves' values since the last report, and start anew; empty if no step was taken."""
+        elapsed = time.perf_counter() - self._began - self._paused
+        num_steps = step - self._first_step
+        if num_steps <= 0 or elapsed <= 0:
+            return {}
+        rate = num_steps * self.samples_per_step / elapsed
+        figures = {
+            "train/samples_per_second": rate,
+            "train/data_wait": min(1.0, self._waited / elapsed),
+            "train/memory_gb": peak_memory_bytes() / 1e9,
+        }
+        if self.cost.peak_flops is not None:
+            figures["train/mfu"] = rate * self.cost.flops / self.cost.peak_flops
+            figures["train/hfu"] = rate * (self.cost.flops + self.cost.recomputed_flops) / self.cost.peak_flops
+        self.start(step)
+        return figures
+
+
+def peak_memory_bytes() -> int:
+    """Return the most memory that this process has held: of its GPU, or of the host without one."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        return int(torch.cuda.max_memory_allocated())
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 1024

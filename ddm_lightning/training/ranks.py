@@ -65,12 +65,11 @@ def check_ranks(devices: int) -> None:
     if not is_rank():
         return
     number = max(_number("WORLD_SIZE", 1), _number("LOCAL_RANK", 0) + 1)
-    if number > _number("LOCAL_WORLD_SIZE", number):
-        raise UserError("processes of fit were started on several nodes; start fit on one node, the member's island")
-    if number != devices and (number > 1 or has_agent()):
+    several_nodes = number > _number("LOCAL_WORLD_SIZE", number)
+    if several_nodes or (number != devices and (number > 1 or has_agent())):
         raise UserError(
-            f"{number} processes of fit were started, as by torchrun, but island.devices = {devices}; "
-            "start fit only once, and it starts one process per device"
+            f"{number} processes of fit were started, as by torchrun, but island.devices = {devices} on one node; "
+            "start fit only once, on the member's island, and it starts one process per device"
         )
 
 
@@ -89,7 +88,10 @@ def fit_on_ranks(name: str, run: Run) -> MemberStatus:
     os.environ.setdefault("OMP_NUM_THREADS", str(island.num_threads))
     requests: list[int] = []
     results: list[RunResult] = []
-    with tempfile.TemporaryDirectory(prefix="ddm-lightning-ranks-") as folder, _silent():
+    with tempfile.TemporaryDirectory(prefix="ddm-lightning-ranks-") as folder, contextlib.ExitStack() as after:
+        # Keep the agent from logging: what went wrong is said once, in our words.
+        after.callback(logging.disable, logging.root.manager.disable)
+        logging.disable(logging.CRITICAL)
         agent = _agent(island.devices, folder)
         # Not in the main thread, in which it would take signals for itself and kill ranks that save for too long.
         thread = threading.Thread(target=lambda: results.append(agent.run()), name="agent", daemon=True)
@@ -128,17 +130,6 @@ def _agent(devices: int, folder: str) -> LocalElasticAgent:
         local_addr="localhost",
     )
     return LocalElasticAgent(spec, DefaultLogsSpecs(log_dir=folder))
-
-
-@contextlib.contextmanager
-def _silent() -> Iterator[None]:
-    """Keep the agent from logging: what went wrong is said once, in our words."""
-    before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logging.disable(before)
 
 
 def _cause(failures: dict[int, ProcessFailure], num_ranks: int, folder: Path) -> Exception:

@@ -17,11 +17,10 @@ from ddm_lightning.core.errors import UserError
 from ddm_lightning.members.run import Run
 from ddm_lightning.shards.datamodule import ClusterDataModule
 from ddm_lightning.shards.mds import open_shards
-from ddm_lightning.training.checkpoint import damage_of, load_tensors
+from ddm_lightning.training.checkpoint import checkpoints_in, damage_of, load_tensors, step_of
 from ddm_lightning.training.fit import build_data
 from ddm_lightning.training.guard import SkippedStep, skipped_of
 from ddm_lightning.training.objective import Position, build_objective
-from ddm_lightning.training.rolling import checkpoints_in, step_of
 
 
 @dataclass(frozen=True)

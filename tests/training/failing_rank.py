@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 from ddm_lightning.cli.parser import main
-from ddm_lightning.training import callbacks, checkpoint, previews, rolling
+from ddm_lightning.training import callbacks, checkpoint, previews
 
 LATE_SECONDS = 5
 
@@ -81,7 +81,7 @@ if __name__ == "__main__":
         if how == "late-steps":
             late(callbacks.Reporter, "on_train_start")
         elif how == "late-damage":
-            late(rolling, "damage_of")
+            late(checkpoint, "damage_of")
         elif how == "images":
             no_memory_for_images()
         else:

@@ -10,10 +10,9 @@ from training.members import Recorder, batch, expert
 from training.two_processes import in_two_processes, trainer_of
 
 from ddm_lightning.config.experiment import IslandConfig
-from ddm_lightning.training.callbacks import StopOnRequest, StopRequested
+from ddm_lightning.training.callbacks import RollingCheckpoints, StopOnRequest, StopRequested
 from ddm_lightning.training.module import MemberModule
 from ddm_lightning.training.parallel import choose_strategy
-from ddm_lightning.training.rolling import RollingCheckpoints
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 QUIET = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)

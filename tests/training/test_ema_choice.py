@@ -250,7 +250,7 @@ def leave(run):
         (
             ["--use", "0.1"],
             lambda run: (run / "members/expert-0/ema/snapshots.json").write_text('{"../x": "0"}'),
-            ["snapshots.json", "not an index"],
+            ["ema/width-0.1-step-00000010.safetensors", "missing"],
         ),
         (["--use", "0.1"], lambda run: shutil.rmtree(run / "members/expert-0/artifact"), ["not finished"]),
     ],

@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 from scipy.integrate import quad
 
+from ddm_lightning.core.errors import UserError
 from ddm_lightning.training.ema import Snapshot, exponent_of, power_decay
 from ddm_lightning.training.ema_choice import mixture
 
@@ -19,7 +20,7 @@ def test_a_width_is_the_standard_deviation_of_its_profile(exponent):
 
 @pytest.mark.parametrize("width", [0.0, -0.1, 0.29])
 def test_no_profile_has_a_width_of_0_or_above_that_of_equal_weights(width):
-    with pytest.raises(ValueError, match=r"a width is above 0 and at most 0\.2887"):
+    with pytest.raises(UserError, match=r"above 0 and at most 0\.2887"):
         exponent_of(width)
 
 

@@ -32,12 +32,12 @@ def take(module, optimizer, guard, step, spoil=False, gradient=None, rank=0):
     if spoil:
         x[3, 1] = NAN
     losses = module(x).square().mean(1)
-    guard.record(step, rank, torch.arange(5) + 10 * step, torch.linspace(0.1, 0.9, 5), losses)
+    guard.record(torch.arange(5) + 10 * step, torch.linspace(0.1, 0.9, 5), losses)
     optimizer.zero_grad()
     losses.mean().backward()
     if gradient is not None:
         next(module.parameters()).grad[0, 0] = gradient
-    guard.skip_unless_finite(optimizer, clip_in_step(optimizer, module.parameters(), 1.0))
+    guard.skip_unless_finite(step, rank, optimizer, clip_in_step(optimizer, module.parameters(), 1.0))
     optimizer.step()
 
 
@@ -119,7 +119,7 @@ def test_a_remembered_step_holds_no_activations():
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda activation: activation.value):
         losses = network()(torch.ones(5, 3)).square().mean(1)
-    guard.record(0, 0, torch.arange(5), torch.linspace(0.1, 0.9, 5), losses)
+    guard.record(torch.arange(5), torch.linspace(0.1, 0.9, 5), losses)
     assert all(activation() is not None for activation in kept) and len(kept) > 1
     del losses
     assert all(activation() is None for activation in kept)

@@ -19,11 +19,10 @@ from ddm_lightning.core.errors import UserError
 from ddm_lightning.encoders import images as encoders
 from ddm_lightning.encoders.interfaces import StoredForm
 from ddm_lightning.flow.randomness import keyed_generator
-from ddm_lightning.training.callbacks import StopOnRequest
+from ddm_lightning.training.callbacks import RollingCheckpoints, StopOnRequest
 from ddm_lightning.training.module import MemberModule
 from ddm_lightning.training.parallel import choose_strategy
 from ddm_lightning.training.previews import SampleLogger, routing_heat_map, sample_like
-from ddm_lightning.training.rolling import RollingCheckpoints
 
 pytestmark = WARNINGS
 

@@ -174,7 +174,10 @@ def test_ranks_of_torchrun_agree_on_the_checkpoint(tiny_run):
     [
         ({"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "4"}, "4 processes of fit were started, as by torchrun, but"),
         ({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "x"}, "1 processes of fit"),
-        ({"RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}, "on several nodes"),
+        (
+            {"RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"},
+            "start fit only once",
+        ),
     ],
 )
 def test_another_number_of_ranks_than_devices_is_refused(tiny_run, monkeypatch, capsys, variables, words):

@@ -6,7 +6,6 @@ import json
 import shutil
 import signal
 import subprocess
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +17,8 @@ from training.checkpoint_folders import cut
 from training.short_fits import checkpoints, events, fit, member, weights
 
 from ddm_lightning.config.load import load_experiment
-from ddm_lightning.training.rolling import check_origin, origin_of
+from ddm_lightning.training.callbacks import RollingCheckpoints
+from ddm_lightning.training.checkpoint import check_origin, origin_of
 
 pytestmark = WARNINGS
 
@@ -123,14 +123,13 @@ def test_steps_lost_by_a_kill_are_repeated(finished, interrupted, capsys):
 
 
 def test_a_resume_at_a_checkpoint_by_minutes_is_exact(finished, tmp_path, monkeypatch):
-    """A clock that each look at it, once per step and once per save, moves on by a minute."""
-    minutes = itertools.count()
-    clock = SimpleNamespace(monotonic=lambda: 60.0 * next(minutes))
-    monkeypatch.setattr("ddm_lightning.training.rolling.time", clock)
+    """As if every fourth step were late; it is asked once per step."""
+    steps = itertools.count(1)
+    monkeypatch.setattr(RollingCheckpoints, "is_late", lambda _: next(steps) % 4 == 0)
     run = tmp_path / "run"
     shutil.copytree(finished / "prepared", run / "prepared")
     assert fit(run, "island.checkpoint_every_n_minutes=5", "island.keep_checkpoints=9") == 0
-    assert checkpoints(run) == [f"step-{step:08d}.ckpt" for step in (5, 10, 12, 16, 20)]
+    assert checkpoints(run) == [f"step-{step:08d}.ckpt" for step in (4, 8, 12, 16, 20)]
     assert weights(run) == weights(finished)
     shutil.rmtree(member(run, "artifact"))
     shutil.rmtree(member(run, "checkpoints", "step-00000020.ckpt"))

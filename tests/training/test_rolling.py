@@ -13,19 +13,18 @@ from training.members import expert
 from ddm_lightning.config.experiment import IslandConfig
 from ddm_lightning.config.load import load_experiment
 from ddm_lightning.core.errors import UserError
-from ddm_lightning.training.callbacks import StopOnRequest
-from ddm_lightning.training.checkpoint import CheckpointWriter
-from ddm_lightning.training.guard import read_skipped
-from ddm_lightning.training.module import MemberModule
-from ddm_lightning.training.parallel import OneDevice
-from ddm_lightning.training.rolling import (
-    RollingCheckpoints,
+from ddm_lightning.training.callbacks import RollingCheckpoints, StopOnRequest
+from ddm_lightning.training.checkpoint import (
+    CheckpointWriter,
     check_origin,
     find_resumable,
     newest_checkpoint,
     origin_of,
     tidy,
 )
+from ddm_lightning.training.guard import read_skipped
+from ddm_lightning.training.module import MemberModule
+from ddm_lightning.training.parallel import OneDevice
 
 
 class FakeTrainer:
@@ -145,7 +144,7 @@ def test_settings_that_differ_from_the_checkpoints(tmp_path, before, after, line
 def test_checkpoints_by_minutes_count_from_the_newest_and_validations_still_have_one(tmp_path, monkeypatch):
     """Steps of two minutes, and an interval in steps that no longer counts."""
     clock = SimpleNamespace(monotonic=lambda: 5000.0 + 120 * trainer.global_step if trainer else 5000.0)
-    monkeypatch.setattr("ddm_lightning.training.rolling.time", clock)
+    monkeypatch.setattr("ddm_lightning.training.callbacks.time", clock)
     trainer = None
     trainer = FakeTrainer(rolling(tmp_path, 2, 1, 9, 12, minutes=10))
     trainer.take(28, StopOnRequest(trainer.rolling))
@@ -207,7 +206,7 @@ def test_a_failed_removal_does_not_end_training(tmp_path, monkeypatch):
             raise OSError(39, "Directory not empty", str(path))
 
     trainer = FakeTrainer(rolling(tmp_path, 1, 1, 100))
-    monkeypatch.setattr("ddm_lightning.training.rolling.shutil.rmtree", in_use)
+    monkeypatch.setattr("ddm_lightning.training.callbacks.shutil.rmtree", in_use)
     trainer.take(3)
     assert [name for name in names(tmp_path) if name.startswith("step")] == ["step-00000003.ckpt"]
 

@@ -9,15 +9,15 @@ from ddm_lightning.members import cost
 from ddm_lightning.members.cost import StepCost, step_cost
 from ddm_lightning.members.run import Run
 from ddm_lightning.members.run_folder import RunFolder
-from ddm_lightning.training import speed
+from ddm_lightning.training import module
+from ddm_lightning.training.module import Speed
 from ddm_lightning.training.objective import build_objective
-from ddm_lightning.training.speed import Speed
 
 
 @pytest.fixture
 def clock(monkeypatch):
     now = SimpleNamespace(seconds=100.0)
-    monkeypatch.setattr(speed.time, "perf_counter", lambda: now.seconds)
+    monkeypatch.setattr(module.time, "perf_counter", lambda: now.seconds)
     return now
 
 
