@@ -278,10 +278,10 @@ def _replay(experiment: Experiment, options: argparse.Namespace) -> None:
 
     from ddm_lightning.training.replay import replay_step, replay_table
 
-    replay = replay_step(member, run, options.step, options.rank)
-    print(f"step {replay.skipped.step} of {member}, rank {replay.skipped.rank}, with {replay.weights}")
-    Console().print(replay_table(replay))
-    if all(math.isfinite(sample.gradient_norm) for sample in replay.samples):
+    skipped, weights, samples = replay_step(member, run, options.step, options.rank)
+    print(f"step {skipped.step} of {member}, rank {skipped.rank}, with {weights}")
+    Console().print(replay_table(samples))
+    if all(math.isfinite(sample.gradient_norm) for sample in samples):
         print("every gradient is finite here: the cause is that step's weights, or a sample of another rank (--rank)")
 
 

@@ -129,7 +129,7 @@ class Objective(ABC):
         self.stored = stored
         self.caption_encoder = caption_encoder
         self.num_held_out = num_held_out
-        self.held_out = Averages()
+        self.start_validation()
 
     @property
     def prediction(self) -> str:
@@ -145,13 +145,10 @@ class Objective(ABC):
         kind, encoder = self.member.condition.kind, self.caption_encoder
         if kind == "none":
             return None
-        if kind == "class":
-            return Condition.of(batch["label"])
-        if kind == "tokens":
-            return Condition.of(batch["text_tokens"] if encoder is None else encoder.tokens_of_stored(batch))
-        if "text" not in batch and encoder is not None:
-            return Condition.of(encoder.vectors_of_stored(batch))
-        return Condition.of(batch["text"])
+        if encoder is None:
+            return Condition.of(batch[{"class": "label", "tokens": "text_tokens", "text": "text"}[kind]])
+        encode = encoder.tokens_of_stored if kind == "tokens" else encoder.vectors_of_stored
+        return Condition.of(encode(batch))
 
     # Training.
 
@@ -308,13 +305,6 @@ class Classification(Objective):
     """
 
     loss_name = "cross_entropy"
-    confusion: Float[Tensor, "t k k"] | None = None
-    """Probabilities of this rank's part of a validation, summed by timestep and true cluster."""
-
-    def __init__(self, *args: Any, **settings: Any) -> None:
-        super().__init__(*args, **settings)
-        self.calibrations: dict[str, Calibration] = {}
-        """Calibration without (``""``) and with (``CONDITIONAL``) the condition, of this rank's samples."""
 
     def compute_losses(self, noisy: NoisyBatch, batch: dict[str, Tensor]) -> dict[str, Float[Tensor, " b"]]:
         """Return the cross-entropy of each sample, in nats, and whether its cluster is the likeliest."""
@@ -324,8 +314,10 @@ class Classification(Objective):
 
     def start_validation(self) -> None:
         super().start_validation()
-        self.confusion = None
-        self.calibrations = {}
+        self.confusion: Float[Tensor, "t k k"] | None = None
+        """Probabilities of this rank's part of a validation, summed by timestep and true cluster."""
+        self.calibrations: dict[str, Calibration] = {}
+        """Calibration without (``""``) and with (``CONDITIONAL``) the condition, of this rank's samples."""
 
     @torch.no_grad()
     def validate(self, batch: dict[str, Tensor], batch_idx: int, at: Position) -> None:
@@ -361,11 +353,9 @@ class Classification(Objective):
                     on_device = sums.to(device)
                     torch.distributed.all_reduce(on_device)
                     sums.copy_(on_device)
-            before, after = calibration.errors()
-            temperatures = calibration.temperatures()
+            temperatures, (before, after) = calibration.temperatures(), calibration.errors()
             for name, values in ((TEMPERATURE, temperatures), (ECE, before), (f"{ECE}_calibrated", after)):
                 figures |= {f"{name}{branch}{time_suffix(index)}": value for index, value in enumerate(values)}
-        self.calibrations = {}
         return figures
 
     def sum_confusion(self, num_ranks: int) -> Float[Tensor, "t k k"] | None:

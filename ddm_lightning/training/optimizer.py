@@ -28,16 +28,17 @@ def build_optimizer(network: nn.Module, train: TrainConfig) -> Optimizer:
         ValueError: Muon for a network without such matrices (``is_muon_matrix``).
     """
     named = [(name, p) for name, p in network.named_parameters() if p.requires_grad]
-    hidden: dict[Tensor, int] = {}
-    if train.optimizer == "muon":
-        hidden = {p: num_layers(name) for name, p in named if is_muon_matrix(name, p)}
+    by_muon = train.optimizer == "muon"
+    hidden: dict[Tensor, int] = {
+        p: _FUSED.get(name.split(".")[-2], 1) for name, p in named if by_muon and is_muon_matrix(name, p)
+    }
     others = [p for _, p in named if p not in hidden]
     groups = [
         {"params": [p for p in others if p.ndim >= 2], "weight_decay": train.weight_decay},
         {"params": [p for p in others if p.ndim < 2], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
-    if train.optimizer == "adamw":
+    if not by_muon:
         return AdamW(groups, lr=train.learning_rate, fused=True)
     return MuonWithAdamW(hidden, train.weight_decay, groups, lr=train.learning_rate)
 
@@ -69,12 +70,9 @@ def learning_rate_factor(train: TrainConfig) -> Callable[[int], float]:
     def factor(step: int) -> float:
         if step < train.warmup_steps:
             return (step + 1) / train.warmup_steps
-        progress = (step - train.warmup_steps) / max(1, train.max_steps - train.warmup_steps)
-        if train.schedule == "linear":
-            return max(0.0, 1.0 - progress)
-        if train.schedule == "cosine":
-            return 0.5 * (1.0 + math.cos(math.pi * min(1.0, progress)))
-        return 1.0
+        progress = min(1.0, (step - train.warmup_steps) / max(1, train.max_steps - train.warmup_steps))
+        factors = {"linear": 1.0 - progress, "cosine": 0.5 * (1.0 + math.cos(math.pi * progress))}
+        return factors.get(train.schedule, 1.0)
 
     return factor
 
@@ -96,7 +94,7 @@ class MuonWithAdamW(Optimizer):
     to the size of AdamW's (Liu et al., 2502.16982), so that both share one learning rate and one weight decay.
 
     Args:
-        muon: matrices, each with its number of stacked layers (``num_layers``).
+        muon: matrices, each with its number of stacked layers.
         weight_decay: weight decay of these matrices.
         adamw: parameter groups of all other parameters.
         lr: learning rate.
@@ -127,10 +125,7 @@ class MuonWithAdamW(Optimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take a step of both; if ``found_inf`` is 1, change neither weights nor moments. The host does not wait."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else closure()
         self._adamw.found_inf = self.found_inf  # type: ignore[attr-defined]  # its fused kernel reads both
         self._adamw.grad_scale = self.grad_scale  # type: ignore[attr-defined]
         self._adamw.step()
@@ -177,8 +172,3 @@ class MuonWithAdamW(Optimizer):
         for layer, momentum in zip(layers, momenta, strict=True):
             muon.state[layer][_BUFFER] = momentum
         muon.step()
-
-
-def num_layers(name: str) -> int:
-    """Return how many layers the matrix of this name stacks."""
-    return _FUSED.get(name.split(".")[-2], 1)

@@ -36,17 +36,7 @@ class ReplayedSample:
     """Gradient norm of this sample's loss alone."""
 
 
-@dataclass(frozen=True)
-class Replay:
-    """A skipped step, replayed with the weights of the nearest checkpoint."""
-
-    skipped: SkippedStep
-    weights: str
-    """Path of that checkpoint, or "the initial weights"."""
-    samples: list[ReplayedSample]
-
-
-def replay_step(name: str, run: Run, step: int | None, rank: int) -> Replay:
+def replay_step(name: str, run: Run, step: int | None, rank: int) -> tuple[SkippedStep, str, list[ReplayedSample]]:
     """Repeat a step that ``FiniteGuard`` skipped, with the same samples, timesteps, noise and dropped conditions.
 
     It uses the island's precision, but neither FSDP2 nor compiled blocks.
@@ -56,6 +46,9 @@ def replay_step(name: str, run: Run, step: int | None, rank: int) -> Replay:
         run: its run.
         step: the step; None for the last one.
         rank: the rank whose part of the batch is replayed.
+
+    Returns:
+        The step, the path of the nearest checkpoint (or "the initial weights"), and the samples, replayed with it.
 
     Raises:
         UserError: no such step was skipped, or its samples are not on this machine.
@@ -87,16 +80,14 @@ def replay_step(name: str, run: Run, step: int | None, rank: int) -> Replay:
         norm = math.sqrt(float(torch.stack(squares).sum())) if squares else 0.0
         columns = (name for name, rows in batch.items() if not bool(rows[row].isfinite().all()))
         found.append(ReplayedSample(sample_id, float(noisy.t[row]), tuple(columns), float(loss.detach()), norm))
-    return Replay(skipped, weights, found)
+    return skipped, weights, found
 
 
 def _find(folder: Path, step: int | None, rank: int) -> SkippedStep:
     skipped = {one.step: one for one in skipped_of(folder) if one.rank == rank}
-    if not skipped:
-        raise UserError(f"{folder}: no step of rank {rank} was skipped, so there is nothing to replay")
-    if step is not None and step not in skipped:
-        known = ", ".join(map(str, skipped))
-        raise UserError(f"{folder}: step {step} of rank {rank} was not skipped; those that were: {known}")
+    if not skipped or step not in (None, *skipped):
+        known = ", ".join(map(str, skipped)) or "none"
+        raise UserError(f"{folder}: nothing to replay; steps of rank {rank} that were skipped: {known}")
     return skipped[max(skipped) if step is None else step]
 
 
@@ -120,12 +111,12 @@ def _samples(data: ClusterDataModule, skipped: SkippedStep) -> dict[str, Tensor]
         raise UserError(f"{folders[0]}: sample {error} is missing; replay where the member was trained") from None
 
 
-def replay_table(replay: Replay) -> Table:
+def replay_table(samples: list[ReplayedSample]) -> Table:
     """Tabulate the samples, those to blame first."""
     table = Table(box=box.SIMPLE_HEAD)
     for heading in ("sample", "t", "not finite in the shards", "loss", "gradient norm"):
         table.add_column(heading, justify="left" if heading.startswith("not") else "right")
-    for sample in sorted(replay.samples, key=lambda sample: math.isfinite(sample.gradient_norm)):
+    for sample in sorted(samples, key=lambda sample: math.isfinite(sample.gradient_norm)):
         table.add_row(
             str(sample.sample_id),
             f"{sample.t:.4f}",

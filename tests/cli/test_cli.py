@@ -387,7 +387,7 @@ def test_a_run_is_addressed_without_repeating_its_overrides(
             and "seed (was 0)" in line
         )
         assert main(["replay", *map(str, address), "member=expert-0"]) == 2
-        assert "no step of rank 0 was skipped" in capsys.readouterr().err
+        assert "steps of rank 0 that were skipped: none" in capsys.readouterr().err
 
 
 def test_what_is_drawn_besides_takes_a_file_of_its_own(

@@ -261,9 +261,9 @@ def test_a_sample_that_is_not_finite_costs_its_steps_and_is_found_by_one_command
     assert main(command) == 0
     assert "with the initial weights" in capsys.readouterr().out
     assert main([*command, "--step", "12345"]) == 2
-    assert "step 12345 of rank 0 was not skipped; those that were: " in refusal(capsys)
+    assert "nothing to replay; steps of rank 0 that were skipped: " in refusal(capsys)
     assert main([*command, "--rank", "1"]) == 2
-    assert "no step of rank 1 was skipped" in refusal(capsys)
+    assert "steps of rank 1 that were skipped: none" in refusal(capsys)
 
     # As if a second device had had these samples: its times are others.
     one = dataclasses.replace(skipped[-1], rank=1)

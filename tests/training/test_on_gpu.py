@@ -77,7 +77,7 @@ def test_a_step_that_is_not_finite_changes_nothing():
     guard = FiniteGuard("expert-0", 5)
     for gradient, expected in ((1.0, 0.9), (float("nan"), 0.9)):
         weight.grad = torch.full_like(weight, gradient)
-        guard.skip_unless_finite(optimizer, clip_in_step(optimizer, [weight], 1.0))
+        guard.skip_unless_finite(0, 0, optimizer, clip_in_step(optimizer, [weight], 1.0))
         optimizer.step()
         torch.testing.assert_close(weight.detach().cpu(), torch.full((3,), expected), atol=2e-2, rtol=0)
         assert bool(weight.isfinite().all())

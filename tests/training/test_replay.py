@@ -43,20 +43,16 @@ def test_each_sample_has_its_own_loss_and_gradient_at_the_nearest_weights(finish
     opened.experiment.island.precision = precision
     assert main(["replay", "-c", str(TINY), f"run_dir={run}", "member=expert-0", *SHORT]) == 0
     assert "every gradient is finite here: the cause is that step's weights" in capsys.readouterr().out
-    replay = replay_step("expert-0", opened, None, 0)
+    skipped, loaded, samples = replay_step("expert-0", opened, None, 0)
     nearest = member(run, "checkpoints", "step-00000018.ckpt")
-    assert (
-        replay.skipped.step == 17
-        and replay.weights == str(nearest)
-        and [sample.sample_id for sample in replay.samples] == ids
-    )
+    assert skipped.step == 17 and loaded == str(nearest) and [sample.sample_id for sample in samples] == ids
 
     objective = build_objective(opened.member("expert-0"), opened)
     module = MemberModule(objective)
     load_tensors(nearest, module)
     batch = open_shards(data.training_folders()).take(np.arange(3))
     noised = objective.noisy_batch(batch, Position(17))
-    for row, sample in enumerate(replay.samples):
+    for row, sample in enumerate(samples):
         one = noised.rows(slice(row, row + 1))
         with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-mixed"):
             predicted = module.network(one.x_t, one.t, one.condition)

@@ -102,8 +102,8 @@ def test_skipped_steps_are_written_before_the_checkpoint(tmp_path):
         save(*path, **named),
     )
     guard, ids = trainer.lightning_module.guard, torch.tensor([5, 9])
-    guard.record(7, 0, ids, torch.tensor([0.25, 0.5]), torch.tensor([1.0, math.inf]))
-    guard.skip_unless_finite(SimpleNamespace(), torch.tensor(math.inf))
+    guard.record(ids, torch.tensor([0.25, 0.5]), torch.tensor([1.0, math.inf]))
+    guard.skip_unless_finite(7, 0, SimpleNamespace(), torch.tensor(math.inf))
     trainer.take(10)
     ((skipped,),) = found
     assert (skipped.step, skipped.rank, skipped.sample_ids, skipped.t) == (7, 0, [5, 9], [0.25, 0.5])
@@ -174,8 +174,8 @@ def test_a_diverged_step_is_not_kept(tmp_path):
     trainer.take(5)
     guard = trainer.lightning_module.guard
     for step in range(guard.max_consecutive + 1):
-        guard.record(step, 0, torch.tensor([0]), torch.tensor([0.5]), torch.tensor([1.0]))
-        guard.skip_unless_finite(SimpleNamespace(), torch.tensor(float("nan")))
+        guard.record(torch.tensor([0]), torch.tensor([0.5]), torch.tensor([1.0]))
+        guard.skip_unless_finite(step, 0, SimpleNamespace(), torch.tensor(float("nan")))
     with pytest.raises(UserError, match="no finite gradient"):
         trainer.take(5)
     assert names(tmp_path) == ["step-00000005.ckpt"]
