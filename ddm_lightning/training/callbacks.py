@@ -257,7 +257,6 @@ class StopOnRequest(L.Callback):
     def __init__(self, checkpoints: RollingCheckpoints) -> None:
         self.checkpoints = checkpoints
         self.stopped = False
-        self._is_listening = False
         self._training = False
         self._requested = False
         self._hosts: ProcessGroup | None = None
@@ -269,7 +268,6 @@ class StopOnRequest(L.Callback):
         Raises:
             StopRequested: a signal came outside the training steps.
         """
-        self._is_listening = True
         with handling(self._request):
             yield
 
@@ -286,9 +284,9 @@ class StopOnRequest(L.Callback):
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Let signals wait for the end of a step from here on; a collective."""
         self._training = True
-        if self._is_listening:
-            # Lightning has put a handler of SIGTERM in front, which calls a collective that other ranks do not.
-            signal.signal(signal.SIGTERM, self._request)
+        # Lightning has put a handler of SIGTERM in front, which calls a collective that other ranks do not. It gives
+        # back the one before it after the training.
+        signal.signal(signal.SIGTERM, self._request)
         if trainer.world_size > 1:
             # On the hosts, because a collective on the devices waits for their queues.
             self._hosts = torch.distributed.new_group(backend="gloo")

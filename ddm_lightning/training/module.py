@@ -27,9 +27,6 @@ from ddm_lightning.training.objective import NUM_VALIDATION_TIMESTEPS, Averages,
 from ddm_lightning.training.optimizer import build_optimizer, build_schedule, clip_in_step
 from ddm_lightning.training.parallel import HALF, Sharded, apply_island, shard_blocks
 
-LOG_EVERY_N_STEPS = 50
-"""Reporting interval under a Trainer that does not log."""
-
 
 class MemberModule(L.LightningModule):
     """A member in training.
@@ -188,8 +185,7 @@ class MemberModule(L.LightningModule):
 
     def logs_now(self) -> bool:
         """Whether the curves are due after this step."""
-        every = self.trainer.log_every_n_steps  # type: ignore[attr-defined]  # a connector of the Trainer sets it
-        return self.global_step % (every or LOG_EVERY_N_STEPS) == 0
+        return self.global_step % self.trainer.log_every_n_steps == 0  # type: ignore[attr-defined]  # a connector sets it
 
     def log_curves(self) -> None:
         """Log the averages since the last call, the learning rate and the speed; a second call in a step does nothing.
@@ -257,7 +253,7 @@ class Speed:
 
     def __init__(self, samples_per_step: int, cost: StepCost = UNKNOWN_COST) -> None:
         self.samples_per_step, self.cost = samples_per_step, cost
-        self._step_ended: float | None = None
+        self._step_ended = math.inf
         self.start(0)
 
     def start(self, step: int) -> None:
@@ -271,8 +267,7 @@ class Speed:
 
     def end_wait(self) -> None:
         """Note that the batch is there."""
-        if self._step_ended is not None:
-            self._waited += time.perf_counter() - self._step_ended
+        self._waited += max(0.0, time.perf_counter() - self._step_ended)
 
     def pause(self) -> None:
         """Stop the clock for a validation."""

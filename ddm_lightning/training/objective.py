@@ -31,7 +31,6 @@ from ddm_lightning.members.member import Member
 from ddm_lightning.members.run import Run
 from ddm_lightning.members.status import CONDITIONAL, TEMPERATURE
 from ddm_lightning.networks.calibration import Calibration
-from ddm_lightning.shards.manifest import Manifest
 
 NUM_VALIDATION_TIMESTEPS = 8
 ECE = "held_out/calibration_error"
@@ -386,23 +385,18 @@ def build_objective(member: Member, run: Run) -> Objective:
             f"key '{member.role.section}.train.horizontal_flip': the shards hold no latents of mirrored images; "
             "prepare with prepare.horizontal_flips=true, or set it to false"
         )
+    column = {"text": "text", "tokens": "text_tokens"}.get(member.condition.kind)
+    # Captions are encoded during training unless the shards hold the result.
+    coder = None if column is None or column in manifest.columns else member.caption_encoder
     planned = member.plan_network()
     check_memory([*planned.parameters(), *planned.buffers()], member.name)
     return OBJECTIVES[member.role.objective](
         member.build_network(),
         member,
         StoredForm(manifest.stores, manifest.normalisation),
-        caption_encoder=_online_encoder(member, manifest),
+        caption_encoder=CAPTION_ENCODERS.build(coder.name, coder.params) if coder else None,
         num_held_out=sum(manifest.clusters[k].held_out for k in member.clusters),
     )
-
-
-def _online_encoder(member: Member, manifest: Manifest) -> CaptionEncoder | None:
-    """Build the caption encoder to run during training; None if the shards hold its results."""
-    column = {"text": "text", "tokens": "text_tokens"}.get(member.condition.kind)
-    if column is None or member.caption_encoder is None or column in manifest.columns:
-        return None
-    return CAPTION_ENCODERS.build(member.caption_encoder.name, member.caption_encoder.params)
 
 
 def time_suffix(index: int, num: int = NUM_VALIDATION_TIMESTEPS) -> str:

@@ -166,7 +166,7 @@ def environment() -> ClusterEnvironment:
 def choose_strategy(
     island: IslandConfig, num_parameters: int, num_widths: int = 0, optimizer: str = "adamw"
 ) -> tuple[BackgroundCheckpoints, str]:
-    """Choose the strategy of an island.
+    """Choose the strategy of an island: ``auto`` is the one with the least communication that fits the devices.
 
     Args:
         island: its devices and settings.
@@ -186,7 +186,13 @@ def choose_strategy(
         return OneDevice(torch.device("cuda", 0) if device.type == "cuda" else device), "one device"
     reason = "asked for by island.strategy"
     if name == "auto":
-        name, reason = _by_memory(island, num_parameters, num_widths)
+        unsharded = training_bytes(num_parameters, num_widths)
+        weights = (2 if island.precision in HALF else 4) * num_parameters
+        room = 0.5 * device_bytes(island.accelerator)  # the other half is left to activations
+        reason = f"weights, gradients, AdamW and EMA take {format_bytes(unsharded)} per device unsharded"
+        # Gathered weights come on top of the shards. A block's whole gradients do, too, but are far smaller.
+        gathered = "fsdp-shard-grad-op" if weights + unsharded / island.devices < room else "fsdp"
+        name = "ddp" if unsharded < room else gathered
     if name == "ddp":
         return Replicated(), f"DDP over {devices} devices: {reason}"
     remedy = "or island.strategy=ddp if a device holds everything"
@@ -201,21 +207,8 @@ def choose_strategy(
             f"set it to adamw, {remedy}"
         )
     reshard = name == "fsdp"
-    weights = "weights are gathered block by block" if reshard else "weights stay gathered until the backward pass"
-    return Sharded(devices, reshard_after_forward=reshard), f"FSDP2 over {devices} devices, {weights}: {reason}"
-
-
-def _by_memory(island: IslandConfig, num_parameters: int, num_widths: int) -> tuple[str, str]:
-    """Strategy with the least communication that leaves half of a device to activations, and the reason."""
-    unsharded = training_bytes(num_parameters, num_widths)
-    weights = (2 if island.precision in HALF else 4) * num_parameters
-    room = 0.5 * device_bytes(island.accelerator)
-    reason = f"weights, gradients, AdamW and EMA take {format_bytes(unsharded)} per device unsharded"
-    if unsharded < room:
-        return "ddp", reason
-    # Gathered weights come on top of the shards. A block's whole gradients do, too, but are far smaller.
-    name = "fsdp-shard-grad-op" if weights + unsharded / island.devices < room else "fsdp"
-    return name, reason
+    how = "weights are gathered block by block" if reshard else "weights stay gathered until the backward pass"
+    return Sharded(devices, reshard_after_forward=reshard), f"FSDP2 over {devices} devices, {how}: {reason}"
 
 
 def apply_island(network: nn.Module, island: IslandConfig) -> None:

@@ -109,8 +109,6 @@ def fit_on_ranks(name: str, run: Run) -> MemberStatus:
                             os.kill(pid, signal.SIGKILL if was_killed else number)
         if was_killed:
             raise KeyboardInterrupt
-        if not results:
-            raise RuntimeError("torchrun's agent failed")
         if results[0].is_failed():
             raise _cause(results[0].failures, island.devices, Path(folder))
     return run.status(name)
