@@ -96,10 +96,8 @@ class DiffusersVAE(Pretrained):
     is_safe_in_bfloat16 = True
 
     def __init__(self, path: str, stores: str = "posterior", dtype: str = "float16", **params: Any) -> None:
-        if stores not in ("posterior", "x_0"):
-            raise ValueError(f"stores = {stores!r} must be posterior or x_0")
-        if dtype not in ("float16", "float32"):
-            raise ValueError(f"dtype = {dtype!r} must be float16 or float32")
+        if stores not in ("posterior", "x_0") or dtype not in ("float16", "float32"):
+            raise ValueError(f"stores = {stores!r} must be posterior or x_0, and dtype = {dtype!r} float16 or float32")
         self.stores = stores
         self.dtype = dtype
         super().__init__(path, **params)
@@ -112,10 +110,11 @@ class DiffusersVAE(Pretrained):
             raise ValueError("compute_dtype = 'float16' overflows: the model's config.json says force_upcast")
         self.num_channels = config["latent_channels"]
         self.factor = 2 ** (len(config["block_out_channels"]) - 1)
-        scale, mean, std = float(config["scaling_factor"]), config["latents_mean"], config["latents_std"]
+        scale = float(config["scaling_factor"])
         self.normalisation: dict[str, float | list[float]] = {"scale": scale, "shift": config["shift_factor"] or 0.0}
-        if mean and std:
-            self.normalisation = {"scale": [scale / value for value in std], "shift": list(map(float, mean))}
+        if config["latents_mean"] and config["latents_std"]:
+            scales = [scale / std for std in config["latents_std"]]
+            self.normalisation = {"scale": scales, "shift": list(map(float, config["latents_mean"]))}
 
     def x_shape(self, image_size: int) -> tuple[int, int, int]:
         """Return channels, height and width of ``x_0`` for square images of ``image_size`` pixels.
