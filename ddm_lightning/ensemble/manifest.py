@@ -121,8 +121,7 @@ def write_ensemble(run_dir: Path, folders: Sequence[Path], priors: Sequence[floa
         UserError: a folder is outside ``run_dir``, a ``member.json`` is bad, an expert is missing, or members do not
             belong together.
     """
-    root = run_dir.resolve()
-    if outside := [folder for folder in folders if not folder.resolve().is_relative_to(root)]:
+    if outside := [folder for folder in folders if not folder.resolve().is_relative_to(run_dir.resolve())]:
         raise UserError(f"{outside[0]}: lies outside {run_dir}; copy the artifact folder into it")
     manifest = checked(run_dir / ENSEMBLE_FILE, {read_meta(folder).member: folder for folder in folders}, priors)
     write_manifest(run_dir, manifest)
@@ -373,8 +372,8 @@ def _changed(ensemble: EnsembleManifest, folders: dict[str, Path], counts: dict[
 def _counts(ensemble: EnsembleManifest) -> dict[str, int]:
     """Images of each expert's cluster, at least 1."""
     assert ensemble.about is not None
-    num_images, shares = ensemble.about.num_images, zip(ensemble.experts, ensemble.priors, strict=True)
-    return {name: max(1, round(share * num_images)) for name, share in shares}
+    shares = dict(zip(ensemble.experts, ensemble.priors, strict=True))
+    return {name: max(1, round(share * ensemble.about.num_images)) for name, share in shares.items()}
 
 
 def _require(ensemble: EnsembleManifest, name: str) -> None:

@@ -125,18 +125,18 @@ class DecentralizedEnsemble:
         Raises:
             UserError: members are not finished, a file is damaged or of other data, or there is no such device.
         """
-        check_devices(experiment.island.accelerator, 1)
         run, member = RunFolder.of(experiment), experiment.sample.member
         if member not in (None, *all_members(experiment)):
             raise UserError(f"sample.member={member}: unknown member; name one of {', '.join(all_members(experiment))}")
         if not (path := run.sampled_from(member)).exists():
-            wanted = [member] if member else ensemble_members(experiment)
-            missing = ", ".join(name for name in wanted if not run.has_artifact(name))
-            raise UserError(f"{path}: does not exist yet, because these members are not finished: {missing}; fit them")
+            missing = [name for name in ensemble_members(experiment) if not run.has_artifact(name)]
+            names = member or ", ".join(missing)
+            raise UserError(f"{path}: does not exist yet, because these members are not finished: {names}; fit them")
         manifest = manifest_with_about(run.root, experiment, member=member, partial=partial)
         if lost := list(manifest.lost):
             rest = ", and the weights of the other experts are renormalised" if set(lost) - {ROUTER} else ""
             note(f"{path}: the artifact of {', '.join(lost)} is missing; samples are made without it{rest}")
+        check_devices(experiment.island.accelerator, 1)
         return cls(manifest, experiment, device_of(experiment.island.accelerator))
 
     @property

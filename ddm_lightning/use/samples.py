@@ -100,10 +100,9 @@ def check_out(out: str) -> Path:
         UserError: neither a name that ends in ``.png`` nor a folder, or its parent folder is missing.
     """
     path = Path(out)
-    if not out or not (path.is_dir() or path.suffix == ".png" or not (path.suffix or path.exists())):
-        raise UserError(f"--out {out!r}: give a folder, or a file that ends in .png")
-    if not path.parent.is_dir():
-        raise UserError(f"--out {out!r}: folder {path.parent} does not exist; create it")
+    is_place = path.is_dir() or path.suffix == ".png" or not (path.suffix or path.exists())
+    if not (out and is_place and path.parent.is_dir()):
+        raise UserError(f"--out {out!r}: give a folder, or a file that ends in .png, in a folder that exists")
     return path
 
 

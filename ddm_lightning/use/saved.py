@@ -33,7 +33,7 @@ from ddm_lightning.config.merge import merge
 from ddm_lightning.config.validate import check_experiment
 from ddm_lightning.core import checks, remote
 from ddm_lightning.core.errors import DOWNLOADS, UserError, first_line
-from ddm_lightning.core.files import atomic_folder, atomic_write_text, inside
+from ddm_lightning.core.files import atomic_folder, atomic_write_json, atomic_write_text, inside
 from ddm_lightning.core.weights import check_recorded
 from ddm_lightning.ensemble.manifest import (
     About,
@@ -123,9 +123,8 @@ def manifest_with_about(
     about, meta = ensemble.about, ensemble.meta
     if about is None:
         experiment, prepared = experiment or load_run(run.experiment), Manifest.read(folder)
-        condition = condition_spec(experiment, prepared).to_dict()
-        known = (meta.partition_sha256, meta.x_shape, meta.condition)
-        if known != (prepared.partition_sha256, prepared.x_shape, condition):
+        wanted = (prepared.partition_sha256, prepared.x_shape, condition_spec(experiment, prepared).to_dict())
+        if (meta.partition_sha256, meta.x_shape, meta.condition) != wanted:
             raise UserError(
                 f"{manifest_path(folder)}: the experts were trained on other data ({meta.x_shape}, {meta.condition}); "
                 "copy the manifest from where they were trained"
@@ -140,9 +139,9 @@ def manifest_with_about(
         )
     elif experiment is not None:
         about = replace(about, seed=experiment.seed, sample=asdict(experiment.sample))
-    names, num_classes = about.class_names, meta.condition["size"]
-    if meta.condition["kind"] == "class" and names and len(names) != num_classes:
-        raise UserError(f"{run.ensemble}: {len(names)} class_names for {num_classes} classes; fix them")
+    num_names, num_classes = len(about.class_names or ()), meta.condition["size"]
+    if meta.condition["kind"] == "class" and num_names not in (0, num_classes):
+        raise UserError(f"{run.ensemble}: {num_names} class_names for {num_classes} classes; fix them")
     num_images = max(1, round(about.num_images * (1 - sum(ensemble.lost.values()))))
     return replace(ensemble, about=replace(about, num_images=num_images))
 
@@ -300,5 +299,4 @@ def export_diffusers(manifest: EnsembleManifest, out: Path, licence: str | None 
     """
     save_ensemble(manifest, out, licence)
     atomic_write_text(out / "pipeline.py", _PIPELINE)
-    index = {"_class_name": ["pipeline", "DecentralizedPipeline"]}
-    atomic_write_text(out / "model_index.json", json.dumps(index, indent=2) + "\n")
+    atomic_write_json(out / "model_index.json", {"_class_name": ["pipeline", "DecentralizedPipeline"]})

@@ -57,7 +57,7 @@ def test_a_saved_ensemble_is_scored_against_images(places, tmp_path, capsys):
     out, shards = tmp_path / "out", f"{places['saved']}/prepared/shards"
     few = ["evaluate", "-c", places["saved"], "evaluate.num_images=6", "sample.num_steps=2", PIXELS, f"--out={out}"]
     line = refused(capsys, *few)
-    assert line.startswith(f"{shards}: no held-out samples here; ") and line.endswith("evaluate.reference=FOLDER")
+    assert line.startswith(f"{shards}: no held-out samples here; ") and "evaluate.reference=FOLDER" in line
     assert refused(capsys, *few, "sample.prompts=[]").startswith(f"{shards}: no shards with captions; ")
     assert main(["sample", "-c", places["saved"], *FEW[:-1], "6", "--out", str(tmp_path / "real.png")]) == 0
     assert main([*few, f"evaluate.reference={tmp_path / 'real'}", "sample.prompts=[red disc]"]) == 0

@@ -141,7 +141,7 @@ class Oracle(Strategy):
         Raises:
             UserError: ``cluster`` has no expert in the ensemble.
         """
-        priors, num_clusters = batch.ensemble.priors.to(batch.x_1.device), batch.ensemble.num_clusters
+        priors = batch.ensemble.priors.to(batch.x_1.device)
         if self.cluster is None:
             clusters = choose(priors.expand(len(batch.x_1), -1), batch.uniform(0))
         else:
@@ -151,7 +151,7 @@ class Oracle(Strategy):
                     f"strategy 'oracle': cluster = {self.cluster} has no expert here; choose one of {', '.join(names)}"
                 )
             clusters = torch.full((len(batch.x_1),), names.index(name), device=batch.x_1.device)
-        return batch.field(weights=one_hot(clusters, num_clusters).to(batch.x_1))
+        return batch.field(weights=one_hot(clusters, len(priors)).to(batch.x_1))
 
 
 @STRATEGIES.register("sample-each-step")
