@@ -17,8 +17,8 @@ from split import encoder_of, read_split
 from torch import Tensor
 
 from ddm_lightning.config.experiment import PluginConfig
-from ddm_lightning.core.registry import METRICS
-from ddm_lightning.evaluation.metrics.features import KernelDistance
+from ddm_lightning.evaluation.metrics.features import KernelDistance, kernel_distance
+from ddm_lightning.evaluation.metrics.features import precision_recall as shares_of
 from ddm_lightning.evaluation.shares import ClusterShares, total_variation
 from ddm_lightning.flow.randomness import keyed_generator
 from ddm_lightning.members.run import Run
@@ -66,20 +66,12 @@ class Point:
 
 def kid(generated: Float[Tensor, "n d"], real: Float[Tensor, "m d"]) -> KernelDistance:
     """KID between two sets of features."""
-    metric = METRICS.build("kid", {})
-    metric.update(real, real=True)
-    metric.update(generated, real=False)
-    distance: KernelDistance = metric.compute()
-    return distance
+    return kernel_distance(generated, real)
 
 
 def precision_recall(generated: Float[Tensor, "n d"], real: Float[Tensor, "m d"]) -> dict[str, float]:
     """Improved precision and recall (1904.06991)."""
-    metric = METRICS.build("precision-recall", {})
-    metric.update(real, real=True)
-    metric.update(generated, real=False)
-    found = metric.compute()
-    return {"precision": found.precision.value, "recall": found.recall.value}
+    return {name: score.value for name, score in shares_of(generated, real)._asdict().items()}
 
 
 @dataclass(frozen=True)

@@ -145,10 +145,12 @@ class Evaluation:
         found: dict[str, Score] = {}
         sides: list[tuple[ImageSet, bool]] = [(self.reference, True), (self.generated, False)]
         for name, metric in self.metrics:
+            if isinstance(metric, FeatureMetric):
+                generated = self.all_features(metric, self.generated).to(metric.device)
+                real_ones = self.all_features(metric, self.reference).to(metric.device)
+                found |= metric.scores(generated, real_ones)
+                continue
             for images, real in sides:
-                if isinstance(metric, FeatureMetric):
-                    metric.update(self.all_features(metric, images), real=real)
-                    continue
                 for rows in parts(images):
                     more = {}
                     if hasattr(metric, "captioned") and isinstance(images, Generated):

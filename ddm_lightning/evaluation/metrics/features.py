@@ -5,12 +5,9 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int, UInt8
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from torchmetrics import Metric
-from torchmetrics.utilities import dim_zero_cat
 
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import FEATURES, METRICS, parameters_of
@@ -24,30 +21,23 @@ NUM_HALVES = 200
 _ROWS_AT_ONCE = 1024
 
 
-class FeatureMetric(Metric):
-    """Base of the metrics that compare the features of generated and real images.
-
-    Subclasses define ``compute``, and ``scores``: the values by the names under which they are reported.
+class FeatureMetric:
+    """Base of the metrics that compare the features of all generated with those of all real images.
 
     Args:
         features: feature network, by name.
         features_params: its parameters, such as ``path``.
     """
 
-    full_state_update = False
+    device = torch.device("cpu")
     min_images = 4
     """Fewest images of each set."""
     remedy = "enlarge evaluate.num_images or the reference (evaluate.reference=train)"
     """What to do with fewer."""
-    real: list[Tensor]
-    generated: list[Tensor]
 
     def __init__(self, features: str = DEFAULT, features_params: dict[str, Any] | None = None) -> None:
-        super().__init__()
         self.features, self.features_params = features, features_params or {}
         FEATURES.check(self.features, self.features_params)
-        self.add_state("real", [], dist_reduce_fx="cat")
-        self.add_state("generated", [], dist_reduce_fx="cat")
 
     @cached_property
     def network(self) -> Features:
@@ -65,14 +55,14 @@ class FeatureMetric(Metric):
         """Everything that shapes the features."""
         return {"name": self.features, "params": self.features_params, **self.network.provenance()}
 
-    def update(self, images: UInt8[np.ndarray, "n h w 3"] | Float[Tensor, "n d"], *, real: bool) -> None:
-        """Add images, or their features."""
-        features = images if isinstance(images, Tensor) else torch.from_numpy(self.network.encode(images))
-        (self.real if real else self.generated).append(features.to(self.device))
+    def to(self, device: torch.device) -> FeatureMetric:
+        """Choose the device of the network and of the features."""
+        self.device = device
+        return self
 
-    def sets(self) -> tuple[Float[Tensor, "n d"], Float[Tensor, "m d"]]:
-        """Return the features of all generated and of all real images."""
-        return dim_zero_cat(self.generated), dim_zero_cat(self.real)
+    def scores(self, generated: Float[Tensor, "n d"], real: Float[Tensor, "m d"]) -> dict[str, Score]:
+        """Return the values by the names under which they are reported, which name the features."""
+        raise NotImplementedError
 
     def check_nums(self, name: str, num_generated: int, num_real: int) -> None:
         """Check that there are enough images.
@@ -159,7 +149,7 @@ def mean_over_subsets(
 
 @METRICS.register("kid")
 class KernelInceptionDistance(FeatureMetric):
-    """``kernel_distance`` (KID, 1801.01401) in torchmetrics' interface; ``compute`` returns a ``KernelDistance``.
+    """``kernel_distance`` (KID, 1801.01401).
 
     Published KIDs use Inception features. Compare values only on the same features.
 
@@ -178,16 +168,13 @@ class KernelInceptionDistance(FeatureMetric):
         super().__init__(features, features_params)
         self.num_subsets = num_subsets
 
-    def compute(self) -> KernelDistance:
-        """Compare all generated with all real images; see ``kernel_distance``."""
-        found = kernel_distance(*self.sets())
-        return found._replace(value=mean_over_subsets(*self.sets(), self.num_subsets)) if self.num_subsets else found
-
-    def scores(self) -> dict[str, Score]:
+    def scores(self, generated: Float[Tensor, "n d"], real: Float[Tensor, "m d"]) -> dict[str, Score]:
         """Return the distance under its name."""
-        found = self.compute()
-        subsets = f", {self.num_subsets} subsets" if self.num_subsets else ""
-        return {f"KID ({self.features}{subsets})": Score.of(found.value, found.spread)}
+        found = kernel_distance(generated, real)
+        if not self.num_subsets:
+            return {f"KID ({self.features})": Score.of(found.value, found.spread)}
+        mean = mean_over_subsets(generated, real, self.num_subsets)
+        return {f"KID ({self.features}, {self.num_subsets} subsets)": Score.of(mean, found.spread)}
 
 
 class Moments(NamedTuple):
@@ -230,7 +217,7 @@ def frechet_distance(generated: Moments, real: Moments) -> float:
 
 @METRICS.register("fid")
 class FrechetDistance(FeatureMetric):
-    """``frechet_distance`` between Gaussians fitted to both sets; ``compute`` returns a ``Score``.
+    """``frechet_distance`` between Gaussians fitted to both sets.
 
     It is called FID on Inception features and FD on all others. The interval is a delete-a-group jackknife's over both
     sets. On Gaussians its width was 0.95 to 1.4 times the true one, the bootstrap's 1.1 to 2.1 times, most with fewer
@@ -255,21 +242,16 @@ class FrechetDistance(FeatureMetric):
         super().__init__(features, features_params)
         self.num_groups, self.min_images = num_groups, min_images
 
-    def compute(self) -> Score:
-        """Compare all generated with all real images."""
-        sets, num = self.sets(), self.num_groups
-        sums = [Moments.of(features) for features in sets]
-        value = frechet_distance(*sums)
+    def scores(self, generated: Float[Tensor, "n d"], real: Float[Tensor, "m d"]) -> dict[str, Score]:
+        """Return the distance under its name."""
+        pairs = [(Moments.of(features), features) for features in (generated, real)]
+        value, num = frechet_distance(*(whole for whole, _ in pairs)), self.num_groups
+        name = f"{'FID' if self.features == 'inception' else 'FD'} ({self.features})"
         if not num:
-            return Score(value)
-        pairs = list(zip(sums, sets, strict=True))
+            return {name: Score(value)}
         # A group is every num-th image, because images of a cluster follow one another.
         left_out = [frechet_distance(*(whole.without(rows[j::num]) for whole, rows in pairs)) for j in range(num)]
-        return Score.of(value, float(((num - 1) * torch.tensor(left_out).var(correction=0)).sqrt()))
-
-    def scores(self) -> dict[str, Score]:
-        """Return the distance under its name."""
-        return {f"{'FID' if self.features == 'inception' else 'FD'} ({self.features})": self.compute()}
+        return {name: Score.of(value, float(((num - 1) * torch.tensor(left_out).var(correction=0)).sqrt()))}
 
 
 class PrecisionRecall(NamedTuple):
@@ -304,7 +286,7 @@ def _share(hits: Bool[Tensor, " n"]) -> Score:
 
 @METRICS.register("precision-recall")
 class PrecisionRecallMetric(FeatureMetric):
-    """``precision_recall`` in torchmetrics' interface (Kynkäänniemi et al. 2019); ``compute`` returns both shares.
+    """``precision_recall`` (Kynkäänniemi et al. 2019, 1904.06991).
 
     Compare sets of one size only: both shares depend on the numbers of images.
 
@@ -320,13 +302,10 @@ class PrecisionRecallMetric(FeatureMetric):
         super().__init__(features, features_params)
         self.num_neighbours, self.min_images = num_neighbours, num_neighbours + 1
 
-    def compute(self) -> PrecisionRecall:
-        """Compare all generated with all real images."""
-        return precision_recall(*self.sets(), self.num_neighbours)
-
-    def scores(self) -> dict[str, Score]:
+    def scores(self, generated: Float[Tensor, "n d"], real: Float[Tensor, "m d"]) -> dict[str, Score]:
         """Return both shares under their names."""
-        return {f"{name} ({self.features})": score for name, score in self.compute()._asdict().items()}
+        found = precision_recall(generated, real, self.num_neighbours)
+        return {f"{name} ({self.features})": score for name, score in found._asdict().items()}
 
 
 def nearest(

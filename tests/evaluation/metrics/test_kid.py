@@ -57,16 +57,6 @@ def test_four_images_of_each_kind_are_enough():
             metric.check_nums("kid", *nums)
 
 
-def test_the_metric_takes_features_in_parts_and_is_found_by_name():
-    real, generated = features(12), features(9, shift=0.3, seed=1)
-    metric = METRICS.build("kid", {})
-    for part in (real[:5], real[5:]):
-        metric.update(part, real=True)
-    metric.update(generated, real=False)
-    found, expected = metric.compute(), kernel_distance(generated, real)
-    assert found.value == expected.value and torch.equal(found.halves, expected.halves)
-
-
 @pytest.mark.slow
 def test_noise_and_blur_raise_the_distance_of_real_images():
     from ddm_lightning.prepare.sources.toys import Blobs
@@ -92,7 +82,5 @@ def test_subsets_give_what_clean_fid_gives_on_2000_features():
     # Subsets of 1,000 are drawn otherwise.
     expected = cleanfid_distance(real.numpy(), generated.numpy(), num_subsets=25, max_subset_size=1000)
     one = METRICS.build("kid", {"num_subsets": 25})
-    one.update(real, real=True)
-    one.update(generated, real=False)
-    assert one.compute().value == pytest.approx(expected, rel=0.05)
-    assert list(one.scores()) == ["KID (efficientnet-lite0, 25 subsets)"]
+    scores = one.scores(generated, real)
+    assert scores["KID (efficientnet-lite0, 25 subsets)"].value == pytest.approx(expected, rel=0.05)

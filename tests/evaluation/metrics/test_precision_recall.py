@@ -44,6 +44,4 @@ def test_intervals_cover_a_share_of_none_and_all():
 
 def test_both_shares_are_named_by_their_features():
     metric = METRICS.build("precision-recall", {"features": "pixels"})
-    metric.update(features(9, 0), real=True)
-    metric.update(features(9, 1), real=False)
-    assert list(metric.scores()) == ["precision (pixels)", "recall (pixels)"]
+    assert list(metric.scores(features(9, 1), features(9, 0))) == ["precision (pixels)", "recall (pixels)"]
