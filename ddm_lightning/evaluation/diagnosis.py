@@ -94,15 +94,14 @@ def diagnose(run: Run, strategies: Sequence[str] | None, num: int, *, show_progr
     ensemble.precision = experiment.sample.precision
     if ensemble.router is None and ensemble.num_clusters > 1 and not strategies:
         chosen = {name: own for name, own in chosen.items() if not strategy_of(own.sample).needs_router}
-    train, num_train = _read(run, TRAIN, MAX_TRAIN)
-    held_out, _ = _read(run, HELD_OUT, MAX_HELD_OUT)
+    train, held_out = _read(run, TRAIN, MAX_TRAIN), _read(run, HELD_OUT, MAX_HELD_OUT)
     with Bars(show=show_progress) as bars:
         task = bars.add_task("experts", total=len(stratified_timesteps()))
         draws = min(MAX_DRAWS, -(-MIN_ROWS // len(held_out.x_0)))  # of noise
         noisy = held_out.rows(torch.arange(len(held_out.x_0)).repeat(draws)).to(device)
         figures: Figures = {
             "num_held_out": len(held_out.x_0),
-            "num_train": num_train,
+            "num_train": sum(cluster.train for cluster in run.manifest.clusters),
             "num_images": num,
             "seed": experiment.seed,
             "sample": asdict(experiment.sample),
@@ -239,8 +238,8 @@ def _noisy(x_0: Float[Tensor, "n c h w"], seed: int) -> Iterator[tuple[Tensor, T
         yield interpolate(x_0, noise, t.expand(len(x_0))), t.expand(len(x_0))
 
 
-def _read(run: Run, side: str, most: int) -> tuple[Samples, int]:
-    """Read evenly spaced samples of all clusters, at most so many; return them with the number of all.
+def _read(run: Run, side: str, most: int) -> Samples:
+    """Read evenly spaced samples of all clusters, at most so many.
 
     Raises:
         UserError: there are none, or shards are damaged.
@@ -248,8 +247,7 @@ def _read(run: Run, side: str, most: int) -> tuple[Samples, int]:
     shards, _ = open_side(run.folder.shards, run.manifest, side)
     objective, num = build_objective(run.member(MONOLITH), run), min(len(shards), most)
     batch = shards.take(np.arange(num) * len(shards) // num)
-    samples = Samples(objective.x_0(batch), batch["cluster"], batch["sample_id"], objective.condition(batch))
-    return samples, len(shards)
+    return Samples(objective.x_0(batch), batch["cluster"], batch["sample_id"], objective.condition(batch))
 
 
 def write_figures(folder: Path, figures: Mapping[str, Any]) -> None:

@@ -147,8 +147,8 @@ class Evaluation:
         for name, metric in self.metrics:
             if isinstance(metric, FeatureMetric):
                 generated = self.all_features(metric, self.generated).to(metric.device)
-                real_ones = self.all_features(metric, self.reference).to(metric.device)
-                found |= metric.scores(generated, real_ones)
+                reference = self.all_features(metric, self.reference).to(metric.device)
+                found |= metric.scores(generated, reference)
                 continue
             for images, real in sides:
                 for rows in parts(images):
