@@ -7,7 +7,6 @@ again. ``part.json`` holds the keys; a group is listed only while its files are 
 from __future__ import annotations
 
 import json
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -175,13 +174,13 @@ class Ledger:
             self.records.pop(name, None)
         atomic_write_json(self.file, self.records)
 
-    def record(self, name: str, key: str, paths: Iterable[Path], start: float, **facts: Any) -> None:
-        """Record finished work that began at ``start`` (``time.monotonic``)."""
+    def record(self, name: str, key: str, paths: Iterable[Path], **facts: Any) -> None:
+        """Record finished work."""
         files = {
             path.relative_to(self.folder).as_posix(): {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
             for path in sorted(paths)
         }
-        self.records[name] = {"key": key, **facts, "files": files, "seconds": round(time.monotonic() - start, 3)}
+        self.records[name] = {"key": key, **facts, "files": files}
         atomic_write_json(self.file, self.records)
 
     def files(self, name: str) -> dict[str, Any]:
@@ -195,7 +194,6 @@ def key_hash(text: str) -> int:
 
 
 def _encode_images(job: PartJob, names: list[str], ledger: Ledger, plugins: Plugins, on_progress: OnProgress) -> None:
-    start = time.monotonic()
     reading, texts = Reading(job.part, plugins), _Texts(job.max_thumbnails)
     size = 0
     with ExitStack() as stack:
@@ -226,7 +224,7 @@ def _encode_images(job: PartJob, names: list[str], ledger: Ledger, plugins: Plug
             )
     for name in names:
         facts = {"unfit": arrays[name].unfit} if name != RECORDS else {**reading.facts(), "image_size": size}
-        ledger.record(name, job.wanted[name], (job.folder / name).iterdir(), start, **facts)
+        ledger.record(name, job.wanted[name], (job.folder / name).iterdir(), **facts)
 
 
 def latent_rows(plugins: Plugins, images: UInt8[np.ndarray, "n h w 3"]) -> dict[str, Shaped[np.ndarray, "n c h w"]]:
@@ -239,7 +237,6 @@ def latent_rows(plugins: Plugins, images: UInt8[np.ndarray, "n h w 3"]) -> dict[
 
 
 def _encode_captions(job: PartJob, ledger: Ledger, plugins: Plugins, on_progress: OnProgress) -> None:
-    start = time.monotonic()
     encoder = plugins.caption_encoder
     assert encoder is not None
     captions = Strings(job.folder / RECORDS, "captions")
@@ -249,7 +246,7 @@ def _encode_captions(job: PartJob, ledger: Ledger, plugins: Plugins, on_progress
             for name in encoder.columns:
                 arrays.add(name, rows[name], "encoded caption is not finite")
             on_progress(min(first + _CAPTIONS_AT_ONCE, len(captions)))
-    ledger.record(CAPTIONS, job.wanted[CAPTIONS], (job.folder / CAPTIONS).iterdir(), start, unfit=arrays.unfit)
+    ledger.record(CAPTIONS, job.wanted[CAPTIONS], (job.folder / CAPTIONS).iterdir(), unfit=arrays.unfit)
 
 
 class _Arrays(ExitStack):

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -131,6 +132,8 @@ class Preparation:
         files, groups, keys = self.ledger.files, self._group_files, self._group_keys()
         parts = [asdict(part) for part in self.parts]
         index, partition = files("index"), files("partition")
+        other = Path(config.partition.path or "")  # the partition of another run, which may have changed
+        fit = [asdict(config.partition), asdict(config.features), sha256_file(other) if other.is_file() else None]
         # The engine and the number of processes change no byte.
         everything = asdict(replace(config, engine="local", num_processes=0))
         stored = [config.held_out_fraction, shards.max_bytes, shards.compression]
@@ -145,7 +148,7 @@ class Preparation:
             ),
             Stage(
                 "partition",
-                [self._partition_inputs(), seed, groups(RECORDS, FEATURES), index],
+                [fit, seed, groups(RECORDS, FEATURES), index],
                 ("partition.safetensors", "partition.json", "clusters.npy"),
                 self._write_partition,
                 self._compute_partition,
@@ -154,7 +157,7 @@ class Preparation:
                 "shards",
                 [stored, seed, groups(*keys.keys() - {FEATURES}), index, partition],
                 ("shards/*/*/index.json", "statistics.json"),
-                lambda: write_shards(self.plugins, seed, self.prepared, self._progress_of("shards")),
+                lambda: write_shards(self.plugins, seed, self.prepared, partial(self.reporter.advance, "shards")),
             ),
             Stage("upload", [shards.remote, files("shards")], (), self._upload),
             Stage(
@@ -187,7 +190,7 @@ class Preparation:
         self.ledger.forget(stage.name)
         found = stage.write()
         paths = [path for pattern in stage.outputs for path in self.folder.glob(pattern)]
-        self.ledger.record(stage.name, stage.key, paths, start)
+        self.ledger.record(stage.name, stage.key, paths)
         self.reporter.say(f"{stage.name}: done in {time.monotonic() - start:.1f} s" + (f": {found}" if found else ""))
 
     def pending(self) -> list[Stage]:
@@ -227,11 +230,6 @@ class Preparation:
     def _group_files(self, *names: str) -> str:
         """Return a hash of the files of some groups, over all parts."""
         return sha256_json([[ledger.files(name) for name in sorted(names)] for ledger in self.prepared.ledgers])
-
-    def _partition_inputs(self) -> list[Any]:
-        path = Path(self.config.partition.path or "")
-        existing = sha256_file(path) if path.is_file() else None  # another run's partition may have changed
-        return [asdict(self.config.partition), asdict(self.config.features), existing]
 
     def check_before_writing(self, check: Callable[[DataSizes], None] | None) -> None:
         """Build all plug-ins and compare sizes, so that bad input is refused before a file is touched; see ``prepare``.
@@ -307,7 +305,7 @@ class Preparation:
             PartJob(self.parts[number], self.prepared.part_folder(number), keys, max_thumbnails)
             for number, keys in wanted.items()
         ]
-        encode_parts(jobs, self.plugins, self._progress_of("encode"))
+        encode_parts(jobs, self.plugins, partial(self.reporter.advance, "encode"))
         num_parts, num_kept = len(self.parts), len(self.parts) - len(wanted)
         return f"{num_parts:,} part{'s' * (num_parts != 1)}" + (f", {num_kept:,} already encoded" if num_kept else "")
 
@@ -326,7 +324,7 @@ class Preparation:
             labels=prepared.rows(RECORDS, "label")[:],
             keys=prepared.texts("keys"),
             features=sha256_json(asdict(self.config.features)),
-            on_progress=self._progress_of("partition"),
+            on_progress=partial(self.reporter.advance, "partition"),
             kept_fine=(self.folder / "fine.safetensors", fine_key),
         )
 
@@ -344,7 +342,7 @@ class Preparation:
 
     def _upload(self) -> str:
         remote, folder = str(self.config.shards.remote), self.prepared.shards
-        hashes = upload_shards(folder, remote, self._progress_of("upload"))
+        hashes = upload_shards(folder, remote, partial(self.reporter.advance, "upload"))
         size = format_bytes(sum((folder / name).stat().st_size for name in hashes))
         return f"{len(hashes)} files, {size}, each read back; islands stream them with island.shards={remote}"
 
@@ -356,6 +354,3 @@ class Preparation:
         sizes = ", ".join(f"{name} {bytes_per_sample({name: text})}" for name, text in manifest.columns.items())
         self.reporter.say(f"bytes per sample: {sizes}, and its caption")
         self.reporter.advance("report", manifest.num_samples, manifest.num_samples)
-
-    def _progress_of(self, stage: str) -> Callable[[int, int], None]:
-        return lambda done, total: self.reporter.advance(stage, done, total)

@@ -107,22 +107,16 @@ def seconds_until_gone(group, most=20):
 def files_of(run):
     """Hashes of everything, but for the lock and the times that records hold."""
     return {
-        path.relative_to(run).as_posix(): without_times(path)
+        path.relative_to(run).as_posix(): without_order(path)
         for path in sorted(run.rglob("*"))
         if path.is_file() and path.name != ".lock"
     }
 
 
-def without_times(path):
-    if path.name not in ("part.json", "stages.json"):
-        return sha256_file(path)
-    content = json.loads(path.read_text())
-    for entry in content.values():
-        del entry["seconds"]
-    if path.name == "stages.json":
-        # What is written in more than one go differs in its order only.
-        content = dict(sorted(content.items()))
-    return sha256_json(content)
+def without_order(path):
+    """Hash of a file; of a ledger, written in more than one go, whatever its order."""
+    is_ledger = path.name in ("part.json", "stages.json")
+    return sha256_json(json.loads(path.read_text())) if is_ledger else sha256_file(path)
 
 
 def light_report(path, *_, **__):
