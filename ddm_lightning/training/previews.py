@@ -22,7 +22,7 @@ from ddm_lightning.core.registry import IMAGE_ENCODERS
 from ddm_lightning.flow.condition import Condition
 from ddm_lightning.flow.path import guided, velocity_of
 from ddm_lightning.flow.randomness import keyed_generator
-from ddm_lightning.flow.solvers.fixed_steps import Euler
+from ddm_lightning.flow.solvers.built_in import Euler
 from ddm_lightning.flow.timesteps import sampling_times
 from ddm_lightning.training.callbacks import StopOnRequest
 from ddm_lightning.training.module import MemberModule

@@ -10,7 +10,7 @@ from scipy.integrate import trapezoid
 
 from ddm_lightning.flow.oracle import FiniteSetOracle
 from ddm_lightning.flow.randomness import keyed_generator
-from ddm_lightning.flow.solvers.fixed_steps import Ancestral, reverse_kernel
+from ddm_lightning.flow.solvers.built_in import Ancestral, reverse_kernel
 from ddm_lightning.flow.timesteps import sampling_times
 
 STEPS = [(1.0, 0.95), (1.0, 0.5), (0.9, 0.88), (0.6, 0.2), (0.3, 0.01), (0.05, 0.04)]

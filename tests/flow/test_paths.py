@@ -24,7 +24,7 @@ from ddm_lightning.flow.path import (
     training_target,
     velocity_loss_weights,
 )
-from ddm_lightning.flow.solvers.fixed_steps import Heun
+from ddm_lightning.flow.solvers.built_in import Heun
 from ddm_lightning.flow.timesteps import sampling_times
 
 Scale = Callable[[Tensor], Tensor]

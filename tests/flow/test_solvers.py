@@ -12,7 +12,7 @@ from ddm_lightning.core.registry import SOLVERS
 from ddm_lightning.flow.oracle import FiniteSetOracle
 from ddm_lightning.flow.path import VelocityField
 from ddm_lightning.flow.solvers import Solver
-from ddm_lightning.flow.solvers.dormand_prince import DormandPrince
+from ddm_lightning.flow.solvers.built_in import DormandPrince
 from ddm_lightning.flow.timesteps import sampling_times
 from ddm_lightning.testing import check_solver
 

@@ -14,7 +14,7 @@ from ddm_lightning.core.registry import STRATEGIES
 from ddm_lightning.ensemble.routing import Batch, Strategy, choose
 from ddm_lightning.flow.path import Samples, Times, time_rows
 from ddm_lightning.flow.solvers import Solver
-from ddm_lightning.flow.solvers.fixed_steps import reverse_kernel
+from ddm_lightning.flow.solvers.built_in import reverse_kernel
 from ddm_lightning.flow.timesteps import intervals
 
 MIN_WEIGHT = 1e-4

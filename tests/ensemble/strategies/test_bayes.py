@@ -17,7 +17,7 @@ from torch import Tensor
 from ddm_lightning.ensemble.strategies.bayes import MIN_WEIGHT, filter_chain
 from ddm_lightning.flow.oracle import FiniteSetOracle
 from ddm_lightning.flow.path import VelocityField, guided
-from ddm_lightning.flow.solvers.fixed_steps import Ancestral
+from ddm_lightning.flow.solvers.built_in import Ancestral
 from ddm_lightning.flow.timesteps import sampling_times
 
 PRIORS = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64)
