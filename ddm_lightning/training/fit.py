@@ -198,7 +198,6 @@ def build_trainer(
         *(CALLBACKS.build(plugin.name, plugin.params) for plugin in island.callbacks),
     ]
     _quieten(keep_notes="profiler" in island.trainer)
-    flags = {"enable_model_summary": False, **island.trainer}
     try:
         trainer = L.Trainer(
             accelerator=resolve_accelerator(island.accelerator),
@@ -218,7 +217,7 @@ def build_trainer(
             enable_progress_bar=False,
             use_distributed_sampler=False,
             default_root_dir=folder,
-            **flags,
+            **{"enable_model_summary": False, **island.trainer},
         )
     except (MisconfigurationException, TypeError, ValueError) as error:
         if not (island.trainer or island.callbacks):

@@ -127,25 +127,18 @@ class MemberModule(L.LightningModule):
         are reduced once, in the last backward pass; FSDP2 must be told.
         """
         found: list[dict[str, Tensor]] = []
-
-        def loss_of(rows: slice) -> Float[Tensor, ""]:
+        loss = noisy.t.new_zeros(())
+        for rows in micro_batches:
+            is_last = rows is micro_batches[-1]
+            if isinstance(self.network, FSDPModule):
+                self.network.set_requires_gradient_sync(is_last)
             part = {name: values[rows] for name, values in batch.items()}
             losses = self.objective.compute_losses(noisy.rows(rows), part)
             found.append({name: values.detach() for name, values in losses.items()})
-            return self.objective.weighted(losses, noisy.t[rows]).sum() / len(noisy.t)
-
-        def reduce_gradients(now: bool) -> None:
-            if isinstance(self.network, FSDPModule):
-                self.network.set_requires_gradient_sync(now)
-
-        *first, last = micro_batches
-        reduce_gradients(False)
-        for rows in first:
-            loss = loss_of(rows)
-            with torch.autocast(self.device.type, enabled=False):  # backward uses the forward pass's dtypes
-                self.trainer.strategy.backward(loss, None)
-        reduce_gradients(True)
-        loss = loss_of(last)
+            loss = self.objective.weighted(losses, noisy.t[rows]).sum() / len(noisy.t)
+            if not is_last:
+                with torch.autocast(self.device.type, enabled=False):  # backward uses the forward pass's dtypes
+                    self.trainer.strategy.backward(loss, None)
         return {name: torch.cat([one[name] for one in found]) for name in found[0]}, loss
 
     def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:

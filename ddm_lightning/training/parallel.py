@@ -131,9 +131,6 @@ class OneDevice(BackgroundCheckpoints, strategies.SingleDeviceStrategy):
 class Replicated(BackgroundCheckpoints, strategies.DDPStrategy):
     """DDP: every rank holds everything, and rank zero saves it."""
 
-    def __init__(self) -> None:
-        super().__init__(gradient_as_bucket_view=True)  # otherwise DDP keeps another copy of all gradients
-
     def configure_ddp(self) -> None:
         """Send no buffers at each step: positions are equal on all ranks from the start."""
         super().configure_ddp()
@@ -194,7 +191,8 @@ def choose_strategy(
         gathered = "fsdp-shard-grad-op" if weights + unsharded / island.devices < room else "fsdp"
         name = "ddp" if unsharded < room else gathered
     if name == "ddp":
-        return Replicated(), f"DDP over {devices} devices: {reason}"
+        # A bucket view: otherwise DDP keeps another copy of all gradients.
+        return Replicated(gradient_as_bucket_view=True), f"DDP over {devices} devices: {reason}"
     remedy = "or island.strategy=ddp if a device holds everything"
     if island.precision not in _SHARDED_PRECISIONS:
         raise UserError(
