@@ -230,6 +230,7 @@ def _quieten(*, keep_notes: bool) -> None:
     """Hide the warnings and notes that Lightning gives in every run of this kind; a profiler's table is a note."""
     for message in (
         r".*does not have many workers.*",
+        r"The `srun` command is available on your system but is not used.*",
         r".*isinstance\(treespec, LeafSpec\).*",
         r".*is smaller than the logging interval.*",
         r"Checkpoint directory .* exists and is not empty.*",
