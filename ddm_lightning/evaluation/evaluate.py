@@ -26,11 +26,10 @@ from ddm_lightning.core.files import atomic_write, atomic_write_json, read_json,
 from ddm_lightning.core.formatting import Bars
 from ddm_lightning.core.grids import labelled_grid, save_png, scale_of
 from ddm_lightning.core.registry import IMAGE_ENCODERS, METRICS
-from ddm_lightning.core.scores import Score, scores_of
 from ddm_lightning.encoders.interfaces import ImageEncoder
 from ddm_lightning.evaluation import image_sets
 from ddm_lightning.evaluation.image_sets import FileImages, Generated, ImageSet, ShardImages, parts
-from ddm_lightning.evaluation.metrics.features import FeatureMetric, nearest
+from ddm_lightning.evaluation.metrics.features import FeatureMetric, Score, nearest
 from ddm_lightning.members.run import Run
 from ddm_lightning.shards.manifest import HELD_OUT, TRAIN
 from ddm_lightning.use.ensemble import built_encoder
@@ -156,7 +155,9 @@ class Evaluation:
                     if hasattr(metric, "captioned") and isinstance(images, Generated):
                         more["captions"] = images.given(rows, "caption")
                     metric.update(images.images(rows), **more, real=real)
-            found |= scores_of(name, metric)
+            values = metric.scores() if hasattr(metric, "scores") else metric.compute()
+            named = values if isinstance(values, dict) else {name: values}
+            found |= {key: one if isinstance(one, Score) else Score(float(one)) for key, one in named.items()}
         return found
 
     def memorisation(self) -> dict[str, Any] | None:

@@ -13,8 +13,8 @@ from torchmetrics.multimodal import CLIPScore
 from torchmetrics.utilities import dim_zero_cat
 
 from ddm_lightning.core.registry import METRICS
-from ddm_lightning.core.scores import Score
 from ddm_lightning.encoders.pretrained import Pretrained, loading
+from ddm_lightning.evaluation.metrics.features import Score
 
 _IMAGES_AT_ONCE = 8
 

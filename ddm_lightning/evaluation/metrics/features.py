@@ -11,7 +11,6 @@ from torch import Tensor
 
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.registry import FEATURES, METRICS, parameters_of
-from ddm_lightning.core.scores import Score
 from ddm_lightning.encoders.interfaces import Features
 from ddm_lightning.flow.randomness import keyed_generator
 
@@ -19,6 +18,19 @@ DEFAULT = "efficientnet-lite0"
 """Feature network."""
 NUM_HALVES = 200
 _ROWS_AT_ONCE = 1024
+
+
+class Score(NamedTuple):
+    """A value and the limits of its 95 % interval; None where a metric gives no interval."""
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+    @classmethod
+    def of(cls, value: float, error: float) -> Score:
+        """Make a score from its standard error."""
+        return cls(value, value - 1.96 * error, value + 1.96 * error)
 
 
 class FeatureMetric:
