@@ -59,7 +59,7 @@ def dry_run(experiment: Experiment, run_dir: Path, check: Callable[[DataSizes], 
     first = next((chunk for reading in readings for chunk in reading.chunks()), None)
     seconds = time.monotonic() - start
     if first is None:
-        causes = {one.cause for reading in readings for one in reading.broken}
+        causes = sorted({one.cause for reading in readings for one in reading.broken})
         raise UserError(
             f"source {plugins.config.source.name!r}: no sample can be read ({', '.join(causes)}); fix prepare.source"
         )
