@@ -42,10 +42,10 @@ def load_experiment(path: str | Path, overrides: Sequence[str] = (), record: Pat
         UserError: missing file, YAML syntax, unknown key, wrong type, missing value or contradiction.
     """
     path = Path(path)
-    changes = [(str(path), read_yaml(path))]
+    changes = [(str(path), _read_record(path) if is_record(path) else read_yaml(path))]
     if record is not None:
         free = OmegaConf.masked_copy(changes[0][1], ["island", "sample", "evaluate"])
-        changes = [(str(record), read_yaml(record)), (str(path), free)]
+        changes = [(str(record), _read_record(record)), (str(path), free)]
     # Names first: a new name drops params, also if it was typed after them.
     ordered = sorted(overrides, key=lambda text: not text.partition("=")[0].endswith(".name"))
     changes += [(f"{path} with {text!r}", read_override(text, str(path))) for text in ordered]
@@ -68,6 +68,16 @@ def load_experiment(path: str | Path, overrides: Sequence[str] = (), record: Pat
     experiment: Experiment = OmegaConf.to_object(merged)  # type: ignore[assignment]  # may be of any dataclass
     check_experiment(experiment, path, overrides)
     return experiment
+
+
+def is_record(path: Path) -> bool:
+    """Whether a run folder records its experiment in this file."""
+    return path.name == "experiment.yaml" and (path.parent / "prepared").is_dir()
+
+
+def _read_record(path: Path) -> DictConfig:
+    """Read a record without the keys that only earlier releases had."""
+    return OmegaConf.create(checks.kept(OmegaConf.to_container(read_yaml(path)), Experiment))
 
 
 def read_yaml(path: Path) -> DictConfig:

@@ -200,6 +200,14 @@ def check(value: Any, kind: Any, key: str, source: str, references: bool = True)
         _check_scalar(value, kind, key, source)
 
 
+def kept(record: Any, kind: Any) -> Any:
+    """The part of a record that ``kind`` has; the rest was written by an earlier release and means nothing now."""
+    kind, _ = without_none(kind)
+    is_section = is_dataclass(kind) and isinstance(record, dict)
+    known = hints(kind) if is_section else {}
+    return {name: kept(record[name], known[name]) for name in record if name in known} if is_section else record
+
+
 def without_none(kind: Any) -> tuple[Any, bool]:
     """A type without its option None, and whether it has that option."""
     if not isinstance(kind, types.UnionType) and typing.get_origin(kind) is not typing.Union:

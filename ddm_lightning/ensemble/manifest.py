@@ -159,6 +159,7 @@ def read_document(path: Path) -> dict[str, Any]:
     defaults = {"changed": False, "about": None}  # not in run folders
     document = read_record(path, _CHECKS, "the ensemble's manifest", _REMEDY, defaults)
     if document["about"] is not None:
+        document["about"]["sample"] = checks.kept(document["about"]["sample"], SampleConfig)
         checks.check(document["about"]["sample"], SampleConfig, "about.sample", str(path), references=False)
     return document
 

@@ -13,8 +13,8 @@ from filelock import FileLock, Timeout
 from omegaconf import OmegaConf
 
 from ddm_lightning.config.experiment import Experiment
-from ddm_lightning.config.load import changeable_keys, leaves, load_experiment, read_yaml
-from ddm_lightning.core.checks import Check, problem_with
+from ddm_lightning.config.load import changeable_keys, is_record, leaves, load_experiment, read_yaml
+from ddm_lightning.core.checks import Check, kept, problem_with
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import read_json
 
@@ -114,8 +114,7 @@ def load_run(path: str | Path, overrides: Sequence[str] = ()) -> Experiment:
     """
     path = Path(path)
     experiment = load_experiment(path, overrides)
-    is_record = path.name == "experiment.yaml" and (path.parent / "prepared").is_dir()
-    if is_record and not any(text.startswith("run_dir=") for text in overrides):
+    if is_record(path) and not any(text.startswith("run_dir=") for text in overrides):
         experiment.run_dir = str(path.parent)
     run = RunFolder.of(experiment)
     if not run.experiment.exists() or run.experiment.resolve() == path.resolve():
@@ -165,10 +164,12 @@ def refuse_changes(path: Path, old: dict[str, Any], new: dict[str, Any]) -> None
 def changes(old: dict[str, Any], new: dict[str, Any]) -> str:
     """Describe keys that differ between two experiments, except ``changeable_keys``; empty if none.
 
-    Keys that are newer than ``old`` had their defaults. More ``max_steps`` under a constant schedule are no change:
-    a finished member can be trained on.
+    Keys that are newer than ``old`` had their defaults; those that only an earlier release had do not count. More
+    ``max_steps`` under a constant schedule are no change: a finished member can be trained on.
     """
-    before, after, defaults = (dict(leaves(one, lists=False)) for one in (old, new, asdict(Experiment())))
+    before, after, defaults = (
+        dict(leaves(one, lists=False)) for one in (kept(old, Experiment), new, asdict(Experiment()))
+    )
     allowed = tuple(f"{key}." for key in changeable_keys())
     described = []
     for key in sorted(before.keys() | after.keys()):

@@ -1,3 +1,4 @@
+import json
 from dataclasses import asdict
 from pathlib import Path
 
@@ -6,7 +7,7 @@ import pytest
 from ddm_lightning.config.load import load_experiment
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.members.run import Run
-from ddm_lightning.members.run_folder import changes, refuse_changed, refuse_changes
+from ddm_lightning.members.run_folder import changes, load_run, refuse_changed, refuse_changes
 
 TINY = Path(__file__).parents[2] / "experiments" / "tiny_2x.yaml"
 
@@ -63,6 +64,22 @@ def test_a_record_without_newer_keys_is_of_the_same_experiment(tmp_path):
     new["expert"]["loss"] = "velocity"
     with pytest.raises(UserError, match=r"expert\.loss"):
         refuse_changes(tmp_path, old, new)
+
+
+def test_a_record_may_have_keys_of_earlier_releases_and_a_file_of_the_user_may_not(tmp_path):
+    run = Run.open(tiny(tmp_path), create=True).folder
+    run.member("router").mkdir(parents=True)
+    record = asdict(tiny(tmp_path))
+    record["island"]["loader"] = "mds"
+    record["prepare"]["partition"]["out_of_cluster_fraction"] = 0.0
+    run.experiment.write_text(json.dumps(record))
+    with pytest.raises(UserError, match=r"unknown key 'prepare\.partition\.out_of_cluster_fraction'"):
+        load_experiment(run.experiment)  # nothing else shows that it belongs to a run
+    assert load_run(TINY, [f"run_dir={tmp_path}"]) == tiny(tmp_path)
+    run.prepared.mkdir()
+    assert load_run(run.experiment) == tiny(tmp_path)
+    refuse_changes(tmp_path, record, asdict(tiny(tmp_path)))
+    assert Run.open(load_experiment(run.experiment), create=True).folder == run
 
 
 def test_a_new_folder_keeps_the_resolved_experiment(tmp_path):
