@@ -58,6 +58,11 @@ def num_gpus_for(config: PrepareConfig) -> int:
     return sum(device.startswith("cuda:") for device in devices)
 
 
+def gpu_of(identity: tuple[int, ...], num_gpus: int) -> int:
+    """Assign GPUs in turn to the processes that a parent started, by their number."""
+    return (identity[-1] - 1) % num_gpus
+
+
 def run_jobs(
     work: Callable[[Job, Plugins, Callable[[int], None]], Result],
     jobs: Sequence[Job],
@@ -151,8 +156,8 @@ def _begin() -> None:
     """Set up a process of ``run_local``."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches all: end silently, the parent reports it
     torch.set_num_threads(1)
-    if num_gpus := torch.cuda.device_count():  # in turn, by the number of the process
-        torch.cuda.set_device((multiprocessing.current_process()._identity[-1] - 1) % num_gpus)
+    if num_gpus := torch.cuda.device_count():
+        torch.cuda.set_device(gpu_of(multiprocessing.current_process()._identity, num_gpus))
     on_orphaned(os.getppid())
 
 

@@ -18,6 +18,7 @@ import gradio as gr
 import torch
 import uvicorn
 from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import PlainTextResponse
 from PIL import Image, ImageOps
 
@@ -29,6 +30,7 @@ from ddm_lightning.use.samples import weights_chart
 
 NUM_EXAMPLES = 24
 """Captions to offer."""
+_MAX_PROMPT = 2000
 _MAX_IMAGES = 8
 _MAX_STEPS = 200
 _MAX_GUIDANCE = 20
@@ -71,6 +73,9 @@ def serve(ensemble: DecentralizedEnsemble, listener: socket.socket, host: str, c
     warnings.filterwarnings("ignore", module="gradio")  # deprecations in gradio's own calls
     app, theme = FastAPI(openapi_url=None), gr.themes.Base()
     gr.mount_gradio_app(app, page(ensemble, captions), "/", theme=theme, css=_CSS, footer_links=[], ssr_mode=False)
+    app.routes[-1].app.add_exception_handler(  # Gradio's own
+        RequestValidationError, lambda *_: PlainTextResponse("the values do not match /gradio_api/info\n", 422)
+    )
     _guard(app, host)
     if host not in ("127.0.0.1", "localhost"):
         note(f"anyone who can reach {host} can use the page; it asks for no password")
@@ -99,6 +104,17 @@ def _guard(app: FastAPI, host: str) -> None:
         return await go_on(request)
 
 
+class _Page(gr.Blocks):  # type: ignore[misc]  # gradio is not checked
+    """Blocks that answer a call with wrong values in one line, without a traceback."""
+
+    async def preprocess_data(self, *args: Any, **more: Any) -> list[Any]:
+        try:
+            return await super().preprocess_data(*args, **more)
+        except Exception as error:  # noqa: BLE001 (values may be any JSON)
+            other = "the values do not match /gradio_api/info"
+            raise gr.Error(error.message if isinstance(error, gr.Error) else other, print_exception=False) from None
+
+
 def page(ensemble: DecentralizedEnsemble, captions: Sequence[str] = ()) -> gr.Blocks:
     """Build the page of ``ensemble``.
 
@@ -121,6 +137,10 @@ def page(ensemble: DecentralizedEnsemble, captions: Sequence[str] = ()) -> gr.Bl
         rows, active = field.work.rows, field.work.active
         described: dict[str, Any] = {"class": {"classes": [prompt]}, "none": {}}.get(kind, {"prompts": [prompt]})
         try:
+            if len(prompt or "") > _MAX_PROMPT:
+                raise UserError(f"the prompt has {len(prompt):,} characters; describe an image in 1 to {_MAX_PROMPT:,}")
+            if None in (num, num_steps, guidance, seed):
+                raise UserError("a number is empty; fill it in")
             images = ensemble.sample(
                 **described,
                 strategy=strategy,
@@ -141,9 +161,7 @@ def page(ensemble: DecentralizedEnsemble, captions: Sequence[str] = ()) -> gr.Bl
         larger = [ImageOps.scale(image, scale, Image.Resampling.LANCZOS) for image in images]
         return larger, cost, _weights(trace, field.names)
 
-    with gr.Blocks(
-        title=ensemble.about.name, analytics_enabled=False, delete_cache=(600, 3600), fill_width=True
-    ) as blocks:
+    with _Page(title=ensemble.about.name, analytics_enabled=False, delete_cache=(600, 3600), fill_width=True) as blocks:
         gr.Markdown(f"# {ensemble.about.name}\n" + ensemble.credit_line)
         with gr.Row():
             with gr.Column(scale=1, min_width=260):

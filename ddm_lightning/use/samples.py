@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_files
-from ddm_lightning.core.formatting import Bars
+from ddm_lightning.core.formatting import Bars, format_bytes
 from ddm_lightning.core.grids import heat_map, labelled_grid, save_png, scale_of
 from ddm_lightning.ensemble.trace import Key, Trace
 from ddm_lightning.use.ensemble import MAX_ROWS, DecentralizedEnsemble
@@ -58,7 +59,7 @@ def write_samples(
         The files of the trajectory.
 
     Raises:
-        UserError: a damaged artifact, an empty prompt, or no such class.
+        UserError: a damaged artifact, an empty prompt, no such class, or too many images for the disk.
     """
     settings = ensemble.experiment.sample
     rows, num = ensemble.rows(prompts, classes), settings.num_per_prompt
@@ -72,7 +73,13 @@ def write_samples(
     trace = None if singles is None else Trace(in_grid, labels)
     files: dict[str, Path] = {}
     with atomic_files(path.parent) as folder, Bars(show=show_progress) as progress:
-        task = progress.add_task("images", total=num * len(rows))
+        total, free = num * len(rows), shutil.disk_usage(folder).free
+        if singles is not None and (least := 4096 * total) > free:  # a file takes at least a block
+            raise UserError(
+                f"{path.parent}: {total:,} images take at least {format_bytes(least)}, and {format_bytes(free)} is free; "
+                "lower --num, or give another disk with --out"
+            )
+        task = progress.add_task("images", total=total)
         images = ensemble.images(rows, num, lambda done: progress.update(task, completed=done), trace)
         for row, index, image in images:
             if singles is not None:
@@ -82,7 +89,7 @@ def write_samples(
                 shown[row][1].append(image.copy())  # a view would keep the whole batch
         title = f"{settings.member or settings.strategy}, {settings.solver}, {settings.num_steps} steps"
         title += f", guidance {settings.guidance_scale:g}"
-        if num * len(rows) > sum(len(images) for _, images in shown):
+        if total > sum(len(images) for _, images in shown):
             title += f"; {len(shown)} of {len(rows)} rows, {min(num, MAX_COLUMNS)} of {num} images each"
         grid, credit = folder / path.name, ensemble.credit_line
         save_png(grid, labelled_grid(shown, scale_of(shown[0][1][0]), title, footer=credit))

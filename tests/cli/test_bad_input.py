@@ -227,6 +227,11 @@ def test_sample_options_that_cannot_be(refuse_sample: Refuse, option: str, value
         assert word in line
 
 
+def test_more_images_than_the_disk_holds(refuse_sample: Refuse, copied: Path) -> None:
+    line = refuse_sample("--prompt", "a", "--prompt", "b", "--num", str(10**9))
+    assert line.startswith(f"{copied / 'samples'}: 2,000,000,000 images take at least 8.2 TB, and ")
+
+
 @pytest.mark.parametrize(
     ("command", "words"), [("sample", "/ensemble.json: does not exist yet"), ("status", ": no run here; start it")]
 )

@@ -14,7 +14,7 @@ from ddm_lightning.config.experiment import PluginConfig, PrepareConfig
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import sha256_file
 from ddm_lightning.prepare import engine
-from ddm_lightning.prepare.engine import WORTH_PROCESSES, num_gpus_for, num_processes_for, run_local, run_ray
+from ddm_lightning.prepare.engine import WORTH_PROCESSES, gpu_of, num_gpus_for, num_processes_for, run_local, run_ray
 from ddm_lightning.prepare.stages import prepare
 from ddm_lightning.shards.manifest import Manifest
 
@@ -58,6 +58,12 @@ def test_the_encoders_use_so_many_gpus(monkeypatch, devices, expected):
     assert num_gpus_for(config) == expected
     config.caption_encoder = None
     assert num_gpus_for(config) == expected
+
+
+def test_processes_take_turns_on_all_gpus():
+    first, later = [gpu_of((number,), 8) for number in range(1, 33)], [gpu_of((number,), 8) for number in range(6, 14)]
+    assert [first.count(gpu) for gpu in range(8)] == [4] * 8 and sorted(later) == list(range(8))
+    assert sorted(gpu_of((7, number), 2) for number in (1, 2)) == [0, 1], "started by a process that was started itself"
 
 
 @pytest.mark.slow

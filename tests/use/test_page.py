@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import json
 import re
 import shutil
 import signal
@@ -15,6 +16,7 @@ from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 from gradio_client import Client
@@ -130,8 +132,11 @@ def test_a_prompt_gives_images_and_heat_maps(browser: Browser, address: str, tmp
     expect(page.get_by_text("every expert is switched off; leave one on")).to_be_visible()
     expect(page.locator("img")).to_have_count(0)  # none of the earlier prompt
     assert page.get_by_text("Error", exact=True).count() == 1
+    put(page, "Prompt", "x" * 100_000)
+    generate(page)
+    expect(page.get_by_text("the prompt has 100,000 characters; describe an image in 1 to 2,000")).to_be_visible()
     put(page, "Prompt", "red disc")
-    for seed, words in (("-1", r"'seed' = -1: must be from 0"), ("1.5", "is 1.5")):
+    for seed, words in (("-1", r"'seed' = -1: must be from 0"), ("1.5", "is 1.5"), ("", "a number is empty")):
         put(page, "Seed", seed)
         generate(page)
         expect(page.get_by_text(re.compile(words))).to_be_visible()
@@ -178,6 +183,7 @@ def test_a_run_without_the_parts_of_its_data_has_no_captions(finished_run: Path,
         ("gradio_api/run/generate", {}, b'{"data": []}', 404),
         ("gradio_api/queue/join", {}, b" " * (1 << 20) + b"{}", 413),
         ("gradio_api/queue/join", {"Transfer-Encoding": "chunked"}, b"2\r\n{}\r\n0\r\n\r\n", 413),
+        ("gradio_api/queue/join", {}, b"{", 422),
         ("gradio_api/queue/join", {}, b'{"data": [], "fn_index": 99, "session_hash": "a"}', 500),
     ],
 )
@@ -195,6 +201,25 @@ def test_what_the_page_does_not_need_is_closed(
         told = answer.read().decode()
     assert answer.status == status
     assert status == 200 or (len(told.strip().splitlines()) == 1 and "input" not in told)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        [],
+        ["cat"],
+        [{}, *["full", 1, 2, 3, 0], [], 1],
+        ["cat", ["full"], 1, 2, 3, 0, 1, 1],
+    ],
+)
+def test_malformed_calls_are_told_in_one_line(address: str, client: Client, data: list[Any]) -> None:
+    """``served`` checks that the server prints no traceback of them."""
+    index = next(i for i, one in enumerate(client.config["dependencies"]) if one["api_name"] == "generate")
+    call = {"data": data, "fn_index": index, "session_hash": "malformed"}
+    httpx.post(f"{address}/gradio_api/queue/join", json=call).raise_for_status()
+    events = httpx.get(f"{address}/gradio_api/queue/data", params={"session_hash": "malformed"}, timeout=120).text
+    (told,) = [event["output"] for event in map(json.loads, re.findall("data: (.*)", events)) if "output" in event]
+    assert told["error"] and "\n" not in told["error"] and "<gradio" not in told["error"]
 
 
 def ask(client: Client, **changes: Any) -> tuple[list[np.ndarray], str, np.ndarray]:
@@ -220,6 +245,10 @@ def test_the_page_shows_the_images_of_the_python_api(client: Client, finished_ru
     ("changes", "words"),
     [
         ({"prompt": " "}, "a prompt is empty"),
+        ({"prompt": "x" * 2001}, "the prompt has 2,001 characters; describe an image in 1 to 2,000"),
+        ({"num_steps": 5000}, "5000 is greater than maximum"),
+        ({"seed": None}, "a number is empty"),
+        ({"strategy": "best"}, "best is not in the list"),
         ({"seed": 1e30}, "'seed': must be a whole number"),
         ({"seed": 1.5}, "'seed': must be a whole number, is 1.5"),
         ({"num": 1.5}, "must be a whole number, is 1.5"),
