@@ -110,6 +110,8 @@ class Evaluation:
             if changed := [key for key in {**found, **ours} if found.get(key) != ours.get(key)]:
                 was = ", ".join(f"{key} (was {found.get(key)!r})" for key in changed)
                 raise UserError(f"{path}: results of other settings: {was}; {remedy}")
+        elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise UserError(f"--out {folder}: is not empty and holds no {SETTINGS_FILE}; {remedy}")
         atomic_write_json(path, self.origin)
         if isinstance(generated, Generated):
             generated.folder, generated.sha256 = folder, sha256_json(self.origin)

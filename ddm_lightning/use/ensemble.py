@@ -238,6 +238,8 @@ class DecentralizedEnsemble:
                 raise UserError(f"{option}: {name} is conditioned on {kind!r}, not on {kinds[0]}; leave {option} out")
         if not all(prompt.strip() for prompt in prompts):
             raise UserError("--prompt: a prompt is empty; describe an image")
+        if any("\udc80" <= character <= "\udcff" for character in "".join(prompts)):  # as Python reads other bytes
+            raise UserError("--prompt: a prompt is not UTF-8; set the terminal's encoding to it")
         if prompts:
             condition = text_condition(prompts, self.experiment)
             return [(prompt, prompt, condition.rows(torch.tensor([i]))) for i, prompt in enumerate(prompts)]

@@ -76,8 +76,8 @@ def write_samples(
         total, free = num * len(rows), shutil.disk_usage(folder).free
         if singles is not None and (least := 4096 * total) > free:  # a file takes at least a block
             raise UserError(
-                f"{path.parent}: {total:,} images take at least {format_bytes(least)}, and {format_bytes(free)} is free; "
-                "lower --num, or give another disk with --out"
+                f"{path.parent}: {total:,} images take at least {format_bytes(least)}, and {format_bytes(free)} is "
+                "free; lower --num, or give another disk with --out"
             )
         task = progress.add_task("images", total=total)
         images = ensemble.images(rows, num, lambda done: progress.update(task, completed=done), trace)

@@ -187,6 +187,10 @@ def test_an_empty_prompt(refuse_sample: Refuse, prompt: str) -> None:
     assert refuse_sample("--prompt", "red disc", "--prompt", prompt).startswith("--prompt: a prompt is empty")
 
 
+def test_a_prompt_of_bytes_that_are_no_text(refuse_sample: Refuse) -> None:
+    assert refuse_sample("--prompt", "caf\udce9").startswith("--prompt: a prompt is not UTF-8")  # café in Latin-1
+
+
 @pytest.mark.parametrize("number", [errno.EROFS, errno.ENAMETOOLONG])
 def test_a_folder_that_cannot_be_written(
     refuse: Refuse, copied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int

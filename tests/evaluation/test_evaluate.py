@@ -157,6 +157,8 @@ def test_results_of_other_settings_are_refused(run, tmp_path, capsys):
     assert evaluate(run, *out) == 2
     assert "commit (was '0" in refused(capsys)
     assert sorted((tmp_path / "out").rglob("*")) == before
+    assert evaluate(run, "--out", str(tmp_path)) == 2
+    assert "is not empty and holds no settings.json; give another folder" in refused(capsys)
 
 
 def test_bad_input_is_one_line(run, tmp_path, capsys):
