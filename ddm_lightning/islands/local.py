@@ -19,7 +19,6 @@ from typing import NamedTuple
 
 import torch
 from rich.console import Console
-from rich.progress import Progress, TaskID
 
 from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.config.load import to_yaml
@@ -110,7 +109,16 @@ def fit_members(members: Sequence[str], run: Run, jobs: int, console: Console) -
     with _stop_requests() as requests:
         try:
             with Bars(console) as progress:
-                tasks = {member: _task(progress, member, run) for member in members}
+                tasks = {}
+                for member in members:
+                    status = run.status(member)
+                    tasks[member] = progress.add_task(
+                        member,
+                        start=False,
+                        total=run.max_steps(member),  # a finished training may go on
+                        completed=status.step,
+                        note=status.state if run.is_finished(member) else "waiting",
+                    )
                 while (waiting or running) and not requests:
                     free = [slot for slot in range(jobs) if slot not in {child.slot for child in running}]
                     for slot in free[: len(waiting)]:
@@ -169,13 +177,6 @@ def _wait_for_any(running: list[_Child]) -> None:
     if running:
         with suppress(subprocess.TimeoutExpired):
             running[0].process.wait(POLL_SECONDS)
-
-
-def _task(progress: Progress, member: str, run: Run) -> TaskID:
-    status = run.status(member)
-    state = status.state if run.is_finished(member) else "waiting"
-    max_steps = run.max_steps(member)  # a finished training may go on
-    return progress.add_task(member, start=False, total=max_steps, completed=status.step, note=state)
 
 
 def _failure(child: _Child, code: int) -> str:

@@ -136,10 +136,11 @@ def fit_fine(
         UserError: more fine centroids than distinct samples.
     """
     num_fine, size = config.num_fine_centroids, _num_fitted(config, len(rows))
-    is_small = size * num_fine <= _PRICED_DISTANCES and size * rows.row_shape[0] <= _PRICED_NUMBERS
+    num_numbers = size * rows.row_shape[0]
+    is_small = size * num_fine <= _PRICED_DISTANCES and num_numbers <= _PRICED_NUMBERS
     if is_small or size < len(rows):
         chosen = torch.randperm(len(rows), generator=generator)[:size].sort().values.numpy()
-        fits_in_memory = is_small or size * rows.row_bytes <= _KEPT_BYTES
+        fits_in_memory = is_small or num_numbers * rows.dtype.itemsize <= _KEPT_BYTES
         rows = Rows([rows.take(chosen)]) if fits_in_memory else rows.subset(chosen)
     with _refusing(config, "num_fine_centroids", "use fewer, or remove duplicates from the source"):
         if is_small:

@@ -103,13 +103,12 @@ class StoredArray:
         """
         rows = _numbers(which, len(self))
         out = np.empty((len(rows), *self.shape[1:]), self.dtype)
-        row_bytes = self.nbytes // max(1, len(self))
         cuts = (np.flatnonzero(np.diff(rows) != 1) + 1).tolist()
         file = os.open(self.path, os.O_RDONLY)  # making a file object takes longer than reading a row
         try:
             for first, last in pairwise([0, *cuts, len(rows)] if len(rows) else []):
                 run = out[first:last].data
-                if os.preadv(file, [run], self.offset + int(rows[first]) * row_bytes) != run.nbytes:
+                if os.preadv(file, [run], self.offset + int(rows[first]) * out.strides[0]) != run.nbytes:
                     raise OSError(f"{self.path}: is shorter than it was; run prepare again")
         finally:
             os.close(file)
@@ -195,11 +194,6 @@ class Rows(Sequence[Any]):
 
     def __len__(self) -> int:
         return int(self.starts[-1])
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one row."""
-        return prod(self.row_shape) * self.dtype.itemsize
 
     def subset(self, rows: Int[np.ndarray, "m"]) -> Rows:
         """Return the given rows, in ascending order, without reading them."""
