@@ -8,10 +8,11 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import cached_property
 from importlib.metadata import version
 from itertools import islice
+from threading import Thread
 from typing import Any, TypeVar
 
 import numpy as np
@@ -195,11 +196,21 @@ def to_square(image: UInt8[np.ndarray, "h w 3"], size: int, aspect: str) -> UInt
 
 def one_ahead(items: Iterator[Item]) -> Iterator[Item]:
     """Yield ``items``; a thread makes the next one meanwhile. Errors are raised in the place of their item."""
-    thread = ThreadPoolExecutor(1, "read")
-    try:
-        following = thread.submit(next, items, None)
-        while (item := following.result()) is not None:
-            following = thread.submit(next, items, None)
-            yield item
-    finally:
-        thread.shutdown(wait=False)  # Ctrl-C need not wait for a slow server
+
+    def begin_next() -> Future[list[Item]]:
+        following = Future[list[Item]]()
+
+        def make() -> None:
+            try:
+                following.set_result(list(islice(items, 1)))
+            except BaseException as error:  # noqa: BLE001  raised where the item is wanted
+                following.set_exception(error)
+
+        # A daemon, so that Ctrl-C need not wait for a slow server; the program's end waits for threads of a pool.
+        Thread(target=make, name="read", daemon=True).start()
+        return following
+
+    following = begin_next()
+    while made := following.result():
+        following = begin_next()
+        yield made.pop()

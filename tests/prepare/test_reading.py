@@ -49,6 +49,7 @@ def test_ctrl_c_does_not_wait_for_a_slow_source_and_no_thread_is_left():
         list(one_ahead(items()))
     assert time.monotonic() - start < 30
     (reader,) = {thread for thread in threading.enumerate() if thread.name.startswith("read")} - before
+    assert reader.daemon, "otherwise the end of the program waits for it"
     answers.set()
     reader.join(60)
     assert not reader.is_alive()
