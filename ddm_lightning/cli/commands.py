@@ -287,8 +287,6 @@ def _replay(experiment: Experiment, options: argparse.Namespace) -> None:
 
 def _ema(experiment: Experiment, options: argparse.Namespace) -> None:
     member = _one_member(experiment, options)
-    if options.use is not None and options.width is not None:
-        raise UserError("ema: --width compares and --use hands over; give one of them")
     try:
         width = None if options.use in (None, "original") else float(options.use)
     except ValueError:

@@ -68,7 +68,7 @@ def build_parser() -> argparse.ArgumentParser:
         command.add_argument("-c", "--config", required=True, metavar="FILE", help=_PLACES.get(name, _PLACE))
         overrides = "settings that override the file, such as sample.num_steps=20"
         command.add_argument("overrides", nargs="*", metavar="key=value", help=overrides)
-        _add(command.add_mutually_exclusive_group() if name == "prepare" else command, options)
+        _add(command.add_mutually_exclusive_group() if name in ("prepare", "ema") else command, options)
     return parser
 
 

@@ -243,7 +243,6 @@ def leave(run):
         (["--use", "wide"], leave, ["--use wide", "0.08"]),
         # Nearly the last step's weights alone, far from the profile of any snapshot.
         (["--width", "0.15", "--width", "0.001"], leave, ["width 0.001", "miss its profile by 9", "ema_snapshots"]),
-        (["--use", "0.1", "--width", "0.1"], leave, ["give one of them"]),
         (["--use", "0.1"], damage_first, ["width-0.1-step-00000010.safetensors", "not a whole"]),
         (["--use", "0.1"], forget_first, ["width-0.1-step-00000010.safetensors", "missing", "remove"]),
         (["--use", "0.1"], partition_anew, ["expert-0/artifact", "clusters that have changed since"]),
