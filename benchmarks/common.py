@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from yaml import YAMLError
 
@@ -30,7 +30,6 @@ from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.config.load import load_experiment
 from ddm_lightning.core.errors import UserError, first_line
 from ddm_lightning.core.files import atomic_write, atomic_write_json, atomic_write_text
-from ddm_lightning.core.formatting import time_column
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 TINY = REPOSITORY / "experiments" / "tiny_2x.yaml"
@@ -273,7 +272,7 @@ def progress(console: Console) -> Progress:
         TextColumn("{task.description:<22}"),
         BarColumn(),
         MofNCompleteColumn(),
-        time_column(),
+        TimeRemainingColumn(elapsed_when_finished=True),
         console=console,
     )
 

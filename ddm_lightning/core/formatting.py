@@ -41,18 +41,13 @@ def _digits(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def time_column() -> ProgressColumn:
-    """Column of the time left; total time at the end."""
-    return TimeRemainingColumn(elapsed_when_finished=True)
-
-
 def member_columns() -> tuple[ProgressColumn, ...]:
     """Columns of the training progress bars: name, bar, steps, time, newest metrics."""
     return (
         TextColumn("{task.description:<10}"),
         BarColumn(),
         MofNCompleteColumn(),
-        time_column(),
+        TimeRemainingColumn(elapsed_when_finished=True),
         TextColumn("{task.fields[note]}"),
     )
 

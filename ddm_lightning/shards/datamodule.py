@@ -207,13 +207,6 @@ def _check_shared_memory(num_bytes: int) -> None:
         )
 
 
-def epoch_order(shard_sizes: Sequence[int], *, seed: int, epoch: int, shuffle: bool) -> Int[np.ndarray, "n"]:
-    """Return every sample once, by its position in the concatenated shards; shuffled as by Streaming."""
-    if shuffle:
-        return shuffled(shard_sizes, seed, epoch)
-    return np.arange(np.sum(shard_sizes), dtype=np.int64)
-
-
 def num_steps(num_samples: int, num_ranks: int, batch_size: int, *, full: bool) -> int:
     """Return the number of steps that ``steps`` makes of ``num_samples``."""
     if full:
@@ -321,7 +314,7 @@ class ShardLoader:
             self._epoch = int(resumed["epoch"])
             self._sample = int(resumed["sample_in_epoch"])
             self.seed = resumed["shuffle_seed"]
-        order = epoch_order(self.shards.sizes, seed=self.seed, epoch=self._epoch, shuffle=self.training)
+        order = shuffled(self.shards.sizes, self.seed, self._epoch) if self.training else np.arange(len(self.shards))
         rest = steps(order[self._sample :], self.rank, self.num_ranks, self.samples_per_rank, full=self.training)
         missing = self.shards.missing(np.concatenate(rest)) if rest else []
         # The first step of each worker carries the list.

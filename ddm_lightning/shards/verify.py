@@ -39,8 +39,6 @@ def read_index(folder: Path) -> list[dict[str, Any]]:
     for number, shard in enumerate(shards):
         known = {key: shard[key] for key in _SHARD_CHECKS if key in shard} if isinstance(shard, dict) else shard
         problem = checks.problem_with(known, _SHARD_CHECKS)
-        if problem is None and (shard["zip_data"] is None) != (shards[0]["zip_data"] is None):
-            problem = "is compressed, or the first one is, but not both"
         if problem is not None:
             raise UserError(f"{path}: is not an index of MDS shards: shard {number}: {problem}; {_REMEDY}")
     return shards

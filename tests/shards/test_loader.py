@@ -2,7 +2,8 @@ import numpy as np
 import pytest
 from shards.mds import write_mds
 
-from ddm_lightning.shards.datamodule import epoch_order, num_steps, steps
+from ddm_lightning.shards.datamodule import num_steps, steps
+from ddm_lightning.shards.mosaic import shuffled
 
 from streaming import StreamingDataset  # isort: skip (after the shim)
 
@@ -10,7 +11,7 @@ SIZES = [17, 17, 17, 17, 17, 15]
 
 
 def order_of(sizes=SIZES, *, seed=3, epoch=0, shuffle=True):
-    return epoch_order(sizes, seed=seed, epoch=epoch, shuffle=shuffle)
+    return shuffled(sizes, seed, epoch) if shuffle else np.arange(sum(sizes))
 
 
 def interleaved(order, *, num_ranks, batch_size, full):

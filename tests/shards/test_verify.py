@@ -84,12 +84,3 @@ def test_compressed_shards_may_be_present_in_either_form(tmp_path):
     (packed / first.name).write_bytes(b"x" + first.read_bytes()[1:])
     with pytest.raises(UserError, match=re.escape(str(packed / first.name))):
         verify_shards(packed)
-
-
-def test_an_index_of_compressed_and_plain_shards_is_refused(folder):
-    path = folder / "index.json"
-    index = json.loads(path.read_text())
-    index["shards"][-1]["zip_data"] = index["shards"][-1]["raw_data"]
-    path.write_text(json.dumps(index))
-    with pytest.raises(UserError, match="compressed"):
-        verify_shards(folder)
