@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def planned_bytes(step: Timed) -> int:
-    """Predict the peak memory of ``step``, whose optimizer has taken a step, from forward passes of its first two blocks.
+    """Predict the peak memory of ``step`` from forward passes of its first two blocks; its optimizer has taken a step.
 
     Weights and optimizer state exist all the time. When the backward pass begins, the tensors kept by the forward pass
     exist as well; when it ends, all gradients and the tensors kept by the first block. Activation checkpointing adds

@@ -22,9 +22,6 @@ from ddm_lightning.config.validate import check_experiment
 from ddm_lightning.core import checks
 from ddm_lightning.core.errors import UserError, first_line
 
-_OTHER_BASE = re.compile(r"tag:yaml\.org,2002:(int [-+]?0[\d_]|(int|float) .*:)")
-"""Tag and text of a YAML number in base 8 or 60."""
-
 
 def load_experiment(path: str | Path, overrides: Sequence[str] = (), record: Path | None = None) -> Experiment:
     """Read, merge and check an experiment file.
@@ -100,7 +97,7 @@ def read_yaml(path: Path) -> DictConfig:
         raise UserError(f"{path}: cannot be read: {problem}; give a YAML file in UTF-8") from None
     if not isinstance(loaded, DictConfig):
         raise UserError(f"{path}: the top level must be a mapping of keys; experiments/ has examples")
-    _refuse_other_bases(yaml.compose(path.read_text(encoding="utf-8"), yaml.SafeLoader), "", str(path))
+    _refuse_other_bases(loaded, path.read_text(encoding="utf-8"), "", str(path))
     return loaded
 
 
@@ -115,30 +112,32 @@ def read_override(override: str, source: str) -> DictConfig:
     key, _, text = override.partition("=")
     try:
         parsed = OmegaConf.from_dotlist([override])
-        _refuse_other_bases(yaml.compose(text, yaml.SafeLoader), key, f"{source} with {override!r}")
+        _refuse_other_bases(parsed, text, key, f"{source} with {override!r}")
         return parsed
     except (ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
         problem = getattr(error, "problem", None) or first_line(error)
         raise UserError(f"{source}: override {override!r}: its value is not YAML: {problem}; quote it") from None
 
 
-def _refuse_other_bases(node: Any, key: str, source: str) -> None:
+def _refuse_other_bases(loaded: DictConfig, text: str, key: str, source: str) -> None:
     """Refuse numbers that YAML 1.1 reads in base 8 (060 is 48) or 60 (1:30 is 90).
+
+    Args:
+        loaded: what was read.
+        text: the YAML that says so.
+        key: dotted key of all that is in ``text``; empty at the top.
+        source: begins the error line.
 
     Raises:
         UserError: names the key and the number.
     """
-    if isinstance(node, yaml.MappingNode):
-        for name, inner in node.value:
-            _refuse_other_bases(inner, f"{key}.{name.value}" if key else name.value, source)
-    elif isinstance(node, yaml.SequenceNode):
-        for index, inner in enumerate(node.value):
-            _refuse_other_bases(inner, f"{key}[{index}]", source)
-    elif isinstance(node, yaml.ScalarNode) and _OTHER_BASE.match(f"{node.tag} {node.value}"):
-        raise UserError(
-            f"{source}: key {key!r}: YAML reads {node.value} as {yaml.safe_load(node.value)}; "
-            "write a number without ':' or a leading 0, or quote it"
-        )
+    written = dict(leaves(yaml.load(text, yaml.BaseLoader), key))  # every value as text
+    for name, value in leaves(OmegaConf.to_container(loaded)):
+        if isinstance(value, int | float) and re.match(r"[-+]?0[\d_]|.*:", str(written.get(name))):
+            raise UserError(
+                f"{source}: key {name!r}: YAML reads {written[name]} as {value}; "
+                "write a number without ':' or a leading 0, or quote it"
+            )
 
 
 def leaves(value: Any, key: str = "", *, lists: bool = True) -> Iterator[tuple[str, Any]]:

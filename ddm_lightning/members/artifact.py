@@ -40,7 +40,7 @@ VERSION: checks.Check = (
 )
 _ALONE = [name for name in ROLES if name != EXPERT]
 MEMBER: checks.Check = checks.matching(
-    "|".join(role.pattern for role in ROLES.values()),
+    "|".join([rf"{EXPERT}-(0|[1-9]\d{{0,5}})", *_ALONE]),
     f"{expert_name(0)}, {expert_name(1)} …, {', '.join(_ALONE[:-1])} or {_ALONE[-1]}",
 )
 """Check for a member's name."""

@@ -43,11 +43,6 @@ class Role:
         """Names of its members."""
         return [self.name]
 
-    @property
-    def pattern(self) -> str:
-        """Regular expression of the names of its members."""
-        return self.name
-
     def clusters(self, name: str, num_clusters: int) -> tuple[int, ...]:
         """Clusters of the member's training data."""
         return tuple(range(num_clusters))
@@ -99,7 +94,6 @@ class Expert(Role):
     """Trains on one cluster, with 1/K of the monolith's batch (arXiv 2501.05450, section 4)."""
 
     name = EXPERT
-    pattern = r"expert-(0|[1-9]\d{0,5})"
     in_ensemble = True
 
     def names(self, num_clusters: int) -> list[str]:

@@ -215,32 +215,14 @@ class Rows(Sequence[Any]):
         order = rows.argsort(kind="stable")
         hit, first = np.unique(np.searchsorted(self.starts, rows[order], side="right") - 1, return_index=True)
         for index, chosen in zip(hit.tolist(), np.split(order, first[1:]), strict=False):
-            out[chosen] = self._pick(index, rows[chosen] - self.starts[index])
+            kept, local = self.kept[index], rows[chosen] - self.starts[index]
+            out[chosen] = self.arrays[index][local if kept is None else kept[local]]
         return out
-
-    def read_into(self, out: Shaped[np.ndarray, "m ..."], start: int) -> None:
-        """Fill ``out``, of any dtype, with the rows from ``start`` on."""
-        at = start
-        index = int(np.searchsorted(self.starts, start, side="right")) - 1
-        while at < start + len(out):
-            first, last = self.starts[index : index + 2].tolist()
-            stop = min(start + len(out), last)
-            out[at - start : stop - start] = self._pick(index, slice(at - first, stop - first))
-            at, index = stop, index + 1
 
     def __getitem__(self, which: Any) -> Any:
         """Return a copy of one row by its number, or of the rows of a slice."""
-        if not isinstance(which, slice):
-            return self.take(np.array([which]))[0]
-        start, stop, _ = which.indices(len(self))
-        out = np.empty((max(0, stop - start), *self.row_shape), self.dtype)
-        self.read_into(out, start)
-        return out
+        return self.take(_numbers(which, len(self))) if isinstance(which, slice) else self.take(np.array([which]))[0]
 
     def __iter__(self) -> Iterator[Any]:
         for start in range(0, len(self), _ROWS_AT_ONCE):
             yield from self[start : start + _ROWS_AT_ONCE]
-
-    def _pick(self, index: int, which: Int[np.ndarray, "m"] | slice) -> Shaped[np.ndarray, "m ..."]:
-        kept = self.kept[index]
-        return self.arrays[index][which if kept is None else kept[which]]

@@ -9,6 +9,7 @@ exceeds its capacity. The auction below raises prices from zero, so that a clust
 from __future__ import annotations
 
 import math
+from operator import itemgetter
 
 import torch
 from jaxtyping import Float, Int64, Shaped
@@ -54,7 +55,7 @@ def balanced_kmeans(
     mean = x.mean(0)
     x = x - mean
     limit = capacity(float(weights.sum()), num_clusters, max_largest_over_mean)
-    best: tuple[float, Tensor, Tensor] | None = None
+    found = []
     for _ in range(num_restarts):
         centroids = _plus_plus(x, num_clusters, weights, generator)
         assignment = torch.full((len(x),), -1)
@@ -67,10 +68,9 @@ def balanced_kmeans(
         cost = float((weights * (x - centroids[assignment]).square().sum(1)).sum())
         # A start within the limit beats a cheaper one beyond it.
         cost += math.inf if float(loads(assignment, weights, num_clusters).max()) > limit else 0.0
-        if best is None or cost < best[0]:
-            best = (cost, centroids, assignment)
-    assert best is not None
-    return best[1] + mean, best[2]
+        found.append((cost, centroids, assignment))
+    _, centroids, assignment = min(found, key=itemgetter(0))
+    return centroids + mean, assignment
 
 
 def capacity(total: float, num_clusters: int, max_largest_over_mean: float) -> float:

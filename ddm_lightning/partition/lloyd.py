@@ -8,10 +8,8 @@ split the most crowded cell.
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable
 
-import numpy as np
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
@@ -120,26 +118,18 @@ def _pass(
     Returns:
         Per cell: number of samples, their sum, and their total squared distance from the centroid.
     """
-    num_clusters, dim = centroids.shape
-    num_rows = min(rows_at_once(num_clusters), len(rows))
+    num_clusters = len(centroids)
+    num_rows = rows_at_once(num_clusters)
     half = centroids.square().sum(1) / 2
-    own = threading.local()
 
     def of_block(start: int) -> tuple[Tensor, Tensor, Tensor]:
-        if not hasattr(own, "rows"):
-            # One buffer per thread: fresh memory of this size costs about as much as filling it.
-            own.rows = np.empty((num_rows, dim), np.float32)
-            own.scores = centroids.new_empty(num_rows, num_clusters)
-        block = own.rows[: len(rows) - start]
-        rows.read_into(block, start)
-        x = torch.from_numpy(block).to(device)
+        x = torch.from_numpy(rows[start : start + num_rows]).to(device, torch.float32)
         x = x if centre is None else x.sub_(centre)
         squares = torch.linalg.vecdot(x, x)
         # Rows need no division by their norms: the c nearest to x/|x| has the least |x||c|²/2 - xc. The minimum is
         # that of normalize().
         scale = squares.sqrt().clamp_(min=1e-12) if centre is None else torch.ones_like(squares)
-        scores = torch.mul(scale.unsqueeze(1), half, out=own.scores[: len(x)]).addmm_(x, centroids.T, alpha=-1)
-        least, index = scores.min(1)
+        least, index = torch.mul(scale.unsqueeze(1), half).addmm_(x, centroids.T, alpha=-1).min(1)
         counts = index.bincount(minlength=num_clusters)
         order, starts = index.argsort(stable=True), counts.cumsum(0) - counts
         cost = squares.div_(scale).add_(least, alpha=2).div_(scale)

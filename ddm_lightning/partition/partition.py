@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from hashlib import blake2b
 from pathlib import Path
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -38,24 +37,7 @@ class Samples(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Rule(ABC):
-    """A way to assign samples to clusters. A file stores its fields, tensors and plain JSON, and nothing else."""
-
-    kind: ClassVar[str]
-
-    @abstractmethod
-    def assign(
-        self, samples: Samples, device: str = "cpu", on_progress: OnProgress = lambda *_: None
-    ) -> Int64[np.ndarray, "n"]:
-        """Return the cluster of each sample, which depends on that sample alone.
-
-        Raises:
-            UserError: features that are not finite, or a class without a cluster.
-        """
-
-
-@dataclass(frozen=True)
-class NearestCentroid(Rule):
+class NearestCentroid:
     """Assigns a sample to the cluster of its nearest fine centroid; kind ``kmeans``."""
 
     kind = "kmeans"
@@ -71,13 +53,17 @@ class NearestCentroid(Rule):
     def assign(
         self, samples: Samples, device: str = "cpu", on_progress: OnProgress = lambda *_: None
     ) -> Int64[np.ndarray, "n"]:
-        """Return the cluster of each sample's nearest fine centroid."""
+        """Return the cluster of each sample's nearest fine centroid.
+
+        Raises:
+            UserError: features are not finite.
+        """
         found = nearest_of_rows(samples.features, self.fine_centroids, self.metric, device, on_progress)
         return self.cluster_of_fine.numpy()[found]
 
 
 @dataclass(frozen=True)
-class KeyHash(Rule):
+class KeyHash:
     """Assigns a sample by a hash of seed and key; kind ``random``."""
 
     kind = "random"
@@ -99,7 +85,7 @@ class KeyHash(Rule):
 
 
 @dataclass(frozen=True)
-class ClusterOfLabel(Rule):
+class ClusterOfLabel:
     """Assigns a sample by its class, so that clusters hold whole classes; kind ``labels``."""
 
     kind = "labels"
@@ -134,7 +120,11 @@ class ClusterOfLabel(Rule):
     def assign(
         self, samples: Samples, device: str = "cpu", on_progress: OnProgress = lambda *_: None
     ) -> Int64[np.ndarray, "n"]:
-        """Return the cluster of each sample's class."""
+        """Return the cluster of each sample's class.
+
+        Raises:
+            UserError: a class has no cluster.
+        """
         table, labels = self.cluster_of_label.numpy(), samples.labels
         known = (labels >= 0) & (labels < len(table))
         clusters = np.where(known, table[np.where(known, labels, 0)], -1)
@@ -147,6 +137,8 @@ class ClusterOfLabel(Rule):
         return clusters
 
 
+Rule: TypeAlias = NearestCentroid | KeyHash | ClusterOfLabel
+"""A way to assign each sample by itself. A file stores its fields, tensors and plain JSON, and nothing else."""
 _RULES: dict[str, type[Rule]] = {rule.kind: rule for rule in (NearestCentroid, KeyHash, ClusterOfLabel)}
 
 

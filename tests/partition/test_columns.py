@@ -127,9 +127,6 @@ def test_slices_and_iteration_cross_arrays(case, data):
     np.testing.assert_array_equal(found[start:stop], expected[start:stop], strict=True)
     np.testing.assert_array_equal(found[:], expected, strict=True)
     np.testing.assert_array_equal(np.array([*found], expected.dtype).reshape(expected.shape), expected)
-    out = np.empty(expected[start:stop].shape, np.float32)
-    found.read_into(out, start)
-    np.testing.assert_array_equal(out, expected[start:stop])
 
 
 @pytest.mark.parametrize("row", [-1, 5])
