@@ -27,7 +27,7 @@ from ddm_lightning.ensemble.manifest import write_ensemble
 from ddm_lightning.members.artifact import read_meta
 from ddm_lightning.members.cost import step_cost
 from ddm_lightning.members.member import Member
-from ddm_lightning.members.roles import MONOLITH, ROUTER, STUDENT, batch_size, ensemble_members
+from ddm_lightning.members.roles import MONOLITH, ROUTER, STUDENT, ensemble_members, role_of
 from ddm_lightning.members.run import Run
 from ddm_lightning.members.run_folder import MEMBER_FILE, RunFolder, refuse_changed
 from ddm_lightning.members.status import MemberStatus
@@ -188,7 +188,7 @@ class Study:
                 for member in members:
                     steps = tuple(self._steps(member, experiment, costs, share) for share in variant.budgets)
                     of_sample = {ROUTER: costs.router, STUDENT: STUDENT_COST * costs.expert}.get(member, costs.expert)
-                    cost = steps[-1] * batch_size(member, experiment) * of_sample
+                    cost = steps[-1] * role_of(member).batch_size(member, experiment) * of_sample
                     jobs.append(Job(variant, seed, member, steps, cost))
         order = {variant.name: index for index, variant in enumerate(self.variants)}
         return sorted(jobs, key=lambda job: (order[job.variant.name], -job.flops, job.seed))

@@ -26,7 +26,7 @@ from ddm_lightning.config.experiment import Experiment
 from ddm_lightning.config.load import load_experiment
 from ddm_lightning.core import processes
 from ddm_lightning.core.errors import UserError, first_line
-from ddm_lightning.members.roles import batch_size
+from ddm_lightning.members.roles import role_of
 from ddm_lightning.members.run_folder import RunFolder
 from ddm_lightning.shards.manifest import DataSizes, Manifest
 
@@ -103,7 +103,8 @@ class Timing:
             self.title = f"{own.name}: steps of a DiT on {device.type}, {XL2}"
         else:
             self.sizes = Manifest.read(RunFolder.of(own).root)
-            self.title = f"{own.name}: steps of {MEMBER} on {device.type}, batch {batch_size(MEMBER, own)}"
+            batch_size = role_of(MEMBER).batch_size(MEMBER, own)
+            self.title = f"{own.name}: steps of {MEMBER} on {device.type}, batch {batch_size}"
         torch.set_num_threads(own.island.num_threads)
         self.notes: list[str] = []
         """One line per option that did not run."""

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from common import MEMBER, all_of, console, load, progress, start
 
 from ddm_lightning.core.errors import UserError
-from ddm_lightning.members.roles import batch_size
+from ddm_lightning.members.roles import role_of
 from ddm_lightning.members.run_folder import RunFolder, refuse_changed
 from ddm_lightning.members.status import MemberStatus, loss_of
 
@@ -41,7 +41,7 @@ class Effect:
     def __init__(self, options: Namespace) -> None:
         self.options = options
         self.experiment = load(options)
-        train, batch = self.experiment.expert.train, batch_size(MEMBER, self.experiment)
+        train, batch = self.experiment.expert.train, role_of(MEMBER).batch_size(MEMBER, self.experiment)
         samples = QUICK_SAMPLES if options.quick else train.max_steps * batch
         num_samples: int = samples if options.samples is None else options.samples
         if num_samples < batch:

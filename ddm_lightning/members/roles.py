@@ -156,16 +156,6 @@ def role_of(name: str) -> Role:
     return ROLES[name.partition("-")[0]]
 
 
-def train_config(name: str, experiment: Experiment) -> TrainConfig:
-    """Training settings of the member ``name``; needs no data sizes, unlike ``Member.resolve``."""
-    return role_of(name).train(name, experiment)
-
-
-def batch_size(name: str, experiment: Experiment) -> int:
-    """Samples per optimizer step of the member ``name``."""
-    return role_of(name).batch_size(name, experiment)
-
-
 def expert_name(cluster: int) -> str:
     """Name of the expert that trains on ``cluster``."""
     return f"{EXPERT}-{cluster}"

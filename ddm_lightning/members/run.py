@@ -13,7 +13,7 @@ from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_write_text
 from ddm_lightning.members.artifact import read_meta
 from ddm_lightning.members.member import Member
-from ddm_lightning.members.roles import all_members, ensemble_members, train_config
+from ddm_lightning.members.roles import all_members, ensemble_members, role_of
 from ddm_lightning.members.run_folder import RunFolder, recorded, refuse_changed
 from ddm_lightning.members.status import MemberStatus
 from ddm_lightning.shards.manifest import Manifest
@@ -110,7 +110,7 @@ class Run:
 
     def max_steps(self, name: str) -> int:
         """Optimizer steps that the experiment asks of the member."""
-        return train_config(name, self.experiment).max_steps
+        return role_of(name).train(name, self.experiment).max_steps
 
     def is_finished(self, name: str) -> bool:
         """Whether the member has handed over an artifact of all steps of the experiment.

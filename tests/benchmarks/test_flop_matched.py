@@ -9,7 +9,7 @@ from flop_scores import equal_score_share, kid, ratio
 from flop_training import Study, Variant
 
 from ddm_lightning.core.errors import UserError
-from ddm_lightning.members.roles import batch_size
+from ddm_lightning.members.roles import role_of
 
 TINY = str(Path(__file__).parents[2] / "experiments" / "tiny_2x.yaml")
 
@@ -28,7 +28,8 @@ def test_every_side_costs_the_same_flops(tiny_run):
     trained = [job for job in jobs if job.variant.name == "main" and job.member != "monolith"]
     assert sum(job.flops for job in trained) + study.costs.partition == pytest.approx(study.budget(1.0))
     assert {job.steps[-1] for job in trained if job.member != "router"} == {study.experiment.expert.train.max_steps}
-    assert trained[0].flops == trained[0].steps[-1] * batch_size("expert-0", study.experiment) * study.costs.expert
+    per_step = role_of("expert-0").batch_size("expert-0", study.experiment) * study.costs.expert
+    assert trained[0].flops == trained[0].steps[-1] * per_step
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from ddm_lightning.core.registry import CAPTION_ENCODERS, EXPERTS, FEATURES, IMA
 from ddm_lightning.members.cost import flops_per_sample
 from ddm_lightning.members.member import Member
 from ddm_lightning.members.preflight import check_plugins
-from ddm_lightning.members.roles import batch_size, train_config
+from ddm_lightning.members.roles import role_of
 from ddm_lightning.shards.manifest import DataSizes
 
 FOLDER = Path(__file__).parents[2] / "experiments"
@@ -117,10 +117,10 @@ def test_the_hours_of_a_header_follow_from_its_formula(stem):
     assert shipped <= {(role, gpus) for role, gpus, *_ in lines}
     for role, gpus, steps, samples, *texts in lines:
         member = "expert-0" if role == "expert" else role
-        max_steps = train_config(member, experiment).max_steps
+        max_steps = role_of(member).train(member, experiment).max_steps
         assert int(steps.replace(",", "")) == max_steps
         per_gpu = int(samples.replace(",", ""))
-        assert per_gpu * int(gpus) == batch_size(member, experiment)
+        assert per_gpu * int(gpus) == role_of(member).batch_size(member, experiment)
         gflop = LARGE[stem][1] if role == "expert" else 138.6
         low, high, activations, *others, shortest, longest = texts
         assert (low, high) == (f"{gflop / 620:.2f}", f"{gflop / 520:.2f}")  # GFLOP at TFLOP/s are ms

@@ -15,7 +15,7 @@ from ddm_lightning.config.merge import expert_section
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.members.member import Member
 from ddm_lightning.members.preflight import check_networks, check_plugins
-from ddm_lightning.members.roles import batch_size, train_config
+from ddm_lightning.members.roles import role_of
 from ddm_lightning.members.run_folder import changes
 from ddm_lightning.shards.manifest import DataSizes
 
@@ -51,8 +51,9 @@ def test_params_of_the_same_network_are_merged_and_so_are_overrides_on_the_comma
         **document["expert"]["network"]["params"],
         "depth": 3,
     }
-    assert train_config("expert-0", experiment).max_steps == 7 and batch_size("expert-0", experiment) == 2
-    assert train_config("expert-1", experiment).max_steps == 60 and batch_size("expert-1", experiment) == 8
+    role = role_of("expert-0")
+    assert role.train("expert-0", experiment).max_steps == 7 and role.batch_size("expert-0", experiment) == 2
+    assert role.train("expert-1", experiment).max_steps == 60 and role.batch_size("expert-1", experiment) == 8
     path.write_text(to_yaml(experiment))
     assert load_experiment(path) == experiment
 
