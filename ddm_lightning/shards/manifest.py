@@ -150,6 +150,15 @@ def _problem_with(stored: Any) -> str | None:
         return f"keys missing or unknown: {', '.join(sorted(odd))}"
     if problem := checks.problem_with({key: stored[key] for key in _CHECKS}, _CHECKS):
         return problem
+    channels, *rest = stored["x_shape"]
+    x_0 = [channels * (2 if stored["stores"] == "posterior" else 1), *rest]
+    columns, tokens = stored["columns"], stored["token_shape"] or []
+    for name, shape in {"x_0": x_0, "x_0_flipped": x_0, "text": [stored["text_size"]], "text_tokens": tokens}.items():
+        if (name == "x_0" or name in columns) and columns.get(name, "").split(":")[2:] != [",".join(map(str, shape))]:
+            return f"key 'columns' gives {name} another shape than {shape}"
+    for name, values in stored["normalisation"].items():
+        if isinstance(values, list) and len(values) not in (1, channels):
+            return f"key 'normalisation' has {len(values)} numbers of {name} for {channels} channels"
     if len(stored["priors"]) != len(stored["clusters"]):
         return "key 'priors' has another length than key 'clusters'"
     return None
