@@ -95,6 +95,8 @@ class ImageFolder:
     @cached_property
     def _captions(self) -> dict[str, str] | None:
         """Captions in the caption file by name of the image; None without such a file."""
+        if all(name in self.files.states for name in _CAPTION_FILES):
+            raise UserError(f"{self.files.shown()}: has both {' and '.join(_CAPTION_FILES)}; keep one")
         name = next((name for name in _CAPTION_FILES if name in self.files.states), None)
         if name is None:
             return None

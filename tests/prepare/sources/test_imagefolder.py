@@ -114,6 +114,7 @@ def test_captions_from_jsonl_arrive_unchanged(folder, name):
             {"captions.jsonl": lines({"file_name": "a.png", "caption": 7})},
             "line 1: needs JSON with its own 'file_name'",
         ),
+        ({"captions.jsonl": "", "metadata.jsonl": ""}, "has both captions.jsonl and metadata.jsonl; keep one"),
     ],
 )
 def test_a_caption_file_that_cannot_be_used_is_refused(folder, files, problem):
