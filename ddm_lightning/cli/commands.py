@@ -69,7 +69,7 @@ def _check(experiment: Experiment, options: argparse.Namespace) -> None:
 
 
 def _networks_check(experiment: Experiment, options: argparse.Namespace) -> Callable[[DataSizes | Manifest], None]:
-    """Check the networks against the sizes of the data."""
+    """Build a check of the networks against the sizes of the data."""
     return lambda sizes: check_networks(experiment, sizes, options.config, options.overrides)
 
 

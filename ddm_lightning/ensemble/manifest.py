@@ -252,12 +252,12 @@ def cluster_of(expert: ArtifactMeta) -> str:
 
 
 def known_clusters(router: ArtifactMeta) -> list[str]:
-    """What each of a router's logits stands for."""
+    """Cluster that each of a router's logits stands for."""
     return router.clusters or [f"{router.partition_sha256}/{expert_name(k)}" for k in range(router.num_clusters)]
 
 
 def knows(router: ArtifactMeta | None, name: str, expert: ArtifactMeta) -> bool:
-    """Whether the router's logit for ``name`` stands for the expert's cluster; without a router it need not."""
+    """Whether the router's logit for ``name`` stands for the expert's cluster; True without a router."""
     return router is None or dict(enumerate(known_clusters(router))).get(cluster_of_expert(name)) == cluster_of(expert)
 
 
@@ -306,8 +306,8 @@ def removed(ensemble: EnsembleManifest, name: str) -> EnsembleManifest:
 def added(ensemble: EnsembleManifest, folder: Path, num_images: int, router: Path | None = None) -> EnsembleManifest:
     """Add the expert of the artifact ``folder``.
 
-    An expert of the ensemble's own partition that is not there gets its own place back, and the router knows it. Any
-    other gets the next free number, and the ensemble loses its router, unless it gets one that knows the expert.
+    A missing expert of the ensemble's own partition gets its old place, and the router already knows its cluster. Any
+    other expert gets the next free number. The ensemble then loses its router, unless ``router`` replaces it.
 
     Args:
         ensemble: the ensemble.

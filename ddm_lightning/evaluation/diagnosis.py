@@ -239,7 +239,7 @@ def _noisy(x_0: Float[Tensor, "n c h w"], seed: int) -> Iterator[tuple[Tensor, T
 
 
 def _read(run: Run, side: str, most: int) -> Samples:
-    """Read evenly spaced samples of all clusters, at most so many.
+    """Read at most this many samples of all clusters, evenly spaced.
 
     Raises:
         UserError: there are none, or shards are damaged.

@@ -165,7 +165,7 @@ def _read_image(path: Path) -> UInt8[np.ndarray, "h w 3"]:
 class Generated:
     """Images of a run's ensemble, generated in parts and kept in ``folder``.
 
-    Conditions are those of the held-out samples (of training samples if none are held out), again and again in a
+    Conditions are those of the held-out samples (of training samples if none are held out), repeated in
     shuffled order; without shards, ``sample.prompts`` or all classes in turn. All randomness of an image is keyed by
     its number, so neither parts nor ranks matter.
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 WEIGHT_DECAYS = (1e-3, 1e-2, 1e-1)
-"""Weight decays of which the classifier takes the best."""
+"""Weight decays that the classifier tries."""
 
 
 class ClusterShares:

@@ -3,5 +3,5 @@
 - ``dit``, ``mmdit``, ``unet``, ``diffusers``, ``router``: the built-in experts and router
 - ``blocks``, ``embeddings``: their parts and options
 - ``attention``: one function with several back ends
-- ``flops``: measured floating-point operations
+- ``calibration``: temperatures that calibrate a router
 """

@@ -58,7 +58,7 @@ class RouterDiT(Trunk):
         self.initialise()
 
     def initialise(self) -> None:
-        """Initialise like ``Trunk``, and draw a normal(0.02) class token."""
+        """Initialise like ``Trunk``, and the class token from a normal distribution with std 0.02."""
         super().initialise()
         nn.init.normal_(self.class_token, std=0.02)
 

@@ -160,7 +160,7 @@ def _size(image: UInt8[np.ndarray, "h w 3"]) -> str:
 
 
 def _with_plain_text(found: Record | BrokenSample) -> Record | BrokenSample:
-    """Return a sample whose text UTF-8 can store: ``BrokenSample`` for another."""
+    """Return the sample, or a ``BrokenSample`` if UTF-8 cannot store its text."""
     texts = [found.key] if isinstance(found, BrokenSample) else [found.key, found.group or "", found.caption]
     try:
         "".join(texts).encode()

@@ -204,7 +204,7 @@ class Preparation:
         return []
 
     def unfinished_parts(self) -> dict[int, dict[str, str]]:
-        """Return by number of the part which groups of columns are missing, each with its key."""
+        """Map the number of each unfinished part to its missing groups of columns, each with its key."""
         wanted, inputs = {}, {name: sha256_json(inputs) for name, inputs in self._group_keys().items()}
         for number, (part, ledger) in enumerate(zip(self.parts, self.prepared.ledgers, strict=True)):
             samples = sha256_json([part.name, part.fingerprint])

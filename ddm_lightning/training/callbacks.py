@@ -94,7 +94,7 @@ class MissedValidation(L.Callback):
     """Validates after the last step, and makes up for a validation that a stop or a kill cut short.
 
     A resumed training makes up for it before its next step. Lightning counts it as done, because the checkpoint was
-    saved before it. A training with no steps left starts for this reason, too.
+    saved before it. So a training with no steps left starts, too, if it missed one.
 
     Args:
         folder: the member's folder.
@@ -249,9 +249,9 @@ class StopRequested(BaseException):
 class StopOnRequest(L.Callback):
     """On SIGTERM, SIGUSR1 (SLURM's warning) or Ctrl-C: finishes the step, saves a checkpoint and stops.
 
-    It cuts a running validation short, whose step ``RollingCheckpoints`` has saved, except after the last step. Several
-    ranks agree every ten steps whether to stop, so that it is enough if one of them gets the signal, and whether a
-    checkpoint is due by rank zero's clock (``checkpoint_every_n_minutes``).
+    It cuts a running validation short, except after the last step; ``RollingCheckpoints`` has saved that step before.
+    Every ten steps, several ranks agree whether one of them got a signal, and whether a checkpoint is due by rank
+    zero's clock (``checkpoint_every_n_minutes``).
     """
 
     def __init__(self, checkpoints: RollingCheckpoints) -> None:

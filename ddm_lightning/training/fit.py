@@ -123,7 +123,7 @@ def _checkpoint_of(name: str, run: Run, console: Console) -> Path | None:
     """
     folder = run.folder.member(name) / "checkpoints"
     if not ranks.is_rank_zero():
-        return checkpoint.newest_checkpoint(folder)  # says only that there is one; rank zero tells which to load
+        return checkpoint.newest_checkpoint(folder)  # tells whether there is one; rank zero says which
     path, damaged = checkpoint.find_resumable(folder)
     checkpoint.tidy(folder, damaged)
     for other, problem in damaged.items():

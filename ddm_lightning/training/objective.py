@@ -222,10 +222,10 @@ class Objective(ABC):
         return NoisyBatch(interpolate(x_0, noise, t, self.member.path), t, noise, x_0, self.condition(batch))
 
     def num_counted(self, batch: dict[str, Tensor], batch_idx: int, at: Position) -> int:
-        """Return how many rows of a held-out batch count; they come first.
+        """Return how many rows of a held-out batch count towards the averages; they come first.
 
-        Ranks that cannot share the held-out samples equally repeat some (``shards.datamodule.steps``), each as its last
-        row. It is computed like the others, because ranks wait for one another under FSDP2.
+        If the held-out samples do not divide equally among ranks, some ranks repeat one as their last row
+        (``shards.datamodule.steps``). Its loss is computed, because FSDP2 needs all ranks, but not counted.
         """
         num = len(batch["sample_id"])
         if self.num_held_out is None:

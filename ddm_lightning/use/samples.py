@@ -44,8 +44,7 @@ def write_samples(
     """Generate ``sample.num_per_prompt`` images per prompt or class, and write them as a grid to the PNG ``path``.
 
     The grid has at most ``MAX_ROWS`` by ``MAX_COLUMNS`` images. With ``singles``, a folder beside the grid, also write
-    each image as it is made, and the files of ``write_trajectory``, ``gif`` among them if wanted. Files appear when all
-    are finished.
+    each single image and the files of ``write_trajectory``. Files appear when all are finished.
 
     Args:
         ensemble: the ensemble, with the settings of this call.
@@ -96,7 +95,7 @@ def write_samples(
         if trace is not None:
             files = write_trajectory(grid, trace, ensemble.field.names, labels, ensemble.decode, gif, credit)
         for old in singles.glob("[0-9][0-9][0-9]-*-[0-9][0-9][0-9][0-9].png") if singles is not None else ():
-            old.unlink()  # of an earlier grid of this name
+            old.unlink()  # left by an earlier grid of this name
     return {name: path.with_name(file.name) for name, file in files.items()}
 
 

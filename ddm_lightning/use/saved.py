@@ -164,7 +164,7 @@ def experiment_of(manifest: EnsembleManifest) -> Experiment:
 
 
 def refuse_paths(manifest: EnsembleManifest) -> None:
-    """Refuse encoders that load a local path or hub model that the artifacts, perhaps a stranger's, name.
+    """Refuse encoders that load a local path or hub model named by the artifacts, perhaps a stranger's.
 
     Raises:
         UserError: an encoder's params name a path or a model of the hub.
@@ -263,7 +263,7 @@ def save_ensemble(ensemble: EnsembleManifest, out: Path, licence: str | None = N
     """Write a saved ensemble; ``out`` appears whole or not at all.
 
     Args:
-        ensemble: from ``manifest_with_about`` or ``changes``.
+        ensemble: from ``manifest_with_about``, or changed by ``added``, ``removed`` or ``replaced``.
         out: new folder.
         licence: licence of the weights; None keeps the one stated before.
 
