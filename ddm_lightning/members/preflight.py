@@ -105,14 +105,13 @@ def is_collected(members: Sequence[str], run: Run) -> bool:
     Raises:
         UserError: some artifacts are missing. The user expects to copy them, not to prepare and train here.
     """
-    folder = run.folder
-    manifest = folder.prepared / "manifest.json"
-    if not manifest.exists() or (folder.prepared / "parts.json").exists():
+    manifest = run.folder.prepared / "manifest.json"
+    if not manifest.exists() or manifest.with_name("parts.json").exists():
         return False
-    if missing := [name for name in members if not folder.has_artifact(name)]:
+    if missing := [name for name in members if not run.folder.has_artifact(name)]:
         raise UserError(
             f"{manifest}: was prepared elsewhere, and the artifacts of {', '.join(missing)} are not here; copy them to "
-            f"{folder.root / 'members'}/NAME/artifact, or train one with member={missing[0]}"
+            f"{run.folder.root / 'members'}/NAME/artifact, or train one with member={missing[0]}"
         )
     return True
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -117,11 +117,10 @@ def load_run(path: str | Path, overrides: Sequence[str] = ()) -> Experiment:
     if is_record(path) and not any(text.startswith("run_dir=") for text in overrides):
         experiment.run_dir = str(path.parent)
     run = RunFolder.of(experiment)
-    if not run.experiment.exists() or run.experiment.resolve() == path.resolve():
-        return experiment
-    recorded = load_experiment(path, overrides, record=run.experiment)
-    recorded.run_dir = experiment.run_dir  # the folder may have moved
-    return recorded
+    if run.experiment.exists() and run.experiment.resolve() != path.resolve():
+        recorded = load_experiment(path, overrides, record=run.experiment)
+        experiment = replace(recorded, run_dir=experiment.run_dir)  # the folder may have moved
+    return experiment
 
 
 def refuse_changed(experiment: Experiment) -> None:
@@ -132,15 +131,13 @@ def refuse_changed(experiment: Experiment) -> None:
     """
     run = RunFolder.of(experiment)
     # Without members the folder is only prepared, and prepare knows which of its stages a changed key affects.
-    if not run.experiment.exists() or not (run.root / "members").exists():
-        return
-    refuse_changes(run.experiment, recorded(run), asdict(experiment))
+    if run.experiment.exists() and (run.root / "members").exists():
+        refuse_changes(run.experiment, recorded(run), asdict(experiment))
 
 
 def recorded(run: RunFolder) -> dict[str, Any]:
     """The experiment recorded in the folder; empty if there is none."""
-    recorded: Any = OmegaConf.to_container(read_yaml(run.experiment)) if run.experiment.exists() else {}
-    return dict(recorded)
+    return dict(OmegaConf.to_container(read_yaml(run.experiment))) if run.experiment.exists() else {}  # type: ignore[arg-type]
 
 
 def refuse_changes(path: Path, old: dict[str, Any], new: dict[str, Any]) -> None:

@@ -121,7 +121,6 @@ def status_table(title: str, statuses: Iterable[MemberStatus]) -> Table:
     for heading in ("member", "state", "step", "loss", "held out", "accuracy", "time", "samples/s"):
         table.add_column(heading, justify="left" if heading in ("member", "state") else "right", no_wrap=True)
     for status in statuses:
-        accuracy = status.metrics.get("held_out/accuracy")  # without the condition, as the router's loss
         minutes, seconds = divmod(round(status.seconds), 60)
         table.add_row(
             status.member,
@@ -129,7 +128,7 @@ def status_table(title: str, statuses: Iterable[MemberStatus]) -> Table:
             f"{status.step}/{status.max_steps}",
             _figure(loss_of(status.metrics, "train"), ".4f"),
             _figure(loss_of(status.metrics, "held_out"), ".4f"),
-            _figure(accuracy, ".1%"),
+            _figure(status.metrics.get("held_out/accuracy"), ".1%"),  # without the condition, as the router's loss
             f"{minutes}:{seconds:02d}",
             _figure(status.samples_per_second or None, ".0f"),
         )
