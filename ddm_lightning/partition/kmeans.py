@@ -139,12 +139,13 @@ def repair(
     load = loads(assignment, weights, num_clusters)
     while float(load.max()) > limit:
         crowded = int(load.argmax())
-        for bound in (limit, float(load[crowded]) * (1 - 1e-6)):
-            change = _cheapest_move(cost, weights, assignment, load, crowded, bound)
-            change = change or _cheapest_swap(cost, weights, assignment, load, crowded, bound)
-            if change:
-                break
-        else:
+        found = (
+            cheapest(cost, weights, assignment, load, crowded, bound)
+            for bound in (limit, float(load[crowded]) * (1 - 1e-6))
+            for cheapest in (_cheapest_move, _cheapest_swap)
+        )
+        change = next(filter(None, found), None)
+        if change is None:
             break
         for sample, cluster in change:
             assignment[sample] = cluster

@@ -144,10 +144,10 @@ def nearest_of_rows(
     found = np.empty(len(rows), np.int32)
     starts = range(0, len(rows), ROWS_AT_ONCE)
 
-    def of_block(start: int) -> Int64[Tensor, "m"]:
-        return nearest(rows[start : start + ROWS_AT_ONCE], centroids, metric, device)
-
-    for start, block in zip(starts, in_order(of_block, starts, device), strict=True):
+    blocks = in_order(
+        lambda start: nearest(rows[start : start + ROWS_AT_ONCE], centroids, metric, device), starts, device
+    )
+    for start, block in zip(starts, blocks, strict=True):
         found[start : start + len(block)] = block.numpy()
         on_progress(start + len(block), len(rows))
     return found
