@@ -2,69 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 
 import torch
 from step_networks import Timed
-from torch import Tensor, nn
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
+
+from ddm_lightning.members.cost import step_bytes
 
 
 def planned_bytes(step: Timed) -> int:
-    """Predict the peak memory of ``step`` from forward passes of its first two blocks; its optimizer has taken a step.
-
-    Weights and optimizer state exist all the time. When the backward pass begins, the tensors kept by the forward pass
-    exist as well; when it ends, all gradients and the tensors kept by the first block. Activation checkpointing adds
-    the recomputed tensors of one block. Temporary tensors are not counted. With several micro-batches, gradients exist
-    from the first on. The network's ``blocks`` must be equal.
-    """
-    blocks = step.network.blocks
-    assert isinstance(blocks, nn.ModuleList)
-    one, two = (_kept_by_first(step, blocks, num) for num in (1, 2))
-    kept = one + (len(blocks) - 1) * (two - one)
-    anew = 0
-    if "forward" in vars(blocks[0]):
-        with _as_written(blocks[0]):
-            anew = _kept_by_first(step, blocks, 1) - one
-    gradients = sum(parameter.nbytes for parameter in step.network.parameters())
-    return _bytes_of(held(step)) + anew + max(kept + gradients * (step.num_parts > 1), gradients + one)
-
-
-def activation_bytes(network: nn.Module, loss: Callable[[], Tensor]) -> int:
-    """Bytes that a forward pass keeps for the backward pass, without uncast weights."""
-    own = {tensor.untyped_storage().data_ptr() for tensor in network.state_dict(keep_vars=True).values()}
-    kept: dict[int, int] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = storage.nbytes()  # by address: a view of a kept tensor costs nothing
-        return tensor.detach()  # the tensor itself and its graph would keep each other alive
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        value = loss()
-    del value  # only now: its graph keeps the counted tensors, so that no address is reused
-    return sum(kept.values())
-
-
-def _kept_by_first(step: Timed, blocks: nn.ModuleList, num: int) -> int:
-    step.network.blocks = nn.ModuleList(list(blocks)[:num])
-    try:
-        return activation_bytes(step.network, step.loss)
-    finally:
-        step.network.blocks = blocks
-
-
-@contextmanager
-def _as_written(block: nn.Module) -> Iterator[None]:
-    """Run ``block`` neither compiled nor checkpointed, by removing the attributes that hide its class's methods."""
-    names = [name for name in ("forward", "_compiled_call_impl") if name in vars(block)]
-    hidden: dict[str, object] = {name: vars(block).pop(name) for name in names}
-    try:
-        yield
-    finally:
-        vars(block).update(hidden)
+    """Predict the peak memory of ``step``, whose optimizer has taken a step; see ``step_bytes``."""
+    return step_bytes(step.network, step.loss, _bytes_of(held(step)), accumulates=step.num_parts > 1)
 
 
 def peak_bytes(step: Timed) -> int:

@@ -1,4 +1,4 @@
-"""What a member costs: floating-point operations of its training, and bytes of its state and checkpoints.
+"""What a member costs: floating-point operations of its training, and bytes of its state, activations and checkpoints.
 
 A multiply-add counts as two operations.
 """
@@ -6,10 +6,12 @@ A multiply-add counts as two operations.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from ddm_lightning.config.experiment import IslandConfig
@@ -108,3 +110,64 @@ def checkpoint_bytes(num_parameters: int, num_widths: int = 0) -> int:
 def training_bytes(num_parameters: int, num_widths: int = 0) -> int:
     """Unsharded memory of a training besides activations: the checkpoint's contents and the gradients."""
     return checkpoint_bytes(num_parameters, num_widths + 1)
+
+
+def step_bytes(network: nn.Module, loss: Callable[[], Tensor], state: int, *, accumulates: bool) -> int:
+    """Predict the peak memory of a training step from forward passes of the first two blocks.
+
+    Weights and optimizer state exist all the time. When the backward pass begins, the tensors kept by the forward pass
+    exist as well; when it ends, all gradients and the tensors kept by the first block. Activation checkpointing adds
+    the recomputed tensors of one block. Temporary tensors are not counted.
+
+    Args:
+        network: on its device, with equal ``blocks``.
+        loss: computes the loss of one micro-batch.
+        state: bytes that outlast a step: weights, buffers and optimizer state.
+        accumulates: whether a step has several micro-batches, and gradients exist from the first on.
+    """
+    blocks = network.blocks
+    assert isinstance(blocks, nn.ModuleList)
+    one, two = (_kept_by_first(network, loss, blocks, num) for num in (1, 2))
+    kept = one + (len(blocks) - 1) * (two - one)
+    anew = 0
+    if "forward" in vars(blocks[0]):
+        with _as_written(blocks[0]):
+            anew = _kept_by_first(network, loss, blocks, 1) - one
+    gradients = sum(parameter.nbytes for parameter in network.parameters())
+    return state + anew + max(kept + gradients * accumulates, gradients + one)
+
+
+def activation_bytes(network: nn.Module, loss: Callable[[], Tensor]) -> int:
+    """Bytes that a forward pass keeps for the backward pass, without uncast weights."""
+    own = {tensor.untyped_storage().data_ptr() for tensor in network.state_dict(keep_vars=True).values()}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()  # by address: a view of a kept tensor costs nothing
+        return tensor.detach()  # the tensor itself and its graph would keep each other alive
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        value = loss()
+    del value  # only now: its graph keeps the counted tensors, so that no address is reused
+    return sum(kept.values())
+
+
+def _kept_by_first(network: nn.Module, loss: Callable[[], Tensor], blocks: nn.ModuleList, num: int) -> int:
+    network.blocks = nn.ModuleList(list(blocks)[:num])
+    try:
+        return activation_bytes(network, loss)
+    finally:
+        network.blocks = blocks
+
+
+@contextmanager
+def _as_written(block: nn.Module) -> Iterator[None]:
+    """Run ``block`` neither compiled nor checkpointed, by removing the attributes that hide its class's methods."""
+    names = [name for name in ("forward", "_compiled_call_impl") if name in vars(block)]
+    hidden: dict[str, object] = {name: vars(block).pop(name) for name in names}
+    try:
+        yield
+    finally:
+        vars(block).update(hidden)

@@ -3,11 +3,12 @@
 import pytest
 import torch
 from recipe_cost import TrainingStep
-from step_memory import activation_bytes, held, peak_bytes, planned_bytes
+from step_memory import held, peak_bytes, planned_bytes
 from step_networks import Sizes, Step, our_side
 from tiny_runs import TINY
 
 from ddm_lightning.config.load import load_experiment
+from ddm_lightning.members.cost import activation_bytes
 from ddm_lightning.shards.manifest import DataSizes
 
 CPU = torch.device("cpu")
