@@ -56,6 +56,7 @@ PAGE = ["gradio>=6.15"]
 # Opens examples/sample.ipynb; brings nbformat.
 NOTEBOOK = ["notebook>=7"]
 COMPLETION = ["argcomplete>=3"]
+SLURM = ["submitit>=1.5"]
 RAY = ["ray[data]>=2.40"]
 WANDB = ["wandb>=0.18"]
 
@@ -77,6 +78,8 @@ TEST = [
     "hypothesis>=6",
     # An S3 server on loopback; moto's own extra for servers brings forty packages for other services.
     "moto[s3]>=5",
+    # An SSH server on loopback.
+    "asyncssh>=2.20",
     "flask>=3",
     "flask-cors>=5",
     # Drives the page in a headless browser.
@@ -109,6 +112,7 @@ setup(
         "notebook": NOTEBOOK,
         "completion": COMPLETION,
         "ray": RAY,
+        "slurm": SLURM,
         "wandb": WANDB,
         "test": TEST,
         "dev": [*TEST, "pre-commit>=4"],

@@ -8,6 +8,7 @@ import math
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -15,13 +16,16 @@ from rich.console import Console
 from rich.table import Table
 
 from ddm_lightning.config.experiment import Experiment
-from ddm_lightning.core import processes
+from ddm_lightning.config.merge import island_section
+from ddm_lightning.core import processes, remote
 from ddm_lightning.core.devices import check_devices, configure_torch
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.formatting import Bars
-from ddm_lightning.core.registry import require
+from ddm_lightning.core.registry import LAUNCHERS, require
 from ddm_lightning.ensemble.manifest import added, assemble, removed, replaced
 from ddm_lightning.islands.local import default_jobs, fit_members
+from ddm_lightning.islands.shared import is_shared, publish_prepared, pull_ensemble, pull_manifest
+from ddm_lightning.islands.status import statuses
 from ddm_lightning.members.preflight import (
     check_networks,
     check_plugins,
@@ -82,8 +86,10 @@ def _prepared(experiment: Experiment, options: argparse.Namespace) -> Run:
     with Bars(Console(), transient=True) as bars:
         prune, reporter = getattr(options, "prune", False), RichReporter(bars)
         check(prepare(experiment, RunFolder.of(experiment).root, reporter, check, prune))  # also if it is up to date
-    # Only now: after an error in prepare, the corrected experiment may use the same folder.
-    return Run.open(experiment, create=True)
+        # Only now: after an error in prepare, the corrected experiment may use the same folder.
+        run = Run.open(experiment, create=True)
+        publish_prepared(run, lambda done, total: reporter.advance("publish", done, total))
+    return run
 
 
 def _one_member(experiment: Experiment, options: argparse.Namespace) -> str:
@@ -104,15 +110,18 @@ def _fit(experiment: Experiment, options: argparse.Namespace) -> int | None:
 
 
 def _fit_one(member: str, experiment: Experiment, options: argparse.Namespace) -> int | None:
+    experiment = replace(experiment, island=island_section(member, experiment))
     _check(experiment, options)
     run = Run(experiment)
+    pull_manifest(run)
     manifest = run.manifest  # an island gets prepared shards; it does not make them
     if not run.folder.experiment.exists():
         _networks_check(experiment, options)(manifest)
-    with run.claimed_for(member):
-        refuse_stale([member], run)
+    from ddm_lightning.islands.publish import published
+    from ddm_lightning.training import ranks
 
-        from ddm_lightning.training import ranks
+    with run.claimed_for(member), published(member, run):
+        refuse_stale([member], run)
 
         if experiment.island.devices > 1 and not ranks.is_rank() and not run.is_finished(member):
             processes.end_imports()
@@ -136,7 +145,7 @@ def _fit_one(member: str, experiment: Experiment, options: argparse.Namespace) -
 def _fit_several(members: list[str], experiment: Experiment, options: argparse.Namespace) -> int | None:
     console = Console()
     check_strategy(experiment, options.config, options.overrides)
-    if is_collected(members, Run(experiment)):
+    if is_shared(Run(experiment)) or is_collected(members, Run(experiment)):
         run = Run.open(experiment, create=True)
     else:
         _check(experiment, options)
@@ -180,7 +189,7 @@ def _print_skipped(members: Sequence[str], run: Run, options: argparse.Namespace
 
 
 def _status_table(run: Run) -> Table:
-    return status_table(str(run.folder.root), map(run.status, run.started))
+    return status_table(remote.shown(run.url or str(run.folder.root)), statuses(run))
 
 
 def _grid(experiment: Experiment) -> Path:
@@ -265,8 +274,29 @@ def _diagnose(experiment: Experiment, options: argparse.Namespace) -> None:
     print(f"diagnosis: {run.folder.root / 'diagnosis' / 'diagnosis.json'}, and figures beside it")
 
 
+def _launch(experiment: Experiment, options: argparse.Namespace) -> None:
+    from ddm_lightning.islands.launch import build_launcher, cancel, jobs_of, launch
+
+    run, members = Run(experiment), parse_members(options.only, experiment, "--only")
+    jobs = jobs_of(run, members, options.config, options.overrides)
+    if options.cancel:
+        found = cancel(run, members)
+    else:
+        if options.on is None:
+            raise UserError(f"launch: --on is missing; {LAUNCHERS.known()}")
+        launcher = build_launcher(options.on, run)
+        if options.dry_run:
+            print(*map(launcher.describe, jobs), sep="\n")
+            return
+        pull_manifest(run)
+        found = launch(run, jobs, launcher, options.on)
+    for one in found:
+        print(f"{one.member}: {one.action}" + (f" ({one.detail})" if one.detail else ""))
+    print(f"next: {_command('status', options)}")
+
+
 def _status(experiment: Experiment, options: argparse.Namespace) -> None:
-    run = Run.open(experiment)
+    run = Run(experiment) if experiment.remote else Run.open(experiment)
     Console().print(_status_table(run))
     _print_skipped(run.started, run, options)
     print(f"curves: tensorboard --logdir {run.folder.root}")
@@ -359,9 +389,13 @@ def _demo(experiment: Experiment, options: argparse.Namespace) -> None:
 def run_command(experiment: Experiment, options: argparse.Namespace) -> int:
     """Run a command of ``COMMANDS`` with as many threads as members use; more threads than idle cores slow it down."""
     configure_torch(experiment.island.accelerator, experiment.island.num_threads)
+    if options.command in _NEED_ENSEMBLE:
+        pull_ensemble(Run(experiment))
     command = _captions if getattr(options, "captions", None) is not None else COMMANDS[options.command]
     return command(experiment, options) or 0
 
+
+_NEED_ENSEMBLE = ("sample", "demo", "evaluate", "diagnose", "export")
 
 COMMANDS: Mapping[str, Callable[[Experiment, argparse.Namespace], int | None]] = {
     "prepare": _prepare,
@@ -373,6 +407,7 @@ COMMANDS: Mapping[str, Callable[[Experiment, argparse.Namespace], int | None]] =
     "replay": _replay,
     "ema": _ema,
     "export": _export,
+    "launch": _launch,
     "status": _status,
 }
 """Every command but ``config``, which needs no torch, and ``ensemble``, which needs no experiment."""

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 from ddm_lightning import __version__
 from ddm_lightning.core.errors import UserError, line_of
 from ddm_lightning.core.processes import STOPPED, stop_as_by_ctrl_c
-from ddm_lightning.core.registry import STRATEGIES
+from ddm_lightning.core.registry import LAUNCHERS, STRATEGIES
 
 _EXAMPLES = """\
 from images to an ensemble, on this machine:
@@ -161,6 +161,15 @@ def _commands() -> dict[str, tuple[str, _Options]]:
             },
         ),
         "ensemble": ("Write an ensemble with other experts, without training.", {}),
+        "launch": (
+            "Start each member on an island of its own, unless it runs or is finished.",
+            {
+                "--on": _option(f"launcher: {', '.join(LAUNCHERS.names())}", metavar="NAME"),
+                "--only": _option("members, such as expert-0,router (default: all of the ensemble)", default="all"),
+                "--cancel": _option("stop the members, each with a checkpoint", action="store_true"),
+                "--dry-run": _option("print the jobs; start nothing", action="store_true"),
+            },
+        ),
         "status": ("Show the progress of each member.", {}),
         "config": (
             "Print the experiment with all defaults and overrides resolved.",
@@ -244,7 +253,7 @@ def _run(options: argparse.Namespace) -> int:
         options.overrides = [text for text in options.overrides if text not in chosen]
     if options.command == "fit" and options.member != "all":
         stop_as_by_ctrl_c()
-    makes_run = options.command in ("config", "prepare", "fit")
+    makes_run = options.command in ("config", "prepare", "fit", "launch")
     if getattr(options, "out", options.config) is None and "://" in options.config:
         raise UserError(f"{options.config}: a URL cannot hold results; add --out FOLDER")
     if makes_run:

@@ -63,8 +63,6 @@ class ShardsConfig:
     """Maximum bytes of one shard before compression."""
     compression: str | None = None
     """MDS compression, such as ``zstd:3``; null for none."""
-    remote: str | None = field(default=None, metadata=CHANGEABLE)
-    """URL (``s3://…``, ``sftp://…``) for the upload of finished shards; null keeps them here."""
 
 
 @dataclass
@@ -241,6 +239,8 @@ class IslandConfig:
     """Minutes between checkpoints, instead of ``checkpoint_every_n_steps``; null to count steps."""
     keep_checkpoints: int = option(2, low=1)
     """Number of checkpoints to keep; an older one is used if the newest is damaged."""
+    publish_every_n_minutes: float = option(10.0, low=0.001)
+    """Minutes between publications of the newest checkpoint and the curves at ``remote``."""
     milestone_every_n_steps: int | None = option(None, low=1)
     """Steps between checkpoints that are never deleted; null for none."""
 
@@ -311,6 +311,8 @@ class Experiment:
     """Run folder: everything that the experiment produces."""
     seed: int = option(0, low=0, high=2**63 - 1)
     """Seed of the partition, the initial weights, the sample order, noise and timesteps."""
+    remote: str | None = field(default=None, metadata=CHANGEABLE)
+    """URL or folder that all islands reach (``s3://…``, ``sftp://…``): the run's shards, checkpoints and artifacts."""
     prepare: PrepareConfig = field(default_factory=PrepareConfig)
     """From a source to shards."""
     condition: ConditionConfig = field(default_factory=ConditionConfig)
@@ -323,6 +325,10 @@ class Experiment:
     """Distillation of the ensemble into a student."""
     island: IslandConfig = field(default_factory=IslandConfig, metadata=CHANGEABLE)
     """Machine that trains a member."""
+    islands: dict[str, Any] = field(default_factory=dict, metadata=CHANGEABLE)
+    """Keys of ``island`` that differ for some members: ``{router: {devices: 1}, expert-3: {precision: 32-true}}``."""
+    launch: dict[str, dict[str, Any]] = field(default_factory=dict, metadata=CHANGEABLE)
+    """Params of the launchers, by name: ``{slurm: {partition: gpu}, ssh: {hosts: {expert-0: alice@node-1}}}``."""
     sample: SampleConfig = field(default_factory=SampleConfig, metadata=CHANGEABLE)
     """Sampling."""
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig, metadata=CHANGEABLE)

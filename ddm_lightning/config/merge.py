@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
 from omegaconf import DictConfig, OmegaConf
 
-from ddm_lightning.config.experiment import Experiment, ExpertConfig, PluginConfig
+from ddm_lightning.config.experiment import Experiment, ExpertConfig, IslandConfig, PluginConfig
+
+_Section = TypeVar("_Section")
 
 
 def merge(base: Any, change: Any) -> Any:
@@ -32,8 +35,17 @@ def _forget_params(merged: DictConfig, change: DictConfig) -> None:
 
 def expert_section(name: str, experiment: Experiment) -> ExpertConfig:
     """The section ``expert`` for the member ``name``: with its overrides, if it has any."""
-    change = experiment.expert.overrides.get(name)
+    return _changed(experiment.expert, experiment.expert.overrides.get(name))
+
+
+def island_section(name: str, experiment: Experiment) -> IslandConfig:
+    """The section ``island`` for the member ``name``: with what ``islands`` says of its kind, then of itself."""
+    kind = _changed(experiment.island, experiment.islands.get(name.partition("-")[0]))
+    return kind if name in ("router", "monolith", "student") else _changed(kind, experiment.islands.get(name))
+
+
+def _changed(section: _Section, change: Mapping[str, Any] | None) -> _Section:
     if change is None:
-        return experiment.expert
-    merged = merge(OmegaConf.structured(experiment.expert), OmegaConf.create(change))
+        return section
+    merged = merge(OmegaConf.structured(section), OmegaConf.create(dict(change)))
     return OmegaConf.to_object(merged)  # type: ignore[return-value]  # may be of any dataclass

@@ -59,6 +59,20 @@ def atomic_write(path: Path, write: Callable[[Path], object]) -> None:
         temporary.unlink(missing_ok=True)
 
 
+def create_file(path: Path, content: bytes) -> None:
+    """Write a file, whole or not at all, unless it exists.
+
+    Raises:
+        FileExistsError: it exists; of several processes, one writes it.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(prefix=".tmp-", dir=path.parent) as temporary:
+        temporary.write(content)
+        temporary.flush()
+        os.fsync(temporary.fileno())
+        os.link(temporary.name, path)
+
+
 def atomic_write_text(path: Path, text: str) -> None:
     """Write ``text`` to ``path`` as UTF-8, atomically."""
     atomic_write(path, lambda p: p.write_text(text, encoding="utf-8"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -81,6 +82,20 @@ class S3FileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no a
     def put_file(self, lpath: str, rpath: str, **_: Any) -> None:
         self._client.upload_file(lpath, *_split(rpath), Config=TransferConfig(use_threads=False))
 
+    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **_: Any) -> None:
+        bucket, key = _split(path)
+        condition = {"IfNoneMatch": "*"} if mode == "create" else {}
+        try:
+            self._client.put_object(Bucket=bucket, Key=key, Body=value, **condition)
+        except ClientError as error:
+            if error.response["Error"]["Code"] in ("PreconditionFailed", "ConditionalRequestConflict"):
+                raise FileExistsError(path) from error
+            raise
+
+    def rm_file(self, path: str) -> None:
+        bucket, key = _split(path)
+        self._client.delete_object(Bucket=bucket, Key=key)
+
 
 def _split(path: str) -> tuple[str, str]:
     bucket, _, key = path.removeprefix("s3://").rstrip("/").partition("/")
@@ -123,3 +138,19 @@ class SFTPFileSystem(sftp.SFTPFileSystem):  # type: ignore[misc]
         self.client.connect(host, key_filename=os.environ.get("COMPOSER_SFTP_KEY_FILE"), timeout=timeout, **login)
         self.ftp = self.client.open_sftp()
         self.ftp.get_channel().settimeout(timeout)
+
+    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **_: Any) -> None:
+        self.makedirs(self._parent(path), exist_ok=True)
+        temporary = f"{path}.{uuid.uuid4().hex}.partial"
+        with self.ftp.open(temporary, "wb") as file:
+            file.write(value)
+        if mode != "create":
+            self.ftp.posix_rename(temporary, path)
+            return
+        try:
+            self.ftp.rename(temporary, path)  # fails if the path exists, unlike the other one
+        except OSError as error:
+            self.ftp.remove(temporary)
+            if self.exists(path):
+                raise FileExistsError(path) from error
+            raise

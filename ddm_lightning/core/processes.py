@@ -22,7 +22,7 @@ from typing import Any
 _WHILE_IMPORTING = (100_000, 50, 100)
 # glibc's mallopt: M_MMAP_THRESHOLD (older versions refuse more than 32 MB), M_TRIM_THRESHOLD and M_TOP_PAD.
 _KEPT_HEAP = ((-3, 2**25), (-3, 2**30), (-1, 2**31 - 1), (-2, 2**26))
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, *([signal.SIGUSR1] if hasattr(signal, "SIGUSR1") else []))
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 """Ask a training to write a checkpoint and stop: from a terminal, a scheduler, or SLURM before its time limit."""
 STOPPED = 130
 """Exit code of a process that was stopped on request, as after Ctrl-C."""

@@ -165,6 +165,7 @@ FEATURES = Registry("feature network", "ddm_lightning.features", "ddm_lightning.
 STRATEGIES = Registry("strategy", "ddm_lightning.strategies", "ddm_lightning.ensemble.strategies", read_names=True)
 SOLVERS = Registry("solver", "ddm_lightning.solvers", "ddm_lightning.flow.solvers", read_names=True)
 CALLBACKS = Registry("callback", "ddm_lightning.callbacks")
+LAUNCHERS = Registry("launcher", "ddm_lightning.launchers", "ddm_lightning.islands.launchers", read_names=True)
 METRICS = Registry("metric", "ddm_lightning.metrics", "ddm_lightning.evaluation.metrics", read_names=True)
 
 

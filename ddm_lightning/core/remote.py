@@ -12,6 +12,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -21,7 +22,7 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from ddm_lightning.core.errors import first_line
-from ddm_lightning.core.files import atomic_write, sha256_file
+from ddm_lightning.core.files import atomic_write, create_file, sha256_file
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
@@ -96,6 +97,70 @@ def put(path: Path, url: str) -> None:
             remote.put_file(str(path), inner)
 
     _attempt(url, send)
+
+
+def read(url: str) -> bytes:
+    """Return the content of a small file.
+
+    Raises:
+        FileNotFoundError: nothing is there.
+        OSError: as ``get``.
+    """
+    return _attempt(url, lambda remote, inner: remote.cat_file(inner))
+
+
+def write(url: str, content: bytes) -> None:
+    """Write a small file; it appears at ``url`` whole or not at all.
+
+    Raises:
+        OSError: as ``put``.
+    """
+    with TemporaryDirectory() as scratch:
+        path = Path(scratch) / "content"
+        path.write_bytes(content)
+        put(path, url)
+
+
+def create(url: str, content: bytes) -> bool:
+    """Write a small file unless there is one already; of several writers, one succeeds.
+
+    Folders, SFTP and S3's conditional writes decide in one step. A store without such a step may let two writers that
+    come within a second both succeed.
+
+    Returns:
+        Whether the file is this writer's, whose ``content`` must be unlike any other's.
+
+    Raises:
+        OSError: as ``put``.
+    """
+
+    def claim(remote: AbstractFileSystem, inner: str) -> bool:
+        try:
+            if isinstance(remote, LocalFileSystem):
+                create_file(Path(inner), content)
+            else:
+                remote.pipe_file(inner, content, mode="create")
+        except FileExistsError:
+            return bool(remote.cat_file(inner) == content)  # an earlier attempt may have succeeded without an answer
+        return True
+
+    return _attempt(url, claim)
+
+
+def remove(url: str) -> None:
+    """Remove a folder and the files below it; nothing happens if it does not exist.
+
+    Raises:
+        OSError: it cannot be removed; the message begins with the URL.
+    """
+
+    def delete(remote: AbstractFileSystem, inner: str) -> None:
+        for name in files(url):
+            remote.rm_file(f"{inner}/{name}")
+        with suppress(OSError):  # an object store has no folders
+            remote.rmdir(inner)
+
+    _attempt(url, delete)
 
 
 def sha256(url: str) -> str:

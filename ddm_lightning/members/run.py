@@ -88,6 +88,19 @@ class Run:
         return Manifest.read(self.folder.root)
 
     @property
+    def url(self) -> str | None:
+        """The run's twin at ``remote``, with the same relative paths; None if there is none."""
+        return self.experiment.remote and self.experiment.remote.rstrip("/")
+
+    @property
+    def shards(self) -> str:
+        """Folder or URL of the shards: ``island.shards``, else this machine's, else those at ``remote``."""
+        here = self.folder.shards
+        if self.url is not None and not here.is_dir():
+            return self.experiment.island.shards or f"{self.url}/{here.relative_to(self.folder.root).as_posix()}"
+        return self.experiment.island.shards or str(here)
+
+    @property
     def names(self) -> list[str]:
         """Names of the ensemble's members."""
         return ensemble_members(self.experiment)

@@ -140,7 +140,7 @@ def recorded(run: RunFolder) -> dict[str, Any]:
     return dict(OmegaConf.to_container(read_yaml(run.experiment))) if run.experiment.exists() else {}  # type: ignore[arg-type]
 
 
-def refuse_changes(path: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
+def refuse_changes(path: Path | str, old: dict[str, Any], new: dict[str, Any]) -> None:
     """Check that two experiments are the same but for ``changes`` that are allowed.
 
     Args:

@@ -38,7 +38,6 @@ from ddm_lightning.prepare.records import Part, Record, count_samples
 from ddm_lightning.prepare.report import report_partition
 from ddm_lightning.prepare.write_shards import manifest_of, write_shards
 from ddm_lightning.shards.manifest import DataSizes, Manifest, manifest_path
-from ddm_lightning.shards.upload import upload_shards
 
 _MAX_THUMBNAILS, _MIN_THUMBNAILS_PER_PART = 8192, 16
 # Part of every stage's hash. Raise it when the output of a stage changes.
@@ -137,7 +136,7 @@ class Preparation:
         # The engine and the number of processes change no byte.
         everything = asdict(replace(config, engine="local", num_processes=0))
         stored = [config.held_out_fraction, shards.max_bytes, shards.compression]
-        stages = [
+        return [
             Stage("source", parts, ("parts.json",), lambda: atomic_write_json(self.prepared.parts_file, parts)),
             Stage("encode", [files("source"), keys], (), self._encode),
             Stage(
@@ -159,7 +158,6 @@ class Preparation:
                 ("shards/*/*/index.json", "statistics.json"),
                 lambda: write_shards(self.plugins, seed, self.prepared, partial(self.reporter.advance, "shards")),
             ),
-            Stage("upload", [shards.remote, files("shards")], (), self._upload),
             Stage(
                 "report",
                 [everything, self.experiment.name, index, partition, files("shards")],
@@ -167,7 +165,6 @@ class Preparation:
                 self._report,
             ),
         ]
-        return [stage for stage in stages if stage.name != "upload" or shards.remote]
 
     def bring_up_to_date(self, check: Callable[[DataSizes], None] | None = None) -> None:
         """Run the stages without a valid record, one process at a time."""
@@ -339,12 +336,6 @@ class Preparation:
         self.reporter.advance("partition", len(features), len(features))
         sizes = partition.counts.tolist()
         return f"{len(sizes)} clusters of {min(sizes):,} to {max(sizes):,} samples"
-
-    def _upload(self) -> str:
-        remote, folder = str(self.config.shards.remote), self.prepared.shards
-        hashes = upload_shards(folder, remote, partial(self.reporter.advance, "upload"))
-        size = format_bytes(sum((folder / name).stat().st_size for name in hashes))
-        return f"{len(hashes)} files, {size}, each read back; islands stream them with island.shards={remote}"
 
     def _report(self) -> None:
         prepared = self.prepared

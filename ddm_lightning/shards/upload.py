@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from ddm_lightning.core import remote
-from ddm_lightning.core.errors import UserError, first_line
+from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import sha256_file
 
 _INDEX = "index.json"
@@ -29,7 +29,8 @@ def upload_shards(shards: Path, url: str, tick: Callable[[int, int], None]) -> d
         The SHA-256 of each file, as read back.
 
     Raises:
-        UserError: ``url`` cannot be written to or holds other data, or a file arrives damaged three times.
+        UserError: ``url`` holds other data, or a file arrives damaged three times.
+        OSError: it cannot be written to.
     """
     names = [path.relative_to(shards).as_posix() for path in shards.rglob("*") if path.is_file()]
     # Within a folder the index goes last.
@@ -44,13 +45,6 @@ def upload_shards(shards: Path, url: str, tick: Callable[[int, int], None]) -> d
                 _put(shards / name, f"{url.rstrip('/')}/{name}", hashes[name])
             done += sizes[name]
             tick(done, sum(sizes.values()))
-    except UserError as error:
-        raise UserError(f"key 'prepare.shards.remote' = {remote.shown(url)!r}: {error}") from None
-    except OSError as error:
-        raise UserError(
-            f"key 'prepare.shards.remote' = {remote.shown(url)!r}: cannot be written to ({first_line(error)}); "
-            "check the address and the access to it"
-        ) from error
     finally:
         remote.disconnect()
     return hashes
@@ -63,7 +57,7 @@ def _complete_folders(url: str, hashes: Mapping[str, str]) -> set[str]:
     indices = [name for name in hashes if posixpath.basename(name) == _INDEX and name in present]
     others += [name for name in indices if remote.sha256(f"{url}/{name}") != hashes[name]]
     if others:
-        raise UserError(f"holds other data ({others[0]}); empty it, or set prepare.shards.remote to another folder")
+        raise UserError(f"key 'remote': {remote.shown(url)}: holds other data ({others[0]}); set another address")
     return {posixpath.dirname(name) for name in indices}
 
 

@@ -151,7 +151,7 @@ def build_data(member: Member, run: Run) -> ClusterDataModule:
     """Build the LightningDataModule of a member of ``run``."""
     island, manifest, clusters = run.experiment.island, run.manifest, member.clusters
     return ClusterDataModule(
-        shards=island.shards or run.folder.shards,
+        shards=run.shards,
         clusters=clusters,
         batch_size=member.batch_size,
         seed=member.seed,

@@ -1,3 +1,5 @@
+from concurrent.futures import ThreadPoolExecutor
+
 import fsspec
 import numpy as np
 import pytest
@@ -40,7 +42,7 @@ def sources(tmp_path):
         "folder",
         "memory",
         "s3",
-        pytest.param("sftp", marks=pytest.mark.skipif(not servers.SSHD, reason="needs OpenSSH's sshd")),
+        "sftp",
     ]
 )
 def url(request, tmp_path, monkeypatch):
@@ -95,3 +97,21 @@ def test_a_transfer_is_tried_again_and_its_error_hides_the_password(sources, tmp
         with pytest.raises(OSError, match=r"^flaky://me:\*\*\*@host/a\.txt: cut off at flaky://me:\*\*\*@host$"):
             remote.get("flaky://me:secret@host/a.txt", tmp_path / "b")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "here"]
+
+
+def test_of_several_writers_one_creates_a_file(url):
+    with ThreadPoolExecutor(8) as threads:
+        contents = [f"writer {number}".encode() for number in range(8)]
+        won = list(threads.map(lambda content: remote.create(f"{url}/new/one.json", content), contents))
+    assert won.count(True) == 1
+    assert remote.read(f"{url}/new/one.json") == contents[won.index(True)]
+    assert remote.create(f"{url}/new/one.json", contents[won.index(True)])  # whose answer was lost
+    assert remote.files(f"{url}/new").keys() == {"one.json"}
+
+
+def test_a_folder_is_removed_with_its_files_alone(url):
+    for name in ("gone/a", "gone/sub/b", "gone-not/c"):
+        remote.write(f"{url}/{name}", b"content")
+    remote.remove(f"{url}/gone")
+    remote.remove(f"{url}/gone")
+    assert remote.files(url).keys() == {"gone-not/c"}

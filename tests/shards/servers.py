@@ -1,17 +1,16 @@
 """Real servers on loopback, and a connection to them that can be cut or fall silent."""
 
-import os
-import shutil
+import getpass
 import socket
 import struct
 import subprocess
+import sys
 import threading
 import time
 import urllib.request
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-SSHD = shutil.which("sshd", path=os.environ.get("PATH", "") + ":/usr/sbin:/usr/local/sbin")
 _RESET = struct.pack("ii", 1, 0)
 
 
@@ -107,35 +106,33 @@ def s3(shards, tmp_path, monkeypatch):
 
 @contextmanager
 def sftp(shards, tmp_path, monkeypatch):
-    """OpenSSH's server with a key of its own, for the user who runs the tests: the URL of ``shards``, and the line."""
+    """An SSH server with a key of its own, for the user who runs the tests: the URL of ``shards``, and the line."""
+    import asyncssh
+
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     line = Line(port)
     for name in ("host", "user"):
-        subprocess.run(
-            ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(tmp_path / name)], check=True, timeout=20
-        )
-    (tmp_path / "authorized").write_text((tmp_path / "user.pub").read_text())
-    host = (tmp_path / "host.pub").read_text()
-    (tmp_path / "known").write_text(f"[127.0.0.1]:{line.port} {host}")
-    (tmp_path / "sshd.conf").write_text(
-        f"Port {port}\nListenAddress 127.0.0.1\nHostKey {tmp_path / 'host'}\nPidFile none\nStrictModes no\nUsePAM no\n"
-        f"AuthorizedKeysFile {tmp_path / 'authorized'}\nPasswordAuthentication no\nSubsystem sftp internal-sftp\n"
-        "PermitRootLogin yes\nMaxStartups 100\n"
-    )
-    if os.geteuid() == 0:
-        Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)  # it separates its privileges there
-    with (tmp_path / "sshd.log").open("w") as log:
-        server = subprocess.Popen([SSHD, "-D", "-e", "-f", str(tmp_path / "sshd.conf")], stderr=log)
+        key = asyncssh.generate_private_key("ssh-ed25519")
+        key.write_private_key(tmp_path / name)
+        key.write_public_key(tmp_path / f"{name}.pub")
+    (tmp_path / "known").write_text(f"[127.0.0.1]:{line.port} {(tmp_path / 'host.pub').read_text()}")
     monkeypatch.setenv("COMPOSER_SFTP_KEY_FILE", str(tmp_path / "user"))
     monkeypatch.setenv("COMPOSER_SFTP_KNOWN_HOSTS_FILE", str(tmp_path / "known"))
+    command = [
+        sys.executable,
+        Path(__file__).with_name("ssh_server.py"),
+        str(port),
+        tmp_path / "host",
+        tmp_path / "user.pub",
+    ]
+    with (tmp_path / "ssh.log").open("w") as log:
+        server = subprocess.Popen(command, stderr=log)
     try:
-        for _ in range(100):
+        for _ in range(200):
             with suppress(OSError), socket.create_connection(("127.0.0.1", port)):
                 break
             time.sleep(0.05)
-        import getpass
-
         yield f"sftp://{getpass.getuser()}@127.0.0.1:{line.port}{shards}", line
     finally:
         line.close()

@@ -1,4 +1,4 @@
-"""Shards behind real servers on this machine: S3's protocol (moto) and OpenSSH's SFTP."""
+"""Shards behind real servers on this machine: S3's protocol (moto) and SFTP (asyncssh)."""
 
 import time
 
@@ -22,9 +22,7 @@ def shards(tmp_path_factory):
     return root
 
 
-@pytest.fixture(
-    params=["s3", pytest.param("sftp", marks=pytest.mark.skipif(not servers.SSHD, reason="needs OpenSSH's sshd"))]
-)
+@pytest.fixture(params=["s3", "sftp"])
 def remote(request, shards, tmp_path, monkeypatch):
     with getattr(servers, request.param)(shards, tmp_path, monkeypatch) as found:
         yield found

@@ -1,4 +1,4 @@
-"""Finished shards to real servers on this machine: S3's protocol (moto), OpenSSH's SFTP, and a mounted folder."""
+"""Finished shards to real servers on this machine: S3's protocol (moto), SFTP (asyncssh), and a mounted folder."""
 
 import shutil
 from contextlib import contextmanager
@@ -35,7 +35,7 @@ def shards(tmp_path_factory):
     params=[
         "mounted",
         "s3",
-        pytest.param("sftp", marks=pytest.mark.skipif(not servers.SSHD, reason="needs OpenSSH's sshd")),
+        "sftp",
     ]
 )
 def remote(request, tmp_path, monkeypatch):

@@ -1,0 +1,82 @@
+"""Jobs: what an island runs, as plain data, and the interface of the launchers that start them."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ddm_lightning.config.experiment import IslandConfig
+
+
+@dataclass(frozen=True)
+class Job:
+    """The training of one member."""
+
+    member: str
+    run: str
+    """Name of the experiment."""
+    arguments: tuple[str, ...]
+    """Command and options that follow ``python -m ddm_lightning``."""
+    island: IslandConfig
+    """Devices and settings of the member's island."""
+    folder: Path
+    """Folder of the member on this machine, for logs."""
+    environment: dict[str, str] = field(default_factory=dict)
+    """Variables to set."""
+
+    @property
+    def name(self) -> str:
+        """Name of the job for a scheduler."""
+        return f"{self.run}-{self.member}"
+
+    @property
+    def uses_gpus(self) -> bool:
+        """Whether the island is asked for GPUs; one with ``accelerator: auto`` takes what it finds."""
+        return self.island.accelerator == "gpu"
+
+    def command(self, python: str = sys.executable) -> list[str]:
+        """Words of the command line."""
+        return [python, "-m", "ddm_lightning", *self.arguments]
+
+    def line(self, python: str = "python") -> str:
+        """The command line with its variables, for a shell."""
+        variables = [f"{key}={shlex.quote(value)}" for key, value in self.environment.items()]
+        return " ".join([*variables, shlex.join(self.command(python))])
+
+
+class Launcher(ABC):
+    """Turns jobs into running processes. Progress is read at the run's URL, so a launcher knows nothing of training."""
+
+    @abstractmethod
+    def submit(self, job: Job) -> str:
+        """Start a job, or queue it.
+
+        Returns:
+            A handle for the other methods, also of a later process.
+
+        Raises:
+            UserError: the job cannot be started.
+        """
+
+    @abstractmethod
+    def is_active(self, handle: str) -> bool:
+        """Whether the job runs or waits in a queue.
+
+        Raises:
+            UserError: the engine cannot be asked.
+        """
+
+    @abstractmethod
+    def cancel(self, handle: str) -> None:
+        """Ask the job to write a checkpoint and stop; nothing happens if it has ended.
+
+        Raises:
+            UserError: the engine cannot be asked.
+        """
+
+    def describe(self, job: Job) -> str:
+        """The job as this launcher would run it, for ``--dry-run``."""
+        return job.line()

@@ -1,0 +1,124 @@
+"""Launch a run's members on islands: start what neither runs nor is finished, and stop what runs."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ddm_lightning.config.merge import island_section
+from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.files import atomic_write_json
+from ddm_lightning.core.registry import LAUNCHERS
+from ddm_lightning.islands import lease
+from ddm_lightning.islands.job import Job, Launcher
+from ddm_lightning.islands.shared import reaching
+from ddm_lightning.members.run import Run
+
+_FILE = "launched.json"
+"""In the run folder: launcher and handle of each member's newest job."""
+
+
+@dataclass(frozen=True)
+class Launched:
+    """What ``launch`` did with one member."""
+
+    member: str
+    action: str
+    """``started``, ``stopped``, or why nothing was done: ``finished``, ``running``, ``queued``, ``not running``."""
+    detail: str = ""
+
+
+def jobs_of(run: Run, members: Sequence[str], config: str, overrides: Sequence[str]) -> list[Job]:
+    """Build the job of each member.
+
+    Args:
+        run: the run; it needs a URL.
+        members: their names.
+        config: experiment file, as every island finds it.
+        overrides: those of the command line.
+
+    Raises:
+        UserError: the experiment has no ``remote``.
+    """
+    if run.url is None:
+        raise UserError(f"{config}: key 'remote' is null: islands share nothing else; set remote=s3://… or a folder")
+    return [
+        Job(
+            member=name,
+            run=run.experiment.name,
+            arguments=("fit", "-c", config, *overrides, f"member={name}"),
+            island=(island := island_section(name, run.experiment)),
+            folder=run.folder.member(name),
+            environment={"OMP_NUM_THREADS": str(island.num_threads), "PYTHONUNBUFFERED": "1"},
+        )
+        for name in members
+    ]
+
+
+def launch(run: Run, jobs: Sequence[Job], launcher: Launcher, on: str) -> list[Launched]:
+    """Start each job whose member neither runs nor waits nor is finished.
+
+    Raises:
+        UserError: the store or the engine cannot be reached; jobs started before are kept.
+    """
+    done = []
+    for job in jobs:
+        handles = _handles(run)
+        state = _state(run, job.member)
+        if state is None and job.member in handles and handles[job.member][0] == on:
+            state = "queued" if launcher.is_active(handles[job.member][1]) else None
+        if state is None:
+            handle = launcher.submit(job)
+            atomic_write_json(run.folder.root / _FILE, {**handles, job.member: [on, handle]})
+            done.append(Launched(job.member, "started", handle))
+        else:
+            done.append(Launched(job.member, state))
+    return done
+
+
+def cancel(run: Run, members: Sequence[str]) -> list[Launched]:
+    """Ask members that ``launch`` of this run folder started to write a checkpoint and stop.
+
+    Raises:
+        UserError: the engine cannot be reached.
+    """
+    handles, done = _handles(run), []
+    for name in members:
+        on, handle = handles.get(name, ("", ""))
+        launcher = build_launcher(on, run) if on else None
+        is_active = launcher is not None and launcher.is_active(handle)
+        if launcher is not None and is_active:
+            launcher.cancel(handle)
+        done.append(Launched(name, "stopped" if is_active else "not running", handle))
+    return done
+
+
+def build_launcher(name: str, run: Run) -> Launcher:
+    """Build the launcher ``name`` with the experiment's ``launch.NAME``.
+
+    Raises:
+        UserError: it is unknown, or refuses its params.
+    """
+    params = run.experiment.launch.get(name, {})
+    launcher: Launcher = LAUNCHERS.build(name, params)
+    return launcher
+
+
+def _state(run: Run, member: str) -> str | None:
+    """``finished`` or ``running``, by what the member has published; None for neither."""
+    url = f"{run.url}/members/{member}/lease"
+    with reaching():
+        generation = lease.newest_generation(url)
+        content = lease.read_lease(url, generation) if generation else {}
+    status = content.get("status", {})
+    if status.get("state") == "done" and status.get("step", 0) >= run.max_steps(member):
+        return "finished"
+    is_recent = content and not content["released"] and time.time() - content["time"] < lease.STALE_SECONDS
+    return "running" if is_recent else None
+
+
+def _handles(run: Run) -> dict[str, list[str]]:
+    path = run.folder.root / _FILE
+    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {}

@@ -1,0 +1,1 @@
+"""Launchers by name, one module each; see ``islands.job``."""

@@ -1,0 +1,39 @@
+"""Launcher for this machine: one background process per member, all at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from contextlib import suppress
+
+from ddm_lightning.core.processes import start_time
+from ddm_lightning.core.registry import LAUNCHERS
+from ddm_lightning.islands.job import Job, Launcher
+
+
+@LAUNCHERS.register("local")
+class LocalLauncher(Launcher):
+    """Starts members that outlive the terminal. ``fit`` of several members, in contrast, waits for them."""
+
+    def submit(self, job: Job) -> str:
+        job.folder.mkdir(parents=True, exist_ok=True)
+        with (job.folder / "log.txt").open("ab") as log:
+            process = subprocess.Popen(
+                job.command(),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **job.environment},
+                start_new_session=True,
+            )
+        return f"{process.pid} {start_time(process.pid)}"
+
+    def is_active(self, handle: str) -> bool:
+        pid, _, began = handle.partition(" ")
+        return bool(began) and start_time(int(pid)) == began
+
+    def cancel(self, handle: str) -> None:
+        if self.is_active(handle):
+            with suppress(ProcessLookupError):
+                os.kill(int(handle.split()[0]), signal.SIGTERM)

@@ -1,0 +1,115 @@
+"""Launcher for a SLURM cluster by submitit: one job per member, requeued after a time limit or a preemption."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from ddm_lightning.core.errors import UserError, first_line
+from ddm_lightning.core.processes import start_time
+from ddm_lightning.core.registry import LAUNCHERS, require
+from ddm_lightning.islands.job import Job, Launcher
+
+_ANY_NUMBER = 1_000_000
+
+
+@dataclass
+class SlurmParams:
+    """Params of the launcher ``slurm``."""
+
+    partition: str | None = None
+    """Partition; null for the cluster's default."""
+    minutes: int = 1440
+    """Time limit of a slot; the member is requeued and resumes until it is finished."""
+    cpus_per_device: int = 4
+    """Cores per device."""
+    memory_gb: float | None = None
+    """Memory of the node; null for the cluster's default."""
+    notice_seconds: int = 120
+    """Time before the limit at which the member is told to write its checkpoint and stop."""
+    more: dict[str, Any] = field(default_factory=dict)
+    """Further options of ``sbatch``, such as ``{account: lab, qos: preemptible}``."""
+
+
+class Training:
+    """Runs a member in a SLURM job; submitit pickles it into the shared run folder and calls it on the node."""
+
+    def __init__(self, command: list[str]) -> None:
+        self.command = command
+        self._child: subprocess.Popen[bytes] | None = None
+
+    def __call__(self) -> int:
+        self._child = subprocess.Popen(self.command)
+        code = self._child.wait()
+        if code:
+            raise RuntimeError(f"{' '.join(self.command)} ended with exit code {code}")
+        return code
+
+    def checkpoint(self) -> Any:
+        """Wait until the member, which has got the signal, too, has written its checkpoint; then requeue it."""
+        from submitit.helpers import DelayedSubmission
+
+        # Not ``wait``, whose lock the interrupted call above may hold.
+        while self._child is not None and start_time(self._child.pid):
+            time.sleep(0.2)
+        return DelayedSubmission(Training(self.command))
+
+
+@LAUNCHERS.register("slurm")
+class SlurmLauncher(Launcher):
+    """Submits from a machine of the cluster; the run folder must be on a disk that the nodes share."""
+
+    params = SlurmParams
+
+    def __init__(self, **params: Any) -> None:
+        require("launch --on slurm", "submitit", extra="slurm")
+        self.settings = SlurmParams(**params)
+
+    def submit(self, job: Job) -> str:
+        from submitit import AutoExecutor
+
+        settings = self.settings
+        gpus = {"gpus_per_node": job.island.devices} if job.uses_gpus else {}
+        memory = {} if settings.memory_gb is None else {"mem_gb": settings.memory_gb}
+        partition = {} if settings.partition is None else {"slurm_partition": settings.partition}
+        folder = job.folder.resolve() / "slurm"
+        try:
+            executor = AutoExecutor(folder=folder, cluster="slurm", slurm_max_num_timeout=_ANY_NUMBER)
+            executor.update_parameters(
+                name=job.name,
+                nodes=1,
+                tasks_per_node=1,
+                timeout_min=settings.minutes,
+                cpus_per_task=settings.cpus_per_device * job.island.devices,
+                slurm_signal_delay_s=settings.notice_seconds,
+                slurm_setup=[f"export {key}={value}" for key, value in job.environment.items()],
+                slurm_additional_parameters=settings.more,
+                **gpus,
+                **memory,
+                **partition,
+            )
+            return str(executor.submit(Training(job.command(sys.executable))).job_id)
+        except Exception as error:  # submitit raises many kinds
+            raise UserError(f"{job.member}: SLURM refuses the job: {first_line(error)}; see launch.slurm") from error
+
+    def is_active(self, handle: str) -> bool:
+        return bool(_output("squeue", "--noheader", "--jobs", handle, "--states", "PD,R,CF,CG,RQ,S,ST,SO,RS,SI"))
+
+    def cancel(self, handle: str) -> None:
+        _output("scancel", handle)
+
+    def describe(self, job: Job) -> str:
+        return f"sbatch {job.name}: {self.settings}: {job.line()}"
+
+
+def _output(*command: str) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise UserError(f"{command[0]}: {first_line(error)}; run it on a machine of the SLURM cluster") from error
+    if done.returncode and "Invalid job id" not in done.stderr:
+        raise UserError(f"{command[0]}: {done.stderr.strip() or done.returncode}")
+    return done.stdout.strip()

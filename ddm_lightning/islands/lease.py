@@ -1,0 +1,182 @@
+"""Leases: one process at a time trains a member, wherever it runs, and says at the run's URL that it is alive.
+
+Each claim has a generation, and each generation a file ``members/NAME/lease/GENERATION.json`` of its own, created in
+one step and written by its process alone. Whoever finds the newest one without a heartbeat creates the next. A process
+that was taken over finds a newer generation before it publishes, and stops. No clock is compared with another
+machine's: a lease is stale if it does not change while somebody watches.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ddm_lightning.core import checks, remote
+from ddm_lightning.core.errors import UserError
+from ddm_lightning.core.processes import start_time
+
+HEARTBEAT_SECONDS = 10.0
+STALE_SECONDS = 45.0
+"""Time without a heartbeat after which a lease may be taken over: four are missing."""
+_POLL_SECONDS = 3.0
+_CHECKS: dict[str, checks.Check] = {
+    "key": checks.TEXT,
+    "host": checks.ANY_TEXT,
+    "machine": checks.ANY_TEXT,
+    "pid": checks.integer(0),
+    "began": checks.ANY_TEXT,
+    "beat": checks.integer(0),
+    "time": (checks.is_number, "a number"),
+    "released": (lambda value: isinstance(value, bool), "true or false"),
+    "status": checks.OBJECT,
+}
+
+
+class LostLeaseError(Exception):
+    """Another process has taken the member over."""
+
+
+class Lease:
+    """This process's claim of a member; made by ``claim``.
+
+    Args:
+        url: folder of the member's leases.
+        generation: number of the claim, from 1.
+        content: what its file holds.
+    """
+
+    def __init__(self, url: str, generation: int, content: dict[str, Any]) -> None:
+        self.url = url
+        self.generation = generation
+        self._content = content
+
+    def beat(self, status: Mapping[str, Any], *, released: bool = False) -> None:
+        """Say that the process is alive, or that it is done.
+
+        Args:
+            status: progress for others to read.
+            released: whether another process may claim the member at once.
+
+        Raises:
+            OSError: the store cannot be reached.
+        """
+        beat = self._content["beat"] + 1
+        now = time.time()
+        self._content |= {"beat": beat, "time": now, "released": released, "status": {**status, "updated": now}}
+        remote.write(_file(self.url, self.generation), _packed(self._content))
+
+    def check(self) -> None:
+        """Check that no other process has taken the member over; call it before publishing.
+
+        Raises:
+            LostLeaseError: one has.
+            OSError: the store cannot be reached.
+        """
+        newest = newest_generation(self.url)
+        if newest > self.generation:
+            other = read_lease(self.url, newest)
+            raise LostLeaseError(f"a process on {other.get('host') or 'another machine'} has taken it over")
+
+
+def claim(member: str, url: str, say: Callable[[str], object]) -> Lease:
+    """Claim a member for this process.
+
+    Waits up to ``STALE_SECONDS`` to see whether the process of an earlier claim is alive, unless that was released or
+    was of this machine.
+
+    Args:
+        member: its name, for messages.
+        url: folder of its leases.
+        say: receives a line if it has to wait.
+
+    Raises:
+        UserError: another process trains the member.
+        OSError: the store cannot be reached.
+    """
+    pid = os.getpid()
+    own: dict[str, Any] = {
+        "key": uuid.uuid4().hex,
+        "host": platform.node(),
+        "machine": _machine(),
+        "pid": pid,
+        "began": start_time(pid),
+        "beat": 0,
+        "time": time.time(),
+        "released": False,
+        "status": {},
+    }
+    while True:
+        generation = newest_generation(url)
+        if generation and _is_alive(url, generation, member, say):
+            other = read_lease(url, generation)
+            raise UserError(
+                f"{member}: process {other.get('pid')} on {other.get('host')} trains it and is alive; "
+                "wait for it or stop it"
+            )
+        if remote.create(_file(url, generation + 1), _packed(own)):
+            return Lease(url, generation + 1, own)
+
+
+def newest_generation(url: str) -> int:
+    """Number of the newest claim below ``url``; 0 if there is none.
+
+    Raises:
+        OSError: the store cannot be reached.
+    """
+    stems = [name.removesuffix(".json") for name in remote.files(url)]
+    return max((int(stem) for stem in stems if stem.isascii() and stem.isdigit()), default=0)
+
+
+def read_lease(url: str, generation: int) -> dict[str, Any]:
+    """Content of a claim; empty if it is damaged.
+
+    Raises:
+        OSError: the store cannot be reached.
+    """
+    try:
+        content: Any = json.loads(remote.read(_file(url, generation)))
+    except ValueError:
+        return {}
+    return content if checks.problem_with(content, _CHECKS) is None else {}
+
+
+def _is_alive(url: str, generation: int, member: str, say: Callable[[str], object]) -> bool:
+    first = read_lease(url, generation)
+    if first.get("released"):
+        return False
+    if first.get("machine") and first["machine"] == _machine():
+        return bool(start_time(first["pid"]) == first["began"])
+    say(f"{member}: waits {STALE_SECONDS:g} s to see whether its process on {first.get('host', 'a machine')} is alive")
+    end = time.monotonic() + STALE_SECONDS
+    while time.monotonic() < end:
+        time.sleep(_POLL_SECONDS)
+        newest = newest_generation(url)
+        now = read_lease(url, newest)
+        if now.get("released"):
+            return False
+        if newest > generation or now != first:
+            return True
+    return False
+
+
+def _machine() -> str:
+    """Identify this start of the machine and its space of process ids, as a container has its own; empty if unknown."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+    except OSError:
+        return ""
+
+
+def _file(url: str, generation: int) -> str:
+    return f"{url}/{generation}.json"
+
+
+def _packed(content: Mapping[str, Any]) -> bytes:
+    return json.dumps(content).encode()

@@ -1,0 +1,245 @@
+"""Publish a member's training at the run's URL while it trains, and continue it from there on any machine.
+
+A thread beside the training reads the member's folder and sends what is new: a heartbeat with the status, the newest
+checkpoint, curves and, at the end, the artifact. A store that is down costs a line and another attempt, never a step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from pathlib import Path
+
+from ddm_lightning.core import remote
+from ddm_lightning.core.errors import UserError, first_line
+from ddm_lightning.core.files import inside, move_folder
+from ddm_lightning.islands import lease
+from ddm_lightning.islands.lease import Lease, LostLeaseError
+from ddm_lightning.islands.shared import pull_artifact, reaching
+from ddm_lightning.members.run import Run
+from ddm_lightning.members.run_folder import MEMBER_FILE
+from ddm_lightning.training.checkpoint import FILES, TEMPORARY, damage_of
+from ddm_lightning.training.rolling import newest_checkpoint, step_of
+
+FINAL_SECONDS = 600.0
+"""Time to try to publish the artifact of a finished training."""
+STOP_SECONDS = 20.0
+"""The same after a stop, as a scheduler kills what takes longer."""
+_KEPT = 2
+# Neither of use elsewhere, nor whole at any time.
+_PRIVATE = ("artifact", "cache", "checkpoints", "experiment.yaml", "log.txt", "status.json")
+_CHECKPOINT = re.compile(r"(step-(\d{8,})\.ckpt)\.(\d+)")
+
+
+@contextmanager
+def published(name: str, run: Run) -> Iterator[None]:
+    """Hold the member's lease, bring what is published of it here, and publish what the block trains.
+
+    Does nothing if the experiment has no ``remote``.
+
+    Raises:
+        UserError: another process trains the member or has taken it over, or the URL cannot be read or written.
+    """
+    if run.url is None:
+        yield
+        return
+    url = f"{run.url}/members/{name}"
+    with reaching():
+        held = lease.claim(name, f"{url}/lease", _say)
+        publisher = Publisher(name, run, held)
+        publisher.pull()
+    publisher.start()
+    try:
+        yield
+    finally:
+        publisher.finish()
+
+
+class Publisher:
+    """Sends what a member's folder gains to the run's URL.
+
+    Args:
+        name: the member.
+        run: its run, which has a URL.
+        held: this process's lease.
+    """
+
+    def __init__(self, name: str, run: Run, held: Lease) -> None:
+        self.name, self.run, self.held = name, run, held
+        self.folder, self.url = run.folder.member(name), f"{run.url}/members/{name}"
+        self.minutes = run.experiment.island.publish_every_n_minutes
+        self._sent: dict[str, tuple[int, int]] = {}
+        self._published_step = -1
+        self._over = threading.Event()
+        self._lost: LostLeaseError | None = None
+        self._is_down = False
+        self._thread = threading.Thread(target=self._watch, name="publish", daemon=True)
+
+    # At the start.
+
+    def pull(self) -> None:
+        """Bring the artifact, or the newest published checkpoint if it is ahead of this folder's.
+
+        Raises:
+            OSError: the store cannot be read.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if not self.run.is_finished(self.name):
+            pull_artifact(self.name, self.run)
+        newest = newest_checkpoint(self.folder / "checkpoints")
+        own = -1 if newest is None else step_of(newest)
+        for step, _, stem in reversed(self._checkpoints()):
+            if step <= own or self.run.is_finished(self.name):
+                break
+            if self._pull_checkpoint(stem):
+                _say(f"{self.name}: takes over the checkpoint of step {step} from {remote.shown(self.url)}")
+                self._pull_rest()
+                break
+
+    def _checkpoints(self) -> list[tuple[int, int, str]]:
+        """Step, generation and name of each published checkpoint, by step."""
+        names = {Path(name).parts[0] for name in remote.files(f"{self.url}/checkpoints") if Path(name).name == FILES}
+        found = [(match, name) for name in names if (match := _CHECKPOINT.fullmatch(name))]
+        return sorted((int(match[2]), int(match[3]), name) for match, name in found)
+
+    def _pull_checkpoint(self, stem: str) -> bool:
+        source, folder = f"{self.url}/checkpoints/{stem}", self.folder / "checkpoints"
+        path = folder / stem.rpartition(".")[0]
+        temporary = folder / f"{TEMPORARY}{path.name}"
+        try:
+            remote.get(f"{source}/{FILES}", temporary / FILES)
+            for name in json.loads((temporary / FILES).read_text(encoding="utf-8")):
+                inside(temporary, name, temporary / FILES)
+                remote.get(f"{source}/{name}", temporary / name)
+            if problem := damage_of(temporary):
+                raise ValueError(problem)
+            move_folder(temporary, path)
+        except (ValueError, TypeError, FileNotFoundError) as error:
+            _say(f"{source}: damaged checkpoint ({first_line(error)}); looks for the one before it")
+            return False
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+        return True
+
+    def _pull_rest(self) -> None:
+        """Bring curves, records of skipped steps and snapshots of averages, which the checkpoint does not hold."""
+        for name in remote.files(self.url):
+            if Path(name).parts[0] not in (*_PRIVATE, "lease"):
+                remote.get(f"{self.url}/{name}", inside(self.folder, name, Path(self.url)))
+
+    # While it trains.
+
+    def start(self) -> None:
+        """Publish in the background until ``finish``."""
+        self._thread.start()
+
+    def _watch(self) -> None:
+        due = time.monotonic() + 60 * self.minutes
+        while not self._over.wait(min(lease.HEARTBEAT_SECONDS, 60 * self.minutes)):
+            try:
+                self._beat()
+                if time.monotonic() >= due:
+                    self.publish()
+                    due = time.monotonic() + 60 * self.minutes
+            except LostLeaseError as error:
+                self._lost = error
+                os.kill(os.getpid(), signal.SIGTERM)
+                return
+            except OSError as error:
+                self._complain(error)
+            else:
+                self._is_down = False
+
+    def _complain(self, error: OSError) -> None:
+        """Say once that the store is down."""
+        if not self._is_down:
+            _say(f"{self.name}: cannot publish: {first_line(error)}; goes on and tries again")
+        self._is_down = True
+
+    def _beat(self, *, released: bool = False) -> None:
+        self.held.check()
+        self.held.beat(asdict(self.run.status(self.name)), released=released)
+
+    def publish(self) -> None:
+        """Send what is new; what makes the rest count goes last.
+
+        Raises:
+            LostLeaseError: another process has taken the member over.
+            OSError: the store cannot be written.
+        """
+        for path in self._changed():
+            with suppress(FileNotFoundError):  # removed meanwhile
+                remote.put(path, f"{self.url}/{path.relative_to(self.folder).as_posix()}")
+        newest = newest_checkpoint(self.folder / "checkpoints")
+        if newest is not None and step_of(newest) > self._published_step:
+            with suppress(FileNotFoundError):  # removed meanwhile; the next one will be newer
+                self._send(newest, f"{self.url}/checkpoints/{newest.name}.{self.held.generation}", FILES)
+                self._published_step = step_of(newest)
+            for _, _, stem in self._checkpoints()[:-_KEPT]:
+                remote.remove(f"{self.url}/checkpoints/{stem}")
+        if self.run.is_finished(self.name):
+            self._send(self.run.folder.artifact(self.name), f"{self.url}/artifact", MEMBER_FILE)
+
+    def _changed(self) -> list[Path]:
+        found = []
+        for path in sorted(self.folder.rglob("*")):
+            relative = path.relative_to(self.folder)
+            is_private = relative.parts[0] in _PRIVATE or any(part.startswith(".") for part in relative.parts)
+            if is_private or not path.is_file():
+                continue
+            state = path.stat()
+            if self._sent.get(str(relative)) != (state.st_size, state.st_mtime_ns):
+                self._sent[str(relative)] = (state.st_size, state.st_mtime_ns)
+                found.append(path)
+        return found
+
+    def _send(self, folder: Path, url: str, last: str) -> None:
+        """Send a folder of files, ``last`` at the end and only if this process still holds the lease."""
+        for path in sorted(folder.iterdir(), key=lambda path: (path.name == last, path.name)):
+            if path.name == last:
+                self.held.check()
+            remote.put(path, f"{url}/{path.name}")
+
+    # At the end.
+
+    def finish(self) -> None:
+        """Publish the last state and release the lease.
+
+        Raises:
+            UserError: another process has taken the member over, or the artifact cannot be published.
+        """
+        self._over.set()
+        self._thread.join()
+        is_finished = self.run.is_finished(self.name)
+        end = time.monotonic() + (FINAL_SECONDS if is_finished else STOP_SECONDS)
+        while self._lost is None:
+            try:
+                self.publish()
+                self._beat(released=True)
+                break
+            except LostLeaseError as error:
+                self._lost = error
+            except OSError as error:
+                self._complain(error)
+                if time.monotonic() >= end:
+                    problem = "is finished, but its artifact" if is_finished else "stopped, but its last checkpoint"
+                    raise UserError(
+                        f"{self.name}: {problem} cannot be published: {first_line(error)}; repeat the command when "
+                        f"{remote.shown(self.url)} can be written"
+                    ) from error
+                time.sleep(1)
+        if self._lost is not None:
+            raise UserError(f"{self.name}: {self._lost}, so it stopped here; nothing is lost")
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

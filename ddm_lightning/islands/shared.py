@@ -1,0 +1,142 @@
+"""What islands share at a run's URL besides trainings: prepared shards with their manifest, and finished members."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from ddm_lightning.config.load import read_yaml
+from ddm_lightning.core import remote
+from ddm_lightning.core.errors import UserError, first_line
+from ddm_lightning.core.files import atomic_folder, sha256_file
+from ddm_lightning.core.weights import check_recorded
+from ddm_lightning.ensemble.manifest import assemble
+from ddm_lightning.members.artifact import REMEDY, WEIGHTS_FILE, read_meta
+from ddm_lightning.members.run import Run
+from ddm_lightning.members.run_folder import MEMBER_FILE, refuse_changes
+from ddm_lightning.shards.manifest import manifest_path
+from ddm_lightning.shards.upload import upload_shards
+
+_MANIFEST = "prepared/manifest.json"
+
+
+@contextmanager
+def reaching() -> Iterator[None]:
+    """Turn an ``OSError`` of the store into one line for the user."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"key 'remote': {first_line(error)}; check the address and the access to it") from error
+
+
+def publish_prepared(run: Run, tick: Callable[[int, int], None]) -> None:
+    """Send the prepared shards, then the experiment and, to make them count, the manifest; nothing if they are there.
+
+    Args:
+        run: its shards are prepared here.
+        tick: called with the bytes done and the bytes in total.
+
+    Raises:
+        UserError: the URL cannot be written, or holds other data.
+    """
+    if run.url is None:
+        return
+    manifest, folder = manifest_path(run.folder.root), run.folder
+    target = f"{run.url}/{_MANIFEST}"
+    with reaching():
+        with suppress(FileNotFoundError):
+            if remote.read(target) == manifest.read_bytes():
+                return
+            raise UserError(
+                f"key 'remote': {remote.shown(run.url)}: holds a run prepared from other data; set another address"
+            )
+        upload_shards(folder.shards, f"{run.url}/{folder.shards.relative_to(folder.root).as_posix()}", tick)
+        remote.put(folder.experiment, f"{run.url}/{folder.experiment.name}")
+        remote.put(manifest, target)
+
+
+def pull_manifest(run: Run) -> None:
+    """Bring the manifest of the prepared shards, unless this folder has it.
+
+    Raises:
+        UserError: the URL cannot be read, or holds nothing, another experiment or other shards.
+    """
+    if run.url is None:
+        return
+    shown, path = remote.shown(run.url), manifest_path(run.folder.root)
+    with TemporaryDirectory() as scratch, reaching():
+        record, manifest = Path(scratch) / "experiment.yaml", Path(scratch) / path.name
+        try:
+            remote.get(f"{run.url}/{_MANIFEST}", manifest)
+            remote.get(f"{run.url}/{record.name}", record)
+        except FileNotFoundError:
+            raise UserError(
+                f"key 'remote': {shown}: holds no prepared run; start with prepare and the same remote"
+            ) from None
+        recorded: Any = OmegaConf.to_container(read_yaml(record))
+        refuse_changes(f"{shown}/experiment.yaml", recorded, asdict(run.experiment))
+        if not path.exists():
+            remote.get(str(manifest), path)
+        elif sha256_file(path) != sha256_file(manifest):
+            raise UserError(
+                f"{path}: differs from the one at {shown}: the data were prepared twice; remove it, or repeat prepare "
+                "on the machine that published"
+            )
+
+
+def is_shared(run: Run) -> bool:
+    """Whether the run's URL holds shards that were prepared on another machine; if so, ``pull_ensemble``.
+
+    Raises:
+        UserError: as ``pull_ensemble``, unless nothing is there yet.
+    """
+    if run.url is None or (run.folder.prepared / "parts.json").exists():
+        return False
+    with reaching():
+        try:
+            remote.read(f"{run.url}/{_MANIFEST}")
+        except FileNotFoundError:
+            return False
+    pull_ensemble(run)
+    return True
+
+
+def pull_artifact(name: str, run: Run) -> None:
+    """Bring the artifact of a member, if it is published and not here.
+
+    Raises:
+        OSError: the store cannot be read.
+        UserError: the artifact is damaged.
+    """
+    url, folder = f"{run.url}/members/{name}/artifact", run.folder.artifact(name)
+    with suppress(FileNotFoundError):
+        description = remote.read(f"{url}/{MEMBER_FILE}")
+        if (folder / MEMBER_FILE).exists() and (folder / MEMBER_FILE).read_bytes() == description:
+            return
+        with atomic_folder(folder) as temporary:
+            (temporary / MEMBER_FILE).write_bytes(description)
+            remote.get(f"{url}/{WEIGHTS_FILE}", temporary / WEIGHTS_FILE)
+            check_recorded(temporary / WEIGHTS_FILE, read_meta(temporary).model_sha256, REMEDY)
+
+
+def pull_ensemble(run: Run) -> None:
+    """Bring all published artifacts, and assemble the ensemble if it is whole.
+
+    Raises:
+        UserError: as ``pull_manifest``, or an artifact is damaged or not the experiment's.
+    """
+    if run.url is None:
+        return
+    pull_manifest(run)
+    with reaching():
+        for name in run.names:
+            pull_artifact(name, run)
+    Run.open(run.experiment, create=True)
+    if all(run.is_finished(name) for name in run.names):
+        assemble(run)

@@ -1,0 +1,83 @@
+"""One process at a time holds a member's lease, and one that was taken over finds out."""
+
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from ddm_lightning.core import remote
+from ddm_lightning.core.errors import UserError
+from ddm_lightning.islands import lease
+
+
+@pytest.fixture
+def url(tmp_path, monkeypatch):
+    monkeypatch.setattr(lease, "STALE_SECONDS", 0.4)
+    monkeypatch.setattr(lease, "_POLL_SECONDS", 0.05)
+    return str(tmp_path / "store" / "lease")
+
+
+def claim(url, said=None):
+    return lease.claim("expert-0", url, [].append if said is None else said.append)
+
+
+def from_elsewhere(monkeypatch, url):
+    """A claim made by a process of another machine."""
+    with monkeypatch.context() as patched:
+        patched.setattr(lease, "_machine", lambda: "another start of another machine")
+        patched.setattr(lease.platform, "node", lambda: "far-away")
+        return claim(url)
+
+
+def test_a_claim_is_refused_while_its_process_lives_and_free_once_released(url):
+    first = claim(url)
+    with pytest.raises(UserError, match=r"^expert-0: process \d+ on \S+ trains it and is alive; wait "):
+        claim(url)
+    first.beat({"step": 7}, released=True)
+    second = claim(url)
+    assert (first.generation, second.generation) == (1, 2)
+    assert lease.read_lease(url, 1)["status"]["step"] == 7
+    second.check()
+    with pytest.raises(lease.LostLeaseError, match="has taken it over"):
+        first.check()
+
+
+def test_the_claim_of_a_dead_process_of_this_machine_is_taken_over_at_once(url, monkeypatch):
+    script = f"from ddm_lightning.islands import lease; lease.claim('expert-0', {url!r}, print)"
+    subprocess.run([sys.executable, "-c", script], check=True)
+    monkeypatch.setattr(lease, "STALE_SECONDS", 1000)
+    assert claim(url).generation == 2
+
+
+def test_a_silent_claim_of_another_machine_is_taken_over_after_a_wait(url, monkeypatch):
+    from_elsewhere(monkeypatch, url)
+    said, start = [], time.monotonic()
+    assert claim(url, said).generation == 2
+    assert time.monotonic() - start >= 0.4
+    assert said == ["expert-0: waits 0.4 s to see whether its process on far-away is alive"]
+
+
+def test_a_claim_that_beats_is_refused_whatever_its_clock_says(url, monkeypatch):
+    other, over = from_elsewhere(monkeypatch, url), threading.Event()
+    monkeypatch.setattr(lease.time, "time", lambda: 0.0)
+
+    def beat():
+        while not over.wait(0.1):
+            other.beat({})
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    try:
+        with pytest.raises(UserError, match="on far-away trains it and is alive"):
+            claim(url)
+    finally:
+        over.set()
+        thread.join()
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b'{"host": 1}', b"\xff"])
+def test_a_damaged_claim_holds_nobody_up_for_good(url, content):
+    remote.write(f"{url}/3.json", content)
+    assert claim(url).generation == 4

@@ -1,0 +1,144 @@
+"""A run at a URL: members trained anywhere, killed and continued elsewhere, give the bits of an undisturbed one."""
+
+import hashlib
+import shutil
+import time
+
+import pytest
+from shards import servers
+from shards.mds import WARNINGS
+from tiny_runs import MEMBERS, finish, prepared, settings, start
+
+from ddm_lightning.cli.parser import main
+from ddm_lightning.core import remote
+
+pytestmark = [*WARNINGS, pytest.mark.slow]
+QUICK = ("island.publish_every_n_minutes=0.001", "island.checkpoint_every_n_steps=5")
+
+
+@pytest.fixture(params=["s3"])
+def store(request, tmp_path, monkeypatch):
+    """The tiny experiment, prepared and published on a server; its URL, and the line to the server."""
+    there = tmp_path / "there"
+    there.mkdir()
+    with getattr(servers, request.param)(there, tmp_path, monkeypatch) as (url, line):
+        assert main(["prepare", *settings(tmp_path / "home"), f"remote={url}"]) == 0
+        yield url, line
+    remote.disconnect()
+
+
+def weights(folder):
+    return hashlib.sha256((folder / "artifact" / "model.safetensors").read_bytes()).hexdigest()
+
+
+def published_steps(url):
+    names = remote.files(f"{url}/members/expert-0/checkpoints")
+    return sorted(name.split("/")[0] for name in names if name.endswith("/files.json"))
+
+
+def wait_for(condition, seconds=60):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("store", ["s3", "sftp"], indirect=True)
+def test_a_member_killed_with_its_folder_goes_on_elsewhere_to_the_same_bits(store, finished_run, tmp_path):
+    url, _ = store
+    first = start("fit", tmp_path / "one", f"remote={url}", "member=expert-0", *QUICK)
+    wait_for(lambda: published_steps(url))
+    first.kill()
+    first.wait()
+    shutil.rmtree(tmp_path / "one")
+    steps = published_steps(url)
+    _, said = finish(start("fit", tmp_path / "two", f"remote={url}", "member=expert-0", *QUICK))
+    assert f"takes over the checkpoint of step {int(steps[-1][5:13])} from {url}" in said
+    assert weights(tmp_path / "two/members/expert-0") == weights(finished_run / "members/expert-0")
+    for member in ("expert-1", "router"):
+        assert main(["fit", *settings(tmp_path / member), f"remote={url}", f"member={member}"]) == 0
+    assert main(["sample", *settings(tmp_path / "three"), f"remote={url}"]) == 0
+    grid = "samples/top-1.png"
+    assert (tmp_path / "three" / grid).read_bytes() == (finished_run / grid).read_bytes()
+
+
+def test_several_members_of_one_machine_publish_each_for_itself(store, finished_run, tmp_path, capsys):
+    url, _ = store
+    finish(start("fit", tmp_path / "island", f"remote={url}"))
+    shutil.rmtree(tmp_path / "island")
+    capsys.readouterr()
+    assert main(["status", *settings(tmp_path / "nowhere"), f"remote={url}"]) == 0
+    rows = [line.split()[:3] for line in capsys.readouterr().out.splitlines()]
+    done = [["expert-0", "done", "60/60"], ["expert-1", "done", "60/60"], ["router", "done", "40/40"]]
+    assert [row for row in rows if row[:1] and row[0] in MEMBERS] == done
+    assert main(["fit", *settings(tmp_path / "again"), f"remote={url}"]) == 0
+    for member in MEMBERS:
+        assert weights(tmp_path / "again/members" / member) == weights(finished_run / "members" / member)
+
+
+def test_a_store_that_is_down_costs_no_step(store, finished_run, tmp_path):
+    url, line = store
+    shards = f"island.shards={tmp_path / 'home/prepared/shards'}"
+    process = start("fit", tmp_path / "one", f"remote={url}", "member=expert-0", shards, *QUICK)
+    wait_for(lambda: published_steps(url))
+    line.fail(0)
+    wait_for(lambda: (tmp_path / "one/members/expert-0/artifact/member.json").exists())
+    wait_for(lambda: line.num_failed > 8)  # three attempts, then a line
+    line.fail(0, times=0)
+    _, said = finish(process)
+    assert "expert-0: cannot publish: " in said
+    assert hashlib.sha256(remote.read(f"{url}/members/expert-0/artifact/model.safetensors")).hexdigest() == weights(
+        finished_run / "members/expert-0"
+    )
+
+
+def test_a_process_that_was_taken_over_stops_and_publishes_nothing_more(store, tmp_path):
+    url, _ = store
+    own = ("member=expert-0", f"remote={url}", "island.checkpoint_every_n_minutes=0.01")
+    process = start("fit", tmp_path / "one", *own, *QUICK)
+    wait_for(lambda: published_steps(url))
+    lease = remote.read(f"{url}/members/expert-0/lease/1.json")
+    remote.write(f"{url}/members/expert-0/lease/2.json", lease)
+    _, said = finish(process, code=2)
+    before = remote.files(f"{url}/members/expert-0")
+    assert said.splitlines()[-1].startswith("error: expert-0: a process on ")
+    assert said.splitlines()[-1].endswith(" has taken it over, so it stopped here; nothing is lost")
+    assert remote.files(f"{url}/members/expert-0") == before
+
+
+def test_a_damaged_published_checkpoint_gives_way_to_the_one_before_it(store, finished_run, tmp_path):
+    url, _ = store
+    first = start("fit", tmp_path / "one", f"remote={url}", "member=expert-0", *QUICK)
+    wait_for(lambda: len(published_steps(url)) > 1)
+    first.kill()
+    first.wait()
+    older, newest = published_steps(url)[-2:]
+    remote.write(f"{url}/members/expert-0/checkpoints/{newest}/rest.pt", b"garbage")
+    _, said = finish(start("fit", tmp_path / "two", f"remote={url}", "member=expert-0"))
+    assert "damaged checkpoint (rest.pt has changed since it was written)" in said
+    assert f"takes over the checkpoint of step {int(older[5:13])}" in said
+    assert weights(tmp_path / "two/members/expert-0") == weights(finished_run / "members/expert-0")
+
+
+def refused(capsys, *arguments):
+    capsys.readouterr()
+    assert main([*arguments]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    return line.removeprefix("error: ")
+
+
+def test_bad_remotes_are_one_line(store, tmp_path, capsys):
+    url, line = store
+    own = settings(tmp_path / "run")
+    empty = tmp_path / "empty"
+    for command in (["fit", "member=expert-0"], ["sample"]):
+        found = refused(capsys, command[0], *own, *command[1:], f"remote={empty}")
+        assert found == f"key 'remote': {empty}: holds no prepared run; start with prepare and the same remote"
+    changed = refused(capsys, "fit", *own, "member=expert-0", f"remote={url}", "seed=5")
+    assert changed.startswith(f"{url}/experiment.yaml: the experiment changed since this was written: seed (was 0);")
+    prepared(tmp_path / "other", "seed=1")
+    other = refused(capsys, "prepare", "-c", own[1], f"run_dir={tmp_path / 'other'}", "seed=1", f"remote={url}")
+    assert other == f"key 'remote': {url}: holds a run prepared from other data; set another address"
+    line.fail(0)
+    assert refused(capsys, "status", *own, f"remote={url}").startswith(f"key 'remote': {url}/members/expert-0/lease: ")
+    assert not (tmp_path / "run").exists()

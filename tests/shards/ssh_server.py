@@ -1,0 +1,39 @@
+"""An SSH server on loopback for one user and key: files over SFTP, and commands.
+
+python ssh_server.py PORT HOST_KEY AUTHORIZED_KEYS
+"""
+
+import asyncio
+import sys
+from pathlib import Path
+
+import asyncssh
+
+
+async def run(process):
+    shell = await asyncio.create_subprocess_shell(
+        process.command,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        cwd=Path.home(),
+    )
+    await process.redirect(stdin=shell.stdin, stdout=shell.stdout, stderr=shell.stderr)
+    process.exit(await shell.wait())
+
+
+async def serve(port, host_key, authorized_keys):
+    await asyncssh.listen(
+        "127.0.0.1",
+        int(port),
+        server_host_keys=[host_key],
+        authorized_client_keys=authorized_keys,
+        process_factory=run,
+        sftp_factory=True,
+        encoding=None,
+    )
+    await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    asyncio.run(serve(*sys.argv[1:]))
