@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from ddm_lightning.config.experiment import Experiment, ExpertConfig
+from ddm_lightning.config.experiment import Experiment, ExpertConfig, IslandConfig
 from ddm_lightning.config.merge import expert_section
 from ddm_lightning.core import checks
 from ddm_lightning.core.errors import UserError
@@ -16,6 +16,7 @@ from ddm_lightning.core.registry import SOLVERS, STRATEGIES
 
 Rule: TypeAlias = tuple[bool, str, str]
 """Whether it is broken, by which key, and how."""
+_KINDS = ("expert", "router", "monolith", "student")
 LOGGERS = ("tensorboard", "csv", "wandb")
 
 TRAINER_FLAGS = (
@@ -57,16 +58,19 @@ def check_experiment(
         UserError: the line names ``source``, key and remedy.
     """
     checks.check(asdict(experiment), Experiment, "", str(source), references=False)
-    num_clusters = experiment.prepare.partition.num_clusters
-    for name, change in experiment.expert.overrides.items():
-        key = f"expert.overrides.{name}"
-        where = blamed(source, overrides, key)
-        if name not in (f"expert-{k}" for k in range(num_clusters)):
-            raise UserError(
-                f"{where}: key {key!r}: there are {num_clusters} experts, expert-0 to expert-{num_clusters - 1}; "
-                "rename or remove it"
-            )
-        checks.check(change, ExpertConfig, key, where, references=False)
+    experts = [f"expert-{k}" for k in range(experiment.prepare.partition.num_clusters)]
+    own: tuple[tuple[str, dict[str, Any], type, list[str], str], ...] = (
+        ("expert.overrides", experiment.expert.overrides, ExpertConfig, experts, "expert"),
+        ("islands", experiment.islands, IslandConfig, [*experts, *_KINDS], "member or kind"),
+    )
+    for section, changes, schema, names, word in own:
+        for name, change in changes.items():
+            key = f"{section}.{name}"
+            where = blamed(source, overrides, key)
+            if name not in names:
+                known = f"experts are {experts[0]} to {experts[-1]}"
+                raise UserError(f"{where}: key {key!r}: there is no such {word}; {known}; rename or remove it")
+            checks.check(change, schema, key, where, references=False)
     for is_wrong, key, problem in (_rules_of_sampling if sampling_only else _rules)(experiment):
         if is_wrong:
             value: Any = experiment

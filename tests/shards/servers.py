@@ -115,6 +115,7 @@ def sftp(shards, tmp_path, monkeypatch):
     for name in ("host", "user"):
         key = asyncssh.generate_private_key("ssh-ed25519")
         key.write_private_key(tmp_path / name)
+        (tmp_path / name).chmod(0o600)
         key.write_public_key(tmp_path / f"{name}.pub")
     (tmp_path / "known").write_text(f"[127.0.0.1]:{line.port} {(tmp_path / 'host.pub').read_text()}")
     monkeypatch.setenv("COMPOSER_SFTP_KEY_FILE", str(tmp_path / "user"))

@@ -13,13 +13,15 @@ import asyncssh
 async def run(process):
     shell = await asyncio.create_subprocess_shell(
         process.command,
-        stdin=asyncio.subprocess.PIPE,
+        stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
         cwd=Path.home(),
     )
-    await process.redirect(stdin=shell.stdin, stdout=shell.stdout, stderr=shell.stderr)
-    process.exit(await shell.wait())
+    out, err = await shell.communicate()
+    process.stdout.write(out)
+    process.stderr.write(err)
+    process.exit(shell.returncode)
 
 
 async def serve(port, host_key, authorized_keys):

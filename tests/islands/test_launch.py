@@ -1,0 +1,146 @@
+"""Members launched on this machine, by ssh and on SLURM: started once, stopped with a checkpoint, resumed."""
+
+import hashlib
+import json
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+
+import pytest
+from shards import servers
+from shards.mds import WARNINGS
+from tiny_runs import ROOT, TINY, prepared
+
+from ddm_lightning.cli.parser import main
+from ddm_lightning.config.load import load_experiment
+from ddm_lightning.config.merge import island_section
+
+pytestmark = [*WARNINGS, pytest.mark.slow]
+LONG = ("expert.train.max_steps=1500", "island.checkpoint_every_n_steps=1000")
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """The arguments of a run that is prepared and published in a folder."""
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'data'}")
+    return ["-c", str(TINY), f"run_dir={tmp_path / 'run'}", f"remote={tmp_path / 'store'}"]
+
+
+def launch(capsys, run, *more):
+    capsys.readouterr()
+    assert main(["launch", *run, *more]) == 0
+    lines = capsys.readouterr().out.splitlines()[:-1]
+    return [line.partition(" (")[0] for line in lines]
+
+
+def wait_for(condition, seconds=120):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+def state(tmp_path, member="expert-0"):
+    path = tmp_path / "run" / "members" / member / "status.json"
+    return json.loads(path.read_text())["state"] if path.exists() else "waiting"
+
+
+def weights(folder):
+    return hashlib.sha256((folder / "members/expert-0/artifact/model.safetensors").read_bytes()).hexdigest()
+
+
+def stops_and_resumes(run, tmp_path, capsys, on, *more):
+    """Launch one expert, look twice, stop it in mid-training, launch it again: the bits of an undisturbed training."""
+    prepared(tmp_path / "run", *run[3:], *LONG)
+    own = [*LONG, *more, "--on", on, "--only", "expert-0"]
+    assert launch(capsys, run, *own) == ["expert-0: started"]
+    wait_for(lambda: state(tmp_path) == "training")
+    assert launch(capsys, run, *own)[0] in ("expert-0: running", "expert-0: queued")
+    assert launch(capsys, run, *own, "--cancel") == ["expert-0: stopped"]
+    wait_for(lambda: state(tmp_path) == "stopped")
+    wait_for(lambda: launch(capsys, run, *own, "--cancel") == ["expert-0: not running"])
+    assert launch(capsys, run, *own) == ["expert-0: started"]
+    wait_for(lambda: (tmp_path / "store/members/expert-0/artifact/member.json").exists())
+    wait_for(lambda: launch(capsys, run, *own) == ["expert-0: finished"])
+    shutil.copytree(tmp_path / "run" / "prepared", tmp_path / "plain" / "prepared")
+    assert main(["fit", "-c", str(TINY), f"run_dir={tmp_path / 'plain'}", "member=expert-0", *LONG]) == 0
+    assert weights(tmp_path / "store") == weights(tmp_path / "plain")
+
+
+def test_on_this_machine(run, tmp_path, capsys):
+    stops_and_resumes(run, tmp_path, capsys, "local")
+
+
+def test_on_a_host_by_ssh(run, tmp_path, capsys, monkeypatch):
+    with servers.sftp(tmp_path, tmp_path, monkeypatch) as (url, line):
+        host = url.partition("://")[2].partition(":")[0]
+        options = f"-p {line.port} -i {tmp_path / 'user'} -o UserKnownHostsFile={tmp_path / 'known'} -o BatchMode=yes"
+        ssh = {"hosts": {"expert-0": host}, "folder": str(ROOT), "python": sys.executable, "options": options}
+        stops_and_resumes(run, tmp_path, capsys, "ssh", f"launch.ssh={json.dumps(ssh)}")
+
+
+@pytest.mark.slurm
+def test_on_slurm_with_a_preemption(run, tmp_path, capsys):
+    stops_and_resumes(run, tmp_path, capsys, "slurm", "launch.slurm.cpus_per_device=1")
+    again = [*run[:2], f"run_dir={tmp_path / 'preempted'}", f"remote={tmp_path / 'other'}", *LONG]
+    prepared(tmp_path / "preempted", *again[3:])
+    (started,) = launch(capsys, again, "launch.slurm.cpus_per_device=1", "--on", "slurm", "--only", "expert-0")
+    assert started == "expert-0: started"
+    status = tmp_path / "preempted/members/expert-0/status.json"
+    wait_for(lambda: status.exists() and json.loads(status.read_text())["state"] == "training")
+    handle = json.loads((tmp_path / "preempted/launched.json").read_text())["expert-0"][1]
+    subprocess.run(["scancel", "--signal=USR2", handle], check=True)
+    wait_for((tmp_path / "other/members/expert-0/artifact/member.json").exists, 300)
+    assert weights(tmp_path / "other") == weights(tmp_path / "plain")
+
+
+def test_all_members_of_a_run_become_an_ensemble(run, tmp_path, capsys, quick_prepare):
+    assert main(["prepare", *run]) == 0
+    members = ["expert-0", "expert-1", "router"]
+    assert launch(capsys, run, "--on", "local") == [f"{name}: started" for name in members]
+    wait_for(lambda: launch(capsys, run, "--on", "local") == [f"{name}: finished" for name in members])
+    there = [*run[:2], f"run_dir={tmp_path / 'elsewhere'}", run[3]]
+    assert main(["sample", *there]) == 0
+    assert (tmp_path / "elsewhere/samples/top-1.png").exists()
+
+
+def test_a_dry_run_prints_the_jobs(run, tmp_path, capsys):
+    assert main(["launch", *run, "--on", "local", "--dry-run", "islands={router: {num_threads: 3}}"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [shlex.split(line)[-1] for line in lines] == ["member=expert-0", "member=expert-1", "member=router"]
+    assert [line.startswith("OMP_NUM_THREADS=3 ") for line in lines] == [False, False, True]
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_island_has_the_settings_of_its_kind_and_of_its_own():
+    changes = "islands={expert: {num_threads: 2, precision: bf16-mixed}, expert-1: {num_threads: 4}}"
+    experiment = load_experiment(TINY, [changes])
+    found = {name: island_section(name, experiment) for name in ("expert-0", "expert-1", "router")}
+    assert {name: (one.num_threads, one.precision) for name, one in found.items()} == {
+        "expert-0": (2, "bf16-mixed"),
+        "expert-1": (4, "bf16-mixed"),
+        "router": (1, "32-true"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["--on", "moon"], "unknown launcher 'moon'; known: local, "),
+        ([], "launch: --on is missing; known: local, "),
+        (["--on", "local", "remote=null"], "key 'remote' is null: islands share nothing else; set remote="),
+        (["--on", "local", "--only", "expert-9"], "--only=expert-9: unknown member 'expert-9'; known: expert-0, "),
+        (["--on", "ssh"], "key 'launch.ssh.hosts': none for expert-0; add expert-0: USER@HOST, or use --only"),
+        (["--on", "local", "launch.local.hosts=3"], "launcher 'local' has no parameter 'hosts'; it takes: none"),
+        (["--on", "local", "islands.expert-7.devices=2"], "key 'islands.expert-7': there is no such member or kind"),
+        (["--on", "local", "islands.router.device=2"], "unknown key 'islands.router.device'"),
+        (["--on", "local", "islands.router.devices=0"], "key 'islands.router.devices' = 0"),
+    ],
+)
+def test_bad_input_is_one_line(run, tmp_path, capsys, more, words):
+    (tmp_path / "store/prepared").mkdir(parents=True)
+    assert main(["launch", *run, *more, "--dry-run"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert words in line
