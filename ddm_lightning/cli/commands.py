@@ -16,7 +16,6 @@ from rich.console import Console
 from rich.table import Table
 
 from ddm_lightning.config.experiment import Experiment
-from ddm_lightning.config.merge import island_section
 from ddm_lightning.core import processes, remote
 from ddm_lightning.core.devices import check_devices, configure_torch
 from ddm_lightning.core.errors import UserError
@@ -33,7 +32,7 @@ from ddm_lightning.members.preflight import (
     is_collected,
     refuse_stale,
 )
-from ddm_lightning.members.roles import ROUTER, parse_members
+from ddm_lightning.members.roles import ROUTER, island_of, parse_members
 from ddm_lightning.members.run import Run
 from ddm_lightning.members.run_folder import RunFolder, refuse_changed
 from ddm_lightning.members.status import status_table
@@ -110,7 +109,7 @@ def _fit(experiment: Experiment, options: argparse.Namespace) -> int | None:
 
 
 def _fit_one(member: str, experiment: Experiment, options: argparse.Namespace) -> int | None:
-    experiment = replace(experiment, island=island_section(member, experiment))
+    experiment = replace(experiment, island=island_of(member, experiment))
     _check(experiment, options)
     run = Run(experiment)
     pull_manifest(run)

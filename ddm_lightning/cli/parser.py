@@ -17,8 +17,9 @@ _EXAMPLES = """\
 from images to an ensemble, on this machine:
   python -m ddm_lightning fit -c experiments/emoji_4x.yaml
   python -m ddm_lightning sample -c experiments/emoji_4x.yaml --prompt "red apple" --num 8
-one member alone, as on an island (needs the prepared shards):
-  python -m ddm_lightning fit -c experiments/emoji_4x.yaml member=expert-2 island.shards=/data/shards
+on islands that share nothing but an address:
+  python -m ddm_lightning prepare -c experiments/emoji_4x.yaml remote=s3://bucket/emoji_4x
+  python -m ddm_lightning launch -c experiments/emoji_4x.yaml remote=s3://bucket/emoji_4x --on slurm
 completion by Tab of the short name ddm-lightning (extra [completion]):
   eval "$(register-python-argcomplete ddm-lightning)"
 """

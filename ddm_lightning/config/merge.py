@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from omegaconf import DictConfig, OmegaConf
 
-from ddm_lightning.config.experiment import Experiment, ExpertConfig, IslandConfig, PluginConfig
+from ddm_lightning.config.experiment import Experiment, ExpertConfig, PluginConfig
 
 _Section = TypeVar("_Section")
 
@@ -35,16 +35,11 @@ def _forget_params(merged: DictConfig, change: DictConfig) -> None:
 
 def expert_section(name: str, experiment: Experiment) -> ExpertConfig:
     """The section ``expert`` for the member ``name``: with its overrides, if it has any."""
-    return _changed(experiment.expert, experiment.expert.overrides.get(name))
+    return changed(experiment.expert, experiment.expert.overrides.get(name))
 
 
-def island_section(name: str, experiment: Experiment) -> IslandConfig:
-    """The section ``island`` for the member ``name``: with what ``islands`` says of its kind, then of itself."""
-    kind = _changed(experiment.island, experiment.islands.get(name.partition("-")[0]))
-    return kind if name in ("router", "monolith", "student") else _changed(kind, experiment.islands.get(name))
-
-
-def _changed(section: _Section, change: Mapping[str, Any] | None) -> _Section:
+def changed(section: _Section, change: Mapping[str, Any] | None) -> _Section:
+    """A section with some keys changed."""
     if change is None:
         return section
     merged = merge(OmegaConf.structured(section), OmegaConf.create(dict(change)))

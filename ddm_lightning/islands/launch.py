@@ -7,13 +7,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ddm_lightning.config.merge import island_section
 from ddm_lightning.core.errors import UserError
 from ddm_lightning.core.files import atomic_write_json
 from ddm_lightning.core.registry import LAUNCHERS
 from ddm_lightning.islands import lease
 from ddm_lightning.islands.job import Job, Launcher
 from ddm_lightning.islands.shared import reaching
+from ddm_lightning.members.roles import island_of
 from ddm_lightning.members.run import Run
 
 _FILE = "launched.json"
@@ -49,7 +49,7 @@ def jobs_of(run: Run, members: Sequence[str], config: str, overrides: Sequence[s
             member=name,
             run=run.experiment.name,
             arguments=("fit", "-c", config, *overrides, f"member={name}"),
-            island=(island := island_section(name, run.experiment)),
+            island=(island := island_of(name, run.experiment)),
             folder=run.folder.member(name),
             environment={"OMP_NUM_THREADS": str(island.num_threads), "PYTHONUNBUFFERED": "1"},
         )

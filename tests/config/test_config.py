@@ -131,7 +131,7 @@ def test_the_source_of_a_mistake_is_named(path: Path) -> None:
     path.write_text(SMALLEST + "sample:\n  stratgy: full\n")
     assert refusal(path).startswith(": unknown key 'sample.stratgy'; did you mean 'strategy'?")
     path.write_text(SMALLEST + "colour: red\n")
-    assert refusal(path).startswith(": unknown key 'colour'; known there: name, run_dir, seed, prepare")
+    assert refusal(path).startswith(": unknown key 'colour'; known there: name, run_dir, seed, remote, prepare")
 
 
 def test_every_mandatory_key_is_asked_for(path: Path) -> None:

@@ -70,8 +70,11 @@ def test_a_changed_override_is_a_changed_experiment() -> None:
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("expert-7.path=vp", ["'expert.overrides.expert-7': there are 2 experts, expert-0 to expert-1"]),
-        ("router.path=vp", ["'expert.overrides.router': there are 2 experts"]),
+        (
+            "expert-7.path=vp",
+            ["'expert.overrides.expert-7': there is no such expert; experts are expert-0 to expert-1"],
+        ),
+        ("router.path=vp", ["'expert.overrides.router': there is no such expert"]),
         ("expert-1=vp", ["key 'expert.overrides.expert-1': must be a section of keys"]),
         ("expert-1.pth=vp", ["unknown key 'expert.overrides.expert-1.pth'; did you mean 'path'?"]),
         ("expert-1.path=sine", ["'expert.overrides.expert-1.path' = 'sine': must be one of linear, cosine, vp"]),

@@ -15,7 +15,7 @@ from tiny_runs import ROOT, TINY, prepared
 
 from ddm_lightning.cli.parser import main
 from ddm_lightning.config.load import load_experiment
-from ddm_lightning.config.merge import island_section
+from ddm_lightning.members.roles import island_of
 
 pytestmark = [*WARNINGS, pytest.mark.slow]
 LONG = ("expert.train.max_steps=1500", "island.checkpoint_every_n_steps=1000")
@@ -117,7 +117,7 @@ def test_a_dry_run_prints_the_jobs(run, tmp_path, capsys):
 def test_an_island_has_the_settings_of_its_kind_and_of_its_own():
     changes = "islands={expert: {num_threads: 2, precision: bf16-mixed}, expert-1: {num_threads: 4}}"
     experiment = load_experiment(TINY, [changes])
-    found = {name: island_section(name, experiment) for name in ("expert-0", "expert-1", "router")}
+    found = {name: island_of(name, experiment) for name in ("expert-0", "expert-1", "router")}
     assert {name: (one.num_threads, one.precision) for name, one in found.items()} == {
         "expert-0": (2, "bf16-mixed"),
         "expert-1": (4, "bf16-mixed"),
