@@ -27,6 +27,7 @@ from ddm_lightning.islands.lease import Lease, LostLeaseError
 from ddm_lightning.islands.shared import pull_artifact, reaching
 from ddm_lightning.members.run import Run
 from ddm_lightning.members.run_folder import MEMBER_FILE
+from ddm_lightning.training import ranks
 from ddm_lightning.training.checkpoint import FILES, TEMPORARY, damage_of
 from ddm_lightning.training.rolling import newest_checkpoint, step_of
 
@@ -49,7 +50,9 @@ def published(name: str, run: Run) -> Iterator[None]:
     Raises:
         UserError: another process trains the member or has taken it over, or the URL cannot be read or written.
     """
-    if run.url is None:
+    if run.url is None or ranks.is_rank():
+        if run.url is not None and not ranks.is_own_rank():
+            raise UserError("with remote, start fit without torchrun: it starts one process per device itself")
         yield
         return
     url = f"{run.url}/members/{name}"

@@ -33,6 +33,7 @@ from ddm_lightning.core.processes import handling, on_orphaned
 from ddm_lightning.members.run import Run
 from ddm_lightning.members.status import MemberStatus
 
+_OWN = "ddm-lightning-fit-"
 _POLL_SECONDS = 0.1
 
 
@@ -44,6 +45,11 @@ def _number(name: str, default: int) -> int:
 def is_rank() -> bool:
     """Whether torchrun, or another launcher that sets its variables, started this process."""
     return "LOCAL_RANK" in os.environ
+
+
+def is_own_rank() -> bool:
+    """Whether ``fit_on_ranks`` of another ``fit`` started this process."""
+    return os.environ.get("TORCHELASTIC_RUN_ID", "").startswith(_OWN)
 
 
 def is_rank_zero() -> bool:
@@ -116,7 +122,7 @@ def fit_on_ranks(name: str, run: Run) -> MemberStatus:
 
 def _agent(devices: int, folder: str) -> LocalElasticAgent:
     """Build torchrun's agent for one node, which starts this process's command as ranks."""
-    parameters = RendezvousParameters("c10d", "localhost:0", f"fit-{os.getpid()}", 1, 1, local_addr="localhost")
+    parameters = RendezvousParameters("c10d", "localhost:0", f"{_OWN}{os.getpid()}", 1, 1, local_addr="localhost")
     spec = WorkerSpec(
         role="fit",
         local_world_size=devices,
