@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import math
 import shlex
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from rich.console import Console
+from rich.live import Live
 from rich.table import Table
 
 from ddm_lightning.config.experiment import Experiment
@@ -40,6 +43,8 @@ from ddm_lightning.shards.manifest import DataSizes, Manifest
 from ddm_lightning.training.guard import skipped_of
 from ddm_lightning.use.ensemble import DecentralizedEnsemble
 from ddm_lightning.use.saved import export_diffusers, fetched, manifest_with_about, resolve, save_ensemble
+
+_WATCH_SECONDS = 5.0
 
 
 def _command(name: str, options: argparse.Namespace) -> str:
@@ -296,6 +301,16 @@ def _launch(experiment: Experiment, options: argparse.Namespace) -> None:
 
 def _status(experiment: Experiment, options: argparse.Namespace) -> None:
     run = Run(experiment) if experiment.remote else Run.open(experiment)
+    if options.json:
+        for status in statuses(run):
+            print(json.dumps({**asdict(status), "shown_state": status.shown_state()}))
+        return
+    if options.watch:
+        with Live(_status_table(run), auto_refresh=False) as live:
+            while any(status.state != "done" for status in statuses(run)):
+                time.sleep(_WATCH_SECONDS)
+                live.update(_status_table(run), refresh=True)
+        return
     Console().print(_status_table(run))
     _print_skipped(run.started, run, options)
     print(f"curves: tensorboard --logdir {run.folder.root}")

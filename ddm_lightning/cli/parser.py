@@ -171,7 +171,13 @@ def _commands() -> dict[str, tuple[str, _Options]]:
                 "--dry-run": _option("print the jobs; start nothing", action="store_true"),
             },
         ),
-        "status": ("Show the progress of each member.", {}),
+        "status": (
+            "Show the progress of each member, on all islands if the experiment has a remote.",
+            {
+                "--watch": _option("show it anew every few seconds, until all are done", action="store_true"),
+                "--json": _option("print one JSON object per member instead", action="store_true"),
+            },
+        ),
         "config": (
             "Print the experiment with all defaults and overrides resolved.",
             {"--describe": _option("print every key's type, default and meaning", action=_Describe, nargs=0)},

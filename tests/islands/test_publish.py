@@ -1,6 +1,7 @@
 """A run at a URL: members trained anywhere, killed and continued elsewhere, give the bits of an undisturbed one."""
 
 import hashlib
+import json
 import shutil
 import time
 
@@ -71,6 +72,14 @@ def test_several_members_of_one_machine_publish_each_for_itself(store, finished_
     rows = [line.split()[:3] for line in capsys.readouterr().out.splitlines()]
     done = [["expert-0", "done", "60/60"], ["expert-1", "done", "60/60"], ["router", "done", "40/40"]]
     assert [row for row in rows if row[:1] and row[0] in MEMBERS] == done
+    assert main(["status", *settings(tmp_path / "nowhere"), f"remote={url}", "--json"]) == 0
+    found = map(json.loads, capsys.readouterr().out.splitlines())
+    assert [(one["member"], one["step"], one["shown_state"]) for one in found] == [
+        ("expert-0", 60, "done"),
+        ("expert-1", 60, "done"),
+        ("router", 40, "done"),
+    ]
+    assert main(["status", *settings(tmp_path / "nowhere"), f"remote={url}", "--watch"]) == 0
     assert main(["fit", *settings(tmp_path / "again"), f"remote={url}"]) == 0
     for member in MEMBERS:
         assert weights(tmp_path / "again/members" / member) == weights(finished_run / "members" / member)
