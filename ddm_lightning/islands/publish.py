@@ -28,8 +28,7 @@ from ddm_lightning.islands.shared import pull_artifact, reaching
 from ddm_lightning.members.run import Run
 from ddm_lightning.members.run_folder import MEMBER_FILE
 from ddm_lightning.training import ranks
-from ddm_lightning.training.checkpoint import FILES, TEMPORARY, damage_of
-from ddm_lightning.training.rolling import newest_checkpoint, step_of
+from ddm_lightning.training.checkpoint import FILES, TEMPORARY, damage_of, newest_checkpoint, step_of
 
 FINAL_SECONDS = 600.0
 """Time to try to publish the artifact of a finished training."""

@@ -37,17 +37,24 @@ def published_steps(url):
     return sorted(name.split("/")[0] for name in names if name.endswith("/files.json"))
 
 
-def wait_for(condition, seconds=60):
+def wait_for(condition, seconds=120):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.05)
 
 
+def start_slowly(monkeypatch, run, *more):
+    """Train the first expert for at least half a minute."""
+    with monkeypatch.context() as patched:
+        patched.setenv("STEP_SECONDS", "0.5")
+        return start("fit", run, "member=expert-0", *more, *QUICK)
+
+
 @pytest.mark.parametrize("store", ["s3", "sftp"], indirect=True)
-def test_a_member_killed_with_its_folder_goes_on_elsewhere_to_the_same_bits(store, finished_run, tmp_path):
+def test_a_member_killed_with_its_folder_goes_on_elsewhere_to_the_same_bits(store, finished_run, tmp_path, monkeypatch):
     url, _ = store
-    first = start("fit", tmp_path / "one", f"remote={url}", "member=expert-0", *QUICK)
+    first = start_slowly(monkeypatch, tmp_path / "one", f"remote={url}")
     wait_for(lambda: published_steps(url))
     first.kill()
     first.wait()
@@ -85,10 +92,10 @@ def test_several_members_of_one_machine_publish_each_for_itself(store, finished_
         assert weights(tmp_path / "again/members" / member) == weights(finished_run / "members" / member)
 
 
-def test_a_store_that_is_down_costs_no_step(store, finished_run, tmp_path):
+def test_a_store_that_is_down_costs_no_step(store, finished_run, tmp_path, monkeypatch):
     url, line = store
     shards = f"island.shards={tmp_path / 'home/prepared/shards'}"
-    process = start("fit", tmp_path / "one", f"remote={url}", "member=expert-0", shards, *QUICK)
+    process = start_slowly(monkeypatch, tmp_path / "one", f"remote={url}", shards)
     wait_for(lambda: published_steps(url))
     line.fail(0)
     wait_for(lambda: (tmp_path / "one/members/expert-0/artifact/member.json").exists())
@@ -101,10 +108,9 @@ def test_a_store_that_is_down_costs_no_step(store, finished_run, tmp_path):
     )
 
 
-def test_a_process_that_was_taken_over_stops_and_publishes_nothing_more(store, tmp_path):
+def test_a_process_that_was_taken_over_stops_and_publishes_nothing_more(store, tmp_path, monkeypatch):
     url, _ = store
-    own = ("member=expert-0", f"remote={url}", "island.checkpoint_every_n_minutes=0.01")
-    process = start("fit", tmp_path / "one", *own, *QUICK)
+    process = start_slowly(monkeypatch, tmp_path / "one", f"remote={url}")
     wait_for(lambda: published_steps(url))
     lease = remote.read(f"{url}/members/expert-0/lease/1.json")
     remote.write(f"{url}/members/expert-0/lease/2.json", lease)
@@ -115,9 +121,9 @@ def test_a_process_that_was_taken_over_stops_and_publishes_nothing_more(store, t
     assert remote.files(f"{url}/members/expert-0") == before
 
 
-def test_a_damaged_published_checkpoint_gives_way_to_the_one_before_it(store, finished_run, tmp_path):
+def test_a_damaged_published_checkpoint_gives_way_to_the_one_before_it(store, finished_run, tmp_path, monkeypatch):
     url, _ = store
-    first = start("fit", tmp_path / "one", f"remote={url}", "member=expert-0", *QUICK)
+    first = start_slowly(monkeypatch, tmp_path / "one", f"remote={url}")
     wait_for(lambda: len(published_steps(url)) > 1)
     first.kill()
     first.wait()
