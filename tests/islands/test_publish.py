@@ -6,6 +6,7 @@ import shutil
 import time
 
 import pytest
+from prepare.listed import hashes
 from shards import servers
 from shards.mds import WARNINGS
 from tiny_runs import MEMBERS, finish, prepared, settings, start
@@ -157,3 +158,15 @@ def test_bad_remotes_are_one_line(store, tmp_path, capsys):
     line.fail(0)
     assert refused(capsys, "status", *own, f"remote={url}").startswith(f"key 'remote': {url}/members/expert-0/lease: ")
     assert not (tmp_path / "run").exists()
+
+
+def test_prepare_publishes_once_per_address(tmp_path, monkeypatch, quick_prepare):
+    sent, put = [], remote.put
+    monkeypatch.setattr(remote, "put", lambda path, url: (sent.append(url), put(path, url)))
+    for place, is_new in (("a", True), ("a", False), ("b", True)):
+        sent.clear()
+        assert main(["prepare", *settings(tmp_path / "run"), f"remote=file://{tmp_path / place}"]) == 0
+        assert bool(sent) == is_new
+        assert not is_new or sent[-1].endswith("/prepared/manifest.json")
+    for place in ("a", "b"):
+        assert hashes(tmp_path / place / "prepared/shards") == hashes(tmp_path / "run/prepared/shards")
