@@ -1,7 +1,8 @@
 """Publish a member's training at the run's URL while it trains, and continue it from there on any machine.
 
-A thread beside the training reads the member's folder and sends what is new: a heartbeat with the status, the newest
-checkpoint, curves and, at the end, the artifact. A store that is down costs a line and another attempt, never a step.
+Two threads beside the training send what is new in the member's folder: one a heartbeat with the status, which a long
+upload must not delay, the other the newest checkpoint, curves and, at the end, the artifact. A store that is down costs
+a line and another attempt, never a step.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -57,10 +58,11 @@ def published(name: str, run: Run) -> Iterator[None]:
     url = f"{run.url}/members/{name}"
     with reaching():
         held = lease.claim(name, f"{url}/lease", _say)
-        publisher = Publisher(name, run, held)
-        publisher.pull()
-    publisher.start()
+    publisher = Publisher(name, run, held)
+    publisher.start()  # before a long download, during which the lease must not become stale
     try:
+        with reaching():
+            publisher.pull()
         yield
     finally:
         publisher.finish()
@@ -78,13 +80,14 @@ class Publisher:
     def __init__(self, name: str, run: Run, held: Lease) -> None:
         self.name, self.run, self.held = name, run, held
         self.folder, self.url = run.folder.member(name), f"{run.url}/members/{name}"
-        self.minutes = run.experiment.island.publish_every_n_minutes
-        self._sent: dict[str, tuple[int, int]] = {}
+        self._sent: dict[Path, tuple[int, int]] = {}
         self._published_step = -1
-        self._over = threading.Event()
+        self._training_over, self._over = threading.Event(), threading.Event()
         self._lost: LostLeaseError | None = None
         self._is_down = False
-        self._thread = threading.Thread(target=self._watch, name="publish", daemon=True)
+        seconds = 60 * run.experiment.island.publish_every_n_minutes
+        self._publishing = self._repeating(self.publish, seconds, self._training_over)
+        self._beating = self._repeating(self._beat, min(lease.HEARTBEAT_SECONDS, seconds), self._over)
 
     # At the start.
 
@@ -142,24 +145,23 @@ class Publisher:
 
     def start(self) -> None:
         """Publish in the background until ``finish``."""
-        self._thread.start()
+        self._beating.start()
+        self._publishing.start()
 
-    def _watch(self) -> None:
-        due = time.monotonic() + 60 * self.minutes
-        while not self._over.wait(min(lease.HEARTBEAT_SECONDS, 60 * self.minutes)):
-            try:
-                self._beat()
-                if time.monotonic() >= due:
-                    self.publish()
-                    due = time.monotonic() + 60 * self.minutes
-            except LostLeaseError as error:
-                self._lost = error
-                os.kill(os.getpid(), signal.SIGTERM)
-                return
-            except OSError as error:
-                self._complain(error)
-            else:
-                self._is_down = False
+    def _repeating(self, action: Callable[[], None], seconds: float, over: threading.Event) -> threading.Thread:
+        def repeat() -> None:
+            while self._lost is None and not over.wait(seconds):
+                try:
+                    action()
+                    self._is_down = False
+                except LostLeaseError as error:
+                    if self._lost is None:
+                        self._lost = error
+                        os.kill(os.getpid(), signal.SIGTERM)
+                except OSError as error:
+                    self._complain(error)
+
+        return threading.Thread(target=repeat, daemon=True)
 
     def _complain(self, error: OSError) -> None:
         """Say once that the store is down."""
@@ -178,9 +180,10 @@ class Publisher:
             LostLeaseError: another process has taken the member over.
             OSError: the store cannot be written.
         """
-        for path in self._changed():
+        for path, stamp in self._changed():
             with suppress(FileNotFoundError):  # removed meanwhile
                 remote.put(path, f"{self.url}/{path.relative_to(self.folder).as_posix()}")
+                self._sent[path] = stamp
         newest = newest_checkpoint(self.folder / "checkpoints")
         if newest is not None and step_of(newest) > self._published_step:
             with suppress(FileNotFoundError):  # removed meanwhile; the next one will be newer
@@ -191,7 +194,8 @@ class Publisher:
         if self.run.is_finished(self.name):
             self._send(self.run.folder.artifact(self.name), f"{self.url}/artifact", MEMBER_FILE)
 
-    def _changed(self) -> list[Path]:
+    def _changed(self) -> list[tuple[Path, tuple[int, int]]]:
+        """Files that are new or have changed, with their sizes and times."""
         found = []
         for path in sorted(self.folder.rglob("*")):
             relative = path.relative_to(self.folder)
@@ -199,9 +203,8 @@ class Publisher:
             if is_private or not path.is_file():
                 continue
             state = path.stat()
-            if self._sent.get(str(relative)) != (state.st_size, state.st_mtime_ns):
-                self._sent[str(relative)] = (state.st_size, state.st_mtime_ns)
-                found.append(path)
+            if self._sent.get(path) != (stamp := (state.st_size, state.st_mtime_ns)):
+                found.append((path, stamp))
         return found
 
     def _send(self, folder: Path, url: str, last: str) -> None:
@@ -219,28 +222,35 @@ class Publisher:
         Raises:
             UserError: another process has taken the member over, or the artifact cannot be published.
         """
-        self._over.set()
-        self._thread.join()
+        self._training_over.set()
+        self._publishing.join()
         is_finished = self.run.is_finished(self.name)
         end = time.monotonic() + (FINAL_SECONDS if is_finished else STOP_SECONDS)
         while self._lost is None:
             try:
                 self.publish()
+                self._stop_beating()
                 self._beat(released=True)
-                break
             except LostLeaseError as error:
                 self._lost = error
             except OSError as error:
                 self._complain(error)
                 if time.monotonic() >= end:
+                    self._stop_beating()
                     problem = "is finished, but its artifact" if is_finished else "stopped, but its last checkpoint"
                     raise UserError(
                         f"{self.name}: {problem} cannot be published: {first_line(error)}; repeat the command when "
                         f"{remote.shown(self.url)} can be written"
                     ) from error
                 time.sleep(1)
-        if self._lost is not None:
-            raise UserError(f"{self.name}: {self._lost}, so it stopped here; nothing is lost")
+            else:
+                return
+        self._stop_beating()
+        raise UserError(f"{self.name}: {self._lost}, so it stopped here; nothing is lost")
+
+    def _stop_beating(self) -> None:
+        self._over.set()
+        self._beating.join()
 
 
 def _say(line: str) -> None:
